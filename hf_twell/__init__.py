@@ -1,3 +1,25 @@
 """Sparse ReLU feed-forward blocks for Hugging Face language models."""
 
+import importlib
+
 __version__ = "0.1.0"
+
+# Loaded at first use, so that `hf-twell --help` does not wait for PyTorch and Transformers.
+_MODULE_OF = {
+    "L1Penalty": "penalty",
+    "SparsityCallback": "callbacks",
+    "evaluate": "evaluation",
+    "last_checkpoint": "checkpoints",
+    "measure_sparsity": "measurement",
+    "sparsify": "convert",
+    "unpatch": "convert",
+}
+__all__ = ["__version__", "ops", *_MODULE_OF]
+
+
+def __getattr__(name: str):
+    if name == "ops":
+        return importlib.import_module("hf_twell.ops")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'hf_twell' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(f"hf_twell.{_MODULE_OF[name]}"), name)

@@ -1,0 +1,82 @@
+"""Folders that are whole or absent: models saved aside and renamed, training checkpoints that say they are complete."""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+STATE_NAME = "twell_state.json"
+
+
+@contextmanager
+def whole_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary folder beside `path` that takes its name if the body ends well, and is removed if it does not.
+
+    Raises:
+        ValueError: `path` exists and `overwrite` is false, or its parent is not a folder.
+    """
+    path = Path(path).absolute()
+    if not path.parent.is_dir():
+        raise ValueError(f"{path.parent} is not a folder; create it, or choose another place to save to")
+    if path.exists() and not overwrite:
+        raise ValueError(f"{path} exists; choose another name, or allow it to be overwritten")
+    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
+    try:
+        aside.chmod(0o777 & ~_umask())
+        yield aside
+        if path.exists():
+            old = aside.with_suffix(".old")
+            path.rename(old)
+            aside.rename(path)
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
+        else:
+            aside.rename(path)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def write_json(path: Path, data: dict) -> None:
+    """Write a JSON file that other processes see whole or not at all."""
+    aside = path.with_name(f".{path.name}.partial")
+    with open(aside, "w") as file:
+        json.dump(data, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.rename(path)
+
+
+def read_state(checkpoint: str | Path) -> dict:
+    """The state that `SparsityCallback` wrote last into a Trainer checkpoint.
+
+    Raises:
+        ValueError: the folder has none, so its saving was interrupted, or it is not from sparse training.
+    """
+    path = Path(checkpoint) / STATE_NAME
+    if not path.is_file():
+        raise ValueError(
+            f"{checkpoint} has no {STATE_NAME}: its saving was interrupted, or it was trained without "
+            "SparsityCallback. Resume from another checkpoint, or start a new run from its weights."
+        )
+    return json.loads(path.read_text())
+
+
+def last_checkpoint(output_dir: str | Path) -> str | None:
+    """The newest complete checkpoint of a sparse training run, or None; torn ones are passed over."""
+    found = {}
+    if Path(output_dir).is_dir():
+        for folder in Path(output_dir).iterdir():
+            step = re.fullmatch(r"checkpoint-(\d+)", folder.name)
+            if step and (folder / STATE_NAME).is_file():
+                found[int(step[1])] = str(folder)
+    return found[max(found)] if found else None
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

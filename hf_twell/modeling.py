@@ -1,0 +1,107 @@
+"""The class that a sparse feed-forward block gets: a subclass of its own class, so the model stays what it was."""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hf_twell import ops, reference
+from hf_twell.architectures import FfnForm
+
+
+@dataclass
+class L1Inputs:
+    """What one layer needs to add the L1 gradient while a micro-batch runs; see `hf_twell.reference.inject_l1`."""
+
+    scale: torch.Tensor
+    token_weight: torch.Tensor | None
+    tally: torch.Tensor
+
+
+@dataclass
+class FfnSettings:
+    """Everything `sparsify` stores on a block. `l1` is set while a micro-batch of sparse training runs."""
+
+    name: str
+    form: FfnForm
+    backend: str
+    l1: L1Inputs | None = None
+
+
+class SparseFfn(nn.Module):
+    """Mixin put before a block's own class; `stock_class` is that class and `twell` holds the settings."""
+
+    stock_class: type
+    twell: FfnSettings
+
+    def forward(self, x):
+        form, l1 = self.twell.form, self.twell.l1 if self.training else None
+        if l1 is not None and l1.token_weight is not None and l1.token_weight.shape != x.shape[:-1]:
+            raise ValueError(
+                f"{self.twell.name} got hidden states for {tuple(x.shape[:-1])} tokens, but the batch's attention_mask "
+                f"has shape {tuple(l1.token_weight.shape)}; pass the batch that the model really receives."
+            )
+        if ops.resolve(self.twell.backend, x.device.type) != "reference" and self._is_plain():
+            return self._fused(x, l1)
+        # Through the submodules: adapters, hooks and replaced linears all count.
+        activation, up, down = getattr(self, form.activation), getattr(self, form.up), getattr(self, form.down)
+        h = activation(up(x)) if form.gate is None else activation(getattr(self, form.gate)(x)) * up(x)
+        if l1 is not None:
+            h = reference.inject_l1(h, l1.scale, l1.token_weight, l1.tally)
+        return down(h)
+
+    def _fused(self, x, l1):
+        form = self.twell.form
+        up, down = getattr(self, form.up), getattr(self, form.down)
+        gate = getattr(self, form.gate) if form.gate else None
+        return ops.ffn(
+            x,
+            up.weight,
+            down.weight,
+            None if gate is None else gate.weight,
+            b_up=up.bias,
+            b_down=down.bias,
+            b_gate=None if gate is None else gate.bias,
+            l1_scale=None if l1 is None else l1.scale,
+            token_weight=None if l1 is None else l1.token_weight,
+            tally=None if l1 is None else l1.tally,
+            backend=self.twell.backend,
+        )
+
+    def _is_plain(self) -> bool:
+        """Whether the projections are what their weights say: plain linears that nothing has hooked or replaced."""
+        return all(_is_plain_linear(getattr(self, name)) for name in self.twell.form.linears)
+
+    def __reduce_ex__(self, protocol):
+        # The subclass is made at run time, so pickle and deepcopy rebuild it from the class it was made of.
+        return _new_instance, (self.stock_class,), self.__dict__.copy()
+
+
+def _is_plain_linear(linear: nn.Module) -> bool:
+    return (
+        type(linear) is nn.Linear
+        and "forward" not in vars(linear)
+        and not hasattr(linear, "_hf_hook")
+        and not (linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks)
+        and not linear._backward_pre_hooks
+        and not linear.weight.is_meta
+        and linear.weight.numel() == linear.in_features * linear.out_features
+    )
+
+
+@functools.cache
+def sparse_class(stock_class: type) -> type:
+    """The sparse subclass of a feed-forward block's class; always the same one for the same class."""
+    attributes = {"stock_class": stock_class, "__doc__": f"{stock_class.__name__} computed over its active neurons."}
+    return type(f"Sparse{stock_class.__name__}", (SparseFfn, stock_class), attributes)
+
+
+def _new_instance(stock_class: type) -> nn.Module:
+    cls = sparse_class(stock_class)
+    return cls.__new__(cls)
+
+
+def sparse_ffns(model: nn.Module) -> list[nn.Module]:
+    """The model's sparse blocks, in layer order."""
+    return [module for module in model.modules() if isinstance(module, SparseFfn)]

@@ -1,0 +1,59 @@
+"""The sparse feed-forward block in plain PyTorch: the truth that every kernel is compared with.
+
+Shapes: x (..., D); w_up, w_gate (F, D); w_down (D, F); biases (F,), (D,), (F,). T is the product of x's leading sizes.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+
+def ffn(
+    x, w_up, w_down, w_gate=None, *, b_up=None, b_down=None, b_gate=None, l1_scale=None, token_weight=None, tally=None
+):
+    """ReLU feed-forward block, dense arithmetic; see `hf_twell.ops.ffn` for formula and arguments."""
+    up = F.linear(x, w_up, b_up)
+    h = torch.relu(up) if w_gate is None else torch.relu(F.linear(x, w_gate, b_gate)) * up
+    if l1_scale is not None:
+        h = inject_l1(h, l1_scale, token_weight, tally)
+    return F.linear(h, w_down, b_down)
+
+
+def inject_l1(h, l1_scale, token_weight=None, tally=None):
+    """Return h unchanged; in backward add the L1 gradient to it, and report what was active.
+
+    Formula: dL/dh += l1_scale * token_weight * sign(h). The report is the "gradient" of `tally`, so autograd itself
+    sums it over micro-batches, exactly once for each backward: tally.grad[0] += sum(token_weight * |h|) and
+    tally.grad[1 + f] += sum over tokens of token_weight * [h_f != 0]. A recomputed forward (gradient checkpointing, of
+    either kind) therefore counts nothing twice.
+
+    Shapes: h (..., F); l1_scale () fp32; token_weight (...) fp32 or None for ones; tally (1 + F,) fp32 leaf or None.
+    """
+    return _InjectL1.apply(h, l1_scale, token_weight, tally)
+
+
+class _InjectL1(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h, l1_scale, token_weight, tally):
+        # down_proj saves the same storage for its weight gradient, so keeping h here costs no memory.
+        ctx.save_for_backward(h, l1_scale, token_weight)
+        return h.view_as(h)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_h):
+        h, l1_scale, token_weight = ctx.saved_tensors
+        scale = l1_scale if token_weight is None else (l1_scale * token_weight).unsqueeze(-1)
+        grad_h = grad_h + scale.to(h.dtype) * h.sign()
+        return grad_h, None, None, count(h, token_weight) if ctx.needs_input_grad[3] else None
+
+
+def count(h, token_weight=None):
+    """What `inject_l1` reports about h: (1 + F,) fp32, the weighted sum of |h|, then each neuron's active tokens."""
+    h_TF = h.reshape(-1, h.shape[-1])
+    l1_T = h_TF.abs().sum(1, dtype=torch.float32)
+    active_TF = h_TF != 0
+    if token_weight is None:
+        return torch.cat([l1_T.sum().view(1), active_TF.sum(0, dtype=torch.float32)])
+    weight_T = token_weight.reshape(-1)
+    return torch.cat([(weight_T @ l1_T).view(1), weight_T @ active_TF.float()])
