@@ -5,13 +5,14 @@ import logging
 import math
 from pathlib import Path
 
-from transformers import Trainer, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
 from hf_twell.checkpoints import STATE_NAME, last_checkpoint, read_state, write_json
 from hf_twell.penalty import L1Penalty
 
 logger = logging.getLogger(__name__)
 
+LAYER_PREFIX = "twell/layer_"
 WARMUPS = {
     "linear": lambda progress: progress,
     "sine": lambda progress: math.sin(progress * math.pi / 2) ** 2,
@@ -26,7 +27,8 @@ class SparsityCallback(TrainerCallback):
     The objective becomes the task loss plus `l1_weight` times the mean over layers of L1 (see `L1Penalty`), the same
     for any gradient accumulation, number of processes, padding or gradient checkpointing. The logged `loss` stays the
     task loss. Each training log also gets `twell/l0`, `twell/density`, `twell/l1`, `twell/dead`, `twell/l1_weight`, and
-    the first four for each layer, over all tokens since the log before (or since the run was resumed).
+    `twell/layer_NN/...` of the first four for each layer (kept off the console), over all tokens since the log before
+    (or since the run was resumed).
 
     Each checkpoint gets `twell_state.json`, written last: `trainer.train(resume_from_checkpoint=True)` passes over
     checkpoints that lack it, because their saving was interrupted.
@@ -78,6 +80,12 @@ class SparsityCallback(TrainerCallback):
             steps = math.ceil(steps * self.trainer.state.max_steps)
         return self.l1_weight * (WARMUPS[self.warmup](step / steps) if step < steps else 1.0)
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        # Four figures for each layer are for log files and plots; on the console they would bury the loss.
+        for callback in self.trainer.callback_handler.callbacks:
+            if isinstance(callback, ProgressCallback | PrinterCallback) and "on_log" not in vars(callback):
+                callback.on_log = functools.partial(_log_without_layers, callback.on_log)
+
     def on_save(self, args, state, control, **kwargs):
         # Other processes may still be writing their part of the checkpoint.
         self.trainer.accelerator.wait_for_everyone()
@@ -128,5 +136,10 @@ class SparsityCallback(TrainerCallback):
         rows = {f"twell/{key}": report[key] for key in (*keys, "l1_weight")}
         if self.log_layers:
             for ffn, layer in zip(self.penalty.ffns, report["layers"], strict=True):
-                rows |= {f"twell/{ffn.twell.name}/{key}": layer[key] for key in keys}
+                rows |= {f"{LAYER_PREFIX}{ffn.twell.layer:02d}/{key}": layer[key] for key in keys}
         return rows
+
+
+def _log_without_layers(on_log, args, state, control, logs=None, **kwargs):
+    logs = {key: value for key, value in (logs or {}).items() if not key.startswith(LAYER_PREFIX)}
+    return on_log(args, state, control, logs=logs, **kwargs)

@@ -46,7 +46,7 @@ def sparsify(model: nn.Module, *, backend: str = "auto", layers: Sequence[int] |
         _use_relu(site)
         _restore_stock(site.module)
         if index in chosen:
-            site.module.twell = FfnSettings(site.name, site.form, backend)
+            site.module.twell = FfnSettings(site.name, index, site.form, backend)
             site.module.__class__ = sparse_class(type(site.module))
     model.config.twell = {"version": FORMAT_VERSION, "layers": chosen if len(chosen) < len(sites) else None}
     return model

@@ -24,6 +24,7 @@ class FfnSettings:
     """Everything `sparsify` stores on a block. `l1` is set while a micro-batch of sparse training runs."""
 
     name: str
+    layer: int
     form: FfnForm
     backend: str
     l1: L1Inputs | None = None

@@ -1,0 +1,49 @@
+import os
+from pathlib import Path
+
+# Nothing in the tests may reach the network, and progress bars only clutter their output.
+os.environ.update(
+    HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false"
+)
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+def shared_path(relative: str) -> Path:
+    """A real input beside the repository, or a skip that names what is missing."""
+    path = SHARED / relative
+    if not path.exists():
+        pytest.skip(f"needs ../shared/{relative}, which is not beside this repository")
+    return path
+
+
+@pytest.fixture
+def stories() -> Path:
+    """A really trained Llama of 260K parameters (F=172, 5 layers, fp32)."""
+    return shared_path("data/stories260K-hf")
+
+
+@pytest.fixture
+def stories_model(stories):
+    return AutoModelForCausalLM.from_pretrained(stories)
+
+
+def tiny_llama(**changes) -> LlamaForCausalLM:
+    """A random Llama with weights large enough that every neuron sees both signs."""
+    settings = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 52,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+        "pad_token_id": 0,
+    }
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**settings, **changes}))

@@ -1,0 +1,124 @@
+"""The gradient of one optimizer step over eight rows of unequal length, in Trainer, SFTTrainer or a hand-written loop.
+
+Run under torchrun, it writes the gradients of several set-ups to the file named as its argument.
+"""
+
+import sys
+import tempfile
+
+import torch
+from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
+
+from hf_twell import L1Penalty, SparsityCallback, sparsify
+from tests.conftest import tiny_llama
+
+LENGTHS = (5, 23, 9, 31, 3, 17, 12, 8)
+L1_WEIGHT = 3.0  # makes the L1 term most of the gradient
+
+
+def rows() -> list[dict]:
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, 96, (length,), generator=generator).tolist() for length in LENGTHS]
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def pad(features: list[dict]) -> dict[str, torch.Tensor]:
+    width = max(len(row["input_ids"]) for row in features)
+
+    def filled(values, fill):
+        return torch.tensor([value + [fill] * (width - len(value)) for value in values])
+
+    return {
+        "input_ids": filled([row["input_ids"] for row in features], 0),
+        "labels": filled([row["labels"] for row in features], -100),
+        "attention_mask": filled([[1] * len(row["input_ids"]) for row in features], 0),
+    }
+
+
+COLLATORS = {"padded": pad, "padding_free": DataCollatorWithFlattening()}
+
+
+class KeepGradient(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.gradient = flat_gradient(model)
+
+
+def flat_gradient(model) -> torch.Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).clone()
+
+
+def trainer_gradient(kind="Trainer", layout="padded", accumulation=1, processes=1, l1_weight=L1_WEIGHT, **arguments):
+    """The gradient just before the optimizer step, and the log row of that step."""
+    common = {
+        "output_dir": tempfile.mkdtemp(),
+        "per_device_train_batch_size": len(LENGTHS) // accumulation // processes,
+        "gradient_accumulation_steps": accumulation,
+        "max_steps": 1,
+        "max_grad_norm": 1e9,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    model = sparsify(tiny_llama())
+    if kind == "Trainer":
+        args = TrainingArguments(**common, **arguments)
+        trainer = Trainer(model, args, train_dataset=rows(), data_collator=COLLATORS[layout])
+    else:
+        trainer = _sft_trainer(model, layout, {**common, "bf16": False, "gradient_checkpointing": False, **arguments})
+    keep = KeepGradient()
+    trainer.add_callback(keep)
+    if l1_weight is not None:
+        trainer.add_callback(SparsityCallback(trainer, l1_weight))
+    trainer.train()
+    return keep.gradient, trainer.state.log_history[0]
+
+
+def _sft_trainer(model, layout, arguments):
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    args = SFTConfig(**arguments, max_length=None, padding_free=layout == "padding_free")
+    return SFTTrainer(model, args, train_dataset=Dataset.from_list(rows()), processing_class=tokenizer)
+
+
+def loop_gradient(micro_batches: int = 4) -> torch.Tensor:
+    """The hand-written loop of the README, with Trainer's normalisation of the task loss."""
+    model = sparsify(tiny_llama()).train()
+    size = len(LENGTHS) // micro_batches
+    batches = [pad(rows()[i : i + size]) for i in range(0, len(LENGTHS), size)]
+    labels = sum(length - 1 for length in LENGTHS)
+    penalty = L1Penalty(model, l1_weight=L1_WEIGHT)
+    for batch in penalty.micro_batches(batches):
+        model(**batch, num_items_in_batch=labels).loss.backward()
+    return flat_gradient(model)
+
+
+def autograd_gradient() -> torch.Tensor:
+    """The definition itself, by plain autograd over all rows at once: task loss + weight x mean over layers of L1."""
+    model = sparsify(tiny_llama()).train()
+    batch, terms = pad(rows()), []
+    mask = batch["attention_mask"].unsqueeze(-1)
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(
+            lambda _, args: terms.append((args[0].abs() * mask).sum() / mask.sum())
+        )
+    loss = model(**batch, num_items_in_batch=sum(length - 1 for length in LENGTHS)).loss
+    (loss + L1_WEIGHT * sum(terms) / len(terms)).backward()
+    return flat_gradient(model)
+
+
+if __name__ == "__main__":
+    results = {}
+    for kind in sys.argv[2:]:
+        for layout, accumulation in (("padded", 1), ("padded", 2), ("padding_free", 2)):
+            gradient, logs = trainer_gradient(kind, layout, accumulation, processes=2)
+            results[kind, layout, accumulation] = (gradient, logs)
+    if int(torch.distributed.get_rank()) == 0:
+        torch.save(results, sys.argv[1])
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,170 @@
+"""One optimizer step has one gradient, however it is cut into micro-batches, processes, layouts and checkpoints."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hf_twell import L1Penalty, SparsityCallback, sparsify
+from tests import one_step
+from tests.conftest import tiny_llama
+
+HAS_TRL = all(importlib.util.find_spec(name) for name in ("trl", "datasets"))
+needs_trl = pytest.mark.skipif(not HAS_TRL, reason="needs trl and datasets")
+KINDS = ["Trainer", pytest.param("SFTTrainer", marks=needs_trl)]
+
+
+@pytest.fixture(scope="module")
+def truth():
+    return one_step.autograd_gradient()
+
+
+def assert_same_gradient(gradient, truth):
+    assert (gradient - truth).norm() <= 1e-5 * truth.norm()
+
+
+@pytest.fixture(scope="module")
+def task():
+    """Gradient and log row without the L1 term."""
+    return one_step.trainer_gradient(l1_weight=None)
+
+
+def test_l1_is_most_of_the_gradient(truth, task):
+    assert task[0].norm() < 0.5 * truth.norm()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize("layout", ["padded", "padding_free"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_accumulation_and_layout(truth, task, kind, layout, accumulation):
+    gradient, logs = one_step.trainer_gradient(kind, layout, accumulation)
+    assert_same_gradient(gradient, truth)
+    assert logs["loss"] == pytest.approx(task[1]["loss"], abs=1e-5), "the logged loss must stay the task loss"
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_checkpointing(truth, kind, use_reentrant):
+    _, logs = one_step.trainer_gradient(kind, accumulation=2)
+    checkpointed, logs_checkpointed = one_step.trainer_gradient(
+        kind,
+        accumulation=2,
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": use_reentrant},
+    )
+    assert_same_gradient(checkpointed, truth)
+    assert logs_checkpointed["twell/l0"] == pytest.approx(logs["twell/l0"]), "a recomputed token counts once"
+
+
+def test_hand_written_loop(truth):
+    assert_same_gradient(one_step.loop_gradient(), truth)
+
+
+def test_two_processes(truth, tmp_path):
+    kinds = ["Trainer", *(["SFTTrainer"] if HAS_TRL else [])]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29517"]
+    root = Path(__file__).parents[1]
+    output = tmp_path / "gradients.pt"
+    done = subprocess.run(
+        [*command, "-m", "tests.one_step", str(output), *kinds], cwd=root, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = torch.load(output, weights_only=False)
+    assert len(results) == 3 * len(kinds)
+    _, single = one_step.trainer_gradient()
+    for setup, (gradient, logs) in results.items():
+        assert (gradient - truth).norm() <= 1e-5 * truth.norm(), setup
+        assert logs["twell/l0"] == pytest.approx(single["twell/l0"]), setup
+
+
+def test_report_matches_a_count_by_hand():
+    model = sparsify(tiny_llama()).train()
+    batch = one_step.pad(one_step.rows())
+    mask = batch["attention_mask"].bool()
+    seen = []
+    penalty = L1Penalty(model, l1_weight=0.0)
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+    for micro in penalty.micro_batches([batch]):
+        model(**micro).loss.backward()
+    report = penalty.report()
+    assert report["tokens"] == sum(one_step.LENGTHS)
+    for layer, h in zip(report["layers"], seen, strict=True):
+        active = h[mask] != 0
+        assert layer["l0"] == pytest.approx(active.sum(1).double().mean().item(), rel=1e-6)
+        assert layer["l1"] == pytest.approx(h[mask].abs().sum(1).double().mean().item(), rel=1e-5)
+        assert layer["dead"] == pytest.approx((~active.any(0)).double().mean().item(), abs=1e-6)
+    assert penalty.report() is None, "a report starts a new window"
+
+
+def test_nothing_is_left_outside_the_step():
+    model = sparsify(tiny_llama()).train()
+    batch = one_step.pad(one_step.rows())
+    penalty = L1Penalty(model, l1_weight=one_step.L1_WEIGHT)
+    model(**batch).loss.backward()
+    before = one_step.flat_gradient(model)
+    model.zero_grad()
+    for _ in penalty.micro_batches([batch]):
+        break
+    model(**batch).loss.backward()
+    assert torch.equal(one_step.flat_gradient(model), before)
+
+
+def test_loss_scaling_is_undone_by_the_scaler(truth):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    model = sparsify(tiny_llama()).train()
+    penalty = L1Penalty(model, l1_weight=one_step.L1_WEIGHT)
+    labels = sum(length - 1 for length in one_step.LENGTHS)
+    for batch in penalty.micro_batches([one_step.pad(one_step.rows())], scaler=scaler):
+        scaler.scale(model(**batch, num_items_in_batch=labels).loss).backward()
+    assert_same_gradient(one_step.flat_gradient(model) / 1024.0, truth)
+
+
+def test_compiled_model_has_the_same_gradient(truth):
+    model = sparsify(tiny_llama()).train()
+    compiled = torch.compile(model, fullgraph=True)
+    labels = sum(length - 1 for length in one_step.LENGTHS)
+    penalty = L1Penalty(model, l1_weight=one_step.L1_WEIGHT)
+    for batch in penalty.micro_batches([one_step.pad(one_step.rows())]):
+        compiled(**batch, num_items_in_batch=labels).loss.backward()
+    assert_same_gradient(one_step.flat_gradient(model), truth)
+    assert penalty.report()["l0"] > 1
+
+
+def test_masks_that_cannot_be_read_are_refused():
+    model = sparsify(tiny_llama()).train()
+    penalty = L1Penalty(model, l1_weight=1.0)
+    batch = one_step.pad(one_step.rows())
+    with pytest.raises(ValueError, match=r"\(batch, sequence\)"):
+        penalty.begin_step([{**batch, "attention_mask": batch["attention_mask"][:, None, None]}])
+    with pytest.raises(ValueError, match="begin_step"), L1Penalty(model, 1.0).micro_batch(batch):
+        pass
+    with pytest.raises(ValueError, match="input_ids"):
+        penalty.begin_step([{"pixels": torch.ones(1)}])
+    penalty.begin_step([batch])
+    with penalty.micro_batch(batch), pytest.raises(ValueError, match="attention_mask"):
+        model(input_ids=batch["input_ids"][:2])
+
+
+def test_wrong_set_ups_are_refused():
+    with pytest.raises(ValueError, match="sparsify"):
+        L1Penalty(tiny_llama(), 1.0)
+    with pytest.raises(ValueError, match="l1_weight"):
+        L1Penalty(sparsify(tiny_llama()), -1.0)
+    trainer = type("Trainer", (), {"args": type("Args", (), {"n_gpu": 2})()})()
+    with pytest.raises(ValueError, match="accelerate launch"):
+        SparsityCallback(trainer, 1.0)
+
+
+def test_layers_restrict_the_l1_term():
+    model = sparsify(tiny_llama(), layers=[-1]).train()
+    assert all(isinstance(layer.mlp.act_fn, nn.ReLU) for layer in model.model.layers)
+    penalty = L1Penalty(model, l1_weight=1.0)
+    for batch in penalty.micro_batches([one_step.pad(one_step.rows())]):
+        model(**batch).loss.backward()
+    assert [ffn.twell.layer for ffn in penalty.ffns] == [2]
+    assert len(penalty.report()["layers"]) == 1
