@@ -5,12 +5,13 @@ tiny weights: whatever its class is called, it must compute down(relu(gate) * up
 """
 
 import copy
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers.activations import ACT2FN
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_twell import reference
 
@@ -39,6 +40,8 @@ FORMS = (
 # The names under which configs keep the activation of the feed-forward block.
 ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
 SUPPORTED = (
     "Supported are Llama, Qwen2, Qwen3, Mistral and stock models whose every layer has one dense feed-forward block of "
     "linears named " + ", ".join("/".join(form.linears) for form in FORMS)
@@ -56,6 +59,10 @@ class FfnSite(NamedTuple):
         return getattr(self.module, getattr(self.form, which))
 
     @property
+    def activation(self):
+        return getattr(self.module, self.form.activation)
+
+    @property
     def intermediate_size(self) -> int:
         return self.linear("up").out_features
 
@@ -66,20 +73,20 @@ def find_ffns(model: nn.Module) -> list[FfnSite]:
     Raises:
         ValueError: naming the module and its class, where a layer has no block that can be made sparse.
     """
-    if not hasattr(model, "config"):
-        raise ValueError(f"{type(model).__name__} has no config; pass a Transformers model. {SUPPORTED}.")
-    decoder = _decoder(model)
-    prefix = next((name + "." for name, module in model.named_modules() if module is decoder and name), "")
+    if not isinstance(model, nn.Module) or not isinstance(getattr(model, "config", None), PreTrainedConfig):
+        raise ValueError(
+            f"{type(model).__name__} is no Transformers model; load one with from_pretrained. {SUPPORTED}."
+        )
     sites = []
-    for name, module in decoder.named_modules(prefix=prefix.rstrip(".")):
-        if any(name.startswith(site.name + ".") for site in sites):
-            continue
+    for name, module in _decoder_modules(model):
+        if "_orig_mod" in module._modules or any(name.startswith(site.name + ".") for site in sites):
+            continue  # what torch.compile wraps around a module, or a part of a block that was found
         if hasattr(module, "experts") or hasattr(module, "router"):
             raise ValueError(f"{name} ({type(module).__name__}) is a mixture of experts. {SUPPORTED}.")
         form = _form_of(module)
         if form:
             sites.append(FfnSite(name, module, form))
-    _check_complete(model, decoder, sites)
+    _check_complete(model, sites)
     return sites
 
 
@@ -89,9 +96,7 @@ def check_convertible(model: nn.Module, sites: list[FfnSite]) -> None:
     Raises:
         ValueError: quantized or meta-device weights, a replaced forward, or a block that computes something else.
     """
-    config, keys = activation_keys(model)
-    _check_other_activations(_decoder(model), sites, type(ACT2FN[getattr(config, keys[0])]))
-    probed = set()
+    _check_other_activations(model, sites)
     for site in sites:
         where = f"{site.name} ({type(site.module).__name__})"
         if "forward" in vars(site.module):
@@ -99,12 +104,15 @@ def check_convertible(model: nn.Module, sites: list[FfnSite]) -> None:
                 f"{where} has its forward replaced on the instance (by accelerate's offloading, Liger or another "
                 "patch), which would bypass the sparse block. Load the model without it."
             )
+        activation = site.activation
+        if isinstance(activation, nn.Module) and activation.state_dict():
+            raise ValueError(
+                f"{site.name}.{site.form.activation} ({type(activation).__name__}) has parameters of its own, which "
+                f"ReLU would drop from the checkpoint. {SUPPORTED}."
+            )
         for name in site.form.linears:
             _check_linear(getattr(site.module, name), f"{site.name}.{name}")
-        structure = (type(site.module), site.form)
-        if structure not in probed:
-            _check_formula(site, where)
-            probed.add(structure)
+        _check_formula(site, where)
 
 
 def activation_keys(model: nn.Module) -> tuple[object, list[str]]:
@@ -123,6 +131,13 @@ def _decoder(model: nn.Module) -> nn.Module:
     return model.get_decoder() if hasattr(model, "get_decoder") else model
 
 
+def _decoder_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The decoder and everything in it, each under its full name in the model."""
+    decoder = _decoder(model)
+    prefix = next((name for name, module in model.named_modules() if module is decoder), "")
+    return decoder.named_modules(prefix=prefix)
+
+
 def _form_of(module: nn.Module) -> FfnForm | None:
     for form in FORMS:
         if hasattr(module, form.activation) and all(_is_linear(getattr(module, name, None)) for name in form.linears):
@@ -131,33 +146,56 @@ def _form_of(module: nn.Module) -> FfnForm | None:
 
 
 def _is_linear(module) -> bool:
-    # An adapter (LoRA) is no nn.Linear, but answers for the one it wraps.
-    return isinstance(module, nn.Linear) or isinstance(getattr(module, "base_layer", None), nn.Linear)
+    return isinstance(_base_layer(module), nn.Linear)
 
 
-def _check_complete(model, decoder, sites):
+def _base_layer(linear):
+    # An adapter (LoRA) is no nn.Linear, but wraps one.
+    while hasattr(linear, "base_layer"):
+        linear = linear.base_layer
+    return linear
+
+
+def _check_complete(model, sites):
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     if sites and layers in (None, len(sites)):
         return
-    names = {site.name for site in sites}
-    unread = next(
-        (
-            f"; {name} ({type(module).__name__}) cannot be read"
-            for name, module in decoder.named_modules()
-            if name.endswith(("mlp", "ffn", "feed_forward")) and not any(n.endswith(name) for n in names)
-        ),
-        "",
-    )
+    modules = dict(_decoder_modules(model))
+    named = [name for name in modules if name.rpartition(".")[2] in ("mlp", "ffn", "feed_forward")]
+    # Some have no block of their own: their linears lie in the layer.
+    blocks = named or [
+        name for name, module in modules.items() if isinstance(modules.get(name.rpartition(".")[0]), nn.ModuleList)
+    ]
+    unread = next((name for name in blocks if modules[name] not in [site.module for site in sites]), None)
+    where = f"; {unread} ({type(modules[unread]).__name__}) cannot be read" if unread else ""
     raise ValueError(
-        f"{type(model).__name__} has {layers} layers but {len(sites)} feed-forward blocks of a known form{unread}. "
+        f"{type(model).__name__} has {layers} layers but {len(sites)} feed-forward blocks of a known form{where}. "
         f"{SUPPORTED}."
     )
 
 
-def _check_other_activations(decoder, sites, activation):
-    blocks = {id(module) for site in sites for module in site.module.modules()}
-    for name, module in decoder.named_modules():
-        if id(module) not in blocks and type(module) is activation and activation is not nn.ReLU:
+def _check_other_activations(model, sites):
+    """The config entry must belong to the blocks alone: what else follows it (a state space, a projector) would change
+    when the converted model is loaded again."""
+    config, keys = activation_keys(model)
+    kinds = {type(site.activation) for site in sites} - {nn.ReLU}
+    if not kinds:
+        return
+    entries = {getattr(config, key) for key in keys}
+    # A vision or audio tower has a config of its own.
+    decoder = set(_decoder(model).modules())
+    towers = [
+        module
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel) and module not in decoder and decoder.isdisjoint(module.modules())
+    ]
+    apart = {inner for outer in (*towers, *(site.module for site in sites)) for inner in outer.modules()}
+    for name, module in model.named_modules():
+        if module in apart:
+            continue
+        # Some keep the name and look the function up when they run.
+        named = any(isinstance(value, str) and value in entries for value in vars(module).values())
+        if named or type(module) in kinds:
             raise ValueError(
                 f"{name} ({type(module).__name__}) lies outside the feed-forward blocks but follows the same config "
                 f"entry, so converting the config would change it too. {SUPPORTED}."
@@ -165,13 +203,14 @@ def _check_other_activations(decoder, sites, activation):
 
 
 def _check_linear(linear: nn.Module, name: str):
-    weight = getattr(linear, "base_layer", linear).weight
+    weight = _base_layer(linear).weight
     if weight.is_meta:
         raise ValueError(
             f"{name} ({type(linear).__name__}) has its weight on the meta device; load the weights before converting "
             "(without init_empty_weights, and with a device_map that offloads nothing)."
         )
-    if not weight.is_floating_point() or type(weight.data) not in (torch.Tensor, nn.Parameter, DTensor):
+    # Eight-bit floats count as floating point too.
+    if weight.dtype not in DTYPES or type(weight.data) not in (torch.Tensor, nn.Parameter, DTensor):
         raise ValueError(
             f"{name} ({type(linear).__name__}) is quantized ({weight.dtype}, {type(weight.data).__name__}); convert "
             "the model in bfloat16, float16 or float32 and quantize the result."
@@ -181,9 +220,12 @@ def _check_linear(linear: nn.Module, name: str):
 def _check_formula(site: FfnSite, where: str):
     """Run the block's own forward on tiny weights with ReLU, in both modes, and compare with the reference."""
     tiny = copy.copy(site.module)
-    others = {name: child for name, child in site.module._modules.items() if name not in site.form.linears}
+    replaced = (*site.form.linears, site.form.activation)
+    others = {name: child for name, child in site.module._modules.items() if name not in replaced}
     tiny.__dict__ = {**vars(site.module), "_modules": copy.deepcopy(others)}
-    generator = torch.Generator().manual_seed(0)
+    # Whatever the caller's default dtype and device are.
+    cpu = {"device": "cpu", "dtype": torch.float32}
+    generator = torch.Generator("cpu").manual_seed(0)
     hidden, intermediate = 8, 24
     weights = {}
     for key, rows, columns in (
@@ -194,14 +236,15 @@ def _check_formula(site: FfnSite, where: str):
         name = getattr(site.form, key)
         if name is None:
             continue
-        linear = nn.utils.skip_init(nn.Linear, columns, rows, bias=getattr(site.module, name).bias is not None)
+        bias = _base_layer(getattr(site.module, name)).bias is not None
+        linear = nn.utils.skip_init(nn.Linear, columns, rows, bias=bias, **cpu)
         for parameter in linear.parameters():
             parameter.data.normal_(generator=generator)
         tiny._modules[name] = linear
         weights |= {f"w_{key}": linear.weight, f"b_{key}": linear.bias}
     setattr(tiny, site.form.activation, nn.ReLU())
-    x = torch.randn(2, 3, hidden, generator=generator)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    x = torch.randn(2, 3, hidden, generator=generator, **cpu)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
         expected = reference.ffn(x, **weights)
         for mode in (True, False):
             nn.Module.train(tiny, mode)

@@ -1,6 +1,7 @@
 """`sparsify` and `unpatch`: from a pretrained dense model to ReLU feed-forward blocks, in place."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from numbers import Integral
 
 from torch import nn
 
@@ -11,7 +12,7 @@ from hf_twell.modeling import FfnSettings, SparseFfn, sparse_class
 FORMAT_VERSION = 1
 
 
-def sparsify(model: nn.Module, *, backend: str = "auto", layers: Sequence[int] | None = None) -> nn.Module:
+def sparsify(model: nn.Module, *, backend: str = "auto", layers: Iterable[int] | None = None) -> nn.Module:
     """Turn every feed-forward block's activation into ReLU, and let sparse kernels and the L1 term act on `layers`.
 
     Config and live modules both change, in place; parameters, their names and the model's class stay, so the model
@@ -32,8 +33,6 @@ def sparsify(model: nn.Module, *, backend: str = "auto", layers: Sequence[int] |
 
     Source: arXiv 2603.23198, section 2.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"sparsify takes a model, got {type(model).__name__}; load it with from_pretrained first")
     sites = find_ffns(model)
     check_convertible(model, sites)
     config, keys = activation_keys(model)
@@ -70,16 +69,15 @@ def _chosen_layers(model, layers, count: int) -> list[int]:
         layers = entry.get("layers") if isinstance(entry, dict) else None
     if layers is None:
         return list(range(count))
-    bad = [index for index in layers if not isinstance(index, int) or not -count <= index < count]
-    if bad or not layers:
-        raise ValueError(
-            f"layers={list(layers)} for a model of {count} layers; give integers from {-count} to {count - 1}"
-        )
-    return sorted({index % count for index in layers})
+    indices = list(layers) if isinstance(layers, Iterable) else []
+    bad = [i for i in indices if not isinstance(i, Integral) or isinstance(i, bool) or not -count <= i < count]
+    if bad or not indices:
+        raise ValueError(f"layers={layers!r} for a model of {count} layers; give integers from {-count} to {count - 1}")
+    return sorted({int(index) % count for index in indices})
 
 
 def _use_relu(site: FfnSite) -> None:
-    old = getattr(site.module, site.form.activation)
+    old = site.activation
     if isinstance(old, nn.ReLU):
         return
     relu = nn.ReLU()
@@ -87,8 +85,6 @@ def _use_relu(site: FfnSite) -> None:
     if isinstance(old, nn.Module):
         # Hooks that a user registered on the activation go on, and their handles still remove them.
         relu.__dict__.update({key: value for key, value in vars(old).items() if "hook" in key})
-    # The old one may be a plain function, which nn.Module would refuse to see replaced by a module.
-    site.module.__dict__.pop(site.form.activation, None)
     setattr(site.module, site.form.activation, relu)
 
 
