@@ -1,0 +1,123 @@
+"""Score a model zero-shot with lm-eval's own tasks, and by its loss on text files.
+
+The tasks are by default arc_easy, arc_challenge and hellaswag; with --data-dir these run without network. A model that
+`hf-twell sparsify` converted runs on its sparse kernels; any other model runs as it is.
+
+examples:
+  hf-twell eval ./my-model
+  hf-twell eval ./my-model --tasks arc_easy --data-dir data/eval --split validation --json > scores.json
+  hf-twell eval ./my-model --text book.txt stories.txt.xz
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from hf_twell.cli.output import stdout_for_result, table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="folder or Hub name of a model")
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        metavar="TASK",
+        help="lm-eval tasks, see `lm_eval ls tasks` (default: arc_easy arc_challenge hellaswag, or none with --text)",
+    )
+    parser.add_argument(
+        "--data-dir",
+        metavar="DIR",
+        help="folder with ARC-{Easy,Challenge}-{Test,Validation}.jsonl and hellaswag-validation.jsonl, or these as .xz",
+    )
+    parser.add_argument(
+        "--text", nargs="+", default=[], metavar="FILE", help="text files (.txt, .xz) to score the loss on"
+    )
+    parser.add_argument("--split", choices=("validation", "test"), help="rows to score (default: what lm-eval scores)")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N rows of a task, documents of a file")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="requests per forward pass (default: 8)")
+    parser.add_argument(
+        "--context", type=int, metavar="N", help="window on text in tokens (default: the model's, <= 2048)"
+    )
+    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one)")
+    parser.add_argument("--backend", default="auto", help="of the sparse kernels of a converted model (default: auto)")
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else on standard output")
+    parser.add_argument("--output", metavar="FILE", help="also write the JSON to FILE")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate, then print a table or JSON.
+
+    Raises:
+        ValueError, OSError: in one line, what was given and what is wrong with it.
+    """
+    if args.output and not Path(args.output).absolute().parent.is_dir():
+        raise ValueError(f"--output {args.output}: its folder does not exist; create it first")
+    with stdout_for_result():
+        result = _evaluate(args)
+    text = json.dumps(result, indent=2, allow_nan=False)
+    if args.output:
+        Path(args.output).write_text(text + "\n", encoding="utf-8")
+    print(text if args.json else format_table(result))
+    return 0
+
+
+def _evaluate(args: argparse.Namespace) -> dict:
+    from hf_twell import evaluation
+
+    if args.tasks is None:
+        tasks = () if args.text else evaluation.DEFAULT_TASKS
+    else:
+        tasks = [name for item in args.tasks for name in item.split(",") if name]
+    converted = []
+
+    def on_load(model):
+        if getattr(model.config, "twell", None) is None:
+            if args.backend != "auto":
+                raise ValueError(
+                    f"--backend {args.backend}: {args.model} is no converted model (its config has no `twell` entry); "
+                    "convert it with `hf-twell sparsify` or leave --backend out"
+                )
+            return model
+        import hf_twell
+
+        converted.append(args.backend)
+        return hf_twell.sparsify(model, backend=args.backend)
+
+    result = evaluation.evaluate(
+        args.model,
+        tasks=tasks,
+        data_dir=args.data_dir,
+        text=args.text,
+        split=args.split,
+        limit=args.limit,
+        batch_size=args.batch_size,
+        context=args.context,
+        dtype=args.dtype,
+        device=args.device,
+        on_load=on_load,
+    )
+    return result | {"backend": converted[0] if converted else None}
+
+
+def format_table(result: dict) -> str:
+    """The results for people: one row per metric of a task, and one per text file."""
+    parts = [f"{result['model']} ({result['dtype']}, {result['device']}, batch size {result['batch_size']}, zero-shot)"]
+    if result["limit"]:
+        parts.append(f"Only the first {result['limit']} rows or documents of each: not comparable with full scores.")
+    scores = [
+        [task, entry.get("split"), entry.get("n_samples"), metric, score["value"], score["stderr"]]
+        for task, entry in result["tasks"].items()
+        for metric, score in entry["metrics"].items()
+    ]
+    if scores:
+        parts.append(table(["task", "split", "rows", "metric", "value", "stderr"], _without_none(scores)))
+    keys = ("documents", "tokens", "context", "nats_per_token", "perplexity", "bits_per_byte")
+    losses = [[Path(path).name, *(entry[key] for key in keys)] for path, entry in result["text"].items()]
+    if losses:
+        parts.append(table(["text", *(key.replace("_", " ") for key in keys)], _without_none(losses)))
+    return "\n\n".join(parts)
+
+
+def _without_none(rows: list[list]) -> list[list]:
+    return [["-" if value is None else value for value in row] for row in rows]

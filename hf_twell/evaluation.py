@@ -1,0 +1,347 @@
+"""Zero-shot scores of a causal language model: lm-eval's own tasks, also from local files, and loss on text files."""
+
+import contextlib
+import copy
+import difflib
+import functools
+import importlib.metadata
+import json
+import logging
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy
+import torch
+import transformers
+from packaging.version import Version
+
+import hf_twell
+from hf_twell.perplexity import evaluation_mode, read_documents, read_text, text_loss
+
+# The files of `data_dir`, one JSON object a line; a task's first split is the one that lm-eval scores by default.
+DATA_FILES = {
+    "arc_easy": {"test": "ARC-Easy-Test.jsonl", "validation": "ARC-Easy-Validation.jsonl"},
+    "arc_challenge": {"test": "ARC-Challenge-Test.jsonl", "validation": "ARC-Challenge-Validation.jsonl"},
+    "hellaswag": {"validation": "hellaswag-validation.jsonl"},
+}
+_ARC_FIELDS = {"question", "choices", "answerKey"}
+_FIELDS = {
+    "arc_easy": _ARC_FIELDS,
+    "arc_challenge": _ARC_FIELDS,
+    "hellaswag": {"activity_label", "ctx_a", "ctx_b", "endings", "label"},
+}
+DEFAULT_TASKS = tuple(DATA_FILES)
+
+
+@contextlib.contextmanager
+def _random_states() -> Iterator[None]:
+    """Give the random states back as they were: lm-eval draws from them, and a training under way must not notice."""
+    python, numpy_state = random.getstate(), numpy.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numpy_state)
+
+
+@_random_states()
+def evaluate(
+    model,
+    tokenizer=None,
+    tasks: Sequence[str] = DEFAULT_TASKS,
+    *,
+    data_dir: str | Path | None = None,
+    text: Sequence[str | Path] = (),
+    split: str | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    context: int | None = None,
+    num_fewshot: int = 0,
+    log_samples: bool = False,
+    dtype: str | torch.dtype | None = None,
+    device: str | None = None,
+    on_load: Callable | None = None,
+) -> dict:
+    """Score a model zero-shot on lm-eval tasks and on text files, and leave it as it was.
+
+    Prompts, choices, metrics and the way of scoring are lm-eval's, so the numbers are those of the `lm_eval` command
+    with the same model, dtype and batch size. With `data_dir` the rows come from local files (see DATA_FILES), and
+    neither network nor any cache is used. Training flags, tokenizer and random states come back unchanged. Runs in one
+    process.
+
+    Args:
+        model: a Transformers model (it stays on its device), or the path or Hub name of one.
+        tokenizer: its tokenizer, or the path of one; by default the one saved beside the model.
+        tasks: names of lm-eval tasks, groups or tags (`lm_eval ls tasks` lists them); may be empty.
+        data_dir: folder with the rows of arc_easy, arc_challenge and hellaswag as `.jsonl` or `.jsonl.xz`.
+        text: UTF-8 text files (also `.xz`), scored as `hf_twell.perplexity.text_loss` says.
+        split: "test" or "validation" rows; by default what lm-eval scores (ARC: test, HellaSwag: validation).
+        limit: score only the first `limit` rows of each task and documents of each text file.
+        batch_size: requests, or text windows, per forward pass.
+        context: window length on text in tokens; by default the model's own, at most 2,048.
+        num_fewshot: 0, the only number supported.
+        log_samples: also return, for each row, the log-likelihood (nats) of every choice and the metrics.
+        dtype, device: how to load a model given by path; by default the checkpoint's dtype, and CUDA if there is one.
+        on_load: applied to a model given by path once it is loaded; returns the model to score.
+
+    Returns:
+        Plain data: `tasks[name]` = {version, num_fewshot, split, n_samples, data_file, metrics: {metric: {value,
+        stderr}}}, `text[file]` = {tokens, nats_per_token, perplexity, bits_per_byte, ...}, and how it was run. A number
+        that does not exist or is not finite is None.
+
+    Raises:
+        ValueError: unknown task, split or argument; unusable data or text; lm-eval is not installed.
+        OSError: a file, the model, or a data set on the Hub cannot be read.
+    """
+    tasks = list(dict.fromkeys([tasks] if isinstance(tasks, str) else tasks))
+    text = [text] if isinstance(text, str | Path) else list(text)
+    _check_arguments(model, tasks, text, split, limit, batch_size, num_fewshot, dtype, device)
+    # Everything cheap that can be wrong is read before the model.
+    documents = {str(path): read_documents(path)[:limit] for path in text}
+    loaded, files = load_tasks(tasks, data_dir, split) if tasks else ({}, {})
+    if isinstance(model, str | Path):
+        model, tokenizer = load_model(model, tokenizer, dtype=dtype, device=device)
+        model = on_load(model) if on_load else model
+    elif tokenizer is None or isinstance(tokenizer, str | Path):
+        tokenizer = _load(transformers.AutoTokenizer, tokenizer or model.config._name_or_path, "tokenizer")
+
+    result = {
+        "model": str(model.config._name_or_path) or type(model).__name__,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "batch_size": batch_size,
+        "limit": limit,
+        "versions": {
+            "hf_twell": hf_twell.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "tasks": {},
+        "text": {},
+    }
+    with evaluation_mode(model):
+        if loaded:
+            result["versions"]["lm_eval"] = importlib.metadata.version("lm_eval")
+            result["tasks"] = _run_tasks(model, tokenizer, loaded, files, limit, batch_size, log_samples)
+        for path, content in documents.items():
+            options = {"batch_size": batch_size, "context": context, "name": Path(path).name}
+            result["text"][path] = text_loss(model, tokenizer, content, **options)
+    return _plain(result)
+
+
+def load_model(path: str | Path, tokenizer=None, *, dtype=None, device: str | None = None):
+    """Load (model, tokenizer) for evaluation: by default the checkpoint's dtype, on CUDA where there is one.
+
+    Raises:
+        ValueError, OSError: in one line, what was given and why it does not load.
+    """
+    try:
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"device {device!r}: give cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {device}: this machine has {torch.cuda.device_count()} CUDA devices; try cpu")
+    model = _load(transformers.AutoModelForCausalLM, path, "model", dtype=dtype or "auto").to(device)
+    if tokenizer is None or isinstance(tokenizer, str | Path):
+        tokenizer = _load(transformers.AutoTokenizer, tokenizer or path, "tokenizer")
+    return model, tokenizer
+
+
+def load_tasks(tasks: Sequence[str], data_dir: str | Path | None = None, split: str | None = None) -> tuple[dict, dict]:
+    """lm-eval's tasks as `TaskManager.load` returns them, and the local file behind each task (with `data_dir`).
+
+    Raises:
+        ValueError: unknown task or split, a task without local files, unusable rows, or lm-eval is not installed.
+        OSError: a local file is missing, or a data set cannot be fetched.
+    """
+    try:
+        import lm_eval.tasks
+    except ImportError as error:
+        raise ValueError(f"tasks need lm-eval ({error}): pip install 'hf_twell[eval]'") from error
+    version = importlib.metadata.version("lm_eval")
+    if Version(version) < Version("0.4.12"):
+        raise ValueError(f"lm-eval {version} is too old: pip install 'lm-eval>=0.4.12'")
+    files = _find_files(tasks, data_dir, split) if data_dir is not None else {}
+    if set(tasks) <= set(DATA_FILES):
+        # Indexing all of lm-eval's tasks takes seconds; these three are in two folders.
+        folder = Path(lm_eval.tasks.__file__).parent
+        manager = lm_eval.tasks.TaskManager(include_path=[folder / "arc", folder / "hellaswag"], include_defaults=False)
+    else:
+        manager = lm_eval.tasks.TaskManager()
+    for name in tasks:
+        if name not in manager.all_tasks:
+            near = difflib.get_close_matches(name, manager.all_tasks, n=4, cutoff=0.5)
+            hint = f" (near: {', '.join(near)})" if near else ""
+            raise ValueError(f"lm-eval knows no task {name!r}{hint}; `lm_eval ls tasks` lists all")
+    try:
+        with _quiet_logs():
+            if files:
+                # A group with overrides: each task keeps its stock definition and only gets its rows from elsewhere.
+                members = [_local_task(name, *files[name]) for name in tasks]
+                loaded = {"tasks": manager.load([{"group": "local files", "task": members}])["tasks"]}
+            else:
+                loaded = manager.load(list(tasks))
+    except OSError as error:
+        reason = f"the data of {', '.join(tasks)} cannot be loaded: {_one_line(error)}"
+        raise OSError(
+            reason if files else f"{reason}; data_dir gives {', '.join(DATA_FILES)} without network"
+        ) from error
+    for name, task in loaded["tasks"].items():
+        _choose_split(name, task, split)
+    return loaded, {name: str(path) for name, (path, _) in files.items()}
+
+
+def _find_files(tasks, data_dir, split) -> dict[str, tuple[Path, str]]:
+    folder = Path(data_dir).resolve()
+    if not folder.is_dir():
+        raise ValueError(f"data_dir {data_dir} is no folder; give the one that holds the .jsonl files")
+    found = {}
+    for name in tasks:
+        if name not in DATA_FILES:
+            raise ValueError(
+                f"no local files for task {name!r}; with data_dir use {', '.join(DATA_FILES)}, or drop data_dir"
+            )
+        splits = DATA_FILES[name]
+        chosen = split or next(iter(splits))
+        if chosen not in splits:
+            raise ValueError(f"{name} has no {chosen} rows with answers; use split={' or '.join(splits)}")
+        candidates = [folder / splits[chosen], folder / f"{splits[chosen]}.xz"]
+        path = next((path for path in candidates if path.is_file()), None)
+        if path is None:
+            raise FileNotFoundError(f"{name} needs {' or '.join(path.name for path in candidates)} in {folder}")
+        found[name] = (path, chosen)
+    return found
+
+
+def _local_task(name: str, path: Path, split: str) -> dict:
+    # Rows are held in memory and not read by the "json" builder of datasets: that one writes a cache, which collides
+    # or fails on a read-only machine.
+    splits = {"training_split": None, "validation_split": None, "test_split": None, f"{split}_split": split}
+    return {"task": name, **splits, "custom_dataset": functools.partial(_read_rows, path, _FIELDS[name], split)}
+
+
+def _read_rows(path: Path, fields: set[str], split: str, **_) -> dict:
+    """{split: Dataset} of a JSON-lines file. lm-eval also passes the task's metadata, which nothing here needs."""
+    import datasets
+
+    rows = []
+    # Not splitlines(): that also splits at Unicode line ends, which JSON allows inside a string.
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is no JSON: {error}") from error
+        if not isinstance(row, dict) or not fields <= row.keys():
+            raise ValueError(f"{path}, line {number} is no object with the fields {', '.join(sorted(fields))}")
+        rows.append(row)
+    return {split: datasets.Dataset.from_list(rows)}
+
+
+def _choose_split(name: str, task, split: str | None):
+    if split is None:
+        return
+    if task.get_config(f"{split}_split") is None:
+        raise ValueError(f"task {name} has no {split} split; leave split unset, or use the other one")
+    if split == "validation":
+        task.set_config("test_split", None)  # lm-eval scores the test split where there is one
+
+
+def _run_tasks(model, tokenizer, loaded, files, limit, batch_size, log_samples) -> dict:
+    from lm_eval.evaluator import evaluate as run
+    from lm_eval.models.huggingface import HFLM
+
+    for task in loaded["tasks"].values():
+        task.set_config("num_fewshot", 0)
+        task.set_fewshot_seed(seed=1234)
+    with _quiet_logs():
+        # A copy, because lm-eval gives the tokenizer a padding token.
+        lm = HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
+    raw = run(lm, loaded, limit=limit, log_samples=log_samples)
+    results = {}
+    for name, values in raw["results"].items():
+        task = loaded["tasks"].get(name)
+        if task is None and not any("," in key for key in values):
+            continue  # a group that only lists its members
+        entry = {"version": raw["versions"].get(name), "num_fewshot": 0, "metrics": _metrics(values)}
+        if task is not None:
+            entry["split"] = task.get_config("test_split") or task.get_config("validation_split")
+            entry["n_samples"] = raw["n-samples"][name]["effective"]
+            entry["data_file"] = files.get(name)
+        if log_samples and task is not None:
+            entry["samples"] = [_sample(sample) for sample in raw["samples"][name]]
+        results[name] = entry
+    return results
+
+
+def _metrics(values: dict) -> dict:
+    """lm-eval's "acc,none" and "acc_stderr,none" as {"acc": {"value", "stderr"}}; other filters keep their name."""
+    metrics = {}
+    for key, value in values.items():
+        metric, comma, filter_name = key.partition(",")
+        if comma and not metric.endswith("_stderr"):
+            stderr = values.get(f"{metric}_stderr,{filter_name}")
+            name = metric if filter_name == "none" else key
+            metrics[name] = {"value": value, "stderr": stderr if isinstance(stderr, int | float) else None}
+    return metrics
+
+
+def _sample(sample: dict) -> dict:
+    return {
+        "row": sample["doc_id"],
+        "target": sample["target"],
+        "responses": sample["filtered_resps"],
+        "metrics": {metric: sample[metric] for metric in sample["metrics"]},
+    }
+
+
+def _check_arguments(model, tasks, text, split, limit, batch_size, num_fewshot, dtype, device):
+    if not tasks and not text:
+        raise ValueError(f"nothing to evaluate: name tasks (such as {', '.join(DATA_FILES)}) or text files")
+    if num_fewshot != 0:
+        raise ValueError(f"num_fewshot={num_fewshot}: only zero-shot (0) is supported")
+    if split not in (None, "test", "validation"):
+        raise ValueError(f"split={split!r}: use test or validation, or leave it unset")
+    for name, value in (("batch_size", batch_size), ("limit", limit)):
+        if not (isinstance(value, int) and value >= 1) and not (name == "limit" and value is None):
+            raise ValueError(f"{name}={value!r}: give a whole number, 1 or more")
+    if not isinstance(model, str | Path) and (dtype or device):
+        raise ValueError("dtype and device are for a model given by path; move or cast this one with model.to(...)")
+
+
+def _load(auto_class, path, what: str, **options):
+    try:
+        return auto_class.from_pretrained(str(path), **options)
+    except (OSError, ValueError) as error:
+        raise type(error)(f"cannot load a {what} from {str(path)!r}: {_one_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _quiet_logs() -> Iterator[None]:
+    """Mute lm-eval's notes on live models and custom data: they speak of arguments that its own command has."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _plain(value):
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "item"):  # a NumPy or torch scalar
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,174 @@
+"""Loss per token of a causal language model on text files, in strided windows that score every token exactly once."""
+
+import contextlib
+import lzma
+import math
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+from tqdm import tqdm
+
+END_OF_TEXT = "<|endoftext|>"
+_END_OF_TEXT_LINE = re.compile(rf"^{re.escape(END_OF_TEXT)}[ \t\r]*(?:\n|\Z)", re.MULTILINE)
+
+# Logits take batch x context x vocabulary values, so the whole context of a long-context model would not fit.
+MAX_DEFAULT_CONTEXT = 2048
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a UTF-8 file; `.xz` is unpacked.
+
+    Raises:
+        ValueError: the file is empty, no UTF-8 text, or a damaged `.xz`.
+        OSError: the file cannot be read.
+    """
+    path = Path(path)
+    raw = path.read_bytes()
+    try:
+        text = (lzma.decompress(raw) if path.suffix == ".xz" else raw).decode("utf-8-sig")
+    except (lzma.LZMAError, EOFError) as error:
+        raise ValueError(f"{path} is named .xz but cannot be unpacked ({error}); give an intact file") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); give a text file") from error
+    if "\0" in text:
+        raise ValueError(f"{path} holds NUL bytes, so it is no text; give a text file")
+    if not text.strip():
+        raise ValueError(f"{path} holds no text; give a file that does")
+    return text
+
+
+def read_documents(path: str | Path) -> list[str]:
+    """The documents of a text file (see `read_text`), split at lines that hold `<|endoftext|>` alone.
+
+    Newlines around a document and blank documents are dropped; a file without such lines is one document.
+    """
+    documents = [document.strip("\r\n") for document in _END_OF_TEXT_LINE.split(read_text(path))]
+    documents = [document for document in documents if document.strip()]
+    if not documents:
+        raise ValueError(f"{path} holds no text besides {END_OF_TEXT}; give a file that does")
+    return documents
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards each module has the training flag that it had."""
+    flags = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in flags:
+            module.training = training
+
+
+def windows(length: int, context: int, stride: int) -> list[tuple[int, int, int]]:
+    """Windows (start, first, end) over a sequence of `length` tokens, whose token 0 is given and never scored.
+
+    A window reads the tokens [start, end - 1) and scores the tokens [first, end). The first window scores `context`
+    tokens, each later one the next `stride`, with all the context before them that fits; together they score the tokens
+    1 .. length - 1 once each.
+    """
+    spans = []
+    first = 1
+    while first < length:
+        end = min(first + (stride if spans else context), length)
+        spans.append((max(0, end - 1 - context), first, end))
+        first = end
+    return spans
+
+
+def model_context(model, context: int | None = None) -> int:
+    """The window length in tokens: `context`, or by default the model's own, at most 2,048.
+
+    Raises:
+        ValueError: `context` is not between 1 and the model's own context.
+    """
+    config = model.config.get_text_config()
+    names = ("max_position_embeddings", "n_positions", "n_ctx")
+    own = next((value for name in names if isinstance(value := getattr(config, name, None), int) and value > 0), None)
+    if context is None:
+        return min(own or MAX_DEFAULT_CONTEXT, MAX_DEFAULT_CONTEXT)
+    if context < 1 or (own and context > own):
+        raise ValueError(
+            f"context={context}: give 1 or more tokens, up to the model's own context ({own or 'unknown'})"
+        )
+    return context
+
+
+def text_loss(
+    model,
+    tokenizer,
+    documents: Sequence[str],
+    *,
+    batch_size: int = 8,
+    context: int | None = None,
+    name: str = "text",
+) -> dict:
+    """Loss per token, perplexity and bits per byte of `documents` under a causal language model.
+
+        loss = -1/N  sum over documents, tokens t of  log p(t | tokens before it in its window)      (nats per token)
+        perplexity = exp(loss),     bits per byte = loss * N / (ln 2 * UTF-8 bytes of the documents)
+
+    Each document is tokenized by itself without special tokens, after BOS (EOS where the tokenizer has no BOS), which
+    is read but not scored. Windows are `context` tokens long and advance by half of that, so that a token has at least
+    half a window before it (all of its document, where that is shorter); every token is scored exactly once. Losses are
+    taken from logits cast to fp32 and summed in fp64. Batches hold windows of similar length, padded at the right,
+    which a causal model does not see.
+
+    Perplexity depends on the tokenizer; only bits per byte compares models with different vocabularies.
+
+    Args:
+        documents: texts, each scored by itself.
+        batch_size: windows per forward pass.
+        context: window length in tokens; by default the model's own, at most 2,048.
+        name: label of the progress bar.
+
+    Raises:
+        ValueError: the tokenizer has neither BOS nor EOS, `context` does not fit the model, or there is no token.
+    """
+    context = model_context(model, context)
+    stride = max(1, context // 2)
+    prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if prefix is None:
+        raise ValueError("the tokenizer has neither a BOS nor an EOS token to start a document with; set its bos_token")
+
+    sequences, spans = [], []
+    for document in tqdm(documents, desc=f"Tokenizing {name}", unit="doc"):
+        # verbose=False: that a document is longer than the model's context is what the windows are for.
+        ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+        spans += [(len(sequences), *span) for span in windows(len(ids) + 1, context, stride)]
+        sequences.append(torch.tensor([prefix, *ids]))
+    tokens = sum(len(sequence) - 1 for sequence in sequences)
+    if not tokens:
+        raise ValueError(f"{name}: the tokenizer makes no token of this text")
+
+    spans.sort(key=lambda span: span[1] - span[3])  # longest first: too large a batch fails at once, padding is small
+    total = 0.0
+    with evaluation_mode(model), tqdm(total=tokens, desc=f"Scoring {name}", unit="tok") as progress:
+        for at in range(0, len(spans), batch_size):
+            batch = spans[at : at + batch_size]
+            inputs = [sequences[document][start : end - 1] for document, start, _, end in batch]
+            input_ids = torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True, padding_value=prefix)
+            logits_BTV = model(input_ids=input_ids.to(model.device), use_cache=False).logits
+            for (document, start, first, end), logits_TV in zip(batch, logits_BTV, strict=True):
+                scored = logits_TV[first - 1 - start : end - 1 - start].float()
+                targets = sequences[document][first:end].to(scored.device)
+                total += F.cross_entropy(scored, targets, reduction="none").double().sum().item()
+                progress.update(end - first)
+
+    text_bytes = sum(len(document.encode()) for document in documents)
+    loss = total / tokens
+    return {
+        "documents": len(documents),
+        "tokens": tokens,
+        "bytes": text_bytes,
+        "context": context,
+        "stride": stride,
+        "nats_per_token": loss,
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "bits_per_byte": total / math.log(2) / text_bytes,
+    }

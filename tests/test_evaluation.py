@@ -1,0 +1,409 @@
+"""Scores equal the lm_eval command's, need no network or cache, and leave the model as it was."""
+
+import argparse
+import copy
+import json
+import lzma
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import hf_twell
+from hf_twell import evaluation, perplexity
+from hf_twell.cli import eval as cli
+
+ROOT = Path(__file__).parents[1]
+DATA = Path(__file__).parents[2] / "shared" / "data"
+OFFLINE = {
+    **os.environ,
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+}
+
+ARC_ROWS = [
+    ("Which is a star?", ["the Sun", "the Moon", "a lamp", "Mars"], "A"),
+    ("What do plants need to grow?", ["plastic", "light and water", "noise"], "2"),
+    ("Ice is solid", ["water", "sand", "wood", "air"], "A"),
+    ("Which animal can fly?", ["a dog", "a fish", "a cat", "a bird", "a cow"], "D"),
+    ("What is 2 + 2?", ["3", "4", "5", "6"], "B"),
+]
+TEXT = "A star shines. Plants need light and water to grow, and a bird can fly over the sand and the wood."
+
+
+def arc_row(question, choices, key):
+    labels = list("12345" if key.isdigit() else "ABCDE")[: len(choices)]
+    return {"id": question, "question": question, "choices": {"text": choices, "label": labels}, "answerKey": key}
+
+
+def hellaswag_row(index):
+    endings = [f"{verb} the ball {index} times." for verb in ("throws", "eats", "paints", "reads")]
+    context = {"ctx_a": "A man stands [on] a field.", "ctx_b": "he", "label": str(index % 4), "endings": endings}
+    return {"activity_label": "Playing ball", **context}
+
+
+def write_rows(path, rows):
+    with lzma.open(path, "wt") if path.suffix == ".xz" else open(path, "w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As in the subprocesses: the number of threads decides the order of sums, and tiny models gain nothing by more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def data_dir(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_rows(folder / "ARC-Easy-Test.jsonl", [arc_row(*row) for row in ARC_ROWS])
+    write_rows(folder / "ARC-Easy-Validation.jsonl", [arc_row(*row) for row in ARC_ROWS[:2]])
+    write_rows(folder / "ARC-Challenge-Test.jsonl.xz", [arc_row(*row) for row in ARC_ROWS[1:]])
+    write_rows(folder / "hellaswag-validation.jsonl.xz", [hellaswag_row(index) for index in range(6)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
+    bpe.train_from_iterator([TEXT, *(row[0] for row in ARC_ROWS)], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture
+def model(tokenizer):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, vocab_size=len(tokenizer), max_position_embeddings=256, initializer_range=0.3)
+    return LlamaForCausalLM(config).eval()
+
+
+def log_likelihood(model, tokenizer, prompt, continuation):
+    """log p(continuation | prompt) in nats, one sequence at a time."""
+    ids = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (prompt, prompt + continuation)]
+    whole = torch.tensor([ids[1]])
+    with torch.no_grad():
+        log_p = model(whole).logits[0, :-1].float().log_softmax(-1)
+    scores = log_p.gather(1, whole[0, 1:, None])[len(ids[0]) - 1 :]
+    return scores.sum().item()
+
+
+def test_three_tasks_from_local_files(model, tokenizer, data_dir):
+    result = evaluation.evaluate(model, tokenizer, data_dir=data_dir, batch_size=3, log_samples=True)
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
+    tasks = result["tasks"]
+    counts = {name: (task["n_samples"], task["split"], task["num_fewshot"]) for name, task in tasks.items()}
+    expected = {"arc_easy": (5, "test", 0), "arc_challenge": (4, "test", 0), "hellaswag": (6, "validation", 0)}
+    assert counts == expected
+    assert tasks["arc_easy"]["version"] == 1.0
+    assert Path(tasks["arc_challenge"]["data_file"]).name == "ARC-Challenge-Test.jsonl.xz"
+
+    samples = tasks["arc_easy"]["samples"]
+    hits = 0
+    for (question, choices, key), sample in zip(ARC_ROWS, samples, strict=True):
+        prompt = f"Question: {question}\nAnswer:"
+        reference = [log_likelihood(model, tokenizer, prompt, f" {choice}") for choice in choices]
+        assert [response[0] for response in sample["responses"]] == pytest.approx(reference, abs=1e-4)
+        hits += reference.index(max(reference)) == ("12345" if key.isdigit() else "ABCDE").index(key)
+    p = hits / len(ARC_ROWS)
+    stderr = math.sqrt(p * (1 - p) / (len(ARC_ROWS) - 1))
+    assert tasks["arc_easy"]["metrics"]["acc"] == {"value": pytest.approx(p), "stderr": pytest.approx(stderr)}
+    # lm-eval's own preprocessing of HellaSwag: brackets go, the second half starts with a capital letter.
+    prompt = "Playing ball: A man stands a field. He"
+    reference = log_likelihood(model, tokenizer, prompt, " throws the ball 0 times.")
+    assert tasks["hellaswag"]["samples"][0]["responses"][0][0] == pytest.approx(reference, abs=1e-4)
+
+
+def test_model_keeps_its_state(model, tokenizer, data_dir, tmp_path):
+    model.train()
+    model.model.layers[0].eval()
+    model.generation_config.max_new_tokens = 7
+    before = {
+        "flags": [module.training for module in model.modules()],
+        "weights": copy.deepcopy(model.state_dict()),
+        "config": model.config.to_dict(),
+        "generation": model.generation_config.to_dict(),
+    }
+    parameters = list(model.parameters())
+    random.seed(3)
+    torch.manual_seed(3)
+    numpy.random.seed(3)
+    states = random.getstate(), torch.get_rng_state(), numpy.random.get_state()[1].tolist()
+    (tmp_path / "text.txt").write_text(TEXT)
+    evaluation.evaluate(model, tokenizer, ["arc_easy"], data_dir=data_dir, text=[tmp_path / "text.txt"])
+    assert [module.training for module in model.modules()] == before["flags"]
+    assert all(torch.equal(value, before["weights"][name]) for name, value in model.state_dict().items())
+    assert all(now is then and now.grad is None for now, then in zip(model.parameters(), parameters, strict=True))
+    assert model.config.to_dict() == before["config"]
+    assert model.generation_config.to_dict() == before["generation"]
+    assert tokenizer.pad_token is None
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+    assert numpy.random.get_state()[1].tolist() == states[2]
+    with pytest.raises(ValueError, match="the model's own context"):
+        evaluation.evaluate(model, tokenizer, (), text=[tmp_path / "text.txt"], context=257)
+    assert [module.training for module in model.modules()] == before["flags"]
+
+
+def test_split_limit_and_folders_of_the_same_file_names(model, tokenizer, data_dir, tmp_path, monkeypatch):
+    validation = evaluation.evaluate(model, tokenizer, "arc_easy", data_dir=data_dir, split="validation")
+    assert validation["tasks"]["arc_easy"]["n_samples"] == 2
+    assert validation["tasks"]["arc_easy"]["split"] == "validation"
+    one = evaluation.evaluate(model, tokenizer, ["arc_easy", "arc_easy"], data_dir=data_dir, limit=1)
+    assert one["tasks"]["arc_easy"]["n_samples"] == 1
+    assert one["tasks"]["arc_easy"]["metrics"]["acc"]["stderr"] is None
+
+    other = tmp_path / "other" / "data"
+    other.mkdir(parents=True)
+    write_rows(other / "ARC-Easy-Test.jsonl", [arc_row(*row) for row in reversed(ARC_ROWS[:3])])
+    other.chmod(0o500)
+    monkeypatch.chdir(other.parent)
+    options = {"data_dir": "data", "log_samples": True}
+    samples = evaluation.evaluate(model, tokenizer, ["arc_easy"], **options)["tasks"]["arc_easy"]["samples"]
+    assert [len(sample["responses"]) for sample in samples] == [4, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"tasks": ["arc_eazy"]}, ["'arc_eazy'", "arc_easy", "lm_eval ls tasks"]),
+        ({"tasks": ["piqa"], "data_dir": "data"}, ["'piqa'", "arc_easy, arc_challenge, hellaswag"]),
+        ({"tasks": ["hellaswag"], "data_dir": "data", "split": "test"}, ["hellaswag", "split=validation"]),
+        ({"data_dir": "nowhere"}, ["nowhere", "folder"]),
+        ({"data_dir": "data", "split": "train"}, ["'train'", "test or validation"]),
+        ({"tasks": (), "text": ()}, ["nothing to evaluate", "arc_easy"]),
+        ({"data_dir": "data", "limit": 0}, ["limit=0", "1 or more"]),
+        ({"data_dir": "data", "batch_size": "auto"}, ["batch_size='auto'", "1 or more"]),
+        ({"data_dir": "data", "num_fewshot": 5}, ["num_fewshot=5", "zero-shot"]),
+        ({"data_dir": "data", "dtype": "float32"}, ["model.to(...)"]),
+        ({"tasks": ["arc_easy"], "data_dir": "bad-json"}, ["ARC-Easy-Test.jsonl, line 2", "JSON"]),
+        ({"tasks": ["arc_easy"], "data_dir": "bad-row"}, ["ARC-Easy-Test.jsonl, line 1", "answerKey"]),
+        ({"tasks": (), "text": ["empty.txt"]}, ["empty.txt", "no text"]),
+        ({"tasks": (), "text": ["marks.txt"]}, ["marks.txt", "no text"]),
+        ({"tasks": (), "text": ["binary.txt"]}, ["binary.txt", "UTF-8"]),
+        ({"tasks": (), "text": ["nul.txt"]}, ["nul.txt", "NUL"]),
+        ({"tasks": (), "text": ["cut.txt.xz"]}, ["cut.txt.xz", "unpacked"]),
+    ],
+)
+def test_refusals_name_what_is_wrong(model, tokenizer, data_dir, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    contents = {"bad-json": '{"id": 1, "question": "", "choices": {}, "answerKey": "A"}\n{"id"', "bad-row": '{"id": 1}'}
+    for folder, content in contents.items():
+        Path(folder).mkdir()
+        Path(folder, "ARC-Easy-Test.jsonl").write_text(content)
+    Path("empty.txt").write_text("\n \n")
+    Path("marks.txt").write_text("<|endoftext|>\n\n<|endoftext|>")
+    Path("binary.txt").write_bytes(b"\x80\x81")
+    Path("nul.txt").write_bytes(b"a\0b")
+    Path("cut.txt.xz").write_bytes(lzma.compress(b"text" * 99)[:-20])
+    with pytest.raises(ValueError) as caught:
+        evaluation.evaluate(model, tokenizer, **arguments)
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_missing_files_and_models_are_named(model, tokenizer, data_dir, tmp_path):
+    (data_dir / "ARC-Easy-Test.jsonl").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"arc_easy needs ARC-Easy-Test.jsonl or ARC-Easy-Test.jsonl.xz in .*data"
+    ):
+        evaluation.evaluate(model, tokenizer, data_dir=data_dir)
+    with pytest.raises(OSError, match=r"cannot load a model from .*absent"):
+        evaluation.evaluate(tmp_path / "absent", tasks=["hellaswag"], data_dir=data_dir)
+    with pytest.raises(FileNotFoundError, match=r"absent.txt"):
+        evaluation.evaluate(model, tokenizer, (), text=[tmp_path / "absent.txt"])
+
+
+def test_old_lm_eval_is_refused(model, tokenizer, data_dir, monkeypatch):
+    monkeypatch.setattr(evaluation.importlib.metadata, "version", lambda name: "0.4.11")
+    with pytest.raises(ValueError, match=r"lm-eval 0.4.11 is too old: pip install 'lm-eval>=0.4.12'"):
+        evaluation.evaluate(model, tokenizer, data_dir=data_dir)
+
+
+def test_without_lm_eval_only_text_is_scored(model, tokenizer, data_dir, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "lm_eval.tasks", raising=False)
+    with pytest.raises(ValueError, match=r"pip install 'hf_twell\[eval\]'"):
+        evaluation.evaluate(model, tokenizer, ["arc_easy"], data_dir=data_dir)
+    (tmp_path / "text.txt").write_text(TEXT)
+    result = evaluation.evaluate(model, tokenizer, (), text=tmp_path / "text.txt")
+    assert result["text"][str(tmp_path / "text.txt")]["documents"] == 1
+
+
+@pytest.mark.parametrize("length", [1, 2, 8, 9, 10, 11, 13, 40, 41])
+@pytest.mark.parametrize(("context", "stride"), [(8, 4), (7, 3), (1, 1)])
+def test_windows_score_every_token_once(length, context, stride):
+    spans = perplexity.windows(length, context, stride)
+    assert [token for _, first, end in spans for token in range(first, end)] == list(range(1, length))
+    for start, first, end in spans:
+        assert 0 <= start < first
+        assert end - 1 - start <= context
+        assert start == 0 or first - start > context - stride
+
+
+@pytest.mark.parametrize("context", [None, 8, 1])
+def test_text_loss_equals_one_token_at_a_time(model, tokenizer, context):
+    documents = [TEXT, "fly", TEXT[:40]]
+    result = perplexity.text_loss(model, tokenizer, documents, batch_size=3, context=context)
+    window = context or 256
+    stride = max(1, window // 2)
+    assert (result["context"], result["stride"]) == (window, stride)
+    losses = []
+    for document in documents:
+        ids = [tokenizer.bos_token_id, *tokenizer(document, add_special_tokens=False)["input_ids"]]
+        for token in range(1, len(ids)):
+            # The window that scores this token ends after `end` tokens: `window`, then `stride` more each time.
+            end = min(window + stride * max(0, math.ceil((token - window) / stride)), len(ids) - 1)
+            inputs = torch.tensor([ids[max(0, end - window) : token]])
+            with torch.no_grad():
+                losses.append(-model(inputs).logits[0, -1].log_softmax(-1)[ids[token]].item())
+    size = sum(len(document.encode()) for document in documents)
+    assert (result["tokens"], result["bytes"], result["documents"]) == (len(losses), size, 3)
+    mean = sum(losses) / len(losses)
+    assert result["nats_per_token"] == pytest.approx(mean, rel=1e-5)
+    assert result["perplexity"] == pytest.approx(math.exp(mean), rel=1e-4)
+    assert result["bits_per_byte"] == pytest.approx(sum(losses) / math.log(2) / size, rel=1e-5)
+
+
+def test_text_loss_of_special_models(model, tokenizer):
+    model.lm_head.weight.data.zero_()
+    bfloat16 = copy.deepcopy(model).bfloat16()
+    for uniform in (model, bfloat16):  # in bf16, log(320) would be 5.78125
+        loss = perplexity.text_loss(uniform, tokenizer, [TEXT])["nats_per_token"]
+        assert loss == pytest.approx(math.log(len(tokenizer)), rel=1e-6)
+    without_bos = copy.deepcopy(tokenizer)
+    without_bos.bos_token = None
+    assert perplexity.text_loss(model, without_bos, [TEXT])["tokens"] > 1
+    without_bos.eos_token = None
+    with pytest.raises(ValueError, match="neither a BOS nor an EOS"):
+        perplexity.text_loss(model, without_bos, [TEXT])
+    model.lm_head.weight.data.fill_(math.nan)
+    assert evaluation._plain(perplexity.text_loss(model, tokenizer, [TEXT]))["nats_per_token"] is None
+
+
+def test_documents_are_split_at_lines_of_end_of_text(tmp_path):
+    path = tmp_path / "text.txt.xz"
+    path.write_bytes(
+        lzma.compress(b"one\n\ntwo <|endoftext|> still\n<|endoftext|>\n\n<|endoftext|>\r\nthree\n<|endoftext|>")
+    )
+    assert perplexity.read_documents(path) == ["one\n\ntwo <|endoftext|> still", "three"]
+
+
+CLI = """
+import argparse, sys
+from hf_twell.cli import eval as cli
+assert "torch" not in sys.modules
+parser = argparse.ArgumentParser()
+cli.add_arguments(parser)
+sys.exit(cli.run(parser.parse_args()))
+"""
+
+
+def test_command_line_offline_without_any_cache(model, tokenizer, data_dir, tmp_path):
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "no-folder").write_text("")  # no cache can be made below a file
+    command = [sys.executable, "-c", CLI, "model", "--tasks", "arc_easy,hellaswag", "--data-dir", "data"]
+    command += ["--text", "text.txt", "--batch-size", "3", "--device", "cpu", "--json", "--output", "scores.json"]
+    env = OFFLINE | {"HF_HOME": str(tmp_path / "no-folder" / "hf")}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert json.loads((tmp_path / "scores.json").read_text()) == result
+    assert "Running loglikelihood requests" in done.stderr
+    arguments = {"data_dir": data_dir, "batch_size": 3, "text": [tmp_path / "text.txt"]}
+    live = evaluation.evaluate(model, tokenizer, ["arc_easy", "hellaswag"], **arguments)
+    assert result["tasks"] == live["tasks"]
+    assert list(result["text"].values()) == list(live["text"].values())
+    assert result["backend"] is None
+
+
+def test_command_line_table_and_refusals(model, tokenizer, data_dir, tmp_path, monkeypatch, capsys):
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    monkeypatch.setattr(evaluation, "load_model", lambda *_, **__: (model, tokenizer))
+    assert cli.run(parser.parse_args(["m", "--tasks", "arc_easy", "--data-dir", str(data_dir), "--limit", "2"])) == 0
+    table = capsys.readouterr().out
+    rows = [line.split()[:4] for line in table.splitlines() if line.startswith("arc_easy")]
+    assert rows == [["arc_easy", "test", "2", "acc"], ["arc_easy", "test", "2", "acc_norm"]]
+    with pytest.raises(ValueError, match=r"--output .* folder does not exist"):
+        cli.run(parser.parse_args(["m", "--output", str(tmp_path / "absent" / "x.json")]))
+    on_reference = parser.parse_args(
+        ["m", "--tasks=arc_easy", f"--data-dir={data_dir}", "--backend=reference", "--json"]
+    )
+    with pytest.raises(ValueError, match="hf-twell sparsify"):
+        cli.run(on_reference)
+    model.config.twell = {}
+    calls = []
+    monkeypatch.setattr(hf_twell, "sparsify", lambda model, backend: calls.append(backend) or model, raising=False)
+    assert cli.run(on_reference) == 0
+    assert calls == [json.loads(capsys.readouterr().out)["backend"]] == ["reference"]
+
+
+LM_EVAL_TASK = """
+include: {stock}
+task: {name}_local
+dataset_path: json
+dataset_name: null
+dataset_kwargs: {{data_files: {{validation: "{file}"}}}}
+training_split: null
+validation_split: validation
+test_split: null
+"""
+
+
+MISSING = [f"../shared/data/{name}" for name in ("eval", "stories260K-hf") if not (DATA / name).is_dir()]
+
+
+@pytest.mark.skipif(bool(MISSING), reason=f"missing beside the repository: {', '.join(MISSING)}")
+def test_scores_equal_the_lm_eval_command(tmp_path):
+    import lm_eval.tasks
+
+    stock = Path(lm_eval.tasks.__file__).parent
+    files = {
+        "arc_easy": ("arc", "ARC-Easy-Validation.jsonl"),
+        "hellaswag": ("hellaswag", "hellaswag-validation.jsonl.xz"),
+    }
+    for name, (folder, file) in files.items():
+        text = LM_EVAL_TASK.format(stock=stock / folder / f"{name}.yaml", name=name, file=DATA / "eval" / file)
+        (tmp_path / f"{name}.yaml").write_text(text)
+    command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--include_path", str(tmp_path)]
+    command += ["--model_args", f"pretrained={DATA / 'stories260K-hf'},dtype=float32", "--device", "cpu"]
+    command += ["--tasks", "arc_easy_local,hellaswag_local", "--batch_size", "16"]
+    command += ["--limit", "120", "--log_samples", "--output_path", str(tmp_path / "out")]
+    env = OFFLINE | {"HF_HOME": str(tmp_path / "hf")}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+    options = {"data_dir": DATA / "eval", "split": "validation", "limit": 120, "batch_size": 16, "log_samples": True}
+    ours = evaluation.evaluate(DATA / "stories260K-hf", tasks=files, **options, dtype="float32", device="cpu")
+    (results,) = (tmp_path / "out").rglob("results_*.json")
+    theirs = json.loads(results.read_text())["results"]
+    for name in files:
+        for metric, score in ours["tasks"][name]["metrics"].items():
+            expected = theirs[f"{name}_local"]
+            assert score == {"value": expected[f"{metric},none"], "stderr": expected[f"{metric}_stderr,none"]}
+        (log,) = (tmp_path / "out").rglob(f"samples_{name}_local_*.jsonl")
+        samples = sorted((json.loads(line) for line in log.read_text().splitlines()), key=lambda row: row["doc_id"])
+        mine = [[response[0] for response in sample["responses"]] for sample in ours["tasks"][name]["samples"]]
+        assert mine == [[float(response[0]) for response in row["filtered_resps"]] for row in samples]
+        assert len(mine) == 120
