@@ -9,7 +9,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 STATE_NAME = "twell_state.json"
+
+
+def check_target(path: str | Path, *, overwrite: bool = False) -> Path:
+    """The absolute path of a folder that may be written; call it before long work, whose result needs a place.
+
+    Raises:
+        ValueError: `path` exists and `overwrite` is false, or its parent is not a folder.
+    """
+    path = Path(path).absolute()
+    if not path.parent.is_dir():
+        raise ValueError(f"{path.parent} is not a folder; create it, or choose another place to save to")
+    if path.exists() and not overwrite:
+        raise ValueError(f"{path} exists; choose another name, or allow it to be overwritten (--overwrite)")
+    return path
 
 
 @contextmanager
@@ -19,11 +35,7 @@ def whole_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]
     Raises:
         ValueError: `path` exists and `overwrite` is false, or its parent is not a folder.
     """
-    path = Path(path).absolute()
-    if not path.parent.is_dir():
-        raise ValueError(f"{path.parent} is not a folder; create it, or choose another place to save to")
-    if path.exists() and not overwrite:
-        raise ValueError(f"{path} exists; choose another name, or allow it to be overwritten")
+    path = check_target(path, overwrite=overwrite)
     aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
     try:
         aside.chmod(0o777 & ~_umask())
@@ -38,6 +50,18 @@ def whole_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+def save_model(model, path: str | Path, tokenizer=None, *, overwrite: bool = False) -> None:
+    """`model.save_pretrained` and the tokenizer's, into a folder that is whole or absent."""
+    with whole_folder(path, overwrite=overwrite) as folder:
+        try:
+            model.save_pretrained(folder)
+        except SafetensorError as error:
+            # It is what a full disk raises here, and it is no OSError.
+            raise OSError(f"could not write {path}: {error}") from error
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
 
 
 def write_json(path: Path, data: dict) -> None:

@@ -1,0 +1,48 @@
+"""The command `hf-twell`. Each subcommand is one module here with `add_arguments(parser)` and `run(args)`."""
+
+import argparse
+import importlib
+import os
+import sys
+
+import hf_twell
+
+COMMANDS = {
+    "sparsify": "convert a pretrained model to ReLU feed-forward blocks and save it",
+    "train": "fine-tune a model to few active neurons, as a recipe says",
+    "eval": "score a model on ARC, HellaSwag and other lm-eval tasks, and on text files",
+    "doctor": "say which backends work on this machine, and why the others do not",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one subcommand; a user's mistake or a full disk ends in one line on stderr and exit code 1."""
+    parser = argparse.ArgumentParser(prog="hf-twell", description=hf_twell.__doc__)
+    parser.add_argument("--version", action="version", version=f"hf_twell {hf_twell.__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        module = importlib.import_module(f"hf_twell.cli.{name}")
+        subparser = subparsers.add_parser(
+            name, help=summary, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        module.add_arguments(subparser)
+        subparser.set_defaults(run=module.run)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        print("\nhf-twell: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`); nothing is wrong, and nobody is left to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError, ImportError) as error:
+        print(f"hf-twell: error: {_one_line(error)}", file=sys.stderr)
+        return 1
+
+
+def _one_line(error: Exception) -> str:
+    # Transformers' messages for a wrong model name run over many lines; the first two say it.
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) or type(error).__name__

@@ -1,0 +1,68 @@
+"""Say which backends work on this machine, and why the others do not.
+
+example:
+  hf-twell doctor
+"""
+
+import argparse
+
+from hf_twell.cli.output import print_json, table
+
+PACKAGES = {
+    "torch": "",
+    "transformers": "",
+    "accelerate": "train",
+    "datasets": "train",
+    "peft": "train",
+    "lm_eval": "eval",
+    "evaluate": "eval",
+    "matplotlib": "bench",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    result = {"python": _python(), "packages": _packages(), "devices": _devices(), "backends": _backends()}
+    if args.json:
+        print_json(result)
+        return 0
+    print(f"Python {result['python']}; devices: {', '.join(result['devices'])}\n")
+    rows = [[name, "yes" if row["available"] else "no", row["reason"]] for name, row in result["backends"].items()]
+    print(table(["backend", "works", "because"], rows), end="\n\n")
+    rows = [[name, row["version"] or "absent", row["fix"]] for name, row in result["packages"].items()]
+    print(table(["package", "version", "to install"], rows))
+    return 0
+
+
+def _python() -> str:
+    import platform
+
+    return platform.python_version()
+
+
+def _packages() -> dict:
+    from importlib import metadata
+
+    found = {}
+    for name, extra in PACKAGES.items():
+        try:
+            found[name] = {"version": metadata.version(name), "fix": ""}
+        except metadata.PackageNotFoundError:
+            found[name] = {"version": None, "fix": f"pip install 'hf_twell[{extra}]'"}
+    return found
+
+
+def _devices() -> list[str]:
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return [f"CPU ({torch.get_num_threads()} threads)", *gpus]
+
+
+def _backends() -> dict:
+    from hf_twell import build
+
+    return {name: build.status(name)._asdict() for name in build.BACKENDS}

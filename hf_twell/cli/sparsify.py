@@ -1,0 +1,67 @@
+"""Convert a pretrained model to ReLU feed-forward blocks and save it as its stock architecture.
+
+The activation alone changes, so the model needs fine-tuning after (hf-twell train). The folder appears whole or not
+at all.
+
+example:
+  hf-twell sparsify meta-llama/Llama-3.2-1B llama-3.2-1b-relu --dtype bfloat16 --text notes.txt
+"""
+
+import argparse
+
+from hf_twell.cli.output import percent, print_json, sparsity_table, stdout_for_result
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a model folder or a Hub name")
+    parser.add_argument("output", help="the folder to write; it must not exist")
+    parser.add_argument("--layers", type=int, nargs="+", help="layers for kernels and the L1 term (default: all)")
+    parser.add_argument("--dtype", default="auto", help="auto (as stored), float32, bfloat16 or float16")
+    parser.add_argument("--text", nargs="+", default=[], metavar="FILE", help="measure sparsity on this text too")
+    parser.add_argument("--tokens", type=int, default=16384, help="measure on so many tokens at most (default: 16384)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output folder if it exists")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    with stdout_for_result():
+        result = _convert(args)
+    if args.json:
+        print_json(result)
+        return 0
+    print(f"{result['class']}: {result['blocks']} feed-forward blocks now use ReLU; saved to {result['output']}")
+    if result["sparsity"]:
+        print(
+            f"on {result['sparsity']['tokens']} tokens, {percent(result['sparsity']['density'])} of neurons active:\n"
+        )
+        print(sparsity_table(result["sparsity"]))
+    print("\nThe swap alone costs quality: fine-tune with `hf-twell train` (see recipes/).")
+    return 0
+
+
+def _convert(args) -> dict:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import hf_twell
+    from hf_twell.architectures import find_ffns
+    from hf_twell.checkpoints import check_target, save_model
+    from hf_twell.training import PackedText
+
+    check_target(args.output, overwrite=args.overwrite)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype)
+    hf_twell.sparsify(model, layers=args.layers)
+    sparsity = None
+    if args.text:
+        length = min(512, getattr(model.config.get_text_config(), "max_position_embeddings", 512))
+        text = PackedText(tokenizer, args.text, length)
+        sequences = text.sequences[: max(args.tokens // length, 1)]
+        sparsity = hf_twell.measure_sparsity(model, sequences.split(4), progress=True)
+    save_model(model, args.output, tokenizer, overwrite=args.overwrite)
+    return {
+        "class": type(model).__name__,
+        "blocks": len(find_ffns(model)),
+        "output": args.output,
+        "config": {"hidden_act": "relu", "twell": model.config.twell},
+        "sparsity": sparsity,
+    }

@@ -1,0 +1,51 @@
+"""Fine-tune a model to few active neurons, as a recipe (YAML) says. Runs recipes/finetune.py.
+
+Any key of the recipe can be changed on the command line. An interrupted run goes on with --resume, from its last
+complete checkpoint.
+
+examples:
+  hf-twell train recipes/demo.yaml
+  hf-twell train recipes/demo.yaml output_dir=out/short l1_weight=1e-3 training.max_steps=20
+"""
+
+import argparse
+import runpy
+from pathlib import Path
+
+from hf_twell.cli.output import percent, print_json, sparsity_table, stdout_for_result, table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="a YAML file; its keys are the fields of hf_twell.training.Recipe")
+    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="in place of the recipe's own values")
+    parser.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint in output_dir")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    with stdout_for_result():
+        from hf_twell.training import load_recipe
+
+        recipe = load_recipe(args.recipe, args.changes)
+        finetune = runpy.run_path(str(recipes_folder() / "finetune.py"))["finetune"]
+        result = finetune(recipe, resume=args.resume)
+    if args.json:
+        print_json(result)
+        return 0
+    rows = [
+        [name, stage["loss"], stage["sparsity"]["l0"], percent(stage["sparsity"]["density"])]
+        for name, stage in (("after the ReLU swap", result["before"]), ("fine-tuned", result["after"]))
+    ]
+    print(table(["", "held-out loss", "active per token (L0)", "density"], rows), end="\n\n")
+    print(sparsity_table(result["after"]["sparsity"]))
+    print(f"\nsaved to {result['model']}")
+    return 0
+
+
+def recipes_folder() -> Path:
+    """The recipes: inside an installed package, or at the top of the repository."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "recipes", package.parent / "recipes"):
+        if (folder / "finetune.py").is_file():
+            return folder
+    raise ValueError(f"recipes/finetune.py is neither in {package} nor in {package.parent}; install hf_twell again")

@@ -1,0 +1,69 @@
+"""Fine-tune a pretrained model to sparse feed-forward blocks, as a recipe (YAML) says.
+
+    python recipes/finetune.py recipes/demo.yaml
+    python recipes/finetune.py recipes/demo.yaml l1_weight=1e-3 training.max_steps=20
+    accelerate launch recipes/finetune.py recipes/demo.yaml       # one process a GPU
+
+`hf-twell train recipes/demo.yaml` runs this same file. Copy it to train in your own way: the five steps of `finetune`
+are all there is to it.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+
+import hf_twell
+from hf_twell.checkpoints import save_model
+from hf_twell.training import PackedText, Recipe, load_recipe, training_arguments
+
+
+def finetune(recipe: Recipe, *, resume: bool = False) -> dict:
+    """Run a recipe; the result holds held-out loss and sparsity before and after, and the log rows of each step."""
+    # 1. A pretrained model whose feed-forward blocks become ReLU ones.
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model)
+    model = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=recipe.dtype)
+    hf_twell.sparsify(model, layers=recipe.layers)
+
+    # 2. Text, packed into sequences of one length.
+    train = PackedText(tokenizer, recipe.train, recipe.sequence_length, description="tokenizing training text")
+    heldout = PackedText(tokenizer, recipe.heldout, recipe.sequence_length, description="tokenizing held-out text")
+
+    # 3. Transformers' own Trainer, with the L1 term as a callback.
+    args = training_arguments(recipe)
+    trainer = Trainer(model, args, train_dataset=train, eval_dataset=heldout, processing_class=tokenizer)
+    callback = hf_twell.SparsityCallback(
+        trainer, recipe.l1_weight, warmup_steps=recipe.warmup_steps, warmup=recipe.warmup
+    )
+    trainer.add_callback(callback)
+
+    # 4. Training, from the start or from the last complete checkpoint.
+    before = measure(trainer, heldout)
+    trainer.train(resume_from_checkpoint=resume or None)
+    after = measure(trainer, heldout)
+
+    # 5. The model in stock form: plain Transformers loads it, without this package.
+    final = Path(recipe.output_dir) / "final"
+    if trainer.is_world_process_zero():
+        save_model(trainer.accelerator.unwrap_model(model), final, tokenizer, overwrite=True)
+    logs = [row for row in trainer.state.log_history if "loss" in row]
+    return {"model": str(final), "before": before, "after": after, "logs": logs}
+
+
+def measure(trainer: Trainer, heldout: PackedText) -> dict:
+    """Held-out loss in nats per token, and the sparsity of every layer on the same text."""
+    loss = trainer.evaluate()["eval_loss"]
+    batches = torch.split(heldout.sequences, trainer.args.per_device_eval_batch_size)
+    return {"loss": loss, "sparsity": hf_twell.measure_sparsity(trainer.model, batches)}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", help="a YAML file")
+    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="in place of the recipe's own values")
+    parser.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint in output_dir")
+    arguments = parser.parse_args()
+    result = finetune(load_recipe(arguments.recipe, arguments.changes), resume=arguments.resume)
+    print(json.dumps({key: result[key] for key in ("model", "before", "after")}, indent=2))
