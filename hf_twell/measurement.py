@@ -41,24 +41,31 @@ def measure_sparsity(
     def add(total):
         # A hook on the down projection also sends a sparse block through its submodules, where h exists.
         def hook(_, args):
-            total.add_(reference.count(args[0], weight).cpu())
+            h = args[0]
+            total.add_(reference.count(h, None if weight is None else weight.to(h.device)).cpu())
 
         return hook
 
     hooks = [
         site.linear("down").register_forward_pre_hook(add(total)) for site, total in zip(sites, totals, strict=True)
     ]
-    training, tokens = model.training, 0
+    modes = {module: module.training for module in model.modules()}
+    tokens = 0
     model.eval()
+    # Compiled code may not notice the hooks.
+    eager = torch.compiler.set_stance("force_eager")
     try:
-        for batch in tqdm(batches, desc="measuring sparsity", disable=not progress):
-            batch = {"input_ids": batch} if isinstance(batch, torch.Tensor) else dict(batch)
-            batch = {key: value.to(device) for key, value in batch.items() if key != "labels"}
-            weight = token_weight(batch)
-            tokens += batch_size_tokens(batch) if weight is None else int(weight.sum())
-            model(**batch, use_cache=False)
+        with eager:
+            for batch in tqdm(batches, desc="measuring sparsity", disable=not progress):
+                batch = _inputs(batch, device)
+                weight = token_weight(batch)
+                counted = batch_size_tokens(batch) if weight is None else int(weight.sum())
+                if counted:
+                    model(**batch)
+                    tokens += counted
     finally:
-        model.train(training)
+        for module, mode in modes.items():
+            module.training = mode
         for hook in hooks:
             hook.remove()
     if not tokens:
@@ -66,6 +73,19 @@ def measure_sparsity(
     layers = [_layer(site, total, tokens) for site, total in zip(sites, totals, strict=True)]
     mean = {key: sum(layer[key] for layer in layers) / len(layers) for key in ("l0", "density", "l1", "dead")}
     return {"tokens": tokens, **mean, "layers": layers}
+
+
+def _inputs(batch, device) -> dict:
+    if isinstance(batch, torch.Tensor) and batch.ndim == 2:
+        batch = {"input_ids": batch}
+    if not isinstance(batch, Mapping):
+        raise ValueError(
+            f"a batch of type {type(batch).__name__}; batches holds mappings with input_ids, or tensors of token ids "
+            "(batch, sequence). Put a single batch into a list."
+        )
+    moved = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+    moved.pop("labels", None)
+    return {**moved, "use_cache": False}
 
 
 def _layer(site, total: torch.Tensor, tokens: int) -> dict:
