@@ -1,0 +1,271 @@
+"""Pretrain a small Llama from nothing on plain text, tokenizer included.
+
+    python recipes/pretrain.py recipes/demo/pretrain.yaml --text DIR --output DIR
+
+`--text` holds one `<source>.txt` or `<source>.txt.xz` for each source that the YAML names; each document in it ends
+with a line `<|endoftext|>`. The output loads with `AutoModelForCausalLM` and `AutoTokenizer`; `pretrain.json` beside it
+holds what was measured. Runs on one GPU (bfloat16, compiled) or, for a few steps, on a CPU (float32).
+"""
+
+import argparse
+import json
+import lzma
+import math
+import re
+import string
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import yaml
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+BOS, EOS = "<|startoftext|>", "<|endoftext|>"
+BOS_ID, EOS_ID = 0, 1
+# Books differ in how they set quotation marks and dashes; one form for each saves vocabulary. Italics' underscores go.
+PLAIN = {ord(c): '"' for c in "\u201c\u201d"} | {ord(c): "'" for c in "\u2018\u2019\u201b"}
+PLAIN |= {0x2014: "--", 0x2013: "-", 0xA0: " ", ord("_"): None}
+BLANK_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation, " "))
+
+
+def read_documents(text_dir: Path, source: str) -> list[str]:
+    """The documents of one source, with plain quotation marks and dashes."""
+    path = text_dir / f"{source}.txt"
+    packed = text_dir / f"{source}.txt.xz"
+    if path.exists():
+        text = path.read_text(encoding="utf-8")
+    elif packed.exists():
+        text = lzma.decompress(packed.read_bytes()).decode("utf-8")
+    else:
+        raise FileNotFoundError(f"{text_dir} has neither {path.name} nor {packed.name}; --text must hold each source")
+    documents = (d.strip() for d in re.split(rf"^{re.escape(EOS)}\s*$", text.translate(PLAIN), flags=re.MULTILINE))
+    return [d for d in documents if d]
+
+
+def cut_into_passages(document: str, passage_chars: int) -> list[str]:
+    """Cut at paragraph ends into passages of at least `passage_chars` characters (the last may be shorter)."""
+    passages, held, held_chars = [], [], 0
+    for paragraph in document.split("\n\n"):
+        held.append(paragraph)
+        held_chars += len(paragraph)
+        if held_chars >= passage_chars:
+            passages.append("\n\n".join(held))
+            held, held_chars = [], 0
+    return passages + (["\n\n".join(held)] if held else [])
+
+
+def common_share(passages: list[str], top: int = 3000) -> list[float]:
+    """For each passage, the share of its words that are among the `top` commonest of all passages."""
+    words = [p.lower().translate(BLANK_PUNCTUATION).split() for p in passages]
+    counts = Counter()
+    for w in words:
+        counts.update(w)
+    common = {word for word, _ in counts.most_common(top)}
+    return [sum(x in common for x in w) / max(len(w), 1) for w in words]
+
+
+def byte_count(texts: list[str]) -> int:
+    return sum(len(t.encode()) for t in texts)
+
+
+def split_source(text_dir: Path, source: str, settings: dict, held_out_every: int) -> tuple[list[str], list[str]]:
+    """Training and held-out passages of one source; whole documents are held out before any cutting."""
+    passages, held_out = [], []
+    for i, document in enumerate(read_documents(text_dir, source)):
+        cut = cut_into_passages(document, settings["passage_chars"]) if "passage_chars" in settings else [document]
+        passages += cut
+        held_out += [i % held_out_every == held_out_every - 1] * len(cut)
+    keep = [True] * len(passages)
+    if "min_common" in settings:
+        keep = [share >= settings["min_common"] for share in common_share(passages)]
+    chosen = [(p, h) for p, h, k in zip(passages, held_out, keep, strict=True) if k]
+    return [p for p, h in chosen if not h], [p for p, h in chosen if h]
+
+
+def train_tokenizer(texts: list[str], vocab_size: int, context: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer; digits stand alone, and a text is given the start token in front."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[BOS, EOS], initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(texts, trainer)
+    bpe.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, BOS_ID)]
+    )
+    special = {"bos_token": BOS, "eos_token": EOS, "pad_token": EOS}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, **special, model_max_length=context, clean_up_tokenization_spaces=False
+    )
+
+
+def pack(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> torch.Tensor:
+    """All documents as one stream of N token ids, each document between a start and an end token; (N,), int32."""
+    ids = [i for e in tokenizer.backend_tokenizer.encode_batch_fast(documents) for i in [*e.ids, EOS_ID]]
+    return torch.tensor(ids, dtype=torch.int32)
+
+
+def token_loss(model: torch.nn.Module, window_BT: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    """Next-token cross-entropy in nats over windows of T = context + 1 tokens; padding (-1) does not count."""
+    logits = model(input_ids=window_BT[:, :-1].clamp(min=0), use_cache=False).logits
+    targets = window_BT[:, 1:].flatten().long()
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=-1, reduction=reduction)
+
+
+@torch.no_grad()
+def held_out_loss(loss_fn, stream_N: torch.Tensor, text_bytes: int, context: int, rows: int) -> dict:
+    """Loss per token and bits per byte of a held-out stream, read in windows that do not share a predicted token."""
+    count = math.ceil((len(stream_N) - 1) / context)
+    padded = F.pad(stream_N, (0, count * context + 1 - len(stream_N)), value=-1)
+    windows = padded.unfold(0, context + 1, context)
+    windows = F.pad(windows, (0, 0, 0, -count % rows), value=-1)  # whole batches: one compiled shape
+    nats = sum(loss_fn(w, reduction="sum").item() for w in windows.split(rows))
+    tokens = len(stream_N) - 1
+    return {"loss": nats / tokens, "bits_per_byte": nats / math.log(2) / text_bytes, "tokens": tokens}
+
+
+def rows_by_source(mixture: list[dict], done: float, rows: int) -> dict[str, int]:
+    """How many of a step's rows come from each source once the part `done` of training is over; the sum is `rows`."""
+    stage = next(stage for stage in mixture if done < stage["until"])
+    shares = {source: share for source, share in stage.items() if source != "until"}
+    counts = {source: round(share * rows) for source, share in shares.items()}
+    counts[max(shares, key=shares.get)] += rows - sum(counts.values())
+    return counts
+
+
+def train(model: LlamaForCausalLM, streams: dict, held: dict, settings: dict, seed: int) -> list[dict]:
+    """Train in place on random windows of the sources' token streams; returns the log."""
+    device, context = model.device, model.config.max_position_embeddings
+    on_gpu = device.type == "cuda"
+    rows, steps = settings["rows_per_step"], settings["steps"]
+
+    def loss_fn(window_BT, reduction="mean"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
+            return token_loss(model, window_BT, reduction)
+
+    if on_gpu:
+        loss_fn = torch.compile(loss_fn)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": settings["weight_decay"]},
+        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=settings["learning_rate"], betas=tuple(settings["betas"]), fused=True)
+
+    def lr_factor(step: int) -> float:
+        warm = min(1.0, (step + 1) / max(1, settings["warmup_steps"]))
+        return warm * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
+    generator = torch.Generator(device).manual_seed(seed)
+    span = torch.arange(context + 1, device=device)
+    log, running = [], torch.zeros((), device=device)
+    progress = tqdm(range(1, steps + 1), desc="pretrain", mininterval=5)
+    for step in progress:
+        windows = []
+        for source, count in rows_by_source(settings["mixture"], (step - 1) / steps, rows).items():
+            starts = torch.randint(len(streams[source]) - context, (count, 1), device=device, generator=generator)
+            windows.append(streams[source][starts + span])
+        loss = loss_fn(torch.cat(windows))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings["max_grad_norm"])
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        running += loss.detach()
+        if step % settings["eval_every"] == 0 or step == steps:
+            since = step - (log[-1]["step"] if log else 0)
+            entry = {"step": step, "train": round(running.item() / since, 4)}
+            entry |= {s: round(held_out_loss(loss_fn, *held[s], context, rows)["loss"], 4) for s in held}
+            log.append(entry)
+            running.zero_()
+            progress.write(json.dumps(entry))
+    return log
+
+
+def write_bundle(directory: Path, splits: dict, bundle: dict) -> None:
+    """Write train.txt and heldout.txt: passages spread evenly over each source until its bytes are reached."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for part, (name, wanted) in enumerate(bundle.items()):
+        chosen = []
+        for source, wanted_bytes in wanted.items():
+            passages = splits[source][part]
+            stride = max(1, byte_count(passages) // wanted_bytes)
+            chosen += [(i / len(passages), p) for i, p in enumerate(passages) if i % stride == 0]
+        chosen.sort()  # the sources interleaved
+        (directory / f"{name}.txt").write_text("".join(f"{p}\n{EOS}\n" for _, p in chosen), encoding="utf-8")
+
+
+def sample(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[str], seed: int) -> list[str]:
+    """One text for each prompt, drawn at temperature 0.7 from the likeliest nine tenths."""
+    torch.manual_seed(seed)
+    texts = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
+        out = model.generate(ids, max_new_tokens=100, do_sample=True, temperature=0.7, top_p=0.9, top_k=0)
+        texts.append(tokenizer.decode(out[0], skip_special_tokens=True))
+    return texts
+
+
+def main(argv: list[str] | None = None) -> dict:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--text", type=Path, required=True, help="folder with the sources")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the model")
+    parser.add_argument("--bundle", type=Path, help="also write the demo's train.txt and heldout.txt here")
+    parser.add_argument("--max-steps", type=int, help="train for at most this many steps")
+    args = parser.parse_args(argv)
+    recipe = yaml.safe_load(args.recipe.read_text())
+    settings, sources = recipe["train"], recipe["sources"]
+    if args.max_steps is not None:
+        settings["steps"] = min(settings["steps"], args.max_steps)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(recipe["seed"])
+    started = time.perf_counter()
+
+    splits = {s: split_source(args.text, s, v, recipe["held_out_every"]) for s, v in sources.items()}
+    if args.bundle:
+        write_bundle(args.bundle, splits, recipe["bundle"])
+    config = LlamaConfig(**recipe["model"], bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=EOS_ID)
+    context = config.max_position_embeddings
+    tokenizer = train_tokenizer([d for kept, _ in splits.values() for d in kept], config.vocab_size, context)
+    streams = {s: pack(tokenizer, kept).to(device) for s, (kept, _) in splits.items()}
+    held = {s: (pack(tokenizer, h).to(device), byte_count(h)) for s, (_, h) in splits.items()}
+    report = {
+        "training_tokens": {s: len(stream) for s, stream in streams.items()},
+        "training_bytes": {s: byte_count(kept) for s, (kept, _) in splits.items()},
+        "prepare_seconds": round(time.perf_counter() - started, 1),
+    }
+    print(json.dumps(report), flush=True)
+
+    model = LlamaForCausalLM(config).to(device)
+    started = time.perf_counter()
+    report["log"] = train(model, streams, held, settings, recipe["seed"])
+    report["train_seconds"] = round(time.perf_counter() - started, 1)
+    report["tokens_seen"] = settings["steps"] * settings["rows_per_step"] * context
+
+    model.to(torch.bfloat16).save_pretrained(args.output)
+    tokenizer.save_pretrained(args.output)
+    # What is reported is the saved bfloat16 file, computed in float32.
+    model = AutoModelForCausalLM.from_pretrained(args.output, dtype=torch.float32).to(device).eval()
+    report["parameters"] = sum(p.numel() for p in model.parameters())
+    rows = min(settings["rows_per_step"], 64)
+    report["held_out"] = {s: held_out_loss(partial(token_loss, model), *held[s], context, rows) for s in held}
+    report["samples"] = sample(model, tokenizer, recipe["prompts"], recipe["seed"])
+    (args.output / "pretrain.json").write_text(json.dumps(report, indent=1) + "\n")
+    for text in report["samples"]:
+        print(f"---\n{text}")
+    print(json.dumps(report["held_out"], indent=1))
+    return report
+
+
+if __name__ == "__main__":
+    main()
