@@ -69,9 +69,10 @@ class SparsityCallback(TrainerCallback):
         self.warmup_steps = warmup_steps
         self.warmup = warmup
         self.log_layers = log_layers
-        # No event carries the batches, or comes before the reporters: these four methods of the trainer do.
-        for name in ("train", "get_batch_samples", "training_step", "log"):
-            setattr(trainer, name, functools.partial(getattr(self, f"_{name}"), getattr(trainer, name)))
+        # No event carries the batches, or comes before the reporters and the saving: these methods of the trainer do.
+        for name in ("train", "get_batch_samples", "training_step", "log", "_save_checkpoint"):
+            method = getattr(self, f"_{name.lstrip('_')}")
+            setattr(trainer, name, functools.partial(method, getattr(trainer, name)))
 
     def weight_at(self, step: int) -> float:
         """The coefficient of the optimizer step that follows `step` finished ones."""
@@ -90,8 +91,17 @@ class SparsityCallback(TrainerCallback):
         # Other processes may still be writing their part of the checkpoint.
         self.trainer.accelerator.wait_for_everyone()
         if state.is_world_process_zero:
-            folder = Path(self.trainer._get_output_dir(trial=None)) / f"checkpoint-{state.global_step}"
-            write_json(folder / STATE_NAME, {"step": state.global_step, **self._schedule()})
+            write_json(self._state_path(), {"step": state.global_step, **self._schedule()})
+
+    def _save_checkpoint(self, save_checkpoint, *args, **kwargs):
+        # The folder may hold the complete checkpoint of another run; it is not complete while it is written over.
+        if self.trainer.is_world_process_zero():
+            self._state_path().unlink(missing_ok=True)
+        return save_checkpoint(*args, **kwargs)
+
+    def _state_path(self) -> Path:
+        folder = Path(self.trainer._get_output_dir(trial=None)) / f"checkpoint-{self.trainer.state.global_step}"
+        return folder / STATE_NAME
 
     def _schedule(self) -> dict:
         return {"l1_weight": self.l1_weight, "warmup_steps": self.warmup_steps, "warmup": self.warmup}

@@ -3,8 +3,8 @@
 import json
 import os
 import re
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,12 +15,12 @@ STATE_NAME = "twell_state.json"
 
 
 def check_target(path: str | Path, *, overwrite: bool = False) -> Path:
-    """The absolute path of a folder that may be written; call it before long work, whose result needs a place.
+    """The real path of a folder that may be written; call it before long work, whose result needs a place.
 
     Raises:
         ValueError: `path` exists and `overwrite` is false, or its parent is not a folder.
     """
-    path = Path(path).absolute()
+    path = Path(path).resolve()
     if not path.parent.is_dir():
         raise ValueError(f"{path.parent} is not a folder; create it, or choose another place to save to")
     if path.exists() and not overwrite:
@@ -36,20 +36,23 @@ def whole_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]
         ValueError: `path` exists and `overwrite` is false, or its parent is not a folder.
     """
     path = check_target(path, overwrite=overwrite)
-    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    old = aside.with_suffix(".old")
+    aside.mkdir()
     try:
-        aside.chmod(0o777 & ~_umask())
         yield aside
         if path.exists():
-            old = aside.with_suffix(".old")
             path.rename(old)
-            aside.rename(path)
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
-        else:
-            aside.rename(path)
+        aside.rename(path)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
+        if old.exists() and not path.exists():
+            old.rename(path)
         raise
+    if old.is_dir():
+        shutil.rmtree(old)
+    else:
+        old.unlink(missing_ok=True)
 
 
 def save_model(model, path: str | Path, tokenizer=None, *, overwrite: bool = False) -> None:
@@ -68,9 +71,13 @@ def write_json(path: Path, data: dict) -> None:
     """Write a JSON file that other processes see whole or not at all."""
     aside = path.with_name(f".{path.name}.partial")
     with open(aside, "w") as file:
-        json.dump(data, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
+        try:
+            json.dump(data, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        except BaseException:
+            aside.unlink()
+            raise
     aside.rename(path)
 
 
@@ -98,9 +105,3 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
             if step and (folder / STATE_NAME).is_file():
                 found[int(step[1])] = str(folder)
     return found[max(found)] if found else None
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

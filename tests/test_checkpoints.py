@@ -1,0 +1,338 @@
+"""Folders are whole or absent, and a killed training run resumes as if nothing had happened.
+
+Run as a script, it trains into the folder named as its argument and kills itself while it saves the second checkpoint.
+"""
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from hf_twell import SparsityCallback, last_checkpoint, sparsify
+from hf_twell.checkpoints import STATE_NAME, read_state, save_model, whole_folder, write_json
+from tests.conftest import tiny_llama
+
+ROOT = Path(__file__).parents[1]
+SAVE_STEPS, STEPS, WARMUP_STEPS = 3, 10, 7  # resuming from step 3 is in the middle of the warm-up and of an epoch
+
+
+def rows() -> list[dict]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 96, (20, 8), generator=generator)
+    return [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in ids]
+
+
+def make_trainer(folder, *before, l1_weight=0.5, **arguments) -> Trainer:
+    settings = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 3e-3,
+        "logging_steps": 1,
+        "save_steps": SAVE_STEPS,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    # Dropout makes the random state part of what must be resumed.
+    model = sparsify(tiny_llama(attention_dropout=0.1))
+    args = TrainingArguments(str(folder), **{**settings, **arguments})
+    trainer = Trainer(model, args, train_dataset=rows(), callbacks=list(before))
+    trainer.add_callback(SparsityCallback(trainer, l1_weight, warmup_steps=WARMUP_STEPS))
+    return trainer
+
+
+class AtSave(TrainerCallback):
+    """Does something when the trainer has written its part of a checkpoint, and ours is still missing."""
+
+    def __init__(self, step, action):
+        self.step = step
+        self.action = action
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.action(Path(args.output_dir) / f"checkpoint-{self.step}")
+
+
+def die(_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def interrupt(_):
+    raise KeyboardInterrupt
+
+
+class Reporter(TrainerCallback):
+    """What TensorBoard and the like see."""
+
+    def __init__(self):
+        self.rows = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.rows.append(dict(logs))
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """A run that nothing interrupts, and what a reporter saw of it."""
+    reporter = Reporter()
+    trainer = make_trainer(tmp_path_factory.mktemp("whole"), reporter)
+    trainer.train()
+    return trainer, reporter
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory) -> Path:
+    """The folder of the same run, killed before checkpoint-6 was complete."""
+    folder = tmp_path_factory.mktemp("killed")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.test_checkpoints", str(folder)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture
+def torn(killed, tmp_path) -> Path:
+    """A copy of that folder to work in."""
+    return Path(shutil.copytree(killed, tmp_path / "run"))
+
+
+def training_rows(trainer) -> dict[int, dict]:
+    return {row["step"]: row for row in trainer.state.log_history if "loss" in row}
+
+
+def test_state_is_written_last(whole_run):
+    trainer, _ = whole_run
+    folders = sorted(Path(trainer.args.output_dir).iterdir())
+    assert [folder.name for folder in folders] == ["checkpoint-10", "checkpoint-3", "checkpoint-6", "checkpoint-9"]
+    for folder in folders:
+        times = {path.name: path.stat().st_mtime_ns for path in folder.rglob("*")}
+        assert max(times.values()) == times[STATE_NAME]
+        assert not [name for name in times if "partial" in name]
+        state = {"step": int(folder.name[11:]), "l1_weight": 0.5, "warmup_steps": WARMUP_STEPS, "warmup": "linear"}
+        assert read_state(folder) == state
+    assert last_checkpoint(trainer.args.output_dir) == str(folders[0])
+
+
+def test_a_killed_run_resumes_exactly(torn, whole_run):
+    assert (torn / "checkpoint-6" / "model.safetensors").is_file(), "the trainer itself had finished it"
+    assert last_checkpoint(torn) == str(torn / "checkpoint-3")
+    trainer = make_trainer(torn)
+    trainer.train(resume_from_checkpoint=True)
+
+    resumed, whole = training_rows(trainer), training_rows(whole_run[0])
+    assert resumed.keys() == whole.keys() == set(range(1, STEPS + 1))
+    for step, row in whole.items():
+        assert resumed[step] == pytest.approx(row, abs=1e-6), step
+        assert row["twell/l1_weight"] == pytest.approx(0.5 * min(1, (step - 1) / WARMUP_STEPS))
+    for (name, mine), truth in zip(trainer.model.named_parameters(), whole_run[0].model.parameters(), strict=True):
+        torch.testing.assert_close(mine, truth, atol=1e-6, rtol=0, msg=name)
+    assert (torn / "checkpoint-6" / STATE_NAME).is_file(), "the torn one is written again"
+
+
+def test_a_torn_checkpoint_is_refused_by_path(torn):
+    for path in (str(torn / "checkpoint-6"), torn / "checkpoint-6"):
+        with pytest.raises(ValueError, match=re.escape(f"checkpoint-6 has no {STATE_NAME}")) as caught:
+            make_trainer(torn).train(resume_from_checkpoint=path)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="nowhere"):
+        make_trainer(torn).train(resume_from_checkpoint=str(torn / "nowhere"))
+
+
+def test_nothing_to_resume_from(tmp_path):
+    for folder in (tmp_path, tmp_path / "absent"):
+        assert last_checkpoint(folder) is None
+        with pytest.raises(ValueError, match="holds no complete checkpoint"):
+            make_trainer(folder).train(resume_from_checkpoint=True)
+
+
+def test_last_checkpoint_goes_by_number(tmp_path):
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-100", "checkpoint-x", "other-200", "checkpoint-300.old"):
+        (tmp_path / name).mkdir()
+        write_json(tmp_path / name / STATE_NAME, {})
+    (tmp_path / "checkpoint-100" / STATE_NAME).unlink()
+    (tmp_path / "checkpoint-500").touch()
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+
+
+def test_a_changed_schedule_is_told(torn, caplog):
+    make_trainer(torn, l1_weight=0.25, max_steps=4).train(resume_from_checkpoint=True)
+    messages = [record.getMessage() for record in caplog.records if "trained with" in record.getMessage()]
+    assert len(messages) == 1
+    assert "l1_weight=0.5 and goes on with 0.25" in messages[0]
+
+
+def test_a_checkpoint_written_over_is_not_complete_meanwhile(tmp_path):
+    make_trainer(tmp_path, max_steps=SAVE_STEPS).train()
+    assert last_checkpoint(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(tmp_path, AtSave(SAVE_STEPS, interrupt), max_steps=SAVE_STEPS).train()
+    assert last_checkpoint(tmp_path) is None, "half of it is from another run"
+
+
+def test_state_that_cannot_be_written(tmp_path):
+    def obstruct(checkpoint):
+        (checkpoint / f".{STATE_NAME}.partial").mkdir()
+
+    with pytest.raises(OSError, match=STATE_NAME):
+        make_trainer(tmp_path, AtSave(SAVE_STEPS, obstruct)).train()
+    assert last_checkpoint(tmp_path) is None
+
+
+def test_every_reporter_gets_every_key(whole_run):
+    trainer, reporter = whole_run
+    keys = {f"twell/{key}" for key in ("l0", "density", "l1", "dead", "l1_weight")}
+    keys |= {f"twell/layer_{layer:02d}/{key}" for layer in range(3) for key in ("l0", "density", "l1", "dead")}
+    logged = training_rows(trainer)
+    reported = [row for row in reporter.rows if "loss" in row]
+    assert len(reported) == len(logged) == STEPS
+    for row, seen in zip(logged.values(), reported, strict=True):
+        assert keys <= row.keys()
+        assert {**seen, "step": row["step"]} == row
+        mean = sum(row[f"twell/layer_{layer:02d}/l0"] for layer in range(3)) / 3
+        assert row["twell/l0"] == pytest.approx(mean)
+    json.dumps(trainer.state.log_history)
+    saved = json.loads(Path(trainer.args.output_dir, "checkpoint-10", "trainer_state.json").read_text())
+    assert keys <= saved["log_history"][0].keys()
+
+
+def test_tensorboard(tmp_path):
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from transformers.integrations import TensorBoardCallback
+
+    writer = tensorboard.SummaryWriter(tmp_path)
+    make_trainer(tmp_path, TensorBoardCallback(writer), max_steps=2, save_strategy="no").train()
+    written = events.EventAccumulator(str(tmp_path)).Reload().Tags()["scalars"]
+    assert {"train/twell/l0", "train/twell/layer_02/dead"} <= set(written)
+
+
+def test_console_shows_means_and_the_task_loss(tmp_path, capsys):
+    trainer = make_trainer(tmp_path, max_steps=1, save_strategy="no")
+    trainer.train()
+    printed = capsys.readouterr().out
+    assert "twell/l0" in printed
+    assert "twell/layer_" not in printed
+    measured = make_trainer(tmp_path, max_steps=1, save_strategy="no", l1_weight=0.0)
+    measured.train()
+    assert training_rows(trainer)[1]["loss"] == training_rows(measured)[1]["loss"]
+
+
+def test_a_callback_that_was_not_added(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.remove_callback(SparsityCallback)
+    with pytest.raises(ValueError, match="add_callback"):
+        trainer.train()
+
+
+def test_whole_folder(tmp_path):
+    target = tmp_path / "model"
+    with whole_folder(target) as folder:
+        (folder / "weights").write_text("new")
+        assert not target.exists()
+        assert folder.parent == tmp_path, "a rename must not cross file systems"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (target / "weights").read_text() == "new"
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_whole_folder_when_the_body_fails(tmp_path, error, overwrite):
+    target = tmp_path / "model"
+    if overwrite:
+        target.mkdir()
+        (target / "weights").write_text("old")
+
+    def body():
+        with whole_folder(target, overwrite=overwrite) as folder:
+            (folder / "weights").write_text("half")
+            raise error
+
+    with pytest.raises(error):
+        body()
+    assert [path.name for path in tmp_path.iterdir()] == (["model"] if overwrite else [])
+    assert not overwrite or (target / "weights").read_text() == "old"
+
+
+def test_whole_folder_when_the_rename_fails(tmp_path):
+    target = tmp_path / "model"
+    target.mkdir()
+    (target / "weights").write_text("old")
+    with pytest.raises(OSError), whole_folder(target, overwrite=True) as folder:
+        folder.rmdir()
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (target / "weights").read_text() == "old"
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_whole_folder_over_something(tmp_path, kind):
+    target, real = tmp_path / "model", tmp_path / "real"
+    if kind == "file":
+        target.write_text("old")
+    else:
+        (target if kind == "folder" else real).mkdir()
+    if kind == "link":
+        target.symlink_to(real)
+    with pytest.raises(ValueError, match="exists"), whole_folder(target):
+        pytest.fail("the body must not run")
+    with whole_folder(target, overwrite=True) as folder:
+        (folder / "weights").write_text("new")
+    assert (target / "weights").read_text() == "new"
+    assert target.is_symlink() == (kind == "link")
+    assert sorted(path.name for path in tmp_path.iterdir()) == (["model", "real"] if kind == "link" else ["model"])
+
+
+def test_whole_folder_without_a_parent(tmp_path):
+    with pytest.raises(ValueError, match="absent"), whole_folder(tmp_path / "absent" / "model"):
+        pytest.fail("the body must not run")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_whole_folder_keeps_the_umask(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        with whole_folder(tmp_path / "model"):
+            pass
+    finally:
+        assert os.umask(before) == mask
+    assert (tmp_path / "model").stat().st_mode & 0o777 == 0o777 & ~mask
+
+
+def test_write_json_leaves_nothing_half_written(tmp_path):
+    path = tmp_path / "state.json"
+    write_json(path, {"step": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"step": object()})
+    assert [item.name for item in tmp_path.iterdir()] == ["state.json"]
+    assert json.loads(path.read_text()) == {"step": 1}
+
+
+def test_save_model(tmp_path):
+    model = sparsify(tiny_llama(vocab_size=4096), backend="reference").eval()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, limits[1]))  # as good as a full disk
+    try:
+        with pytest.raises(OSError, match="could not write"):
+            save_model(model, tmp_path / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
+    save_model(model, tmp_path / "model")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+if __name__ == "__main__":
+    make_trainer(sys.argv[1], AtSave(2 * SAVE_STEPS, die)).train()
