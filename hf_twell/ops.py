@@ -1,6 +1,14 @@
 """The sparse feed-forward operator and the choice of the backend that computes it."""
 
+import functools
+import warnings
+
+import torch
+
 from hf_twell import build, reference
+
+MAX_HIDDEN = 16384
+MAX_INTERMEDIATE = 65536
 
 
 def ffn(
@@ -35,34 +43,77 @@ def ffn(
     Source: arXiv 2603.23198, sections 2 and 3.
     """
     _check_shapes(x, w_up, w_down, w_gate, b_up, b_down, b_gate, token_weight, tally)
-    resolve(backend, x.device.type)
-    return reference.ffn(
-        x,
-        w_up,
-        w_down,
-        w_gate,
-        b_up=b_up,
-        b_down=b_down,
-        b_gate=b_gate,
-        l1_scale=l1_scale,
-        token_weight=token_weight,
-        tally=tally,
-    )
+    weights = (w_up, w_down, w_gate, b_up, b_down, b_gate)
+    if resolve(backend, x.device.type) == "reference" or not _kernels_take(backend, x, *weights):
+        return reference.ffn(
+            x,
+            w_up,
+            w_down,
+            w_gate,
+            b_up=b_up,
+            b_down=b_down,
+            b_gate=b_gate,
+            l1_scale=l1_scale,
+            token_weight=token_weight,
+            tally=tally,
+        )
+    inputs = (x, *weights)
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        inputs = tuple(None if tensor is None else tensor.to(dtype) for tensor in inputs)
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, tally))
+    capacity = saved_capacity(w_up.shape[0]) if needs_grad else 0
+    return torch.ops.hf_twell.ffn(*inputs, l1_scale, token_weight, tally, capacity)[0]
 
 
+def saved_capacity(intermediate: int) -> int:
+    """Active neurons per token, on average, that forward keeps for backward; what exceeds it is computed again."""
+    return min(intermediate, max(32, intermediate // 16))
+
+
+@torch.compiler.assume_constant_result
 def resolve(backend: str, device_type: str) -> str:
-    """The name of the backend that serves `backend` for tensors on `device_type`.
+    """The name of the backend that serves `backend` for tensors on `device_type`; compiles it at first use.
 
     Raises:
         ValueError: an unknown name, or a backend asked for by name that does not work here.
     """
     if backend == "auto":
         kernels = device_type if device_type in build.BACKENDS else "reference"
-        return kernels if build.status(kernels).available else "reference"
-    status = build.status(backend)
+        return kernels if build.status(kernels, build=True).available else "reference"
+    status = build.status(backend, build=True)
     if not status.available:
         raise ValueError(f"backend {backend!r} does not work here: {status.reason}. Use backend='auto' to fall back.")
+    if backend != "reference" and device_type != backend:
+        raise ValueError(
+            f"backend {backend!r} was asked to compute tensors on {device_type!r}; move them, or use 'auto'"
+        )
     return backend
+
+
+def _kernels_take(backend, x, *weights) -> bool:
+    """Whether the compiled kernels can compute these tensors; if not, "auto" says so once and any other name raises."""
+    problem = None
+    dtypes = {tensor.dtype for tensor in (x, *weights) if tensor is not None}
+    intermediate, hidden = weights[0].shape
+    if len(dtypes) > 1 and not torch.is_autocast_enabled(x.device.type):
+        problem = f"x and the weights have different dtypes, {sorted(map(str, dtypes))}; give all the same"
+    elif not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
+        problem = f"dtype {x.dtype}; the kernels take float32, bfloat16 and float16"
+    elif hidden > MAX_HIDDEN or intermediate > MAX_INTERMEDIATE or hidden == 0 or intermediate == 0:
+        problem = f"D = {hidden}, F = {intermediate}; the kernels take 1..{MAX_HIDDEN} and 1..{MAX_INTERMEDIATE}"
+    if problem is None:
+        return True
+    if backend != "auto":
+        raise ValueError(f"backend {backend!r} cannot compute this: {problem}")
+    _warn_once(f"hf_twell computes with plain PyTorch: {problem}.")
+    return False
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=3)
 
 
 def _check_shapes(x, w_up, w_down, w_gate, b_up, b_down, b_gate, token_weight, tally):

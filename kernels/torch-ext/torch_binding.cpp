@@ -1,0 +1,20 @@
+// The operators' definitions, shared by every backend. Each backend's library adds its implementation for its own
+// dispatch key; hf_twell/ops.py adds shape inference and autograd. Meaning of every argument: hf_twell/ops.py.
+
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(hf_twell, m) {
+  // report: (1 + F) fp32, the token-weighted sum of |h| and then each neuron's token-weighted activity (their sum is
+  // L0's); empty without `tally`. state: bytes that only this backend's ffn_backward reads; empty when capacity is 0.
+  // Its size depends on T, D, F, the dtype and `capacity` (active neurons per token, on average) alone.
+  m.def(
+      "ffn(Tensor x, Tensor w_up, Tensor w_down, Tensor? w_gate, Tensor? b_up, Tensor? b_down, Tensor? b_gate, "
+      "Tensor? l1_scale, Tensor? token_weight, Tensor? tally, int capacity) "
+      "-> (Tensor y, Tensor report, Tensor state)");
+  // needs: bit i asks for the i-th gradient, in the order returned; the others come back empty.
+  m.def(
+      "ffn_backward(Tensor grad_y, Tensor state, Tensor x, Tensor w_up, Tensor w_down, Tensor? w_gate, Tensor? b_up, "
+      "Tensor? b_gate, Tensor? l1_scale, Tensor? token_weight, int capacity, int needs) "
+      "-> (Tensor grad_x, Tensor grad_w_up, Tensor grad_w_down, Tensor grad_w_gate, Tensor grad_b_up, "
+      "Tensor grad_b_down, Tensor grad_b_gate)");
+}

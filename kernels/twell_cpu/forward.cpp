@@ -1,0 +1,319 @@
+#include "forward.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace twell {
+namespace {
+
+constexpr int64_t kTileNeurons = 32;
+
+const char* at(const void* base, int64_t elements, DType dtype) {
+  return static_cast<const char*>(base) + elements * element_bytes(dtype);
+}
+
+char* at(void* base, int64_t elements, DType dtype) {
+  return static_cast<char*>(base) + elements * element_bytes(dtype);
+}
+
+// A dense call would waste the first blocks on finding out, so a sample of its tokens and neurons decides.
+bool sample_is_dense(const Block& block, const Kernels& kernels) {
+  constexpr int64_t kSample = 32;
+  if (block.tokens < 8 * kSample) return false;
+  const int64_t neurons = std::min<int64_t>(block.width, 256);
+  const int64_t groups = neurons / kTileNeurons;
+  if (groups == 0) return false;
+  const int64_t row_bytes = block.hidden * element_bytes(block.dtype);
+  std::vector<char> rows(static_cast<size_t>(kSample * row_bytes));
+  for (int64_t i = 0; i < kSample; ++i) {
+    const int64_t token = (2 * i + 1) * block.tokens / (2 * kSample);
+    std::memcpy(rows.data() + i * row_bytes, at(block.x, token * block.hidden, block.dtype), row_bytes);
+  }
+  float values[kTileNeurons * kSample];
+  uint32_t position[kTileNeurons * kSample];
+  float kept[kTileNeurons * kSample];
+  int64_t active = 0;
+  for (int64_t group = 0; group < groups; ++group) {
+    const int64_t f = group * (block.width - kTileNeurons) / std::max<int64_t>(groups - 1, 1);
+    kernels.gate(rows.data(), block.hidden, kSample, at(block.gate, f * block.hidden, block.dtype), block.hidden,
+                 kTileNeurons, block.hidden, block.b_gate ? block.b_gate + f : nullptr, values, kSample);
+    active += kernels.pack(values, kTileNeurons * kSample, 0, position, kept);
+  }
+  return static_cast<double>(active) > max_density(block.tokens) * static_cast<double>(groups * kTileNeurons * kSample);
+}
+
+// y rows of the tokens [first, first + count) from their pairs.
+void down_product(const Block& block, const Kernels& kernels, const Threads& threads, const TokenPairs& pairs,
+                  const uint32_t* index, const float* h, const DownRows& down, int64_t first, void* y) {
+  const int64_t tokens = static_cast<int64_t>(pairs.begin.size()) - 1;
+  // Few tokens: slices of D keep every thread busy.
+  const int64_t slices = tokens >= 4 * threads.count ? 1 : std::max<int64_t>(1, std::min<int64_t>(threads.count, block.hidden / 256));
+  const int64_t slice = (block.hidden + slices - 1) / slices;
+  std::vector<std::vector<float>> sums(static_cast<size_t>(threads.count));
+  for_items(threads, tokens * slices, [&](int lane, int64_t item) {
+    const int64_t token = item / slices, d = item % slices * slice;
+    const int64_t width = std::min(slice, block.hidden - d);
+    if (width <= 0) return;
+    auto& sum = sums[lane];
+    sum.resize(static_cast<size_t>(slice));
+    if (block.b_down) {
+      std::memcpy(sum.data(), block.b_down + d, sizeof(float) * width);
+    } else {
+      std::fill_n(sum.begin(), width, 0.0f);
+    }
+    const int64_t begin = pairs.begin[token], count = pairs.begin[token + 1] - begin;
+    if (count > 0) {
+      kernels.gather_sum(at(down.rows(), d, block.dtype), down.stride(), index + begin, h + begin, count, width, sum.data());
+    }
+    kernels.round(sum.data(), width, at(y, (first + token) * block.hidden + d, block.dtype));
+  });
+}
+
+void count_pairs(const TokenPairs& pairs, const std::vector<float>& h, int64_t first, Report* report) {
+  for (size_t token = 0; token + 1 < pairs.begin.size(); ++token) {
+    const float weight = report->token_weight ? report->token_weight[first + static_cast<int64_t>(token)] : 1.0f;
+    double l1 = 0;
+    for (int64_t i = pairs.begin[token]; i < pairs.begin[token + 1]; ++i) {
+      l1 += std::fabs(h[i]);
+      if (h[i] != 0.0f) report->active[pairs.neuron[i]] += weight;
+    }
+    report->l1 += weight * l1;
+  }
+}
+
+}  // namespace
+
+int64_t block_tokens(const Block& block) {
+  const int64_t bytes = std::max<int64_t>(block.hidden * element_bytes(block.dtype), 1);
+  return std::clamp<int64_t>((512 << 10) / bytes / kPanel * kPanel, kPanel, 4 * kPanel);
+}
+
+double max_density(int64_t tokens) {
+  // Few tokens are bound by weight traffic, which active rows always save; many by arithmetic, which matmuls do
+  // about five times as fast for each pair.
+  if (tokens <= 2) return 1.0;
+  if (tokens <= 8) return 0.6;
+  if (tokens <= 32) return 0.35;
+  return 0.18;
+}
+
+PairFinder::PairFinder(const Block& block, const Kernels& kernels, const Threads& threads)
+    : block_(block),
+      kernels_(kernels),
+      threads_(threads),
+      lanes_(static_cast<size_t>(threads.count)),
+      scratch_(static_cast<size_t>(threads.count)) {}
+
+bool PairFinder::find(int64_t first, int64_t last, double max_density, TokenPairs* pairs) {
+  struct Tile {
+    int lane;
+    size_t begin, end;
+  };
+  const int64_t tokens = last - first, hidden = block_.hidden, element = element_bytes(block_.dtype);
+  const char* x = at(block_.x, first * hidden, block_.dtype);
+  const int64_t tile_count = (block_.width + kTileNeurons - 1) / kTileNeurons;
+  std::vector<Tile> tiles(static_cast<size_t>(tile_count));
+  for (auto& lane : lanes_) lane.clear();
+
+  const bool use_panels = kernels_.gate_panel != nullptr && tokens >= kPanel / 2;
+  const int64_t panel_count = (tokens + kPanel - 1) / kPanel, panel_bytes = kPanel * (hidden + 1) * element;
+  if (use_panels) {
+    panels_.resize(static_cast<size_t>(panel_count * panel_bytes + 64));
+    for_items(threads_, panel_count, [&](int, int64_t panel) {
+      kernels_.pack_panel(x + panel * kPanel * hidden * element, hidden,
+                          static_cast<int>(std::min<int64_t>(kPanel, tokens - panel * kPanel)), hidden,
+                          panels_.data() + panel * panel_bytes);
+    });
+  }
+
+  std::atomic<bool> too_dense{false};
+  std::vector<int64_t> seen(static_cast<size_t>(threads_.count) * 8, 0);
+  const double allowance = 0.02 * static_cast<double>(tokens * block_.width) + static_cast<double>(tokens) * 4;
+  for_items(threads_, tile_count, [&](int lane_index, int64_t tile) {
+    if (too_dense.load(std::memory_order_relaxed)) return;
+    LanePairs& lane = lanes_[lane_index];
+    auto& values = scratch_[lane_index];
+    values.resize(static_cast<size_t>(kTileNeurons * tokens));
+    const int64_t f0 = tile * kTileNeurons;
+    const int neurons = static_cast<int>(std::min(kTileNeurons, block_.width - f0));
+    const float* bias = block_.b_gate ? block_.b_gate + f0 : nullptr;
+    const char* w = at(block_.gate, f0 * hidden, block_.dtype);
+    if (use_panels) {
+      for (int64_t panel = 0; panel < panel_count; ++panel) {
+        const int64_t t = panel * kPanel;
+        kernels_.gate_panel(panels_.data() + panel * panel_bytes, static_cast<int>(std::min<int64_t>(kPanel, tokens - t)),
+                            w, hidden, neurons, hidden, bias, values.data() + t, tokens);
+      }
+    } else {
+      kernels_.gate(x, hidden, static_cast<int>(tokens), w, hidden, neurons, hidden, bias, values.data(), tokens);
+    }
+
+    tiles[tile] = {lane_index, lane.runs.size(), 0};
+    for (int n = 0; n < neurons; ++n) {
+      lane.reserve(tokens);
+      const float* row = values.data() + n * tokens;
+      if (tokens == 1 && row[0] <= 0.0f) continue;
+      const int64_t begin = lane.used;
+      const int kept = kernels_.pack(row, static_cast<int>(tokens), 0, lane.token.data() + begin, lane.gate.data() + begin);
+      if (kept == 0) continue;
+      lane.runs.push_back({static_cast<uint32_t>(f0 + n), begin, kept});
+      lane.used += kept;
+    }
+    seen[lane_index * 8] += neurons * tokens;
+    if (static_cast<double>(lane.used) > max_density * static_cast<double>(seen[lane_index * 8]) + allowance) {
+      too_dense.store(true, std::memory_order_relaxed);
+      return;
+    }
+    for (size_t r = tiles[tile].begin; r < lane.runs.size(); ++r) {
+      const auto& run = lane.runs[r];
+      float* up = lane.up.data() + run.begin;
+      if (block_.up == nullptr) {
+        std::fill_n(up, run.count, 1.0f);
+        continue;
+      }
+      kernels_.gather_dot(at(block_.up, run.neuron * hidden, block_.dtype), x, hidden, lane.token.data() + run.begin,
+                          run.count, hidden, up);
+      if (block_.b_up) {
+        for (int64_t i = 0; i < run.count; ++i) up[i] += block_.b_up[run.neuron];
+      }
+    }
+    tiles[tile].end = lane.runs.size();
+  });
+  if (too_dense) return false;
+
+  pairs->begin.assign(static_cast<size_t>(tokens) + 1, 0);
+  int64_t total = 0;
+  for (const auto& lane : lanes_) {
+    total += lane.used;
+    for (int64_t i = 0; i < lane.used; ++i) ++pairs->begin[lane.token[i] + 1];
+  }
+  for (int64_t t = 0; t < tokens; ++t) pairs->begin[t + 1] += pairs->begin[t];
+  pairs->neuron.resize(static_cast<size_t>(total));
+  pairs->gate.resize(static_cast<size_t>(total));
+  pairs->up.resize(static_cast<size_t>(total));
+  std::vector<int64_t> next(pairs->begin.begin(), pairs->begin.end() - 1);
+  for (const Tile& tile : tiles) {  // in order of neurons, whichever lane had them
+    const LanePairs& lane = lanes_[tile.lane];
+    for (size_t r = tile.begin; r < tile.end; ++r) {
+      const auto& run = lane.runs[r];
+      for (int64_t i = run.begin; i < run.begin + run.count; ++i) {
+        const int64_t place = next[lane.token[i]]++;
+        pairs->neuron[place] = run.neuron;
+        pairs->gate[place] = lane.gate[i];
+        pairs->up[place] = lane.up[i];
+      }
+    }
+  }
+  return true;
+}
+
+DownRows::DownRows(const Block& block, const Kernels& kernels, const Threads& threads)
+    : block_(block), kernels_(kernels), threads_(threads) {
+  if (in_place()) {
+    rows_ = block.down;
+    stride_ = block.down_column;
+  }
+}
+
+void DownRows::use_all() {
+  if (rows_ != nullptr) return;
+  stride_ = block_.hidden;
+  copy_.resize(static_cast<size_t>(block_.width * block_.hidden * element_bytes(block_.dtype)));
+  constexpr int64_t kColumns = 64;
+  for_items(threads_, (block_.width + kColumns - 1) / kColumns, [&](int, int64_t item) {
+    const int64_t f = item * kColumns;
+    kernels_.transpose(at(block_.down, f, block_.dtype), block_.down_row, block_.hidden,
+                       std::min(kColumns, block_.width - f), at(copy_.data(), f * stride_, block_.dtype), stride_);
+  });
+  rows_ = copy_.data();
+}
+
+void DownRows::use_active(const TokenPairs& pairs, std::vector<uint32_t>* index) {
+  std::vector<uint32_t> active(pairs.neuron);
+  std::sort(active.begin(), active.end());
+  active.erase(std::unique(active.begin(), active.end()), active.end());
+  index->resize(pairs.neuron.size());
+  for (size_t i = 0; i < index->size(); ++i) {
+    (*index)[i] = static_cast<uint32_t>(std::lower_bound(active.begin(), active.end(), pairs.neuron[i]) - active.begin());
+  }
+  const int64_t count = static_cast<int64_t>(active.size()), element = element_bytes(block_.dtype);
+  stride_ = block_.hidden;
+  copy_.resize(static_cast<size_t>(count * stride_ * element + 1));
+  constexpr int64_t kSlice = 32;  // a cache line of 16-bit outputs
+  for_items(threads_, (block_.hidden + kSlice - 1) / kSlice, [&](int, int64_t item) {
+    const int64_t first = item * kSlice, last = std::min(block_.hidden, first + kSlice);
+    for (int64_t c = 0; c < count; ++c) {
+      const char* from = at(block_.down, first * block_.down_row + active[c], block_.dtype);
+      char* to = at(copy_.data(), c * stride_ + first, block_.dtype);
+      const int64_t step = block_.down_row * element;
+      for (int64_t d = first; d < last; ++d, from += step, to += element) {
+        if (element == 2) {
+          std::memcpy(to, from, 2);
+        } else {
+          std::memcpy(to, from, 4);
+        }
+      }
+    }
+  });
+  rows_ = copy_.data();
+}
+
+int64_t save_pairs(const State& state, const TokenPairs& pairs, int64_t first_token, int64_t slot,
+                   const Kernels& kernels, int64_t element) {
+  for (size_t token = 0; token + 1 < pairs.begin.size(); ++token) {
+    const int64_t begin = pairs.begin[token], count = pairs.begin[token + 1] - begin;
+    int32_t& saved = state.count[first_token + static_cast<int64_t>(token)];
+    if (slot + count > state.slots) {
+      saved = State::kRecompute;
+      continue;
+    }
+    saved = static_cast<int32_t>(count);
+    for (int64_t i = 0; i < count; ++i) state.neuron[slot + i] = static_cast<uint16_t>(pairs.neuron[begin + i]);
+    kernels.round(pairs.gate.data() + begin, count, state.gate + slot * element);
+    if (state.up) kernels.round(pairs.up.data() + begin, count, state.up + slot * element);
+    slot += count;
+  }
+  return slot;
+}
+
+void forward(const Block& block, const Kernels& kernels, const Threads& threads, void* y, Report* report,
+             const State* state, const DenseRange& dense) {
+  const auto go_dense = [&](int64_t first, int64_t last) {
+    if (state) std::fill(state->count + first, state->count + last, State::kDense);
+    dense(first, last);
+  };
+  if (block.tokens == 0) return;
+  if (sample_is_dense(block, kernels)) return go_dense(0, block.tokens);
+
+  PairFinder finder(block, kernels, threads);
+  DownRows down(block, kernels, threads);
+  TokenPairs pairs;
+  std::vector<float> h;
+  std::vector<uint32_t> renumbered;
+  int64_t slot = 0;
+  const int64_t step = block_tokens(block);
+  const double limit = max_density(block.tokens);
+  for (int64_t first = 0; first < block.tokens; first += step) {
+    const int64_t last = std::min(block.tokens, first + step);
+    if (!finder.find(first, last, limit, &pairs)) {
+      go_dense(first, last);
+      continue;
+    }
+    const int64_t total = pairs.begin.back();
+    h.resize(static_cast<size_t>(total));
+    for (int64_t i = 0; i < total; ++i) h[i] = pairs.gate[i] * pairs.up[i];
+    if (report->active) count_pairs(pairs, h, first, report);
+    if (state) slot = save_pairs(*state, pairs, first, slot, kernels, element_bytes(block.dtype));
+    const uint32_t* index = pairs.neuron.data();
+    if (down.rows() == nullptr && block.tokens <= step && total < block.width / 8) {
+      down.use_active(pairs, &renumbered);
+      index = renumbered.data();
+    } else {
+      down.use_all();
+    }
+    down_product(block, kernels, threads, pairs, index, h.data(), down, first, y);
+  }
+}
+
+}  // namespace twell

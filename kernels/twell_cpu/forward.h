@@ -1,0 +1,90 @@
+// Forward of the feed-forward block over its active pairs; every pointer is to contiguous rows unless a stride is given.
+#pragma once
+
+#include <functional>
+
+#include "kernels.h"
+#include "pairs.h"
+#include "parallel.h"
+
+namespace twell {
+
+// Shapes: x (T, D); gate, up (F, D); down (D, F) in either memory order.
+struct Block {
+  DType dtype;
+  int64_t tokens, hidden, width;
+  const void* x;
+  const void* gate;      // without a gate: the up projection, and `up` null
+  const void* up;
+  const void* down;
+  int64_t down_row, down_column;  // strides of `down`; one of them is 1
+  const float* b_gate;
+  const float* b_up;
+  const float* b_down;
+};
+
+struct Report {
+  const float* token_weight;  // null for ones
+  double l1 = 0;
+  float* active;  // (F,), or null where nothing is counted
+};
+
+// Tokens [first, last) computed densely by the caller.
+using DenseRange = std::function<void(int64_t first, int64_t last)>;
+
+// Pairs of the tokens [first, last) (numbered from 0); false once they are so many that dense products are faster.
+class PairFinder {
+ public:
+  PairFinder(const Block& block, const Kernels& kernels, const Threads& threads);
+  bool find(int64_t first, int64_t last, double max_density, TokenPairs* pairs);
+
+ private:
+  const Block& block_;
+  const Kernels& kernels_;
+  const Threads& threads_;
+  std::vector<LanePairs> lanes_;
+  std::vector<std::vector<float>> scratch_;
+  std::vector<char> panels_;
+};
+
+// The rows of down's transpose, as the products over active pairs read them: in place if `down` is stored that way,
+// else copied, all or only `neurons`.
+class DownRows {
+ public:
+  DownRows(const Block& block, const Kernels& kernels, const Threads& threads);
+  void use_all();
+  // Copies only the neurons of `pairs` and renumbers them into `index`.
+  void use_active(const TokenPairs& pairs, std::vector<uint32_t>* index);
+  bool in_place() const {
+    return block_.down_row == 1 && block_.hidden > 0;
+  }
+  const void* rows() const {
+    return rows_;
+  }
+  int64_t stride() const {
+    return stride_;
+  }
+
+ private:
+  const Block& block_;
+  const Kernels& kernels_;
+  const Threads& threads_;
+  std::vector<char> copy_;
+  const void* rows_ = nullptr;
+  int64_t stride_ = 0;
+};
+
+// Tokens that are processed together, so that their rows of x stay in the second-level cache.
+int64_t block_tokens(const Block& block);
+
+// The density above which dense products are faster than the sparse ones, at this many tokens.
+double max_density(int64_t tokens);
+
+// Pairs behind one another from `slot` on; rows that do not fit are marked. Returns the next free slot.
+int64_t save_pairs(const State& state, const TokenPairs& pairs, int64_t first_token, int64_t slot,
+                   const Kernels& kernels, int64_t element);
+
+void forward(const Block& block, const Kernels& kernels, const Threads& threads, void* y, Report* report,
+             const State* state, const DenseRange& dense);
+
+}  // namespace twell

@@ -1,0 +1,61 @@
+// The vector kernels of one instruction set and element type, as plain functions over raw pointers.
+//
+// Shapes: x (T, D) rows of `ld_x` elements; w (F, D). fp32 accumulation throughout. Strides count elements.
+#pragma once
+
+#include <cstdint>
+
+namespace twell {
+
+enum class DType { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+enum class Isa { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
+
+// Tokens that share one pass over the gate matrix are handed over as panels of this many.
+constexpr int kPanel = 64;
+
+struct Kernels {
+  // out[f * ld_out + t] = bias[f] + sum_d w[f, d] * x[t, d], for f < neurons and t < tokens; bias may be null.
+  void (*gate)(const void* x, int64_t ld_x, int tokens, const void* w, int64_t ld_w, int neurons, int64_t hidden,
+               const float* bias, float* out, int64_t ld_out);
+
+  // The same from a panel that `pack_panel` made of kPanel tokens; null where this set has no use for panels.
+  void (*gate_panel)(const void* panel, int tokens, const void* w, int64_t ld_w, int neurons, int64_t hidden,
+                     const float* bias, float* out, int64_t ld_out);
+  // Reorders up to kPanel tokens for gate_panel, zero-filled to kPanel; the panel takes kPanel * (hidden + 1) elements.
+  void (*pack_panel)(const void* x, int64_t ld_x, int tokens, int64_t hidden, void* panel);
+
+  // Writes position and value of every element that relu keeps (positive or NaN); returns how many.
+  int (*pack)(const float* values, int count, uint32_t first_position, uint32_t* positions, float* kept);
+
+  // out[i] = sum_d row[d] * x[tokens[i], d]
+  void (*gather_dot)(const void* row, const void* x, int64_t ld_x, const uint32_t* tokens, int64_t count,
+                     int64_t hidden, float* out);
+
+  // sums[d] += sum_i scale[i] * rows[index[i], d] for d < width; the second form feeds two sums from the same rows.
+  void (*gather_sum)(const void* rows, int64_t ld_rows, const uint32_t* index, const float* scale, int64_t count,
+                     int64_t width, float* sums);
+  void (*gather_sum2)(const void* rows, int64_t ld_rows, const uint32_t* index, const float* scale_a,
+                      const float* scale_b, int64_t count, int64_t width, float* sums_a, float* sums_b);
+
+  // Rounds fp32 to the element type, and back.
+  void (*round)(const float* values, int64_t count, void* out);
+  void (*widen)(const void* values, int64_t count, float* out);
+
+  // out[c, r] = in[r, c]
+  void (*transpose)(const void* in, int64_t ld_in, int64_t rows, int64_t columns, void* out, int64_t ld_out);
+};
+
+// Null where this build or processor lacks the instruction set.
+const Kernels* kernels_portable(DType dtype);
+const Kernels* kernels_avx2(DType dtype);
+const Kernels* kernels_avx512(DType dtype);
+const Kernels* kernels_avx512_bf16(DType dtype);
+
+// The best set for this processor, or the one that HF_TWELL_CPU_ISA names; throws if that one cannot run here.
+const Kernels& select_kernels(DType dtype);
+
+inline int64_t element_bytes(DType dtype) {
+  return dtype == DType::kFloat32 ? 4 : 2;
+}
+
+}  // namespace twell

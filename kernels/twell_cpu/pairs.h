@@ -1,0 +1,81 @@
+// The active (token, neuron) pairs of a feed-forward block, in the two orders that its products need.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace twell {
+
+// Token-major (compressed rows): neurons ascend within a token. h = gate * up; up is 1 in a block without a gate.
+struct TokenPairs {
+  std::vector<int64_t> begin;  // tokens + 1
+  std::vector<uint32_t> neuron;
+  std::vector<float> gate, up;
+};
+
+// Neuron-major: tokens ascend within a neuron. `source` is the pair's place in the token-major order.
+struct NeuronPairs {
+  std::vector<int64_t> begin;  // neurons + 1
+  std::vector<uint32_t> token;
+  std::vector<int64_t> source;
+};
+
+// What one thread has packed: TwELL with tiles of neurons, its slots in a pool that grows instead of overflowing.
+struct LanePairs {
+  struct Run {
+    uint32_t neuron;
+    int64_t begin;
+    int64_t count;
+  };
+  std::vector<Run> runs;
+  std::vector<uint32_t> token;
+  std::vector<float> gate, up;
+  int64_t used = 0;
+
+  void clear() {
+    runs.clear();
+    used = 0;
+  }
+  void reserve(int64_t extra) {
+    if (used + extra <= static_cast<int64_t>(token.size())) return;
+    const size_t size = static_cast<size_t>(2 * (used + extra));
+    token.resize(size);
+    gate.resize(size);
+    up.resize(size);
+  }
+};
+
+// The saved state: per token a count (or why there is none) and, behind one another, its pairs.
+//
+// Layout: int32 count[tokens] | uint16 neuron[slots] | element gate[slots] | element up[slots] (gated only); each part
+// starts at a multiple of 8 bytes. slots = tokens * capacity.
+struct State {
+  static constexpr int32_t kRecompute = -1;  // more pairs than slots: backward computes them again from x
+  static constexpr int32_t kDense = -2;      // so many pairs that the dense products are faster
+
+  int32_t* count = nullptr;
+  uint16_t* neuron = nullptr;
+  char* gate = nullptr;
+  char* up = nullptr;
+  int64_t slots = 0;
+
+  static int64_t aligned(int64_t bytes) {
+    return (bytes + 7) / 8 * 8;
+  }
+  static int64_t bytes(int64_t tokens, int64_t capacity, int64_t element, bool gated) {
+    const int64_t slots = tokens * capacity;
+    return aligned(4 * tokens) + aligned(2 * slots) + (gated ? 2 : 1) * aligned(element * slots);
+  }
+  static State at(void* memory, int64_t tokens, int64_t capacity, int64_t element, bool gated) {
+    State state;
+    char* next = static_cast<char*>(memory);
+    state.slots = tokens * capacity;
+    state.count = reinterpret_cast<int32_t*>(next);
+    state.neuron = reinterpret_cast<uint16_t*>(next += aligned(4 * tokens));
+    state.gate = next += aligned(2 * state.slots);
+    state.up = gated ? next + aligned(element * state.slots) : nullptr;
+    return state;
+  }
+};
+
+}  // namespace twell

@@ -1,0 +1,34 @@
+// Gathers the kernels of one instruction set and element type into a table.
+#pragma once
+
+#include "gate.h"
+#include "gather_dot.h"
+#include "gather_sum.h"
+#include "kernels.h"
+#include "pack.h"
+#include "transpose.h"
+
+namespace {
+
+template <class Simd, class Dot>
+constexpr twell::Kernels make_table() {
+  using T = typename Dot::Element;
+  return twell::Kernels{
+      gate<Simd, Dot>,      nullptr,          nullptr,
+      pack<Simd>,           gather_dot<Simd, Dot>, gather_sum<Simd, T>,
+      gather_sum2<Simd, T>, round<Simd, T>,   widen<Simd, T>,
+      transpose<T>,
+  };
+}
+
+template <class Simd>
+const twell::Kernels* widening_table(twell::DType dtype) {
+  static constexpr twell::Kernels kTables[] = {
+      make_table<Simd, WideningDot<Simd, float>>(),
+      make_table<Simd, WideningDot<Simd, BFloat16>>(),
+      make_table<Simd, WideningDot<Simd, Half>>(),
+  };
+  return &kTables[static_cast<int>(dtype)];
+}
+
+}  // namespace

@@ -1,0 +1,81 @@
+// Matrix transposition in blocks whose lines stay in the first-level cache.
+#pragma once
+
+#include "simd_portable.h"
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace {
+
+constexpr int kBlock = 32;
+
+template <class From, class To, class Convert>
+inline void transpose_blocks(const From* in, int64_t ld_in, int64_t rows, int64_t columns, To* out, int64_t ld_out,
+                             Convert convert) {
+  for (int64_t c0 = 0; c0 < columns; c0 += kBlock) {
+    const int64_t c1 = columns - c0 < kBlock ? columns : c0 + kBlock;
+    for (int64_t r0 = 0; r0 < rows; r0 += kBlock) {
+      const int64_t r1 = rows - r0 < kBlock ? rows : r0 + kBlock;
+      for (int64_t c = c0; c < c1; ++c) {
+        for (int64_t r = r0; r < r1; ++r) convert(in[r * ld_in + c], out + c * ld_out + r);
+      }
+    }
+  }
+}
+
+#if defined(__SSE2__)
+// Eight columns of 32 rows of 16-bit elements: every output line is written whole.
+inline void transpose_32x8(const uint16_t* in, int64_t ld_in, uint16_t* out, int64_t ld_out) {
+  for (int r = 0; r < 32; r += 8) {
+    __m128i a[8], b[8];
+    for (int i = 0; i < 8; ++i) a[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + (r + i) * ld_in));
+    for (int i = 0; i < 4; ++i) {
+      b[2 * i] = _mm_unpacklo_epi16(a[2 * i], a[2 * i + 1]);
+      b[2 * i + 1] = _mm_unpackhi_epi16(a[2 * i], a[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; ++i) {
+      a[4 * i] = _mm_unpacklo_epi32(b[4 * i], b[4 * i + 2]);
+      a[4 * i + 1] = _mm_unpackhi_epi32(b[4 * i], b[4 * i + 2]);
+      a[4 * i + 2] = _mm_unpacklo_epi32(b[4 * i + 1], b[4 * i + 3]);
+      a[4 * i + 3] = _mm_unpackhi_epi32(b[4 * i + 1], b[4 * i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 2 * i * ld_out + r), _mm_unpacklo_epi64(a[i], a[i + 4]));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + (2 * i + 1) * ld_out + r), _mm_unpackhi_epi64(a[i], a[i + 4]));
+    }
+  }
+}
+
+inline void transpose_16bit(const uint16_t* in, int64_t ld_in, int64_t rows, int64_t columns, uint16_t* out,
+                            int64_t ld_out) {
+  const int64_t whole_rows = rows / 32 * 32, whole_columns = columns / 8 * 8;
+  for (int64_t r = 0; r < whole_rows; r += 32) {
+    for (int64_t c = 0; c < whole_columns; c += 8) transpose_32x8(in + r * ld_in + c, ld_in, out + c * ld_out + r, ld_out);
+  }
+  const auto copy = [](uint16_t value, uint16_t* to) { *to = value; };
+  transpose_blocks(in + whole_columns, ld_in, rows, columns - whole_columns, out + whole_columns * ld_out, ld_out, copy);
+  transpose_blocks(in + whole_rows * ld_in, ld_in, rows - whole_rows, whole_columns, out + whole_rows, ld_out, copy);
+}
+#endif
+
+template <class T>
+void transpose(const void* in, int64_t ld_in, int64_t rows, int64_t columns, void* out, int64_t ld_out) {
+  transpose_blocks(static_cast<const T*>(in), ld_in, rows, columns, static_cast<T*>(out), ld_out,
+                   [](T value, T* to) { *to = value; });
+}
+
+#if defined(__SSE2__)
+template <>
+void transpose<BFloat16>(const void* in, int64_t ld_in, int64_t rows, int64_t columns, void* out, int64_t ld_out) {
+  transpose_16bit(static_cast<const uint16_t*>(in), ld_in, rows, columns, static_cast<uint16_t*>(out), ld_out);
+}
+
+template <>
+void transpose<Half>(const void* in, int64_t ld_in, int64_t rows, int64_t columns, void* out, int64_t ld_out) {
+  transpose_16bit(static_cast<const uint16_t*>(in), ld_in, rows, columns, static_cast<uint16_t*>(out), ld_out);
+}
+#endif
+
+}  // namespace
