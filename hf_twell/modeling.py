@@ -43,9 +43,15 @@ class SparseFfn(nn.Module):
                 f"{self.twell.name} got hidden states for {tuple(x.shape[:-1])} tokens, but the batch's attention_mask "
                 f"has shape {tuple(l1.token_weight.shape)}; pass the batch that the model really receives."
             )
+        if not _is_bare_relu(getattr(self, form.activation)):
+            return self._through_submodules(x, l1)
         if ops.resolve(self.twell.backend, x.device.type) != "reference" and self._is_plain():
             return self._fused(x, l1)
-        # Through the submodules: adapters, hooks and replaced linears all count.
+        return self._through_submodules(x, l1)
+
+    def _through_submodules(self, x, l1):
+        """Adapters, hooks and replaced linears or activations all count here."""
+        form = self.twell.form
         activation, up, down = getattr(self, form.activation), getattr(self, form.up), getattr(self, form.down)
         h = activation(up(x)) if form.gate is None else activation(getattr(self, form.gate)(x)) * up(x)
         if l1 is not None:
@@ -88,6 +94,16 @@ def _is_plain_linear(linear: nn.Module) -> bool:
         and not linear._backward_pre_hooks
         and not linear.weight.is_meta
         and linear.weight.numel() == linear.in_features * linear.out_features
+    )
+
+
+def _is_bare_relu(activation) -> bool:
+    """Whether it computes ReLU unwatched: nobody has put in another one, replaced its forward or hooked it."""
+    return (
+        type(activation) is nn.ReLU
+        and "forward" not in vars(activation)
+        and not (activation._forward_hooks or activation._forward_pre_hooks)
+        and not (activation._backward_hooks or activation._backward_pre_hooks)
     )
 
 

@@ -163,6 +163,14 @@ def test_hooks(where, when):
     assert len(recorder.shapes) == 2
 
 
+def test_activation_exchanged_afterwards():
+    model = sparsify(tiny_llama())
+    stock = dense_relu(model)
+    for ffn in (model.model.layers[1].mlp, stock.model.layers[1].mlp):
+        ffn.act_fn = nn.GELU()
+    torch.testing.assert_close(logits(model), logits(stock))
+
+
 def test_activation_that_is_a_plain_function():
     model = tiny_llama()
     for layer in model.model.layers:
