@@ -7,7 +7,7 @@
 namespace twell {
 namespace {
 
-constexpr int64_t kTileNeurons = 32;
+constexpr int64_t kTileNeurons = 48;  // a multiple of both gate kernels' register tiles
 
 const char* at(const void* base, int64_t elements, DType dtype) {
   return static_cast<const char*>(base) + elements * element_bytes(dtype);

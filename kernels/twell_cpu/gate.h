@@ -28,12 +28,6 @@ struct WideningDot {
   }
 };
 
-// sums[i] for kCount vectors, each the sum of its lanes.
-template <class Simd, int kCount>
-inline void lane_sums(const typename Simd::Vector* vectors, float* sums) {
-  for (int i = 0; i < kCount; ++i) sums[i] = Simd::sum(vectors[i]);
-}
-
 template <class Simd, class Dot, int kF, int kT>
 inline void gate_tile(const typename Dot::Element* x, int64_t ld_x, const typename Dot::Element* w, int64_t ld_w,
                       int64_t hidden, const float* bias, float* out, int64_t ld_out) {
@@ -58,7 +52,7 @@ inline void gate_tile(const typename Dot::Element* x, int64_t ld_x, const typena
     }
   }
   float total[kF * kT];
-  lane_sums<Simd, kF * kT>(sum, total);
+  Simd::template sums<kF * kT>(sum, total);
   for (int f = 0; f < kF; ++f) {
     const float add = bias ? bias[f] : 0.0f;
     for (int t = 0; t < kT; ++t) out[f * ld_out + t] = total[f * kT + t] + add;

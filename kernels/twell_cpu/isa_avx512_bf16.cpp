@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #if defined(__AVX512BF16__)
+#include "gate_panel.h"
 #include "simd_avx512.h"
 #include "table.h"
 
@@ -24,10 +25,17 @@ struct Bf16Dot {
   }
 };
 
+struct Bf16Unit {
+  using Element = BFloat16;
+  static inline __m512 accumulate(__m512 sum, __m512i a, __m512i b) {
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+  }
+};
+
 }  // namespace
 
 const twell::Kernels* twell::kernels_avx512_bf16(DType dtype) {
-  static constexpr Kernels kBf16 = make_table<Avx512, Bf16Dot>();
+  static constexpr Kernels kBf16 = with_panels<Bf16Unit>(make_table<Avx512, Bf16Dot>());
   return dtype == DType::kBFloat16 ? &kBf16 : kernels_avx512(dtype);
 }
 #else

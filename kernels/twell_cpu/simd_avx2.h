@@ -63,6 +63,10 @@ struct Avx2 {
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
   }
+  template <int kCount>
+  static inline void sums(const Vector* vectors, float* out) {
+    for (int i = 0; i < kCount; ++i) out[i] = sum(vectors[i]);
+  }
   static inline uint32_t kept(Vector a) {
     return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_NLE_UQ)));
   }

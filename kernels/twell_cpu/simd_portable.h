@@ -116,6 +116,10 @@ struct Portable {
     for (int i = 0; i < kLanes; ++i) total += a.lane[i];
     return total;
   }
+  template <int kCount>
+  static inline void sums(const Vector* vectors, float* out) {
+    for (int i = 0; i < kCount; ++i) out[i] = sum(vectors[i]);
+  }
   // Bit i is set where relu keeps lane i: positive or NaN.
   static inline uint32_t kept(const Vector& a) {
     uint32_t bits = 0;
