@@ -43,10 +43,10 @@ def sparsify(model: nn.Module, *, backend: str = "auto", layers: Iterable[int] |
         setattr(config, key, "relu")
     for index, site in enumerate(sites):
         _use_relu(site)
-        _restore_stock(site.module)
         if index in chosen:
-            site.module.twell = FfnSettings(site.name, index, site.form, backend)
-            site.module.__class__ = sparse_class(type(site.module))
+            _make_sparse(site, index, backend)
+        else:
+            _restore_stock(site.module)
     model.config.twell = {"version": FORMAT_VERSION, "layers": chosen if len(chosen) < len(sites) else None}
     return model
 
@@ -86,6 +86,13 @@ def _use_relu(site: FfnSite) -> None:
         # Hooks that a user registered on the activation go on, and their handles still remove them.
         relu.__dict__.update({key: value for key, value in vars(old).items() if "hook" in key})
     setattr(site.module, site.form.activation, relu)
+
+
+def _make_sparse(site: FfnSite, index: int, backend: str) -> None:
+    site.module.twell = FfnSettings(site.name, index, site.form, backend)
+    # A sparse one may have become a subclass since (FSDP2 makes one), and stays it.
+    if not isinstance(site.module, SparseFfn):
+        site.module.__class__ = sparse_class(type(site.module))
 
 
 def _restore_stock(module: nn.Module) -> None:

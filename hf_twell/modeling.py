@@ -121,4 +121,9 @@ def _new_instance(stock_class: type) -> nn.Module:
 
 def sparse_ffns(model: nn.Module) -> list[nn.Module]:
     """The model's sparse blocks, in layer order."""
-    return [module for module in model.modules() if isinstance(module, SparseFfn)]
+    # PEFT's `modules_to_save` trains a copy of a block, and keeps the original beside it unused.
+    return [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, SparseFfn) and not name.endswith(".original_module")
+    ]

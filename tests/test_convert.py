@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -363,3 +364,30 @@ def test_only_adapters_train():
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert len(gradients) == 3 * 3 * 2
     assert all("lora" in name and gradient.norm() > 0 for name, gradient in gradients.items())
+
+
+def test_a_block_that_is_trained_as_a_copy_counts_once():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        sparsify(tiny_llama()), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["mlp"])
+    )
+    assert [ffn.twell.layer for ffn in sparse_ffns(model)] == [0, 1, 2]
+    assert all(parameter.requires_grad for ffn in sparse_ffns(model) for parameter in ffn.parameters())
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_fsdp2_of_each_block(when, tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        model = tiny_llama()
+        truth = logits(dense_relu(model))
+        if when == "after":
+            sparsify(model)
+        for layer in model.model.layers:
+            fully_shard(layer.mlp)
+        sparsify(model)
+        assert all(isinstance(ffn, FSDPModule) for ffn in sparse_ffns(model))
+        assert len(sparse_ffns(model)) == 3
+        torch.testing.assert_close(logits(model), truth)
+    finally:
+        torch.distributed.destroy_process_group()
