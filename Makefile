@@ -1,0 +1,44 @@
+# `make demo` and `make test` need only Python 3.11 or newer and a package index; each makes .venv from nothing.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SOURCES := hf_twell recipes tests
+
+.PHONY: setup demo test test-gpu style lint constraints clean
+
+demo: setup
+	$(BIN)/python recipes/demo.py
+
+test: setup
+	$(BIN)/python -m pytest -m "not gpu"
+
+# Runs in the Python of a GPU machine as it is ($(PYTHON), no .venv); -rs lists what is skipped, and why.
+test-gpu:
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -rs
+
+style: setup
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+lint: setup
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+setup: $(VENV)/.complete
+
+$(VENV)/.complete: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "hf_twell needs Python 3.11 or newer; name one: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { echo "Python lacks venv; on Debian: apt install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --upgrade pip setuptools
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+constraints: setup
+	{ sed -n 1p constraints.txt; $(BIN)/python -m pip list --format=freeze --exclude-editable | sed 's/+cpu$$//'; } \
+	  > constraints.new && mv constraints.new constraints.txt
+
+clean:
+	rm -rf $(VENV) build out *.egg-info
