@@ -2,11 +2,7 @@
 
 import contextlib
 import copy
-import difflib
-import functools
 import importlib.metadata
-import json
-import logging
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -15,24 +11,11 @@ from pathlib import Path
 import numpy
 import torch
 import transformers
-from packaging.version import Version
 
 import hf_twell
-from hf_twell.perplexity import evaluation_mode, read_documents, read_text, text_loss
-
-# The files of `data_dir`, one JSON object a line; a task's first split is the one that lm-eval scores by default.
-DATA_FILES = {
-    "arc_easy": {"test": "ARC-Easy-Test.jsonl", "validation": "ARC-Easy-Validation.jsonl"},
-    "arc_challenge": {"test": "ARC-Challenge-Test.jsonl", "validation": "ARC-Challenge-Validation.jsonl"},
-    "hellaswag": {"validation": "hellaswag-validation.jsonl"},
-}
-_ARC_FIELDS = {"question", "choices", "answerKey"}
-_FIELDS = {
-    "arc_easy": _ARC_FIELDS,
-    "arc_challenge": _ARC_FIELDS,
-    "hellaswag": {"activity_label", "ctx_a", "ctx_b", "endings", "label"},
-}
-DEFAULT_TASKS = tuple(DATA_FILES)
+from hf_twell.perplexity import evaluation_mode, text_loss
+from hf_twell.tasks import DATA_FILES, DEFAULT_TASKS, load_tasks, one_line, quiet_logs
+from hf_twell.text import read_documents
 
 
 @contextlib.contextmanager
@@ -69,9 +52,9 @@ def evaluate(
     """Score a model zero-shot on lm-eval tasks and on text files, and leave it as it was.
 
     Prompts, choices, metrics and the way of scoring are lm-eval's, so the numbers are those of the `lm_eval` command
-    with the same model, dtype and batch size. With `data_dir` the rows come from local files (see DATA_FILES), and
-    neither network nor any cache is used. Training flags, tokenizer and random states come back unchanged. Runs in one
-    process.
+    with the same model, dtype and batch size. With `data_dir` the rows come from local files (named in
+    `hf_twell.tasks.DATA_FILES`), and neither network nor any cache is used. Training flags, tokenizer and random states
+    come back unchanged. Runs in one process.
 
     Args:
         model: a Transformers model (it stays on its device), or the path or Hub name of one.
@@ -151,107 +134,6 @@ def load_model(path: str | Path, tokenizer=None, *, dtype=None, device: str | No
     return model, tokenizer
 
 
-def load_tasks(tasks: Sequence[str], data_dir: str | Path | None = None, split: str | None = None) -> tuple[dict, dict]:
-    """lm-eval's tasks as `TaskManager.load` returns them, and the local file behind each task (with `data_dir`).
-
-    Raises:
-        ValueError: unknown task or split, a task without local files, unusable rows, or lm-eval is not installed.
-        OSError: a local file is missing, or a data set cannot be fetched.
-    """
-    try:
-        import lm_eval.tasks
-    except ImportError as error:
-        raise ValueError(f"tasks need lm-eval ({error}): pip install 'hf_twell[eval]'") from error
-    version = importlib.metadata.version("lm_eval")
-    if Version(version) < Version("0.4.12"):
-        raise ValueError(f"lm-eval {version} is too old: pip install 'lm-eval>=0.4.12'")
-    files = _find_files(tasks, data_dir, split) if data_dir is not None else {}
-    if set(tasks) <= set(DATA_FILES):
-        # Indexing all of lm-eval's tasks takes seconds; these three are in two folders.
-        folder = Path(lm_eval.tasks.__file__).parent
-        manager = lm_eval.tasks.TaskManager(include_path=[folder / "arc", folder / "hellaswag"], include_defaults=False)
-    else:
-        manager = lm_eval.tasks.TaskManager()
-    for name in tasks:
-        if name not in manager.all_tasks:
-            near = difflib.get_close_matches(name, manager.all_tasks, n=4, cutoff=0.5)
-            hint = f" (near: {', '.join(near)})" if near else ""
-            raise ValueError(f"lm-eval knows no task {name!r}{hint}; `lm_eval ls tasks` lists all")
-    try:
-        with _quiet_logs():
-            if files:
-                # A group with overrides: each task keeps its stock definition and only gets its rows from elsewhere.
-                members = [_local_task(name, *files[name]) for name in tasks]
-                loaded = {"tasks": manager.load([{"group": "local files", "task": members}])["tasks"]}
-            else:
-                loaded = manager.load(list(tasks))
-    except OSError as error:
-        reason = f"the data of {', '.join(tasks)} cannot be loaded: {_one_line(error)}"
-        raise OSError(
-            reason if files else f"{reason}; data_dir gives {', '.join(DATA_FILES)} without network"
-        ) from error
-    for name, task in loaded["tasks"].items():
-        _choose_split(name, task, split)
-    return loaded, {name: str(path) for name, (path, _) in files.items()}
-
-
-def _find_files(tasks, data_dir, split) -> dict[str, tuple[Path, str]]:
-    folder = Path(data_dir).resolve()
-    if not folder.is_dir():
-        raise ValueError(f"data_dir {data_dir} is no folder; give the one that holds the .jsonl files")
-    found = {}
-    for name in tasks:
-        if name not in DATA_FILES:
-            raise ValueError(
-                f"no local files for task {name!r}; with data_dir use {', '.join(DATA_FILES)}, or drop data_dir"
-            )
-        splits = DATA_FILES[name]
-        chosen = split or next(iter(splits))
-        if chosen not in splits:
-            raise ValueError(f"{name} has no {chosen} rows with answers; use split={' or '.join(splits)}")
-        candidates = [folder / splits[chosen], folder / f"{splits[chosen]}.xz"]
-        path = next((path for path in candidates if path.is_file()), None)
-        if path is None:
-            raise FileNotFoundError(f"{name} needs {' or '.join(path.name for path in candidates)} in {folder}")
-        found[name] = (path, chosen)
-    return found
-
-
-def _local_task(name: str, path: Path, split: str) -> dict:
-    # Rows are held in memory and not read by the "json" builder of datasets: that one writes a cache, which collides
-    # or fails on a read-only machine.
-    splits = {"training_split": None, "validation_split": None, "test_split": None, f"{split}_split": split}
-    return {"task": name, **splits, "custom_dataset": functools.partial(_read_rows, path, _FIELDS[name], split)}
-
-
-def _read_rows(path: Path, fields: set[str], split: str, **_) -> dict:
-    """{split: Dataset} of a JSON-lines file. lm-eval also passes the task's metadata, which nothing here needs."""
-    import datasets
-
-    rows = []
-    # Not splitlines(): that also splits at Unicode line ends, which JSON allows inside a string.
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is no JSON: {error}") from error
-        if not isinstance(row, dict) or not fields <= row.keys():
-            raise ValueError(f"{path}, line {number} is no object with the fields {', '.join(sorted(fields))}")
-        rows.append(row)
-    return {split: datasets.Dataset.from_list(rows)}
-
-
-def _choose_split(name: str, task, split: str | None):
-    if split is None:
-        return
-    if task.get_config(f"{split}_split") is None:
-        raise ValueError(f"task {name} has no {split} split; leave split unset, or use the other one")
-    if split == "validation":
-        task.set_config("test_split", None)  # lm-eval scores the test split where there is one
-
-
 def _run_tasks(model, tokenizer, loaded, files, limit, batch_size, log_samples) -> dict:
     from lm_eval.evaluator import evaluate as run
     from lm_eval.models.huggingface import HFLM
@@ -259,7 +141,7 @@ def _run_tasks(model, tokenizer, loaded, files, limit, batch_size, log_samples) 
     for task in loaded["tasks"].values():
         task.set_config("num_fewshot", 0)
         task.set_fewshot_seed(seed=1234)
-    with _quiet_logs():
+    with quiet_logs():
         # A copy, because lm-eval gives the tokenizer a padding token.
         lm = HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
     raw = run(lm, loaded, limit=limit, log_samples=log_samples)
@@ -318,23 +200,7 @@ def _load(auto_class, path, what: str, **options):
     try:
         return auto_class.from_pretrained(str(path), **options)
     except (OSError, ValueError) as error:
-        raise type(error)(f"cannot load a {what} from {str(path)!r}: {_one_line(error)}") from error
-
-
-@contextlib.contextmanager
-def _quiet_logs() -> Iterator[None]:
-    """Mute lm-eval's notes on live models and custom data: they speak of arguments that its own command has."""
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+        raise type(error)(f"cannot load a {what} from {str(path)!r}: {one_line(error)}") from error
 
 
 def _plain(value):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import lzma
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import yaml
 from tqdm.auto import tqdm
 from transformers import TrainingArguments
 
-DOCUMENT_END = "<|endoftext|>"
+from hf_twell.text import read_documents
 
 
 class _Loader(yaml.SafeLoader):
@@ -85,7 +84,7 @@ def load_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
     return _checked(data, path)
 
 
-def read_documents(source: list | dict | str) -> Iterator[str]:
+def documents_of(source: list | dict | str) -> Iterator[str]:
     """The documents of text files or of a Hub dataset.
 
     A .txt file's documents end with a line `<|endoftext|>`; .jsonl and .parquet rows, and those of a Hub dataset
@@ -103,7 +102,7 @@ def read_documents(source: list | dict | str) -> Iterator[str]:
             raise ValueError(f"no text file at {path}")
         suffix = path.with_suffix("").suffix if path.suffix == ".xz" else path.suffix
         if suffix == ".txt":
-            yield from _text_documents(path)
+            yield from read_documents(path)
         elif path.suffix in (".jsonl", ".json", ".parquet"):
             yield from _rows("parquet" if suffix == ".parquet" else "json", data_files=str(path.absolute()))
         else:
@@ -119,7 +118,7 @@ class PackedText(torch.utils.data.Dataset):
 
     def __init__(self, tokenizer, source: list | dict | str, sequence_length: int, *, description: str = "tokenizing"):
         ids = []
-        for document in tqdm(read_documents(source), desc=description, unit=" documents"):
+        for document in tqdm(documents_of(source), desc=description, unit=" documents"):
             ids += tokenizer(document, verbose=False)["input_ids"]
             if tokenizer.eos_token_id is not None and ids and ids[-1] != tokenizer.eos_token_id:
                 ids.append(tokenizer.eos_token_id)
@@ -181,22 +180,6 @@ def _from_folder(key: str, value, folder: Path):
     if key == "model" and isinstance(value, str) and ((folder / value).exists() or value.startswith(".")):
         return str(folder / value)
     return value
-
-
-def _text_documents(path: Path) -> Iterator[str]:
-    lines = []
-    try:
-        with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else open(path, encoding="utf-8") as file:
-            for line in file:
-                if line.strip() == DOCUMENT_END:
-                    yield "".join(lines).strip()
-                    lines = []
-                else:
-                    lines.append(line)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-    if rest := "".join(lines).strip():
-        yield rest
 
 
 def _rows(hub: str, config: str | None = None, split: str = "train", column: str = "text", **options):

@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import hf_twell
 from hf_twell import evaluation, perplexity
 from hf_twell.cli import eval as cli
+from hf_twell.text import read_documents
 
 ROOT = Path(__file__).parents[1]
 DATA = Path(__file__).parents[2] / "shared" / "data"
@@ -304,12 +305,13 @@ def test_documents_are_split_at_lines_of_end_of_text(tmp_path):
     path.write_bytes(
         lzma.compress(b"one\n\ntwo <|endoftext|> still\n<|endoftext|>\n\n<|endoftext|>\r\nthree\n<|endoftext|>")
     )
-    assert perplexity.read_documents(path) == ["one\n\ntwo <|endoftext|> still", "three"]
+    assert read_documents(path) == ["one\n\ntwo <|endoftext|> still", "three"]
 
 
 CLI = """
 import argparse, sys
 from hf_twell.cli import eval as cli
+from hf_twell.text import read_documents
 assert "torch" not in sys.modules
 parser = argparse.ArgumentParser()
 cli.add_arguments(parser)

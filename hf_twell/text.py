@@ -1,0 +1,42 @@
+"""Text files as documents: UTF-8, packed by xz or not, documents ended by lines of `<|endoftext|>`."""
+
+import lzma
+import re
+from pathlib import Path
+
+END_OF_TEXT = "<|endoftext|>"
+_END_OF_TEXT_LINE = re.compile(rf"^{re.escape(END_OF_TEXT)}[ \t\r]*(?:\n|\Z)", re.MULTILINE)
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a UTF-8 file; `.xz` is unpacked.
+
+    Raises:
+        ValueError: the file is empty, no UTF-8 text, or a damaged `.xz`.
+        OSError: the file cannot be read.
+    """
+    path = Path(path)
+    raw = path.read_bytes()
+    try:
+        text = (lzma.decompress(raw) if path.suffix == ".xz" else raw).decode("utf-8-sig")
+    except (lzma.LZMAError, EOFError) as error:
+        raise ValueError(f"{path} is named .xz but cannot be unpacked ({error}); give an intact file") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); give a text file") from error
+    if "\0" in text:
+        raise ValueError(f"{path} holds NUL bytes, so it is no text; give a text file")
+    if not text.strip():
+        raise ValueError(f"{path} holds no text; give a file that does")
+    return text
+
+
+def read_documents(path: str | Path) -> list[str]:
+    """The documents of a text file (see `read_text`), split at lines that hold `<|endoftext|>` alone.
+
+    Newlines around a document and blank documents are dropped; a file without such lines is one document.
+    """
+    documents = [document.strip("\r\n") for document in _END_OF_TEXT_LINE.split(read_text(path))]
+    documents = [document for document in documents if document.strip()]
+    if not documents:
+        raise ValueError(f"{path} holds no text besides {END_OF_TEXT}; give a file that does")
+    return documents
