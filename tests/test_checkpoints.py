@@ -81,6 +81,15 @@ class Reporter(TrainerCallback):
         self.rows.append(dict(logs))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Sums of several threads may differ in the last bit, and a neuron near zero then switches: runs would drift."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
     """A run that nothing interrupts, and what a reporter saw of it."""
@@ -94,9 +103,8 @@ def whole_run(tmp_path_factory):
 def killed(tmp_path_factory) -> Path:
     """The folder of the same run, killed before checkpoint-6 was complete."""
     folder = tmp_path_factory.mktemp("killed")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.test_checkpoints", str(folder)], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "tests.test_checkpoints", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
     return folder
 
@@ -335,4 +343,5 @@ def test_save_model(tmp_path):
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     make_trainer(sys.argv[1], AtSave(2 * SAVE_STEPS, die)).train()
