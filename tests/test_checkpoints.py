@@ -83,7 +83,7 @@ class Reporter(TrainerCallback):
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Sums of several threads may differ in the last bit, and a neuron near zero then switches: runs would drift."""
+    """On models this small threads mostly wait for each other, and one thread adds in the same order on any machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
