@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hf_twell import ops, reference
+from hf_twell._layout import settle_down
 from hf_twell.architectures import FfnForm
 
 
@@ -62,6 +63,7 @@ class SparseFfn(nn.Module):
         form = self.twell.form
         up, down = getattr(self, form.up), getattr(self, form.down)
         gate = getattr(self, form.gate) if form.gate else None
+        settle_down(down.weight, training=self.training)
         return ops.ffn(
             x,
             up.weight,
@@ -92,6 +94,7 @@ def _is_plain_linear(linear: nn.Module) -> bool:
         and not hasattr(linear, "_hf_hook")
         and not (linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks)
         and not linear._backward_pre_hooks
+        and type(linear.weight) in (nn.Parameter, torch.Tensor)
         and not linear.weight.is_meta
         and linear.weight.numel() == linear.in_features * linear.out_features
     )

@@ -119,7 +119,8 @@ inline float sign(float value) {
 struct NeuronScratch {
   std::vector<float> grad_h, grad_gate, grad_up, h;  // one neuron's pairs
   std::vector<float> sums;                           // three rows of D
-  std::vector<char> down;                            // the group's rows of down's gradient
+  Bytes down;                                        // the group's columns of down, as rows
+  Bytes grad_down;                                   // and of its gradient
 };
 
 }  // namespace
@@ -133,8 +134,6 @@ std::vector<std::pair<int64_t, int64_t>> backward(const Block& block, const Kern
   std::vector<std::pair<int64_t, int64_t>> dense;
   TokenPairs pairs = load_pairs(block, kernels, threads, state, &dense);
   const NeuronPairs neurons = by_neuron(pairs, block.width);
-  DownRows down(block, kernels, threads);
-  if (!pairs.neuron.empty()) down.use_all();
 
   std::vector<float>& grad_gate = pairs.gate;  // each pair's factors are replaced by its gradients once they are used
   std::vector<float>& grad_up = pairs.up;
@@ -144,7 +143,15 @@ std::vector<std::pair<int64_t, int64_t>> backward(const Block& block, const Kern
     my.sums.resize(static_cast<size_t>(3 * hidden));
     float *sum_gate = my.sums.data(), *sum_up = sum_gate + hidden, *sum_down = sum_up + hidden;
     const int64_t first = group * kGroup, last = std::min(block.width, first + kGroup);
-    if (gradients.down) my.down.resize(static_cast<size_t>(kGroup * row_bytes));
+    if (gradients.down) my.grad_down.reserve(kGroup * row_bytes);
+    const char* down = at(block.down, first * block.down_column, dtype);
+    int64_t down_stride = block.down_column;
+    if (!down_by_column(block) && neurons.begin[first] < neurons.begin[last]) {
+      my.down.reserve(kGroup * row_bytes);
+      kernels.transpose(down, block.down_row, hidden, last - first, my.down.data(), hidden);
+      down = my.down.data();
+      down_stride = hidden;
+    }
     for (int64_t f = first; f < last; ++f) {
       const int64_t begin = neurons.begin[f], count = neurons.begin[f + 1] - begin;
       if (gradients.b_gate) gradients.b_gate[f] = 0;
@@ -152,14 +159,14 @@ std::vector<std::pair<int64_t, int64_t>> backward(const Block& block, const Kern
       if (count == 0) {
         if (gradients.gate) std::memset(at(gradients.gate, f * hidden, dtype), 0, row_bytes);
         if (gradients.up) std::memset(at(gradients.up, f * hidden, dtype), 0, row_bytes);
-        if (gradients.down) std::memset(my.down.data() + (f - first) * row_bytes, 0, row_bytes);
+        if (gradients.down) std::memset(my.grad_down.data() + (f - first) * row_bytes, 0, row_bytes);
         continue;
       }
       const uint32_t* tokens = neurons.token.data() + begin;
       for (auto* buffer : {&my.grad_h, &my.grad_gate, &my.grad_up, &my.h}) {
         if (static_cast<int64_t>(buffer->size()) < count) buffer->resize(static_cast<size_t>(count));
       }
-      kernels.gather_dot(at(down.rows(), f * down.stride(), dtype), grad_y, hidden, tokens, count, hidden,
+      kernels.gather_dot(at(down, (f - first) * down_stride, dtype), grad_y, hidden, tokens, count, hidden,
                          my.grad_h.data());
       double bias_gate = 0, bias_up = 0;
       for (int64_t i = 0; i < count; ++i) {
@@ -188,15 +195,15 @@ std::vector<std::pair<int64_t, int64_t>> backward(const Block& block, const Kern
       if (gradients.down) {
         std::fill_n(sum_down, hidden, 0.0f);
         kernels.gather_sum(grad_y, hidden, tokens, my.h.data(), count, hidden, sum_down);
-        kernels.round(sum_down, hidden, my.down.data() + (f - first) * row_bytes);
+        kernels.round(sum_down, hidden, my.grad_down.data() + (f - first) * row_bytes);
       }
     }
-    if (gradients.down && down.in_place()) {
+    if (gradients.down && down_by_column(block)) {
       for (int64_t f = first; f < last; ++f) {
-        std::memcpy(at(gradients.down, f * hidden, dtype), my.down.data() + (f - first) * row_bytes, row_bytes);
+        std::memcpy(at(gradients.down, f * hidden, dtype), my.grad_down.data() + (f - first) * row_bytes, row_bytes);
       }
     } else if (gradients.down) {
-      kernels.transpose(my.down.data(), hidden, last - first, hidden, at(gradients.down, first, dtype), block.width);
+      kernels.transpose(my.grad_down.data(), hidden, last - first, hidden, at(gradients.down, first, dtype), block.width);
     }
   });
 

@@ -43,40 +43,102 @@ bool sample_is_dense(const Block& block, const Kernels& kernels) {
   return static_cast<double>(active) > max_density(block.tokens) * static_cast<double>(groups * kTileNeurons * kSample);
 }
 
-// y rows of the tokens [first, first + count) from their pairs.
-void down_product(const Block& block, const Kernels& kernels, const Threads& threads, const TokenPairs& pairs,
-                  const uint32_t* index, const float* h, const DownRows& down, int64_t first, void* y) {
-  const int64_t tokens = static_cast<int64_t>(pairs.begin.size()) - 1;
+// Consecutive tokens with their pairs; h = gate * up.
+struct Part {
+  int64_t first;
+  TokenPairs pairs;
+  std::vector<float> h;
+};
+
+// sums = b_down[d ...] + sum over a token's pairs of h * rows[neuron, d ...], rounded into y.
+void add_token(const Block& block, const Kernels& kernels, const Part& part, int64_t token, const uint32_t* index,
+               const void* rows, int64_t ld_rows, int64_t d, int64_t width, float* sums, void* y) {
+  if (block.b_down) {
+    std::memcpy(sums, block.b_down + d, sizeof(float) * width);
+  } else {
+    std::fill_n(sums, width, 0.0f);
+  }
+  const int64_t begin = part.pairs.begin[token], count = part.pairs.begin[token + 1] - begin;
+  if (count > 0) kernels.gather_sum(rows, ld_rows, index + begin, part.h.data() + begin, count, width, sums);
+  kernels.round(sums, width, at(y, (part.first + token) * block.hidden + d, block.dtype));
+}
+
+// y from rows of down's transpose, numbered by `index`.
+void down_by_rows(const Block& block, const Kernels& kernels, const Threads& threads, const Part& part,
+                  const uint32_t* index, const void* rows, int64_t ld_rows, void* y) {
+  const int64_t tokens = static_cast<int64_t>(part.pairs.begin.size()) - 1;
   // Few tokens: slices of D keep every thread busy.
-  const int64_t slices = tokens >= 4 * threads.count ? 1 : std::max<int64_t>(1, std::min<int64_t>(threads.count, block.hidden / 256));
+  const int64_t most = std::max<int64_t>(1, std::min<int64_t>(threads.count, block.hidden / 256));
+  const int64_t slices = tokens >= 4 * threads.count ? 1 : most;
   const int64_t slice = (block.hidden + slices - 1) / slices;
   std::vector<std::vector<float>> sums(static_cast<size_t>(threads.count));
   for_items(threads, tokens * slices, [&](int lane, int64_t item) {
-    const int64_t token = item / slices, d = item % slices * slice;
-    const int64_t width = std::min(slice, block.hidden - d);
-    if (width <= 0) return;
-    auto& sum = sums[lane];
-    sum.resize(static_cast<size_t>(slice));
-    if (block.b_down) {
-      std::memcpy(sum.data(), block.b_down + d, sizeof(float) * width);
-    } else {
-      std::fill_n(sum.begin(), width, 0.0f);
-    }
-    const int64_t begin = pairs.begin[token], count = pairs.begin[token + 1] - begin;
-    if (count > 0) {
-      kernels.gather_sum(at(down.rows(), d, block.dtype), down.stride(), index + begin, h + begin, count, width, sum.data());
-    }
-    kernels.round(sum.data(), width, at(y, (first + token) * block.hidden + d, block.dtype));
+    const int64_t d = item % slices * slice, width = std::min(slice, block.hidden - d);
+    sums[lane].resize(static_cast<size_t>(slice));
+    add_token(block, kernels, part, item / slices, index, at(rows, d, block.dtype), ld_rows, d, width,
+              sums[lane].data(), y);
   });
 }
 
-void count_pairs(const TokenPairs& pairs, const std::vector<float>& h, int64_t first, Report* report) {
+// y where down lies by rows and few neurons are active: their columns are copied out first.
+void down_by_active_columns(const Block& block, const Kernels& kernels, const Threads& threads, const Part& part,
+                            void* y) {
+  std::vector<uint32_t> active(part.pairs.neuron), index(part.pairs.neuron.size());
+  std::sort(active.begin(), active.end());
+  active.erase(std::unique(active.begin(), active.end()), active.end());
+  for (size_t i = 0; i < index.size(); ++i) {
+    const auto place = std::lower_bound(active.begin(), active.end(), part.pairs.neuron[i]);
+    index[i] = static_cast<uint32_t>(place - active.begin());
+  }
+  const int64_t count = static_cast<int64_t>(active.size()), element = element_bytes(block.dtype);
+  Bytes rows;
+  rows.reserve(count * block.hidden * element + 1);
+  constexpr int64_t kSlice = 32;  // a cache line of 16-bit outputs
+  for_items(threads, (block.hidden + kSlice - 1) / kSlice, [&](int, int64_t item) {
+    const int64_t first = item * kSlice, last = std::min(block.hidden, first + kSlice);
+    const int64_t step = block.down_row * element;
+    for (int64_t c = 0; c < count; ++c) {
+      const char* from = at(block.down, first * block.down_row + active[c], block.dtype);
+      char* to = at(rows.data(), c * block.hidden + first, block.dtype);
+      for (int64_t d = first; d < last; ++d, from += step, to += element) {
+        std::memcpy(to, from, 2);
+        if (element == 4) std::memcpy(to + 2, from + 2, 2);
+      }
+    }
+  });
+  down_by_rows(block, kernels, threads, part, index.data(), rows.data(), block.hidden, y);
+}
+
+// y where down lies by rows: slices of its rows are transposed in cache, each for all the parts' tokens.
+void down_by_slices(const Block& block, const Kernels& kernels, const Threads& threads, const std::vector<Part>& parts,
+                    void* y) {
+  const int64_t element = element_bytes(block.dtype);
+  const int64_t fits = (768 << 10) / (block.width * element) / 32 * 32;
+  const int64_t slice = std::clamp<int64_t>(fits, 32, 128);
+  std::vector<Bytes> copies(static_cast<size_t>(threads.count));
+  for_items(threads, (block.hidden + slice - 1) / slice, [&](int lane, int64_t item) {
+    const int64_t d = item * slice, width = std::min(slice, block.hidden - d);
+    copies[lane].reserve(block.width * slice * element);
+    char* rows = copies[lane].data();
+    kernels.transpose(at(block.down, d * block.down_row, block.dtype), block.down_row, width, block.width, rows, slice);
+    float sums[128];
+    for (const Part& part : parts) {
+      const int64_t tokens = static_cast<int64_t>(part.pairs.begin.size()) - 1;
+      for (int64_t token = 0; token < tokens; ++token) {
+        add_token(block, kernels, part, token, part.pairs.neuron.data(), rows, slice, d, width, sums, y);
+      }
+    }
+  });
+}
+
+void count_pairs(const Part& part, Report* report) {
+  const TokenPairs& pairs = part.pairs;
   for (size_t token = 0; token + 1 < pairs.begin.size(); ++token) {
-    const float weight = report->token_weight ? report->token_weight[first + static_cast<int64_t>(token)] : 1.0f;
+    const float weight = report->token_weight ? report->token_weight[part.first + static_cast<int64_t>(token)] : 1.0f;
     double l1 = 0;
     for (int64_t i = pairs.begin[token]; i < pairs.begin[token + 1]; ++i) {
-      l1 += std::fabs(h[i]);
-      if (h[i] != 0.0f) report->active[pairs.neuron[i]] += weight;
+      l1 += std::fabs(part.h[i]);
+      if (part.h[i] != 0.0f) report->active[pairs.neuron[i]] += weight;
     }
     report->l1 += weight * l1;
   }
@@ -208,57 +270,6 @@ bool PairFinder::find(int64_t first, int64_t last, double max_density, TokenPair
   return true;
 }
 
-DownRows::DownRows(const Block& block, const Kernels& kernels, const Threads& threads)
-    : block_(block), kernels_(kernels), threads_(threads) {
-  if (in_place()) {
-    rows_ = block.down;
-    stride_ = block.down_column;
-  }
-}
-
-void DownRows::use_all() {
-  if (rows_ != nullptr) return;
-  stride_ = block_.hidden;
-  copy_.resize(static_cast<size_t>(block_.width * block_.hidden * element_bytes(block_.dtype)));
-  constexpr int64_t kColumns = 64;
-  for_items(threads_, (block_.width + kColumns - 1) / kColumns, [&](int, int64_t item) {
-    const int64_t f = item * kColumns;
-    kernels_.transpose(at(block_.down, f, block_.dtype), block_.down_row, block_.hidden,
-                       std::min(kColumns, block_.width - f), at(copy_.data(), f * stride_, block_.dtype), stride_);
-  });
-  rows_ = copy_.data();
-}
-
-void DownRows::use_active(const TokenPairs& pairs, std::vector<uint32_t>* index) {
-  std::vector<uint32_t> active(pairs.neuron);
-  std::sort(active.begin(), active.end());
-  active.erase(std::unique(active.begin(), active.end()), active.end());
-  index->resize(pairs.neuron.size());
-  for (size_t i = 0; i < index->size(); ++i) {
-    (*index)[i] = static_cast<uint32_t>(std::lower_bound(active.begin(), active.end(), pairs.neuron[i]) - active.begin());
-  }
-  const int64_t count = static_cast<int64_t>(active.size()), element = element_bytes(block_.dtype);
-  stride_ = block_.hidden;
-  copy_.resize(static_cast<size_t>(count * stride_ * element + 1));
-  constexpr int64_t kSlice = 32;  // a cache line of 16-bit outputs
-  for_items(threads_, (block_.hidden + kSlice - 1) / kSlice, [&](int, int64_t item) {
-    const int64_t first = item * kSlice, last = std::min(block_.hidden, first + kSlice);
-    for (int64_t c = 0; c < count; ++c) {
-      const char* from = at(block_.down, first * block_.down_row + active[c], block_.dtype);
-      char* to = at(copy_.data(), c * stride_ + first, block_.dtype);
-      const int64_t step = block_.down_row * element;
-      for (int64_t d = first; d < last; ++d, from += step, to += element) {
-        if (element == 2) {
-          std::memcpy(to, from, 2);
-        } else {
-          std::memcpy(to, from, 4);
-        }
-      }
-    }
-  });
-  rows_ = copy_.data();
-}
-
 int64_t save_pairs(const State& state, const TokenPairs& pairs, int64_t first_token, int64_t slot,
                    const Kernels& kernels, int64_t element) {
   for (size_t token = 0; token + 1 < pairs.begin.size(); ++token) {
@@ -287,33 +298,39 @@ void forward(const Block& block, const Kernels& kernels, const Threads& threads,
   if (sample_is_dense(block, kernels)) return go_dense(0, block.tokens);
 
   PairFinder finder(block, kernels, threads);
-  DownRows down(block, kernels, threads);
-  TokenPairs pairs;
-  std::vector<float> h;
-  std::vector<uint32_t> renumbered;
+  std::vector<Part> parts;  // waiting for their down product, where one pass over `down` serves many tokens
+  const auto finish = [&] {
+    if (!parts.empty()) down_by_slices(block, kernels, threads, parts, y);
+    parts.clear();
+  };
+  constexpr size_t kMostParts = 16;
   int64_t slot = 0;
   const int64_t step = block_tokens(block);
   const double limit = max_density(block.tokens);
   for (int64_t first = 0; first < block.tokens; first += step) {
     const int64_t last = std::min(block.tokens, first + step);
-    if (!finder.find(first, last, limit, &pairs)) {
+    Part part;
+    part.first = first;
+    if (!finder.find(first, last, limit, &part.pairs)) {
       go_dense(first, last);
       continue;
     }
+    const TokenPairs& pairs = part.pairs;
     const int64_t total = pairs.begin.back();
-    h.resize(static_cast<size_t>(total));
-    for (int64_t i = 0; i < total; ++i) h[i] = pairs.gate[i] * pairs.up[i];
-    if (report->active) count_pairs(pairs, h, first, report);
+    part.h.resize(static_cast<size_t>(total));
+    for (int64_t i = 0; i < total; ++i) part.h[i] = pairs.gate[i] * pairs.up[i];
+    if (report->active) count_pairs(part, report);
     if (state) slot = save_pairs(*state, pairs, first, slot, kernels, element_bytes(block.dtype));
-    const uint32_t* index = pairs.neuron.data();
-    if (down.rows() == nullptr && block.tokens <= step && total < block.width / 8) {
-      down.use_active(pairs, &renumbered);
-      index = renumbered.data();
+    if (down_by_column(block)) {
+      down_by_rows(block, kernels, threads, part, pairs.neuron.data(), block.down, block.down_column, y);
+    } else if (block.tokens <= step && total < block.width / 8) {
+      down_by_active_columns(block, kernels, threads, part, y);
     } else {
-      down.use_all();
+      parts.push_back(std::move(part));
+      if (parts.size() == kMostParts) finish();
     }
-    down_product(block, kernels, threads, pairs, index, h.data(), down, first, y);
   }
+  finish();
 }
 
 }  // namespace twell

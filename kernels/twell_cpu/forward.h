@@ -47,32 +47,10 @@ class PairFinder {
   std::vector<char> panels_;
 };
 
-// The rows of down's transpose, as the products over active pairs read them: in place if `down` is stored that way,
-// else copied, all or only `neurons`.
-class DownRows {
- public:
-  DownRows(const Block& block, const Kernels& kernels, const Threads& threads);
-  void use_all();
-  // Copies only the neurons of `pairs` and renumbers them into `index`.
-  void use_active(const TokenPairs& pairs, std::vector<uint32_t>* index);
-  bool in_place() const {
-    return block_.down_row == 1 && block_.hidden > 0;
-  }
-  const void* rows() const {
-    return rows_;
-  }
-  int64_t stride() const {
-    return stride_;
-  }
-
- private:
-  const Block& block_;
-  const Kernels& kernels_;
-  const Threads& threads_;
-  std::vector<char> copy_;
-  const void* rows_ = nullptr;
-  int64_t stride_ = 0;
-};
+// Whether `down` lies in memory by columns, as the products over active pairs read it.
+inline bool down_by_column(const Block& block) {
+  return block.down_row == 1;
+}
 
 // Tokens that are processed together, so that their rows of x stay in the second-level cache.
 int64_t block_tokens(const Block& block);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace twell {
@@ -18,6 +19,23 @@ struct NeuronPairs {
   std::vector<int64_t> begin;  // neurons + 1
   std::vector<uint32_t> token;
   std::vector<int64_t> source;
+};
+
+// Memory that is never filled before it is written.
+class Bytes {
+ public:
+  void reserve(int64_t size) {
+    if (size <= size_) return;
+    memory_.reset(new char[static_cast<size_t>(size)]);
+    size_ = size;
+  }
+  char* data() {
+    return memory_.get();
+  }
+
+ private:
+  std::unique_ptr<char[]> memory_;
+  int64_t size_ = 0;
 };
 
 // What one thread has packed: TwELL with tiles of neurons, its slots in a pool that grows instead of overflowing.

@@ -52,9 +52,34 @@ inline void transpose_16bit(const uint16_t* in, int64_t ld_in, int64_t rows, int
                             int64_t ld_out) {
   const int64_t whole_rows = rows / 32 * 32, whole_columns = columns / 8 * 8;
   for (int64_t r = 0; r < whole_rows; r += 32) {
+    // The next rows start in other pages, where hardware does not look ahead.
+    for (int64_t i = r + 32; i < r + 64 && i < whole_rows; ++i) __builtin_prefetch(in + i * ld_in);
     for (int64_t c = 0; c < whole_columns; c += 8) transpose_32x8(in + r * ld_in + c, ld_in, out + c * ld_out + r, ld_out);
   }
   const auto copy = [](uint16_t value, uint16_t* to) { *to = value; };
+  transpose_blocks(in + whole_columns, ld_in, rows, columns - whole_columns, out + whole_columns * ld_out, ld_out, copy);
+  transpose_blocks(in + whole_rows * ld_in, ld_in, rows - whole_rows, whole_columns, out + whole_rows, ld_out, copy);
+}
+#endif
+
+#if defined(__SSE2__)
+inline void transpose_32bit(const float* in, int64_t ld_in, int64_t rows, int64_t columns, float* out, int64_t ld_out) {
+  const int64_t whole_rows = rows / 16 * 16, whole_columns = columns / 4 * 4;
+  for (int64_t r0 = 0; r0 < whole_rows; r0 += 16) {
+    for (int64_t i = r0 + 16; i < r0 + 32 && i < whole_rows; ++i) __builtin_prefetch(in + i * ld_in);
+    for (int64_t c = 0; c < whole_columns; c += 4) {
+      for (int64_t r = r0; r < r0 + 16; r += 4) {
+        __m128 a = _mm_loadu_ps(in + r * ld_in + c), b = _mm_loadu_ps(in + (r + 1) * ld_in + c);
+        __m128 d = _mm_loadu_ps(in + (r + 2) * ld_in + c), e = _mm_loadu_ps(in + (r + 3) * ld_in + c);
+        _MM_TRANSPOSE4_PS(a, b, d, e);
+        _mm_storeu_ps(out + c * ld_out + r, a);
+        _mm_storeu_ps(out + (c + 1) * ld_out + r, b);
+        _mm_storeu_ps(out + (c + 2) * ld_out + r, d);
+        _mm_storeu_ps(out + (c + 3) * ld_out + r, e);
+      }
+    }
+  }
+  const auto copy = [](float value, float* to) { *to = value; };
   transpose_blocks(in + whole_columns, ld_in, rows, columns - whole_columns, out + whole_columns * ld_out, ld_out, copy);
   transpose_blocks(in + whole_rows * ld_in, ld_in, rows - whole_rows, whole_columns, out + whole_rows, ld_out, copy);
 }
@@ -67,6 +92,11 @@ void transpose(const void* in, int64_t ld_in, int64_t rows, int64_t columns, voi
 }
 
 #if defined(__SSE2__)
+template <>
+void transpose<float>(const void* in, int64_t ld_in, int64_t rows, int64_t columns, void* out, int64_t ld_out) {
+  transpose_32bit(static_cast<const float*>(in), ld_in, rows, columns, static_cast<float*>(out), ld_out);
+}
+
 template <>
 void transpose<BFloat16>(const void* in, int64_t ld_in, int64_t rows, int64_t columns, void* out, int64_t ld_out) {
   transpose_16bit(static_cast<const uint16_t*>(in), ld_in, rows, columns, static_cast<uint16_t*>(out), ld_out);
