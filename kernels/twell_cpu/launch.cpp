@@ -4,7 +4,9 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <array>
+#include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -257,11 +259,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ffn_backward(
   };
   std::vector<float> bias_down(static_cast<size_t>(block.hidden) + 1);
   if (wanted(kBiasDown)) {
-    std::vector<uint32_t> every(static_cast<size_t>(block.tokens) + 1);
-    for (int64_t t = 0; t < block.tokens; ++t) every[t] = static_cast<uint32_t>(t);
-    const std::vector<float> ones(every.size(), 1.0f);
-    call.kernels.gather_sum(grad_TD.const_data_ptr(), block.hidden, every.data(), ones.data(), block.tokens,
-                            block.hidden, bias_down.data());
+    // In runs, so that the error does not grow with the number of tokens.
+    constexpr int64_t kRun = 64;
+    std::vector<uint32_t> index(kRun);
+    std::iota(index.begin(), index.end(), 0u);
+    const std::vector<float> ones(kRun, 1.0f);
+    std::vector<float> part(bias_down.size());
+    const char* rows = static_cast<const char*>(grad_TD.const_data_ptr());
+    for (int64_t t = 0; t < block.tokens; t += kRun) {
+      std::fill(part.begin(), part.end(), 0.0f);
+      call.kernels.gather_sum(rows + t * block.hidden * twell::element_bytes(block.dtype), block.hidden, index.data(),
+                              ones.data(), std::min(kRun, block.tokens - t), block.hidden, part.data());
+      for (size_t d = 0; d < part.size(); ++d) bias_down[d] += part[d];
+    }
   }
   return {grad_x,
           grad_up,

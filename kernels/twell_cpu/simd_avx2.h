@@ -58,6 +58,9 @@ struct Avx2 {
   static inline Vector multiply_add(Vector a, Vector b, Vector c) {
     return _mm256_fmadd_ps(a, b, c);
   }
+  static inline Vector add(Vector a, Vector b) {
+    return _mm256_add_ps(a, b);
+  }
   static inline float sum(Vector a) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));

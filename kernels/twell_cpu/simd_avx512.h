@@ -70,6 +70,9 @@ struct Avx512 {
   static inline Vector multiply_add(Vector a, Vector b, Vector c) {
     return _mm512_fmadd_ps(a, b, c);
   }
+  static inline Vector add(Vector a, Vector b) {
+    return _mm512_add_ps(a, b);
+  }
   static inline float sum(Vector a) {
     return _mm512_reduce_add_ps(a);
   }

@@ -111,6 +111,11 @@ struct Portable {
     for (int i = 0; i < kLanes; ++i) out.lane[i] = a.lane[i] * b.lane[i] + c.lane[i];
     return out;
   }
+  static inline Vector add(const Vector& a, const Vector& b) {
+    Vector out;
+    for (int i = 0; i < kLanes; ++i) out.lane[i] = a.lane[i] + b.lane[i];
+    return out;
+  }
   static inline float sum(const Vector& a) {
     float total = 0;
     for (int i = 0; i < kLanes; ++i) total += a.lane[i];

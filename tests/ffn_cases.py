@@ -1,0 +1,89 @@
+"""Inputs for the operator's tests, whose masks no rounding can change, and the error bound that every backend keeps."""
+
+import torch
+
+from hf_twell import reference
+
+GRADIENTS = ("y", "x", "w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate", "tally")
+FEW_PAIRS = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-20}
+KINDS = 8  # tokens differ in kind, and a neuron's gate is far from zero for each kind
+
+
+def make_case(tokens, hidden, intermediate, density, dtype, *, gated=True, biases=False, seed=0):
+    """Arguments of `ops.ffn` by name. density: a share of the pairs, or "one" for a single active pair.
+
+    Shapes: x (T, D) with D > KINDS; w_up, w_gate (F, D); w_down (D, F).
+    """
+    g = torch.Generator().manual_seed(seed)
+
+    def randn(*shape, scale=1.0):
+        return torch.randn(*shape, generator=g) * scale
+
+    active = torch.rand(intermediate, KINDS, generator=g) < (0.0 if density == "one" else density)
+    kind = torch.arange(tokens) % KINDS
+    if density == "one" and tokens > 0:
+        kind %= KINDS - 1
+        kind[tokens // 2] = KINDS - 1
+        active[intermediate // 3, KINDS - 1] = True
+    x = randn(tokens, hidden)
+    x[:, :KINDS] = torch.eye(KINDS)[kind]
+    first = randn(intermediate, hidden, scale=0.25 / hidden**0.5)
+    first[:, :KINDS] = torch.where(active, 2.0, -2.0)
+    second = randn(intermediate, hidden, scale=hidden**-0.5)
+    return {
+        "x": x.to(dtype),
+        "w_up": (second if gated else first).to(dtype),
+        "w_down": randn(hidden, intermediate, scale=intermediate**-0.5).to(dtype),
+        "w_gate": first.to(dtype) if gated else None,
+        "b_up": randn(intermediate, scale=0.1).to(dtype) if biases else None,
+        "b_down": randn(hidden, scale=0.1).to(dtype) if biases else None,
+        "b_gate": randn(intermediate, scale=0.1).to(dtype) if biases and gated else None,
+    }
+
+
+def run(function, case, dtype, *, l1=True, grad=True, **options):
+    """y and every gradient of one call, in `dtype`; the incoming gradient is the same for every dtype."""
+    inputs = {
+        name: None if tensor is None else tensor.detach().to(dtype).requires_grad_(grad)
+        for name, tensor in case.items()
+    }
+    tokens, extra = case["x"].shape[:-1], {}
+    if l1:
+        weight = torch.linspace(0.5, 1.0, tokens.numel()).view(tokens)
+        tally = torch.zeros(1 + case["w_up"].shape[0], requires_grad=grad)
+        extra = {"l1_scale": torch.tensor(0.03), "token_weight": weight, "tally": tally}
+    positional = [inputs.pop(name) for name in ("x", "w_up", "w_down", "w_gate")]
+    y = function(*positional, **inputs, **extra, **options)
+    results = {"y": y}
+    if grad:
+        grad_y = torch.randn(y.shape, generator=torch.Generator().manual_seed(7))
+        y.backward(grad_y.to(case["x"].dtype).to(dtype))
+        leaves = dict(zip(("x", "w_up", "w_down", "w_gate"), positional, strict=True)) | inputs | extra
+        results |= {name: leaves[name].grad for name in GRADIENTS[1:] if leaves.get(name) is not None}
+    return {name: value.detach() for name, value in results.items()}
+
+
+def relative_rms(value, truth):
+    return ((value.double() - truth.double()).norm() / truth.double().norm()).item()
+
+
+def assert_as_good_as_eager(function, case, **options):
+    """At most twice the error of same-dtype eager PyTorch against an exact result; zero where that is all zero."""
+    dtype = case["x"].dtype
+    truth = run(reference.ffn, case, torch.float64)
+    eager, ours = run(reference.ffn, case, dtype), run(function, case, dtype, **options)
+    assert ours.keys() == truth.keys()
+    few = truth["tally"][1:].count_nonzero() < 64
+    for name, value in ours.items():
+        assert (value.shape, value.dtype) == (truth[name].shape, eager[name].dtype), name
+        if not truth[name].any():
+            assert not value.any(), f"{name} must be exactly zero"
+            continue
+        bound = max(2 * relative_rms(eager[name], truth[name]), 2**-21)
+        if few or name == "tally":
+            bound = max(bound, FEW_PAIRS[dtype])
+        error = relative_rms(value, truth[name])
+        assert error <= bound, f"{name}: error {error:.2e}, at most {bound:.2e} is allowed"
+        if name in ("w_up", "w_gate") and value.ndim == 2:
+            dead = ~truth[name].any(1)
+            assert not value[dead].any(), f"{name}: rows without an active pair must be exactly zero"

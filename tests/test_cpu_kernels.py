@@ -1,0 +1,178 @@
+"""The compiled CPU kernels: every instruction set, dtype, size and density against an exact result."""
+
+import itertools
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from hf_twell import build, ops
+from tests.ffn_cases import assert_as_good_as_eager, make_case, relative_rms, run
+
+pytestmark = pytest.mark.skipif(
+    not build.status("cpu", build=True).available, reason=build.status("cpu", build=True).reason
+)
+ISAS = ("portable", "avx2", "avx512", "avx512_bf16")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_buffers():
+    """Deterministic mode fills fresh memory with NaN, so a cell that no kernel writes fails the test."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def isa(request, monkeypatch):
+    monkeypatch.setenv("HF_TWELL_CPU_ISA", request.param)
+    try:
+        ops.ffn(torch.zeros(1, 8), torch.zeros(4, 8), torch.zeros(8, 4), backend="cpu")
+    except ValueError as error:
+        pytest.skip(str(error))
+    return request.param
+
+
+def cpu_ffn(*args, **options):
+    return ops.ffn(*args, **options, backend="cpu")
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [0, 1, 63, 199, 1025])
+@pytest.mark.parametrize("density", [0.0, "one", 0.01, 0.5, 1.0])
+def test_every_path_is_as_good_as_eager(isa, dtype, tokens, density):
+    assert_as_good_as_eager(cpu_ffn, make_case(tokens, 40, 172, density, dtype))
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("gated", "biases"), itertools.product([True, False], [True, False]))
+@pytest.mark.parametrize("density", [0.05, 1.0])
+def test_odd_sizes_biases_and_no_gate(isa, dtype, gated, biases, density):
+    # 37 and 133 are multiples of no vector, tile, panel or cache line.
+    for tokens in (3, 70):
+        assert_as_good_as_eager(cpu_ffn, make_case(tokens, 37, 133, density, dtype, gated=gated, biases=biases))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("intermediate", [4864, 5632, 18944])
+@pytest.mark.parametrize("tokens", [1, 63, 199])
+def test_wide_blocks(dtype, intermediate, tokens):
+    assert_as_good_as_eager(cpu_ffn, make_case(tokens, 48, intermediate, 0.01, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [2, 20, 199])
+@pytest.mark.parametrize("density", [0.02, 1.0])
+def test_down_stored_by_columns(dtype, tokens, density):
+    case = make_case(tokens, 64, 344, density, dtype, biases=True)
+    case["w_down"] = case["w_down"].t().contiguous().t()
+    assert_as_good_as_eager(cpu_ffn, case)
+    inputs = {name: tensor.clone(memory_format=torch.preserve_format) for name, tensor in case.items()}
+    w_down = inputs["w_down"].requires_grad_()
+    cpu_ffn(inputs["x"], inputs["w_up"], w_down, inputs["w_gate"]).sum().backward()
+    assert w_down.grad.stride() == w_down.stride()
+
+
+def test_one_full_token_among_empty_ones():
+    """It overflows every bounded buffer of its own, and may cost the others nothing in exactness."""
+    for dtype in DTYPES:
+        case = make_case(300, 40, 1024, 0.0, dtype)
+        case["x"][150, :8] = -torch.eye(8)[0].to(dtype)
+        assert_as_good_as_eager(cpu_ffn, case)
+
+
+def test_dense_tokens_between_sparse_ones():
+    """One block of tokens takes the dense path, its neighbours the sparse one: the gradients are sums of both."""
+    for dtype in (torch.float32, torch.bfloat16):
+        case = make_case(2304, 40, 172, 0.01, dtype, biases=True)
+        case["x"][256:512, :8] *= -1
+        assert_as_good_as_eager(cpu_ffn, case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("capacity", [1, 3, 172])
+def test_pairs_beyond_the_capacity_are_computed_again(dtype, capacity, monkeypatch):
+    monkeypatch.setattr(ops, "saved_capacity", lambda intermediate: capacity)
+    assert_as_good_as_eager(cpu_ffn, make_case(199, 40, 172, 0.06, dtype, biases=True))
+
+
+def test_saved_state_is_compact():
+    case = make_case(512, 64, 5632, 0.005, torch.bfloat16)
+    saved = []
+    x = case["x"].requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        cpu_ffn(x, case["w_up"].requires_grad_(), case["w_down"], case["w_gate"])
+    weights = {case[name].data_ptr() for name in ("x", "w_up", "w_down", "w_gate")}
+    held = sum(t.numel() * t.element_size() for t in saved if t.data_ptr() not in weights)
+    assert held < 0.2 * 512 * 5632 * 2, "less than a fifth of one dense (T, F) tensor"
+
+
+def test_nan_gates_count_as_active():
+    case = make_case(70, 40, 172, 0.01, torch.bfloat16)
+    case["x"][5] = float("nan")
+    y = cpu_ffn(case["x"], case["w_up"], case["w_down"], case["w_gate"])
+    assert y[5].isnan().all()
+    assert not torch.cat([y[:5], y[6:]]).isnan().any()
+
+
+def test_noncontiguous_and_many_dimensional_x():
+    case = make_case(60, 40, 172, 0.05, torch.bfloat16)
+    flat = run(cpu_ffn, case, torch.bfloat16, l1=False, grad=False)["y"]
+    x = case["x"].view(3, 4, 5, 40)
+    strided = x.transpose(0, 2).contiguous().transpose(0, 2)
+    assert not strided.is_contiguous()
+    y = cpu_ffn(strided, case["w_up"], case["w_down"], case["w_gate"])
+    assert torch.equal(y, flat.view(3, 4, 5, 40))
+
+
+def test_threads_change_nothing_but_rounding_and_repeats_change_nothing():
+    case = make_case(130, 96, 1024, 0.03, torch.bfloat16)
+    first, threads = run(cpu_ffn, case, torch.bfloat16), torch.get_num_threads()
+    for name, value in run(cpu_ffn, case, torch.bfloat16).items():
+        assert torch.equal(value, first[name]), name
+    torch.set_num_threads(1)
+    try:
+        for name, value in run(cpu_ffn, case, torch.bfloat16).items():
+            assert relative_rms(value, first[name]) < 2**-8, name
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_only_wanted_gradients_are_made():
+    case = make_case(20, 40, 172, 0.05, torch.float32, biases=True)
+    everything = run(cpu_ffn, case, torch.float32, l1=False)
+    for wanted in ("x", "w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate"):
+        inputs = {name: tensor.clone().requires_grad_(name == wanted) for name, tensor in case.items()}
+        leaf = inputs[wanted]
+        y = cpu_ffn(**inputs)
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(7)))
+        torch.testing.assert_close(leaf.grad, everything[wanted])
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("by_column", [True, False])
+def test_opcheck(gated, by_column):
+    case = make_case(10, 40, 172, 0.05, torch.float32, gated=gated, biases=True)
+    case["x"] = case["x"].view(2, 5, 40)
+    if by_column:
+        case["w_down"] = case["w_down"].t().contiguous().t()
+    order = ("x", "w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate")
+    scale, weight = torch.tensor(0.1), torch.rand(2, 5)
+    plain = [case[name] for name in order]
+    leaves = [None if t is None else t.clone(memory_format=torch.preserve_format).requires_grad_() for t in plain]
+    opcheck(torch.ops.hf_twell.ffn.default, (*plain, None, None, None, 0))
+    opcheck(torch.ops.hf_twell.ffn.default, (*leaves, scale, weight, torch.zeros(173, requires_grad=True), 16))
+    state = torch.ops.hf_twell.ffn(*plain, scale, weight, None, 16)[2]
+    x, w_up, w_down, w_gate, b_up, _, b_gate = plain
+    for needs in (0, 1, 0b101, 127):
+        arguments = (torch.randn(2, 5, 40), state, x, w_up, w_down, w_gate, b_up, b_gate, scale, weight, 16, needs)
+        opcheck(torch.ops.hf_twell.ffn_backward.default, arguments)
+
+
+def test_a_forced_instruction_set_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setenv("HF_TWELL_CPU_ISA", "vector9000")
+    with pytest.raises(ValueError, match="vector9000 cannot run here; this processor and build take portable"):
+        cpu_ffn(torch.zeros(1, 8), torch.zeros(4, 8), torch.zeros(8, 4))
