@@ -192,14 +192,19 @@ def train(model: LlamaForCausalLM, streams: dict, held: dict, settings: dict, se
 
 
 def write_bundle(directory: Path, splits: dict, bundle: dict) -> None:
-    """Write train.txt and heldout.txt: passages spread evenly over each source until its bytes are reached."""
+    """Write heldout.txt and train.txt: passages that the model never read, spread evenly until their bytes are reached.
+
+    `bundle` maps the two names, heldout first, to the bytes wanted of each source.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    for part, (name, wanted) in enumerate(bundle.items()):
+    left = {source: list(enumerate(unread)) for source, (_, unread) in splits.items()}
+    for name, wanted in bundle.items():
         chosen = []
         for source, wanted_bytes in wanted.items():
-            passages = splits[source][part]
-            stride = max(1, byte_count(passages) // wanted_bytes)
-            chosen += [(i / len(passages), p) for i, p in enumerate(passages) if i % stride == 0]
+            stride = max(1, byte_count([p for _, p in left[source]]) // wanted_bytes)
+            total = len(splits[source][1])
+            chosen += [(i / total, p) for k, (i, p) in enumerate(left[source]) if k % stride == 0]
+            left[source] = [item for k, item in enumerate(left[source]) if k % stride]
         chosen.sort()  # the sources interleaved
         (directory / f"{name}.txt").write_text("".join(f"{p}\n{EOS}\n" for _, p in chosen), encoding="utf-8")
 

@@ -37,7 +37,7 @@ def pretrained(script, tmp_path_factory) -> tuple[Path, dict]:
     folder = tmp_path_factory.mktemp("pretrain")
     rng = random.Random(0)
     for source in ("books", "stories"):
-        text = "".join(f"{invented_story(rng)}\n{EOS}\n" for _ in range(60))
+        text = "".join(f"{invented_story(rng)}\n{EOS}\n" for _ in range(240))
         (folder / f"{source}.txt").write_text(text, encoding="utf-8")
     recipe = yaml.safe_load((DEMO / "pretrain.yaml").read_text())
     recipe["sources"] = {"books": {"passage_chars": 40, "min_common": 0.5}, "stories": {}}
@@ -49,7 +49,7 @@ def pretrained(script, tmp_path_factory) -> tuple[Path, dict]:
         {"until": 1.0, "books": 0.4, "stories": 0.6},
     ]
     recipe["prompts"] = ["One day, Lily"]
-    recipe["bundle"] = {"train": {"books": 2000, "stories": 1000}, "heldout": {"books": 300, "stories": 200}}
+    recipe["bundle"] = {"heldout": {"books": 300, "stories": 300}, "train": {"books": 600, "stories": 600}}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     arguments = [str(folder / "recipe.yaml"), "--text", str(folder), "--output", str(folder / "model")]
     report = script["main"]([*arguments, "--bundle", str(folder / "bundle"), "--max-steps", "8"])
@@ -120,11 +120,12 @@ def test_held_out_loss_counts_every_token_once(script):
         assert result["bits_per_byte"] == pytest.approx(1 / math.log(2))
 
 
-def test_the_bundle_has_one_form_of_quotation_marks_and_dashes(pretrained):
+def test_the_bundle_has_two_disjoint_parts_and_one_form_of_quotation_marks(pretrained):
     folder, _ = pretrained
     train, held_out = (set(documents(folder / "bundle" / f"{n}.txt")) for n in ("train", "heldout"))
     assert train
     assert held_out
+    assert not train & held_out
     assert not any(mark in d for d in train | held_out for mark in "“”—")
 
 
