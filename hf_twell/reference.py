@@ -56,4 +56,6 @@ def count(h, token_weight=None):
     if token_weight is None:
         return torch.cat([l1_T.sum().view(1), active_TF.sum(0, dtype=torch.float32)])
     weight_T = token_weight.reshape(-1)
+    # Padding may hold NaN, and 0 * NaN would count it.
+    l1_T = torch.where(weight_T > 0, l1_T, 0)
     return torch.cat([(weight_T @ l1_T).view(1), weight_T @ active_TF.float()])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 import yaml
 from tqdm.auto import tqdm
-from transformers import TrainingArguments
+from transformers import ProgressCallback, TrainingArguments
 
 from hf_twell.text import read_documents
 
@@ -145,6 +146,17 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     return TrainingArguments(**{**defaults, **recipe.training, "output_dir": recipe.output_dir})
 
 
+class CompactProgress(ProgressCallback):
+    """Trainer's progress bar with the last log's figures beside it, instead of a line for each log."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.training_bar is not None and "loss" in (logs or {}):
+            figures = {"loss": f"{logs['loss']:.3f}"}
+            if "twell/l0" in logs:
+                figures |= {"L0": f"{logs['twell/l0']:.1f}", "l1_weight": f"{logs['twell/l1_weight']:.2g}"}
+            self.training_bar.set_postfix(figures)
+
+
 def _checked(data: dict, path: Path) -> Recipe:
     _check_keys(data, Recipe, str(path))
     missing = [
@@ -174,11 +186,11 @@ def _check_keys(data: dict, cls: type, where: str) -> None:
 def _from_folder(key: str, value, folder: Path):
     """Make a path in the YAML relative to the YAML; a model that is no folder there is a Hub name."""
     if key in ("train", "heldout") and isinstance(value, str | list):
-        return [str(folder / name) for name in ([value] if isinstance(value, str) else value)]
+        return [os.path.normpath(folder / name) for name in ([value] if isinstance(value, str) else value)]
     if key == "output_dir" and isinstance(value, str):
-        return str(folder / value)
+        return os.path.normpath(folder / value)
     if key == "model" and isinstance(value, str) and ((folder / value).exists() or value.startswith(".")):
-        return str(folder / value)
+        return os.path.normpath(folder / value)
     return value
 
 

@@ -7,6 +7,7 @@ in a process of its own that never imports this package, must compute the very s
 
 import argparse
 import dataclasses
+import os
 import subprocess
 import sys
 import tempfile
@@ -38,7 +39,7 @@ def main() -> None:
     changes = parser.parse_args().changes
     logging.set_verbosity_error()
     started = time.monotonic()
-    recipe = load_recipe(Path(__file__).with_name("demo.yaml"), ["training.disable_tqdm=false", *changes])
+    recipe = load_recipe(Path(os.path.relpath(Path(__file__).with_name("demo.yaml"))), changes)
     output = Path(recipe.output_dir)
 
     say(f"1. The dense model {recipe.model} goes on from {PROMPT!r}")
@@ -100,9 +101,8 @@ def draw(sparse: list[dict], control: list[dict], path: Path) -> Path:
         left.plot(steps, [entry["loss"] for entry in logs], label=name)
         right.plot(steps, [entry["twell/l0"] for entry in logs], label=name)
     left.set(xlabel="optimizer step", ylabel="training loss (nats per token)", title="task loss")
-    right.set(xlabel="optimizer step", ylabel="active neurons per token (L0)", title="sparsity", yscale="log")
+    right.set(xlabel="optimizer step", ylabel="active neurons per token (L0)", title="sparsity", ylim=(0, None))
     left.legend()
-    right.legend()
     figure.savefig(path, dpi=120)
     return path
 

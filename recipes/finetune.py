@@ -13,11 +13,11 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback, Trainer
 
 import hf_twell
 from hf_twell.checkpoints import save_model
-from hf_twell.training import PackedText, Recipe, load_recipe, training_arguments
+from hf_twell.training import CompactProgress, PackedText, Recipe, load_recipe, training_arguments
 
 
 def finetune(recipe: Recipe, *, resume: bool = False) -> dict:
@@ -38,6 +38,9 @@ def finetune(recipe: Recipe, *, resume: bool = False) -> dict:
         trainer, recipe.l1_weight, warmup_steps=recipe.warmup_steps, warmup=recipe.warmup
     )
     trainer.add_callback(callback)
+    if not args.disable_tqdm:
+        trainer.pop_callback(ProgressCallback)
+        trainer.add_callback(CompactProgress)
 
     # 4. Training, from the start or from the last complete checkpoint.
     before = measure(trainer, heldout)

@@ -27,7 +27,7 @@ def invented_story(rng: random.Random) -> str:
     name, animal, place = rng.choice(["Lily", "Tom", "Sue"]), rng.choice(["cat", "dog"]), rng.choice(["park", "sea"])
     return (
         f"One day, {name} saw a {animal} in the {place}. “Hello!” said {name}.\n\n"
-        f"The {animal} had {rng.randint(10, 99)} friends — and {name} was happy."
+        f"The {animal} had {rng.randrange(10**6)} friends — and {name} was happy."
     )
 
 
