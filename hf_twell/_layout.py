@@ -6,21 +6,27 @@ reloads alike. No copy is kept, hence none can go stale when an adapter is merge
 
 import torch
 
+from hf_twell import ops
 
-def settle_down(weight: torch.Tensor, *, training: bool) -> None:
-    """Give a (D, F) CPU weight the strides (1, D) for evaluation, or (F, 1) again where gradients are wanted.
 
-    Left alone are: calls outside evaluation without gradients, compiled graphs (their guards hold the strides), and
-    weights that others may reach by their memory: shared storage, or a gradient waiting for an optimizer step.
+def settle_down(ffn: torch.nn.Module, x: torch.Tensor) -> None:
+    """Give a (D, F) weight on CPU the strides (1, D) for evaluation, and (F, 1) again where gradients are wanted.
+
+    Left alone are: calls outside evaluation without gradients, compiled graphs (their guards hold the strides), blocks
+    too dense for it to pay, and weights that others may reach by their memory: shared storage, or a gradient waiting
+    for an optimizer step.
     """
-    if torch.compiler.is_compiling() or weight.device.type != "cpu":
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
         return
-    grad_wanted = torch.is_grad_enabled() and weight.requires_grad
-    if grad_wanted:
+    form = ffn.twell.form
+    weight = getattr(ffn, form.down).weight
+    if torch.is_grad_enabled() and weight.requires_grad:
         if weight.stride() == (1, weight.shape[0]) and _swappable(weight):
             _swap(weight, weight.detach().contiguous())
-    elif not (training or torch.is_grad_enabled()) and weight.is_contiguous() and _swappable(weight):
-        _swap(weight, weight.detach().t().contiguous().t())
+    elif not (ffn.training or torch.is_grad_enabled()) and weight.is_contiguous() and _swappable(weight):
+        first = getattr(ffn, form.gate or form.up)
+        if not ops.looks_dense(x, first.weight, first.bias):
+            _swap(weight, weight.detach().t().contiguous().t())
 
 
 def _swappable(weight: torch.Tensor) -> bool:

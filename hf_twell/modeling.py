@@ -63,7 +63,7 @@ class SparseFfn(nn.Module):
         form = self.twell.form
         up, down = getattr(self, form.up), getattr(self, form.down)
         gate = getattr(self, form.gate) if form.gate else None
-        settle_down(down.weight, training=self.training)
+        settle_down(self, x)
         return ops.ffn(
             x,
             up.weight,

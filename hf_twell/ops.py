@@ -9,6 +9,8 @@ from hf_twell import build, reference
 
 MAX_HIDDEN = 16384
 MAX_INTERMEDIATE = 65536
+MAX_DENSITY = 0.18  # as in kernels/twell_cpu/forward.cpp
+SAMPLE_TOKENS, SAMPLE_NEURONS = 16, 256
 
 
 def ffn(
@@ -43,27 +45,42 @@ def ffn(
     Source: arXiv 2603.23198, sections 2 and 3.
     """
     _check_shapes(x, w_up, w_down, w_gate, b_up, b_down, b_gate, token_weight, tally)
-    weights = (w_up, w_down, w_gate, b_up, b_down, b_gate)
-    if resolve(backend, x.device.type) == "reference" or not _kernels_take(backend, x, *weights):
-        return reference.ffn(
-            x,
-            w_up,
-            w_down,
-            w_gate,
-            b_up=b_up,
-            b_down=b_down,
-            b_gate=b_gate,
-            l1_scale=l1_scale,
-            token_weight=token_weight,
-            tally=tally,
-        )
-    inputs = (x, *weights)
+    inputs = (x, w_up, w_down, w_gate, b_up, b_down, b_gate)
+    biases = {"b_up": b_up, "b_down": b_down, "b_gate": b_gate}
+    l1 = {"l1_scale": l1_scale, "token_weight": token_weight, "tally": tally}
+    if resolve(backend, x.device.type) == "reference" or not _kernels_take(backend, *inputs):
+        return reference.ffn(x, w_up, w_down, w_gate, **biases, **l1)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         inputs = tuple(None if tensor is None else tensor.to(dtype) for tensor in inputs)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, tally))
+    if backend == "auto" and needs_grad and _looks_dense_call(inputs):
+        # Forward would be as fast here, but backward would compute again what plain PyTorch keeps.
+        return reference.ffn(x, w_up, w_down, w_gate, **biases, **l1)
     capacity = saved_capacity(w_up.shape[0]) if needs_grad else 0
-    return torch.ops.hf_twell.ffn(*inputs, l1_scale, token_weight, tally, capacity)[0]
+    return torch.ops.hf_twell.ffn(*inputs, *l1.values(), capacity)[0]
+
+
+def _looks_dense_call(inputs) -> bool:
+    x, w_up, _, w_gate, b_up, _, b_gate = inputs
+    return looks_dense(x, w_up, b_up) if w_gate is None else looks_dense(x, w_gate, b_gate)
+
+
+@torch.no_grad()
+def looks_dense(x, w_gate, b_gate=None) -> bool:
+    """Whether so many neurons are active in a sample of x's tokens that dense products pay; never in a compiled graph.
+
+    The same inputs give the same answer, so a checkpoint's recomputation repeats the forward's choice.
+    """
+    if torch.compiler.is_compiling() or x.numel() == 0:
+        return False
+    x_TD = x.reshape(-1, x.shape[-1])
+    tokens = x_TD[:: max(1, len(x_TD) // SAMPLE_TOKENS)]
+    neurons = slice(None, None, max(1, len(w_gate) // SAMPLE_NEURONS))
+    gate = torch.nn.functional.linear(
+        tokens[:SAMPLE_TOKENS], w_gate[neurons], None if b_gate is None else b_gate[neurons]
+    )
+    return (gate > 0).float().mean().item() > MAX_DENSITY
 
 
 def saved_capacity(intermediate: int) -> int:

@@ -1,0 +1,113 @@
+"""Finding, compiling and caching the kernel libraries, and what happens where that cannot work."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from hf_twell import build
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+USE = """
+import warnings, torch
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    from hf_twell import build, ops
+    for _ in range(3):
+        y = ops.ffn(torch.ones(2, 8), torch.ones(4, 8), torch.ones(8, 4))
+    assert y.tolist() == [[32.0] * 8] * 2
+    for warning in caught:
+        if "hf_twell" in str(warning.message):
+            print("warning:", warning.message)
+    print("status:", build.status("cpu"))
+"""
+
+
+def start(cache: Path, **environment) -> subprocess.Popen:
+    """A fresh process that uses the operator with its own cache."""
+    environment = {**os.environ, "HF_TWELL_CACHE": str(cache), "PYTHONPATH": str(REPOSITORY), **environment}
+    command = [sys.executable, "-c", textwrap.dedent(USE)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def output_of(process: subprocess.Popen) -> str:
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    return out
+
+
+def has_compiler() -> bool:
+    try:
+        return bool(build.compiler())
+    except build.BuildError:
+        return False
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler or ninja")
+def test_two_processes_compile_once_and_later_ones_need_no_compiler(tmp_path):
+    first, second = start(tmp_path), start(tmp_path)
+    for process in (first, second):
+        out = output_of(process)
+        assert "available=True" in out
+        assert "warning" not in out
+    libraries = sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".so")
+    assert libraries == [build.library_name("cpu")]
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()], "no temporary folder is left"
+    assert "available=True" in output_of(start(tmp_path, CXX="/nowhere/g++", PATH="/nowhere"))
+
+
+def test_without_a_compiler_one_warning_gives_reason_and_fix(tmp_path):
+    out = output_of(start(tmp_path, CXX="/nowhere/g++"))
+    assert out.count("warning:") == 1
+    assert "no C++ compiler found (looked for /nowhere/g++); install g++, or set CXX to one" in out
+    assert "available=False" in out
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler or ninja")
+def test_a_cache_that_is_no_directory_is_named(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    out = output_of(start(tmp_path / "file" / "cache"))
+    assert out.count("warning:") == 1
+    assert f"the cache directory {tmp_path}/file/cache cannot be written" in out
+    assert "set HF_TWELL_CACHE" in out
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler or ninja")
+def test_a_failed_compilation_leaves_its_log(tmp_path):
+    broken = tmp_path / "broken-g++"
+    broken.write_text("#!/bin/sh\necho this compiler is broken >&2\nexit 1\n")
+    broken.chmod(0o755)
+    out = output_of(start(tmp_path / "cache", CXX=str(broken)))
+    assert out.count("warning:") == 1
+    log = next((tmp_path / "cache").glob("*.log"))
+    assert str(log) in out
+    assert "this compiler is broken" in log.read_text()
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler or ninja")
+def test_a_damaged_library_warns_and_falls_back(tmp_path):
+    (tmp_path / build.library_name("cpu")).write_bytes(b"not a library")
+    out = output_of(start(tmp_path))
+    assert out.count("warning:") == 1
+    assert "available=False" in out
+
+
+def test_status_alone_compiles_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TWELL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "_outcomes", {})
+    monkeypatch.setattr(build, "compile_library", lambda name: pytest.fail("compiled"))
+    for name in build.BACKENDS:
+        assert build.status(name).name == name
+    assert not (tmp_path / "cache").exists()
+    with pytest.raises(ValueError, match="unknown backend 'tpu'; choose one of 'auto', 'reference', 'cpu', 'cuda'"):
+        build.status("tpu")
+
+
+def test_every_kernel_source_is_listed_and_there_is_no_package_marker():
+    listed = {Path(source) for source in build._sources("cpu")}
+    on_disk = {path.relative_to(build.kernels_dir()) for path in (build.kernels_dir() / "twell_cpu").rglob("*")}
+    assert {path for path in on_disk if path.suffix in (".cpp", ".h")} <= listed
+    assert not (build.kernels_dir() / "__init__.py").exists(), "it would shadow the kernels package"

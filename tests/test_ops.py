@@ -1,0 +1,196 @@
+"""`ops.ffn` as users and patched modules call it: the choice of a backend, autocast, checkpointing, compilation."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+
+import hf_twell
+from hf_twell import build, ops, reference
+from tests.conftest import tiny_llama
+from tests.ffn_cases import assert_as_good_as_eager, make_case, relative_rms, run
+
+needs_cpu_kernels = pytest.mark.skipif(
+    not build.status("cpu", build=True).available, reason=build.status("cpu", build=True).reason
+)
+
+
+def sparse_block(hidden=48, intermediate=688, density=0.03, dtype=torch.float32, seed=0):
+    """A patched Llama block whose gates are sparse and far from zero, and an input for it."""
+    case = make_case(40, hidden, intermediate, density, dtype, seed=seed)
+    model = tiny_llama(hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=1)
+    block = hf_twell.sparsify(model.to(dtype)).model.layers[0].mlp
+    for name in ("up", "down", "gate"):
+        getattr(block, f"{name}_proj").weight.data = case[f"w_{name}"].clone()
+    return block, case["x"].view(2, 20, hidden)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_reference_backend_is_within_its_own_bound(dtype):
+    assert_as_good_as_eager(lambda *a, **k: ops.ffn(*a, **k, backend="reference"), make_case(63, 40, 172, 0.05, dtype))
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("density", [0.02, 0.9])
+def test_auto_runs_the_kernels_where_they_pay(density, monkeypatch):
+    case, calls = make_case(64, 40, 688, density, torch.bfloat16), []
+    monkeypatch.setattr(reference, "ffn", lambda *a, _ffn=reference.ffn, **k: calls.append(1) or _ffn(*a, **k))
+    run(ops.ffn, case, torch.bfloat16)
+    assert len(calls) == (density > 0.5)
+    monkeypatch.undo()
+    assert_as_good_as_eager(ops.ffn, case)
+
+
+def test_without_kernels_auto_falls_back_and_a_name_insists(monkeypatch):
+    broken = build.BackendStatus("cpu", False, "no C++ compiler found")
+    monkeypatch.setitem(build._outcomes, "cpu", broken)
+    case = make_case(5, 40, 172, 0.05, torch.float32)
+    expected = run(reference.ffn, case, torch.float32)
+    for name, value in run(ops.ffn, case, torch.float32).items():
+        assert torch.equal(value, expected[name])
+    with pytest.raises(ValueError, match=r"backend 'cpu' does not work here: no C\+\+ compiler found"):
+        ops.ffn(case["x"], case["w_up"], case["w_down"], backend="cpu")
+
+
+@needs_cpu_kernels
+def test_what_the_kernels_cannot_take_is_refused_by_name_and_falls_back_under_auto():
+    x, w = torch.randn(3, 8).double(), torch.randn(4, 8).double()
+    with pytest.raises(ValueError, match=r"dtype torch\.float64; the kernels take float32, bfloat16 and float16"):
+        ops.ffn(x, w, w.t(), backend="cpu")
+    with pytest.warns(UserWarning, match=r"computes with plain PyTorch: dtype torch\.float64"):
+        ops.ffn(x, w, w.t())
+    with pytest.raises(ValueError, match=re.escape("x has shape (3, 7); its last size must be 8")):
+        ops.ffn(torch.randn(3, 7), w, w.t())
+    with pytest.raises(ValueError, match="'cuda'"):
+        ops.ffn(x.float(), w.float(), w.float().t(), backend="cuda")
+
+
+@needs_cpu_kernels
+def test_a_patched_block_agrees_with_its_stock_one_in_every_mode():
+    block, x = sparse_block()
+    truth = reference.ffn(x, block.up_proj.weight, block.down_proj.weight, block.gate_proj.weight).detach()
+    block.eval()
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            assert relative_rms(block(x), truth) < 1e-6
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        y = block(x)
+        assert y.dtype == torch.bfloat16
+        assert relative_rms(y, truth) < 2**-7
+
+
+@needs_cpu_kernels
+def test_autocast_trains_fp32_weights():
+    block, x = sparse_block()
+    with torch.autocast("cpu", torch.bfloat16):
+        block(x).float().square().sum().backward()
+    mine = {name: p.grad.clone() for name, p in block.named_parameters()}
+    block.zero_grad()
+    block.twell.backend = "reference"
+    with torch.autocast("cpu", torch.bfloat16):
+        block(x).float().square().sum().backward()
+    for name, p in block.named_parameters():
+        assert mine[name].dtype == torch.float32
+        assert relative_rms(mine[name], p.grad) < 2**-6, name
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_gives_the_same_gradients(use_reentrant):
+    block, x = sparse_block()
+    x.requires_grad_()
+    block(x).square().sum().backward()
+    expected = [x.grad.clone(), *(p.grad.clone() for p in block.parameters())]
+    x.grad = None
+    block.zero_grad()
+    checkpoint(block, x, use_reentrant=use_reentrant).square().sum().backward()
+    for value, truth in zip([x.grad, *(p.grad for p in block.parameters())], expected, strict=True):
+        assert torch.equal(value, truth)
+
+
+@needs_cpu_kernels
+def test_compiles_without_breaks_and_recompiles():
+    block, x = sparse_block()
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")
+    y = compiled(x)
+    y.square().sum().backward()
+    grads = [p.grad.clone() for p in block.parameters()]
+    block.zero_grad()
+    eager = block(x)
+    eager.square().sum().backward()
+    assert torch.equal(y, eager)
+    for grad, p in zip(grads, block.parameters(), strict=True):
+        assert torch.equal(grad, p.grad)
+    block.zero_grad()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens in (3, 4, 17):
+            compiled(torch.randn(2, tokens, 48))
+
+
+@needs_cpu_kernels
+def test_down_proj_lies_by_columns_in_evaluation_only(tmp_path):
+    block, x = sparse_block()
+    weight, values = block.down_proj.weight, block.down_proj.weight.detach().clone()
+    block.eval()
+    with torch.inference_mode():
+        first = block(x)
+        assert weight.stride() == (1, 48)
+        assert torch.equal(weight, values)
+        assert torch.equal(block(x), first)
+    assert block.down_proj.weight is weight
+    assert not weight.is_inference()
+    block.train()
+    block(x).sum().backward()
+    assert weight.stride() == weight.grad.stride() == (688, 1)
+    assert torch.equal(weight, values)
+    block.eval()
+    with torch.no_grad():
+        block(x)
+    assert weight.stride() == (688, 1), "a gradient waits for its optimizer step"
+
+
+@needs_cpu_kernels
+def test_weights_merged_or_replaced_after_a_forward_count():
+    block, x = sparse_block()
+    block.eval()
+    with torch.no_grad():
+        before = block(x)
+        block.down_proj.weight += torch.randn(48, 688)
+        block.up_proj.weight.data = block.up_proj.weight.data * 2
+        after = block(x)
+        truth = reference.ffn(x, block.up_proj.weight, block.down_proj.weight, block.gate_proj.weight)
+    assert relative_rms(after, truth) < 1e-6
+    assert relative_rms(before, truth) > 0.1
+
+
+@needs_cpu_kernels
+def test_a_model_saves_and_reloads_alike_after_evaluation(tmp_path):
+    model = hf_twell.sparsify(tiny_llama(intermediate_size=688)).eval()
+    for layer in model.model.layers:
+        case = make_case(1, 32, 688, 0.02, torch.float32)
+        layer.mlp.gate_proj.weight.data = case["w_gate"]
+        layer.post_attention_layernorm.weight.data[8:] *= 0.01
+    tokens = torch.randint(1, 96, (2, 24))
+    with torch.no_grad():
+        logits = model(tokens).logits
+    model.save_pretrained(tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(stock(tokens).logits, logits, rtol=1e-4, atol=1e-4)
+    for mine, theirs in zip(model.parameters(), stock.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@needs_cpu_kernels
+def test_a_hooked_or_replaced_projection_is_not_fused(monkeypatch):
+    block, x = sparse_block()
+    monkeypatch.setattr(ops, "ffn", lambda *a, **k: pytest.fail("the fused path ran"))
+    handle = block.up_proj.register_forward_hook(lambda module, args, output: output * 0)
+    assert not block(x).any()
+    handle.remove()
+    block.down_proj = nn.Sequential(block.down_proj)
+    block(x)
