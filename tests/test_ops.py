@@ -25,7 +25,7 @@ def sparse_block(hidden=48, intermediate=688, density=0.03, dtype=torch.float32,
     block = hf_twell.sparsify(model.to(dtype)).model.layers[0].mlp
     for name in ("up", "down", "gate"):
         getattr(block, f"{name}_proj").weight.data = case[f"w_{name}"].clone()
-    return block, case["x"].view(2, 20, hidden)
+    return block, case["x"].view(2, 20, hidden).clone()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
