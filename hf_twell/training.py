@@ -142,7 +142,7 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         ValueError: an argument that TrainingArguments does not have.
     """
     _check_keys(recipe.training, TrainingArguments, "training")
-    defaults = {"report_to": [], "logging_steps": 10}
+    defaults = {"report_to": [], "logging_steps": 10, "disable_tqdm": False}
     return TrainingArguments(**{**defaults, **recipe.training, "output_dir": recipe.output_dir})
 
 
