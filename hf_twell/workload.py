@@ -1,0 +1,95 @@
+"""Benchmark inputs with the statistics of really sparse models.
+
+Random weights with random tokens are half active, and thinned out evenly they make neighbouring tokens share nothing.
+In sparse models, neurons fire at very unequal rates, neighbouring tokens share neurons, and some tokens, the first ones
+of a sequence above all, are many times denser than the median. Both makers below build that in at any mean L0.
+"""
+
+import math
+
+import torch
+
+SEQUENCE = 1024  # tokens; the first ones of each are dense
+TOPIC = 256  # neighbouring tokens with a common topic
+VOCABULARY = 4096
+WORD_SHARE, TOPIC_SHARE = 0.40, 0.25  # of a token's variance
+THRESHOLD_SPREAD, DENSITY_SPREAD = 0.45, 0.28
+
+
+@torch.no_grad()
+def make_ffn(tokens, hidden=2048, intermediate=5632, l0=30.0, *, dtype=torch.bfloat16, device="cpu", seed=0):
+    """x (T, D), w_gate (F, D), w_up (F, D), w_down (D, F) with `l0` active neurons a token on average.
+
+    The first coordinate of x is constant, so that a gate weight on it is a threshold; the second raises all neurons of
+    a token at once.
+    """
+    g = torch.Generator(device=device).manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=g, device=device)
+
+    frequency = 1.0 / torch.arange(1, VOCABULARY + 1, device=device, dtype=torch.float32)
+    words = torch.multinomial(frequency, tokens, replacement=True, generator=g)
+    topic = torch.arange(tokens, device=device) // TOPIC
+    x = math.sqrt(WORD_SHARE) * randn(VOCABULARY, hidden)[words]
+    x += math.sqrt(TOPIC_SHARE) * randn(-(-tokens // TOPIC), hidden)[topic]
+    x += math.sqrt(1 - WORD_SHARE - TOPIC_SHARE) * randn(tokens, hidden)
+    place = torch.arange(tokens, device=device) % SEQUENCE
+    x[:, 0] = 8.0
+    x[:, 1] = DENSITY_SPREAD * randn(tokens) + 1.1 * torch.exp(-place / 6.0)
+
+    w_gate, w_up = randn(intermediate, hidden) / hidden**0.5, randn(intermediate, hidden) / hidden**0.5
+    w_down = randn(hidden, intermediate) / intermediate**0.5
+    w_gate[:, 0], w_gate[:, 1] = 0.0, 1.0
+    own = THRESHOLD_SPREAD * randn(intermediate)
+    w_gate[:, 0] = -(own + threshold_for(x[:8192] @ w_gate.T - own, l0)) / 8.0
+    return tuple(t.to(dtype).contiguous() for t in (x, w_gate, w_up, w_down))
+
+
+def threshold_for(gate_TF, l0) -> float:
+    """The value that `l0` neurons of a token exceed on average."""
+    low, high = gate_TF.min().item() - 1, gate_TF.max().item() + 1
+    for _ in range(40):
+        middle = (low + high) / 2
+        if (gate_TF > middle).sum() > l0 * len(gate_TF):
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+@torch.no_grad()
+def make_llama(l0=30.0, *, hidden=2048, intermediate=5632, layers=8, vocabulary=32000, dtype=torch.bfloat16, seed=0):
+    """A random sparsified Llama whose every block has `l0` active neurons a token, calibrated after its norm."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import hf_twell
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=max(1, hidden // 64),
+        num_key_value_heads=max(1, hidden // 256),
+        vocab_size=vocabulary,
+        max_position_embeddings=4096,
+    )
+    model = hf_twell.sparsify(LlamaForCausalLM(config).to(dtype).eval())
+    # Nothing writes to the residual stream's first coordinate, so it carries a constant to every norm.
+    model.model.embed_tokens.weight[:, 0] = 4 * config.initializer_range
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight[0] = 0
+        layer.mlp.down_proj.weight[0] = 0
+    sample = torch.randint(vocabulary, (2, 512))
+    for layer in model.model.layers:
+        seen = []
+        handle = layer.mlp.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0]))
+        model.model(sample)
+        handle.remove()
+        x_TD, weight = seen[0].flatten(0, 1).float(), layer.mlp.gate_proj.weight
+        weight[:, 0] = 0
+        gate_TF = x_TD @ weight.float().T
+        own = THRESHOLD_SPREAD * gate_TF.std() * torch.randn(intermediate)
+        weight[:, 0] = -((own + threshold_for(gate_TF - own, l0)) / x_TD[:, 0].mean()).to(dtype)
+    return model
