@@ -7,6 +7,7 @@
 namespace twell {
 namespace {
 
+constexpr int64_t kFewTokens = 16;
 constexpr int64_t kTileNeurons = 48;  // a multiple of both gate kernels' register tiles
 
 const char* at(const void* base, int64_t elements, DType dtype) {
@@ -19,10 +20,9 @@ char* at(void* base, int64_t elements, DType dtype) {
 
 // A dense call would waste the first blocks on finding out, so a sample of its tokens and neurons decides.
 bool sample_is_dense(const Block& block, const Kernels& kernels) {
-  constexpr int64_t kSample = 32;
-  if (block.tokens < 8 * kSample) return false;
-  const int64_t neurons = std::min<int64_t>(block.width, 256);
-  const int64_t groups = neurons / kTileNeurons;
+  constexpr int64_t kSample = 16;
+  if (block.tokens < kSample) return false;
+  const int64_t groups = std::min<int64_t>(block.width / kTileNeurons, block.tokens < 64 ? 3 : 6);
   if (groups == 0) return false;
   const int64_t row_bytes = block.hidden * element_bytes(block.dtype);
   std::vector<char> rows(static_cast<size_t>(kSample * row_bytes));
@@ -109,6 +109,34 @@ void down_by_active_columns(const Block& block, const Kernels& kernels, const Th
   down_by_rows(block, kernels, threads, part, index.data(), rows.data(), block.hidden, y);
 }
 
+// y where down lies by rows, for few tokens with many active neurons: h (T, F) against rows of down, as they lie.
+void down_by_row_dots(const Block& block, const Kernels& kernels, const Threads& threads, int64_t tokens, const char* h,
+                      void* y) {
+  for_items(threads, (block.hidden + kTileNeurons - 1) / kTileNeurons, [&](int, int64_t tile) {
+    const int64_t d0 = tile * kTileNeurons, count = std::min(kTileNeurons, block.hidden - d0);
+    float values[kTileNeurons * kFewTokens], row[kTileNeurons];
+    kernels.gate(h, block.width, static_cast<int>(tokens), at(block.down, d0 * block.down_row, block.dtype),
+                 block.down_row, static_cast<int>(count), block.width, block.b_down ? block.b_down + d0 : nullptr, values,
+                 tokens);
+    for (int64_t t = 0; t < tokens; ++t) {
+      for (int64_t d = 0; d < count; ++d) row[d] = values[d * tokens + t];
+      kernels.round(row, count, at(y, t * block.hidden + d0, block.dtype));
+    }
+  });
+}
+
+void down_of_few(const Block& block, const Kernels& kernels, const Threads& threads, const Part& part, void* y) {
+  const int64_t tokens = static_cast<int64_t>(part.pairs.begin.size()) - 1, element = element_bytes(block.dtype);
+  std::vector<char> h(static_cast<size_t>(tokens * block.width * element));
+  std::vector<float> row(static_cast<size_t>(block.width));
+  for (int64_t t = 0; t < tokens; ++t) {
+    std::fill(row.begin(), row.end(), 0.0f);
+    for (int64_t i = part.pairs.begin[t]; i < part.pairs.begin[t + 1]; ++i) row[part.pairs.neuron[i]] = part.h[i];
+    kernels.round(row.data(), block.width, h.data() + t * block.width * element);
+  }
+  down_by_row_dots(block, kernels, threads, tokens, h.data(), y);
+}
+
 // y where down lies by rows: slices of its rows are transposed in cache, each for all the parts' tokens.
 void down_by_slices(const Block& block, const Kernels& kernels, const Threads& threads, const std::vector<Part>& parts,
                     void* y) {
@@ -155,8 +183,8 @@ double max_density(int64_t tokens) {
   // Few tokens are bound by weight traffic, which active rows always save; many by arithmetic, which matmuls do
   // about five times as fast for each pair.
   if (tokens <= 2) return 1.0;
-  if (tokens <= 8) return 0.6;
-  if (tokens <= 32) return 0.35;
+  if (tokens <= 8) return 0.3;
+  if (tokens <= 32) return 0.2;
   return 0.18;
 }
 
@@ -325,6 +353,8 @@ void forward(const Block& block, const Kernels& kernels, const Threads& threads,
       down_by_rows(block, kernels, threads, part, pairs.neuron.data(), block.down, block.down_column, y);
     } else if (block.tokens <= step && total < block.width / 8) {
       down_by_active_columns(block, kernels, threads, part, y);
+    } else if (block.tokens <= kFewTokens) {
+      down_of_few(block, kernels, threads, part, y);
     } else {
       parts.push_back(std::move(part));
       if (parts.size() == kMostParts) finish();

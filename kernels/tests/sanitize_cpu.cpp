@@ -1,0 +1,135 @@
+// The CPU kernels without PyTorch, for the address and undefined-behaviour sanitizers: every instruction set, type and
+// awkward size, buffers of exactly the documented sizes, against a plain double-precision result.
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../twell_cpu/backward.h"
+#include "../twell_cpu/forward.h"
+
+namespace {
+
+using namespace twell;
+
+void run_threads(int64_t count, void (*body)(int64_t, int64_t, void*), void* context) {
+  std::vector<std::thread> threads;
+  for (int64_t i = 0; i < count; ++i) threads.emplace_back(body, i, i + 1, context);
+  for (auto& thread : threads) thread.join();
+}
+
+// A buffer of elements with its exact fp32 values beside it.
+struct Buffer {
+  std::vector<float> values;
+  std::vector<char> bytes;
+
+  Buffer(const Kernels& kernels, DType dtype, std::vector<float> from)
+      : values(std::move(from)), bytes(values.size() * element_bytes(dtype)) {
+    kernels.round(values.data(), static_cast<int64_t>(values.size()), bytes.data());
+    kernels.widen(bytes.data(), static_cast<int64_t>(values.size()), values.data());
+  }
+};
+
+std::vector<float> random(std::mt19937& engine, int64_t count, float scale) {
+  std::normal_distribution<float> normal(0, scale);
+  std::vector<float> out(static_cast<size_t>(count));
+  for (float& value : out) value = normal(engine);
+  return out;
+}
+
+double relative_error(const std::vector<double>& truth, const std::vector<float>& value) {
+  double difference = 0, norm = 1e-30;
+  for (size_t i = 0; i < truth.size(); ++i) {
+    difference += (truth[i] - value[i]) * (truth[i] - value[i]);
+    norm += truth[i] * truth[i];
+  }
+  return std::sqrt(difference / norm);
+}
+
+double check(DType dtype, int64_t tokens, int64_t hidden, int64_t width, bool gated, bool by_column, int64_t capacity) {
+  const Kernels& kernels = select_kernels(dtype);
+  const Threads threads{2, run_threads};
+  std::mt19937 engine(7);
+  const Buffer x(kernels, dtype, random(engine, tokens * hidden, 1)), gate(kernels, dtype, random(engine, width * hidden, 0.3f)),
+      up(kernels, dtype, random(engine, width * hidden, 0.3f)), down(kernels, dtype, random(engine, width * hidden, 0.3f)),
+      grad(kernels, dtype, random(engine, tokens * hidden, 1));
+  // About a tenth of the pairs is active: sparse enough for the kernels at any number of tokens.
+  const float threshold = -0.39f * std::sqrt(static_cast<float>(hidden));
+  std::vector<float> bias(static_cast<size_t>(width), threshold), active(static_cast<size_t>(width));
+  Block block{dtype, tokens, hidden, width, x.bytes.data(), gate.bytes.data(), gated ? up.bytes.data() : nullptr,
+              down.bytes.data(), by_column ? 1 : width, by_column ? hidden : 1, bias.data(), nullptr, nullptr};
+  const int64_t element = element_bytes(dtype);
+  std::vector<char> y(x.bytes.size()), saved(static_cast<size_t>(State::bytes(tokens, capacity, element, gated)));
+  Report report{nullptr, 0, active.data()};
+  const State state = State::at(saved.data(), tokens, capacity, element, gated);
+  bool dense = false;
+  forward(block, kernels, threads, y.data(), &report, &state, [&](int64_t, int64_t) { dense = true; });
+  if (dense) return 0;  // the caller's matmuls would follow
+  std::vector<char> grad_x(x.bytes.size()), grad_gate(gate.bytes.size()), grad_up(gate.bytes.size()), grad_down(gate.bytes.size());
+  std::vector<float> bias_gate(static_cast<size_t>(width)), bias_up(static_cast<size_t>(width));
+  backward(block, kernels, threads, grad.bytes.data(), state, nullptr,
+           {grad_x.data(), grad_gate.data(), gated ? grad_up.data() : nullptr, grad_down.data(), bias_gate.data(), bias_up.data()});
+
+  std::vector<double> truth(x.values.size(), 0), truth_grad(x.values.size(), 0);
+  for (int64_t t = 0; t < tokens; ++t) {
+    for (int64_t f = 0; f < width; ++f) {
+      double g = bias[f], u = gated ? 0 : 1, grad_h = 0;
+      for (int64_t d = 0; d < hidden; ++d) {
+        g += static_cast<double>(x.values[t * hidden + d]) * gate.values[f * hidden + d];
+        if (gated) u += static_cast<double>(x.values[t * hidden + d]) * up.values[f * hidden + d];
+      }
+      if (g <= 0) continue;
+      const auto weight = [&](int64_t d) { return down.values[by_column ? f * hidden + d : d * width + f]; };
+      for (int64_t d = 0; d < hidden; ++d) {
+        truth[t * hidden + d] += g * u * weight(d);
+        grad_h += static_cast<double>(grad.values[t * hidden + d]) * weight(d);
+      }
+      for (int64_t d = 0; d < hidden; ++d) {
+        truth_grad[t * hidden + d] += grad_h * u * gate.values[f * hidden + d];
+        if (gated) truth_grad[t * hidden + d] += grad_h * g * up.values[f * hidden + d];
+      }
+    }
+  }
+  std::vector<float> result(truth.size()), result_grad(truth.size());
+  kernels.widen(y.data(), static_cast<int64_t>(truth.size()), result.data());
+  kernels.widen(grad_x.data(), static_cast<int64_t>(truth.size()), result_grad.data());
+  return std::max(relative_error(truth, result), relative_error(truth_grad, result_grad));
+}
+
+}  // namespace
+
+int main() {
+  int checked = 0;
+  for (const char* isa : {"portable", "avx2", "avx512", "avx512_bf16"}) {
+    setenv("HF_TWELL_CPU_ISA", isa, 1);
+    try {
+      select_kernels(DType::kFloat32);
+    } catch (const std::exception& error) {
+      std::printf("skipped: %s\n", error.what());
+      continue;
+    }
+    for (int dtype = 0; dtype < 3; ++dtype) {
+      for (int64_t tokens : {1, 3, 70, 131}) {
+        for (auto [hidden, width] : {std::pair<int64_t, int64_t>{1, 1}, {37, 133}, {64, 96}, {130, 50}}) {
+          for (int variant = 0; variant < 8; ++variant) {
+            const double error = check(static_cast<DType>(dtype), tokens, hidden, width, variant & 1, variant & 2,
+                                       variant & 4 ? 2 : width);
+            ++checked;
+            if (!(error < (dtype == 0 ? 1e-5 : dtype == 1 ? 2e-2 : 3e-3))) {
+              std::printf("%s, dtype %d, T %ld, D %ld, F %ld, variant %d: error %g\n", isa, dtype, static_cast<long>(tokens),
+                          static_cast<long>(hidden), static_cast<long>(width), variant, error);
+              return 1;
+            }
+          }
+        }
+      }
+    }
+  }
+  std::printf("%d cases\n", checked);
+  return 0;
+}
