@@ -8,6 +8,7 @@ namespace twell {
 namespace {
 
 constexpr int64_t kFewTokens = 16;
+constexpr int64_t kStepsAtOnce = 8;  // blocks of tokens between two barriers
 constexpr int64_t kTileNeurons = 48;  // a multiple of both gate kernels' register tiles
 
 const char* at(const void* base, int64_t elements, DType dtype) {
@@ -137,9 +138,8 @@ void down_of_few(const Block& block, const Kernels& kernels, const Threads& thre
   down_by_row_dots(block, kernels, threads, tokens, h.data(), y);
 }
 
-// y where down lies by rows: slices of its rows are transposed in cache, each for all the parts' tokens.
-void down_by_slices(const Block& block, const Kernels& kernels, const Threads& threads, const std::vector<Part>& parts,
-                    void* y) {
+// y where down lies by rows: slices of its rows are transposed in cache, each for all tokens.
+void down_by_slices(const Block& block, const Kernels& kernels, const Threads& threads, const Part& part, void* y) {
   const int64_t element = element_bytes(block.dtype);
   const int64_t fits = (768 << 10) / (block.width * element) / 32 * 32;
   const int64_t slice = std::clamp<int64_t>(fits, 32, 128);
@@ -150,11 +150,9 @@ void down_by_slices(const Block& block, const Kernels& kernels, const Threads& t
     char* rows = copies[lane].data();
     kernels.transpose(at(block.down, d * block.down_row, block.dtype), block.down_row, width, block.width, rows, slice);
     float sums[128];
-    for (const Part& part : parts) {
-      const int64_t tokens = static_cast<int64_t>(part.pairs.begin.size()) - 1;
-      for (int64_t token = 0; token < tokens; ++token) {
-        add_token(block, kernels, part, token, part.pairs.neuron.data(), rows, slice, d, width, sums, y);
-      }
+    const int64_t tokens = static_cast<int64_t>(part.pairs.begin.size()) - 1;
+    for (int64_t token = 0; token < tokens; ++token) {
+      add_token(block, kernels, part, token, part.pairs.neuron.data(), rows, slice, d, width, sums, y);
     }
   });
 }
@@ -203,7 +201,8 @@ bool PairFinder::find(int64_t first, int64_t last, double max_density, TokenPair
   const int64_t tokens = last - first, hidden = block_.hidden, element = element_bytes(block_.dtype);
   const char* x = at(block_.x, first * hidden, block_.dtype);
   const int64_t tile_count = (block_.width + kTileNeurons - 1) / kTileNeurons;
-  std::vector<Tile> tiles(static_cast<size_t>(tile_count));
+  const int64_t step = block_tokens(block_), steps = (tokens + step - 1) / step;
+  std::vector<Tile> tiles(static_cast<size_t>(steps * tile_count));
   for (auto& lane : lanes_) lane.clear();
 
   const bool use_panels = kernels_.gate_panel != nullptr && tokens >= kPanel / 2;
@@ -220,37 +219,40 @@ bool PairFinder::find(int64_t first, int64_t last, double max_density, TokenPair
   std::atomic<bool> too_dense{false};
   std::vector<int64_t> seen(static_cast<size_t>(threads_.count) * 8, 0);
   const double allowance = 0.02 * static_cast<double>(tokens * block_.width) + static_cast<double>(tokens) * 4;
-  for_items(threads_, tile_count, [&](int lane_index, int64_t tile) {
+  // One parallel pass over all tokens: a step's tokens meet every tile of neurons while they are in cache.
+  for_items(threads_, steps * tile_count, [&](int lane_index, int64_t tile) {
     if (too_dense.load(std::memory_order_relaxed)) return;
     LanePairs& lane = lanes_[lane_index];
     auto& values = scratch_[lane_index];
-    values.resize(static_cast<size_t>(kTileNeurons * tokens));
-    const int64_t f0 = tile * kTileNeurons;
+    const int64_t t0 = tile / tile_count * step, count = std::min(step, tokens - t0);
+    values.resize(static_cast<size_t>(kTileNeurons * count));
+    const int64_t f0 = tile % tile_count * kTileNeurons;
     const int neurons = static_cast<int>(std::min(kTileNeurons, block_.width - f0));
     const float* bias = block_.b_gate ? block_.b_gate + f0 : nullptr;
     const char* w = at(block_.gate, f0 * hidden, block_.dtype);
     if (use_panels) {
-      for (int64_t panel = 0; panel < panel_count; ++panel) {
-        const int64_t t = panel * kPanel;
-        kernels_.gate_panel(panels_.data() + panel * panel_bytes, static_cast<int>(std::min<int64_t>(kPanel, tokens - t)),
-                            w, hidden, neurons, hidden, bias, values.data() + t, tokens);
+      for (int64_t t = 0; t < count; t += kPanel) {
+        kernels_.gate_panel(panels_.data() + (t0 + t) / kPanel * panel_bytes,
+                            static_cast<int>(std::min<int64_t>(kPanel, count - t)), w, hidden, neurons, hidden, bias,
+                            values.data() + t, count);
       }
     } else {
-      kernels_.gate(x, hidden, static_cast<int>(tokens), w, hidden, neurons, hidden, bias, values.data(), tokens);
+      kernels_.gate(x + t0 * hidden * element, hidden, static_cast<int>(count), w, hidden, neurons, hidden, bias,
+                    values.data(), count);
     }
 
     tiles[tile] = {lane_index, lane.runs.size(), 0};
     for (int n = 0; n < neurons; ++n) {
-      lane.reserve(tokens);
-      const float* row = values.data() + n * tokens;
-      if (tokens == 1 && row[0] <= 0.0f) continue;
+      lane.reserve(count);
+      const float* row = values.data() + n * count;
+      if (count == 1 && row[0] <= 0.0f) continue;
       const int64_t begin = lane.used;
-      const int kept = kernels_.pack(row, static_cast<int>(tokens), 0, lane.token.data() + begin, lane.gate.data() + begin);
+      const int kept = kernels_.pack(row, static_cast<int>(count), static_cast<uint32_t>(t0), lane.token.data() + begin, lane.gate.data() + begin);
       if (kept == 0) continue;
       lane.runs.push_back({static_cast<uint32_t>(f0 + n), begin, kept});
       lane.used += kept;
     }
-    seen[lane_index * 8] += neurons * tokens;
+    seen[lane_index * 8] += neurons * count;
     if (static_cast<double>(lane.used) > max_density * static_cast<double>(seen[lane_index * 8]) + allowance) {
       too_dense.store(true, std::memory_order_relaxed);
       return;
@@ -326,14 +328,8 @@ void forward(const Block& block, const Kernels& kernels, const Threads& threads,
   if (sample_is_dense(block, kernels)) return go_dense(0, block.tokens);
 
   PairFinder finder(block, kernels, threads);
-  std::vector<Part> parts;  // waiting for their down product, where one pass over `down` serves many tokens
-  const auto finish = [&] {
-    if (!parts.empty()) down_by_slices(block, kernels, threads, parts, y);
-    parts.clear();
-  };
-  constexpr size_t kMostParts = 16;
   int64_t slot = 0;
-  const int64_t step = block_tokens(block);
+  const int64_t step = kStepsAtOnce * block_tokens(block);
   const double limit = max_density(block.tokens);
   for (int64_t first = 0; first < block.tokens; first += step) {
     const int64_t last = std::min(block.tokens, first + step);
@@ -356,11 +352,9 @@ void forward(const Block& block, const Kernels& kernels, const Threads& threads,
     } else if (block.tokens <= kFewTokens) {
       down_of_few(block, kernels, threads, part, y);
     } else {
-      parts.push_back(std::move(part));
-      if (parts.size() == kMostParts) finish();
+      down_by_slices(block, kernels, threads, part, y);
     }
   }
-  finish();
 }
 
 }  // namespace twell
