@@ -10,7 +10,7 @@ demo: setup
 	$(BIN)/python recipes/demo.py
 
 test: setup
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" -n 2
 
 # Runs in the Python of a GPU machine as it is ($(PYTHON), no .venv); -rs lists what is skipped, and why.
 test-gpu:

@@ -117,7 +117,7 @@ def evaluate(
 
 
 def load_model(path: str | Path, tokenizer=None, *, dtype=None, device: str | None = None):
-    """Load (model, tokenizer) for evaluation: by default the checkpoint's dtype, on CUDA where there is one.
+    """Load (model, tokenizer): by default in the checkpoint's dtype, on CUDA where there is one.
 
     Raises:
         ValueError, OSError: in one line, what was given and why it does not load.
@@ -197,6 +197,8 @@ def _check_arguments(model, tasks, text, split, limit, batch_size, num_fewshot, 
 
 
 def _load(auto_class, path, what: str, **options):
+    if Path(path).is_dir() and not Path(path, "config.json").is_file():
+        raise ValueError(f"cannot load a {what} from {str(path)!r}: the folder has no config.json")
     try:
         return auto_class.from_pretrained(str(path), **options)
     except (OSError, ValueError) as error:

@@ -16,12 +16,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback, Trainer
 
 import hf_twell
-from hf_twell.checkpoints import save_model
+from hf_twell.checkpoints import last_checkpoint, save_model
 from hf_twell.training import CompactProgress, PackedText, Recipe, load_recipe, training_arguments
 
 
 def finetune(recipe: Recipe, *, resume: bool = False) -> dict:
     """Run a recipe; the result holds held-out loss and sparsity before and after, and the log rows of each step."""
+    if not resume and (earlier := last_checkpoint(recipe.output_dir)):
+        raise ValueError(f"{earlier} is from an earlier run; go on from it with --resume, or choose another output_dir")
+
     # 1. A pretrained model whose feed-forward blocks become ReLU ones.
     tokenizer = AutoTokenizer.from_pretrained(recipe.model)
     model = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=recipe.dtype)

@@ -1,7 +1,9 @@
 import os
 from pathlib import Path
 
-# Nothing in the tests may reach the network, and progress bars only clutter their output.
+# Tiny matrices are slowest where several threads and processes share two cores; `make test` runs two processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Nothing in the tests may reach the network.
 os.environ.update(
     HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false"
 )

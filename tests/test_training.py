@@ -66,7 +66,7 @@ def test_hand_written_loop(truth):
 
 def test_two_processes(truth, tmp_path):
     kinds = ["Trainer", *(["SFTTrainer"] if HAS_TRL else [])]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29517"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     root = Path(__file__).parents[1]
     output = tmp_path / "gradients.pt"
     done = subprocess.run(

@@ -16,7 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a model folder or a Hub name")
     parser.add_argument("output", help="the folder to write; it must not exist")
     parser.add_argument("--layers", type=int, nargs="+", help="layers for kernels and the L1 term (default: all)")
-    parser.add_argument("--dtype", default="auto", help="auto (as stored), float32, bfloat16 or float16")
+    parser.add_argument(
+        "--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"), help="default: as stored"
+    )
     parser.add_argument("--text", nargs="+", default=[], metavar="FILE", help="measure sparsity on this text too")
     parser.add_argument("--tokens", type=int, default=16384, help="measure on so many tokens at most (default: 16384)")
     parser.add_argument("--overwrite", action="store_true", help="replace the output folder if it exists")
@@ -40,16 +42,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _convert(args) -> dict:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     import hf_twell
     from hf_twell.architectures import find_ffns
     from hf_twell.checkpoints import check_target, save_model
+    from hf_twell.evaluation import load_model
     from hf_twell.training import PackedText
 
     check_target(args.output, overwrite=args.overwrite)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype)
+    model, tokenizer = load_model(args.model, dtype=args.dtype, device="cpu")
     hf_twell.sparsify(model, layers=args.layers)
     sparsity = None
     if args.text:

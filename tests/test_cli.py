@@ -1,0 +1,221 @@
+"""The commands as a user meets them: what they print, what they leave behind, and what they say when it goes wrong."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_twell.cli import COMMANDS, main
+
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "recipes" / "demo"
+COMMAND = [sys.executable, "-c", "import sys; from hf_twell.cli import main; sys.exit(main())"]
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    """A recipe of four short steps on the demo model and text of its own."""
+    for name, count in (("train", 40), ("heldout", 8)):
+        documents = (DEMO / "text" / "heldout.txt").read_text().split("<|endoftext|>\n")[:count]
+        (tmp_path / f"{name}.txt").write_text("<|endoftext|>\n".join(text[:1500] for text in documents))
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"model: {DEMO / 'model'}\noutput_dir: out\ntrain: train.txt\nheldout: [heldout.txt]\nsequence_length: 32\n"
+        "l1_weight: 1e-1\nwarmup_steps: 2\ntraining: {max_steps: 4, per_device_train_batch_size: 2, logging_steps: 1, "
+        "save_steps: 2, use_cpu: true}\n"
+    )
+    return path
+
+
+def run_cli(*arguments, **options):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, env=environment, **options)
+
+
+def error_line(capsys) -> str:
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-1].startswith("hf-twell: error: ")
+    assert not any("Traceback" in line for line in lines)
+    return lines[-1]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    assert f"\n  hf-twell {command}" in capsys.readouterr().out
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import sys\nfrom hf_twell.cli import main\ntry: main(['train', '--help'])\nexcept SystemExit: pass\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code + "assert not {'torch', 'transformers'} & set(sys.modules)"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_doctor_names_every_backend_and_why(capsys):
+    assert main(["doctor", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert set(result["backends"]) == {"reference", "cpu", "cuda"}
+    assert result["backends"]["reference"]["available"]
+    assert all(row["reason"] for row in result["backends"].values())
+    assert result["packages"]["torch"]["version"] == torch.__version__
+    assert main(["doctor"]) == 0
+    assert "reference  yes" in capsys.readouterr().out
+
+
+def test_sparsify_writes_a_stock_model_and_measures_it(tmp_path, capsys):
+    text = DEMO / "text" / "heldout.txt"
+    output = tmp_path / "sparse"
+    command = ["sparsify", str(DEMO / "model"), str(output), "--text", str(text), "--tokens", "1024", "--json"]
+    assert main(command) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert 0.2 < result["sparsity"]["density"] < 0.5
+    assert result["sparsity"]["tokens"] == 1024
+    config = json.loads((output / "config.json").read_text())
+    assert (config["hidden_act"], config["architectures"]) == ("relu", ["LlamaForCausalLM"])
+    assert config["dtype"] == "bfloat16"
+    assert AutoModelForCausalLM.from_pretrained(output).config.twell["version"] == 1
+
+    assert main(command) == 1
+    assert "exists" in error_line(capsys)
+    assert main([*command[:3], "--overwrite", "--layers", "0", "-1"]) == 0
+    assert json.loads((output / "config.json").read_text())["twell"]["layers"] == [0, 3]
+    assert "LlamaForCausalLM: 4 feed-forward blocks" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["sparse"]
+
+
+def test_stdout_carries_json_alone(tmp_path):
+    done = run_cli("sparsify", DEMO / "model", tmp_path / "out", "--json", timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["blocks"] == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["sparsify", "no/such/folder", "out"], "no/such/folder"),
+        (["sparsify", str(DEMO), "out"], "config.json"),
+        (["sparsify", str(DEMO / "model"), "missing/out"], "missing is not a folder"),
+        (["sparsify", str(DEMO / "model"), "out", "--layers", "9"], "from -4 to 3"),
+        (["sparsify", str(DEMO / "model"), "out", "--text", "absent.txt"], "absent.txt"),
+        (["train", "absent.yaml"], "absent.yaml"),
+        (["eval", "no/such/folder", "--tasks", "arc_easy", "--data-dir", "absent"], "absent"),
+        (["eval", str(DEMO / "model"), "--tasks", "arc_eazy"], "arc_easy"),
+    ],
+)
+def test_mistakes_end_in_one_line(arguments, says, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 1
+    assert says in error_line(capsys)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("l1_wieght=1", "did you mean 'l1_weight'"),
+        ("training.max_step=1", "did you mean 'max_steps'"),
+        ("l1_weight=much", "a number of at least 0"),
+        ("l1_weight=-1", "a number of at least 0"),
+        ("warmup=steep", "'linear', 'sine'"),
+        ("train=absent.txt", "absent.txt"),
+        ("train=recipe.yaml", ".parquet"),
+        ("sequence_length=1000000", "less than one sequence"),
+        ("nothing", "key=value"),
+    ],
+)
+def test_recipe_mistakes_end_in_one_line(recipe, change, says, capsys, monkeypatch):
+    monkeypatch.chdir(recipe.parent)
+    assert main(["train", str(recipe), change]) == 1
+    assert says in error_line(capsys)
+
+
+def test_train_reads_jsonl_and_reports(recipe, capsys):
+    pytest.importorskip("datasets")
+    rows = [json.dumps({"text": text}) for text in (recipe.parent / "train.txt").read_text().split("<|endoftext|>\n")]
+    (recipe.parent / "rows.jsonl").write_text("\n".join(rows))
+    changes = [f"train={recipe.parent / 'rows.jsonl'}", "training.max_steps=2", "training.save_strategy='no'"]
+    assert main(["train", str(recipe), *changes, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [row["step"] for row in result["logs"]] == [1, 2]
+    assert result["logs"][1]["twell/l1_weight"] == 0.05
+    assert result["before"]["sparsity"]["l0"] != result["after"]["sparsity"]["l0"]
+    assert main(["train", str(recipe), *changes]) == 0
+    printed = capsys.readouterr()
+    assert "fine-tuned" in printed.out
+    assert "l1_weight=" in printed.err, "the progress bar shows the figures"
+
+
+def test_a_killed_training_resumes_to_the_same_model(recipe, capsys):
+    whole = recipe.parent / "whole"
+    assert main(["train", str(recipe), f"output_dir={whole}", "--json"]) == 0
+    expected = json.loads(capsys.readouterr().out)
+
+    shutil.copytree(whole, recipe.parent / "out", ignore=shutil.ignore_patterns("checkpoint-4", "final"))
+    assert main(["train", str(recipe)]) == 1
+    assert "--resume" in error_line(capsys)
+    assert main(["train", str(recipe), "--resume", "--json"]) == 0
+    resumed = json.loads(capsys.readouterr().out)
+    assert resumed["after"] == expected["after"]
+    models = [AutoModelForCausalLM.from_pretrained(result["model"]) for result in (expected, resumed)]
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one, other)
+
+
+FULL_DISK = """
+import resource, sys
+from hf_twell.cli import main
+import torch, transformers
+resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path):
+    arguments = ["sparsify", str(DEMO / "model"), str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert re.search(r"hf-twell: error: .*(File too large|No space)", done.stderr.strip().splitlines()[-1])
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_leaves_nothing_behind(recipe):
+    output = recipe.parent / "out"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [*COMMAND, "train", str(recipe), "training.max_steps=100000", "training.save_strategy='no'"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        env=environment,
+    )
+    deadline = time.monotonic() + 120
+    seen = b""
+    while b"L0=" not in seen and time.monotonic() < deadline:
+        seen += process.stderr.read1()
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"interrupted" in rest
+    assert b"Traceback" not in rest
+    assert not (output / "final").exists()

@@ -1,0 +1,82 @@
+"""The README's examples run as they stand, on the demo model in place of models from the Hub."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from tests.conftest import shared_path
+
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "recipes" / "demo"
+COMMAND = [sys.executable, "-c", "import sys; from hf_twell.cli import main; sys.exit(main())"]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_python_examples(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code = "\n".join(blocks("python"))
+    assert "SparsityCallback" in code
+    assert "L1Penalty" in code
+    code = code.replace("meta-llama/Llama-3.2-1B", str(DEMO / "model")).replace(
+        "max_steps=1000", "max_steps=2, logging_steps=1"
+    )
+    code = code.replace("bf16=True", "use_cpu=True")
+    tokenizer = AutoTokenizer.from_pretrained(DEMO / "model")
+    ids = tokenizer((DEMO / "text" / "heldout.txt").read_text()[:4000], return_tensors="pt")["input_ids"][0]
+    rows = [{"input_ids": row, "labels": row} for row in ids[: len(ids) // 32 * 32].view(-1, 32)]
+    batches = [{key: value[None] for key, value in row.items()} for row in rows]
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    names = {"dataset": rows, "optimizer_steps": [batches[:2], batches[2:4]], "optimizer": optimizer}
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["trainer"].state.log_history[0]["twell/l0"] > 0
+    assert (tmp_path / "llama-3.2-1b-relu" / "config.json").is_file()
+
+
+def test_commands(tmp_path):
+    commands = [line.split("#")[0] for block in blocks("bash") for line in block.splitlines() if "hf-twell" in line]
+    assert [shlex.split(command)[1] for command in commands] == ["sparsify", "train", "eval", "doctor"]
+    (tmp_path / "notes.txt").write_text((DEMO / "text" / "heldout.txt").read_text()[:8000])
+    extra = {
+        "train": [f"output_dir={tmp_path / 'out'}", "training.max_steps=1", "training.per_device_train_batch_size=1"],
+        "eval": ["--data-dir", str(shared_path("data/eval")), "--limit", "2", "--split", "validation"],
+    }
+    for command in commands:
+        name, *arguments = shlex.split(command.replace("Qwen/Qwen3-0.6B", str(DEMO / "model")))[1:]
+        arguments = [str(ROOT / a) if a.startswith("recipes/") else a for a in arguments]
+        if name == "eval":  # ARC's answers stand in two splits, HellaSwag's in one
+            arguments = [argument for argument in arguments if argument != "hellaswag"]
+        done = subprocess.run(
+            [*COMMAND, name, *arguments, *extra.get(name, [])],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_what_the_readme_names_exists(name):
+    assert (ROOT / name).is_file()
+
+
+def test_every_public_name_is_documented():
+    import hf_twell
+
+    missing = [name for name in hf_twell.__all__ if name != "__version__" and f"`{name}" not in README]
+    assert not missing
+    assert all(hasattr(hf_twell, name) for name in hf_twell.__all__)
