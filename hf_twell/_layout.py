@@ -8,6 +8,9 @@ import torch
 
 from hf_twell import ops
 
+SPARSE = 0.05  # below this density columns pay at any number of tokens; above ops.MAX_DENSITY rows do
+MANY_TOKENS = 64  # so many make the sample's time negligible
+
 
 def settle_down(ffn: torch.nn.Module, x: torch.Tensor) -> None:
     """Give a (D, F) weight on CPU the strides (1, D) for evaluation, and (F, 1) again where gradients are wanted.
@@ -16,16 +19,22 @@ def settle_down(ffn: torch.nn.Module, x: torch.Tensor) -> None:
     too dense for it to pay, and weights that others may reach by their memory: shared storage, or a gradient waiting
     for an optimizer step.
     """
-    if torch.compiler.is_compiling() or x.device.type != "cpu":
+    if torch.compiler.is_compiling() or x.device.type != "cpu" or x.numel() == 0:
         return
     form = ffn.twell.form
     weight = getattr(ffn, form.down).weight
+    by_column = weight.stride() == (1, weight.shape[0])
     if torch.is_grad_enabled() and weight.requires_grad:
-        if weight.stride() == (1, weight.shape[0]) and _swappable(weight):
+        if by_column and _swappable(weight):
             _swap(weight, weight.detach().contiguous())
-    elif not (ffn.training or torch.is_grad_enabled()) and weight.is_contiguous() and _swappable(weight):
+    elif not (ffn.training or torch.is_grad_enabled()) and _swappable(weight):
+        if by_column and x.numel() < MANY_TOKENS * x.shape[-1]:
+            return
         first = getattr(ffn, form.gate or form.up)
-        if not ops.looks_dense(x, first.weight, first.bias):
+        density = ops.sampled_density(x, first.weight, first.bias)
+        if by_column and density > ops.MAX_DENSITY:
+            _swap(weight, weight.detach().contiguous())
+        elif weight.is_contiguous() and density < SPARSE:
             _swap(weight, weight.detach().t().contiguous().t())
 
 

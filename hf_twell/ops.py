@@ -54,33 +54,30 @@ def ffn(
         dtype = torch.get_autocast_dtype(x.device.type)
         inputs = tuple(None if tensor is None else tensor.to(dtype) for tensor in inputs)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, tally))
-    if backend == "auto" and needs_grad and _looks_dense_call(inputs):
+    if backend == "auto" and needs_grad and _looks_dense(inputs):
         # Forward would be as fast here, but backward would compute again what plain PyTorch keeps.
         return reference.ffn(x, w_up, w_down, w_gate, **biases, **l1)
     capacity = saved_capacity(w_up.shape[0]) if needs_grad else 0
     return torch.ops.hf_twell.ffn(*inputs, *l1.values(), capacity)[0]
 
 
-def _looks_dense_call(inputs) -> bool:
+def _looks_dense(inputs) -> bool:
+    """The same inputs give the same answer, so a checkpoint's recomputation repeats the forward's choice."""
     x, w_up, _, w_gate, b_up, _, b_gate = inputs
-    return looks_dense(x, w_up, b_up) if w_gate is None else looks_dense(x, w_gate, b_gate)
+    if torch.compiler.is_compiling() or x.numel() == 0:
+        return False
+    density = sampled_density(x, w_up, b_up) if w_gate is None else sampled_density(x, w_gate, b_gate)
+    return density > MAX_DENSITY
 
 
 @torch.no_grad()
-def looks_dense(x, w_gate, b_gate=None) -> bool:
-    """Whether so many neurons are active in a sample of x's tokens that dense products pay; never in a compiled graph.
-
-    The same inputs give the same answer, so a checkpoint's recomputation repeats the forward's choice.
-    """
-    if torch.compiler.is_compiling() or x.numel() == 0:
-        return False
+def sampled_density(x, w_gate, b_gate=None) -> float:
+    """Share of active pairs in a sample of x's tokens and of the neurons; tens of microseconds."""
     x_TD = x.reshape(-1, x.shape[-1])
-    tokens = x_TD[:: max(1, len(x_TD) // SAMPLE_TOKENS)]
+    tokens = x_TD[:: max(1, len(x_TD) // SAMPLE_TOKENS)][:SAMPLE_TOKENS]
     neurons = slice(None, None, max(1, len(w_gate) // SAMPLE_NEURONS))
-    gate = torch.nn.functional.linear(
-        tokens[:SAMPLE_TOKENS], w_gate[neurons], None if b_gate is None else b_gate[neurons]
-    )
-    return (gate > 0).float().mean().item() > MAX_DENSITY
+    gate = torch.nn.functional.linear(tokens, w_gate[neurons], None if b_gate is None else b_gate[neurons])
+    return (gate > 0).float().mean().item()
 
 
 def saved_capacity(intermediate: int) -> int:

@@ -154,6 +154,21 @@ def test_down_proj_lies_by_columns_in_evaluation_only(tmp_path):
 
 
 @needs_cpu_kernels
+def test_down_proj_lies_by_rows_where_tokens_are_dense():
+    block, x = sparse_block()
+    block.eval()
+    many = x.repeat(2, 2, 1)
+    with torch.no_grad():
+        block(many)
+        assert block.down_proj.weight.stride() == (1, 48)
+        block.gate_proj.weight.neg_()  # 3 % active before, 97 % now
+        y = block(many)
+        assert block.down_proj.weight.stride() == (688, 1)
+        truth = reference.ffn(many, block.up_proj.weight, block.down_proj.weight, block.gate_proj.weight)
+    assert relative_rms(y, truth) < 1e-6
+
+
+@needs_cpu_kernels
 def test_weights_merged_or_replaced_after_a_forward_count():
     block, x = sparse_block()
     block.eval()
