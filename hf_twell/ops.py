@@ -58,7 +58,8 @@ def ffn(
         # Forward would be as fast here, but backward would compute again what plain PyTorch keeps.
         return reference.ffn(x, w_up, w_down, w_gate, **biases, **l1)
     capacity = saved_capacity(w_up.shape[0]) if needs_grad else 0
-    return torch.ops.hf_twell.ffn(*inputs, *l1.values(), capacity)[0]
+    l1_scale, token_weight = (None if t is None else t.to(torch.float32) for t in (l1_scale, token_weight))
+    return torch.ops.hf_twell.ffn(*inputs, l1_scale, token_weight, tally, capacity)[0]
 
 
 def _looks_dense(inputs) -> bool:

@@ -63,6 +63,12 @@ def test_wide_blocks(dtype, intermediate, tokens):
     assert_as_good_as_eager(cpu_ffn, make_case(tokens, 48, intermediate, 0.01, dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("density", [0.02, 1.0])
+def test_more_tokens_than_sixteen_bits_count(dtype, density):
+    assert_as_good_as_eager(cpu_ffn, make_case(65_537, 16, 96, density, dtype))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [2, 20, 199])
 @pytest.mark.parametrize("density", [0.02, 1.0])
