@@ -28,7 +28,8 @@ struct WideningDot {
   }
 };
 
-template <class Simd, class Dot, int kF, int kT>
+// kAhead: fetch the next neurons' rows meanwhile, which hardware starts on too late at each row's end.
+template <class Simd, class Dot, int kF, int kT, bool kAhead>
 inline void gate_tile(const typename Dot::Element* x, int64_t ld_x, const typename Dot::Element* w, int64_t ld_w,
                       int64_t hidden, const float* bias, float* out, int64_t ld_out) {
   typename Simd::Vector sum[kF * kT];
@@ -38,6 +39,7 @@ inline void gate_tile(const typename Dot::Element* x, int64_t ld_x, const typena
     typename Dot::Operand x_step[kT];
     for (int t = 0; t < kT; ++t) x_step[t] = Dot::load(x + t * ld_x + d);
     for (int f = 0; f < kF; ++f) {
+      if (kAhead) __builtin_prefetch(w + (f + kF) * ld_w + d);
       const typename Dot::Operand w_step = Dot::load(w + f * ld_w + d);
       for (int t = 0; t < kT; ++t) sum[f * kT + t] = Dot::accumulate(sum[f * kT + t], w_step, x_step[t]);
     }
@@ -59,15 +61,21 @@ inline void gate_tile(const typename Dot::Element* x, int64_t ld_x, const typena
   }
 }
 
-template <class Simd, class Dot, int kF>
+template <class Simd, class Dot, int kF, bool kAhead>
 inline void gate_rows(const typename Dot::Element* x, int64_t ld_x, int tokens, const typename Dot::Element* w,
                       int64_t ld_w, int64_t hidden, const float* bias, float* out, int64_t ld_out) {
   int t = 0;
-  for (; t + 4 <= tokens; t += 4) gate_tile<Simd, Dot, kF, 4>(x + t * ld_x, ld_x, w, ld_w, hidden, bias, out + t, ld_out);
+  if (tokens >= 4) {
+    gate_tile<Simd, Dot, kF, 4, kAhead>(x, ld_x, w, ld_w, hidden, bias, out, ld_out);
+    t = 4;
+  }
+  for (; t + 4 <= tokens; t += 4) {
+    gate_tile<Simd, Dot, kF, 4, false>(x + t * ld_x, ld_x, w, ld_w, hidden, bias, out + t, ld_out);
+  }
   const auto* rest = x + t * ld_x;
-  if (tokens - t == 3) gate_tile<Simd, Dot, kF, 3>(rest, ld_x, w, ld_w, hidden, bias, out + t, ld_out);
-  if (tokens - t == 2) gate_tile<Simd, Dot, kF, 2>(rest, ld_x, w, ld_w, hidden, bias, out + t, ld_out);
-  if (tokens - t == 1) gate_tile<Simd, Dot, kF, 1>(rest, ld_x, w, ld_w, hidden, bias, out + t, ld_out);
+  if (tokens - t == 3) gate_tile<Simd, Dot, kF, 3, kAhead>(rest, ld_x, w, ld_w, hidden, bias, out + t, ld_out);
+  if (tokens - t == 2) gate_tile<Simd, Dot, kF, 2, kAhead>(rest, ld_x, w, ld_w, hidden, bias, out + t, ld_out);
+  if (tokens - t == 1) gate_tile<Simd, Dot, kF, 1, false>(rest, ld_x, w, ld_w, hidden, bias, out + t, ld_out);
 }
 
 template <class Simd, class Dot>
@@ -77,11 +85,11 @@ void gate(const void* x, int64_t ld_x, int tokens, const void* w, int64_t ld_w, 
   const T* rows = static_cast<const T*>(w);
   int f = 0;
   for (; f + kTileF <= neurons; f += kTileF) {
-    gate_rows<Simd, Dot, kTileF>(static_cast<const T*>(x), ld_x, tokens, rows + f * ld_w, ld_w, hidden,
+    gate_rows<Simd, Dot, kTileF, true>(static_cast<const T*>(x), ld_x, tokens, rows + f * ld_w, ld_w, hidden,
                                  bias ? bias + f : nullptr, out + f * ld_out, ld_out);
   }
   for (; f < neurons; ++f) {
-    gate_rows<Simd, Dot, 1>(static_cast<const T*>(x), ld_x, tokens, rows + f * ld_w, ld_w, hidden,
+    gate_rows<Simd, Dot, 1, false>(static_cast<const T*>(x), ld_x, tokens, rows + f * ld_w, ld_w, hidden,
                             bias ? bias + f : nullptr, out + f * ld_out, ld_out);
   }
 }
