@@ -54,6 +54,9 @@ inline void gate_panel_tile(const uint32_t* panel, const char* w, int64_t w_stri
   const int64_t whole = last_bytes == 4 ? units : units - 1;
   int64_t u = 0;
   for (; u < whole; ++u) {
+    if (u % 16 == 0) {  // the next neurons' cache lines, which hardware starts on too late
+      for (int f = 0; f < kF; ++f) __builtin_prefetch(w + (f + kF) * w_stride + 4 * u);
+    }
     __m512i x[kV];
     for (int v = 0; v < kV; ++v) x[v] = _mm512_loadu_si512(panel + u * twell::kPanel + 16 * v);
     for (int f = 0; f < kF; ++f) {
