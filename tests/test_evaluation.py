@@ -1,12 +1,12 @@
 """Scores equal the lm_eval command's, need no network or cache, and leave the model as it was."""
 
-import argparse
 import copy
 import json
 import lzma
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import hf_twell
 from hf_twell import evaluation, perplexity
-from hf_twell.cli import eval as cli
+from hf_twell.checkpoints import save_model
+from hf_twell.cli import main
 from hf_twell.text import read_documents
 
 ROOT = Path(__file__).parents[1]
@@ -310,7 +311,9 @@ def test_documents_are_split_at_lines_of_end_of_text(tmp_path):
 
 CLI = """
 import argparse, sys
+from hf_twell.checkpoints import save_model
 from hf_twell.cli import eval as cli
+from hf_twell.cli import main
 from hf_twell.text import read_documents
 assert "torch" not in sys.modules
 parser = argparse.ArgumentParser()
@@ -339,26 +342,21 @@ def test_command_line_offline_without_any_cache(model, tokenizer, data_dir, tmp_
     assert result["backend"] is None
 
 
-def test_command_line_table_and_refusals(model, tokenizer, data_dir, tmp_path, monkeypatch, capsys):
-    parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
-    monkeypatch.setattr(evaluation, "load_model", lambda *_, **__: (model, tokenizer))
-    assert cli.run(parser.parse_args(["m", "--tasks", "arc_easy", "--data-dir", str(data_dir), "--limit", "2"])) == 0
+def test_command_line_table_and_refusals(model, tokenizer, data_dir, tmp_path, capsys):
+    dense, sparse = tmp_path / "dense", tmp_path / "sparse"
+    save_model(model, dense, tokenizer)
+    save_model(hf_twell.sparsify(copy.deepcopy(model)), sparse, tokenizer)
+    options = ["--tasks", "arc_easy", "--data-dir", str(data_dir), "--limit", "2"]
+    assert main(["eval", str(dense), *options]) == 0
     table = capsys.readouterr().out
     rows = [line.split()[:4] for line in table.splitlines() if line.startswith("arc_easy")]
     assert rows == [["arc_easy", "test", "2", "acc"], ["arc_easy", "test", "2", "acc_norm"]]
-    with pytest.raises(ValueError, match=r"--output .* folder does not exist"):
-        cli.run(parser.parse_args(["m", "--output", str(tmp_path / "absent" / "x.json")]))
-    on_reference = parser.parse_args(
-        ["m", "--tasks=arc_easy", f"--data-dir={data_dir}", "--backend=reference", "--json"]
-    )
-    with pytest.raises(ValueError, match="hf-twell sparsify"):
-        cli.run(on_reference)
-    model.config.twell = {}
-    calls = []
-    monkeypatch.setattr(hf_twell, "sparsify", lambda model, backend: calls.append(backend) or model, raising=False)
-    assert cli.run(on_reference) == 0
-    assert calls == [json.loads(capsys.readouterr().out)["backend"]] == ["reference"]
+    assert main(["eval", str(dense), "--output", str(tmp_path / "absent" / "x.json")]) == 1
+    assert "folder does not exist" in capsys.readouterr().err
+    assert main(["eval", str(dense), *options, "--backend", "reference"]) == 1
+    assert "hf-twell sparsify" in capsys.readouterr().err
+    assert main(["eval", str(sparse), *options, "--backend", "reference", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["backend"] == "reference"
 
 
 LM_EVAL_TASK = """
@@ -377,30 +375,42 @@ MISSING = [f"../shared/data/{name}" for name in ("eval", "stories260K-hf") if no
 
 
 @pytest.mark.skipif(bool(MISSING), reason=f"missing beside the repository: {', '.join(MISSING)}")
-def test_scores_equal_the_lm_eval_command(tmp_path):
+def test_scores_equal_the_lm_eval_command(tmp_path, capsys):
+    """A sparsified model: the command runs its dense ReLU path, `hf-twell eval` the reference backend."""
     import lm_eval.tasks
+
+    model = tmp_path / "model"
+    assert main(["sparsify", str(DATA / "stories260K-hf"), str(model)]) == 0
+    data = tmp_path / "data"
+    data.mkdir()
+    shutil.copy(DATA / "eval" / "ARC-Easy-Validation.jsonl", data)
+    with lzma.open(DATA / "eval" / "hellaswag-validation.jsonl.xz", "rt") as file:
+        (data / "hellaswag-validation.jsonl").write_text("".join(next(file) for _ in range(40)))
 
     stock = Path(lm_eval.tasks.__file__).parent
     files = {
-        "arc_easy": ("arc", "ARC-Easy-Validation.jsonl"),
-        "hellaswag": ("hellaswag", "hellaswag-validation.jsonl.xz"),
+        "arc_easy": ("arc", "ARC-Easy-Validation.jsonl", 570),
+        "hellaswag": ("hellaswag", "hellaswag-validation.jsonl", 40),
     }
-    for name, (folder, file) in files.items():
-        text = LM_EVAL_TASK.format(stock=stock / folder / f"{name}.yaml", name=name, file=DATA / "eval" / file)
+    for name, (folder, file, _) in files.items():
+        text = LM_EVAL_TASK.format(stock=stock / folder / f"{name}.yaml", name=name, file=data / file)
         (tmp_path / f"{name}.yaml").write_text(text)
     command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--include_path", str(tmp_path)]
-    command += ["--model_args", f"pretrained={DATA / 'stories260K-hf'},dtype=float32", "--device", "cpu"]
+    command += ["--model_args", f"pretrained={model},dtype=float32", "--device", "cpu"]
     command += ["--tasks", "arc_easy_local,hellaswag_local", "--batch_size", "16"]
-    command += ["--limit", "120", "--log_samples", "--output_path", str(tmp_path / "out")]
+    command += ["--log_samples", "--output_path", str(tmp_path / "out")]
     env = OFFLINE | {"HF_HOME": str(tmp_path / "hf")}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
-    options = {"data_dir": DATA / "eval", "split": "validation", "limit": 120, "batch_size": 16, "log_samples": True}
-    ours = evaluation.evaluate(DATA / "stories260K-hf", tasks=files, **options, dtype="float32", device="cpu")
+    capsys.readouterr()
+    options = ["--data-dir", str(data), "--split", "validation", "--batch-size", "16", "--dtype", "float32"]
+    options += ["--device", "cpu", "--backend", "reference", "--log-samples", "--json"]
+    assert main(["eval", str(model), "--tasks", *files, *options]) == 0
+    ours = json.loads(capsys.readouterr().out)
     (results,) = (tmp_path / "out").rglob("results_*.json")
     theirs = json.loads(results.read_text())["results"]
-    for name in files:
+    for name, (_, _, rows) in files.items():
         for metric, score in ours["tasks"][name]["metrics"].items():
             expected = theirs[f"{name}_local"]
             assert score == {"value": expected[f"{metric},none"], "stderr": expected[f"{metric}_stderr,none"]}
@@ -408,4 +418,4 @@ def test_scores_equal_the_lm_eval_command(tmp_path):
         samples = sorted((json.loads(line) for line in log.read_text().splitlines()), key=lambda row: row["doc_id"])
         mine = [[response[0] for response in sample["responses"]] for sample in ours["tasks"][name]["samples"]]
         assert mine == [[float(response[0]) for response in row["filtered_resps"]] for row in samples]
-        assert len(mine) == 120
+        assert len(mine) == rows

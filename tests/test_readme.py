@@ -50,7 +50,7 @@ def test_commands(tmp_path):
     assert [shlex.split(command)[1] for command in commands] == ["sparsify", "train", "eval", "doctor"]
     (tmp_path / "notes.txt").write_text((DEMO / "text" / "heldout.txt").read_text()[:8000])
     extra = {
-        "train": [f"output_dir={tmp_path / 'out'}", "training.max_steps=1", "training.per_device_train_batch_size=1"],
+        "train": [f"output_dir={tmp_path / 'out'}", f"heldout={tmp_path / 'notes.txt'}", "training.max_steps=1"],
         "eval": ["--data-dir", str(shared_path("data/eval")), "--limit", "2", "--split", "validation"],
     }
     for command in commands:

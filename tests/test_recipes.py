@@ -58,8 +58,14 @@ def test_a_trained_llama_becomes_sparse_and_comes_back_from_disk(stories, tmp_pa
 
 
 def test_the_demo_runs_from_end_to_end(tmp_path):
-    output = tmp_path / "demo"
-    changes = ["training.max_steps=2", "training.per_device_train_batch_size=2", "training.use_cpu=true"]
+    output, heldout = tmp_path / "demo", tmp_path / "heldout.txt"
+    heldout.write_text((ROOT / "recipes" / "demo" / "text" / "heldout.txt").read_text()[:20_000])
+    changes = [
+        f"heldout={heldout}",
+        "training.max_steps=2",
+        "training.per_device_train_batch_size=2",
+        "training.use_cpu=true",
+    ]
     done = subprocess.run(
         [sys.executable, ROOT / "recipes" / "demo.py", f"output_dir={output}", *changes],
         capture_output=True,

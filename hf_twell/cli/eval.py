@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one)")
     parser.add_argument("--backend", default="auto", help="of the sparse kernels of a converted model (default: auto)")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else on standard output")
+    parser.add_argument("--log-samples", action="store_true", help="put each row's log-likelihoods into the JSON too")
     parser.add_argument("--output", metavar="FILE", help="also write the JSON to FILE")
 
 
@@ -93,6 +94,7 @@ def _evaluate(args: argparse.Namespace) -> dict:
         limit=args.limit,
         batch_size=args.batch_size,
         context=args.context,
+        log_samples=args.log_samples,
         dtype=args.dtype,
         device=args.device,
         on_load=on_load,
