@@ -19,6 +19,10 @@ char* at(void* base, int64_t elements, DType dtype) {
   return static_cast<char*>(base) + elements * element_bytes(dtype);
 }
 
+inline void prefetch(const char* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+}
+
 // A dense call would waste the first blocks on finding out, so a sample of its tokens and neurons decides.
 bool sample_is_dense(const Block& block, const Kernels& kernels) {
   constexpr int64_t kSample = 16;
@@ -260,6 +264,9 @@ bool PairFinder::find(int64_t first, int64_t last, double max_density, TokenPair
     for (size_t r = tiles[tile].begin; r < lane.runs.size(); ++r) {
       const auto& run = lane.runs[r];
       float* up = lane.up.data() + run.begin;
+      if (block_.up != nullptr && r + 1 < lane.runs.size()) {
+        prefetch(at(block_.up, lane.runs[r + 1].neuron * hidden, block_.dtype), hidden * element);
+      }
       if (block_.up == nullptr) {
         std::fill_n(up, run.count, 1.0f);
         continue;
