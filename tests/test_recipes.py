@@ -31,7 +31,7 @@ def test_a_trained_llama_becomes_sparse_and_comes_back_from_disk(stories, tmp_pa
     (tmp_path / "heldout.txt").write_text("\n<|endoftext|>\n".join(documents[::20]))
     (tmp_path / "train.txt").write_text("\n<|endoftext|>\n".join(d for i, d in enumerate(documents) if i % 20))
     (tmp_path / "recipe.yaml").write_text(
-        f"model: {stories}\noutput_dir: out\ntrain: train.txt\nheldout: heldout.txt\nsequence_length: 256\n"
+        f"model: {stories}\noutput_dir: out\ntrain: train.txt\nheldout: heldout.txt\nsequence_length: 128\n"
         "warmup_steps: 10\ntraining: {max_steps: 50, per_device_train_batch_size: 32, per_device_eval_batch_size: 32, "
         "learning_rate: 5e-3, lr_scheduler_type: cosine, warmup_steps: 5, save_strategy: 'no', use_cpu: true}\n"
     )
