@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import hf_twell
 from hf_twell import ops, workload
+from hf_twell._layout import SPARSE
 
 COLD_BYTES = 256 << 20  # rotated weights take at least this much, so that no cache holds the next call's
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -25,7 +26,6 @@ def bench_ffn(
     intermediate: int = 5632,
     dtype: str = "bfloat16",
     backward: bool = False,
-    stored_by: str = "columns",
     repeats: int = 11,
     compile_dense: bool = True,
 ) -> Iterator[dict]:
@@ -33,13 +33,13 @@ def bench_ffn(
 
     Args:
         backward: forward and backward, `.grad` None before each; else forward alone under inference mode.
-        stored_by: how the sparse FFN's down_proj lies in memory; patched modules use "columns" in evaluation. Training
-            takes "rows".
     """
-    stored_by = "rows" if backward else stored_by
     for count, l0 in ((t, value) for value in l0s for t in tokens):
         x_all, *weights = workload.make_ffn(max(count, 1024), hidden, intermediate, l0, dtype=DTYPES[dtype])
         x = _typical_run(x_all, weights[0], count, l0)
+        active = (x.float() @ weights[0].float().T > 0).sum(1).float().mean().item()
+        # As a patched module would keep down_proj.
+        stored_by = "columns" if not backward and active < SPARSE * intermediate else "rows"
         copies = -(-COLD_BYTES // (3 * hidden * intermediate * x.element_size())) + 1
         stock = [[w.clone() for w in weights] for _ in range(copies)]
         ours = [[gate, up, down.t().contiguous().t() if stored_by == "columns" else down] for gate, up, down in stock]
@@ -51,7 +51,6 @@ def bench_ffn(
         error = _relative_error(x, stock[0], ours[0])
         times = _interleaved(variants, x, repeats, backward)
         dense_ms = min(value for name, value in times.items() if name != "sparse")
-        active = (x.float() @ weights[0].float().T > 0).sum(1).float().mean().item()
         yield {
             "bench": "ffn",
             "tokens": count,
