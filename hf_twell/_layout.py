@@ -16,8 +16,8 @@ def settle_down(ffn: torch.nn.Module, x: torch.Tensor) -> None:
     """Give a (D, F) weight on CPU the strides (1, D) for evaluation, and (F, 1) again where gradients are wanted.
 
     Left alone are: calls outside evaluation without gradients, compiled graphs (their guards hold the strides), blocks
-    too dense for it to pay, and weights that others may reach by their memory: shared storage, or a gradient waiting
-    for an optimizer step.
+    too dense for it to pay, and weights that others may reach by their memory: shared storage, a gradient waiting for
+    an optimizer step, or any process group (FSDP2 gathers each forward's weights into the memory it remembers).
     """
     if torch.compiler.is_compiling() or x.device.type != "cpu" or x.numel() == 0:
         return
@@ -27,7 +27,7 @@ def settle_down(ffn: torch.nn.Module, x: torch.Tensor) -> None:
     if torch.is_grad_enabled() and weight.requires_grad:
         if by_column and _swappable(weight):
             _swap(weight, weight.detach().contiguous())
-    elif not (ffn.training or torch.is_grad_enabled()) and _swappable(weight):
+    elif not (ffn.training or torch.is_grad_enabled() or _distributed()) and _swappable(weight):
         if by_column and x.numel() < MANY_TOKENS * x.shape[-1]:
             return
         first = getattr(ffn, form.gate or form.up)
@@ -36,6 +36,10 @@ def settle_down(ffn: torch.nn.Module, x: torch.Tensor) -> None:
             _swap(weight, weight.detach().contiguous())
         elif weight.is_contiguous() and density < SPARSE:
             _swap(weight, weight.detach().t().contiguous().t())
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _swappable(weight: torch.Tensor) -> bool:

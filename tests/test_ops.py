@@ -154,6 +154,19 @@ def test_down_proj_lies_by_columns_in_evaluation_only(tmp_path):
 
 
 @needs_cpu_kernels
+def test_down_proj_stays_put_in_a_process_group():
+    block, x = sparse_block()
+    block.eval()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with torch.no_grad():
+            block(x)
+        assert block.down_proj.weight.stride() == (688, 1)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@needs_cpu_kernels
 def test_down_proj_lies_by_rows_where_tokens_are_dense():
     block, x = sparse_block()
     block.eval()
