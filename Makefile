@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := hf_twell recipes tests
 
-.PHONY: setup demo test test-gpu style lint constraints clean
+.PHONY: setup demo test test-gpu sanitize-cpu bench style lint constraints clean
 
 demo: setup
 	$(BIN)/python recipes/demo.py
@@ -12,9 +12,16 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -m "not gpu" -n 2
 
-# Runs in the Python of a GPU machine as it is ($(PYTHON), no .venv); -rs lists what is skipped, and why.
+# Runs in the Python of a GPU machine as it is ($(PYTHON), no .venv), and lists what it skips, and why.
 test-gpu:
-	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest -rs
+	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest
+
+# The C++ of the CPU kernels under the address and undefined-behaviour sanitizers.
+sanitize-cpu:
+	kernels/tests/sanitize_cpu.sh
+
+bench: setup
+	$(BIN)/hf-twell bench ffn --output out/bench
 
 style: setup
 	$(BIN)/ruff check --fix $(SOURCES)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -383,8 +384,9 @@ def test_fsdp2_of_each_block(when, tmp_path):
         truth = logits(dense_relu(model))
         if when == "after":
             sparsify(model)
+        mesh = init_device_mesh("cpu", (1,))
         for layer in model.model.layers:
-            fully_shard(layer.mlp)
+            fully_shard(layer.mlp, mesh=mesh)
         sparsify(model)
         assert all(isinstance(ffn, FSDPModule) for ffn in sparse_ffns(model))
         assert len(sparse_ffns(model)) == 3

@@ -1,6 +1,7 @@
 """Scores equal the lm_eval command's, need no network or cache, and leave the model as it was."""
 
 import copy
+import importlib.util
 import json
 import lzma
 import math
@@ -32,6 +33,8 @@ OFFLINE = {
     "PYTHONPATH": str(ROOT),
     "OMP_NUM_THREADS": "1",
 }
+
+needs_lm_eval = pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="needs lm-eval")
 
 ARC_ROWS = [
     ("Which is a star?", ["the Sun", "the Moon", "a lamp", "Mars"], "A"),
@@ -107,6 +110,7 @@ def log_likelihood(model, tokenizer, prompt, continuation):
     return scores.sum().item()
 
 
+@needs_lm_eval
 def test_three_tasks_from_local_files(model, tokenizer, data_dir):
     result = evaluation.evaluate(model, tokenizer, data_dir=data_dir, batch_size=3, log_samples=True)
     assert json.loads(json.dumps(result, allow_nan=False)) == result
@@ -133,6 +137,7 @@ def test_three_tasks_from_local_files(model, tokenizer, data_dir):
     assert tasks["hellaswag"]["samples"][0]["responses"][0][0] == pytest.approx(reference, abs=1e-4)
 
 
+@needs_lm_eval
 def test_model_keeps_its_state(model, tokenizer, data_dir, tmp_path):
     model.train()
     model.model.layers[0].eval()
@@ -164,6 +169,7 @@ def test_model_keeps_its_state(model, tokenizer, data_dir, tmp_path):
     assert [module.training for module in model.modules()] == before["flags"]
 
 
+@needs_lm_eval
 def test_split_limit_and_folders_of_the_same_file_names(model, tokenizer, data_dir, tmp_path, monkeypatch):
     validation = evaluation.evaluate(model, tokenizer, "arc_easy", data_dir=data_dir, split="validation")
     assert validation["tasks"]["arc_easy"]["n_samples"] == 2
@@ -204,6 +210,7 @@ def test_split_limit_and_folders_of_the_same_file_names(model, tokenizer, data_d
         ({"tasks": (), "text": ["cut.txt.xz"]}, ["cut.txt.xz", "unpacked"]),
     ],
 )
+@needs_lm_eval
 def test_refusals_name_what_is_wrong(model, tokenizer, data_dir, tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
     contents = {"bad-json": '{"id": 1, "question": "", "choices": {}, "answerKey": "A"}\n{"id"', "bad-row": '{"id": 1}'}
@@ -222,6 +229,7 @@ def test_refusals_name_what_is_wrong(model, tokenizer, data_dir, tmp_path, monke
         assert word in str(caught.value)
 
 
+@needs_lm_eval
 def test_missing_files_and_models_are_named(model, tokenizer, data_dir, tmp_path):
     (data_dir / "ARC-Easy-Test.jsonl").unlink()
     with pytest.raises(
@@ -234,6 +242,7 @@ def test_missing_files_and_models_are_named(model, tokenizer, data_dir, tmp_path
         evaluation.evaluate(model, tokenizer, (), text=[tmp_path / "absent.txt"])
 
 
+@needs_lm_eval
 def test_old_lm_eval_is_refused(model, tokenizer, data_dir, monkeypatch):
     monkeypatch.setattr(evaluation.importlib.metadata, "version", lambda name: "0.4.11")
     with pytest.raises(ValueError, match=r"lm-eval 0.4.11 is too old: pip install 'lm-eval>=0.4.12'"):
@@ -322,6 +331,7 @@ sys.exit(cli.run(parser.parse_args()))
 """
 
 
+@needs_lm_eval
 def test_command_line_offline_without_any_cache(model, tokenizer, data_dir, tmp_path):
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
@@ -342,6 +352,7 @@ def test_command_line_offline_without_any_cache(model, tokenizer, data_dir, tmp_
     assert result["backend"] is None
 
 
+@needs_lm_eval
 def test_command_line_table_and_refusals(model, tokenizer, data_dir, tmp_path, capsys):
     dense, sparse = tmp_path / "dense", tmp_path / "sparse"
     save_model(model, dense, tokenizer)
@@ -375,6 +386,7 @@ MISSING = [f"../shared/data/{name}" for name in ("eval", "stories260K-hf") if no
 
 
 @pytest.mark.skipif(bool(MISSING), reason=f"missing beside the repository: {', '.join(MISSING)}")
+@needs_lm_eval
 def test_scores_equal_the_lm_eval_command(tmp_path, capsys):
     """A sparsified model: the command runs its dense ReLU path, `hf-twell eval` the reference backend."""
     import lm_eval.tasks

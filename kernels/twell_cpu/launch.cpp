@@ -23,6 +23,11 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 
+// torch 2.11's name for it.
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK
+#define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
+#endif
+
 twell::DType dtype_of(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case ScalarType::Float: return twell::DType::kFloat32;
