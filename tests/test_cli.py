@@ -214,6 +214,8 @@ def test_ctrl_c_leaves_nothing_behind(recipe):
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         env=environment,
+        # A shell that runs the tests in the background has them ignore the signal, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 120
     seen = b""
