@@ -49,13 +49,17 @@ class _InjectL1(torch.autograd.Function):
 
 
 def count(h, token_weight=None):
-    """What `inject_l1` reports about h: (1 + F,) fp32, the weighted sum of |h|, then each neuron's active tokens."""
+    """What `inject_l1` reports about h: (1 + F,) fp32, the weighted sum of |h|, then each neuron's active tokens.
+
+    Sums are in fp32, and in fp64 for an fp64 h.
+    """
+    wide = torch.promote_types(h.dtype, torch.float32)
     h_TF = h.reshape(-1, h.shape[-1])
-    l1_T = h_TF.abs().sum(1, dtype=torch.float32)
+    l1_T = h_TF.abs().sum(1, dtype=wide)
     active_TF = h_TF != 0
     if token_weight is None:
-        return torch.cat([l1_T.sum().view(1), active_TF.sum(0, dtype=torch.float32)])
-    weight_T = token_weight.reshape(-1)
+        return torch.cat([l1_T.sum().view(1), active_TF.sum(0, dtype=wide)]).float()
+    weight_T = token_weight.reshape(-1).to(wide)
     # Padding may hold NaN, and 0 * NaN would count it.
     l1_T = torch.where(weight_T > 0, l1_T, 0)
-    return torch.cat([(weight_T @ l1_T).view(1), weight_T @ active_TF.float()])
+    return torch.cat([(weight_T @ l1_T).view(1), weight_T @ active_TF.to(wide)]).float()

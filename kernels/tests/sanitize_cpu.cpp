@@ -60,7 +60,8 @@ double check(DType dtype, int64_t tokens, int64_t hidden, int64_t width, bool ga
       grad(kernels, dtype, random(engine, tokens * hidden, 1));
   // About a tenth of the pairs is active: sparse enough for the kernels at any number of tokens.
   const float threshold = -0.39f * std::sqrt(static_cast<float>(hidden));
-  std::vector<float> bias(static_cast<size_t>(width), threshold), active(static_cast<size_t>(width));
+  std::vector<float> bias(static_cast<size_t>(width), threshold);
+  std::vector<double> active(static_cast<size_t>(width));
   Block block{dtype, tokens, hidden, width, x.bytes.data(), gate.bytes.data(), gated ? up.bytes.data() : nullptr,
               down.bytes.data(), by_column ? 1 : width, by_column ? hidden : 1, bias.data(), nullptr, nullptr};
   const int64_t element = element_bytes(dtype);

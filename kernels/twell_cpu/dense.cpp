@@ -78,7 +78,7 @@ void dense_activation_backward(const Kernels& kernels, const Threads& threads, D
 }
 
 void dense_count(const Kernels& kernels, DType dtype, int64_t tokens, int64_t width, const void* h,
-                 const float* token_weight, double* l1, float* active) {
+                 const float* token_weight, double* l1, double* active) {
   std::vector<float> row(static_cast<size_t>(width));
   for (int64_t token = 0; token < tokens; ++token) {
     kernels.widen(static_cast<const char*>(h) + token * width * element_bytes(dtype), width, row.data());

@@ -18,7 +18,7 @@ void dense_activation_backward(const Kernels& kernels, const Threads& threads, D
 
 // What the report counts, from h.
 void dense_count(const Kernels& kernels, DType dtype, int64_t tokens, int64_t width, const void* h,
-                 const float* token_weight, double* l1, float* active);
+                 const float* token_weight, double* l1, double* active);
 
 // sums += terms, rounded to the element type.
 void add_in_place(const Kernels& kernels, const Threads& threads, DType dtype, int64_t count, const void* terms,

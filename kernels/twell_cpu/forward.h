@@ -26,7 +26,7 @@ struct Block {
 struct Report {
   const float* token_weight;  // null for ones
   double l1 = 0;
-  float* active;  // (F,), or null where nothing is counted
+  double* active;  // (F,), or null where nothing is counted; fp32 sums over 65,537 tokens lose digits
 };
 
 // Tokens [first, last) computed densely by the caller.

@@ -135,8 +135,8 @@ std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, May
   Tensor y_TD = torch::stable::view(y, std::vector<int64_t>{block.tokens, block.hidden});
 
   MaybeTensor keep_weight;
-  float* counts = tally ? static_cast<float*>(report_tensor.mutable_data_ptr()) : nullptr;
-  twell::Report report{fp32_pointer(token_weight, &keep_weight), 0, counts ? counts + 1 : nullptr};
+  std::vector<double> active(tally ? static_cast<size_t>(block.width) : 0);
+  twell::Report report{fp32_pointer(token_weight, &keep_weight), 0, tally ? active.data() : nullptr};
   twell::State state;
   if (capacity > 0) {
     state = twell::State::at(state_tensor.mutable_data_ptr(), block.tokens, capacity, element, block.up != nullptr);
@@ -155,7 +155,11 @@ std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, May
                    Tensor rows = rows_of(y_TD, first, last);
                    torch::stable::copy_(rows, linear(gate, call.w_down, b_down));
                  });
-  if (counts) counts[0] = static_cast<float>(report.l1);
+  if (tally) {
+    float* counts = static_cast<float*>(report_tensor.mutable_data_ptr());
+    counts[0] = static_cast<float>(report.l1);
+    std::copy(active.begin(), active.end(), counts + 1);
+  }
   return {y, report_tensor, state_tensor};
 }
 
