@@ -17,6 +17,10 @@ _MODULE_OF = {
 __all__ = ["__version__", "ops", *_MODULE_OF]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str):
     if name == "ops":
         return importlib.import_module("hf_twell.ops")

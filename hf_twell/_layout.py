@@ -38,6 +38,13 @@ def settle_down(ffn: torch.nn.Module, x: torch.Tensor) -> None:
             _swap(weight, weight.detach().t().contiguous().t())
 
 
+def restore_down(ffn: torch.nn.Module) -> None:
+    """Give the weight the memory order in which stock models hold it."""
+    weight = getattr(getattr(ffn, ffn.twell.form.down), "weight", None)
+    if weight is not None and not weight.is_contiguous() and _swappable(weight):
+        _swap(weight, weight.detach().contiguous())
+
+
 def _distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 

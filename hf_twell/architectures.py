@@ -167,11 +167,17 @@ def _check_complete(model, sites):
         name for name, module in modules.items() if isinstance(modules.get(name.rpartition(".")[0]), nn.ModuleList)
     ]
     unread = next((name for name in blocks if modules[name] not in [site.module for site in sites]), None)
-    where = f"; {unread} ({type(modules[unread]).__name__}) cannot be read" if unread else ""
+    where = f"; {unread} ({_parts(modules[unread])}) cannot be read" if unread else ""
     raise ValueError(
         f"{type(model).__name__} has {layers} layers but {len(sites)} feed-forward blocks of a known form{where}. "
         f"{SUPPORTED}."
     )
+
+
+def _parts(module: nn.Module) -> str:
+    """What an unknown block is made of, so that a fused, quantized or renamed projection shows in the message."""
+    children = ", ".join(f"{name}: {type(child).__name__}" for name, child in module.named_children())
+    return f"{type(module).__name__} of {children}" if children else type(module).__name__
 
 
 def _check_other_activations(model, sites):
@@ -251,7 +257,7 @@ def _check_formula(site: FfnSite, where: str):
             try:
                 exact = torch.allclose(tiny.forward(x), expected, rtol=1e-4, atol=1e-4)
             except Exception as error:
-                raise ValueError(f"{where} could not be run as a feed-forward block: {error}. {SUPPORTED}.") from error
+                raise ValueError(f"{where} takes more than hidden states through its linears. {SUPPORTED}.") from error
             if not exact:
                 raise ValueError(
                     f"{where} does more than down(relu(gate) * up) (dropout, a norm, a scale, ...), so it cannot be "

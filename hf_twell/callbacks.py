@@ -13,6 +13,8 @@ from hf_twell.penalty import L1Penalty
 logger = logging.getLogger(__name__)
 
 LAYER_PREFIX = "twell/layer_"
+# The trainer's methods that a callback wraps.
+WRAPPED = ("train", "get_batch_samples", "training_step", "log", "_save_checkpoint")
 WARMUPS = {
     "linear": lambda progress: progress,
     "sine": lambda progress: math.sin(progress * math.pi / 2) ** 2,
@@ -54,6 +56,8 @@ class SparsityCallback(TrainerCallback):
         warmup: str = "linear",
         log_layers: bool = True,
     ):
+        if not hasattr(trainer, "callback_handler") or not hasattr(trainer, "args"):
+            raise ValueError(f"SparsityCallback takes the trainer first, got {type(trainer).__name__}")
         if trainer.args.n_gpu > 1:
             raise ValueError(
                 f"the trainer would run DataParallel on {trainer.args.n_gpu} GPUs, which cannot count tokens of the "
@@ -70,9 +74,18 @@ class SparsityCallback(TrainerCallback):
         self.warmup = warmup
         self.log_layers = log_layers
         # No event carries the batches, or comes before the reporters and the saving: these methods of the trainer do.
-        for name in ("train", "get_batch_samples", "training_step", "log", "_save_checkpoint"):
+        earlier = getattr(vars(trainer).get("train"), "func", None)
+        if isinstance(getattr(earlier, "__self__", None), SparsityCallback):
+            earlier.__self__.detach()
+        for name in WRAPPED:
             method = getattr(self, f"_{name.lstrip('_')}")
             setattr(trainer, name, functools.partial(method, getattr(trainer, name)))
+
+    def detach(self) -> None:
+        """Give the trainer its own methods back and leave its callbacks; a new SparsityCallback does so to the last."""
+        for name in WRAPPED:
+            vars(self.trainer).pop(name, None)
+        self.trainer.remove_callback(self)
 
     def weight_at(self, step: int) -> float:
         """The coefficient of the optimizer step that follows `step` finished ones."""
@@ -108,7 +121,10 @@ class SparsityCallback(TrainerCallback):
 
     def _train(self, train, resume_from_checkpoint=None, *args, **kwargs):
         if self not in self.trainer.callback_handler.callbacks:
-            raise ValueError("the SparsityCallback was made but not added; call trainer.add_callback(callback)")
+            raise ValueError(
+                "a SparsityCallback was made for this trainer but is not among its callbacks; add it with "
+                "trainer.add_callback(callback), or call callback.detach() to train without it"
+            )
         if resume_from_checkpoint is True:
             output_dir = self.trainer.args.output_dir
             resume_from_checkpoint = last_checkpoint(output_dir)

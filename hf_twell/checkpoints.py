@@ -18,13 +18,15 @@ def check_target(path: str | Path, *, overwrite: bool = False) -> Path:
     """The real path of a folder that may be written; call it before long work, whose result needs a place.
 
     Raises:
-        ValueError: `path` exists and `overwrite` is false, or its parent is not a folder.
+        ValueError: `path` exists and `overwrite` is false or it is no model folder, or its parent is not a folder.
     """
     path = Path(path).resolve()
     if not path.parent.is_dir():
         raise ValueError(f"{path.parent} is not a folder; create it, or choose another place to save to")
     if path.exists() and not overwrite:
         raise ValueError(f"{path} exists; choose another name, or allow it to be overwritten (--overwrite)")
+    if path.exists() and not _may_be_replaced(path):
+        raise ValueError(f"{path} is no model folder (or holds the working directory); only those are overwritten")
     return path
 
 
@@ -105,3 +107,9 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
             if step and (folder / STATE_NAME).is_file():
                 found[int(step[1])] = str(folder)
     return found[max(found)] if found else None
+
+
+def _may_be_replaced(path: Path) -> bool:
+    if not path.is_dir() or Path.cwd().is_relative_to(path):
+        return False
+    return (path / "config.json").is_file() or not any(path.iterdir())

@@ -6,6 +6,7 @@ from numbers import Integral
 from torch import nn
 
 from hf_twell import ops
+from hf_twell._layout import restore_down
 from hf_twell.architectures import FfnSite, activation_keys, check_convertible, find_ffns, stock_class
 from hf_twell.modeling import FfnSettings, SparseFfn, sparse_class
 
@@ -97,5 +98,6 @@ def _make_sparse(site: FfnSite, index: int, backend: str) -> None:
 
 def _restore_stock(module: nn.Module) -> None:
     if isinstance(module, SparseFfn):
+        restore_down(module)
         module.__class__ = stock_class(module)
         del module.twell

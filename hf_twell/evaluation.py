@@ -35,7 +35,7 @@ def _random_states() -> Iterator[None]:
 def evaluate(
     model,
     tokenizer=None,
-    tasks: Sequence[str] = DEFAULT_TASKS,
+    tasks: Sequence[str] | None = None,
     *,
     data_dir: str | Path | None = None,
     text: Sequence[str | Path] = (),
@@ -59,7 +59,8 @@ def evaluate(
     Args:
         model: a Transformers model (it stays on its device), or the path or Hub name of one.
         tokenizer: its tokenizer, or the path of one; by default the one saved beside the model.
-        tasks: names of lm-eval tasks, groups or tags (`lm_eval ls tasks` lists them); may be empty.
+        tasks: names of lm-eval tasks, groups or tags (`lm_eval ls tasks` lists them); by default arc_easy,
+            arc_challenge and hellaswag, or none where `text` is given.
         data_dir: folder with the rows of arc_easy, arc_challenge and hellaswag as `.jsonl` or `.jsonl.xz`.
         text: UTF-8 text files (also `.xz`), scored as `hf_twell.perplexity.text_loss` says.
         split: "test" or "validation" rows; by default what lm-eval scores (ARC: test, HellaSwag: validation).
@@ -80,8 +81,10 @@ def evaluate(
         ValueError: unknown task, split or argument; unusable data or text; lm-eval is not installed.
         OSError: a file, the model, or a data set on the Hub cannot be read.
     """
-    tasks = list(dict.fromkeys([tasks] if isinstance(tasks, str) else tasks))
     text = [text] if isinstance(text, str | Path) else list(text)
+    if tasks is None:
+        tasks = () if text else DEFAULT_TASKS
+    tasks = list(dict.fromkeys([tasks] if isinstance(tasks, str) else tasks))
     _check_arguments(model, tasks, text, split, limit, batch_size, num_fewshot, dtype, device)
     # Everything cheap that can be wrong is read before the model.
     documents = {str(path): read_documents(path)[:limit] for path in text}

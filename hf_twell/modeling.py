@@ -38,7 +38,7 @@ class SparseFfn(nn.Module):
     twell: FfnSettings
 
     def forward(self, x):
-        form, l1 = self.twell.form, self.twell.l1 if self.training else None
+        form, l1 = self.twell.form, self.twell.l1
         if l1 is not None and l1.token_weight is not None and l1.token_weight.shape != x.shape[:-1]:
             raise ValueError(
                 f"{self.twell.name} got hidden states for {tuple(x.shape[:-1])} tokens, but the batch's attention_mask "

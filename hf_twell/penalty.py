@@ -22,7 +22,7 @@ class L1Penalty:
         penalty = L1Penalty(model, l1_weight=2e-4)
         for batches in optimizer_steps:
             for batch in penalty.micro_batches(batches):
-                model(**batch).loss.backward()
+                (model(**batch).loss / len(batches)).backward()
             optimizer.step()
 
     Under DistributedDataParallel every rank calls it alike: gradients are taken to be averaged over ranks.
@@ -41,8 +41,8 @@ class L1Penalty:
         self.ffns = sparse_ffns(model)
         if not self.ffns:
             raise ValueError(f"{type(model).__name__} has no sparse blocks; call hf_twell.sparsify(model) first")
-        if not l1_weight >= 0:
-            raise ValueError(f"l1_weight={l1_weight}; give a number of at least 0")
+        if not isinstance(l1_weight, int | float) or not l1_weight >= 0:
+            raise ValueError(f"l1_weight={l1_weight!r}; give a number of at least 0")
         self.l1_weight = l1_weight
         self._scale = None
         self._tallies = None
@@ -94,6 +94,8 @@ class L1Penalty:
 
     def micro_batches(self, batches: Iterable[Mapping], *, scaler=None) -> Iterator[Mapping]:
         """Yield the micro-batches of one optimizer step, each with the L1 term switched on."""
+        if isinstance(batches, Mapping):
+            raise ValueError("micro_batches takes the micro-batches of an optimizer step; put a single one into a list")
         batches = list(batches)
         self.begin_step(batches, scaler=scaler)
         for batch in batches:

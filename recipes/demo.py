@@ -47,9 +47,9 @@ def main() -> None:
     dense = dense_figures(recipe)
 
     say("2. The activation becomes ReLU, and the model is fine-tuned with the L1 term")
-    sparse = finetune(recipe)
+    sparse = finetune(recipe, overwrite=True)
     say("3. The same fine-tuning without the L1 term, as a control")
-    control = finetune(dataclasses.replace(recipe, l1_weight=0.0, output_dir=str(output / "control")))
+    control = finetune(dataclasses.replace(recipe, l1_weight=0.0, output_dir=str(output / "control")), overwrite=True)
 
     say(f"4. Results on held-out text ({sparse['after']['sparsity']['tokens']:,} tokens)")
     rows = [

@@ -13,21 +13,21 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback, Trainer
+from transformers import ProgressCallback, Trainer
 
 import hf_twell
-from hf_twell.checkpoints import last_checkpoint, save_model
-from hf_twell.training import CompactProgress, PackedText, Recipe, load_recipe, training_arguments
+from hf_twell.checkpoints import save_model
+from hf_twell.evaluation import load_model
+from hf_twell.training import CompactProgress, PackedText, Recipe, check_run, load_recipe, training_arguments
 
 
-def finetune(recipe: Recipe, *, resume: bool = False) -> dict:
+def finetune(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -> dict:
     """Run a recipe; the result holds held-out loss and sparsity before and after, and the log rows of each step."""
-    if not resume and (earlier := last_checkpoint(recipe.output_dir)):
-        raise ValueError(f"{earlier} is from an earlier run; go on from it with --resume, or choose another output_dir")
+    args = training_arguments(recipe)
+    check_run(recipe.output_dir, args, resume=resume, overwrite=overwrite)
 
     # 1. A pretrained model whose feed-forward blocks become ReLU ones.
-    tokenizer = AutoTokenizer.from_pretrained(recipe.model)
-    model = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=recipe.dtype)
+    model, tokenizer = load_model(recipe.model, dtype=recipe.dtype, device="cpu")
     hf_twell.sparsify(model, layers=recipe.layers)
 
     # 2. Text, packed into sequences of one length.
@@ -35,7 +35,6 @@ def finetune(recipe: Recipe, *, resume: bool = False) -> dict:
     heldout = PackedText(tokenizer, recipe.heldout, recipe.sequence_length, description="tokenizing held-out text")
 
     # 3. Transformers' own Trainer, with the L1 term as a callback.
-    args = training_arguments(recipe)
     trainer = Trainer(model, args, train_dataset=train, eval_dataset=heldout, processing_class=tokenizer)
     callback = hf_twell.SparsityCallback(
         trainer, recipe.l1_weight, warmup_steps=recipe.warmup_steps, warmup=recipe.warmup
@@ -70,6 +69,8 @@ if __name__ == "__main__":
     parser.add_argument("recipe", help="a YAML file")
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="in place of the recipe's own values")
     parser.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint in output_dir")
-    arguments = parser.parse_args()
-    result = finetune(load_recipe(arguments.recipe, arguments.changes), resume=arguments.resume)
+    parser.add_argument("--overwrite", action="store_true", help="replace the final model of an earlier run")
+    arguments = parser.parse_intermixed_args()
+    recipe = load_recipe(arguments.recipe, arguments.changes)
+    result = finetune(recipe, resume=arguments.resume, overwrite=arguments.overwrite)
     print(json.dumps({key: result[key] for key in ("model", "before", "after")}, indent=2))

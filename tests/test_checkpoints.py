@@ -253,13 +253,18 @@ def test_whole_folder(tmp_path):
     assert (target / "weights").read_text() == "new"
 
 
+def make_model_folder(path):
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    (path / "weights").write_text("old")
+
+
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_whole_folder_when_the_body_fails(tmp_path, error, overwrite):
     target = tmp_path / "model"
     if overwrite:
-        target.mkdir()
-        (target / "weights").write_text("old")
+        make_model_folder(target)
 
     def body():
         with whole_folder(target, overwrite=overwrite) as folder:
@@ -274,21 +279,30 @@ def test_whole_folder_when_the_body_fails(tmp_path, error, overwrite):
 
 def test_whole_folder_when_the_rename_fails(tmp_path):
     target = tmp_path / "model"
-    target.mkdir()
-    (target / "weights").write_text("old")
+    make_model_folder(target)
     with pytest.raises(OSError), whole_folder(target, overwrite=True) as folder:
         folder.rmdir()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     assert (target / "weights").read_text() == "old"
 
 
-@pytest.mark.parametrize("kind", ["folder", "file", "link"])
-def test_whole_folder_over_something(tmp_path, kind):
-    target, real = tmp_path / "model", tmp_path / "real"
+@pytest.mark.parametrize("kind", ["file", "folder of other things"])
+def test_whole_folder_refuses_to_replace_what_is_no_model(tmp_path, kind):
+    target = tmp_path / "model"
     if kind == "file":
         target.write_text("old")
     else:
-        (target if kind == "folder" else real).mkdir()
+        target.mkdir()
+        (target / "thesis.tex").write_text("old")
+    with pytest.raises(ValueError, match="no model folder"), whole_folder(target, overwrite=True):
+        pytest.fail("the body must not run")
+    assert (target if kind == "file" else target / "thesis.tex").read_text() == "old"
+
+
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_whole_folder_over_something(tmp_path, kind):
+    target, real = tmp_path / "model", tmp_path / "real"
+    make_model_folder(target if kind == "folder" else real)
     if kind == "link":
         target.symlink_to(real)
     with pytest.raises(ValueError, match="exists"), whole_folder(target):

@@ -143,6 +143,13 @@ def test_mistakes_end_in_one_line(arguments, says, tmp_path, capsys, monkeypatch
         ("train=recipe.yaml", ".parquet"),
         ("sequence_length=1000000", "less than one sequence"),
         ("nothing", "key=value"),
+        ("training.max_steps=abc", "give a number"),
+        ("training=3", "a mapping"),
+        ("training.save_strategy=sometimes", "sometimes"),
+        ("sequence_length=0", "at least 2"),
+        ("dtype=float12", "bfloat16"),
+        ("layers=[0", "YAML"),
+        ("model=no/such/model", "no/such/model"),
     ],
 )
 def test_recipe_mistakes_end_in_one_line(recipe, change, says, capsys, monkeypatch):
@@ -155,13 +162,15 @@ def test_train_reads_jsonl_and_reports(recipe, capsys):
     pytest.importorskip("datasets")
     rows = [json.dumps({"text": text}) for text in (recipe.parent / "train.txt").read_text().split("<|endoftext|>\n")]
     (recipe.parent / "rows.jsonl").write_text("\n".join(rows))
-    changes = [f"train={recipe.parent / 'rows.jsonl'}", "training.max_steps=2", "training.save_strategy='no'"]
-    assert main(["train", str(recipe), *changes, "--json"]) == 0
+    changes = [f"train={recipe.parent / 'rows.jsonl'}", "training.max_steps=2", "training.save_strategy=no"]
+    assert main(["train", str(recipe), "--json", *changes]) == 0
     result = json.loads(capsys.readouterr().out)
     assert [row["step"] for row in result["logs"]] == [1, 2]
     assert result["logs"][1]["twell/l1_weight"] == 0.05
     assert result["before"]["sparsity"]["l0"] != result["after"]["sparsity"]["l0"]
-    assert main(["train", str(recipe), *changes]) == 0
+    assert main(["train", str(recipe), *changes]) == 1
+    assert "--overwrite" in error_line(capsys)
+    assert main(["train", str(recipe), *changes, "--overwrite"]) == 0
     printed = capsys.readouterr()
     assert "fine-tuned" in printed.out
     assert "l1_weight=" in printed.err, "the progress bar shows the figures"
@@ -181,6 +190,26 @@ def test_a_killed_training_resumes_to_the_same_model(recipe, capsys):
     models = [AutoModelForCausalLM.from_pretrained(result["model"]) for result in (expected, resumed)]
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(one, other)
+    assert main(["train", str(recipe), "--resume"]) == 1
+    assert "finished: 4 of 4 steps" in error_line(capsys)
+
+
+def test_overwrite_replaces_only_model_folders(tmp_path, capsys, monkeypatch):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.tex").write_text("text")
+    (tmp_path / "notes.txt").write_text("text")
+    monkeypatch.chdir(tmp_path / "precious")
+    for target in ("../precious", "../notes.txt", ".", ".."):
+        assert main(["sparsify", str(DEMO / "model"), target, "--overwrite"]) == 1
+        assert "no model folder" in error_line(capsys)
+    assert (tmp_path / "precious" / "thesis.tex").read_text() == (tmp_path / "notes.txt").read_text() == "text"
+
+
+def test_a_few_words_are_enough_to_measure(tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("The cell is the smallest unit of life.")
+    command = ["sparsify", str(DEMO / "model"), str(tmp_path / "out"), "--text", str(tmp_path / "notes.txt"), "--json"]
+    assert main(command) == 0
+    assert 5 < json.loads(capsys.readouterr().out)["sparsity"]["tokens"] < 40
 
 
 FULL_DISK = """

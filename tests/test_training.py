@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers import Trainer, TrainingArguments
 
 from hf_twell import L1Penalty, SparsityCallback, sparsify
 from tests import one_step
@@ -135,6 +136,35 @@ def test_compiled_model_has_the_same_gradient(truth):
     assert penalty.report()["l0"] > 1
 
 
+def test_a_model_in_evaluation_mode_counts_too(truth):
+    model = sparsify(tiny_llama()).eval()
+    labels = sum(length - 1 for length in one_step.LENGTHS)
+    penalty = L1Penalty(model, l1_weight=one_step.L1_WEIGHT)
+    for batch in penalty.micro_batches([one_step.pad(one_step.rows())]):
+        model(**batch, num_items_in_batch=labels).loss.backward()
+    assert_same_gradient(one_step.flat_gradient(model), truth)
+    assert penalty.report()["l0"] > 1
+
+
+def test_a_new_callback_replaces_the_last_and_can_be_taken_off(tmp_path):
+    args = TrainingArguments(
+        str(tmp_path), max_steps=1, logging_steps=1, use_cpu=True, report_to=[], save_strategy="no"
+    )
+    trainer = Trainer(sparsify(tiny_llama()), args, train_dataset=one_step.rows(), data_collator=one_step.pad)
+    trainer.add_callback(SparsityCallback(trainer, l1_weight=1.0))
+    callback = SparsityCallback(trainer, l1_weight=7.0)
+    with pytest.raises(ValueError, match="add_callback"):
+        trainer.train()
+    trainer.add_callback(callback)
+    trainer.train()
+    assert trainer.state.log_history[0]["twell/l1_weight"] == 7.0
+    callback.detach()
+    trainer.train()
+    assert "twell/l0" not in trainer.state.log_history[0]
+    with pytest.raises(ValueError, match="takes the trainer first"):
+        SparsityCallback(trainer.model, 1.0)
+
+
 def test_masks_that_cannot_be_read_are_refused():
     model = sparsify(tiny_llama()).train()
     penalty = L1Penalty(model, l1_weight=1.0)
@@ -145,6 +175,8 @@ def test_masks_that_cannot_be_read_are_refused():
         pass
     with pytest.raises(ValueError, match="input_ids"):
         penalty.begin_step([{"pixels": torch.ones(1)}])
+    with pytest.raises(ValueError, match="into a list"):
+        next(penalty.micro_batches(batch))
     penalty.begin_step([batch])
     with penalty.micro_batch(batch), pytest.raises(ValueError, match="attention_mask"):
         model(input_ids=batch["input_ids"][:2])
@@ -155,7 +187,9 @@ def test_wrong_set_ups_are_refused():
         L1Penalty(tiny_llama(), 1.0)
     with pytest.raises(ValueError, match="l1_weight"):
         L1Penalty(sparsify(tiny_llama()), -1.0)
-    trainer = type("Trainer", (), {"args": type("Args", (), {"n_gpu": 2})()})()
+    args = TrainingArguments("unused", use_cpu=True, report_to=[])
+    trainer = Trainer(sparsify(tiny_llama()), args, train_dataset=one_step.rows())
+    args._n_gpu = 2  # what TrainingArguments finds on a machine of two GPUs, started as one process
     with pytest.raises(ValueError, match="accelerate launch"):
         SparsityCallback(trainer, 1.0)
 

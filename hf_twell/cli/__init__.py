@@ -28,7 +28,12 @@ def main(argv: list[str] | None = None) -> int:
         )
         module.add_arguments(subparser)
         subparser.set_defaults(run=module.run)
-    args = parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    if rest and hasattr(args, "changes") and not any(item.startswith("-") for item in rest):
+        # argparse gives up positional arguments that follow an option.
+        args.changes += rest
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         return args.run(args)
     except KeyboardInterrupt:

@@ -14,6 +14,7 @@ PACKAGES = {
     "accelerate": "train",
     "datasets": "train",
     "peft": "train",
+    "trl": "dev",
     "lm_eval": "eval",
     "evaluate": "eval",
     "matplotlib": "bench",

@@ -66,10 +66,7 @@ def run(args: argparse.Namespace) -> int:
 def _evaluate(args: argparse.Namespace) -> dict:
     from hf_twell import evaluation
 
-    if args.tasks is None:
-        tasks = () if args.text else evaluation.DEFAULT_TASKS
-    else:
-        tasks = [name for item in args.tasks for name in item.split(",") if name]
+    tasks = args.tasks and [name for item in args.tasks for name in item.split(",") if name]
     converted = []
 
     def on_load(model):

@@ -8,6 +8,7 @@ example:
 """
 
 import argparse
+from pathlib import Path
 
 from hf_twell.cli.output import percent, print_json, sparsity_table, stdout_for_result
 
@@ -15,7 +16,9 @@ from hf_twell.cli.output import percent, print_json, sparsity_table, stdout_for_
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a model folder or a Hub name")
     parser.add_argument("output", help="the folder to write; it must not exist")
-    parser.add_argument("--layers", type=int, nargs="+", help="layers for kernels and the L1 term (default: all)")
+    parser.add_argument(
+        "--layers", type=int, nargs="+", help="for kernels and the L1 term (default: as saved, else all)"
+    )
     parser.add_argument(
         "--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"), help="default: as stored"
     )
@@ -42,21 +45,27 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _convert(args) -> dict:
+    import torch
+
     import hf_twell
     from hf_twell.architectures import find_ffns
     from hf_twell.checkpoints import check_target, save_model
     from hf_twell.evaluation import load_model
-    from hf_twell.training import PackedText
+    from hf_twell.training import token_ids
 
     check_target(args.output, overwrite=args.overwrite)
+    if args.tokens < 1:
+        raise ValueError(f"--tokens {args.tokens}; give at least 1")
+    for path in args.text:
+        if not Path(path).is_file():
+            raise ValueError(f"no text file at {path}")
     model, tokenizer = load_model(args.model, dtype=args.dtype, device="cpu")
     hf_twell.sparsify(model, layers=args.layers)
     sparsity = None
     if args.text:
         length = min(512, getattr(model.config.get_text_config(), "max_position_embeddings", 512))
-        text = PackedText(tokenizer, args.text, length)
-        sequences = text.sequences[: max(args.tokens // length, 1)]
-        sparsity = hf_twell.measure_sparsity(model, sequences.split(4), progress=True)
+        ids = torch.tensor(token_ids(tokenizer, args.text)[: args.tokens])
+        sparsity = hf_twell.measure_sparsity(model, [part[None] for part in ids.split(length)], progress=True)
     save_model(model, args.output, tokenizer, overwrite=args.overwrite)
     return {
         "class": type(model).__name__,
