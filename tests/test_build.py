@@ -1,12 +1,14 @@
 """Finding, compiling and caching the kernel libraries, and what happens where that cannot work."""
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from hf_twell import build
 
@@ -111,3 +113,15 @@ def test_every_kernel_source_is_listed_and_there_is_no_package_marker():
     on_disk = {path.relative_to(build.kernels_dir()) for path in (build.kernels_dir() / "twell_cpu").rglob("*")}
     assert {path for path in on_disk if path.suffix in (".cpp", ".h")} <= listed
     assert not (build.kernels_dir() / "__init__.py").exists(), "it would shadow the kernels package"
+
+
+@pytest.mark.parametrize("source", sorted(path.name for path in (REPOSITORY / "kernels" / "twell_cpu").glob("*.cpp")))
+def test_sources_compile_for_aarch64(source):
+    compiler = shutil.which("aarch64-linux-gnu-g++")
+    if compiler is None:
+        pytest.skip("needs aarch64-linux-gnu-g++ (Debian: g++-aarch64-linux-gnu)")
+    torch_headers = Path(torch.__file__).parent / "include"
+    command = [compiler, "-std=c++17", "-fsyntax-only", "-Wall", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
+    path = REPOSITORY / "kernels" / "twell_cpu" / source
+    done = subprocess.run([*command, f"-I{torch_headers}", path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
