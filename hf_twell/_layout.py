@@ -8,7 +8,7 @@ import torch
 
 from hf_twell import ops
 
-SPARSE = 0.05  # below this density columns pay at any number of tokens; above ops.MAX_DENSITY rows do
+SPARSE = 0.1  # below this density columns pay at any number of tokens; above ops.MAX_DENSITY rows do
 MANY_TOKENS = 64  # so many make the sample's time negligible
 
 

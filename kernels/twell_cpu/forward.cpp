@@ -325,6 +325,9 @@ int64_t save_pairs(const State& state, const TokenPairs& pairs, int64_t first_to
   return slot;
 }
 
+// A column of a matrix stored by rows costs a cache line for each of its elements, and those come one by one.
+constexpr int64_t kCacheLine = 64;
+
 void forward(const Block& block, const Kernels& kernels, const Threads& threads, void* y, Report* report,
              const State* state, const DenseRange& dense) {
   const auto go_dense = [&](int64_t first, int64_t last) {
@@ -354,7 +357,7 @@ void forward(const Block& block, const Kernels& kernels, const Threads& threads,
     if (state) slot = save_pairs(*state, pairs, first, slot, kernels, element_bytes(block.dtype));
     if (down_by_column(block)) {
       down_by_rows(block, kernels, threads, part, pairs.neuron.data(), block.down, block.down_column, y);
-    } else if (block.tokens <= step && total < block.width / 8) {
+    } else if (block.tokens <= step && 2 * total * kCacheLine < block.width * element_bytes(block.dtype)) {
       down_by_active_columns(block, kernels, threads, part, y);
     } else if (block.tokens <= kFewTokens) {
       down_of_few(block, kernels, threads, part, y);
