@@ -25,27 +25,28 @@ inline void prefetch(const char* from, int64_t bytes) {
 
 // A dense call would waste the first blocks on finding out, so a sample of its tokens and neurons decides.
 bool sample_is_dense(const Block& block, const Kernels& kernels) {
-  constexpr int64_t kSample = 16;
-  if (block.tokens < kSample) return false;
+  constexpr int64_t kMaxSample = 16;
+  if (max_density(block.tokens) >= 1) return false;
+  const int64_t sample = std::min(kMaxSample, block.tokens);
   const int64_t groups = std::min<int64_t>(block.width / kTileNeurons, block.tokens < 64 ? 3 : 6);
   if (groups == 0) return false;
   const int64_t row_bytes = block.hidden * element_bytes(block.dtype);
-  std::vector<char> rows(static_cast<size_t>(kSample * row_bytes));
-  for (int64_t i = 0; i < kSample; ++i) {
-    const int64_t token = (2 * i + 1) * block.tokens / (2 * kSample);
+  std::vector<char> rows(static_cast<size_t>(sample * row_bytes));
+  for (int64_t i = 0; i < sample; ++i) {
+    const int64_t token = (2 * i + 1) * block.tokens / (2 * sample);
     std::memcpy(rows.data() + i * row_bytes, at(block.x, token * block.hidden, block.dtype), row_bytes);
   }
-  float values[kTileNeurons * kSample];
-  uint32_t position[kTileNeurons * kSample];
-  float kept[kTileNeurons * kSample];
+  float values[kTileNeurons * kMaxSample];
+  uint32_t position[kTileNeurons * kMaxSample];
+  float kept[kTileNeurons * kMaxSample];
   int64_t active = 0;
   for (int64_t group = 0; group < groups; ++group) {
     const int64_t f = group * (block.width - kTileNeurons) / std::max<int64_t>(groups - 1, 1);
-    kernels.gate(rows.data(), block.hidden, kSample, at(block.gate, f * block.hidden, block.dtype), block.hidden,
-                 kTileNeurons, block.hidden, block.b_gate ? block.b_gate + f : nullptr, values, kSample);
-    active += kernels.pack(values, kTileNeurons * kSample, 0, position, kept);
+    kernels.gate(rows.data(), block.hidden, sample, at(block.gate, f * block.hidden, block.dtype), block.hidden,
+                 kTileNeurons, block.hidden, block.b_gate ? block.b_gate + f : nullptr, values, sample);
+    active += kernels.pack(values, kTileNeurons * sample, 0, position, kept);
   }
-  return static_cast<double>(active) > max_density(block.tokens) * static_cast<double>(groups * kTileNeurons * kSample);
+  return static_cast<double>(active) > max_density(block.tokens) * static_cast<double>(groups * kTileNeurons * sample);
 }
 
 // Consecutive tokens with their pairs; h = gate * up.
