@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_twell import build
+from hf_twell import _toolchain, build
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 USE = """
@@ -43,8 +43,8 @@ def output_of(process: subprocess.Popen) -> str:
 
 def has_compiler() -> bool:
     try:
-        return bool(build.compiler())
-    except build.BuildError:
+        return bool(_toolchain.compiler())
+    except _toolchain.BuildError:
         return False
 
 
@@ -56,7 +56,7 @@ def test_two_processes_compile_once_and_later_ones_need_no_compiler(tmp_path):
         assert "available=True" in out
         assert "warning" not in out
     libraries = sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".so")
-    assert libraries == [build.library_name("cpu")]
+    assert libraries == sorted([build.library_name("cpu"), build.library_name("ops")])
     assert not [path for path in tmp_path.iterdir() if path.is_dir()], "no temporary folder is left"
     assert "available=True" in output_of(start(tmp_path, CXX="/nowhere/g++", PATH="/nowhere"))
 
@@ -108,11 +108,13 @@ def test_status_alone_compiles_nothing(tmp_path, monkeypatch):
         build.status("tpu")
 
 
-def test_every_kernel_source_is_listed_and_there_is_no_package_marker():
-    listed = {Path(source) for source in build._sources("cpu")}
-    on_disk = {path.relative_to(build.kernels_dir()) for path in (build.kernels_dir() / "twell_cpu").rglob("*")}
-    assert {path for path in on_disk if path.suffix in (".cpp", ".h")} <= listed
-    assert not (build.kernels_dir() / "__init__.py").exists(), "it would shadow the kernels package"
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_every_kernel_source_is_listed_and_there_is_no_package_marker(name):
+    folder = _toolchain.kernels_dir()
+    listed = {Path(source) for source in _toolchain.sources(name)}
+    on_disk = {path.relative_to(folder) for path in (folder / f"twell_{name}").rglob("*")}
+    assert {path for path in on_disk if path.suffix in (".cpp", ".cu", ".h", ".cuh")} == listed
+    assert not (folder / "__init__.py").exists(), "it would shadow the kernels package"
 
 
 @pytest.mark.parametrize("source", sorted(path.name for path in (REPOSITORY / "kernels" / "twell_cpu").glob("*.cpp")))
