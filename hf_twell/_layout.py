@@ -13,45 +13,61 @@ MANY_TOKENS = 64  # so many make the sample's time negligible
 
 
 def settle_down(ffn: torch.nn.Module, x: torch.Tensor) -> None:
-    """Give a (D, F) weight on CPU the strides (1, D) for evaluation, and (F, 1) again where gradients are wanted.
+    """Give a (D, F) weight the strides (1, D) for evaluation, and (F, 1) again where gradients are wanted.
 
     Left alone are: calls outside evaluation without gradients, compiled graphs (their guards hold the strides), blocks
-    too dense for it to pay, and weights that others may reach by their memory: shared storage, a gradient waiting for
-    an optimizer step, or any process group (FSDP2 gathers each forward's weights into the memory it remembers).
+    on CPU too dense for it to pay, and weights that others may reach by their memory: shared storage, a gradient
+    waiting for an optimizer step, a captured CUDA graph, or any process group (FSDP2 gathers each forward's weights
+    into the memory it remembers).
     """
-    if torch.compiler.is_compiling() or x.device.type != "cpu" or x.numel() == 0:
+    if torch.compiler.is_compiling() or x.device.type not in ("cpu", "cuda") or x.numel() == 0:
         return
-    form = ffn.twell.form
-    weight = getattr(ffn, form.down).weight
-    by_column = weight.stride() == (1, weight.shape[0])
-    if torch.is_grad_enabled() and weight.requires_grad:
-        if by_column and _swappable(weight):
+    weight = getattr(ffn, ffn.twell.form.down).weight
+    if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        ffn.twell.captured = True
+    elif torch.is_grad_enabled() and weight.requires_grad:
+        if _by_column(weight) and _swappable(ffn, weight):
             _swap(weight, weight.detach().contiguous())
-    elif not (ffn.training or torch.is_grad_enabled() or _distributed()) and _swappable(weight):
-        if by_column and x.numel() < MANY_TOKENS * x.shape[-1]:
-            return
-        first = getattr(ffn, form.gate or form.up)
+    elif not (ffn.training or torch.is_grad_enabled() or _distributed()) and _swappable(ffn, weight):
+        _settle_evaluated(ffn, weight, x)
+
+
+def _settle_evaluated(ffn, weight, x) -> None:
+    if x.device.type == "cuda":
+        # At any density: the kernels would transpose rows in every call, dense matmuls read either order equally fast,
+        # and to sample the density is to wait for the device.
+        wants_columns, wants_rows = True, False
+    elif _by_column(weight) and x.numel() < MANY_TOKENS * x.shape[-1]:
+        return
+    else:
+        first = getattr(ffn, ffn.twell.form.gate or ffn.twell.form.up)
         density = ops.sampled_density(x, first.weight, first.bias)
-        if by_column and density > ops.MAX_DENSITY:
-            _swap(weight, weight.detach().contiguous())
-        elif weight.is_contiguous() and density < SPARSE:
-            _swap(weight, weight.detach().t().contiguous().t())
+        wants_columns, wants_rows = density < SPARSE, density > ops.MAX_DENSITY
+    if wants_rows and _by_column(weight):
+        _swap(weight, weight.detach().contiguous())
+    elif wants_columns and weight.is_contiguous():
+        _swap(weight, weight.detach().t().contiguous().t())
 
 
 def restore_down(ffn: torch.nn.Module) -> None:
     """Give the weight the memory order in which stock models hold it."""
     weight = getattr(getattr(ffn, ffn.twell.form.down), "weight", None)
-    if weight is not None and not weight.is_contiguous() and _swappable(weight):
+    if weight is not None and not weight.is_contiguous() and _swappable(ffn, weight):
         _swap(weight, weight.detach().contiguous())
+
+
+def _by_column(weight: torch.Tensor) -> bool:
+    return weight.stride() == (1, weight.shape[0])
 
 
 def _distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _swappable(weight: torch.Tensor) -> bool:
+def _swappable(ffn: torch.nn.Module, weight: torch.Tensor) -> bool:
     alone = weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
-    return alone and min(weight.shape) > 1 and weight.grad is None and type(weight) is torch.nn.Parameter
+    plain = min(weight.shape) > 1 and weight.grad is None and type(weight) is torch.nn.Parameter
+    return alone and plain and not ffn.twell.captured
 
 
 def _swap(weight: torch.nn.Parameter, value: torch.Tensor) -> None:

@@ -87,7 +87,7 @@ def cache_dir() -> Path:
 
 
 def library_name(name: str, nvcc_version: str | None = None) -> str:
-    """File name of a library, with a hash of its sources, flags (with the GPU's architecture), torch and processor family.
+    """File name of a library, with a hash of its sources, flags (with the architecture), torch and processor family.
 
     nvcc's version stands beside the hash, so that a machine without nvcc finds a library that one with it made.
 

@@ -22,13 +22,17 @@ class L1Inputs:
 
 @dataclass
 class FfnSettings:
-    """Everything `sparsify` stores on a block. `l1` is set while a micro-batch of sparse training runs."""
+    """Everything `sparsify` stores on a block. `l1` is set while a micro-batch of sparse training runs.
+
+    `captured` says that a CUDA graph may hold the weights' addresses: their memory stays where it is from then on.
+    """
 
     name: str
     layer: int
     form: FfnForm
     backend: str
     l1: L1Inputs | None = None
+    captured: bool = False
 
 
 class SparseFfn(nn.Module):

@@ -9,7 +9,7 @@ from hf_twell import build, reference
 
 MAX_HIDDEN = 16384
 MAX_INTERMEDIATE = 65536
-MAX_DENSITY = 0.18  # as in kernels/twell_cpu/forward.cpp
+MAX_DENSITY = 0.18  # of the CPU kernels, as in kernels/twell_cpu/forward.cpp
 SAMPLE_TOKENS, SAMPLE_NEURONS = 16, 256
 
 
@@ -38,9 +38,11 @@ def ffn(
 
     Args:
         backend: "auto" takes the fastest backend that can compute this call; "reference", "cpu" or "cuda" insist.
+            "cuda" computes inference; under "auto", calls on a GPU that need gradients go to "reference".
 
     Raises:
-        ValueError: shapes that do not fit together, or a backend that was asked for by name and cannot compute this.
+        ValueError: shapes or devices that do not fit together, or a backend that was asked for by name and cannot
+            compute this.
 
     Source: arXiv 2603.23198, sections 2 and 3.
     """
@@ -48,22 +50,24 @@ def ffn(
     inputs = (x, w_up, w_down, w_gate, b_up, b_down, b_gate)
     biases = {"b_up": b_up, "b_down": b_down, "b_gate": b_gate}
     l1 = {"l1_scale": l1_scale, "token_weight": token_weight, "tally": tally}
-    if resolve(backend, x.device.type) == "reference" or not _kernels_take(backend, *inputs):
+    kernels = resolve(backend, x.device.type)
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, tally))
+    if kernels == "reference" or not _kernels_take(backend, kernels, needs_grad, *inputs):
         return reference.ffn(x, w_up, w_down, w_gate, **biases, **l1)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         inputs = tuple(None if tensor is None else tensor.to(dtype) for tensor in inputs)
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, tally))
-    if backend == "auto" and needs_grad and _looks_dense(inputs):
+    if not needs_grad:  # nothing reads the report, and the L1 term changes gradients alone
+        return torch.ops.hf_twell.ffn(*inputs, None, None, None, 0)[0]
+    if backend == "auto" and _looks_dense(inputs):
         # Forward would be as fast here, but backward would compute again what plain PyTorch keeps.
         return reference.ffn(x, w_up, w_down, w_gate, **biases, **l1)
-    capacity = saved_capacity(w_up.shape[0]) if needs_grad else 0
     l1_scale, token_weight = (None if t is None else t.to(torch.float32) for t in (l1_scale, token_weight))
-    return torch.ops.hf_twell.ffn(*inputs, l1_scale, token_weight, tally, capacity)[0]
+    return torch.ops.hf_twell.ffn(*inputs, l1_scale, token_weight, tally, saved_capacity(w_up.shape[0]))[0]
 
 
 def _looks_dense(inputs) -> bool:
-    """The same inputs give the same answer, so a checkpoint's recomputation repeats the forward's choice."""
+    """On CPU only: the answer comes to the host. Equal inputs get equal ones, so recomputation repeats the choice."""
     x, w_up, _, w_gate, b_up, _, b_gate = inputs
     if torch.compiler.is_compiling() or x.numel() == 0:
         return False
@@ -106,8 +110,13 @@ def resolve(backend: str, device_type: str) -> str:
     return backend
 
 
-def _kernels_take(backend, x, *weights) -> bool:
-    """Whether the compiled kernels can compute these tensors; if not, "auto" says so once and any other name raises."""
+def _kernels_take(backend, kernels, needs_grad, x, *weights) -> bool:
+    """Whether these kernels can compute these tensors; if not, "auto" says so once and any other name raises.
+
+    Gradients on a GPU are no surprise in training, so "auto" says nothing of those.
+    """
+    if kernels == "cuda" and needs_grad and backend == "auto":
+        return False
     problem = None
     dtypes = {tensor.dtype for tensor in (x, *weights) if tensor is not None}
     intermediate, hidden = weights[0].shape
@@ -117,6 +126,8 @@ def _kernels_take(backend, x, *weights) -> bool:
         problem = f"dtype {x.dtype}; the kernels take float32, bfloat16 and float16"
     elif hidden > MAX_HIDDEN or intermediate > MAX_INTERMEDIATE or hidden == 0 or intermediate == 0:
         problem = f"D = {hidden}, F = {intermediate}; the kernels take 1..{MAX_HIDDEN} and 1..{MAX_INTERMEDIATE}"
+    elif kernels == "cuda" and needs_grad:
+        problem = "gradients are wanted; it computes inference only: use torch.no_grad(), or backend='auto' to train"
     if problem is None:
         return True
     if backend != "auto":
@@ -136,6 +147,7 @@ def _check_shapes(x, w_up, w_down, w_gate, b_up, b_down, b_gate, token_weight, t
         raise ValueError(f"w_up has shape {tuple(w_up.shape)}; expected (F, D), as nn.Linear stores it")
     intermediate, hidden = w_up.shape
     expected = {
+        "w_up": (w_up, (intermediate, hidden)),
         "w_down": (w_down, (hidden, intermediate)),
         "w_gate": (w_gate, (intermediate, hidden)),
         "b_up": (b_up, (intermediate,)),
@@ -149,3 +161,5 @@ def _check_shapes(x, w_up, w_down, w_gate, b_up, b_down, b_gate, token_weight, t
     for name, (tensor, shape) in expected.items():
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}")
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"x is on {x.device} and {name} on {tensor.device}; move them to one device")
