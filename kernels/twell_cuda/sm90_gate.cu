@@ -1,0 +1,229 @@
+// Gate projection, ReLU and packing: g = relu(x Wg^T + bg) for blocks of 128 tokens, of which only the columns of neurons
+// that some token of the block activates are written, with a bit for each neuron that says so.
+//
+// One persistent block of three warpgroups an SM: one thread fetches tiles of x and Wg with bulk tensor copies, two
+// warpgroups multiply 64 tokens each by kNeurons neurons and pack the result while the next tiles arrive.
+
+#include "sm90_call.h"
+#include "sm90_launch.h"
+#include "sm90_primitives.cuh"
+#include "sm90_wgmma.cuh"
+
+namespace twell::sm90 {
+namespace {
+
+constexpr int kThreads = 384, kConsumerWarps = 8, kDepth = 64, kSharedLimit = 227 * 1024;
+
+template <int kNeurons>
+struct Shape {
+  static constexpr int kTokenBytes = kBlockTokens * kDepth * 2;
+  static constexpr int kStageBytes = kTokenBytes + kNeurons * kDepth * 2;
+  // A warp turns 16 tokens x 32 neurons around at a time.
+  static constexpr int kTurnBytes = kConsumerWarps * 32 * 32;
+  static constexpr int kStages = kNeurons >= 192 ? 4 : 6;
+  static constexpr int kWords = kNeurons / 32;
+  static constexpr int kShared = 1024 + kStages * kStageBytes + kTurnBytes + 2 * kConsumerWarps * kWords * 4 + kStages * 16;
+  static_assert(kShared <= kSharedLimit);
+};
+
+struct Arguments {
+  const void* bias;
+  uint32_t* masks;
+  void* columns;
+  int tokens, hidden, width, words, blocks, tiles;
+};
+
+struct Tile {
+  int block, neuron;
+};
+
+// 16 blocks of tokens share the tiles of Wg that are in the L2 cache.
+template <int kNeurons>
+__device__ __forceinline__ Tile tile_at(int index, const Arguments& a) {
+  const int group = index / (16 * a.tiles), first = group * 16, rest = index - group * 16 * a.tiles;
+  const int blocks = min(16, a.blocks - first);
+  return {first + rest % blocks, rest / blocks * kNeurons};
+}
+
+template <typename T, int kNeurons>
+__global__ void __launch_bounds__(kThreads, 1)
+    gate_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap gate_map,
+                const Arguments a) {
+#if defined(TWELL_SM90_DEVICE)
+  using S = Shape<kNeurons>;
+  extern __shared__ uint8_t raw_shared[];
+  uint8_t* shared = raw_shared + (-smem_address(raw_shared) & 1023);
+  uint8_t* turn = shared + S::kStages * S::kStageBytes;
+  uint32_t* warp_masks = reinterpret_cast<uint32_t*>(turn + S::kTurnBytes);
+  uint64_t* barriers = reinterpret_cast<uint64_t*>(warp_masks + 2 * kConsumerWarps * S::kWords);
+  const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    prefetch_map(&x_map);
+    prefetch_map(&gate_map);
+    for (int s = 0; s < S::kStages; ++s) {
+      barrier_init(barriers + s, 1);
+      barrier_init(barriers + S::kStages + s, kConsumerWarps);
+    }
+    fence_barrier_init();
+  }
+  __syncthreads();
+  launch_dependents();
+  Ring<S::kStages> ring(barriers, barriers + S::kStages);
+  const int steps = (a.hidden + kDepth - 1) / kDepth, items = a.blocks * a.tiles;
+
+  if (group == 0) {
+    give_registers<40>();
+    if (threadIdx.x != 0) return;
+    wait_for_previous();
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+      const Tile tile = tile_at<kNeurons>(item, a);
+      for (int step = 0; step < steps; ++step, ring.advance()) {
+        ring.wait_empty();
+        uint8_t* stage = shared + ring.stage * S::kStageBytes;
+        uint64_t* full = ring.full + ring.stage;
+        barrier_arrive_expect(full, S::kStageBytes);
+        load_box(stage, &x_map, step * kDepth, tile.block * kBlockTokens, full);
+        load_box(stage + S::kTokenBytes, &gate_map, step * kDepth, tile.neuron, full);
+      }
+    }
+    return;
+  }
+
+  take_registers<232>();
+  const int warpgroup = group - 1, warp = threadIdx.x / 32 - 4;  // of the eight that multiply; 16 tokens each
+  const uint32_t rows = smem_address(turn) + warp * 32 * 32;  // one of 32 bytes for each of 32 neurons
+  int parity = 0;
+  wait_for_previous();
+  for (int item = blockIdx.x; item < items; item += gridDim.x, parity ^= 1) {
+    const Tile tile = tile_at<kNeurons>(item, a);
+    float sum[kNeurons / 2];
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+      ring.wait_full();
+      const uint32_t stage = smem_address(shared) + ring.stage * S::kStageBytes;
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kDepth / 16; ++k) {
+        Wgmma<T, kNeurons, 0, 0>::multiply(sum, matrix_descriptor(stage + warpgroup * 8192 + k * 32, 16),
+                                           matrix_descriptor(stage + S::kTokenBytes + k * 32, 16), step + k);
+      }
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (step > 0 && lane == 0) barrier_arrive(ring.empty + ring.previous());
+    }
+    wgmma_wait<0>();
+    if (lane == 0) barrier_arrive(ring.empty + ring.previous());
+
+    // Thread's values: tokens row and row + 8, neurons 8 j + column and + 1.
+    const int row = warp * 16 + lane / 4, column = lane % 4 * 2;
+    uint32_t packed[kNeurons / 4];
+    const bool keep_low = tile.block * kBlockTokens + row < a.tokens;
+    const bool keep_high = tile.block * kBlockTokens + row + 8 < a.tokens;
+#pragma unroll
+    for (int j = 0; j < kNeurons / 8; ++j) {
+      if (a.bias != nullptr) {  // past the end of x or Wg a bias must not wake anything
+        const int neuron = tile.neuron + 8 * j + column;
+        const float first = neuron < a.width ? widen(static_cast<const T*>(a.bias)[neuron]) : 0.0f;
+        const float second = neuron + 1 < a.width ? widen(static_cast<const T*>(a.bias)[neuron + 1]) : 0.0f;
+        sum[4 * j] = keep_low ? sum[4 * j] + first : 0.0f;
+        sum[4 * j + 1] = keep_low ? sum[4 * j + 1] + second : 0.0f;
+        sum[4 * j + 2] = keep_high ? sum[4 * j + 2] + first : 0.0f;
+        sum[4 * j + 3] = keep_high ? sum[4 * j + 3] + second : 0.0f;
+      }
+      packed[2 * j] = pack<T>(relu(sum[4 * j]), relu(sum[4 * j + 1]));
+      packed[2 * j + 1] = pack<T>(relu(sum[4 * j + 2]), relu(sum[4 * j + 3]));
+    }
+    uint32_t* masks = warp_masks + parity * kConsumerWarps * S::kWords;
+#pragma unroll
+    for (int w = 0; w < S::kWords; ++w) {
+      uint32_t bits = 0;
+#pragma unroll
+      for (int j = 4 * w; j < 4 * w + 4; ++j) {
+        const uint32_t either = packed[2 * j] | packed[2 * j + 1];
+        bits |= ((either & 0xFFFFu) != 0 ? 1u : 0u) << (j % 4 * 8);
+        bits |= (either >> 16 != 0 ? 2u : 0u) << (j % 4 * 8);
+      }
+      bits = __reduce_or_sync(~0u, bits << column);
+      if (lane == 0) masks[warp * S::kWords + w] = bits;
+    }
+    named_barrier<256>(1);
+    uint32_t mask = 0;
+    if (lane < S::kWords) {
+#pragma unroll
+      for (int w = 0; w < kConsumerWarps; ++w) mask |= masks[w * S::kWords + lane];
+      const int word = tile.neuron / 32 + lane;
+      if (warp == 0 && word < a.words) a.masks[static_cast<int64_t>(tile.block) * a.words + word] = mask;
+    }
+    T* columns = static_cast<T*>(a.columns) + static_cast<int64_t>(tile.block) * a.width * kBlockTokens + warp * 16;
+#pragma unroll
+    for (int pass = 0; pass < kNeurons / 32; ++pass) {
+      const uint32_t word = __shfl_sync(~0u, mask, pass);
+      if (word == 0) continue;
+      __syncwarp();
+#pragma unroll
+      for (int j = 0; j < 4; j += 2) {
+        const int n = 8 * j + lane / 16 * 8 + lane % 8, half = lane / 8 & 1;
+        store_matrices_transposed(rows + n * 32 + ((half ^ (n >> 2 & 1)) << 4),
+                                  {packed[2 * (4 * pass + j)], packed[2 * (4 * pass + j) + 1],
+                                   packed[2 * (4 * pass + j + 1)], packed[2 * (4 * pass + j + 1) + 1]});
+      }
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int n = i * 16 + lane / 2, half = lane & 1;
+        if (word >> n & 1) {
+          const uint4 values = load_shared_16(rows + n * 32 + ((half ^ (n >> 2 & 1)) << 4));
+          const int64_t neuron = tile.neuron + pass * 32 + n;
+          *reinterpret_cast<uint4*>(columns + neuron * kBlockTokens + half * 8) = values;
+        }
+      }
+    }
+  }
+#endif
+}
+
+template <typename T, int kNeurons>
+cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
+  const int tiles = (ffn.width + kNeurons - 1) / kNeurons;
+  CUtensorMap x_map, gate_map;
+  const T* x = static_cast<const T*>(ffn.x) + chunk.first * ffn.hidden;
+  TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, x, chunk.tokens, ffn.hidden, kBlockTokens));
+  TWELL_RETURN_IF_ERROR(make_tensor_map(&gate_map, ffn.dtype, ffn.gate, ffn.width, ffn.hidden, kNeurons));
+  const Arguments arguments{ffn.b_gate, chunk.active.masks, chunk.active.columns, static_cast<int>(chunk.tokens),
+                            ffn.hidden, ffn.width, chunk.active.words, chunk.active.blocks, tiles};
+  const int grid = min(device.sm_count, chunk.active.blocks * tiles);
+  return launch_kernel(gate_kernel<T, kNeurons>, grid, kThreads, Shape<kNeurons>::kShared, stream, x_map, gate_map,
+                       arguments);
+}
+
+// The tile width of least time: rounds of all SMs, each as long as its tile is wide plus what every tile costs.
+int best_width(const Ffn& ffn, const Chunk& chunk, const Device& device) {
+  int best = 0;
+  int64_t best_cost = INT64_MAX;
+  for (const int neurons : {256, 192, 128, 96, 64}) {
+    const int64_t items = static_cast<int64_t>(chunk.active.blocks) * ((ffn.width + neurons - 1) / neurons);
+    // Narrow tiles fetch more of x for each product.
+    const int64_t cost = (items + device.sm_count - 1) / device.sm_count * (neurons < 192 ? neurons + 64 : neurons + 32);
+    if (cost < best_cost) best = neurons, best_cost = cost;
+  }
+  return best;
+}
+
+template <typename T>
+cudaError_t launch_width(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
+  switch (best_width(ffn, chunk, device)) {
+    case 64: return launch<T, 64>(ffn, chunk, device, stream);
+    case 96: return launch<T, 96>(ffn, chunk, device, stream);
+    case 128: return launch<T, 128>(ffn, chunk, device, stream);
+    case 192: return launch<T, 192>(ffn, chunk, device, stream);
+    default: return launch<T, 256>(ffn, chunk, device, stream);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_gate(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
+  return ffn.dtype == DType::kBFloat16 ? launch_width<__nv_bfloat16>(ffn, chunk, device, stream)
+                                       : launch_width<__half>(ffn, chunk, device, stream);
+}
+
+}  // namespace twell::sm90

@@ -1,0 +1,33 @@
+// Host side of a launch: errors, and programmatic dependent launch.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#define TWELL_RETURN_IF_ERROR(call)                        \
+  do {                                                     \
+    const cudaError_t error_ = (call);                     \
+    if (error_ != cudaSuccess) return error_;              \
+  } while (0)
+
+namespace twell::sm90 {
+
+// The kernel may start while the one before it finishes: it calls wait_for_previous() before it reads or writes anything
+// that another kernel touches.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_kernel(void (*kernel)(Parameters...), int grid, int threads, int shared_bytes, cudaStream_t stream,
+                          const Arguments&... arguments) {
+  TWELL_RETURN_IF_ERROR(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(grid));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+}  // namespace twell::sm90
