@@ -22,6 +22,7 @@ _ISA_FLAGS = {
     "isa_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
     "isa_avx512.cpp": _AVX512,
     "isa_avx512_bf16.cpp": [*_AVX512, "-mavx512bf16"],
+    "isa_amx.cpp": [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
 }
 
 
