@@ -1,24 +1,26 @@
 """`measure_sparsity`: how many neurons of each layer a model really uses on given batches."""
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from hf_twell import reference
-from hf_twell.architectures import find_ffns
+from hf_twell.activity import LayerActivity
+from hf_twell.architectures import FfnSite, find_ffns
 from hf_twell.penalty import batch_size_tokens, token_weight
+from hf_twell.perplexity import evaluation_mode
 
 
-@torch.no_grad()
 def measure_sparsity(
     model: nn.Module, batches: Iterable[Mapping | torch.Tensor], *, progress: bool = False
 ) -> dict[str, object]:
-    """L0, density, L1 and dead neurons of every feed-forward block, averaged over non-padding tokens.
+    """L0, density, L1 and dead neurons of every feed-forward block, and how its activity is spread.
 
     Works on dense, sparsified and unpatched models alike; the model's mode and weights stay as they are. A layer's
-    neuron is active for a token where h, the input of its down projection, is not zero.
+    neuron is active for a token where h, the input of its down projection, is not zero. Memory does not grow with the
+    number of batches.
 
     Args:
         model: a Transformers model.
@@ -27,50 +29,82 @@ def measure_sparsity(
         progress: show a progress bar on stderr.
 
     Returns:
-        {"tokens", "l0", "density", "l1", "dead" (share of neurons never active), "layers": [{"name",
-        "intermediate_size", "l0", "density", "l1", "dead", "dead_neurons"}, ...]}; the top figures are layer means.
+        {"tokens", "l0", "density", "l1", "dead" (share of neurons never active), "layers": [...]}; the top figures are
+        layer means, and those of a layer are means over non-padding tokens. A layer is a dict of
+        "name", "intermediate_size", "l0", "density", "l1", "dead", "dead_neurons";
+        "always_on_neurons": active for every token;
+        "l0_quantiles": {"min", "p1", "p10", "p50", "p90", "p99", "max"} of L0 over tokens;
+        "effective_neurons": (sum |h|)^2 / sum h^2, how many equally strong neurons would carry a token as unevenly;
+        "hottest_share": {"1%": share of all firings that the 1 % of neurons firing most often have, ...};
+        "distinct": {"16": {"neurons": active in at least one of 16 neighbouring tokens, "if_independent": the same if
+        tokens were strangers to each other, "runs"}, "64", "128"};
+        "magnitude_share": {"1%": share of a token's sum |h| that its strongest 1 % of neurons carry, "5%", "10%"}, over
+        "magnitude_sample" tokens, an even sample. What cannot be known (no whole run) is None.
 
     Raises:
         ValueError: no tokens, or a model whose blocks cannot be read.
     """
-    sites = find_ffns(model)
+    tallies: dict[int, LayerActivity] = {}
+    shape = valid = None
+
+    def see(index: int, h: torch.Tensor) -> None:
+        tally(tallies, sites, index, h.reshape(*shape, h.shape[-1]), valid)
+
+    sites, tokens = find_ffns(model), 0
     device = next(model.parameters()).device
-    totals = [torch.zeros(1 + site.intermediate_size, dtype=torch.float64) for site in sites]
-    weight = None
-
-    def add(total):
-        # A hook on the down projection also sends a sparse block through its submodules, where h exists.
-        def hook(_, args):
-            h = args[0]
-            total.add_(reference.count(h, None if weight is None else weight.to(h.device)).cpu())
-
-        return hook
-
-    hooks = [
-        site.linear("down").register_forward_pre_hook(add(total)) for site, total in zip(sites, totals, strict=True)
-    ]
-    modes = {module: module.training for module in model.modules()}
-    tokens = 0
-    model.eval()
-    # Compiled code may not notice the hooks.
-    eager = torch.compiler.set_stance("force_eager")
-    try:
-        with eager:
-            for batch in tqdm(batches, desc="measuring sparsity", disable=not progress):
-                batch = _inputs(batch, device)
-                weight = token_weight(batch)
-                counted = batch_size_tokens(batch) if weight is None else int(weight.sum())
-                if counted:
-                    model(**batch)
-                    tokens += counted
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-        for hook in hooks:
-            hook.remove()
+    with watching(model, sites, see):
+        for batch in tqdm(batches, desc="measuring sparsity", disable=not progress):
+            batch = _inputs(batch, device)
+            weight = token_weight(batch)
+            positions = batch_size_tokens(batch)
+            counted = positions if weight is None else int(weight.sum())
+            if counted:
+                ids = batch.get("input_ids")
+                shape = (batch["inputs_embeds"] if ids is None else ids).shape[:2]
+                valid = None if weight is None else weight > 0
+                model(**batch)
+                tokens += counted
     if not tokens:
         raise ValueError("no tokens to measure on: the batches are empty or all padding")
-    layers = [_layer(site, total, tokens) for site, total in zip(sites, totals, strict=True)]
+    return summary(sites, tallies, tokens)
+
+
+@contextlib.contextmanager
+def watching(model: nn.Module, sites: list[FfnSite], see: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
+    """Evaluation mode without gradients in which `see(index, h)` gets each block's h, (..., F), in layer order."""
+
+    def hook(index):
+        # A hook on the down projection also sends a sparse block through its submodules, where h exists.
+        return lambda _, args: see(index, args[0])
+
+    handles = [site.linear("down").register_forward_pre_hook(hook(index)) for index, site in enumerate(sites)]
+    try:
+        # Compiled code may not notice the hooks.
+        with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def tally(tallies: dict[int, LayerActivity], sites: list[FfnSite], index: int, h, valid=None):
+    """Count one block's h (B, S, F) into `tallies[index]`; returns L0 and effective neurons, (B, S) each."""
+    if index not in tallies:
+        tallies[index] = LayerActivity(sites[index].intermediate_size, h.device)
+    valid = None if valid is None else valid.to(h.device)
+    if h.device.type != "cpu":
+        return tallies[index].add(h, valid)
+    # One sequence at a time stays in the processor's cache.
+    rows = [
+        tallies[index].add(h[row : row + 1], None if valid is None else valid[row : row + 1]) for row in range(len(h))
+    ]
+    l0, effective = zip(*rows, strict=True)
+    return torch.cat(l0), torch.cat(effective)
+
+
+def summary(sites: list[FfnSite], tallies: dict[int, LayerActivity], tokens: int) -> dict[str, object]:
+    """What `measure_sparsity` returns, from the counts of every layer."""
+    layers = [{"name": site.name, **tallies[index].report()} for index, site in enumerate(sites)]
     mean = {key: sum(layer[key] for layer in layers) / len(layers) for key in ("l0", "density", "l1", "dead")}
     return {"tokens": tokens, **mean, "layers": layers}
 
@@ -86,17 +120,3 @@ def _inputs(batch, device) -> dict:
     moved = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
     moved.pop("labels", None)
     return {**moved, "use_cache": False}
-
-
-def _layer(site, total: torch.Tensor, tokens: int) -> dict:
-    active = total[1:]
-    l0, dead = active.sum().item() / tokens, int((active == 0).sum())
-    return {
-        "name": site.name,
-        "intermediate_size": len(active),
-        "l0": l0,
-        "density": l0 / len(active),
-        "l1": total[0].item() / tokens,
-        "dead": dead / len(active),
-        "dead_neurons": dead,
-    }

@@ -1,0 +1,171 @@
+"""Where a model thinks: its neurons' activity by layer, by position in the text and by token, in one pass over text."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import transformers
+from torch.nn import functional as F
+from tqdm.auto import tqdm
+
+import hf_twell
+from hf_twell.architectures import activation_keys, find_ffns
+from hf_twell.measurement import summary, tally, watching
+from hf_twell.passages import windows
+from hf_twell.perplexity import evaluation_mode, model_context
+from hf_twell.places import Tables
+
+FORMAT_VERSION = 1
+DENSE = 0.9  # from this density on, L0 says nothing: SiLU is zero almost nowhere
+MISMATCH_TOKENS = 128
+
+
+@torch.no_grad()
+def inspect_text(
+    model,
+    tokenizer,
+    files: Sequence[str | Path],
+    *,
+    context: int | None = None,
+    max_tokens: int | None = None,
+    batch_tokens: int = 4096,
+    progress: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, object]:
+    """Activity of a dense or sparse causal language model on text files, as plain data.
+
+    The files are read once, piece by piece, in windows of `context` tokens that each start afresh; memory does not
+    depend on their length. Nothing is computed after the last block, so no logits are.
+
+    Args:
+        files: UTF-8 text files, packed by xz or not.
+        context: window length in tokens; by default the model's own, at most 2,048.
+        max_tokens: stop after about so many tokens (the last batch is finished).
+        batch_tokens: tokens in a forward pass, in windows of similar length.
+        progress: show a progress bar on stderr.
+        stop: asked before each batch; once it says True, the result covers what has been read and says "partial".
+
+    Returns:
+        What `hf_twell.measure_sparsity` returns, and
+        "model", "class", "activation", "hidden_size", "dtype", "device", "context", "files", "partial", "warnings",
+        "versions", "format"; "sparse": whether density is below 90 %, so that L0 says something;
+        "positions": [{"first", "last" (places in a window, from 0), "tokens", "l0": [of each layer],
+        "effective_neurons": [of each layer]}, ...];
+        "vocabulary": {"seen", "listed_from" (occurrences), "quietest", "busiest": [{"id", "text", "count", "l0",
+        "effective_neurons"}, ...], "by_count": the same means over tokens seen [first, last] times}, means over layers;
+        "passage": {"text": [of each token], "l0": [[of each token] of each layer], "effective_neurons": likewise}.
+
+    Raises:
+        ValueError: no text or token, a model whose blocks cannot be read, a tokenizer that does not fit the model.
+        OSError: a file cannot be read.
+    """
+    context = model_context(model, context)
+    for name, value in (("max_tokens", max_tokens), ("batch_tokens", batch_tokens)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value}; give at least 1")
+    sites, tallies = find_ffns(model), {}
+    decoder, device = model.get_decoder(), next(model.parameters()).device
+    tables = Tables(len(sites), context, model.get_input_embeddings().num_embeddings, device)
+    first = valid = padded = None
+
+    def see(index, h):
+        l0, effective = tally(tallies, sites, index, h.reshape(*valid.shape, h.shape[-1]), valid if padded else None)
+        tables.add_layer(index, l0, effective)
+
+    tokens, partial = 0, False
+    size = sum(Path(path).stat().st_size for path in files)
+    with (
+        tqdm(total=size, desc="inspecting", unit="B", unit_scale=True, disable=not progress) as bar,
+        watching(model, sites, see),
+    ):
+        source = windows(tokenizer, files, context, on_bytes=bar.update)
+        for batch in _batches(source, max(1, batch_tokens // context)):
+            length = torch.tensor([len(window) for window in batch])
+            padded = bool((length != length.max()).any())
+            valid = (torch.arange(int(length.max())) < length.unsqueeze(1)).to(device)
+            ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(window) for window in batch], batch_first=True)
+            _check_ids(model, tokenizer, ids)
+            ids = ids.to(device)
+            first = ids[:1, : length[0]] if first is None else first
+            tables.begin(ids, valid)
+            # Padding is at the right, where a causal model does not see it.
+            decoder(input_ids=ids, use_cache=False)
+            tables.end()
+            tokens += int(length.sum())
+            bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
+            partial = stop()
+            if partial or (max_tokens is not None and tokens >= max_tokens):
+                break
+    if not tokens:
+        raise ValueError("no tokens to measure on: the tokenizer makes none of this text")
+    return {
+        "format": FORMAT_VERSION,
+        **describe(model),
+        "files": [str(path) for path in files],
+        "context": context,
+        "partial": partial,
+        "warnings": _warnings(model, first),
+        **(result := summary(sites, tallies, tokens)),
+        "sparse": result["density"] < DENSE,
+        **tables.report(tokenizer, "l0" if result["density"] < DENSE else "effective_neurons"),
+    }
+
+
+def describe(model) -> dict[str, object]:
+    """What the figures belong to."""
+    config, keys = activation_keys(model)
+    return {
+        "model": str(model.config._name_or_path) or type(model).__name__,
+        "class": type(model).__name__,
+        "activation": getattr(config, keys[0]),
+        "hidden_size": config.hidden_size,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "versions": {
+            "hf_twell": hf_twell.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+def _batches(source: Iterator[list[int]], size: int) -> Iterator[list[list[int]]]:
+    """Windows of similar length together, longest first, out of a few batches read ahead."""
+    ahead = []
+    for window in source:
+        ahead.append(window)
+        if len(ahead) == 8 * size:
+            yield from _sorted(ahead, size)
+            ahead = []
+    yield from _sorted(ahead, size)
+
+
+def _sorted(ahead, size):
+    ahead.sort(key=len, reverse=True)
+    return (ahead[at : at + size] for at in range(0, len(ahead), size))
+
+
+def _check_ids(model, tokenizer, ids: torch.Tensor) -> None:
+    known = model.get_input_embeddings().num_embeddings
+    if int(ids.max()) >= known:
+        raise ValueError(
+            f"the tokenizer ({len(tokenizer):,} pieces) makes token {int(ids.max())}, but the model has only {known:,} "
+            "embeddings, so the tokenizer does not match; give the model's own with --tokenizer"
+        )
+
+
+def _warnings(model, ids: torch.Tensor) -> list[str]:
+    """A wrong tokenizer whose ids fit shows in the loss: trained models guess far better than evenly."""
+    ids = ids[:, :MISMATCH_TOKENS]
+    if ids.shape[1] < 16 or model.get_output_embeddings() is None:
+        return []
+    with evaluation_mode(model):
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    loss, even = F.cross_entropy(logits, ids[0, 1:].to(logits.device)).item(), math.log(logits.shape[-1])
+    if loss < even:
+        return []
+    return [
+        f"The model predicts this text worse than an even guess would (loss {loss:.2f} nats per token against "
+        f"{even:.2f}): its tokenizer probably does not match, or the model is not trained."
+    ]
