@@ -5,6 +5,8 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -112,7 +114,7 @@ def test_status_alone_compiles_nothing(tmp_path, monkeypatch):
 def test_every_kernel_source_is_listed_and_there_is_no_package_marker(name):
     folder = _toolchain.kernels_dir()
     listed = {Path(source) for source in _toolchain.sources(name)}
-    on_disk = {path.relative_to(folder) for path in (folder / f"twell_{name}").rglob("*")}
+    on_disk = {path.relative_to(folder) for path in (folder / f"twell_{name}").glob("*")}
     assert {path for path in on_disk if path.suffix in (".cpp", ".cu", ".h", ".cuh")} == listed
     assert not (folder / "__init__.py").exists(), "it would shadow the kernels package"
 
@@ -127,3 +129,94 @@ def test_sources_compile_for_aarch64(source):
     path = REPOSITORY / "kernels" / "twell_cpu" / source
     done = subprocess.run([*command, f"-I{torch_headers}", path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def has_nvcc() -> bool:
+    try:
+        return bool(_toolchain.nvcc_version())
+    except _toolchain.BuildError:
+        return False
+
+
+def cuda_capabilities() -> list[str]:
+    """What the CUDA library promises to compile for, such as "sm_90a"."""
+    table = tomllib.loads((REPOSITORY / "kernels" / "build.toml").read_text())
+    return [f"sm_{name.replace('.', '')}" for name in table["kernel"]["twell_cuda"]["cuda-capabilities"]]
+
+
+@pytest.mark.skipif(not has_nvcc(), reason="no nvcc (the CUDA toolkit), on PATH, in $CUDA_HOME or /usr/local/cuda")
+@pytest.mark.parametrize("architecture", cuda_capabilities())
+def test_cuda_sources_compile_without_warnings(architecture, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TWELL_CUDA_ARCH", architecture)
+    folder, torch_headers = _toolchain.kernels_dir(), Path(torch.__file__).parent / "include"
+
+    def compile_one(source):
+        # Device code to machine code; host code, which does not depend on the architecture, for one of them.
+        kind = ["-cubin"] if source.endswith(".cu") else ["-c"]
+        command = [_toolchain.nvcc(), *_toolchain.flags("cuda", source), f"-I{torch_headers}", *kind, folder / source]
+        command += ["-o", tmp_path / f"{Path(source).name}.out"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        return source, done.returncode, done.stdout + done.stderr
+
+    files = _toolchain.compiled(_toolchain.sources("cuda"))
+    if architecture != cuda_capabilities()[0]:
+        files = [file for file in files if file.endswith(".cu")]
+    with ThreadPoolExecutor(2) as pool:
+        for source, code, messages in pool.map(compile_one, files):
+            assert (code, messages) == (0, ""), f"{source}: {messages[-3000:]}"
+
+
+def fake_nvcc(home: Path, version: str) -> Path:
+    """A CUDA toolkit whose compiler knows its version and fails at everything else."""
+    (home / "bin").mkdir(parents=True)
+    nvcc = home / "bin" / "nvcc"
+    nvcc.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && echo "release, V{version}" && exit 0\necho nvcc is broken >&2\nexit 1\n'
+    )
+    nvcc.chmod(0o755)
+    return home
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler or ninja")
+def test_a_missing_or_broken_nvcc_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TWELL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_TWELL_CUDA_ARCH", "sm_80")
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    with pytest.raises(
+        _toolchain.BuildError, match=r"no nvcc found \(looked for /nowhere/bin/nvcc\); install the CUDA toolkit"
+    ):
+        build.compile_library("cuda")
+    home = fake_nvcc(tmp_path / "toolkit", "13.0.88")
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    with pytest.raises(
+        _toolchain.BuildError, match=f"compiling the cuda kernels with {home}/bin/nvcc failed; the compiler's messages"
+    ):
+        build.compile_library("cuda")
+    logs = [path.read_text() for path in (tmp_path / "cache").glob("*.log")]
+    assert len(logs) == 1
+    assert "nvcc is broken" in logs[0]
+    monkeypatch.setenv("HF_TWELL_CUDA_ARCH", "hopper")
+    with pytest.raises(
+        _toolchain.BuildError, match="HF_TWELL_CUDA_ARCH is 'hopper'; expected names such as sm_80 or sm_80,sm_90a"
+    ):
+        build.library_name("cuda")
+
+
+def test_a_cuda_library_fits_one_architecture_and_nvcc_and_is_found_without_nvcc(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TWELL_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    names = {}
+    for version in ("12.9.86", "13.0.88"):
+        monkeypatch.setenv("CUDA_HOME", str(fake_nvcc(tmp_path / version, version)))
+        for architecture in ("sm_80", "sm_90a"):
+            monkeypatch.setenv("HF_TWELL_CUDA_ARCH", architecture)
+            names[version, architecture] = build.library_name("cuda")
+            assert build.find_library("cuda") is None
+    assert len(set(names.values())) == 4
+    made = tmp_path / "cache" / names["12.9.86", "sm_90a"]
+    made.touch()
+    assert build.find_library("cuda") is None, "nvcc is newer than the library's"
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    assert build.find_library("cuda") == made
+    monkeypatch.setenv("HF_TWELL_CUDA_ARCH", "sm_80")
+    assert build.find_library("cuda") is None
