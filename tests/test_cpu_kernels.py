@@ -12,7 +12,7 @@ from tests.ffn_cases import assert_as_good_as_eager, make_case, relative_rms, ru
 pytestmark = pytest.mark.skipif(
     not build.status("cpu", build=True).available, reason=build.status("cpu", build=True).reason
 )
-ISAS = ("portable", "avx2", "avx512", "avx512_bf16")
+ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

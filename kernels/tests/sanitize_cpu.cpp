@@ -106,7 +106,7 @@ double check(DType dtype, int64_t tokens, int64_t hidden, int64_t width, bool ga
 
 int main() {
   int checked = 0;
-  for (const char* isa : {"portable", "avx2", "avx512", "avx512_bf16"}) {
+  for (const char* isa : {"portable", "avx2", "avx512", "avx512_bf16", "amx"}) {
     setenv("HF_TWELL_CPU_ISA", isa, 1);
     try {
       select_kernels(DType::kFloat32);

@@ -6,19 +6,11 @@
 namespace twell {
 namespace {
 
-const char* at(const void* base, int64_t elements, DType dtype) {
-  return static_cast<const char*>(base) + elements * element_bytes(dtype);
-}
-
-char* at(void* base, int64_t elements, DType dtype) {
-  return static_cast<char*>(base) + elements * element_bytes(dtype);
-}
-
 // The pairs of tokens that did not fit the saved state, computed again from x.
 TokenPairs recompute(const Block& block, const Kernels& kernels, const Threads& threads,
                      const std::vector<int64_t>& tokens) {
   const int64_t row_bytes = block.hidden * element_bytes(block.dtype), count = static_cast<int64_t>(tokens.size());
-  const int64_t step = block_tokens(block);
+  const int64_t step = block_tokens(block, kernels);
   std::vector<char> rows(static_cast<size_t>(std::min(step, count) * row_bytes));
   Block part = block;
   part.x = rows.data();

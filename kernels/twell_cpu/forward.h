@@ -39,13 +39,36 @@ class PairFinder {
   bool find(int64_t first, int64_t last, double max_density, TokenPairs* pairs);
 
  private:
+  // What one thread reuses from item to item.
+  struct Scratch {
+    std::vector<float> gate, up;
+    std::vector<size_t> shared;
+    Bytes rows;
+  };
+  void up_products(LanePairs& lane, size_t first_run, int64_t first_token, int64_t tokens, const char* x,
+                   const char* panels, Scratch& scratch);
+
   const Block& block_;
   const Kernels& kernels_;
   const Threads& threads_;
   std::vector<LanePairs> lanes_;
-  std::vector<std::vector<float>> scratch_;
-  std::vector<char> panels_;
+  std::vector<Scratch> scratch_;
+  Bytes panels_;
 };
+
+inline const char* at(const void* base, int64_t elements, DType dtype) {
+  return static_cast<const char*>(base) + elements * element_bytes(dtype);
+}
+
+inline char* at(void* base, int64_t elements, DType dtype) {
+  return static_cast<char*>(base) + elements * element_bytes(dtype);
+}
+
+// Whether a matrix product over `tokens` beats one gather for each of the `pairs` of a row's tokens, where there is a unit
+// for it: a pair costs 24 of its cells, and a row 40 to be put in place.
+inline bool worth_a_row(int64_t pairs, int64_t tokens) {
+  return 24 * pairs > 40 + tokens;
+}
 
 // Whether `down` lies in memory by columns, as the products over active pairs read it.
 inline bool down_by_column(const Block& block) {
@@ -53,7 +76,7 @@ inline bool down_by_column(const Block& block) {
 }
 
 // Tokens that are processed together, so that their rows of x stay in the second-level cache.
-int64_t block_tokens(const Block& block);
+int64_t block_tokens(const Block& block, const Kernels& kernels);
 
 // The density above which dense products are faster than the sparse ones, at this many tokens.
 double max_density(int64_t tokens);

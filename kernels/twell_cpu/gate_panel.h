@@ -29,7 +29,7 @@ void pack_panel(const void* x, int64_t ld_x, int tokens, int64_t hidden, void* p
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const char* rows = static_cast<const char*>(x);
   const int64_t stride = ld_x * static_cast<int64_t>(sizeof(T));
-  if (tokens < twell::kPanel) std::memset(panel, 0, static_cast<size_t>(units * twell::kPanel * 4));
+  if (tokens < twell::kPanel || row_bytes % 64 != 0) std::memset(panel, 0, static_cast<size_t>(twell::panel_bytes(row_bytes)));
   const __m512i step = _mm512_mullo_epi32(lane, _mm512_set1_epi32(twell::kPanel));
   for (int t = 0; t < tokens; ++t) {
     const char* row = rows + t * stride;
@@ -103,8 +103,8 @@ inline void gate_panel_rows(const uint32_t* panel, int tokens, const char* w, in
 }
 
 template <class Unit>
-void gate_panel(const void* panel, int tokens, const void* w, int64_t ld_w, int neurons, int64_t hidden,
-                const float* bias, float* out, int64_t ld_out) {
+inline void gate_panel(const void* panel, int tokens, const void* w, int64_t ld_w, int neurons, int64_t hidden,
+                       const float* bias, float* out, int64_t ld_out) {
   using T = typename Unit::Element;
   const uint32_t* units = static_cast<const uint32_t*>(panel);
   const char* rows = static_cast<const char*>(w);
@@ -118,8 +118,19 @@ void gate_panel(const void* panel, int tokens, const void* w, int64_t ld_w, int 
 }
 
 template <class Unit>
+void gate_panels(const void* panels, int tokens, const void* w, int64_t ld_w, int neurons, int64_t hidden,
+                 const float* bias, float* out, int64_t ld_out) {
+  const int64_t bytes = twell::panel_bytes(hidden * static_cast<int64_t>(sizeof(typename Unit::Element)));
+  const char* panel = static_cast<const char*>(panels);
+  for (int t = 0; t < tokens; t += twell::kPanel, panel += bytes) {
+    gate_panel<Unit>(panel, tokens - t < twell::kPanel ? tokens - t : twell::kPanel, w, ld_w, neurons, hidden, bias,
+                     out + t, ld_out);
+  }
+}
+
+template <class Unit>
 constexpr twell::Kernels with_panels(twell::Kernels table) {
-  table.gate_panel = gate_panel<Unit>;
+  table.gate_panels = gate_panels<Unit>;
   table.pack_panel = pack_panel<typename Unit::Element>;
   return table;
 }

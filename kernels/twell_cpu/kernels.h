@@ -8,20 +8,25 @@
 namespace twell {
 
 enum class DType { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
-enum class Isa { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3 };
+enum class Isa { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kAmx = 4 };
 
 // Tokens that share one pass over the gate matrix are handed over as panels of this many.
 constexpr int kPanel = 64;
+
+// Size of a panel whose rows have `row_bytes`: whole cache lines of each.
+static inline int64_t panel_bytes(int64_t row_bytes) {
+  return kPanel * ((row_bytes + 63) / 64 * 64);
+}
 
 struct Kernels {
   // out[f * ld_out + t] = bias[f] + sum_d w[f, d] * x[t, d], for f < neurons and t < tokens; bias may be null.
   void (*gate)(const void* x, int64_t ld_x, int tokens, const void* w, int64_t ld_w, int neurons, int64_t hidden,
                const float* bias, float* out, int64_t ld_out);
 
-  // The same from a panel that `pack_panel` made of kPanel tokens; null where this set has no use for panels.
-  void (*gate_panel)(const void* panel, int tokens, const void* w, int64_t ld_w, int neurons, int64_t hidden,
-                     const float* bias, float* out, int64_t ld_out);
-  // Reorders up to kPanel tokens for gate_panel, zero-filled to kPanel; the panel takes kPanel * (hidden + 1) elements.
+  // The same from panels that `pack_panel` made of kPanel tokens each; null where this set has no use for panels.
+  void (*gate_panels)(const void* panels, int tokens, const void* w, int64_t ld_w, int neurons, int64_t hidden,
+                      const float* bias, float* out, int64_t ld_out);
+  // Reorders up to kPanel tokens for gate_panels, zero-filled to `panel_bytes`.
   void (*pack_panel)(const void* x, int64_t ld_x, int tokens, int64_t hidden, void* panel);
 
   // Writes position and value of every element that relu keeps (positive or NaN); returns how many.
@@ -37,12 +42,21 @@ struct Kernels {
   void (*gather_sum2)(const void* rows, int64_t ld_rows, const uint32_t* index, const float* scale_a,
                       const float* scale_b, int64_t count, int64_t width, float* sums_a, float* sums_b);
 
+  // sums[t, d] += sum_i scale[t, i] * rows[index[i], d] for t < outputs and d < width. `scale` and `sums` are padded to 16
+  // rows, `scale` with zeros to 32 elements of i, `sums` to 32 elements of d. Null where this set has no matrix unit.
+  void (*gather_matmul)(const void* rows, int64_t ld_rows, const uint32_t* index, int64_t count, int64_t width,
+                        const void* scale, int64_t ld_scale, int outputs, float* sums, int64_t ld_sums);
+
   // Rounds fp32 to the element type, and back.
   void (*round)(const float* values, int64_t count, void* out);
   void (*widen)(const void* values, int64_t count, float* out);
 
   // out[c, r] = in[r, c]
   void (*transpose)(const void* in, int64_t ld_in, int64_t rows, int64_t columns, void* out, int64_t ld_out);
+
+  int64_t panels_from;   // tokens from which panels are faster than rows
+  int64_t tile_neurons;  // neurons of one work item
+  int64_t block_bytes;   // of x that the items of one block share in the second-level cache
 };
 
 // Null where this build or processor lacks the instruction set.
@@ -50,6 +64,7 @@ const Kernels* kernels_portable(DType dtype);
 const Kernels* kernels_avx2(DType dtype);
 const Kernels* kernels_avx512(DType dtype);
 const Kernels* kernels_avx512_bf16(DType dtype);
+const Kernels* kernels_amx(DType dtype);
 
 // The best set for this processor, or the one that HF_TWELL_CPU_ISA names; throws if that one cannot run here.
 const Kernels& select_kernels(DType dtype);

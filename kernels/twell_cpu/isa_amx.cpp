@@ -1,0 +1,24 @@
+// AVX-512 with AMX tiles for products of many bf16 tokens; all else is that of AVX-512 with BF16.
+#include "kernels.h"
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#include "amx.h"
+
+const twell::Kernels* twell::kernels_amx(DType dtype) {
+  if (dtype != DType::kBFloat16) return kernels_avx512_bf16(dtype);
+  static const Kernels kBf16 = [] {
+    Kernels table = *kernels_avx512_bf16(DType::kBFloat16);
+    table.gate_panels = gate_amx;
+    table.gather_matmul = gather_matmul_amx;
+    table.panels_from = 8;
+    table.tile_neurons = 96;
+    table.block_bytes = 1 << 20;
+    return table;
+  }();
+  return &kBf16;
+}
+#else
+const twell::Kernels* twell::kernels_amx(DType) {
+  return nullptr;
+}
+#endif
