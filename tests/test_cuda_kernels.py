@@ -1,4 +1,4 @@
-"""The CUDA kernels on a GPU: every path, dtype, size and density against an exact result; streams, graphs, compilation."""
+"""The CUDA kernels on a GPU: every path, dtype, size and density against an exact result; streams, graphs, compile."""
 
 import functools
 import threading
@@ -31,8 +31,11 @@ POISON_MIB = 512
 
 
 @pytest.fixture(autouse=True)
-def exact_fp32(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def exact_fp32():
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.fixture(params=PATHS)
