@@ -1,0 +1,194 @@
+"""Patched models on a GPU: prefill, generation, compilation, adapters, and the memory order of down_proj."""
+
+import copy
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import hf_twell
+from hf_twell import ops, reference
+from tests.conftest import tiny_llama
+from tests.ffn_cases import relative_rms
+from tests.test_cuda_kernels import pytestmark  # noqa: F401
+
+SIZES = {"hidden_size": 64, "intermediate_size": 688, "num_hidden_layers": 2, "vocab_size": 96}
+
+
+def tiny_qwen2():
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES, **heads, initializer_range=0.2, pad_token_id=0))
+
+
+MODELS = {"llama": lambda: tiny_llama(**SIZES), "qwen2": tiny_qwen2}
+
+
+def sparse_model(name="llama", dtype=torch.bfloat16):
+    """Three percent of its neurons are active: half of those whose gate is not all zero."""
+    model = MODELS[name]().eval()
+    for layer in model.model.layers:
+        gate = layer.mlp.gate_proj.weight.data
+        gate[torch.rand(len(gate)) < 0.94] = 0
+    return hf_twell.sparsify(model.to("cuda", dtype))
+
+
+def on_reference(model, dtype=None):
+    model = copy.deepcopy(model)
+    for block in model.modules():
+        if hasattr(block, "twell"):
+            block.twell.backend = "reference"
+    return model if dtype is None else model.to(dtype)
+
+
+def tokens_of(*shape):
+    return torch.randint(1, 96, shape, generator=torch.Generator().manual_seed(3)).to("cuda")
+
+
+def watch(monkeypatch) -> list:
+    """One entry for each call of the kernels from now on, and a failure where one falls back to plain PyTorch."""
+    calls, fused = [], ops.ffn
+    monkeypatch.setattr(ops, "ffn", lambda *args, **options: calls.append(1) or fused(*args, **options))
+    monkeypatch.setattr(reference, "ffn", lambda *args, **options: pytest.fail("the reference ran"))
+    return calls
+
+
+def assert_logits_as_good(ours, model, tokens):
+    """At most twice the error of the reference backend in the same dtype against the same model in fp32."""
+    with torch.no_grad():
+        eager, truth = on_reference(model)(tokens).logits, on_reference(model, torch.float32)(tokens).logits
+    assert relative_rms(ours, truth) <= 2 * relative_rms(eager, truth)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_prefill(name, dtype, monkeypatch):
+    model = sparse_model(name, dtype)
+    calls = watch(monkeypatch)
+    for shape in [(1, 1), (2, 40), (8, 120), (40, 120)]:
+        assert_logits_as_good(model(tokens_of(*shape)).logits, model, tokens_of(*shape))
+    assert len(calls) == 2 * 4
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("batch", [1, 3, 64])
+def test_generation_with_a_static_cache(name, batch, monkeypatch):
+    model, prompt, new = sparse_model(name), tokens_of(batch, 12), 8
+    calls = watch(monkeypatch)
+    out = model.generate(
+        prompt,
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        cache_implementation="static",
+        disable_compile=True,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    assert len(calls) == 2 * new
+    ours = torch.stack(out.logits, 1)
+    assert torch.equal(ours.argmax(-1)[:, 0], out.sequences[:, 12])
+    with torch.no_grad():
+        eager = on_reference(model)(out.sequences[:, :-1]).logits[:, 11:]
+        truth = on_reference(model, torch.float32)(out.sequences[:, :-1]).logits[:, 11:]
+    assert relative_rms(ours, truth) <= 2 * relative_rms(eager, truth)
+
+
+def test_generation_compiled_as_transformers_does_it():
+    """A static cache on a GPU makes Transformers compile the decoding step into CUDA graphs."""
+    torch._dynamo.reset()
+    model, prompt = sparse_model(), tokens_of(2, 12)
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "cache_implementation": "static"}
+    out = model.generate(prompt, **options, return_dict_in_generate=True, output_logits=True)
+    again = model.generate(prompt, **options)
+    assert torch.equal(out.sequences, again)
+    with torch.no_grad():
+        eager = on_reference(model)(out.sequences[:, :-1]).logits[:, 11:]
+        truth = on_reference(model, torch.float32)(out.sequences[:, :-1]).logits[:, 11:]
+    assert relative_rms(torch.stack(out.logits, 1), truth) <= 2 * relative_rms(eager, truth)
+
+
+@torch.no_grad()
+def test_a_compiled_model_has_no_breaks():
+    torch._dynamo.reset()
+    model, tokens = sparse_model(), tokens_of(2, 40)
+    model(tokens)
+    compiled = torch.compile(model, fullgraph=True)
+    assert_logits_as_good(compiled(tokens, use_cache=False).logits, model, tokens)
+
+
+@torch.no_grad()
+def test_a_forward_never_waits_for_the_device():
+    block, x = sparse_model().model.layers[0].mlp, torch.randn(2, 50, 64, device="cuda", dtype=torch.bfloat16)
+    ops.resolve("auto", "cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        block(x)
+        assert block.down_proj.weight.stride() == (1, 64)
+        block(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_down_proj_lies_by_columns_in_evaluation_only():
+    block, x = sparse_model().model.layers[0].mlp, torch.randn(2, 50, 64, device="cuda", dtype=torch.bfloat16)
+    weight, values = block.down_proj.weight, block.down_proj.weight.detach().clone()
+    with torch.inference_mode():
+        block(x)
+    assert block.down_proj.weight is weight
+    assert weight.stride() == (1, 64)
+    assert torch.equal(weight, values)
+    assert not weight.is_inference()
+    block.train()
+    block(x).sum().backward()
+    assert weight.stride() == weight.grad.stride() == (688, 1)
+    assert torch.equal(weight, values)
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_captured_graph_keeps_its_weights(warm):
+    """Whatever runs after the capture, the weight's memory may not move under the graph."""
+    block, x = sparse_model().model.layers[0].mlp, torch.randn(2, 50, 64, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():  # CUDA loads kernels at their first use, which a capture forbids
+        sparse_model().model.layers[1].mlp(x)
+    if warm:
+        with torch.no_grad():
+            block(x)
+    strides, graph = block.down_proj.weight.stride(), torch.cuda.CUDAGraph()
+    assert (strides == (1, 64)) == warm
+    with torch.no_grad(), torch.cuda.graph(graph):
+        y = block(x)
+    graph.replay()
+    first = y.clone()
+    with torch.no_grad():
+        block(x)
+    block.train()
+    block(x).sum().backward()
+    block.zero_grad()
+    assert block.down_proj.weight.stride() == strides
+    spoil = [torch.full((688 * 64,), float("nan"), device="cuda", dtype=torch.bfloat16) for _ in range(50)]
+    graph.replay()
+    assert torch.equal(y, first)
+    del spoil
+
+
+@torch.no_grad()
+def test_weights_merged_into_after_a_forward_count():
+    peft = pytest.importorskip("peft")
+    model, tokens = sparse_model(), tokens_of(2, 40)
+    before = model(tokens).logits
+    config = peft.LoraConfig(target_modules=["gate_proj", "up_proj", "down_proj"], init_lora_weights=False)
+    merged = peft.get_peft_model(model, config).merge_and_unload()
+    after = merged(tokens).logits
+    assert_logits_as_good(after, merged, tokens)
+    assert relative_rms(before, after) > 0.01
+
+
+def test_training_takes_the_reference():
+    block, x = sparse_model().model.layers[0].mlp.train(), torch.randn(2, 50, 64, device="cuda", dtype=torch.bfloat16)
+    same = on_reference(block)
+    for each in (block, same):
+        each(x).float().square().sum().backward()
+    for mine, theirs in zip(block.parameters(), same.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
