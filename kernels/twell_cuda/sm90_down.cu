@@ -1,8 +1,8 @@
 // Down projection over active neurons: y = h Wd^T + bd, for each block of 128 tokens a sum over the neurons that any of
 // them activates.
 //
-// A persistent block of three warpgroups an SM. The first gathers columns of h and rows of Wd (which is stored by
-// columns: one row a neuron) with cp.async; the other two multiply 64 tokens each. Both operands lie in shared memory
+// A persistent thread block of four warpgroups an SM. Two gather columns of h and rows of Wd (which is stored by columns:
+// one row a neuron) with cp.async; the other two multiply 64 tokens each. Both operands lie in shared memory
 // as they do in global memory, tokens and hidden units contiguous, and the tensor cores read them transposed.
 
 #include "sm90_call.h"
@@ -14,7 +14,7 @@
 namespace twell::sm90 {
 namespace {
 
-constexpr int kThreads = 384, kConsumerWarps = 8, kDepth = 64, kStages = 4, kListed = 2048;
+constexpr int kFetchers = 128, kThreads = kFetchers + 256, kConsumerWarps = 8, kDepth = 64, kStages = 4, kListed = 2048;
 constexpr int kHalfBytes = 64 * kDepth * 2;  // 64 tokens or hidden units x 64 neurons
 
 template <int kHidden>
@@ -26,7 +26,7 @@ struct Shape {
 struct Control {
   uint64_t full[kStages], empty[kStages];
   int counts[kMaxBlocks];
-  int scratch[4];
+  int scratch[kFetchers / 32];
   uint16_t neurons[kListed];
 };
 
@@ -49,7 +49,8 @@ struct Arguments {
 template <typename T, int kHidden>
 __device__ __forceinline__ void fetch(const Arguments& a, Control& c, uint8_t* shared) {
   Ring<kStages> ring(c.full, c.empty);
-  const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;  // eight threads copy 128 bytes; every 16th row is theirs
+  constexpr int kRows = kFetchers / 8;
+  const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;  // eight threads copy 128 bytes; every 32nd row is theirs
   const uint32_t stages = smem_address(shared), place = row * 128 + ((chunk ^ (row & 7)) << 4);
   for (int item = blockIdx.x; item < a.blocks * a.slices; item += gridDim.x) {
     const int block = item / a.slices, first_hidden = item % a.slices * kHidden, count = c.counts[block];
@@ -57,23 +58,23 @@ __device__ __forceinline__ void fetch(const Arguments& a, Control& c, uint8_t* s
     const T* down = static_cast<const T*>(a.down) + first_hidden;
     for (int start = 0; start < count; start += kDepth, ring.advance()) {
       if (start % kListed == 0) {
-        list_active(a.masks + static_cast<int64_t>(block) * a.words, a.words, start, kListed, c.neurons, c.scratch, 1);
+        list_active<kFetchers>(a.masks + static_cast<int64_t>(block) * a.words, a.words, start, kListed, c.neurons, c.scratch, 1);
       }
       ring.wait_empty();
       const uint32_t to = stages + ring.stage * Shape<kHidden>::kStageBytes + place;
 #pragma unroll
-      for (int i = 0; i < kDepth / 16; ++i) {
-        const int at = start + row + 16 * i;
+      for (int i = 0; i < kDepth / kRows; ++i) {
+        const int at = start + row + kRows * i;
         const bool valid = at < count;
         const int neuron = valid ? c.neurons[at % kListed] : 0;
         const T* column = columns + static_cast<int64_t>(neuron) * kBlockTokens + chunk * 8;
         const T* weights = down + static_cast<int64_t>(neuron) * a.hidden + chunk * 8;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) copy_16(to + half * kHalfBytes + i * 2048, column + half * 64, valid);
+        for (int half = 0; half < 2; ++half) copy_16(to + half * kHalfBytes + i * kRows * 128, column + half * 64, valid);
 #pragma unroll
         for (int part = 0; part < kHidden / 64; ++part) {
           const bool inside = valid && first_hidden + part * 64 + chunk * 8 < a.hidden;
-          copy_16(to + (2 + part) * kHalfBytes + i * 2048, inside ? weights + part * 64 : a.down, inside);
+          copy_16(to + (2 + part) * kHalfBytes + i * kRows * 128, inside ? weights + part * 64 : a.down, inside);
         }
       }
       barrier_arrive_on_copies(ring.full + ring.stage);
@@ -85,7 +86,7 @@ template <typename T, int kHidden>
 __device__ __forceinline__ void multiply(const Arguments& a, Control& c, uint8_t* shared) {
   using S = Shape<kHidden>;
   Ring<kStages> ring(c.full, c.empty);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4, warpgroup = warp / 4;
+  const int lane = threadIdx.x % 32, warp = (threadIdx.x - kFetchers) / 32, warpgroup = warp / 4;
   const uint32_t turn = smem_address(shared) + kStages * S::kStageBytes + warp * S::kTurnBytes;
   for (int item = blockIdx.x; item < a.blocks * a.slices; item += gridDim.x) {
     const int block = item / a.slices, first_hidden = item % a.slices * kHidden, count = c.counts[block];
@@ -153,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, 1) down_kernel(const Arguments a) {
   Control& c = *reinterpret_cast<Control*>(shared + kStages * S::kStageBytes + kConsumerWarps * S::kTurnBytes);
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
-      barrier_init(c.full + s, 128);
+      barrier_init(c.full + s, kFetchers);
       barrier_init(c.empty + s, kConsumerWarps);
     }
     fence_barrier_init();
@@ -161,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, 1) down_kernel(const Arguments a) {
   launch_dependents();
   wait_for_previous();
   count_active(a.masks, a.blocks, a.words, c.counts);
-  if (threadIdx.x < 128) {
+  if (threadIdx.x < kFetchers) {
     give_registers<72>();
     fetch<T, kHidden>(a, c, shared);
   } else {
@@ -178,7 +179,7 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cud
                             static_cast<T*>(ffn.y) + chunk.first * ffn.hidden, chunk.tokens, ffn.hidden, ffn.width,
                             chunk.active.words, chunk.active.blocks, slices};
   const int grid = min(device.sm_count, chunk.active.blocks * slices);
-  return launch_kernel(down_kernel<T, kHidden>, grid, kThreads, shared_bytes<kHidden>(), stream, arguments);
+  return launch_kernel(down_kernel<T, kHidden>, grid, kThreads, 1, shared_bytes<kHidden>(), stream, arguments);
 }
 
 template <typename T>

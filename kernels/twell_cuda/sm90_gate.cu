@@ -1,8 +1,10 @@
 // Gate projection, ReLU and packing: g = relu(x Wg^T + bg) for blocks of 128 tokens, of which only the columns of neurons
 // that some token of the block activates are written, with a bit for each neuron that says so.
 //
-// One persistent block of three warpgroups an SM: one thread fetches tiles of x and Wg with bulk tensor copies, two
-// warpgroups multiply 64 tokens each by kNeurons neurons and pack the result while the next tiles arrive.
+// One persistent thread block of three warpgroups an SM: one thread fetches tiles of x and Wg with bulk tensor copies, two
+// warpgroups multiply 64 tokens each by kNeurons neurons and pack the result while the next tiles arrive. In a cluster of
+// two, both blocks work on the same neurons for neighbouring blocks of tokens, and each fetches half of Wg's tile for both:
+// without that, the L2 cache could not keep the tensor cores busy.
 
 #include "sm90_call.h"
 #include "sm90_launch.h"
@@ -31,6 +33,7 @@ struct Arguments {
   uint32_t* masks;
   void* columns;
   int tokens, hidden, width, words, blocks, tiles;
+  int groups;  // of as many blocks of tokens as a cluster has thread blocks
 };
 
 struct Tile {
@@ -38,14 +41,16 @@ struct Tile {
 };
 
 // 16 blocks of tokens share the tiles of Wg that are in the L2 cache.
-template <int kNeurons>
+template <int kNeurons, int kCluster>
 __device__ __forceinline__ Tile tile_at(int index, const Arguments& a) {
-  const int group = index / (16 * a.tiles), first = group * 16, rest = index - group * 16 * a.tiles;
-  const int blocks = min(16, a.blocks - first);
-  return {first + rest % blocks, rest / blocks * kNeurons};
+  constexpr int kSpan = 16 / kCluster;
+  const int first = index / (kSpan * a.tiles) * kSpan, rest = index - first * a.tiles;
+  const int groups = min(kSpan, a.groups - first);
+  const int block = (first + rest % groups) * kCluster + (kCluster == 1 ? 0 : cluster_rank());
+  return {block, rest / groups * kNeurons};
 }
 
-template <typename T, int kNeurons>
+template <typename T, int kNeurons, int kCluster>
 __global__ void __launch_bounds__(kThreads, 1)
     gate_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap gate_map,
                 const Arguments a) {
@@ -62,29 +67,46 @@ __global__ void __launch_bounds__(kThreads, 1)
     prefetch_map(&gate_map);
     for (int s = 0; s < S::kStages; ++s) {
       barrier_init(barriers + s, 1);
-      barrier_init(barriers + S::kStages + s, kConsumerWarps);
+      barrier_init(barriers + S::kStages + s, kConsumerWarps * kCluster);
     }
     fence_barrier_init();
   }
-  __syncthreads();
+  if constexpr (kCluster > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
   launch_dependents();
   Ring<S::kStages> ring(barriers, barriers + S::kStages);
-  const int steps = (a.hidden + kDepth - 1) / kDepth, items = a.blocks * a.tiles;
+  const int steps = (a.hidden + kDepth - 1) / kDepth, items = a.groups * a.tiles;
+  const int first_item = blockIdx.x / kCluster, stride = gridDim.x / kCluster;
 
   if (group == 0) {
     give_registers<40>();
-    if (threadIdx.x != 0) return;
-    wait_for_previous();
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
-      const Tile tile = tile_at<kNeurons>(item, a);
-      for (int step = 0; step < steps; ++step, ring.advance()) {
-        ring.wait_empty();
-        uint8_t* stage = shared + ring.stage * S::kStageBytes;
-        uint64_t* full = ring.full + ring.stage;
-        barrier_arrive_expect(full, S::kStageBytes);
-        load_box(stage, &x_map, step * kDepth, tile.block * kBlockTokens, full);
-        load_box(stage + S::kTokenBytes, &gate_map, step * kDepth, tile.neuron, full);
+    if (threadIdx.x == 0) {
+      const int rank = kCluster == 1 ? 0 : cluster_rank();
+      wait_for_previous();
+      for (int item = first_item; item < items; item += stride) {
+        const Tile tile = tile_at<kNeurons, kCluster>(item, a);
+        for (int step = 0; step < steps; ++step, ring.advance()) {
+          ring.wait_empty();
+          uint8_t* stage = shared + ring.stage * S::kStageBytes;
+          uint64_t* full = ring.full + ring.stage;
+          barrier_arrive_expect(full, S::kStageBytes);
+          load_box(stage, &x_map, step * kDepth, tile.block * kBlockTokens, full);
+          if constexpr (kCluster == 1) {
+            load_box(stage + S::kTokenBytes, &gate_map, step * kDepth, tile.neuron, full);
+          } else {
+            constexpr int kPart = kNeurons / kCluster;
+            load_box_multicast(stage + S::kTokenBytes + rank * kPart * kDepth * 2, &gate_map, step * kDepth,
+                               tile.neuron + rank * kPart, full, (1 << kCluster) - 1);
+          }
+        }
       }
+    }
+    if constexpr (kCluster > 1) {
+      __syncwarp();
+      cluster_sync();  // the other block may still write here and arrive at these barriers
     }
     return;
   }
@@ -92,10 +114,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   take_registers<232>();
   const int warpgroup = group - 1, warp = threadIdx.x / 32 - 4;  // of the eight that multiply; 16 tokens each
   const uint32_t rows = smem_address(turn) + warp * 32 * 32;  // one of 32 bytes for each of 32 neurons
+  const auto release = [&](int stage) {
+    if (lane < kCluster) {
+      if constexpr (kCluster == 1) {
+        barrier_arrive(ring.empty + stage);
+      } else {
+        barrier_arrive_at(ring.empty + stage, lane);
+      }
+    }
+  };
   int parity = 0;
   wait_for_previous();
-  for (int item = blockIdx.x; item < items; item += gridDim.x, parity ^= 1) {
-    const Tile tile = tile_at<kNeurons>(item, a);
+  for (int item = first_item; item < items; item += stride, parity ^= 1) {
+    const Tile tile = tile_at<kNeurons, kCluster>(item, a);
     float sum[kNeurons / 2];
     for (int step = 0; step < steps; ++step, ring.advance()) {
       ring.wait_full();
@@ -108,10 +139,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       wgmma_commit();
       wgmma_wait<1>();
-      if (step > 0 && lane == 0) barrier_arrive(ring.empty + ring.previous());
+      if (step > 0) release(ring.previous());
     }
     wgmma_wait<0>();
-    if (lane == 0) barrier_arrive(ring.empty + ring.previous());
+    release(ring.previous());
 
     // Thread's values: tokens row and row + 8, neurons 8 j + column and + 1.
     const int row = warp * 16 + lane / 4, column = lane % 4 * 2;
@@ -151,13 +182,13 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
       for (int w = 0; w < kConsumerWarps; ++w) mask |= masks[w * S::kWords + lane];
       const int word = tile.neuron / 32 + lane;
-      if (warp == 0 && word < a.words) a.masks[static_cast<int64_t>(tile.block) * a.words + word] = mask;
+      if (warp == 0 && word < a.words && tile.block < a.blocks) a.masks[static_cast<int64_t>(tile.block) * a.words + word] = mask;
     }
     T* columns = static_cast<T*>(a.columns) + static_cast<int64_t>(tile.block) * a.width * kBlockTokens + warp * 16;
 #pragma unroll
     for (int pass = 0; pass < kNeurons / 32; ++pass) {
       const uint32_t word = __shfl_sync(~0u, mask, pass);
-      if (word == 0) continue;
+      if (word == 0 || tile.block >= a.blocks) continue;
       __syncwarp();
 #pragma unroll
       for (int j = 0; j < 4; j += 2) {
@@ -178,21 +209,23 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
   }
+  if constexpr (kCluster > 1) cluster_sync();
 #endif
 }
 
-template <typename T, int kNeurons>
+template <typename T, int kNeurons, int kCluster>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
   const int tiles = (ffn.width + kNeurons - 1) / kNeurons;
   CUtensorMap x_map, gate_map;
   const T* x = static_cast<const T*>(ffn.x) + chunk.first * ffn.hidden;
   TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, x, chunk.tokens, ffn.hidden, kBlockTokens));
-  TWELL_RETURN_IF_ERROR(make_tensor_map(&gate_map, ffn.dtype, ffn.gate, ffn.width, ffn.hidden, kNeurons));
+  TWELL_RETURN_IF_ERROR(make_tensor_map(&gate_map, ffn.dtype, ffn.gate, ffn.width, ffn.hidden, kNeurons / kCluster));
+  const int groups = (chunk.active.blocks + kCluster - 1) / kCluster;
   const Arguments arguments{ffn.b_gate, chunk.active.masks, chunk.active.columns, static_cast<int>(chunk.tokens),
-                            ffn.hidden, ffn.width, chunk.active.words, chunk.active.blocks, tiles};
-  const int grid = min(device.sm_count, chunk.active.blocks * tiles);
-  return launch_kernel(gate_kernel<T, kNeurons>, grid, kThreads, Shape<kNeurons>::kShared, stream, x_map, gate_map,
-                       arguments);
+                            ffn.hidden, ffn.width, chunk.active.words, chunk.active.blocks, tiles, groups};
+  const int grid = min(device.sm_count / kCluster, groups * tiles) * kCluster;
+  return launch_kernel(gate_kernel<T, kNeurons, kCluster>, grid, kThreads, kCluster, Shape<kNeurons>::kShared, stream,
+                       x_map, gate_map, arguments);
 }
 
 // The tile width of least time: rounds of all SMs, each as long as its tile is wide plus what every tile costs.
@@ -208,22 +241,28 @@ int best_width(const Ffn& ffn, const Chunk& chunk, const Device& device) {
   return best;
 }
 
-template <typename T>
+template <typename T, int kCluster>
 cudaError_t launch_width(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
   switch (best_width(ffn, chunk, device)) {
-    case 64: return launch<T, 64>(ffn, chunk, device, stream);
-    case 96: return launch<T, 96>(ffn, chunk, device, stream);
-    case 128: return launch<T, 128>(ffn, chunk, device, stream);
-    case 192: return launch<T, 192>(ffn, chunk, device, stream);
-    default: return launch<T, 256>(ffn, chunk, device, stream);
+    case 64: return launch<T, 64, kCluster>(ffn, chunk, device, stream);
+    case 96: return launch<T, 96, 1>(ffn, chunk, device, stream);  // half of 96 rows is no whole swizzle group
+    case 128: return launch<T, 128, kCluster>(ffn, chunk, device, stream);
+    case 192: return launch<T, 192, kCluster>(ffn, chunk, device, stream);
+    default: return launch<T, 256, kCluster>(ffn, chunk, device, stream);
   }
+}
+
+template <typename T>
+cudaError_t launch_cluster(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
+  return chunk.active.blocks > 1 ? launch_width<T, 2>(ffn, chunk, device, stream)
+                                 : launch_width<T, 1>(ffn, chunk, device, stream);
 }
 
 }  // namespace
 
 cudaError_t launch_gate(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
-  return ffn.dtype == DType::kBFloat16 ? launch_width<__nv_bfloat16>(ffn, chunk, device, stream)
-                                       : launch_width<__half>(ffn, chunk, device, stream);
+  return ffn.dtype == DType::kBFloat16 ? launch_cluster<__nv_bfloat16>(ffn, chunk, device, stream)
+                                       : launch_cluster<__half>(ffn, chunk, device, stream);
 }
 
 }  // namespace twell::sm90

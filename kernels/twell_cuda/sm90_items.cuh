@@ -20,12 +20,13 @@ __device__ __forceinline__ void count_active(const uint32_t* masks, int blocks, 
   __syncthreads();
 }
 
-// One warpgroup writes the neurons of ranks [first, first + count) among a mask's set bits to `list`, in order.
-// `scratch`: four ints. Threads of the warpgroup may read `list` afterwards.
+// The first kThreads threads write the neurons of ranks [first, first + count) among a mask's set bits to `list`, in
+// order, and may read it afterwards. `scratch`: an int for each of their warps.
+template <int kThreads>
 __device__ __forceinline__ void list_active(const uint32_t* mask, int words, int first, int count, uint16_t* list,
                                             int* scratch, int barrier_id) {
-  const int thread = threadIdx.x % 128, lane = thread % 32, warp = thread / 32;
-  const int share = (words + 127) / 128, begin = min(words, thread * share), end = min(words, begin + share);
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const int share = (words + kThreads - 1) / kThreads, begin = min(words, thread * share), end = min(words, begin + share);
   int before = 0;
   for (int w = begin; w < end; ++w) before += __popc(__ldcg(mask + w));
   int sum = before;
@@ -34,9 +35,9 @@ __device__ __forceinline__ void list_active(const uint32_t* mask, int words, int
     const int other = __shfl_up_sync(~0u, sum, d);
     if (lane >= d) sum += other;
   }
-  named_barrier<128>(barrier_id);  // everyone is done with the last list and scratch
+  named_barrier<kThreads>(barrier_id);  // everyone is done with the last list and scratch
   if (lane == 31) scratch[warp] = sum;
-  named_barrier<128>(barrier_id);
+  named_barrier<kThreads>(barrier_id);
   int rank = sum - before - first;
   for (int w = 0; w < warp; ++w) rank += scratch[w];
   for (int w = begin; w < end && rank < count; ++w) {
@@ -44,7 +45,7 @@ __device__ __forceinline__ void list_active(const uint32_t* mask, int words, int
       if (rank >= 0 && rank < count) list[rank] = static_cast<uint16_t>(w * 32 + __ffs(bits) - 1);
     }
   }
-  named_barrier<128>(barrier_id);
+  named_barrier<kThreads>(barrier_id);
 }
 
 }  // namespace twell::sm90

@@ -80,6 +80,33 @@ __device__ __forceinline__ void load_box(void* shared, const CUtensorMap* map, i
       : "memory");
 }
 
+// The same into the same place of every thread block of the cluster that `mask` names, and onto its barrier.
+__device__ __forceinline__ void load_box_multicast(void* shared, const CUtensorMap* map, int column, int row,
+                                                   uint64_t* barrier, uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%2, %3}], [%4], %5;" ::"r"(smem_address(shared)),
+      "l"(map), "r"(column), "r"(row), "r"(smem_address(barrier)), "h"(mask)
+      : "memory");
+}
+
+// Arrives at the same barrier of another thread block of the cluster.
+__device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, int rank) {
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}\n" ::"r"(smem_address(barrier)),
+      "r"(rank)
+      : "memory");
+}
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 // 16 bytes by cp.async; zeros where `valid` is false.
 __device__ __forceinline__ void copy_16(uint32_t shared, const void* global, bool valid = true) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0)

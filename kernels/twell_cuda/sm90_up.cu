@@ -1,9 +1,9 @@
 // Up projection over active neurons: h = relu(gate) * (x Wu^T + bu), for each block of 128 tokens and the neurons that
 // any of them activates; the others' columns of h would be zero. h takes the place of relu(gate).
 //
-// A persistent block of three warpgroups an SM. The first fetches: x by bulk tensor copies, gathered rows of Wu by
-// cp.async, and at the end of a tile its columns of relu(gate), through the same ring of stages. The other two multiply
-// 64 tokens each.
+// A persistent thread block of four warpgroups an SM. Two fetch: x by bulk tensor copies, gathered rows of Wu by cp.async
+// (four warps alone cannot keep enough of those in flight), and at the end of a tile its columns of relu(gate), through
+// the same ring of stages. The other two multiply 64 tokens each.
 
 #include "sm90_call.h"
 #include "sm90_items.cuh"
@@ -14,7 +14,7 @@
 namespace twell::sm90 {
 namespace {
 
-constexpr int kThreads = 384, kConsumerWarps = 8, kDepth = 64, kStages = 4, kMaxNeurons = 256;
+constexpr int kFetchers = 128, kThreads = kFetchers + 256, kConsumerWarps = 8, kDepth = 64, kStages = 4, kMaxNeurons = 256;
 constexpr int kTokenBytes = kBlockTokens * kDepth * 2, kStageBytes = kTokenBytes + kMaxNeurons * kDepth * 2;
 constexpr int kTurnNeurons = 128;  // columns of relu(gate) in a stage: 256 bytes each
 static_assert(kTurnNeurons * kBlockTokens * 2 <= kStageBytes);
@@ -24,7 +24,7 @@ struct Control {
   int counts[kMaxBlocks];
   int first_item[kMaxBlocks + 1];
   int tile;  // neurons
-  int scratch[4];
+  int scratch[kFetchers / 32];
   uint16_t neurons[2][kMaxNeurons];
   float bias[2][kMaxNeurons];
 };
@@ -109,18 +109,19 @@ __device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* x_m
     const int groups = (count + 63) / 64;
     const uint16_t* neurons = c.neurons[slot];
     barrier_wait(c.unlisted + slot, phase ^ 1);
-    list_active(a.masks + static_cast<int64_t>(block) * a.words, a.words, first, count, c.neurons[slot], c.scratch, 2);
-    for (int i = thread; i < count; i += 128) {
+    list_active<kFetchers>(a.masks + static_cast<int64_t>(block) * a.words, a.words, first, count, c.neurons[slot], c.scratch, 2);
+    for (int i = thread; i < count; i += kFetchers) {
       c.bias[slot][i] = a.bias == nullptr ? 0.0f : widen(static_cast<const T*>(a.bias)[neurons[i]]);
     }
     barrier_arrive(c.listed + slot);
 
-    // Eight threads copy 128 bytes of a row; a thread serves every 16th row.
+    // Eight threads copy 128 bytes of a row; a thread serves every 32nd row.
+    constexpr int kRows = kFetchers / 8;
     const int row = thread / 8, chunk = thread % 8;
-    uint32_t offsets[kMaxNeurons / 16];
+    uint32_t offsets[kMaxNeurons / kRows];
 #pragma unroll
-    for (int i = 0; i < kMaxNeurons / 16; ++i) {  // rows past the last repeat it: what they give is not kept
-      offsets[i] = static_cast<uint32_t>(neurons[min(row + 16 * i, count - 1)]) * static_cast<uint32_t>(a.hidden);
+    for (int i = 0; i < kMaxNeurons / kRows; ++i) {  // rows past the last repeat it: what they give is not kept
+      offsets[i] = static_cast<uint32_t>(neurons[min(row + kRows * i, count - 1)]) * static_cast<uint32_t>(a.hidden);
     }
     const uint32_t place = kTokenBytes + row * 128 + ((chunk ^ (row & 7)) << 4);
     for (int step = 0; step < steps; ++step, ring.advance()) {
@@ -138,7 +139,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* x_m
       for (int g = 0; g < kMaxNeurons / 64; ++g) {
         if (g < groups) {
 #pragma unroll
-          for (int i = 4 * g; i < 4 * g + 4; ++i) copy_16(to + i * 16 * 128, from + offsets[i], inside);
+          for (int i = 64 / kRows * g; i < 64 / kRows * (g + 1); ++i) copy_16(to + i * kRows * 128, from + offsets[i], inside);
         }
       }
       barrier_arrive_on_copies(full);
@@ -148,7 +149,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* x_m
     for (int start = 0; start < count; start += kTurnNeurons, ring.advance()) {
       ring.wait_empty();
       const uint32_t to = stages + ring.stage * kStageBytes;
-      for (int n = thread / 16; n < min(kTurnNeurons, count - start); n += 8) {
+      for (int n = thread / 16; n < min(kTurnNeurons, count - start); n += kFetchers / 16) {
         const int part = thread % 16;
         copy_16(to + n * 256 + ((part ^ (n & 7)) << 4),
                 columns + static_cast<int64_t>(neurons[start + n]) * kBlockTokens + part * 8);
@@ -165,7 +166,7 @@ template <typename T>
 __device__ __forceinline__ void multiply(const Arguments& a, Control& c, uint8_t* shared) {
   Ring<kStages> ring(c.full, c.empty);
   const int steps = (a.hidden + kDepth - 1) / kDepth, lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32 - 4, warpgroup = warp / 4;
+  const int warp = (threadIdx.x - kFetchers) / 32, warpgroup = warp / 4;
   const uint32_t stages = smem_address(shared);
   int block = 0, slot = 0;
   uint32_t phase = 0;
@@ -235,11 +236,11 @@ __global__ void __launch_bounds__(kThreads, 1) up_kernel(const __grid_constant__
   if (threadIdx.x == 0) {
     prefetch_map(&x_map);
     for (int s = 0; s < kStages; ++s) {
-      barrier_init(c.full + s, 128 + 1);
+      barrier_init(c.full + s, kFetchers + 1);
       barrier_init(c.empty + s, kConsumerWarps);
     }
     for (int s = 0; s < 2; ++s) {
-      barrier_init(c.listed + s, 128);
+      barrier_init(c.listed + s, kFetchers);
       barrier_init(c.unlisted + s, kConsumerWarps);
     }
     fence_barrier_init();
@@ -248,7 +249,7 @@ __global__ void __launch_bounds__(kThreads, 1) up_kernel(const __grid_constant__
   wait_for_previous();
   count_active(a.masks, a.blocks, a.words, c.counts);
   plan(c, a.blocks);
-  if (threadIdx.x < 128) {
+  if (threadIdx.x < kFetchers) {
     give_registers<72>();
     fetch<T>(a, &x_map, c, shared);
   } else {
@@ -265,7 +266,7 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cud
   TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, x, chunk.tokens, ffn.hidden, kBlockTokens));
   const Arguments arguments{ffn.up, ffn.b_up, chunk.active.masks, chunk.active.columns, ffn.hidden, ffn.width,
                             chunk.active.words, chunk.active.blocks};
-  return launch_kernel(up_kernel<T>, device.sm_count, kThreads, kShared, stream, x_map, arguments);
+  return launch_kernel(up_kernel<T>, device.sm_count, kThreads, 1, kShared, stream, x_map, arguments);
 }
 
 }  // namespace
