@@ -1,9 +1,7 @@
-"""What `hf-twell bench` measures: correctness first, then interleaved medians against the dense alternatives."""
+"""What `hf-twell bench ffn` measures: correctness first, then interleaved medians against the dense alternatives."""
 
 import platform
-import statistics
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,9 +11,15 @@ import torch.nn.functional as F
 import hf_twell
 from hf_twell import ops, workload
 from hf_twell._layout import SPARSE
+from hf_twell.timing import Captured, interleaved_ms, millijoules, peak_mib
 
-COLD_BYTES = 256 << 20  # rotated weights take at least this much, so that no cache holds the next call's
+COLD_BYTES = 256 << 20  # rotated weights take at least this much on a CPU, so that no cache holds the next call's
+GRAPH_TOKENS, GRAPH_BLOCKS = 256, 28  # up to so many tokens, CUDA times a graph over so many blocks' own weights
+DECODE_TOKENS, DECODE_POOL = 64, 16384  # up to so many tokens are strangers, drawn from so many workload tokens
+FEW_PAIRS = 64
+FEW_PAIRS_LIMIT = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+MAX_AUTOTUNE = {"max_autotune": True, "coordinate_descent_tuning": True}
 
 
 def bench_ffn(
@@ -25,173 +29,211 @@ def bench_ffn(
     hidden: int = 2048,
     intermediate: int = 5632,
     dtype: str = "bfloat16",
+    device: str = "cpu",
     backward: bool = False,
-    repeats: int = 11,
+    repeats: int | None = None,
     compile_dense: bool = True,
+    max_autotune: bool = False,
+    energy: bool = False,
 ) -> Iterator[dict]:
     """One row for each number of tokens and L0: times of eager, compiled and sparse FFNs, and the sparse one's error.
 
+    Forward on CUDA at 256 tokens or fewer: one captured graph over 28 blocks with weights of their own, each with its
+    own tokens, and time per block; at 64 or fewer, the tokens are strangers to each other, as in a decode batch.
+    Otherwise neighbours, and one call at a time: on a CPU the weights rotate, on CUDA the L2 is flushed before each.
+
     Args:
         backward: forward and backward, `.grad` None before each; else forward alone under inference mode.
+        max_autotune: also `torch.compile` with max-autotune and coordinate descent; reported beside, not in `speedup`.
+        energy: also millijoules per token.
+
+    Raises:
+        ValueError: a result less accurate than DESIGN allows (twice eager PyTorch's error); no speed is given then.
     """
-    for count, l0 in ((t, value) for value in l0s for t in tokens):
-        x_all, *weights = workload.make_ffn(max(count, 1024), hidden, intermediate, l0, dtype=DTYPES[dtype])
-        x = _typical_run(x_all, weights[0], count, l0)
-        active = (x.float() @ weights[0].float().T > 0).sum(1).float().mean().item()
-        # As a patched module would keep down_proj.
-        stored_by = "columns" if not backward and active < SPARSE * intermediate else "rows"
-        copies = -(-COLD_BYTES // (3 * hidden * intermediate * x.element_size())) + 1
-        stock = [[w.clone() for w in weights] for _ in range(copies)]
-        ours = [[gate, up, down.t().contiguous().t() if stored_by == "columns" else down] for gate, up, down in stock]
-        variants: dict[str, tuple[Callable, list]] = {"eager": (_dense, stock)}
+    device = torch.device(device)
+    pools = {}
+    for l0 in l0s:
+        count = max(DECODE_POOL if device.type == "cuda" else 1024, *tokens)
+        x, *weights = workload.make_ffn(count, hidden, intermediate, l0, dtype=DTYPES[dtype], device=device)
+        pools[l0] = x, weights
+    for count in tokens:
+        dense: dict[str, Callable] = {"eager": _dense}
+        # Recompiling for each shape would end at PyTorch's limit.
+        torch._dynamo.reset()
         if compile_dense:
-            torch._dynamo.reset()
-            variants["compiled"] = (torch.compile(_dense), stock)
-        variants["sparse"] = (lambda x, gate, up, down: ops.ffn(x, up, down, gate), ours)
-        error = _relative_error(x, stock[0], ours[0])
-        times = _interleaved(variants, x, repeats, backward)
-        dense_ms = min(value for name, value in times.items() if name != "sparse")
-        yield {
-            "bench": "ffn",
-            "tokens": count,
-            "hidden": hidden,
-            "intermediate": intermediate,
-            "dtype": dtype,
-            "pass": "forward+backward" if backward else "forward",
-            "requested_l0": l0,
-            "l0": round(active, 2),
-            "density": round(active / intermediate, 5),
-            "down_stored_by": stored_by,
-            "error": error["sparse"],
-            "error_eager": error["eager"],
-            **{f"{name}_ms": round(value, 4) for name, value in times.items()},
-            "speedup": round(dense_ms / times["sparse"], 3),
-            **environment(),
-        }
+            dense["compiled"] = torch.compile(_dense, dynamic=False)
+        if max_autotune:
+            dense["autotuned"] = torch.compile(_dense, dynamic=False, options=MAX_AUTOTUNE)
+        for l0, (pool, weights) in pools.items():
+            captured = device.type == "cuda" and count <= GRAPH_TOKENS and not backward
+            xs, active = _draw(pool, weights[0], count, l0, GRAPH_BLOCKS if captured else 1)
+            result = _measure(dense, xs, weights, active, backward, captured, repeats, energy)
+            wanted = {"tokens": count, "hidden": hidden, "intermediate": intermediate, "dtype": dtype}
+            yield {"bench": "ffn", **wanted, "requested_l0": round(l0, 3), **result, **environment(device)}
 
 
-def bench_generate(
-    *, l0: float = 30.0, new_tokens: int = 128, dtype: str = "bfloat16", repeats: int = 3, **shape
-) -> dict:
-    """Greedy decoding of one sequence by the same random Llama, dense and sparse, in turns; tokens per second."""
-    model = workload.make_llama(l0, dtype=DTYPES[dtype], **shape)
-    prompt = torch.randint(model.config.vocab_size, (1, 16), generator=torch.Generator().manual_seed(1))
-    blocks = hf_twell.modeling.sparse_ffns(model)
+def _measure(dense, xs, weights, active, backward, captured, repeats, energy) -> dict:
+    device, (count, _), intermediate = xs[0].device, xs[0].shape, len(weights[0])
+    l0 = active.sum(1).double().mean().item()
+    # As a patched module would keep down_proj.
+    by_columns = not backward and (device.type == "cuda" or l0 < SPARSE * intermediate)
+    copies = len(xs) if device.type == "cuda" else -(-COLD_BYTES // sum(w.nbytes for w in weights)) + 1
+    stock = [[w.clone() for w in weights] for _ in range(copies)]
+    ours = [[gate, up, down.t().contiguous().t() if by_columns else down] for gate, up, down in stock]
+    variants = {name: (function, stock) for name, function in dense.items()}
+    variants["sparse"] = (lambda x, gate, up, down: ops.ffn(x, up, down, gate), ours)
+    grad_y = torch.randn_like(xs[0])
+    if backward:
+        for tensor in (*xs, *(w for some in (*stock, *ours) for w in some)):
+            tensor.requires_grad_()
 
-    def use(backend):
-        for block in blocks:
-            block.twell.backend = backend
+    def clear():
+        for tensor in (*xs, *(w for some in (*stock, *ours) for w in some)):
+            tensor.grad = None
 
-    seconds: dict[str, list[float]] = {"reference": [], "auto": []}
-    logits, outputs = {}, {}
-    with torch.inference_mode():
-        for name in seconds:
-            use(name)
-            logits[name] = model(prompt).logits.float()
-        for _ in range(repeats):
-            for name, spent in seconds.items():
-                use(name)
-                start = time.perf_counter()
-                outputs[name] = model.generate(
-                    prompt, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0
-                )
-                spent.append(time.perf_counter() - start)
-    dense, sparse = (new_tokens / statistics.median(seconds[name]) for name in ("reference", "auto"))
-    difference = (logits["auto"] - logits["reference"]).norm() / logits["reference"].norm()
-    return {
-        "bench": "generate",
-        "new_tokens": new_tokens,
-        "layers": len(blocks),
-        "hidden": model.config.hidden_size,
-        "intermediate": model.config.intermediate_size,
-        "vocabulary": model.config.vocab_size,
-        "dtype": dtype,
-        "l0": l0,
-        "dense_tokens_per_s": round(dense, 3),
-        "sparse_tokens_per_s": round(sparse, 3),
-        "speedup": round(sparse / dense, 3),
-        "logits_difference": difference.item(),
-        "same_tokens": torch.equal(outputs["auto"], outputs["reference"]),
-        **environment(),
+    def once(name, turn=0):
+        function, sets = variants[name]
+        x, some = xs[turn % len(xs)], sets[turn % len(sets)]
+        if not backward:
+            with torch.inference_mode():
+                return function(x, *some)
+        return function(x, *some).backward(grad_y)
+
+    def block_by_block(name):
+        return [once(name, turn) for turn in range(len(xs))]
+
+    calls = {name: Captured(lambda name=name: block_by_block(name), device) for name in variants} if captured else {}
+    outputs = {name: calls[name]() if captured else block_by_block(name) for name in variants if not backward}
+    if backward:
+        outputs = {name: [_with_gradients(f, xs[0], sets[0], grad_y)] for name, (f, sets) in variants.items()}
+        clear()
+    errors = _check(outputs, xs, stock[0], grad_y if backward else None, active.sum().item() / len(xs))
+    outputs.clear()
+
+    def timed(name):
+        if captured:
+            return lambda turn: calls[name]()
+        return lambda turn: once(name, turn)
+
+    repeats = repeats or (25 if device.type == "cuda" else 11)
+    times = interleaved_ms({name: timed(name) for name in variants}, repeats, device, clear if backward else _nothing)
+    times = {name: value / len(xs) for name, value in times.items()}
+    clear()
+    row = {
+        "pass": "forward+backward" if backward else "forward",
+        "timed": f"captured graph of {len(xs)} blocks" if captured else "single calls",
+        "backend": ops.resolve("auto", device.type),
+        "l0": round(l0, 2),
+        "density": round(l0 / intermediate, 5),
+        "neighbours": not (captured and count <= DECODE_TOKENS),
+        "distinct_64": round(workload.distinct_neurons(active, min(DECODE_TOKENS, count)), 1),
+        "down_stored_by": "columns" if by_columns else "rows",
+        "error": errors["sparse"],
+        "error_eager": errors["eager"],
+        **{f"{name}_ms": round(value, 5) for name, value in times.items()},
+        "speedup": round(min(times[name] for name in ("eager", "compiled") if name in times) / times["sparse"], 3),
     }
+    for name in variants:
+        if device.type == "cuda":
+            row[f"{name}_peak_mib"] = peak_mib(lambda name=name: once(name), device)
+            clear()
+        if energy:
+            row[f"{name}_mj_per_token"] = millijoules(timed(name), device) / (len(xs) * count)
+    return row
 
 
-def plot_ffn(rows: list[dict], path: Path) -> None:
-    """Speed-up over the better dense FFN against tokens, one line for each requested L0; drawn from the rows alone."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 4))
-    lines: dict[tuple, list] = {}
-    for row in rows:
-        lines.setdefault((row["dtype"], row["pass"], row["requested_l0"]), []).append((row["tokens"], row["speedup"]))
-    for (dtype, what, l0), points in sorted(lines.items()):
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=f"L0 = {l0:g}, {dtype}, {what}")
-    axes.axhline(1, color="gray", linewidth=1)
-    axes.set(xscale="log", xlabel="tokens", ylabel="speed-up over dense (better of eager and compiled)")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
-
-
-def environment() -> dict:
-    """What a row must name to be compared with another."""
-    return {
-        "processor": _processor(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "hf_twell": hf_twell.__version__,
-        "commit": _commit(),
-    }
-
-
-def _typical_run(x, w_gate, count, l0) -> torch.Tensor:
-    """`count` consecutive tokens whose own mean L0 is nearest to `l0`: few tokens vary widely."""
-    if count >= len(x):
-        return x
-    active = (x.float() @ w_gate.float().T > 0).sum(1).double()
-    total = torch.cat([active.new_zeros(1), active.cumsum(0)])
-    start = ((total[count:] - total[:-count]) / count - l0).abs().argmin().item()
-    return x[start : start + count].contiguous()
+def _nothing():
+    pass
 
 
 def _dense(x, w_gate, w_up, w_down):
     return F.linear(torch.relu(F.linear(x, w_gate)) * F.linear(x, w_up), w_down)
 
 
-@torch.inference_mode()
-def _relative_error(x, stock, ours) -> dict:
-    truth = _dense(x.float(), *(w.float() for w in stock))
-    gate, up, down = ours
-    results = {"eager": _dense(x, *stock), "sparse": ops.ffn(x, up, down, gate)}
-    return {name: ((y.float() - truth).norm() / truth.norm().clamp_min(1e-30)).item() for name, y in results.items()}
+def _with_gradients(function, x, weights, grad_y) -> tuple:
+    y = function(x, *weights)
+    return y.detach(), *torch.autograd.grad(y, (x, *weights), grad_y)
 
 
-def _interleaved(variants, x, repeats, backward) -> dict[str, float]:
-    """Median milliseconds of each variant, all taking turns, after two turns of warming up."""
-    grad_y = torch.randn(x.shape).to(x.dtype)
-    if backward:
-        x = x.detach().requires_grad_()
-        for weights in next(iter(variants.values()))[1]:
-            for w in weights:
-                w.requires_grad_()
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for turn in range(repeats + 2):
-        for name, (function, sets) in variants.items():
-            weights = sets[turn % len(sets)]
-            for w in (x, *(w for some in sets for w in some)):
-                w.grad = None
-            start = time.perf_counter()
-            if backward:
-                function(x, *weights).backward(grad_y)
-            else:
-                with torch.inference_mode():
-                    function(x, *weights)
-            times[name].append((time.perf_counter() - start) * 1e3)
-    return {name: statistics.median(values[2:]) for name, values in times.items()}
+def _draw(pool, w_gate, count, l0, sets) -> tuple[list, torch.Tensor]:
+    """`sets` inputs of `count` tokens whose mean L0 is as near to `l0` as chance allows, and their active neurons.
+
+    Several sets: strangers, or runs of neighbours above 64 tokens; the nearest of 64 draws. One set: the run of
+    neighbours that is nearest, because few tokens vary widely.
+    """
+    per_token = torch.cat([workload.active_neurons(part, w_gate).sum(1) for part in pool.split(8192)]).double()
+    total = torch.cat([per_token.new_zeros(1), per_token.cumsum(0)])
+    if sets == 1:
+        starts = ((total[count:] - total[:-count]) / count - l0).abs().argmin().view(1)
+        rows = starts[:, None] + torch.arange(count, device=pool.device)
+    else:
+        g = torch.Generator().manual_seed(1)
+        if count <= DECODE_TOKENS:
+            draws = torch.randint(DECODE_POOL, (64, sets, count), generator=g).to(pool.device)
+        else:
+            starts = torch.randint(len(pool) - count + 1, (64, sets, 1), generator=g).to(pool.device)
+            draws = starts + torch.arange(count, device=pool.device)
+        rows = draws[(per_token[draws].mean((1, 2)) - l0).abs().argmin()]
+    xs = [pool[some].contiguous() for some in rows]
+    return xs, torch.cat([workload.active_neurons(x, w_gate) for x in xs])
+
+
+@torch.no_grad()
+def _check(outputs, xs, weights, grad_y, pairs) -> dict[str, float]:
+    """Each variant's relative RMS error of y over all inputs.
+
+    Raises:
+        ValueError: where the sparse result, or one of its gradients, is off by more than `limit` allows.
+    """
+    dtype = xs[0].dtype
+    wide = torch.float64 if dtype == torch.float32 else torch.float32
+    wide_weights = [w.to(wide) for w in weights]
+    if grad_y is None:
+        # A whole fp32 h of the longest inputs would take gigabytes.
+        truths = [[torch.cat([_dense(part.to(wide), *wide_weights) for part in x.split(8192)])] for x in xs]
+        outputs = {name: [[y] for y in ys] for name, ys in outputs.items()}
+    else:
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in (xs[0].to(wide), *wide_weights)]
+            truths = [_with_gradients(_dense, leaves[0], leaves[1:], grad_y.to(wide))]
+    results = {}
+    for index, name in enumerate(("y", "gradient of x", "of w_gate", "of w_up", "of w_down")[: len(truths[0])]):
+        truth = torch.cat([some[index] for some in truths])
+        error = {key: relative_error(torch.cat([some[index] for some in ys]), truth) for key, ys in outputs.items()}
+        allowed = 2 * error["eager"]
+        if pairs < FEW_PAIRS:
+            allowed = max(allowed, FEW_PAIRS_LIMIT.get(dtype, 0.0))
+        if not error["sparse"] <= allowed:
+            raise ValueError(
+                f"{name} of the sparse block is off by {error['sparse']:.3g} (relative RMS) at {tuple(xs[0].shape)}, "
+                f"{pairs / len(xs[0]):.4g} active neurons a token; allowed is {allowed:.3g}, eager's own error being "
+                f"{error['eager']:.3g}. A wrong result has no speed; please report it."
+            )
+        results = results or error
+    return results
+
+
+def relative_error(value, truth) -> float:
+    """||value - truth|| / ||truth||; infinite where the truth is all zero and the value is not."""
+    size = truth.double().norm().item()
+    difference = (value.double() - truth.double()).norm().item()
+    if size:
+        return difference / size
+    return difference if difference == 0 else float("inf")
+
+
+def environment(device: torch.device) -> dict:
+    """What a row must name to be compared with another."""
+    cuda = device.type == "cuda"
+    return {
+        "device": device.type,
+        "processor": torch.cuda.get_device_name(device) if cuda else _processor(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        **({"cuda": torch.version.cuda} if cuda else {}),
+        "hf_twell": hf_twell.__version__,
+        "commit": _commit(),
+    }
 
 
 def _processor() -> str:

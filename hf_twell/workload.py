@@ -2,7 +2,7 @@
 
 Random weights with random tokens are half active, and thinned out evenly they make neighbouring tokens share nothing.
 In sparse models, neurons fire at very unequal rates, neighbouring tokens share neurons, and some tokens, the first ones
-of a sequence above all, are many times denser than the median. Both makers below build that in at any mean L0.
+of a sequence above all, are many times denser than the median. `make_ffn` builds that in at any mean L0.
 """
 
 import math
@@ -59,37 +59,14 @@ def threshold_for(gate_TF, l0) -> float:
 
 
 @torch.no_grad()
-def make_llama(l0=30.0, *, hidden=2048, intermediate=5632, layers=8, vocabulary=32000, dtype=torch.bfloat16, seed=0):
-    """A random sparsified Llama whose every block has `l0` active neurons a token, calibrated after its norm."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def active_neurons(x_TD, w_gate, chunk=4096) -> torch.Tensor:
+    """Which gates are positive, computed in fp32: (T, F) bool."""
+    gate = w_gate.float().t()
+    return torch.cat([part.float() @ gate > 0 for part in x_TD.split(chunk)])
 
-    import hf_twell
 
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=max(1, hidden // 64),
-        num_key_value_heads=max(1, hidden // 256),
-        vocab_size=vocabulary,
-        max_position_embeddings=4096,
-    )
-    model = hf_twell.sparsify(LlamaForCausalLM(config).to(dtype).eval())
-    # Nothing writes to the residual stream's first coordinate, so it carries a constant to every norm.
-    model.model.embed_tokens.weight[:, 0] = 4 * config.initializer_range
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.weight[0] = 0
-        layer.mlp.down_proj.weight[0] = 0
-    sample = torch.randint(vocabulary, (2, 512))
-    for layer in model.model.layers:
-        seen = []
-        handle = layer.mlp.register_forward_pre_hook(lambda module, args, seen=seen: seen.append(args[0]))
-        model.model(sample)
-        handle.remove()
-        x_TD, weight = seen[0].flatten(0, 1).float(), layer.mlp.gate_proj.weight
-        weight[:, 0] = 0
-        gate_TF = x_TD @ weight.float().T
-        own = THRESHOLD_SPREAD * gate_TF.std() * torch.randn(intermediate)
-        weight[:, 0] = -((own + threshold_for(gate_TF - own, l0)) / x_TD[:, 0].mean()).to(dtype)
-    return model
+def distinct_neurons(active_TF, run=64) -> float:
+    """Neurons active in at least one of `run` consecutive tokens (or all, if fewer), averaged over runs."""
+    run = min(run, len(active_TF))
+    runs = len(active_TF) // run
+    return active_TF[: runs * run].view(runs, run, -1).any(1).sum(1).double().mean().item()

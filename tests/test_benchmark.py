@@ -1,4 +1,4 @@
-"""The benchmark's inputs are like real ones, its rows are whole, and it checks what it times."""
+"""The benchmark's inputs are like real ones, its rows are whole, and it refuses what is wrong before it times it."""
 
 import argparse
 import json
@@ -6,54 +6,171 @@ import json
 import pytest
 import torch
 
-from hf_twell import benchmark, workload
+from hf_twell import benchmark, benchmark_models, ops, reference, timing, workload, workload_llama
 from hf_twell.cli import bench
-from hf_twell.modeling import sparse_ffns
+
+TINY = {"hidden": 128, "intermediate": 512, "layers": 2, "vocabulary": 2048}
+
+
+def run(capsys, *arguments):
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    assert bench.run(parser.parse_args([str(argument) for argument in (*arguments, "--json")])) == 0
+    return json.loads(capsys.readouterr().out)["rows"]
 
 
 def test_workload_has_the_statistics_of_sparse_models():
     x, w_gate, _, _ = workload.make_ffn(2048, 512, 2048, 30, dtype=torch.float32)
-    active = x @ w_gate.T > 0
+    active = workload.active_neurons(x, w_gate)
     count = active.sum(1).float()
     assert count.mean().item() == pytest.approx(30, rel=0.05)
     assert count.max() > 5 * count.median(), "heavy tokens"
     assert count[::1024].mean() > 2 * count.mean(), "first tokens are dense"
     rate = active.float().mean(0).sort(descending=True).values
     assert rate[:64].sum() > 0.1 * rate.sum(), "hot neurons"
-    together = active.view(-1, 64, 2048).any(1).sum(1).float().mean()
-    apart = active[torch.randperm(2048)].view(-1, 64, 2048).any(1).sum(1).float().mean()
-    assert together < 0.95 * apart, "neighbours share neurons"
+    apart = workload.distinct_neurons(active[torch.randperm(2048)])
+    assert workload.distinct_neurons(active) < 0.95 * apart, "neighbours share neurons"
 
 
-def test_random_llama_is_calibrated_layer_by_layer():
-    model = workload.make_llama(12.0, hidden=128, intermediate=512, layers=3, vocabulary=500, dtype=torch.float32)
-    counts = []
-    for block in sparse_ffns(model):
-        block.act_fn.register_forward_hook(lambda m, a, out: counts.append((out > 0).sum(-1).float().mean().item()))
+def test_distinct_neurons_by_hand():
+    active = torch.tensor([[1, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 1]]) > 0
+    assert workload.distinct_neurons(active, 2) == 1.5
+    assert workload.distinct_neurons(active, 64) == 3
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return workload_llama.make_llama(12.0, **{**TINY, "layers": 6}, dtype=torch.float32)
+
+
+def test_random_llama_is_calibrated_layer_by_layer(llama):
+    model, distinct = llama
+    text = workload_llama.make_text(2048, 4, 1024, seed=5)
+    layers = workload_llama.layer_statistics(model, text)
+    assert len(layers) == 6
+    workload_llama.check_layers(layers, 12.0, distinct)
+
+
+def test_random_llama_recites_the_workload(llama):
+    text = workload_llama.make_text(2048, 3, 20, seed=5, starts_of_sequences=False)
+    assert torch.equal(llama[0].generate(text[:, :8], max_new_tokens=12, do_sample=False), text)
+
+
+def test_layers_unlike_the_workload_are_refused(llama):
+    model, distinct = llama
+    text = workload_llama.make_text(2048, 4, 1024, seed=5)
+    thresholds = model.model.layers[3].mlp.gate_proj.weight[:, 0]
+    kept = thresholds.clone()
     with torch.no_grad():
-        model(torch.randint(500, (2, 256)))
-    assert counts == pytest.approx([12.0] * 3, rel=0.25)
+        thresholds.mul_(0.9)
+        with pytest.raises(ValueError, match=r"layer 3 has .* where the workload has 12;"):
+            workload_llama.check_layers(workload_llama.layer_statistics(model, text), 12.0, distinct)
+        thresholds.copy_(kept)
+    layers = workload_llama.layer_statistics(model, text)
+    with pytest.raises(ValueError, match="distinct in 64"):
+        workload_llama.check_layers(layers, 12.0, 1.3 * distinct)
 
 
-@pytest.mark.parametrize("extra", [[], ["--backward"]])
+@pytest.mark.parametrize("extra", [[], ["--backward"], ["--dtype", "float32"]])
 def test_bench_ffn_writes_rows_and_a_plot(tmp_path, capsys, extra):
-    parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    args = ["ffn", "--tokens", "1", "20", "--l0", "8", "--hidden", "64", "--intermediate", "344", "--repeats", "2"]
-    args += ["--no-compile", "--json", "--output", str(tmp_path), *extra]
-    assert bench.run(parser.parse_args(args)) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    sizes = ("--tokens", 1, 20, "--l0", 8, "--hidden", 64, "--intermediate", 344, "--repeats", 2, "--device", "cpu")
+    rows = run(capsys, "ffn", *sizes, "--no-compile", "--output", tmp_path, *extra)
     assert [row["tokens"] for row in rows] == [1, 20]
     for row in rows:
         assert row["speedup"] > 0
-        assert row["error"] <= 2 * row["error_eager"]
-        assert {"processor", "threads", "torch", "commit", "eager_ms", "sparse_ms"} <= row.keys()
+        assert row["error"] <= max(2 * row["error_eager"], 2**-7)
+        assert row["l0"] <= row["distinct_64"] <= 344
+        wanted = {"processor", "threads", "torch", "commit", "eager_ms", "sparse_ms", "backend", "device", "dtype"}
+        assert wanted <= row.keys()
     assert [json.loads(line) for line in (tmp_path / "bench.jsonl").read_text().splitlines()] == rows
     assert (tmp_path / "bench.png").stat().st_size > 1000
 
 
-def test_bench_generate_gives_the_same_tokens_in_fp32():
-    shape = {"hidden": 128, "intermediate": 512, "layers": 2, "vocabulary": 300}
-    row = benchmark.bench_generate(l0=8, new_tokens=8, dtype="float32", repeats=1, **shape)
-    assert row["same_tokens"]
+def test_shapes_of_models_keep_the_density(capsys):
+    rows = run(
+        capsys, "ffn", "--shape", "smollm2-135m", "--tokens", 2, "--repeats", 1, "--no-compile", "--device", "cpu"
+    )
+    assert (rows[0]["hidden"], rows[0]["intermediate"]) == (576, 1536)
+    assert rows[0]["requested_l0"] == pytest.approx(30 * 1536 / 5632, abs=1e-3)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_wrong_block_is_not_timed(monkeypatch, backward):
+    def wrong(x, w_up, w_down, w_gate):
+        y = reference.ffn(x, w_up, w_down, w_gate)
+        return y + 0.02 * y.detach().roll(1, 0) if not backward else reference.ffn(1.02 * x, w_up, w_down, w_gate)
+
+    monkeypatch.setattr(ops, "ffn", wrong)
+    rows = benchmark.bench_ffn([64], [8], hidden=64, intermediate=344, compile_dense=False, backward=backward)
+    with pytest.raises(ValueError, match="no speed"):
+        next(rows)
+
+
+def test_what_is_all_zero_must_come_out_zero():
+    zero = torch.zeros(3)
+    assert benchmark.relative_error(zero, zero) == 0
+    assert benchmark.relative_error(torch.tensor([0.0, 1e-9, 0.0]), zero) == float("inf")
+    assert not benchmark.relative_error(torch.full((3,), float("nan")), zero) <= 1
+
+
+def test_inputs_of_several_blocks_are_strangers_or_runs():
+    x, w_gate, _, _ = workload.make_ffn(16384, 32, 128, 8, dtype=torch.float32)
+    place = {tuple(row): index for index, row in enumerate(x[:, 2:6].tolist())}
+    for count, neighbours in ((16, False), (256, True)):
+        xs, active = benchmark._draw(x, w_gate, count, 8, 28)
+        assert [some.shape for some in xs] == [(count, 32)] * 28
+        assert active.sum(1).float().mean().item() == pytest.approx(8, rel=0.1)
+        places = torch.tensor([[place[tuple(row)] for row in some[:, 2:6].tolist()] for some in xs])
+        assert bool((places.diff() == 1).all()) == neighbours
+
+
+def test_bench_prefill_writes_rows_and_a_plot(tmp_path, capsys):
+    sizes = [item for name, value in TINY.items() for item in (f"--{name}", value)]
+    rows = run(
+        capsys, "prefill", *sizes, "--l0", 12, "--batch", 2, "--length", 512, "--repeats", 1, "--device", "cpu",
+        "--dtype", "float32", "--output", tmp_path,
+    )  # fmt: skip
+    (row,) = rows
+    assert row["speedup"] > 0
     assert row["logits_difference"] < 1e-5
+    assert row["layer_l0"] == pytest.approx([12.0] * 2, rel=0.1)
+    assert {"eager_ms", "compiled_ms", "sparse_ms", "sparse_compiled_ms", "heads", "vocabulary"} <= row.keys()
+    assert json.loads((tmp_path / "bench.jsonl").read_text()) == row
+    assert (tmp_path / "prefill.png").stat().st_size > 1000
+
+
+def test_bench_generate_gives_the_same_tokens_in_fp32():
+    row = benchmark_models.bench_generate(l0=12, batch=2, new_tokens=16, dtype="float32", repeats=1, **TINY)
+    assert row["same_tokens"]
+    assert row["recited"] == 1
+    assert row["logits_difference"] < 1e-5
+    assert row["decoded_l0"] == pytest.approx(12, rel=0.1)
+    assert row["error_dense_step"] < 1e-5, "the step feeds the right tokens at the right positions"
+    assert row["sparse_step_ms"] > 0
+
+
+def test_logits_of_a_wrong_model_are_refused():
+    truth = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
+    outputs = {"eager": truth * 1.001, "sparse": truth * 1.0015}
+    assert benchmark_models._check_logits(outputs, truth)["error_sparse"] == pytest.approx(0.0015, rel=0.01)
+    with pytest.raises(ValueError, match="logits of sparse are off"):
+        benchmark_models._check_logits({**outputs, "sparse": truth * 1.01}, truth)
+
+
+def test_energy_on_a_cpu_is_refused():
+    with pytest.raises(ValueError, match="NVIDIA GPU"):
+        timing.millijoules(lambda turn: None, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+def test_bench_on_a_gpu(tmp_path, capsys):
+    sizes = ("--hidden", 256, "--intermediate", 1024, "--l0", 12, "--repeats", 2, "--device", "cuda")
+    rows = run(capsys, "ffn", "--tokens", 1, 64, 300, *sizes, "--output", tmp_path)
+    assert [row["timed"] for row in rows] == ["captured graph of 28 blocks"] * 2 + ["single calls"]
+    assert all(row["sparse_peak_mib"] > 0 and row["eager_ms"] > 0 for row in rows)
+    more = ("--layers", 2, "--vocabulary", 4096)
+    (row,) = run(capsys, "prefill", *sizes, *more, "--batch", 2, "--length", 512)
+    assert row["sparse_compiled_ms"] > 0
+    (row,) = run(capsys, "generate", *sizes, *more, "--batch", 2, "--new-tokens", 16)
+    assert row["compiled"]
+    assert row["sparse_step_ms"] > 0

@@ -1,11 +1,13 @@
-"""Measure the sparse feed-forward block, or a whole model's decoding, against dense PyTorch on this machine.
+"""Measure the sparse feed-forward block, or a whole model's prefill or decoding, against dense PyTorch.
 
-Results are checked before they are timed; the variants take turns, and weights rotate so that no cache holds them.
+Results are checked before they are timed; the variants take turns, and no cache holds one call's weights for the next.
 
 examples:
   hf-twell bench ffn --tokens 1 16 128 1024 --l0 30 300 --output out/bench
+  hf-twell bench ffn --shape llama-3.2-1b qwen2.5-7b --tokens 1 16384
   hf-twell bench ffn --backward --tokens 128 1024
-  hf-twell bench generate --l0 30
+  hf-twell bench prefill --layers 28 --batch 64 --length 2048 --energy
+  hf-twell bench generate --layers 28 --batch 1 16 64
 """
 
 import argparse
@@ -14,27 +16,56 @@ import sys
 
 from hf_twell.cli.output import print_json, stdout_for_result, table
 
+SHAPES = {  # D, F
+    "smollm2-135m": (576, 1536),
+    "qwen2.5-0.5b": (896, 4864),
+    "qwen3-0.6b": (1024, 3072),
+    "llama-3.2-1b": (2048, 8192),
+    "qwen2.5-7b": (3584, 18944),
+    "llama-3.1-8b": (4096, 14336),
+    "llama-70b": (8192, 28672),
+}
+SHAPE_L0_OF = 5632  # neurons for which --l0 is given when --shape scales it
+CPU_TOKENS = [1, 4, 16, 128, 1024]
+CUDA_TOKENS = [1, 16, 64, 256, 1024, 4096, 16384, 65536]
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["ffn", "generate"], help="one block over tokens x L0, or greedy decoding")
+    parser.add_argument("what", choices=["ffn", "prefill", "generate"], help="one block over tokens x L0, or a model")
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
     parser.add_argument("--l0", type=float, nargs="+", default=[30.0], help="active neurons per token (default: 30)")
     parser.add_argument("--hidden", type=int, default=2048, metavar="D", help="hidden size (default: 2048)")
     parser.add_argument("--intermediate", type=int, default=5632, metavar="F", help="FFN width (default: 5632)")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--repeats", type=int, help="timed turns of each variant (default: 11 for ffn, 3 for generate)")
-    parser.add_argument("--threads", type=int, help="PyTorch threads (default: as PyTorch chooses)")
     parser.add_argument(
-        "--output", metavar="FOLDER", help="append rows to bench.jsonl there, and draw bench.png from them"
+        "--repeats", type=int, help="timed turns (default: 11 for ffn, 25 on CUDA; 5 prefill, 3 generate)"
+    )
+    parser.add_argument("--threads", type=int, help="PyTorch threads (default: as PyTorch chooses)")
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--energy", action="store_true", help="CUDA: also energy per token, 2 s more for each variant")
+    parser.add_argument(
+        "--output", metavar="FOLDER", help="append rows to bench.jsonl there, and draw a figure from this run's rows"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     ffn = parser.add_argument_group("ffn")
-    ffn.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 128, 1024])
+    ffn.add_argument("--tokens", type=int, nargs="+", help="default: from 1 to 1,024, on CUDA to 65,536")
+    ffn.add_argument(
+        "--shape",
+        nargs="+",
+        choices=sorted(SHAPES),
+        metavar="MODEL",
+        help=f"D and F of {', '.join(SHAPES)}; --l0 then means that many of {SHAPE_L0_OF} and scales with F",
+    )
     ffn.add_argument("--backward", action="store_true", help="forward and backward instead of forward alone")
-    ffn.add_argument("--no-compile", action="store_true", help="leave the compiled dense block out")
-    generate = parser.add_argument_group("generate")
-    generate.add_argument("--new-tokens", type=int, default=128)
-    generate.add_argument("--layers", type=int, default=8)
-    generate.add_argument("--vocabulary", type=int, default=32000)
+    ffn.add_argument("--max-autotune", action="store_true", help="also max-autotune with coordinate descent (slow)")
+    models = parser.add_argument_group("prefill and generate (random Llamas, calibrated to the workload)")
+    models.add_argument("--layers", type=int, nargs="+", default=[8], help="default: 8; also 18, 28, 38: 0.5B to 2B")
+    models.add_argument("--heads", type=int, help="attention heads (default: D / 64)")
+    models.add_argument("--kv-heads", type=int, help="key-value heads (default: as many as heads)")
+    models.add_argument("--vocabulary", type=int, default=32768, help="default: 32768")
+    models.add_argument("--batch", type=int, nargs="+", help="sequences (default: 64 for prefill, 1 for generate)")
+    models.add_argument("--length", type=int, default=2048, help="prefill: tokens of each (default: 2048)")
+    models.add_argument("--new-tokens", type=int, default=128, help="generate: tokens of each (default: 128)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,17 +73,61 @@ def run(args: argparse.Namespace) -> int:
         rows = _measure(args)
     if args.json:
         print_json({"rows": rows})
-        return 0
-    if args.what == "ffn":
-        names = [name for name in ("eager_ms", "compiled_ms", "sparse_ms") if name in rows[0]]
-        cells = [[row["tokens"], row["l0"], *(row[n] for n in names), f"{row['speedup']:.2f}x"] for row in rows]
-        print(table(["tokens", "L0", *(name.replace("_", " ") for name in names), "speed-up"], cells))
     else:
-        cells = [
-            [row["l0"], row["dense_tokens_per_s"], row["sparse_tokens_per_s"], f"{row['speedup']:.2f}x"] for row in rows
-        ]
-        print(table(["L0", "dense tokens/s", "sparse tokens/s", "speed-up"], cells))
+        print(table(*_CELLS[args.what](rows)))
     return 0
+
+
+def _ffn_cells(rows):
+    names = [n for n in ("eager_ms", "compiled_ms", "autotuned_ms", "sparse_ms", "sparse_peak_mib") if n in rows[0]]
+    names += [name for name in rows[0] if name.endswith("_mj_per_token")]
+    cells = [
+        [
+            f"{row['hidden']} x {row['intermediate']}",
+            row["tokens"],
+            row["l0"],
+            row["distinct_64"],
+            f"{row['error']:.2g} / {row['error_eager']:.2g}",
+            *(row[n] for n in names),
+            f"{row['speedup']:.2f}x",
+        ]
+        for row in rows
+    ]
+    head = ["D x F", "tokens", "L0", "distinct in 64", "error / eager's", *(name.replace("_", " ") for name in names)]
+    return [*head, "speed-up"], cells
+
+
+def _model_cells(keys):
+    def cells(rows):
+        names = [name for name in (*keys, *(n for n in rows[0] if n.endswith("_mj_per_token"))) if name in rows[0]]
+        head = ["layers", "batch", "L0 of layers", "distinct in 64 (workload)", *(n.replace("_", " ") for n in names)]
+        return head, [
+            [
+                row["layers"],
+                row["batch"],
+                f"{min(row['layer_l0']):.3g} to {max(row['layer_l0']):.3g}",
+                f"{min(row['layer_distinct_64']):.0f} to {max(row['layer_distinct_64']):.0f} "
+                f"({row['workload_distinct_64']:.0f})",
+                *(row[name] for name in names),
+            ]
+            for row in rows
+        ]
+
+    return cells
+
+
+_PREFILL = (
+    "eager_ms",
+    "compiled_ms",
+    "sparse_ms",
+    "sparse_compiled_ms",
+    "eager_peak_mib",
+    "sparse_peak_mib",
+    "speedup",
+)
+_GENERATE = ("decoded_l0", "dense_step_ms", "sparse_step_ms", "step_speedup")
+_GENERATE += ("dense_tokens_per_s", "sparse_tokens_per_s", "speedup", "same_tokens")
+_CELLS = {"ffn": _ffn_cells, "prefill": _model_cells(_PREFILL), "generate": _model_cells(_GENERATE)}
 
 
 def _measure(args) -> list[dict]:
@@ -61,25 +136,15 @@ def _measure(args) -> list[dict]:
     import torch
     from tqdm.auto import tqdm
 
-    from hf_twell import benchmark
+    from hf_twell.benchmark_plot import plot
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    shape = {"hidden": args.hidden, "intermediate": args.intermediate, "dtype": args.dtype}
-    if args.what == "ffn":
-        source = benchmark.bench_ffn(
-            args.tokens,
-            args.l0,
-            backward=args.backward,
-            repeats=args.repeats or 11,
-            compile_dense=not args.no_compile,
-            **shape,
-        )
-        total = len(args.tokens) * len(args.l0)
-    else:
-        more = {"layers": args.layers, "vocabulary": args.vocabulary, "new_tokens": args.new_tokens}
-        source = (benchmark.bench_generate(l0=l0, repeats=args.repeats or 3, **more, **shape) for l0 in args.l0)
-        total = len(args.l0)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda, but PyTorch sees no GPU here; take --device cpu")
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    common = {"dtype": args.dtype, "device": device, "repeats": args.repeats, "energy": args.energy}
+    source, total = (_ffn_rows if args.what == "ffn" else _model_rows)(args, common)
     output = None
     if args.output:
         output = Path(args.output) / "bench.jsonl"
@@ -90,6 +155,38 @@ def _measure(args) -> list[dict]:
         if output is not None:
             with output.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-    if output is not None and args.what == "ffn":
-        benchmark.plot_ffn(rows, output.with_suffix(".png"))
+    if output is not None:
+        plot(rows, output.with_name("bench.png" if args.what == "ffn" else f"{args.what}.png"))
     return rows
+
+
+def _ffn_rows(args, common):
+    from hf_twell.benchmark import bench_ffn
+
+    tokens = args.tokens or (CUDA_TOKENS if common["device"] == "cuda" else CPU_TOKENS)
+    if args.shape:
+        shapes = [(*SHAPES[name], [l0 * SHAPES[name][1] / SHAPE_L0_OF for l0 in args.l0]) for name in args.shape]
+    else:
+        shapes = [(args.hidden, args.intermediate, args.l0)]
+    common |= {"backward": args.backward, "compile_dense": not args.no_compile, "max_autotune": args.max_autotune}
+    source = (
+        row
+        for hidden, intermediate, l0s in shapes
+        for row in bench_ffn(tokens, l0s, hidden=hidden, intermediate=intermediate, **common)
+    )
+    return source, len(tokens) * len(args.l0) * len(shapes)
+
+
+def _model_rows(args, common):
+    from hf_twell.benchmark_models import bench_generate, bench_prefill
+
+    if args.what == "prefill":
+        bench, batches, common["length"] = bench_prefill, args.batch or [64], args.length
+    else:
+        bench, batches, common["new_tokens"] = bench_generate, args.batch or [1], args.new_tokens
+    for name in ("hidden", "intermediate", "vocabulary", "heads", "kv_heads"):
+        common[name] = getattr(args, name)
+    settings = [(layers, l0, batch) for layers in args.layers for l0 in args.l0 for batch in batches]
+    common["compile"] = not args.no_compile
+    source = (bench(layers=layers, l0=l0, batch=batch, **common) for layers, l0, batch in settings)
+    return source, len(settings)
