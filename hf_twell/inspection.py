@@ -1,5 +1,6 @@
 """Where a model thinks: its neurons' activity by layer, by position in the text and by token, in one pass over text."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -110,6 +111,12 @@ def inspect_text(
         "sparse": result["density"] < DENSE,
         **tables.report(tokenizer, "l0" if result["density"] < DENSE else "effective_neurons"),
     }
+
+
+def passage_ids(tokenizer, files: Sequence[str | Path], context: int) -> torch.Tensor:
+    """The first window of the files, or the longest of the first few: (1, S)."""
+    first = itertools.islice(windows(tokenizer, files, context), 8)
+    return torch.tensor([max(first, key=len)])
 
 
 def describe(model) -> dict[str, object]:

@@ -11,6 +11,7 @@ COMMANDS = {
     "sparsify": "convert a pretrained model to ReLU feed-forward blocks and save it",
     "train": "fine-tune a model to few active neurons, as a recipe says",
     "eval": "score a model on ARC, HellaSwag and other lm-eval tasks, and on text files",
+    "inspect": "see where a model thinks, by layer, position and token, and what sparsity would buy here",
     "bench": "measure the sparse feed-forward block, or decoding, against dense PyTorch on this machine",
     "doctor": "say which backends work on this machine, and why the others do not",
 }

@@ -1,0 +1,134 @@
+"""See where a model thinks: how many neurons fire, by layer, position and token, and what sparsity would buy here.
+
+Works on dense and sparse models. Prints a summary; --html writes one page that needs no network, --output the figures
+as JSON. Ctrl-C stops reading and reports what has been seen, marked partial; a second one ends at once.
+
+examples:
+  hf-twell inspect qwen3-relu --text notes.txt --html qwen3.html
+  hf-twell inspect meta-llama/Llama-3.2-1B --text book.txt.xz --tokens 100000 --measure --json > llama.json
+"""
+
+import argparse
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from hf_twell.cli.output import print_json, stdout_for_result, table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="folder or Hub name of a model")
+    parser.add_argument("--text", nargs="+", required=True, metavar="FILE", help="text files (.txt, .xz) to read")
+    parser.add_argument("--html", metavar="FILE", help="write the page to FILE")
+    parser.add_argument("--output", metavar="FILE", help="write the JSON to FILE")
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else on standard output")
+    parser.add_argument("--measure", action="store_true", help="time the sparse blocks here; else they are predicted")
+    parser.add_argument("--tokens", type=int, metavar="N", help="read about N tokens at most (default: all)")
+    parser.add_argument("--context", type=int, metavar="N", help="window in tokens (default: the model's, <= 2048)")
+    parser.add_argument("--batch-tokens", type=int, default=4096, metavar="N", help="per forward pass (default: 4096)")
+    parser.add_argument("--tokenizer", metavar="MODEL", help="folder or Hub name of the tokenizer (default: MODEL's)")
+    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Inspect, write the files, then print a summary or JSON; 130 where Ctrl-C cut it short."""
+    for name in ("html", "output"):
+        path = getattr(args, name)
+        if path and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"--{name} {path}: its folder does not exist; create it first")
+    with stdout_for_result():
+        result = _inspect(args)
+        from hf_twell.report.page import render
+
+        if args.output:
+            Path(args.output).write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        if args.html:
+            Path(args.html).write_text(render(result), encoding="utf-8")
+    if args.json:
+        print_json(result)
+    else:
+        print(summary(result))
+        if args.html:
+            print(f"\nThe page is in {args.html}")
+    return 130 if result["partial"] else 0
+
+
+def _inspect(args) -> dict:
+    _check_texts(args.text)
+    from hf_twell.evaluation import load_model
+    from hf_twell.inspection import inspect_text, passage_ids
+    from hf_twell.savings import ffn_savings
+
+    model, tokenizer = load_model(args.model, args.tokenizer, dtype=args.dtype, device=args.device)
+    with _asked_to_stop() as stop:
+        result = inspect_text(
+            model,
+            tokenizer,
+            args.text,
+            context=args.context,
+            max_tokens=args.tokens,
+            batch_tokens=args.batch_tokens,
+            progress=True,
+            stop=stop,
+        )
+    result["savings"] = None
+    if not result["partial"]:
+        ids = passage_ids(tokenizer, args.text, result["context"])
+        try:
+            result["savings"] = ffn_savings(model, ids, result["layers"], measure=args.measure)
+        except KeyboardInterrupt:
+            result["partial"] = True
+    return result
+
+
+def _check_texts(files: list[str]) -> None:
+    """What can be wrong with them at first sight, before a model is loaded."""
+    from hf_twell.passages import read_pieces
+
+    for path in files:
+        if not Path(path).is_file():
+            raise ValueError(f"no text file at {path}")
+        next(read_pieces(path))
+
+
+@contextlib.contextmanager
+def _asked_to_stop() -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C only asks, so that no batch is counted in some layers alone; the next one interrupts."""
+    asked = []
+
+    def ask(signum, frame):
+        asked.append(signum)
+        signal.signal(signal.SIGINT, before)
+        print("\nstopping after this batch; press Ctrl-C again to end at once", file=sys.stderr)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: bool(asked)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def summary(result: dict) -> str:
+    """The inspection for a terminal: headline, a line a layer, what stands out, what it would buy."""
+    from hf_twell.report.findings import findings, headline, number, percent, savings_sentence
+
+    rows = []
+    for index, layer in enumerate(result["layers"]):
+        runs, shares = layer["distinct"]["64"]["neurons"], layer["magnitude_share"]["10%"]
+        quantiles = [layer["l0_quantiles"][name] for name in ("p10", "p50", "p90")]
+        row = [index, number(layer["l0"]), percent(layer["density"]), *quantiles, layer["dead_neurons"]]
+        rows.append([*row, layer["always_on_neurons"], "n/a" if runs is None else number(runs), percent(shares)])
+    headers = ["layer", "L0", "density", "p10", "p50", "p90", "dead", "always on", "distinct in 64", "top 10 % carry"]
+    parts = [headline(result)]
+    if result["partial"]:
+        parts.insert(0, "PARTIAL: interrupted; the figures are for what has been read.")
+    parts += [f"Warning: {warning}" for warning in result["warnings"]]
+    parts.append(f"{result['tokens']:,} tokens, windows of {result['context']:,}:\n{table(headers, rows)}")
+    parts.append("\n".join(f"- {found['title']}. {found['text']}" for found in findings(result)))
+    if result["savings"]:
+        parts.append(savings_sentence(result["savings"]))
+    return "\n\n".join(parts)

@@ -1,0 +1,1 @@
+"""What `hf_twell.inspection` found, in words and as a page."""

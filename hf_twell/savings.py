@@ -1,0 +1,187 @@
+"""What sparsity buys in the feed-forward blocks on this machine: a model's own blocks on its own activations."""
+
+import itertools
+import statistics
+import time
+
+import torch
+
+from hf_twell import benchmark, convert, ops
+from hf_twell.architectures import activation_keys, find_ffns
+from hf_twell.perplexity import evaluation_mode
+
+IF_DENSITIES = (0.10, 0.05, 0.02, 0.01, 0.005)
+PASSES = ("decode", "prefill")
+DECODED_TOKENS = 8
+# A sparse block's time = first * (the first matrix's share of the dense time) + rest * density * (the others' share).
+# Fitted to rows of kernels/twell_cpu/bench/bench.jsonl (D = 2048, F = 5632, bfloat16, 1 and 1,024 tokens).
+_CPU_COST = {"decode": (0.72, 0.98), "prefill": (1.08, 7.5)}
+_BASIS = {
+    "cpu": "the time of the dense block here, and how the sparse one compared with it on another machine (AMD EPYC, "
+    "D = 2,048, F = 5,632, bfloat16); small blocks gain less, because the cost of a call does not shrink",
+    "cuda": "the time of the dense block here, and the share of its work that sparsity leaves; a bound, no estimate",
+}
+
+
+@torch.no_grad()
+def ffn_savings(model, ids: torch.Tensor, layers: list[dict], *, measure: bool = False, rounds: int = 7) -> dict:
+    """Milliseconds of every block, dense and sparse, for one token (decode) and for all of `ids` at once (prefill).
+
+    The blocks run one after another on the hidden states that they get for `ids`, with the model's weights, so caches
+    are as warm or cold as in use. The model must not be sparsified, and is not afterwards.
+
+    Args:
+        ids: (1, S) a passage.
+        layers: those of `hf_twell.measure_sparsity`, for their densities.
+        measure: time the sparse blocks too, in turns with the dense ones; else their time is predicted.
+        rounds: turns.
+
+    Returns:
+        {"measured", "basis" (of predictions), "backend", "device", "threads", "tokens": {"decode": 1, "prefill": S},
+        "layers": [{"name", "density", "decode", "prefill": {"path", "dense_ms", "sparse_ms"}}],
+        "total": {"decode", "prefill": {"dense_ms", "sparse_ms", "speedup"}},
+        "if_density": [{"density", "measured", "decode", "prefill": speed-up over dense}]}. Where they were measured
+        layers also have "difference", the relative RMS difference between both outputs.
+    """
+    sites = find_ffns(model)
+    config, keys = activation_keys(model)
+    device = next(model.parameters()).device
+    backend = ops.resolve("auto", device.type)
+    relu = getattr(config, keys[0]) == "relu"
+    matrices = len(sites[0].form.linears)
+    entry = getattr(model.config, "twell", None)
+    chosen = (entry.get("layers") if isinstance(entry, dict) else None) or range(len(sites))
+    paths = [
+        {which: _path(which, relu, backend, index in chosen, layer["density"]) for which in PASSES}
+        for index, layer in enumerate(layers)
+    ]
+    measure_blocks = measure and relu and backend != "reference"
+    with evaluation_mode(model):
+        inputs = _block_inputs(model, sites, ids)
+        dense, sparse, difference = _times(model, sites, inputs, device, rounds if measure else 3, measure_blocks)
+    rows = []
+    for index, (site, layer) in enumerate(zip(sites, layers, strict=True)):
+        row = {"name": site.name, "density": layer["density"]}
+        for which in PASSES:
+            path, dense_ms = paths[index][which], dense[which][index]
+            if measure_blocks:
+                sparse_ms = sparse[which][index]
+            else:
+                ratio = predicted_share(which, layer["density"], backend, matrices) if path == "sparse" else 1.0
+                sparse_ms = dense_ms * ratio
+            row[which] = {"path": path, "dense_ms": dense_ms, "sparse_ms": sparse_ms}
+        rows.append(row | ({"difference": difference[index]} if measure_blocks else {}))
+    return {
+        # Where every layer is dense there is nothing to predict.
+        "measured": measure_blocks or all(path == "dense" for row in paths for path in row.values()),
+        "basis": _BASIS.get(backend, ""),
+        "backend": backend,
+        "relu": relu,
+        "device": benchmark.environment(device)["processor"],
+        "threads": torch.get_num_threads(),
+        "tokens": {"decode": 1, "prefill": ids.shape[1]},
+        "layers": rows,
+        "total": {which: _total([row[which] for row in rows]) for which in PASSES},
+        "if_density": _if_density(sites[0], model, ids.shape[1], backend, measure, matrices),
+    }
+
+
+def predicted_share(which: str, density: float, backend: str, matrices: int = 3) -> float:
+    """The sparse block's time as a share of the dense one's, at most 1, for "decode" or "prefill"."""
+    first, rest = _CPU_COST[which] if backend == "cpu" else (1.0, 1.0)
+    return min(1.0, (first + rest * (matrices - 1) * density) / matrices)
+
+
+def _path(which: str, relu: bool, backend: str, chosen: bool, density: float) -> str:
+    """What "auto" takes: the cpu kernels gather for one or two tokens at any density, for more below MAX_DENSITY."""
+    pays = which == "decode" or density <= ops.MAX_DENSITY
+    return "sparse" if relu and chosen and backend != "reference" and pays else "dense"
+
+
+def _block_inputs(model, sites, ids) -> list[torch.Tensor]:
+    inputs: list[torch.Tensor] = []
+    handles = [site.module.register_forward_pre_hook(lambda _, args: inputs.append(args[0].clone())) for site in sites]
+    try:
+        model.get_decoder()(input_ids=ids.to(next(model.parameters()).device), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return inputs
+
+
+def _times(model, sites, inputs, device, rounds, measure_blocks):
+    """Medians over turns; the dense turns find the weights in the stock memory order, the sparse ones in theirs."""
+    dense = {which: [[] for _ in sites] for which in PASSES}
+    sparse = {which: [[] for _ in sites] for which in PASSES}
+    difference = None
+    _turn(sites, inputs, device, {which: [[] for _ in sites] for which in PASSES})
+    if measure_blocks:
+        truth = [site.module(x) for site, x in zip(sites, inputs, strict=True)]
+    for turn in range(rounds):
+        _turn(sites, inputs, device, dense)
+        if not measure_blocks:
+            continue
+        convert.sparsify(model)
+        try:
+            outputs = [site.module(x) for site, x in zip(sites, inputs, strict=True)]
+            if turn == 0:
+                difference = [_difference(y, z) for y, z in zip(outputs, truth, strict=True)]
+            _turn(sites, inputs, device, sparse)
+        finally:
+            convert.unpatch(model)
+        # The first call after a change of memory order pays for it.
+        for site, x in zip(sites, inputs, strict=True):
+            site.module(x)
+    median = [
+        {which: [statistics.median(values) for values in times[which] if values] for which in PASSES}
+        for times in (dense, sparse)
+    ]
+    return *median, difference
+
+
+def _turn(sites, inputs, device, times) -> None:
+    step = max(1, inputs[0].shape[1] // DECODED_TOKENS)
+    for token in range(0, inputs[0].shape[1], step):
+        for index, (site, x) in enumerate(zip(sites, inputs, strict=True)):
+            times["decode"][index].append(_milliseconds(site.module, x[:, token : token + 1], device))
+    for _ in range(2):
+        for index, (site, x) in enumerate(zip(sites, inputs, strict=True)):
+            times["prefill"][index].append(_milliseconds(site.module, x, device))
+
+
+def _milliseconds(module, x, device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    module(x)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) * 1e3
+
+
+def _difference(y, truth) -> float:
+    return ((y.float() - truth.float()).norm() / truth.float().norm().clamp_min(1e-30)).item()
+
+
+def _total(rows: list[dict]) -> dict[str, float]:
+    dense, sparse = (sum(row[key] for row in rows) for key in ("dense_ms", "sparse_ms"))
+    return {"dense_ms": dense, "sparse_ms": sparse, "speedup": dense / sparse}
+
+
+def _if_density(site, model, tokens, backend, measure, matrices) -> list[dict]:
+    """Speed-ups if the model's blocks were this sparse: measured on synthetic activations, else predicted."""
+    up, dtype = site.linear("up"), str(model.dtype).removeprefix("torch.")
+    measured = measure and backend != "reference" and matrices == 3 and dtype in benchmark.DTYPES
+    speedups = {}
+    if measured:
+        shape = {"hidden": up.in_features, "intermediate": up.out_features, "dtype": dtype, "device": str(model.device)}
+        l0s = [density * up.out_features for density in IF_DENSITIES]
+        times = iter(benchmark.bench_ffn([1, tokens], l0s, compile_dense=False, **shape))
+        speedups = {(which, density): next(times)["speedup"] for which in PASSES for density in IF_DENSITIES}
+    elif backend != "reference":
+        for which, density in itertools.product(PASSES, IF_DENSITIES):
+            speedups[which, density] = 1 / predicted_share(which, density, backend, matrices)
+    return [
+        {"density": density, "measured": measured, **{which: speedups.get((which, density), 1.0) for which in PASSES}}
+        for density in IF_DENSITIES
+    ]
