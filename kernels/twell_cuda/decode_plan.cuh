@@ -1,0 +1,86 @@
+// How a decode call is cut up, and what its two kernels leave for each other in the workspace.
+//
+// Neurons go in blocks of 16. For each block the gate kernel leaves a 16-bit mask: which neurons are active for any
+// token. A block's active neurons in ascending order form quads, the last one filled up with zeros; h lies as
+// (block, 4 quads, 8 * groups tokens, 4 neurons), only the quads that the mask implies being written and read. So a
+// lane of the down kernel finds its share of a tensor-core operand (one token, four neurons) in one 8-byte word.
+#pragma once
+
+#include "decode.h"
+
+namespace twell {
+
+constexpr int kDecodeWarps = 8;
+constexpr int kDecodeThreads = 32 * kDecodeWarps;
+constexpr int kBlockNeurons = 16;
+constexpr int kQuadsPerBlock = 4;
+
+struct DecodePlan {
+  int groups;        // tokens in eights: 1, 2, 4 or 8
+  int gate_tiles;    // blocks of 16 neurons for each thread block of the gate kernel: 1 or 3
+  int lane_columns;  // columns of y for each lane of the down kernel (a thread block has 8 times as many): 2, 4 or 8
+  int slices;        // ceil(D / (8 * lane_columns))
+  int splits;        // thread blocks that share a slice, each with its own neurons
+  int blocks;        // ceil(F / 16)
+  // Byte offsets in the workspace.
+  int64_t masks;     // uint16 (blocks, rounded up to even)
+  int64_t arrivals;  // uint32 (slices): down-kernel blocks that have left their partial sums; set to 0 by the gate kernel
+  int64_t products;  // h
+  int64_t partials;  // float (slices, splits, 8 * lane_columns * 8 * groups), where splits > 1
+  int64_t bytes;
+};
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+inline DecodePlan plan_decode(const Ffn& ffn) {
+  DecodePlan p{};
+  p.groups = ffn.tokens <= 8 ? 1 : ffn.tokens <= 16 ? 2 : ffn.tokens <= 32 ? 4 : 8;
+  p.blocks = (ffn.width + kBlockNeurons - 1) / kBlockNeurons;
+  // Each thread block reads all of x. Up to 16 tokens that is little beside its weights and L1 holds it; above, three
+  // tiles share each read, unless that would leave most multiprocessors idle.
+  p.gate_tiles = p.groups >= 4 && p.blocks >= 3 * 64 ? 3 : 1;
+  // Each thread block reads all of h: with many tokens wide slices, shared by several blocks, keep that small.
+  if (p.groups >= 4) {
+    p.lane_columns = 4;
+  } else {
+    p.lane_columns = ffn.hidden >= 8192 ? 8 : ffn.hidden >= 4096 ? 4 : 2;
+  }
+  p.slices = (ffn.hidden + 8 * p.lane_columns - 1) / (8 * p.lane_columns);
+  p.splits = p.groups < 4 ? 1 : p.slices > 64 ? 1 : p.slices > 32 ? 2 : 4;
+  const int64_t tokens = 8 * p.groups;
+  p.masks = 0;
+  p.arrivals = round_up(p.masks + 2 * round_up(p.blocks, 2), 256);
+  p.products = round_up(p.arrivals + 4 * int64_t{p.slices}, 256);
+  p.partials = round_up(p.products + 2 * tokens * kBlockNeurons * p.blocks, 256);
+  p.bytes = p.partials + (p.splits > 1 ? 4 * int64_t{p.slices} * p.splits * 8 * p.lane_columns * tokens : 0);
+  return p;
+}
+
+// h into the workspace (decode_gate_up.cu), then y from it (decode_down.cu).
+cudaError_t launch_gate_up(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
+cudaError_t launch_down(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
+
+// A launch that may start before the kernel ahead of it has ended, where the GPU can do that.
+template <typename Params>
+cudaError_t launch_overlapped(void (*kernel)(Params), dim3 grid, int shared_bytes, const Params& params,
+                              const Device& device, cudaStream_t stream) {
+  // Kernels that overlap must agree on how a multiprocessor divides its memory between L1 and shared.
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 50);
+  if (error == cudaSuccess && shared_bytes > 48 * 1024) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  }
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(kDecodeThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = device.major >= 9 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+}  // namespace twell

@@ -1,0 +1,436 @@
+// Checks decode() against plain fp32 kernels over awkward shapes, types, densities and biases, with poisoned memory, then
+// times it inside a captured graph over 28 sets of weights, so that weights come from device memory.
+//
+//   nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a -o decode_check tests/decode_check.cu decode_*.cu
+//   ./decode_check          checks, then timings      ./decode_check check | time
+//
+// Exits 1 on any mismatch or CUDA error.
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#include "../decode_plan.cuh"
+#include "../mma.cuh"
+
+#define CHECK(call)                                                                          \
+  do {                                                                                       \
+    const cudaError_t error_ = (call);                                                       \
+    if (error_ != cudaSuccess) {                                                             \
+      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error_)); \
+      std::exit(1);                                                                          \
+    }                                                                                        \
+  } while (0)
+
+namespace {
+
+using namespace twell;
+
+__device__ uint32_t mix(uint64_t v) {
+  v = (v ^ v >> 31) * 0x9e3779b97f4a7c15ull;
+  v = (v ^ v >> 29) * 0xbf58476d1ce4e5b9ull;
+  return static_cast<uint32_t>(v ^ v >> 32);
+}
+
+// Normal numbers of the given deviation around `mean`.
+template <typename Half>
+__global__ void fill_kernel(Half* out, int64_t n, uint64_t seed, float mean, float deviation) {
+  for (int64_t i = blockIdx.x * int64_t{256} + threadIdx.x; i < n; i += gridDim.x * int64_t{256}) {
+    const float u = (mix(seed * 0x51ed2701ull + 2 * i) + 0.5f) * 2.3283064e-10f;
+    const float v = mix(seed * 0x51ed2701ull + 2 * i + 1) * 2.3283064e-10f;
+    out[i] = Half(mean + deviation * sqrtf(-2.f * logf(u)) * cospif(2.f * v));
+  }
+}
+
+template <typename Half>
+__global__ void set_column_kernel(Half* out, int rows, int columns, float value) {
+  for (int r = blockIdx.x * 256 + threadIdx.x; r < rows; r += gridDim.x * 256) {
+    out[static_cast<int64_t>(r) * columns] = Half(value);
+  }
+}
+
+template <typename Half>
+__device__ float dot(const Half* a, const Half* b, int n) {
+  float s = 0.f;
+  for (int i = threadIdx.x % 32; i < n; i += 32) s += to_float(a[i]) * to_float(b[i]);
+  for (int d = 16; d > 0; d /= 2) s += __shfl_xor_sync(0xffffffffu, s, d);
+  return s;
+}
+
+// One warp for each (token, neuron).
+template <typename Half>
+__global__ void naive_products(const Ffn f, float* h, unsigned long long* active) {
+  const int64_t warp = (blockIdx.x * int64_t{256} + threadIdx.x) / 32;
+  if (warp >= f.tokens * f.width) return;
+  const int64_t t = warp / f.width, n = warp % f.width;
+  const Half* x = static_cast<const Half*>(f.x) + t * f.hidden;
+  float g = dot(x, static_cast<const Half*>(f.gate) + n * f.hidden, f.hidden);
+  if (f.b_gate) g += to_float(static_cast<const Half*>(f.b_gate)[n]);
+  g = g <= 0.f ? 0.f : g;
+  float v = g;
+  if (f.up != nullptr && g != 0.f) {
+    float u = dot(x, static_cast<const Half*>(f.up) + n * f.hidden, f.hidden);
+    if (f.b_up) u += to_float(static_cast<const Half*>(f.b_up)[n]);
+    v = g * u;
+  }
+  if (threadIdx.x % 32 == 0) {
+    h[t * f.width + n] = v;
+    if (g != 0.f) atomicAdd(active, 1ull);
+  }
+}
+
+template <typename Half>
+__global__ void naive_outputs(const Ffn f, const float* h, float* y) {
+  const int d = blockIdx.x * 256 + threadIdx.x;
+  const int64_t t = blockIdx.y;
+  if (d >= f.hidden) return;
+  float s = 0.f;
+  for (int n = 0; n < f.width; ++n) {
+    const float v = h[t * f.width + n];
+    if (v != 0.f) s += v * to_float(static_cast<const Half*>(f.down)[static_cast<int64_t>(n) * f.hidden + d]);
+  }
+  if (f.b_down) s += to_float(static_cast<const Half*>(f.b_down)[d]);
+  y[t * f.hidden + d] = s;
+}
+
+template <typename T>
+T* device_alloc(int64_t n) {
+  void* p = nullptr;
+  CHECK(cudaMalloc(&p, static_cast<size_t>(n) * sizeof(T)));
+  return static_cast<T*>(p);
+}
+
+Device read_device() {
+  Device d{};
+  int id = 0;
+  CHECK(cudaGetDevice(&id));
+  CHECK(cudaDeviceGetAttribute(&d.sm_count, cudaDevAttrMultiProcessorCount, id));
+  CHECK(cudaDeviceGetAttribute(&d.major, cudaDevAttrComputeCapabilityMajor, id));
+  CHECK(cudaDeviceGetAttribute(&d.minor, cudaDevAttrComputeCapabilityMinor, id));
+  return d;
+}
+
+// Threshold z with P(normal > z) = share.
+double quantile(double share) {
+  double low = -9, high = 9;
+  for (int i = 0; i < 80; ++i) {
+    const double mid = (low + high) / 2;
+    (0.5 * std::erfc(mid / std::sqrt(2.0)) > share ? low : high) = mid;
+  }
+  return low;
+}
+
+enum class Threshold { kCoordinate, kBias };
+
+struct Case {
+  int tokens, hidden, width;
+  double density;  // below 0: no neuron; above 1: all
+  bool gated, biases;
+  Threshold by;
+  bool one_neuron = false, nan_token = false;
+};
+
+template <typename Half>
+void fill(Half* p, int64_t n, uint64_t seed, float mean, float deviation) {
+  fill_kernel<<<1024, 256>>>(p, n, seed, mean, deviation);
+  CHECK(cudaGetLastError());
+}
+
+template <typename Half>
+void set_column(Half* p, int rows, int columns, double value) {
+  set_column_kernel<<<64, 256>>>(p, rows, columns, static_cast<float>(value));
+  CHECK(cudaGetLastError());
+}
+
+template <typename Half>
+struct Layer {
+  Half *gate, *up = nullptr, *down, *b_gate = nullptr, *b_up = nullptr, *b_down = nullptr;
+
+  Layer(int hidden, int width, bool gated, bool biases, bool bias_threshold, uint64_t seed) {
+    const int64_t n = int64_t{hidden} * width;
+    const float deviation = 1.f / std::sqrt(static_cast<float>(hidden));
+    gate = device_alloc<Half>(n);
+    fill(gate, n, seed, 0.f, deviation);
+    if (gated) {
+      up = device_alloc<Half>(n);
+      fill(up, n, seed + 1, 0.f, deviation);
+    }
+    down = device_alloc<Half>(n);
+    fill(down, n, seed + 2, 0.f, 1.f / std::sqrt(static_cast<float>(width)));
+    if (biases || bias_threshold) {
+      b_gate = device_alloc<Half>(width);
+      fill(b_gate, width, seed + 3, 0.f, 0.25f);
+    }
+    if (biases && gated) {
+      b_up = device_alloc<Half>(width);
+      fill(b_up, width, seed + 4, 0.f, 0.5f);
+    }
+    if (biases) {
+      b_down = device_alloc<Half>(hidden);
+      fill(b_down, hidden, seed + 5, 0.f, 0.01f);
+    }
+  }
+  void release() {
+    for (void* p : {gate, up, down, b_gate, b_up, b_down}) CHECK(cudaFree(p));
+  }
+};
+
+constexpr int kGuard = 4096;  // bytes behind y and the workspace that must stay as they were
+
+template <typename Half>
+bool check(const Case& c, const Device& device, const char* type, double tolerance) {
+  static uint64_t seed = 1;
+  seed += 10;
+  const bool by_bias = c.by == Threshold::kBias;
+  Layer<Half> w(c.hidden, c.width, c.gated, c.biases, by_bias, seed);
+  Half* const x = device_alloc<Half>(int64_t{c.tokens} * c.hidden);
+  fill(x, int64_t{c.tokens} * c.hidden, seed + 6, 0.f, 1.f);
+  const double z = c.density <= 0 ? 60. : c.density >= 1 ? -60. : quantile(c.density);
+  if (by_bias) {
+    fill(w.b_gate, c.width, seed + 7, static_cast<float>(-z), 0.f);
+  } else {
+    set_column(x, c.tokens, c.hidden, 1.);
+    set_column(w.gate, c.width, c.hidden, -z);
+  }
+  if (c.one_neuron) {  // the last one, always
+    Half* const last = by_bias ? w.b_gate + c.width - 1 : w.gate + int64_t{c.width - 1} * c.hidden;
+    set_column(last, 1, 1, 60.);
+  }
+  if (c.nan_token) set_column(x + int64_t{c.tokens / 2} * c.hidden + c.hidden - 1, 1, 1, NAN);
+
+  Ffn f{};
+  f.dtype = sizeof(Half) == 2 && std::strcmp(type, "bf16") == 0 ? DType::kBFloat16 : DType::kFloat16;
+  f.tokens = c.tokens, f.hidden = c.hidden, f.width = c.width;
+  f.x = x, f.gate = w.gate, f.up = w.up, f.down = w.down;
+  f.b_gate = w.b_gate, f.b_up = w.b_up, f.b_down = w.b_down;
+  const int64_t outputs = int64_t{c.tokens} * c.hidden;
+  const int64_t workspace_bytes = decode_workspace_bytes(f);
+  char* const workspace = device_alloc<char>(workspace_bytes + kGuard);
+  char* const y = device_alloc<char>(2 * outputs + kGuard);
+  f.y = y;
+
+  std::vector<uint16_t> got[2];
+  bool ok = true;
+  for (int run = 0; run < 2; ++run) {  // two poisons, one result
+    const int poison = run == 0 ? 0xff : 0x7e;
+    CHECK(cudaMemset(workspace, poison, workspace_bytes + kGuard));
+    CHECK(cudaMemset(y, poison, 2 * outputs + kGuard));
+    CHECK(decode(f, device, workspace, nullptr));
+    CHECK(cudaDeviceSynchronize());
+    std::vector<uint8_t> bytes(2 * outputs + kGuard), guard(kGuard);
+    CHECK(cudaMemcpy(bytes.data(), y, bytes.size(), cudaMemcpyDeviceToHost));
+    CHECK(cudaMemcpy(guard.data(), workspace + workspace_bytes, kGuard, cudaMemcpyDeviceToHost));
+    for (int i = 0; i < kGuard; ++i) {
+      ok &= bytes[2 * outputs + i] == poison && guard[i] == poison;
+    }
+    if (!ok) std::printf("wrote past the end of y or the workspace\n");
+    got[run].resize(outputs);
+    std::memcpy(got[run].data(), bytes.data(), 2 * outputs);
+  }
+  if (got[0] != got[1]) {
+    // NaN payloads may differ where NaN is right; a case without NaN must repeat bit by bit.
+    if (!c.nan_token) {
+      ok = false;
+      std::printf("two runs differ\n");
+    }
+  }
+
+  float* const h = device_alloc<float>(int64_t{c.tokens} * c.width);
+  float* const y_float = device_alloc<float>(outputs);
+  auto* const active = device_alloc<unsigned long long>(1);
+  CHECK(cudaMemset(active, 0, 8));
+  const int64_t warps = int64_t{c.tokens} * c.width;
+  naive_products<Half><<<static_cast<unsigned>((warps + 7) / 8), 256>>>(f, h, active);
+  CHECK(cudaGetLastError());
+  naive_outputs<Half><<<dim3((c.hidden + 255) / 256, c.tokens), 256>>>(f, h, y_float);
+  CHECK(cudaGetLastError());
+  std::vector<float> want(outputs);
+  unsigned long long active_host = 0;
+  CHECK(cudaMemcpy(want.data(), y_float, 4 * outputs, cudaMemcpyDeviceToHost));
+  CHECK(cudaMemcpy(&active_host, active, 8, cudaMemcpyDeviceToHost));
+
+  double error = 0, norm = 0;
+  int64_t wrong_nan = 0, wrong_zero = 0;
+  for (int64_t i = 0; i < outputs; ++i) {
+    Half v;
+    std::memcpy(&v, &got[0][i], 2);
+    const float g = static_cast<float>(v), r = want[i];
+    if (std::isnan(g) || std::isnan(r)) {
+      wrong_nan += std::isnan(g) != std::isnan(r);
+      continue;
+    }
+    wrong_zero += r == 0.f && g != 0.f;
+    error += (double{g} - r) * (double{g} - r);
+    norm += double{r} * r;
+  }
+  const double relative = norm > 0 ? std::sqrt(error / norm) : std::sqrt(error);
+  // 0 times a column of NaN-free numbers can only be 0; with fewer columns than 8 active pairs sums may cancel to it.
+  ok &= wrong_nan == 0 && wrong_zero <= (norm > 0 && !c.one_neuron ? outputs / 1000 : 0) && relative <= tolerance;
+  std::printf("%-4s %4s T=%-3d D=%-6d F=%-6d %s%s%s%s active %7.3f %%  error %.5f%s\n", ok ? "ok" : "BAD", type, c.tokens,
+              c.hidden, c.width, c.gated ? "gated" : "plain", c.biases ? " biases" : "", by_bias ? " by-bias" : "",
+              c.nan_token ? " NaN" : "", 100. * static_cast<double>(active_host) / static_cast<double>(warps), relative,
+              wrong_nan ? "  NaN differ" : wrong_zero ? "  zeros differ" : "");
+  for (void* p : {static_cast<void*>(x), static_cast<void*>(workspace), static_cast<void*>(y), static_cast<void*>(h),
+                  static_cast<void*>(y_float), static_cast<void*>(active)}) {
+    CHECK(cudaFree(p));
+  }
+  w.release();
+  return ok;
+}
+
+bool check_all(const Device& device) {
+  bool ok = true;
+  const auto both = [&](const Case& c) {
+    ok &= check<__nv_bfloat16>(c, device, "bf16", 1. / 128);
+    ok &= check<__half>(c, device, "fp16", 1. / 1024);
+  };
+  const auto coordinate = Threshold::kCoordinate, bias = Threshold::kBias;
+  // The workload, at every density.
+  for (int tokens : {1, 7, 16, 33, 64}) {
+    for (double density : {0., 0.0005, 0.005, 0.02, 0.1, 0.5, 1.}) {
+      both({tokens, 2048, 5632, density, true, false, coordinate});
+    }
+  }
+  // Every way to cut T, D and F.
+  const int shapes[][2] = {{8, 1},      {8, 16},      {16, 17},    {24, 31},     {40, 48},    {72, 100},
+                           {136, 257},  {264, 769},   {576, 1536}, {896, 4864},  {1024, 3072}, {1000, 3073},
+                           {2056, 3089}, {4096, 3200}, {4104, 1041}, {8192, 1024}, {8200, 530}, {16384, 300}};
+  for (const auto& s : shapes) {
+    for (int tokens : {1, 8, 9, 17, 32, 47, 64}) {
+      both({tokens, s[0], s[1], 0.3, true, tokens % 2 == 0, tokens % 3 == 0 ? bias : coordinate});
+    }
+    both({5, s[0], s[1], 1., false, true, bias});
+    both({40, s[0], s[1], 0.5, false, false, coordinate});
+    both({12, s[0], s[1], 0., true, false, coordinate});
+    both({60, s[0], s[1], 0., true, true, bias});
+  }
+  // One active neuron; a NaN token beside good ones; every T.
+  for (int tokens : {1, 13, 30, 64}) {
+    both({tokens, 2048, 5632, 0., true, false, coordinate, true});
+    both({tokens, 1000, 3073, 0., true, false, bias, true});
+    both({tokens, 2048, 5632, 0.01, true, false, coordinate, false, true});
+    both({tokens, 576, 1536, 0., false, true, coordinate, false, true});
+  }
+  for (int tokens = 1; tokens <= 64; ++tokens) both({tokens, 520, 3100, 0.05, true, false, coordinate});
+  // Limits: 65,536 neurons, 16,384 columns, matrices past 2^31 bytes.
+  both({3, 64, 65536, 0.4, true, true, coordinate});
+  both({64, 128, 65536, 0.9, true, false, coordinate});
+  both({2, 16384, 65536, 0.02, true, false, coordinate});
+  both({20, 16384, 65535, 0.2, false, false, coordinate});
+  both({64, 16384, 65536, 0.01, true, false, coordinate});
+
+  Ffn bad{};
+  bad.dtype = DType::kBFloat16, bad.tokens = 65, bad.hidden = 64, bad.width = 64;
+  ok &= decode(bad, device, nullptr, nullptr) == cudaErrorInvalidValue;
+  bad.tokens = 1, bad.hidden = 63;
+  ok &= decode(bad, device, nullptr, nullptr) == cudaErrorInvalidValue;
+  return ok;
+}
+
+// Median microseconds of one of `count` launches captured into a graph.
+double time_graph(int count, const std::function<void(int, cudaStream_t)>& launch) {
+  cudaStream_t stream;
+  CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  for (int i = 0; i < count; ++i) launch(i, stream);
+  cudaGraph_t graph;
+  CHECK(cudaStreamEndCapture(stream, &graph));
+  cudaGraphExec_t exec;
+  CHECK(cudaGraphInstantiate(&exec, graph, 0));
+  cudaEvent_t begin, end;
+  CHECK(cudaEventCreate(&begin));
+  CHECK(cudaEventCreate(&end));
+  std::vector<double> us;
+  for (int i = 0; i < 25; ++i) {
+    CHECK(cudaEventRecord(begin, stream));
+    CHECK(cudaGraphLaunch(exec, stream));
+    CHECK(cudaEventRecord(end, stream));
+    CHECK(cudaStreamSynchronize(stream));
+    float ms = 0;
+    CHECK(cudaEventElapsedTime(&ms, begin, end));
+    if (i >= 5) us.push_back(1000. * ms / count);
+  }
+  CHECK(cudaEventDestroy(begin));
+  CHECK(cudaEventDestroy(end));
+  CHECK(cudaGraphExecDestroy(exec));
+  CHECK(cudaGraphDestroy(graph));
+  CHECK(cudaStreamDestroy(stream));
+  for (size_t i = 1; i < us.size(); ++i) {
+    for (size_t j = i; j > 0 && us[j] < us[j - 1]; --j) std::swap(us[j], us[j - 1]);
+  }
+  return us[us.size() / 2];
+}
+
+void time_shape(int hidden, int width, int layers, const std::vector<int>& tokens, const std::vector<int>& l0,
+                const Device& device) {
+  using Half = __nv_bfloat16;
+  std::vector<Layer<Half>> weights;
+  for (int i = 0; i < layers; ++i) weights.emplace_back(hidden, width, true, false, false, 1000 + 10 * i);
+  Half* const x = device_alloc<Half>(64 * int64_t{hidden});
+  Half* const y = device_alloc<Half>(64 * int64_t{hidden});
+  fill(x, 64 * int64_t{hidden}, 77, 0.f, 1.f);
+  set_column(x, 64, hidden, 1.);
+  Ffn largest{};
+  largest.tokens = 64, largest.hidden = hidden, largest.width = width;
+  char* const workspace = device_alloc<char>(decode_workspace_bytes(largest));
+  for (int active : l0) {
+    const double density = static_cast<double>(active) / width;
+    for (const auto& w : weights) set_column(w.gate, width, hidden, -quantile(density));
+    CHECK(cudaDeviceSynchronize());
+    for (int t : tokens) {
+      std::vector<Ffn> calls;
+      for (const auto& w : weights) {
+        Ffn f{};
+        f.dtype = DType::kBFloat16, f.tokens = t, f.hidden = hidden, f.width = width;
+        f.x = x, f.gate = w.gate, f.up = w.up, f.down = w.down, f.y = y;
+        calls.push_back(f);
+      }
+      const DecodePlan plan = plan_decode(calls[0]);
+      const double whole = time_graph(layers, [&](int i, cudaStream_t s) {
+        CHECK(decode(calls[i], device, workspace, s));
+      });
+      const double gate_up = time_graph(layers, [&](int i, cudaStream_t s) {
+        CHECK(launch_gate_up(calls[i], plan, device, workspace, s));
+      });
+      const double down = time_graph(layers, [&](int i, cudaStream_t s) {
+        CHECK(launch_down(calls[i], plan, device, workspace, s));
+      });
+      Device no_overlap = device;
+      no_overlap.major = 8;
+      const double serial = time_graph(layers, [&](int i, cudaStream_t s) {
+        CHECK(decode(calls[i], no_overlap, workspace, s));
+      });
+      std::printf("%5d x %-6d T=%-3d L0=%-5d %7.2f us   without overlap %7.2f   gate+up alone %7.2f   down alone %7.2f\n",
+                  hidden, width, t, active, whole, serial, gate_up, down);
+      std::fflush(stdout);
+    }
+  }
+  for (auto& w : weights) w.release();
+  for (void* p : {static_cast<void*>(x), static_cast<void*>(y), static_cast<void*>(workspace)}) CHECK(cudaFree(p));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const Device device = read_device();
+  const bool only_time = argc > 1 && std::strcmp(argv[1], "time") == 0;
+  const bool only_check = argc > 1 && std::strcmp(argv[1], "check") == 0;
+  if (!only_time) {
+    if (!check_all(device)) {
+      std::printf("FAILED\n");
+      return 1;
+    }
+    std::printf("all checks passed\n");
+  }
+  if (!only_check) {
+    time_shape(2048, 5632, 28, {1, 16, 64}, {30, 120, 600, 2800}, device);
+    time_shape(4096, 14336, 12, {1}, {70, 300, 1400}, device);
+    time_shape(576, 1536, 28, {1, 16, 64}, {10, 160, 1400}, device);
+    time_shape(896, 4864, 28, {1, 64}, {30, 2400}, device);
+    time_shape(1024, 3072, 28, {1, 64}, {30, 1500}, device);
+  }
+  return 0;
+}
