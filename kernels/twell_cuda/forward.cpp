@@ -11,22 +11,20 @@
 namespace twell {
 namespace {
 
-constexpr int64_t kDecodeTokens = 64;  // up to here the weights' traffic decides, beyond it the arithmetic
-
 enum class Path { kDecode, kSm90, kPortable };
 
 constexpr const char* kNames[] = {"decode", "sm90", "portable"};
 
 bool takes(Path path, const Ffn& ffn, const Device& device) {
   switch (path) {
-    case Path::kDecode: return ffn.tokens <= kDecodeTokens;
+    case Path::kDecode: return ffn.tokens <= kDecodeMaxTokens;
     case Path::kSm90: return device.major == 9 && device.minor == 0;
     case Path::kPortable: return true;
   }
   return false;
 }
 
-// The paths in order of preference.
+// The paths in order of preference: for few tokens the weights' traffic decides, for many the arithmetic.
 constexpr Path kPaths[] = {Path::kDecode, Path::kSm90, Path::kPortable};
 
 Path choose(const Ffn& ffn, const Device& device) {
@@ -41,7 +39,7 @@ Path choose(const Ffn& ffn, const Device& device) {
   throw std::invalid_argument("HF_TWELL_CUDA_PATH=" + std::string(wanted) + " cannot compute " +
                               std::to_string(ffn.tokens) + " tokens on a GPU of compute capability " +
                               std::to_string(device.major) + "." + std::to_string(device.minor) + "; allowed here: " +
-                              allowed + " (decode takes up to " + std::to_string(kDecodeTokens) +
+                              allowed + " (decode takes up to " + std::to_string(kDecodeMaxTokens) +
                               " tokens, sm90 needs 9.0)");
 }
 

@@ -13,7 +13,7 @@ namespace twell {
 
 // What a path needs from the launcher. Memory lives until the call's work on the stream is done.
 struct Services {
-  std::function<void*(int64_t bytes)> workspace;  // 16-byte aligned
+  std::function<void*(int64_t bytes)> workspace;  // at a 256-byte border, as PyTorch's allocator gives
   // x Wg^T + bg of some tokens, (count, F) of the call's dtype, before relu; the last one may be overwritten by the next.
   std::function<const void*(int64_t first, int64_t count)> dense_gate;
 };
