@@ -1,5 +1,6 @@
 """What `hf-twell bench ffn` measures: correctness first, then interleaved medians against the dense alternatives."""
 
+import os
 import platform
 import subprocess
 from collections.abc import Callable, Iterator
@@ -230,7 +231,7 @@ def environment(device: torch.device) -> dict:
         "processor": torch.cuda.get_device_name(device) if cuda else _processor(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        **({"cuda": torch.version.cuda} if cuda else {}),
+        **({"cuda": torch.version.cuda, "path": os.environ.get("HF_TWELL_CUDA_PATH", "auto")} if cuda else {}),
         "hf_twell": hf_twell.__version__,
         "commit": _commit(),
     }

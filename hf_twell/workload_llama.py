@@ -59,7 +59,8 @@ def make_llama(
     x, w_gate, _, _ = workload.make_ffn(vocabulary, hidden, intermediate, l0, dtype=dtype, device=device, seed=seed)
     model.model.embed_tokens.weight.copy_(x)
     model.lm_head.weight.copy_(x.roll(1, 0) / hidden**0.5)
-    text = make_text(vocabulary, 2 if vocabulary > 1024 else 4, 1024, seed=seed, device=device)
+    sequences = 16 if torch.device(device).type == "cuda" else 4
+    text = make_text(vocabulary, sequences, 1024, seed=seed, device=device)
     distinct = workload.distinct_neurons(workload.active_neurons(x[:16384], w_gate))
     same = workload.distinct_neurons(workload.active_neurons(x[text.flatten()], w_gate))
     _calibrate(model, text, l0, same)

@@ -178,7 +178,8 @@ def _ffn_rows(args, common):
 
 
 def _model_rows(args, common):
-    from hf_twell.benchmark_models import bench_generate, bench_prefill
+    from hf_twell.benchmark_generate import bench_generate
+    from hf_twell.benchmark_models import bench_prefill
 
     if args.what == "prefill":
         bench, batches, common["length"] = bench_prefill, args.batch or [64], args.length
