@@ -18,7 +18,6 @@ constexpr int kTileNeurons = 64;    // positions of one tile of h
 constexpr int kSliceNeurons = 128;  // neurons that one thread block packs
 constexpr int kMaxBlocks = 256;     // of a chunk: each thread of a matmul reads one block's U
 constexpr int kThreads = 256;       // of each kernel
-constexpr int kColumns = 256;       // neurons (up) or hidden columns (down) of one output tile
 
 struct Chunk {
   DType dtype;
@@ -28,7 +27,7 @@ struct Chunk {
   int width;   // F
   int slices;  // of 128 neurons
   int tiles;   // of 64 neurons: room for each block's h
-  int listed;  // room for each block's list, a multiple of 256
+  int listed;  // room for each block's list
   const void* gate;  // (tokens, F), before relu
   const void* x;     // (tokens, D)
   const void* up;    // (F, D) or null

@@ -5,7 +5,8 @@ namespace twell::portable {
 
 namespace {
 
-// Tiles of 256 hidden columns of each block; blocks with the longest lists first, so that the short ones fill the gaps at the end.
+// Tiles of kColumns hidden columns of each block; blocks with the longest lists first, so that the short ones fill the gaps at the end.
+template <int kColumns>
 struct Tiles {
   int* counts;  // [blocks]
   int* order;   // [blocks]: block of each rank
@@ -63,39 +64,41 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
   }
 }
 
-template <class Element, class Stages>
+template <class Element, class Shape>
 struct DownWork {
-  static constexpr int kPassesA = kBlockTokens / Stages::kRowsAtOnce;
-  static constexpr int kWarps = kThreads / 32;
-  static constexpr int kPassesB = Stages::kK / kWarps;
+  static constexpr int kPassesA = kBlockTokens / Shape::kRowsAtOnce;
+  static constexpr int kPiecesB = Shape::kColumns / 8;      // 16-byte pieces of a row of down in the tile
+  static constexpr int kWarpRows = 32 / kPiecesB;           // rows that a warp copies together
+  static constexpr int kRowsB = kThreads / 32 * kWarpRows;  // rows that the thread block copies together
+  static constexpr int kPassesB = Shape::kK / kRowsB;
 
   const Chunk& chunk;
-  const Tiles& tiles;
+  const Tiles<Shape::kColumns>& tiles;
   const uint32_t row_vectors;  // 16-byte vectors of a row of down
   const int warp, lane;
   const uint32_t target_h, target_down;
   // The copies.
   int copy_round, copy_k, copy_block, copy_count;
   uint32_t copy_column;  // this lane's, in 16-byte vectors
-  int copy_neuron;       // lane i: the neuron of the i-th row of this warp in the next stage, -1 past the list's end
+  int copy_neuron;       // lane i: of the i-th row of this warp in the next stage, -1 past the list's end
   // The sums.
   int round, block, column;
 
-  __device__ __forceinline__ DownWork(const Chunk& chunk, const Tiles& tiles)
+  __device__ __forceinline__ DownWork(const Chunk& chunk, const Tiles<Shape::kColumns>& tiles)
       : chunk(chunk),
         tiles(tiles),
         row_vectors(chunk.hidden / 8),
         warp(warp_index()),
         lane(threadIdx.x % 32),
-        target_h(Stages::offset(threadIdx.x / Stages::kChunks, threadIdx.x % Stages::kChunks)),
-        target_down(Stages::kBytesA + wide_offset(warp, lane)),
+        target_h(Shape::offset(threadIdx.x / Shape::kPieces, threadIdx.x % Shape::kPieces)),
+        target_down(Shape::kBytesA + Shape::column_offset(threadIdx.x / kPiecesB, lane % kPiecesB)),
         copy_round(0),
         round(-1) {
     open_copy();
   }
 
   // An empty list takes one step of zeros.
-  static __device__ __forceinline__ int steps(int count) { return count == 0 ? 1 : (count + Stages::kK - 1) / Stages::kK; }
+  static __device__ __forceinline__ int steps(int count) { return count == 0 ? 1 : (count + Shape::kK - 1) / Shape::kK; }
 
   __device__ __forceinline__ void open_copy() {
     const int item = tiles.item(copy_round);
@@ -106,36 +109,37 @@ struct DownWork {
     if (item < tiles.total) {
       copy_block = tiles.block(item);
       copy_count = tiles.counts[copy_block];
-      copy_column = tiles.first_column(item) / 8 + lane;
+      copy_column = tiles.first_column(item) / 8 + lane % kPiecesB;
     }
     fetch_neurons();
   }
 
   // One step ahead of their use: the copies would wait for them.
   __device__ __forceinline__ void fetch_neurons() {
-    const int position = copy_k * Stages::kK + lane * kWarps + warp;
-    const bool valid = lane < kPassesB && position < copy_count;
+    const int row = lane / kWarpRows * kRowsB + warp * kWarpRows + lane % kWarpRows;
+    const int position = copy_k * Shape::kK + row;
+    const bool valid = row < Shape::kK && position < copy_count;
     copy_neuron = valid ? chunk.lists[static_cast<int64_t>(copy_block) * chunk.listed + position] : -1;
   }
 
   __device__ __forceinline__ void copy(uint32_t stage, int part, int parts) const {
-    const int position = copy_k * Stages::kK;
+    const int position = copy_k * Shape::kK;
     const bool any = position < copy_count;
     const uint4* h = static_cast<const uint4*>(chunk.h) + h_offset(chunk, copy_block, any ? position : 0) / 8;
     const uint4* weight = static_cast<const uint4*>(chunk.down);
-    const int row = threadIdx.x / Stages::kChunks, piece = threadIdx.x % Stages::kChunks;
+    const int row = threadIdx.x / Shape::kPieces, piece = threadIdx.x % Shape::kPieces;
 #pragma unroll
     for (int i = 0; i < kPassesA; ++i) {
       if (i * parts / (kPassesA + kPassesB) != part) continue;
-      copy_async(stage + target_h + i * Stages::kRowsAtOnce * Stages::kRowBytes,
-                 h + (row + i * Stages::kRowsAtOnce) * (kTileNeurons / 8) + piece, any);
+      copy_async(stage + target_h + i * Shape::kRowsAtOnce * Shape::kRowBytes,
+                 h + (row + i * Shape::kRowsAtOnce) * (kTileNeurons / 8) + piece, any);
     }
 #pragma unroll
     for (int i = 0; i < kPassesB; ++i) {
       if ((kPassesA + i) * parts / (kPassesA + kPassesB) != part) continue;
-      const int neuron = __shfl_sync(0xffffffffu, copy_neuron, i);
+      const int neuron = __shfl_sync(0xffffffffu, copy_neuron, i * kWarpRows + lane / kPiecesB);
       const bool valid = neuron >= 0 && copy_column < row_vectors;
-      copy_async(stage + target_down + i * kWarps * kColumns * 2,
+      copy_async(stage + target_down + i * kRowsB * Shape::kColumns * 2,
                  weight + (valid ? static_cast<uint32_t>(neuron) * row_vectors + copy_column : 0), valid);
     }
   }
@@ -161,10 +165,10 @@ struct DownWork {
     return column + place.columns >= chunk.hidden || block * kBlockTokens + place.tokens >= chunk.tokens;
   }
 
-  __device__ __forceinline__ void finish(const Sums& sums, const WarpPlace& place) const {
+  __device__ __forceinline__ void finish(const typename Shape::Sums& sums, const WarpPlace& place) const {
     const int quad_lane = lane % 4;
 #pragma unroll
-    for (int half = 0; half < kWarpColumns / 32; ++half) {
+    for (int half = 0; half < Shape::kWarpColumns / 32; ++half) {
       const int first = column + place.columns + half * 32;
       float2 bias[4];
 #pragma unroll
@@ -177,7 +181,7 @@ struct DownWork {
       }
       const uint32_t own_column = first + quad_lane * 8;
 #pragma unroll
-      for (int i = 0; i < kWarpTokens / 8; ++i) {
+      for (int i = 0; i < Shape::kWarpTokens / 8; ++i) {
         const int token = block * kBlockTokens + place.tokens + i * 8 + lane / 4;
         // Lane t of a quad has columns 2t and 2t + 1 of four 8-column matrices; transposed, it has all of matrix t: 16 bytes of y.
         uint32_t words[4];
@@ -196,34 +200,27 @@ struct DownWork {
   }
 };
 
-template <class Element, class Stages>
-__global__ void __launch_bounds__(kThreads, 1) down_kernel(const __grid_constant__ Chunk chunk) {
+template <class Element, class Shape>
+__global__ void __launch_bounds__(kThreads, Shape::kColumns == Narrow::kColumns ? 2 : 1) down_kernel(const __grid_constant__ Chunk chunk) {
   extern __shared__ __align__(128) char shared[];
-  const Tiles tiles(chunk, shared + Stages::kBytes);
-  DownWork<Element, Stages> work(chunk, tiles);
-  walk_tiles<Element, Stages, true>(work, shared_address(shared));
+  const Tiles<Shape::kColumns> tiles(chunk, shared + Shape::kBytes);
+  DownWork<Element, Shape> work(chunk, tiles);
+  walk_tiles<Element, Shape, true>(work, shared_address(shared));
 }
 
-template <class Element, class Stages>
-cudaError_t launch(const Chunk& chunk, const Device& device, cudaStream_t stream) {
-  constexpr int kBytes = Stages::kBytes + Tiles::kBytes;
-  const auto kernel = down_kernel<Element, Stages>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (error != cudaSuccess) return error;
-  const int tiles = chunk.blocks * ((chunk.hidden + kColumns - 1) / kColumns);
-  kernel<<<tiles < device.sm_count ? tiles : device.sm_count, kThreads, kBytes, stream>>>(chunk);
-  return cudaGetLastError();
-}
+template <class Element, class Shape>
+struct Down {
+  static cudaError_t run(const Chunk& chunk, const Device& device, cudaStream_t stream) {
+    const int64_t tiles = int64_t{chunk.blocks} * ((chunk.hidden + Shape::kColumns - 1) / Shape::kColumns);
+    return launch_persistent<Shape>(down_kernel<Element, Shape>, tiles, Shape::kBytes + Tiles<Shape::kColumns>::kBytes, chunk,
+                             device, stream);
+  }
+};
 
 }  // namespace
 
 cudaError_t down(const Chunk& chunk, const Device& device, cudaStream_t stream) {
-  if (has_deep_shared_memory(device)) {
-    return chunk.dtype == DType::kBFloat16 ? launch<BFloat16, DeepStages>(chunk, device, stream)
-                                           : launch<Float16, DeepStages>(chunk, device, stream);
-  }
-  return chunk.dtype == DType::kBFloat16 ? launch<BFloat16, ShallowStages>(chunk, device, stream)
-                                         : launch<Float16, ShallowStages>(chunk, device, stream);
+  return launch_fitting<Down>(chunk, device, stream);
 }
 
 }  // namespace twell::portable

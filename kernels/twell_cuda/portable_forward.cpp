@@ -15,7 +15,7 @@ constexpr int64_t kElementBytes = 2;
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-int64_t list_bytes(const Ffn& ffn) { return round_up(ffn.width, kColumns) * int64_t{sizeof(int)}; }
+int64_t list_bytes(const Ffn& ffn) { return round_up(ffn.width, kTileNeurons) * int64_t{sizeof(int)}; }
 
 int64_t h_bytes(const Ffn& ffn) { return round_up(ffn.width, kTileNeurons) * kBlockTokens * kElementBytes; }
 
@@ -52,7 +52,7 @@ portable::Chunk portable::make_chunk(const Ffn& ffn, int64_t first, int64_t coun
   chunk.width = ffn.width;
   chunk.slices = static_cast<int>(round_up(ffn.width, kSliceNeurons) / kSliceNeurons);
   chunk.tiles = static_cast<int>(round_up(ffn.width, kTileNeurons) / kTileNeurons);
-  chunk.listed = static_cast<int>(round_up(ffn.width, kColumns));
+  chunk.listed = static_cast<int>(round_up(ffn.width, kTileNeurons));
   chunk.gate = gate;
   chunk.x = static_cast<const char*>(ffn.x) + first * row_bytes;
   chunk.up = ffn.up;

@@ -5,12 +5,14 @@ namespace twell::portable {
 
 namespace {
 
-// Tiles of 256 positions of each block's list, block after block.
+// Tiles of kColumns positions of each block's list, block after block.
+template <int kColumns>
 struct Tiles {
   int* counts;  // [blocks]
   int* starts;  // [kMaxBlocks]: tiles up to and with each block
 
   static constexpr int kBytes = (2 * kMaxBlocks + kThreads / 32) * static_cast<int>(sizeof(int));
+  static_assert(kMaxBlocks == kThreads, "each thread reads one block's count");
 
   __device__ __forceinline__ Tiles(const Chunk& chunk, char* shared)
       : counts(reinterpret_cast<int*>(shared)), starts(counts + kMaxBlocks) {
@@ -51,14 +53,14 @@ struct Tiles {
 // are then 8 neighbouring positions of h: one 16-byte access.
 __device__ __forceinline__ int column_of_row(int row) { return row % 8 / 2 * 8 + row / 8 % 4 * 2 + row % 2 + row / 32 * 32; }
 
-template <class Element, class Stages>
+template <class Element, class Shape>
 struct UpWork {
-  static constexpr int kPassesA = kBlockTokens / Stages::kRowsAtOnce;
-  static constexpr int kPassesB = kColumns / Stages::kRowsAtOnce;
+  static constexpr int kPassesA = kBlockTokens / Shape::kRowsAtOnce;
+  static constexpr int kPassesB = Shape::kColumns / Shape::kRowsAtOnce;
   static constexpr uint32_t kNoRow = 0xffffffffu;
 
   const Chunk& chunk;
-  const Tiles& tiles;
+  const Tiles<Shape::kColumns>& tiles;
   const int total, depth;
   const uint32_t row_vectors;  // 16-byte vectors of a row of x and up
   // The copies: this thread's piece of some rows.
@@ -71,15 +73,15 @@ struct UpWork {
   // The sums.
   int tile, block, position;
 
-  __device__ __forceinline__ UpWork(const Chunk& chunk, const Tiles& tiles)
+  __device__ __forceinline__ UpWork(const Chunk& chunk, const Tiles<Shape::kColumns>& tiles)
       : chunk(chunk),
         tiles(tiles),
         total(tiles.total()),
-        depth((chunk.hidden + Stages::kK - 1) / Stages::kK),
+        depth((chunk.hidden + Shape::kK - 1) / Shape::kK),
         row_vectors(chunk.hidden / 8),
-        row(threadIdx.x / Stages::kChunks),
-        piece(threadIdx.x % Stages::kChunks),
-        target(Stages::offset(row, piece)),
+        row(threadIdx.x / Shape::kPieces),
+        piece(threadIdx.x % Shape::kPieces),
+        target(Shape::offset(row, piece)),
         copy_tile(blockIdx.x),
         tile(static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x)) {
     open_copy();
@@ -101,13 +103,13 @@ struct UpWork {
     copy_x = static_cast<uint32_t>(copy_block * kBlockTokens + row) * row_vectors;
 #pragma unroll
     for (int i = 0; i < kPassesB; ++i) {
-      const int at = first + column_of_row(row + i * Stages::kRowsAtOnce);
+      const int at = first + column_of_row(row + i * Shape::kRowsAtOnce);
       copy_up[i] = at < count ? static_cast<uint32_t>(list[at]) * row_vectors : kNoRow;
     }
   }
 
   __device__ __forceinline__ void copy(uint32_t stage, int part, int parts) const {
-    const uint32_t vector = copy_k * Stages::kChunks + piece;
+    const uint32_t vector = copy_k * Shape::kPieces + piece;
     const bool inside = vector < row_vectors;
     const uint4* x = static_cast<const uint4*>(chunk.x);
     const uint4* weight = static_cast<const uint4*>(chunk.up);
@@ -115,15 +117,15 @@ struct UpWork {
 #pragma unroll
     for (int i = 0; i < kPassesA; ++i) {
       if (i * parts / (kPassesA + kPassesB) != part) continue;
-      const bool valid = inside && i * Stages::kRowsAtOnce < copy_tokens;
-      const uint32_t from = copy_x + i * Stages::kRowsAtOnce * row_vectors + vector;
-      copy_async(stage + target + i * Stages::kRowsAtOnce * Stages::kRowBytes, x + (valid ? from : 0), valid);
+      const bool valid = inside && i * Shape::kRowsAtOnce < copy_tokens;
+      const uint32_t from = copy_x + i * Shape::kRowsAtOnce * row_vectors + vector;
+      copy_async(stage + target + i * Shape::kRowsAtOnce * Shape::kRowBytes, x + (valid ? from : 0), valid);
     }
 #pragma unroll
     for (int i = 0; i < kPassesB; ++i) {
       if ((kPassesA + i) * parts / (kPassesA + kPassesB) != part) continue;
       const bool valid = inside && copy_up[i] != kNoRow;
-      copy_async(stage + Stages::kBytesA + target + i * Stages::kRowsAtOnce * Stages::kRowBytes,
+      copy_async(stage + Shape::kBytesA + target + i * Shape::kRowsAtOnce * Shape::kRowBytes,
                  weight + (valid ? copy_up[i] + vector : 0), valid);
     }
   }
@@ -147,11 +149,11 @@ struct UpWork {
     return position + warp.columns >= tiles.counts[block] || block * kBlockTokens + warp.tokens >= chunk.tokens;
   }
 
-  __device__ __forceinline__ void finish(const Sums& sums, const WarpPlace& warp) const {
+  __device__ __forceinline__ void finish(const typename Shape::Sums& sums, const WarpPlace& warp) const {
     const int count = tiles.counts[block];
     const int* list = chunk.lists + static_cast<int64_t>(block) * chunk.listed;
 #pragma unroll
-    for (int half = 0; half < kWarpColumns / 32; ++half) {
+    for (int half = 0; half < Shape::kWarpColumns / 32; ++half) {
       const int first = position + warp.columns + half * 32 + warp.lane % 4 * 8;
       float bias[8] = {};
       if (chunk.b_up != nullptr) {
@@ -160,17 +162,20 @@ struct UpWork {
           if (first + i < count) bias[i] = Element::widen_one(chunk.b_up, list[first + i]);
         }
       }
-      uint16_t* h = static_cast<uint16_t*>(chunk.h) + h_offset(chunk, block, first);
+      uint16_t* own = static_cast<uint16_t*>(chunk.h) + h_offset(chunk, block, first) +
+                      (warp.tokens + warp.lane / 4) * kTileNeurons;
+      const auto at = [&](int i) { return reinterpret_cast<uint4*>(own + i * 8 * kTileNeurons); };
+      // All loads before the first store: the compiler cannot know that they do not overlap.
+      uint4 gates[Shape::kWarpTokens / 8];
 #pragma unroll
-      for (int i = 0; i < kWarpTokens / 8; ++i) {
-        const int token = warp.tokens + i * 8 + warp.lane / 4;
-        uint4* at = reinterpret_cast<uint4*>(h + token * kTileNeurons);
-        const uint4 gates = *at;
+      for (int i = 0; i < Shape::kWarpTokens / 8; ++i) gates[i] = *at(i);
+#pragma unroll
+      for (int i = 0; i < Shape::kWarpTokens / 8; ++i) {
         const auto product = [&](uint32_t gate, int j) {
           const float* sum = sums[i / 2][half * 4 + j] + i % 2 * 2;
           return gated(gate, sum[0] + bias[2 * j], sum[1] + bias[2 * j + 1]);
         };
-        *at = make_uint4(product(gates.x, 0), product(gates.y, 1), product(gates.z, 2), product(gates.w, 3));
+        *at(i) = make_uint4(product(gates[i].x, 0), product(gates[i].y, 1), product(gates[i].z, 2), product(gates[i].w, 3));
       }
     }
   }
@@ -182,35 +187,27 @@ struct UpWork {
   }
 };
 
-template <class Element, class Stages>
-__global__ void __launch_bounds__(kThreads, 1) up_kernel(const __grid_constant__ Chunk chunk) {
+template <class Element, class Shape>
+__global__ void __launch_bounds__(kThreads, Shape::kColumns == Narrow::kColumns ? 2 : 1) up_kernel(const __grid_constant__ Chunk chunk) {
   extern __shared__ __align__(128) char shared[];
-  const Tiles tiles(chunk, shared + Stages::kBytes);
-  UpWork<Element, Stages> work(chunk, tiles);
-  walk_tiles<Element, Stages, false>(work, shared_address(shared));
+  const Tiles<Shape::kColumns> tiles(chunk, shared + Shape::kBytes);
+  UpWork<Element, Shape> work(chunk, tiles);
+  walk_tiles<Element, Shape, false>(work, shared_address(shared));
 }
 
-template <class Element, class Stages>
-cudaError_t launch(const Chunk& chunk, const Device& device, cudaStream_t stream) {
-  constexpr int kBytes = Stages::kBytes + Tiles::kBytes;
-  const auto kernel = up_kernel<Element, Stages>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (error != cudaSuccess) return error;
-  const int64_t most_tiles = static_cast<int64_t>(chunk.blocks) * (chunk.listed / kColumns);
-  const int grid = static_cast<int>(most_tiles < device.sm_count ? most_tiles : device.sm_count);
-  kernel<<<grid, kThreads, kBytes, stream>>>(chunk);
-  return cudaGetLastError();
-}
+template <class Element, class Shape>
+struct Up {
+  static cudaError_t run(const Chunk& chunk, const Device& device, cudaStream_t stream) {
+    const int64_t most_tiles = int64_t{chunk.blocks} * ((chunk.width + Shape::kColumns - 1) / Shape::kColumns);
+    return launch_persistent<Shape>(up_kernel<Element, Shape>, most_tiles, Shape::kBytes + Tiles<Shape::kColumns>::kBytes, chunk,
+                             device, stream);
+  }
+};
 
 }  // namespace
 
 cudaError_t up(const Chunk& chunk, const Device& device, cudaStream_t stream) {
-  if (has_deep_shared_memory(device)) {
-    return chunk.dtype == DType::kBFloat16 ? launch<BFloat16, DeepStages>(chunk, device, stream)
-                                           : launch<Float16, DeepStages>(chunk, device, stream);
-  }
-  return chunk.dtype == DType::kBFloat16 ? launch<BFloat16, ShallowStages>(chunk, device, stream)
-                                         : launch<Float16, ShallowStages>(chunk, device, stream);
+  return launch_fitting<Up>(chunk, device, stream);
 }
 
 }  // namespace twell::portable

@@ -8,7 +8,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <string>
 #include <vector>
 
 #include "portable.h"
@@ -102,13 +101,14 @@ __global__ void fill_gate(DType dtype, void* gate, int64_t tokens, int width, Pa
   }
 }
 
-__global__ void reference_h(Ffn ffn, const void* gate, float* h, int64_t first, int64_t count) {
+__global__ void reference_h(Ffn ffn, const void* gate, float* h, int64_t first, int64_t count, double* pairs) {
   const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   if (i >= count * ffn.width) return;
   const int64_t token = first + i / ffn.width, neuron = i % ffn.width;
   const float value = load(ffn.dtype, gate, token * ffn.width + neuron);
   h[i] = 0.0f;
   if (value <= 0.0f) return;
+  atomicAdd(pairs, 1.0);
   float factor = 1.0f;
   if (ffn.up != nullptr) {
     factor = ffn.b_up == nullptr ? 0.0f : load(ffn.dtype, ffn.b_up, neuron);
@@ -209,28 +209,40 @@ struct Call {
   }
 };
 
-// Relative RMS error of rows [first, first + count) of y.
-double error_of(const Call& call, int64_t first, int64_t count, double* wrong) {
+// h and y are each rounded once: 2.4e-3 in bf16. Eager PyTorch, which also rounds up's output, has 3.3e-3. The roundings of fewer than
+// 64 active pairs do not average out.
+double limit(DType dtype, double pairs) {
+  if (pairs < 64.0) return dtype == DType::kBFloat16 ? 0x1p-7 : 0x1p-10;
+  return dtype == DType::kBFloat16 ? 3.3e-3 : 4.2e-4;
+}
+
+struct Verdict {
+  double error;  // relative RMS
+  double wrong;  // elements that must be zero or NaN and are not, or are NaN and must not be
+  bool good;
+};
+
+// Rows [first, first + count) of y.
+Verdict judge(const Call& call, int64_t first, int64_t count) {
   const Case& c = call.of;
-  Buffer h(count * c.width * 4), y(count * c.hidden * 4), sums(4 * sizeof(double));
+  Buffer h(count * c.width * 4), y(count * c.hidden * 4), sums(5 * sizeof(double));
   CHECK(cudaMemset(sums.data, 0, sums.bytes));
   float* h_values = reinterpret_cast<float*>(h.data);
   float* y_values = reinterpret_cast<float*>(y.data);
-  reference_h<<<static_cast<unsigned>((count * c.width + 255) / 256), 256>>>(call.ffn, call.gate.data, h_values, first, count);
+  reference_h<<<static_cast<unsigned>((count * c.width + 255) / 256), 256>>>(call.ffn, call.gate.data, h_values, first, count,
+                                                                                    reinterpret_cast<double*>(sums.data) + 4);
   CHECK(cudaGetLastError());
   reference_y<<<static_cast<unsigned>((count * c.hidden + 255) / 256), 256>>>(call.ffn, h_values, y_values, count);
   CHECK(cudaGetLastError());
   compare<<<512, 256>>>(c.dtype, call.y.data, y_values, first * c.hidden, count * c.hidden,
                         reinterpret_cast<double*>(sums.data));
   CHECK(cudaGetLastError());
-  double host[4];
+  double host[5];
   CHECK(cudaMemcpy(host, sums.data, sizeof(host), cudaMemcpyDeviceToHost));
-  *wrong = host[2] + host[3];
-  return host[1] == 0.0 ? std::sqrt(host[0]) : std::sqrt(host[0] / host[1]);
+  const double error = host[1] == 0.0 ? std::sqrt(host[0]) : std::sqrt(host[0] / host[1]);
+  const double wrong = host[2] + host[3];
+  return {error, wrong, wrong == 0.0 && error <= limit(c.dtype, host[4])};
 }
-
-// h and y are each rounded once: about 2^-9 * sqrt(2 / 1.4) in bf16; eager PyTorch, which also rounds up's output, has 3.3e-3.
-double limit(DType dtype) { return dtype == DType::kBFloat16 ? 3.3e-3 : 4.2e-4; }
 
 bool check(const Case& c, uint64_t seed) {
   Call call(c, seed);
@@ -264,14 +276,13 @@ bool check(const Case& c, uint64_t seed) {
   unsigned long long changed = 0;
   CHECK(cudaMemcpy(&changed, different.data, 8, cudaMemcpyDeviceToHost));
 
-  double wrong = 0.0;
-  const double error = error_of(call, 0, c.tokens, &wrong);
-  right = right && changed == 0 && wrong == 0.0 && error <= limit(c.dtype);
+  const Verdict verdict = judge(call, 0, c.tokens);
+  right = right && changed == 0 && verdict.good && call.y.guard_whole() && workspace.guard_whole();
   if (!right) {
     std::printf("WRONG %s T=%lld D=%d F=%d %s %s pattern %d share %.2f sm_%d%d x%d: error %.2e, %g wrong, %llu not repeated, guards %d %d\n",
                 c.dtype == DType::kBFloat16 ? "bf16" : "fp16", static_cast<long long>(c.tokens), c.hidden, c.width,
                 c.gated ? "gated" : "plain", c.biased ? "biased" : "unbiased", static_cast<int>(c.pattern), c.share,
-                c.device.major, c.device.minor, c.device.sm_count, error, wrong, changed, call.y.guard_whole(),
+                c.device.major, c.device.minor, c.device.sm_count, verdict.error, verdict.wrong, changed, call.y.guard_whole(),
                 workspace.guard_whole());
   }
   return right;
@@ -288,10 +299,9 @@ bool time(int64_t tokens, float share, const Device& device) {
   Buffer workspace(portable_workspace_bytes(call.ffn, device));
   call.run(workspace, nullptr);
   CHECK(cudaDeviceSynchronize());
-  double wrong = 0.0, wrong_tail = 0.0;
-  const double error = error_of(call, 0, 200, &wrong), error_tail = error_of(call, tokens - 200, 200, &wrong_tail);
-  if (std::max(error, error_tail) > limit(c.dtype) || wrong + wrong_tail > 0.0) {
-    std::printf("WRONG T=%lld share %.2f: error %.2e %.2e\n", static_cast<long long>(tokens), share, error, error_tail);
+  const Verdict head = judge(call, 0, 200), tail = judge(call, tokens - 200, 200);
+  if (!head.good || !tail.good) {
+    std::printf("WRONG T=%lld share %.2f: error %.2e %.2e\n", static_cast<long long>(tokens), share, head.error, tail.error);
     return false;
   }
 
@@ -347,8 +357,8 @@ int main(int argc, char** argv) {
   cudaDeviceProp properties;
   CHECK(cudaGetDeviceProperties(&properties, 0));
   const Device real{properties.multiProcessorCount, properties.major, properties.minor};
-  const Device shallow{properties.multiProcessorCount, 8, 6};  // the variant for 99 KiB of shared memory
-  const Device few{3, properties.major, properties.minor};     // each thread block walks many tiles
+  // Few multiprocessors: wide tiles also for small shapes, and thread blocks that walk many of them. 8.6: the variant for 99 KiB.
+  const Device one{1, properties.major, properties.minor}, three_shallow{3, 8, 6}, shallow{real.sm_count, 8, 6};
 
   struct Shape {
     int64_t tokens;
@@ -365,7 +375,7 @@ int main(int argc, char** argv) {
   };
   for (const Shape& shape : shapes) {
     for (DType dtype : {DType::kBFloat16, DType::kFloat16}) {
-      for (const Device& device : {real, shallow, few}) {
+      for (const Device& device : {real, one, three_shallow}) {
         for (bool gated : {true, false}) {
           const auto expect_shape = [&](Pattern pattern, float share, bool biased) {
             expect({dtype, shape.tokens, shape.hidden, shape.width, gated, biased, pattern, share, device});
@@ -385,6 +395,7 @@ int main(int argc, char** argv) {
   }
   // Several chunks: 256 blocks are the most that one takes.
   for (const Device& device : {real, shallow}) {
+    expect({DType::kBFloat16, 4096, 1024, 1408, true, true, Pattern::kUnion, 0.3f, device});
     expect({DType::kBFloat16, 65537, 64, 72, true, true, Pattern::kDensity, 0.1f, device});
     expect({DType::kFloat16, 20000, 128, 5000, true, true, Pattern::kUnion, 0.3f, device});
   }
@@ -393,7 +404,7 @@ int main(int argc, char** argv) {
   if (argc < 2 || std::strcmp(argv[1], "--no-times") != 0) {
     std::printf("%s, bf16, D=2048 F=5632; ms, TFLOP/s of the union\n", properties.name);
     std::printf(" tokens  union   chunk     pack       up     down    whole   up TF/s  down TF/s\n");
-    for (int64_t tokens : {int64_t{16384}, int64_t{4096}}) {
+    for (int64_t tokens : {int64_t{16384}, int64_t{4096}, int64_t{1024}, int64_t{256}}) {
       for (float share : {0.2377f, 0.5f, 1.0f}) failures += !time(tokens, share, real);
     }
   }
