@@ -1,4 +1,4 @@
-// What the three prefill kernels share: the activations between them, and each kernel's launcher.
+// What the prefill kernels share: the activations between them, and each kernel's launcher.
 #pragma once
 
 #include <cuda.h>
@@ -14,8 +14,10 @@ constexpr int kMaxBlocks = 512;    // of a chunk; their counts live in shared me
 // any of its tokens activates it, and a column of 128 values for each neuron: only columns whose bit is set are ever
 // written or read, so the buffer's size is the chunk's and its traffic the active neurons'.
 struct Active {
-  uint32_t* masks;  // (blocks, words): bit f % 32 of word f / 32
-  void* columns;    // (blocks, F, 128): relu(gate), and h once up_proj has been through
+  uint32_t* masks;    // (blocks, words): bit f % 32 of word f / 32
+  int* counts;        // (blocks): active neurons
+  uint16_t* neurons;  // (blocks, F): which, in ascending order
+  void* columns;      // (blocks, F, 128): relu(gate), and h once up_proj has been through
   int blocks;
   int words;  // ceil(F / 32)
 };
@@ -27,6 +29,7 @@ struct Chunk {
 };
 
 cudaError_t launch_gate(const Ffn&, const Chunk&, const Device&, cudaStream_t);
+cudaError_t launch_list(const Ffn&, const Chunk&, const Device&, cudaStream_t);
 cudaError_t launch_up(const Ffn&, const Chunk&, const Device&, cudaStream_t);
 cudaError_t launch_down(const Ffn&, const Chunk&, const Device&, cudaStream_t);
 

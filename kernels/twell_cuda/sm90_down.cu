@@ -6,7 +6,6 @@
 // as they do in global memory, tokens and hidden units contiguous, and the tensor cores read them transposed.
 
 #include "sm90_call.h"
-#include "sm90_items.cuh"
 #include "sm90_launch.h"
 #include "sm90_primitives.cuh"
 #include "sm90_wgmma.cuh"
@@ -14,7 +13,7 @@
 namespace twell::sm90 {
 namespace {
 
-constexpr int kFetchers = 128, kThreads = kFetchers + 256, kConsumerWarps = 8, kDepth = 64, kStages = 4, kListed = 2048;
+constexpr int kFetchers = 128, kThreads = kFetchers + 256, kConsumerWarps = 8, kDepth = 64, kStages = 4;
 constexpr int kHalfBytes = 64 * kDepth * 2;  // 64 tokens or hidden units x 64 neurons
 
 template <int kHidden>
@@ -26,8 +25,6 @@ struct Shape {
 struct Control {
   uint64_t full[kStages], empty[kStages];
   int counts[kMaxBlocks];
-  int scratch[kFetchers / 32];
-  uint16_t neurons[kListed];
 };
 
 template <int kHidden>
@@ -39,56 +36,69 @@ static_assert(shared_bytes<256>() <= 227 * 1024);
 struct Arguments {
   const void* down;
   const void* bias;
-  const uint32_t* masks;
-  const void* columns;
+  Active active;
   void* y;
   int64_t tokens;
-  int hidden, width, words, blocks, slices;
+  int hidden, width, slices;
 };
 
 template <typename T, int kHidden>
-__device__ __forceinline__ void fetch(const Arguments& a, Control& c, uint8_t* shared) {
-  Ring<kStages> ring(c.full, c.empty);
-  constexpr int kRows = kFetchers / 8;
-  const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;  // eight threads copy 128 bytes; every 32nd row is theirs
+__device__ __forceinline__ void fetch(const Arguments& a, const Control& c, uint8_t* shared, Ring<kStages> ring) {
+  constexpr int kRows = kFetchers / 8, kShare = kDepth / kRows;
+  const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;  // eight threads copy 128 bytes; every kRows-th row is theirs
   const uint32_t stages = smem_address(shared), place = row * 128 + ((chunk ^ (row & 7)) << 4);
-  for (int item = blockIdx.x; item < a.blocks * a.slices; item += gridDim.x) {
+  const int items = a.active.blocks * a.slices;
+  // This thread's neurons of one step; 0 past the end, where zeros are copied.
+  const auto list = [&](int index, int start, uint16_t* neurons) {
+    const int block = index / a.slices, count = index < items ? c.counts[block] : 0;
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
+      const int at = start + row + kRows * i;
+      neurons[i] = at < count ? __ldcg(a.active.neurons + static_cast<int64_t>(block) * a.width + at) : 0;
+    }
+  };
+  uint16_t neurons[kShare], next_neurons[kShare];
+  list(blockIdx.x, 0, neurons);
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
     const int block = item / a.slices, first_hidden = item % a.slices * kHidden, count = c.counts[block];
-    const T* columns = static_cast<const T*>(a.columns) + static_cast<int64_t>(block) * a.width * kBlockTokens;
+    const T* columns = static_cast<const T*>(a.active.columns) + static_cast<int64_t>(block) * a.width * kBlockTokens;
     const T* down = static_cast<const T*>(a.down) + first_hidden;
-    for (int start = 0; start < count; start += kDepth, ring.advance()) {
-      if (start % kListed == 0) {
-        list_active<kFetchers>(a.masks + static_cast<int64_t>(block) * a.words, a.words, start, kListed, c.neurons, c.scratch, 1);
-      }
-      ring.wait_empty();
-      const uint32_t to = stages + ring.stage * Shape<kHidden>::kStageBytes + place;
+    for (int start = 0; start < max(count, 1); start += kDepth) {
+      const bool last = start + kDepth >= count;
+      list(last ? item + gridDim.x : item, last ? 0 : start + kDepth, next_neurons);  // arrives while we copy
+      if (count > 0) {
+        ring.wait_empty();
+        const uint32_t to = stages + ring.stage * Shape<kHidden>::kStageBytes + place;
 #pragma unroll
-      for (int i = 0; i < kDepth / kRows; ++i) {
-        const int at = start + row + kRows * i;
-        const bool valid = at < count;
-        const int neuron = valid ? c.neurons[at % kListed] : 0;
-        const T* column = columns + static_cast<int64_t>(neuron) * kBlockTokens + chunk * 8;
-        const T* weights = down + static_cast<int64_t>(neuron) * a.hidden + chunk * 8;
+        for (int i = 0; i < kShare; ++i) {
+          const bool valid = start + row + kRows * i < count;
+          const T* column = columns + static_cast<int64_t>(neurons[i]) * kBlockTokens + chunk * 8;
+          const T* weights = down + static_cast<int64_t>(neurons[i]) * a.hidden + chunk * 8;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) copy_16(to + half * kHalfBytes + i * kRows * 128, column + half * 64, valid);
+          for (int half = 0; half < 2; ++half) {
+            copy_16(to + half * kHalfBytes + i * kRows * 128, column + half * 64, valid);
+          }
 #pragma unroll
-        for (int part = 0; part < kHidden / 64; ++part) {
-          const bool inside = valid && first_hidden + part * 64 + chunk * 8 < a.hidden;
-          copy_16(to + (2 + part) * kHalfBytes + i * kRows * 128, inside ? weights + part * 64 : a.down, inside);
+          for (int part = 0; part < kHidden / 64; ++part) {
+            const bool inside = valid && first_hidden + part * 64 + chunk * 8 < a.hidden;
+            copy_16(to + (2 + part) * kHalfBytes + i * kRows * 128, inside ? weights + part * 64 : a.down, inside);
+          }
         }
+        barrier_arrive_on_copies(ring.full + ring.stage);
+        ring.advance();
       }
-      barrier_arrive_on_copies(ring.full + ring.stage);
+#pragma unroll
+      for (int i = 0; i < kShare; ++i) neurons[i] = next_neurons[i];
     }
   }
 }
 
 template <typename T, int kHidden>
-__device__ __forceinline__ void multiply(const Arguments& a, Control& c, uint8_t* shared) {
+__device__ __forceinline__ void multiply(const Arguments& a, const Control& c, uint8_t* shared, Ring<kStages> ring) {
   using S = Shape<kHidden>;
-  Ring<kStages> ring(c.full, c.empty);
   const int lane = threadIdx.x % 32, warp = (threadIdx.x - kFetchers) / 32, warpgroup = warp / 4;
   const uint32_t turn = smem_address(shared) + kStages * S::kStageBytes + warp * S::kTurnBytes;
-  for (int item = blockIdx.x; item < a.blocks * a.slices; item += gridDim.x) {
+  for (int item = blockIdx.x; item < a.active.blocks * a.slices; item += gridDim.x) {
     const int block = item / a.slices, first_hidden = item % a.slices * kHidden, count = c.counts[block];
     float sum[kHidden / 2];
     if (count == 0) {
@@ -161,13 +171,15 @@ __global__ void __launch_bounds__(kThreads, 1) down_kernel(const Arguments a) {
   }
   launch_dependents();
   wait_for_previous();
-  count_active(a.masks, a.blocks, a.words, c.counts);
+  for (int b = threadIdx.x; b < a.active.blocks; b += kThreads) c.counts[b] = __ldcg(a.active.counts + b);
+  __syncthreads();
+  const Ring<kStages> ring(c.full, c.empty);
   if (threadIdx.x < kFetchers) {
     give_registers<72>();
-    fetch<T, kHidden>(a, c, shared);
+    fetch<T, kHidden>(a, c, shared, ring);
   } else {
     take_registers<216>();
-    multiply<T, kHidden>(a, c, shared);
+    multiply<T, kHidden>(a, c, shared, ring);
   }
 #endif
 }
@@ -175,9 +187,14 @@ __global__ void __launch_bounds__(kThreads, 1) down_kernel(const Arguments a) {
 template <typename T, int kHidden>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
   const int slices = (ffn.hidden + kHidden - 1) / kHidden;
-  const Arguments arguments{ffn.down, ffn.b_down, chunk.active.masks, chunk.active.columns,
-                            static_cast<T*>(ffn.y) + chunk.first * ffn.hidden, chunk.tokens, ffn.hidden, ffn.width,
-                            chunk.active.words, chunk.active.blocks, slices};
+  const Arguments arguments{ffn.down,
+                            ffn.b_down,
+                            chunk.active,
+                            static_cast<T*>(ffn.y) + chunk.first * ffn.hidden,
+                            chunk.tokens,
+                            ffn.hidden,
+                            ffn.width,
+                            slices};
   const int grid = min(device.sm_count, chunk.active.blocks * slices);
   return launch_kernel(down_kernel<T, kHidden>, grid, kThreads, 1, shared_bytes<kHidden>(), stream, arguments);
 }

@@ -1,4 +1,4 @@
-// Prefill on compute capability 9.0, chunk by chunk of tokens: gate and packing, up, down.
+// Prefill on compute capability 9.0, chunk by chunk of tokens: gate and packing, lists of active neurons, up, down.
 
 #include "sm90.h"
 
@@ -13,7 +13,7 @@ namespace {
 using sm90::kBlockTokens;
 
 // Room for the columns of one chunk. A chunk of dense tokens fills it, so it bounds memory at any density and any T.
-constexpr int64_t kColumnBytes = int64_t{96} << 20;
+constexpr int64_t kColumnBytes = int64_t{128} << 20;
 
 int64_t chunk_blocks(const Ffn& ffn) {
   const int64_t blocks = (ffn.tokens + kBlockTokens - 1) / kBlockTokens;
@@ -25,24 +25,39 @@ int64_t chunk_blocks(const Ffn& ffn) {
 
 int words(const Ffn& ffn) { return (ffn.width + 31) / 32; }
 
-int64_t mask_bytes(const Ffn& ffn) { return (chunk_blocks(ffn) * words(ffn) * 4 + 255) / 256 * 256; }
+// Cuts the parts of a chunk's activations out of `workspace`, if there is one; returns the bytes they take.
+int64_t place(const Ffn& ffn, void* workspace, sm90::Active* active) {
+  const int64_t blocks = chunk_blocks(ffn);
+  int64_t used = 0;
+  const auto cut = [&](int64_t bytes) {
+    void* part = workspace == nullptr ? nullptr : static_cast<char*>(workspace) + used;
+    used += (bytes + 255) / 256 * 256;
+    return part;
+  };
+  active->words = words(ffn);
+  active->masks = static_cast<uint32_t*>(cut(blocks * words(ffn) * 4));
+  active->counts = static_cast<int*>(cut(blocks * 4));
+  active->neurons = static_cast<uint16_t*>(cut(blocks * ffn.width * 2));
+  active->columns = cut(blocks * ffn.width * kBlockTokens * 2);
+  return used;
+}
 
 }  // namespace
 
 int64_t sm90_workspace_bytes(const Ffn& ffn, const Device&) {
-  return mask_bytes(ffn) + chunk_blocks(ffn) * ffn.width * kBlockTokens * 2;
+  sm90::Active active;
+  return place(ffn, nullptr, &active);
 }
 
 cudaError_t sm90_forward(const Ffn& ffn, const Device& device, void* workspace, cudaStream_t stream) {
   const int64_t blocks = chunk_blocks(ffn);
   sm90::Chunk chunk{};
-  chunk.active.masks = static_cast<uint32_t*>(workspace);
-  chunk.active.columns = static_cast<char*>(workspace) + mask_bytes(ffn);
-  chunk.active.words = words(ffn);
+  place(ffn, workspace, &chunk.active);
   for (; chunk.first < ffn.tokens; chunk.first += chunk.tokens) {
     chunk.tokens = std::min(blocks * kBlockTokens, ffn.tokens - chunk.first);
     chunk.active.blocks = static_cast<int>((chunk.tokens + kBlockTokens - 1) / kBlockTokens);
     TWELL_RETURN_IF_ERROR(sm90::launch_gate(ffn, chunk, device, stream));
+    TWELL_RETURN_IF_ERROR(sm90::launch_list(ffn, chunk, device, stream));
     if (ffn.up != nullptr) TWELL_RETURN_IF_ERROR(sm90::launch_up(ffn, chunk, device, stream));
     TWELL_RETURN_IF_ERROR(sm90::launch_down(ffn, chunk, device, stream));
   }

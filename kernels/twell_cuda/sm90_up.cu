@@ -6,7 +6,6 @@
 // the same ring of stages. The other two multiply 64 tokens each.
 
 #include "sm90_call.h"
-#include "sm90_items.cuh"
 #include "sm90_launch.h"
 #include "sm90_primitives.cuh"
 #include "sm90_wgmma.cuh"
@@ -20,13 +19,10 @@ constexpr int kTurnNeurons = 128;  // columns of relu(gate) in a stage: 256 byte
 static_assert(kTurnNeurons * kBlockTokens * 2 <= kStageBytes);
 
 struct Control {
-  uint64_t full[kStages], empty[kStages], listed[2], unlisted[2];
+  uint64_t full[kStages], empty[kStages];
   int counts[kMaxBlocks];
   int first_item[kMaxBlocks + 1];
   int tile;  // neurons
-  int scratch[kFetchers / 32];
-  uint16_t neurons[2][kMaxNeurons];
-  float bias[2][kMaxNeurons];
 };
 constexpr int kShared = 1024 + kStages * kStageBytes + sizeof(Control);
 static_assert(kShared <= 227 * 1024);
@@ -34,9 +30,12 @@ static_assert(kShared <= 227 * 1024);
 struct Arguments {
   const void* up;
   const void* bias;
-  const uint32_t* masks;
-  void* columns;
-  int hidden, width, words, blocks;
+  Active active;
+  int hidden, width;
+};
+
+struct Item {
+  int block, first, count;  // `count` of the block's active neurons, from its `first` on
 };
 
 // Tiles of the width that takes the fewest rounds of all thread blocks, and each block's first tile.
@@ -74,6 +73,13 @@ __device__ void plan(Control& c, int blocks) {
   __syncthreads();
 }
 
+// Items come in ascending order: `block` is where the one before was.
+__device__ __forceinline__ Item item_at(int index, int block, const Control& c) {
+  while (index >= c.first_item[block + 1]) ++block;
+  const int first = (index - c.first_item[block]) * c.tile;
+  return {block, first, min(c.tile, c.counts[block] - first)};
+}
+
 template <typename T, int N>
 __device__ __forceinline__ void multiply_tile(float* sum, Ring<kStages>& ring, uint32_t stages, int steps,
                                               int warpgroup, int lane) {
@@ -96,40 +102,33 @@ __device__ __forceinline__ void multiply_tile(float* sum, Ring<kStages>& ring, u
 }
 
 template <typename T>
-__device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* x_map, Control& c, uint8_t* shared) {
-  Ring<kStages> ring(c.full, c.empty);
-  const int thread = threadIdx.x, steps = (a.hidden + kDepth - 1) / kDepth;
-  const uint32_t stages = smem_address(shared);
+__device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* x_map, const Control& c, uint8_t* shared,
+                                      Ring<kStages> ring) {
+  constexpr int kRows = kFetchers / 8, kShare = kMaxNeurons / kRows;
+  const int thread = threadIdx.x, steps = (a.hidden + kDepth - 1) / kDepth, items = c.first_item[a.active.blocks];
+  // Eight threads copy 128 bytes of a row of Wu; every kRows-th row is theirs.
+  const int row = thread / 8, chunk = thread % 8;
+  const uint32_t stages = smem_address(shared), place = kTokenBytes + row * 128 + ((chunk ^ (row & 7)) << 4);
   const T* up = static_cast<const T*>(a.up);
-  int block = 0, slot = 0;
-  uint32_t phase = 0;
-  for (int item = blockIdx.x; item < c.first_item[a.blocks]; item += gridDim.x) {
-    while (item >= c.first_item[block + 1]) ++block;
-    const int first = (item - c.first_item[block]) * c.tile, count = min(c.tile, c.counts[block] - first);
-    const int groups = (count + 63) / 64;
-    const uint16_t* neurons = c.neurons[slot];
-    barrier_wait(c.unlisted + slot, phase ^ 1);
-    list_active<kFetchers>(a.masks + static_cast<int64_t>(block) * a.words, a.words, first, count, c.neurons[slot], c.scratch, 2);
-    for (int i = thread; i < count; i += kFetchers) {
-      c.bias[slot][i] = a.bias == nullptr ? 0.0f : widen(static_cast<const T*>(a.bias)[neurons[i]]);
-    }
-    barrier_arrive(c.listed + slot);
-
-    // Eight threads copy 128 bytes of a row; a thread serves every 32nd row.
-    constexpr int kRows = kFetchers / 8;
-    const int row = thread / 8, chunk = thread % 8;
-    uint32_t offsets[kMaxNeurons / kRows];
+  const auto neuron = [&](const Item& item, int n) {  // rows past the last repeat it: what they give is not kept
+    return __ldcg(a.active.neurons + static_cast<int64_t>(item.block) * a.width + item.first + min(n, item.count - 1));
+  };
+  if (static_cast<int>(blockIdx.x) >= items) return;
+  Item item = item_at(blockIdx.x, 0, c);
+  uint16_t neurons[kShare], next_neurons[kShare];
 #pragma unroll
-    for (int i = 0; i < kMaxNeurons / kRows; ++i) {  // rows past the last repeat it: what they give is not kept
-      offsets[i] = static_cast<uint32_t>(neurons[min(row + kRows * i, count - 1)]) * static_cast<uint32_t>(a.hidden);
-    }
-    const uint32_t place = kTokenBytes + row * 128 + ((chunk ^ (row & 7)) << 4);
+  for (int i = 0; i < kShare; ++i) neurons[i] = neuron(item, row + kRows * i);
+  for (int index = blockIdx.x; index < items; index += gridDim.x) {
+    const int next_index = index + gridDim.x, groups = (item.count + 63) / 64;
+    const Item next = next_index < items ? item_at(next_index, item.block, c) : item;
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) next_neurons[i] = neuron(next, row + kRows * i);  // arrives while we copy
     for (int step = 0; step < steps; ++step, ring.advance()) {
       ring.wait_empty();
       uint64_t* full = ring.full + ring.stage;
       if (thread == 0) {
         barrier_arrive_expect(full, kTokenBytes);
-        load_box(shared + ring.stage * kStageBytes, x_map, step * kDepth, block * kBlockTokens, full);
+        load_box(shared + ring.stage * kStageBytes, x_map, step * kDepth, item.block * kBlockTokens, full);
       }
       const uint32_t to = stages + ring.stage * kStageBytes + place;
       const int column = step * kDepth + chunk * 8;
@@ -139,40 +138,43 @@ __device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* x_m
       for (int g = 0; g < kMaxNeurons / 64; ++g) {
         if (g < groups) {
 #pragma unroll
-          for (int i = 64 / kRows * g; i < 64 / kRows * (g + 1); ++i) copy_16(to + i * kRows * 128, from + offsets[i], inside);
+          for (int i = 64 / kRows * g; i < 64 / kRows * (g + 1); ++i) {
+            copy_16(to + i * kRows * 128, from + static_cast<int64_t>(neurons[i]) * a.hidden, inside);
+          }
         }
       }
       barrier_arrive_on_copies(full);
     }
     // Columns of relu(gate): sixteen threads copy one.
-    const T* columns = static_cast<const T*>(a.columns) + static_cast<int64_t>(block) * a.width * kBlockTokens;
-    for (int start = 0; start < count; start += kTurnNeurons, ring.advance()) {
+    const T* columns = static_cast<const T*>(a.active.columns) + static_cast<int64_t>(item.block) * a.width * kBlockTokens;
+    for (int start = 0; start < item.count; start += kTurnNeurons, ring.advance()) {
       ring.wait_empty();
       const uint32_t to = stages + ring.stage * kStageBytes;
-      for (int n = thread / 16; n < min(kTurnNeurons, count - start); n += kFetchers / 16) {
+#pragma unroll 4
+      for (int n = thread / 16; n < min(kTurnNeurons, item.count - start); n += kFetchers / 16) {
         const int part = thread % 16;
         copy_16(to + n * 256 + ((part ^ (n & 7)) << 4),
-                columns + static_cast<int64_t>(neurons[start + n]) * kBlockTokens + part * 8);
+                columns + static_cast<int64_t>(neuron(item, start + n)) * kBlockTokens + part * 8);
       }
       if (thread == 0) barrier_arrive(ring.full + ring.stage);
       barrier_arrive_on_copies(ring.full + ring.stage);
     }
-    slot ^= 1;
-    if (slot == 0) phase ^= 1;
+    item = next;
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) neurons[i] = next_neurons[i];
   }
 }
 
 template <typename T>
-__device__ __forceinline__ void multiply(const Arguments& a, Control& c, uint8_t* shared) {
-  Ring<kStages> ring(c.full, c.empty);
-  const int steps = (a.hidden + kDepth - 1) / kDepth, lane = threadIdx.x % 32;
+__device__ __forceinline__ void multiply(const Arguments& a, const Control& c, uint8_t* shared, Ring<kStages> ring) {
+  const int steps = (a.hidden + kDepth - 1) / kDepth, lane = threadIdx.x % 32, items = c.first_item[a.active.blocks];
   const int warp = (threadIdx.x - kFetchers) / 32, warpgroup = warp / 4;
   const uint32_t stages = smem_address(shared);
-  int block = 0, slot = 0;
-  uint32_t phase = 0;
-  for (int item = blockIdx.x; item < c.first_item[a.blocks]; item += gridDim.x) {
-    while (item >= c.first_item[block + 1]) ++block;
-    const int first = (item - c.first_item[block]) * c.tile, count = min(c.tile, c.counts[block] - first);
+  int block = 0;
+  for (int index = blockIdx.x; index < items; index += gridDim.x) {
+    const Item item = item_at(index, block, c);
+    const int count = item.count;
+    block = item.block;
     float sum[kMaxNeurons / 2];
     switch ((count + 63) / 64) {
       case 1: multiply_tile<T, 64>(sum, ring, stages, steps, warpgroup, lane); break;
@@ -180,9 +182,8 @@ __device__ __forceinline__ void multiply(const Arguments& a, Control& c, uint8_t
       case 3: multiply_tile<T, 192>(sum, ring, stages, steps, warpgroup, lane); break;
       default: multiply_tile<T, 256>(sum, ring, stages, steps, warpgroup, lane); break;
     }
-    barrier_wait(c.listed + slot, phase);
-    const uint16_t* neurons = c.neurons[slot];
-    T* columns = static_cast<T*>(a.columns) + static_cast<int64_t>(block) * a.width * kBlockTokens + warp * 16;
+    const uint16_t* neurons = a.active.neurons + static_cast<int64_t>(block) * a.width + item.first;
+    T* columns = static_cast<T*>(a.active.columns) + static_cast<int64_t>(block) * a.width * kBlockTokens + warp * 16;
 #pragma unroll
     for (int turn = 0; turn < kMaxNeurons / kTurnNeurons; ++turn) {
       const int start = turn * kTurnNeurons;
@@ -200,7 +201,11 @@ __device__ __forceinline__ void multiply(const Arguments& a, Control& c, uint8_t
           for (int m = 0; m < 4; ++m) {
             const int index = 4 * (start / 8 + j + m / 2) + m % 2 * 2, column = start + 8 * (j + m / 2) + lane % 4 * 2;
             const float2 g = unpack<T>(gate[m]);
-            const float2 bias = *reinterpret_cast<const float2*>(&c.bias[slot][column]);
+            float2 bias{};
+            if (a.bias != nullptr) {
+              bias.x = widen(static_cast<const T*>(a.bias)[neurons[min(column, count - 1)]]);
+              bias.y = widen(static_cast<const T*>(a.bias)[neurons[min(column + 1, count - 1)]]);
+            }
             gate[m] = pack<T>(g.x * (sum[index] + bias.x), g.y * (sum[index + 1] + bias.y));
           }
           store_matrices_transposed(at, gate);
@@ -212,7 +217,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, Control& c, uint8_t
         const int n = i * 16 + lane / 2, part = 2 * warp + (lane & 1);
         if (start + n < count) {
           const uint4 values = load_shared_16(stage + n * 256 + ((part ^ (n & 7)) << 4));
-          const int64_t neuron = neurons[start + n];
+          const int64_t neuron = __ldcg(neurons + start + n);
           *reinterpret_cast<uint4*>(columns + neuron * kBlockTokens + (lane & 1) * 8) = values;
         }
       }
@@ -221,9 +226,6 @@ __device__ __forceinline__ void multiply(const Arguments& a, Control& c, uint8_t
       if (lane == 0) barrier_arrive(ring.empty + ring.stage);
       ring.advance();
     }
-    if (lane == 0) barrier_arrive(c.unlisted + slot);
-    slot ^= 1;
-    if (slot == 0) phase ^= 1;
   }
 }
 
@@ -239,22 +241,20 @@ __global__ void __launch_bounds__(kThreads, 1) up_kernel(const __grid_constant__
       barrier_init(c.full + s, kFetchers + 1);
       barrier_init(c.empty + s, kConsumerWarps);
     }
-    for (int s = 0; s < 2; ++s) {
-      barrier_init(c.listed + s, kFetchers);
-      barrier_init(c.unlisted + s, kConsumerWarps);
-    }
     fence_barrier_init();
   }
   launch_dependents();
   wait_for_previous();
-  count_active(a.masks, a.blocks, a.words, c.counts);
-  plan(c, a.blocks);
+  for (int b = threadIdx.x; b < a.active.blocks; b += kThreads) c.counts[b] = __ldcg(a.active.counts + b);
+  __syncthreads();
+  plan(c, a.active.blocks);
+  const Ring<kStages> ring(c.full, c.empty);
   if (threadIdx.x < kFetchers) {
-    give_registers<72>();
-    fetch<T>(a, &x_map, c, shared);
+    give_registers<88>();
+    fetch<T>(a, &x_map, c, shared, ring);
   } else {
-    take_registers<216>();
-    multiply<T>(a, c, shared);
+    take_registers<208>();
+    multiply<T>(a, c, shared, ring);
   }
 #endif
 }
@@ -264,8 +264,7 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cud
   CUtensorMap x_map;
   const T* x = static_cast<const T*>(ffn.x) + chunk.first * ffn.hidden;
   TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, x, chunk.tokens, ffn.hidden, kBlockTokens));
-  const Arguments arguments{ffn.up, ffn.b_up, chunk.active.masks, chunk.active.columns, ffn.hidden, ffn.width,
-                            chunk.active.words, chunk.active.blocks};
+  const Arguments arguments{ffn.up, ffn.b_up, chunk.active, ffn.hidden, ffn.width};
   return launch_kernel(up_kernel<T>, device.sm_count, kThreads, 1, kShared, stream, x_map, arguments);
 }
 
