@@ -55,7 +55,8 @@ def make_llama(
         pad_token_id=None,
     )
     with torch.device(device):
-        model = hf_twell.sparsify(LlamaForCausalLM(config).to(dtype).eval())
+        model = LlamaForCausalLM(config).to(dtype).eval()
+    model = hf_twell.sparsify(model)
     x, w_gate, _, _ = workload.make_ffn(vocabulary, hidden, intermediate, l0, dtype=dtype, device=device, seed=seed)
     model.model.embed_tokens.weight.copy_(x)
     model.lm_head.weight.copy_(x.roll(1, 0) / hidden**0.5)
