@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := hf_twell recipes tests
 
-.PHONY: setup demo test test-gpu sanitize-cpu bench style lint constraints clean
+.PHONY: setup demo test test-gpu sanitize sanitize-cpu bench style lint constraints clean
 
 demo: setup
 	$(BIN)/python recipes/demo.py
@@ -15,6 +15,13 @@ test: setup
 # Runs in the Python of a GPU machine as it is ($(PYTHON), no .venv), and lists what it skips, and why.
 test-gpu:
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest
+
+# The CUDA kernels under compute-sanitizer, on a GPU machine as it is: accesses out of bounds, races in shared memory.
+# Compiled first without it. SANITIZER_FLAGS may narrow it to some kernels.
+sanitize:
+	PYTHONPATH=$(CURDIR) $(PYTHON) kernels/tests/sanitize_cuda.py
+	for tool in memcheck racecheck; do PYTHONPATH=$(CURDIR) compute-sanitizer --tool $$tool --error-exitcode 1 \
+	  $(SANITIZER_FLAGS) $(PYTHON) kernels/tests/sanitize_cuda.py || exit 1; done
 
 # The C++ of the CPU kernels under the address and undefined-behaviour sanitizers.
 sanitize-cpu:
