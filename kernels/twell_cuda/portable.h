@@ -2,8 +2,8 @@
 //
 // The caller cuts the tokens into chunks, computes the dense gate of each (x Wg^T + bg, before relu; without a gate
 // x Wu^T + bu) and calls `portable_chunk`, which writes these tokens' rows of y.
-// Exact at every density: the buffers of a chunk hold every neuron of every block of tokens, so nothing can overflow, and
-// memory is bounded by the chunk, not by T.
+// Exact at every density: the buffers of a chunk hold every neuron of every block of tokens, so nothing can overflow,
+// and memory is bounded by the chunk, not by T.
 #pragma once
 
 #include "ffn.h"

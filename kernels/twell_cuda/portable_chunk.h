@@ -1,8 +1,8 @@
 // What the three kernels of a chunk share: one chunk of tokens as pointers, and how its buffers are laid out.
 //
-// Tokens are cut into blocks of 128. The union of a block is the ascending list of the neurons that are active in at least
-// one of its tokens; U is its length. The gate's values, and h in their place later on, lie in tiles of
-// 128 tokens x 64 positions of that list; positions from U to the end of the last tile are zero.
+// Tokens are cut into blocks of 128. The union of a block is the ascending list of the neurons that are active in at
+// least one of its tokens; U is its length. The gate's values, and h in their place later on, lie in tiles of 128
+// tokens x 64 positions of that list; positions from U to the end of the last tile are zero.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -21,13 +21,13 @@ constexpr int kThreads = 256;       // of each kernel
 
 struct Chunk {
   DType dtype;
-  int tokens;  // of this chunk
-  int blocks;  // of 128 tokens
-  int hidden;  // D
-  int width;   // F
-  int slices;  // of 128 neurons
-  int tiles;   // of 64 neurons: room for each block's h
-  int listed;  // room for each block's list
+  int tokens;        // of this chunk
+  int blocks;        // of 128 tokens
+  int hidden;        // D
+  int width;         // F
+  int slices;        // of 128 neurons
+  int tiles;         // of 64 neurons: room for each block's h
+  int listed;        // room for each block's list
   const void* gate;  // (tokens, F), before relu
   const void* x;     // (tokens, D)
   const void* up;    // (F, D) or null

@@ -5,7 +5,8 @@ namespace twell::portable {
 
 namespace {
 
-// Tiles of kColumns hidden columns of each block; blocks with the longest lists first, so that the short ones fill the gaps at the end.
+// Tiles of kColumns hidden columns of each block; blocks with the longest lists first, so that the short ones fill the
+// gaps at the end.
 template <int kColumns>
 struct Tiles {
   int* counts;  // [blocks]
@@ -98,7 +99,9 @@ struct DownWork {
   }
 
   // An empty list takes one step of zeros.
-  static __device__ __forceinline__ int steps(int count) { return count == 0 ? 1 : (count + Shape::kK - 1) / Shape::kK; }
+  static __device__ __forceinline__ int steps(int count) {
+    return count == 0 ? 1 : (count + Shape::kK - 1) / Shape::kK;
+  }
 
   __device__ __forceinline__ void open_copy() {
     const int item = tiles.item(copy_round);
@@ -183,7 +186,8 @@ struct DownWork {
 #pragma unroll
       for (int i = 0; i < Shape::kWarpTokens / 8; ++i) {
         const int token = block * kBlockTokens + place.tokens + i * 8 + lane / 4;
-        // Lane t of a quad has columns 2t and 2t + 1 of four 8-column matrices; transposed, it has all of matrix t: 16 bytes of y.
+        // Lane t of a quad has columns 2t and 2t + 1 of four 8-column matrices; transposed, it has all of matrix t: 16
+        // bytes of y.
         uint32_t words[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -201,7 +205,8 @@ struct DownWork {
 };
 
 template <class Element, class Shape>
-__global__ void __launch_bounds__(kThreads, Shape::kColumns == Narrow::kColumns ? 2 : 1) down_kernel(const __grid_constant__ Chunk chunk) {
+__global__ void __launch_bounds__(kThreads, Shape::kColumns == Narrow::kColumns ? 2 : 1)
+    down_kernel(const __grid_constant__ Chunk chunk) {
   extern __shared__ __align__(128) char shared[];
   const Tiles<Shape::kColumns> tiles(chunk, shared + Shape::kBytes);
   DownWork<Element, Shape> work(chunk, tiles);
@@ -212,8 +217,8 @@ template <class Element, class Shape>
 struct Down {
   static cudaError_t run(const Chunk& chunk, const Device& device, cudaStream_t stream) {
     const int64_t tiles = int64_t{chunk.blocks} * ((chunk.hidden + Shape::kColumns - 1) / Shape::kColumns);
-    return launch_persistent<Shape>(down_kernel<Element, Shape>, tiles, Shape::kBytes + Tiles<Shape::kColumns>::kBytes, chunk,
-                             device, stream);
+    return launch_persistent<Shape>(down_kernel<Element, Shape>, tiles, Shape::kBytes + Tiles<Shape::kColumns>::kBytes,
+                                    chunk, device, stream);
   }
 };
 

@@ -1,8 +1,8 @@
 // Finds the union of each block of 128 tokens and gathers the block's gate values, relu'd, in the order of the union.
 //
-// One thread block reads 128 tokens x 128 neurons of the dense gate once, publishes how many of these neurons are in the union, and adds
-// up what the slices before it have published: that is where its part of the list starts. Slices are taken in order
-// from a counter, so those before it are already running and the wait ends on any GPU.
+// One thread block reads 128 tokens x 128 neurons of the dense gate once, publishes how many of these neurons are in
+// the union, and adds up what the slices before it have published: that is where its part of the list starts. Slices
+// are taken in order from a counter, so those before it are already running and the wait ends on any GPU.
 #include "portable_chunk.h"
 #include "portable_element.cuh"
 
@@ -10,11 +10,11 @@ namespace twell::portable {
 
 namespace {
 
-constexpr int kVector = 8;                              // elements of a 16-byte load
-constexpr int kVectors = kSliceNeurons / kVector;       // of one token's row of the slice
-constexpr int kRowsAtOnce = kThreads / kVectors;        // token rows that the thread block loads together
+constexpr int kVector = 8;                         // elements of a 16-byte load
+constexpr int kVectors = kSliceNeurons / kVector;  // of one token's row of the slice
+constexpr int kRowsAtOnce = kThreads / kVectors;   // token rows that the thread block loads together
 constexpr int kPasses = kBlockTokens / kRowsAtOnce;
-constexpr int kPitch = kSliceNeurons + kVector;         // of the slice in shared memory, in elements
+constexpr int kPitch = kSliceNeurons + kVector;  // of the slice in shared memory, in elements
 constexpr int kMaskWords = kSliceNeurons / 32;
 
 // relu of two elements; NaN stays NaN, and is so active.

@@ -40,7 +40,8 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&matrix)[4], 
                : "memory");
 }
 
-// sum (16 x 8) += a (16 x 16) b (16 x 8). Lane l holds of `sum` rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next.
+// sum (16 x 8) += a (16 x 16) b (16 x 8). Lane l holds of `sum` rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the
+// next.
 template <class Element>
 __device__ __forceinline__ void multiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 

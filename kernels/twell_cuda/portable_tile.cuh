@@ -1,9 +1,9 @@
-// The matmul loop of `up` and `down`: a persistent thread block walks output tiles of 128 tokens x 256 columns (64 where
-// there are too few tiles to go round).
+// The matmul loop of `up` and `down`: a persistent thread block walks output tiles of 128 tokens x 256 columns (64
+// where there are too few tiles to go round).
 //
-// Shared memory is a ring of stages; a stage holds kK of the summed dimension of both operands. The copies run kStages - 1 stages ahead and
-// straight on into the next tile, so that only a thread block's first tile waits for memory. Each of eight warps owns 64 x 64 of the
-// sums (32 x 32), so that 4 KiB read from shared memory feed 131,072 floating-point operations.
+// Shared memory is a ring of stages; a stage holds kK of the summed dimension of both operands. The copies run ahead of
+// the sums by all stages but one, and straight on into the next tile: only a thread block's first tile waits for memory.
+// Each of eight warps owns 64 x 64 of the sums (32 x 32): 4 KiB read from shared memory feed 131,072 operations.
 #pragma once
 
 #include "portable_chunk.h"
@@ -60,7 +60,8 @@ struct WarpPlace {
 
 template <class Shape>
 __device__ __forceinline__ WarpPlace warp_place() {
-  // Warps 0 to 3 share the first half of the columns: where only these are needed, each quarter of the multiprocessor has one at work.
+  // Warps 0 to 3 share the first half of the columns: where only these are needed, each quarter of the multiprocessor
+  // has one at work.
   const int warp = warp_index();
   return {static_cast<int>(threadIdx.x % 32), warp % Shape::kWarpsOverTokens * Shape::kWarpTokens,
           warp / Shape::kWarpsOverTokens * Shape::kWarpColumns};
@@ -138,7 +139,7 @@ __device__ __forceinline__ void walk_tiles(Work& work, uint32_t shared) {
     work.next_copy();
     commit_copies();
   }
-  uint32_t reading = shared;                                        // stage that is multiplied
+  uint32_t reading = shared;                                       // stage that is multiplied
   uint32_t writing = shared + (kStages - 1) * Shape::kStageBytes;  // stage that is filled
   const uint32_t last = writing;
   const auto after = [&](uint32_t stage) { return stage == last ? shared : stage + Shape::kStageBytes; };
@@ -169,7 +170,8 @@ __device__ __forceinline__ void walk_tiles(Work& work, uint32_t shared) {
 #pragma unroll
     for (int i = 0; i < Shape::kWarpTokens / 16; ++i) {
 #pragma unroll
-      for (int j = 0; j < Shape::kWarpColumns / 8; ++j) sums[i][j][0] = sums[i][j][1] = sums[i][j][2] = sums[i][j][3] = 0.0f;
+      for (int j = 0; j < Shape::kWarpColumns / 8; ++j)
+        sums[i][j][0] = sums[i][j][1] = sums[i][j][2] = sums[i][j][3] = 0.0f;
     }
 #pragma unroll 1
     for (int k = 0; k < depth; ++k) {
@@ -201,7 +203,8 @@ cudaError_t launch_persistent(Kernel kernel, int64_t most_tiles, int bytes, cons
 // Runs Launch<Element, Shape> with what suits the call and the GPU.
 template <template <class, class> class Launch>
 cudaError_t launch_fitting(const Chunk& chunk, const Device& device, cudaStream_t stream) {
-  // Wide tiles multiply faster; narrow ones are better where wide ones of y would leave many multiprocessors without work.
+  // Wide tiles multiply faster; narrow ones are better where wide ones of y would leave many multiprocessors without
+  // work.
   const int64_t wide_tiles = int64_t{chunk.blocks} * ((chunk.hidden + DeepWide::kColumns - 1) / DeepWide::kColumns);
   const bool wide = 4 * wide_tiles >= 3 * device.sm_count;
   const auto launch = [&](auto element) {

@@ -1,4 +1,5 @@
-// h = gate * (x Wu^T + bu) over the union of each block of tokens: a matmul of 128 tokens with gathered rows of up_proj.
+// h = gate * (x Wu^T + bu) over the union of each block of tokens: a matmul of 128 tokens with gathered rows of
+// up_proj.
 #include "portable_tile.cuh"
 
 namespace twell::portable {
@@ -49,9 +50,11 @@ struct Tiles {
   }
 };
 
-// Column of a warp's 32 that row `row` of the operand in shared memory holds. A lane's sums of four neighbouring 8-column matrices
-// are then 8 neighbouring positions of h: one 16-byte access.
-__device__ __forceinline__ int column_of_row(int row) { return row % 8 / 2 * 8 + row / 8 % 4 * 2 + row % 2 + row / 32 * 32; }
+// Column of a warp's 32 that row `row` of the operand in shared memory holds. A lane's sums of four neighbouring
+// 8-column matrices are then 8 neighbouring positions of h: one 16-byte access.
+__device__ __forceinline__ int column_of_row(int row) {
+  return row % 8 / 2 * 8 + row / 8 % 4 * 2 + row % 2 + row / 32 * 32;
+}
 
 template <class Element, class Shape>
 struct UpWork {
@@ -67,8 +70,8 @@ struct UpWork {
   const int row, piece;
   const uint32_t target;
   int copy_tile, copy_k;
-  int copy_tokens;         // rows of x from this thread's first one to the end of the chunk
-  uint32_t copy_x;         // offsets in 16-byte vectors; a chunk of x is below 2^26 of them, a weight matrix up to 2^27
+  int copy_tokens;  // rows of x from this thread's first one to the end of the chunk
+  uint32_t copy_x;  // offsets in 16-byte vectors; a chunk of x is below 2^26 of them, a weight matrix up to 2^27
   uint32_t copy_up[kPassesB];
   // The sums.
   int tile, block, position;
@@ -175,7 +178,8 @@ struct UpWork {
           const float* sum = sums[i / 2][half * 4 + j] + i % 2 * 2;
           return gated(gate, sum[0] + bias[2 * j], sum[1] + bias[2 * j + 1]);
         };
-        *at(i) = make_uint4(product(gates[i].x, 0), product(gates[i].y, 1), product(gates[i].z, 2), product(gates[i].w, 3));
+        *at(i) =
+            make_uint4(product(gates[i].x, 0), product(gates[i].y, 1), product(gates[i].z, 2), product(gates[i].w, 3));
       }
     }
   }
@@ -188,7 +192,8 @@ struct UpWork {
 };
 
 template <class Element, class Shape>
-__global__ void __launch_bounds__(kThreads, Shape::kColumns == Narrow::kColumns ? 2 : 1) up_kernel(const __grid_constant__ Chunk chunk) {
+__global__ void __launch_bounds__(kThreads, Shape::kColumns == Narrow::kColumns ? 2 : 1)
+    up_kernel(const __grid_constant__ Chunk chunk) {
   extern __shared__ __align__(128) char shared[];
   const Tiles<Shape::kColumns> tiles(chunk, shared + Shape::kBytes);
   UpWork<Element, Shape> work(chunk, tiles);
@@ -199,8 +204,8 @@ template <class Element, class Shape>
 struct Up {
   static cudaError_t run(const Chunk& chunk, const Device& device, cudaStream_t stream) {
     const int64_t most_tiles = int64_t{chunk.blocks} * ((chunk.width + Shape::kColumns - 1) / Shape::kColumns);
-    return launch_persistent<Shape>(up_kernel<Element, Shape>, most_tiles, Shape::kBytes + Tiles<Shape::kColumns>::kBytes, chunk,
-                             device, stream);
+    return launch_persistent<Shape>(up_kernel<Element, Shape>, most_tiles,
+                                    Shape::kBytes + Tiles<Shape::kColumns>::kBytes, chunk, device, stream);
   }
 };
 

@@ -1,4 +1,5 @@
-// Checks the portable prefill against plain fp32 loops, then times its three kernels. Leaves with 1 where anything is wrong.
+// Checks the portable prefill against plain fp32 loops, then times its three kernels. Leaves with 1 where anything is
+// wrong.
 //
 //   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I.. -o portable_check portable_check.cu
 //        ../portable_forward.cpp ../portable_pack.cu ../portable_up.cu ../portable_down.cu
@@ -18,13 +19,13 @@ namespace {
 
 using namespace twell;
 
-#define CHECK(call)                                                                            \
-  do {                                                                                         \
-    const cudaError_t status = (call);                                                         \
-    if (status != cudaSuccess) {                                                               \
-      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(status));   \
-      std::exit(1);                                                                            \
-    }                                                                                          \
+#define CHECK(call)                                                                          \
+  do {                                                                                       \
+    const cudaError_t status = (call);                                                       \
+    if (status != cudaSuccess) {                                                             \
+      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(status)); \
+      std::exit(1);                                                                          \
+    }                                                                                        \
   } while (0)
 
 // Device memory that starts as NaN in every 16-bit type, with a guard behind it.
@@ -81,9 +82,11 @@ __global__ void fill(DType dtype, void* values, int64_t count, uint64_t seed, fl
 
 enum class Pattern { kDensity, kOneElement, kUnion, kNan };
 
-// kDensity: each gate is positive with probability `share`. kUnion: of each 128 tokens, `share` of the neurons are active in about
-// 2.9 of these tokens. The others are negative, 0 or -0. kNan: kDensity, and NaN (with either sign) for token 5.
-__global__ void fill_gate(DType dtype, void* gate, int64_t tokens, int width, Pattern pattern, float share, uint64_t seed) {
+// kDensity: each gate is positive with probability `share`. kUnion: of each 128 tokens, `share` of the neurons are
+// active in about 2.9 of these tokens. The others are negative, 0 or -0. kNan: kDensity, and NaN (with either sign) for
+// token 5.
+__global__ void fill_gate(DType dtype, void* gate, int64_t tokens, int width, Pattern pattern, float share,
+                          uint64_t seed) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < tokens * width;
        i += int64_t{gridDim.x} * blockDim.x) {
     const int64_t token = i / width, neuron = i % width;
@@ -92,8 +95,8 @@ __global__ void fill_gate(DType dtype, void* gate, int64_t tokens, int width, Pa
     if (pattern == Pattern::kOneElement) active = token == tokens / 2 && neuron == width - 1;
     if (pattern == Pattern::kUnion) {
       const uint64_t member = token / 128 * width + neuron;
-      active = uniform(seed + 2, member) < share &&
-               (hash(member + seed) % 128 == static_cast<uint64_t>(token % 128) || uniform(seed + 1, i) < 1.87f / 127.0f);
+      active = uniform(seed + 2, member) < share && (hash(member + seed) % 128 == static_cast<uint64_t>(token % 128) ||
+                                                     uniform(seed + 1, i) < 1.87f / 127.0f);
     }
     float value = active ? size : i % 3 == 0 ? -0.0f : i % 3 == 1 ? 0.0f : -size;
     if (pattern == Pattern::kNan && token == 5 && neuron % 7 == 3) value = neuron % 2 ? NAN : -NAN;
@@ -131,7 +134,8 @@ __global__ void reference_y(Ffn ffn, const float* h, float* y, int64_t count) {
   y[i] = sum;
 }
 
-// Adds to {sum of squared differences, sum of squares, elements that must be zero or NaN and are not, NaN where none belongs}.
+// Adds to {sum of squared differences, sum of squares, elements that must be zero or NaN and are not, NaN where none
+// belongs}.
 __global__ void compare(DType dtype, const void* y, const float* expected, int64_t first, int64_t count, double* sums) {
   double difference = 0.0, square = 0.0, wrong = 0.0, nan = 0.0;
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count; i += int64_t{gridDim.x} * blockDim.x) {
@@ -194,8 +198,18 @@ struct Call {
     random(b_down, 0.5f);
     fill_gate<<<2048, 256>>>(c.dtype, gate.data, c.tokens, c.width, c.pattern, c.share, seed);
     CHECK(cudaGetLastError());
-    ffn = Ffn{c.dtype,   c.tokens, c.hidden, c.width, x.data, nullptr, c.gated ? up.data : nullptr, down.data, nullptr,
-              c.gated && c.biased ? b_up.data : nullptr, c.biased ? b_down.data : nullptr, y.data};
+    ffn = Ffn{c.dtype,
+              c.tokens,
+              c.hidden,
+              c.width,
+              x.data,
+              nullptr,
+              c.gated ? up.data : nullptr,
+              down.data,
+              nullptr,
+              c.gated && c.biased ? b_up.data : nullptr,
+              c.biased ? b_down.data : nullptr,
+              y.data};
   }
 
   const char* gate_of(int64_t first) const { return gate.data + first * of.width * 2; }
@@ -209,8 +223,8 @@ struct Call {
   }
 };
 
-// h and y are each rounded once: 2.4e-3 in bf16. Eager PyTorch, which also rounds up's output, has 3.3e-3. The roundings of fewer than
-// 64 active pairs do not average out.
+// h and y are each rounded once: 2.4e-3 in bf16. Eager PyTorch, which also rounds up's output, has 3.3e-3. The
+// roundings of fewer than 64 active pairs do not average out.
 double limit(DType dtype, double pairs) {
   if (pairs < 64.0) return dtype == DType::kBFloat16 ? 0x1p-7 : 0x1p-10;
   return dtype == DType::kBFloat16 ? 3.3e-3 : 4.2e-4;
@@ -229,8 +243,8 @@ Verdict judge(const Call& call, int64_t first, int64_t count) {
   CHECK(cudaMemset(sums.data, 0, sums.bytes));
   float* h_values = reinterpret_cast<float*>(h.data);
   float* y_values = reinterpret_cast<float*>(y.data);
-  reference_h<<<static_cast<unsigned>((count * c.width + 255) / 256), 256>>>(call.ffn, call.gate.data, h_values, first, count,
-                                                                                    reinterpret_cast<double*>(sums.data) + 4);
+  reference_h<<<static_cast<unsigned>((count * c.width + 255) / 256), 256>>>(
+      call.ffn, call.gate.data, h_values, first, count, reinterpret_cast<double*>(sums.data) + 4);
   CHECK(cudaGetLastError());
   reference_y<<<static_cast<unsigned>((count * c.hidden + 255) / 256), 256>>>(call.ffn, h_values, y_values, count);
   CHECK(cudaGetLastError());
@@ -271,7 +285,8 @@ bool check(const Case& c, uint64_t seed) {
   CHECK(cudaStreamDestroy(stream));
   CHECK(cudaMemset(different.data, 0, 8));
   count_differences<<<512, 256>>>(reinterpret_cast<uint16_t*>(call.y.data), reinterpret_cast<uint16_t*>(again.data),
-                                  static_cast<int64_t>(again.bytes / 2), reinterpret_cast<unsigned long long*>(different.data));
+                                  static_cast<int64_t>(again.bytes / 2),
+                                  reinterpret_cast<unsigned long long*>(different.data));
   CHECK(cudaGetLastError());
   unsigned long long changed = 0;
   CHECK(cudaMemcpy(&changed, different.data, 8, cudaMemcpyDeviceToHost));
@@ -279,11 +294,13 @@ bool check(const Case& c, uint64_t seed) {
   const Verdict verdict = judge(call, 0, c.tokens);
   right = right && changed == 0 && verdict.good && call.y.guard_whole() && workspace.guard_whole();
   if (!right) {
-    std::printf("WRONG %s T=%lld D=%d F=%d %s %s pattern %d share %.2f sm_%d%d x%d: error %.2e, %g wrong, %llu not repeated, guards %d %d\n",
-                c.dtype == DType::kBFloat16 ? "bf16" : "fp16", static_cast<long long>(c.tokens), c.hidden, c.width,
-                c.gated ? "gated" : "plain", c.biased ? "biased" : "unbiased", static_cast<int>(c.pattern), c.share,
-                c.device.major, c.device.minor, c.device.sm_count, verdict.error, verdict.wrong, changed, call.y.guard_whole(),
-                workspace.guard_whole());
+    std::printf(
+        "WRONG %s T=%lld D=%d F=%d %s %s pattern %d share %.2f sm_%d%d x%d: error %.2e, %g wrong, %llu not repeated, "
+        "guards %d %d\n",
+        c.dtype == DType::kBFloat16 ? "bf16" : "fp16", static_cast<long long>(c.tokens), c.hidden, c.width,
+        c.gated ? "gated" : "plain", c.biased ? "biased" : "unbiased", static_cast<int>(c.pattern), c.share,
+        c.device.major, c.device.minor, c.device.sm_count, verdict.error, verdict.wrong, changed, call.y.guard_whole(),
+        workspace.guard_whole());
   }
   return right;
 }
@@ -301,7 +318,8 @@ bool time(int64_t tokens, float share, const Device& device) {
   CHECK(cudaDeviceSynchronize());
   const Verdict head = judge(call, 0, 200), tail = judge(call, tokens - 200, 200);
   if (!head.good || !tail.good) {
-    std::printf("WRONG T=%lld share %.2f: error %.2e %.2e\n", static_cast<long long>(tokens), share, head.error, tail.error);
+    std::printf("WRONG T=%lld share %.2f: error %.2e %.2e\n", static_cast<long long>(tokens), share, head.error,
+                tail.error);
     return false;
   }
 
@@ -314,8 +332,8 @@ bool time(int64_t tokens, float share, const Device& device) {
     float sums[3] = {0.0f, 0.0f, 0.0f};
     neurons = 0.0;
     for (int64_t first = 0; first < tokens; first += most) {
-      const portable::Chunk chunk = portable::make_chunk(call.ffn, first, std::min(most, tokens - first),
-                                                         call.gate_of(first), workspace.data);
+      const portable::Chunk chunk =
+          portable::make_chunk(call.ffn, first, std::min(most, tokens - first), call.gate_of(first), workspace.data);
       CHECK(cudaEventRecord(events[0]));
       CHECK(portable::pack(chunk, nullptr));
       CHECK(cudaEventRecord(events[1]));
@@ -357,16 +375,17 @@ int main(int argc, char** argv) {
   cudaDeviceProp properties;
   CHECK(cudaGetDeviceProperties(&properties, 0));
   const Device real{properties.multiProcessorCount, properties.major, properties.minor};
-  // Few multiprocessors: wide tiles also for small shapes, and thread blocks that walk many of them. 8.6: the variant for 99 KiB.
+  // Few multiprocessors: wide tiles also for small shapes, and thread blocks that walk many of them. 8.6: the variant
+  // for 99 KiB.
   const Device one{1, properties.major, properties.minor}, three_shallow{3, 8, 6}, shallow{real.sm_count, 8, 6};
 
   struct Shape {
     int64_t tokens;
     int hidden, width;
   };
-  const Shape shapes[] = {{65, 64, 192},    {1, 8, 1},         {63, 8, 7},       {128, 256, 256},  {129, 264, 1000},
-                          {199, 520, 1283}, {257, 2048, 5632}, {1000, 136, 320}, {300, 1032, 4097}, {70, 16384, 264},
-                          {130, 40, 65536}};
+  const Shape shapes[] = {{65, 64, 192},     {1, 8, 1},        {63, 8, 7},        {128, 256, 256},
+                          {129, 264, 1000},  {199, 520, 1283}, {257, 2048, 5632}, {1000, 136, 320},
+                          {300, 1032, 4097}, {70, 16384, 264}, {130, 40, 65536}};
   int checks = 0, failures = 0;
   uint64_t seed = 1;
   const auto expect = [&](const Case& c) {
