@@ -209,12 +209,12 @@ inline void pair_rows(const char* rows, int64_t stride, const uint32_t* index, i
 }
 
 template <int kF>
-inline void sum_amx_tile(const char* scale, int64_t stride, int64_t steps, const char* pairs, float* sums,
+inline void sum_amx_tile(const char* scale, int64_t step, int64_t steps, const char* pairs, float* sums,
                          int64_t ld_sums) {
   load_sums<kF, 2>(sums, ld_sums);
   for (int64_t s = 0; s < steps; ++s) {
-    load_tile<4>(scale + s * kTileBytes, stride);
-    if constexpr (kF == 2) load_tile<5>(scale + kTileRows * stride + s * kTileBytes, stride);
+    load_tile<4>(scale + s * step, kTileBytes);
+    if constexpr (kF == 2) load_tile<5>(scale + s * step + kTileRows * kTileBytes, kTileBytes);
     const char* b = pairs + s * kTileRows * kSumColumns * 4;
     load_tile<6>(b, kSumColumns * 4);
     load_tile<7>(b + 64, kSumColumns * 4);
@@ -224,23 +224,24 @@ inline void sum_amx_tile(const char* scale, int64_t stride, int64_t steps, const
 }
 
 void gather_matmul_amx(const void* rows, int64_t ld_rows, const uint32_t* index, int64_t count, int64_t width,
-                       const void* scale, int64_t ld_scale, int outputs, float* sums, int64_t ld_sums) {
+                       const void* scale, int outputs, float* sums, int64_t ld_sums) {
   const TileSetup setup;
   alignas(64) char pairs[kSumRows * kSumColumns * 2];
-  const int64_t stride = 2 * ld_scale;
+  const int64_t step = (outputs + kTileRows - 1) / kTileRows * kTileRows * kTileBytes;
   for (int64_t i = 0; i < count; i += kSumRows) {
     const int64_t n = count - i < kSumRows ? count - i : kSumRows, steps = (n + 31) / 32;
     for (int64_t d = 0; d < width; d += kSumColumns) {
       pair_rows(static_cast<const char*>(rows) + 2 * d, 2 * ld_rows, index + i, n,
                 width - d < kSumColumns ? width - d : kSumColumns, pairs);
-      const char* from = static_cast<const char*>(scale) + 2 * i;
-      for (int64_t c = 0; c < kSumColumns && d + c < width; c += 32) {
-        int t = 0;
-        for (; t + 16 < outputs; t += 32) {
-          sum_amx_tile<2>(from + t * stride, stride, steps, pairs + 4 * c, sums + t * ld_sums + d + c, ld_sums);
-        }
-        if (t < outputs) {
-          sum_amx_tile<1>(from + t * stride, stride, steps, pairs + 4 * c, sums + t * ld_sums + d + c, ld_sums);
+      const char* from = static_cast<const char*>(scale) + i / 32 * step;
+      for (int t = 0; t < outputs; t += 32) {
+        for (int64_t c = 0; c < kSumColumns && d + c < width; c += 32) {
+          float* to = sums + t * ld_sums + d + c;
+          if (t + 16 < outputs) {
+            sum_amx_tile<2>(from + t * kTileBytes, step, steps, pairs + 4 * c, to, ld_sums);
+          } else {
+            sum_amx_tile<1>(from + t * kTileBytes, step, steps, pairs + 4 * c, to, ld_sums);
+          }
         }
       }
     }

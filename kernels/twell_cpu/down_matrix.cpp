@@ -13,54 +13,78 @@ int64_t rounded_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// The neurons that a block of tokens has active, ascending, and each neuron's place among them.
-struct Union {
-  std::vector<uint32_t> neurons, place;
+// How a block of tokens is computed: neurons that enough of its tokens share, with their h as a matrix in columns of 32
+// neurons; and what pairs remain, by token.
+struct SharedBlock {
+  std::vector<uint32_t> neurons;      // ascending
+  std::vector<uint32_t> place;        // (F,) among `neurons`, or kAlone
+  Bytes h;                            // [neurons / 32][tokens, padded to 16][32]
+  std::vector<uint32_t> alone;        // neurons, each token's from where its pairs begin in the block
+  std::vector<float> alone_h;
+  std::vector<int64_t> alone_count;   // (tokens,)
 };
+constexpr uint32_t kAlone = 0xffffffffu;
 
-Union union_of(const TokenPairs& pairs, int64_t first, int64_t last, int64_t width) {
-  Union out;
-  out.place.assign(static_cast<size_t>(width), 0);
-  for (int64_t i = pairs.begin[first]; i < pairs.begin[last]; ++i) out.place[pairs.neuron[i]] = 1;
+void find_shared(const TokenPairs& pairs, int64_t first, int64_t last, int64_t width, SharedBlock* out) {
+  out->neurons.clear();
+  out->place.assign(static_cast<size_t>(width), 0);
+  for (int64_t i = pairs.begin[first]; i < pairs.begin[last]; ++i) ++out->place[pairs.neuron[i]];
   for (int64_t f = 0; f < width; ++f) {
-    if (out.place[f] == 0) continue;
-    out.place[f] = static_cast<uint32_t>(out.neurons.size());
-    out.neurons.push_back(static_cast<uint32_t>(f));
+    if (worth_a_row(out->place[f], last - first)) {
+      out->place[f] = static_cast<uint32_t>(out->neurons.size());
+      out->neurons.push_back(static_cast<uint32_t>(f));
+    } else {
+      out->place[f] = kAlone;
+    }
   }
-  return out;
+}
+
+// 16 tokens of a block, from `first` on, so that each of its columns' tiles is one thread's.
+void place_pairs(const Part& part, const Kernels& kernels, int64_t block_first, int64_t block_tokens, int64_t first,
+                 std::vector<float>& row, SharedBlock* out) {
+  const TokenPairs& pairs = part.pairs;
+  const int64_t columns = rounded_up(static_cast<int64_t>(out->neurons.size()), 32), padded = rounded_up(block_tokens, 16);
+  for (int64_t t = first; t < first + 16; ++t) {
+    row.assign(static_cast<size_t>(columns), 0.0f);
+    if (t < block_tokens) {
+      const int64_t begin = pairs.begin[block_first + t], end = pairs.begin[block_first + t + 1];
+      int64_t alone = begin - pairs.begin[block_first];
+      const int64_t alone_first = alone;
+      for (int64_t p = begin; p < end; ++p) {
+        const uint32_t place = out->place[pairs.neuron[p]];
+        if (place != kAlone) {
+          row[place] = part.h[p];
+        } else {
+          out->alone[alone] = pairs.neuron[p];
+          out->alone_h[alone++] = part.h[p];
+        }
+      }
+      out->alone_count[t] = alone - alone_first;
+    }
+    for (int64_t c = 0; c < columns; c += 32) kernels.round(row.data() + c, 32, out->h.data() + (c * padded + t * 32) * 2);
+  }
 }
 
 }  // namespace
 
 bool down_of_shared(const Block& block, const Kernels& kernels, const Threads& threads, const Part& part, void* y) {
   const TokenPairs& pairs = part.pairs;
-  const int64_t tokens = part.tokens(), hidden = block.hidden, element = element_bytes(block.dtype);
-  std::vector<Union> unions(static_cast<size_t>((tokens + kBlock - 1) / kBlock));
-  for_items(threads, static_cast<int64_t>(unions.size()), [&](int, int64_t i) {
-    unions[i] = union_of(pairs, i * kBlock, std::min(tokens, (i + 1) * kBlock), block.width);
-  });
-  int64_t rows = 0;
-  for (const Union& of_block : unions) rows += static_cast<int64_t>(of_block.neurons.size());
-  const int64_t blocks = static_cast<int64_t>(unions.size());
-  if (rows == 0 || !worth_a_row(pairs.begin.back() / rows, tokens / blocks)) return false;
-
+  const int64_t tokens = part.tokens(), hidden = block.hidden;
   const int64_t slice = std::clamp<int64_t>(rounded_up(hidden / (2 * threads.count), 64), 64, 256);
   std::vector<std::vector<float>> scratch(static_cast<size_t>(threads.count));
-  Bytes h_rows;
-  for (int64_t i = 0; i < blocks; ++i) {
-    const Union& of_block = unions[i];
-    const int64_t first = i * kBlock, count = std::min(kBlock, tokens - first), padded = rounded_up(count, 16);
-    const int64_t ld_h = 32 * (rounded_up(static_cast<int64_t>(of_block.neurons.size()), 32) / 32 | 1);  // odd cache lines
-    h_rows.reserve(padded * ld_h * element);
-    for_items(threads, padded, [&](int lane, int64_t t) {
-      auto& row = scratch[lane];
-      row.assign(static_cast<size_t>(ld_h), 0.0f);
-      if (t < count) {
-        for (int64_t p = pairs.begin[first + t]; p < pairs.begin[first + t + 1]; ++p) {
-          row[of_block.place[pairs.neuron[p]]] = part.h[p];
-        }
-      }
-      kernels.round(row.data(), ld_h, at(h_rows.data(), t * ld_h, block.dtype));
+  SharedBlock shared;
+  for (int64_t first = 0; first < tokens; first += kBlock) {
+    const int64_t count = std::min(kBlock, tokens - first), padded = rounded_up(count, 16);
+    const int64_t block_pairs = pairs.begin[first + count] - pairs.begin[first];
+    find_shared(pairs, first, first + count, block.width, &shared);
+    const int64_t rows = static_cast<int64_t>(shared.neurons.size());
+    if (first == 0 && rows < 16) return false;
+    shared.h.reserve(padded * rounded_up(rows, 32) * 2);
+    shared.alone.resize(static_cast<size_t>(block_pairs));
+    shared.alone_h.resize(static_cast<size_t>(block_pairs));
+    shared.alone_count.resize(static_cast<size_t>(count));
+    for_items(threads, padded / 16, [&](int lane, int64_t item) {
+      place_pairs(part, kernels, first, count, 16 * item, scratch[lane], &shared);
     });
     for_items(threads, (hidden + slice - 1) / slice, [&](int lane, int64_t item) {
       const int64_t d = item * slice, width = std::min(slice, hidden - d);
@@ -70,10 +94,15 @@ bool down_of_shared(const Block& block, const Kernels& kernels, const Threads& t
         std::fill_n(sums.data() + t * slice, slice, 0.0f);
         if (block.b_down) std::copy_n(block.b_down + d, width, sums.data() + t * slice);
       }
-      kernels.gather_matmul(at(block.down, d, block.dtype), block.down_column, of_block.neurons.data(),
-                            static_cast<int64_t>(of_block.neurons.size()), width, h_rows.data(), ld_h,
+      const char* down = at(block.down, d, block.dtype);
+      kernels.gather_matmul(down, block.down_column, shared.neurons.data(), rows, width, shared.h.data(),
                             static_cast<int>(count), sums.data(), slice);
       for (int64_t t = 0; t < count; ++t) {
+        const int64_t begin = pairs.begin[first + t] - pairs.begin[first];
+        if (shared.alone_count[t] > 0) {
+          kernels.gather_sum(down, block.down_column, shared.alone.data() + begin, shared.alone_h.data() + begin,
+                             shared.alone_count[t], width, sums.data() + t * slice);
+        }
         kernels.round(sums.data() + t * slice, width, at(y, (part.first + first + t) * hidden + d, block.dtype));
       }
     });

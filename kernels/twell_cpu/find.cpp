@@ -38,7 +38,10 @@ void PairFinder::up_products(LanePairs& lane, size_t first_run, int64_t first_to
   if (!shared.empty()) {
     const int64_t count = static_cast<int64_t>(shared.size()), stride = hidden + 32;  // rows in different cache sets
     scratch.rows.reserve(kernels_.tile_neurons * stride * element_bytes(block_.dtype));
-    for (int64_t i = 0; i < count; ++i) std::memcpy(at(scratch.rows.data(), i * stride, block_.dtype), up_row(shared[i]), row_bytes);
+    for (int64_t i = 0; i < count; ++i) {
+      if (i + 1 < count) prefetch(up_row(shared[i + 1]), row_bytes);
+      std::memcpy(at(scratch.rows.data(), i * stride, block_.dtype), up_row(shared[i]), row_bytes);
+    }
     scratch.up.resize(static_cast<size_t>(kernels_.tile_neurons * tokens));
     kernels_.gate_panels(panels, static_cast<int>(tokens), scratch.rows.data(), stride, static_cast<int>(count), hidden,
                          nullptr, scratch.up.data(), tokens);

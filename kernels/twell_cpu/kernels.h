@@ -42,10 +42,11 @@ struct Kernels {
   void (*gather_sum2)(const void* rows, int64_t ld_rows, const uint32_t* index, const float* scale_a,
                       const float* scale_b, int64_t count, int64_t width, float* sums_a, float* sums_b);
 
-  // sums[t, d] += sum_i scale[t, i] * rows[index[i], d] for t < outputs and d < width. `scale` and `sums` are padded to 16
-  // rows, `scale` with zeros to 32 elements of i, `sums` to 32 elements of d. Null where this set has no matrix unit.
+  // sums[t, d] += sum_i scale[t, i] * rows[index[i], d] for t < outputs and d < width, as tiles want it: `scale` lies at
+  // [i / 32][t][i % 32], with t padded to a multiple of 16 and zeros beyond `count`; `sums` is padded to 16 rows and 32
+  // columns. Null where this set has no matrix unit.
   void (*gather_matmul)(const void* rows, int64_t ld_rows, const uint32_t* index, int64_t count, int64_t width,
-                        const void* scale, int64_t ld_scale, int outputs, float* sums, int64_t ld_sums);
+                        const void* scale, int outputs, float* sums, int64_t ld_sums);
 
   // Rounds fp32 to the element type, and back.
   void (*round)(const float* values, int64_t count, void* out);
