@@ -29,6 +29,7 @@ constexpr Path kPaths[] = {Path::kDecode, Path::kSm90, Path::kPortable};
 
 Path choose(const Ffn& ffn, const Device& device) {
   const char* wanted = std::getenv("HF_TWELL_CUDA_PATH");
+  if (wanted && !*wanted) wanted = nullptr;
   std::string allowed;
   for (const Path path : kPaths) {
     if (!takes(path, ffn, device)) continue;
