@@ -1,17 +1,17 @@
 // Second of a decode call's two kernels: y = h Wd^T + bd from what the first one left (layout: decode_plan.cuh).
 //
-// A thread block owns a slice of y's columns and, with `splits` of them to a slice, its own share of the neurons. Each of
-// its warps takes masks in a fixed stride, lists their quads of active neurons, and multiplies the columns of those
+// A thread block owns a slice of y's columns and, with `splits` of them to a slice, its own share of the neurons. Each
+// of its warps takes masks in a fixed stride, lists their quads of active neurons, and multiplies the columns of those
 // neurons' rows (gathered straight into registers) with h. Columns are the rows of the product, tokens its columns.
 //
-// A tensor-core operand wants two neurons of one column in a register, rows hold two columns of one neuron: a lane loads
-// the same columns of its quad's four rows and swaps halves. Which column stands in which row of the product is free, so
-// the lane keeps neighbouring columns throughout and no data moves between lanes.
+// A tensor-core operand wants two neurons of one column in a register, rows hold two columns of one neuron: a lane
+// loads the same columns of its quad's four rows and swaps halves. Which column stands in which row of the product is
+// free, so the lane keeps neighbouring columns throughout and no data moves between lanes.
 
 #include "decode_reduce.cuh"
 #include "mma.cuh"
 
-namespace twell {
+namespace twell::decoding {
 namespace {
 
 struct DownParams {
@@ -140,7 +140,8 @@ __global__ void __launch_bounds__(kDecodeThreads, kGroups <= 2 ? (kColumns == 2 
     }
     __threadfence();
     __syncthreads();
-    if (thread == 0) is_last = atomicAdd(p.arrivals + blockIdx.x, 1u) == static_cast<uint32_t>(splits - 1);
+    const uint32_t last = splits - 1;
+    if (thread == 0) is_last = atomicInc(p.arrivals + blockIdx.x, last) == last;  // back to 0 after the last
     __syncthreads();
     if (!is_last) return;
     __threadfence();
@@ -214,16 +215,20 @@ cudaError_t launch_down(const Ffn& ffn, const DecodePlan& plan, const Device& de
                                        : launch_for<__half>(plan, params, device, stream);
 }
 
-int64_t decode_workspace_bytes(const Ffn& ffn) { return plan_decode(ffn).bytes; }
+}  // namespace twell::decoding
+
+namespace twell {
+
+int64_t decode_workspace_bytes(const Ffn& ffn) { return decoding::plan_decode(ffn).bytes; }
 
 cudaError_t decode(const Ffn& ffn, const Device& device, void* workspace, cudaStream_t stream) {
   if (ffn.tokens < 1 || ffn.tokens > kDecodeMaxTokens || ffn.hidden < 8 || ffn.hidden > 16384 || ffn.hidden % 8 != 0 ||
       ffn.width < 1 || ffn.width > 65536) {
     return cudaErrorInvalidValue;
   }
-  const DecodePlan plan = plan_decode(ffn);
-  const cudaError_t error = launch_gate_up(ffn, plan, device, workspace, stream);
-  return error != cudaSuccess ? error : launch_down(ffn, plan, device, workspace, stream);
+  const decoding::DecodePlan plan = decoding::plan_decode(ffn);
+  const cudaError_t error = decoding::launch_gate_up(ffn, plan, device, workspace, stream);
+  return error != cudaSuccess ? error : decoding::launch_down(ffn, plan, device, workspace, stream);
 }
 
 }  // namespace twell

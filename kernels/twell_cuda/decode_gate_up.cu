@@ -11,7 +11,7 @@
 #include "decode_reduce.cuh"
 #include "mma.cuh"
 
-namespace twell {
+namespace twell::decoding {
 namespace {
 
 struct GateUpParams {
@@ -25,8 +25,8 @@ struct GateUpParams {
   uint32_t* arrivals;
   uint2* products;
   int tokens, width, blocks, slices;
-  uint32_t row_bytes;        // of x, gate, up and down
-  int prefetch_max_active;   // active neurons of a tile up to which all of down's active rows can wait in L2 together
+  uint32_t row_bytes;       // of x, gate, up and down
+  int prefetch_max_active;  // active neurons of a tile up to which all of down's active rows can wait in L2 together
 };
 
 // Down rows fetched ahead of the second kernel may take about half of the smallest L2 among GPUs for data centres.
@@ -40,6 +40,13 @@ constexpr uint32_t kPieceBytes = 64;  // 32 consecutive k
 // rounded up to a piece.
 __device__ __forceinline__ uint32_t share_of_k(uint32_t row_bytes, int warp) {
   return (row_bytes + kPieceBytes - 1) / kPieceBytes * warp / kDecodeWarps * kPieceBytes;
+}
+
+// threadIdx.x, read anew: what follows from it is then not held in registers through the products before.
+__device__ __forceinline__ int thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
 }
 
 // Pieces of k in flight for weights and for activations, within the registers that the tile leaves.
@@ -64,8 +71,8 @@ __device__ __forceinline__ void multiply(float (&sum)[kTiles * kGroups][4], Rows
                                          const GateUpParams& p, BeforeX before_x) {
   constexpr int kWeights = Depth<kTiles, kGroups>::weights;
   constexpr int kTokens = Depth<kTiles, kGroups>::tokens;
-  const int warp = threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
+  const int warp = thread_index() / 32;
+  const int lane = thread_index() % 32;
   // k counts bytes from here on
   const uint32_t end = min(share_of_k(p.row_bytes, warp + 1), p.row_bytes);
   uint32_t k = share_of_k(p.row_bytes, warp);  // the warp's next piece, of which the lane takes 16 bytes
@@ -156,8 +163,18 @@ __device__ __forceinline__ float bias_of(const void* bias, int neuron, int width
   return bias != nullptr && neuron < width ? to_float(static_cast<const Half*>(bias)[neuron]) : 0.f;
 }
 
+// Thread blocks that a multiprocessor must have room for. Three of 16 neurons: an H200 then holds all of F = 5632 at
+// once. Two groups of tokens fit in the registers that this leaves on Hopper; elsewhere the compiler would spill.
+__host__ __device__ constexpr int resident_blocks(int tiles, int groups) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+  return tiles == 1 && groups <= 2 ? 3 : 1;
+#else
+  return tiles > 1 || groups > 2 ? 1 : groups == 2 ? 2 : 3;
+#endif
+}
+
 template <typename Half, int kTiles, int kGroups>
-__global__ void __launch_bounds__(kDecodeThreads, kTiles == 1 && kGroups <= 2 ? 3 : 1) gate_up_kernel(
+__global__ void __launch_bounds__(kDecodeThreads, resident_blocks(kTiles, kGroups)) gate_up_kernel(
     const __grid_constant__ GateUpParams p) {
   constexpr int kSlots = kTiles == 1 ? kDecodeWarps : kDecodeWarps / 2;
   constexpr int kElements = kTiles * kGroups * 32;  // of four sums
@@ -277,7 +294,7 @@ __global__ void __launch_bounds__(kDecodeThreads, kTiles == 1 && kGroups <= 2 ? 
   }
 
   const int up_elements = (active_count + kBlockNeurons - 1) / kBlockNeurons * kGroups * 32;
-  for (int i = thread; i < kTiles * kQuadsPerBlock * kTokens; i += kDecodeThreads) {
+  for (int i = thread_index(); i < kTiles * kQuadsPerBlock * kTokens; i += kDecodeThreads) {
     const int tile = i / kTokens / kQuadsPerBlock, quad = i / kTokens % kQuadsPerBlock, token = i % kTokens;
     const int rest = __popc(masks[tile]) - 4 * quad;  // neurons from this quad on
     if (rest <= 0) continue;
@@ -349,4 +366,4 @@ cudaError_t launch_gate_up(const Ffn& ffn, const DecodePlan& plan, const Device&
                                        : launch_for<__half>(plan, params, device, stream);
 }
 
-}  // namespace twell
+}  // namespace twell::decoding

@@ -8,7 +8,7 @@
 
 #include "decode.h"
 
-namespace twell {
+namespace twell::decoding {
 
 constexpr int kDecodeWarps = 8;
 constexpr int kDecodeThreads = 32 * kDecodeWarps;
@@ -24,7 +24,7 @@ struct DecodePlan {
   int blocks;        // ceil(F / 16)
   // Byte offsets in the workspace.
   int64_t masks;     // uint16 (blocks, rounded up to even)
-  int64_t arrivals;  // uint32 (slices): down-kernel blocks that have left their partial sums; set to 0 by the gate kernel
+  int64_t arrivals;  // uint32 (slices): down-kernel blocks that left their partial sums; the gate kernel sets 0
   int64_t products;  // h
   int64_t partials;  // float (slices, splits, 8 * lane_columns * 8 * groups), where splits > 1
   int64_t bytes;
@@ -83,4 +83,4 @@ cudaError_t launch_overlapped(void (*kernel)(Params), dim3 grid, int shared_byte
   return cudaLaunchKernelEx(&config, kernel, params);
 }
 
-}  // namespace twell
+}  // namespace twell::decoding

@@ -3,7 +3,7 @@
 
 #include "decode_plan.cuh"
 
-namespace twell {
+namespace twell::decoding {
 
 // Sums of `kTiles` 16 x 8 products over the warps, in a fixed order. Each warp leaves its own in one of kSlots slots of
 // shared memory; with half as many slots as warps, the upper half of the warps goes through the lower half's registers.
@@ -43,4 +43,4 @@ __device__ __forceinline__ float4 sum_of_partials(const float4* slots, int slot_
   return sum;
 }
 
-}  // namespace twell
+}  // namespace twell::decoding

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-namespace twell {
+namespace twell::decoding {
 
 // d[16, 8] += a[16, 16] b[16, 8] in fp32. With g = lane / 4 and q = lane % 4 a lane holds
 // a: rows g (a0, a2) and g + 8 (a1, a3), k = 2q, 2q + 1 (a0, a1) and 2q + 8, 2q + 9 (a2, a3);
@@ -130,4 +130,4 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-}  // namespace twell
+}  // namespace twell::decoding
