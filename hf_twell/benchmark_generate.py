@@ -26,6 +26,7 @@ def bench_generate(
     repeats=None,
     compile=True,
     energy=False,
+    steps_only=False,
     **shape,
 ) -> dict:
     """Greedy decoding of workload text, dense and sparse in turns: tokens per second, and one step's own time.
@@ -36,6 +37,7 @@ def bench_generate(
 
     Args:
         energy: also millijoules per token of the steps.
+        steps_only: leave `generate` out, whose compilation takes as long again.
         shape: of the model, for `make_llama`.
 
     Raises:
@@ -67,7 +69,16 @@ def bench_generate(
     joules = {f"{name}_mj_per_token": step.millijoules() / batch for name, step in steps.items() if energy}
     steps.clear()
     torch._dynamo.reset()
-    per_second, tokens = _generate(models, text, compile, repeats)
+    whole = {}
+    if not steps_only:
+        per_second, tokens = _generate(models, text, compile, repeats)
+        whole = {
+            "dense_tokens_per_s": round(per_second["eager"], 3),
+            "sparse_tokens_per_s": round(per_second["sparse"], 3),
+            "speedup": round(per_second["sparse"] / per_second["eager"], 3),
+            "same_tokens": torch.equal(tokens["eager"], tokens["sparse"]),
+            "recited": round((tokens["sparse"] == text).double().mean().item(), 4),
+        }
     return {
         "bench": "generate",
         "batch": batch,
@@ -78,11 +89,7 @@ def bench_generate(
         **errors,
         **{f"{name}_ms": round(value, 4) for name, value in times.items()},
         "step_speedup": round(times["dense_step"] / times["sparse_step"], 3),
-        "dense_tokens_per_s": round(per_second["eager"], 3),
-        "sparse_tokens_per_s": round(per_second["sparse"], 3),
-        "speedup": round(per_second["sparse"] / per_second["eager"], 3),
-        "same_tokens": torch.equal(tokens["eager"], tokens["sparse"]),
-        "recited": round((tokens["sparse"] == text).double().mean().item(), 4),
+        **whole,
         **joules,
         **environment(device),
     }

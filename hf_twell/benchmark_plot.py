@@ -6,7 +6,7 @@ from pathlib import Path
 AXES = {
     "ffn": ("tokens", ("hidden", "intermediate", "dtype", "pass", "requested_l0"), "speedup"),
     "prefill": ("layers", ("batch", "length", "dtype", "l0"), "speedup"),
-    "generate": ("batch", ("layers", "dtype", "l0"), "speedup"),
+    "generate": ("batch", ("layers", "dtype", "l0"), "step_speedup"),
 }
 
 

@@ -117,16 +117,20 @@ def millijoules(call: Callable[[int], object], device: torch.device, seconds: fl
     """Energy of one call in mJ: what NVML's counter of the whole board gains over `seconds` of calls back to back.
 
     Raises:
-        ValueError: no CUDA device.
+        ValueError: no CUDA device, or one whose counter cannot be read.
         ImportError: the package nvidia-ml-py is missing.
     """
-    if device.type != "cuda":
-        raise ValueError(f"energy is read from an NVIDIA GPU; the device is {device}. Leave --energy out.")
-    with _nvml_device(device) as (pynvml, handle):
+    with _energy_counter(device) as consumed_mj:
         _calls_for(call, device, 0.3)  # the clocks settle
-        start = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+        start = consumed_mj()
         count = _calls_for(call, device, seconds)
-        return (pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) - start) / count
+        return (consumed_mj() - start) / count
+
+
+def check_energy(device: torch.device) -> None:
+    """Raise what `millijoules` would, before anything is measured."""
+    with _energy_counter(device) as consumed_mj:
+        consumed_mj()
 
 
 def _calls_for(call, device, seconds) -> int:
@@ -143,14 +147,19 @@ def _calls_for(call, device, seconds) -> int:
 
 
 @contextlib.contextmanager
-def _nvml_device(device):
+def _energy_counter(device):
+    """A function that reads the millijoules the board has used since its driver was loaded."""
+    if device.type != "cuda":
+        raise ValueError(f"energy is read from an NVIDIA GPU; the device is {device}. Leave --energy out.")
     try:
         import pynvml
     except ImportError as error:
         raise ImportError("energy needs NVML's Python package: pip install nvidia-ml-py") from error
-    pynvml.nvmlInit()
     try:
+        pynvml.nvmlInit()
         # NVML numbers the devices its own way, whatever CUDA_VISIBLE_DEVICES says.
-        yield pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-    finally:
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        yield lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
         pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        raise ValueError(f"NVML cannot read this GPU's energy: {error}. Leave --energy out.") from error

@@ -49,9 +49,10 @@ def make_ffn(tokens, hidden=2048, intermediate=5632, l0=30.0, *, dtype=torch.bfl
 def threshold_for(gate_TF, l0) -> float:
     """The value that `l0` neurons of a token exceed on average."""
     low, high = gate_TF.min().item() - 1, gate_TF.max().item() + 1
-    for _ in range(40):
+    for _ in range(24):
         middle = (low + high) / 2
-        if (gate_TF > middle).sum() > l0 * len(gate_TF):
+        # Per token in 32 bits, which is several times as fast on a CPU.
+        if (gate_TF > middle).sum(1, dtype=torch.int32).sum() > l0 * len(gate_TF):
             low = middle
         else:
             high = middle

@@ -125,7 +125,7 @@ def _set_gates(block, x, l0, distinct) -> None:
         shifted = gate_TF - spread * direction
         threshold = workload.threshold_for(shifted, l0)
         seen = workload.distinct_neurons(shifted > threshold)
-        if abs(seen - distinct) <= 0.01 * distinct:
+        if abs(seen - distinct) <= 0.015 * distinct:
             break
         # The more the neurons' rates differ, the more often tokens use the same ones.
         low, high = (spread, high) if seen > distinct else (low, spread)

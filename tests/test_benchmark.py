@@ -149,6 +149,17 @@ def test_bench_generate_gives_the_same_tokens_in_fp32():
     assert row["sparse_step_ms"] > 0
 
 
+def test_bench_generate_of_steps_alone_draws_its_figure(tmp_path, capsys):
+    sizes = [item for name, value in TINY.items() for item in (f"--{name}", value)]
+    (row,) = run(
+        capsys, "generate", *sizes, "--l0", 12, "--new-tokens", 32, "--repeats", 1, "--device", "cpu",
+        "--dtype", "float32", "--steps-only", "--output", tmp_path,
+    )  # fmt: skip
+    assert row["step_speedup"] > 0
+    assert "speedup" not in row
+    assert (tmp_path / "generate.png").stat().st_size > 1000
+
+
 def test_logits_of_a_wrong_model_are_refused():
     truth = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
     outputs = {"eager": truth * 1.001, "sparse": truth * 1.0015}
@@ -157,9 +168,11 @@ def test_logits_of_a_wrong_model_are_refused():
         benchmark_models.check_logits({**outputs, "sparse": truth * 1.01}, truth)
 
 
-def test_energy_on_a_cpu_is_refused():
+def test_energy_on_a_cpu_is_refused(capsys):
     with pytest.raises(ValueError, match="NVIDIA GPU"):
         timing.millijoules(lambda turn: None, torch.device("cpu"))
+    with pytest.raises(ValueError, match="Leave --energy out"):
+        run(capsys, "ffn", "--device", "cpu", "--energy")
 
 
 @pytest.mark.gpu

@@ -66,6 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument("--batch", type=int, nargs="+", help="sequences (default: 64 for prefill, 1 for generate)")
     models.add_argument("--length", type=int, default=2048, help="prefill: tokens of each (default: 2048)")
     models.add_argument("--new-tokens", type=int, default=128, help="generate: tokens of each (default: 128)")
+    models.add_argument(
+        "--steps-only", action="store_true", help="generate: time decoding steps, not `generate` itself"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -137,12 +140,15 @@ def _measure(args) -> list[dict]:
     from tqdm.auto import tqdm
 
     from hf_twell.benchmark_plot import plot
+    from hf_twell.timing import check_energy
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but PyTorch sees no GPU here; take --device cpu")
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.energy:
+        check_energy(torch.device(device))
     common = {"dtype": args.dtype, "device": device, "repeats": args.repeats, "energy": args.energy}
     source, total = (_ffn_rows if args.what == "ffn" else _model_rows)(args, common)
     output = None
@@ -185,6 +191,7 @@ def _model_rows(args, common):
         bench, batches, common["length"] = bench_prefill, args.batch or [64], args.length
     else:
         bench, batches, common["new_tokens"] = bench_generate, args.batch or [1], args.new_tokens
+        common["steps_only"] = args.steps_only
     for name in ("hidden", "intermediate", "vocabulary", "heads", "kv_heads"):
         common[name] = getattr(args, name)
     settings = [(layers, l0, batch) for layers in args.layers for l0 in args.l0 for batch in batches]
