@@ -8,18 +8,26 @@
 namespace twell::sm90 {
 
 constexpr int kBlockTokens = 128;  // tokens that share one list of active neurons
-constexpr int kMaxBlocks = 512;    // of a chunk; their counts live in shared memory
+constexpr int kHalfTokens = 64;    // what one warpgroup multiplies
+constexpr int kMaxBlocks = 256;    // of a chunk; their counts live in shared memory
 
-// The activations of one chunk of tokens, tile by tile (TwELL). A block of 128 tokens has a bit for each neuron, set if
-// any of its tokens activates it, and a column of 128 values for each neuron: only columns whose bit is set are ever
-// written or read, so the buffer's size is the chunk's and its traffic the active neurons'.
+// How many neurons only the first half of a block's tokens activates, both halves, and only the second.
+struct Counts {
+  int first_only, both, second_only;
+  __host__ __device__ int all() const { return first_only + both + second_only; }
+};
+
+// The activations of one chunk of tokens, tile by tile (TwELL). A half block has a bit for each neuron, set if any of its
+// 64 tokens activates it, and a column of 64 values for each neuron: only columns whose bit is set are ever written or
+// read, so the buffer's size is the chunk's and its traffic the active neurons'.
 struct Active {
-  uint32_t* masks;    // (blocks, words): bit f % 32 of word f / 32
-  int* counts;        // (blocks): active neurons
-  uint16_t* neurons;  // (blocks, F): which, in ascending order
-  void* columns;      // (blocks, F, 128): relu(gate), and h once up_proj has been through
+  uint32_t* masks;    // (blocks, 2 halves, words): bit f % 32 of word f / 32
+  Counts* counts;     // (blocks)
+  uint16_t* neurons;  // (blocks, row): those of the first half only, of both, of the second only; ascending in each
+  void* columns;      // (blocks, F, 2 halves, 64): relu(gate), and h once up_proj has been through
   int blocks;
   int words;  // ceil(F / 32)
+  int row;    // F rounded up to 8: bulk copies start at 16 bytes
 };
 
 struct Chunk {

@@ -1,9 +1,10 @@
-// Down projection over active neurons: y = h Wd^T + bd, for each block of 128 tokens a sum over the neurons that any of
+// Down projection over active neurons: y = h Wd^T + bd, for each half block of 64 tokens a sum over the neurons that any of
 // them activates.
 //
-// A persistent thread block of four warpgroups an SM. Two gather columns of h and rows of Wd (which is stored by columns:
-// one row a neuron) with cp.async; the other two multiply 64 tokens each. Both operands lie in shared memory
-// as they do in global memory, tokens and hidden units contiguous, and the tensor cores read them transposed.
+// A persistent thread block of three warpgroups an SM. The first gathers columns of h and rows of Wd (which is stored by
+// columns: one row a neuron) with cp.async, or with bulk copies where they are neighbours; the other two multiply half of
+// the tokens each. Both operands lie in shared memory as they do in global memory, tokens and hidden units contiguous, and
+// the tensor cores read them transposed.
 
 #include "sm90_call.h"
 #include "sm90_launch.h"
@@ -13,25 +14,26 @@
 namespace twell::sm90 {
 namespace {
 
-constexpr int kFetchers = 128, kThreads = kFetchers + 256, kConsumerWarps = 8, kDepth = 64, kStages = 4;
-constexpr int kHalfBytes = 64 * kDepth * 2;  // 64 tokens or hidden units x 64 neurons
+constexpr int kFetchers = 128, kThreads = kFetchers + 256, kConsumerWarps = 8, kDepth = 64;
+constexpr int kPartBytes = 64 * kDepth * 2;  // 64 tokens or hidden units x 64 neurons
+constexpr int kRingBytes = 4 * 6 * kPartBytes, kMaxStages = 8;
+constexpr int kListed = 2048;           // neurons in shared memory at a time
+constexpr int kTurnBytes = 16 * 64 * 2;  // a warp's 16 tokens x 64 hidden units, on their way to y
 
 template <int kHidden>
 struct Shape {
-  static constexpr int kStageBytes = 2 * kHalfBytes + kHidden * kDepth * 2;
-  static constexpr int kTurnBytes = 16 * 128;  // a warp's 16 tokens x 64 hidden units, on their way to y
+  static constexpr int kStageBytes = 2 * kPartBytes + kHidden * kDepth * 2;
+  static constexpr int kStages = kRingBytes / kStageBytes < kMaxStages ? kRingBytes / kStageBytes : kMaxStages;
 };
 
 struct Control {
-  uint64_t full[kStages], empty[kStages];
-  int counts[kMaxBlocks];
+  uint64_t full[kMaxStages], empty[kMaxStages], listed[2];
+  uint16_t neurons[2][kListed];
+  Counts counts[kMaxBlocks];
 };
-
-template <int kHidden>
-constexpr int shared_bytes() {
-  return 1024 + kStages * Shape<kHidden>::kStageBytes + kConsumerWarps * Shape<kHidden>::kTurnBytes + sizeof(Control);
-}
-static_assert(shared_bytes<256>() <= 227 * 1024);
+constexpr int kShared = 1024 + kRingBytes + kConsumerWarps * kTurnBytes + sizeof(Control);
+static_assert(kShared <= 227 * 1024);
+static_assert(offsetof(Control, neurons) % 16 == 0);
 
 struct Arguments {
   const void* down;
@@ -42,85 +44,145 @@ struct Arguments {
   int hidden, width, slices;
 };
 
+// Part of a tile's list of neurons; `item` is past the last when there is none.
+struct Window {
+  int item, start;
+};
+
+// Where lists are fetched ahead of the copies that need them.
+struct Lists {
+  const Arguments& a;
+  Control& c;
+  int items, window = 0;
+  uint32_t phases = 0;  // a bit for each of the two buffers
+
+  __device__ Lists(const Arguments& arguments, Control& control)
+      : a(arguments), c(control), items(arguments.active.blocks * arguments.slices) {}
+
+  __device__ Window first_from(int item) const {
+    while (item < items && c.counts[item / a.slices].all() == 0) item += gridDim.x;
+    return {item, 0};
+  }
+  __device__ Window after(Window w) const {
+    if (w.start + kListed < c.counts[w.item / a.slices].all()) return {w.item, w.start + kListed};
+    return first_from(w.item + gridDim.x);
+  }
+  __device__ void request(Window w, int buffer) {
+    if (w.item >= items) return;
+    const int block = w.item / a.slices, count = min(kListed, c.counts[block].all() - w.start);
+    const uint32_t bytes = (count * 2 + 15) / 16 * 16;
+    barrier_arrive_expect(c.listed + buffer, bytes);
+    load_bytes(c.neurons[buffer], a.active.neurons + static_cast<int64_t>(block) * a.active.row + w.start, bytes,
+               c.listed + buffer);
+  }
+  // The list of `w`, whose request is under way; asks for the next.
+  __device__ const uint16_t* open(Window w) {
+    named_barrier<kFetchers>(1);  // everyone is done with the other buffer
+    const int buffer = window++ & 1;
+    if (threadIdx.x == 0) request(after(w), buffer ^ 1);
+    barrier_wait(c.listed + buffer, phases >> buffer & 1);
+    phases ^= 1u << buffer;
+    return c.neurons[buffer];
+  }
+};
+
 template <typename T, int kHidden>
-__device__ __forceinline__ void fetch(const Arguments& a, const Control& c, uint8_t* shared, Ring<kStages> ring) {
-  constexpr int kRows = kFetchers / 8, kShare = kDepth / kRows;
+__device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* column_map, const CUtensorMap* down_map,
+                                      Control& c, uint8_t* shared, Ring ring) {
+  constexpr int kRows = kFetchers / 8, kBytes = Shape<kHidden>::kStageBytes;
   const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;  // eight threads copy 128 bytes; every kRows-th row is theirs
   const uint32_t stages = smem_address(shared), place = row * 128 + ((chunk ^ (row & 7)) << 4);
-  const int items = a.active.blocks * a.slices;
-  // This thread's neurons of one step; 0 past the end, where zeros are copied.
-  const auto list = [&](int index, int start, uint16_t* neurons) {
-    const int block = index / a.slices, count = index < items ? c.counts[block] : 0;
-#pragma unroll
-    for (int i = 0; i < kShare; ++i) {
-      const int at = start + row + kRows * i;
-      neurons[i] = at < count ? __ldcg(a.active.neurons + static_cast<int64_t>(block) * a.width + at) : 0;
-    }
-  };
-  uint16_t neurons[kShare], next_neurons[kShare];
-  list(blockIdx.x, 0, neurons);
-  for (int item = blockIdx.x; item < items; item += gridDim.x) {
-    const int block = item / a.slices, first_hidden = item % a.slices * kHidden, count = c.counts[block];
+  Lists lists(a, c);
+  Window w = lists.first_from(blockIdx.x);
+  if (threadIdx.x == 0) lists.request(w, 0);
+  for (; w.item < lists.items; w = lists.after(w)) {
+    const uint16_t* neurons = lists.open(w);
+    const int block = w.item / a.slices, first_hidden = w.item % a.slices * kHidden;
+    const Counts counts = c.counts[block];
+    const int first_end = counts.first_only + counts.both, listed = min(kListed, counts.all() - w.start);
     const T* columns = static_cast<const T*>(a.active.columns) + static_cast<int64_t>(block) * a.width * kBlockTokens;
     const T* down = static_cast<const T*>(a.down) + first_hidden;
-    for (int start = 0; start < max(count, 1); start += kDepth) {
-      const bool last = start + kDepth >= count;
-      list(last ? item + gridDim.x : item, last ? 0 : start + kDepth, next_neurons);  // arrives while we copy
-      if (count > 0) {
-        ring.wait_empty();
-        const uint32_t to = stages + ring.stage * Shape<kHidden>::kStageBytes + place;
-#pragma unroll
-        for (int i = 0; i < kShare; ++i) {
-          const bool valid = start + row + kRows * i < count;
-          const T* column = columns + static_cast<int64_t>(neurons[i]) * kBlockTokens + chunk * 8;
-          const T* weights = down + static_cast<int64_t>(neurons[i]) * a.hidden + chunk * 8;
-#pragma unroll
+    for (int start = 0; start < listed; start += kDepth, ring.advance()) {
+      // 64 neighbours that both halves activate.
+      const int lowest = neurons[start], at = w.start + start;
+      const bool neighbours = at >= counts.first_only && at + kDepth <= first_end && start + kDepth <= listed &&
+                              neurons[start + kDepth - 1] - lowest == kDepth - 1;
+      ring.wait_empty();
+      uint64_t* full = ring.full + ring.stage;
+      if (neighbours) {
+        if (threadIdx.x == 0) {
+          barrier_arrive_expect(full, kBytes);
+          uint8_t* stage = shared + ring.stage * kBytes;
           for (int half = 0; half < 2; ++half) {
-            copy_16(to + half * kHalfBytes + i * kRows * 128, column + half * 64, valid);
+            load_box(stage + half * kPartBytes, column_map, half * 64, block * a.width + lowest, full);
           }
-#pragma unroll
           for (int part = 0; part < kHidden / 64; ++part) {
-            const bool inside = valid && first_hidden + part * 64 + chunk * 8 < a.hidden;
-            copy_16(to + (2 + part) * kHalfBytes + i * kRows * 128, inside ? weights + part * 64 : a.down, inside);
+            load_box(stage + (2 + part) * kPartBytes, down_map, first_hidden + part * 64, lowest, full);
           }
+        } else {
+          barrier_arrive(full);
         }
-        barrier_arrive_on_copies(ring.full + ring.stage);
-        ring.advance();
+        continue;
       }
+      const uint32_t to = stages + ring.stage * kBytes + place;
 #pragma unroll
-      for (int i = 0; i < kShare; ++i) neurons[i] = next_neurons[i];
+      for (int i = 0; i < kDepth / kRows; ++i) {
+        const int n = start + row + kRows * i;
+        const bool valid = n < listed;
+        const int neuron = valid ? neurons[n] : 0;
+        const T* column = columns + static_cast<int64_t>(neuron) * kBlockTokens + chunk * 8;
+        const T* weights = down + static_cast<int64_t>(neuron) * a.hidden + chunk * 8;
+        copy_16(to + i * kRows * 128, column, valid && w.start + n < first_end);
+        copy_16(to + kPartBytes + i * kRows * 128, column + 64, valid && w.start + n >= counts.first_only);
+#pragma unroll
+        for (int part = 0; part < kHidden / 64; ++part) {
+          const bool inside = valid && first_hidden + part * 64 + chunk * 8 < a.hidden;
+          copy_16(to + (2 + part) * kPartBytes + i * kRows * 128, inside ? weights + part * 64 : a.down, inside);
+        }
+      }
+      barrier_arrive_on_copies(full);
     }
   }
 }
 
 template <typename T, int kHidden>
-__device__ __forceinline__ void multiply(const Arguments& a, const Control& c, uint8_t* shared, Ring<kStages> ring) {
-  using S = Shape<kHidden>;
+__device__ __forceinline__ void multiply(const Arguments& a, const Control& c, uint8_t* shared, Ring ring) {
+  constexpr int kBytes = Shape<kHidden>::kStageBytes;
   const int lane = threadIdx.x % 32, warp = (threadIdx.x - kFetchers) / 32, warpgroup = warp / 4;
-  const uint32_t turn = smem_address(shared) + kStages * S::kStageBytes + warp * S::kTurnBytes;
+  const uint32_t stages = smem_address(shared), turn = stages + kRingBytes + warp * kTurnBytes;
   for (int item = blockIdx.x; item < a.active.blocks * a.slices; item += gridDim.x) {
-    const int block = item / a.slices, first_hidden = item % a.slices * kHidden, count = c.counts[block];
+    const int block = item / a.slices, first_hidden = item % a.slices * kHidden;
+    const Counts counts = c.counts[block];
+    // This half's neurons are [begin, end) of the list; steps without any of them are passed over.
+    const int begin = warpgroup == 0 ? 0 : counts.first_only;
+    const int end = warpgroup == 0 ? counts.first_only + counts.both : counts.all();
     float sum[kHidden / 2];
-    if (count == 0) {
-#pragma unroll
-      for (int i = 0; i < kHidden / 2; ++i) sum[i] = 0.0f;
-    }
-    for (int start = 0; start < count; start += kDepth, ring.advance()) {
+    bool started = false;
+    for (int start = 0; start < counts.all(); start += kDepth, ring.advance()) {
       ring.wait_full();
-      fence_async_proxy();  // cp.async wrote, tensor cores read
-      const uint32_t stage = smem_address(shared) + ring.stage * S::kStageBytes;
-      wgmma_fence();
+      if (start + kDepth > begin && start < end) {
+        fence_async_proxy();  // cp.async wrote, tensor cores read
+        const uint32_t stage = stages + ring.stage * kBytes;
+        wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < kDepth / 16; ++k) {
-        Wgmma<T, kHidden, 1, 1>::multiply(sum, matrix_descriptor(stage + warpgroup * kHalfBytes + k * 2048, kHalfBytes),
-                                          matrix_descriptor(stage + 2 * kHalfBytes + k * 2048, kHalfBytes), start + k);
+        for (int k = 0; k < kDepth / 16; ++k) {
+          Wgmma<T, kHidden, 1, 1>::multiply(sum, matrix_descriptor(stage + warpgroup * kPartBytes + k * 2048, kPartBytes),
+                                            matrix_descriptor(stage + 2 * kPartBytes + k * 2048, kPartBytes), started || k);
+        }
+        wgmma_commit();
+        started = true;
+        wgmma_wait<1>();
+      } else {
+        wgmma_wait<0>();
       }
-      wgmma_commit();
-      wgmma_wait<1>();
       if (start > 0 && lane == 0) barrier_arrive(ring.empty + ring.previous());
     }
     wgmma_wait<0>();
-    if (count > 0 && lane == 0) barrier_arrive(ring.empty + ring.previous());
+    if (counts.all() > 0 && lane == 0) barrier_arrive(ring.empty + ring.previous());
+    if (!started) {
+#pragma unroll
+      for (int i = 0; i < kHidden / 2; ++i) sum[i] = 0.0f;
+    }
 
     const int64_t first_token = static_cast<int64_t>(block) * kBlockTokens + warp * 16;
 #pragma unroll
@@ -156,27 +218,32 @@ __device__ __forceinline__ void multiply(const Arguments& a, const Control& c, u
 }
 
 template <typename T, int kHidden>
-__global__ void __launch_bounds__(kThreads, 1) down_kernel(const Arguments a) {
+__global__ void __launch_bounds__(kThreads, 1)
+    down_kernel(const __grid_constant__ CUtensorMap column_map, const __grid_constant__ CUtensorMap down_map,
+                const Arguments a) {
 #if defined(TWELL_SM90_DEVICE)
-  using S = Shape<kHidden>;
   extern __shared__ uint8_t raw_shared[];
   uint8_t* shared = raw_shared + (-smem_address(raw_shared) & 1023);
-  Control& c = *reinterpret_cast<Control*>(shared + kStages * S::kStageBytes + kConsumerWarps * S::kTurnBytes);
+  Control& c = *reinterpret_cast<Control*>(shared + kRingBytes + kConsumerWarps * kTurnBytes);
   if (threadIdx.x == 0) {
-    for (int s = 0; s < kStages; ++s) {
+    prefetch_map(&column_map);
+    prefetch_map(&down_map);
+    for (int s = 0; s < Shape<kHidden>::kStages; ++s) {
       barrier_init(c.full + s, kFetchers);
       barrier_init(c.empty + s, kConsumerWarps);
     }
+    barrier_init(c.listed, 1);
+    barrier_init(c.listed + 1, 1);
     fence_barrier_init();
   }
   launch_dependents();
   wait_for_previous();
-  for (int b = threadIdx.x; b < a.active.blocks; b += kThreads) c.counts[b] = __ldcg(a.active.counts + b);
+  for (int b = threadIdx.x; b < a.active.blocks; b += kThreads) c.counts[b] = a.active.counts[b];
   __syncthreads();
-  const Ring<kStages> ring(c.full, c.empty);
+  const Ring ring(c.full, c.empty, Shape<kHidden>::kStages);
   if (threadIdx.x < kFetchers) {
     give_registers<72>();
-    fetch<T, kHidden>(a, c, shared, ring);
+    fetch<T, kHidden>(a, &column_map, &down_map, c, shared, ring);
   } else {
     take_registers<216>();
     multiply<T, kHidden>(a, c, shared, ring);
@@ -187,6 +254,10 @@ __global__ void __launch_bounds__(kThreads, 1) down_kernel(const Arguments a) {
 template <typename T, int kHidden>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
   const int slices = (ffn.hidden + kHidden - 1) / kHidden;
+  CUtensorMap column_map, down_map;
+  TWELL_RETURN_IF_ERROR(make_tensor_map(&column_map, ffn.dtype, chunk.active.columns,
+                                        int64_t{chunk.active.blocks} * ffn.width, kBlockTokens, kDepth));
+  TWELL_RETURN_IF_ERROR(make_tensor_map(&down_map, ffn.dtype, ffn.down, ffn.width, ffn.hidden, kDepth));
   const Arguments arguments{ffn.down,
                             ffn.b_down,
                             chunk.active,
@@ -196,7 +267,7 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cud
                             ffn.width,
                             slices};
   const int grid = min(device.sm_count, chunk.active.blocks * slices);
-  return launch_kernel(down_kernel<T, kHidden>, grid, kThreads, 1, shared_bytes<kHidden>(), stream, arguments);
+  return launch_kernel(down_kernel<T, kHidden>, grid, kThreads, 1, kShared, stream, column_map, down_map, arguments);
 }
 
 template <typename T>
@@ -206,7 +277,7 @@ cudaError_t launch_slices(const Ffn& ffn, const Chunk& chunk, const Device& devi
   for (const int hidden : {256, 128, 64}) {
     const int64_t items = static_cast<int64_t>(chunk.active.blocks) * ((ffn.hidden + hidden - 1) / hidden);
     // h's share of the traffic does not shrink with the slice.
-    const int64_t cost = (items + device.sm_count - 1) / device.sm_count * (hidden + 64);
+    const int64_t cost = (items + device.sm_count - 1) / device.sm_count * (hidden + 96);
     if (cost < best_cost) best = hidden, best_cost = cost;
   }
   switch (best) {

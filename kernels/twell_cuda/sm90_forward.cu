@@ -23,8 +23,6 @@ int64_t chunk_blocks(const Ffn& ffn) {
   return (blocks + chunks - 1) / std::max<int64_t>(chunks, 1);  // chunks of about one size
 }
 
-int words(const Ffn& ffn) { return (ffn.width + 31) / 32; }
-
 // Cuts the parts of a chunk's activations out of `workspace`, if there is one; returns the bytes they take.
 int64_t place(const Ffn& ffn, void* workspace, sm90::Active* active) {
   const int64_t blocks = chunk_blocks(ffn);
@@ -34,10 +32,11 @@ int64_t place(const Ffn& ffn, void* workspace, sm90::Active* active) {
     used += (bytes + 255) / 256 * 256;
     return part;
   };
-  active->words = words(ffn);
-  active->masks = static_cast<uint32_t*>(cut(blocks * words(ffn) * 4));
-  active->counts = static_cast<int*>(cut(blocks * 4));
-  active->neurons = static_cast<uint16_t*>(cut(blocks * ffn.width * 2));
+  active->words = (ffn.width + 31) / 32;
+  active->row = (ffn.width + 7) / 8 * 8;
+  active->masks = static_cast<uint32_t*>(cut(blocks * 2 * active->words * 4));
+  active->counts = static_cast<sm90::Counts*>(cut(blocks * sizeof(sm90::Counts)));
+  active->neurons = static_cast<uint16_t*>(cut(blocks * active->row * 2));
   active->columns = cut(blocks * ffn.width * kBlockTokens * 2);
   return used;
 }

@@ -1,5 +1,5 @@
-// Gate projection, ReLU and packing: g = relu(x Wg^T + bg) for blocks of 128 tokens, of which only the columns of neurons
-// that some token of the block activates are written, with a bit for each neuron that says so.
+// Gate projection, ReLU and packing: g = relu(x Wg^T + bg), of which only the columns of neurons that some token of a
+// half block activates are written, with a bit for each neuron that says so.
 //
 // One persistent thread block of three warpgroups an SM: one thread fetches tiles of x and Wg with bulk tensor copies, two
 // warpgroups multiply 64 tokens each by kNeurons neurons and pack the result while the next tiles arrive. In a cluster of
@@ -15,6 +15,7 @@ namespace twell::sm90 {
 namespace {
 
 constexpr int kThreads = 384, kConsumerWarps = 8, kDepth = 64, kSharedLimit = 227 * 1024;
+constexpr float kFull = 0.8f;  // share of a tile's neurons
 
 template <int kNeurons>
 struct Shape {
@@ -77,7 +78,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();
   }
   launch_dependents();
-  Ring<S::kStages> ring(barriers, barriers + S::kStages);
+  Ring ring(barriers, barriers + S::kStages, S::kStages);
   const int steps = (a.hidden + kDepth - 1) / kDepth, items = a.groups * a.tiles;
   const int first_item = blockIdx.x / kCluster, stride = gridDim.x / kCluster;
 
@@ -177,18 +178,30 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (lane == 0) masks[warp * S::kWords + w] = bits;
     }
     named_barrier<256>(1);
-    uint32_t mask = 0;
-    if (lane < S::kWords) {
+    const int word = tile.neuron / 32 + lane;  // a lane for each word of the tile
+    uint32_t mask = 0, other_mask = 0;
+    if (lane < S::kWords && word < a.words) {
 #pragma unroll
-      for (int w = 0; w < kConsumerWarps; ++w) mask |= masks[w * S::kWords + lane];
-      const int word = tile.neuron / 32 + lane;
-      if (warp == 0 && word < a.words && tile.block < a.blocks) a.masks[static_cast<int64_t>(tile.block) * a.words + word] = mask;
+      for (int w = 0; w < 4; ++w) {
+        mask |= masks[(warpgroup * 4 + w) * S::kWords + lane];
+        other_mask |= masks[((1 - warpgroup) * 4 + w) * S::kWords + lane];
+      }
+    }
+    // Nearly full tiles are called full, so that later kernels find rows without gaps.
+    const int in_tile = min(kNeurons, a.width - tile.neuron);
+    if (__reduce_add_sync(~0u, __popc(mask | other_mask)) >= kFull * in_tile) {
+      const int left = in_tile - 32 * lane;
+      mask = left >= 32 ? ~0u : left > 0 ? (1u << left) - 1 : 0;
+    }
+    if (tile.block >= a.blocks) continue;
+    if (warp % 4 == 0 && lane < S::kWords && word < a.words) {
+      a.masks[(static_cast<int64_t>(tile.block) * 2 + warpgroup) * a.words + word] = mask;
     }
     T* columns = static_cast<T*>(a.columns) + static_cast<int64_t>(tile.block) * a.width * kBlockTokens + warp * 16;
 #pragma unroll
     for (int pass = 0; pass < kNeurons / 32; ++pass) {
-      const uint32_t word = __shfl_sync(~0u, mask, pass);
-      if (word == 0 || tile.block >= a.blocks) continue;
+      const uint32_t bits = __shfl_sync(~0u, mask, pass);
+      if (bits == 0) continue;
       __syncwarp();
 #pragma unroll
       for (int j = 0; j < 4; j += 2) {
@@ -201,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int n = i * 16 + lane / 2, half = lane & 1;
-        if (word >> n & 1) {
+        if (bits >> n & 1) {
           const uint4 values = load_shared_16(rows + n * 32 + ((half ^ (n >> 2 & 1)) << 4));
           const int64_t neuron = tile.neuron + pass * 32 + n;
           *reinterpret_cast<uint4*>(columns + neuron * kBlockTokens + half * 8) = values;

@@ -80,7 +80,15 @@ __device__ __forceinline__ void load_box(void* shared, const CUtensorMap* map, i
       : "memory");
 }
 
-// The same into the same place of every thread block of the cluster that `mask` names, and onto its barrier.
+// A run of bytes, a multiple of 16 from and to multiples of 16.
+__device__ __forceinline__ void load_bytes(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   smem_address(shared)),
+               "l"(global), "r"(bytes), "r"(smem_address(barrier))
+               : "memory");
+}
+
+// A box into the same place of every thread block of the cluster that `mask` names, and onto its barrier.
 __device__ __forceinline__ void load_box_multicast(void* shared, const CUtensorMap* map, int column, int row,
                                                    uint64_t* barrier, uint16_t mask) {
   asm volatile(
@@ -191,19 +199,20 @@ __device__ __forceinline__ float widen(__nv_bfloat16 value) { return __bfloat162
 __device__ __forceinline__ float widen(__half value) { return __half2float(value); }
 
 // A ring of shared-memory stages between one producer and its consumers.
-template <int Stages>
 struct Ring {
   uint64_t* full;
   uint64_t* empty;
+  int stages;
   int stage = 0;
   uint32_t phase = 0;
 
-  __device__ Ring(uint64_t* full_barriers, uint64_t* empty_barriers) : full(full_barriers), empty(empty_barriers) {}
-  __device__ __forceinline__ void wait_full() { barrier_wait(full + stage, phase); }
-  __device__ __forceinline__ void wait_empty() { barrier_wait(empty + stage, phase ^ 1); }
-  __device__ __forceinline__ int previous() const { return stage == 0 ? Stages - 1 : stage - 1; }
+  __device__ Ring(uint64_t* full_barriers, uint64_t* empty_barriers, int count)
+      : full(full_barriers), empty(empty_barriers), stages(count) {}
+  __device__ __forceinline__ void wait_full() const { barrier_wait(full + stage, phase); }
+  __device__ __forceinline__ void wait_empty() const { barrier_wait(empty + stage, phase ^ 1); }
+  __device__ __forceinline__ int previous() const { return stage == 0 ? stages - 1 : stage - 1; }
   __device__ __forceinline__ void advance() {
-    if (++stage == Stages) {
+    if (++stage == stages) {
       stage = 0;
       phase ^= 1;
     }

@@ -1,9 +1,9 @@
 // Up projection over active neurons: h = relu(gate) * (x Wu^T + bu), for each block of 128 tokens and the neurons that
 // any of them activates; the others' columns of h would be zero. h takes the place of relu(gate).
 //
-// A persistent thread block of four warpgroups an SM. Two fetch: x by bulk tensor copies, gathered rows of Wu by cp.async
-// (four warps alone cannot keep enough of those in flight), and at the end of a tile its columns of relu(gate), through
-// the same ring of stages. The other two multiply 64 tokens each.
+// A persistent thread block of three warpgroups an SM. The first fetches: x by bulk tensor copies, gathered rows of Wu by
+// cp.async (by bulk copies where they are neighbours), and at the end of a tile its columns of relu(gate), through the
+// same ring of stages. The other two multiply half of the tokens each, by those of the tile's neurons that it activates.
 
 #include "sm90_call.h"
 #include "sm90_launch.h"
@@ -13,18 +13,19 @@
 namespace twell::sm90 {
 namespace {
 
-constexpr int kFetchers = 128, kThreads = kFetchers + 256, kConsumerWarps = 8, kDepth = 64, kStages = 4, kMaxNeurons = 256;
+constexpr int kFetchers = 128, kThreads = kFetchers + 256, kConsumerWarps = 8, kDepth = 64, kMaxNeurons = 256;
 constexpr int kTokenBytes = kBlockTokens * kDepth * 2, kStageBytes = kTokenBytes + kMaxNeurons * kDepth * 2;
+constexpr int kMaxStages = 8, kRingBytes = 4 * kStageBytes;
 constexpr int kTurnNeurons = 128;  // columns of relu(gate) in a stage: 256 bytes each
-static_assert(kTurnNeurons * kBlockTokens * 2 <= kStageBytes);
+constexpr int kBoxRows = 64;
 
 struct Control {
-  uint64_t full[kStages], empty[kStages];
-  int counts[kMaxBlocks];
+  uint64_t full[kMaxStages], empty[kMaxStages];
+  Counts counts[kMaxBlocks];
   int first_item[kMaxBlocks + 1];
   int tile;  // neurons
 };
-constexpr int kShared = 1024 + kStages * kStageBytes + sizeof(Control);
+constexpr int kShared = 1024 + kRingBytes + sizeof(Control);
 static_assert(kShared <= 227 * 1024);
 
 struct Arguments {
@@ -34,21 +35,23 @@ struct Arguments {
   int hidden, width;
 };
 
+__device__ __forceinline__ int stage_bytes(int tile) { return kTokenBytes + tile * kDepth * 2; }
+
 struct Item {
   int block, first, count;  // `count` of the block's active neurons, from its `first` on
 };
 
-// Tiles of the width that takes the fewest rounds of all thread blocks, and each block's first tile.
+// Tiles of the width that takes the least time, and each block's first tile.
 __device__ void plan(Control& c, int blocks) {
   const int lane = threadIdx.x % 32;
   if (threadIdx.x < 32) {
     int64_t best_cost = INT64_MAX;
     for (int tile = kMaxNeurons; tile >= 64; tile -= 64) {
       int items = 0;
-      for (int b = lane; b < blocks; b += 32) items += (c.counts[b] + tile - 1) / tile;
+      for (int b = lane; b < blocks; b += 32) items += (c.counts[b].all() + tile - 1) / tile;
       items = __reduce_add_sync(~0u, items);
       // x's share of the traffic does not shrink with the tile.
-      const int64_t cost = static_cast<int64_t>((items + gridDim.x - 1) / gridDim.x) * (tile + 64);
+      const int64_t cost = static_cast<int64_t>((items + gridDim.x - 1) / gridDim.x) * (tile + 96);
       if (cost < best_cost) {
         best_cost = cost;
         if (lane == 0) c.tile = tile;
@@ -58,7 +61,7 @@ __device__ void plan(Control& c, int blocks) {
     const int tile = c.tile;
     int total = 0;
     for (int start = 0; start < blocks; start += 32) {
-      int items = start + lane < blocks ? (c.counts[start + lane] + tile - 1) / tile : 0;
+      const int items = start + lane < blocks ? (c.counts[start + lane].all() + tile - 1) / tile : 0;
       int sum = items;
 #pragma unroll
       for (int d = 1; d < 32; d *= 2) {
@@ -77,60 +80,51 @@ __device__ void plan(Control& c, int blocks) {
 __device__ __forceinline__ Item item_at(int index, int block, const Control& c) {
   while (index >= c.first_item[block + 1]) ++block;
   const int first = (index - c.first_item[block]) * c.tile;
-  return {block, first, min(c.tile, c.counts[block] - first)};
-}
-
-template <typename T, int N>
-__device__ __forceinline__ void multiply_tile(float* sum, Ring<kStages>& ring, uint32_t stages, int steps,
-                                              int warpgroup, int lane) {
-  for (int step = 0; step < steps; ++step, ring.advance()) {
-    ring.wait_full();
-    fence_async_proxy();  // cp.async wrote, tensor cores read
-    const uint32_t stage = stages + ring.stage * kStageBytes;
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kDepth / 16; ++k) {
-      Wgmma<T, N, 0, 0>::multiply(sum, matrix_descriptor(stage + warpgroup * 8192 + k * 32, 16),
-                                  matrix_descriptor(stage + kTokenBytes + k * 32, 16), step + k);
-    }
-    wgmma_commit();
-    wgmma_wait<1>();
-    if (step > 0 && lane == 0) barrier_arrive(ring.empty + ring.previous());
-  }
-  wgmma_wait<0>();
-  if (lane == 0) barrier_arrive(ring.empty + ring.previous());
+  return {block, first, min(c.tile, c.counts[block].all() - first)};
 }
 
 template <typename T>
-__device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* x_map, const Control& c, uint8_t* shared,
-                                      Ring<kStages> ring) {
+__device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* x_map, const CUtensorMap* up_map,
+                                      const Control& c, uint8_t* shared, Ring ring) {
   constexpr int kRows = kFetchers / 8, kShare = kMaxNeurons / kRows;
   const int thread = threadIdx.x, steps = (a.hidden + kDepth - 1) / kDepth, items = c.first_item[a.active.blocks];
   // Eight threads copy 128 bytes of a row of Wu; every kRows-th row is theirs.
-  const int row = thread / 8, chunk = thread % 8;
+  const int row = thread / 8, chunk = thread % 8, bytes = stage_bytes(c.tile);
   const uint32_t stages = smem_address(shared), place = kTokenBytes + row * 128 + ((chunk ^ (row & 7)) << 4);
   const T* up = static_cast<const T*>(a.up);
   const auto neuron = [&](const Item& item, int n) {  // rows past the last repeat it: what they give is not kept
-    return __ldcg(a.active.neurons + static_cast<int64_t>(item.block) * a.width + item.first + min(n, item.count - 1));
+    const int at = item.first + min(n, item.count - 1);
+    return static_cast<int>(__ldcg(a.active.neurons + static_cast<int64_t>(item.block) * a.active.row + at));
   };
   if (static_cast<int>(blockIdx.x) >= items) return;
   Item item = item_at(blockIdx.x, 0, c);
   uint16_t neurons[kShare], next_neurons[kShare];
 #pragma unroll
   for (int i = 0; i < kShare; ++i) neurons[i] = neuron(item, row + kRows * i);
+  int lowest = neuron(item, 0), highest = neuron(item, c.tile - 1);
   for (int index = blockIdx.x; index < items; index += gridDim.x) {
     const int next_index = index + gridDim.x, groups = (item.count + 63) / 64;
+    const bool neighbours = item.count % kBoxRows == 0 && highest - lowest == item.count - 1;
     const Item next = next_index < items ? item_at(next_index, item.block, c) : item;
 #pragma unroll
     for (int i = 0; i < kShare; ++i) next_neurons[i] = neuron(next, row + kRows * i);  // arrives while we copy
+    const int next_lowest = neuron(next, 0), next_highest = neuron(next, c.tile - 1);
     for (int step = 0; step < steps; ++step, ring.advance()) {
       ring.wait_empty();
       uint64_t* full = ring.full + ring.stage;
       if (thread == 0) {
-        barrier_arrive_expect(full, kTokenBytes);
-        load_box(shared + ring.stage * kStageBytes, x_map, step * kDepth, item.block * kBlockTokens, full);
+        uint8_t* stage = shared + ring.stage * bytes;
+        barrier_arrive_expect(full, kTokenBytes + (neighbours ? item.count * kDepth * 2 : 0));
+        load_box(stage, x_map, step * kDepth, item.block * kBlockTokens, full);
+        for (int n = 0; neighbours && n < item.count; n += kBoxRows) {
+          load_box(stage + kTokenBytes + n * kDepth * 2, up_map, step * kDepth, lowest + n, full);
+        }
       }
-      const uint32_t to = stages + ring.stage * kStageBytes + place;
+      if (neighbours) {
+        barrier_arrive(full);
+        continue;
+      }
+      const uint32_t to = stages + ring.stage * bytes + place;
       const int column = step * kDepth + chunk * 8;
       const bool inside = column < a.hidden;
       const T* from = up + (inside ? column : 0);
@@ -145,99 +139,137 @@ __device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* x_m
       }
       barrier_arrive_on_copies(full);
     }
-    // Columns of relu(gate): sixteen threads copy one.
-    const T* columns = static_cast<const T*>(a.active.columns) + static_cast<int64_t>(item.block) * a.width * kBlockTokens;
+    // Columns of relu(gate): sixteen threads copy one, of which only the active halves exist.
+    const T* columns =
+        static_cast<const T*>(a.active.columns) + static_cast<int64_t>(item.block) * a.width * kBlockTokens;
+    const Counts counts = c.counts[item.block];
+    const int part = thread % 16;
     for (int start = 0; start < item.count; start += kTurnNeurons, ring.advance()) {
       ring.wait_empty();
-      const uint32_t to = stages + ring.stage * kStageBytes;
+      const uint32_t to = stages + ring.stage * bytes;
 #pragma unroll 4
       for (int n = thread / 16; n < min(kTurnNeurons, item.count - start); n += kFetchers / 16) {
-        const int part = thread % 16;
-        copy_16(to + n * 256 + ((part ^ (n & 7)) << 4),
-                columns + static_cast<int64_t>(neuron(item, start + n)) * kBlockTokens + part * 8);
+        const int at = item.first + start + n;
+        if (part < 8 ? at < counts.first_only + counts.both : at >= counts.first_only) {
+          copy_16(to + n * 256 + ((part ^ (n & 7)) << 4),
+                  columns + static_cast<int64_t>(neuron(item, start + n)) * kBlockTokens + part * 8);
+        }
       }
       if (thread == 0) barrier_arrive(ring.full + ring.stage);
       barrier_arrive_on_copies(ring.full + ring.stage);
     }
     item = next;
+    lowest = next_lowest, highest = next_highest;
 #pragma unroll
     for (int i = 0; i < kShare; ++i) neurons[i] = next_neurons[i];
   }
 }
 
+// This warpgroup's tokens by N of the tile's neurons, from the one at `skipped` bytes on.
+template <typename T, int N>
+__device__ __forceinline__ void multiply_tile(float* sum, Ring& ring, uint32_t stages, int bytes, int skipped, int steps,
+                                              int warpgroup, int lane) {
+  for (int step = 0; step < steps; ++step, ring.advance()) {
+    ring.wait_full();
+    if constexpr (N > 0) {
+      fence_async_proxy();  // cp.async wrote, tensor cores read
+      const uint32_t stage = stages + ring.stage * bytes;
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kDepth / 16; ++k) {
+        Wgmma<T, N, 0, 0>::multiply(sum, matrix_descriptor(stage + warpgroup * kHalfTokens * 128 + k * 32, 16),
+                                    matrix_descriptor(stage + kTokenBytes + skipped + k * 32, 16), step + k);
+      }
+      wgmma_commit();
+      wgmma_wait<1>();
+    }
+    if (step > 0 && lane == 0) barrier_arrive(ring.empty + ring.previous());
+  }
+  wgmma_wait<0>();
+  if (lane == 0) barrier_arrive(ring.empty + ring.previous());
+}
+
 template <typename T>
-__device__ __forceinline__ void multiply(const Arguments& a, const Control& c, uint8_t* shared, Ring<kStages> ring) {
+__device__ __forceinline__ void multiply(const Arguments& a, const Control& c, uint8_t* shared, Ring ring) {
   const int steps = (a.hidden + kDepth - 1) / kDepth, lane = threadIdx.x % 32, items = c.first_item[a.active.blocks];
-  const int warp = (threadIdx.x - kFetchers) / 32, warpgroup = warp / 4;
+  const int warp = (threadIdx.x - kFetchers) / 32, warpgroup = warp / 4, bytes = stage_bytes(c.tile);
   const uint32_t stages = smem_address(shared);
   int block = 0;
   for (int index = blockIdx.x; index < items; index += gridDim.x) {
     const Item item = item_at(index, block, c);
-    const int count = item.count;
     block = item.block;
+    // Neurons [begin, end) of the tile are active in this half; multiplied are `groups` times 64 from `low` on.
+    const Counts counts = c.counts[block];
+    const int begin = warpgroup == 0 ? 0 : max(counts.first_only - item.first, 0);
+    const int end = min(item.count, warpgroup == 0 ? counts.first_only + counts.both - item.first : item.count);
+    const int groups = max(end - begin / 16 * 16 + 63, 0) / 64, low = min(begin / 16 * 16, c.tile - groups * 64);
     float sum[kMaxNeurons / 2];
-    switch ((count + 63) / 64) {
-      case 1: multiply_tile<T, 64>(sum, ring, stages, steps, warpgroup, lane); break;
-      case 2: multiply_tile<T, 128>(sum, ring, stages, steps, warpgroup, lane); break;
-      case 3: multiply_tile<T, 192>(sum, ring, stages, steps, warpgroup, lane); break;
-      default: multiply_tile<T, 256>(sum, ring, stages, steps, warpgroup, lane); break;
+    const int skipped = low * kDepth * 2;
+    switch (groups) {
+      case 0: multiply_tile<T, 0>(sum, ring, stages, bytes, skipped, steps, warpgroup, lane); break;
+      case 1: multiply_tile<T, 64>(sum, ring, stages, bytes, skipped, steps, warpgroup, lane); break;
+      case 2: multiply_tile<T, 128>(sum, ring, stages, bytes, skipped, steps, warpgroup, lane); break;
+      case 3: multiply_tile<T, 192>(sum, ring, stages, bytes, skipped, steps, warpgroup, lane); break;
+      default: multiply_tile<T, 256>(sum, ring, stages, bytes, skipped, steps, warpgroup, lane); break;
     }
-    const uint16_t* neurons = a.active.neurons + static_cast<int64_t>(block) * a.width + item.first;
+    // relu(gate) fills one stage or two; h takes its place there, then in global memory.
+    const int turns = (item.count + kTurnNeurons - 1) / kTurnNeurons;
+    const uint32_t first_turn = stages + ring.stage * bytes;
+    ring.wait_full();
+    Ring turn = ring;
+    turn.advance();
+    const uint32_t second_turn = stages + turn.stage * bytes;
+    if (turns == 2) turn.wait_full();
+    const auto turn_at = [&](int n, int part) {
+      return (n < kTurnNeurons ? first_turn : second_turn) + n % kTurnNeurons * 256 + ((part ^ (n & 7)) << 4);
+    };
+    const uint16_t* neurons = a.active.neurons + static_cast<int64_t>(block) * a.active.row + item.first;
     T* columns = static_cast<T*>(a.active.columns) + static_cast<int64_t>(block) * a.width * kBlockTokens + warp * 16;
 #pragma unroll
-    for (int turn = 0; turn < kMaxNeurons / kTurnNeurons; ++turn) {
-      const int start = turn * kTurnNeurons;
-      if (start >= count) break;
-      ring.wait_full();
-      const uint32_t stage = stages + ring.stage * kStageBytes;
+    for (int j = 0; j < kMaxNeurons / 8; j += 2) {  // 16 neurons
+      if (low + 8 * j < end && 8 * j < groups * 64) {
+        const uint32_t at = turn_at(low + 8 * j + lane / 16 * 8 + lane % 8, 2 * warp + (lane / 8 & 1));
+        uint32_t gate[4];
+        load_matrices_transposed(gate, at);
 #pragma unroll
-      for (int j = 0; j < kTurnNeurons / 8; j += 2) {  // 16 neurons
-        if (start + 8 * j < count) {
-          const int n = 8 * j + lane / 16 * 8 + lane % 8, part = 2 * warp + (lane / 8 & 1);
-          const uint32_t at = stage + n * 256 + ((part ^ (n & 7)) << 4);
-          uint32_t gate[4];
-          load_matrices_transposed(gate, at);
-#pragma unroll
-          for (int m = 0; m < 4; ++m) {
-            const int index = 4 * (start / 8 + j + m / 2) + m % 2 * 2, column = start + 8 * (j + m / 2) + lane % 4 * 2;
-            const float2 g = unpack<T>(gate[m]);
-            float2 bias{};
-            if (a.bias != nullptr) {
-              bias.x = widen(static_cast<const T*>(a.bias)[neurons[min(column, count - 1)]]);
-              bias.y = widen(static_cast<const T*>(a.bias)[neurons[min(column + 1, count - 1)]]);
-            }
-            gate[m] = pack<T>(g.x * (sum[index] + bias.x), g.y * (sum[index + 1] + bias.y));
+        for (int m = 0; m < 4; ++m) {
+          const int index = 4 * (j + m / 2) + m % 2 * 2, column = low + 8 * (j + m / 2) + lane % 4 * 2;
+          const float2 g = unpack<T>(gate[m]);
+          float2 bias{};
+          if (a.bias != nullptr) {
+            bias.x = widen(static_cast<const T*>(a.bias)[neurons[min(column, item.count - 1)]]);
+            bias.y = widen(static_cast<const T*>(a.bias)[neurons[min(column + 1, item.count - 1)]]);
           }
-          store_matrices_transposed(at, gate);
+          gate[m] = pack<T>(g.x * (sum[index] + bias.x), g.y * (sum[index + 1] + bias.y));
         }
+        store_matrices_transposed(at, gate);
       }
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < kTurnNeurons / 16; ++i) {
-        const int n = i * 16 + lane / 2, part = 2 * warp + (lane & 1);
-        if (start + n < count) {
-          const uint4 values = load_shared_16(stage + n * 256 + ((part ^ (n & 7)) << 4));
-          const int64_t neuron = __ldcg(neurons + start + n);
-          *reinterpret_cast<uint4*>(columns + neuron * kBlockTokens + (lane & 1) * 8) = values;
-        }
-      }
-      fence_async_proxy();  // ordinary stores here, bulk copies next
-      __syncwarp();
+    }
+    __syncwarp();
+    for (int n = begin + lane / 2; n < end; n += 16) {
+      const uint4 values = load_shared_16(turn_at(n, 2 * warp + (lane & 1)));
+      const int64_t neuron = __ldcg(neurons + n);
+      *reinterpret_cast<uint4*>(columns + neuron * kBlockTokens + (lane & 1) * 8) = values;
+    }
+    fence_async_proxy();  // ordinary stores here, bulk copies next
+    __syncwarp();
+    for (int i = 0; i < turns; ++i, ring.advance()) {
       if (lane == 0) barrier_arrive(ring.empty + ring.stage);
-      ring.advance();
     }
   }
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 1) up_kernel(const __grid_constant__ CUtensorMap x_map, const Arguments a) {
+__global__ void __launch_bounds__(kThreads, 1)
+    up_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap up_map, const Arguments a) {
 #if defined(TWELL_SM90_DEVICE)
   extern __shared__ uint8_t raw_shared[];
   uint8_t* shared = raw_shared + (-smem_address(raw_shared) & 1023);
-  Control& c = *reinterpret_cast<Control*>(shared + kStages * kStageBytes);
+  Control& c = *reinterpret_cast<Control*>(shared + kRingBytes);
   if (threadIdx.x == 0) {
     prefetch_map(&x_map);
-    for (int s = 0; s < kStages; ++s) {
+    prefetch_map(&up_map);
+    for (int s = 0; s < kMaxStages; ++s) {
       barrier_init(c.full + s, kFetchers + 1);
       barrier_init(c.empty + s, kConsumerWarps);
     }
@@ -245,13 +277,13 @@ __global__ void __launch_bounds__(kThreads, 1) up_kernel(const __grid_constant__
   }
   launch_dependents();
   wait_for_previous();
-  for (int b = threadIdx.x; b < a.active.blocks; b += kThreads) c.counts[b] = __ldcg(a.active.counts + b);
+  for (int b = threadIdx.x; b < a.active.blocks; b += kThreads) c.counts[b] = a.active.counts[b];
   __syncthreads();
   plan(c, a.active.blocks);
-  const Ring<kStages> ring(c.full, c.empty);
+  const Ring ring(c.full, c.empty, min(kMaxStages, kRingBytes / stage_bytes(c.tile)));
   if (threadIdx.x < kFetchers) {
     give_registers<88>();
-    fetch<T>(a, &x_map, c, shared, ring);
+    fetch<T>(a, &x_map, &up_map, c, shared, ring);
   } else {
     take_registers<208>();
     multiply<T>(a, c, shared, ring);
@@ -261,11 +293,12 @@ __global__ void __launch_bounds__(kThreads, 1) up_kernel(const __grid_constant__
 
 template <typename T>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
-  CUtensorMap x_map;
+  CUtensorMap x_map, up_map;
   const T* x = static_cast<const T*>(ffn.x) + chunk.first * ffn.hidden;
   TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, x, chunk.tokens, ffn.hidden, kBlockTokens));
+  TWELL_RETURN_IF_ERROR(make_tensor_map(&up_map, ffn.dtype, ffn.up, ffn.width, ffn.hidden, kBoxRows));
   const Arguments arguments{ffn.up, ffn.b_up, chunk.active, ffn.hidden, ffn.width};
-  return launch_kernel(up_kernel<T>, device.sm_count, kThreads, 1, kShared, stream, x_map, arguments);
+  return launch_kernel(up_kernel<T>, device.sm_count, kThreads, 1, kShared, stream, x_map, up_map, arguments);
 }
 
 }  // namespace
