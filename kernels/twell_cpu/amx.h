@@ -182,28 +182,26 @@ void gate_amx(const void* panels, int tokens, const void* w, int64_t ld_w, int n
   }
 }
 
-constexpr int64_t kSumRows = 512;    // rows that are paired up at once ...
-constexpr int64_t kSumColumns = 64;  // ... this wide, so that they stay in the second-level cache
-
-// Pairs of rows interleaved to 32 bits, as tiles want their second operand: pairs[i / 2][d] = (row i, row i + 1). Rows
-// beyond `count` are zero, to a multiple of 32; so are columns beyond `width`.
-inline void pair_rows(const char* rows, int64_t stride, const uint32_t* index, int64_t count, int64_t width,
-                      char* pairs) {
+// Pairs of rows interleaved to 32 bits, as tiles want their second operand: pairs[i / 2][d] = (row i, row i + 1).
+void pair_rows_amx(const void* all_rows, int64_t ld_rows, const uint32_t* index, int64_t count, int64_t width,
+                   void* pairs) {
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
                                        36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+  const char* rows = static_cast<const char*>(all_rows);
+  const auto row = [&](int64_t i) { return rows + 2 * ld_rows * (index ? static_cast<int64_t>(index[i]) : i); };
+  char* to = static_cast<char*>(pairs);
   for (int64_t i = 0; i < (count + 31) / 32 * 32; i += 2) {
     for (int64_t ahead = i + 16; ahead < i + 18 && ahead < count; ++ahead) {
-      for (int64_t b = 0; b < 2 * width; b += 64) __builtin_prefetch(rows + index[ahead] * stride + b);
+      for (int64_t b = 0; b < 2 * width; b += 64) __builtin_prefetch(row(ahead) + b);
     }
-    for (int64_t d = 0; d < kSumColumns; d += 32) {
+    for (int64_t d = 0; d < twell::kPairColumns; d += 32, to += 128) {
       const int64_t rest = width - d;
       const __mmask32 lanes = rest >= 32 ? 0xffffffffu : rest > 0 ? (1u << rest) - 1u : 0u;
-      const __m512i a = i < count ? _mm512_maskz_loadu_epi16(lanes, rows + index[i] * stride + 2 * d) : __m512i{};
-      const __m512i b = i + 1 < count ? _mm512_maskz_loadu_epi16(lanes, rows + index[i + 1] * stride + 2 * d) : __m512i{};
-      char* to = pairs + i / 2 * kSumColumns * 4 + d * 4;
-      _mm512_store_si512(to, _mm512_permutex2var_epi16(a, low, b));
-      _mm512_store_si512(to + 64, _mm512_permutex2var_epi16(a, high, b));
+      const __m512i a = i < count ? _mm512_maskz_loadu_epi16(lanes, row(i) + 2 * d) : __m512i{};
+      const __m512i b = i + 1 < count ? _mm512_maskz_loadu_epi16(lanes, row(i + 1) + 2 * d) : __m512i{};
+      _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, low, b));
+      _mm512_storeu_si512(to + 64, _mm512_permutex2var_epi16(a, high, b));
     }
   }
 }
@@ -215,34 +213,26 @@ inline void sum_amx_tile(const char* scale, int64_t step, int64_t steps, const c
   for (int64_t s = 0; s < steps; ++s) {
     load_tile<4>(scale + s * step, kTileBytes);
     if constexpr (kF == 2) load_tile<5>(scale + s * step + kTileRows * kTileBytes, kTileBytes);
-    const char* b = pairs + s * kTileRows * kSumColumns * 4;
-    load_tile<6>(b, kSumColumns * 4);
-    load_tile<7>(b + 64, kSumColumns * 4);
+    const char* b = pairs + s * kTileRows * twell::kPairColumns * 4;
+    load_tile<6>(b, twell::kPairColumns * 4);
+    load_tile<7>(b + 64, twell::kPairColumns * 4);
     multiply_all<kF, 2>();
   }
   store_sums<kF, 2>(sums, ld_sums);
 }
 
-void gather_matmul_amx(const void* rows, int64_t ld_rows, const uint32_t* index, int64_t count, int64_t width,
-                       const void* scale, int outputs, float* sums, int64_t ld_sums) {
+void matmul_pairs_amx(const void* pairs, int64_t count, int64_t width, const void* scale, int outputs, float* sums,
+                      int64_t ld_sums) {
   const TileSetup setup;
-  alignas(64) char pairs[kSumRows * kSumColumns * 2];
-  const int64_t step = (outputs + kTileRows - 1) / kTileRows * kTileRows * kTileBytes;
-  for (int64_t i = 0; i < count; i += kSumRows) {
-    const int64_t n = count - i < kSumRows ? count - i : kSumRows, steps = (n + 31) / 32;
-    for (int64_t d = 0; d < width; d += kSumColumns) {
-      pair_rows(static_cast<const char*>(rows) + 2 * d, 2 * ld_rows, index + i, n,
-                width - d < kSumColumns ? width - d : kSumColumns, pairs);
-      const char* from = static_cast<const char*>(scale) + i / 32 * step;
-      for (int t = 0; t < outputs; t += 32) {
-        for (int64_t c = 0; c < kSumColumns && d + c < width; c += 32) {
-          float* to = sums + t * ld_sums + d + c;
-          if (t + 16 < outputs) {
-            sum_amx_tile<2>(from + t * kTileBytes, step, steps, pairs + 4 * c, to, ld_sums);
-          } else {
-            sum_amx_tile<1>(from + t * kTileBytes, step, steps, pairs + 4 * c, to, ld_sums);
-          }
-        }
+  const int64_t step = (outputs + kTileRows - 1) / kTileRows * kTileRows * kTileBytes, steps = (count + 31) / 32;
+  for (int t = 0; t < outputs; t += 32) {
+    const char* from = static_cast<const char*>(scale) + t * kTileBytes;
+    for (int64_t d = 0; d < width; d += 32) {
+      const char* columns = static_cast<const char*>(pairs) + 4 * d;
+      if (t + 16 < outputs) {
+        sum_amx_tile<2>(from, step, steps, columns, sums + t * ld_sums + d, ld_sums);
+      } else {
+        sum_amx_tile<1>(from, step, steps, columns, sums + t * ld_sums + d, ld_sums);
       }
     }
   }

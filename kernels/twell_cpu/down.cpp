@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "shared_rows.h"
+
 namespace twell {
 namespace {
 
@@ -121,9 +123,11 @@ void down_by_slices(const Block& block, const Kernels& kernels, const Threads& t
 
 void down_product(const Block& block, const Kernels& kernels, const Threads& threads, const Part& part, void* y) {
   const int64_t tokens = part.tokens(), total = part.pairs.begin.back();
-  const bool matrix = kernels.gather_matmul != nullptr && tokens >= kernels.panels_from;
+  const bool matrix = kernels.matmul_pairs != nullptr && tokens >= kernels.panels_from;
   if (down_by_column(block)) {
-    if (matrix && down_of_shared(block, kernels, threads, part, y)) return;
+    const ScaledRows rows{block.down, block.down_column, part.h.data()};
+    void* out = at(y, part.first * block.hidden, block.dtype);
+    if (matrix && sum_shared_rows(block, kernels, threads, part.pairs, {rows}, block.b_down, out)) return;
     down_by_rows(block, kernels, threads, part, part.pairs.neuron.data(), block.down, block.down_column, y);
   } else if (block.tokens == tokens && 2 * total * kCacheLine < block.width * element_bytes(block.dtype)) {
     down_by_active_columns(block, kernels, threads, part, y);

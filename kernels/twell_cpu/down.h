@@ -19,10 +19,7 @@ struct Part {
 // y[t] = b_down + sum over t's pairs of h * down[:, neuron], for the part's rows of y (T, D).
 void down_product(const Block& block, const Kernels& kernels, const Threads& threads, const Part& part, void* y);
 
-// With a matrix unit. Where down lies by columns: a product for each block of tokens over the neurons that any of them has
-// active; false, and nothing written, where gathering each pair is faster.
-bool down_of_shared(const Block& block, const Kernels& kernels, const Threads& threads, const Part& part, void* y);
-// Where down lies by rows: h as dense panels, a few at a time, against them as they lie.
+// The same with a matrix unit where down lies by rows: h as dense panels, a few at a time, against them as they lie.
 void down_by_panels(const Block& block, const Kernels& kernels, const Threads& threads, const Part& part, void* y);
 
 }  // namespace twell

@@ -29,7 +29,7 @@ void PairFinder::up_products(LanePairs& lane, size_t first_run, int64_t first_to
   const auto up_row = [&](size_t run) { return at(block_.up, lane.runs[run].neuron * hidden, block_.dtype); };
   std::vector<size_t>& shared = scratch.shared;
   shared.clear();
-  if (panels != nullptr && kernels_.gather_matmul != nullptr) {
+  if (panels != nullptr && kernels_.matmul_pairs != nullptr) {
     for (size_t r = first_run; r < lane.runs.size(); ++r) {
       if (worth_a_row(lane.runs[r].count, tokens)) shared.push_back(r);
     }

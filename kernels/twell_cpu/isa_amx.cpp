@@ -9,7 +9,8 @@ const twell::Kernels* twell::kernels_amx(DType dtype) {
   static const Kernels kBf16 = [] {
     Kernels table = *kernels_avx512_bf16(DType::kBFloat16);
     table.gate_panels = gate_amx;
-    table.gather_matmul = gather_matmul_amx;
+    table.pair_rows = pair_rows_amx;
+    table.matmul_pairs = matmul_pairs_amx;
     table.panels_from = 8;
     table.tile_neurons = 96;
     table.block_bytes = 1 << 20;

@@ -13,6 +13,9 @@ enum class Isa { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kAmx = 
 // Tokens that share one pass over the gate matrix are handed over as panels of this many.
 constexpr int kPanel = 64;
 
+// Columns of rows that lie in pairs for a matrix unit.
+constexpr int64_t kPairColumns = 64;
+
 // Size of a panel whose rows have `row_bytes`: whole cache lines of each.
 static inline int64_t panel_bytes(int64_t row_bytes) {
   return kPanel * ((row_bytes + 63) / 64 * 64);
@@ -42,11 +45,13 @@ struct Kernels {
   void (*gather_sum2)(const void* rows, int64_t ld_rows, const uint32_t* index, const float* scale_a,
                       const float* scale_b, int64_t count, int64_t width, float* sums_a, float* sums_b);
 
-  // sums[t, d] += sum_i scale[t, i] * rows[index[i], d] for t < outputs and d < width, as tiles want it: `scale` lies at
-  // [i / 32][t][i % 32], with t padded to a multiple of 16 and zeros beyond `count`; `sums` is padded to 16 rows and 32
-  // columns. Null where this set has no matrix unit.
-  void (*gather_matmul)(const void* rows, int64_t ld_rows, const uint32_t* index, int64_t count, int64_t width,
-                        const void* scale, int outputs, float* sums, int64_t ld_sums);
+  // sums[t, d] += sum_i scale[t, i] * rows[i, d] on a matrix unit, for up to kPairColumns columns d; null where this set
+  // has none. `pair_rows` puts rows (index[i], or i where index is null) into the form that `matmul_pairs` takes:
+  // count padded to 32 rows x kPairColumns elements. `scale` lies at [i / 32][t][i % 32], t padded to a multiple of 16,
+  // with zeros beyond `count`; `sums` is padded to 16 rows and 32 columns.
+  void (*pair_rows)(const void* rows, int64_t ld_rows, const uint32_t* index, int64_t count, int64_t width, void* pairs);
+  void (*matmul_pairs)(const void* pairs, int64_t count, int64_t width, const void* scale, int outputs, float* sums,
+                       int64_t ld_sums);
 
   // Rounds fp32 to the element type, and back.
   void (*round)(const float* values, int64_t count, void* out);

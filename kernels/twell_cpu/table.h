@@ -16,9 +16,9 @@ constexpr twell::Kernels make_table() {
   return twell::Kernels{
       gate<Simd, Dot>,      nullptr,          nullptr,
       pack<Simd>,           gather_dot<Simd, Dot>, gather_sum<Simd, T>,
-      gather_sum2<Simd, T>, nullptr,          round<Simd, T>,
-      widen<Simd, T>,       transpose<T>,     32,
-      48,                   512 << 10,
+      gather_sum2<Simd, T>, nullptr,          nullptr,
+      round<Simd, T>,       widen<Simd, T>,   transpose<T>,
+      32,                   48,               512 << 10,
   };
 }
 
