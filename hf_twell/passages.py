@@ -90,6 +90,6 @@ def _read(text: io.TextIOWrapper, size: int, path: Path) -> str:
 
 
 def _cut(text: str) -> tuple[str, str]:
-    newline, space = text.rfind("\n"), text.rfind(" ")
-    at = len(text[:newline].rstrip("\r\n")) if newline > 0 else space if space > 0 else len(text)
+    before_newline = len(text[: max(0, text.rfind("\n"))].rstrip("\r\n"))
+    at = next(at for at in (before_newline, text.rfind(" "), len(text)) if at > 0)
     return text[:at], text[at:]

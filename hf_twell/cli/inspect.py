@@ -59,11 +59,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _inspect(args) -> dict:
     _check_texts(args.text)
+    from transformers import AutoTokenizer
+
     from hf_twell.evaluation import load_model
     from hf_twell.inspection import inspect_text, passage_ids
     from hf_twell.savings import ffn_savings
 
-    model, tokenizer = load_model(args.model, args.tokenizer, dtype=args.dtype, device=args.device)
+    # A tokenizer's folder need not hold a model's config.
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer) if args.tokenizer else None
+    model, tokenizer = load_model(args.model, tokenizer, dtype=args.dtype, device=args.device)
     with _asked_to_stop() as stop:
         result = inspect_text(
             model,

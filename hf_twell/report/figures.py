@@ -7,21 +7,21 @@ RUN_LENGTHS = ("16", "64", "128")
 
 
 def layer_plot(result: dict) -> Plot:
-    layers = result["layers"]
-    if not result["sparse"]:
-        return magnitude_plot(result)
-    means = [layer["l0"] for layer in layers]
-    highs = [layer["l0_quantiles"]["p90"] for layer in layers]
+    layers, (key, name) = result["layers"], measure(result)
+    means = [layer[key] for layer in layers]
+    highs = [layer["l0_quantiles"]["p90"] for layer in layers] if result["sparse"] else []
     plot = Plot(
-        "Active neurons by layer (line: from the 10 % quietest to the 10 % busiest tokens)",
+        f"{name.capitalize()} by layer",
         "; ".join(f"layer {index}: {number(value)} on average" for index, value in enumerate(means)),
         "layer",
-        "active neurons per token",
+        f"{name} per token",
     )
     plot.y_axis(max(*means, *highs), number)
-    tips = [f"layer {index}: {number(value)} active neurons per token" for index, value in enumerate(means)]
+    tips = [f"layer {index}: {number(value)} {name} per token" for index, value in enumerate(means)]
     plot.bars(means, tips)
-    plot.whiskers([layer["l0_quantiles"]["p10"] for layer in layers], highs)
+    if highs:
+        plot.legend.append(("a", "mean"))
+        plot.whiskers([layer["l0_quantiles"]["p10"] for layer in layers], highs, "10th to 90th percentile of tokens")
     plot.x_ticks([(index, str(index)) for index in range(len(layers))])
     return plot
 

@@ -84,8 +84,8 @@ def _positions(result):
     effect = _effect(first / later if later else 1, "First tokens are busier", "First tokens are quieter")
     return {
         "title": effect or "First tokens are like later ones",
-        "text": f"The first {FIRST} tokens of a window have {number(first)} {name} on average over layers, "
-        f"those after position {LATE} {number(later)} ({first / later if later else 1:.2f}x).",
+        "text": f"On average over layers, the first {FIRST} tokens of a window have {number(first)} {name}, and those "
+        f"after position {LATE} have {number(later)} ({first / later if later else 1:.2f}x).",
     }
 
 
@@ -133,7 +133,7 @@ def _words(result):
     return {
         "title": effect or "Rare tokens are like common ones",
         "text": f"Tokens seen {_times(rare)} have {number(rare[key])} {name}, those seen {_times(common)} "
-        f"{number(common[key])} ({rare[key] / common[key]:.1f}x).",
+        f"have {number(common[key])} ({rare[key] / common[key]:.1f}x).",
     }
 
 
@@ -163,7 +163,7 @@ def _hottest(result):
 def _magnitude(result):
     shares = [_mean(layer["magnitude_share"][top] or 0 for layer in result["layers"]) for top in ("1%", "5%", "10%")]
     return {
-        "title": "How unevenly a token's activity is spread",
+        "title": "A few neurons carry most of a token" if shares[2] >= 0.75 else "A token's activity is spread widely",
         "text": "Of a token's sum of |h|, its strongest 1 / 5 / 10 % of neurons carry "
         f"{percent(shares[0])} / {percent(shares[1])} / {percent(shares[2])}.",
     }

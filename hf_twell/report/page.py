@@ -12,11 +12,15 @@ from hf_twell.report.plots import Plot
 # Inline code and styles, and nothing from elsewhere, whatever a text or a model's name holds.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 _FOLDER = Path(__file__).parent
+_DENSE = (
+    '<p class="note">Where every neuron fires for every token, L0 cannot tell tokens apart. This page compares them by '
+    "effective neurons instead: as many equally strong ones would carry a token as unevenly.</p>"
+)
 
 
 def render(result: dict) -> str:
     """The page for what `hf_twell.inspection.inspect_text` returned, with `savings` where they are known."""
-    sections = [_layers(result), _positions(result), _words(result), _passage(result)]
+    sections = [_layers(result), _places(result), _passage(result)]
     if result.get("savings"):
         sections.append(_savings(result["savings"]))
     title = f"{Path(result['model']).name}: where it thinks"
@@ -52,55 +56,49 @@ def _head(result) -> str:
     if result["partial"]:
         warnings.insert(0, f"Partial: interrupted after {result['tokens']:,} tokens. All figures are for these.")
     items = "".join(
-        f"<li><h3>{escape(found['title'])}</h3><p>{escape(found['text'])}</p></li>" for found in findings(result)
+        f"<li><h3>{escape(found['title'])}</h3><p>{escape(found['text']).replace(' %', '&nbsp;%')}</p></li>"
+        for found in findings(result)
     )
     return (
         f'<header><p class="model">{escape(result["model"])} · {escape(result["class"])}, {len(layers)} layers, '
         f"activation {escape(str(result['activation']))}</p><h1>{escape(headline(result))}</h1>"
         + "".join(f'<p class="warning" role="note">{escape(warning)}</p>' for warning in warnings)
-        + f'<ul class="tiles">{cells}</ul></header><h2>What stands out</h2><ul class="findings">{items}</ul>'
+        + f'<ul class="tiles">{cells}</ul>{"" if result["sparse"] else _DENSE}</header>'
+        + f'<h2>What stands out</h2><ul class="findings">{items}</ul>'
     )
 
 
 def _layers(result) -> str:
     plots = [figures.layer_plot(result), figures.hottest_plot(result), figures.run_plot(result)]
-    if result["sparse"]:
-        plots.append(figures.magnitude_plot(result))
-    headings = ["layer", "mean L0", "density", "L0: p10", "median", "p90", "p99", "max", "dead", "always on"]
-    headings += ["hottest 10 % have", *(f"distinct in {run}" for run in figures.RUN_LENGTHS)]
-    headings += ["effective neurons", "top 1 % carry", "top 5 %", "top 10 %"]
-    rows = []
+    plots.append(figures.magnitude_plot(result))
+    names = ("p10", "p50", "p90", "p99", "max")
+    counts, kinds = [], []
     for index, layer in enumerate(result["layers"]):
-        quantiles, shares = layer["l0_quantiles"], layer["magnitude_share"]
-        row = [_row_head(index), _number(layer["l0"]), _percent(layer["density"])]
-        row += [_number(quantiles[name]) for name in ("p10", "p50", "p90", "p99", "max")]
-        row += [_number(layer["dead_neurons"]), _number(layer["always_on_neurons"])]
-        row += [_percent(layer["hottest_share"]["10%"])]
-        row += [_number(layer["distinct"][run]["neurons"]) for run in figures.RUN_LENGTHS]
-        row += [_number(layer["effective_neurons"]), *(_percent(shares[top]) for top in ("1%", "5%", "10%"))]
-        rows.append(row)
+        counts.append([_row_head(index), _number(layer["l0"]), _percent(layer["density"])])
+        counts[-1] += [_number(layer["l0_quantiles"][name]) for name in names]
+        counts[-1] += [_number(layer["dead_neurons"]), _number(layer["always_on_neurons"])]
+        kinds.append([_row_head(index), _percent(layer["hottest_share"]["10%"])])
+        kinds[-1] += [_number(layer["distinct"][run]["neurons"]) for run in figures.RUN_LENGTHS]
+        kinds[-1] += [_number(layer["effective_neurons"])]
+        kinds[-1] += [_percent(layer["magnitude_share"][top]) for top in ("1%", "5%", "10%")]
+    count_headings = ["layer", "mean L0", "density", *(f"L0: {name}" for name in names), "dead", "always on"]
+    kind_headings = ["layer", "hottest 10 % have", *(f"distinct in {run} tokens" for run in figures.RUN_LENGTHS)]
+    kind_headings += ["effective neurons", "top 1 % carry", "top 5 % carry", "top 10 % carry"]
     return (
         "<section><h2>Layer by layer</h2>"
         + _figures("layers", plots)
-        + _table("Every layer", headings, rows)
-        + '<p class="note">L0: neurons whose h is not zero, for one token. Dead: never active on this text; always on: '
-        "active for every token. Distinct: neurons that a run of so many neighbouring tokens uses at least once. "
-        "Effective neurons: (sum |h|)² / sum h², as many equally strong ones would carry a token as unevenly. "
-        f"Top 1 %: share of a token's sum of |h|, from an even sample of {result['layers'][0]['magnitude_sample']:,} "
-        "tokens.</p></section>"
+        + _table("How many neurons fire", count_headings, counts)
+        + '<p class="note">L0: neurons whose h is not zero, for one token; p50 is the median over tokens. Dead: never '
+        "active on this text. Always on: active for every token.</p>"
+        + _table("Which neurons fire, and how strongly", kind_headings, kinds)
+        + '<p class="note">Hottest: share of all firings that the tenth of neurons firing most often has. Distinct: '
+        "neurons that a run of so many neighbouring tokens uses at least once. Effective neurons: (sum |h|)² / sum h², "
+        "as many equally strong ones would carry a token as unevenly. Top 1 %: share of a token's sum of |h| in its "
+        f"strongest neurons, from an even sample of {result['layers'][0]['magnitude_sample']:,} tokens.</p></section>"
     )
 
 
-def _positions(result) -> str:
-    return (
-        "<section><h2>Position in the text</h2>"
-        f"<p>Each window of {result['context']:,} tokens starts afresh, as a prompt does.</p>"
-        + _figures("positions", [figures.position_plot(result)])
-        + "</section>"
-    )
-
-
-def _words(result) -> str:
+def _places(result) -> str:
     (key, name), vocabulary = measure(result), result["vocabulary"]
     tables = []
     for which in ("quietest", "busiest"):
@@ -110,10 +108,11 @@ def _words(result) -> str:
         ]
         tables.append(_table(f"The {which} tokens", ["token", "times seen", name], rows))
     return (
-        "<section><h2>Token by token</h2>"
-        f"<p>{vocabulary['seen']:,} vocabulary items occur here. Listed are only those seen at least "
-        f"{vocabulary['listed_from']} times: a rarer one's mean is chance. Figures are means over layers.</p>"
-        + _figures("words", [figures.count_plot(result)])
+        "<section><h2>Position by position, token by token</h2>"
+        f"<p>Each window of {result['context']:,} tokens starts afresh, as a prompt does. {vocabulary['seen']:,} "
+        f"vocabulary items occur; listed are those seen at least {vocabulary['listed_from']} times, because a rarer "
+        "one's mean is chance. Figures are means over layers.</p>"
+        + _figures("places", [figures.position_plot(result), figures.count_plot(result)])
         + f'<div class="pair">{"".join(tables)}</div></section>'
     )
 
@@ -134,7 +133,7 @@ def _passage(result) -> str:
     spoken = ", ".join(f"“{_visible(passage['text'][index])}” ({number(mean[index])})" for index in top)
     return (
         "<section><h2>A passage</h2>"
-        f"<p>The beginning of the text, each token shaded by its {name}. Busiest: {escape(spoken)}.</p>"
+        f"<p>How a window begins, each token shaded by its {name}. Busiest: {escape(spoken)}.</p>"
         f'<p><label class="layer" hidden>Shade by <select>{options}</select></label> '
         f'<span class="note">0<i class="scale"></i><span class="scale-top">{most:,.1f}</span> {name}</span></p>'
         f'<p class="passage" data-name="{name}" data-values="{escape(json.dumps([mean, *layers]))}">{tokens}</p>'

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 WIDTH, HEIGHT = 440, 280
-LEFT, RIGHT, TOP, BOTTOM = 54, 14, 14, 46
-SERIES = ("a", "b", "c", "d")  # classes that page.css colours
+LEFT, RIGHT, TOP, BOTTOM = 64, 14, 14, 46
 
 
 class Plot:
@@ -16,6 +15,8 @@ class Plot:
         title: of the figure, shown above the plot.
         text: what the plot says, for those who do not see it.
         x_label, y_label: with units.
+
+    A `series` is a class of page.css.
     """
 
     def __init__(self, title: str, text: str, x_label: str, y_label: str):
@@ -60,7 +61,8 @@ class Plot:
                 f'height="{height:.1f}"><title>{escape(tip)}</title></rect>'
             )
 
-    def whiskers(self, lows: Sequence[float], highs: Sequence[float]) -> None:
+    def whiskers(self, lows: Sequence[float], highs: Sequence[float], name: str) -> None:
+        self.legend.append(("whisker", name))
         for index, (low, high) in enumerate(zip(lows, highs, strict=True)):
             x, top, bottom = self.x(index), self.y(high), self.y(low)
             self.marks.append(f'<path class="whisker" d="M{x} {bottom}V{top}M{x - 4} {top}h8M{x - 4} {bottom}h8"/>')
@@ -79,7 +81,7 @@ class Plot:
         """The figure; `name` is its id in the page."""
         axis_x, axis_y = (LEFT + WIDTH - RIGHT) / 2, (TOP + HEIGHT - BOTTOM) / 2
         labels = _text(axis_x, HEIGHT - 8, self.x_label, "middle", "label")
-        turned = f'<text class="label" transform="translate(14 {axis_y}) rotate(-90)" text-anchor="middle">'
+        turned = f'<text class="label" transform="translate(13 {axis_y}) rotate(-90)" text-anchor="middle">'
         keys = "".join(
             '<li><svg class="key" viewBox="0 0 24 10" aria-hidden="true">'
             f'<path class="line line-{series}" d="M0 5H24"/></svg>{escape(text)}</li>'

@@ -1,0 +1,322 @@
+"""`hf-twell inspect`: its figures against a brute-force count, its files, and what it says when something is wrong."""
+
+import json
+import lzma
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+import hf_twell
+from hf_twell.architectures import find_ffns
+from hf_twell.cli import main
+from hf_twell.inspection import inspect_text
+from hf_twell.passages import read_pieces, windows
+from hf_twell.places import LISTED_COUNT
+from hf_twell.savings import ffn_savings, predicted_share
+from hf_twell.text import read_documents
+from tests.conftest import shared_path
+
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "recipes" / "demo"
+HELDOUT = DEMO / "text" / "heldout.txt"
+COMMAND = [sys.executable, "-c", "import sys; from hf_twell.cli import main; sys.exit(main())"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(DEMO / "model")
+
+
+@pytest.fixture(scope="module")
+def relu_demo():
+    """The demo model with ReLU, in stock form."""
+    model = AutoModelForCausalLM.from_pretrained(DEMO / "model", dtype=torch.float32)
+    return hf_twell.unpatch(hf_twell.sparsify(model)).eval()
+
+
+@pytest.fixture(scope="module")
+def relu_folder(relu_demo, tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("relu")
+    relu_demo.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    """Two short documents and a long one."""
+    documents = read_documents(HELDOUT)
+    path = tmp_path / "text.txt"
+    long = "\n\n".join(documents)[2000:11000]
+    path.write_text("\n<|endoftext|>\n".join([documents[0][:90], long, documents[2][:400]]) + "\n")
+    return path
+
+
+@torch.no_grad()
+def brute_force(model, tokenizer, path, context) -> dict:
+    """L0 of every token of every layer, one window at a time: no batches, no padding, no streaming."""
+    sites, ids, places, l0 = find_ffns(model), [], [], [[] for _ in find_ffns(model)]
+    for document in read_documents(path):
+        rest = tokenizer(document, add_special_tokens=False)["input_ids"]
+        for at in range(0, len(rest), context - 1):
+            window = [tokenizer.bos_token_id, *rest[at : at + context - 1]]
+            seen = []
+            hooks = [
+                site.linear("down").register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0][0]))
+                for site in sites
+            ]
+            model(torch.tensor([window]))
+            for hook in hooks:
+                hook.remove()
+            ids += window
+            places += range(len(window))
+            for layer, h in enumerate(seen):
+                l0[layer] += (h != 0).sum(1).tolist()
+    return {"ids": torch.tensor(ids), "places": torch.tensor(places), "l0": torch.tensor(l0, dtype=torch.float64)}
+
+
+def test_against_a_brute_force_count(relu_demo, tokenizer, text):
+    result = inspect_text(relu_demo, tokenizer, [text], context=64, batch_tokens=320)
+    truth = brute_force(relu_demo, tokenizer, text, 64)
+    l0, places, ids = truth["l0"], truth["places"], truth["ids"]
+    assert result["tokens"] == len(ids)
+    # Batches add in another order, so a gate a rounding away from zero may open or close.
+    close = {"abs": 0.02}
+    for layer, values in zip(result["layers"], l0, strict=True):
+        assert layer["l0"] == pytest.approx(values.mean().item(), **close)
+        assert layer["l0_quantiles"]["max"] == pytest.approx(values.max().item(), abs=2)
+    assert sum(row["tokens"] for row in result["positions"]) == len(ids)
+    assert result["positions"][-1]["last"] == 63
+    for row in result["positions"]:
+        inside = (places >= row["first"]) & (places <= row["last"])
+        assert row["tokens"] == inside.sum()
+        assert row["l0"] == pytest.approx(l0[:, inside].mean(1).tolist(), abs=0.5)
+    counts = torch.bincount(ids)
+    items = {item["id"]: item for which in ("quietest", "busiest") for item in result["vocabulary"][which]}
+    for id_, item in items.items():
+        assert item["count"] == counts[id_] >= LISTED_COUNT
+        assert item["l0"] == pytest.approx(l0[:, ids == id_].mean().item(), abs=0.5)
+        assert item["text"] == tokenizer.decode([id_])
+    listed = [id_ for id_ in counts.nonzero().flatten().tolist() if counts[id_] >= LISTED_COUNT]
+    means = {id_: l0[:, ids == id_].mean().item() for id_ in listed}
+    assert result["vocabulary"]["quietest"][0]["l0"] == pytest.approx(min(means.values()), abs=0.5)
+    assert result["vocabulary"]["busiest"][0]["l0"] == pytest.approx(max(means.values()), abs=0.5)
+    for row in result["vocabulary"]["by_count"]:
+        inside = (counts[ids] >= row["first"]) & (counts[ids] <= row["last"])
+        assert row["tokens"] == inside.sum()
+        assert row["l0"] == pytest.approx(l0[:, inside].mean().item(), abs=0.5)
+    assert result["vocabulary"]["seen"] == (counts > 0).sum()
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
+
+
+def test_the_passage_is_the_models_own(relu_demo, tokenizer, text):
+    result = inspect_text(relu_demo, tokenizer, [text], context=200)
+    passage = result["passage"]
+    ids = tokenizer("".join(passage["text"]), add_special_tokens=False, return_tensors="pt")["input_ids"]
+    report = hf_twell.measure_sparsity(relu_demo, [ids])
+    assert ids.shape[1] == len(passage["text"]) == 160
+    for layer, values in zip(report["layers"], passage["l0"], strict=True):
+        assert sum(values) / len(values) == pytest.approx(layer["l0"], abs=0.1)
+
+
+def test_a_dense_model_says_so(tokenizer, text):
+    model = AutoModelForCausalLM.from_pretrained(DEMO / "model", dtype=torch.float32)
+    result = inspect_text(model, tokenizer, [text])
+    assert not result["sparse"]
+    assert result["density"] == pytest.approx(1, abs=0.001)
+    assert result["activation"] == "silu"
+    for layer in result["layers"]:
+        assert 0.1 < layer["magnitude_share"]["10%"] < 1
+        assert 1 < layer["effective_neurons"] < 1024
+    ranked = [item["effective_neurons"] for item in result["vocabulary"]["busiest"]]
+    assert ranked == sorted(ranked, reverse=True)
+    savings = ffn_savings(model, torch.arange(3, 40)[None], result["layers"])
+    assert {row[which]["path"] for row in savings["layers"] for which in ("decode", "prefill")} == {"dense"}
+    assert savings["total"]["decode"]["speedup"] == 1
+
+
+def test_the_model_stays_as_it_was(relu_demo, tokenizer, text):
+    relu_demo.train()
+    before = {name: value.clone() for name, value in relu_demo.state_dict().items()}
+    kinds = [type(module) for module in relu_demo.modules()]
+    result = inspect_text(relu_demo, tokenizer, [text])
+    ffn_savings(relu_demo, torch.arange(3, 40)[None], result["layers"], measure=True, rounds=1)
+    assert [type(module) for module in relu_demo.modules()] == kinds
+    assert all(module.training for module in relu_demo.modules())
+    assert not any(module._forward_pre_hooks for module in relu_demo.modules())
+    for name, value in relu_demo.state_dict().items():
+        assert torch.equal(value, before[name])
+        assert value.is_contiguous()
+    relu_demo.eval()
+
+
+def test_measured_savings(relu_demo):
+    layers = hf_twell.measure_sparsity(relu_demo, [torch.arange(3, 200)[None]])["layers"]
+    predicted = ffn_savings(relu_demo, torch.arange(3, 200)[None], layers)
+    measured = ffn_savings(relu_demo, torch.arange(3, 200)[None], layers, measure=True, rounds=2)
+    if measured["backend"] == "reference":
+        pytest.skip("no compiled backend works on this machine")
+    assert (predicted["measured"], measured["measured"]) == (False, True)
+    assert all(row["difference"] < 1e-5 for row in measured["layers"])
+    for savings in (predicted, measured):
+        assert savings["tokens"] == {"decode": 1, "prefill": 197}
+        for which in ("decode", "prefill"):
+            total = savings["total"][which]
+            assert total["dense_ms"] == pytest.approx(sum(row[which]["dense_ms"] for row in savings["layers"]))
+            assert total["speedup"] == total["dense_ms"] / total["sparse_ms"]
+    assert [row["measured"] for row in measured["if_density"]] == [True] * 5
+    assert [row["measured"] for row in predicted["if_density"]] == [False] * 5
+
+
+def test_predictions_are_the_benchmarks():
+    """The formula repeats the rows it was fitted to, within the noise of a benchmark."""
+    rows = [json.loads(line) for line in (ROOT / "kernels/twell_cpu/bench/bench.jsonl").read_text().splitlines()]
+    compared = 0
+    for row in rows:
+        if (
+            row["bench"] != "ffn"
+            or row["dtype"] != "bfloat16"
+            or row["pass"] != "forward"
+            or row["processor"] != "AMD EPYC"
+        ):
+            continue
+        which = {1: "decode", 1024: "prefill"}.get(row["tokens"])
+        if which and row["density"] < 0.18:
+            predicted = predicted_share(which, row["density"], "cpu")
+            assert predicted == pytest.approx(row["sparse_ms"] / row["eager_ms"], rel=0.15)
+            compared += 1
+    assert compared >= 4
+    assert predicted_share("prefill", 0.5, "cpu") == 1
+
+
+@pytest.mark.parametrize("size", [50, 1000, 1 << 16])
+@pytest.mark.parametrize("ending", ["txt", "xz"])
+def test_pieces_are_the_documents(size, ending, tmp_path):
+    raw = HELDOUT.read_bytes()[:30000].decode(errors="ignore").replace("\n", "\r\n" if size == 50 else "\n")
+    path = tmp_path / f"text.{ending}"
+    path.write_bytes(lzma.compress(raw.encode()) if ending == "xz" else raw.encode())
+    documents, parts, read = [], [], []
+    for piece, ends in read_pieces(path, size=size, on_bytes=read.append):
+        assert len(piece) <= 2 * size
+        parts.append(piece)
+        if ends:
+            documents.append("".join(parts))
+            parts = []
+    assert not parts
+    assert documents == read_documents(path)
+    assert sum(read) == path.stat().st_size
+
+
+def test_windows_hold_every_token_once(tokenizer, text):
+    expected = [tokenizer(document, add_special_tokens=False)["input_ids"] for document in read_documents(text)]
+    got = list(windows(tokenizer, [text], 64))
+    assert all(window[0] == tokenizer.bos_token_id and 2 <= len(window) <= 64 for window in got)
+    assert [id_ for window in got for id_ in window[1:]] == [id_ for ids in expected for id_ in ids]
+
+
+def test_command(relu_folder, text, tmp_path, capsys):
+    page, figures = tmp_path / "page.html", tmp_path / "figures.json"
+    command = ["inspect", str(relu_folder), "--text", str(text), "--html", str(page), "--output", str(figures)]
+    assert main(command) == 0
+    printed = capsys.readouterr()
+    assert "fire for a token" in printed.out
+    assert "predicted, not measured" in printed.out
+    assert "inspecting" in printed.err
+    result = json.loads(figures.read_text())
+    assert result["layers"][0]["name"] == "model.layers.0.mlp"
+    assert result["savings"]["tokens"]["decode"] == 1
+    assert not result["partial"]
+    html = page.read_text()
+    assert "predicted, not measured" in html
+    assert "http://" not in html.replace("http-equiv", "")
+    assert main([*command[:4], "--tokens", "100", "--batch-tokens", "512", "--json"]) == 0
+    assert 100 <= json.loads(capsys.readouterr().out)["tokens"] <= 612
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda p: ["no/such/folder", "--text", str(HELDOUT)], "no/such/folder"),
+        (lambda p: [str(DEMO / "model"), "--text", "absent.txt"], "absent.txt"),
+        (lambda p: [str(DEMO / "model"), "--text", str(p)], "no text file"),
+        (lambda p: [str(DEMO / "model"), "--text", str(written(p, b" \n\n"))], "no text"),
+        (lambda p: [str(DEMO / "model"), "--text", str(written(p, b"a\0b"))], "NUL"),
+        (lambda p: [str(DEMO / "model"), "--text", str(DEMO / "model" / "model.safetensors")], "text file"),
+        (lambda p: [str(DEMO / "model"), "--text", str(written(p, b"text", "t.xz"))], "cannot be unpacked"),
+        (lambda p: [str(DEMO / "model"), "--text", str(HELDOUT), "--context", "9999"], "context"),
+        (lambda p: [str(DEMO / "model"), "--text", str(HELDOUT), "--tokens", "0"], "at least 1"),
+        (lambda p: [str(DEMO / "model"), "--text", str(HELDOUT), "--html", "no/such/p.html"], "--html"),
+        (lambda p: [str(gpt2(p)), "--text", str(HELDOUT)], "GPT2LMHeadModel"),
+    ],
+)
+def test_mistakes_end_in_one_line(make, says, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["inspect", *make(tmp_path)]) == 1
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-1].startswith("hf-twell: error: ")
+    assert says in lines[-1]
+    assert not any("Traceback" in line for line in lines)
+
+
+def written(folder: Path, content: bytes, name: str = "text.txt") -> Path:
+    (folder / name).write_bytes(content)
+    return folder / name
+
+
+def gpt2(folder: Path) -> Path:
+    config = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=3072, n_positions=64)
+    GPT2LMHeadModel(config).save_pretrained(folder / "gpt2")
+    AutoTokenizer.from_pretrained(DEMO / "model").save_pretrained(folder / "gpt2")
+    return folder / "gpt2"
+
+
+def test_a_larger_tokenizer_is_refused(tokenizer, tmp_path, capsys):
+    larger = AutoTokenizer.from_pretrained(DEMO / "model")
+    larger.add_tokens(["sometimes"])
+    larger.save_pretrained(tmp_path / "larger")
+    command = ["inspect", str(DEMO / "model"), "--text", str(HELDOUT), "--tokenizer", str(tmp_path / "larger")]
+    assert main(command) == 1
+    assert "does not match" in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_another_tokenizer_is_noticed(tmp_path, text, capsys):
+    stories = str(shared_path("data/stories260K-hf"))
+    assert main(["inspect", str(DEMO / "model"), "--text", str(text), "--tokenizer", stories]) == 0
+    assert "Warning: The model predicts this text worse than an even guess" in capsys.readouterr().out
+    assert main(["inspect", str(DEMO / "model"), "--text", str(text)]) == 0
+    assert "Warning" not in capsys.readouterr().out
+
+
+def test_ctrl_c_writes_what_was_seen(relu_folder, tmp_path):
+    long = tmp_path / "long.txt"
+    long.write_text(HELDOUT.read_text() * 40)
+    figures, page = tmp_path / "figures.json", tmp_path / "page.html"
+    process = subprocess.Popen(
+        [*COMMAND, "inspect", str(relu_folder), "--text", str(long), "--output", str(figures), "--html", str(page)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        # A shell that runs the tests in the background has them ignore the signal, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    deadline, seen = time.monotonic() + 120, b""
+    while b"tokens" not in seen and time.monotonic() < deadline:
+        seen += process.stderr.read1()
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert b"PARTIAL" in out
+    assert b"Traceback" not in error
+    result = json.loads(figures.read_text())
+    assert result["partial"]
+    assert 0 < result["tokens"] < 1_000_000
+    assert sum(row["tokens"] for row in result["positions"]) == result["tokens"]
+    assert all(layer["l0"] > 0 for layer in result["layers"])
+    assert "Partial: interrupted" in page.read_text()
