@@ -41,7 +41,9 @@ def bench_prefill(
     device = torch.device(device)
     model, dense, distinct = make_models(l0, dtype, device, shape)
     text = make_text(model.config.vocab_size, batch, length, seed=2, device=device)
-    description = describe(model, dense, text[:8], l0, distinct, dtype)
+    # A short batch's own L0 says little about the model's.
+    enough = text[:8] if text.numel() >= 8192 else make_text(model.config.vocab_size, 8, 1024, seed=2, device=device)
+    description = describe(model, dense, enough, l0, distinct, dtype)
     models = {"eager": dense, "sparse": model}
     outputs = {name: _last_logits(some, text) for name, some in models.items()}
     if compile:
