@@ -2,9 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-SOURCES := hf_twell recipes tests
+SOURCES := hf_twell recipes tests docs
 
-.PHONY: setup demo test test-gpu sanitize sanitize-cpu bench style lint constraints clean
+.PHONY: setup demo test test-gpu sanitize sanitize-cpu bench screenshots style lint constraints clean
 
 demo: setup
 	$(BIN)/python recipes/demo.py
@@ -29,6 +29,10 @@ sanitize-cpu:
 
 bench: setup
 	$(BIN)/hf-twell bench ffn --output out/bench
+
+# The pictures in docs/, from the sparse model of `make demo`; needs Chromium.
+screenshots: setup
+	$(BIN)/python docs/screenshots.py
 
 style: setup
 	$(BIN)/ruff check --fix $(SOURCES)

@@ -48,7 +48,14 @@ def test_python_examples(tmp_path, monkeypatch):
 def test_commands(tmp_path):
     pytest.importorskip("lm_eval")
     commands = [line.split("#")[0] for block in blocks("bash") for line in block.splitlines() if "hf-twell" in line]
-    assert [shlex.split(command)[1] for command in commands] == ["sparsify", "train", "eval", "bench", "doctor"]
+    assert [shlex.split(command)[1] for command in commands] == [
+        "sparsify",
+        "inspect",
+        "train",
+        "eval",
+        "bench",
+        "doctor",
+    ]
     (tmp_path / "notes.txt").write_text((DEMO / "text" / "heldout.txt").read_text()[:8000])
     extra = {
         "train": [f"output_dir={tmp_path / 'out'}", f"heldout={tmp_path / 'notes.txt'}", "training.max_steps=1"],
