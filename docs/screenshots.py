@@ -1,4 +1,4 @@
-"""Draw the pictures in docs/: `hf-twell inspect` on the demo model, opened in a headless Chromium. Run by a make target.
+"""Draw the pictures in docs/: `hf-twell inspect` on the demo model in a headless Chromium (`make screenshots`).
 
 Needs the sparse model of `make demo`, and Chromium (Debian: apt install chromium).
 """
