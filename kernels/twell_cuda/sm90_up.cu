@@ -139,24 +139,25 @@ __device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* x_m
       }
       barrier_arrive_on_copies(full);
     }
-    // Columns of relu(gate): sixteen threads copy one, of which only the active halves exist.
+    // Columns of relu(gate), of which only the active halves exist.
     const T* columns =
-        static_cast<const T*>(a.active.columns) + static_cast<int64_t>(item.block) * a.width * kBlockTokens;
+        static_cast<const T*>(a.active.columns) + static_cast<int64_t>(item.block) * a.width * kBlockTokens + chunk * 8;
     const Counts counts = c.counts[item.block];
-    const int part = thread % 16;
-    for (int start = 0; start < item.count; start += kTurnNeurons, ring.advance()) {
+#pragma unroll
+    for (int start = 0; start < kMaxNeurons; start += kTurnNeurons) {
+      if (start >= item.count) break;
       ring.wait_empty();
-      const uint32_t to = stages + ring.stage * bytes;
-#pragma unroll 4
-      for (int n = thread / 16; n < min(kTurnNeurons, item.count - start); n += kFetchers / 16) {
-        const int at = item.first + start + n;
-        if (part < 8 ? at < counts.first_only + counts.both : at >= counts.first_only) {
-          copy_16(to + n * 256 + ((part ^ (n & 7)) << 4),
-                  columns + static_cast<int64_t>(neuron(item, start + n)) * kBlockTokens + part * 8);
-        }
+      const uint32_t to = stages + ring.stage * bytes + row * 256 + ((chunk ^ (row & 7)) << 4);
+#pragma unroll
+      for (int i = 0; i < kTurnNeurons / kRows; ++i) {
+        const int n = start + row + kRows * i, at = item.first + n;
+        const T* column = columns + static_cast<int64_t>(neurons[start / kRows + i]) * kBlockTokens;
+        if (n < item.count && at < counts.first_only + counts.both) copy_16(to + i * kRows * 256, column);
+        if (n < item.count && at >= counts.first_only) copy_16(to + i * kRows * 256 + 128, column + kHalfTokens);
       }
       if (thread == 0) barrier_arrive(ring.full + ring.stage);
       barrier_arrive_on_copies(ring.full + ring.stage);
+      ring.advance();
     }
     item = next;
     lowest = next_lowest, highest = next_highest;
@@ -203,6 +204,14 @@ __device__ __forceinline__ void multiply(const Arguments& a, const Control& c, u
     const int begin = warpgroup == 0 ? 0 : max(counts.first_only - item.first, 0);
     const int end = min(item.count, warpgroup == 0 ? counts.first_only + counts.both - item.first : item.count);
     const int groups = max(end - begin / 16 * 16 + 63, 0) / 64, low = min(begin / 16 * 16, c.tile - groups * 64);
+    // The neurons whose h this lane will store, asked for before they are needed.
+    const uint16_t* neurons = a.active.neurons + static_cast<int64_t>(block) * a.active.row + item.first;
+    uint16_t stored[kMaxNeurons / 16];
+#pragma unroll
+    for (int i = 0; i < kMaxNeurons / 16; ++i) {
+      const int n = begin + lane / 2 + 16 * i;
+      stored[i] = n < end ? __ldcg(neurons + n) : 0;
+    }
     float sum[kMaxNeurons / 2];
     const int skipped = low * kDepth * 2;
     switch (groups) {
@@ -223,7 +232,6 @@ __device__ __forceinline__ void multiply(const Arguments& a, const Control& c, u
     const auto turn_at = [&](int n, int part) {
       return (n < kTurnNeurons ? first_turn : second_turn) + n % kTurnNeurons * 256 + ((part ^ (n & 7)) << 4);
     };
-    const uint16_t* neurons = a.active.neurons + static_cast<int64_t>(block) * a.active.row + item.first;
     T* columns = static_cast<T*>(a.active.columns) + static_cast<int64_t>(block) * a.width * kBlockTokens + warp * 16;
 #pragma unroll
     for (int j = 0; j < kMaxNeurons / 8; j += 2) {  // 16 neurons
@@ -246,10 +254,13 @@ __device__ __forceinline__ void multiply(const Arguments& a, const Control& c, u
       }
     }
     __syncwarp();
-    for (int n = begin + lane / 2; n < end; n += 16) {
-      const uint4 values = load_shared_16(turn_at(n, 2 * warp + (lane & 1)));
-      const int64_t neuron = __ldcg(neurons + n);
-      *reinterpret_cast<uint4*>(columns + neuron * kBlockTokens + (lane & 1) * 8) = values;
+#pragma unroll
+    for (int i = 0; i < kMaxNeurons / 16; ++i) {
+      const int n = begin + lane / 2 + 16 * i;
+      if (n < end) {
+        *reinterpret_cast<uint4*>(columns + static_cast<int64_t>(stored[i]) * kBlockTokens + (lane & 1) * 8) =
+            load_shared_16(turn_at(n, 2 * warp + (lane & 1)));
+      }
     }
     fence_async_proxy();  // ordinary stores here, bulk copies next
     __syncwarp();
@@ -282,7 +293,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   plan(c, a.active.blocks);
   const Ring ring(c.full, c.empty, min(kMaxStages, kRingBytes / stage_bytes(c.tile)));
   if (threadIdx.x < kFetchers) {
-    give_registers<88>();
+    give_registers<96>();
     fetch<T>(a, &x_map, &up_map, c, shared, ring);
   } else {
     take_registers<208>();
