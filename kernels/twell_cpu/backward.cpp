@@ -2,6 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
+
+#include "backward_matrix.h"
+#include "shared_rows.h"
 
 namespace twell {
 namespace {
@@ -103,16 +107,14 @@ NeuronPairs by_neuron(const TokenPairs& pairs, int64_t width) {
   return out;
 }
 
-inline float sign(float value) {
-  return static_cast<float>((value > 0.0f) - (value < 0.0f));
-}
-
 // Buffers of one thread in the neuron-major pass.
 struct NeuronScratch {
   std::vector<float> grad_h, grad_gate, grad_up, h;  // one neuron's pairs
   std::vector<float> sums;                           // three rows of D
   Bytes down;                                        // the group's columns of down, as rows
   Bytes grad_down;                                   // and of its gradient
+  std::vector<int64_t> shared;                       // neurons left to the matrix unit
+  SharedNeuronGradients::Scratch matrix;
 };
 
 }  // namespace
@@ -120,38 +122,58 @@ struct NeuronScratch {
 std::vector<std::pair<int64_t, int64_t>> backward(const Block& block, const Kernels& kernels, const Threads& threads,
                                                   const void* grad_y, const State& state, const float* token_scale,
                                                   const Gradients& gradients) {
-  constexpr int64_t kGroup = 32;  // neurons whose gradient of down fills whole cache lines
+  const bool matrix = kernels.matmul_pairs != nullptr && block.tokens >= kernels.panels_from;
+  // A group's gradient of down fills whole cache lines; on a matrix unit, which takes many at once, more of each page.
+  const int64_t group_size = matrix ? 384 : 32;
+  const int64_t stride = block.hidden + 32;  // of a group's rows, so that they lie in different cache sets
   const DType dtype = block.dtype;
   const int64_t hidden = block.hidden, element = element_bytes(dtype), row_bytes = hidden * element;
   std::vector<std::pair<int64_t, int64_t>> dense;
   TokenPairs pairs = load_pairs(block, kernels, threads, state, &dense);
   const NeuronPairs neurons = by_neuron(pairs, block.width);
 
+  std::optional<SharedNeuronGradients> shared_gradients;
+  if (matrix && worth_a_row(pairs.begin.back() / block.width * 2, block.tokens)) {
+    shared_gradients.emplace(block, kernels, threads, grad_y, token_scale);
+  }
   std::vector<float>& grad_gate = pairs.gate;  // each pair's factors are replaced by its gradients once they are used
   std::vector<float>& grad_up = pairs.up;
   std::vector<NeuronScratch> scratch(static_cast<size_t>(threads.count));
-  for_items(threads, (block.width + kGroup - 1) / kGroup, [&](int lane, int64_t group) {
+  for_items(threads, (block.width + group_size - 1) / group_size, [&](int lane, int64_t group) {
     NeuronScratch& my = scratch[lane];
     my.sums.resize(static_cast<size_t>(3 * hidden));
     float *sum_gate = my.sums.data(), *sum_up = sum_gate + hidden, *sum_down = sum_up + hidden;
-    const int64_t first = group * kGroup, last = std::min(block.width, first + kGroup);
-    if (gradients.down) my.grad_down.reserve(kGroup * row_bytes);
+    const int64_t first = group * group_size, last = std::min(block.width, first + group_size);
+    if (gradients.down) my.grad_down.reserve(group_size * stride * element);
     const char* down = at(block.down, first * block.down_column, dtype);
     int64_t down_stride = block.down_column;
     if (!down_by_column(block) && neurons.begin[first] < neurons.begin[last]) {
-      my.down.reserve(kGroup * row_bytes);
-      kernels.transpose(down, block.down_row, hidden, last - first, my.down.data(), hidden);
+      my.down.reserve(group_size * stride * element);
+      kernels.transpose(down, block.down_row, hidden, last - first, my.down.data(), stride);
       down = my.down.data();
-      down_stride = hidden;
+      down_stride = stride;
     }
+    my.shared.clear();
+    for (int64_t f = first; shared_gradients && f < last; ++f) {
+      if (worth_a_row(neurons.begin[f + 1] - neurons.begin[f], block.tokens)) my.shared.push_back(f);
+    }
+    if (my.shared.size() < 8) my.shared.clear();
+    if (!my.shared.empty()) {
+      shared_gradients->add(my.shared, first, neurons, down, down_stride, &pairs, gradients, my.grad_down.data(), stride, &my.matrix);
+    }
+    size_t next_shared = 0;
     for (int64_t f = first; f < last; ++f) {
+      if (next_shared < my.shared.size() && my.shared[next_shared] == f) {
+        ++next_shared;
+        continue;
+      }
       const int64_t begin = neurons.begin[f], count = neurons.begin[f + 1] - begin;
       if (gradients.b_gate) gradients.b_gate[f] = 0;
       if (gradients.b_up) gradients.b_up[f] = 0;
       if (count == 0) {
         if (gradients.gate) std::memset(at(gradients.gate, f * hidden, dtype), 0, row_bytes);
         if (gradients.up) std::memset(at(gradients.up, f * hidden, dtype), 0, row_bytes);
-        if (gradients.down) std::memset(my.grad_down.data() + (f - first) * row_bytes, 0, row_bytes);
+        if (gradients.down) std::memset(my.grad_down.data() + (f - first) * stride * element, 0, row_bytes);
         continue;
       }
       const uint32_t* tokens = neurons.token.data() + begin;
@@ -187,18 +209,23 @@ std::vector<std::pair<int64_t, int64_t>> backward(const Block& block, const Kern
       if (gradients.down) {
         std::fill_n(sum_down, hidden, 0.0f);
         kernels.gather_sum(grad_y, hidden, tokens, my.h.data(), count, hidden, sum_down);
-        kernels.round(sum_down, hidden, my.grad_down.data() + (f - first) * row_bytes);
+        kernels.round(sum_down, hidden, my.grad_down.data() + (f - first) * stride * element);
       }
     }
     if (gradients.down && down_by_column(block)) {
       for (int64_t f = first; f < last; ++f) {
-        std::memcpy(at(gradients.down, f * hidden, dtype), my.grad_down.data() + (f - first) * row_bytes, row_bytes);
+        std::memcpy(at(gradients.down, f * hidden, dtype), my.grad_down.data() + (f - first) * stride * element, row_bytes);
       }
     } else if (gradients.down) {
-      kernels.transpose(my.grad_down.data(), hidden, last - first, hidden, at(gradients.down, first, dtype), block.width);
+      kernels.transpose(my.grad_down.data(), stride, last - first, hidden, at(gradients.down, first, dtype), block.width);
     }
   });
 
+  if (gradients.x && matrix) {
+    std::vector<ScaledRows> terms{{block.gate, hidden, grad_gate.data()}};
+    if (block.up) terms.push_back({block.up, hidden, grad_up.data()});
+    if (sum_shared_rows(block, kernels, threads, pairs, terms, nullptr, gradients.x)) return dense;
+  }
   if (gradients.x) {
     for_items(threads, block.tokens, [&](int lane, int64_t token) {
       auto& sums = scratch[lane].sums;

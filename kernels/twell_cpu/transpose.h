@@ -51,10 +51,19 @@ inline void transpose_32x8(const uint16_t* in, int64_t ld_in, uint16_t* out, int
 inline void transpose_16bit(const uint16_t* in, int64_t ld_in, int64_t rows, int64_t columns, uint16_t* out,
                             int64_t ld_out) {
   const int64_t whole_rows = rows / 32 * 32, whole_columns = columns / 8 * 8;
-  for (int64_t r = 0; r < whole_rows; r += 32) {
-    // The next rows start in other pages, where hardware does not look ahead.
-    for (int64_t i = r + 32; i < r + 64 && i < whole_rows; ++i) __builtin_prefetch(in + i * ld_in);
-    for (int64_t c = 0; c < whole_columns; c += 8) transpose_32x8(in + r * ld_in + c, ld_in, out + c * ld_out + r, ld_out);
+  // The matrix with the longer rows is walked along them, so that each of its pages is met once.
+  for (int64_t c0 = 0; ld_out > ld_in && c0 < whole_columns; c0 += 32) {
+    const int64_t c1 = whole_columns - c0 < 32 ? whole_columns : c0 + 32;
+    for (int64_t r = 0; r < whole_rows; r += 32) {
+      for (int64_t c = c0; c < c1; c += 8) transpose_32x8(in + r * ld_in + c, ld_in, out + c * ld_out + r, ld_out);
+    }
+  }
+  for (int64_t r = 0; ld_out <= ld_in && r < whole_rows; r += 32) {
+    for (int64_t c = 0; c < whole_columns; c += 8) {
+      // The next rows start in other pages, where hardware does not look ahead.
+      for (int64_t i = r + 32; c % 32 == 0 && i < r + 64 && i < whole_rows; ++i) __builtin_prefetch(in + i * ld_in + c);
+      transpose_32x8(in + r * ld_in + c, ld_in, out + c * ld_out + r, ld_out);
+    }
   }
   const auto copy = [](uint16_t value, uint16_t* to) { *to = value; };
   transpose_blocks(in + whole_columns, ld_in, rows, columns - whole_columns, out + whole_columns * ld_out, ld_out, copy);
