@@ -20,6 +20,9 @@ constexpr int kRingBytes = 4 * 6 * kPartBytes, kMaxStages = 8;
 constexpr int kListed = 2048;           // neurons in shared memory at a time
 constexpr int kTurnBytes = 16 * 64 * 2;  // a warp's 16 tokens x 64 hidden units, on their way to y
 
+constexpr int kFetchRegisters = 72, kMultiplyRegisters = 216;
+static_assert(check_registers(kFetchRegisters, kMultiplyRegisters));
+
 template <int kHidden>
 struct Shape {
   static constexpr int kStageBytes = 2 * kPartBytes + kHidden * kDepth * 2;
@@ -100,8 +103,10 @@ __device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* col
     const int block = w.item / a.slices, first_hidden = w.item % a.slices * kHidden;
     const Counts counts = c.counts[block];
     const int first_end = counts.first_only + counts.both, listed = min(kListed, counts.all() - w.start);
-    const T* columns = static_cast<const T*>(a.active.columns) + static_cast<int64_t>(block) * a.width * kBlockTokens;
-    const T* down = static_cast<const T*>(a.down) + first_hidden;
+    const int hidden_left = a.hidden - first_hidden;
+    const T* columns =
+        static_cast<const T*>(a.active.columns) + static_cast<int64_t>(block) * a.width * kBlockTokens + chunk * 8;
+    const T* down = static_cast<const T*>(a.down) + first_hidden + chunk * 8;
     for (int start = 0; start < listed; start += kDepth, ring.advance()) {
       // 64 neighbours that both halves activate.
       const int lowest = neurons[start], at = w.start + start;
@@ -130,14 +135,14 @@ __device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* col
         const int n = start + row + kRows * i;
         const bool valid = n < listed;
         const int neuron = valid ? neurons[n] : 0;
-        const T* column = columns + static_cast<int64_t>(neuron) * kBlockTokens + chunk * 8;
-        const T* weights = down + static_cast<int64_t>(neuron) * a.hidden + chunk * 8;
+        const T* column = columns + static_cast<int64_t>(neuron) * kBlockTokens;
+        const T* weights = down + static_cast<int64_t>(neuron) * a.hidden;
         copy_16(to + i * kRows * 128, column, valid && w.start + n < first_end);
         copy_16(to + kPartBytes + i * kRows * 128, column + 64, valid && w.start + n >= counts.first_only);
 #pragma unroll
-        for (int part = 0; part < kHidden / 64; ++part) {
-          const bool inside = valid && first_hidden + part * 64 + chunk * 8 < a.hidden;
-          copy_16(to + (2 + part) * kPartBytes + i * kRows * 128, inside ? weights + part * 64 : a.down, inside);
+        for (int part = 0; part < kHidden / 64; ++part) {  // where nothing is valid the address is not read
+          copy_16(to + (2 + part) * kPartBytes + i * kRows * 128, weights + part * 64,
+                  valid && part * 64 + chunk * 8 < hidden_left);
         }
       }
       barrier_arrive_on_copies(full);
@@ -242,10 +247,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   const Ring ring(c.full, c.empty, Shape<kHidden>::kStages);
   if (threadIdx.x < kFetchers) {
-    give_registers<72>();
+    give_registers<kFetchRegisters>();
     fetch<T, kHidden>(a, &column_map, &down_map, c, shared, ring);
   } else {
-    take_registers<216>();
+    take_registers<kMultiplyRegisters>();
     multiply<T, kHidden>(a, c, shared, ring);
   }
 #endif

@@ -17,6 +17,9 @@ namespace {
 constexpr int kThreads = 384, kConsumerWarps = 8, kDepth = 64, kSharedLimit = 227 * 1024;
 constexpr float kFull = 0.8f;  // share of a tile's neurons
 
+constexpr int kFetchRegisters = 40, kMultiplyRegisters = 232;
+static_assert(check_registers(kFetchRegisters, kMultiplyRegisters));
+
 template <int kNeurons>
 struct Shape {
   static constexpr int kTokenBytes = kBlockTokens * kDepth * 2;
@@ -83,7 +86,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int first_item = blockIdx.x / kCluster, stride = gridDim.x / kCluster;
 
   if (group == 0) {
-    give_registers<40>();
+    give_registers<kFetchRegisters>();
     if (threadIdx.x == 0) {
       const int rank = kCluster == 1 ? 0 : cluster_rank();
       wait_for_previous();
@@ -112,7 +115,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     return;
   }
 
-  take_registers<232>();
+  take_registers<kMultiplyRegisters>();
   const int warpgroup = group - 1, warp = threadIdx.x / 32 - 4;  // of the eight that multiply; 16 tokens each
   const uint32_t rows = smem_address(turn) + warp * 32 * 32;  // one of 32 bytes for each of 32 neurons
   const auto release = [&](int stage) {
@@ -242,13 +245,15 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cud
 }
 
 // The tile width of least time: rounds of all SMs, each as long as its tile is wide plus what every tile costs.
+template <int kCluster>
 int best_width(const Ffn& ffn, const Chunk& chunk, const Device& device) {
+  const int64_t groups = (chunk.active.blocks + kCluster - 1) / kCluster, clusters = device.sm_count / kCluster;
   int best = 0;
   int64_t best_cost = INT64_MAX;
   for (const int neurons : {256, 192, 128, 96, 64}) {
-    const int64_t items = static_cast<int64_t>(chunk.active.blocks) * ((ffn.width + neurons - 1) / neurons);
-    // Narrow tiles fetch more of x for each product.
-    const int64_t cost = (items + device.sm_count - 1) / device.sm_count * (neurons < 192 ? neurons + 64 : neurons + 32);
+    const int64_t items = groups * ((ffn.width + neurons - 1) / neurons);
+    // What shared memory takes for a step: 32 KiB of x, written once and read once, and 3 x 128 bytes a neuron.
+    const int64_t cost = (items + clusters - 1) / clusters * (256 + 3 * neurons);
     if (cost < best_cost) best = neurons, best_cost = cost;
   }
   return best;
@@ -256,9 +261,9 @@ int best_width(const Ffn& ffn, const Chunk& chunk, const Device& device) {
 
 template <typename T, int kCluster>
 cudaError_t launch_width(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
-  switch (best_width(ffn, chunk, device)) {
+  switch (best_width<kCluster>(ffn, chunk, device)) {
     case 64: return launch<T, 64, kCluster>(ffn, chunk, device, stream);
-    case 96: return launch<T, 96, 1>(ffn, chunk, device, stream);  // half of 96 rows is no whole swizzle group
+    case 96: return launch<T, 96, kCluster>(ffn, chunk, device, stream);
     case 128: return launch<T, 128, kCluster>(ffn, chunk, device, stream);
     case 192: return launch<T, 192, kCluster>(ffn, chunk, device, stream);
     default: return launch<T, 256, kCluster>(ffn, chunk, device, stream);

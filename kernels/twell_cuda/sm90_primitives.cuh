@@ -63,6 +63,10 @@ __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 
+// Of one fetching and two multiplying warpgroups: a block starts with what 384 threads of 168 registers have, and taking
+// more than that would wait for ever.
+constexpr bool check_registers(int fetch, int multiply) { return fetch + 2 * multiply <= 3 * 168; }
+
 // Programmatic dependent launch: the next kernel's blocks may start; and: the previous kernels' writes are visible.
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

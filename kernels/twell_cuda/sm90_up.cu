@@ -19,6 +19,9 @@ constexpr int kMaxStages = 8, kRingBytes = 4 * kStageBytes;
 constexpr int kTurnNeurons = 128;  // columns of relu(gate) in a stage: 256 bytes each
 constexpr int kBoxRows = 64;
 
+constexpr int kFetchRegisters = 88, kMultiplyRegisters = 208;
+static_assert(check_registers(kFetchRegisters, kMultiplyRegisters));
+
 struct Control {
   uint64_t full[kMaxStages], empty[kMaxStages];
   Counts counts[kMaxBlocks];
@@ -96,18 +99,27 @@ __device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* x_m
     const int at = item.first + min(n, item.count - 1);
     return static_cast<int>(__ldcg(a.active.neurons + static_cast<int64_t>(item.block) * a.active.row + at));
   };
+  struct Share {
+    uint32_t pairs[kShare / 2];
+    __device__ int operator[](int i) const { return i % 2 == 0 ? pairs[i / 2] & 0xFFFF : pairs[i / 2] >> 16; }
+  };
+  const auto share_of = [&](const Item& item) {
+    Share share;
+#pragma unroll
+    for (int i = 0; i < kShare; i += 2) {
+      share.pairs[i / 2] = neuron(item, row + kRows * i) | neuron(item, row + kRows * (i + 1)) << 16;
+    }
+    return share;
+  };
   if (static_cast<int>(blockIdx.x) >= items) return;
   Item item = item_at(blockIdx.x, 0, c);
-  uint16_t neurons[kShare], next_neurons[kShare];
-#pragma unroll
-  for (int i = 0; i < kShare; ++i) neurons[i] = neuron(item, row + kRows * i);
+  Share neurons = share_of(item);
   int lowest = neuron(item, 0), highest = neuron(item, c.tile - 1);
   for (int index = blockIdx.x; index < items; index += gridDim.x) {
     const int next_index = index + gridDim.x, groups = (item.count + 63) / 64;
     const bool neighbours = item.count % kBoxRows == 0 && highest - lowest == item.count - 1;
     const Item next = next_index < items ? item_at(next_index, item.block, c) : item;
-#pragma unroll
-    for (int i = 0; i < kShare; ++i) next_neurons[i] = neuron(next, row + kRows * i);  // arrives while we copy
+    const Share next_neurons = share_of(next);  // arrives while we copy
     const int next_lowest = neuron(next, 0), next_highest = neuron(next, c.tile - 1);
     for (int step = 0; step < steps; ++step, ring.advance()) {
       ring.wait_empty();
@@ -161,8 +173,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* x_m
     }
     item = next;
     lowest = next_lowest, highest = next_highest;
-#pragma unroll
-    for (int i = 0; i < kShare; ++i) neurons[i] = next_neurons[i];
+    neurons = next_neurons;
   }
 }
 
@@ -293,10 +304,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   plan(c, a.active.blocks);
   const Ring ring(c.full, c.empty, min(kMaxStages, kRingBytes / stage_bytes(c.tile)));
   if (threadIdx.x < kFetchers) {
-    give_registers<96>();
+    give_registers<kFetchRegisters>();
     fetch<T>(a, &x_map, &up_map, c, shared, ring);
   } else {
-    take_registers<208>();
+    take_registers<kMultiplyRegisters>();
     multiply<T>(a, c, shared, ring);
   }
 #endif
