@@ -95,7 +95,15 @@ void sum_slice(const Block& block, const Kernels& kernels, const TokenPairs& pai
                              static_cast<int>(shared.tokens), sums + c, ld_sums);
       }
     }
+    const auto fetch = [&](int64_t t) {  // lone rows come from far away
+      const uint32_t* neuron = shared.alone.data() + pairs.begin[shared.first + t] - pairs.begin[shared.first];
+      for (int64_t i = 0; i < shared.alone_count[t]; ++i) {
+        const char* row = at(terms[term].rows, neuron[i] * terms[term].ld + d, block.dtype);
+        for (int64_t b = 0; b < 2 * width; b += 64) __builtin_prefetch(row + b);
+      }
+    };
     for (int64_t t = 0; t < shared.tokens; ++t) {
+      if (t + 1 < shared.tokens) fetch(t + 1);
       if (shared.alone_count[t] == 0) continue;
       const int64_t begin = pairs.begin[shared.first + t] - pairs.begin[shared.first];
       kernels.gather_sum(at(terms[term].rows, d, block.dtype), terms[term].ld, shared.alone.data() + begin,
