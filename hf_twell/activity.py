@@ -135,9 +135,11 @@ def _distinct(total, runs, rate, run) -> dict[str, float | int | None]:
 def _norms(h_TF) -> tuple[torch.Tensor, torch.Tensor]:
     """sum |h| and sqrt(sum h^2) of each token, in fp32 or, for an fp64 h, in fp64."""
     wide, parts = torch.promote_types(h_TF.dtype, torch.float32), []
-    # A few tokens at a time: a large copy would cost more in fresh memory pages than in arithmetic.
-    for part in h_TF.split(128) if h_TF.device.type == "cpu" else (h_TF,):
-        magnitude = part.abs() if part.dtype == wide else part.to(wide).abs_()
+    # A part at a time, in the same memory: a whole copy would cost more in fresh pages than in arithmetic.
+    rows = min(len(h_TF), 512) if h_TF.device.type == "cpu" else len(h_TF)
+    scratch = torch.empty(rows, h_TF.shape[1], dtype=wide, device=h_TF.device)
+    for part in h_TF.split(rows):
+        magnitude = scratch[: len(part)].copy_(part).abs_()
         parts.append((magnitude.sum(-1), torch.linalg.vector_norm(magnitude, dim=-1)))
     l1, l2 = zip(*parts, strict=True)
     return torch.cat(l1), torch.cat(l2)

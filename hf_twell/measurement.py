@@ -12,6 +12,8 @@ from hf_twell.architectures import FfnSite, find_ffns
 from hf_twell.penalty import batch_size_tokens, token_weight
 from hf_twell.perplexity import evaluation_mode
 
+CPU_TOKENS = 2048  # of h, counted at a time
+
 
 def measure_sparsity(
     model: nn.Module, batches: Iterable[Mapping | torch.Tensor], *, progress: bool = False
@@ -94,10 +96,10 @@ def tally(tallies: dict[int, LayerActivity], sites: list[FfnSite], index: int, h
     valid = None if valid is None else valid.to(h.device)
     if h.device.type != "cpu":
         return tallies[index].add(h, valid)
-    # One sequence at a time stays in the processor's cache.
-    rows = [
-        tallies[index].add(h[row : row + 1], None if valid is None else valid[row : row + 1]) for row in range(len(h))
-    ]
+    # Some sequences at a time: the copies stay small, and the calls few.
+    size = max(1, CPU_TOKENS // h.shape[1])
+    masks = [None] * len(h) if valid is None else valid.split(size)
+    rows = [tallies[index].add(part, mask) for part, mask in zip(h.split(size), masks, strict=False)]
     l0, effective = zip(*rows, strict=True)
     return torch.cat(l0), torch.cat(effective)
 
