@@ -75,8 +75,9 @@ def _load(name: str) -> BackendStatus:
             torch.ops.load_library(path)
         importlib.import_module("hf_twell._kernel_ops")
     except (BuildError, OSError) as error:
-        warnings.warn(f"hf_twell's {name} kernels are not used, plain PyTorch instead: {error}", stacklevel=4)
-        return BackendStatus(name, False, str(error))
+        reason = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"  # the linker's own words
+        warnings.warn(f"hf_twell's {name} kernels are not used, plain PyTorch instead: {reason}", stacklevel=4)
+        return BackendStatus(name, False, reason)
     return BackendStatus(name, True, f"compiled: {path}")
 
 

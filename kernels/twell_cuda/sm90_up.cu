@@ -22,14 +22,18 @@ constexpr int kBoxRows = 64;
 constexpr int kFetchRegisters = 88, kMultiplyRegisters = 208;
 static_assert(check_registers(kFetchRegisters, kMultiplyRegisters));
 
+constexpr int kLists = 8;  // more than a ring of kMaxStages can be ahead in tiles
+
 struct Control {
-  uint64_t full[kMaxStages], empty[kMaxStages];
+  uint64_t full[kMaxStages], empty[kMaxStages], listed[kLists];
+  uint16_t neurons[kLists][kMaxNeurons];
   Counts counts[kMaxBlocks];
   int first_item[kMaxBlocks + 1];
   int tile;  // neurons
 };
 constexpr int kShared = 1024 + kRingBytes + sizeof(Control);
 static_assert(kShared <= 227 * 1024);
+static_assert(offsetof(Control, neurons) % 16 == 0);
 
 struct Arguments {
   const void* up;
@@ -88,39 +92,35 @@ __device__ __forceinline__ Item item_at(int index, int block, const Control& c) 
 
 template <typename T>
 __device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* x_map, const CUtensorMap* up_map,
-                                      const Control& c, uint8_t* shared, Ring ring) {
+                                      Control& c, uint8_t* shared, Ring ring) {
   constexpr int kRows = kFetchers / 8, kShare = kMaxNeurons / kRows;
   const int thread = threadIdx.x, steps = (a.hidden + kDepth - 1) / kDepth, items = c.first_item[a.active.blocks];
   // Eight threads copy 128 bytes of a row of Wu; every kRows-th row is theirs.
   const int row = thread / 8, chunk = thread % 8, bytes = stage_bytes(c.tile);
   const uint32_t stages = smem_address(shared), place = kTokenBytes + row * 128 + ((chunk ^ (row & 7)) << 4);
   const T* up = static_cast<const T*>(a.up);
-  const auto neuron = [&](const Item& item, int n) {  // rows past the last repeat it: what they give is not kept
-    const int at = item.first + min(n, item.count - 1);
-    return static_cast<int>(__ldcg(a.active.neurons + static_cast<int64_t>(item.block) * a.active.row + at));
-  };
-  struct Share {
-    uint32_t pairs[kShare / 2];
-    __device__ int operator[](int i) const { return i % 2 == 0 ? pairs[i / 2] & 0xFFFF : pairs[i / 2] >> 16; }
-  };
-  const auto share_of = [&](const Item& item) {
-    Share share;
-#pragma unroll
-    for (int i = 0; i < kShare; i += 2) {
-      share.pairs[i / 2] = neuron(item, row + kRows * i) | neuron(item, row + kRows * (i + 1)) << 16;
-    }
-    return share;
+  // The list of the tile after this one is under way while this one is copied.
+  const auto request = [&](const Item& item, int list) {
+    const uint32_t list_bytes = (item.count * 2 + 15) / 16 * 16;
+    barrier_arrive_expect(c.listed + list, list_bytes);
+    load_bytes(c.neurons[list], a.active.neurons + static_cast<int64_t>(item.block) * a.active.row + item.first,
+               list_bytes, c.listed + list);
   };
   if (static_cast<int>(blockIdx.x) >= items) return;
   Item item = item_at(blockIdx.x, 0, c);
-  Share neurons = share_of(item);
-  int lowest = neuron(item, 0), highest = neuron(item, c.tile - 1);
-  for (int index = blockIdx.x; index < items; index += gridDim.x) {
+  if (thread == 0) request(item, 0);
+  int tiles = 0;
+  for (int index = blockIdx.x; index < items; index += gridDim.x, ++tiles) {
     const int next_index = index + gridDim.x, groups = (item.count + 63) / 64;
-    const bool neighbours = item.count % kBoxRows == 0 && highest - lowest == item.count - 1;
     const Item next = next_index < items ? item_at(next_index, item.block, c) : item;
-    const Share next_neurons = share_of(next);  // arrives while we copy
-    const int next_lowest = neuron(next, 0), next_highest = neuron(next, c.tile - 1);
+    if (thread == 0 && next_index < items) request(next, (tiles + 1) % kLists);
+    const uint16_t* list = c.neurons[tiles % kLists];
+    barrier_wait(c.listed + tiles % kLists, tiles / kLists & 1);
+    const int lowest = list[0];
+    const bool neighbours = item.count % kBoxRows == 0 && list[item.count - 1] - lowest == item.count - 1;
+    int neurons[kShare];  // rows past the last repeat it: what they give is not kept
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) neurons[i] = list[min(row + kRows * i, item.count - 1)];
     for (int step = 0; step < steps; ++step, ring.advance()) {
       ring.wait_empty();
       uint64_t* full = ring.full + ring.stage;
@@ -172,8 +172,6 @@ __device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* x_m
       ring.advance();
     }
     item = next;
-    lowest = next_lowest, highest = next_highest;
-    neurons = next_neurons;
   }
 }
 
@@ -202,12 +200,12 @@ __device__ __forceinline__ void multiply_tile(float* sum, Ring& ring, uint32_t s
 }
 
 template <typename T>
-__device__ __forceinline__ void multiply(const Arguments& a, const Control& c, uint8_t* shared, Ring ring) {
+__device__ __forceinline__ void multiply(const Arguments& a, Control& c, uint8_t* shared, Ring ring) {
   const int steps = (a.hidden + kDepth - 1) / kDepth, lane = threadIdx.x % 32, items = c.first_item[a.active.blocks];
   const int warp = (threadIdx.x - kFetchers) / 32, warpgroup = warp / 4, bytes = stage_bytes(c.tile);
   const uint32_t stages = smem_address(shared);
-  int block = 0;
-  for (int index = blockIdx.x; index < items; index += gridDim.x) {
+  int block = 0, tiles = 0;
+  for (int index = blockIdx.x; index < items; index += gridDim.x, ++tiles) {
     const Item item = item_at(index, block, c);
     block = item.block;
     // Neurons [begin, end) of the tile are active in this half; multiplied are `groups` times 64 from `low` on.
@@ -215,14 +213,6 @@ __device__ __forceinline__ void multiply(const Arguments& a, const Control& c, u
     const int begin = warpgroup == 0 ? 0 : max(counts.first_only - item.first, 0);
     const int end = min(item.count, warpgroup == 0 ? counts.first_only + counts.both - item.first : item.count);
     const int groups = max(end - begin / 16 * 16 + 63, 0) / 64, low = min(begin / 16 * 16, c.tile - groups * 64);
-    // The neurons whose h this lane will store, asked for before they are needed.
-    const uint16_t* neurons = a.active.neurons + static_cast<int64_t>(block) * a.active.row + item.first;
-    uint16_t stored[kMaxNeurons / 16];
-#pragma unroll
-    for (int i = 0; i < kMaxNeurons / 16; ++i) {
-      const int n = begin + lane / 2 + 16 * i;
-      stored[i] = n < end ? __ldcg(neurons + n) : 0;
-    }
     float sum[kMaxNeurons / 2];
     const int skipped = low * kDepth * 2;
     switch (groups) {
@@ -243,6 +233,8 @@ __device__ __forceinline__ void multiply(const Arguments& a, const Control& c, u
     const auto turn_at = [&](int n, int part) {
       return (n < kTurnNeurons ? first_turn : second_turn) + n % kTurnNeurons * 256 + ((part ^ (n & 7)) << 4);
     };
+    barrier_wait(c.listed + tiles % kLists, tiles / kLists & 1);
+    const uint16_t* neurons = c.neurons[tiles % kLists];
     T* columns = static_cast<T*>(a.active.columns) + static_cast<int64_t>(block) * a.width * kBlockTokens + warp * 16;
 #pragma unroll
     for (int j = 0; j < kMaxNeurons / 8; j += 2) {  // 16 neurons
@@ -269,7 +261,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, const Control& c, u
     for (int i = 0; i < kMaxNeurons / 16; ++i) {
       const int n = begin + lane / 2 + 16 * i;
       if (n < end) {
-        *reinterpret_cast<uint4*>(columns + static_cast<int64_t>(stored[i]) * kBlockTokens + (lane & 1) * 8) =
+        *reinterpret_cast<uint4*>(columns + static_cast<int64_t>(neurons[n]) * kBlockTokens + (lane & 1) * 8) =
             load_shared_16(turn_at(n, 2 * warp + (lane & 1)));
       }
     }
@@ -295,6 +287,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       barrier_init(c.full + s, kFetchers + 1);
       barrier_init(c.empty + s, kConsumerWarps);
     }
+    for (int i = 0; i < kLists; ++i) barrier_init(c.listed + i, 1);
     fence_barrier_init();
   }
   launch_dependents();
