@@ -28,13 +28,16 @@ struct SharedBlock {
   std::vector<Factors> factors;
 };
 
-void find_shared(const TokenPairs& pairs, int64_t width, SharedBlock* out) {
+// Returns how many pairs the shared neurons have.
+int64_t find_shared(const TokenPairs& pairs, int64_t width, SharedBlock* out) {
   out->neurons.clear();
   out->place.assign(static_cast<size_t>(width), 0);
   const int64_t begin = pairs.begin[out->first], end = pairs.begin[out->first + out->tokens];
   for (int64_t i = begin; i < end; ++i) ++out->place[pairs.neuron[i]];
+  int64_t shared_pairs = 0;
   for (int64_t f = 0; f < width; ++f) {
     if (worth_a_row(out->place[f], out->tokens)) {
+      shared_pairs += out->place[f];
       out->place[f] = static_cast<uint32_t>(out->neurons.size());
       out->neurons.push_back(static_cast<uint32_t>(f));
     } else {
@@ -47,6 +50,7 @@ void find_shared(const TokenPairs& pairs, int64_t width, SharedBlock* out) {
     factors.shared.reserve(rounded_up(out->tokens, 16) * rounded_up(static_cast<int64_t>(out->neurons.size()), 32) * 2);
     factors.alone.resize(static_cast<size_t>(end - begin));
   }
+  return shared_pairs;
 }
 
 // Factors of 16 tokens from `t0` on.
@@ -123,8 +127,9 @@ bool sum_shared_rows(const Block& block, const Kernels& kernels, const Threads& 
   shared.factors.resize(terms.size());
   for (shared.first = 0; shared.first < tokens; shared.first += kBlock) {
     shared.tokens = std::min(kBlock, tokens - shared.first);
-    find_shared(pairs, block.width, &shared);
-    if (shared.first == 0 && shared.neurons.size() < 16) return false;
+    const int64_t shared_pairs = find_shared(pairs, block.width, &shared);
+    // Lone pairs are slower here, where each slice of a row is read on its own.
+    if (shared.first == 0 && 2 * shared_pairs < pairs.begin[shared.tokens]) return false;
     const int64_t padded = rounded_up(shared.tokens, 16);
     for_items(threads, padded / 16,
               [&](int lane, int64_t item) { place_pairs(pairs, kernels, terms, 16 * item, scratch[lane], &shared); });
