@@ -197,7 +197,8 @@ def test_one_full_token_among_empty_ones(path):
         for tokens in sizes(path, 1, 64, 300, 4097):
             for density in (0.0, 0.01):
                 case = gpu_case(tokens, 40, 5632, density, dtype)
-                case["x"][tokens // 2, :8] = -torch.eye(8)[0].to(dtype) - (density > 0)
+                case["x"][tokens // 2, :8] = (-torch.eye(8)[0] - float(density > 0)).to(dtype)
+                assert (case["x"][tokens // 2] @ case["w_gate"].t() > 0).all()
                 assert_as_good_as_eager(case)
 
 

@@ -13,7 +13,7 @@ namespace {
 using sm90::kBlockTokens;
 
 // Room for the columns of one chunk. A chunk of dense tokens fills it, so it bounds memory at any density and any T.
-constexpr int64_t kColumnBytes = int64_t{128} << 20;
+constexpr int64_t kColumnBytes = int64_t{192} << 20;
 
 int64_t chunk_blocks(const Ffn& ffn) {
   const int64_t blocks = (ffn.tokens + kBlockTokens - 1) / kBlockTokens;

@@ -7,9 +7,9 @@
 namespace twell::sm90 {
 namespace {
 
-constexpr int kThreads = 256, kMostWords = 65536 / 32 / kThreads;  // of a thread
+constexpr int kThreads = 512, kWarps = kThreads / 32;
 
-// Three counts of up to 2^16 in one word: a scan of it is three scans.
+// Three counts of up to 2^16 in one word: a sum of it is three sums.
 __device__ __forceinline__ uint64_t count_classes(uint32_t first, uint32_t second) {
   return static_cast<uint64_t>(__popc(first & ~second)) | static_cast<uint64_t>(__popc(first & second)) << 21 |
          static_cast<uint64_t>(__popc(second & ~first)) << 42;
@@ -19,52 +19,55 @@ __device__ __forceinline__ Counts counts_of(uint64_t sums) {
   return {static_cast<int>(sums & kMask), static_cast<int>(sums >> 21 & kMask), static_cast<int>(sums >> 42)};
 }
 
-__device__ __forceinline__ void append(uint16_t*& list, uint32_t bits, int word) {
-  for (; bits != 0; bits &= bits - 1) *list++ = static_cast<uint16_t>(word * 32 + __ffs(bits) - 1);
-}
-
-__global__ void __launch_bounds__(kThreads) list_kernel(const Active a) {
-#if defined(TWELL_SM90_DEVICE)
-  __shared__ uint64_t warp_sums[kThreads / 32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  launch_dependents();
-  wait_for_previous();
-  const uint32_t* first_half = a.masks + static_cast<int64_t>(blockIdx.x) * 2 * a.words;
-  const uint32_t* second_half = first_half + a.words;
-  const int share = (a.words + kThreads - 1) / kThreads, begin = threadIdx.x * share;
-  uint32_t first[kMostWords], second[kMostWords];
-  uint64_t count = 0;
-#pragma unroll
-  for (int i = 0; i < kMostWords; ++i) {
-    const bool mine = i < share && begin + i < a.words;
-    first[i] = mine ? __ldcg(first_half + begin + i) : 0;
-    second[i] = mine ? __ldcg(second_half + begin + i) : 0;
-    count += count_classes(first[i], second[i]);
-  }
-  uint64_t sum = count;  // of this warp's threads up to this one
+// Each lane's sum of the lanes before it.
+__device__ __forceinline__ uint64_t sum_before(uint64_t value, int lane) {
+  uint64_t sum = value;
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
     const uint64_t other = __shfl_up_sync(~0u, sum, d);
     if (lane >= d) sum += other;
   }
-  if (lane == 31) warp_sums[warp] = sum;
+  return sum - value;
+}
+
+// A thread block for each block of tokens; each warp lists a run of words, 32 at a time, and in each word a lane the bit
+// that is its own.
+__global__ void __launch_bounds__(kThreads) list_kernel(const Active a) {
+#if defined(TWELL_SM90_DEVICE)
+  __shared__ uint64_t warp_sums[kWarps];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  launch_dependents();
+  wait_for_previous();
+  const uint32_t* first_half = a.masks + static_cast<int64_t>(blockIdx.x) * 2 * a.words;
+  const uint32_t* second_half = first_half + a.words;
+  const int share = (a.words + kWarps - 1) / kWarps, begin = warp * share, end = min(a.words, begin + share);
+  uint64_t count = 0;
+  for (int w = begin + lane; w < end; w += 32) count += count_classes(__ldcg(first_half + w), __ldcg(second_half + w));
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) count += __shfl_xor_sync(~0u, count, d);
+  if (lane == 0) warp_sums[warp] = count;
   __syncthreads();
-  uint64_t before = sum - count, total = 0;
-#pragma unroll
-  for (int w = 0; w < kThreads / 32; ++w) {
-    if (w < warp) before += warp_sums[w];
-    total += warp_sums[w];
-  }
-  const Counts rank = counts_of(before), counts = counts_of(total);
+  const uint64_t mine = lane < kWarps ? warp_sums[lane] : 0, before_warp = sum_before(mine, lane);
+  const Counts counts = counts_of(__shfl_sync(~0u, before_warp + mine, 31));
+  uint64_t rank = __shfl_sync(~0u, before_warp, warp);
   uint16_t* neurons = a.neurons + static_cast<int64_t>(blockIdx.x) * a.row;
-  uint16_t* first_only = neurons + rank.first_only;
-  uint16_t* both = neurons + counts.first_only + rank.both;
-  uint16_t* second_only = neurons + counts.first_only + counts.both + rank.second_only;
-#pragma unroll
-  for (int i = 0; i < kMostWords; ++i) {
-    append(first_only, first[i] & ~second[i], begin + i);
-    append(both, first[i] & second[i], begin + i);
-    append(second_only, second[i] & ~first[i], begin + i);
+  for (int start = begin; start < end; start += 32) {
+    const int word = start + lane;
+    const uint32_t first = word < end ? __ldcg(first_half + word) : 0, second = word < end ? __ldcg(second_half + word) : 0;
+    const uint64_t words_count = count_classes(first, second);
+    const uint64_t before = rank + sum_before(words_count, lane);
+    rank = __shfl_sync(~0u, before + words_count, 31);
+    for (int i = 0; i < min(32, end - start); ++i) {
+      const uint32_t f = __shfl_sync(~0u, first, i), s = __shfl_sync(~0u, second, i), below = (1u << lane) - 1;
+      const Counts at = counts_of(__shfl_sync(~0u, before, i) + count_classes(f & below, s & below));
+      const bool in_first = f >> lane & 1, in_second = s >> lane & 1;
+      if (in_first || in_second) {
+        const int place = !in_second ? at.first_only
+                          : in_first ? counts.first_only + at.both
+                                     : counts.first_only + counts.both + at.second_only;
+        neurons[place] = static_cast<uint16_t>((start + i) * 32 + lane);
+      }
+    }
   }
   if (threadIdx.x == 0) a.counts[blockIdx.x] = counts;
 #endif
