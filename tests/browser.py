@@ -24,7 +24,7 @@ class Browser:
     """One page. `requests` and `complaints` (errors and warnings of console, page, policy) fill up."""
 
     def __init__(self, executable: str, width: int = 1100, height: int = 900):
-        self._profile = tempfile.TemporaryDirectory(prefix="chromium-")
+        self._profile = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
         command_read, self._write = os.pipe()
         self._read, reply_write = os.pipe()
         # Chromium reads commands from descriptor 3 and answers on 4.
@@ -51,10 +51,14 @@ class Browser:
         return self
 
     def __exit__(self, *exception):
-        self._process.terminate()
-        self._process.wait(timeout=20)
-        os.close(self._read)
+        # With its command pipe closed Chromium ends by itself; one that is slow to is not waited for.
         os.close(self._write)
+        os.close(self._read)
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._profile.cleanup()
 
     def call(self, method: str, **parameters) -> dict:

@@ -166,7 +166,7 @@ def _savings(savings) -> str:
         + _figures("savings", plots)
         + _table("Time of each feed-forward block", headings, rows)
         + _table(f"Speed-up at other densities ({kind})", ["density", "decode, 1 token", prefill], what_if)
-        + f'<p class="note">{escape(savings["device"])}, {savings["threads"]} threads, backend '
+        + f'<p class="note">{escape(savings["device"])}, {savings["threads"]} thread(s), backend '
         f"{escape(savings['backend'])}. "
         "The blocks run one after another on this text's hidden states; medians; single calls, their overhead included."
         f"{escape(basis)}</p></section>"
