@@ -1,12 +1,13 @@
 """The class that a sparse feed-forward block gets: a subclass of its own class, so the model stays what it was."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from hf_twell import ops, reference
+from hf_twell._density import DensityWatch
 from hf_twell._layout import settle_down
 from hf_twell.architectures import FfnForm
 
@@ -33,6 +34,7 @@ class FfnSettings:
     backend: str
     l1: L1Inputs | None = None
     captured: bool = False
+    watch: DensityWatch = field(default_factory=DensityWatch, repr=False, compare=False)
 
 
 class SparseFfn(nn.Module):
@@ -68,6 +70,8 @@ class SparseFfn(nn.Module):
         up, down = getattr(self, form.up), getattr(self, form.down)
         gate = getattr(self, form.gate) if form.gate else None
         settle_down(self, x)
+        if self._too_dense(x, gate or up):
+            return self._through_submodules(x, l1)
         return ops.ffn(
             x,
             up.weight,
@@ -81,6 +85,12 @@ class SparseFfn(nn.Module):
             tally=None if l1 is None else l1.tally,
             backend=self.twell.backend,
         )
+
+    def _too_dense(self, x, first) -> bool:
+        """On a GPU in evaluation; on CPU, and in compiled graphs, the operator itself follows the density."""
+        if not x.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling() or self.twell.backend != "auto":
+            return False
+        return self.twell.watch.too_dense(x, first.weight, first.bias)
 
     def _is_plain(self) -> bool:
         """Whether the projections are what their weights say: plain linears that nothing has hooked or replaced."""

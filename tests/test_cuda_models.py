@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import hf_twell
-from hf_twell import ops, reference
+from hf_twell import _density, ops, reference
 from tests.conftest import tiny_llama
 from tests.ffn_cases import relative_rms
 from tests.test_cuda_kernels import pytestmark  # noqa: F401
@@ -24,13 +24,13 @@ def tiny_qwen2():
 MODELS = {"llama": lambda: tiny_llama(**SIZES), "qwen2": tiny_qwen2}
 
 
-def sparse_model(name="llama", dtype=torch.bfloat16):
+def sparse_model(name="llama", dtype=torch.bfloat16, backend="cuda"):
     """Three percent of its neurons are active: half of those whose gate is not all zero."""
     model = MODELS[name]().eval()
     for layer in model.model.layers:
         gate = layer.mlp.gate_proj.weight.data
         gate[torch.rand(len(gate)) < 0.94] = 0
-    return hf_twell.sparsify(model.to("cuda", dtype))
+    return hf_twell.sparsify(model.to("cuda", dtype), backend=backend)
 
 
 def on_reference(model, dtype=None):
@@ -120,7 +120,10 @@ def test_a_compiled_model_has_no_breaks():
 
 @torch.no_grad()
 def test_a_forward_never_waits_for_the_device():
-    block, x = sparse_model().model.layers[0].mlp, torch.randn(2, 50, 64, device="cuda", dtype=torch.bfloat16)
+    block, x = (
+        sparse_model(backend="auto").model.layers[0].mlp,
+        torch.randn(2, 50, 64, device="cuda", dtype=torch.bfloat16),
+    )
     ops.resolve("auto", "cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -132,7 +135,10 @@ def test_a_forward_never_waits_for_the_device():
 
 
 def test_down_proj_lies_by_columns_in_evaluation_only():
-    block, x = sparse_model().model.layers[0].mlp, torch.randn(2, 50, 64, device="cuda", dtype=torch.bfloat16)
+    block, x = (
+        sparse_model(backend="auto").model.layers[0].mlp,
+        torch.randn(2, 50, 64, device="cuda", dtype=torch.bfloat16),
+    )
     weight, values = block.down_proj.weight, block.down_proj.weight.detach().clone()
     with torch.inference_mode():
         block(x)
@@ -149,7 +155,10 @@ def test_down_proj_lies_by_columns_in_evaluation_only():
 @pytest.mark.parametrize("warm", [True, False])
 def test_a_captured_graph_keeps_its_weights(warm):
     """Whatever runs after the capture, the weight's memory may not move under the graph."""
-    block, x = sparse_model().model.layers[0].mlp, torch.randn(2, 50, 64, device="cuda", dtype=torch.bfloat16)
+    block, x = (
+        sparse_model(backend="auto").model.layers[0].mlp,
+        torch.randn(2, 50, 64, device="cuda", dtype=torch.bfloat16),
+    )
     with torch.no_grad():  # CUDA loads kernels at their first use, which a capture forbids
         sparse_model().model.layers[1].mlp(x)
     if warm:
@@ -186,9 +195,40 @@ def test_weights_merged_into_after_a_forward_count():
 
 
 def test_training_takes_the_reference():
-    block, x = sparse_model().model.layers[0].mlp.train(), torch.randn(2, 50, 64, device="cuda", dtype=torch.bfloat16)
+    block, x = (
+        sparse_model(backend="auto").model.layers[0].mlp.train(),
+        torch.randn(2, 50, 64, device="cuda", dtype=torch.bfloat16),
+    )
     same = on_reference(block)
     for each in (block, same):
         each(x).float().square().sum().backward()
     for mine, theirs in zip(block.parameters(), same.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
+
+
+@torch.no_grad()
+def test_a_dense_block_moves_to_plain_matmuls(monkeypatch):
+    """Once a sample of its density has arrived, and back when it is sparse again; never in deterministic mode."""
+    monkeypatch.setattr(_density, "EVERY", 2)
+    block = hf_twell.sparsify(MODELS["llama"]().eval().to("cuda", torch.bfloat16)).model.layers[0].mlp
+    x = torch.randn(300, 64, device="cuda", dtype=torch.bfloat16)
+    calls = watch(monkeypatch)
+
+    def took_kernels():
+        before = len(calls)
+        y = block(x)
+        torch.cuda.synchronize()
+        return len(calls) > before, y
+
+    assert took_kernels()[0]  # nothing is known yet
+    kernels, y = took_kernels()
+    assert not kernels
+    assert torch.equal(y, on_reference(block)(x))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert took_kernels()[0]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    block.gate_proj.weight.zero_()
+    assert [took_kernels()[0] for _ in range(4)][-1]
+    assert copy.deepcopy(block).twell.watch.density is None
