@@ -33,6 +33,11 @@ def sparse_model(name="llama", dtype=torch.bfloat16, backend="cuda"):
     return hf_twell.sparsify(model.to("cuda", dtype), backend=backend)
 
 
+def first_block_and_input():
+    x = torch.randn(2, 50, 64, device="cuda", dtype=torch.bfloat16)
+    return sparse_model(backend="auto").model.layers[0].mlp, x
+
+
 def on_reference(model, dtype=None):
     model = copy.deepcopy(model)
     for block in model.modules():
