@@ -7,10 +7,11 @@ from torch import nn
 
 from hf_twell import ops
 from hf_twell._layout import restore_down
-from hf_twell.architectures import FfnSite, activation_keys, check_convertible, find_ffns, stock_class
+from hf_twell.architectures import ACTIVATION_KEYS, FfnSite, activation_keys, check_convertible, find_ffns, stock_class
 from hf_twell.modeling import FfnSettings, SparseFfn, sparse_class
 
 FORMAT_VERSION = 1
+TAG = "hf_twell"  # on the Hub, and in the card that PEFT writes beside a saved adapter
 
 
 def sparsify(model: nn.Module, *, backend: str = "auto", layers: Iterable[int] | None = None) -> nn.Module:
@@ -23,25 +24,35 @@ def sparsify(model: nn.Module, *, backend: str = "auto", layers: Iterable[int] |
         model: a Transformers causal language model (or its decoder), on any device, in float32, bfloat16 or float16.
         backend: "auto" takes the fastest backend at each call; "reference", "cpu" or "cuda" insist on one.
         layers: indices of the layers on which kernels and the L1 term act (negative ones count from the end). None
-            means those that the checkpoint names, else all. The activation converts everywhere: a stock config has one.
+            keeps those that an earlier call or the checkpoint chose (`config.twell`), else means all; `range(n)` brings
+            all n back. The activation converts everywhere: a stock config has one.
 
     Returns:
         The same model.
 
     Raises:
         ValueError: a model that cannot be converted exactly (mixture of experts, quantized or meta-device weights, an
-            unknown block), naming the module; nothing has changed then.
+            unknown block), naming the module, or a `twell` entry in the config that cannot be true; nothing has
+            changed then.
 
     Source: arXiv 2603.23198, section 2.
     """
     sites = find_ffns(model)
     check_convertible(model, sites)
+    _check_finished(model)
     config, keys = activation_keys(model)
     ops.resolve(backend, sites[0].linear("up").weight.device.type)
-    chosen = _chosen_layers(model, layers, len(sites))
+    check_entry(model.config)
+    chosen = chosen_layers(model, layers, len(sites))
 
     for key in keys:
         setattr(config, key, "relu")
+    patch(model, sites, chosen, backend)
+    return model
+
+
+def patch(model: nn.Module, sites: list[FfnSite], chosen: list[int], backend: str) -> None:
+    """Make the chosen blocks sparse ones and the others stock ones with ReLU, and say so in the config."""
     for index, site in enumerate(sites):
         _use_relu(site)
         if index in chosen:
@@ -49,7 +60,8 @@ def sparsify(model: nn.Module, *, backend: str = "auto", layers: Iterable[int] |
         else:
             _restore_stock(site.module)
     model.config.twell = {"version": FORMAT_VERSION, "layers": chosen if len(chosen) < len(sites) else None}
-    return model
+    if hasattr(model, "add_model_tags"):
+        model.add_model_tags(TAG)
 
 
 def unpatch(model: nn.Module) -> nn.Module:
@@ -64,10 +76,43 @@ def unpatch(model: nn.Module) -> nn.Module:
     return model
 
 
-def _chosen_layers(model, layers, count: int) -> list[int]:
+def _check_finished(model) -> None:
+    entry = getattr(model.config, "twell", None)
+    if isinstance(entry, dict) and "unfinished" in entry:
+        raise ValueError(
+            f"the conversion of this {type(model).__name__} is unfinished: {entry['unfinished']}. Go on with the training "
+            "that saved it (`hf-twell train RECIPE --resume`)."
+        )
+
+
+def check_entry(config) -> dict | None:
+    """The config's `twell` entry, or None.
+
+    Raises:
+        ValueError: an entry that is none of ours, is of a newer version, or stands beside another activation than ReLU.
+    """
+    entry = getattr(config, "twell", None)
+    if entry is None:
+        return None
+    if not isinstance(entry, dict) or not isinstance(entry.get("version"), int):
+        raise ValueError(f"the config's twell entry is {entry!r}; this package writes {{'version': 1, 'layers': ...}}")
+    if entry["version"] > FORMAT_VERSION:
+        raise ValueError(
+            f"the config's twell entry has version {entry['version']}, this package knows {FORMAT_VERSION}; upgrade it"
+        )
+    text_config = config.get_text_config()
+    others = {getattr(text_config, key, "relu") for key in ACTIVATION_KEYS} - {"relu", None}
+    if others:
+        raise ValueError(
+            f"the config's twell entry says that the model is sparse, but its activation is {others.pop()!r} and not "
+            "'relu'; correct the config, or remove its twell entry to convert the model"
+        )
+    return entry
+
+
+def chosen_layers(model, layers, count: int) -> list[int]:
     if layers is None:
-        entry = getattr(model.config, "twell", None)
-        layers = entry.get("layers") if isinstance(entry, dict) else None
+        layers = (check_entry(model.config) or {}).get("layers")
     if layers is None:
         return list(range(count))
     indices = list(layers) if isinstance(layers, Iterable) else []
