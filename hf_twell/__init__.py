@@ -8,6 +8,9 @@ __version__ = "0.1.0"
 _MODULE_OF = {
     "L1Penalty": "penalty",
     "SparsityCallback": "callbacks",
+    "TwellLlamaForCausalLM": "custom_models",
+    "TwellQwen2ForCausalLM": "custom_models",
+    "TwellQwen3ForCausalLM": "custom_models",
     "evaluate": "evaluation",
     "last_checkpoint": "checkpoints",
     "measure_sparsity": "measurement",

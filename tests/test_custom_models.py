@@ -1,0 +1,398 @@
+"""The custom classes: what they load, that they save stock models, and everything a stock class can do."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from hf_twell import TwellLlamaForCausalLM, TwellQwen2ForCausalLM, TwellQwen3ForCausalLM, sparsify, unpatch
+from hf_twell.modeling import SparseFfn, sparse_ffns
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 52,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+FAMILIES = {
+    "llama": (TwellLlamaForCausalLM, LlamaForCausalLM, LlamaConfig),
+    "qwen2": (TwellQwen2ForCausalLM, Qwen2ForCausalLM, Qwen2Config),
+    "qwen3": (TwellQwen3ForCausalLM, Qwen3ForCausalLM, Qwen3Config),
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return FAMILIES[request.param]
+
+
+def config_of(family, **changes):
+    return family[2](**{**SIZES, "head_dim": 8, **changes})
+
+
+def dense(family, **changes) -> nn.Module:
+    torch.manual_seed(0)
+    return family[1](config_of(family, **changes)).eval()
+
+
+def ids(length=11) -> torch.Tensor:
+    return torch.randint(3, 96, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids().to(model.device)).logits
+
+
+def relu_twin(model, cls):
+    """The stock model that the same weights with ReLU make."""
+    twin = cls(type(model.config).from_dict({**model.config.to_dict(), "hidden_act": "relu"})).to(model.dtype).eval()
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+def test_dense_checkpoints_convert(family, tmp_path):
+    twell, stock, _ = family
+    model = dense(family)
+    model.save_pretrained(tmp_path)
+    loaded = twell.from_pretrained(tmp_path, backend="reference")
+    assert isinstance(loaded, (twell, stock))
+    assert loaded.config.hidden_act == "relu"
+    assert len(sparse_ffns(loaded)) == 3
+    assert not loaded.training
+    assert torch.equal(logits(loaded), logits(relu_twin(model, stock)))
+    assert not torch.equal(logits(loaded), logits(model))
+
+
+def test_saves_the_stock_form(family, tmp_path):
+    twell, stock, _ = family
+    dense(family).save_pretrained(tmp_path / "dense")
+    model = twell.from_pretrained(tmp_path / "dense", backend="reference", layers=[0, -1])
+    model.save_pretrained(tmp_path / "sparse")
+    config = json.loads((tmp_path / "sparse" / "config.json").read_text())
+    assert config["architectures"] == [stock.__name__]
+    assert config["hidden_act"] == "relu"
+    assert config["twell"] == {"version": 1, "layers": [0, 2]}
+    assert "auto_map" not in config
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "sparse")
+    assert type(again) is stock
+    assert torch.equal(logits(again), logits(model))
+    ours = twell.from_pretrained(tmp_path / "sparse", backend="reference")
+    assert [ffn.twell.layer for ffn in sparse_ffns(ours)] == [0, 2]
+    assert torch.equal(logits(ours), logits(model))
+    names = [set(load_file(tmp_path / folder / "model.safetensors")) for folder in ("dense", "sparse")]
+    assert names[0] == names[1]
+
+
+def test_default_backend_is_right_too(family, tmp_path):
+    model = dense(family)
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(logits(family[0].from_pretrained(tmp_path)), logits(relu_twin(model, family[1])))
+
+
+def test_made_from_a_config(family):
+    config = config_of(family)
+    torch.manual_seed(0)
+    model = family[0](config, layers=[1]).eval()
+    assert config.hidden_act == "silu", "the caller's config stays as it was"
+    assert [ffn.twell.layer for ffn in sparse_ffns(model)] == [1]
+    torch.testing.assert_close(logits(model), logits(relu_twin(model, family[1])))
+    sparsify(model, layers=range(3), backend="reference")
+    assert len(sparse_ffns(model)) == 3
+    assert not [m for m in unpatch(model).modules() if isinstance(m, SparseFfn)]
+
+
+def test_arguments_of_the_stock_class(family, tmp_path):
+    dense(family).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    model, info = family[0].from_pretrained(
+        tmp_path, dtype=torch.bfloat16, attn_implementation="eager", attention_dropout=0.25, output_loading_info=True
+    )
+    assert model.dtype == torch.bfloat16
+    assert model.config._attn_implementation == "eager"
+    assert model.config.attention_dropout == 0.25
+    assert not info["missing_keys"]
+    assert str(model.config._name_or_path) == str(tmp_path)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_and_generation(family, tmp_path, attention):
+    model = dense(family)
+    model.save_pretrained(tmp_path)
+    loaded = family[0].from_pretrained(tmp_path, backend="reference", attn_implementation=attention)
+    twin = relu_twin(model, family[1])
+    twin.set_attn_implementation(attention)
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[0, :4] = 0  # padding at the left
+    for how in ({}, {"num_beams": 3}, {"cache_implementation": "static"}, {"use_cache": False}):
+        options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, **how}
+        assert torch.equal(loaded.generate(ids(), **options), twin.generate(ids(), **options)), how
+
+
+def test_tied_weights(family, tmp_path):
+    model = dense(family, tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    loaded = family[0].from_pretrained(tmp_path, backend="reference")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    loaded.save_pretrained(tmp_path / "again")
+    assert "lm_head.weight" not in load_file(tmp_path / "again" / "model.safetensors")
+    assert torch.equal(logits(family[0].from_pretrained(tmp_path / "again", backend="reference")), logits(loaded))
+    loaded.resize_token_embeddings(100)
+    assert loaded.lm_head.weight.shape[0] == 100
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(family, reentrant):
+    torch.manual_seed(0)
+    model = family[0](config_of(family), backend="reference").train()
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        model.zero_grad()
+        model(input_ids=ids(), labels=ids()).loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for plain, again in zip(*gradients, strict=True):
+        torch.testing.assert_close(again, plain)
+
+
+def test_device_map(family, tmp_path):
+    pytest.importorskip("accelerate")
+    dense(family).save_pretrained(tmp_path)
+    whole = family[0].from_pretrained(tmp_path, device_map="cpu")
+    split = family[0].from_pretrained(
+        tmp_path,
+        device_map={"model.embed_tokens": "cpu", "model.layers": "cpu", "model": "cpu", "lm_head": "disk"},
+        offload_folder=tmp_path / "offloaded",
+    )
+    torch.testing.assert_close(logits(split), logits(whole))
+
+
+def test_copies_and_pickle(family):
+    model = family[0](config_of(family), layers=[0]).eval()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(twin) is family[0]
+        assert len(sparse_ffns(twin)) == 1
+        assert torch.equal(logits(twin), logits(model))
+
+
+# The checkpoints of the paper's authors. `AuthorsMlp` computes and stores as their class does (hybrid training keeps
+# down_proj as (F, D) from the start, and its kernel multiplies by it untransposed).
+
+
+class AuthorsMlp(nn.Module):
+    def __init__(self, hidden, intermediate, hybrid, gated=True):
+        super().__init__()
+        if gated:
+            self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+        self.hybrid = hybrid
+        if hybrid:
+            self.down_proj.weight.data = self.down_proj.weight.data.t().contiguous()
+
+    def forward(self, x):
+        gate = torch.relu(self.gate_proj(x)) * self.up_proj(x)
+        return gate @ self.down_proj.weight if self.hybrid else self.down_proj(gate)
+
+
+class AuthorsLlama(LlamaForCausalLM):
+    pass
+
+
+class AuthorsQwen2(Qwen2ForCausalLM):
+    pass
+
+
+def authors_model(tmp_path, kind="llama", hybrid=False, square=False, gated=True):
+    """Saved by save_pretrained of a class that holds what theirs holds; returns its own logits."""
+    cls, config_class = {"llama": (AuthorsLlama, LlamaConfig), "qwen2": (AuthorsQwen2, Qwen2Config)}[kind]
+    torch.manual_seed(3)
+    intermediate = 32 if square else 56
+    config = config_class(**{**SIZES, "intermediate_size": 40, "tie_word_embeddings": True})
+    model = cls(config).eval()
+    for layer in model.model.layers:
+        layer.mlp = AuthorsMlp(32, intermediate, hybrid, gated)
+    truth = logits(model) if gated else None
+    model.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw |= {
+        "model_type": f"{kind}_sparse_relu",
+        "architectures": [f"Sparse{kind.capitalize()}ForCausalLM"],
+        "auto_map": {"AutoModelForCausalLM": "sparse_models.SparseLlamaForCausalLM"},
+        "is_llama_config": True,
+        "sparsity_gated_mlp": gated,
+        "sparsity_l1_coeff": 2e-5,
+        "sparsity_new_intermediate_size": intermediate,
+        "sparsity_use_hybrid_kernel": hybrid,
+        "sparsity_mlp_execution_logic": "training",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    return truth
+
+
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_checkpoints_of_the_authors(tmp_path, kind, hybrid, square):
+    truth = authors_model(tmp_path / "theirs", kind, hybrid, square)
+    twell, stock, _ = FAMILIES[kind]
+    model = twell.from_pretrained(tmp_path / "theirs", backend="reference")
+    torch.testing.assert_close(logits(model), truth, atol=1e-5, rtol=1e-5)
+    assert model.config.model_type == kind
+    assert model.config.intermediate_size == (32 if square else 56)
+    model.save_pretrained(tmp_path / "ours")
+    raw = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert raw["architectures"] == [stock.__name__]
+    assert not [key for key in raw if key.startswith("sparsity_") or key == "auto_map"]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert type(again) is stock
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_authors_hidden_act_is_ignored_and_dtype_kept(tmp_path):
+    authors_model(tmp_path)
+    weights = {name: tensor.bfloat16() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["hidden_act"] == "silu"
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "dtype": "bfloat16"}))
+    model = TwellLlamaForCausalLM.from_pretrained(tmp_path)
+    assert model.dtype == torch.bfloat16
+    assert model.config.hidden_act == "relu"
+
+
+def test_authors_without_a_gate_are_refused(tmp_path):
+    authors_model(tmp_path, gated=False)
+    with pytest.raises(ValueError, match="3 blocks and 0 gates"):
+        TwellLlamaForCausalLM.from_pretrained(tmp_path)
+
+
+# Hostile input: one line each, that names what is wrong.
+
+
+def damage_config(folder, **changes):
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**raw, **changes}))
+
+
+def damage_weights(folder, name, change):
+    weights = load_file(folder / "model.safetensors")
+    weights[name] = change(weights[name])
+    save_file({key: value for key, value in weights.items() if value is not None}, folder / "model.safetensors")
+
+
+Q, UP = "model.layers.1.self_attn.q_proj.weight", "model.layers.2.mlp.up_proj.weight"
+
+
+def nan(weight):
+    weight[3, 4] = float("nan")
+    return weight
+
+
+def infinite(weight):
+    weight[0, 0], weight[1, 1] = float("inf"), float("-inf")
+    return weight
+
+
+def truncate(folder):
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+def pickled(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def strange_index(folder, name="../model.safetensors"):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+
+
+DAMAGES = {
+    "shape of attention": (lambda f: damage_weights(f, Q, lambda w: w[:16].clone()), "q_proj.weight has shape"),
+    "shape of a block": (lambda f: damage_weights(f, UP, lambda w: w[:-1].clone()), "up_proj.weight has shape"),
+    "a tensor missing": (lambda f: damage_weights(f, UP, lambda w: None), "lacks model.layers.2.mlp.up_proj.weight"),
+    "huge hidden size": (lambda f: damage_config(f, hidden_size=2**40), "has shape"),
+    "huge vocabulary": (lambda f: damage_config(f, vocab_size=10**13), "has shape"),
+    "huge depth": (lambda f: damage_config(f, num_hidden_layers=10**9), "num_hidden_layers=1000000000"),
+    "huge heads": (lambda f: damage_config(f, head_dim=2**40), "q_proj.weight has shape"),
+    "NaN": (lambda f: damage_weights(f, Q, nan), "q_proj.weight holds 1 values that are NaN"),
+    "infinite": (lambda f: damage_weights(f, UP, infinite), "up_proj.weight holds 2 values that are NaN or inf"),
+    "half a file": (truncate, "no whole safetensors file"),
+    "pickle": (pickled, "pickled weights alone"),
+    "index to elsewhere": (strange_index, "only .safetensors files beside it are read"),
+    "index to a pickle": (lambda f: strange_index(f, "weights.bin"), "only .safetensors files beside it are read"),
+    "index to nothing": (lambda f: strange_index(f, "absent.safetensors"), "lacks absent.safetensors"),
+    "entry beside SiLU": (lambda f: damage_config(f, hidden_act="silu"), "its activation is 'silu'"),
+    "entry of no version": (lambda f: damage_config(f, twell={"layers": [0]}), "twell entry is"),
+    "entry of the future": (lambda f: damage_config(f, twell={"version": 99}), "version 99"),
+    "entry as text": (lambda f: damage_config(f, twell="yes"), "twell entry is 'yes'"),
+    "entry of other layers": (
+        lambda f: damage_config(f, twell={"version": 1, "layers": [0, 7]}),
+        "for a model of 3 layers",
+    ),
+    "layers as text": (lambda f: damage_config(f, twell={"version": 1, "layers": "all"}), "layers='all'"),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    sparsify(dense(FAMILIES["llama"])).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    for path in saved.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_hostile_checkpoints(folder, damage):
+    change, message = DAMAGES[damage]
+    change(folder)
+    with pytest.raises(ValueError) as caught:
+        TwellLlamaForCausalLM.from_pretrained(folder)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_architecture_is_refused(folder):
+    with pytest.raises(ValueError, match="'llama' model; TwellQwen2ForCausalLM takes qwen2, qwen2_sparse_relu"):
+        TwellQwen2ForCausalLM.from_pretrained(folder)
+
+
+def test_remote_code_is_never_run(folder):
+    damage_config(folder, auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
+    (folder / "evil.py").write_text("raise SystemExit('remote code ran')\n")
+    assert TwellLlamaForCausalLM.from_pretrained(folder, trust_remote_code=True).config.model_type == "llama"
+
+
+def test_large_finite_weights_pass(folder):
+    damage_weights(folder, UP, lambda w: torch.full_like(w, 3e38))
+    TwellLlamaForCausalLM.from_pretrained(folder)
