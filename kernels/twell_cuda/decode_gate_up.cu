@@ -8,29 +8,12 @@
 // Within each 32 consecutive k, lane q of four takes 8 consecutive ones (16 bytes) of weights and activations alike:
 // both operands see the same permutation of k, so no data moves between lanes.
 
+#include "decode_gate.cuh"
 #include "decode_reduce.cuh"
-#include "mma.cuh"
 
 namespace twell::decoding {
 namespace {
 
-struct GateUpParams {
-  const char* x;
-  const char* gate;
-  const char* up;    // null: no gate
-  const char* down;  // rows to bring into L2
-  const void* b_gate;
-  const void* b_up;
-  uint16_t* masks;
-  uint32_t* arrivals;
-  uint2* products;
-  int tokens, width, blocks, slices;
-  uint32_t row_bytes;       // of x, gate, up and down
-  int prefetch_max_active;  // active neurons of a tile up to which all of down's active rows can wait in L2 together
-};
-
-// Down rows fetched ahead of the second kernel may take about half of the smallest L2 among GPUs for data centres.
-constexpr int64_t kPrefetchBytes = 24 << 20;
 // Gate rows fetched into L2 while an earlier kernel still runs: this many times 256 bytes for each row and warp.
 constexpr int kPrefetchGate = 2;
 
@@ -130,38 +113,10 @@ __device__ __forceinline__ void multiply(float (&sum)[kTiles * kGroups][4], Rows
   }
 }
 
-// Bit i of the result: whether any of lanes 4i..4i+3 says so.
-__device__ __forceinline__ uint32_t any_of_four(bool predicate) {
-  uint32_t m = __ballot_sync(0xffffffffu, predicate);
-  m |= m >> 1;
-  m = (m | m >> 2) & 0x11111111u;
-  m = (m | m >> 3) & 0x03030303u;
-  m = (m | m >> 6) & 0x000f000fu;
-  return (m | m >> 12) & 0xffu;
-}
-
-// relu that keeps NaN, and 0 outside of the call's tokens and neurons.
-__device__ __forceinline__ float activate(float v, float bias, bool inside) {
-  v += bias;
-  return inside && !(v <= 0.f) ? v : 0.f;
-}
-
-// Row `row`, column `token` of a sum as the products leave it: tiles of 16 rows and groups of 8 columns.
-template <int kGroups>
-__device__ __forceinline__ float sum_at(const float4* sums, int row, int token) {
-  const int element = (row / 16 * kGroups + token / 8) * 32 + row % 8 * 4 + token % 8 / 2;
-  return reinterpret_cast<const float*>(sums)[element * 4 + row % 16 / 8 * 2 + token % 2];
-}
-
 template <int kValue>
 struct Count {
   static constexpr int value = kValue;
 };
-
-template <typename Half>
-__device__ __forceinline__ float bias_of(const void* bias, int neuron, int width) {
-  return bias != nullptr && neuron < width ? to_float(static_cast<const Half*>(bias)[neuron]) : 0.f;
-}
 
 // Thread blocks that a multiprocessor must have room for. Three of 16 neurons: an H200 then holds all of F = 5632 at
 // once. Two groups of tokens fit in the registers that this leaves on Hopper; elsewhere the compiler would spill.
@@ -258,7 +213,7 @@ __global__ void __launch_bounds__(kDecodeThreads, resident_blocks(kTiles, kGroup
   }
   __syncthreads();
 
-  if (active_count <= p.prefetch_max_active) {
+  if (active_count <= p.prefetch_max_active * kTiles) {
     for (int i = warp; i < active_count; i += kDecodeWarps) {
       const char* row = p.down + static_cast<int64_t>(first + active[i]) * p.row_bytes;
       for (uint32_t byte = lane * 128; byte < p.row_bytes + 127; byte += 32 * 128) {
@@ -320,50 +275,33 @@ __global__ void __launch_bounds__(kDecodeThreads, resident_blocks(kTiles, kGroup
 }
 
 template <typename Half, int kTiles, int kGroups>
-cudaError_t launch(const GateUpParams& params, const Device& device, cudaStream_t stream) {
+cudaError_t launch(const DecodePlan& plan, const GateUpParams& params, cudaStream_t stream) {
   constexpr int kSlots = kTiles == 1 ? kDecodeWarps : kDecodeWarps / 2;
   constexpr int kShared = (kSlots + 1) * kTiles * kGroups * 32 * static_cast<int>(sizeof(float4));
   const int grid = (params.blocks + kTiles - 1) / kTiles;
-  return launch_overlapped(gate_up_kernel<Half, kTiles, kGroups>, dim3(grid), kShared, params, device, stream);
+  return launch_kernel(gate_up_kernel<Half, kTiles, kGroups>, {dim3(grid), kDecodeThreads, kShared}, params,
+                       plan.kernels, stream);
 }
 
 template <typename Half>
-cudaError_t launch_for(const DecodePlan& plan, const GateUpParams& params, const Device& device, cudaStream_t stream) {
+cudaError_t launch_for(const DecodePlan& plan, const GateUpParams& params, cudaStream_t stream) {
   if (plan.gate_tiles == 3) {
-    return plan.groups == 4 ? launch<Half, 3, 4>(params, device, stream) : launch<Half, 3, 8>(params, device, stream);
+    return plan.groups == 4 ? launch<Half, 3, 4>(plan, params, stream) : launch<Half, 3, 8>(plan, params, stream);
   }
   switch (plan.groups) {
-    case 1: return launch<Half, 1, 1>(params, device, stream);
-    case 2: return launch<Half, 1, 2>(params, device, stream);
-    case 4: return launch<Half, 1, 4>(params, device, stream);
-    default: return launch<Half, 1, 8>(params, device, stream);
+    case 1: return launch<Half, 1, 1>(plan, params, stream);
+    case 2: return launch<Half, 1, 2>(plan, params, stream);
+    case 4: return launch<Half, 1, 4>(plan, params, stream);
+    default: return launch<Half, 1, 8>(plan, params, stream);
   }
 }
 
 }  // namespace
 
-cudaError_t launch_gate_up(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
-                           cudaStream_t stream) {
-  char* const base = static_cast<char*>(workspace);
-  GateUpParams params{};
-  params.x = static_cast<const char*>(ffn.x);
-  params.gate = static_cast<const char*>(ffn.gate);
-  params.up = static_cast<const char*>(ffn.up);
-  params.down = static_cast<const char*>(ffn.down);
-  params.b_gate = ffn.b_gate;
-  params.b_up = ffn.b_up;
-  params.masks = reinterpret_cast<uint16_t*>(base + plan.masks);
-  params.arrivals = reinterpret_cast<uint32_t*>(base + plan.arrivals);
-  params.products = reinterpret_cast<uint2*>(base + plan.products);
-  params.tokens = static_cast<int>(ffn.tokens);
-  params.width = ffn.width;
-  params.blocks = plan.blocks;
-  params.slices = plan.slices;
-  params.row_bytes = 2u * static_cast<uint32_t>(ffn.hidden);
-  const int64_t matrix_bytes = int64_t{2} * ffn.hidden * ffn.width;
-  params.prefetch_max_active = static_cast<int>(kPrefetchBytes * kBlockNeurons * plan.gate_tiles / matrix_bytes);
-  return ffn.dtype == DType::kBFloat16 ? launch_for<__nv_bfloat16>(plan, params, device, stream)
-                                       : launch_for<__half>(plan, params, device, stream);
+cudaError_t launch_portable_gate_up(const Ffn& ffn, const DecodePlan& plan, void* workspace, cudaStream_t stream) {
+  const GateUpParams params = gate_up_params(ffn, plan, workspace);
+  return ffn.dtype == DType::kBFloat16 ? launch_for<__nv_bfloat16>(plan, params, stream)
+                                       : launch_for<__half>(plan, params, stream);
 }
 
 }  // namespace twell::decoding

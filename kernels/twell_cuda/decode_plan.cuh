@@ -15,6 +15,19 @@ constexpr int kDecodeThreads = 32 * kDecodeWarps;
 constexpr int kBlockNeurons = 16;
 constexpr int kQuadsPerBlock = 4;
 
+// When the gate and up kernel lets the down kernel's blocks start: they take room, and wait for it to end anyway.
+enum class LetNextStart { kEarly, kAfterGate, kAtEnd };
+
+// Which kernels run, and how they overlap.
+struct Kernels {
+  bool bulk_gate = false;   // sm90_decode_gate_up.cu, not decode_gate_up.cu
+  int cluster_columns = 0;  // lane_columns of sm90_decode_down.cu: 4 or 8; 0: decode_down.cu
+  bool overlap = false;     // programmatic dependent launch
+  LetNextStart let_next_start = LetNextStart::kEarly;
+  bool prefetch_down = true;         // active rows into L2, as soon as they are known
+  bool down_lets_next_start = true;  // before its own work; the next call's gate rows then flow beside it
+};
+
 struct DecodePlan {
   int groups;        // tokens in eights: 1, 2, 4 or 8
   int gate_tiles;    // blocks of 16 neurons for each thread block of the gate kernel: 1 or 3
@@ -28,6 +41,7 @@ struct DecodePlan {
   int64_t products;  // h
   int64_t partials;  // float (slices, splits, 8 * lane_columns * 8 * groups), where splits > 1
   int64_t bytes;
+  Kernels kernels;
 };
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -56,30 +70,70 @@ inline DecodePlan plan_decode(const Ffn& ffn) {
   return p;
 }
 
-// h into the workspace (decode_gate_up.cu), then y from it (decode_down.cu).
-cudaError_t launch_gate_up(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
-cudaError_t launch_down(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
+// The kernels that decode() runs. Hopper's own are chosen once their checks have passed on one.
+inline Kernels choose_kernels(const Device& device) {
+  Kernels k{};
+  k.overlap = device.major >= 9;
+  return k;
+}
 
-// A launch that may start before the kernel ahead of it has ended, where the GPU can do that.
+// h into the workspace (decode_gate_up.cu), then y from it (decode_down.cu): the portable kernels.
+cudaError_t launch_portable_gate_up(const Ffn&, const DecodePlan&, void* workspace, cudaStream_t);
+cudaError_t launch_portable_down(const Ffn&, const DecodePlan&, void* workspace, cudaStream_t);
+// Hopper's (sm90_decode_gate_up.cu, sm90_decode_down.cu).
+cudaError_t launch_bulk_gate_up(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
+cudaError_t launch_cluster_down(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
+
+inline cudaError_t launch_gate_up(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
+                                  cudaStream_t stream) {
+  return plan.kernels.bulk_gate ? launch_bulk_gate_up(ffn, plan, device, workspace, stream)
+                                : launch_portable_gate_up(ffn, plan, workspace, stream);
+}
+
+inline cudaError_t launch_down(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
+                               cudaStream_t stream) {
+  return plan.kernels.cluster_columns != 0 ? launch_cluster_down(ffn, plan, device, workspace, stream)
+                                           : launch_portable_down(ffn, plan, workspace, stream);
+}
+
+// How a kernel is launched. With `overlap` it may start before the kernel ahead of it has ended.
+struct Launch {
+  dim3 grid;
+  int threads = kDecodeThreads;
+  int shared_bytes = 0;
+  int cluster = 1;  // thread blocks, along x
+};
+
 template <typename Params>
-cudaError_t launch_overlapped(void (*kernel)(Params), dim3 grid, int shared_bytes, const Params& params,
-                              const Device& device, cudaStream_t stream) {
-  // Kernels that overlap must agree on how a multiprocessor divides its memory between L1 and shared.
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 50);
-  if (error == cudaSuccess && shared_bytes > 48 * 1024) {
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+cudaError_t launch_kernel(void (*kernel)(Params), const Launch& launch, const Params& params, const Kernels& kernels,
+                          cudaStream_t stream) {
+  cudaError_t error = cudaSuccess;
+  if (launch.shared_bytes > 40 * 1024) {  // the rest of 48 may be static
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, launch.shared_bytes);
   }
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[3]{};
+  int count = 1;
+  // Kernels that overlap must agree on how a multiprocessor divides its memory between L1 and shared.
+  attributes[0].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+  attributes[0].val.sharedMemCarveout = kernels.bulk_gate ? 100 : 50;
+  if (launch.cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim = {static_cast<unsigned>(launch.cluster), 1, 1};
+    ++count;
+  }
+  if (kernels.overlap) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count].val.programmaticStreamSerializationAllowed = 1;
+    ++count;
+  }
   cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(kDecodeThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.gridDim = launch.grid;
+  config.blockDim = dim3(static_cast<unsigned>(launch.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(launch.shared_bytes);
   config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = device.major >= 9 ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = static_cast<unsigned>(count);
   return cudaLaunchKernelEx(&config, kernel, params);
 }
 

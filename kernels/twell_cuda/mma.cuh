@@ -97,6 +97,17 @@ __device__ __forceinline__ void load_tokens(uint4& v, const char* p, bool valid)
       : "memory");
 }
 
+// Activations that a block reads once: from L2, whatever L1 holds.
+__device__ __forceinline__ void load_tokens_once(uint4& v, const char* p, bool valid) {
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %5, 0;\n\t"
+      "mov.b32 %0, 0;\n\tmov.b32 %1, 0;\n\tmov.b32 %2, 0;\n\tmov.b32 %3, 0;\n\t"
+      "@p ld.global.cg.v4.b32 {%0,%1,%2,%3}, [%4];\n\t}"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "l"(p), "r"(static_cast<int>(valid))
+      : "memory");
+}
+
 // What the kernel before wrote and this block reads once: from L2.
 __device__ __forceinline__ void load_products(uint2& v, const char* p, bool valid) {
   asm volatile(

@@ -1,16 +1,19 @@
-// Checks decode() against plain fp32 kernels over awkward shapes, types, densities and biases, with poisoned memory,
-// then times it inside a captured graph over 28 sets of weights, so that weights come from device memory.
+// Checks decode(), with every choice of kernels that the GPU runs, against plain fp32 kernels over awkward shapes,
+// types, densities and biases, with poisoned memory; then times the choices side by side inside captured graphs over 28
+// sets of weights, so that weights come from device memory.
 //
-//   nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a -o decode_check tests/decode_check.cu decode_*.cu
+//   nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a -o decode_check tests/decode_check.cu *decode_*.cu
 //   ./decode_check          checks, then timings      ./decode_check check | verbose | time
 //
 // Exits 1 on any mismatch or CUDA error.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "../decode_plan.cuh"
@@ -124,6 +127,39 @@ double quantile(double share) {
   return low;
 }
 
+struct Variant {
+  const char* name;
+  Kernels kernels;
+};
+
+Kernels kernels(bool bulk_gate, int cluster_columns, bool overlap, LetNextStart when = LetNextStart::kEarly,
+                bool down_lets_next_start = true) {
+  Kernels k{};
+  k.bulk_gate = bulk_gate, k.cluster_columns = cluster_columns, k.overlap = overlap;
+  k.let_next_start = when, k.down_lets_next_start = down_lets_next_start;
+  return k;
+}
+
+bool is_hopper(const Device& device) { return device.major == 9 && device.minor == 0; }
+
+// Every kernel at least once; the first is what decode() chooses.
+std::vector<Variant> checked_variants(const Device& device) {
+  std::vector<Variant> v{{"chosen", choose_kernels(device)}};
+  if (is_hopper(device)) {
+    v.push_back({"bulk + cluster 8", kernels(true, 8, true)});
+    v.push_back({"bulk + cluster 4, serial", kernels(true, 4, false)});
+    v.push_back({"bulk + portable, late", kernels(true, 0, true, LetNextStart::kAfterGate, false)});
+  }
+  return v;
+}
+
+cudaError_t run(const Ffn& f, const Kernels& k, const Device& device, void* workspace, cudaStream_t stream) {
+  DecodePlan plan = plan_decode(f);
+  plan.kernels = k;
+  const cudaError_t error = launch_gate_up(f, plan, device, workspace, stream);
+  return error != cudaSuccess ? error : launch_down(f, plan, device, workspace, stream);
+}
+
 enum class Threshold { kCoordinate, kBias };
 
 struct Case {
@@ -213,30 +249,33 @@ bool check(const Case& c, const Device& device, const char* type, double toleran
   char* const y = device_alloc<char>(2 * outputs + kGuard);
   f.y = y;
 
-  std::vector<uint16_t> got[2];
+  const std::vector<Variant> variants = checked_variants(device);
+  std::vector<std::vector<uint16_t>> results;
   bool ok = true;
-  for (int run = 0; run < 2; ++run) {  // two poisons, one result
-    const int poison = run == 0 ? 0xff : 0x7e;
-    CHECK(cudaMemset(workspace, poison, workspace_bytes + kGuard));
-    CHECK(cudaMemset(y, poison, 2 * outputs + kGuard));
-    CHECK(decode(f, device, workspace, nullptr));
-    CHECK(cudaDeviceSynchronize());
-    std::vector<uint8_t> bytes(2 * outputs + kGuard), guard(kGuard);
-    CHECK(cudaMemcpy(bytes.data(), y, bytes.size(), cudaMemcpyDeviceToHost));
-    CHECK(cudaMemcpy(guard.data(), workspace + workspace_bytes, kGuard, cudaMemcpyDeviceToHost));
-    for (int i = 0; i < kGuard; ++i) {
-      ok &= bytes[2 * outputs + i] == poison && guard[i] == poison;
+  for (size_t i = 0; i < variants.size(); ++i) {
+    std::vector<uint16_t> got[2];
+    for (int run_index = 0; run_index < 2; ++run_index) {  // two poisons, one result
+      const int poison = run_index == 0 ? 0xff : 0x7e;
+      CHECK(cudaMemset(workspace, poison, workspace_bytes + kGuard));
+      CHECK(cudaMemset(y, poison, 2 * outputs + kGuard));
+      CHECK(i == 0 ? decode(f, device, workspace, nullptr) : run(f, variants[i].kernels, device, workspace, nullptr));
+      CHECK(cudaDeviceSynchronize());
+      std::vector<uint8_t> bytes(2 * outputs + kGuard), guard(kGuard);
+      CHECK(cudaMemcpy(bytes.data(), y, bytes.size(), cudaMemcpyDeviceToHost));
+      CHECK(cudaMemcpy(guard.data(), workspace + workspace_bytes, kGuard, cudaMemcpyDeviceToHost));
+      bool kept = true;
+      for (int k = 0; k < kGuard; ++k) kept &= bytes[2 * outputs + k] == poison && guard[k] == poison;
+      if (!kept) std::printf("%s wrote past the end of y or the workspace\n", variants[i].name);
+      ok &= kept;
+      got[run_index].resize(outputs);
+      std::memcpy(got[run_index].data(), bytes.data(), 2 * outputs);
     }
-    if (!ok) std::printf("wrote past the end of y or the workspace\n");
-    got[run].resize(outputs);
-    std::memcpy(got[run].data(), bytes.data(), 2 * outputs);
-  }
-  if (got[0] != got[1]) {
     // NaN payloads may differ where NaN is right; a case without NaN must repeat bit by bit.
-    if (!c.nan_token) {
+    if (got[0] != got[1] && !c.nan_token) {
       ok = false;
-      std::printf("two runs differ\n");
+      std::printf("%s: two runs differ\n", variants[i].name);
     }
+    results.push_back(got[0]);
   }
 
   float* const h = device_alloc<float>(int64_t{c.tokens} * c.width);
@@ -253,27 +292,31 @@ bool check(const Case& c, const Device& device, const char* type, double toleran
   CHECK(cudaMemcpy(want.data(), y_float, 4 * outputs, cudaMemcpyDeviceToHost));
   CHECK(cudaMemcpy(&active_host, active, 8, cudaMemcpyDeviceToHost));
 
-  double error = 0, norm = 0;
-  int64_t wrong_nan = 0, wrong_zero = 0;
-  for (int64_t i = 0; i < outputs; ++i) {
-    const float g = static_cast<float>(reinterpret_cast<const Half&>(got[0][i])), r = want[i];
-    if (std::isnan(g) || std::isnan(r)) {
-      wrong_nan += std::isnan(g) != std::isnan(r);
-      continue;
+  for (size_t variant = 0; variant < variants.size(); ++variant) {
+    double error = 0, norm = 0;
+    int64_t wrong_nan = 0, wrong_zero = 0;
+    for (int64_t i = 0; i < outputs; ++i) {
+      const float g = static_cast<float>(reinterpret_cast<const Half&>(results[variant][i])), r = want[i];
+      if (std::isnan(g) || std::isnan(r)) {
+        wrong_nan += std::isnan(g) != std::isnan(r);
+        continue;
+      }
+      wrong_zero += r == 0.f && g != 0.f;
+      error += (double{g} - r) * (double{g} - r);
+      norm += double{r} * r;
     }
-    wrong_zero += r == 0.f && g != 0.f;
-    error += (double{g} - r) * (double{g} - r);
-    norm += double{r} * r;
-  }
-  const double relative = norm > 0 ? std::sqrt(error / norm) : std::sqrt(error);
-  // 0 times a column of NaN-free numbers can only be 0; with fewer columns than 8 active pairs sums may cancel to it.
-  ok &= wrong_nan == 0 && wrong_zero <= (norm > 0 && !c.one_neuron ? outputs / 1000 : 0) && relative <= tolerance;
-  if (verbose || !ok) {
-    const double percent = 100. * static_cast<double>(active_host) / static_cast<double>(warps);
-    std::printf("%-4s %4s T=%-3d D=%-6d F=%-6d %s%s%s%s active %7.3f %%  error %.5f%s\n", ok ? "ok" : "BAD", type,
-                c.tokens, c.hidden, c.width, c.gated ? "gated" : "plain", c.biases ? " biases" : "",
-                by_bias ? " by-bias" : "", c.nan_token ? " NaN" : "", percent, relative,
-                wrong_nan ? "  NaN differ" : wrong_zero ? "  zeros differ" : "");
+    const double relative = norm > 0 ? std::sqrt(error / norm) : std::sqrt(error);
+    // 0 times a column of NaN-free numbers can only be 0; with fewer columns than 8 active pairs sums may cancel to it.
+    const bool right =
+        wrong_nan == 0 && wrong_zero <= (norm > 0 && !c.one_neuron ? outputs / 1000 : 0) && relative <= tolerance;
+    if (verbose || !right) {
+      const double percent = 100. * static_cast<double>(active_host) / static_cast<double>(warps);
+      std::printf("%-4s %4s T=%-3d D=%-6d F=%-6d %s%s%s%s active %7.3f %%  error %.5f%s  (%s)\n", right ? "ok" : "BAD",
+                  type, c.tokens, c.hidden, c.width, c.gated ? "gated" : "plain", c.biases ? " biases" : "",
+                  by_bias ? " by-bias" : "", c.nan_token ? " NaN" : "", percent, relative,
+                  wrong_nan ? "  NaN differ" : wrong_zero ? "  zeros differ" : "", variants[variant].name);
+    }
+    ok &= right;
   }
   for (void* p : {static_cast<void*>(x), static_cast<void*>(workspace), static_cast<void*>(y), static_cast<void*>(h),
                   static_cast<void*>(y_float), static_cast<void*>(active)}) {
@@ -335,86 +378,203 @@ bool check_all(const Device& device, bool verbose) {
   return ok;
 }
 
-// Median microseconds of one of `count` launches captured into a graph.
-double time_graph(int count, const std::function<void(int, cudaStream_t)>& launch) {
+// A neuron's firing rates differ: log-normal with this deviation, so that the neurons active in any of 64 tokens are as
+// many as in running text (22 % of 5632 at L0 = 30, 55 % at L0 = 120; with equal rates 29 % and 75 %).
+constexpr double kRateSpread = 1.15;
+constexpr double kMaxRate = 0.98;
+
+// A threshold for each neuron, of a standard normal, with mean rate `density`.
+std::vector<float> thresholds(int width, double density, uint64_t seed) {
+  std::vector<double> rates(width);
+  uint64_t state = seed * 0x9e3779b97f4a7c15ull + 1;
+  const auto uniform = [&] {
+    state = state * 6364136223846793005ull + 1442695040888963407ull;
+    return (static_cast<double>(state >> 33) + 0.5) / 2147483648.;
+  };
+  for (double& r : rates) {
+    const double radius = std::sqrt(-2. * std::log(uniform()));
+    r = std::exp(kRateSpread * radius * std::cos(6.283185307179586 * uniform()));
+  }
+  double low = 0, high = 1e6;
+  for (int i = 0; i < 60; ++i) {
+    const double scale = (low + high) / 2;
+    double mean = 0;
+    for (double r : rates) mean += std::fmin(kMaxRate, scale * r) / width;
+    (mean > density ? high : low) = scale;
+  }
+  std::vector<float> z(width);
+  for (int i = 0; i < width; ++i) z[i] = static_cast<float>(quantile(std::fmin(kMaxRate, low * rates[i])));
+  return z;
+}
+
+template <typename Half>
+__global__ void set_thresholds_kernel(Half* gate, const float* z, int rows, int columns) {
+  for (int r = blockIdx.x * 256 + threadIdx.x; r < rows; r += gridDim.x * 256) {
+    gate[static_cast<int64_t>(r) * columns] = Half(-z[r]);
+  }
+}
+
+// `count` launches captured into a graph.
+struct Graph {
   cudaStream_t stream;
-  CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  for (int i = 0; i < count; ++i) launch(i, stream);
-  cudaGraph_t graph;
-  CHECK(cudaStreamEndCapture(stream, &graph));
   cudaGraphExec_t exec;
-  CHECK(cudaGraphInstantiate(&exec, graph, 0));
   cudaEvent_t begin, end;
-  CHECK(cudaEventCreate(&begin));
-  CHECK(cudaEventCreate(&end));
-  std::vector<double> us;
-  for (int i = 0; i < 25; ++i) {
+  int count;
+  std::vector<double> us;  // of one launch
+
+  Graph(int launches, const std::function<void(int, cudaStream_t)>& launch) : count(launches) {
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    for (int i = 0; i < count; ++i) launch(i, stream);
+    cudaGraph_t graph;
+    CHECK(cudaStreamEndCapture(stream, &graph));
+    CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    CHECK(cudaGraphDestroy(graph));
+    CHECK(cudaEventCreate(&begin));
+    CHECK(cudaEventCreate(&end));
+  }
+  void replay(bool keep) {
     CHECK(cudaEventRecord(begin, stream));
     CHECK(cudaGraphLaunch(exec, stream));
     CHECK(cudaEventRecord(end, stream));
     CHECK(cudaStreamSynchronize(stream));
     float ms = 0;
     CHECK(cudaEventElapsedTime(&ms, begin, end));
-    if (i >= 5) us.push_back(1000. * ms / count);
+    if (keep) us.push_back(1000. * ms / count);
   }
-  CHECK(cudaEventDestroy(begin));
-  CHECK(cudaEventDestroy(end));
-  CHECK(cudaGraphExecDestroy(exec));
-  CHECK(cudaGraphDestroy(graph));
-  CHECK(cudaStreamDestroy(stream));
-  for (size_t i = 1; i < us.size(); ++i) {
-    for (size_t j = i; j > 0 && us[j] < us[j - 1]; --j) std::swap(us[j], us[j - 1]);
+  double median() {
+    std::sort(us.begin(), us.end());
+    return us[us.size() / 2];
   }
-  return us[us.size() / 2];
+  void release() {
+    CHECK(cudaEventDestroy(begin));
+    CHECK(cudaEventDestroy(end));
+    CHECK(cudaGraphExecDestroy(exec));
+    CHECK(cudaStreamDestroy(stream));
+  }
+};
+
+std::vector<Variant> timed_variants(const Device& device) {
+  const auto gate = LetNextStart::kAfterGate, end = LetNextStart::kAtEnd;
+  std::vector<Variant> v{{"PP serial", kernels(false, 0, false)}};
+  if (device.major >= 9) v.push_back({"PP", kernels(false, 0, true)});
+  if (!is_hopper(device)) return v;
+  v.push_back({"BP", kernels(true, 0, true)});
+  v.push_back({"P8", kernels(false, 8, true)});
+  v.push_back({"B8 serial", kernels(true, 8, false)});
+  v.push_back({"B8", kernels(true, 8, true)});
+  v.push_back({"B8 gate", kernels(true, 8, true, gate)});
+  v.push_back({"B8 end", kernels(true, 8, true, end)});
+  v.push_back({"B8 late", kernels(true, 8, true, LetNextStart::kEarly, false)});
+  v.push_back({"B8 gate late", kernels(true, 8, true, gate, false)});
+  v.push_back({"B8 cold", kernels(true, 8, true)});
+  v.back().kernels.prefetch_down = false;
+  v.push_back({"B4", kernels(true, 4, true)});
+  v.push_back({"B4 gate", kernels(true, 4, true, gate)});
+  return v;
 }
 
-void time_shape(int hidden, int width, int layers, const std::vector<int>& tokens, const std::vector<int>& l0,
-                const Device& device) {
+struct Row {
+  int tokens, active;
+  double bar;  // microseconds; 0: none
+};
+
+void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows, const Device& device,
+                std::vector<std::string>& best) {
   using Half = __nv_bfloat16;
   std::vector<Layer<Half>> weights;
   for (int i = 0; i < layers; ++i) weights.emplace_back(hidden, width, true, false, false, 1000 + 10 * i);
   Half* const x = device_alloc<Half>(64 * int64_t{hidden});
   Half* const y = device_alloc<Half>(64 * int64_t{hidden});
+  float* const z = device_alloc<float>(width);
   fill(x, 64 * int64_t{hidden}, 77, 0.f, 1.f);
   set_column(x, 64, hidden, 1.);
   Ffn largest{};
   largest.tokens = 64, largest.hidden = hidden, largest.width = width;
-  char* const workspace = device_alloc<char>(decode_workspace_bytes(largest));
-  for (int active : l0) {
-    const double density = static_cast<double>(active) / width;
-    for (const auto& w : weights) set_column(w.gate, width, hidden, -quantile(density));
-    CHECK(cudaDeviceSynchronize());
-    for (int t : tokens) {
-      std::vector<Ffn> calls;
-      for (const auto& w : weights) {
-        Ffn f{};
-        f.dtype = DType::kBFloat16, f.tokens = t, f.hidden = hidden, f.width = width;
-        f.x = x, f.gate = w.gate, f.up = w.up, f.down = w.down, f.y = y;
-        calls.push_back(f);
+  const int64_t workspace_bytes = decode_workspace_bytes(largest);
+  char* const workspace = device_alloc<char>(workspace_bytes);
+  int last_active = -1;
+  for (const Row& row : rows) {
+    if (row.active != last_active) {
+      last_active = row.active;
+      for (int i = 0; i < layers; ++i) {
+        const std::vector<float> values = thresholds(width, static_cast<double>(row.active) / width, 7 + i);
+        CHECK(cudaMemcpy(z, values.data(), 4 * values.size(), cudaMemcpyHostToDevice));
+        set_thresholds_kernel<<<64, 256>>>(weights[i].gate, z, width, hidden);
+        CHECK(cudaDeviceSynchronize());
       }
-      const DecodePlan plan = plan_decode(calls[0]);
-      const double whole = time_graph(layers, [&](int i, cudaStream_t s) {
-        CHECK(decode(calls[i], device, workspace, s));
+    }
+    std::vector<Ffn> calls;
+    for (const auto& w : weights) {
+      Ffn f{};
+      f.dtype = DType::kBFloat16, f.tokens = row.tokens, f.hidden = hidden, f.width = width;
+      f.x = x, f.gate = w.gate, f.up = w.up, f.down = w.down, f.y = y;
+      calls.push_back(f);
+    }
+    DecodePlan plan = plan_decode(calls[0]);
+    // The union over the tokens, as the gate kernel counts it.
+    CHECK(run(calls[0], kernels(false, 0, false), device, workspace, nullptr));
+    std::vector<uint16_t> masks(plan.blocks);
+    CHECK(cudaMemcpy(masks.data(), workspace + plan.masks, 2 * masks.size(), cudaMemcpyDeviceToHost));
+    int together = 0;
+    for (uint16_t m : masks) together += __builtin_popcount(m);
+
+    std::vector<std::string> names;
+    std::vector<Graph> graphs;
+    for (const Variant& v : timed_variants(device)) {
+      names.push_back(v.name);
+      graphs.emplace_back(layers, [&](int i, cudaStream_t s) {
+        CHECK(run(calls[i], v.kernels, device, workspace, s));
       });
-      const double gate_up = time_graph(layers, [&](int i, cudaStream_t s) {
-        CHECK(launch_gate_up(calls[i], plan, device, workspace, s));
-      });
-      const double down = time_graph(layers, [&](int i, cudaStream_t s) {
+    }
+    const size_t whole = graphs.size();
+    for (int overlap = 0; overlap < 2; ++overlap) {
+      for (const bool bulk : {false, true}) {
+        if (bulk && !is_hopper(device)) continue;
+        plan.kernels = kernels(bulk, 0, overlap == 1);
+        names.push_back(std::string("gate ") + (bulk ? "B" : "P") + (overlap ? " overlapped" : ""));
+        graphs.emplace_back(layers, [&](int i, cudaStream_t s) {
+          CHECK(launch_gate_up(calls[i], plan, device, workspace, s));
+        });
+      }
+    }
+    for (const int columns : {0, 4, 8}) {
+      if (columns != 0 && !is_hopper(device)) continue;
+      plan.kernels = kernels(false, columns, false);
+      names.push_back("down " + (columns ? std::to_string(columns) : std::string("P")));
+      graphs.emplace_back(layers, [&](int i, cudaStream_t s) {
         CHECK(launch_down(calls[i], plan, device, workspace, s));
       });
-      Device no_overlap = device;
-      no_overlap.major = 8;
-      const double serial = time_graph(layers, [&](int i, cudaStream_t s) {
-        CHECK(decode(calls[i], no_overlap, workspace, s));
-      });
-      std::printf("%5d x %-6d T=%-3d L0=%-5d %7.2f us   no overlap %7.2f   gate+up alone %7.2f   down alone %7.2f\n",
-                  hidden, width, t, active, whole, serial, gate_up, down);
-      std::fflush(stdout);
+    }
+    for (int i = 0; i < 19; ++i) {
+      for (Graph& g : graphs) g.replay(i >= 4);
+    }
+    std::printf("%d x %d T=%d L0=%d (together %d, %.1f %%)\n ", hidden, width, row.tokens, row.active, together,
+                100. * together / width);
+    size_t fastest = 0;
+    double fastest_us = 1e9, first_us = 0;
+    for (size_t i = 0; i < graphs.size(); ++i) {
+      const double us = graphs[i].median();
+      std::printf(" | %s %.2f", names[i].c_str(), us);
+      if (i == 0) first_us = us;
+      if (i < whole && us < fastest_us) fastest = i, fastest_us = us;
+      graphs[i].release();
+    }
+    std::printf("\n");
+    std::fflush(stdout);
+    char line[200];
+    std::snprintf(line, sizeof line, "%5d x %-6d T=%-3d L0=%-5d PP serial %6.2f  best %6.2f (%s)", hidden, width,
+                  row.tokens, row.active, first_us, fastest_us, names[fastest].c_str());
+    best.push_back(line);
+    if (row.bar > 0) {
+      std::snprintf(line, sizeof line, "  bar %.1f: %.2f of it", row.bar, fastest_us / row.bar);
+      best.back() += line;
     }
   }
   for (auto& w : weights) w.release();
-  for (void* p : {static_cast<void*>(x), static_cast<void*>(y), static_cast<void*>(workspace)}) CHECK(cudaFree(p));
+  for (void* p : {static_cast<void*>(x), static_cast<void*>(y), static_cast<void*>(workspace), static_cast<void*>(z)}) {
+    CHECK(cudaFree(p));
+  }
 }
 
 }  // namespace
@@ -427,11 +587,19 @@ int main(int argc, char** argv) {
     if (!check_all(device, argc > 1 && std::strcmp(argv[1], "verbose") == 0)) return 1;
   }
   if (!only_check) {
-    time_shape(2048, 5632, 28, {1, 16, 64}, {30, 120, 600, 2800}, device);
-    time_shape(4096, 14336, 12, {1}, {70, 300, 1400}, device);
-    time_shape(576, 1536, 28, {1, 16, 64}, {10, 160, 1400}, device);
-    time_shape(896, 4864, 28, {1, 64}, {30, 2400}, device);
-    time_shape(1024, 3072, 28, {1, 64}, {30, 1500}, device);
+    // Names: gate and up kernel (P portable, B bulk copies), down kernel (P portable, 8 or 4 columns of a lane in
+    // clusters); overlapped unless "serial"; "gate", "end", "late": when the next kernel's blocks may start; "cold": no
+    // down rows fetched into L2 ahead.
+    std::vector<std::string> best;
+    time_shape(2048, 5632, 28,
+               {{1, 30, 11.1}, {16, 30, 14.6}, {64, 30, 19.6}, {1, 120, 12}, {16, 120, 18.8}, {64, 120, 29.4},
+                {1, 600, 15.6}, {16, 600, 26.7}, {64, 600, 37}, {1, 2800, 20.8}, {16, 2800, 33.7}, {64, 2800, 37}},
+               device, best);
+    time_shape(4096, 14336, 12, {{1, 70, 35.4}, {16, 70, 0}, {64, 70, 0}, {1, 1400, 0}}, device, best);
+    time_shape(576, 1536, 28, {{1, 10, 0}, {16, 10, 0}, {64, 10, 0}, {1, 1400, 0}, {64, 1400, 0}}, device, best);
+    time_shape(896, 4864, 28, {{1, 30, 0}, {64, 30, 0}, {1, 2400, 0}, {64, 2400, 0}}, device, best);
+    time_shape(1024, 3072, 28, {{1, 30, 0}, {64, 30, 0}, {1, 1500, 0}}, device, best);
+    for (const std::string& line : best) std::printf("%s\n", line.c_str());
   }
   return 0;
 }

@@ -1,0 +1,414 @@
+// Hopper's form of the first of a decode call's two kernels (the portable one: decode_gate_up.cu; layout:
+// decode_plan.cuh): h = relu(x Wg^T + bg) * (x Wu^T + bu) for the active neurons.
+//
+// A thread block owns neighbouring blocks of 16 neurons. One warp brings rows into a ring of stages in shared memory
+// with bulk copies, one for each row: gate rows before the kernel ahead has ended, for they do not depend on it, and as
+// much as shared memory holds; later the up rows of active neurons. Eight warps share out k and add up through shared
+// memory. Neurons are the rows of the product, tokens the columns.
+//
+// Within each 32 consecutive k, lane q of four takes 8 consecutive ones (16 bytes) of weights and activations alike:
+// both operands see the same permutation of k, so no data moves between lanes.
+
+#include "decode_gate.cuh"
+#include "sm90_primitives.cuh"
+
+namespace twell::decoding {
+namespace {
+
+constexpr int kWorkers = kDecodeThreads + 32;  // eight warps that multiply, one that copies
+constexpr int kMaxStages = 8;
+constexpr uint32_t kPieceBytes = 64;                          // 32 consecutive k
+constexpr uint32_t kStepBytes = kDecodeWarps * kPieceBytes;  // a piece for each warp
+constexpr int kSharedBytes = 224 * 1024;
+
+struct BulkParams : GateUpParams {
+  int stages;
+  uint32_t row_stride;  // of a stage: 64 modulo 128, so that 16-byte reads of two rows meet no bank twice
+  uint32_t ring_bytes;
+  LetNextStart let_next_start;
+};
+
+// Up to 16 tokens a warp holds its share of x in registers. More tokens stream through them, for all neurons of a pass
+// at once.
+template <int kGroups>
+struct Cut {
+  static constexpr bool kHoldsX = kGroups <= 2;
+  static constexpr int kSteps = kHoldsX ? 8 : 4;                // of a stage
+  static constexpr uint32_t kChunkBytes = kSteps * kStepBytes;  // of each row in a stage
+  static constexpr int kAhead = kHoldsX ? kSteps : kGroups == 4 ? 4 : 2;  // steps of x in registers
+  static_assert(kSteps % kAhead == 0);
+  // What does not fit in an even share of registers takes more of them from a warpgroup that only copies.
+  static constexpr int kThreads = kHoldsX ? kWorkers : kDecodeThreads + 128;
+};
+
+#if defined(TWELL_SM90_DEVICE)
+
+// What a warp needs to find its operands.
+struct Lane {
+  int warp, lane;
+  uint32_t offset;  // of its 16 bytes in a step
+  const char* x;    // its token's row in group 0, at `offset`
+};
+
+__device__ __forceinline__ Lane this_lane(const GateUpParams& p) {
+  Lane l;
+  l.warp = threadIdx.x / 32, l.lane = threadIdx.x % 32;
+  l.offset = l.warp * kPieceBytes + l.lane % 4 * 16;
+  l.x = p.x + l.lane / 4 * p.row_bytes + l.offset;
+  return l;
+}
+
+template <int kGroups>
+__device__ __forceinline__ void load_x(uint4 (&to)[kGroups], const Lane& l, const GateUpParams& p, int step) {
+  const uint32_t k = step * kStepBytes;
+#pragma unroll
+  for (int n = 0; n < kGroups; ++n) {
+    // With fewer than half of the groups in use, a smaller kGroups would have been taken.
+    const bool is_token = n < kGroups / 2 || n * 8 + l.lane / 4 < p.tokens;
+    load_tokens_once(to[n], l.x + n * 8 * p.row_bytes + k, is_token && k + l.offset < p.row_bytes);
+  }
+}
+
+struct Operand {
+  uint4 low, high;  // rows lane / 4 and lane / 4 + 8
+};
+
+// `stage` points at the lane's 16 bytes of step 0. Past a row's end lies anything: zeros instead.
+__device__ __forceinline__ Operand load_a(const char* stage, uint32_t row_stride, int step, bool inside) {
+  Operand a{};
+  if (inside) {
+    a.low = *reinterpret_cast<const uint4*>(stage + step * kStepBytes);
+    a.high = *reinterpret_cast<const uint4*>(stage + step * kStepBytes + 8 * row_stride);
+  }
+  return a;
+}
+
+template <typename Half>
+__device__ __forceinline__ void multiply_piece(float (&sum)[4], const Operand& a, const uint4& x) {
+  mma<Half>(sum, a.low.x, a.high.x, a.low.y, a.high.y, x.x, x.y);
+  mma<Half>(sum, a.low.z, a.high.z, a.low.w, a.high.w, x.z, x.w);
+}
+
+// The warp has read all that it wants of a stage.
+__device__ __forceinline__ void release(uint64_t* empty, int lane) {
+  __syncwarp();
+  if (lane == 0) sm90::barrier_arrive(empty);
+}
+
+// sum[block * kGroups + group] = rows x^T over this warp's pieces of k, for `blocks` blocks of 16 rows as they come
+// through the ring: chunk by chunk of k, all blocks of a chunk in a row. `x` keeps what it holds if all of k fits in one
+// chunk and `has_x`.
+template <typename Half, int kBlocks, int kGroups>
+__device__ __forceinline__ void multiply(float (&sum)[kBlocks * kGroups][4], int blocks,
+                                         uint4 (&x)[Cut<kGroups>::kAhead][kGroups], bool has_x, sm90::Ring& ring,
+                                         const char* ring_bytes, const BulkParams& p) {
+  using C = Cut<kGroups>;
+  const Lane l = this_lane(p);
+  const int chunks = (p.row_bytes + C::kChunkBytes - 1) / C::kChunkBytes;
+  const uint32_t stage_bytes = kBlockNeurons * p.row_stride;
+  const char* const mine = ring_bytes + l.lane / 4 * p.row_stride + l.offset;
+#pragma unroll
+  for (int i = 0; i < kBlocks * kGroups; ++i) sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = 0.f;
+
+  if constexpr (C::kHoldsX) {
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      if (chunks > 1 || !has_x) {
+#pragma unroll
+        for (int i = 0; i < C::kSteps; ++i) load_x<kGroups>(x[i], l, p, chunk * C::kSteps + i);
+      }
+#pragma unroll
+      for (int m = 0; m < kBlocks; ++m) {
+        if (m >= blocks) break;
+        ring.wait_full();
+        const char* const stage = mine + ring.stage * stage_bytes;
+#pragma unroll
+        for (int i = 0; i < C::kSteps; ++i) {
+          const uint32_t k = chunk * C::kChunkBytes + i * kStepBytes;
+          if (k + l.warp * kPieceBytes >= p.row_bytes) break;  // the same for the whole warp
+          const Operand a = load_a(stage, p.row_stride, i, k + l.offset < p.row_bytes);
+#pragma unroll
+          for (int n = 0; n < kGroups; ++n) multiply_piece<Half>(sum[m * kGroups + n], a, x[i][n]);
+        }
+        release(ring.empty + ring.stage, l.lane);
+        ring.advance();
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < C::kAhead; ++i) load_x<kGroups>(x[i], l, p, i);
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      int stage[kBlocks];
+#pragma unroll
+      for (int m = 0; m < kBlocks; ++m) {
+        stage[m] = ring.stage;
+        if (m < blocks) {
+          ring.wait_full();
+          ring.advance();
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < C::kSteps; ++i) {
+        const int step = chunk * C::kSteps + i;
+        const uint32_t k = step * kStepBytes;
+        if (k + l.warp * kPieceBytes >= p.row_bytes) break;
+        Operand a[kBlocks];
+#pragma unroll
+        for (int m = 0; m < kBlocks; ++m) {
+          a[m] = load_a(mine + stage[m] * stage_bytes, p.row_stride, i, m < blocks && k + l.offset < p.row_bytes);
+        }
+#pragma unroll
+        for (int n = 0; n < kGroups; ++n) {
+#pragma unroll
+          for (int m = 0; m < kBlocks; ++m) {
+            if (m < blocks) multiply_piece<Half>(sum[m * kGroups + n], a[m], x[i % C::kAhead][n]);
+          }
+        }
+        load_x<kGroups>(x[i % C::kAhead], l, p, step + C::kAhead);
+      }
+#pragma unroll
+      for (int m = 0; m < kBlocks; ++m) {
+        if (m < blocks) release(ring.empty + stage[m], l.lane);
+      }
+    }
+  }
+}
+
+// Every warp leaves its sums in a slot of its own, once all of them are done with what lay there.
+template <int kTiles>
+__device__ __forceinline__ void leave_sums(float4* slots, const float (&sum)[kTiles][4], int tiles) {
+  float4* const mine = slots + threadIdx.x / 32 * (kTiles * 32) + threadIdx.x % 32;
+  sm90::named_barrier<kDecodeThreads>(1);
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    if (i < tiles) mine[i * 32] = make_float4(sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
+  }
+  sm90::named_barrier<kDecodeThreads>(1);
+}
+
+// Bytes `start`.. of up to 16 rows into the ring's next stage; `row` is the lane's, for lanes below `rows`.
+__device__ __forceinline__ void fill_stage(sm90::Ring& ring, char* ring_bytes, const BulkParams& p, const char* row,
+                                           int rows, uint32_t start, uint32_t bytes) {
+  const int lane = threadIdx.x % 32;
+  ring.wait_empty();
+  uint64_t* const full = ring.full + ring.stage;
+  if (lane == 0) sm90::barrier_arrive_expect(full, rows * bytes);
+  __syncwarp();
+  if (lane < rows) {
+    sm90::load_bytes(ring_bytes + (ring.stage * kBlockNeurons + lane) * p.row_stride, row + start, bytes, full);
+  }
+  ring.advance();
+}
+
+__device__ __forceinline__ void prefetch_row(const char* row, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row), "r"(bytes) : "memory");
+}
+
+#endif
+
+template <typename Half, int kBlocks, int kGroups>
+__global__ void __launch_bounds__(Cut<kGroups>::kThreads, kGroups == 1 && kBlocks <= 3 ? 2 : 1) bulk_gate_up_kernel(
+    const __grid_constant__ BulkParams p) {
+#if defined(TWELL_SM90_DEVICE)
+  using C = Cut<kGroups>;
+  constexpr int kTiles = kBlocks * kGroups, kElements = kTiles * 32, kTokens = 8 * kGroups;
+  extern __shared__ __align__(128) char shared[];
+  char* const ring_bytes = shared;
+  float4* const slots = reinterpret_cast<float4*>(shared);  // in the ring, when no copies are under way
+  float4* const gate = reinterpret_cast<float4*>(shared + p.ring_bytes);  // after the activation
+  __shared__ uint64_t barriers[2 * kMaxStages];
+  __shared__ uint32_t masks[kBlocks];
+  __shared__ uint8_t active[kBlocks * kBlockNeurons];  // in ascending order
+
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  if (thread == 0) {
+    for (int s = 0; s < p.stages; ++s) {
+      sm90::barrier_init(barriers + s, 1);
+      sm90::barrier_init(barriers + kMaxStages + s, kDecodeWarps);
+    }
+    sm90::fence_barrier_init();
+  }
+  __syncthreads();
+  sm90::Ring ring(barriers, barriers + kMaxStages, p.stages);
+  const int begin = static_cast<int64_t>(p.blocks) * blockIdx.x / gridDim.x;
+  const int count = static_cast<int64_t>(p.blocks) * (blockIdx.x + 1) / gridDim.x - begin;
+  const int passes = (count + kBlocks - 1) / kBlocks;
+  const int chunks = (p.row_bytes + C::kChunkBytes - 1) / C::kChunkBytes;
+  constexpr int kListed = 2, kRingFree = 3;  // named barriers of all threads
+
+  if (warp >= kDecodeWarps) {
+    if constexpr (!C::kHoldsX) sm90::give_registers<40>();
+    if (warp > kDecodeWarps) return;
+    for (int pass = 0; pass < passes; ++pass) {
+      const int first_block = begin + count * pass / passes;
+      const int blocks = begin + count * (pass + 1) / passes - first_block;
+      const int first = first_block * kBlockNeurons;
+      for (int chunk = 0; chunk < chunks; ++chunk) {
+        const uint32_t start = chunk * C::kChunkBytes, bytes = min(C::kChunkBytes, p.row_bytes - start);
+        for (int m = 0; m < blocks; ++m) {
+          const int neuron = first + m * kBlockNeurons;
+          const char* const row = p.gate + static_cast<int64_t>(neuron + lane) * p.row_bytes;
+          fill_stage(ring, ring_bytes, p, row, min(kBlockNeurons, p.width - neuron), start, bytes);
+        }
+      }
+      sm90::named_barrier<kWorkers>(kListed);
+      int active_count = 0;
+      for (int m = 0; m < blocks; ++m) active_count += __popc(masks[m]);
+      if (p.up != nullptr) {
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+          const uint32_t start = chunk * C::kChunkBytes, bytes = min(C::kChunkBytes, p.row_bytes - start);
+          for (int u = 0; u < active_count; u += kBlockNeurons) {
+            const int neuron = first + active[min(u + lane, active_count - 1)];
+            const char* const row = p.up + static_cast<int64_t>(neuron) * p.row_bytes;
+            fill_stage(ring, ring_bytes, p, row, min(kBlockNeurons, active_count - u), start, bytes);
+          }
+        }
+      }
+      if (active_count <= p.prefetch_max_active * blocks) {
+        for (int i = lane; i < active_count; i += 32) {
+          prefetch_row(p.down + static_cast<int64_t>(first + active[i]) * p.row_bytes, p.row_bytes);
+        }
+      }
+      if (pass + 1 < passes) sm90::named_barrier<kWorkers>(kRingFree);
+    }
+    return;
+  }
+
+  if constexpr (!C::kHoldsX) sm90::take_registers<232>();
+  wait_for_previous_kernel();
+  if (p.let_next_start == LetNextStart::kEarly) let_next_kernel_start();
+  for (int i = blockIdx.x * kDecodeThreads + thread; i < p.slices; i += gridDim.x * kDecodeThreads) p.arrivals[i] = 0;
+  if (thread == 0 && blockIdx.x == 0 && p.blocks % 2 == 1) p.masks[p.blocks] = 0;
+  uint4 x[C::kAhead][kGroups];
+  for (int pass = 0; pass < passes; ++pass) {
+    const int first_block = begin + count * pass / passes;
+    const int blocks = begin + count * (pass + 1) / passes - first_block;
+    const int first = first_block * kBlockNeurons;
+    if (thread < kBlocks) masks[thread] = 0;
+    {
+      float sum[kTiles][4];
+      multiply<Half, kBlocks, kGroups>(sum, blocks, x, pass > 0, ring, ring_bytes, p);
+      leave_sums(slots, sum, blocks * kGroups);
+    }
+    for (int e = thread; e < blocks * kGroups * 32; e += kDecodeThreads) {  // whole warps
+      float4 v = slots[e];
+#pragma unroll
+      for (int s = 1; s < kDecodeWarps; ++s) {
+        const float4 other = slots[s * kElements + e];
+        v.x += other.x, v.y += other.y, v.z += other.z, v.w += other.w;
+      }
+      const int block = e / 32 / kGroups;
+      const int neuron = first + block * kBlockNeurons + lane / 4;
+      const int token = e / 32 % kGroups * 8 + lane % 4 * 2;
+      const float low_bias = bias_of<Half>(p.b_gate, neuron, p.width);
+      const float high_bias = bias_of<Half>(p.b_gate, neuron + 8, p.width);
+      v.x = activate(v.x, low_bias, neuron < p.width && token < p.tokens);
+      v.y = activate(v.y, low_bias, neuron < p.width && token + 1 < p.tokens);
+      v.z = activate(v.z, high_bias, neuron + 8 < p.width && token < p.tokens);
+      v.w = activate(v.w, high_bias, neuron + 8 < p.width && token + 1 < p.tokens);
+      gate[e] = v;
+      const uint32_t low = any_of_four(v.x != 0.f || v.y != 0.f);
+      const uint32_t high = any_of_four(v.z != 0.f || v.w != 0.f);
+      if (lane == 0) atomicOr(&masks[block], low | high << 8);
+    }
+    sm90::named_barrier<kDecodeThreads>(1);
+    if (thread < blocks) p.masks[first_block + thread] = static_cast<uint16_t>(masks[thread]);
+    int active_count = 0;
+#pragma unroll
+    for (int m = 0; m < kBlocks; ++m) active_count += __popc(masks[m]);  // 0 past `blocks`
+    if (thread < kBlocks * kBlockNeurons) {
+      const int block = thread / kBlockNeurons;
+      const uint32_t mask = masks[block], bit = 1u << thread % kBlockNeurons;
+      if (mask & bit) {
+        int rank = __popc(mask & (bit - 1));
+#pragma unroll
+        for (int m = 0; m < kBlocks; ++m) rank += m < block ? __popc(masks[m]) : 0;
+        active[rank] = static_cast<uint8_t>(thread);
+      }
+    }
+    sm90::fence_async_proxy();  // the sums' place is the copies' again
+    sm90::named_barrier<kWorkers>(kListed);
+    if (p.let_next_start == LetNextStart::kAfterGate) let_next_kernel_start();
+
+    const bool multiplies = active_count > 0 && p.up != nullptr;
+    if (multiplies) {
+      float sum[kTiles][4];
+      const int tiles = (active_count + kBlockNeurons - 1) / kBlockNeurons;
+      multiply<Half, kBlocks, kGroups>(sum, tiles, x, true, ring, ring_bytes, p);
+      leave_sums(slots, sum, tiles * kGroups);
+    }
+    for (int i = thread; active_count > 0 && i < blocks * kQuadsPerBlock * kTokens; i += kDecodeThreads) {
+      const int block = i / kTokens / kQuadsPerBlock, quad = i / kTokens % kQuadsPerBlock, token = i % kTokens;
+      const int rest = __popc(masks[block]) - 4 * quad;  // neurons from this quad on
+      if (rest <= 0) continue;
+      int rank = 4 * quad;
+#pragma unroll
+      for (int m = 0; m < kBlocks; ++m) rank += m < block ? __popc(masks[m]) : 0;
+      float h[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (j >= rest) break;
+        const int neuron = active[rank + j];
+        h[j] = sum_at<kGroups>(gate, neuron, token);
+        if (multiplies && h[j] != 0.f) {
+          float up = 0.f;
+#pragma unroll
+          for (int s = 0; s < kDecodeWarps; ++s) up += sum_at<kGroups>(slots + s * kElements, rank + j, token);
+          h[j] *= up + bias_of<Half>(p.b_up, first + neuron, p.width);
+        }
+      }
+      p.products[(static_cast<int64_t>(first_block + block) * kQuadsPerBlock + quad) * kTokens + token] =
+          make_uint2(pack<Half>(h[0], h[1]), pack<Half>(h[2], h[3]));
+    }
+    if (pass + 1 < passes) {
+      sm90::fence_async_proxy();
+      sm90::named_barrier<kWorkers>(kRingFree);
+    }
+  }
+#endif
+}
+
+template <typename Half, int kBlocks, int kGroups>
+cudaError_t launch(BulkParams params, const DecodePlan& plan, int grid, cudaStream_t stream) {
+  using C = Cut<kGroups>;
+  constexpr int kSlotBytes = kDecodeWarps * kBlocks * kGroups * 512, kGateBytes = kBlocks * kGroups * 512;
+  const uint32_t chunk = params.row_bytes < C::kChunkBytes ? params.row_bytes : C::kChunkBytes;
+  params.row_stride = static_cast<uint32_t>(round_up(chunk, 128)) + 64;
+  const int stage_bytes = kBlockNeurons * static_cast<int>(params.row_stride);
+  const int chunks = static_cast<int>((params.row_bytes + C::kChunkBytes - 1) / C::kChunkBytes);
+  const int needed = (params.blocks + grid - 1) / grid * chunks;
+  const int room = (kSharedBytes - kGateBytes - 1024) / stage_bytes;
+  params.stages = needed < room ? needed : room;
+  if (params.stages > kMaxStages) params.stages = kMaxStages;
+  const int ring = params.stages * stage_bytes;
+  params.ring_bytes = static_cast<uint32_t>(ring > kSlotBytes ? ring : kSlotBytes);
+  const int shared = static_cast<int>(params.ring_bytes) + kGateBytes;
+  return launch_kernel(bulk_gate_up_kernel<Half, kBlocks, kGroups>,
+                       {dim3(static_cast<unsigned>(grid)), C::kThreads, shared}, params, plan.kernels, stream);
+}
+
+template <typename Half>
+cudaError_t launch_for(const DecodePlan& plan, const BulkParams& params, const Device& device, cudaStream_t stream) {
+  const int grid = params.blocks < device.sm_count ? params.blocks : device.sm_count;
+  const bool few = params.blocks <= 3 * grid;
+  switch (plan.groups) {
+    case 1: return few ? launch<Half, 3, 1>(params, plan, grid, stream)
+                       : launch<Half, 8, 1>(params, plan, grid, stream);
+    case 2: return few ? launch<Half, 3, 2>(params, plan, grid, stream)
+                       : launch<Half, 8, 2>(params, plan, grid, stream);
+    case 4: return launch<Half, 3, 4>(params, plan, grid, stream);
+    default: return launch<Half, 3, 8>(params, plan, grid, stream);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_bulk_gate_up(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
+                                cudaStream_t stream) {
+  BulkParams params{};
+  static_cast<GateUpParams&>(params) = gate_up_params(ffn, plan, workspace);
+  params.let_next_start = plan.kernels.let_next_start;
+  return ffn.dtype == DType::kBFloat16 ? launch_for<__nv_bfloat16>(plan, params, device, stream)
+                                       : launch_for<__half>(plan, params, device, stream);
+}
+
+}  // namespace twell::decoding
