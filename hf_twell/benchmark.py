@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import hf_twell
-from hf_twell import ops, workload
+from hf_twell import build, ops, workload
 from hf_twell._layout import SPARSE
 from hf_twell.timing import Captured, interleaved_ms, millijoules, peak_mib
 
@@ -82,7 +82,16 @@ def _measure(dense, xs, weights, active, backward, captured, repeats, energy) ->
     stock = [[w.clone() for w in weights] for _ in range(copies)]
     ours = [[gate, up, down.t().contiguous().t() if by_columns else down] for gate, up, down in stock]
     variants = {name: (function, stock) for name, function in dense.items()}
-    variants["sparse"] = (lambda x, gate, up, down: ops.ffn(x, up, down, gate), ours)
+    blocks = {}  # as a patched model has them, which follow their density
+
+    def sparse(x, gate, up, down):
+        if backward:
+            return ops.ffn(x, up, down, gate)
+        if gate not in blocks:
+            blocks[gate] = workload.patched_block(gate, up, down)
+        return blocks[gate](x)
+
+    variants["sparse"] = (sparse, ours)
     grad_y = torch.randn_like(xs[0])
     if backward:
         for tensor in (*xs, *(w for some in (*stock, *ours) for w in some)):
@@ -124,6 +133,7 @@ def _measure(dense, xs, weights, active, backward, captured, repeats, energy) ->
         "pass": "forward+backward" if backward else "forward",
         "timed": f"captured graph of {len(xs)} blocks" if captured else "single calls",
         "backend": ops.resolve("auto", device.type),
+        "took": "kernels" if backward else _taken(next(iter(blocks.values())), xs[0]),
         "l0": round(l0, 2),
         "density": round(l0 / intermediate, 5),
         "neighbours": not (captured and count <= DECODE_TOKENS),
@@ -141,6 +151,13 @@ def _measure(dense, xs, weights, active, backward, captured, repeats, energy) ->
         if energy:
             row[f"{name}_mj_per_token"] = millijoules(timed(name), device) / (len(xs) * count)
     return row
+
+
+def _taken(block, x) -> str:
+    """Which way a patched block goes with x, now that it has seen some calls."""
+    with torch.inference_mode():
+        too_dense = block._too_dense(x, block.gate_proj)
+    return "plain matmuls" if too_dense else "kernels"
 
 
 def _nothing():
@@ -232,9 +249,15 @@ def environment(device: torch.device) -> dict:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         **({"cuda": torch.version.cuda, "path": os.environ.get("HF_TWELL_CUDA_PATH", "auto")} if cuda else {}),
+        **({} if cuda else {"isa": os.environ.get("HF_TWELL_CPU_ISA") or _widest_isa()}),
         "hf_twell": hf_twell.__version__,
         "commit": _commit(),
     }
+
+
+def _widest_isa() -> str:
+    features = build.processor_features()
+    return next((name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in features), "portable")
 
 
 def _processor() -> str:

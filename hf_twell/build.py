@@ -7,6 +7,7 @@ with ninja. Its name carries a hash of everything that it depends on, so a stale
 """
 
 import fcntl
+import functools
 import hashlib
 import importlib
 import os
@@ -79,6 +80,17 @@ def _load(name: str) -> BackendStatus:
         warnings.warn(f"hf_twell's {name} kernels are not used, plain PyTorch instead: {reason}", stacklevel=4)
         return BackendStatus(name, False, reason)
     return BackendStatus(name, True, f"compiled: {path}")
+
+
+@functools.cache
+def processor_features() -> frozenset[str]:
+    """Names of the CPU's instruction sets as Linux gives them; empty elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    flags = next((line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))), "")
+    return frozenset(flags.split())
 
 
 def cache_dir() -> Path:

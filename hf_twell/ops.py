@@ -10,6 +10,7 @@ from hf_twell import build, reference
 MAX_HIDDEN = 16384
 MAX_INTERMEDIATE = 65536
 MAX_DENSITY = 0.18  # of the CPU kernels, as in kernels/twell_cpu/forward.cpp
+MAX_TRAINED_DENSITY_AMX = 0.03  # in bfloat16, whose dense matmuls have matrix units there; kernels/twell_cpu/NOTES.md
 SAMPLE_TOKENS, SAMPLE_NEURONS = 16, 256
 
 
@@ -72,7 +73,12 @@ def _looks_dense(inputs) -> bool:
     if torch.compiler.is_compiling() or x.numel() == 0:
         return False
     density = sampled_density(x, w_up, b_up) if w_gate is None else sampled_density(x, w_gate, b_gate)
-    return density > MAX_DENSITY
+    return density > (MAX_TRAINED_DENSITY_AMX if x.dtype == torch.bfloat16 and _has_amx() else MAX_DENSITY)
+
+
+@functools.cache
+def _has_amx() -> bool:
+    return "amx_bf16" in build.processor_features()
 
 
 @torch.no_grad()

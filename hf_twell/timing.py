@@ -26,6 +26,7 @@ class Captured:
         with torch.cuda.stream(stream):
             for _ in range(3):
                 function()
+                torch.cuda.synchronize(device)  # what a block learns of its density has arrived
         torch.cuda.current_stream(device).wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):

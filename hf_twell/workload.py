@@ -8,6 +8,11 @@ of a sequence above all, are many times denser than the median. `make_ffn` build
 import math
 
 import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from hf_twell.architectures import FORMS
+from hf_twell.modeling import FfnSettings, sparse_class
 
 SEQUENCE = 1024  # tokens; the first ones of each are dense
 TOPIC = 256  # neighbouring tokens with a common topic
@@ -71,3 +76,15 @@ def distinct_neurons(active_TF, run=64) -> float:
     run = min(run, len(active_TF))
     runs = len(active_TF) // run
     return active_TF[: runs * run].view(runs, run, -1).any(1).sum(1).double().mean().item()
+
+
+def patched_block(w_gate, w_up, w_down) -> torch.nn.Module:
+    """A patched Llama feed-forward block in evaluation mode that holds these very weights."""
+    config = LlamaConfig(hidden_size=w_gate.shape[1], intermediate_size=w_gate.shape[0], hidden_act="relu")
+    with torch.device("meta"):
+        block = LlamaMLP(config).eval()
+    for name, weight in (("gate_proj", w_gate), ("up_proj", w_up), ("down_proj", w_down)):
+        getattr(block, name).weight = torch.nn.Parameter(weight, requires_grad=False)
+    block.__class__ = sparse_class(LlamaMLP)
+    block.twell = FfnSettings(name="block", layer=0, form=FORMS[0], backend="auto")
+    return block

@@ -96,7 +96,7 @@ def test_shapes_of_models_keep_the_density(capsys):
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_wrong_block_is_not_timed(monkeypatch, backward):
-    def wrong(x, w_up, w_down, w_gate):
+    def wrong(x, w_up, w_down, w_gate, **options):
         y = reference.ffn(x, w_up, w_down, w_gate)
         return y + 0.02 * y.detach().roll(1, 0) if not backward else reference.ffn(1.02 * x, w_up, w_down, w_gate)
 
