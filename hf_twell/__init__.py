@@ -13,7 +13,9 @@ _MODULE_OF = {
     "TwellQwen3ForCausalLM": "custom_models",
     "evaluate": "evaluation",
     "last_checkpoint": "checkpoints",
+    "load_adapter": "adapters",
     "measure_sparsity": "measurement",
+    "save_adapter": "adapters",
     "sparsify": "convert",
     "unpatch": "convert",
 }

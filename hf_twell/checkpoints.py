@@ -112,4 +112,5 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
 def _may_be_replaced(path: Path) -> bool:
     if not path.is_dir() or Path.cwd().is_relative_to(path):
         return False
-    return (path / "config.json").is_file() or not any(path.iterdir())
+    names = ("config.json", "adapter_config.json")
+    return any((path / name).is_file() for name in names) or not any(path.iterdir())

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import hf_twell
+from hf_twell.loading import load_causal_lm
 from hf_twell.perplexity import evaluation_mode, text_loss
 from hf_twell.tasks import DATA_FILES, DEFAULT_TASKS, load_tasks, one_line, quiet_logs
 from hf_twell.text import read_documents
@@ -93,7 +94,7 @@ def evaluate(
         model, tokenizer = load_model(model, tokenizer, dtype=dtype, device=device)
         model = on_load(model) if on_load else model
     elif tokenizer is None or isinstance(tokenizer, str | Path):
-        tokenizer = _load(transformers.AutoTokenizer, tokenizer or model.config._name_or_path, "tokenizer")
+        tokenizer = _load_tokenizer(tokenizer or model.config._name_or_path)
 
     result = {
         "model": str(model.config._name_or_path) or type(model).__name__,
@@ -131,9 +132,9 @@ def load_model(path: str | Path, tokenizer=None, *, dtype=None, device: str | No
         raise ValueError(f"device {device!r}: give cpu, cuda or cuda:N") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device {device}: this machine has {torch.cuda.device_count()} CUDA devices; try cpu")
-    model = _load(transformers.AutoModelForCausalLM, path, "model", dtype=dtype or "auto").to(device)
+    model = _named("model", path, load_causal_lm, dtype=dtype, device=device)
     if tokenizer is None or isinstance(tokenizer, str | Path):
-        tokenizer = _load(transformers.AutoTokenizer, tokenizer or path, "tokenizer")
+        tokenizer = _load_tokenizer(tokenizer or path)
     return model, tokenizer
 
 
@@ -199,11 +200,15 @@ def _check_arguments(model, tasks, text, split, limit, batch_size, num_fewshot, 
         raise ValueError("dtype and device are for a model given by path; move or cast this one with model.to(...)")
 
 
-def _load(auto_class, path, what: str, **options):
+def _load_tokenizer(path):
     if Path(path).is_dir() and not Path(path, "config.json").is_file():
-        raise ValueError(f"cannot load a {what} from {str(path)!r}: the folder has no config.json")
+        raise ValueError(f"cannot load a tokenizer from {str(path)!r}: the folder has no config.json")
+    return _named("tokenizer", path, transformers.AutoTokenizer.from_pretrained, trust_remote_code=False)
+
+
+def _named(what: str, path, load: Callable, **options):
     try:
-        return auto_class.from_pretrained(str(path), **options)
+        return load(str(path), **options)
     except (OSError, ValueError) as error:
         raise type(error)(f"cannot load a {what} from {str(path)!r}: {one_line(error)}") from error
 

@@ -1,0 +1,135 @@
+"""PEFT adapters that were trained on a sparsified base: saved with a record of that, and loaded onto such a base.
+
+An adapter's own files name its base, but not that ReLU replaced its activation: peft alone would load it onto the SiLU
+model, without an error and with wrong outputs.
+"""
+
+import json
+import warnings
+from pathlib import Path
+
+from huggingface_hub import ModelCard
+from torch import nn
+from transformers.utils.hub import cached_file
+
+from hf_twell.card import adapter_card
+from hf_twell.checkpoints import whole_folder
+from hf_twell.convert import TAG, sparsify
+from hf_twell.loading import load_causal_lm
+from hf_twell.modeling import sparse_ffns
+from hf_twell.weight_files import hub_options
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# peft names keys that it does not know in a warning, so this one tells those who load without this package.
+RECORD = "base_sparsified_by_hf_twell"
+
+
+def save_adapter(model: nn.Module, path: str | Path, tokenizer=None, *, overwrite: bool = False) -> None:
+    """`model.save_pretrained` of a PEFT model, with the record that its base is sparsified, into a whole folder.
+
+    The record (`base_sparsified_by_hf_twell` in adapter_config.json) holds the base's `twell` entry. What
+    `save_pretrained` or Trainer save without this function bears a weaker one: the tag `hf_twell` in its README.md.
+
+    Args:
+        model: what `peft.get_peft_model` returns for a sparsified model.
+        path: the folder to write.
+        tokenizer: is saved along, if given.
+        overwrite: replace an existing folder of a model or adapter.
+
+    Raises:
+        ValueError: no PEFT model, a base that is not sparsified, or a folder that may not be written.
+    """
+    if not hasattr(model, "peft_config"):
+        raise ValueError(f"{type(model).__name__} has no adapters; save a whole model with its save_pretrained")
+    if not sparse_ffns(model):
+        raise ValueError("the adapter's base is not sparsified; save it with peft's own save_pretrained")
+    with whole_folder(path, overwrite=overwrite) as folder:
+        model.save_pretrained(folder)
+        entry = model.get_base_model().config.twell
+        for config_path in folder.rglob(ADAPTER_CONFIG):
+            config = json.loads(config_path.read_text())
+            config_path.write_text(json.dumps({**config, RECORD: entry}, indent=2, sort_keys=True))
+        base = json.loads(next(folder.rglob(ADAPTER_CONFIG)).read_text())["base_model_name_or_path"]
+        (folder / "README.md").write_text(adapter_card(base), encoding="utf-8")
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+
+def load_adapter(
+    path: str | Path,
+    base: nn.Module | str | Path | None = None,
+    *,
+    backend: str = "auto",
+    trainable: bool = False,
+    dtype=None,
+    device="cpu",
+    **hub,
+):
+    """Load an adapter onto its base, which is sparsified first.
+
+    Args:
+        path: folder or Hub name of the adapter.
+        base: the base, if not the one that the adapter names; a model in hand is converted in place.
+        backend: of the sparse kernels.
+        trainable: whether the adapter goes on training.
+        dtype, device: how to load the base.
+        hub: `revision`, `token` and the like, of the adapter.
+
+    Returns:
+        The PEFT model, in evaluation mode unless it is trainable.
+
+    Raises:
+        ValueError: no adapter, one that does not say that its base is sparsified, pickled adapter weights, or a base
+            that cannot be converted.
+    """
+    from peft import PeftModel
+
+    config = _read_config(path, hub)
+    entry = sparse_base(path, config, **hub)
+    if entry is None:
+        raise ValueError(
+            f"{path} does not say that its base is sparsified; if it was trained on a dense base, load it with peft, "
+            "else sparsify the base yourself and give it to peft.PeftModel.from_pretrained"
+        )
+    if _file(path, ADAPTER_WEIGHTS, hub) is None:
+        raise ValueError(f"{path} holds no {ADAPTER_WEIGHTS} (pickled weights are refused); save the adapter again")
+    base = config.get("base_model_name_or_path") if base is None else base
+    if base is None:
+        raise ValueError(f"{path} does not name its base; give it: load_adapter(path, base)")
+    if not isinstance(base, nn.Module):
+        base = load_causal_lm(base, dtype=dtype, device=device)
+    sparsify(base, backend=backend, layers=entry.get("layers"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=rf"Unexpected keyword arguments \['{RECORD}'\]")
+        model = PeftModel.from_pretrained(base, str(path), is_trainable=trainable, **hub_options(hub))
+    return model.train(trainable)
+
+
+def sparse_base(path: str | Path, config: dict, **hub) -> dict | None:
+    """The `twell` entry of the base that an adapter was trained on, or None if nothing says that it was sparsified."""
+    entry = config.get(RECORD)
+    if entry is not None:
+        if not isinstance(entry, dict) or not isinstance(entry.get("layers"), list | None):
+            raise ValueError(f"{path}: {RECORD} is {entry!r}; this package writes {{'version': 1, 'layers': ...}}")
+        return entry
+    card = _file(path, "README.md", hub)
+    tags = ModelCard.load(card, ignore_metadata_errors=True).data.get("tags") if card else None
+    return {"layers": None} if TAG in (tags or []) else None
+
+
+def _read_config(path, hub) -> dict:
+    found = _file(path, ADAPTER_CONFIG, hub)
+    if found is None:
+        raise ValueError(f"{path} is no adapter: it holds no {ADAPTER_CONFIG}")
+    try:
+        config = json.loads(found.read_text())
+    except ValueError as error:
+        raise ValueError(f"{found} is no JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{found} holds no mapping")
+    return config
+
+
+def _file(path, name: str, hub: dict) -> Path | None:
+    found = cached_file(str(path), name, **hub_options(hub), _raise_exceptions_for_missing_entries=False)
+    return Path(found) if found else None

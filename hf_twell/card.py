@@ -1,0 +1,181 @@
+"""Model cards: the templates in `model_cards/`, filled from measured figures alone. What was not measured is absent."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from string import Template
+
+import yaml
+
+REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def model_card(
+    repo_id: str,
+    config: Mapping,
+    *,
+    base_model: str | None = None,
+    method: Mapping | None = None,
+    sparsity: Mapping | None = None,
+    scores: Mapping | None = None,
+) -> str:
+    """The card of a whole sparse model.
+
+    Args:
+        repo_id: where it will be loaded from.
+        config: its config.json.
+        base_model: Hub name of the dense model that it was made from.
+        method: the state that `SparsityCallback` saved (`twell_state.json`): l1_weight, step, warmup_steps, warmup.
+        sparsity: what `hf_twell.measure_sparsity` returned or `hf-twell inspect --json` printed.
+        scores: what `hf_twell.evaluate` returned or `hf-twell eval --json` printed.
+
+    Raises:
+        ValueError: figures that are not such results, or that are of another model's size.
+    """
+    facts = {"base model": _link(base_model)}
+    text_config = config.get("text_config", config)
+    sizes = (text_config.get("num_hidden_layers"), text_config.get("hidden_size"), text_config.get("intermediate_size"))
+    if None not in sizes:
+        facts["shape"] = "{} layers, D={:,}, F={:,}".format(*sizes)
+    layers = (config.get("twell") or {}).get("layers")
+    if layers:
+        facts["kernels and L1 term on layers"] = ", ".join(map(str, layers))
+    if method:
+        facts |= _method(method)
+    metadata = {"base_model": base_model} if _is_repo(base_model) else {}
+    return _fill(
+        "model.md",
+        repo_id,
+        metadata,
+        facts,
+        architecture=(config.get("architectures") or [config.get("model_type", "model")])[0],
+        method_clause=" and were trained with an L1 term on their activations"
+        if (method or {}).get("l1_weight")
+        else "",
+        sparsity=_sparsity(sparsity, sizes[0]) if sparsity else "",
+        evaluation=_evaluation(scores) if scores else "",
+    )
+
+
+def adapter_card(base: str | None, repo_id: str | None = None) -> str:
+    """The card of an adapter of a sparsified base: how to load it, and how not to."""
+    metadata = {"base_model": base} if _is_repo(base) else {}
+    facts = {"base model, before `hf_twell.sparsify`": _link(base)}
+    return _fill("adapter.md", repo_id or "this/adapter", metadata, facts, base=base if _is_repo(base) else "the/base")
+
+
+def read_result(path: str | Path) -> dict:
+    """A result that one of the commands wrote with --json or --output.
+
+    Raises:
+        ValueError: no file, or no JSON object.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"no file at {path}; write one with `hf-twell inspect --output` or `hf-twell eval --output`")
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error})") from error
+    if not isinstance(result, dict):
+        raise ValueError(f"{path} holds no JSON object; give what `hf-twell inspect` or `hf-twell eval` wrote")
+    return result
+
+
+def _fill(template: str, repo_id: str, metadata: dict, facts: dict, **sections: str) -> str:
+    rows = [[name, value] for name, value in facts.items() if value is not None]
+    return Template(_template(template)).substitute(
+        repo_id=repo_id,
+        name=repo_id.rpartition("/")[2],
+        metadata=yaml.safe_dump(metadata) if metadata else "",
+        facts=_table(["", ""], rows) if rows else "",
+        **sections,
+    )
+
+
+def _template(name: str) -> str:
+    here = Path(__file__).parent
+    # An installed package has them inside; an editable one leaves them at the top of the repository.
+    folders = (here / "model_cards", here.parent / "model_cards")
+    return next(folder / name for folder in folders if (folder / name).is_file()).read_text(encoding="utf-8")
+
+
+def _method(method: Mapping) -> dict:
+    warmup = f" after a {method['warmup']} warm-up over {method['warmup_steps']}" if method.get("warmup_steps") else ""
+    steps = method.get("step")
+    return {
+        "coefficient of the L1 term": f"{method['l1_weight']:g}{warmup}" if "l1_weight" in method else None,
+        "optimizer steps": f"{steps:,}" if steps is not None else None,
+    }
+
+
+def _sparsity(sparsity: Mapping, layers: int | None) -> str:
+    rows = sparsity.get("layers")
+    if not isinstance(rows, list) or not rows or not all({"l0", "density", "dead"} <= row.keys() for row in rows):
+        raise ValueError("these are no figures of sparsity: give what measure_sparsity or `hf-twell inspect` returned")
+    if layers is not None and len(rows) != layers:
+        raise ValueError(f"the figures of sparsity are of {len(rows)} layers, the model has {layers}; measure it again")
+    table = _table(
+        ["layer", "active neurons per token (L0)", "of", "density", "dead"],
+        [
+            [index, f"{row['l0']:.1f}", row["intermediate_size"], _percent(row["density"]), _percent(row["dead"])]
+            for index, row in enumerate(rows)
+        ]
+        + [["mean", f"{sparsity['l0']:.1f}", "", _percent(sparsity["density"]), _percent(sparsity["dead"])]],
+    )
+    files = ", ".join(f"`{Path(str(name)).name}`" for name in sparsity.get("files") or ())
+    partial = ", reading only part of it" if sparsity.get("partial") else ""
+    where = f" of {files}" if files else ""
+    return f"## Sparsity\n\nMeasured on {sparsity['tokens']:,} tokens{where}{partial}.\n\n{table}\n"
+
+
+def _evaluation(scores: Mapping) -> str:
+    tasks, text = scores.get("tasks"), scores.get("text")
+    if not isinstance(tasks, dict) or not isinstance(text, dict):
+        raise ValueError("these are no scores: give what evaluate or `hf-twell eval` returned")
+    parts = []
+    rows = [
+        [name, entry.get("split"), entry.get("num_fewshot"), entry.get("n_samples"), metric, _score(score)]
+        for name, entry in tasks.items()
+        for metric, score in entry["metrics"].items()
+        if score["value"] is not None
+    ]
+    if rows:
+        parts.append(_table(["task", "split", "shots", "rows", "metric", "value"], rows))
+    rows = [
+        [Path(name).name, f"{entry['tokens']:,}", *(f"{entry[key]:.4g}" for key in keys)]
+        for keys in [("nats_per_token", "perplexity", "bits_per_byte")]
+        for name, entry in text.items()
+        if None not in [entry[key] for key in keys]
+    ]
+    if rows:
+        parts.append(_table(["text", "tokens", "loss (nats per token)", "perplexity", "bits per byte"], rows))
+    if not parts:
+        return ""
+    limit = f"; only the first {scores['limit']} rows or documents of each" if scores.get("limit") else ""
+    how = f"In {scores['dtype']}, batch size {scores['batch_size']}{limit}."
+    return "\n".join(["## Evaluation\n", f"{how}\n", *parts])
+
+
+def _score(score: Mapping) -> str:
+    return f"{score['value']:.4f}" + (f" ± {score['stderr']:.4f}" if score.get("stderr") is not None else "")
+
+
+def _table(headers, rows) -> str:
+    cells = [["" if value is None else str(value).replace("|", "\\|") for value in row] for row in [headers, *rows]]
+    lines = [f"| {' | '.join(row)} |" for row in cells]
+    return "\n".join([lines[0], "|" + "---|" * len(headers), *lines[1:]]) + "\n"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f} %"
+
+
+def _is_repo(name) -> bool:
+    return bool(name) and REPO_ID.fullmatch(name) is not None and not Path(name).exists()
+
+
+def _link(name: str | None) -> str | None:
+    # A folder's path means nothing to others, and tells them of this machine.
+    return f"[{name}](https://huggingface.co/{name})" if _is_repo(name) else None

@@ -1,0 +1,244 @@
+"""LoRA on sparsified models: exact while active, merged and unmerged; trained with the L1 term; kept off SiLU bases."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from hf_twell import (
+    L1Penalty,
+    SparsityCallback,
+    TwellLlamaForCausalLM,
+    load_adapter,
+    measure_sparsity,
+    save_adapter,
+    sparsify,
+)
+from hf_twell.modeling import sparse_ffns
+from tests.conftest import tiny_llama
+
+peft = pytest.importorskip("peft")
+
+ATTENTION, FFN = ["q_proj", "v_proj"], ["gate_proj", "up_proj", "down_proj"]
+TARGETS = {"attention": ATTENTION, "ffn": FFN, "both": ATTENTION + FFN}
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(3, 96, (2, 11), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids()).logits
+
+
+def with_lora(model, targets=ATTENTION + FFN, seed=1):
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=targets)
+    model = peft.get_peft_model(model, config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(std=0.2, generator=generator)
+    return model
+
+
+def relu_model():
+    """The same weights as a stock dense ReLU model."""
+    model = tiny_llama(hidden_act="relu").eval()
+    model.load_state_dict(tiny_llama().state_dict())
+    return model
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    """A dense SiLU model on disk."""
+    tiny_llama().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_active_merged_and_unmerged(targets, backend):
+    check = torch.testing.assert_close if backend == "auto" else lambda a, b: torch.equal(a, b) or pytest.fail("differ")
+    model = sparsify(tiny_llama(), backend=backend).eval()
+    plain = logits(model)  # in evaluation the kernels may have changed down_proj's memory order
+    model, twin = with_lora(model, TARGETS[targets]), with_lora(relu_model(), TARGETS[targets])
+    check(logits(model), logits(twin))
+    assert not torch.allclose(logits(model), plain, atol=1e-2)
+    with model.disable_adapter():
+        check(logits(model), plain)
+    for each in (model, twin):
+        each.merge_adapter()
+    check(logits(model), logits(twin))
+    for each in (model, twin):
+        each.unmerge_adapter()
+    check(logits(model), logits(twin))
+    active = logits(model)
+    model, twin = model.merge_and_unload(), twin.merge_and_unload()
+    assert len(sparse_ffns(model)) == 3
+    assert all(ffn._is_plain() for ffn in sparse_ffns(model))
+    check(logits(model), logits(twin))
+    torch.testing.assert_close(logits(model), active, atol=1e-4, rtol=1e-4)
+
+
+def test_round_trip_is_bit_equal(base, tmp_path):
+    """Llama -> LoRA on FFN -> merge -> sparse save -> plain Transformers."""
+    model = sparsify(AutoModelForCausalLM.from_pretrained(base), backend="reference")
+    merged = with_lora(model, FFN).merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert plain.config.hidden_act == "relu"
+    assert torch.equal(logits(plain), logits(merged))
+    twin = with_lora(relu_model(), FFN).merge_and_unload()
+    assert torch.equal(logits(plain), logits(twin))
+
+
+def test_save_and_load(base, tmp_path):
+    model = with_lora(sparsify(AutoModelForCausalLM.from_pretrained(base), layers=[0, 2], backend="reference"))
+    truth = logits(model)
+    save_adapter(model, tmp_path / "adapter")
+    record = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_sparsified_by_hf_twell"]
+    assert record == {"version": 1, "layers": [0, 2]}
+    loaded = load_adapter(tmp_path / "adapter", backend="reference")
+    assert not loaded.training
+    assert [ffn.twell.layer for ffn in sparse_ffns(loaded)] == [0, 2]
+    assert torch.equal(logits(loaded), truth)
+    dense = AutoModelForCausalLM.from_pretrained(base)
+    assert torch.equal(logits(load_adapter(tmp_path / "adapter", dense, backend="reference")), truth)
+    ours = TwellLlamaForCausalLM.from_pretrained(base, backend="reference")
+    assert torch.equal(logits(load_adapter(tmp_path / "adapter", ours, backend="reference")), truth)
+
+    again = load_adapter(tmp_path / "adapter", trainable=True)
+    assert again.training
+    assert {name for name, p in again.named_parameters() if p.requires_grad} == {
+        name for name, _ in again.named_parameters() if "lora_" in name
+    }
+    save_adapter(again, tmp_path / "adapter", overwrite=True)
+    with pytest.raises(ValueError, match="exists"):
+        save_adapter(again, tmp_path / "adapter")
+
+
+def test_the_card_warns(base, tmp_path):
+    save_adapter(with_lora(sparsify(AutoModelForCausalLM.from_pretrained(base))), tmp_path / "adapter")
+    card = (tmp_path / "adapter" / "README.md").read_text()
+    assert "AutoPeftModel" in card
+    assert "wrong outputs" in card
+    assert "hf_twell.load_adapter" in card
+    assert "- hf_twell\n" in card
+
+
+def test_auto_peft_model_alone_is_wrong_and_says_so(base, tmp_path):
+    model = with_lora(sparsify(AutoModelForCausalLM.from_pretrained(base)))
+    save_adapter(model, tmp_path / "adapter")
+    with pytest.warns(UserWarning, match="base_sparsified_by_hf_twell"):
+        wrong = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    assert not torch.allclose(logits(wrong), logits(model), atol=1e-2)
+
+
+def test_what_peft_itself_saves_bears_the_tag(base, tmp_path):
+    model = with_lora(sparsify(AutoModelForCausalLM.from_pretrained(base), backend="reference"))
+    model.save_pretrained(tmp_path / "adapter")
+    assert torch.equal(logits(load_adapter(tmp_path / "adapter", backend="reference")), logits(model))
+
+
+def test_adapters_of_a_dense_base_are_refused(base, tmp_path):
+    with_lora(AutoModelForCausalLM.from_pretrained(base)).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="does not say that its base is sparsified"):
+        load_adapter(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="base is not sparsified"):
+        save_adapter(with_lora(AutoModelForCausalLM.from_pretrained(base)), tmp_path / "other")
+    with pytest.raises(ValueError, match="has no adapters"):
+        save_adapter(sparsify(tiny_llama()), tmp_path / "other")
+    with pytest.raises(ValueError, match="is no adapter"):
+        load_adapter(base)
+
+
+def test_bases_that_cannot_be_converted_are_refused(base, tmp_path):
+    save_adapter(with_lora(sparsify(AutoModelForCausalLM.from_pretrained(base))), tmp_path / "adapter")
+    wider = tiny_llama(num_hidden_layers=2)
+    path = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "base_sparsified_by_hf_twell": {"version": 1, "layers": [2]}}))
+    with pytest.raises(ValueError, match="for a model of 2 layers"):
+        load_adapter(tmp_path / "adapter", wider)
+    path.write_text(json.dumps({**config, "base_sparsified_by_hf_twell": "yes"}))
+    with pytest.raises(ValueError, match="base_sparsified_by_hf_twell is 'yes'"):
+        load_adapter(tmp_path / "adapter")
+    path.write_text(json.dumps(config))
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights.rename(weights.with_name("adapter_model.bin"))
+    with pytest.raises(ValueError, match="pickled weights are refused"):
+        load_adapter(tmp_path / "adapter")
+
+
+# Sparse training with adapters.
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_gradient_of_the_l1_term(targets, backend):
+    """Against plain autograd on the definition; with FFN frozen, the term reaches what lies before the blocks."""
+    batch = {"input_ids": ids(), "labels": ids()}
+    model = with_lora(sparsify(tiny_llama(), backend=backend), TARGETS[targets]).train()
+    penalty = L1Penalty(model, l1_weight=0.5)
+    for each in penalty.micro_batches([batch]):
+        model(**each).loss.backward()
+    mine = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    twin, terms = with_lora(relu_model(), TARGETS[targets]).train(), []
+    for layer in twin.base_model.model.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(lambda _, args: terms.append(args[0].abs().sum(-1).mean()))
+    loss = twin(**batch).loss
+    (loss + 0.5 * sum(terms) / len(terms)).backward()
+    truth = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
+    assert mine.keys() == truth.keys()
+    assert all("lora_" in name for name in mine)
+    for name, gradient in truth.items():
+        torch.testing.assert_close(mine[name], gradient, atol=1e-5, rtol=1e-4, msg=name)
+    twin.zero_grad()
+    twin(**batch).loss.backward()
+    changed = [
+        name for name, p in twin.named_parameters() if p.requires_grad and not torch.allclose(p.grad, truth[name])
+    ]
+    assert changed, "the term must matter, or this test compares nothing"
+
+    report = penalty.report()
+    measured = measure_sparsity(model, [ids()])
+    assert [layer["l0"] for layer in report["layers"]] == pytest.approx([layer["l0"] for layer in measured["layers"]])
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_trainer(base, tmp_path, frozen):
+    generator = torch.Generator().manual_seed(1)
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(3, 96, (16, 12), generator=generator)]
+    model = sparsify(AutoModelForCausalLM.from_pretrained(base))
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=ATTENTION if frozen else FFN)
+    model = peft.get_peft_model(model, config)
+    before = copy.deepcopy(model.state_dict())
+    args = TrainingArguments(
+        str(tmp_path / "run"),
+        max_steps=20,
+        save_steps=10,
+        learning_rate=2e-2,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model, args, train_dataset=rows)
+    trainer.add_callback(SparsityCallback(trainer, l1_weight=0.2))
+    trainer.train()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]) == ("lora_" not in name), name
+    l1 = [row["twell/l1"] for row in trainer.state.log_history if "twell/l1" in row]
+    assert l1[-1] < 0.9 * l1[0]
+    # The checkpoint in the middle is an adapter of a sparsified base, and training goes on from it.
+    for name, layer in load_adapter(tmp_path / "run" / "checkpoint-20").state_dict().items():
+        torch.testing.assert_close(layer, model.state_dict()[name].to(layer.dtype), msg=name)
+    resumed = Trainer(load_adapter(tmp_path / "run" / "checkpoint-10", trainable=True), args, train_dataset=rows)
+    resumed.add_callback(SparsityCallback(resumed, l1_weight=0.2))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-10"))
+    torch.testing.assert_close(logits(resumed.model.eval()), logits(model.eval()), atol=1e-4, rtol=1e-4)
