@@ -38,26 +38,52 @@ struct Arguments {
   void* columns;
   int tokens, hidden, width, words, blocks, tiles;
   int groups;  // of as many blocks of tokens as a cluster has thread blocks
+  // The tiles that would make a last, poorly filled round are cut into parts. `whole` tiles stay as they are.
+  int whole, parts, part_neurons, items;
 };
 
 struct Tile {
-  int block, neuron;
+  int block, neuron, neurons;
 };
 
 // 16 blocks of tokens share the tiles of Wg that are in the L2 cache.
 template <int kNeurons, int kCluster>
-__device__ __forceinline__ Tile tile_at(int index, const Arguments& a) {
+__device__ __forceinline__ Tile tile_at(int item, const Arguments& a) {
   constexpr int kSpan = 16 / kCluster;
+  const int index = item < a.whole ? item : a.whole + (item - a.whole) / a.parts;
+  const int part = item < a.whole ? 0 : (item - a.whole) % a.parts * a.part_neurons;
   const int first = index / (kSpan * a.tiles) * kSpan, rest = index - first * a.tiles;
   const int groups = min(kSpan, a.groups - first);
   const int block = (first + rest % groups) * kCluster + (kCluster == 1 ? 0 : cluster_rank());
-  return {block, rest / groups * kNeurons};
+  return {block, rest / groups * kNeurons + part, item < a.whole ? kNeurons : min(a.part_neurons, kNeurons - part)};
+}
+
+// This warpgroup's 64 tokens by the tile's first N neurons.
+template <typename T, int kNeurons, int N, typename Release>
+__device__ __forceinline__ void multiply_tile(float* sum, Ring& ring, uint32_t stages, int steps, int warpgroup,
+                                              const Release& release) {
+  using S = Shape<kNeurons>;
+  for (int step = 0; step < steps; ++step, ring.advance()) {
+    ring.wait_full();
+    const uint32_t stage = stages + ring.stage * S::kStageBytes;
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k) {
+      Wgmma<T, N, 0, 0>::multiply(sum, matrix_descriptor(stage + warpgroup * kHalfTokens * 128 + k * 32, 16),
+                                  matrix_descriptor(stage + S::kTokenBytes + k * 32, 16), step + k);
+    }
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (step > 0) release(ring.previous());
+  }
+  wgmma_wait<0>();
+  release(ring.previous());
 }
 
 template <typename T, int kNeurons, int kCluster>
 __global__ void __launch_bounds__(kThreads, 1)
     gate_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap gate_map,
-                const Arguments a) {
+                const __grid_constant__ CUtensorMap part_map, const Arguments a) {
 #if defined(TWELL_SM90_DEVICE)
   using S = Shape<kNeurons>;
   extern __shared__ uint8_t raw_shared[];
@@ -82,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   launch_dependents();
   Ring ring(barriers, barriers + S::kStages, S::kStages);
-  const int steps = (a.hidden + kDepth - 1) / kDepth, items = a.groups * a.tiles;
+  const int steps = (a.hidden + kDepth - 1) / kDepth, items = a.items;
   const int first_item = blockIdx.x / kCluster, stride = gridDim.x / kCluster;
 
   if (group == 0) {
@@ -92,18 +118,20 @@ __global__ void __launch_bounds__(kThreads, 1)
       wait_for_previous();
       for (int item = first_item; item < items; item += stride) {
         const Tile tile = tile_at<kNeurons, kCluster>(item, a);
+        const CUtensorMap* map = item < a.whole ? &gate_map : &part_map;
+        const int fetched = item < a.whole ? kNeurons : a.part_neurons;
         for (int step = 0; step < steps; ++step, ring.advance()) {
           ring.wait_empty();
           uint8_t* stage = shared + ring.stage * S::kStageBytes;
           uint64_t* full = ring.full + ring.stage;
-          barrier_arrive_expect(full, S::kStageBytes);
+          barrier_arrive_expect(full, S::kTokenBytes + fetched * kDepth * 2);
           load_box(stage, &x_map, step * kDepth, tile.block * kBlockTokens, full);
           if constexpr (kCluster == 1) {
-            load_box(stage + S::kTokenBytes, &gate_map, step * kDepth, tile.neuron, full);
+            load_box(stage + S::kTokenBytes, map, step * kDepth, tile.neuron, full);
           } else {
-            constexpr int kPart = kNeurons / kCluster;
-            load_box_multicast(stage + S::kTokenBytes + rank * kPart * kDepth * 2, &gate_map, step * kDepth,
-                               tile.neuron + rank * kPart, full, (1 << kCluster) - 1);
+            const int mine = rank * (fetched / kCluster);
+            load_box_multicast(stage + S::kTokenBytes + mine * kDepth * 2, map, step * kDepth, tile.neuron + mine, full,
+                               (1 << kCluster) - 1);
           }
         }
       }
@@ -117,6 +145,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   take_registers<kMultiplyRegisters>();
   const int warpgroup = group - 1, warp = threadIdx.x / 32 - 4;  // of the eight that multiply; 16 tokens each
+  const uint32_t stages = smem_address(shared);
   const uint32_t rows = smem_address(turn) + warp * 32 * 32;  // one of 32 bytes for each of 32 neurons
   const auto release = [&](int stage) {
     if (lane < kCluster) {
@@ -132,21 +161,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int item = first_item; item < items; item += stride, parity ^= 1) {
     const Tile tile = tile_at<kNeurons, kCluster>(item, a);
     float sum[kNeurons / 2];
-    for (int step = 0; step < steps; ++step, ring.advance()) {
-      ring.wait_full();
-      const uint32_t stage = smem_address(shared) + ring.stage * S::kStageBytes;
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < kDepth / 16; ++k) {
-        Wgmma<T, kNeurons, 0, 0>::multiply(sum, matrix_descriptor(stage + warpgroup * 8192 + k * 32, 16),
-                                           matrix_descriptor(stage + S::kTokenBytes + k * 32, 16), step + k);
+    if (item < a.whole) {
+      multiply_tile<T, kNeurons, kNeurons>(sum, ring, stages, steps, warpgroup, release);
+    } else if constexpr (kNeurons == 256) {
+      switch (a.part_neurons) {
+        case 64: multiply_tile<T, kNeurons, 64>(sum, ring, stages, steps, warpgroup, release); break;
+        case 96: multiply_tile<T, kNeurons, 96>(sum, ring, stages, steps, warpgroup, release); break;
+        default: multiply_tile<T, kNeurons, 128>(sum, ring, stages, steps, warpgroup, release); break;
       }
-      wgmma_commit();
-      wgmma_wait<1>();
-      if (step > 0) release(ring.previous());
     }
-    wgmma_wait<0>();
-    release(ring.previous());
 
     // Thread's values: tokens row and row + 8, neurons 8 j + column and + 1.
     const int row = warp * 16 + lane / 4, column = lane % 4 * 2;
@@ -170,6 +193,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     uint32_t* masks = warp_masks + parity * kConsumerWarps * S::kWords;
 #pragma unroll
     for (int w = 0; w < S::kWords; ++w) {
+      if (32 * w >= tile.neurons) break;
       uint32_t bits = 0;
 #pragma unroll
       for (int j = 4 * w; j < 4 * w + 4; ++j) {
@@ -181,9 +205,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (lane == 0) masks[warp * S::kWords + w] = bits;
     }
     named_barrier<256>(1);
-    const int word = tile.neuron / 32 + lane;  // a lane for each word of the tile
+    const int words = tile.neurons / 32, word = tile.neuron / 32 + lane;  // a lane for each word of the tile
     uint32_t mask = 0, other_mask = 0;
-    if (lane < S::kWords && word < a.words) {
+    if (lane < words && word < a.words) {
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         mask |= masks[(warpgroup * 4 + w) * S::kWords + lane];
@@ -191,20 +215,20 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
     // Nearly full tiles are called full, so that later kernels find rows without gaps.
-    const int in_tile = min(kNeurons, a.width - tile.neuron);
+    const int in_tile = min(tile.neurons, a.width - tile.neuron);
     if (__reduce_add_sync(~0u, __popc(mask | other_mask)) >= kFull * in_tile) {
       const int left = in_tile - 32 * lane;
       mask = left >= 32 ? ~0u : left > 0 ? (1u << left) - 1 : 0;
     }
     if (tile.block >= a.blocks) continue;
-    if (warp % 4 == 0 && lane < S::kWords && word < a.words) {
+    if (warp % 4 == 0 && lane < words && word < a.words) {
       a.masks[(static_cast<int64_t>(tile.block) * 2 + warpgroup) * a.words + word] = mask;
     }
     T* columns = static_cast<T*>(a.columns) + static_cast<int64_t>(tile.block) * a.width * kBlockTokens + warp * 16;
 #pragma unroll
     for (int pass = 0; pass < kNeurons / 32; ++pass) {
       const uint32_t bits = __shfl_sync(~0u, mask, pass);
-      if (bits == 0) continue;
+      if (bits == 0 || pass >= words) continue;
       __syncwarp();
 #pragma unroll
       for (int j = 0; j < 4; j += 2) {
@@ -229,6 +253,25 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
+// What shared memory takes for a step: 32 KiB of x, written once and read once, and 3 x 128 bytes a neuron.
+constexpr int64_t tile_cost(int neurons) { return 256 + 3 * neurons; }
+
+// How `left` tiles of 256 that do not fill a round of all clusters are cut where that makes the round shorter.
+struct LastRound {
+  int parts, part_neurons;
+  int64_t cost;
+};
+
+LastRound cut_last_round(int64_t left, int clusters) {
+  LastRound best{1, 128, left == 0 ? 0 : tile_cost(256)};
+  for (const int neurons : {128, 96, 64}) {
+    const int parts = (256 + neurons - 1) / neurons;
+    const int64_t cost = (left * parts + clusters - 1) / clusters * tile_cost(neurons);
+    if (cost < best.cost) best = {parts, neurons, cost};
+  }
+  return best;
+}
+
 template <typename T, int kNeurons, int kCluster>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
   const int tiles = (ffn.width + kNeurons - 1) / kNeurons;
@@ -236,12 +279,27 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cud
   const T* x = static_cast<const T*>(ffn.x) + chunk.first * ffn.hidden;
   TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, x, chunk.tokens, ffn.hidden, kBlockTokens));
   TWELL_RETURN_IF_ERROR(make_tensor_map(&gate_map, ffn.dtype, ffn.gate, ffn.width, ffn.hidden, kNeurons / kCluster));
-  const int groups = (chunk.active.blocks + kCluster - 1) / kCluster;
-  const Arguments arguments{ffn.b_gate, chunk.active.masks, chunk.active.columns, static_cast<int>(chunk.tokens),
-                            ffn.hidden, ffn.width, chunk.active.words, chunk.active.blocks, tiles, groups};
-  const int grid = min(device.sm_count / kCluster, groups * tiles) * kCluster;
+  const int groups = (chunk.active.blocks + kCluster - 1) / kCluster, clusters = device.sm_count / kCluster;
+  Arguments arguments{ffn.b_gate,      chunk.active.masks, chunk.active.columns, static_cast<int>(chunk.tokens),
+                      ffn.hidden,      ffn.width,          chunk.active.words,   chunk.active.blocks,
+                      tiles,           groups,             groups * tiles,       1,
+                      kNeurons / 2,    groups * tiles};
+  if (kNeurons == 256) {
+    const int left = groups * tiles % clusters;
+    const LastRound last = cut_last_round(left, clusters);
+    arguments.parts = last.parts;
+    arguments.part_neurons = last.part_neurons;
+    if (last.parts > 1) {
+      arguments.whole -= left;
+      arguments.items = arguments.whole + left * last.parts;
+    }
+  }
+  CUtensorMap part_map;
+  TWELL_RETURN_IF_ERROR(
+      make_tensor_map(&part_map, ffn.dtype, ffn.gate, ffn.width, ffn.hidden, arguments.part_neurons / kCluster));
+  const int grid = min(clusters, arguments.items) * kCluster;
   return launch_kernel(gate_kernel<T, kNeurons, kCluster>, grid, kThreads, kCluster, Shape<kNeurons>::kShared, stream,
-                       x_map, gate_map, arguments);
+                       x_map, gate_map, part_map, arguments);
 }
 
 // The tile width of least time: rounds of all SMs, each as long as its tile is wide plus what every tile costs.
@@ -251,9 +309,10 @@ int best_width(const Ffn& ffn, const Chunk& chunk, const Device& device) {
   int best = 0;
   int64_t best_cost = INT64_MAX;
   for (const int neurons : {256, 192, 128, 96, 64}) {
-    const int64_t items = groups * ((ffn.width + neurons - 1) / neurons);
-    // What shared memory takes for a step: 32 KiB of x, written once and read once, and 3 x 128 bytes a neuron.
-    const int64_t cost = (items + clusters - 1) / clusters * (256 + 3 * neurons);
+    const int64_t items = groups * ((ffn.width + neurons - 1) / neurons), left = items % clusters;
+    int64_t cost = (items + clusters - 1) / clusters * tile_cost(neurons);
+    // Cutting suits a round behind whole ones: alone, narrow tiles have more stages.
+    if (neurons == 256 && items > clusters) cost = items / clusters * tile_cost(256) + cut_last_round(left, clusters).cost;
     if (cost < best_cost) best = neurons, best_cost = cost;
   }
   return best;
