@@ -5,13 +5,19 @@ import logging
 import math
 from pathlib import Path
 
+from safetensors.torch import load_file, save_file
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
+from hf_twell.blending import Blend
 from hf_twell.checkpoints import STATE_NAME, last_checkpoint, read_state, write_json
+from hf_twell.controller import DensityController
+from hf_twell.distillation import Distillation
 from hf_twell.penalty import L1Penalty
+from hf_twell.revival import Revival, check_optimizer
 
 logger = logging.getLogger(__name__)
 
+IDLE_NAME = "twell_idle.safetensors"
 LAYER_PREFIX = "twell/layer_"
 # The trainer's methods that a callback wraps.
 WRAPPED = ("train", "get_batch_samples", "training_step", "log", "_save_checkpoint")
@@ -24,13 +30,15 @@ WARMUPS = {
 class SparsityCallback(TrainerCallback):
     """Trains a sparsified model to few active neurons, and logs how few.
 
+        trainer.add_callback(hf_twell.SparsityCallback(trainer, target_density=0.01))
         trainer.add_callback(hf_twell.SparsityCallback(trainer, l1_weight=2e-4))
 
     The objective becomes the task loss plus `l1_weight` times the mean over layers of L1 (see `L1Penalty`), the same
     for any gradient accumulation, number of processes, padding or gradient checkpointing. The logged `loss` stays the
     task loss. Each training log also gets `twell/l0`, `twell/density`, `twell/l1`, `twell/dead`, `twell/l1_weight`, and
-    `twell/layer_NN/...` of the first four for each layer (kept off the console), over all tokens since the log before
-    (or since the run was resumed).
+    `twell/layer_NN/...` of these for each layer (kept off the console), over all tokens since the log before
+    (or since the run was resumed); with the matching arguments, `twell/target` (the density that the controller steers
+    to now), `twell/revived`, `twell/blend`, `twell/kl` and `twell/layer_error`.
 
     Each checkpoint gets `twell_state.json`, written last: `trainer.train(resume_from_checkpoint=True)` passes over
     checkpoints that lack it, because their saving was interrupted.
@@ -39,21 +47,37 @@ class SparsityCallback(TrainerCallback):
         trainer: the trainer; its model must be sparsified.
         l1_weight: the coefficient after the warm-up. 2e-4 gave about 100 and 1e-3 about 23 active neurons of 3,072 on a
             model of 88M parameters trained from scratch. 0 measures only.
-        warmup_steps: optimizer steps over which the coefficient rises from 0; a float under 1 is a share of all steps.
+        target_density: in place of `l1_weight`: the share of active neurons that is wanted, such as 0.01; a
+            `DensityController` finds each layer's coefficient.
+        warmup_steps: optimizer steps over which the coefficient rises from 0 (default 0), or the density falls to its
+            target (default 0.5); a float under 1 is a share of all steps.
         warmup: "linear", or "sine" (flat at both ends).
+        layer_shares: "equal": every layer reaches the target; "free": their mean does, with one coefficient for all.
+        l1_bounds: lowest and highest coefficient that the controller may choose.
+        revive_after: tokens without an activation after which a neuron is dead, and is revived (see `Revival`).
+        blend: the model's `Blend`: its activation becomes ReLU over `blend_steps`, and then the L1 term begins.
+        distillation: a `Distillation` from the dense parent.
         log_layers: log the per-layer figures too.
 
     Raises:
-        ValueError: a model without sparse blocks, or a trainer that would run torch's DataParallel.
+        ValueError: a model without sparse blocks, a trainer that would run torch's DataParallel, or arguments that do
+            not go together.
     """
 
     def __init__(
         self,
         trainer: Trainer,
-        l1_weight: float,
+        l1_weight: float | None = None,
         *,
-        warmup_steps: int | float = 0,
+        target_density: float | None = None,
+        warmup_steps: int | float | None = None,
         warmup: str = "linear",
+        layer_shares: str = "equal",
+        l1_bounds: tuple[float, float] | None = None,
+        revive_after: int | None = None,
+        blend: Blend | None = None,
+        blend_steps: int | float = 0.2,
+        distillation: Distillation | None = None,
         log_layers: bool = True,
     ):
         if not hasattr(trainer, "callback_handler") or not hasattr(trainer, "args"):
@@ -63,16 +87,40 @@ class SparsityCallback(TrainerCallback):
                 f"the trainer would run DataParallel on {trainer.args.n_gpu} GPUs, which cannot count tokens of the "
                 "whole step; start the script with `accelerate launch` (one process a GPU) or show it one GPU"
             )
+        if (l1_weight is None) == (target_density is None):
+            raise ValueError(
+                f"l1_weight={l1_weight!r} and target_density={target_density!r}; give one of them: the coefficient "
+                "(0 measures only), or the share of active neurons that it shall lead to"
+            )
         if warmup not in WARMUPS:
             raise ValueError(f"warmup={warmup!r}; choose one of {', '.join(map(repr, WARMUPS))}")
-        if warmup_steps < 0 or (isinstance(warmup_steps, float) and warmup_steps >= 1 and warmup_steps % 1):
-            raise ValueError(f"warmup_steps={warmup_steps}; give a whole number of steps, or a share between 0 and 1")
+        if warmup_steps is None:
+            warmup_steps = 0 if target_density is None else 0.5
+        check_steps("warmup_steps", warmup_steps)
+        check_steps("blend_steps", blend_steps)
+        if distillation is not None and trainer.args.torch_compile:
+            raise ValueError("distillation does not go together with torch_compile; leave one of them out")
+        if revive_after is not None and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+            raise ValueError("revive_after: under FSDP or DeepSpeed the rows' optimizer state is sharded; leave it out")
         self.trainer = trainer
-        self.penalty = L1Penalty(trainer.model, l1_weight)
+        self.penalty = L1Penalty(trainer.model, 0.0 if l1_weight is None else l1_weight)
         self.l1_weight = l1_weight
+        self.target_density = target_density
         self.warmup_steps = warmup_steps
         self.warmup = warmup
+        self.layer_shares = layer_shares
+        self.l1_bounds = l1_bounds
+        self.revive_after = revive_after
+        self.blend = blend
+        self.blend_steps = blend_steps
+        self.distillation = distillation
         self.log_layers = log_layers
+        self.controller = self._new_controller(steps=1) if target_density is not None else None
+        self.revival = None
+        if revive_after is not None:
+            sigma = getattr(trainer.model.config.get_text_config(), "initializer_range", 0.02)
+            self.revival = Revival(self.penalty.ffns, revive_after, sigma=sigma, seed=trainer.args.seed)
+        self._resumed: Path | None = None
         # No event carries the batches, or comes before the reporters and the saving: these methods of the trainer do.
         earlier = getattr(vars(trainer).get("train"), "func", None)
         if isinstance(getattr(earlier, "__self__", None), SparsityCallback):
@@ -87,24 +135,65 @@ class SparsityCallback(TrainerCallback):
             vars(self.trainer).pop(name, None)
         self.trainer.remove_callback(self)
 
+    def progress(self, step: int) -> float:
+        """How far the warm-up is, from 0 to 1, when `step` optimizer steps are finished; it begins after the blend."""
+        step, steps = step - self._blend_length(), self._steps(self.warmup_steps)
+        return WARMUPS[self.warmup](max(0, step) / steps) if step < steps else 1.0
+
     def weight_at(self, step: int) -> float:
-        """The coefficient of the optimizer step that follows `step` finished ones."""
-        steps = self.warmup_steps
-        if isinstance(steps, float) and steps < 1:
-            steps = math.ceil(steps * self.trainer.state.max_steps)
-        return self.l1_weight * (WARMUPS[self.warmup](step / steps) if step < steps else 1.0)
+        """The coefficient of the optimizer step that follows `step` finished ones, where `l1_weight` was given."""
+        return self.l1_weight * self.progress(step) if step >= self._blend_length() else 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
         # Four figures for each layer are for log files and plots; on the console they would bury the loss.
         for callback in self.trainer.callback_handler.callbacks:
             if isinstance(callback, ProgressCallback | PrinterCallback) and "on_log" not in vars(callback):
                 callback.on_log = functools.partial(_log_without_layers, callback.on_log)
+        if self._blend_length() >= state.max_steps:
+            raise ValueError(
+                f"blend_steps={self.blend_steps} of {state.max_steps} steps leaves none for the ReLU model; give fewer"
+            )
+        self._begin_run(state.global_step)
+
+    def _begin_run(self, step: int) -> None:
+        saved = read_state(self._resumed) if self._resumed else {}
+        if self.controller is not None:
+            self.controller = self._new_controller(self.trainer.state.max_steps - self._blend_length())
+            self.penalty.layer_weights = None
+            if saved.get("controller"):
+                self.controller.load_state(saved["controller"], self.penalty.device)
+                self.penalty.layer_weights = self.controller.weights()
+        if self.revival is not None:
+            check_optimizer(self.trainer.optimizer, self.revival)
+            idle = self._resumed / IDLE_NAME if self._resumed else None
+            self.revival.load_state(load_file(idle) if idle and idle.is_file() else {}, self.penalty.device)
+        if self.blend is not None:
+            self.blend.set(step / self._blend_length())
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        counts, step = self.penalty.end_step(), state.global_step
+        if counts is None or step < self._blend_length():
+            return
+        if self.controller is not None:
+            self.penalty.layer_weights = self.controller.update(counts.density(), counts.l1(), self.progress(step + 1))
+        if self.revival is not None:
+            self.revival.count(counts.tokens, [layer[1:] for layer in counts.layers])
+            self.revival.revive(self.trainer.optimizer, step)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.blend is not None and self.blend.share < 1:
+            self.blend.set(state.global_step / self._blend_length())
 
     def on_save(self, args, state, control, **kwargs):
         # Other processes may still be writing their part of the checkpoint.
         self.trainer.accelerator.wait_for_everyone()
         if state.is_world_process_zero:
-            write_json(self._state_path(), {"step": state.global_step, **self._schedule()})
+            data = {"step": state.global_step, **self._schedule()}
+            if self.controller is not None:
+                data["controller"] = self.controller.state()
+            if self.revival is not None:
+                save_file(self.revival.state(), self._state_path().with_name(IDLE_NAME))
+            write_json(self._state_path(), data)
 
     def _save_checkpoint(self, save_checkpoint, *args, **kwargs):
         # The folder may hold the complete checkpoint of another run; it is not complete while it is written over.
@@ -117,7 +206,21 @@ class SparsityCallback(TrainerCallback):
         return folder / STATE_NAME
 
     def _schedule(self) -> dict:
-        return {"l1_weight": self.l1_weight, "warmup_steps": self.warmup_steps, "warmup": self.warmup}
+        names = ["l1_weight"] if self.controller is None else ["target_density", "layer_shares"]
+        names += ["warmup_steps", "warmup"]
+        names += ["blend_steps"] if self.blend is not None else []
+        names += ["revive_after"] if self.revival is not None else []
+        return {name: getattr(self, name) for name in names}
+
+    def _new_controller(self, steps: int) -> DensityController:
+        return DensityController(self.target_density, steps=steps, share=self.layer_shares, bounds=self.l1_bounds)
+
+    def _steps(self, value: int | float) -> int:
+        share = isinstance(value, float) and value < 1
+        return math.ceil(value * self.trainer.state.max_steps) if share else int(value)
+
+    def _blend_length(self) -> int:
+        return 0 if self.blend is None else max(1, self._steps(self.blend_steps))
 
     def _train(self, train, resume_from_checkpoint=None, *args, **kwargs):
         if self not in self.trainer.callback_handler.callbacks:
@@ -130,25 +233,34 @@ class SparsityCallback(TrainerCallback):
             resume_from_checkpoint = last_checkpoint(output_dir)
             if resume_from_checkpoint is None:
                 raise ValueError(f"{output_dir} holds no complete checkpoint (one with {STATE_NAME}) to resume from")
+        self._resumed = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         if resume_from_checkpoint:
             saved = read_state(resume_from_checkpoint)
             for key, value in self._schedule().items():
-                if saved[key] != value:
+                if saved.get(key) != value:
                     logger.warning(
-                        "%s was trained with %s=%s and goes on with %s", resume_from_checkpoint, key, saved[key], value
+                        "%s was trained with %s=%s and goes on with %s",
+                        resume_from_checkpoint,
+                        key,
+                        saved.get(key),
+                        value,
                     )
         return train(resume_from_checkpoint, *args, **kwargs)
 
     def _get_batch_samples(self, get_batch_samples, *args, **kwargs):
         batches, num_items_in_batch = get_batch_samples(*args, **kwargs)
         if batches:
-            self.penalty.l1_weight = self.weight_at(self.trainer.state.global_step)
+            if self.controller is None:
+                self.penalty.l1_weight = self.weight_at(self.trainer.state.global_step)
             self.penalty.begin_step(batches, scaler=self.trainer.accelerator.scaler)
         return batches, num_items_in_batch
 
     def _training_step(self, training_step, model, inputs, *args, **kwargs):
         with self.penalty.micro_batch(inputs):
-            return training_step(model, inputs, *args, **kwargs)
+            if self.distillation is None:
+                return training_step(model, inputs, *args, **kwargs)
+            with self.distillation.micro_batch(inputs, self.penalty.token_scale):
+                return training_step(model, inputs, *args, **kwargs)
 
     def _log(self, log, logs, *args, **kwargs):
         if "loss" in logs:
@@ -160,10 +272,30 @@ class SparsityCallback(TrainerCallback):
     def _rows(self, report: dict) -> dict[str, float]:
         keys = ("l0", "density", "l1", "dead")
         rows = {f"twell/{key}": report[key] for key in (*keys, "l1_weight")}
+        if self.controller is not None and self.controller.started:
+            reference = self.controller.reference(self.progress(self.trainer.state.global_step))
+            rows["twell/target"] = reference.mean().item()
+            keys = (*keys, "l1_weight")
+        if self.revival is not None:
+            rows["twell/revived"] = self.revival.revived
+        if self.blend is not None:
+            rows["twell/blend"] = self.blend.share
+        if self.distillation is not None:
+            rows |= self.distillation.report()
         if self.log_layers:
             for ffn, layer in zip(self.penalty.ffns, report["layers"], strict=True):
                 rows |= {f"{LAYER_PREFIX}{ffn.twell.layer:02d}/{key}": layer[key] for key in keys}
         return rows
+
+
+def check_steps(name: str, value: int | float) -> None:
+    """Refuse what is neither a number of optimizer steps nor a share of them.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or (value >= 1 and value % 1):
+        raise ValueError(f"{name}={value!r}; give a whole number of steps, or a share between 0 and 1")
 
 
 def _log_without_layers(on_log, args, state, control, logs=None, **kwargs):

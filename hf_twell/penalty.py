@@ -2,12 +2,32 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from hf_twell.modeling import L1Inputs, sparse_ffns
+
+
+class StepCounts(NamedTuple):
+    """What one optimizer step saw, over all its micro-batches and ranks.
+
+    Shapes: tokens () fp32, the non-padding ones; layers: for each sparse layer (1 + F,) fp32, the sum of |h| and then
+    each neuron's active tokens; all on the device of the first layer.
+    """
+
+    tokens: torch.Tensor
+    layers: list[torch.Tensor]
+
+    def l1(self) -> torch.Tensor:
+        """L1 of each layer, (L,)."""
+        return torch.stack([layer[0] for layer in self.layers]) / self.tokens.clamp(min=1)
+
+    def density(self) -> torch.Tensor:
+        """Share of active neurons of each layer, (L,)."""
+        return torch.stack([layer[1:].mean() for layer in self.layers]) / self.tokens.clamp(min=1)
 
 
 class L1Penalty:
@@ -31,6 +51,11 @@ class L1Penalty:
         model: a sparsified model.
         l1_weight: the coefficient; may be changed between optimizer steps. 0 only measures.
 
+    Attributes:
+        layer_weights: in place of `l1_weight`, a coefficient for each layer, (L,) fp32; None for one.
+        token_scale: (), what turns a token's term into its share of the step's mean: ranks over tokens, times the
+            fp16 loss scale.
+
     Raises:
         ValueError: a model without sparse blocks.
 
@@ -44,9 +69,12 @@ class L1Penalty:
         if not isinstance(l1_weight, int | float) or not l1_weight >= 0:
             raise ValueError(f"l1_weight={l1_weight!r}; give a number of at least 0")
         self.l1_weight = l1_weight
+        self.layer_weights: torch.Tensor | None = None
+        self.token_scale: torch.Tensor | None = None
         self._scale = None
         self._tallies = None
-        self._window_tokens = None
+        self._step_tokens = None
+        self._window: StepCounts | None = None
 
     def begin_step(self, batches: Iterable[Mapping], *, scaler: torch.amp.GradScaler | None = None) -> None:
         """Count the tokens of an optimizer step: all micro-batches of this rank, and of the others.
@@ -55,7 +83,8 @@ class L1Penalty:
             batches: the micro-batches as the model receives them (`attention_mask` marks padding by 0).
             scaler: the fp16 gradient scaler, where one is used; its factor is divided out again by the optimizer step.
         """
-        device = self._device(self.ffns[0])
+        self.end_step()
+        device = self.device
         tokens = torch.zeros((), device=device)
         for batch in batches:
             weight = token_weight(batch)
@@ -64,11 +93,12 @@ class L1Penalty:
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(tokens)
             world_size = dist.get_world_size()
-        self._window_tokens = tokens if self._window_tokens is None else self._window_tokens + tokens
-        factor = self.l1_weight * world_size / len(self.ffns)
-        self._scale = factor / tokens.clamp(min=1)
+        self._step_tokens = tokens
+        self.token_scale = world_size / tokens.clamp(min=1)
         if scaler is not None:
-            self._scale = scaler.scale(self._scale)
+            self.token_scale = scaler.scale(self.token_scale)
+        weights = self.l1_weight if self.layer_weights is None else self.layer_weights.to(device)
+        self._scale = (weights / len(self.ffns) * self.token_scale).expand(len(self.ffns))
         if self._tallies is None:
             self._tallies = [self._new_tally(ffn) for ffn in self.ffns]
 
@@ -80,9 +110,9 @@ class L1Penalty:
                 "begin_step(batches) must come before micro_batch(batch): the step's tokens are not counted"
             )
         weight = token_weight(batch)
-        for ffn, tally in zip(self.ffns, self._tallies, strict=True):
+        for ffn, scale, tally in zip(self.ffns, self._scale, self._tallies, strict=True):
             ffn.twell.l1 = L1Inputs(
-                self._scale.to(tally.device),
+                scale.to(tally.device),
                 None if weight is None else weight.to(tally.device, torch.float32, non_blocking=True),
                 tally,
             )
@@ -101,30 +131,55 @@ class L1Penalty:
         for batch in batches:
             with self.micro_batch(batch):
                 yield batch
+        self.end_step()
+
+    def end_step(self) -> StepCounts | None:
+        """Count the step that has run into the next report, once; None if there was none since the last call.
+
+        Every rank must call it alike. `begin_step` and `report` do, so only who needs the counts has to.
+        """
+        if self._step_tokens is None:
+            return None
+        counts = [torch.zeros_like(tally) if tally.grad is None else tally.grad for tally in self._tallies]
+        flat = torch.cat([count.to(self.device) for count in counts])
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(flat)
+        step = StepCounts(self._step_tokens, list(flat.split([len(count) for count in counts])))
+        # A window's sums may pass 2^24, where fp32 stops counting.
+        wide = StepCounts(step.tokens.double(), [layer.double() for layer in step.layers])
+        if self._window is not None:
+            total = [mine + new for mine, new in zip(self._window.layers, wide.layers, strict=True)]
+            wide = StepCounts(self._window.tokens + wide.tokens, total)
+        self._window, self._step_tokens = wide, None
+        for tally in self._tallies:
+            tally.grad = None
+        return step
 
     def report(self) -> dict | None:
         """Sparsity of all tokens since the last report, over all ranks (each must call it); None if there were none.
 
         Returns:
-            l0, density, l1 (means over layers), dead (share of neurons that no token activated), tokens, l1_weight,
-            and `layers`: the same four figures for each sparse layer.
+            l0, density, l1 (means over layers), dead (share of neurons that no token activated), tokens, l1_weight
+            (mean), and `layers`: the same figures, but tokens, for each sparse layer.
         """
-        if self._tallies is None or self._window_tokens is None:
+        self.end_step()
+        if self._window is None:
             return None
-        tokens = max(self._window_tokens.item(), 1.0)
+        window, self._window = self._window, None
+        tokens = max(window.tokens.item(), 1.0)
+        weights = self.layer_weights.tolist() if self.layer_weights is not None else [self.l1_weight] * len(self.ffns)
         layers = []
-        for tally in self._tallies:
-            counts = torch.zeros_like(tally) if tally.grad is None else tally.grad
-            if dist.is_available() and dist.is_initialized():
-                dist.all_reduce(counts)
+        for counts, weight in zip(window.layers, weights, strict=True):
             l1, active = counts[0].item() / tokens, counts[1:]
-            l0 = active.sum().item() / tokens
-            dead = (active == 0).float().mean().item()
-            layers.append({"l0": l0, "density": l0 / len(active), "l1": l1, "dead": dead})
-            tally.grad = None
+            l0, dead = active.sum().item() / tokens, (active == 0).double().mean().item()
+            layers.append({"l0": l0, "density": l0 / len(active), "l1": l1, "dead": dead, "l1_weight": weight})
         mean = {key: sum(layer[key] for layer in layers) / len(layers) for key in layers[0]}
-        self._window_tokens = None
-        return {**mean, "tokens": int(tokens), "l1_weight": self.l1_weight, "layers": layers}
+        return {**mean, "tokens": int(tokens), "layers": layers}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the counts of all layers come together."""
+        return self._device(self.ffns[0])
 
     def _new_tally(self, ffn) -> torch.Tensor:
         width = getattr(ffn, ffn.twell.form.up).out_features

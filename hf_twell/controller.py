@@ -1,0 +1,113 @@
+"""`DensityController`: the L1 weights that bring layers to a chosen density and keep them there."""
+
+import math
+
+import torch
+
+SHARES = ("equal", "free")
+WEIGHT_RANGE = (1e-3, 3e3)  # of the first weight
+FIRST_TERM = 0.01  # nats: what the L1 term of the first weight comes to
+PROPORTIONAL = 2.0
+INTEGRAL = 8.0  # over the whole run
+SMOOTHED = 0.02  # share of the run
+
+
+class DensityController:
+    """Raises or lowers L1 weights until densities follow a path from where they start to the target, and hold it.
+
+    Formula: with e = log(density / reference), smoothed over 2 % of the steps and clamped to [-1, 1], each step adds
+    2 * (e - e_before) + 8 / steps * e to the logarithm of a layer's weight: a proportional-integral controller. The
+    reference goes from the first step's density to the target, evenly in its logarithm, while `progress` goes from 0
+    to 1. The first weight is the one that makes the L1 term 0.01 nats, whatever the model's activations measure.
+
+    Args:
+        target_density: of every layer (`share="equal"`), or of their mean ("free": one weight for all layers).
+        steps: optimizer steps of the run in which the controller works.
+        share: "equal" or "free".
+        bounds: lowest and highest weight; by default a thousandth and 3,000 times the first one.
+
+    Raises:
+        ValueError: a target outside (0, 1), or bounds that are not two rising positive numbers.
+    """
+
+    def __init__(
+        self,
+        target_density: float,
+        *,
+        steps: int,
+        share: str = "equal",
+        bounds: tuple[float, float] | None = None,
+    ):
+        if not isinstance(target_density, float) or not 0 < target_density < 1:
+            raise ValueError(f"target_density={target_density!r}; give a share between 0 and 1, such as 0.005")
+        if share not in SHARES:
+            raise ValueError(f"layer_shares={share!r}; choose one of {', '.join(map(repr, SHARES))}")
+        if bounds is not None and not (len(bounds) == 2 and 0 < bounds[0] < bounds[1]):
+            raise ValueError(f"l1_bounds={bounds!r}; give the lowest and the highest weight, both above 0")
+        self.target_density = target_density
+        self.steps = max(1, steps)
+        self.share = share
+        self.bounds = bounds
+        self._start: torch.Tensor | None = None
+        self._density: torch.Tensor | None = None
+        self._error: torch.Tensor | None = None
+        self._log_weight: torch.Tensor | None = None
+        self._log_bounds: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def update(self, density: torch.Tensor, l1: torch.Tensor, progress: float) -> torch.Tensor:
+        """The weights of the next optimizer step; without host synchronisation.
+
+        Shapes: density and l1 (L,) fp32, of the step that has run; returns (L,) fp32.
+        """
+        density = density.clamp(min=1e-7)
+        if self._density is None:
+            self._begin(density, l1)
+        else:
+            rate = 1 / max(1.0, SMOOTHED * self.steps)
+            self._density += rate * (density - self._density)
+        error = (self._seen() / self.reference(progress)).log().clamp(-1, 1)
+        change = PROPORTIONAL * (error - self._error) + INTEGRAL / self.steps * error
+        self._log_weight = (self._log_weight + change).clamp(self._log_bounds[0], self._log_bounds[1])
+        self._error = error
+        return self.weights()
+
+    def weights(self) -> torch.Tensor:
+        return self._log_weight.exp()
+
+    @property
+    def started(self) -> bool:
+        return self._density is not None
+
+    def reference(self, progress: float) -> torch.Tensor:
+        """The density that the path has now, (L,)."""
+        target = math.log(self.target_density)
+        return (self._start.log() * (1 - progress) + target * progress).exp()
+
+    def state(self) -> dict:
+        """What a resumed run needs, as plain data."""
+        if not self.started:
+            return {}
+        names = ("_start", "_density", "_error", "_log_weight", "_log_bounds")
+        return {name.lstrip("_"): getattr(self, name).tolist() for name in names}
+
+    def load_state(self, state: dict, device: torch.device) -> None:
+        for name, values in state.items():
+            setattr(self, f"_{name}", torch.tensor(values, device=device))
+
+    def _begin(self, density, l1) -> None:
+        first = FIRST_TERM / l1.mean().clamp(min=1e-12)
+        low, high = WEIGHT_RANGE if self.bounds is None else self.bounds
+        self._log_bounds = (
+            torch.stack([first * low, first * high]) if self.bounds is None else first.new_tensor([low, high])
+        )
+        self._log_bounds = self._log_bounds.log()
+        self._log_weight = first.log().clamp(self._log_bounds[0], self._log_bounds[1]).expand_as(density).clone()
+        self._density = density.clone()
+        self._start = self._seen()
+        self._error = torch.zeros_like(density)
+
+    def _seen(self) -> torch.Tensor:
+        if self.share == "equal":
+            return self._density.clone()
+        return self._density.mean().expand_as(self._density).clone()

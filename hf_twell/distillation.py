@@ -1,0 +1,199 @@
+"""`Distillation`: a dense parent in the same process teaches the sparse model, through gradients alone."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from hf_twell.architectures import find_ffns
+from hf_twell.penalty import token_weight
+
+CHUNK = 1024  # tokens whose logits are computed at a time
+
+
+class Distillation:
+    """Adds what a dense parent knows to each gradient: its logits, its feed-forward outputs, or both.
+
+    Formula: the objective becomes (1 - logits) * task loss + logits * KL(parent || model) + layers * E. KL is averaged
+    over the non-padding tokens of the optimizer step; E is the mean over layers of the squared error of the block's
+    output over the parent's squared output, both averaged over the same tokens (a micro-batch's own, for the latter).
+
+    Like the L1 term, both enter in backward, at the logits and at each block's output: the logged loss stays the task
+    loss, and accumulation, processes and gradient checkpointing change nothing. Above the parent's weights, a step
+    holds its last hidden states and, for `layers`, its blocks' outputs; its logits exist a few tokens at a time.
+
+    Args:
+        model: the model to train.
+        parent: the dense model it was converted from, or another with the same vocabulary; it is frozen. With `layers`,
+            as many layers and the same hidden size.
+        logits: share of the parent's logits in the objective, 0 to 1.
+        layers: weight of the feed-forward outputs' error.
+
+    Raises:
+        ValueError: shares out of range, or two models that do not fit together.
+    """
+
+    def __init__(self, model: nn.Module, parent: nn.Module, *, logits: float = 0.5, layers: float = 0.0):
+        if not 0 <= logits <= 1 or layers < 0 or not (logits or layers):
+            raise ValueError(
+                f"distillation with logits={logits} and layers={layers}; give logits from 0 to 1, layers of at least "
+                "0, and one of them above 0"
+            )
+        self.logits, self.layers = logits, layers
+        self.parent = parent.eval().requires_grad_(False)
+        mine, theirs = find_ffns(model), find_ffns(parent)
+        if logits:
+            _check_heads(model, parent)
+            model.get_output_embeddings().register_forward_hook(self._see_logits)
+        if layers:
+            shapes = [(len(sites), sites[0].linear("down").out_features) for sites in (mine, theirs)]
+            if shapes[0] != shapes[1]:
+                raise ValueError(
+                    f"distillation of layers needs as many layers of one size; the model has {shapes[0]}, the parent "
+                    f"{shapes[1]} (layers, hidden size)"
+                )
+            for index, (student, teacher) in enumerate(zip(mine, theirs, strict=True)):
+                student.module.register_forward_hook(_Layer(self, index))
+                teacher.module.register_forward_hook(self._see_parent_layer)
+        self._batch: _Batch | None = None
+        self._outputs: list[torch.Tensor] = []
+        self._sums: dict[str, torch.Tensor] = {}
+
+    @contextmanager
+    def micro_batch(self, batch: Mapping, scale: torch.Tensor) -> Iterator[None]:
+        """The parent reads the batch now; what the model computes inside learns from it.
+
+        Args:
+            batch: as the model receives it.
+            scale: (); world size over the step's tokens (times an fp16 loss scale).
+        """
+        self.parent.to(scale.device)
+        reads = {
+            key: value for key, value in batch.items() if not key.startswith(("labels", "shift_labels", "num_items"))
+        }
+        reads = {k: v.to(scale.device) if isinstance(v, torch.Tensor) else v for k, v in reads.items()}
+        weight = token_weight(reads)
+        self._outputs = []
+        with torch.no_grad():
+            hidden = self.parent.get_decoder()(**reads, use_cache=False).last_hidden_state
+        weight = torch.ones(hidden.shape[:2], device=hidden.device) if weight is None else weight.to(hidden.device)
+        self._batch = _Batch(hidden, self._outputs, weight, scale)
+        try:
+            yield
+        finally:
+            self._batch, self._outputs = None, []
+
+    def report(self) -> dict[str, float]:
+        """KL in nats per token and the layers' relative error since the last report, over this process's tokens."""
+        sums, self._sums = self._sums, {}
+        return {f"twell/{name}": total / count for name, (total, count) in ((n, s.tolist()) for n, s in sums.items())}
+
+    def add(self, name: str, total: torch.Tensor, count: torch.Tensor | float) -> None:
+        """Add to a mean that the next report gives."""
+        new = torch.stack([total, torch.as_tensor(count, device=total.device, dtype=total.dtype)]).double()
+        self._sums[name] = new + self._sums[name].to(new.device) if name in self._sums else new
+
+    def _see_parent_layer(self, module, args, output):
+        self._outputs.append(output)
+
+    def _see_logits(self, module, args, logits):
+        batch = self._batch
+        if batch is None or not torch.is_grad_enabled():
+            return None
+        return _InjectKl.apply(logits, batch, self)
+
+
+class _Batch:
+    """What a micro-batch's gradients need of the parent. Shapes: hidden (B, S, D), weight (B, S), scale ()."""
+
+    def __init__(self, hidden, outputs, weight, scale):
+        self.hidden, self.outputs, self.weight, self.scale = hidden, outputs, weight, scale
+
+
+class _Layer:
+    """The hook of one block, picklable: its output learns from the parent's."""
+
+    def __init__(self, distillation: Distillation, index: int):
+        self.distillation, self.index = distillation, index
+
+    def __call__(self, module, args, output):
+        batch = self.distillation._batch
+        if batch is None or not output.requires_grad:
+            return None
+        return _InjectError.apply(output, batch, self.index, self.distillation)
+
+
+class _InjectKl(torch.autograd.Function):
+    """Logits unchanged; backward mixes in the gradient of KL(parent || model), softmax(model) - softmax(parent)."""
+
+    @staticmethod
+    def forward(ctx, logits, batch, distillation):
+        ctx.save_for_backward(logits)
+        ctx.batch, ctx.distillation = batch, distillation
+        return logits.view_as(logits)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logits):
+        (logits,) = ctx.saved_tensors
+        batch, owner = ctx.batch, ctx.distillation
+        head, share = owner.parent.get_output_embeddings(), owner.logits
+        grad = grad_logits * (1 - share)
+        grad_TV, logits_TV = grad.flatten(0, 1), logits.flatten(0, 1)
+        hidden_TD, weight_T = batch.hidden.flatten(0, 1), batch.weight.flatten()
+        kl = torch.zeros((), device=logits.device)
+        for at in range(0, len(logits_TV), CHUNK):
+            rows = slice(at, at + CHUNK)
+            theirs = F.log_softmax(head(hidden_TD[rows]).float(), -1)
+            mine = F.log_softmax(logits_TV[rows].float(), -1)
+            weight = weight_T[rows].unsqueeze(1)
+            kl += torch.where(weight > 0, weight * theirs.exp() * (theirs - mine), 0).sum()
+            step = torch.where(weight > 0, (share * batch.scale * weight) * (mine.exp() - theirs.exp()), 0)
+            grad_TV[rows] += step.to(grad.dtype)
+        owner.add("kl", kl, weight_T.sum().clamp(min=1))
+        return grad, None, None
+
+
+class _InjectError(torch.autograd.Function):
+    """A block's output unchanged; backward adds the gradient of its relative squared error against the parent's."""
+
+    @staticmethod
+    def forward(ctx, y, batch, index, distillation):
+        ctx.save_for_backward(y)
+        ctx.batch, ctx.index, ctx.distillation = batch, index, distillation
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_y):
+        (y,) = ctx.saved_tensors
+        batch, owner = ctx.batch, ctx.distillation
+        target = batch.outputs[ctx.index].to(y.device, torch.float32)
+        weight = batch.weight.to(y.device).unsqueeze(-1)
+        difference = torch.where(weight > 0, y.float() - target, 0)
+        power = torch.where(weight > 0, target, 0).square().sum() / weight.sum().clamp(min=1)
+        power = power.clamp(min=1e-12)
+        factor = 2 * owner.layers / len(batch.outputs) * batch.scale.to(y.device) / power
+        error = difference.square().sum() / power / weight.sum().clamp(min=1)
+        owner.add("layer_error", error, 1.0)
+        return grad_y + (factor * difference).to(y.dtype), None, None, None
+
+
+def _check_heads(model, parent) -> None:
+    for each in (model, parent):
+        config = each.config.get_text_config()
+        if each.get_output_embeddings() is None:
+            raise ValueError(f"{type(each).__name__} has no output embeddings whose logits could be distilled")
+        for key in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+            if getattr(config, key, None) not in (None, 1, 1.0):
+                raise ValueError(
+                    f"{type(each).__name__} changes its logits after the head ({key}); distil layers alone: logits=0"
+                )
+    sizes = [each.get_output_embeddings().weight.shape[0] for each in (model, parent)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"the model has {sizes[0]} output words and the parent {sizes[1]}; distilling logits needs the same"
+        )

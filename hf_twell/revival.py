@@ -1,0 +1,122 @@
+"""`Revival`: dead neurons' gate rows are drawn back towards their initial state until some token activates them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+RATE = 0.1  # of the paper
+
+
+class Revival:
+    """Re-initialises, a little after each optimizer step, the gate rows of neurons that have fallen silent.
+
+    Formula: for each neuron j that none of the last `after` tokens activated,
+    Wg[j] <- 0.9 Wg[j] + 0.1 N(0, sigma^2) (and its gate bias <- 0.9 of it). The row shrinks and wanders until one token
+    activates it, then training goes on with it; without a gate it is the row of the up projection. The row's momentum,
+    which drove it there, becomes 0, and its second moment the mean over living neurons: from 0, the first gradient
+    would move it by several learning rates.
+
+    All ranks draw the same noise, and a resumed run the same as a whole one.
+
+    Args:
+        ffns: sparse blocks.
+        after: tokens without an activation after which a neuron counts as dead.
+        sigma: standard deviation of the noise, the model's `initializer_range`.
+        seed: of the noise.
+
+    Raises:
+        ValueError: projections that are not trained as plain linears.
+
+    Source: arXiv 2603.23198, appendix C.3 (there `after` is a step's million tokens; optimizer state is not mentioned).
+    """
+
+    def __init__(self, ffns: Sequence[nn.Module], after: int, *, sigma: float = 0.02, seed: int = 0):
+        if isinstance(after, bool) or not isinstance(after, int) or after < 1:
+            raise ValueError(f"revive_after={after!r}; give a whole number of tokens, such as 1_000_000")
+        self.linears = [getattr(ffn, ffn.twell.form.gate or ffn.twell.form.up) for ffn in ffns]
+        for ffn, linear in zip(ffns, self.linears, strict=True):
+            _check(linear, f"{ffn.twell.name}.{ffn.twell.form.gate or ffn.twell.form.up}")
+        self.after, self.sigma, self.seed = after, sigma, seed
+        self.idle: list[torch.Tensor] | None = None
+        self.revived = 0.0
+
+    def count(self, tokens: torch.Tensor, active: Sequence[torch.Tensor]) -> None:
+        """Take in a step's tokens, (), and for each layer every neuron's active tokens, (F,)."""
+        if self.idle is None:
+            self.idle = [torch.zeros_like(layer) for layer in active]
+        for index, layer in enumerate(active):
+            self.idle[index] = torch.where(layer > 0, 0, self.idle[index].to(layer.device) + tokens)
+
+    @torch.no_grad()
+    def revive(self, optimizer: torch.optim.Optimizer, step: int) -> float:
+        """Draw dead rows back; returns the share of neurons that were dead.
+
+        Raises:
+            ValueError: the optimizer does not train the rows, or keeps no state of their shape.
+        """
+        dead = neurons = 0
+        for layer, (linear, idle) in enumerate(zip(self.linears, self.idle, strict=True)):
+            rows = (idle >= self.after).nonzero().squeeze(1).to(linear.weight.device)
+            neurons += len(idle)
+            if not len(rows):
+                continue
+            dead += len(rows)
+            generator = torch.Generator(rows.device).manual_seed((self.seed * 1_000_003 + step) * 1009 + layer)
+            shape = (len(rows), linear.in_features)
+            noise = torch.randn(shape, generator=generator, device=rows.device) * self.sigma
+            linear.weight[rows] = ((1 - RATE) * linear.weight[rows].float() + RATE * noise).to(linear.weight.dtype)
+            living = torch.ones(linear.out_features, dtype=torch.bool, device=rows.device)
+            living[rows] = False
+            _reset_state(optimizer, linear.weight, rows, living)
+            if linear.bias is not None:
+                linear.bias[rows] *= 1 - RATE
+                _reset_state(optimizer, linear.bias, rows, living)
+        self.revived = dead / neurons
+        return self.revived
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {} if self.idle is None else {f"idle_{index:03d}": idle.cpu() for index, idle in enumerate(self.idle)}
+
+    def load_state(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
+        self.idle = [state[key].to(device) for key in sorted(state)] or None
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, revival: Revival) -> None:
+    """Refuse an optimizer that does not hold the rows themselves, before any training.
+
+    Raises:
+        ValueError: naming what is in the way.
+    """
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not all(id(linear.weight) in known for linear in revival.linears):
+        raise ValueError(
+            "revive_after: the optimizer trains copies or shards of the gate projections, whose state cannot be "
+            "reached (ZeRO, FSDP); leave it out, or train without sharding"
+        )
+
+
+def _check(linear: nn.Module, name: str) -> None:
+    if not isinstance(linear, nn.Linear) or not linear.weight.requires_grad:
+        raise ValueError(
+            f"revive_after needs to change {name} ({type(linear).__name__}), which is wrapped by an adapter or frozen; "
+            "leave it out, or train the feed-forward blocks in full"
+        )
+    if isinstance(linear.weight, DTensor) or hasattr(linear.weight, "ds_id"):
+        raise ValueError(f"revive_after: {name} is sharded, so its optimizer state cannot be reached; leave it out")
+
+
+def _reset_state(optimizer, parameter, rows, living) -> None:
+    state = {key: value for key, value in optimizer.state.get(parameter, {}).items() if torch.is_tensor(value)}
+    moments = {
+        key: value for key, value in state.items() if value.shape == parameter.shape and value.is_floating_point()
+    }
+    if len(moments) < sum(value.numel() > 1 for value in state.values()):
+        raise ValueError(
+            f"revive_after cannot reset the state of {type(optimizer).__name__} ({', '.join(state)}) by rows; use "
+            "AdamW or SGD, or leave it out"
+        )
+    for key, value in moments.items():
+        # Second moments are those that are never negative.
+        value[rows] = value[living].mean(0) if "sq" in key and living.any() else torch.zeros_like(value[rows])
