@@ -57,11 +57,14 @@ def whole_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]
         old.unlink(missing_ok=True)
 
 
-def save_model(model, path: str | Path, tokenizer=None, *, overwrite: bool = False) -> None:
-    """`model.save_pretrained` and the tokenizer's, into a folder that is whole or absent."""
+def save_model(model, path: str | Path, tokenizer=None, *, overwrite: bool = False, state_dict=None) -> None:
+    """`model.save_pretrained` and the tokenizer's, into a folder that is whole or absent.
+
+    `state_dict` holds the weights of a model that is sharded over processes, gathered by all of them.
+    """
     with whole_folder(path, overwrite=overwrite) as folder:
         try:
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, state_dict=state_dict)
         except SafetensorError as error:
             # It is what a full disk raises here, and it is no OSError.
             raise OSError(f"could not write {path}: {error}") from error

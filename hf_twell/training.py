@@ -1,4 +1,4 @@
-"""What a fine-tuning recipe needs: its YAML, and text packed into training sequences."""
+"""What a fine-tuning recipe needs: its YAML, and the arguments of Trainer that it gives."""
 
 import dataclasses
 import difflib
@@ -6,19 +6,26 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 import yaml
-from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainingArguments
 
 from hf_twell.callbacks import WARMUPS
 from hf_twell.checkpoints import last_checkpoint
-from hf_twell.text import read_documents
+from hf_twell.controller import SHARES
+from hf_twell.packing import check_file, is_streamed
 
-ROW_FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+TRAINABLE = ("all", "ffn", "ffn+lora")
+DEFAULT_L1_WEIGHT = 2e-4
+CHOICES = {
+    "warmup": tuple(WARMUPS),
+    "layer_shares": SHARES,
+    "trainable": TRAINABLE,
+    "dtype": ("float32", "bfloat16", "float16"),
+    "relu": (True, False),
+}
 
 
 class _Loader(yaml.SafeLoader):
@@ -37,19 +44,40 @@ _Loader.add_implicit_resolver(
 
 
 @dataclasses.dataclass(frozen=True)
+class Distill:
+    """The keys of a recipe's `distill`."""
+
+    logits: float = 0.5
+    layers: float = 0.0
+    parent: str | None = None
+    dtype: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Recipe:
     """One run of `recipes/finetune.py`; each field is a key of the YAML.
 
     Attributes:
         model: a folder or a Hub name.
         output_dir: where checkpoints and the final model (`final/`) go.
-        train: text to train on: files (.txt, .txt.xz, .jsonl, .parquet) or one Hub dataset (`hub: name`).
+        train: text to train on: files (.txt, .txt.xz, .jsonl, .parquet) or one Hub dataset (`hub: name`; with
+            `streaming: true` it is read as training goes on, and `max_steps` must be given).
         heldout: text to measure loss and sparsity on, in the same form.
         sequence_length: tokens of a packed training sequence.
-        l1_weight: coefficient of the L1 term; 0 trains the ReLU model without it.
-        warmup_steps: optimizer steps (or share of them, under 1) over which the coefficient rises.
+        relu: false trains the dense parent as it is, as a control; the keys from here to `distill` then have no effect.
+        target_density: share of active neurons to reach; null where `l1_weight` is given.
+        l1_weight: coefficient of the L1 term (default 2e-4); 0 trains the ReLU model without it.
+        warmup_steps: optimizer steps (or share of them, under 1) over which the coefficient rises, or the density
+            falls to its target.
         warmup: "linear" or "sine".
+        layer_shares: "equal" or "free": whether every layer reaches the target, or their mean.
+        revive_after: tokens after which a neuron that was never active is revived; null leaves dead ones alone.
+        blend_steps: optimizer steps (or share of them) over which the activation becomes ReLU; null swaps it at once.
+        distill: what the dense parent teaches: `logits` (share in the objective), `layers` (weight of its blocks'
+            outputs), `parent` (default: `model`), `dtype` of the parent (default: `dtype`).
         layers: layers on which the L1 term and kernels act; null for all.
+        trainable: "all", "ffn" (feed-forward blocks alone) or "ffn+lora" (LoRA on the attention besides).
+        lora: arguments of `peft.LoraConfig` for "ffn+lora"; merged into the final model.
         dtype: of the weights that are trained. Use float32 with `bf16: true` in `training` on a GPU.
         training: arguments of `transformers.TrainingArguments`.
     """
@@ -59,12 +87,29 @@ class Recipe:
     train: list | dict | str
     heldout: list | dict | str
     sequence_length: int = 512
-    l1_weight: float = 2e-4
-    warmup_steps: float = 0
+    relu: bool = True
+    target_density: float | None = None
+    l1_weight: float | None = None
+    warmup_steps: float | None = None
     warmup: str = "linear"
+    layer_shares: str = "equal"
+    revive_after: int | None = None
+    blend_steps: float | None = None
+    distill: dict | None = None
     layers: list | None = None
+    trainable: str = "all"
+    lora: dict = dataclasses.field(default_factory=dict)
     dtype: str = "float32"
     training: dict = dataclasses.field(default_factory=dict)
+
+    @property
+    def sparsity(self) -> dict:
+        """Arguments of `SparsityCallback`."""
+        l1_weight = self.l1_weight
+        if l1_weight is None and self.target_density is None:
+            l1_weight = DEFAULT_L1_WEIGHT
+        names = ("target_density", "warmup_steps", "warmup", "layer_shares", "revive_after")
+        return {"l1_weight": l1_weight, **{name: getattr(self, name) for name in names}}
 
 
 def load_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
@@ -92,58 +137,6 @@ def load_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
         value = _read_yaml(value, change)
         data[key] = {**data.get(key, {}), inner: value} if inner else value
     return _checked(data, path)
-
-
-def documents_of(source: list | dict | str) -> Iterator[str]:
-    """The documents of text files or of a Hub dataset.
-
-    A .txt file's documents end with a line `<|endoftext|>`; .jsonl and .parquet rows, and those of a Hub dataset
-    ({"hub": name, "config": ..., "split": "train", "column": "text"}), are one document each.
-
-    Raises:
-        ValueError: a missing file, an unknown kind of file, or a file that is not text.
-    """
-    if isinstance(source, dict):
-        yield from _rows(**source)
-        return
-    for name in [source] if isinstance(source, str) else source:
-        path = Path(name)
-        _check_file(path)
-        if path.suffix in ROW_FILES:
-            yield from _rows(ROW_FILES[path.suffix], data_files=str(path.absolute()))
-        else:
-            yield from read_documents(path)
-
-
-def token_ids(tokenizer, source: list | dict | str, *, description: str = "tokenizing") -> list[int]:
-    """The token ids of all documents, each ended by the end-of-sequence token."""
-    ids = []
-    for document in tqdm(documents_of(source), desc=description, unit=" documents"):
-        ids += tokenizer(document, verbose=False)["input_ids"]
-        if tokenizer.eos_token_id is not None and ids and ids[-1] != tokenizer.eos_token_id:
-            ids.append(tokenizer.eos_token_id)
-    return ids
-
-
-class PackedText(torch.utils.data.Dataset):
-    """Documents as token ids, each ended by the end-of-sequence token, cut into sequences of one length.
-
-    Raises:
-        ValueError: less text than one sequence.
-    """
-
-    def __init__(self, tokenizer, source: list | dict | str, sequence_length: int, *, description: str = "tokenizing"):
-        ids = token_ids(tokenizer, source, description=description)
-        count = len(ids) // sequence_length
-        if not count:
-            raise ValueError(f"{source} has {len(ids)} tokens, less than one sequence of {sequence_length}")
-        self.sequences = torch.tensor(ids[: count * sequence_length]).view(count, sequence_length)
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.sequences[index], "labels": self.sequences[index]}
 
 
 def training_arguments(recipe: Recipe) -> TrainingArguments:
@@ -209,20 +202,27 @@ def _checked(data: dict, path: Path) -> Recipe:
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
     recipe = Recipe(**data)
-    if recipe.warmup not in WARMUPS:
-        raise ValueError(f"{path} has warmup: {recipe.warmup!r}; choose one of {', '.join(map(repr, WARMUPS))}")
-    if recipe.dtype not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"{path} has dtype: {recipe.dtype!r}; choose float32, bfloat16 or float16")
+    for key, choices in CHOICES.items():
+        if getattr(recipe, key) not in choices:
+            listed = ", ".join(map(repr, choices))
+            raise ValueError(f"{path} has {key}: {getattr(recipe, key)!r}; choose one of {listed}")
     if not isinstance(recipe.sequence_length, int) or recipe.sequence_length < 2:
         raise ValueError(f"{path} has sequence_length: {recipe.sequence_length!r}; give a whole number of at least 2")
     for source in (recipe.train, recipe.heldout):
         if not isinstance(source, dict):
             for name in [source] if isinstance(source, str) else source:
-                _check_file(Path(name))
-    for key in ("l1_weight", "warmup_steps"):
+                check_file(Path(name))
+    for key in ("l1_weight", "warmup_steps", "target_density", "blend_steps", "revive_after"):
         value = getattr(recipe, key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
             raise ValueError(f"{path} has {key}: {value!r}; give a number of at least 0")
+    if recipe.l1_weight is not None and recipe.target_density is not None:
+        raise ValueError(f"{path} has l1_weight and target_density; give one of them, and null for the other")
+    if is_streamed(recipe.train) and not recipe.training.get("max_steps", 0) > 0:
+        raise ValueError(f"{path} streams its training text, which has no known end; give max_steps in training")
+    if is_streamed(recipe.heldout) and "take" not in recipe.heldout:
+        raise ValueError(f"{path} streams its held-out text; say how many rows to take, such as take: 200")
+    _check_keys(recipe.distill or {}, Distill, f"{path}: distill")
     return recipe
 
 
@@ -248,25 +248,8 @@ def _from_folder(key: str, value, folder: Path):
         return [os.path.normpath(folder / name) for name in ([value] if isinstance(value, str) else value)]
     if key == "output_dir" and isinstance(value, str):
         return os.path.normpath(folder / value)
-    if key == "model" and isinstance(value, str) and ((folder / value).exists() or value.startswith(".")):
+    if key in ("model", "parent") and isinstance(value, str) and ((folder / value).exists() or value.startswith(".")):
         return os.path.normpath(folder / value)
+    if key == "distill" and isinstance(value, dict):
+        return {inner: _from_folder(inner, path, folder) for inner, path in value.items()}
     return value
-
-
-def _check_file(path: Path) -> None:
-    if not path.is_file():
-        raise ValueError(f"no text file at {path}")
-    if not (path.suffix in ROW_FILES or path.name.endswith((".txt", ".txt.xz"))):
-        raise ValueError(f"{path} is not one of .txt, .txt.xz, .jsonl, .parquet")
-
-
-def _rows(hub: str, config: str | None = None, split: str = "train", column: str = "text", **options):
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise ValueError("reading datasets needs the package datasets: pip install 'hf_twell[train]'") from None
-    rows = load_dataset(hub, config, split=split, **options)
-    if column not in rows.column_names:
-        raise ValueError(f"{hub} has no column {column!r}; it has {', '.join(rows.column_names)}")
-    for row in rows:
-        yield row[column]

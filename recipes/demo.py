@@ -20,7 +20,8 @@ from finetune import finetune, measure
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, logging
 
 from hf_twell.cli.output import percent, table
-from hf_twell.training import PackedText, Recipe, load_recipe, training_arguments
+from hf_twell.packing import PackedText
+from hf_twell.training import Recipe, load_recipe, training_arguments
 
 PROMPT = "Once upon a time, there was a little girl"
 PLAIN_TRANSFORMERS = """

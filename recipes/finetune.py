@@ -1,8 +1,9 @@
 """Fine-tune a pretrained model to sparse feed-forward blocks, as a recipe (YAML) says.
 
     python recipes/finetune.py recipes/demo.yaml
-    python recipes/finetune.py recipes/demo.yaml l1_weight=1e-3 training.max_steps=20
+    python recipes/finetune.py recipes/demo.yaml target_density=0.05 training.max_steps=200
     accelerate launch recipes/finetune.py recipes/demo.yaml       # one process a GPU
+    accelerate launch --config_file recipes/accelerate/fsdp2.yaml recipes/finetune.py recipes/llama-3.2-1b.yaml
 
 `hf-twell train recipes/demo.yaml` runs this same file. Copy it to train in your own way: the five steps of `finetune`
 are all there is to it.
@@ -16,9 +17,13 @@ import torch
 from transformers import ProgressCallback, Trainer
 
 import hf_twell
+from hf_twell.blending import Blend
 from hf_twell.checkpoints import save_model
+from hf_twell.distillation import Distillation
 from hf_twell.evaluation import load_model
-from hf_twell.training import CompactProgress, PackedText, Recipe, check_run, load_recipe, training_arguments
+from hf_twell.packing import PackedText, StreamedText, is_streamed
+from hf_twell.training import CompactProgress, Distill, Recipe, check_run, load_recipe, training_arguments
+from hf_twell.variants import Adapters, train_ffns_alone
 
 
 def finetune(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -> dict:
@@ -26,35 +31,59 @@ def finetune(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -
     args = training_arguments(recipe)
     check_run(recipe.output_dir, args, resume=resume, overwrite=overwrite)
 
-    # 1. A pretrained model whose feed-forward blocks become ReLU ones.
+    # 1. A pretrained model whose feed-forward blocks become ReLU ones, at once or by and by.
     model, tokenizer = load_model(recipe.model, dtype=recipe.dtype, device="cpu")
-    hf_twell.sparsify(model, layers=recipe.layers)
+    blend = adapters = None
+    if recipe.relu and recipe.blend_steps:
+        blend = Blend(model, layers=recipe.layers)
+    elif recipe.relu:
+        hf_twell.sparsify(model, layers=recipe.layers)
+    if recipe.trainable == "ffn":
+        train_ffns_alone(model)
+    elif recipe.trainable == "ffn+lora":
+        adapters = Adapters(model, recipe.lora)
 
     # 2. Text, packed into sequences of one length.
-    train = PackedText(tokenizer, recipe.train, recipe.sequence_length, description="tokenizing training text")
+    if is_streamed(recipe.train):
+        train = StreamedText(tokenizer, recipe.train, recipe.sequence_length)
+    else:
+        train = PackedText(tokenizer, recipe.train, recipe.sequence_length, description="tokenizing training text")
     heldout = PackedText(tokenizer, recipe.heldout, recipe.sequence_length, description="tokenizing held-out text")
 
-    # 3. Transformers' own Trainer, with the L1 term as a callback.
+    # 3. Transformers' own Trainer, with the L1 term as a callback, and the dense parent as a teacher.
     trainer = Trainer(model, args, train_dataset=train, eval_dataset=heldout, processing_class=tokenizer)
-    callback = hf_twell.SparsityCallback(
-        trainer, recipe.l1_weight, warmup_steps=recipe.warmup_steps, warmup=recipe.warmup
-    )
-    trainer.add_callback(callback)
+    if recipe.relu:
+        options = recipe.sparsity | ({} if blend is None else {"blend": blend, "blend_steps": recipe.blend_steps})
+        callback = hf_twell.SparsityCallback(trainer, distillation=teacher(recipe, model), **options)
+        trainer.add_callback(callback)
     if not args.disable_tqdm:
         trainer.pop_callback(ProgressCallback)
         trainer.add_callback(CompactProgress)
 
     # 4. Training, from the start or from the last complete checkpoint.
-    before = measure(trainer, heldout)
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    before = None if sharded else measure(trainer, heldout)  # a model is sharded when its training begins
     trainer.train(resume_from_checkpoint=resume or None)
     after = measure(trainer, heldout)
 
     # 5. The model in stock form: plain Transformers loads it, without this package.
     final = Path(recipe.output_dir) / "final"
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None
+    if adapters is not None:
+        adapters.merge()
     if trainer.is_world_process_zero():
-        save_model(trainer.accelerator.unwrap_model(model), final, tokenizer, overwrite=True)
+        save_model(trainer.accelerator.unwrap_model(model), final, tokenizer, overwrite=True, state_dict=weights)
     logs = [row for row in trainer.state.log_history if "loss" in row]
     return {"model": str(final), "before": before, "after": after, "logs": logs}
+
+
+def teacher(recipe: Recipe, model) -> Distillation | None:
+    """The dense parent, frozen, as the recipe's `distill` says."""
+    if recipe.distill is None:
+        return None
+    settings = Distill(**recipe.distill)
+    parent, _ = load_model(settings.parent or recipe.model, dtype=settings.dtype or recipe.dtype, device="cpu")
+    return Distillation(model, parent, logits=settings.logits, layers=settings.layers)
 
 
 def measure(trainer: Trainer, heldout: PackedText) -> dict:

@@ -51,7 +51,7 @@ def _convert(args) -> dict:
     from hf_twell.architectures import find_ffns
     from hf_twell.checkpoints import check_target, save_model
     from hf_twell.evaluation import load_model
-    from hf_twell.training import token_ids
+    from hf_twell.packing import token_ids
 
     check_target(args.output, overwrite=args.overwrite)
     if args.tokens < 1:

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     rows = [
         [name, stage["loss"], stage["sparsity"]["l0"], percent(stage["sparsity"]["density"])]
-        for name, stage in (("after the ReLU swap", result["before"]), ("fine-tuned", result["after"]))
+        for name, stage in (("before", result["before"]), ("fine-tuned", result["after"]))
     ]
     print(table(["", "held-out loss", "active per token (L0)", "density"], rows), end="\n\n")
     print(sparsity_table(result["after"]["sparsity"]))

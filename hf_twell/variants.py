@@ -1,0 +1,59 @@
+"""Which of a model's weights are trained: all, the feed-forward blocks alone, or these beside LoRA adapters."""
+
+from torch import nn
+
+from hf_twell.architectures import find_ffns
+
+LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+
+
+class Adapters:
+    """LoRA on linears outside the feed-forward blocks, of a model whose blocks are trained in full.
+
+    The adapters live in the model itself, so that its checkpoints hold blocks and adapters alike; until `merge`, its
+    config says that it is unfinished.
+
+    Args:
+        model: a sparsified model.
+        settings: arguments of `peft.LoraConfig` in place of `LORA`.
+
+    Raises:
+        ValueError: peft is not installed, or an adapter would lie in a feed-forward block.
+    """
+
+    def __init__(self, model: nn.Module, settings: dict | None = None):
+        try:
+            from peft import LoraConfig, LoraModel
+        except ImportError:
+            raise ValueError("LoRA adapters need the package peft: pip install 'hf_twell[train]'") from None
+        try:
+            config = LoraConfig(**{**LORA, **(settings or {})})
+        except TypeError as error:
+            raise ValueError(f"lora: {error}") from error
+        sites = find_ffns(model)
+        parameters = [parameter for site in sites for parameter in site.module.parameters()]
+        inside = {name for site in sites for name in site.form.linears} & set(config.target_modules or ())
+        if inside:
+            raise ValueError(f"lora: {', '.join(inside)} is in the feed-forward blocks, which are trained in full")
+        self.model = model
+        self._tuner = LoraModel(model, config, "default")
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        self._entry = getattr(model.config, "twell", None)
+        if self._entry is not None:
+            model.config.twell = {**self._entry, "unfinished": "its LoRA adapters are not merged"}
+
+    def merge(self) -> None:
+        """Add the adapters to the weights and take them off."""
+        self._tuner.merge_and_unload()
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(True)
+        if self._entry is not None:
+            self.model.config.twell = {k: v for k, v in self.model.config.twell.items() if k != "unfinished"}
+
+
+def train_ffns_alone(model: nn.Module) -> None:
+    """Freeze everything but the feed-forward blocks."""
+    model.requires_grad_(False)
+    for site in find_ffns(model):
+        site.module.requires_grad_(True)
