@@ -15,9 +15,11 @@ _MODULE_OF = {
     "last_checkpoint": "checkpoints",
     "load_adapter": "adapters",
     "measure_sparsity": "measurement",
+    "push_to_hub": "hub",
     "save_adapter": "adapters",
     "sparsify": "convert",
     "unpatch": "convert",
+    "use_model_card": "hub",
 }
 __all__ = ["__version__", "ops", *_MODULE_OF]
 

@@ -124,10 +124,13 @@ def _sparsity(sparsity: Mapping, layers: int | None) -> str:
         ]
         + [["mean", f"{sparsity['l0']:.1f}", "", _percent(sparsity["density"]), _percent(sparsity["dead"])]],
     )
+    return f"## Sparsity\n\n{sparsity.get('where') or _where(sparsity)}\n\n{table}\n"
+
+
+def _where(sparsity: Mapping) -> str:
     files = ", ".join(f"`{Path(str(name)).name}`" for name in sparsity.get("files") or ())
     partial = ", reading only part of it" if sparsity.get("partial") else ""
-    where = f" of {files}" if files else ""
-    return f"## Sparsity\n\nMeasured on {sparsity['tokens']:,} tokens{where}{partial}.\n\n{table}\n"
+    return f"Measured on {sparsity['tokens']:,} tokens{f' of {files}' if files else ''}{partial}."
 
 
 def _evaluation(scores: Mapping) -> str:

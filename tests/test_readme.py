@@ -53,11 +53,13 @@ def test_commands(tmp_path):
         "inspect",
         "train",
         "eval",
+        "push",
         "bench",
         "doctor",
     ]
     (tmp_path / "notes.txt").write_text((DEMO / "text" / "heldout.txt").read_text()[:8000])
     extra = {
+        "push": ["--dry-run"],
         "train": [f"output_dir={tmp_path / 'out'}", f"heldout={tmp_path / 'notes.txt'}", "training.max_steps=1"],
         "eval": ["--data-dir", str(shared_path("data/eval")), "--limit", "2", "--split", "validation"],
     }

@@ -13,6 +13,7 @@ COMMANDS = {
     "eval": "score a model on ARC, HellaSwag and other lm-eval tasks, and on text files",
     "inspect": "see where a model thinks, by layer, position and token, and what sparsity would buy here",
     "bench": "measure the sparse feed-forward block, or decoding, against dense PyTorch on this machine",
+    "push": "publish a sparse model on the Hub, with a model card of what was measured",
     "doctor": "say which backends work on this machine, and why the others do not",
 }
 

@@ -1,0 +1,53 @@
+"""Publish a sparse model's folder on the Hub: stock-form weights and config, tokenizer, and a model card.
+
+The card says what was measured and nothing else: give it figures with --sparsity and --scores. The token is $HF_TOKEN
+or the one of `hf auth login`. The folder is only read, and the repository gets all files in one commit or none.
+
+examples:
+  hf-twell inspect my-model --text notes.txt --output sparsity.json
+  hf-twell eval my-model --output scores.json
+  hf-twell push my-model me/my-model --base-model meta-llama/Llama-3.2-1B --sparsity sparsity.json --scores scores.json
+  hf-twell push my-model me/my-model --dry-run
+"""
+
+import argparse
+
+from hf_twell.cli.output import print_json, stdout_for_result
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", help="the folder of a sparse model, or of an adapter that save_adapter wrote")
+    parser.add_argument("repo", metavar="USER/NAME", help="repository on the Hub; created if it does not exist")
+    parser.add_argument("--base-model", metavar="USER/NAME", help="the dense model it was made from")
+    parser.add_argument("--sparsity", metavar="FILE", help="what `hf-twell inspect --output` wrote")
+    parser.add_argument("--scores", metavar="FILE", help="what `hf-twell eval --output` wrote")
+    parser.add_argument("--card", metavar="FILE", help="a README.md to publish in place of the generated one")
+    parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
+    parser.add_argument("--revision", metavar="BRANCH", help="branch to commit to (default: main)")
+    parser.add_argument("--message", default="Upload sparse model", help="of the commit")
+    parser.add_argument("--dry-run", action="store_true", help="print the card and publish nothing")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    with stdout_for_result():
+        from hf_twell.card import read_result
+        from hf_twell.hub import folder_card, push_folder
+
+        figures = {
+            "base_model": args.base_model,
+            "sparsity": read_result(args.sparsity) if args.sparsity else None,
+            "scores": read_result(args.scores) if args.scores else None,
+        }
+        if args.dry_run:
+            result = {"repo_id": args.repo, "card": folder_card(args.folder, args.repo, **figures)}
+        else:
+            options = {"private": args.private, "revision": args.revision, "commit_message": args.message}
+            result = push_folder(args.folder, args.repo, card=args.card, **options, **figures)
+    if args.json:
+        print_json(result)
+    elif args.dry_run:
+        print(result["card"], end="")
+    else:
+        print(f"{result['url']}: {len(result['files'])} files, commit {result['commit'][:8]}")
+    return 0

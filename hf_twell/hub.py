@@ -1,0 +1,200 @@
+"""To the Hub: weights and config in stock form with our model card, from a folder, a model or a trainer."""
+
+import functools
+import json
+import tempfile
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+
+from huggingface_hub import CommitOperationAdd, HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import validate_repo_id
+from transformers import PreTrainedConfig
+
+from hf_twell.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, RECORD, save_adapter, sparse_base
+from hf_twell.card import adapter_card, model_card
+from hf_twell.checkpoints import STATE_NAME, save_model
+from hf_twell.convert import check_entry
+from hf_twell.modeling import sparse_ffns
+from hf_twell.weight_files import tensor_shapes, weight_files
+
+# A model folder of Trainer's also holds its state, and pickles; a Hub model needs none of it.
+LEFT_OUT = ("*.bin", "*.pt", "*.pth", "*.pkl", "twell_state.json", "trainer_state.json", "README.md", ".*")
+
+
+def push_to_hub(
+    model,
+    repo_id: str,
+    tokenizer=None,
+    *,
+    base_model: str | None = None,
+    sparsity: Mapping | None = None,
+    scores: Mapping | None = None,
+    **options,
+) -> dict:
+    """Publish a sparsified model, or the adapter of a PEFT model on a sparsified base, with our model card.
+
+    Args:
+        model: a sparsified Transformers model, or a PEFT model around one.
+        repo_id: "user/name"; created if it does not exist.
+        tokenizer: is published along, if given.
+        base_model: Hub name of the dense model it was made from; by default where the model was loaded from.
+        sparsity: what `measure_sparsity` returned, for the card.
+        scores: what `evaluate` returned, for the card.
+        options: `token`, `private`, `revision`, `commit_message`, as `push_folder` has them.
+
+    Returns, Raises: as `push_folder`; ValueError where the model has no sparse blocks.
+    """
+    if not sparse_ffns(model):
+        raise ValueError(
+            f"{type(model).__name__} has no sparse blocks; call hf_twell.sparsify(model), or push it as it is"
+        )
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary, "model")
+        (save_adapter if hasattr(model, "peft_config") else save_model)(model, folder, tokenizer)
+        base_model = base_model or model.config._name_or_path
+        return push_folder(folder, repo_id, base_model=base_model, sparsity=sparsity, scores=scores, **options)
+
+
+def push_folder(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    base_model: str | None = None,
+    sparsity: Mapping | None = None,
+    scores: Mapping | None = None,
+    card: str | Path | None = None,
+    token: str | None = None,
+    private: bool | None = None,
+    revision: str | None = None,
+    commit_message: str = "Upload sparse model",
+) -> dict:
+    """Publish the folder of a sparse model or adapter in one commit; the folder itself is only read.
+
+    Args:
+        folder: what `save_pretrained`, `save_adapter` or the commands wrote.
+        base_model, sparsity, scores: see `push_to_hub`.
+        card: a README.md to publish in place of ours.
+        token: by default $HF_TOKEN or what `hf auth login` stored; it is put into no message.
+        private: make a new repository private.
+        revision: branch to commit to.
+
+    Returns:
+        {"repo_id", "url", "commit", "files"}.
+
+    Raises:
+        ValueError: no sparse model in the folder, damaged weights, or figures of another model.
+        OSError: the Hub refused or the upload broke off; says how to go on.
+    """
+    folder = Path(folder)
+    validate_repo_id(repo_id)
+    text = folder_card(folder, repo_id, base_model=base_model, sparsity=sparsity, scores=scores)
+    if card is not None:
+        text = Path(card).read_text(encoding="utf-8")
+    paths = sorted(
+        path for path in folder.iterdir() if path.is_file() and not any(fnmatch(path.name, p) for p in LEFT_OUT)
+    )
+    operations = [CommitOperationAdd(path.name, str(path)) for path in paths]
+    operations.append(CommitOperationAdd("README.md", text.encode()))
+    api = HfApi(token=token, library_name="hf_twell")
+    try:
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        commit = api.create_commit(repo_id, operations, commit_message=commit_message, revision=revision)
+    except Exception as error:
+        raise OSError(_broken_off(error, repo_id, token)) from None  # its traceback may hold the token
+    files = [operation.path_in_repo for operation in operations]
+    return {"repo_id": repo_id, "url": f"{api.endpoint}/{repo_id}", "commit": commit.oid, "files": files}
+
+
+def folder_card(folder: str | Path, repo_id: str, *, base_model=None, sparsity=None, scores=None) -> str:
+    """The card of a folder's sparse model or adapter, which is checked first.
+
+    Raises:
+        ValueError: no such model, damaged weights, or figures of another model.
+    """
+    folder = Path(folder)
+    if (folder / ADAPTER_CONFIG).is_file():
+        config = json.loads((folder / ADAPTER_CONFIG).read_text())
+        if sparse_base(folder, config) is None:
+            raise ValueError(f"{folder} does not say that its base is sparsified; write it with hf_twell.save_adapter")
+        if not (folder / ADAPTER_WEIGHTS).is_file():
+            raise ValueError(f"{folder} holds no {ADAPTER_WEIGHTS}; save the adapter again")
+        if sparsity or scores:
+            raise ValueError("the card of an adapter holds no figures; merge it into a model to publish these")
+        return adapter_card(base_model or config.get("base_model_name_or_path"), repo_id)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is no model folder: it has no config.json")
+    config = json.loads((folder / "config.json").read_text())
+    if check_entry(PreTrainedConfig.from_dict(config)) is None:
+        raise ValueError(f"{folder} is no sparse model (its config has no twell entry); convert it: hf-twell sparsify")
+    tensor_shapes(weight_files(folder))
+    state = folder / STATE_NAME
+    method = json.loads(state.read_text()) if state.is_file() else None
+    return model_card(repo_id, config, base_model=base_model, method=method, sparsity=sparsity, scores=scores)
+
+
+def use_model_card(trainer, *, base_model: str | None = None, sparsity=None, scores=None) -> None:
+    """Let `trainer.push_to_hub()` publish our model card in place of Trainer's; its figures as in `push_to_hub`.
+
+    Without `sparsity`, L0 of each layer is what `SparsityCallback` logged last.
+    """
+    figures = {"base_model": base_model, "sparsity": sparsity, "scores": scores}
+    trainer.create_model_card = functools.partial(_write_trainer_card, trainer, figures)
+
+
+def _write_trainer_card(trainer, figures, model_name=None, **_):
+    if not trainer.is_world_process_zero():
+        return
+    folder, model = Path(trainer.args.output_dir), trainer.accelerator.unwrap_model(trainer.model)
+    repo_id = trainer.hub_model_id or model_name or folder.name
+    base_model = figures["base_model"] or model.config._name_or_path
+    if hasattr(model, "peft_config"):
+        config = json.loads((folder / ADAPTER_CONFIG).read_text())
+        config[RECORD] = model.get_base_model().config.twell
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True))
+        card = adapter_card(base_model, repo_id)
+    else:
+        callbacks = trainer.callback_handler.callbacks
+        states = [vars(callback) for callback in callbacks if type(callback).__name__ == "SparsityCallback"]
+        method = {key: states[0][key] for key in ("l1_weight", "warmup_steps", "warmup")} if states else {}
+        sparsity = figures["sparsity"] or _logged_sparsity(trainer, model)
+        method |= {"step": trainer.state.global_step}
+        config = json.loads((folder / "config.json").read_text())
+        card = model_card(
+            repo_id, config, base_model=base_model, method=method, sparsity=sparsity, scores=figures["scores"]
+        )
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def _logged_sparsity(trainer, model) -> dict | None:
+    """The last log's figures, if they are there for every layer."""
+    row = next((row for row in reversed(trainer.state.log_history) if "twell/l0" in row), None)
+    ffns = sparse_ffns(model)
+    if row is None or len(ffns) != model.config.get_text_config().num_hidden_layers:
+        return None
+    layers = []
+    for ffn in ffns:
+        prefix = f"twell/layer_{ffn.twell.layer:02d}/"
+        if f"{prefix}l0" not in row:
+            return None
+        figures = {key: row[prefix + key] for key in ("l0", "density", "dead")}
+        layers.append({**figures, "intermediate_size": getattr(ffn, ffn.twell.form.up).out_features})
+    where = f"Measured in training, over the tokens of the last log (step {row['step']})."
+    return {**{key: row[f"twell/{key}"] for key in ("l0", "density", "dead")}, "layers": layers, "where": where}
+
+
+def _broken_off(error: Exception, repo_id: str, token: str | None) -> str:
+    # Of the Hub's many lines the first says it.
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    for secret in {token, get_token()} - {None, ""}:
+        reason = reason.replace(secret, "***")
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) and error.response is not None else None
+    if status in (401, 403):
+        return f"{repo_id}: the Hub refused ({reason}); run `hf auth login` or set HF_TOKEN to a token that may write"
+    return (
+        f"{repo_id}: the upload broke off ({reason}); nothing was published and nothing changed here: do the same "
+        "again, files that arrived are not sent twice"
+    )

@@ -1,0 +1,324 @@
+"""Publishing, against a stand-in for the Hub: what arrives, what a second process loads, and what goes wrong well.
+
+The client runs in processes of its own, because huggingface_hub reads HF_ENDPOINT when it is imported.
+"""
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_twell
+from hf_twell import card
+from hf_twell.checkpoints import save_model
+from hf_twell.cli import main
+from tests.conftest import tiny_llama
+from tests.hub_server import HubServer
+
+DEMO = Path(__file__).parents[1] / "recipes" / "demo" / "model"
+
+
+@pytest.fixture(scope="module")
+def hub():
+    with HubServer() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def no_failure(hub):
+    hub.fail = None
+    hub.requests.clear()
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory) -> Path:
+    """The demo model, sparse, on disk."""
+    folder = tmp_path_factory.mktemp("hub") / "demo-relu"
+    model = hf_twell.sparsify(AutoModelForCausalLM.from_pretrained(DEMO))
+    save_model(model, folder, AutoTokenizer.from_pretrained(DEMO))
+    return folder
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(3, 96, (2, 11), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids()).logits
+
+
+def run(hub, tmp_path, code: str, **environment) -> subprocess.CompletedProcess:
+    env = hub.client_environment(tmp_path / "home") | environment
+    return subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+
+
+def hf_twell_command(hub, tmp_path, *arguments, **environment):
+    code = f"import sys; from hf_twell.cli import main; sys.exit(main({[str(a) for a in arguments]!r}))"
+    return run(hub, tmp_path, code, **environment)
+
+
+def metadata(text: str) -> dict:
+    return yaml.safe_load(text.split("---\n")[1])
+
+
+def contents(folder: Path) -> dict:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+LOAD = """
+import sys, torch, transformers
+ids = torch.randint(3, 96, (2, 11), generator=torch.Generator().manual_seed(0))
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=ids).logits
+plain = logits(transformers.AutoModelForCausalLM.from_pretrained("me/demo-relu"))
+assert "hf_twell" not in sys.modules
+words = transformers.AutoTokenizer.from_pretrained("me/demo-relu")("The cell")["input_ids"]
+import hf_twell
+model = hf_twell.TwellLlamaForCausalLM.from_pretrained("me/demo-relu", backend="reference")
+assert len(hf_twell.modeling.sparse_ffns(model)) == 4
+assert torch.equal(logits(model), plain)
+torch.save((plain, words), "loaded.pt")
+"""
+
+
+def test_push_then_load_by_hub_id(hub, sparse, tmp_path):
+    before = contents(sparse)
+    (tmp_path / "sparsity.json").write_text(json.dumps(figures_of_sparsity()))
+    (tmp_path / "scores.json").write_text(json.dumps(figures_of_scores()))
+    files = ["--sparsity", tmp_path / "sparsity.json", "--scores", tmp_path / "scores.json"]
+    arguments = ["push", sparse, "me/demo-relu", "--base-model", "their/demo", *files, "--json"]
+    done = hf_twell_command(hub, tmp_path, *arguments, HF_HUB_VERBOSITY="debug", HF_DEBUG="1")
+    assert done.returncode == 0, done.stderr
+    assert hub.token not in done.stdout + done.stderr
+    result = json.loads(done.stdout)
+    assert result["repo_id"] == "me/demo-relu"
+    assert contents(sparse) == before
+
+    published = hub.repos["me/demo-relu"]
+    assert set(published) == set(before) | {"README.md"} == set(result["files"])
+    config = json.loads(published["config.json"])
+    assert (config["architectures"], config["hidden_act"]) == (["LlamaForCausalLM"], "relu")
+    text = published["README.md"].decode()
+    assert metadata(text)["base_model"] == "their/demo"
+    for needed in (
+        "12.5 |",
+        'from_pretrained("me/demo-relu")',
+        "hf_twell.sparsify(model)",
+        "| arc_easy |",
+        "0.4210 ± 0.0123",
+    ):
+        assert needed in text
+
+    done = run(hub, tmp_path, LOAD)
+    assert done.returncode == 0, done.stderr
+    plain, words = torch.load(tmp_path / "loaded.pt")
+    assert torch.equal(plain, logits(AutoModelForCausalLM.from_pretrained(sparse)))
+    assert words == AutoTokenizer.from_pretrained(sparse)("The cell")["input_ids"]
+
+
+PUSH_ALL = """
+import sys, torch, hf_twell
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+import peft
+sys.path.insert(0, {root!r})
+from tests.conftest import tiny_llama
+tiny_llama().save_pretrained("dense")
+rows = [{{"input_ids": torch.arange(3, 15), "labels": torch.arange(3, 15)}}] * 8
+
+def trainer_for(model, name):
+    args = TrainingArguments(name, max_steps=2, logging_steps=1, report_to=[], use_cpu=True, save_strategy="no",
+                             hub_model_id=f"me/{{name}}", disable_tqdm=True)
+    trainer = Trainer(model, args, train_dataset=rows)
+    trainer.add_callback(hf_twell.SparsityCallback(trainer, l1_weight=2e-4))
+    hf_twell.use_model_card(trainer, base_model="their/base")
+    trainer.train()
+    trainer.push_to_hub()
+
+sparse = lambda: hf_twell.sparsify(AutoModelForCausalLM.from_pretrained("dense"))
+lora = lambda: peft.get_peft_model(sparse(), peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["gate_proj"]))
+trainer_for(sparse(), "trained")
+trainer_for(lora(), "trained-lora")
+twell = hf_twell.TwellLlamaForCausalLM.from_pretrained("dense")
+twell.push_to_hub("me/custom", sparsity=hf_twell.measure_sparsity(twell, [torch.arange(3, 50)[None]]))
+hf_twell.push_to_hub(lora(), "me/lora")
+stock = hf_twell.sparsify(AutoModelForCausalLM.from_pretrained("dense"))
+hf_twell.push_to_hub(stock, "me/stock", base_model="their/base")
+stock.push_to_hub("me/stock")  # Transformers' own: it keeps a card that is there
+"""
+
+
+def test_trainer_models_and_adapters(hub, tmp_path):
+    done = run(hub, tmp_path, PUSH_ALL.format(root=str(Path(__file__).parents[1])))
+    assert done.returncode == 0, done.stderr
+    assert hub.token not in done.stdout + done.stderr
+    truth = logits(hf_twell.sparsify(tiny_llama().eval(), backend="reference"))
+    for name in ("trained", "custom", "stock"):
+        published = hub.repos[f"me/{name}"]
+        config = json.loads(published["config.json"])
+        assert (config["architectures"], config["hidden_act"]) == (["LlamaForCausalLM"], "relu"), name
+        assert "hf_twell" in metadata(published["README.md"].decode())["tags"], name
+        assert "hf_twell.sparsify(model)" in published["README.md"].decode(), name
+        if name != "trained":
+            model = tiny_llama(hidden_act="relu").eval()
+            model.load_state_dict(load(published["model.safetensors"]))
+            assert torch.equal(logits(model), truth)
+    trained = hub.repos["me/trained"]["README.md"].decode()
+    assert metadata(trained)["base_model"] == "their/base"
+    assert "| coefficient of the L1 term | 0.0002 |" in trained
+    assert "| optimizer steps | 2 |" in trained
+    assert "over the tokens of the last log (step 2)" in trained
+    assert "## Evaluation" not in trained
+    assert "Measured on 47 tokens." in hub.repos["me/custom"]["README.md"].decode()
+    stock = hub.repos["me/stock"]["README.md"].decode()
+    assert "## Sparsity" not in stock, "nothing was measured"
+    assert metadata(stock)["base_model"] == "their/base"
+
+    for name in ("trained-lora", "lora"):
+        published = hub.repos[f"me/{name}"]
+        assert "AutoPeftModel" in published["README.md"].decode()
+        assert json.loads(published["adapter_config.json"])["base_sparsified_by_hf_twell"]["version"] == 1
+        assert str(tmp_path) not in published["README.md"].decode()
+    code = 'import hf_twell; model = hf_twell.load_adapter("me/trained-lora", "dense")'
+    done = run(hub, tmp_path, f"{code}; print(len(hf_twell.modeling.sparse_ffns(model)))")
+    assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
+
+
+def test_an_upload_that_breaks_off(hub, sparse, tmp_path):
+    before = contents(sparse)
+    hub.fail = ("POST", "/commit/", 507)
+    done = hf_twell_command(hub, tmp_path, "push", sparse, "me/broken")
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if line.startswith("hf-twell: error")]
+    assert len(lines) == 1
+    assert "do the same again" in lines[0]
+    assert "Traceback" not in done.stderr
+    assert hub.token not in done.stdout + done.stderr
+    assert contents(sparse) == before
+    assert hub.repos["me/broken"] == {}, "all files arrive in one commit, or none"
+
+    hub.fail = None
+    hub.requests.clear()
+    done = hf_twell_command(hub, tmp_path, "push", sparse, "me/broken")
+    assert done.returncode == 0, done.stderr
+    assert not [request for request in hub.requests if request.startswith("PUT")], "the weights had arrived"
+    assert "model.safetensors" in hub.repos["me/broken"]
+
+
+@pytest.mark.parametrize("status", [401, 500])
+def test_a_refusal_does_not_show_the_token(hub, sparse, tmp_path, status):
+    hub.fail = ("POST", "/api/repos/create", status)
+    done = hf_twell_command(hub, tmp_path, "push", sparse, "me/refused")
+    assert done.returncode == 1
+    assert hub.token not in done.stdout + done.stderr
+    assert ("hf auth login" if status == 401 else "do the same again") in done.stderr
+    assert "me/refused" not in hub.repos
+
+
+def test_no_server(hub, sparse, tmp_path):
+    done = hf_twell_command(hub, tmp_path, "push", sparse, "me/x", HF_ENDPOINT="http://127.0.0.1:9")
+    assert done.returncode == 1
+    assert "the upload broke off" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# The card and what is refused before anything is sent; no Hub is needed for these.
+
+
+def figures_of_sparsity(layers=4) -> dict:
+    rows = [{"l0": 12.5 + i, "density": 0.0125, "dead": 0.1, "intermediate_size": 1000} for i in range(layers)]
+    return {"tokens": 1234, "l0": 14.0, "density": 0.014, "dead": 0.1, "layers": rows, "files": ["/home/x/notes.txt"]}
+
+
+def figures_of_scores() -> dict:
+    metrics = {"acc": {"value": 0.421, "stderr": 0.0123}, "acc_norm": {"value": None, "stderr": None}}
+    task = {"version": 1.0, "num_fewshot": 0, "split": "test", "n_samples": 2376, "metrics": metrics}
+    loss = {"tokens": 5000, "nats_per_token": 3.21, "perplexity": 24.8, "bits_per_byte": None}
+    common = {"dtype": "bfloat16", "batch_size": 8, "limit": None}
+    return {**common, "tasks": {"arc_easy": task}, "text": {"/home/x/book.txt": loss}}
+
+
+def test_what_was_not_measured_is_absent():
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "intermediate_size": 1000,
+    }
+    bare = card.model_card("me/x", config)
+    for absent in ("## Sparsity", "## Evaluation", "base model", "L1 term", "base_model", "None", "$"):
+        assert absent not in bare
+    text = card.model_card("me/x", config, sparsity=figures_of_sparsity(), scores=figures_of_scores())
+    assert "Measured on 1,234 tokens of `notes.txt`." in text
+    assert text.count("| 12.5 |") == 1
+    assert "acc_norm" not in text
+    assert "book.txt" not in text, "one of its figures is not finite"
+    assert "/home/x" not in text
+    assert "| mean | 14.0 |" in text
+    method = {"l1_weight": 2e-4, "step": 1000, "warmup_steps": 50, "warmup": "sine"}
+    assert "| coefficient of the L1 term | 0.0002 after a sine warm-up over 50 |" in card.model_card(
+        "me/x", config, method=method
+    )
+
+
+def test_figures_of_another_model_are_refused(sparse, tmp_path, capsys):
+    for name, content, message in (
+        ("layers", json.dumps(figures_of_sparsity(3)), "of 3 layers, the model has 4"),
+        ("scores", json.dumps(figures_of_scores()), "no figures of sparsity"),
+        ("text", "none", "is no JSON"),
+        ("list", "[]", "holds no JSON object"),
+    ):
+        path = tmp_path / name
+        path.write_text(content)
+        assert main(["push", str(sparse), "me/x", "--dry-run", "--sparsity", str(path)]) == 1
+        assert message in capsys.readouterr().err
+    assert main(["push", str(sparse), "me/x", "--dry-run", "--scores", str(tmp_path / "absent")]) == 1
+    assert "no file at" in capsys.readouterr().err
+
+
+def test_real_figures(sparse, tmp_path, capsys):
+    """From `hf-twell inspect` and `hf-twell eval` themselves, into the card."""
+    (tmp_path / "notes.txt").write_text((DEMO.parent / "text" / "heldout.txt").read_text()[:4000])
+    text = ["--text", str(tmp_path / "notes.txt"), "--device", "cpu"]
+    assert main(["inspect", str(sparse), *text, "--output", str(tmp_path / "sparsity.json")]) == 0
+    assert main(["eval", str(sparse), *text, "--output", str(tmp_path / "scores.json")]) == 0
+    capsys.readouterr()
+    files = ["--sparsity", str(tmp_path / "sparsity.json"), "--scores", str(tmp_path / "scores.json")]
+    assert main(["push", str(sparse), "me/x", "--dry-run", *files]) == 0
+    printed = capsys.readouterr().out
+    measured = json.loads((tmp_path / "sparsity.json").read_text())
+    for index, layer in enumerate(measured["layers"]):
+        assert f"| {index} | {layer['l0']:.1f} | 1024 |" in printed
+    loss = json.loads((tmp_path / "scores.json").read_text())["text"][str(tmp_path / "notes.txt")]
+    assert f"| notes.txt | {loss['tokens']:,} | {loss['nats_per_token']:.4g} |" in printed
+
+
+def test_folders_that_are_refused(sparse, tmp_path, capsys):
+    def refused(folder, message):
+        assert main(["push", str(folder), "me/x", "--dry-run"]) == 1
+        error = capsys.readouterr().err
+        assert message in error
+        assert len(error.strip().splitlines()) == 1
+
+    refused(DEMO, "is no sparse model")
+    refused(tmp_path / "absent", "is no model folder")
+    torn = tmp_path / "torn"
+    torn.mkdir()
+    for path in sparse.iterdir():
+        (torn / path.name).write_bytes(path.read_bytes())
+    (torn / "model.safetensors").write_bytes((sparse / "model.safetensors").read_bytes()[:1000])
+    refused(torn, "no whole safetensors file")
+    (torn / "model.safetensors").unlink()
+    refused(torn, "holds no model.safetensors")
+    assert main(["push", str(sparse), "not a name", "--json"]) == 1
+    assert "not a name" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="has no sparse blocks"):
+        hf_twell.push_to_hub(tiny_llama(), "me/x")
