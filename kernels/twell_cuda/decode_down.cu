@@ -109,7 +109,7 @@ cudaError_t decode(const Ffn& ffn, const Device& device, void* workspace, cudaSt
     return cudaErrorInvalidValue;
   }
   decoding::DecodePlan plan = decoding::plan_decode(ffn);
-  plan.kernels = decoding::choose_kernels(device);
+  plan.kernels = decoding::choose_kernels(ffn, device);
   const cudaError_t error = decoding::launch_gate_up(ffn, plan, device, workspace, stream);
   return error != cudaSuccess ? error : decoding::launch_down(ffn, plan, device, workspace, stream);
 }

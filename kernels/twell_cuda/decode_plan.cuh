@@ -70,10 +70,12 @@ inline DecodePlan plan_decode(const Ffn& ffn) {
   return p;
 }
 
-// The kernels that decode() runs. Hopper's own are chosen once their checks have passed on one.
-inline Kernels choose_kernels(const Device& device) {
+// The kernels that decode() runs, as measured on an H200 (NOTES.md): bulk copies pay for few tokens and large matrices.
+inline Kernels choose_kernels(const Ffn& ffn, const Device& device) {
+  constexpr int64_t kLarge = int64_t{4} << 20;  // elements of a matrix
   Kernels k{};
   k.overlap = device.major >= 9;
+  k.bulk_gate = device.major == 9 && device.minor == 0 && ffn.tokens <= 8 && int64_t{ffn.hidden} * ffn.width >= kLarge;
   return k;
 }
 

@@ -15,6 +15,7 @@ namespace twell::sm90 {
 namespace {
 
 constexpr int kThreads = 384, kConsumerWarps = 8, kDepth = 64, kSharedLimit = 227 * 1024;
+constexpr int64_t kLaunchCost = 64;  // of a second launch, in units of tile_cost
 constexpr float kFull = 0.8f;  // share of a tile's neurons
 
 constexpr int kFetchRegisters = 40, kMultiplyRegisters = 232;
@@ -38,8 +39,9 @@ struct Arguments {
   void* columns;
   int tokens, hidden, width, words, blocks, tiles;
   int groups;  // of as many blocks of tokens as a cluster has thread blocks
-  // The tiles that would make a last, poorly filled round are cut into parts. `whole` tiles stay as they are.
-  int whole, parts, part_neurons, items;
+  // Items are tiles of `unit` neurons from the tile `begin` on, each in `parts`.
+  int begin, items, unit, parts;
+  bool beside;  // the launch before is of the same product: nothing to wait for, until the end
 };
 
 struct Tile {
@@ -50,40 +52,17 @@ struct Tile {
 template <int kNeurons, int kCluster>
 __device__ __forceinline__ Tile tile_at(int item, const Arguments& a) {
   constexpr int kSpan = 16 / kCluster;
-  const int index = item < a.whole ? item : a.whole + (item - a.whole) / a.parts;
-  const int part = item < a.whole ? 0 : (item - a.whole) % a.parts * a.part_neurons;
+  const int index = a.begin + item / a.parts, part = item % a.parts * kNeurons;
   const int first = index / (kSpan * a.tiles) * kSpan, rest = index - first * a.tiles;
   const int groups = min(kSpan, a.groups - first);
   const int block = (first + rest % groups) * kCluster + (kCluster == 1 ? 0 : cluster_rank());
-  return {block, rest / groups * kNeurons + part, item < a.whole ? kNeurons : min(a.part_neurons, kNeurons - part)};
-}
-
-// This warpgroup's 64 tokens by the tile's first N neurons.
-template <typename T, int kNeurons, int N, typename Release>
-__device__ __forceinline__ void multiply_tile(float* sum, Ring& ring, uint32_t stages, int steps, int warpgroup,
-                                              const Release& release) {
-  using S = Shape<kNeurons>;
-  for (int step = 0; step < steps; ++step, ring.advance()) {
-    ring.wait_full();
-    const uint32_t stage = stages + ring.stage * S::kStageBytes;
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kDepth / 16; ++k) {
-      Wgmma<T, N, 0, 0>::multiply(sum, matrix_descriptor(stage + warpgroup * kHalfTokens * 128 + k * 32, 16),
-                                  matrix_descriptor(stage + S::kTokenBytes + k * 32, 16), step + k);
-    }
-    wgmma_commit();
-    wgmma_wait<1>();
-    if (step > 0) release(ring.previous());
-  }
-  wgmma_wait<0>();
-  release(ring.previous());
+  return {block, rest / groups * a.unit + part, min(kNeurons, a.unit - part)};
 }
 
 template <typename T, int kNeurons, int kCluster>
 __global__ void __launch_bounds__(kThreads, 1)
     gate_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap gate_map,
-                const __grid_constant__ CUtensorMap part_map, const Arguments a) {
+                const Arguments a) {
 #if defined(TWELL_SM90_DEVICE)
   using S = Shape<kNeurons>;
   extern __shared__ uint8_t raw_shared[];
@@ -106,7 +85,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     __syncthreads();
   }
-  launch_dependents();
+  if (!a.beside) wait_for_previous();
+  launch_dependents();  // not earlier: what runs beside this relies on what came before it
   Ring ring(barriers, barriers + S::kStages, S::kStages);
   const int steps = (a.hidden + kDepth - 1) / kDepth, items = a.items;
   const int first_item = blockIdx.x / kCluster, stride = gridDim.x / kCluster;
@@ -115,23 +95,20 @@ __global__ void __launch_bounds__(kThreads, 1)
     give_registers<kFetchRegisters>();
     if (threadIdx.x == 0) {
       const int rank = kCluster == 1 ? 0 : cluster_rank();
-      wait_for_previous();
       for (int item = first_item; item < items; item += stride) {
         const Tile tile = tile_at<kNeurons, kCluster>(item, a);
-        const CUtensorMap* map = item < a.whole ? &gate_map : &part_map;
-        const int fetched = item < a.whole ? kNeurons : a.part_neurons;
         for (int step = 0; step < steps; ++step, ring.advance()) {
           ring.wait_empty();
           uint8_t* stage = shared + ring.stage * S::kStageBytes;
           uint64_t* full = ring.full + ring.stage;
-          barrier_arrive_expect(full, S::kTokenBytes + fetched * kDepth * 2);
+          barrier_arrive_expect(full, S::kStageBytes);
           load_box(stage, &x_map, step * kDepth, tile.block * kBlockTokens, full);
           if constexpr (kCluster == 1) {
-            load_box(stage + S::kTokenBytes, map, step * kDepth, tile.neuron, full);
+            load_box(stage + S::kTokenBytes, &gate_map, step * kDepth, tile.neuron, full);
           } else {
-            const int mine = rank * (fetched / kCluster);
-            load_box_multicast(stage + S::kTokenBytes + mine * kDepth * 2, map, step * kDepth, tile.neuron + mine, full,
-                               (1 << kCluster) - 1);
+            constexpr int kPart = kNeurons / kCluster;
+            load_box_multicast(stage + S::kTokenBytes + rank * kPart * kDepth * 2, &gate_map, step * kDepth,
+                               tile.neuron + rank * kPart, full, (1 << kCluster) - 1);
           }
         }
       }
@@ -140,12 +117,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       __syncwarp();
       cluster_sync();  // the other block may still write here and arrive at these barriers
     }
+    if (a.beside) wait_for_previous();  // whoever waits for this waits for that too
     return;
   }
 
   take_registers<kMultiplyRegisters>();
   const int warpgroup = group - 1, warp = threadIdx.x / 32 - 4;  // of the eight that multiply; 16 tokens each
-  const uint32_t stages = smem_address(shared);
   const uint32_t rows = smem_address(turn) + warp * 32 * 32;  // one of 32 bytes for each of 32 neurons
   const auto release = [&](int stage) {
     if (lane < kCluster) {
@@ -157,19 +134,24 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   };
   int parity = 0;
-  wait_for_previous();
   for (int item = first_item; item < items; item += stride, parity ^= 1) {
     const Tile tile = tile_at<kNeurons, kCluster>(item, a);
     float sum[kNeurons / 2];
-    if (item < a.whole) {
-      multiply_tile<T, kNeurons, kNeurons>(sum, ring, stages, steps, warpgroup, release);
-    } else if constexpr (kNeurons == 256) {
-      switch (a.part_neurons) {
-        case 64: multiply_tile<T, kNeurons, 64>(sum, ring, stages, steps, warpgroup, release); break;
-        case 96: multiply_tile<T, kNeurons, 96>(sum, ring, stages, steps, warpgroup, release); break;
-        default: multiply_tile<T, kNeurons, 128>(sum, ring, stages, steps, warpgroup, release); break;
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+      ring.wait_full();
+      const uint32_t stage = smem_address(shared) + ring.stage * S::kStageBytes;
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kDepth / 16; ++k) {
+        Wgmma<T, kNeurons, 0, 0>::multiply(sum, matrix_descriptor(stage + warpgroup * 8192 + k * 32, 16),
+                                           matrix_descriptor(stage + S::kTokenBytes + k * 32, 16), step + k);
       }
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (step > 0) release(ring.previous());
     }
+    wgmma_wait<0>();
+    release(ring.previous());
 
     // Thread's values: tokens row and row + 8, neurons 8 j + column and + 1.
     const int row = warp * 16 + lane / 4, column = lane % 4 * 2;
@@ -193,7 +175,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     uint32_t* masks = warp_masks + parity * kConsumerWarps * S::kWords;
 #pragma unroll
     for (int w = 0; w < S::kWords; ++w) {
-      if (32 * w >= tile.neurons) break;
       uint32_t bits = 0;
 #pragma unroll
       for (int j = 4 * w; j < 4 * w + 4; ++j) {
@@ -228,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
     for (int pass = 0; pass < kNeurons / 32; ++pass) {
       const uint32_t bits = __shfl_sync(~0u, mask, pass);
-      if (bits == 0 || pass >= words) continue;
+      if (bits == 0) continue;
       __syncwarp();
 #pragma unroll
       for (int j = 0; j < 4; j += 2) {
@@ -250,96 +231,91 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   if constexpr (kCluster > 1) cluster_sync();
+  if (a.beside) wait_for_previous();
 #endif
 }
 
 // What shared memory takes for a step: 32 KiB of x, written once and read once, and 3 x 128 bytes a neuron.
 constexpr int64_t tile_cost(int neurons) { return 256 + 3 * neurons; }
 
-// How `left` tiles of 256 that do not fill a round of all clusters are cut where that makes the round shorter.
-struct LastRound {
-  int parts, part_neurons;
-  int64_t cost;
+// The tile width of least time. Tiles of 256 that would make a poorly filled last round are cut into parts of `last`.
+struct Cut {
+  int neurons, last;  // last == neurons: nothing is cut
 };
 
-LastRound cut_last_round(int64_t left, int clusters) {
-  LastRound best{1, 128, left == 0 ? 0 : tile_cost(256)};
-  for (const int neurons : {128, 96, 64}) {
-    const int parts = (256 + neurons - 1) / neurons;
-    const int64_t cost = (left * parts + clusters - 1) / clusters * tile_cost(neurons);
-    if (cost < best.cost) best = {parts, neurons, cost};
+Cut best_cut(const Ffn& ffn, int groups, int clusters) {
+  const auto rounds = [&](int64_t items) { return (items + clusters - 1) / clusters; };
+  Cut best{};
+  int64_t best_cost = INT64_MAX;
+  const auto consider = [&](Cut cut, int64_t cost) {
+    if (cost < best_cost) best = cut, best_cost = cost;
+  };
+  for (const int neurons : {256, 192, 128, 96, 64}) {
+    const int64_t items = int64_t{groups} * ((ffn.width + neurons - 1) / neurons);
+    consider({neurons, neurons}, rounds(items) * tile_cost(neurons));
+    if (neurons != 256 || items < clusters) continue;
+    for (const int last : {128, 96, 64}) {
+      const int64_t parts = items % clusters * ((256 + last - 1) / last);
+      consider({256, last}, items / clusters * tile_cost(256) + rounds(parts) * tile_cost(last) + kLaunchCost);
+    }
   }
   return best;
 }
 
+// Of the tiles of `unit` neurons those from `begin` to `end`, each in parts of kNeurons.
 template <typename T, int kNeurons, int kCluster>
-cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
-  const int tiles = (ffn.width + kNeurons - 1) / kNeurons;
+cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, int unit, int begin,
+                   int end) {
   CUtensorMap x_map, gate_map;
   const T* x = static_cast<const T*>(ffn.x) + chunk.first * ffn.hidden;
   TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, x, chunk.tokens, ffn.hidden, kBlockTokens));
   TWELL_RETURN_IF_ERROR(make_tensor_map(&gate_map, ffn.dtype, ffn.gate, ffn.width, ffn.hidden, kNeurons / kCluster));
-  const int groups = (chunk.active.blocks + kCluster - 1) / kCluster, clusters = device.sm_count / kCluster;
-  Arguments arguments{ffn.b_gate,      chunk.active.masks, chunk.active.columns, static_cast<int>(chunk.tokens),
-                      ffn.hidden,      ffn.width,          chunk.active.words,   chunk.active.blocks,
-                      tiles,           groups,             groups * tiles,       1,
-                      kNeurons / 2,    groups * tiles};
-  if (kNeurons == 256) {
-    const int left = groups * tiles % clusters;
-    const LastRound last = cut_last_round(left, clusters);
-    arguments.parts = last.parts;
-    arguments.part_neurons = last.part_neurons;
-    if (last.parts > 1) {
-      arguments.whole -= left;
-      arguments.items = arguments.whole + left * last.parts;
-    }
-  }
-  CUtensorMap part_map;
-  TWELL_RETURN_IF_ERROR(
-      make_tensor_map(&part_map, ffn.dtype, ffn.gate, ffn.width, ffn.hidden, arguments.part_neurons / kCluster));
-  const int grid = min(clusters, arguments.items) * kCluster;
+  const int groups = (chunk.active.blocks + kCluster - 1) / kCluster, tiles = (ffn.width + unit - 1) / unit;
+  const int parts = (unit + kNeurons - 1) / kNeurons, items = (end - begin) * parts;
+  const Arguments arguments{ffn.b_gate, chunk.active.masks, chunk.active.columns, static_cast<int>(chunk.tokens),
+                            ffn.hidden, ffn.width,          chunk.active.words,   chunk.active.blocks,
+                            tiles,      groups,             begin,                items,
+                            unit,       parts,              begin > 0};
+  const int grid = min(device.sm_count / kCluster, items) * kCluster;
   return launch_kernel(gate_kernel<T, kNeurons, kCluster>, grid, kThreads, kCluster, Shape<kNeurons>::kShared, stream,
-                       x_map, gate_map, part_map, arguments);
-}
-
-// The tile width of least time: rounds of all SMs, each as long as its tile is wide plus what every tile costs.
-template <int kCluster>
-int best_width(const Ffn& ffn, const Chunk& chunk, const Device& device) {
-  const int64_t groups = (chunk.active.blocks + kCluster - 1) / kCluster, clusters = device.sm_count / kCluster;
-  int best = 0;
-  int64_t best_cost = INT64_MAX;
-  for (const int neurons : {256, 192, 128, 96, 64}) {
-    const int64_t items = groups * ((ffn.width + neurons - 1) / neurons), left = items % clusters;
-    int64_t cost = (items + clusters - 1) / clusters * tile_cost(neurons);
-    // Cutting suits a round behind whole ones: alone, narrow tiles have more stages.
-    if (neurons == 256 && items > clusters) cost = items / clusters * tile_cost(256) + cut_last_round(left, clusters).cost;
-    if (cost < best_cost) best = neurons, best_cost = cost;
-  }
-  return best;
+                       x_map, gate_map, arguments);
 }
 
 template <typename T, int kCluster>
-cudaError_t launch_width(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
-  switch (best_width<kCluster>(ffn, chunk, device)) {
-    case 64: return launch<T, 64, kCluster>(ffn, chunk, device, stream);
-    case 96: return launch<T, 96, kCluster>(ffn, chunk, device, stream);
-    case 128: return launch<T, 128, kCluster>(ffn, chunk, device, stream);
-    case 192: return launch<T, 192, kCluster>(ffn, chunk, device, stream);
-    default: return launch<T, 256, kCluster>(ffn, chunk, device, stream);
+cudaError_t launch_width(int neurons, const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream,
+                         int unit, int begin, int end) {
+  switch (neurons) {
+    case 64: return launch<T, 64, kCluster>(ffn, chunk, device, stream, unit, begin, end);
+    case 96: return launch<T, 96, kCluster>(ffn, chunk, device, stream, unit, begin, end);
+    case 128: return launch<T, 128, kCluster>(ffn, chunk, device, stream, unit, begin, end);
+    case 192: return launch<T, 192, kCluster>(ffn, chunk, device, stream, unit, begin, end);
+    default: return launch<T, 256, kCluster>(ffn, chunk, device, stream, unit, begin, end);
   }
 }
 
-template <typename T>
+template <typename T, int kCluster>
 cudaError_t launch_cluster(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
-  return chunk.active.blocks > 1 ? launch_width<T, 2>(ffn, chunk, device, stream)
-                                 : launch_width<T, 1>(ffn, chunk, device, stream);
+  const int groups = (chunk.active.blocks + kCluster - 1) / kCluster, clusters = device.sm_count / kCluster;
+  const Cut cut = best_cut(ffn, groups, clusters);
+  const int tiles = groups * ((ffn.width + cut.neurons - 1) / cut.neurons);
+  const int whole = cut.last == cut.neurons ? tiles : tiles / clusters * clusters;
+  TWELL_RETURN_IF_ERROR(
+      launch_width<T, kCluster>(cut.neurons, ffn, chunk, device, stream, cut.neurons, 0, whole));
+  if (whole == tiles) return cudaSuccess;
+  return launch_width<T, kCluster>(cut.last, ffn, chunk, device, stream, cut.neurons, whole, tiles);
+}
+
+template <typename T>
+cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
+  return chunk.active.blocks > 1 ? launch_cluster<T, 2>(ffn, chunk, device, stream)
+                                 : launch_cluster<T, 1>(ffn, chunk, device, stream);
 }
 
 }  // namespace
 
 cudaError_t launch_gate(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
-  return ffn.dtype == DType::kBFloat16 ? launch_cluster<__nv_bfloat16>(ffn, chunk, device, stream)
-                                       : launch_cluster<__half>(ffn, chunk, device, stream);
+  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn, chunk, device, stream)
+                                       : launch_type<__half>(ffn, chunk, device, stream);
 }
 
 }  // namespace twell::sm90

@@ -3,9 +3,9 @@
 
 #include <cuda_runtime.h>
 
-#define TWELL_RETURN_IF_ERROR(call)                        \
+#define TWELL_RETURN_IF_ERROR(...)                         \
   do {                                                     \
-    const cudaError_t error_ = (call);                     \
+    const cudaError_t error_ = (__VA_ARGS__);              \
     if (error_ != cudaSuccess) return error_;              \
   } while (0)
 

@@ -143,8 +143,8 @@ Kernels kernels(bool bulk_gate, int cluster_columns, bool overlap, LetNextStart 
 bool is_hopper(const Device& device) { return device.major == 9 && device.minor == 0; }
 
 // Every kernel at least once; the first is what decode() chooses.
-std::vector<Variant> checked_variants(const Device& device) {
-  std::vector<Variant> v{{"chosen", choose_kernels(device)}};
+std::vector<Variant> checked_variants(const Ffn& f, const Device& device) {
+  std::vector<Variant> v{{"chosen", choose_kernels(f, device)}};
   if (is_hopper(device)) {
     v.push_back({"bulk + cluster 8", kernels(true, 8, true)});
     v.push_back({"bulk + cluster 4, serial", kernels(true, 4, false)});
@@ -249,7 +249,7 @@ bool check(const Case& c, const Device& device, const char* type, double toleran
   char* const y = device_alloc<char>(2 * outputs + kGuard);
   f.y = y;
 
-  const std::vector<Variant> variants = checked_variants(device);
+  const std::vector<Variant> variants = checked_variants(f, device);
   std::vector<std::vector<uint16_t>> results;
   bool ok = true;
   for (size_t i = 0; i < variants.size(); ++i) {
