@@ -6,9 +6,9 @@ import torch
 
 SHARES = ("equal", "free")
 WEIGHT_RANGE = (1e-3, 3e3)  # of the first weight
-FIRST_TERM = 0.01  # nats: what the L1 term of the first weight comes to
-PROPORTIONAL = 2.0
-INTEGRAL = 8.0  # over the whole run
+FIRST_TERM = 0.03  # nats: what the L1 term of the first weight comes to
+PROPORTIONAL = 4.0
+INTEGRAL = 24.0  # over the whole run
 SMOOTHED = 0.02  # share of the run
 
 
@@ -16,9 +16,9 @@ class DensityController:
     """Raises or lowers L1 weights until densities follow a path from where they start to the target, and hold it.
 
     Formula: with e = log(density / reference), smoothed over 2 % of the steps and clamped to [-1, 1], each step adds
-    2 * (e - e_before) + 8 / steps * e to the logarithm of a layer's weight: a proportional-integral controller. The
+    4 * (e - e_before) + 24 / steps * e to the logarithm of a layer's weight: a proportional-integral controller. The
     reference goes from the first step's density to the target, evenly in its logarithm, while `progress` goes from 0
-    to 1. The first weight is the one that makes the L1 term 0.01 nats, whatever the model's activations measure.
+    to 1. The first weight is the one that makes the L1 term 0.03 nats, whatever the model's activations measure.
 
     Args:
         target_density: of every layer (`share="equal"`), or of their mean ("free": one weight for all layers).

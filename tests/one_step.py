@@ -11,9 +11,11 @@ import torch
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
 from hf_twell import L1Penalty, SparsityCallback, sparsify
+from hf_twell.distillation import Distillation
 from tests.conftest import tiny_llama
 
 LENGTHS = (5, 23, 9, 31, 3, 17, 12, 8)
+LABELS = sum(length - 1 for length in LENGTHS)
 L1_WEIGHT = 3.0  # makes the L1 term most of the gradient
 
 
@@ -48,7 +50,9 @@ def flat_gradient(model) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).clone()
 
 
-def trainer_gradient(kind="Trainer", layout="padded", accumulation=1, processes=1, l1_weight=L1_WEIGHT, **arguments):
+def trainer_gradient(
+    kind="Trainer", layout="padded", accumulation=1, processes=1, l1_weight=L1_WEIGHT, distil=None, **arguments
+):
     """The gradient just before the optimizer step, and the log row of that step."""
     common = {
         "output_dir": tempfile.mkdtemp(),
@@ -71,9 +75,19 @@ def trainer_gradient(kind="Trainer", layout="padded", accumulation=1, processes=
     keep = KeepGradient()
     trainer.add_callback(keep)
     if l1_weight is not None:
-        trainer.add_callback(SparsityCallback(trainer, l1_weight))
+        teacher = None if distil is None else Distillation(model, parent(), **distil)
+        trainer.add_callback(SparsityCallback(trainer, l1_weight, distillation=teacher))
     trainer.train()
     return keep.gradient, trainer.state.log_history[0]
+
+
+def parent():
+    """A dense model that is not the one to train."""
+    torch.manual_seed(5)
+    model = tiny_llama()
+    for weights in model.parameters():
+        weights.data += 0.05 * torch.randn_like(weights)
+    return model
 
 
 def _sft_trainer(model, layout, arguments):
@@ -88,16 +102,17 @@ def _sft_trainer(model, layout, arguments):
     return SFTTrainer(model, args, train_dataset=Dataset.from_list(rows()), processing_class=tokenizer)
 
 
-def loop_gradient(micro_batches: int = 4) -> torch.Tensor:
-    """The hand-written loop of the README, with Trainer's normalisation of the task loss."""
-    model = sparsify(tiny_llama()).train()
+def loop_gradient(micro_batches: int = 4, *, training=True, compiled=False, scaler=None) -> tuple[torch.Tensor, dict]:
+    """The hand-written loop of the README, with Trainer's normalisation of the task loss; its gradient and report."""
+    model = sparsify(tiny_llama()).train(training)
+    forward = torch.compile(model, fullgraph=True) if compiled else model
     size = len(LENGTHS) // micro_batches
     batches = [pad(rows()[i : i + size]) for i in range(0, len(LENGTHS), size)]
-    labels = sum(length - 1 for length in LENGTHS)
     penalty = L1Penalty(model, l1_weight=L1_WEIGHT)
-    for batch in penalty.micro_batches(batches):
-        model(**batch, num_items_in_batch=labels).loss.backward()
-    return flat_gradient(model)
+    for batch in penalty.micro_batches(batches, scaler=scaler):
+        loss = forward(**batch, num_items_in_batch=LABELS).loss
+        (loss if scaler is None else scaler.scale(loss)).backward()
+    return flat_gradient(model), penalty.report()
 
 
 def autograd_gradient() -> torch.Tensor:
@@ -109,7 +124,7 @@ def autograd_gradient() -> torch.Tensor:
         layer.mlp.down_proj.register_forward_pre_hook(
             lambda _, args: terms.append((args[0].abs() * mask).sum() / mask.sum())
         )
-    loss = model(**batch, num_items_in_batch=sum(length - 1 for length in LENGTHS)).loss
+    loss = model(**batch, num_items_in_batch=LABELS).loss
     (loss + L1_WEIGHT * sum(terms) / len(terms)).backward()
     return flat_gradient(model)
 

@@ -1,0 +1,102 @@
+"""What the dense parent adds is the gradient of the objective as it is defined, in every set-up."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import Trainer, TrainingArguments
+
+from hf_twell import SparsityCallback, sparsify
+from hf_twell.distillation import Distillation
+from tests import one_step
+from tests.conftest import tiny_llama
+
+LOGITS, LAYERS = 0.6, 0.7
+
+
+def captured(model, batch, **options):
+    """Logits and each block's outputs."""
+    outputs = []
+    handles = [
+        layer.mlp.register_forward_hook(lambda _, args, output: outputs.append(output)) for layer in model.model.layers
+    ]
+    result = model(**batch, **options)
+    for handle in handles:
+        handle.remove()
+    return result, outputs
+
+
+@pytest.fixture(scope="module")
+def truth():
+    """The definition by plain autograd, over all rows at once: gradient, KL and the layers' error."""
+    model, batch = sparsify(tiny_llama()).train(), one_step.pad(one_step.rows())
+    mask = batch["attention_mask"].bool()
+    with torch.no_grad():
+        theirs, targets = captured(one_step.parent(), batch)
+    mine, outputs = captured(model, batch, num_items_in_batch=one_step.LABELS)
+    kl = F.kl_div(
+        mine.logits[mask].log_softmax(-1), theirs.logits[mask].log_softmax(-1), log_target=True, reduction="none"
+    )
+    kl = kl.sum(-1).mean()
+    errors = [
+        (y[mask] - t[mask]).square().sum(-1).mean() / t[mask].square().sum(-1).mean()
+        for y, t in zip(outputs, targets, strict=True)
+    ]
+    error = sum(errors) / len(errors)
+    ((1 - LOGITS) * mine.loss + LOGITS * kl + LAYERS * error).backward()
+    return one_step.flat_gradient(model), kl.item(), error.item()
+
+
+@pytest.mark.parametrize(
+    ("layout", "arguments"),
+    [
+        ("padded", {}),
+        ("padding_free", {}),
+        ("padded", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
+        ("padded", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}),
+    ],
+)
+def test_gradient_and_figures(truth, layout, arguments):
+    distil = {"logits": LOGITS, "layers": LAYERS}
+    gradient, logs = one_step.trainer_gradient(layout=layout, l1_weight=0.0, distil=distil, **arguments)
+    expected, kl, error = truth
+    assert (gradient - expected).norm() <= 1e-5 * expected.norm()
+    assert logs["twell/kl"] == pytest.approx(kl, rel=1e-5)
+    assert logs["twell/layer_error"] == pytest.approx(error, rel=1e-5)
+
+
+def test_accumulation_does_not_change_what_the_logits_teach():
+    """Only the layers' error is relative to a micro-batch's own outputs."""
+    whole, logs = one_step.trainer_gradient(l1_weight=0.0, distil={"logits": LOGITS})
+    for accumulation in (2, 4):
+        gradient, parts = one_step.trainer_gradient(accumulation=accumulation, l1_weight=0.0, distil={"logits": LOGITS})
+        assert (gradient - whole).norm() <= 1e-5 * whole.norm()
+        assert parts["twell/kl"] == pytest.approx(logs["twell/kl"], rel=1e-5)
+        assert parts["loss"] == pytest.approx(logs["loss"], abs=1e-5), "the logged loss stays the task loss"
+
+
+def test_a_parent_that_is_the_model_teaches_nothing(tmp_path):
+    model, parent = sparsify(tiny_llama()), sparsify(tiny_llama())
+    before = {name: weights.clone() for name, weights in model.named_parameters()}
+    args = TrainingArguments(
+        str(tmp_path), max_steps=1, logging_steps=1, use_cpu=True, report_to=[], save_strategy="no", weight_decay=0.0
+    )
+    trainer = Trainer(model, args, train_dataset=one_step.rows(), data_collator=one_step.pad)
+    keep = one_step.KeepGradient()
+    trainer.add_callback(keep)
+    distillation = Distillation(model, parent, logits=1.0, layers=1.0)
+    trainer.add_callback(SparsityCallback(trainer, 0.0, distillation=distillation))
+    trainer.train()
+    assert trainer.state.log_history[0]["twell/kl"] == pytest.approx(0, abs=1e-6)
+    assert keep.gradient.abs().max() < 1e-6
+    assert not any(weights.requires_grad for weights in parent.parameters())
+    assert {name for name, _ in model.named_parameters()} == set(before), "the parent is no part of the model"
+
+
+def test_models_that_do_not_fit_together_are_refused():
+    model = sparsify(tiny_llama())
+    with pytest.raises(ValueError, match="one of them above 0"):
+        Distillation(model, tiny_llama(), logits=0.0)
+    with pytest.raises(ValueError, match="output words"):
+        Distillation(model, tiny_llama(vocab_size=97))
+    with pytest.raises(ValueError, match="layers, hidden size"):
+        Distillation(model, tiny_llama(num_hidden_layers=2), logits=0.0, layers=1.0)
