@@ -1,0 +1,215 @@
+"""What is done to models by others, before or after `sparsify`: each works exactly, or is refused in one line."""
+
+import types
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
+
+from hf_twell import L1Penalty, TwellLlamaForCausalLM, measure_sparsity, sparsify
+from hf_twell.modeling import sparse_ffns
+from tests.conftest import tiny_llama
+
+
+def ids(length=11) -> torch.Tensor:
+    return torch.randint(3, 96, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model, length=11) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids(length)).logits
+
+
+def relu_model():
+    """The same weights as a stock dense ReLU model."""
+    model = tiny_llama(hidden_act="relu").eval()
+    model.load_state_dict(tiny_llama().state_dict())
+    return model
+
+
+def refused(model, message: str):
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError) as caught:
+        sparsify(model)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert [type(module) for module in model.modules()] == before, "nothing has changed"
+    assert model.config.hidden_act == "silu"
+
+
+# accelerate
+
+
+def test_cpu_offload_after():
+    accelerate = pytest.importorskip("accelerate")
+    model = accelerate.cpu_offload(sparsify(tiny_llama().eval()), execution_device="cpu")
+    assert next(model.model.layers[0].mlp.parameters()).is_meta
+    torch.testing.assert_close(logits(model), logits(relu_model()))
+    options = {"max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.generate(ids(), **options), relu_model().generate(ids(), **options))
+
+
+def test_offloading_before_is_refused():
+    accelerate = pytest.importorskip("accelerate")
+    refused(accelerate.cpu_offload(tiny_llama().eval(), execution_device="cpu"), "a device_map that offloads nothing")
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_device_map_with_offloaded_blocks(tmp_path, place):
+    pytest.importorskip("accelerate")
+    tiny_llama().save_pretrained(tmp_path / "model")
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    places |= {"model.layers.0": "cpu", "model.layers.1": place, "model.layers.2": "disk"}
+    options = {"device_map": places, "offload_folder": tmp_path / "offloaded"}
+    model = TwellLlamaForCausalLM.from_pretrained(tmp_path / "model", **options)
+    assert model.model.layers[2].mlp.up_proj.weight.is_meta
+    assert len(sparse_ffns(model)) == 3
+    torch.testing.assert_close(logits(model), logits(relu_model()))
+    assert measure_sparsity(model, [ids()]) == measure_sparsity(relu_model(), [ids()])
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **options)
+    refused(dense, "forward replaced")
+
+
+# Linears that others put in place of stock ones, as bitsandbytes does
+
+
+class EightBitWeight(nn.Parameter):
+    """int8 values, and their scales kept beside them."""
+
+
+class EightBitLinear(nn.Linear):
+    def __init__(self, linear: nn.Linear):
+        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
+        self.scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        values = (linear.weight.detach() / self.scale).round().to(torch.int8)
+        self.weight = EightBitWeight(values, requires_grad=False)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale, self.bias)
+
+
+def in_eight_bits(model):
+    for layer in model.model.layers:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            setattr(layer.mlp, name, EightBitLinear(getattr(layer.mlp, name)))
+    return model
+
+
+def test_eight_bits_after():
+    model, twin = in_eight_bits(sparsify(tiny_llama().eval())), in_eight_bits(relu_model())
+    assert torch.equal(logits(model), logits(twin))
+    assert not torch.allclose(logits(model), logits(relu_model()), atol=1e-4)
+
+
+def test_eight_bits_before_are_refused():
+    refused(in_eight_bits(tiny_llama()), "gate_proj (EightBitLinear) is quantized (torch.int8")
+
+
+# Liger's patches: to the classes before a model is made, or to the instances of one that is there
+
+
+class LigerSwiGLUMLP(nn.Module):
+    """As Liger's: SiLU in the forward itself, and no act_fn."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def liger_norm(self, x):
+    wide = x.float()
+    return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)).to(x.dtype)
+
+
+def bind(module, forward):
+    module.__dict__["forward"] = types.MethodType(forward, module)
+
+
+def test_ligers_swiglu_class_is_refused(monkeypatch):
+    monkeypatch.setattr(modeling_llama, "LlamaMLP", LigerSwiGLUMLP)
+    refused(tiny_llama(), "LigerSwiGLUMLP")
+
+
+def test_ligers_swiglu_instances_are_refused():
+    model = tiny_llama()
+    for layer in model.model.layers:
+        bind(layer.mlp, LigerSwiGLUMLP.forward)
+    refused(model, "has its forward replaced on the instance (by accelerate's offloading, Liger")
+
+
+def test_liger_without_swiglu():
+    model, twin = tiny_llama().eval(), relu_model()
+    for each in (model, twin):
+        for name, module in each.named_modules():
+            if name.endswith("norm"):
+                bind(module, liger_norm)
+    torch.testing.assert_close(logits(sparsify(model)), logits(twin))
+
+
+# Compilers and caches
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_compile_fullgraph(backend):
+    model = sparsify(tiny_llama().eval(), backend=backend)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (11, 5, 23):
+        torch.testing.assert_close(logits(compiled, length), logits(relu_model(), length))
+
+
+def test_compiled_training_step():
+    gradients = []
+    for compile_model in (False, True):
+        model = sparsify(tiny_llama())
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compile_model else model
+        run(input_ids=ids(), labels=ids(), use_cache=False).loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for plain, compiled in zip(*gradients, strict=True):
+        torch.testing.assert_close(compiled, plain)
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(tmp_path, backend, strict):
+    model = sparsify(tiny_llama().eval(), backend=backend)
+    truth = logits(relu_model())
+    with torch.no_grad():
+        program = torch.export.export(model, (), {"input_ids": ids(), "use_cache": False}, strict=strict)
+        torch.export.save(program, tmp_path / "model.pt2")
+        again = torch.export.load(tmp_path / "model.pt2").module()
+        torch.testing.assert_close(again(input_ids=ids(), use_cache=False).logits, truth)
+
+
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+def test_generate(cache):
+    options = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": cache}
+    model = sparsify(tiny_llama().eval())
+    assert torch.equal(model.generate(ids(), **options), relu_model().generate(ids(), **options))
+
+
+def test_assisted_generation():
+    options = {"max_new_tokens": 12, "do_sample": False}
+    draft = sparsify(tiny_llama(num_hidden_layers=1).eval())
+    one = ids()[:1]
+    with_draft = sparsify(tiny_llama().eval()).generate(one, assistant_model=draft, **options)
+    assert torch.equal(with_draft, relu_model().generate(one, **options))
+
+
+def test_l1_term_on_eight_bit_blocks():
+    """Frozen quantized projections: the term still reaches what lies before them, as with a dense ReLU model."""
+    model = in_eight_bits(sparsify(tiny_llama()))
+    twin, terms = in_eight_bits(relu_model()).train(), []
+    for layer in twin.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(lambda _, args: terms.append(args[0].abs().sum(-1).mean()))
+    for batch in L1Penalty(model.train(), 0.5).micro_batches([{"input_ids": ids(), "labels": ids()}]):
+        model(**batch).loss.backward()
+    (twin(input_ids=ids(), labels=ids()).loss + 0.5 * sum(terms) / len(terms)).backward()
+    gradient = model.model.layers[0].self_attn.q_proj.weight.grad
+    torch.testing.assert_close(gradient, twin.model.layers[0].self_attn.q_proj.weight.grad, atol=1e-5, rtol=1e-4)
