@@ -9,7 +9,7 @@ import torch
 EVERY = 64  # calls between two samples
 SAMPLE_TOKENS, SAMPLE_NEURONS = 64, 1024
 # (tokens up to, density up to which the kernels win); measured, see kernels/twell_cuda/NOTES.md.
-LIMITS = ((2, 1.0), (16, 0.06), (64, 0.03), (256, 0.01), (1024, 0.03), (2048, 0.05), (float("inf"), 0.08))
+LIMITS = ((2, 1.0), (16, 0.12), (64, 0.01), (384, 0.0), (1024, 0.02), (2048, 0.04), (float("inf"), 0.06))
 
 
 class DensityWatch:
