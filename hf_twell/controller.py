@@ -5,7 +5,7 @@ import math
 import torch
 
 SHARES = ("equal", "free")
-WEIGHT_RANGE = (1e-3, 3e3)  # of the first weight
+WEIGHT_RANGE = (1e-3, 1e3)  # of the first weight
 FIRST_TERM = 0.03  # nats: what the L1 term of the first weight comes to
 PROPORTIONAL = 4.0
 INTEGRAL = 24.0  # over the whole run
@@ -24,7 +24,7 @@ class DensityController:
         target_density: of every layer (`share="equal"`), or of their mean ("free": one weight for all layers).
         steps: optimizer steps of the run in which the controller works.
         share: "equal" or "free".
-        bounds: lowest and highest weight; by default a thousandth and 3,000 times the first one.
+        bounds: lowest and highest weight; by default a thousandth and a thousand times the first one.
 
     Raises:
         ValueError: a target outside (0, 1), or bounds that are not two rising positive numbers.

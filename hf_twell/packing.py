@@ -54,6 +54,13 @@ class PackedText(torch.utils.data.Dataset):
             raise ValueError(f"{source} has {len(ids)} tokens, less than one sequence of {sequence_length}")
         self.sequences = torch.tensor(ids[: count * sequence_length]).view(count, sequence_length)
 
+    @classmethod
+    def of(cls, sequences: torch.Tensor) -> "PackedText":
+        """The same from token ids that are cut already, (sequences, tokens) int64."""
+        packed = cls.__new__(cls)
+        packed.sequences = sequences
+        return packed
+
     def __len__(self) -> int:
         return len(self.sequences)
 

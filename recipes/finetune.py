@@ -26,8 +26,11 @@ from hf_twell.training import CompactProgress, Distill, Recipe, check_run, load_
 from hf_twell.variants import Adapters, train_ffns_alone
 
 
-def finetune(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -> dict:
-    """Run a recipe; the result holds held-out loss and sparsity before and after, and the log rows of each step."""
+def finetune(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, train=None, heldout=None) -> dict:
+    """Run a recipe; the result holds held-out loss and sparsity before and after, and the log rows of each step.
+
+    `train` and `heldout` may give the sequences of the recipe's texts where these are packed already.
+    """
     args = training_arguments(recipe)
     check_run(recipe.output_dir, args, resume=resume, overwrite=overwrite)
 
@@ -44,11 +47,13 @@ def finetune(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -
         adapters = Adapters(model, recipe.lora)
 
     # 2. Text, packed into sequences of one length.
-    if is_streamed(recipe.train):
-        train = StreamedText(tokenizer, recipe.train, recipe.sequence_length)
-    else:
-        train = PackedText(tokenizer, recipe.train, recipe.sequence_length, description="tokenizing training text")
-    heldout = PackedText(tokenizer, recipe.heldout, recipe.sequence_length, description="tokenizing held-out text")
+    length = recipe.sequence_length
+    if train is None and is_streamed(recipe.train):
+        train = StreamedText(tokenizer, recipe.train, length)
+    elif train is None:
+        train = PackedText(tokenizer, recipe.train, length, description="tokenizing training text")
+    if heldout is None:
+        heldout = PackedText(tokenizer, recipe.heldout, length, description="tokenizing held-out text")
 
     # 3. Transformers' own Trainer, with the L1 term as a callback, and the dense parent as a teacher.
     trainer = Trainer(model, args, train_dataset=train, eval_dataset=heldout, processing_class=tokenizer)

@@ -1,0 +1,284 @@
+"""What each way from SiLU to sparse ReLU costs: small dense parents are trained here and converted by every method.
+
+    python recipes/study.py recipes/study.yaml --text DIR --eval DIR --output DIR
+    python recipes/study.py recipes/study.yaml --output DIR --smoke      # tiny, on a CPU, in a minute
+    python recipes/study.py recipes/study.yaml --output DIR --list       # which rows are there and which are missing
+
+Each run appends one row to `study.jsonl` in the output folder; a run whose row is there is skipped, so the same command
+goes on where it was stopped. After each row, `study.md` (table) and `study.png` (loss against density) are drawn from
+the rows alone. `--minutes` stops before a run that would begin later than that.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+import yaml
+from finetune import finetune
+from pretrain import pack, read_documents, train_tokenizer
+from study_report import report
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import hf_twell
+from hf_twell.packing import PackedText
+from hf_twell.perplexity import evaluation_mode
+from hf_twell.text import read_text
+from hf_twell.training import Recipe
+
+TASKS = ("arc_easy", "hellaswag")
+
+
+class FatRelu(torch.nn.Module):
+    """x where x > threshold, else 0."""
+
+    def __init__(self, threshold: float):
+        super().__init__()
+        self.threshold = threshold
+
+    def forward(self, x):
+        return torch.where(x > self.threshold, x, 0)
+
+
+def plan(study: dict) -> list[dict]:
+    """Every run, each with a unique `id`, in the order in which they run."""
+    runs = []
+    for entry in study["runs"]:
+        for family in entry.get("families", study["families"]):
+            for seed in entry.get("seeds", [0]):
+                for value in entry.get("thresholds", entry.get("target_density", [None])):
+                    run = {**entry, "family": family, "seed": seed}
+                    run.pop("seeds", None)
+                    run.pop("families", None)
+                    key = "threshold" if run.pop("thresholds", None) else "target_density"
+                    run[key] = value
+                    shown = "" if value is None else f"/{value:g}"
+                    run["id"] = f"{family}/{entry['name']}{shown}/seed{seed}"
+                    runs.append(run)
+    return runs
+
+
+def prepare(study: dict, text: Path | None, output: Path) -> tuple[Path, PackedText, PackedText]:
+    """The tokenizer, and the training and held-out sequences; kept in the output folder."""
+    length, kept = study["sequence_length"], output / "text.pt"
+    if not kept.is_file():
+        training, held = [], []
+        for source in study["sources"]:
+            for i, document in enumerate(read_documents(text, source)):
+                (held if i % study["held_out_every"] == study["held_out_every"] - 1 else training).append(document)
+        tokenizer = train_tokenizer(training, study["vocab_size"], length)
+        tokenizer.save_pretrained(output / "tokenizer")
+        cut = {}
+        for name, documents in (("train", training), ("heldout", held)):
+            stream = pack(tokenizer, documents).long()
+            cut[name] = stream[: len(stream) // length * length].view(-1, length)
+        # Spread over all held-out documents, which lie one after another.
+        every = max(1, len(cut["heldout"]) // study["heldout_sequences"])
+        cut["heldout"] = cut["heldout"][::every][: study["heldout_sequences"]].clone()
+        torch.save(cut, kept)
+    cut = torch.load(kept)
+    return output / "tokenizer", PackedText.of(cut["train"]), PackedText.of(cut["heldout"])
+
+
+def start_of(run: dict, study: dict, output: Path, tokenizer: Path) -> str:
+    """The folder of the model that a run begins with."""
+    folder = output / run["family"]
+    if run["start"] == "parent":
+        return str(folder / "dense" / "final")
+    start = folder / f"init{run['seed']}"
+    if not (start / "config.json").is_file():
+        settings = dict(study["families"][run["family"]])
+        torch.manual_seed(run["seed"])
+        tok = AutoTokenizer.from_pretrained(tokenizer)
+        special = {"bos_token_id": tok.bos_token_id, "eos_token_id": tok.eos_token_id, "pad_token_id": tok.pad_token_id}
+        config = AutoConfig.for_model(settings.pop("model_type"), vocab_size=len(tok), **special, **settings)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(start)
+        tok.save_pretrained(start)
+    return str(start)
+
+
+def train(run: dict, study: dict, output: Path, data: tuple) -> tuple[Path, dict]:
+    """Run a recipe; the final model's folder, and what the training itself tells."""
+    tokenizer, training, heldout = data
+    stage = study["pretrain" if run["start"] == "init" else "convert"]
+    apart = ("name", "start", "family", "seed", "id", "threshold")
+    name = run["id"].split("/", 1)[1] if run["name"] != "dense" else "dense"
+    recipe = Recipe(
+        model=start_of(run, study, output, tokenizer),
+        output_dir=str(output / run["family"] / name.replace(" ", "_").replace("/", "_")),
+        train=[],
+        heldout=[],
+        sequence_length=study["sequence_length"],
+        training={**study["training"], **stage, "seed": run["seed"], "report_to": []},
+        **{key: value for key, value in run.items() if key not in apart},
+    )
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    result = finetune(recipe, overwrite=True, train=training, heldout=heldout)
+    settings = recipe.training
+    batch = settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"]
+    last = result["logs"][-1]
+    return Path(result["model"]), {
+        "tokens": settings["max_steps"] * batch * recipe.sequence_length,
+        "minutes": round((time.perf_counter() - started) / 60, 2),
+        "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20) if torch.cuda.is_available() else None,
+        "loss_before": result["before"]["loss"],
+        "last_log": {key: value for key, value in last.items() if "layer_" not in key},
+    }
+
+
+@torch.no_grad()
+def sequence_losses(model, sequences: torch.Tensor, batch_size: int = 32) -> torch.Tensor:
+    """Loss in nats per token of each sequence."""
+    losses = []
+    with evaluation_mode(model):
+        for batch in tqdm(sequences.split(batch_size), desc="held-out loss"):
+            ids = batch.to(model.device)
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+            losses.append(loss.view(len(ids), -1).mean(1).cpu())
+    return torch.cat(losses)
+
+
+@torch.no_grad()
+def lambada(model, tokenizer, folder: Path, limit: int) -> dict:
+    """Share of passages whose last word the model predicts greedily (lm-eval's lambada_openai), with standard error."""
+    name = "lambada_openai-test.jsonl"
+    text = read_text(folder / name if (folder / name).is_file() else folder / f"{name}.xz")
+    hits = []
+    with evaluation_mode(model):
+        for line in tqdm(text.splitlines()[:limit], desc="lambada"):
+            context, _, word = json.loads(line)["text"].rpartition(" ")
+            given = tokenizer(context)["input_ids"]
+            answer = tokenizer(" " + word, add_special_tokens=False)["input_ids"]
+            room = model.config.max_position_embeddings - len(answer)
+            ids = torch.tensor([(given + answer)[-room - len(answer) :]], device=model.device)
+            guess = model(input_ids=ids, use_cache=False).logits[0, -len(answer) - 1 : -1].argmax(-1)
+            hits.append(float(guess.tolist() == answer))
+    mean = sum(hits) / len(hits)
+    return {"acc": mean, "stderr": math.sqrt(mean * (1 - mean) / max(1, len(hits) - 1)), "rows": len(hits)}
+
+
+def measure(model, tokenizer, heldout: PackedText, eval_dir: Path | None, limit: int) -> dict:
+    """Everything that a row says of a model."""
+    losses = sequence_losses(model, heldout.sequences)
+    sparsity = hf_twell.measure_sparsity(model, heldout.sequences.split(32))
+    row = {
+        "loss": losses.double().mean().item(),
+        "loss_stderr": losses.double().std().item() / math.sqrt(len(losses)),
+        "heldout_tokens": heldout.sequences.numel(),
+        "density": sparsity["density"],
+        "l0": sparsity["l0"],
+        "dead": sparsity["dead"],
+        "layers": [{key: layer[key] for key in ("l0", "density", "dead")} for layer in sparsity["layers"]],
+        "tasks": {},
+    }
+    if eval_dir is not None:
+        row["tasks"]["lambada"] = lambada(model, tokenizer, eval_dir, limit)
+        found = [task for task in TASKS if _has_rows(eval_dir, task)]
+        if found:
+            scores = hf_twell.evaluate(model, tokenizer, found, data_dir=eval_dir, limit=limit, batch_size=64)["tasks"]
+            for task in found:
+                metric = scores[task]["metrics"]["acc_norm" if task == "hellaswag" else "acc"]
+                row["tasks"][task] = {
+                    "acc": metric["value"],
+                    "stderr": metric["stderr"],
+                    "rows": scores[task]["n_samples"],
+                }
+    return row
+
+
+def _has_rows(folder: Path, task: str) -> bool:
+    from hf_twell.tasks import DATA_FILES
+
+    name = next(iter(DATA_FILES[task].values()))
+    return any((folder / file).is_file() for file in (name, f"{name}.xz"))
+
+
+def run_one(run: dict, study: dict, output: Path, data: tuple, eval_dir: Path | None) -> dict:
+    """Train (or, for a threshold, load) and measure: one row."""
+    if "threshold" in run:
+        base = next(
+            other for other in plan(study) if (other["family"], other["name"]) == (run["family"], run["fatrelu"])
+        )
+        name = base["id"].split("/", 1)[1].replace(" ", "_").replace("/", "_")
+        folder, facts = output / run["family"] / name / "final", {"tokens": 0, "minutes": 0.0}
+        if not folder.is_dir():
+            raise SystemExit(f"{run['id']} needs the model of {base['id']}; run that first")
+    else:
+        folder, facts = train(run, study, output, data)
+    device = "cuda" if torch.cuda.is_available() and not study["training"].get("use_cpu") else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+    if "threshold" in run:
+        for site in hf_twell.architectures.find_ffns(model):
+            setattr(site.module, site.form.activation, FatRelu(run["threshold"]))
+    figures = measure(model, AutoTokenizer.from_pretrained(data[0]), data[2], eval_dir, study["eval_limit"])
+    about = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "hardware": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+        "versions": {"torch": torch.__version__, "hf_twell": hf_twell.__version__},
+        "commit": _commit(),
+    }
+    return {**run, **figures, **facts, **about}
+
+
+def _commit() -> str | None:
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
+    return done.stdout.strip() or None
+
+
+def main(argv: list[str] | None = None) -> list[dict]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", type=Path, help="a YAML file such as recipes/study.yaml")
+    parser.add_argument("--text", type=Path, help="folder with the text sources")
+    parser.add_argument("--eval", type=Path, help="folder with the tasks' rows; without it only losses are measured")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--only", nargs="+", default=[""], help="only runs whose id contains one of these")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run later than this")
+    parser.add_argument("--smoke", action="store_true", help="tiny models on the demo's text, on a CPU")
+    parser.add_argument("--list", action="store_true", help="say which rows are missing, and stop")
+    args = parser.parse_args(argv)
+    study, started = yaml.safe_load(args.study.read_text()), time.monotonic()
+    text = args.text
+    if args.smoke:
+        study = _merged(study, study.pop("smoke"))
+        text, study["sources"], study["held_out_every"] = Path(__file__).parent / "demo" / "text", ["heldout"], 10
+    args.output.mkdir(parents=True, exist_ok=True)
+    path = args.output / "study.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    missing = [run for run in plan(study) if run["id"] not in {row["id"] for row in rows}]
+    missing = [run for run in missing if any(part in run["id"] for part in args.only)]
+    if args.list:
+        print("\n".join([f"done    {row['id']}" for row in rows] + [f"missing {run['id']}" for run in missing]))
+        return rows
+    if text is None and not (args.output / "text.pt").is_file():
+        parser.error("--text is needed: the folder with " + ", ".join(study["sources"]))
+    data = prepare(study, text, args.output)
+    for run in missing:
+        if time.monotonic() - started > 60 * args.minutes:
+            print(f"{args.minutes:g} minutes are over; the same command goes on with {run['id']}")
+            break
+        print(f"--- {run['id']}", flush=True)
+        rows.append(run_one(run, study, args.output, data, args.eval))
+        with path.open("a") as file:
+            file.write(json.dumps(rows[-1]) + "\n")
+        report(rows, args.output)
+    return rows
+
+
+def _merged(study: dict, changes: dict) -> dict:
+    return {
+        key: _merged(value, changes[key]) if isinstance(value, dict) and key in changes else changes.get(key, value)
+        for key, value in {**changes, **study}.items()
+    }
+
+
+if __name__ == "__main__":
+    main()
