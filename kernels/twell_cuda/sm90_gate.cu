@@ -15,7 +15,7 @@ namespace twell::sm90 {
 namespace {
 
 constexpr int kThreads = 384, kConsumerWarps = 8, kDepth = 64, kSharedLimit = 227 * 1024;
-constexpr int64_t kLaunchCost = 64;  // of a second launch, in units of tile_cost
+constexpr int64_t kLaunchCost = 160;  // of a second launch, in units of tile_cost
 constexpr float kFull = 0.8f;  // share of a tile's neurons
 
 constexpr int kFetchRegisters = 40, kMultiplyRegisters = 232;
