@@ -1,4 +1,4 @@
-"""Zero-shot scores of a causal language model: lm-eval's own tasks, also from local files, and loss on text files."""
+"""Scores of a causal language model: lm-eval's own tasks, also from local files, and loss on text files."""
 
 import contextlib
 import copy
@@ -50,7 +50,7 @@ def evaluate(
     device: str | None = None,
     on_load: Callable | None = None,
 ) -> dict:
-    """Score a model zero-shot on lm-eval tasks and on text files, and leave it as it was.
+    """Score a model on lm-eval tasks and on text files, and leave it as it was.
 
     Prompts, choices, metrics and the way of scoring are lm-eval's, so the numbers are those of the `lm_eval` command
     with the same model, dtype and batch size. With `data_dir` the rows come from local files (named in
@@ -68,7 +68,8 @@ def evaluate(
         limit: score only the first `limit` rows of each task and documents of each text file.
         batch_size: requests, or text windows, per forward pass.
         context: window length on text in tokens; by default the model's own, at most 2,048.
-        num_fewshot: 0, the only number supported.
+        num_fewshot: examples before each row, drawn by lm-eval with its own seed: from train rows, or with `data_dir`
+            from ARC's validation rows. Never from the rows that are scored: HellaSwag is refused with `data_dir`.
         log_samples: also return, for each row, the log-likelihood (nats) of every choice and the metrics.
         dtype, device: how to load a model given by path; by default the checkpoint's dtype, and CUDA if there is one.
         on_load: applied to a model given by path once it is loaded; returns the model to score.
@@ -89,7 +90,7 @@ def evaluate(
     _check_arguments(model, tasks, text, split, limit, batch_size, num_fewshot, dtype, device)
     # Everything cheap that can be wrong is read before the model.
     documents = {str(path): read_documents(path)[:limit] for path in text}
-    loaded, files = load_tasks(tasks, data_dir, split) if tasks else ({}, {})
+    loaded, files = load_tasks(tasks, data_dir, split, num_fewshot) if tasks else ({}, {})
     if isinstance(model, str | Path):
         model, tokenizer = load_model(model, tokenizer, dtype=dtype, device=device)
         model = on_load(model) if on_load else model
@@ -113,7 +114,8 @@ def evaluate(
     with evaluation_mode(model):
         if loaded:
             result["versions"]["lm_eval"] = importlib.metadata.version("lm_eval")
-            result["tasks"] = _run_tasks(model, tokenizer, loaded, files, limit, batch_size, log_samples)
+            options = {"limit": limit, "batch_size": batch_size, "log_samples": log_samples}
+            result["tasks"] = _run_tasks(model, tokenizer, loaded, files, num_fewshot, **options)
         for path, content in documents.items():
             options = {"batch_size": batch_size, "context": context, "name": Path(path).name}
             result["text"][path] = text_loss(model, tokenizer, content, **options)
@@ -138,12 +140,15 @@ def load_model(path: str | Path, tokenizer=None, *, dtype=None, device: str | No
     return model, tokenizer
 
 
-def _run_tasks(model, tokenizer, loaded, files, limit, batch_size, log_samples) -> dict:
+def _run_tasks(model, tokenizer, loaded, files, num_fewshot, *, limit, batch_size, log_samples) -> dict:
     from lm_eval.evaluator import evaluate as run
     from lm_eval.models.huggingface import HFLM
 
-    for task in loaded["tasks"].values():
-        task.set_config("num_fewshot", 0)
+    for name, task in loaded["tasks"].items():
+        examples = len(task.sampler.df) if num_fewshot else 0
+        if num_fewshot > examples:
+            raise ValueError(f"num_fewshot={num_fewshot}: {name} has {examples} rows to draw examples from; give less")
+        task.set_config("num_fewshot", num_fewshot)
         task.set_fewshot_seed(seed=1234)
     with quiet_logs():
         # A copy, because lm-eval gives the tokenizer a padding token.
@@ -154,7 +159,7 @@ def _run_tasks(model, tokenizer, loaded, files, limit, batch_size, log_samples) 
         task = loaded["tasks"].get(name)
         if task is None and not any("," in key for key in values):
             continue  # a group that only lists its members
-        entry = {"version": raw["versions"].get(name), "num_fewshot": 0, "metrics": _metrics(values)}
+        entry = {"version": raw["versions"].get(name), "num_fewshot": num_fewshot, "metrics": _metrics(values)}
         if task is not None:
             entry["split"] = task.get_config("test_split") or task.get_config("validation_split")
             entry["n_samples"] = raw["n-samples"][name]["effective"]
@@ -189,8 +194,8 @@ def _sample(sample: dict) -> dict:
 def _check_arguments(model, tasks, text, split, limit, batch_size, num_fewshot, dtype, device):
     if not tasks and not text:
         raise ValueError(f"nothing to evaluate: name tasks (such as {', '.join(DATA_FILES)}) or text files")
-    if num_fewshot != 0:
-        raise ValueError(f"num_fewshot={num_fewshot}: only zero-shot (0) is supported")
+    if not isinstance(num_fewshot, int) or isinstance(num_fewshot, bool) or num_fewshot < 0:
+        raise ValueError(f"num_fewshot={num_fewshot!r}: give a whole number, 0 or more")
     if split not in (None, "test", "validation"):
         raise ValueError(f"split={split!r}: use test or validation, or leave it unset")
     for name, value in (("batch_size", batch_size), ("limit", limit)):

@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch.nn import functional as F
@@ -10,6 +11,24 @@ from tqdm import tqdm
 
 # Logits take batch x context x vocabulary values, so the whole context of a long-context model would not fit.
 MAX_DEFAULT_CONTEXT = 2048
+
+# A module for `evaluate.load`.
+METRIC_PATH = str(Path(__file__).parent / "metrics" / "token_perplexity.py")
+
+
+def token_log_likelihoods(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """log p of each label given the tokens before it: what the metric at METRIC_PATH takes as predictions.
+
+        Trainer(..., preprocess_logits_for_metrics=token_log_likelihoods, compute_metrics=...)
+
+    keeps a number per token instead of one per entry of the vocabulary.
+
+    Shapes: logits (B, T, V), labels (B, T); returns (B, T), fp32: 0 at the first position and where labels are -100.
+    """
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    targets = labels[:, 1:].to(logits.device)
+    losses = F.cross_entropy(logits[:, :-1].float().transpose(1, 2), targets, reduction="none", ignore_index=-100)
+    return F.pad(-losses, (1, 0))
 
 
 @contextlib.contextmanager

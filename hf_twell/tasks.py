@@ -28,11 +28,14 @@ _FIELDS = {
 DEFAULT_TASKS = tuple(DATA_FILES)
 
 
-def load_tasks(tasks: Sequence[str], data_dir: str | Path | None = None, split: str | None = None) -> tuple[dict, dict]:
+def load_tasks(
+    tasks: Sequence[str], data_dir: str | Path | None = None, split: str | None = None, num_fewshot: int = 0
+) -> tuple[dict, dict]:
     """lm-eval's tasks as `TaskManager.load` returns them, and the local file behind each task (with `data_dir`).
 
     Raises:
-        ValueError: unknown task or split, a task without local files, unusable rows, or lm-eval is not installed.
+        ValueError: unknown task or split, a task without local files, unusable rows, examples that could only be drawn
+            from the rows that are scored, or lm-eval is not installed.
         OSError: a local file is missing, or a data set cannot be fetched.
     """
     try:
@@ -43,6 +46,7 @@ def load_tasks(tasks: Sequence[str], data_dir: str | Path | None = None, split: 
     if Version(version) < Version("0.4.12"):
         raise ValueError(f"lm-eval {version} is too old: pip install 'lm-eval>=0.4.12'")
     files = _find_files(tasks, data_dir, split) if data_dir is not None else {}
+    examples = {name: _find_examples(name, Path(data_dir), *files[name]) for name in files} if num_fewshot else {}
     if set(tasks) <= set(DATA_FILES):
         # Indexing all of lm-eval's tasks takes seconds; these three are in two folders.
         folder = Path(lm_eval.tasks.__file__).parent
@@ -58,7 +62,7 @@ def load_tasks(tasks: Sequence[str], data_dir: str | Path | None = None, split: 
         with quiet_logs():
             if files:
                 # A group with overrides: each task keeps its stock definition and only gets its rows from elsewhere.
-                members = [_local_task(name, *files[name]) for name in tasks]
+                members = [_local_task(name, *files[name], examples.get(name)) for name in tasks]
                 loaded = {"tasks": manager.load([{"group": "local files", "task": members}])["tasks"]}
             else:
                 loaded = manager.load(list(tasks))
@@ -69,6 +73,8 @@ def load_tasks(tasks: Sequence[str], data_dir: str | Path | None = None, split: 
         ) from error
     for name, task in loaded["tasks"].items():
         _choose_split(name, task, split)
+        if num_fewshot:
+            _check_examples(name, task)
     return loaded, {name: str(path) for name, (path, _) in files.items()}
 
 
@@ -86,23 +92,54 @@ def _find_files(tasks, data_dir, split) -> dict[str, tuple[Path, str]]:
         chosen = split or next(iter(splits))
         if chosen not in splits:
             raise ValueError(f"{name} has no {chosen} rows with answers; use split={' or '.join(splits)}")
-        candidates = [folder / splits[chosen], folder / f"{splits[chosen]}.xz"]
-        path = next((path for path in candidates if path.is_file()), None)
-        if path is None:
-            raise FileNotFoundError(f"{name} needs {' or '.join(path.name for path in candidates)} in {folder}")
-        found[name] = (path, chosen)
+        found[name] = (_find_file(name, folder, splits[chosen]), chosen)
     return found
 
 
-def _local_task(name: str, path: Path, split: str) -> dict:
+def _find_file(name: str, folder: Path, file: str) -> Path:
+    candidates = [folder / file, folder / f"{file}.xz"]
+    path = next((path for path in candidates if path.is_file()), None)
+    if path is None:
+        raise FileNotFoundError(f"{name} needs {' or '.join(path.name for path in candidates)} in {folder}")
+    return path
+
+
+def _find_examples(name: str, folder: Path, _: Path, scored: str) -> Path:
+    """The file of the rows that few-shot examples are drawn from: validation rows, where test rows are scored."""
+    if scored != "test":
+        advice = "score the test rows" if "test" in DATA_FILES[name] else "use num_fewshot=0, or drop data_dir"
+        raise ValueError(
+            f"{name}: few-shot examples could only be drawn from the {scored} rows that are scored, because its train "
+            f"rows are not among the local files; {advice}"
+        )
+    return _find_file(name, folder.resolve(), DATA_FILES[name]["validation"])
+
+
+def _check_examples(name: str, task) -> None:
+    """lm-eval draws from train rows, else validation rows, else in silence from the rows that it scores."""
+    if task.fewshot_cfg.split is not None or task.has_training_docs():
+        return
+    if not (task.has_validation_docs() and task.has_test_docs()):
+        raise ValueError(
+            f"{name} has no rows for few-shot examples but those that are scored; use num_fewshot=0 for it"
+        )
+
+
+def _local_task(name: str, path: Path, split: str, examples: Path | None) -> dict:
     # Rows are held in memory and not read by the "json" builder of datasets: that one writes a cache, which collides
     # or fails on a read-only machine.
-    splits = {"training_split": None, "validation_split": None, "test_split": None, f"{split}_split": split}
-    return {"task": name, **splits, "custom_dataset": functools.partial(_read_rows, path, _FIELDS[name], split)}
+    files = {split: path} | ({"validation": examples} if examples else {})
+    splits = {f"{kind}_split": kind if kind in files else None for kind in ("validation", "test")}
+    dataset = functools.partial(_read_splits, files, _FIELDS[name])
+    return {"task": name, "training_split": None, **splits, "custom_dataset": dataset}
 
 
-def _read_rows(path: Path, fields: set[str], split: str, **_) -> dict:
-    """{split: Dataset} of a JSON-lines file. lm-eval also passes the task's metadata, which nothing here needs."""
+def _read_splits(files: dict[str, Path], fields: set[str], **_) -> dict:
+    """{split: Dataset} of JSON-lines files. lm-eval also passes the task's metadata, which nothing here needs."""
+    return {split: _read_rows(path, fields) for split, path in files.items()}
+
+
+def _read_rows(path: Path, fields: set[str]):
     import datasets
 
     rows = []
@@ -117,7 +154,7 @@ def _read_rows(path: Path, fields: set[str], split: str, **_) -> dict:
         if not isinstance(row, dict) or not fields <= row.keys():
             raise ValueError(f"{path}, line {number} is no object with the fields {', '.join(sorted(fields))}")
         rows.append(row)
-    return {split: datasets.Dataset.from_list(rows)}
+    return datasets.Dataset.from_list(rows)
 
 
 def _choose_split(name: str, task, split: str | None):

@@ -199,7 +199,12 @@ def test_split_limit_and_folders_of_the_same_file_names(model, tokenizer, data_d
         ({"tasks": (), "text": ()}, ["nothing to evaluate", "arc_easy"]),
         ({"data_dir": "data", "limit": 0}, ["limit=0", "1 or more"]),
         ({"data_dir": "data", "batch_size": "auto"}, ["batch_size='auto'", "1 or more"]),
-        ({"data_dir": "data", "num_fewshot": 5}, ["num_fewshot=5", "zero-shot"]),
+        ({"data_dir": "data", "num_fewshot": -1}, ["num_fewshot=-1", "0 or more"]),
+        ({"data_dir": "data", "num_fewshot": 2, "tasks": ["hellaswag"]}, ["hellaswag", "rows that are scored", "=0"]),
+        (
+            {"data_dir": "data", "num_fewshot": 2, "tasks": ["arc_easy"], "split": "validation"},
+            ["arc_easy", "rows that are scored", "score the test rows"],
+        ),
         ({"data_dir": "data", "dtype": "float32"}, ["model.to(...)"]),
         ({"tasks": ["arc_easy"], "data_dir": "bad-json"}, ["ARC-Easy-Test.jsonl, line 2", "JSON"]),
         ({"tasks": ["arc_easy"], "data_dir": "bad-row"}, ["ARC-Easy-Test.jsonl, line 1", "answerKey"]),

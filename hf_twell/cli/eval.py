@@ -1,4 +1,4 @@
-"""Score a model zero-shot with lm-eval's own tasks, and by its loss on text files.
+"""Score a model with lm-eval's own tasks, and by its loss on text files.
 
 The tasks are by default arc_easy, arc_challenge and hellaswag; with --data-dir these run without network. A model that
 `hf-twell sparsify` converted runs on its sparse kernels; any other model runs as it is.
@@ -6,6 +6,8 @@ The tasks are by default arc_easy, arc_challenge and hellaswag; with --data-dir 
 examples:
   hf-twell eval ./my-model
   hf-twell eval ./my-model --tasks arc_easy --data-dir data/eval --split validation --json > scores.json
+  hf-twell eval ./my-model --tasks arc_challenge --num-fewshot 25
+  hf-twell eval ./my-model --tasks arc_easy --dtype bfloat16 --flips
   hf-twell eval ./my-model --text book.txt stories.txt.xz
 """
 
@@ -33,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--text", nargs="+", default=[], metavar="FILE", help="text files (.txt, .xz) to score the loss on"
     )
     parser.add_argument("--split", choices=("validation", "test"), help="rows to score (default: what lm-eval scores)")
+    parser.add_argument("--num-fewshot", type=int, default=0, metavar="N", help="examples before each row (default: 0)")
+    parser.add_argument(
+        "--flips",
+        action="store_true",
+        help="also count the answers that kernels change, beside those that two dense paths change (three runs)",
+    )
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N rows of a task, documents of a file")
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="requests per forward pass (default: 8)")
     parser.add_argument(
@@ -68,13 +76,16 @@ def _evaluate(args: argparse.Namespace) -> dict:
 
     tasks = args.tasks and [name for item in args.tasks for name in item.split(",") if name]
     converted = []
+    if args.flips and args.text and not tasks:
+        raise ValueError("--flips counts answers: name multiple-choice tasks with --tasks")
 
     def on_load(model):
         if getattr(model.config, "twell", None) is None:
-            if args.backend != "auto":
+            if args.backend != "auto" or args.flips:
+                option = "--flips" if args.flips else f"--backend {args.backend}"
                 raise ValueError(
-                    f"--backend {args.backend}: {args.model} is no converted model (its config has no `twell` entry); "
-                    "convert it with `hf-twell sparsify` or leave --backend out"
+                    f"{option}: {args.model} is no converted model (its config has no `twell` entry); "
+                    "convert it with `hf-twell sparsify` or leave that out"
                 )
             return model
         import hf_twell
@@ -91,17 +102,33 @@ def _evaluate(args: argparse.Namespace) -> dict:
         limit=args.limit,
         batch_size=args.batch_size,
         context=args.context,
+        num_fewshot=args.num_fewshot,
         log_samples=args.log_samples,
         dtype=args.dtype,
         device=args.device,
         on_load=on_load,
     )
-    return result | {"backend": converted[0] if converted else None}
+    result["backend"] = converted[0] if converted else None
+    if args.flips:
+        result["flips"] = _flips(args, tasks)
+    return result
+
+
+def _flips(args, tasks) -> dict:
+    from hf_twell.evaluation import load_model
+    from hf_twell.flips import answer_flips
+    from hf_twell.tasks import DEFAULT_TASKS
+
+    model, tokenizer = load_model(args.model, dtype=args.dtype, device=args.device)
+    names = ("data_dir", "split", "limit", "batch_size", "num_fewshot", "backend")
+    return answer_flips(model, tokenizer, tasks or DEFAULT_TASKS, **{name: getattr(args, name) for name in names})
 
 
 def format_table(result: dict) -> str:
     """The results for people: one row per metric of a task, and one per text file."""
-    parts = [f"{result['model']} ({result['dtype']}, {result['device']}, batch size {result['batch_size']}, zero-shot)"]
+    shots = {entry["num_fewshot"] for entry in result["tasks"].values()} - {0}
+    how = f"{shots.pop()}-shot" if shots else "zero-shot"
+    parts = [f"{result['model']} ({result['dtype']}, {result['device']}, batch size {result['batch_size']}, {how})"]
     if result["limit"]:
         parts.append(f"Only the first {result['limit']} rows or documents of each: not comparable with full scores.")
     scores = [
@@ -115,6 +142,9 @@ def format_table(result: dict) -> str:
     losses = [[Path(path).name, *(entry[key] for key in keys)] for path, entry in result["text"].items()]
     if losses:
         parts.append(table(["text", *(key.replace("_", " ") for key in keys)], _without_none(losses)))
+    if "flips" in result:
+        headers = ["answers that differ", "rows", "kernels from dense", "dense from dense at another batch size"]
+        parts.append(table(headers, [[name, *counts.values()] for name, counts in result["flips"].items()]))
     return "\n\n".join(parts)
 
 

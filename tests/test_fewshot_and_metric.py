@@ -1,0 +1,248 @@
+"""Few-shot examples, the perplexity metric for Trainer, and answers that backends flip."""
+
+import json
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+from hf_twell import evaluation, sparsify
+from hf_twell.cli import main
+from hf_twell.flips import answer_flips, answers, differing
+from hf_twell.perplexity import METRIC_PATH, token_log_likelihoods
+from tests.conftest import shared_path, tiny_llama
+from tests.test_evaluation import ARC_ROWS, OFFLINE, arc_row, log_likelihood, needs_lm_eval, write_rows
+
+DEMO = Path(__file__).parents[1] / "recipes" / "demo" / "model"
+POOL = [
+    ("Which one is cold?", ["ice", "fire"], "A"),
+    ("Which one is wet?", ["sand", "the sea"], "B"),
+    ("Which one is loud?", ["a whisper", "thunder", "snow"], "B"),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return sparsify(AutoModelForCausalLM.from_pretrained(DEMO, dtype="float32")), AutoTokenizer.from_pretrained(DEMO)
+
+
+@pytest.fixture
+def data_dir(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_rows(folder / "ARC-Easy-Test.jsonl", [arc_row(*row) for row in ARC_ROWS])
+    write_rows(folder / "ARC-Easy-Validation.jsonl.xz", [arc_row(*row) for row in POOL])
+    return folder
+
+
+@needs_lm_eval
+def test_examples_are_validation_rows(demo, data_dir):
+    """Prompts written by hand: lm-eval's sampler with its seed, over the validation rows."""
+    options = {"data_dir": data_dir, "num_fewshot": 2, "log_samples": True}
+    task = evaluation.evaluate(*demo, ["arc_easy"], **options)["tasks"]["arc_easy"]
+    assert (task["num_fewshot"], task["split"], task["n_samples"]) == (2, "test", len(ARC_ROWS))
+    draw = random.Random(1234)
+    for (question, choices, _), sample in zip(ARC_ROWS, task["samples"], strict=True):
+        shots = draw.sample(POOL, 2)
+        prompt = "".join(f"Question: {q}\nAnswer: {options['AB'.index(key)]}\n\n" for q, options, key in shots)
+        prompt += f"Question: {question}\nAnswer:"
+        # The demo's tokenizer puts <|startoftext|> before a text, and lm-eval lets it.
+        prompt = "<|startoftext|>" + prompt
+        expected = [log_likelihood(*demo, prompt, f" {choice}") for choice in choices]
+        assert [response[0] for response in sample["responses"]] == pytest.approx(expected, abs=1e-3)
+
+
+@needs_lm_eval
+def test_examples_need_their_file(demo, data_dir):
+    (data_dir / "ARC-Easy-Validation.jsonl.xz").unlink()
+    with pytest.raises(FileNotFoundError, match=r"ARC-Easy-Validation\.jsonl or ARC-Easy-Validation\.jsonl\.xz"):
+        evaluation.evaluate(*demo, ["arc_easy"], data_dir=data_dir, num_fewshot=2)
+
+
+@needs_lm_eval
+def test_too_few_examples(demo, data_dir):
+    with pytest.raises(ValueError, match="num_fewshot=4: arc_easy has 3 rows"):
+        evaluation.evaluate(*demo, ["arc_easy"], data_dir=data_dir, num_fewshot=4)
+
+
+TASK = """
+include: {stock}
+task: arc_easy_local
+dataset_path: json
+dataset_name: null
+dataset_kwargs: {{data_files: {{test: "{test}", validation: "{validation}"}}}}
+training_split: null
+"""
+
+
+@needs_lm_eval
+def test_scores_are_those_of_the_command(tmp_path, capsys):
+    """The same rows, model and number of examples, through `lm_eval` itself."""
+    import lm_eval.tasks
+
+    model = tmp_path / "model"
+    assert main(["sparsify", str(DEMO), str(model), "--dtype", "float32"]) == 0
+    data = tmp_path / "data"
+    data.mkdir()
+    for split, rows in (("Test", 30), ("Validation", 570)):
+        lines = shared_path(f"data/eval/ARC-Easy-{split}.jsonl").read_text().splitlines(keepends=True)
+        (data / f"ARC-Easy-{split}.jsonl").write_text("".join(lines[:rows]))
+    stock = Path(lm_eval.tasks.__file__).parent / "arc" / "arc_easy.yaml"
+    files = {split.lower(): data / f"ARC-Easy-{split}.jsonl" for split in ("Test", "Validation")}
+    (tmp_path / "arc_easy_local.yaml").write_text(TASK.format(stock=stock, **files))
+    command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--include_path", str(tmp_path)]
+    command += ["--model_args", f"pretrained={model},dtype=float32", "--device", "cpu", "--num_fewshot", "3"]
+    command += ["--tasks", "arc_easy_local", "--batch_size", "8", "--output_path", str(tmp_path / "out")]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=OFFLINE | {"HF_HOME": str(tmp_path / "hf")}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (results,) = (tmp_path / "out").rglob("results_*.json")
+    theirs = json.loads(results.read_text())["results"]["arc_easy_local"]
+
+    capsys.readouterr()
+    options = ["--data-dir", str(data), "--num-fewshot", "3", "--device", "cpu", "--backend", "reference", "--json"]
+    assert main(["eval", str(model), "--tasks", "arc_easy", *options]) == 0
+    ours = json.loads(capsys.readouterr().out)["tasks"]["arc_easy"]
+    assert ours["n_samples"] == 30
+    for metric, score in ours["metrics"].items():
+        assert score == {"value": theirs[f"{metric},none"], "stderr": theirs[f"{metric}_stderr,none"]}
+
+
+# The metric
+
+
+def rows(lengths) -> list[dict]:
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, 96, (length,), generator=generator) for length in lengths]
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+@pytest.fixture(scope="module")
+def metric(tmp_path_factory):
+    evaluate = pytest.importorskip("evaluate")
+    return evaluate.load(METRIC_PATH, cache_dir=str(tmp_path_factory.mktemp("metric")))
+
+
+def test_metric_in_trainer(metric, tmp_path):
+    """Over batches of unequal length that are padded with -100, against each sequence by itself."""
+    from transformers import DefaultDataCollator
+
+    class Pad(DefaultDataCollator):
+        def __call__(self, features, return_tensors=None):
+            width = max(len(row["input_ids"]) for row in features)
+
+            def filled(key, fill):
+                return torch.stack([F.pad(row[key], (0, width - len(row[key])), value=fill) for row in features])
+
+            return {"input_ids": filled("input_ids", 0), "labels": filled("labels", -100)}
+
+    data = rows((9, 17, 5, 12, 30, 7))
+    data[1]["labels"] = data[1]["labels"].clone()
+    data[1]["labels"][:6] = -100  # a prompt that is not scored
+    model = sparsify(tiny_llama().eval())
+    trainer = Trainer(
+        model,
+        TrainingArguments(str(tmp_path), per_device_eval_batch_size=2, use_cpu=True, report_to=[], disable_tqdm=True),
+        eval_dataset=data,
+        data_collator=Pad(),
+        preprocess_logits_for_metrics=token_log_likelihoods,
+        compute_metrics=lambda p: metric.compute(predictions=p.predictions, references=p.label_ids),
+    )
+    result = trainer.evaluate()
+    total, tokens = 0.0, 0
+    with torch.no_grad():
+        for row in data:
+            log_p = model(row["input_ids"][None]).logits[0, :-1].double().log_softmax(-1)
+            for position, label in enumerate(row["labels"][1:].tolist()):
+                if label != -100:
+                    total -= log_p[position, label].item()
+                    tokens += 1
+    assert result["eval_tokens"] == tokens == 9 + 17 + 5 + 12 + 30 + 7 - 6 - 5
+    assert result["eval_nats_per_token"] == pytest.approx(total / tokens, rel=1e-5)
+    assert result["eval_perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-5)
+
+
+def test_metric_by_hand(metric):
+    half = math.log(0.5)
+    result = metric.compute(predictions=[[9.0, half, half], [0.0, 2 * half, 7.0]], references=[[5, 6, 7], [5, 6, -100]])
+    assert result == {
+        "perplexity": pytest.approx(2 ** (4 / 3)),
+        "nats_per_token": pytest.approx(-4 / 3 * half),
+        "tokens": 3,
+    }
+    with pytest.raises(ValueError, match="no token is scored"):
+        metric.compute(predictions=[[0.0, 1.0]], references=[[3, -100]])
+    with pytest.raises(ValueError, match="3 predictions and 2 references"):
+        metric.compute(predictions=[[0.0, 1.0, 2.0]], references=[[3, 4]])
+
+
+# Answers that flip
+
+
+@needs_lm_eval
+def test_scores_of_backends_in_fp32(demo):
+    model, tokenizer = demo
+    options = {"data_dir": shared_path("data/eval"), "limit": 40, "log_samples": True}
+    results = {}
+    for backend in ("reference", "auto"):
+        sparsify(model, backend=backend)
+        results[backend] = evaluation.evaluate(model, tokenizer, ["arc_easy", "hellaswag"], **options)["tasks"]
+    for name, truth in results["reference"].items():
+        mine = results["auto"][name]
+        assert mine["metrics"] == truth["metrics"]
+        for one, other in zip(mine["samples"], truth["samples"], strict=True):
+            ours, expected = ([response[0] for response in row["responses"]] for row in (one, other))
+            assert ours == pytest.approx(expected, rel=1e-4)
+
+
+@needs_lm_eval
+def test_flips(tmp_path, capsys):
+    assert main(["sparsify", str(DEMO), str(tmp_path / "model")]) == 0
+    capsys.readouterr()
+    options = ["--tasks", "arc_easy", "--data-dir", str(shared_path("data/eval")), "--limit", "24", "--device", "cpu"]
+    for dtype in ("float32", "bfloat16"):
+        assert main(["eval", str(tmp_path / "model"), *options, "--dtype", dtype, "--flips", "--json"]) == 0
+        flips = json.loads(capsys.readouterr().out)["flips"]["arc_easy"]
+        assert flips["rows"] == 24
+        if dtype == "float32":
+            assert (flips["kernels_vs_dense"], flips["dense_vs_dense"]) == (0, 0)
+        else:
+            assert flips["kernels_vs_dense"] <= flips["dense_vs_dense"] + 3
+    assert main(["eval", str(DEMO), *options, "--flips"]) == 1
+    assert "--flips" in capsys.readouterr().err
+
+
+def test_flips_are_counted():
+    """The counting can fail: other weights give other answers."""
+    samples = [{"responses": [[-1.0, 0], [-2.0, 0]]}, {"responses": [[-3.0, 0], [-2.0, 0], [-2.5, 0]]}]
+    assert answers(samples) == [0, 1]
+    assert differing([0, 1, 2, 2], [0, 2, 2, 1]) == 2
+    with pytest.raises(ValueError, match="multiple-choice tasks alone"):
+        answers([{"responses": [[-1.0, 0]]}])
+
+
+@needs_lm_eval
+def test_a_wrong_backend_would_show(demo, data_dir, monkeypatch):
+    from hf_twell import ops
+
+    model, tokenizer = demo
+    real = ops.ffn
+    monkeypatch.setattr(ops, "ffn", lambda x, up, down, *a, **k: real(x, -up, down, *a, **k))
+    flips = answer_flips(model, tokenizer, ["arc_easy"], data_dir=data_dir, backend="cpu")["arc_easy"]
+    assert flips["kernels_vs_dense"] > 0
+    assert flips["dense_vs_dense"] == 0
