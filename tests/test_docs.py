@@ -1,0 +1,79 @@
+"""Every code block of these pages runs as it stands, on the demo model in place of models from the Hub."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_twell.cli import main
+from tests.conftest import shared_path
+from tests.hub_server import HubServer
+
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "recipes" / "demo"
+PAGES = [ROOT / "docs" / f"{n}.md" for n in ("adapters", "checkpoints", "company", "evaluation", "hub", "inspect")]
+# What a page may leave to its reader: a model folder, text, lm-eval's rows.
+PREAMBLE = """
+import sys, torch
+sys.path.insert(0, {root!r})
+from transformers import AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained({model!r})
+ids = tokenizer(open({text!r}).read()[:3000], return_tensors="pt")["input_ids"][0]
+dataset = [dict(input_ids=row, labels=row) for row in ids[: len(ids) // 32 * 32].view(-1, 32)]
+batches = [row["input_ids"][None] for row in dataset[:2]]
+"""
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_block_of_another_kind(page):
+    assert set(re.findall(r"^```(\w+)", page.read_text(), re.MULTILINE)) <= {"python", "bash"}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+def test_python(page, tmp_path, monkeypatch):
+    for needed in ("peft", "evaluate", "accelerate"):
+        pytest.importorskip(needed)
+    code = PREAMBLE.format(root=str(ROOT), model=str(DEMO / "model"), text=str(DEMO / "text" / "heldout.txt"))
+    code += "\n".join(blocks(page, "python"))
+    code = code.replace('"meta-llama/Llama-3.2-1B"', repr(str(DEMO / "model")))
+    code = code.replace("max_steps=1000", "max_steps=1, use_cpu=True, report_to=[], save_strategy='no'")
+    monkeypatch.chdir(tmp_path)
+    if page.stem != "hub":
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        exec(compile(code, page.name, "exec"), {})
+        return
+    with HubServer() as hub:  # huggingface_hub reads its address when it is imported
+        env = hub.client_environment(tmp_path / "home")
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "model.safetensors" in hub.repos["me/llama-relu"]
+        assert "L1 term" in hub.repos["me/llama-relu"]["README.md"].decode()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "bash")], ids=lambda page: page.stem)
+def test_commands(page, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("lm_eval")
+    lines = [line.split("#")[0].strip() for block in blocks(page, "bash") for line in block.splitlines()]
+    commands = [shlex.split(line) for line in lines if line]
+    assert all(command[0] == "hf-twell" for command in commands)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    Path("notes.txt").write_text((DEMO / "text" / "heldout.txt").read_text()[:4000])
+    assert main(["sparsify", str(DEMO / "model"), "my-model"]) == 0
+    if any("eval-data" in command for command in commands):
+        os.symlink(shared_path("data/eval"), "eval-data")
+    for command in commands:
+        names = {"MODEL": "my-model", "FILE...": "notes.txt"}
+        command = [names.get(argument, argument) for argument in command]
+        if "--tasks" in command:
+            command += ["--limit", "4"]
+        capsys.readouterr()
+        assert main(command[1:]) == 0, (command, capsys.readouterr().err)
