@@ -9,7 +9,7 @@ import torch
 from hf_twell import ops
 
 SPARSE = 0.1  # below this density columns pay at any number of tokens; above ops.MAX_DENSITY rows do
-MANY_TOKENS = 64  # so many make the sample's time negligible
+EVERY = 32  # calls in evaluation between two samples of a block's density
 
 
 def settle_down(ffn: torch.nn.Module, x: torch.Tensor) -> None:
@@ -37,9 +37,10 @@ def _settle_evaluated(ffn, weight, x) -> None:
         # At any density: the kernels would transpose rows in every call, dense matmuls read either order equally fast,
         # and to sample the density is to wait for the device.
         wants_columns, wants_rows = True, False
-    elif _by_column(weight) and x.numel() < MANY_TOKENS * x.shape[-1]:
-        return
     else:
+        ffn.twell.calls += 1
+        if ffn.twell.calls % EVERY != 1:  # a sample costs as much as a small call
+            return
         first = getattr(ffn, ffn.twell.form.gate or ffn.twell.form.up)
         density = ops.sampled_density(x, first.weight, first.bias)
         wants_columns, wants_rows = density < SPARSE, density > ops.MAX_DENSITY

@@ -34,6 +34,7 @@ class FfnSettings:
     backend: str
     l1: L1Inputs | None = None
     captured: bool = False
+    calls: int = 0  # in evaluation on CPU
     watch: DensityWatch = field(default_factory=DensityWatch, repr=False, compare=False)
 
 
@@ -102,15 +103,17 @@ class SparseFfn(nn.Module):
 
 
 def _is_plain_linear(linear: nn.Module) -> bool:
+    if type(linear) is not nn.Linear:
+        return False
+    own, weight = vars(linear), linear.weight  # attributes of a module itself are slow to read
     return (
-        type(linear) is nn.Linear
-        and "forward" not in vars(linear)
-        and not hasattr(linear, "_hf_hook")
-        and not (linear._forward_hooks or linear._forward_pre_hooks or linear._backward_hooks)
-        and not linear._backward_pre_hooks
-        and type(linear.weight) in (nn.Parameter, torch.Tensor)
-        and not linear.weight.is_meta
-        and linear.weight.numel() == linear.in_features * linear.out_features
+        "forward" not in own
+        and "_hf_hook" not in own
+        and not (own["_forward_hooks"] or own["_forward_pre_hooks"])
+        and not (own["_backward_hooks"] or own["_backward_pre_hooks"])
+        and type(weight) in (nn.Parameter, torch.Tensor)
+        and not weight.is_meta
+        and weight.numel() == own["in_features"] * own["out_features"]
     )
 
 
