@@ -1,0 +1,91 @@
+"""What the commands load: stock models, the paper authors' checkpoints, and nothing that is damaged or brings code."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from hf_twell.cli import main
+from hf_twell.loading import load_causal_lm
+from hf_twell.modeling import sparse_ffns
+from tests.conftest import tiny_llama
+from tests.test_custom_models import AuthorsMlp, damage_config, damage_weights, logits, nan, pickled
+
+DEMO = Path(__file__).parents[1] / "recipes" / "demo" / "model"
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    tiny_llama().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_stock_models_come_as_they_are(folder):
+    model = load_causal_lm(folder)
+    assert model.config.hidden_act == "silu"
+    assert not sparse_ffns(model)
+    assert load_causal_lm(folder, dtype="bfloat16").dtype == torch.bfloat16
+
+
+def test_authors_checkpoint_through_the_commands(tmp_path, capsys):
+    """The demo model as the authors' hybrid training would store it: down_proj as (F, D), SiLU in the config."""
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    theirs.mkdir()
+    for path in DEMO.iterdir():
+        (theirs / path.name).write_bytes(path.read_bytes())
+    weights = load_file(DEMO / "model.safetensors")
+    for name in [name for name in weights if "down_proj" in name]:
+        weights[name] = weights[name].t().contiguous()
+    save_file(weights, theirs / "model.safetensors", {"format": "pt"})
+    damage_config(theirs, model_type="llama_sparse_relu", sparsity_new_intermediate_size=1024)
+    model = AutoModelForCausalLM.from_pretrained(DEMO)
+    for layer in model.model.layers:
+        upright = layer.mlp
+        layer.mlp = AuthorsMlp(256, 1024, hybrid=True).to(torch.bfloat16)
+        layer.mlp.gate_proj, layer.mlp.up_proj = upright.gate_proj, upright.up_proj
+        layer.mlp.down_proj.weight.data = upright.down_proj.weight.data.t().contiguous()
+    truth = logits(model.float())
+
+    assert main(["sparsify", str(theirs), str(ours), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["class"] == "LlamaForCausalLM"
+    plain = AutoModelForCausalLM.from_pretrained(ours, dtype="float32")
+    assert json.loads((ours / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    torch.testing.assert_close(logits(plain), truth, atol=1e-4, rtol=1e-4)
+    assert main(["inspect", str(theirs), "--text", str(DEMO.parent / "text" / "heldout.txt"), "--tokens", "500"]) == 0
+
+
+UP = "model.layers.2.mlp.up_proj.weight"
+Q = "model.layers.1.self_attn.q_proj.weight"
+DAMAGES = {
+    "shape of a block": (lambda f: damage_weights(f, UP, lambda w: w[:-1].clone()), "up_proj.weight has shape"),
+    "shape of attention": (lambda f: damage_weights(f, Q, lambda w: w[:16].clone()), "shapes that config.json gives"),
+    "NaN": (lambda f: damage_weights(f, Q, nan), "NaN or infinite"),
+    "huge depth": (lambda f: damage_config(f, num_hidden_layers=10**9), "num_hidden_layers=1000000000"),
+    "huge vocabulary": (lambda f: damage_config(f, vocab_size=10**13), "has shape"),
+    "pickle": (pickled, "pickled weights alone"),
+    "unknown kind": (lambda f: damage_config(f, model_type="strange"), "strange"),
+    "code of its own": (
+        lambda f: damage_config(f, model_type="strange", auto_map={"AutoConfig": "evil.Config"}),
+        "trust_remote_code",
+    ),
+    "entry beside SiLU": (lambda f: damage_config(f, twell={"version": 1, "layers": None}), "its activation is 'silu'"),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_models_end_in_one_line(folder, tmp_path, capsys, damage):
+    change, message = DAMAGES[damage]
+    change(folder)
+    (folder / "evil.py").write_text("raise SystemExit('remote code ran')\n")
+    for path in DEMO.glob("tokenizer*"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    capsys.readouterr()
+    assert main(["sparsify", str(folder), str(tmp_path / "out")]) == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hf-twell: error")]
+    assert len(lines) == 1
+    assert message in lines[0]
+    assert not (tmp_path / "out").exists()
