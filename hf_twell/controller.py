@@ -9,6 +9,7 @@ WEIGHT_RANGE = (1e-3, 1e3)  # of the first weight
 FIRST_TERM = 0.03  # nats: what the L1 term of the first weight comes to
 PROPORTIONAL = 4.0
 INTEGRAL = 24.0  # over the whole run
+LARGEST_INTEGRAL = 0.4  # a step, in very short ones
 SMOOTHED = 0.02  # share of the run
 
 
@@ -67,7 +68,7 @@ class DensityController:
             rate = 1 / max(1.0, SMOOTHED * self.steps)
             self._density += rate * (density - self._density)
         error = (self._seen() / self.reference(progress)).log().clamp(-1, 1)
-        change = PROPORTIONAL * (error - self._error) + INTEGRAL / self.steps * error
+        change = PROPORTIONAL * (error - self._error) + min(INTEGRAL / self.steps, LARGEST_INTEGRAL) * error
         self._log_weight = (self._log_weight + change).clamp(self._log_bounds[0], self._log_bounds[1])
         self._error = error
         return self.weights()

@@ -113,8 +113,9 @@ def _reset_state(optimizer, parameter, rows, living) -> None:
         key: value for key, value in state.items() if value.shape == parameter.shape and value.is_floating_point()
     }
     if len(moments) < sum(value.numel() > 1 for value in state.values()):
+        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         raise ValueError(
-            f"revive_after cannot reset the state of {type(optimizer).__name__} ({', '.join(state)}) by rows; use "
+            f"revive_after cannot reset the state of {type(inner).__name__} ({', '.join(state)}) by rows; use "
             "AdamW or SGD, or leave it out"
         )
     for key, value in moments.items():

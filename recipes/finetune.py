@@ -11,6 +11,7 @@ are all there is to it.
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -107,4 +108,5 @@ if __name__ == "__main__":
     arguments = parser.parse_intermixed_args()
     recipe = load_recipe(arguments.recipe, arguments.changes)
     result = finetune(recipe, resume=arguments.resume, overwrite=arguments.overwrite)
-    print(json.dumps({key: result[key] for key in ("model", "before", "after")}, indent=2))
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(json.dumps({key: result[key] for key in ("model", "before", "after")}, indent=2))

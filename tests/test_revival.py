@@ -1,0 +1,130 @@
+"""Dead neurons come back, their optimizer state with them, and nothing else changes."""
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.optimization import Adafactor
+
+from hf_twell import SparsityCallback, sparsify
+from hf_twell.variants import Adapters
+from tests import one_step
+from tests.conftest import tiny_llama
+
+DEAD = [3, 17, 40]
+TOKENS = sum(one_step.LENGTHS)  # of each optimizer step
+
+
+class Watch(TrainerCallback):
+    """The gate weights and moments of layer 1 after each step; its rows `DEAD` are pushed about before."""
+
+    def __init__(self):
+        self.rows = []
+
+    def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
+        weight = model.model.layers[1].mlp.gate_proj.weight
+        moments = optimizer.state.get(weight, {})
+        self.rows.append(
+            [weight.detach().clone(), *(moments[k].clone() for k in ("exp_avg", "exp_avg_sq") if k in moments)]
+        )
+
+
+def make_trainer(folder, revive_after=None, steps=4, optimizer=None, **model_options):
+    model = sparsify(tiny_llama(**model_options))
+    with torch.no_grad():
+        # A gate of zeros never opens, and gets no gradient.
+        model.model.layers[1].mlp.gate_proj.weight[DEAD] = 0
+        if model.config.mlp_bias:
+            model.model.layers[1].mlp.gate_proj.bias[DEAD] = -9.0
+    args = TrainingArguments(
+        str(folder), max_steps=steps, per_device_train_batch_size=8, learning_rate=1e-3, logging_steps=1, save_steps=2,
+        report_to=[], use_cpu=True, disable_tqdm=True, weight_decay=0.0,
+    )  # fmt: skip
+    trainer = Trainer(
+        model, args, train_dataset=one_step.rows(), data_collator=one_step.pad,
+        optimizers=(optimizer(model) if optimizer else None, None),
+    )  # fmt: skip
+    watch = Watch()
+    trainer.add_callback(SparsityCallback(trainer, l1_weight=0.01, revive_after=revive_after))
+    trainer.add_callback(watch)
+    return trainer, watch
+
+
+def rows_of(trainer) -> dict[int, dict]:
+    return {row["step"]: row for row in trainer.state.log_history if "loss" in row}
+
+
+def test_dead_rows_are_drawn_back_and_living_ones_left_alone(tmp_path):
+    left, untouched = make_trainer(tmp_path / "left", steps=2)
+    left.train()
+    trainer, watch = make_trainer(tmp_path / "revived", revive_after=2 * TOKENS, steps=2)
+    trainer.train()
+    assert torch.equal(watch.rows[0][0][DEAD], torch.zeros(3, 32)), "not dead for long enough"
+    weight, first, second = watch.rows[1]
+    living = [row for row in range(52) if row not in DEAD]
+    for mine, plain in zip(watch.rows[1], untouched.rows[1], strict=True):
+        assert torch.equal(mine[living], plain[living])
+    # A tenth of the model's initializer_range, 0.2.
+    assert weight[DEAD].std().item() == pytest.approx(0.02, rel=0.25)
+    assert torch.equal(first[DEAD], torch.zeros(3, 32))
+    torch.testing.assert_close(second[DEAD], second[living].mean(0).expand(3, -1))
+    log = rows_of(trainer)
+    assert log[1]["twell/revived"] == 0
+    assert log[2]["twell/revived"] == pytest.approx(len(DEAD) / (3 * 52))
+    assert log[2]["twell/layer_01/dead"] >= len(DEAD) / 52
+
+
+def test_a_revived_neuron_fires_and_is_left_to_learn(tmp_path):
+    trainer, watch = make_trainer(tmp_path, revive_after=TOKENS, steps=12)
+    trainer.train()
+    assert rows_of(trainer)[12]["twell/layer_01/dead"] == 0
+    assert rows_of(trainer)[12]["twell/revived"] == 0
+    assert (watch.rows[-1][2][DEAD] > 0).any(), "it gets gradients"
+
+
+def test_biases_that_hold_a_neuron_shut_give_way(tmp_path):
+    trainer, _ = make_trainer(tmp_path, revive_after=TOKENS, steps=3, mlp_bias=True)
+    trainer.train()
+    bias = trainer.model.model.layers[1].mlp.gate_proj.bias[DEAD]
+    torch.testing.assert_close(bias, torch.full((3,), -9.0 * 0.9**3), atol=0.02, rtol=0)
+
+
+def test_a_resumed_run_revives_the_same(tmp_path):
+    trainer, _ = make_trainer(tmp_path, revive_after=3 * TOKENS)
+    trainer.train()
+    resumed, _ = make_trainer(tmp_path, revive_after=3 * TOKENS)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert rows_of(trainer)[3]["twell/revived"] > 0, "after steps on both sides of the checkpoint"
+    for step, row in rows_of(resumed).items():
+        assert row == pytest.approx(rows_of(trainer)[step], abs=1e-6), step
+    for mine, truth in zip(resumed.model.parameters(), trainer.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, truth, atol=1e-6, rtol=0)
+
+
+def test_plain_sgd_has_no_state_to_reset(tmp_path):
+    trainer, watch = make_trainer(
+        tmp_path, revive_after=TOKENS, steps=2, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1e-3)
+    )
+    trainer.train()
+    assert (watch.rows[0][0][DEAD] != 0).all()
+
+
+def test_what_cannot_be_reached_is_refused(tmp_path):
+    trainer, _ = make_trainer(
+        tmp_path, revive_after=TOKENS,
+        optimizer=lambda model: Adafactor(model.parameters(), lr=1e-3, relative_step=False, scale_parameter=False),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="state of Adafactor"):
+        trainer.train()
+    copies = lambda model: torch.optim.AdamW([p.detach().clone().requires_grad_() for p in model.parameters()])  # noqa: E731
+    trainer, _ = make_trainer(tmp_path, revive_after=TOKENS, optimizer=copies)
+    with pytest.raises(ValueError, match="copies or shards"):
+        trainer.train()
+    trainer, _ = make_trainer(tmp_path)
+    with pytest.raises(ValueError, match="whole number of tokens"):
+        SparsityCallback(trainer, 0.0, revive_after=0.5)
+    trainer.model.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"mlp\.gate_proj .*frozen"):
+        SparsityCallback(trainer, 0.0, revive_after=TOKENS)
+    pytest.importorskip("peft")
+    with pytest.raises(ValueError, match="feed-forward blocks, which are trained in full"):
+        Adapters(trainer.model, {"target_modules": ["gate_proj", "q_proj"]})

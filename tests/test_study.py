@@ -1,0 +1,64 @@
+"""The study at its smallest: rows, a table and a plot, and a second start that goes on."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+ONLY = ["qwen/dense/", "llama/swap/", "llama/logits + layers + L1/0.01", "llama/FATReLU on swap/0.2"]
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(RECIPES))  # as `python recipes/study.py` has it
+    yield runpy.run_path(str(RECIPES / "study.py"))
+    for name in ("finetune", "pretrain", "study_report"):
+        sys.modules.pop(name, None)
+
+
+def test_it_runs_skips_what_is_done_and_draws(script, tmp_path, capsys):
+    (tmp_path / "eval").mkdir()
+    with (tmp_path / "eval" / "lambada_openai-test.jsonl").open("w") as file:
+        file.writelines(json.dumps({"text": f"She saw the {word}"}) + "\n" for word in ("sea", "cat", "dog"))
+    arguments = [str(RECIPES / "study.yaml"), "--output", str(tmp_path / "out"), "--eval", str(tmp_path / "eval")]
+    arguments.append("--smoke")
+    script["main"]([*arguments, "--only", "llama/dense/"])
+    rows = script["main"]([*arguments, "--only", *ONLY])
+    assert [row["id"] for row in rows] == [
+        "llama/dense/seed0",
+        "qwen/dense/seed0",
+        "llama/swap/seed0",
+        "llama/logits + layers + L1/0.01/seed0",
+        "llama/FATReLU on swap/0.2/seed0",
+    ]
+    dense, qwen, swap, distilled, threshold = rows
+    assert dense["density"] == qwen["density"] == 1.0
+    assert 0.3 < swap["density"] < 0.7
+    assert threshold["density"] < swap["density"]
+    assert distilled["last_log"]["twell/kl"] >= 0
+    assert distilled["tokens"] == swap["tokens"] == 4 * 4 * 32
+    for row in rows:
+        assert 4 < row["loss"] < 7
+        assert row["loss_stderr"] > 0
+        assert row["tasks"]["lambada"]["rows"] == 3
+        assert len(row["layers"]) == 2
+    kept = (tmp_path / "out" / "study.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in kept] == rows
+    table = (tmp_path / "out" / "study.md").read_text()
+    assert len(table.splitlines()) == 2 + len(rows)
+    assert (tmp_path / "out" / "study.png").stat().st_size > 5000
+    capsys.readouterr()
+    script["main"]([*arguments, "--list"])
+    listed = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("done") for line in listed) == len(rows)
+
+
+def test_every_run_has_a_name_of_its_own(script, tmp_path):
+    runs = script["plan"](yaml.safe_load((RECIPES / "study.yaml").read_text()))
+    assert len({run["id"] for run in runs}) == len(runs) > 40
+    with pytest.raises(SystemExit):
+        script["main"]([str(RECIPES / "study.yaml"), "--output", str(tmp_path)])

@@ -1,0 +1,126 @@
+"""A chosen density instead of a coefficient: the controller finds it, holds it, and goes on where it stopped."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from hf_twell import SparsityCallback, sparsify
+from hf_twell.checkpoints import read_state
+from hf_twell.controller import DensityController
+from tests.conftest import tiny_llama
+
+TEXT = Path(__file__).parents[1] / "recipes" / "demo" / "text" / "train.txt"
+STEPS, WARMUP_STEPS, SAVE_STEPS = 240, 96, 200
+
+
+def letters() -> list[dict]:
+    """Real text, letter by letter, in 96 of them."""
+    ids = torch.tensor([min(95, max(3, ord(letter) - 29)) for letter in TEXT.read_text()[:250_000]])
+    return [{"input_ids": row, "labels": row} for row in ids[: len(ids) // 64 * 64].view(-1, 64)]
+
+
+def make_trainer(folder, **options) -> Trainer:
+    args = TrainingArguments(
+        str(folder), max_steps=STEPS, per_device_train_batch_size=16, learning_rate=3e-3, lr_scheduler_type="cosine",
+        logging_steps=1, save_steps=SAVE_STEPS, report_to=[], use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(sparsify(tiny_llama(intermediate_size=208)), args, train_dataset=letters())
+    trainer.add_callback(SparsityCallback(trainer, **options))
+    return trainer
+
+
+def rows_of(trainer) -> dict[int, dict]:
+    return {row["step"]: row for row in trainer.state.log_history if "loss" in row}
+
+
+def held(controller, steps, *, lag, exponent, needed, noise) -> list[float]:
+    """Log densities over the target, for layers that follow their weight late and weakly, at a cosine learning rate."""
+    generator = torch.Generator().manual_seed(0)
+    start, target, l1 = math.log(0.45), math.log(controller.target_density), 20.0
+    density, weight, path = start, 1e-9, []
+    for step in range(steps):
+        settled = min(start, target - exponent * math.log(weight / (needed * 0.03 / l1)))
+        density += (settled - density) * (1 + math.cos(math.pi * step / steps)) / 2 / lag
+        seen = math.exp(density + noise * torch.randn((), generator=generator).item())
+        progress = min(1.0, (step + 1) / (0.4 * steps))
+        weight = controller.update(torch.tensor([seen]), torch.tensor([l1]), progress).item()
+        path.append(density - target)
+    return path
+
+
+@pytest.mark.parametrize("needed", [1, 10, 100], ids="needs x{}".format)
+@pytest.mark.parametrize("exponent", [0.5, 1.0], ids="exponent {}".format)
+@pytest.mark.parametrize(("steps", "lag"), [(100, 3), (400, 8), (400, 40), (3000, 200)])
+def test_layers_of_many_kinds_reach_the_target(steps, lag, exponent, needed):
+    path = held(DensityController(0.01, steps=steps), steps, lag=lag, exponent=exponent, needed=needed, noise=0.03)
+    assert abs(path[-1]) < math.log(1.1), "within 10 %"
+    assert min(path) > math.log(0.8), "and never far below"
+
+
+def test_the_weight_of_a_layer_that_cannot_follow_stays_in_bounds():
+    for bounds in (None, (1e-4, 1e-2)):
+        controller = DensityController(0.01, steps=50, bounds=bounds)
+        weights = [controller.update(torch.tensor([0.5]), torch.tensor([20.0]), 1.0).item() for _ in range(500)]
+        low, high = bounds or (0.03 / 20 / 1e3, 0.03 / 20 * 1e3)
+        assert max(weights) == pytest.approx(high, rel=1e-4)
+        weights = [controller.update(torch.tensor([1e-6]), torch.tensor([20.0]), 1.0).item() for _ in range(800)]
+        assert weights[-1] == pytest.approx(low, rel=1e-4)
+
+
+@pytest.mark.parametrize("share", ["equal", "free"])
+def test_every_layer_or_their_mean(share):
+    controller = DensityController(0.1, steps=20, share=share)
+    densities = torch.tensor([0.5, 0.1, 0.02])
+    controller.update(densities, torch.ones(3), 1.0)
+    weights = controller.update(densities, torch.ones(3), 1.0)
+    first = torch.full((3,), 0.03)
+    if share == "free":
+        assert (weights == weights[0]).all()
+        assert weights[0] > first[0], "their mean, 0.21, is above the target"
+    else:
+        assert weights[0] > first[0]
+        assert weights[2] < first[2]
+
+
+def test_a_real_run_is_steered_logged_and_resumed(tmp_path):
+    whole = make_trainer(tmp_path, target_density=0.1, warmup_steps=WARMUP_STEPS)
+    whole.train()
+    rows = rows_of(whole)
+    assert rows[1]["twell/l1_weight"] > 0, "what the first step saw sets the weight of the next"
+    targets = [row["twell/target"] for row in rows.values()]
+    assert targets == sorted(targets, reverse=True)
+    assert targets[WARMUP_STEPS - 1 :] == pytest.approx([0.1] * (STEPS - WARMUP_STEPS + 1))
+    for layer in range(3):
+        reached = [rows[step][f"twell/layer_{layer:02d}/density"] for step in range(STEPS - 23, STEPS + 1)]
+        assert sum(reached) / len(reached) == pytest.approx(0.1, rel=0.1), "each layer, within 10 %"
+    assert len({rows[STEPS][f"twell/layer_{layer:02d}/l1_weight"] for layer in range(3)}) == 3, (
+        "each has its own weight"
+    )
+    state = read_state(tmp_path / f"checkpoint-{SAVE_STEPS}")
+    assert state["target_density"] == 0.1
+    assert len(state["controller"]["log_weight"]) == 3
+
+    resumed = make_trainer(tmp_path, target_density=0.1, warmup_steps=WARMUP_STEPS)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{SAVE_STEPS}"))
+    for step, row in rows_of(resumed).items():
+        assert row == pytest.approx(rows[step], rel=1e-4, abs=1e-5), step
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "give one of them"),
+        ({"l1_weight": 1.0, "target_density": 0.1}, "give one of them"),
+        ({"target_density": 1.5}, "between 0 and 1"),
+        ({"target_density": 1}, "between 0 and 1"),
+        ({"target_density": 0.1, "layer_shares": "some"}, "'equal', 'free'"),
+        ({"target_density": 0.1, "l1_bounds": (1.0, 0.1)}, "lowest and the highest"),
+        ({"target_density": 0.1, "warmup_steps": 2.5}, "whole number of steps"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(tmp_path, options, says):
+    with pytest.raises(ValueError, match=says):
+        make_trainer(tmp_path, **options)

@@ -1,0 +1,127 @@
+"""Which weights a recipe trains, and text that is read as training goes on."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_twell import sparsify
+from hf_twell.cli import main
+from hf_twell.packing import PackedText, StreamedText
+from hf_twell.variants import Adapters, train_ffns_alone
+from tests.conftest import tiny_llama
+
+DEMO = Path(__file__).parents[1] / "recipes" / "demo"
+IDS = torch.arange(3, 19).view(2, 8)
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    documents = (DEMO / "text" / "heldout.txt").read_text().split("<|endoftext|>\n")
+    (tmp_path / "heldout.txt").write_text("<|endoftext|>\n".join(text[:800] for text in documents[:6]))
+    with (tmp_path / "rows.jsonl").open("w") as file:
+        file.writelines(json.dumps({"words": text[:800]}) + "\n" for text in documents[6:40])
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"model: {DEMO / 'model'}\noutput_dir: out\ntrain: {{hub: json, data_files: {tmp_path / 'rows.jsonl'}, "
+        "streaming: true, column: words, skip: 2}\nheldout: heldout.txt\nsequence_length: 32\ntarget_density: 0.1\n"
+        "training: {max_steps: 4, per_device_train_batch_size: 2, logging_steps: 1, save_steps: 2, use_cpu: true}\n"
+    )
+    return path
+
+
+def weights_of(folder) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+
+
+@pytest.mark.parametrize("trainable", ["ffn", "ffn+lora"])
+def test_what_is_trained_and_what_is_saved(recipe, trainable, capsys):
+    pytest.importorskip("peft")
+    pytest.importorskip("datasets")
+    changes = [f"trainable={trainable}", "training.learning_rate=1e-3"]
+    assert main(["train", str(recipe), "--json", *changes]) == 0
+    folder = json.loads(capsys.readouterr().out)["model"]
+    before, after = weights_of(DEMO / "model"), weights_of(folder)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    ffns = {name for name in before if ".mlp." in name}
+    attention = {name for name in before if "self_attn" in name and "proj" in name}
+    assert changed == (ffns if trainable == "ffn" else ffns | attention)
+    assert AutoConfig.from_pretrained(folder).twell == {"version": 1, "layers": None}
+    if trainable == "ffn+lora":
+        twell = AutoConfig.from_pretrained(recipe.parent / "out" / "checkpoint-2").twell
+        assert "LoRA" in twell["unfinished"], "the adapters are not merged there"
+
+
+def test_adapters_are_merged_exactly():
+    pytest.importorskip("peft")
+    model = sparsify(tiny_llama(), backend="reference").eval()
+    adapters = Adapters(model, {"r": 2})
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == ("lora_" in name or ".mlp." in name), name
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    with pytest.raises(ValueError, match="unfinished"), torch.no_grad():
+        sparsify(model)
+    with torch.no_grad():
+        wanted = model(IDS).logits
+        adapters.merge()
+        torch.testing.assert_close(model(IDS).logits, wanted, atol=1e-4, rtol=1e-4)
+    assert {name for name, _ in model.named_parameters()} == {name for name, _ in tiny_llama().named_parameters()}
+    sparsify(model)
+
+
+def test_ffns_alone():
+    model = tiny_llama()
+    train_ffns_alone(model)
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
+        name for name, _ in model.named_parameters() if ".mlp." in name
+    }
+
+
+def test_a_stream_gives_the_sequences_of_the_packed_text(recipe):
+    pytest.importorskip("datasets")
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(DEMO / "model")
+    source = {"hub": "json", "data_files": str(recipe.parent / "rows.jsonl"), "column": "words", "skip": 3, "take": 5}
+    packed = PackedText(tokenizer, source, 32)
+    streamed = list(StreamedText(tokenizer, {**source, "streaming": True}, 32))
+    assert len(packed) == len(streamed) > 10
+    for one, other in zip(packed, streamed, strict=True):
+        assert torch.equal(one["input_ids"], other["input_ids"])
+    with pytest.raises(ValueError, match="no column 'text'; it has words"):
+        PackedText(tokenizer, {**source, "column": "text"}, 32)
+
+
+def test_a_streamed_run_resumes_to_the_same_model(recipe, capsys):
+    pytest.importorskip("datasets")
+    assert main(["train", str(recipe), "--json", f"output_dir={recipe.parent / 'whole'}"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    (recipe.parent / "whole").rename(recipe.parent / "out")
+    for name in ("checkpoint-4", "final"):
+        (recipe.parent / "out" / name).rename(recipe.parent / name)
+    assert main(["train", str(recipe), "--json", "--resume"]) == 0
+    resumed = json.loads(capsys.readouterr().out)
+    assert [row["loss"] for row in resumed["logs"]] == pytest.approx([row["loss"] for row in whole["logs"]], abs=1e-6)
+    assert resumed["after"]["loss"] == pytest.approx(whole["after"]["loss"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("l1_weight=1e-3", "give one of them"),
+        ("target_density=2.5", "between 0 and 1"),
+        ("layer_shares=some", "'equal', 'free'"),
+        ("trainable=most", "'ffn+lora'"),
+        ("distill.logit=0.5", "did you mean 'logits'"),
+        ("training.max_steps=-1", "give max_steps"),
+        ("heldout={hub: json, streaming: true}", "how many rows to take"),
+        ("blend_steps=4", "leaves none"),
+        ("revive_after=soon", "a number of at least 0"),
+    ],
+)
+def test_mistakes_end_in_one_line(recipe, change, says, capsys):
+    assert main(["train", str(recipe), change]) == 1
+    assert says in capsys.readouterr().err.strip().splitlines()[-1]
