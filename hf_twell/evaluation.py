@@ -216,6 +216,8 @@ def _named(what: str, path, load: Callable, **options):
         return load(str(path), **options)
     except (OSError, ValueError) as error:
         raise type(error)(f"cannot load a {what} from {str(path)!r}: {one_line(error)}") from error
+    except KeyError as error:  # its config names an activation that there is not
+        raise ValueError(f"cannot load a {what} from {str(path)!r}: {error} is not known") from error
 
 
 def _plain(value):

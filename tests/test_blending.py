@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 
 from hf_twell import SparsityCallback, sparsify
 from hf_twell.blending import Blend
+from hf_twell.evaluation import load_model
 from tests import one_step
 from tests.conftest import tiny_llama
 
@@ -58,6 +59,8 @@ def test_a_checkpoint_on_the_way_is_no_finished_model(tmp_path):
     assert "0.2500" in AutoConfig.from_pretrained(tmp_path).twell["unfinished"]
     with pytest.raises(KeyError, match=r"unfinished blend of silu and 0\.2500 relu"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"cannot load a model .* unfinished blend of silu"):
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize("options", [{"l1_weight": 0.5}, {"target_density": 0.2}])
