@@ -64,13 +64,19 @@ class TwellModel:
         if REFERENCE_TYPES.get(given_type) == stock_type:
             model, info = cls._from_reference(path, raw, files, shapes, config, options)
         elif given_type == stock_type:
-            if not isinstance(config, PreTrainedConfig):
+            if not isinstance(config, PreTrainedConfig) and not options.get("ignore_mismatched_sizes"):
                 cls._check_config(path, cls.config_class.from_dict(copy.deepcopy(raw)), shapes)
             options |= {"use_safetensors": True, "output_loading_info": True}
             model, info = super().from_pretrained(path, *model_args, config=config, **options)
         else:
             raise ValueError(f"{path} is a {given_type!r} model; {cls.__qualname__} takes {', '.join(cls._types())}")
-        _check_loaded(path, model, info)
+        check_finite(path, model)
+        missing = sorted(info["missing_keys"])
+        if missing and not wants_info:
+            raise ValueError(
+                f"{path} lacks {missing[0]} ({len(missing)} tensors are missing); fetch the whole checkpoint, or "
+                "ask for output_loading_info=True to get these at random and be told which"
+            )
         return (model, info) if wants_info else model
 
     @classmethod
@@ -197,10 +203,3 @@ def _upright_shapes(shapes, config):
         name: turned[::-1] if name.endswith(".mlp.down_proj.weight") and shape == turned else shape
         for name, shape in shapes.items()
     }
-
-
-def _check_loaded(path, model, info):
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise ValueError(f"{path} lacks {missing[0]} ({len(missing)} tensors are missing); fetch the whole checkpoint")
-    check_finite(path, model)

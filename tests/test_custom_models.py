@@ -382,6 +382,14 @@ def test_hostile_checkpoints(folder, damage):
     assert "\n" not in str(caught.value)
 
 
+def test_missing_tensors_on_request(folder):
+    """As with stock classes, for whoever asks which they are."""
+    damage_weights(folder, UP, lambda w: None)
+    model, info = TwellLlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert info["missing_keys"] == {UP}
+    assert model.get_parameter(UP).isfinite().all()
+
+
 def test_another_architecture_is_refused(folder):
     with pytest.raises(ValueError, match="'llama' model; TwellQwen2ForCausalLM takes qwen2, qwen2_sparse_relu"):
         TwellQwen2ForCausalLM.from_pretrained(folder)
