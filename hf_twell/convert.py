@@ -39,10 +39,9 @@ def sparsify(model: nn.Module, *, backend: str = "auto", layers: Iterable[int] |
     """
     sites = find_ffns(model)
     check_convertible(model, sites)
-    _check_finished(model)
     config, keys = activation_keys(model)
-    ops.resolve(backend, sites[0].linear("up").weight.device.type)
     check_entry(model.config)
+    ops.resolve(backend, sites[0].linear("up").weight.device.type)
     chosen = chosen_layers(model, layers, len(sites))
 
     for key in keys:
@@ -76,20 +75,12 @@ def unpatch(model: nn.Module) -> nn.Module:
     return model
 
 
-def _check_finished(model) -> None:
-    entry = getattr(model.config, "twell", None)
-    if isinstance(entry, dict) and "unfinished" in entry:
-        raise ValueError(
-            f"the conversion of this {type(model).__name__} is unfinished: {entry['unfinished']}. Go on with the training "
-            "that saved it (`hf-twell train RECIPE --resume`)."
-        )
-
-
 def check_entry(config) -> dict | None:
     """The config's `twell` entry, or None.
 
     Raises:
-        ValueError: an entry that is none of ours, is of a newer version, or stands beside another activation than ReLU.
+        ValueError: an entry that is none of ours, of a newer version, of an unfinished conversion, or beside another
+            activation than ReLU.
     """
     entry = getattr(config, "twell", None)
     if entry is None:
@@ -99,6 +90,11 @@ def check_entry(config) -> dict | None:
     if entry["version"] > FORMAT_VERSION:
         raise ValueError(
             f"the config's twell entry has version {entry['version']}, this package knows {FORMAT_VERSION}; upgrade it"
+        )
+    if "unfinished" in entry:
+        raise ValueError(
+            f"the conversion of this {config.model_type} model is unfinished: {entry['unfinished']}. Go on with the "
+            "training that saved it (`hf-twell train RECIPE --resume`)."
         )
     text_config = config.get_text_config()
     others = {getattr(text_config, key, "relu") for key in ACTIVATION_KEYS} - {"relu", None}

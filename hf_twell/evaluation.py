@@ -217,7 +217,7 @@ def _named(what: str, path, load: Callable, **options):
     except (OSError, ValueError) as error:
         raise type(error)(f"cannot load a {what} from {str(path)!r}: {one_line(error)}") from error
     except KeyError as error:  # its config names an activation that there is not
-        raise ValueError(f"cannot load a {what} from {str(path)!r}: {error} is not known") from error
+        raise ValueError(f"cannot load a {what} from {str(path)!r}: {error.args[0]} is not known") from error
 
 
 def _plain(value):

@@ -348,6 +348,10 @@ DAMAGES = {
     "entry beside SiLU": (lambda f: damage_config(f, hidden_act="silu"), "its activation is 'silu'"),
     "entry of no version": (lambda f: damage_config(f, twell={"layers": [0]}), "twell entry is"),
     "entry of the future": (lambda f: damage_config(f, twell={"version": 99}), "version 99"),
+    "entry of an unfinished conversion": (
+        lambda f: damage_config(f, twell={"version": 1, "layers": None, "unfinished": "half of it is SiLU"}),
+        "is unfinished: half of it is SiLU",
+    ),
     "entry as text": (lambda f: damage_config(f, twell="yes"), "twell entry is 'yes'"),
     "entry of other layers": (
         lambda f: damage_config(f, twell={"version": 1, "layers": [0, 7]}),
