@@ -140,10 +140,21 @@ def _new_instance(stock_class: type) -> nn.Module:
 
 
 def sparse_ffns(model: nn.Module) -> list[nn.Module]:
-    """The model's sparse blocks, in layer order."""
+    """The model's sparse blocks, in layer order.
+
+    Raises:
+        ValueError: the forward of one has been replaced since `sparsify`, by other than accelerate's hooks.
+    """
     # PEFT's `modules_to_save` trains a copy of a block, and keeps the original beside it unused.
-    return [
+    ffns = [
         module
         for name, module in model.named_modules()
         if isinstance(module, SparseFfn) and not name.endswith(".original_module")
     ]
+    for ffn in ffns:
+        if "forward" in vars(ffn) and "_hf_hook" not in vars(ffn):
+            raise ValueError(
+                f"the forward of {ffn.twell.name} was replaced after sparsify (Liger's SwiGLU patch does that, and "
+                "computes SiLU); leave that patch out: TrainingArguments(liger_kernel_config={'swiglu': False})"
+            )
+    return ffns

@@ -144,6 +144,13 @@ def test_ligers_swiglu_instances_are_refused():
     refused(model, "has its forward replaced on the instance (by accelerate's offloading, Liger")
 
 
+def test_ligers_swiglu_after_sparsify_is_refused_in_training():
+    model = sparsify(tiny_llama())
+    bind(model.model.layers[1].mlp, LigerSwiGLUMLP.forward)
+    with pytest.raises(ValueError, match=r"layers.1.mlp was replaced after sparsify"):
+        L1Penalty(model, l1_weight=1e-3)
+
+
 def test_liger_without_swiglu():
     model, twin = tiny_llama().eval(), relu_model()
     for each in (model, twin):
