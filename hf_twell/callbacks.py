@@ -18,6 +18,7 @@ from hf_twell.revival import Revival, check_optimizer
 logger = logging.getLogger(__name__)
 
 IDLE_NAME = "twell_idle.safetensors"
+REVIVE_UNTIL = 0.8  # of a run: what revives later is not trained any more, and only makes the model denser
 LAYER_PREFIX = "twell/layer_"
 # The trainer's methods that a callback wraps.
 WRAPPED = ("train", "get_batch_samples", "training_step", "log", "_save_checkpoint")
@@ -54,7 +55,8 @@ class SparsityCallback(TrainerCallback):
         warmup: "linear", or "sine" (flat at both ends).
         layer_shares: "equal": every layer reaches the target; "free": their mean does, with one coefficient for all.
         l1_bounds: lowest and highest coefficient that the controller may choose.
-        revive_after: tokens without an activation after which a neuron is dead, and is revived (see `Revival`).
+        revive_after: tokens without an activation after which a neuron is dead, and is revived (see `Revival`), in the
+            first 80 % of the run.
         blend: the model's `Blend`: its activation becomes ReLU over `blend_steps`, and then the L1 term begins.
         distillation: a `Distillation` from the dense parent.
         log_layers: log the per-layer figures too.
@@ -178,7 +180,9 @@ class SparsityCallback(TrainerCallback):
             self.penalty.layer_weights = self.controller.update(counts.density(), counts.l1(), self.progress(step + 1))
         if self.revival is not None:
             self.revival.count(counts.tokens, [layer[1:] for layer in counts.layers])
-            self.revival.revive(self.trainer.optimizer, step)
+            self.revival.revived = 0.0
+            if step < REVIVE_UNTIL * state.max_steps:
+                self.revival.revive(self.trainer.optimizer, step)
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.blend is not None and self.blend.share < 1:

@@ -23,6 +23,7 @@ from hf_twell.checkpoints import save_model
 from hf_twell.distillation import Distillation
 from hf_twell.evaluation import load_model
 from hf_twell.packing import PackedText, StreamedText, is_streamed
+from hf_twell.perplexity import evaluation_mode
 from hf_twell.training import CompactProgress, Distill, Recipe, check_run, load_recipe, training_arguments
 from hf_twell.variants import Adapters, train_ffns_alone
 
@@ -93,10 +94,18 @@ def teacher(recipe: Recipe, model) -> Distillation | None:
 
 
 def measure(trainer: Trainer, heldout: PackedText) -> dict:
-    """Held-out loss in nats per token, and the sparsity of every layer on the same text."""
-    loss = trainer.evaluate()["eval_loss"]
+    """Held-out loss in nats per token, and the sparsity of every layer on the same text; every process reads all of it.
+
+    Not by `trainer.evaluate()`: called before training under several processes, it marks the model as prepared, and
+    `train` would then leave out the exchange of gradients.
+    """
+    model, total = trainer.model, 0.0
     batches = torch.split(heldout.sequences, trainer.args.per_device_eval_batch_size)
-    return {"loss": loss, "sparsity": hf_twell.measure_sparsity(trainer.model, batches)}
+    with evaluation_mode(model), trainer.compute_loss_context_manager():
+        for batch in batches:
+            ids = batch.to(trainer.args.device)
+            total += model(input_ids=ids, labels=ids, use_cache=False).loss.item() * len(batch)
+    return {"loss": total / len(heldout), "sparsity": hf_twell.measure_sparsity(model, batches)}
 
 
 if __name__ == "__main__":

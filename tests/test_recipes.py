@@ -1,6 +1,7 @@
 """Recipes on real models: the really trained 260K Llama becomes sparse, and the demo runs from end to end."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from hf_twell.text import read_documents
 from tests.conftest import shared_path
 
 ROOT = Path(__file__).parents[1]
+RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml") if path.stem != "study")
 PLAIN_TRANSFORMERS = """
 import sys, torch
 sys.modules["hf_twell"] = None  # importing it would fail
@@ -78,3 +80,64 @@ def test_the_demo_runs_from_end_to_end(tmp_path):
         assert re.search(rf"{re.escape(row)} +\d\.\d+ +\d", done.stdout), row
     assert "equal logits, to the last bit" in done.stdout
     assert (output / "training.png").stat().st_size > 5000
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """Enough of the demo's held-out text for a few steps."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text((ROOT / "recipes" / "demo" / "text" / "heldout.txt").read_text()[:12_000])
+    return path
+
+
+def small(text: Path, output: Path, steps: int, rows: int) -> list[str]:
+    settings = {
+        "max_steps": steps, "per_device_train_batch_size": rows, "gradient_accumulation_steps": 1, "use_cpu": "true",
+        "bf16": "false", "save_steps": steps, "logging_steps": 1, "warmup_steps": 0,
+    }  # fmt: skip
+    changes = [f"output_dir={output}", f"train={text}", f"heldout={text}", "sequence_length=32"]
+    return changes + [f"training.{key}={value}" for key, value in settings.items()]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_runs_two_steps(name, text, tmp_path, capsys):
+    recipe, model = ROOT / "recipes" / f"{name}.yaml", ROOT / "recipes" / "demo" / "model"
+    if "lora" in name:
+        pytest.importorskip("peft")
+    assert main(["train", str(recipe), "--json", f"model={model}", *small(text, tmp_path / "out", 2, 2)]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [row["step"] for row in result["logs"]] == [1, 2]
+    assert result["after"]["loss"] < 8
+    assert AutoModelForCausalLM.from_pretrained(result["model"]).config.hidden_act == "relu"
+    if not name.startswith("demo"):
+        assert "NOT RUN" in recipe.read_text().splitlines()[0]
+        assert "streaming: true" in recipe.read_text()
+
+
+def test_two_processes_train_as_one(text, tmp_path):
+    """Controller, revival and distillation see the whole step: the same rows in one process or two, the same logs."""
+    logs = []
+    for processes in (1, 2):
+        output = tmp_path / str(processes)
+        launch = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
+        changes = [*small(text, output, 4, 4 // processes), "distill={logits: 0.5}", "revive_after=100"]
+        command = [sys.executable, *launch, ROOT / "recipes" / "finetune.py", ROOT / "recipes" / "demo-target.yaml"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run([*command, *changes], capture_output=True, text=True, env=environment, timeout=240)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count('"after"') == 1, "one process prints the result"
+        logs.append(json.loads((output / "checkpoint-4" / "trainer_state.json").read_text())["log_history"])
+    assert any(row.get("twell/revived", 0) > 0 for row in logs[0])
+    for one, two in zip(*logs, strict=True):
+        if "loss" in one:
+            keys = [key for key in one if key not in ("grad_norm", "twell/kl")]  # kl is of one process's tokens
+            assert [two[key] for key in keys] == pytest.approx([one[key] for key in keys], rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "zero2"])
+def test_accelerate_reads_the_configs(name):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(ROOT / "recipes" / "accelerate" / f"{name}.yaml"))
+    assert config.distributed_type == {"fsdp2": "FSDP", "zero2": "DEEPSPEED"}[name]
+    assert config.mixed_precision == "bf16"

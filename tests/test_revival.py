@@ -82,10 +82,10 @@ def test_a_revived_neuron_fires_and_is_left_to_learn(tmp_path):
 
 
 def test_biases_that_hold_a_neuron_shut_give_way(tmp_path):
-    trainer, _ = make_trainer(tmp_path, revive_after=TOKENS, steps=3, mlp_bias=True)
+    trainer, _ = make_trainer(tmp_path, revive_after=TOKENS, steps=4, mlp_bias=True)
     trainer.train()
     bias = trainer.model.model.layers[1].mlp.gate_proj.bias[DEAD]
-    torch.testing.assert_close(bias, torch.full((3,), -9.0 * 0.9**3), atol=0.02, rtol=0)
+    torch.testing.assert_close(bias, torch.full((3,), -9.0 * 0.9**4), atol=0.02, rtol=0)
 
 
 def test_a_resumed_run_revives_the_same(tmp_path):
