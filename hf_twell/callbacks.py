@@ -130,10 +130,15 @@ class SparsityCallback(TrainerCallback):
         for name in WRAPPED:
             method = getattr(self, f"_{name.lstrip('_')}")
             setattr(trainer, name, functools.partial(method, getattr(trainer, name)))
+        if "create_model_card" not in vars(trainer):
+            # Of a layer above this one: a trained model that is pushed says of itself what it is.
+            from hf_twell.hub import use_model_card
+
+            use_model_card(trainer)
 
     def detach(self) -> None:
         """Give the trainer its own methods back and leave its callbacks; a new SparsityCallback does so to the last."""
-        for name in WRAPPED:
+        for name in (*WRAPPED, "create_model_card"):
             vars(self.trainer).pop(name, None)
         self.trainer.remove_callback(self)
 

@@ -139,13 +139,15 @@ def trainer_for(model, name):
                              hub_model_id=f"me/{{name}}", disable_tqdm=True)
     trainer = Trainer(model, args, train_dataset=rows)
     trainer.add_callback(hf_twell.SparsityCallback(trainer, l1_weight=2e-4))
-    hf_twell.use_model_card(trainer, base_model="their/base")
+    if name != "unnamed":
+        hf_twell.use_model_card(trainer, base_model="their/base")
     trainer.train()
     trainer.push_to_hub()
 
 sparse = lambda: hf_twell.sparsify(AutoModelForCausalLM.from_pretrained("dense"))
 lora = lambda: peft.get_peft_model(sparse(), peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["gate_proj"]))
 trainer_for(sparse(), "trained")
+trainer_for(sparse(), "unnamed")
 trainer_for(lora(), "trained-lora")
 twell = hf_twell.TwellLlamaForCausalLM.from_pretrained("dense")
 twell.push_to_hub("me/custom", sparsity=hf_twell.measure_sparsity(twell, [torch.arange(3, 50)[None]]))
@@ -161,13 +163,13 @@ def test_trainer_models_and_adapters(hub, tmp_path):
     assert done.returncode == 0, done.stderr
     assert hub.token not in done.stdout + done.stderr
     truth = logits(hf_twell.sparsify(tiny_llama().eval(), backend="reference"))
-    for name in ("trained", "custom", "stock"):
+    for name in ("trained", "unnamed", "custom", "stock"):
         published = hub.repos[f"me/{name}"]
         config = json.loads(published["config.json"])
         assert (config["architectures"], config["hidden_act"]) == (["LlamaForCausalLM"], "relu"), name
         assert "hf_twell" in metadata(published["README.md"].decode())["tags"], name
         assert "hf_twell.sparsify(model)" in published["README.md"].decode(), name
-        if name != "trained":
+        if name not in ("trained", "unnamed"):
             model = tiny_llama(hidden_act="relu").eval()
             model.load_state_dict(load(published["model.safetensors"]))
             assert torch.equal(logits(model), truth)
