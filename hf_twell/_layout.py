@@ -42,7 +42,7 @@ def _settle_evaluated(ffn, weight, x) -> None:
         if ffn.twell.calls % EVERY != 1:  # a sample costs as much as a small call
             return
         first = getattr(ffn, ffn.twell.form.gate or ffn.twell.form.up)
-        density = ops.sampled_density(x, first.weight, first.bias)
+        density = ffn.twell.density = ops.sampled_density(x, first.weight, first.bias)
         wants_columns, wants_rows = density < SPARSE, density > ops.MAX_DENSITY
     if wants_rows and _by_column(weight):
         _swap(weight, weight.detach().contiguous())

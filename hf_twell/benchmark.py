@@ -125,6 +125,8 @@ def _measure(dense, xs, weights, active, backward, captured, repeats, energy) ->
             return lambda turn: calls[name]()
         return lambda turn: once(name, turn)
 
+    for turn in range(copies if not (backward or captured) else 0):
+        once("sparse", turn)  # a block's first call looks at its density
     repeats = repeats or (25 if device.type == "cuda" else 11)
     times = interleaved_ms({name: timed(name) for name in variants}, repeats, device, clear if backward else _nothing)
     times = {name: value / len(xs) for name, value in times.items()}

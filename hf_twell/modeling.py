@@ -35,6 +35,7 @@ class FfnSettings:
     l1: L1Inputs | None = None
     captured: bool = False
     calls: int = 0  # in evaluation on CPU
+    density: float | None = None  # sampled there, see `hf_twell._layout`
     watch: DensityWatch = field(default_factory=DensityWatch, repr=False, compare=False)
 
 
@@ -88,10 +89,13 @@ class SparseFfn(nn.Module):
         )
 
     def _too_dense(self, x, first) -> bool:
-        """On a GPU in evaluation; on CPU, and in compiled graphs, the operator itself follows the density."""
-        if not x.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling() or self.twell.backend != "auto":
+        """If plain matmuls are faster in evaluation; in compiled graphs the operator itself follows the density."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.twell.backend != "auto":
             return False
-        return self.twell.watch.too_dense(x, first.weight, first.bias)
+        if x.is_cuda:
+            return self.twell.watch.too_dense(x, first.weight, first.bias)
+        tokens = x.numel() // max(x.shape[-1], 1)
+        return self.twell.density is not None and self.twell.density > ops.max_density(tokens, first.weight.dtype)
 
     def _is_plain(self) -> bool:
         """Whether the projections are what their weights say: plain linears that nothing has hooked or replaced."""

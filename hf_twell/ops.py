@@ -10,7 +10,8 @@ from hf_twell import build, reference
 MAX_HIDDEN = 16384
 MAX_INTERMEDIATE = 65536
 MAX_DENSITY = 0.18  # of the CPU kernels, as in kernels/twell_cpu/forward.cpp
-MAX_TRAINED_DENSITY_AMX = 0.03  # in bfloat16, whose dense matmuls have matrix units there; kernels/twell_cpu/NOTES.md
+# In bfloat16 where dense matmuls have matrix units: in training, and in evaluation of up to 64 and of more tokens.
+MAX_DENSITY_AMX = {"training": 0.03, "few": 0.1, "many": 0.045}  # kernels/twell_cpu/NOTES.md
 SAMPLE_TOKENS, SAMPLE_NEURONS = 16, 256
 
 
@@ -73,7 +74,16 @@ def _looks_dense(inputs) -> bool:
     if torch.compiler.is_compiling() or x.numel() == 0:
         return False
     density = sampled_density(x, w_up, b_up) if w_gate is None else sampled_density(x, w_gate, b_gate)
-    return density > (MAX_TRAINED_DENSITY_AMX if x.dtype == torch.bfloat16 and _has_amx() else MAX_DENSITY)
+    return density > (MAX_DENSITY_AMX["training"] if x.dtype == torch.bfloat16 and _has_amx() else MAX_DENSITY)
+
+
+def max_density(tokens: int, dtype: torch.dtype) -> float:
+    """Density up to which the CPU kernels are faster in evaluation than plain matmuls, as measured."""
+    if tokens <= 2:  # bound by the weights' traffic, of which kernels always have less
+        return 1.0
+    if dtype == torch.bfloat16 and _has_amx():
+        return MAX_DENSITY_AMX["few" if tokens <= 64 else "many"]
+    return MAX_DENSITY
 
 
 @functools.cache
