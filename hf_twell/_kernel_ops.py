@@ -4,6 +4,7 @@ Imported once, right after the library that defines them is loaded.
 """
 
 import torch
+from torch import library
 
 # Order of `ffn_backward`'s results, as bits of its `needs`.
 _GRADIENTS = ("x", "w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate")
@@ -19,7 +20,7 @@ def state_bytes(tokens, capacity, element_size, gated):
     return aligned(4 * tokens) + aligned(2 * slots) + (2 if gated else 1) * aligned(element_size * slots)
 
 
-@torch.library.register_fake("hf_twell::ffn")
+@library.register_fake("hf_twell::ffn")
 def _ffn_fake(x, w_up, w_down, w_gate, b_up, b_down, b_gate, l1_scale, token_weight, tally, capacity):
     intermediate, hidden = w_up.shape
     report = x.new_empty(0 if tally is None else 1 + intermediate, dtype=torch.float32)
@@ -27,7 +28,7 @@ def _ffn_fake(x, w_up, w_down, w_gate, b_up, b_down, b_gate, l1_scale, token_wei
     return x.new_empty(x.shape), report, x.new_empty(size, dtype=torch.uint8)
 
 
-@torch.library.register_fake("hf_twell::ffn_backward")
+@library.register_fake("hf_twell::ffn_backward")
 def _ffn_backward_fake(grad_y, state, x, w_up, w_down, w_gate, b_up, b_gate, l1_scale, token_weight, capacity, needs):
     intermediate, hidden = w_up.shape
     shapes = (x.shape, w_up.shape, w_down.shape, w_up.shape, (intermediate,), (hidden,), (intermediate,))
@@ -57,4 +58,4 @@ def _backward(ctx, grad_y, _grad_report, _grad_state):
     return (*gradients, None, None, report if wants[9] else None, None)
 
 
-torch.library.register_autograd("hf_twell::ffn", _backward, setup_context=_setup_context)
+library.register_autograd("hf_twell::ffn", _backward, setup_context=_setup_context)

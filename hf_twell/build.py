@@ -99,7 +99,7 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_twell"
 
 
-def library_name(name: str, nvcc_version: str | None = None) -> str:
+def file_name(name: str, nvcc_version: str | None = None) -> str:
     """File name of a library, with a hash of its sources, flags (with the architecture), torch and processor family.
 
     nvcc's version stands beside the hash, so that a machine without nvcc finds a library that one with it made.
@@ -120,9 +120,9 @@ def library_name(name: str, nvcc_version: str | None = None) -> str:
 def find_library(name: str) -> Path | None:
     """A library that fits this torch, these sources and this GPU, or None."""
     try:
-        pattern = library_name(name)
+        pattern = file_name(name)
     except BuildError:
-        pattern = library_name(name, nvcc_version="*")
+        pattern = file_name(name, nvcc_version="*")
     for folder in (Path(__file__).resolve().parent / "prebuilt", cache_dir()):
         found = sorted(folder.glob(pattern))
         if found:
@@ -137,7 +137,7 @@ def compile_library(name: str) -> Path:
         BuildError: no compiler, a cache directory that cannot be written, or a failed compilation (with its log).
     """
     _toolchain.compiler()
-    target = cache_dir() / library_name(name)
+    target = cache_dir() / file_name(name)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         lock = open(target.with_suffix(".lock"), "w")  # noqa: SIM115

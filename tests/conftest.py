@@ -34,18 +34,20 @@ def stories_model(stories):
     return AutoModelForCausalLM.from_pretrained(stories)
 
 
+TINY = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 52,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+
+
 def tiny_llama(**changes) -> LlamaForCausalLM:
     """A random Llama with weights large enough that every neuron sees both signs."""
-    settings = {
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "intermediate_size": 52,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.2,
-        "pad_token_id": 0,
-    }
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**{**settings, **changes}))
+    return LlamaForCausalLM(LlamaConfig(**{**TINY, **changes}))

@@ -58,7 +58,7 @@ def test_two_processes_compile_once_and_later_ones_need_no_compiler(tmp_path):
         assert "available=True" in out
         assert "warning" not in out
     libraries = sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".so")
-    assert libraries == sorted([build.library_name("cpu"), build.library_name("ops")])
+    assert libraries == sorted([build.file_name("cpu"), build.file_name("ops")])
     assert not [path for path in tmp_path.iterdir() if path.is_dir()], "no temporary folder is left"
     assert "available=True" in output_of(start(tmp_path, CXX="/nowhere/g++", PATH="/nowhere"))
 
@@ -93,7 +93,7 @@ def test_a_failed_compilation_leaves_its_log(tmp_path):
 
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler or ninja")
 def test_a_damaged_library_warns_and_falls_back(tmp_path):
-    (tmp_path / build.library_name("cpu")).write_bytes(b"not a library")
+    (tmp_path / build.file_name("cpu")).write_bytes(b"not a library")
     out = output_of(start(tmp_path))
     assert out.count("warning:") == 1
     assert "available=False" in out
@@ -200,7 +200,7 @@ def test_a_missing_or_broken_nvcc_is_named(tmp_path, monkeypatch):
     with pytest.raises(
         _toolchain.BuildError, match="HF_TWELL_CUDA_ARCH is 'hopper'; expected names such as sm_80 or sm_80,sm_90a"
     ):
-        build.library_name("cuda")
+        build.file_name("cuda")
 
 
 def test_a_cuda_library_fits_one_architecture_and_nvcc_and_is_found_without_nvcc(tmp_path, monkeypatch):
@@ -211,7 +211,7 @@ def test_a_cuda_library_fits_one_architecture_and_nvcc_and_is_found_without_nvcc
         monkeypatch.setenv("CUDA_HOME", str(fake_nvcc(tmp_path / version, version)))
         for architecture in ("sm_80", "sm_90a"):
             monkeypatch.setenv("HF_TWELL_CUDA_ARCH", architecture)
-            names[version, architecture] = build.library_name("cuda")
+            names[version, architecture] = build.file_name("cuda")
             assert build.find_library("cuda") is None
     assert len(set(names.values())) == 4
     made = tmp_path / "cache" / names["12.9.86", "sm_90a"]

@@ -20,18 +20,8 @@ from transformers import (
 
 from hf_twell import TwellLlamaForCausalLM, TwellQwen2ForCausalLM, TwellQwen3ForCausalLM, sparsify, unpatch
 from hf_twell.modeling import SparseFfn, sparse_ffns
+from tests.conftest import TINY
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 52,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-}
 FAMILIES = {
     "llama": (TwellLlamaForCausalLM, LlamaForCausalLM, LlamaConfig),
     "qwen2": (TwellQwen2ForCausalLM, Qwen2ForCausalLM, Qwen2Config),
@@ -45,7 +35,7 @@ def family(request):
 
 
 def config_of(family, **changes):
-    return family[2](**{**SIZES, "head_dim": 8, **changes})
+    return family[2](**{**TINY, "head_dim": 8, **changes})
 
 
 def dense(family, **changes) -> nn.Module:
@@ -229,7 +219,7 @@ def authors_model(tmp_path, kind="llama", hybrid=False, square=False, gated=True
     cls, config_class = {"llama": (AuthorsLlama, LlamaConfig), "qwen2": (AuthorsQwen2, Qwen2Config)}[kind]
     torch.manual_seed(3)
     intermediate = 32 if square else 56
-    config = config_class(**{**SIZES, "intermediate_size": 40, "tie_word_embeddings": True})
+    config = config_class(**{**TINY, "intermediate_size": 40, "tie_word_embeddings": True})
     model = cls(config).eval()
     for layer in model.model.layers:
         layer.mlp = AuthorsMlp(32, intermediate, hybrid, gated)
