@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from hf_twell import benchmark, convert, ops
+from hf_twell import _density, benchmark, convert, ops
 from hf_twell.architectures import activation_keys, find_ffns
 from hf_twell.perplexity import evaluation_mode
 
@@ -51,8 +51,13 @@ def ffn_savings(model, ids: torch.Tensor, layers: list[dict], *, measure: bool =
     matrices = len(sites[0].form.linears)
     entry = getattr(model.config, "twell", None)
     chosen = (entry.get("layers") if isinstance(entry, dict) else None) or range(len(sites))
+    dtype = next(sites[0].module.parameters()).dtype
+    limits = {
+        which: _max_density(relu, backend, tokens, dtype)
+        for which, tokens in (("decode", 1), ("prefill", ids.shape[1]))
+    }
     paths = [
-        {which: _path(which, relu, backend, index in chosen, layer["density"]) for which in PASSES}
+        {which: "sparse" if index in chosen and layer["density"] <= limits[which] else "dense" for which in PASSES}
         for index, layer in enumerate(layers)
     ]
     measure_blocks = measure and relu and backend != "reference"
@@ -92,10 +97,11 @@ def predicted_share(which: str, density: float, backend: str, matrices: int = 3)
     return min(1.0, (first + rest * (matrices - 1) * density) / matrices)
 
 
-def _path(which: str, relu: bool, backend: str, chosen: bool, density: float) -> str:
-    """What "auto" takes: the cpu kernels gather for one or two tokens at any density, for more below MAX_DENSITY."""
-    pays = which == "decode" or density <= ops.MAX_DENSITY
-    return "sparse" if relu and chosen and backend != "reference" and pays else "dense"
+def _max_density(relu: bool, backend: str, tokens: int, dtype: torch.dtype) -> float:
+    """Density up to which "auto" takes the kernels; below 0 where it never does."""
+    if not relu or backend == "reference":
+        return -1.0
+    return _density.max_density(tokens) if backend == "cuda" else ops.max_density(tokens, dtype)
 
 
 def _block_inputs(model, sites, ids) -> list[torch.Tensor]:
