@@ -52,10 +52,8 @@ def ffn_savings(model, ids: torch.Tensor, layers: list[dict], *, measure: bool =
     entry = getattr(model.config, "twell", None)
     chosen = (entry.get("layers") if isinstance(entry, dict) else None) or range(len(sites))
     dtype = next(sites[0].module.parameters()).dtype
-    limits = {
-        which: _max_density(relu, backend, tokens, dtype)
-        for which, tokens in (("decode", 1), ("prefill", ids.shape[1]))
-    }
+    counts = {"decode": 1, "prefill": ids.shape[1]}
+    limits = {which: _max_density(relu, backend, tokens, dtype) for which, tokens in counts.items()}
     paths = [
         {which: "sparse" if index in chosen and layer["density"] <= limits[which] else "dense" for which in PASSES}
         for index, layer in enumerate(layers)
