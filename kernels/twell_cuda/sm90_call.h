@@ -25,6 +25,7 @@ struct Active {
   Counts* counts;     // (blocks)
   uint16_t* neurons;  // (blocks, row): those of the first half only, of both, of the second only; ascending in each
   void* columns;      // (blocks, F, 2 halves, 64): relu(gate), and h once up_proj has been through
+  void* ups;          // the same of x Wu^T + bu, in training where there is a gate; else null
   int blocks;
   int words;  // ceil(F / 32)
   int row;    // F rounded up to 8: bulk copies start at 16 bytes
@@ -34,6 +35,14 @@ struct Chunk {
   int64_t first;  // token
   int64_t tokens;
   Active active;
+  // Gate, list and up do nothing if the first *kept blocks of the call include this chunk's; null: never.
+  const int64_t* kept;
+
+  __host__ __device__ int64_t first_block() const { return first / kBlockTokens; }
+#if defined(__CUDACC__)
+  // Call it after wait_for_previous().
+  __device__ bool skipped() const { return kept != nullptr && *kept >= first_block() + active.blocks; }
+#endif
 };
 
 cudaError_t launch_gate(const Ffn&, const Chunk&, const Device&, cudaStream_t);

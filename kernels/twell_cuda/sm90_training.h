@@ -1,0 +1,100 @@
+// What the training kernels share beyond sm90_call.h.
+//
+// An entry is a neuron that some token of a block activates; a pair is one token and one neuron that it activates. A
+// block's entries come in the order of Active::neurons, an entry's pairs by token.
+#pragma once
+
+#include "sm90_call.h"
+
+namespace twell::sm90 {
+
+constexpr int kGroup = 32;  // entries of a block that one warp works on; pools give blocks whole groups
+
+struct BlockState {
+  Counts counts;
+  uint32_t pairs;
+  int64_t first_entry, first_pair;  // in the pools
+};
+
+// What forward keeps for backward (Hybrid, DESIGN of the format in NOTES.md). The pools' sizes follow from T, F and the
+// capacity alone; the first blocks that fit are kept, the others computed again from x.
+struct State {
+  int64_t* totals;        // (3): blocks kept, entries used, pairs used
+  BlockState* blocks;     // (all blocks); valid for those kept
+  uint4* tokens;          // (entries): bit t % 32 of word t / 32, x to w, of the block's tokens that activate the neuron
+  uint32_t* first_pairs;  // (entries / kGroup): pairs of the block before each group
+  uint16_t* neurons;      // (entries)
+  void* gate;             // (pairs): relu(gate)
+  void* up;               // (pairs): x Wu^T + bu; null where the block has no gate
+  int64_t entries, pairs;  // room
+};
+
+// Scratch of a chunk while its pairs are saved.
+struct Saving {
+  uint4* tokens;    // (blocks, row): of each entry
+  uint32_t* pairs;  // (blocks, groups): of each group of entries; then of all groups of the block before it
+  uint32_t* sums;   // (blocks): pairs
+  float* activity;  // (blocks, F): sum of token weights; only entries' places are written
+  float* l1;        // (blocks, groups): sum of token weight * |h|
+  int groups;       // ceil(row / kGroup)
+};
+
+// Pairs of all kept blocks by neuron, then by token.
+struct Sorted {
+  int64_t* first;    // (F + 1): first pair of each neuron
+  uint32_t* places;  // (blocks kept, F): of a block's first pair of that neuron; valid where the neuron has any
+  int32_t* tokens;   // (pairs)
+  void* h;           // (pairs)
+  void* du;          // (pairs); null where the block has no gate
+  void* dg;          // (pairs)
+};
+
+struct Training {
+  const float* l1_scale;      // one, or null
+  const float* token_weight;  // (T), or null for ones
+  float* report;              // (1 + F): sum of token weight * |h|, then each neuron's sum of token weight; or null
+  State state;
+};
+
+// Null where not wanted. Matrices are (F, D), one row a neuron; `gate` and `b_gate` are those of Ffn::gate.
+struct Gradients {
+  const void* dy;  // (T, D)
+  void* x;         // (T, D)
+  void* gate;
+  void* up;
+  void* down;
+  void* b_gate;  // (F)
+  void* b_up;    // (F)
+};
+
+// Forward, between launch_list and launch_down. `up` leaves relu(gate) in Active::columns and writes u to Active::ups.
+cudaError_t launch_up_beside(const Ffn&, const Chunk&, const Device&, cudaStream_t);
+// Which tokens activate each entry; how many pairs each group has.
+cudaError_t launch_mark(const Ffn&, const Chunk&, const Saving&, const Device&, cudaStream_t);
+// Which blocks are kept, and where: totals, blocks.
+cudaError_t launch_place(const Chunk&, const Saving&, const State&, const Device&, cudaStream_t);
+// h takes the place of relu(gate); pairs go to the state; sums to Saving.
+cudaError_t launch_save(const Ffn&, const Chunk&, const Saving&, const Training&, const Device&, cudaStream_t);
+// Adds the chunk's sums to the report, in fixed order.
+cudaError_t launch_report(const Ffn&, const Chunk&, const Saving&, const Training&, const Device&, cudaStream_t);
+
+// Backward. Before the chunks: where each kept block's pairs of each neuron go.
+cudaError_t launch_sort(const Ffn&, const State&, const Sorted&, int64_t blocks, const Device&, cudaStream_t);
+// relu(gate), u and the lists of a chunk that is kept as a whole; otherwise nothing (then gate, list and up compute them).
+cudaError_t launch_unpack(const Ffn&, const Chunk&, const State&, const Device&, cudaStream_t);
+// dh = dy Wd + L1's; du = dh relu(gate) takes the place of u, dg = dh u where active that of relu(gate).
+cudaError_t launch_dh(const Ffn&, const Chunk&, const Training&, const Gradients&, const Device&, cudaStream_t);
+// dx = du Wu + dg Wg.
+cudaError_t launch_dx(const Ffn&, const Chunk&, const Gradients&, const Device&, cudaStream_t);
+// h, du and dg of the kept blocks' pairs to their places.
+cudaError_t launch_collect(const Ffn&, const Chunk&, const State&, const Sorted&, const Device&, cudaStream_t);
+// Of blocks not kept: adds dWd (before dh has replaced relu(gate) and u) or dWg, dWu and the biases' (after) to the
+// gradients, or writes them where the first block not kept is in this chunk.
+cudaError_t launch_add_down(const Ffn&, const Chunk&, const State&, const Gradients&, const Device&, cudaStream_t);
+cudaError_t launch_add_gate_up(const Ffn&, const Chunk&, const State&, const Gradients&, const Device&, cudaStream_t);
+// After the chunks: all weights' gradients from the sorted pairs, added to what blocks not kept gave, if there are any.
+cudaError_t launch_weights(const Ffn&, const State&, const Sorted&, const Gradients&, void* partials, int64_t blocks,
+                           const Device&, cudaStream_t);
+int64_t weights_partial_bytes(const Ffn&, int64_t pairs);  // of `partials`
+
+}  // namespace twell::sm90
