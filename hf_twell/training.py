@@ -74,7 +74,8 @@ class Recipe:
         revive_after: tokens after which a neuron that was never active is revived; null leaves dead ones alone.
         blend_steps: optimizer steps (or share of them) over which the activation becomes ReLU; null swaps it at once.
         distill: what the dense parent teaches: `logits` (share in the objective), `layers` (weight of its blocks'
-            outputs), `parent` (default: `model`), `dtype` of the parent (default: `dtype`).
+            outputs), `parent` (default: `model`), `dtype` of the parent (default: bfloat16 if `training`
+            has `bf16`, else `dtype`).
         layers: layers on which the L1 term and kernels act; null for all.
         trainable: "all", "ffn" (feed-forward blocks alone) or "ffn+lora" (LoRA on the attention besides).
         lora: arguments of `peft.LoraConfig` for "ffn+lora"; merged into the final model.

@@ -89,7 +89,9 @@ def teacher(recipe: Recipe, model) -> Distillation | None:
     if recipe.distill is None:
         return None
     settings = Distill(**recipe.distill)
-    parent, _ = load_model(settings.parent or recipe.model, dtype=settings.dtype or recipe.dtype, device="cpu")
+    # Its forward is outside the trainer's autocast, and in float32 would take as long as the whole step.
+    dtype = settings.dtype or ("bfloat16" if recipe.training.get("bf16") else recipe.dtype)
+    parent, _ = load_model(settings.parent or recipe.model, dtype=dtype, device="cpu")
     return Distillation(model, parent, logits=settings.logits, layers=settings.layers)
 
 
