@@ -10,21 +10,40 @@ from torch import library
 _GRADIENTS = ("x", "w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate")
 
 
-def state_bytes(tokens, capacity, element_size, gated):
+def _aligned(size, border):
+    return (size + border - 1) // border * border
+
+
+def cpu_state_bytes(tokens, capacity, element_size, gated):
     """Size of the CPU backend's saved state; the layout is in kernels/twell_cpu/pairs.h."""
-
-    def aligned(size):
-        return (size + 7) // 8 * 8
-
     slots = tokens * capacity
-    return aligned(4 * tokens) + aligned(2 * slots) + (2 if gated else 1) * aligned(element_size * slots)
+    parts = (4 * tokens, 2 * slots, *[element_size * slots] * (2 if gated else 1))
+    return sum(_aligned(part, 8) for part in parts)
+
+
+def cuda_state_bytes(tokens, intermediate, capacity, gated):
+    """Size of the CUDA backend's saved state: `State` of kernels/twell_cuda/sm90_training.h, member by member."""
+    if tokens == 0:
+        return 0
+    blocks = _aligned(tokens, 128) // 128
+    entries = blocks * min(_aligned(intermediate, 32), _aligned(256 + 20 * capacity, 32))
+    pairs = blocks * 128 * capacity
+    parts = (24, 32 * blocks, 16 * entries, entries // 32 * 4, 2 * entries, *[2 * pairs] * (2 if gated else 1))
+    return sum(_aligned(part, 256) for part in parts)
 
 
 @library.register_fake("hf_twell::ffn")
 def _ffn_fake(x, w_up, w_down, w_gate, b_up, b_down, b_gate, l1_scale, token_weight, tally, capacity):
     intermediate, hidden = w_up.shape
+    tokens, gated, size = x.numel() // hidden, w_gate is not None, 0
+    if capacity > 0:
+        on_cuda = x.device.type == "cuda"
+        size = (
+            cuda_state_bytes(tokens, intermediate, capacity, gated)
+            if on_cuda
+            else cpu_state_bytes(tokens, capacity, x.element_size(), gated)
+        )
     report = x.new_empty(0 if tally is None else 1 + intermediate, dtype=torch.float32)
-    size = state_bytes(x.numel() // hidden, capacity, x.element_size(), w_gate is not None) if capacity > 0 else 0
     return x.new_empty(x.shape), report, x.new_empty(size, dtype=torch.uint8)
 
 
@@ -59,3 +78,30 @@ def _backward(ctx, grad_y, _grad_report, _grad_state):
 
 
 library.register_autograd("hf_twell::ffn", _backward, setup_context=_setup_context)
+
+
+@library.register_fake("hf_twell::activation")
+def _activation_fake(gate, up, l1_scale, token_weight, tally):
+    return gate.new_empty(gate.shape)
+
+
+@library.register_fake("hf_twell::activation_backward")
+def _activation_backward_fake(grad_h, gate, up, l1_scale, token_weight, reports):
+    report = gate.new_empty(1 + gate.shape[-1] if reports else 0, dtype=torch.float32)
+    return gate.new_empty(gate.shape), gate.new_empty((0,) if up is None else gate.shape), report
+
+
+def _activation_setup(ctx, inputs, output):
+    gate, up, l1_scale, token_weight, _ = inputs
+    ctx.save_for_backward(gate, up, l1_scale, token_weight)
+
+
+def _activation_backward(ctx, grad_h):
+    gate, up, l1_scale, token_weight = ctx.saved_tensors
+    reports = ctx.needs_input_grad[4]
+    arguments = (grad_h, gate, up, l1_scale, token_weight, reports)
+    grad_gate, grad_up, report = torch.ops.hf_twell.activation_backward(*arguments)
+    return grad_gate, None if up is None else grad_up, None, None, report if reports else None
+
+
+library.register_autograd("hf_twell::activation", _activation_backward, setup_context=_activation_setup)

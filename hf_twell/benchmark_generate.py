@@ -6,8 +6,9 @@ import time
 import torch
 from transformers import StaticCache
 
-from hf_twell.benchmark import environment
-from hf_twell.benchmark_models import CHECKED_SEQUENCES, check_logits, describe, make_models, wider
+from hf_twell.benchmark_check import check_logits
+from hf_twell.benchmark_environment import environment
+from hf_twell.benchmark_models import CHECKED_SEQUENCES, describe, make_models, wider
 from hf_twell.timing import Captured, mean_ms, millijoules
 from hf_twell.workload_llama import TOLERANCE, layer_statistics, make_text
 

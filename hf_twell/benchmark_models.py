@@ -1,4 +1,4 @@
-"""What `hf-twell bench prefill` measures, and the models and checks that `generate` shares with it."""
+"""What `hf-twell bench prefill` measures, and the models that `generate` and `train` share with it."""
 
 import copy
 
@@ -6,7 +6,8 @@ import torch
 
 import hf_twell
 from hf_twell import ops
-from hf_twell.benchmark import DTYPES, environment, relative_error
+from hf_twell.benchmark_check import check_logits
+from hf_twell.benchmark_environment import DTYPES, environment
 from hf_twell.timing import interleaved_ms, millijoules, peak_mib
 from hf_twell.workload_llama import check_layers, layer_statistics, make_llama, make_text
 
@@ -41,9 +42,7 @@ def bench_prefill(
     device = torch.device(device)
     model, dense, distinct = make_models(l0, dtype, device, shape)
     text = make_text(model.config.vocab_size, batch, length, seed=2, device=device)
-    # A short batch's own L0 says little about the model's.
-    enough = text[:8] if text.numel() >= 8192 else make_text(model.config.vocab_size, 8, 1024, seed=2, device=device)
-    description = describe(model, dense, enough, l0, distinct, dtype)
+    description = describe(model, dense, telling(text, model), l0, distinct, dtype)
     models = {"eager": dense, "sparse": model}
     outputs = {name: _last_logits(some, text) for name, some in models.items()}
     if compile:
@@ -83,6 +82,13 @@ def make_models(l0, dtype, device, shape):
     return model, hf_twell.unpatch(copy.deepcopy(model)), distinct
 
 
+def telling(text, model):
+    """Enough of a text to tell a model's L0 by: a short batch's own says little."""
+    if text.numel() >= 8192:
+        return text[:8]
+    return make_text(model.config.vocab_size, 8, 1024, seed=2, device=text.device)
+
+
 def describe(model, dense, text, l0, distinct, dtype) -> dict:
     layers = layer_statistics(dense, text)
     check_layers(layers, l0, distinct)
@@ -112,28 +118,13 @@ def wider(model, dtype):
     return copy.deepcopy(model).to(torch.float64 if dtype == "float32" else torch.float32)
 
 
+def sharing_copy(model):
+    """The model's modules anew over the same parameters."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+
+
 def _with_compiled_layers(model):
-    """The model's modules anew over the same parameters, each decoder layer compiled."""
-    model = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    model = sharing_copy(model)
     for layer in model.model.layers:
         layer.compile(dynamic=False)
     return model
-
-
-def check_logits(outputs, truth) -> dict:
-    """Errors against higher precision of the first sequences, and differences from eager PyTorch of all of them.
-
-    Raises:
-        ValueError: a sparse variant's error is over twice the eager one's, or its difference from it over three times.
-    """
-    errors = {name: relative_error(value[: len(truth)], truth) for name, value in outputs.items()}
-    far = {name: relative_error(outputs[name], outputs["eager"]) for name in outputs if name.startswith("sparse")}
-    allowed = errors["eager"]
-    for name, difference in far.items():
-        if not (errors[name] <= 2 * allowed and difference <= 3 * allowed):
-            raise ValueError(
-                f"logits of {name} are off by {errors[name]:.3g} (relative RMS), and differ from eager's by "
-                f"{difference:.3g}; allowed are {2 * allowed:.3g} and {3 * allowed:.3g}, eager's own error being "
-                f"{allowed:.3g}. A wrong result has no speed; please report it."
-            )
-    return {**{f"error_{name}": value for name, value in errors.items()}, "logits_difference": max(far.values())}

@@ -2,37 +2,45 @@
 
 from pathlib import Path
 
-# For each kind of row: the horizontal axis, what tells lines apart, and the ratio that is drawn.
+# For each kind of row: the horizontal axis, what tells lines apart, and the ratios that are drawn.
 AXES = {
-    "ffn": ("tokens", ("hidden", "intermediate", "dtype", "pass", "requested_l0"), "speedup"),
-    "prefill": ("layers", ("batch", "length", "dtype", "l0"), "speedup"),
-    "generate": ("batch", ("layers", "dtype", "l0"), "step_speedup"),
+    "ffn": ("tokens", ("hidden", "intermediate", "dtype", "pass", "requested_l0"), ("speedup",)),
+    "prefill": ("layers", ("batch", "length", "dtype", "l0"), ("speedup",)),
+    "generate": ("batch", ("layers", "dtype", "l0"), ("step_speedup",)),
+    "train": ("layers", ("batch", "length", "dtype", "l0"), ("speedup", "peak_share")),
+}
+LABELS = {
+    "speedup": "speed-up over dense (the best of its variants)",
+    "step_speedup": "speed-up over dense (the best of its variants)",
+    "peak_share": "peak memory, share of dense (the best of its variants)",
 }
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Speed-up over the better dense variant, one line for each setting; rows of one kind."""
+    """Each ratio to the better dense variant, one line for each setting; rows of one kind."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    horizontal, settings, ratio = AXES[rows[0]["bench"]]
+    horizontal, settings, ratios = AXES[rows[0]["bench"]]
+    ratios = [ratio for ratio in ratios if ratio in rows[0]]
     # What is the same everywhere goes into the title.
     varying = [key for key in settings if len({row[key] for row in rows}) > 1]
-    figure, axes = plt.subplots(figsize=(6, 4))
-    lines: dict[tuple, list] = {}
-    for row in rows:
-        lines.setdefault(tuple(row[key] for key in varying), []).append((row[horizontal], row[ratio]))
-    for values, points in sorted(lines.items()):
-        label = ", ".join(f"{key} {value}" for key, value in zip(varying, values, strict=True))
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label or "hf_twell")
-    axes.axhline(1, color="gray", linewidth=1)
+    figure, panels = plt.subplots(1, len(ratios), figsize=(6 * len(ratios), 4), squeeze=False)
+    for axes, ratio in zip(panels[0], ratios, strict=True):
+        lines: dict[tuple, list] = {}
+        for row in rows:
+            lines.setdefault(tuple(row[key] for key in varying), []).append((row[horizontal], row[ratio]))
+        for values, points in sorted(lines.items()):
+            label = ", ".join(f"{key} {value}" for key, value in zip(varying, values, strict=True))
+            axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label or "hf_twell")
+        axes.axhline(1, color="gray", linewidth=1)
+        axes.set(xlabel=horizontal, ylabel=LABELS[ratio])
+        axes.set_xscale("log", base=2)
+        axes.legend(fontsize=8)
     same = ", ".join(f"{key} {rows[0][key]}" for key in settings if key not in varying)
-    axes.set_title(f"{rows[0]['bench']}, {same}\n{rows[0]['processor']}", fontsize=8)
-    axes.set(xlabel=horizontal, ylabel="speed-up over dense (the better of eager and compiled)")
-    axes.set_xscale("log", base=2)
-    axes.legend(fontsize=8)
+    figure.suptitle(f"{rows[0]['bench']}, {same}\n{rows[0]['processor']}", fontsize=8)
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)

@@ -8,6 +8,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
+from hf_twell._logs import log_without_layers, rows_of_report
 from hf_twell.blending import Blend
 from hf_twell.checkpoints import STATE_NAME, last_checkpoint, read_state, write_json
 from hf_twell.controller import DensityController
@@ -19,7 +20,6 @@ logger = logging.getLogger(__name__)
 
 IDLE_NAME = "twell_idle.safetensors"
 REVIVE_UNTIL = 0.8  # of a run: what revives later is not trained any more, and only makes the model denser
-LAYER_PREFIX = "twell/layer_"
 # The trainer's methods that a callback wraps.
 WRAPPED = ("train", "get_batch_samples", "training_step", "log", "_save_checkpoint")
 WARMUPS = {
@@ -38,8 +38,9 @@ class SparsityCallback(TrainerCallback):
     for any gradient accumulation, number of processes, padding or gradient checkpointing. The logged `loss` stays the
     task loss. Each training log also gets `twell/l0`, `twell/density`, `twell/l1`, `twell/dead`, `twell/l1_weight`, and
     `twell/layer_NN/...` of these for each layer (kept off the console), over all tokens since the log before
-    (or since the run was resumed); with the matching arguments, `twell/target` (the density that the controller steers
-    to now), `twell/revived`, `twell/blend`, `twell/kl` and `twell/layer_error`.
+    (or since the run was resumed); on a GPU whose kernels train, `twell/layers_on_kernels`, how many layers they take
+    now (the others are still too dense); with the matching arguments, `twell/target` (the density that the controller
+    steers to now), `twell/revived`, `twell/blend`, `twell/kl` and `twell/layer_error`.
 
     Each checkpoint gets `twell_state.json`, written last: `trainer.train(resume_from_checkpoint=True)` passes over
     checkpoints that lack it, because their saving was interrupted.
@@ -152,10 +153,9 @@ class SparsityCallback(TrainerCallback):
         return self.l1_weight * self.progress(step) if step >= self._blend_length() else 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
-        # Four figures for each layer are for log files and plots; on the console they would bury the loss.
         for callback in self.trainer.callback_handler.callbacks:
             if isinstance(callback, ProgressCallback | PrinterCallback) and "on_log" not in vars(callback):
-                callback.on_log = functools.partial(_log_without_layers, callback.on_log)
+                callback.on_log = functools.partial(log_without_layers, callback.on_log)
         if self._blend_length() >= state.max_steps:
             raise ValueError(
                 f"blend_steps={self.blend_steps} of {state.max_steps} steps leaves none for the ReLU model; give fewer"
@@ -279,21 +279,17 @@ class SparsityCallback(TrainerCallback):
         return log(logs, *args, **kwargs)
 
     def _rows(self, report: dict) -> dict[str, float]:
-        keys = ("l0", "density", "l1", "dead")
-        rows = {f"twell/{key}": report[key] for key in (*keys, "l1_weight")}
-        if self.controller is not None and self.controller.started:
+        steered = self.controller is not None and self.controller.started
+        rows = rows_of_report(report, self.penalty.ffns, layer_weights=steered, layers=self.log_layers)
+        if steered:
             reference = self.controller.reference(self.progress(self.trainer.state.global_step))
             rows["twell/target"] = reference.mean().item()
-            keys = (*keys, "l1_weight")
         if self.revival is not None:
             rows["twell/revived"] = self.revival.revived
         if self.blend is not None:
             rows["twell/blend"] = self.blend.share
         if self.distillation is not None:
             rows |= self.distillation.report()
-        if self.log_layers:
-            for ffn, layer in zip(self.penalty.ffns, report["layers"], strict=True):
-                rows |= {f"{LAYER_PREFIX}{ffn.twell.layer:02d}/{key}": layer[key] for key in keys}
         return rows
 
 
@@ -305,8 +301,3 @@ def check_steps(name: str, value: int | float) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or (value >= 1 and value % 1):
         raise ValueError(f"{name}={value!r}; give a whole number of steps, or a share between 0 and 1")
-
-
-def _log_without_layers(on_log, args, state, control, logs=None, **kwargs):
-    logs = {key: value for key, value in (logs or {}).items() if not key.startswith(LAYER_PREFIX)}
-    return on_log(args, state, control, logs=logs, **kwargs)

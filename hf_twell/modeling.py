@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hf_twell import ops, reference
-from hf_twell._density import DensityWatch
+from hf_twell._density import DensityWatch, TrainingChoice
 from hf_twell._layout import settle_down
 from hf_twell.architectures import FfnForm
 
@@ -26,6 +26,7 @@ class FfnSettings:
     """Everything `sparsify` stores on a block. `l1` is set while a micro-batch of sparse training runs.
 
     `captured` says that a CUDA graph may hold the weights' addresses: their memory stays where it is from then on.
+    `on_kernels` says which way the last forward of training on a GPU went; None where there was none, or no choice.
     """
 
     name: str
@@ -37,6 +38,8 @@ class FfnSettings:
     calls: int = 0  # in evaluation on CPU
     density: float | None = None  # sampled there, see `hf_twell._layout`
     watch: DensityWatch = field(default_factory=DensityWatch, repr=False, compare=False)
+    training: TrainingChoice = field(default_factory=TrainingChoice, repr=False, compare=False)
+    on_kernels: bool | None = field(default=None, compare=False)
 
 
 class SparseFfn(nn.Module):
@@ -72,30 +75,41 @@ class SparseFfn(nn.Module):
         up, down = getattr(self, form.up), getattr(self, form.down)
         gate = getattr(self, form.gate) if form.gate else None
         settle_down(self, x)
-        if self._too_dense(x, gate or up):
-            return self._through_submodules(x, l1)
-        return ops.ffn(
-            x,
-            up.weight,
-            down.weight,
-            None if gate is None else gate.weight,
-            b_up=up.bias,
-            b_down=down.bias,
-            b_gate=None if gate is None else gate.bias,
-            l1_scale=None if l1 is None else l1.scale,
-            token_weight=None if l1 is None else l1.token_weight,
-            tally=None if l1 is None else l1.tally,
-            backend=self.twell.backend,
-        )
+        arguments = {
+            "b_up": up.bias,
+            "b_down": down.bias,
+            "b_gate": None if gate is None else gate.bias,
+            "l1_scale": None if l1 is None else l1.scale,
+            "token_weight": None if l1 is None else l1.token_weight,
+            "tally": None if l1 is None else l1.tally,
+        }
+        weights = (up.weight, down.weight, None if gate is None else gate.weight)
+        if not self._too_dense(x, gate or up):
+            capacity, backend = self.twell.training.capacity, self.twell.backend
+            return ops.ffn(x, *weights, **arguments, capacity=capacity, backend=backend)
+        if x.is_cuda and ops.in_16_bits(x) and not torch.compiler.is_compiling():
+            return ops.dense_ffn(x, *weights, **arguments)
+        return self._through_submodules(x, l1)
 
     def _too_dense(self, x, first) -> bool:
-        """If plain matmuls are faster in evaluation; in compiled graphs the operator itself follows the density."""
+        """If plain matmuls are faster; in compiled evaluation the operator itself follows the density."""
+        # In training mode without gradients, too: so runs the forward of re-entrant checkpointing.
+        if (torch.is_grad_enabled() or self.training) and self._trains(x):
+            too_dense = self.twell.training.too_dense(x, first.weight, first.bias) and self.twell.backend == "auto"
+            if not torch.compiler.is_compiling():
+                self.twell.on_kernels = not too_dense
+            return too_dense
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.twell.backend != "auto":
             return False
         if x.is_cuda:
             return self.twell.watch.too_dense(x, first.weight, first.bias)
         tokens = x.numel() // max(x.shape[-1], 1)
         return self.twell.density is not None and self.twell.density > ops.max_density(tokens, first.weight.dtype)
+
+    def _trains(self, x) -> bool:
+        """Whether there is something to learn here, and kernels that can on this GPU."""
+        learns = x.requires_grad or any(getattr(self, name).weight.requires_grad for name in self.twell.form.linears)
+        return learns and ops.kernels_train(x)
 
     def _is_plain(self) -> bool:
         """Whether the projections are what their weights say: plain linears that nothing has hooked or replaced."""

@@ -27,6 +27,7 @@ def ffn(
     l1_scale=None,
     token_weight=None,
     tally=None,
+    capacity=None,
     backend="auto",
 ):
     """ReLU feed-forward block, exact at every density.
@@ -39,16 +40,21 @@ def ffn(
         l1_scale () fp32; token_weight x.shape[:-1] fp32, None for ones; tally (1 + F,) fp32 leaf, or None.
 
     Args:
+        capacity: active neurons per token, on average, that forward keeps for backward; a matter of memory and speed
+            alone, since backward computes again what did not fit. By default F / 16 on a CPU, F / 44 on a GPU.
         backend: "auto" takes the fastest backend that can compute this call; "reference", "cpu" or "cuda" insist.
-            "cuda" computes inference; under "auto", calls on a GPU that need gradients go to "reference".
+            "cuda" computes gradients in bfloat16 and float16 on GPUs of compute capability 9.0; under "auto", calls
+            that need others go to "reference".
 
     Raises:
-        ValueError: shapes or devices that do not fit together, or a backend that was asked for by name and cannot
-            compute this.
+        ValueError: shapes or devices that do not fit together, a capacity below 1, or a backend that was asked for by
+            name and cannot compute this.
 
     Source: arXiv 2603.23198, sections 2 and 3.
     """
     _check_shapes(x, w_up, w_down, w_gate, b_up, b_down, b_gate, token_weight, tally)
+    if capacity is not None and capacity < 1:
+        raise ValueError(f"capacity={capacity}; give a number of neurons of at least 1, or None for the default")
     inputs = (x, w_up, w_down, w_gate, b_up, b_down, b_gate)
     biases = {"b_up": b_up, "b_down": b_down, "b_gate": b_gate}
     l1 = {"l1_scale": l1_scale, "token_weight": token_weight, "tally": tally}
@@ -61,15 +67,32 @@ def ffn(
         inputs = tuple(None if tensor is None else tensor.to(dtype) for tensor in inputs)
     if not needs_grad:  # nothing reads the report, and the L1 term changes gradients alone
         return torch.ops.hf_twell.ffn(*inputs, None, None, None, 0)[0]
-    if backend == "auto" and _looks_dense(inputs):
+    if backend == "auto" and kernels == "cpu" and _looks_dense(inputs):
         # Forward would be as fast here, but backward would compute again what plain PyTorch keeps.
         return reference.ffn(x, w_up, w_down, w_gate, **biases, **l1)
     l1_scale, token_weight = (None if t is None else t.to(torch.float32) for t in (l1_scale, token_weight))
-    return torch.ops.hf_twell.ffn(*inputs, l1_scale, token_weight, tally, saved_capacity(w_up.shape[0]))[0]
+    if capacity is None:
+        capacity = (saved_capacity_cuda if kernels == "cuda" else saved_capacity)(w_up.shape[0])
+    return torch.ops.hf_twell.ffn(*inputs, l1_scale, token_weight, tally, min(capacity, w_up.shape[0]))[0]
+
+
+def dense_ffn(
+    x, w_up, w_down, w_gate=None, *, b_up=None, b_down=None, b_gate=None, l1_scale=None, token_weight=None, tally=None
+):
+    """The same block in dense arithmetic on a GPU, in 16 bits: matmuls with all between them in one kernel each way.
+
+    For blocks too dense for `ffn` to pay, of which it is then no slower than compiled PyTorch. Arguments as in `ffn`.
+    """
+    linear = torch.nn.functional.linear
+    gate, up = linear(x, w_up, b_up), None
+    if w_gate is not None:
+        gate, up = linear(x, w_gate, b_gate), gate
+    l1_scale, token_weight = (None if t is None else t.to(torch.float32) for t in (l1_scale, token_weight))
+    return linear(torch.ops.hf_twell.activation(gate, up, l1_scale, token_weight, tally), w_down, b_down)
 
 
 def _looks_dense(inputs) -> bool:
-    """On CPU only: the answer comes to the host. Equal inputs get equal ones, so recomputation repeats the choice."""
+    """On CPU, as the answer comes to the host. Equal inputs get equal ones, so recomputation repeats the choice."""
     x, w_up, _, w_gate, b_up, _, b_gate = inputs
     if torch.compiler.is_compiling() or x.numel() == 0:
         return False
@@ -95,15 +118,52 @@ def _has_amx() -> bool:
 def sampled_density(x, w_gate, b_gate=None) -> float:
     """Share of active pairs in a sample of x's tokens and of the neurons; tens of microseconds."""
     x_TD = x.reshape(-1, x.shape[-1])
-    tokens = x_TD[:: max(1, len(x_TD) // SAMPLE_TOKENS)][:SAMPLE_TOKENS]
+    every = max(1, len(x_TD) // SAMPLE_TOKENS)
+    # Not from the first on: with sequences as long as the stride all would be first tokens, the densest there are.
+    tokens = x_TD[every // 2 :: every][:SAMPLE_TOKENS]
     neurons = slice(None, None, max(1, len(w_gate) // SAMPLE_NEURONS))
     gate = torch.nn.functional.linear(tokens, w_gate[neurons], None if b_gate is None else b_gate[neurons])
     return (gate > 0).float().mean().item()
 
 
 def saved_capacity(intermediate: int) -> int:
-    """Active neurons per token, on average, that forward keeps for backward; what exceeds it is computed again."""
+    """The CPU backend's default: active neurons per token, on average, that forward keeps for backward."""
     return min(intermediate, max(32, intermediate // 16))
+
+
+def saved_capacity_cuda(intermediate: int) -> int:
+    """The CUDA backend's default, in whole groups of the kernels' lists."""
+    return min(intermediate, max(64, (intermediate // 44 + 31) // 32 * 32))
+
+
+def kernels_train(x) -> bool:
+    """Whether x is on a GPU whose kernels also compute gradients in x's dtype, or in autocast's."""
+    return x.is_cuda and _training_problem(x) is None
+
+
+def in_16_bits(x) -> bool:
+    """Whether matmuls of x are computed in bfloat16 or float16, by its own dtype or autocast's."""
+    return _dtype(x) in (torch.bfloat16, torch.float16)
+
+
+def _dtype(x) -> torch.dtype:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _training_problem(x) -> str | None:
+    dtype = _dtype(x)
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"in {dtype}; its training kernels take bfloat16 and float16: cast the model or use torch.autocast"
+    capability = _compute_capability(x.device.index)
+    if capability != (9, 0):
+        return f"on a GPU of compute capability {capability[0]}.{capability[1]}; its training kernels need 9.0"
+    return None
+
+
+@torch.compiler.assume_constant_result
+def _compute_capability(device_index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device_index)
 
 
 @torch.compiler.assume_constant_result
@@ -129,9 +189,10 @@ def resolve(backend: str, device_type: str) -> str:
 def _kernels_take(backend, kernels, needs_grad, x, *weights) -> bool:
     """Whether these kernels can compute these tensors; if not, "auto" says so once and any other name raises.
 
-    Gradients on a GPU are no surprise in training, so "auto" says nothing of those.
+    Training that CUDA kernels do not take is no surprise, so "auto" says nothing of it.
     """
-    if kernels == "cuda" and needs_grad and backend == "auto":
+    training_problem = _training_problem(x) if kernels == "cuda" and needs_grad else None
+    if training_problem and backend == "auto":
         return False
     problem = None
     dtypes = {tensor.dtype for tensor in (x, *weights) if tensor is not None}
@@ -142,8 +203,8 @@ def _kernels_take(backend, kernels, needs_grad, x, *weights) -> bool:
         problem = f"dtype {x.dtype}; the kernels take float32, bfloat16 and float16"
     elif hidden > MAX_HIDDEN or intermediate > MAX_INTERMEDIATE or hidden == 0 or intermediate == 0:
         problem = f"D = {hidden}, F = {intermediate}; the kernels take 1..{MAX_HIDDEN} and 1..{MAX_INTERMEDIATE}"
-    elif kernels == "cuda" and needs_grad:
-        problem = "gradients are wanted; it computes inference only: use torch.no_grad(), or backend='auto' to train"
+    elif training_problem:
+        problem = f"gradients are wanted {training_problem}; or train with backend='auto', which uses plain PyTorch"
     if problem is None:
         return True
     if backend != "auto":

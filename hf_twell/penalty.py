@@ -101,6 +101,8 @@ class L1Penalty:
         self._scale = (weights / len(self.ffns) * self.token_scale).expand(len(self.ffns))
         if self._tallies is None:
             self._tallies = [self._new_tally(ffn) for ffn in self.ffns]
+        for ffn in self.ffns:
+            ffn.twell.training.begin_step()
 
     @contextmanager
     def micro_batch(self, batch: Mapping) -> Iterator[None]:

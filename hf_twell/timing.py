@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 FLUSH_BYTES = 512 << 20  # read before each timed call on CUDA: ten times an H200's L2, and longer than a launch takes
+HEAD_START_CYCLES = 2_000_000  # about a millisecond of waiting on the device, while a call of many launches is queued
 
 
 class Captured:
@@ -40,35 +41,48 @@ class Captured:
 
 
 def interleaved_ms(
-    calls: dict[str, Callable[[int], object]], repeats: int, device: torch.device, prepare: Callable = lambda: None
+    calls: dict[str, Callable[[int], object]],
+    repeats: int,
+    device: torch.device,
+    prepare: Callable[[str, int], object] = lambda name, turn: None,
+    head_start: bool = False,
 ) -> dict[str, float]:
     """Median milliseconds of each call, all taking turns after two turns of warming up.
 
     On CUDA, time is between two events, and a long read before the first leaves nothing of earlier calls in L2 and
-    keeps the device busy while the call is being launched. A call gets the number of its turn; `prepare` runs untimed.
+    keeps the device busy while the call is being launched. A call gets the number of its turn.
+
+    Args:
+        prepare: gets a call's name and the number of its turn before each, untimed.
+        head_start: on CUDA, keep the device busy for longer, for calls that take the host long to launch.
     """
-    measure = _event_times if device.type == "cuda" else _wall_times
-    times = measure(calls, repeats + 2, device, prepare)
+    turns = repeats + 2
+    if device.type == "cuda":
+        times = _event_times(calls, turns, device, prepare, head_start)
+    else:
+        times = _wall_times(calls, turns, prepare)
     return {name: statistics.median(values[2:]) for name, values in times.items()}
 
 
-def _wall_times(calls, turns, device, prepare):
+def _wall_times(calls, turns, prepare):
     times = {name: [] for name in calls}
     for turn in range(turns):
         for name, call in calls.items():
-            prepare()
+            prepare(name, turn)
             start = time.perf_counter()
             call(turn)
             times[name].append((time.perf_counter() - start) * 1e3)
     return times
 
 
-def _event_times(calls, turns, device, prepare):
+def _event_times(calls, turns, device, prepare, head_start):
     scratch = torch.zeros(FLUSH_BYTES // 4, device=device)
     pairs = {name: [] for name in calls}
     for turn in range(turns):
         for name, call in calls.items():
-            prepare()
+            prepare(name, turn)
+            if head_start:
+                torch.cuda._sleep(HEAD_START_CYCLES)
             scratch.sum()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -112,6 +126,15 @@ def peak_mib(call: Callable, device: torch.device) -> float | None:
     call()
     torch.cuda.synchronize(device)
     return round((torch.cuda.max_memory_allocated(device) - before) / 2**20, 2)
+
+
+def held_mib(forward: Callable, device: torch.device) -> float | None:
+    """MiB that a differentiable result keeps allocated for its backward, beyond itself. None elsewhere than on CUDA."""
+    if device.type != "cuda":
+        return None
+    before = torch.cuda.memory_allocated(device)
+    result = forward()
+    return round((torch.cuda.memory_allocated(device) - before - result.nbytes) / 2**20, 2)
 
 
 def millijoules(call: Callable[[int], object], device: torch.device, seconds: float = 2.0) -> float:

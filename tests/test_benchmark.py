@@ -6,7 +6,18 @@ import json
 import pytest
 import torch
 
-from hf_twell import benchmark, benchmark_generate, benchmark_models, ops, reference, timing, workload, workload_llama
+from hf_twell import (
+    benchmark,
+    benchmark_backward,
+    benchmark_check,
+    benchmark_generate,
+    benchmark_train,
+    ops,
+    reference,
+    timing,
+    workload,
+    workload_llama,
+)
 from hf_twell.cli import bench
 
 TINY = {"hidden": 128, "intermediate": 512, "layers": 2, "vocabulary": 2048}
@@ -82,6 +93,9 @@ def test_bench_ffn_writes_rows_and_a_plot(tmp_path, capsys, extra):
         assert row["l0"] <= row["distinct_64"] <= 344
         wanted = {"processor", "threads", "torch", "commit", "eager_ms", "sparse_ms", "backend", "device", "dtype"}
         assert wanted <= row.keys()
+        assert row["took"] in ("kernels", "plain matmuls")
+        if "--backward" in extra:
+            assert list(row["errors"]) == list(benchmark_backward.TENSORS)
     assert [json.loads(line) for line in (tmp_path / "bench.jsonl").read_text().splitlines()] == rows
     assert (tmp_path / "bench.png").stat().st_size > 1000
 
@@ -106,11 +120,35 @@ def test_a_wrong_block_is_not_timed(monkeypatch, backward):
         next(rows)
 
 
+def test_a_block_without_its_l1_term_is_not_timed(monkeypatch):
+    def forgetful(*args, l1_scale=None, **options):
+        return reference.ffn(*args)
+
+    monkeypatch.setattr(ops, "ffn", forgetful)
+    rows = benchmark.bench_ffn([64], [8], hidden=64, intermediate=344, compile_dense=False, backward=True)
+    with pytest.raises(ValueError, match="gradient of x of the sparse block is off"):
+        next(rows)
+
+
+def test_compiled_dense_training_has_the_l1_term():
+    x, *weights = (t.requires_grad_() for t in workload.make_ffn(64, 64, 344, 8, dtype=torch.float32))
+    function = benchmark_backward.dense
+
+    def gradients(function, scale):
+        y = function(x, *weights, torch.tensor(scale))
+        return torch.autograd.grad(y, (x, *weights), torch.ones_like(y))
+
+    compiled = gradients(torch.compile(function, dynamic=False, fullgraph=True), 0.125)
+    for value, wanted in zip(compiled, gradients(function, 0.125), strict=True):
+        torch.testing.assert_close(value, wanted)
+    assert benchmark_check.relative_error(gradients(function, 0.0)[0], compiled[0]) > 0.1
+
+
 def test_what_is_all_zero_must_come_out_zero():
     zero = torch.zeros(3)
-    assert benchmark.relative_error(zero, zero) == 0
-    assert benchmark.relative_error(torch.tensor([0.0, 1e-9, 0.0]), zero) == float("inf")
-    assert not benchmark.relative_error(torch.full((3,), float("nan")), zero) <= 1
+    assert benchmark_check.relative_error(zero, zero) == 0
+    assert benchmark_check.relative_error(torch.tensor([0.0, 1e-9, 0.0]), zero) == float("inf")
+    assert not benchmark_check.relative_error(torch.full((3,), float("nan")), zero) <= 1
 
 
 def test_inputs_of_several_blocks_are_strangers_or_runs():
@@ -163,9 +201,58 @@ def test_bench_generate_of_steps_alone_draws_its_figure(tmp_path, capsys):
 def test_logits_of_a_wrong_model_are_refused():
     truth = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
     outputs = {"eager": truth * 1.001, "sparse": truth * 1.0015}
-    assert benchmark_models.check_logits(outputs, truth)["error_sparse"] == pytest.approx(0.0015, rel=0.01)
+    assert benchmark_check.check_logits(outputs, truth)["error_sparse"] == pytest.approx(0.0015, rel=0.01)
     with pytest.raises(ValueError, match="logits of sparse are off"):
-        benchmark_models.check_logits({**outputs, "sparse": truth * 1.01}, truth)
+        benchmark_check.check_logits({**outputs, "sparse": truth * 1.01}, truth)
+
+
+def test_bench_train_writes_rows_and_a_plot(tmp_path, capsys):
+    sizes = [item for name, value in TINY.items() for item in (f"--{name}", value)]
+    (row,) = run(
+        capsys, "train", *sizes, "--l0", 12, "--batch", 2, "--length", 256, "--repeats", 1, "--device", "cpu",
+        "--dtype", "float32", "--no-compile", "--output", tmp_path,
+    )  # fmt: skip
+    assert row["speedup"] > 0
+    assert row["eager_tokens_per_s"] == pytest.approx(512e3 / row["eager_ms"], rel=1e-2)
+    assert 1 < row["loss"] < 7, "neither certain nor clueless"
+    assert row["loss_sparse"] == pytest.approx(row["loss_eager"], rel=1e-5)
+    assert row["gradient_errors"]["sparse"].keys() >= {"gate_proj", "up_proj", "down_proj", "q_proj", "embed_tokens"}
+    assert row["sparse_layers_on_kernels"] == (2 if ops.resolve("auto", "cpu") == "cpu" else 0)
+    assert row["layer_l0"] == pytest.approx([12.0] * 2, rel=0.1)
+    assert row["absent"] == {"liger": "its kernels need a GPU"}
+    assert json.loads((tmp_path / "bench.jsonl").read_text()) == row
+    assert (tmp_path / "train.png").stat().st_size > 1000
+
+
+def test_bench_train_compiles_dense_and_sparse():
+    sizes = {"hidden": 64, "intermediate": 256, "layers": 1, "vocabulary": 2048}
+    row = benchmark_train.bench_train(l0=12, batch=1, length=128, repeats=1, **sizes)
+    assert row["absent"].keys() == {"liger"}
+    for name in ("eager", "compiled", "sparse", "sparse_compiled"):
+        assert row[f"{name}_ms"] > 0
+        assert row[f"loss_{name}"] == pytest.approx(row["loss"], rel=2**-7)
+
+
+def test_bench_train_goes_on_without_a_compiler(monkeypatch, capsys):
+    def no_compiler(self, **options):
+        raise RuntimeError("no compiler here\nand more")
+
+    monkeypatch.setattr(torch.nn.Module, "compile", no_compiler)
+    sizes = [item for name, value in TINY.items() for item in (f"--{name}", value)]
+    (row,) = run(capsys, "train", *sizes, "--l0", 12, "--batch", 1, "--length", 64, "--repeats", 1, "--device", "cpu")
+    assert row["absent"]["sparse_compiled"] == "RuntimeError: no compiler here"
+    assert "sparse_ms" in row
+    assert "compiled_ms" not in row
+
+
+def test_wrong_training_is_refused():
+    errors = {"eager": {"up_proj": 0.01}, "sparse": {"up_proj": 0.019}, "liger": {"up_proj": 0.1}}
+    losses = dict.fromkeys(errors, 3.01)
+    benchmark_check.check_training(losses, errors, 3.0, torch.bfloat16)
+    with pytest.raises(ValueError, match="gradients of up_proj in sparse are off"):
+        benchmark_check.check_training(losses, {**errors, "sparse": {"up_proj": 0.021}}, 3.0, torch.bfloat16)
+    with pytest.raises(ValueError, match="the loss of liger is"):
+        benchmark_check.check_training({**losses, "liger": 3.1}, errors, 3.0, torch.bfloat16)
 
 
 def test_energy_on_a_cpu_is_refused(capsys):
@@ -185,6 +272,12 @@ def test_bench_on_a_gpu(tmp_path, capsys):
     more = ("--layers", 2, "--vocabulary", 4096)
     (row,) = run(capsys, "prefill", *sizes, *more, "--batch", 2, "--length", 512)
     assert row["sparse_compiled_ms"] > 0
+    (row,) = run(capsys, "train", *sizes, *more, "--batch", 2, "--length", 512)
+    assert row["sparse_compiled_ms"] > 0
+    assert row["sparse_peak_mib"] > row["resident_mib"] > 0
+    (row,) = run(capsys, "ffn", "--backward", "--tokens", 1024, *sizes)
+    for name in ("eager", "compiled", "sparse"):
+        assert row[f"{name}_peak_mib"] > row[f"{name}_held_mib"] >= 0
     (row,) = run(capsys, "generate", *sizes, *more, "--batch", 2, "--new-tokens", 16)
     assert row["compiled"]
     assert row["sparse_step_ms"] > 0

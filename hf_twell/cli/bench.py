@@ -1,4 +1,4 @@
-"""Measure the sparse feed-forward block, or a whole model's prefill or decoding, against dense PyTorch.
+"""Measure the sparse feed-forward block, or a whole model's prefill, decoding or training, against dense PyTorch.
 
 Results are checked before they are timed; the variants take turns, and no cache holds one call's weights for the next.
 
@@ -8,6 +8,7 @@ examples:
   hf-twell bench ffn --backward --tokens 128 1024
   hf-twell bench prefill --layers 28 --batch 64 --length 2048 --energy
   hf-twell bench generate --layers 28 --batch 1 16 64
+  hf-twell bench train --layers 8 28 --batch 8 --length 2048 --energy --output out/bench
 """
 
 import argparse
@@ -31,14 +32,14 @@ CUDA_TOKENS = [1, 16, 64, 256, 1024, 4096, 16384, 65536]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["ffn", "prefill", "generate"], help="one block over tokens x L0, or a model")
+    parser.add_argument("what", choices=[*_CELLS], help="one block over tokens x L0, or a model")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
     parser.add_argument("--l0", type=float, nargs="+", default=[30.0], help="active neurons per token (default: 30)")
     parser.add_argument("--hidden", type=int, default=2048, metavar="D", help="hidden size (default: 2048)")
     parser.add_argument("--intermediate", type=int, default=5632, metavar="F", help="FFN width (default: 5632)")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument(
-        "--repeats", type=int, help="timed turns (default: 11 for ffn, 25 on CUDA; 5 prefill, 3 generate)"
+        "--repeats", type=int, help="timed turns (default: 11 for ffn, 25 on CUDA; 5 prefill and train, 3 generate)"
     )
     parser.add_argument("--threads", type=int, help="PyTorch threads (default: as PyTorch chooses)")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
@@ -56,15 +57,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help=f"D and F of {', '.join(SHAPES)}; --l0 then means that many of {SHAPE_L0_OF} and scales with F",
     )
-    ffn.add_argument("--backward", action="store_true", help="forward and backward instead of forward alone")
+    ffn.add_argument("--backward", action="store_true", help="forward and backward with the L1 term, in training")
     ffn.add_argument("--max-autotune", action="store_true", help="also max-autotune with coordinate descent (slow)")
-    models = parser.add_argument_group("prefill and generate (random Llamas, calibrated to the workload)")
+    models = parser.add_argument_group("prefill, generate and train (random Llamas, calibrated to the workload)")
     models.add_argument("--layers", type=int, nargs="+", default=[8], help="default: 8; also 18, 28, 38: 0.5B to 2B")
     models.add_argument("--heads", type=int, help="attention heads (default: D / 64)")
     models.add_argument("--kv-heads", type=int, help="key-value heads (default: as many as heads)")
     models.add_argument("--vocabulary", type=int, default=32768, help="default: 32768")
-    models.add_argument("--batch", type=int, nargs="+", help="sequences (default: 64 for prefill, 1 for generate)")
-    models.add_argument("--length", type=int, default=2048, help="prefill: tokens of each (default: 2048)")
+    models.add_argument(
+        "--batch", type=int, nargs="+", help="sequences (default: 64 for prefill, 1 for generate, 8 for train)"
+    )
+    models.add_argument("--length", type=int, default=2048, help="prefill, train: tokens of each (default: 2048)")
     models.add_argument("--new-tokens", type=int, default=128, help="generate: tokens of each (default: 128)")
     models.add_argument(
         "--steps-only", action="store_true", help="generate: time decoding steps, not `generate` itself"
@@ -78,11 +81,14 @@ def run(args: argparse.Namespace) -> int:
         print_json({"rows": rows})
     else:
         print(table(*_CELLS[args.what](rows)))
+        for name, reason in {item for row in rows for item in row.get("absent", {}).items()}:
+            print(f"{name} was not measured: {reason}")
     return 0
 
 
 def _ffn_cells(rows):
-    names = [n for n in ("eager_ms", "compiled_ms", "autotuned_ms", "sparse_ms", "sparse_peak_mib") if n in rows[0]]
+    names = ("eager_ms", "compiled_ms", "autotuned_ms", "sparse_ms", "eager_peak_mib", "compiled_peak_mib")
+    names = [name for name in (*names, "sparse_peak_mib", "sparse_held_mib", "took") if name in rows[0]]
     names += [name for name in rows[0] if name.endswith("_mj_per_token")]
     cells = [
         [
@@ -102,7 +108,9 @@ def _ffn_cells(rows):
 
 def _model_cells(keys):
     def cells(rows):
-        names = [name for name in (*keys, *(n for n in rows[0] if n.endswith("_mj_per_token"))) if name in rows[0]]
+        # A variant may be absent from some rows.
+        found = dict.fromkeys(name for row in rows for name in row)
+        names = [name for name in (*keys, *(n for n in found if n.endswith("_mj_per_token"))) if name in found]
         head = ["layers", "batch", "L0 of layers", "distinct in 64 (workload)", *(n.replace("_", " ") for n in names)]
         return head, [
             [
@@ -111,7 +119,7 @@ def _model_cells(keys):
                 f"{min(row['layer_l0']):.3g} to {max(row['layer_l0']):.3g}",
                 f"{min(row['layer_distinct_64']):.0f} to {max(row['layer_distinct_64']):.0f} "
                 f"({row['workload_distinct_64']:.0f})",
-                *(row[name] for name in names),
+                *(row.get(name, "") for name in names),
             ]
             for row in rows
         ]
@@ -130,7 +138,15 @@ _PREFILL = (
 )
 _GENERATE = ("decoded_l0", "dense_step_ms", "sparse_step_ms", "step_speedup")
 _GENERATE += ("dense_tokens_per_s", "sparse_tokens_per_s", "speedup", "same_tokens")
-_CELLS = {"ffn": _ffn_cells, "prefill": _model_cells(_PREFILL), "generate": _model_cells(_GENERATE)}
+_VARIANTS = ("eager", "compiled", "liger", "sparse", "sparse_compiled")
+_TRAIN = ("sparse_layers_on_kernels", *(f"{name}_ms" for name in _VARIANTS), "speedup")
+_TRAIN += ("sparse_tokens_per_s", "sparse_compiled_tokens_per_s", *(f"{name}_peak_mib" for name in _VARIANTS))
+_CELLS = {
+    "ffn": _ffn_cells,
+    "prefill": _model_cells(_PREFILL),
+    "generate": _model_cells(_GENERATE),
+    "train": _model_cells(_TRAIN),
+}
 
 
 def _measure(args) -> list[dict]:
@@ -186,9 +202,12 @@ def _ffn_rows(args, common):
 def _model_rows(args, common):
     from hf_twell.benchmark_generate import bench_generate
     from hf_twell.benchmark_models import bench_prefill
+    from hf_twell.benchmark_train import bench_train
 
     if args.what == "prefill":
         bench, batches, common["length"] = bench_prefill, args.batch or [64], args.length
+    elif args.what == "train":
+        bench, batches, common["length"] = bench_train, args.batch or [8], args.length
     else:
         bench, batches, common["new_tokens"] = bench_generate, args.batch or [1], args.new_tokens
         common["steps_only"] = args.steps_only

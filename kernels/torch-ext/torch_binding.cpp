@@ -17,4 +17,10 @@ STABLE_TORCH_LIBRARY(hf_twell, m) {
       "Tensor? b_gate, Tensor? l1_scale, Tensor? token_weight, int capacity, int needs) "
       "-> (Tensor grad_x, Tensor grad_w_up, Tensor grad_w_down, Tensor grad_w_gate, Tensor grad_b_up, "
       "Tensor grad_b_down, Tensor grad_b_gate)");
+  // The elementwise middle of a dense block: relu(gate) * up, or relu(gate). The other three arguments only matter to
+  // its gradient, which adds the L1 term's and reports what was active.
+  m.def("activation(Tensor gate, Tensor? up, Tensor? l1_scale, Tensor? token_weight, Tensor? tally) -> Tensor");
+  m.def(
+      "activation_backward(Tensor grad_h, Tensor gate, Tensor? up, Tensor? l1_scale, Tensor? token_weight, "
+      "bool reports) -> (Tensor grad_gate, Tensor grad_up, Tensor report)");
 }

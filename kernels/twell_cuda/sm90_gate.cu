@@ -35,9 +35,8 @@ struct Shape {
 
 struct Arguments {
   const void* bias;
-  uint32_t* masks;
-  void* columns;
-  int tokens, hidden, width, words, blocks, tiles;
+  Chunk chunk;
+  int hidden, width, tiles;
   int groups;  // of as many blocks of tokens as a cluster has thread blocks
   // Items are tiles of `unit` neurons from the tile `begin` on, each in `parts`.
   int begin, items, unit, parts;
@@ -87,6 +86,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (!a.beside) wait_for_previous();
   launch_dependents();  // not earlier: what runs beside this relies on what came before it
+  if (a.chunk.skipped()) {  // the same for all thread blocks: nothing of a cluster is under way
+    if (a.beside) wait_for_previous();
+    return;
+  }
   Ring ring(barriers, barriers + S::kStages, S::kStages);
   const int steps = (a.hidden + kDepth - 1) / kDepth, items = a.items;
   const int first_item = blockIdx.x / kCluster, stride = gridDim.x / kCluster;
@@ -133,6 +136,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
   };
+  const Active& active = a.chunk.active;
+  const int tokens = static_cast<int>(a.chunk.tokens);
   int parity = 0;
   for (int item = first_item; item < items; item += stride, parity ^= 1) {
     const Tile tile = tile_at<kNeurons, kCluster>(item, a);
@@ -156,8 +161,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     // Thread's values: tokens row and row + 8, neurons 8 j + column and + 1.
     const int row = warp * 16 + lane / 4, column = lane % 4 * 2;
     uint32_t packed[kNeurons / 4];
-    const bool keep_low = tile.block * kBlockTokens + row < a.tokens;
-    const bool keep_high = tile.block * kBlockTokens + row + 8 < a.tokens;
+    const bool keep_low = tile.block * kBlockTokens + row < tokens;
+    const bool keep_high = tile.block * kBlockTokens + row + 8 < tokens;
 #pragma unroll
     for (int j = 0; j < kNeurons / 8; ++j) {
       if (a.bias != nullptr) {  // past the end of x or Wg a bias must not wake anything
@@ -188,7 +193,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     named_barrier<256>(1);
     const int words = tile.neurons / 32, word = tile.neuron / 32 + lane;  // a lane for each word of the tile
     uint32_t mask = 0, other_mask = 0;
-    if (lane < words && word < a.words) {
+    if (lane < words && word < active.words) {
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         mask |= masks[(warpgroup * 4 + w) * S::kWords + lane];
@@ -201,11 +206,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int left = in_tile - 32 * lane;
       mask = left >= 32 ? ~0u : left > 0 ? (1u << left) - 1 : 0;
     }
-    if (tile.block >= a.blocks) continue;
-    if (warp % 4 == 0 && lane < words && word < a.words) {
-      a.masks[(static_cast<int64_t>(tile.block) * 2 + warpgroup) * a.words + word] = mask;
+    if (tile.block >= active.blocks) continue;
+    if (warp % 4 == 0 && lane < words && word < active.words) {
+      active.masks[(static_cast<int64_t>(tile.block) * 2 + warpgroup) * active.words + word] = mask;
     }
-    T* columns = static_cast<T*>(a.columns) + static_cast<int64_t>(tile.block) * a.width * kBlockTokens + warp * 16;
+    T* columns =
+        static_cast<T*>(active.columns) + static_cast<int64_t>(tile.block) * a.width * kBlockTokens + warp * 16;
 #pragma unroll
     for (int pass = 0; pass < kNeurons / 32; ++pass) {
       const uint32_t bits = __shfl_sync(~0u, mask, pass);
@@ -272,10 +278,8 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cud
   TWELL_RETURN_IF_ERROR(make_tensor_map(&gate_map, ffn.dtype, ffn.gate, ffn.width, ffn.hidden, kNeurons / kCluster));
   const int groups = (chunk.active.blocks + kCluster - 1) / kCluster, tiles = (ffn.width + unit - 1) / unit;
   const int parts = (unit + kNeurons - 1) / kNeurons, items = (end - begin) * parts;
-  const Arguments arguments{ffn.b_gate, chunk.active.masks, chunk.active.columns, static_cast<int>(chunk.tokens),
-                            ffn.hidden, ffn.width,          chunk.active.words,   chunk.active.blocks,
-                            tiles,      groups,             begin,                items,
-                            unit,       parts,              begin > 0};
+  const Arguments arguments{ffn.b_gate, chunk, ffn.hidden, ffn.width, tiles,    groups,
+                            begin,      items, unit,       parts,     begin > 0};
   const int grid = min(device.sm_count / kCluster, items) * kCluster;
   return launch_kernel(gate_kernel<T, kNeurons, kCluster>, grid, kThreads, kCluster, Shape<kNeurons>::kShared, stream,
                        x_map, gate_map, arguments);

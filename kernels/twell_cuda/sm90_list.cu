@@ -32,12 +32,14 @@ __device__ __forceinline__ uint64_t sum_before(uint64_t value, int lane) {
 
 // A thread block for each block of tokens; each warp lists a run of words, 32 at a time, and in each word a lane the bit
 // that is its own.
-__global__ void __launch_bounds__(kThreads) list_kernel(const Active a) {
+__global__ void __launch_bounds__(kThreads) list_kernel(const Chunk chunk) {
 #if defined(TWELL_SM90_DEVICE)
   __shared__ uint64_t warp_sums[kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const Active& a = chunk.active;
   launch_dependents();
   wait_for_previous();
+  if (chunk.skipped()) return;
   const uint32_t* first_half = a.masks + static_cast<int64_t>(blockIdx.x) * 2 * a.words;
   const uint32_t* second_half = first_half + a.words;
   const int share = (a.words + kWarps - 1) / kWarps, begin = warp * share, end = min(a.words, begin + share);
@@ -76,7 +78,7 @@ __global__ void __launch_bounds__(kThreads) list_kernel(const Active a) {
 }  // namespace
 
 cudaError_t launch_list(const Ffn&, const Chunk& chunk, const Device&, cudaStream_t stream) {
-  return launch_kernel(list_kernel, chunk.active.blocks, kThreads, 1, 0, stream, chunk.active);
+  return launch_kernel(list_kernel, chunk.active.blocks, kThreads, 1, 0, stream, chunk);
 }
 
 }  // namespace twell::sm90

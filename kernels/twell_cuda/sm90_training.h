@@ -5,6 +5,7 @@
 #pragma once
 
 #include "sm90_call.h"
+#include "training.h"
 
 namespace twell::sm90 {
 
@@ -50,21 +51,10 @@ struct Sorted {
 };
 
 struct Training {
-  const float* l1_scale;      // one, or null
-  const float* token_weight;  // (T), or null for ones
-  float* report;              // (1 + F): sum of token weight * |h|, then each neuron's sum of token weight; or null
+  const float* l1_scale;
+  const float* token_weight;
+  float* report;
   State state;
-};
-
-// Null where not wanted. Matrices are (F, D), one row a neuron; `gate` and `b_gate` are those of Ffn::gate.
-struct Gradients {
-  const void* dy;  // (T, D)
-  void* x;         // (T, D)
-  void* gate;
-  void* up;
-  void* down;
-  void* b_gate;  // (F)
-  void* b_up;    // (F)
 };
 
 // Forward, between launch_list and launch_down. `up` leaves relu(gate) in Active::columns and writes u to Active::ups.

@@ -1,0 +1,30 @@
+"""The rows that `SparsityCallback` adds to a trainer's logs."""
+
+LAYER_PREFIX = "twell/layer_"
+
+
+def rows_of_report(report: dict, ffns: list, *, layer_weights: bool, layers: bool) -> dict[str, float]:
+    """`L1Penalty.report()` as log rows, and the way that blocks on a GPU take where they have a choice.
+
+    Args:
+        layer_weights: whether layers have weights of their own.
+        layers: whether to give each layer's figures too.
+    """
+    keys = ("l0", "density", "l1", "dead")
+    rows = {f"twell/{key}": report[key] for key in (*keys, "l1_weight")}
+    on_kernels = [ffn.twell.on_kernels for ffn in ffns]
+    if any(way is not None for way in on_kernels):
+        rows["twell/layers_on_kernels"] = float(sum(map(bool, on_kernels)))
+    if not layers:
+        return rows
+    keys = (*keys, "l1_weight") if layer_weights else keys
+    for ffn, layer, way in zip(ffns, report["layers"], on_kernels, strict=True):
+        row = {key: layer[key] for key in keys} | ({} if way is None else {"on_kernels": float(way)})
+        rows |= {f"{LAYER_PREFIX}{ffn.twell.layer:02d}/{key}": value for key, value in row.items()}
+    return rows
+
+
+def log_without_layers(on_log, args, state, control, logs=None, **kwargs):
+    """`on_log` of a callback for the console, where every layer's figures would bury the loss."""
+    logs = {key: value for key, value in (logs or {}).items() if not key.startswith(LAYER_PREFIX)}
+    return on_log(args, state, control, logs=logs, **kwargs)

@@ -1,0 +1,52 @@
+"""What a row of `hf-twell bench` must name to be compared with another."""
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+import hf_twell
+from hf_twell import build
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def environment(device: torch.device) -> dict:
+    """Processor, versions and commit."""
+    cuda = device.type == "cuda"
+    return {
+        "device": device.type,
+        "processor": torch.cuda.get_device_name(device) if cuda else _processor(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        **({"cuda": torch.version.cuda, "path": os.environ.get("HF_TWELL_CUDA_PATH", "auto")} if cuda else {}),
+        **({} if cuda else {"isa": os.environ.get("HF_TWELL_CPU_ISA") or _widest_isa()}),
+        "hf_twell": hf_twell.__version__,
+        "commit": _commit(),
+    }
+
+
+def _widest_isa() -> str:
+    features = build.processor_features()
+    return next((name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in features), "portable")
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    folder = Path(__file__).resolve().parents[1]
+    try:
+        run = subprocess.run(
+            ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        return None
+    return run.stdout.strip() or None

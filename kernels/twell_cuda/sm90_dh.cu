@@ -1,0 +1,68 @@
+// The gradient of h over active neurons, and what it makes of relu(gate) = g and x Wu^T + bu = u, in their places:
+// dh = dy Wd + L1's, du = dh g, dg = dh u where g is active. Without a gate h is g: dg = dh.
+
+#include "sm90_tile_product.cuh"
+#include "sm90_training.h"
+
+namespace twell::sm90 {
+namespace {
+
+struct L1 {
+  const float* scale;         // one, or null
+  const float* token_weight;  // (T), or null
+
+  __device__ __forceinline__ float at(const Chunk& chunk, int token) const {
+    if (scale == nullptr || token >= chunk.tokens) return 0.0f;
+    return token_weight == nullptr ? *scale : *scale * token_weight[chunk.first + token];
+  }
+};
+
+template <typename T, bool kGated>
+struct Gradient {
+  using Element = T;
+  using Given = L1;
+  static constexpr int kBuffers = kGated ? 2 : 1;
+  static constexpr bool kReads = true;
+  float l1[2];
+
+  __device__ __forceinline__ Gradient(const Given& given, const Chunk& chunk, const tiles::Place& place)
+      : l1{given.at(chunk, place.token), given.at(chunk, place.token + 8)} {}
+
+  static __device__ __forceinline__ float signed_as(float value, float h) {
+    return h > 0.0f ? value : h < 0.0f ? -value : 0.0f;
+  }
+  __device__ __forceinline__ void apply(uint32_t (&words)[kBuffers], float2 dh, int, int row) const {
+    const float2 g = unpack<T>(words[0]);
+    if constexpr (kGated) {
+      const float2 u = unpack<T>(words[1]), h = unpack<T>(pack<T>(g.x * u.x, g.y * u.y));
+      dh.x += signed_as(l1[row], h.x);
+      dh.y += signed_as(l1[row], h.y);
+      words[0] = pack<T>(g.x != 0.0f ? dh.x * u.x : 0.0f, g.y != 0.0f ? dh.y * u.y : 0.0f);
+      words[1] = pack<T>(dh.x * g.x, dh.y * g.y);
+    } else {
+      dh.x += signed_as(l1[row], g.x);
+      dh.y += signed_as(l1[row], g.y);
+      words[0] = pack<T>(g.x != 0.0f ? dh.x : 0.0f, g.y != 0.0f ? dh.y : 0.0f);
+    }
+  }
+};
+
+template <typename T>
+cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const L1& l1, const void* dy, const Device& device,
+                   cudaStream_t stream) {
+  tiles::Arguments arguments{ffn.down, {chunk.active.columns, chunk.active.ups}, chunk, ffn.hidden, ffn.width};
+  arguments.chunk.kept = nullptr;  // kept or computed again: dh is needed
+  return ffn.up != nullptr ? tiles::launch<Gradient<T, true>>(ffn, dy, arguments, l1, device, stream)
+                           : tiles::launch<Gradient<T, false>>(ffn, dy, arguments, l1, device, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_dh(const Ffn& ffn, const Chunk& chunk, const Training& training, const Gradients& gradients,
+                      const Device& device, cudaStream_t stream) {
+  const L1 l1{training.l1_scale, training.token_weight};
+  return ffn.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(ffn, chunk, l1, gradients.dy, device, stream)
+                                       : launch<__half>(ffn, chunk, l1, gradients.dy, device, stream);
+}
+
+}  // namespace twell::sm90

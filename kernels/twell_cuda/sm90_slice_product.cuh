@@ -1,0 +1,171 @@
+// Products over neurons: for each half block of 64 tokens, columns of its activations (or of their gradients) by the
+// rows of the neurons that any of the tokens activates.
+//
+// A persistent thread block of three warpgroups an SM. The first gathers columns and rows with cp.async, or with bulk
+// copies where they are neighbours; the other two multiply half of the tokens each. Both operands lie in shared memory
+// as they do in global memory, tokens and hidden units contiguous, and the tensor cores read them transposed.
+#pragma once
+
+#include "sm90_launch.h"
+#include "sm90_slice_fetch.cuh"
+#include "sm90_wgmma.cuh"
+
+namespace twell::sm90::slices {
+
+template <typename T, int kTerms, int kHidden>
+__device__ __forceinline__ void multiply(const Arguments<kTerms>& a, const Control& c, uint8_t* shared, Ring ring) {
+  constexpr int kBytes = Shape<kHidden>::kStageBytes;
+  const int lane = threadIdx.x % 32, warp = (threadIdx.x - kFetchers) / 32, warpgroup = warp / 4;
+  const uint32_t stages = smem_address(shared), turn = stages + kRingBytes + warp * kTurnBytes;
+  for (int item = blockIdx.x; item < a.active.blocks * a.slices; item += gridDim.x) {
+    const int block = item / a.slices, first_hidden = item % a.slices * kHidden;
+    const Counts counts = c.counts[block];
+    // This half's neurons are [begin, end) of the list; steps without any of them are passed over.
+    const int begin = warpgroup == 0 ? 0 : counts.first_only;
+    const int end = warpgroup == 0 ? counts.first_only + counts.both : counts.all();
+    const int steps = (counts.all() + kDepth - 1) / kDepth * kTerms;
+    float sum[kHidden / 2];
+    bool started = false;
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+      const int start = step / kTerms * kDepth;
+      ring.wait_full();
+      if (start + kDepth > begin && start < end) {
+        fence_async_proxy();  // cp.async wrote, tensor cores read
+        const uint32_t stage = stages + ring.stage * kBytes;
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kDepth / 16; ++k) {
+          Wgmma<T, kHidden, 1, 1>::multiply(
+              sum, matrix_descriptor(stage + warpgroup * kPartBytes + k * 2048, kPartBytes),
+              matrix_descriptor(stage + 2 * kPartBytes + k * 2048, kPartBytes), started || k);
+        }
+        wgmma_commit();
+        started = true;
+        wgmma_wait<1>();
+      } else {
+        wgmma_wait<0>();
+      }
+      if (step > 0 && lane == 0) barrier_arrive(ring.empty + ring.previous());
+    }
+    wgmma_wait<0>();
+    if (steps > 0 && lane == 0) barrier_arrive(ring.empty + ring.previous());
+    if (!started) {
+#pragma unroll
+      for (int i = 0; i < kHidden / 2; ++i) sum[i] = 0.0f;
+    }
+
+    const int64_t first_token = static_cast<int64_t>(block) * kBlockTokens + warp * 16;
+#pragma unroll
+    for (int pass = 0; pass < kHidden / 64; ++pass) {
+      __syncwarp();
+#pragma unroll
+      for (int j = 8 * pass; j < 8 * pass + 8; j += 2) {
+        uint32_t packed[4];
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+          const int index = 4 * (j + m / 2) + m % 2 * 2, hidden = first_hidden + 8 * (j + m / 2) + lane % 4 * 2;
+          float2 bias{};
+          if (a.bias != nullptr && hidden < a.hidden) {
+            bias = unpack<T>(*reinterpret_cast<const uint32_t*>(static_cast<const T*>(a.bias) + hidden));
+          }
+          packed[m] = pack<T>(sum[index] + bias.x, sum[index + 1] + bias.y);
+        }
+        const int row = lane % 16, chunk = j % 8 + lane / 16;
+        store_matrices(turn + row * 128 + ((chunk ^ (row & 7)) << 4), packed);
+      }
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = i * 4 + lane / 8, chunk = lane % 8, hidden = first_hidden + pass * 64 + chunk * 8;
+        const int64_t token = first_token + row;
+        if (token < a.tokens && hidden < a.hidden) {
+          *reinterpret_cast<uint4*>(static_cast<T*>(a.y) + token * a.hidden + hidden) =
+              load_shared_16(turn + row * 128 + ((chunk ^ (row & 7)) << 4));
+        }
+      }
+    }
+  }
+}
+
+template <typename T, int kTerms, int kHidden>
+__global__ void __launch_bounds__(kThreads, 1)
+    product_kernel(const __grid_constant__ Maps<kTerms> maps, const Arguments<kTerms> a) {
+#if defined(TWELL_SM90_DEVICE)
+  extern __shared__ uint8_t raw_shared[];
+  uint8_t* shared = raw_shared + (-smem_address(raw_shared) & 1023);
+  Control& c = *reinterpret_cast<Control*>(shared + kRingBytes + kConsumerWarps * kTurnBytes);
+  if (threadIdx.x == 0) {
+    for (int t = 0; t < kTerms; ++t) {
+      prefetch_map(maps.columns + t);
+      prefetch_map(maps.rows + t);
+    }
+    for (int s = 0; s < Shape<kHidden>::kStages; ++s) {
+      barrier_init(c.full + s, kFetchers);
+      barrier_init(c.empty + s, kConsumerWarps);
+    }
+    barrier_init(c.listed, 1);
+    barrier_init(c.listed + 1, 1);
+    fence_barrier_init();
+  }
+  launch_dependents();
+  wait_for_previous();
+  for (int b = threadIdx.x; b < a.active.blocks; b += kThreads) c.counts[b] = a.active.counts[b];
+  __syncthreads();
+  const Ring ring(c.full, c.empty, Shape<kHidden>::kStages);
+  if (threadIdx.x < kFetchers) {
+    give_registers<kFetchRegisters>();
+    fetch<T, kTerms, kHidden>(a, maps, c, shared, ring);
+  } else {
+    take_registers<kMultiplyRegisters>();
+    multiply<T, kTerms, kHidden>(a, c, shared, ring);
+  }
+#endif
+}
+
+template <typename T, int kTerms, int kHidden>
+cudaError_t launch_slice(DType dtype, Arguments<kTerms> a, const Device& device, cudaStream_t stream) {
+  a.slices = (a.hidden + kHidden - 1) / kHidden;
+  Maps<kTerms> maps;
+  for (int t = 0; t < kTerms; ++t) {
+    TWELL_RETURN_IF_ERROR(make_tensor_map(maps.columns + t, dtype, a.terms[t].columns,
+                                          int64_t{a.active.blocks} * a.width, kBlockTokens, kDepth));
+    TWELL_RETURN_IF_ERROR(make_tensor_map(maps.rows + t, dtype, a.terms[t].rows, a.width, a.hidden, kDepth));
+  }
+  const int grid = min(device.sm_count, a.active.blocks * a.slices);
+  return launch_kernel(product_kernel<T, kTerms, kHidden>, grid, kThreads, 1, kShared, stream, maps, a);
+}
+
+template <typename T, int kTerms>
+cudaError_t launch_type(DType dtype, const Arguments<kTerms>& a, const Device& device, cudaStream_t stream) {
+  int best = 256;
+  int64_t best_cost = INT64_MAX;
+  for (const int hidden : {256, 128, 64}) {
+    const int64_t items = static_cast<int64_t>(a.active.blocks) * ((a.hidden + hidden - 1) / hidden);
+    // The columns' share of the traffic does not shrink with the slice.
+    const int64_t cost = (items + device.sm_count - 1) / device.sm_count * (hidden + 96);
+    if (cost < best_cost) best = hidden, best_cost = cost;
+  }
+  switch (best) {
+    case 64: return launch_slice<T, kTerms, 64>(dtype, a, device, stream);
+    case 128: return launch_slice<T, kTerms, 128>(dtype, a, device, stream);
+    default: return launch_slice<T, kTerms, 256>(dtype, a, device, stream);
+  }
+}
+
+// `y` is that of all tokens.
+template <int kTerms>
+cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Term (&terms)[kTerms], const void* bias, void* y,
+                   const Device& device, cudaStream_t stream) {
+  Arguments<kTerms> a{};
+  for (int t = 0; t < kTerms; ++t) a.terms[t] = terms[t];
+  a.bias = bias;
+  a.active = chunk.active;
+  a.y = static_cast<uint16_t*>(y) + chunk.first * ffn.hidden;
+  a.tokens = chunk.tokens;
+  a.hidden = ffn.hidden;
+  a.width = ffn.width;
+  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn.dtype, a, device, stream)
+                                       : launch_type<__half>(ffn.dtype, a, device, stream);
+}
+
+}  // namespace twell::sm90::slices

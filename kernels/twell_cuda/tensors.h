@@ -1,0 +1,180 @@
+// Tensors brought into the form that the kernels read; only the launch_*.cpp files include this.
+#pragma once
+
+#ifndef USE_CUDA
+#define USE_CUDA  // declares aoti_torch_get_current_cuda_stream
+#endif
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "ffn.h"
+#include "training.h"
+
+// torch 2.11's name for it.
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK
+#define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
+#endif
+
+namespace twell {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+constexpr int64_t kMaxHidden = 16384, kMaxWidth = 65536;  // as in hf_twell/ops.py
+constexpr int64_t kRow = 8;  // D is padded to a multiple of it, so that rows start at 16-byte borders
+
+template <typename... Args>
+Tensor aten(const char* name, const char* overload, const Args&... args) {
+  std::array<StableIValue, sizeof...(Args)> stack{torch::stable::detail::from(args)...};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+inline Tensor linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
+  return aten("aten::linear", "", x, weight, bias);
+}
+
+inline const Device& device_of(int index) {
+  static const std::vector<Device> devices = [] {
+    const auto check = [](cudaError_t error) {
+      if (error != cudaSuccess) {
+        throw std::runtime_error(std::string("hf_twell cannot read the GPUs' properties: ") + cudaGetErrorString(error));
+      }
+    };
+    int count = 0;
+    check(cudaGetDeviceCount(&count));
+    std::vector<Device> all(static_cast<size_t>(count));
+    for (int i = 0; i < count; ++i) {
+      check(cudaDeviceGetAttribute(&all[i].sm_count, cudaDevAttrMultiProcessorCount, i));
+      check(cudaDeviceGetAttribute(&all[i].major, cudaDevAttrComputeCapabilityMajor, i));
+      check(cudaDeviceGetAttribute(&all[i].minor, cudaDevAttrComputeCapabilityMinor, i));
+    }
+    return all;
+  }();
+  return devices.at(static_cast<size_t>(index));
+}
+
+inline cudaStream_t current_stream(int index) {
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index, &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+// Contiguous, with `columns` in its last dimension (the new ones zero) and a base at a 16-byte border.
+inline Tensor prepared(const Tensor& tensor, int64_t columns) {
+  const int64_t missing = columns - tensor.size(tensor.dim() - 1);
+  Tensor out = torch::stable::contiguous(missing > 0 ? torch::stable::pad(tensor, {0, missing}) : tensor);
+  return reinterpret_cast<uintptr_t>(out.const_data_ptr()) % 16 == 0 ? out : torch::stable::clone(out);
+}
+
+inline MaybeTensor prepared(const MaybeTensor& tensor, int64_t columns) {
+  return tensor ? MaybeTensor(prepared(*tensor, columns)) : std::nullopt;
+}
+
+inline const void* pointer(const MaybeTensor& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
+
+// (T, D) of a tensor with any leading sizes, its rows padded.
+inline Tensor token_rows(const Tensor& tensor, int64_t hidden, int64_t padded) {
+  const std::vector<int64_t> sizes{tensor.numel() / hidden, hidden};
+  return prepared(torch::stable::reshape(torch::stable::contiguous(tensor), sizes), padded);
+}
+
+inline MaybeTensor fp32(const MaybeTensor& tensor) {
+  return tensor ? MaybeTensor(torch::stable::contiguous(*tensor)) : std::nullopt;
+}
+inline const float* fp32_pointer(const MaybeTensor& tensor) { return static_cast<const float*>(pointer(tensor)); }
+
+inline Tensor bytes_like(const Tensor& tensor, int64_t bytes) {
+  return torch::stable::new_empty(tensor, {bytes}, ScalarType::Byte);
+}
+
+// The operands of one call, padded and contiguous, and what kernels see of them.
+struct Operands {
+  int64_t hidden, width, tokens, padded;
+  Tensor x, first, down;
+  MaybeTensor up, b_first, b_up, b_down;
+
+  Operands(const Tensor& input, const Tensor& w_up, const Tensor& w_down, const MaybeTensor& w_gate,
+           const MaybeTensor& bias_up, const MaybeTensor& bias_down, const MaybeTensor& bias_gate)
+      : hidden(w_up.size(1)),
+        width(w_up.size(0)),
+        tokens(input.numel() / hidden),
+        padded((hidden + kRow - 1) / kRow * kRow),
+        x(token_rows(input, hidden, padded)),
+        first(prepared(w_gate ? *w_gate : w_up, padded)),
+        // Free where the weight already lies by columns, as hf_twell/_layout.py sees to in evaluation.
+        down(prepared(torch::stable::transpose(w_down, 0, 1), padded)),
+        up(prepared(w_gate ? MaybeTensor(w_up) : std::nullopt, padded)),
+        b_first(prepared(w_gate ? bias_gate : bias_up, width)),
+        b_up(prepared(w_gate ? bias_up : std::nullopt, width)),
+        b_down(prepared(bias_down, padded)) {}
+
+  Ffn ffn() const {
+    Ffn ffn{};
+    ffn.dtype = x.scalar_type() == ScalarType::Half ? DType::kFloat16 : DType::kBFloat16;
+    ffn.tokens = tokens;
+    ffn.hidden = static_cast<int>(padded);
+    ffn.width = static_cast<int>(width);
+    ffn.x = x.const_data_ptr();
+    ffn.gate = first.const_data_ptr();
+    ffn.up = pointer(up);
+    ffn.down = down.const_data_ptr();
+    ffn.b_gate = pointer(b_first);
+    ffn.b_up = pointer(b_up);
+    ffn.b_down = pointer(b_down);
+    return ffn;
+  }
+};
+
+inline void check_sizes(const Tensor& x, const Tensor& w_up) {
+  const int64_t hidden = w_up.size(1), width = w_up.size(0);
+  if (hidden < 1 || hidden > kMaxHidden || width < 1 || width > kMaxWidth) {
+    throw std::invalid_argument("hf_twell's CUDA kernels take D of 1.." + std::to_string(kMaxHidden) + " and F of 1.." +
+                                std::to_string(kMaxWidth) + ", not D = " + std::to_string(hidden) +
+                                ", F = " + std::to_string(width));
+  }
+  if (x.numel() / hidden > std::numeric_limits<int32_t>::max()) {
+    throw std::invalid_argument("hf_twell's CUDA kernels take up to 2,147,483,647 tokens a call, not " +
+                                std::to_string(x.numel() / hidden) + "; split the batch");
+  }
+}
+
+// Training has kernels for compute capability 9.0 and 16-bit types.
+inline void check_training(const Tensor& x, const Tensor& w_up, int64_t capacity) {
+  const Device& device = device_of(x.get_device_index());
+  if (device.major != 9 || device.minor != 0) {
+    throw std::invalid_argument("hf_twell's CUDA kernels train on compute capability 9.0, not " +
+                                std::to_string(device.major) + "." + std::to_string(device.minor) +
+                                "; use backend='reference'");
+  }
+  if (x.scalar_type() != ScalarType::BFloat16 && x.scalar_type() != ScalarType::Half) {
+    throw std::invalid_argument("hf_twell's CUDA kernels train in bfloat16 and float16; use backend='reference'");
+  }
+  const int64_t tokens = x.numel() / w_up.size(1);
+  if (capacity < 1 || capacity > std::numeric_limits<uint32_t>::max() / (tokens + 128)) {
+    throw std::invalid_argument("capacity is " + std::to_string(capacity) + " for " + std::to_string(tokens) +
+                                " tokens; it must be at least 1, and less than 2^32 pairs in all");
+  }
+}
+
+inline void check_launch(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) {
+    throw std::runtime_error(std::string("hf_twell's CUDA ") + what + " failed: " + cudaGetErrorString(error));
+  }
+}
+
+}  // namespace twell

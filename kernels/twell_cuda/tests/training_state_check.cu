@@ -1,0 +1,774 @@
+// Checks what training keeps of forward and takes up again in backward (mark, place, save, report, unpack, collect)
+// against plain loops on the host. Leaves with 1 where anything is wrong.
+//
+//   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I.. -o training_state_check training_state_check.cu
+//        ../sm90_mark.cu ../sm90_place.cu ../sm90_save.cu ../sm90_report.cu ../sm90_unpack.cu ../sm90_collect.cu
+//   ./training_state_check [time]
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "sm90_training.h"
+
+namespace {
+
+using namespace twell;
+using namespace twell::sm90;
+
+#define CHECK(call)                                                                          \
+  do {                                                                                       \
+    const cudaError_t status = (call);                                                       \
+    if (status != cudaSuccess) {                                                             \
+      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(status)); \
+      std::exit(1);                                                                          \
+    }                                                                                        \
+  } while (0)
+
+// Device memory in one piece, handed out as NaN in every type, with guards between.
+class Arena {
+ public:
+  static constexpr size_t kGuard = 256;
+  explicit Arena(size_t bytes) : room_(bytes) { CHECK(cudaMalloc(&base_, bytes)); }
+  ~Arena() { cudaFree(base_); }
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+  void clear() { used_ = 0, guards_.clear(); }
+  template <typename Value>
+  Value* take(int64_t count) {
+    const size_t bytes = (count * sizeof(Value) + 255) / 256 * 256;
+    if (used_ + bytes + kGuard > room_) std::printf("arena too small\n"), std::exit(1);
+    char* part = base_ + used_;
+    CHECK(cudaMemset(part, 0xff, bytes));
+    CHECK(cudaMemset(part + bytes, 0x5a, kGuard));
+    guards_.push_back(part + bytes);
+    used_ += bytes + kGuard;
+    return reinterpret_cast<Value*>(part);
+  }
+  bool guards_whole() const {
+    for (const char* guard : guards_) {
+      unsigned char bytes[kGuard];
+      CHECK(cudaMemcpy(bytes, guard, kGuard, cudaMemcpyDeviceToHost));
+      if (!std::all_of(bytes, bytes + kGuard, [](unsigned char byte) { return byte == 0x5a; })) return false;
+    }
+    return true;
+  }
+
+ private:
+  char* base_ = nullptr;
+  size_t room_, used_ = 0;
+  std::vector<char*> guards_;
+};
+
+template <typename Value>
+void upload(Value* to, const std::vector<Value>& from) {
+  if (!from.empty()) CHECK(cudaMemcpy(to, from.data(), from.size() * sizeof(Value), cudaMemcpyHostToDevice));
+}
+template <typename Value>
+std::vector<Value> download(const Value* from, int64_t count) {
+  std::vector<Value> to(count);
+  if (count > 0) CHECK(cudaMemcpy(to.data(), from, count * sizeof(Value), cudaMemcpyDeviceToHost));
+  return to;
+}
+
+uint64_t hash(uint64_t value) {
+  value += 0x9e3779b97f4a7c15ull;
+  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ull;
+  value = (value ^ (value >> 27)) * 0x94d049bb133111ebull;
+  return value ^ (value >> 31);
+}
+double uniform(uint64_t bits) { return static_cast<double>(hash(bits) >> 11) * 0x1p-53; }
+
+uint16_t narrow(DType dtype, float value) {
+  return dtype == DType::kBFloat16 ? __bfloat16_as_ushort(__float2bfloat16_rn(value))
+                                   : __half_as_ushort(__float2half_rn(value));
+}
+float widen(DType dtype, uint16_t bits) {
+  return dtype == DType::kBFloat16 ? __bfloat162float(__ushort_as_bfloat16(bits))
+                                   : __half2float(__ushort_as_half(bits));
+}
+bool is_nan(DType dtype, uint16_t bits) { return (bits & 0x7fff) > (dtype == DType::kBFloat16 ? 0x7f80 : 0x7c00); }
+constexpr uint16_t kGarbage = 0xffff;
+
+enum class Pattern { kNone, kOnePair, kFew, kThird, kAll, kUnion };
+enum class Weights { kNull, kZeroOne, kFraction };
+enum class Room { kAll, kEntries, kPairs, kNone };
+
+struct Case {
+  DType dtype;
+  int width, blocks, chunks, back_blocks, cut;  // forward: blocks of a chunk; cut: tokens that the last block lacks
+  Pattern pattern;
+  bool gated;
+  Weights weights;
+  Room room;
+  bool report, nan;
+  int sm_count;
+};
+
+struct Entry {
+  int neuron;
+  bool halves[2];
+  uint32_t tokens[4];
+  bool has(int token) const { return tokens[token / 32] >> token % 32 & 1; }
+};
+
+struct Block {
+  Counts counts{};
+  std::vector<Entry> entries;
+  std::vector<uint16_t> gate, up;  // of pairs
+};
+
+// Values come from the place alone.
+struct Problem {
+  Case of;
+  uint64_t seed;
+  int64_t tokens;
+  std::vector<Block> blocks;
+  std::vector<float> weights;
+
+  Problem(const Case& c, uint64_t s) : of(c), seed(s), tokens(int64_t{c.blocks} * c.chunks * kBlockTokens - c.cut) {
+    for (int b = 0; b < c.blocks * c.chunks; ++b) blocks.push_back(make_block(b));
+    for (int64_t t = 0; c.weights != Weights::kNull && t < tokens; ++t) {
+      const double random = uniform(seed * 31 + t);
+      const bool zero = t % 7 == 0 || random < 0.2;
+      weights.push_back(zero ? 0.0f : c.weights == Weights::kZeroOne ? 1.0f : static_cast<float>(random));
+    }
+  }
+
+  uint64_t place(int64_t block, int neuron, int token) const {
+    return seed * 0x100000001b3ull + (block * 65536 + neuron) * kBlockTokens + token;
+  }
+  uint16_t gate_at(int64_t block, int neuron, int token) const {
+    if (of.nan && (block * kBlockTokens + token) % 7 == 0) return neuron % 2 == 0 ? 0x7fff : 0xffff;
+    return narrow(of.dtype, 0.01f + static_cast<float>(uniform(place(block, neuron, token))));
+  }
+  uint16_t up_at(int64_t block, int neuron, int token) const {
+    const uint64_t random = hash(place(block, neuron, token) ^ 0x5bd1e995);
+    if (of.pattern == Pattern::kUnion) return narrow(of.dtype, 1.0f + (random % 16) / 64.0f);
+    if (random % 16 < 2) return random % 16 == 0 ? 0x0000 : 0x8000;
+    return narrow(of.dtype, static_cast<float>(random >> 40) * 0x1p-23f - 1.0f);
+  }
+  uint16_t gradient_at(int64_t block, int neuron, int token, int which) const {
+    return static_cast<uint16_t>(hash(place(block, neuron, token)) >> (20 + 16 * which));
+  }
+  uint16_t h_of(uint16_t gate, uint16_t up) const {
+    return of.gated ? narrow(of.dtype, widen(of.dtype, gate) * widen(of.dtype, up)) : gate;
+  }
+
+  void draw(int64_t block, int neuron, uint32_t (&bits)[4]) const {
+    const uint64_t at = hash(place(block, neuron, 0) + 0x1234567);
+    const int there = static_cast<int>(std::min<int64_t>(kBlockTokens, tokens - block * kBlockTokens));
+    double shares[kBlockTokens] = {};
+    switch (of.pattern) {
+      case Pattern::kNone: return;
+      case Pattern::kOnePair:
+        if (neuron == of.width * 2 / 3 && (block + static_cast<int64_t>(seed)) % 2 == 0) shares[at % there] = 1.0;
+        break;
+      case Pattern::kFew: std::fill(shares, shares + kBlockTokens, 0.01); break;
+      case Pattern::kThird: std::fill(shares, shares + kBlockTokens, 0.3); break;
+      case Pattern::kAll: std::fill(shares, shares + kBlockTokens, 1.0); break;
+      case Pattern::kUnion: {
+        if (uniform(at) >= 1340.0 / 5632.0) return;
+        const int token = static_cast<int>(at >> 20) & 127;
+        const bool one_half = (at >> 40) % 2 == 0;
+        for (int t = 0; t < kBlockTokens; ++t) {
+          shares[t] = t == token                                   ? 1.0
+                      : !one_half                                  ? 1.87 / 127
+                      : t / kHalfTokens == token / kHalfTokens ? 1.87 / 63
+                                                                   : 0.0;
+        }
+      }
+    }
+    for (int t = 0; t < there; ++t) {
+      if (shares[t] > 0.0 && uniform(place(block, neuron, t) * 3 + 1) < shares[t]) bits[t / 32] |= 1u << t % 32;
+    }
+  }
+
+  Block make_block(int64_t b) const {
+    std::vector<Entry> classes[3];
+    for (int n = 0; n < of.width; ++n) {
+      Entry entry{n, {}, {}};
+      draw(b, n, entry.tokens);
+      for (int half = 0; half < 2; ++half) {
+        // Some halves are listed though nothing is active in them, as the gate does in nearly full tiles.
+        const bool listed = of.pattern != Pattern::kUnion && hash(place(b, n, half) + 77) % 32 == 0;
+        entry.halves[half] = (entry.tokens[2 * half] | entry.tokens[2 * half + 1]) != 0 || listed;
+      }
+      if (entry.halves[0] || entry.halves[1]) classes[!entry.halves[1] ? 0 : entry.halves[0] ? 1 : 2].push_back(entry);
+    }
+    Block block;
+    block.counts = {static_cast<int>(classes[0].size()), static_cast<int>(classes[1].size()),
+                    static_cast<int>(classes[2].size())};
+    for (const auto& entries : classes) block.entries.insert(block.entries.end(), entries.begin(), entries.end());
+    for (const Entry& e : block.entries) {
+      for (int t = 0; t < kBlockTokens; ++t) {
+        if (!e.has(t)) continue;
+        block.gate.push_back(gate_at(b, e.neuron, t));
+        if (of.gated) block.up.push_back(up_at(b, e.neuron, t));
+      }
+    }
+    return block;
+  }
+
+  // Columns of blocks [first, first + count): `pair` (of block, entry, token, index of the block's pair) where there is
+  // a pair, `other` elsewhere in active halves.
+  template <typename Pair, typename Other>
+  std::vector<uint16_t> columns(int64_t first, int count, Pair pair, Other other) const {
+    std::vector<uint16_t> result(int64_t{count} * of.width * kBlockTokens, kGarbage);
+    for (int b = 0; b < count; ++b) {
+      int64_t index = 0;
+      for (const Entry& e : blocks[first + b].entries) {
+        uint16_t* column = result.data() + (int64_t{b} * of.width + e.neuron) * kBlockTokens;
+        for (int t = 0; t < kBlockTokens; ++t) {
+          if (e.has(t)) {
+            column[t] = pair(first + b, e, t, index++);
+          } else if (e.halves[t / kHalfTokens]) {
+            column[t] = other(first + b, e, t);
+          }
+        }
+      }
+    }
+    return result;
+  }
+  std::vector<uint16_t> gate_columns(int64_t first, int count) const {
+    return columns(first, count, [&](int64_t b, const Entry&, int, int64_t i) { return blocks[b].gate[i]; },
+                   [](int64_t, const Entry&, int) { return uint16_t{0}; });
+  }
+  // Where there is no pair: zero, or what up may leave there.
+  std::vector<uint16_t> up_columns(int64_t first, int count, bool zero) const {
+    return columns(first, count, [&](int64_t b, const Entry&, int, int64_t i) { return blocks[b].up[i]; },
+                   [&](int64_t b, const Entry& e, int t) {
+                     return zero ? uint16_t{0} : static_cast<uint16_t>(hash(place(b, e.neuron, t)));
+                   });
+  }
+};
+
+int round_up(int64_t value, int unit) { return static_cast<int>((value + unit - 1) / unit * unit); }
+
+// Device memory of a run, and what calls get.
+struct Run {
+  const Problem& problem;
+  Device device;
+  Ffn ffn{};
+  Active active{};
+  Saving saving{};
+  Training training{};
+  Sorted sorted{};
+  int most;  // blocks of a chunk
+  int64_t all_blocks;
+
+  Run(Arena& arena, const Problem& p, int64_t room_entries, int64_t room_pairs) : problem(p) {
+    const Case& c = p.of;
+    device = {c.sm_count, 9, 0};
+    most = std::max(c.blocks, c.back_blocks), all_blocks = static_cast<int64_t>(p.blocks.size());
+    ffn.dtype = c.dtype, ffn.tokens = p.tokens, ffn.hidden = 8, ffn.width = c.width;
+    active.words = (c.width + 31) / 32, active.row = round_up(c.width, 8);
+    active.masks = arena.take<uint32_t>(int64_t{most} * 2 * active.words);
+    active.counts = arena.take<Counts>(most);
+    active.neurons = arena.take<uint16_t>(int64_t{most} * active.row);
+    active.columns = arena.take<uint16_t>(column_count(most));
+    active.ups = c.gated ? arena.take<uint16_t>(column_count(most)) : nullptr;
+    ffn.up = active.ups;  // only asked whether there is one
+    saving.groups = (active.row + kGroup - 1) / kGroup;
+    saving.tokens = arena.take<uint4>(int64_t{c.blocks} * active.row);
+    saving.pairs = arena.take<uint32_t>(int64_t{c.blocks} * saving.groups);
+    saving.sums = arena.take<uint32_t>(c.blocks);
+    saving.activity = arena.take<float>(int64_t{c.blocks} * c.width);
+    saving.l1 = arena.take<float>(int64_t{c.blocks} * saving.groups);
+    State& state = training.state;
+    state.entries = room_entries, state.pairs = room_pairs;
+    state.totals = arena.take<int64_t>(3);
+    state.blocks = arena.take<BlockState>(all_blocks);
+    state.tokens = arena.take<uint4>(room_entries);
+    state.first_pairs = arena.take<uint32_t>(room_entries / kGroup);
+    state.neurons = arena.take<uint16_t>(room_entries);
+    state.gate = arena.take<uint16_t>(room_pairs);
+    state.up = c.gated ? arena.take<uint16_t>(room_pairs) : nullptr;
+    CHECK(cudaMemset(state.totals, 0, 3 * sizeof(int64_t)));
+    if (c.weights != Weights::kNull) {
+      float* weights = arena.take<float>(p.tokens);
+      upload(weights, p.weights);
+      training.token_weight = weights;
+    }
+    if (c.report) {
+      training.report = arena.take<float>(1 + c.width);
+      CHECK(cudaMemset(training.report, 0, (1 + c.width) * sizeof(float)));
+    }
+    sorted.places = arena.take<uint32_t>(all_blocks * c.width);
+    sorted.tokens = arena.take<int32_t>(room_pairs);
+    sorted.h = arena.take<uint16_t>(room_pairs);
+    sorted.du = c.gated ? arena.take<uint16_t>(room_pairs) : nullptr;
+    sorted.dg = arena.take<uint16_t>(room_pairs);
+  }
+
+  int64_t column_count(int blocks) const { return int64_t{blocks} * problem.of.width * kBlockTokens; }
+  uint16_t* columns() const { return static_cast<uint16_t*>(active.columns); }
+  uint16_t* ups() const { return static_cast<uint16_t*>(active.ups); }
+
+  Chunk chunk(int64_t first_block, int blocks) const {
+    Chunk result{};
+    result.first = first_block * kBlockTokens;
+    result.tokens = std::min(problem.tokens - result.first, int64_t{blocks} * kBlockTokens);
+    result.active = active;
+    result.active.blocks = blocks;
+    return result;
+  }
+
+  void poison(void* data, int64_t bytes) const {
+    if (data != nullptr) CHECK(cudaMemset(data, 0xff, bytes));
+  }
+
+  // What gate, list and up leave.
+  void bring_forward(int64_t first, int count) const {
+    std::vector<uint32_t> masks(int64_t{count} * 2 * active.words);
+    std::vector<Counts> counts(count);
+    std::vector<uint16_t> neurons(int64_t{count} * active.row, kGarbage);
+    for (int b = 0; b < count; ++b) {
+      const Block& block = problem.blocks[first + b];
+      counts[b] = block.counts;
+      for (size_t i = 0; i < block.entries.size(); ++i) {
+        const Entry& e = block.entries[i];
+        neurons[int64_t{b} * active.row + i] = static_cast<uint16_t>(e.neuron);
+        for (int half = 0; half < 2; ++half) {
+          if (e.halves[half]) masks[(int64_t{b} * 2 + half) * active.words + e.neuron / 32] |= 1u << e.neuron % 32;
+        }
+      }
+    }
+    upload(active.masks, masks);
+    upload(active.counts, counts);
+    upload(active.neurons, neurons);
+    upload(columns(), problem.gate_columns(first, count));
+    if (problem.of.gated) upload(ups(), problem.up_columns(first, count, false));
+  }
+};
+
+// Where kept blocks go.
+struct Kept {
+  int64_t blocks = 0, entries = 0, pairs = 0;
+  std::vector<BlockState> states;
+};
+Kept keep(const Problem& p, int64_t room_entries, int64_t room_pairs) {
+  Kept kept;
+  for (const Block& block : p.blocks) {
+    const int64_t entries = kept.entries + round_up(block.counts.all(), kGroup);
+    const int64_t pairs = kept.pairs + static_cast<int64_t>(block.gate.size());
+    if (entries > room_entries || pairs > room_pairs) break;
+    kept.states.push_back({block.counts, static_cast<uint32_t>(block.gate.size()), kept.entries, kept.pairs});
+    ++kept.blocks, kept.entries = entries, kept.pairs = pairs;
+  }
+  return kept;
+}
+
+struct Judge {
+  const Case& of;
+  bool right = true;
+  std::string first_wrong;
+
+  void expect(bool good, const std::string& what) {
+    if (!good && right) first_wrong = what;
+    right = right && good;
+  }
+  template <typename Value>
+  void expect_same(const std::vector<Value>& seen, const std::vector<Value>& expected, const char* what) {
+    const bool same = seen.size() == expected.size() &&
+                      (seen.empty() || std::memcmp(seen.data(), expected.data(), seen.size() * sizeof(Value)) == 0);
+    if (same) return;
+    size_t i = 0;
+    while (i < std::min(seen.size(), expected.size()) && std::memcmp(&seen[i], &expected[i], sizeof(Value)) == 0) ++i;
+    expect(false, std::string(what) + " at " + std::to_string(i));
+  }
+  // Any NaN will do where one is due; what was never to be written is kGarbage in both.
+  void expect_values(const std::vector<uint16_t>& seen, const std::vector<uint16_t>& expected, const char* what) {
+    for (size_t i = 0; i < seen.size(); ++i) {
+      const bool nan = expected[i] != kGarbage && is_nan(of.dtype, expected[i]);
+      if (nan ? !is_nan(of.dtype, seen[i]) : seen[i] != expected[i]) {
+        char text[96];
+        std::snprintf(text, sizeof(text), "%s at %zu: %04x for %04x", what, i, seen[i], expected[i]);
+        return expect(false, text);
+      }
+    }
+  }
+  // NaN in `expected`: must be NaN.
+  void expect_near(const std::vector<float>& seen, const std::vector<double>& expected, const char* what) {
+    for (size_t i = 0; i < seen.size(); ++i) {
+      const bool good = std::isnan(expected[i]) ? std::isnan(seen[i])
+                                                : std::fabs(seen[i] - expected[i]) <= 3e-5 * std::fabs(expected[i]);
+      if (!good) {
+        char text[96];
+        std::snprintf(text, sizeof(text), "%s at %zu: %g for %g", what, i, seen[i], expected[i]);
+        return expect(false, text);
+      }
+    }
+  }
+};
+
+uint4 tokens_of(const Entry& e) { return {e.tokens[0], e.tokens[1], e.tokens[2], e.tokens[3]}; }
+
+void check_forward(const Run& run, const Kept& kept, Judge& judge) {
+  const Problem& p = run.problem;
+  const Case& c = p.of;
+  const Saving& saving = run.saving;
+  std::vector<double> report(1 + c.width, 0.0);
+  for (int64_t first = 0; first < run.all_blocks; first += c.blocks) {
+    run.bring_forward(first, c.blocks);
+    const std::vector<uint4> all_tokens(int64_t{c.blocks} * run.active.row, uint4{~0u, ~0u, ~0u, ~0u});
+    run.poison(saving.tokens, all_tokens.size() * sizeof(uint4));
+    run.poison(saving.pairs, int64_t{c.blocks} * saving.groups * 4);
+    run.poison(saving.sums, c.blocks * 4);
+    run.poison(saving.activity, int64_t{c.blocks} * c.width * 4);
+    run.poison(saving.l1, int64_t{c.blocks} * saving.groups * 4);
+    const Chunk chunk = run.chunk(first, c.blocks);
+    CHECK(launch_mark(run.ffn, chunk, saving, run.device, nullptr));
+    CHECK(launch_place(chunk, saving, run.training.state, run.device, nullptr));
+    CHECK(launch_save(run.ffn, chunk, saving, run.training, run.device, nullptr));
+    CHECK(launch_report(run.ffn, chunk, saving, run.training, run.device, nullptr));
+    CHECK(cudaDeviceSynchronize());
+
+    std::vector<uint4> tokens = all_tokens;
+    std::vector<uint32_t> pairs(int64_t{c.blocks} * saving.groups, ~0u), sums(c.blocks);
+    std::vector<double> activity(int64_t{c.blocks} * c.width, NAN), l1(int64_t{c.blocks} * saving.groups, NAN);
+    for (int b = 0; b < c.blocks; ++b) {
+      const Block& block = p.blocks[first + b];
+      uint32_t index = 0;
+      for (size_t i = 0; i < block.entries.size(); ++i) {
+        const Entry& e = block.entries[i];
+        const int64_t group = int64_t{b} * saving.groups + i / kGroup;
+        tokens[int64_t{b} * run.active.row + i] = tokens_of(e);
+        if (i % kGroup == 0) pairs[group] = index, l1[group] = 0.0;
+        double entry_sum = 0.0;
+        for (int t = 0; t < kBlockTokens; ++t) {
+          if (!e.has(t)) continue;
+          const uint16_t h = p.h_of(block.gate[index], c.gated ? block.up[index] : 0);
+          ++index;
+          const double weight = p.weights.empty() ? 1.0 : p.weights[(first + b) * kBlockTokens + t];
+          if ((h & 0x7fff) == 0 || weight == 0.0) continue;
+          entry_sum += weight;
+          l1[group] += weight * std::fabs(widen(c.dtype, h));
+        }
+        activity[int64_t{b} * c.width + e.neuron] = entry_sum;
+        report[1 + e.neuron] += entry_sum;
+      }
+      sums[b] = index;
+      for (size_t g = 0; g * kGroup < block.entries.size(); ++g) report[0] += l1[int64_t{b} * saving.groups + g];
+    }
+    if (!c.report) std::fill(activity.begin(), activity.end(), NAN), std::fill(l1.begin(), l1.end(), NAN);
+    judge.expect_same(download(saving.tokens, tokens.size()), tokens, "mark's tokens");
+    judge.expect_same(download(saving.pairs, pairs.size()), pairs, "pairs before groups");
+    judge.expect_same(download(saving.sums, c.blocks), sums, "blocks' pairs");
+    judge.expect_near(download(saving.activity, activity.size()), activity, "activity");
+    judge.expect_near(download(saving.l1, l1.size()), l1, "l1");
+    const auto h = p.columns(first, c.blocks, [&](int64_t b, const Entry&, int, int64_t i) {
+      return p.h_of(p.blocks[b].gate[i], c.gated ? p.blocks[b].up[i] : 0);
+    }, [](int64_t, const Entry&, int) { return uint16_t{0}; });
+    judge.expect_values(download(run.columns(), h.size()), h, "h");
+    if (c.gated) judge.expect_same(download(run.ups(), h.size()), p.up_columns(first, c.blocks, false), "ups");
+  }
+  if (c.report) judge.expect_near(download(run.training.report, 1 + c.width), report, "report");
+
+  const State& state = run.training.state;
+  judge.expect_same(download(state.totals, 3), {kept.blocks, kept.entries, kept.pairs}, "totals");
+  std::vector<BlockState> states(run.all_blocks);
+  std::memset(static_cast<void*>(states.data()), 0xff, states.size() * sizeof(BlockState));
+  std::copy(kept.states.begin(), kept.states.end(), states.begin());
+  judge.expect_same(download(state.blocks, run.all_blocks), states, "blocks' states");
+  std::vector<uint4> tokens(state.entries, uint4{~0u, ~0u, ~0u, ~0u});
+  std::vector<uint16_t> neurons(state.entries, kGarbage), gate(state.pairs, kGarbage), up(state.pairs, kGarbage);
+  std::vector<uint32_t> first_pairs(state.entries / kGroup, ~0u);
+  for (int64_t b = 0; b < kept.blocks; ++b) {
+    const Block& block = p.blocks[b];
+    const BlockState& at = kept.states[b];
+    uint32_t pairs = 0;
+    for (int i = 0; i < round_up(block.entries.size(), kGroup); ++i) {
+      const bool there = i < static_cast<int>(block.entries.size());
+      const uint4 bits = there ? tokens_of(block.entries[i]) : uint4{};
+      if (i % kGroup == 0) first_pairs[(at.first_entry + i) / kGroup] = pairs;
+      tokens[at.first_entry + i] = bits;
+      neurons[at.first_entry + i] = there ? static_cast<uint16_t>(block.entries[i].neuron) : 0;
+      for (const uint32_t word : {bits.x, bits.y, bits.z, bits.w}) pairs += __builtin_popcount(word);
+    }
+    std::copy(block.gate.begin(), block.gate.end(), gate.begin() + at.first_pair);
+    std::copy(block.up.begin(), block.up.end(), up.begin() + at.first_pair);
+  }
+  judge.expect_same(download(state.tokens, state.entries), tokens, "state's tokens");
+  judge.expect_same(download(state.neurons, state.entries), neurons, "state's neurons");
+  judge.expect_same(download(state.first_pairs, state.entries / kGroup), first_pairs, "state's first pairs");
+  judge.expect_same(download(static_cast<uint16_t*>(state.gate), state.pairs), gate, "state's gate");
+  if (c.gated) judge.expect_same(download(static_cast<uint16_t*>(state.up), state.pairs), up, "state's up");
+}
+
+// Where launch_sort would put each kept block's pairs of each neuron.
+std::vector<uint32_t> sort_places(const Problem& p, const Kept& kept) {
+  std::vector<uint32_t> places(p.blocks.size() * p.of.width, ~0u), counts(p.of.width, 0);
+  const auto each = [&](auto visit) {
+    for (int64_t b = 0; b < kept.blocks; ++b) {
+      for (const Entry& e : p.blocks[b].entries) {
+        uint32_t count = 0;
+        for (const uint32_t word : e.tokens) count += __builtin_popcount(word);
+        if (count > 0) visit(b, e.neuron, count);
+      }
+    }
+  };
+  each([&](int64_t, int neuron, uint32_t count) { counts[neuron] += count; });
+  uint32_t total = 0;
+  for (uint32_t& count : counts) {
+    const uint32_t own = count;
+    count = total;
+    total += own;
+  }
+  each([&](int64_t b, int neuron, uint32_t count) {
+    places[b * p.of.width + neuron] = counts[neuron];
+    counts[neuron] += count;
+  });
+  return places;
+}
+
+void check_backward(const Run& run, const Kept& kept, Judge& judge) {
+  const Problem& p = run.problem;
+  const Case& c = p.of;
+  const State& state = run.training.state;
+  const std::vector<uint32_t> places = sort_places(p, kept);
+  upload(run.sorted.places, places);
+  std::vector<int32_t> tokens(state.pairs, -1);
+  std::vector<uint16_t> h(state.pairs, kGarbage), du(state.pairs, kGarbage), dg(state.pairs, kGarbage);
+  for (int64_t first = 0; first < run.all_blocks; first += c.back_blocks) {
+    const int count = static_cast<int>(std::min<int64_t>(c.back_blocks, run.all_blocks - first));
+    Chunk chunk = run.chunk(first, count);
+    chunk.kept = state.totals;
+    const int64_t column_bytes = run.column_count(count) * 2;
+    run.poison(run.active.counts, count * sizeof(Counts));
+    run.poison(run.active.neurons, int64_t{count} * run.active.row * 2);
+    run.poison(run.active.columns, column_bytes);
+    run.poison(run.active.ups, column_bytes);
+    CHECK(launch_unpack(run.ffn, chunk, state, run.device, nullptr));
+    CHECK(cudaDeviceSynchronize());
+    const bool whole = kept.blocks >= first + count;
+    std::vector<Counts> counts(count, Counts{-1, -1, -1});
+    std::vector<uint16_t> neurons(int64_t{count} * run.active.row, kGarbage);
+    for (int b = 0; whole && b < count; ++b) {
+      const Block& block = p.blocks[first + b];
+      counts[b] = block.counts;
+      for (size_t i = 0; i < block.entries.size(); ++i) {
+        neurons[int64_t{b} * run.active.row + i] = static_cast<uint16_t>(block.entries[i].neuron);
+      }
+    }
+    const std::vector<uint16_t> untouched(run.column_count(count), kGarbage);
+    judge.expect_same(download(run.active.counts, count), counts, "unpacked counts");
+    judge.expect_same(download(run.active.neurons, neurons.size()), neurons, "unpacked neurons");
+    judge.expect_same(download(run.columns(), untouched.size()), whole ? p.gate_columns(first, count) : untouched,
+                      "unpacked gate");
+    if (c.gated) {
+      judge.expect_same(download(run.ups(), untouched.size()), whole ? p.up_columns(first, count, true) : untouched,
+                        "unpacked up");
+    }
+
+    for (const int which : {0, 1}) {
+      const auto gradients = p.columns(
+          first, count, [&](int64_t b, const Entry& e, int t, int64_t) { return p.gradient_at(b, e.neuron, t, which); },
+          [](int64_t, const Entry&, int t) { return static_cast<uint16_t>(t); });
+      if (which == 0 || c.gated) upload(which == 0 ? run.columns() : run.ups(), gradients);
+    }
+    CHECK(launch_collect(run.ffn, chunk, state, run.sorted, run.device, nullptr));
+    CHECK(cudaDeviceSynchronize());
+  }
+  for (int64_t b = 0; b < kept.blocks; ++b) {
+    const Block& block = p.blocks[b];
+    size_t index = 0;
+    for (const Entry& e : block.entries) {
+      uint32_t to = places[b * c.width + e.neuron];
+      for (int t = 0; t < kBlockTokens; ++t) {
+        if (!e.has(t)) continue;
+        tokens[to] = static_cast<int32_t>(b * kBlockTokens + t);
+        h[to] = p.h_of(block.gate[index], c.gated ? block.up[index] : 0);
+        dg[to] = p.gradient_at(b, e.neuron, t, 0);
+        du[to] = p.gradient_at(b, e.neuron, t, 1);
+        ++to, ++index;
+      }
+    }
+  }
+  const Sorted& sorted = run.sorted;
+  judge.expect_same(download(sorted.tokens, state.pairs), tokens, "collected tokens");
+  judge.expect_values(download(static_cast<uint16_t*>(sorted.h), state.pairs), h, "collected h");
+  judge.expect_same(download(static_cast<uint16_t*>(sorted.dg), state.pairs), dg, "collected dg");
+  if (c.gated) judge.expect_same(download(static_cast<uint16_t*>(sorted.du), state.pairs), du, "collected du");
+}
+
+bool check(Arena& arena, const Case& c, uint64_t seed) {
+  const Problem problem(c, seed);
+  const Kept all = keep(problem, INT64_MAX, INT64_MAX);
+  int64_t entries = all.entries, pairs = all.pairs;  // just enough
+  if (c.room == Room::kEntries) entries = std::max<int64_t>(0, entries - kGroup) * 3 / 4 / kGroup * kGroup;
+  if (c.room == Room::kPairs) pairs = std::max<int64_t>(0, pairs - 1) * 3 / 4;
+  if (c.room == Room::kNone) entries = pairs = 0;
+  arena.clear();
+  const Run run(arena, problem, entries, pairs);
+  const Kept kept = keep(problem, entries, pairs);
+  Judge judge{c};
+  check_forward(run, kept, judge);
+  if (judge.right) check_backward(run, kept, judge);
+  judge.expect(arena.guards_whole(), "guards");
+  if (!judge.right) {
+    std::printf("WRONG %s F=%d blocks %d x %d, back %d, cut %d, pattern %d, %s, weights %d, room %d (%lld of %lld), "
+                "report %d, nan %d, %d SMs: %s\n",
+                c.dtype == DType::kBFloat16 ? "bf16" : "fp16", c.width, c.blocks, c.chunks, c.back_blocks, c.cut,
+                static_cast<int>(c.pattern), c.gated ? "gated" : "plain", static_cast<int>(c.weights),
+                static_cast<int>(c.room), static_cast<long long>(kept.blocks), static_cast<long long>(run.all_blocks),
+                c.report, c.nan, c.sm_count, judge.first_wrong.c_str());
+  }
+  return judge.right;
+}
+
+void time(Arena& arena, int sm_count) {
+  constexpr int kForwardBlocks = 64, kBackwardBlocks = 22, kChunks = 2, kRepeats = 25;
+  constexpr size_t kFlush = size_t{256} << 20;
+  const Case c{DType::kBFloat16, 5632,          kForwardBlocks, kChunks, kBackwardBlocks, 0,       Pattern::kUnion,
+               true,             Weights::kNull, Room::kAll,     true,    false,           sm_count};
+  const Problem problem(c, 7);
+  const Kept kept = keep(problem, INT64_MAX, INT64_MAX);
+  arena.clear();
+  char* flush = arena.take<char>(kFlush);
+  // A set of columns for each chunk; forward leaves h in them, which is as good as relu(gate) next time.
+  std::vector<Run> forward;
+  for (int i = 0; i < kChunks; ++i) forward.emplace_back(arena, problem, kept.entries, kept.pairs);
+  for (int i = 0; i < kChunks; ++i) forward[i].bring_forward(i * kForwardBlocks, kForwardBlocks);
+  const Run backward(arena, problem, 0, 0);
+  const Training training = forward[0].training;
+  const State& state = training.state;
+  const Sorted sorted = forward[0].sorted;
+  upload(sorted.places, sort_places(problem, kept));
+
+  using Launch = std::function<cudaError_t(int)>;  // of a chunk
+  const auto forward_chunk = [&](int i) { return forward[i].chunk(i * kForwardBlocks, kForwardBlocks); };
+  const int back_chunks = static_cast<int>((forward[0].all_blocks + kBackwardBlocks - 1) / kBackwardBlocks);
+  const auto backward_chunk = [&](int i) {
+    const int64_t first = int64_t{i} * kBackwardBlocks;
+    const int64_t blocks = std::min<int64_t>(kBackwardBlocks, forward[0].all_blocks - first);
+    Chunk chunk = backward.chunk(first, static_cast<int>(blocks));
+    chunk.kept = state.totals;
+    return chunk;
+  };
+  const Ffn& ffn = forward[0].ffn;
+  const Device& device = forward[0].device;
+  const auto saving = [&](int i) { return forward[i].saving; };
+  const std::pair<const char*, Launch> forward_launches[] = {
+      {"mark", [&](int i) { return launch_mark(ffn, forward_chunk(i), saving(i), device, nullptr); }},
+      {"place", [&](int i) { return launch_place(forward_chunk(i), saving(i), state, device, nullptr); }},
+      {"save", [&](int i) { return launch_save(ffn, forward_chunk(i), saving(i), training, device, nullptr); }},
+      {"report", [&](int i) { return launch_report(ffn, forward_chunk(i), saving(i), training, device, nullptr); }}};
+  const std::pair<const char*, Launch> backward_launches[] = {
+      {"unpack", [&](int i) { return launch_unpack(ffn, backward_chunk(i), state, device, nullptr); }},
+      {"collect", [&](int i) { return launch_collect(ffn, backward_chunk(i), state, sorted, device, nullptr); }}};
+
+  cudaEvent_t events[16];
+  for (cudaEvent_t& event : events) CHECK(cudaEventCreate(&event));
+  const auto median = [](std::vector<float> values) {
+    std::sort(values.begin(), values.end());
+    return values[values.size() / 2];
+  };
+  // One event between launches, or none; sums over chunks.
+  const auto measure = [&](const auto& launches, int chunks, bool reset) {
+    const int kinds = static_cast<int>(std::size(launches));
+    std::vector<std::vector<float>> times(kinds);
+    std::vector<float> whole;
+    for (int repeat = 0; repeat < 2 * kRepeats; ++repeat) {
+      const bool apart = repeat < kRepeats;
+      if (reset) CHECK(cudaMemset(state.totals, 0, 3 * sizeof(int64_t)));
+      CHECK(cudaMemset(flush, repeat, kFlush));
+      std::vector<float> sums(kinds, 0.0f);
+      CHECK(cudaEventRecord(events[15]));
+      for (int i = 0; i < chunks; ++i) {
+        for (int k = 0; k < kinds; ++k) {
+          if (apart) CHECK(cudaEventRecord(events[k]));
+          CHECK(launches[k].second(i));
+        }
+        if (!apart) continue;
+        CHECK(cudaEventRecord(events[kinds]));
+        CHECK(cudaEventSynchronize(events[kinds]));
+        for (int k = 0; k < kinds; ++k) {
+          float milliseconds = 0.0f;
+          CHECK(cudaEventElapsedTime(&milliseconds, events[k], events[k + 1]));
+          sums[k] += milliseconds * 1e3f;
+        }
+      }
+      CHECK(cudaEventRecord(events[14]));
+      CHECK(cudaEventSynchronize(events[14]));
+      float milliseconds = 0.0f;
+      CHECK(cudaEventElapsedTime(&milliseconds, events[15], events[14]));
+      if (!apart) whole.push_back(milliseconds * 1e3f);
+      for (int k = 0; apart && k < kinds; ++k) times[k].push_back(sums[k]);
+    }
+    for (int k = 0; k < kinds; ++k) std::printf("%-8s %8.1f\n", launches[k].first, median(times[k]));
+    std::printf("together %8.1f (no events between)\n", median(whole));
+  };
+  std::printf("us of all chunks, T=%lld F=%d bf16: %lld pairs, %lld entries; forward %d chunks, backward %d\n",
+              static_cast<long long>(problem.tokens), c.width, static_cast<long long>(kept.pairs),
+              static_cast<long long>(kept.entries), kChunks, back_chunks);
+  measure(forward_launches, kChunks, true);
+  measure(backward_launches, back_chunks, false);
+  int64_t totals[3];
+  CHECK(cudaMemcpy(totals, state.totals, sizeof(totals), cudaMemcpyDeviceToHost));
+  if (totals[0] != forward[0].all_blocks) std::printf("WRONG: %lld blocks kept\n", static_cast<long long>(totals[0]));
+  for (cudaEvent_t event : events) CHECK(cudaEventDestroy(event));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  cudaDeviceProp properties;
+  CHECK(cudaGetDeviceProperties(&properties, 0));
+  Arena arena(size_t{3} << 30);
+  if (argc > 1 && std::strcmp(argv[1], "time") == 0) {
+    time(arena, properties.multiProcessorCount);
+    return 0;
+  }
+  int checks = 0, failures = 0;
+  const auto expect = [&](const Case& c) {
+    ++checks;
+    failures += !check(arena, c, checks);
+  };
+  const Pattern patterns[] = {Pattern::kNone, Pattern::kOnePair, Pattern::kFew, Pattern::kThird, Pattern::kAll};
+  const Weights weights[] = {Weights::kNull, Weights::kZeroOne, Weights::kFraction};
+  const Room rooms[] = {Room::kAll, Room::kEntries, Room::kPairs, Room::kNone};
+  // What is not varied on its own takes turns. Few multiprocessors: warps that work on several groups.
+  int turn = 0;
+  const auto expect_turn = [&](int width, int blocks, int chunks, Pattern pattern, bool gated, Weights weight,
+                               Room room) {
+    const int i = turn++;
+    const DType dtype = i % 2 == 0 ? DType::kBFloat16 : DType::kFloat16;
+    const int sm_count = i % 4 == 1 ? 1 : properties.multiProcessorCount;
+    expect({dtype, width, blocks, chunks, 1 + i % 3, i % 5 * 31, pattern, gated, weight, room, i % 7 != 3, i % 3 != 1,
+            sm_count});
+  };
+  for (const int width : {16, 70, 344}) {
+    for (const int blocks : {1, 2, 5}) {
+      for (const Pattern pattern : patterns) {
+        for (const bool gated : {true, false}) {
+          for (const Weights weight : weights) {
+            for (const Room room : rooms) expect_turn(width, blocks, 1 + turn % 3, pattern, gated, weight, room);
+          }
+        }
+      }
+    }
+  }
+  for (const int width : {1001, 5632}) {
+    for (const int blocks : {1, 2, 5}) {
+      for (const Pattern pattern : patterns) {
+        const int i = turn;
+        expect_turn(width, blocks, blocks == 5 ? 1 : 2, pattern, i % 3 != 0, weights[i % 3], rooms[i % 4]);
+      }
+    }
+  }
+  expect_turn(5632, 5, 2, Pattern::kUnion, true, Weights::kZeroOne, Room::kPairs);
+  expect_turn(40, kMaxBlocks, 2, Pattern::kThird, true, Weights::kFraction, Room::kEntries);
+  expect_turn(40, 37, 3, Pattern::kFew, true, Weights::kNull, Room::kAll);
+  expect_turn(65536, 1, 1, Pattern::kFew, true, Weights::kNull, Room::kAll);
+  expect_turn(65536, 1, 1, Pattern::kAll, false, Weights::kFraction, Room::kAll);
+  std::printf("%d checks, %d wrong\n", checks, failures);
+  return failures == 0 ? 0 : 1;
+}

@@ -1,0 +1,87 @@
+"""The elementwise middle of a dense block on a GPU, against the reference's."""
+
+import pytest
+import torch
+
+from hf_twell import build, ops, reference
+from hf_twell.modeling import L1Inputs
+from hf_twell.workload import make_ffn, patched_block
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def library():
+    assert build.status("cuda", build=True).available
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("shape", [(1, 8), (63, 172), (2, 50, 4864), (4097, 1001), (0, 64)])
+def test_one_pass_gives_what_the_reference_gives(shape, gated, dtype):
+    g = torch.Generator("cuda").manual_seed(0)
+    gate, up, grad = (torch.randn(shape, generator=g, device="cuda").to(dtype) for _ in range(3))
+    weight = (torch.rand(shape[:-1], generator=g, device="cuda") > 0.2).float()
+    scale = torch.tensor(0.125, device="cuda")
+    results = []
+    for wide in (False, True):
+        kind = torch.float64 if wide else dtype
+        inputs = [t.to(kind, copy=True).requires_grad_() for t in ((gate, up) if gated else (gate,))]
+        tally = torch.zeros(1 + shape[-1], device="cuda", requires_grad=True)
+        if wide:
+            h = torch.relu(inputs[0]) * inputs[1] if gated else torch.relu(inputs[0])
+            h = reference.inject_l1(h, scale, weight, tally)
+        else:
+            h = torch.ops.hf_twell.activation(inputs[0], inputs[1] if gated else None, scale, weight, tally)
+        h.backward(grad.to(kind))
+        results.append([h, *(t.grad for t in inputs), tally.grad])
+    rounding = 2**-8 if dtype == torch.bfloat16 else 2**-11
+    for ours, truth in zip(results[0][:-1], results[1][:-1], strict=True):
+        assert ours.dtype == dtype and ours.shape == truth.shape
+        torch.testing.assert_close(ours.double(), truth.double(), rtol=1.01 * rounding, atol=1e-7)
+    torch.testing.assert_close(results[0][-1], results[1][-1], rtol=2 * rounding, atol=1e-4)
+
+
+def test_a_padded_token_may_hold_nan():
+    gate = torch.randn(4, 16, device="cuda", dtype=torch.bfloat16)
+    gate[2] = torch.nan
+    gate.requires_grad_()
+    tally = torch.zeros(17, device="cuda", requires_grad=True)
+    weight = torch.tensor([1.0, 1.0, 0.0, 1.0], device="cuda")
+    h = torch.ops.hf_twell.activation(gate, None, torch.tensor(1.0, device="cuda"), weight, tally)
+    assert h[2].isnan().all()
+    h.backward(torch.ones_like(h))
+    assert tally.grad.isfinite().all()
+    kept = torch.relu(gate[weight > 0].detach())
+    assert torch.equal(tally.grad[1:], (kept != 0).sum(0).float())
+
+
+def test_opcheck():
+    gate, up = (torch.randn(9, 24, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    tally = torch.zeros(25, device="cuda", requires_grad=True)
+    weight, scale = torch.ones(9, device="cuda"), torch.tensor(0.5, device="cuda")
+    torch.library.opcheck(torch.ops.hf_twell.activation.default, (gate, up, scale, weight, tally))
+    torch.library.opcheck(torch.ops.hf_twell.activation.default, (gate, None, None, None, None))
+
+
+def test_a_dense_block_trains_as_the_reference_does():
+    x, w_gate, w_up, w_down = make_ffn(2048, 256, 1024, l0=500, device="cuda")
+    outputs = []
+    for dense in (True, False):
+        block = patched_block(w_gate.clone(), w_up.clone(), w_down.clone()).train().requires_grad_()
+        tally = torch.zeros(1025, device="cuda", requires_grad=True)
+        scale = torch.tensor(1e-3, device="cuda")
+        if dense:
+            block.twell.l1 = L1Inputs(scale, None, tally)
+            y = block(x)
+            assert block.twell.on_kernels is False
+        else:
+            weights = [block.up_proj.weight, block.down_proj.weight, block.gate_proj.weight]
+            y = reference.ffn(x, *weights, l1_scale=scale, tally=tally)
+        y.backward(torch.ones_like(y))
+        outputs.append([y, *(p.grad for p in block.parameters()), tally.grad])
+    for ours, theirs in zip(*outputs, strict=True):
+        assert (ours.float() - theirs.float()).norm() <= 2**-7 * theirs.float().norm()
+    assert ops.in_16_bits(x)

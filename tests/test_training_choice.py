@@ -1,0 +1,330 @@
+"""How a block on a GPU chooses its way in training: a logic that needs no GPU, run on CPU tensors here."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+from transformers import Trainer, TrainingArguments
+
+import hf_twell
+from hf_twell import SparsityCallback, _density, build, ops
+from hf_twell._density import BACK, STEPS, TrainingChoice
+from tests import one_step
+from tests.conftest import tiny_llama
+from tests.ffn_cases import make_case, run
+
+needs_cpu_kernels = pytest.mark.skipif(
+    not build.status("cpu", build=True).available, reason=build.status("cpu", build=True).reason
+)
+TOKENS, HIDDEN, INTERMEDIATE = 64, 16, 2048
+LIMIT = 0.02
+
+
+@pytest.fixture(autouse=True)
+def limits(monkeypatch):
+    """Few tokens pay, so that tests stay small."""
+    monkeypatch.setattr(_density, "LIMITS_TRAINING", ((8, 0.0), (math.inf, LIMIT)))
+
+
+class Run:
+    """A gate whose density each step sets, and an optimizer that writes to it."""
+
+    def __init__(self):
+        self.choice = TrainingChoice()
+        self.gate = torch.nn.Parameter(torch.zeros(INTERMEDIATE, HIDDEN))
+        self.x = torch.ones(TOKENS, HIDDEN)
+
+    def step(self, density: float, micro_batches: int = 1) -> bool:
+        """Whether the step that follows trains densely; every micro-batch and recomputation must."""
+        with torch.no_grad():
+            active = torch.arange(INTERMEDIATE) % 1024 < 1024 * density
+            self.gate.copy_(torch.where(active, 1.0, -1.0)[:, None])
+        ways = {self.choice.too_dense(self.x, self.gate) for _ in range(2 * micro_batches)}
+        assert len(ways) == 1
+        return ways.pop()
+
+    def steps(self, density: float, count: int = 2 * STEPS) -> list[bool]:
+        return [self.step(density, 3) for _ in range(count)]
+
+
+def count_samples(monkeypatch) -> list:
+    taken, sample = [], _density.Sample
+    monkeypatch.setattr(_density, "Sample", lambda *args: taken.append(1) or sample(*args))
+    return taken
+
+
+def test_dense_until_it_is_known_to_be_sparse():
+    run = Run()
+    assert run.step(0.005)
+    assert run.choice.density is None
+    assert not run.step(0.005)
+    assert run.choice.density == pytest.approx(6 / 1024)
+    assert Run().steps(0.5) == [True] * 2 * STEPS
+
+
+def test_one_sample_in_some_steps_however_many_micro_batches(monkeypatch):
+    run, taken = Run(), count_samples(monkeypatch)
+    run.steps(0.005, count=4 * STEPS)
+    assert len(taken) == 4
+
+
+def test_it_changes_between_steps_alone():
+    run = Run()
+    run.steps(0.005)
+    dense_x = -run.x
+    assert not any(run.choice.too_dense(dense_x, run.gate) for _ in range(5 * STEPS))
+    assert all(run.steps(0.5)[STEPS:])
+
+
+def test_it_does_not_flap():
+    run = Run()
+    between = LIMIT * (1 + BACK) / 2
+    assert all(run.steps(between)), "not sparse enough to move over"
+    assert not run.steps(0.9 * LIMIT)[-1]
+    assert not any(run.steps(between)), "not dense enough to move back"
+    assert run.steps(1.1 * BACK * LIMIT)[-1]
+    assert all(run.steps(between)[STEPS:])
+
+
+def test_few_tokens_never_pay():
+    run = Run()
+    run.x = torch.ones(8, HIDDEN)
+    assert all(run.steps(0.0))
+    run.x = torch.ones(9, HIDDEN)
+    assert not run.steps(0.0)[-1]
+    assert run.choice.too_dense(torch.ones(8, HIDDEN), run.gate), "a smaller micro-batch of the same step"
+    assert not run.choice.too_dense(run.x, run.gate)
+
+
+@pytest.mark.parametrize(
+    ("density", "intermediate", "capacity"),
+    [(0.0, 2048, 64), (0.0156, 2048, 64), (0.016, 2048, 128), (0.02, 5632, 256), (0.9, 5632, 5632), (0.5, 40, 40)],
+)
+def test_capacity_is_a_power_of_two_that_holds_twice_the_active_neurons(density, intermediate, capacity):
+    assert _density.needed_capacity(density, intermediate) == capacity
+
+
+def test_a_late_sample_counts_when_it_arrives_and_in_deterministic_mode_is_waited_for(monkeypatch):
+    monkeypatch.setattr(_density.Sample, "arrived", lambda sample: False)
+    assert all(Run().steps(0.005))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert Run().steps(0.005, 5) == [True, False, False, False, False]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_weights_whose_version_tells_nothing_follow_begin_step():
+    """Fused optimizers, FSDP2 and DeepSpeed write past the version; frozen weights never change."""
+    choice, x = TrainingChoice(), torch.ones(TOKENS, HIDDEN)
+    frozen = -torch.ones(INTERMEDIATE, HIDDEN)
+    assert all(choice.too_dense(x, frozen) for _ in range(5))
+    choice.begin_step()
+    assert not any(choice.too_dense(x, frozen) for _ in range(5))
+
+
+def test_copies_and_pickles_start_anew():
+    run = Run()
+    run.steps(0.005)
+    for other in (copy.deepcopy(run.choice), pickle.loads(pickle.dumps(run.choice))):
+        assert (other.density, other.capacity, other.sparse) == (None, None, False)
+    assert run.choice.sparse
+
+
+# In a patched block, which takes its tensors for a GPU's
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(ops, "kernels_train", lambda x: True)
+
+
+def patched_model(density=0.005, backend="auto"):
+    """A small Llama on the CPU kernels whose every block has about this density."""
+    model = hf_twell.sparsify(tiny_llama(intermediate_size=688), backend=backend)
+    for layer in model.model.layers:
+        gate = layer.mlp.gate_proj.weight.data
+        gate[torch.rand(len(gate)) >= 2 * density] = 0
+    return model.train()
+
+
+def watch(monkeypatch) -> list:
+    """The capacity of each call of the operator from now on."""
+    calls, fused = [], ops.ffn
+    monkeypatch.setattr(ops, "ffn", lambda *a, **k: calls.append(k["capacity"]) or fused(*a, **k))
+    return calls
+
+
+def train(block, x, steps):
+    for _ in range(steps):
+        block(x).square().sum().backward()
+        with torch.no_grad():
+            for weight in block.parameters():
+                weight -= 0.0 * weight.grad
+                weight.grad = None
+
+
+@needs_cpu_kernels
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_block_moves_over_and_evaluation_is_left_alone(monkeypatch):
+    block, calls, x = patched_model().model.layers[0].mlp, watch(monkeypatch), torch.randn(4, 16, 32)
+    train(block, x, 1)
+    assert calls == []
+    assert block.twell.on_kernels is False
+    train(block, x, 2)
+    assert calls == [64, 64]
+    assert block.twell.on_kernels is True
+    with torch.no_grad():  # as re-entrant checkpointing runs it
+        block(x)
+        assert len(calls) == 3
+        samples = count_samples(monkeypatch)
+        block.eval()
+        for _ in range(5):
+            block(x)
+    assert samples == []
+
+
+@needs_cpu_kernels
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(("backend", "expected"), [("cpu", 3), ("reference", 0)])
+def test_a_backend_asked_for_by_name_is_taken_at_every_density(monkeypatch, backend, expected):
+    block, calls = patched_model(0.5, backend).model.layers[0].mlp, watch(monkeypatch)
+    train(block, torch.randn(4, 16, 32), 3)
+    assert len(calls) == expected
+
+
+@needs_cpu_kernels
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputation_goes_the_way_of_its_forward(monkeypatch, use_reentrant):
+    block, calls = patched_model().model.layers[0].mlp, watch(monkeypatch)
+    x = torch.randn(4, 16, 32, requires_grad=True)
+    for expected in (0, 2, 4):
+        checkpoint(block, x, use_reentrant=use_reentrant).sum().backward()
+        assert len(calls) == expected
+        with torch.no_grad():
+            block.gate_proj.weight += 0
+
+
+@needs_cpu_kernels
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_compiled_block_keeps_the_choice_it_was_traced_with(monkeypatch):
+    model = patched_model()
+    block, x = model.model.layers[0].mlp, torch.randn(4, 16, 32)
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(["hf_twell" in str(node.target) for node in graph.graph.nodes].count(True))
+        return graph
+
+    for traced in (0, 1):
+        compiled = torch.compile(block, fullgraph=True, backend=backend)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            train(compiled, x, 3)
+        assert graphs == [0, 1][: traced + 1]
+        torch._dynamo.reset()
+        train(block, x, 2)
+
+
+@needs_cpu_kernels
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_the_log_says_how_many_layers_have_moved_over(tmp_path):
+    """Frozen blocks, whose weights' versions never change: the callback says when a step begins."""
+    model = patched_model()
+    model.model.layers[1].mlp.gate_proj.weight.data = torch.randn(688, 32)
+    for layer in model.model.layers:
+        layer.mlp.requires_grad_(False)
+    args = TrainingArguments(
+        str(tmp_path), max_steps=3, logging_steps=1, use_cpu=True, report_to=[], save_strategy="no",
+        per_device_train_batch_size=4, gradient_accumulation_steps=2, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(model, args, train_dataset=one_step.rows(), data_collator=one_step.pad)
+    trainer.add_callback(SparsityCallback(trainer, l1_weight=0.01))
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert [row["twell/layers_on_kernels"] for row in rows] == [0, 2, 2]
+    assert [row["twell/layer_01/on_kernels"] for row in rows] == [0, 0, 0]
+    assert [row["twell/layer_02/on_kernels"] for row in rows] == [0, 1, 1]
+
+
+def test_the_log_says_nothing_where_there_is_no_choice(tmp_path):
+    _, logs = one_step.trainer_gradient()
+    assert not [key for key in logs if "kernels" in key]
+
+
+# The operator
+
+
+@needs_cpu_kernels
+def test_capacity_changes_no_result():
+    case = make_case(70, 40, 172, 0.06, torch.float32, biases=True)
+    expected = run(ops.ffn, case, torch.float32, backend="cpu")
+    for capacity in (1, 7, 172, 100_000):
+        for name, value in run(ops.ffn, case, torch.float32, backend="cpu", capacity=capacity).items():
+            torch.testing.assert_close(value, expected[name])
+    with pytest.raises(ValueError, match="capacity=0; give a number of neurons of at least 1"):
+        ops.ffn(**case, capacity=0)
+
+
+@pytest.mark.parametrize(("intermediate", "capacity"), [(8, 8), (1376, 64), (5632, 128), (8192, 192), (14336, 352)])
+def test_the_default_capacity_on_a_gpu(intermediate, capacity):
+    assert ops.saved_capacity_cuda(intermediate) == capacity
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("by_columns", [True, False])
+def test_shapes_without_data(device, gated, by_columns):
+    tokens, hidden, intermediate, capacity = (3, 100), 40, 172, 16
+
+    def empty(*shape, **options):
+        return torch.empty(*shape, dtype=torch.bfloat16, device=device, **options)
+
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        x, w_up = empty(*tokens, hidden), empty(intermediate, hidden)
+        w_down = empty(intermediate, hidden).t() if by_columns else empty(hidden, intermediate)
+        w_gate, bias = w_up if gated else None, empty(intermediate)
+        tally = torch.empty(1 + intermediate, device=device)
+        arguments = (x, w_up, w_down, w_gate, bias, empty(hidden), bias if gated else None, None, None)
+        y, report, state = torch.ops.hf_twell.ffn(*arguments, tally, capacity)
+        assert (y.shape, y.dtype, y.device.type) == (x.shape, x.dtype, device)
+        assert (report.shape, report.dtype) == ((173,), torch.float32)
+        assert state.dtype == torch.uint8
+        entries = 3 * 192  # 172 rounded up: less than 256 + 20 * 16
+        pairs = 3 * 128 * capacity * 2
+        expected = 256 + 256 + 16 * entries + 256 + 1280 + pairs * (2 if gated else 1)
+        if device == "cpu":
+            expected = 4 * 300 + 2 * 300 * 16 * (3 if gated else 2)
+        assert state.shape == (expected,)
+        y, report, state = torch.ops.hf_twell.ffn(*arguments, None, 0)
+        assert report.numel() == state.numel() == 0
+        assert torch.ops.hf_twell.ffn(empty(0, hidden), *arguments[1:], None, capacity)[2].numel() == 0
+        gradients = torch.ops.hf_twell.ffn_backward(
+            y, state, x, w_up, w_down, w_gate, bias, bias if gated else None, None, None, capacity, 0b1111111
+        )
+        assert [g.shape for g in gradients[:3]] == [x.shape, w_up.shape, w_down.shape]
+        assert gradients[2].stride() == w_down.stride()
+        assert gradients[3].shape == (w_up.shape if gated else (0,))
+        assert [g.numel() for g in gradients[4:]] == [172, 40, 172]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "message"),
+    [
+        (torch.float32, (9, 0), r"in torch\.float32; its training kernels take bfloat16 and float16"),
+        (torch.bfloat16, (8, 0), "on a GPU of compute capability 8.0; its training kernels need 9.0"),
+    ],
+)
+def test_training_that_cuda_kernels_do_not_take_is_refused_by_name(monkeypatch, dtype, capability, message):
+    monkeypatch.setattr(ops, "_compute_capability", lambda index: capability)
+    x, w = torch.zeros(3, 8, dtype=dtype), torch.zeros(4, 8, dtype=dtype)
+    with pytest.raises(ValueError, match=f"backend 'cuda' cannot compute this: gradients are wanted {message}"):
+        ops._kernels_take("cuda", "cuda", True, x, w)
+    assert not ops._kernels_take("auto", "cuda", True, x, w)
+    assert ops._kernels_take("cuda", "cuda", False, x, w)
