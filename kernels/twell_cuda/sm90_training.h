@@ -68,23 +68,39 @@ cudaError_t launch_save(const Ffn&, const Chunk&, const Saving&, const Training&
 // Adds the chunk's sums to the report, in fixed order.
 cudaError_t launch_report(const Ffn&, const Chunk&, const Saving&, const Training&, const Device&, cudaStream_t);
 
-// Backward. Before the chunks: where each kept block's pairs of each neuron go.
-cudaError_t launch_sort(const Ffn&, const State&, const Sorted&, int64_t blocks, const Device&, cudaStream_t);
-// relu(gate), u and the lists of a chunk that is kept as a whole; otherwise nothing (then gate, list and up compute them).
+// (to go) relu(gate), u and the lists of a chunk that is kept as a whole.
 cudaError_t launch_unpack(const Ffn&, const Chunk&, const State&, const Device&, cudaStream_t);
+cudaError_t launch_collect(const Ffn&, const Chunk&, const State&, const Sorted&, const Device&, cudaStream_t);
+
+// du and dg of the kept blocks' pairs, in the order of the state's pairs.
+struct PairGradients {
+  void* du;  // null where the block has no gate
+  void* dg;
+};
+
+// Backward of the kept blocks, from the state. First where each one's pairs of each neuron go.
+cudaError_t launch_sort(const Ffn&, const State&, const Sorted&, int64_t blocks, const Device&, cudaStream_t);
+// dh = dy Wd + L1's; du = dh relu(gate), dg = dh u, for the chunk's kept blocks; also to their places in Sorted, with h
+// and the token, if Sorted::tokens is not null.
+cudaError_t launch_pair_dh(const Ffn&, const Chunk&, const Training&, const Gradients&, const PairGradients&,
+                           const Sorted&, const Device&, cudaStream_t);
+// dx = du Wu + dg Wg of the chunk's kept blocks.
+cudaError_t launch_pair_dx(const Ffn&, const Chunk&, const State&, const PairGradients&, const Gradients&,
+                           const Device&, cudaStream_t);
+// All weights' gradients from the sorted pairs.
+cudaError_t launch_weights(const Ffn&, const State&, const Sorted&, const Gradients&, void* partials, int64_t blocks,
+                           const Device&, cudaStream_t);
+int64_t weights_partial_bytes(const Ffn&, int64_t pairs);  // of `partials`
+
+// Backward of the others, in chunks for which gate, list and up compute again what was not kept. Like those, each does
+// nothing where all of the chunk's blocks were kept.
 // dh = dy Wd + L1's; du = dh relu(gate) takes the place of u, dg = dh u where active that of relu(gate).
 cudaError_t launch_dh(const Ffn&, const Chunk&, const Training&, const Gradients&, const Device&, cudaStream_t);
 // dx = du Wu + dg Wg.
 cudaError_t launch_dx(const Ffn&, const Chunk&, const Gradients&, const Device&, cudaStream_t);
-// h, du and dg of the kept blocks' pairs to their places.
-cudaError_t launch_collect(const Ffn&, const Chunk&, const State&, const Sorted&, const Device&, cudaStream_t);
-// Of blocks not kept: adds dWd (before dh has replaced relu(gate) and u) or dWg, dWu and the biases' (after) to the
-// gradients, or writes them where the first block not kept is in this chunk.
+// Adds, for the chunk's blocks that were not kept, dWd (before dh has replaced relu(gate) and u) or dWg, dWu and the
+// biases' (after) to the gradients.
 cudaError_t launch_add_down(const Ffn&, const Chunk&, const State&, const Gradients&, const Device&, cudaStream_t);
 cudaError_t launch_add_gate_up(const Ffn&, const Chunk&, const State&, const Gradients&, const Device&, cudaStream_t);
-// After the chunks: all weights' gradients from the sorted pairs, added to what blocks not kept gave, if there are any.
-cudaError_t launch_weights(const Ffn&, const State&, const Sorted&, const Gradients&, void* partials, int64_t blocks,
-                           const Device&, cudaStream_t);
-int64_t weights_partial_bytes(const Ffn&, int64_t pairs);  // of `partials`
 
 }  // namespace twell::sm90
