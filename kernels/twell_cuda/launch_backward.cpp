@@ -64,9 +64,9 @@ Seven ffn_backward(Tensor grad_y, Tensor state, Tensor x, Tensor w_up, Tensor w_
   }
   Tensor down = grad_down.rows;
   if (grad_down.wanted) {
-    down = torch::stable::transpose(grad_down.cut(hidden), 0, 1);
     // As down_proj is stored, so that autograd takes the gradient over without a copy.
-    if (w_down.stride(0) != 1) down = torch::stable::contiguous(down);
+    const Tensor rows = grad_down.cut(hidden);
+    down = w_down.stride(0) == 1 ? torch::stable::transpose(rows, 0, 1) : transposed(rows);
   }
   Tensor b_down = torch::stable::new_empty(x, {0});
   if (wants(kBiasDown)) {
