@@ -47,6 +47,11 @@ def _ffn_fake(x, w_up, w_down, w_gate, b_up, b_down, b_gate, l1_scale, token_wei
     return x.new_empty(x.shape), report, x.new_empty(size, dtype=torch.uint8)
 
 
+@library.register_fake("hf_twell::infer")
+def _infer_fake(x, w_up, w_down, w_gate, b_up, b_down, b_gate):
+    return x.new_empty(x.shape)
+
+
 @library.register_fake("hf_twell::ffn_backward")
 def _ffn_backward_fake(grad_y, state, x, w_up, w_down, w_gate, b_up, b_gate, l1_scale, token_weight, capacity, needs):
     intermediate, hidden = w_up.shape

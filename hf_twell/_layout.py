@@ -22,18 +22,18 @@ def settle_down(ffn: torch.nn.Module, x: torch.Tensor) -> None:
     """
     if torch.compiler.is_compiling() or x.device.type not in ("cpu", "cuda") or x.numel() == 0:
         return
-    weight = getattr(ffn, ffn.twell.form.down).weight
-    if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    weight = ffn._modules[ffn.twell.form.down].weight
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
         ffn.twell.captured = True
     elif torch.is_grad_enabled() and weight.requires_grad:
         if _by_column(weight) and _swappable(ffn, weight):
             _swap(weight, weight.detach().contiguous())
-    elif not (ffn.training or torch.is_grad_enabled() or _distributed()) and _swappable(ffn, weight):
+    elif not (ffn.training or torch.is_grad_enabled()):
         _settle_evaluated(ffn, weight, x)
 
 
 def _settle_evaluated(ffn, weight, x) -> None:
-    if x.device.type == "cuda":
+    if x.is_cuda:
         # At any density: the kernels would transpose rows in every call, dense matmuls read either order equally fast,
         # and to sample the density is to wait for the device.
         wants_columns, wants_rows = True, False
@@ -44,10 +44,10 @@ def _settle_evaluated(ffn, weight, x) -> None:
         first = getattr(ffn, ffn.twell.form.gate or ffn.twell.form.up)
         density = ffn.twell.density = ops.sampled_density(x, first.weight, first.bias)
         wants_columns, wants_rows = density < SPARSE, density > ops.MAX_DENSITY
-    if wants_rows and _by_column(weight):
-        _swap(weight, weight.detach().contiguous())
-    elif wants_columns and weight.is_contiguous():
-        _swap(weight, weight.detach().t().contiguous().t())
+    to_columns, to_rows = wants_columns and weight.is_contiguous(), wants_rows and _by_column(weight)
+    if not (to_columns or to_rows) or _distributed() or not _swappable(ffn, weight):
+        return  # nearly always for the first reason, which is the cheapest to see
+    _swap(weight, weight.detach().t().contiguous().t() if to_columns else weight.detach().contiguous())
 
 
 def restore_down(ffn: torch.nn.Module) -> None:

@@ -55,7 +55,7 @@ class SparseFfn(nn.Module):
                 f"{self.twell.name} got hidden states for {tuple(x.shape[:-1])} tokens, but the batch's attention_mask "
                 f"has shape {tuple(l1.token_weight.shape)}; pass the batch that the model really receives."
             )
-        if not _is_bare_relu(getattr(self, form.activation)):
+        if not _is_bare_relu(self._modules[form.activation]):
             return self._through_submodules(x, l1)
         if ops.resolve(self.twell.backend, x.device.type) != "reference" and self._is_plain():
             return self._fused(x, l1)
@@ -72,8 +72,8 @@ class SparseFfn(nn.Module):
 
     def _fused(self, x, l1):
         form = self.twell.form
-        up, down = getattr(self, form.up), getattr(self, form.down)
-        gate = getattr(self, form.gate) if form.gate else None
+        up, down = self._modules[form.up], self._modules[form.down]
+        gate = self._modules[form.gate] if form.gate else None
         settle_down(self, x)
         arguments = {
             "b_up": up.bias,
@@ -113,22 +113,25 @@ class SparseFfn(nn.Module):
 
     def _is_plain(self) -> bool:
         """Whether the projections are what their weights say: plain linears that nothing has hooked or replaced."""
-        return all(_is_plain_linear(getattr(self, name)) for name in self.twell.form.linears)
+        modules, form = self._modules, self.twell.form
+        return (
+            _is_plain_linear(modules[form.up])
+            and _is_plain_linear(modules[form.down])
+            and (form.gate is None or _is_plain_linear(modules[form.gate]))
+        )
 
     def __reduce_ex__(self, protocol):
         # The subclass is made at run time, so pickle and deepcopy rebuild it from the class it was made of.
         return _new_instance, (self.stock_class,), self.__dict__.copy()
 
 
+# These run in every call: a module's own dictionary is read where its attributes would take as long as a small matmul.
 def _is_plain_linear(linear: nn.Module) -> bool:
-    if type(linear) is not nn.Linear:
-        return False
-    own, weight = vars(linear), linear.weight  # attributes of a module itself are slow to read
+    own = vars(linear)
+    weight = own["_parameters"].get("weight")
     return (
-        "forward" not in own
-        and "_hf_hook" not in own
-        and not (own["_forward_hooks"] or own["_forward_pre_hooks"])
-        and not (own["_backward_hooks"] or own["_backward_pre_hooks"])
+        type(linear) is nn.Linear
+        and not _is_hooked(own)
         and type(weight) in (nn.Parameter, torch.Tensor)
         and not weight.is_meta
         and weight.numel() == own["in_features"] * own["out_features"]
@@ -137,11 +140,17 @@ def _is_plain_linear(linear: nn.Module) -> bool:
 
 def _is_bare_relu(activation) -> bool:
     """Whether it computes ReLU unwatched: nobody has put in another one, replaced its forward or hooked it."""
-    return (
-        type(activation) is nn.ReLU
-        and "forward" not in vars(activation)
-        and not (activation._forward_hooks or activation._forward_pre_hooks)
-        and not (activation._backward_hooks or activation._backward_pre_hooks)
+    return type(activation) is nn.ReLU and not _is_hooked(vars(activation))
+
+
+def _is_hooked(own: dict) -> bool:
+    return bool(
+        "forward" in own
+        or "_hf_hook" in own
+        or own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
     )
 
 

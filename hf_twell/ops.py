@@ -66,7 +66,7 @@ def ffn(
         dtype = torch.get_autocast_dtype(x.device.type)
         inputs = tuple(None if tensor is None else tensor.to(dtype) for tensor in inputs)
     if not needs_grad:  # nothing reads the report, and the L1 term changes gradients alone
-        return torch.ops.hf_twell.ffn(*inputs, None, None, None, 0)[0]
+        return torch.ops.hf_twell.infer(*inputs)
     if backend == "auto" and kernels == "cpu" and _looks_dense(inputs):
         # Forward would be as fast here, but backward would compute again what plain PyTorch keeps.
         return reference.ffn(x, w_up, w_down, w_gate, **biases, **l1)
@@ -223,20 +223,22 @@ def _check_shapes(x, w_up, w_down, w_gate, b_up, b_down, b_gate, token_weight, t
     if w_up.ndim != 2:
         raise ValueError(f"w_up has shape {tuple(w_up.shape)}; expected (F, D), as nn.Linear stores it")
     intermediate, hidden = w_up.shape
-    expected = {
-        "w_up": (w_up, (intermediate, hidden)),
-        "w_down": (w_down, (hidden, intermediate)),
-        "w_gate": (w_gate, (intermediate, hidden)),
-        "b_up": (b_up, (intermediate,)),
-        "b_gate": (b_gate, (intermediate,)),
-        "b_down": (b_down, (hidden,)),
-        "tally": (tally, (1 + intermediate,)),
-        "token_weight": (token_weight, tuple(x.shape[:-1])),
-    }
     if x.ndim == 0 or x.shape[-1] != hidden:
         raise ValueError(f"x has shape {tuple(x.shape)}; its last size must be {hidden}, the columns of w_up")
-    for name, (tensor, shape) in expected.items():
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {shape}")
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"x is on {x.device} and {name} on {tensor.device}; move them to one device")
+    device = x.device
+    for name, tensor, shape in (
+        ("w_up", w_up, (intermediate, hidden)),
+        ("w_down", w_down, (hidden, intermediate)),
+        ("w_gate", w_gate, (intermediate, hidden)),
+        ("b_up", b_up, (intermediate,)),
+        ("b_gate", b_gate, (intermediate,)),
+        ("b_down", b_down, (hidden,)),
+        ("tally", tally, (1 + intermediate,)),
+        ("token_weight", token_weight, x.shape[:-1]),
+    ):
+        if tensor is None:
+            continue
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {tuple(shape)}")
+        if tensor.device != device:
+            raise ValueError(f"x is on {device} and {name} on {tensor.device}; move them to one device")

@@ -41,7 +41,8 @@ def test_one_pass_gives_what_the_reference_gives(shape, gated, dtype):
         results.append([h, *(t.grad for t in inputs), tally.grad])
     rounding = 2**-8 if dtype == torch.bfloat16 else 2**-11
     for ours, truth in zip(results[0][:-1], results[1][:-1], strict=True):
-        assert ours.dtype == dtype and ours.shape == truth.shape
+        assert ours.dtype == dtype
+        assert ours.shape == truth.shape
         torch.testing.assert_close(ours.double(), truth.double(), rtol=1.01 * rounding, atol=1e-7)
     torch.testing.assert_close(results[0][-1], results[1][-1], rtol=2 * rounding, atol=1e-4)
 

@@ -163,6 +163,11 @@ std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, May
   return {y, report_tensor, state_tensor};
 }
 
+Tensor infer(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up, MaybeTensor b_down,
+             MaybeTensor b_gate) {
+  return std::get<0>(ffn(x, w_up, w_down, w_gate, b_up, b_down, b_gate, std::nullopt, std::nullopt, std::nullopt, 0));
+}
+
 enum Need { kX, kUp, kDown, kGate, kBiasUp, kBiasDown, kBiasGate };
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ffn_backward(
@@ -295,5 +300,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ffn_backward(
 
 STABLE_TORCH_LIBRARY_IMPL(hf_twell, CPU, m) {
   m.impl("ffn", TORCH_BOX(&ffn));
+  m.impl("infer", TORCH_BOX(&infer));
   m.impl("ffn_backward", TORCH_BOX(&ffn_backward));
 }

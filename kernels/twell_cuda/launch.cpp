@@ -29,7 +29,7 @@ Tensor computed(const Tensor& x, const Operands& operands, Compute compute) {
   return y;
 }
 
-Tensor infer(const Tensor& x, const Operands& operands) {
+Tensor sparse(const Tensor& x, const Operands& operands) {
   return computed(x, operands, [&](void* y) {
     Ffn ffn = operands.ffn();
     ffn.y = y;
@@ -88,9 +88,14 @@ std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, May
   switch (x.scalar_type()) {
     case ScalarType::Float: return {dense(x, w_up, w_down, w_gate, b_up, b_down, b_gate), report, state};
     case ScalarType::BFloat16:
-    case ScalarType::Half: return {infer(x, Operands(x, w_up, w_down, w_gate, b_up, b_down, b_gate)), report, state};
+    case ScalarType::Half: return {sparse(x, Operands(x, w_up, w_down, w_gate, b_up, b_down, b_gate)), report, state};
     default: throw std::invalid_argument("hf_twell takes float32, bfloat16 or float16 tensors");
   }
+}
+
+Tensor infer(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up, MaybeTensor b_down,
+             MaybeTensor b_gate) {
+  return std::get<0>(ffn(x, w_up, w_down, w_gate, b_up, b_down, b_gate, std::nullopt, std::nullopt, std::nullopt, 0));
 }
 
 }  // namespace
@@ -98,4 +103,5 @@ std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, May
 
 STABLE_TORCH_LIBRARY_IMPL(hf_twell, CUDA, m) {
   m.impl("ffn", TORCH_BOX(&twell::ffn));
+  m.impl("infer", TORCH_BOX(&twell::infer));
 }
