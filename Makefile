@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := hf_twell recipes tests docs
 
-.PHONY: setup demo test test-gpu sanitize sanitize-cpu bench screenshots style lint constraints clean
+.PHONY: setup demo test test-gpu sanitize sanitize-cpu bench figures screenshots style lint constraints clean
 
 demo: setup
 	$(BIN)/python recipes/demo.py
@@ -29,6 +29,10 @@ sanitize-cpu:
 
 bench: setup
 	$(BIN)/hf-twell bench ffn --output out/bench
+
+# Plots and tables of the rows in kernels/*/bench and model_cards/.
+figures: setup
+	$(BIN)/python docs/figures.py
 
 # The pictures in docs/, from the sparse model of `make demo`; needs Chromium.
 screenshots: setup

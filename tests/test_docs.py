@@ -77,3 +77,17 @@ def test_commands(page, tmp_path, monkeypatch, capsys):
             command += ["--limit", "4"]
         capsys.readouterr()
         assert main(command[1:]) == 0, (command, capsys.readouterr().err)
+
+
+def test_figures_are_drawn_from_the_rows_alone(tmp_path):
+    root = Path(__file__).parents[1]
+    for rows in [*root.glob("kernels/*/bench/**/*.jsonl"), *root.glob("model_cards/**/*.jsonl")]:
+        copy = tmp_path / rows.relative_to(root)
+        copy.parent.mkdir(parents=True)
+        copy.write_text(rows.read_text())
+    done = subprocess.run(
+        [sys.executable, root / "docs" / "figures.py", tmp_path], capture_output=True, text=True, check=True
+    )
+    drawn = [Path(line) for line in done.stdout.splitlines()]
+    assert len(drawn) >= 4
+    assert all(path.stat().st_size > 100 for path in drawn)

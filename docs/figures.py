@@ -1,0 +1,44 @@
+"""Every figure and table in the repository that rows stand for, drawn from those rows (`make figures`).
+
+    python docs/figures.py [ROOT]
+
+`bench.jsonl` under kernels/ gives a figure for each kind of bench beside it, `study.jsonl` the study's table and plot.
+"""
+
+import json
+import sys
+from itertools import groupby
+from pathlib import Path
+
+from hf_twell.benchmark_plot import plot
+
+HERE = Path(__file__).resolve().parent.parent
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def main(root: Path) -> list[Path]:
+    drawn = []
+    for path in sorted(root.glob("kernels/*/bench/**/bench.jsonl")):
+        kind = lambda row: (row["bench"], row.get("pass") or "forward")  # noqa: E731
+        for (bench, direction), rows in groupby(sorted(rows_of(path), key=kind), key=kind):
+            rows = list(rows)
+            if len(rows) < 2:  # no line
+                continue
+            name = "bench" if bench == "ffn" and direction == "forward" else bench if bench != "ffn" else "backward"
+            drawn.append(path.with_name(f"{name}.png"))
+            plot(rows, drawn[-1])
+    sys.path.insert(0, str(HERE / "recipes"))
+    from study_report import report
+
+    for path in sorted(root.glob("model_cards/**/study.jsonl")):
+        report(rows_of(path), path.parent)
+        drawn += [path.with_name("study.md"), path.with_name("study.png")]
+    return drawn
+
+
+if __name__ == "__main__":
+    for path in main(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE):
+        print(path)
