@@ -25,7 +25,7 @@ def main(root: Path) -> list[Path]:
         kind = lambda row: (row["bench"], row.get("pass") or "forward")  # noqa: E731
         for (bench, direction), rows in groupby(sorted(rows_of(path), key=kind), key=kind):
             rows = list(rows)
-            if len({row[AXES[bench][0]] for row in rows}) < 2:  # no line
+            if len({row.get(AXES[bench][0]) for row in rows}) < 2:  # no line
                 continue
             name = "bench" if bench == "ffn" and direction == "forward" else bench if bench != "ffn" else "backward"
             drawn.append(path.with_name(f"{name}.png"))
