@@ -156,14 +156,15 @@ def _training_problem(x) -> str | None:
     if dtype not in (torch.bfloat16, torch.float16):
         return f"in {dtype}; its training kernels take bfloat16 and float16: cast the model or use torch.autocast"
     capability = _compute_capability(x.device.index)
-    if capability != (9, 0):
-        return f"on a GPU of compute capability {capability[0]}.{capability[1]}; its training kernels need 9.0"
+    if capability != "9.0":
+        return f"on a GPU of compute capability {capability}; its training kernels need 9.0"
     return None
 
 
 @torch.compiler.assume_constant_result
-def _compute_capability(device_index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device_index)
+@functools.cache
+def _compute_capability(device_index: int) -> str:
+    return "{}.{}".format(*torch.cuda.get_device_capability(device_index))
 
 
 @torch.compiler.assume_constant_result

@@ -322,7 +322,7 @@ def test_shapes_without_data(device, gated, by_columns):
     ],
 )
 def test_training_that_cuda_kernels_do_not_take_is_refused_by_name(monkeypatch, dtype, capability, message):
-    monkeypatch.setattr(ops, "_compute_capability", lambda index: capability)
+    monkeypatch.setattr(ops, "_compute_capability", lambda index: "{}.{}".format(*capability))
     x, w = torch.zeros(3, 8, dtype=dtype), torch.zeros(4, 8, dtype=dtype)
     with pytest.raises(ValueError, match=f"backend 'cuda' cannot compute this: gradients are wanted {message}"):
         ops._kernels_take("cuda", "cuda", True, x, w)

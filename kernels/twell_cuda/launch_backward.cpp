@@ -39,7 +39,8 @@ Seven ffn_backward(Tensor grad_y, Tensor state, Tensor x, Tensor w_up, Tensor w_
   const int64_t tokens = x.numel() / hidden;
   Output grad_x(x, wants(kX), tokens, padded), grad_up(w_up, wants(kUp), width, padded);
   Output grad_down(w_down, wants(kDown), width, padded), grad_gate(w_up, gated && wants(kGate), width, padded);
-  Output grad_b_up(x, wants(kBiasUp), width), grad_b_gate(x, gated && wants(kBiasGate), width);
+  Output grad_b_up(x, wants(kBiasUp), width), grad_b_gate(x, wants(kBiasGate), width);
+  if (!gated) grad_b_gate.zero();
   if (tokens == 0) {
     for (Output* each : {&grad_up, &grad_down, &grad_gate, &grad_b_up, &grad_b_gate}) each->zero();
   } else {

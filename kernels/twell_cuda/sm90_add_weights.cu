@@ -1,5 +1,5 @@
-// Gradients of the weights from a chunk's blocks that were not kept: dense products of columns and rows of x or dy, of
-// which columns of half blocks that do not activate the neuron count as zero.
+// Adds to the weights' gradients what a chunk's blocks that were not kept give: dense products of columns and rows of x
+// or dy, of which columns of half blocks that do not activate the neuron count as zero.
 //
 // A persistent thread block of three warpgroups an SM. The first fetches: rows by bulk tensor copies, columns through
 // registers, because what is not active has to become zero and h is a product. The other two multiply 64 neurons each.
@@ -95,7 +95,7 @@ __device__ __forceinline__ uint32_t keep_first(uint32_t word, int64_t count) {
 }
 
 template <typename T, bool kMultiplied>
-__device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* row_map, int first_block, bool add,
+__device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* row_map, int first_block,
                                       uint8_t* shared, Ring ring) {
   constexpr int kRows = kFetchers / 8, kShare = kNeurons / kRows;
   static_assert(kRows == 16);  // two share a word of bits
@@ -159,15 +159,14 @@ __device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* row
       const int neuron = tile.neuron + row + kRows * i;
       if (chunk == 0 && neuron < a.width) {
         uint16_t* const to = static_cast<uint16_t*>(tile.product.bias) + neuron;
-        const float old = add ? unpack<T>(__ldcg(to)).x : 0.0f;
-        *to = static_cast<uint16_t>(pack<T>(bias[i] + old, 0.0f));
+        *to = static_cast<uint16_t>(pack<T>(bias[i] + unpack<T>(__ldcg(to)).x, 0.0f));
       }
     }
   }
 }
 
 template <typename T>
-__device__ __forceinline__ void multiply(const Arguments& a, int first_block, bool add, uint8_t* shared, Ring ring) {
+__device__ __forceinline__ void multiply(const Arguments& a, int first_block, uint8_t* shared, Ring ring) {
   const int lane = threadIdx.x % 32, warp = (threadIdx.x - kFetchers) / 32, warpgroup = warp / 4;
   const int items = count_items(a), steps = 2 * (a.blocks - first_block);
   const uint32_t stages = smem_address(shared);
@@ -200,7 +199,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, int first_block, bo
       for (int j = 0; j < kHidden / 8; ++j) {
         if (tile.hidden + j * 8 < a.hidden) {
           uint32_t* const word = reinterpret_cast<uint32_t*>(to + j * 8);
-          const float2 old = add ? unpack<T>(__ldcg(word)) : float2{};
+          const float2 old = unpack<T>(__ldcg(word));
           *word = pack<T>(sum[4 * j + 2 * half] + old.x, sum[4 * j + 2 * half + 1] + old.y);
         }
       }
@@ -212,6 +211,11 @@ template <typename T, bool kMultiplied>
 __global__ void __launch_bounds__(kThreads, 1)
     add_kernel(const __grid_constant__ CUtensorMap row_map, const Arguments a) {
 #if defined(TWELL_SM90_DEVICE)
+  launch_dependents();
+  wait_for_previous();
+  const int64_t kept = __ldcg(a.kept);
+  if (kept >= a.first_block + a.blocks) return;
+  const int first_block = kept > a.first_block ? static_cast<int>(kept - a.first_block) : 0;
   extern __shared__ uint8_t raw_shared[];
   uint8_t* shared = raw_shared + (-smem_address(raw_shared) & 1023);
   Control& c = *reinterpret_cast<Control*>(shared + kStages * kStageBytes);
@@ -222,20 +226,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     fence_barrier_init();
   }
-  launch_dependents();
-  wait_for_previous();
-  const int64_t kept = __ldcg(a.kept);
-  if (kept >= a.first_block + a.blocks) return;
-  const int first_block = kept > a.first_block ? static_cast<int>(kept - a.first_block) : 0;
-  const bool add = kept < a.first_block;  // an earlier chunk wrote
   __syncthreads();
   const Ring ring(c.full, c.empty, kStages);
   if (threadIdx.x < kFetchers) {
     give_registers<kFetchRegisters>();
-    fetch<T, kMultiplied>(a, &row_map, first_block, add, shared, ring);
+    fetch<T, kMultiplied>(a, &row_map, first_block, shared, ring);
   } else {
     take_registers<kMultiplyRegisters>();
-    multiply<T>(a, first_block, add, shared, ring);
+    multiply<T>(a, first_block, shared, ring);
   }
 #endif
 }

@@ -84,9 +84,9 @@ __device__ __forceinline__ Operand load_a(const char* stage, uint32_t row_stride
 }
 
 template <typename Half>
-__device__ __forceinline__ void multiply_piece(float (&sum)[4], const Operand& a, const uint4& x) {
-  mma<Half>(sum, a.low.x, a.high.x, a.low.y, a.high.y, x.x, x.y);
-  mma<Half>(sum, a.low.z, a.high.z, a.low.w, a.high.w, x.z, x.w);
+__device__ __forceinline__ void multiply_piece(float (&first)[4], float (&second)[4], const Operand& a, const uint4& x) {
+  mma<Half>(first, a.low.x, a.high.x, a.low.y, a.high.y, x.x, x.y);
+  mma<Half>(second, a.low.z, a.high.z, a.low.w, a.high.w, x.z, x.w);
 }
 
 // The warp has read all that it wants of a stage.
@@ -121,13 +121,24 @@ __device__ __forceinline__ void multiply(float (&sum)[kBlocks * kGroups][4], int
         if (m >= blocks) break;
         ring.wait_full();
         const char* const stage = mine + ring.stage * stage_bytes;
+        // Products that follow each other in one sum wait for each other: two sums, joined at the end.
+        float part[2][kGroups][4] = {};
 #pragma unroll
         for (int i = 0; i < C::kSteps; ++i) {
           const uint32_t k = chunk * C::kChunkBytes + i * kStepBytes;
           if (k + l.warp * kPieceBytes >= p.row_bytes) break;  // the same for the whole warp
           const Operand a = load_a(stage, p.row_stride, i, k + l.offset < p.row_bytes);
 #pragma unroll
-          for (int n = 0; n < kGroups; ++n) multiply_piece<Half>(sum[m * kGroups + n], a, x[i][n]);
+          for (int n = 0; n < kGroups; ++n) {
+            multiply_piece<Half>(part[0][n], part[1][n], a, x[i][n]);
+          }
+        }
+#pragma unroll
+        for (int n = 0; n < kGroups; ++n) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            sum[m * kGroups + n][j] += part[0][n][j] + part[1][n][j];
+          }
         }
         release(ring.empty + ring.stage, l.lane);
         ring.advance();
@@ -160,7 +171,7 @@ __device__ __forceinline__ void multiply(float (&sum)[kBlocks * kGroups][4], int
         for (int n = 0; n < kGroups; ++n) {
 #pragma unroll
           for (int m = 0; m < kBlocks; ++m) {
-            if (m < blocks) multiply_piece<Half>(sum[m * kGroups + n], a[m], x[i % C::kAhead][n]);
+            if (m < blocks) multiply_piece<Half>(sum[m * kGroups + n], sum[m * kGroups + n], a[m], x[i % C::kAhead][n]);
           }
         }
         load_x<kGroups>(x[i % C::kAhead], l, p, step + C::kAhead);

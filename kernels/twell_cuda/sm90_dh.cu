@@ -1,7 +1,7 @@
 // The gradient of h over active neurons, and what it makes of relu(gate) = g and x Wu^T + bu = u, in their places:
 // dh = dy Wd + L1's, du = dh g, dg = dh u where g is active. Without a gate h is g: dg = dh.
 
-#include "sm90_tile_product.cuh"
+#include "sm90_tile_columns.cuh"
 #include "sm90_training.h"
 
 namespace twell::sm90 {
@@ -50,10 +50,13 @@ struct Gradient {
 template <typename T>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const L1& l1, const void* dy, const Device& device,
                    cudaStream_t stream) {
-  tiles::Arguments arguments{ffn.down, {chunk.active.columns, chunk.active.ups}, chunk, ffn.hidden, ffn.width};
-  arguments.chunk.kept = nullptr;  // kept or computed again: dh is needed
-  return ffn.up != nullptr ? tiles::launch<Gradient<T, true>>(ffn, dy, arguments, l1, device, stream)
-                           : tiles::launch<Gradient<T, false>>(ffn, dy, arguments, l1, device, stream);
+  using Gated = tiles::Columns<Gradient<T, true>>;
+  using Plain = tiles::Columns<Gradient<T, false>>;
+  const tiles::Arguments arguments{ffn.down, chunk, ffn.hidden, ffn.width};
+  const Active& active = chunk.active;
+  return ffn.up != nullptr
+             ? tiles::launch<Gated>(ffn, dy, arguments, {{active.columns, active.ups}, l1}, device, stream)
+             : tiles::launch<Plain>(ffn, dy, arguments, {{active.columns, nullptr}, l1}, device, stream);
 }
 
 }  // namespace

@@ -1,5 +1,4 @@
-// What the kernels that move pairs share. A warp works on a group of a block's entries: on whole columns two at a time,
-// a lane eight tokens of one of them, or on pairs, 32 at a time whatever entries they belong to.
+// A warp and a group of a block's entries: which tokens activate each, and the group's pairs in order.
 #pragma once
 
 #include "sm90_primitives.cuh"
@@ -7,55 +6,79 @@
 
 namespace twell::sm90 {
 
-constexpr int kPairWarps = 4, kPairThreads = kPairWarps * 32;
-constexpr int kPairBlocks = 6;  // thread blocks that an SM holds at once
 constexpr int kPartTokens = 8, kParts = kBlockTokens / kPartTokens;  // a lane's part of a column: 16 bytes
+constexpr int kTurns = kGroup * kParts / 32;                         // to read a group's columns, two at a time
 
 __host__ __device__ constexpr int group_count(int entries) { return (entries + kGroup - 1) / kGroup; }
 
-// A multiple of the chunk's blocks, about as many as the GPU holds at once.
-inline int pair_grid(const Active& active, const Device& device) {
-  const int most = (group_count(active.row) + kPairWarps - 1) / kPairWarps;
-  const int share = max(1, device.sm_count * kPairBlocks / active.blocks);
-  return active.blocks * min(most, share);
-}
-
-// The groups of one block that a warp works on: `first`, `first` + `stride`, ...
-struct WarpGroups {
-  int block, first, stride;
-};
-__device__ __forceinline__ WarpGroups warp_groups(int blocks) {
-  const int share = gridDim.x / blocks;
-  return {static_cast<int>(blockIdx.x) / share,
-          static_cast<int>(blockIdx.x) % share * kPairWarps + static_cast<int>(threadIdx.x) / 32, share * kPairWarps};
-}
-
-// The entries whose columns have that half.
-struct HalfEntries {
-  int begin, end;
-  __device__ HalfEntries(const Counts& counts, int half)
-      : begin(half == 0 ? 0 : counts.first_only), end(half == 0 ? counts.first_only + counts.both : counts.all()) {}
-  __device__ bool contain(int entry) const { return entry >= begin && entry < end; }
+// A warp's shared memory.
+struct GroupPairs {
+  uint4 tokens[kGroup];  // of each entry, while they are found
+  union {
+    uint4 columns[kTurns][32];              // first the columns, two at a time,
+    uint16_t codes[kGroup * kBlockTokens];  // then of each pair its entry and its token
+  };
+  __device__ __forceinline__ int entry(uint32_t index) const { return codes[index] / kBlockTokens; }
+  __device__ __forceinline__ int token(uint32_t index) const { return codes[index] % kBlockTokens; }
 };
 
 // Each lane's sum of the lanes before it.
-template <typename Number>
-__device__ __forceinline__ Number sum_before(Number value, int lane) {
-  Number sum = value;
+__device__ __forceinline__ uint32_t sum_before(uint32_t value, int lane) {
+  uint32_t sum = value;
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
-    const Number other = __shfl_up_sync(~0u, sum, d);
+    const uint32_t other = __shfl_up_sync(~0u, sum, d);
     if (lane >= d) sum += other;
   }
   return sum - value;
 }
 
-// A group's pairs in order: entries of up to kBlockTokens pairs each.
-struct GroupPairs {
-  uint16_t codes[kGroup * kBlockTokens];
-  __device__ __forceinline__ int entry(uint32_t index) const { return codes[index] / kBlockTokens; }
-  __device__ __forceinline__ int token(uint32_t index) const { return codes[index] % kBlockTokens; }
-};
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+// This thread's cp.async copies have landed.
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// A bit for each of eight values that is not zero.
+__device__ __forceinline__ uint32_t active_bits(uint4 values) {
+  const uint32_t words[4] = {values.x, values.y, values.z, values.w};
+  uint32_t bits = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    bits |= ((words[i] & 0xFFFFu) != 0 ? 1u : 0u) << (2 * i) | (words[i] >> 16 != 0 ? 2u : 0u) << (2 * i);
+  }
+  return bits;
+}
+
+__device__ __forceinline__ uint32_t count_tokens(uint4 tokens) {
+  return __popc(tokens.x) + __popc(tokens.y) + __popc(tokens.z) + __popc(tokens.w);
+}
+
+// The tokens of the entry first + lane, whose neuron the lane brings; none past the last entry. `columns` is the
+// block's; what lies in `soon` at the pairs' places will be read soon, if it is not null.
+__device__ __forceinline__ uint4 find_tokens(GroupPairs& pairs, const uint16_t* columns, const uint16_t* soon,
+                                             const Counts& counts, int first, int neuron, int lane) {
+  const int side = lane / kParts, part = lane % kParts, half = part / (kParts / 2);
+  const int begin = half == 0 ? 0 : counts.first_only, both_end = counts.first_only + counts.both;
+  const int end = half == 0 ? both_end : counts.all();
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    const int entry = first + 2 * i + side, column = __shfl_sync(~0u, neuron, 2 * i + side) * kBlockTokens;
+    const bool there = entry >= begin && entry < end;
+    copy_16(smem_address(&pairs.columns[i][lane]), columns + column + part * kPartTokens, there);
+  }
+  __syncwarp();  // everyone has taken the tokens of the group before
+  wait_for_copies();
+  uint8_t* bytes = reinterpret_cast<uint8_t*>(pairs.tokens);
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    const uint32_t bits = active_bits(pairs.columns[i][lane]);
+    bytes[i * 32 + lane] = static_cast<uint8_t>(bits);
+    const int column = __shfl_sync(~0u, neuron, 2 * i + side) * kBlockTokens;
+    if (soon != nullptr && bits != 0) prefetch_l2(soon + column + part * kPartTokens);
+  }
+  __syncwarp();
+  return pairs.tokens[lane];
+}
+
 struct EntryPairs {
   uint32_t before, count;  // the group's pairs before this lane's entry; all of the group
 };
@@ -63,8 +86,7 @@ struct EntryPairs {
 // Lane i brings which tokens activate entry i.
 __device__ __forceinline__ EntryPairs expand_group(GroupPairs& pairs, uint4 tokens, int lane) {
   const uint32_t words[4] = {tokens.x, tokens.y, tokens.z, tokens.w};
-  const uint32_t own = __popc(words[0]) + __popc(words[1]) + __popc(words[2]) + __popc(words[3]);
-  const uint32_t before = sum_before(own, lane);
+  const uint32_t own = count_tokens(tokens), before = sum_before(own, lane);
   __syncwarp();  // everyone is done with the group before
   uint16_t* to = pairs.codes + before;
 #pragma unroll

@@ -1,13 +1,17 @@
-// The pairs of kept blocks go to the state, h takes the place of relu(gate), and the report's sums are taken on the
-// way. Where there is no pair a column is zero already.
+// The pairs of a chunk's blocks are found, those of kept blocks go to the state, h takes the place of relu(gate), and
+// the report's sums are taken on the way. Where there is no pair a column is zero already.
+//
+// Each warp finds the pairs of its groups, then its thread block learns from the others where they go.
 
 #include "sm90_launch.h"
 #include "sm90_pairs.cuh"
+#include "sm90_save_place.cuh"
 
 namespace twell::sm90 {
 namespace {
 
-constexpr int kBatch = 4;  // pairs of a lane under way
+constexpr int kResident = 6;  // thread blocks that an SM holds at once
+constexpr int kBatch = 4;     // pairs of a lane under way
 
 struct Arguments {
   Chunk chunk;
@@ -15,6 +19,22 @@ struct Arguments {
   Training training;
   int width;
 };
+
+// The report's sums where there is no entry.
+__device__ __forceinline__ void clear_sums(const Active& a, const Saving& saving, const BlockPart& part, int groups,
+                                           int width) {
+  const int64_t row = saving.waiting + part.block;
+  const int lane = threadIdx.x % 32, warp = part.index * kSaveWarps + static_cast<int>(threadIdx.x) / 32;
+  const uint32_t* masks = a.masks + int64_t{part.block} * 2 * a.words;
+  for (int word = warp; word < a.words; word += part.share * kSaveWarps) {
+    const uint32_t listed = __ldcg(masks + word) | __ldcg(masks + a.words + word);
+    const int neuron = word * 32 + lane;
+    if (neuron < width && (listed >> lane & 1) == 0) saving.activity[row * width + neuron] = 0.0f;
+  }
+  for (int group = groups + warp * 32 + lane; group < saving.groups; group += part.share * kSaveThreads) {
+    saving.l1[row * saving.groups + group] = 0.0f;
+  }
+}
 
 // Adds 32 neighbouring pairs to their entries' sums. Each lane brings one, its entry's `rank`-th; lanes past the last
 // pair bring zero, and kGroup for the entry.
@@ -31,41 +51,78 @@ __device__ __forceinline__ void add_by_entry(float* sums, float value, int entry
 }
 
 template <typename T, bool kGated, bool kReport>
-__global__ void __launch_bounds__(kPairThreads) save_kernel(const Arguments arguments) {
+__global__ void __launch_bounds__(kSaveThreads, kResident) save_kernel(const __grid_constant__ Arguments arguments) {
 #if defined(TWELL_SM90_DEVICE)
-  __shared__ GroupPairs all_pairs[kPairWarps];
-  __shared__ float all_sums[kPairWarps][kGroup];
+  __shared__ GroupPairs all_pairs[kSaveWarps];
+  __shared__ float all_sums[kSaveWarps][kGroup];
+  __shared__ Before warp_sums[kSaveWarps];
+  __shared__ uint32_t warp_pairs[kSaveWarps];
   const Active& a = arguments.chunk.active;
   const Saving& saving = arguments.saving;
   const State& state = arguments.training.state;
   const float* token_weight = arguments.training.token_weight;
-  GroupPairs& pairs = all_pairs[threadIdx.x / 32];
-  float* sums = all_sums[threadIdx.x / 32];
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, share = gridDim.x / a.blocks;
+  GroupPairs& pairs = all_pairs[warp];
+  float* sums = all_sums[warp];
   launch_dependents();
   wait_for_previous();
-  const WarpGroups groups = warp_groups(a.blocks);
-  const int64_t block = groups.block, absolute = arguments.chunk.first_block() + block;
-  const int entries = a.counts[block].all(), end = group_count(entries);
-  const bool kept = state.totals[0] > absolute;
-  const int64_t first_entry = kept ? state.blocks[absolute].first_entry : 0;
-  const int64_t first_pair = kept ? state.blocks[absolute].first_pair : 0;
-  const int64_t offset = block * arguments.width * kBlockTokens;
+  const BlockPart part{share, static_cast<int>(blockIdx.x) / share, static_cast<int>(blockIdx.x) % share};
+  const int64_t block = part.block, offset = block * arguments.width * kBlockTokens;
+  const Counts counts = a.counts[block];
+  const int entries = counts.all(), all_groups = group_count(entries), warp_of_block = part.index * kSaveWarps + warp;
+  const int begin = warp_of_block * all_groups / (share * kSaveWarps);
+  const int end = (warp_of_block + 1) * all_groups / (share * kSaveWarps);
   uint16_t* columns = static_cast<uint16_t*>(a.columns) + offset;
   const uint16_t* ups = static_cast<const uint16_t*>(a.ups) + (kGated ? offset : 0);
-  for (int group = groups.first; group < end; group += groups.stride) {
+  const uint16_t* neurons = a.neurons + block * a.row;
+  uint4* all_tokens = saving.tokens + block * a.row;
+
+  int neuron = 0;
+  uint4 tokens{};
+  uint32_t count = 0;
+  for (int group = begin; group < end; ++group) {
     const int mine = group * kGroup + lane;
-    const int neuron = mine < entries ? a.neurons[block * a.row + mine] : 0;
-    const uint4 tokens = mine < entries ? __ldcg(saving.tokens + block * a.row + mine) : uint4{};
-    const uint32_t before_group = __ldcg(saving.pairs + block * saving.groups + group);
+    const bool last = group + 1 == end;  // the first to be saved
+    neuron = mine < entries ? neurons[mine] : 0;
+    tokens = find_tokens(pairs, columns, kGated && last ? ups : nullptr, counts, group * kGroup, neuron, lane);
+    if (!last) all_tokens[mine] = tokens;
+    count += __reduce_add_sync(~0u, count_tokens(tokens));
+  }
+  if (lane == 0) warp_pairs[warp] = count;
+  __syncthreads();
+  uint32_t own = 0, to_end = 0;  // pairs of this thread block; those up to this warp's last
+#pragma unroll
+  for (int w = 0; w < kSaveWarps; ++w) {
+    own += warp_pairs[w];
+    if (w <= warp) to_end += warp_pairs[w];
+  }
+  if (threadIdx.x == 0) fill_slot(saving, own);
+  if constexpr (kReport) clear_sums(a, saving, part, all_groups, arguments.width);
+  const int64_t first_block = arguments.chunk.first_block();
+  const BlockPlace chunk = start_of_chunk(state, first_block);
+  const Before before = wait_for_slots(a, saving, part, warp_sums);
+  const auto [kept, first_entry, first_pair] = place_block(state, chunk, before, all_groups);
+  if (kept && part.index == 0 && threadIdx.x == 0) {
+    keep_block(state, first_block + block, {counts, before.block, first_entry, first_pair});
+  }
+
+  to_end += before.here;
+#pragma unroll 1
+  for (int group = end - 1; group >= begin; --group) {  // what was found last is near
+    const int mine = group * kGroup + lane;
+    if (group + 1 < end) {
+      neuron = neurons[mine];
+      tokens = all_tokens[mine];
+    }
     const EntryPairs own = expand_group(pairs, tokens, lane);
+    to_end -= own.count;
     if (kept) {
       state.tokens[first_entry + mine] = tokens;
       state.neurons[first_entry + mine] = static_cast<uint16_t>(neuron);
-      if (lane == 0) state.first_pairs[first_entry / kGroup + group] = before_group;
+      if (lane == 0) state.first_pairs[first_entry / kGroup + group] = to_end;
     }
-    uint16_t* gate_to = static_cast<uint16_t*>(state.gate) + first_pair + before_group;
-    uint16_t* up_to = static_cast<uint16_t*>(state.up) + (kGated ? first_pair + before_group : 0);
+    uint16_t* gate_to = static_cast<uint16_t*>(state.gate) + first_pair + to_end;
+    uint16_t* up_to = static_cast<uint16_t*>(state.up) + (kGated ? first_pair + to_end : 0);
     sums[lane] = 0.0f;
     __syncwarp();
     float l1 = 0.0f;
@@ -107,20 +164,29 @@ __global__ void __launch_bounds__(kPairThreads) save_kernel(const Arguments argu
       }
     }
     if constexpr (kReport) {
+      const int64_t row = saving.waiting + block;
 #pragma unroll
       for (int d = 16; d > 0; d /= 2) l1 += __shfl_xor_sync(~0u, l1, d);
-      if (lane == 0) saving.l1[block * saving.groups + group] = l1;
-      if (mine < entries) saving.activity[block * arguments.width + neuron] = sums[lane];
+      if (lane == 0) saving.l1[row * saving.groups + group] = l1;
+      if (mine < entries) saving.activity[row * arguments.width + neuron] = sums[lane];
     }
   }
 #endif
+}
+
+// A multiple of the chunk's blocks, about as many as the GPU holds at once.
+int save_grid(const Active& active, const Device& device) {
+  const int most = (group_count(active.row) + kSaveWarps - 1) / kSaveWarps;
+  return active.blocks * min(most, max(1, min(device.sm_count * kResident, kSlots) / active.blocks));
 }
 
 template <typename T, bool kGated>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Saving& saving, const Training& training,
                    const Device& device, cudaStream_t stream) {
   const auto kernel = training.report != nullptr ? save_kernel<T, kGated, true> : save_kernel<T, kGated, false>;
-  return launch_kernel(kernel, pair_grid(chunk.active, device), kPairThreads, 1, 0, stream,
+  TWELL_RETURN_IF_ERROR(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                             cudaSharedmemCarveoutMaxShared));
+  return launch_kernel(kernel, save_grid(chunk.active, device), kSaveThreads, 1, 0, stream,
                        Arguments{chunk, saving, training, ffn.width});
 }
 

@@ -32,20 +32,34 @@ constexpr int kShared = 1024 + kRingBytes + kConsumerWarps * kTurnBytes + sizeof
 static_assert(kShared <= 227 * 1024);
 static_assert(offsetof(Control, neurons) % 16 == 0);
 
+// A half block's entries are [begin, end) of the list; steps without any of them are passed over.
+struct HalfEntries {
+  int begin, end;
+  __device__ __forceinline__ HalfEntries(const Counts& counts, int half)
+      : begin(half == 0 ? 0 : counts.first_only), end(half == 0 ? counts.first_only + counts.both : counts.all()) {}
+  __device__ __forceinline__ bool in_step(int start) const { return start + kDepth > begin && start < end; }
+};
+
 struct Term {
   const void* columns;  // (block, F, 2 halves, 64)
   const void* rows;     // (F, D)
+};
+
+// What becomes of a chunk's sums.
+struct Output {
+  const void* bias;  // (D), or null
+  void* y;           // (tokens, D)
+  int64_t tokens;    // of the chunk
+  int hidden, slices;
 };
 
 // y = bias + the sum of all terms.
 template <int kTerms>
 struct Arguments {
   Term terms[kTerms];
-  const void* bias;  // (D), or null
-  Active active;
-  void* y;         // (tokens, D)
-  int64_t tokens;  // of the chunk
-  int hidden, width, slices;
+  Output out;
+  Chunk chunk;
+  int width;
 };
 
 template <int kTerms>
@@ -102,15 +116,15 @@ __device__ __forceinline__ void fetch(const Arguments<kTerms>& a, const Maps<kTe
   // Eight threads copy 128 bytes; every kRows-th row is theirs.
   const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
   const uint32_t stages = smem_address(shared), place = row * 128 + ((chunk ^ (row & 7)) << 4);
-  Lists lists(a.active, a.slices, c);
+  Lists lists(a.chunk.active, a.out.slices, c);
   Window w = lists.first_from(blockIdx.x);
   if (threadIdx.x == 0) lists.request(w, 0);
   for (; w.item < lists.items; w = lists.after(w)) {
     const uint16_t* neurons = lists.open(w);
-    const int block = w.item / a.slices, first_hidden = w.item % a.slices * kHidden;
+    const int block = w.item / a.out.slices, first_hidden = w.item % a.out.slices * kHidden;
     const Counts counts = c.counts[block];
     const int first_end = counts.first_only + counts.both, listed = min(kListed, counts.all() - w.start);
-    const int hidden_left = a.hidden - first_hidden;
+    const int hidden_left = a.out.hidden - first_hidden;
     const int64_t first_column = static_cast<int64_t>(block) * a.width * kBlockTokens + chunk * 8;
     for (int start = 0; start < listed; start += kDepth) {
       // 64 neighbours that both halves activate.
@@ -145,7 +159,7 @@ __device__ __forceinline__ void fetch(const Arguments<kTerms>& a, const Maps<kTe
           const bool valid = n < listed;
           const int neuron = valid ? neurons[n] : 0;
           const T* column = columns + static_cast<int64_t>(neuron) * kBlockTokens;
-          const T* from = rows + static_cast<int64_t>(neuron) * a.hidden;
+          const T* from = rows + static_cast<int64_t>(neuron) * a.out.hidden;
           copy_16(to + i * kRows * 128, column, valid && w.start + n < first_end);
           copy_16(to + kPartBytes + i * kRows * 128, column + 64, valid && w.start + n >= counts.first_only);
 #pragma unroll

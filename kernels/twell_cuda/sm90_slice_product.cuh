@@ -12,24 +12,23 @@
 
 namespace twell::sm90::slices {
 
-template <typename T, int kTerms, int kHidden>
-__device__ __forceinline__ void multiply(const Arguments<kTerms>& a, const Control& c, uint8_t* shared, Ring ring) {
+// `counts_of` gives a block's Counts.
+template <typename T, int kTerms, int kHidden, typename CountsOf>
+__device__ __forceinline__ void multiply(const Output& out, int blocks, const CountsOf& counts_of, uint8_t* shared,
+                                         Ring ring) {
   constexpr int kBytes = Shape<kHidden>::kStageBytes;
   const int lane = threadIdx.x % 32, warp = (threadIdx.x - kFetchers) / 32, warpgroup = warp / 4;
   const uint32_t stages = smem_address(shared), turn = stages + kRingBytes + warp * kTurnBytes;
-  for (int item = blockIdx.x; item < a.active.blocks * a.slices; item += gridDim.x) {
-    const int block = item / a.slices, first_hidden = item % a.slices * kHidden;
-    const Counts counts = c.counts[block];
-    // This half's neurons are [begin, end) of the list; steps without any of them are passed over.
-    const int begin = warpgroup == 0 ? 0 : counts.first_only;
-    const int end = warpgroup == 0 ? counts.first_only + counts.both : counts.all();
+  for (int item = blockIdx.x; item < blocks * out.slices; item += gridDim.x) {
+    const int block = item / out.slices, first_hidden = item % out.slices * kHidden;
+    const Counts counts = counts_of(block);
+    const HalfEntries entries(counts, warpgroup);
     const int steps = (counts.all() + kDepth - 1) / kDepth * kTerms;
     float sum[kHidden / 2];
     bool started = false;
     for (int step = 0; step < steps; ++step, ring.advance()) {
-      const int start = step / kTerms * kDepth;
       ring.wait_full();
-      if (start + kDepth > begin && start < end) {
+      if (entries.in_step(step / kTerms * kDepth)) {
         fence_async_proxy();  // cp.async wrote, tensor cores read
         const uint32_t stage = stages + ring.stage * kBytes;
         wgmma_fence();
@@ -65,8 +64,8 @@ __device__ __forceinline__ void multiply(const Arguments<kTerms>& a, const Contr
         for (int m = 0; m < 4; ++m) {
           const int index = 4 * (j + m / 2) + m % 2 * 2, hidden = first_hidden + 8 * (j + m / 2) + lane % 4 * 2;
           float2 bias{};
-          if (a.bias != nullptr && hidden < a.hidden) {
-            bias = unpack<T>(*reinterpret_cast<const uint32_t*>(static_cast<const T*>(a.bias) + hidden));
+          if (out.bias != nullptr && hidden < out.hidden) {
+            bias = unpack<T>(*reinterpret_cast<const uint32_t*>(static_cast<const T*>(out.bias) + hidden));
           }
           packed[m] = pack<T>(sum[index] + bias.x, sum[index + 1] + bias.y);
         }
@@ -78,8 +77,8 @@ __device__ __forceinline__ void multiply(const Arguments<kTerms>& a, const Contr
       for (int i = 0; i < 4; ++i) {
         const int row = i * 4 + lane / 8, chunk = lane % 8, hidden = first_hidden + pass * 64 + chunk * 8;
         const int64_t token = first_token + row;
-        if (token < a.tokens && hidden < a.hidden) {
-          *reinterpret_cast<uint4*>(static_cast<T*>(a.y) + token * a.hidden + hidden) =
+        if (token < out.tokens && hidden < out.hidden) {
+          *reinterpret_cast<uint4*>(static_cast<T*>(out.y) + token * out.hidden + hidden) =
               load_shared_16(turn + row * 128 + ((chunk ^ (row & 7)) << 4));
         }
       }
@@ -109,7 +108,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   launch_dependents();
   wait_for_previous();
-  for (int b = threadIdx.x; b < a.active.blocks; b += kThreads) c.counts[b] = a.active.counts[b];
+  if (a.chunk.skipped()) return;
+  const int blocks = a.chunk.active.blocks;
+  for (int b = threadIdx.x; b < blocks; b += kThreads) c.counts[b] = a.chunk.active.counts[b];
   __syncthreads();
   const Ring ring(c.full, c.empty, Shape<kHidden>::kStages);
   if (threadIdx.x < kFetchers) {
@@ -117,35 +118,41 @@ __global__ void __launch_bounds__(kThreads, 1)
     fetch<T, kTerms, kHidden>(a, maps, c, shared, ring);
   } else {
     take_registers<kMultiplyRegisters>();
-    multiply<T, kTerms, kHidden>(a, c, shared, ring);
+    multiply<T, kTerms, kHidden>(a.out, blocks, [&](int block) { return c.counts[block]; }, shared, ring);
   }
 #endif
 }
 
+// How many hidden units to a slice.
+inline int best_slice(int blocks, int hidden, const Device& device) {
+  int best = 256;
+  int64_t best_cost = INT64_MAX;
+  for (const int slice : {256, 128, 64}) {
+    const int64_t items = static_cast<int64_t>(blocks) * ((hidden + slice - 1) / slice);
+    // The columns' share of the traffic does not shrink with the slice.
+    const int64_t cost = (items + device.sm_count - 1) / device.sm_count * (slice + 96);
+    if (cost < best_cost) best = slice, best_cost = cost;
+  }
+  return best;
+}
+
 template <typename T, int kTerms, int kHidden>
 cudaError_t launch_slice(DType dtype, Arguments<kTerms> a, const Device& device, cudaStream_t stream) {
-  a.slices = (a.hidden + kHidden - 1) / kHidden;
+  const int blocks = a.chunk.active.blocks;
+  a.out.slices = (a.out.hidden + kHidden - 1) / kHidden;
   Maps<kTerms> maps;
   for (int t = 0; t < kTerms; ++t) {
-    TWELL_RETURN_IF_ERROR(make_tensor_map(maps.columns + t, dtype, a.terms[t].columns,
-                                          int64_t{a.active.blocks} * a.width, kBlockTokens, kDepth));
-    TWELL_RETURN_IF_ERROR(make_tensor_map(maps.rows + t, dtype, a.terms[t].rows, a.width, a.hidden, kDepth));
+    TWELL_RETURN_IF_ERROR(make_tensor_map(maps.columns + t, dtype, a.terms[t].columns, int64_t{blocks} * a.width,
+                                          kBlockTokens, kDepth));
+    TWELL_RETURN_IF_ERROR(make_tensor_map(maps.rows + t, dtype, a.terms[t].rows, a.width, a.out.hidden, kDepth));
   }
-  const int grid = min(device.sm_count, a.active.blocks * a.slices);
+  const int grid = min(device.sm_count, blocks * a.out.slices);
   return launch_kernel(product_kernel<T, kTerms, kHidden>, grid, kThreads, 1, kShared, stream, maps, a);
 }
 
 template <typename T, int kTerms>
 cudaError_t launch_type(DType dtype, const Arguments<kTerms>& a, const Device& device, cudaStream_t stream) {
-  int best = 256;
-  int64_t best_cost = INT64_MAX;
-  for (const int hidden : {256, 128, 64}) {
-    const int64_t items = static_cast<int64_t>(a.active.blocks) * ((a.hidden + hidden - 1) / hidden);
-    // The columns' share of the traffic does not shrink with the slice.
-    const int64_t cost = (items + device.sm_count - 1) / device.sm_count * (hidden + 96);
-    if (cost < best_cost) best = hidden, best_cost = cost;
-  }
-  switch (best) {
+  switch (best_slice(a.chunk.active.blocks, a.out.hidden, device)) {
     case 64: return launch_slice<T, kTerms, 64>(dtype, a, device, stream);
     case 128: return launch_slice<T, kTerms, 128>(dtype, a, device, stream);
     default: return launch_slice<T, kTerms, 256>(dtype, a, device, stream);
@@ -153,16 +160,17 @@ cudaError_t launch_type(DType dtype, const Arguments<kTerms>& a, const Device& d
 }
 
 // `y` is that of all tokens.
+inline Output output_of(const Ffn& ffn, const Chunk& chunk, const void* bias, void* y) {
+  return {bias, static_cast<uint16_t*>(y) + chunk.first * ffn.hidden, chunk.tokens, ffn.hidden, 0};
+}
+
 template <int kTerms>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Term (&terms)[kTerms], const void* bias, void* y,
                    const Device& device, cudaStream_t stream) {
   Arguments<kTerms> a{};
   for (int t = 0; t < kTerms; ++t) a.terms[t] = terms[t];
-  a.bias = bias;
-  a.active = chunk.active;
-  a.y = static_cast<uint16_t*>(y) + chunk.first * ffn.hidden;
-  a.tokens = chunk.tokens;
-  a.hidden = ffn.hidden;
+  a.out = output_of(ffn, chunk, bias, y);
+  a.chunk = chunk;
   a.width = ffn.width;
   return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn.dtype, a, device, stream)
                                        : launch_type<__half>(ffn.dtype, a, device, stream);

@@ -1,5 +1,5 @@
 // Where each kept block's pairs of each neuron go: counts by block and neuron, then sums down each neuron's column of
-// counts and over the neurons.
+// counts and over the neurons. A block without pairs of a neuron has the place of that neuron's next pair.
 
 #include "sm90_launch.h"
 #include "sm90_primitives.cuh"

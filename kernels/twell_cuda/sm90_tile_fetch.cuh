@@ -5,23 +5,28 @@
 
 namespace twell::sm90::tiles {
 
-template <typename Epilogue>
-__device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* token_map, const CUtensorMap* row_map,
-                                      Control& c, uint8_t* shared, Ring ring) {
-  using T = typename Epilogue::Element;
-  constexpr int kRows = kFetchers / 8, kShare = kMaxNeurons / kRows;
-  const Active& active = a.chunk.active;
-  const int thread = threadIdx.x, steps = (a.hidden + kDepth - 1) / kDepth, items = c.first_item[active.blocks];
-  // Eight threads copy 128 bytes of a row; every kRows-th row is theirs.
+// Whether the tile's list ascends without a gap; it ascends within each class of neurons.
+__device__ __forceinline__ bool are_neighbours(const uint16_t* list, const Item& item, const Counts& counts) {
+  const int borders[2] = {counts.first_only - item.first, counts.first_only + counts.both - item.first};
+  for (const int border : borders) {
+    if (border > 0 && border < item.count) return false;
+  }
+  return item.count % kBoxRows == 0 && list[item.count - 1] - list[0] == item.count - 1;
+}
+
+template <typename Job>
+__device__ __forceinline__ void fetch(const Arguments& a, const Job& job, const CUtensorMap* token_map,
+                                      const CUtensorMap* row_map, Control& c, uint8_t* shared, Ring ring) {
+  const int thread = threadIdx.x, steps = (a.hidden + kDepth - 1) / kDepth, items = c.first_item[a.chunk.active.blocks];
+  // Eight threads copy 128 bytes of a row; every kFetchRows-th row is theirs.
   const int row = thread / 8, chunk = thread % 8, bytes = stage_bytes(c.tile);
   const uint32_t stages = smem_address(shared), place = kTokenBytes + row * 128 + ((chunk ^ (row & 7)) << 4);
-  const T* rows = static_cast<const T*>(a.rows);
+  const uint4* rows = static_cast<const uint4*>(a.rows);
   // The list of the tile after this one is under way while this one is copied.
   const auto request = [&](const Item& item, int list) {
     const uint32_t list_bytes = (item.count * 2 + 15) / 16 * 16;
     barrier_arrive_expect(c.listed + list, list_bytes);
-    load_bytes(c.neurons[list], active.neurons + static_cast<int64_t>(item.block) * active.row + item.first, list_bytes,
-               c.listed + list);
+    load_bytes(c.neurons[list], job.list(item.block) + item.first, list_bytes, c.listed + list);
   };
   if (static_cast<int>(blockIdx.x) >= items) return;
   Item item = item_at(blockIdx.x, 0, c);
@@ -29,18 +34,24 @@ __device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* tok
   int tiles = 0;
   for (int index = blockIdx.x; index < items; index += gridDim.x, ++tiles) {
     const int next_index = index + gridDim.x, groups = (item.count + 63) / 64;
-    const Item next = next_index < items ? item_at(next_index, item.block, c) : item;
-    if (thread == 0 && next_index < items) request(next, (tiles + 1) % kLists);
+    if (thread == 0 && next_index < items) request(item_at(next_index, item.block, c), (tiles + 1) % kLists);
     const uint16_t* list = c.neurons[tiles % kLists];
     barrier_wait(c.listed + tiles % kLists, tiles / kLists & 1);
     const int lowest = list[0];
-    const bool neighbours = item.count % kBoxRows == 0 && list[item.count - 1] - lowest == item.count - 1;
-    int neurons[kShare];  // rows past the last repeat it: what they give is not kept
+    const bool neighbours = are_neighbours(list, item, c.counts[item.block]);
+    int neurons[kFetchShare];  // rows past the last repeat it: what they give is not kept
+    uint32_t offsets[kFetchShare];  // of their rows, in 16 bytes
 #pragma unroll
-    for (int i = 0; i < kShare; ++i) neurons[i] = list[min(row + kRows * i, item.count - 1)];
+    for (int i = 0; i < kFetchShare; ++i) {
+      neurons[i] = list[min(row + kFetchRows * i, item.count - 1)];
+      offsets[i] = static_cast<uint32_t>(neurons[i]) * (a.hidden / 8);
+    }
     for (int step = 0; step < steps; ++step, ring.advance()) {
       ring.wait_empty();
       uint64_t* full = ring.full + ring.stage;
+      if constexpr (Job::kAside) {
+        if (step == aside_step(steps)) job.fetch_aside(item, list, tiles);
+      }
       if (thread == 0) {
         uint8_t* stage = shared + ring.stage * bytes;
         barrier_arrive_expect(full, kTokenBytes + (neighbours ? item.count * kDepth * 2 : 0));
@@ -50,49 +61,26 @@ __device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* tok
         }
       }
       if (neighbours) {
-        barrier_arrive(full);
+        barrier_arrive_on_copies(full);  // those aside
         continue;
       }
       const uint32_t to = stages + ring.stage * bytes + place;
-      const int column = step * kDepth + chunk * 8;
-      const bool inside = column < a.hidden;
-      const T* from = rows + (inside ? column : 0);
+      const int eighth = step * (kDepth / 8) + chunk;
+      const bool inside = eighth < a.hidden / 8;
+      const uint4* from = rows + (inside ? eighth : 0);
 #pragma unroll
       for (int g = 0; g < kMaxNeurons / 64; ++g) {
         if (g < groups) {
 #pragma unroll
-          for (int i = 64 / kRows * g; i < 64 / kRows * (g + 1); ++i) {
-            copy_16(to + i * kRows * 128, from + static_cast<int64_t>(neurons[i]) * a.hidden, inside);
+          for (int i = 64 / kFetchRows * g; i < 64 / kFetchRows * (g + 1); ++i) {
+            copy_16(to + i * kFetchRows * 128, from + offsets[i], inside);
           }
         }
       }
       barrier_arrive_on_copies(full);
     }
-    // Columns that the tile's end needs, of which only the active halves exist.
-    const int64_t first_column = static_cast<int64_t>(item.block) * a.width * kBlockTokens + chunk * 8;
-    const Counts counts = c.counts[item.block];
-    const int first_end = min(item.count, counts.first_only + counts.both - item.first);
-    const int second_begin = counts.first_only - item.first;
-#pragma unroll
-    for (int start = 0; start < kMaxNeurons; start += kTurnNeurons) {
-      if (start >= item.count) break;
-#pragma unroll
-      for (int b = 0; b < Epilogue::kBuffers; ++b, ring.advance()) {
-        const T* columns = static_cast<const T*>(a.columns[b]) + first_column;
-        ring.wait_empty();
-        const uint32_t to = stages + ring.stage * bytes + row * 256 + ((chunk ^ (row & 7)) << 4);
-#pragma unroll
-        for (int i = 0; Epilogue::kReads && i < kTurnNeurons / kRows; ++i) {
-          const int n = start + row + kRows * i;
-          const T* column = columns + static_cast<int64_t>(neurons[start / kRows + i]) * kBlockTokens;
-          if (n < first_end) copy_16(to + i * kRows * 256, column);
-          if (n >= second_begin && n < item.count) copy_16(to + i * kRows * 256 + 128, column + kHalfTokens);
-        }
-        if (thread == 0) barrier_arrive(ring.full + ring.stage);
-        barrier_arrive_on_copies(ring.full + ring.stage);
-      }
-    }
-    item = next;
+    job.fetch_end(item, c, neurons, stages, ring);
+    if (next_index < items) item = item_at(next_index, item.block, c);
   }
 }
 

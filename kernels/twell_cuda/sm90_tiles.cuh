@@ -12,8 +12,8 @@ namespace twell::sm90::tiles {
 constexpr int kFetchers = 128, kThreads = kFetchers + 256, kConsumerWarps = 8, kDepth = 64, kMaxNeurons = 256;
 constexpr int kTokenBytes = kBlockTokens * kDepth * 2, kStageBytes = kTokenBytes + kMaxNeurons * kDepth * 2;
 constexpr int kMaxStages = 8, kRingBytes = 4 * kStageBytes;
-constexpr int kTurnNeurons = 128;  // columns of the activations in a stage: 256 bytes each
 constexpr int kBoxRows = 64;
+constexpr int kFetchRows = kFetchers / 8, kFetchShare = kMaxNeurons / kFetchRows;  // rows at a time; of each thread
 
 constexpr int kFetchRegisters = 88, kMultiplyRegisters = 208;
 static_assert(check_registers(kFetchRegisters, kMultiplyRegisters));
@@ -27,18 +27,29 @@ struct Control {
   int first_item[kMaxBlocks + 1];
   int tile;  // neurons
 };
-constexpr int kShared = 1024 + kRingBytes + sizeof(Control);
-static_assert(kShared <= 227 * 1024);
 static_assert(offsetof(Control, neurons) % 16 == 0);
+
+// What follows the ring of stages.
+template <typename Job>
+struct alignas(16) Shared {
+  Control control;
+  typename Job::Own own;
+};
+template <typename Job>
+constexpr int kSharedBytes = 1024 + kRingBytes + sizeof(Shared<Job>);
 
 struct Arguments {
   const void* rows;  // (F, D)
-  void* columns[2];  // (block, F, 2 halves, 64), of which a product uses as many as its Epilogue::kBuffers
   Chunk chunk;
   int hidden, width;
 };
 
 __device__ __forceinline__ int stage_bytes(int tile) { return kTokenBytes + tile * kDepth * 2; }
+
+// When the fetching warpgroup copies what the end of a tile needs beside the ring, and when the multiplying ones take
+// it up: their loads then have the last steps' time.
+__device__ __forceinline__ int aside_step(int steps) { return max(steps - 6, 0); }
+__device__ __forceinline__ int prepare_step(int steps) { return max(steps - 3, 0); }
 
 struct Item {
   int block, first, count;  // `count` of the block's active neurons, from its `first` on
@@ -78,6 +89,12 @@ __device__ __forceinline__ void plan(Control& c, int blocks) {
   }
   __syncthreads();
 }
+
+// What a warp multiplies of a tile: 16 tokens by `groups` times 64 neurons from `low` on, of which those in [begin,
+// end) are active in its half of the block.
+struct Part {
+  int warp, lane, begin, end, groups, low;
+};
 
 // Items come in ascending order: `block` is where the one before was.
 __device__ __forceinline__ Item item_at(int index, int block, const Control& c) {

@@ -11,7 +11,8 @@ namespace sm90 {
 namespace {
 
 // Of the columns of one chunk. In forward they are most of what it holds; in backward the gradients lie beside them.
-constexpr int64_t kForwardBytes = int64_t{176} << 20, kBackwardBytes = int64_t{48} << 20;
+constexpr int64_t kForwardBytes = int64_t{176} << 20, kBackwardBytes = int64_t{64} << 20;
+constexpr int64_t kReportBytes = int64_t{16} << 20;  // of sums that wait for the report, where a chunk's are not more
 
 int64_t forward_blocks(const Ffn& ffn) { return chunk_blocks(ffn, kForwardBytes, ffn.up == nullptr ? 1 : 2); }
 int64_t backward_blocks(const Ffn& ffn) { return chunk_blocks(ffn, kBackwardBytes, ffn.up == nullptr ? 1 : 2); }
@@ -43,50 +44,41 @@ static_assert(sizeof(BlockState) == 32);
 void place_forward(const Ffn& ffn, Cutter& cutter, Active* active, Saving* saving) {
   const int64_t blocks = forward_blocks(ffn);
   place_active(ffn, blocks, true, cutter, active);
+  *saving = {};
   saving->groups = static_cast<int>((active->row + kGroup - 1) / kGroup);
+  saving->rows = std::max(blocks, std::min(count_blocks(ffn), kReportBytes / (int64_t{ffn.width} * 4)));
   cutter.cut(saving->tokens, blocks * active->row * 16);
-  cutter.cut(saving->pairs, blocks * saving->groups * 4);
-  cutter.cut(saving->sums, blocks * 4);
-  cutter.cut(saving->activity, blocks * ffn.width * 4);
-  cutter.cut(saving->l1, blocks * saving->groups * 4);
+  cutter.cut(saving->slots, kSlots * 8);
+  cutter.cut(saving->activity, saving->rows * ffn.width * 4);
+  cutter.cut(saving->l1, saving->rows * saving->groups * 4);
 }
 
-// Where the weights' sums of many pairs lie the chunks are done with.
+// What is needed at different times lies in the same place: pairs first, then what was not kept, chunk by chunk.
 struct Backward {
-  Active active;
   Sorted sorted;
-  int64_t* totals;  // of the state, with whole chunks kept
+  PairGradients pairs;
   void* partials;
+  Active active;
 };
 
 Backward place_backward(const Ffn& ffn, const State& state, bool weights, void* workspace, int64_t* bytes) {
   Backward b{};
-  Cutter cutter(workspace);
-  cutter.cut(b.totals, 3 * 8);
+  Cutter first(workspace), then(workspace);
+  const bool gated = ffn.up != nullptr;
+  first.cut(b.pairs.dg, state.pairs * 2);
+  if (gated) first.cut(b.pairs.du, state.pairs * 2);
   if (weights) {
-    cutter.cut(b.sorted.first, (int64_t{ffn.width} + 1) * 8);
-    cutter.cut(b.sorted.places, count_blocks(ffn) * ffn.width * 4);
-    cutter.cut(b.sorted.tokens, state.pairs * 4);
-    cutter.cut(b.sorted.h, state.pairs * 2);
-    cutter.cut(b.sorted.dg, state.pairs * 2);
-    if (ffn.up != nullptr) cutter.cut(b.sorted.du, state.pairs * 2);
+    first.cut(b.sorted.first, (int64_t{ffn.width} + 1) * 8);
+    first.cut(b.sorted.places, count_blocks(ffn) * ffn.width * 4);
+    first.cut(b.sorted.tokens, state.pairs * 4);
+    first.cut(b.sorted.h, state.pairs * 2);
+    first.cut(b.sorted.dg, state.pairs * 2);
+    if (gated) first.cut(b.sorted.du, state.pairs * 2);
+    first.cut(b.partials, weights_partial_bytes(ffn, state.pairs));
   }
-  Cutter later = cutter;
-  place_active(ffn, backward_blocks(ffn), true, cutter, &b.active);
-  later.cut(b.partials, weights ? weights_partial_bytes(ffn, state.pairs) : 0);
-  if (bytes != nullptr) *bytes = std::max(cutter.used(), later.used());
+  place_active(ffn, backward_blocks(ffn), true, then, &b.active);
+  if (bytes != nullptr) *bytes = std::max(first.used(), then.used());
   return b;
-}
-
-// A chunk of which some block was not kept is computed again as a whole.
-__global__ void round_kept_kernel(const int64_t* totals, int64_t blocks, int64_t chunk, int64_t* rounded) {
-#if defined(TWELL_SM90_DEVICE)
-  launch_dependents();
-  wait_for_previous();
-  rounded[0] = totals[0] == blocks ? blocks : totals[0] / chunk * chunk;
-  rounded[1] = totals[1];
-  rounded[2] = totals[2];
-#endif
 }
 
 }  // namespace
@@ -116,16 +108,21 @@ cudaError_t sm90_training_forward(const Ffn& ffn, const L1& l1, int64_t capacity
   place_forward(ffn, cutter, &chunk.active, &saving);
   const Training training{l1.scale, l1.token_weight, l1.report, place_state(ffn, capacity, state_cutter)};
   TWELL_RETURN_IF_ERROR(cudaMemsetAsync(training.state.totals, 0, 3 * 8, stream));
-  if (l1.report != nullptr) TWELL_RETURN_IF_ERROR(cudaMemsetAsync(l1.report, 0, (1 + size_t(ffn.width)) * 4, stream));
+  TWELL_RETURN_IF_ERROR(cudaMemsetAsync(saving.slots, 0, kSlots * 8, stream));
   for (; chunk.first < ffn.tokens; chunk.first += chunk.tokens) {
     fit(ffn, forward_blocks(ffn), &chunk);
     TWELL_RETURN_IF_ERROR(launch_gate(ffn, chunk, device, stream));
     TWELL_RETURN_IF_ERROR(launch_list(ffn, chunk, device, stream));
     if (ffn.up != nullptr) TWELL_RETURN_IF_ERROR(launch_up_beside(ffn, chunk, device, stream));
-    TWELL_RETURN_IF_ERROR(launch_mark(ffn, chunk, saving, device, stream));
-    TWELL_RETURN_IF_ERROR(launch_place(chunk, saving, training.state, device, stream));
+    ++saving.turn;
     TWELL_RETURN_IF_ERROR(launch_save(ffn, chunk, saving, training, device, stream));
-    if (l1.report != nullptr) TWELL_RETURN_IF_ERROR(launch_report(ffn, chunk, saving, training, device, stream));
+    saving.waiting += chunk.active.blocks;
+    const bool last = chunk.first + chunk.tokens == ffn.tokens;
+    if (l1.report != nullptr && (last || saving.waiting + forward_blocks(ffn) > saving.rows)) {
+      TWELL_RETURN_IF_ERROR(launch_report(ffn, saving, training, stream));
+      saving.waiting = 0;
+      saving.reported = true;
+    }
     TWELL_RETURN_IF_ERROR(launch_down(ffn, chunk, device, stream));
   }
   return cudaSuccess;
@@ -140,33 +137,36 @@ int64_t sm90_backward_bytes(const Ffn& ffn, int64_t capacity, bool weights) {
 
 cudaError_t sm90_backward(const Ffn& ffn, const L1& l1, int64_t capacity, const void* saved, const Gradients& gradients,
                           void* workspace, const Device& device, cudaStream_t stream) {
-  const int64_t blocks = count_blocks(ffn), of_chunk = backward_blocks(ffn);
+  const int64_t blocks = count_blocks(ffn);
   const bool weights = gradients.weights();
   Cutter state_cutter(const_cast<void*>(saved));
-  State state = place_state(ffn, capacity, state_cutter);
-  const Backward b = place_backward(ffn, state, weights, workspace, nullptr);
-  TWELL_RETURN_IF_ERROR(launch_kernel(round_kept_kernel, 1, 1, 1, 0, stream, state.totals, blocks, of_chunk, b.totals));
-  state.totals = b.totals;
+  const State state = place_state(ffn, capacity, state_cutter);
   const Training training{l1.scale, l1.token_weight, nullptr, state};
+  const Backward b = place_backward(ffn, state, weights, workspace, nullptr);
   if (weights) TWELL_RETURN_IF_ERROR(launch_sort(ffn, state, b.sorted, blocks, device, stream));
   Chunk chunk{};
-  chunk.active = b.active;
   chunk.kept = state.totals;
   for (; chunk.first < ffn.tokens; chunk.first += chunk.tokens) {
-    fit(ffn, of_chunk, &chunk);
-    TWELL_RETURN_IF_ERROR(launch_unpack(ffn, chunk, state, device, stream));
+    fit(ffn, kMaxBlocks, &chunk);
+    TWELL_RETURN_IF_ERROR(launch_pair_dh(ffn, chunk, training, gradients, b.pairs, b.sorted, device, stream));
+    if (gradients.x == nullptr) continue;
+    TWELL_RETURN_IF_ERROR(launch_pair_dx(ffn, chunk, state, b.pairs, gradients, device, stream));
+  }
+  if (weights) {
+    TWELL_RETURN_IF_ERROR(launch_weights(ffn, state, b.sorted, gradients, b.partials, device, stream));
+  }
+  chunk.active = b.active;
+  for (chunk.first = 0; chunk.first < ffn.tokens; chunk.first += chunk.tokens) {
+    fit(ffn, backward_blocks(ffn), &chunk);
     TWELL_RETURN_IF_ERROR(launch_gate(ffn, chunk, device, stream));
     TWELL_RETURN_IF_ERROR(launch_list(ffn, chunk, device, stream));
     if (ffn.up != nullptr) TWELL_RETURN_IF_ERROR(launch_up_beside(ffn, chunk, device, stream));
     if (weights) TWELL_RETURN_IF_ERROR(launch_add_down(ffn, chunk, state, gradients, device, stream));
     TWELL_RETURN_IF_ERROR(launch_dh(ffn, chunk, training, gradients, device, stream));
     if (gradients.x != nullptr) TWELL_RETURN_IF_ERROR(launch_dx(ffn, chunk, gradients, device, stream));
-    if (!weights) continue;
-    TWELL_RETURN_IF_ERROR(launch_collect(ffn, chunk, state, b.sorted, device, stream));
-    TWELL_RETURN_IF_ERROR(launch_add_gate_up(ffn, chunk, state, gradients, device, stream));
+    if (weights) TWELL_RETURN_IF_ERROR(launch_add_gate_up(ffn, chunk, state, gradients, device, stream));
   }
-  if (!weights) return cudaSuccess;
-  return launch_weights(ffn, state, b.sorted, gradients, b.partials, blocks, device, stream);
+  return cudaSuccess;
 }
 
 }  // namespace twell

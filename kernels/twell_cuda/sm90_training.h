@@ -30,14 +30,19 @@ struct State {
   int64_t entries, pairs;  // room
 };
 
-// Scratch of a chunk while its pairs are saved.
+constexpr int kSlots = 1024;  // thread blocks that save a chunk, at most
+
+// Scratch of forward while pairs are saved, chunk by chunk; the report's sums wait until they are many.
 struct Saving {
-  uint4* tokens;    // (blocks, row): of each entry
-  uint32_t* pairs;  // (blocks, groups): of each group of entries; then of all groups of the block before it
-  uint32_t* sums;   // (blocks): pairs
-  float* activity;  // (blocks, F): sum of token weights; only entries' places are written
-  float* l1;        // (blocks, groups): sum of token weight * |h|
+  uint4* tokens;    // (blocks of a chunk, row): of each entry
+  uint64_t* slots;  // (kSlots): of each thread block its pairs, above them the last turn it took; zero before the first
+  uint32_t turn;    // of the chunk: 1, 2, ...
+  float* activity;  // (rows, F): sum of token weights, of each block that the report lacks
+  float* l1;        // (rows, groups): sum of token weight * |h|
   int groups;       // ceil(row / kGroup)
+  int64_t rows;     // room
+  int64_t waiting;  // rows that earlier chunks have filled
+  bool reported;    // the report holds rows before these
 };
 
 // Pairs of all kept blocks by neuron, then by token.
@@ -59,18 +64,11 @@ struct Training {
 
 // Forward, between launch_list and launch_down. `up` leaves relu(gate) in Active::columns and writes u to Active::ups.
 cudaError_t launch_up_beside(const Ffn&, const Chunk&, const Device&, cudaStream_t);
-// Which tokens activate each entry; how many pairs each group has.
-cudaError_t launch_mark(const Ffn&, const Chunk&, const Saving&, const Device&, cudaStream_t);
-// Which blocks are kept, and where: totals, blocks.
-cudaError_t launch_place(const Chunk&, const Saving&, const State&, const Device&, cudaStream_t);
-// h takes the place of relu(gate); pairs go to the state; sums to Saving.
+// Which blocks are kept, and where: totals (zero before the first chunk), blocks. h takes the place of relu(gate),
+// pairs go to the state, sums to Saving's rows from `waiting` on.
 cudaError_t launch_save(const Ffn&, const Chunk&, const Saving&, const Training&, const Device&, cudaStream_t);
-// Adds the chunk's sums to the report, in fixed order.
-cudaError_t launch_report(const Ffn&, const Chunk&, const Saving&, const Training&, const Device&, cudaStream_t);
-
-// (to go) relu(gate), u and the lists of a chunk that is kept as a whole.
-cudaError_t launch_unpack(const Ffn&, const Chunk&, const State&, const Device&, cudaStream_t);
-cudaError_t launch_collect(const Ffn&, const Chunk&, const State&, const Sorted&, const Device&, cudaStream_t);
+// Adds the rows that wait to the report, in fixed order.
+cudaError_t launch_report(const Ffn&, const Saving&, const Training&, cudaStream_t);
 
 // du and dg of the kept blocks' pairs, in the order of the state's pairs.
 struct PairGradients {
@@ -88,8 +86,8 @@ cudaError_t launch_pair_dh(const Ffn&, const Chunk&, const Training&, const Grad
 cudaError_t launch_pair_dx(const Ffn&, const Chunk&, const State&, const PairGradients&, const Gradients&,
                            const Device&, cudaStream_t);
 // All weights' gradients from the sorted pairs.
-cudaError_t launch_weights(const Ffn&, const State&, const Sorted&, const Gradients&, void* partials, int64_t blocks,
-                           const Device&, cudaStream_t);
+cudaError_t launch_weights(const Ffn&, const State&, const Sorted&, const Gradients&, void* partials, const Device&,
+                           cudaStream_t);
 int64_t weights_partial_bytes(const Ffn&, int64_t pairs);  // of `partials`
 
 // Backward of the others, in chunks for which gate, list and up compute again what was not kept. Like those, each does

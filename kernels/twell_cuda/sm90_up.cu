@@ -2,7 +2,7 @@
 // activates, as the others' columns of h would be zero. In inference h = relu(gate) * (x Wu^T + bu) takes the place of
 // relu(gate); in training x Wu^T + bu goes beside it.
 
-#include "sm90_tile_product.cuh"
+#include "sm90_tile_columns.cuh"
 #include "sm90_training.h"
 
 namespace twell::sm90 {
@@ -36,10 +36,12 @@ struct Up {
 
 template <bool kBeside>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, void* columns, const Device& device, cudaStream_t stream) {
-  const tiles::Arguments arguments{ffn.up, {columns, nullptr}, chunk, ffn.hidden, ffn.width};
+  using BFloat16Up = tiles::Columns<Up<__nv_bfloat16, kBeside>>;
+  using Float16Up = tiles::Columns<Up<__half, kBeside>>;
+  const tiles::Arguments arguments{ffn.up, chunk, ffn.hidden, ffn.width};
   return ffn.dtype == DType::kBFloat16
-             ? tiles::launch<Up<__nv_bfloat16, kBeside>>(ffn, ffn.x, arguments, {ffn.b_up}, device, stream)
-             : tiles::launch<Up<__half, kBeside>>(ffn, ffn.x, arguments, {ffn.b_up}, device, stream);
+             ? tiles::launch<BFloat16Up>(ffn, ffn.x, arguments, {{columns, nullptr}, {ffn.b_up}}, device, stream)
+             : tiles::launch<Float16Up>(ffn, ffn.x, arguments, {{columns, nullptr}, {ffn.b_up}}, device, stream);
 }
 
 }  // namespace

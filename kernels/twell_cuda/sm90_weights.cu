@@ -18,13 +18,8 @@ struct Arguments {
   Sorted sorted;
   Gradients gradients;
   Scratch scratch;
-  const int64_t* totals;
-  int64_t blocks;
   int hidden;
 };
-
-// What blocks that were not kept gave is there already.
-__device__ __forceinline__ bool adds(const Arguments& a) { return __ldcg(a.totals) < a.blocks; }
 
 template <typename T>
 __device__ __forceinline__ T load(const void* values, int64_t i) {
@@ -33,10 +28,8 @@ __device__ __forceinline__ T load(const void* values, int64_t i) {
 }
 
 template <typename T>
-__device__ __forceinline__ void store_bias(void* bias, int neuron, float sum, bool add) {
-  if (bias == nullptr) return;
-  const float old = add ? widen(load<T>(bias, neuron)) : 0.0f;
-  static_cast<uint16_t*>(bias)[neuron] = static_cast<uint16_t>(pack<T>(sum + old, 0.0f));
+__device__ __forceinline__ void store_bias(void* bias, int neuron, float sum) {
+  if (bias != nullptr) static_cast<uint16_t*>(bias)[neuron] = static_cast<uint16_t>(pack<T>(sum, 0.0f));
 }
 
 // A token and what its row of dy (h) and x (dg, du) is multiplied with.
@@ -69,15 +62,10 @@ __device__ __forceinline__ void add_row(float (&sum)[8], float factor, const uin
 
 // Eight neighbours of one neuron's row.
 template <typename T>
-__device__ __forceinline__ void store_row(void* matrix, int64_t at, const float (&sum)[8], bool add) {
+__device__ __forceinline__ void store_row(void* matrix, int64_t at, const float (&sum)[8]) {
   if (matrix == nullptr) return;
-  uint4* const to = reinterpret_cast<uint4*>(static_cast<T*>(matrix) + at);
-  float whole[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) whole[i] = sum[i];
-  if (add) add_row<T>(whole, 1.0f, __ldcg(to));
-  *to = {pack<T>(whole[0], whole[1]), pack<T>(whole[2], whole[3]), pack<T>(whole[4], whole[5]),
-         pack<T>(whole[6], whole[7])};
+  *reinterpret_cast<uint4*>(static_cast<T*>(matrix) + at) = {pack<T>(sum[0], sum[1]), pack<T>(sum[2], sum[3]),
+                                                             pack<T>(sum[4], sum[5]), pack<T>(sum[6], sum[7])};
 }
 
 __device__ __forceinline__ void store_partial(float* to, const float (&sum)[8]) {
@@ -95,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, 2) gather_kernel(const Arguments a) 
   wait_for_previous();
   const Scratch& scratch = a.scratch;
   const Gradients& out = a.gradients;
-  const bool add = adds(a), with_dy = out.down != nullptr;
+  const bool with_dy = out.down != nullptr;
   const bool with_x = out.gate != nullptr || (kGated && out.up != nullptr);
   const int units = __ldcg(&scratch.plan->units), slices = (a.hidden + kLanes * 8 - 1) / (kLanes * 8);
   const uint32_t row_bytes = static_cast<uint32_t>(a.hidden) * 2;
@@ -107,7 +95,6 @@ __global__ void __launch_bounds__(kThreads, 2) gather_kernel(const Arguments a) 
     const int slice = item / units, column = (slice * kLanes + lane % kLanes) * 8;
     const uint4 words = __ldcg(reinterpret_cast<const uint4*>(scratch.units + (item - slice * units)));
     const Unit unit{words.x, words.y, static_cast<int>(words.z), static_cast<int>(words.w)};
-    if (unit.pairs == 0 && add) continue;
     const bool inside = column < a.hidden;
     const char* x = static_cast<const char*>(a.x) + column * 2;
     const char* dy = static_cast<const char*>(out.dy) + column * 2;
@@ -155,8 +142,8 @@ __global__ void __launch_bounds__(kThreads, 2) gather_kernel(const Arguments a) 
         bias_up += __shfl_xor_sync(~0u, bias_up, d);
       }
       if (lane == 0 && unit.slot < 0) {
-        store_bias<T>(out.b_gate, unit.neuron, bias_gate, add);
-        if constexpr (kGated) store_bias<T>(out.b_up, unit.neuron, bias_up, add);
+        store_bias<T>(out.b_gate, unit.neuron, bias_gate);
+        if constexpr (kGated) store_bias<T>(out.b_up, unit.neuron, bias_up);
       } else if (lane == 0) {
         reinterpret_cast<float2*>(scratch.biases)[unit.slot] = {bias_gate, bias_up};
       }
@@ -164,9 +151,9 @@ __global__ void __launch_bounds__(kThreads, 2) gather_kernel(const Arguments a) 
     if (!inside || group != 0) continue;
     if (unit.slot < 0) {
       const int64_t at = int64_t{unit.neuron} * a.hidden + column;
-      store_row<T>(out.down, at, down, add);
-      store_row<T>(out.gate, at, gate, add);
-      if constexpr (kGated) store_row<T>(out.up, at, up, add);
+      store_row<T>(out.down, at, down);
+      store_row<T>(out.gate, at, gate);
+      if constexpr (kGated) store_row<T>(out.up, at, up);
     } else {
       float* to = scratch.sums + int64_t{unit.slot} * scratch.matrices * a.hidden + column;
       store_partial(to, down);
@@ -184,7 +171,6 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const Arguments a) {
   launch_dependents();
   wait_for_previous();
   const Scratch& scratch = a.scratch;
-  const bool add = adds(a);
   const int pieces = a.hidden / 8, shares = scratch.matrices * pieces;
   const int64_t work = int64_t{__ldcg(&scratch.plan->splits)} * shares;
   for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < work; i += int64_t{gridDim.x} * kThreads) {
@@ -201,7 +187,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const Arguments a) {
       sum[4] += high.x, sum[5] += high.y, sum[6] += high.z, sum[7] += high.w;
     }
     void* const out = matrix == 0 ? a.gradients.down : matrix == 1 ? a.gradients.gate : a.gradients.up;
-    store_row<T>(out, int64_t{split.neuron} * a.hidden + column, sum, add);
+    store_row<T>(out, int64_t{split.neuron} * a.hidden + column, sum);
     if (share != 0) continue;
     float bias_gate = 0.0f, bias_up = 0.0f;
     for (int u = 0; u < split.units; ++u) {
@@ -209,8 +195,8 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const Arguments a) {
       bias_gate += part.x;
       bias_up += part.y;
     }
-    store_bias<T>(a.gradients.b_gate, split.neuron, bias_gate, add);
-    if (scratch.matrices == 3) store_bias<T>(a.gradients.b_up, split.neuron, bias_up, add);
+    store_bias<T>(a.gradients.b_gate, split.neuron, bias_gate);
+    if (scratch.matrices == 3) store_bias<T>(a.gradients.b_up, split.neuron, bias_up);
   }
 #endif
 }
@@ -234,9 +220,9 @@ cudaError_t launch(const Ffn& ffn, const Arguments& a, const Device& device, cud
 }  // namespace
 
 cudaError_t launch_weights(const Ffn& ffn, const State& state, const Sorted& sorted, const Gradients& gradients,
-                           void* partials, int64_t blocks, const Device& device, cudaStream_t stream) {
+                           void* partials, const Device& device, cudaStream_t stream) {
   if (!gradients.weights()) return cudaSuccess;
-  Arguments arguments{ffn.x, sorted, gradients, {}, state.totals, blocks, ffn.hidden};
+  Arguments arguments{ffn.x, sorted, gradients, {}, ffn.hidden};
   place_scratch(ffn, state.pairs, partials, &arguments.scratch);
   return ffn.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(ffn, arguments, device, stream)
                                        : launch<__half>(ffn, arguments, device, stream);

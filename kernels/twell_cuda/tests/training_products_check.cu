@@ -346,9 +346,9 @@ class Chain {  // all kernels of one chunk, each checked
 
     copy(p_.columns, p_.g);
     const Chunk kept_chunk{chunk_.first, chunk_.tokens, chunk_.active, given_.chunk.kept};
-    CHECK(launch_dh(ffn_, kept_chunk, training_, gradients_, device_, nullptr));
+    CHECK(launch_dh(ffn_, chunk_, training_, gradients_, device_, nullptr));
     columns(Step::kDh, true, "dh");
-    CHECK(launch_dx(ffn_, kept_chunk, gradients_, device_, nullptr));
+    CHECK(launch_dx(ffn_, chunk_, gradients_, device_, nullptr));
     const Term second = c_.gated ? Term{p_.ups.data, ffn_.up} : Term{};
     rows({p_.columns.data, ffn_.gate}, second, nullptr, p_.dx, "dx");
 
@@ -364,8 +364,8 @@ class Chain {  // all kernels of one chunk, each checked
       copy(p_.columns, p_.g);
     }
     forward(chunk_, c_.listed_by_kernels);
-    CHECK(launch_dh(ffn_, kept_chunk, training_, gradients_, device_, nullptr));
-    CHECK(launch_dx(ffn_, kept_chunk, gradients_, device_, nullptr));
+    CHECK(launch_dh(ffn_, chunk_, training_, gradients_, device_, nullptr));
+    CHECK(launch_dx(ffn_, chunk_, gradients_, device_, nullptr));
     equal(p_.columns, p_.dg, entries_ * kBlockTokens, "dg again");
     if (c_.gated) equal(p_.ups, p_.du, entries_ * kBlockTokens, "du again");
     equal(p_.dx, p_.dx_before, c_.tokens * c_.hidden + kGuard, "dx again");

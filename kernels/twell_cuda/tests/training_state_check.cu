@@ -1,15 +1,14 @@
-// Checks what training keeps of forward and takes up again in backward (mark, place, save, report, unpack, collect)
-// against plain loops on the host. Leaves with 1 where anything is wrong.
+// Checks what training keeps of forward, and its report, against plain loops on the host. Leaves with 1 where anything
+// is wrong.
 //
 //   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I.. -o training_state_check training_state_check.cu
-//        ../sm90_mark.cu ../sm90_place.cu ../sm90_save.cu ../sm90_report.cu ../sm90_unpack.cu ../sm90_collect.cu
+//        ../sm90_save.cu ../sm90_report.cu
 //   ./training_state_check [time]
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -103,7 +102,7 @@ enum class Room { kAll, kEntries, kPairs, kNone };
 
 struct Case {
   DType dtype;
-  int width, blocks, chunks, back_blocks, cut;  // forward: blocks of a chunk; cut: tokens that the last block lacks
+  int width, blocks, chunks, reported, cut;  // blocks of a chunk; chunks reported at once; tokens the last block lacks
   Pattern pattern;
   bool gated;
   Weights weights;
@@ -154,9 +153,6 @@ struct Problem {
     if (of.pattern == Pattern::kUnion) return narrow(of.dtype, 1.0f + (random % 16) / 64.0f);
     if (random % 16 < 2) return random % 16 == 0 ? 0x0000 : 0x8000;
     return narrow(of.dtype, static_cast<float>(random >> 40) * 0x1p-23f - 1.0f);
-  }
-  uint16_t gradient_at(int64_t block, int neuron, int token, int which) const {
-    return static_cast<uint16_t>(hash(place(block, neuron, token)) >> (20 + 16 * which));
   }
   uint16_t h_of(uint16_t gate, uint16_t up) const {
     return of.gated ? narrow(of.dtype, widen(of.dtype, gate) * widen(of.dtype, up)) : gate;
@@ -241,12 +237,9 @@ struct Problem {
     return columns(first, count, [&](int64_t b, const Entry&, int, int64_t i) { return blocks[b].gate[i]; },
                    [](int64_t, const Entry&, int) { return uint16_t{0}; });
   }
-  // Where there is no pair: zero, or what up may leave there.
-  std::vector<uint16_t> up_columns(int64_t first, int count, bool zero) const {
+  std::vector<uint16_t> up_columns(int64_t first, int count) const {
     return columns(first, count, [&](int64_t b, const Entry&, int, int64_t i) { return blocks[b].up[i]; },
-                   [&](int64_t b, const Entry& e, int t) {
-                     return zero ? uint16_t{0} : static_cast<uint16_t>(hash(place(b, e.neuron, t)));
-                   });
+                   [&](int64_t b, const Entry& e, int t) { return static_cast<uint16_t>(hash(place(b, e.neuron, t))); });
   }
 };
 
@@ -260,28 +253,27 @@ struct Run {
   Active active{};
   Saving saving{};
   Training training{};
-  Sorted sorted{};
-  int most;  // blocks of a chunk
   int64_t all_blocks;
 
   Run(Arena& arena, const Problem& p, int64_t room_entries, int64_t room_pairs) : problem(p) {
     const Case& c = p.of;
     device = {c.sm_count, 9, 0};
-    most = std::max(c.blocks, c.back_blocks), all_blocks = static_cast<int64_t>(p.blocks.size());
+    all_blocks = static_cast<int64_t>(p.blocks.size());
     ffn.dtype = c.dtype, ffn.tokens = p.tokens, ffn.hidden = 8, ffn.width = c.width;
     active.words = (c.width + 31) / 32, active.row = round_up(c.width, 8);
-    active.masks = arena.take<uint32_t>(int64_t{most} * 2 * active.words);
-    active.counts = arena.take<Counts>(most);
-    active.neurons = arena.take<uint16_t>(int64_t{most} * active.row);
-    active.columns = arena.take<uint16_t>(column_count(most));
-    active.ups = c.gated ? arena.take<uint16_t>(column_count(most)) : nullptr;
+    active.masks = arena.take<uint32_t>(int64_t{c.blocks} * 2 * active.words);
+    active.counts = arena.take<Counts>(c.blocks);
+    active.neurons = arena.take<uint16_t>(int64_t{c.blocks} * active.row);
+    active.columns = arena.take<uint16_t>(column_count(c.blocks));
+    active.ups = c.gated ? arena.take<uint16_t>(column_count(c.blocks)) : nullptr;
     ffn.up = active.ups;  // only asked whether there is one
     saving.groups = (active.row + kGroup - 1) / kGroup;
     saving.tokens = arena.take<uint4>(int64_t{c.blocks} * active.row);
-    saving.pairs = arena.take<uint32_t>(int64_t{c.blocks} * saving.groups);
-    saving.sums = arena.take<uint32_t>(c.blocks);
-    saving.activity = arena.take<float>(int64_t{c.blocks} * c.width);
-    saving.l1 = arena.take<float>(int64_t{c.blocks} * saving.groups);
+    saving.slots = arena.take<uint64_t>(kSlots);
+    CHECK(cudaMemset(saving.slots, 0, kSlots * sizeof(uint64_t)));
+    saving.rows = int64_t{c.blocks} * c.reported;
+    saving.activity = arena.take<float>(saving.rows * c.width);
+    saving.l1 = arena.take<float>(saving.rows * saving.groups);
     State& state = training.state;
     state.entries = room_entries, state.pairs = room_pairs;
     state.totals = arena.take<int64_t>(3);
@@ -297,15 +289,7 @@ struct Run {
       upload(weights, p.weights);
       training.token_weight = weights;
     }
-    if (c.report) {
-      training.report = arena.take<float>(1 + c.width);
-      CHECK(cudaMemset(training.report, 0, (1 + c.width) * sizeof(float)));
-    }
-    sorted.places = arena.take<uint32_t>(all_blocks * c.width);
-    sorted.tokens = arena.take<int32_t>(room_pairs);
-    sorted.h = arena.take<uint16_t>(room_pairs);
-    sorted.du = c.gated ? arena.take<uint16_t>(room_pairs) : nullptr;
-    sorted.dg = arena.take<uint16_t>(room_pairs);
+    if (c.report) training.report = arena.take<float>(1 + c.width);
   }
 
   int64_t column_count(int blocks) const { return int64_t{blocks} * problem.of.width * kBlockTokens; }
@@ -345,7 +329,7 @@ struct Run {
     upload(active.counts, counts);
     upload(active.neurons, neurons);
     upload(columns(), problem.gate_columns(first, count));
-    if (problem.of.gated) upload(ups(), problem.up_columns(first, count, false));
+    if (problem.of.gated) upload(ups(), problem.up_columns(first, count));
   }
 };
 
@@ -414,34 +398,32 @@ uint4 tokens_of(const Entry& e) { return {e.tokens[0], e.tokens[1], e.tokens[2],
 void check_forward(const Run& run, const Kept& kept, Judge& judge) {
   const Problem& p = run.problem;
   const Case& c = p.of;
-  const Saving& saving = run.saving;
+  Saving saving = run.saving;
   std::vector<double> report(1 + c.width, 0.0);
+  std::vector<double> activity, l1;  // of the rows that wait
   for (int64_t first = 0; first < run.all_blocks; first += c.blocks) {
     run.bring_forward(first, c.blocks);
-    const std::vector<uint4> all_tokens(int64_t{c.blocks} * run.active.row, uint4{~0u, ~0u, ~0u, ~0u});
-    run.poison(saving.tokens, all_tokens.size() * sizeof(uint4));
-    run.poison(saving.pairs, int64_t{c.blocks} * saving.groups * 4);
-    run.poison(saving.sums, c.blocks * 4);
-    run.poison(saving.activity, int64_t{c.blocks} * c.width * 4);
-    run.poison(saving.l1, int64_t{c.blocks} * saving.groups * 4);
-    const Chunk chunk = run.chunk(first, c.blocks);
-    CHECK(launch_mark(run.ffn, chunk, saving, run.device, nullptr));
-    CHECK(launch_place(chunk, saving, run.training.state, run.device, nullptr));
-    CHECK(launch_save(run.ffn, chunk, saving, run.training, run.device, nullptr));
-    CHECK(launch_report(run.ffn, chunk, saving, run.training, run.device, nullptr));
+    if (saving.waiting == 0) {
+      run.poison(saving.activity, saving.rows * c.width * 4);
+      run.poison(saving.l1, saving.rows * saving.groups * 4);
+      activity.assign(saving.rows * c.width, NAN), l1.assign(saving.rows * saving.groups, NAN);
+    }
+    ++saving.turn;
+    CHECK(launch_save(run.ffn, run.chunk(first, c.blocks), saving, run.training, run.device, nullptr));
+    const int64_t before = saving.waiting;
+    saving.waiting += c.blocks;
+    const bool full = saving.waiting == saving.rows || first + c.blocks == run.all_blocks;
+    if (c.report && full) CHECK(launch_report(run.ffn, saving, run.training, nullptr));
     CHECK(cudaDeviceSynchronize());
 
-    std::vector<uint4> tokens = all_tokens;
-    std::vector<uint32_t> pairs(int64_t{c.blocks} * saving.groups, ~0u), sums(c.blocks);
-    std::vector<double> activity(int64_t{c.blocks} * c.width, NAN), l1(int64_t{c.blocks} * saving.groups, NAN);
-    for (int b = 0; b < c.blocks; ++b) {
+    for (int b = 0; c.report && b < c.blocks; ++b) {
       const Block& block = p.blocks[first + b];
+      const int64_t row = before + b;
+      std::fill_n(activity.begin() + row * c.width, c.width, 0.0);
+      std::fill_n(l1.begin() + row * saving.groups, saving.groups, 0.0);
       uint32_t index = 0;
       for (size_t i = 0; i < block.entries.size(); ++i) {
         const Entry& e = block.entries[i];
-        const int64_t group = int64_t{b} * saving.groups + i / kGroup;
-        tokens[int64_t{b} * run.active.row + i] = tokens_of(e);
-        if (i % kGroup == 0) pairs[group] = index, l1[group] = 0.0;
         double entry_sum = 0.0;
         for (int t = 0; t < kBlockTokens; ++t) {
           if (!e.has(t)) continue;
@@ -450,25 +432,21 @@ void check_forward(const Run& run, const Kept& kept, Judge& judge) {
           const double weight = p.weights.empty() ? 1.0 : p.weights[(first + b) * kBlockTokens + t];
           if ((h & 0x7fff) == 0 || weight == 0.0) continue;
           entry_sum += weight;
-          l1[group] += weight * std::fabs(widen(c.dtype, h));
+          l1[row * saving.groups + i / kGroup] += weight * std::fabs(widen(c.dtype, h));
         }
-        activity[int64_t{b} * c.width + e.neuron] = entry_sum;
+        activity[row * c.width + e.neuron] = entry_sum;
         report[1 + e.neuron] += entry_sum;
       }
-      sums[b] = index;
-      for (size_t g = 0; g * kGroup < block.entries.size(); ++g) report[0] += l1[int64_t{b} * saving.groups + g];
+      for (int g = 0; g < saving.groups; ++g) report[0] += l1[row * saving.groups + g];
     }
-    if (!c.report) std::fill(activity.begin(), activity.end(), NAN), std::fill(l1.begin(), l1.end(), NAN);
-    judge.expect_same(download(saving.tokens, tokens.size()), tokens, "mark's tokens");
-    judge.expect_same(download(saving.pairs, pairs.size()), pairs, "pairs before groups");
-    judge.expect_same(download(saving.sums, c.blocks), sums, "blocks' pairs");
     judge.expect_near(download(saving.activity, activity.size()), activity, "activity");
     judge.expect_near(download(saving.l1, l1.size()), l1, "l1");
+    if (full) saving.waiting = 0, saving.reported = true;
     const auto h = p.columns(first, c.blocks, [&](int64_t b, const Entry&, int, int64_t i) {
       return p.h_of(p.blocks[b].gate[i], c.gated ? p.blocks[b].up[i] : 0);
     }, [](int64_t, const Entry&, int) { return uint16_t{0}; });
     judge.expect_values(download(run.columns(), h.size()), h, "h");
-    if (c.gated) judge.expect_same(download(run.ups(), h.size()), p.up_columns(first, c.blocks, false), "ups");
+    if (c.gated) judge.expect_same(download(run.ups(), h.size()), p.up_columns(first, c.blocks), "ups");
   }
   if (c.report) judge.expect_near(download(run.training.report, 1 + c.width), report, "report");
 
@@ -503,102 +481,6 @@ void check_forward(const Run& run, const Kept& kept, Judge& judge) {
   if (c.gated) judge.expect_same(download(static_cast<uint16_t*>(state.up), state.pairs), up, "state's up");
 }
 
-// Where launch_sort would put each kept block's pairs of each neuron.
-std::vector<uint32_t> sort_places(const Problem& p, const Kept& kept) {
-  std::vector<uint32_t> places(p.blocks.size() * p.of.width, ~0u), counts(p.of.width, 0);
-  const auto each = [&](auto visit) {
-    for (int64_t b = 0; b < kept.blocks; ++b) {
-      for (const Entry& e : p.blocks[b].entries) {
-        uint32_t count = 0;
-        for (const uint32_t word : e.tokens) count += __builtin_popcount(word);
-        if (count > 0) visit(b, e.neuron, count);
-      }
-    }
-  };
-  each([&](int64_t, int neuron, uint32_t count) { counts[neuron] += count; });
-  uint32_t total = 0;
-  for (uint32_t& count : counts) {
-    const uint32_t own = count;
-    count = total;
-    total += own;
-  }
-  each([&](int64_t b, int neuron, uint32_t count) {
-    places[b * p.of.width + neuron] = counts[neuron];
-    counts[neuron] += count;
-  });
-  return places;
-}
-
-void check_backward(const Run& run, const Kept& kept, Judge& judge) {
-  const Problem& p = run.problem;
-  const Case& c = p.of;
-  const State& state = run.training.state;
-  const std::vector<uint32_t> places = sort_places(p, kept);
-  upload(run.sorted.places, places);
-  std::vector<int32_t> tokens(state.pairs, -1);
-  std::vector<uint16_t> h(state.pairs, kGarbage), du(state.pairs, kGarbage), dg(state.pairs, kGarbage);
-  for (int64_t first = 0; first < run.all_blocks; first += c.back_blocks) {
-    const int count = static_cast<int>(std::min<int64_t>(c.back_blocks, run.all_blocks - first));
-    Chunk chunk = run.chunk(first, count);
-    chunk.kept = state.totals;
-    const int64_t column_bytes = run.column_count(count) * 2;
-    run.poison(run.active.counts, count * sizeof(Counts));
-    run.poison(run.active.neurons, int64_t{count} * run.active.row * 2);
-    run.poison(run.active.columns, column_bytes);
-    run.poison(run.active.ups, column_bytes);
-    CHECK(launch_unpack(run.ffn, chunk, state, run.device, nullptr));
-    CHECK(cudaDeviceSynchronize());
-    const bool whole = kept.blocks >= first + count;
-    std::vector<Counts> counts(count, Counts{-1, -1, -1});
-    std::vector<uint16_t> neurons(int64_t{count} * run.active.row, kGarbage);
-    for (int b = 0; whole && b < count; ++b) {
-      const Block& block = p.blocks[first + b];
-      counts[b] = block.counts;
-      for (size_t i = 0; i < block.entries.size(); ++i) {
-        neurons[int64_t{b} * run.active.row + i] = static_cast<uint16_t>(block.entries[i].neuron);
-      }
-    }
-    const std::vector<uint16_t> untouched(run.column_count(count), kGarbage);
-    judge.expect_same(download(run.active.counts, count), counts, "unpacked counts");
-    judge.expect_same(download(run.active.neurons, neurons.size()), neurons, "unpacked neurons");
-    judge.expect_same(download(run.columns(), untouched.size()), whole ? p.gate_columns(first, count) : untouched,
-                      "unpacked gate");
-    if (c.gated) {
-      judge.expect_same(download(run.ups(), untouched.size()), whole ? p.up_columns(first, count, true) : untouched,
-                        "unpacked up");
-    }
-
-    for (const int which : {0, 1}) {
-      const auto gradients = p.columns(
-          first, count, [&](int64_t b, const Entry& e, int t, int64_t) { return p.gradient_at(b, e.neuron, t, which); },
-          [](int64_t, const Entry&, int t) { return static_cast<uint16_t>(t); });
-      if (which == 0 || c.gated) upload(which == 0 ? run.columns() : run.ups(), gradients);
-    }
-    CHECK(launch_collect(run.ffn, chunk, state, run.sorted, run.device, nullptr));
-    CHECK(cudaDeviceSynchronize());
-  }
-  for (int64_t b = 0; b < kept.blocks; ++b) {
-    const Block& block = p.blocks[b];
-    size_t index = 0;
-    for (const Entry& e : block.entries) {
-      uint32_t to = places[b * c.width + e.neuron];
-      for (int t = 0; t < kBlockTokens; ++t) {
-        if (!e.has(t)) continue;
-        tokens[to] = static_cast<int32_t>(b * kBlockTokens + t);
-        h[to] = p.h_of(block.gate[index], c.gated ? block.up[index] : 0);
-        dg[to] = p.gradient_at(b, e.neuron, t, 0);
-        du[to] = p.gradient_at(b, e.neuron, t, 1);
-        ++to, ++index;
-      }
-    }
-  }
-  const Sorted& sorted = run.sorted;
-  judge.expect_same(download(sorted.tokens, state.pairs), tokens, "collected tokens");
-  judge.expect_values(download(static_cast<uint16_t*>(sorted.h), state.pairs), h, "collected h");
-  judge.expect_same(download(static_cast<uint16_t*>(sorted.dg), state.pairs), dg, "collected dg");
-  if (c.gated) judge.expect_same(download(static_cast<uint16_t*>(sorted.du), state.pairs), du, "collected du");
-}
-
 bool check(Arena& arena, const Case& c, uint64_t seed) {
   const Problem problem(c, seed);
   const Kept all = keep(problem, INT64_MAX, INT64_MAX);
@@ -611,12 +493,11 @@ bool check(Arena& arena, const Case& c, uint64_t seed) {
   const Kept kept = keep(problem, entries, pairs);
   Judge judge{c};
   check_forward(run, kept, judge);
-  if (judge.right) check_backward(run, kept, judge);
   judge.expect(arena.guards_whole(), "guards");
   if (!judge.right) {
-    std::printf("WRONG %s F=%d blocks %d x %d, back %d, cut %d, pattern %d, %s, weights %d, room %d (%lld of %lld), "
+    std::printf("WRONG %s F=%d blocks %d x %d, reported %d, cut %d, pattern %d, %s, weights %d, room %d (%lld of %lld), "
                 "report %d, nan %d, %d SMs: %s\n",
-                c.dtype == DType::kBFloat16 ? "bf16" : "fp16", c.width, c.blocks, c.chunks, c.back_blocks, c.cut,
+                c.dtype == DType::kBFloat16 ? "bf16" : "fp16", c.width, c.blocks, c.chunks, c.reported, c.cut,
                 static_cast<int>(c.pattern), c.gated ? "gated" : "plain", static_cast<int>(c.weights),
                 static_cast<int>(c.room), static_cast<long long>(kept.blocks), static_cast<long long>(run.all_blocks),
                 c.report, c.nan, c.sm_count, judge.first_wrong.c_str());
@@ -625,96 +506,66 @@ bool check(Arena& arena, const Case& c, uint64_t seed) {
 }
 
 void time(Arena& arena, int sm_count) {
-  constexpr int kForwardBlocks = 64, kBackwardBlocks = 22, kChunks = 2, kRepeats = 25;
+  constexpr int kBlocks = 64, kChunks = 2, kRepeats = 25;
   constexpr size_t kFlush = size_t{256} << 20;
-  const Case c{DType::kBFloat16, 5632,          kForwardBlocks, kChunks, kBackwardBlocks, 0,       Pattern::kUnion,
-               true,             Weights::kNull, Room::kAll,     true,    false,           sm_count};
+  const Case c{DType::kBFloat16, 5632,           kBlocks,    kChunks, kChunks, 0,       Pattern::kUnion,
+               true,             Weights::kNull, Room::kAll, true,    false,   sm_count};
   const Problem problem(c, 7);
   const Kept kept = keep(problem, INT64_MAX, INT64_MAX);
   arena.clear();
   char* flush = arena.take<char>(kFlush);
-  // A set of columns for each chunk; forward leaves h in them, which is as good as relu(gate) next time.
-  std::vector<Run> forward;
-  for (int i = 0; i < kChunks; ++i) forward.emplace_back(arena, problem, kept.entries, kept.pairs);
-  for (int i = 0; i < kChunks; ++i) forward[i].bring_forward(i * kForwardBlocks, kForwardBlocks);
-  const Run backward(arena, problem, 0, 0);
-  const Training training = forward[0].training;
-  const State& state = training.state;
-  const Sorted sorted = forward[0].sorted;
-  upload(sorted.places, sort_places(problem, kept));
-
-  using Launch = std::function<cudaError_t(int)>;  // of a chunk
-  const auto forward_chunk = [&](int i) { return forward[i].chunk(i * kForwardBlocks, kForwardBlocks); };
-  const int back_chunks = static_cast<int>((forward[0].all_blocks + kBackwardBlocks - 1) / kBackwardBlocks);
-  const auto backward_chunk = [&](int i) {
-    const int64_t first = int64_t{i} * kBackwardBlocks;
-    const int64_t blocks = std::min<int64_t>(kBackwardBlocks, forward[0].all_blocks - first);
-    Chunk chunk = backward.chunk(first, static_cast<int>(blocks));
-    chunk.kept = state.totals;
-    return chunk;
+  // A set of columns for each chunk; h stays in them, which is as good as relu(gate) next time.
+  std::vector<Run> runs;
+  for (int i = 0; i < kChunks; ++i) runs.emplace_back(arena, problem, kept.entries, kept.pairs);
+  for (int i = 0; i < kChunks; ++i) runs[i].bring_forward(i * kBlocks, kBlocks);
+  const Ffn& ffn = runs[0].ffn;
+  const Training& training = runs[0].training;
+  Saving saving = runs[0].saving;
+  const auto save = [&](int i) {
+    saving.turn = i + 1;
+    saving.waiting = int64_t{i} * kBlocks;
+    return launch_save(ffn, runs[i].chunk(i * kBlocks, kBlocks), saving, training, runs[0].device, nullptr);
   };
-  const Ffn& ffn = forward[0].ffn;
-  const Device& device = forward[0].device;
-  const auto saving = [&](int i) { return forward[i].saving; };
-  const std::pair<const char*, Launch> forward_launches[] = {
-      {"mark", [&](int i) { return launch_mark(ffn, forward_chunk(i), saving(i), device, nullptr); }},
-      {"place", [&](int i) { return launch_place(forward_chunk(i), saving(i), state, device, nullptr); }},
-      {"save", [&](int i) { return launch_save(ffn, forward_chunk(i), saving(i), training, device, nullptr); }},
-      {"report", [&](int i) { return launch_report(ffn, forward_chunk(i), saving(i), training, device, nullptr); }}};
-  const std::pair<const char*, Launch> backward_launches[] = {
-      {"unpack", [&](int i) { return launch_unpack(ffn, backward_chunk(i), state, device, nullptr); }},
-      {"collect", [&](int i) { return launch_collect(ffn, backward_chunk(i), state, sorted, device, nullptr); }}};
+  const auto report = [&] {
+    saving.waiting = int64_t{kChunks} * kBlocks;
+    return launch_report(ffn, saving, training, nullptr);
+  };
 
-  cudaEvent_t events[16];
+  cudaEvent_t events[3];
   for (cudaEvent_t& event : events) CHECK(cudaEventCreate(&event));
+  const auto between = [&](int from, int to) {
+    float milliseconds = 0.0f;
+    CHECK(cudaEventElapsedTime(&milliseconds, events[from], events[to]));
+    return milliseconds * 1e3f;
+  };
+  std::vector<float> saves, reports, whole;
+  for (int repeat = 0; repeat < 2 * kRepeats; ++repeat) {
+    const bool apart = repeat < kRepeats;
+    CHECK(cudaMemset(training.state.totals, 0, 3 * sizeof(int64_t)));
+    CHECK(cudaMemset(saving.slots, 0, kSlots * sizeof(uint64_t)));
+    CHECK(cudaMemset(flush, repeat, kFlush));
+    CHECK(cudaEventRecord(events[0]));
+    for (int i = 0; i < kChunks; ++i) CHECK(save(i));
+    if (apart) CHECK(cudaEventRecord(events[1]));
+    CHECK(report());
+    CHECK(cudaEventRecord(events[2]));
+    CHECK(cudaEventSynchronize(events[2]));
+    if (apart) saves.push_back(between(0, 1)), reports.push_back(between(1, 2));
+    if (!apart) whole.push_back(between(0, 2));
+  }
+  for (cudaEvent_t event : events) CHECK(cudaEventDestroy(event));
   const auto median = [](std::vector<float> values) {
     std::sort(values.begin(), values.end());
     return values[values.size() / 2];
   };
-  // One event between launches, or none; sums over chunks.
-  const auto measure = [&](const auto& launches, int chunks, bool reset) {
-    const int kinds = static_cast<int>(std::size(launches));
-    std::vector<std::vector<float>> times(kinds);
-    std::vector<float> whole;
-    for (int repeat = 0; repeat < 2 * kRepeats; ++repeat) {
-      const bool apart = repeat < kRepeats;
-      if (reset) CHECK(cudaMemset(state.totals, 0, 3 * sizeof(int64_t)));
-      CHECK(cudaMemset(flush, repeat, kFlush));
-      std::vector<float> sums(kinds, 0.0f);
-      CHECK(cudaEventRecord(events[15]));
-      for (int i = 0; i < chunks; ++i) {
-        for (int k = 0; k < kinds; ++k) {
-          if (apart) CHECK(cudaEventRecord(events[k]));
-          CHECK(launches[k].second(i));
-        }
-        if (!apart) continue;
-        CHECK(cudaEventRecord(events[kinds]));
-        CHECK(cudaEventSynchronize(events[kinds]));
-        for (int k = 0; k < kinds; ++k) {
-          float milliseconds = 0.0f;
-          CHECK(cudaEventElapsedTime(&milliseconds, events[k], events[k + 1]));
-          sums[k] += milliseconds * 1e3f;
-        }
-      }
-      CHECK(cudaEventRecord(events[14]));
-      CHECK(cudaEventSynchronize(events[14]));
-      float milliseconds = 0.0f;
-      CHECK(cudaEventElapsedTime(&milliseconds, events[15], events[14]));
-      if (!apart) whole.push_back(milliseconds * 1e3f);
-      for (int k = 0; apart && k < kinds; ++k) times[k].push_back(sums[k]);
-    }
-    for (int k = 0; k < kinds; ++k) std::printf("%-8s %8.1f\n", launches[k].first, median(times[k]));
-    std::printf("together %8.1f (no events between)\n", median(whole));
-  };
-  std::printf("us of all chunks, T=%lld F=%d bf16: %lld pairs, %lld entries; forward %d chunks, backward %d\n",
+  std::printf("us of all chunks, T=%lld F=%d bf16: %lld pairs, %lld entries; %d chunks\n",
               static_cast<long long>(problem.tokens), c.width, static_cast<long long>(kept.pairs),
-              static_cast<long long>(kept.entries), kChunks, back_chunks);
-  measure(forward_launches, kChunks, true);
-  measure(backward_launches, back_chunks, false);
+              static_cast<long long>(kept.entries), kChunks);
+  std::printf("save     %8.1f\nreport   %8.1f\ntogether %8.1f (no event between)\n", median(saves), median(reports),
+              median(whole));
   int64_t totals[3];
-  CHECK(cudaMemcpy(totals, state.totals, sizeof(totals), cudaMemcpyDeviceToHost));
-  if (totals[0] != forward[0].all_blocks) std::printf("WRONG: %lld blocks kept\n", static_cast<long long>(totals[0]));
-  for (cudaEvent_t event : events) CHECK(cudaEventDestroy(event));
+  CHECK(cudaMemcpy(totals, training.state.totals, sizeof(totals), cudaMemcpyDeviceToHost));
+  if (totals[0] != runs[0].all_blocks) std::printf("WRONG: %lld blocks kept\n", static_cast<long long>(totals[0]));
 }
 
 }  // namespace
@@ -741,7 +592,7 @@ int main(int argc, char** argv) {
                                Room room) {
     const int i = turn++;
     const DType dtype = i % 2 == 0 ? DType::kBFloat16 : DType::kFloat16;
-    const int sm_count = i % 4 == 1 ? 1 : properties.multiProcessorCount;
+    const int sm_count = i % 4 == 1 ? 1 : i % 4 == 2 ? 5 : properties.multiProcessorCount;
     expect({dtype, width, blocks, chunks, 1 + i % 3, i % 5 * 31, pattern, gated, weight, room, i % 7 != 3, i % 3 != 1,
             sm_count});
   };

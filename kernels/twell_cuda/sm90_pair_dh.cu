@@ -1,0 +1,254 @@
+// The gradient of h at the kept blocks' pairs, and what it gives: dh = dy Wd + L1's, du = dh relu(gate), dg = dh u.
+// Without a gate h is relu(gate): dg = dh. The products are those of whole blocks by all their entries; of the sums
+// about one in fifty belongs to a pair.
+
+#include "sm90_pairs.cuh"
+#include "sm90_tile_product.cuh"
+
+namespace twell::sm90 {
+namespace {
+
+constexpr int kWarpTokens = kHalfTokens / 4;  // whose sums one warp has
+constexpr int kPieces = tiles::kMaxNeurons / kGroup;
+
+__device__ __forceinline__ void copy_4(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_address(shared)), "l"(global) : "memory");
+}
+
+// A warp's sums of one group of a tile's entries, 32 bytes of them at a time swizzled by token.
+struct Sums {
+  float values[kWarpTokens * kGroup];
+  static __device__ __forceinline__ int at(int token, int entry) {
+    return token * kGroup + (entry ^ (token & 3) * 8);
+  }
+};
+
+template <typename T, bool kGated>
+struct PairGradient {
+  using Element = T;
+  struct Given {
+    Training training;
+    PairGradients gradients;
+    Sorted sorted;
+  };
+  // Of a tile, brought by the fetching threads: tokens, places, first_pairs.
+  struct Own {
+    uint4 tokens[tiles::kMaxNeurons];
+    uint32_t places[tiles::kMaxNeurons];
+    uint32_t first_pairs[kPieces];
+    Sums sums[tiles::kConsumerWarps];
+    float l1[tiles::kConsumerWarps][kWarpTokens];
+    int64_t first_entries[kMaxBlocks], first_pairs_of_blocks[kMaxBlocks];
+    uint64_t taken;  // barrier: the multiplying warps are done with the tile's entries
+  };
+  static constexpr int kLow = kGroup;
+  static constexpr bool kAside = true;
+
+  const Given& given;
+  const tiles::Arguments& a;
+  Own& own;
+
+  __device__ __forceinline__ PairGradient(const Given& from, const tiles::Arguments& arguments, Own& shared)
+      : given(from), a(arguments), own(shared) {}
+  static __device__ __forceinline__ void init(Own& own) { barrier_init(&own.taken, tiles::kConsumerWarps); }
+
+  __device__ __forceinline__ int64_t kept() const { return given.training.state.totals[0] - a.chunk.first_block(); }
+  __device__ __forceinline__ bool idle() const { return kept() <= 0; }
+  __device__ __forceinline__ void count(tiles::Control& c) const {
+    const BlockState* blocks = given.training.state.blocks + a.chunk.first_block();
+    const int64_t end = kept();
+    for (int b = threadIdx.x; b < a.chunk.active.blocks; b += tiles::kThreads) {
+      c.counts[b] = {};
+      if (b < end) {
+        c.counts[b] = blocks[b].counts;
+        own.first_entries[b] = blocks[b].first_entry;
+        own.first_pairs_of_blocks[b] = blocks[b].first_pair;
+      }
+    }
+  }
+  __device__ __forceinline__ const uint16_t* list(int block) const {
+    return given.training.state.neurons + own.first_entries[block];
+  }
+
+  __device__ __forceinline__ void fetch_aside(const tiles::Item& item, const uint16_t* list, int tiles) const {
+    const State& state = given.training.state;
+    const int64_t first_entry = own.first_entries[item.block] + item.first;
+    barrier_wait(&own.taken, (tiles & 1) ^ 1);
+#pragma unroll 1
+    for (int e = threadIdx.x; e < item.count; e += tiles::kFetchers) {
+      copy_16(smem_address(own.tokens + e), state.tokens + first_entry + e);
+      if (given.sorted.tokens != nullptr) {
+        copy_4(own.places + e, given.sorted.places + (a.chunk.first_block() + item.block) * a.width + list[e]);
+      }
+    }
+    if (threadIdx.x < group_count(item.count)) {
+      copy_4(own.first_pairs + threadIdx.x, state.first_pairs + first_entry / kGroup + threadIdx.x);
+    }
+  }
+  __device__ __forceinline__ void fetch_end(const tiles::Item&, tiles::Control&, const int (&)[tiles::kFetchShare],
+                                            uint32_t, Ring&) const {}
+
+  struct Values {
+    uint32_t gate, up;  // 16 bits each
+  };
+
+  static constexpr int kPairBits = 23;
+  static_assert(kBlockTokens * 65536 == 1 << kPairBits && kBlockTokens <= 1 << (32 - kPairBits));
+
+  // Lane i has entry i of each group, and the pairs of it that are the warp's tokens'.
+  struct End {
+    const PairGradient& job;
+    const tiles::Item& item;
+    const tiles::Part part;
+    const int64_t first_pair, first_token;
+    uint32_t pairs[kPieces];  // the first, in the block; above kPairBits: how many tokens before the warp's activate it
+    Values values[kPieces];   // of the first
+    float scale, weight;
+
+    __device__ __forceinline__ End(const PairGradient& of, const tiles::Item& tile, const tiles::Part& mine,
+                                   tiles::Control&, int, uint32_t)
+        : job(of),
+          item(tile),
+          part(mine),
+          first_pair(of.own.first_pairs_of_blocks[tile.block]),
+          first_token(of.a.chunk.first + tile.block * kBlockTokens + mine.warp * kWarpTokens) {}
+
+    // Which of the warp's tokens activate the lane's entry.
+    __device__ __forceinline__ uint32_t tokens_of(int p) const {
+      const int entry = part.low + p * kGroup + part.lane;
+      const uint16_t* parts = reinterpret_cast<const uint16_t*>(job.own.tokens);
+      return entry < item.count ? parts[entry * tiles::kConsumerWarps + part.warp] : 0;
+    }
+
+    __device__ __forceinline__ void load(Values& to, uint32_t pair) const {
+      const State& state = job.given.training.state;
+      to.gate = static_cast<const uint16_t*>(state.gate)[first_pair + pair];
+      if constexpr (kGated) to.up = static_cast<const uint16_t*>(state.up)[first_pair + pair];
+    }
+
+    __device__ __forceinline__ void prepare() {
+      const Training& training = job.given.training;
+      const int lane = part.lane, word = part.warp / 2, shift = part.warp % 2 * kWarpTokens;
+      const bool inside = lane < kWarpTokens && first_token + lane < job.a.chunk.first + job.a.chunk.tokens;
+      scale = training.l1_scale != nullptr ? *training.l1_scale : 0.0f;
+      weight = 1.0f;
+      if (inside && training.l1_scale != nullptr && training.token_weight != nullptr) {
+        weight = training.token_weight[first_token + lane];
+      }
+#pragma unroll
+      for (int p = 0; p < kPieces; p += 2) {
+        if (p >= 2 * part.groups) break;
+        uint32_t counts[2], before[2];
+        bool some[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int entry = part.low + (p + i) * kGroup + lane;
+          const uint4 m = entry < item.count ? job.own.tokens[entry] : uint4{};
+          const uint32_t x = __popc(m.x), y = __popc(m.y), z = __popc(m.z);
+          const uint32_t mine = word == 0 ? m.x : word == 1 ? m.y : word == 2 ? m.z : m.w;
+          const uint32_t words_before = (word > 0 ? x : 0) + (word > 1 ? y : 0) + (word > 2 ? z : 0);
+          before[i] = words_before + __popc(mine & ((1u << shift) - 1));
+          some[i] = (mine >> shift & 0xffff) != 0;
+          counts[i] = x + y + z + __popc(m.w);
+        }
+        const uint32_t sums = sum_before(counts[0] | counts[1] << 16, lane);  // each at most 32 * 128
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint32_t first = job.own.first_pairs[part.low / kGroup + p + i] + (sums >> 16 * i & 0xffff);
+          pairs[p + i] = (first + before[i]) | before[i] << kPairBits;
+          if (some[i]) load(values[p + i], first + before[i]);
+        }
+      }
+    }
+
+    __device__ __forceinline__ void apply(const float* sum, Ring&) {
+      const int lane = part.lane, row = lane / 4;
+      Sums& sums = job.own.sums[part.warp];
+      float* weights = job.own.l1[part.warp];
+      if (part.groups > 0 && lane < kWarpTokens) weights[lane] = scale * weight;
+#pragma unroll
+      for (int p = 0; p < kPieces; ++p) {
+        if (p >= 2 * part.groups) break;
+        const uint32_t bits = tokens_of(p);
+        if (__any_sync(~0u, bits != 0)) {
+#pragma unroll
+          for (int q = 0; q < kGroup / 8; ++q) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+              const int i = 4 * (kGroup / 8 * p + q) + 2 * r;
+              float* to = sums.values + Sums::at(row + 8 * r, 8 * q + lane % 4 * 2);
+              *reinterpret_cast<float2*>(to) = {sum[i], sum[i + 1]};
+            }
+          }
+          __syncwarp();
+          walk(sums, weights, p, bits);
+          __syncwarp();
+        }
+      }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(&job.own.taken);
+    }
+
+    __device__ __forceinline__ void walk(const Sums& sums, const float* weights, int p, uint32_t bits) const {
+      const bool sorted = job.given.sorted.tokens != nullptr;
+      Values value = values[p];
+      uint32_t pair = pairs[p] & ((1u << kPairBits) - 1), place = 0;
+      if (sorted && bits != 0) place = job.own.places[part.low + p * kGroup + part.lane] + (pairs[p] >> kPairBits);
+      while (bits != 0) {
+        const int token = __ffs(bits) - 1;
+        bits &= bits - 1;
+        Values next = value;
+        if (bits != 0) load(next, pair + 1);
+        const float g = unpack<T>(value.gate).x, u = kGated ? unpack<T>(value.up).x : 1.0f;
+        const uint32_t rounded = kGated ? pack<T>(g * u, 0.0f) : value.gate;
+        const float h = unpack<T>(rounded).x, l1 = weights[token];
+        const float dh = sums.values[Sums::at(token, part.lane)] + (h > 0.0f ? l1 : h < 0.0f ? -l1 : 0.0f);
+        const uint32_t results = pack<T>(dh * u, dh * g);
+        store(results, pair, place, sorted, token, rounded);
+        value = next;
+        ++pair;
+        ++place;
+      }
+    }
+
+    __device__ __forceinline__ void store(uint32_t results, uint32_t pair, uint32_t place, bool sorted, int token,
+                                          uint32_t h) const {
+      const PairGradients& gradients = job.given.gradients;
+      const Sorted& to = job.given.sorted;
+      const uint16_t dg = static_cast<uint16_t>(results), du = static_cast<uint16_t>(results >> 16);
+      if (gradients.dg != nullptr) {
+        static_cast<uint16_t*>(gradients.dg)[first_pair + pair] = dg;
+        if constexpr (kGated) static_cast<uint16_t*>(gradients.du)[first_pair + pair] = du;
+      }
+      if (sorted) {
+        to.tokens[place] = static_cast<int32_t>(first_token + token);
+        static_cast<uint16_t*>(to.h)[place] = static_cast<uint16_t>(h);
+        static_cast<uint16_t*>(to.dg)[place] = dg;
+        if constexpr (kGated) static_cast<uint16_t*>(to.du)[place] = du;
+      }
+    }
+  };
+};
+
+template <typename T>
+cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Training& training, const void* dy,
+                   const PairGradients& gradients, const Sorted& sorted, const Device& device, cudaStream_t stream) {
+  const tiles::Arguments arguments{ffn.down, chunk, ffn.hidden, ffn.width};
+  return ffn.up != nullptr ? tiles::launch<PairGradient<T, true>>(ffn, dy, arguments, {training, gradients, sorted},
+                                                                  device, stream)
+                           : tiles::launch<PairGradient<T, false>>(ffn, dy, arguments, {training, gradients, sorted},
+                                                                   device, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_pair_dh(const Ffn& ffn, const Chunk& chunk, const Training& training, const Gradients& gradients,
+                           const PairGradients& pair_gradients, const Sorted& sorted, const Device& device,
+                           cudaStream_t stream) {
+  const void* dy = gradients.dy;
+  return ffn.dtype == DType::kBFloat16
+             ? launch<__nv_bfloat16>(ffn, chunk, training, dy, pair_gradients, sorted, device, stream)
+             : launch<__half>(ffn, chunk, training, dy, pair_gradients, sorted, device, stream);
+}
+
+}  // namespace twell::sm90
