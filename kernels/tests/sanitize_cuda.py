@@ -1,6 +1,7 @@
 """Small calls of every CUDA path, for compute-sanitizer (`make sanitize`): each buffer is an allocation of its own, so
 that an access past its end is seen. Prints the number of calls; results are checked too, against plain PyTorch."""
 
+import functools
 import itertools
 import os
 
@@ -12,6 +13,7 @@ from hf_twell import ops, reference
 from tests.ffn_cases import make_case
 
 TOKENS = {"decode": (1, 3, 17, 64), "sm90": (1, 65, 130, 300), "portable": (1, 65, 130, 300)}
+TRAINED = ((1, 64), (300, 64), (300, 4), (130, 1))  # tokens, capacity
 # D, F, density, gated, biases, dtype
 CALLS = (
     (8, 16, 1.0, True, True, torch.bfloat16),
@@ -23,20 +25,48 @@ CALLS = (
 )
 
 
-@torch.no_grad()
-def main() -> None:
+def infer() -> int:
     calls = 0
     for path, (hidden, width, density, gated, biases, dtype) in itertools.product(TOKENS, CALLS):
         if path == "sm90" and torch.cuda.get_device_capability() != (9, 0):
             continue
         os.environ["HF_TWELL_CUDA_PATH"] = path
         for tokens in TOKENS[path]:
-            case = make_case(tokens, hidden, width, density, dtype, gated=gated, biases=biases)
-            case = {name: None if tensor is None else tensor.cuda() for name, tensor in case.items()}
-            y, truth = ops.ffn(**case, backend="cuda"), reference.ffn(**case)
+            case = on_gpu(tokens, hidden, width, density, dtype, gated=gated, biases=biases)
+            with torch.no_grad():
+                y, truth = ops.ffn(**case, backend="cuda"), reference.ffn(**case)
             torch.testing.assert_close(y, truth, rtol=0.05, atol=0.05)
             calls += 1
-    print(f"{calls} calls")
+    return calls
+
+
+def train() -> int:
+    """With room for all pairs, for some blocks' and for none."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        return 0
+    os.environ.pop("HF_TWELL_CUDA_PATH", None)
+    calls = 0
+    for (hidden, width, density, gated, biases, dtype), (tokens, capacity) in itertools.product(CALLS, TRAINED):
+        case = on_gpu(tokens, hidden, width, density, dtype, gated=gated, biases=biases)
+        l1 = {"l1_scale": torch.tensor(0.01, device="cuda"), "token_weight": torch.ones(tokens, device="cuda")}
+        gradients = []
+        for ffn in (functools.partial(ops.ffn, backend="cuda", capacity=capacity), reference.ffn):
+            leaves = {name: None if t is None else t.clone().requires_grad_() for name, t in case.items()}
+            tally = torch.zeros(1 + width, device="cuda", requires_grad=True)
+            ffn(**leaves, **l1, tally=tally).float().square().sum().backward()
+            gradients.append([t.grad.float() for t in (*leaves.values(), tally) if t is not None])
+        for ours, theirs in zip(*gradients, strict=True):
+            assert (ours - theirs).norm() <= 0.05 * theirs.norm() + 0.05
+        calls += 1
+    return calls
+
+
+def on_gpu(*args, **kwargs) -> dict:
+    return {name: None if tensor is None else tensor.cuda() for name, tensor in make_case(*args, **kwargs).items()}
+
+
+def main() -> None:
+    print(f"{infer()} calls without gradients, {train()} with")
 
 
 main()
