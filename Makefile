@@ -18,11 +18,12 @@ test-gpu:
 
 # The CUDA kernels under compute-sanitizer, on a GPU machine as it is: accesses out of bounds, races in shared memory.
 # Compiled first without it. Other libraries' kernels are left out: cuBLAS's have findings of their own.
-SANITIZER_FLAGS ?= --kernel-regex kns=twell
+SANITIZER_FLAGS ?= --kernel-name kns=twell
+SANITIZE = PYTHONPATH=$(CURDIR) compute-sanitizer --error-exitcode 1 $(SANITIZER_FLAGS)
 sanitize:
 	PYTHONPATH=$(CURDIR) $(PYTHON) kernels/tests/sanitize_cuda.py
-	for tool in memcheck racecheck; do PYTHONPATH=$(CURDIR) compute-sanitizer --tool $$tool --error-exitcode 1 \
-	  $(SANITIZER_FLAGS) $(PYTHON) kernels/tests/sanitize_cuda.py || exit 1; done
+	$(SANITIZE) --tool memcheck $(PYTHON) kernels/tests/sanitize_cuda.py
+	$(SANITIZE) --tool racecheck $(PYTHON) kernels/tests/sanitize_cuda.py infer
 
 # The C++ of the CPU kernels under the address and undefined-behaviour sanitizers.
 sanitize-cpu:

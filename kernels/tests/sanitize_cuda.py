@@ -1,9 +1,11 @@
 """Small calls of every CUDA path, for compute-sanitizer (`make sanitize`): each buffer is an allocation of its own, so
-that an access past its end is seen. Prints the number of calls; results are checked too, against plain PyTorch."""
+that an access past its end is seen. Prints the number of calls; results are checked too, against plain PyTorch.
+With the argument `infer` calls without gradients alone: racecheck breaks down in the training kernels (NOTES.md)."""
 
 import functools
 import itertools
 import os
+import sys
 
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
@@ -66,7 +68,7 @@ def on_gpu(*args, **kwargs) -> dict:
 
 
 def main() -> None:
-    print(f"{infer()} calls without gradients, {train()} with")
+    print(f"{infer()} calls without gradients, {0 if sys.argv[1:] == ['infer'] else train()} with")
 
 
 main()

@@ -11,7 +11,7 @@ namespace sm90 {
 namespace {
 
 // Of the columns of one chunk. In forward they are most of what it holds; in backward the gradients lie beside them.
-constexpr int64_t kForwardBytes = int64_t{176} << 20, kBackwardBytes = int64_t{72} << 20;
+constexpr int64_t kForwardBytes = int64_t{176} << 20, kBackwardBytes = int64_t{64} << 20;
 constexpr int64_t kReportBytes = int64_t{16} << 20;  // of sums that wait for the report, where a chunk's are not more
 
 int64_t forward_blocks(const Ffn& ffn) { return chunk_blocks(ffn, kForwardBytes, ffn.up == nullptr ? 1 : 2); }

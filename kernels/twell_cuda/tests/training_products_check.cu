@@ -2,7 +2,7 @@
 // down, against plain loops in double. Leaves with 1 where anything is wrong.
 //
 //   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I.. -o training_products_check
-//        training_products_check.cu ../sm90_forward.cu ../sm90_gate.cu ../sm90_list.cu ../sm90_up.cu ../sm90_down.cu
+//        training_products_check.cu ../sm90_forward.cu ../sm90_gate.cu ../sm90_list.cu ../sm90_up.cu ../sm90_up_beside.cu ../sm90_down.cu
 //        ../sm90_dh.cu
 //   ./training_products_check [time]
 #include <algorithm>
