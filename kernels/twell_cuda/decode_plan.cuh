@@ -20,9 +20,8 @@ enum class LetNextStart { kEarly, kAfterGate, kAtEnd };
 
 // Which kernels run, and how they overlap.
 struct Kernels {
-  bool bulk_gate = false;   // sm90_decode_gate_up.cu, not decode_gate_up.cu
-  int cluster_columns = 0;  // lane_columns of sm90_decode_down.cu: 4 or 8; 0: decode_down.cu
-  bool overlap = false;     // programmatic dependent launch
+  bool bulk_gate = false;  // sm90_decode_gate_up.cu, not decode_gate_up.cu; up to 8 tokens
+  bool overlap = false;    // programmatic dependent launch
   LetNextStart let_next_start = LetNextStart::kEarly;
   bool prefetch_down = true;         // active rows into L2, as soon as they are known
   bool down_lets_next_start = true;  // before its own work; the next call's gate rows then flow beside it
@@ -81,10 +80,9 @@ inline Kernels choose_kernels(const Ffn& ffn, const Device& device) {
 
 // h into the workspace (decode_gate_up.cu), then y from it (decode_down.cu): the portable kernels.
 cudaError_t launch_portable_gate_up(const Ffn&, const DecodePlan&, void* workspace, cudaStream_t);
-cudaError_t launch_portable_down(const Ffn&, const DecodePlan&, void* workspace, cudaStream_t);
-// Hopper's (sm90_decode_gate_up.cu, sm90_decode_down.cu).
+cudaError_t launch_down(const Ffn&, const DecodePlan&, void* workspace, cudaStream_t);
+// Hopper's (sm90_decode_gate_up.cu).
 cudaError_t launch_bulk_gate_up(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
-cudaError_t launch_cluster_down(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
 
 inline cudaError_t launch_gate_up(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
                                   cudaStream_t stream) {
@@ -92,18 +90,11 @@ inline cudaError_t launch_gate_up(const Ffn& ffn, const DecodePlan& plan, const 
                                 : launch_portable_gate_up(ffn, plan, workspace, stream);
 }
 
-inline cudaError_t launch_down(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
-                               cudaStream_t stream) {
-  return plan.kernels.cluster_columns != 0 ? launch_cluster_down(ffn, plan, device, workspace, stream)
-                                           : launch_portable_down(ffn, plan, workspace, stream);
-}
-
 // How a kernel is launched. With `overlap` it may start before the kernel ahead of it has ended.
 struct Launch {
   dim3 grid;
   int threads = kDecodeThreads;
   int shared_bytes = 0;
-  int cluster = 1;  // thread blocks, along x
 };
 
 template <typename Params>
@@ -114,16 +105,11 @@ cudaError_t launch_kernel(void (*kernel)(Params), const Launch& launch, const Pa
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, launch.shared_bytes);
   }
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attributes[3]{};
+  cudaLaunchAttribute attributes[2]{};
   int count = 1;
   // Kernels that overlap must agree on how a multiprocessor divides its memory between L1 and shared.
   attributes[0].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
   attributes[0].val.sharedMemCarveout = kernels.bulk_gate ? 100 : 50;
-  if (launch.cluster > 1) {
-    attributes[count].id = cudaLaunchAttributeClusterDimension;
-    attributes[count].val.clusterDim = {static_cast<unsigned>(launch.cluster), 1, 1};
-    ++count;
-  }
   if (kernels.overlap) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count].val.programmaticStreamSerializationAllowed = 1;

@@ -1,4 +1,4 @@
-// What both down kernels share: a warp's list of active neurons, and the product over them. Workspace layout:
+// A warp's list of active neurons, and the product over them. Workspace layout:
 // decode_plan.cuh.
 //
 // A tensor-core operand wants two neurons of one column in a register, rows hold two columns of one neuron: a lane
@@ -20,7 +20,6 @@ struct DownParams {
   uint32_t* arrivals;
   void* y;
   int tokens, hidden, mask_pairs;
-  int splits;            // thread blocks of a cluster, where the kernel works with clusters
   bool lets_next_start;  // before its own work
 };
 

@@ -28,18 +28,9 @@ struct BulkParams : GateUpParams {
   LetNextStart let_next_start;
 };
 
-// Up to 16 tokens a warp holds its share of x in registers. More tokens stream through them, for all neurons of a pass
-// at once.
-template <int kGroups>
-struct Cut {
-  static constexpr bool kHoldsX = kGroups <= 2;
-  static constexpr int kSteps = kHoldsX ? 8 : 4;                // of a stage
-  static constexpr uint32_t kChunkBytes = kSteps * kStepBytes;  // of each row in a stage
-  static constexpr int kAhead = kHoldsX ? kSteps : kGroups == 4 ? 4 : 2;  // steps of x in registers
-  static_assert(kSteps % kAhead == 0);
-  // What does not fit in an even share of registers takes more of them from a warpgroup that only copies.
-  static constexpr int kThreads = kHoldsX ? kWorkers : kDecodeThreads + 128;
-};
+constexpr int kTokens = 8;                             // at most: their share of x is in a warp's registers
+constexpr int kSteps = 8;                              // of a stage
+constexpr uint32_t kChunkBytes = kSteps * kStepBytes;  // of each row in a stage
 
 #if defined(TWELL_SM90_DEVICE)
 
@@ -58,15 +49,9 @@ __device__ __forceinline__ Lane this_lane(const GateUpParams& p) {
   return l;
 }
 
-template <int kGroups>
-__device__ __forceinline__ void load_x(uint4 (&to)[kGroups], const Lane& l, const GateUpParams& p, int step) {
+__device__ __forceinline__ void load_x(uint4& to, const Lane& l, const GateUpParams& p, int step) {
   const uint32_t k = step * kStepBytes;
-#pragma unroll
-  for (int n = 0; n < kGroups; ++n) {
-    // With fewer than half of the groups in use, a smaller kGroups would have been taken.
-    const bool is_token = n < kGroups / 2 || n * 8 + l.lane / 4 < p.tokens;
-    load_tokens_once(to[n], l.x + n * 8 * p.row_bytes + k, is_token && k + l.offset < p.row_bytes);
-  }
+  load_tokens_once(to, l.x + k, l.lane / 4 < p.tokens && k + l.offset < p.row_bytes);
 }
 
 struct Operand {
@@ -83,103 +68,47 @@ __device__ __forceinline__ Operand load_a(const char* stage, uint32_t row_stride
   return a;
 }
 
-template <typename Half>
-__device__ __forceinline__ void multiply_piece(float (&first)[4], float (&second)[4], const Operand& a, const uint4& x) {
-  mma<Half>(first, a.low.x, a.high.x, a.low.y, a.high.y, x.x, x.y);
-  mma<Half>(second, a.low.z, a.high.z, a.low.w, a.high.w, x.z, x.w);
-}
-
 // The warp has read all that it wants of a stage.
 __device__ __forceinline__ void release(uint64_t* empty, int lane) {
   __syncwarp();
   if (lane == 0) sm90::barrier_arrive(empty);
 }
 
-// sum[block * kGroups + group] = rows x^T over this warp's pieces of k, for `blocks` blocks of 16 rows as they come
-// through the ring: chunk by chunk of k, all blocks of a chunk in a row. `x` keeps what it holds if all of k fits in one
-// chunk and `has_x`.
-template <typename Half, int kBlocks, int kGroups>
-__device__ __forceinline__ void multiply(float (&sum)[kBlocks * kGroups][4], int blocks,
-                                         uint4 (&x)[Cut<kGroups>::kAhead][kGroups], bool has_x, sm90::Ring& ring,
-                                         const char* ring_bytes, const BulkParams& p) {
-  using C = Cut<kGroups>;
+// sum[block] = rows x^T over this warp's pieces of k, for `blocks` blocks of 16 rows as they come through the ring: chunk
+// by chunk of k, all blocks of a chunk in a row. `x` keeps what it holds if all of k fits in one chunk and `has_x`.
+template <typename Half, int kBlocks>
+__device__ __forceinline__ void multiply(float (&sum)[kBlocks][4], int blocks, uint4 (&x)[kSteps], bool has_x,
+                                         sm90::Ring& ring, const char* ring_bytes, const BulkParams& p) {
   const Lane l = this_lane(p);
-  const int chunks = (p.row_bytes + C::kChunkBytes - 1) / C::kChunkBytes;
+  const int chunks = (p.row_bytes + kChunkBytes - 1) / kChunkBytes;
   const uint32_t stage_bytes = kBlockNeurons * p.row_stride;
   const char* const mine = ring_bytes + l.lane / 4 * p.row_stride + l.offset;
 #pragma unroll
-  for (int i = 0; i < kBlocks * kGroups; ++i) sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = 0.f;
-
-  if constexpr (C::kHoldsX) {
-    for (int chunk = 0; chunk < chunks; ++chunk) {
-      if (chunks > 1 || !has_x) {
+  for (int m = 0; m < kBlocks; ++m) sum[m][0] = sum[m][1] = sum[m][2] = sum[m][3] = 0.f;
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    if (chunks > 1 || !has_x) {
 #pragma unroll
-        for (int i = 0; i < C::kSteps; ++i) load_x<kGroups>(x[i], l, p, chunk * C::kSteps + i);
-      }
-#pragma unroll
-      for (int m = 0; m < kBlocks; ++m) {
-        if (m >= blocks) break;
-        ring.wait_full();
-        const char* const stage = mine + ring.stage * stage_bytes;
-        // Products that follow each other in one sum wait for each other: two sums, joined at the end.
-        float part[2][kGroups][4] = {};
-#pragma unroll
-        for (int i = 0; i < C::kSteps; ++i) {
-          const uint32_t k = chunk * C::kChunkBytes + i * kStepBytes;
-          if (k + l.warp * kPieceBytes >= p.row_bytes) break;  // the same for the whole warp
-          const Operand a = load_a(stage, p.row_stride, i, k + l.offset < p.row_bytes);
-#pragma unroll
-          for (int n = 0; n < kGroups; ++n) {
-            multiply_piece<Half>(part[0][n], part[1][n], a, x[i][n]);
-          }
-        }
-#pragma unroll
-        for (int n = 0; n < kGroups; ++n) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            sum[m * kGroups + n][j] += part[0][n][j] + part[1][n][j];
-          }
-        }
-        release(ring.empty + ring.stage, l.lane);
-        ring.advance();
-      }
+      for (int i = 0; i < kSteps; ++i) load_x(x[i], l, p, chunk * kSteps + i);
     }
-  } else {
 #pragma unroll
-    for (int i = 0; i < C::kAhead; ++i) load_x<kGroups>(x[i], l, p, i);
-    for (int chunk = 0; chunk < chunks; ++chunk) {
-      int stage[kBlocks];
+    for (int m = 0; m < kBlocks; ++m) {
+      if (m >= blocks) break;
+      ring.wait_full();
+      const char* const stage = mine + ring.stage * stage_bytes;
+      // Products that follow each other in one sum wait for each other: two sums, joined at the end.
+      float part[2][4] = {};
 #pragma unroll
-      for (int m = 0; m < kBlocks; ++m) {
-        stage[m] = ring.stage;
-        if (m < blocks) {
-          ring.wait_full();
-          ring.advance();
-        }
+      for (int i = 0; i < kSteps; ++i) {
+        const uint32_t k = chunk * kChunkBytes + i * kStepBytes;
+        if (k + l.warp * kPieceBytes >= p.row_bytes) break;  // the same for the whole warp
+        const Operand a = load_a(stage, p.row_stride, i, k + l.offset < p.row_bytes);
+        mma<Half>(part[0], a.low.x, a.high.x, a.low.y, a.high.y, x[i].x, x[i].y);
+        mma<Half>(part[1], a.low.z, a.high.z, a.low.w, a.high.w, x[i].z, x[i].w);
       }
 #pragma unroll
-      for (int i = 0; i < C::kSteps; ++i) {
-        const int step = chunk * C::kSteps + i;
-        const uint32_t k = step * kStepBytes;
-        if (k + l.warp * kPieceBytes >= p.row_bytes) break;
-        Operand a[kBlocks];
-#pragma unroll
-        for (int m = 0; m < kBlocks; ++m) {
-          a[m] = load_a(mine + stage[m] * stage_bytes, p.row_stride, i, m < blocks && k + l.offset < p.row_bytes);
-        }
-#pragma unroll
-        for (int n = 0; n < kGroups; ++n) {
-#pragma unroll
-          for (int m = 0; m < kBlocks; ++m) {
-            if (m < blocks) multiply_piece<Half>(sum[m * kGroups + n], sum[m * kGroups + n], a[m], x[i % C::kAhead][n]);
-          }
-        }
-        load_x<kGroups>(x[i % C::kAhead], l, p, step + C::kAhead);
-      }
-#pragma unroll
-      for (int m = 0; m < kBlocks; ++m) {
-        if (m < blocks) release(ring.empty + stage[m], l.lane);
-      }
+      for (int j = 0; j < 4; ++j) sum[m][j] += part[0][j] + part[1][j];
+      release(ring.empty + ring.stage, l.lane);
+      ring.advance();
     }
   }
 }
@@ -216,12 +145,11 @@ __device__ __forceinline__ void prefetch_row(const char* row, uint32_t bytes) {
 
 #endif
 
-template <typename Half, int kBlocks, int kGroups>
-__global__ void __launch_bounds__(Cut<kGroups>::kThreads, kGroups == 1 && kBlocks <= 3 ? 2 : 1) bulk_gate_up_kernel(
+template <typename Half, int kBlocks>
+__global__ void __launch_bounds__(kWorkers, kBlocks <= 3 ? 2 : 1) bulk_gate_up_kernel(
     const __grid_constant__ BulkParams p) {
 #if defined(TWELL_SM90_DEVICE)
-  using C = Cut<kGroups>;
-  constexpr int kTiles = kBlocks * kGroups, kElements = kTiles * 32, kTokens = 8 * kGroups;
+  constexpr int kElements = kBlocks * 32;
   extern __shared__ __align__(128) char shared[];
   char* const ring_bytes = shared;
   float4* const slots = reinterpret_cast<float4*>(shared);  // in the ring, when no copies are under way
@@ -243,18 +171,16 @@ __global__ void __launch_bounds__(Cut<kGroups>::kThreads, kGroups == 1 && kBlock
   const int begin = static_cast<int64_t>(p.blocks) * blockIdx.x / gridDim.x;
   const int count = static_cast<int64_t>(p.blocks) * (blockIdx.x + 1) / gridDim.x - begin;
   const int passes = (count + kBlocks - 1) / kBlocks;
-  const int chunks = (p.row_bytes + C::kChunkBytes - 1) / C::kChunkBytes;
+  const int chunks = (p.row_bytes + kChunkBytes - 1) / kChunkBytes;
   constexpr int kListed = 2, kRingFree = 3;  // named barriers of all threads
 
-  if (warp >= kDecodeWarps) {
-    if constexpr (!C::kHoldsX) sm90::give_registers<40>();
-    if (warp > kDecodeWarps) return;
+  if (warp == kDecodeWarps) {
     for (int pass = 0; pass < passes; ++pass) {
       const int first_block = begin + count * pass / passes;
       const int blocks = begin + count * (pass + 1) / passes - first_block;
       const int first = first_block * kBlockNeurons;
       for (int chunk = 0; chunk < chunks; ++chunk) {
-        const uint32_t start = chunk * C::kChunkBytes, bytes = min(C::kChunkBytes, p.row_bytes - start);
+        const uint32_t start = chunk * kChunkBytes, bytes = min(kChunkBytes, p.row_bytes - start);
         for (int m = 0; m < blocks; ++m) {
           const int neuron = first + m * kBlockNeurons;
           const char* const row = p.gate + static_cast<int64_t>(neuron + lane) * p.row_bytes;
@@ -266,7 +192,7 @@ __global__ void __launch_bounds__(Cut<kGroups>::kThreads, kGroups == 1 && kBlock
       for (int m = 0; m < blocks; ++m) active_count += __popc(masks[m]);
       if (p.up != nullptr) {
         for (int chunk = 0; chunk < chunks; ++chunk) {
-          const uint32_t start = chunk * C::kChunkBytes, bytes = min(C::kChunkBytes, p.row_bytes - start);
+          const uint32_t start = chunk * kChunkBytes, bytes = min(kChunkBytes, p.row_bytes - start);
           for (int u = 0; u < active_count; u += kBlockNeurons) {
             const int neuron = first + active[min(u + lane, active_count - 1)];
             const char* const row = p.up + static_cast<int64_t>(neuron) * p.row_bytes;
@@ -284,32 +210,31 @@ __global__ void __launch_bounds__(Cut<kGroups>::kThreads, kGroups == 1 && kBlock
     return;
   }
 
-  if constexpr (!C::kHoldsX) sm90::take_registers<232>();
   wait_for_previous_kernel();
   if (p.let_next_start == LetNextStart::kEarly) let_next_kernel_start();
   for (int i = blockIdx.x * kDecodeThreads + thread; i < p.slices; i += gridDim.x * kDecodeThreads) p.arrivals[i] = 0;
   if (thread == 0 && blockIdx.x == 0 && p.blocks % 2 == 1) p.masks[p.blocks] = 0;
-  uint4 x[C::kAhead][kGroups];
+  uint4 x[kSteps];
   for (int pass = 0; pass < passes; ++pass) {
     const int first_block = begin + count * pass / passes;
     const int blocks = begin + count * (pass + 1) / passes - first_block;
     const int first = first_block * kBlockNeurons;
     if (thread < kBlocks) masks[thread] = 0;
     {
-      float sum[kTiles][4];
-      multiply<Half, kBlocks, kGroups>(sum, blocks, x, pass > 0, ring, ring_bytes, p);
-      leave_sums(slots, sum, blocks * kGroups);
+      float sum[kBlocks][4];
+      multiply<Half, kBlocks>(sum, blocks, x, pass > 0, ring, ring_bytes, p);
+      leave_sums(slots, sum, blocks);
     }
-    for (int e = thread; e < blocks * kGroups * 32; e += kDecodeThreads) {  // whole warps
+    for (int e = thread; e < blocks * 32; e += kDecodeThreads) {  // whole warps
       float4 v = slots[e];
 #pragma unroll
       for (int s = 1; s < kDecodeWarps; ++s) {
         const float4 other = slots[s * kElements + e];
         v.x += other.x, v.y += other.y, v.z += other.z, v.w += other.w;
       }
-      const int block = e / 32 / kGroups;
+      const int block = e / 32;
       const int neuron = first + block * kBlockNeurons + lane / 4;
-      const int token = e / 32 % kGroups * 8 + lane % 4 * 2;
+      const int token = lane % 4 * 2;
       const float low_bias = bias_of<Half>(p.b_gate, neuron, p.width);
       const float high_bias = bias_of<Half>(p.b_gate, neuron + 8, p.width);
       v.x = activate(v.x, low_bias, neuron < p.width && token < p.tokens);
@@ -342,10 +267,10 @@ __global__ void __launch_bounds__(Cut<kGroups>::kThreads, kGroups == 1 && kBlock
 
     const bool multiplies = active_count > 0 && p.up != nullptr;
     if (multiplies) {
-      float sum[kTiles][4];
+      float sum[kBlocks][4];
       const int tiles = (active_count + kBlockNeurons - 1) / kBlockNeurons;
-      multiply<Half, kBlocks, kGroups>(sum, tiles, x, true, ring, ring_bytes, p);
-      leave_sums(slots, sum, tiles * kGroups);
+      multiply<Half, kBlocks>(sum, tiles, x, true, ring, ring_bytes, p);
+      leave_sums(slots, sum, tiles);
     }
     for (int i = thread; active_count > 0 && i < blocks * kQuadsPerBlock * kTokens; i += kDecodeThreads) {
       const int block = i / kTokens / kQuadsPerBlock, quad = i / kTokens % kQuadsPerBlock, token = i % kTokens;
@@ -359,11 +284,11 @@ __global__ void __launch_bounds__(Cut<kGroups>::kThreads, kGroups == 1 && kBlock
       for (int j = 0; j < 4; ++j) {
         if (j >= rest) break;
         const int neuron = active[rank + j];
-        h[j] = sum_at<kGroups>(gate, neuron, token);
+        h[j] = sum_at<1>(gate, neuron, token);
         if (multiplies && h[j] != 0.f) {
           float up = 0.f;
 #pragma unroll
-          for (int s = 0; s < kDecodeWarps; ++s) up += sum_at<kGroups>(slots + s * kElements, rank + j, token);
+          for (int s = 0; s < kDecodeWarps; ++s) up += sum_at<1>(slots + s * kElements, rank + j, token);
           h[j] *= up + bias_of<Half>(p.b_up, first + neuron, p.width);
         }
       }
@@ -378,14 +303,13 @@ __global__ void __launch_bounds__(Cut<kGroups>::kThreads, kGroups == 1 && kBlock
 #endif
 }
 
-template <typename Half, int kBlocks, int kGroups>
+template <typename Half, int kBlocks>
 cudaError_t launch(BulkParams params, const DecodePlan& plan, int grid, cudaStream_t stream) {
-  using C = Cut<kGroups>;
-  constexpr int kSlotBytes = kDecodeWarps * kBlocks * kGroups * 512, kGateBytes = kBlocks * kGroups * 512;
-  const uint32_t chunk = params.row_bytes < C::kChunkBytes ? params.row_bytes : C::kChunkBytes;
+  constexpr int kSlotBytes = kDecodeWarps * kBlocks * 512, kGateBytes = kBlocks * 512;
+  const uint32_t chunk = params.row_bytes < kChunkBytes ? params.row_bytes : kChunkBytes;
   params.row_stride = static_cast<uint32_t>(round_up(chunk, 128)) + 64;
   const int stage_bytes = kBlockNeurons * static_cast<int>(params.row_stride);
-  const int chunks = static_cast<int>((params.row_bytes + C::kChunkBytes - 1) / C::kChunkBytes);
+  const int chunks = static_cast<int>((params.row_bytes + kChunkBytes - 1) / kChunkBytes);
   const int needed = (params.blocks + grid - 1) / grid * chunks;
   const int room = (kSharedBytes - kGateBytes - 1024) / stage_bytes;
   params.stages = needed < room ? needed : room;
@@ -393,28 +317,22 @@ cudaError_t launch(BulkParams params, const DecodePlan& plan, int grid, cudaStre
   const int ring = params.stages * stage_bytes;
   params.ring_bytes = static_cast<uint32_t>(ring > kSlotBytes ? ring : kSlotBytes);
   const int shared = static_cast<int>(params.ring_bytes) + kGateBytes;
-  return launch_kernel(bulk_gate_up_kernel<Half, kBlocks, kGroups>,
-                       {dim3(static_cast<unsigned>(grid)), C::kThreads, shared}, params, plan.kernels, stream);
+  return launch_kernel(bulk_gate_up_kernel<Half, kBlocks>, {dim3(static_cast<unsigned>(grid)), kWorkers, shared}, params,
+                       plan.kernels, stream);
 }
 
 template <typename Half>
 cudaError_t launch_for(const DecodePlan& plan, const BulkParams& params, const Device& device, cudaStream_t stream) {
   const int grid = params.blocks < device.sm_count ? params.blocks : device.sm_count;
-  const bool few = params.blocks <= 3 * grid;
-  switch (plan.groups) {
-    case 1: return few ? launch<Half, 3, 1>(params, plan, grid, stream)
-                       : launch<Half, 8, 1>(params, plan, grid, stream);
-    case 2: return few ? launch<Half, 3, 2>(params, plan, grid, stream)
-                       : launch<Half, 8, 2>(params, plan, grid, stream);
-    case 4: return launch<Half, 3, 4>(params, plan, grid, stream);
-    default: return launch<Half, 3, 8>(params, plan, grid, stream);
-  }
+  return params.blocks <= 3 * grid ? launch<Half, 3>(params, plan, grid, stream)
+                                   : launch<Half, 8>(params, plan, grid, stream);
 }
 
 }  // namespace
 
 cudaError_t launch_bulk_gate_up(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
                                 cudaStream_t stream) {
+  if (ffn.tokens > kTokens) return cudaErrorInvalidValue;
   BulkParams params{};
   static_cast<GateUpParams&>(params) = gate_up_params(ffn, plan, workspace);
   params.let_next_start = plan.kernels.let_next_start;

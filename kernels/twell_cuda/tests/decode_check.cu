@@ -132,23 +132,26 @@ struct Variant {
   Kernels kernels;
 };
 
-Kernels kernels(bool bulk_gate, int cluster_columns, bool overlap, LetNextStart when = LetNextStart::kEarly,
+Kernels kernels(bool bulk_gate, bool overlap, LetNextStart when = LetNextStart::kEarly,
                 bool down_lets_next_start = true) {
   Kernels k{};
-  k.bulk_gate = bulk_gate, k.cluster_columns = cluster_columns, k.overlap = overlap;
+  k.bulk_gate = bulk_gate, k.overlap = overlap;
   k.let_next_start = when, k.down_lets_next_start = down_lets_next_start;
   return k;
 }
 
 bool is_hopper(const Device& device) { return device.major == 9 && device.minor == 0; }
 
+bool takes_bulk(const Ffn& f, const Device& device) { return is_hopper(device) && f.tokens <= 8; }
+
 // Every kernel at least once; the first is what decode() chooses.
 std::vector<Variant> checked_variants(const Ffn& f, const Device& device) {
   std::vector<Variant> v{{"chosen", choose_kernels(f, device)}};
-  if (is_hopper(device)) {
-    v.push_back({"bulk + cluster 8", kernels(true, 8, true)});
-    v.push_back({"bulk + cluster 4, serial", kernels(true, 4, false)});
-    v.push_back({"bulk + portable, late", kernels(true, 0, true, LetNextStart::kAfterGate, false)});
+  v.push_back({"portable, serial", kernels(false, false)});
+  if (takes_bulk(f, device)) {
+    v.push_back({"bulk", kernels(true, true)});
+    v.push_back({"bulk, serial", kernels(true, false)});
+    v.push_back({"bulk, late", kernels(true, true, LetNextStart::kAfterGate, false)});
   }
   return v;
 }
@@ -157,7 +160,7 @@ cudaError_t run(const Ffn& f, const Kernels& k, const Device& device, void* work
   DecodePlan plan = plan_decode(f);
   plan.kernels = k;
   const cudaError_t error = launch_gate_up(f, plan, device, workspace, stream);
-  return error != cudaSuccess ? error : launch_down(f, plan, device, workspace, stream);
+  return error != cudaSuccess ? error : launch_down(f, plan, workspace, stream);
 }
 
 enum class Threshold { kCoordinate, kBias };
@@ -454,23 +457,18 @@ struct Graph {
   }
 };
 
-std::vector<Variant> timed_variants(const Device& device) {
+std::vector<Variant> timed_variants(const Ffn& f, const Device& device) {
   const auto gate = LetNextStart::kAfterGate, end = LetNextStart::kAtEnd;
-  std::vector<Variant> v{{"PP serial", kernels(false, 0, false)}};
-  if (device.major >= 9) v.push_back({"PP", kernels(false, 0, true)});
-  if (!is_hopper(device)) return v;
-  v.push_back({"BP", kernels(true, 0, true)});
-  v.push_back({"P8", kernels(false, 8, true)});
-  v.push_back({"B8 serial", kernels(true, 8, false)});
-  v.push_back({"B8", kernels(true, 8, true)});
-  v.push_back({"B8 gate", kernels(true, 8, true, gate)});
-  v.push_back({"B8 end", kernels(true, 8, true, end)});
-  v.push_back({"B8 late", kernels(true, 8, true, LetNextStart::kEarly, false)});
-  v.push_back({"B8 gate late", kernels(true, 8, true, gate, false)});
-  v.push_back({"B8 cold", kernels(true, 8, true)});
+  std::vector<Variant> v{{"P serial", kernels(false, false)}};
+  if (device.major >= 9) v.push_back({"P", kernels(false, true)});
+  if (!takes_bulk(f, device)) return v;
+  v.push_back({"B", kernels(true, true)});
+  v.push_back({"B serial", kernels(true, false)});
+  v.push_back({"B gate", kernels(true, true, gate)});
+  v.push_back({"B end", kernels(true, true, end)});
+  v.push_back({"B late", kernels(true, true, LetNextStart::kEarly, false)});
+  v.push_back({"B cold", kernels(true, true)});
   v.back().kernels.prefetch_down = false;
-  v.push_back({"B4", kernels(true, 4, true)});
-  v.push_back({"B4 gate", kernels(true, 4, true, gate)});
   return v;
 }
 
@@ -513,7 +511,7 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     }
     DecodePlan plan = plan_decode(calls[0]);
     // The union over the tokens, as the gate kernel counts it.
-    CHECK(run(calls[0], kernels(false, 0, false), device, workspace, nullptr));
+    CHECK(run(calls[0], kernels(false, false), device, workspace, nullptr));
     std::vector<uint16_t> masks(plan.blocks);
     CHECK(cudaMemcpy(masks.data(), workspace + plan.masks, 2 * masks.size(), cudaMemcpyDeviceToHost));
     int together = 0;
@@ -521,7 +519,7 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
 
     std::vector<std::string> names;
     std::vector<Graph> graphs;
-    for (const Variant& v : timed_variants(device)) {
+    for (const Variant& v : timed_variants(calls[0], device)) {
       names.push_back(v.name);
       graphs.emplace_back(layers, [&](int i, cudaStream_t s) {
         CHECK(run(calls[i], v.kernels, device, workspace, s));
@@ -530,22 +528,17 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     const size_t whole = graphs.size();
     for (int overlap = 0; overlap < 2; ++overlap) {
       for (const bool bulk : {false, true}) {
-        if (bulk && !is_hopper(device)) continue;
-        plan.kernels = kernels(bulk, 0, overlap == 1);
+        if (bulk && !takes_bulk(calls[0], device)) continue;
+        plan.kernels = kernels(bulk, overlap == 1);
         names.push_back(std::string("gate ") + (bulk ? "B" : "P") + (overlap ? " overlapped" : ""));
         graphs.emplace_back(layers, [&](int i, cudaStream_t s) {
           CHECK(launch_gate_up(calls[i], plan, device, workspace, s));
         });
       }
     }
-    for (const int columns : {0, 4, 8}) {
-      if (columns != 0 && !is_hopper(device)) continue;
-      plan.kernels = kernels(false, columns, false);
-      names.push_back("down " + (columns ? std::to_string(columns) : std::string("P")));
-      graphs.emplace_back(layers, [&](int i, cudaStream_t s) {
-        CHECK(launch_down(calls[i], plan, device, workspace, s));
-      });
-    }
+    names.push_back("down");
+    plan.kernels = kernels(false, false);
+    graphs.emplace_back(layers, [&](int i, cudaStream_t s) { CHECK(launch_down(calls[i], plan, workspace, s)); });
     for (int i = 0; i < 19; ++i) {
       for (Graph& g : graphs) g.replay(i >= 4);
     }
@@ -563,7 +556,7 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     std::printf("\n");
     std::fflush(stdout);
     char line[200];
-    std::snprintf(line, sizeof line, "%5d x %-6d T=%-3d L0=%-5d PP serial %6.2f  best %6.2f (%s)", hidden, width,
+    std::snprintf(line, sizeof line, "%5d x %-6d T=%-3d L0=%-5d P serial %6.2f  best %6.2f (%s)", hidden, width,
                   row.tokens, row.active, first_us, fastest_us, names[fastest].c_str());
     best.push_back(line);
     if (row.bar > 0) {
@@ -587,9 +580,8 @@ int main(int argc, char** argv) {
     if (!check_all(device, argc > 1 && std::strcmp(argv[1], "verbose") == 0)) return 1;
   }
   if (!only_check) {
-    // Names: gate and up kernel (P portable, B bulk copies), down kernel (P portable, 8 or 4 columns of a lane in
-    // clusters); overlapped unless "serial"; "gate", "end", "late": when the next kernel's blocks may start; "cold": no
-    // down rows fetched into L2 ahead.
+    // Names: gate and up kernel (P portable, B bulk copies); overlapped unless "serial"; "gate", "end", "late": when the
+    // next kernel's blocks may start; "cold": no down rows fetched into L2 ahead.
     std::vector<std::string> best;
     time_shape(2048, 5632, 28,
                {{1, 30, 11.1}, {16, 30, 14.6}, {64, 30, 19.6}, {1, 120, 12}, {16, 120, 18.8}, {64, 120, 29.4},
