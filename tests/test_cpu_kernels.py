@@ -169,6 +169,7 @@ def test_opcheck(gated, by_column):
     scale, weight = torch.tensor(0.1), torch.rand(2, 5)
     plain = [case[name] for name in order]
     leaves = [None if t is None else t.clone(memory_format=torch.preserve_format).requires_grad_() for t in plain]
+    opcheck(torch.ops.hf_twell.infer.default, plain)
     opcheck(torch.ops.hf_twell.ffn.default, (*plain, None, None, None, 0))
     opcheck(torch.ops.hf_twell.ffn.default, (*leaves, scale, weight, torch.zeros(173, requires_grad=True), 16))
     state = torch.ops.hf_twell.ffn(*plain, scale, weight, None, 16)[2]

@@ -362,6 +362,7 @@ def test_opcheck(gated, dtype):
         case["x"] = case["x"].view(2, -1, 40)
         for arguments in (case, by_columns(case)):
             plain = [arguments[name] for name in NAMES]
+            opcheck(torch.ops.hf_twell.infer.default, plain)
             opcheck(torch.ops.hf_twell.ffn.default, (*plain, None, None, None, 0))
 
 

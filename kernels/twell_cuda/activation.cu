@@ -10,7 +10,6 @@ namespace {
 using decoding::pack;
 
 constexpr int kThreads = 128, kVector = 8;  // values a thread has of a row
-constexpr int kRows = 64;                   // tokens of a thread block
 
 template <typename Half>
 __device__ __forceinline__ void widen(const uint4& from, float (&to)[kVector]) {
@@ -43,6 +42,9 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const Activation a, u
   }
 }
 
+// Tokens of a thread block: a thread walks them one by one, so few tokens must spread over many blocks.
+constexpr int rows_of(int64_t tokens) { return tokens <= 1024 ? 8 : tokens <= 4096 ? 16 : tokens <= 16384 ? 32 : 64; }
+
 // Sums of one thread block, over its tokens: of token weight * |h|, and by neuron of token weight where h is not zero.
 struct Partials {
   float* l1;        // (row blocks, column blocks)
@@ -50,15 +52,16 @@ struct Partials {
 };
 
 template <typename Half>
-__global__ void __launch_bounds__(kThreads) backward_kernel(const Activation a, const void* grad_h, const L1 l1, uint4* grad_gate,
-                                                            uint4* grad_up, const Partials partials) {
+__global__ void __launch_bounds__(kThreads) backward_kernel(const Activation a, int rows, const void* grad_h, const L1 l1,
+                                                            uint4* grad_gate, uint4* grad_up, const Partials partials) {
   __shared__ float warp_sums[kThreads / 32];
   const int column = (blockIdx.x * kThreads + threadIdx.x) * kVector;
-  const int64_t first = int64_t{blockIdx.y} * kRows, last = min(first + kRows, a.tokens);
+  const int64_t first = int64_t{blockIdx.y} * rows, last = min(first + rows, a.tokens);
   const float scale = l1.scale == nullptr ? 0.f : *l1.scale;
   const bool reports = partials.activity != nullptr;
   float active[kVector] = {}, sum = 0.f;
   if (column < a.width) {
+#pragma unroll 4
     for (int64_t token = first; token < last; ++token) {
       const int64_t i = (token * a.width + column) / kVector;
       const float weight = l1.token_weight == nullptr ? 1.f : __ldg(l1.token_weight + token), pull = scale * weight;
@@ -117,16 +120,18 @@ __global__ void __launch_bounds__(kThreads) report_kernel(const Partials partial
   report[1 + neuron] = static_cast<float>(sum);
 }
 
-int64_t row_blocks(const Activation& a) { return (a.tokens + kRows - 1) / kRows; }
+int64_t row_blocks(const Activation& a) { return (a.tokens + rows_of(a.tokens) - 1) / rows_of(a.tokens); }
 int column_blocks(const Activation& a) { return (a.width + kThreads * kVector - 1) / (kThreads * kVector); }
 
 template <typename Half>
 cudaError_t backward(const Activation& a, const void* grad_h, const L1& l1, void* grad_gate, void* grad_up,
                      const Partials& partials, cudaStream_t stream) {
-  // The number of rows of blocks is that of tokens, which may pass the grid's limit: then in parts.
+  // The number of rows of blocks may pass the grid's limit: then in parts.
   constexpr int64_t kMost = 65535;
+  const int rows = rows_of(a.tokens);
   for (int64_t begin = 0; begin < row_blocks(a); begin += kMost) {
-    const int64_t skipped = begin * kRows, offset = skipped * a.width * 2, count = row_blocks(a) - begin < kMost ? row_blocks(a) - begin : kMost;
+    const int64_t skipped = begin * rows, offset = skipped * a.width * 2, left = row_blocks(a) - begin;
+    const int64_t count = left < kMost ? left : kMost;
     const auto at = [&](const void* p) { return p == nullptr ? nullptr : static_cast<const char*>(p) + offset; };
     Activation part = a;
     part.tokens -= skipped, part.gate = at(a.gate), part.up = at(a.up);
@@ -138,7 +143,7 @@ cudaError_t backward(const Activation& a, const void* grad_h, const L1& l1, void
       part_partials.activity += begin * a.width;
     }
     backward_kernel<Half><<<dim3(column_blocks(a), static_cast<unsigned>(count)), kThreads, 0, stream>>>(
-        part, at(grad_h), part_l1, reinterpret_cast<uint4*>(const_cast<char*>(at(grad_gate))),
+        part, rows, at(grad_h), part_l1, reinterpret_cast<uint4*>(const_cast<char*>(at(grad_gate))),
         reinterpret_cast<uint4*>(const_cast<char*>(at(grad_up))), part_partials);
   }
   return cudaGetLastError();
