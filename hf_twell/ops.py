@@ -162,7 +162,6 @@ def _training_problem(x) -> str | None:
 
 
 @torch.compiler.assume_constant_result
-@functools.cache
 def _compute_capability(device_index: int) -> str:
     return "{}.{}".format(*torch.cuda.get_device_capability(device_index))
 
