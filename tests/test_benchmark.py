@@ -19,6 +19,7 @@ from hf_twell import (
     workload_llama,
 )
 from hf_twell.cli import bench
+from hf_twell.workload import make_ffn, patched_block
 
 TINY = {"hidden": 128, "intermediate": 512, "layers": 2, "vocabulary": 2048}
 
@@ -281,3 +282,8 @@ def test_bench_on_a_gpu(tmp_path, capsys):
     (row,) = run(capsys, "generate", *sizes, *more, "--batch", 2, "--new-tokens", 16)
     assert row["compiled"]
     assert row["sparse_step_ms"] > 0
+
+
+def test_a_block_of_any_hidden_size():
+    x, *weights = make_ffn(4, 288, 768, l0=30, dtype=torch.float32)  # 288 / 32 heads would be an odd size
+    torch.testing.assert_close(patched_block(*weights)(x), reference.ffn(x, weights[1], weights[2], weights[0]))
