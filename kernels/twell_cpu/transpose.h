@@ -3,7 +3,9 @@
 
 #include "simd_portable.h"
 
-#if defined(__SSE2__)
+#if defined(__AVX512BW__)
+#include <immintrin.h>
+#elif defined(__SSE2__)
 #include <emmintrin.h>
 #endif
 
@@ -48,21 +50,67 @@ inline void transpose_32x8(const uint16_t* in, int64_t ld_in, uint16_t* out, int
   }
 }
 
+#if defined(__AVX512BW__)
+// Up to 32 columns of 32 rows. Each line of either matrix is touched once: rows of 4,096 bytes meet in one cache set, which
+// would lose them between two visits.
+inline void transpose_32_rows(const uint16_t* in, int64_t ld_in, int64_t columns, uint16_t* out, int64_t ld_out) {
+  if (columns < 32) {
+    for (int64_t c = 0; c < columns; c += 8) transpose_32x8(in + c, ld_in, out + c * ld_out, ld_out);
+    return;
+  }
+  // eight[g][j] holds, in each of its quarters q, rows 8 g.. of column 8 q + j.
+  __m512i eight[4][8];
+  for (int g = 0; g < 4; ++g) {
+    __m512i a[8], b[8];
+    for (int i = 0; i < 8; ++i) a[i] = _mm512_loadu_si512(in + (8 * g + i) * ld_in);
+    for (int i = 0; i < 4; ++i) {
+      b[2 * i] = _mm512_unpacklo_epi16(a[2 * i], a[2 * i + 1]);
+      b[2 * i + 1] = _mm512_unpackhi_epi16(a[2 * i], a[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; ++i) {
+      a[4 * i] = _mm512_unpacklo_epi32(b[4 * i], b[4 * i + 2]);
+      a[4 * i + 1] = _mm512_unpackhi_epi32(b[4 * i], b[4 * i + 2]);
+      a[4 * i + 2] = _mm512_unpacklo_epi32(b[4 * i + 1], b[4 * i + 3]);
+      a[4 * i + 3] = _mm512_unpackhi_epi32(b[4 * i + 1], b[4 * i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {
+      eight[g][2 * i] = _mm512_unpacklo_epi64(a[i], a[i + 4]);
+      eight[g][2 * i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 4]);
+    }
+  }
+  for (int j = 0; j < 8; ++j) {  // four by four quarters
+    const __m512i low = _mm512_shuffle_i32x4(eight[0][j], eight[1][j], 0x44);
+    const __m512i high = _mm512_shuffle_i32x4(eight[0][j], eight[1][j], 0xEE);
+    const __m512i low2 = _mm512_shuffle_i32x4(eight[2][j], eight[3][j], 0x44);
+    const __m512i high2 = _mm512_shuffle_i32x4(eight[2][j], eight[3][j], 0xEE);
+    _mm512_storeu_si512(out + j * ld_out, _mm512_shuffle_i32x4(low, low2, 0x88));
+    _mm512_storeu_si512(out + (8 + j) * ld_out, _mm512_shuffle_i32x4(low, low2, 0xDD));
+    _mm512_storeu_si512(out + (16 + j) * ld_out, _mm512_shuffle_i32x4(high, high2, 0x88));
+    _mm512_storeu_si512(out + (24 + j) * ld_out, _mm512_shuffle_i32x4(high, high2, 0xDD));
+  }
+}
+#else
+inline void transpose_32_rows(const uint16_t* in, int64_t ld_in, int64_t columns, uint16_t* out, int64_t ld_out) {
+  for (int64_t c = 0; c < columns; c += 8) transpose_32x8(in + c, ld_in, out + c * ld_out, ld_out);
+}
+#endif
+
 inline void transpose_16bit(const uint16_t* in, int64_t ld_in, int64_t rows, int64_t columns, uint16_t* out,
                             int64_t ld_out) {
   const int64_t whole_rows = rows / 32 * 32, whole_columns = columns / 8 * 8;
+  const auto tile = [&](int64_t r, int64_t c) {
+    const int64_t left = whole_columns - c < 32 ? whole_columns - c : 32;
+    transpose_32_rows(in + r * ld_in + c, ld_in, left, out + c * ld_out + r, ld_out);
+  };
   // The matrix with the longer rows is walked along them, so that each of its pages is met once.
-  for (int64_t c0 = 0; ld_out > ld_in && c0 < whole_columns; c0 += 32) {
-    const int64_t c1 = whole_columns - c0 < 32 ? whole_columns : c0 + 32;
-    for (int64_t r = 0; r < whole_rows; r += 32) {
-      for (int64_t c = c0; c < c1; c += 8) transpose_32x8(in + r * ld_in + c, ld_in, out + c * ld_out + r, ld_out);
-    }
+  for (int64_t c = 0; ld_out > ld_in && c < whole_columns; c += 32) {
+    for (int64_t r = 0; r < whole_rows; r += 32) tile(r, c);
   }
   for (int64_t r = 0; ld_out <= ld_in && r < whole_rows; r += 32) {
-    for (int64_t c = 0; c < whole_columns; c += 8) {
+    for (int64_t c = 0; c < whole_columns; c += 32) {
       // The next rows start in other pages, where hardware does not look ahead.
-      for (int64_t i = r + 32; c % 32 == 0 && i < r + 64 && i < whole_rows; ++i) __builtin_prefetch(in + i * ld_in + c);
-      transpose_32x8(in + r * ld_in + c, ld_in, out + c * ld_out + r, ld_out);
+      for (int64_t i = r + 32; i < r + 64 && i < whole_rows; ++i) __builtin_prefetch(in + i * ld_in + c);
+      tile(r, c);
     }
   }
   const auto copy = [](uint16_t value, uint16_t* to) { *to = value; };
