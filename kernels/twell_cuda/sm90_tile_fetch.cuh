@@ -5,15 +5,6 @@
 
 namespace twell::sm90::tiles {
 
-// Whether the tile's list ascends without a gap; it ascends within each class of neurons.
-__device__ __forceinline__ bool are_neighbours(const uint16_t* list, const Item& item, const Counts& counts) {
-  const int borders[2] = {counts.first_only - item.first, counts.first_only + counts.both - item.first};
-  for (const int border : borders) {
-    if (border > 0 && border < item.count) return false;
-  }
-  return item.count % kBoxRows == 0 && list[item.count - 1] - list[0] == item.count - 1;
-}
-
 template <typename Job>
 __device__ __forceinline__ void fetch(const Arguments& a, const Job& job, const CUtensorMap* token_map,
                                       const CUtensorMap* row_map, Control& c, uint8_t* shared, Ring ring) {

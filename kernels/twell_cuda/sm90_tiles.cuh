@@ -103,4 +103,13 @@ __device__ __forceinline__ Item item_at(int index, int block, const Control& c) 
   return {block, first, min(c.tile, c.counts[block].all() - first)};
 }
 
+// Whether the tile's list ascends without a gap; it ascends within each class of neurons.
+__device__ __forceinline__ bool are_neighbours(const uint16_t* list, const Item& item, const Counts& counts) {
+  const int borders[2] = {counts.first_only - item.first, counts.first_only + counts.both - item.first};
+  for (const int border : borders) {
+    if (border > 0 && border < item.count) return false;
+  }
+  return item.count % kBoxRows == 0 && list[item.count - 1] - list[0] == item.count - 1;
+}
+
 }  // namespace twell::sm90::tiles

@@ -7,98 +7,27 @@
 
 #include "sm90_call.h"
 #include "sm90_launch.h"
-#include "sm90_primitives.cuh"
+#include "sm90_tiles.cuh"
 #include "sm90_wgmma.cuh"
 
 namespace twell::sm90 {
 namespace {
 
-constexpr int kFetchers = 128, kThreads = kFetchers + 256, kConsumerWarps = 8, kDepth = 64, kMaxNeurons = 256;
-constexpr int kTokenBytes = kBlockTokens * kDepth * 2, kStageBytes = kTokenBytes + kMaxNeurons * kDepth * 2;
-constexpr int kMaxStages = 8, kRingBytes = 4 * kStageBytes;
+using namespace tiles;
+
 constexpr int kTurnNeurons = 128;  // columns of relu(gate) in a stage: 256 bytes each
-constexpr int kBoxRows = 64;
-
-constexpr int kFetchRegisters = 88, kMultiplyRegisters = 208;
-static_assert(check_registers(kFetchRegisters, kMultiplyRegisters));
-
-constexpr int kLists = 8;  // more than a ring of kMaxStages can be ahead in tiles
-
-struct Control {
-  uint64_t full[kMaxStages], empty[kMaxStages], listed[kLists];
-  uint16_t neurons[kLists][kMaxNeurons];
-  Counts counts[kMaxBlocks];
-  int first_item[kMaxBlocks + 1];
-  int tile;  // neurons
-};
 constexpr int kShared = 1024 + kRingBytes + sizeof(Control);
 static_assert(kShared <= 227 * 1024);
-static_assert(offsetof(Control, neurons) % 16 == 0);
 
-struct Arguments {
+struct UpArguments {
   const void* up;
   const void* bias;
   Active active;
   int hidden, width;
 };
 
-__device__ __forceinline__ int stage_bytes(int tile) { return kTokenBytes + tile * kDepth * 2; }
-
-struct Item {
-  int block, first, count;  // `count` of the block's active neurons, from its `first` on
-};
-
-// Tiles of the width that takes the least time, and each block's first tile.
-__device__ void plan(Control& c, int blocks) {
-  const int lane = threadIdx.x % 32;
-  if (threadIdx.x < 32) {
-    int64_t best_cost = INT64_MAX;
-    for (int tile = kMaxNeurons; tile >= 64; tile -= 64) {
-      int items = 0;
-      for (int b = lane; b < blocks; b += 32) items += (c.counts[b].all() + tile - 1) / tile;
-      items = __reduce_add_sync(~0u, items);
-      // x's share of the traffic does not shrink with the tile.
-      const int64_t cost = static_cast<int64_t>((items + gridDim.x - 1) / gridDim.x) * (tile + 96);
-      if (cost < best_cost) {
-        best_cost = cost;
-        if (lane == 0) c.tile = tile;
-      }
-    }
-    __syncwarp();
-    const int tile = c.tile;
-    int total = 0;
-    for (int start = 0; start < blocks; start += 32) {
-      const int items = start + lane < blocks ? (c.counts[start + lane].all() + tile - 1) / tile : 0;
-      int sum = items;
-#pragma unroll
-      for (int d = 1; d < 32; d *= 2) {
-        const int other = __shfl_up_sync(~0u, sum, d);
-        if (lane >= d) sum += other;
-      }
-      if (start + lane < blocks) c.first_item[start + lane] = total + sum - items;
-      total += __shfl_sync(~0u, sum, 31);
-    }
-    if (lane == 0) c.first_item[blocks] = total;
-  }
-  __syncthreads();
-}
-
-// Items come in ascending order: `block` is where the one before was.
-__device__ __forceinline__ Item item_at(int index, int block, const Control& c) {
-  while (index >= c.first_item[block + 1]) ++block;
-  const int first = (index - c.first_item[block]) * c.tile;
-  return {block, first, min(c.tile, c.counts[block].all() - first)};
-}
-
-// Whether the tile's list ascends without a gap; it ascends within each class of neurons.
-__device__ __forceinline__ bool are_neighbours(const uint16_t* list, const Item& item, const Counts& counts) {
-  const int first_end = counts.first_only - item.first, both_end = first_end + counts.both;
-  const bool one_class = (first_end <= 0 || first_end >= item.count) && (both_end <= 0 || both_end >= item.count);
-  return one_class && item.count % kBoxRows == 0 && list[item.count - 1] - list[0] == item.count - 1;
-}
-
 template <typename T>
-__device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* x_map, const CUtensorMap* up_map,
+__device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x_map, const CUtensorMap* up_map,
                                       Control& c, uint8_t* shared, Ring ring) {
   constexpr int kRows = kFetchers / 8, kShare = kMaxNeurons / kRows;
   const int thread = threadIdx.x, steps = (a.hidden + kDepth - 1) / kDepth, items = c.first_item[a.active.blocks];
@@ -207,7 +136,7 @@ __device__ __forceinline__ void multiply_tile(float* sum, Ring& ring, uint32_t s
 }
 
 template <typename T>
-__device__ __forceinline__ void multiply(const Arguments& a, Control& c, uint8_t* shared, Ring ring) {
+__device__ __forceinline__ void multiply(const UpArguments& a, Control& c, uint8_t* shared, Ring ring) {
   const int steps = (a.hidden + kDepth - 1) / kDepth, lane = threadIdx.x % 32, items = c.first_item[a.active.blocks];
   const int warp = (threadIdx.x - kFetchers) / 32, warpgroup = warp / 4, bytes = stage_bytes(c.tile);
   const uint32_t stages = smem_address(shared);
@@ -282,7 +211,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, Control& c, uint8_t
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
-    up_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap up_map, const Arguments a) {
+    up_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap up_map, const UpArguments a) {
 #if defined(TWELL_SM90_DEVICE)
   extern __shared__ uint8_t raw_shared[];
   uint8_t* shared = raw_shared + (-smem_address(raw_shared) & 1023);
@@ -319,7 +248,7 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cud
   const T* x = static_cast<const T*>(ffn.x) + chunk.first * ffn.hidden;
   TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, x, chunk.tokens, ffn.hidden, kBlockTokens));
   TWELL_RETURN_IF_ERROR(make_tensor_map(&up_map, ffn.dtype, ffn.up, ffn.width, ffn.hidden, kBoxRows));
-  const Arguments arguments{ffn.up, ffn.b_up, chunk.active, ffn.hidden, ffn.width};
+  const UpArguments arguments{ffn.up, ffn.b_up, chunk.active, ffn.hidden, ffn.width};
   return launch_kernel(up_kernel<T>, device.sm_count, kThreads, 1, kShared, stream, x_map, up_map, arguments);
 }
 
