@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from torch.library import opcheck
+from torch import library
 
 from hf_twell import build, ops
 from tests.ffn_cases import assert_as_good_as_eager, make_case, relative_rms, run
@@ -169,14 +169,14 @@ def test_opcheck(gated, by_column):
     scale, weight = torch.tensor(0.1), torch.rand(2, 5)
     plain = [case[name] for name in order]
     leaves = [None if t is None else t.clone(memory_format=torch.preserve_format).requires_grad_() for t in plain]
-    opcheck(torch.ops.hf_twell.infer.default, plain)
-    opcheck(torch.ops.hf_twell.ffn.default, (*plain, None, None, None, 0))
-    opcheck(torch.ops.hf_twell.ffn.default, (*leaves, scale, weight, torch.zeros(173, requires_grad=True), 16))
+    library.opcheck(torch.ops.hf_twell.infer.default, plain)
+    library.opcheck(torch.ops.hf_twell.ffn.default, (*plain, None, None, None, 0))
+    library.opcheck(torch.ops.hf_twell.ffn.default, (*leaves, scale, weight, torch.zeros(173, requires_grad=True), 16))
     state = torch.ops.hf_twell.ffn(*plain, scale, weight, None, 16)[2]
     x, w_up, w_down, w_gate, b_up, _, b_gate = plain
     for needs in (0, 1, 0b101, 127):
         arguments = (torch.randn(2, 5, 40), state, x, w_up, w_down, w_gate, b_up, b_gate, scale, weight, 16, needs)
-        opcheck(torch.ops.hf_twell.ffn_backward.default, arguments)
+        library.opcheck(torch.ops.hf_twell.ffn_backward.default, arguments)
 
 
 def test_a_forced_instruction_set_that_is_missing_is_named(monkeypatch):

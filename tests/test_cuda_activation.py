@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import library
 
 from hf_twell import build, ops, reference
 from hf_twell.modeling import L1Inputs
@@ -13,7 +14,7 @@ if not torch.cuda.is_available():
 
 
 @pytest.fixture(autouse=True)
-def library():
+def built():
     assert build.status("cuda", build=True).available
 
 
@@ -65,8 +66,8 @@ def test_opcheck():
     gate, up = (torch.randn(9, 24, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     tally = torch.zeros(25, device="cuda", requires_grad=True)
     weight, scale = torch.ones(9, device="cuda"), torch.tensor(0.5, device="cuda")
-    torch.library.opcheck(torch.ops.hf_twell.activation.default, (gate, up, scale, weight, tally))
-    torch.library.opcheck(torch.ops.hf_twell.activation.default, (gate, None, None, None, None))
+    library.opcheck(torch.ops.hf_twell.activation.default, (gate, up, scale, weight, tally))
+    library.opcheck(torch.ops.hf_twell.activation.default, (gate, None, None, None, None))
 
 
 def test_a_dense_block_trains_as_the_reference_does():

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from torch.library import opcheck
+from torch import library
 
 from hf_twell import _toolchain, build, ops, reference
 from tests.ffn_cases import FEW_PAIRS, make_case, relative_rms
@@ -362,8 +362,8 @@ def test_opcheck(gated, dtype):
         case["x"] = case["x"].view(2, -1, 40)
         for arguments in (case, by_columns(case)):
             plain = [arguments[name] for name in NAMES]
-            opcheck(torch.ops.hf_twell.infer.default, plain)
-            opcheck(torch.ops.hf_twell.ffn.default, (*plain, None, None, None, 0))
+            library.opcheck(torch.ops.hf_twell.infer.default, plain)
+            library.opcheck(torch.ops.hf_twell.ffn.default, (*plain, None, None, None, 0))
 
 
 def test_what_cannot_be_computed_is_refused_before_any_launch(monkeypatch):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.library import opcheck
+from torch import library
 from torch.utils.checkpoint import checkpoint
 
 from hf_twell import _density, ops, reference
@@ -71,7 +71,7 @@ def test_opcheck(gated, columns, dtype):
     case = by_columns(case) if columns else case
     l1 = l1_inputs(case)
     leaves = leaves_of(case)
-    opcheck(torch.ops.hf_twell.ffn.default, (*[leaves[name] for name in NAMES], *l1.values(), 16))
+    library.opcheck(torch.ops.hf_twell.ffn.default, (*[leaves[name] for name in NAMES], *l1.values(), 16))
     plain = [case[name] for name in NAMES]
     scale, weight = l1["l1_scale"], l1["token_weight"]
     state = torch.ops.hf_twell.ffn(*plain, scale, weight, None, 16)[2]
@@ -79,7 +79,7 @@ def test_opcheck(gated, columns, dtype):
     x, w_up, w_down, w_gate, b_up, _, b_gate = plain
     for needs in (0, 1, 0b101, 127):
         arguments = (grad_of_y(case), state, x, w_up, w_down, w_gate, b_up, b_gate, scale, weight, 16, needs)
-        opcheck(torch.ops.hf_twell.ffn_backward.default, arguments)
+        library.opcheck(torch.ops.hf_twell.ffn_backward.default, arguments)
 
 
 def test_a_captured_step_follows_its_inputs():

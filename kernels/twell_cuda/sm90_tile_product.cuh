@@ -19,34 +19,8 @@
 
 #include "sm90_launch.h"
 #include "sm90_tile_fetch.cuh"
-#include "sm90_wgmma.cuh"
 
 namespace twell::sm90::tiles {
-
-// This warpgroup's tokens by N of the tile's neurons, from the one at `skipped` bytes on.
-template <typename T, int N, typename End>
-__device__ __forceinline__ void multiply_tile(float* sum, Ring& ring, uint32_t stages, int bytes, int skipped,
-                                              int steps, int warpgroup, int lane, End& end) {
-  for (int step = 0; step < steps; ++step, ring.advance()) {
-    ring.wait_full();
-    if constexpr (N > 0) {
-      fence_async_proxy();  // cp.async wrote, tensor cores read
-      const uint32_t stage = stages + ring.stage * bytes;
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < kDepth / 16; ++k) {
-        Wgmma<T, N, 0, 0>::multiply(sum, matrix_descriptor(stage + warpgroup * kHalfTokens * 128 + k * 32, 16),
-                                    matrix_descriptor(stage + kTokenBytes + skipped + k * 32, 16), step + k);
-      }
-      wgmma_commit();
-      if (step == prepare_step(steps)) end.prepare();
-      wgmma_wait<1>();
-    }
-    if (step > 0 && lane == 0) barrier_arrive(ring.empty + ring.previous());
-  }
-  wgmma_wait<0>();
-  if (lane == 0) barrier_arrive(ring.empty + ring.previous());
-}
 
 template <typename Job>
 __device__ __forceinline__ void multiply(const Arguments& a, const Job& job, Control& c, uint8_t* shared, Ring ring) {

@@ -8,7 +8,6 @@
 #include "sm90_call.h"
 #include "sm90_launch.h"
 #include "sm90_tiles.cuh"
-#include "sm90_wgmma.cuh"
 
 namespace twell::sm90 {
 namespace {
@@ -111,29 +110,9 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
   }
 }
 
-// This warpgroup's tokens by N of the tile's neurons, from the one at `skipped` bytes on.
-template <typename T, int N>
-__device__ __forceinline__ void multiply_tile(float* sum, Ring& ring, uint32_t stages, int bytes, int skipped, int steps,
-                                              int warpgroup, int lane) {
-  for (int step = 0; step < steps; ++step, ring.advance()) {
-    ring.wait_full();
-    if constexpr (N > 0) {
-      fence_async_proxy();  // cp.async wrote, tensor cores read
-      const uint32_t stage = stages + ring.stage * bytes;
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < kDepth / 16; ++k) {
-        Wgmma<T, N, 0, 0>::multiply(sum, matrix_descriptor(stage + warpgroup * kHalfTokens * 128 + k * 32, 16),
-                                    matrix_descriptor(stage + kTokenBytes + skipped + k * 32, 16), step + k);
-      }
-      wgmma_commit();
-      wgmma_wait<1>();
-    }
-    if (step > 0 && lane == 0) barrier_arrive(ring.empty + ring.previous());
-  }
-  wgmma_wait<0>();
-  if (lane == 0) barrier_arrive(ring.empty + ring.previous());
-}
+struct NothingToPrepare {
+  __device__ __forceinline__ void prepare() {}
+};
 
 template <typename T>
 __device__ __forceinline__ void multiply(const UpArguments& a, Control& c, uint8_t* shared, Ring ring) {
@@ -151,12 +130,13 @@ __device__ __forceinline__ void multiply(const UpArguments& a, Control& c, uint8
     const int groups = max(end - begin / 16 * 16 + 63, 0) / 64, low = min(begin / 16 * 16, c.tile - groups * 64);
     float sum[kMaxNeurons / 2];
     const int skipped = low * kDepth * 2;
+    NothingToPrepare end_of_tile;
     switch (groups) {
-      case 0: multiply_tile<T, 0>(sum, ring, stages, bytes, skipped, steps, warpgroup, lane); break;
-      case 1: multiply_tile<T, 64>(sum, ring, stages, bytes, skipped, steps, warpgroup, lane); break;
-      case 2: multiply_tile<T, 128>(sum, ring, stages, bytes, skipped, steps, warpgroup, lane); break;
-      case 3: multiply_tile<T, 192>(sum, ring, stages, bytes, skipped, steps, warpgroup, lane); break;
-      default: multiply_tile<T, 256>(sum, ring, stages, bytes, skipped, steps, warpgroup, lane); break;
+      case 0: multiply_tile<T, 0>(sum, ring, stages, bytes, skipped, steps, warpgroup, lane, end_of_tile); break;
+      case 1: multiply_tile<T, 64>(sum, ring, stages, bytes, skipped, steps, warpgroup, lane, end_of_tile); break;
+      case 2: multiply_tile<T, 128>(sum, ring, stages, bytes, skipped, steps, warpgroup, lane, end_of_tile); break;
+      case 3: multiply_tile<T, 192>(sum, ring, stages, bytes, skipped, steps, warpgroup, lane, end_of_tile); break;
+      default: multiply_tile<T, 256>(sum, ring, stages, bytes, skipped, steps, warpgroup, lane, end_of_tile); break;
     }
     // relu(gate) fills one stage or two; h takes its place there, then in global memory.
     const int turns = (item.count + kTurnNeurons - 1) / kTurnNeurons;

@@ -18,15 +18,7 @@
 
 #include "../decode_plan.cuh"
 #include "../mma.cuh"
-
-#define CHECK(call)                                                                          \
-  do {                                                                                       \
-    const cudaError_t error_ = (call);                                                       \
-    if (error_ != cudaSuccess) {                                                             \
-      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error_)); \
-      std::exit(1);                                                                          \
-    }                                                                                        \
-  } while (0)
+#include "check.cuh"
 
 namespace {
 

@@ -14,19 +14,12 @@
 #include "portable.h"
 #include "portable_chunk.h"
 #include "portable_element.cuh"
+#include "check.cuh"
 
 namespace {
 
 using namespace twell;
-
-#define CHECK(call)                                                                          \
-  do {                                                                                       \
-    const cudaError_t status = (call);                                                       \
-    if (status != cudaSuccess) {                                                             \
-      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(status)); \
-      std::exit(1);                                                                          \
-    }                                                                                        \
-  } while (0)
+using checks::hash;
 
 // Device memory that starts as NaN in every 16-bit type, with a guard behind it.
 struct Buffer {
@@ -50,13 +43,6 @@ struct Buffer {
     return std::all_of(guard.begin(), guard.end(), [](unsigned char byte) { return byte == 0x5a; });
   }
 };
-
-__host__ __device__ inline uint64_t hash(uint64_t value) {
-  value += 0x9e3779b97f4a7c15ull;
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ull;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111ebull;
-  return value ^ (value >> 31);
-}
 
 __device__ float uniform(uint64_t seed, uint64_t i) {  // [0, 1)
   return static_cast<float>(hash(seed * 0x100000001b3ull + i) >> 40) * 0x1p-24f;

@@ -16,51 +16,15 @@
 #include <vector>
 
 #include "sm90_training.h"
+#include "check.cuh"
 
 namespace {
 
 using namespace twell;
 using namespace twell::sm90;
+using checks::Buffer;
+using checks::hash;
 
-#define CHECK(call)                                                                          \
-  do {                                                                                       \
-    const cudaError_t status = (call);                                                       \
-    if (status != cudaSuccess) {                                                             \
-      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(status)); \
-      std::exit(1);                                                                          \
-    }                                                                                        \
-  } while (0)
-
-// Device memory that starts as NaN.
-template <typename T>
-struct Buffer {
-  T* data = nullptr;
-  size_t bytes = 0;
-  explicit Buffer(size_t count) : bytes(std::max<size_t>(count, 1) * sizeof(T)) {
-    CHECK(cudaMalloc(reinterpret_cast<void**>(&data), bytes));
-    poison();
-  }
-  explicit Buffer(const std::vector<T>& values) : Buffer(values.size()) { put(values); }
-  ~Buffer() { cudaFree(data); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  void poison() { CHECK(cudaMemset(data, 0xff, bytes)); }
-  void put(const std::vector<T>& values) {
-    CHECK(cudaMemcpy(data, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
-  }
-  std::vector<T> get() const {
-    std::vector<T> values(bytes / sizeof(T));
-    CHECK(cudaMemcpy(values.data(), data, bytes, cudaMemcpyDeviceToHost));
-    return values;
-  }
-};
-
-inline uint64_t hash(uint64_t value) {
-  value += 0x9e3779b97f4a7c15ull;
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ull;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111ebull;
-  return value ^ (value >> 31);
-}
 inline float uniform(uint64_t seed, uint64_t i) {  // [0, 1)
   return static_cast<float>(hash(seed * 0x100000001b3ull + i) >> 40) * 0x1p-24f;
 }

@@ -16,50 +16,14 @@
 #include <cuda_fp16.h>
 
 #include "sm90_training.h"
+#include "check.cuh"
 
 namespace {
 
 using namespace twell;
 using namespace twell::sm90;
-
-#define CHECK(call)                                                                          \
-  do {                                                                                       \
-    const cudaError_t status = (call);                                                       \
-    if (status != cudaSuccess) {                                                             \
-      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(status)); \
-      std::exit(1);                                                                          \
-    }                                                                                        \
-  } while (0)
-
-// Device memory that starts as NaN.
-template <typename T>
-struct Buffer {
-  T* data = nullptr;
-  size_t bytes;
-  explicit Buffer(size_t count) : bytes(std::max<size_t>(count, 1) * sizeof(T)) {
-    CHECK(cudaMalloc(reinterpret_cast<void**>(&data), bytes));
-    poison();
-  }
-  explicit Buffer(const std::vector<T>& values) : Buffer(values.size()) {
-    CHECK(cudaMemcpy(data, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
-  }
-  ~Buffer() { cudaFree(data); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  void poison() { CHECK(cudaMemset(data, 0xff, bytes)); }
-  std::vector<T> get() const {
-    std::vector<T> values(bytes / sizeof(T));
-    CHECK(cudaMemcpy(values.data(), data, bytes, cudaMemcpyDeviceToHost));
-    return values;
-  }
-};
-
-uint64_t hash(uint64_t value) {
-  value += 0x9e3779b97f4a7c15ull;
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ull;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111ebull;
-  return value ^ (value >> 31);
-}
+using checks::Buffer;
+using checks::hash;
 
 struct Random {
   uint64_t state;

@@ -14,50 +14,15 @@
 
 #include "portable_element.cuh"
 #include "sm90_training.h"
+#include "check.cuh"
 
 namespace {
 
 using namespace twell;
 using namespace twell::sm90;
+using checks::Buffer;
+using checks::hash;
 
-#define CHECK(call)                                                                          \
-  do {                                                                                       \
-    const cudaError_t status = (call);                                                       \
-    if (status != cudaSuccess) {                                                             \
-      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(status)); \
-      std::exit(1);                                                                          \
-    }                                                                                        \
-  } while (0)
-
-// Device memory that starts as NaN.
-template <typename T>
-struct Buffer {
-  T* data = nullptr;
-  size_t bytes = 0;
-  explicit Buffer(size_t count) : bytes(count * sizeof(T)) {
-    CHECK(cudaMalloc(&data, bytes));
-    poison();
-  }
-  ~Buffer() { cudaFree(data); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  void poison() { CHECK(cudaMemsetAsync(data, 0xff, bytes)); }
-  void put(const std::vector<T>& values) {
-    CHECK(cudaMemcpy(data, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
-  }
-  std::vector<T> get(size_t count) const {
-    std::vector<T> values(count);
-    CHECK(cudaMemcpy(values.data(), data, count * sizeof(T), cudaMemcpyDeviceToHost));
-    return values;
-  }
-};
-
-__host__ __device__ inline uint64_t hash(uint64_t value) {
-  value += 0x9e3779b97f4a7c15ull;
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ull;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111ebull;
-  return value ^ (value >> 31);
-}
 __host__ __device__ inline float uniform(uint64_t seed, uint64_t i) {  // [0, 1)
   return static_cast<float>(hash(seed * 0x100000001b3ull + i) >> 40) * 0x1p-24f;
 }
@@ -345,7 +310,6 @@ class Chain {  // all kernels of one chunk, each checked
     rows({p_.columns.data, ffn_.down}, {}, ffn_.b_down, p_.y, "down");
 
     copy(p_.columns, p_.g);
-    const Chunk kept_chunk{chunk_.first, chunk_.tokens, chunk_.active, given_.chunk.kept};
     CHECK(launch_dh(ffn_, chunk_, training_, gradients_, device_, nullptr));
     columns(Step::kDh, true, "dh");
     CHECK(launch_dx(ffn_, chunk_, gradients_, device_, nullptr));

@@ -16,20 +16,13 @@
 #include <cuda_fp16.h>
 
 #include "sm90_training.h"
+#include "check.cuh"
 
 namespace {
 
 using namespace twell;
 using namespace twell::sm90;
-
-#define CHECK(call)                                                                          \
-  do {                                                                                       \
-    const cudaError_t status = (call);                                                       \
-    if (status != cudaSuccess) {                                                             \
-      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(status)); \
-      std::exit(1);                                                                          \
-    }                                                                                        \
-  } while (0)
+using checks::hash;
 
 // Device memory in one piece, handed out as NaN in every type, with guards between.
 class Arena {
@@ -77,12 +70,6 @@ std::vector<Value> download(const Value* from, int64_t count) {
   return to;
 }
 
-uint64_t hash(uint64_t value) {
-  value += 0x9e3779b97f4a7c15ull;
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ull;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111ebull;
-  return value ^ (value >> 31);
-}
 double uniform(uint64_t bits) { return static_cast<double>(hash(bits) >> 11) * 0x1p-53; }
 
 uint16_t narrow(DType dtype, float value) {

@@ -18,20 +18,13 @@
 #include <cuda_fp16.h>
 
 #include "sm90_training.h"
+#include "check.cuh"
 
 namespace {
 
 using namespace twell;
 using namespace twell::sm90;
-
-#define CHECK(call)                                                                          \
-  do {                                                                                       \
-    const cudaError_t status = (call);                                                       \
-    if (status != cudaSuccess) {                                                             \
-      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(status)); \
-      std::exit(1);                                                                          \
-    }                                                                                        \
-  } while (0)
+using checks::hash;
 
 // Device memory that starts as NaN in every type, with a guard behind it.
 struct Buffer {
@@ -74,12 +67,6 @@ struct Buffer {
   }
 };
 
-uint64_t hash(uint64_t value) {
-  value += 0x9e3779b97f4a7c15ull;
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ull;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111ebull;
-  return value ^ (value >> 31);
-}
 struct Random {
   uint64_t state;
   float next() { return static_cast<float>(hash(state++) >> 40) * 0x1p-24f; }  // [0, 1)
