@@ -6,6 +6,8 @@ it. In evaluation the latest that has arrived counts at once, in training from t
 
 import torch
 
+from hf_twell import ops
+
 EVERY = 64  # calls in evaluation between two samples
 STEPS = 8  # optimizer steps between two samples
 SAMPLE_TOKENS, SAMPLE_NEURONS = 64, 1024
@@ -30,15 +32,8 @@ def needed_capacity(density: float, intermediate: int) -> int:
 class Sample:
     """The share of active pairs among some of x's tokens and of the neurons, on its way from the device."""
 
-    @torch.no_grad()
     def __init__(self, x, w_gate, b_gate=None):
-        x_TD = x.reshape(-1, x.shape[-1])
-        every = max(1, len(x_TD) // SAMPLE_TOKENS)
-        # Not from the first on: with sequences as long as the stride all would be first tokens, the densest there are.
-        tokens = x_TD[every // 2 :: every][:SAMPLE_TOKENS]
-        neurons = slice(None, None, max(1, len(w_gate) // SAMPLE_NEURONS))
-        gate = torch.nn.functional.linear(tokens, w_gate[neurons], None if b_gate is None else b_gate[neurons])
-        self._share, self._event = (gate > 0).float().mean(), None
+        self._share, self._event = ops.active_share(x, w_gate, b_gate, SAMPLE_TOKENS, SAMPLE_NEURONS), None
         if x.is_cuda:
             self._share = torch.empty((), dtype=torch.float32, pin_memory=True).copy_(self._share, non_blocking=True)
             self._event = torch.cuda.Event()

@@ -114,16 +114,21 @@ def _has_amx() -> bool:
     return "amx_bf16" in build.processor_features()
 
 
-@torch.no_grad()
 def sampled_density(x, w_gate, b_gate=None) -> float:
     """Share of active pairs in a sample of x's tokens and of the neurons; tens of microseconds."""
+    return active_share(x, w_gate, b_gate, SAMPLE_TOKENS, SAMPLE_NEURONS).item()
+
+
+@torch.no_grad()
+def active_share(x, w_gate, b_gate, tokens: int, neurons: int) -> torch.Tensor:
+    """Share of active pairs, (), among about so many of x's tokens and of the neurons, evenly spread."""
     x_TD = x.reshape(-1, x.shape[-1])
-    every = max(1, len(x_TD) // SAMPLE_TOKENS)
+    every = max(1, len(x_TD) // tokens)
     # Not from the first on: with sequences as long as the stride all would be first tokens, the densest there are.
-    tokens = x_TD[every // 2 :: every][:SAMPLE_TOKENS]
-    neurons = slice(None, None, max(1, len(w_gate) // SAMPLE_NEURONS))
-    gate = torch.nn.functional.linear(tokens, w_gate[neurons], None if b_gate is None else b_gate[neurons])
-    return (gate > 0).float().mean().item()
+    some = x_TD[every // 2 :: every][:tokens]
+    kept = slice(None, None, max(1, len(w_gate) // neurons))
+    gate = torch.nn.functional.linear(some, w_gate[kept], None if b_gate is None else b_gate[kept])
+    return (gate > 0).float().mean()
 
 
 def saved_capacity(intermediate: int) -> int:
