@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := hf_twell recipes tests docs
 
-.PHONY: setup demo test test-gpu sanitize sanitize-cpu bench figures screenshots style lint constraints clean
+.PHONY: setup demo test test-gpu check-cuda sanitize sanitize-cpu bench figures screenshots style lint constraints clean
 
 demo: setup
 	$(BIN)/python recipes/demo.py
@@ -15,6 +15,10 @@ test: setup
 # Runs in the Python of a GPU machine as it is ($(PYTHON), no .venv), and lists what it skips, and why.
 test-gpu:
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest
+
+# Each CUDA kernel alone against plain loops, without PyTorch; needs a GPU of compute capability 9.0 and nvcc.
+check-cuda:
+	kernels/tests/check_cuda.sh
 
 # The CUDA kernels under compute-sanitizer, on a GPU machine as it is: accesses out of bounds, races in shared memory.
 # Compiled first without it. Other libraries' kernels are left out: cuBLAS's have findings of their own.
