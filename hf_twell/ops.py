@@ -1,6 +1,7 @@
 """The sparse feed-forward operator and the choice of the backend that computes it."""
 
 import functools
+import math
 import warnings
 
 import torch
@@ -121,11 +122,12 @@ def sampled_density(x, w_gate, b_gate=None) -> float:
 
 @torch.no_grad()
 def active_share(x, w_gate, b_gate, tokens: int, neurons: int) -> torch.Tensor:
-    """Share of active pairs, (), among about so many of x's tokens and of the neurons, evenly spread."""
+    """Share of active pairs, (), among at most so many of x's tokens and about so many of the neurons."""
     x_TD = x.reshape(-1, x.shape[-1])
-    every = max(1, len(x_TD) // tokens)
-    # Not from the first on: with sequences as long as the stride all would be first tokens, the densest there are.
-    some = x_TD[every // 2 :: every][:tokens]
+    # Spread by the golden ratio: an even stride can meet the same position of every sequence, and first ones are densest.
+    total = len(x_TD)
+    stride = next(n for n in range(max(1, round(0.618 * total)), 2 * total + 1) if math.gcd(n, total) == 1)
+    some = x_TD[torch.arange(1, min(tokens, total) + 1, device=x.device) * stride % total]
     kept = slice(None, None, max(1, len(w_gate) // neurons))
     gate = torch.nn.functional.linear(some, w_gate[kept], None if b_gate is None else b_gate[kept])
     return (gate > 0).float().mean()

@@ -6,12 +6,14 @@
 
 Each run appends one row to `study.jsonl` in the output folder; a run whose row is there is skipped, so the same command
 goes on where it was stopped. After each row, `study.md` (table) and `study.png` (loss against density) are drawn from
-the rows alone. `--minutes` stops before a run that would begin later than that.
+the rows alone. `--minutes` stops before a run that would begin later than that. Several processes, each with its own
+`--only`, may share an output folder once the parents are there.
 """
 
 import argparse
 import json
 import math
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -96,8 +98,10 @@ def start_of(run: dict, study: dict, output: Path, tokenizer: Path) -> str:
         tok = AutoTokenizer.from_pretrained(tokenizer)
         special = {"bos_token_id": tok.bos_token_id, "eos_token_id": tok.eos_token_id, "pad_token_id": tok.pad_token_id}
         config = AutoConfig.for_model(settings.pop("model_type"), vocab_size=len(tok), **special, **settings)
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(start)
-        tok.save_pretrained(start)
+        begun = start.with_name(f"{start.name}.{os.getpid()}")  # another process may be making the same
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(begun)
+        tok.save_pretrained(begun)
+        begun.rename(start)
     return str(start)
 
 
@@ -105,7 +109,8 @@ def train(run: dict, study: dict, output: Path, data: tuple) -> tuple[Path, dict
     """Run a recipe; the final model's folder, and what the training itself tells."""
     tokenizer, training, heldout = data
     stage = study["pretrain" if run["start"] == "init" else "convert"]
-    apart = ("name", "start", "family", "seed", "id", "threshold")
+    apart = ("name", "start", "family", "seed", "id", "threshold", "training")
+    settings = {**study["training"], **stage, **run.get("training", {}), "seed": run["seed"], "report_to": []}
     name = run["id"].split("/", 1)[1] if run["name"] != "dense" else "dense"
     recipe = Recipe(
         model=start_of(run, study, output, tokenizer),
@@ -113,14 +118,13 @@ def train(run: dict, study: dict, output: Path, data: tuple) -> tuple[Path, dict
         train=[],
         heldout=[],
         sequence_length=study["sequence_length"],
-        training={**study["training"], **stage, "seed": run["seed"], "report_to": []},
+        training=settings,
         **{key: value for key, value in run.items() if key not in apart},
     )
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
     result = finetune(recipe, overwrite=True, train=training, heldout=heldout)
-    settings = recipe.training
     batch = settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"]
     last = result["logs"][-1]
     return Path(result["model"]), {
@@ -252,7 +256,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         text, study["sources"], study["held_out_every"] = Path(__file__).parent / "demo" / "text", ["heldout"], 10
     args.output.mkdir(parents=True, exist_ok=True)
     path = args.output / "study.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    rows = read_rows(path)
     missing = [run for run in plan(study) if run["id"] not in {row["id"] for row in rows}]
     missing = [run for run in missing if any(part in run["id"] for part in args.only)]
     if args.list:
@@ -266,11 +270,16 @@ def main(argv: list[str] | None = None) -> list[dict]:
             print(f"{args.minutes:g} minutes are over; the same command goes on with {run['id']}")
             break
         print(f"--- {run['id']}", flush=True)
-        rows.append(run_one(run, study, args.output, data, args.eval))
+        row = run_one(run, study, args.output, data, args.eval)
         with path.open("a") as file:
-            file.write(json.dumps(rows[-1]) + "\n")
+            file.write(json.dumps(row) + "\n")
+        rows = read_rows(path)  # other processes' too
         report(rows, args.output)
     return rows
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def _merged(study: dict, changes: dict) -> dict:
