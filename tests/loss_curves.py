@@ -89,7 +89,8 @@ def new_accelerator(kind: str, batch: int):
             reshard_after_forward=True,
         )
         return Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
-    plugin = DeepSpeedPlugin(zero_stage=int(kind.removeprefix("zero")))
+    # Under ZeRO-3, kernels need a block's weights gathered as a whole: docs/training.md.
+    plugin = DeepSpeedPlugin(zero_stage=int(kind.removeprefix("zero")), transformer_moe_cls_names="SparseLlamaMLP")
     plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = batch
     return Accelerator(mixed_precision="bf16", deepspeed_plugin=plugin)
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -132,6 +133,31 @@ def test_two_processes_train_as_one(text, tmp_path):
         if "loss" in one:
             keys = [key for key in one if key not in ("grad_norm", "twell/kl")]  # kl is of one process's tokens
             assert [two[key] for key in keys] == pytest.approx([one[key] for key in keys], rel=1e-3, abs=1e-6)
+
+
+def test_the_zero2_config_trains_in_two_processes(text, tmp_path):
+    pytest.importorskip("deepspeed")
+    output, logs = tmp_path / "out", []
+    for deepspeed in (True, False):
+        launch = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+        if deepspeed:
+            config = str(ROOT / "recipes" / "accelerate" / "zero2.yaml")
+            launch = ["-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", "2"]
+        changes = [*small(text, output, 4, 2), "training.bf16=true", "revive_after=null"]
+        command = [sys.executable, *launch, ROOT / "recipes" / "finetune.py", ROOT / "recipes" / "demo-target.yaml"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+        done = subprocess.run(
+            [*command, *changes, "--overwrite"], capture_output=True, text=True, env=environment, timeout=240
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        checkpoint = output / "checkpoint-4"
+        assert (checkpoint / "zero_to_fp32.py").is_file() == deepspeed, "DeepSpeed wrote the checkpoint"
+        logs.append(json.loads((checkpoint / "trainer_state.json").read_text())["log_history"])
+        shutil.rmtree(output)
+    for mine, plain in zip(*logs, strict=True):
+        if "loss" in mine:  # DeepSpeed keeps weights in bfloat16 between steps
+            for key in ("loss", "twell/l0"):
+                assert mine[key] == pytest.approx(plain[key], rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "zero2"])
