@@ -14,10 +14,11 @@ from transformers.utils.hub import cached_file
 
 from hf_twell.card import adapter_card
 from hf_twell.checkpoints import whole_folder
-from hf_twell.convert import TAG, sparsify
+from hf_twell.config_files import one_line_errors
+from hf_twell.convert import FORMAT_VERSION, TAG, sparsify
 from hf_twell.loading import load_causal_lm
 from hf_twell.modeling import sparse_ffns
-from hf_twell.weight_files import hub_options
+from hf_twell.weight_files import check_complete, check_finite, hub_options, tensor_shapes
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # peft names keys that it does not know in a warning, so this one tells those who load without this package.
@@ -79,10 +80,11 @@ def load_adapter(
         The PEFT model, in evaluation mode unless it is trainable.
 
     Raises:
-        ValueError: no adapter, one that does not say that its base is sparsified, pickled adapter weights, or a base
-            that cannot be converted.
+        ValueError: no adapter, one that does not say that its base is sparsified, pickled, missing, mis-shaped or
+            non-finite adapter weights, or a base that cannot be converted.
+        OSError: the base that it names is not to be had.
     """
-    from peft import PeftModel
+    from peft import PeftModel, get_peft_model_state_dict
 
     config = _read_config(path, hub)
     entry = sparse_base(path, config, **hub)
@@ -91,17 +93,23 @@ def load_adapter(
             f"{path} does not say that its base is sparsified; if it was trained on a dense base, load it with peft, "
             "else sparsify the base yourself and give it to peft.PeftModel.from_pretrained"
         )
-    if _file(path, ADAPTER_WEIGHTS, hub) is None:
+    weights = _file(path, ADAPTER_WEIGHTS, hub)
+    if weights is None:
         raise ValueError(f"{path} holds no {ADAPTER_WEIGHTS} (pickled weights are refused); save the adapter again")
+    saved = tensor_shapes([weights])
     base = config.get("base_model_name_or_path") if base is None else base
-    if base is None:
+    if not isinstance(base, nn.Module | str | Path):
         raise ValueError(f"{path} does not name its base; give it: load_adapter(path, base)")
     if not isinstance(base, nn.Module):
-        base = load_causal_lm(base, dtype=dtype, device=device)
+        base = _load_base(path, base, dtype, device)
     sparsify(base, backend=backend, layers=entry.get("layers"))
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), one_line_errors(f"{path} does not fit its base"):
         warnings.filterwarnings("ignore", message=rf"Unexpected keyword arguments \['{RECORD}'\]")
+        warnings.filterwarnings("ignore", message="Found missing adapter keys")  # refused below
         model = PeftModel.from_pretrained(base, str(path), is_trainable=trainable, **hub_options(hub))
+    loaded = get_peft_model_state_dict(model, save_embedding_layers=False)
+    check_complete(path, loaded.keys() - saved.keys())
+    check_finite(path, loaded.items())
     return model.train(trainable)
 
 
@@ -111,10 +119,22 @@ def sparse_base(path: str | Path, config: dict, **hub) -> dict | None:
     if entry is not None:
         if not isinstance(entry, dict) or not isinstance(entry.get("layers"), list | None):
             raise ValueError(f"{path}: {RECORD} is {entry!r}; this package writes {{'version': 1, 'layers': ...}}")
+        if entry.get("version", 1) != FORMAT_VERSION:
+            raise ValueError(
+                f"{path}: {RECORD} has version {entry['version']!r}, this package knows {FORMAT_VERSION}; upgrade it"
+            )
         return entry
     card = _file(path, "README.md", hub)
     tags = ModelCard.load(card, ignore_metadata_errors=True).data.get("tags") if card else None
     return {"layers": None} if TAG in (tags or []) else None
+
+
+def _load_base(path, base: str | Path, dtype, device) -> nn.Module:
+    try:
+        return load_causal_lm(base, dtype=dtype, device=device)
+    except OSError as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise OSError(f"{path} names the base {base} ({reason}); give it: load_adapter(path, base)") from error
 
 
 def _read_config(path, hub) -> dict:

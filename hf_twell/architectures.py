@@ -111,7 +111,9 @@ def check_convertible(model: nn.Module, sites: list[FfnSite]) -> None:
                 f"ReLU would drop from the checkpoint. {SUPPORTED}."
             )
         for name in site.form.linears:
-            _check_linear(getattr(site.module, name), f"{site.name}.{name}")
+            # A block that computes ReLU already keeps computing through its linears, whatever they are.
+            converts = not isinstance(activation, nn.ReLU)
+            _check_linear(getattr(site.module, name), f"{site.name}.{name}", converts)
         _check_formula(site, where)
 
 
@@ -163,15 +165,16 @@ def _check_complete(model, sites):
     modules = dict(_decoder_modules(model))
     named = [name for name in modules if name.rpartition(".")[2] in ("mlp", "ffn", "feed_forward")]
     # Some have no block of their own: their linears lie in the layer.
-    blocks = named or [
+    places = named or [
         name for name, module in modules.items() if isinstance(modules.get(name.rpartition(".")[0]), nn.ModuleList)
     ]
-    unread = next((name for name in blocks if modules[name] not in [site.module for site in sites]), None)
+    unread = next((name for name in places if modules[name] not in [site.module for site in sites]), None)
     where = f"; {unread} ({_parts(modules[unread])}) cannot be read" if unread else ""
-    raise ValueError(
-        f"{type(model).__name__} has {layers} layers but {len(sites)} feed-forward blocks of a known form{where}. "
-        f"{SUPPORTED}."
-    )
+    advice = f"{SUPPORTED}."
+    if unread and type(modules[unread]).__name__.startswith("Liger"):
+        advice = "Liger's SwiGLU computes SiLU always; in a new process, apply Liger with swiglu=False."
+    blocks = f"{len(sites)} feed-forward blocks of a known form"
+    raise ValueError(f"{type(model).__name__} has {layers} layers but {blocks}{where}. {advice}")
 
 
 def _parts(module: nn.Module) -> str:
@@ -208,7 +211,7 @@ def _check_other_activations(model, sites):
             )
 
 
-def _check_linear(linear: nn.Module, name: str):
+def _check_linear(linear: nn.Module, name: str, converts: bool):
     weight = _base_layer(linear).weight
     if weight.is_meta:
         raise ValueError(
@@ -216,7 +219,7 @@ def _check_linear(linear: nn.Module, name: str):
             "(without init_empty_weights, and with a device_map that offloads nothing)."
         )
     # Eight-bit floats count as floating point too.
-    if weight.dtype not in DTYPES or type(weight.data) not in (torch.Tensor, nn.Parameter, DTensor):
+    if converts and (weight.dtype not in DTYPES or type(weight.data) not in (torch.Tensor, nn.Parameter, DTensor)):
         raise ValueError(
             f"{name} ({type(linear).__name__}) is quantized ({weight.dtype}, {type(weight.data).__name__}); convert "
             "the model in bfloat16, float16 or float32 and quantize the result."

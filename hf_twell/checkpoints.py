@@ -57,14 +57,15 @@ def whole_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]
         old.unlink(missing_ok=True)
 
 
-def save_model(model, path: str | Path, tokenizer=None, *, overwrite: bool = False, state_dict=None) -> None:
+def save_model(model, path: str | Path, tokenizer=None, *, overwrite: bool = False, state_dict=None, **options) -> None:
     """`model.save_pretrained` and the tokenizer's, into a folder that is whole or absent.
 
-    `state_dict` holds the weights of a model that is sharded over processes, gathered by all of them.
+    `state_dict` holds the weights of a model that is sharded over processes, gathered by all of them; `options` are
+    further ones of `save_pretrained`.
     """
     with whole_folder(path, overwrite=overwrite) as folder:
         try:
-            model.save_pretrained(folder, state_dict=state_dict)
+            model.save_pretrained(folder, state_dict=state_dict, **options)
         except SafetensorError as error:
             # It is what a full disk raises here, and it is no OSError.
             raise OSError(f"could not write {path}: {error}") from error

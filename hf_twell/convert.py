@@ -1,5 +1,6 @@
 """`sparsify` and `unpatch`: from a pretrained dense model to ReLU feed-forward blocks, in place."""
 
+import weakref
 from collections.abc import Iterable
 from numbers import Integral
 
@@ -61,6 +62,27 @@ def patch(model: nn.Module, sites: list[FfnSite], chosen: list[int], backend: st
     model.config.twell = {"version": FORMAT_VERSION, "layers": chosen if len(chosen) < len(sites) else None}
     if hasattr(model, "add_model_tags"):
         model.add_model_tags(TAG)
+    if hasattr(model, "push_to_hub"):
+        model.push_to_hub = PushToHub(model)
+
+
+class PushToHub:
+    """The `push_to_hub` that a sparsified model gets: Transformers' own would publish a card of its own.
+
+    It holds the model weakly: a cycle would keep the weights in memory until the next garbage collection.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = weakref.ref(model)
+
+    def __call__(self, repo_id: str, **options) -> dict:
+        """`hf_twell.push_to_hub(model, repo_id, ...)`."""
+        from hf_twell.hub import push_to_hub
+
+        return push_to_hub(self._model(), repo_id, **options)
+
+    def __reduce__(self):
+        return PushToHub, (self._model(),)
 
 
 def unpatch(model: nn.Module) -> nn.Module:
@@ -72,6 +94,8 @@ def unpatch(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, SparseFfn):
             _restore_stock(module)
+        if isinstance(vars(module).get("push_to_hub"), PushToHub):
+            del module.push_to_hub
     return model
 
 
@@ -85,11 +109,12 @@ def check_entry(config) -> dict | None:
     entry = getattr(config, "twell", None)
     if entry is None:
         return None
-    if not isinstance(entry, dict) or not isinstance(entry.get("version"), int):
+    version = entry.get("version") if isinstance(entry, dict) else None
+    if not isinstance(version, int) or version is True or version < 1:
         raise ValueError(f"the config's twell entry is {entry!r}; this package writes {{'version': 1, 'layers': ...}}")
-    if entry["version"] > FORMAT_VERSION:
+    if version > FORMAT_VERSION:
         raise ValueError(
-            f"the config's twell entry has version {entry['version']}, this package knows {FORMAT_VERSION}; upgrade it"
+            f"the config's twell entry has version {version}, this package knows {FORMAT_VERSION}; upgrade it"
         )
     if "unfinished" in entry:
         raise ValueError(

@@ -21,8 +21,10 @@ from transformers import (
 
 from hf_twell import ops
 from hf_twell.architectures import activation_keys, find_ffns
+from hf_twell.config_files import one_line_errors, read_config
 from hf_twell.convert import check_entry, chosen_layers, patch
 from hf_twell.weight_files import (
+    check_complete,
     check_finite,
     check_shapes,
     check_sizes,
@@ -55,7 +57,7 @@ class TwellModel:
         if path is None:  # a state dict in hand
             return super().from_pretrained(path, *model_args, config=config, **options)
         hub = hub_options(options)
-        raw, _ = PreTrainedConfig.get_config_dict(path, **hub)
+        raw = read_config(path, **hub)
         files = weight_files(path, **hub)
         shapes = tensor_shapes(files)
         stock_type = cls.config_class.model_type
@@ -65,25 +67,27 @@ class TwellModel:
             model, info = cls._from_reference(path, raw, files, shapes, config, options)
         elif given_type == stock_type:
             if not isinstance(config, PreTrainedConfig) and not options.get("ignore_mismatched_sizes"):
-                cls._check_config(path, cls.config_class.from_dict(copy.deepcopy(raw)), shapes)
+                with one_line_errors(f"{path}: its config.json makes no model"):
+                    cls._check_config(path, cls.config_class.from_dict(copy.deepcopy(raw)), shapes)
             options |= {"use_safetensors": True, "output_loading_info": True}
             model, info = super().from_pretrained(path, *model_args, config=config, **options)
         else:
             raise ValueError(f"{path} is a {given_type!r} model; {cls.__qualname__} takes {', '.join(cls._types())}")
-        check_finite(path, model)
-        missing = sorted(info["missing_keys"])
-        if missing and not wants_info:
-            raise ValueError(
-                f"{path} lacks {missing[0]} ({len(missing)} tensors are missing); fetch the whole checkpoint, or "
-                "ask for output_loading_info=True to get these at random and be told which"
-            )
+        check_finite(path, model.named_parameters())
+        if not wants_info:
+            check_complete(path, info["missing_keys"])
         return (model, info) if wants_info else model
 
     @classmethod
     def _from_reference(cls, path, raw, files, shapes, config, options):
         """Load what the paper's authors' classes saved; see `reference_config` and `reference_weights`."""
-        config = reference_config(path, raw, shapes) if config is None else config
-        cls._check_config(path, config, _upright_shapes(shapes, config))
+        with one_line_errors(f"{path}: its config.json makes no model"):
+            if config is None:
+                config = reference_config(path, raw, shapes)
+                kept = ("dtype", "torch_dtype", "attn_implementation")
+                for name in [name for name in options if hasattr(config, name) and name not in kept]:
+                    setattr(config, name, options.pop(name))  # as from_pretrained of a stock class does
+            cls._check_config(path, config, _upright_shapes(shapes, config))
         weights = reference_weights(path, raw, files, shapes, config)
         for name in (*hub_options(options), "use_safetensors"):
             options.pop(name, None)
@@ -108,12 +112,6 @@ class TwellModel:
     def _types(cls):
         stock_type = cls.config_class.model_type
         return [stock_type, *(name for name, stock in REFERENCE_TYPES.items() if stock == stock_type)]
-
-    def push_to_hub(self, repo_id: str, **options):
-        """`hf_twell.push_to_hub(model, repo_id, ...)`: weights and config in stock form, with our model card."""
-        from hf_twell.hub import push_to_hub
-
-        return push_to_hub(self, repo_id, **options)
 
 
 class TwellLlamaForCausalLM(TwellModel, LlamaForCausalLM):

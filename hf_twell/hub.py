@@ -3,13 +3,14 @@
 import functools
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, HfApi, get_token
+from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, get_token
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
+from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_twell.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, RECORD, save_adapter, sparse_base
@@ -31,9 +32,13 @@ def push_to_hub(
     base_model: str | None = None,
     sparsity: Mapping | None = None,
     scores: Mapping | None = None,
+    max_shard_size: int | str | None = None,
     **options,
 ) -> dict:
     """Publish a sparsified model, or the adapter of a PEFT model on a sparsified base, with our model card.
+
+    A sparsified model's own `model.push_to_hub(repo_id, ...)` is this, until `unpatch`; it takes all arguments of
+    Transformers' method.
 
     Args:
         model: a sparsified Transformers model, or a PEFT model around one.
@@ -42,17 +47,21 @@ def push_to_hub(
         base_model: Hub name of the dense model it was made from; by default where the model was loaded from.
         sparsity: what `measure_sparsity` returned, for the card.
         scores: what `evaluate` returned, for the card.
-        options: `token`, `private`, `revision`, `commit_message`, as `push_folder` has them.
+        max_shard_size: of the weight files, as `save_pretrained` has it.
+        options: `card`, `tags`, `token`, `private`, `revision`, `commit_message`, ..., as `push_folder` has them.
 
     Returns, Raises: as `push_folder`; ValueError where the model has no sparse blocks.
     """
-    if not sparse_ffns(model):
+    if not isinstance(model, nn.Module) or not sparse_ffns(model):
         raise ValueError(
             f"{type(model).__name__} has no sparse blocks; call hf_twell.sparsify(model), or push it as it is"
         )
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "model")
-        (save_adapter if hasattr(model, "peft_config") else save_model)(model, folder, tokenizer)
+        if hasattr(model, "peft_config"):
+            save_adapter(model, folder, tokenizer)
+        else:
+            save_model(model, folder, tokenizer, **({"max_shard_size": max_shard_size} if max_shard_size else {}))
         base_model = base_model or model.config._name_or_path
         return push_folder(folder, repo_id, base_model=base_model, sparsity=sparsity, scores=scores, **options)
 
@@ -65,10 +74,13 @@ def push_folder(
     sparsity: Mapping | None = None,
     scores: Mapping | None = None,
     card: str | Path | None = None,
-    token: str | None = None,
+    tags: Iterable[str] | None = None,
+    token: str | bool | None = None,
     private: bool | None = None,
     revision: str | None = None,
-    commit_message: str = "Upload sparse model",
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    create_pr: bool = False,
 ) -> dict:
     """Publish the folder of a sparse model or adapter in one commit; the folder itself is only read.
 
@@ -76,12 +88,15 @@ def push_folder(
         folder: what `save_pretrained`, `save_adapter` or the commands wrote.
         base_model, sparsity, scores: see `push_to_hub`.
         card: a README.md to publish in place of ours.
+        tags: further tags for the card.
         token: by default $HF_TOKEN or what `hf auth login` stored; it is put into no message.
         private: make a new repository private.
         revision: branch to commit to.
+        commit_message, commit_description: by default "Upload sparse model" and nothing.
+        create_pr: open a pull request with the commit.
 
     Returns:
-        {"repo_id", "url", "commit", "files"}.
+        {"repo_id", "url", "commit", "files"}; `url` is the pull request's where one was opened.
 
     Raises:
         ValueError: no sparse model in the folder, damaged weights, or figures of another model.
@@ -92,6 +107,10 @@ def push_folder(
     text = folder_card(folder, repo_id, base_model=base_model, sparsity=sparsity, scores=scores)
     if card is not None:
         text = Path(card).read_text(encoding="utf-8")
+    if tags:
+        tagged = ModelCard(text)
+        tagged.data.tags = list(dict.fromkeys([*(tagged.data.tags or []), *tags]))
+        text = str(tagged)
     paths = sorted(
         path for path in folder.iterdir() if path.is_file() and not any(fnmatch(path.name, p) for p in LEFT_OUT)
     )
@@ -102,11 +121,19 @@ def push_folder(
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
-        commit = api.create_commit(repo_id, operations, commit_message=commit_message, revision=revision)
+        commit = api.create_commit(
+            repo_id,
+            operations,
+            commit_message=commit_message or "Upload sparse model",
+            commit_description=commit_description,
+            revision=revision,
+            create_pr=create_pr,
+        )
     except Exception as error:
         raise OSError(_broken_off(error, repo_id, token)) from None  # its traceback may hold the token
     files = [operation.path_in_repo for operation in operations]
-    return {"repo_id": repo_id, "url": f"{api.endpoint}/{repo_id}", "commit": commit.oid, "files": files}
+    url = commit.pr_url or f"{api.endpoint}/{repo_id}"
+    return {"repo_id": repo_id, "url": url, "commit": commit.oid, "files": files}
 
 
 def folder_card(folder: str | Path, repo_id: str, *, base_model=None, sparsity=None, scores=None) -> str:
@@ -186,10 +213,10 @@ def _logged_sparsity(trainer, model) -> dict | None:
     return {**{key: row[f"twell/{key}"] for key in ("l0", "density", "dead")}, "layers": layers, "where": where}
 
 
-def _broken_off(error: Exception, repo_id: str, token: str | None) -> str:
+def _broken_off(error: Exception, repo_id: str, token: str | bool | None) -> str:
     # Of the Hub's many lines the first says it.
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    for secret in {token, get_token()} - {None, ""}:
+    for secret in {token, get_token()} - {None, "", True, False}:
         reason = reason.replace(secret, "***")
     status = error.response.status_code if isinstance(error, HfHubHTTPError) and error.response is not None else None
     if status in (401, 403):

@@ -3,10 +3,19 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from hf_twell.config_files import one_line_errors, read_config
+from hf_twell.convert import check_entry
 from hf_twell.custom_models import reference_class
-from hf_twell.weight_files import check_finite, check_sizes, tensor_shapes, weight_files
+from hf_twell.weight_files import (
+    check_complete,
+    check_finite,
+    check_shapes,
+    check_sizes,
+    tensor_shapes,
+    weight_files,
+)
 
 
 def load_causal_lm(path: str | Path, *, dtype=None, device: str | torch.device = "cpu", **hub):
@@ -16,24 +25,25 @@ def load_causal_lm(path: str | Path, *, dtype=None, device: str | torch.device =
         hub: `revision`, `token`, `cache_dir` and the like, for a Hub name.
 
     Raises:
-        ValueError, OSError: no model, pickled, missing, mis-shaped or non-finite weights, or code of its own needed.
+        ValueError, OSError: no model, pickled, missing, mis-shaped or non-finite weights, a config that makes no model,
+            a `twell` entry that cannot be true, or code of its own needed.
     """
     path = str(path)
     if Path(path).is_dir() and not Path(path, "config.json").is_file():
         raise ValueError("the folder has no config.json")
-    raw, _ = PreTrainedConfig.get_config_dict(path, **hub)
+    raw = read_config(path, **hub)
     cls = reference_class(raw.get("model_type"))
     if cls is not None:
         return cls.from_pretrained(path, dtype=dtype or "auto", **hub).to(device)
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False, **hub)
-    check_sizes(path, config, tensor_shapes(weight_files(path, **hub)))
+    with one_line_errors(f"{path}: its config.json makes no model"):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, **hub)
+        check_entry(config)
+        shapes = tensor_shapes(weight_files(path, **hub))
+        check_sizes(path, config, shapes)
+        with torch.device("meta"):
+            check_shapes(path, AutoModelForCausalLM.from_config(config, trust_remote_code=False), shapes)
     options = {"dtype": dtype or "auto", "use_safetensors": True, "trust_remote_code": False}
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, **options, **hub)
-    except RuntimeError as error:
-        if "ignore_mismatched_sizes" not in str(error):
-            raise
-        # Transformers has logged a table of the tensors; its message only points there.
-        raise ValueError("tensors do not have the shapes that config.json gives them (see the table above)") from error
-    check_finite(path, model)
+    model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options, **hub)
+    check_complete(path, info["missing_keys"])
+    check_finite(path, model.named_parameters())
     return model.to(device)

@@ -124,7 +124,7 @@ def sampled_density(x, w_gate, b_gate=None) -> float:
 def active_share(x, w_gate, b_gate, tokens: int, neurons: int) -> torch.Tensor:
     """Share of active pairs, (), among at most so many of x's tokens and about so many of the neurons."""
     x_TD = x.reshape(-1, x.shape[-1])
-    # Spread by the golden ratio: an even stride can meet the same position of every sequence, and first ones are densest.
+    # Spread by the golden ratio: an even stride can meet one position of every sequence, and first ones are densest.
     total = len(x_TD)
     stride = next(n for n in range(max(1, round(0.618 * total)), 2 * total + 1) if math.gcd(n, total) == 1)
     some = x_TD[torch.arange(1, min(tokens, total) + 1, device=x.device) * stride % total]

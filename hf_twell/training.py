@@ -233,6 +233,8 @@ def _check_keys(data: dict, cls: type, where: str) -> None:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+            if cls is Recipe and key in TrainingArguments.__dataclass_fields__:
+                hint = f"it belongs to Trainer: write training.{key}"
             raise ValueError(f"{where} has an unknown key {key!r}; {hint}")
 
 

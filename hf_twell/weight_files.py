@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -97,14 +98,24 @@ def check_shapes(path, model: nn.Module, shapes: dict[str, Shape]) -> None:
             raise ValueError(f"{path}: {name} has shape {shapes[name]}, but config.json makes it {tuple(tensor.shape)}")
 
 
+def check_complete(path, missing) -> None:
+    """Refuse a model some of whose tensors were in no file: Transformers leaves them at random.
+
+    Raises:
+        ValueError: naming the first of the `missing_keys` that `from_pretrained` reported.
+    """
+    if missing:
+        raise ValueError(f"{path} lacks {min(missing)} ({len(missing)} tensors are missing); fetch the whole of it")
+
+
 @torch.no_grad()
-def check_finite(path, model: nn.Module) -> None:
+def check_finite(path, named_weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Refuse weights that are NaN or infinite: every output would be NaN, and every measured density a lie.
 
     Raises:
         ValueError: naming the first such tensor.
     """
-    for name, weight in model.named_parameters():
+    for name, weight in named_weights:
         if weight.is_meta or not weight.is_floating_point():
             continue
         # A sum is one pass without a copy; it is finite only if every value is, except where finite ones overflow.

@@ -149,11 +149,14 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = base64.b64decode(value["content"])
             elif item["key"] == "lfsFile":
                 files[value["path"]] = self.server.objects[value["oid"]]
-        self.server.repos[repo] = files
         oid = hashlib.sha1(body).hexdigest()
-        self.server.commits[repo] = oid
         url = f"{self.server.endpoint}/{repo}/commit/{oid}"
-        self.answer({"success": True, "commitOid": oid, "commitUrl": url, "hookOutput": ""})
+        answer = {"success": True, "commitOid": oid, "commitUrl": url, "hookOutput": ""}
+        if "create_pr=1" in self.path:
+            return self.answer({**answer, "pullRequestUrl": f"{self.server.endpoint}/{repo}/discussions/1"})
+        self.server.repos[repo] = files
+        self.server.commits[repo] = oid
+        return self.answer(answer)
 
     def info(self, body, repo, revision=None):
         if repo not in self.server.repos:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_twell import (
@@ -172,6 +173,46 @@ def test_bases_that_cannot_be_converted_are_refused(base, tmp_path):
     weights.rename(weights.with_name("adapter_model.bin"))
     with pytest.raises(ValueError, match="pickled weights are refused"):
         load_adapter(tmp_path / "adapter")
+
+
+def change_config(folder, **changes):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def change_weights(folder, change):
+    path = folder / "adapter_model.safetensors"
+    weights = load_file(path)
+    name = min(weights)
+    weights[name] = change(weights[name])
+    save_file({key: value for key, value in weights.items() if value is not None}, path)
+
+
+DAMAGES = {
+    "NaN": (lambda f: change_weights(f, lambda w: w * float("nan")), "values that are NaN or infinite"),
+    "shape": (lambda f: change_weights(f, lambda w: w[:, :3].clone()), "does not fit its base (RuntimeError"),
+    "a tensor missing": (lambda f: change_weights(f, lambda w: None), "lacks base_model.model.model.layers.0"),
+    "half a file": (lambda f: (f / "adapter_model.safetensors").write_bytes(b"x" * 50), "no whole safetensors file"),
+    "huge rank": (lambda f: change_config(f, r=2**40), "does not fit its base"),
+    "unknown kind": (lambda f: change_config(f, peft_type="EVIL"), "does not fit its base (KeyError"),
+    "entry of the future": (
+        lambda f: change_config(f, base_sparsified_by_hf_twell={"version": 99, "layers": None}),
+        "has version 99",
+    ),
+    "base of no name": (lambda f: change_config(f, base_model_name_or_path=5), "does not name its base"),
+    "base that is gone": (lambda f: change_config(f, base_model_name_or_path="/absent"), "names the base /absent"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_hostile_adapters(base, tmp_path, damage):
+    save_adapter(with_lora(sparsify(AutoModelForCausalLM.from_pretrained(base))), tmp_path / "adapter")
+    change, message = DAMAGES[damage]
+    change(tmp_path / "adapter")
+    with pytest.raises((ValueError, OSError)) as caught:
+        load_adapter(tmp_path / "adapter")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 # Sparse training with adapters.

@@ -18,7 +18,7 @@ from hf_twell import (
     workload,
     workload_llama,
 )
-from hf_twell.cli import bench
+from hf_twell.cli import bench, main
 from hf_twell.workload import make_ffn, patched_block
 
 TINY = {"hidden": 128, "intermediate": 512, "layers": 2, "vocabulary": 2048}
@@ -254,6 +254,14 @@ def test_wrong_training_is_refused():
         benchmark_check.check_training(losses, {**errors, "sparse": {"up_proj": 0.021}}, 3.0, torch.bfloat16)
     with pytest.raises(ValueError, match="the loss of liger is"):
         benchmark_check.check_training({**losses, "liger": 3.1}, errors, 3.0, torch.bfloat16)
+
+
+@pytest.mark.parametrize("option", ["--tokens", "--layers", "--batch", "--repeats", "--hidden"])
+@pytest.mark.parametrize("value", ["0", "-3", "2.5"])
+def test_sizes_that_are_none(capsys, option, value):
+    with pytest.raises(SystemExit):
+        main(["bench", "ffn", f"{option}={value}"])
+    assert f"argument {option}: {value}: give a whole number, 1 or more" in capsys.readouterr().err
 
 
 def test_energy_on_a_cpu_is_refused(capsys):

@@ -135,6 +135,7 @@ def test_mistakes_end_in_one_line(arguments, says, tmp_path, capsys, monkeypatch
     ("change", "says"),
     [
         ("l1_wieght=1", "did you mean 'l1_weight'"),
+        ("learning_rate=1e-3", "write training.learning_rate"),
         ("training.max_step=1", "did you mean 'max_steps'"),
         ("l1_weight=much", "a number of at least 0"),
         ("l1_weight=-1", "a number of at least 0"),

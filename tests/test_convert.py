@@ -1,11 +1,13 @@
 """What a model keeps through `sparsify` and `unpatch`, and through everything that is done to models."""
 
 import copy
+import gc
 import io
 import json
 import pickle
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -109,6 +111,19 @@ def test_unpatch():
     untouched = tiny_llama()
     before = logits(untouched)
     assert torch.equal(logits(unpatch(untouched)), before)
+    assert "push_to_hub" not in vars(unpatch(sparsify(untouched)))
+
+
+def test_memory_is_given_back_at_once():
+    """Without waiting for the garbage collector, which does not know how much a GPU holds."""
+    model = sparsify(tiny_llama())
+    gone = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_optimizer_and_tied_weights_stay():
@@ -202,6 +217,7 @@ def test_copies(again):
     twin = again(model)
     assert torch.equal(logits(twin), logits(model))
     if again is not copy.copy:
+        assert twin.push_to_hub._model() is twin
         unpatch(twin)
         assert len(sparse_ffns(model)) == 2, "a copy is a model of its own"
 

@@ -20,6 +20,7 @@ from transformers import (
 
 from hf_twell import TwellLlamaForCausalLM, TwellQwen2ForCausalLM, TwellQwen3ForCausalLM, sparsify, unpatch
 from hf_twell.modeling import SparseFfn, sparse_ffns
+from tests import authors
 from tests.conftest import TINY
 
 FAMILIES = {
@@ -186,69 +187,32 @@ def test_copies_and_pickle(family):
         assert torch.equal(logits(twin), logits(model))
 
 
-# The checkpoints of the paper's authors. `AuthorsMlp` computes and stores as their class does (hybrid training keeps
-# down_proj as (F, D) from the start, and its kernel multiplies by it untransposed).
+# The checkpoints of the paper's authors, each written by a class that does what theirs does; see `tests/authors.py`.
 
 
-class AuthorsMlp(nn.Module):
-    def __init__(self, hidden, intermediate, hybrid, gated=True):
-        super().__init__()
-        if gated:
-            self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
-        self.hybrid = hybrid
-        if hybrid:
-            self.down_proj.weight.data = self.down_proj.weight.data.t().contiguous()
-
-    def forward(self, x):
-        gate = torch.relu(self.gate_proj(x)) * self.up_proj(x)
-        return gate @ self.down_proj.weight if self.hybrid else self.down_proj(gate)
-
-
-class AuthorsLlama(LlamaForCausalLM):
-    pass
-
-
-class AuthorsQwen2(Qwen2ForCausalLM):
-    pass
-
-
-def authors_model(tmp_path, kind="llama", hybrid=False, square=False, gated=True):
-    """Saved by save_pretrained of a class that holds what theirs holds; returns its own logits."""
-    cls, config_class = {"llama": (AuthorsLlama, LlamaConfig), "qwen2": (AuthorsQwen2, Qwen2Config)}[kind]
+def authors_model(path, kind="llama", square=False, dtype=torch.float32, max_shard_size="5GB", **changes):
+    """Saved by its own save_pretrained; returns the logits that the class itself computed."""
+    model_class, config_class = authors.CLASSES[kind]
     torch.manual_seed(3)
-    intermediate = 32 if square else 56
-    config = config_class(**{**TINY, "intermediate_size": 40, "tie_word_embeddings": True})
-    model = cls(config).eval()
-    for layer in model.model.layers:
-        layer.mlp = AuthorsMlp(32, intermediate, hybrid, gated)
-    truth = logits(model) if gated else None
-    model.save_pretrained(tmp_path)
-    raw = json.loads((tmp_path / "config.json").read_text())
-    raw |= {
-        "model_type": f"{kind}_sparse_relu",
-        "architectures": [f"Sparse{kind.capitalize()}ForCausalLM"],
-        "auto_map": {"AutoModelForCausalLM": "sparse_models.SparseLlamaForCausalLM"},
-        "is_llama_config": True,
-        "sparsity_gated_mlp": gated,
-        "sparsity_l1_coeff": 2e-5,
-        "sparsity_new_intermediate_size": intermediate,
-        "sparsity_use_hybrid_kernel": hybrid,
-        "sparsity_mlp_execution_logic": "training",
-    }
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    return truth
+    config = {**TINY, "intermediate_size": 40, "tie_word_embeddings": True}
+    config = config_class(**config, sparsity_new_intermediate_size=32 if square else 56, **changes)
+    model = model_class._from_config(config, dtype=dtype).eval()  # as AutoModelForCausalLM.from_config does
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    return logits(model)
 
 
 @pytest.mark.parametrize("square", [False, True])
 @pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_checkpoints_of_the_authors(tmp_path, kind, hybrid, square):
-    truth = authors_model(tmp_path / "theirs", kind, hybrid, square)
+    truth = authors_model(tmp_path / "theirs", kind, square, sparsity_use_hybrid_kernel=hybrid)
+    theirs = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert (theirs["model_type"], theirs["hidden_act"]) == (f"{kind}_sparse_relu", "silu")
+    assert theirs["auto_map"]["AutoModelForCausalLM"].startswith("authors.Sparse")
+    assert (tmp_path / "theirs" / "authors.py").is_file(), "code of its own, which is not run"
     twell, stock, _ = FAMILIES[kind]
     model = twell.from_pretrained(tmp_path / "theirs", backend="reference")
-    torch.testing.assert_close(logits(model), truth, atol=1e-5, rtol=1e-5)
+    assert torch.equal(logits(model), truth)
     assert model.config.model_type == kind
     assert model.config.intermediate_size == (32 if square else 56)
     model.save_pretrained(tmp_path / "ours")
@@ -260,20 +224,38 @@ def test_checkpoints_of_the_authors(tmp_path, kind, hybrid, square):
     assert torch.equal(logits(again), logits(model))
 
 
-def test_authors_hidden_act_is_ignored_and_dtype_kept(tmp_path):
-    authors_model(tmp_path)
-    weights = {name: tensor.bfloat16() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    raw = json.loads((tmp_path / "config.json").read_text())
-    assert raw["hidden_act"] == "silu"
-    (tmp_path / "config.json").write_text(json.dumps({**raw, "dtype": "bfloat16"}))
-    model = TwellLlamaForCausalLM.from_pretrained(tmp_path)
+def test_authors_shards_and_the_arguments_of_the_stock_class(tmp_path):
+    truth = authors_model(tmp_path, sparsity_use_hybrid_kernel=True, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
+    options = {"attention_dropout": 0.25, "attn_implementation": "sdpa", "offload_folder": tmp_path / "offloaded"}
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    for device_map in ("cpu", {**places, "model.layers": "disk"}):
+        model = TwellLlamaForCausalLM.from_pretrained(
+            tmp_path, backend="reference", device_map=device_map, output_loading_info=False, **options
+        )
+        assert torch.equal(logits(model), truth)
+        assert model.config.attention_dropout == 0.25
+        assert len(sparse_ffns(model)) == 3
+
+
+def test_authors_biases(tmp_path):
+    truth = authors_model(tmp_path / "llama", mlp_bias=True, sparsity_use_hybrid_kernel=True)
+    assert torch.equal(logits(TwellLlamaForCausalLM.from_pretrained(tmp_path / "llama", backend="reference")), truth)
+    authors_model(tmp_path / "qwen2", "qwen2", mlp_bias=True)
+    with pytest.raises(ValueError, match=r"mlp.down_proj.bias has no place in a stock Qwen2ForCausalLM"):
+        TwellQwen2ForCausalLM.from_pretrained(tmp_path / "qwen2")
+
+
+def test_authors_dtype_is_kept(tmp_path):
+    truth = authors_model(tmp_path, dtype=torch.bfloat16)
+    model = TwellLlamaForCausalLM.from_pretrained(tmp_path, backend="reference")
     assert model.dtype == torch.bfloat16
     assert model.config.hidden_act == "relu"
+    assert torch.equal(logits(model), truth)
 
 
 def test_authors_without_a_gate_are_refused(tmp_path):
-    authors_model(tmp_path, gated=False)
+    authors_model(tmp_path, sparsity_gated_mlp=False)
     with pytest.raises(ValueError, match="3 blocks and 0 gates"):
         TwellLlamaForCausalLM.from_pretrained(tmp_path)
 
@@ -348,6 +330,17 @@ DAMAGES = {
         "for a model of 3 layers",
     ),
     "layers as text": (lambda f: damage_config(f, twell={"version": 1, "layers": "all"}), "layers='all'"),
+    "version as truth": (lambda f: damage_config(f, twell={"version": True, "layers": None}), "twell entry is"),
+    "version zero": (lambda f: damage_config(f, twell={"version": 0, "layers": None}), "twell entry is"),
+    "size as text": (lambda f: damage_config(f, hidden_size="32"), "makes no model (StrictDataclassFieldValidation"),
+    "no heads": (lambda f: damage_config(f, num_attention_heads=0), "makes no model (ZeroDivisionError"),
+    "unknown activation": (lambda f: damage_config(f, hidden_act="evil", twell=None), "makes no model (KeyError"),
+    "unknown rotation": (lambda f: damage_config(f, rope_parameters={"rope_type": "evil"}), "makes no model (KeyError"),
+    "unknown dtype": (lambda f: damage_config(f, dtype="load"), "dtype='load'"),
+    "kind as a list": (lambda f: damage_config(f, model_type=["llama"]), "model_type=['llama']"),
+    "code for attention": (lambda f: damage_config(f, _attn_implementation="me/evil"), "code from 'me/evil'"),
+    "a list for a config": (lambda f: (f / "config.json").write_text("[]"), "holds no mapping"),
+    "deep nesting": (lambda f: (f / "config.json").write_text("[" * 100_000), "holds no mapping"),
 }
 
 
@@ -387,6 +380,11 @@ def test_missing_tensors_on_request(folder):
 def test_another_architecture_is_refused(folder):
     with pytest.raises(ValueError, match="'llama' model; TwellQwen2ForCausalLM takes qwen2, qwen2_sparse_relu"):
         TwellQwen2ForCausalLM.from_pretrained(folder)
+
+
+def test_a_folder_that_is_not_there():
+    with pytest.raises(OSError, match=r"no folder at \./absent; give a model's folder, or its name on the Hub"):
+        TwellLlamaForCausalLM.from_pretrained("./absent")
 
 
 def test_remote_code_is_never_run(folder):

@@ -15,7 +15,7 @@ from tests.hub_server import HubServer
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "recipes" / "demo"
-PAGES = [ROOT / "docs" / f"{n}.md" for n in ("adapters", "checkpoints", "company", "evaluation", "hub", "inspect")]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 # What a page may leave to its reader: a model folder, text, lm-eval's rows.
 PREAMBLE = """
 import sys, torch
@@ -32,9 +32,13 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
 def test_no_block_of_another_kind(page):
-    assert set(re.findall(r"^```(\w+)", page.read_text(), re.MULTILINE)) <= {"python", "bash"}
+    """None that the tests here and in test_readme.py would pass over."""
+    fences = re.findall(r"^\s*```(.*)$", page.read_text(), re.MULTILINE)
+    assert set(fences[::2]) <= {"python", "bash"}
+    assert set(fences[1::2]) <= {""}
+    assert len(fences) == 2 * (len(blocks(page, "python")) + len(blocks(page, "bash")))
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)

@@ -154,7 +154,11 @@ twell.push_to_hub("me/custom", sparsity=hf_twell.measure_sparsity(twell, [torch.
 hf_twell.push_to_hub(lora(), "me/lora")
 stock = hf_twell.sparsify(AutoModelForCausalLM.from_pretrained("dense"))
 hf_twell.push_to_hub(stock, "me/stock", base_model="their/base")
-stock.push_to_hub("me/stock")  # Transformers' own: it keeps a card that is there
+options = dict(commit_message="first", commit_description="of two", private=True, token=True, create_pr=False)
+stock.push_to_hub("me/own-method", max_shard_size="20KB", tags=["mine"], **options)
+assert stock.push_to_hub("me/own-method", create_pr=True, tags=["later"])["url"].endswith("me/own-method/discussions/1")
+hf_twell.unpatch(stock).push_to_hub("me/unpatched")
+hf_twell.sparsify(stock).push_to_hub("me/unpatched")
 """
 
 
@@ -163,13 +167,13 @@ def test_trainer_models_and_adapters(hub, tmp_path):
     assert done.returncode == 0, done.stderr
     assert hub.token not in done.stdout + done.stderr
     truth = logits(hf_twell.sparsify(tiny_llama().eval(), backend="reference"))
-    for name in ("trained", "unnamed", "custom", "stock"):
+    for name in ("trained", "unnamed", "custom", "stock", "own-method", "unpatched"):
         published = hub.repos[f"me/{name}"]
         config = json.loads(published["config.json"])
         assert (config["architectures"], config["hidden_act"]) == (["LlamaForCausalLM"], "relu"), name
         assert "hf_twell" in metadata(published["README.md"].decode())["tags"], name
         assert "hf_twell.sparsify(model)" in published["README.md"].decode(), name
-        if name not in ("trained", "unnamed"):
+        if name in ("custom", "stock", "unpatched"):
             model = tiny_llama(hidden_act="relu").eval()
             model.load_state_dict(load(published["model.safetensors"]))
             assert torch.equal(logits(model), truth)
@@ -183,6 +187,11 @@ def test_trainer_models_and_adapters(hub, tmp_path):
     stock = hub.repos["me/stock"]["README.md"].decode()
     assert "## Sparsity" not in stock, "nothing was measured"
     assert metadata(stock)["base_model"] == "their/base"
+    assert "model.safetensors.index.json" in hub.repos["me/own-method"]
+    tags = metadata(hub.repos["me/own-method"]["README.md"].decode())["tags"]
+    assert "mine" in tags
+    assert "later" not in tags, "that one is in a pull request"
+    assert "automatically generated" not in hub.repos["me/unpatched"]["README.md"].decode(), "ours replaces it"
 
     for name in ("trained-lora", "lora"):
         published = hub.repos[f"me/{name}"]
@@ -322,5 +331,6 @@ def test_folders_that_are_refused(sparse, tmp_path, capsys):
     refused(torn, "holds no model.safetensors")
     assert main(["push", str(sparse), "not a name", "--json"]) == 1
     assert "not a name" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="has no sparse blocks"):
-        hf_twell.push_to_hub(tiny_llama(), "me/x")
+    for model in (tiny_llama(), AutoTokenizer.from_pretrained(DEMO)):
+        with pytest.raises(ValueError, match="has no sparse blocks"):
+            hf_twell.push_to_hub(model, "me/x")

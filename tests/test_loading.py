@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM
 from hf_twell.cli import main
 from hf_twell.loading import load_causal_lm
 from hf_twell.modeling import sparse_ffns
+from tests.authors import SparseLlamaConfig, SparseLlamaForCausalLM
 from tests.conftest import tiny_llama
-from tests.test_custom_models import AuthorsMlp, damage_config, damage_weights, logits, nan, pickled
+from tests.test_custom_models import damage_config, damage_weights, logits, nan, pickled
 
 DEMO = Path(__file__).parents[1] / "recipes" / "demo" / "model"
 
@@ -40,14 +41,12 @@ def test_authors_checkpoint_through_the_commands(tmp_path, capsys):
     for name in [name for name in weights if "down_proj" in name]:
         weights[name] = weights[name].t().contiguous()
     save_file(weights, theirs / "model.safetensors", {"format": "pt"})
-    damage_config(theirs, model_type="llama_sparse_relu", sparsity_new_intermediate_size=1024)
-    model = AutoModelForCausalLM.from_pretrained(DEMO)
-    for layer in model.model.layers:
-        upright = layer.mlp
-        layer.mlp = AuthorsMlp(256, 1024, hybrid=True).to(torch.bfloat16)
-        layer.mlp.gate_proj, layer.mlp.up_proj = upright.gate_proj, upright.up_proj
-        layer.mlp.down_proj.weight.data = upright.down_proj.weight.data.t().contiguous()
-    truth = logits(model.float())
+    damage_config(theirs, model_type="llama_sparse_relu", sparsity_use_hybrid_kernel=True)
+    config = json.loads((theirs / "config.json").read_text())
+    model = SparseLlamaForCausalLM(SparseLlamaConfig.from_dict(config)).eval()
+    model.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, strict=False)
+    model.tie_weights()
+    truth = logits(model)
 
     assert main(["sparsify", str(theirs), str(ours), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["class"] == "LlamaForCausalLM"
@@ -61,7 +60,10 @@ UP = "model.layers.2.mlp.up_proj.weight"
 Q = "model.layers.1.self_attn.q_proj.weight"
 DAMAGES = {
     "shape of a block": (lambda f: damage_weights(f, UP, lambda w: w[:-1].clone()), "up_proj.weight has shape"),
-    "shape of attention": (lambda f: damage_weights(f, Q, lambda w: w[:16].clone()), "shapes that config.json gives"),
+    "shape of attention": (lambda f: damage_weights(f, Q, lambda w: w[:16].clone()), "q_proj.weight has shape"),
+    "a tensor missing": (lambda f: damage_weights(f, Q, lambda w: None), "lacks model.layers.1.self_attn.q_proj"),
+    "size as text": (lambda f: damage_config(f, hidden_size="32"), "its config.json makes no model"),
+    "a list for a config": (lambda f: (f / "config.json").write_text("[]"), "holds no mapping"),
     "NaN": (lambda f: damage_weights(f, Q, nan), "NaN or infinite"),
     "huge depth": (lambda f: damage_config(f, num_hidden_layers=10**9), "num_hidden_layers=1000000000"),
     "huge vocabulary": (lambda f: damage_config(f, vocab_size=10**13), "has shape"),

@@ -228,7 +228,7 @@ def test_a_hooked_or_replaced_projection_is_not_fused(monkeypatch):
 
 @pytest.mark.parametrize(("sequences", "length"), [(64, 2048), (8, 1024), (1, 512), (33, 48), (1, 3)])
 def test_the_sampled_density_is_not_that_of_first_tokens(sequences, length):
-    """As in real text, the first tokens of each 1,024 are dense; all strides over whole sequences meet them or miss them."""
+    """As in real text, the first tokens of each 1,024 are dense; strides over whole sequences meet all or none."""
     x = torch.full((sequences, length, 1), -1.0)
     x.view(-1, 1)[torch.arange(sequences * length) % min(length, 1024) < length // 64] = 1.0
     truth = (x > 0).float().mean().item()

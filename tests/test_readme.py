@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from hf_twell.training import load_recipe
 from tests.conftest import shared_path
 
 ROOT = Path(__file__).parents[1]
@@ -77,6 +78,40 @@ def test_commands(tmp_path):
             timeout=200,
         )
         assert done.returncode == 0, done.stderr[-2000:]
+
+
+def other_commands() -> list[str]:
+    found = re.findall(r"```bash\n(.*?)```", README + (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    lines = [line.split("#")[0].strip() for block in found for line in block.splitlines()]
+    return list(dict.fromkeys(line for line in lines if line and not line.startswith("hf-twell")))
+
+
+@pytest.mark.parametrize("command", other_commands())
+def test_scripts(command, tmp_path):
+    """As they stand, but small: `make` says what it would do, FSDP2 (which needs GPUs) reads its files alone."""
+    tool, *arguments = shlex.split(command)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    text, model = DEMO / "text" / "heldout.txt", DEMO / "model"
+    small = [f"output_dir={tmp_path / 'out'}", f"model={model}", f"train={text}", f"heldout={tmp_path / 'text.txt'}"]
+    small += ["sequence_length=32", "training.max_steps=1", "training.use_cpu=true", "training.bf16=false"]
+    small += ["training.per_device_train_batch_size=2", "training.gradient_accumulation_steps=1"]
+    (tmp_path / "text.txt").write_text(text.read_text()[:2000])
+    if tool == "make":
+        tool, arguments = "make", ["--dry-run", *arguments]
+    elif "recipes/study.py" in arguments:
+        (tmp_path / "DIR").mkdir()
+        arguments = [str(tmp_path / a) if a in ("DIR", "out/study") else a for a in arguments] + ["--list"]
+    elif "--config_file" in arguments:
+        recipe = load_recipe(ROOT / arguments[-2], arguments[-1:])
+        assert recipe.revive_after is None
+        return
+    else:
+        arguments += small
+    program = {"python": [sys.executable], "make": ["make"]}.get(tool)
+    program = program or [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
+    done = subprocess.run([*program, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "recipes/finetune.py" not in arguments or (tmp_path / "out").is_dir()
 
 
 @pytest.mark.parametrize("name", ["LICENSE", "CONTRIBUTING.md", "CHANGELOG.md"])

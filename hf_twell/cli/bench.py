@@ -31,17 +31,23 @@ CPU_TOKENS = [1, 4, 16, 128, 1024]
 CUDA_TOKENS = [1, 16, 64, 256, 1024, 4096, 16384, 65536]
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give a whole number, 1 or more")
+    return int(text)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=[*_CELLS], help="one block over tokens x L0, or a model")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
     parser.add_argument("--l0", type=float, nargs="+", default=[30.0], help="active neurons per token (default: 30)")
-    parser.add_argument("--hidden", type=int, default=2048, metavar="D", help="hidden size (default: 2048)")
-    parser.add_argument("--intermediate", type=int, default=5632, metavar="F", help="FFN width (default: 5632)")
+    parser.add_argument("--hidden", type=_count, default=2048, metavar="D", help="hidden size (default: 2048)")
+    parser.add_argument("--intermediate", type=_count, default=5632, metavar="F", help="FFN width (default: 5632)")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument(
-        "--repeats", type=int, help="timed turns (default: 11 for ffn, 25 on CUDA; 5 prefill and train, 3 generate)"
+        "--repeats", type=_count, help="timed turns (default: 11 for ffn, 25 on CUDA; 5 prefill and train, 3 generate)"
     )
-    parser.add_argument("--threads", type=int, help="PyTorch threads (default: as PyTorch chooses)")
+    parser.add_argument("--threads", type=_count, help="PyTorch threads (default: as PyTorch chooses)")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--energy", action="store_true", help="CUDA: also energy per token, 2 s more for each variant")
     parser.add_argument(
@@ -49,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     ffn = parser.add_argument_group("ffn")
-    ffn.add_argument("--tokens", type=int, nargs="+", help="default: from 1 to 1,024, on CUDA to 65,536")
+    ffn.add_argument("--tokens", type=_count, nargs="+", help="default: from 1 to 1,024, on CUDA to 65,536")
     ffn.add_argument(
         "--shape",
         nargs="+",
@@ -60,15 +66,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ffn.add_argument("--backward", action="store_true", help="forward and backward with the L1 term, in training")
     ffn.add_argument("--max-autotune", action="store_true", help="also max-autotune with coordinate descent (slow)")
     models = parser.add_argument_group("prefill, generate and train (random Llamas, calibrated to the workload)")
-    models.add_argument("--layers", type=int, nargs="+", default=[8], help="default: 8; also 18, 28, 38: 0.5B to 2B")
-    models.add_argument("--heads", type=int, help="attention heads (default: D / 64)")
-    models.add_argument("--kv-heads", type=int, help="key-value heads (default: as many as heads)")
-    models.add_argument("--vocabulary", type=int, default=32768, help="default: 32768")
+    models.add_argument("--layers", type=_count, nargs="+", default=[8], help="default: 8; also 18, 28, 38: 0.5B to 2B")
+    models.add_argument("--heads", type=_count, help="attention heads (default: D / 64)")
+    models.add_argument("--kv-heads", type=_count, help="key-value heads (default: as many as heads)")
+    models.add_argument("--vocabulary", type=_count, default=32768, help="default: 32768")
     models.add_argument(
-        "--batch", type=int, nargs="+", help="sequences (default: 64 for prefill, 1 for generate, 8 for train)"
+        "--batch", type=_count, nargs="+", help="sequences (default: 64 for prefill, 1 for generate, 8 for train)"
     )
-    models.add_argument("--length", type=int, default=2048, help="prefill, train: tokens of each (default: 2048)")
-    models.add_argument("--new-tokens", type=int, default=128, help="generate: tokens of each (default: 128)")
+    models.add_argument("--length", type=_count, default=2048, help="prefill, train: tokens of each (default: 2048)")
+    models.add_argument("--new-tokens", type=_count, default=128, help="generate: tokens of each (default: 128)")
     models.add_argument(
         "--steps-only", action="store_true", help="generate: time decoding steps, not `generate` itself"
     )
