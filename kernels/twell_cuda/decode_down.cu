@@ -91,7 +91,7 @@ cudaError_t launch_for(const DecodePlan& plan, const DownParams& params, cudaStr
 
 }  // namespace
 
-cudaError_t launch_down(const Ffn& ffn, const DecodePlan& plan, void* workspace, cudaStream_t stream) {
+cudaError_t launch_portable_down(const Ffn& ffn, const DecodePlan& plan, void* workspace, cudaStream_t stream) {
   const DownParams params = down_params(ffn, plan, workspace);
   return ffn.dtype == DType::kBFloat16 ? launch_for<__nv_bfloat16>(plan, params, stream)
                                        : launch_for<__half>(plan, params, stream);
@@ -111,7 +111,7 @@ cudaError_t decode(const Ffn& ffn, const Device& device, void* workspace, cudaSt
   decoding::DecodePlan plan = decoding::plan_decode(ffn);
   plan.kernels = decoding::choose_kernels(ffn, device);
   const cudaError_t error = decoding::launch_gate_up(ffn, plan, device, workspace, stream);
-  return error != cudaSuccess ? error : decoding::launch_down(ffn, plan, workspace, stream);
+  return error != cudaSuccess ? error : decoding::launch_down(ffn, plan, device, workspace, stream);
 }
 
 }  // namespace twell

@@ -43,8 +43,7 @@ inline GateUpParams gate_up_params(const Ffn& ffn, const DecodePlan& plan, void*
   params.row_bytes = 2u * static_cast<uint32_t>(ffn.hidden);
   const int64_t matrix_bytes = int64_t{2} * ffn.hidden * ffn.width;
   const int64_t most = kPrefetchBytes * kBlockNeurons / matrix_bytes;
-  params.prefetch_max_active =
-      !plan.kernels.prefetch_down ? 0 : static_cast<int>(most < kBlockNeurons ? most : kBlockNeurons);
+  params.prefetch_max_active = static_cast<int>(most < kBlockNeurons ? most : kBlockNeurons);
   return params;
 }
 

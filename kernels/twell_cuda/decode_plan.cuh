@@ -21,9 +21,9 @@ enum class LetNextStart { kEarly, kAfterGate, kAtEnd };
 // Which kernels run, and how they overlap.
 struct Kernels {
   bool bulk_gate = false;  // sm90_decode_gate_up.cu, not decode_gate_up.cu; up to 8 tokens
+  bool few = false;        // sm90_few_gate_up.cu and sm90_few_down.cu, neither of the above
   bool overlap = false;    // programmatic dependent launch
-  LetNextStart let_next_start = LetNextStart::kEarly;
-  bool prefetch_down = true;         // active rows into L2, as soon as they are known
+  LetNextStart let_next_start = LetNextStart::kEarly;  // not with `few`, which does it early
   bool down_lets_next_start = true;  // before its own work; the next call's gate rows then flow beside it
 };
 
@@ -37,7 +37,7 @@ struct DecodePlan {
   // Byte offsets in the workspace.
   int64_t masks;     // uint16 (blocks, rounded up to even)
   int64_t arrivals;  // uint32 (slices): down-kernel blocks that left their partial sums; the gate kernel sets 0
-  int64_t products;  // h
+  int64_t products;  // h; with Kernels::few as (neuron, 8 * groups tokens)
   int64_t partials;  // float (slices, splits, 8 * lane_columns * 8 * groups), where splits > 1
   int64_t bytes;
   Kernels kernels;
@@ -74,20 +74,31 @@ inline Kernels choose_kernels(const Ffn& ffn, const Device& device) {
   constexpr int64_t kLarge = int64_t{4} << 20;  // elements of a matrix
   Kernels k{};
   k.overlap = device.major >= 9;
-  k.bulk_gate = device.major == 9 && device.minor == 0 && ffn.tokens <= 8 && int64_t{ffn.hidden} * ffn.width >= kLarge;
+  const bool hopper = device.major == 9 && device.minor == 0;
+  k.bulk_gate = hopper && ffn.tokens <= 8 && int64_t{ffn.hidden} * ffn.width >= kLarge;
+  k.few = hopper && ffn.tokens > 16;
   return k;
 }
 
 // h into the workspace (decode_gate_up.cu), then y from it (decode_down.cu): the portable kernels.
 cudaError_t launch_portable_gate_up(const Ffn&, const DecodePlan&, void* workspace, cudaStream_t);
-cudaError_t launch_down(const Ffn&, const DecodePlan&, void* workspace, cudaStream_t);
-// Hopper's (sm90_decode_gate_up.cu).
+cudaError_t launch_portable_down(const Ffn&, const DecodePlan&, void* workspace, cudaStream_t);
+// Hopper's: for few tokens and large matrices (sm90_decode_gate_up.cu); for more of them (sm90_few_*.cu).
 cudaError_t launch_bulk_gate_up(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
+cudaError_t launch_few_gate_up(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
+cudaError_t launch_few_down(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
 
 inline cudaError_t launch_gate_up(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
                                   cudaStream_t stream) {
+  if (plan.kernels.few) return launch_few_gate_up(ffn, plan, device, workspace, stream);
   return plan.kernels.bulk_gate ? launch_bulk_gate_up(ffn, plan, device, workspace, stream)
                                 : launch_portable_gate_up(ffn, plan, workspace, stream);
+}
+
+inline cudaError_t launch_down(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
+                               cudaStream_t stream) {
+  return plan.kernels.few ? launch_few_down(ffn, plan, device, workspace, stream)
+                          : launch_portable_down(ffn, plan, workspace, stream);
 }
 
 // How a kernel is launched. With `overlap` it may start before the kernel ahead of it has ended.
@@ -95,6 +106,7 @@ struct Launch {
   dim3 grid;
   int threads = kDecodeThreads;
   int shared_bytes = 0;
+  int cluster = 1;
 };
 
 template <typename Params>
@@ -105,14 +117,19 @@ cudaError_t launch_kernel(void (*kernel)(Params), const Launch& launch, const Pa
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, launch.shared_bytes);
   }
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchAttribute attributes[3]{};
   int count = 1;
   // Kernels that overlap must agree on how a multiprocessor divides its memory between L1 and shared.
   attributes[0].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
-  attributes[0].val.sharedMemCarveout = kernels.bulk_gate ? 100 : 50;
+  attributes[0].val.sharedMemCarveout = kernels.bulk_gate || kernels.few ? 100 : 50;
   if (kernels.overlap) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count].val.programmaticStreamSerializationAllowed = 1;
+    ++count;
+  }
+  if (launch.cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim = {static_cast<unsigned>(launch.cluster), 1, 1};
     ++count;
   }
   cudaLaunchConfig_t config{};

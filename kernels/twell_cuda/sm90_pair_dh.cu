@@ -194,6 +194,7 @@ struct PairGradient {
       Values value = values[p];
       uint32_t pair = pairs[p] & ((1u << kPairBits) - 1), place = 0;
       if (sorted && bits != 0) place = job.own.places[part.low + p * kGroup + part.lane] + (pairs[p] >> kPairBits);
+      const uint32_t tile = tile_place(part.lane, part.warp * kWarpTokens);  // of the warp's first token
       while (bits != 0) {
         const int token = __ffs(bits) - 1;
         bits &= bits - 1;
@@ -204,21 +205,21 @@ struct PairGradient {
         const float h = unpack<T>(rounded).x, l1 = weights[token];
         const float dh = sums.values[Sums::at(token, part.lane)] + (h > 0.0f ? l1 : h < 0.0f ? -l1 : 0.0f);
         const uint32_t results = pack<T>(dh * u, dh * g);
-        store(results, pair, place, sorted, token, rounded);
+        store(results, pair, tile ^ token * 2, place, sorted, token, rounded);
         value = next;
         ++pair;
         ++place;
       }
     }
 
-    __device__ __forceinline__ void store(uint32_t results, uint32_t pair, uint32_t place, bool sorted, int token,
-                                          uint32_t h) const {
+    __device__ __forceinline__ void store(uint32_t results, uint32_t pair, uint32_t in_tile, uint32_t place,
+                                          bool sorted, int token, uint32_t h) const {
       const PairGradients& gradients = job.given.gradients;
       const Sorted& to = job.given.sorted;
       const uint16_t dg = static_cast<uint16_t>(results), du = static_cast<uint16_t>(results >> 16);
-      if (gradients.dg != nullptr) {
-        static_cast<uint16_t*>(gradients.dg)[first_pair + pair] = dg;
-        if constexpr (kGated) static_cast<uint16_t*>(gradients.du)[first_pair + pair] = du;
+      if (gradients.values != nullptr) {
+        gradients.values[first_pair + pair] = results;
+        gradients.places[first_pair + pair] = static_cast<uint16_t>(in_tile);
       }
       if (sorted) {
         to.tokens[place] = static_cast<int32_t>(first_token + token);

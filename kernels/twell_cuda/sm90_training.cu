@@ -65,8 +65,8 @@ Backward place_backward(const Ffn& ffn, const State& state, bool weights, void* 
   Backward b{};
   Cutter first(workspace), then(workspace);
   const bool gated = ffn.up != nullptr;
-  first.cut(b.pairs.dg, state.pairs * 2);
-  if (gated) first.cut(b.pairs.du, state.pairs * 2);
+  first.cut(b.pairs.values, state.pairs * 4);
+  first.cut(b.pairs.places, state.pairs * 2);
   if (weights) {
     first.cut(b.sorted.first, (int64_t{ffn.width} + 1) * 8);
     first.cut(b.sorted.places, count_blocks(ffn) * ffn.width * 4);

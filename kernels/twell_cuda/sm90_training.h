@@ -70,11 +70,18 @@ cudaError_t launch_save(const Ffn&, const Chunk&, const Saving&, const Training&
 // Adds the rows that wait to the report, in fixed order.
 cudaError_t launch_report(const Ffn&, const Saving&, const Training&, cudaStream_t);
 
-// du and dg of the kept blocks' pairs, in the order of the state's pairs.
+// Of the kept blocks' pairs, in the order of the state's pairs.
 struct PairGradients {
-  void* du;  // null where the block has no gate
-  void* dg;
+  uint32_t* values;  // dg, above it du where the block has a gate
+  uint16_t* places;  // tile_place()
 };
+
+// Where the tile that dx builds of a group's entries has a pair, in bytes: 64 tokens of each entry, then those of the
+// second half; swizzled as tensor cores read it.
+__host__ __device__ constexpr uint32_t tile_place(uint32_t entry_of_group, uint32_t token) {
+  const uint32_t half = token / kHalfTokens, byte = token % kHalfTokens * 2;
+  return (half * kGroup + entry_of_group) * (kHalfTokens * 2) + (byte ^ (entry_of_group & 7) << 4);
+}
 
 // Backward of the kept blocks, from the state. First where each one's pairs of each neuron go.
 cudaError_t launch_sort(const Ffn&, const State&, const Sorted&, int64_t blocks, const Device&, cudaStream_t);

@@ -2,8 +2,12 @@
 // types, densities and biases, with poisoned memory; then times the choices side by side inside captured graphs over 28
 // sets of weights, so that weights come from device memory.
 //
-//   nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a -o decode_check tests/decode_check.cu *decode_*.cu
-//   ./decode_check          checks, then timings      ./decode_check check | verbose | time
+//   nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a -o decode_check tests/decode_check.cu *decode_*.cu \
+//     sm90_few_*.cu sm90_{forward,gate,list,up,down}.cu
+//   ./decode_check          checks, then timings      ./decode_check check | verbose | time | few
+//
+// "few" times 16 to 64 tokens of several shapes alone. Built with -DTWELL_FEW_TRACE it also says when Hopper's kernels for
+// them reach each of their phases.
 //
 // Exits 1 on any mismatch or CUDA error.
 
@@ -17,7 +21,7 @@
 #include <vector>
 
 #include "../decode_plan.cuh"
-#include "../mma.cuh"
+#include "../sm90_few.cuh"
 #include "check.cuh"
 
 namespace {
@@ -132,6 +136,12 @@ Kernels kernels(bool bulk_gate, bool overlap, LetNextStart when = LetNextStart::
   return k;
 }
 
+Kernels few_kernels(bool overlap) {
+  Kernels k = kernels(false, overlap);
+  k.few = true;
+  return k;
+}
+
 bool is_hopper(const Device& device) { return device.major == 9 && device.minor == 0; }
 
 bool takes_bulk(const Ffn& f, const Device& device) { return is_hopper(device) && f.tokens <= 8; }
@@ -140,6 +150,10 @@ bool takes_bulk(const Ffn& f, const Device& device) { return is_hopper(device) &
 std::vector<Variant> checked_variants(const Ffn& f, const Device& device) {
   std::vector<Variant> v{{"chosen", choose_kernels(f, device)}};
   v.push_back({"portable, serial", kernels(false, false)});
+  if (is_hopper(device)) {
+    v.push_back({"few", few_kernels(true)});
+    v.push_back({"few, serial", few_kernels(false)});
+  }
   if (takes_bulk(f, device)) {
     v.push_back({"bulk", kernels(true, true)});
     v.push_back({"bulk, serial", kernels(true, false)});
@@ -152,7 +166,7 @@ cudaError_t run(const Ffn& f, const Kernels& k, const Device& device, void* work
   DecodePlan plan = plan_decode(f);
   plan.kernels = k;
   const cudaError_t error = launch_gate_up(f, plan, device, workspace, stream);
-  return error != cudaSuccess ? error : launch_down(f, plan, workspace, stream);
+  return error != cudaSuccess ? error : launch_down(f, plan, device, workspace, stream);
 }
 
 enum class Threshold { kCoordinate, kBias };
@@ -450,19 +464,55 @@ struct Graph {
 };
 
 std::vector<Variant> timed_variants(const Ffn& f, const Device& device) {
-  const auto gate = LetNextStart::kAfterGate, end = LetNextStart::kAtEnd;
   std::vector<Variant> v{{"P serial", kernels(false, false)}};
   if (device.major >= 9) v.push_back({"P", kernels(false, true)});
-  if (!takes_bulk(f, device)) return v;
-  v.push_back({"B", kernels(true, true)});
-  v.push_back({"B serial", kernels(true, false)});
-  v.push_back({"B gate", kernels(true, true, gate)});
-  v.push_back({"B end", kernels(true, true, end)});
-  v.push_back({"B late", kernels(true, true, LetNextStart::kEarly, false)});
-  v.push_back({"B cold", kernels(true, true)});
-  v.back().kernels.prefetch_down = false;
+  if (is_hopper(device) && f.tokens > 8) v.push_back({"F", few_kernels(true)});
+  if (takes_bulk(f, device)) {
+    v.push_back({"B", kernels(true, true)});
+    v.push_back({"B serial", kernels(true, false)});
+  }
   return v;
 }
+
+#if defined(TWELL_FEW_TRACE)
+// When the thread blocks reach each phase, in microseconds after the last block of the call before has ended.
+void print_phases(const std::vector<uint64_t>& times, int calls) {
+  using few::kPhases, few::kTracedBlocks;
+  const char* const names[2][kPhases] = {
+      {"gate starts", "call before done", "x there", "gate sums", "masks", "up sums", "stored", ""},
+      {"down starts", "gate done", "listed", "first rows", "multiplied", "sums", "stored", ""}};
+  const auto time = [&](int launch, int block, int phase) {
+    return times[(static_cast<int64_t>(launch) * kTracedBlocks + block) * kPhases + phase];
+  };
+  std::vector<double> after[2 * kPhases];
+  for (int call = 1; call < calls; ++call) {
+    uint64_t zero = 0;
+    for (int b = 0; b < kTracedBlocks; ++b) zero = std::max(zero, time(2 * call - 1, b, 6));
+    for (int k = 0; k < 2 * kPhases; ++k) {
+      if (k % kPhases == kPhases - 1) continue;
+      for (int b = 0; b < kTracedBlocks; ++b) {
+        const uint64_t t = time(2 * call + k / kPhases, b, k % kPhases);
+        if (t != 0) after[k].push_back((static_cast<double>(t) - static_cast<double>(zero)) / 1000.);
+      }
+    }
+  }
+  for (int k = 0; k < 2 * kPhases; ++k) {
+    std::vector<double>& v = after[k];
+    if (v.empty()) continue;
+    std::sort(v.begin(), v.end());
+    std::printf("    %-16s half %6.2f  last %6.2f\n", names[k / kPhases][k % kPhases], v[v.size() / 2], v.back());
+  }
+  for (int kernel = 0; kernel < 2; ++kernel) {
+    double mean = 0;
+    for (int call = 1; call < calls; ++call) {
+      std::vector<int> blocks(1024);
+      for (int b = 0; b < kTracedBlocks; ++b) ++blocks[time(2 * call + kernel, b, kPhases - 1) % 1024];
+      mean += *std::max_element(blocks.begin() + 1, blocks.end()) / (calls - 1.);
+    }
+    std::printf("    %s: %.1f blocks on the fullest multiprocessor\n", kernel == 0 ? "gate" : "down", mean);
+  }
+}
+#endif
 
 struct Row {
   int tokens, active;
@@ -518,24 +568,43 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
       });
     }
     const size_t whole = graphs.size();
-    for (int overlap = 0; overlap < 2; ++overlap) {
-      for (const bool bulk : {false, true}) {
-        if (bulk && !takes_bulk(calls[0], device)) continue;
-        plan.kernels = kernels(bulk, overlap == 1);
-        names.push_back(std::string("gate ") + (bulk ? "B" : "P") + (overlap ? " overlapped" : ""));
-        graphs.emplace_back(layers, [&](int i, cudaStream_t s) {
-          CHECK(launch_gate_up(calls[i], plan, device, workspace, s));
-        });
-      }
+    const auto part = [&](const std::string& name, const Kernels& k, auto launch) {
+      plan.kernels = k;
+      names.push_back(name);
+      graphs.emplace_back(layers, [&](int i, cudaStream_t s) { CHECK(launch(calls[i], plan, device, workspace, s)); });
+    };
+    // Each down after a gate that leaves what it reads.
+    if (takes_bulk(calls[0], device)) part("gate B", kernels(true, true), launch_gate_up);
+    part("gate P", kernels(false, device.major >= 9), launch_gate_up);
+    part("down P", kernels(false, device.major >= 9), launch_down);
+    if (is_hopper(device) && row.tokens > 8) {
+      part("gate F", few_kernels(true), launch_gate_up);
+      part("down F", few_kernels(true), launch_down);
     }
-    names.push_back("down");
-    plan.kernels = kernels(false, false);
-    graphs.emplace_back(layers, [&](int i, cudaStream_t s) { CHECK(launch_down(calls[i], plan, workspace, s)); });
     for (int i = 0; i < 19; ++i) {
       for (Graph& g : graphs) g.replay(i >= 4);
     }
     std::printf("%d x %d T=%d L0=%d (together %d, %.1f %%)\n ", hidden, width, row.tokens, row.active, together,
                 100. * together / width);
+#if defined(TWELL_FEW_TRACE)
+    if (is_hopper(device) && row.tokens > 8) {
+      const size_t count = size_t{2} * layers * few::kTracedBlocks * few::kPhases;
+      uint64_t* const buffer = device_alloc<uint64_t>(count);
+      std::vector<uint64_t> times(count);
+      CHECK(cudaMemset(buffer, 0, 8 * count));
+      few::trace = buffer;
+      Graph traced(layers, [&](int i, cudaStream_t s) {
+        CHECK(run(calls[i], few_kernels(true), device, workspace, s));
+      });
+      few::trace = nullptr;
+      for (int i = 0; i < 5; ++i) traced.replay(i > 1);
+      std::printf("  phases, %.2f us a call:\n", traced.median());
+      traced.release();
+      CHECK(cudaMemcpy(times.data(), buffer, 8 * count, cudaMemcpyDeviceToHost));
+      print_phases(times, layers);
+      CHECK(cudaFree(buffer));
+    }
+#endif
     size_t fastest = 0;
     double fastest_us = 1e9, first_us = 0;
     for (size_t i = 0; i < graphs.size(); ++i) {
@@ -566,18 +635,30 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
 
 int main(int argc, char** argv) {
   const Device device = read_device();
-  const bool only_time = argc > 1 && std::strcmp(argv[1], "time") == 0;
+  const bool only_few = argc > 1 && std::strcmp(argv[1], "few") == 0;
+  const bool only_time = only_few || (argc > 1 && std::strcmp(argv[1], "time") == 0);
   const bool only_check = argc > 1 && !only_time;
   if (!only_time) {
     if (!check_all(device, argc > 1 && std::strcmp(argv[1], "verbose") == 0)) return 1;
   }
-  if (!only_check) {
-    // Names: gate and up kernel (P portable, B bulk copies); overlapped unless "serial"; "gate", "end", "late": when the
-    // next kernel's blocks may start; "cold": no down rows fetched into L2 ahead.
-    std::vector<std::string> best;
+  // Names: gate and up kernel (P portable, B bulk copies; F, and down too: Hopper's for 17 to 64 tokens); overlapped
+  // unless "serial".
+  std::vector<std::string> best;
+  if (only_few) {
     time_shape(2048, 5632, 28,
-               {{1, 30, 11.1}, {16, 30, 14.6}, {64, 30, 19.6}, {1, 120, 12}, {16, 120, 18.8}, {64, 120, 29.4},
-                {1, 600, 15.6}, {16, 600, 26.7}, {64, 600, 37}, {1, 2800, 20.8}, {16, 2800, 33.7}, {64, 2800, 37}},
+               {{16, 30, 13.8}, {32, 30, 0}, {64, 30, 18.5}, {16, 120, 17.8}, {32, 120, 0}, {64, 120, 27},
+                {16, 600, 26.7}, {64, 600, 33}},
+               device, best);
+    time_shape(4096, 14336, 12, {{16, 70, 0}, {32, 70, 0}, {64, 70, 0}}, device, best);
+    time_shape(3584, 18944, 12, {{16, 100, 0}, {64, 100, 0}}, device, best);
+    time_shape(2048, 8192, 28, {{16, 44, 0}, {64, 44, 0}}, device, best);
+    time_shape(896, 4864, 28, {{16, 26, 0}, {32, 26, 0}, {64, 26, 0}}, device, best);
+    time_shape(576, 1536, 28, {{16, 8, 0}, {64, 8, 0}}, device, best);
+    for (const std::string& line : best) std::printf("%s\n", line.c_str());
+  } else if (!only_check) {
+    time_shape(2048, 5632, 28,
+               {{1, 30, 11.1}, {16, 30, 13.8}, {64, 30, 18.5}, {1, 120, 12}, {16, 120, 17.8}, {64, 120, 27},
+                {1, 600, 15.6}, {16, 600, 26.7}, {64, 600, 33}, {1, 2800, 20.8}, {16, 2800, 33.7}, {64, 2800, 33}},
                device, best);
     time_shape(4096, 14336, 12, {{1, 70, 35.4}, {16, 70, 0}, {64, 70, 0}, {1, 1400, 0}}, device, best);
     time_shape(576, 1536, 28, {{1, 10, 0}, {16, 10, 0}, {64, 10, 0}, {1, 1400, 0}, {64, 1400, 0}}, device, best);

@@ -182,10 +182,11 @@ struct Case {
 
 // What the kernel writes, and what it should.
 struct Results {
-  std::vector<uint16_t> du, dg, sorted_h, sorted_du, sorted_dg;
+  std::vector<uint32_t> values;
+  std::vector<uint16_t> tile_places, sorted_h, sorted_du, sorted_dg;
   std::vector<int32_t> tokens;
   bool operator==(const Results& o) const {
-    return du == o.du && dg == o.dg && sorted_h == o.sorted_h && sorted_du == o.sorted_du &&
+    return values == o.values && tile_places == o.tile_places && sorted_h == o.sorted_h && sorted_du == o.sorted_du &&
            sorted_dg == o.sorted_dg && tokens == o.tokens;
   }
 };
@@ -228,7 +229,8 @@ class Run {
     const Buffer<int64_t> totals(std::vector<int64_t>{kept_, 0, 0});
     const Buffer<float> l1_scale(std::vector<float>{kScale}), weights(weights_);
     const size_t room = host_.pairs + kGuard;
-    Buffer<uint16_t> du(room), dg(room), sorted_h(room), sorted_du(room), sorted_dg(room);
+    Buffer<uint32_t> values(room);
+    Buffer<uint16_t> tile_places(room), sorted_h(room), sorted_du(room), sorted_dg(room);
     Buffer<int32_t> sorted_tokens(room);
     Ffn ffn{};
     ffn.dtype = dtype;
@@ -247,7 +249,7 @@ class Run {
     Gradients gradients{};
     gradients.dy = dy.data;
     PairGradients pair_gradients{};
-    if (c_.wants_pairs) pair_gradients = {c_.gated ? du.data : nullptr, dg.data};
+    if (c_.wants_pairs) pair_gradients = {values.data, tile_places.data};
     Sorted sorted{};
     if (c_.wants_sorted) {
       sorted = {nullptr,       places.data,   sorted_tokens.data, sorted_h.data, c_.gated ? sorted_du.data : nullptr,
@@ -263,7 +265,8 @@ class Run {
       CHECK(launch_pair_dh(ffn, chunk, training, gradients, pair_gradients, sorted, device_, nullptr));
     }
     CHECK(cudaDeviceSynchronize());
-    results_ = {du.get(), dg.get(), sorted_h.get(), sorted_du.get(), sorted_dg.get(), sorted_tokens.get()};
+    results_ = {values.get(),    tile_places.get(), sorted_h.get(),
+                sorted_du.get(), sorted_dg.get(),   sorted_tokens.get()};
   }
 
   // One rounding, and what sums in fp32 may lose.
@@ -280,7 +283,8 @@ class Run {
     for (size_t i = 0; i < down.size(); ++i) down[i] = widen(c_.dtype, down_[i]);
     Results seen = results_;  // what was written as it should be becomes NaN again
     for (int64_t b = 0; b < kept_; ++b) {
-      for (const Entry& entry : host_.blocks[b].entries) {
+      const std::vector<Entry>& entries = host_.blocks[b].entries;
+      for (const Entry& entry : entries) {
         int64_t pair = entry.first_pair, place = host_.places[b * c_.width + entry.neuron];
         for (int slot = 0; slot < kBlockTokens; ++slot) {
           if (!(entry.tokens[slot / 32] >> slot % 32 & 1)) continue;
@@ -300,17 +304,21 @@ class Run {
           double dh = sums[0] + sums[1] + sums[2] + sums[3], size = sizes[0] + sizes[1] + sizes[2] + sizes[3];
           if (c_.l1 != L1::kNone) dh += double{kScale} * (c_.l1 == L1::kWeights ? weights_[t] : 1.0f) * sign;
           size += kScale;
-          const auto expect = [&](std::vector<uint16_t>& values, int64_t at, double factor, const char* what) {
-            if (!close(values[at], dh * factor, size * std::fabs(factor))) fail(what, pair);
-            values[at] = 0xffff;
+          const auto expect = [&](uint16_t value, double factor, const char* what) {
+            if (!close(value, dh * factor, size * std::fabs(factor))) fail(what, pair);
           };
           if (c_.wants_pairs) {
-            expect(seen.dg, pair, u, "dg");
-            if (c_.gated) expect(seen.du, pair, g, "du");
+            expect(static_cast<uint16_t>(seen.values[pair]), u, "dg");
+            if (c_.gated) expect(static_cast<uint16_t>(seen.values[pair] >> 16), g, "du");
+            if (seen.tile_places[pair] != tile_place((&entry - entries.data()) % kGroup, slot)) fail("tile", pair);
+            seen.values[pair] = ~0u;
+            seen.tile_places[pair] = 0xffff;
           }
           if (c_.wants_sorted) {
-            expect(seen.sorted_dg, place, u, "sorted dg");
-            if (c_.gated) expect(seen.sorted_du, place, g, "sorted du");
+            expect(seen.sorted_dg[place], u, "sorted dg");
+            if (c_.gated) expect(seen.sorted_du[place], g, "sorted du");
+            seen.sorted_dg[place] = 0xffff;
+            if (c_.gated) seen.sorted_du[place] = 0xffff;
             if (seen.tokens[place] != t) fail("sorted token", pair);
             const float seen_h = widen(c_.dtype, seen.sorted_h[place]), true_h = widen(c_.dtype, h);
             if (!(seen.sorted_h[place] == h || (std::isnan(seen_h) && std::isnan(true_h)))) fail("sorted h", pair);
@@ -327,7 +335,7 @@ class Run {
         if (static_cast<uint32_t>(values[i]) != (sizeof(values[0]) == 2 ? 0xffffu : ~0u)) return fail(what, i);
       }
     };
-    untouched(seen.du, "du elsewhere"), untouched(seen.dg, "dg elsewhere");
+    untouched(seen.values, "values elsewhere"), untouched(seen.tile_places, "tile elsewhere");
     untouched(seen.sorted_h, "sorted h elsewhere"), untouched(seen.sorted_du, "sorted du elsewhere");
     untouched(seen.sorted_dg, "sorted dg elsewhere"), untouched(seen.tokens, "sorted tokens elsewhere");
   }
@@ -420,7 +428,8 @@ void time(const Device& device, const char* what, const Pattern& pattern) {
   const Buffer<BlockState> block_states(states);
   const Buffer<int64_t> totals(std::vector<int64_t>{kBlocks, 0, 0});
   const Buffer<float> l1(std::vector<float>{1e-3f});
-  Buffer<uint16_t> du(host.pairs), dg(host.pairs), sorted_h(host.pairs), sorted_du(host.pairs), sorted_dg(host.pairs);
+  Buffer<uint32_t> values(host.pairs);
+  Buffer<uint16_t> tile_places(host.pairs), sorted_h(host.pairs), sorted_du(host.pairs), sorted_dg(host.pairs);
   Buffer<int32_t> sorted_tokens(host.pairs);
   Buffer<uint8_t> flush(size_t{256} << 20);
   Ffn ffn{};
@@ -436,7 +445,7 @@ void time(const Device& device, const char* what, const Pattern& pattern) {
                          host.pairs};
   Gradients gradients{};
   gradients.dy = dy.data;
-  const PairGradients pair_gradients{du.data, dg.data};
+  const PairGradients pair_gradients{values.data, tile_places.data};
   const Sorted sorted{nullptr, places.data, sorted_tokens.data, sorted_h.data, sorted_du.data, sorted_dg.data};
   Chunk chunk{};
   chunk.tokens = kTokens;

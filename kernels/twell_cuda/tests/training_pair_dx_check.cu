@@ -3,7 +3,8 @@
 //
 //   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I.. -o training_pair_dx_check training_pair_dx_check.cu
 //        ../sm90_pair_dx.cu
-//   ./training_pair_dx_check [time]
+//   ./training_pair_dx_check [random cases, or time]
+//
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -15,7 +16,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "sm90_training.h"
+#include "sm90_pair_dx_kernel.cuh"
 #include "check.cuh"
 
 namespace {
@@ -91,7 +92,7 @@ struct HostState {
   std::vector<BlockState> blocks;
   std::vector<uint4> tokens;
   std::vector<uint32_t> first_pairs;
-  std::vector<uint16_t> neurons;
+  std::vector<uint16_t> neurons, places;  // of pairs in their tiles
   int64_t pairs = 0;
 
   HostState(int64_t token_count, int width, int64_t kept, int64_t all_blocks, Kind kind, Random& random) {
@@ -123,6 +124,9 @@ struct HostState {
           const uint32_t* w = masks[n].words;
           tokens.push_back({w[0], w[1], w[2], w[3]});
           neurons.push_back(static_cast<uint16_t>(n));
+          for (int t = 0; t < kBlockTokens; ++t) {
+            if (masks[n].has(t)) places.push_back(static_cast<uint16_t>(tile_place((tokens.size() - 1) % kGroup, t)));
+          }
           for (int i = 0; i < 4; ++i) block.pairs += __builtin_popcount(w[i]);
         }
       }
@@ -150,18 +154,18 @@ struct Setup {
   std::vector<uint16_t> gate, up, dg, du;
   Buffer<BlockState> blocks;
   Buffer<uint4> tokens;
-  Buffer<uint32_t> first_pairs;
-  Buffer<uint16_t> neurons, gate_rows, up_rows, dg_pairs, du_pairs, dx;
+  Buffer<uint32_t> first_pairs, values;
+  Buffer<uint16_t> neurons, gate_rows, up_rows, places, dx;
   Buffer<int64_t> totals;
   Ffn ffn{};
   State state{};
   PairGradients pairs{};
   Gradients gradients{};
 
-  // The pools have room past their pairs, as whole allocations do.
-  std::vector<uint16_t> pool_values(const Case& c, Random& random) const {
-    std::vector<uint16_t> values = random_values(c.dtype, host.pairs, random, 1.0f);
-    values.resize((host.pairs + 127) / 128 * 128, 0xffff);
+  // Without a gate nobody may use what lies above dg.
+  std::vector<uint32_t> both(const Case& c) const {
+    std::vector<uint32_t> values(host.pairs);
+    for (size_t i = 0; i < values.size(); ++i) values[i] = dg[i] | uint32_t{c.gated ? du[i] : uint16_t{0xffff}} << 16;
     return values;
   }
 
@@ -169,16 +173,16 @@ struct Setup {
       : host(c.tokens, c.width, c.kept, (c.tokens + kBlockTokens - 1) / kBlockTokens, c.kind, random),
         gate(random_values(c.dtype, size_t(c.width) * c.hidden, random, 0.1f)),
         up(random_values(c.dtype, size_t(c.width) * c.hidden, random, 0.1f)),
-        dg(pool_values(c, random)),
-        du(pool_values(c, random)),
+        dg(random_values(c.dtype, host.pairs, random, 1.0f)),
+        du(random_values(c.dtype, host.pairs, random, 1.0f)),
         blocks(host.blocks),
         tokens(host.tokens),
         first_pairs(host.first_pairs),
+        values(both(c)),
         neurons(host.neurons),
         gate_rows(gate),
         up_rows(up),
-        dg_pairs(dg),
-        du_pairs(du),
+        places(host.places),
         dx(c.tokens * c.hidden + kGuard),
         totals(std::vector<int64_t>{c.kept, static_cast<int64_t>(host.tokens.size()), host.pairs}) {
     ffn.dtype = c.dtype;
@@ -194,18 +198,27 @@ struct Setup {
     state.neurons = neurons.data;
     state.entries = static_cast<int64_t>(host.tokens.size());
     state.pairs = static_cast<int64_t>(dg.size());
-    pairs = {c.gated ? du_pairs.data : nullptr, dg_pairs.data};
+    pairs = {values.data, places.data};
     gradients.x = dx.data;
   }
 
-  void launch(const Case& c, const Device& real) const {
+  Chunk chunk_of(const Case& c) const {
     Chunk chunk{};
     chunk.first = int64_t{c.first_block} * kBlockTokens;
     chunk.tokens = std::min(c.tokens - chunk.first, int64_t{c.chunk_blocks} * kBlockTokens);
     chunk.active.blocks = static_cast<int>((chunk.tokens + kBlockTokens - 1) / kBlockTokens);
     chunk.kept = totals.data;
+    return chunk;
+  }
+  void launch(const Case& c, const Device& real) const {
     const Device device{c.sm_count, real.major, real.minor};
-    CHECK(launch_pair_dx(ffn, chunk, state, pairs, gradients, device, nullptr));
+    CHECK(launch_pair_dx(ffn, chunk_of(c), state, pairs, gradients, device, nullptr));
+  }
+  // With a gate, in slices of 256, but only some of the work: what is in dx then means nothing.
+  template <int kParts>
+  void launch_parts(const Case& c, const Device& device) const {
+    const dx::Arguments<2> arguments = dx::arguments_of<2>(ffn, chunk_of(c), state, pairs, gradients.x);
+    CHECK((dx::launch_slice<__nv_bfloat16, 2, 256, kParts>(arguments, device, nullptr)));
   }
 };
 
@@ -317,11 +330,10 @@ int check(const Device& real, int random_cases) {
   return failures;
 }
 
-void time(const Device& device, Kind kind, bool gated) {
-  constexpr int64_t kTokens = 16384;
-  const Case c{DType::kBFloat16, gated, kTokens, kTokens / kBlockTokens, 2048, 5632, 0, 256, device.sm_count, kind};
-  const Setup s(c, Random{1});
-  Buffer<uint8_t> other(size_t{256} << 20);  // more than the L2 cache
+// The median of some launches, in microseconds.
+template <typename Launch>
+float measure(const Launch& launch) {
+  static Buffer<uint8_t> other(size_t{256} << 20);  // more than the L2 cache
   cudaEvent_t begin, end;
   CHECK(cudaEventCreate(&begin));
   CHECK(cudaEventCreate(&end));
@@ -329,7 +341,7 @@ void time(const Device& device, Kind kind, bool gated) {
   for (int repeat = 0; repeat < 25; ++repeat) {
     other.poison();
     CHECK(cudaEventRecord(begin));
-    s.launch(c, device);
+    launch();
     CHECK(cudaEventRecord(end));
     CHECK(cudaEventSynchronize(end));
     float milliseconds = 0.0f;
@@ -339,10 +351,42 @@ void time(const Device& device, Kind kind, bool gated) {
   CHECK(cudaEventDestroy(begin));
   CHECK(cudaEventDestroy(end));
   std::sort(times.begin(), times.end());
+  return times[times.size() / 2];
+}
+
+void time(const Device& device, Kind kind, bool gated) {
+  constexpr int64_t kTokens = 16384;
+  const Case c{DType::kBFloat16, gated, kTokens, kTokens / kBlockTokens, 2048, 5632, 0, 256, device.sm_count, kind};
+  const Setup s(c, Random{1});
   int64_t entries = 0;
   for (const BlockState& block : s.host.blocks) entries += block.counts.all();
-  std::printf("%s kind %d: %lld entries, %lld pairs: %.0f us\n", gated ? "gated" : "plain", static_cast<int>(kind),
-              static_cast<long long>(entries), static_cast<long long>(s.host.pairs), times[times.size() / 2]);
+  // A thread block takes every sm_count-th item: slice by slice the blocks of tokens.
+  const int blocks = static_cast<int>(s.host.blocks.size()), items = blocks * (c.hidden / 256);
+  int64_t most_steps = 0;
+  for (int first = 0; first < device.sm_count; ++first) {
+    int64_t steps = 0;
+    for (int i = first; i < items; i += device.sm_count) steps += group_count(s.host.blocks[i % blocks].counts.all());
+    most_steps = std::max(most_steps, steps);
+  }
+  const float all = measure([&] { s.launch(c, device); });
+  std::printf("%s kind %d: %lld entries, %lld pairs: %.0f us, %.3f us for each of at most %lld steps\n",
+              gated ? "gated" : "plain", static_cast<int>(kind), static_cast<long long>(entries),
+              static_cast<long long>(s.host.pairs), all, all / most_steps, static_cast<long long>(most_steps));
+  if (!gated) return;
+  const auto parts = [&](const char* name, auto which) {
+    std::printf("  %s %.0f", name, measure([&] { s.launch_parts<decltype(which)::value>(c, device); }));
+  };
+  using dx::kBuild;
+  using dx::kGather;
+  using dx::kMultiply;
+  parts("without building", std::integral_constant<int, kGather | kMultiply>());
+  parts("without gathers", std::integral_constant<int, kBuild | kMultiply>());
+  parts("without products", std::integral_constant<int, kBuild | kGather>());
+  parts("building alone", std::integral_constant<int, kBuild>());
+  parts("gathers alone", std::integral_constant<int, kGather>());
+  parts("products alone", std::integral_constant<int, kMultiply>());
+  parts("nothing", std::integral_constant<int, 0>());
+  std::printf("\n");
 }
 
 }  // namespace

@@ -1,0 +1,266 @@
+// Second of Hopper's two decode kernels for 17 to 64 tokens: y = h Wd^T + bd from what the first one left
+// (sm90_few_gate_up.cu).
+//
+// A thread block owns 64 columns of y and, with `splits` of them to a cluster, its own share of the active neurons. All
+// threads list those; then one warpgroup multiplies and the others gather columns of Wd and h. The blocks of a cluster
+// add up through each other's shared memory: each finishes some of the columns.
+
+#include "decode_quads.cuh"
+#include "sm90_few.cuh"
+
+namespace twell::decoding {
+namespace {
+
+using namespace few;
+
+constexpr int kMultipliers = 128, kFetchers = 192, kThreads = kMultipliers + kFetchers;
+constexpr int kColumns = 64, kBounds = kColumns / 8, kMaxSplits = kBounds;
+constexpr int kDepth = 48;  // neurons of a stage
+constexpr int kPartBytes = kDepth * kStepBytes, kStageBytes = 2 * kPartBytes, kStages = 4;
+constexpr int kListed = 1408;  // neurons at a time
+constexpr int kBoundBytes = kMultipliers * 16;  // of the sums of eight columns
+constexpr int kAll = 1;  // named barrier
+
+struct FewDownParams : DownParams {
+  int split_bits;  // log2 of the thread blocks of a cluster
+  int groups;      // tokens in eights: 1, 2, 4 or 8
+  Trace trace;
+};
+
+struct Control {
+  uint64_t full[kStages], empty[kStages];
+  int warp_counts[kThreads / 32];
+  uint16_t list[kListed];
+};
+
+constexpr int kExchangeBytes = kBounds * kBoundBytes;  // from each block of the cluster what this one finishes
+constexpr int kShared = 1024 + kStages * kStageBytes + kExchangeBytes + static_cast<int>(sizeof(Control));
+
+#if defined(TWELL_SM90_DEVICE)
+
+using sm90::Ring;
+
+// The block's active neurons, found by all threads: each looks at neighbouring masks of 32 neurons.
+struct Neurons {
+  int first_word, last_word;
+  uint32_t first_mask;
+  int before;      // active neurons of earlier threads
+  int begin, end;  // of the active neurons, this block's
+
+  __device__ __forceinline__ Neurons(const FewDownParams& p, Control& c, int split) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int each = (p.mask_pairs + kThreads - 1) / kThreads;
+    first_word = min(static_cast<int>(threadIdx.x) * each, p.mask_pairs);
+    last_word = min(first_word + each, p.mask_pairs);
+    first_mask = first_word < last_word ? __ldcg(p.masks + first_word) : 0;
+    const int first_count = __popc(first_mask);
+    int sum = first_count;
+#pragma unroll 1
+    for (int w = first_word + 1; w < last_word; ++w) sum += __popc(__ldcg(p.masks + w));
+    const int count = sum;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int other = __shfl_up_sync(~0u, sum, d);
+      if (lane >= d) sum += other;
+    }
+    if (lane == 31) c.warp_counts[warp] = sum;
+    sm90::named_barrier<kThreads>(kAll);
+    before = sum - count;
+    int total = 0;
+#pragma unroll
+    for (int w = 0; w < kThreads / 32; ++w) {
+      const int n = c.warp_counts[w];
+      before += w < warp ? n : 0;
+      total += n;
+    }
+    begin = total * split >> p.split_bits, end = total * (split + 1) >> p.split_bits;
+  }
+
+  // Neurons `from` to `from` + kListed of the active ones, in ascending order.
+  __device__ __forceinline__ void list(const FewDownParams& p, Control& c, int from) const {
+    if (from > begin) sm90::named_barrier<kThreads>(kAll);  // those before are not needed any more
+    const int last = min(from + kListed, end);
+    int at = before;
+    uint32_t mask = first_mask;
+#pragma unroll 1
+    for (int w = first_word; w < last_word && at < last;) {
+#pragma unroll 1
+      for (; mask != 0; mask &= mask - 1, ++at) {
+        const int n = w * 32 + __ffs(static_cast<int>(mask)) - 1;
+        if (at >= from && at < last) c.list[at - from] = static_cast<uint16_t>(n);
+      }
+      if (++w < last_word) mask = __ldcg(p.masks + w);
+    }
+    sm90::named_barrier<kThreads>(kAll);
+  }
+};
+
+// Listed neurons' columns and h, kDepth a stage; past the last, zeros.
+__device__ __forceinline__ void fetch(const FewDownParams& p, const Control& c, Ring& ring, uint32_t stages, int slice,
+                                      int listed) {
+  const int index = threadIdx.x - kMultipliers, piece = index % 8, row = index / 8;
+  const int column = slice * kColumns + piece * 8;
+  const bool has_columns = column < p.hidden, has_tokens = piece < p.groups;
+  const char* const down = p.down + (has_columns ? 2 * column : 0);
+  const char* const products = p.products + (has_tokens ? piece * 16 : 0);
+  const uint32_t row_bytes = 2u * p.hidden, product_bytes = 16u * p.groups;
+#pragma unroll 1
+  for (int start = 0; start < listed; start += kDepth, ring.advance()) {
+    ring.wait_empty();
+    const uint32_t stage = stages + ring.stage * kStageBytes;
+#pragma unroll
+    for (int i = 0; i < kDepth * 8 / kFetchers; ++i) {
+      const int r = row + i * (kFetchers / 8);
+      const bool valid = start + r < listed;
+      const int64_t neuron = valid ? c.list[start + r] : 0;
+      const uint32_t to = stage + r * kStepBytes + ((piece ^ (r & 7)) << 4);
+      if (has_tokens) sm90::copy_16(to, products + neuron * product_bytes, valid);
+      sm90::copy_16(to + kPartBytes, down + neuron * row_bytes, valid && has_columns);
+    }
+    sm90::barrier_arrive_on_copies(ring.full + ring.stage);
+  }
+}
+
+// sum += h (as tokens by neurons) times listed neurons' columns.
+template <typename Half>
+__device__ __forceinline__ void multiply(float (&sum)[kColumns / 2], Ring& ring, uint32_t stages, int listed) {
+  const bool releases = threadIdx.x % 32 == 0;
+  int held = -1;  // the stage that the products before these read
+#pragma unroll 1
+  for (int start = 0; start < listed; start += kDepth, ring.advance()) {
+    ring.wait_full();
+    sm90::fence_async_proxy();  // cp.async wrote, tensor cores read
+    const uint32_t stage = stages + ring.stage * kStageBytes;
+    sm90::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k) {
+      const uint32_t h = stage + k * 2048;
+      sm90::Wgmma<Half, kColumns, 1, 1>::multiply(sum, sm90::matrix_descriptor(h, kPartBytes),
+                                                  sm90::matrix_descriptor(h + kPartBytes, kPartBytes), 1);
+    }
+    sm90::wgmma_commit();
+    sm90::wgmma_wait<1>();
+    if (held >= 0 && releases) sm90::barrier_arrive(ring.empty + held);
+    held = ring.stage;
+  }
+  sm90::wgmma_wait<0>();
+  if (held >= 0 && releases) sm90::barrier_arrive(ring.empty + held);
+}
+
+// Adds up what the cluster's blocks left for this one, in their order, and writes its columns.
+template <typename Half>
+__device__ __forceinline__ void finish(const FewDownParams& p, uint32_t exchange, int slice, int split) {
+  const int own_bits = 3 - p.split_bits;  // log2 of the bounds of eight columns that this block finishes
+#pragma unroll 1
+  for (int item = threadIdx.x; item < kMultipliers << own_bits; item += kThreads) {
+    const int bound = item / kMultipliers, thread = item % kMultipliers;
+    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 1
+    for (int s = 0; s < 1 << p.split_bits; ++s) {
+      const uint4 part = sm90::load_shared_16(exchange + ((s << own_bits) + bound) * kBoundBytes + thread * 16);
+      v.x += __uint_as_float(part.x), v.y += __uint_as_float(part.y);
+      v.z += __uint_as_float(part.z), v.w += __uint_as_float(part.w);
+    }
+    const int token = thread / 32 * 16 + thread % 32 / 4;
+    const int column = slice * kColumns + ((split << own_bits) + bound) * 8 + thread % 4 * 2;
+    if (token >= p.tokens || column >= p.hidden) continue;
+    float2 bias{};
+    if (p.b_down != nullptr) bias = sm90::unpack<Half>(static_cast<const uint32_t*>(p.b_down)[column / 2]);
+    uint32_t* const y = static_cast<uint32_t*>(p.y) + (token * p.hidden + column) / 2;
+    y[0] = sm90::pack<Half>(v.x + bias.x, v.y + bias.y);
+    if (token + 8 < p.tokens) y[4 * p.hidden] = sm90::pack<Half>(v.z + bias.x, v.w + bias.y);
+  }
+}
+
+#endif
+
+// 64 registers, so that it fits beside the first kernel.
+template <typename Half>
+__global__ void __launch_bounds__(kThreads, 3) few_down_kernel(const __grid_constant__ FewDownParams p) {
+#if defined(TWELL_SM90_DEVICE)
+  extern __shared__ uint8_t raw_shared[];
+  const uint32_t start = smem_address(raw_shared), stages = (start + 1023) & ~1023u;
+  const uint32_t exchange = stages + kStages * kStageBytes;
+  Control& c = *reinterpret_cast<Control*>(raw_shared + (exchange - start) + kExchangeBytes);
+  const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
+  const int slice = blockIdx.x >> p.split_bits, split = blockIdx.x & ((1 << p.split_bits) - 1);
+  if (p.lets_next_start) sm90::launch_dependents();
+  if (thread == 0) {
+    p.trace.start();
+    for (int s = 0; s < kStages; ++s) {
+      sm90::barrier_init(c.full + s, kFetchers);
+      sm90::barrier_init(c.empty + s, kMultipliers / 32);
+    }
+    sm90::fence_barrier_init();
+  }
+  __syncthreads();
+  cluster_arrive();  // who has started may be written to
+  sm90::wait_for_previous();
+  if (thread == 0) p.trace.mark(1);
+  const Neurons neurons(p, c, split);
+  Ring ring(c.full, c.empty, kStages);
+
+  if (warp >= kMultipliers / 32) {
+#pragma unroll 1
+    for (int from = neurons.begin; from < neurons.end; from += kListed) {
+      neurons.list(p, c, from);
+      fetch(p, c, ring, stages, slice, min(kListed, neurons.end - from));
+    }
+    __syncwarp();
+    cluster_wait();
+  } else {
+    float sum[kColumns / 2];
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) sum[i] = 0.f;
+#pragma unroll 1
+    for (int from = neurons.begin; from < neurons.end; from += kListed) {
+      neurons.list(p, c, from);
+      if (thread == 0) p.trace.mark(2);
+#if defined(TWELL_FEW_TRACE)
+      ring.wait_full();
+      if (thread == 0) p.trace.mark(3);
+#endif
+      multiply<Half>(sum, ring, stages, min(kListed, neurons.end - from));
+    }
+    if (thread == 0) p.trace.mark(4);
+    __syncwarp();
+    cluster_wait();
+    if (warp * 16 < p.tokens) {
+      const int own_bits = 3 - p.split_bits;
+#pragma unroll
+      for (int j = 0; j < kBounds; ++j) {
+        const int slot = (split << own_bits) + (j & ((1 << own_bits) - 1));
+        store_at_rank(exchange + slot * kBoundBytes + thread * 16, j >> own_bits, sum + 4 * j);
+      }
+    }
+    __syncwarp();
+  }
+  cluster_arrive();
+  cluster_wait();
+  if (thread == 0) p.trace.mark(5);
+  finish<Half>(p, exchange, slice, split);
+  if (thread == 0) p.trace.mark(6);
+#endif
+}
+
+template <typename Half>
+cudaError_t launch(const DecodePlan& plan, const FewDownParams& p, int slices, cudaStream_t stream) {
+  const Launch launch{dim3(slices << p.split_bits), kThreads, kShared, 1 << p.split_bits};
+  return launch_kernel(few_down_kernel<Half>, launch, p, plan.kernels, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_few_down(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
+                            cudaStream_t stream) {
+  FewDownParams p{};
+  static_cast<DownParams&>(p) = down_params(ffn, plan, workspace);
+  const int slices = (ffn.hidden + kColumns - 1) / kColumns;
+  while (1 << p.split_bits < kMaxSplits && slices << (p.split_bits + 1) <= device.sm_count) ++p.split_bits;
+  p.groups = plan.groups;
+  p.trace = Trace::next();
+  return ffn.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(plan, p, slices, stream)
+                                       : launch<__half>(plan, p, slices, stream);
+}
+
+}  // namespace twell::decoding
