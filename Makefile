@@ -20,14 +20,15 @@ test-gpu:
 check-cuda:
 	kernels/tests/check_cuda.sh
 
-# The CUDA kernels under compute-sanitizer, on a GPU machine as it is: accesses out of bounds, races in shared memory.
+# The CUDA kernels under compute-sanitizer, on a GPU machine as it is: accesses out of bounds; races in shared memory of
+# the portable kernels, as racecheck cannot follow Hopper's (kernels/twell_cuda/NOTES.md).
 # Compiled first without it. Other libraries' kernels are left out: cuBLAS's have findings of their own.
 SANITIZER_FLAGS ?= --kernel-name kns=twell
 SANITIZE = PYTHONPATH=$(CURDIR) compute-sanitizer --error-exitcode 1 $(SANITIZER_FLAGS)
 sanitize:
 	PYTHONPATH=$(CURDIR) $(PYTHON) kernels/tests/sanitize_cuda.py
 	$(SANITIZE) --tool memcheck $(PYTHON) kernels/tests/sanitize_cuda.py
-	$(SANITIZE) --tool racecheck $(PYTHON) kernels/tests/sanitize_cuda.py infer
+	$(SANITIZE) --tool racecheck $(PYTHON) kernels/tests/sanitize_cuda.py portable
 
 # The C++ of the CPU kernels under the address and undefined-behaviour sanitizers.
 sanitize-cpu:

@@ -1,6 +1,6 @@
 """Small calls of every CUDA path, for compute-sanitizer (`make sanitize`): each buffer is an allocation of its own, so
 that an access past its end is seen. Prints the number of calls; results are checked too, against plain PyTorch.
-With the argument `infer` calls without gradients alone: racecheck breaks down in the training kernels (NOTES.md)."""
+Paths named as arguments alone, without gradients: racecheck cannot follow Hopper's kernels (twell_cuda/NOTES.md)."""
 
 import functools
 import itertools
@@ -27,9 +27,9 @@ CALLS = (
 )
 
 
-def infer() -> int:
+def infer(paths) -> int:
     calls = 0
-    for path, (hidden, width, density, gated, biases, dtype) in itertools.product(TOKENS, CALLS):
+    for path, (hidden, width, density, gated, biases, dtype) in itertools.product(paths, CALLS):
         if path == "sm90" and torch.cuda.get_device_capability() != (9, 0):
             continue
         os.environ["HF_TWELL_CUDA_PATH"] = path
@@ -68,7 +68,8 @@ def on_gpu(*args, **kwargs) -> dict:
 
 
 def main() -> None:
-    print(f"{infer()} calls without gradients, {0 if sys.argv[1:] == ['infer'] else train()} with")
+    paths = sys.argv[1:]
+    print(f"{infer(paths or TOKENS)} calls without gradients, {0 if paths else train()} with")
 
 
 main()
