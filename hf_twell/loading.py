@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from hf_twell.config_files import one_line_errors, read_config
 from hf_twell.convert import check_entry
@@ -29,6 +30,11 @@ def load_causal_lm(path: str | Path, *, dtype=None, device: str | torch.device =
             a `twell` entry that cannot be true, or code of its own needed.
     """
     path = str(path)
+    if is_deepspeed_zero3_enabled():
+        raise ValueError(
+            "DeepSpeed's ZeRO-3 would split the weights while they are loaded, and they could not be checked or "
+            "converted; load before TrainingArguments turn it on, or use ZeRO-2 or FSDP2 (recipes/accelerate)"
+        )
     if Path(path).is_dir() and not Path(path, "config.json").is_file():
         raise ValueError("the folder has no config.json")
     raw = read_config(path, **hub)

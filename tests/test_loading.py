@@ -31,6 +31,18 @@ def test_stock_models_come_as_they_are(folder):
     assert load_causal_lm(folder, dtype="bfloat16").dtype == torch.bfloat16
 
 
+def test_zero3_is_refused(folder, monkeypatch):
+    """Transformers' own flag, as an active DeepSpeed configuration sets it."""
+
+    class Configuration:
+        def is_zero3(self):
+            return True
+
+    monkeypatch.setattr("transformers.integrations.deepspeed._hf_deepspeed_config_weak_ref", Configuration)
+    with pytest.raises(ValueError, match=r"ZeRO-3 would split the weights .* use ZeRO-2 or FSDP2"):
+        load_causal_lm(folder)
+
+
 def test_authors_checkpoint_through_the_commands(tmp_path, capsys):
     """The demo model as the authors' hybrid training would store it: down_proj as (F, D), SiLU in the config."""
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
