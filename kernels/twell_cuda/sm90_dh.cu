@@ -7,7 +7,7 @@
 namespace twell::sm90 {
 namespace {
 
-struct L1 {
+struct L1Term {
   const float* scale;         // one, or null
   const float* token_weight;  // (T), or null
 
@@ -20,7 +20,7 @@ struct L1 {
 template <typename T, bool kGated>
 struct Gradient {
   using Element = T;
-  using Given = L1;
+  using Given = L1Term;
   static constexpr int kBuffers = kGated ? 2 : 1;
   static constexpr bool kReads = true;
   float l1[2];
@@ -48,7 +48,7 @@ struct Gradient {
 };
 
 template <typename T>
-cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const L1& l1, const void* dy, const Device& device,
+cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const L1Term& l1, const void* dy, const Device& device,
                    cudaStream_t stream) {
   using Gated = tiles::Columns<Gradient<T, true>>;
   using Plain = tiles::Columns<Gradient<T, false>>;
@@ -63,7 +63,7 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const L1& l1, const void*
 
 cudaError_t launch_dh(const Ffn& ffn, const Chunk& chunk, const Training& training, const Gradients& gradients,
                       const Device& device, cudaStream_t stream) {
-  const L1 l1{training.l1_scale, training.token_weight};
+  const L1Term l1{training.l1_scale, training.token_weight};
   return ffn.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(ffn, chunk, l1, gradients.dy, device, stream)
                                        : launch<__half>(ffn, chunk, l1, gradients.dy, device, stream);
 }
