@@ -193,6 +193,17 @@ class SparsityCallback(TrainerCallback):
         if self.blend is not None and self.blend.share < 1:
             self.blend.set(state.global_step / self._blend_length())
 
+    def on_train_end(self, args, state, control, **kwargs):
+        missed = self.controller.missed() if self.controller is not None else {}
+        if missed and state.is_world_process_zero:
+            names = [f"{self.penalty.ffns[layer].twell.name} {density:.2%}" for layer, density in missed.items()]
+            logger.warning(
+                "target_density=%g was missed by more than a tenth: %s; give more steps, a shorter warm-up or a higher "
+                "learning rate",
+                self.target_density,
+                ", ".join(names),
+            )
+
     def on_save(self, args, state, control, **kwargs):
         # Other processes may still be writing their part of the checkpoint.
         self.trainer.accelerator.wait_for_everyone()

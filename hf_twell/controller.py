@@ -5,7 +5,9 @@ import math
 import torch
 
 SHARES = ("equal", "free")
-WEIGHT_RANGE = (1e-3, 1e3)  # of the first weight
+# Of the first weight. L1 falls with the density and with the activations' size, so that the term's share of the loss
+# needs thousands of times the first weight at a hundredth of the first density.
+WEIGHT_RANGE = (1e-3, 1e5)
 FIRST_TERM = 0.03  # nats: what the L1 term of the first weight comes to
 PROPORTIONAL = 4.0
 INTEGRAL = 24.0  # over the whole run
@@ -25,7 +27,7 @@ class DensityController:
         target_density: of every layer (`share="equal"`), or of their mean ("free": one weight for all layers).
         steps: optimizer steps of the run in which the controller works.
         share: "equal" or "free".
-        bounds: lowest and highest weight; by default a thousandth and a thousand times the first one.
+        bounds: lowest and highest weight; by default a thousandth and 100,000 times the first one.
 
     Raises:
         ValueError: a target outside (0, 1), or bounds that are not two rising positive numbers.
@@ -84,6 +86,13 @@ class DensityController:
         """The density that the path has now, (L,)."""
         target = math.log(self.target_density)
         return (self._start.log() * (1 - progress) + target * progress).exp()
+
+    def missed(self, within: float = 0.1) -> dict[int, float]:
+        """Densities, as smoothed, of the layers that are further from the target; with "free", of none or of all."""
+        if not self.started:
+            return {}
+        far = ((self._seen() / self.target_density).log().abs() > math.log(1 + within)).tolist()
+        return {layer: density for layer, density in enumerate(self._density.tolist()) if far[layer]}
 
     def state(self) -> dict:
         """What a resumed run needs, as plain data."""

@@ -1,6 +1,7 @@
 """A chosen density instead of a coefficient: the controller finds it, holds it, and goes on where it stopped."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,7 @@ def test_the_weight_of_a_layer_that_cannot_follow_stays_in_bounds():
     for bounds in (None, (1e-4, 1e-2)):
         controller = DensityController(0.01, steps=50, bounds=bounds)
         weights = [controller.update(torch.tensor([0.5]), torch.tensor([20.0]), 1.0).item() for _ in range(500)]
-        low, high = bounds or (0.03 / 20 / 1e3, 0.03 / 20 * 1e3)
+        low, high = bounds or (0.03 / 20 / 1e3, 0.03 / 20 * 1e5)
         assert max(weights) == pytest.approx(high, rel=1e-4)
         weights = [controller.update(torch.tensor([1e-6]), torch.tensor([20.0]), 1.0).item() for _ in range(800)]
         assert weights[-1] == pytest.approx(low, rel=1e-4)
@@ -85,9 +86,17 @@ def test_every_layer_or_their_mean(share):
         assert weights[2] < first[2]
 
 
-def test_a_real_run_is_steered_logged_and_resumed(tmp_path):
+def test_a_run_that_misses_its_target_says_so(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, target_density=0.001, warmup_steps=WARMUP_STEPS)
+    trainer.train()
+    (line,) = [record.getMessage() for record in caplog.records if "was missed" in record.getMessage()]
+    assert re.match(r"target_density=0.001 was missed by more than a tenth: model.layers.0.mlp \d+.\d\d%, ", line)
+
+
+def test_a_real_run_is_steered_logged_and_resumed(tmp_path, caplog):
     whole = make_trainer(tmp_path, target_density=0.1, warmup_steps=WARMUP_STEPS)
     whole.train()
+    assert "was missed" not in caplog.text
     rows = rows_of(whole)
     assert rows[1]["twell/l1_weight"] > 0, "what the first step saw sets the weight of the next"
     targets = [row["twell/target"] for row in rows.values()]
