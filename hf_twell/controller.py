@@ -5,10 +5,11 @@ import math
 import torch
 
 SHARES = ("equal", "free")
-# Of the first weight. L1 falls with the density and with the activations' size, so that the term's share of the loss
-# needs thousands of times the first weight at a hundredth of the first density.
-WEIGHT_RANGE = (1e-3, 1e5)
+WEIGHT_RANGE = (1e-3, 1e5)  # of the first weight; L1 falls with the density and with the activations' size
 FIRST_TERM = 0.03  # nats: what the L1 term of the first weight comes to
+# Nats: what a layer's weight times its L1 may come to. As much as the task's loss; with more, a layer that lags behind
+# the path is driven so hard that the model breaks.
+LARGEST_TERM = 4.0
 PROPORTIONAL = 4.0
 INTEGRAL = 24.0  # over the whole run
 LARGEST_INTEGRAL = 0.4  # a step, in very short ones
@@ -21,13 +22,14 @@ class DensityController:
     Formula: with e = log(density / reference), smoothed over 2 % of the steps and clamped to [-1, 1], each step adds
     4 * (e - e_before) + 24 / steps * e to the logarithm of a layer's weight: a proportional-integral controller. The
     reference goes from the first step's density to the target, evenly in its logarithm, while `progress` goes from 0
-    to 1. The first weight is the one that makes the L1 term 0.03 nats, whatever the model's activations measure.
+    to 1. The first weight is the one that makes the L1 term 0.03 nats, whatever the model's activations measure; no
+    layer's weight times its L1 comes to more than 4 nats.
 
     Args:
         target_density: of every layer (`share="equal"`), or of their mean ("free": one weight for all layers).
         steps: optimizer steps of the run in which the controller works.
         share: "equal" or "free".
-        bounds: lowest and highest weight; by default a thousandth and 100,000 times the first one.
+        bounds: lowest and highest weight; by default a thousandth and 100,000 times the first one, within 4 nats.
 
     Raises:
         ValueError: a target outside (0, 1), or bounds that are not two rising positive numbers.
@@ -71,7 +73,10 @@ class DensityController:
             self._density += rate * (density - self._density)
         error = (self._seen() / self.reference(progress)).log().clamp(-1, 1)
         change = PROPORTIONAL * (error - self._error) + min(INTEGRAL / self.steps, LARGEST_INTEGRAL) * error
-        self._log_weight = (self._log_weight + change).clamp(self._log_bounds[0], self._log_bounds[1])
+        low, high = self._log_bounds
+        if self.bounds is None:
+            high = torch.minimum(high, (LARGEST_TERM / self._shared(l1).clamp(min=1e-12)).log())
+        self._log_weight = torch.minimum(torch.maximum(self._log_weight + change, low), high)
         self._error = error
         return self.weights()
 
@@ -118,6 +123,8 @@ class DensityController:
         self._error = torch.zeros_like(density)
 
     def _seen(self) -> torch.Tensor:
-        if self.share == "equal":
-            return self._density.clone()
-        return self._density.mean().expand_as(self._density).clone()
+        return self._shared(self._density)
+
+    def _shared(self, values: torch.Tensor) -> torch.Tensor:
+        """Each layer's own, or the mean where layers share the target freely."""
+        return values.clone() if self.share == "equal" else values.mean().expand_as(values).clone()
