@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_twell import L1Penalty, SparsityCallback, sparsify
 from tests import one_step
@@ -145,6 +145,28 @@ def test_a_new_callback_replaces_the_last_and_can_be_taken_off(tmp_path):
     assert "twell/l0" not in trainer.state.log_history[0]
     with pytest.raises(ValueError, match="takes the trainer first"):
         SparsityCallback(trainer.model, 1.0)
+
+
+def test_training_begins_with_weights_in_stock_order(tmp_path):
+    """An evaluation before may have stored down_proj by columns."""
+    model, orders = sparsify(tiny_llama()), []
+    down = model.model.layers[0].mlp.down_proj.weight
+    down.data = down.data.t().contiguous().t()
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            orders.append(down.is_contiguous())
+
+    rows = [{"input_ids": list(range(1, 9)), "labels": list(range(1, 9))}] * 4
+    args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[])
+    trainer = Trainer(model, args, train_dataset=rows)
+    trainer.add_callback(SparsityCallback(trainer, l1_weight=1e-3))
+    trainer.add_callback(Watch())
+    expected = down.detach().clone()
+    assert not down.is_contiguous()
+    trainer.train()
+    assert orders == [True]
+    assert not torch.equal(down, expected), "it was trained"
 
 
 def test_masks_that_cannot_be_read_are_refused():
