@@ -108,8 +108,8 @@ def start_of(run: dict, study: dict, output: Path, tokenizer: Path) -> str:
 def train(run: dict, study: dict, output: Path, data: tuple) -> tuple[Path, dict]:
     """Run a recipe; the final model's folder, and what the training itself tells."""
     tokenizer, training, heldout = data
-    stage = study["pretrain" if run["start"] == "init" else "convert"]
-    apart = ("name", "start", "family", "seed", "id", "threshold", "training")
+    stage = study[run.get("stage") or ("pretrain" if run["start"] == "init" else "convert")]
+    apart = ("name", "start", "stage", "family", "seed", "id", "threshold", "training")
     settings = {**study["training"], **stage, **run.get("training", {}), "seed": run["seed"], "report_to": []}
     name = run["id"].split("/", 1)[1] if run["name"] != "dense" else "dense"
     recipe = Recipe(

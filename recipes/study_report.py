@@ -10,14 +10,14 @@ from pathlib import Path
 import matplotlib
 
 TASKS = ("lambada", "arc_easy", "hellaswag")
-CONTROL = "dense continued"
 
 
 def control_of(row: dict, rows: list[dict]) -> dict | None:
-    """The dense row of the same family and start that saw the same tokens."""
-    name = "dense" if row.get("start") == "init" else CONTROL
-    same = [r for r in rows if r["family"] == row["family"] and r["name"] == name]
-    return next((r for r in same if r["seed"] == row["seed"]), same[0] if same else None)
+    """The best dense row of the same family and start that saw the same tokens; of the same seed where there is one."""
+    alike = ("family", "start", "tokens")
+    same = [r for r in rows if r.get("relu") is False and all(r.get(key) == row.get(key) for key in alike)]
+    same = [r for r in same if r["seed"] == row["seed"]] or same
+    return min(same, key=lambda r: r["loss"], default=None)
 
 
 def table(rows: list[dict]) -> str:
@@ -27,7 +27,9 @@ def table(rows: list[dict]) -> str:
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in rows:
         control = control_of(row, rows)
-        against = "" if control is None or control is row else f"{100 * (row['loss'] / control['loss'] - 1):+.2f} %"
+        against = (
+            "" if control is None or row.get("relu") is False else f"{100 * (row['loss'] / control['loss'] - 1):+.2f} %"
+        )
         target = row.get("target_density") or row.get("threshold")
         scores = [row["tasks"].get(task) for task in TASKS]
         cells = [
@@ -60,9 +62,9 @@ def draw(rows: list[dict], path: Path) -> None:
             points = sorted((100 * r["density"], r["loss"], r["loss_stderr"]) for r in mine if r["name"] == name)
             x, y, error = zip(*points, strict=True)
             axis.errorbar(x, y, yerr=error, marker="o", markersize=4, linewidth=1, label=name)
-        for row in mine:
-            if row["name"] == CONTROL and row["seed"] == 0:
-                axis.axhline(row["loss"], color="gray", linewidth=0.8, linestyle=":")
+        for tokens in {row["tokens"] for row in mine if row.get("relu") is False}:
+            dense = min(r["loss"] for r in mine if r.get("relu") is False and r["tokens"] == tokens)
+            axis.axhline(dense, color="gray", linewidth=0.8, linestyle=":")
         axis.set(xscale="log", xlabel="density (%)", ylabel="held-out loss (nats per token)", title=family)
         axis.legend(fontsize=7)
     figure.savefig(path, dpi=120)
