@@ -31,7 +31,7 @@ echo "$checks" | xargs -P "$jobs" -I{} sh -c '$1 -o "$2/$3" "$2/$3.cu.o" "$2/ker
 failed=
 for check in $checks; do
   case "$check" in
-    decode_check) arguments=check ;;
+    decode_check | prefill_check) arguments=check ;;
     portable_check) arguments=--no-times ;;
     *) arguments= ;;
   esac

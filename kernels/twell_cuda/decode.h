@@ -1,4 +1,4 @@
-// The sparse FFN for a decode batch: 1 to 64 tokens, exact at every density. Two kernels from sm_80 up, no host
+// The sparse FFN for a decode batch: 1 to 64 tokens, exact at every density. Two kernels from sm_80 up, or one, no host
 // synchronisation, no allocation, no launch beside them; bit-reproducible.
 #pragma once
 

@@ -22,6 +22,15 @@ enum class LetNextStart { kEarly, kAfterGate, kAtEnd };
 struct Kernels {
   bool bulk_gate = false;  // sm90_decode_gate_up.cu, not decode_gate_up.cu; up to 8 tokens
   bool few = false;        // sm90_few_gate_up.cu and sm90_few_down.cu, neither of the above
+  struct Fused {           // one kernel for all (sm90_decode_fused.cu), if takes_fused()
+    bool use = false;
+    int room = 113 * 1024;  // bytes of shared memory: two thread blocks of a multiprocessor have this each
+    int window = 1;         // gate stages of 8 rows on their way before x is there
+    int patience = 1000;    // looks at what other thread blocks leave
+  } fused;
+  // With `few`: the gate's tiles fill all multiprocessors; two thread blocks share boxes of x; gate rows are asked for
+  // in L2 ahead; pages of Wu and Wd are touched ahead; up to 16 tokens by mma.
+  bool few_fill = false, few_pairs = true, few_ahead = false, few_touch = true, few_mma = true;
   bool overlap = false;    // programmatic dependent launch
   LetNextStart let_next_start = LetNextStart::kEarly;  // not with `few`, which does it early
   bool down_lets_next_start = true;  // before its own work; the next call's gate rows then flow beside it
@@ -39,11 +48,20 @@ struct DecodePlan {
   int64_t arrivals;  // uint32 (slices): down-kernel blocks that left their partial sums; the gate kernel sets 0
   int64_t products;  // h; with Kernels::few as (neuron, 8 * groups tokens)
   int64_t partials;  // float (slices, splits, 8 * lane_columns * 8 * groups), where splits > 1
-  int64_t bytes;
+  int64_t bytes;     // at least the fused kernel's shares of y, float4 (thread blocks, tokens, D / 2)
   Kernels kernels;
 };
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// What the fused kernel takes, so that its thread blocks' shares of y stay in L2; and those blocks, which all run at
+// once.
+constexpr int kFusedMaxBlocks = 144;
+inline bool takes_fused(const Ffn& ffn) { return ffn.tokens <= 8 && ffn.tokens * ffn.hidden <= 16384; }
+inline int fused_blocks(const Ffn& ffn, const Device& device) {
+  const int most = device.sm_count < kFusedMaxBlocks ? device.sm_count : kFusedMaxBlocks;
+  return ffn.width < most ? ffn.width : most;
+}
 
 inline DecodePlan plan_decode(const Ffn& ffn) {
   DecodePlan p{};
@@ -66,17 +84,26 @@ inline DecodePlan plan_decode(const Ffn& ffn) {
   p.products = round_up(p.arrivals + 4 * int64_t{p.slices}, 256);
   p.partials = round_up(p.products + 2 * tokens * kBlockNeurons * p.blocks, 256);
   p.bytes = p.partials + (p.splits > 1 ? 4 * int64_t{p.slices} * p.splits * 8 * p.lane_columns * tokens : 0);
+  if (takes_fused(ffn)) {
+    const int64_t most = ffn.width < kFusedMaxBlocks ? ffn.width : kFusedMaxBlocks;
+    const int64_t shares = most * ffn.tokens * ffn.hidden * 8;
+    if (p.bytes < shares) p.bytes = shares;
+  }
   return p;
 }
 
 // The kernels that decode() runs, as measured on an H200 (NOTES.md): bulk copies pay for few tokens and large matrices.
 inline Kernels choose_kernels(const Ffn& ffn, const Device& device) {
   constexpr int64_t kLarge = int64_t{4} << 20;  // elements of a matrix
+  constexpr int64_t kResident = 88 << 10;       // elements of a thread block's rows
   Kernels k{};
   k.overlap = device.major >= 9;
   const bool hopper = device.major == 9 && device.minor == 0;
-  k.bulk_gate = hopper && ffn.tokens <= 8 && int64_t{ffn.hidden} * ffn.width >= kLarge;
-  k.few = hopper && ffn.tokens > 16;
+  const int64_t elements = int64_t{ffn.hidden} * ffn.width;
+  k.bulk_gate = hopper && ffn.tokens <= 8 && elements >= kLarge;
+  // While each thread block's gate rows find room in its registers and shared memory.
+  k.fused.use = k.bulk_gate && ffn.tokens <= 2 && takes_fused(ffn) && elements <= kResident * fused_blocks(ffn, device);
+  k.few = hopper && (ffn.tokens > 16 || (ffn.tokens > 8 && elements >= kLarge));
   return k;
 }
 
@@ -85,11 +112,14 @@ cudaError_t launch_portable_gate_up(const Ffn&, const DecodePlan&, void* workspa
 cudaError_t launch_portable_down(const Ffn&, const DecodePlan&, void* workspace, cudaStream_t);
 // Hopper's: for few tokens and large matrices (sm90_decode_gate_up.cu); for more of them (sm90_few_*.cu).
 cudaError_t launch_bulk_gate_up(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
+// Both halves, or all of the call at once.
+cudaError_t launch_fused(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
 cudaError_t launch_few_gate_up(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
 cudaError_t launch_few_down(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
 
 inline cudaError_t launch_gate_up(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
                                   cudaStream_t stream) {
+  if (plan.kernels.fused.use) return launch_fused(ffn, plan, device, workspace, stream);
   if (plan.kernels.few) return launch_few_gate_up(ffn, plan, device, workspace, stream);
   return plan.kernels.bulk_gate ? launch_bulk_gate_up(ffn, plan, device, workspace, stream)
                                 : launch_portable_gate_up(ffn, plan, workspace, stream);
@@ -97,6 +127,7 @@ inline cudaError_t launch_gate_up(const Ffn& ffn, const DecodePlan& plan, const 
 
 inline cudaError_t launch_down(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
                                cudaStream_t stream) {
+  if (plan.kernels.fused.use) return cudaSuccess;
   return plan.kernels.few ? launch_few_down(ffn, plan, device, workspace, stream)
                           : launch_portable_down(ffn, plan, workspace, stream);
 }
@@ -121,7 +152,7 @@ cudaError_t launch_kernel(void (*kernel)(Params), const Launch& launch, const Pa
   int count = 1;
   // Kernels that overlap must agree on how a multiprocessor divides its memory between L1 and shared.
   attributes[0].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
-  attributes[0].val.sharedMemCarveout = kernels.bulk_gate || kernels.few ? 100 : 50;
+  attributes[0].val.sharedMemCarveout = kernels.bulk_gate || kernels.few || kernels.fused.use ? 100 : 50;
   if (kernels.overlap) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count].val.programmaticStreamSerializationAllowed = 1;

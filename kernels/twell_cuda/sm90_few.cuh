@@ -1,4 +1,4 @@
-// What Hopper's two decode kernels for 17 to 64 tokens share: a cluster's shared memory, timestamps.
+// What Hopper's two decode kernels for 9 to 64 tokens share: a cluster's shared memory, timestamps.
 #pragma once
 
 #include "decode_gate.cuh"
@@ -12,6 +12,11 @@ using sm90::smem_address;
 
 constexpr int kRows = 64;       // of a product: tokens, those past the call's left as they are
 constexpr int kStepBytes = 128;  // of a swizzled row: 64 elements
+
+// What the kernels may take of a multiprocessor's shared memory so that a thread block of each fits, with up to 48
+// neurons in the first; the system takes 1 KiB for each.
+constexpr int kGateShared = 162816, kDownShared = 68608;
+static_assert(kGateShared + kDownShared + 2 * 1024 <= 228 * 1024);
 
 // With this macro each thread block notes when it reaches each phase, and at the last place its multiprocessor, call by
 // call; decode_check.cu prints them.
@@ -68,8 +73,21 @@ __device__ __forceinline__ void store_shared_16(uint32_t shared, const float* v)
                : "memory");
 }
 
+// Four 8 x 8 matrices of 2-byte elements; lane 8 m + i gives matrix m's row i of 16 bytes.
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared)
+               : "memory");
+}
+
 __device__ __forceinline__ void prefetch_row(const char* row, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row), "r"(bytes) : "memory");
+}
+
+// One line into L2, for its page's address translation.
+__device__ __forceinline__ void touch(const char* line) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(line) : "memory");
 }
 
 }  // namespace twell::decoding::few

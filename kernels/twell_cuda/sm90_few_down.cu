@@ -1,9 +1,11 @@
-// Second of Hopper's two decode kernels for 17 to 64 tokens: y = h Wd^T + bd from what the first one left
+// Second of Hopper's two decode kernels for 9 to 64 tokens: y = h Wd^T + bd from what the first one left
 // (sm90_few_gate_up.cu).
 //
 // A thread block owns 64 columns of y and, with `splits` of them to a cluster, its own share of the active neurons. All
 // threads list those; then one warpgroup multiplies and the others gather columns of Wd and h. The blocks of a cluster
 // add up through each other's shared memory: each finishes some of the columns.
+
+#include <algorithm>
 
 #include "decode_quads.cuh"
 #include "sm90_few.cuh"
@@ -20,10 +22,12 @@ constexpr int kPartBytes = kDepth * kStepBytes, kStageBytes = 2 * kPartBytes, kS
 constexpr int kListed = 1408;  // neurons at a time
 constexpr int kBoundBytes = kMultipliers * 16;  // of the sums of eight columns
 constexpr int kAll = 1;  // named barrier
+constexpr int kPageBits = 21;
 
 struct FewDownParams : DownParams {
   int split_bits;  // log2 of the thread blocks of a cluster
   int groups;      // tokens in eights: 1, 2, 4 or 8
+  int touched_pages;  // of 2 MiB of Wd, of which each thread block reads columns
   Trace trace;
 };
 
@@ -34,30 +38,35 @@ struct Control {
 };
 
 constexpr int kExchangeBytes = kBounds * kBoundBytes;  // from each block of the cluster what this one finishes
-constexpr int kShared = 1024 + kStages * kStageBytes + kExchangeBytes + static_cast<int>(sizeof(Control));
+constexpr int kShared = kStages * kStageBytes + kExchangeBytes + static_cast<int>(sizeof(Control));
+static_assert(kShared <= kDownShared);
 
 #if defined(TWELL_SM90_DEVICE)
 
 using sm90::Ring;
 
-// The block's active neurons, found by all threads: each looks at neighbouring masks of 32 neurons.
+// The block's active neurons, found by all threads: of every 32 * splits neurons 32 are this block's. Each thread looks
+// at neighbouring octets of those, one unless F is large.
 struct Neurons {
-  int first_word, last_word;
+  int split, split_bits;
+  int first_octet, last_octet;
   uint32_t first_mask;
-  int before;      // active neurons of earlier threads
-  int begin, end;  // of the active neurons, this block's
+  int before;  // active neurons of earlier threads
+  int count;   // of the block
 
-  __device__ __forceinline__ Neurons(const FewDownParams& p, Control& c, int split) {
+  __device__ __forceinline__ Neurons(const FewDownParams& p, Control& c, int split)
+      : split(split), split_bits(p.split_bits) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int each = (p.mask_pairs + kThreads - 1) / kThreads;
-    first_word = min(static_cast<int>(threadIdx.x) * each, p.mask_pairs);
-    last_word = min(first_word + each, p.mask_pairs);
-    first_mask = first_word < last_word ? __ldcg(p.masks + first_word) : 0;
+    const int octets = max(0, (p.mask_pairs - split + (1 << split_bits) - 1) >> split_bits) * 4;
+    const int each = (octets + kThreads - 1) / kThreads;
+    first_octet = min(static_cast<int>(threadIdx.x) * each, octets);
+    last_octet = min(first_octet + each, octets);
+    first_mask = first_octet < last_octet ? mask(p, first_octet) : 0;
     const int first_count = __popc(first_mask);
     int sum = first_count;
 #pragma unroll 1
-    for (int w = first_word + 1; w < last_word; ++w) sum += __popc(__ldcg(p.masks + w));
-    const int count = sum;
+    for (int i = first_octet + 1; i < last_octet; ++i) sum += __popc(mask(p, i));
+    const int own = sum;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
       const int other = __shfl_up_sync(~0u, sum, d);
@@ -65,31 +74,36 @@ struct Neurons {
     }
     if (lane == 31) c.warp_counts[warp] = sum;
     sm90::named_barrier<kThreads>(kAll);
-    before = sum - count;
-    int total = 0;
+    before = sum - own;
+    count = 0;
 #pragma unroll
     for (int w = 0; w < kThreads / 32; ++w) {
       const int n = c.warp_counts[w];
       before += w < warp ? n : 0;
-      total += n;
+      count += n;
     }
-    begin = total * split >> p.split_bits, end = total * (split + 1) >> p.split_bits;
+  }
+
+  __device__ __forceinline__ int word(int octet) const { return (octet / 4 << split_bits) + split; }
+  __device__ __forceinline__ uint32_t mask(const FewDownParams& p, int octet) const {
+    return __ldcg(p.masks + word(octet)) >> octet % 4 * 8 & 0xff;
   }
 
   // Neurons `from` to `from` + kListed of the active ones, in ascending order.
   __device__ __forceinline__ void list(const FewDownParams& p, Control& c, int from) const {
-    if (from > begin) sm90::named_barrier<kThreads>(kAll);  // those before are not needed any more
-    const int last = min(from + kListed, end);
+    if (from > 0) sm90::named_barrier<kThreads>(kAll);  // those before are not needed any more
+    const int last = min(from + kListed, count);
     int at = before;
-    uint32_t mask = first_mask;
+    uint32_t left = first_mask;
 #pragma unroll 1
-    for (int w = first_word; w < last_word && at < last;) {
+    for (int i = first_octet; i < last_octet && at < last;) {
+      const int first = word(i) * 32 + i % 4 * 8;
 #pragma unroll 1
-      for (; mask != 0; mask &= mask - 1, ++at) {
-        const int n = w * 32 + __ffs(static_cast<int>(mask)) - 1;
+      for (; left != 0; left &= left - 1, ++at) {
+        const int n = first + __ffs(static_cast<int>(left)) - 1;
         if (at >= from && at < last) c.list[at - from] = static_cast<uint16_t>(n);
       }
-      if (++w < last_word) mask = __ldcg(p.masks + w);
+      if (++i < last_octet) left = mask(p, i);
     }
     sm90::named_barrier<kThreads>(kAll);
   }
@@ -178,10 +192,9 @@ __device__ __forceinline__ void finish(const FewDownParams& p, uint32_t exchange
 template <typename Half>
 __global__ void __launch_bounds__(kThreads, 3) few_down_kernel(const __grid_constant__ FewDownParams p) {
 #if defined(TWELL_SM90_DEVICE)
-  extern __shared__ uint8_t raw_shared[];
-  const uint32_t start = smem_address(raw_shared), stages = (start + 1023) & ~1023u;
-  const uint32_t exchange = stages + kStages * kStageBytes;
-  Control& c = *reinterpret_cast<Control*>(raw_shared + (exchange - start) + kExchangeBytes);
+  extern __shared__ __align__(1024) uint8_t stage_bytes[];
+  const uint32_t stages = smem_address(stage_bytes), exchange = stages + kStages * kStageBytes;
+  Control& c = *reinterpret_cast<Control*>(stage_bytes + kStages * kStageBytes + kExchangeBytes);
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
   const int slice = blockIdx.x >> p.split_bits, split = blockIdx.x & ((1 << p.split_bits) - 1);
   if (p.lets_next_start) sm90::launch_dependents();
@@ -193,6 +206,7 @@ __global__ void __launch_bounds__(kThreads, 3) few_down_kernel(const __grid_cons
     }
     sm90::fence_barrier_init();
   }
+  if (thread < p.touched_pages) touch(p.down + (static_cast<int64_t>(thread) << kPageBits));
   __syncthreads();
   cluster_arrive();  // who has started may be written to
   sm90::wait_for_previous();
@@ -202,9 +216,9 @@ __global__ void __launch_bounds__(kThreads, 3) few_down_kernel(const __grid_cons
 
   if (warp >= kMultipliers / 32) {
 #pragma unroll 1
-    for (int from = neurons.begin; from < neurons.end; from += kListed) {
+    for (int from = 0; from < neurons.count; from += kListed) {
       neurons.list(p, c, from);
-      fetch(p, c, ring, stages, slice, min(kListed, neurons.end - from));
+      fetch(p, c, ring, stages, slice, min(kListed, neurons.count - from));
     }
     __syncwarp();
     cluster_wait();
@@ -213,14 +227,14 @@ __global__ void __launch_bounds__(kThreads, 3) few_down_kernel(const __grid_cons
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) sum[i] = 0.f;
 #pragma unroll 1
-    for (int from = neurons.begin; from < neurons.end; from += kListed) {
+    for (int from = 0; from < neurons.count; from += kListed) {
       neurons.list(p, c, from);
       if (thread == 0) p.trace.mark(2);
 #if defined(TWELL_FEW_TRACE)
       ring.wait_full();
       if (thread == 0) p.trace.mark(3);
 #endif
-      multiply<Half>(sum, ring, stages, min(kListed, neurons.end - from));
+      multiply<Half>(sum, ring, stages, min(kListed, neurons.count - from));
     }
     if (thread == 0) p.trace.mark(4);
     __syncwarp();
@@ -258,6 +272,8 @@ cudaError_t launch_few_down(const Ffn& ffn, const DecodePlan& plan, const Device
   const int slices = (ffn.hidden + kColumns - 1) / kColumns;
   while (1 << p.split_bits < kMaxSplits && slices << (p.split_bits + 1) <= device.sm_count) ++p.split_bits;
   p.groups = plan.groups;
+  const int64_t pages = (int64_t{2} * ffn.hidden * ffn.width + (1 << kPageBits) - 1) >> kPageBits;
+  if (plan.kernels.few_touch) p.touched_pages = static_cast<int>(std::min<int64_t>(pages, kThreads));
   p.trace = Trace::next();
   return ffn.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(plan, p, slices, stream)
                                        : launch<__half>(plan, p, slices, stream);

@@ -1,11 +1,15 @@
-// First of Hopper's two decode kernels for 17 to 64 tokens: h = relu(x Wg^T + bg) * (x Wu^T + bu) for the active
+// First of Hopper's two decode kernels for 9 to 64 tokens: h = relu(x Wg^T + bg) * (x Wu^T + bu) for the active
 // neurons, or relu(x Wu^T + bu) without a gate, into the workspace (masks as in decode_plan.cuh; h as (neuron, 8 *
 // groups tokens)).
 //
-// A thread block owns kNeurons neurons and all of the hidden size. Rows of weights and x come through two rings of
-// stages of 64 hidden units each; weights do not depend on the kernel ahead, so their ring fills before that has ended.
-// Tokens are the 64 rows of the product, whose steps four warpgroups share out. Once it is known which neurons any
-// token activates, their rows of Wu follow over the same x: gathered, or by boxes where most are active.
+// A thread block owns up to kNeurons neurons and all of the hidden size. Rows of weights and x come through two rings
+// of stages of 64 hidden units each; weights do not depend on the kernel ahead, so their ring fills before that has
+// ended. Of many tokens two thread blocks fetch half of x each, for both. Tokens are the 64 rows of the product, whose steps
+// four warpgroups share out. Once it is known which neurons any token activates, their rows of Wu follow over the same
+// x, which is still there where the ring has place for all of it: gathered, or by boxes where most are active.
+
+#include <algorithm>
+#include <type_traits>
 
 #include "sm90_few_tile.cuh"
 
@@ -14,28 +18,31 @@ namespace {
 
 using namespace few;
 
-// 64 registers, so that blocks of the down kernel fit beside this one.
-template <typename Half, int kNeurons>
-__global__ void __launch_bounds__(1024, 1) few_gate_up_kernel(const __grid_constant__ FewParams p) {
+// 64 registers where blocks of the down kernel fit beside this one. kSixteen: up to 16 tokens.
+template <typename Half, int kNeurons, bool kSixteen>
+__global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
+    few_gate_up_kernel(const __grid_constant__ FewParams p) {
 #if defined(TWELL_SM90_DEVICE)
-  extern __shared__ uint8_t raw_shared[];
-  uint8_t* const x_bytes = raw_shared + (-smem_address(raw_shared) & 1023);
-  uint8_t* const weight_bytes = x_bytes + kXBytes;
-  float* const gate = reinterpret_cast<float*>(weight_bytes + kWeightBytes);  // (64 tokens, kGateRow)
+  extern __shared__ __align__(1024) uint8_t x_bytes[];
+  const int x_ring_size = x_ring_bytes(p.groups), weight_ring_size = weight_ring_bytes(p.groups);
+  uint8_t* const weight_bytes = x_bytes + x_ring_size;
+  float* const gate = reinterpret_cast<float*>(x_bytes + kRingBytes);  // (64 tokens, kGateRow)
   Control<kNeurons>& c = *reinterpret_cast<Control<kNeurons>*>(gate + kRows * kGateRow<kNeurons>);
   const uint32_t x = smem_address(x_bytes), weights = smem_address(weight_bytes);
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0), lane = thread % 32;
-  const int first = blockIdx.x * kNeurons, inside = min(kNeurons, p.width - first);
+  const int first_octet = p.octets * blockIdx.x / gridDim.x, last_octet = p.octets * (blockIdx.x + 1) / gridDim.x;
+  const int first = 8 * first_octet, inside = max(0, min(8 * last_octet, p.width) - first);
   const int steps = (p.row_bytes + kStepBytes - 1) / kStepBytes;
   const bool gated = p.up != nullptr;
   const uint32_t x_stage = p.groups * 8 * kStepBytes;
-  constexpr uint32_t kBoxStage = kNeurons * kStepBytes;
+  const uint32_t box_stage = p.box_rows * kStepBytes;
   sm90::launch_dependents();
   if (thread == 0) p.trace.start();
   if (lane == 0) {  // one lane after the other would take turns
     for (int i = warp; i < 6 * kMaxStages; i += kThreads / 32) {
       const int kind = i / kMaxStages;
-      sm90::barrier_init(c.x_full + i, kind == 4 ? 32 : kind % 2 == 1 ? 4 : 1);  // a warp's copies; a warpgroup's warps
+      // A warp's copies; a warpgroup's warps, of x in each thread block of the cluster.
+      sm90::barrier_init(c.x_full + i, kind == 4 ? 32 : kind == 1 ? 4 * p.sharers : kind % 2 == 1 ? 4 : 1);
     }
     sm90::fence_barrier_init();
   }
@@ -44,26 +51,31 @@ __global__ void __launch_bounds__(1024, 1) few_gate_up_kernel(const __grid_const
     c.up_bias[thread] = bias_of<Half>(p.b_up, first + thread, p.width);
     c.active[thread / 32] = 0;
   }
-  __syncthreads();
-  Ring x_ring(c.x_full, c.x_empty, stages_in(kXBytes, x_stage));
-  Ring box_ring(c.box_full, c.box_empty, stages_in(kWeightBytes, kBoxStage));
+  if (p.sharers > 1) {
+    sm90::cluster_sync();  // its barriers are there
+  } else {
+    __syncthreads();
+  }
+  Ring x_ring(c.x_full, c.x_empty, stages_in(x_ring_size, x_stage));
+  Ring box_ring(c.box_full, c.box_empty, stages_in(weight_ring_size, box_stage));
+  const bool keeps_x = steps <= x_ring.stages;
 
   if (warp == kThreads / 32 - 1) {
-    const int ahead = gated ? min(steps, x_ring.stages) : 0;
+    const int ahead = gated && !keeps_x ? x_ring.stages : 0;
     if (lane == 0) {
       sm90::prefetch_map(&p.x_map);
       sm90::prefetch_map(&p.up_map);
       sm90::wait_for_previous();
-      load_boxes(x_ring, x_bytes, x_stage, &p.x_map, 0, 0, steps);
+      load_x(x_ring, x_bytes, x_stage, p, 0, steps);
       // For up, as far as there is room; whether it is wanted shows later.
-      load_boxes(x_ring, x_bytes, x_stage, &p.x_map, 0, 0, ahead);
+      load_x(x_ring, x_bytes, x_stage, p, 0, ahead);
     }
     __syncwarp();
     sm90::named_barrier<kThreads>(kTileBarrier);
     const Active<kNeurons> active(c, inside, gated);
-    if (lane > 0 || !gated) return;
-    if (active.count > 0) {
-      load_boxes(x_ring, x_bytes, x_stage, &p.x_map, 0, ahead, steps);
+    if (lane > 0 || !gated || keeps_x) return;
+    if (!active.is_end(p.sharers, gated)) {
+      load_x(x_ring, x_bytes, x_stage, p, ahead, steps);
     } else {  // a copy must not outlive its thread block
       Ring pending = ring_at(x_ring, steps);
 #pragma unroll 1
@@ -72,32 +84,36 @@ __global__ void __launch_bounds__(1024, 1) few_gate_up_kernel(const __grid_const
     return;
   }
 
-  // A stage for rows that are gathered has place for no more than those.
-  const auto copy_stage = [](const Active<kNeurons>& a) {
-    return static_cast<uint32_t>((a.rows + 7) / 8 * 8 * kStepBytes);
-  };
   const auto copy_ring = [&](uint32_t stage) {
-    return Ring(c.copy_full, c.copy_empty, stages_in(kWeightBytes, stage));
+    return Ring(c.copy_full, c.copy_empty, stages_in(weight_ring_size, stage));
   };
 
   if (warp >= kMultipliers / 32) {
     const int index = thread - kMultipliers;
-    if (index == 0) load_boxes(box_ring, weight_bytes, kBoxStage, &p.gate_map, first, 0, steps);
+    if (index == 0) load_boxes(box_ring, weight_bytes, box_stage, &p.gate_map, first, 0, steps);
+    if (p.touches && gated && index == 32 && inside > 0) touch(p.up + static_cast<int64_t>(first) * p.row_bytes);
+    const uint32_t in_ring = box_ring.stages * kStepBytes;
+    if (p.reads_ahead && index >= 32 && in_ring < p.row_bytes) {
+#pragma unroll 1
+      for (int i = index - 32; i < inside; i += kFetchers - 32) {
+        prefetch_row(p.gate + static_cast<int64_t>(first + i) * p.row_bytes + in_ring, p.row_bytes - in_ring);
+      }
+    }
     __syncwarp();
     sm90::named_barrier<kThreads>(kTileBarrier);
     const Active<kNeurons> active(c, inside, gated);
-    if (active.count == 0) return;
+    if (active.is_end(p.sharers, gated)) return;
     if (active.boxes && index == 0) {
-      load_boxes(box_ring, weight_bytes, kBoxStage, &p.up_map, first, 0, min(steps, box_ring.stages));
+      load_boxes(box_ring, weight_bytes, box_stage, &p.up_map, first, 0, min(steps, box_ring.stages));
     }
     __syncwarp();
     if (index < kNeurons) c.list[active.place(index)] = static_cast<uint16_t>(index);
     sm90::named_barrier<kMultipliers + kFetchers>(kListBarrier);
     if (active.boxes && index == 0) {
-      load_boxes(box_ring, weight_bytes, kBoxStage, &p.up_map, first, min(steps, box_ring.stages), steps);
+      load_boxes(box_ring, weight_bytes, box_stage, &p.up_map, first, min(steps, box_ring.stages), steps);
     }
     if (gated && !active.boxes) {
-      const uint32_t stage = copy_stage(active);
+      const uint32_t stage = active.copy_stage();
       copy_rows(copy_ring(stage), weights, stage, p, c, first, active.rows, steps);
     }
     if (active.count * kBlockNeurons <= p.prefetch_max_active * kNeurons) {
@@ -115,29 +131,33 @@ __global__ void __launch_bounds__(1024, 1) few_gate_up_kernel(const __grid_const
   x_ring.wait_full();
   if (thread == 0) p.trace.mark(2);
 #endif
-  const auto sums = multiply<Half, kNeurons>({x_ring, x, x_stage, 0}, {box_ring, weights, kBoxStage, 0}, steps, false,
-                                             p.tokens);
+  const int x_end = gated && !keeps_x ? 2 * steps : steps;
+  const bool shares = p.sharers > 1;
+  const auto sums = multiply<Half, kNeurons, kSixteen>({x_ring, x, x_stage, 0, x_end, shares},
+                                             {box_ring, weights, box_stage, 0, 2 * steps}, steps, false, p.tokens);
   if (thread == 0) p.trace.mark(3);
   activate_tile(sums, c, gate, p.tokens, inside);
   sm90::fence_async_proxy();  // boxes may follow where sums were exchanged
   sm90::named_barrier<kThreads>(kTileBarrier);
   const Active<kNeurons> active(c, inside, gated);
-  const int first_block = first / kBlockNeurons;
-  if (thread < kNeurons / kBlockNeurons && first_block + thread < p.blocks) {
-    p.masks[first_block + thread] = static_cast<uint16_t>(active.word(thread / 2) >> thread % 2 * 16);
+  uint8_t* const masks = reinterpret_cast<uint8_t*>(p.masks);
+  if (thread < last_octet - first_octet) {
+    masks[first_octet + thread] = static_cast<uint8_t>(active.word(thread / 4) >> thread % 4 * 8);
   }
-  if (thread == 0 && blockIdx.x == gridDim.x - 1 && p.blocks % 2 == 1) p.masks[p.blocks] = 0;
+  if (blockIdx.x == gridDim.x - 1 && thread < (p.blocks + 1) / 2 * 4 - p.octets) masks[p.octets + thread] = 0;
   if (thread == 0) p.trace.mark(4);
-  if (active.count == 0) return;
+  if (active.is_end(p.sharers, gated)) return;
   sm90::named_barrier<kMultipliers + kFetchers>(kListBarrier);
 
   // Products stand where x was.
   if (gated) {
-    const uint32_t stage = active.boxes ? kBoxStage : copy_stage(active);
-    const Operand rows{active.boxes ? box_ring : copy_ring(stage), weights, stage, active.boxes ? steps : 0};
+    const uint32_t stage = active.boxes ? box_stage : active.copy_stage();
+    const Operand rows{active.boxes ? box_ring : copy_ring(stage), weights, stage, active.boxes ? steps : 0,
+                       active.boxes ? 2 * steps : steps};
+    const Operand x_again{x_ring, x, x_stage, keeps_x ? 0 : steps, x_end, shares};
     const auto up = [&](auto columns) {
-      const auto products = multiply<Half, decltype(columns)::value>({x_ring, x, x_stage, steps}, rows, steps,
-                                                                     !active.boxes, p.tokens);
+      const auto products =
+          multiply<Half, decltype(columns)::value, kSixteen>(x_again, rows, steps, !active.boxes, p.tokens);
       if (thread == 0) p.trace.mark(5);
       leave_products<Half>(products, x_bytes, c, gate, p.tokens, true);
     };
@@ -161,40 +181,26 @@ __global__ void __launch_bounds__(1024, 1) few_gate_up_kernel(const __grid_const
 }
 
 template <typename Half, int kNeurons>
-cudaError_t launch(const Ffn& ffn, const DecodePlan& plan, FewParams& p, cudaStream_t stream) {
+cudaError_t launch(const Ffn& ffn, const DecodePlan& plan, int grid, FewParams& p, cudaStream_t stream) {
   const auto map = [&](CUtensorMap* to, const void* base, int64_t rows, int box_rows) {
     return sm90::make_tensor_map(to, ffn.dtype, base, rows, ffn.hidden, box_rows);
   };
-  cudaError_t error = map(&p.x_map, ffn.x, ffn.tokens, 8 * plan.groups);
-  if (error == cudaSuccess) error = map(&p.gate_map, ffn.gate, ffn.width, kNeurons);
-  if (error == cudaSuccess) error = map(&p.up_map, ffn.up != nullptr ? ffn.up : ffn.gate, ffn.width, kNeurons);
+  cudaError_t error = map(&p.x_map, ffn.x, ffn.tokens, 8 * p.groups / p.sharers);
+  if (error == cudaSuccess) error = map(&p.gate_map, ffn.gate, ffn.width, p.box_rows);
+  if (error == cudaSuccess) error = map(&p.up_map, ffn.up != nullptr ? ffn.up : ffn.gate, ffn.width, p.box_rows);
   if (error != cudaSuccess) return error;
-  const int grid = (ffn.width + kNeurons - 1) / kNeurons;
-  return launch_kernel(few_gate_up_kernel<Half, kNeurons>, {dim3(grid), kThreads, kShared<kNeurons>}, p, plan.kernels,
-                       stream);
-}
-
-// The width of least time: rounds of thread blocks, each reading its rows and all of x.
-int best_neurons(const Ffn& ffn, int groups, const Device& device) {
-  int best = 0;
-  int64_t best_cost = INT64_MAX;
-  for (const int neurons : {64, 48, 32, 16}) {
-    const int64_t tiles = (ffn.width + neurons - 1) / neurons, rounds = (tiles + device.sm_count - 1) / device.sm_count;
-    const int64_t cost = rounds * (neurons + 8 * groups);
-    if (cost < best_cost) best = neurons, best_cost = cost;
-  }
-  return best;
+  const Launch launch{dim3(grid), kThreads, kShared<kNeurons>, p.sharers};
+  return p.groups <= 2 && plan.kernels.few_mma
+             ? launch_kernel(few_gate_up_kernel<Half, kNeurons, true>, launch, p, plan.kernels, stream)
+             : launch_kernel(few_gate_up_kernel<Half, kNeurons, false>, launch, p, plan.kernels, stream);
 }
 
 template <typename Half>
-cudaError_t launch_for(const Ffn& ffn, const DecodePlan& plan, const Device& device, FewParams& p,
-                       cudaStream_t stream) {
-  switch (best_neurons(ffn, plan.groups, device)) {
-    case 16: return launch<Half, 16>(ffn, plan, p, stream);
-    case 32: return launch<Half, 32>(ffn, plan, p, stream);
-    case 48: return launch<Half, 48>(ffn, plan, p, stream);
-    default: return launch<Half, 64>(ffn, plan, p, stream);
-  }
+cudaError_t launch_for(const Ffn& ffn, const DecodePlan& plan, int grid, FewParams& p, cudaStream_t stream) {
+  if (p.box_rows <= 16) return launch<Half, 16>(ffn, plan, grid, p, stream);
+  if (p.box_rows <= 32) return launch<Half, 32>(ffn, plan, grid, p, stream);
+  if (p.box_rows <= 48) return launch<Half, 48>(ffn, plan, grid, p, stream);
+  return launch<Half, 64>(ffn, plan, grid, p, stream);
 }
 
 }  // namespace
@@ -204,9 +210,20 @@ cudaError_t launch_few_gate_up(const Ffn& ffn, const DecodePlan& plan, const Dev
   FewParams p{};
   static_cast<GateUpParams&>(p) = gate_up_params(ffn, plan, workspace);
   p.groups = plan.groups;
+  p.octets = (ffn.width + 7) / 8;
+  p.sharers = plan.kernels.few_pairs && plan.groups >= 4 ? 2 : 1;
+  // As few rounds of thread blocks as there can be, in which all multiprocessors have a tile: down's thread blocks,
+  // which come beside them, are then dealt out evenly too.
+  const int rounds = (p.octets + 8 * device.sm_count - 1) / (8 * device.sm_count);
+  int grid = std::min(rounds * device.sm_count, p.octets);
+  p.box_rows = 8 * ((p.octets + grid - 1) / grid);
+  if (!plan.kernels.few_fill) grid = (8 * p.octets + p.box_rows - 1) / p.box_rows;
+  grid = static_cast<int>(round_up(grid, p.sharers));
+  p.reads_ahead = plan.kernels.few_ahead;
+  p.touches = plan.kernels.few_touch;
   p.trace = Trace::next();
-  return ffn.dtype == DType::kBFloat16 ? launch_for<__nv_bfloat16>(ffn, plan, device, p, stream)
-                                       : launch_for<__half>(ffn, plan, device, p, stream);
+  return ffn.dtype == DType::kBFloat16 ? launch_for<__nv_bfloat16>(ffn, plan, grid, p, stream)
+                                       : launch_for<__half>(ffn, plan, grid, p, stream);
 }
 
 }  // namespace twell::decoding

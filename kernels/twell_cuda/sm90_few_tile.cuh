@@ -1,27 +1,17 @@
-// What the thread blocks of sm90_few_gate_up.cu do with a tile: shared memory, rings, products, the activation.
-//
-// Four warpgroups share out a product: each takes every fourth step of 64 hidden units, and then a share of the columns
-// of their sums. Loops over steps stay rolled: these kernels are short, and instructions that are not in the cache cost
-// more than they save.
+// What the thread blocks of sm90_few_gate_up.cu do with a tile: shared memory, copies, lists, the activation.
 #pragma once
 
-#include <type_traits>
-
-#include "sm90_few.cuh"
+#include "sm90_few_product.cuh"
 
 namespace twell::decoding::few {
 
-constexpr int kWarpgroups = 4;  // multiplying warpgroups
-constexpr int kMultipliers = kWarpgroups * 128, kFetchers = 128;  // threads; then a warp for boxes of x
-constexpr int kThreads = kMultipliers + kFetchers + 32;
-constexpr int kMaxStages = 32;
-constexpr int kTileBarrier = 1, kListBarrier = 2, kSumBarrier = 3;  // named
-// Of shared memory; with what the down kernel takes, both fit in a multiprocessor for kNeurons up to 48.
-constexpr int kXBytes = 64 * 1024, kWeightBytes = 72 * 1024;
-
 struct FewParams : GateUpParams {
   CUtensorMap x_map, gate_map, up_map;
-  int groups;  // tokens in eights: 1, 2, 4 or 8
+  int groups;    // tokens in eights: 1, 2, 4 or 8
+  int octets;    // ceil(F / 8), dealt out evenly
+  int box_rows;  // most neurons of a thread block, a multiple of 8
+  int sharers;   // thread blocks of a cluster, each of which fetches an equal part of x for all: 1 or 2
+  bool reads_ahead, touches;  // Kernels::few_ahead, few_touch
   Trace trace;
 };
 
@@ -39,146 +29,31 @@ template <int kNeurons>
 constexpr int kGateRow = kNeurons + 4;
 
 template <int kNeurons>
-constexpr int kShared = 1024 + kXBytes + kWeightBytes + kRows * kGateRow<kNeurons> * 4 +
-                        static_cast<int>(sizeof(Control<kNeurons>));
+constexpr int kShared = kRingBytes + kRows * kGateRow<kNeurons> * 4 + static_cast<int>(sizeof(Control<kNeurons>));
+static_assert(kShared<48> <= kGateShared);
 
 #if defined(TWELL_SM90_DEVICE)
 
-using sm90::Ring;
-
-__device__ __forceinline__ Ring ring_at(Ring ring, int position) {
-  ring.stage = position % ring.stages;
-  ring.phase = position / ring.stages & 1;
-  return ring;
-}
-
-// How many stages fit. A multiple of the warpgroups, so that each stage is always the same one's: another could be there
-// a whole turn too early, and a barrier's parity would not tell.
-__device__ __forceinline__ int stages_in(int bytes, uint32_t stage) {
-  return min(kMaxStages, bytes / static_cast<int>(stage) / kWarpgroups * kWarpgroups);
-}
-
-// By no more than there are stages.
-__device__ __forceinline__ void advance(Ring& ring, int count) {
-  ring.stage += count;
-  if (ring.stage >= ring.stages) {
-    ring.stage -= ring.stages;
-    ring.phase ^= 1;
-  }
-}
-
-// What a warpgroup leaves for the others to add: eight columns' sums of its 128 threads, from each of three warpgroups.
-constexpr uint32_t kBoundBytes = 128 * 16;
-constexpr uint32_t kSlotsBytes = (kWarpgroups - 1) * kBoundBytes;
-static_assert(64 / 8 * kSlotsBytes <= kWeightBytes);
-
-// What a thread has of a product in the end: tokens `token` and + 8, columns 8 j + `column` and + 1 for j = `group` and
-// `group` + 4.
-template <int kColumns>
-struct Sums {
-  static constexpr int kBounds = kColumns / 8, kOwn = (kBounds + kWarpgroups - 1) / kWarpgroups;
-  int group = threadIdx.x / 128;
-  int token = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-  int column = threadIdx.x % 4 * 2;
-  float values[kOwn][4];  // (token, column), (token, column + 1), (token + 8, column), (token + 8, column + 1)
-
-  // Whether there is a bound of columns in place i, for this warp's tokens.
-  __device__ __forceinline__ bool has(int i, int tokens) const {
-    return group + kWarpgroups * i < kBounds && token / 16 * 16 < tokens;
-  }
-  __device__ __forceinline__ int first(int i) const { return 8 * (group + kWarpgroups * i) + column; }
-};
-
-// One operand of a product: stages of rows, from position `begin` of their ring on.
-struct Operand {
-  Ring ring;
-  uint32_t base, stage_bytes;
-  int begin;
-};
-
-// x times kColumns rows. The stages of `rows` are overwritten.
-template <typename Half, int kColumns>
-__device__ __forceinline__ Sums<kColumns> multiply(Operand x, Operand rows, int steps, bool copied, int tokens) {
-  Sums<kColumns> own;
-  const int thread = threadIdx.x % 128;
-  const bool releases = threadIdx.x % 32 == 0;
-  Ring x_ring = ring_at(x.ring, x.begin + own.group), ring = ring_at(rows.ring, rows.begin + own.group);
-  float sum[kColumns / 2];
-#pragma unroll
-  for (int i = 0; i < kColumns / 2; ++i) sum[i] = 0.f;
-  const auto add = [&](auto count) {  // steps
-    constexpr int kCount = decltype(count)::value;
-    int x_stages[kCount], stages[kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      x_stages[i] = x_ring.stage, stages[i] = ring.stage;
-      ring.wait_full();
-      x_ring.wait_full();
-      advance(x_ring, kWarpgroups);
-      advance(ring, kWarpgroups);
-    }
-    if (copied) sm90::fence_async_proxy();  // cp.async wrote, tensor cores read
-    sm90::wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const uint32_t a = x.base + x_stages[i] * x.stage_bytes, b = rows.base + stages[i] * rows.stage_bytes;
-#pragma unroll
-      for (int k = 0; k < kStepBytes / 32; ++k) {
-        sm90::Wgmma<Half, kColumns, 0, 0>::multiply(sum, sm90::matrix_descriptor(a + k * 32, 16),
-                                                    sm90::matrix_descriptor(b + k * 32, 16), 1);
-      }
-    }
-    sm90::wgmma_commit();
-    sm90::wgmma_wait<0>();
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if (!releases) continue;
-      sm90::barrier_arrive(x_ring.empty + x_stages[i]);
-      sm90::barrier_arrive(ring.empty + stages[i]);
-    }
-  };
-  int step = own.group;
-  if constexpr (kColumns <= 48) {  // with more sums the compiler would serialize the products
+// Boxes of x for steps `begin` to `end`: each thread block of the cluster fetches its share of the rows for all.
+__device__ __forceinline__ void load_x(Ring& ring, uint8_t* stages, uint32_t stage, const FewParams& p, int begin,
+                                       int end) {
+  const int rank = p.sharers > 1 ? sm90::cluster_rank() : 0;
 #pragma unroll 1
-    for (; step + kWarpgroups < steps; step += 2 * kWarpgroups) add(std::integral_constant<int, 2>{});
-  }
-#pragma unroll 1
-  for (; step < steps; step += kWarpgroups) add(std::integral_constant<int, 1>{});
-  sm90::named_barrier<kMultipliers>(kSumBarrier);  // the rows are free
-  const bool has_tokens = own.token / 16 * 16 < tokens;
-  const uint32_t exchange = rows.base + thread * 16;
-  if (has_tokens) {
-#pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
-      const int slot = own.group < j % kWarpgroups ? own.group : own.group - 1;
-      if (own.group != j % kWarpgroups) store_shared_16(exchange + j * kSlotsBytes + slot * kBoundBytes, sum + 4 * j);
+  for (int step = begin; step < end; ++step, ring.advance()) {
+    ring.wait_empty();  // in all of them
+    sm90::barrier_arrive_expect(ring.full + ring.stage, stage);
+    uint8_t* const to = stages + ring.stage * stage;
+    const int column = step * (kStepBytes / 2);
+    if (p.sharers > 1) {
+      const int row = rank * 4 * p.groups;
+      sm90::load_box_multicast(to + rank * (stage / 2), &p.x_map, column, row, ring.full + ring.stage, 3);
+    } else {
+      sm90::load_box(to, &p.x_map, column, 0, ring.full + ring.stage);
     }
   }
-  sm90::named_barrier<kMultipliers>(kSumBarrier);
-#pragma unroll
-  for (int i = 0; i < own.kOwn; ++i) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      uint32_t v = 0;  // by masks: registers have no index
-#pragma unroll
-      for (int g = 0; g < kWarpgroups && kWarpgroups * i + g < own.kBounds; ++g) {
-        v |= __float_as_uint(sum[4 * (kWarpgroups * i + g) + e]) & (own.group == g ? ~0u : 0u);
-      }
-      own.values[i][e] = __uint_as_float(v);
-    }
-    if (!own.has(i, tokens)) continue;
-#pragma unroll
-    for (int s = 0; s < kWarpgroups - 1; ++s) {
-      const uint4 v =
-          sm90::load_shared_16(exchange + (own.group + kWarpgroups * i) * kSlotsBytes + s * kBoundBytes);
-      own.values[i][0] += __uint_as_float(v.x), own.values[i][1] += __uint_as_float(v.y);
-      own.values[i][2] += __uint_as_float(v.z), own.values[i][3] += __uint_as_float(v.w);
-    }
-  }
-  return own;
 }
 
-// Boxes of steps `begin` to `end`.
+// Boxes of rows of weights for steps `begin` to `end`.
 __device__ __forceinline__ void load_boxes(Ring& ring, uint8_t* stages, uint32_t stage, const CUtensorMap* map, int row,
                                            int begin, int end) {
 #pragma unroll 1
@@ -206,6 +81,14 @@ struct Active {
     }
     boxes = gated && 4 * count > 3 * inside;
     rows = boxes ? inside : count;
+  }
+  // Nothing is left to do, for the cluster's other thread block neither.
+  __device__ __forceinline__ bool is_end(int sharers, bool gated) const {
+    return count == 0 && (sharers == 1 || !gated);
+  }
+  // A stage for rows that are gathered has place for no more than those.
+  __device__ __forceinline__ uint32_t copy_stage() const {
+    return static_cast<uint32_t>((max(rows, 1) + 7) / 8 * 8 * kStepBytes);
   }
   __device__ __forceinline__ uint32_t word(int index) const { return index == 0 ? words[0] : words[kWords - 1]; }
   // Where neuron n stands in the list.

@@ -1,9 +1,11 @@
-// Prefill on compute capability 9.0, chunk by chunk of tokens: gate and packing, lists of active neurons, up, down.
+// Prefill on compute capability 9.0, chunk by chunk of tokens: gate and packing, lists of active neurons, up, down; for
+// fewer tokens, gate and up in one kernel, and down.
 
 #include "sm90.h"
 
 #include "sm90_call.h"
 #include "sm90_launch.h"
+#include "sm90_mid.h"
 #include "sm90_workspace.h"
 
 namespace twell {
@@ -28,6 +30,12 @@ cudaError_t sm90_forward(const Ffn& ffn, const Device& device, void* workspace, 
   sm90::Chunk chunk{};
   sm90::Cutter cutter(workspace);
   sm90::place_active(ffn, blocks, false, cutter, &chunk.active);
+  sm90::MidPlan plan;
+  if (sm90::plan_mid(ffn, device, &plan)) {  // so few neurons and tokens are always one chunk
+    sm90::fit(ffn, blocks, &chunk);
+    TWELL_RETURN_IF_ERROR(sm90::launch_mid_gate_up(ffn, chunk, plan, stream));
+    return sm90::launch_mid_down(ffn, chunk, device, stream);
+  }
   for (; chunk.first < ffn.tokens; chunk.first += chunk.tokens) {
     sm90::fit(ffn, blocks, &chunk);
     TWELL_RETURN_IF_ERROR(sm90::launch_gate(ffn, chunk, device, stream));

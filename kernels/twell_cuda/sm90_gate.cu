@@ -192,20 +192,19 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     named_barrier<256>(1);
     const int words = tile.neurons / 32, word = tile.neuron / 32 + lane;  // a lane for each word of the tile
+    // Neurons past the width have sums too, and a token that holds NaN makes them NaN.
+    const int in_tile = min(tile.neurons, a.width - tile.neuron), left = in_tile - 32 * lane;
+    const uint32_t there = left >= 32 ? ~0u : left > 0 ? (1u << left) - 1 : 0;
     uint32_t mask = 0, other_mask = 0;
     if (lane < words && word < active.words) {
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
-        mask |= masks[(warpgroup * 4 + w) * S::kWords + lane];
-        other_mask |= masks[((1 - warpgroup) * 4 + w) * S::kWords + lane];
+        mask |= masks[(warpgroup * 4 + w) * S::kWords + lane] & there;
+        other_mask |= masks[((1 - warpgroup) * 4 + w) * S::kWords + lane] & there;
       }
     }
     // Nearly full tiles are called full, so that later kernels find rows without gaps.
-    const int in_tile = min(tile.neurons, a.width - tile.neuron);
-    if (__reduce_add_sync(~0u, __popc(mask | other_mask)) >= kFull * in_tile) {
-      const int left = in_tile - 32 * lane;
-      mask = left >= 32 ? ~0u : left > 0 ? (1u << left) - 1 : 0;
-    }
+    if (__reduce_add_sync(~0u, __popc(mask | other_mask)) >= kFull * in_tile) mask = there;
     if (tile.block >= active.blocks) continue;
     if (warp % 4 == 0 && lane < words && word < active.words) {
       active.masks[(static_cast<int64_t>(tile.block) * 2 + warpgroup) * active.words + word] = mask;

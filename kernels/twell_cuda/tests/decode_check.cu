@@ -4,10 +4,11 @@
 //
 //   nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a -o decode_check tests/decode_check.cu *decode_*.cu \
 //     sm90_few_*.cu sm90_{forward,gate,list,up,down}.cu
-//   ./decode_check          checks, then timings      ./decode_check check | verbose | time | few
+//   ./decode_check          checks, then timings      ./decode_check check | verbose | time | few | fused
 //
-// "few" times 16 to 64 tokens of several shapes alone. Built with -DTWELL_FEW_TRACE it also says when Hopper's kernels for
+// "few" times 9 to 64 tokens of several shapes alone. Built with -DTWELL_FEW_TRACE it also says when Hopper's kernels for
 // them reach each of their phases.
+// "fused" times 1 to 8 tokens alone; with -DTWELL_FUSED_TRACE (for all files) it says the same of the fused kernel.
 //
 // Exits 1 on any mismatch or CUDA error.
 
@@ -21,6 +22,7 @@
 #include <vector>
 
 #include "../decode_plan.cuh"
+#include "../sm90_decode_fused.cuh"
 #include "../sm90_few.cuh"
 #include "check.cuh"
 
@@ -61,6 +63,12 @@ __device__ float dot(const Half* a, const Half* b, int n) {
 }
 
 // One warp for each (token, neuron).
+// NaN into all shared memory that a thread block can have: what a kernel leaves unwritten there must not matter.
+__global__ void poison_shared_kernel(int words) {
+  extern __shared__ uint32_t shared[];
+  for (int i = threadIdx.x; i < words; i += blockDim.x) reinterpret_cast<volatile uint32_t*>(shared)[i] = 0x7fff7fffu;
+}
+
 template <typename Half>
 __global__ void naive_products(const Ffn f, float* h, unsigned long long* active) {
   const int64_t warp = (blockIdx.x * int64_t{256} + threadIdx.x) / 32;
@@ -103,6 +111,18 @@ T* device_alloc(int64_t n) {
   return static_cast<T*>(p);
 }
 
+void poison_shared(const Device& device) {
+  static const int bytes = [] {
+    int id = 0, most = 0;
+    CHECK(cudaGetDevice(&id));
+    CHECK(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, id));
+    CHECK(cudaFuncSetAttribute(poison_shared_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
+    return most;
+  }();
+  poison_shared_kernel<<<2 * device.sm_count, 1024, bytes>>>(bytes / 4);
+  CHECK(cudaGetLastError());
+}
+
 Device read_device() {
   Device d{};
   int id = 0;
@@ -142,6 +162,18 @@ Kernels few_kernels(bool overlap) {
   return k;
 }
 
+Kernels few_but(bool Kernels::* part, bool value) {
+  Kernels k = few_kernels(true);
+  k.*part = value;
+  return k;
+}
+
+Kernels fused_kernels(bool overlap, int window = 2, int room = 113 * 1024) {
+  Kernels k = kernels(true, overlap);
+  k.fused.use = true, k.fused.window = window, k.fused.room = room;
+  return k;
+}
+
 bool is_hopper(const Device& device) { return device.major == 9 && device.minor == 0; }
 
 bool takes_bulk(const Ffn& f, const Device& device) { return is_hopper(device) && f.tokens <= 8; }
@@ -153,11 +185,20 @@ std::vector<Variant> checked_variants(const Ffn& f, const Device& device) {
   if (is_hopper(device)) {
     v.push_back({"few", few_kernels(true)});
     v.push_back({"few, serial", few_kernels(false)});
+    v.push_back({"few, ahead", few_but(&Kernels::few_ahead, true)});
+    if (f.tokens <= 16) v.push_back({"few, wgmma", few_but(&Kernels::few_mma, false)});
+    if (f.tokens > 16) v.push_back({"few, alone", few_but(&Kernels::few_pairs, false)});
+    if (f.tokens > 16) v.push_back({"few, fewer blocks", few_but(&Kernels::few_fill, false)});
   }
   if (takes_bulk(f, device)) {
     v.push_back({"bulk", kernels(true, true)});
     v.push_back({"bulk, serial", kernels(true, false)});
     v.push_back({"bulk, late", kernels(true, true, LetNextStart::kAfterGate, false)});
+    v.push_back({"fused", fused_kernels(true)});
+    v.push_back({"fused, serial", fused_kernels(false)});
+    v.push_back({"fused, alone", fused_kernels(true, 1, 224 * 1024)});
+    v.push_back({"fused, impatient", fused_kernels(true)});
+    v.back().kernels.fused.patience = 0;
   }
   return v;
 }
@@ -267,6 +308,7 @@ bool check(const Case& c, const Device& device, const char* type, double toleran
       const int poison = run_index == 0 ? 0xff : 0x7e;
       CHECK(cudaMemset(workspace, poison, workspace_bytes + kGuard));
       CHECK(cudaMemset(y, poison, 2 * outputs + kGuard));
+      poison_shared(device);
       CHECK(i == 0 ? decode(f, device, workspace, nullptr) : run(f, variants[i].kernels, device, workspace, nullptr));
       CHECK(cudaDeviceSynchronize());
       std::vector<uint8_t> bytes(2 * outputs + kGuard), guard(kGuard);
@@ -466,13 +508,58 @@ struct Graph {
 std::vector<Variant> timed_variants(const Ffn& f, const Device& device) {
   std::vector<Variant> v{{"P serial", kernels(false, false)}};
   if (device.major >= 9) v.push_back({"P", kernels(false, true)});
-  if (is_hopper(device) && f.tokens > 8) v.push_back({"F", few_kernels(true)});
+  if (is_hopper(device) && f.tokens > 8) {
+    v.push_back({"F", few_kernels(true)});
+    v.push_back({"F -fill", few_but(&Kernels::few_fill, false)});
+    v.push_back({"F -touch", few_but(&Kernels::few_touch, false)});
+    v.push_back({"F +ahead", few_but(&Kernels::few_ahead, true)});
+    if (f.tokens <= 16) v.push_back({"F -mma", few_but(&Kernels::few_mma, false)});
+    if (f.tokens > 16) v.push_back({"F -pairs", few_but(&Kernels::few_pairs, false)});
+  }
   if (takes_bulk(f, device)) {
     v.push_back({"B", kernels(true, true)});
     v.push_back({"B serial", kernels(true, false)});
   }
+  if (takes_bulk(f, device) && takes_fused(f)) {
+    v.push_back({"U", fused_kernels(true)});
+    v.push_back({"U 1 stage", fused_kernels(true, 1)});
+    v.push_back({"U 3 stages", fused_kernels(true, 3)});
+    v.push_back({"U alone", fused_kernels(true, 3, 224 * 1024)});
+    v.push_back({"U serial", fused_kernels(false)});
+  }
   return v;
 }
+
+#if defined(TWELL_FUSED_TRACE)
+// When the fused kernel's thread blocks reach each phase, in microseconds after the last block of the call before has
+// ended: the first of them, half of them, the last.
+void print_fused_phases(const std::vector<uint64_t>& times, int calls) {
+  using fused::kPhases, fused::kTracedBlocks;
+  const char* const names[kPhases] = {"starts",    "weights asked for", "call before done", "x there", "gate sums", "listed",
+                                      "up sums",   "down",              "given",            "taken",   "stored",    ""};
+  const auto time = [&](int call, int block, int phase) {
+    return times[(static_cast<int64_t>(call) * kTracedBlocks + block) * kPhases + phase];
+  };
+  std::vector<double> after[kPhases];
+  for (int call = 1; call < calls; ++call) {
+    uint64_t zero = 0;
+    for (int b = 0; b < kTracedBlocks; ++b) zero = std::max(zero, time(call - 1, b, fused::kStored));
+    for (int phase = 0; phase <= fused::kStored; ++phase) {
+      for (int b = 0; b < kTracedBlocks; ++b) {
+        const uint64_t t = time(call, b, phase);
+        if (t != 0) after[phase].push_back((static_cast<double>(t) - static_cast<double>(zero)) / 1000.);
+      }
+    }
+  }
+  for (int phase = 0; phase <= fused::kStored; ++phase) {
+    std::vector<double>& v = after[phase];
+    if (v.empty()) continue;
+    std::sort(v.begin(), v.end());
+    std::printf("    %-18s first %6.2f  half %6.2f  nine tenths %6.2f  last %6.2f\n", names[phase], v[0], v[v.size() / 2],
+                v[v.size() * 9 / 10], v.back());
+  }
+}
+#endif
 
 #if defined(TWELL_FEW_TRACE)
 // When the thread blocks reach each phase, in microseconds after the last block of the call before has ended.
@@ -514,6 +601,74 @@ void print_phases(const std::vector<uint64_t>& times, int calls) {
 }
 #endif
 
+// Calls that follow each other at once, each reading what the one before wrote, replayed on four streams at a time: bit
+// by bit what single calls give.
+bool check_chains(const Device& device) {
+  using Half = __nv_bfloat16;
+  constexpr int kHidden = 2048, kWidth = 5632, kLayers = 24, kStreams = 4, kReplays = 50;
+  std::vector<Layer<Half>> weights;
+  for (int i = 0; i < kLayers; ++i) weights.emplace_back(kHidden, kWidth, true, true, false, 5000 + 10 * i);
+  bool ok = true;
+  for (const int tokens : {1, 4, 8}) {
+    for (const float threshold : {0.f, 0.5f}) {
+      for (int i = 0; i < kLayers; ++i) fill(weights[i].b_gate, kWidth, 5003 + 10 * i, -threshold, 0.25f);
+      const int64_t values = int64_t{tokens} * kHidden, all = values * (kLayers + 1);
+      const auto call = [&](int i, Half* x) {
+        const Layer<Half>& w = weights[i];
+        Ffn f{};
+        f.dtype = DType::kBFloat16, f.tokens = tokens, f.hidden = kHidden, f.width = kWidth;
+        f.x = x + i * values, f.y = x + (i + 1) * values, f.gate = w.gate, f.up = w.up, f.down = w.down;
+        f.b_gate = w.b_gate, f.b_up = w.b_up, f.b_down = w.b_down;
+        return f;
+      };
+      const int64_t workspace_bytes = decode_workspace_bytes(call(0, nullptr));
+      const auto result = [&](Half* x) {
+        std::vector<uint16_t> bits(all);
+        CHECK(cudaMemcpy(bits.data(), x, 2 * all, cudaMemcpyDeviceToHost));
+        return bits;
+      };
+      std::vector<Half*> x;
+      std::vector<char*> workspace;
+      std::vector<Graph> graphs;
+      for (int s = 0; s < kStreams; ++s) {
+        x.push_back(device_alloc<Half>(all));
+        workspace.push_back(device_alloc<char>(workspace_bytes));
+        fill(x[s], values, 99, 0.f, 1.f);
+        graphs.emplace_back(kLayers, [&](int i, cudaStream_t stream) {
+          CHECK(run(call(i, x[s]), fused_kernels(true), device, workspace[s], stream));
+        });
+      }
+      CHECK(cudaDeviceSynchronize());
+      for (int i = 0; i < kLayers; ++i) {
+        CHECK(run(call(i, x[0]), fused_kernels(false), device, workspace[0], nullptr));
+        CHECK(cudaDeviceSynchronize());
+      }
+      const std::vector<uint16_t> want = result(x[0]);
+      for (int round = 0; round < 3; ++round) {
+        for (int s = 0; s < kStreams; ++s) {
+          CHECK(cudaMemset(x[s] + values, 0xff, 2 * (all - values)));
+          CHECK(cudaMemset(workspace[s], 0x7e, workspace_bytes));
+        }
+        CHECK(cudaDeviceSynchronize());
+        for (int i = 0; i < kReplays; ++i) {
+          for (Graph& g : graphs) CHECK(cudaGraphLaunch(g.exec, g.stream));
+        }
+        CHECK(cudaDeviceSynchronize());
+        for (int s = 0; s < kStreams; ++s) ok &= result(x[s]) == want;
+      }
+      if (!ok) std::printf("a chain of fused calls of %d tokens differs from single calls\n", tokens);
+      for (int s = 0; s < kStreams; ++s) {
+        graphs[s].release();
+        CHECK(cudaFree(x[s]));
+        CHECK(cudaFree(workspace[s]));
+      }
+    }
+  }
+  for (Layer<Half>& w : weights) w.release();
+  std::printf("chains: %s\n", ok ? "all right" : "FAILED");
+  return ok;
+}
+
 struct Row {
   int tokens, active;
   double bar;  // microseconds; 0: none
@@ -529,9 +684,12 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
   float* const z = device_alloc<float>(width);
   fill(x, 64 * int64_t{hidden}, 77, 0.f, 1.f);
   set_column(x, 64, hidden, 1.);
-  Ffn largest{};
-  largest.tokens = 64, largest.hidden = hidden, largest.width = width;
-  const int64_t workspace_bytes = decode_workspace_bytes(largest);
+  int64_t workspace_bytes = 0;
+  for (const int tokens : {1, 2, 4, 8, 16, 32, 64}) {  // the fused kernel's shares take more than more tokens do
+    Ffn any{};
+    any.tokens = tokens, any.hidden = hidden, any.width = width;
+    workspace_bytes = std::max(workspace_bytes, decode_workspace_bytes(any));
+  }
   char* const workspace = device_alloc<char>(workspace_bytes);
   int last_active = -1;
   for (const Row& row : rows) {
@@ -586,6 +744,25 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     }
     std::printf("%d x %d T=%d L0=%d (together %d, %.1f %%)\n ", hidden, width, row.tokens, row.active, together,
                 100. * together / width);
+#if defined(TWELL_FUSED_TRACE)
+    if (takes_bulk(calls[0], device) && takes_fused(calls[0])) {
+      const size_t count = size_t{1} * layers * fused::kTracedBlocks * fused::kPhases;
+      uint64_t* const buffer = device_alloc<uint64_t>(count);
+      std::vector<uint64_t> times(count);
+      CHECK(cudaMemset(buffer, 0, 8 * count));
+      fused::trace = buffer;
+      Graph traced(layers, [&](int i, cudaStream_t s) {
+        CHECK(run(calls[i], fused_kernels(true), device, workspace, s));
+      });
+      fused::trace = nullptr;
+      for (int i = 0; i < 5; ++i) traced.replay(i > 1);
+      std::printf("  phases, %.2f us a call:\n", traced.median());
+      traced.release();
+      CHECK(cudaMemcpy(times.data(), buffer, 8 * count, cudaMemcpyDeviceToHost));
+      print_fused_phases(times, layers);
+      CHECK(cudaFree(buffer));
+    }
+#endif
 #if defined(TWELL_FEW_TRACE)
     if (is_hopper(device) && row.tokens > 8) {
       const size_t count = size_t{2} * layers * few::kTracedBlocks * few::kPhases;
@@ -636,18 +813,36 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
 int main(int argc, char** argv) {
   const Device device = read_device();
   const bool only_few = argc > 1 && std::strcmp(argv[1], "few") == 0;
-  const bool only_time = only_few || (argc > 1 && std::strcmp(argv[1], "time") == 0);
+  const bool only_fused = argc > 1 && std::strcmp(argv[1], "fused") == 0;
+  const bool only_time = only_few || only_fused || (argc > 1 && std::strcmp(argv[1], "time") == 0);
   const bool only_check = argc > 1 && !only_time;
   if (!only_time) {
     if (!check_all(device, argc > 1 && std::strcmp(argv[1], "verbose") == 0)) return 1;
+    if (is_hopper(device) && !check_chains(device)) return 1;
   }
-  // Names: gate and up kernel (P portable, B bulk copies; F, and down too: Hopper's for 17 to 64 tokens); overlapped
-  // unless "serial".
+  // Names: gate and up kernel (P portable, B bulk copies; F, and down too: Hopper's for 9 to 64 tokens, with or without
+  // what Kernels::few_* name; U one kernel for all, with 2 stages of gate rows on their way before x is there or as many
+  // as it says, "alone" on its multiprocessor); overlapped unless "serial".
   std::vector<std::string> best;
-  if (only_few) {
+  if (only_fused) {
     time_shape(2048, 5632, 28,
-               {{16, 30, 13.8}, {32, 30, 0}, {64, 30, 18.5}, {16, 120, 17.8}, {32, 120, 0}, {64, 120, 27},
-                {16, 600, 26.7}, {64, 600, 33}},
+               {{1, 30, 10.7}, {2, 30, 0}, {4, 30, 0}, {8, 30, 0}, {1, 120, 11.5}, {2, 120, 0}, {4, 120, 0}, {8, 120, 0},
+                {1, 600, 15}, {2, 600, 0}, {4, 600, 0}, {8, 600, 0}, {1, 2800, 20}, {2, 2800, 0}, {4, 2800, 0},
+                {8, 2800, 0}},
+               device, best);
+    time_shape(4096, 14336, 12, {{1, 70, 35.4}, {4, 70, 0}, {1, 1400, 0}}, device, best);
+    time_shape(3584, 18944, 12, {{1, 100, 0}, {4, 100, 0}}, device, best);
+    time_shape(2048, 8192, 28, {{1, 44, 0}, {4, 44, 0}}, device, best);
+    time_shape(8192, 28672, 4, {{1, 150, 0}}, device, best);
+    time_shape(576, 1536, 28, {{1, 8, 0}, {4, 8, 0}}, device, best);
+    time_shape(896, 4864, 28, {{1, 26, 0}, {4, 26, 0}}, device, best);
+    time_shape(1024, 3072, 28, {{1, 16, 0}, {4, 16, 0}}, device, best);
+    for (const std::string& line : best) std::printf("%s\n", line.c_str());
+  } else if (only_few) {
+    time_shape(2048, 5632, 28,
+               {{9, 30, 0}, {16, 30, 13.8}, {17, 30, 0}, {32, 30, 0}, {64, 30, 18.3},
+                {9, 120, 0}, {16, 120, 17.8}, {17, 120, 0}, {32, 120, 0}, {64, 120, 27},
+                {9, 600, 0}, {16, 600, 26.7}, {17, 600, 0}, {32, 600, 0}, {64, 600, 33}},
                device, best);
     time_shape(4096, 14336, 12, {{16, 70, 0}, {32, 70, 0}, {64, 70, 0}}, device, best);
     time_shape(3584, 18944, 12, {{16, 100, 0}, {64, 100, 0}}, device, best);

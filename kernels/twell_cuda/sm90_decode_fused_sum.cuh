@@ -1,0 +1,176 @@
+// How the thread blocks of the fused decode kernel add up y: each leaves its share in the workspace, 16 bytes at a
+// time: two columns and the call's seal, 64 bits that no earlier call has used. Whoever reads waits for seals, so no
+// fence and no counter stand between a share and its readers. Each block adds up some columns, always in the order of
+// blocks.
+//
+// A block that waits for others needs them to run. That is counted as they start; one that has waited for long while
+// others have not even started gives up, and the last block to start does the work of all that gave up. So nothing
+// hangs where other work holds multiprocessors.
+#pragma once
+
+#include "sm90_decode_fused.cuh"
+
+namespace twell::decoding::fused {
+
+// One word for each workspace, as two calls under way at once have two: calls so far (32 bits), blocks of this call
+// that have started (16), blocks that gave up (16). Each call adds 65,536 to the blocks, so it leaves nothing to
+// reset.
+constexpr int kMeetings = 65536;
+constexpr int kCallShift = 32;
+constexpr unsigned long long kOneBlock = 1ull << 16, kGaveUp = 1;
+static __device__ unsigned long long meetings[kMeetings];
+
+#if defined(TWELL_SM90_DEVICE)
+
+__device__ __forceinline__ uint64_t seal_of(uint32_t meeting, uint32_t call) {
+  uint64_t v = (static_cast<uint64_t>(meeting) << 32 | call) + 0x9e3779b97f4a7c15ull;
+  v = (v ^ v >> 30) * 0xbf58476d1ce4e5b9ull;
+  v = (v ^ v >> 27) * 0x94d049bb133111ebull;
+  return v ^ v >> 31;
+}
+
+// This block has started; says how many gave up before the last one started, to that one.
+__device__ __forceinline__ void check_in(const FusedParams& p, Control& c) {
+  const unsigned long long others = gridDim.x - 1;
+  const unsigned long long mine = blockIdx.x == 0 ? kOneBlock * (65536 - others) : kOneBlock;
+  const unsigned long long before = atomicAdd(meetings + p.meeting, mine);
+  const bool last = (before + mine) >> kCallShift != before >> kCallShift;
+  const int gave_up = last ? static_cast<int>(before & (kOneBlock - 1)) : 0;
+  if (gave_up > 0) atomicAdd(meetings + p.meeting, -(kGaveUp * gave_up));
+  c.left_over = gave_up;
+  c.seal = seal_of(p.meeting, static_cast<uint32_t>(before >> kCallShift));
+  c.all_in = static_cast<int>(before >> kCallShift);  // until wait_on(): the call's number
+}
+
+// Whether all blocks have started, so that waiting ends; if not, this one has given up.
+__device__ __forceinline__ bool may_wait_on(const FusedParams& p, const Control& c) {
+  const unsigned long long before = atomicAdd(meetings + p.meeting, kGaveUp);
+  const bool all = static_cast<int>(before >> kCallShift) != c.all_in;
+  if (all) atomicAdd(meetings + p.meeting, -kGaveUp);
+  return all;
+}
+
+__device__ __forceinline__ void store_sealed(uint4* to, float a, float b, uint64_t seal) {
+  asm volatile(
+      "{\n\t.reg .b64 v;\n\t.reg .b128 w;\n\tmov.b64 v, {%1, %2};\n\tmov.b128 w, {v, %3};\n\t"
+      "st.relaxed.gpu.global.b128 [%0], w;\n\t}" ::"l"(to),
+      "f"(a), "f"(b), "l"(seal)
+      : "memory");
+}
+
+struct Sealed {
+  uint64_t columns, seal;
+};
+
+// Where `wanted`; else `v` stays.
+__device__ __forceinline__ void load_sealed(Sealed& v, const uint4* from, bool wanted) {
+  asm volatile(
+      "{\n\t.reg .pred p;\n\t.reg .b128 w;\n\tsetp.ne.b32 p, %3, 0;\n\tmov.b128 w, {%0, %1};\n\t"
+      "@p ld.relaxed.gpu.global.b128 w, [%2];\n\tmov.b128 {%0, %1}, w;\n\t}"
+      : "+l"(v.columns), "+l"(v.seal)
+      : "l"(from), "r"(static_cast<int>(wanted))
+      : "memory");
+}
+
+// Pair of columns `pair` of a row as the down product leaves them: thread by thread of a chunk, its four pairs apart.
+__device__ __forceinline__ int column_of(const FusedParams& p, int pair) {
+  const int chunk = pair / (kChunkColumns / 2), in_chunk = pair % (kChunkColumns / 2);
+  const int threads = min(kChunkColumns, p.hidden - chunk * kChunkColumns) / kThreadColumns;
+  const int i = in_chunk / threads;
+  return chunk * kChunkColumns + (in_chunk - i * threads) * kThreadColumns + 2 * i;
+}
+
+// Adds up the columns of thread block `block` and stores them, if all shares arrive before `patience` looks at each;
+// the same answer for all threads. `scratch` holds kThreads of two.
+template <typename Half>
+__device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, float2* scratch, int block,
+                                       int patience) {
+  constexpr int kBatch = 10;  // loads in flight
+  const int thread = threadIdx.x, blocks = gridDim.x;
+  const int pairs = p.hidden / 2, all_units = p.tokens * pairs;
+  const int together = min(p.units, kThreads), parts = kThreads / together;
+  const uint64_t seal = c.seal;
+  for (int base = block * p.units; base < min((block + 1) * p.units, all_units); base += together) {
+    const int unit = base + thread % together, part = thread / together;
+    const bool inside = unit < all_units;
+    const uint4* const from = p.partials + unit;
+    float2 sum = make_float2(0.f, 0.f);
+    bool in_vain = false;
+    for (int row = part; inside && !in_vain && row < blocks; row += kBatch * parts) {
+      Sealed v[kBatch];
+      uint32_t missing = 0;
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        v[i] = Sealed{0, 0};
+        if (row + i * parts < blocks) missing |= 1u << i;
+      }
+      const uint32_t wanted = missing;
+      for (int looks = 0; missing != 0; ++looks) {
+        if (looks > patience) {
+          in_vain = true;
+          break;
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          load_sealed(v[i], from + static_cast<int64_t>(row + i * parts) * all_units, missing >> i & 1);
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          if (v[i].seal == seal) missing &= ~(1u << i);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (wanted >> i & 1) {
+          sum.x += __uint_as_float(static_cast<uint32_t>(v[i].columns));
+          sum.y += __uint_as_float(static_cast<uint32_t>(v[i].columns >> 32));
+        }
+      }
+    }
+    if (__syncthreads_or(in_vain)) return false;
+    for (int d = together; d < 32; d *= 2) {
+      sum.x += __shfl_xor_sync(0xffffffffu, sum.x, d);
+      sum.y += __shfl_xor_sync(0xffffffffu, sum.y, d);
+    }
+    const int lanes = min(together, 32);  // of a warp that hold different sums
+    if (thread % 32 < lanes) scratch[together < 32 ? thread / 32 * together + thread % 32 : thread] = sum;
+    __syncthreads();
+    if (thread < together && inside) {
+      float2 v = scratch[thread];
+      for (int q = 1; q < min(parts, kDecodeWarps); ++q) {
+        v.x += scratch[q * together + thread].x, v.y += scratch[q * together + thread].y;
+      }
+      const int token = unit / pairs, column = column_of(p, unit - token * pairs);
+      if (p.b_down != nullptr) {
+        v.x += to_float(static_cast<const Half*>(p.b_down)[column]);
+        v.y += to_float(static_cast<const Half*>(p.b_down)[column + 1]);
+      }
+      static_cast<uint32_t*>(p.y)[(static_cast<int64_t>(token) * p.hidden + column) / 2] = pack<Half>(v.x, v.y);
+    }
+    __syncthreads();  // `scratch` is free again
+  }
+  return true;
+}
+
+// y, once this block has left its share.
+template <typename Half>
+__device__ __forceinline__ void add_up_all(const FusedParams& p, Control& c, float2* scratch) {
+  constexpr int kForEver = 0x7fffffff;
+  const int units = p.tokens * (p.hidden / 2);
+  const auto has_units = [&](int block) { return static_cast<int64_t>(block) * p.units < units; };
+  if (has_units(blockIdx.x) && !add_up<Half>(p, c, scratch, blockIdx.x, p.patience)) {
+    if (threadIdx.x == 0) c.all_in = may_wait_on(p, c);
+    __syncthreads();
+    if (!c.all_in) return;
+    add_up<Half>(p, c, scratch, blockIdx.x, kForEver);
+  }
+  p.trace.mark(kTaken);
+  if (c.left_over == 0) return;
+  for (int block = 0; block < static_cast<int>(gridDim.x) && has_units(block); ++block) {
+    add_up<Half>(p, c, scratch, block, kForEver);
+  }
+}
+
+#endif
+
+}  // namespace twell::decoding::fused

@@ -1,0 +1,58 @@
+// Prefill of up to kMidMaxTokens tokens in two kernels: gate and up, then down. What they leave for each other has the
+// form of the kernels for more tokens (sm90_call.h), without lists.
+#pragma once
+
+#include "sm90_call.h"
+
+namespace twell::sm90 {
+
+constexpr int kMidMaxTokens = 2048;
+constexpr int kMidMaxOwn = 768;           // neurons of a thread block
+constexpr int64_t kMidMaxWork = 3 << 18;  // these times D; with more, the kernels for more tokens win (NOTES.md)
+
+// How neurons are shared out: `ranges` thread blocks for each block of tokens, each with `passes` times `neurons` of
+// them.
+struct MidPlan {
+  int neurons, passes, ranges;
+  int own() const { return neurons * passes; }
+};
+
+// False where the kernels for more tokens are better, or F is too large.
+bool plan_mid(const Ffn&, const Device&, MidPlan*);
+
+cudaError_t launch_mid_gate_up(const Ffn&, const Chunk&, const MidPlan&, cudaStream_t);
+cudaError_t launch_mid_down(const Ffn&, const Chunk&, const Device&, cudaStream_t);
+
+// With this macro each thread block notes when it reaches each phase; prefill_check.cu prints them.
+#if defined(TWELL_MID_TRACE)
+constexpr int kMidPhases = 8, kMidTracedBlocks = 512;
+// (kernels launched so far, kMidTracedBlocks, kMidPhases), advanced by each launch.
+inline uint64_t* mid_trace = nullptr;
+#endif
+
+// Where a kernel's blocks note the time; nothing without TWELL_MID_TRACE.
+struct MidTrace {
+#if defined(TWELL_MID_TRACE)
+  uint64_t* times = nullptr;
+  static MidTrace next() {
+    MidTrace t{mid_trace};
+    if (mid_trace != nullptr) mid_trace += kMidTracedBlocks * kMidPhases;
+    return t;
+  }
+#if defined(__CUDACC__)
+  __device__ __forceinline__ void mark(int phase) const {
+    if (times == nullptr || blockIdx.x >= kMidTracedBlocks) return;
+    uint64_t now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+    times[blockIdx.x * kMidPhases + phase] = now;
+  }
+#endif
+#else
+  static MidTrace next() { return {}; }
+#if defined(__CUDACC__)
+  __device__ __forceinline__ void mark(int) const {}
+#endif
+#endif
+};
+
+}  // namespace twell::sm90

@@ -1,0 +1,293 @@
+// Second of the two kernels for up to kMidMaxTokens tokens: y = h Wd^T + bd over the neurons that a half block of 64
+// tokens activates.
+//
+// A thread block owns 64 tokens and kHidden columns of y. All its threads list the active neurons; then one or two
+// warpgroups gather their columns of h and rows of Wd, and as many multiply. Both operands lie in shared memory as they
+// do in global memory, tokens and hidden units contiguous, and the tensor cores read them transposed.
+
+#include <cstddef>
+
+#include "sm90_launch.h"
+#include "sm90_mid.h"
+#include "sm90_primitives.cuh"
+#include "sm90_wgmma.cuh"
+
+namespace twell::sm90 {
+namespace {
+
+constexpr int kDepth = 64, kMaxStages = 6;
+constexpr int kPartBytes = 64 * kDepth * 2;  // 64 tokens or hidden units x 64 neurons
+constexpr int kListed = 2048;                // neurons in shared memory at a time
+constexpr int kTurnBytes = 16 * 64 * 2;      // a warp's 16 tokens x 64 hidden units, on their way to y
+constexpr int kAll = 1;                      // named barrier
+
+struct Control {
+  uint64_t full[kMaxStages], empty[kMaxStages];
+  int warp_counts[16];
+  uint16_t list[kListed];
+};
+
+template <int kHidden>
+struct Shape {
+  static constexpr int kWarpgroups = kHidden / 128 + (kHidden < 128), kColumns = kHidden / kWarpgroups;
+  static constexpr int kMultipliers = 128 * kWarpgroups, kFetchers = kHidden == 64 ? 128 : 256;
+  static constexpr int kThreads = kMultipliers + kFetchers;
+  static constexpr int kStageBytes = kPartBytes + kHidden * kDepth * 2;
+  static constexpr int kStages = kHidden == 256 ? 5 : kHidden == 128 ? 6 : 4;
+  static constexpr int kShared =
+      1024 + kStages * kStageBytes + kMultipliers / 32 * kTurnBytes + static_cast<int>(sizeof(Control));
+  // For 64 columns, registers and shared memory that the first kernel leaves.
+  static constexpr int kBlocks = kHidden == 64 ? 4 : 1;
+  static_assert(kShared <= 227 * 1024);
+};
+
+struct Arguments {
+  Active active;
+  const void *rows, *bias;  // (F, D); (D), or null
+  void* y;                  // (T, D)
+  int64_t tokens;
+  int hidden, width, slices;
+  MidTrace trace;
+};
+
+// The half block's active neurons, found by all threads: each looks at neighbouring words of the mask.
+template <int kThreads>
+struct Neurons {
+  const uint32_t* masks;
+  int first_word, last_word;
+  uint32_t first_mask;
+  int before;  // active neurons of earlier threads
+  int total;
+
+  __device__ __forceinline__ Neurons(const Active& active, Control& c, int half_block)
+      : masks(active.masks + static_cast<int64_t>(half_block) * active.words) {
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int each = (active.words + kThreads - 1) / kThreads;
+    first_word = min(thread * each, active.words);
+    last_word = min(first_word + each, active.words);
+    first_mask = first_word < last_word ? __ldcg(masks + first_word) : 0;
+    int sum = __popc(first_mask);
+#pragma unroll 1
+    for (int w = first_word + 1; w < last_word; ++w) sum += __popc(__ldcg(masks + w));
+    const int count = sum;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int other = __shfl_up_sync(~0u, sum, d);
+      if (lane >= d) sum += other;
+    }
+    if (lane == 31) c.warp_counts[warp] = sum;
+    named_barrier<kThreads>(kAll);
+    before = sum - count;
+    total = 0;
+#pragma unroll
+    for (int w = 0; w < kThreads / 32; ++w) {
+      const int n = c.warp_counts[w];
+      before += w < warp ? n : 0;
+      total += n;
+    }
+  }
+
+  // Neurons `from` to `from` + kListed of the active ones, in ascending order.
+  __device__ __forceinline__ void list(Control& c, int from) const {
+    if (from > 0) named_barrier<kThreads>(kAll);  // those before are not needed any more
+    const int last = min(from + kListed, total);
+    int at = before;
+    uint32_t mask = first_mask;
+#pragma unroll 1
+    for (int w = first_word; w < last_word && at < last;) {
+#pragma unroll 1
+      for (; mask != 0; mask &= mask - 1, ++at) {
+        const int neuron = w * 32 + __ffs(static_cast<int>(mask)) - 1;
+        if (at >= from && at < last) c.list[at - from] = static_cast<uint16_t>(neuron);
+      }
+      if (++w < last_word) mask = __ldcg(masks + w);
+    }
+    named_barrier<kThreads>(kAll);
+  }
+};
+
+// Eight threads copy 128 bytes; past the last of the `listed` neurons, zeros.
+template <typename T, int kHidden>
+__device__ __forceinline__ void fetch(const Arguments& a, const Control& c, Ring& ring, uint32_t stages, int half_block,
+                                      int first_hidden, int listed) {
+  constexpr int kRows = Shape<kHidden>::kFetchers / 8;
+  const int thread = threadIdx.x - Shape<kHidden>::kMultipliers, row = thread / 8, chunk = thread % 8;
+  const uint32_t place = row * 128 + ((chunk ^ (row & 7)) << 4);
+  const T* const columns = static_cast<const T*>(a.active.columns) +
+                           static_cast<int64_t>(half_block / 2) * a.width * kBlockTokens +
+                           half_block % 2 * kHalfTokens + chunk * 8;
+  const T* const rows = static_cast<const T*>(a.rows) + first_hidden + chunk * 8;
+  const int hidden_left = a.hidden - first_hidden;
+  for (int start = 0; start < listed; start += kDepth, ring.advance()) {
+    ring.wait_empty();
+    const uint32_t to = stages + ring.stage * Shape<kHidden>::kStageBytes + place;
+#pragma unroll
+    for (int i = 0; i < kDepth / kRows; ++i) {
+      const int n = start + row + kRows * i;
+      const bool valid = n < listed;
+      const int64_t neuron = valid ? c.list[n] : 0;
+      const T* const from = rows + neuron * a.hidden;
+      copy_16(to + i * kRows * 128, columns + neuron * kBlockTokens, valid);
+#pragma unroll
+      for (int part = 0; part < kHidden / 64; ++part) {  // where nothing is valid the address is not read
+        copy_16(to + (1 + part) * kPartBytes + i * kRows * 128, from + part * 64,
+                valid && part * 64 + chunk * 8 < hidden_left);
+      }
+    }
+    barrier_arrive_on_copies(ring.full + ring.stage);
+  }
+}
+
+// sum += h times listed rows; each warpgroup has its share of the columns.
+template <typename T, int kHidden>
+__device__ __forceinline__ void multiply(float (&sum)[Shape<kHidden>::kColumns / 2], Ring& ring, uint32_t stages,
+                                         int listed) {
+  using S = Shape<kHidden>;
+  const int warpgroup = threadIdx.x / 128;
+  const bool releases = threadIdx.x % 32 == 0;
+  int held = -1;  // the stage that the products before these read
+  for (int start = 0; start < listed; start += kDepth, ring.advance()) {
+    ring.wait_full();
+    fence_async_proxy();  // cp.async wrote, tensor cores read
+    const uint32_t columns = stages + ring.stage * S::kStageBytes;
+    const uint32_t rows = columns + (1 + warpgroup * (S::kColumns / 64)) * kPartBytes;
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k) {
+      Wgmma<T, S::kColumns, 1, 1>::multiply(sum, matrix_descriptor(columns + k * 2048, kPartBytes),
+                                            matrix_descriptor(rows + k * 2048, kPartBytes), 1);
+    }
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (held >= 0 && releases) barrier_arrive(ring.empty + held);
+    held = ring.stage;
+  }
+  wgmma_wait<0>();
+  if (held >= 0 && releases) barrier_arrive(ring.empty + held);
+}
+
+// A warp's 16 tokens, 64 columns at a time.
+template <typename T, int kColumns>
+__device__ __forceinline__ void store(const float (&sum)[kColumns / 2], const Arguments& a, uint32_t turn,
+                                      int64_t first_token, int first_hidden) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int pass = 0; pass < kColumns / 64; ++pass) {
+    __syncwarp();
+#pragma unroll
+    for (int j = 8 * pass; j < 8 * pass + 8; j += 2) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        const int index = 4 * (j + m / 2) + m % 2 * 2, hidden = first_hidden + 8 * (j + m / 2) + lane % 4 * 2;
+        float2 bias{};
+        if (a.bias != nullptr && hidden < a.hidden) bias = unpack<T>(static_cast<const uint32_t*>(a.bias)[hidden / 2]);
+        packed[m] = pack<T>(sum[index] + bias.x, sum[index + 1] + bias.y);
+      }
+      const int row = lane % 16, chunk = j % 8 + lane / 16;
+      store_matrices(turn + row * 128 + ((chunk ^ (row & 7)) << 4), packed);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = i * 4 + lane / 8, chunk = lane % 8, hidden = first_hidden + pass * 64 + chunk * 8;
+      const int64_t token = first_token + row;
+      if (token < a.tokens && hidden < a.hidden) {
+        *reinterpret_cast<uint4*>(static_cast<T*>(a.y) + token * a.hidden + hidden) =
+            load_shared_16(turn + row * 128 + ((chunk ^ (row & 7)) << 4));
+      }
+    }
+  }
+}
+
+template <typename T, int kHidden>
+__global__ void __launch_bounds__(Shape<kHidden>::kThreads, Shape<kHidden>::kBlocks)
+    mid_down_kernel(const Arguments a) {
+#if defined(TWELL_SM90_DEVICE)
+  using S = Shape<kHidden>;
+  extern __shared__ uint8_t raw_shared[];
+  uint8_t* const shared = raw_shared + (-smem_address(raw_shared) & 1023);
+  Control& c = *reinterpret_cast<Control*>(shared + S::kStages * S::kStageBytes + S::kMultipliers / 32 * kTurnBytes);
+  const uint32_t stages = smem_address(shared);
+  const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
+  const int half_block = static_cast<int>(blockIdx.x) / a.slices;
+  const int first_hidden = static_cast<int>(blockIdx.x) % a.slices * kHidden;
+  launch_dependents();
+  if (thread == 0) {
+    a.trace.mark(0);
+    for (int s = 0; s < S::kStages; ++s) {
+      barrier_init(c.full + s, S::kFetchers);
+      barrier_init(c.empty + s, S::kMultipliers / 32);
+    }
+    fence_barrier_init();
+  }
+  wait_for_previous();
+  if (thread == 0) a.trace.mark(1);
+  const Neurons<S::kThreads> neurons(a.active, c, half_block);  // its barrier shows the others too
+  Ring ring(c.full, c.empty, S::kStages);
+  if (warp >= S::kMultipliers / 32) {
+    for (int from = 0; from < neurons.total; from += kListed) {
+      neurons.list(c, from);
+      fetch<T, kHidden>(a, c, ring, stages, half_block, first_hidden, min(kListed, neurons.total - from));
+    }
+  } else {
+    float sum[S::kColumns / 2];
+#pragma unroll
+    for (int i = 0; i < S::kColumns / 2; ++i) sum[i] = 0.0f;
+    for (int from = 0; from < neurons.total; from += kListed) {
+      neurons.list(c, from);
+      if (thread == 0) a.trace.mark(2);
+#if defined(TWELL_MID_TRACE)
+      ring.wait_full();
+      if (thread == 0) a.trace.mark(3);
+#endif
+      multiply<T, kHidden>(sum, ring, stages, min(kListed, neurons.total - from));
+    }
+    if (thread == 0) a.trace.mark(5);
+    const uint32_t turn = stages + S::kStages * S::kStageBytes + warp * kTurnBytes;
+    store<T, S::kColumns>(sum, a, turn, static_cast<int64_t>(half_block) * kHalfTokens + warp % 4 * 16,
+                          first_hidden + warp / 4 * S::kColumns);
+    if (thread == 0) a.trace.mark(6);
+  }
+#endif
+}
+
+template <typename T, int kHidden>
+cudaError_t launch(const Ffn& ffn, const Chunk& chunk, cudaStream_t stream) {
+  const int half_blocks = static_cast<int>((ffn.tokens + kHalfTokens - 1) / kHalfTokens);
+  const int slices = (ffn.hidden + kHidden - 1) / kHidden;
+  const Arguments arguments{chunk.active, ffn.down,  ffn.b_down, ffn.y,           ffn.tokens,
+                            ffn.hidden,   ffn.width, slices,     MidTrace::next()};
+  return launch_kernel(mid_down_kernel<T, kHidden>, half_blocks * slices, Shape<kHidden>::kThreads, 1,
+                       Shape<kHidden>::kShared, stream, arguments);
+}
+
+// Columns of y to a thread block, for the least time: rounds of what a step brings in.
+int best_columns(const Ffn& ffn, const Device& device) {
+  int best = 0;
+  int64_t best_cost = INT64_MAX;
+  for (const int columns : {256, 128, 64}) {
+    const int64_t items = (ffn.tokens + kHalfTokens - 1) / kHalfTokens * ((ffn.hidden + columns - 1) / columns);
+    const int64_t cost = (items + device.sm_count - 1) / device.sm_count * (kHalfTokens + columns);
+    if (cost < best_cost) best = columns, best_cost = cost;
+  }
+  return best;
+}
+
+template <typename T>
+cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
+  switch (best_columns(ffn, device)) {
+    case 64: return launch<T, 64>(ffn, chunk, stream);
+    case 128: return launch<T, 128>(ffn, chunk, stream);
+    default: return launch<T, 256>(ffn, chunk, stream);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_mid_down(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
+  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn, chunk, device, stream)
+                                       : launch_type<__half>(ffn, chunk, device, stream);
+}
+
+}  // namespace twell::sm90

@@ -1,0 +1,108 @@
+// What the thread blocks of sm90_mid_gate_up.cu share: shared memory, barriers, the list of active neurons.
+//
+// Eight warps multiply, three gather rows of Wu, one fetches boxes.
+#pragma once
+
+#include <cstddef>
+
+#include "sm90_mid.h"
+#include "sm90_wgmma.cuh"
+#include "sm90_primitives.cuh"
+
+namespace twell::sm90::mid {
+
+constexpr int kWarps = 8, kMultipliers = kWarps * 32, kGatherers = 96, kThreads = kMultipliers + kGatherers + 32;
+constexpr int kCluster = 2, kDepth = 64;
+constexpr int kHalfBytes = kHalfTokens * kDepth * 2, kTokenBytes = 2 * kHalfBytes;
+constexpr int kMaxStages = 5;
+constexpr int kSharedLimit = 227 * 1024;
+constexpr int kGatherRows = kGatherers / 8;  // rows at a time, eight threads each
+constexpr int kTileBarrier = 1, kMaskBarrier = 2, kListBarrier = 3;  // named
+
+// An entry of the list: which halves of the block activate a neuron, and its place among the thread block's.
+constexpr uint32_t kFirstHalf = 1 << 14, kSecondHalf = 1 << 15, kPlace = kFirstHalf - 1;
+static_assert(kMidMaxOwn <= kFirstHalf);
+
+struct Control {
+  // Boxes are there; a stage is free in both blocks of the cluster; gathered rows are there.
+  uint64_t full[kMaxStages], empty[kMaxStages], copied[kMaxStages];
+  // Columns of relu(gate) are all in global memory; in shared memory; not needed there any more. The list is made.
+  uint64_t gates_stored, gates_full, gates_empty, listed;
+  uint32_t warp_masks[2][kWarps][6];  // of the neurons of a pass
+  uint16_t masks[2][kMidMaxOwn / 16];
+  uint16_t list[kMidMaxOwn];
+  int count;  // of the list
+};
+
+template <int kNeurons>
+struct Shape {
+  static constexpr int kStageBytes = kTokenBytes + kNeurons * kDepth * 2;
+  static constexpr int kStages = kNeurons == 128 ? 5 : 4;
+  static constexpr int kTurnBytes = kNeurons * 2 * kBlockTokens;  // columns of relu(gate), then of h
+  static constexpr int kWords = (kNeurons + 31) / 32, kPieces = kNeurons / 16;
+  static constexpr int kShared = 1024 + kStages * kStageBytes + kTurnBytes + static_cast<int>(sizeof(Control));
+  static_assert(kStageBytes % 1024 == 0 && kNeurons % 16 == 0 && kTurnBytes >= kWarps * 1024);
+  static_assert(kShared <= kSharedLimit);
+};
+
+struct Arguments {
+  const void *up, *down;  // (F, D); up is null where the block has no gate
+  const void *b_gate, *b_up;
+  Active active;
+  int64_t tokens;
+  int hidden, width;
+  int passes, ranges;
+  MidTrace trace;
+};
+
+__device__ __forceinline__ void prefetch_row(const void* row, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row), "r"(bytes) : "memory");
+}
+
+// Counts as `Threads` of a named barrier without waiting there.
+template <int Threads>
+__device__ __forceinline__ void named_arrive(int id) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(Threads) : "memory");
+}
+
+// The ring as it is after `position` stages.
+__device__ __forceinline__ Ring ring_at(Ring ring, int position) {
+  ring.stage = position % ring.stages;
+  ring.phase = position / ring.stages & 1;
+  return ring;
+}
+
+// Both blocks of a cluster fill each other's stages, so each tells both that it is done with one. Boxes that a block
+// fetches for itself are its own business: then it arrives twice here.
+__device__ __forceinline__ void release(const Ring& ring, int stage, int lane, bool shared, int rank) {
+  if (lane < kCluster) barrier_arrive_at(ring.empty + stage, shared ? lane : rank);
+}
+
+// By one warp: the neurons that any half activates, in ascending order.
+__device__ __forceinline__ void make_list(Control& c, int own) {
+  static_assert(kMidMaxOwn / 16 <= 64);
+  const int lane = threadIdx.x % 32, pieces = own / 16;
+  int total = 0;
+#pragma unroll
+  for (int start = 0; start < 64; start += 32) {
+    const int piece = start + lane;
+    const uint32_t first = piece < pieces ? c.masks[0][piece] : 0, second = piece < pieces ? c.masks[1][piece] : 0;
+    uint32_t bits = first | second;
+    const int count = __popc(bits);
+    int sum = count;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int other = __shfl_up_sync(~0u, sum, d);
+      if (lane >= d) sum += other;
+    }
+    for (int at = total + sum - count; bits != 0; bits &= bits - 1, ++at) {
+      const int n = __ffs(static_cast<int>(bits)) - 1;
+      c.list[at] = static_cast<uint16_t>(piece * 16 + n) | (first >> n & 1 ? kFirstHalf : 0) |
+                   (second >> n & 1 ? kSecondHalf : 0);
+    }
+    total += __shfl_sync(~0u, sum, 31);
+  }
+  if (lane == 0) c.count = total;
+}
+
+}  // namespace twell::sm90::mid
