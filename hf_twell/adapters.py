@@ -86,7 +86,7 @@ def load_adapter(
     """
     from peft import PeftModel, get_peft_model_state_dict
 
-    config = _read_config(path, hub)
+    config = read_adapter_config(path, **hub)
     entry = sparse_base(path, config, **hub)
     if entry is None:
         raise ValueError(
@@ -125,8 +125,9 @@ def sparse_base(path: str | Path, config: dict, **hub) -> dict | None:
             )
         return entry
     card = _file(path, "README.md", hub)
-    tags = ModelCard.load(card, ignore_metadata_errors=True).data.get("tags") if card else None
-    return {"layers": None} if TAG in (tags or []) else None
+    with one_line_errors(f"{path}: its README.md cannot be read"):
+        tags = ModelCard.load(card, ignore_metadata_errors=True).data.get("tags") if card else None
+    return {"layers": None} if isinstance(tags, list) and TAG in tags else None
 
 
 def _load_base(path, base: str | Path, dtype, device) -> nn.Module:
@@ -134,20 +135,30 @@ def _load_base(path, base: str | Path, dtype, device) -> nn.Module:
         return load_causal_lm(base, dtype=dtype, device=device)
     except OSError as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
+        base = " ".join(str(base).split())
         raise OSError(f"{path} names the base {base} ({reason}); give it: load_adapter(path, base)") from error
 
 
-def _read_config(path, hub) -> dict:
+def read_adapter_config(path: str | Path, **hub) -> dict:
+    """The content of an adapter's adapter_config.json.
+
+    Raises:
+        ValueError: there is none, or it holds no mapping of finite numbers and texts.
+    """
     found = _file(path, ADAPTER_CONFIG, hub)
     if found is None:
         raise ValueError(f"{path} is no adapter: it holds no {ADAPTER_CONFIG}")
     try:
-        config = json.loads(found.read_text())
-    except ValueError as error:
+        config = json.loads(found.read_text(), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{found} is no JSON ({error})") from error
     if not isinstance(config, dict):
         raise ValueError(f"{found} holds no mapping")
     return config
+
+
+def _no_constant(name: str):
+    raise ValueError(f"it holds {name}")
 
 
 def _file(path, name: str, hub: dict) -> Path | None:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from hf_twell.config_files import one_line_errors
+
 STATE_NAME = "twell_state.json"
 
 
@@ -64,11 +66,12 @@ def save_model(model, path: str | Path, tokenizer=None, *, overwrite: bool = Fal
     further ones of `save_pretrained`.
     """
     with whole_folder(path, overwrite=overwrite) as folder:
-        try:
-            model.save_pretrained(folder, state_dict=state_dict, **options)
-        except SafetensorError as error:
-            # It is what a full disk raises here, and it is no OSError.
-            raise OSError(f"could not write {path}: {error}") from error
+        with one_line_errors(f"could not write {path}"):
+            try:
+                model.save_pretrained(folder, state_dict=state_dict, **options)
+            except SafetensorError as error:
+                # It is what a full disk raises here, and it is no OSError.
+                raise OSError(f"could not write {path}: {error}") from error
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
 

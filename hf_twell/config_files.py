@@ -1,11 +1,14 @@
-"""A checkpoint's config.json, read as what a stranger wrote: plain data, and errors of one line."""
+"""A checkpoint's configs, read as what a stranger wrote: plain data, and errors of one line."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MOST_LABELS = 1_000_000  # a config names each; ours have no use for them
 
 
 def read_config(path: str | Path, **hub) -> dict:
@@ -13,7 +16,8 @@ def read_config(path: str | Path, **hub) -> dict:
 
     Raises:
         OSError: there is none, or no JSON.
-        ValueError: it holds no mapping, a dtype that no model computes in, or attention code to be fetched.
+        ValueError: it holds no mapping, a dtype that no model computes in, attention code to be fetched, or more labels
+            than fit into memory.
     """
     if str(path).startswith((".", "/", "~")) and not Path(path).is_dir():
         raise OSError(f"no folder at {path}; give a model's folder, or its name on the Hub")
@@ -25,9 +29,15 @@ def read_config(path: str | Path, **hub) -> dict:
     if not isinstance(kind, str | None):
         raise ValueError(f"{path}: config.json has model_type={kind!r}; it must be a name, such as 'llama'")
     dtype = raw.get("dtype", raw.get("torch_dtype"))
-    known = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else torch.float32
-    if not isinstance(known, torch.dtype) or not known.is_floating_point:
+    known = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype or torch.float32
+    if not isinstance(known, torch.dtype) or known not in DTYPES:
         raise ValueError(f"{path}: config.json has dtype={dtype!r}; it must be float32, bfloat16 or float16")
+    names = raw.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError(f"{path}: config.json has architectures={names!r}; it must be a list of names")
+    labels = raw.get("num_labels")
+    if labels is not None and (not isinstance(labels, int) or labels > MOST_LABELS):
+        raise ValueError(f"{path}: config.json has num_labels={labels!r}; a language model needs none, remove it")
     for key in ("attn_implementation", "_attn_implementation"):
         if "/" in str(raw.get(key)):  # the name of a Hub repository, whose code Transformers would run
             raise ValueError(
@@ -35,6 +45,16 @@ def read_config(path: str | Path, **hub) -> dict:
                 "attn_implementation yourself if you trust it"
             )
     return raw
+
+
+def check_generation_config(path: str | Path, **hub) -> None:
+    """Read generation_config.json as Transformers will, which passes over one that is absent or no JSON.
+
+    Raises:
+        ValueError: what it holds makes no generation config.
+    """
+    with one_line_errors(f"{path}: its generation_config.json cannot be used"), suppress(OSError):
+        GenerationConfig.from_pretrained(path, **hub)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from transformers import (
 
 from hf_twell import ops
 from hf_twell.architectures import activation_keys, find_ffns
-from hf_twell.config_files import one_line_errors, read_config
+from hf_twell.config_files import check_generation_config, one_line_errors, read_config
 from hf_twell.convert import check_entry, chosen_layers, patch
 from hf_twell.weight_files import (
     check_complete,
@@ -60,6 +60,7 @@ class TwellModel:
         raw = read_config(path, **hub)
         files = weight_files(path, **hub)
         shapes = tensor_shapes(files)
+        check_generation_config(path, **hub)
         stock_type = cls.config_class.model_type
         given_type = raw.get("model_type")
         wants_info = options.pop("output_loading_info", False)

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import hf_twell
+from hf_twell.config_files import one_line_errors
 from hf_twell.loading import load_causal_lm
 from hf_twell.perplexity import evaluation_mode, text_loss
 from hf_twell.tasks import DATA_FILES, DEFAULT_TASKS, load_tasks, one_line, quiet_logs
@@ -208,7 +209,8 @@ def _check_arguments(model, tasks, text, split, limit, batch_size, num_fewshot, 
 def _load_tokenizer(path):
     if Path(path).is_dir() and not Path(path, "config.json").is_file():
         raise ValueError(f"cannot load a tokenizer from {str(path)!r}: the folder has no config.json")
-    return _named("tokenizer", path, transformers.AutoTokenizer.from_pretrained, trust_remote_code=False)
+    with one_line_errors(f"{path}: its files make no tokenizer"):
+        return _named("tokenizer", path, transformers.AutoTokenizer.from_pretrained, trust_remote_code=False)
 
 
 def _named(what: str, path, load: Callable, **options):

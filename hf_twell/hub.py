@@ -11,14 +11,13 @@ from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, get_token
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 from torch import nn
-from transformers import PreTrainedConfig
 
-from hf_twell.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, RECORD, save_adapter, sparse_base
+from hf_twell.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, RECORD, read_adapter_config, save_adapter, sparse_base
 from hf_twell.card import adapter_card, model_card
 from hf_twell.checkpoints import STATE_NAME, save_model
-from hf_twell.convert import check_entry
+from hf_twell.config_files import read_config
+from hf_twell.loading import check_checkpoint
 from hf_twell.modeling import sparse_ffns
-from hf_twell.weight_files import tensor_shapes, weight_files
 
 # A model folder of Trainer's also holds its state, and pickles; a Hub model needs none of it.
 LEFT_OUT = ("*.bin", "*.pt", "*.pth", "*.pkl", "twell_state.json", "trainer_state.json", "README.md", ".*")
@@ -144,7 +143,7 @@ def folder_card(folder: str | Path, repo_id: str, *, base_model=None, sparsity=N
     """
     folder = Path(folder)
     if (folder / ADAPTER_CONFIG).is_file():
-        config = json.loads((folder / ADAPTER_CONFIG).read_text())
+        config = read_adapter_config(folder)
         if sparse_base(folder, config) is None:
             raise ValueError(f"{folder} does not say that its base is sparsified; write it with hf_twell.save_adapter")
         if not (folder / ADAPTER_WEIGHTS).is_file():
@@ -154,10 +153,10 @@ def folder_card(folder: str | Path, repo_id: str, *, base_model=None, sparsity=N
         return adapter_card(base_model or config.get("base_model_name_or_path"), repo_id)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is no model folder: it has no config.json")
-    config = json.loads((folder / "config.json").read_text())
-    if check_entry(PreTrainedConfig.from_dict(config)) is None:
+    config = read_config(folder)
+    if config.get("twell") is None:
         raise ValueError(f"{folder} is no sparse model (its config has no twell entry); convert it: hf-twell sparsify")
-    tensor_shapes(weight_files(folder))
+    check_checkpoint(folder)
     state = folder / STATE_NAME
     method = json.loads(state.read_text()) if state.is_file() else None
     return model_card(repo_id, config, base_model=base_model, method=method, sparsity=sparsity, scores=scores)

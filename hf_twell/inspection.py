@@ -14,7 +14,7 @@ import hf_twell
 from hf_twell.architectures import activation_keys, find_ffns
 from hf_twell.measurement import summary, tally, watching
 from hf_twell.passages import windows
-from hf_twell.perplexity import evaluation_mode, model_context
+from hf_twell.perplexity import check_ids, evaluation_mode, model_context
 from hf_twell.places import Tables
 
 FORMAT_VERSION = 1
@@ -86,7 +86,7 @@ def inspect_text(
             padded = bool((length != length.max()).any())
             valid = (torch.arange(int(length.max())) < length.unsqueeze(1)).to(device)
             ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(window) for window in batch], batch_first=True)
-            _check_ids(model, tokenizer, ids)
+            check_ids(model, tokenizer, ids)
             ids = ids.to(device)
             first = ids[:1, : length[0]] if first is None else first
             tables.begin(ids, valid)
@@ -151,15 +151,6 @@ def _batches(source: Iterator[list[int]], size: int) -> Iterator[list[list[int]]
 def _sorted(ahead, size):
     ahead.sort(key=len, reverse=True)
     return (ahead[at : at + size] for at in range(0, len(ahead), size))
-
-
-def _check_ids(model, tokenizer, ids: torch.Tensor) -> None:
-    known = model.get_input_embeddings().num_embeddings
-    if int(ids.max()) >= known:
-        raise ValueError(
-            f"the tokenizer ({len(tokenizer):,} pieces) makes token {int(ids.max())}, but the model has only {known:,} "
-            "embeddings, so the tokenizer does not match; give the model's own with --tokenizer"
-        )
 
 
 def _warnings(model, ids: torch.Tensor) -> list[str]:

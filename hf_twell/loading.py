@@ -6,8 +6,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from hf_twell.config_files import one_line_errors, read_config
-from hf_twell.convert import check_entry
+from hf_twell.config_files import check_generation_config, one_line_errors, read_config
+from hf_twell.convert import check_entry, chosen_layers
 from hf_twell.custom_models import reference_class
 from hf_twell.weight_files import (
     check_complete,
@@ -41,15 +41,30 @@ def load_causal_lm(path: str | Path, *, dtype=None, device: str | torch.device =
     cls = reference_class(raw.get("model_type"))
     if cls is not None:
         return cls.from_pretrained(path, dtype=dtype or "auto", **hub).to(device)
-    with one_line_errors(f"{path}: its config.json makes no model"):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False, **hub)
-        check_entry(config)
-        shapes = tensor_shapes(weight_files(path, **hub))
-        check_sizes(path, config, shapes)
-        with torch.device("meta"):
-            check_shapes(path, AutoModelForCausalLM.from_config(config, trust_remote_code=False), shapes)
+    check_checkpoint(path, **hub)
     options = {"dtype": dtype or "auto", "use_safetensors": True, "trust_remote_code": False}
-    model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options, **hub)
+    with one_line_errors(f"{path} does not load"):
+        model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options, **hub)
     check_complete(path, info["missing_keys"])
     check_finite(path, model.named_parameters())
     return model.to(device)
+
+
+def check_checkpoint(path: str | Path, **hub) -> None:
+    """Compare configs and the weight files' headers with each other and with a model without weights.
+
+    Raises:
+        ValueError, OSError: as `load_causal_lm`, but for values of weights and missing tensors.
+    """
+    read_config(path, **hub)
+    with one_line_errors(f"{path}: its config.json makes no model"):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, **hub)
+        entry = check_entry(config)
+        shapes = tensor_shapes(weight_files(path, **hub))
+        check_sizes(path, config, shapes)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        check_shapes(path, model, shapes)
+        if entry is not None:
+            chosen_layers(model, None, config.get_text_config().num_hidden_layers)
+    check_generation_config(path, **hub)

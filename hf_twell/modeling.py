@@ -1,6 +1,7 @@
 """The class that a sparse feed-forward block gets: a subclass of its own class, so the model stays what it was."""
 
 import functools
+import types
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +28,7 @@ class FfnSettings:
 
     `captured` says that a CUDA graph may hold the weights' addresses: their memory stays where it is from then on.
     `on_kernels` says which way the last forward of training on a GPU went; None where there was none, or no choice.
+    `reached` says whether a forward that others put on the block has come to the block's own; None while none runs.
     """
 
     name: str
@@ -40,6 +42,7 @@ class FfnSettings:
     watch: DensityWatch = field(default_factory=DensityWatch, repr=False, compare=False)
     training: TrainingChoice = field(default_factory=TrainingChoice, repr=False, compare=False)
     on_kernels: bool | None = field(default=None, compare=False)
+    reached: bool | None = field(default=None, repr=False, compare=False)
 
 
 class SparseFfn(nn.Module):
@@ -48,7 +51,27 @@ class SparseFfn(nn.Module):
     stock_class: type
     twell: FfnSettings
 
+    def __call__(self, *args, **kwargs):
+        if _has_forward_of(SparseFfn, self):
+            return super().__call__(*args, **kwargs)
+        # Accelerate's hooks, wrappers and compilers come to the forward below; Liger's SwiGLU computes SiLU instead.
+        self.twell.reached = False
+        try:
+            y = super().__call__(*args, **kwargs)
+            reached = self.twell.reached
+        finally:
+            self.twell.reached = None
+        if not reached:
+            raise ValueError(
+                f"the forward of {self.twell.name} was replaced after sparsify by one that does not call it (Liger's "
+                "SwiGLU patch does that, and computes SiLU); leave that patch out: "
+                "TrainingArguments(liger_kernel_config={'swiglu': False}), or apply_liger_kernel_to_...(swiglu=False)"
+            )
+        return y
+
     def forward(self, x):
+        if self.twell.reached is False:
+            self.twell.reached = True
         form, l1 = self.twell.form, self.twell.l1
         if l1 is not None and l1.token_weight is not None and l1.token_weight.shape != x.shape[:-1]:
             raise ValueError(
@@ -131,7 +154,7 @@ def _is_plain_linear(linear: nn.Module) -> bool:
     weight = own["_parameters"].get("weight")
     return (
         type(linear) is nn.Linear
-        and not _is_hooked(own)
+        and not _is_hooked(nn.Linear, linear)
         and type(weight) in (nn.Parameter, torch.Tensor)
         and not weight.is_meta
         and weight.numel() == own["in_features"] * own["out_features"]
@@ -140,18 +163,27 @@ def _is_plain_linear(linear: nn.Module) -> bool:
 
 def _is_bare_relu(activation) -> bool:
     """Whether it computes ReLU unwatched: nobody has put in another one, replaced its forward or hooked it."""
-    return type(activation) is nn.ReLU and not _is_hooked(vars(activation))
+    return type(activation) is nn.ReLU and not _is_hooked(nn.ReLU, activation)
 
 
-def _is_hooked(own: dict) -> bool:
-    return bool(
-        "forward" in own
-        or "_hf_hook" in own
-        or own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
+def _is_hooked(cls: type, module: nn.Module) -> bool:
+    own = vars(module)
+    # By length: Dynamo does not guard the truth of a dictionary, and would reuse its code for a layer with hooks.
+    return not _has_forward_of(cls, module) or bool(
+        "_hf_hook" in own
+        or len(own["_forward_hooks"])
+        or len(own["_forward_pre_hooks"])
+        or len(own["_backward_hooks"])
+        or len(own["_backward_pre_hooks"])
     )
+
+
+def _has_forward_of(cls: type, module: nn.Module) -> bool:
+    """Whether the module's forward is its class's `cls.forward`: nobody has put another one on the instance."""
+    if torch.compiler.is_compiling():  # where a dictionary's keys are not guarded either, but attributes are
+        forward = module.forward
+        return isinstance(forward, types.MethodType) and forward.__code__ is cls.forward.__code__
+    return "forward" not in vars(module)
 
 
 @functools.cache
@@ -167,21 +199,10 @@ def _new_instance(stock_class: type) -> nn.Module:
 
 
 def sparse_ffns(model: nn.Module) -> list[nn.Module]:
-    """The model's sparse blocks, in layer order.
-
-    Raises:
-        ValueError: the forward of one has been replaced since `sparsify`, by other than accelerate's hooks.
-    """
+    """The model's sparse blocks, in layer order."""
     # PEFT's `modules_to_save` trains a copy of a block, and keeps the original beside it unused.
-    ffns = [
+    return [
         module
         for name, module in model.named_modules()
         if isinstance(module, SparseFfn) and not name.endswith(".original_module")
     ]
-    for ffn in ffns:
-        if "forward" in vars(ffn) and "_hf_hook" not in vars(ffn):
-            raise ValueError(
-                f"the forward of {ffn.twell.name} was replaced after sparsify (Liger's SwiGLU patch does that, and "
-                "computes SiLU); leave that patch out: TrainingArguments(liger_kernel_config={'swiglu': False})"
-            )
-    return ffns

@@ -124,6 +124,7 @@ def text_loss(
     tokens = sum(len(sequence) - 1 for sequence in sequences)
     if not tokens:
         raise ValueError(f"{name}: the tokenizer makes no token of this text")
+    check_ids(model, tokenizer, torch.cat(sequences))
 
     spans.sort(key=lambda span: span[1] - span[3])  # longest first: too large a batch fails at once, padding is small
     total = 0.0
@@ -151,3 +152,17 @@ def text_loss(
         "perplexity": math.exp(loss) if loss < 700 else math.inf,
         "bits_per_byte": total / math.log(2) / text_bytes,
     }
+
+
+def check_ids(model, tokenizer, ids: torch.Tensor) -> None:
+    """Refuse tokens that the model has no embedding for.
+
+    Raises:
+        ValueError: the tokenizer is another model's.
+    """
+    known = model.get_input_embeddings().num_embeddings
+    if ids.numel() and int(ids.max()) >= known:
+        raise ValueError(
+            f"the tokenizer ({len(tokenizer):,} pieces) makes token {int(ids.max())}, but the model has only {known:,} "
+            "embeddings, so the tokenizer does not match; give the model's own"
+        )

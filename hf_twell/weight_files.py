@@ -33,7 +33,10 @@ def weight_files(path: str | Path, **hub) -> list[Path]:
         return [found]
     index = _file(path, INDEX, hub)
     if index:
-        return [_shard(path, name, hub) for name in _shard_names(index)]
+        files = [_shard(path, name, hub) for name in _shard_names(index)]
+        if not isinstance(json.loads(index.read_text()).get("metadata"), dict):  # Transformers needs one
+            raise ValueError(f"{index} is no index of weights (its metadata is no mapping); fetch it again")
+        return files
     if any(_file(path, name, hub) for name in PICKLED):
         raise ValueError(
             f"{path} holds pickled weights alone, which could run any code; convert them to safetensors "
@@ -146,8 +149,10 @@ def _shard(path, name: str, hub: dict) -> Path:
 def _shard_names(index: Path) -> list[str]:
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index} is no index of weights ({error!r}); fetch it again") from error
+    if not names:
+        raise ValueError(f"{index} names no files; fetch it again")
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise ValueError(f"{index} names {name!r}; only .safetensors files beside it are read")

@@ -188,6 +188,11 @@ def change_weights(folder, change):
     save_file({key: value for key, value in weights.items() if value is not None}, path)
 
 
+def card_alone(folder, metadata):
+    change_config(folder, base_sparsified_by_hf_twell=None)
+    (folder / "README.md").write_text(f"---\n{metadata}\n---\n")
+
+
 DAMAGES = {
     "NaN": (lambda f: change_weights(f, lambda w: w * float("nan")), "values that are NaN or infinite"),
     "shape": (lambda f: change_weights(f, lambda w: w[:, :3].clone()), "does not fit its base (RuntimeError"),
@@ -199,6 +204,17 @@ DAMAGES = {
         lambda f: change_config(f, base_sparsified_by_hf_twell={"version": 99, "layers": None}),
         "has version 99",
     ),
+    "factor that is no number": (lambda f: change_config(f, lora_alpha=float("nan")), "is no JSON (it holds NaN)"),
+    "config of a list": (lambda f: (f / "adapter_config.json").write_text("[]"), "holds no mapping"),
+    "config, nested": (lambda f: (f / "adapter_config.json").write_text("[" * 100_000), "is no JSON"),
+    "rank as text": (lambda f: change_config(f, r="x"), "does not fit its base"),
+    "targets as a number": (lambda f: change_config(f, target_modules=5), "does not fit its base"),
+    "tags that are no list": (lambda f: card_alone(f, "tags: 5"), "its README.md cannot be read (TypeError"),
+    "code in the card": (
+        lambda f: card_alone(f, "tags: !!python/object/apply:os.system ['false']"),
+        "its README.md cannot be read (ConstructorError",
+    ),
+    "base of two lines": (lambda f: change_config(f, base_model_name_or_path="a\nb"), "names the base a b"),
     "base of no name": (lambda f: change_config(f, base_model_name_or_path=5), "does not name its base"),
     "base that is gone": (lambda f: change_config(f, base_model_name_or_path="/absent"), "names the base /absent"),
 }

@@ -1,5 +1,6 @@
 """What is done to models by others, before or after `sparsify`: each works exactly, or is refused in one line."""
 
+import functools
 import types
 
 import pytest
@@ -152,11 +153,90 @@ def test_ligers_swiglu_instances_are_refused():
     refused(model, "has its forward replaced on the instance (by accelerate's offloading, Liger")
 
 
-def test_ligers_swiglu_after_sparsify_is_refused_in_training():
-    model = sparsify(tiny_llama())
+RUNS = {
+    "evaluation": logits,
+    "generation": lambda model: model.generate(ids(), max_new_tokens=2),
+    "measuring": lambda model: measure_sparsity(model, [ids()]),
+    "training": lambda model: [model(**b) for b in L1Penalty(model, 1e-3).micro_batches([{"input_ids": ids()}])],
+    "compiled": lambda model: logits(torch.compile(model, backend="eager")),
+    "checkpointed": lambda model: (model.train().gradient_checkpointing_enable(), model(input_ids=ids())),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_ligers_swiglu_after_sparsify_is_refused(run):
+    model = sparsify(tiny_llama().eval())
+    bind(model.model.layers[1].mlp, LigerSwiGLUMLP.forward)
+    with pytest.raises(ValueError, match=r"layers.1.mlp was replaced after sparsify") as caught:
+        RUNS[run](model)
+    assert "\n" not in str(caught.value)
+
+
+def test_ligers_swiglu_under_a_compiled_model_is_seen():
+    model = sparsify(tiny_llama().eval())
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(logits(compiled), logits(relu_model()))
     bind(model.model.layers[1].mlp, LigerSwiGLUMLP.forward)
     with pytest.raises(ValueError, match=r"layers.1.mlp was replaced after sparsify"):
-        L1Penalty(model, l1_weight=1e-3)
+        logits(compiled)
+
+
+@pytest.mark.parametrize("first", ["Liger", "accelerate"])
+def test_ligers_swiglu_beside_accelerates_hooks_is_seen(first):
+    hooks = pytest.importorskip("accelerate.hooks")
+    mlp = (model := sparsify(tiny_llama().eval())).model.layers[1].mlp
+    if first == "Liger":
+        bind(mlp, LigerSwiGLUMLP.forward)
+    hooks.add_hook_to_module(mlp, hooks.ModelHook())
+    if first == "accelerate":
+        torch.testing.assert_close(logits(model), logits(relu_model()))
+        bind(mlp, LigerSwiGLUMLP.forward)
+    with pytest.raises(ValueError, match=r"layers.1.mlp was replaced after sparsify"):
+        logits(model)
+
+
+def wrapped(old):
+    @functools.wraps(old)
+    def forward(*args, **kwargs):
+        return old(*args, **kwargs)
+
+    return forward
+
+
+WRAPPERS = {
+    "wraps": wrapped,
+    "closure": lambda old: lambda x: old(x),
+    "partial": functools.partial,
+    "compiled": lambda old: torch.compile(old, fullgraph=True, backend="eager"),
+    "not compiled": torch.compiler.disable,
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_forwards_that_wrap_ours_are_exact(wrapper):
+    """What caches, tracers and per-block compilers do to a block's forward, in evaluation and training."""
+    model, twin = sparsify(tiny_llama().eval()), relu_model()
+    for layer in model.model.layers:
+        layer.mlp.forward = WRAPPERS[wrapper](layer.mlp.forward)
+    torch.testing.assert_close(logits(model), logits(twin))
+    penalty = L1Penalty(model.train(), l1_weight=0.0)
+    for batch in penalty.micro_batches([{"input_ids": ids(), "labels": ids()}]):
+        model(**batch).loss.backward()
+    twin.train()(input_ids=ids(), labels=ids()).loss.backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-4)
+    assert 0 < penalty.report()["density"] < 1
+
+
+def test_hooks_that_were_taken_off():
+    """accelerate leaves the old forward on the instance."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    mlp = (model := sparsify(tiny_llama().eval())).model.layers[1].mlp
+    hooks.add_hook_to_module(mlp, hooks.ModelHook())
+    hooks.remove_hook_from_module(mlp)
+    assert "forward" in vars(mlp)
+    torch.testing.assert_close(logits(model), logits(relu_model()))
+    L1Penalty(model, 1e-3)
 
 
 def test_liger_without_swiglu():
@@ -177,6 +257,21 @@ def test_compile_fullgraph(backend):
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
     for length in (11, 5, 23):
         torch.testing.assert_close(logits(compiled, length), logits(relu_model(), length))
+
+
+@pytest.mark.parametrize("change", ["hook", "forward"])
+def test_what_is_done_to_a_compiled_model_is_seen(change):
+    model, twin = sparsify(tiny_llama().eval()), relu_model()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(logits(compiled), logits(twin))
+    for each in (model, twin):
+        linear = each.model.layers[1].mlp.up_proj
+        if change == "hook":
+            linear.register_forward_hook(lambda module, args, out: 2 * out)
+        else:
+            bind(linear, lambda self, x: 2 * nn.functional.linear(x, self.weight))
+    torch.testing.assert_close(logits(compiled), logits(twin))
+    assert not torch.allclose(logits(twin), logits(relu_model()), atol=1e-3)
 
 
 def test_compiled_training_step():

@@ -14,7 +14,7 @@ from transformers.models.llama import modeling_llama
 from hf_twell import L1Penalty, TwellLlamaForCausalLM, load_adapter, save_adapter, sparsify
 from hf_twell.modeling import sparse_ffns
 from tests.conftest import tiny_llama
-from tests.test_company import ids, logits, refused, relu_model
+from tests.test_company import RUNS, ids, logits, refused, relu_model
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128}  # 4-bit weights come in blocks of 64
 
@@ -79,13 +79,18 @@ def liger(monkeypatch):
     return lambda model=None, **chosen: patches.apply_liger_kernel_to_llama(model=model, **{**none, **chosen})
 
 
-def test_ligers_swiglu(liger):
+def test_ligers_swiglu(liger, monkeypatch):
+    """With its kernel or, on a CPU, with what that computes."""
     model, after = tiny_llama(), sparsify(tiny_llama())
     liger(model, swiglu=True)
     refused(model, "has its forward replaced on the instance (by accelerate's offloading, Liger")
     liger(after, swiglu=True)
-    with pytest.raises(ValueError, match=r"liger_kernel_config={'swiglu': False}"):
-        L1Penalty(after, l1_weight=1e-3)
+    if not torch.cuda.is_available():
+        silu = lambda gate, up, *_: torch.nn.functional.silu(gate) * up  # noqa: E731
+        monkeypatch.setattr("liger_kernel.transformers.swiglu.LigerSiLUMulFunction.apply", silu)
+    for run in RUNS.values():
+        with pytest.raises(ValueError, match=r"liger_kernel_config={'swiglu': False}"):
+            run(after)
     liger(swiglu=True)
     refused(tiny_llama(), "apply Liger with swiglu=False")
 

@@ -270,7 +270,7 @@ def damage_config(folder, **changes):
 
 def damage_weights(folder, name, change):
     weights = load_file(folder / "model.safetensors")
-    weights[name] = change(weights[name])
+    weights[name] = change(weights.get(name))
     save_file({key: value for key, value in weights.items() if value is not None}, folder / "model.safetensors")
 
 
@@ -300,6 +300,21 @@ def pickled(folder):
 def strange_index(folder, name="../model.safetensors"):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+
+
+def generation(folder, text):
+    (folder / "generation_config.json").write_text(text)
+
+
+def index(folder, **changes):
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    names = {"weight_map": dict.fromkeys(load_file(folder / "model-1.safetensors"), "model-1.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, **names, **changes}))
+
+
+def replaced(folder, name):
+    (folder / name).unlink()
+    return folder / name
 
 
 DAMAGES = {
@@ -340,6 +355,46 @@ DAMAGES = {
     "kind as a list": (lambda f: damage_config(f, model_type=["llama"]), "model_type=['llama']"),
     "code for attention": (lambda f: damage_config(f, _attn_implementation="me/evil"), "code from 'me/evil'"),
     "a list for a config": (lambda f: (f / "config.json").write_text("[]"), "holds no mapping"),
+    "generation config of a list": (lambda f: generation(f, "[]"), "generation_config.json cannot be used (TypeError"),
+    "generation config of null": (lambda f: generation(f, "null"), "generation_config.json cannot be used"),
+    "generation config of other types": (
+        lambda f: generation(f, '{"max_new_tokens": "many"}'),
+        "generation_config.json cannot be used",
+    ),
+    "generation config, nested": (lambda f: generation(f, "[" * 100_000), "generation_config.json cannot be used"),
+    "dtype as a number": (lambda f: damage_config(f, dtype=16), "dtype=16"),
+    "dtype of eight bits": (lambda f: damage_config(f, dtype="float8_e4m3fn"), "dtype='float8_e4m3fn'"),
+    "a class as a number": (lambda f: damage_config(f, architectures=5), "architectures=5"),
+    "labels without end": (lambda f: damage_config(f, num_labels=10**12), "num_labels=1000000000000"),
+    "a method as a number": (lambda f: damage_config(f, to_dict=5), "makes no model"),
+    "one layer more": (
+        lambda f: damage_weights(f, UP.replace("2", "9"), lambda w: torch.zeros(2, 2)),
+        "num_hidden_layers=3, but the weights have 4",
+    ),
+    "layers beyond number": (
+        lambda f: damage_config(f, twell={"version": 1, "layers": [10**30]}),
+        "for a model of 3 layers",
+    ),
+    "layers as a mapping": (lambda f: damage_config(f, twell={"version": 1, "layers": {}}), "layers={}"),
+    "quantized by a text": (lambda f: damage_config(f, quantization_config="evil"), "makes no model"),
+    "index of nothing": (lambda f: index(f, weight_map={}), "names no files"),
+    "index without its other half": (lambda f: index(f, metadata=None), "is no index of weights"),
+    "index of a list": (lambda f: index(f, metadata=[1]), "is no index of weights"),
+    "index to a number": (lambda f: index(f, weight_map={"x": 5}), "names 5; only .safetensors files"),
+    "index, nested": (
+        lambda f: (index(f), (f / "model.safetensors.index.json").write_text("[" * 100_000)),
+        "is no index of weights",
+    ),
+    "a folder for weights": (lambda f: replaced(f, "model.safetensors").mkdir(), "holds no model.safetensors"),
+    "an empty file": (lambda f: replaced(f, "model.safetensors").touch(), "no whole safetensors file"),
+    "weights that link to themselves": (
+        lambda f: replaced(f, "model.safetensors").symlink_to("model.safetensors"),
+        "holds no model.safetensors",
+    ),
+    "a header without end": (
+        lambda f: (f / "model.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}"),
+        "no whole safetensors file",
+    ),
     "deep nesting": (lambda f: (f / "config.json").write_text("[" * 100_000), "holds no mapping"),
 }
 

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from hf_twell import sparsify
 from hf_twell.cli import main
 from hf_twell.loading import load_causal_lm
 from hf_twell.modeling import sparse_ffns
@@ -85,6 +86,14 @@ DAMAGES = {
         lambda f: damage_config(f, model_type="strange", auto_map={"AutoConfig": "evil.Config"}),
         "trust_remote_code",
     ),
+    "generation config of a list": (lambda f: (f / "generation_config.json").write_text("[]"), "cannot be used"),
+    "another model's output": (lambda f: damage_config(f, output_attentions="x"), "could not write"),
+    "tokenizer config of a list": (lambda f: (f / "tokenizer_config.json").write_text("[]"), "make no tokenizer"),
+    "tokenizer of no kind": (
+        lambda f: (f / "tokenizer_config.json").write_text('{"tokenizer_class": 5}'),
+        "make no tokenizer",
+    ),
+    "tokenizer that is empty": (lambda f: (f / "tokenizer.json").write_text(""), "make no tokenizer"),
     "entry beside SiLU": (lambda f: damage_config(f, twell={"version": 1, "layers": None}), "its activation is 'silu'"),
 }
 
@@ -93,13 +102,41 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_models_end_in_one_line(folder, tmp_path, capsys, damage):
     change, message = DAMAGES[damage]
-    change(folder)
-    (folder / "evil.py").write_text("raise SystemExit('remote code ran')\n")
     for path in DEMO.glob("tokenizer*"):
         (folder / path.name).write_bytes(path.read_bytes())
+    change(folder)
+    (folder / "evil.py").write_text("raise SystemExit('remote code ran')\n")
     capsys.readouterr()
     assert main(["sparsify", str(folder), str(tmp_path / "out")]) == 1
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hf-twell: error")]
     assert len(lines) == 1
     assert message in lines[0]
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["sparsify", "eval", "inspect"])
+def test_a_tokenizer_of_another_model_ends_in_one_line(folder, tmp_path, capsys, command):
+    for path in DEMO.glob("tokenizer*"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    output = [str(tmp_path / "out")] if command == "sparsify" else []
+    assert main([command, str(folder), *output, "--text", str(DEMO.parent / "text" / "heldout.txt")]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("hf-twell: error: the tokenizer (3,072 pieces) makes token")
+    assert "the model has only 96 embeddings" in error
+
+
+PUSHED = {
+    "config of null": (lambda f: (f / "config.json").write_text("null"), "holds no mapping"),
+    "class as a number": (lambda f: damage_config(f, architectures=5), "architectures=5"),
+    "one layer less": (lambda f: damage_config(f, num_hidden_layers=2), "num_hidden_layers=2"),
+    "entry of other layers": (lambda f: damage_config(f, twell={"version": 1, "layers": [7]}), "for a model of 3"),
+}
+
+
+@pytest.mark.parametrize("damage", PUSHED)
+def test_damaged_models_are_not_pushed(tmp_path, capsys, damage):
+    sparsify(tiny_llama()).save_pretrained(tmp_path)
+    change, message = PUSHED[damage]
+    change(tmp_path)
+    assert main(["push", str(tmp_path), "me/model", "--dry-run"]) == 1
+    assert message in capsys.readouterr().err.splitlines()[-1]

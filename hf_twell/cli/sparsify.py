@@ -52,6 +52,7 @@ def _convert(args) -> dict:
     from hf_twell.checkpoints import check_target, save_model
     from hf_twell.evaluation import load_model
     from hf_twell.packing import token_ids
+    from hf_twell.perplexity import check_ids
 
     check_target(args.output, overwrite=args.overwrite)
     if args.tokens < 1:
@@ -65,6 +66,7 @@ def _convert(args) -> dict:
     if args.text:
         length = min(512, getattr(model.config.get_text_config(), "max_position_embeddings", 512))
         ids = torch.tensor(token_ids(tokenizer, args.text)[: args.tokens])
+        check_ids(model, tokenizer, ids)
         sparsity = hf_twell.measure_sparsity(model, [part[None] for part in ids.split(length)], progress=True)
     save_model(model, args.output, tokenizer, overwrite=args.overwrite)
     return {
