@@ -11,8 +11,6 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from hf_twell.config_files import one_line_errors
-
 STATE_NAME = "twell_state.json"
 
 
@@ -65,6 +63,8 @@ def save_model(model, path: str | Path, tokenizer=None, *, overwrite: bool = Fal
     `state_dict` holds the weights of a model that is sharded over processes, gathered by all of them; `options` are
     further ones of `save_pretrained`.
     """
+    from hf_twell.config_files import one_line_errors  # imports torch, which the command line's start does without
+
     with whole_folder(path, overwrite=overwrite) as folder:
         with one_line_errors(f"could not write {path}"):
             try:

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "backward_matrix.h"
+#include "pages.h"
 #include "shared_rows.h"
 
 namespace twell {
@@ -139,12 +140,22 @@ std::vector<std::pair<int64_t, int64_t>> backward(const Block& block, const Kern
   std::vector<float>& grad_gate = pairs.gate;  // each pair's factors are replaced by its gradients once they are used
   std::vector<float>& grad_up = pairs.up;
   std::vector<NeuronScratch> scratch(static_cast<size_t>(threads.count));
+  if (gradients.down && !down_by_column(block)) {  // every group writes to all of its pages
+    constexpr int64_t kPiece = 1 << 20;
+    const int64_t bytes = hidden * block.width * element;
+    for_items(threads, (bytes + kPiece - 1) / kPiece, [&](int, int64_t i) {
+      map_pages(static_cast<char*>(gradients.down) + i * kPiece, std::min(kPiece, bytes - i * kPiece));
+    });
+  }
   for_items(threads, (block.width + group_size - 1) / group_size, [&](int lane, int64_t group) {
     NeuronScratch& my = scratch[lane];
     my.sums.resize(static_cast<size_t>(3 * hidden));
     float *sum_gate = my.sums.data(), *sum_up = sum_gate + hidden, *sum_down = sum_up + hidden;
     const int64_t first = group * group_size, last = std::min(block.width, first + group_size);
     if (gradients.down) my.grad_down.reserve(group_size * stride * element);
+    for (void* rows : {gradients.gate, gradients.up, down_by_column(block) ? gradients.down : nullptr}) {
+      if (rows) map_pages(at(rows, first * hidden, dtype), (last - first) * row_bytes);
+    }
     const char* down = at(block.down, first * block.down_column, dtype);
     int64_t down_stride = block.down_column;
     if (!down_by_column(block) && neurons.begin[first] < neurons.begin[last]) {
