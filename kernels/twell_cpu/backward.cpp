@@ -5,7 +5,7 @@
 #include <optional>
 
 #include "backward_matrix.h"
-#include "pages.h"
+#include "past_caches.h"
 #include "shared_rows.h"
 
 namespace twell {
@@ -140,27 +140,17 @@ std::vector<std::pair<int64_t, int64_t>> backward(const Block& block, const Kern
   std::vector<float>& grad_gate = pairs.gate;  // each pair's factors are replaced by its gradients once they are used
   std::vector<float>& grad_up = pairs.up;
   std::vector<NeuronScratch> scratch(static_cast<size_t>(threads.count));
-  if (gradients.down && !down_by_column(block)) {  // every group writes to all of its pages
-    constexpr int64_t kPiece = 1 << 20;
-    const int64_t bytes = hidden * block.width * element;
-    for_items(threads, (bytes + kPiece - 1) / kPiece, [&](int, int64_t i) {
-      map_pages(static_cast<char*>(gradients.down) + i * kPiece, std::min(kPiece, bytes - i * kPiece));
-    });
-  }
   for_items(threads, (block.width + group_size - 1) / group_size, [&](int lane, int64_t group) {
     NeuronScratch& my = scratch[lane];
     my.sums.resize(static_cast<size_t>(3 * hidden));
     float *sum_gate = my.sums.data(), *sum_up = sum_gate + hidden, *sum_down = sum_up + hidden;
     const int64_t first = group * group_size, last = std::min(block.width, first + group_size);
     if (gradients.down) my.grad_down.reserve(group_size * stride * element);
-    for (void* rows : {gradients.gate, gradients.up, down_by_column(block) ? gradients.down : nullptr}) {
-      if (rows) map_pages(at(rows, first * hidden, dtype), (last - first) * row_bytes);
-    }
     const char* down = at(block.down, first * block.down_column, dtype);
     int64_t down_stride = block.down_column;
     if (!down_by_column(block) && neurons.begin[first] < neurons.begin[last]) {
       my.down.reserve(group_size * stride * element);
-      kernels.transpose(down, block.down_row, hidden, last - first, my.down.data(), stride);
+      kernels.transpose(down, block.down_row, hidden, last - first, my.down.data(), stride, false);
       down = my.down.data();
       down_stride = stride;
     }
@@ -182,8 +172,8 @@ std::vector<std::pair<int64_t, int64_t>> backward(const Block& block, const Kern
       if (gradients.b_gate) gradients.b_gate[f] = 0;
       if (gradients.b_up) gradients.b_up[f] = 0;
       if (count == 0) {
-        if (gradients.gate) std::memset(at(gradients.gate, f * hidden, dtype), 0, row_bytes);
-        if (gradients.up) std::memset(at(gradients.up, f * hidden, dtype), 0, row_bytes);
+        if (gradients.gate) clear_past_caches(at(gradients.gate, f * hidden, dtype), row_bytes);
+        if (gradients.up) clear_past_caches(at(gradients.up, f * hidden, dtype), row_bytes);
         if (gradients.down) std::memset(my.grad_down.data() + (f - first) * stride * element, 0, row_bytes);
         continue;
       }
@@ -228,8 +218,10 @@ std::vector<std::pair<int64_t, int64_t>> backward(const Block& block, const Kern
         std::memcpy(at(gradients.down, f * hidden, dtype), my.grad_down.data() + (f - first) * stride * element, row_bytes);
       }
     } else if (gradients.down) {
-      kernels.transpose(my.grad_down.data(), stride, last - first, hidden, at(gradients.down, first, dtype), block.width);
+      kernels.transpose(my.grad_down.data(), stride, last - first, hidden, at(gradients.down, first, dtype), block.width,
+                        true);
     }
+    publish();
   });
 
   if (gradients.x && matrix) {

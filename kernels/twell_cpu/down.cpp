@@ -110,7 +110,7 @@ void down_by_slices(const Block& block, const Kernels& kernels, const Threads& t
     const int64_t d = item * slice, width = std::min(slice, block.hidden - d);
     copies[lane].reserve(block.width * slice * element);
     char* rows = copies[lane].data();
-    kernels.transpose(at(block.down, d * block.down_row, block.dtype), block.down_row, width, block.width, rows, slice);
+    kernels.transpose(at(block.down, d * block.down_row, block.dtype), block.down_row, width, block.width, rows, slice, false);
     float sums[128];
     const int64_t tokens = part.tokens();
     for (int64_t token = 0; token < tokens; ++token) {

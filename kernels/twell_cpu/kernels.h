@@ -57,8 +57,9 @@ struct Kernels {
   void (*round)(const float* values, int64_t count, void* out);
   void (*widen)(const void* values, int64_t count, float* out);
 
-  // out[c, r] = in[r, c]
-  void (*transpose)(const void* in, int64_t ld_in, int64_t rows, int64_t columns, void* out, int64_t ld_out);
+  // out[c, r] = in[r, c]; `past_caches`, where the set can do that, when `out` is large and not read soon.
+  void (*transpose)(const void* in, int64_t ld_in, int64_t rows, int64_t columns, void* out, int64_t ld_out,
+                    bool past_caches);
 
   int64_t panels_from;   // tokens from which panels are faster than rows
   int64_t tile_neurons;  // neurons of one work item

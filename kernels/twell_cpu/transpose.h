@@ -1,6 +1,7 @@
 // Matrix transposition in blocks whose lines stay in the first-level cache.
 #pragma once
 
+#include "past_caches.h"
 #include "simd_portable.h"
 
 #if defined(__AVX512BW__)
@@ -53,6 +54,7 @@ inline void transpose_32x8(const uint16_t* in, int64_t ld_in, uint16_t* out, int
 #if defined(__AVX512BW__)
 // Up to 32 columns of 32 rows. Each line of either matrix is touched once: rows of 4,096 bytes meet in one cache set, which
 // would lose them between two visits.
+template <bool kPastCaches>
 inline void transpose_32_rows(const uint16_t* in, int64_t ld_in, int64_t columns, uint16_t* out, int64_t ld_out) {
   if (columns < 32) {
     for (int64_t c = 0; c < columns; c += 8) transpose_32x8(in + c, ld_in, out + c * ld_out, ld_out);
@@ -78,29 +80,38 @@ inline void transpose_32_rows(const uint16_t* in, int64_t ld_in, int64_t columns
       eight[g][2 * i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 4]);
     }
   }
+  const auto store = [&](int column, __m512i values) {
+    if constexpr (kPastCaches) {
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(out + column * ld_out), values);
+    } else {
+      _mm512_storeu_si512(out + column * ld_out, values);
+    }
+  };
   for (int j = 0; j < 8; ++j) {  // four by four quarters
     const __m512i low = _mm512_shuffle_i32x4(eight[0][j], eight[1][j], 0x44);
     const __m512i high = _mm512_shuffle_i32x4(eight[0][j], eight[1][j], 0xEE);
     const __m512i low2 = _mm512_shuffle_i32x4(eight[2][j], eight[3][j], 0x44);
     const __m512i high2 = _mm512_shuffle_i32x4(eight[2][j], eight[3][j], 0xEE);
-    _mm512_storeu_si512(out + j * ld_out, _mm512_shuffle_i32x4(low, low2, 0x88));
-    _mm512_storeu_si512(out + (8 + j) * ld_out, _mm512_shuffle_i32x4(low, low2, 0xDD));
-    _mm512_storeu_si512(out + (16 + j) * ld_out, _mm512_shuffle_i32x4(high, high2, 0x88));
-    _mm512_storeu_si512(out + (24 + j) * ld_out, _mm512_shuffle_i32x4(high, high2, 0xDD));
+    store(j, _mm512_shuffle_i32x4(low, low2, 0x88));
+    store(8 + j, _mm512_shuffle_i32x4(low, low2, 0xDD));
+    store(16 + j, _mm512_shuffle_i32x4(high, high2, 0x88));
+    store(24 + j, _mm512_shuffle_i32x4(high, high2, 0xDD));
   }
 }
 #else
+template <bool kPastCaches>
 inline void transpose_32_rows(const uint16_t* in, int64_t ld_in, int64_t columns, uint16_t* out, int64_t ld_out) {
   for (int64_t c = 0; c < columns; c += 8) transpose_32x8(in + c, ld_in, out + c * ld_out, ld_out);
 }
 #endif
 
+template <bool kPastCaches>
 inline void transpose_16bit(const uint16_t* in, int64_t ld_in, int64_t rows, int64_t columns, uint16_t* out,
                             int64_t ld_out) {
   const int64_t whole_rows = rows / 32 * 32, whole_columns = columns / 8 * 8;
   const auto tile = [&](int64_t r, int64_t c) {
     const int64_t left = whole_columns - c < 32 ? whole_columns - c : 32;
-    transpose_32_rows(in + r * ld_in + c, ld_in, left, out + c * ld_out + r, ld_out);
+    transpose_32_rows<kPastCaches>(in + r * ld_in + c, ld_in, left, out + c * ld_out + r, ld_out);
   };
   // The matrix with the longer rows is walked along them, so that each of its pages is met once.
   for (int64_t c = 0; ld_out > ld_in && c < whole_columns; c += 32) {
@@ -143,25 +154,34 @@ inline void transpose_32bit(const float* in, int64_t ld_in, int64_t rows, int64_
 #endif
 
 template <class T>
-void transpose(const void* in, int64_t ld_in, int64_t rows, int64_t columns, void* out, int64_t ld_out) {
+void transpose(const void* in, int64_t ld_in, int64_t rows, int64_t columns, void* out, int64_t ld_out, bool) {
   transpose_blocks(static_cast<const T*>(in), ld_in, rows, columns, static_cast<T*>(out), ld_out,
                    [](T value, T* to) { *to = value; });
 }
 
 #if defined(__SSE2__)
 template <>
-void transpose<float>(const void* in, int64_t ld_in, int64_t rows, int64_t columns, void* out, int64_t ld_out) {
+void transpose<float>(const void* in, int64_t ld_in, int64_t rows, int64_t columns, void* out, int64_t ld_out, bool) {
   transpose_32bit(static_cast<const float*>(in), ld_in, rows, columns, static_cast<float*>(out), ld_out);
 }
 
-template <>
-void transpose<BFloat16>(const void* in, int64_t ld_in, int64_t rows, int64_t columns, void* out, int64_t ld_out) {
-  transpose_16bit(static_cast<const uint16_t*>(in), ld_in, rows, columns, static_cast<uint16_t*>(out), ld_out);
+inline void transpose_words(const void* in, int64_t ld_in, int64_t rows, int64_t columns, void* out, int64_t ld_out,
+                            bool past_caches) {
+  const bool past = past_caches && twell::whole_lines(out, 2 * ld_out);
+  const auto run = past ? transpose_16bit<true> : transpose_16bit<false>;
+  run(static_cast<const uint16_t*>(in), ld_in, rows, columns, static_cast<uint16_t*>(out), ld_out);
 }
 
 template <>
-void transpose<Half>(const void* in, int64_t ld_in, int64_t rows, int64_t columns, void* out, int64_t ld_out) {
-  transpose_16bit(static_cast<const uint16_t*>(in), ld_in, rows, columns, static_cast<uint16_t*>(out), ld_out);
+void transpose<BFloat16>(const void* in, int64_t ld_in, int64_t rows, int64_t columns, void* out, int64_t ld_out,
+                         bool past_caches) {
+  transpose_words(in, ld_in, rows, columns, out, ld_out, past_caches);
+}
+
+template <>
+void transpose<Half>(const void* in, int64_t ld_in, int64_t rows, int64_t columns, void* out, int64_t ld_out,
+                     bool past_caches) {
+  transpose_words(in, ld_in, rows, columns, out, ld_out, past_caches);
 }
 #endif
 
