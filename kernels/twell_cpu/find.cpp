@@ -37,12 +37,12 @@ void PairFinder::up_products(LanePairs& lane, size_t first_run, int64_t first_to
   }
   if (!shared.empty()) {
     const int64_t count = static_cast<int64_t>(shared.size()), stride = hidden + 32;  // rows in different cache sets
-    scratch.rows.reserve(kernels_.tile_neurons * stride * element_bytes(block_.dtype));
+    scratch.rows.reserve(count * stride * element_bytes(block_.dtype));
     for (int64_t i = 0; i < count; ++i) {
       if (i + 1 < count) prefetch(up_row(shared[i + 1]), row_bytes);
       std::memcpy(at(scratch.rows.data(), i * stride, block_.dtype), up_row(shared[i]), row_bytes);
     }
-    scratch.up.resize(static_cast<size_t>(kernels_.tile_neurons * tokens));
+    scratch.up.resize(static_cast<size_t>(count * tokens));
     kernels_.gate_panels(panels, static_cast<int>(tokens), scratch.rows.data(), stride, static_cast<int>(count), hidden,
                          nullptr, scratch.up.data(), tokens);
     for (int64_t i = 0; i < count; ++i) {
@@ -75,7 +75,8 @@ bool PairFinder::find(int64_t first, int64_t last, double max_density, TokenPair
   };
   const int64_t tokens = last - first, hidden = block_.hidden, element = element_bytes(block_.dtype);
   const char* x = at(block_.x, first * hidden, block_.dtype);
-  const int64_t width = kernels_.tile_neurons, tile_count = (block_.width + width - 1) / width;
+  const int64_t width = tokens > kPanel ? kernels_.tile_neurons : kernels_.few_tile_neurons;
+  const int64_t tile_count = (block_.width + width - 1) / width;
   const int64_t step = block_tokens(block_, kernels_), steps = (tokens + step - 1) / step;
   std::vector<Tile> tiles(static_cast<size_t>(steps * tile_count));
   for (auto& lane : lanes_) lane.clear();

@@ -13,6 +13,7 @@ const twell::Kernels* twell::kernels_amx(DType dtype) {
     table.matmul_pairs = matmul_pairs_amx;
     table.panels_from = 8;
     table.tile_neurons = 96;
+    table.few_tile_neurons = 192;
     table.block_bytes = 1 << 20;
     return table;
   }();

@@ -63,6 +63,7 @@ struct Kernels {
 
   int64_t panels_from;   // tokens from which panels are faster than rows
   int64_t tile_neurons;  // neurons of one work item
+  int64_t few_tile_neurons;  // the same in calls of up to kPanel tokens: each item starts its stream of weights anew
   int64_t block_bytes;   // of x that the items of one block share in the second-level cache
 };
 

@@ -18,7 +18,8 @@ constexpr twell::Kernels make_table() {
       pack<Simd>,           gather_dot<Simd, Dot>, gather_sum<Simd, T>,
       gather_sum2<Simd, T>, nullptr,          nullptr,
       round<Simd, T>,       widen<Simd, T>,   transpose<T>,
-      32,                   48,               512 << 10,
+      32,                   48,               48,
+      512 << 10,
   };
 }
 
