@@ -22,22 +22,53 @@ inline uint32_t load_unit(const char* from, int64_t bytes) {
   return unit;
 }
 
+// Of 32-bit words, in place.
+inline void transpose_16x16(__m512i (&w)[16]) {
+  __m512i pairs[16], quads[16];
+  for (int i = 0; i < 16; i += 2) {
+    pairs[i] = _mm512_unpacklo_epi32(w[i], w[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_epi32(w[i], w[i + 1]);
+  }
+  // quads[i + j] holds, in each of its quarters q, words 4 q + j of rows i to i + 3.
+  for (int i = 0; i < 16; i += 4) {
+    quads[i] = _mm512_unpacklo_epi64(pairs[i], pairs[i + 2]);
+    quads[i + 1] = _mm512_unpackhi_epi64(pairs[i], pairs[i + 2]);
+    quads[i + 2] = _mm512_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
+    quads[i + 3] = _mm512_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
+  }
+  for (int j = 0; j < 4; ++j) {  // four by four quarters
+    const __m512i low = _mm512_shuffle_i32x4(quads[j], quads[4 + j], 0x44);
+    const __m512i high = _mm512_shuffle_i32x4(quads[j], quads[4 + j], 0xEE);
+    const __m512i low2 = _mm512_shuffle_i32x4(quads[8 + j], quads[12 + j], 0x44);
+    const __m512i high2 = _mm512_shuffle_i32x4(quads[8 + j], quads[12 + j], 0xEE);
+    w[j] = _mm512_shuffle_i32x4(low, low2, 0x88);
+    w[4 + j] = _mm512_shuffle_i32x4(low, low2, 0xDD);
+    w[8 + j] = _mm512_shuffle_i32x4(high, high2, 0x88);
+    w[12 + j] = _mm512_shuffle_i32x4(high, high2, 0xDD);
+  }
+}
+
 template <class T>
 void pack_panel(const void* x, int64_t ld_x, int tokens, int64_t hidden, void* panel) {
-  const int64_t row_bytes = hidden * static_cast<int64_t>(sizeof(T)), units = (row_bytes + 3) / 4, whole = row_bytes / 4;
+  const int64_t row_bytes = hidden * static_cast<int64_t>(sizeof(T));
+  const int64_t units = (row_bytes + 3) / 4, whole = row_bytes / 64 * 16;
   uint32_t* out = static_cast<uint32_t*>(panel);
-  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const char* rows = static_cast<const char*>(x);
   const int64_t stride = ld_x * static_cast<int64_t>(sizeof(T));
   if (tokens < twell::kPanel || row_bytes % 64 != 0) std::memset(panel, 0, static_cast<size_t>(twell::panel_bytes(row_bytes)));
-  const __m512i step = _mm512_mullo_epi32(lane, _mm512_set1_epi32(twell::kPanel));
-  for (int t = 0; t < tokens; ++t) {
-    const char* row = rows + t * stride;
-    int64_t u = 0;
-    for (; u + 16 <= whole; u += 16) {
-      _mm512_i32scatter_epi32(out + u * twell::kPanel + t, step, _mm512_loadu_si512(row + 4 * u), 4);
+  for (int t = 0; t < tokens; t += 16) {
+    const int count = tokens - t < 16 ? tokens - t : 16;
+    for (int64_t u = 0; u < whole; u += 16) {
+      __m512i words[16] = {};
+      for (int i = 0; i < count; ++i) words[i] = _mm512_loadu_si512(rows + (t + i) * stride + 4 * u);
+      transpose_16x16(words);
+      for (int i = 0; i < 16; ++i) _mm512_storeu_si512(out + (u + i) * twell::kPanel + t, words[i]);
     }
-    for (; u < units; ++u) out[u * twell::kPanel + t] = load_unit(row + 4 * u, row_bytes - 4 * u);
+    for (int64_t u = whole; u < units; ++u) {
+      for (int i = 0; i < count; ++i) {
+        out[u * twell::kPanel + t + i] = load_unit(rows + (t + i) * stride + 4 * u, row_bytes - 4 * u);
+      }
+    }
   }
 }
 
