@@ -12,7 +12,7 @@ MAX_HIDDEN = 16384
 MAX_INTERMEDIATE = 65536
 MAX_DENSITY = 0.18  # of the CPU kernels, as in kernels/twell_cpu/forward.cpp
 # In bfloat16 where dense matmuls have matrix units: in training, and in evaluation of up to 64 and of more tokens.
-MAX_DENSITY_AMX = {"training": 0.03, "few": 0.1, "many": 0.045}  # kernels/twell_cpu/NOTES.md
+MAX_DENSITY_AMX = {"training": 0.03, "few": 0.075, "many": 0.035}  # kernels/twell_cpu/NOTES.md
 SAMPLE_TOKENS, SAMPLE_NEURONS = 16, 256
 
 
