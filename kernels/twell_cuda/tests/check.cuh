@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -50,6 +51,16 @@ __host__ __device__ inline uint64_t hash(uint64_t value) {
   value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ull;
   value = (value ^ (value >> 27)) * 0x94d049bb133111ebull;
   return value ^ (value >> 31);
+}
+
+// Threshold z with P(normal > z) = share.
+inline double quantile(double share) {
+  double low = -9, high = 9;
+  for (int i = 0; i < 80; ++i) {
+    const double mid = (low + high) / 2;
+    (0.5 * std::erfc(mid / std::sqrt(2.0)) > share ? low : high) = mid;
+  }
+  return low;
 }
 
 }  // namespace checks

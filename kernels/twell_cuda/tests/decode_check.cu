@@ -24,7 +24,7 @@
 #include "../decode_plan.cuh"
 #include "../sm90_decode_fused.cuh"
 #include "../sm90_few.cuh"
-#include "check.cuh"
+#include "graph.cuh"
 
 namespace {
 
@@ -131,16 +131,6 @@ Device read_device() {
   CHECK(cudaDeviceGetAttribute(&d.major, cudaDevAttrComputeCapabilityMajor, id));
   CHECK(cudaDeviceGetAttribute(&d.minor, cudaDevAttrComputeCapabilityMinor, id));
   return d;
-}
-
-// Threshold z with P(normal > z) = share.
-double quantile(double share) {
-  double low = -9, high = 9;
-  for (int i = 0; i < 80; ++i) {
-    const double mid = (low + high) / 2;
-    (0.5 * std::erfc(mid / std::sqrt(2.0)) > share ? low : high) = mid;
-  }
-  return low;
 }
 
 struct Variant {
@@ -275,7 +265,7 @@ bool check(const Case& c, const Device& device, const char* type, double toleran
   Layer<Half> w(c.hidden, c.width, c.gated, c.biases, by_bias, seed);
   Half* const x = device_alloc<Half>(int64_t{c.tokens} * c.hidden);
   fill(x, int64_t{c.tokens} * c.hidden, seed + 6, 0.f, 1.f);
-  const double z = c.density <= 0 ? 60. : c.density >= 1 ? -60. : quantile(c.density);
+  const double z = c.density <= 0 ? 60. : c.density >= 1 ? -60. : checks::quantile(c.density);
   if (by_bias) {
     fill(w.b_gate, c.width, seed + 7, static_cast<float>(-z), 0.f);
   } else {
@@ -454,7 +444,7 @@ std::vector<float> thresholds(int width, double density, uint64_t seed) {
     (mean > density ? high : low) = scale;
   }
   std::vector<float> z(width);
-  for (int i = 0; i < width; ++i) z[i] = static_cast<float>(quantile(std::fmin(kMaxRate, low * rates[i])));
+  for (int i = 0; i < width; ++i) z[i] = static_cast<float>(checks::quantile(std::fmin(kMaxRate, low * rates[i])));
   return z;
 }
 
@@ -464,46 +454,6 @@ __global__ void set_thresholds_kernel(Half* gate, const float* z, int rows, int 
     gate[static_cast<int64_t>(r) * columns] = Half(-z[r]);
   }
 }
-
-// `count` launches captured into a graph.
-struct Graph {
-  cudaStream_t stream;
-  cudaGraphExec_t exec;
-  cudaEvent_t begin, end;
-  int count;
-  std::vector<double> us;  // of one launch
-
-  Graph(int launches, const std::function<void(int, cudaStream_t)>& launch) : count(launches) {
-    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    for (int i = 0; i < count; ++i) launch(i, stream);
-    cudaGraph_t graph;
-    CHECK(cudaStreamEndCapture(stream, &graph));
-    CHECK(cudaGraphInstantiate(&exec, graph, 0));
-    CHECK(cudaGraphDestroy(graph));
-    CHECK(cudaEventCreate(&begin));
-    CHECK(cudaEventCreate(&end));
-  }
-  void replay(bool keep) {
-    CHECK(cudaEventRecord(begin, stream));
-    CHECK(cudaGraphLaunch(exec, stream));
-    CHECK(cudaEventRecord(end, stream));
-    CHECK(cudaStreamSynchronize(stream));
-    float ms = 0;
-    CHECK(cudaEventElapsedTime(&ms, begin, end));
-    if (keep) us.push_back(1000. * ms / count);
-  }
-  double median() {
-    std::sort(us.begin(), us.end());
-    return us[us.size() / 2];
-  }
-  void release() {
-    CHECK(cudaEventDestroy(begin));
-    CHECK(cudaEventDestroy(end));
-    CHECK(cudaGraphExecDestroy(exec));
-    CHECK(cudaStreamDestroy(stream));
-  }
-};
 
 std::vector<Variant> timed_variants(const Ffn& f, const Device& device) {
   std::vector<Variant> v{{"P serial", kernels(false, false)}};
@@ -629,7 +579,7 @@ bool check_chains(const Device& device) {
       };
       std::vector<Half*> x;
       std::vector<char*> workspace;
-      std::vector<Graph> graphs;
+      std::vector<checks::Graph> graphs;
       for (int s = 0; s < kStreams; ++s) {
         x.push_back(device_alloc<Half>(all));
         workspace.push_back(device_alloc<char>(workspace_bytes));
@@ -651,7 +601,7 @@ bool check_chains(const Device& device) {
         }
         CHECK(cudaDeviceSynchronize());
         for (int i = 0; i < kReplays; ++i) {
-          for (Graph& g : graphs) CHECK(cudaGraphLaunch(g.exec, g.stream));
+          for (checks::Graph& g : graphs) CHECK(cudaGraphLaunch(g.exec, g.stream));
         }
         CHECK(cudaDeviceSynchronize());
         for (int s = 0; s < kStreams; ++s) ok &= result(x[s]) == want;
@@ -718,7 +668,7 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     for (uint16_t m : masks) together += __builtin_popcount(m);
 
     std::vector<std::string> names;
-    std::vector<Graph> graphs;
+    std::vector<checks::Graph> graphs;
     for (const Variant& v : timed_variants(calls[0], device)) {
       names.push_back(v.name);
       graphs.emplace_back(layers, [&](int i, cudaStream_t s) {
@@ -740,7 +690,7 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
       part("down F", few_kernels(true), launch_down);
     }
     for (int i = 0; i < 19; ++i) {
-      for (Graph& g : graphs) g.replay(i >= 4);
+      for (checks::Graph& g : graphs) g.replay(i >= 4);
     }
     std::printf("%d x %d T=%d L0=%d (together %d, %.1f %%)\n ", hidden, width, row.tokens, row.active, together,
                 100. * together / width);
@@ -751,7 +701,7 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
       std::vector<uint64_t> times(count);
       CHECK(cudaMemset(buffer, 0, 8 * count));
       fused::trace = buffer;
-      Graph traced(layers, [&](int i, cudaStream_t s) {
+      checks::Graph traced(layers, [&](int i, cudaStream_t s) {
         CHECK(run(calls[i], fused_kernels(true), device, workspace, s));
       });
       fused::trace = nullptr;
@@ -770,7 +720,7 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
       std::vector<uint64_t> times(count);
       CHECK(cudaMemset(buffer, 0, 8 * count));
       few::trace = buffer;
-      Graph traced(layers, [&](int i, cudaStream_t s) {
+      checks::Graph traced(layers, [&](int i, cudaStream_t s) {
         CHECK(run(calls[i], few_kernels(true), device, workspace, s));
       });
       few::trace = nullptr;

@@ -15,7 +15,6 @@
 
 #include <cmath>
 #include <cstring>
-#include <functional>
 #include <memory>
 #include <string>
 #include <type_traits>
@@ -24,7 +23,7 @@
 #include "../sm90_launch.h"
 #include "../sm90_mid.h"
 #include "../sm90_workspace.h"
-#include "check.cuh"
+#include "graph.cuh"
 
 namespace {
 
@@ -100,16 +99,6 @@ Device read_device() {
   CHECK(cudaDeviceGetAttribute(&d.major, cudaDevAttrComputeCapabilityMajor, id));
   CHECK(cudaDeviceGetAttribute(&d.minor, cudaDevAttrComputeCapabilityMinor, id));
   return d;
-}
-
-// Threshold z with P(normal > z) = share.
-double quantile(double share) {
-  double low = -9, high = 9;
-  for (int i = 0; i < 80; ++i) {
-    const double mid = (low + high) / 2;
-    (0.5 * std::erfc(mid / std::sqrt(2.0)) > share ? low : high) = mid;
-  }
-  return low;
 }
 
 // The weights of one block; the first column of `gate` holds thresholds, where that of x is 1.
@@ -209,7 +198,7 @@ bool check(const Case& c, const Device& device, const char* type, double toleran
   Layer<Half> w(c.hidden, c.width, seed);
   Buffer<Half> x(size_t(c.tokens) * c.hidden);
   Layer<Half>::fill(x, seed + 6, 1.f);
-  const double z = c.density <= 0 ? 60. : c.density >= 1 ? -60. : quantile(c.density);
+  const double z = c.density <= 0 ? 60. : c.density >= 1 ? -60. : checks::quantile(c.density);
   // A second of three neurons is rarer, so that halves of a block differ.
   const auto level = [&](double share) { return static_cast<float>(-z - (z > 0 && z < 50 ? share : 0)); };
   Layer<Half>::set_column(x.data, c.tokens, c.hidden, {1.f});
@@ -338,49 +327,9 @@ std::vector<float> thresholds(int width, double density, uint64_t seed) {
     (mean > density ? high : low) = scale;
   }
   std::vector<float> z(width);
-  for (int i = 0; i < width; ++i) z[i] = static_cast<float>(-quantile(std::fmin(kMaxRate, low * rates[i])));
+  for (int i = 0; i < width; ++i) z[i] = static_cast<float>(-checks::quantile(std::fmin(kMaxRate, low * rates[i])));
   return z;
 }
-
-// `count` launches captured into a graph.
-struct Graph {
-  cudaStream_t stream;
-  cudaGraphExec_t exec;
-  cudaEvent_t begin, end;
-  int count;
-  std::vector<double> us;  // of one launch
-
-  Graph(int launches, const std::function<void(int, cudaStream_t)>& launch) : count(launches) {
-    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    for (int i = 0; i < count; ++i) launch(i, stream);
-    cudaGraph_t graph;
-    CHECK(cudaStreamEndCapture(stream, &graph));
-    CHECK(cudaGraphInstantiate(&exec, graph, 0));
-    CHECK(cudaGraphDestroy(graph));
-    CHECK(cudaEventCreate(&begin));
-    CHECK(cudaEventCreate(&end));
-  }
-  void replay(bool keep) {
-    CHECK(cudaEventRecord(begin, stream));
-    CHECK(cudaGraphLaunch(exec, stream));
-    CHECK(cudaEventRecord(end, stream));
-    CHECK(cudaStreamSynchronize(stream));
-    float ms = 0;
-    CHECK(cudaEventElapsedTime(&ms, begin, end));
-    if (keep) us.push_back(1000. * ms / count);
-  }
-  double median() {
-    std::sort(us.begin(), us.end());
-    return us[us.size() / 2];
-  }
-  void release() {
-    CHECK(cudaEventDestroy(begin));
-    CHECK(cudaEventDestroy(end));
-    CHECK(cudaGraphExecDestroy(exec));
-    CHECK(cudaStreamDestroy(stream));
-  }
-};
 
 #if defined(TWELL_MID_TRACE)
 // When the thread blocks reach each phase, in microseconds after the last block of the call before has ended.
@@ -443,7 +392,7 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     if (row.bar > 0) std::printf(" (bar %.1f)", row.bar);
     if (takes_mid) std::printf(", %d ranges of %d x %d", plan.ranges, plan.passes, plan.neurons);
     std::vector<std::string> names;
-    std::vector<Graph> graphs;
+    std::vector<checks::Graph> graphs;
     const auto add = [&](const char* name, auto launch) {
       names.push_back(name);
       graphs.emplace_back(layers, [&](int i, cudaStream_t s) { CHECK(launch(calls[i], s)); });
@@ -461,7 +410,7 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     add("down", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_down(f, chunk, device, s); });
     add("whole", [&](const Ffn& f, cudaStream_t s) { return run_long(f, device, workspace.data, s); });
     for (int i = 0; i < 19; ++i) {
-      for (Graph& g : graphs) g.replay(i >= 4);
+      for (checks::Graph& g : graphs) g.replay(i >= 4);
     }
     CHECK(run_long(calls[0], device, workspace.data, nullptr));
     std::vector<sm90::Counts> counts(chunk.active.blocks);
@@ -482,7 +431,7 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
       const size_t count = size_t{2} * layers * sm90::kMidTracedBlocks * sm90::kMidPhases;
       Buffer<uint64_t> buffer(std::vector<uint64_t>(count, 0));
       sm90::mid_trace = buffer.data;
-      Graph traced(layers, [&](int i, cudaStream_t s) { CHECK(run_mid(calls[i], plan, device, workspace.data, s)); });
+      checks::Graph traced(layers, [&](int i, cudaStream_t s) { CHECK(run_mid(calls[i], plan, device, workspace.data, s)); });
       sm90::mid_trace = nullptr;
       for (int i = 0; i < 5; ++i) traced.replay(i > 1);
       std::printf("  phases, %.2f us a call:\n", traced.median());
