@@ -25,7 +25,7 @@ struct Kernels {
   struct Fused {           // one kernel for all (sm90_decode_fused.cu), if takes_fused()
     bool use = false;
     int room = 113 * 1024;  // bytes of shared memory: two thread blocks of a multiprocessor have this each
-    int window = 1;         // gate stages of 8 rows on their way before x is there
+    int window = 2;         // gate stages of 8 rows on their way before x is there
     int patience = 1000;    // looks at what other thread blocks leave
   } fused;
   // With `few`: the gate's tiles fill all multiprocessors; two thread blocks share boxes of x; gate rows are asked for
@@ -102,8 +102,9 @@ inline Kernels choose_kernels(const Ffn& ffn, const Device& device) {
   const int64_t elements = int64_t{ffn.hidden} * ffn.width;
   k.bulk_gate = hopper && ffn.tokens <= 8 && elements >= kLarge;
   // While each thread block's gate rows find room in its registers and shared memory.
-  k.fused.use = k.bulk_gate && ffn.tokens <= 2 && takes_fused(ffn) && elements <= kResident * fused_blocks(ffn, device);
-  k.few = hopper && (ffn.tokens > 16 || (ffn.tokens > 8 && elements >= kLarge));
+  k.fused.use = k.bulk_gate && ffn.tokens <= 2 && ffn.hidden <= 2048 &&
+                elements <= kResident * fused_blocks(ffn, device);
+  k.few = hopper && ffn.tokens > 16;
   return k;
 }
 

@@ -178,7 +178,7 @@ std::vector<Variant> checked_variants(const Ffn& f, const Device& device) {
     v.push_back({"few, ahead", few_but(&Kernels::few_ahead, true)});
     if (f.tokens <= 16) v.push_back({"few, wgmma", few_but(&Kernels::few_mma, false)});
     if (f.tokens > 16) v.push_back({"few, alone", few_but(&Kernels::few_pairs, false)});
-    if (f.tokens > 16) v.push_back({"few, fewer blocks", few_but(&Kernels::few_fill, false)});
+    v.push_back({"few, on all multiprocessors", few_but(&Kernels::few_fill, true)});
   }
   if (takes_bulk(f, device)) {
     v.push_back({"bulk", kernels(true, true)});
@@ -186,6 +186,7 @@ std::vector<Variant> checked_variants(const Ffn& f, const Device& device) {
     v.push_back({"bulk, late", kernels(true, true, LetNextStart::kAfterGate, false)});
     v.push_back({"fused", fused_kernels(true)});
     v.push_back({"fused, serial", fused_kernels(false)});
+    v.push_back({"fused, one stage", fused_kernels(true, 1)});
     v.push_back({"fused, alone", fused_kernels(true, 1, 224 * 1024)});
     v.push_back({"fused, impatient", fused_kernels(true)});
     v.back().kernels.fused.patience = 0;
@@ -460,7 +461,7 @@ std::vector<Variant> timed_variants(const Ffn& f, const Device& device) {
   if (device.major >= 9) v.push_back({"P", kernels(false, true)});
   if (is_hopper(device) && f.tokens > 8) {
     v.push_back({"F", few_kernels(true)});
-    v.push_back({"F -fill", few_but(&Kernels::few_fill, false)});
+    v.push_back({"F +fill", few_but(&Kernels::few_fill, true)});
     v.push_back({"F -touch", few_but(&Kernels::few_touch, false)});
     v.push_back({"F +ahead", few_but(&Kernels::few_ahead, true)});
     if (f.tokens <= 16) v.push_back({"F -mma", few_but(&Kernels::few_mma, false)});
