@@ -105,16 +105,21 @@ def start_of(run: dict, study: dict, output: Path, tokenizer: Path) -> str:
     return str(start)
 
 
+def run_folder(run: dict, output: Path) -> Path:
+    """Where a run's models lie; the dense parent's has no seed in its name."""
+    name = run["id"].split("/", 1)[1] if run["name"] != "dense" else "dense"
+    return output / run["family"] / name.replace(" ", "_").replace("/", "_")
+
+
 def train(run: dict, study: dict, output: Path, data: tuple) -> tuple[Path, dict]:
     """Run a recipe; the final model's folder, and what the training itself tells."""
     tokenizer, training, heldout = data
     stage = study[run.get("stage") or ("pretrain" if run["start"] == "init" else "convert")]
     apart = ("name", "start", "stage", "family", "seed", "id", "threshold", "training")
     settings = {**study["training"], **stage, **run.get("training", {}), "seed": run["seed"], "report_to": []}
-    name = run["id"].split("/", 1)[1] if run["name"] != "dense" else "dense"
     recipe = Recipe(
         model=start_of(run, study, output, tokenizer),
-        output_dir=str(output / run["family"] / name.replace(" ", "_").replace("/", "_")),
+        output_dir=str(run_folder(run, output)),
         train=[],
         heldout=[],
         sequence_length=study["sequence_length"],
@@ -206,14 +211,13 @@ def _has_rows(folder: Path, task: str) -> bool:
 
 def run_one(run: dict, study: dict, output: Path, data: tuple, eval_dir: Path | None) -> dict:
     """Train (or, for a threshold, load) and measure: one row."""
+    rows = read_rows(output / "study.jsonl")
     if "threshold" in run:
-        base = next(
-            other for other in plan(study) if (other["family"], other["name"]) == (run["family"], run["fatrelu"])
-        )
-        name = base["id"].split("/", 1)[1].replace(" ", "_").replace("/", "_")
-        folder, facts = output / run["family"] / name / "final", {"tokens": 0, "minutes": 0.0}
-        if not folder.is_dir():
-            raise SystemExit(f"{run['id']} needs the model of {base['id']}; run that first")
+        begun = f"{run['family']}/{run['fatrelu']}/"
+        base = next((row for row in rows if row["id"].startswith(begun)), None)
+        if base is None:
+            raise SystemExit(f"{run['id']} needs the model of {begun}; run that first")
+        folder, facts = run_folder(base, output) / "final", {"tokens": base["tokens"], "minutes": 0.0}
     else:
         folder, facts = train(run, study, output, data)
     device = "cuda" if torch.cuda.is_available() and not study["training"].get("use_cpu") else "cpu"
@@ -222,7 +226,10 @@ def run_one(run: dict, study: dict, output: Path, data: tuple, eval_dir: Path | 
         for site in hf_twell.architectures.find_ffns(model):
             setattr(site.module, site.form.activation, FatRelu(run["threshold"]))
     figures = measure(model, AutoTokenizer.from_pretrained(data[0]), data[2], eval_dir, study["eval_limit"])
+    parents = [row for row in rows if (row["family"], row["name"]) == (run["family"], "dense")]
     about = {
+        # Which parent: one trained again elsewhere differs, and has controls of its own.
+        "parent_loss": parents[-1]["loss"] if parents and run.get("start") != "init" else None,
         "parameters": sum(p.numel() for p in model.parameters()),
         "hardware": torch.cuda.get_device_name() if device == "cuda" else "CPU",
         "versions": {"torch": torch.__version__, "hf_twell": hf_twell.__version__},

@@ -14,7 +14,7 @@ TASKS = ("lambada", "arc_easy", "hellaswag")
 
 def control_of(row: dict, rows: list[dict]) -> dict | None:
     """The best dense row of the same family and start that saw the same tokens; of the same seed where there is one."""
-    alike = ("family", "start", "tokens")
+    alike = ("family", "start", "parent_loss", "tokens")
     same = [r for r in rows if r.get("relu") is False and all(r.get(key) == row.get(key) for key in alike)]
     same = [r for r in same if r["seed"] == row["seed"]] or same
     return min(same, key=lambda r: r["loss"], default=None)
