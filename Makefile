@@ -37,7 +37,7 @@ sanitize-cpu:
 bench: setup
 	$(BIN)/hf-twell bench ffn --output out/bench
 
-# Plots and tables of the rows in kernels/*/bench and model_cards/.
+# Plots, tables and model cards of the rows in kernels/*/bench and model_cards/.
 figures: setup
 	$(BIN)/python docs/figures.py
 

@@ -2,7 +2,8 @@
 
     python docs/figures.py [ROOT]
 
-`bench.jsonl` under kernels/ gives a figure for each kind of bench beside it, `study.jsonl` the study's table and plot.
+`bench.jsonl` under kernels/ gives a figure for each kind of bench beside it, `study.jsonl` the study's table, plot and
+model cards.
 """
 
 import json
@@ -31,11 +32,13 @@ def main(root: Path) -> list[Path]:
             drawn.append(path.with_name(f"{name}.png"))
             plot(rows, drawn[-1])
     sys.path.insert(0, str(HERE / "recipes"))
+    from study_cards import write_cards
     from study_report import report
 
     for path in sorted(root.glob("model_cards/**/study.jsonl")):
         report(rows_of(path), path.parent)
         drawn += [path.with_name("study.md"), path.with_name("study.png")]
+        drawn += write_cards(rows_of(path), path.parent / "cards")
     return drawn
 
 

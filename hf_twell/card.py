@@ -8,6 +8,7 @@ from string import Template
 
 import yaml
 
+L1_CLAUSE = " and were trained with an L1 term on their activations"
 REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -44,16 +45,14 @@ def model_card(
     if method:
         facts |= _method(method)
     metadata = {"base_model": base_model} if _is_repo(base_model) else {}
-    return _fill(
+    return fill(
         "model.md",
         repo_id,
         metadata,
         facts,
         architecture=(config.get("architectures") or [config.get("model_type", "model")])[0],
-        method_clause=" and were trained with an L1 term on their activations"
-        if (method or {}).get("l1_weight")
-        else "",
-        sparsity=_sparsity(sparsity, sizes[0]) if sparsity else "",
+        method_clause=L1_CLAUSE if (method or {}).get("l1_weight") else "",
+        sparsity=sparsity_section(sparsity, sizes[0]) if sparsity else "",
         evaluation=_evaluation(scores) if scores else "",
     )
 
@@ -62,7 +61,7 @@ def adapter_card(base: str | None, repo_id: str | None = None) -> str:
     """The card of an adapter of a sparsified base: how to load it, and how not to."""
     metadata = {"base_model": base} if _is_repo(base) else {}
     facts = {"base model, before `hf_twell.sparsify`": _link(base)}
-    return _fill("adapter.md", repo_id or "this/adapter", metadata, facts, base=base if _is_repo(base) else "the/base")
+    return fill("adapter.md", repo_id or "this/adapter", metadata, facts, base=base if _is_repo(base) else "the/base")
 
 
 def read_result(path: str | Path) -> dict:
@@ -83,13 +82,14 @@ def read_result(path: str | Path) -> dict:
     return result
 
 
-def _fill(template: str, repo_id: str, metadata: dict, facts: dict, **sections: str) -> str:
-    rows = [[name, value] for name, value in facts.items() if value is not None]
+def fill(template: str, repo_id: str, metadata: dict, facts: dict, *, name: str | None = None, **sections: str) -> str:
+    """A template with its YAML, its table of facts (None: absent) and its sections; `repo_id` may be a local folder."""
+    rows = [[fact, value] for fact, value in facts.items() if value is not None]
     return Template(_template(template)).substitute(
         repo_id=repo_id,
-        name=repo_id.rpartition("/")[2],
+        name=name or repo_id.rpartition("/")[2],
         metadata=yaml.safe_dump(metadata) if metadata else "",
-        facts=_table(["", ""], rows) if rows else "",
+        facts=table(["", ""], rows) if rows else "",
         **sections,
     )
 
@@ -110,21 +110,22 @@ def _method(method: Mapping) -> dict:
     }
 
 
-def _sparsity(sparsity: Mapping, layers: int | None) -> str:
+def sparsity_section(sparsity: Mapping, layers: int | None) -> str:
+    """L0, density and dead neurons of each layer; `layers` is how many there must be (None: any)."""
     rows = sparsity.get("layers")
     if not isinstance(rows, list) or not rows or not all({"l0", "density", "dead"} <= row.keys() for row in rows):
         raise ValueError("these are no figures of sparsity: give what measure_sparsity or `hf-twell inspect` returned")
     if layers is not None and len(rows) != layers:
         raise ValueError(f"the figures of sparsity are of {len(rows)} layers, the model has {layers}; measure it again")
-    table = _table(
+    layers_table = table(
         ["layer", "active neurons per token (L0)", "of", "density", "dead"],
         [
-            [index, f"{row['l0']:.1f}", row["intermediate_size"], _percent(row["density"]), _percent(row["dead"])]
+            [index, f"{row['l0']:.1f}", row["intermediate_size"], percent(row["density"]), percent(row["dead"])]
             for index, row in enumerate(rows)
         ]
-        + [["mean", f"{sparsity['l0']:.1f}", "", _percent(sparsity["density"]), _percent(sparsity["dead"])]],
+        + [["mean", f"{sparsity['l0']:.1f}", "", percent(sparsity["density"]), percent(sparsity["dead"])]],
     )
-    return f"## Sparsity\n\n{sparsity.get('where') or _where(sparsity)}\n\n{table}\n"
+    return f"## Sparsity\n\n{sparsity.get('where') or _where(sparsity)}\n\n{layers_table}\n"
 
 
 def _where(sparsity: Mapping) -> str:
@@ -139,13 +140,13 @@ def _evaluation(scores: Mapping) -> str:
         raise ValueError("these are no scores: give what evaluate or `hf-twell eval` returned")
     parts = []
     rows = [
-        [name, entry.get("split"), entry.get("num_fewshot"), entry.get("n_samples"), metric, _score(score)]
+        [name, entry.get("split"), entry.get("num_fewshot"), entry.get("n_samples"), metric, score(figure)]
         for name, entry in tasks.items()
-        for metric, score in entry["metrics"].items()
-        if score["value"] is not None
+        for metric, figure in entry["metrics"].items()
+        if figure["value"] is not None
     ]
     if rows:
-        parts.append(_table(["task", "split", "shots", "rows", "metric", "value"], rows))
+        parts.append(table(["task", "split", "shots", "rows", "metric", "value"], rows))
     rows = [
         [Path(name).name, f"{entry['tokens']:,}", *(f"{entry[key]:.4g}" for key in keys)]
         for keys in [("nats_per_token", "perplexity", "bits_per_byte")]
@@ -153,7 +154,7 @@ def _evaluation(scores: Mapping) -> str:
         if None not in [entry[key] for key in keys]
     ]
     if rows:
-        parts.append(_table(["text", "tokens", "loss (nats per token)", "perplexity", "bits per byte"], rows))
+        parts.append(table(["text", "tokens", "loss (nats per token)", "perplexity", "bits per byte"], rows))
     if not parts:
         return ""
     limit = f"; only the first {scores['limit']} rows or documents of each" if scores.get("limit") else ""
@@ -161,17 +162,19 @@ def _evaluation(scores: Mapping) -> str:
     return "\n".join(["## Evaluation\n", f"{how}\n", *parts])
 
 
-def _score(score: Mapping) -> str:
-    return f"{score['value']:.4f}" + (f" ± {score['stderr']:.4f}" if score.get("stderr") is not None else "")
+def score(figure: Mapping) -> str:
+    """Its value ± its stderr."""
+    return f"{figure['value']:.4f}" + (f" ± {figure['stderr']:.4f}" if figure.get("stderr") is not None else "")
 
 
-def _table(headers, rows) -> str:
+def table(headers, rows) -> str:
+    """A Markdown table; None is an empty cell."""
     cells = [["" if value is None else str(value).replace("|", "\\|") for value in row] for row in [headers, *rows]]
     lines = [f"| {' | '.join(row)} |" for row in cells]
     return "\n".join([lines[0], "|" + "---|" * len(headers), *lines[1:]]) + "\n"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     return f"{100 * share:.2f} %"
 
 

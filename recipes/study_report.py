@@ -1,6 +1,6 @@
 """The study's table and plot, drawn from its rows and nothing else.
 
-python recipes/study_report.py DIR      # DIR holds study.jsonl; writes study.md and study.png
+python recipes/study_report.py DIR      # DIR holds study.jsonl; writes study.md, study.png and cards/
 """
 
 import json
@@ -78,5 +78,9 @@ def report(rows: list[dict], folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    from study_cards import write_cards
+
     folder = Path(sys.argv[1])
-    report([json.loads(line) for line in (folder / "study.jsonl").read_text().splitlines()], folder)
+    rows = [json.loads(line) for line in (folder / "study.jsonl").read_text().splitlines()]
+    report(rows, folder)
+    write_cards(rows, folder / "cards")
