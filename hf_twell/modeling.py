@@ -110,7 +110,7 @@ class SparseFfn(nn.Module):
         if not self._too_dense(x, gate or up):
             capacity, backend = self.twell.training.capacity, self.twell.backend
             return ops.ffn(x, *weights, **arguments, capacity=capacity, backend=backend)
-        if x.is_cuda and ops.in_16_bits(x) and not torch.compiler.is_compiling():
+        if ops.dense_takes(x) and not torch.compiler.is_compiling():
             return ops.dense_ffn(x, *weights, **arguments)
         return self._through_submodules(x, l1)
 

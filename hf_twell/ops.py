@@ -69,8 +69,8 @@ def ffn(
     if not needs_grad:  # nothing reads the report, and the L1 term changes gradients alone
         return torch.ops.hf_twell.infer(*inputs)
     if backend == "auto" and kernels == "cpu" and _looks_dense(inputs):
-        # Forward would be as fast here, but backward would compute again what plain PyTorch keeps.
-        return reference.ffn(x, w_up, w_down, w_gate, **biases, **l1)
+        # Forward would be as fast here, but backward would compute again what plain matmuls keep.
+        return dense_ffn(*inputs[:4], **dict(zip(("b_up", "b_down", "b_gate"), inputs[4:], strict=True)), **l1)
     l1_scale, token_weight = (None if t is None else t.to(torch.float32) for t in (l1_scale, token_weight))
     if capacity is None:
         capacity = (saved_capacity_cuda if kernels == "cuda" else saved_capacity)(w_up.shape[0])
@@ -80,9 +80,10 @@ def ffn(
 def dense_ffn(
     x, w_up, w_down, w_gate=None, *, b_up=None, b_down=None, b_gate=None, l1_scale=None, token_weight=None, tally=None
 ):
-    """The same block in dense arithmetic on a GPU, in 16 bits: matmuls with all between them in one kernel each way.
+    """The same block in dense arithmetic: matmuls, with all between them in one pass each way.
 
-    For blocks too dense for `ffn` to pay, of which it is then no slower than compiled PyTorch. Arguments as in `ffn`.
+    For blocks too dense for `ffn` to pay, of which it is then no slower than compiled PyTorch, and for dtypes that
+    `dense_takes`. Arguments as in `ffn`.
     """
     linear = torch.nn.functional.linear
     gate, up = linear(x, w_up, b_up), None
@@ -148,14 +149,15 @@ def kernels_train(x) -> bool:
     return x.is_cuda and _training_problem(x) is None
 
 
-def in_16_bits(x) -> bool:
-    """Whether matmuls of x are computed in bfloat16 or float16, by its own dtype or autocast's."""
-    return _dtype(x) in (torch.bfloat16, torch.float16)
+def dense_takes(x) -> bool:
+    """Whether kernels compute what lies between a dense block's matmuls, in x's dtype or autocast's."""
+    return _dtype(x) in (torch.bfloat16, torch.float16, *(() if x.is_cuda else (torch.float32,)))
 
 
 def _dtype(x) -> torch.dtype:
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    autocast = torch.is_autocast_enabled(device) and x.dtype != torch.float64  # which autocast leaves alone
+    return torch.get_autocast_dtype(device) if autocast else x.dtype
 
 
 def _training_problem(x) -> str | None:

@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from hf_twell import ops
+
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
@@ -21,6 +23,17 @@ def shared_path(relative: str) -> Path:
     if not path.exists():
         pytest.skip(f"needs ../shared/{relative}, which is not beside this repository")
     return path
+
+
+@pytest.fixture
+def isa(request, monkeypatch):
+    """The CPU kernels of one instruction set, by indirect parameter; a skip where this processor lacks it."""
+    monkeypatch.setenv("HF_TWELL_CPU_ISA", request.param)
+    try:
+        ops.ffn(torch.zeros(1, 8), torch.zeros(4, 8), torch.zeros(8, 4), backend="cpu")
+    except ValueError as error:
+        pytest.skip(str(error))
+    return request.param
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ import torch
 
 from hf_twell import reference
 
+ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GRADIENTS = ("y", "x", "w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate", "tally")
 FEW_PAIRS = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-20}
 KINDS = 8  # tokens differ in kind, and a neuron's gate is far from zero for each kind

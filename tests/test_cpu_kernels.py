@@ -7,13 +7,11 @@ import torch
 from torch import library
 
 from hf_twell import build, ops
-from tests.ffn_cases import assert_as_good_as_eager, make_case, relative_rms, run
+from tests.ffn_cases import DTYPES, ISAS, assert_as_good_as_eager, make_case, relative_rms, run
 
 pytestmark = pytest.mark.skipif(
     not build.status("cpu", build=True).available, reason=build.status("cpu", build=True).reason
 )
-ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(autouse=True)
@@ -22,16 +20,6 @@ def poisoned_buffers():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def isa(request, monkeypatch):
-    monkeypatch.setenv("HF_TWELL_CPU_ISA", request.param)
-    try:
-        ops.ffn(torch.zeros(1, 8), torch.zeros(4, 8), torch.zeros(8, 4), backend="cpu")
-    except ValueError as error:
-        pytest.skip(str(error))
-    return request.param
 
 
 def cpu_ffn(*args, **options):

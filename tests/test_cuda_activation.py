@@ -88,4 +88,4 @@ def test_a_dense_block_trains_as_the_reference_does():
         outputs.append([y, *(p.grad for p in block.parameters()), tally.grad])
     for ours, theirs in zip(*outputs, strict=True):
         assert (ours.float() - theirs.float()).norm() <= 2**-7 * theirs.float().norm()
-    assert ops.in_16_bits(x)
+    assert ops.dense_takes(x)

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "../twell_cpu/backward.h"
+#include "../twell_cpu/dense.h"
 #include "../twell_cpu/forward.h"
 
 namespace {
@@ -102,6 +103,46 @@ double check(DType dtype, int64_t tokens, int64_t hidden, int64_t width, bool ga
   return std::max(relative_error(truth, result), relative_error(truth_grad, result_grad));
 }
 
+// Forward and backward of a dense block's activation, with the L1 term and the report.
+double check_activation(DType dtype, int64_t tokens, int64_t width, bool gated) {
+  const Kernels& kernels = select_kernels(dtype);
+  const Threads threads{2, run_threads};
+  std::mt19937 engine(8);
+  const int64_t count = tokens * width;
+  const Buffer gate(kernels, dtype, random(engine, count, 1)), up(kernels, dtype, random(engine, count, 1)),
+      grad(kernels, dtype, random(engine, count, 1));
+  const std::vector<float> weight(static_cast<size_t>(tokens), 0.5f);
+  std::vector<float> report(static_cast<size_t>(1 + width));
+  const size_t bytes = gate.bytes.size(), values = gate.values.size();
+  std::vector<char> h(bytes), again(bytes), grad_gate(bytes), grad_up(bytes);
+  const Activation a{dtype, tokens, width, gate.bytes.data(), gated ? up.bytes.data() : nullptr};
+  activation(kernels, threads, a, h.data());
+  activation_backward(kernels, threads, a, grad.bytes.data(), {0.25f, weight.data(), report.data()}, grad_gate.data(),
+                      gated ? grad_up.data() : nullptr, again.data());
+  if (h != again) return 1;
+  std::vector<double> truth(values), truth_gate(values), truth_up(values), truth_report(report.size());
+  for (int64_t i = 0; i < count; ++i) {
+    const double g = std::max(gate.values[i], 0.0f), u = gated ? up.values[i] : 1.0f;
+    truth[i] = g * u;
+    const double dh = grad.values[i] + (truth[i] > 0 ? 0.125 : truth[i] < 0 ? -0.125 : 0);
+    truth_gate[i] = g > 0 ? dh * u : 0;
+    truth_up[i] = gated ? dh * g : 0;
+    truth_report[0] += 0.5 * std::fabs(truth[i]);
+    truth_report[1 + i % width] += truth[i] != 0 ? 0.5 : 0;
+  }
+  double error = relative_error(truth_report, report);
+  for (const auto& [wanted, rounded] : {std::pair{&truth, &h}, {&truth_gate, &grad_gate}, {&truth_up, &grad_up}}) {
+    std::vector<float> result(values);
+    kernels.widen(rounded->data(), count, result.data());
+    error = std::max(error, relative_error(*wanted, result));
+  }
+  return error;
+}
+
+double allowed(DType dtype) {
+  return dtype == DType::kFloat32 ? 1e-5 : dtype == DType::kBFloat16 ? 2e-2 : 3e-3;
+}
+
 }  // namespace
 
 int main() {
@@ -116,12 +157,23 @@ int main() {
     }
     for (int dtype = 0; dtype < 3; ++dtype) {
       for (int64_t tokens : {1, 3, 70, 131}) {
+        for (int64_t width : {1, 96, 133}) {
+          for (bool gated : {true, false}) {
+            const double error = check_activation(static_cast<DType>(dtype), tokens, width, gated);
+            ++checked;
+            if (!(error < allowed(static_cast<DType>(dtype)))) {
+              std::printf("activation, %s, dtype %d, T %ld, F %ld, gated %d: error %g\n", isa, dtype,
+                          static_cast<long>(tokens), static_cast<long>(width), gated, error);
+              return 1;
+            }
+          }
+        }
         for (auto [hidden, width] : {std::pair<int64_t, int64_t>{1, 1}, {37, 133}, {64, 96}, {130, 50}}) {
           for (int variant = 0; variant < 8; ++variant) {
             const double error = check(static_cast<DType>(dtype), tokens, hidden, width, variant & 1, variant & 2,
                                        variant & 4 ? 2 : width);
             ++checked;
-            if (!(error < (dtype == 0 ? 1e-5 : dtype == 1 ? 2e-2 : 3e-3))) {
+            if (!(error < allowed(static_cast<DType>(dtype)))) {
               std::printf("%s, dtype %d, T %ld, D %ld, F %ld, variant %d: error %g\n", isa, dtype, static_cast<long>(tokens),
                           static_cast<long>(hidden), static_cast<long>(width), variant, error);
               return 1;

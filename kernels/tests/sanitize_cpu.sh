@@ -8,7 +8,8 @@ cxx="${CXX:-g++} -std=c++17 -O1 -g -fsanitize=address,undefined -fno-sanitize-re
 cxx="$cxx -Wno-uninitialized -Wno-maybe-uninitialized"
 avx512="-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c"
 [ "$(uname -m)" = x86_64 ] || avx512=
-for source in forward find down down_panels shared_rows backward backward_matrix isa isa_portable isa_avx2 isa_avx512 isa_avx512_bf16 isa_amx; do
+sources="dense forward find down down_panels shared_rows backward backward_matrix"
+for source in $sources isa isa_portable isa_avx2 isa_avx512 isa_avx512_bf16 isa_amx; do
   case "$source" in
     isa_avx2) flags=${avx512:+-mavx2 -mfma -mf16c} ;;
     isa_avx512) flags=$avx512 ;;

@@ -42,6 +42,7 @@ void count_pairs(const Part& part, Report* report) {
   const TokenPairs& pairs = part.pairs;
   for (size_t token = 0; token + 1 < pairs.begin.size(); ++token) {
     const float weight = report->token_weight ? report->token_weight[part.first + static_cast<int64_t>(token)] : 1.0f;
+    if (!(weight > 0)) continue;  // padding may hold NaN, and 0 * NaN would count it
     double l1 = 0;
     for (int64_t i = pairs.begin[token]; i < pairs.begin[token + 1]; ++i) {
       l1 += std::fabs(part.h[i]);

@@ -75,7 +75,9 @@ inline void gate_rows(const typename Dot::Element* x, int64_t ld_x, int tokens, 
   const auto* rest = x + t * ld_x;
   if (tokens - t == 3) gate_tile<Simd, Dot, kF, 3, kAhead>(rest, ld_x, w, ld_w, hidden, bias, out + t, ld_out);
   if (tokens - t == 2) gate_tile<Simd, Dot, kF, 2, kAhead>(rest, ld_x, w, ld_w, hidden, bias, out + t, ld_out);
-  if (tokens - t == 1) gate_tile<Simd, Dot, kF, 1, kAhead>(rest, ld_x, w, ld_w, hidden, bias, out + t, ld_out);
+  // Rows of fp32 are twice as long, and against one token hardware alone keeps up.
+  constexpr bool kOneAhead = kAhead && sizeof(typename Dot::Element) < 4;
+  if (tokens - t == 1) gate_tile<Simd, Dot, kF, 1, kOneAhead>(rest, ld_x, w, ld_w, hidden, bias, out + t, ld_out);
 }
 
 template <class Simd, class Dot>

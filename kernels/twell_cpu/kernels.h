@@ -21,6 +21,19 @@ static inline int64_t panel_bytes(int64_t row_bytes) {
   return kPanel * ((row_bytes + 63) / 64 * 64);
 }
 
+// One token of a dense block's activation, elements behind one another; the outputs may be the inputs.
+struct ActivationRow {
+  const void* gate;  // before relu
+  const void* up;    // null without a gate
+  const void* grad_h;
+  void* grad_gate;
+  void* grad_up;   // unused where `up` is null
+  void* h;         // receives the activation again; null where not wanted
+  float pull;      // the L1 term's gradient, times the sign of h
+  float weight;    // added to `active` where h is not zero
+  float* active;   // null where nothing is counted
+};
+
 struct Kernels {
   // out[f * ld_out + t] = bias[f] + sum_d w[f, d] * x[t, d], for f < neurons and t < tokens; bias may be null.
   void (*gate)(const void* x, int64_t ld_x, int tokens, const void* w, int64_t ld_w, int neurons, int64_t hidden,
@@ -56,6 +69,12 @@ struct Kernels {
   // Rounds fp32 to the element type, and back.
   void (*round)(const float* values, int64_t count, void* out);
   void (*widen)(const void* values, int64_t count, float* out);
+
+  // h = relu(gate) * up, or relu(gate) where `up` is null; may write over either.
+  void (*activation)(const void* gate, const void* up, int64_t count, void* h);
+  // With dh = grad_h + pull * sign(h): grad_gate = dh * up where the gate is active, grad_up = dh * relu(gate). Returns
+  // the sum of |h| where `active` is given.
+  float (*activation_backward)(const ActivationRow& row, int64_t count);
 
   // out[c, r] = in[r, c]; `past_caches`, where the set can do that, when `out` is large and not read soon.
   void (*transpose)(const void* in, int64_t ld_in, int64_t rows, int64_t columns, void* out, int64_t ld_out,

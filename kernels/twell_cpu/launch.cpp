@@ -1,48 +1,27 @@
-// The only file that sees tensors: checks, allocates, and hands raw pointers to the kernels.
-
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
+// The block for tensors: checks, allocates, and hands raw pointers to the kernels.
 
 #include <algorithm>
 #include <array>
 #include <numeric>
 #include <optional>
-#include <stdexcept>
-#include <string>
 #include <tuple>
 #include <vector>
 
 #include "backward.h"
 #include "dense.h"
 #include "forward.h"
+#include "tensors.h"
 
 namespace {
 
 using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using MaybeTensor = std::optional<Tensor>;
+using twell::MaybeTensor;
+using twell::Tensor;
 
 // torch 2.11's name for it.
 #ifndef STABLE_TORCH_ERROR_CODE_CHECK
 #define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
 #endif
-
-twell::DType dtype_of(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::Float: return twell::DType::kFloat32;
-    case ScalarType::BFloat16: return twell::DType::kBFloat16;
-    case ScalarType::Half: return twell::DType::kFloat16;
-    default: throw std::invalid_argument("hf_twell takes float32, bfloat16 or float16 tensors");
-  }
-}
-
-twell::Threads thread_pool() {
-  return {static_cast<int>(torch::stable::get_num_threads()),
-          [](int64_t count, void (*body)(int64_t, int64_t, void*), void* context) {
-            torch::stable::parallel_for(0, count, 1, [=](int64_t begin, int64_t end) { body(begin, end, context); });
-          }};
-}
 
 Tensor linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
   std::array<StableIValue, 3> stack{torch::stable::detail::from(x), torch::stable::detail::from(weight),
@@ -76,9 +55,9 @@ struct Call {
         w_gate(gate ? MaybeTensor(torch::stable::contiguous(*gate)) : std::nullopt),
         b_up(bias_up),
         b_gate(bias_gate),
-        threads(thread_pool()),
-        kernels(twell::select_kernels(dtype_of(x))) {
-    block.dtype = dtype_of(x);
+        threads(twell::thread_pool()),
+        kernels(twell::select_kernels(twell::dtype_of(x))) {
+    block.dtype = twell::dtype_of(x);
     block.tokens = x_TD.size(0);
     block.hidden = w_up.size(1);
     block.width = w_up.size(0);
@@ -106,6 +85,11 @@ struct Call {
     return {linear(x, *w_gate, b_gate), linear(x, w_up, b_up)};
   }
 
+  twell::Activation activation(int64_t tokens, const Tensor& gate_rows, const MaybeTensor& up_rows) const {
+    const void* up = up_rows ? up_rows->const_data_ptr() : nullptr;
+    return {block.dtype, tokens, block.width, gate_rows.const_data_ptr(), up};
+  }
+
  private:
   const float* widened(const MaybeTensor& bias, int slot) {
     if (!bias) return nullptr;
@@ -115,12 +99,6 @@ struct Call {
     return biases[slot].data();
   }
 };
-
-const float* fp32_pointer(const MaybeTensor& tensor, MaybeTensor* keep) {
-  if (!tensor) return nullptr;
-  *keep = torch::stable::contiguous(*tensor);
-  return static_cast<const float*>((*keep)->const_data_ptr());
-}
 
 std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up,
                                        MaybeTensor b_down, MaybeTensor b_gate, MaybeTensor /*l1_scale*/,
@@ -136,7 +114,7 @@ std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, May
 
   MaybeTensor keep_weight;
   std::vector<double> active(tally ? static_cast<size_t>(block.width) : 0);
-  twell::Report report{fp32_pointer(token_weight, &keep_weight), 0, tally ? active.data() : nullptr};
+  twell::Report report{twell::fp32_pointer(token_weight, &keep_weight), 0, tally ? active.data() : nullptr};
   twell::State state;
   if (capacity > 0) {
     state = twell::State::at(state_tensor.mutable_data_ptr(), block.tokens, capacity, element, block.up != nullptr);
@@ -144,9 +122,8 @@ std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, May
   twell::forward(block, call.kernels, call.threads, y.mutable_data_ptr(), &report, capacity > 0 ? &state : nullptr,
                  [&](int64_t first, int64_t last) {
                    auto [gate, up] = call.project(rows_of(call.x_TD, first, last));
-                   twell::dense_activation(call.kernels, call.threads, block.dtype, last - first, block.width,
-                                           gate.const_data_ptr(), up ? up->const_data_ptr() : nullptr,
-                                           gate.mutable_data_ptr());
+                   twell::activation(call.kernels, call.threads, call.activation(last - first, gate, up),
+                                     gate.mutable_data_ptr());
                    if (report.active) {
                      twell::dense_count(call.kernels, block.dtype, last - first, block.width, gate.const_data_ptr(),
                                         report.token_weight ? report.token_weight + first : nullptr, &report.l1,
@@ -194,11 +171,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ffn_backward(
                                : torch::stable::new_empty(w_down, {block.hidden, block.width});
   }
   MaybeTensor keep_weight;
-  const float* weight = fp32_pointer(token_weight, &keep_weight);
+  const float l1_factor = l1_scale ? *static_cast<const float*>(l1_scale->const_data_ptr()) : 0.0f;
+  const float* weight = twell::fp32_pointer(token_weight, &keep_weight);
   std::vector<float> token_scale;
   if (l1_scale) {
-    const float scale = *static_cast<const float*>(l1_scale->const_data_ptr());
-    token_scale.assign(static_cast<size_t>(block.tokens) + 1, scale);
+    token_scale.assign(static_cast<size_t>(block.tokens) + 1, l1_factor);
     for (int64_t t = 0; weight && t < block.tokens; ++t) token_scale[t] *= weight[t];
   }
   const float* scale = l1_scale ? token_scale.data() : nullptr;
@@ -229,10 +206,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ffn_backward(
     auto [gate, up] = call.project(x_rows);
     Tensor grad_h = torch::stable::matmul(grad_rows, call.w_down);
     Tensor h = torch::stable::empty_like(gate);
-    twell::dense_activation_backward(call.kernels, call.threads, block.dtype, tokens, block.width,
-                                     gate.mutable_data_ptr(), up ? up->const_data_ptr() : nullptr,
-                                     scale ? scale + first : nullptr, grad_h.mutable_data_ptr(), h.mutable_data_ptr());
-    // Now `gate` holds the gate's gradient and `grad_h` up's; without a gate both hold up's.
+    // Gradients take the places of what they come from.
+    twell::activation_backward(call.kernels, call.threads, call.activation(tokens, gate, up), grad_h.const_data_ptr(),
+                               {l1_factor, weight ? weight + first : nullptr, nullptr}, gate.mutable_data_ptr(),
+                               gated ? grad_h.mutable_data_ptr() : nullptr, h.mutable_data_ptr());
+    const Tensor& grad_up_rows = gated ? grad_h : gate;
     if (wanted(kDown)) {
       if (down_by_column) {
         Tensor sums = transposed(grad_down);
@@ -242,7 +220,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ffn_backward(
         add(grad_down, torch::stable::matmul(transposed(grad_rows), h));
       }
     }
-    if (wanted(kUp)) add(grad_up, torch::stable::matmul(transposed(grad_h), x_rows));
+    if (wanted(kUp)) add(grad_up, torch::stable::matmul(transposed(grad_up_rows), x_rows));
     if (gated && wanted(kGate)) add(grad_gate, torch::stable::matmul(transposed(gate), x_rows));
     if (wanted(kX)) {
       Tensor grad = torch::stable::matmul(gate, gated ? *call.w_gate : call.w_up);

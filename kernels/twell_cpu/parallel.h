@@ -26,6 +26,7 @@ void for_lanes(const Threads& threads, const Body& body) {
 // body(lane, item) for each item. Lanes take items as they get free, so results may not depend on the lane.
 template <class Body>
 void for_items(const Threads& threads, int64_t items, const Body& body) {
+  if (items == 1) return body(0, int64_t{0});  // waking the others takes longer than many an item
   std::atomic<int64_t> next{0};
   for_lanes(threads, [&](int lane) {
     for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items;) body(lane, item);

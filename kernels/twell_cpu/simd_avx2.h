@@ -61,6 +61,22 @@ struct Avx2 {
   static inline Vector add(Vector a, Vector b) {
     return _mm256_add_ps(a, b);
   }
+  static inline Vector multiply(Vector a, Vector b) {
+    return _mm256_mul_ps(a, b);
+  }
+  static inline Vector absolute(Vector a) {
+    return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a);
+  }
+  static inline Vector relu(Vector a) {
+    return _mm256_max_ps(_mm256_setzero_ps(), a);  // the second operand where one is a NaN
+  }
+  static inline Vector where_nonzero(Vector test, Vector value) {
+    return _mm256_and_ps(_mm256_cmp_ps(test, _mm256_setzero_ps(), _CMP_NEQ_UQ), value);
+  }
+  static inline Vector signed_like(Vector value, Vector sign) {
+    const Vector flipped = _mm256_xor_ps(value, _mm256_and_ps(_mm256_set1_ps(-0.0f), sign));
+    return _mm256_and_ps(_mm256_cmp_ps(sign, _mm256_setzero_ps(), _CMP_NEQ_OQ), flipped);
+  }
   static inline float sum(Vector a) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));

@@ -73,6 +73,22 @@ struct Avx512 {
   static inline Vector add(Vector a, Vector b) {
     return _mm512_add_ps(a, b);
   }
+  static inline Vector multiply(Vector a, Vector b) {
+    return _mm512_mul_ps(a, b);
+  }
+  static inline Vector absolute(Vector a) {
+    return _mm512_abs_ps(a);
+  }
+  static inline Vector relu(Vector a) {
+    return _mm512_max_ps(_mm512_setzero_ps(), a);  // the second operand where one is a NaN
+  }
+  static inline Vector where_nonzero(Vector test, Vector value) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(test, _mm512_setzero_ps(), _CMP_NEQ_UQ), value);
+  }
+  static inline Vector signed_like(Vector value, Vector sign) {
+    const __mmask16 known = _mm512_cmp_ps_mask(sign, _mm512_setzero_ps(), _CMP_NEQ_OQ);
+    return _mm512_maskz_xor_ps(known, value, _mm512_and_ps(_mm512_set1_ps(-0.0f), sign));
+  }
   static inline float sum(Vector a) {
     return _mm512_reduce_add_ps(a);
   }

@@ -116,6 +116,36 @@ struct Portable {
     for (int i = 0; i < kLanes; ++i) out.lane[i] = a.lane[i] + b.lane[i];
     return out;
   }
+  static inline Vector multiply(const Vector& a, const Vector& b) {
+    Vector out;
+    for (int i = 0; i < kLanes; ++i) out.lane[i] = a.lane[i] * b.lane[i];
+    return out;
+  }
+  static inline Vector absolute(const Vector& a) {
+    Vector out;
+    for (int i = 0; i < kLanes; ++i) out.lane[i] = bits_to_float(float_to_bits(a.lane[i]) & 0x7fffffffu);
+    return out;
+  }
+  // A NaN stays one.
+  static inline Vector relu(const Vector& a) {
+    Vector out;
+    for (int i = 0; i < kLanes; ++i) out.lane[i] = a.lane[i] <= 0.0f ? 0.0f : a.lane[i];
+    return out;
+  }
+  // `value` where `test` is not zero (a NaN is not), else zero.
+  static inline Vector where_nonzero(const Vector& test, const Vector& value) {
+    Vector out;
+    for (int i = 0; i < kLanes; ++i) out.lane[i] = test.lane[i] != 0.0f ? value.lane[i] : 0.0f;
+    return out;
+  }
+  // value * sign(sign), with zero for the sign of a NaN.
+  static inline Vector signed_like(const Vector& value, const Vector& sign) {
+    Vector out;
+    for (int i = 0; i < kLanes; ++i) {
+      out.lane[i] = sign.lane[i] > 0.0f ? value.lane[i] : sign.lane[i] < 0.0f ? -value.lane[i] : 0.0f;
+    }
+    return out;
+  }
   static inline float sum(const Vector& a) {
     float total = 0;
     for (int i = 0; i < kLanes; ++i) total += a.lane[i];

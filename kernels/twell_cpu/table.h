@@ -1,6 +1,7 @@
 // Gathers the kernels of one instruction set and element type into a table.
 #pragma once
 
+#include "activation.h"
 #include "gate.h"
 #include "gather_dot.h"
 #include "gather_sum.h"
@@ -17,7 +18,8 @@ constexpr twell::Kernels make_table() {
       gate<Simd, Dot>,      nullptr,          nullptr,
       pack<Simd>,           gather_dot<Simd, Dot>, gather_sum<Simd, T>,
       gather_sum2<Simd, T>, nullptr,          nullptr,
-      round<Simd, T>,       widen<Simd, T>,   transpose<T>,
+      round<Simd, T>,       widen<Simd, T>,   activation<Simd, T>,
+      activation_backward<Simd, T>, transpose<T>,
       32,                   48,               48,
       512 << 10,
   };
