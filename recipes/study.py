@@ -6,14 +6,13 @@
 
 Each run appends one row to `study.jsonl` in the output folder; a run whose row is there is skipped, so the same command
 goes on where it was stopped. After each row, `study.md` (table) and `study.png` (loss against density) are drawn from
-the rows alone. `--minutes` stops before a run that would begin later than that. Several processes, each with its own
-`--only`, may share an output folder once the parents are there.
+the rows alone. `--minutes` stops before a run that would begin later than that. The same command may be started several
+times at once, on one GPU or more: the processes share the folder, and each takes a run that nobody has begun.
 """
 
 import argparse
 import json
 import math
-import os
 import subprocess
 import time
 from pathlib import Path
@@ -22,17 +21,14 @@ import torch
 import yaml
 from finetune import finetune
 from pretrain import pack, read_documents, train_tokenizer
+from study_measure import measure
 from study_report import report
-from tqdm import tqdm
+from study_sharing import Turn, alone, next_turn, read_rows
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hf_twell
 from hf_twell.packing import PackedText
-from hf_twell.perplexity import evaluation_mode
-from hf_twell.text import read_text
 from hf_twell.training import Recipe
-
-TASKS = ("arc_easy", "hellaswag")
 
 
 class FatRelu(torch.nn.Module):
@@ -66,6 +62,11 @@ def plan(study: dict) -> list[dict]:
 
 def prepare(study: dict, text: Path | None, output: Path) -> tuple[Path, PackedText, PackedText]:
     """The tokenizer, and the training and held-out sequences; kept in the output folder."""
+    with alone(output / "text.lock"):
+        return _prepare(study, text, output)
+
+
+def _prepare(study: dict, text: Path | None, output: Path) -> tuple[Path, PackedText, PackedText]:
     length, kept = study["sequence_length"], output / "text.pt"
     if not kept.is_file():
         training, held = [], []
@@ -81,7 +82,8 @@ def prepare(study: dict, text: Path | None, output: Path) -> tuple[Path, PackedT
         # Spread over all held-out documents, which lie one after another.
         every = max(1, len(cut["heldout"]) // study["heldout_sequences"])
         cut["heldout"] = cut["heldout"][::every][: study["heldout_sequences"]].clone()
-        torch.save(cut, kept)
+        torch.save(cut, kept.with_suffix(".begun"))
+        kept.with_suffix(".begun").rename(kept)
     cut = torch.load(kept)
     return output / "tokenizer", PackedText.of(cut["train"]), PackedText.of(cut["heldout"])
 
@@ -92,17 +94,25 @@ def start_of(run: dict, study: dict, output: Path, tokenizer: Path) -> str:
     if run["start"] == "parent":
         return str(folder / "dense" / "final")
     start = folder / f"init{run['seed']}"
-    if not (start / "config.json").is_file():
-        settings = dict(study["families"][run["family"]])
-        torch.manual_seed(run["seed"])
-        tok = AutoTokenizer.from_pretrained(tokenizer)
-        special = {"bos_token_id": tok.bos_token_id, "eos_token_id": tok.eos_token_id, "pad_token_id": tok.pad_token_id}
-        config = AutoConfig.for_model(settings.pop("model_type"), vocab_size=len(tok), **special, **settings)
-        begun = start.with_name(f"{start.name}.{os.getpid()}")  # another process may be making the same
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(begun)
-        tok.save_pretrained(begun)
-        begun.rename(start)
+    with alone(output / "init.lock"):
+        if not (start / "config.json").is_file():
+            settings = dict(study["families"][run["family"]])
+            torch.manual_seed(run["seed"])
+            tok = AutoTokenizer.from_pretrained(tokenizer)
+            special = {key: getattr(tok, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            config = AutoConfig.for_model(settings.pop("model_type"), vocab_size=len(tok), **special, **settings)
+            begun = start.with_name(f"{start.name}.begun")
+            AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(begun)
+            tok.save_pretrained(begun)
+            begun.rename(start)
     return str(start)
+
+
+def needs(run: dict, study: dict) -> str | None:
+    """The id of the run whose model this one begins with."""
+    if "threshold" in run:
+        return next(r["id"] for r in plan(study) if (r["family"], r["name"]) == (run["family"], run["fatrelu"]))
+    return f"{run['family']}/dense/seed0" if run["start"] == "parent" else None
 
 
 def run_folder(run: dict, output: Path) -> Path:
@@ -141,83 +151,12 @@ def train(run: dict, study: dict, output: Path, data: tuple) -> tuple[Path, dict
     }
 
 
-@torch.no_grad()
-def sequence_losses(model, sequences: torch.Tensor, batch_size: int = 32) -> torch.Tensor:
-    """Loss in nats per token of each sequence."""
-    losses = []
-    with evaluation_mode(model):
-        for batch in tqdm(sequences.split(batch_size), desc="held-out loss"):
-            ids = batch.to(model.device)
-            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-            losses.append(loss.view(len(ids), -1).mean(1).cpu())
-    return torch.cat(losses)
-
-
-@torch.no_grad()
-def lambada(model, tokenizer, folder: Path, limit: int) -> dict:
-    """Share of passages whose last word the model predicts greedily (lm-eval's lambada_openai), with standard error."""
-    name = "lambada_openai-test.jsonl"
-    text = read_text(folder / name if (folder / name).is_file() else folder / f"{name}.xz")
-    hits = []
-    with evaluation_mode(model):
-        for line in tqdm(text.splitlines()[:limit], desc="lambada"):
-            context, _, word = json.loads(line)["text"].rpartition(" ")
-            given = tokenizer(context)["input_ids"]
-            answer = tokenizer(" " + word, add_special_tokens=False)["input_ids"]
-            room = model.config.max_position_embeddings - len(answer)
-            ids = torch.tensor([(given + answer)[-room - len(answer) :]], device=model.device)
-            guess = model(input_ids=ids, use_cache=False).logits[0, -len(answer) - 1 : -1].argmax(-1)
-            hits.append(float(guess.tolist() == answer))
-    mean = sum(hits) / len(hits)
-    return {"acc": mean, "stderr": math.sqrt(mean * (1 - mean) / max(1, len(hits) - 1)), "rows": len(hits)}
-
-
-def measure(model, tokenizer, heldout: PackedText, eval_dir: Path | None, limit: int) -> dict:
-    """Everything that a row says of a model."""
-    losses = sequence_losses(model, heldout.sequences)
-    sparsity = hf_twell.measure_sparsity(model, heldout.sequences.split(32))
-    row = {
-        "loss": losses.double().mean().item(),
-        "loss_stderr": losses.double().std().item() / math.sqrt(len(losses)),
-        "heldout_tokens": heldout.sequences.numel(),
-        "density": sparsity["density"],
-        "l0": sparsity["l0"],
-        "dead": sparsity["dead"],
-        "layers": [{key: layer[key] for key in ("l0", "density", "dead")} for layer in sparsity["layers"]],
-        "tasks": {},
-    }
-    if eval_dir is not None:
-        row["tasks"]["lambada"] = lambada(model, tokenizer, eval_dir, limit)
-        found = [task for task in TASKS if _has_rows(eval_dir, task)]
-        if found:
-            scores = hf_twell.evaluate(model, tokenizer, found, data_dir=eval_dir, limit=limit, batch_size=64)["tasks"]
-            for task in found:
-                metric = scores[task]["metrics"]["acc_norm" if task == "hellaswag" else "acc"]
-                row["tasks"][task] = {
-                    "acc": metric["value"],
-                    "stderr": metric["stderr"],
-                    "rows": scores[task]["n_samples"],
-                }
-    return row
-
-
-def _has_rows(folder: Path, task: str) -> bool:
-    from hf_twell.tasks import DATA_FILES
-
-    name = next(iter(DATA_FILES[task].values()))
-    return any((folder / file).is_file() for file in (name, f"{name}.xz"))
-
-
 def run_one(run: dict, study: dict, output: Path, data: tuple, eval_dir: Path | None) -> dict:
     """Train (or, for a threshold, load) and measure: one row."""
-    rows = read_rows(output / "study.jsonl")
+    rows = {row["id"]: row for row in read_rows(output / "study.jsonl")}
+    needed = rows.get(needs(run, study))
     if "threshold" in run:
-        begun = f"{run['family']}/{run['fatrelu']}/"
-        base = next((row for row in rows if row["id"].startswith(begun)), None)
-        if base is None:
-            raise SystemExit(f"{run['id']} needs the model of {begun}; run that first")
-        folder, facts = run_folder(base, output) / "final", {"tokens": base["tokens"], "minutes": 0.0}
+        folder, facts = run_folder(needed, output) / "final", {"tokens": needed["tokens"], "minutes": 0.0}
     else:
         folder, facts = train(run, study, output, data)
     device = "cuda" if torch.cuda.is_available() and not study["training"].get("use_cpu") else "cpu"
@@ -226,10 +165,10 @@ def run_one(run: dict, study: dict, output: Path, data: tuple, eval_dir: Path | 
         for site in hf_twell.architectures.find_ffns(model):
             setattr(site.module, site.form.activation, FatRelu(run["threshold"]))
     figures = measure(model, AutoTokenizer.from_pretrained(data[0]), data[2], eval_dir, study["eval_limit"])
-    parents = [row for row in rows if (row["family"], row["name"]) == (run["family"], "dense")]
+    parent = rows.get(f"{run['family']}/dense/seed0") if run["start"] == "parent" else None
     about = {
         # Which parent: one trained again elsewhere differs, and has controls of its own.
-        "parent_loss": parents[-1]["loss"] if parents and run.get("start") != "init" else None,
+        "parent_loss": parent and parent["loss"],
         "parameters": sum(p.numel() for p in model.parameters()),
         "hardware": torch.cuda.get_device_name() if device == "cuda" else "CPU",
         "versions": {"torch": torch.__version__, "hf_twell": hf_twell.__version__},
@@ -272,21 +211,20 @@ def main(argv: list[str] | None = None) -> list[dict]:
     if text is None and not (args.output / "text.pt").is_file():
         parser.error("--text is needed: the folder with " + ", ".join(study["sources"]))
     data = prepare(study, text, args.output)
-    for run in missing:
-        if time.monotonic() - started > 60 * args.minutes:
-            print(f"{args.minutes:g} minutes are over; the same command goes on with {run['id']}")
-            break
-        print(f"--- {run['id']}", flush=True)
-        row = run_one(run, study, args.output, data, args.eval)
-        with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        rows = read_rows(path)  # other processes' too
-        report(rows, args.output)
-    return rows
-
-
-def read_rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    turns = [Turn(run["id"], needs(run, study)) for run in missing]
+    while (taken := next_turn(turns, path, args.output / "turns")) is not None:
+        run = next(run for run in missing if run["id"] == taken.id)
+        with taken:
+            if time.monotonic() - started > 60 * args.minutes:
+                print(f"{args.minutes:g} minutes are over; the same command goes on with {run['id']}")
+                break
+            print(f"--- {run['id']}", flush=True)
+            row = run_one(run, study, args.output, data, args.eval)
+            with path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        with alone(args.output / "report.lock"):
+            report(read_rows(path), args.output)
+    return read_rows(path)
 
 
 def _merged(study: dict, changes: dict) -> dict:

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ ONLY = ["qwen/dense/", "llama/swap/", "llama/logits + layers + L1/0.01", "llama/
 def script(monkeypatch):
     monkeypatch.syspath_prepend(str(RECIPES))  # as `python recipes/study.py` has it
     yield runpy.run_path(str(RECIPES / "study.py"))
-    for name in ("finetune", "pretrain", "study_report"):
+    for name in ("finetune", "pretrain", "study_measure", "study_report", "study_sharing"):
         sys.modules.pop(name, None)
 
 
@@ -62,3 +63,23 @@ def test_every_run_has_a_name_of_its_own(script, tmp_path):
     assert len({run["id"] for run in runs}) == len(runs) > 40
     with pytest.raises(SystemExit):
         script["main"]([str(RECIPES / "study.yaml"), "--output", str(tmp_path)])
+
+
+def test_processes_share_a_folder(tmp_path):
+    command = [sys.executable, str(RECIPES / "study.py"), str(RECIPES / "study.yaml"), "--smoke"]
+    command += ["--output", str(tmp_path), "--only", "llama/dense", "llama/swap/", "llama/FATReLU on swap/0.2"]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    begun = [line for process in processes for line in process.communicate()[0].splitlines() if line.startswith("---")]
+    assert [process.returncode for process in processes] == [0, 0]
+    rows = [json.loads(line) for line in (tmp_path / "study.jsonl").read_text().splitlines()]
+    assert len(begun) == len(rows) == len({row["id"] for row in rows}) == 7
+    assert rows[0]["id"] == "llama/dense/seed0"
+    assert {row["parent_loss"] for row in rows[1:]} == {rows[0]["loss"]}
+    assert len((tmp_path / "study.md").read_text().splitlines()) == 2 + len(rows)
+
+
+def test_a_run_without_its_parent_says_so(tmp_path):
+    command = [sys.executable, str(RECIPES / "study.py"), str(RECIPES / "study.yaml"), "--smoke"]
+    done = subprocess.run([*command, "--output", str(tmp_path), "--only", "qwen/swap/"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "qwen/swap/seed0 begins with the model of qwen/dense/seed0; run that first"

@@ -1,0 +1,82 @@
+"""What the study measures of a model: held-out loss, sparsity, and tasks."""
+
+import json
+import math
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import hf_twell
+from hf_twell.packing import PackedText
+from hf_twell.perplexity import evaluation_mode
+from hf_twell.tasks import DATA_FILES
+from hf_twell.text import read_text
+
+TASKS = ("arc_easy", "hellaswag")
+
+
+@torch.no_grad()
+def sequence_losses(model, sequences: torch.Tensor, batch_size: int = 32) -> torch.Tensor:
+    """Loss in nats per token of each sequence."""
+    losses = []
+    with evaluation_mode(model):
+        for batch in tqdm(sequences.split(batch_size), desc="held-out loss"):
+            ids = batch.to(model.device)
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+            losses.append(loss.view(len(ids), -1).mean(1).cpu())
+    return torch.cat(losses)
+
+
+@torch.no_grad()
+def lambada(model, tokenizer, folder: Path, limit: int) -> dict:
+    """Share of passages whose last word the model predicts greedily (lm-eval's lambada_openai), with standard error."""
+    name = "lambada_openai-test.jsonl"
+    text = read_text(folder / name if (folder / name).is_file() else folder / f"{name}.xz")
+    hits = []
+    with evaluation_mode(model):
+        for line in tqdm(text.splitlines()[:limit], desc="lambada"):
+            context, _, word = json.loads(line)["text"].rpartition(" ")
+            given = tokenizer(context)["input_ids"]
+            answer = tokenizer(" " + word, add_special_tokens=False)["input_ids"]
+            room = model.config.max_position_embeddings - len(answer)
+            ids = torch.tensor([(given + answer)[-room - len(answer) :]], device=model.device)
+            guess = model(input_ids=ids, use_cache=False).logits[0, -len(answer) - 1 : -1].argmax(-1)
+            hits.append(float(guess.tolist() == answer))
+    mean = sum(hits) / len(hits)
+    return {"acc": mean, "stderr": math.sqrt(mean * (1 - mean) / max(1, len(hits) - 1)), "rows": len(hits)}
+
+
+def measure(model, tokenizer, heldout: PackedText, eval_dir: Path | None, limit: int) -> dict:
+    """Everything that a row says of a model."""
+    losses = sequence_losses(model, heldout.sequences)
+    sparsity = hf_twell.measure_sparsity(model, heldout.sequences.split(32))
+    row = {
+        "loss": losses.double().mean().item(),
+        "loss_stderr": losses.double().std().item() / math.sqrt(len(losses)),
+        "heldout_tokens": heldout.sequences.numel(),
+        "density": sparsity["density"],
+        "l0": sparsity["l0"],
+        "dead": sparsity["dead"],
+        "layers": [{key: layer[key] for key in ("l0", "density", "dead")} for layer in sparsity["layers"]],
+        "tasks": {},
+    }
+    if eval_dir is not None:
+        row["tasks"]["lambada"] = lambada(model, tokenizer, eval_dir, limit)
+        found = [task for task in TASKS if _has_rows(eval_dir, task)]
+        if found:
+            scores = hf_twell.evaluate(model, tokenizer, found, data_dir=eval_dir, limit=limit, batch_size=64)["tasks"]
+            for task in found:
+                metric = scores[task]["metrics"]["acc_norm" if task == "hellaswag" else "acc"]
+                row["tasks"][task] = {
+                    "acc": metric["value"],
+                    "stderr": metric["stderr"],
+                    "rows": scores[task]["n_samples"],
+                }
+    return row
+
+
+def _has_rows(folder: Path, task: str) -> bool:
+    name = next(iter(DATA_FILES[task].values()))
+    return any((folder / file).is_file() for file in (name, f"{name}.xz"))
