@@ -12,7 +12,10 @@ EVERY = 64  # calls in evaluation between two samples
 STEPS = 8  # optimizer steps between two samples
 SAMPLE_TOKENS, SAMPLE_NEURONS = 64, 1024
 # (tokens up to, density up to which the kernels win); measured, see kernels/twell_cuda/NOTES.md.
-LIMITS = ((2, 1.0), (16, 0.12), (32, 0.02), (64, 0.01), (384, 0.0), (1024, 0.02), (2048, 0.04), (float("inf"), 0.06))
+LIMITS = (
+    *((2, 1.0), (16, 0.12), (32, 0.05), (64, 0.025), (256, 0.007), (384, 0.01)),
+    *((1024, 0.02), (2048, 0.04), (float("inf"), 0.06)),
+)
 # The same of forward and backward; 0: never.
 LIMITS_TRAINING = ((1024, 0.0), (2048, 0.008), (8192, 0.013), (float("inf"), 0.017))
 BACK = 1.25  # times that limit: above it, a block in training goes back to plain matmuls
