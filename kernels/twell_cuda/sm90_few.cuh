@@ -85,9 +85,4 @@ __device__ __forceinline__ void prefetch_row(const char* row, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row), "r"(bytes) : "memory");
 }
 
-// One line into L2, for its page's address translation.
-__device__ __forceinline__ void touch(const char* line) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(line) : "memory");
-}
-
 }  // namespace twell::decoding::few

@@ -5,8 +5,6 @@
 // threads list those; then one warpgroup multiplies and the others gather columns of Wd and h. The blocks of a cluster
 // add up through each other's shared memory: each finishes some of the columns.
 
-#include <algorithm>
-
 #include "decode_quads.cuh"
 #include "sm90_few.cuh"
 
@@ -22,12 +20,10 @@ constexpr int kPartBytes = kDepth * kStepBytes, kStageBytes = 2 * kPartBytes, kS
 constexpr int kListed = 1408;  // neurons at a time
 constexpr int kBoundBytes = kMultipliers * 16;  // of the sums of eight columns
 constexpr int kAll = 1;  // named barrier
-constexpr int kPageBits = 21;
 
 struct FewDownParams : DownParams {
   int split_bits;  // log2 of the thread blocks of a cluster
   int groups;      // tokens in eights: 1, 2, 4 or 8
-  int touched_pages;  // of 2 MiB of Wd, of which each thread block reads columns
   Trace trace;
 };
 
@@ -206,7 +202,6 @@ __global__ void __launch_bounds__(kThreads, 3) few_down_kernel(const __grid_cons
     }
     sm90::fence_barrier_init();
   }
-  if (thread < p.touched_pages) touch(p.down + (static_cast<int64_t>(thread) << kPageBits));
   __syncthreads();
   cluster_arrive();  // who has started may be written to
   sm90::wait_for_previous();
@@ -272,8 +267,6 @@ cudaError_t launch_few_down(const Ffn& ffn, const DecodePlan& plan, const Device
   const int slices = (ffn.hidden + kColumns - 1) / kColumns;
   while (1 << p.split_bits < kMaxSplits && slices << (p.split_bits + 1) <= device.sm_count) ++p.split_bits;
   p.groups = plan.groups;
-  const int64_t pages = (int64_t{2} * ffn.hidden * ffn.width + (1 << kPageBits) - 1) >> kPageBits;
-  if (plan.kernels.few_touch) p.touched_pages = static_cast<int>(std::min<int64_t>(pages, kThreads));
   p.trace = Trace::next();
   return ffn.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(plan, p, slices, stream)
                                        : launch<__half>(plan, p, slices, stream);

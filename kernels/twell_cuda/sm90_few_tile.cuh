@@ -10,8 +10,6 @@ struct FewParams : GateUpParams {
   int groups;    // tokens in eights: 1, 2, 4 or 8
   int octets;    // ceil(F / 8), dealt out evenly
   int box_rows;  // most neurons of a thread block, a multiple of 8
-  int sharers;   // thread blocks of a cluster, each of which fetches an equal part of x for all: 1 or 2
-  bool reads_ahead, touches;  // Kernels::few_ahead, few_touch
   Trace trace;
 };
 
@@ -34,26 +32,7 @@ static_assert(kShared<48> <= kGateShared);
 
 #if defined(TWELL_SM90_DEVICE)
 
-// Boxes of x for steps `begin` to `end`: each thread block of the cluster fetches its share of the rows for all.
-__device__ __forceinline__ void load_x(Ring& ring, uint8_t* stages, uint32_t stage, const FewParams& p, int begin,
-                                       int end) {
-  const int rank = p.sharers > 1 ? sm90::cluster_rank() : 0;
-#pragma unroll 1
-  for (int step = begin; step < end; ++step, ring.advance()) {
-    ring.wait_empty();  // in all of them
-    sm90::barrier_arrive_expect(ring.full + ring.stage, stage);
-    uint8_t* const to = stages + ring.stage * stage;
-    const int column = step * (kStepBytes / 2);
-    if (p.sharers > 1) {
-      const int row = rank * 4 * p.groups;
-      sm90::load_box_multicast(to + rank * (stage / 2), &p.x_map, column, row, ring.full + ring.stage, 3);
-    } else {
-      sm90::load_box(to, &p.x_map, column, 0, ring.full + ring.stage);
-    }
-  }
-}
-
-// Boxes of rows of weights for steps `begin` to `end`.
+// Boxes of rows of weights, or of x, for steps `begin` to `end`.
 __device__ __forceinline__ void load_boxes(Ring& ring, uint8_t* stages, uint32_t stage, const CUtensorMap* map, int row,
                                            int begin, int end) {
 #pragma unroll 1
@@ -81,10 +60,6 @@ struct Active {
     }
     boxes = gated && 4 * count > 3 * inside;
     rows = boxes ? inside : count;
-  }
-  // Nothing is left to do, for the cluster's other thread block neither.
-  __device__ __forceinline__ bool is_end(int sharers, bool gated) const {
-    return count == 0 && (sharers == 1 || !gated);
   }
   // A stage for rows that are gathered has place for no more than those.
   __device__ __forceinline__ uint32_t copy_stage() const {

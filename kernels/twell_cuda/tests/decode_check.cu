@@ -152,12 +152,6 @@ Kernels few_kernels(bool overlap) {
   return k;
 }
 
-Kernels few_but(bool Kernels::* part, bool value) {
-  Kernels k = few_kernels(true);
-  k.*part = value;
-  return k;
-}
-
 Kernels fused_kernels(bool overlap, int window = 2, int room = 113 * 1024) {
   Kernels k = kernels(true, overlap);
   k.fused.use = true, k.fused.window = window, k.fused.room = room;
@@ -175,10 +169,6 @@ std::vector<Variant> checked_variants(const Ffn& f, const Device& device) {
   if (is_hopper(device)) {
     v.push_back({"few", few_kernels(true)});
     v.push_back({"few, serial", few_kernels(false)});
-    v.push_back({"few, ahead", few_but(&Kernels::few_ahead, true)});
-    if (f.tokens <= 16) v.push_back({"few, wgmma", few_but(&Kernels::few_mma, false)});
-    if (f.tokens > 16) v.push_back({"few, alone", few_but(&Kernels::few_pairs, false)});
-    v.push_back({"few, on all multiprocessors", few_but(&Kernels::few_fill, true)});
   }
   if (takes_bulk(f, device)) {
     v.push_back({"bulk", kernels(true, true)});
@@ -461,11 +451,6 @@ std::vector<Variant> timed_variants(const Ffn& f, const Device& device) {
   if (device.major >= 9) v.push_back({"P", kernels(false, true)});
   if (is_hopper(device) && f.tokens > 8) {
     v.push_back({"F", few_kernels(true)});
-    v.push_back({"F +fill", few_but(&Kernels::few_fill, true)});
-    v.push_back({"F -touch", few_but(&Kernels::few_touch, false)});
-    v.push_back({"F +ahead", few_but(&Kernels::few_ahead, true)});
-    if (f.tokens <= 16) v.push_back({"F -mma", few_but(&Kernels::few_mma, false)});
-    if (f.tokens > 16) v.push_back({"F -pairs", few_but(&Kernels::few_pairs, false)});
   }
   if (takes_bulk(f, device)) {
     v.push_back({"B", kernels(true, true)});
