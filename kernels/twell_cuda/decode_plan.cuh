@@ -28,6 +28,10 @@ struct Kernels {
     int window = 2;         // gate stages of 8 rows on their way before x is there
     int patience = 1000;    // looks at what other thread blocks leave
   } fused;
+  // With `few`, under trial: down's sums by st.async; gate tiles on all multiprocessors; bytes of gate rows on their way
+  // in each thread block before x is there, 0: the whole ring.
+  bool few_sends = false, few_fill = false;
+  int few_window = 0;
   bool overlap = false;    // programmatic dependent launch
   LetNextStart let_next_start = LetNextStart::kEarly;  // not with `few`, which does it early
   bool down_lets_next_start = true;  // before its own work; the next call's gate rows then flow beside it

@@ -24,11 +24,12 @@ constexpr int kAll = 1;  // named barrier
 struct FewDownParams : DownParams {
   int split_bits;  // log2 of the thread blocks of a cluster
   int groups;      // tokens in eights: 1, 2, 4 or 8
+  bool sends;      // Kernels::few_sends
   Trace trace;
 };
 
 struct Control {
-  uint64_t full[kStages], empty[kStages];
+  uint64_t full[kStages], empty[kStages], sums;
   int warp_counts[kThreads / 32];
   uint16_t list[kListed];
 };
@@ -200,7 +201,10 @@ __global__ void __launch_bounds__(kThreads, 3) few_down_kernel(const __grid_cons
       sm90::barrier_init(c.full + s, kFetchers);
       sm90::barrier_init(c.empty + s, kMultipliers / 32);
     }
+    sm90::barrier_init(&c.sums, 1);
     sm90::fence_barrier_init();
+    // Eight columns' sums from each of a cluster's warps that has tokens, and its share of those columns for this block.
+    sm90::barrier_arrive_expect(&c.sums, kBounds * ((p.tokens + 15) / 16) * 32 * 16);
   }
   __syncthreads();
   cluster_arrive();  // who has started may be written to
@@ -239,13 +243,22 @@ __global__ void __launch_bounds__(kThreads, 3) few_down_kernel(const __grid_cons
 #pragma unroll
       for (int j = 0; j < kBounds; ++j) {
         const int slot = (split << own_bits) + (j & ((1 << own_bits) - 1));
-        store_at_rank(exchange + slot * kBoundBytes + thread * 16, j >> own_bits, sum + 4 * j);
+        const uint32_t to = exchange + slot * kBoundBytes + thread * 16;
+        if (p.sends) {
+          send_at_rank(to, j >> own_bits, sum + 4 * j, &c.sums);
+        } else {
+          store_at_rank(to, j >> own_bits, sum + 4 * j);
+        }
       }
     }
     __syncwarp();
   }
-  cluster_arrive();
-  cluster_wait();
+  if (p.sends) {
+    wait_for_sent(&c.sums);
+  } else {
+    cluster_arrive();
+    cluster_wait();
+  }
   if (thread == 0) p.trace.mark(5);
   finish<Half>(p, exchange, slice, split);
   if (thread == 0) p.trace.mark(6);
@@ -267,6 +280,7 @@ cudaError_t launch_few_down(const Ffn& ffn, const DecodePlan& plan, const Device
   const int slices = (ffn.hidden + kColumns - 1) / kColumns;
   while (1 << p.split_bits < kMaxSplits && slices << (p.split_bits + 1) <= device.sm_count) ++p.split_bits;
   p.groups = plan.groups;
+  p.sends = plan.kernels.few_sends;
   p.trace = Trace::next();
   return ffn.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(plan, p, slices, stream)
                                        : launch<__half>(plan, p, slices, stream);

@@ -34,7 +34,8 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
   const int steps = (p.row_bytes + kStepBytes - 1) / kStepBytes;
   const bool gated = p.up != nullptr;
   const uint32_t x_stage = p.groups * 8 * kStepBytes;
-  const uint32_t box_stage = p.box_rows * kStepBytes;
+  const int box_rows = 8 * (last_octet - first_octet), map = box_rows == p.box_rows ? 0 : 1;
+  const uint32_t box_stage = box_rows * kStepBytes;
   sm90::launch_dependents();
   if (thread == 0) p.trace.start();
   if (lane == 0) {  // one lane after the other would take turns
@@ -58,7 +59,7 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
     const int ahead = gated && !keeps_x ? x_ring.stages : 0;
     if (lane == 0) {
       sm90::prefetch_map(&p.x_map);
-      sm90::prefetch_map(&p.up_map);
+      sm90::prefetch_map(p.up_maps + map);
       sm90::wait_for_previous();
       load_boxes(x_ring, x_bytes, x_stage, &p.x_map, 0, 0, steps);
       // For up, as far as there is room; whether it is wanted shows later.
@@ -84,23 +85,26 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
 
   if (warp >= kMultipliers / 32) {
     const int index = thread - kMultipliers;
-    if (index == 0) load_boxes(box_ring, weight_bytes, box_stage, &p.gate_map, first, 0, steps);
+    if (index == 0) {
+      load_gate_boxes(box_ring, weight_bytes, box_stage, p.gate_maps + map, first, steps, c.x_full, p.window);
+    }
     __syncwarp();
     sm90::named_barrier<kThreads>(kTileBarrier);
     const Active<kNeurons> active(c, inside, gated);
     if (active.count == 0) return;
     if (active.boxes && index == 0) {
-      load_boxes(box_ring, weight_bytes, box_stage, &p.up_map, first, 0, min(steps, box_ring.stages));
+      load_boxes(box_ring, weight_bytes, box_stage, p.up_maps + map, first, 0, min(steps, box_ring.stages));
     }
     __syncwarp();
     if (index < kNeurons) c.list[active.place(index)] = static_cast<uint16_t>(index);
     sm90::named_barrier<kMultipliers + kFetchers>(kListBarrier);
     if (active.boxes && index == 0) {
-      load_boxes(box_ring, weight_bytes, box_stage, &p.up_map, first, min(steps, box_ring.stages), steps);
+      load_boxes(box_ring, weight_bytes, box_stage, p.up_maps + map, first, min(steps, box_ring.stages), steps);
     }
     if (gated && !active.boxes) {
       const uint32_t stage = active.copy_stage();
       copy_rows(copy_ring(stage), weights, stage, p, c, first, active.rows, steps);
+      if (index == 0) p.trace.mark(7);
     }
     if (active.count * kBlockNeurons <= p.prefetch_max_active * kNeurons) {
 #pragma unroll 1
@@ -138,6 +142,10 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
     const uint32_t stage = active.boxes ? box_stage : active.copy_stage();
     const Operand rows{active.boxes ? box_ring : copy_ring(stage), weights, stage, active.boxes ? steps : 0};
     const Operand x_again{x_ring, x, x_stage, keeps_x ? 0 : steps};
+#if defined(TWELL_FEW_TRACE)
+    ring_at(rows.ring, rows.begin).wait_full();
+    if (thread == 0) p.trace.mark(8);
+#endif
     const auto up = [&](auto columns) {
       const auto products =
           multiply<Half, decltype(columns)::value, kSixteen>(x_again, rows, steps, !active.boxes, p.tokens);
@@ -169,8 +177,11 @@ cudaError_t launch(const Ffn& ffn, const DecodePlan& plan, int grid, FewParams& 
     return sm90::make_tensor_map(to, ffn.dtype, base, rows, ffn.hidden, box_rows);
   };
   cudaError_t error = map(&p.x_map, ffn.x, ffn.tokens, 8 * p.groups);
-  if (error == cudaSuccess) error = map(&p.gate_map, ffn.gate, ffn.width, p.box_rows);
-  if (error == cudaSuccess) error = map(&p.up_map, ffn.up != nullptr ? ffn.up : ffn.gate, ffn.width, p.box_rows);
+  for (int i = 0; i < 2 && 8 * i < p.box_rows; ++i) {
+    const int rows = p.box_rows - 8 * i;
+    if (error == cudaSuccess) error = map(p.gate_maps + i, ffn.gate, ffn.width, rows);
+    if (error == cudaSuccess) error = map(p.up_maps + i, ffn.up != nullptr ? ffn.up : ffn.gate, ffn.width, rows);
+  }
   if (error != cudaSuccess) return error;
   const Launch launch{dim3(grid), kThreads, kShared<kNeurons>};
   return p.groups <= 2
@@ -194,11 +205,12 @@ cudaError_t launch_few_gate_up(const Ffn& ffn, const DecodePlan& plan, const Dev
   static_cast<GateUpParams&>(p) = gate_up_params(ffn, plan, workspace);
   p.groups = plan.groups;
   p.octets = (ffn.width + 7) / 8;
-  // As few rounds of thread blocks as there can be, with equal tiles.
+  // As few rounds of thread blocks as there can be, with tiles that differ by 8 neurons at most.
   const int rounds = (p.octets + 8 * device.sm_count - 1) / (8 * device.sm_count);
   const int most = std::min(rounds * device.sm_count, p.octets);
   p.box_rows = 8 * ((p.octets + most - 1) / most);
-  const int grid = (8 * p.octets + p.box_rows - 1) / p.box_rows;
+  const int grid = plan.kernels.few_fill ? most : (8 * p.octets + p.box_rows - 1) / p.box_rows;
+  p.window = plan.kernels.few_window;
   p.trace = Trace::next();
   return ffn.dtype == DType::kBFloat16 ? launch_for<__nv_bfloat16>(ffn, plan, grid, p, stream)
                                        : launch_for<__half>(ffn, plan, grid, p, stream);

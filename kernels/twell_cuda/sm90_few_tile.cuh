@@ -6,10 +6,11 @@
 namespace twell::decoding::few {
 
 struct FewParams : GateUpParams {
-  CUtensorMap x_map, gate_map, up_map;
+  CUtensorMap x_map, gate_maps[2], up_maps[2];  // boxes of `box_rows` rows, and of 8 less
   int groups;    // tokens in eights: 1, 2, 4 or 8
   int octets;    // ceil(F / 8), dealt out evenly
   int box_rows;  // most neurons of a thread block, a multiple of 8
+  int window;    // Kernels::few_window
   Trace trace;
 };
 
@@ -41,6 +42,21 @@ __device__ __forceinline__ void load_boxes(Ring& ring, uint8_t* stages, uint32_t
     sm90::barrier_arrive_expect(ring.full + ring.stage, stage);
     sm90::load_box(stages + ring.stage * stage, map, step * (kStepBytes / 2), row, ring.full + ring.stage);
   }
+}
+
+// The gate's boxes. Before x is there (`x_full`) the call ahead still wants rows of Wd, which would queue behind a ring
+// that is asked for at once.
+__device__ __forceinline__ void load_gate_boxes(Ring& ring, uint8_t* stages, uint32_t stage, const CUtensorMap* map,
+                                                int row, int steps, uint64_t* x_full, int window) {
+  const int at_once = min(steps, ring.stages);
+  const int boxes = window > 0 ? (window + static_cast<int>(stage) - 1) / static_cast<int>(stage) : at_once;
+  const Ring first = ring;
+#pragma unroll 1
+  for (int i = 0; i < at_once; ++i) {
+    while (i >= boxes && !is_over(first.full + i - boxes) && !is_over(x_full)) __nanosleep(32);
+    load_boxes(ring, stages, stage, map, row, i, i + 1);
+  }
+  load_boxes(ring, stages, stage, map, row, at_once, steps);
 }
 
 // What is active of a thread block's neurons, once all warps have left their masks.
