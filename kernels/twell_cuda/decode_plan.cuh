@@ -32,6 +32,7 @@ struct Kernels {
   // in each thread block before x is there, 0: the whole ring.
   bool few_sends = false, few_fill = false;
   int few_window = 0;
+  int few_pairs = 0;  // up of few pairs by pairs: 1; and x is not asked for again before they are known: 2
   bool overlap = false;    // programmatic dependent launch
   LetNextStart let_next_start = LetNextStart::kEarly;  // not with `few`, which does it early
   bool down_lets_next_start = true;  // before its own work; the next call's gate rows then flow beside it

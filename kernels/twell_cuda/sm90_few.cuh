@@ -15,7 +15,7 @@ constexpr int kStepBytes = 128;  // of a swizzled row: 64 elements
 
 // What the kernels may take of a multiprocessor's shared memory so that a thread block of each fits, with up to 48
 // neurons in the first; the system takes 1 KiB for each.
-constexpr int kGateShared = 162816, kDownShared = 68608;
+constexpr int kGateShared = 162944, kDownShared = 68480;
 static_assert(kGateShared + kDownShared + 2 * 1024 <= 228 * 1024);
 
 // With this macro each thread block notes when it reaches each phase, and at the last place its multiprocessor, call by

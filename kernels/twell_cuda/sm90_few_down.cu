@@ -280,7 +280,7 @@ cudaError_t launch_few_down(const Ffn& ffn, const DecodePlan& plan, const Device
   const int slices = (ffn.hidden + kColumns - 1) / kColumns;
   while (1 << p.split_bits < kMaxSplits && slices << (p.split_bits + 1) <= device.sm_count) ++p.split_bits;
   p.groups = plan.groups;
-  p.sends = plan.kernels.few_sends;
+  p.sends = plan.kernels.few_sends && p.split_bits > 0;  // st.async wants a launch in clusters
   p.trace = Trace::next();
   return ffn.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(plan, p, slices, stream)
                                        : launch<__half>(plan, p, slices, stream);

@@ -5,12 +5,13 @@
 // A thread block owns up to kNeurons neurons and all of the hidden size. Rows of weights and x come through two rings
 // of stages of 64 hidden units each; weights do not depend on the kernel ahead, so their ring fills before that has
 // ended. Tokens are the 64 rows of the product, whose steps four warpgroups share out. Once it is known which neurons any token activates, their rows of Wu follow over the same
-// x, which is still there where the ring has place for all of it: gathered, or by boxes where most are active.
+// x, which is still there where the ring has place for all of it: gathered, or by boxes where most are active. Of few
+// pairs of a neuron and a token each is multiplied by itself (sm90_few_pairs.cuh).
 
 #include <algorithm>
 #include <type_traits>
 
-#include "sm90_few_tile.cuh"
+#include "sm90_few_pairs.cuh"
 
 namespace twell::decoding {
 namespace {
@@ -49,6 +50,7 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
     c.gate_bias[thread] = bias_of<Half>(p.b_gate, first + thread, p.width);
     c.up_bias[thread] = bias_of<Half>(p.b_up, first + thread, p.width);
     c.active[thread / 32] = 0;
+    c.pair_count = 0;
   }
   __syncthreads();
   Ring x_ring(c.x_full, c.x_empty, stages_in(x_ring_size, x_stage));
@@ -56,7 +58,7 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
   const bool keeps_x = steps <= x_ring.stages;
 
   if (warp == kThreads / 32 - 1) {
-    const int ahead = gated && !keeps_x ? x_ring.stages : 0;
+    const int ahead = gated && !keeps_x && p.asks_ahead ? x_ring.stages : 0;
     if (lane == 0) {
       sm90::prefetch_map(&p.x_map);
       sm90::prefetch_map(p.up_maps + map);
@@ -69,7 +71,7 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
     sm90::named_barrier<kThreads>(kTileBarrier);
     const Active<kNeurons> active(c, inside, gated);
     if (lane > 0 || !gated || keeps_x) return;
-    if (active.count > 0) {
+    if (active.count > 0 && !takes_pairs(p, c, active)) {
       load_boxes(x_ring, x_bytes, x_stage, &p.x_map, 0, ahead, steps);
     } else {  // a copy must not outlive its thread block
       Ring pending = ring_at(x_ring, steps);
@@ -92,6 +94,18 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
     sm90::named_barrier<kThreads>(kTileBarrier);
     const Active<kNeurons> active(c, inside, gated);
     if (active.count == 0) return;
+    const int own = lane * (kFetchers / 32) + index / 32;  // a few for each warp
+    const auto prefetch_own = [&](const char* rows) {
+      if (own < kNeurons && active.has(own)) {
+        prefetch_row(rows + static_cast<int64_t>(first + own) * p.row_bytes, p.row_bytes);
+      }
+    };
+    const bool prefetches_down = active.count * kBlockNeurons <= p.prefetch_max_active * kNeurons;
+    if (takes_pairs(p, c, active)) {
+      prefetch_own(p.up);
+      if (prefetches_down) prefetch_own(p.down);
+      return;
+    }
     if (active.boxes && index == 0) {
       load_boxes(box_ring, weight_bytes, box_stage, p.up_maps + map, first, 0, min(steps, box_ring.stages));
     }
@@ -106,12 +120,7 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
       copy_rows(copy_ring(stage), weights, stage, p, c, first, active.rows, steps);
       if (index == 0) p.trace.mark(7);
     }
-    if (active.count * kBlockNeurons <= p.prefetch_max_active * kNeurons) {
-#pragma unroll 1
-      for (int i = lane * (kFetchers / 32) + index / 32; i < active.rows; i += kFetchers) {  // a few for each warp
-        prefetch_row(p.down + static_cast<int64_t>(first + c.list[i]) * p.row_bytes, p.row_bytes);
-      }
-    }
+    if (prefetches_down) prefetch_own(p.down);
     return;
   }
 
@@ -124,7 +133,7 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
   const auto sums = multiply<Half, kNeurons, kSixteen>({x_ring, x, x_stage, 0}, {box_ring, weights, box_stage, 0}, steps,
                                                        false, p.tokens);
   if (thread == 0) p.trace.mark(3);
-  activate_tile(sums, c, gate, p.tokens, inside);
+  activate_tile(sums, c, gate, p.tokens, inside, p.lists_pairs);
   sm90::fence_async_proxy();  // boxes may follow where sums were exchanged
   sm90::named_barrier<kThreads>(kTileBarrier);
   const Active<kNeurons> active(c, inside, gated);
@@ -135,6 +144,14 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
   if (blockIdx.x == gridDim.x - 1 && thread < (p.blocks + 1) / 2 * 4 - p.octets) masks[p.octets + thread] = 0;
   if (thread == 0) p.trace.mark(4);
   if (active.count == 0) return;
+  if (takes_pairs(p, c, active)) {
+    multiply_pairs<Half>(p, c, gate, first);
+    if (thread == 0) p.trace.mark(5);
+    sm90::named_barrier<kMultipliers>(kSumBarrier);
+    store_pairs<Half>(p, active, gate, first);
+    if (thread == 0) p.trace.mark(6);
+    return;
+  }
   sm90::named_barrier<kMultipliers + kFetchers>(kListBarrier);
 
   // Products stand where x was.
@@ -211,6 +228,8 @@ cudaError_t launch_few_gate_up(const Ffn& ffn, const DecodePlan& plan, const Dev
   p.box_rows = 8 * ((p.octets + most - 1) / most);
   const int grid = plan.kernels.few_fill ? most : (8 * p.octets + p.box_rows - 1) / p.box_rows;
   p.window = plan.kernels.few_window;
+  p.lists_pairs = plan.kernels.few_pairs > 0;
+  p.asks_ahead = plan.kernels.few_pairs < 2;
   p.trace = Trace::next();
   return ffn.dtype == DType::kBFloat16 ? launch_for<__nv_bfloat16>(ffn, plan, grid, p, stream)
                                        : launch_for<__half>(ffn, plan, grid, p, stream);

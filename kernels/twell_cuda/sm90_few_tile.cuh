@@ -11,14 +11,19 @@ struct FewParams : GateUpParams {
   int octets;    // ceil(F / 8), dealt out evenly
   int box_rows;  // most neurons of a thread block, a multiple of 8
   int window;    // Kernels::few_window
+  bool lists_pairs, asks_ahead;
   Trace trace;
 };
+
+constexpr int kMaxPairs = 64;
 
 template <int kNeurons>
 struct Control {
   uint64_t x_full[kMaxStages], x_empty[kMaxStages], box_full[kMaxStages], box_empty[kMaxStages];
   uint64_t copy_full[kMaxStages], copy_empty[kMaxStages];
   uint32_t active[(kNeurons + 31) / 32];
+  int pair_count;             // of a token and a neuron that it activates
+  uint16_t pairs[kMaxPairs];  // 64 * token + neuron, in any order; all of them if there is room
   float gate_bias[kNeurons], up_bias[kNeurons];
   uint16_t list[kNeurons];  // active neurons in ascending order, then the others
 };
@@ -82,11 +87,12 @@ struct Active {
     return static_cast<uint32_t>((max(rows, 1) + 7) / 8 * 8 * kStepBytes);
   }
   __device__ __forceinline__ uint32_t word(int index) const { return index == 0 ? words[0] : words[kWords - 1]; }
+  __device__ __forceinline__ bool has(int n) const { return word(n / 32) >> n % 32 & 1; }
   // Where neuron n stands in the list.
   __device__ __forceinline__ int place(int n) const {
     if (boxes) return n;
     const int before = (n >= 32 ? __popc(words[0]) : 0) + __popc(word(n / 32) & ((1u << n % 32) - 1));
-    return word(n / 32) >> n % 32 & 1 ? before : count + n - before;
+    return has(n) ? before : count + n - before;
   }
 };
 
@@ -120,10 +126,13 @@ __device__ __forceinline__ void copy_rows(Ring ring, uint32_t stages, uint32_t s
   }
 }
 
-// relu(sum + bias) into shared memory; which neurons are active.
+// relu(sum + bias) into shared memory; which neurons are active, and the pairs.
 template <int kNeurons>
 __device__ __forceinline__ void activate_tile(const Sums<kNeurons>& sums, Control<kNeurons>& c, float* gate, int tokens,
-                                              int inside) {
+                                              int inside, bool lists_pairs) {
+  const int lane = threadIdx.x % 32;
+  uint32_t lanes[sums.kOwn][4] = {};  // whose values are not zero
+  int found = 0;
 #pragma unroll
   for (int i = 0; i < sums.kOwn; ++i) {  // 32 columns each
     if (!sums.has(i, tokens)) continue;
@@ -135,12 +144,30 @@ __device__ __forceinline__ void activate_tile(const Sums<kNeurons>& sums, Contro
       const bool is_inside = n + e % 2 < inside && sums.token + e / 2 * 8 < tokens;
       v[e] = activate(sums.values[i][e], c.gate_bias[n + e % 2], is_inside);
       bits |= (v[e] != 0.f ? 1u : 0u) << ((n + e % 2) % 32);
+      lanes[i][e] = __ballot_sync(~0u, v[e] != 0.f);
+      found += __popc(lanes[i][e]);
     }
     float* const to = gate + sums.token * kGateRow<kNeurons> + n;
     *reinterpret_cast<float2*>(to) = make_float2(v[0], v[1]);
     *reinterpret_cast<float2*>(to + 8 * kGateRow<kNeurons>) = make_float2(v[2], v[3]);
     bits = __reduce_or_sync(~0u, bits);
-    if (threadIdx.x % 32 == 0 && bits != 0) atomicOr(c.active + i, bits);
+    if (lane == 0 && bits != 0) atomicOr(c.active + i, bits);
+  }
+  if (!lists_pairs || found == 0) return;
+  int at = lane == 0 ? atomicAdd(&c.pair_count, found) : 0;
+  at = __shfl_sync(~0u, at, 0);
+  if (at + found > kMaxPairs) return;
+#pragma unroll
+  for (int i = 0; i < sums.kOwn; ++i) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const uint32_t has = lanes[i][e];
+      if (has >> lane & 1) {
+        c.pairs[at + __popc(has & ((1u << lane) - 1))] =
+            static_cast<uint16_t>((sums.token + e / 2 * 8) * 64 + sums.first(i) + e % 2);
+      }
+      at += __popc(has);
+    }
   }
 }
 

@@ -152,9 +152,9 @@ Kernels few_kernels(bool overlap) {
   return k;
 }
 
-Kernels few_trial(bool sends, bool fill, int window, bool overlap = true) {
+Kernels few_trial(bool sends, bool fill, int window, int pairs = 0, bool overlap = true) {
   Kernels k = few_kernels(overlap);
-  k.few_sends = sends, k.few_fill = fill, k.few_window = window;
+  k.few_sends = sends, k.few_fill = fill, k.few_window = window, k.few_pairs = pairs;
   return k;
 }
 
@@ -178,8 +178,9 @@ std::vector<Variant> checked_variants(const Ffn& f, const Device& device) {
     v.push_back({"few, sends", few_trial(true, false, 0)});
     v.push_back({"few, fill", few_trial(false, true, 0)});
     v.push_back({"few, window", few_trial(false, false, 12 << 10)});
-    v.push_back({"few, all", few_trial(true, true, 12 << 10)});
-    v.push_back({"few, all, serial", few_trial(true, true, 18 << 10, false)});
+    v.push_back({"few, pairs", few_trial(false, false, 0, 1)});
+    v.push_back({"few, all", few_trial(true, true, 12 << 10, 2)});
+    v.push_back({"few, all, serial", few_trial(true, true, 18 << 10, 1, false)});
   }
   if (takes_bulk(f, device)) {
     v.push_back({"bulk", kernels(true, true)});
@@ -470,6 +471,11 @@ std::vector<Variant> timed_variants(const Ffn& f, const Device& device) {
     v.push_back({"F sends fill 12", few_trial(true, true, 12 << 10)});
     v.push_back({"F sends fill 18", few_trial(true, true, 18 << 10)});
     v.push_back({"F sends fill 24", few_trial(true, true, 24 << 10)});
+    v.push_back({"F pairs", few_trial(false, false, 0, 1)});
+    v.push_back({"F pairs late", few_trial(false, false, 0, 2)});
+    v.push_back({"F sends 12 pairs", few_trial(true, false, 12 << 10, 1)});
+    v.push_back({"F sends fill 12 pairs", few_trial(true, true, 12 << 10, 1)});
+    v.push_back({"F sends fill 12 pairs late", few_trial(true, true, 12 << 10, 2)});
   }
   if (takes_bulk(f, device)) {
     v.push_back({"B", kernels(true, true)});
@@ -573,7 +579,7 @@ bool check_chains(const Device& device) {
   for (const int tokens : {1, 4, 8}) chains.push_back({tokens, fused_kernels(true), fused_kernels(false)});
   for (const int tokens : {9, 16, 64}) {
     chains.push_back({tokens, few_kernels(true), few_kernels(false)});
-    chains.push_back({tokens, few_trial(true, true, 12 << 10), few_trial(false, true, 0, false)});
+    chains.push_back({tokens, few_trial(true, true, 12 << 10, 1), few_trial(false, true, 0, 1, false)});
   }
   for (const Chain& chain : chains) {
     const int tokens = chain.tokens;
