@@ -28,8 +28,8 @@ struct Kernels {
     int window = 2;         // gate stages of 8 rows on their way before x is there
     int patience = 1000;    // looks at what other thread blocks leave
   } fused;
-  // With `few`, under trial: down's sums by st.async; gate tiles on all multiprocessors; bytes of gate rows on their way
-  // in each thread block before x is there, 0: the whole ring.
+  // With `few`, under trial: down's sums by st.async; gate tiles on all multiprocessors; bytes of gate rows on their
+  // way in each thread block before x is there, 0: the whole ring.
   bool few_sends = false, few_fill = false;
   int few_window = 0;
   int few_pairs = 0;  // up of few pairs by pairs: 1; and x is not asked for again before they are known: 2

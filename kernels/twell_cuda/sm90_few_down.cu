@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(kThreads, 3) few_down_kernel(const __grid_cons
     }
     sm90::barrier_init(&c.sums, 1);
     sm90::fence_barrier_init();
-    // Eight columns' sums from each of a cluster's warps that has tokens, and its share of those columns for this block.
+    // From the whole cluster as much as one of its thread blocks has: sums of 16 tokens a warp.
     sm90::barrier_arrive_expect(&c.sums, kBounds * ((p.tokens + 15) / 16) * 32 * 16);
   }
   __syncthreads();

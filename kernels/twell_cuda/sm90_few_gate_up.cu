@@ -4,9 +4,10 @@
 //
 // A thread block owns up to kNeurons neurons and all of the hidden size. Rows of weights and x come through two rings
 // of stages of 64 hidden units each; weights do not depend on the kernel ahead, so their ring fills before that has
-// ended. Tokens are the 64 rows of the product, whose steps four warpgroups share out. Once it is known which neurons any token activates, their rows of Wu follow over the same
-// x, which is still there where the ring has place for all of it: gathered, or by boxes where most are active. Of few
-// pairs of a neuron and a token each is multiplied by itself (sm90_few_pairs.cuh).
+// ended. Tokens are the 64 rows of the product, whose steps four warpgroups share out. Once it is known which neurons
+// any token activates, their rows of Wu follow over the same x, which is still there where the ring has place for all
+// of it: gathered, or by boxes where most are active. Of few pairs of a neuron and a token each is multiplied by
+// itself (sm90_few_pairs.cuh).
 
 #include <algorithm>
 #include <type_traits>
@@ -130,8 +131,8 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
   x_ring.wait_full();
   if (thread == 0) p.trace.mark(2);
 #endif
-  const auto sums = multiply<Half, kNeurons, kSixteen>({x_ring, x, x_stage, 0}, {box_ring, weights, box_stage, 0}, steps,
-                                                       false, p.tokens);
+  const auto sums = multiply<Half, kNeurons, kSixteen>({x_ring, x, x_stage, 0}, {box_ring, weights, box_stage, 0},
+                                                       steps, false, p.tokens);
   if (thread == 0) p.trace.mark(3);
   activate_tile(sums, c, gate, p.tokens, inside, p.lists_pairs);
   sm90::fence_async_proxy();  // boxes may follow where sums were exchanged

@@ -1,4 +1,4 @@
-// Up of few pairs of a neuron and a token that activates it, where sm90_few_gate_up.cu would read x of all tokens again.
+// Up of few pairs of a neuron and a token that activates it, for which sm90_few_gate_up.cu would read all of x again.
 #pragma once
 
 #include "sm90_few_tile.cuh"
@@ -7,7 +7,7 @@ namespace twell::decoding::few {
 
 #if defined(TWELL_SM90_DEVICE)
 
-// Whether a pair's two rows for each pair are fewer than those of all tokens and of the active neurons.
+// Whether the pairs' rows, two each, are no more than those of all tokens and of the active neurons.
 template <int kNeurons>
 __device__ __forceinline__ bool takes_pairs(const FewParams& p, const Control<kNeurons>& c,
                                             const Active<kNeurons>& active) {

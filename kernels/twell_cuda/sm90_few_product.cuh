@@ -1,8 +1,8 @@
 // The product of x and rows of weights that the thread blocks of sm90_few_gate_up.cu form.
 //
-// Four warpgroups share it out: each takes every fourth step of 64 hidden units, and then a share of the columns of their
-// sums. Loops over steps stay rolled: these kernels are short, and instructions that are not in the cache cost more than
-// they save.
+// Four warpgroups share it out: each takes every fourth step of 64 hidden units, and then a share of the columns of
+// their sums. Loops over steps stay rolled: these kernels are short, and instructions that are not in the cache cost
+// more than they save.
 #pragma once
 
 #include "sm90_few.cuh"
@@ -30,8 +30,8 @@ __device__ __forceinline__ Ring ring_at(Ring ring, int position) {
   return ring;
 }
 
-// How many stages fit. A multiple of the warpgroups, so that each stage is always the same one's: another could be there
-// a whole turn too early, and a barrier's parity would not tell.
+// How many stages fit. A multiple of the warpgroups, so that each stage is always the same one's: another could be
+// there a whole turn too early, and a barrier's parity would not tell.
 __device__ __forceinline__ int stages_in(int bytes, uint32_t stage) {
   return min(kMaxStages, bytes / static_cast<int>(stage) / kWarpgroups * kWarpgroups);
 }

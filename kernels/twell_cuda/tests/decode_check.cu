@@ -794,9 +794,9 @@ int main(int argc, char** argv) {
     if (!check_all(device, argc > 1 && std::strcmp(argv[1], "verbose") == 0)) return 1;
     if (is_hopper(device) && !check_chains(device)) return 1;
   }
-  // Names: gate and up kernel (P portable, B bulk copies; F, and down too: Hopper's for 9 to 64 tokens, with
-  // what Kernels::few_* name, a number being the window in KiB; U one kernel for all, with 2 stages of gate rows on their way before x is there or as many
-  // as it says, "alone" on its multiprocessor); overlapped unless "serial".
+  // Names: gate and up kernel (P portable, B bulk copies; F, and down too: Hopper's for 9 to 64 tokens, with what
+  // Kernels::few_* name, a number being the window in KiB; U one kernel for all, with 2 stages of gate rows on their
+  // way before x is there or as many as it says, "alone" on its multiprocessor); overlapped unless "serial".
   std::vector<std::string> best;
   if (only_fused) {
     time_shape(2048, 5632, 28,
