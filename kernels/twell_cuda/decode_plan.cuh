@@ -28,9 +28,11 @@ struct Kernels {
     int window = 2;         // gate stages of 8 rows on their way before x is there
     int patience = 1000;    // looks at what other thread blocks leave
   } fused;
-  // With `few`: the gate's tiles fill all multiprocessors; two thread blocks share boxes of x; gate rows are asked for
-  // in L2 ahead; pages of Wu and Wd are touched ahead; up to 16 tokens by mma.
-  bool few_fill = false, few_pairs = true, few_ahead = false, few_touch = true, few_mma = true;
+  // With `few`, under trial: down's sums by st.async; gate tiles on all multiprocessors; bytes of gate rows on their
+  // way in each thread block before x is there, 0: the whole ring.
+  bool few_sends = false, few_fill = false;
+  int few_window = 0;
+  int few_pairs = 0;  // up of few pairs by pairs: 1; and x is not asked for again before they are known: 2
   bool overlap = false;    // programmatic dependent launch
   LetNextStart let_next_start = LetNextStart::kEarly;  // not with `few`, which does it early
   bool down_lets_next_start = true;  // before its own work; the next call's gate rows then flow beside it
@@ -94,7 +96,7 @@ inline DecodePlan plan_decode(const Ffn& ffn) {
 
 // The kernels that decode() runs, as measured on an H200 (NOTES.md): bulk copies pay for few tokens and large matrices.
 inline Kernels choose_kernels(const Ffn& ffn, const Device& device) {
-  constexpr int64_t kLarge = int64_t{4} << 20;  // elements of a matrix
+  constexpr int64_t kLarge = int64_t{4} << 20, kFewLarge = 2 * kLarge;  // elements of a matrix
   constexpr int64_t kResident = 88 << 10;       // elements of a thread block's rows
   Kernels k{};
   k.overlap = device.major >= 9;
@@ -104,7 +106,7 @@ inline Kernels choose_kernels(const Ffn& ffn, const Device& device) {
   // While each thread block's gate rows find room in its registers and shared memory.
   k.fused.use = k.bulk_gate && ffn.tokens <= 2 && ffn.hidden <= 2048 &&
                 elements <= kResident * fused_blocks(ffn, device);
-  k.few = hopper && ffn.tokens > 16;
+  k.few = hopper && (ffn.tokens > 16 || (ffn.tokens > 8 && elements >= kFewLarge));
   return k;
 }
 

@@ -152,9 +152,9 @@ Kernels few_kernels(bool overlap) {
   return k;
 }
 
-Kernels few_but(bool Kernels::* part, bool value) {
-  Kernels k = few_kernels(true);
-  k.*part = value;
+Kernels few_trial(bool sends, bool fill, int window, int pairs = 0, bool overlap = true) {
+  Kernels k = few_kernels(overlap);
+  k.few_sends = sends, k.few_fill = fill, k.few_window = window, k.few_pairs = pairs;
   return k;
 }
 
@@ -175,10 +175,12 @@ std::vector<Variant> checked_variants(const Ffn& f, const Device& device) {
   if (is_hopper(device)) {
     v.push_back({"few", few_kernels(true)});
     v.push_back({"few, serial", few_kernels(false)});
-    v.push_back({"few, ahead", few_but(&Kernels::few_ahead, true)});
-    if (f.tokens <= 16) v.push_back({"few, wgmma", few_but(&Kernels::few_mma, false)});
-    if (f.tokens > 16) v.push_back({"few, alone", few_but(&Kernels::few_pairs, false)});
-    v.push_back({"few, on all multiprocessors", few_but(&Kernels::few_fill, true)});
+    v.push_back({"few, sends", few_trial(true, false, 0)});
+    v.push_back({"few, fill", few_trial(false, true, 0)});
+    v.push_back({"few, window", few_trial(false, false, 12 << 10)});
+    v.push_back({"few, pairs", few_trial(false, false, 0, 1)});
+    v.push_back({"few, all", few_trial(true, true, 12 << 10, 2)});
+    v.push_back({"few, all, serial", few_trial(true, true, 18 << 10, 1, false)});
   }
   if (takes_bulk(f, device)) {
     v.push_back({"bulk", kernels(true, true)});
@@ -461,11 +463,19 @@ std::vector<Variant> timed_variants(const Ffn& f, const Device& device) {
   if (device.major >= 9) v.push_back({"P", kernels(false, true)});
   if (is_hopper(device) && f.tokens > 8) {
     v.push_back({"F", few_kernels(true)});
-    v.push_back({"F +fill", few_but(&Kernels::few_fill, true)});
-    v.push_back({"F -touch", few_but(&Kernels::few_touch, false)});
-    v.push_back({"F +ahead", few_but(&Kernels::few_ahead, true)});
-    if (f.tokens <= 16) v.push_back({"F -mma", few_but(&Kernels::few_mma, false)});
-    if (f.tokens > 16) v.push_back({"F -pairs", few_but(&Kernels::few_pairs, false)});
+    v.push_back({"F sends", few_trial(true, false, 0)});
+    v.push_back({"F fill", few_trial(false, true, 0)});
+    v.push_back({"F 12", few_trial(false, false, 12 << 10)});
+    v.push_back({"F sends fill", few_trial(true, true, 0)});
+    v.push_back({"F sends 12", few_trial(true, false, 12 << 10)});
+    v.push_back({"F sends fill 12", few_trial(true, true, 12 << 10)});
+    v.push_back({"F sends fill 18", few_trial(true, true, 18 << 10)});
+    v.push_back({"F sends fill 24", few_trial(true, true, 24 << 10)});
+    v.push_back({"F pairs", few_trial(false, false, 0, 1)});
+    v.push_back({"F pairs late", few_trial(false, false, 0, 2)});
+    v.push_back({"F sends 12 pairs", few_trial(true, false, 12 << 10, 1)});
+    v.push_back({"F sends fill 12 pairs", few_trial(true, true, 12 << 10, 1)});
+    v.push_back({"F sends fill 12 pairs late", few_trial(true, true, 12 << 10, 2)});
   }
   if (takes_bulk(f, device)) {
     v.push_back({"B", kernels(true, true)});
@@ -517,8 +527,9 @@ void print_fused_phases(const std::vector<uint64_t>& times, int calls) {
 void print_phases(const std::vector<uint64_t>& times, int calls) {
   using few::kPhases, few::kTracedBlocks;
   const char* const names[2][kPhases] = {
-      {"gate starts", "call before done", "x there", "gate sums", "masks", "up sums", "stored", ""},
-      {"down starts", "gate done", "listed", "first rows", "multiplied", "sums", "stored", ""}};
+      {"gate starts", "call before done", "x there", "gate sums", "masks", "up sums", "stored", "up's rows asked",
+       "up's rows there", ""},
+      {"down starts", "gate done", "listed", "first rows", "multiplied", "sums", "stored", "", "", ""}};
   const auto time = [&](int launch, int block, int phase) {
     return times[(static_cast<int64_t>(launch) * kTracedBlocks + block) * kPhases + phase];
   };
@@ -553,14 +564,25 @@ void print_phases(const std::vector<uint64_t>& times, int calls) {
 #endif
 
 // Calls that follow each other at once, each reading what the one before wrote, replayed on four streams at a time: bit
-// by bit what single calls give.
+// by bit what single calls give, one after the other.
 bool check_chains(const Device& device) {
   using Half = __nv_bfloat16;
   constexpr int kHidden = 2048, kWidth = 5632, kLayers = 24, kStreams = 4, kReplays = 50;
   std::vector<Layer<Half>> weights;
   for (int i = 0; i < kLayers; ++i) weights.emplace_back(kHidden, kWidth, true, true, false, 5000 + 10 * i);
   bool ok = true;
-  for (const int tokens : {1, 4, 8}) {
+  struct Chain {
+    int tokens;
+    Kernels kernels, single;
+  };
+  std::vector<Chain> chains;
+  for (const int tokens : {1, 4, 8}) chains.push_back({tokens, fused_kernels(true), fused_kernels(false)});
+  for (const int tokens : {9, 16, 64}) {
+    chains.push_back({tokens, few_kernels(true), few_kernels(false)});
+    chains.push_back({tokens, few_trial(true, true, 12 << 10, 1), few_trial(false, true, 0, 1, false)});
+  }
+  for (const Chain& chain : chains) {
+    const int tokens = chain.tokens;
     for (const float threshold : {0.f, 0.5f}) {
       for (int i = 0; i < kLayers; ++i) fill(weights[i].b_gate, kWidth, 5003 + 10 * i, -threshold, 0.25f);
       const int64_t values = int64_t{tokens} * kHidden, all = values * (kLayers + 1);
@@ -586,12 +608,12 @@ bool check_chains(const Device& device) {
         workspace.push_back(device_alloc<char>(workspace_bytes));
         fill(x[s], values, 99, 0.f, 1.f);
         graphs.emplace_back(kLayers, [&](int i, cudaStream_t stream) {
-          CHECK(run(call(i, x[s]), fused_kernels(true), device, workspace[s], stream));
+          CHECK(run(call(i, x[s]), chain.kernels, device, workspace[s], stream));
         });
       }
       CHECK(cudaDeviceSynchronize());
       for (int i = 0; i < kLayers; ++i) {
-        CHECK(run(call(i, x[0]), fused_kernels(false), device, workspace[0], nullptr));
+        CHECK(run(call(i, x[0]), chain.single, device, workspace[0], nullptr));
         CHECK(cudaDeviceSynchronize());
       }
       const std::vector<uint16_t> want = result(x[0]);
@@ -607,7 +629,7 @@ bool check_chains(const Device& device) {
         CHECK(cudaDeviceSynchronize());
         for (int s = 0; s < kStreams; ++s) ok &= result(x[s]) == want;
       }
-      if (!ok) std::printf("a chain of fused calls of %d tokens differs from single calls\n", tokens);
+      if (!ok) std::printf("a chain of calls of %d tokens differs from single calls\n", tokens);
       for (int s = 0; s < kStreams; ++s) {
         graphs[s].release();
         CHECK(cudaFree(x[s]));
@@ -715,18 +737,19 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     }
 #endif
 #if defined(TWELL_FEW_TRACE)
-    if (is_hopper(device) && row.tokens > 8) {
+    for (const Variant& v : timed_variants(calls[0], device)) {
+      if (!v.kernels.few) continue;
       const size_t count = size_t{2} * layers * few::kTracedBlocks * few::kPhases;
       uint64_t* const buffer = device_alloc<uint64_t>(count);
       std::vector<uint64_t> times(count);
       CHECK(cudaMemset(buffer, 0, 8 * count));
       few::trace = buffer;
       checks::Graph traced(layers, [&](int i, cudaStream_t s) {
-        CHECK(run(calls[i], few_kernels(true), device, workspace, s));
+        CHECK(run(calls[i], v.kernels, device, workspace, s));
       });
       few::trace = nullptr;
       for (int i = 0; i < 5; ++i) traced.replay(i > 1);
-      std::printf("  phases, %.2f us a call:\n", traced.median());
+      std::printf("  phases of %s, %.2f us a call:\n", v.name, traced.median());
       traced.release();
       CHECK(cudaMemcpy(times.data(), buffer, 8 * count, cudaMemcpyDeviceToHost));
       print_phases(times, layers);
@@ -771,9 +794,9 @@ int main(int argc, char** argv) {
     if (!check_all(device, argc > 1 && std::strcmp(argv[1], "verbose") == 0)) return 1;
     if (is_hopper(device) && !check_chains(device)) return 1;
   }
-  // Names: gate and up kernel (P portable, B bulk copies; F, and down too: Hopper's for 9 to 64 tokens, with or without
-  // what Kernels::few_* name; U one kernel for all, with 2 stages of gate rows on their way before x is there or as many
-  // as it says, "alone" on its multiprocessor); overlapped unless "serial".
+  // Names: gate and up kernel (P portable, B bulk copies; F, and down too: Hopper's for 9 to 64 tokens, with what
+  // Kernels::few_* name, a number being the window in KiB; U one kernel for all, with 2 stages of gate rows on their
+  // way before x is there or as many as it says, "alone" on its multiprocessor); overlapped unless "serial".
   std::vector<std::string> best;
   if (only_fused) {
     time_shape(2048, 5632, 28,
