@@ -14,14 +14,22 @@ constexpr int64_t kMidMaxWork = 3 << 18;  // these times D; with more, the kerne
 // them.
 struct MidPlan {
   int neurons, passes, ranges;
+  // For 64 tokens a thread block (sm90_mid_half_gate_up.cu): blocks of a cluster; whether rows of Wu are asked for in L2
+  // ahead, whether the second kernel starts when the masks are there.
+  int cluster = 0;
+  bool ahead = false, masks_first = false;
   int own() const { return neurons * passes; }
 };
 
 // False where the kernels for more tokens are better, or F is too large.
 bool plan_mid(const Ffn&, const Device&, MidPlan*);
+// The same with 64 tokens a thread block; false where a thread block's neurons do not fit one pass.
+bool plan_mid_half(const Ffn&, const Device&, MidPlan*);
 
 cudaError_t launch_mid_gate_up(const Ffn&, const Chunk&, const MidPlan&, cudaStream_t);
-cudaError_t launch_mid_down(const Ffn&, const Chunk&, const Device&, cudaStream_t);
+cudaError_t launch_mid_half_gate_up(const Ffn&, const Chunk&, const MidPlan&, cudaStream_t);
+// `masks_first` as in the plan of what runs before.
+cudaError_t launch_mid_down(const Ffn&, const Chunk&, const Device&, bool masks_first, cudaStream_t);
 
 // With this macro each thread block notes when it reaches each phase; prefill_check.cu prints them.
 #if defined(TWELL_MID_TRACE)

@@ -47,6 +47,7 @@ struct Arguments {
   void* y;                  // (T, D)
   int64_t tokens;
   int hidden, width, slices;
+  bool masks_first;
   MidTrace trace;
 };
 
@@ -106,10 +107,11 @@ struct Neurons {
   }
 };
 
-// Eight threads copy 128 bytes; past the last of the `listed` neurons, zeros.
+// Eight threads copy 128 bytes; past the last of the `listed` neurons, zeros. Where the previous kernel may not have
+// ended yet, rows for all stages come before it has, columns after.
 template <typename T, int kHidden>
 __device__ __forceinline__ void fetch(const Arguments& a, const Control& c, Ring& ring, uint32_t stages, int half_block,
-                                      int first_hidden, int listed) {
+                                      int first_hidden, int listed, bool waits) {
   constexpr int kRows = Shape<kHidden>::kFetchers / 8;
   const int thread = threadIdx.x - Shape<kHidden>::kMultipliers, row = thread / 8, chunk = thread % 8;
   const uint32_t place = row * 128 + ((chunk ^ (row & 7)) << 4);
@@ -118,22 +120,33 @@ __device__ __forceinline__ void fetch(const Arguments& a, const Control& c, Ring
                            half_block % 2 * kHalfTokens + chunk * 8;
   const T* const rows = static_cast<const T*>(a.rows) + first_hidden + chunk * 8;
   const int hidden_left = a.hidden - first_hidden;
-  for (int start = 0; start < listed; start += kDepth, ring.advance()) {
-    ring.wait_empty();
-    const uint32_t to = stages + ring.stage * Shape<kHidden>::kStageBytes + place;
+  const auto copy_rows = [&](uint32_t to, int start) {
 #pragma unroll
     for (int i = 0; i < kDepth / kRows; ++i) {
       const int n = start + row + kRows * i;
       const bool valid = n < listed;
-      const int64_t neuron = valid ? c.list[n] : 0;
-      const T* const from = rows + neuron * a.hidden;
-      copy_16(to + i * kRows * 128, columns + neuron * kBlockTokens, valid);
+      const T* const from = rows + static_cast<int64_t>(valid ? c.list[n] : 0) * a.hidden;
 #pragma unroll
       for (int part = 0; part < kHidden / 64; ++part) {  // where nothing is valid the address is not read
         copy_16(to + (1 + part) * kPartBytes + i * kRows * 128, from + part * 64,
                 valid && part * 64 + chunk * 8 < hidden_left);
       }
     }
+  };
+  constexpr int kStageBytes = Shape<kHidden>::kStageBytes;
+  const int early = waits ? min(listed, Shape<kHidden>::kStages * kDepth) : 0;
+  for (int start = 0, s = 0; start < early; start += kDepth, ++s) copy_rows(stages + s * kStageBytes + place, start);
+  if (waits) wait_for_previous();
+  for (int start = 0; start < listed; start += kDepth, ring.advance()) {
+    ring.wait_empty();
+    const uint32_t to = stages + ring.stage * kStageBytes + place;
+#pragma unroll
+    for (int i = 0; i < kDepth / kRows; ++i) {
+      const int n = start + row + kRows * i;
+      const bool valid = n < listed;
+      copy_16(to + i * kRows * 128, columns + static_cast<int64_t>(valid ? c.list[n] : 0) * kBlockTokens, valid);
+    }
+    if (start >= early) copy_rows(to, start);
     barrier_arrive_on_copies(ring.full + ring.stage);
   }
 }
@@ -221,21 +234,25 @@ __global__ void __launch_bounds__(Shape<kHidden>::kThreads, Shape<kHidden>::kBlo
     }
     fence_barrier_init();
   }
-  wait_for_previous();
+  // The kernel before lets this one start when its masks are there, or this one waits for its end.
+  if (!a.masks_first) wait_for_previous();
   if (thread == 0) a.trace.mark(1);
   const Neurons<S::kThreads> neurons(a.active, c, half_block);  // its barrier shows the others too
   Ring ring(c.full, c.empty, S::kStages);
   if (warp >= S::kMultipliers / 32) {
     for (int from = 0; from < neurons.total; from += kListed) {
       neurons.list(c, from);
-      fetch<T, kHidden>(a, c, ring, stages, half_block, first_hidden, min(kListed, neurons.total - from));
+      fetch<T, kHidden>(a, c, ring, stages, half_block, first_hidden, min(kListed, neurons.total - from),
+                        a.masks_first && from == 0);
     }
+    if (a.masks_first && neurons.total == 0) wait_for_previous();
   } else {
     float sum[S::kColumns / 2];
 #pragma unroll
     for (int i = 0; i < S::kColumns / 2; ++i) sum[i] = 0.0f;
     for (int from = 0; from < neurons.total; from += kListed) {
       neurons.list(c, from);
+      if (a.masks_first && from == 0) wait_for_previous();
       if (thread == 0) a.trace.mark(2);
 #if defined(TWELL_MID_TRACE)
       ring.wait_full();
@@ -243,6 +260,7 @@ __global__ void __launch_bounds__(Shape<kHidden>::kThreads, Shape<kHidden>::kBlo
 #endif
       multiply<T, kHidden>(sum, ring, stages, min(kListed, neurons.total - from));
     }
+    if (a.masks_first && neurons.total == 0) wait_for_previous();
     if (thread == 0) a.trace.mark(5);
     const uint32_t turn = stages + S::kStages * S::kStageBytes + warp * kTurnBytes;
     store<T, S::kColumns>(sum, a, turn, static_cast<int64_t>(half_block) * kHalfTokens + warp % 4 * 16,
@@ -253,11 +271,11 @@ __global__ void __launch_bounds__(Shape<kHidden>::kThreads, Shape<kHidden>::kBlo
 }
 
 template <typename T, int kHidden>
-cudaError_t launch(const Ffn& ffn, const Chunk& chunk, cudaStream_t stream) {
+cudaError_t launch(const Ffn& ffn, const Chunk& chunk, bool masks_first, cudaStream_t stream) {
   const int half_blocks = static_cast<int>((ffn.tokens + kHalfTokens - 1) / kHalfTokens);
   const int slices = (ffn.hidden + kHidden - 1) / kHidden;
   const Arguments arguments{chunk.active, ffn.down,  ffn.b_down, ffn.y,           ffn.tokens,
-                            ffn.hidden,   ffn.width, slices,     MidTrace::next()};
+                            ffn.hidden,   ffn.width, slices,     masks_first,     MidTrace::next()};
   return launch_kernel(mid_down_kernel<T, kHidden>, half_blocks * slices, Shape<kHidden>::kThreads, 1,
                        Shape<kHidden>::kShared, stream, arguments);
 }
@@ -275,19 +293,21 @@ int best_columns(const Ffn& ffn, const Device& device) {
 }
 
 template <typename T>
-cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
+cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const Device& device, bool masks_first,
+                        cudaStream_t stream) {
   switch (best_columns(ffn, device)) {
-    case 64: return launch<T, 64>(ffn, chunk, stream);
-    case 128: return launch<T, 128>(ffn, chunk, stream);
-    default: return launch<T, 256>(ffn, chunk, stream);
+    case 64: return launch<T, 64>(ffn, chunk, masks_first, stream);
+    case 128: return launch<T, 128>(ffn, chunk, masks_first, stream);
+    default: return launch<T, 256>(ffn, chunk, masks_first, stream);
   }
 }
 
 }  // namespace
 
-cudaError_t launch_mid_down(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
-  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn, chunk, device, stream)
-                                       : launch_type<__half>(ffn, chunk, device, stream);
+cudaError_t launch_mid_down(const Ffn& ffn, const Chunk& chunk, const Device& device, bool masks_first,
+                            cudaStream_t stream) {
+  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn, chunk, device, masks_first, stream)
+                                       : launch_type<__half>(ffn, chunk, device, masks_first, stream);
 }
 
 }  // namespace twell::sm90

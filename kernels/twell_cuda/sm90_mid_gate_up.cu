@@ -128,8 +128,9 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const MidPlan& plan, cuda
   CUtensorMap x_map, gate_map;
   TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, ffn.x, ffn.tokens, ffn.hidden, kHalfTokens));
   TWELL_RETURN_IF_ERROR(make_tensor_map(&gate_map, ffn.dtype, ffn.gate, ffn.width, ffn.hidden, kNeurons));
-  const Arguments arguments{ffn.up,     ffn.down,    ffn.b_gate, ffn.b_up,    chunk.active,    ffn.tokens,
-                            ffn.hidden, ffn.width,   plan.passes, plan.ranges, MidTrace::next()};
+  const Arguments arguments{ffn.up,     ffn.down,  ffn.b_gate,  ffn.b_up,    chunk.active, ffn.tokens,
+                            ffn.hidden, ffn.width, plan.passes, plan.ranges, kCluster,     false,
+                            false,      MidTrace::next()};
   return launch_kernel(mid_gate_up_kernel<T, kNeurons>, chunk.active.blocks * plan.ranges, kThreads, kCluster,
                        Shape<kNeurons>::kShared, stream, x_map, gate_map, arguments);
 }
@@ -166,6 +167,7 @@ bool plan_mid(const Ffn& ffn, const Device& device, MidPlan* plan) {
 }
 
 cudaError_t launch_mid_gate_up(const Ffn& ffn, const Chunk& chunk, const MidPlan& plan, cudaStream_t stream) {
+  if (plan.cluster > 0) return launch_mid_half_gate_up(ffn, chunk, plan, stream);
   return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn, chunk, plan, stream)
                                        : launch_type<__half>(ffn, chunk, plan, stream);
 }

@@ -52,6 +52,8 @@ struct Arguments {
   int64_t tokens;
   int hidden, width;
   int passes, ranges;
+  int cluster;
+  bool ahead, masks_first;
   MidTrace trace;
 };
 

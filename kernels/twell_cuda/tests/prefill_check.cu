@@ -154,13 +154,31 @@ cudaError_t run_mid(const Ffn& f, const sm90::MidPlan& plan, const Device& devic
                     cudaStream_t stream) {
   const sm90::Chunk chunk = chunk_of(f, workspace);
   TWELL_RETURN_IF_ERROR(sm90::launch_mid_gate_up(f, chunk, plan, stream));
-  return sm90::launch_mid_down(f, chunk, device, stream);
+  return sm90::launch_mid_down(f, chunk, device, plan.masks_first, stream);
 }
 
 struct Variant {
   std::string name;
   std::function<cudaError_t(const Ffn&, void*)> run;
 };
+
+// What is tried of the kernel with 64 tokens a thread block.
+struct HalfSwitches {
+  const char* name;
+  int cluster;
+  bool ahead, masks_first;
+};
+constexpr HalfSwitches kHalfSwitches[] = {{"64, cluster 2", 2, false, false},
+                                          {"64, cluster 4", 4, false, false},
+                                          {"64, cluster 2, rows ahead", 2, true, false},
+                                          {"64, cluster 4, rows ahead", 4, true, false},
+                                          {"64, cluster 2, masks first", 2, true, true},
+                                          {"64, cluster 4, masks first", 4, true, true}};
+
+sm90::MidPlan switched(sm90::MidPlan plan, const HalfSwitches& s) {
+  plan.cluster = s.cluster, plan.ahead = s.ahead, plan.masks_first = s.masks_first;
+  return plan;
+}
 
 std::vector<Variant> variants_of(const Ffn& f, const Device& device, bool every_plan, bool nan_token) {
   std::vector<Variant> all{
@@ -170,7 +188,19 @@ std::vector<Variant> variants_of(const Ffn& f, const Device& device, bool every_
   if (!nan_token || f.width % 32 == 0) {  // a NaN token wakes neurons past the last there
     all.push_back({"for more tokens", [=](const Ffn& g, void* w) { return run_long(g, device, w, nullptr); }});
   }
+  sm90::MidPlan half{};
+  if (sm90::plan_mid_half(f, device, &half)) {
+    for (const HalfSwitches& s : kHalfSwitches) {
+      if (s.cluster > half.cluster) continue;
+      all.push_back({s.name, [=](const Ffn& g, void* w) { return run_mid(g, switched(half, s), device, w, nullptr); }});
+    }
+  }
   if (!every_plan) return all;
+  for (const int neurons : {96, 128, 176, 256}) {
+    const sm90::MidPlan plan{neurons, 1, ((f.width + 31) / 32 * 32 + neurons - 1) / neurons, half.cluster, true, true};
+    all.push_back({"64 tokens by " + std::to_string(neurons),
+                   [=](const Ffn& g, void* w) { return run_mid(g, plan, device, w, nullptr); }});
+  }
   for (const int neurons : {64, 96, 128, 176, 192}) {
     for (const int passes : {1, 2, sm90::kMidMaxOwn / neurons}) {
       sm90::MidPlan plan{neurons, passes, 0};
@@ -400,10 +430,24 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     // Each part after one that leaves what it reads.
     if (takes_mid) {
       add("gate+up", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_mid_gate_up(f, chunk, plan, s); });
-      add("down", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_mid_down(f, chunk, device, s); });
+      add("down", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_mid_down(f, chunk, device, false, s); });
       add("whole", [&](const Ffn& f, cudaStream_t s) { return run_mid(f, plan, device, workspace.data, s); });
     }
-    add("| for more tokens: gate",
+    sm90::MidPlan half{};
+    const bool takes_half = sm90::plan_mid_half(calls[0], device, &half);
+    if (takes_half) std::printf(", 64 tokens: %d ranges of %d", half.ranges, half.neurons);
+    std::vector<sm90::MidPlan> half_plans;
+    for (const HalfSwitches& s : kHalfSwitches) {
+      if (!takes_half || s.cluster > half.cluster) continue;
+      half_plans.push_back(switched(half, s));
+      const sm90::MidPlan p = half_plans.back();
+      if (!s.masks_first) {
+        add("\n   gate+up", [&, p](const Ffn& f, cudaStream_t t) { return sm90::launch_mid_gate_up(f, chunk, p, t); });
+      }
+      add((std::string("whole, ") + s.name).c_str(),
+          [&, p](const Ffn& f, cudaStream_t t) { return run_mid(f, p, device, workspace.data, t); });
+    }
+    add("\n   for more tokens: gate",
         [&](const Ffn& f, cudaStream_t s) { return sm90::launch_gate(f, chunk, device, s); });
     add("list", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_list(f, chunk, device, s); });
     add("up", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_up(f, chunk, device, s); });
@@ -427,14 +471,18 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     }
     std::printf("\n");
 #if defined(TWELL_MID_TRACE)
-    if (takes_mid) {
+    std::vector<sm90::MidPlan> traced_plans;
+    if (takes_mid) traced_plans.push_back(plan);
+    for (const sm90::MidPlan& p : half_plans) traced_plans.push_back(p);
+    for (const sm90::MidPlan& p : traced_plans) {
       const size_t count = size_t{2} * layers * sm90::kMidTracedBlocks * sm90::kMidPhases;
       Buffer<uint64_t> buffer(std::vector<uint64_t>(count, 0));
       sm90::mid_trace = buffer.data;
-      checks::Graph traced(layers, [&](int i, cudaStream_t s) { CHECK(run_mid(calls[i], plan, device, workspace.data, s)); });
+      checks::Graph traced(layers, [&](int i, cudaStream_t s) { CHECK(run_mid(calls[i], p, device, workspace.data, s)); });
       sm90::mid_trace = nullptr;
       for (int i = 0; i < 5; ++i) traced.replay(i > 1);
-      std::printf("  phases, %.2f us a call:\n", traced.median());
+      std::printf("  phases, %.2f us a call, cluster %d%s%s:\n", traced.median(), p.cluster, p.ahead ? ", rows ahead" : "",
+                  p.masks_first ? ", masks first" : "");
       traced.release();
       print_phases(buffer.get(), layers);
     }
