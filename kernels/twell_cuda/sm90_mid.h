@@ -14,10 +14,11 @@ constexpr int64_t kMidMaxWork = 3 << 18;  // these times D; with more, the kerne
 // them.
 struct MidPlan {
   int neurons, passes, ranges;
-  // For 64 tokens a thread block (sm90_mid_half_gate_up.cu): blocks of a cluster; whether rows of Wu are asked for in L2
-  // ahead, whether the second kernel starts when the masks are there.
-  int cluster = 0;
-  bool ahead = false, masks_first = false;
+  int cluster = 0;          // with 64 tokens a thread block (sm90_mid_half_gate_up.cu): blocks of a cluster
+  int gate_ahead = 0;       // steps of Wg that are asked for in L2 ahead of the ring
+  bool up_ahead = false;    // so are the active rows of Wu
+  bool masks_first = false; // down starts when the masks are there
+  bool look_ahead = false;  // down looks a step's neurons up before it waits for room
   int own() const { return neurons * passes; }
 };
 
@@ -28,8 +29,9 @@ bool plan_mid_half(const Ffn&, const Device&, MidPlan*);
 
 cudaError_t launch_mid_gate_up(const Ffn&, const Chunk&, const MidPlan&, cudaStream_t);
 cudaError_t launch_mid_half_gate_up(const Ffn&, const Chunk&, const MidPlan&, cudaStream_t);
-// `masks_first` as in the plan of what runs before.
-cudaError_t launch_mid_down(const Ffn&, const Chunk&, const Device&, bool masks_first, cudaStream_t);
+cudaError_t launch_mid_down(const Ffn&, const Chunk&, const Device&, const MidPlan&, cudaStream_t);
+// How many clusters of that plan the GPU holds at a time.
+int mid_half_clusters(const MidPlan&);
 
 // With this macro each thread block notes when it reaches each phase; prefill_check.cu prints them.
 #if defined(TWELL_MID_TRACE)

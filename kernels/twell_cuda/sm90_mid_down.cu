@@ -47,7 +47,7 @@ struct Arguments {
   void* y;                  // (T, D)
   int64_t tokens;
   int hidden, width, slices;
-  bool masks_first;
+  bool masks_first, look_ahead;
   MidTrace trace;
 };
 
@@ -120,34 +120,44 @@ __device__ __forceinline__ void fetch(const Arguments& a, const Control& c, Ring
                            half_block % 2 * kHalfTokens + chunk * 8;
   const T* const rows = static_cast<const T*>(a.rows) + first_hidden + chunk * 8;
   const int hidden_left = a.hidden - first_hidden;
-  const auto copy_rows = [&](uint32_t to, int start) {
+  int neurons[kDepth / kRows];  // of a step, or negative
+  const auto look_up = [&](int start) {
 #pragma unroll
     for (int i = 0; i < kDepth / kRows; ++i) {
       const int n = start + row + kRows * i;
-      const bool valid = n < listed;
-      const T* const from = rows + static_cast<int64_t>(valid ? c.list[n] : 0) * a.hidden;
+      neurons[i] = n < listed ? c.list[n] : -1;
+    }
+  };
+  const auto copy_rows = [&](uint32_t to) {
+#pragma unroll
+    for (int i = 0; i < kDepth / kRows; ++i) {
+      const T* const from = rows + static_cast<int64_t>(max(neurons[i], 0)) * a.hidden;
 #pragma unroll
       for (int part = 0; part < kHidden / 64; ++part) {  // where nothing is valid the address is not read
         copy_16(to + (1 + part) * kPartBytes + i * kRows * 128, from + part * 64,
-                valid && part * 64 + chunk * 8 < hidden_left);
+                neurons[i] >= 0 && part * 64 + chunk * 8 < hidden_left);
       }
     }
   };
   constexpr int kStageBytes = Shape<kHidden>::kStageBytes;
   const int early = waits ? min(listed, Shape<kHidden>::kStages * kDepth) : 0;
-  for (int start = 0, s = 0; start < early; start += kDepth, ++s) copy_rows(stages + s * kStageBytes + place, start);
+  for (int start = 0, s = 0; start < early; start += kDepth, ++s) {
+    look_up(start);
+    copy_rows(stages + s * kStageBytes + place);
+  }
   if (waits) wait_for_previous();
+  if (a.look_ahead) look_up(0);
   for (int start = 0; start < listed; start += kDepth, ring.advance()) {
     ring.wait_empty();
+    if (!a.look_ahead) look_up(start);
     const uint32_t to = stages + ring.stage * kStageBytes + place;
 #pragma unroll
     for (int i = 0; i < kDepth / kRows; ++i) {
-      const int n = start + row + kRows * i;
-      const bool valid = n < listed;
-      copy_16(to + i * kRows * 128, columns + static_cast<int64_t>(valid ? c.list[n] : 0) * kBlockTokens, valid);
+      copy_16(to + i * kRows * 128, columns + static_cast<int64_t>(max(neurons[i], 0)) * kBlockTokens, neurons[i] >= 0);
     }
-    if (start >= early) copy_rows(to, start);
+    if (start >= early) copy_rows(to);
     barrier_arrive_on_copies(ring.full + ring.stage);
+    if (a.look_ahead) look_up(start + kDepth);
   }
 }
 
@@ -271,11 +281,12 @@ __global__ void __launch_bounds__(Shape<kHidden>::kThreads, Shape<kHidden>::kBlo
 }
 
 template <typename T, int kHidden>
-cudaError_t launch(const Ffn& ffn, const Chunk& chunk, bool masks_first, cudaStream_t stream) {
+cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const MidPlan& plan, cudaStream_t stream) {
   const int half_blocks = static_cast<int>((ffn.tokens + kHalfTokens - 1) / kHalfTokens);
   const int slices = (ffn.hidden + kHidden - 1) / kHidden;
   const Arguments arguments{chunk.active, ffn.down,  ffn.b_down, ffn.y,           ffn.tokens,
-                            ffn.hidden,   ffn.width, slices,     masks_first,     MidTrace::next()};
+                            ffn.hidden,   ffn.width, slices,     plan.masks_first, plan.look_ahead,
+                            MidTrace::next()};
   return launch_kernel(mid_down_kernel<T, kHidden>, half_blocks * slices, Shape<kHidden>::kThreads, 1,
                        Shape<kHidden>::kShared, stream, arguments);
 }
@@ -293,21 +304,21 @@ int best_columns(const Ffn& ffn, const Device& device) {
 }
 
 template <typename T>
-cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const Device& device, bool masks_first,
+cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const Device& device, const MidPlan& plan,
                         cudaStream_t stream) {
   switch (best_columns(ffn, device)) {
-    case 64: return launch<T, 64>(ffn, chunk, masks_first, stream);
-    case 128: return launch<T, 128>(ffn, chunk, masks_first, stream);
-    default: return launch<T, 256>(ffn, chunk, masks_first, stream);
+    case 64: return launch<T, 64>(ffn, chunk, plan, stream);
+    case 128: return launch<T, 128>(ffn, chunk, plan, stream);
+    default: return launch<T, 256>(ffn, chunk, plan, stream);
   }
 }
 
 }  // namespace
 
-cudaError_t launch_mid_down(const Ffn& ffn, const Chunk& chunk, const Device& device, bool masks_first,
+cudaError_t launch_mid_down(const Ffn& ffn, const Chunk& chunk, const Device& device, const MidPlan& plan,
                             cudaStream_t stream) {
-  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn, chunk, device, masks_first, stream)
-                                       : launch_type<__half>(ffn, chunk, device, masks_first, stream);
+  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn, chunk, device, plan, stream)
+                                       : launch_type<__half>(ffn, chunk, device, plan, stream);
 }
 
 }  // namespace twell::sm90

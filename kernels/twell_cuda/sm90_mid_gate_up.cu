@@ -34,6 +34,10 @@ __device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* x_m
                  ring.full + ring.stage);
       }
       load_x(step);
+      const int ahead = step + a.gate_ahead;
+      if (a.gate_ahead > 0 && pass == 0 && ahead >= early + a.gate_ahead && ahead < steps) {
+        prefetch_box(gate_map, ahead * kDepth, first);
+      }
     }
   }
   if (a.up == nullptr) return;
@@ -91,6 +95,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       barrier_arrive_expect(c.full + step, S::kStageBytes);
       load_box(stages + step * S::kStageBytes + kTokenBytes, &gate_map, step * kDepth, first, c.full + step);
     }
+    for (int step = early; step < min(early + a.gate_ahead, steps); ++step) {
+      prefetch_box(&gate_map, step * kDepth, first);
+    }
   }
   __syncwarp();
   cluster_sync();
@@ -129,8 +136,8 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const MidPlan& plan, cuda
   TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, ffn.x, ffn.tokens, ffn.hidden, kHalfTokens));
   TWELL_RETURN_IF_ERROR(make_tensor_map(&gate_map, ffn.dtype, ffn.gate, ffn.width, ffn.hidden, kNeurons));
   const Arguments arguments{ffn.up,     ffn.down,  ffn.b_gate,  ffn.b_up,    chunk.active, ffn.tokens,
-                            ffn.hidden, ffn.width, plan.passes, plan.ranges, kCluster,     false,
-                            false,      MidTrace::next()};
+                            ffn.hidden, ffn.width, plan.passes, plan.ranges, kCluster,     plan.gate_ahead,
+                            plan.up_ahead, false,   MidTrace::next()};
   return launch_kernel(mid_gate_up_kernel<T, kNeurons>, chunk.active.blocks * plan.ranges, kThreads, kCluster,
                        Shape<kNeurons>::kShared, stream, x_map, gate_map, arguments);
 }

@@ -30,6 +30,9 @@ struct Fetcher {
     load_box_multicast(stages + stage * S::kStageBytes + kTokenBytes, gate_map, step * kDepth, first, c.full + stage,
                        static_cast<uint16_t>((1 << a.cluster) - 1));
   }
+  __device__ __forceinline__ void ask_for_gate(int step) const {
+    if (step < steps && step % a.cluster == rank) prefetch_box(gate_map, step * kDepth, first);
+  }
   __device__ __forceinline__ void load_x(int step, uint8_t* to, uint64_t* full) const {
     load_box(to, x_map, step * kDepth, half * kHalfTokens, full);
   }
@@ -41,6 +44,7 @@ struct Fetcher {
         ring.wait_empty();
         barrier_arrive_expect(ring.full + ring.stage, S::kStageBytes);
         load_gate(step, ring.stage);
+        if (a.gate_ahead > 0) ask_for_gate(step + a.gate_ahead);
       }
       load_x(step, stages + ring.stage * S::kStageBytes, ring.full + ring.stage);
     }
@@ -143,6 +147,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   cluster_sync();
   if (fetches) {
     for (int step = 0; step < early; ++step) fetcher.load_gate(step, step);
+    for (int step = early; step < min(early + a.gate_ahead, steps); ++step) fetcher.ask_for_gate(step);
   }
   wait_for_previous();
 
@@ -185,7 +190,8 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const MidPlan& plan, cuda
   TWELL_RETURN_IF_ERROR(make_tensor_map(&gate_map, ffn.dtype, ffn.gate, ffn.width, ffn.hidden, kNeurons));
   const Arguments arguments{ffn.up,      ffn.down,    ffn.b_gate,        ffn.b_up,     chunk.active,
                             ffn.tokens,  ffn.hidden,  ffn.width,         plan.passes,  plan.ranges,
-                            plan.cluster, plan.ahead, plan.masks_first, MidTrace::next()};
+                            plan.cluster, plan.gate_ahead, plan.up_ahead, plan.masks_first,
+                            MidTrace::next()};
   return launch_kernel(mid_half_gate_up_kernel<T, kNeurons>, chunk.active.blocks * 2 * plan.ranges, kThreads,
                        plan.cluster, Shape<kNeurons>::kShared, stream, x_map, gate_map, arguments);
 }
@@ -200,7 +206,37 @@ cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const MidPlan& plan,
   }
 }
 
+template <int kNeurons>
+int max_clusters(int cluster) {
+  const auto kernel = mid_half_gate_up_kernel<__nv_bfloat16, kNeurons>;
+  constexpr int kBytes = Shape<kNeurons>::kShared;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(cluster));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = kBytes;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int count = 0;
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes) != cudaSuccess ||
+      cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess) {
+    return 0;
+  }
+  return count;
+}
+
 }  // namespace
+
+int mid_half_clusters(const MidPlan& plan) {
+  switch (plan.neurons) {
+    case 96: return max_clusters<96>(plan.cluster);
+    case 128: return max_clusters<128>(plan.cluster);
+    case 176: return max_clusters<176>(plan.cluster);
+    default: return max_clusters<256>(plan.cluster);
+  }
+}
 
 bool plan_mid_half(const Ffn& ffn, const Device& device, MidPlan* plan) {
   const int64_t halves = (ffn.tokens + kBlockTokens - 1) / kBlockTokens * 2;

@@ -42,7 +42,7 @@ __device__ __forceinline__ void gather(const Arguments& a, Control& c, uint32_t 
       if (n < rows) copy_16(to + n * kRowBytes + ((chunk ^ (n & 7)) << 4), from + offsets[i], inside);
     }
     barrier_arrive_on_copies(ring.full + ring.stage);
-    if (a.ahead && step == use.stages - 1 && step + 1 < steps) prefetch(a.up, (step + 1) * kDepth);
+    if (a.up_ahead && step == use.stages - 1 && step + 1 < steps) prefetch(a.up, (step + 1) * kDepth);
     if (step == min(use.stages + 2, steps - 1)) prefetch(a.down, 0);  // the second kernel reads them next
   }
 }

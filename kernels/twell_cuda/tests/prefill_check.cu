@@ -154,7 +154,7 @@ cudaError_t run_mid(const Ffn& f, const sm90::MidPlan& plan, const Device& devic
                     cudaStream_t stream) {
   const sm90::Chunk chunk = chunk_of(f, workspace);
   TWELL_RETURN_IF_ERROR(sm90::launch_mid_gate_up(f, chunk, plan, stream));
-  return sm90::launch_mid_down(f, chunk, device, plan.masks_first, stream);
+  return sm90::launch_mid_down(f, chunk, device, plan, stream);
 }
 
 struct Variant {
@@ -162,22 +162,33 @@ struct Variant {
   std::function<cudaError_t(const Ffn&, void*)> run;
 };
 
-// What is tried of the kernel with 64 tokens a thread block.
-struct HalfSwitches {
+// What is tried: with 128 tokens a thread block (cluster 0) or 64.
+struct Switches {
   const char* name;
-  int cluster;
-  bool ahead, masks_first;
+  int cluster, gate_ahead;
+  bool up_ahead, masks_first, look_ahead;
 };
-constexpr HalfSwitches kHalfSwitches[] = {{"64, cluster 2", 2, false, false},
-                                          {"64, cluster 4", 4, false, false},
-                                          {"64, cluster 2, rows ahead", 2, true, false},
-                                          {"64, cluster 4, rows ahead", 4, true, false},
-                                          {"64, cluster 2, masks first", 2, true, true},
-                                          {"64, cluster 4, masks first", 4, true, true}};
+constexpr Switches kSwitches[] = {{"128 tokens, down looks ahead", 0, 0, false, false, true},
+                                  {"128, Wu ahead", 0, 0, true, false, true},
+                                  {"128, Wu and Wg ahead by 6", 0, 6, true, false, true},
+                                  {"64 tokens, cluster 2", 2, 0, false, false, false},
+                                  {"64, 2, down looks ahead", 2, 0, false, false, true},
+                                  {"64, 2, Wu ahead", 2, 0, true, false, true},
+                                  {"64, 2, masks first", 2, 0, true, true, true},
+                                  {"64, 2, Wg ahead by 6", 2, 6, true, true, true},
+                                  {"64, 2, all of Wg ahead", 2, 512, true, true, true},
+                                  {"64 tokens, cluster 4", 4, 0, false, false, false},
+                                  {"64, 4, masks first", 4, 0, true, true, true},
+                                  {"64, 4, Wg ahead by 6", 4, 6, true, true, true},
+                                  {"64, 4, all of Wg ahead", 4, 512, true, true, true}};
 
-sm90::MidPlan switched(sm90::MidPlan plan, const HalfSwitches& s) {
-  plan.cluster = s.cluster, plan.ahead = s.ahead, plan.masks_first = s.masks_first;
-  return plan;
+// False where that does not apply.
+bool switched(const Ffn& f, const Device& device, const Switches& s, sm90::MidPlan* plan) {
+  if (s.cluster == 0 ? !sm90::plan_mid(f, device, plan) : !sm90::plan_mid_half(f, device, plan)) return false;
+  if (s.cluster > plan->cluster && s.cluster > 2) return false;
+  plan->cluster = s.cluster, plan->gate_ahead = s.gate_ahead, plan->up_ahead = s.up_ahead;
+  plan->masks_first = s.masks_first, plan->look_ahead = s.look_ahead;
+  return true;
 }
 
 std::vector<Variant> variants_of(const Ffn& f, const Device& device, bool every_plan, bool nan_token) {
@@ -188,16 +199,15 @@ std::vector<Variant> variants_of(const Ffn& f, const Device& device, bool every_
   if (!nan_token || f.width % 32 == 0) {  // a NaN token wakes neurons past the last there
     all.push_back({"for more tokens", [=](const Ffn& g, void* w) { return run_long(g, device, w, nullptr); }});
   }
-  sm90::MidPlan half{};
-  if (sm90::plan_mid_half(f, device, &half)) {
-    for (const HalfSwitches& s : kHalfSwitches) {
-      if (s.cluster > half.cluster) continue;
-      all.push_back({s.name, [=](const Ffn& g, void* w) { return run_mid(g, switched(half, s), device, w, nullptr); }});
-    }
+  for (const Switches& t : kSwitches) {
+    sm90::MidPlan plan{};
+    if (!switched(f, device, t, &plan)) continue;
+    all.push_back({t.name, [=](const Ffn& g, void* w) { return run_mid(g, plan, device, w, nullptr); }});
   }
   if (!every_plan) return all;
   for (const int neurons : {96, 128, 176, 256}) {
-    const sm90::MidPlan plan{neurons, 1, ((f.width + 31) / 32 * 32 + neurons - 1) / neurons, half.cluster, true, true};
+    const int ranges = ((f.width + 31) / 32 * 32 + neurons - 1) / neurons;
+    const sm90::MidPlan plan{neurons, 1, ranges, (f.tokens + 127) / 128 % 2 == 0 ? 4 : 2, 3, true, true, true};
     all.push_back({"64 tokens by " + std::to_string(neurons),
                    [=](const Ffn& g, void* w) { return run_mid(g, plan, device, w, nullptr); }});
   }
@@ -430,22 +440,21 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     // Each part after one that leaves what it reads.
     if (takes_mid) {
       add("gate+up", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_mid_gate_up(f, chunk, plan, s); });
-      add("down", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_mid_down(f, chunk, device, false, s); });
+      add("down", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_mid_down(f, chunk, device, plan, s); });
       add("whole", [&](const Ffn& f, cudaStream_t s) { return run_mid(f, plan, device, workspace.data, s); });
     }
-    sm90::MidPlan half{};
-    const bool takes_half = sm90::plan_mid_half(calls[0], device, &half);
-    if (takes_half) std::printf(", 64 tokens: %d ranges of %d", half.ranges, half.neurons);
-    std::vector<sm90::MidPlan> half_plans;
-    for (const HalfSwitches& s : kHalfSwitches) {
-      if (!takes_half || s.cluster > half.cluster) continue;
-      half_plans.push_back(switched(half, s));
-      const sm90::MidPlan p = half_plans.back();
-      if (!s.masks_first) {
-        add("\n   gate+up", [&, p](const Ffn& f, cudaStream_t t) { return sm90::launch_mid_gate_up(f, chunk, p, t); });
+    std::vector<std::pair<std::string, sm90::MidPlan>> tried;
+    for (const Switches& t : kSwitches) {
+      sm90::MidPlan p{};
+      if (!switched(calls[0], device, t, &p)) continue;
+      if (p.cluster > 0 && !t.look_ahead) {
+        std::printf(", 64 tokens: %d ranges of %d, %d clusters of %d at a time", p.ranges, p.neurons,
+                    sm90::mid_half_clusters(p), p.cluster);
       }
-      add((std::string("whole, ") + s.name).c_str(),
-          [&, p](const Ffn& f, cudaStream_t t) { return run_mid(f, p, device, workspace.data, t); });
+      tried.emplace_back(t.name, p);
+      add((std::string("\n   ") + t.name + ": gate+up").c_str(),
+          [&, p](const Ffn& f, cudaStream_t s) { return sm90::launch_mid_gate_up(f, chunk, p, s); });
+      add("whole", [&, p](const Ffn& f, cudaStream_t s) { return run_mid(f, p, device, workspace.data, s); });
     }
     add("\n   for more tokens: gate",
         [&](const Ffn& f, cudaStream_t s) { return sm90::launch_gate(f, chunk, device, s); });
@@ -471,18 +480,16 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     }
     std::printf("\n");
 #if defined(TWELL_MID_TRACE)
-    std::vector<sm90::MidPlan> traced_plans;
-    if (takes_mid) traced_plans.push_back(plan);
-    for (const sm90::MidPlan& p : half_plans) traced_plans.push_back(p);
-    for (const sm90::MidPlan& p : traced_plans) {
+    if (takes_mid) tried.emplace(tried.begin(), "128 tokens", plan);
+    for (const auto& [name, p] : tried) {
       const size_t count = size_t{2} * layers * sm90::kMidTracedBlocks * sm90::kMidPhases;
       Buffer<uint64_t> buffer(std::vector<uint64_t>(count, 0));
       sm90::mid_trace = buffer.data;
-      checks::Graph traced(layers, [&](int i, cudaStream_t s) { CHECK(run_mid(calls[i], p, device, workspace.data, s)); });
+      const sm90::MidPlan q = p;
+      checks::Graph traced(layers, [&](int i, cudaStream_t s) { CHECK(run_mid(calls[i], q, device, workspace.data, s)); });
       sm90::mid_trace = nullptr;
       for (int i = 0; i < 5; ++i) traced.replay(i > 1);
-      std::printf("  phases, %.2f us a call, cluster %d%s%s:\n", traced.median(), p.cluster, p.ahead ? ", rows ahead" : "",
-                  p.masks_first ? ", masks first" : "");
+      std::printf("  phases of %s, %.2f us a call:\n", name.c_str(), traced.median());
       traced.release();
       print_phases(buffer.get(), layers);
     }
