@@ -30,8 +30,8 @@ bool plan_mid_half(const Ffn&, const Device&, MidPlan*);
 cudaError_t launch_mid_gate_up(const Ffn&, const Chunk&, const MidPlan&, cudaStream_t);
 cudaError_t launch_mid_half_gate_up(const Ffn&, const Chunk&, const MidPlan&, cudaStream_t);
 cudaError_t launch_mid_down(const Ffn&, const Chunk&, const Device&, const MidPlan&, cudaStream_t);
-// How many clusters of that plan the GPU holds at a time.
-int mid_half_clusters(const MidPlan&);
+// How many clusters of four the GPU holds at a time of that plan's kernel.
+int mid_half_fours(const MidPlan&);
 
 // With this macro each thread block notes when it reaches each phase; prefill_check.cu prints them.
 #if defined(TWELL_MID_TRACE)

@@ -206,35 +206,39 @@ cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const MidPlan& plan,
   }
 }
 
+// Clusters of four that the GPU holds at a time: not all its parts have a multiple of four SMs.
 template <int kNeurons>
-int max_clusters(int cluster) {
-  const auto kernel = mid_half_gate_up_kernel<__nv_bfloat16, kNeurons>;
-  constexpr int kBytes = Shape<kNeurons>::kShared;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(cluster));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = kBytes;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  int count = 0;
-  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes) != cudaSuccess ||
-      cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess) {
-    return 0;
-  }
+int count_fours() {
+  static const int count = [] {
+    const auto kernel = mid_half_gate_up_kernel<__nv_bfloat16, kNeurons>;
+    constexpr int kBytes = Shape<kNeurons>::kShared;
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {4, 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(4);
+    config.blockDim = dim3(kThreads);
+    config.dynamicSmemBytes = kBytes;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    int clusters = 0;
+    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes) != cudaSuccess ||
+        cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) {
+      return 0;
+    }
+    return clusters;
+  }();
   return count;
 }
 
 }  // namespace
 
-int mid_half_clusters(const MidPlan& plan) {
+int mid_half_fours(const MidPlan& plan) {
   switch (plan.neurons) {
-    case 96: return max_clusters<96>(plan.cluster);
-    case 128: return max_clusters<128>(plan.cluster);
-    case 176: return max_clusters<176>(plan.cluster);
-    default: return max_clusters<256>(plan.cluster);
+    case 96: return count_fours<96>();
+    case 128: return count_fours<128>();
+    case 176: return count_fours<176>();
+    default: return count_fours<256>();
   }
 }
 
@@ -242,8 +246,9 @@ bool plan_mid_half(const Ffn& ffn, const Device& device, MidPlan* plan) {
   const int64_t halves = (ffn.tokens + kBlockTokens - 1) / kBlockTokens * 2;
   for (const int neurons : {96, 128, 176, 256}) {
     const int ranges = ((ffn.width + 31) / 32 * 32 + neurons - 1) / neurons;  // masks are written to their last word
-    if (halves * ranges > device.sm_count) continue;
-    *plan = {neurons, 1, ranges, halves % 4 == 0 ? 4 : 2};
+    if (halves * ranges > device.sm_count / 2 * 2) continue;
+    *plan = {neurons, 1, ranges, 4, 6, true, true, true};
+    if (halves % 4 != 0 || halves * ranges > 4 * mid_half_fours(*plan)) plan->cluster = 2;
     return true;
   }
   return false;

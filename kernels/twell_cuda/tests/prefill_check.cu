@@ -447,9 +447,9 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     for (const Switches& t : kSwitches) {
       sm90::MidPlan p{};
       if (!switched(calls[0], device, t, &p)) continue;
-      if (p.cluster > 0 && !t.look_ahead) {
-        std::printf(", 64 tokens: %d ranges of %d, %d clusters of %d at a time", p.ranges, p.neurons,
-                    sm90::mid_half_clusters(p), p.cluster);
+      if (p.cluster == 2 && !t.look_ahead) {
+        std::printf(", 64 tokens: %d ranges of %d, %d clusters of 4 at a time", p.ranges, p.neurons,
+                    sm90::mid_half_fours(p));
       }
       tried.emplace_back(t.name, p);
       add((std::string("\n   ") + t.name + ": gate+up").c_str(),
@@ -482,6 +482,7 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
 #if defined(TWELL_MID_TRACE)
     if (takes_mid) tried.emplace(tried.begin(), "128 tokens", plan);
     for (const auto& [name, p] : tried) {
+      if (row.bar == 0) break;
       const size_t count = size_t{2} * layers * sm90::kMidTracedBlocks * sm90::kMidPhases;
       Buffer<uint64_t> buffer(std::vector<uint64_t>(count, 0));
       sm90::mid_trace = buffer.data;
