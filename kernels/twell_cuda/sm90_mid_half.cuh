@@ -1,7 +1,7 @@
 // What the parts of sm90_mid_half_gate_up.cu share: shared memory, barriers, the list of active neurons.
 //
-// Four warps multiply, three gather rows of Wu, one fetches boxes: two warps for each quarter of the registers, so that a
-// block of the second kernel fits beside.
+// Four warps multiply, three gather rows of Wu, one fetches boxes: two warps for each quarter of the registers, so that
+// a block of the second kernel fits beside.
 #pragma once
 
 #include "sm90_mid_gate.cuh"
@@ -70,7 +70,8 @@ __device__ __forceinline__ void make_list(const Arguments& a, Control& c, int ha
     for (int w = 0; w < kWarps; ++w) mask |= c.warp_masks[w][lane];
     const int left = a.width - first - 32 * lane;  // nothing is active past the last: x may hold NaN
     mask &= left >= 32 ? ~0u : left > 0 ? (1u << left) - 1 : 0;
-    uint16_t* const masks = reinterpret_cast<uint16_t*>(a.active.masks) + static_cast<int64_t>(half) * 2 * a.active.words;
+    uint16_t* const masks =
+        reinterpret_cast<uint16_t*>(a.active.masks) + static_cast<int64_t>(half) * 2 * a.active.words;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int piece = 2 * lane + i, at = first / 16 + piece;

@@ -1,5 +1,5 @@
-// The first of the two kernels where a thread block's neurons all fit one pass of 64 tokens: relu(x Wg^T + bg), and from
-// it h = relu(gate) * (x Wu^T + bu) for the active neurons, into their columns.
+// The first of the two kernels where a thread block's neurons all fit one pass of 64 tokens: relu(x Wg^T + bg), and
+// from it h = relu(gate) * (x Wu^T + bu) for the active neurons, into their columns.
 //
 // A thread block owns 64 tokens and kNeurons neurons; there are so many blocks that they fill the GPU once. A cluster
 // has the same neurons and neighbouring tokens: its blocks take turns to fetch rows of Wg for all. Then each knows its

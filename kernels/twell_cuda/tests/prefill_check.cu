@@ -487,7 +487,9 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
       Buffer<uint64_t> buffer(std::vector<uint64_t>(count, 0));
       sm90::mid_trace = buffer.data;
       const sm90::MidPlan q = p;
-      checks::Graph traced(layers, [&](int i, cudaStream_t s) { CHECK(run_mid(calls[i], q, device, workspace.data, s)); });
+      checks::Graph traced(layers, [&](int i, cudaStream_t s) {
+        CHECK(run_mid(calls[i], q, device, workspace.data, s));
+      });
       sm90::mid_trace = nullptr;
       for (int i = 0; i < 5; ++i) traced.replay(i > 1);
       std::printf("  phases of %s, %.2f us a call:\n", name.c_str(), traced.median());
