@@ -34,10 +34,6 @@ __device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* x_m
                  ring.full + ring.stage);
       }
       load_x(step);
-      const int ahead = step + a.gate_ahead;
-      if (a.gate_ahead > 0 && pass == 0 && ahead >= early + a.gate_ahead && ahead < steps) {
-        prefetch_box(gate_map, ahead * kDepth, first);
-      }
     }
   }
   if (a.up == nullptr) return;
@@ -95,9 +91,6 @@ __global__ void __launch_bounds__(kThreads, 1)
       barrier_arrive_expect(c.full + step, S::kStageBytes);
       load_box(stages + step * S::kStageBytes + kTokenBytes, &gate_map, step * kDepth, first, c.full + step);
     }
-    for (int step = early; step < min(early + a.gate_ahead, steps); ++step) {
-      prefetch_box(&gate_map, step * kDepth, first);
-    }
   }
   __syncwarp();
   cluster_sync();
@@ -135,9 +128,8 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const MidPlan& plan, cuda
   CUtensorMap x_map, gate_map;
   TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, ffn.x, ffn.tokens, ffn.hidden, kHalfTokens));
   TWELL_RETURN_IF_ERROR(make_tensor_map(&gate_map, ffn.dtype, ffn.gate, ffn.width, ffn.hidden, kNeurons));
-  const Arguments arguments{ffn.up,     ffn.down,  ffn.b_gate,  ffn.b_up,    chunk.active, ffn.tokens,
-                            ffn.hidden, ffn.width, plan.passes, plan.ranges, kCluster,     plan.gate_ahead,
-                            plan.up_ahead, false,   MidTrace::next()};
+  const Arguments arguments{ffn.up,    ffn.down,    ffn.b_gate,  ffn.b_up,         chunk.active,    ffn.tokens, ffn.hidden,
+                            ffn.width, plan.passes, plan.ranges, plan.masks_first, MidTrace::next()};
   return launch_kernel(mid_gate_up_kernel<T, kNeurons>, chunk.active.blocks * plan.ranges, kThreads, kCluster,
                        Shape<kNeurons>::kShared, stream, x_map, gate_map, arguments);
 }
@@ -145,7 +137,6 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const MidPlan& plan, cuda
 template <typename T>
 cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const MidPlan& plan, cudaStream_t stream) {
   switch (plan.neurons) {
-    case 64: return launch<T, 64>(ffn, chunk, plan, stream);
     case 96: return launch<T, 96>(ffn, chunk, plan, stream);
     case 128: return launch<T, 128>(ffn, chunk, plan, stream);
     case 176: return launch<T, 176>(ffn, chunk, plan, stream);
@@ -157,9 +148,10 @@ cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const MidPlan& plan,
 
 bool plan_mid(const Ffn& ffn, const Device& device, MidPlan* plan) {
   if (ffn.tokens > kMidMaxTokens) return false;
+  if (ffn.tokens <= kMidMaxHalfTokens && plan_mid_half(ffn, device, plan)) return true;
   const int64_t blocks = (ffn.tokens + kBlockTokens - 1) / kBlockTokens;
   int64_t best_cost = INT64_MAX;
-  for (const int neurons : {64, 96, 128, 176, 192}) {
+  for (const int neurons : {96, 128, 176, 192}) {
     for (int passes = 1; passes * neurons <= kMidMaxOwn; ++passes) {
       const int own = passes * neurons, ranges = ((ffn.width + own - 1) / own + kCluster - 1) / kCluster * kCluster;
       if (blocks * ranges > device.sm_count / kCluster * kCluster) continue;
@@ -174,7 +166,7 @@ bool plan_mid(const Ffn& ffn, const Device& device, MidPlan* plan) {
 }
 
 cudaError_t launch_mid_gate_up(const Ffn& ffn, const Chunk& chunk, const MidPlan& plan, cudaStream_t stream) {
-  if (plan.cluster > 0) return launch_mid_half_gate_up(ffn, chunk, plan, stream);
+  if (plan.half) return launch_mid_half_gate_up(ffn, chunk, plan, stream);
   return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn, chunk, plan, stream)
                                        : launch_type<__half>(ffn, chunk, plan, stream);
 }

@@ -2,7 +2,7 @@
 // from it h = relu(gate) * (x Wu^T + bu) for the active neurons, into their columns.
 //
 // A thread block owns 64 tokens and kNeurons neurons; there are so many blocks that they fill the GPU once. A cluster
-// has the same neurons and neighbouring tokens: its blocks take turns to fetch rows of Wg for all. Then each knows its
+// has the same neurons and neighbouring tokens: its blocks take turns to fetch rows of Wg for both. Then each knows its
 // active neurons, and their rows of Wu follow over the same x, in the same shared memory but with more stages, as there
 // are few of them. Columns of relu(gate) stay in shared memory until they become h.
 
@@ -26,12 +26,9 @@ struct Fetcher {
   int half, first, rank, steps, early;
 
   __device__ __forceinline__ void load_gate(int step, int stage) const {
-    if (step % a.cluster != rank) return;
+    if (step % kCluster != rank) return;
     load_box_multicast(stages + stage * S::kStageBytes + kTokenBytes, gate_map, step * kDepth, first, c.full + stage,
-                       static_cast<uint16_t>((1 << a.cluster) - 1));
-  }
-  __device__ __forceinline__ void ask_for_gate(int step) const {
-    if (step < steps && step % a.cluster == rank) prefetch_box(gate_map, step * kDepth, first);
+                       (1 << kCluster) - 1);
   }
   __device__ __forceinline__ void load_x(int step, uint8_t* to, uint64_t* full) const {
     load_box(to, x_map, step * kDepth, half * kHalfTokens, full);
@@ -44,7 +41,6 @@ struct Fetcher {
         ring.wait_empty();
         barrier_arrive_expect(ring.full + ring.stage, S::kStageBytes);
         load_gate(step, ring.stage);
-        if (a.gate_ahead > 0) ask_for_gate(step + a.gate_ahead);
       }
       load_x(step, stages + ring.stage * S::kStageBytes, ring.full + ring.stage);
     }
@@ -89,7 +85,7 @@ __device__ __forceinline__ void multiply_gate(const Arguments& a, Control& c, ui
     wgmma_commit();
     wgmma_wait<1>();
     // Nobody waits for the last stages.
-    if (step > 0 && step - 1 + S::kStages < steps && lane < a.cluster) {
+    if (step > 0 && step - 1 + S::kStages < steps && lane < kCluster) {
       barrier_arrive_at(ring.empty + ring.previous(), lane);
     }
   }
@@ -120,8 +116,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t shared = smem_address(stages), turn = shared + S::kRingBytes;
   Control& c = *reinterpret_cast<Control*>(stages + S::kRingBytes + S::kTurnBytes);
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0), rank = cluster_rank();
-  const int group = static_cast<int>(blockIdx.x) / a.cluster;
-  const int half = group / a.ranges * a.cluster + rank, first = group % a.ranges * kNeurons;
+  const int group = static_cast<int>(blockIdx.x) / kCluster;
+  const int half = group / a.ranges * kCluster + rank, first = group % a.ranges * kNeurons;
   const int steps = (a.hidden + kDepth - 1) / kDepth, early = min(S::kStages, steps);
   const bool fetches = thread == kThreads - 32;
   const Fetcher<kNeurons> fetcher{a, &x_map, &gate_map, c, stages, half, first, rank, steps, early};
@@ -132,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     prefetch_map(&gate_map);
     for (int s = 0; s < S::kStages; ++s) {
       barrier_init(c.full + s, 1);
-      barrier_init(c.empty + s, kWarps * a.cluster);
+      barrier_init(c.empty + s, kWarps * kCluster);
     }
     for (int s = 0; s < kMaxUpStages; ++s) {
       barrier_init(c.up_full + s, 1 + kGatherers);
@@ -145,10 +141,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncwarp();
   cluster_sync();
-  if (fetches) {
-    for (int step = 0; step < early; ++step) fetcher.load_gate(step, step);
-    for (int step = early; step < min(early + a.gate_ahead, steps); ++step) fetcher.ask_for_gate(step);
-  }
+  for (int step = 0; fetches && step < early; ++step) fetcher.load_gate(step, step);
   wait_for_previous();
 
   if (warp < kWarps) {
@@ -168,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     named_barrier<kMultipliers + kGatherers>(kListBarrier);
     if (thread == kMultipliers) barrier_arrive(&c.listed);
     if (a.masks_first && warp == kWarps) {
-      __threadfence();  // the second kernel's blocks read the masks as soon as they start
+      __threadfence();  // the second kernel's blocks guess by what they see of the masks
       __syncwarp();
       launch_dependents();
     }
@@ -188,12 +181,10 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const MidPlan& plan, cuda
   CUtensorMap x_map, gate_map;
   TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, ffn.x, ffn.tokens, ffn.hidden, kHalfTokens));
   TWELL_RETURN_IF_ERROR(make_tensor_map(&gate_map, ffn.dtype, ffn.gate, ffn.width, ffn.hidden, kNeurons));
-  const Arguments arguments{ffn.up,      ffn.down,    ffn.b_gate,        ffn.b_up,     chunk.active,
-                            ffn.tokens,  ffn.hidden,  ffn.width,         plan.passes,  plan.ranges,
-                            plan.cluster, plan.gate_ahead, plan.up_ahead, plan.masks_first,
-                            MidTrace::next()};
+  const Arguments arguments{ffn.up,    ffn.down,    ffn.b_gate,  ffn.b_up,         chunk.active,    ffn.tokens, ffn.hidden,
+                            ffn.width, plan.passes, plan.ranges, plan.masks_first, MidTrace::next()};
   return launch_kernel(mid_half_gate_up_kernel<T, kNeurons>, chunk.active.blocks * 2 * plan.ranges, kThreads,
-                       plan.cluster, Shape<kNeurons>::kShared, stream, x_map, gate_map, arguments);
+                       kCluster, Shape<kNeurons>::kShared, stream, x_map, gate_map, arguments);
 }
 
 template <typename T>
@@ -206,49 +197,15 @@ cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const MidPlan& plan,
   }
 }
 
-// Clusters of four that the GPU holds at a time: not all its parts have a multiple of four SMs.
-template <int kNeurons>
-int count_fours() {
-  static const int count = [] {
-    const auto kernel = mid_half_gate_up_kernel<__nv_bfloat16, kNeurons>;
-    constexpr int kBytes = Shape<kNeurons>::kShared;
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {4, 1, 1};
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(4);
-    config.blockDim = dim3(kThreads);
-    config.dynamicSmemBytes = kBytes;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    int clusters = 0;
-    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes) != cudaSuccess ||
-        cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) {
-      return 0;
-    }
-    return clusters;
-  }();
-  return count;
-}
-
 }  // namespace
-
-int mid_half_fours(const MidPlan& plan) {
-  switch (plan.neurons) {
-    case 96: return count_fours<96>();
-    case 128: return count_fours<128>();
-    case 176: return count_fours<176>();
-    default: return count_fours<256>();
-  }
-}
 
 bool plan_mid_half(const Ffn& ffn, const Device& device, MidPlan* plan) {
   const int64_t halves = (ffn.tokens + kBlockTokens - 1) / kBlockTokens * 2;
   for (const int neurons : {96, 128, 176, 256}) {
     const int ranges = ((ffn.width + 31) / 32 * 32 + neurons - 1) / neurons;  // masks are written to their last word
-    if (halves * ranges > device.sm_count / 2 * 2) continue;
-    *plan = {neurons, 1, ranges, 4, 6, true, true, true};
-    if (halves % 4 != 0 || halves * ranges > 4 * mid_half_fours(*plan)) plan->cluster = 2;
+    if (halves * ranges > device.sm_count / kCluster * kCluster) continue;
+    if (int64_t{neurons} * ffn.hidden > kMidMaxWork) return false;
+    *plan = {neurons, 1, ranges, true, true, true};
     return true;
   }
   return false;

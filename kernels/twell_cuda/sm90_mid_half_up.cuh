@@ -23,12 +23,6 @@ __device__ __forceinline__ void gather(const Arguments& a, Control& c, uint32_t 
     const int n = row + kGatherRows * i;
     offsets[i] = n < rows ? static_cast<uint32_t>(first + c.list[n]) * eighths : 0;
   }
-  const auto prefetch = [&](const void* matrix, int begin) {
-    for (int n = thread; n < rows; n += kGatherers) {
-      const T* const from = static_cast<const T*>(matrix) + static_cast<int64_t>(first + c.list[n]) * a.hidden + begin;
-      prefetch_row(from, (a.hidden - begin) * 2);
-    }
-  };
   for (int step = 0; step < steps; ++step, ring.advance()) {
     ring.wait_empty();
     const uint32_t to = shared + use.row_stage(ring.stage);
@@ -42,8 +36,11 @@ __device__ __forceinline__ void gather(const Arguments& a, Control& c, uint32_t 
       if (n < rows) copy_16(to + n * kRowBytes + ((chunk ^ (n & 7)) << 4), from + offsets[i], inside);
     }
     barrier_arrive_on_copies(ring.full + ring.stage);
-    if (a.up_ahead && step == use.stages - 1 && step + 1 < steps) prefetch(a.up, (step + 1) * kDepth);
-    if (step == min(use.stages + 2, steps - 1)) prefetch(a.down, 0);  // the second kernel reads them next
+    if (step == min(use.stages + 2, steps - 1)) {  // the second kernel reads them next
+      for (int n = thread; n < rows; n += kGatherers) {
+        prefetch_row(static_cast<const T*>(a.down) + static_cast<int64_t>(first + c.list[n]) * a.hidden, a.hidden * 2);
+      }
+    }
   }
 }
 

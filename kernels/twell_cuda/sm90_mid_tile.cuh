@@ -52,18 +52,12 @@ struct Arguments {
   int64_t tokens;
   int hidden, width;
   int passes, ranges;
-  int cluster, gate_ahead;
-  bool up_ahead, masks_first;
+  bool masks_first;
   MidTrace trace;
 };
 
 __device__ __forceinline__ void prefetch_row(const void* row, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void prefetch_box(const CUtensorMap* map, int column, int row) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(column), "r"(row)
-               : "memory");
 }
 
 // Counts as `Threads` of a named barrier without waiting there.

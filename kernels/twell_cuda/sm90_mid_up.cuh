@@ -55,13 +55,6 @@ __device__ __forceinline__ void gather(const Arguments& a, Control& c, uint32_t 
         if (n < rows) copy_16(to + n * 128 + ((chunk ^ (n & 7)) << 4), from + offsets[i], inside);
       }
       barrier_arrive_on_copies(c.copied + ring.stage);
-      if (a.up_ahead && step == Shape<kNeurons>::kStages - 1 && step + 1 < steps) {
-        for (int n = thread; n < rows; n += kGatherers) {
-          const int64_t neuron = first + (c.list[start + n] & kPlace);
-          prefetch_row(static_cast<const T*>(a.up) + neuron * a.hidden + (step + 1) * kDepth,
-                       (a.hidden - (step + 1) * kDepth) * 2);
-        }
-      }
       if (step == aside) {
         barrier_wait(&c.gates_stored, 0);
         if (pass > 0) barrier_wait(&c.gates_empty, (pass - 1) & 1);
@@ -167,7 +160,7 @@ __device__ __forceinline__ void multiply_up(const Arguments& a, Control& c, uint
       multiply(std::integral_constant<int, 48>{});
     } else if (rows <= 64) {
       multiply(std::integral_constant<int, 64>{});
-    } else if (kNeurons > 64 && rows <= 96) {
+    } else if (rows <= 96) {
       multiply(std::integral_constant<int, 96>{});
     } else if (kNeurons > 128 && rows <= 112) {
       multiply(std::integral_constant<int, 112>{});

@@ -162,32 +162,20 @@ struct Variant {
   std::function<cudaError_t(const Ffn&, void*)> run;
 };
 
-// What is tried: with 128 tokens a thread block (cluster 0) or 64.
+// What is tried beside the plan that is chosen. Without `masks_first`, down's first blocks guess by masks of another
+// call and start anew.
 struct Switches {
   const char* name;
-  int cluster, gate_ahead;
-  bool up_ahead, masks_first, look_ahead;
+  bool half, masks_first, guesses;
 };
-constexpr Switches kSwitches[] = {{"128 tokens, down looks ahead", 0, 0, false, false, true},
-                                  {"128, Wu ahead", 0, 0, true, false, true},
-                                  {"128, Wu and Wg ahead by 6", 0, 6, true, false, true},
-                                  {"64 tokens, cluster 2", 2, 0, false, false, false},
-                                  {"64, 2, down looks ahead", 2, 0, false, false, true},
-                                  {"64, 2, Wu ahead", 2, 0, true, false, true},
-                                  {"64, 2, masks first", 2, 0, true, true, true},
-                                  {"64, 2, Wg ahead by 6", 2, 6, true, true, true},
-                                  {"64, 2, all of Wg ahead", 2, 512, true, true, true},
-                                  {"64 tokens, cluster 4", 4, 0, false, false, false},
-                                  {"64, 4, masks first", 4, 0, true, true, true},
-                                  {"64, 4, Wg ahead by 6", 4, 6, true, true, true},
-                                  {"64, 4, all of Wg ahead", 4, 512, true, true, true}};
+constexpr Switches kSwitches[] = {{"64 tokens, down waits", true, false, false},
+                                  {"64, guesses at any time", true, false, true},
+                                  {"128 tokens, guesses", false, false, true}};
 
 // False where that does not apply.
 bool switched(const Ffn& f, const Device& device, const Switches& s, sm90::MidPlan* plan) {
-  if (s.cluster == 0 ? !sm90::plan_mid(f, device, plan) : !sm90::plan_mid_half(f, device, plan)) return false;
-  if (s.cluster > plan->cluster && s.cluster > 2) return false;
-  plan->cluster = s.cluster, plan->gate_ahead = s.gate_ahead, plan->up_ahead = s.up_ahead;
-  plan->masks_first = s.masks_first, plan->look_ahead = s.look_ahead;
+  if (!sm90::plan_mid(f, device, plan) || plan->half != s.half) return false;
+  plan->masks_first = s.masks_first, plan->guesses = s.guesses;
   return true;
 }
 
@@ -207,11 +195,11 @@ std::vector<Variant> variants_of(const Ffn& f, const Device& device, bool every_
   if (!every_plan) return all;
   for (const int neurons : {96, 128, 176, 256}) {
     const int ranges = ((f.width + 31) / 32 * 32 + neurons - 1) / neurons;
-    const sm90::MidPlan plan{neurons, 1, ranges, (f.tokens + 127) / 128 % 2 == 0 ? 4 : 2, 3, true, true, true};
+    const sm90::MidPlan plan{neurons, 1, ranges, true, true, true};
     all.push_back({"64 tokens by " + std::to_string(neurons),
                    [=](const Ffn& g, void* w) { return run_mid(g, plan, device, w, nullptr); }});
   }
-  for (const int neurons : {64, 96, 128, 176, 192}) {
+  for (const int neurons : {96, 128, 176, 192}) {
     for (const int passes : {1, 2, sm90::kMidMaxOwn / neurons}) {
       sm90::MidPlan plan{neurons, passes, 0};
       plan.ranges = ((f.width + plan.own() - 1) / plan.own() + 1) / 2 * 2;
@@ -430,7 +418,9 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     const bool takes_mid = sm90::plan_mid(calls[0], device, &plan);
     std::printf("%d x %d T=%d L0=%d", hidden, width, row.tokens, row.active);
     if (row.bar > 0) std::printf(" (bar %.1f)", row.bar);
-    if (takes_mid) std::printf(", %d ranges of %d x %d", plan.ranges, plan.passes, plan.neurons);
+    if (takes_mid) {
+      std::printf(", %d tokens, %d ranges of %d x %d", plan.half ? 64 : 128, plan.ranges, plan.passes, plan.neurons);
+    }
     std::vector<std::string> names;
     std::vector<checks::Graph> graphs;
     const auto add = [&](const char* name, auto launch) {
@@ -447,10 +437,6 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     for (const Switches& t : kSwitches) {
       sm90::MidPlan p{};
       if (!switched(calls[0], device, t, &p)) continue;
-      if (p.cluster == 2 && !t.look_ahead) {
-        std::printf(", 64 tokens: %d ranges of %d, %d clusters of 4 at a time", p.ranges, p.neurons,
-                    sm90::mid_half_fours(p));
-      }
       tried.emplace_back(t.name, p);
       add((std::string("\n   ") + t.name + ": gate+up").c_str(),
           [&, p](const Ffn& f, cudaStream_t s) { return sm90::launch_mid_gate_up(f, chunk, p, s); });
@@ -480,7 +466,7 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     }
     std::printf("\n");
 #if defined(TWELL_MID_TRACE)
-    if (takes_mid) tried.emplace(tried.begin(), "128 tokens", plan);
+    if (takes_mid) tried.emplace(tried.begin(), "the plan", plan);
     for (const auto& [name, p] : tried) {
       if (row.bar == 0) break;
       const size_t count = size_t{2} * layers * sm90::kMidTracedBlocks * sm90::kMidPhases;
