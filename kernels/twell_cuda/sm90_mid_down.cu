@@ -333,8 +333,8 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const MidPlan& plan, cuda
   const int slices = (ffn.hidden + kHidden - 1) / kHidden;
   const Arguments arguments{chunk.active, ffn.down,  ffn.b_down, ffn.y,        ffn.tokens,
                             ffn.hidden,   ffn.width, slices,     plan.guesses, MidTrace::next()};
-  return launch_kernel(mid_down_kernel<T, kHidden>, half_blocks * slices, Shape<kHidden>::kThreads, 1,
-                       Shape<kHidden>::kShared, stream, arguments);
+  return launch_with_carveout(plan.carveout, mid_down_kernel<T, kHidden>, half_blocks * slices,
+                              Shape<kHidden>::kThreads, 1, Shape<kHidden>::kShared, stream, arguments);
 }
 
 // Columns of y to a thread block, for the least time: rounds of what a step brings in.

@@ -181,10 +181,12 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const MidPlan& plan, cuda
   CUtensorMap x_map, gate_map;
   TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, ffn.x, ffn.tokens, ffn.hidden, kHalfTokens));
   TWELL_RETURN_IF_ERROR(make_tensor_map(&gate_map, ffn.dtype, ffn.gate, ffn.width, ffn.hidden, kNeurons));
-  const Arguments arguments{ffn.up,    ffn.down,    ffn.b_gate,  ffn.b_up,         chunk.active,    ffn.tokens, ffn.hidden,
-                            ffn.width, plan.passes, plan.ranges, plan.masks_first, MidTrace::next()};
-  return launch_kernel(mid_half_gate_up_kernel<T, kNeurons>, chunk.active.blocks * 2 * plan.ranges, kThreads,
-                       kCluster, Shape<kNeurons>::kShared, stream, x_map, gate_map, arguments);
+  const Arguments arguments{ffn.up,     ffn.down,         ffn.b_gate,  ffn.b_up,   chunk.active,
+                            ffn.tokens, ffn.hidden,       ffn.width,   plan.passes, plan.ranges,
+                            plan.masks_first, plan.batches, MidTrace::next()};
+  return launch_with_carveout(plan.carveout, mid_half_gate_up_kernel<T, kNeurons>,
+                              chunk.active.blocks * 2 * plan.ranges, kThreads, kCluster, Shape<kNeurons>::kShared,
+                              stream, x_map, gate_map, arguments);
 }
 
 template <typename T>

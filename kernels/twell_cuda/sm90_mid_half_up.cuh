@@ -29,14 +29,20 @@ __device__ __forceinline__ void gather(const Arguments& a, Control& c, uint32_t 
     const int eighth = step * (kDepth / 8) + chunk;
     const bool inside = eighth < eighths;
     const uint4* const from = up + (inside ? eighth : 0);
+    if (a.batches == 2) {
+      gather_rows<true>(to, up, static_cast<const uint4*>(a.down), offsets, thread, eighth, inside, rows);
+    } else if (a.batches == 1) {
+      gather_rows<false>(to, up, nullptr, offsets, thread, eighth, inside, rows);
+    } else {
 #pragma unroll
-    for (int i = 0; i < kShare; ++i) {
-      const int n = row + kGatherRows * i;
-      if (kGatherRows * i >= rows) break;
-      if (n < rows) copy_16(to + n * kRowBytes + ((chunk ^ (n & 7)) << 4), from + offsets[i], inside);
+      for (int i = 0; i < kShare; ++i) {
+        const int n = row + kGatherRows * i;
+        if (kGatherRows * i >= rows) break;
+        if (n < rows) copy_16(to + n * kRowBytes + ((chunk ^ (n & 7)) << 4), from + offsets[i], inside);
+      }
     }
     barrier_arrive_on_copies(ring.full + ring.stage);
-    if (step == min(use.stages + 2, steps - 1)) {  // the second kernel reads them next
+    if (a.batches < 2 && step == min(use.stages + 2, steps - 1)) {  // the second kernel reads them next
       for (int n = thread; n < rows; n += kGatherers) {
         prefetch_row(static_cast<const T*>(a.down) + static_cast<int64_t>(first + c.list[n]) * a.hidden, a.hidden * 2);
       }

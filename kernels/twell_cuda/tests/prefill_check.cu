@@ -167,15 +167,25 @@ struct Variant {
 struct Switches {
   const char* name;
   bool half, masks_first, guesses;
+  int batches, carveout;
 };
-constexpr Switches kSwitches[] = {{"64 tokens, down waits", true, false, false},
-                                  {"64, guesses at any time", true, false, true},
-                                  {"128 tokens, guesses", false, false, true}};
+constexpr Switches kSwitches[] = {{"64 tokens, down waits", true, false, false, 0, -1},
+                                  {"64, guesses at any time", true, false, true, 0, -1},
+                                  {"64, batches", true, true, true, 1, -1},
+                                  {"64, batches, Wd beside", true, true, true, 2, -1},
+                                  {"64, side by side", true, true, true, 0, 100},
+                                  {"64, batches, side by side", true, true, true, 1, 100},
+                                  {"64, batches, Wd beside, side by side", true, true, true, 2, 100},
+                                  {"64, guesses at any time, side by side", true, false, true, 1, 100},
+                                  {"128, guesses", false, false, true, 0, -1},
+                                  {"128, guesses, batches", false, false, true, 1, -1},
+                                  {"128, guesses, batches, Wd beside", false, false, true, 2, -1},
+                                  {"128, guesses, batches, Wd beside, carveout", false, false, true, 2, 100}};
 
 // False where that does not apply.
 bool switched(const Ffn& f, const Device& device, const Switches& s, sm90::MidPlan* plan) {
   if (!sm90::plan_mid(f, device, plan) || plan->half != s.half) return false;
-  plan->masks_first = s.masks_first, plan->guesses = s.guesses;
+  plan->masks_first = s.masks_first, plan->guesses = s.guesses, plan->batches = s.batches, plan->carveout = s.carveout;
   return true;
 }
 
