@@ -154,13 +154,40 @@ cudaError_t run_mid(const Ffn& f, const sm90::MidPlan& plan, const Device& devic
                     cudaStream_t stream) {
   const sm90::Chunk chunk = chunk_of(f, workspace);
   TWELL_RETURN_IF_ERROR(sm90::launch_mid_gate_up(f, chunk, plan, stream));
-  return sm90::launch_mid_down(f, chunk, device, stream);
+  return sm90::launch_mid_down(f, chunk, device, plan, stream);
 }
 
 struct Variant {
   std::string name;
   std::function<cudaError_t(const Ffn&, void*)> run;
 };
+
+// What is tried beside the plan that is chosen. Without `masks_first`, down's first blocks guess by masks of another
+// call and start anew.
+struct Switches {
+  const char* name;
+  bool half, masks_first, guesses;
+  int batches, carveout;
+};
+constexpr Switches kSwitches[] = {{"64 tokens, down waits", true, false, false, 0, -1},
+                                  {"64, guesses at any time", true, false, true, 0, -1},
+                                  {"64, batches", true, true, true, 1, -1},
+                                  {"64, batches, Wd beside", true, true, true, 2, -1},
+                                  {"64, side by side", true, true, true, 0, 100},
+                                  {"64, batches, side by side", true, true, true, 1, 100},
+                                  {"64, batches, Wd beside, side by side", true, true, true, 2, 100},
+                                  {"64, guesses at any time, side by side", true, false, true, 1, 100},
+                                  {"128, guesses", false, false, true, 0, -1},
+                                  {"128, guesses, batches", false, false, true, 1, -1},
+                                  {"128, guesses, batches, Wd beside", false, false, true, 2, -1},
+                                  {"128, guesses, batches, Wd beside, carveout", false, false, true, 2, 100}};
+
+// False where that does not apply.
+bool switched(const Ffn& f, const Device& device, const Switches& s, sm90::MidPlan* plan) {
+  if (!sm90::plan_mid(f, device, plan) || plan->half != s.half) return false;
+  plan->masks_first = s.masks_first, plan->guesses = s.guesses, plan->batches = s.batches, plan->carveout = s.carveout;
+  return true;
+}
 
 std::vector<Variant> variants_of(const Ffn& f, const Device& device, bool every_plan, bool nan_token) {
   std::vector<Variant> all{
@@ -170,8 +197,19 @@ std::vector<Variant> variants_of(const Ffn& f, const Device& device, bool every_
   if (!nan_token || f.width % 32 == 0) {  // a NaN token wakes neurons past the last there
     all.push_back({"for more tokens", [=](const Ffn& g, void* w) { return run_long(g, device, w, nullptr); }});
   }
+  for (const Switches& t : kSwitches) {
+    sm90::MidPlan plan{};
+    if (!switched(f, device, t, &plan)) continue;
+    all.push_back({t.name, [=](const Ffn& g, void* w) { return run_mid(g, plan, device, w, nullptr); }});
+  }
   if (!every_plan) return all;
-  for (const int neurons : {64, 96, 128, 176, 192}) {
+  for (const int neurons : {96, 128, 176, 256}) {
+    const int ranges = ((f.width + 31) / 32 * 32 + neurons - 1) / neurons;
+    const sm90::MidPlan plan{neurons, 1, ranges, true, true, true};
+    all.push_back({"64 tokens by " + std::to_string(neurons),
+                   [=](const Ffn& g, void* w) { return run_mid(g, plan, device, w, nullptr); }});
+  }
+  for (const int neurons : {96, 128, 176, 192}) {
     for (const int passes : {1, 2, sm90::kMidMaxOwn / neurons}) {
       sm90::MidPlan plan{neurons, passes, 0};
       plan.ranges = ((f.width + plan.own() - 1) / plan.own() + 1) / 2 * 2;
@@ -390,7 +428,9 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     const bool takes_mid = sm90::plan_mid(calls[0], device, &plan);
     std::printf("%d x %d T=%d L0=%d", hidden, width, row.tokens, row.active);
     if (row.bar > 0) std::printf(" (bar %.1f)", row.bar);
-    if (takes_mid) std::printf(", %d ranges of %d x %d", plan.ranges, plan.passes, plan.neurons);
+    if (takes_mid) {
+      std::printf(", %d tokens, %d ranges of %d x %d", plan.half ? 64 : 128, plan.ranges, plan.passes, plan.neurons);
+    }
     std::vector<std::string> names;
     std::vector<checks::Graph> graphs;
     const auto add = [&](const char* name, auto launch) {
@@ -400,10 +440,19 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     // Each part after one that leaves what it reads.
     if (takes_mid) {
       add("gate+up", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_mid_gate_up(f, chunk, plan, s); });
-      add("down", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_mid_down(f, chunk, device, s); });
+      add("down", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_mid_down(f, chunk, device, plan, s); });
       add("whole", [&](const Ffn& f, cudaStream_t s) { return run_mid(f, plan, device, workspace.data, s); });
     }
-    add("| for more tokens: gate",
+    std::vector<std::pair<std::string, sm90::MidPlan>> tried;
+    for (const Switches& t : kSwitches) {
+      sm90::MidPlan p{};
+      if (!switched(calls[0], device, t, &p)) continue;
+      tried.emplace_back(t.name, p);
+      add((std::string("\n   ") + t.name + ": gate+up").c_str(),
+          [&, p](const Ffn& f, cudaStream_t s) { return sm90::launch_mid_gate_up(f, chunk, p, s); });
+      add("whole", [&, p](const Ffn& f, cudaStream_t s) { return run_mid(f, p, device, workspace.data, s); });
+    }
+    add("\n   for more tokens: gate",
         [&](const Ffn& f, cudaStream_t s) { return sm90::launch_gate(f, chunk, device, s); });
     add("list", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_list(f, chunk, device, s); });
     add("up", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_up(f, chunk, device, s); });
@@ -427,14 +476,19 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     }
     std::printf("\n");
 #if defined(TWELL_MID_TRACE)
-    if (takes_mid) {
+    if (takes_mid) tried.emplace(tried.begin(), "the plan", plan);
+    for (const auto& [name, p] : tried) {
+      if (row.bar == 0) break;
       const size_t count = size_t{2} * layers * sm90::kMidTracedBlocks * sm90::kMidPhases;
       Buffer<uint64_t> buffer(std::vector<uint64_t>(count, 0));
       sm90::mid_trace = buffer.data;
-      checks::Graph traced(layers, [&](int i, cudaStream_t s) { CHECK(run_mid(calls[i], plan, device, workspace.data, s)); });
+      const sm90::MidPlan q = p;
+      checks::Graph traced(layers, [&](int i, cudaStream_t s) {
+        CHECK(run_mid(calls[i], q, device, workspace.data, s));
+      });
       sm90::mid_trace = nullptr;
       for (int i = 0; i < 5; ++i) traced.replay(i > 1);
-      std::printf("  phases, %.2f us a call:\n", traced.median());
+      std::printf("  phases of %s, %.2f us a call:\n", name.c_str(), traced.median());
       traced.release();
       print_phases(buffer.get(), layers);
     }
