@@ -29,17 +29,24 @@ __device__ __forceinline__ uint64_t seal_of(uint32_t meeting, uint32_t call) {
   return v ^ v >> 31;
 }
 
-// This block has started; says how many gave up before the last one started, to that one.
-__device__ __forceinline__ void check_in(const FusedParams& p, Control& c) {
-  const unsigned long long others = gridDim.x - 1;
-  const unsigned long long mine = blockIdx.x == 0 ? kOneBlock * (65536 - others) : kOneBlock;
-  const unsigned long long before = atomicAdd(meetings + p.meeting, mine);
-  const bool last = (before + mine) >> kCallShift != before >> kCallShift;
+// This block has started; says what the word was before. number_call() makes sense of it, later, as the answer takes a
+// while.
+__device__ __forceinline__ unsigned long long started_as(unsigned block, unsigned blocks) {
+  return block == 0 ? kOneBlock * (65536 - (blocks - 1)) : kOneBlock;
+}
+
+__device__ __forceinline__ unsigned long long check_in(const FusedParams& p) {
+  return atomicAdd(meetings + p.meeting, started_as(blockIdx.x, gridDim.x));
+}
+
+__device__ __forceinline__ void number_call(const FusedParams& p, Control& c, unsigned long long before) {
+  const unsigned long long after = before + started_as(blockIdx.x, gridDim.x);
+  const bool last = after >> kCallShift != before >> kCallShift;
   const int gave_up = last ? static_cast<int>(before & (kOneBlock - 1)) : 0;
   if (gave_up > 0) atomicAdd(meetings + p.meeting, -(kGaveUp * gave_up));
   c.left_over = gave_up;
   c.seal = seal_of(p.meeting, static_cast<uint32_t>(before >> kCallShift));
-  c.all_in = static_cast<int>(before >> kCallShift);  // until wait_on(): the call's number
+  c.all_in = static_cast<int>(before >> kCallShift);  // until may_wait_on(): the call's number
 }
 
 // Whether all blocks have started, so that waiting ends; if not, this one has given up.
@@ -62,6 +69,12 @@ struct Sealed {
   uint64_t columns, seal;
 };
 
+// What a head says: no neuron is active, so the share is zero and not written; or it comes.
+constexpr uint64_t kNothing = 0;
+__device__ __forceinline__ void store_head(const FusedParams& p, bool comes, uint64_t seal) {
+  if (p.use_heads) store_sealed(p.heads + blockIdx.x, comes ? 1.f : 0.f, 0.f, seal);
+}
+
 // Where `wanted`; else `v` stays.
 __device__ __forceinline__ void load_sealed(Sealed& v, const uint4* from, bool wanted) {
   asm volatile(
@@ -72,12 +85,10 @@ __device__ __forceinline__ void load_sealed(Sealed& v, const uint4* from, bool w
       : "memory");
 }
 
-// Pair of columns `pair` of a row as the down product leaves them: thread by thread of a chunk, its four pairs apart.
+// Pair of columns `pair` of a row as the down product leaves them: thread by thread, its four pairs apart.
 __device__ __forceinline__ int column_of(const FusedParams& p, int pair) {
-  const int chunk = pair / (kChunkColumns / 2), in_chunk = pair % (kChunkColumns / 2);
-  const int threads = min(kChunkColumns, p.hidden - chunk * kChunkColumns) / kThreadColumns;
-  const int i = in_chunk / threads;
-  return chunk * kChunkColumns + (in_chunk - i * threads) * kThreadColumns + 2 * i;
+  const int threads = p.hidden / kThreadColumns, i = pair / threads;
+  return (pair - i * threads) * kThreadColumns + 2 * i;
 }
 
 // Adds up the columns of thread block `block` and stores them, if all shares arrive before `patience` looks at each;
@@ -93,7 +104,12 @@ __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, f
   for (int base = block * p.units; base < min((block + 1) * p.units, all_units); base += together) {
     const int unit = base + thread % together, part = thread / together;
     const bool inside = unit < all_units;
-    const uint4* const from = p.partials + unit;
+    const int token = unit / pairs, column = column_of(p, unit - token * pairs);
+    float2 bias = make_float2(0.f, 0.f);
+    if (p.b_down != nullptr && inside) {
+      bias.x = to_float(static_cast<const Half*>(p.b_down)[column]);
+      bias.y = to_float(static_cast<const Half*>(p.b_down)[column + 1]);
+    }
     float2 sum = make_float2(0.f, 0.f);
     bool in_vain = false;
     for (int row = part; inside && !in_vain && row < blocks; row += kBatch * parts) {
@@ -105,6 +121,7 @@ __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, f
         if (row + i * parts < blocks) missing |= 1u << i;
       }
       const uint32_t wanted = missing;
+      uint32_t coming = p.use_heads ? 0 : missing;  // whose share is to be waited for, as their heads say
       for (int looks = 0; missing != 0; ++looks) {
         if (looks > patience) {
           in_vain = true;
@@ -112,11 +129,18 @@ __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, f
         }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-          load_sealed(v[i], from + static_cast<int64_t>(row + i * parts) * all_units, missing >> i & 1);
+          const int other = row + i * parts;
+          load_sealed(v[i], p.heads + (coming >> i & 1 ? kFusedMaxBlocks + other * all_units + unit : other),
+                      missing >> i & 1);
         }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-          if (v[i].seal == seal) missing &= ~(1u << i);
+          if (v[i].seal != seal || !(missing >> i & 1)) continue;
+          if ((coming >> i & 1) != 0 || v[i].columns == kNothing) {
+            missing &= ~(1u << i);
+          } else {
+            coming |= 1u << i;
+          }
         }
       }
 #pragma unroll
@@ -140,12 +164,8 @@ __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, f
       for (int q = 1; q < min(parts, kDecodeWarps); ++q) {
         v.x += scratch[q * together + thread].x, v.y += scratch[q * together + thread].y;
       }
-      const int token = unit / pairs, column = column_of(p, unit - token * pairs);
-      if (p.b_down != nullptr) {
-        v.x += to_float(static_cast<const Half*>(p.b_down)[column]);
-        v.y += to_float(static_cast<const Half*>(p.b_down)[column + 1]);
-      }
-      static_cast<uint32_t*>(p.y)[(static_cast<int64_t>(token) * p.hidden + column) / 2] = pack<Half>(v.x, v.y);
+      static_cast<uint32_t*>(p.y)[(static_cast<int64_t>(token) * p.hidden + column) / 2] =
+          pack<Half>(v.x + bias.x, v.y + bias.y);
     }
     __syncthreads();  // `scratch` is free again
   }
