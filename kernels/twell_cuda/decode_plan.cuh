@@ -24,8 +24,11 @@ struct Kernels {
   bool few = false;        // sm90_few_gate_up.cu and sm90_few_down.cu, neither of the above
   struct Fused {           // one kernel for all (sm90_decode_fused.cu), if takes_fused()
     bool use = false;
-    int window_bytes = 32 << 10;  // of gate rows on their way to a thread block at a time
+    // Of gate rows on their way to a thread block at a time, of the first two fifths and then.
+    int window_bytes = 32 << 10, late_window_bytes = 32 << 10;
+    int delay = 0;                // cycles before the first are asked for
     bool through = true;          // the rows that registers hold come through shared memory
+    bool direct = true;           // a few rows of Wu and Wd go straight into registers
     bool heads = true;            // thread blocks without active neurons say so, instead of leaving zeros
     int patience = 1000;          // looks at what other thread blocks leave
   } fused;
@@ -58,6 +61,7 @@ inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; 
 // The fused kernel: its thread blocks all run at once, two calls' on a multiprocessor; a block's gate rows find room in
 // registers (16) and shared memory, and the blocks' shares of y stay in L2.
 constexpr int kFusedMaxBlocks = 144, kFusedMaxTokens = 2, kFusedMaxHidden = 2048, kFusedMaxRows = 48;
+constexpr int kFusedHeadBytes = 128;  // of which 16 are used: many blocks look at each
 constexpr int kFusedControlBytes = 1536, kFusedRingBytes = 113 * 1024 - kFusedControlBytes;
 inline bool has_fused_shares(const Ffn& ffn) { return ffn.tokens <= kFusedMaxTokens && ffn.hidden <= kFusedMaxHidden; }
 inline int fused_blocks(const Ffn& ffn, const Device& device) {
@@ -93,7 +97,7 @@ inline DecodePlan plan_decode(const Ffn& ffn) {
   p.bytes = p.partials + (p.splits > 1 ? 4 * int64_t{p.slices} * p.splits * 8 * p.lane_columns * tokens : 0);
   if (has_fused_shares(ffn)) {
     const int64_t most = ffn.width < kFusedMaxBlocks ? ffn.width : kFusedMaxBlocks;
-    const int64_t shares = 16 * kFusedMaxBlocks + most * ffn.tokens * ffn.hidden * 8;
+    const int64_t shares = kFusedHeadBytes * kFusedMaxBlocks + most * ffn.tokens * ffn.hidden * 8;
     if (p.bytes < shares) p.bytes = shares;
   }
   return p;

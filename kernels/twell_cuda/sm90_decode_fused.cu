@@ -54,7 +54,8 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
   int asked = 0;
   const auto ask_for_gate = [&](int until) {
     for (; asked < until; ++asked) {
-      if (asked >= p.window) sm90::barrier_wait(c.gate + asked - p.window, 0);
+      const int window = asked * 5 < portions * 2 ? p.window : p.late_window;
+      if (asked >= window) sm90::barrier_wait(c.gate + asked - window, 0);
       const bool to_hold = asked < held_portions;
       const int row = (to_hold ? asked : asked - held_portions) * kPortionRows;
       const int place = row + (to_hold ? p.held_at : 0), neuron = row + (to_hold ? 0 : kHeldRows);
@@ -62,6 +63,11 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
               min(kPortionRows, (to_hold ? held_rows : rest) - row), p);
     }
   };
+  if (l.warp == 0 && p.delay > 0) {  // the call ahead asks for x meanwhile
+    const long long start = clock64();
+    while (clock64() - start < p.delay) {
+    }
+  }
   // Those first whose places are free from the start.
   if (l.warp == 0) ask_for_gate(kThrough ? min(portions, held_portions + p.held_at / kPortionRows) : portions);
   if (thread >= 32 && thread < 32 + count) {
@@ -74,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
   {
     uint4 held[kSteps][2];
     for (int i = 0; i < held_portions; ++i) sm90::barrier_wait(c.gate + i, 0);
-    if (!kThrough && portions > p.window) sm90::barrier_wait(c.gate + portions - 1 - p.window, 0);
+    if (!kThrough && portions > p.late_window) sm90::barrier_wait(c.gate + portions - 1 - p.late_window, 0);
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       const uint32_t k = l.offset + i * kStepBytes;
@@ -123,8 +129,10 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
   ActiveRows active(0, false, 0);
   sm90::Ring ring(c.full, c.empty, 1), ring_out = ring;
   int supplied = 0;
+  bool direct = false;  // a few rows go past shared memory, and past the bulk copies that wait there
   const auto plan_rows = [&] {
-    active = ActiveRows(c.active, p.up != nullptr, p.row_places);
+    direct = c.active > 0 && c.active <= p.direct_rows;
+    active = ActiveRows(c.active, p.up != nullptr, direct ? 0 : p.row_places);
     ring.stages = ring_out.stages = min(kMaxStages, p.row_places / active.per);
   };
   const auto supply_row = [&] {
@@ -138,7 +146,7 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
   if (l.warp == 0) {
     list_active(p, c, slots, count);
     plan_rows();
-    while (supplied < min(active.stages, ring.stages)) supply_row();
+    while (!direct && supplied < min(active.stages, ring.stages)) supply_row();
     p.trace.mark(kListed);
   }
   if (thread == kThreads - 1) number_call(p, c, meeting_before);
@@ -147,16 +155,38 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
   const uint64_t seal = c.seal;
   if (thread == kThreads - 1) store_head(p, active.active > 0, seal);
 
-  if (active.tiles > 0) {
+  const int threads = p.hidden / kThreadColumns;
+#pragma unroll
+  for (int m = 0; m < kTiles; ++m) sum[m][0] = sum[m][1] = sum[m][2] = sum[m][3] = 0.f;
+  uint4 down_rows[kDirectRows];
+  if (direct) {
+    uint4 up_row[kSteps];
+    const int neuron = l.row < active.active ? c.list[l.row] : 0;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const uint32_t k = l.offset + i * kStepBytes;
+      load_now(up_row[i], row_of(p.up, neuron) + k, active.tiles > 0 && l.row < active.active && k < p.row_bytes);
+    }
+#pragma unroll
+    for (int r = 0; r < kDirectRows; ++r) {
+      const bool inside = r < active.active && thread < threads;
+      load_now(down_rows[r], row_of(p.down, inside ? c.list[r] : 0) + thread * 16, inside);
+    }
+    float part[2][4] = {};
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) multiply_step<Half>(part, up_row[i], uint4{}, x[i]);
+    join(sum[0], part);
+  } else {
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
-      sum[m][0] = sum[m][1] = sum[m][2] = sum[m][3] = 0.f;
-      if (m >= active.tiles) continue;
+      if (m >= active.tiles) break;
       multiply_stages<Half>(sum[m], x, l, ring, rows, active, m, p);
       for (int i = 0; i < 2; ++i) {
         if (l.warp == 0 && supplied < active.stages) supply_row();
       }
     }
+  }
+  if (active.tiles > 0) {
     p.trace.mark(kRowsThere);
     leave_sums(slots, sum, active.tiles, l);
     if (thread < active.active * kTokens) {
@@ -177,32 +207,40 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
     p.trace.mark(kUpSums);
   }
 
-  const int threads = p.hidden / kThreadColumns;
   float y[kTokens][kThreadColumns] = {};
-  for (int begin = 0; begin < active.active; begin += active.per) {
-    ring.wait_full();
-    const char* at = rows + ring.stage * active.per * p.row_stride + thread * 16;
-    const int end = min(active.active, begin + active.per);
-    for (int r = begin; thread < threads && r < end; ++r, at += p.row_stride) {
-      const uint4 words = *reinterpret_cast<const uint4*>(at);
-      const float2 column[4] = {sm90::unpack<Half>(words.x), sm90::unpack<Half>(words.y), sm90::unpack<Half>(words.z),
-                                sm90::unpack<Half>(words.w)};
-      const float2 h = c.values[c.list[r]];
+  const auto add_row = [&](const uint4& words, int r) {
+    const float2 column[4] = {sm90::unpack<Half>(words.x), sm90::unpack<Half>(words.y), sm90::unpack<Half>(words.z),
+                              sm90::unpack<Half>(words.w)};
+    const float2 h = c.values[c.list[r]];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        y[0][2 * i] += h.x * column[i].x, y[0][2 * i + 1] += h.x * column[i].y;
-        y[1][2 * i] += h.y * column[i].x, y[1][2 * i + 1] += h.y * column[i].y;
-      }
+    for (int i = 0; i < 4; ++i) {
+      y[0][2 * i] += h.x * column[i].x, y[0][2 * i + 1] += h.x * column[i].y;
+      y[1][2 * i] += h.y * column[i].x, y[1][2 * i + 1] += h.y * column[i].y;
     }
-    release(ring.empty + ring.stage, l.lane);
-    ring.advance();
-    if (l.warp == 0 && supplied < active.stages) supply_row();
+  };
+  if (direct) {
+#pragma unroll
+    for (int r = 0; r < kDirectRows; ++r) {
+      if (r < active.active) add_row(down_rows[r], r);
+    }
+  } else {
+    for (int begin = 0; begin < active.active; begin += active.per) {
+      ring.wait_full();
+      const char* at = rows + ring.stage * active.per * p.row_stride + thread * 16;
+      const int end = min(active.active, begin + active.per);
+      for (int r = begin; thread < threads && r < end; ++r, at += p.row_stride) {
+        add_row(*reinterpret_cast<const uint4*>(at), r);
+      }
+      release(ring.empty + ring.stage, l.lane);
+      ring.advance();
+      if (l.warp == 0 && supplied < active.stages) supply_row();
+    }
   }
   if (thread < threads && (!p.use_heads || active.active > 0)) {
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
       if (t >= p.tokens) break;
-      uint4* const to = p.heads + kFusedMaxBlocks + (blockIdx.x * p.tokens + t) * (p.hidden / 2) + thread;
+      uint4* const to = p.heads + kSharesAt + (blockIdx.x * p.tokens + t) * (p.hidden / 2) + thread;
 #pragma unroll
       for (int i = 0; i < 4; ++i) store_sealed(to + i * threads, y[t][2 * i], y[t][2 * i + 1], seal);
     }
@@ -255,9 +293,11 @@ cudaError_t launch_fused(const Ffn& ffn, const DecodePlan& plan, const Device& d
   const int grid = fused_blocks(ffn, device), units = p.tokens * (p.hidden / 2);
   for (p.units = 8; int64_t{p.units} * grid < units;) p.units *= 2;
   const int portion_bytes = kPortionRows * static_cast<int>(p.row_bytes);
-  p.window = how.window_bytes > portion_bytes ? how.window_bytes / portion_bytes : 1;
+  const auto window = [&](int bytes) { return bytes > portion_bytes ? bytes / portion_bytes : 1; };
+  p.window = window(how.window_bytes), p.late_window = window(how.late_window_bytes), p.delay = how.delay;
   p.held_at = kFusedRingBytes / static_cast<int>(p.row_stride) - kHeldRows;
   p.row_places = (kFusedRingBytes - kSlotBytes) / static_cast<int>(p.row_stride);
+  p.direct_rows = how.direct ? kDirectRows : 0;
   p.patience = how.patience;
   p.meeting = static_cast<uint32_t>(meeting);
   p.trace = Trace::next();

@@ -15,8 +15,11 @@ constexpr int kHeldRows = 16;  // of the gate, as tensor-core operands in regist
 constexpr int kTiles = kFusedMaxRows / 16;
 constexpr int kPortionRows = 2;  // of the gate, that come together
 constexpr int kPortions = kFusedMaxRows / kPortionRows;
+constexpr int kHeadStride = kFusedHeadBytes / static_cast<int>(sizeof(uint4)), kSharesAt = kFusedMaxBlocks * kHeadStride;
 constexpr int kStageRows = 8;  // of up and down, at most
 constexpr int kMaxStages = 8;
+constexpr int kDirectRows = 4;  // of up and of down, at most
+static_assert(kDirectRows <= kStageRows);
 constexpr int kSteps = 8;  // of a row
 constexpr uint32_t kPieceBytes = 64;                         // 32 consecutive k
 constexpr uint32_t kStepBytes = kDecodeWarps * kPieceBytes;  // a piece for each warp
@@ -64,17 +67,20 @@ struct FusedParams {
   const void* b_gate;
   const void* b_up;
   const void* b_down;
-  // (kFusedMaxBlocks): whether a thread block's share comes, and the call's seal. Behind them the shares, (blocks,
-  // tokens, D / 2): two columns of y, and the seal.
+  // (kFusedMaxBlocks, kHeadStride), the first of them: whether a thread block's share comes, and the call's seal. From
+  // kSharesAt on (thread blocks, tokens, D / 2): two columns of y, and the seal.
   uint4* heads;
   bool use_heads;  // else all shares come
   void* y;
   int tokens, hidden, width;
   uint32_t row_bytes;   // of x, gate, up and down
   uint32_t row_stride;  // in shared memory: 64 modulo 128, so that 16-byte reads of two rows meet no bank twice
-  int window;           // portions on their way at a time: more would queue in front of the call before
+  // Portions on their way at a time, of the first two fifths and then: more would queue in front of the call before.
+  int window, late_window;
+  int delay;            // cycles, before the first are asked for
   int held_at;          // where rows that go on into registers land, among the places of gate rows
   int row_places;       // of rows of up and down, behind the slots
+  int direct_rows;      // up to which rows of up and down go straight into registers
   int units;            // pairs of columns that a thread block adds up: a power of two
   uint32_t meeting;
   int patience;

@@ -72,7 +72,7 @@ struct Sealed {
 // What a head says: no neuron is active, so the share is zero and not written; or it comes.
 constexpr uint64_t kNothing = 0;
 __device__ __forceinline__ void store_head(const FusedParams& p, bool comes, uint64_t seal) {
-  if (p.use_heads) store_sealed(p.heads + blockIdx.x, comes ? 1.f : 0.f, 0.f, seal);
+  if (p.use_heads) store_sealed(p.heads + blockIdx.x * kHeadStride, comes ? 1.f : 0.f, 0.f, seal);
 }
 
 // Where `wanted`; else `v` stays.
@@ -130,7 +130,7 @@ __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, f
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           const int other = row + i * parts;
-          load_sealed(v[i], p.heads + (coming >> i & 1 ? kFusedMaxBlocks + other * all_units + unit : other),
+          load_sealed(v[i], p.heads + (coming >> i & 1 ? kSharesAt + other * all_units + unit : other * kHeadStride),
                       missing >> i & 1);
         }
 #pragma unroll

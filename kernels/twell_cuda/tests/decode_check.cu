@@ -158,9 +158,17 @@ Kernels few_but(bool Kernels::* part, bool value) {
   return k;
 }
 
-Kernels fused_kernels(bool overlap, int window_kib = 32, bool through = true, bool heads = true) {
+Kernels fused_kernels(bool overlap, int window_kib = 32, bool through = true, bool heads = true,
+                      bool direct = true) {
   Kernels k = kernels(true, overlap);
-  k.fused.use = true, k.fused.window_bytes = window_kib << 10, k.fused.through = through, k.fused.heads = heads;
+  k.fused.use = true, k.fused.window_bytes = k.fused.late_window_bytes = window_kib << 10;
+  k.fused.through = through, k.fused.heads = heads, k.fused.direct = direct;
+  return k;
+}
+
+Kernels fused_in_two_speeds(int window_kib, int late_window_kib, int delay) {
+  Kernels k = fused_kernels(true, window_kib);
+  k.fused.late_window_bytes = late_window_kib << 10, k.fused.delay = delay;
   return k;
 }
 
@@ -191,6 +199,8 @@ std::vector<Variant> checked_variants(const Ffn& f, const Device& device) {
     v.push_back({"fused, 8 KiB", fused_kernels(true, 8)});
     v.push_back({"fused, straight", fused_kernels(true, 16, false)});
     v.push_back({"fused, all shares", fused_kernels(true, 24, true, false)});
+    v.push_back({"fused, 48 then 16 KiB, later", fused_in_two_speeds(48, 16, 1500)});
+    v.push_back({"fused, no direct", fused_kernels(true, 24, true, true, false)});
     for (const bool heads : {false, true}) {
       v.push_back({"fused, impatient", fused_kernels(true, 32, true, heads)});
       v.back().kernels.fused.patience = 0;
@@ -486,7 +496,13 @@ std::vector<Variant> timed_variants(const Ffn& f, const Device& device) {
     v.push_back({"U 16 straight", fused_kernels(true, 16, false)});
     v.push_back({"U 32 straight", fused_kernels(true, 32, false)});
     v.push_back({"U 24 all shares", fused_kernels(true, 24, true, false)});
-    v.push_back({"U 32 straight, all shares", fused_kernels(true, 32, false, false)});
+    v.push_back({"U 32>16", fused_in_two_speeds(32, 16, 0)});
+    v.push_back({"U 48>16", fused_in_two_speeds(48, 16, 0)});
+    v.push_back({"U 32 later", fused_in_two_speeds(32, 32, 1500)});
+    v.push_back({"U 48>16 later", fused_in_two_speeds(48, 16, 1500)});
+    v.push_back({"U 48>24 later", fused_in_two_speeds(48, 24, 1500)});
+    v.push_back({"U 24 no direct", fused_kernels(true, 24, true, true, false)});
+    v.push_back({"U 32 straight, all shares, no direct", fused_kernels(true, 32, false, false, false)});
     v.push_back({"U serial", fused_kernels(false)});
   }
   return v;
@@ -494,8 +510,8 @@ std::vector<Variant> timed_variants(const Ffn& f, const Device& device) {
 
 #if defined(TWELL_FUSED_TRACE)
 // When the fused kernel's thread blocks reach each phase, in microseconds after the last block of the call before has
-// ended: the first of them, half of them, the last. Then, on average over calls, the course of the block that comes last to
-// some of the phases, and whose it is most often.
+// ended: the first of them, half of them, the last. Then, on average over calls, the course of the block that comes
+// last to some of the phases, and which one that is most often.
 void print_fused_phases(const std::vector<uint64_t>& times, int calls) {
   using fused::kPhases, fused::kTracedBlocks;
   const char* const names[kPhases] = {"starts",   "16 rows held", "weights asked for", "call before done",
@@ -620,7 +636,8 @@ bool check_chains(const Device& device) {
         workspace.push_back(device_alloc<char>(workspace_bytes));
         fill(x[s], values, 99, 0.f, 1.f);
         graphs.emplace_back(kLayers, [&](int i, cudaStream_t stream) {
-          CHECK(run(call(i, x[s]), fused_kernels(true, 8 << s % 3, s != 1, s != 2), device, workspace[s], stream));
+          const Kernels k = fused_kernels(true, 8 << s % 3, s != 1, s != 2, s != 3);
+          CHECK(run(call(i, x[s]), k, device, workspace[s], stream));
         });
       }
       CHECK(cudaDeviceSynchronize());
@@ -731,18 +748,22 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
                 100. * together / width);
 #if defined(TWELL_FUSED_TRACE)
     if (is_hopper(device) && takes_fused(calls[0], device)) {
-      for (const int window_kib : {16, 32}) {
+      const Variant traced_variants[] = {{"window of 16 KiB", fused_kernels(true, 16)},
+                                         {"window of 32 KiB", fused_kernels(true, 32)},
+                                         {"48 then 16 KiB, later", fused_in_two_speeds(48, 16, 1500)},
+                                         {"as before", fused_kernels(true, 32, false, false, false)}};
+      for (const Variant& v : traced_variants) {
       const size_t count = size_t{1} * layers * fused::kTracedBlocks * fused::kPhases;
       uint64_t* const buffer = device_alloc<uint64_t>(count);
       std::vector<uint64_t> times(count);
       CHECK(cudaMemset(buffer, 0, 8 * count));
       fused::trace = buffer;
       checks::Graph traced(layers, [&](int i, cudaStream_t s) {
-        CHECK(run(calls[i], fused_kernels(true, window_kib), device, workspace, s));
+        CHECK(run(calls[i], v.kernels, device, workspace, s));
       });
       fused::trace = nullptr;
       for (int i = 0; i < 5; ++i) traced.replay(i > 1);
-      std::printf("  phases, window of %d KiB, %.2f us a call:\n", window_kib, traced.median());
+      std::printf("  phases, %s, %.2f us a call:\n", v.name, traced.median());
       traced.release();
       CHECK(cudaMemcpy(times.data(), buffer, 8 * count, cudaMemcpyDeviceToHost));
       print_fused_phases(times, layers);
@@ -809,7 +830,8 @@ int main(int argc, char** argv) {
   }
   // Names: gate and up kernel (P portable, B bulk copies; F, and down too: Hopper's for 9 to 64 tokens, with or without
   // what Kernels::few_* name; U one kernel for all, with 32 KiB of gate rows on their way to a thread block or as much as
-  // it says, what registers hold through shared memory or "straight", heads or "all shares"); overlapped unless "serial".
+  // it says, what registers hold through shared memory or "straight", heads or "all shares", a few rows direct or "no
+  // direct", A>B for the first and the other gate rows, or "later"); overlapped unless "serial".
   std::vector<std::string> best;
   if (only_fused) {
     time_shape(2048, 5632, 28,
