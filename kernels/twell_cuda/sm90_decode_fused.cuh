@@ -15,7 +15,8 @@ constexpr int kHeldRows = 16;  // of the gate, as tensor-core operands in regist
 constexpr int kTiles = kFusedMaxRows / 16;
 constexpr int kPortionRows = 2;  // of the gate, that come together
 constexpr int kPortions = kFusedMaxRows / kPortionRows;
-constexpr int kHeadStride = kFusedHeadBytes / static_cast<int>(sizeof(uint4)), kSharesAt = kFusedMaxBlocks * kHeadStride;
+constexpr int kHeadStride = kFusedHeadBytes / static_cast<int>(sizeof(uint4));
+constexpr int kSharesAt = kFusedMaxBlocks * kHeadStride;
 constexpr int kStageRows = 8;  // of up and down, at most
 constexpr int kMaxStages = 8;
 constexpr int kDirectRows = 4;  // of up and of down, at most

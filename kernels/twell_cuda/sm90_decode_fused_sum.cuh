@@ -1,7 +1,8 @@
 // How the thread blocks of the fused decode kernel add up y: each leaves its share in the workspace, 16 bytes at a
 // time: two columns and the call's seal, 64 bits that no earlier call has used. Whoever reads waits for seals, so no
-// fence and no counter stand between a share and its readers. Each block adds up some columns, always in the order of
-// blocks.
+// fence and no counter stand between a share and its readers. A head, sealed too, says early whether a block's share comes
+// at all. Each block adds up some columns, always in the order of blocks. The next call's blocks may be there already, but
+// write nothing before all blocks of this one have ended, so shares are never overwritten while they are read.
 //
 // A block that waits for others needs them to run. That is counted as they start; one that has waited for long while
 // others have not even started gives up, and the last block to start does the work of all that gave up. So nothing
@@ -29,16 +30,17 @@ __device__ __forceinline__ uint64_t seal_of(uint32_t meeting, uint32_t call) {
   return v ^ v >> 31;
 }
 
-// This block has started; says what the word was before. number_call() makes sense of it, later, as the answer takes a
-// while.
+// What a block that starts adds.
 __device__ __forceinline__ unsigned long long started_as(unsigned block, unsigned blocks) {
   return block == 0 ? kOneBlock * (65536 - (blocks - 1)) : kOneBlock;
 }
 
+// This block has started; says what the word was before. The answer takes a while: number_call() reads it later.
 __device__ __forceinline__ unsigned long long check_in(const FusedParams& p) {
   return atomicAdd(meetings + p.meeting, started_as(blockIdx.x, gridDim.x));
 }
 
+// The call's seal; and, for the last block to start, how many gave up before.
 __device__ __forceinline__ void number_call(const FusedParams& p, Control& c, unsigned long long before) {
   const unsigned long long after = before + started_as(blockIdx.x, gridDim.x);
   const bool last = after >> kCallShift != before >> kCallShift;

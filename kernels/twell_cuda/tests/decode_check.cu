@@ -829,7 +829,7 @@ int main(int argc, char** argv) {
     if (is_hopper(device) && !check_chains(device)) return 1;
   }
   // Names: gate and up kernel (P portable, B bulk copies; F, and down too: Hopper's for 9 to 64 tokens, with or without
-  // what Kernels::few_* name; U one kernel for all, with 32 KiB of gate rows on their way to a thread block or as much as
+  // what Kernels::few_* name; U one kernel for all, with 32 KiB of gate rows on their way to a block or as much as
   // it says, what registers hold through shared memory or "straight", heads or "all shares", a few rows direct or "no
   // direct", A>B for the first and the other gate rows, or "later"); overlapped unless "serial".
   std::vector<std::string> best;
