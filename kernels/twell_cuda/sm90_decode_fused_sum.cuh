@@ -1,8 +1,8 @@
 // How the thread blocks of the fused decode kernel add up y: each leaves its share in the workspace, 16 bytes at a
 // time: two columns and the call's seal, 64 bits that no earlier call has used. Whoever reads waits for seals, so no
-// fence and no counter stand between a share and its readers. A head, sealed too, says early whether a block's share comes
-// at all. Each block adds up some columns, always in the order of blocks. The next call's blocks may be there already, but
-// write nothing before all blocks of this one have ended, so shares are never overwritten while they are read.
+// fence and no counter stand between a share and its readers. A head, sealed too, says early whether a block's share
+// comes at all. Each block adds up some columns, always in the order of blocks. The next call's blocks may be there
+// already, but write nothing before all of this one have ended: no share is overwritten while it is read.
 //
 // A block that waits for others needs them to run. That is counted as they start; one that has waited for long while
 // others have not even started gives up, and the last block to start does the work of all that gave up. So nothing
@@ -23,8 +23,9 @@ static __device__ unsigned long long meetings[kMeetings];
 
 #if defined(TWELL_SM90_DEVICE)
 
-__device__ __forceinline__ uint64_t seal_of(uint32_t meeting, uint32_t call) {
-  uint64_t v = (static_cast<uint64_t>(meeting) << 32 | call) + 0x9e3779b97f4a7c15ull;
+// By the word's address, not its index: a process may have loaded this code twice.
+__device__ __forceinline__ uint64_t seal_of(const unsigned long long* word, uint32_t call) {
+  uint64_t v = (reinterpret_cast<uint64_t>(word) / sizeof *word << 32 | call) + 0x9e3779b97f4a7c15ull;
   v = (v ^ v >> 30) * 0xbf58476d1ce4e5b9ull;
   v = (v ^ v >> 27) * 0x94d049bb133111ebull;
   return v ^ v >> 31;
@@ -47,7 +48,7 @@ __device__ __forceinline__ void number_call(const FusedParams& p, Control& c, un
   const int gave_up = last ? static_cast<int>(before & (kOneBlock - 1)) : 0;
   if (gave_up > 0) atomicAdd(meetings + p.meeting, -(kGaveUp * gave_up));
   c.left_over = gave_up;
-  c.seal = seal_of(p.meeting, static_cast<uint32_t>(before >> kCallShift));
+  c.seal = seal_of(meetings + p.meeting, static_cast<uint32_t>(before >> kCallShift));
   c.all_in = static_cast<int>(before >> kCallShift);  // until may_wait_on(): the call's number
 }
 
