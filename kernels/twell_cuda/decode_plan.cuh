@@ -24,12 +24,7 @@ struct Kernels {
   bool few = false;        // sm90_few_gate_up.cu and sm90_few_down.cu, neither of the above
   struct Fused {           // one kernel for all (sm90_decode_fused.cu), if takes_fused()
     bool use = false;
-    // Of gate rows on their way to a thread block at a time, of the first two fifths and then.
-    int window_bytes = 32 << 10, late_window_bytes = 32 << 10;
-    int delay = 0;                // cycles before the first are asked for
-    bool through = true;          // the rows that registers hold come through shared memory
-    bool direct = true;           // a few rows of Wu and Wd go straight into registers
-    bool heads = true;            // thread blocks without active neurons say so, instead of leaving zeros
+    int window_bytes = 24 << 10;  // of gate rows on their way to a thread block at a time
     int patience = 1000;          // looks at what other thread blocks leave
   } fused;
   // With `few`: the gate's tiles fill all multiprocessors; two thread blocks share boxes of x; gate rows are asked for
@@ -52,7 +47,7 @@ struct DecodePlan {
   int64_t arrivals;  // uint32 (slices): down-kernel blocks that left their partial sums; the gate kernel sets 0
   int64_t products;  // h; with Kernels::few as (neuron, 8 * groups tokens)
   int64_t partials;  // float (slices, splits, 8 * lane_columns * 8 * groups), where splits > 1
-  int64_t bytes;     // at least the fused kernel's shares of y, uint4 (thread blocks, tokens, D / 2), and their heads
+  int64_t bytes;     // at least the fused kernel's shares of y, uint4 (thread blocks, tokens, D / 2)
   Kernels kernels;
 };
 
@@ -61,7 +56,6 @@ inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; 
 // The fused kernel: its thread blocks all run at once, two calls' on a multiprocessor; a block's gate rows find room in
 // registers (16) and shared memory, and the blocks' shares of y stay in L2.
 constexpr int kFusedMaxBlocks = 144, kFusedMaxTokens = 2, kFusedMaxHidden = 2048, kFusedMaxRows = 48;
-constexpr int kFusedHeadBytes = 128;  // of which 16 are used: many blocks look at each
 constexpr int kFusedControlBytes = 1536, kFusedRingBytes = 113 * 1024 - kFusedControlBytes;
 inline bool has_fused_shares(const Ffn& ffn) { return ffn.tokens <= kFusedMaxTokens && ffn.hidden <= kFusedMaxHidden; }
 inline int fused_blocks(const Ffn& ffn, const Device& device) {
@@ -97,21 +91,22 @@ inline DecodePlan plan_decode(const Ffn& ffn) {
   p.bytes = p.partials + (p.splits > 1 ? 4 * int64_t{p.slices} * p.splits * 8 * p.lane_columns * tokens : 0);
   if (has_fused_shares(ffn)) {
     const int64_t most = ffn.width < kFusedMaxBlocks ? ffn.width : kFusedMaxBlocks;
-    const int64_t shares = kFusedHeadBytes * kFusedMaxBlocks + most * ffn.tokens * ffn.hidden * 8;
+    const int64_t shares = most * ffn.tokens * ffn.hidden * 8;
     if (p.bytes < shares) p.bytes = shares;
   }
   return p;
 }
 
-// The kernels that decode() runs, as measured on an H200 (NOTES.md): bulk copies pay for few tokens and large matrices.
+// The kernels that decode() runs, as measured on an H200 (NOTES.md): bulk copies pay for few tokens and large matrices,
+// in one kernel for smaller ones too.
 inline Kernels choose_kernels(const Ffn& ffn, const Device& device) {
-  constexpr int64_t kLarge = int64_t{4} << 20;  // elements of a matrix
+  constexpr int64_t kLarge = int64_t{4} << 20, kLargeForFused = int64_t{2} << 20;  // elements of a matrix
   Kernels k{};
   k.overlap = device.major >= 9;
   const bool hopper = device.major == 9 && device.minor == 0;
   const int64_t elements = int64_t{ffn.hidden} * ffn.width;
   k.bulk_gate = hopper && ffn.tokens <= 8 && elements >= kLarge;
-  k.fused.use = k.bulk_gate && takes_fused(ffn, device);
+  k.fused.use = hopper && elements >= kLargeForFused && takes_fused(ffn, device);
   k.few = hopper && ffn.tokens > 16;
   return k;
 }

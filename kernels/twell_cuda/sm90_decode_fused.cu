@@ -21,8 +21,7 @@ namespace {
 
 using namespace fused;
 
-// kThrough: the rows that registers hold go through shared memory; else straight from global memory, all at once.
-template <typename Half, bool kThrough>
+template <typename Half>
 __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constant__ FusedParams p) {
 #if defined(TWELL_SM90_DEVICE)
   extern __shared__ __align__(128) char shared[];
@@ -49,13 +48,12 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
   };
 
   // Before x: what is constant.
-  const int held_portions = kThrough ? (held_rows + kPortionRows - 1) / kPortionRows : 0;
+  const int held_portions = (held_rows + kPortionRows - 1) / kPortionRows;
   const int portions = held_portions + (rest + kPortionRows - 1) / kPortionRows;
   int asked = 0;
   const auto ask_for_gate = [&](int until) {
     for (; asked < until; ++asked) {
-      const int window = asked * 5 < portions * 2 ? p.window : p.late_window;
-      if (asked >= window) sm90::barrier_wait(c.gate + asked - window, 0);
+      if (asked >= p.window) sm90::barrier_wait(c.gate + asked - p.window, 0);
       const bool to_hold = asked < held_portions;
       const int row = (to_hold ? asked : asked - held_portions) * kPortionRows;
       const int place = row + (to_hold ? p.held_at : 0), neuron = row + (to_hold ? 0 : kHeldRows);
@@ -63,13 +61,8 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
               min(kPortionRows, (to_hold ? held_rows : rest) - row), p);
     }
   };
-  if (l.warp == 0 && p.delay > 0) {  // the call ahead asks for x meanwhile
-    const long long start = clock64();
-    while (clock64() - start < p.delay) {
-    }
-  }
   // Those first whose places are free from the start.
-  if (l.warp == 0) ask_for_gate(kThrough ? min(portions, held_portions + p.held_at / kPortionRows) : portions);
+  if (l.warp == 0) ask_for_gate(min(portions, held_portions + p.held_at / kPortionRows));
   if (thread >= 32 && thread < 32 + count) {
     c.b_gate[thread - 32] = bias_of<Half>(p.b_gate, first + thread - 32, p.width);
     c.b_up[thread - 32] = bias_of<Half>(p.b_up, first + thread - 32, p.width);
@@ -80,28 +73,21 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
   {
     uint4 held[kSteps][2];
     for (int i = 0; i < held_portions; ++i) sm90::barrier_wait(c.gate + i, 0);
-    if (!kThrough && portions > p.late_window) sm90::barrier_wait(c.gate + portions - 1 - p.late_window, 0);
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       const uint32_t k = l.offset + i * kStepBytes;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int row = l.row + 8 * j;
-        if constexpr (kThrough) {
-          held[i][j] = uint4{};
-          if (row < count && k < p.row_bytes) {
-            held[i][j] = *reinterpret_cast<const uint4*>(shared + (p.held_at + row) * p.row_stride + k);
-          }
-        } else {
-          load_now(held[i][j], row_of(p.gate, row) + k, row < count && k < p.row_bytes);
+        held[i][j] = uint4{};
+        if (row < count && k < p.row_bytes) {
+          held[i][j] = *reinterpret_cast<const uint4*>(shared + (p.held_at + row) * p.row_stride + k);
         }
       }
     }
-    if constexpr (kThrough) {
-      __syncthreads();
-      p.trace.mark(kHeld);
-      if (l.warp == 0) ask_for_gate(portions);
-    }
+    __syncthreads();
+    p.trace.mark(kHeld);
+    if (l.warp == 0) ask_for_gate(portions);
     p.trace.mark(kWeights);
     sm90::wait_for_previous();
     p.trace.mark(kCallBefore);
@@ -129,10 +115,8 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
   ActiveRows active(0, false, 0);
   sm90::Ring ring(c.full, c.empty, 1), ring_out = ring;
   int supplied = 0;
-  bool direct = false;  // a few rows go past shared memory, and past the bulk copies that wait there
   const auto plan_rows = [&] {
-    direct = c.active > 0 && c.active <= p.direct_rows;
-    active = ActiveRows(c.active, p.up != nullptr, direct ? 0 : p.row_places);
+    active = ActiveRows(c.active, p.up != nullptr, p.row_places);
     ring.stages = ring_out.stages = min(kMaxStages, p.row_places / active.per);
   };
   const auto supply_row = [&] {
@@ -146,44 +130,23 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
   if (l.warp == 0) {
     list_active(p, c, slots, count);
     plan_rows();
-    while (!direct && supplied < min(active.stages, ring.stages)) supply_row();
+    while (supplied < min(active.stages, ring.stages)) supply_row();
     p.trace.mark(kListed);
   }
   if (thread == kThreads - 1) number_call(p, c, meeting_before);
   __syncthreads();
   if (l.warp != 0) plan_rows();
   const uint64_t seal = c.seal;
-  if (thread == kThreads - 1) store_head(p, active.active > 0, seal);
 
   const int threads = p.hidden / kThreadColumns;
 #pragma unroll
   for (int m = 0; m < kTiles; ++m) sum[m][0] = sum[m][1] = sum[m][2] = sum[m][3] = 0.f;
-  uint4 down_rows[kDirectRows];
-  if (direct) {
-    uint4 up_row[kSteps];
-    const int neuron = l.row < active.active ? c.list[l.row] : 0;
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const uint32_t k = l.offset + i * kStepBytes;
-      load_now(up_row[i], row_of(p.up, neuron) + k, active.tiles > 0 && l.row < active.active && k < p.row_bytes);
-    }
-#pragma unroll
-    for (int r = 0; r < kDirectRows; ++r) {
-      const bool inside = r < active.active && thread < threads;
-      load_now(down_rows[r], row_of(p.down, inside ? c.list[r] : 0) + thread * 16, inside);
-    }
-    float part[2][4] = {};
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) multiply_step<Half>(part, up_row[i], uint4{}, x[i]);
-    join(sum[0], part);
-  } else {
-#pragma unroll
-    for (int m = 0; m < kTiles; ++m) {
-      if (m >= active.tiles) break;
-      multiply_stages<Half>(sum[m], x, l, ring, rows, active, m, p);
-      for (int i = 0; i < 2; ++i) {
-        if (l.warp == 0 && supplied < active.stages) supply_row();
-      }
+  for (int m = 0; m < kTiles; ++m) {
+    if (m >= active.tiles) break;
+    multiply_stages<Half>(sum[m], x, l, ring, rows, active, m, p);
+    for (int i = 0; i < 2; ++i) {
+      if (l.warp == 0 && supplied < active.stages) supply_row();
     }
   }
   if (active.tiles > 0) {
@@ -208,39 +171,30 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
   }
 
   float y[kTokens][kThreadColumns] = {};
-  const auto add_row = [&](const uint4& words, int r) {
-    const float2 column[4] = {sm90::unpack<Half>(words.x), sm90::unpack<Half>(words.y), sm90::unpack<Half>(words.z),
-                              sm90::unpack<Half>(words.w)};
-    const float2 h = c.values[c.list[r]];
+  for (int begin = 0; begin < active.active; begin += active.per) {
+    ring.wait_full();
+    const char* at = rows + ring.stage * active.per * p.row_stride + thread * 16;
+    const int end = min(active.active, begin + active.per);
+    for (int r = begin; thread < threads && r < end; ++r, at += p.row_stride) {
+      const uint4 words = *reinterpret_cast<const uint4*>(at);
+      const float2 column[4] = {sm90::unpack<Half>(words.x), sm90::unpack<Half>(words.y), sm90::unpack<Half>(words.z),
+                                sm90::unpack<Half>(words.w)};
+      const float2 h = c.values[c.list[r]];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      y[0][2 * i] += h.x * column[i].x, y[0][2 * i + 1] += h.x * column[i].y;
-      y[1][2 * i] += h.y * column[i].x, y[1][2 * i + 1] += h.y * column[i].y;
-    }
-  };
-  if (direct) {
-#pragma unroll
-    for (int r = 0; r < kDirectRows; ++r) {
-      if (r < active.active) add_row(down_rows[r], r);
-    }
-  } else {
-    for (int begin = 0; begin < active.active; begin += active.per) {
-      ring.wait_full();
-      const char* at = rows + ring.stage * active.per * p.row_stride + thread * 16;
-      const int end = min(active.active, begin + active.per);
-      for (int r = begin; thread < threads && r < end; ++r, at += p.row_stride) {
-        add_row(*reinterpret_cast<const uint4*>(at), r);
+      for (int i = 0; i < 4; ++i) {
+        y[0][2 * i] += h.x * column[i].x, y[0][2 * i + 1] += h.x * column[i].y;
+        y[1][2 * i] += h.y * column[i].x, y[1][2 * i + 1] += h.y * column[i].y;
       }
-      release(ring.empty + ring.stage, l.lane);
-      ring.advance();
-      if (l.warp == 0 && supplied < active.stages) supply_row();
     }
+    release(ring.empty + ring.stage, l.lane);
+    ring.advance();
+    if (l.warp == 0 && supplied < active.stages) supply_row();
   }
-  if (thread < threads && (!p.use_heads || active.active > 0)) {
+  if (thread < threads) {
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
       if (t >= p.tokens) break;
-      uint4* const to = p.heads + kSharesAt + (blockIdx.x * p.tokens + t) * (p.hidden / 2) + thread;
+      uint4* const to = p.shares + (blockIdx.x * p.tokens + t) * (p.hidden / 2) + thread;
 #pragma unroll
       for (int i = 0; i < 4; ++i) store_sealed(to + i * threads, y[t][2 * i], y[t][2 * i + 1], seal);
     }
@@ -262,11 +216,6 @@ int meeting_of(const void* workspace) {
   return next < kMeetings ? known.emplace(workspace, next).first->second : -1;
 }
 
-template <typename Half>
-auto kernel_for(bool through) {
-  return through ? fused_kernel<Half, true> : fused_kernel<Half, false>;
-}
-
 }  // namespace
 
 cudaError_t launch_fused(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
@@ -284,8 +233,7 @@ cudaError_t launch_fused(const Ffn& ffn, const DecodePlan& plan, const Device& d
   p.up = static_cast<const char*>(ffn.up);
   p.down = static_cast<const char*>(ffn.down);
   p.b_gate = ffn.b_gate, p.b_up = ffn.b_up, p.b_down = ffn.b_down;
-  const Kernels::Fused& how = plan.kernels.fused;
-  p.heads = static_cast<uint4*>(workspace), p.use_heads = how.heads;
+  p.shares = static_cast<uint4*>(workspace);
   p.y = ffn.y;
   p.tokens = static_cast<int>(ffn.tokens), p.hidden = ffn.hidden, p.width = ffn.width;
   p.row_bytes = 2u * static_cast<uint32_t>(ffn.hidden);
@@ -293,16 +241,14 @@ cudaError_t launch_fused(const Ffn& ffn, const DecodePlan& plan, const Device& d
   const int grid = fused_blocks(ffn, device), units = p.tokens * (p.hidden / 2);
   for (p.units = 8; int64_t{p.units} * grid < units;) p.units *= 2;
   const int portion_bytes = kPortionRows * static_cast<int>(p.row_bytes);
-  const auto window = [&](int bytes) { return bytes > portion_bytes ? bytes / portion_bytes : 1; };
-  p.window = window(how.window_bytes), p.late_window = window(how.late_window_bytes), p.delay = how.delay;
+  const Kernels::Fused& how = plan.kernels.fused;
+  p.window = how.window_bytes > portion_bytes ? how.window_bytes / portion_bytes : 1;
   p.held_at = kFusedRingBytes / static_cast<int>(p.row_stride) - kHeldRows;
   p.row_places = (kFusedRingBytes - kSlotBytes) / static_cast<int>(p.row_stride);
-  p.direct_rows = how.direct ? kDirectRows : 0;
   p.patience = how.patience;
   p.meeting = static_cast<uint32_t>(meeting);
   p.trace = Trace::next();
-  const auto kernel =
-      ffn.dtype == DType::kBFloat16 ? kernel_for<__nv_bfloat16>(how.through) : kernel_for<__half>(how.through);
+  const auto kernel = ffn.dtype == DType::kBFloat16 ? fused_kernel<__nv_bfloat16> : fused_kernel<__half>;
   return launch_kernel(kernel, {dim3(static_cast<unsigned>(grid)), kThreads, kFusedRingBytes}, p, plan.kernels, stream);
 }
 

@@ -15,12 +15,8 @@ constexpr int kHeldRows = 16;  // of the gate, as tensor-core operands in regist
 constexpr int kTiles = kFusedMaxRows / 16;
 constexpr int kPortionRows = 2;  // of the gate, that come together
 constexpr int kPortions = kFusedMaxRows / kPortionRows;
-constexpr int kHeadStride = kFusedHeadBytes / static_cast<int>(sizeof(uint4));
-constexpr int kSharesAt = kFusedMaxBlocks * kHeadStride;
 constexpr int kStageRows = 8;  // of up and down, at most
 constexpr int kMaxStages = 8;
-constexpr int kDirectRows = 4;  // of up and of down, at most
-static_assert(kDirectRows <= kStageRows);
 constexpr int kSteps = 8;  // of a row
 constexpr uint32_t kPieceBytes = 64;                         // 32 consecutive k
 constexpr uint32_t kStepBytes = kDecodeWarps * kPieceBytes;  // a piece for each warp
@@ -68,20 +64,14 @@ struct FusedParams {
   const void* b_gate;
   const void* b_up;
   const void* b_down;
-  // (kFusedMaxBlocks, kHeadStride), the first of them: whether a thread block's share comes, and the call's seal. From
-  // kSharesAt on (thread blocks, tokens, D / 2): two columns of y, and the seal.
-  uint4* heads;
-  bool use_heads;  // else all shares come
+  uint4* shares;  // (thread blocks, tokens, D / 2): two columns of a block's share of y, and the call's seal
   void* y;
   int tokens, hidden, width;
   uint32_t row_bytes;   // of x, gate, up and down
   uint32_t row_stride;  // in shared memory: 64 modulo 128, so that 16-byte reads of two rows meet no bank twice
-  // Portions on their way at a time, of the first two fifths and then: more would queue in front of the call before.
-  int window, late_window;
-  int delay;            // cycles, before the first are asked for
+  int window;           // portions on their way at a time: more would queue in front of the call before
   int held_at;          // where rows that go on into registers land, among the places of gate rows
   int row_places;       // of rows of up and down, behind the slots
-  int direct_rows;      // up to which rows of up and down go straight into registers
   int units;            // pairs of columns that a thread block adds up: a power of two
   uint32_t meeting;
   int patience;
@@ -140,17 +130,6 @@ __device__ __forceinline__ void load_x(uint4 (&x)[kSteps], const Lane& l, const 
     const uint32_t k = l.offset + i * kStepBytes;
     load_tokens_once(x[i], p.x + l.row * p.row_bytes + k, l.row < p.tokens && k < p.row_bytes);
   }
-}
-
-// Weights, past L1. A strong load: the compiler moves weak ones behind the wait for the kernel ahead.
-__device__ __forceinline__ void load_now(uint4& v, const char* p, bool valid) {
-  asm volatile(
-      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %5, 0;\n\t"
-      "mov.b32 %0, 0;\n\tmov.b32 %1, 0;\n\tmov.b32 %2, 0;\n\tmov.b32 %3, 0;\n\t"
-      "@p ld.relaxed.gpu.global.L1::no_allocate.v4.b32 {%0,%1,%2,%3}, [%4];\n\t}"
-      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-      : "l"(p), "r"(static_cast<int>(valid))
-      : "memory");
 }
 
 // One step of k of a tile. Products that follow each other in one sum wait for each other: two sums, joined at the end.

@@ -1,8 +1,8 @@
 // How the thread blocks of the fused decode kernel add up y: each leaves its share in the workspace, 16 bytes at a
 // time: two columns and the call's seal, 64 bits that no earlier call has used. Whoever reads waits for seals, so no
-// fence and no counter stand between a share and its readers. A head, sealed too, says early whether a block's share
-// comes at all. Each block adds up some columns, always in the order of blocks. The next call's blocks may be there
-// already, but write nothing before all of this one have ended: no share is overwritten while it is read.
+// fence and no counter stand between a share and its readers. Each block adds up some columns, always
+// in the order of blocks. The next call's blocks may be there already, but write nothing before all of this one have
+// ended: no share is overwritten while it is read.
 //
 // A block that waits for others needs them to run. That is counted as they start; one that has waited for long while
 // others have not even started gives up, and the last block to start does the work of all that gave up. So nothing
@@ -72,12 +72,6 @@ struct Sealed {
   uint64_t columns, seal;
 };
 
-// What a head says: no neuron is active, so the share is zero and not written; or it comes.
-constexpr uint64_t kNothing = 0;
-__device__ __forceinline__ void store_head(const FusedParams& p, bool comes, uint64_t seal) {
-  if (p.use_heads) store_sealed(p.heads + blockIdx.x * kHeadStride, comes ? 1.f : 0.f, 0.f, seal);
-}
-
 // Where `wanted`; else `v` stays.
 __device__ __forceinline__ void load_sealed(Sealed& v, const uint4* from, bool wanted) {
   asm volatile(
@@ -108,6 +102,7 @@ __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, f
     const int unit = base + thread % together, part = thread / together;
     const bool inside = unit < all_units;
     const int token = unit / pairs, column = column_of(p, unit - token * pairs);
+    const uint4* const from = p.shares + unit;
     float2 bias = make_float2(0.f, 0.f);
     if (p.b_down != nullptr && inside) {
       bias.x = to_float(static_cast<const Half*>(p.b_down)[column]);
@@ -124,7 +119,6 @@ __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, f
         if (row + i * parts < blocks) missing |= 1u << i;
       }
       const uint32_t wanted = missing;
-      uint32_t coming = p.use_heads ? 0 : missing;  // whose share is to be waited for, as their heads say
       for (int looks = 0; missing != 0; ++looks) {
         if (looks > patience) {
           in_vain = true;
@@ -132,18 +126,11 @@ __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, f
         }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-          const int other = row + i * parts;
-          load_sealed(v[i], p.heads + (coming >> i & 1 ? kSharesAt + other * all_units + unit : other * kHeadStride),
-                      missing >> i & 1);
+          load_sealed(v[i], from + (row + i * parts) * all_units, missing >> i & 1);
         }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-          if (v[i].seal != seal || !(missing >> i & 1)) continue;
-          if ((coming >> i & 1) != 0 || v[i].columns == kNothing) {
-            missing &= ~(1u << i);
-          } else {
-            coming |= 1u << i;
-          }
+          if (v[i].seal == seal) missing &= ~(1u << i);
         }
       }
 #pragma unroll

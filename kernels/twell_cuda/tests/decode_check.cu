@@ -158,17 +158,9 @@ Kernels few_but(bool Kernels::* part, bool value) {
   return k;
 }
 
-Kernels fused_kernels(bool overlap, int window_kib = 32, bool through = true, bool heads = true,
-                      bool direct = true) {
+Kernels fused_kernels(bool overlap, int window_kib = 24) {
   Kernels k = kernels(true, overlap);
-  k.fused.use = true, k.fused.window_bytes = k.fused.late_window_bytes = window_kib << 10;
-  k.fused.through = through, k.fused.heads = heads, k.fused.direct = direct;
-  return k;
-}
-
-Kernels fused_in_two_speeds(int window_kib, int late_window_kib, int delay) {
-  Kernels k = fused_kernels(true, window_kib);
-  k.fused.late_window_bytes = late_window_kib << 10, k.fused.delay = delay;
+  k.fused.use = true, k.fused.window_bytes = window_kib << 10;
   return k;
 }
 
@@ -197,14 +189,8 @@ std::vector<Variant> checked_variants(const Ffn& f, const Device& device) {
     v.push_back({"fused", fused_kernels(true)});
     v.push_back({"fused, serial", fused_kernels(false)});
     v.push_back({"fused, 8 KiB", fused_kernels(true, 8)});
-    v.push_back({"fused, straight", fused_kernels(true, 16, false)});
-    v.push_back({"fused, all shares", fused_kernels(true, 24, true, false)});
-    v.push_back({"fused, 48 then 16 KiB, later", fused_in_two_speeds(48, 16, 1500)});
-    v.push_back({"fused, no direct", fused_kernels(true, 24, true, true, false)});
-    for (const bool heads : {false, true}) {
-      v.push_back({"fused, impatient", fused_kernels(true, 32, true, heads)});
-      v.back().kernels.fused.patience = 0;
-    }
+    v.push_back({"fused, impatient", fused_kernels(true)});
+    v.back().kernels.fused.patience = 0;
   }
   return v;
 }
@@ -489,20 +475,6 @@ std::vector<Variant> timed_variants(const Ffn& f, const Device& device) {
   }
   if (is_hopper(device) && takes_fused(f, device)) {
     v.push_back({"U", fused_kernels(true)});
-    v.push_back({"U 8", fused_kernels(true, 8)});
-    v.push_back({"U 16", fused_kernels(true, 16)});
-    v.push_back({"U 24", fused_kernels(true, 24)});
-    v.push_back({"U 48", fused_kernels(true, 48)});
-    v.push_back({"U 16 straight", fused_kernels(true, 16, false)});
-    v.push_back({"U 32 straight", fused_kernels(true, 32, false)});
-    v.push_back({"U 24 all shares", fused_kernels(true, 24, true, false)});
-    v.push_back({"U 32>16", fused_in_two_speeds(32, 16, 0)});
-    v.push_back({"U 48>16", fused_in_two_speeds(48, 16, 0)});
-    v.push_back({"U 32 later", fused_in_two_speeds(32, 32, 1500)});
-    v.push_back({"U 48>16 later", fused_in_two_speeds(48, 16, 1500)});
-    v.push_back({"U 48>24 later", fused_in_two_speeds(48, 24, 1500)});
-    v.push_back({"U 24 no direct", fused_kernels(true, 24, true, true, false)});
-    v.push_back({"U 32 straight, all shares, no direct", fused_kernels(true, 32, false, false, false)});
     v.push_back({"U serial", fused_kernels(false)});
   }
   return v;
@@ -636,7 +608,7 @@ bool check_chains(const Device& device) {
         workspace.push_back(device_alloc<char>(workspace_bytes));
         fill(x[s], values, 99, 0.f, 1.f);
         graphs.emplace_back(kLayers, [&](int i, cudaStream_t stream) {
-          const Kernels k = fused_kernels(true, 8 << s % 3, s != 1, s != 2, s != 3);
+          const Kernels k = fused_kernels(true, 8 << s % 3);
           CHECK(run(call(i, x[s]), k, device, workspace[s], stream));
         });
       }
@@ -748,27 +720,21 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
                 100. * together / width);
 #if defined(TWELL_FUSED_TRACE)
     if (is_hopper(device) && takes_fused(calls[0], device)) {
-      const Variant traced_variants[] = {{"window of 16 KiB", fused_kernels(true, 16)},
-                                         {"window of 32 KiB", fused_kernels(true, 32)},
-                                         {"48 then 16 KiB, later", fused_in_two_speeds(48, 16, 1500)},
-                                         {"as before", fused_kernels(true, 32, false, false, false)}};
-      for (const Variant& v : traced_variants) {
       const size_t count = size_t{1} * layers * fused::kTracedBlocks * fused::kPhases;
       uint64_t* const buffer = device_alloc<uint64_t>(count);
       std::vector<uint64_t> times(count);
       CHECK(cudaMemset(buffer, 0, 8 * count));
       fused::trace = buffer;
       checks::Graph traced(layers, [&](int i, cudaStream_t s) {
-        CHECK(run(calls[i], v.kernels, device, workspace, s));
+        CHECK(run(calls[i], fused_kernels(true), device, workspace, s));
       });
       fused::trace = nullptr;
       for (int i = 0; i < 5; ++i) traced.replay(i > 1);
-      std::printf("  phases, %s, %.2f us a call:\n", v.name, traced.median());
+      std::printf("  phases, %.2f us a call:\n", traced.median());
       traced.release();
       CHECK(cudaMemcpy(times.data(), buffer, 8 * count, cudaMemcpyDeviceToHost));
       print_fused_phases(times, layers);
       CHECK(cudaFree(buffer));
-      }
     }
 #endif
 #if defined(TWELL_FEW_TRACE)
@@ -829,9 +795,7 @@ int main(int argc, char** argv) {
     if (is_hopper(device) && !check_chains(device)) return 1;
   }
   // Names: gate and up kernel (P portable, B bulk copies; F, and down too: Hopper's for 9 to 64 tokens, with or without
-  // what Kernels::few_* name; U one kernel for all, with 32 KiB of gate rows on their way to a block or as much as
-  // it says, what registers hold through shared memory or "straight", heads or "all shares", a few rows direct or "no
-  // direct", A>B for the first and the other gate rows, or "later"); overlapped unless "serial".
+  // what Kernels::few_* name; U one kernel for all); overlapped unless "serial".
   std::vector<std::string> best;
   if (only_fused) {
     time_shape(2048, 5632, 28,
