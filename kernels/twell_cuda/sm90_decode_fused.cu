@@ -1,5 +1,5 @@
 // A decode call of one or two tokens in one kernel, for Hopper: y = h Wd^T + bd with h = relu(x Wg^T + bg) * (x Wu^T +
-// bu).
+// bu); and what launches it, or the one for 3 to 8 tokens (sm90_decode_fused_cluster.cuh).
 //
 // A thread block owns neighbouring neurons. Their gate rows do not depend on the kernel ahead, so they come before it
 // has ended: by bulk copies, a few at a time, into shared memory; the first 16 go on into registers, as tensor-core
@@ -14,7 +14,7 @@
 #include <mutex>
 #include <unordered_map>
 
-#include "sm90_decode_fused_sum.cuh"
+#include "sm90_decode_fused_cluster.cuh"
 
 namespace twell::decoding {
 namespace {
@@ -26,90 +26,16 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
 #if defined(TWELL_SM90_DEVICE)
   extern __shared__ __align__(128) char shared[];
   float4* const slots = reinterpret_cast<float4*>(shared);  // once the gate's rows there are multiplied
-  char* const rows = shared + kSlotBytes;                   // of up and down, then too
+  char* const rows = shared + kSlotBytes<1>;                // of up and down, then too
   __shared__ Control c;
 
-  sm90::launch_dependents();
-  p.trace.mark(kStarted);
   const int thread = threadIdx.x;
   const Lane l = this_lane();
-  if (thread < kPortions) sm90::barrier_init(c.gate + thread, 1);
-  if (thread < kMaxStages) {
-    sm90::barrier_init(c.full + thread, 1);
-    sm90::barrier_init(c.empty + thread, kDecodeWarps);
-  }
-  sm90::fence_barrier_init();
-  __syncthreads();
-  const int first = static_cast<int>(static_cast<int64_t>(p.width) * blockIdx.x / gridDim.x);
-  const int count = static_cast<int>(static_cast<int64_t>(p.width) * (blockIdx.x + 1) / gridDim.x) - first;
-  const int tiles = (count + 15) / 16, held_rows = min(count, kHeldRows), rest = count - held_rows;
-  const auto row_of = [&](const char* matrix, int neuron) {
-    return matrix + static_cast<int64_t>(first + neuron) * p.row_bytes;
-  };
-
-  // Before x: what is constant.
-  const int held_portions = (held_rows + kPortionRows - 1) / kPortionRows;
-  const int portions = held_portions + (rest + kPortionRows - 1) / kPortionRows;
-  int asked = 0;
-  const auto ask_for_gate = [&](int until) {
-    for (; asked < until; ++asked) {
-      if (asked >= p.window) sm90::barrier_wait(c.gate + asked - p.window, 0);
-      const bool to_hold = asked < held_portions;
-      const int row = (to_hold ? asked : asked - held_portions) * kPortionRows;
-      const int place = row + (to_hold ? p.held_at : 0), neuron = row + (to_hold ? 0 : kHeldRows);
-      ask_for(c.gate + asked, shared + place * p.row_stride, row_of(p.gate, neuron + l.lane),
-              min(kPortionRows, (to_hold ? held_rows : rest) - row), p);
-    }
-  };
-  // Those first whose places are free from the start.
-  if (l.warp == 0) ask_for_gate(min(portions, held_portions + p.held_at / kPortionRows));
-  if (thread >= 32 && thread < 32 + count) {
-    c.b_gate[thread - 32] = bias_of<Half>(p.b_gate, first + thread - 32, p.width);
-    c.b_up[thread - 32] = bias_of<Half>(p.b_up, first + thread - 32, p.width);
-  }
+  const Neurons own = neurons_of(p, blockIdx.x);
   float sum[kTiles][4] = {};
   uint4 x[kSteps];
-  unsigned long long meeting_before = 0;
-  {
-    uint4 held[kSteps][2];
-    for (int i = 0; i < held_portions; ++i) sm90::barrier_wait(c.gate + i, 0);
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const uint32_t k = l.offset + i * kStepBytes;
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int row = l.row + 8 * j;
-        held[i][j] = uint4{};
-        if (row < count && k < p.row_bytes) {
-          held[i][j] = *reinterpret_cast<const uint4*>(shared + (p.held_at + row) * p.row_stride + k);
-        }
-      }
-    }
-    __syncthreads();
-    p.trace.mark(kHeld);
-    if (l.warp == 0) ask_for_gate(portions);
-    p.trace.mark(kWeights);
-    sm90::wait_for_previous();
-    p.trace.mark(kCallBefore);
-    load_x(x, l, p);
-    if (thread == kThreads - 1) meeting_before = check_in(p);
-    for (int i = held_portions; i < portions; ++i) sm90::barrier_wait(c.gate + i, 0);
-    float part[2][4] = {};
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) multiply_step<Half>(part, held[i][0], held[i][1], x[i]);
-    join(sum[0], part);
-  }
-  p.trace.mark(kTokensThere);
-
-#pragma unroll
-  for (int m = 1; m < kTiles; ++m) {
-    if (m >= tiles) break;
-    // Where there is no such row, another: the sums are then not used.
-    const int low = m * 16 - kHeldRows + l.row, high = low + 8;
-    multiply_rows<Half>(sum[m], x, l, shared + min(low, rest - 1) * p.row_stride,
-                        shared + min(high, rest - 1) * p.row_stride, p.row_bytes);
-  }
-  leave_sums(slots, sum, tiles, l);
+  const unsigned long long meeting_before = multiply_gate<Half>(p, c, shared, l, own, sum, x);
+  leave_sums<1>(slots, sum, own.tiles(), l);
   p.trace.mark(kGateSums);
 
   ActiveRows active(0, false, 0);
@@ -124,11 +50,11 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
     const int neuron = l.lane < stage_rows ? c.list[active.first_row(stage) + l.lane] : 0;
     ring_out.wait_empty();
     ask_for(ring_out.full + ring_out.stage, rows + ring_out.stage * active.per * p.row_stride,
-            row_of(stage < active.up_stages ? p.up : p.down, neuron), stage_rows, p);
+            row_of(stage < active.up_stages ? p.up : p.down, own.first + neuron, p), stage_rows, p);
     ring_out.advance();
   };
   if (l.warp == 0) {
-    list_active(p, c, slots, count);
+    list_active(p, c, slots, own.count);
     plan_rows();
     while (supplied < min(active.stages, ring.stages)) supply_row();
     p.trace.mark(kListed);
@@ -151,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
   }
   if (active.tiles > 0) {
     p.trace.mark(kRowsThere);
-    leave_sums(slots, sum, active.tiles, l);
+    leave_sums<1>(slots, sum, active.tiles, l);
     if (thread < active.active * kTokens) {
       const int row = thread / kTokens, token = thread % kTokens, neuron = c.list[row];
       float* const value = reinterpret_cast<float*>(c.values + neuron) + token;
@@ -200,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
     }
   }
   p.trace.mark(kGiven);
-  add_up_all<Half>(p, c, reinterpret_cast<float2*>(slots));
+  add_up_all<Half, 1>(p, c, reinterpret_cast<float2*>(slots));
   p.trace.mark(kStored);
 #endif
 }
@@ -216,12 +142,17 @@ int meeting_of(const void* workspace) {
   return next < kMeetings ? known.emplace(workspace, next).first->second : -1;
 }
 
+template <typename Half>
+auto kernel_for(bool in_clusters) {
+  return in_clusters ? fused_cluster_kernel<Half> : fused_kernel<Half>;
+}
+
 }  // namespace
 
 cudaError_t launch_fused(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
                          cudaStream_t stream) {
   const int meeting = meeting_of(workspace);
-  if (meeting < 0 || !takes_fused(ffn, device)) {
+  if (meeting < 0 || !takes_fused(ffn, device, plan.kernels.fused.clusters)) {
     DecodePlan other = plan;
     other.kernels.fused.use = false;
     const cudaError_t error = launch_gate_up(ffn, other, device, workspace, stream);
@@ -238,18 +169,23 @@ cudaError_t launch_fused(const Ffn& ffn, const DecodePlan& plan, const Device& d
   p.tokens = static_cast<int>(ffn.tokens), p.hidden = ffn.hidden, p.width = ffn.width;
   p.row_bytes = 2u * static_cast<uint32_t>(ffn.hidden);
   p.row_stride = static_cast<uint32_t>(fused_row_stride(ffn));
-  const int grid = fused_blocks(ffn, device), units = p.tokens * (p.hidden / 2);
+  const int cluster = fused_cluster(ffn, plan.kernels.fused.clusters);
+  const int grid = fused_blocks(ffn, device.sm_count, cluster), units = p.tokens * (p.hidden / 2);
   for (p.units = 8; int64_t{p.units} * grid < units;) p.units *= 2;
   const int portion_bytes = kPortionRows * static_cast<int>(p.row_bytes);
   const Kernels::Fused& how = plan.kernels.fused;
   p.window = how.window_bytes > portion_bytes ? how.window_bytes / portion_bytes : 1;
+  const int taken = cluster > 1 ? kClusterRowsAt : kSlotBytes<1>;
   p.held_at = kFusedRingBytes / static_cast<int>(p.row_stride) - kHeldRows;
-  p.row_places = (kFusedRingBytes - kSlotBytes) / static_cast<int>(p.row_stride);
+  p.row_places = (kFusedRingBytes - taken) / static_cast<int>(p.row_stride);
   p.patience = how.patience;
   p.meeting = static_cast<uint32_t>(meeting);
   p.trace = Trace::next();
-  const auto kernel = ffn.dtype == DType::kBFloat16 ? fused_kernel<__nv_bfloat16> : fused_kernel<__half>;
-  return launch_kernel(kernel, {dim3(static_cast<unsigned>(grid)), kThreads, kFusedRingBytes}, p, plan.kernels, stream);
+  Launch launch{dim3(static_cast<unsigned>(grid)), kThreads, kFusedRingBytes};
+  launch.cluster = cluster;
+  const auto kernel = ffn.dtype == DType::kBFloat16 ? kernel_for<__nv_bfloat16>(cluster > 1)
+                                                    : kernel_for<__half>(cluster > 1);
+  return launch_kernel(kernel, launch, p, plan.kernels, stream);
 }
 
 }  // namespace twell::decoding

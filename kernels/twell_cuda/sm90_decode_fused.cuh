@@ -10,7 +10,7 @@
 namespace twell::decoding::fused {
 
 constexpr int kThreads = kDecodeThreads;
-constexpr int kTokens = kFusedMaxTokens;
+constexpr int kTokens = 2;  // of a kernel whose thread blocks are alone; in clusters kClusterTokens
 constexpr int kHeldRows = 16;  // of the gate, as tensor-core operands in registers
 constexpr int kTiles = kFusedMaxRows / 16;
 constexpr int kPortionRows = 2;  // of the gate, that come together
@@ -24,7 +24,8 @@ constexpr uint32_t kMaxRowBytes = 2 * kFusedMaxHidden;
 static_assert(kMaxRowBytes == kSteps * kStepBytes);
 constexpr int kThreadColumns = kFusedMaxHidden / kThreads;
 static_assert(kThreadColumns == 8, "a thread reads 16 bytes of a row");
-constexpr int kSlotBytes = kDecodeWarps * kTiles * 8 * static_cast<int>(sizeof(float4));
+template <int kPairs>  // of tokens
+constexpr int kSlotBytes = kDecodeWarps * kTiles * 8 * kPairs * static_cast<int>(sizeof(float4));
 
 // With this macro each thread block notes when it reaches each phase; decode_check.cu prints them.
 #if defined(TWELL_FUSED_TRACE)
@@ -64,7 +65,7 @@ struct FusedParams {
   const void* b_gate;
   const void* b_up;
   const void* b_down;
-  uint4* shares;  // (thread blocks, tokens, D / 2): two columns of a block's share of y, and the call's seal
+  uint4* shares;  // (thread blocks or clusters, tokens, D / 2): two columns of a share of y, and the call's seal
   void* y;
   int tokens, hidden, width;
   uint32_t row_bytes;   // of x, gate, up and down
@@ -122,6 +123,21 @@ __device__ __forceinline__ Lane this_lane() {
   l.row = l.lane / 4;
   l.offset = l.warp * kPieceBytes + l.lane % 4 * 16;
   return l;
+}
+
+// A thread block's.
+struct Neurons {
+  int first, count;
+  __device__ __forceinline__ int tiles() const { return (count + 15) / 16; }
+};
+
+__device__ __forceinline__ Neurons neurons_of(const FusedParams& p, int block) {
+  const int first = static_cast<int>(static_cast<int64_t>(p.width) * block / gridDim.x);
+  return {first, static_cast<int>(static_cast<int64_t>(p.width) * (block + 1) / gridDim.x) - first};
+}
+
+__device__ __forceinline__ const char* row_of(const char* matrix, int neuron, const FusedParams& p) {
+  return matrix + static_cast<int64_t>(neuron) * p.row_bytes;
 }
 
 __device__ __forceinline__ void load_x(uint4 (&x)[kSteps], const Lane& l, const FusedParams& p) {
@@ -197,22 +213,28 @@ __device__ __forceinline__ void multiply_stages(float (&sum)[4], const uint4 (&x
   release(empty[1], l.lane);
 }
 
-// For a whole warp: rows of which `row` is the lane's, for lanes below `rows`.
-__device__ __forceinline__ void ask_for(uint64_t* full, char* to, const char* row, int rows, const FusedParams& p) {
+// For a whole warp: the first `bytes` from `row` on, which is the lane's, for lanes below `rows`.
+__device__ __forceinline__ void ask_for(uint64_t* full, char* to, const char* row, int rows, uint32_t stride,
+                                        uint32_t bytes) {
   const int lane = threadIdx.x % 32;
-  if (lane == 0) sm90::barrier_arrive_expect(full, rows * p.row_bytes);
+  if (lane == 0) sm90::barrier_arrive_expect(full, rows * bytes);
   __syncwarp();
-  if (lane < rows) sm90::load_bytes(to + lane * p.row_stride, row, p.row_bytes, full);
+  if (lane < rows) sm90::load_bytes(to + lane * stride, row, bytes, full);
+}
+__device__ __forceinline__ void ask_for(uint64_t* full, char* to, const char* row, int rows, const FusedParams& p) {
+  ask_for(full, to, row, rows, p.row_stride, p.row_bytes);
 }
 
-// Every warp leaves its sums of both tokens in a slot of its own, (tile, 8 rows) of four: row, token 0, 1; row + 8, the
-// same.
+// Every warp leaves its sums of `kPairs` pairs of tokens in a slot of its own, (tile, 8 rows, kPairs) of four: row, two
+// tokens; row + 8, the same.
+template <int kPairs>
 __device__ __forceinline__ void leave_sums(float4* slots, const float (&sum)[kTiles][4], int tiles, const Lane& l) {
-  float4* const mine = slots + l.warp * (kTiles * 8) + l.row;
+  const int pair = l.lane % 4;
+  float4* const mine = slots + (l.warp * (kTiles * 8) + l.row) * kPairs + pair;
   __syncthreads();  // all are done with what lay there
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
-    if (i < tiles && l.lane % 4 == 0) mine[i * 8] = make_float4(sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
+    if (i < tiles && pair < kPairs) mine[i * 8 * kPairs] = make_float4(sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
   }
   __syncthreads();
 }

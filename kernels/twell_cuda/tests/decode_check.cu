@@ -8,7 +8,7 @@
 //
 // "few" times 9 to 64 tokens of several shapes alone. Built with -DTWELL_FEW_TRACE it also says when Hopper's kernels for
 // them reach each of their phases.
-// "fused" times 1 and 2 tokens alone; with -DTWELL_FUSED_TRACE (for all files) it says the same of the fused kernel.
+// "fused" times 1 to 8 tokens alone; with -DTWELL_FUSED_TRACE (for all files) it says the same of the fused kernel.
 //
 // Exits 1 on any mismatch or CUDA error.
 
@@ -164,6 +164,12 @@ Kernels fused_kernels(bool overlap, int window_kib = 24) {
   return k;
 }
 
+Kernels fused_in_clusters(bool overlap) {
+  Kernels k = fused_kernels(overlap);
+  k.fused.clusters = true;
+  return k;
+}
+
 bool is_hopper(const Device& device) { return device.major == 9 && device.minor == 0; }
 
 bool takes_bulk(const Ffn& f, const Device& device) { return is_hopper(device) && f.tokens <= 8; }
@@ -191,6 +197,11 @@ std::vector<Variant> checked_variants(const Ffn& f, const Device& device) {
     v.push_back({"fused, 8 KiB", fused_kernels(true, 8)});
     v.push_back({"fused, impatient", fused_kernels(true)});
     v.back().kernels.fused.patience = 0;
+    if (f.tokens <= 2 && takes_fused(f, device, true)) {
+      v.push_back({"fused, clusters", fused_in_clusters(true)});
+      v.push_back({"fused, clusters, impatient", fused_in_clusters(true)});
+      v.back().kernels.fused.patience = 0;
+    }
   }
   return v;
 }
@@ -379,7 +390,7 @@ bool check_all(const Device& device, bool verbose) {
   };
   const auto coordinate = Threshold::kCoordinate, bias = Threshold::kBias;
   // The workload, at every density.
-  for (int tokens : {1, 2, 7, 16, 33, 64}) {
+  for (int tokens : {1, 2, 4, 7, 16, 33, 64}) {
     for (double density : {0., 0.0005, 0.005, 0.02, 0.1, 0.5, 1.}) {
       both({tokens, 2048, 5632, density, true, false, coordinate});
     }
@@ -399,7 +410,7 @@ bool check_all(const Device& device, bool verbose) {
     both({60, s[0], s[1], 0., true, true, bias});
   }
   // One active neuron; a NaN token beside good ones; every T.
-  for (int tokens : {1, 2, 13, 30, 64}) {
+  for (int tokens : {1, 2, 6, 13, 30, 64}) {
     both({tokens, 2048, 5632, 0., true, false, coordinate, true});
     both({tokens, 1000, 3073, 0., true, false, bias, true});
     both({tokens, 2048, 5632, 0.01, true, false, coordinate, false, true});
@@ -475,6 +486,9 @@ std::vector<Variant> timed_variants(const Ffn& f, const Device& device) {
   }
   if (is_hopper(device) && takes_fused(f, device)) {
     v.push_back({"U", fused_kernels(true)});
+    if (f.tokens <= 2) v.push_back({"U clusters", fused_in_clusters(true)});
+    if (f.tokens > 2) v.push_back({"U 16", fused_kernels(true, 16)});
+    if (f.tokens > 2) v.push_back({"U 32", fused_kernels(true, 32)});
     v.push_back({"U serial", fused_kernels(false)});
   }
   return v;
@@ -582,8 +596,9 @@ bool check_chains(const Device& device) {
   std::vector<Layer<Half>> weights;
   for (int i = 0; i < kLayers; ++i) weights.emplace_back(kHidden, kWidth, true, true, false, 5000 + 10 * i);
   bool ok = true;
-  for (const int tokens : {1, 2}) {
+  for (const int tokens : {1, 2, 4, 8}) {
     for (const float threshold : {0.f, 0.5f}) {
+      const bool clusters = threshold > 0.f;  // for 1 and 2 tokens too
       for (int i = 0; i < kLayers; ++i) fill(weights[i].b_gate, kWidth, 5003 + 10 * i, -threshold, 0.25f);
       const int64_t values = int64_t{tokens} * kHidden, all = values * (kLayers + 1);
       const auto call = [&](int i, Half* x) {
@@ -608,13 +623,16 @@ bool check_chains(const Device& device) {
         workspace.push_back(device_alloc<char>(workspace_bytes));
         fill(x[s], values, 99, 0.f, 1.f);
         graphs.emplace_back(kLayers, [&](int i, cudaStream_t stream) {
-          const Kernels k = fused_kernels(true, 8 << s % 3);
+          Kernels k = fused_kernels(true, 8 << s % 3);
+          k.fused.clusters = clusters;
           CHECK(run(call(i, x[s]), k, device, workspace[s], stream));
         });
       }
       CHECK(cudaDeviceSynchronize());
       for (int i = 0; i < kLayers; ++i) {
-        CHECK(run(call(i, x[0]), fused_kernels(false), device, workspace[0], nullptr));
+        Kernels k = fused_kernels(false);
+        k.fused.clusters = clusters;
+        CHECK(run(call(i, x[0]), k, device, workspace[0], nullptr));
         CHECK(cudaDeviceSynchronize());
       }
       const std::vector<uint16_t> want = result(x[0]);
@@ -659,7 +677,7 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
   fill(x, 64 * int64_t{hidden}, 77, 0.f, 1.f);
   set_column(x, 64, hidden, 1.);
   int64_t workspace_bytes = 0;
-  for (const int tokens : {1, 2, 16, 32, 64}) {  // the fused kernel's shares take more than more tokens do
+  for (const int tokens : {1, 2, 8, 16, 32, 64}) {  // the fused kernel's shares take more than more tokens do
     Ffn any{};
     any.tokens = tokens, any.hidden = hidden, any.width = width;
     workspace_bytes = std::max(workspace_bytes, decode_workspace_bytes(any));
@@ -795,17 +813,19 @@ int main(int argc, char** argv) {
     if (is_hopper(device) && !check_chains(device)) return 1;
   }
   // Names: gate and up kernel (P portable, B bulk copies; F, and down too: Hopper's for 9 to 64 tokens, with or without
-  // what Kernels::few_* name; U one kernel for all); overlapped unless "serial".
+  // what Kernels::few_* name; U one kernel for all, with as many KiB of gate rows on
+  // their way as it says, for 3 tokens and more in clusters); overlapped unless "serial".
   std::vector<std::string> best;
   if (only_fused) {
     time_shape(2048, 5632, 28,
-               {{1, 30, 10.7}, {2, 30, 0}, {1, 120, 11.5}, {2, 120, 0}, {1, 600, 15}, {2, 600, 0}, {1, 2800, 20},
-                {2, 2800, 0}},
+               {{1, 30, 10.7}, {2, 30, 0}, {3, 30, 0}, {4, 30, 0}, {6, 30, 0}, {8, 30, 0}, {1, 120, 11.5}, {2, 120, 0},
+                {4, 120, 0}, {8, 120, 0}, {1, 600, 15}, {2, 600, 0}, {4, 600, 0}, {8, 600, 0}, {1, 2800, 20},
+                {2, 2800, 0}, {4, 2800, 0}, {8, 2800, 0}},
                device, best);
-    time_shape(576, 1536, 28, {{1, 8, 0}, {2, 8, 0}}, device, best);
-    time_shape(896, 4864, 28, {{1, 26, 0}, {2, 26, 0}}, device, best);
-    time_shape(1024, 3072, 28, {{1, 16, 0}, {2, 16, 0}}, device, best);
-    time_shape(1536, 4608, 28, {{1, 25, 0}, {2, 25, 0}}, device, best);
+    time_shape(576, 1536, 28, {{1, 8, 0}, {2, 8, 0}, {4, 8, 0}, {8, 8, 0}}, device, best);
+    time_shape(896, 4864, 28, {{1, 26, 0}, {2, 26, 0}, {4, 26, 0}, {8, 26, 0}}, device, best);
+    time_shape(1024, 3072, 28, {{1, 16, 0}, {2, 16, 0}, {4, 16, 0}, {8, 16, 0}}, device, best);
+    time_shape(1536, 4608, 28, {{1, 25, 0}, {2, 25, 0}, {4, 25, 0}, {8, 25, 0}}, device, best);
     for (const std::string& line : best) std::printf("%s\n", line.c_str());
   } else if (only_few) {
     time_shape(2048, 5632, 28,
