@@ -18,34 +18,39 @@ constexpr int kClusterValuesAt = kOwnValuesAt + kFusedMaxRows * kValueBytes;
 constexpr int kClusterRowsAt = kClusterValuesAt + kCluster * kFusedMaxRows * kValueBytes;
 static_assert(kClusterRowsAt % 128 == 0);
 
+// A block's active neurons: index in the block, ascending. 16 bytes at a time.
+struct alignas(16) Listed {
+  uint16_t neurons[kFusedMaxRows];
+  int count;
+};
+constexpr int kListedPieces = sizeof(Listed) / 16;
+static_assert(kListedPieces * kCluster <= 32, "a lane sends one");
+
 struct ClusterControl : Control {
-  uint16_t lists[kCluster][kFusedMaxRows];  // each block's active neurons: index in the block, ascending
-  uint32_t counts[kCluster];
+  uint64_t lists_there, h_there;
+  Listed own, lists[kCluster];
 };
 static_assert(sizeof(ClusterControl) <= kFusedControlBytes);
 
 #if defined(TWELL_SM90_DEVICE)
 
+// Barriers that this thread block has initialized are then there for the others.
 __device__ __forceinline__ void arrive_at_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void wait_for_cluster() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Into another thread block's shared memory, at the place that `shared` has in this one's.
-__device__ __forceinline__ void store_at(int rank, void* shared, uint32_t v) {
+// 16 bytes into another thread block's shared memory, at the place that `to` has in this one's, and onto its barrier. No
+// fence: a release at cluster scope would be a full memory barrier.
+__device__ __forceinline__ void send(int rank, void* to, uint64_t* barrier, const uint4& v) {
   asm volatile(
-      "{\n\t.reg .b32 remote;\n\tmapa.shared::cluster.u32 remote, %0, %1;\n\t"
-      "st.shared::cluster.u32 [remote], %2;\n\t}" ::"r"(sm90::smem_address(shared)),
-      "r"(rank), "r"(v)
-      : "memory");
-}
-__device__ __forceinline__ void store_at(int rank, uint16_t* shared, uint16_t v) {
-  asm volatile(
-      "{\n\t.reg .b32 remote;\n\tmapa.shared::cluster.u32 remote, %0, %1;\n\t"
-      "st.shared::cluster.u16 [remote], %2;\n\t}" ::"r"(sm90::smem_address(shared)),
-      "r"(rank), "h"(v)
+      "{\n\t.reg .b32 there, done;\n\tmapa.shared::cluster.u32 there, %0, %2;\n\t"
+      "mapa.shared::cluster.u32 done, %1, %2;\n\t"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%3, %4, %5, %6}, [done];\n\t}" ::"r"(
+          sm90::smem_address(to)),
+      "r"(sm90::smem_address(barrier)), "r"(rank), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
       : "memory");
 }
 
@@ -73,17 +78,20 @@ __device__ __forceinline__ void list_for_cluster(const FusedParams& p, ClusterCo
     const uint32_t before = (1u << row) - 1;
     const auto leave = [&](int place, int neuron, float a, float b) {
       *reinterpret_cast<float2*>(values + place * kClusterTokens + token) = make_float2(a, b);
-      if (pair == 0) c.list[place] = static_cast<uint16_t>(neuron);
-      store_at(pair, c.lists[rank] + place, static_cast<uint16_t>(neuron));
+      if (pair == 0) c.own.neurons[place] = static_cast<uint16_t>(neuron);
     };
     if (lows >> row & 1) leave(listed + __popc(lows & before), low, v.x, v.y);
     listed += __popc(lows);
     if (highs >> row & 1) leave(listed + __popc(highs & before), high, v.z, v.w);
     listed += __popc(highs);
   }
-  if (lane < kCluster) store_at(lane, c.counts + rank, static_cast<uint32_t>(listed));
-  if (lane == 0) c.active = listed;
+  if (lane == 0) c.own.count = listed;
   __syncwarp();
+  if (lane < kCluster * kListedPieces) {
+    const int piece = lane % kListedPieces;
+    send(lane / kListedPieces, reinterpret_cast<uint4*>(c.lists + rank) + piece, &c.lists_there,
+         reinterpret_cast<const uint4*>(&c.own)[piece]);
+  }
 }
 
 #endif
@@ -98,15 +106,22 @@ __global__ void __launch_bounds__(kThreads, 2) fused_cluster_kernel(const __grid
   char* const rows = shared + kClusterRowsAt;
   __shared__ ClusterControl c;
 
-  arrive_at_cluster();
   const int thread = threadIdx.x, rank = sm90::cluster_rank(), first_block = blockIdx.x - rank;
   const Lane l = this_lane();
+  if (thread == 0) {
+    sm90::barrier_init(&c.lists_there, 1);
+    sm90::barrier_init(&c.h_there, 1);
+    sm90::fence_barrier_init();
+    sm90::barrier_arrive_expect(&c.lists_there, kCluster * sizeof(Listed));
+  }
+  __syncwarp();
+  arrive_at_cluster();
   const Neurons own = neurons_of(p, blockIdx.x);
   float sum[kTiles][4] = {};
   uint4 x[kSteps];
   const unsigned long long meeting_before = multiply_gate<Half>(p, c, shared, l, own, sum, x);
   leave_sums<kClusterPairs>(slots, sum, own.tiles(), l);
-  wait_for_cluster();  // all blocks are there
+  wait_for_cluster();  // all blocks are there, and their barriers
   p.trace.mark(kGateSums);
 
   // This block's columns, in pieces of 16 bytes.
@@ -118,7 +133,7 @@ __global__ void __launch_bounds__(kThreads, 2) fused_cluster_kernel(const __grid
   sm90::Ring ring(c.full, c.empty, 1), ring_out = ring;
   int supplied = 0, all_active = 0, all_stages = 0;
   const auto plan_rows = [&] {
-    active = ActiveRows(c.active, p.up != nullptr, p.row_places);
+    active = ActiveRows(c.own.count, p.up != nullptr, p.row_places);
     ring.stages = ring_out.stages = min(kMaxStages, p.row_places / active.per);
   };
   const auto supply_row = [&] {
@@ -128,14 +143,14 @@ __global__ void __launch_bounds__(kThreads, 2) fused_cluster_kernel(const __grid
     char* const to = rows + ring_out.stage * active.per * p.row_stride;
     if (stage < active.up_stages) {
       const int stage_rows = active.rows(stage);
-      const int neuron = l.lane < stage_rows ? c.list[active.first_row(stage) + l.lane] : 0;
+      const int neuron = l.lane < stage_rows ? c.own.neurons[active.first_row(stage) + l.lane] : 0;
       ask_for(full, to, row_of(p.up, own.first + neuron, p), stage_rows, p);
     } else {  // pieces of kCluster times as many rows
       const int begin = (stage - active.up_stages) * kCluster * active.per;
       const int stage_rows = min(kCluster * active.per, all_active - begin);
       int block = 0, place = min(begin + l.lane, all_active - 1);
-      for (; place >= static_cast<int>(c.counts[block]); ++block) place -= c.counts[block];
-      const int neuron = neurons_of(p, first_block + block).first + c.lists[block][place];
+      for (; place >= c.lists[block].count; ++block) place -= c.lists[block].count;
+      const int neuron = neurons_of(p, first_block + block).first + c.lists[block].neurons[place];
       ask_for(full, to, row_of(p.down, neuron, p) + first_piece * 16, own_pieces > 0 ? stage_rows : 0, piece_stride,
               own_pieces * 16);
     }
@@ -148,14 +163,15 @@ __global__ void __launch_bounds__(kThreads, 2) fused_cluster_kernel(const __grid
     p.trace.mark(kListed);
   }
   if (thread == kThreads - 1) number_call(p, c, meeting_before);
-  __syncwarp();
-  sm90::cluster_sync();  // all lists are there
+  __syncthreads();
+  sm90::barrier_wait(&c.lists_there, 0);
   if (l.warp != 0) plan_rows();
   int before = 0;  // active neurons of blocks before this one
   for (int r = 0; r < kCluster; ++r) {
-    all_active += c.counts[r];
-    if (r < rank) before += c.counts[r];
+    all_active += c.lists[r].count;
+    if (r < rank) before += c.lists[r].count;
   }
+  if (thread == 0) sm90::barrier_arrive_expect(&c.h_there, all_active * kValueBytes);
   all_stages = active.up_stages + (all_active + kCluster * active.per - 1) / (kCluster * active.per);
   if (l.warp == 0) {
     while (supplied < min(all_stages, ring.stages)) supply_row();
@@ -175,8 +191,9 @@ __global__ void __launch_bounds__(kThreads, 2) fused_cluster_kernel(const __grid
     p.trace.mark(kRowsThere);
     leave_sums<kClusterPairs>(slots, sum, active.tiles, l);
   }
-  for (int i = thread; i < active.active * kClusterTokens; i += kThreads) {
-    const int row = i / kClusterTokens, token = i % kClusterTokens;
+  const int own_count = active.active * kClusterTokens;
+  for (int begin = l.warp * 32; begin < own_count; begin += kThreads) {
+    const int i = min(begin + l.lane, own_count - 1), row = i / kClusterTokens, token = i % kClusterTokens;
     float value = own_values[i];
     if (active.tiles > 0 && value != 0.f) {
       const int tile = row / (2 * active.per), in_tile = row % (2 * active.per);
@@ -187,15 +204,17 @@ __global__ void __launch_bounds__(kThreads, 2) fused_cluster_kernel(const __grid
       for (int s = 0; s < kDecodeWarps; ++s) {
         u += reinterpret_cast<const float*>(slots + s * (kTiles * 32) + element)[2 * high + token % 2];
       }
-      value *= u + c.b_up[c.list[row]];
+      value *= u + c.b_up[c.own.neurons[row]];
     }
-#pragma unroll
-    for (int r = 0; r < kCluster; ++r) {
-      store_at(r, values + before * kClusterTokens + i, __float_as_uint(value));
+    // Four lanes' values to four blocks.
+    uint32_t of_lane[4];
+    for (int q = 0; q < 4; ++q) of_lane[q] = __float_as_uint(__shfl_sync(0xffffffffu, value, l.lane / 4 * 4 + q));
+    if (begin + l.lane < own_count) {
+      send(l.lane % 4, values + before * kClusterTokens + i / 4 * 4, &c.h_there,
+           make_uint4(of_lane[0], of_lane[1], of_lane[2], of_lane[3]));
     }
   }
-  __syncwarp();
-  sm90::cluster_sync();  // h is there
+  sm90::barrier_wait(&c.h_there, 0);
   p.trace.mark(kUpSums);
 
   // A thread has four tokens and two pairs of columns, half of the most that a block can have apart.
