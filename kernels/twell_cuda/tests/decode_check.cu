@@ -3,7 +3,7 @@
 // sets of weights, so that weights come from device memory.
 //
 //   nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a -o decode_check tests/decode_check.cu *decode_*.cu \
-//     sm90_few_*.cu sm90_{forward,gate,list,up,down}.cu
+//     sm90_few_*.cu sm90_mid_*.cu sm90_{forward,gate,list,up,down}.cu
 //   ./decode_check          checks, then timings      ./decode_check check | verbose | time | few | fused
 //
 // "few" times 9 to 64 tokens of several shapes alone. Built with -DTWELL_FEW_TRACE it also says when Hopper's kernels for
