@@ -1,0 +1,330 @@
+// Up projection over active neurons: h = relu(gate) * (x Wu^T + bu), for each block of 128 tokens and the neurons that
+// any of them activates; the others' columns of h would be zero. h takes the place of relu(gate).
+//
+// A persistent thread block of three warpgroups an SM. The first fetches: x by bulk tensor copies, gathered rows of Wu by
+// cp.async (by bulk copies where they are neighbours), and at the end of a tile its columns of relu(gate), through the
+// same ring of stages. The other two multiply half of the tokens each, by those of the tile's neurons that it activates.
+// The two thread blocks of a cluster take tiles of the same block of tokens, and each fetches half of x for both.
+
+#include "sm90_launch.h"
+#include "sm90_up_even.h"
+#include "sm90_up_even_tiles.cuh"
+
+namespace twell::sm90 {
+namespace {
+
+using namespace even;
+
+struct UpArguments {
+  const void* up;
+  const void* bias;
+  Active active;
+  int hidden, width;
+};
+
+template <typename T, int kCluster>
+__device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x_map, const CUtensorMap* up_map,
+                                      Control& c, const Plan& plan, uint8_t* shared, Ring ring) {
+  constexpr int kRows = kFetchers / 8, kShare = kMaxNeurons / kRows;
+  const int thread = threadIdx.x, steps = (a.hidden + kDepth - 1) / kDepth, blocks = a.active.blocks;
+  const int groups = c.first_group[blocks], stride = gridDim.x / kCluster, rank = rank_in<kCluster>();
+  // Eight threads copy 128 bytes of a row of Wu; every kRows-th row is theirs.
+  const int row = thread / 8, chunk = thread % 8, bytes = stage_bytes(plan.tile);
+  const uint32_t stages = smem_address(shared), place = kTokenBytes + row * 128 + ((chunk ^ (row & 7)) << 4);
+  const T* up = static_cast<const T*>(a.up);
+  const auto request = [&](const Item& item, int list) {
+    const uint32_t list_bytes = (item.count * 2 + 15) / 16 * 16;
+    barrier_arrive_expect(c.listed + list, list_bytes);
+    if (list_bytes == 0) return;
+    load_bytes(c.neurons[list], a.active.neurons + static_cast<int64_t>(item.block) * a.active.row + item.first,
+               list_bytes, c.listed + list);
+  };
+  int index = blockIdx.x / kCluster, tiles = 0;
+  if (index >= groups) return;
+  Item item = item_at<kCluster>(index, 0, blocks, plan, c, rank);
+  if (thread == 0) request(item, 0);
+  for (; index < groups; index += stride, ++tiles) {
+    const uint16_t* list = c.neurons[tiles % kLists];
+    barrier_wait(c.listed + tiles % kLists, tiles / kLists & 1);
+    const int lowest = list[0];
+    const bool neighbours = are_neighbours(list, item, c.counts[item.block]);
+    int neurons[kShare];  // rows past the last repeat it: what they give is not kept
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) neurons[i] = list[max(min(row + kRows * i, item.count - 1), 0)];
+    Item next = item;
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+      ring.wait_empty();
+      uint64_t* full = ring.full + ring.stage;
+      if (thread == 0) {
+        uint8_t* stage = shared + ring.stage * bytes;
+        barrier_arrive_expect(full, kTokenBytes + (neighbours ? item.count * kDepth * 2 : 0));
+        if constexpr (kCluster == 1) {
+          load_box(stage, x_map, step * kDepth, item.block * kBlockTokens, full);
+        } else {
+          load_box_multicast(stage + rank * (kTokenBytes / kCluster), x_map, step * kDepth,
+                             item.block * kBlockTokens + rank * (kBlockTokens / kCluster), full, (1 << kCluster) - 1);
+        }
+        for (int n = 0; neighbours && n < item.count; n += kBoxRows) {
+          load_box(stage + kTokenBytes + n * kDepth * 2, up_map, step * kDepth, lowest + n, full);
+        }
+      }
+      if (neighbours) {
+        barrier_arrive(full);
+      } else {
+        const uint32_t to = stages + ring.stage * bytes + place;
+        const int column = step * kDepth + chunk * 8;
+        const bool inside = column < a.hidden;
+        const T* from = up + (inside ? column : 0);
+#pragma unroll
+        for (int i = 0; i < kShare; ++i) {
+          if (kRows * i < item.count) {
+            copy_16(to + i * kRows * 128, from + static_cast<int64_t>(neurons[i]) * a.hidden, inside);
+          }
+        }
+        barrier_arrive_on_copies(full);
+      }
+      if (step == min(2, steps - 1) && index + stride < groups) {  // the next tile's list has the other steps' time
+        next = item_at<kCluster>(index + stride, item.block, blocks, plan, c, rank);
+        if (thread == 0) request(next, (tiles + 1) % kLists);
+      }
+    }
+    // Columns of relu(gate), of which only the active halves exist.
+    const T* columns =
+        static_cast<const T*>(a.active.columns) + static_cast<int64_t>(item.block) * a.width * kBlockTokens + chunk * 8;
+    const Counts counts = c.counts[item.block];
+#pragma unroll
+    for (int start = 0; start < kMaxNeurons; start += kTurnNeurons) {
+      if (start >= item.width) break;
+      ring.wait_empty();
+      const uint32_t to = stages + ring.stage * bytes + row * 256 + ((chunk ^ (row & 7)) << 4);
+#pragma unroll
+      for (int i = 0; i < kTurnNeurons / kRows; ++i) {
+        const int n = start + row + kRows * i, at = item.first + n;
+        const T* column = columns + static_cast<int64_t>(neurons[start / kRows + i]) * kBlockTokens;
+        if (n < item.count && at < counts.first_only + counts.both) copy_16(to + i * kRows * 256, column);
+        if (n < item.count && at >= counts.first_only) copy_16(to + i * kRows * 256 + 128, column + kHalfTokens);
+      }
+      if (thread == 0) barrier_arrive(ring.full + ring.stage);
+      barrier_arrive_on_copies(ring.full + ring.stage);
+      ring.advance();
+    }
+    item = next;
+  }
+}
+
+// This warpgroup's tokens by N of the tile's neurons, from the one at `skipped` bytes on.
+template <typename T, int kCluster, int N>
+__device__ __forceinline__ void multiply_tile(float* sum, Ring& ring, uint32_t stages, int bytes, int skipped,
+                                              int steps, int warpgroup) {
+  for (int step = 0; step < steps; ++step, ring.advance()) {
+    ring.wait_full();
+    if constexpr (N > 0) {
+      fence_async_proxy();  // cp.async wrote, tensor cores read
+      const uint32_t stage = stages + ring.stage * bytes;
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kDepth / 16; ++k) {
+        Wgmma<T, N, 0, 0>::multiply(sum, matrix_descriptor(stage + warpgroup * kHalfTokens * 128 + k * 32, 16),
+                                    matrix_descriptor(stage + kTokenBytes + skipped + k * 32, 16), step + k);
+      }
+      wgmma_commit();
+      wgmma_wait<1>();
+    }
+    if (step > 0) release<kCluster>(ring, ring.previous());
+  }
+  wgmma_wait<0>();
+  release<kCluster>(ring, ring.previous());
+}
+
+// kAtOnce: stages of relu(gate) that are worked on before any is released. kLines: h is stored by lines of 128 bytes.
+template <typename T, int kCluster, int kAtOnce, bool kLines>
+__device__ __forceinline__ void multiply(const UpArguments& a, Control& c, const Plan& plan, uint8_t* shared, Ring ring,
+                                         const MidTrace& trace) {
+  const int steps = (a.hidden + kDepth - 1) / kDepth, lane = threadIdx.x % 32, blocks = a.active.blocks;
+  const int groups = c.first_group[blocks], stride = gridDim.x / kCluster, rank = rank_in<kCluster>();
+  const int warp = (threadIdx.x - kFetchers) / 32, warpgroup = warp / 4, bytes = stage_bytes(plan.tile);
+  const uint32_t stages = smem_address(shared);
+  const bool first_thread = threadIdx.x == kFetchers;
+  int block = 0, tiles = 0;
+  for (int index = blockIdx.x / kCluster; index < groups; index += stride, ++tiles) {
+    const Item item = item_at<kCluster>(index, block, blocks, plan, c, rank);
+    block = item.block;
+    // Neurons [begin, end) of the tile are active in this half; multiplied are `wide` times 32 from `low` on. What that
+    // takes past the tile is not kept.
+    const Counts counts = c.counts[block];
+    const int begin = warpgroup == 0 ? 0 : max(counts.first_only - item.first, 0);
+    const int end = min(item.count, warpgroup == 0 ? counts.first_only + counts.both - item.first : item.count);
+    const int low = begin / 16 * 16, wide = max(end - low + 31, 0) / 32;
+    float sum[kMaxNeurons / 2];
+    const int skipped = low * kDepth * 2;
+    if (first_thread && tiles == 1) trace.mark(2);
+    switch (wide) {
+      case 0: multiply_tile<T, kCluster, 0>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      case 1: multiply_tile<T, kCluster, 32>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      case 2: multiply_tile<T, kCluster, 64>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      case 3: multiply_tile<T, kCluster, 96>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      case 4: multiply_tile<T, kCluster, 128>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      case 5: multiply_tile<T, kCluster, 160>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      case 6: multiply_tile<T, kCluster, 192>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      case 7: multiply_tile<T, kCluster, 224>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      default: multiply_tile<T, kCluster, 256>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+    }
+    if (first_thread && tiles == 1) trace.mark(3);
+    // relu(gate) fills one stage or two; h takes its place there, then in global memory.
+    barrier_wait(c.listed + tiles % kLists, tiles / kLists & 1);
+    const uint16_t* neurons = c.neurons[tiles % kLists];
+    T* columns = static_cast<T*>(a.active.columns) + static_cast<int64_t>(block) * a.width * kBlockTokens;
+    if (a.bias != nullptr) {
+#pragma unroll
+      for (int j = 0; j < kMaxNeurons / 8; ++j) {
+        if (low + 8 * j < end) {
+          const int column = low + 8 * j + lane % 4 * 2;
+          const float first = widen(static_cast<const T*>(a.bias)[neurons[min(column, item.count - 1)]]);
+          const float second = widen(static_cast<const T*>(a.bias)[neurons[min(column + 1, item.count - 1)]]);
+          sum[4 * j] += first, sum[4 * j + 2] += first;
+          sum[4 * j + 1] += second, sum[4 * j + 3] += second;
+        }
+      }
+    }
+#pragma unroll
+    for (int first = 0; first < kMaxNeurons; first += kAtOnce * kTurnNeurons) {
+      if (first >= item.width) break;
+      uint32_t turns[kAtOnce]{};
+      Ring filled = ring;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i * kTurnNeurons >= item.width) break;
+        filled.wait_full();
+        turns[i] = stages + filled.stage * bytes;
+        filled.advance();
+      }
+      if (first_thread && tiles == 1 && first == 0) trace.mark(4);
+      const auto turn_at = [&](int n, int eighth) {
+        return (n < first + kTurnNeurons ? turns[0] : turns[kAtOnce - 1]) + n % kTurnNeurons * 256 + ((eighth ^ (n & 7)) << 4);
+      };
+      const int limit = min(end, first + kAtOnce * kTurnNeurons);
+#pragma unroll
+      for (int j = 0; j < kMaxNeurons / 8; j += 2) {  // 16 neurons
+        if (low + 8 * j >= first && low + 8 * j < limit) {
+          const uint32_t at = turn_at(low + 8 * j + lane / 16 * 8 + lane % 8, 2 * warp + (lane / 8 & 1));
+          uint32_t gate[4];
+          load_matrices_transposed(gate, at);
+#pragma unroll
+          for (int m = 0; m < 4; ++m) {
+            const int i = 4 * (j + m / 2) + m % 2 * 2;
+            const float2 g = unpack<T>(gate[m]);
+            gate[m] = pack<T>(g.x * sum[i], g.y * sum[i + 1]);
+          }
+          store_matrices_transposed(at, gate);
+        }
+      }
+      if constexpr (kLines) {
+        if (warpgroup == 0) {
+          named_barrier<128>(1);
+        } else {
+          named_barrier<128>(2);
+        }
+        const int start = max(begin, first) + warp % 4 * 4 + lane / 8, eighth = warpgroup * 8 + lane % 8;
+#pragma unroll
+        for (int i = 0; i < kAtOnce * kTurnNeurons / 16; ++i) {
+          const int n = start + 16 * i;
+          if (n < limit) {
+            *reinterpret_cast<uint4*>(columns + static_cast<int64_t>(neurons[n]) * kBlockTokens + eighth * 8) =
+                load_shared_16(turn_at(n, eighth));
+          }
+        }
+      } else {
+        __syncwarp();
+        const int start = max(begin, first) + lane / 2, eighth = warp * 2 + (lane & 1);
+#pragma unroll
+        for (int i = 0; i < kAtOnce * kTurnNeurons / 16; ++i) {
+          const int n = start + 16 * i;
+          if (n < limit) {
+            *reinterpret_cast<uint4*>(columns + static_cast<int64_t>(neurons[n]) * kBlockTokens + eighth * 8) =
+                load_shared_16(turn_at(n, eighth));
+          }
+        }
+      }
+      fence_async_proxy();  // ordinary stores here, bulk copies next
+      __syncwarp();
+      for (; ring.stage != filled.stage; ring.advance()) release<kCluster>(ring, ring.stage);
+    }
+    if (first_thread && tiles == 1) trace.mark(5);
+  }
+  if (first_thread) trace.mark(6);
+}
+
+template <typename T, int kCluster, int kAtOnce, bool kLines>
+__global__ void __launch_bounds__(kThreads, 1)
+    up_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap up_map, const UpArguments a,
+              const MidTrace trace) {
+#if defined(TWELL_SM90_DEVICE)
+  extern __shared__ uint8_t raw_shared[];
+  uint8_t* shared = raw_shared + (-smem_address(raw_shared) & 1023);
+  Control& c = *reinterpret_cast<Control*>(shared + kRingBytes);
+  if (threadIdx.x == 0) {
+    prefetch_map(&x_map);
+    prefetch_map(&up_map);
+    for (int s = 0; s < kMaxStages; ++s) {
+      barrier_init(c.full + s, kFetchers + 1);
+      barrier_init(c.empty + s, kConsumerWarps * kCluster);
+    }
+    for (int i = 0; i < kLists; ++i) barrier_init(c.listed + i, 1);
+    fence_barrier_init();
+  }
+  launch_dependents();
+  wait_for_previous();
+  if (threadIdx.x == 0) trace.mark(0);
+  for (int b = threadIdx.x; b < a.active.blocks; b += kThreads) c.counts[b] = a.active.counts[b];
+  if constexpr (kCluster > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
+  const Plan plan = make_plan<kCluster>(c, a.active.blocks);
+  if (threadIdx.x == 0) trace.mark(1);
+  const Ring ring(c.full, c.empty, min(kMaxStages, kRingBytes / stage_bytes(plan.tile)));
+  if (threadIdx.x < kFetchers) {
+    give_registers<kFetchRegisters>();
+    fetch<T, kCluster>(a, &x_map, &up_map, c, plan, shared, ring);
+  } else {
+    take_registers<kMultiplyRegisters>();
+    multiply<T, kCluster, kAtOnce, kLines>(a, c, plan, shared, ring, trace);
+  }
+  if constexpr (kCluster > 1) {
+    __syncwarp();
+    cluster_sync();  // the other block may still write here and arrive at these barriers
+  }
+#endif
+}
+
+template <typename T, int kCluster, int kAtOnce, bool kLines>
+cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
+  CUtensorMap x_map, up_map;
+  const T* x = static_cast<const T*>(ffn.x) + chunk.first * ffn.hidden;
+  TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, x, chunk.tokens, ffn.hidden, kBlockTokens / kCluster));
+  TWELL_RETURN_IF_ERROR(make_tensor_map(&up_map, ffn.dtype, ffn.up, ffn.width, ffn.hidden, kBoxRows));
+  const UpArguments arguments{ffn.up, ffn.b_up, chunk.active, ffn.hidden, ffn.width};
+  return launch_kernel(up_kernel<T, kCluster, kAtOnce, kLines>, device.sm_count / kCluster * kCluster, kThreads, kCluster,
+                       kShared, stream, x_map, up_map, arguments, MidTrace::next());
+}
+
+template <typename T>
+cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, UpVariant variant) {
+  switch (variant) {
+    case UpVariant::kEven: return launch<T, 1, 2, false>(ffn, chunk, device, stream);
+    case UpVariant::kEvenLines: return launch<T, 1, 1, true>(ffn, chunk, device, stream);
+    case UpVariant::kPairs: return launch<T, 2, 2, false>(ffn, chunk, device, stream);
+    default: return launch<T, 2, 1, true>(ffn, chunk, device, stream);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_up_even(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream,
+                           UpVariant variant) {
+  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn, chunk, device, stream, variant)
+                                       : launch_type<__half>(ffn, chunk, device, stream, variant);
+}
+
+}  // namespace twell::sm90

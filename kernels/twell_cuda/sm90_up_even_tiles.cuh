@@ -1,0 +1,134 @@
+// How up's tiles are cut: all of a block's are equally wide, so that no thread block gets the narrow ones alone.
+#pragma once
+
+#include "sm90_call.h"
+#include "sm90_primitives.cuh"
+#include "sm90_tiles.cuh"
+#include "sm90_wgmma.cuh"
+
+namespace twell::sm90::even {
+
+using tiles::kBoxRows, tiles::kConsumerWarps, tiles::kDepth, tiles::kFetchers, tiles::kFetchRegisters, tiles::kLists,
+    tiles::kMaxNeurons, tiles::kMaxStages, tiles::kMultiplyRegisters, tiles::kThreads, tiles::kTokenBytes,
+    tiles::stage_bytes;
+
+constexpr int kRingBytes = 216 * 1024;
+constexpr int kUnit = 16;          // widths are multiples of it
+constexpr int kTurnNeurons = 128;  // columns of relu(gate) in a stage: 256 bytes each
+constexpr int kWarps = kThreads / 32;
+
+struct Control {
+  uint64_t full[kMaxStages], empty[kMaxStages], listed[kLists];
+  uint16_t neurons[kLists][kMaxNeurons];
+  Counts counts[kMaxBlocks];
+  int first_group[kMaxBlocks + 1];  // of tiles, as many as a cluster has thread blocks
+  int costs[kWarps], widest[kWarps];
+};
+static_assert(offsetof(Control, neurons) % 16 == 0);
+static_assert(sizeof(Control) >= 32 * kDepth * 2);  // products read up to 31 rows past the last stage
+constexpr int kShared = 1024 + kRingBytes + sizeof(Control);
+static_assert(kShared <= 227 * 1024);
+
+struct Plan {
+  int limit, tile;  // neurons; no tile is wider than `tile`
+};
+
+struct Item {
+  int block, first, count, width;  // `count` of the block's active neurons, from its `first` on; at most its `width`
+};
+
+template <int kCluster>
+__device__ __forceinline__ int rank_in() {
+  return kCluster == 1 ? 0 : cluster_rank();
+}
+
+// A warp is done with a stage, which any thread block of the cluster may then fill.
+template <int kCluster>
+__device__ __forceinline__ void release(const Ring& ring, int stage) {
+  const int lane = threadIdx.x % 32;
+  if (lane >= kCluster) return;
+  if constexpr (kCluster == 1) {
+    barrier_arrive(ring.empty + stage);
+  } else {
+    barrier_arrive_at(ring.empty + stage, lane);
+  }
+}
+
+template <int kCluster>
+__device__ __forceinline__ int groups_of(int neurons, int limit) {
+  return (neurons + limit * kCluster - 1) / (limit * kCluster);
+}
+template <int kCluster>
+__device__ __forceinline__ int width_of(int neurons, int limit) {
+  const int tiles = max(groups_of<kCluster>(neurons, limit), 1) * kCluster;
+  return (neurons + tiles * kUnit - 1) / (tiles * kUnit) * kUnit;
+}
+
+// The limit that takes the least time, a warp for each, and each block's first group of tiles. Counts are there.
+template <int kCluster>
+__device__ __forceinline__ Plan make_plan(Control& c, int blocks) {
+  static_assert(kMaxNeurons - kUnit * (kWarps - 1) >= 64);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own_limit = kMaxNeurons - kUnit * warp;
+  const int clusters = gridDim.x / kCluster;
+  int groups = 0, widest = 0;
+  for (int b = lane; b < blocks; b += 32) {
+    const int neurons = c.counts[b].all();
+    groups += groups_of<kCluster>(neurons, own_limit);
+    widest = max(widest, width_of<kCluster>(neurons, own_limit));
+  }
+  groups = __reduce_add_sync(~0u, groups);
+  widest = __reduce_max_sync(~0u, widest);
+  if (lane == 0) {
+    c.costs[warp] = (groups + clusters - 1) / clusters * (widest + 96);  // x's share does not shrink with the tile
+    c.widest[warp] = widest;
+  }
+  __syncthreads();
+  int best = 0;
+  for (int w = 1; w < kWarps; ++w) {
+    if (c.costs[w] < c.costs[best]) best = w;
+  }
+  const Plan plan{kMaxNeurons - kUnit * best, c.widest[best]};
+  if (warp == 0) {
+    int total = 0;
+    for (int start = 0; start < blocks; start += 32) {
+      const int own = start + lane < blocks ? groups_of<kCluster>(c.counts[start + lane].all(), plan.limit) : 0;
+      int sum = own;
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        const int other = __shfl_up_sync(~0u, sum, d);
+        if (lane >= d) sum += other;
+      }
+      if (start + lane < blocks) c.first_group[start + lane] = total + sum - own;
+      total += __shfl_sync(~0u, sum, 31);
+    }
+    if (lane == 0) c.first_group[blocks] = total;
+  }
+  __syncthreads();
+  return plan;
+}
+
+// Groups come in ascending order: `block` is where the one before was. Called by whole warps.
+template <int kCluster>
+__device__ __forceinline__ Item item_at(int group, int block, int blocks, const Plan& plan, const Control& c, int rank) {
+  for (;; block += 32) {
+    const bool ends_later = c.first_group[min(block + 1 + static_cast<int>(threadIdx.x % 32), blocks)] > group;
+    const uint32_t later = __ballot_sync(~0u, ends_later);
+    if (later == 0) continue;
+    block += __ffs(static_cast<int>(later)) - 1;
+    break;
+  }
+  const int all = c.counts[block].all(), width = width_of<kCluster>(all, plan.limit);
+  const int first = ((group - c.first_group[block]) * kCluster + rank) * width;
+  return {block, first, max(min(width, all - first), 0), width};
+}
+
+// Whether the tile's list ascends without a gap; it ascends within each class of neurons.
+__device__ __forceinline__ bool are_neighbours(const uint16_t* list, const Item& item, const Counts& counts) {
+  const int borders[2] = {counts.first_only - item.first, counts.first_only + counts.both - item.first};
+  for (const int border : borders) {
+    if (border > 0 && border < item.count) return false;
+  }
+  return item.count > 0 && item.count % kBoxRows == 0 && list[item.count - 1] - list[0] == item.count - 1;
+}
+
+}  // namespace twell::sm90::even
