@@ -112,13 +112,17 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
   }
 }
 
-// This warpgroup's tokens by N of the tile's neurons, from the one at `skipped` bytes on.
-template <typename T, int kCluster, int N>
+// This warpgroup's tokens by N of the tile's neurons, from the one at `skipped` bytes on. kEager: where the next stage
+// is not there yet, this one's product is waited for, so that it is free sooner.
+template <typename T, int kCluster, bool kEager, int N>
 __device__ __forceinline__ void multiply_tile(float* sum, Ring& ring, uint32_t stages, int bytes, int skipped,
                                               int steps, int warpgroup) {
+  bool held = false;  // the stage before
   for (int step = 0; step < steps; ++step, ring.advance()) {
     ring.wait_full();
-    if constexpr (N > 0) {
+    if constexpr (N == 0) {
+      release<kCluster>(ring, ring.stage);
+    } else {
       fence_async_proxy();  // cp.async wrote, tensor cores read
       const uint32_t stage = stages + ring.stage * bytes;
       wgmma_fence();
@@ -129,15 +133,25 @@ __device__ __forceinline__ void multiply_tile(float* sum, Ring& ring, uint32_t s
       }
       wgmma_commit();
       wgmma_wait<1>();
+      if (held) release<kCluster>(ring, ring.previous());
+      held = true;
+      if constexpr (kEager) {
+        if (!__any_sync(~0u, ring.next_is_full())) {
+          wgmma_wait<0>();
+          release<kCluster>(ring, ring.stage);
+          held = false;
+        }
+      }
     }
-    if (step > 0) release<kCluster>(ring, ring.previous());
   }
-  wgmma_wait<0>();
-  release<kCluster>(ring, ring.previous());
+  if constexpr (N > 0) {
+    wgmma_wait<0>();
+    if (held) release<kCluster>(ring, ring.previous());
+  }
 }
 
 // kAtOnce: stages of relu(gate) that are worked on before any is released. kLines: h is stored by lines of 128 bytes.
-template <typename T, int kCluster, int kAtOnce, bool kLines>
+template <typename T, int kCluster, int kAtOnce, bool kLines, bool kEager>
 __device__ __forceinline__ void multiply(const UpArguments& a, Control& c, const Plan& plan, uint8_t* shared, Ring ring,
                                          const MidTrace& trace) {
   const int steps = (a.hidden + kDepth - 1) / kDepth, lane = threadIdx.x % 32, blocks = a.active.blocks;
@@ -159,15 +173,15 @@ __device__ __forceinline__ void multiply(const UpArguments& a, Control& c, const
     const int skipped = low * kDepth * 2;
     if (first_thread && tiles == 1) trace.mark(2);
     switch (wide) {
-      case 0: multiply_tile<T, kCluster, 0>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
-      case 1: multiply_tile<T, kCluster, 32>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
-      case 2: multiply_tile<T, kCluster, 64>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
-      case 3: multiply_tile<T, kCluster, 96>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
-      case 4: multiply_tile<T, kCluster, 128>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
-      case 5: multiply_tile<T, kCluster, 160>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
-      case 6: multiply_tile<T, kCluster, 192>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
-      case 7: multiply_tile<T, kCluster, 224>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
-      default: multiply_tile<T, kCluster, 256>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      case 0: multiply_tile<T, kCluster, kEager, 0>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      case 1: multiply_tile<T, kCluster, kEager, 32>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      case 2: multiply_tile<T, kCluster, kEager, 64>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      case 3: multiply_tile<T, kCluster, kEager, 96>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      case 4: multiply_tile<T, kCluster, kEager, 128>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      case 5: multiply_tile<T, kCluster, kEager, 160>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      case 6: multiply_tile<T, kCluster, kEager, 192>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      case 7: multiply_tile<T, kCluster, kEager, 224>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      default: multiply_tile<T, kCluster, kEager, 256>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
     }
     if (first_thread && tiles == 1) trace.mark(3);
     // relu(gate) fills one stage or two; h takes its place there, then in global memory.
@@ -254,7 +268,7 @@ __device__ __forceinline__ void multiply(const UpArguments& a, Control& c, const
   if (first_thread) trace.mark(6);
 }
 
-template <typename T, int kCluster, int kAtOnce, bool kLines>
+template <typename T, int kCluster, int kAtOnce, bool kLines, bool kEager>
 __global__ void __launch_bounds__(kThreads, 1)
     up_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap up_map, const UpArguments a,
               const MidTrace trace) {
@@ -289,7 +303,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     fetch<T, kCluster>(a, &x_map, &up_map, c, plan, shared, ring);
   } else {
     take_registers<kMultiplyRegisters>();
-    multiply<T, kCluster, kAtOnce, kLines>(a, c, plan, shared, ring, trace);
+    multiply<T, kCluster, kAtOnce, kLines, kEager>(a, c, plan, shared, ring, trace);
   }
   if constexpr (kCluster > 1) {
     __syncwarp();
@@ -298,24 +312,25 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-template <typename T, int kCluster, int kAtOnce, bool kLines>
+template <typename T, int kCluster, int kAtOnce, bool kLines, bool kEager>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
   CUtensorMap x_map, up_map;
   const T* x = static_cast<const T*>(ffn.x) + chunk.first * ffn.hidden;
   TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, x, chunk.tokens, ffn.hidden, kBlockTokens / kCluster));
   TWELL_RETURN_IF_ERROR(make_tensor_map(&up_map, ffn.dtype, ffn.up, ffn.width, ffn.hidden, kBoxRows));
   const UpArguments arguments{ffn.up, ffn.b_up, chunk.active, ffn.hidden, ffn.width};
-  return launch_kernel(up_kernel<T, kCluster, kAtOnce, kLines>, device.sm_count / kCluster * kCluster, kThreads, kCluster,
+  return launch_kernel(up_kernel<T, kCluster, kAtOnce, kLines, kEager>, device.sm_count / kCluster * kCluster, kThreads, kCluster,
                        kShared, stream, x_map, up_map, arguments, MidTrace::next());
 }
 
 template <typename T>
 cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, UpVariant variant) {
   switch (variant) {
-    case UpVariant::kEven: return launch<T, 1, 2, false>(ffn, chunk, device, stream);
-    case UpVariant::kEvenLines: return launch<T, 1, 1, true>(ffn, chunk, device, stream);
-    case UpVariant::kPairs: return launch<T, 2, 2, false>(ffn, chunk, device, stream);
-    default: return launch<T, 2, 1, true>(ffn, chunk, device, stream);
+    case UpVariant::kEven: return launch<T, 1, 2, false, false>(ffn, chunk, device, stream);
+    case UpVariant::kEvenLines: return launch<T, 1, 1, true, false>(ffn, chunk, device, stream);
+    case UpVariant::kPairs: return launch<T, 2, 2, false, false>(ffn, chunk, device, stream);
+    case UpVariant::kPairsLines: return launch<T, 2, 1, true, false>(ffn, chunk, device, stream);
+    default: return launch<T, 2, 1, true, true>(ffn, chunk, device, stream);
   }
 }
 

@@ -1,4 +1,4 @@
-// Ways to compute up with tiles of even width; launch_up() stays beside them until they have been timed.
+// Ways to compute up and down beside launch_up() and launch_down(), until they have been timed.
 #pragma once
 
 #include "sm90_call.h"
@@ -11,8 +11,17 @@ enum class UpVariant {
   kEvenLines,   // and h stored by whole lines, stages released one by one
   kPairs,       // even tiles, x shared by clusters of two
   kPairsLines,  // all of it
+  kEager,       // and stages given back sooner where copies are the limit
 };
 
 cudaError_t launch_up_even(const Ffn&, const Chunk&, const Device&, cudaStream_t, UpVariant);
+
+enum class DownVariant {
+  kAhead,       // neurons are looked up a step ahead
+  kEager,       // stages given back sooner where copies are the limit
+  kAheadEager,  // both
+};
+
+cudaError_t launch_down_as(const Ffn&, const Chunk&, const Device&, cudaStream_t, DownVariant);
 
 }  // namespace twell::sm90

@@ -143,16 +143,18 @@ sm90::Chunk chunk_of(const Ffn& f, void* workspace) {
   return chunk;
 }
 
-using Up = std::function<cudaError_t(const Ffn&, const sm90::Chunk&, const Device&, cudaStream_t)>;
+using Part = std::function<cudaError_t(const Ffn&, const sm90::Chunk&, const Device&, cudaStream_t)>;
+using Ways = std::vector<std::pair<const char*, Part>>;
 
-// Ways to compute up, the present one first.
-std::vector<std::pair<const char*, Up>> ways_up() {
-  std::vector<std::pair<const char*, Up>> ways{{"now", sm90::launch_up}};
+// Ways to compute up, and down; the present ones first.
+Ways ways_up() {
+  Ways ways{{"now", sm90::launch_up}};
   using sm90::UpVariant;
   const std::pair<const char*, UpVariant> variants[] = {{"even", UpVariant::kEven},
                                                         {"even lines", UpVariant::kEvenLines},
                                                         {"pairs", UpVariant::kPairs},
-                                                        {"pairs lines", UpVariant::kPairsLines}};
+                                                        {"pairs lines", UpVariant::kPairsLines},
+                                                        {"eager", UpVariant::kEager}};
   for (const auto& [name, variant] : variants) {
     ways.emplace_back(name, [v = variant](const Ffn& f, const sm90::Chunk& chunk, const Device& device,
                                           cudaStream_t stream) {
@@ -162,8 +164,22 @@ std::vector<std::pair<const char*, Up>> ways_up() {
   return ways;
 }
 
+Ways ways_down() {
+  Ways ways{{"now", sm90::launch_down}};
+  using sm90::DownVariant;
+  const std::pair<const char*, DownVariant> variants[] = {
+      {"ahead", DownVariant::kAhead}, {"eager", DownVariant::kEager}, {"ahead, eager", DownVariant::kAheadEager}};
+  for (const auto& [name, variant] : variants) {
+    ways.emplace_back(name, [v = variant](const Ffn& f, const sm90::Chunk& chunk, const Device& device,
+                                          cudaStream_t stream) {
+      return sm90::launch_down_as(f, chunk, device, stream, v);
+    });
+  }
+  return ways;
+}
+
 cudaError_t run_long(const Ffn& f, const Device& device, void* workspace, cudaStream_t stream,
-                     const Up& up = sm90::launch_up) {
+                     const Part& up = sm90::launch_up, const Part& down = sm90::launch_down) {
   const int64_t blocks = sm90::chunk_blocks(f, int64_t{192} << 20, 1);  // as sm90_forward() does
   sm90::Chunk chunk{};
   sm90::Cutter cutter(workspace);
@@ -173,7 +189,7 @@ cudaError_t run_long(const Ffn& f, const Device& device, void* workspace, cudaSt
     TWELL_RETURN_IF_ERROR(sm90::launch_gate(f, chunk, device, stream));
     TWELL_RETURN_IF_ERROR(sm90::launch_list(f, chunk, device, stream));
     if (f.up != nullptr) TWELL_RETURN_IF_ERROR(up(f, chunk, device, stream));
-    TWELL_RETURN_IF_ERROR(sm90::launch_down(f, chunk, device, stream));
+    TWELL_RETURN_IF_ERROR(down(f, chunk, device, stream));
   }
   return cudaSuccess;
 }
@@ -197,6 +213,11 @@ std::vector<Variant> variants_of(const Ffn& f, const Device& device, bool every_
     for (const auto& [name, up] : ways_up()) {
       all.push_back({std::string("for more tokens, up ") + name,
                      [=, way = up](const Ffn& g, void* w) { return run_long(g, device, w, nullptr, way); }});
+    }
+    for (const auto& [name, down] : ways_down()) {
+      all.push_back({std::string("for more tokens, down ") + name, [=, way = down](const Ffn& g, void* w) {
+                       return run_long(g, device, w, nullptr, sm90::launch_up, way);
+                     }});
     }
   }
   sm90::MidPlan chosen{};
@@ -536,7 +557,7 @@ void time_long(const std::vector<Row>& rows, const Device& device) {
       names.push_back(name);
       graphs.emplace_back(kLayers, [&](int i, cudaStream_t s) { CHECK(launch(calls[i], s)); });
     };
-    const auto ways = ways_up();
+    const Ways ways = ways_up(), downs = ways_down();
     // Each part after one that leaves what it reads.
     add("gate", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_gate(f, chunk, device, s); });
     add("list", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_list(f, chunk, device, s); });
@@ -544,11 +565,17 @@ void time_long(const std::vector<Row>& rows, const Device& device) {
       add(std::string("up ") + way.first,
           [&](const Ffn& f, cudaStream_t s) { return way.second(f, chunk, device, s); });
     }
-    add("down", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_down(f, chunk, device, s); });
+    for (const auto& way : downs) {
+      add(std::string("down ") + way.first,
+          [&](const Ffn& f, cudaStream_t s) { return way.second(f, chunk, device, s); });
+    }
     for (const auto& way : ways) {
       add(std::string("whole ") + way.first,
           [&](const Ffn& f, cudaStream_t s) { return run_long(f, device, workspace.data, s, way.second); });
     }
+    add("whole, all new", [&](const Ffn& f, cudaStream_t s) {
+      return run_long(f, device, workspace.data, s, ways.back().second, downs.back().second);
+    });
     for (int i = 0; i < 19; ++i) {
       for (checks::Graph& g : graphs) g.replay(i >= 4);
     }
