@@ -20,16 +20,17 @@ struct UpArguments {
   const void* bias;
   Active active;
   int hidden, width;
+  bool turned;
 };
 
 template <typename T, int kCluster>
 __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x_map, const CUtensorMap* up_map,
-                                      Control& c, const Plan& plan, uint8_t* shared, Ring ring) {
+                                      Control& c, uint8_t* shared, Ring ring) {
   constexpr int kRows = kFetchers / 8, kShare = kMaxNeurons / kRows;
   const int thread = threadIdx.x, steps = (a.hidden + kDepth - 1) / kDepth, blocks = a.active.blocks;
   const int groups = c.first_group[blocks], stride = gridDim.x / kCluster, rank = rank_in<kCluster>();
   // Eight threads copy 128 bytes of a row of Wu; every kRows-th row is theirs.
-  const int row = thread / 8, chunk = thread % 8, bytes = stage_bytes(plan.tile);
+  const int row = thread / 8, chunk = thread % 8, bytes = stage_bytes(c.tile);
   const uint32_t stages = smem_address(shared), place = kTokenBytes + row * 128 + ((chunk ^ (row & 7)) << 4);
   const T* up = static_cast<const T*>(a.up);
   const auto request = [&](const Item& item, int list) {
@@ -41,7 +42,7 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
   };
   int index = blockIdx.x / kCluster, tiles = 0;
   if (index >= groups) return;
-  Item item = item_at<kCluster>(index, 0, blocks, plan, c, rank);
+  Item item = item_at<kCluster>(index, 0, blocks, c);
   if (thread == 0) request(item, 0);
   for (; index < groups; index += stride, ++tiles) {
     const uint16_t* list = c.neurons[tiles % kLists];
@@ -84,7 +85,7 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
         barrier_arrive_on_copies(full);
       }
       if (step == min(2, steps - 1) && index + stride < groups) {  // the next tile's list has the other steps' time
-        next = item_at<kCluster>(index + stride, item.block, blocks, plan, c, rank);
+        next = item_at<kCluster>(index + stride, item.block, blocks, c);
         if (thread == 0) request(next, (tiles + 1) % kLists);
       }
     }
@@ -112,9 +113,9 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
   }
 }
 
-// This warpgroup's tokens by N of the tile's neurons, from the one at `skipped` bytes on. kEager: where the next stage
-// is not there yet, this one's product is waited for, so that it is free sooner.
-template <typename T, int kCluster, bool kEager, int N>
+// This warpgroup's tokens by N of the tile's neurons, from the one at `skipped` bytes on. Where the next stage is
+// not there yet, this one's product is waited for, so that it is free sooner.
+template <typename T, int kCluster, int N>
 __device__ __forceinline__ void multiply_tile(float* sum, Ring& ring, uint32_t stages, int bytes, int skipped,
                                               int steps, int warpgroup) {
   bool held = false;  // the stage before
@@ -135,12 +136,10 @@ __device__ __forceinline__ void multiply_tile(float* sum, Ring& ring, uint32_t s
       wgmma_wait<1>();
       if (held) release<kCluster>(ring, ring.previous());
       held = true;
-      if constexpr (kEager) {
-        if (!__any_sync(~0u, ring.next_is_full())) {
-          wgmma_wait<0>();
-          release<kCluster>(ring, ring.stage);
-          held = false;
-        }
+      if (!__any_sync(~0u, ring.next_is_full())) {
+        wgmma_wait<0>();
+        release<kCluster>(ring, ring.stage);
+        held = false;
       }
     }
   }
@@ -151,55 +150,38 @@ __device__ __forceinline__ void multiply_tile(float* sum, Ring& ring, uint32_t s
 }
 
 // kAtOnce: stages of relu(gate) that are worked on before any is released. kLines: h is stored by lines of 128 bytes.
-template <typename T, int kCluster, int kAtOnce, bool kLines, bool kEager>
-__device__ __forceinline__ void multiply(const UpArguments& a, Control& c, const Plan& plan, uint8_t* shared, Ring ring,
+template <typename T, int kCluster, int kAtOnce, bool kLines, bool kBias>
+__device__ __forceinline__ void multiply(const UpArguments& a, Control& c, uint8_t* shared, Ring ring,
                                          const MidTrace& trace) {
   const int steps = (a.hidden + kDepth - 1) / kDepth, lane = threadIdx.x % 32, blocks = a.active.blocks;
-  const int groups = c.first_group[blocks], stride = gridDim.x / kCluster, rank = rank_in<kCluster>();
-  const int warp = (threadIdx.x - kFetchers) / 32, warpgroup = warp / 4, bytes = stage_bytes(plan.tile);
+  const int warp = (threadIdx.x - kFetchers) / 32, warpgroup = warp / 4, bytes = stage_bytes(c.tile);
   const uint32_t stages = smem_address(shared);
   const bool first_thread = threadIdx.x == kFetchers;
   int block = 0, tiles = 0;
-  for (int index = blockIdx.x / kCluster; index < groups; index += stride, ++tiles) {
-    const Item item = item_at<kCluster>(index, block, blocks, plan, c, rank);
+  for (int index = blockIdx.x / kCluster; index < c.first_group[blocks]; index += gridDim.x / kCluster, ++tiles) {
+    const Item item = item_at<kCluster>(index, block, blocks, c);
     block = item.block;
-    // Neurons [begin, end) of the tile are active in this half; multiplied are `wide` times 32 from `low` on. What that
+    // Neurons [begin, end) of the tile are active in this half; multiplied are `wide` times 64 from `low` on. What that
     // takes past the tile is not kept.
     const Counts counts = c.counts[block];
     const int begin = warpgroup == 0 ? 0 : max(counts.first_only - item.first, 0);
     const int end = min(item.count, warpgroup == 0 ? counts.first_only + counts.both - item.first : item.count);
-    const int low = begin / 16 * 16, wide = max(end - low + 31, 0) / 32;
+    const int low = begin / 16 * 16, wide = max(end - low + 63, 0) / 64;
     float sum[kMaxNeurons / 2];
     const int skipped = low * kDepth * 2;
     if (first_thread && tiles == 1) trace.mark(2);
     switch (wide) {
-      case 0: multiply_tile<T, kCluster, kEager, 0>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
-      case 1: multiply_tile<T, kCluster, kEager, 32>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
-      case 2: multiply_tile<T, kCluster, kEager, 64>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
-      case 3: multiply_tile<T, kCluster, kEager, 96>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
-      case 4: multiply_tile<T, kCluster, kEager, 128>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
-      case 5: multiply_tile<T, kCluster, kEager, 160>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
-      case 6: multiply_tile<T, kCluster, kEager, 192>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
-      case 7: multiply_tile<T, kCluster, kEager, 224>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
-      default: multiply_tile<T, kCluster, kEager, 256>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      case 0: multiply_tile<T, kCluster, 0>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      case 1: multiply_tile<T, kCluster, 64>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      case 2: multiply_tile<T, kCluster, 128>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      case 3: multiply_tile<T, kCluster, 192>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      default: multiply_tile<T, kCluster, 256>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
     }
     if (first_thread && tiles == 1) trace.mark(3);
     // relu(gate) fills one stage or two; h takes its place there, then in global memory.
     barrier_wait(c.listed + tiles % kLists, tiles / kLists & 1);
     const uint16_t* neurons = c.neurons[tiles % kLists];
     T* columns = static_cast<T*>(a.active.columns) + static_cast<int64_t>(block) * a.width * kBlockTokens;
-    if (a.bias != nullptr) {
-#pragma unroll
-      for (int j = 0; j < kMaxNeurons / 8; ++j) {
-        if (low + 8 * j < end) {
-          const int column = low + 8 * j + lane % 4 * 2;
-          const float first = widen(static_cast<const T*>(a.bias)[neurons[min(column, item.count - 1)]]);
-          const float second = widen(static_cast<const T*>(a.bias)[neurons[min(column + 1, item.count - 1)]]);
-          sum[4 * j] += first, sum[4 * j + 2] += first;
-          sum[4 * j + 1] += second, sum[4 * j + 3] += second;
-        }
-      }
-    }
 #pragma unroll
     for (int first = 0; first < kMaxNeurons; first += kAtOnce * kTurnNeurons) {
       if (first >= item.width) break;
@@ -225,9 +207,14 @@ __device__ __forceinline__ void multiply(const UpArguments& a, Control& c, const
           load_matrices_transposed(gate, at);
 #pragma unroll
           for (int m = 0; m < 4; ++m) {
-            const int i = 4 * (j + m / 2) + m % 2 * 2;
+            const int i = 4 * (j + m / 2) + m % 2 * 2, column = low + 8 * (j + m / 2) + lane % 4 * 2;
             const float2 g = unpack<T>(gate[m]);
-            gate[m] = pack<T>(g.x * sum[i], g.y * sum[i + 1]);
+            float2 bias{};
+            if constexpr (kBias) {
+              bias.x = widen(static_cast<const T*>(a.bias)[neurons[min(column, item.count - 1)]]);
+              bias.y = widen(static_cast<const T*>(a.bias)[neurons[min(column + 1, item.count - 1)]]);
+            }
+            gate[m] = pack<T>(g.x * (sum[i] + bias.x), g.y * (sum[i + 1] + bias.y));
           }
           store_matrices_transposed(at, gate);
         }
@@ -268,7 +255,7 @@ __device__ __forceinline__ void multiply(const UpArguments& a, Control& c, const
   if (first_thread) trace.mark(6);
 }
 
-template <typename T, int kCluster, int kAtOnce, bool kLines, bool kEager>
+template <typename T, int kCluster, int kAtOnce, bool kLines, bool kBias>
 __global__ void __launch_bounds__(kThreads, 1)
     up_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap up_map, const UpArguments a,
               const MidTrace trace) {
@@ -295,15 +282,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     __syncthreads();
   }
-  const Plan plan = make_plan<kCluster>(c, a.active.blocks);
+  make_plan<kCluster>(c, a.active.blocks, a.turned);
   if (threadIdx.x == 0) trace.mark(1);
-  const Ring ring(c.full, c.empty, min(kMaxStages, kRingBytes / stage_bytes(plan.tile)));
+  const Ring ring(c.full, c.empty, min(kMaxStages, kRingBytes / stage_bytes(c.tile)));
   if (threadIdx.x < kFetchers) {
     give_registers<kFetchRegisters>();
-    fetch<T, kCluster>(a, &x_map, &up_map, c, plan, shared, ring);
+    fetch<T, kCluster>(a, &x_map, &up_map, c, shared, ring);
   } else {
     take_registers<kMultiplyRegisters>();
-    multiply<T, kCluster, kAtOnce, kLines, kEager>(a, c, plan, shared, ring, trace);
+    multiply<T, kCluster, kAtOnce, kLines, kBias>(a, c, shared, ring, trace);
   }
   if constexpr (kCluster > 1) {
     __syncwarp();
@@ -312,25 +299,33 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-template <typename T, int kCluster, int kAtOnce, bool kLines, bool kEager>
-cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
+template <typename T, int kCluster, int kAtOnce, bool kLines, bool kBias>
+cudaError_t launch_biased(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, bool turned) {
   CUtensorMap x_map, up_map;
   const T* x = static_cast<const T*>(ffn.x) + chunk.first * ffn.hidden;
   TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, x, chunk.tokens, ffn.hidden, kBlockTokens / kCluster));
   TWELL_RETURN_IF_ERROR(make_tensor_map(&up_map, ffn.dtype, ffn.up, ffn.width, ffn.hidden, kBoxRows));
-  const UpArguments arguments{ffn.up, ffn.b_up, chunk.active, ffn.hidden, ffn.width};
-  return launch_kernel(up_kernel<T, kCluster, kAtOnce, kLines, kEager>, device.sm_count / kCluster * kCluster, kThreads, kCluster,
+  const UpArguments arguments{ffn.up, ffn.b_up, chunk.active, ffn.hidden, ffn.width, turned};
+  return launch_kernel(up_kernel<T, kCluster, kAtOnce, kLines, kBias>, device.sm_count / kCluster * kCluster, kThreads, kCluster,
                        kShared, stream, x_map, up_map, arguments, MidTrace::next());
+}
+
+template <typename T, int kCluster, int kAtOnce, bool kLines>
+cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, bool turned) {
+  return ffn.b_up == nullptr
+             ? launch_biased<T, kCluster, kAtOnce, kLines, false>(ffn, chunk, device, stream, turned)
+             : launch_biased<T, kCluster, kAtOnce, kLines, true>(ffn, chunk, device, stream, turned);
 }
 
 template <typename T>
 cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, UpVariant variant) {
   switch (variant) {
-    case UpVariant::kEven: return launch<T, 1, 2, false, false>(ffn, chunk, device, stream);
-    case UpVariant::kEvenLines: return launch<T, 1, 1, true, false>(ffn, chunk, device, stream);
-    case UpVariant::kPairs: return launch<T, 2, 2, false, false>(ffn, chunk, device, stream);
-    case UpVariant::kPairsLines: return launch<T, 2, 1, true, false>(ffn, chunk, device, stream);
-    default: return launch<T, 2, 1, true, true>(ffn, chunk, device, stream);
+    case UpVariant::kEven: return launch<T, 1, 2, false>(ffn, chunk, device, stream, false);
+    case UpVariant::kEvenLines: return launch<T, 1, 1, true>(ffn, chunk, device, stream, false);
+    case UpVariant::kEvenTurned: return launch<T, 1, 1, true>(ffn, chunk, device, stream, true);
+    case UpVariant::kPairs: return launch<T, 2, 2, false>(ffn, chunk, device, stream, false);
+    case UpVariant::kPairsLines: return launch<T, 2, 1, true>(ffn, chunk, device, stream, false);
+    default: return launch<T, 2, 1, true>(ffn, chunk, device, stream, true);
   }
 }
 

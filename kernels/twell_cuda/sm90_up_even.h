@@ -7,11 +7,12 @@
 namespace twell::sm90 {
 
 enum class UpVariant {
-  kEven,        // even tiles
-  kEvenLines,   // and h stored by whole lines, stages released one by one
-  kPairs,       // even tiles, x shared by clusters of two
-  kPairsLines,  // all of it
-  kEager,       // and stages given back sooner where copies are the limit
+  kEven,         // even tiles, stages given back sooner where copies are the limit
+  kEvenLines,    // and h stored by whole lines, stages of relu(gate) released one by one
+  kEvenTurned,   // and groups of tiles turned from block to block
+  kPairs,        // as kEven, and x shared by clusters of two
+  kPairsLines,   // as kEvenLines, and x shared
+  kPairsTurned,  // as kEvenTurned, and x shared
 };
 
 cudaError_t launch_up_even(const Ffn&, const Chunk&, const Device&, cudaStream_t, UpVariant);

@@ -23,15 +23,13 @@ struct Control {
   Counts counts[kMaxBlocks];
   int first_group[kMaxBlocks + 1];  // of tiles, as many as a cluster has thread blocks
   int costs[kWarps], widest[kWarps];
+  int limit, tile;  // neurons; no tile is wider than `tile`
+  bool turned;      // each block's groups begin with another one
 };
 static_assert(offsetof(Control, neurons) % 16 == 0);
-static_assert(sizeof(Control) >= 32 * kDepth * 2);  // products read up to 31 rows past the last stage
+static_assert(sizeof(Control) >= 64 * kDepth * 2);  // products read up to 63 rows past the last stage
 constexpr int kShared = 1024 + kRingBytes + sizeof(Control);
 static_assert(kShared <= 227 * 1024);
-
-struct Plan {
-  int limit, tile;  // neurons; no tile is wider than `tile`
-};
 
 struct Item {
   int block, first, count, width;  // `count` of the block's active neurons, from its `first` on; at most its `width`
@@ -66,7 +64,7 @@ __device__ __forceinline__ int width_of(int neurons, int limit) {
 
 // The limit that takes the least time, a warp for each, and each block's first group of tiles. Counts are there.
 template <int kCluster>
-__device__ __forceinline__ Plan make_plan(Control& c, int blocks) {
+__device__ __forceinline__ void make_plan(Control& c, int blocks, bool turned) {
   static_assert(kMaxNeurons - kUnit * (kWarps - 1) >= 64);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own_limit = kMaxNeurons - kUnit * warp;
   const int clusters = gridDim.x / kCluster;
@@ -87,11 +85,12 @@ __device__ __forceinline__ Plan make_plan(Control& c, int blocks) {
   for (int w = 1; w < kWarps; ++w) {
     if (c.costs[w] < c.costs[best]) best = w;
   }
-  const Plan plan{kMaxNeurons - kUnit * best, c.widest[best]};
   if (warp == 0) {
+    const int limit = kMaxNeurons - kUnit * best;
+    if (lane == 0) c.limit = limit, c.tile = c.widest[best], c.turned = turned;
     int total = 0;
     for (int start = 0; start < blocks; start += 32) {
-      const int own = start + lane < blocks ? groups_of<kCluster>(c.counts[start + lane].all(), plan.limit) : 0;
+      const int own = start + lane < blocks ? groups_of<kCluster>(c.counts[start + lane].all(), limit) : 0;
       int sum = own;
 #pragma unroll
       for (int d = 1; d < 32; d *= 2) {
@@ -104,12 +103,11 @@ __device__ __forceinline__ Plan make_plan(Control& c, int blocks) {
     if (lane == 0) c.first_group[blocks] = total;
   }
   __syncthreads();
-  return plan;
 }
 
 // Groups come in ascending order: `block` is where the one before was. Called by whole warps.
 template <int kCluster>
-__device__ __forceinline__ Item item_at(int group, int block, int blocks, const Plan& plan, const Control& c, int rank) {
+__device__ __forceinline__ Item item_at(int group, int block, int blocks, const Control& c) {
   for (;; block += 32) {
     const bool ends_later = c.first_group[min(block + 1 + static_cast<int>(threadIdx.x % 32), blocks)] > group;
     const uint32_t later = __ballot_sync(~0u, ends_later);
@@ -117,8 +115,11 @@ __device__ __forceinline__ Item item_at(int group, int block, int blocks, const 
     block += __ffs(static_cast<int>(later)) - 1;
     break;
   }
-  const int all = c.counts[block].all(), width = width_of<kCluster>(all, plan.limit);
-  const int first = ((group - c.first_group[block]) * kCluster + rank) * width;
+  const int all = c.counts[block].all(), width = width_of<kCluster>(all, c.limit);
+  // Tiles that both halves activate take longest: without a turn, the same thread block could get them of every block.
+  int index = group - c.first_group[block];
+  if (c.turned) index = (index + block) % groups_of<kCluster>(all, c.limit);
+  const int first = (index * kCluster + rank_in<kCluster>()) * width;
   return {block, first, max(min(width, all - first), 0), width};
 }
 

@@ -150,11 +150,10 @@ using Ways = std::vector<std::pair<const char*, Part>>;
 Ways ways_up() {
   Ways ways{{"now", sm90::launch_up}};
   using sm90::UpVariant;
-  const std::pair<const char*, UpVariant> variants[] = {{"even", UpVariant::kEven},
-                                                        {"even lines", UpVariant::kEvenLines},
-                                                        {"pairs", UpVariant::kPairs},
-                                                        {"pairs lines", UpVariant::kPairsLines},
-                                                        {"eager", UpVariant::kEager}};
+  const std::pair<const char*, UpVariant> variants[] = {
+      {"even", UpVariant::kEven},          {"even, lines", UpVariant::kEvenLines},
+      {"even, turned", UpVariant::kEvenTurned}, {"pairs", UpVariant::kPairs},
+      {"pairs, lines", UpVariant::kPairsLines}, {"pairs, turned", UpVariant::kPairsTurned}};
   for (const auto& [name, variant] : variants) {
     ways.emplace_back(name, [v = variant](const Ffn& f, const sm90::Chunk& chunk, const Device& device,
                                           cudaStream_t stream) {
@@ -588,7 +587,7 @@ void time_long(const std::vector<Row>& rows, const Device& device) {
     }
     std::printf("; 128 tokens use %.0f, 64 %.0f\n", block_mean, half_mean);
     for (size_t i = 0; i < graphs.size(); ++i) {
-      std::printf("    %-18s %8.2f\n", names[i].c_str(), graphs[i].median());
+      std::printf("    %-23s %8.2f\n", names[i].c_str(), graphs[i].median());
       graphs[i].release();
     }
 #if defined(TWELL_MID_TRACE)
