@@ -14,7 +14,8 @@ cudaError_t launch_down(const Ffn& ffn, const Chunk& chunk, const Device& device
   return slices::launch(ffn, chunk, terms, ffn.b_down, ffn.y, device, stream);
 }
 
-cudaError_t launch_down_as(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, DownVariant way) {
+cudaError_t launch_down_as(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream,
+                           DownVariant way) {
   const Term terms[] = {{chunk.active.columns, ffn.down}};
   switch (way) {
     case DownVariant::kAhead: return slices::launch<true, false>(ffn, chunk, terms, ffn.b_down, ffn.y, device, stream);

@@ -1,9 +1,10 @@
 // Up projection over active neurons: h = relu(gate) * (x Wu^T + bu), for each block of 128 tokens and the neurons that
 // any of them activates; the others' columns of h would be zero. h takes the place of relu(gate).
 //
-// A persistent thread block of three warpgroups an SM. The first fetches: x by bulk tensor copies, gathered rows of Wu by
-// cp.async (by bulk copies where they are neighbours), and at the end of a tile its columns of relu(gate), through the
-// same ring of stages. The other two multiply half of the tokens each, by those of the tile's neurons that it activates.
+// A persistent thread block of three warpgroups an SM. The first fetches: x by bulk tensor copies, gathered rows of Wu
+// by cp.async (by bulk copies where they are neighbours), and at the end of a tile its columns of relu(gate), through
+// the same ring of stages. The other two multiply half of the tokens each, by those of the tile's neurons that it
+// activates.
 // The two thread blocks of a cluster take tiles of the same block of tokens, and each fetches half of x for both.
 
 #include "sm90_launch.h"
@@ -300,7 +301,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 template <typename T, int kCluster, int kAtOnce, bool kLines, bool kBias>
-cudaError_t launch_biased(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, bool turned) {
+cudaError_t launch_biased(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream,
+                          bool turned) {
   CUtensorMap x_map, up_map;
   const T* x = static_cast<const T*>(ffn.x) + chunk.first * ffn.hidden;
   TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, x, chunk.tokens, ffn.hidden, kBlockTokens / kCluster));
@@ -318,7 +320,8 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cud
 }
 
 template <typename T>
-cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, UpVariant variant) {
+cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream,
+                        UpVariant variant) {
   switch (variant) {
     case UpVariant::kEven: return launch<T, 1, 2, false>(ffn, chunk, device, stream, false);
     case UpVariant::kEvenLines: return launch<T, 1, 1, true>(ffn, chunk, device, stream, false);
