@@ -3,7 +3,6 @@
 
 #include "sm90_slice_product.cuh"
 #include "sm90_training.h"
-#include "sm90_up_even.h"
 
 namespace twell::sm90 {
 
@@ -12,16 +11,6 @@ using slices::Term;
 cudaError_t launch_down(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
   const Term terms[] = {{chunk.active.columns, ffn.down}};
   return slices::launch(ffn, chunk, terms, ffn.b_down, ffn.y, device, stream);
-}
-
-cudaError_t launch_down_as(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream,
-                           DownVariant way) {
-  const Term terms[] = {{chunk.active.columns, ffn.down}};
-  switch (way) {
-    case DownVariant::kAhead: return slices::launch<true, false>(ffn, chunk, terms, ffn.b_down, ffn.y, device, stream);
-    case DownVariant::kEager: return slices::launch<false, true>(ffn, chunk, terms, ffn.b_down, ffn.y, device, stream);
-    default: return slices::launch<true, true>(ffn, chunk, terms, ffn.b_down, ffn.y, device, stream);
-  }
 }
 
 cudaError_t launch_dx(const Ffn& ffn, const Chunk& chunk, const Gradients& gradients, const Device& device,

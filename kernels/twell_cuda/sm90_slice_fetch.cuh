@@ -109,8 +109,7 @@ struct Lists {
   }
 };
 
-// kAhead: each step's neurons are looked up a step before.
-template <typename T, int kTerms, int kHidden, bool kAhead>
+template <typename T, int kTerms, int kHidden>
 __device__ __forceinline__ void fetch(const Arguments<kTerms>& a, const Maps<kTerms>& maps, Control& c, uint8_t* shared,
                                       Ring ring) {
   constexpr int kRows = kFetchers / 8, kBytes = Shape<kHidden>::kStageBytes;
@@ -127,25 +126,11 @@ __device__ __forceinline__ void fetch(const Arguments<kTerms>& a, const Maps<kTe
     const int first_end = counts.first_only + counts.both, listed = min(kListed, counts.all() - w.start);
     const int hidden_left = a.out.hidden - first_hidden;
     const int64_t first_column = static_cast<int64_t>(block) * a.width * kBlockTokens + chunk * 8;
-    bool neighbours = false;
-    int lowest = 0, own[kDepth / kRows];  // of the step
-    const auto look_up = [&](int start) {
-      // 64 neighbours that both halves activate.
-      const int at = w.start + start;
-      neighbours = false;
-      if (at >= counts.first_only && at + kDepth <= first_end && start + kDepth <= listed) {
-        lowest = neurons[start];
-        neighbours = neurons[start + kDepth - 1] - lowest == kDepth - 1;
-      }
-#pragma unroll
-      for (int i = 0; kAhead && i < kDepth / kRows; ++i) {
-        const int n = start + row + kRows * i;
-        if (n < listed) own[i] = neurons[n];
-      }
-    };
-    if (kAhead) look_up(0);
     for (int start = 0; start < listed; start += kDepth) {
-      if (!kAhead) look_up(start);
+      // 64 neighbours that both halves activate.
+      const int lowest = neurons[start], at = w.start + start;
+      const bool neighbours = at >= counts.first_only && at + kDepth <= first_end && start + kDepth <= listed &&
+                              neurons[start + kDepth - 1] - lowest == kDepth - 1;
 #pragma unroll
       for (int t = 0; t < kTerms; ++t, ring.advance()) {
         ring.wait_empty();
@@ -172,7 +157,7 @@ __device__ __forceinline__ void fetch(const Arguments<kTerms>& a, const Maps<kTe
         for (int i = 0; i < kDepth / kRows; ++i) {
           const int n = start + row + kRows * i;
           const bool valid = n < listed;
-          const int neuron = !valid ? 0 : kAhead ? own[i] : neurons[n];
+          const int neuron = valid ? neurons[n] : 0;
           const T* column = columns + static_cast<int64_t>(neuron) * kBlockTokens;
           const T* from = rows + static_cast<int64_t>(neuron) * a.out.hidden;
           copy_16(to + i * kRows * 128, column, valid && w.start + n < first_end);
@@ -185,7 +170,6 @@ __device__ __forceinline__ void fetch(const Arguments<kTerms>& a, const Maps<kTe
         }
         barrier_arrive_on_copies(full);
       }
-      if (kAhead) look_up(start + kDepth);
     }
   }
 }

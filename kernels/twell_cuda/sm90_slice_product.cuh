@@ -12,9 +12,8 @@
 
 namespace twell::sm90::slices {
 
-// `counts_of` gives a block's Counts. kEager: where the next stage is not there yet, this one's product is waited for, so
-// that it is free sooner.
-template <typename T, int kTerms, int kHidden, bool kEager, typename CountsOf>
+// `counts_of` gives a block's Counts.
+template <typename T, int kTerms, int kHidden, typename CountsOf>
 __device__ __forceinline__ void multiply(const Output& out, int blocks, const CountsOf& counts_of, uint8_t* shared,
                                          Ring ring) {
   constexpr int kBytes = Shape<kHidden>::kStageBytes;
@@ -26,10 +25,7 @@ __device__ __forceinline__ void multiply(const Output& out, int blocks, const Co
     const HalfEntries entries(counts, warpgroup);
     const int steps = (counts.all() + kDepth - 1) / kDepth * kTerms;
     float sum[kHidden / 2];
-    bool started = false, held = false;  // the stage before
-    const auto release = [&](int stage) {
-      if (lane == 0) barrier_arrive(ring.empty + stage);
-    };
+    bool started = false;
     for (int step = 0; step < steps; ++step, ring.advance()) {
       ring.wait_full();
       if (entries.in_step(step / kTerms * kDepth)) {
@@ -45,24 +41,13 @@ __device__ __forceinline__ void multiply(const Output& out, int blocks, const Co
         wgmma_commit();
         started = true;
         wgmma_wait<1>();
-        if (held) release(ring.previous());
-        held = true;
-        if constexpr (kEager) {
-          if (!__any_sync(~0u, ring.next_is_full())) {
-            wgmma_wait<0>();
-            release(ring.stage);
-            held = false;
-          }
-        }
       } else {
         wgmma_wait<0>();
-        if (held) release(ring.previous());
-        if (kEager) release(ring.stage);
-        held = !kEager;
       }
+      if (step > 0 && lane == 0) barrier_arrive(ring.empty + ring.previous());
     }
     wgmma_wait<0>();
-    if (held) release(ring.previous());
+    if (steps > 0 && lane == 0) barrier_arrive(ring.empty + ring.previous());
     if (!started) {
 #pragma unroll
       for (int i = 0; i < kHidden / 2; ++i) sum[i] = 0.0f;
@@ -101,7 +86,7 @@ __device__ __forceinline__ void multiply(const Output& out, int blocks, const Co
   }
 }
 
-template <typename T, int kTerms, int kHidden, bool kAhead, bool kEager>
+template <typename T, int kTerms, int kHidden>
 __global__ void __launch_bounds__(kThreads, 1)
     product_kernel(const __grid_constant__ Maps<kTerms> maps, const Arguments<kTerms> a) {
 #if defined(TWELL_SM90_DEVICE)
@@ -130,10 +115,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Ring ring(c.full, c.empty, Shape<kHidden>::kStages);
   if (threadIdx.x < kFetchers) {
     give_registers<kFetchRegisters>();
-    fetch<T, kTerms, kHidden, kAhead>(a, maps, c, shared, ring);
+    fetch<T, kTerms, kHidden>(a, maps, c, shared, ring);
   } else {
     take_registers<kMultiplyRegisters>();
-    multiply<T, kTerms, kHidden, kEager>(a.out, blocks, [&](int block) { return c.counts[block]; }, shared, ring);
+    multiply<T, kTerms, kHidden>(a.out, blocks, [&](int block) { return c.counts[block]; }, shared, ring);
   }
 #endif
 }
@@ -151,7 +136,7 @@ inline int best_slice(int blocks, int hidden, const Device& device) {
   return best;
 }
 
-template <typename T, int kTerms, int kHidden, bool kAhead, bool kEager>
+template <typename T, int kTerms, int kHidden>
 cudaError_t launch_slice(DType dtype, Arguments<kTerms> a, const Device& device, cudaStream_t stream) {
   const int blocks = a.chunk.active.blocks;
   a.out.slices = (a.out.hidden + kHidden - 1) / kHidden;
@@ -162,15 +147,15 @@ cudaError_t launch_slice(DType dtype, Arguments<kTerms> a, const Device& device,
     TWELL_RETURN_IF_ERROR(make_tensor_map(maps.rows + t, dtype, a.terms[t].rows, a.width, a.out.hidden, kDepth));
   }
   const int grid = min(device.sm_count, blocks * a.out.slices);
-  return launch_kernel(product_kernel<T, kTerms, kHidden, kAhead, kEager>, grid, kThreads, 1, kShared, stream, maps, a);
+  return launch_kernel(product_kernel<T, kTerms, kHidden>, grid, kThreads, 1, kShared, stream, maps, a);
 }
 
-template <typename T, int kTerms, bool kAhead, bool kEager>
+template <typename T, int kTerms>
 cudaError_t launch_type(DType dtype, const Arguments<kTerms>& a, const Device& device, cudaStream_t stream) {
   switch (best_slice(a.chunk.active.blocks, a.out.hidden, device)) {
-    case 64: return launch_slice<T, kTerms, 64, kAhead, kEager>(dtype, a, device, stream);
-    case 128: return launch_slice<T, kTerms, 128, kAhead, kEager>(dtype, a, device, stream);
-    default: return launch_slice<T, kTerms, 256, kAhead, kEager>(dtype, a, device, stream);
+    case 64: return launch_slice<T, kTerms, 64>(dtype, a, device, stream);
+    case 128: return launch_slice<T, kTerms, 128>(dtype, a, device, stream);
+    default: return launch_slice<T, kTerms, 256>(dtype, a, device, stream);
   }
 }
 
@@ -179,7 +164,7 @@ inline Output output_of(const Ffn& ffn, const Chunk& chunk, const void* bias, vo
   return {bias, static_cast<uint16_t*>(y) + chunk.first * ffn.hidden, chunk.tokens, ffn.hidden, 0};
 }
 
-template <bool kAhead = false, bool kEager = false, int kTerms>
+template <int kTerms>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Term (&terms)[kTerms], const void* bias, void* y,
                    const Device& device, cudaStream_t stream) {
   Arguments<kTerms> a{};
@@ -187,8 +172,8 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Term (&terms)[kTerm
   a.out = output_of(ffn, chunk, bias, y);
   a.chunk = chunk;
   a.width = ffn.width;
-  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16, kTerms, kAhead, kEager>(ffn.dtype, a, device, stream)
-                                       : launch_type<__half, kTerms, kAhead, kEager>(ffn.dtype, a, device, stream);
+  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn.dtype, a, device, stream)
+                                       : launch_type<__half>(ffn.dtype, a, device, stream);
 }
 
 }  // namespace twell::sm90::slices

@@ -3,7 +3,7 @@
 // parts and the whole inside captured graphs over several sets of weights, so that weights come from device memory.
 //
 //   nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a -o prefill_check tests/prefill_check.cu sm90_mid_*.cu \
-//     sm90_{forward,gate,list,up,up_even,down}.cu
+//     sm90_{forward,gate,list,up,down}.cu
 //   ./prefill_check          checks, then timings      ./prefill_check check | verbose | time | long
 //
 // Built with -DTWELL_MID_TRACE, the timings also say when thread blocks reach each of their phases.
@@ -22,7 +22,7 @@
 #include "../sm90.h"
 #include "../sm90_launch.h"
 #include "../sm90_mid.h"
-#include "../sm90_up_even.h"
+#include "../sm90_up.h"
 #include "../sm90_workspace.h"
 #include "graph.cuh"
 
@@ -146,39 +146,20 @@ sm90::Chunk chunk_of(const Ffn& f, void* workspace) {
 using Part = std::function<cudaError_t(const Ffn&, const sm90::Chunk&, const Device&, cudaStream_t)>;
 using Ways = std::vector<std::pair<const char*, Part>>;
 
-// Ways to compute up, and down; the present ones first.
+// Ways to compute up; the present one first.
 Ways ways_up() {
   Ways ways{{"now", sm90::launch_up}};
-  using sm90::UpVariant;
-  const std::pair<const char*, UpVariant> variants[] = {
-      {"even", UpVariant::kEven},          {"even, lines", UpVariant::kEvenLines},
-      {"even, turned", UpVariant::kEvenTurned}, {"pairs", UpVariant::kPairs},
-      {"pairs, lines", UpVariant::kPairsLines}, {"pairs, turned", UpVariant::kPairsTurned}};
-  for (const auto& [name, variant] : variants) {
-    ways.emplace_back(name, [v = variant](const Ffn& f, const sm90::Chunk& chunk, const Device& device,
-                                          cudaStream_t stream) {
-      return sm90::launch_up_even(f, chunk, device, stream, v);
-    });
-  }
-  return ways;
-}
-
-Ways ways_down() {
-  Ways ways{{"now", sm90::launch_down}};
-  using sm90::DownVariant;
-  const std::pair<const char*, DownVariant> variants[] = {
-      {"ahead", DownVariant::kAhead}, {"eager", DownVariant::kEager}, {"ahead, eager", DownVariant::kAheadEager}};
-  for (const auto& [name, variant] : variants) {
-    ways.emplace_back(name, [v = variant](const Ffn& f, const sm90::Chunk& chunk, const Device& device,
-                                          cudaStream_t stream) {
-      return sm90::launch_down_as(f, chunk, device, stream, v);
-    });
+  const std::pair<const char*, sm90::UpWay> others[] = {
+      {"plain", {false, false}}, {"turned", {false, true}}, {"lines", {true, false}}, {"lines, turned", {true, true}}};
+  for (const auto& [name, way] : others) {
+    ways.emplace_back(name, [w = way](const Ffn& f, const sm90::Chunk& chunk, const Device& device,
+                                      cudaStream_t stream) { return sm90::launch_up_as(f, chunk, device, stream, w); });
   }
   return ways;
 }
 
 cudaError_t run_long(const Ffn& f, const Device& device, void* workspace, cudaStream_t stream,
-                     const Part& up = sm90::launch_up, const Part& down = sm90::launch_down) {
+                     const Part& up = sm90::launch_up) {
   const int64_t blocks = sm90::chunk_blocks(f, int64_t{192} << 20, 1);  // as sm90_forward() does
   sm90::Chunk chunk{};
   sm90::Cutter cutter(workspace);
@@ -188,7 +169,7 @@ cudaError_t run_long(const Ffn& f, const Device& device, void* workspace, cudaSt
     TWELL_RETURN_IF_ERROR(sm90::launch_gate(f, chunk, device, stream));
     TWELL_RETURN_IF_ERROR(sm90::launch_list(f, chunk, device, stream));
     if (f.up != nullptr) TWELL_RETURN_IF_ERROR(up(f, chunk, device, stream));
-    TWELL_RETURN_IF_ERROR(down(f, chunk, device, stream));
+    TWELL_RETURN_IF_ERROR(sm90::launch_down(f, chunk, device, stream));
   }
   return cudaSuccess;
 }
@@ -212,11 +193,6 @@ std::vector<Variant> variants_of(const Ffn& f, const Device& device, bool every_
     for (const auto& [name, up] : ways_up()) {
       all.push_back({std::string("for more tokens, up ") + name,
                      [=, way = up](const Ffn& g, void* w) { return run_long(g, device, w, nullptr, way); }});
-    }
-    for (const auto& [name, down] : ways_down()) {
-      all.push_back({std::string("for more tokens, down ") + name, [=, way = down](const Ffn& g, void* w) {
-                       return run_long(g, device, w, nullptr, sm90::launch_up, way);
-                     }});
     }
   }
   sm90::MidPlan chosen{};
@@ -556,7 +532,7 @@ void time_long(const std::vector<Row>& rows, const Device& device) {
       names.push_back(name);
       graphs.emplace_back(kLayers, [&](int i, cudaStream_t s) { CHECK(launch(calls[i], s)); });
     };
-    const Ways ways = ways_up(), downs = ways_down();
+    const Ways ways = ways_up();
     // Each part after one that leaves what it reads.
     add("gate", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_gate(f, chunk, device, s); });
     add("list", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_list(f, chunk, device, s); });
@@ -564,17 +540,11 @@ void time_long(const std::vector<Row>& rows, const Device& device) {
       add(std::string("up ") + way.first,
           [&](const Ffn& f, cudaStream_t s) { return way.second(f, chunk, device, s); });
     }
-    for (const auto& way : downs) {
-      add(std::string("down ") + way.first,
-          [&](const Ffn& f, cudaStream_t s) { return way.second(f, chunk, device, s); });
-    }
+    add("down", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_down(f, chunk, device, s); });
     for (const auto& way : ways) {
       add(std::string("whole ") + way.first,
           [&](const Ffn& f, cudaStream_t s) { return run_long(f, device, workspace.data, s, way.second); });
     }
-    add("whole, all new", [&](const Ffn& f, cudaStream_t s) {
-      return run_long(f, device, workspace.data, s, ways.back().second, downs.back().second);
-    });
     for (int i = 0; i < 19; ++i) {
       for (checks::Graph& g : graphs) g.replay(i >= 4);
     }
