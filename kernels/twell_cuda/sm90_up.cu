@@ -17,12 +17,16 @@ namespace {
 
 using namespace up;
 
+constexpr int kAheadBytes = 4096;                     // of each request
+constexpr int64_t kAheadMost = int64_t{32} << 20;  // larger matrices would push out what is there
+
 struct UpArguments {
   const void* up;
   const void* bias;
   Active active;
   int hidden, width;
-  bool turned;
+  bool turned, halves;
+  int64_t ahead;  // bytes of Wu to bring into the L2 cache
 };
 
 template <typename T>
@@ -49,7 +53,11 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
     const uint16_t* list = c.neurons[tiles % kLists];
     barrier_wait(c.listed + tiles % kLists, tiles / kLists & 1);
     const int lowest = list[0];
-    const bool neighbours = are_neighbours(list, item, c.counts[item.block]);
+    const Counts counts = c.counts[item.block];
+    const bool neighbours = are_neighbours(list, item, counts);
+    const bool first_half = !a.halves || item.first < counts.first_only + counts.both;
+    const bool second_half = !a.halves || item.first + item.count > counts.first_only;
+    const int x_bytes = first_half && second_half ? kTokenBytes : kTokenBytes / 2;
     int neurons[kShare];  // rows past the last repeat it: what they give is not kept
 #pragma unroll
     for (int i = 0; i < kShare; ++i) neurons[i] = list[min(row + kRows * i, item.count - 1)];
@@ -59,8 +67,12 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
       uint64_t* full = ring.full + ring.stage;
       if (thread == 0) {
         uint8_t* stage = shared + ring.stage * bytes;
-        barrier_arrive_expect(full, kTokenBytes + (neighbours ? item.count * kDepth * 2 : 0));
-        load_box(stage, x_map, step * kDepth, item.block * kBlockTokens, full);
+        barrier_arrive_expect(full, x_bytes + (neighbours ? item.count * kDepth * 2 : 0));
+        const int token = item.block * kBlockTokens;
+        if (first_half) load_box(stage, x_map, step * kDepth, token, full);
+        if (a.halves && second_half) {
+          load_box(stage + kTokenBytes / 2, x_map, step * kDepth, token + kHalfTokens, full);
+        }
         for (int n = 0; neighbours && n < item.count; n += kBoxRows) {
           load_box(stage + kTokenBytes + n * kDepth * 2, up_map, step * kDepth, lowest + n, full);
         }
@@ -88,7 +100,6 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
     // Columns of relu(gate), of which only the active halves exist.
     const T* columns =
         static_cast<const T*>(a.active.columns) + static_cast<int64_t>(item.block) * a.width * kBlockTokens + chunk * 8;
-    const Counts counts = c.counts[item.block];
 #pragma unroll
     for (int start = 0; start < kMaxNeurons; start += kTurnNeurons) {
       if (start >= item.count) break;
@@ -163,7 +174,7 @@ __device__ __forceinline__ void multiply(const UpArguments& a, Control& c, uint8
     const Counts counts = c.counts[block];
     const int begin = warpgroup == 0 ? 0 : max(counts.first_only - item.first, 0);
     const int end = min(item.count, warpgroup == 0 ? counts.first_only + counts.both - item.first : item.count);
-    const int low = begin / 16 * 16, wide = max(end - low + 63, 0) / 64;
+    const int low = begin / 16 * 16, wide = begin < end ? (end - low + 63) / 64 : 0;
     float sum[kMaxNeurons / 2];
     const int skipped = low * kDepth * 2;
     if (first_thread && tiles == 1) trace.mark(2);
@@ -255,8 +266,8 @@ __device__ __forceinline__ void multiply(const UpArguments& a, Control& c, uint8
 
 template <typename T, bool kLines, bool kBias>
 __global__ void __launch_bounds__(kThreads, 1)
-    up_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap up_map, const UpArguments a,
-              const MidTrace trace) {
+    up_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap up_map,
+              const UpArguments a, const MidTrace trace) {
 #if defined(TWELL_SM90_DEVICE)
   extern __shared__ uint8_t raw_shared[];
   uint8_t* shared = raw_shared + (-smem_address(raw_shared) & 1023);
@@ -272,6 +283,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     fence_barrier_init();
   }
   launch_dependents();
+  if (threadIdx.x < 32) {  // weights wait for nobody
+    for (int64_t at = (blockIdx.x * 32 + threadIdx.x) * int64_t{kAheadBytes}; at < a.ahead;
+         at += gridDim.x * int64_t{32 * kAheadBytes}) {
+      const int64_t bytes = min(int64_t{kAheadBytes}, a.ahead - at);
+      prefetch_bytes(static_cast<const uint8_t*>(a.up) + at, static_cast<uint32_t>(bytes));
+    }
+  }
   wait_for_previous();
   if (threadIdx.x == 0) trace.mark(0);
   for (int b = threadIdx.x; b < a.active.blocks; b += kThreads) c.counts[b] = a.active.counts[b];
@@ -293,9 +311,13 @@ template <typename T, bool kLines, bool kBias>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, UpWay way) {
   CUtensorMap x_map, up_map;
   const T* x = static_cast<const T*>(ffn.x) + chunk.first * ffn.hidden;
-  TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, x, chunk.tokens, ffn.hidden, kBlockTokens));
+  TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, x, chunk.tokens, ffn.hidden,
+                                        way.halves ? kHalfTokens : kBlockTokens));
   TWELL_RETURN_IF_ERROR(make_tensor_map(&up_map, ffn.dtype, ffn.up, ffn.width, ffn.hidden, kBoxRows));
-  const UpArguments arguments{ffn.up, ffn.b_up, chunk.active, ffn.hidden, ffn.width, way.turned};
+  const int64_t up_bytes = int64_t{ffn.width} * ffn.hidden * sizeof(T);
+  const UpArguments arguments{ffn.up,     ffn.b_up,   chunk.active,
+                              ffn.hidden, ffn.width,  way.turned,
+                              way.halves, way.ahead && up_bytes <= kAheadMost ? up_bytes : 0};
   return launch_kernel(up_kernel<T, kLines, kBias>, device.sm_count, kThreads, 1, kShared, stream, x_map, up_map,
                        arguments, MidTrace::next());
 }

@@ -150,7 +150,16 @@ using Ways = std::vector<std::pair<const char*, Part>>;
 Ways ways_up() {
   Ways ways{{"now", sm90::launch_up}};
   const std::pair<const char*, sm90::UpWay> others[] = {
-      {"plain", {false, false}}, {"turned", {false, true}}, {"lines", {true, false}}, {"lines, turned", {true, true}}};
+      {"plain", {false, false, false, false}},
+      {"lines", {true, false, false, false}},
+      {"lines, turned", {true, true, false, false}},
+      {"turned", {false, true, false, false}},
+      {"halves", {false, false, true, false}},
+      {"turned, halves", {false, true, true, false}},
+      {"lines, turned, halves", {true, true, true, false}},
+      {"ahead", {false, false, false, true}},
+      {"halves, ahead", {false, false, true, true}},
+      {"all", {true, true, true, true}}};
   for (const auto& [name, way] : others) {
     ways.emplace_back(name, [w = way](const Ffn& f, const sm90::Chunk& chunk, const Device& device,
                                       cudaStream_t stream) { return sm90::launch_up_as(f, chunk, device, stream, w); });
@@ -462,7 +471,8 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
       const size_t count = size_t{2} * layers * sm90::kMidTracedBlocks * sm90::kMidPhases;
       Buffer<uint64_t> buffer(std::vector<uint64_t>(count, 0));
       sm90::mid_trace = buffer.data;
-      checks::Graph traced(layers, [&](int i, cudaStream_t s) { CHECK(run_mid(calls[i], plan, device, workspace.data, s)); });
+      checks::Graph traced(
+          layers, [&](int i, cudaStream_t s) { CHECK(run_mid(calls[i], plan, device, workspace.data, s)); });
       sm90::mid_trace = nullptr;
       for (int i = 0; i < 5; ++i) traced.replay(i > 1);
       std::printf("  phases, %.2f us a call:\n", traced.median());
@@ -478,8 +488,8 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
 // When up's thread blocks reach each phase, in microseconds after the last block of the call before has ended.
 void print_up_phases(const std::vector<uint64_t>& times, int calls) {
   using sm90::kMidPhases, sm90::kMidTracedBlocks;
-  const char* const names[kMidPhases] = {"starts", "planned", "second tile begins", "multiplied", "gate there", "stored",
-                                         "all stored", ""};
+  const char* const names[kMidPhases] = {"starts", "planned", "second tile begins", "multiplied", "gate there",
+                                         "stored", "all stored", ""};
   const auto time = [&](int call, int block, int phase) {
     return times[(static_cast<int64_t>(call) * kMidTracedBlocks + block) * kMidPhases + phase];
   };
@@ -557,7 +567,7 @@ void time_long(const std::vector<Row>& rows, const Device& device) {
     }
     std::printf("; 128 tokens use %.0f, 64 %.0f\n", block_mean, half_mean);
     for (size_t i = 0; i < graphs.size(); ++i) {
-      std::printf("    %-23s %8.2f\n", names[i].c_str(), graphs[i].median());
+      std::printf("    %-28s %8.2f\n", names[i].c_str(), graphs[i].median());
       graphs[i].release();
     }
 #if defined(TWELL_MID_TRACE)
