@@ -107,11 +107,6 @@ __device__ __forceinline__ void load_bytes(void* shared, const void* global, uin
                : "memory");
 }
 
-// Brings a run of bytes, as above, into the L2 cache.
-__device__ __forceinline__ void prefetch_bytes(const void* global, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes));
-}
-
 // A box into the same place of every thread block of the cluster that `mask` names, and onto its barrier.
 __device__ __forceinline__ void load_box_multicast(void* shared, const CUtensorMap* map, int column, int row,
                                                    uint64_t* barrier, uint16_t mask) {

@@ -17,16 +17,13 @@ namespace {
 
 using namespace up;
 
-constexpr int kAheadBytes = 4096;                     // of each request
-constexpr int64_t kAheadMost = int64_t{32} << 20;  // larger matrices would push out what is there
-
 struct UpArguments {
   const void* up;
   const void* bias;
   Active active;
   int hidden, width;
-  bool turned, halves;
-  int64_t ahead;  // bytes of Wu to bring into the L2 cache
+  UpOrder order;
+  bool halves;
 };
 
 template <typename T>
@@ -34,24 +31,27 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
                                       Control& c, uint8_t* shared, Ring ring) {
   constexpr int kRows = kFetchers / 8, kShare = kMaxNeurons / kRows;
   const int thread = threadIdx.x, steps = (a.hidden + kDepth - 1) / kDepth, blocks = a.active.blocks;
-  const int items = c.first_item[blocks], stride = gridDim.x;
   // Eight threads copy 128 bytes of a row of Wu; every kRows-th row is theirs.
   const int row = thread / 8, chunk = thread % 8, bytes = stage_bytes(c.tile);
   const uint32_t stages = smem_address(shared), place = kTokenBytes + row * 128 + ((chunk ^ (row & 7)) << 4);
   const T* up = static_cast<const T*>(a.up);
-  const auto request = [&](const Item& item, int list) {
+  Hand hand(c, blocks);
+  const auto request_next = [&](int list) {
+    const Item item = hand.next(c, blocks);
+    if (thread > 0) return;
+    c.items[list] = item;
+    if (item.count == 0) return barrier_arrive(c.listed + list);
     const uint32_t list_bytes = (item.count * 2 + 15) / 16 * 16;
     barrier_arrive_expect(c.listed + list, list_bytes);
     load_bytes(c.neurons[list], a.active.neurons + static_cast<int64_t>(item.block) * a.active.row + item.first,
                list_bytes, c.listed + list);
   };
-  int index = blockIdx.x, tiles = 0;
-  if (index >= items) return;
-  Item item = item_at(index, 0, blocks, c);
-  if (thread == 0) request(item, 0);
-  for (; index < items; index += stride, ++tiles) {
+  if (thread < 32) request_next(0);
+  for (int tiles = 0;; ++tiles) {
     const uint16_t* list = c.neurons[tiles % kLists];
     barrier_wait(c.listed + tiles % kLists, tiles / kLists & 1);
+    const Item item = c.items[tiles % kLists];
+    if (item.count == 0) break;
     const int lowest = list[0];
     const Counts counts = c.counts[item.block];
     const bool neighbours = are_neighbours(list, item, counts);
@@ -61,7 +61,6 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
     int neurons[kShare];  // rows past the last repeat it: what they give is not kept
 #pragma unroll
     for (int i = 0; i < kShare; ++i) neurons[i] = list[min(row + kRows * i, item.count - 1)];
-    Item next = item;
     for (int step = 0; step < steps; ++step, ring.advance()) {
       ring.wait_empty();
       uint64_t* full = ring.full + ring.stage;
@@ -92,10 +91,8 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
         }
         barrier_arrive_on_copies(full);
       }
-      if (step == min(2, steps - 1) && index + stride < items) {  // the next tile's list has the other steps' time
-        next = item_at(index + stride, item.block, blocks, c);
-        if (thread == 0) request(next, (tiles + 1) % kLists);
-      }
+      // The next tile's list has the other steps' time.
+      if (step == min(2, steps - 1) && thread < 32) request_next((tiles + 1) % kLists);
     }
     // Columns of relu(gate), of which only the active halves exist.
     const T* columns =
@@ -116,7 +113,6 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
       barrier_arrive_on_copies(ring.full + ring.stage);
       ring.advance();
     }
-    item = next;
   }
 }
 
@@ -129,6 +125,7 @@ __device__ __forceinline__ void multiply_tile(float* sum, Ring& ring, uint32_t s
   for (int step = 0; step < steps; ++step, ring.advance()) {
     ring.wait_full();
     if constexpr (N == 0) {
+      __syncwarp();  // no lane may be so late that it misses a phase
       release(ring, ring.stage);
     } else {
       fence_async_proxy();  // cp.async wrote, tensor cores read
@@ -161,17 +158,18 @@ template <typename T, bool kLines, bool kBias>
 __device__ __forceinline__ void multiply(const UpArguments& a, Control& c, uint8_t* shared, Ring ring,
                                          const MidTrace& trace) {
   constexpr int kAtOnce = kLines ? 1 : 2;  // stages of relu(gate) that are worked on before any is released
-  const int steps = (a.hidden + kDepth - 1) / kDepth, lane = threadIdx.x % 32, blocks = a.active.blocks;
+  const int steps = (a.hidden + kDepth - 1) / kDepth, lane = threadIdx.x % 32;
   const int warp = (threadIdx.x - kFetchers) / 32, warpgroup = warp / 4, bytes = stage_bytes(c.tile);
   const uint32_t stages = smem_address(shared);
   const bool first_thread = threadIdx.x == kFetchers;
-  int block = 0, tiles = 0;
-  for (int index = blockIdx.x; index < c.first_item[blocks]; index += gridDim.x, ++tiles) {
-    const Item item = item_at(index, block, blocks, c);
-    block = item.block;
+  for (int tiles = 0;; ++tiles) {
+    barrier_wait(c.listed + tiles % kLists, tiles / kLists & 1);
+    const uint16_t* neurons = c.neurons[tiles % kLists];
+    const Item item = c.items[tiles % kLists];
+    if (item.count == 0) break;
     // Neurons [begin, end) of the tile are active in this half; multiplied are `wide` times 64 from `low` on. What that
     // takes past the tile is not kept.
-    const Counts counts = c.counts[block];
+    const Counts counts = c.counts[item.block];
     const int begin = warpgroup == 0 ? 0 : max(counts.first_only - item.first, 0);
     const int end = min(item.count, warpgroup == 0 ? counts.first_only + counts.both - item.first : item.count);
     const int low = begin / 16 * 16, wide = begin < end ? (end - low + 63) / 64 : 0;
@@ -187,9 +185,7 @@ __device__ __forceinline__ void multiply(const UpArguments& a, Control& c, uint8
     }
     if (first_thread && tiles == 1) trace.mark(3);
     // relu(gate) fills one stage or two; h takes its place there, then in global memory.
-    barrier_wait(c.listed + tiles % kLists, tiles / kLists & 1);
-    const uint16_t* neurons = c.neurons[tiles % kLists];
-    T* columns = static_cast<T*>(a.active.columns) + static_cast<int64_t>(block) * a.width * kBlockTokens;
+    T* columns = static_cast<T*>(a.active.columns) + static_cast<int64_t>(item.block) * a.width * kBlockTokens;
 #pragma unroll
     for (int first = 0; first < kMaxNeurons; first += kAtOnce * kTurnNeurons) {
       if (first >= item.count) break;
@@ -283,18 +279,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     fence_barrier_init();
   }
   launch_dependents();
-  if (threadIdx.x < 32) {  // weights wait for nobody
-    for (int64_t at = (blockIdx.x * 32 + threadIdx.x) * int64_t{kAheadBytes}; at < a.ahead;
-         at += gridDim.x * int64_t{32 * kAheadBytes}) {
-      const int64_t bytes = min(int64_t{kAheadBytes}, a.ahead - at);
-      prefetch_bytes(static_cast<const uint8_t*>(a.up) + at, static_cast<uint32_t>(bytes));
-    }
-  }
   wait_for_previous();
   if (threadIdx.x == 0) trace.mark(0);
   for (int b = threadIdx.x; b < a.active.blocks; b += kThreads) c.counts[b] = a.active.counts[b];
   __syncthreads();
-  make_plan(c, a.active.blocks, a.turned);
+  make_plan(c, a.active.blocks, a.order);
   if (threadIdx.x == 0) trace.mark(1);
   const Ring ring(c.full, c.empty, min(kMaxStages, kRingBytes / stage_bytes(c.tile)));
   if (threadIdx.x < kFetchers) {
@@ -314,10 +303,7 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cud
   TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, x, chunk.tokens, ffn.hidden,
                                         way.halves ? kHalfTokens : kBlockTokens));
   TWELL_RETURN_IF_ERROR(make_tensor_map(&up_map, ffn.dtype, ffn.up, ffn.width, ffn.hidden, kBoxRows));
-  const int64_t up_bytes = int64_t{ffn.width} * ffn.hidden * sizeof(T);
-  const UpArguments arguments{ffn.up,     ffn.b_up,   chunk.active,
-                              ffn.hidden, ffn.width,  way.turned,
-                              way.halves, way.ahead && up_bytes <= kAheadMost ? up_bytes : 0};
+  const UpArguments arguments{ffn.up, ffn.b_up, chunk.active, ffn.hidden, ffn.width, way.order, way.halves};
   return launch_kernel(up_kernel<T, kLines, kBias>, device.sm_count, kThreads, 1, kShared, stream, x_map, up_map,
                        arguments, MidTrace::next());
 }

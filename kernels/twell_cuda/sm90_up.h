@@ -5,18 +5,24 @@
 
 namespace twell::sm90 {
 
-struct UpWay {
-  bool lines;   // h is stored by lines of 128 bytes, and stages of relu(gate) are given back one by one
-  bool turned;  // each block's tiles begin with another one
-  bool halves;  // of x only the half blocks that activate any of a tile's neurons are fetched
-  bool ahead;   // Wu is brought into the L2 cache before the lists are there
+// Thread blocks take tiles in turns. Those that both halves of a block of tokens activate take longest.
+enum class UpOrder {
+  kPlain,
+  kTurned,  // each block begins with another of its tiles
+  kDealt,   // those that take longest are counted off apart from the others
 };
 
-// With few tiles for each thread block both cost more than they save (NOTES.md).
+struct UpWay {
+  bool lines;  // h is stored by lines of 128 bytes, and stages of relu(gate) are given back one by one
+  UpOrder order;
+  bool halves;  // of x only the half blocks that activate any of a tile's neurons are fetched
+};
+
+// With few tiles for each thread block, lines and turns cost more than they save (NOTES.md).
 constexpr int kUpManyBlocks = 64;
 inline UpWay up_way(int blocks) {
   const bool many = blocks >= kUpManyBlocks;
-  return {many, many, false, false};
+  return {many, many ? UpOrder::kTurned : UpOrder::kPlain, false};
 }
 
 cudaError_t launch_up_as(const Ffn&, const Chunk&, const Device&, cudaStream_t, UpWay);

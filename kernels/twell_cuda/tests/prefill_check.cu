@@ -149,17 +149,17 @@ using Ways = std::vector<std::pair<const char*, Part>>;
 // Ways to compute up; the present one first.
 Ways ways_up() {
   Ways ways{{"now", sm90::launch_up}};
-  const std::pair<const char*, sm90::UpWay> others[] = {
-      {"plain", {false, false, false, false}},
-      {"lines", {true, false, false, false}},
-      {"lines, turned", {true, true, false, false}},
-      {"turned", {false, true, false, false}},
-      {"halves", {false, false, true, false}},
-      {"turned, halves", {false, true, true, false}},
-      {"lines, turned, halves", {true, true, true, false}},
-      {"ahead", {false, false, false, true}},
-      {"halves, ahead", {false, false, true, true}},
-      {"all", {true, true, true, true}}};
+  using Order = sm90::UpOrder;
+  const std::pair<const char*, sm90::UpWay> others[] = {{"plain", {false, Order::kPlain, false}},
+                                                        {"lines", {true, Order::kPlain, false}},
+                                                        {"turned", {false, Order::kTurned, false}},
+                                                        {"lines, turned", {true, Order::kTurned, false}},
+                                                        {"dealt", {false, Order::kDealt, false}},
+                                                        {"lines, dealt", {true, Order::kDealt, false}},
+                                                        {"halves", {false, Order::kPlain, true}},
+                                                        {"lines, turned, halves", {true, Order::kTurned, true}},
+                                                        {"dealt, halves", {false, Order::kDealt, true}},
+                                                        {"lines, dealt, halves", {true, Order::kDealt, true}}};
   for (const auto& [name, way] : others) {
     ways.emplace_back(name, [w = way](const Ffn& f, const sm90::Chunk& chunk, const Device& device,
                                       cudaStream_t stream) { return sm90::launch_up_as(f, chunk, device, stream, w); });
