@@ -8,9 +8,9 @@
 
 namespace twell::sm90::up {
 
-using tiles::kBoxRows, tiles::kConsumerWarps, tiles::kDepth, tiles::kFetchers, tiles::kLists,
-    tiles::kMaxNeurons, tiles::kMaxStages, tiles::kThreads, tiles::kTokenBytes,
-    tiles::Item, tiles::are_neighbours, tiles::stage_bytes;
+using tiles::Item, tiles::are_neighbours, tiles::stage_bytes;
+using tiles::kBoxRows, tiles::kConsumerWarps, tiles::kDepth, tiles::kFetchers, tiles::kLists, tiles::kMaxNeurons,
+    tiles::kMaxStages, tiles::kThreads, tiles::kTokenBytes;
 
 constexpr int kFetchRegisters = 104, kMultiplyRegisters = 200;
 static_assert(check_registers(kFetchRegisters, kMultiplyRegisters));
