@@ -24,13 +24,15 @@ struct Kernels {
   bool few = false;        // sm90_few_gate_up.cu and sm90_few_down.cu, neither of the above
   struct Fused {           // one kernel for all (sm90_decode_fused.cu), if takes_fused()
     bool use = false;
-    int room = 113 * 1024;  // bytes of shared memory: two thread blocks of a multiprocessor have this each
-    int window = 2;         // gate stages of 8 rows on their way before x is there
-    int patience = 1000;    // looks at what other thread blocks leave
+    int window_bytes = 24 << 10;  // of gate rows on their way to a thread block at a time
+    bool clusters = false;        // for 1 and 2 tokens too, as from 3 on
+    int patience = 1000;          // looks at what other thread blocks leave
   } fused;
-  // With `few`: the gate's tiles fill all multiprocessors; two thread blocks share boxes of x; gate rows are asked for
-  // in L2 ahead; pages of Wu and Wd are touched ahead; up to 16 tokens by mma.
-  bool few_fill = false, few_pairs = true, few_ahead = false, few_touch = true, few_mma = true;
+  // With `few`, under trial: down's sums by st.async; gate tiles on all multiprocessors; bytes of gate rows on their
+  // way in each thread block before x is there, 0: the whole ring.
+  bool few_sends = false, few_fill = false;
+  int few_window = 0;
+  int few_pairs = 0;  // up of few pairs by pairs: 1; and x is not asked for again before they are known: 2
   bool overlap = false;    // programmatic dependent launch
   LetNextStart let_next_start = LetNextStart::kEarly;  // not with `few`, which does it early
   bool down_lets_next_start = true;  // before its own work; the next call's gate rows then flow beside it
@@ -48,19 +50,29 @@ struct DecodePlan {
   int64_t arrivals;  // uint32 (slices): down-kernel blocks that left their partial sums; the gate kernel sets 0
   int64_t products;  // h; with Kernels::few as (neuron, 8 * groups tokens)
   int64_t partials;  // float (slices, splits, 8 * lane_columns * 8 * groups), where splits > 1
-  int64_t bytes;     // at least the fused kernel's shares of y, float4 (thread blocks, tokens, D / 2)
+  int64_t bytes;     // at least the fused kernel's shares of y, uint4 (blocks or clusters, tokens, D / 2)
   Kernels kernels;
 };
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// What the fused kernel takes, so that its thread blocks' shares of y stay in L2; and those blocks, which all run at
-// once.
-constexpr int kFusedMaxBlocks = 144;
-inline bool takes_fused(const Ffn& ffn) { return ffn.tokens <= 8 && ffn.tokens * ffn.hidden <= 16384; }
-inline int fused_blocks(const Ffn& ffn, const Device& device) {
-  const int most = device.sm_count < kFusedMaxBlocks ? device.sm_count : kFusedMaxBlocks;
-  return ffn.width < most ? ffn.width : most;
+// The fused kernel: its thread blocks all run at once, two calls' on a multiprocessor; a block's gate rows find room in
+// registers (16) and shared memory, and shares of y stay in L2: one for each block, from 3 tokens on for each cluster.
+constexpr int kFusedMaxBlocks = 144, kFusedMaxTokens = 8, kFusedMaxHidden = 2048, kFusedMaxRows = 48;
+constexpr int kFusedCluster = 4;
+constexpr int kFusedControlBytes = 2048, kFusedRingBytes = 113 * 1024 - kFusedControlBytes;
+inline bool has_fused_shares(const Ffn& ffn) { return ffn.tokens <= kFusedMaxTokens && ffn.hidden <= kFusedMaxHidden; }
+inline int fused_cluster(const Ffn& ffn, bool clusters) { return clusters || ffn.tokens > 2 ? kFusedCluster : 1; }
+inline int fused_blocks(const Ffn& ffn, int most, int cluster) {
+  most = most < kFusedMaxBlocks ? most : kFusedMaxBlocks;
+  return (ffn.width < most ? ffn.width : most) / cluster * cluster;
+}
+inline int64_t fused_row_stride(const Ffn& ffn) { return round_up(2 * int64_t{ffn.hidden}, 128) + 64; }
+inline bool takes_fused(const Ffn& ffn, const Device& device, bool clusters = false) {
+  const int blocks = fused_blocks(ffn, device.sm_count, fused_cluster(ffn, clusters));
+  if (!has_fused_shares(ffn) || blocks == 0) return false;
+  const int rows = (ffn.width + blocks - 1) / blocks;
+  return rows <= kFusedMaxRows && (rows - 16) * fused_row_stride(ffn) <= kFusedRingBytes;
 }
 
 inline DecodePlan plan_decode(const Ffn& ffn) {
@@ -84,27 +96,27 @@ inline DecodePlan plan_decode(const Ffn& ffn) {
   p.products = round_up(p.arrivals + 4 * int64_t{p.slices}, 256);
   p.partials = round_up(p.products + 2 * tokens * kBlockNeurons * p.blocks, 256);
   p.bytes = p.partials + (p.splits > 1 ? 4 * int64_t{p.slices} * p.splits * 8 * p.lane_columns * tokens : 0);
-  if (takes_fused(ffn)) {
-    const int64_t most = ffn.width < kFusedMaxBlocks ? ffn.width : kFusedMaxBlocks;
-    const int64_t shares = most * ffn.tokens * ffn.hidden * 8;
+  if (has_fused_shares(ffn)) {
+    const int cluster = fused_cluster(ffn, false);
+    const int64_t shares = int64_t{fused_blocks(ffn, kFusedMaxBlocks, cluster) / cluster} * ffn.tokens * ffn.hidden * 8;
     if (p.bytes < shares) p.bytes = shares;
   }
   return p;
 }
 
-// The kernels that decode() runs, as measured on an H200 (NOTES.md): bulk copies pay for few tokens and large matrices.
+// The kernels that decode() runs, as measured on an H200 (NOTES.md): bulk copies pay for few tokens and large matrices,
+// in one kernel for smaller ones too.
 inline Kernels choose_kernels(const Ffn& ffn, const Device& device) {
-  constexpr int64_t kLarge = int64_t{4} << 20;  // elements of a matrix
-  constexpr int64_t kResident = 88 << 10;       // elements of a thread block's rows
+  constexpr int kFusedTokens = 2;  // more, up to kFusedMaxTokens, are yet to be measured
+  // Elements of a matrix from which on the kernel in question pays.
+  constexpr int64_t kLarge = int64_t{4} << 20, kLargeForFused = int64_t{2} << 20, kLargeForFew = int64_t{8} << 20;
   Kernels k{};
   k.overlap = device.major >= 9;
   const bool hopper = device.major == 9 && device.minor == 0;
   const int64_t elements = int64_t{ffn.hidden} * ffn.width;
   k.bulk_gate = hopper && ffn.tokens <= 8 && elements >= kLarge;
-  // While each thread block's gate rows find room in its registers and shared memory.
-  k.fused.use = k.bulk_gate && ffn.tokens <= 2 && ffn.hidden <= 2048 &&
-                elements <= kResident * fused_blocks(ffn, device);
-  k.few = hopper && ffn.tokens > 16;
+  k.fused.use = hopper && ffn.tokens <= kFusedTokens && elements >= kLargeForFused && takes_fused(ffn, device);
+  k.few = hopper && (ffn.tokens > 16 || (ffn.tokens > 8 && elements >= kLargeForFew));
   return k;
 }
 

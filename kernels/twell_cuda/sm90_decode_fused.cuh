@@ -1,5 +1,5 @@
-// What Hopper's fused decode kernel (sm90_decode_fused.cu) is made of: parameters, the order in which rows come,
-// products over rows in shared memory, timestamps.
+// What Hopper's fused decode kernel (sm90_decode_fused.cu) is made of: parameters, products over rows in shared memory,
+// timestamps.
 #pragma once
 
 #include <type_traits>
@@ -10,16 +10,22 @@
 namespace twell::decoding::fused {
 
 constexpr int kThreads = kDecodeThreads;
-constexpr int kTiles = 3;      // tiles of two stages' rows whose sums a warp holds at once
-constexpr int kStageRows = 8;  // at most
+constexpr int kTokens = 2;  // of a kernel whose thread blocks are alone; in clusters kClusterTokens
+constexpr int kHeldRows = 16;  // of the gate, as tensor-core operands in registers
+constexpr int kTiles = kFusedMaxRows / 16;
+constexpr int kPortionRows = 2;  // of the gate, that come together
+constexpr int kPortions = kFusedMaxRows / kPortionRows;
+constexpr int kStageRows = 8;  // of up and down, at most
 constexpr int kMaxStages = 8;
-constexpr int kMaxTiles = 64;  // of a thread block's neurons
-constexpr int kSteps = 8;      // of a stage
-constexpr uint32_t kPieceBytes = 64;                           // 32 consecutive k
+constexpr int kSteps = 8;  // of a row
+constexpr uint32_t kPieceBytes = 64;                         // 32 consecutive k
 constexpr uint32_t kStepBytes = kDecodeWarps * kPieceBytes;  // a piece for each warp
-constexpr uint32_t kChunkBytes = kSteps * kStepBytes;        // of a row in a stage
-constexpr int kChunkColumns = kChunkBytes / 2, kThreadColumns = kChunkColumns / kThreads;
+constexpr uint32_t kMaxRowBytes = 2 * kFusedMaxHidden;
+static_assert(kMaxRowBytes == kSteps * kStepBytes);
+constexpr int kThreadColumns = kFusedMaxHidden / kThreads;
 static_assert(kThreadColumns == 8, "a thread reads 16 bytes of a row");
+template <int kPairs>  // of tokens
+constexpr int kSlotBytes = kDecodeWarps * kTiles * 8 * kPairs * static_cast<int>(sizeof(float4));
 
 // With this macro each thread block notes when it reaches each phase; decode_check.cu prints them.
 #if defined(TWELL_FUSED_TRACE)
@@ -28,7 +34,7 @@ inline uint64_t* trace = nullptr;  // (calls so far, kTracedBlocks, kPhases), ad
 #endif
 
 enum Phase {
-  kStarted, kWeights, kCallBefore, kTokensThere, kGateSums, kListed, kUpSums, kDown, kGiven, kTaken, kStored
+  kStarted, kHeld, kWeights, kCallBefore, kTokensThere, kGateSums, kListed, kRowsThere, kUpSums, kGiven, kTaken, kStored
 };
 
 struct Trace {
@@ -59,50 +65,48 @@ struct FusedParams {
   const void* b_gate;
   const void* b_up;
   const void* b_down;
-  uint4* partials;  // (thread blocks, tokens, D / 2): two columns of a block's share of y, and the call's seal
+  uint4* shares;  // (thread blocks or clusters, tokens, D / 2): two columns of a share of y, and the call's seal
   void* y;
   int tokens, hidden, width;
   uint32_t row_bytes;   // of x, gate, up and down
   uint32_t row_stride;  // in shared memory: 64 modulo 128, so that 16-byte reads of two rows meet no bank twice
-  int stages;           // of gate rows
-  int window;           // stages on their way before x is there: more would queue in front of the call before
-  int ahead;            // stages asked for in L2 besides
-  uint32_t slots_at, rows_at, values_at, masks_at, list_at;  // in shared memory; gate rows lie from 0 on
-  int row_places;                                   // of rows of up and down, from rows_at on
-  int units;                                        // pairs of columns that a thread block adds up: a power of two
+  int window;           // portions on their way at a time: more would queue in front of the call before
+  int held_at;          // where rows that go on into registers land, among the places of gate rows
+  int row_places;       // of rows of up and down, behind the slots
+  int units;            // pairs of columns that a thread block adds up: a power of two
   uint32_t meeting;
   int patience;
   Trace trace;
 };
 
 struct Control {
-  uint64_t full[2][kMaxStages], empty[2][kMaxStages];  // gate; up and down
+  uint64_t gate[kPortions];  // a barrier for each portion, used once
+  uint64_t full[kMaxStages], empty[kMaxStages];  // up and down
   uint64_t seal;
+  float2 values[kFusedMaxRows];  // relu(gate), then h, of both tokens
+  float b_gate[kFusedMaxRows], b_up[kFusedMaxRows];
+  uint16_t list[kFusedMaxRows];  // of active neurons, ascending
+  int active;
   int left_over;  // thread blocks that gave up waiting
   int all_in;
 };
+static_assert(sizeof(Control) <= kFusedControlBytes);
 
-struct Place {
-  int row, rows, chunk;
-};
-
-// The order in which rows come: in passes of kTiles tiles; in a pass chunk by chunk of k; in a chunk tile by tile, two
-// stages of `per` rows each (the second may be empty).
-struct Walk {
-  int rows, per, chunks, tiles;
-  __device__ __forceinline__ Walk(int row_count, int stage_rows, int chunk_count)
-      : rows(row_count), per(stage_rows), chunks(chunk_count), tiles((row_count + 2 * per - 1) / (2 * per)) {}
-  __device__ __forceinline__ int stages() const { return 2 * tiles * chunks; }
-  __device__ __forceinline__ int tile_rows(int tile) const { return min(2 * per, rows - tile * 2 * per); }
-  __device__ __forceinline__ Place at(int stage) const {
-    if (chunks == 1) return {stage * per, max(0, min(per, rows - stage * per)), 0};
-    const int pass = stage / (2 * kTiles * chunks);
-    stage -= pass * 2 * kTiles * chunks;
-    const int halves = 2 * min(kTiles, tiles - pass * kTiles);
-    const int chunk = stage / halves;
-    const int row = (pass * 2 * kTiles + stage - chunk * halves) * per;
-    return {row, max(0, min(per, rows - row)), chunk};
+// Rows of Wu, then of Wd, of the active neurons: in tiles of two stages (the second may be empty), and stage by stage.
+struct ActiveRows {
+  int active, per, tiles, up_stages, stages;  // per: rows of a stage
+  __device__ __forceinline__ ActiveRows(int neurons, bool has_up, int places) : active(neurons) {
+    // All of them at once where few neurons are active.
+    per = active <= 2 * kStageRows && 2 * active <= places ? max(1, (active + 1) / 2) : kStageRows;
+    tiles = has_up ? (active + 2 * per - 1) / (2 * per) : 0;
+    up_stages = 2 * tiles;
+    stages = up_stages + down_stages();
   }
+  __device__ __forceinline__ int down_stages() const { return (active + per - 1) / per; }
+  __device__ __forceinline__ int first_row(int stage) const {
+    return (stage < up_stages ? stage : stage - up_stages) * per;
+  }
+  __device__ __forceinline__ int rows(int stage) const { return max(0, min(per, active - first_row(stage))); }
 };
 
 #if defined(TWELL_SM90_DEVICE)
@@ -121,28 +125,27 @@ __device__ __forceinline__ Lane this_lane() {
   return l;
 }
 
-__device__ __forceinline__ uint32_t chunk_bytes(const FusedParams& p, int chunk) {
-  return min(kChunkBytes, p.row_bytes - chunk * kChunkBytes);
+// A thread block's.
+struct Neurons {
+  int first, count;
+  __device__ __forceinline__ int tiles() const { return (count + 15) / 16; }
+};
+
+__device__ __forceinline__ Neurons neurons_of(const FusedParams& p, int block) {
+  const int first = static_cast<int>(static_cast<int64_t>(p.width) * block / gridDim.x);
+  return {first, static_cast<int>(static_cast<int64_t>(p.width) * (block + 1) / gridDim.x) - first};
 }
 
-__device__ __forceinline__ void load_x(uint4 (&x)[kSteps], const Lane& l, const FusedParams& p, int chunk) {
-  const uint32_t start = chunk * kChunkBytes + l.offset;
+__device__ __forceinline__ const char* row_of(const char* matrix, int neuron, const FusedParams& p) {
+  return matrix + static_cast<int64_t>(neuron) * p.row_bytes;
+}
+
+__device__ __forceinline__ void load_x(uint4 (&x)[kSteps], const Lane& l, const FusedParams& p) {
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) {
-    const uint32_t k = start + i * kStepBytes;
+    const uint32_t k = l.offset + i * kStepBytes;
     load_tokens_once(x[i], p.x + l.row * p.row_bytes + k, l.row < p.tokens && k < p.row_bytes);
   }
-}
-
-// Weights, past L1. A strong load: the compiler moves weak ones behind the wait for the kernel ahead.
-__device__ __forceinline__ void load_now(uint4& v, const char* p, bool valid) {
-  asm volatile(
-      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %5, 0;\n\t"
-      "mov.b32 %0, 0;\n\tmov.b32 %1, 0;\n\tmov.b32 %2, 0;\n\tmov.b32 %3, 0;\n\t"
-      "@p ld.relaxed.gpu.global.L1::no_allocate.v4.b32 {%0,%1,%2,%3}, [%4];\n\t}"
-      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-      : "l"(p), "r"(static_cast<int>(valid))
-      : "memory");
 }
 
 // One step of k of a tile. Products that follow each other in one sum wait for each other: two sums, joined at the end.
@@ -164,78 +167,105 @@ __device__ __forceinline__ void release(uint64_t* empty, int lane) {
   if (lane == 0) sm90::barrier_arrive(empty);
 }
 
-// sum += the next two stages' rows (`rows` of them, `per` in the first) x^T over this warp's pieces of k.
+// sum += 16 rows x^T over this warp's pieces of k; `low` and `high` are where the lane's two rows begin.
 template <typename Half>
-__device__ __forceinline__ void multiply_tile(float (&sum)[4], const uint4 (&x)[kSteps], const Lane& l,
-                                              sm90::Ring& ring, const char* stages, int per, int rows, uint32_t bytes,
-                                              uint32_t row_stride) {
+__device__ __forceinline__ void multiply_rows(float (&sum)[4], const uint4 (&x)[kSteps], const Lane& l, const char* low,
+                                              const char* high, uint32_t row_bytes) {
+  float part[2][4] = {};
+  const auto multiply = [&](auto whole) {  // without branches loads run ahead of products
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const uint32_t k = l.offset + i * kStepBytes;
+      if (!whole.value && i * kStepBytes + l.warp * kPieceBytes >= row_bytes) break;  // the same for the whole warp
+      const bool inside = whole.value || k < row_bytes;
+      uint4 a{}, b{};
+      if (inside) a = *reinterpret_cast<const uint4*>(low + k);
+      if (inside) b = *reinterpret_cast<const uint4*>(high + k);
+      multiply_step<Half>(part, a, b, x[i]);
+    }
+  };
+  if (row_bytes == kMaxRowBytes) {
+    multiply(std::true_type{});
+  } else {
+    multiply(std::false_type{});
+  }
+  join(sum, part);
+}
+
+// sum += the next two stages' rows x^T.
+template <typename Half>
+__device__ __forceinline__ void multiply_stages(float (&sum)[4], const uint4 (&x)[kSteps], const Lane& l,
+                                                sm90::Ring& ring, const char* stages, const ActiveRows& active,
+                                                int tile, const FusedParams& p) {
   const char* at[2];
   uint64_t* empty[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     ring.wait_full();
     // Where a stage has no such row, a row that another lane reads anyway: the sums are then not used.
-    const bool has_row = l.row < min(per, rows - i * per);
-    at[i] = has_row || i == 0 ? stages + (ring.stage * per + (has_row ? l.row : 0)) * row_stride + l.offset : at[0];
+    const bool has_row = l.row < active.rows(2 * tile + i);
+    at[i] = has_row || i == 0 ? stages + (ring.stage * active.per + (has_row ? l.row : 0)) * p.row_stride : at[0];
     empty[i] = ring.empty + ring.stage;
     ring.advance();
   }
-  float part[2][4] = {};
-  const auto multiply = [&](auto whole) {  // without branches loads run ahead of products
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const uint32_t k = i * kStepBytes;
-      if (!whole.value && k + l.warp * kPieceBytes >= bytes) break;  // the same for the whole warp
-      const bool inside = whole.value || k + l.offset < bytes;
-      uint4 low{}, high{};
-      if (inside) low = *reinterpret_cast<const uint4*>(at[0] + k);
-      if (inside) high = *reinterpret_cast<const uint4*>(at[1] + k);
-      multiply_step<Half>(part, low, high, x[i]);
-    }
-  };
-  if (bytes == kChunkBytes) {
-    multiply(std::true_type{});
-  } else {
-    multiply(std::false_type{});
-  }
-  join(sum, part);
+  multiply_rows<Half>(sum, x, l, at[0], at[1], p.row_bytes);
   release(empty[0], l.lane);
   release(empty[1], l.lane);
 }
 
-// Rows of a stage; `row` is the lane's, for lanes below `rows`. For a whole warp.
-__device__ __forceinline__ void fill_stage(sm90::Ring& ring, char* stages, int per, const char* row, int rows,
-                                           uint32_t bytes, uint32_t row_stride) {
+// For a whole warp: the first `bytes` from `row` on, which is the lane's, for lanes below `rows`.
+__device__ __forceinline__ void ask_for(uint64_t* full, char* to, const char* row, int rows, uint32_t stride,
+                                        uint32_t bytes) {
   const int lane = threadIdx.x % 32;
-  ring.wait_empty();
-  uint64_t* const full = ring.full + ring.stage;
   if (lane == 0) sm90::barrier_arrive_expect(full, rows * bytes);
   __syncwarp();
-  if (lane < rows) sm90::load_bytes(stages + (ring.stage * per + lane) * row_stride, row, bytes, full);
-  ring.advance();
+  if (lane < rows) sm90::load_bytes(to + lane * stride, row, bytes, full);
+}
+__device__ __forceinline__ void ask_for(uint64_t* full, char* to, const char* row, int rows, const FusedParams& p) {
+  ask_for(full, to, row, rows, p.row_stride, p.row_bytes);
 }
 
-__device__ __forceinline__ void prefetch_row(const char* row, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row), "r"(bytes) : "memory");
-}
-
-// Where the sums of `kPairs` pairs of tokens lie: (tile, 8 rows, kPairs) of four: row, token 0, 1; row + 8, the same.
-template <int kPairs>
-__device__ __forceinline__ int element(int tile, int row, int token) {
-  return ((tile * 8 + row % 8) * kPairs + token / 2) * 4 + row / 8 * 2 + token % 2;
-}
-
-// Every warp leaves its sums in a slot of its own, once all of them are done with what lay there.
+// Every warp leaves its sums of `kPairs` pairs of tokens in a slot of its own, (tile, 8 rows, kPairs) of four: row, two
+// tokens; row + 8, the same.
 template <int kPairs>
 __device__ __forceinline__ void leave_sums(float4* slots, const float (&sum)[kTiles][4], int tiles, const Lane& l) {
   const int pair = l.lane % 4;
-  float4* const mine = slots + l.warp * (kTiles * 8 * kPairs) + l.row * kPairs + pair;
-  __syncthreads();
+  float4* const mine = slots + (l.warp * (kTiles * 8) + l.row) * kPairs + pair;
+  __syncthreads();  // all are done with what lay there
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
     if (i < tiles && pair < kPairs) mine[i * 8 * kPairs] = make_float4(sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
   }
   __syncthreads();
+}
+
+// For one warp: relu(gate) of both tokens, which neurons are active, and how many.
+__device__ __forceinline__ void list_active(const FusedParams& p, Control& c, const float4* slots, int count) {
+  const int lane = threadIdx.x % 32;
+  const int low = lane / 8 * 16 + lane % 8, high = low + 8;  // neurons
+  float4 v{};
+  if (low < count) {
+    v = slots[lane];
+#pragma unroll
+    for (int s = 1; s < kDecodeWarps; ++s) {
+      const float4 other = slots[s * (kTiles * 8) + lane];
+      v.x += other.x, v.y += other.y, v.z += other.z, v.w += other.w;
+    }
+    v.x = activate(v.x, c.b_gate[low], true);
+    v.y = activate(v.y, c.b_gate[low], p.tokens > 1);
+    v.z = activate(v.z, c.b_gate[min(high, count - 1)], high < count);
+    v.w = activate(v.w, c.b_gate[min(high, count - 1)], high < count && p.tokens > 1);
+    c.values[low] = make_float2(v.x, v.y);
+    if (high < count) c.values[high] = make_float2(v.z, v.w);
+  }
+  const bool low_active = v.x != 0.f || v.y != 0.f, high_active = v.z != 0.f || v.w != 0.f;
+  const uint32_t lows = __ballot_sync(0xffffffffu, low_active), highs = __ballot_sync(0xffffffffu, high_active);
+  const uint32_t before = (1u << lane / 8 * 8) - 1, up_to = (1u << lane) - 1;  // tiles before; rows before as well
+  if (low_active) c.list[__popc(lows & up_to) + __popc(highs & before)] = static_cast<uint16_t>(low);
+  const uint32_t with_tile = lane < 24 ? (1u << (lane / 8 + 1) * 8) - 1 : 0xffffffffu;
+  if (high_active) c.list[__popc(lows & with_tile) + __popc(highs & up_to)] = static_cast<uint16_t>(high);
+  if (lane == 0) c.active = __popc(lows) + __popc(highs);
+  __syncwarp();
 }
 
 #endif

@@ -1,7 +1,8 @@
-// How the thread blocks of the fused decode kernel add up y: each leaves its share in the workspace, 16 bytes at a
-// time: two columns and the call's seal, 64 bits that no earlier call has used. Whoever reads waits for seals, so no
-// fence and no counter stand between a share and its readers. Each block adds up some columns, always in the order of
-// blocks.
+// How the thread blocks of the fused decode kernel add up y: each, or each cluster of them, leaves its share in the
+// workspace, 16 bytes at a time: two columns and the call's seal, 64 bits that no earlier call has used. Whoever reads
+// waits for seals, so no fence and no counter stand between a share and its readers. Each block adds up some columns,
+// always in the order of shares. The next call's blocks may be there already, but write nothing before all of this one
+// have ended: no share is overwritten while it is read.
 //
 // A block that waits for others needs them to run. That is counted as they start; one that has waited for long while
 // others have not even started gives up, and the last block to start does the work of all that gave up. So nothing
@@ -22,24 +23,33 @@ static __device__ unsigned long long meetings[kMeetings];
 
 #if defined(TWELL_SM90_DEVICE)
 
-__device__ __forceinline__ uint64_t seal_of(uint32_t meeting, uint32_t call) {
-  uint64_t v = (static_cast<uint64_t>(meeting) << 32 | call) + 0x9e3779b97f4a7c15ull;
+// By the word's address, not its index: a process may have loaded this code twice.
+__device__ __forceinline__ uint64_t seal_of(const unsigned long long* word, uint32_t call) {
+  uint64_t v = (reinterpret_cast<uint64_t>(word) / sizeof *word << 32 | call) + 0x9e3779b97f4a7c15ull;
   v = (v ^ v >> 30) * 0xbf58476d1ce4e5b9ull;
   v = (v ^ v >> 27) * 0x94d049bb133111ebull;
   return v ^ v >> 31;
 }
 
-// This block has started; says how many gave up before the last one started, to that one.
-__device__ __forceinline__ void check_in(const FusedParams& p, Control& c) {
-  const unsigned long long others = gridDim.x - 1;
-  const unsigned long long mine = blockIdx.x == 0 ? kOneBlock * (65536 - others) : kOneBlock;
-  const unsigned long long before = atomicAdd(meetings + p.meeting, mine);
-  const bool last = (before + mine) >> kCallShift != before >> kCallShift;
+// What a block that starts adds.
+__device__ __forceinline__ unsigned long long started_as(unsigned block, unsigned blocks) {
+  return block == 0 ? kOneBlock * (65536 - (blocks - 1)) : kOneBlock;
+}
+
+// This block has started; says what the word was before. The answer takes a while: number_call() reads it later.
+__device__ __forceinline__ unsigned long long check_in(const FusedParams& p) {
+  return atomicAdd(meetings + p.meeting, started_as(blockIdx.x, gridDim.x));
+}
+
+// The call's seal; and, for the last block to start, how many gave up before.
+__device__ __forceinline__ void number_call(const FusedParams& p, Control& c, unsigned long long before) {
+  const unsigned long long after = before + started_as(blockIdx.x, gridDim.x);
+  const bool last = after >> kCallShift != before >> kCallShift;
   const int gave_up = last ? static_cast<int>(before & (kOneBlock - 1)) : 0;
   if (gave_up > 0) atomicAdd(meetings + p.meeting, -(kGaveUp * gave_up));
   c.left_over = gave_up;
-  c.seal = seal_of(p.meeting, static_cast<uint32_t>(before >> kCallShift));
-  c.all_in = static_cast<int>(before >> kCallShift);  // until wait_on(): the call's number
+  c.seal = seal_of(meetings + p.meeting, static_cast<uint32_t>(before >> kCallShift));
+  c.all_in = static_cast<int>(before >> kCallShift);  // until may_wait_on(): the call's number
 }
 
 // Whether all blocks have started, so that waiting ends; if not, this one has given up.
@@ -72,37 +82,44 @@ __device__ __forceinline__ void load_sealed(Sealed& v, const uint4* from, bool w
       : "memory");
 }
 
-// Pair of columns `pair` of a row as the down product leaves them: thread by thread of a chunk, its four pairs apart.
+// Where pair `pair` of a share's row begins. Clusters leave pairs in order, thread blocks as the down product has them:
+// thread by thread, its four pairs apart.
+template <int kCluster>
 __device__ __forceinline__ int column_of(const FusedParams& p, int pair) {
-  const int chunk = pair / (kChunkColumns / 2), in_chunk = pair % (kChunkColumns / 2);
-  const int threads = min(kChunkColumns, p.hidden - chunk * kChunkColumns) / kThreadColumns;
-  const int i = in_chunk / threads;
-  return chunk * kChunkColumns + (in_chunk - i * threads) * kThreadColumns + 2 * i;
+  if (kCluster > 1) return 2 * pair;
+  const int threads = p.hidden / kThreadColumns, i = pair / threads;
+  return (pair - i * threads) * kThreadColumns + 2 * i;
 }
 
-// Adds up the columns of thread block `block` and stores them, if all shares arrive before `patience` looks at each;
-// the same answer for all threads. `scratch` holds kThreads of two.
-template <typename Half>
+// kCluster: thread blocks to a share. Adds up the columns of thread block `block` and stores them, if all shares arrive
+// before `patience` looks at each; the same answer for all threads. `scratch` holds kThreads of two.
+template <typename Half, int kCluster>
 __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, float2* scratch, int block,
                                        int patience) {
   constexpr int kBatch = 10;  // loads in flight
-  const int thread = threadIdx.x, blocks = gridDim.x;
+  const int thread = threadIdx.x, shares = gridDim.x / kCluster;
   const int pairs = p.hidden / 2, all_units = p.tokens * pairs;
   const int together = min(p.units, kThreads), parts = kThreads / together;
   const uint64_t seal = c.seal;
   for (int base = block * p.units; base < min((block + 1) * p.units, all_units); base += together) {
     const int unit = base + thread % together, part = thread / together;
     const bool inside = unit < all_units;
-    const uint4* const from = p.partials + unit;
+    const int token = unit / pairs, column = column_of<kCluster>(p, unit - token * pairs);
+    const uint4* const from = p.shares + unit;
+    float2 bias = make_float2(0.f, 0.f);
+    if (p.b_down != nullptr && inside) {
+      bias.x = to_float(static_cast<const Half*>(p.b_down)[column]);
+      bias.y = to_float(static_cast<const Half*>(p.b_down)[column + 1]);
+    }
     float2 sum = make_float2(0.f, 0.f);
     bool in_vain = false;
-    for (int row = part; inside && !in_vain && row < blocks; row += kBatch * parts) {
+    for (int row = part; inside && !in_vain && row < shares; row += kBatch * parts) {
       Sealed v[kBatch];
       uint32_t missing = 0;
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         v[i] = Sealed{0, 0};
-        if (row + i * parts < blocks) missing |= 1u << i;
+        if (row + i * parts < shares) missing |= 1u << i;
       }
       const uint32_t wanted = missing;
       for (int looks = 0; missing != 0; ++looks) {
@@ -112,7 +129,7 @@ __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, f
         }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-          load_sealed(v[i], from + static_cast<int64_t>(row + i * parts) * all_units, missing >> i & 1);
+          load_sealed(v[i], from + (row + i * parts) * all_units, missing >> i & 1);
         }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
@@ -140,12 +157,8 @@ __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, f
       for (int q = 1; q < min(parts, kDecodeWarps); ++q) {
         v.x += scratch[q * together + thread].x, v.y += scratch[q * together + thread].y;
       }
-      const int token = unit / pairs, column = column_of(p, unit - token * pairs);
-      if (p.b_down != nullptr) {
-        v.x += to_float(static_cast<const Half*>(p.b_down)[column]);
-        v.y += to_float(static_cast<const Half*>(p.b_down)[column + 1]);
-      }
-      static_cast<uint32_t*>(p.y)[(static_cast<int64_t>(token) * p.hidden + column) / 2] = pack<Half>(v.x, v.y);
+      static_cast<uint32_t*>(p.y)[(static_cast<int64_t>(token) * p.hidden + column) / 2] =
+          pack<Half>(v.x + bias.x, v.y + bias.y);
     }
     __syncthreads();  // `scratch` is free again
   }
@@ -153,21 +166,21 @@ __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, f
 }
 
 // y, once this block has left its share.
-template <typename Half>
+template <typename Half, int kCluster>
 __device__ __forceinline__ void add_up_all(const FusedParams& p, Control& c, float2* scratch) {
   constexpr int kForEver = 0x7fffffff;
   const int units = p.tokens * (p.hidden / 2);
   const auto has_units = [&](int block) { return static_cast<int64_t>(block) * p.units < units; };
-  if (has_units(blockIdx.x) && !add_up<Half>(p, c, scratch, blockIdx.x, p.patience)) {
+  if (has_units(blockIdx.x) && !add_up<Half, kCluster>(p, c, scratch, blockIdx.x, p.patience)) {
     if (threadIdx.x == 0) c.all_in = may_wait_on(p, c);
     __syncthreads();
     if (!c.all_in) return;
-    add_up<Half>(p, c, scratch, blockIdx.x, kForEver);
+    add_up<Half, kCluster>(p, c, scratch, blockIdx.x, kForEver);
   }
   p.trace.mark(kTaken);
   if (c.left_over == 0) return;
   for (int block = 0; block < static_cast<int>(gridDim.x) && has_units(block); ++block) {
-    add_up<Half>(p, c, scratch, block, kForEver);
+    add_up<Half, kCluster>(p, c, scratch, block, kForEver);
   }
 }
 

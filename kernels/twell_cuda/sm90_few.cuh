@@ -15,13 +15,13 @@ constexpr int kStepBytes = 128;  // of a swizzled row: 64 elements
 
 // What the kernels may take of a multiprocessor's shared memory so that a thread block of each fits, with up to 48
 // neurons in the first; the system takes 1 KiB for each.
-constexpr int kGateShared = 162816, kDownShared = 68608;
+constexpr int kGateShared = 162944, kDownShared = 68480;
 static_assert(kGateShared + kDownShared + 2 * 1024 <= 228 * 1024);
 
 // With this macro each thread block notes when it reaches each phase, and at the last place its multiprocessor, call by
 // call; decode_check.cu prints them.
 #if defined(TWELL_FEW_TRACE)
-constexpr int kPhases = 8, kTracedBlocks = 512;
+constexpr int kPhases = 10, kTracedBlocks = 512;
 inline uint64_t* trace = nullptr;  // (kernels launched so far, kTracedBlocks, kPhases), advanced by each launch
 #endif
 
@@ -68,9 +68,40 @@ __device__ __forceinline__ void store_at_rank(uint32_t shared, int rank, const f
       : "memory");
 }
 
+// The same, counted by the barrier that lies there at that address here.
+__device__ __forceinline__ void send_at_rank(uint32_t shared, int rank, const float* v, uint64_t* barrier) {
+  asm volatile(
+      "{\n.reg .b32 remote, counting;\nmapa.shared::cluster.u32 remote, %0, %2;\n"
+      "mapa.shared::cluster.u32 counting, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [remote], {%3, %4, %5, %6}, [counting];\n}\n" ::"r"(
+          shared),
+      "r"(smem_address(barrier)), "r"(rank), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+      : "memory");
+}
+
+// All that the cluster's thread blocks send for the barrier's first phase is there.
+__device__ __forceinline__ void wait_for_sent(uint64_t* barrier) {
+  asm volatile(
+      "{\n.reg .pred done;\nwait:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n"
+      "@!done bra wait;\n}\n" ::"r"(smem_address(barrier))
+      : "memory");
+}
+
 __device__ __forceinline__ void store_shared_16(uint32_t shared, const float* v) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
                : "memory");
+}
+
+// Whether a barrier is in its second phase, or in any later even one.
+__device__ __forceinline__ bool is_over(uint64_t* barrier) {
+  uint32_t over;
+  asm volatile(
+      "{\n.reg .pred over;\nmbarrier.test_wait.parity.shared::cta.b64 over, [%1], 0;\nselp.b32 %0, 1, 0, over;\n}\n"
+      : "=r"(over)
+      : "r"(smem_address(barrier))
+      : "memory");
+  return over != 0;
 }
 
 // Four 8 x 8 matrices of 2-byte elements; lane 8 m + i gives matrix m's row i of 16 bytes.
@@ -83,11 +114,6 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t shared)
 
 __device__ __forceinline__ void prefetch_row(const char* row, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row), "r"(bytes) : "memory");
-}
-
-// One line into L2, for its page's address translation.
-__device__ __forceinline__ void touch(const char* line) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(line) : "memory");
 }
 
 }  // namespace twell::decoding::few

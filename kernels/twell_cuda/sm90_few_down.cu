@@ -5,8 +5,6 @@
 // threads list those; then one warpgroup multiplies and the others gather columns of Wd and h. The blocks of a cluster
 // add up through each other's shared memory: each finishes some of the columns.
 
-#include <algorithm>
-
 #include "decode_quads.cuh"
 #include "sm90_few.cuh"
 
@@ -22,17 +20,16 @@ constexpr int kPartBytes = kDepth * kStepBytes, kStageBytes = 2 * kPartBytes, kS
 constexpr int kListed = 1408;  // neurons at a time
 constexpr int kBoundBytes = kMultipliers * 16;  // of the sums of eight columns
 constexpr int kAll = 1;  // named barrier
-constexpr int kPageBits = 21;
 
 struct FewDownParams : DownParams {
   int split_bits;  // log2 of the thread blocks of a cluster
   int groups;      // tokens in eights: 1, 2, 4 or 8
-  int touched_pages;  // of 2 MiB of Wd, of which each thread block reads columns
+  bool sends;      // Kernels::few_sends
   Trace trace;
 };
 
 struct Control {
-  uint64_t full[kStages], empty[kStages];
+  uint64_t full[kStages], empty[kStages], sums;
   int warp_counts[kThreads / 32];
   uint16_t list[kListed];
 };
@@ -204,9 +201,11 @@ __global__ void __launch_bounds__(kThreads, 3) few_down_kernel(const __grid_cons
       sm90::barrier_init(c.full + s, kFetchers);
       sm90::barrier_init(c.empty + s, kMultipliers / 32);
     }
+    sm90::barrier_init(&c.sums, 1);
     sm90::fence_barrier_init();
+    // From the whole cluster as much as one of its thread blocks has: sums of 16 tokens a warp.
+    sm90::barrier_arrive_expect(&c.sums, kBounds * ((p.tokens + 15) / 16) * 32 * 16);
   }
-  if (thread < p.touched_pages) touch(p.down + (static_cast<int64_t>(thread) << kPageBits));
   __syncthreads();
   cluster_arrive();  // who has started may be written to
   sm90::wait_for_previous();
@@ -244,13 +243,22 @@ __global__ void __launch_bounds__(kThreads, 3) few_down_kernel(const __grid_cons
 #pragma unroll
       for (int j = 0; j < kBounds; ++j) {
         const int slot = (split << own_bits) + (j & ((1 << own_bits) - 1));
-        store_at_rank(exchange + slot * kBoundBytes + thread * 16, j >> own_bits, sum + 4 * j);
+        const uint32_t to = exchange + slot * kBoundBytes + thread * 16;
+        if (p.sends) {
+          send_at_rank(to, j >> own_bits, sum + 4 * j, &c.sums);
+        } else {
+          store_at_rank(to, j >> own_bits, sum + 4 * j);
+        }
       }
     }
     __syncwarp();
   }
-  cluster_arrive();
-  cluster_wait();
+  if (p.sends) {
+    wait_for_sent(&c.sums);
+  } else {
+    cluster_arrive();
+    cluster_wait();
+  }
   if (thread == 0) p.trace.mark(5);
   finish<Half>(p, exchange, slice, split);
   if (thread == 0) p.trace.mark(6);
@@ -272,8 +280,7 @@ cudaError_t launch_few_down(const Ffn& ffn, const DecodePlan& plan, const Device
   const int slices = (ffn.hidden + kColumns - 1) / kColumns;
   while (1 << p.split_bits < kMaxSplits && slices << (p.split_bits + 1) <= device.sm_count) ++p.split_bits;
   p.groups = plan.groups;
-  const int64_t pages = (int64_t{2} * ffn.hidden * ffn.width + (1 << kPageBits) - 1) >> kPageBits;
-  if (plan.kernels.few_touch) p.touched_pages = static_cast<int>(std::min<int64_t>(pages, kThreads));
+  p.sends = plan.kernels.few_sends && p.split_bits > 0;  // st.async wants a launch in clusters
   p.trace = Trace::next();
   return ffn.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(plan, p, slices, stream)
                                        : launch<__half>(plan, p, slices, stream);

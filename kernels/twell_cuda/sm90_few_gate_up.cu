@@ -4,14 +4,15 @@
 //
 // A thread block owns up to kNeurons neurons and all of the hidden size. Rows of weights and x come through two rings
 // of stages of 64 hidden units each; weights do not depend on the kernel ahead, so their ring fills before that has
-// ended. Of many tokens two thread blocks fetch half of x each, for both. Tokens are the 64 rows of the product, whose steps
-// four warpgroups share out. Once it is known which neurons any token activates, their rows of Wu follow over the same
-// x, which is still there where the ring has place for all of it: gathered, or by boxes where most are active.
+// ended. Tokens are the 64 rows of the product, whose steps four warpgroups share out. Once it is known which neurons
+// any token activates, their rows of Wu follow over the same x, which is still there where the ring has place for all
+// of it: gathered, or by boxes where most are active. Of few pairs of a neuron and a token each is multiplied by
+// itself (sm90_few_pairs.cuh).
 
 #include <algorithm>
 #include <type_traits>
 
-#include "sm90_few_tile.cuh"
+#include "sm90_few_pairs.cuh"
 
 namespace twell::decoding {
 namespace {
@@ -31,18 +32,18 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
   const uint32_t x = smem_address(x_bytes), weights = smem_address(weight_bytes);
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0), lane = thread % 32;
   const int first_octet = p.octets * blockIdx.x / gridDim.x, last_octet = p.octets * (blockIdx.x + 1) / gridDim.x;
-  const int first = 8 * first_octet, inside = max(0, min(8 * last_octet, p.width) - first);
+  const int first = 8 * first_octet, inside = min(8 * last_octet, p.width) - first;
   const int steps = (p.row_bytes + kStepBytes - 1) / kStepBytes;
   const bool gated = p.up != nullptr;
   const uint32_t x_stage = p.groups * 8 * kStepBytes;
-  const uint32_t box_stage = p.box_rows * kStepBytes;
+  const int box_rows = 8 * (last_octet - first_octet), map = box_rows == p.box_rows ? 0 : 1;
+  const uint32_t box_stage = box_rows * kStepBytes;
   sm90::launch_dependents();
   if (thread == 0) p.trace.start();
   if (lane == 0) {  // one lane after the other would take turns
     for (int i = warp; i < 6 * kMaxStages; i += kThreads / 32) {
       const int kind = i / kMaxStages;
-      // A warp's copies; a warpgroup's warps, of x in each thread block of the cluster.
-      sm90::barrier_init(c.x_full + i, kind == 4 ? 32 : kind == 1 ? 4 * p.sharers : kind % 2 == 1 ? 4 : 1);
+      sm90::barrier_init(c.x_full + i, kind == 4 ? 32 : kind % 2 == 1 ? 4 : 1);  // a warp's copies; a warpgroup's warps
     }
     sm90::fence_barrier_init();
   }
@@ -50,32 +51,29 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
     c.gate_bias[thread] = bias_of<Half>(p.b_gate, first + thread, p.width);
     c.up_bias[thread] = bias_of<Half>(p.b_up, first + thread, p.width);
     c.active[thread / 32] = 0;
+    c.pair_count = 0;
   }
-  if (p.sharers > 1) {
-    sm90::cluster_sync();  // its barriers are there
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
   Ring x_ring(c.x_full, c.x_empty, stages_in(x_ring_size, x_stage));
   Ring box_ring(c.box_full, c.box_empty, stages_in(weight_ring_size, box_stage));
   const bool keeps_x = steps <= x_ring.stages;
 
   if (warp == kThreads / 32 - 1) {
-    const int ahead = gated && !keeps_x ? x_ring.stages : 0;
+    const int ahead = gated && !keeps_x && p.asks_ahead ? x_ring.stages : 0;
     if (lane == 0) {
       sm90::prefetch_map(&p.x_map);
-      sm90::prefetch_map(&p.up_map);
+      sm90::prefetch_map(p.up_maps + map);
       sm90::wait_for_previous();
-      load_x(x_ring, x_bytes, x_stage, p, 0, steps);
+      load_boxes(x_ring, x_bytes, x_stage, &p.x_map, 0, 0, steps);
       // For up, as far as there is room; whether it is wanted shows later.
-      load_x(x_ring, x_bytes, x_stage, p, 0, ahead);
+      load_boxes(x_ring, x_bytes, x_stage, &p.x_map, 0, 0, ahead);
     }
     __syncwarp();
     sm90::named_barrier<kThreads>(kTileBarrier);
     const Active<kNeurons> active(c, inside, gated);
     if (lane > 0 || !gated || keeps_x) return;
-    if (!active.is_end(p.sharers, gated)) {
-      load_x(x_ring, x_bytes, x_stage, p, ahead, steps);
+    if (active.count > 0 && !takes_pairs(p, c, active)) {
+      load_boxes(x_ring, x_bytes, x_stage, &p.x_map, 0, ahead, steps);
     } else {  // a copy must not outlive its thread block
       Ring pending = ring_at(x_ring, steps);
 #pragma unroll 1
@@ -90,38 +88,40 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
 
   if (warp >= kMultipliers / 32) {
     const int index = thread - kMultipliers;
-    if (index == 0) load_boxes(box_ring, weight_bytes, box_stage, &p.gate_map, first, 0, steps);
-    if (p.touches && gated && index == 32 && inside > 0) touch(p.up + static_cast<int64_t>(first) * p.row_bytes);
-    const uint32_t in_ring = box_ring.stages * kStepBytes;
-    if (p.reads_ahead && index >= 32 && in_ring < p.row_bytes) {
-#pragma unroll 1
-      for (int i = index - 32; i < inside; i += kFetchers - 32) {
-        prefetch_row(p.gate + static_cast<int64_t>(first + i) * p.row_bytes + in_ring, p.row_bytes - in_ring);
-      }
+    if (index == 0) {
+      load_gate_boxes(box_ring, weight_bytes, box_stage, p.gate_maps + map, first, steps, c.x_full, p.window);
     }
     __syncwarp();
     sm90::named_barrier<kThreads>(kTileBarrier);
     const Active<kNeurons> active(c, inside, gated);
-    if (active.is_end(p.sharers, gated)) return;
+    if (active.count == 0) return;
+    const int own = lane * (kFetchers / 32) + index / 32;  // a few for each warp
+    const auto prefetch_own = [&](const char* rows) {
+      if (own < kNeurons && active.has(own)) {
+        prefetch_row(rows + static_cast<int64_t>(first + own) * p.row_bytes, p.row_bytes);
+      }
+    };
+    const bool prefetches_down = active.count * kBlockNeurons <= p.prefetch_max_active * kNeurons;
+    if (takes_pairs(p, c, active)) {
+      prefetch_own(p.up);
+      if (prefetches_down) prefetch_own(p.down);
+      return;
+    }
     if (active.boxes && index == 0) {
-      load_boxes(box_ring, weight_bytes, box_stage, &p.up_map, first, 0, min(steps, box_ring.stages));
+      load_boxes(box_ring, weight_bytes, box_stage, p.up_maps + map, first, 0, min(steps, box_ring.stages));
     }
     __syncwarp();
     if (index < kNeurons) c.list[active.place(index)] = static_cast<uint16_t>(index);
     sm90::named_barrier<kMultipliers + kFetchers>(kListBarrier);
     if (active.boxes && index == 0) {
-      load_boxes(box_ring, weight_bytes, box_stage, &p.up_map, first, min(steps, box_ring.stages), steps);
+      load_boxes(box_ring, weight_bytes, box_stage, p.up_maps + map, first, min(steps, box_ring.stages), steps);
     }
     if (gated && !active.boxes) {
       const uint32_t stage = active.copy_stage();
       copy_rows(copy_ring(stage), weights, stage, p, c, first, active.rows, steps);
+      if (index == 0) p.trace.mark(7);
     }
-    if (active.count * kBlockNeurons <= p.prefetch_max_active * kNeurons) {
-#pragma unroll 1
-      for (int i = lane * (kFetchers / 32) + index / 32; i < active.rows; i += kFetchers) {  // a few for each warp
-        prefetch_row(p.down + static_cast<int64_t>(first + c.list[i]) * p.row_bytes, p.row_bytes);
-      }
-    }
+    if (prefetches_down) prefetch_own(p.down);
     return;
   }
 
@@ -131,12 +131,10 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
   x_ring.wait_full();
   if (thread == 0) p.trace.mark(2);
 #endif
-  const int x_end = gated && !keeps_x ? 2 * steps : steps;
-  const bool shares = p.sharers > 1;
-  const auto sums = multiply<Half, kNeurons, kSixteen>({x_ring, x, x_stage, 0, x_end, shares},
-                                             {box_ring, weights, box_stage, 0, 2 * steps}, steps, false, p.tokens);
+  const auto sums = multiply<Half, kNeurons, kSixteen>({x_ring, x, x_stage, 0}, {box_ring, weights, box_stage, 0},
+                                                       steps, false, p.tokens);
   if (thread == 0) p.trace.mark(3);
-  activate_tile(sums, c, gate, p.tokens, inside);
+  activate_tile(sums, c, gate, p.tokens, inside, p.lists_pairs);
   sm90::fence_async_proxy();  // boxes may follow where sums were exchanged
   sm90::named_barrier<kThreads>(kTileBarrier);
   const Active<kNeurons> active(c, inside, gated);
@@ -146,15 +144,26 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
   }
   if (blockIdx.x == gridDim.x - 1 && thread < (p.blocks + 1) / 2 * 4 - p.octets) masks[p.octets + thread] = 0;
   if (thread == 0) p.trace.mark(4);
-  if (active.is_end(p.sharers, gated)) return;
+  if (active.count == 0) return;
+  if (takes_pairs(p, c, active)) {
+    multiply_pairs<Half>(p, c, gate, first);
+    if (thread == 0) p.trace.mark(5);
+    sm90::named_barrier<kMultipliers>(kSumBarrier);
+    store_pairs<Half>(p, active, gate, first);
+    if (thread == 0) p.trace.mark(6);
+    return;
+  }
   sm90::named_barrier<kMultipliers + kFetchers>(kListBarrier);
 
   // Products stand where x was.
   if (gated) {
     const uint32_t stage = active.boxes ? box_stage : active.copy_stage();
-    const Operand rows{active.boxes ? box_ring : copy_ring(stage), weights, stage, active.boxes ? steps : 0,
-                       active.boxes ? 2 * steps : steps};
-    const Operand x_again{x_ring, x, x_stage, keeps_x ? 0 : steps, x_end, shares};
+    const Operand rows{active.boxes ? box_ring : copy_ring(stage), weights, stage, active.boxes ? steps : 0};
+    const Operand x_again{x_ring, x, x_stage, keeps_x ? 0 : steps};
+#if defined(TWELL_FEW_TRACE)
+    ring_at(rows.ring, rows.begin).wait_full();
+    if (thread == 0) p.trace.mark(8);
+#endif
     const auto up = [&](auto columns) {
       const auto products =
           multiply<Half, decltype(columns)::value, kSixteen>(x_again, rows, steps, !active.boxes, p.tokens);
@@ -185,12 +194,15 @@ cudaError_t launch(const Ffn& ffn, const DecodePlan& plan, int grid, FewParams& 
   const auto map = [&](CUtensorMap* to, const void* base, int64_t rows, int box_rows) {
     return sm90::make_tensor_map(to, ffn.dtype, base, rows, ffn.hidden, box_rows);
   };
-  cudaError_t error = map(&p.x_map, ffn.x, ffn.tokens, 8 * p.groups / p.sharers);
-  if (error == cudaSuccess) error = map(&p.gate_map, ffn.gate, ffn.width, p.box_rows);
-  if (error == cudaSuccess) error = map(&p.up_map, ffn.up != nullptr ? ffn.up : ffn.gate, ffn.width, p.box_rows);
+  cudaError_t error = map(&p.x_map, ffn.x, ffn.tokens, 8 * p.groups);
+  for (int i = 0; i < 2 && 8 * i < p.box_rows; ++i) {
+    const int rows = p.box_rows - 8 * i;
+    if (error == cudaSuccess) error = map(p.gate_maps + i, ffn.gate, ffn.width, rows);
+    if (error == cudaSuccess) error = map(p.up_maps + i, ffn.up != nullptr ? ffn.up : ffn.gate, ffn.width, rows);
+  }
   if (error != cudaSuccess) return error;
-  const Launch launch{dim3(grid), kThreads, kShared<kNeurons>, p.sharers};
-  return p.groups <= 2 && plan.kernels.few_mma
+  const Launch launch{dim3(grid), kThreads, kShared<kNeurons>};
+  return p.groups <= 2
              ? launch_kernel(few_gate_up_kernel<Half, kNeurons, true>, launch, p, plan.kernels, stream)
              : launch_kernel(few_gate_up_kernel<Half, kNeurons, false>, launch, p, plan.kernels, stream);
 }
@@ -211,16 +223,14 @@ cudaError_t launch_few_gate_up(const Ffn& ffn, const DecodePlan& plan, const Dev
   static_cast<GateUpParams&>(p) = gate_up_params(ffn, plan, workspace);
   p.groups = plan.groups;
   p.octets = (ffn.width + 7) / 8;
-  p.sharers = plan.kernels.few_pairs && plan.groups >= 4 ? 2 : 1;
-  // As few rounds of thread blocks as there can be, in which all multiprocessors have a tile: down's thread blocks,
-  // which come beside them, are then dealt out evenly too.
+  // As few rounds of thread blocks as there can be, with tiles that differ by 8 neurons at most.
   const int rounds = (p.octets + 8 * device.sm_count - 1) / (8 * device.sm_count);
-  int grid = std::min(rounds * device.sm_count, p.octets);
-  p.box_rows = 8 * ((p.octets + grid - 1) / grid);
-  if (!plan.kernels.few_fill) grid = (8 * p.octets + p.box_rows - 1) / p.box_rows;
-  grid = static_cast<int>(round_up(grid, p.sharers));
-  p.reads_ahead = plan.kernels.few_ahead;
-  p.touches = plan.kernels.few_touch;
+  const int most = std::min(rounds * device.sm_count, p.octets);
+  p.box_rows = 8 * ((p.octets + most - 1) / most);
+  const int grid = plan.kernels.few_fill ? most : (8 * p.octets + p.box_rows - 1) / p.box_rows;
+  p.window = plan.kernels.few_window;
+  p.lists_pairs = plan.kernels.few_pairs > 0;
+  p.asks_ahead = plan.kernels.few_pairs < 2;
   p.trace = Trace::next();
   return ffn.dtype == DType::kBFloat16 ? launch_for<__nv_bfloat16>(ffn, plan, grid, p, stream)
                                        : launch_for<__half>(ffn, plan, grid, p, stream);

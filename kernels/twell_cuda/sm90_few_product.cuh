@@ -1,8 +1,8 @@
 // The product of x and rows of weights that the thread blocks of sm90_few_gate_up.cu form.
 //
-// Four warpgroups share it out: each takes every fourth step of 64 hidden units, and then a share of the columns of their
-// sums. Loops over steps stay rolled: these kernels are short, and instructions that are not in the cache cost more than
-// they save.
+// Four warpgroups share it out: each takes every fourth step of 64 hidden units, and then a share of the columns of
+// their sums. Loops over steps stay rolled: these kernels are short, and instructions that are not in the cache cost
+// more than they save.
 #pragma once
 
 #include "sm90_few.cuh"
@@ -30,8 +30,8 @@ __device__ __forceinline__ Ring ring_at(Ring ring, int position) {
   return ring;
 }
 
-// How many stages fit. A multiple of the warpgroups, so that each stage is always the same one's: another could be there
-// a whole turn too early, and a barrier's parity would not tell.
+// How many stages fit. A multiple of the warpgroups, so that each stage is always the same one's: another could be
+// there a whole turn too early, and a barrier's parity would not tell.
 __device__ __forceinline__ int stages_in(int bytes, uint32_t stage) {
   return min(kMaxStages, bytes / static_cast<int>(stage) / kWarpgroups * kWarpgroups);
 }
@@ -78,22 +78,12 @@ struct Sums {
   }
 };
 
-// One operand of a product: stages of rows, from position `begin` of their ring on. The other thread block of a cluster
-// waits for stages too, but only for those that are filled again before `end`.
+// One operand of a product: stages of rows, from position `begin` of their ring on.
 struct Operand {
   Ring ring;
   uint32_t base, stage_bytes;
   int begin;
-  int end;
-  bool shared = false;
 };
-
-// A stage is free, where somebody waits for that: an arrival at a thread block that has ended would be an error.
-__device__ __forceinline__ void release(const Operand& from, int stage, int position) {
-  if (position + from.ring.stages >= from.end) return;
-  sm90::barrier_arrive(from.ring.empty + stage);
-  if (from.shared) sm90::barrier_arrive_at(from.ring.empty + stage, sm90::cluster_rank() ^ 1);
-}
 
 // sum += x times rows over a stage's 64 hidden units, by a warpgroup's four warps together.
 template <typename Half, int kColumns>
@@ -194,8 +184,8 @@ __device__ __forceinline__ Sums<kColumns> multiply(Operand x, Operand rows, int 
       multiply_stage<Half, kColumns>(sum, x_stage, stage);
     }
     if (releases) {
-      release(x, x_ring.stage, x.begin + step);
-      release(rows, ring.stage, rows.begin + step);
+      sm90::barrier_arrive(x_ring.empty + x_ring.stage);
+      sm90::barrier_arrive(ring.empty + ring.stage);
     }
     advance(x_ring, kWarpgroups);
     advance(ring, kWarpgroups);

@@ -6,20 +6,24 @@
 namespace twell::decoding::few {
 
 struct FewParams : GateUpParams {
-  CUtensorMap x_map, gate_map, up_map;
+  CUtensorMap x_map, gate_maps[2], up_maps[2];  // boxes of `box_rows` rows, and of 8 less
   int groups;    // tokens in eights: 1, 2, 4 or 8
   int octets;    // ceil(F / 8), dealt out evenly
   int box_rows;  // most neurons of a thread block, a multiple of 8
-  int sharers;   // thread blocks of a cluster, each of which fetches an equal part of x for all: 1 or 2
-  bool reads_ahead, touches;  // Kernels::few_ahead, few_touch
+  int window;    // Kernels::few_window
+  bool lists_pairs, asks_ahead;
   Trace trace;
 };
+
+constexpr int kMaxPairs = 64;
 
 template <int kNeurons>
 struct Control {
   uint64_t x_full[kMaxStages], x_empty[kMaxStages], box_full[kMaxStages], box_empty[kMaxStages];
   uint64_t copy_full[kMaxStages], copy_empty[kMaxStages];
   uint32_t active[(kNeurons + 31) / 32];
+  int pair_count;             // of a token and a neuron that it activates
+  uint16_t pairs[kMaxPairs];  // 64 * token + neuron, in any order; all of them if there is room
   float gate_bias[kNeurons], up_bias[kNeurons];
   uint16_t list[kNeurons];  // active neurons in ascending order, then the others
 };
@@ -34,26 +38,7 @@ static_assert(kShared<48> <= kGateShared);
 
 #if defined(TWELL_SM90_DEVICE)
 
-// Boxes of x for steps `begin` to `end`: each thread block of the cluster fetches its share of the rows for all.
-__device__ __forceinline__ void load_x(Ring& ring, uint8_t* stages, uint32_t stage, const FewParams& p, int begin,
-                                       int end) {
-  const int rank = p.sharers > 1 ? sm90::cluster_rank() : 0;
-#pragma unroll 1
-  for (int step = begin; step < end; ++step, ring.advance()) {
-    ring.wait_empty();  // in all of them
-    sm90::barrier_arrive_expect(ring.full + ring.stage, stage);
-    uint8_t* const to = stages + ring.stage * stage;
-    const int column = step * (kStepBytes / 2);
-    if (p.sharers > 1) {
-      const int row = rank * 4 * p.groups;
-      sm90::load_box_multicast(to + rank * (stage / 2), &p.x_map, column, row, ring.full + ring.stage, 3);
-    } else {
-      sm90::load_box(to, &p.x_map, column, 0, ring.full + ring.stage);
-    }
-  }
-}
-
-// Boxes of rows of weights for steps `begin` to `end`.
+// Boxes of rows of weights, or of x, for steps `begin` to `end`.
 __device__ __forceinline__ void load_boxes(Ring& ring, uint8_t* stages, uint32_t stage, const CUtensorMap* map, int row,
                                            int begin, int end) {
 #pragma unroll 1
@@ -62,6 +47,21 @@ __device__ __forceinline__ void load_boxes(Ring& ring, uint8_t* stages, uint32_t
     sm90::barrier_arrive_expect(ring.full + ring.stage, stage);
     sm90::load_box(stages + ring.stage * stage, map, step * (kStepBytes / 2), row, ring.full + ring.stage);
   }
+}
+
+// The gate's boxes. Before x is there (`x_full`) the call ahead still wants rows of Wd, which would queue behind a ring
+// that is asked for at once.
+__device__ __forceinline__ void load_gate_boxes(Ring& ring, uint8_t* stages, uint32_t stage, const CUtensorMap* map,
+                                                int row, int steps, uint64_t* x_full, int window) {
+  const int at_once = min(steps, ring.stages);
+  const int boxes = window > 0 ? (window + static_cast<int>(stage) - 1) / static_cast<int>(stage) : at_once;
+  const Ring first = ring;
+#pragma unroll 1
+  for (int i = 0; i < at_once; ++i) {
+    while (i >= boxes && !is_over(first.full + i - boxes) && !is_over(x_full)) __nanosleep(32);
+    load_boxes(ring, stages, stage, map, row, i, i + 1);
+  }
+  load_boxes(ring, stages, stage, map, row, at_once, steps);
 }
 
 // What is active of a thread block's neurons, once all warps have left their masks.
@@ -82,20 +82,17 @@ struct Active {
     boxes = gated && 4 * count > 3 * inside;
     rows = boxes ? inside : count;
   }
-  // Nothing is left to do, for the cluster's other thread block neither.
-  __device__ __forceinline__ bool is_end(int sharers, bool gated) const {
-    return count == 0 && (sharers == 1 || !gated);
-  }
   // A stage for rows that are gathered has place for no more than those.
   __device__ __forceinline__ uint32_t copy_stage() const {
     return static_cast<uint32_t>((max(rows, 1) + 7) / 8 * 8 * kStepBytes);
   }
   __device__ __forceinline__ uint32_t word(int index) const { return index == 0 ? words[0] : words[kWords - 1]; }
+  __device__ __forceinline__ bool has(int n) const { return word(n / 32) >> n % 32 & 1; }
   // Where neuron n stands in the list.
   __device__ __forceinline__ int place(int n) const {
     if (boxes) return n;
     const int before = (n >= 32 ? __popc(words[0]) : 0) + __popc(word(n / 32) & ((1u << n % 32) - 1));
-    return word(n / 32) >> n % 32 & 1 ? before : count + n - before;
+    return has(n) ? before : count + n - before;
   }
 };
 
@@ -129,10 +126,13 @@ __device__ __forceinline__ void copy_rows(Ring ring, uint32_t stages, uint32_t s
   }
 }
 
-// relu(sum + bias) into shared memory; which neurons are active.
+// relu(sum + bias) into shared memory; which neurons are active, and the pairs.
 template <int kNeurons>
 __device__ __forceinline__ void activate_tile(const Sums<kNeurons>& sums, Control<kNeurons>& c, float* gate, int tokens,
-                                              int inside) {
+                                              int inside, bool lists_pairs) {
+  const int lane = threadIdx.x % 32;
+  uint32_t lanes[sums.kOwn][4] = {};  // whose values are not zero
+  int found = 0;
 #pragma unroll
   for (int i = 0; i < sums.kOwn; ++i) {  // 32 columns each
     if (!sums.has(i, tokens)) continue;
@@ -144,12 +144,30 @@ __device__ __forceinline__ void activate_tile(const Sums<kNeurons>& sums, Contro
       const bool is_inside = n + e % 2 < inside && sums.token + e / 2 * 8 < tokens;
       v[e] = activate(sums.values[i][e], c.gate_bias[n + e % 2], is_inside);
       bits |= (v[e] != 0.f ? 1u : 0u) << ((n + e % 2) % 32);
+      lanes[i][e] = __ballot_sync(~0u, v[e] != 0.f);
+      found += __popc(lanes[i][e]);
     }
     float* const to = gate + sums.token * kGateRow<kNeurons> + n;
     *reinterpret_cast<float2*>(to) = make_float2(v[0], v[1]);
     *reinterpret_cast<float2*>(to + 8 * kGateRow<kNeurons>) = make_float2(v[2], v[3]);
     bits = __reduce_or_sync(~0u, bits);
-    if (threadIdx.x % 32 == 0 && bits != 0) atomicOr(c.active + i, bits);
+    if (lane == 0 && bits != 0) atomicOr(c.active + i, bits);
+  }
+  if (!lists_pairs || found == 0) return;
+  int at = lane == 0 ? atomicAdd(&c.pair_count, found) : 0;
+  at = __shfl_sync(~0u, at, 0);
+  if (at + found > kMaxPairs) return;
+#pragma unroll
+  for (int i = 0; i < sums.kOwn; ++i) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const uint32_t has = lanes[i][e];
+      if (has >> lane & 1) {
+        c.pairs[at + __popc(has & ((1u << lane) - 1))] =
+            static_cast<uint16_t>((sums.token + e / 2 * 8) * 64 + sums.first(i) + e % 2);
+      }
+      at += __popc(has);
+    }
   }
 }
 

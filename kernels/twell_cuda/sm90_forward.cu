@@ -34,7 +34,7 @@ cudaError_t sm90_forward(const Ffn& ffn, const Device& device, void* workspace, 
   if (sm90::plan_mid(ffn, device, &plan)) {  // so few neurons and tokens are always one chunk
     sm90::fit(ffn, blocks, &chunk);
     TWELL_RETURN_IF_ERROR(sm90::launch_mid_gate_up(ffn, chunk, plan, stream));
-    return sm90::launch_mid_down(ffn, chunk, device, stream);
+    return sm90::launch_mid_down(ffn, chunk, device, plan, stream);
   }
   for (; chunk.first < ffn.tokens; chunk.first += chunk.tokens) {
     sm90::fit(ffn, blocks, &chunk);

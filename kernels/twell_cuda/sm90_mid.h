@@ -7,6 +7,7 @@
 namespace twell::sm90 {
 
 constexpr int kMidMaxTokens = 2048;
+constexpr int kMidMaxHalfTokens = 256;    // up to here thread blocks of 64 tokens win, above those of 128
 constexpr int kMidMaxOwn = 768;           // neurons of a thread block
 constexpr int64_t kMidMaxWork = 3 << 18;  // these times D; with more, the kernels for more tokens win (NOTES.md)
 
@@ -14,14 +15,22 @@ constexpr int64_t kMidMaxWork = 3 << 18;  // these times D; with more, the kerne
 // them.
 struct MidPlan {
   int neurons, passes, ranges;
+  bool half = false;         // 64 tokens a thread block (sm90_mid_half_gate_up.cu), else 128
+  bool masks_first = false;  // down may start when the masks are stored, else at once
+  bool guesses = false;      // down lists the masks that it finds and asks for rows, then looks whether they were right
+  int batches = 0;           // rows of Wu: one by one; in batches; so, and rows of Wd asked for in L2 beside
+  int carveout = -1;         // of both kernels (sm90_launch.h); 100 lets down's blocks start beside the first kernel's
   int own() const { return neurons * passes; }
 };
 
 // False where the kernels for more tokens are better, or F is too large.
 bool plan_mid(const Ffn&, const Device&, MidPlan*);
+// The same with 64 tokens a thread block alone; false too where a thread block's neurons do not fit one pass.
+bool plan_mid_half(const Ffn&, const Device&, MidPlan*);
 
 cudaError_t launch_mid_gate_up(const Ffn&, const Chunk&, const MidPlan&, cudaStream_t);
-cudaError_t launch_mid_down(const Ffn&, const Chunk&, const Device&, cudaStream_t);
+cudaError_t launch_mid_half_gate_up(const Ffn&, const Chunk&, const MidPlan&, cudaStream_t);
+cudaError_t launch_mid_down(const Ffn&, const Chunk&, const Device&, const MidPlan&, cudaStream_t);
 
 // With this macro each thread block notes when it reaches each phase; prefill_check.cu prints them.
 #if defined(TWELL_MID_TRACE)

@@ -4,6 +4,10 @@
 // A thread block owns 64 tokens and kHidden columns of y. All its threads list the active neurons; then one or two
 // warpgroups gather their columns of h and rows of Wd, and as many multiply. Both operands lie in shared memory as they
 // do in global memory, tokens and hidden units contiguous, and the tensor cores read them transposed.
+//
+// Masks are there long before columns of h. So a block may list them before the first kernel has ended, and ask for
+// rows of Wd; that is a guess, since only the end of that kernel makes its writes visible. Then it looks again, while
+// columns are on their way, and starts anew where a mask has changed.
 
 #include <cstddef>
 
@@ -47,8 +51,16 @@ struct Arguments {
   void* y;                  // (T, D)
   int64_t tokens;
   int hidden, width, slices;
+  bool guesses;
   MidTrace trace;
 };
+
+// What another kernel may be writing.
+__device__ __forceinline__ uint32_t load_mask(const uint32_t* mask) {
+  uint32_t word;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(mask) : "memory");
+  return word;
+}
 
 // The half block's active neurons, found by all threads: each looks at neighbouring words of the mask.
 template <int kThreads>
@@ -59,13 +71,15 @@ struct Neurons {
   int before;  // active neurons of earlier threads
   int total;
 
-  __device__ __forceinline__ Neurons(const Active& active, Control& c, int half_block)
+  __device__ __forceinline__ Neurons(const Active& active, int width, Control& c, int half_block)
       : masks(active.masks + static_cast<int64_t>(half_block) * active.words) {
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int each = (active.words + kThreads - 1) / kThreads;
     first_word = min(thread * each, active.words);
     last_word = min(first_word + each, active.words);
-    first_mask = first_word < last_word ? __ldcg(masks + first_word) : 0;
+    first_mask = first_word < last_word ? load_mask(masks + first_word) : 0;
+    const int left = width - 32 * first_word;  // a guess must not name neurons past the last
+    if (left < 32) first_mask &= left > 0 ? (1u << left) - 1 : 0;
     int sum = __popc(first_mask);
 #pragma unroll 1
     for (int w = first_word + 1; w < last_word; ++w) sum += __popc(__ldcg(masks + w));
@@ -87,6 +101,10 @@ struct Neurons {
     }
   }
 
+  __device__ __forceinline__ bool changed() const {
+    return first_word < last_word && load_mask(masks + first_word) != first_mask;
+  }
+
   // Neurons `from` to `from` + kListed of the active ones, in ascending order.
   __device__ __forceinline__ void list(Control& c, int from) const {
     if (from > 0) named_barrier<kThreads>(kAll);  // those before are not needed any more
@@ -106,37 +124,76 @@ struct Neurons {
   }
 };
 
-// Eight threads copy 128 bytes; past the last of the `listed` neurons, zeros.
+// By the warps that gather: eight threads copy 128 bytes; past the last of the `listed` neurons, zeros.
 template <typename T, int kHidden>
-__device__ __forceinline__ void fetch(const Arguments& a, const Control& c, Ring& ring, uint32_t stages, int half_block,
-                                      int first_hidden, int listed) {
-  constexpr int kRows = Shape<kHidden>::kFetchers / 8;
-  const int thread = threadIdx.x - Shape<kHidden>::kMultipliers, row = thread / 8, chunk = thread % 8;
-  const uint32_t place = row * 128 + ((chunk ^ (row & 7)) << 4);
-  const T* const columns = static_cast<const T*>(a.active.columns) +
-                           static_cast<int64_t>(half_block / 2) * a.width * kBlockTokens +
-                           half_block % 2 * kHalfTokens + chunk * 8;
-  const T* const rows = static_cast<const T*>(a.rows) + first_hidden + chunk * 8;
-  const int hidden_left = a.hidden - first_hidden;
-  for (int start = 0; start < listed; start += kDepth, ring.advance()) {
-    ring.wait_empty();
-    const uint32_t to = stages + ring.stage * Shape<kHidden>::kStageBytes + place;
+struct Fetcher {
+  using S = Shape<kHidden>;
+  static constexpr int kRows = S::kFetchers / 8;
+  const Arguments& a;
+  const Control& c;
+  const T *columns, *rows;
+  uint32_t stages, place;
+  int row, chunk, hidden_left;
+  int neurons[kDepth / kRows];  // of a step, or negative
+
+  __device__ __forceinline__ Fetcher(const Arguments& arguments, const Control& control, uint32_t first_stage,
+                                     int half_block, int first_hidden)
+      : a(arguments), c(control) {
+    const int thread = threadIdx.x - S::kMultipliers;
+    row = thread / 8, chunk = thread % 8;
+    stages = first_stage, place = row * 128 + ((chunk ^ (row & 7)) << 4);
+    columns = static_cast<const T*>(a.active.columns) + static_cast<int64_t>(half_block / 2) * a.width * kBlockTokens +
+              half_block % 2 * kHalfTokens + chunk * 8;
+    rows = static_cast<const T*>(a.rows) + first_hidden + chunk * 8;
+    hidden_left = a.hidden - first_hidden;
+  }
+  __device__ __forceinline__ void look_up(int start, int listed) {
 #pragma unroll
     for (int i = 0; i < kDepth / kRows; ++i) {
       const int n = start + row + kRows * i;
-      const bool valid = n < listed;
-      const int64_t neuron = valid ? c.list[n] : 0;
-      const T* const from = rows + neuron * a.hidden;
-      copy_16(to + i * kRows * 128, columns + neuron * kBlockTokens, valid);
+      neurons[i] = n < listed ? c.list[n] : -1;
+    }
+  }
+  __device__ __forceinline__ void copy_columns(int stage) const {
+    const uint32_t to = stages + stage * S::kStageBytes + place;
+#pragma unroll
+    for (int i = 0; i < kDepth / kRows; ++i) {
+      copy_16(to + i * kRows * 128, columns + static_cast<int64_t>(max(neurons[i], 0)) * kBlockTokens, neurons[i] >= 0);
+    }
+  }
+  __device__ __forceinline__ void copy_rows(int stage) const {
+    const uint32_t to = stages + stage * S::kStageBytes + place;
+#pragma unroll
+    for (int i = 0; i < kDepth / kRows; ++i) {
+      const T* const from = rows + static_cast<int64_t>(max(neurons[i], 0)) * a.hidden;
 #pragma unroll
       for (int part = 0; part < kHidden / 64; ++part) {  // where nothing is valid the address is not read
         copy_16(to + (1 + part) * kPartBytes + i * kRows * 128, from + part * 64,
-                valid && part * 64 + chunk * 8 < hidden_left);
+                neurons[i] >= 0 && part * 64 + chunk * 8 < hidden_left);
       }
     }
-    barrier_arrive_on_copies(ring.full + ring.stage);
   }
-}
+
+  // The first steps' rows, then their columns.
+  __device__ __forceinline__ void ahead(int listed, bool of_columns) {
+    for (int start = 0, s = 0; start < listed && s < S::kStages; start += kDepth, ++s) {
+      look_up(start, listed);
+      of_columns ? copy_columns(s) : copy_rows(s);
+    }
+  }
+  // All of them; copies of the first `ready` neurons are on their way.
+  __device__ __forceinline__ void run(Ring& ring, int listed, int ready) {
+    for (int start = 0; start < listed; start += kDepth, ring.advance()) {
+      ring.wait_empty();
+      if (start >= ready) {
+        look_up(start, listed);
+        copy_columns(ring.stage);
+        copy_rows(ring.stage);
+      }
+      barrier_arrive_on_copies(ring.full + ring.stage);
+    }
+  }
+};
 
 // sum += h times listed rows; each warpgroup has its share of the columns.
 template <typename T, int kHidden>
@@ -165,6 +222,8 @@ __device__ __forceinline__ void multiply(float (&sum)[Shape<kHidden>::kColumns /
   wgmma_wait<0>();
   if (held >= 0 && releases) barrier_arrive(ring.empty + held);
 }
+
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // A warp's 16 tokens, 64 columns at a time.
 template <typename T, int kColumns>
@@ -221,22 +280,38 @@ __global__ void __launch_bounds__(Shape<kHidden>::kThreads, Shape<kHidden>::kBlo
     }
     fence_barrier_init();
   }
-  wait_for_previous();
+  const bool guesses = a.guesses && a.active.words <= S::kThreads;  // a word a thread
+  if (!guesses) wait_for_previous();
+  Neurons<S::kThreads> neurons(a.active, a.width, c, half_block);  // its barrier shows the others too
+  neurons.list(c, 0);
+  Fetcher<T, kHidden> fetcher(a, c, stages, half_block, first_hidden);
+  const bool fetches = warp >= S::kMultipliers / 32;
+  if (guesses) {
+    if (fetches) fetcher.ahead(min(neurons.total, kListed), false);
+    wait_for_previous();
+    if (fetches) fetcher.ahead(min(neurons.total, kListed), true);
+  }
   if (thread == 0) a.trace.mark(1);
-  const Neurons<S::kThreads> neurons(a.active, c, half_block);  // its barrier shows the others too
+  int ready = guesses ? S::kStages * kDepth : 0;
+  if (guesses && __syncthreads_or(neurons.changed())) {
+    wait_for_copies();
+    ready = 0;
+    neurons = Neurons<S::kThreads>(a.active, a.width, c, half_block);
+    neurons.list(c, 0);
+  }
   Ring ring(c.full, c.empty, S::kStages);
-  if (warp >= S::kMultipliers / 32) {
+  if (fetches) {
     for (int from = 0; from < neurons.total; from += kListed) {
-      neurons.list(c, from);
-      fetch<T, kHidden>(a, c, ring, stages, half_block, first_hidden, min(kListed, neurons.total - from));
+      if (from > 0) neurons.list(c, from);
+      fetcher.run(ring, min(kListed, neurons.total - from), from == 0 ? ready : 0);
     }
   } else {
     float sum[S::kColumns / 2];
 #pragma unroll
     for (int i = 0; i < S::kColumns / 2; ++i) sum[i] = 0.0f;
+    if (thread == 0) a.trace.mark(2);
     for (int from = 0; from < neurons.total; from += kListed) {
-      neurons.list(c, from);
-      if (thread == 0) a.trace.mark(2);
+      if (from > 0) neurons.list(c, from);
 #if defined(TWELL_MID_TRACE)
       ring.wait_full();
       if (thread == 0) a.trace.mark(3);
@@ -253,13 +328,13 @@ __global__ void __launch_bounds__(Shape<kHidden>::kThreads, Shape<kHidden>::kBlo
 }
 
 template <typename T, int kHidden>
-cudaError_t launch(const Ffn& ffn, const Chunk& chunk, cudaStream_t stream) {
+cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const MidPlan& plan, cudaStream_t stream) {
   const int half_blocks = static_cast<int>((ffn.tokens + kHalfTokens - 1) / kHalfTokens);
   const int slices = (ffn.hidden + kHidden - 1) / kHidden;
-  const Arguments arguments{chunk.active, ffn.down,  ffn.b_down, ffn.y,           ffn.tokens,
-                            ffn.hidden,   ffn.width, slices,     MidTrace::next()};
-  return launch_kernel(mid_down_kernel<T, kHidden>, half_blocks * slices, Shape<kHidden>::kThreads, 1,
-                       Shape<kHidden>::kShared, stream, arguments);
+  const Arguments arguments{chunk.active, ffn.down,  ffn.b_down, ffn.y,        ffn.tokens,
+                            ffn.hidden,   ffn.width, slices,     plan.guesses, MidTrace::next()};
+  return launch_with_carveout(plan.carveout, mid_down_kernel<T, kHidden>, half_blocks * slices,
+                              Shape<kHidden>::kThreads, 1, Shape<kHidden>::kShared, stream, arguments);
 }
 
 // Columns of y to a thread block, for the least time: rounds of what a step brings in.
@@ -275,19 +350,21 @@ int best_columns(const Ffn& ffn, const Device& device) {
 }
 
 template <typename T>
-cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
+cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const Device& device, const MidPlan& plan,
+                        cudaStream_t stream) {
   switch (best_columns(ffn, device)) {
-    case 64: return launch<T, 64>(ffn, chunk, stream);
-    case 128: return launch<T, 128>(ffn, chunk, stream);
-    default: return launch<T, 256>(ffn, chunk, stream);
+    case 64: return launch<T, 64>(ffn, chunk, plan, stream);
+    case 128: return launch<T, 128>(ffn, chunk, plan, stream);
+    default: return launch<T, 256>(ffn, chunk, plan, stream);
   }
 }
 
 }  // namespace
 
-cudaError_t launch_mid_down(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
-  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn, chunk, device, stream)
-                                       : launch_type<__half>(ffn, chunk, device, stream);
+cudaError_t launch_mid_down(const Ffn& ffn, const Chunk& chunk, const Device& device, const MidPlan& plan,
+                            cudaStream_t stream) {
+  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn, chunk, device, plan, stream)
+                                       : launch_type<__half>(ffn, chunk, device, plan, stream);
 }
 
 }  // namespace twell::sm90

@@ -33,7 +33,7 @@ template <int kNeurons>
 __device__ __forceinline__ void find_active(const uint32_t (&packed)[kNeurons / 4], uint32_t* masks) {
   const int lane = threadIdx.x % 32, column = lane % 4 * 2;
 #pragma unroll
-  for (int w = 0; w < Shape<kNeurons>::kWords; ++w) {
+  for (int w = 0; w < (kNeurons + 31) / 32; ++w) {
     uint32_t bits = 0;
 #pragma unroll
     for (int j = 4 * w; j < 4 * w + 4 && j < kNeurons / 8; ++j) {

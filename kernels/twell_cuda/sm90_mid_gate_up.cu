@@ -128,16 +128,16 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const MidPlan& plan, cuda
   CUtensorMap x_map, gate_map;
   TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, ffn.x, ffn.tokens, ffn.hidden, kHalfTokens));
   TWELL_RETURN_IF_ERROR(make_tensor_map(&gate_map, ffn.dtype, ffn.gate, ffn.width, ffn.hidden, kNeurons));
-  const Arguments arguments{ffn.up,     ffn.down,    ffn.b_gate, ffn.b_up,    chunk.active,    ffn.tokens,
-                            ffn.hidden, ffn.width,   plan.passes, plan.ranges, MidTrace::next()};
-  return launch_kernel(mid_gate_up_kernel<T, kNeurons>, chunk.active.blocks * plan.ranges, kThreads, kCluster,
-                       Shape<kNeurons>::kShared, stream, x_map, gate_map, arguments);
+  const Arguments arguments{ffn.up,     ffn.down,         ffn.b_gate,  ffn.b_up,   chunk.active,
+                            ffn.tokens, ffn.hidden,       ffn.width,   plan.passes, plan.ranges,
+                            plan.masks_first, plan.batches, MidTrace::next()};
+  return launch_with_carveout(plan.carveout, mid_gate_up_kernel<T, kNeurons>, chunk.active.blocks * plan.ranges,
+                              kThreads, kCluster, Shape<kNeurons>::kShared, stream, x_map, gate_map, arguments);
 }
 
 template <typename T>
 cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const MidPlan& plan, cudaStream_t stream) {
   switch (plan.neurons) {
-    case 64: return launch<T, 64>(ffn, chunk, plan, stream);
     case 96: return launch<T, 96>(ffn, chunk, plan, stream);
     case 128: return launch<T, 128>(ffn, chunk, plan, stream);
     case 176: return launch<T, 176>(ffn, chunk, plan, stream);
@@ -149,9 +149,10 @@ cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const MidPlan& plan,
 
 bool plan_mid(const Ffn& ffn, const Device& device, MidPlan* plan) {
   if (ffn.tokens > kMidMaxTokens) return false;
+  if (ffn.tokens <= kMidMaxHalfTokens && plan_mid_half(ffn, device, plan)) return true;
   const int64_t blocks = (ffn.tokens + kBlockTokens - 1) / kBlockTokens;
   int64_t best_cost = INT64_MAX;
-  for (const int neurons : {64, 96, 128, 176, 192}) {
+  for (const int neurons : {96, 128, 176, 192}) {
     for (int passes = 1; passes * neurons <= kMidMaxOwn; ++passes) {
       const int own = passes * neurons, ranges = ((ffn.width + own - 1) / own + kCluster - 1) / kCluster * kCluster;
       if (blocks * ranges > device.sm_count / kCluster * kCluster) continue;
@@ -166,6 +167,7 @@ bool plan_mid(const Ffn& ffn, const Device& device, MidPlan* plan) {
 }
 
 cudaError_t launch_mid_gate_up(const Ffn& ffn, const Chunk& chunk, const MidPlan& plan, cudaStream_t stream) {
+  if (plan.half) return launch_mid_half_gate_up(ffn, chunk, plan, stream);
   return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn, chunk, plan, stream)
                                        : launch_type<__half>(ffn, chunk, plan, stream);
 }

@@ -52,11 +52,56 @@ struct Arguments {
   int64_t tokens;
   int hidden, width;
   int passes, ranges;
+  bool masks_first;
+  int batches;
   MidTrace trace;
 };
 
 __device__ __forceinline__ void prefetch_row(const void* row, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row), "r"(bytes) : "memory");
+}
+
+// For n < rows, without a branch: 16 bytes by cp.async, zeros where they are not valid; 16 bytes asked for in L2.
+__device__ __forceinline__ void copy_16_if(int n, int rows, uint32_t shared, const void* global, bool valid) {
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.lt.s32 wanted, %3, %4;\n"
+      "@wanted cp.async.cg.shared.global [%0], [%1], 16, %2;\n}\n" ::"r"(shared),
+      "l"(global), "r"(valid ? 16 : 0), "r"(n), "r"(rows)
+      : "memory");
+}
+__device__ __forceinline__ void ask_if(int n, int rows, const void* global) {
+  asm volatile("{\n.reg .pred wanted;\nsetp.lt.s32 wanted, %1, %2;\n@wanted prefetch.global.L2 [%0];\n}\n" ::"l"(
+                   global),
+               "r"(n), "r"(rows)
+               : "memory");
+}
+
+// 128 bytes of each of `rows` rows, eight threads a row; `offsets` of the thread's rows count 16 bytes, as `eighth`
+// does. Addresses of a batch lie in registers before its first copy: one by one, each copy waits for branches and until
+// the copy before has read its address. With kAsk the same pieces of the matrix `next` are asked for in L2.
+template <bool kAsk, int kShare>
+__device__ __forceinline__ void gather_rows(uint32_t to, const uint4* matrix, const uint4* next,
+                                            const uint32_t (&offsets)[kShare], int thread, int eighth, bool inside,
+                                            int rows) {
+  constexpr int kBatch = 4;
+  const int row = thread / 8, chunk = thread % 8;
+  const uint32_t place = to + row * 128 + ((chunk ^ (row & 7)) << 4), from = inside ? eighth : 0;
+  static_assert(kGatherRows % 8 == 4);  // so every second row's chunks change places
+#pragma unroll
+  for (int batch = 0; batch < kShare; batch += kBatch) {
+    if (kGatherRows * batch >= rows) break;
+#pragma unroll
+    for (int i = batch; i < batch + kBatch && i < kShare; ++i) {
+      copy_16_if(row + kGatherRows * i, rows, (place ^ (i & 1) << 6) + i * kGatherRows * 128,
+                 matrix + (offsets[i] + from), inside);
+    }
+    if constexpr (kAsk) {
+#pragma unroll
+      for (int i = batch; i < batch + kBatch && i < kShare; ++i) {
+        ask_if(row + kGatherRows * i, rows, next + (offsets[i] + from));
+      }
+    }
+  }
 }
 
 // Counts as `Threads` of a named barrier without waiting there.

@@ -48,11 +48,17 @@ __device__ __forceinline__ void gather(const Arguments& a, Control& c, uint32_t 
       const int eighth = step * (kDepth / 8) + chunk;
       const bool inside = eighth < eighths;
       const uint4* const from = up + (inside ? eighth : 0);
+      if (a.batches == 2) {
+        gather_rows<true>(to, up, static_cast<const uint4*>(a.down), offsets, thread, eighth, inside, rows);
+      } else if (a.batches == 1) {
+        gather_rows<false>(to, up, nullptr, offsets, thread, eighth, inside, rows);
+      } else {
 #pragma unroll
-      for (int i = 0; i < kShare; ++i) {
-        const int n = row + kGatherRows * i;
-        if (kGatherRows * i >= rows) break;
-        if (n < rows) copy_16(to + n * 128 + ((chunk ^ (n & 7)) << 4), from + offsets[i], inside);
+        for (int i = 0; i < kShare; ++i) {
+          const int n = row + kGatherRows * i;
+          if (kGatherRows * i >= rows) break;
+          if (n < rows) copy_16(to + n * 128 + ((chunk ^ (n & 7)) << 4), from + offsets[i], inside);
+        }
       }
       barrier_arrive_on_copies(c.copied + ring.stage);
       if (step == aside) {
@@ -60,7 +66,7 @@ __device__ __forceinline__ void gather(const Arguments& a, Control& c, uint32_t 
         if (pass > 0) barrier_wait(&c.gates_empty, (pass - 1) & 1);
         gather_gates<T>(a, c, turn, block, first, start, rows);
         barrier_arrive_on_copies(&c.gates_full);
-        for (int n = thread; n < rows; n += kGatherers) {  // down reads them next
+        for (int n = thread; a.batches < 2 && n < rows; n += kGatherers) {  // down reads them next
           const int64_t neuron = first + (c.list[start + n] & kPlace);
           prefetch_row(static_cast<const T*>(a.down) + neuron * a.hidden, a.hidden * 2);
         }
@@ -160,7 +166,7 @@ __device__ __forceinline__ void multiply_up(const Arguments& a, Control& c, uint
       multiply(std::integral_constant<int, 48>{});
     } else if (rows <= 64) {
       multiply(std::integral_constant<int, 64>{});
-    } else if (kNeurons > 64 && rows <= 96) {
+    } else if (rows <= 96) {
       multiply(std::integral_constant<int, 96>{});
     } else if (kNeurons > 128 && rows <= 112) {
       multiply(std::integral_constant<int, 112>{});

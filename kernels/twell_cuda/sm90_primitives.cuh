@@ -47,6 +47,19 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
       : "memory");
 }
 
+// Whether a wait would end at once; it may say no although it would.
+__device__ __forceinline__ bool barrier_passed(uint64_t* barrier, uint32_t parity) {
+  uint32_t passed;
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n}\n"
+      : "=r"(passed)
+      : "r"(smem_address(barrier)), "r"(parity)
+      : "memory");
+  return passed != 0;
+}
+
 // Shared memory written by ordinary stores or cp.async, before tensor cores or bulk copies touch it.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
@@ -216,6 +229,9 @@ struct Ring {
       : full(full_barriers), empty(empty_barriers), stages(count) {}
   __device__ __forceinline__ void wait_full() const { barrier_wait(full + stage, phase); }
   __device__ __forceinline__ void wait_empty() const { barrier_wait(empty + stage, phase ^ 1); }
+  __device__ __forceinline__ bool next_is_full() const {
+    return stage + 1 == stages ? barrier_passed(full, phase ^ 1) : barrier_passed(full + stage + 1, phase);
+  }
   __device__ __forceinline__ int previous() const { return stage == 0 ? stages - 1 : stage - 1; }
   __device__ __forceinline__ void advance() {
     if (++stage == stages) {

@@ -1,58 +1,63 @@
 // Up projection over active neurons: h = relu(gate) * (x Wu^T + bu), for each block of 128 tokens and the neurons that
 // any of them activates; the others' columns of h would be zero. h takes the place of relu(gate).
 //
-// A persistent thread block of three warpgroups an SM. The first fetches: x by bulk tensor copies, gathered rows of Wu by
-// cp.async (by bulk copies where they are neighbours), and at the end of a tile its columns of relu(gate), through the
-// same ring of stages. The other two multiply half of the tokens each, by those of the tile's neurons that it activates.
+// A persistent thread block of three warpgroups an SM. The first fetches: x by bulk tensor copies, gathered rows of Wu
+// by cp.async (by bulk copies where they are neighbours), and at the end of a tile its columns of relu(gate), through
+// the same ring of stages. The other two multiply half of the tokens each, by those of the tile's neurons that it
+// activates.
 
-#include "sm90_call.h"
+#include "sm90_up.h"
+
 #include "sm90_launch.h"
-#include "sm90_tiles.cuh"
+#include "sm90_mid.h"
+#include "sm90_up_tiles.cuh"
 
 namespace twell::sm90 {
 namespace {
 
-using namespace tiles;
-
-constexpr int kTurnNeurons = 128;  // columns of relu(gate) in a stage: 256 bytes each
-constexpr int kShared = 1024 + kRingBytes + sizeof(Control);
-static_assert(kShared <= 227 * 1024);
+using namespace up;
 
 struct UpArguments {
   const void* up;
   const void* bias;
   Active active;
   int hidden, width;
+  UpOrder order;
+  bool halves;
 };
 
 template <typename T>
 __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x_map, const CUtensorMap* up_map,
                                       Control& c, uint8_t* shared, Ring ring) {
   constexpr int kRows = kFetchers / 8, kShare = kMaxNeurons / kRows;
-  const int thread = threadIdx.x, steps = (a.hidden + kDepth - 1) / kDepth, items = c.first_item[a.active.blocks];
+  const int thread = threadIdx.x, steps = (a.hidden + kDepth - 1) / kDepth, blocks = a.active.blocks;
   // Eight threads copy 128 bytes of a row of Wu; every kRows-th row is theirs.
   const int row = thread / 8, chunk = thread % 8, bytes = stage_bytes(c.tile);
   const uint32_t stages = smem_address(shared), place = kTokenBytes + row * 128 + ((chunk ^ (row & 7)) << 4);
   const T* up = static_cast<const T*>(a.up);
-  // The list of the tile after this one is under way while this one is copied.
-  const auto request = [&](const Item& item, int list) {
+  Hand hand(c, blocks);
+  const auto request_next = [&](int list) {
+    const Item item = hand.next(c, blocks);
+    if (thread > 0) return;
+    c.items[list] = item;
+    if (item.count == 0) return barrier_arrive(c.listed + list);
     const uint32_t list_bytes = (item.count * 2 + 15) / 16 * 16;
     barrier_arrive_expect(c.listed + list, list_bytes);
     load_bytes(c.neurons[list], a.active.neurons + static_cast<int64_t>(item.block) * a.active.row + item.first,
                list_bytes, c.listed + list);
   };
-  if (static_cast<int>(blockIdx.x) >= items) return;
-  Item item = item_at(blockIdx.x, 0, c);
-  if (thread == 0) request(item, 0);
-  int tiles = 0;
-  for (int index = blockIdx.x; index < items; index += gridDim.x, ++tiles) {
-    const int next_index = index + gridDim.x, groups = (item.count + 63) / 64;
-    const Item next = next_index < items ? item_at(next_index, item.block, c) : item;
-    if (thread == 0 && next_index < items) request(next, (tiles + 1) % kLists);
+  if (thread < 32) request_next(0);
+  for (int tiles = 0;; ++tiles) {
     const uint16_t* list = c.neurons[tiles % kLists];
     barrier_wait(c.listed + tiles % kLists, tiles / kLists & 1);
+    const Item item = c.items[tiles % kLists];
+    if (item.count == 0) break;
     const int lowest = list[0];
-    const bool neighbours = are_neighbours(list, item, c.counts[item.block]);
+    const Counts counts = c.counts[item.block];
+    const bool neighbours = are_neighbours(list, item, counts);
+    const bool first_half = !a.halves || item.first < counts.first_only + counts.both;
+    const bool second_half = !a.halves || item.first + item.count > counts.first_only;
+    const int x_bytes = first_half && second_half ? kTokenBytes : kTokenBytes / 2;
     int neurons[kShare];  // rows past the last repeat it: what they give is not kept
 #pragma unroll
     for (int i = 0; i < kShare; ++i) neurons[i] = list[min(row + kRows * i, item.count - 1)];
@@ -61,35 +66,37 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
       uint64_t* full = ring.full + ring.stage;
       if (thread == 0) {
         uint8_t* stage = shared + ring.stage * bytes;
-        barrier_arrive_expect(full, kTokenBytes + (neighbours ? item.count * kDepth * 2 : 0));
-        load_box(stage, x_map, step * kDepth, item.block * kBlockTokens, full);
+        barrier_arrive_expect(full, x_bytes + (neighbours ? item.count * kDepth * 2 : 0));
+        const int token = item.block * kBlockTokens;
+        if (first_half) load_box(stage, x_map, step * kDepth, token, full);
+        if (a.halves && second_half) {
+          load_box(stage + kTokenBytes / 2, x_map, step * kDepth, token + kHalfTokens, full);
+        }
         for (int n = 0; neighbours && n < item.count; n += kBoxRows) {
           load_box(stage + kTokenBytes + n * kDepth * 2, up_map, step * kDepth, lowest + n, full);
         }
       }
       if (neighbours) {
         barrier_arrive(full);
-        continue;
-      }
-      const uint32_t to = stages + ring.stage * bytes + place;
-      const int column = step * kDepth + chunk * 8;
-      const bool inside = column < a.hidden;
-      const T* from = up + (inside ? column : 0);
+      } else {
+        const uint32_t to = stages + ring.stage * bytes + place;
+        const int column = step * kDepth + chunk * 8;
+        const bool inside = column < a.hidden;
+        const T* from = up + (inside ? column : 0);
 #pragma unroll
-      for (int g = 0; g < kMaxNeurons / 64; ++g) {
-        if (g < groups) {
-#pragma unroll
-          for (int i = 64 / kRows * g; i < 64 / kRows * (g + 1); ++i) {
+        for (int i = 0; i < kShare; ++i) {
+          if (kRows * i < item.count) {
             copy_16(to + i * kRows * 128, from + static_cast<int64_t>(neurons[i]) * a.hidden, inside);
           }
         }
+        barrier_arrive_on_copies(full);
       }
-      barrier_arrive_on_copies(full);
+      // The next tile's list has the other steps' time.
+      if (step == min(2, steps - 1) && thread < 32) request_next((tiles + 1) % kLists);
     }
     // Columns of relu(gate), of which only the active halves exist.
     const T* columns =
         static_cast<const T*>(a.active.columns) + static_cast<int64_t>(item.block) * a.width * kBlockTokens + chunk * 8;
-    const Counts counts = c.counts[item.block];
 #pragma unroll
     for (int start = 0; start < kMaxNeurons; start += kTurnNeurons) {
       if (start >= item.count) break;
@@ -106,92 +113,157 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
       barrier_arrive_on_copies(ring.full + ring.stage);
       ring.advance();
     }
-    item = next;
   }
 }
 
-struct NothingToPrepare {
-  __device__ __forceinline__ void prepare() {}
-};
+// This warpgroup's tokens by N of the tile's neurons, from the one at `skipped` bytes on. Where the next stage is
+// not there yet, this one's product is waited for, so that it is free sooner.
+template <typename T, int N>
+__device__ __forceinline__ void multiply_tile(float* sum, Ring& ring, uint32_t stages, int bytes, int skipped,
+                                              int steps, int warpgroup) {
+  bool held = false;  // the stage before
+  for (int step = 0; step < steps; ++step, ring.advance()) {
+    ring.wait_full();
+    if constexpr (N == 0) {
+      __syncwarp();  // no lane may be so late that it misses a phase
+      release(ring, ring.stage);
+    } else {
+      fence_async_proxy();  // cp.async wrote, tensor cores read
+      const uint32_t stage = stages + ring.stage * bytes;
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kDepth / 16; ++k) {
+        Wgmma<T, N, 0, 0>::multiply(sum, matrix_descriptor(stage + warpgroup * kHalfTokens * 128 + k * 32, 16),
+                                    matrix_descriptor(stage + kTokenBytes + skipped + k * 32, 16), step + k);
+      }
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (held) release(ring, ring.previous());
+      held = true;
+      if (!__any_sync(~0u, ring.next_is_full())) {
+        wgmma_wait<0>();
+        release(ring, ring.stage);
+        held = false;
+      }
+    }
+  }
+  if constexpr (N > 0) {
+    wgmma_wait<0>();
+    if (held) release(ring, ring.previous());
+  }
+}
 
-template <typename T>
-__device__ __forceinline__ void multiply(const UpArguments& a, Control& c, uint8_t* shared, Ring ring) {
-  const int steps = (a.hidden + kDepth - 1) / kDepth, lane = threadIdx.x % 32, items = c.first_item[a.active.blocks];
+// kLines: as in UpWay.
+template <typename T, bool kLines, bool kBias>
+__device__ __forceinline__ void multiply(const UpArguments& a, Control& c, uint8_t* shared, Ring ring,
+                                         const MidTrace& trace) {
+  constexpr int kAtOnce = kLines ? 1 : 2;  // stages of relu(gate) that are worked on before any is released
+  const int steps = (a.hidden + kDepth - 1) / kDepth, lane = threadIdx.x % 32;
   const int warp = (threadIdx.x - kFetchers) / 32, warpgroup = warp / 4, bytes = stage_bytes(c.tile);
   const uint32_t stages = smem_address(shared);
-  int block = 0, tiles = 0;
-  for (int index = blockIdx.x; index < items; index += gridDim.x, ++tiles) {
-    const Item item = item_at(index, block, c);
-    block = item.block;
-    // Neurons [begin, end) of the tile are active in this half; multiplied are `groups` times 64 from `low` on.
-    const Counts counts = c.counts[block];
-    const int begin = warpgroup == 0 ? 0 : max(counts.first_only - item.first, 0);
-    const int end = min(item.count, warpgroup == 0 ? counts.first_only + counts.both - item.first : item.count);
-    const int groups = max(end - begin / 16 * 16 + 63, 0) / 64, low = min(begin / 16 * 16, c.tile - groups * 64);
-    float sum[kMaxNeurons / 2];
-    const int skipped = low * kDepth * 2;
-    NothingToPrepare end_of_tile;
-    switch (groups) {
-      case 0: multiply_tile<T, 0>(sum, ring, stages, bytes, skipped, steps, warpgroup, lane, end_of_tile); break;
-      case 1: multiply_tile<T, 64>(sum, ring, stages, bytes, skipped, steps, warpgroup, lane, end_of_tile); break;
-      case 2: multiply_tile<T, 128>(sum, ring, stages, bytes, skipped, steps, warpgroup, lane, end_of_tile); break;
-      case 3: multiply_tile<T, 192>(sum, ring, stages, bytes, skipped, steps, warpgroup, lane, end_of_tile); break;
-      default: multiply_tile<T, 256>(sum, ring, stages, bytes, skipped, steps, warpgroup, lane, end_of_tile); break;
-    }
-    // relu(gate) fills one stage or two; h takes its place there, then in global memory.
-    const int turns = (item.count + kTurnNeurons - 1) / kTurnNeurons;
-    const uint32_t first_turn = stages + ring.stage * bytes;
-    ring.wait_full();
-    Ring turn = ring;
-    turn.advance();
-    const uint32_t second_turn = stages + turn.stage * bytes;
-    if (turns == 2) turn.wait_full();
-    const auto turn_at = [&](int n, int part) {
-      return (n < kTurnNeurons ? first_turn : second_turn) + n % kTurnNeurons * 256 + ((part ^ (n & 7)) << 4);
-    };
+  const bool first_thread = threadIdx.x == kFetchers;
+  for (int tiles = 0;; ++tiles) {
     barrier_wait(c.listed + tiles % kLists, tiles / kLists & 1);
     const uint16_t* neurons = c.neurons[tiles % kLists];
-    T* columns = static_cast<T*>(a.active.columns) + static_cast<int64_t>(block) * a.width * kBlockTokens + warp * 16;
+    const Item item = c.items[tiles % kLists];
+    if (item.count == 0) break;
+    // Neurons [begin, end) of the tile are active in this half; multiplied are `wide` times 64 from `low` on. What that
+    // takes past the tile is not kept.
+    const Counts counts = c.counts[item.block];
+    const int begin = warpgroup == 0 ? 0 : max(counts.first_only - item.first, 0);
+    const int end = min(item.count, warpgroup == 0 ? counts.first_only + counts.both - item.first : item.count);
+    const int low = begin / 16 * 16, wide = begin < end ? (end - low + 63) / 64 : 0;
+    float sum[kMaxNeurons / 2];
+    const int skipped = low * kDepth * 2;
+    if (first_thread && tiles == 1) trace.mark(2);
+    switch (wide) {
+      case 0: multiply_tile<T, 0>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      case 1: multiply_tile<T, 64>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      case 2: multiply_tile<T, 128>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      case 3: multiply_tile<T, 192>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      default: multiply_tile<T, 256>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+    }
+    if (first_thread && tiles == 1) trace.mark(3);
+    // relu(gate) fills one stage or two; h takes its place there, then in global memory.
+    T* columns = static_cast<T*>(a.active.columns) + static_cast<int64_t>(item.block) * a.width * kBlockTokens;
 #pragma unroll
-    for (int j = 0; j < kMaxNeurons / 8; j += 2) {  // 16 neurons
-      if (low + 8 * j < end && 8 * j < groups * 64) {
-        const uint32_t at = turn_at(low + 8 * j + lane / 16 * 8 + lane % 8, 2 * warp + (lane / 8 & 1));
-        uint32_t gate[4];
-        load_matrices_transposed(gate, at);
+    for (int first = 0; first < kMaxNeurons; first += kAtOnce * kTurnNeurons) {
+      if (first >= item.count) break;
+      uint32_t turns[kAtOnce]{};
+      Ring filled = ring;
 #pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          const int index = 4 * (j + m / 2) + m % 2 * 2, column = low + 8 * (j + m / 2) + lane % 4 * 2;
-          const float2 g = unpack<T>(gate[m]);
-          float2 bias{};
-          if (a.bias != nullptr) {
-            bias.x = widen(static_cast<const T*>(a.bias)[neurons[min(column, item.count - 1)]]);
-            bias.y = widen(static_cast<const T*>(a.bias)[neurons[min(column + 1, item.count - 1)]]);
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i * kTurnNeurons >= item.count) break;
+        filled.wait_full();
+        turns[i] = stages + filled.stage * bytes;
+        filled.advance();
+      }
+      if (first_thread && tiles == 1 && first == 0) trace.mark(4);
+      const auto turn_at = [&](int n, int eighth) {
+        return (n < first + kTurnNeurons ? turns[0] : turns[kAtOnce - 1]) + n % kTurnNeurons * 256 +
+               ((eighth ^ (n & 7)) << 4);
+      };
+      const int limit = min(end, first + kAtOnce * kTurnNeurons);
+#pragma unroll
+      for (int j = 0; j < kMaxNeurons / 8; j += 2) {  // 16 neurons
+        if (low + 8 * j >= first && low + 8 * j < limit) {
+          const uint32_t at = turn_at(low + 8 * j + lane / 16 * 8 + lane % 8, 2 * warp + (lane / 8 & 1));
+          uint32_t gate[4];
+          load_matrices_transposed(gate, at);
+#pragma unroll
+          for (int m = 0; m < 4; ++m) {
+            const int i = 4 * (j + m / 2) + m % 2 * 2, column = low + 8 * (j + m / 2) + lane % 4 * 2;
+            const float2 g = unpack<T>(gate[m]);
+            float2 bias{};
+            if constexpr (kBias) {
+              bias.x = widen(static_cast<const T*>(a.bias)[neurons[min(column, item.count - 1)]]);
+              bias.y = widen(static_cast<const T*>(a.bias)[neurons[min(column + 1, item.count - 1)]]);
+            }
+            gate[m] = pack<T>(g.x * (sum[i] + bias.x), g.y * (sum[i + 1] + bias.y));
           }
-          gate[m] = pack<T>(g.x * (sum[index] + bias.x), g.y * (sum[index + 1] + bias.y));
+          store_matrices_transposed(at, gate);
         }
-        store_matrices_transposed(at, gate);
       }
-    }
-    __syncwarp();
+      if constexpr (kLines) {
+        if (warpgroup == 0) {
+          named_barrier<128>(1);
+        } else {
+          named_barrier<128>(2);
+        }
+        const int start = max(begin, first) + warp % 4 * 4 + lane / 8, eighth = warpgroup * 8 + lane % 8;
 #pragma unroll
-    for (int i = 0; i < kMaxNeurons / 16; ++i) {
-      const int n = begin + lane / 2 + 16 * i;
-      if (n < end) {
-        *reinterpret_cast<uint4*>(columns + static_cast<int64_t>(neurons[n]) * kBlockTokens + (lane & 1) * 8) =
-            load_shared_16(turn_at(n, 2 * warp + (lane & 1)));
+        for (int i = 0; i < kAtOnce * kTurnNeurons / 16; ++i) {
+          const int n = start + 16 * i;
+          if (n < limit) {
+            *reinterpret_cast<uint4*>(columns + static_cast<int64_t>(neurons[n]) * kBlockTokens + eighth * 8) =
+                load_shared_16(turn_at(n, eighth));
+          }
+        }
+      } else {
+        __syncwarp();
+        const int start = max(begin, first) + lane / 2, eighth = warp * 2 + (lane & 1);
+#pragma unroll
+        for (int i = 0; i < kAtOnce * kTurnNeurons / 16; ++i) {
+          const int n = start + 16 * i;
+          if (n < limit) {
+            *reinterpret_cast<uint4*>(columns + static_cast<int64_t>(neurons[n]) * kBlockTokens + eighth * 8) =
+                load_shared_16(turn_at(n, eighth));
+          }
+        }
       }
+      fence_async_proxy();  // ordinary stores here, bulk copies next
+      __syncwarp();
+      for (; ring.stage != filled.stage; ring.advance()) release(ring, ring.stage);
     }
-    fence_async_proxy();  // ordinary stores here, bulk copies next
-    __syncwarp();
-    for (int i = 0; i < turns; ++i, ring.advance()) {
-      if (lane == 0) barrier_arrive(ring.empty + ring.stage);
-    }
+    if (first_thread && tiles == 1) trace.mark(5);
   }
+  if (first_thread) trace.mark(6);
 }
 
-template <typename T>
+template <typename T, bool kLines, bool kBias>
 __global__ void __launch_bounds__(kThreads, 1)
-    up_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap up_map, const UpArguments a) {
+    up_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap up_map,
+              const UpArguments a, const MidTrace trace) {
 #if defined(TWELL_SM90_DEVICE)
   extern __shared__ uint8_t raw_shared[];
   uint8_t* shared = raw_shared + (-smem_address(raw_shared) & 1023);
@@ -208,35 +280,53 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   launch_dependents();
   wait_for_previous();
+  if (threadIdx.x == 0) trace.mark(0);
   for (int b = threadIdx.x; b < a.active.blocks; b += kThreads) c.counts[b] = a.active.counts[b];
   __syncthreads();
-  plan(c, a.active.blocks);
+  make_plan(c, a.active.blocks, a.order);
+  if (threadIdx.x == 0) trace.mark(1);
   const Ring ring(c.full, c.empty, min(kMaxStages, kRingBytes / stage_bytes(c.tile)));
   if (threadIdx.x < kFetchers) {
     give_registers<kFetchRegisters>();
     fetch<T>(a, &x_map, &up_map, c, shared, ring);
   } else {
     take_registers<kMultiplyRegisters>();
-    multiply<T>(a, c, shared, ring);
+    multiply<T, kLines, kBias>(a, c, shared, ring, trace);
   }
 #endif
 }
 
-template <typename T>
-cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
+template <typename T, bool kLines, bool kBias>
+cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, UpWay way) {
   CUtensorMap x_map, up_map;
   const T* x = static_cast<const T*>(ffn.x) + chunk.first * ffn.hidden;
-  TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, x, chunk.tokens, ffn.hidden, kBlockTokens));
+  TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, x, chunk.tokens, ffn.hidden,
+                                        way.halves ? kHalfTokens : kBlockTokens));
   TWELL_RETURN_IF_ERROR(make_tensor_map(&up_map, ffn.dtype, ffn.up, ffn.width, ffn.hidden, kBoxRows));
-  const UpArguments arguments{ffn.up, ffn.b_up, chunk.active, ffn.hidden, ffn.width};
-  return launch_kernel(up_kernel<T>, device.sm_count, kThreads, 1, kShared, stream, x_map, up_map, arguments);
+  const UpArguments arguments{ffn.up, ffn.b_up, chunk.active, ffn.hidden, ffn.width, way.order, way.halves};
+  return launch_kernel(up_kernel<T, kLines, kBias>, device.sm_count, kThreads, 1, kShared, stream, x_map, up_map,
+                       arguments, MidTrace::next());
+}
+
+template <typename T>
+cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, UpWay way) {
+  if (ffn.b_up == nullptr) {
+    return way.lines ? launch<T, true, false>(ffn, chunk, device, stream, way)
+                     : launch<T, false, false>(ffn, chunk, device, stream, way);
+  }
+  return way.lines ? launch<T, true, true>(ffn, chunk, device, stream, way)
+                   : launch<T, false, true>(ffn, chunk, device, stream, way);
 }
 
 }  // namespace
 
+cudaError_t launch_up_as(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, UpWay way) {
+  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn, chunk, device, stream, way)
+                                       : launch_type<__half>(ffn, chunk, device, stream, way);
+}
+
 cudaError_t launch_up(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
-  return ffn.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(ffn, chunk, device, stream)
-                                       : launch<__half>(ffn, chunk, device, stream);
+  return launch_up_as(ffn, chunk, device, stream, up_way(chunk.active.blocks));
 }
 
 }  // namespace twell::sm90

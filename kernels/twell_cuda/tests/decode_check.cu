@@ -3,7 +3,7 @@
 // sets of weights, so that weights come from device memory.
 //
 //   nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a -o decode_check tests/decode_check.cu *decode_*.cu \
-//     sm90_few_*.cu sm90_{forward,gate,list,up,down}.cu
+//     sm90_few_*.cu sm90_mid_*.cu sm90_{forward,gate,list,up,down}.cu
 //   ./decode_check          checks, then timings      ./decode_check check | verbose | time | few | fused
 //
 // "few" times 9 to 64 tokens of several shapes alone. Built with -DTWELL_FEW_TRACE it also says when Hopper's kernels for
@@ -152,15 +152,21 @@ Kernels few_kernels(bool overlap) {
   return k;
 }
 
-Kernels few_but(bool Kernels::* part, bool value) {
-  Kernels k = few_kernels(true);
-  k.*part = value;
+Kernels few_trial(bool sends, bool fill, int window, int pairs = 0, bool overlap = true) {
+  Kernels k = few_kernels(overlap);
+  k.few_sends = sends, k.few_fill = fill, k.few_window = window, k.few_pairs = pairs;
   return k;
 }
 
-Kernels fused_kernels(bool overlap, int window = 2, int room = 113 * 1024) {
+Kernels fused_kernels(bool overlap, int window_kib = 24) {
   Kernels k = kernels(true, overlap);
-  k.fused.use = true, k.fused.window = window, k.fused.room = room;
+  k.fused.use = true, k.fused.window_bytes = window_kib << 10;
+  return k;
+}
+
+Kernels fused_in_clusters(bool overlap) {
+  Kernels k = fused_kernels(overlap);
+  k.fused.clusters = true;
   return k;
 }
 
@@ -175,21 +181,29 @@ std::vector<Variant> checked_variants(const Ffn& f, const Device& device) {
   if (is_hopper(device)) {
     v.push_back({"few", few_kernels(true)});
     v.push_back({"few, serial", few_kernels(false)});
-    v.push_back({"few, ahead", few_but(&Kernels::few_ahead, true)});
-    if (f.tokens <= 16) v.push_back({"few, wgmma", few_but(&Kernels::few_mma, false)});
-    if (f.tokens > 16) v.push_back({"few, alone", few_but(&Kernels::few_pairs, false)});
-    v.push_back({"few, on all multiprocessors", few_but(&Kernels::few_fill, true)});
+    v.push_back({"few, sends", few_trial(true, false, 0)});
+    v.push_back({"few, fill", few_trial(false, true, 0)});
+    v.push_back({"few, window", few_trial(false, false, 12 << 10)});
+    v.push_back({"few, pairs", few_trial(false, false, 0, 1)});
+    v.push_back({"few, all", few_trial(true, true, 12 << 10, 2)});
+    v.push_back({"few, all, serial", few_trial(true, true, 18 << 10, 1, false)});
   }
   if (takes_bulk(f, device)) {
     v.push_back({"bulk", kernels(true, true)});
     v.push_back({"bulk, serial", kernels(true, false)});
     v.push_back({"bulk, late", kernels(true, true, LetNextStart::kAfterGate, false)});
+  }
+  if (is_hopper(device) && takes_fused(f, device)) {
     v.push_back({"fused", fused_kernels(true)});
     v.push_back({"fused, serial", fused_kernels(false)});
-    v.push_back({"fused, one stage", fused_kernels(true, 1)});
-    v.push_back({"fused, alone", fused_kernels(true, 1, 224 * 1024)});
+    v.push_back({"fused, 8 KiB", fused_kernels(true, 8)});
     v.push_back({"fused, impatient", fused_kernels(true)});
     v.back().kernels.fused.patience = 0;
+    if (f.tokens <= 2 && takes_fused(f, device, true)) {
+      v.push_back({"fused, clusters", fused_in_clusters(true)});
+      v.push_back({"fused, clusters, impatient", fused_in_clusters(true)});
+      v.back().kernels.fused.patience = 0;
+    }
   }
   return v;
 }
@@ -378,7 +392,7 @@ bool check_all(const Device& device, bool verbose) {
   };
   const auto coordinate = Threshold::kCoordinate, bias = Threshold::kBias;
   // The workload, at every density.
-  for (int tokens : {1, 7, 16, 33, 64}) {
+  for (int tokens : {1, 2, 4, 7, 16, 33, 64}) {
     for (double density : {0., 0.0005, 0.005, 0.02, 0.1, 0.5, 1.}) {
       both({tokens, 2048, 5632, density, true, false, coordinate});
     }
@@ -386,9 +400,10 @@ bool check_all(const Device& device, bool verbose) {
   // Every way to cut T, D and F.
   const int shapes[][2] = {{8, 1},      {8, 16},      {16, 17},    {24, 31},     {40, 48},    {72, 100},
                            {136, 257},  {264, 769},   {576, 1536}, {896, 4864},  {1024, 3072}, {1000, 3073},
-                           {2056, 3089}, {4096, 3200}, {4104, 1041}, {8192, 1024}, {8200, 530}, {16384, 300}};
+                           {2056, 3089}, {4096, 3200}, {4104, 1041}, {8192, 1024}, {8200, 530}, {16384, 300},
+                          {2048, 131}, {2048, 2112}, {2040, 2113}, {1992, 4224}, {64, 6336}};
   for (const auto& s : shapes) {
-    for (int tokens : {1, 8, 9, 17, 32, 47, 64}) {
+    for (int tokens : {1, 2, 8, 9, 17, 32, 47, 64}) {
       both({tokens, s[0], s[1], 0.3, true, tokens % 2 == 0, tokens % 3 == 0 ? bias : coordinate});
     }
     both({5, s[0], s[1], 1., false, true, bias});
@@ -397,7 +412,7 @@ bool check_all(const Device& device, bool verbose) {
     both({60, s[0], s[1], 0., true, true, bias});
   }
   // One active neuron; a NaN token beside good ones; every T.
-  for (int tokens : {1, 13, 30, 64}) {
+  for (int tokens : {1, 2, 6, 13, 30, 64}) {
     both({tokens, 2048, 5632, 0., true, false, coordinate, true});
     both({tokens, 1000, 3073, 0., true, false, bias, true});
     both({tokens, 2048, 5632, 0.01, true, false, coordinate, false, true});
@@ -461,21 +476,29 @@ std::vector<Variant> timed_variants(const Ffn& f, const Device& device) {
   if (device.major >= 9) v.push_back({"P", kernels(false, true)});
   if (is_hopper(device) && f.tokens > 8) {
     v.push_back({"F", few_kernels(true)});
-    v.push_back({"F +fill", few_but(&Kernels::few_fill, true)});
-    v.push_back({"F -touch", few_but(&Kernels::few_touch, false)});
-    v.push_back({"F +ahead", few_but(&Kernels::few_ahead, true)});
-    if (f.tokens <= 16) v.push_back({"F -mma", few_but(&Kernels::few_mma, false)});
-    if (f.tokens > 16) v.push_back({"F -pairs", few_but(&Kernels::few_pairs, false)});
+    v.push_back({"F sends", few_trial(true, false, 0)});
+    v.push_back({"F fill", few_trial(false, true, 0)});
+    v.push_back({"F 12", few_trial(false, false, 12 << 10)});
+    v.push_back({"F sends fill", few_trial(true, true, 0)});
+    v.push_back({"F sends 12", few_trial(true, false, 12 << 10)});
+    v.push_back({"F sends fill 12", few_trial(true, true, 12 << 10)});
+    v.push_back({"F sends fill 18", few_trial(true, true, 18 << 10)});
+    v.push_back({"F sends fill 24", few_trial(true, true, 24 << 10)});
+    v.push_back({"F pairs", few_trial(false, false, 0, 1)});
+    v.push_back({"F pairs late", few_trial(false, false, 0, 2)});
+    v.push_back({"F sends 12 pairs", few_trial(true, false, 12 << 10, 1)});
+    v.push_back({"F sends fill 12 pairs", few_trial(true, true, 12 << 10, 1)});
+    v.push_back({"F sends fill 12 pairs late", few_trial(true, true, 12 << 10, 2)});
   }
   if (takes_bulk(f, device)) {
     v.push_back({"B", kernels(true, true)});
     v.push_back({"B serial", kernels(true, false)});
   }
-  if (takes_bulk(f, device) && takes_fused(f)) {
+  if (is_hopper(device) && takes_fused(f, device)) {
     v.push_back({"U", fused_kernels(true)});
-    v.push_back({"U 1 stage", fused_kernels(true, 1)});
-    v.push_back({"U 3 stages", fused_kernels(true, 3)});
-    v.push_back({"U alone", fused_kernels(true, 3, 224 * 1024)});
+    if (f.tokens <= 2) v.push_back({"U clusters", fused_in_clusters(true)});
+    if (f.tokens > 2) v.push_back({"U 16", fused_kernels(true, 16)});
+    if (f.tokens > 2) v.push_back({"U 32", fused_kernels(true, 32)});
     v.push_back({"U serial", fused_kernels(false)});
   }
   return v;
@@ -483,31 +506,54 @@ std::vector<Variant> timed_variants(const Ffn& f, const Device& device) {
 
 #if defined(TWELL_FUSED_TRACE)
 // When the fused kernel's thread blocks reach each phase, in microseconds after the last block of the call before has
-// ended: the first of them, half of them, the last.
+// ended: the first of them, half of them, the last. Then, on average over calls, the course of the block that comes
+// last to some of the phases, and which one that is most often.
 void print_fused_phases(const std::vector<uint64_t>& times, int calls) {
   using fused::kPhases, fused::kTracedBlocks;
-  const char* const names[kPhases] = {"starts",    "weights asked for", "call before done", "x there", "gate sums", "listed",
-                                      "up sums",   "down",              "given",            "taken",   "stored",    ""};
+  const char* const names[kPhases] = {"starts",   "16 rows held", "weights asked for", "call before done",
+                                      "x there",  "gate sums",    "rows asked for",    "rows multiplied",
+                                      "up sums",  "given",        "taken",             "stored"};
   const auto time = [&](int call, int block, int phase) {
     return times[(static_cast<int64_t>(call) * kTracedBlocks + block) * kPhases + phase];
   };
-  std::vector<double> after[kPhases];
+  std::vector<uint64_t> zero(calls);
   for (int call = 1; call < calls; ++call) {
-    uint64_t zero = 0;
-    for (int b = 0; b < kTracedBlocks; ++b) zero = std::max(zero, time(call - 1, b, fused::kStored));
-    for (int phase = 0; phase <= fused::kStored; ++phase) {
+    for (int b = 0; b < kTracedBlocks; ++b) zero[call] = std::max(zero[call], time(call - 1, b, fused::kStored));
+  }
+  const auto after = [&](int call, int block, int phase) {
+    return (static_cast<double>(time(call, block, phase)) - static_cast<double>(zero[call])) / 1000.;
+  };
+  for (int phase = 0; phase < kPhases; ++phase) {
+    std::vector<double> v;
+    for (int call = 1; call < calls; ++call) {
       for (int b = 0; b < kTracedBlocks; ++b) {
-        const uint64_t t = time(call, b, phase);
-        if (t != 0) after[phase].push_back((static_cast<double>(t) - static_cast<double>(zero)) / 1000.);
+        if (time(call, b, phase) != 0) v.push_back(after(call, b, phase));
       }
     }
-  }
-  for (int phase = 0; phase <= fused::kStored; ++phase) {
-    std::vector<double>& v = after[phase];
     if (v.empty()) continue;
     std::sort(v.begin(), v.end());
     std::printf("    %-18s first %6.2f  half %6.2f  nine tenths %6.2f  last %6.2f\n", names[phase], v[0], v[v.size() / 2],
                 v[v.size() * 9 / 10], v.back());
+  }
+  for (const int last : {fused::kTokensThere, fused::kRowsThere, fused::kGiven}) {
+    double mean[kPhases]{};
+    int seen[kPhases]{}, often[kTracedBlocks]{};
+    for (int call = 1; call < calls; ++call) {
+      int block = 0;
+      for (int b = 1; b < kTracedBlocks; ++b) {
+        if (time(call, b, last) > time(call, block, last)) block = b;
+      }
+      ++often[block];
+      for (int phase = 0; phase < kPhases; ++phase) {
+        if (time(call, block, phase) != 0) mean[phase] += after(call, block, phase), ++seen[phase];
+      }
+    }
+    const int most = static_cast<int>(std::max_element(often, often + kTracedBlocks) - often);
+    std::printf("    last to '%s' (block %d %d times):", names[last], most, often[most]);
+    for (int phase = 0; phase < kPhases; ++phase) {
+      if (seen[phase] > 0) std::printf(" %s %.2f,", names[phase], mean[phase] / seen[phase]);
+    }
+    std::printf("\n");
   }
 }
 #endif
@@ -517,8 +563,9 @@ void print_fused_phases(const std::vector<uint64_t>& times, int calls) {
 void print_phases(const std::vector<uint64_t>& times, int calls) {
   using few::kPhases, few::kTracedBlocks;
   const char* const names[2][kPhases] = {
-      {"gate starts", "call before done", "x there", "gate sums", "masks", "up sums", "stored", ""},
-      {"down starts", "gate done", "listed", "first rows", "multiplied", "sums", "stored", ""}};
+      {"gate starts", "call before done", "x there", "gate sums", "masks", "up sums", "stored", "up's rows asked",
+       "up's rows there", ""},
+      {"down starts", "gate done", "listed", "first rows", "multiplied", "sums", "stored", "", "", ""}};
   const auto time = [&](int launch, int block, int phase) {
     return times[(static_cast<int64_t>(launch) * kTracedBlocks + block) * kPhases + phase];
   };
@@ -553,15 +600,27 @@ void print_phases(const std::vector<uint64_t>& times, int calls) {
 #endif
 
 // Calls that follow each other at once, each reading what the one before wrote, replayed on four streams at a time: bit
-// by bit what single calls give.
+// by bit what single calls give, one after the other.
 bool check_chains(const Device& device) {
   using Half = __nv_bfloat16;
   constexpr int kHidden = 2048, kWidth = 5632, kLayers = 24, kStreams = 4, kReplays = 50;
   std::vector<Layer<Half>> weights;
   for (int i = 0; i < kLayers; ++i) weights.emplace_back(kHidden, kWidth, true, true, false, 5000 + 10 * i);
   bool ok = true;
-  for (const int tokens : {1, 4, 8}) {
+  struct Chain {
+    int tokens;
+    Kernels kernels, single;
+  };
+  std::vector<Chain> chains;
+  for (const int tokens : {1, 2, 4, 8}) chains.push_back({tokens, fused_kernels(true), fused_kernels(false)});
+  for (const int tokens : {9, 16, 64}) {
+    chains.push_back({tokens, few_kernels(true), few_kernels(false)});
+    chains.push_back({tokens, few_trial(true, true, 12 << 10, 1), few_trial(false, true, 0, 1, false)});
+  }
+  for (const Chain& chain : chains) {
+    const int tokens = chain.tokens;
     for (const float threshold : {0.f, 0.5f}) {
+      const bool clusters = threshold > 0.f;  // for 1 and 2 tokens too
       for (int i = 0; i < kLayers; ++i) fill(weights[i].b_gate, kWidth, 5003 + 10 * i, -threshold, 0.25f);
       const int64_t values = int64_t{tokens} * kHidden, all = values * (kLayers + 1);
       const auto call = [&](int i, Half* x) {
@@ -586,12 +645,17 @@ bool check_chains(const Device& device) {
         workspace.push_back(device_alloc<char>(workspace_bytes));
         fill(x[s], values, 99, 0.f, 1.f);
         graphs.emplace_back(kLayers, [&](int i, cudaStream_t stream) {
-          CHECK(run(call(i, x[s]), fused_kernels(true), device, workspace[s], stream));
+          Kernels k = chain.kernels;
+          k.fused.window_bytes = 8 << s % 3 << 10;
+          k.fused.clusters = clusters;
+          CHECK(run(call(i, x[s]), k, device, workspace[s], stream));
         });
       }
       CHECK(cudaDeviceSynchronize());
       for (int i = 0; i < kLayers; ++i) {
-        CHECK(run(call(i, x[0]), fused_kernels(false), device, workspace[0], nullptr));
+        Kernels k = chain.single;
+        k.fused.clusters = clusters;
+        CHECK(run(call(i, x[0]), k, device, workspace[0], nullptr));
         CHECK(cudaDeviceSynchronize());
       }
       const std::vector<uint16_t> want = result(x[0]);
@@ -607,7 +671,7 @@ bool check_chains(const Device& device) {
         CHECK(cudaDeviceSynchronize());
         for (int s = 0; s < kStreams; ++s) ok &= result(x[s]) == want;
       }
-      if (!ok) std::printf("a chain of fused calls of %d tokens differs from single calls\n", tokens);
+      if (!ok) std::printf("a chain of calls of %d tokens differs from single calls\n", tokens);
       for (int s = 0; s < kStreams; ++s) {
         graphs[s].release();
         CHECK(cudaFree(x[s]));
@@ -636,7 +700,7 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
   fill(x, 64 * int64_t{hidden}, 77, 0.f, 1.f);
   set_column(x, 64, hidden, 1.);
   int64_t workspace_bytes = 0;
-  for (const int tokens : {1, 2, 4, 8, 16, 32, 64}) {  // the fused kernel's shares take more than more tokens do
+  for (const int tokens : {1, 2, 8, 16, 32, 64}) {  // the fused kernel's shares take more than more tokens do
     Ffn any{};
     any.tokens = tokens, any.hidden = hidden, any.width = width;
     workspace_bytes = std::max(workspace_bytes, decode_workspace_bytes(any));
@@ -696,7 +760,7 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     std::printf("%d x %d T=%d L0=%d (together %d, %.1f %%)\n ", hidden, width, row.tokens, row.active, together,
                 100. * together / width);
 #if defined(TWELL_FUSED_TRACE)
-    if (takes_bulk(calls[0], device) && takes_fused(calls[0])) {
+    if (is_hopper(device) && takes_fused(calls[0], device)) {
       const size_t count = size_t{1} * layers * fused::kTracedBlocks * fused::kPhases;
       uint64_t* const buffer = device_alloc<uint64_t>(count);
       std::vector<uint64_t> times(count);
@@ -715,18 +779,19 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     }
 #endif
 #if defined(TWELL_FEW_TRACE)
-    if (is_hopper(device) && row.tokens > 8) {
+    for (const Variant& v : timed_variants(calls[0], device)) {
+      if (!v.kernels.few) continue;
       const size_t count = size_t{2} * layers * few::kTracedBlocks * few::kPhases;
       uint64_t* const buffer = device_alloc<uint64_t>(count);
       std::vector<uint64_t> times(count);
       CHECK(cudaMemset(buffer, 0, 8 * count));
       few::trace = buffer;
       checks::Graph traced(layers, [&](int i, cudaStream_t s) {
-        CHECK(run(calls[i], few_kernels(true), device, workspace, s));
+        CHECK(run(calls[i], v.kernels, device, workspace, s));
       });
       few::trace = nullptr;
       for (int i = 0; i < 5; ++i) traced.replay(i > 1);
-      std::printf("  phases, %.2f us a call:\n", traced.median());
+      std::printf("  phases of %s, %.2f us a call:\n", v.name, traced.median());
       traced.release();
       CHECK(cudaMemcpy(times.data(), buffer, 8 * count, cudaMemcpyDeviceToHost));
       print_phases(times, layers);
@@ -771,23 +836,20 @@ int main(int argc, char** argv) {
     if (!check_all(device, argc > 1 && std::strcmp(argv[1], "verbose") == 0)) return 1;
     if (is_hopper(device) && !check_chains(device)) return 1;
   }
-  // Names: gate and up kernel (P portable, B bulk copies; F, and down too: Hopper's for 9 to 64 tokens, with or without
-  // what Kernels::few_* name; U one kernel for all, with 2 stages of gate rows on their way before x is there or as many
-  // as it says, "alone" on its multiprocessor); overlapped unless "serial".
+  // Names: gate and up kernel (P portable, B bulk copies; F, and down too: Hopper's for 9 to 64 tokens, with what
+  // Kernels::few_* name, a number being the window in KiB; U one kernel for all, with as many KiB of gate rows on their
+  // way as it says, for 3 tokens and more in clusters); overlapped unless "serial".
   std::vector<std::string> best;
   if (only_fused) {
     time_shape(2048, 5632, 28,
-               {{1, 30, 10.7}, {2, 30, 0}, {4, 30, 0}, {8, 30, 0}, {1, 120, 11.5}, {2, 120, 0}, {4, 120, 0}, {8, 120, 0},
-                {1, 600, 15}, {2, 600, 0}, {4, 600, 0}, {8, 600, 0}, {1, 2800, 20}, {2, 2800, 0}, {4, 2800, 0},
-                {8, 2800, 0}},
+               {{1, 30, 10.7}, {2, 30, 0}, {3, 30, 0}, {4, 30, 0}, {6, 30, 0}, {8, 30, 0}, {1, 120, 11.5}, {2, 120, 0},
+                {4, 120, 0}, {8, 120, 0}, {1, 600, 15}, {2, 600, 0}, {4, 600, 0}, {8, 600, 0}, {1, 2800, 20},
+                {2, 2800, 0}, {4, 2800, 0}, {8, 2800, 0}},
                device, best);
-    time_shape(4096, 14336, 12, {{1, 70, 35.4}, {4, 70, 0}, {1, 1400, 0}}, device, best);
-    time_shape(3584, 18944, 12, {{1, 100, 0}, {4, 100, 0}}, device, best);
-    time_shape(2048, 8192, 28, {{1, 44, 0}, {4, 44, 0}}, device, best);
-    time_shape(8192, 28672, 4, {{1, 150, 0}}, device, best);
-    time_shape(576, 1536, 28, {{1, 8, 0}, {4, 8, 0}}, device, best);
-    time_shape(896, 4864, 28, {{1, 26, 0}, {4, 26, 0}}, device, best);
-    time_shape(1024, 3072, 28, {{1, 16, 0}, {4, 16, 0}}, device, best);
+    time_shape(576, 1536, 28, {{1, 8, 0}, {2, 8, 0}, {4, 8, 0}, {8, 8, 0}}, device, best);
+    time_shape(896, 4864, 28, {{1, 26, 0}, {2, 26, 0}, {4, 26, 0}, {8, 26, 0}}, device, best);
+    time_shape(1024, 3072, 28, {{1, 16, 0}, {2, 16, 0}, {4, 16, 0}, {8, 16, 0}}, device, best);
+    time_shape(1536, 4608, 28, {{1, 25, 0}, {2, 25, 0}, {4, 25, 0}, {8, 25, 0}}, device, best);
     for (const std::string& line : best) std::printf("%s\n", line.c_str());
   } else if (only_few) {
     time_shape(2048, 5632, 28,

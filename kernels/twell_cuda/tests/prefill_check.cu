@@ -4,7 +4,7 @@
 //
 //   nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a -o prefill_check tests/prefill_check.cu sm90_mid_*.cu \
 //     sm90_{forward,gate,list,up,down}.cu
-//   ./prefill_check          checks, then timings      ./prefill_check check | verbose | time
+//   ./prefill_check          checks, then timings      ./prefill_check check | verbose | time | long
 //
 // Built with -DTWELL_MID_TRACE, the timings also say when thread blocks reach each of their phases.
 //
@@ -22,6 +22,7 @@
 #include "../sm90.h"
 #include "../sm90_launch.h"
 #include "../sm90_mid.h"
+#include "../sm90_up.h"
 #include "../sm90_workspace.h"
 #include "graph.cuh"
 
@@ -142,19 +143,51 @@ sm90::Chunk chunk_of(const Ffn& f, void* workspace) {
   return chunk;
 }
 
-cudaError_t run_long(const Ffn& f, const Device& device, void* workspace, cudaStream_t stream) {
-  const sm90::Chunk chunk = chunk_of(f, workspace);
-  TWELL_RETURN_IF_ERROR(sm90::launch_gate(f, chunk, device, stream));
-  TWELL_RETURN_IF_ERROR(sm90::launch_list(f, chunk, device, stream));
-  if (f.up != nullptr) TWELL_RETURN_IF_ERROR(sm90::launch_up(f, chunk, device, stream));
-  return sm90::launch_down(f, chunk, device, stream);
+using Part = std::function<cudaError_t(const Ffn&, const sm90::Chunk&, const Device&, cudaStream_t)>;
+using Ways = std::vector<std::pair<const char*, Part>>;
+
+// Ways to compute up; the present one first.
+Ways ways_up() {
+  Ways ways{{"now", sm90::launch_up}};
+  using Order = sm90::UpOrder;
+  const std::pair<const char*, sm90::UpWay> others[] = {{"plain", {false, Order::kPlain, false}},
+                                                        {"lines", {true, Order::kPlain, false}},
+                                                        {"turned", {false, Order::kTurned, false}},
+                                                        {"lines, turned", {true, Order::kTurned, false}},
+                                                        {"dealt", {false, Order::kDealt, false}},
+                                                        {"lines, dealt", {true, Order::kDealt, false}},
+                                                        {"halves", {false, Order::kPlain, true}},
+                                                        {"lines, turned, halves", {true, Order::kTurned, true}},
+                                                        {"dealt, halves", {false, Order::kDealt, true}},
+                                                        {"lines, dealt, halves", {true, Order::kDealt, true}}};
+  for (const auto& [name, way] : others) {
+    ways.emplace_back(name, [w = way](const Ffn& f, const sm90::Chunk& chunk, const Device& device,
+                                      cudaStream_t stream) { return sm90::launch_up_as(f, chunk, device, stream, w); });
+  }
+  return ways;
+}
+
+cudaError_t run_long(const Ffn& f, const Device& device, void* workspace, cudaStream_t stream,
+                     const Part& up = sm90::launch_up) {
+  const int64_t blocks = sm90::chunk_blocks(f, int64_t{192} << 20, 1);  // as sm90_forward() does
+  sm90::Chunk chunk{};
+  sm90::Cutter cutter(workspace);
+  sm90::place_active(f, blocks, false, cutter, &chunk.active);
+  for (; chunk.first < f.tokens; chunk.first += chunk.tokens) {
+    sm90::fit(f, blocks, &chunk);
+    TWELL_RETURN_IF_ERROR(sm90::launch_gate(f, chunk, device, stream));
+    TWELL_RETURN_IF_ERROR(sm90::launch_list(f, chunk, device, stream));
+    if (f.up != nullptr) TWELL_RETURN_IF_ERROR(up(f, chunk, device, stream));
+    TWELL_RETURN_IF_ERROR(sm90::launch_down(f, chunk, device, stream));
+  }
+  return cudaSuccess;
 }
 
 cudaError_t run_mid(const Ffn& f, const sm90::MidPlan& plan, const Device& device, void* workspace,
                     cudaStream_t stream) {
   const sm90::Chunk chunk = chunk_of(f, workspace);
   TWELL_RETURN_IF_ERROR(sm90::launch_mid_gate_up(f, chunk, plan, stream));
-  return sm90::launch_mid_down(f, chunk, device, stream);
+  return sm90::launch_mid_down(f, chunk, device, plan, stream);
 }
 
 struct Variant {
@@ -162,16 +195,56 @@ struct Variant {
   std::function<cudaError_t(const Ffn&, void*)> run;
 };
 
+// What is tried beside the plan that is chosen. Without `masks_first`, down's first blocks guess by masks of another
+// call and start anew.
+struct Switches {
+  const char* name;
+  bool half, masks_first, guesses;
+  int batches, carveout;
+};
+constexpr Switches kSwitches[] = {{"64 tokens, down waits", true, false, false, 0, -1},
+                                  {"64, guesses at any time", true, false, true, 0, -1},
+                                  {"64, batches", true, true, true, 1, -1},
+                                  {"64, batches, Wd beside", true, true, true, 2, -1},
+                                  {"64, side by side", true, true, true, 0, 100},
+                                  {"64, batches, side by side", true, true, true, 1, 100},
+                                  {"64, batches, Wd beside, side by side", true, true, true, 2, 100},
+                                  {"64, guesses at any time, side by side", true, false, true, 1, 100},
+                                  {"128, guesses", false, false, true, 0, -1},
+                                  {"128, guesses, batches", false, false, true, 1, -1},
+                                  {"128, guesses, batches, Wd beside", false, false, true, 2, -1},
+                                  {"128, guesses, batches, Wd beside, carveout", false, false, true, 2, 100}};
+
+// False where that does not apply.
+bool switched(const Ffn& f, const Device& device, const Switches& s, sm90::MidPlan* plan) {
+  if (!sm90::plan_mid(f, device, plan) || plan->half != s.half) return false;
+  plan->masks_first = s.masks_first, plan->guesses = s.guesses, plan->batches = s.batches, plan->carveout = s.carveout;
+  return true;
+}
+
 std::vector<Variant> variants_of(const Ffn& f, const Device& device, bool every_plan, bool nan_token) {
   std::vector<Variant> all{
       {"chosen", [=](const Ffn& g, void* workspace) { return sm90_forward(g, device, workspace, nullptr); }}};
-  sm90::MidPlan chosen{};
-  if (!sm90::plan_mid(f, device, &chosen)) return all;
   if (!nan_token || f.width % 32 == 0) {  // a NaN token wakes neurons past the last there
-    all.push_back({"for more tokens", [=](const Ffn& g, void* w) { return run_long(g, device, w, nullptr); }});
+    for (const auto& [name, up] : ways_up()) {
+      all.push_back({std::string("for more tokens, up ") + name,
+                     [=, way = up](const Ffn& g, void* w) { return run_long(g, device, w, nullptr, way); }});
+    }
   }
-  if (!every_plan) return all;
-  for (const int neurons : {64, 96, 128, 176, 192}) {
+  for (const Switches& t : kSwitches) {
+    sm90::MidPlan plan{};
+    if (!switched(f, device, t, &plan)) continue;
+    all.push_back({t.name, [=](const Ffn& g, void* w) { return run_mid(g, plan, device, w, nullptr); }});
+  }
+  sm90::MidPlan chosen{};
+  if (!every_plan || !sm90::plan_mid(f, device, &chosen)) return all;
+  for (const int neurons : {96, 128, 176, 256}) {
+    const int ranges = ((f.width + 31) / 32 * 32 + neurons - 1) / neurons;
+    const sm90::MidPlan plan{neurons, 1, ranges, true, true, true};
+    all.push_back({"64 tokens by " + std::to_string(neurons),
+                   [=](const Ffn& g, void* w) { return run_mid(g, plan, device, w, nullptr); }});
+  }
+  for (const int neurons : {96, 128, 176, 192}) {
     for (const int passes : {1, 2, sm90::kMidMaxOwn / neurons}) {
       sm90::MidPlan plan{neurons, passes, 0};
       plan.ranges = ((f.width + plan.own() - 1) / plan.own() + 1) / 2 * 2;
@@ -303,6 +376,11 @@ bool check_all(const Device& device, bool verbose) {
   both({1024, 4096, 1000, 0.01});
   both({70, 16384, 9000, 0.01});
   both({300, 64, 20000, 0.01});
+  // Several rounds of tiles for each thread block.
+  for (const double density : {0., 0.001, 0.02, 0.3, 1.}) both({5000, 136, 3000, density, true, density > 0.01});
+  both({9000, 72, 1111, 0.05, true, true});
+  both({9000, 8, 600, 0.5});
+  both({3000, 1000, 5632, 0.005});
   std::printf("%d cases: %s\n", cases, ok ? "all right" : "FAILED");
   return ok;
 }
@@ -390,7 +468,9 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     const bool takes_mid = sm90::plan_mid(calls[0], device, &plan);
     std::printf("%d x %d T=%d L0=%d", hidden, width, row.tokens, row.active);
     if (row.bar > 0) std::printf(" (bar %.1f)", row.bar);
-    if (takes_mid) std::printf(", %d ranges of %d x %d", plan.ranges, plan.passes, plan.neurons);
+    if (takes_mid) {
+      std::printf(", %d tokens, %d ranges of %d x %d", plan.half ? 64 : 128, plan.ranges, plan.passes, plan.neurons);
+    }
     std::vector<std::string> names;
     std::vector<checks::Graph> graphs;
     const auto add = [&](const char* name, auto launch) {
@@ -400,10 +480,19 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     // Each part after one that leaves what it reads.
     if (takes_mid) {
       add("gate+up", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_mid_gate_up(f, chunk, plan, s); });
-      add("down", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_mid_down(f, chunk, device, s); });
+      add("down", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_mid_down(f, chunk, device, plan, s); });
       add("whole", [&](const Ffn& f, cudaStream_t s) { return run_mid(f, plan, device, workspace.data, s); });
     }
-    add("| for more tokens: gate",
+    std::vector<std::pair<std::string, sm90::MidPlan>> tried;
+    for (const Switches& t : kSwitches) {
+      sm90::MidPlan p{};
+      if (!switched(calls[0], device, t, &p)) continue;
+      tried.emplace_back(t.name, p);
+      add((std::string("\n   ") + t.name + ": gate+up").c_str(),
+          [&, p](const Ffn& f, cudaStream_t s) { return sm90::launch_mid_gate_up(f, chunk, p, s); });
+      add("whole", [&, p](const Ffn& f, cudaStream_t s) { return run_mid(f, p, device, workspace.data, s); });
+    }
+    add("\n   for more tokens: gate",
         [&](const Ffn& f, cudaStream_t s) { return sm90::launch_gate(f, chunk, device, s); });
     add("list", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_list(f, chunk, device, s); });
     add("up", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_up(f, chunk, device, s); });
@@ -427,16 +516,125 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     }
     std::printf("\n");
 #if defined(TWELL_MID_TRACE)
-    if (takes_mid) {
+    if (takes_mid) tried.emplace(tried.begin(), "the plan", plan);
+    for (const auto& [name, p] : tried) {
+      if (row.bar == 0) break;
       const size_t count = size_t{2} * layers * sm90::kMidTracedBlocks * sm90::kMidPhases;
       Buffer<uint64_t> buffer(std::vector<uint64_t>(count, 0));
       sm90::mid_trace = buffer.data;
-      checks::Graph traced(layers, [&](int i, cudaStream_t s) { CHECK(run_mid(calls[i], plan, device, workspace.data, s)); });
+      const sm90::MidPlan q = p;
+      checks::Graph traced(layers, [&](int i, cudaStream_t s) {
+        CHECK(run_mid(calls[i], q, device, workspace.data, s));
+      });
       sm90::mid_trace = nullptr;
       for (int i = 0; i < 5; ++i) traced.replay(i > 1);
-      std::printf("  phases, %.2f us a call:\n", traced.median());
+      std::printf("  phases of %s, %.2f us a call:\n", name.c_str(), traced.median());
       traced.release();
       print_phases(buffer.get(), layers);
+    }
+#endif
+    std::fflush(stdout);
+  }
+}
+
+#if defined(TWELL_MID_TRACE)
+// When up's thread blocks reach each phase, in microseconds after the last block of the call before has ended.
+void print_up_phases(const std::vector<uint64_t>& times, int calls) {
+  using sm90::kMidPhases, sm90::kMidTracedBlocks;
+  const char* const names[kMidPhases] = {"starts", "planned", "second tile begins", "multiplied", "gate there",
+                                         "stored", "all stored", ""};
+  const auto time = [&](int call, int block, int phase) {
+    return times[(static_cast<int64_t>(call) * kMidTracedBlocks + block) * kMidPhases + phase];
+  };
+  for (int k = 0; k < kMidPhases; ++k) {
+    std::vector<double> after;
+    for (int call = 1; call < calls; ++call) {
+      uint64_t zero = 0;
+      for (int b = 0; b < kMidTracedBlocks; ++b) zero = std::max(zero, time(call - 1, b, 6));
+      for (int b = 0; b < kMidTracedBlocks; ++b) {
+        const uint64_t t = time(call, b, k);
+        if (t != 0) after.push_back((static_cast<double>(t) - static_cast<double>(zero)) / 1000.);
+      }
+    }
+    if (after.empty()) continue;
+    std::sort(after.begin(), after.end());
+    std::printf("      %-18s first %7.2f  half %7.2f  last %7.2f\n", names[k], after[0], after[after.size() / 2],
+                after.back());
+  }
+}
+#endif
+
+// Many tokens: the parts of the first chunk, and the whole by each way to compute up.
+void time_long(const std::vector<Row>& rows, const Device& device) {
+  using Half = __nv_bfloat16;
+  constexpr int kHidden = 2048, kWidth = 5632, kLayers = 4;
+  std::vector<std::unique_ptr<Layer<Half>>> weights;
+  for (int i = 0; i < kLayers; ++i) weights.push_back(std::make_unique<Layer<Half>>(kHidden, kWidth, 1000 + 10 * i));
+  int most = 0;
+  for (const Row& row : rows) most = std::max(most, row.tokens);
+  Buffer<Half> x(size_t(most) * kHidden), y(size_t(most) * kHidden);
+  Layer<Half>::fill(x, 77, 1.f);
+  Layer<Half>::set_column(x.data, most, kHidden, {1.f});
+  const Buffer<char> workspace(sm90_workspace_bytes(weights[0]->ffn(most, x.data, y.data, true, false), device));
+  for (const Row& row : rows) {
+    for (int i = 0; i < kLayers; ++i) {
+      Layer<Half>::set_column(weights[i]->gate.data, kWidth, kHidden,
+                              thresholds(kWidth, static_cast<double>(row.active) / kWidth, 7 + i));
+    }
+    std::vector<Ffn> calls;
+    for (const auto& w : weights) calls.push_back(w->ffn(row.tokens, x.data, y.data, true, false));
+    const int64_t blocks = sm90::chunk_blocks(calls[0], int64_t{192} << 20, 1);
+    sm90::Chunk chunk{};
+    sm90::Cutter cutter(workspace.data);
+    sm90::place_active(calls[0], blocks, false, cutter, &chunk.active);
+    sm90::fit(calls[0], blocks, &chunk);
+    std::printf("T=%d L0=%d, chunks of %lld blocks", row.tokens, row.active, static_cast<long long>(blocks));
+    std::vector<std::string> names;
+    std::vector<checks::Graph> graphs;
+    const auto add = [&](const std::string& name, auto launch) {
+      names.push_back(name);
+      graphs.emplace_back(kLayers, [&](int i, cudaStream_t s) { CHECK(launch(calls[i], s)); });
+    };
+    const Ways ways = ways_up();
+    // Each part after one that leaves what it reads.
+    add("gate", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_gate(f, chunk, device, s); });
+    add("list", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_list(f, chunk, device, s); });
+    for (const auto& way : ways) {
+      add(std::string("up ") + way.first,
+          [&](const Ffn& f, cudaStream_t s) { return way.second(f, chunk, device, s); });
+    }
+    add("down", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_down(f, chunk, device, s); });
+    for (const auto& way : ways) {
+      add(std::string("whole ") + way.first,
+          [&](const Ffn& f, cudaStream_t s) { return run_long(f, device, workspace.data, s, way.second); });
+    }
+    for (int i = 0; i < 19; ++i) {
+      for (checks::Graph& g : graphs) g.replay(i >= 4);
+    }
+    std::vector<sm90::Counts> counts(chunk.active.blocks);
+    CHECK(cudaMemcpy(counts.data(), chunk.active.counts, counts.size() * sizeof(sm90::Counts), cudaMemcpyDeviceToHost));
+    double block_mean = 0, half_mean = 0;
+    for (const sm90::Counts& n : counts) {
+      block_mean += n.all() / static_cast<double>(counts.size());
+      half_mean += (n.all() + n.both) / 2. / static_cast<double>(counts.size());
+    }
+    std::printf("; 128 tokens use %.0f, 64 %.0f\n", block_mean, half_mean);
+    for (size_t i = 0; i < graphs.size(); ++i) {
+      std::printf("    %-28s %8.2f\n", names[i].c_str(), graphs[i].median());
+      graphs[i].release();
+    }
+#if defined(TWELL_MID_TRACE)
+    for (const auto& way : ways) {
+      if (&way == &ways.front()) continue;
+      const size_t count = size_t{kLayers} * sm90::kMidTracedBlocks * sm90::kMidPhases;
+      Buffer<uint64_t> buffer(std::vector<uint64_t>(count, 0));
+      sm90::mid_trace = buffer.data;
+      checks::Graph traced(kLayers, [&](int i, cudaStream_t s) { CHECK(way.second(calls[i], chunk, device, s)); });
+      sm90::mid_trace = nullptr;
+      for (int i = 0; i < 5; ++i) traced.replay(i > 1);
+      std::printf("    phases of up %s, %.2f us a call:\n", way.first, traced.median());
+      traced.release();
+      print_up_phases(buffer.get(), kLayers);
     }
 #endif
     std::fflush(stdout);
@@ -447,6 +645,8 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
 
 int main(int argc, char** argv) {
   const Device device = read_device();
+  const std::vector<Row> many{{4096, 30, 0}, {16384, 30, 0}, {65536, 30, 0}, {16384, 120, 0}, {16384, 600, 0}};
+  if (argc > 1 && std::strcmp(argv[1], "long") == 0) return time_long(many, device), 0;
   const bool only_time = argc > 1 && std::strcmp(argv[1], "time") == 0;
   if (!only_time && !check_all(device, argc > 1 && std::strcmp(argv[1], "verbose") == 0)) return 1;
   if (argc > 1 && !only_time) return 0;

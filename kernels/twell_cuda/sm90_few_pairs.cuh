@@ -1,0 +1,77 @@
+// Up of few pairs of a neuron and a token that activates it, for which sm90_few_gate_up.cu would read all of x again.
+#pragma once
+
+#include "sm90_few_tile.cuh"
+
+namespace twell::decoding::few {
+
+#if defined(TWELL_SM90_DEVICE)
+
+// Whether the pairs' rows, two each, are no more than those of all tokens and of the active neurons.
+template <int kNeurons>
+__device__ __forceinline__ bool takes_pairs(const FewParams& p, const Control<kNeurons>& c,
+                                            const Active<kNeurons>& active) {
+  return p.lists_pairs && p.up != nullptr && 2 * c.pair_count <= 8 * p.groups + active.count;
+}
+
+// The sum of the products of eight numbers each.
+template <typename Half>
+__device__ __forceinline__ float multiply_add(const uint4& a, const uint4& b, float sum) {
+  const uint32_t x[4] = {a.x, a.y, a.z, a.w}, w[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 v = sm90::unpack<Half>(x[i]), u = sm90::unpack<Half>(w[i]);
+    sum = fmaf(v.x, u.x, sum);
+    sum = fmaf(v.y, u.y, sum);
+  }
+  return sum;
+}
+
+// relu(gate) becomes h, a pair for each warp.
+template <typename Half, int kNeurons>
+__device__ __forceinline__ void multiply_pairs(const FewParams& p, const Control<kNeurons>& c, float* gate, int first) {
+  constexpr int kAtOnce = 4;  // pieces of both rows on their way
+  const int lane = threadIdx.x % 32, pieces = static_cast<int>(p.row_bytes / 16);
+#pragma unroll 1
+  for (int i = threadIdx.x / 32; i < c.pair_count; i += kMultipliers / 32) {
+    const int token = c.pairs[i] / 64, n = c.pairs[i] % 64;
+    const uint4* const x = reinterpret_cast<const uint4*>(p.x + static_cast<int64_t>(token) * p.row_bytes);
+    const uint4* const row = reinterpret_cast<const uint4*>(p.up + static_cast<int64_t>(first + n) * p.row_bytes);
+    float sum = 0.f;
+#pragma unroll 1
+    for (int at = lane; at < pieces; at += kAtOnce * 32) {
+      uint4 a[kAtOnce], b[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        const bool inside = at + k * 32 < pieces;
+        a[k] = inside ? __ldcg(x + at + k * 32) : uint4{};
+        b[k] = inside ? __ldg(row + at + k * 32) : uint4{};
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) sum = multiply_add<Half>(a[k], b[k], sum);
+    }
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+    if (lane == 0) gate[token * kGateRow<kNeurons> + n] *= sum + c.up_bias[n];
+  }
+}
+
+// Active neurons' h from shared memory: a thread takes 8 tokens of a neuron.
+template <typename Half, int kNeurons>
+__device__ __forceinline__ void store_pairs(const FewParams& p, const Active<kNeurons>& active, const float* gate,
+                                            int first) {
+  const int n = threadIdx.x / 8, chunk = threadIdx.x % 8;
+  if (n >= kNeurons || chunk >= p.groups || !active.has(n)) return;
+  const float* const from = gate + 8 * chunk * kGateRow<kNeurons> + n;
+  uint32_t h[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    h[i] = sm90::pack<Half>(from[2 * i * kGateRow<kNeurons>], from[(2 * i + 1) * kGateRow<kNeurons>]);
+  }
+  *reinterpret_cast<uint4*>(reinterpret_cast<char*>(p.products) +
+                            (static_cast<int64_t>(first + n) * p.groups + chunk) * 16) = {h[0], h[1], h[2], h[3]};
+}
+
+#endif
+
+}  // namespace twell::decoding::few
