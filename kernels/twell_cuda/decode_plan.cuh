@@ -28,11 +28,11 @@ struct Kernels {
     bool clusters = false;        // for 1 and 2 tokens too, as from 3 on
     int patience = 1000;          // looks at what other thread blocks leave
   } fused;
-  // With `few`, under trial: down's sums by st.async; gate tiles on all multiprocessors; bytes of gate rows on their
-  // way in each thread block before x is there, 0: the whole ring.
-  bool few_sends = false, few_fill = false;
-  int few_window = 0;
-  int few_pairs = 0;  // up of few pairs by pairs: 1; and x is not asked for again before they are known: 2
+  // With `few`: down's sums by st.async; gate tiles on all multiprocessors; bytes of gate rows on their way in each
+  // thread block before x is there, 0: the whole ring.
+  bool few_sends = true, few_fill = false;
+  int few_window = 12 << 10;
+  int few_pairs = 1;  // up of few pairs by pairs: 1; and x is not asked for again before they are known: 2
   bool overlap = false;    // programmatic dependent launch
   LetNextStart let_next_start = LetNextStart::kEarly;  // not with `few`, which does it early
   bool down_lets_next_start = true;  // before its own work; the next call's gate rows then flow beside it

@@ -18,8 +18,8 @@ struct MidPlan {
   bool half = false;         // 64 tokens a thread block (sm90_mid_half_gate_up.cu), else 128
   bool masks_first = false;  // down may start when the masks are stored, else at once
   bool guesses = false;      // down lists the masks that it finds and asks for rows, then looks whether they were right
-  int batches = 0;           // rows of Wu: one by one; in batches; so, and rows of Wd asked for in L2 beside
-  int carveout = -1;         // of both kernels (sm90_launch.h); 100 lets down's blocks start beside the first kernel's
+  int batches = 2;           // rows of Wu: one by one; in batches; so, and rows of Wd asked for in L2 beside
+  int carveout = 100;        // of both kernels (sm90_launch.h); 100 lets down's blocks start beside the first kernel's
   int own() const { return neurons * passes; }
 };
 

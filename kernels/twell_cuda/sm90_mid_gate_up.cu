@@ -160,7 +160,7 @@ bool plan_mid(const Ffn& ffn, const Device& device, MidPlan* plan) {
       // What shared memory takes for a step, in 128 bytes: x once written and once read, rows once and twice. A quarter
       // of the neurons are taken to be active.
       const int64_t cost = passes * (256 + 3 * neurons) + 256 + 3 * own / 4;
-      if (cost < best_cost) *plan = {neurons, passes, ranges}, best_cost = cost;
+      if (cost < best_cost) *plan = {neurons, passes, ranges, false, false, true}, best_cost = cost;
     }
   }
   return best_cost < INT64_MAX;

@@ -6,8 +6,6 @@
 // the same ring of stages. The other two multiply half of the tokens each, by those of the tile's neurons that it
 // activates.
 
-#include "sm90_up.h"
-
 #include "sm90_launch.h"
 #include "sm90_mid.h"
 #include "sm90_up_tiles.cuh"
@@ -17,13 +15,15 @@ namespace {
 
 using namespace up;
 
+// From so many blocks of tokens on, each thread block has so many tiles that storing by lines and turning pay (NOTES.md).
+constexpr int kManyBlocks = 64;
+
 struct UpArguments {
   const void* up;
   const void* bias;
   Active active;
   int hidden, width;
-  UpOrder order;
-  bool halves;
+  bool turned;
 };
 
 template <typename T>
@@ -31,47 +31,38 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
                                       Control& c, uint8_t* shared, Ring ring) {
   constexpr int kRows = kFetchers / 8, kShare = kMaxNeurons / kRows;
   const int thread = threadIdx.x, steps = (a.hidden + kDepth - 1) / kDepth, blocks = a.active.blocks;
+  const int all_tiles = c.first_tile[blocks], stride = gridDim.x;
   // Eight threads copy 128 bytes of a row of Wu; every kRows-th row is theirs.
   const int row = thread / 8, chunk = thread % 8, bytes = stage_bytes(c.tile);
   const uint32_t stages = smem_address(shared), place = kTokenBytes + row * 128 + ((chunk ^ (row & 7)) << 4);
   const T* up = static_cast<const T*>(a.up);
-  Hand hand(c, blocks);
-  const auto request_next = [&](int list) {
-    const Item item = hand.next(c, blocks);
-    if (thread > 0) return;
-    c.items[list] = item;
-    if (item.count == 0) return barrier_arrive(c.listed + list);
+  const auto request = [&](const Item& item, int list) {
     const uint32_t list_bytes = (item.count * 2 + 15) / 16 * 16;
     barrier_arrive_expect(c.listed + list, list_bytes);
+    if (list_bytes == 0) return;
     load_bytes(c.neurons[list], a.active.neurons + static_cast<int64_t>(item.block) * a.active.row + item.first,
                list_bytes, c.listed + list);
   };
-  if (thread < 32) request_next(0);
-  for (int tiles = 0;; ++tiles) {
+  int index = blockIdx.x, tiles = 0;
+  if (index >= all_tiles) return;
+  Item item = item_at(index, 0, blocks, c);
+  if (thread == 0) request(item, 0);
+  for (; index < all_tiles; index += stride, ++tiles) {
     const uint16_t* list = c.neurons[tiles % kLists];
     barrier_wait(c.listed + tiles % kLists, tiles / kLists & 1);
-    const Item item = c.items[tiles % kLists];
-    if (item.count == 0) break;
     const int lowest = list[0];
-    const Counts counts = c.counts[item.block];
-    const bool neighbours = are_neighbours(list, item, counts);
-    const bool first_half = !a.halves || item.first < counts.first_only + counts.both;
-    const bool second_half = !a.halves || item.first + item.count > counts.first_only;
-    const int x_bytes = first_half && second_half ? kTokenBytes : kTokenBytes / 2;
+    const bool neighbours = are_neighbours(list, item, c.counts[item.block]);
     int neurons[kShare];  // rows past the last repeat it: what they give is not kept
 #pragma unroll
-    for (int i = 0; i < kShare; ++i) neurons[i] = list[min(row + kRows * i, item.count - 1)];
+    for (int i = 0; i < kShare; ++i) neurons[i] = list[max(min(row + kRows * i, item.count - 1), 0)];
+    Item next = item;
     for (int step = 0; step < steps; ++step, ring.advance()) {
       ring.wait_empty();
       uint64_t* full = ring.full + ring.stage;
       if (thread == 0) {
         uint8_t* stage = shared + ring.stage * bytes;
-        barrier_arrive_expect(full, x_bytes + (neighbours ? item.count * kDepth * 2 : 0));
-        const int token = item.block * kBlockTokens;
-        if (first_half) load_box(stage, x_map, step * kDepth, token, full);
-        if (a.halves && second_half) {
-          load_box(stage + kTokenBytes / 2, x_map, step * kDepth, token + kHalfTokens, full);
-        }
+        barrier_arrive_expect(full, kTokenBytes + (neighbours ? item.count * kDepth * 2 : 0));
+        load_box(stage, x_map, step * kDepth, item.block * kBlockTokens, full);
         for (int n = 0; neighbours && n < item.count; n += kBoxRows) {
           load_box(stage + kTokenBytes + n * kDepth * 2, up_map, step * kDepth, lowest + n, full);
         }
@@ -91,15 +82,18 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
         }
         barrier_arrive_on_copies(full);
       }
-      // The next tile's list has the other steps' time.
-      if (step == min(2, steps - 1) && thread < 32) request_next((tiles + 1) % kLists);
+      if (step == min(2, steps - 1) && index + stride < all_tiles) {  // the next tile's list has the other steps' time
+        next = item_at(index + stride, item.block, blocks, c);
+        if (thread == 0) request(next, (tiles + 1) % kLists);
+      }
     }
     // Columns of relu(gate), of which only the active halves exist.
     const T* columns =
         static_cast<const T*>(a.active.columns) + static_cast<int64_t>(item.block) * a.width * kBlockTokens + chunk * 8;
+    const Counts counts = c.counts[item.block];
 #pragma unroll
     for (int start = 0; start < kMaxNeurons; start += kTurnNeurons) {
-      if (start >= item.count) break;
+      if (start >= item.width) break;
       ring.wait_empty();
       const uint32_t to = stages + ring.stage * bytes + row * 256 + ((chunk ^ (row & 7)) << 4);
 #pragma unroll
@@ -113,6 +107,7 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
       barrier_arrive_on_copies(ring.full + ring.stage);
       ring.advance();
     }
+    item = next;
   }
 }
 
@@ -125,7 +120,6 @@ __device__ __forceinline__ void multiply_tile(float* sum, Ring& ring, uint32_t s
   for (int step = 0; step < steps; ++step, ring.advance()) {
     ring.wait_full();
     if constexpr (N == 0) {
-      __syncwarp();  // no lane may be so late that it misses a phase
       release(ring, ring.stage);
     } else {
       fence_async_proxy();  // cp.async wrote, tensor cores read
@@ -153,26 +147,25 @@ __device__ __forceinline__ void multiply_tile(float* sum, Ring& ring, uint32_t s
   }
 }
 
-// kLines: as in UpWay.
+// kLines: h is stored by lines of 128 bytes, and stages of relu(gate) are given back one by one.
 template <typename T, bool kLines, bool kBias>
 __device__ __forceinline__ void multiply(const UpArguments& a, Control& c, uint8_t* shared, Ring ring,
                                          const MidTrace& trace) {
   constexpr int kAtOnce = kLines ? 1 : 2;  // stages of relu(gate) that are worked on before any is released
-  const int steps = (a.hidden + kDepth - 1) / kDepth, lane = threadIdx.x % 32;
+  const int steps = (a.hidden + kDepth - 1) / kDepth, lane = threadIdx.x % 32, blocks = a.active.blocks;
   const int warp = (threadIdx.x - kFetchers) / 32, warpgroup = warp / 4, bytes = stage_bytes(c.tile);
   const uint32_t stages = smem_address(shared);
   const bool first_thread = threadIdx.x == kFetchers;
-  for (int tiles = 0;; ++tiles) {
-    barrier_wait(c.listed + tiles % kLists, tiles / kLists & 1);
-    const uint16_t* neurons = c.neurons[tiles % kLists];
-    const Item item = c.items[tiles % kLists];
-    if (item.count == 0) break;
+  int block = 0, tiles = 0;
+  for (int index = blockIdx.x; index < c.first_tile[blocks]; index += gridDim.x, ++tiles) {
+    const Item item = item_at(index, block, blocks, c);
+    block = item.block;
     // Neurons [begin, end) of the tile are active in this half; multiplied are `wide` times 64 from `low` on. What that
     // takes past the tile is not kept.
-    const Counts counts = c.counts[item.block];
+    const Counts counts = c.counts[block];
     const int begin = warpgroup == 0 ? 0 : max(counts.first_only - item.first, 0);
     const int end = min(item.count, warpgroup == 0 ? counts.first_only + counts.both - item.first : item.count);
-    const int low = begin / 16 * 16, wide = begin < end ? (end - low + 63) / 64 : 0;
+    const int low = begin / 16 * 16, wide = max(end - low + 63, 0) / 64;
     float sum[kMaxNeurons / 2];
     const int skipped = low * kDepth * 2;
     if (first_thread && tiles == 1) trace.mark(2);
@@ -185,23 +178,24 @@ __device__ __forceinline__ void multiply(const UpArguments& a, Control& c, uint8
     }
     if (first_thread && tiles == 1) trace.mark(3);
     // relu(gate) fills one stage or two; h takes its place there, then in global memory.
-    T* columns = static_cast<T*>(a.active.columns) + static_cast<int64_t>(item.block) * a.width * kBlockTokens;
+    barrier_wait(c.listed + tiles % kLists, tiles / kLists & 1);
+    const uint16_t* neurons = c.neurons[tiles % kLists];
+    T* columns = static_cast<T*>(a.active.columns) + static_cast<int64_t>(block) * a.width * kBlockTokens;
 #pragma unroll
     for (int first = 0; first < kMaxNeurons; first += kAtOnce * kTurnNeurons) {
-      if (first >= item.count) break;
+      if (first >= item.width) break;
       uint32_t turns[kAtOnce]{};
       Ring filled = ring;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        if (first + i * kTurnNeurons >= item.count) break;
+        if (first + i * kTurnNeurons >= item.width) break;
         filled.wait_full();
         turns[i] = stages + filled.stage * bytes;
         filled.advance();
       }
       if (first_thread && tiles == 1 && first == 0) trace.mark(4);
       const auto turn_at = [&](int n, int eighth) {
-        return (n < first + kTurnNeurons ? turns[0] : turns[kAtOnce - 1]) + n % kTurnNeurons * 256 +
-               ((eighth ^ (n & 7)) << 4);
+        return (n < first + kTurnNeurons ? turns[0] : turns[kAtOnce - 1]) + n % kTurnNeurons * 256 + ((eighth ^ (n & 7)) << 4);
       };
       const int limit = min(end, first + kAtOnce * kTurnNeurons);
 #pragma unroll
@@ -262,8 +256,8 @@ __device__ __forceinline__ void multiply(const UpArguments& a, Control& c, uint8
 
 template <typename T, bool kLines, bool kBias>
 __global__ void __launch_bounds__(kThreads, 1)
-    up_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap up_map,
-              const UpArguments a, const MidTrace trace) {
+    up_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap up_map, const UpArguments a,
+              const MidTrace trace) {
 #if defined(TWELL_SM90_DEVICE)
   extern __shared__ uint8_t raw_shared[];
   uint8_t* shared = raw_shared + (-smem_address(raw_shared) & 1023);
@@ -283,7 +277,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) trace.mark(0);
   for (int b = threadIdx.x; b < a.active.blocks; b += kThreads) c.counts[b] = a.active.counts[b];
   __syncthreads();
-  make_plan(c, a.active.blocks, a.order);
+  make_plan(c, a.active.blocks, a.turned);
   if (threadIdx.x == 0) trace.mark(1);
   const Ring ring(c.full, c.empty, min(kMaxStages, kRingBytes / stage_bytes(c.tile)));
   if (threadIdx.x < kFetchers) {
@@ -297,36 +291,36 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 template <typename T, bool kLines, bool kBias>
-cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, UpWay way) {
+cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
   CUtensorMap x_map, up_map;
   const T* x = static_cast<const T*>(ffn.x) + chunk.first * ffn.hidden;
-  TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, x, chunk.tokens, ffn.hidden,
-                                        way.halves ? kHalfTokens : kBlockTokens));
+  TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, x, chunk.tokens, ffn.hidden, kBlockTokens));
   TWELL_RETURN_IF_ERROR(make_tensor_map(&up_map, ffn.dtype, ffn.up, ffn.width, ffn.hidden, kBoxRows));
-  const UpArguments arguments{ffn.up, ffn.b_up, chunk.active, ffn.hidden, ffn.width, way.order, way.halves};
+  const UpArguments arguments{ffn.up, ffn.b_up, chunk.active, ffn.hidden, ffn.width, kLines};
   return launch_kernel(up_kernel<T, kLines, kBias>, device.sm_count, kThreads, 1, kShared, stream, x_map, up_map,
                        arguments, MidTrace::next());
 }
 
 template <typename T>
-cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, UpWay way) {
-  if (ffn.b_up == nullptr) {
-    return way.lines ? launch<T, true, false>(ffn, chunk, device, stream, way)
-                     : launch<T, false, false>(ffn, chunk, device, stream, way);
+cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, bool by_lines) {
+  const bool has_bias = ffn.b_up != nullptr;
+  if (by_lines) {
+    return has_bias ? launch<T, true, true>(ffn, chunk, device, stream)
+                    : launch<T, true, false>(ffn, chunk, device, stream);
   }
-  return way.lines ? launch<T, true, true>(ffn, chunk, device, stream, way)
-                   : launch<T, false, true>(ffn, chunk, device, stream, way);
+  return has_bias ? launch<T, false, true>(ffn, chunk, device, stream)
+                  : launch<T, false, false>(ffn, chunk, device, stream);
 }
 
 }  // namespace
 
-cudaError_t launch_up_as(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, UpWay way) {
-  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn, chunk, device, stream, way)
-                                       : launch_type<__half>(ffn, chunk, device, stream, way);
+cudaError_t launch_up(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
+  return launch_up_as(ffn, chunk, device, stream, chunk.active.blocks >= kManyBlocks);
 }
 
-cudaError_t launch_up(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
-  return launch_up_as(ffn, chunk, device, stream, up_way(chunk.active.blocks));
+cudaError_t launch_up_as(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, bool by_lines) {
+  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn, chunk, device, stream, by_lines)
+                                       : launch_type<__half>(ffn, chunk, device, stream, by_lines);
 }
 
 }  // namespace twell::sm90

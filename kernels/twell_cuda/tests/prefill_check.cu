@@ -22,7 +22,6 @@
 #include "../sm90.h"
 #include "../sm90_launch.h"
 #include "../sm90_mid.h"
-#include "../sm90_up.h"
 #include "../sm90_workspace.h"
 #include "graph.cuh"
 
@@ -146,23 +145,14 @@ sm90::Chunk chunk_of(const Ffn& f, void* workspace) {
 using Part = std::function<cudaError_t(const Ffn&, const sm90::Chunk&, const Device&, cudaStream_t)>;
 using Ways = std::vector<std::pair<const char*, Part>>;
 
-// Ways to compute up; the present one first.
+// Ways to compute up: as launch_up() chooses, and each of both.
 Ways ways_up() {
-  Ways ways{{"now", sm90::launch_up}};
-  using Order = sm90::UpOrder;
-  const std::pair<const char*, sm90::UpWay> others[] = {{"plain", {false, Order::kPlain, false}},
-                                                        {"lines", {true, Order::kPlain, false}},
-                                                        {"turned", {false, Order::kTurned, false}},
-                                                        {"lines, turned", {true, Order::kTurned, false}},
-                                                        {"dealt", {false, Order::kDealt, false}},
-                                                        {"lines, dealt", {true, Order::kDealt, false}},
-                                                        {"halves", {false, Order::kPlain, true}},
-                                                        {"lines, turned, halves", {true, Order::kTurned, true}},
-                                                        {"dealt, halves", {false, Order::kDealt, true}},
-                                                        {"lines, dealt, halves", {true, Order::kDealt, true}}};
-  for (const auto& [name, way] : others) {
-    ways.emplace_back(name, [w = way](const Ffn& f, const sm90::Chunk& chunk, const Device& device,
-                                      cudaStream_t stream) { return sm90::launch_up_as(f, chunk, device, stream, w); });
+  Ways ways{{"as chosen", sm90::launch_up}};
+  for (const bool by_lines : {false, true}) {
+    ways.emplace_back(by_lines ? "by lines" : "plain",
+                      [=](const Ffn& f, const sm90::Chunk& chunk, const Device& device, cudaStream_t stream) {
+                        return sm90::launch_up_as(f, chunk, device, stream, by_lines);
+                      });
   }
   return ways;
 }
