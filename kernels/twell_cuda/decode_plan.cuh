@@ -25,7 +25,6 @@ struct Kernels {
   struct Fused {           // one kernel for all (sm90_decode_fused.cu), if takes_fused()
     bool use = false;
     int window_bytes = 24 << 10;  // of gate rows on their way to a thread block at a time
-    bool clusters = false;        // for 1 and 2 tokens too, as from 3 on
     int patience = 1000;          // looks at what other thread blocks leave
   } fused;
   // With `few`: down's sums by st.async; gate tiles on all multiprocessors; bytes of gate rows on their way in each
@@ -50,26 +49,24 @@ struct DecodePlan {
   int64_t arrivals;  // uint32 (slices): down-kernel blocks that left their partial sums; the gate kernel sets 0
   int64_t products;  // h; with Kernels::few as (neuron, 8 * groups tokens)
   int64_t partials;  // float (slices, splits, 8 * lane_columns * 8 * groups), where splits > 1
-  int64_t bytes;     // at least the fused kernel's shares of y, uint4 (blocks or clusters, tokens, D / 2)
+  int64_t bytes;     // at least the fused kernel's shares of y, uint4 (blocks, tokens, D / 2)
   Kernels kernels;
 };
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // The fused kernel: its thread blocks all run at once, two calls' on a multiprocessor; a block's gate rows find room in
-// registers (16) and shared memory, and shares of y stay in L2: one for each block, from 3 tokens on for each cluster.
-constexpr int kFusedMaxBlocks = 144, kFusedMaxTokens = 8, kFusedMaxHidden = 2048, kFusedMaxRows = 48;
-constexpr int kFusedCluster = 4;
+// registers (16) and shared memory, and their shares of y stay in L2.
+constexpr int kFusedMaxBlocks = 144, kFusedMaxTokens = 2, kFusedMaxHidden = 2048, kFusedMaxRows = 48;
 constexpr int kFusedControlBytes = 2048, kFusedRingBytes = 113 * 1024 - kFusedControlBytes;
 inline bool has_fused_shares(const Ffn& ffn) { return ffn.tokens <= kFusedMaxTokens && ffn.hidden <= kFusedMaxHidden; }
-inline int fused_cluster(const Ffn& ffn, bool clusters) { return clusters || ffn.tokens > 2 ? kFusedCluster : 1; }
-inline int fused_blocks(const Ffn& ffn, int most, int cluster) {
+inline int fused_blocks(const Ffn& ffn, int most) {
   most = most < kFusedMaxBlocks ? most : kFusedMaxBlocks;
-  return (ffn.width < most ? ffn.width : most) / cluster * cluster;
+  return ffn.width < most ? ffn.width : most;
 }
 inline int64_t fused_row_stride(const Ffn& ffn) { return round_up(2 * int64_t{ffn.hidden}, 128) + 64; }
-inline bool takes_fused(const Ffn& ffn, const Device& device, bool clusters = false) {
-  const int blocks = fused_blocks(ffn, device.sm_count, fused_cluster(ffn, clusters));
+inline bool takes_fused(const Ffn& ffn, const Device& device) {
+  const int blocks = fused_blocks(ffn, device.sm_count);
   if (!has_fused_shares(ffn) || blocks == 0) return false;
   const int rows = (ffn.width + blocks - 1) / blocks;
   return rows <= kFusedMaxRows && (rows - 16) * fused_row_stride(ffn) <= kFusedRingBytes;
@@ -97,8 +94,7 @@ inline DecodePlan plan_decode(const Ffn& ffn) {
   p.partials = round_up(p.products + 2 * tokens * kBlockNeurons * p.blocks, 256);
   p.bytes = p.partials + (p.splits > 1 ? 4 * int64_t{p.slices} * p.splits * 8 * p.lane_columns * tokens : 0);
   if (has_fused_shares(ffn)) {
-    const int cluster = fused_cluster(ffn, false);
-    const int64_t shares = int64_t{fused_blocks(ffn, kFusedMaxBlocks, cluster) / cluster} * ffn.tokens * ffn.hidden * 8;
+    const int64_t shares = int64_t{fused_blocks(ffn, kFusedMaxBlocks)} * ffn.tokens * ffn.hidden * 8;
     if (p.bytes < shares) p.bytes = shares;
   }
   return p;
@@ -107,7 +103,6 @@ inline DecodePlan plan_decode(const Ffn& ffn) {
 // The kernels that decode() runs, as measured on an H200 (NOTES.md): bulk copies pay for few tokens and large matrices,
 // in one kernel for smaller ones too.
 inline Kernels choose_kernels(const Ffn& ffn, const Device& device) {
-  constexpr int kFusedTokens = 2;  // more, up to kFusedMaxTokens, are yet to be measured
   // Elements of a matrix from which on the kernel in question pays.
   constexpr int64_t kLarge = int64_t{4} << 20, kLargeForFused = int64_t{2} << 20, kLargeForFew = int64_t{8} << 20;
   Kernels k{};
@@ -115,7 +110,7 @@ inline Kernels choose_kernels(const Ffn& ffn, const Device& device) {
   const bool hopper = device.major == 9 && device.minor == 0;
   const int64_t elements = int64_t{ffn.hidden} * ffn.width;
   k.bulk_gate = hopper && ffn.tokens <= 8 && elements >= kLarge;
-  k.fused.use = hopper && ffn.tokens <= kFusedTokens && elements >= kLargeForFused && takes_fused(ffn, device);
+  k.fused.use = hopper && elements >= kLargeForFused && takes_fused(ffn, device);
   k.few = hopper && (ffn.tokens > 16 || (ffn.tokens > 8 && elements >= kLargeForFew));
   return k;
 }

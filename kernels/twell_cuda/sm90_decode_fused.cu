@@ -1,5 +1,5 @@
 // A decode call of one or two tokens in one kernel, for Hopper: y = h Wd^T + bd with h = relu(x Wg^T + bg) * (x Wu^T +
-// bu); and what launches it, or the one for 3 to 8 tokens (sm90_decode_fused_cluster.cuh).
+// bu).
 //
 // A thread block owns neighbouring neurons. Their gate rows do not depend on the kernel ahead, so they come before it
 // has ended: by bulk copies, a few at a time, into shared memory; the first 16 go on into registers, as tensor-core
@@ -14,7 +14,7 @@
 #include <mutex>
 #include <unordered_map>
 
-#include "sm90_decode_fused_cluster.cuh"
+#include "sm90_decode_fused_gate.cuh"
 
 namespace twell::decoding {
 namespace {
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
 #if defined(TWELL_SM90_DEVICE)
   extern __shared__ __align__(128) char shared[];
   float4* const slots = reinterpret_cast<float4*>(shared);  // once the gate's rows there are multiplied
-  char* const rows = shared + kSlotBytes<1>;                // of up and down, then too
+  char* const rows = shared + kSlotBytes;                   // of up and down, then too
   __shared__ Control c;
 
   const int thread = threadIdx.x;
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
   float sum[kTiles][4] = {};
   uint4 x[kSteps];
   const unsigned long long meeting_before = multiply_gate<Half>(p, c, shared, l, own, sum, x);
-  leave_sums<1>(slots, sum, own.tiles(), l);
+  leave_sums(slots, sum, own.tiles(), l);
   p.trace.mark(kGateSums);
 
   ActiveRows active(0, false, 0);
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
   }
   if (active.tiles > 0) {
     p.trace.mark(kRowsThere);
-    leave_sums<1>(slots, sum, active.tiles, l);
+    leave_sums(slots, sum, active.tiles, l);
     if (thread < active.active * kTokens) {
       const int row = thread / kTokens, token = thread % kTokens, neuron = c.list[row];
       float* const value = reinterpret_cast<float*>(c.values + neuron) + token;
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
     }
   }
   p.trace.mark(kGiven);
-  add_up_all<Half, 1>(p, c, reinterpret_cast<float2*>(slots));
+  add_up_all<Half>(p, c, reinterpret_cast<float2*>(slots));
   p.trace.mark(kStored);
 #endif
 }
@@ -142,17 +142,12 @@ int meeting_of(const void* workspace) {
   return next < kMeetings ? known.emplace(workspace, next).first->second : -1;
 }
 
-template <typename Half>
-auto kernel_for(bool in_clusters) {
-  return in_clusters ? fused_cluster_kernel<Half> : fused_kernel<Half>;
-}
-
 }  // namespace
 
 cudaError_t launch_fused(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
                          cudaStream_t stream) {
   const int meeting = meeting_of(workspace);
-  if (meeting < 0 || !takes_fused(ffn, device, plan.kernels.fused.clusters)) {
+  if (meeting < 0 || !takes_fused(ffn, device)) {
     DecodePlan other = plan;
     other.kernels.fused.use = false;
     const cudaError_t error = launch_gate_up(ffn, other, device, workspace, stream);
@@ -169,22 +164,18 @@ cudaError_t launch_fused(const Ffn& ffn, const DecodePlan& plan, const Device& d
   p.tokens = static_cast<int>(ffn.tokens), p.hidden = ffn.hidden, p.width = ffn.width;
   p.row_bytes = 2u * static_cast<uint32_t>(ffn.hidden);
   p.row_stride = static_cast<uint32_t>(fused_row_stride(ffn));
-  const int cluster = fused_cluster(ffn, plan.kernels.fused.clusters);
-  const int grid = fused_blocks(ffn, device.sm_count, cluster), units = p.tokens * (p.hidden / 2);
+  const int grid = fused_blocks(ffn, device.sm_count), units = p.tokens * (p.hidden / 2);
   for (p.units = 8; int64_t{p.units} * grid < units;) p.units *= 2;
   const int portion_bytes = kPortionRows * static_cast<int>(p.row_bytes);
   const Kernels::Fused& how = plan.kernels.fused;
   p.window = how.window_bytes > portion_bytes ? how.window_bytes / portion_bytes : 1;
-  const int taken = cluster > 1 ? kClusterRowsAt : kSlotBytes<1>;
   p.held_at = kFusedRingBytes / static_cast<int>(p.row_stride) - kHeldRows;
-  p.row_places = (kFusedRingBytes - taken) / static_cast<int>(p.row_stride);
+  p.row_places = (kFusedRingBytes - kSlotBytes) / static_cast<int>(p.row_stride);
   p.patience = how.patience;
   p.meeting = static_cast<uint32_t>(meeting);
   p.trace = Trace::next();
-  Launch launch{dim3(static_cast<unsigned>(grid)), kThreads, kFusedRingBytes};
-  launch.cluster = cluster;
-  const auto kernel = ffn.dtype == DType::kBFloat16 ? kernel_for<__nv_bfloat16>(cluster > 1)
-                                                    : kernel_for<__half>(cluster > 1);
+  const Launch launch{dim3(static_cast<unsigned>(grid)), kThreads, kFusedRingBytes};
+  const auto kernel = ffn.dtype == DType::kBFloat16 ? fused_kernel<__nv_bfloat16> : fused_kernel<__half>;
   return launch_kernel(kernel, launch, p, plan.kernels, stream);
 }
 

@@ -10,7 +10,7 @@
 namespace twell::decoding::fused {
 
 constexpr int kThreads = kDecodeThreads;
-constexpr int kTokens = 2;  // of a kernel whose thread blocks are alone; in clusters kClusterTokens
+constexpr int kTokens = kFusedMaxTokens;
 constexpr int kHeldRows = 16;  // of the gate, as tensor-core operands in registers
 constexpr int kTiles = kFusedMaxRows / 16;
 constexpr int kPortionRows = 2;  // of the gate, that come together
@@ -24,8 +24,7 @@ constexpr uint32_t kMaxRowBytes = 2 * kFusedMaxHidden;
 static_assert(kMaxRowBytes == kSteps * kStepBytes);
 constexpr int kThreadColumns = kFusedMaxHidden / kThreads;
 static_assert(kThreadColumns == 8, "a thread reads 16 bytes of a row");
-template <int kPairs>  // of tokens
-constexpr int kSlotBytes = kDecodeWarps * kTiles * 8 * kPairs * static_cast<int>(sizeof(float4));
+constexpr int kSlotBytes = kDecodeWarps * kTiles * 8 * static_cast<int>(sizeof(float4));
 
 // With this macro each thread block notes when it reaches each phase; decode_check.cu prints them.
 #if defined(TWELL_FUSED_TRACE)
@@ -65,7 +64,7 @@ struct FusedParams {
   const void* b_gate;
   const void* b_up;
   const void* b_down;
-  uint4* shares;  // (thread blocks or clusters, tokens, D / 2): two columns of a share of y, and the call's seal
+  uint4* shares;  // (thread blocks, tokens, D / 2): two columns of a share of y, and the call's seal
   void* y;
   int tokens, hidden, width;
   uint32_t row_bytes;   // of x, gate, up and down
@@ -213,28 +212,22 @@ __device__ __forceinline__ void multiply_stages(float (&sum)[4], const uint4 (&x
   release(empty[1], l.lane);
 }
 
-// For a whole warp: the first `bytes` from `row` on, which is the lane's, for lanes below `rows`.
-__device__ __forceinline__ void ask_for(uint64_t* full, char* to, const char* row, int rows, uint32_t stride,
-                                        uint32_t bytes) {
-  const int lane = threadIdx.x % 32;
-  if (lane == 0) sm90::barrier_arrive_expect(full, rows * bytes);
-  __syncwarp();
-  if (lane < rows) sm90::load_bytes(to + lane * stride, row, bytes, full);
-}
+// For a whole warp: the lane's `row`, for lanes below `rows`.
 __device__ __forceinline__ void ask_for(uint64_t* full, char* to, const char* row, int rows, const FusedParams& p) {
-  ask_for(full, to, row, rows, p.row_stride, p.row_bytes);
+  const int lane = threadIdx.x % 32;
+  if (lane == 0) sm90::barrier_arrive_expect(full, rows * p.row_bytes);
+  __syncwarp();
+  if (lane < rows) sm90::load_bytes(to + lane * p.row_stride, row, p.row_bytes, full);
 }
 
-// Every warp leaves its sums of `kPairs` pairs of tokens in a slot of its own, (tile, 8 rows, kPairs) of four: row, two
-// tokens; row + 8, the same.
-template <int kPairs>
+// Every warp leaves its sums in a slot of its own, (tile, 8 rows) of four: row, both tokens; row + 8, the same.
 __device__ __forceinline__ void leave_sums(float4* slots, const float (&sum)[kTiles][4], int tiles, const Lane& l) {
-  const int pair = l.lane % 4;
-  float4* const mine = slots + (l.warp * (kTiles * 8) + l.row) * kPairs + pair;
+  const int pair = l.lane % 4;  // of tokens: only the first is real
+  float4* const mine = slots + l.warp * (kTiles * 8) + l.row + pair;
   __syncthreads();  // all are done with what lay there
 #pragma unroll
   for (int i = 0; i < kTiles; ++i) {
-    if (i < tiles && pair < kPairs) mine[i * 8 * kPairs] = make_float4(sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
+    if (i < tiles && pair == 0) mine[i * 8] = make_float4(sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
   }
   __syncthreads();
 }

@@ -1,4 +1,4 @@
-// The first part of the fused decode kernels: a thread block's gate rows, as they come, times x.
+// The first part of the fused decode kernel: a thread block's gate rows, as they come, times x.
 #pragma once
 
 #include "sm90_decode_fused_sum.cuh"

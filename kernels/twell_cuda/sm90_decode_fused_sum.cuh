@@ -1,8 +1,8 @@
-// How the thread blocks of the fused decode kernel add up y: each, or each cluster of them, leaves its share in the
-// workspace, 16 bytes at a time: two columns and the call's seal, 64 bits that no earlier call has used. Whoever reads
-// waits for seals, so no fence and no counter stand between a share and its readers. Each block adds up some columns,
-// always in the order of shares. The next call's blocks may be there already, but write nothing before all of this one
-// have ended: no share is overwritten while it is read.
+// How the thread blocks of the fused decode kernel add up y: each leaves its share in the workspace, 16 bytes at a
+// time: two columns and the call's seal, 64 bits that no earlier call has used. Whoever reads waits for seals, so no
+// fence and no counter stand between a share and its readers. Each block adds up some columns, always in the order of
+// shares. The next call's blocks may be there already, but write nothing before all of this one have ended: no share is
+// overwritten while it is read.
 //
 // A block that waits for others needs them to run. That is counted as they start; one that has waited for long while
 // others have not even started gives up, and the last block to start does the work of all that gave up. So nothing
@@ -82,29 +82,27 @@ __device__ __forceinline__ void load_sealed(Sealed& v, const uint4* from, bool w
       : "memory");
 }
 
-// Where pair `pair` of a share's row begins. Clusters leave pairs in order, thread blocks as the down product has them:
-// thread by thread, its four pairs apart.
-template <int kCluster>
+// Where pair `pair` of a share's row begins: they lie as the down product has them, thread by thread, its four pairs
+// apart.
 __device__ __forceinline__ int column_of(const FusedParams& p, int pair) {
-  if (kCluster > 1) return 2 * pair;
   const int threads = p.hidden / kThreadColumns, i = pair / threads;
   return (pair - i * threads) * kThreadColumns + 2 * i;
 }
 
-// kCluster: thread blocks to a share. Adds up the columns of thread block `block` and stores them, if all shares arrive
-// before `patience` looks at each; the same answer for all threads. `scratch` holds kThreads of two.
-template <typename Half, int kCluster>
+// Adds up the columns of thread block `block` and stores them, if all shares arrive before `patience` looks at each;
+// the same answer for all threads. `scratch` holds kThreads of two.
+template <typename Half>
 __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, float2* scratch, int block,
                                        int patience) {
   constexpr int kBatch = 10;  // loads in flight
-  const int thread = threadIdx.x, shares = gridDim.x / kCluster;
+  const int thread = threadIdx.x, shares = gridDim.x;
   const int pairs = p.hidden / 2, all_units = p.tokens * pairs;
   const int together = min(p.units, kThreads), parts = kThreads / together;
   const uint64_t seal = c.seal;
   for (int base = block * p.units; base < min((block + 1) * p.units, all_units); base += together) {
     const int unit = base + thread % together, part = thread / together;
     const bool inside = unit < all_units;
-    const int token = unit / pairs, column = column_of<kCluster>(p, unit - token * pairs);
+    const int token = unit / pairs, column = column_of(p, unit - token * pairs);
     const uint4* const from = p.shares + unit;
     float2 bias = make_float2(0.f, 0.f);
     if (p.b_down != nullptr && inside) {
@@ -166,21 +164,21 @@ __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, f
 }
 
 // y, once this block has left its share.
-template <typename Half, int kCluster>
+template <typename Half>
 __device__ __forceinline__ void add_up_all(const FusedParams& p, Control& c, float2* scratch) {
   constexpr int kForEver = 0x7fffffff;
   const int units = p.tokens * (p.hidden / 2);
   const auto has_units = [&](int block) { return static_cast<int64_t>(block) * p.units < units; };
-  if (has_units(blockIdx.x) && !add_up<Half, kCluster>(p, c, scratch, blockIdx.x, p.patience)) {
+  if (has_units(blockIdx.x) && !add_up<Half>(p, c, scratch, blockIdx.x, p.patience)) {
     if (threadIdx.x == 0) c.all_in = may_wait_on(p, c);
     __syncthreads();
     if (!c.all_in) return;
-    add_up<Half, kCluster>(p, c, scratch, blockIdx.x, kForEver);
+    add_up<Half>(p, c, scratch, blockIdx.x, kForEver);
   }
   p.trace.mark(kTaken);
   if (c.left_over == 0) return;
   for (int block = 0; block < static_cast<int>(gridDim.x) && has_units(block); ++block) {
-    add_up<Half, kCluster>(p, c, scratch, block, kForEver);
+    add_up<Half>(p, c, scratch, block, kForEver);
   }
 }
 

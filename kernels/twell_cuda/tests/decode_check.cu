@@ -8,7 +8,7 @@
 //
 // "few" times 9 to 64 tokens of several shapes alone. Built with -DTWELL_FEW_TRACE it also says when Hopper's kernels for
 // them reach each of their phases.
-// "fused" times 1 to 8 tokens alone; with -DTWELL_FUSED_TRACE (for all files) it says the same of the fused kernel.
+// "fused" times 1 and 2 tokens alone; with -DTWELL_FUSED_TRACE (for all files) it says the same of the fused kernel.
 //
 // Exits 1 on any mismatch or CUDA error.
 
@@ -164,12 +164,6 @@ Kernels fused_kernels(bool overlap, int window_kib = 24) {
   return k;
 }
 
-Kernels fused_in_clusters(bool overlap) {
-  Kernels k = fused_kernels(overlap);
-  k.fused.clusters = true;
-  return k;
-}
-
 bool is_hopper(const Device& device) { return device.major == 9 && device.minor == 0; }
 
 bool takes_bulk(const Ffn& f, const Device& device) { return is_hopper(device) && f.tokens <= 8; }
@@ -199,11 +193,6 @@ std::vector<Variant> checked_variants(const Ffn& f, const Device& device) {
     v.push_back({"fused, 8 KiB", fused_kernels(true, 8)});
     v.push_back({"fused, impatient", fused_kernels(true)});
     v.back().kernels.fused.patience = 0;
-    if (f.tokens <= 2 && takes_fused(f, device, true)) {
-      v.push_back({"fused, clusters", fused_in_clusters(true)});
-      v.push_back({"fused, clusters, impatient", fused_in_clusters(true)});
-      v.back().kernels.fused.patience = 0;
-    }
   }
   return v;
 }
@@ -496,9 +485,6 @@ std::vector<Variant> timed_variants(const Ffn& f, const Device& device) {
   }
   if (is_hopper(device) && takes_fused(f, device)) {
     v.push_back({"U", fused_kernels(true)});
-    if (f.tokens <= 2) v.push_back({"U clusters", fused_in_clusters(true)});
-    if (f.tokens > 2) v.push_back({"U 16", fused_kernels(true, 16)});
-    if (f.tokens > 2) v.push_back({"U 32", fused_kernels(true, 32)});
     v.push_back({"U serial", fused_kernels(false)});
   }
   return v;
@@ -612,7 +598,7 @@ bool check_chains(const Device& device) {
     Kernels kernels, single;
   };
   std::vector<Chain> chains;
-  for (const int tokens : {1, 2, 4, 8}) chains.push_back({tokens, fused_kernels(true), fused_kernels(false)});
+  for (const int tokens : {1, 2}) chains.push_back({tokens, fused_kernels(true), fused_kernels(false)});
   for (const int tokens : {9, 16, 64}) {
     chains.push_back({tokens, few_kernels(true), few_kernels(false)});
     chains.push_back({tokens, few_trial(true, true, 12 << 10, 1), few_trial(false, true, 0, 1, false)});
@@ -620,7 +606,6 @@ bool check_chains(const Device& device) {
   for (const Chain& chain : chains) {
     const int tokens = chain.tokens;
     for (const float threshold : {0.f, 0.5f}) {
-      const bool clusters = threshold > 0.f;  // for 1 and 2 tokens too
       for (int i = 0; i < kLayers; ++i) fill(weights[i].b_gate, kWidth, 5003 + 10 * i, -threshold, 0.25f);
       const int64_t values = int64_t{tokens} * kHidden, all = values * (kLayers + 1);
       const auto call = [&](int i, Half* x) {
@@ -647,15 +632,12 @@ bool check_chains(const Device& device) {
         graphs.emplace_back(kLayers, [&](int i, cudaStream_t stream) {
           Kernels k = chain.kernels;
           k.fused.window_bytes = 8 << s % 3 << 10;
-          k.fused.clusters = clusters;
           CHECK(run(call(i, x[s]), k, device, workspace[s], stream));
         });
       }
       CHECK(cudaDeviceSynchronize());
       for (int i = 0; i < kLayers; ++i) {
-        Kernels k = chain.single;
-        k.fused.clusters = clusters;
-        CHECK(run(call(i, x[0]), k, device, workspace[0], nullptr));
+        CHECK(run(call(i, x[0]), chain.single, device, workspace[0], nullptr));
         CHECK(cudaDeviceSynchronize());
       }
       const std::vector<uint16_t> want = result(x[0]);
@@ -837,19 +819,17 @@ int main(int argc, char** argv) {
     if (is_hopper(device) && !check_chains(device)) return 1;
   }
   // Names: gate and up kernel (P portable, B bulk copies; F, and down too: Hopper's for 9 to 64 tokens, with what
-  // Kernels::few_* name, a number being the window in KiB; U one kernel for all, with as many KiB of gate rows on their
-  // way as it says, for 3 tokens and more in clusters); overlapped unless "serial".
+  // Kernels::few_* name, a number being the window in KiB; U one kernel for all); overlapped unless "serial".
   std::vector<std::string> best;
   if (only_fused) {
     time_shape(2048, 5632, 28,
-               {{1, 30, 10.7}, {2, 30, 0}, {3, 30, 0}, {4, 30, 0}, {6, 30, 0}, {8, 30, 0}, {1, 120, 11.5}, {2, 120, 0},
-                {4, 120, 0}, {8, 120, 0}, {1, 600, 15}, {2, 600, 0}, {4, 600, 0}, {8, 600, 0}, {1, 2800, 20},
-                {2, 2800, 0}, {4, 2800, 0}, {8, 2800, 0}},
+               {{1, 30, 10.7}, {2, 30, 0}, {1, 120, 11.5}, {2, 120, 0}, {1, 600, 15}, {2, 600, 0}, {1, 2800, 20},
+                {2, 2800, 0}},
                device, best);
-    time_shape(576, 1536, 28, {{1, 8, 0}, {2, 8, 0}, {4, 8, 0}, {8, 8, 0}}, device, best);
-    time_shape(896, 4864, 28, {{1, 26, 0}, {2, 26, 0}, {4, 26, 0}, {8, 26, 0}}, device, best);
-    time_shape(1024, 3072, 28, {{1, 16, 0}, {2, 16, 0}, {4, 16, 0}, {8, 16, 0}}, device, best);
-    time_shape(1536, 4608, 28, {{1, 25, 0}, {2, 25, 0}, {4, 25, 0}, {8, 25, 0}}, device, best);
+    time_shape(576, 1536, 28, {{1, 8, 0}, {2, 8, 0}}, device, best);
+    time_shape(896, 4864, 28, {{1, 26, 0}, {2, 26, 0}}, device, best);
+    time_shape(1024, 3072, 28, {{1, 16, 0}, {2, 16, 0}}, device, best);
+    time_shape(1536, 4608, 28, {{1, 25, 0}, {2, 25, 0}}, device, best);
     for (const std::string& line : best) std::printf("%s\n", line.c_str());
   } else if (only_few) {
     time_shape(2048, 5632, 28,
@@ -865,13 +845,18 @@ int main(int argc, char** argv) {
     for (const std::string& line : best) std::printf("%s\n", line.c_str());
   } else if (!only_check) {
     time_shape(2048, 5632, 28,
-               {{1, 30, 11.1}, {16, 30, 13.8}, {64, 30, 18.5}, {1, 120, 12}, {16, 120, 17.8}, {64, 120, 27},
-                {1, 600, 15.6}, {16, 600, 26.7}, {64, 600, 33}, {1, 2800, 20.8}, {16, 2800, 33.7}, {64, 2800, 33}},
+               {{1, 30, 11.1}, {3, 30, 0}, {4, 30, 0}, {6, 30, 0}, {8, 30, 0}, {16, 30, 13.8}, {64, 30, 18.5},
+                {1, 120, 12}, {4, 120, 0}, {8, 120, 0}, {16, 120, 17.8}, {64, 120, 27},
+                {1, 600, 15.6}, {4, 600, 0}, {8, 600, 0}, {16, 600, 26.7}, {64, 600, 33},
+                {1, 2800, 20.8}, {4, 2800, 0}, {8, 2800, 0}, {16, 2800, 33.7}, {64, 2800, 33}},
                device, best);
     time_shape(4096, 14336, 12, {{1, 70, 35.4}, {16, 70, 0}, {64, 70, 0}, {1, 1400, 0}}, device, best);
-    time_shape(576, 1536, 28, {{1, 10, 0}, {16, 10, 0}, {64, 10, 0}, {1, 1400, 0}, {64, 1400, 0}}, device, best);
-    time_shape(896, 4864, 28, {{1, 30, 0}, {64, 30, 0}, {1, 2400, 0}, {64, 2400, 0}}, device, best);
-    time_shape(1024, 3072, 28, {{1, 30, 0}, {64, 30, 0}, {1, 1500, 0}}, device, best);
+    time_shape(576, 1536, 28,
+               {{1, 10, 0}, {4, 10, 0}, {8, 10, 0}, {16, 10, 0}, {64, 10, 0}, {1, 1400, 0}, {64, 1400, 0}}, device,
+               best);
+    time_shape(896, 4864, 28, {{1, 30, 0}, {4, 30, 0}, {8, 30, 0}, {64, 30, 0}, {1, 2400, 0}, {64, 2400, 0}}, device,
+               best);
+    time_shape(1024, 3072, 28, {{1, 30, 0}, {4, 30, 0}, {8, 30, 0}, {64, 30, 0}, {1, 1500, 0}}, device, best);
     for (const std::string& line : best) std::printf("%s\n", line.c_str());
   }
   return 0;
