@@ -112,6 +112,7 @@ inline Kernels choose_kernels(const Ffn& ffn, const Device& device) {
   k.bulk_gate = hopper && ffn.tokens <= 8 && elements >= kLarge;
   k.fused.use = hopper && elements >= kLargeForFused && takes_fused(ffn, device);
   k.few = hopper && (ffn.tokens > 16 || (ffn.tokens > 8 && elements >= kLargeForFew));
+  if (ffn.tokens > 32) k.few_fill = true, k.few_pairs = 2;
   return k;
 }
 
