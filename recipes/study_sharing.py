@@ -28,11 +28,14 @@ class Turn:
         self._file = file
         return True
 
+    def leave(self) -> None:
+        self._file.close()
+
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
-        self._file.close()
+        self.leave()
 
 
 def next_turn(turns: list[Turn], rows: Path, folder: Path) -> Turn | None:
@@ -51,7 +54,7 @@ def next_turn(turns: list[Turn], rows: Path, folder: Path) -> Turn | None:
             elif turn.take(folder):
                 if turn.id not in {row["id"] for row in read_rows(rows)}:
                     return turn
-                turn.__exit__()  # done since
+                turn.leave()  # done since
         if not left:
             return None
         time.sleep(WAIT_S)
