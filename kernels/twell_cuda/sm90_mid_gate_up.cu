@@ -6,7 +6,6 @@
 // follow over the same x. In a cluster of two, both blocks have the same tokens: each fetches half of x for both. Rows
 // of Wg do not depend on the kernel before, so the ring has them before that has ended.
 
-#include "sm90_launch.h"
 #include "sm90_mid_gate.cuh"
 #include "sm90_mid_up.cuh"
 
@@ -125,14 +124,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 template <typename T, int kNeurons>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const MidPlan& plan, cudaStream_t stream) {
-  CUtensorMap x_map, gate_map;
-  TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, ffn.x, ffn.tokens, ffn.hidden, kHalfTokens));
-  TWELL_RETURN_IF_ERROR(make_tensor_map(&gate_map, ffn.dtype, ffn.gate, ffn.width, ffn.hidden, kNeurons));
-  const Arguments arguments{ffn.up,     ffn.down,         ffn.b_gate,  ffn.b_up,   chunk.active,
-                            ffn.tokens, ffn.hidden,       ffn.width,   plan.passes, plan.ranges,
-                            plan.masks_first, plan.batches, MidTrace::next()};
-  return launch_with_carveout(plan.carveout, mid_gate_up_kernel<T, kNeurons>, chunk.active.blocks * plan.ranges,
-                              kThreads, kCluster, Shape<kNeurons>::kShared, stream, x_map, gate_map, arguments);
+  return launch_gate_up(mid_gate_up_kernel<T, kNeurons>, chunk.active.blocks * plan.ranges, kThreads, kNeurons,
+                        Shape<kNeurons>::kShared, ffn, chunk, plan, stream);
 }
 
 template <typename T>

@@ -6,7 +6,6 @@
 // active neurons, and their rows of Wu follow over the same x, in the same shared memory but with more stages, as there
 // are few of them. Columns of relu(gate) stay in shared memory until they become h.
 
-#include "sm90_launch.h"
 #include "sm90_mid_half.cuh"
 #include "sm90_mid_half_up.cuh"
 
@@ -178,15 +177,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 template <typename T, int kNeurons>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const MidPlan& plan, cudaStream_t stream) {
-  CUtensorMap x_map, gate_map;
-  TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, ffn.x, ffn.tokens, ffn.hidden, kHalfTokens));
-  TWELL_RETURN_IF_ERROR(make_tensor_map(&gate_map, ffn.dtype, ffn.gate, ffn.width, ffn.hidden, kNeurons));
-  const Arguments arguments{ffn.up,     ffn.down,         ffn.b_gate,  ffn.b_up,   chunk.active,
-                            ffn.tokens, ffn.hidden,       ffn.width,   plan.passes, plan.ranges,
-                            plan.masks_first, plan.batches, MidTrace::next()};
-  return launch_with_carveout(plan.carveout, mid_half_gate_up_kernel<T, kNeurons>,
-                              chunk.active.blocks * 2 * plan.ranges, kThreads, kCluster, Shape<kNeurons>::kShared,
-                              stream, x_map, gate_map, arguments);
+  return launch_gate_up(mid_half_gate_up_kernel<T, kNeurons>, chunk.active.blocks * 2 * plan.ranges, kThreads, kNeurons,
+                        Shape<kNeurons>::kShared, ffn, chunk, plan, stream);
 }
 
 template <typename T>

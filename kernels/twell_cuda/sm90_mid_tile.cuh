@@ -5,9 +5,10 @@
 
 #include <cstddef>
 
+#include "sm90_launch.h"
 #include "sm90_mid.h"
-#include "sm90_wgmma.cuh"
 #include "sm90_primitives.cuh"
+#include "sm90_wgmma.cuh"
 
 namespace twell::sm90::mid {
 
@@ -56,6 +57,20 @@ struct Arguments {
   int batches;
   MidTrace trace;
 };
+
+// x comes by boxes of half blocks, the gate by boxes of `neurons` rows.
+template <typename Kernel>
+cudaError_t launch_gate_up(Kernel kernel, int thread_blocks, int threads, int neurons, int shared_bytes,
+                           const Ffn& ffn, const Chunk& chunk, const MidPlan& plan, cudaStream_t stream) {
+  CUtensorMap x_map, gate_map;
+  TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, ffn.x, ffn.tokens, ffn.hidden, kHalfTokens));
+  TWELL_RETURN_IF_ERROR(make_tensor_map(&gate_map, ffn.dtype, ffn.gate, ffn.width, ffn.hidden, neurons));
+  const Arguments arguments{ffn.up,           ffn.down,     ffn.b_gate, ffn.b_up,    chunk.active,
+                            ffn.tokens,       ffn.hidden,   ffn.width,  plan.passes, plan.ranges,
+                            plan.masks_first, plan.batches, MidTrace::next()};
+  return launch_with_carveout(plan.carveout, kernel, thread_blocks, threads, kCluster, shared_bytes, stream, x_map,
+                              gate_map, arguments);
+}
 
 __device__ __forceinline__ void prefetch_row(const void* row, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row), "r"(bytes) : "memory");

@@ -13,6 +13,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -401,33 +402,36 @@ std::vector<float> thresholds(int width, double density, uint64_t seed) {
 
 #if defined(TWELL_MID_TRACE)
 // When the thread blocks reach each phase, in microseconds after the last block of the call before has ended.
-void print_phases(const std::vector<uint64_t>& times, int calls) {
+// `names`: of each of a call's kernels.
+using PhaseNames = std::array<const char*, sm90::kMidPhases>;
+void print_phases(const std::vector<uint64_t>& times, int calls, const std::vector<PhaseNames>& names) {
   using sm90::kMidPhases, sm90::kMidTracedBlocks;
-  const char* const names[2][kMidPhases] = {
-      {"gate starts", "call before done", "first step there", "gate stored", "listed", "up multiplied", "stored", ""},
-      {"down starts", "gate_up done", "listed", "first rows", "", "multiplied", "stored", ""}};
+  const int kernels = static_cast<int>(names.size());
   const auto time = [&](int launch, int block, int phase) {
     return times[(static_cast<int64_t>(launch) * kMidTracedBlocks + block) * kMidPhases + phase];
   };
-  std::vector<double> after[2 * kMidPhases];
-  for (int call = 1; call < calls; ++call) {
-    uint64_t zero = 0;
-    for (int b = 0; b < kMidTracedBlocks; ++b) zero = std::max(zero, time(2 * call - 1, b, 6));
-    for (int k = 0; k < 2 * kMidPhases; ++k) {
+  for (int k = 0; k < kernels * kMidPhases; ++k) {
+    std::vector<double> after;
+    for (int call = 1; call < calls; ++call) {
+      uint64_t zero = 0;
+      for (int b = 0; b < kMidTracedBlocks; ++b) zero = std::max(zero, time(kernels * call - 1, b, 6));
       for (int b = 0; b < kMidTracedBlocks; ++b) {
-        const uint64_t t = time(2 * call + k / kMidPhases, b, k % kMidPhases);
-        if (t != 0) after[k].push_back((static_cast<double>(t) - static_cast<double>(zero)) / 1000.);
+        const uint64_t t = time(kernels * call + k / kMidPhases, b, k % kMidPhases);
+        if (t != 0) after.push_back((static_cast<double>(t) - static_cast<double>(zero)) / 1000.);
       }
     }
-  }
-  for (int k = 0; k < 2 * kMidPhases; ++k) {
-    std::vector<double>& v = after[k];
-    if (v.empty()) continue;
-    std::sort(v.begin(), v.end());
-    std::printf("    %-16s first %6.2f  half %6.2f  last %6.2f\n", names[k / kMidPhases][k % kMidPhases], v[0],
-                v[v.size() / 2], v.back());
+    if (after.empty()) continue;
+    std::sort(after.begin(), after.end());
+    std::printf("    %-18s first %7.2f  half %7.2f  last %7.2f\n", names[k / kMidPhases][k % kMidPhases], after[0],
+                after[after.size() / 2], after.back());
   }
 }
+
+const std::vector<PhaseNames> kMidNames{
+    {"gate starts", "call before done", "first step there", "gate stored", "listed", "up multiplied", "stored", ""},
+    {"down starts", "gate_up done", "listed", "first rows", "", "multiplied", "stored", ""}};
+const std::vector<PhaseNames> kUpNames{
+    {"starts", "planned", "second tile begins", "multiplied", "gate there", "stored", "all stored", ""}};
 #endif
 
 struct Row {
@@ -520,39 +524,12 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
       for (int i = 0; i < 5; ++i) traced.replay(i > 1);
       std::printf("  phases of %s, %.2f us a call:\n", name.c_str(), traced.median());
       traced.release();
-      print_phases(buffer.get(), layers);
+      print_phases(buffer.get(), layers, kMidNames);
     }
 #endif
     std::fflush(stdout);
   }
 }
-
-#if defined(TWELL_MID_TRACE)
-// When up's thread blocks reach each phase, in microseconds after the last block of the call before has ended.
-void print_up_phases(const std::vector<uint64_t>& times, int calls) {
-  using sm90::kMidPhases, sm90::kMidTracedBlocks;
-  const char* const names[kMidPhases] = {"starts", "planned", "second tile begins", "multiplied", "gate there",
-                                         "stored", "all stored", ""};
-  const auto time = [&](int call, int block, int phase) {
-    return times[(static_cast<int64_t>(call) * kMidTracedBlocks + block) * kMidPhases + phase];
-  };
-  for (int k = 0; k < kMidPhases; ++k) {
-    std::vector<double> after;
-    for (int call = 1; call < calls; ++call) {
-      uint64_t zero = 0;
-      for (int b = 0; b < kMidTracedBlocks; ++b) zero = std::max(zero, time(call - 1, b, 6));
-      for (int b = 0; b < kMidTracedBlocks; ++b) {
-        const uint64_t t = time(call, b, k);
-        if (t != 0) after.push_back((static_cast<double>(t) - static_cast<double>(zero)) / 1000.);
-      }
-    }
-    if (after.empty()) continue;
-    std::sort(after.begin(), after.end());
-    std::printf("      %-18s first %7.2f  half %7.2f  last %7.2f\n", names[k], after[0], after[after.size() / 2],
-                after.back());
-  }
-}
-#endif
 
 // Many tokens: the parts of the first chunk, and the whole by each way to compute up.
 void time_long(const std::vector<Row>& rows, const Device& device) {
@@ -624,7 +601,7 @@ void time_long(const std::vector<Row>& rows, const Device& device) {
       for (int i = 0; i < 5; ++i) traced.replay(i > 1);
       std::printf("    phases of up %s, %.2f us a call:\n", way.first, traced.median());
       traced.release();
-      print_up_phases(buffer.get(), kLayers);
+      print_phases(buffer.get(), kLayers, kUpNames);
     }
 #endif
     std::fflush(stdout);
