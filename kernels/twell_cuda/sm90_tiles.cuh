@@ -113,23 +113,27 @@ __device__ __forceinline__ bool are_neighbours(const uint16_t* list, const Item&
   return item.count % kBoxRows == 0 && list[item.count - 1] - list[0] == item.count - 1;
 }
 
-// This warpgroup's tokens by N of the tile's neurons, from the one at `skipped` bytes on. Near the end
-// `end` may prepare what comes after.
+// Begins one step of a product: this warpgroup's tokens by N of the tile's neurons, from the one at `skipped` bytes on.
+template <typename T, int N>
+__device__ __forceinline__ void multiply_stage(float* sum, uint32_t stage, int skipped, int step, int warpgroup) {
+  fence_async_proxy();  // cp.async wrote, tensor cores read
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kDepth / 16; ++k) {
+    Wgmma<T, N, 0, 0>::multiply(sum, matrix_descriptor(stage + warpgroup * kHalfTokens * 128 + k * 32, 16),
+                                matrix_descriptor(stage + kTokenBytes + skipped + k * 32, 16), step + k);
+  }
+  wgmma_commit();
+}
+
+// A whole product. Near its end `end` may prepare what comes after.
 template <typename T, int N, typename End>
 __device__ __forceinline__ void multiply_tile(float* sum, Ring& ring, uint32_t stages, int bytes, int skipped,
                                               int steps, int warpgroup, int lane, End& end) {
   for (int step = 0; step < steps; ++step, ring.advance()) {
     ring.wait_full();
     if constexpr (N > 0) {
-      fence_async_proxy();  // cp.async wrote, tensor cores read
-      const uint32_t stage = stages + ring.stage * bytes;
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < kDepth / 16; ++k) {
-        Wgmma<T, N, 0, 0>::multiply(sum, matrix_descriptor(stage + warpgroup * kHalfTokens * 128 + k * 32, 16),
-                                    matrix_descriptor(stage + kTokenBytes + skipped + k * 32, 16), step + k);
-      }
-      wgmma_commit();
+      multiply_stage<T, N>(sum, stages + ring.stage * bytes, skipped, step, warpgroup);
       if (step == prepare_step(steps)) end.prepare();
       wgmma_wait<1>();
     }

@@ -111,8 +111,7 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
   }
 }
 
-// This warpgroup's tokens by N of the tile's neurons, from the one at `skipped` bytes on. Where the next stage is
-// not there yet, this one's product is waited for, so that it is free sooner.
+// A whole product. Where the next stage is not there yet, this one's is waited for, so that it is free sooner.
 template <typename T, int N>
 __device__ __forceinline__ void multiply_tile(float* sum, Ring& ring, uint32_t stages, int bytes, int skipped,
                                               int steps, int warpgroup) {
@@ -122,15 +121,7 @@ __device__ __forceinline__ void multiply_tile(float* sum, Ring& ring, uint32_t s
     if constexpr (N == 0) {
       release(ring, ring.stage);
     } else {
-      fence_async_proxy();  // cp.async wrote, tensor cores read
-      const uint32_t stage = stages + ring.stage * bytes;
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < kDepth / 16; ++k) {
-        Wgmma<T, N, 0, 0>::multiply(sum, matrix_descriptor(stage + warpgroup * kHalfTokens * 128 + k * 32, 16),
-                                    matrix_descriptor(stage + kTokenBytes + skipped + k * 32, 16), step + k);
-      }
-      wgmma_commit();
+      multiply_stage<T, N>(sum, stages + ring.stage * bytes, skipped, step, warpgroup);
       wgmma_wait<1>();
       if (held) release(ring, ring.previous());
       held = true;

@@ -10,7 +10,7 @@ namespace twell::sm90::up {
 
 using tiles::kBoxRows, tiles::kConsumerWarps, tiles::kDepth, tiles::kFetchers, tiles::kFetchRegisters, tiles::kLists,
     tiles::kMaxNeurons, tiles::kMaxStages, tiles::kMultiplyRegisters, tiles::kThreads, tiles::kTokenBytes,
-    tiles::stage_bytes;
+    tiles::multiply_stage, tiles::stage_bytes;
 
 constexpr int kRingBytes = 216 * 1024;
 constexpr int kUnit = 16;          // widths are multiples of it
