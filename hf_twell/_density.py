@@ -11,9 +11,9 @@ from hf_twell import ops
 EVERY = 64  # calls in evaluation between two samples
 STEPS = 8  # optimizer steps between two samples
 SAMPLE_TOKENS, SAMPLE_NEURONS = 64, 1024
-# (tokens up to, density up to which the kernels win); measured, see kernels/twell_cuda/NOTES.md.
+# (tokens up to, density up to which the kernels win): between measured densities, see kernels/twell_cuda/NOTES.md.
 LIMITS = (
-    *((2, 1.0), (16, 0.12), (32, 0.08), (64, 0.035), (256, 0.012), (512, 0.01)),
+    *((2, 1.0), (16, 0.12), (32, 0.08), (64, 0.035), (256, 0.012), (512, 0.0)),
     *((1024, 0.015), (2048, 0.04), (float("inf"), 0.06)),
 )
 # The same of forward and backward; 0: never.
