@@ -21,23 +21,26 @@ def control_of(row: dict, rows: list[dict]) -> dict | None:
 
 
 def table(rows: list[dict]) -> str:
-    """A Markdown table, one line a row."""
-    head = ["family", "method", "seed", "target", "density", "loss", "against dense", "dead (worst layer)"]
-    head += [*TASKS, "Mtokens", "minutes"]
+    """A Markdown table, one line a row; a parent is named by its loss."""
+    head = ["family", "parent", "method", "seed", "target", "density", "L0 of the layers", "loss", "against dense"]
+    head += ["dead (worst layer)", *TASKS, "Mtokens", "minutes"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for row in rows:
+    for row in sorted(rows, key=lambda r: (r["family"], r.get("parent_loss") or 0)):
         control = control_of(row, rows)
         against = (
             "" if control is None or row.get("relu") is False else f"{100 * (row['loss'] / control['loss'] - 1):+.2f} %"
         )
         target = row.get("target_density") or row.get("threshold")
+        layers = [layer["l0"] for layer in row["layers"]]
         scores = [row["tasks"].get(task) for task in TASKS]
         cells = [
             row["family"],
+            "" if row.get("parent_loss") is None else f"{row['parent_loss']:.4f}",
             row["name"],
             row["seed"],
             "" if target is None else f"{target:g}",
             f"{100 * row['density']:.2f} %",
+            f"{min(layers):.0f} to {max(layers):.0f}",
             f"{row['loss']:.4f} ± {row['loss_stderr']:.4f}",
             against,
             f"{100 * max(layer['dead'] for layer in row['layers']):.1f} %",
@@ -50,23 +53,38 @@ def table(rows: list[dict]) -> str:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Held-out loss against density, a panel for each family."""
+    """Held-out loss above the control's, in percent of it, against density; a panel for each family.
+
+    Above the control's, because rows of other parents and other numbers of tokens are comparable in nothing else.
+    """
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     families = list(dict.fromkeys(row["family"] for row in rows))
-    figure, axes = plt.subplots(1, len(families), figsize=(6 * len(families), 4.2), squeeze=False, layout="constrained")
+    names = list(dict.fromkeys(row["name"] for row in rows if row.get("relu") is not False))
+    styles = {name: {"color": f"C{i % 10}", "marker": "os^Dv*PX<>"[i // 10 + i % 5]} for i, name in enumerate(names)}
+    figure, axes = plt.subplots(
+        1, len(families), figsize=(6.5 * len(families), 4.6), squeeze=False, sharey=True, layout="constrained"
+    )
     for axis, family in zip(axes[0], families, strict=True):
-        mine = [row for row in rows if row["family"] == family]
-        for name in dict.fromkeys(row["name"] for row in mine):
-            points = sorted((100 * r["density"], r["loss"], r["loss_stderr"]) for r in mine if r["name"] == name)
-            x, y, error = zip(*points, strict=True)
-            axis.errorbar(x, y, yerr=error, marker="o", markersize=4, linewidth=1, label=name)
-        for tokens in {row["tokens"] for row in mine if row.get("relu") is False}:
-            dense = min(r["loss"] for r in mine if r.get("relu") is False and r["tokens"] == tokens)
-            axis.axhline(dense, color="gray", linewidth=0.8, linestyle=":")
-        axis.set(xscale="log", xlabel="density (%)", ylabel="held-out loss (nats per token)", title=family)
-        axis.legend(fontsize=7)
+        axis.axhline(0, color="gray", linewidth=0.8, linestyle=":")
+        for name in names:
+            points = []
+            for row in (r for r in rows if (r["family"], r["name"]) == (family, name)):
+                if (control := control_of(row, rows)) is not None:
+                    shares = (row["loss"] / control["loss"] - 1, row["loss_stderr"] / control["loss"])
+                    points.append((100 * row["density"], *(100 * share for share in shares)))
+            if points:
+                x, y, error = zip(*sorted(points), strict=True)
+                axis.errorbar(x, y, yerr=error, markersize=5, linewidth=1, label=name, **styles[name])
+        if axis.containers:
+            axis.set_xscale("log")
+            axis.xaxis.set_major_formatter("{x:g}")
+            axis.legend(fontsize=7)
+        else:
+            axis.text(0.5, 0.5, "no row with a dense control yet", ha="center", transform=axis.transAxes)
+        axis.set(xlabel="density on held-out text (%)", title=family)
+    axes[0][0].set_ylabel("held-out loss above the dense control's (%)")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
