@@ -12,8 +12,8 @@ SPARSE = 0.1  # below this density columns pay at any number of tokens; above op
 EVERY = 32  # calls in evaluation between two samples of a block's density
 
 
-def settle_down(ffn: torch.nn.Module, x: torch.Tensor) -> None:
-    """Give a (D, F) weight the strides (1, D) for evaluation, and (F, 1) again where gradients are wanted.
+def settle_down(ffn: torch.nn.Module, weight: torch.Tensor, x: torch.Tensor) -> None:
+    """Give down's (D, F) weight the strides (1, D) for evaluation, and (F, 1) again where gradients are wanted.
 
     Left alone are: calls outside evaluation without gradients, compiled graphs (their guards hold the strides), blocks
     on CPU too dense for it to pay, and weights that others may reach by their memory: shared storage, a gradient
@@ -22,7 +22,6 @@ def settle_down(ffn: torch.nn.Module, x: torch.Tensor) -> None:
     """
     if torch.compiler.is_compiling() or x.device.type not in ("cpu", "cuda") or x.numel() == 0:
         return
-    weight = ffn._modules[ffn.twell.form.down].weight
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         ffn.twell.captured = True
     elif torch.is_grad_enabled() and weight.requires_grad:

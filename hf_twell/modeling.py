@@ -80,8 +80,10 @@ class SparseFfn(nn.Module):
             )
         if not _is_bare_relu(self._modules[form.activation]):
             return self._through_submodules(x, l1)
-        if ops.resolve(self.twell.backend, x.device.type) != "reference" and self._is_plain():
-            return self._fused(x, l1)
+        if ops.resolve(self.twell.backend, x.device.type) != "reference":
+            parameters = self._plain_parameters()
+            if parameters is not None:
+                return self._fused(x, l1, *parameters)
         return self._through_submodules(x, l1)
 
     def _through_submodules(self, x, l1):
@@ -93,55 +95,45 @@ class SparseFfn(nn.Module):
             h = reference.inject_l1(h, l1.scale, l1.token_weight, l1.tally)
         return down(h)
 
-    def _fused(self, x, l1):
-        form = self.twell.form
-        up, down = self._modules[form.up], self._modules[form.down]
-        gate = self._modules[form.gate] if form.gate else None
-        settle_down(self, x)
-        arguments = {
-            "b_up": up.bias,
-            "b_down": down.bias,
-            "b_gate": None if gate is None else gate.bias,
-            "l1_scale": None if l1 is None else l1.scale,
-            "token_weight": None if l1 is None else l1.token_weight,
-            "tally": None if l1 is None else l1.tally,
-        }
-        weights = (up.weight, down.weight, None if gate is None else gate.weight)
-        if not self._too_dense(x, gate or up):
-            capacity, backend = self.twell.training.capacity, self.twell.backend
-            return ops.ffn(x, *weights, **arguments, capacity=capacity, backend=backend)
-        if ops.dense_takes(x) and not torch.compiler.is_compiling():
-            return ops.dense_ffn(x, *weights, **arguments)
-        return self._through_submodules(x, l1)
+    def _fused(self, x, l1, up, down, gate):
+        """`up`, `down` and `gate` are (weight, bias), both None where there is no gate."""
+        settle_down(self, down[0], x)
+        if not self._too_dense(x, *(up if gate[0] is None else gate)):
+            compute, options = ops.ffn, {"capacity": self.twell.training.capacity, "backend": self.twell.backend}
+        elif ops.dense_takes(x) and not torch.compiler.is_compiling():
+            compute, options = ops.dense_ffn, {}
+        else:
+            return self._through_submodules(x, l1)
+        if l1 is not None:
+            options |= {"l1_scale": l1.scale, "token_weight": l1.token_weight, "tally": l1.tally}
+        return compute(x, up[0], down[0], gate[0], b_up=up[1], b_down=down[1], b_gate=gate[1], **options)
 
-    def _too_dense(self, x, first) -> bool:
+    def _too_dense(self, x, weight, bias) -> bool:
         """If plain matmuls are faster; in compiled evaluation the operator itself follows the density."""
         # In training mode without gradients, too: so runs the forward of re-entrant checkpointing.
         if (torch.is_grad_enabled() or self.training) and self._trains(x):
-            too_dense = self.twell.training.too_dense(x, first.weight, first.bias) and self.twell.backend == "auto"
+            too_dense = self.twell.training.too_dense(x, weight, bias) and self.twell.backend == "auto"
             if not torch.compiler.is_compiling():
                 self.twell.on_kernels = not too_dense
             return too_dense
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.twell.backend != "auto":
             return False
         if x.is_cuda:
-            return self.twell.watch.too_dense(x, first.weight, first.bias)
+            return self.twell.watch.too_dense(x, weight, bias)
         tokens = x.numel() // max(x.shape[-1], 1)
-        return self.twell.density is not None and self.twell.density > ops.max_density(tokens, first.weight.dtype)
+        return self.twell.density is not None and self.twell.density > ops.max_density(tokens, weight.dtype)
 
     def _trains(self, x) -> bool:
         """Whether there is something to learn here, and kernels that can on this GPU."""
         learns = x.requires_grad or any(getattr(self, name).weight.requires_grad for name in self.twell.form.linears)
         return learns and ops.kernels_train(x)
 
-    def _is_plain(self) -> bool:
-        """Whether the projections are what their weights say: plain linears that nothing has hooked or replaced."""
+    def _plain_parameters(self):
+        """(weight, bias) of up, down and gate; None unless all are plain linears, neither hooked nor replaced."""
         modules, form = self._modules, self.twell.form
-        return (
-            _is_plain_linear(modules[form.up])
-            and _is_plain_linear(modules[form.down])
-            and (form.gate is None or _is_plain_linear(modules[form.gate]))
-        )
+        up, down = _plain_parameters(modules[form.up]), _plain_parameters(modules[form.down])
+        gate = (None, None) if form.gate is None else _plain_parameters(modules[form.gate])
+        return None if up is None or down is None or gate is None else (up, down, gate)
 
     def __reduce_ex__(self, protocol):
         # The subclass is made at run time, so pickle and deepcopy rebuild it from the class it was made of.
@@ -149,16 +141,20 @@ class SparseFfn(nn.Module):
 
 
 # These run in every call: a module's own dictionary is read where its attributes would take as long as a small matmul.
-def _is_plain_linear(linear: nn.Module) -> bool:
+def _plain_parameters(linear: nn.Module):
+    """(weight, bias) where the projection is what they say; else None."""
     own = vars(linear)
-    weight = own["_parameters"].get("weight")
-    return (
+    parameters = own["_parameters"]
+    weight = parameters.get("weight")
+    plain = (
         type(linear) is nn.Linear
         and not _is_hooked(nn.Linear, linear)
         and type(weight) in (nn.Parameter, torch.Tensor)
         and not weight.is_meta
         and weight.numel() == own["in_features"] * own["out_features"]
+        and "bias" in parameters
     )
+    return (weight, parameters["bias"]) if plain else None
 
 
 def _is_bare_relu(activation) -> bool:

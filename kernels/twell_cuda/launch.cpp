@@ -11,7 +11,7 @@ Tensor dense(const Tensor& x, const Tensor& w_up, const Tensor& w_down, const Ma
              const MaybeTensor& b_up, const MaybeTensor& b_down, const MaybeTensor& b_gate) {
   Tensor h = w_gate ? aten("aten::mul", "Tensor", aten("aten::relu", "", linear(x, *w_gate, b_gate)), linear(x, w_up, b_up))
                     : aten("aten::relu", "", linear(x, w_up, b_up));
-  return torch::stable::contiguous(linear(h, w_down, b_down));
+  return as_contiguous(linear(h, w_down, b_down));
 }
 
 // Lets `compute` fill y (T, padded D); returns it in x's shape.
@@ -42,7 +42,7 @@ Tensor sparse(const Tensor& x, const Operands& operands) {
     };
     services.dense_gate = [&](int64_t begin, int64_t count) {
       gate.reset();
-      Tensor rows = operands.x;
+      Tensor rows = torch::stable::reshape(operands.x, {operands.tokens, operands.padded});
       gate = linear(torch::stable::narrow(rows, 0, begin, count), operands.first, operands.b_first);
       return gate->const_data_ptr();
     };
@@ -68,6 +68,17 @@ std::tuple<Tensor, Tensor, Tensor> train(const Tensor& x, const Operands& operan
   return {y, report, state};
 }
 
+Tensor evaluate(const Tensor& x, const Tensor& w_up, const Tensor& w_down, const MaybeTensor& w_gate,
+                const MaybeTensor& b_up, const MaybeTensor& b_down, const MaybeTensor& b_gate) {
+  if (x.numel() == 0) return torch::stable::new_empty(x, x.sizes());
+  switch (x.scalar_type()) {
+    case ScalarType::Float: return dense(x, w_up, w_down, w_gate, b_up, b_down, b_gate);
+    case ScalarType::BFloat16:
+    case ScalarType::Half: return sparse(x, Operands(x, w_up, w_down, w_gate, b_up, b_down, b_gate));
+    default: throw std::invalid_argument("hf_twell takes float32, bfloat16 or float16 tensors");
+  }
+}
+
 std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up,
                                        MaybeTensor b_down, MaybeTensor b_gate, MaybeTensor /*l1_scale*/,
                                        MaybeTensor token_weight, MaybeTensor tally, int64_t capacity) {
@@ -75,27 +86,20 @@ std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, May
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const bool training = capacity != 0 || tally;
   if (training) check_training(x, w_up, capacity);
-  const int64_t reported = tally ? 1 + w_up.size(0) : 0;
-  if (x.numel() == 0) {
-    return {torch::stable::new_empty(x, x.sizes()), torch::stable::new_zeros(x, {reported}, ScalarType::Float),
-            bytes_like(x, 0)};
-  }
-  if (training) {
+  if (training && x.numel() > 0) {
     const Operands operands(x, w_up, w_down, w_gate, b_up, b_down, b_gate);
     return train(x, operands, token_weight, tally.has_value(), capacity);
   }
-  const Tensor report = torch::stable::new_empty(x, {0}, ScalarType::Float), state = bytes_like(x, 0);
-  switch (x.scalar_type()) {
-    case ScalarType::Float: return {dense(x, w_up, w_down, w_gate, b_up, b_down, b_gate), report, state};
-    case ScalarType::BFloat16:
-    case ScalarType::Half: return {sparse(x, Operands(x, w_up, w_down, w_gate, b_up, b_down, b_gate)), report, state};
-    default: throw std::invalid_argument("hf_twell takes float32, bfloat16 or float16 tensors");
-  }
+  const int64_t reported = tally ? 1 + w_up.size(0) : 0;
+  return {evaluate(x, w_up, w_down, w_gate, b_up, b_down, b_gate),
+          torch::stable::new_zeros(x, {reported}, ScalarType::Float), bytes_like(x, 0)};
 }
 
 Tensor infer(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up, MaybeTensor b_down,
              MaybeTensor b_gate) {
-  return std::get<0>(ffn(x, w_up, w_down, w_gate, b_up, b_down, b_gate, std::nullopt, std::nullopt, std::nullopt, 0));
+  check_sizes(x, w_up);
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  return evaluate(x, w_up, w_down, w_gate, b_up, b_down, b_gate);
 }
 
 }  // namespace

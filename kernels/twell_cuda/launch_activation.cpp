@@ -17,8 +17,8 @@ struct Inputs {
       : width(first.size(first.dim() - 1)),
         tokens(first.numel() / width),
         padded((width + kColumns - 1) / kColumns * kColumns),
-        gate(token_rows(first, width, padded)),
-        up(second ? MaybeTensor(token_rows(*second, width, padded)) : std::nullopt) {
+        gate(prepared(first, padded)),
+        up(second ? MaybeTensor(prepared(*second, padded)) : std::nullopt) {
     if (first.scalar_type() != ScalarType::BFloat16 && first.scalar_type() != ScalarType::Half) {
       throw std::invalid_argument("hf_twell::activation takes bfloat16 and float16 tensors");
     }
@@ -30,7 +30,7 @@ struct Inputs {
   Tensor rows() const { return torch::stable::new_empty(gate, {tokens, padded}); }
   Tensor cut(const Tensor& rows, const Tensor& like) const {
     Tensor whole = rows;
-    if (padded != width) whole = torch::stable::contiguous(torch::stable::narrow(whole, 1, 0, width));
+    if (padded != width) whole = as_contiguous(torch::stable::narrow(whole, 1, 0, width));
     return torch::stable::reshape(whole, like.sizes());
   }
 };
@@ -57,7 +57,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_h, Tensor gate, MaybeTen
   }
   const Inputs inputs(gate, up);
   const Activation a = inputs.activation();
-  const Tensor dh = token_rows(grad_h, width, inputs.padded);
+  const Tensor dh = prepared(grad_h, inputs.padded);
   Tensor grad_gate = inputs.rows(), grad_up = up ? inputs.rows() : empty();
   // The report has room for padded neurons, which are never active.
   Tensor report = torch::stable::new_empty(gate, {reports ? 1 + inputs.padded : 0}, ScalarType::Float);
@@ -71,7 +71,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_h, Tensor gate, MaybeTen
                                    device_of(device), current_stream(device)),
                "activation backward");
   if (reports && inputs.padded != width) {
-    report = torch::stable::contiguous(torch::stable::narrow(report, 0, 0, 1 + width));
+    report = as_contiguous(torch::stable::narrow(report, 0, 0, 1 + width));
   }
   return {inputs.cut(grad_gate, gate), up ? inputs.cut(grad_up, gate) : grad_up, report};
 }

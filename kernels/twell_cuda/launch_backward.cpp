@@ -23,7 +23,7 @@ struct Output {
   // Without the padding.
   Tensor cut(int64_t columns) {
     if (!wanted || rows.size(1) == columns) return rows;
-    return torch::stable::contiguous(torch::stable::narrow(rows, 1, 0, columns));
+    return as_contiguous(torch::stable::narrow(rows, 1, 0, columns));
   }
 };
 
@@ -45,7 +45,7 @@ Seven ffn_backward(Tensor grad_y, Tensor state, Tensor x, Tensor w_up, Tensor w_
     for (Output* each : {&grad_up, &grad_down, &grad_gate, &grad_b_up, &grad_b_gate}) each->zero();
   } else {
     const Operands operands(x, w_up, w_down, w_gate, b_up, std::nullopt, b_gate);
-    const Tensor dy = token_rows(grad_y, hidden, padded), saved = torch::stable::contiguous(state);
+    const Tensor dy = prepared(grad_y, padded), saved = as_contiguous(state);
     const MaybeTensor scale = fp32(l1_scale), weight = fp32(token_weight);
     const L1 l1{fp32_pointer(scale), fp32_pointer(weight), nullptr};
     Output &first = gated ? grad_gate : grad_up, &b_first = gated ? grad_b_gate : grad_b_up;
@@ -72,7 +72,7 @@ Seven ffn_backward(Tensor grad_y, Tensor state, Tensor x, Tensor w_up, Tensor w_
   Tensor b_down = torch::stable::new_empty(x, {0});
   if (wants(kBiasDown)) {
     const std::vector<int64_t> sizes{tokens, hidden}, over{0};
-    b_down = torch::stable::sum(torch::stable::reshape(torch::stable::contiguous(grad_y), sizes), over);
+    b_down = torch::stable::sum(torch::stable::reshape(as_contiguous(grad_y), sizes), over);
   }
   Tensor dx = wants(kX) ? torch::stable::reshape(grad_x.cut(hidden), x.sizes()) : grad_x.rows;
   return {dx,   grad_up.cut(hidden), down, grad_gate.cut(hidden), grad_b_up.rows,

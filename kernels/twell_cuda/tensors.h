@@ -75,11 +75,18 @@ inline cudaStream_t current_stream(int index) {
   return static_cast<cudaStream_t>(stream);
 }
 
+inline bool aligned(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
+
+// Each call of PyTorch's dispatcher takes the host as long as a launch, so what is contiguous is not asked to become it.
+inline Tensor as_contiguous(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
 // Contiguous, with `columns` in its last dimension (the new ones zero) and a base at a 16-byte border.
 inline Tensor prepared(const Tensor& tensor, int64_t columns) {
   const int64_t missing = columns - tensor.size(tensor.dim() - 1);
-  Tensor out = torch::stable::contiguous(missing > 0 ? torch::stable::pad(tensor, {0, missing}) : tensor);
-  return reinterpret_cast<uintptr_t>(out.const_data_ptr()) % 16 == 0 ? out : torch::stable::clone(out);
+  Tensor out = as_contiguous(missing > 0 ? torch::stable::pad(tensor, {0, missing}) : tensor);
+  return aligned(out) ? out : torch::stable::clone(out);
 }
 
 inline MaybeTensor prepared(const MaybeTensor& tensor, int64_t columns) {
@@ -98,8 +105,8 @@ inline void check_launch(cudaError_t error, const char* what) {
 inline Tensor transposed(const Tensor& matrix) {
   const int64_t rows = matrix.size(0), columns = matrix.size(1);
   const bool plain = matrix.stride(1) == 1 && matrix.stride(0) == columns && rows % 8 == 0 && columns % 8 == 0 &&
-                     reinterpret_cast<uintptr_t>(matrix.const_data_ptr()) % 16 == 0;
-  if (!plain) return torch::stable::contiguous(torch::stable::transpose(matrix, 0, 1));
+                     aligned(matrix);
+  if (!plain) return as_contiguous(torch::stable::transpose(matrix, 0, 1));
   Tensor out = torch::stable::new_empty(matrix, {columns, rows});
   check_launch(transpose(matrix.const_data_ptr(), rows, columns, out.mutable_data_ptr(),
                          current_stream(matrix.get_device_index())),
@@ -107,14 +114,15 @@ inline Tensor transposed(const Tensor& matrix) {
   return out;
 }
 
-// (T, D) of a tensor with any leading sizes, its rows padded.
-inline Tensor token_rows(const Tensor& tensor, int64_t hidden, int64_t padded) {
-  const std::vector<int64_t> sizes{tensor.numel() / hidden, hidden};
-  return prepared(torch::stable::reshape(torch::stable::contiguous(tensor), sizes), padded);
+// What lies as (F, D) in memory, D padded: w_down (D, F) itself where it is stored by columns, as hf_twell/_layout.py sees
+// to in evaluation.
+inline Tensor down_rows(const Tensor& w_down, int64_t padded) {
+  const bool as_it_is = w_down.size(0) == padded && w_down.stride(0) == 1 && w_down.stride(1) == padded;
+  return as_it_is && aligned(w_down) ? w_down : prepared(transposed(w_down), padded);
 }
 
 inline MaybeTensor fp32(const MaybeTensor& tensor) {
-  return tensor ? MaybeTensor(torch::stable::contiguous(*tensor)) : std::nullopt;
+  return tensor ? MaybeTensor(as_contiguous(*tensor)) : std::nullopt;
 }
 inline const float* fp32_pointer(const MaybeTensor& tensor) { return static_cast<const float*>(pointer(tensor)); }
 
@@ -122,7 +130,7 @@ inline Tensor bytes_like(const Tensor& tensor, int64_t bytes) {
   return torch::stable::new_empty(tensor, {bytes}, ScalarType::Byte);
 }
 
-// The operands of one call, padded and contiguous, and what kernels see of them.
+// The operands of one call, padded and contiguous (x of any leading sizes), and what kernels see of them.
 struct Operands {
   int64_t hidden, width, tokens, padded;
   Tensor x, first, down;
@@ -134,10 +142,9 @@ struct Operands {
         width(w_up.size(0)),
         tokens(input.numel() / hidden),
         padded((hidden + kRow - 1) / kRow * kRow),
-        x(token_rows(input, hidden, padded)),
+        x(prepared(input, padded)),
         first(prepared(w_gate ? *w_gate : w_up, padded)),
-        // Free where the weight already lies by columns, as hf_twell/_layout.py sees to in evaluation.
-        down(prepared(transposed(w_down), padded)),
+        down(down_rows(w_down, padded)),
         up(prepared(w_gate ? MaybeTensor(w_up) : std::nullopt, padded)),
         b_first(prepared(w_gate ? bias_gate : bias_up, width)),
         b_up(prepared(w_gate ? bias_up : std::nullopt, width)),
