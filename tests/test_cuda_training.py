@@ -152,6 +152,30 @@ def test_more_tokens_than_sixteen_bits_count(density):
     assert_as_good_as_eager(gpu_case(65_537, 40, 344, density, torch.bfloat16))
 
 
+@pytest.mark.parametrize("options", [{"density": 1.0}, {"density": 0.02, "capacity": 1}])
+def test_many_chunks_that_were_not_kept(options):
+    """Each adds to the weights' gradients, and none may round them away."""
+    case = gpu_case(32_768, 64, 14_336, options["density"], torch.bfloat16)
+    assert_as_good_as_eager(case, **{key: value for key, value in options.items() if key == "capacity"})
+
+
+@pytest.mark.parametrize("density", [0.005, 1.0])
+def test_more_pairs_of_token_and_neuron_than_32_bits_count(density):
+    """200,000 x 10,752, against fp64 piece by piece, which would not fit as a whole."""
+    case, pieces = gpu_case(200_000, 64, 10_752, density, torch.bfloat16), 8
+    grad_y = grad_of_y(case)
+    ours = run(cuda_ffn, case, l1=None, grad_y=grad_y)
+    truth = {}
+    for x, dy in zip(case["x"].chunk(pieces), grad_y.chunk(pieces), strict=True):
+        part = run(reference.ffn, case | {"x": x}, torch.float64, l1=None, grad_y=dy)
+        for name, value in part.items():
+            truth[name] = [*truth.get(name, []), value] if name in ("y", "x") else truth.get(name, 0) + value
+    for name, value in ours.items():
+        exact = torch.cat(truth[name]) if name in ("y", "x") else truth[name]
+        error = relative_rms(value, exact)
+        assert error <= FEW_PAIRS[torch.bfloat16], f"{name}: error {error:.2e}"
+
+
 def test_one_full_token_among_empty_ones():
     for dtype, tokens, density in itertools.product(DTYPES, (1, 64, 300, 4097), (0.0, 0.01)):
         case = gpu_case(tokens, 40, 5632, density, dtype)

@@ -14,8 +14,16 @@ namespace {
 constexpr int64_t kForwardBytes = int64_t{176} << 20, kBackwardBytes = int64_t{64} << 20;
 constexpr int64_t kReportBytes = int64_t{16} << 20;  // of sums that wait for the report, where a chunk's are not more
 
-int64_t forward_blocks(const Ffn& ffn) { return chunk_blocks(ffn, kForwardBytes, ffn.up == nullptr ? 1 : 2); }
-int64_t backward_blocks(const Ffn& ffn) { return chunk_blocks(ffn, kBackwardBytes, ffn.up == nullptr ? 1 : 2); }
+// The weights' gradients are rounded to 16 bits after each chunk that was not kept: after so many, by less than eager's.
+constexpr int64_t kMostChunks = 8;
+
+int column_buffers(const Ffn& ffn) { return ffn.up == nullptr ? 1 : 2; }
+int64_t forward_blocks(const Ffn& ffn) { return chunk_blocks(ffn, kForwardBytes, column_buffers(ffn)); }
+int64_t backward_blocks(const Ffn& ffn) {
+  const int64_t least = (count_blocks(ffn) + kMostChunks - 1) / kMostChunks;
+  const int64_t least_bytes = least * kBlockTokens * ffn.width * 2 * column_buffers(ffn);
+  return chunk_blocks(ffn, std::max(kBackwardBytes, least_bytes), column_buffers(ffn));
+}
 
 int64_t whole_groups(int64_t entries) { return (entries + kGroup - 1) / kGroup * kGroup; }
 
