@@ -23,7 +23,7 @@ def control_of(row: dict, rows: list[dict]) -> dict | None:
 def table(rows: list[dict]) -> str:
     """A Markdown table, one line a row; a parent is named by its loss."""
     head = ["family", "parent", "method", "seed", "target", "density", "L0 of the layers", "loss", "against dense"]
-    head += ["dead (worst layer)", *TASKS, "Mtokens", "minutes"]
+    head += ["dead (worst layer)", *TASKS, "Mtokens", "minutes (up to 4 runs share a GPU)"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in sorted(rows, key=lambda r: (r["family"], r.get("parent_loss") or 0)):
         control = control_of(row, rows)
