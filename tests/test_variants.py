@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_twell import sparsify
 from hf_twell.cli import main
+from hf_twell.evaluation import load_model
 from hf_twell.packing import PackedText, StreamedText
 from hf_twell.variants import Adapters, train_ffns_alone
 from tests.conftest import tiny_llama
@@ -51,7 +52,20 @@ def test_what_is_trained_and_what_is_saved(recipe, trainable, capsys):
     assert AutoConfig.from_pretrained(folder).twell == {"version": 1, "layers": None}
     if trainable == "ffn+lora":
         twell = AutoConfig.from_pretrained(recipe.parent / "out" / "checkpoint-2").twell
-        assert "LoRA" in twell["unfinished"], "the adapters are not merged there"
+        assert "LoRA" in twell["unfinished"]["adapters"], "they are not merged there"
+
+
+def test_a_blend_and_adapters_each_take_off_their_own_mark(recipe, capsys):
+    pytest.importorskip("peft")
+    pytest.importorskip("datasets")
+    assert main(["train", str(recipe), "--json", "trainable=ffn+lora", "blend_steps=2", "training.save_steps=1"]) == 0
+    folder = json.loads(capsys.readouterr().out)["model"]
+    for step, parts in ((1, {"adapters", "activation"}), (2, {"adapters"}), (4, {"adapters"})):
+        checkpoint = recipe.parent / "out" / f"checkpoint-{step}"
+        assert AutoConfig.from_pretrained(checkpoint).twell["unfinished"].keys() == parts, step
+        with pytest.raises(ValueError, match=r"unfinished: .*its LoRA adapters are not merged"):
+            load_model(checkpoint)
+    assert AutoConfig.from_pretrained(folder).twell == {"version": 1, "layers": None}
 
 
 def test_adapters_are_merged_exactly():
