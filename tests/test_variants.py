@@ -128,6 +128,7 @@ def test_a_streamed_run_resumes_to_the_same_model(recipe, capsys):
         ("l1_weight=1e-3", "give one of them"),
         ("target_density=2.5", "between 0 and 1"),
         ("layer_shares=some", "'equal', 'free'"),
+        ("l1_bounds=0.5", "lowest and the highest"),
         ("trainable=most", "'ffn+lora'"),
         ("distill.logit=0.5", "did you mean 'logits'"),
         ("training.max_steps=-1", "give max_steps"),
