@@ -6,9 +6,9 @@ logger = logging.getLogger(__name__)
 
 LAYER_PREFIX = "twell/layer_"
 AT_BOUND = {
-    "upper": "upper bound, and more of its neurons are active than the path to the target has; give more steps, a "
+    "upper": "upper bound, with more active neurons than the path to the target has; give more steps, a "
     "longer warmup_steps, a higher learning rate or l1_bounds with a higher second number",
-    "lower": "lower bound, and fewer of its neurons are active than the path to the target has; give a lower "
+    "lower": "lower bound, with fewer active neurons than the path to the target has; give a lower "
     "target_density, layer_shares='free' or l1_bounds with a lower first number",
 }
 
@@ -40,16 +40,14 @@ def log_without_layers(on_log, args, state, control, logs=None, **kwargs):
     return on_log(args, state, control, logs=logs, **kwargs)
 
 
-def warn_of_bounds(held: dict[str, list[int]], told: set, weights, ffns: list, step: int) -> None:
-    """Log which layers' coefficients have come to a bound, each once; `told` remembers them.
-
-    Args:
-        held: `DensityController.held()`.
-        weights: coefficients of all layers, (L,).
-    """
+def warn_of_bounds(controller, told: set, ffns: list, step: int) -> None:
+    """Log which layers' coefficients have come to a bound, each once; `told` remembers them."""
+    held, weights = controller.held(), controller.weights().tolist()
     for side, layers in held.items():
         new = [layer for layer in layers if (side, layer) not in told]
         told.update((side, layer) for layer in new)
         if new:
-            names = ", ".join(f"{ffns[layer].twell.name} ({weights[layer].item():.3g})" for layer in new)
+            names = ", ".join(f"{ffns[layer].twell.name} ({weights[layer]:.3g})" for layer in new)
+            if controller.share == "free":
+                names = f"all layers ({weights[0]:.3g})"
             logger.warning("step %d: the L1 weight of %s is at its %s", step, names, AT_BOUND[side])

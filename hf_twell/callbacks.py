@@ -306,8 +306,7 @@ class SparsityCallback(TrainerCallback):
             reference = self.controller.reference(self.progress(self.trainer.state.global_step))
             rows["twell/target"] = reference.mean().item()
             if self.trainer.is_world_process_zero():
-                weights, step = self.controller.weights(), self.trainer.state.global_step
-                warn_of_bounds(self.controller.held(), self._told, weights, self.penalty.ffns, step)
+                warn_of_bounds(self.controller, self._told, self.penalty.ffns, self.trainer.state.global_step)
         if self.revival is not None:
             rows["twell/revived"] = self.revival.revived
         if self.blend is not None:

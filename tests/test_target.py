@@ -115,6 +115,14 @@ def test_a_weight_at_its_bound_is_told_while_it_happens_and_once(tmp_path, caplo
     assert told_at[1] < STEPS / 2, "not only at the end"
 
 
+def test_layers_that_share_the_target_are_told_of_as_one(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, target_density=0.05, warmup_steps=2, layer_shares="free", l1_bounds=(1e-3, 2e-2))
+    trainer.args.max_steps = 10
+    trainer.train()
+    (line,) = bound_lines(caplog)
+    assert re.match(r"step \d+: the L1 weight of all layers \(0\.02\) is at its upper bound", line)
+
+
 def test_bounds_are_recorded_and_new_ones_are_told_and_used(tmp_path, caplog):
     options = {"target_density": 0.05, "warmup_steps": 2}
     first = make_trainer(tmp_path, **options, l1_bounds=(1e-3, 2e-2))
