@@ -2,8 +2,8 @@
 
 Accelerate turns FSDP on where its processes have GPUs, and on CPUs runs DDP whatever the configuration says. So this
 tells it, of CPU processes, that they are of the GPU kind. Devices, tensors and gloo stay the CPU's, and all that comes
-then (reading the configuration, `fully_shard`, gathering, saving, resuming) is accelerate's and PyTorch's own code. What it
-cannot show is NCCL, memory, and streams that overlap.
+then is accelerate's and PyTorch's own code: reading the configuration, `fully_shard`, gathering, saving, resuming. What
+it cannot show is NCCL, memory, and streams that overlap.
 """
 
 import runpy
