@@ -1,6 +1,16 @@
-"""The rows that `SparsityCallback` adds to a trainer's logs."""
+"""The rows that `SparsityCallback` adds to a trainer's logs, and what it says of its controller."""
+
+import logging
+
+logger = logging.getLogger(__name__)
 
 LAYER_PREFIX = "twell/layer_"
+AT_BOUND = {
+    "upper": "upper bound, with more active neurons than the path to the target has; give more steps, a "
+    "longer warmup_steps, a higher learning rate or l1_bounds with a higher second number",
+    "lower": "lower bound, with fewer active neurons than the path to the target has; give a lower "
+    "target_density, layer_shares='free' or l1_bounds with a lower first number",
+}
 
 
 def rows_of_report(report: dict, ffns: list, *, layer_weights: bool, layers: bool) -> dict[str, float]:
@@ -28,3 +38,16 @@ def log_without_layers(on_log, args, state, control, logs=None, **kwargs):
     """`on_log` of a callback for the console, where every layer's figures would bury the loss."""
     logs = {key: value for key, value in (logs or {}).items() if not key.startswith(LAYER_PREFIX)}
     return on_log(args, state, control, logs=logs, **kwargs)
+
+
+def warn_of_bounds(controller, told: set, ffns: list, step: int) -> None:
+    """Log which layers' coefficients have come to a bound, each once; `told` remembers them."""
+    held, weights = controller.held(), controller.weights().tolist()
+    for side, layers in held.items():
+        new = [layer for layer in layers if (side, layer) not in told]
+        told.update((side, layer) for layer in new)
+        if new:
+            names = ", ".join(f"{ffns[layer].twell.name} ({weights[layer]:.3g})" for layer in new)
+            if controller.share == "free":
+                names = f"all layers ({weights[0]:.3g})"
+            logger.warning("step %d: the L1 weight of %s is at its %s", step, names, AT_BOUND[side])

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from hf_twell.architectures import activation_keys, find_ffns
-from hf_twell.convert import sparsify
+from hf_twell.convert import mark_unfinished, sparsify
 
 
 class BlendedActivation(nn.Module):
@@ -69,11 +69,8 @@ class Blend:
         for key in keys:
             # No activation has this name, so that nothing loads an unfinished model as a whole one.
             setattr(config, key, "relu" if done else f"unfinished blend of {self.name} and {self.share:.4f} relu")
-        entry = {key: value for key, value in self.model.config.twell.items() if key != "unfinished"}
-        unfinished = (
-            {} if done else {"unfinished": f"its activation is {self.name} blended with {self.share:.4f} of relu"}
-        )
-        self.model.config.twell = {**entry, **unfinished}
+        reason = None if done else f"its activation is {self.name} blended with {self.share:.4f} of relu"
+        mark_unfinished(self.model.config, "activation", reason)
 
 
 class _Called(nn.Module):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
 from hf_twell._layout import restore_down
-from hf_twell._logs import log_without_layers, rows_of_report
+from hf_twell._logs import log_without_layers, rows_of_report, warn_of_bounds
 from hf_twell.blending import Blend
 from hf_twell.checkpoints import STATE_NAME, last_checkpoint, read_state, write_json
 from hf_twell.controller import DensityController
@@ -56,7 +56,8 @@ class SparsityCallback(TrainerCallback):
             target (default 0.4); a float under 1 is a share of all steps.
         warmup: "linear", or "sine" (flat at both ends).
         layer_shares: "equal": every layer reaches the target; "free": their mean does, with one coefficient for all.
-        l1_bounds: lowest and highest coefficient that the controller may choose.
+        l1_bounds: lowest and highest coefficient that the controller may choose; a layer that comes to one, by default
+            (see `DensityController`) or as given, is named once in a warning.
         revive_after: tokens without an activation after which a neuron is dead, and is revived (see `Revival`), in the
             first 80 % of the run.
         blend: the model's `Blend`: its activation becomes ReLU over `blend_steps`, and then the L1 term begins.
@@ -96,6 +97,8 @@ class SparsityCallback(TrainerCallback):
                 f"l1_weight={l1_weight!r} and target_density={target_density!r}; give one of them: the coefficient "
                 "(0 measures only), or the share of active neurons that it shall lead to"
             )
+        if l1_bounds is not None and target_density is None:
+            raise ValueError(f"l1_bounds={l1_bounds!r} goes with target_density alone; leave it out")
         if warmup not in WARMUPS:
             raise ValueError(f"warmup={warmup!r}; choose one of {', '.join(map(repr, WARMUPS))}")
         if warmup_steps is None:
@@ -113,7 +116,7 @@ class SparsityCallback(TrainerCallback):
         self.warmup_steps = warmup_steps
         self.warmup = warmup
         self.layer_shares = layer_shares
-        self.l1_bounds = l1_bounds
+        self.l1_bounds = list(l1_bounds) if isinstance(l1_bounds, tuple) else l1_bounds  # as a checkpoint gives them
         self.revive_after = revive_after
         self.blend = blend
         self.blend_steps = blend_steps
@@ -125,6 +128,7 @@ class SparsityCallback(TrainerCallback):
             sigma = getattr(trainer.model.config.get_text_config(), "initializer_range", 0.02)
             self.revival = Revival(self.penalty.ffns, revive_after, sigma=sigma, seed=trainer.args.seed)
         self._resumed: Path | None = None
+        self._told: set = set()
         # No event carries the batches, or comes before the reporters and the saving: these methods of the trainer do.
         earlier = getattr(vars(trainer).get("train"), "func", None)
         if isinstance(getattr(earlier, "__self__", None), SparsityCallback):
@@ -169,6 +173,7 @@ class SparsityCallback(TrainerCallback):
 
     def _begin_run(self, step: int) -> None:
         saved = read_state(self._resumed) if self._resumed else {}
+        self._told = set()
         if self.controller is not None:
             self.controller = self._new_controller(self.trainer.state.max_steps - self._blend_length())
             self.penalty.layer_weights = None
@@ -231,7 +236,7 @@ class SparsityCallback(TrainerCallback):
         return folder / STATE_NAME
 
     def _schedule(self) -> dict:
-        names = ["l1_weight"] if self.controller is None else ["target_density", "layer_shares"]
+        names = ["l1_weight"] if self.controller is None else ["target_density", "layer_shares", "l1_bounds"]
         names += ["warmup_steps", "warmup"]
         names += ["blend_steps"] if self.blend is not None else []
         names += ["revive_after"] if self.revival is not None else []
@@ -300,6 +305,8 @@ class SparsityCallback(TrainerCallback):
         if steered:
             reference = self.controller.reference(self.progress(self.trainer.state.global_step))
             rows["twell/target"] = reference.mean().item()
+            if self.trainer.is_world_process_zero():
+                warn_of_bounds(self.controller, self._told, self.penalty.ffns, self.trainer.state.global_step)
         if self.revival is not None:
             rows["twell/revived"] = self.revival.revived
         if self.blend is not None:

@@ -65,6 +65,9 @@ def save_model(model, path: str | Path, tokenizer=None, *, overwrite: bool = Fal
     """
     from hf_twell.config_files import one_line_errors  # imports torch, which the command line's start does without
 
+    if state_dict is not None:  # its copies of tied weights share no memory, by which Transformers would know them
+        tied = getattr(model, "all_tied_weights_keys", {})
+        state_dict = {name: weights for name, weights in state_dict.items() if name not in tied}
     with whole_folder(path, overwrite=overwrite) as folder:
         with one_line_errors(f"could not write {path}"):
             try:

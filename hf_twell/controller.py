@@ -14,6 +14,7 @@ PROPORTIONAL = 4.0
 INTEGRAL = 24.0  # over the whole run
 LARGEST_INTEGRAL = 0.4  # a step, in very short ones
 SMOOTHED = 0.02  # share of the run
+FAR = math.log(1.1)  # a tenth
 
 
 class DensityController:
@@ -47,8 +48,10 @@ class DensityController:
             raise ValueError(f"target_density={target_density!r}; give a share between 0 and 1, such as 0.005")
         if share not in SHARES:
             raise ValueError(f"layer_shares={share!r}; choose one of {', '.join(map(repr, SHARES))}")
-        if bounds is not None and not (len(bounds) == 2 and 0 < bounds[0] < bounds[1]):
-            raise ValueError(f"l1_bounds={bounds!r}; give the lowest and the highest weight, both above 0")
+        if bounds is not None and not _are_bounds(bounds):
+            raise ValueError(
+                f"l1_bounds={bounds!r}; give the lowest and the highest weight, two rising numbers above 0"
+            )
         self.target_density = target_density
         self.steps = max(1, steps)
         self.share = share
@@ -57,7 +60,8 @@ class DensityController:
         self._density: torch.Tensor | None = None
         self._error: torch.Tensor | None = None
         self._log_weight: torch.Tensor | None = None
-        self._log_bounds: torch.Tensor | None = None
+        self._log_first: torch.Tensor | None = None
+        self._limits: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @torch.no_grad()
     def update(self, density: torch.Tensor, l1: torch.Tensor, progress: float) -> torch.Tensor:
@@ -73,10 +77,8 @@ class DensityController:
             self._density += rate * (density - self._density)
         error = (self._seen() / self.reference(progress)).log().clamp(-1, 1)
         change = PROPORTIONAL * (error - self._error) + min(INTEGRAL / self.steps, LARGEST_INTEGRAL) * error
-        low, high = self._log_bounds
-        if self.bounds is None:
-            high = torch.minimum(high, (LARGEST_TERM / self._shared(l1).clamp(min=1e-12)).log())
-        self._log_weight = torch.minimum(torch.maximum(self._log_weight + change, low), high)
+        self._limits = self._log_bounds(l1)
+        self._log_weight = (self._log_weight + change).clamp(*self._limits)
         self._error = error
         return self.weights()
 
@@ -92,18 +94,29 @@ class DensityController:
         target = math.log(self.target_density)
         return (self._start.log() * (1 - progress) + target * progress).exp()
 
-    def missed(self, within: float = 0.1) -> dict[int, float]:
-        """Densities, as smoothed, of the layers that are further from the target; with "free", of none or of all."""
+    def held(self) -> dict[str, list[int]]:
+        """Layers whose weight is at its "upper" or "lower" bound, while they are more than a tenth off the path."""
+        if self._limits is None:
+            return {}
+        low, high = self._limits
+        sides = {
+            "upper": (self._log_weight >= high) & (self._error > FAR),
+            "lower": (self._log_weight <= low) & (self._error < -FAR),
+        }
+        return {side: [layer for layer, is_held in enumerate(held.tolist()) if is_held] for side, held in sides.items()}
+
+    def missed(self) -> dict[int, float]:
+        """Densities, as smoothed, of the layers more than a tenth off the target; with "free", of none or of all."""
         if not self.started:
             return {}
-        far = ((self._seen() / self.target_density).log().abs() > math.log(1 + within)).tolist()
+        far = ((self._seen() / self.target_density).log().abs() > FAR).tolist()
         return {layer: density for layer, density in enumerate(self._density.tolist()) if far[layer]}
 
     def state(self) -> dict:
         """What a resumed run needs, as plain data."""
         if not self.started:
             return {}
-        names = ("_start", "_density", "_error", "_log_weight", "_log_bounds")
+        names = ("_start", "_density", "_error", "_log_weight", "_log_first")
         return {name.lstrip("_"): getattr(self, name).tolist() for name in names}
 
     def load_state(self, state: dict, device: torch.device) -> None:
@@ -111,16 +124,19 @@ class DensityController:
             setattr(self, f"_{name}", torch.tensor(values, device=device))
 
     def _begin(self, density, l1) -> None:
-        first = FIRST_TERM / l1.mean().clamp(min=1e-12)
-        low, high = WEIGHT_RANGE if self.bounds is None else self.bounds
-        self._log_bounds = (
-            torch.stack([first * low, first * high]) if self.bounds is None else first.new_tensor([low, high])
-        )
-        self._log_bounds = self._log_bounds.log()
-        self._log_weight = first.log().clamp(self._log_bounds[0], self._log_bounds[1]).expand_as(density).clone()
+        self._log_first = (FIRST_TERM / l1.mean().clamp(min=1e-12)).log()
+        self._log_weight = self._log_first.expand_as(density).clamp(*self._log_bounds(l1))
         self._density = density.clone()
         self._start = self._seen()
         self._error = torch.zeros_like(density)
+
+    def _log_bounds(self, l1) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the logarithm of each layer's weight, (L,) each."""
+        if self.bounds is not None:
+            low, high = (torch.full_like(l1, math.log(bound)) for bound in self.bounds)
+            return low, high
+        low, high = (self._log_first.expand_as(l1) + math.log(factor) for factor in WEIGHT_RANGE)
+        return low, torch.minimum(high, (LARGEST_TERM / self._shared(l1).clamp(min=1e-12)).log())
 
     def _seen(self) -> torch.Tensor:
         return self._shared(self._density)
@@ -128,3 +144,9 @@ class DensityController:
     def _shared(self, values: torch.Tensor) -> torch.Tensor:
         """Each layer's own, or the mean where layers share the target freely."""
         return values.clone() if self.share == "equal" else values.mean().expand_as(values).clone()
+
+
+def _are_bounds(bounds) -> bool:
+    if not isinstance(bounds, list | tuple) or not all(isinstance(bound, int | float) for bound in bounds):
+        return False
+    return len(bounds) == 2 and 0 < bounds[0] < bounds[1] < math.inf

@@ -117,8 +117,10 @@ def check_entry(config) -> dict | None:
             f"the config's twell entry has version {version}, this package knows {FORMAT_VERSION}; upgrade it"
         )
     if "unfinished" in entry:
+        reasons = entry["unfinished"]
+        reasons = "; ".join(map(str, reasons.values())) if isinstance(reasons, dict) else reasons
         raise ValueError(
-            f"the conversion of this {config.model_type} model is unfinished: {entry['unfinished']}. Go on with the "
+            f"the conversion of this {config.model_type} model is unfinished: {reasons}. Go on with the "
             "training that saved it (`hf-twell train RECIPE --resume`)."
         )
     text_config = config.get_text_config()
@@ -129,6 +131,18 @@ def check_entry(config) -> dict | None:
             "'relu'; correct the config, or remove its twell entry to convert the model"
         )
     return entry
+
+
+def mark_unfinished(config, part: str, reason: str | None) -> None:
+    """Say in the config's `twell` entry why a part of the conversion is not done; with None, that it is.
+
+    `check_entry` refuses a model until every part is.
+    """
+    entry = dict(config.twell)
+    reasons = {key: value for key, value in entry.pop("unfinished", {}).items() if key != part}
+    if reason is not None:
+        reasons[part] = reason
+    config.twell = entry | ({"unfinished": reasons} if reasons else {})
 
 
 def chosen_layers(model, layers, count: int) -> list[int]:

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from hf_twell.architectures import find_ffns
 from hf_twell.penalty import token_weight
 
-CHUNK = 1024  # tokens whose logits are computed at a time
+CHUNK = 2**24  # logits computed at a time: 64 MiB in float32, of which a few such tensors exist at once
 
 
 class Distillation:
@@ -22,8 +22,12 @@ class Distillation:
     output over the parent's squared output, both averaged over the same tokens (a micro-batch's own, for the latter).
 
     Like the L1 term, both enter in backward, at the logits and at each block's output: the logged loss stays the task
-    loss, and accumulation, processes and gradient checkpointing change nothing. Above the parent's weights, a step
-    holds its last hidden states and, for `layers`, its blocks' outputs; its logits exist a few tokens at a time.
+    loss, and accumulation, processes and gradient checkpointing change nothing.
+
+    Memory: the parent's weights and, for a micro-batch, its last hidden states (B, S, D); for `layers`, each block's
+    output (B, S, D) of the parent and of the model. With `logits` above 0 the model's logits (B, S, V) are kept for
+    backward, which makes one gradient of that size beside the one that it gets, both in the logits' dtype. The
+    parent's logits exist a few tokens at a time.
 
     Args:
         model: the model to train.
@@ -141,12 +145,13 @@ class _InjectKl(torch.autograd.Function):
         (logits,) = ctx.saved_tensors
         batch, owner = ctx.batch, ctx.distillation
         head, share = owner.parent.get_output_embeddings(), owner.logits
-        grad = grad_logits * (1 - share)
+        grad = grad_logits * (1 - share)  # not in place: the gradient that comes in belongs to autograd
         grad_TV, logits_TV = grad.flatten(0, 1), logits.flatten(0, 1)
         hidden_TD, weight_T = batch.hidden.flatten(0, 1), batch.weight.flatten()
         kl = torch.zeros((), device=logits.device)
-        for at in range(0, len(logits_TV), CHUNK):
-            rows = slice(at, at + CHUNK)
+        tokens = max(1, CHUNK // logits.shape[-1])
+        for at in range(0, len(logits_TV), tokens):
+            rows = slice(at, at + tokens)
             theirs = F.log_softmax(head(hidden_TD[rows]).float(), -1)
             mine = F.log_softmax(logits_TV[rows].float(), -1)
             weight = weight_T[rows].unsqueeze(1)

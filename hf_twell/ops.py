@@ -45,7 +45,7 @@ def ffn(
             alone, since backward computes again what did not fit. By default F / 16 on a CPU, F / 44 on a GPU.
         backend: "auto" takes the fastest backend that can compute this call; "reference", "cpu" or "cuda" insist.
             "cuda" computes gradients in bfloat16 and float16 on GPUs of compute capability 9.0; under "auto", calls
-            that need others go to "reference".
+            that need others go to "reference", with one warning.
 
     Raises:
         ValueError: shapes or devices that do not fit together, a capacity below 1, or a backend that was asked for by
@@ -196,12 +196,14 @@ def resolve(backend: str, device_type: str) -> str:
 
 
 def _kernels_take(backend, kernels, needs_grad, x, *weights) -> bool:
-    """Whether these kernels can compute these tensors; if not, "auto" says so once and any other name raises.
-
-    Training that CUDA kernels do not take is no surprise, so "auto" says nothing of it.
-    """
+    """Whether these kernels can compute these tensors; if not, "auto" says so once and any other name raises."""
     training_problem = _training_problem(x) if kernels == "cuda" and needs_grad else None
     if training_problem and backend == "auto":
+        if not torch.compiler.is_compiling():  # where plain PyTorch is compiled, and training seldom takes kernels
+            _warn_once(
+                f"hf_twell trains with plain PyTorch: gradients are wanted {training_problem}. Where none are wanted, "
+                "use torch.no_grad(); backend='reference' asks for plain PyTorch, without this warning."
+            )
         return False
     problem = None
     dtypes = {tensor.dtype for tensor in (x, *weights) if tensor is not None}

@@ -71,6 +71,7 @@ class Recipe:
             falls to its target.
         warmup: "linear" or "sine".
         layer_shares: "equal" or "free": whether every layer reaches the target, or their mean.
+        l1_bounds: lowest and highest coefficient that `target_density` may lead to; null for those of the controller.
         revive_after: tokens after which a neuron that was never active is revived; null leaves dead ones alone.
         blend_steps: optimizer steps (or share of them) over which the activation becomes ReLU; null swaps it at once.
         distill: what the dense parent teaches: `logits` (share in the objective), `layers` (weight of its blocks'
@@ -94,6 +95,7 @@ class Recipe:
     warmup_steps: float | None = None
     warmup: str = "linear"
     layer_shares: str = "equal"
+    l1_bounds: list | None = None
     revive_after: int | None = None
     blend_steps: float | None = None
     distill: dict | None = None
@@ -109,7 +111,7 @@ class Recipe:
         l1_weight = self.l1_weight
         if l1_weight is None and self.target_density is None:
             l1_weight = DEFAULT_L1_WEIGHT
-        names = ("target_density", "warmup_steps", "warmup", "layer_shares", "revive_after")
+        names = ("target_density", "warmup_steps", "warmup", "layer_shares", "l1_bounds", "revive_after")
         return {"l1_weight": l1_weight, **{name: getattr(self, name) for name in names}}
 
 

@@ -3,6 +3,7 @@
 from torch import nn
 
 from hf_twell.architectures import find_ffns
+from hf_twell.convert import mark_unfinished
 
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 
@@ -39,17 +40,17 @@ class Adapters:
         self._tuner = LoraModel(model, config, "default")
         for parameter in parameters:
             parameter.requires_grad_(True)
-        self._entry = getattr(model.config, "twell", None)
-        if self._entry is not None:
-            model.config.twell = {**self._entry, "unfinished": "its LoRA adapters are not merged"}
+        self._marked = getattr(model.config, "twell", None) is not None
+        if self._marked:
+            mark_unfinished(model.config, "adapters", "its LoRA adapters are not merged")
 
     def merge(self) -> None:
         """Add the adapters to the weights and take them off."""
         self._tuner.merge_and_unload()
         for parameter in self.model.parameters():
             parameter.requires_grad_(True)
-        if self._entry is not None:
-            self.model.config.twell = {k: v for k, v in self.model.config.twell.items() if k != "unfinished"}
+        if self._marked:
+            mark_unfinished(self.model.config, "adapters", None)
 
 
 def train_ffns_alone(model: nn.Module) -> None:

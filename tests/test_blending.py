@@ -56,7 +56,7 @@ def test_a_checkpoint_on_the_way_is_no_finished_model(tmp_path):
     with pytest.raises(ValueError, match="unfinished"):
         sparsify(model)
     model.save_pretrained(tmp_path)
-    assert "0.2500" in AutoConfig.from_pretrained(tmp_path).twell["unfinished"]
+    assert "0.2500" in AutoConfig.from_pretrained(tmp_path).twell["unfinished"]["activation"]
     with pytest.raises(KeyError, match=r"unfinished blend of silu and 0\.2500 relu"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"cannot load a model .* unfinished: .* silu blended with 0\.2500"):

@@ -3,12 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainingArguments
 
-from hf_twell import SparsityCallback, sparsify
+from hf_twell import SparsityCallback, distillation, sparsify
 from hf_twell.distillation import Distillation
 from tests import one_step
-from tests.conftest import tiny_llama
+from tests.conftest import TINY, tiny_llama
 
 LOGITS, LAYERS = 0.6, 0.7
 
@@ -74,6 +75,46 @@ def test_accumulation_does_not_change_what_the_logits_teach():
         assert parts["loss"] == pytest.approx(logs["loss"], abs=1e-5), "the logged loss stays the task loss"
 
 
+def logits_made_and_kept(monkeypatch, distil) -> tuple[list[str], int]:
+    """Of one training step: operators that made a tensor as large as all logits or larger, and those autograd kept."""
+    large = len(one_step.LENGTHS) * max(one_step.LENGTHS) * TINY["vocab_size"]
+    made, kept = [], {}
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+            if isinstance(result, torch.Tensor) and result.numel() >= large:
+                made.extend([func.name()] if result.untyped_storage().data_ptr() not in given else [])
+            return result
+
+    def keep(tensor):
+        if tensor.numel() >= large:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with Watch(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        one_step.trainer_gradient(l1_weight=0.0, distil=distil)
+    return made, len(kept)
+
+
+def test_distilling_logits_costs_one_tensor_of_them_kept_and_one_made(monkeypatch):
+    monkeypatch.setattr(distillation, "CHUNK", 20 * TINY["vocab_size"])
+    plain, kept = logits_made_and_kept(monkeypatch, {"logits": 0.0, "layers": 1.0})
+    made, kept_too = logits_made_and_kept(monkeypatch, {"logits": LOGITS})
+    assert kept_too == kept + 1
+    assert sorted(made) == sorted([*plain, "aten::mul.Tensor"])
+
+
+@pytest.mark.parametrize("chunk", [1, 5 * 96 + 7, 10**9])
+def test_the_size_of_chunks_changes_no_gradient(monkeypatch, chunk):
+    whole, logs = one_step.trainer_gradient(l1_weight=0.0, distil={"logits": LOGITS})
+    monkeypatch.setattr(distillation, "CHUNK", chunk)
+    gradient, parts = one_step.trainer_gradient(l1_weight=0.0, distil={"logits": LOGITS})
+    assert (gradient - whole).norm() <= 1e-6 * whole.norm()
+    assert parts["twell/kl"] == pytest.approx(logs["twell/kl"], rel=1e-6)
+
+
 def test_a_parent_that_is_the_model_teaches_nothing(tmp_path):
     model, parent = sparsify(tiny_llama()), sparsify(tiny_llama())
     before = {name: weights.clone() for name, weights in model.named_parameters()}
@@ -83,8 +124,8 @@ def test_a_parent_that_is_the_model_teaches_nothing(tmp_path):
     trainer = Trainer(model, args, train_dataset=one_step.rows(), data_collator=one_step.pad)
     keep = one_step.KeepGradient()
     trainer.add_callback(keep)
-    distillation = Distillation(model, parent, logits=1.0, layers=1.0)
-    trainer.add_callback(SparsityCallback(trainer, 0.0, distillation=distillation))
+    both = Distillation(model, parent, logits=1.0, layers=1.0)
+    trainer.add_callback(SparsityCallback(trainer, 0.0, distillation=both))
     trainer.train()
     assert trainer.state.log_history[0]["twell/kl"] == pytest.approx(0, abs=1e-6)
     assert keep.gradient.abs().max() < 1e-6

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_twell
@@ -115,24 +116,69 @@ def test_every_recipe_runs_two_steps(name, text, tmp_path, capsys):
         assert "streaming: true" in recipe.read_text()
 
 
-def test_two_processes_train_as_one(text, tmp_path):
+def run_processes(launch: list, *changes) -> str:
+    """What recipes/finetune.py prints for demo-target.yaml with these changes, started by `launch`."""
+    command = [sys.executable, *launch, ROOT / "recipes" / "finetune.py", ROOT / "recipes" / "demo-target.yaml"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run([*command, *changes], capture_output=True, text=True, env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def logs_of(checkpoint: Path) -> list[dict]:
+    history = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
+    return [row for row in history if "loss" in row]
+
+
+def assert_same_rows(rows: list[dict], expected: list[dict]) -> None:
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    for mine, other in zip(rows, expected, strict=True):
+        keys = [key for key in other if key not in ("grad_norm", "twell/kl")]  # kl is of one process's tokens
+        assert [mine[key] for key in keys] == pytest.approx([other[key] for key in keys], rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_two_processes_train_as_one(text, tmp_path, streamed):
     """Controller, revival and distillation see the whole step: the same rows in one process or two, the same logs."""
+    changes = ["distill={logits: 0.5}", "revive_after=100"]
+    if streamed:
+        pytest.importorskip("datasets")
+        documents = text.read_text().split("\n\n")
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": words}) + "\n" for words in documents))
+        changes = [f"train={{hub: json, data_files: {tmp_path / 'rows.jsonl'}, streaming: true}}"]
     logs = []
     for processes in (1, 2):
         output = tmp_path / str(processes)
         launch = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
-        changes = [*small(text, output, 4, 4 // processes), "distill={logits: 0.5}", "revive_after=100"]
-        command = [sys.executable, *launch, ROOT / "recipes" / "finetune.py", ROOT / "recipes" / "demo-target.yaml"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run([*command, *changes], capture_output=True, text=True, env=environment, timeout=240)
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert done.stdout.count('"after"') == 1, "one process prints the result"
-        logs.append(json.loads((output / "checkpoint-4" / "trainer_state.json").read_text())["log_history"])
-    assert any(row.get("twell/revived", 0) > 0 for row in logs[0])
-    for one, two in zip(*logs, strict=True):
-        if "loss" in one:
-            keys = [key for key in one if key not in ("grad_norm", "twell/kl")]  # kl is of one process's tokens
-            assert [two[key] for key in keys] == pytest.approx([one[key] for key in keys], rel=1e-3, abs=1e-6)
+        printed = run_processes(launch, *small(text, output, 4, 4 // processes), *changes)
+        assert printed.count('"after"') == 1, "one process prints the result"
+        logs.append(logs_of(output / "checkpoint-4"))
+    assert streamed or any(row["twell/revived"] > 0 for row in logs[0])
+    assert_same_rows(logs[1], logs[0])
+
+
+def test_the_fsdp2_config_trains_saves_and_resumes_in_two_processes(text, tmp_path, capsys):
+    """With the losses of one process, which are DDP's; in float32, as bfloat16 hides small mistakes."""
+    config, output = str(ROOT / "recipes" / "accelerate" / "fsdp2.yaml"), tmp_path / "out"
+    launch = ["-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", "2"]
+    launch += ["--mixed_precision", "no", ROOT / "tests" / "fsdp_on_cpu.py"]
+    changes = [*small(text, output, 4, 2), "training.save_steps=2", "revive_after=null"]
+    run_processes(launch, *changes)
+    assert (output / "checkpoint-4" / "pytorch_model_fsdp.bin").is_file(), "FSDP wrote the checkpoint"
+    rows = logs_of(output / "checkpoint-4")
+
+    recipe = str(ROOT / "recipes" / "demo-target.yaml")
+    assert main(["train", recipe, "--json", *small(text, tmp_path / "one", 4, 4), "revive_after=null"]) == 0
+    one = json.loads(capsys.readouterr().out)
+    assert_same_rows(rows, one["logs"])
+    final, expected = (load_file(Path(folder) / "model.safetensors") for folder in (output / "final", one["model"]))
+    torch.testing.assert_close(final, expected, atol=1e-4, rtol=1e-3)
+
+    shutil.rmtree(output / "checkpoint-4")
+    shutil.rmtree(output / "final")
+    run_processes(launch, *changes, "--resume")
+    assert_same_rows(logs_of(output / "checkpoint-4"), rows)
+    torch.testing.assert_close(load_file(output / "final" / "model.safetensors"), final, atol=1e-6, rtol=1e-5)
 
 
 def test_the_zero2_config_trains_in_two_processes(text, tmp_path):
@@ -143,21 +189,14 @@ def test_the_zero2_config_trains_in_two_processes(text, tmp_path):
         if deepspeed:
             config = str(ROOT / "recipes" / "accelerate" / "zero2.yaml")
             launch = ["-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", "2"]
-        changes = [*small(text, output, 4, 2), "training.bf16=true", "revive_after=null"]
-        command = [sys.executable, *launch, ROOT / "recipes" / "finetune.py", ROOT / "recipes" / "demo-target.yaml"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-        done = subprocess.run(
-            [*command, *changes, "--overwrite"], capture_output=True, text=True, env=environment, timeout=240
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+        run_processes(launch, *small(text, output, 4, 2), "training.bf16=true", "revive_after=null", "--overwrite")
         checkpoint = output / "checkpoint-4"
         assert (checkpoint / "zero_to_fp32.py").is_file() == deepspeed, "DeepSpeed wrote the checkpoint"
-        logs.append(json.loads((checkpoint / "trainer_state.json").read_text())["log_history"])
+        logs.append(logs_of(checkpoint))
         shutil.rmtree(output)
     for mine, plain in zip(*logs, strict=True):
-        if "loss" in mine:  # DeepSpeed keeps weights in bfloat16 between steps
-            for key in ("loss", "twell/l0"):
-                assert mine[key] == pytest.approx(plain[key], rel=0.02)
+        for key in ("loss", "twell/l0"):  # DeepSpeed keeps weights in bfloat16 between steps
+            assert mine[key] == pytest.approx(plain[key], rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "zero2"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_twell import SparsityCallback, sparsify
 from hf_twell.checkpoints import read_state
@@ -93,6 +93,58 @@ def test_a_run_that_misses_its_target_says_so(tmp_path, caplog):
     assert re.match(r"target_density=0.001 was missed by more than a tenth: model.layers.0.mlp \d+.\d\d%, ", line)
 
 
+def bound_lines(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if " bound" in record.getMessage()]
+
+
+def test_a_weight_at_its_bound_is_told_while_it_happens_and_once(tmp_path, caplog):
+    told_at = {}
+
+    class Watch(TrainerCallback):
+        def on_log(self, args, state, control, **kwargs):
+            told_at.setdefault(len(bound_lines(caplog)), state.global_step)
+
+    trainer = make_trainer(tmp_path, target_density=0.05, warmup_steps=WARMUP_STEPS, l1_bounds=(1e-3, 2e-2))
+    trainer.add_callback(Watch())
+    trainer.train()
+    lines = bound_lines(caplog)
+    assert sorted(re.findall(r"model\.layers\.\d\.mlp", " ".join(lines))) == [f"model.layers.{i}.mlp" for i in range(3)]
+    for line in lines:
+        assert re.match(r"step \d+: the L1 weight of .*\.mlp \(0\.02\).* is at its upper bound", line)
+        assert "l1_bounds" in line
+    assert told_at[1] < STEPS / 2, "not only at the end"
+
+
+def test_layers_that_share_the_target_are_told_of_as_one(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, target_density=0.05, warmup_steps=2, layer_shares="free", l1_bounds=(1e-3, 2e-2))
+    trainer.args.max_steps = 10
+    trainer.train()
+    (line,) = bound_lines(caplog)
+    assert re.match(r"step \d+: the L1 weight of all layers \(0\.02\) is at its upper bound", line)
+
+
+def test_bounds_are_recorded_and_new_ones_are_told_and_used(tmp_path, caplog):
+    options = {"target_density": 0.05, "warmup_steps": 2}
+    first = make_trainer(tmp_path, **options, l1_bounds=(1e-3, 2e-2))
+    first.args.max_steps = first.args.save_steps = 8
+    first.train()
+    assert read_state(tmp_path / "checkpoint-8")["l1_bounds"] == [1e-3, 2e-2]
+    for bounds, highest in (((1e-3, 4e-2), 0.04), (None, None)):
+        caplog.clear()
+        again = make_trainer(tmp_path, **options, l1_bounds=bounds)
+        again.args.max_steps = 20
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+        (line,) = [record.getMessage() for record in caplog.records if "trained with" in record.getMessage()]
+        assert f"l1_bounds=[0.001, 0.02] and goes on with {list(bounds) if bounds else None}" in line
+        weight = rows_of(again)[20]["twell/l1_weight"]
+        assert weight == pytest.approx(highest, rel=1e-4) if bounds else weight > 0.04
+    caplog.clear()
+    same = make_trainer(tmp_path, **options, l1_bounds=(1e-3, 2e-2))
+    same.args.max_steps = 9
+    same.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert "trained with" not in caplog.text
+
+
 def test_a_real_run_is_steered_logged_and_resumed(tmp_path, caplog):
     whole = make_trainer(tmp_path, target_density=0.1, warmup_steps=WARMUP_STEPS)
     whole.train()
@@ -127,6 +179,9 @@ def test_a_real_run_is_steered_logged_and_resumed(tmp_path, caplog):
         ({"target_density": 1}, "between 0 and 1"),
         ({"target_density": 0.1, "layer_shares": "some"}, "'equal', 'free'"),
         ({"target_density": 0.1, "l1_bounds": (1.0, 0.1)}, "lowest and the highest"),
+        ({"target_density": 0.1, "l1_bounds": [1.0]}, "lowest and the highest"),
+        ({"target_density": 0.1, "l1_bounds": ["a", "b"]}, "lowest and the highest"),
+        ({"l1_weight": 0.1, "l1_bounds": (0.1, 1.0)}, "goes with target_density alone"),
         ({"target_density": 0.1, "warmup_steps": 2.5}, "whole number of steps"),
     ],
 )

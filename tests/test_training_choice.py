@@ -3,6 +3,8 @@
 import copy
 import math
 import pickle
+import re
+import warnings
 
 import pytest
 import torch
@@ -326,5 +328,24 @@ def test_training_that_cuda_kernels_do_not_take_is_refused_by_name(monkeypatch, 
     x, w = torch.zeros(3, 8, dtype=dtype), torch.zeros(4, 8, dtype=dtype)
     with pytest.raises(ValueError, match=f"backend 'cuda' cannot compute this: gradients are wanted {message}"):
         ops._kernels_take("cuda", "cuda", True, x, w)
-    assert not ops._kernels_take("auto", "cuda", True, x, w)
     assert ops._kernels_take("cuda", "cuda", False, x, w)
+    ops._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="plain PyTorch") as caught:
+        assert not any(ops._kernels_take("auto", "cuda", True, x, w) for _ in range(3))
+    (warning,) = [str(entry.message) for entry in caught]
+    assert re.match(f"hf_twell trains with plain PyTorch: gradients are wanted {message}", warning)
+    assert "torch.no_grad()" in warning
+
+
+@pytest.mark.parametrize("set_up", ["evaluation", "compiling", "by name"])
+def test_fallbacks_that_are_no_surprise_are_not_told(monkeypatch, set_up):
+    monkeypatch.setattr(ops, "_compute_capability", lambda index: "8.0")
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: set_up == "compiling")
+    x, w = torch.zeros(3, 8, dtype=torch.bfloat16), torch.zeros(4, 8, dtype=torch.bfloat16)
+    ops._warn_once.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if set_up == "by name":
+            ops.ffn(x, w, w.t().contiguous().requires_grad_(), backend="reference")
+        else:
+            assert ops._kernels_take("auto", "cuda", set_up != "evaluation", x, w) == (set_up == "evaluation")

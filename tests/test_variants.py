@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_twell import sparsify
 from hf_twell.cli import main
+from hf_twell.evaluation import load_model
 from hf_twell.packing import PackedText, StreamedText
 from hf_twell.variants import Adapters, train_ffns_alone
 from tests.conftest import tiny_llama
@@ -51,7 +52,20 @@ def test_what_is_trained_and_what_is_saved(recipe, trainable, capsys):
     assert AutoConfig.from_pretrained(folder).twell == {"version": 1, "layers": None}
     if trainable == "ffn+lora":
         twell = AutoConfig.from_pretrained(recipe.parent / "out" / "checkpoint-2").twell
-        assert "LoRA" in twell["unfinished"], "the adapters are not merged there"
+        assert "LoRA" in twell["unfinished"]["adapters"], "they are not merged there"
+
+
+def test_a_blend_and_adapters_each_take_off_their_own_mark(recipe, capsys):
+    pytest.importorskip("peft")
+    pytest.importorskip("datasets")
+    assert main(["train", str(recipe), "--json", "trainable=ffn+lora", "blend_steps=2", "training.save_steps=1"]) == 0
+    folder = json.loads(capsys.readouterr().out)["model"]
+    for step, parts in ((1, {"adapters", "activation"}), (2, {"adapters"}), (4, {"adapters"})):
+        checkpoint = recipe.parent / "out" / f"checkpoint-{step}"
+        assert AutoConfig.from_pretrained(checkpoint).twell["unfinished"].keys() == parts, step
+        with pytest.raises(ValueError, match=r"unfinished: .*its LoRA adapters are not merged"):
+            load_model(checkpoint)
+    assert AutoConfig.from_pretrained(folder).twell == {"version": 1, "layers": None}
 
 
 def test_adapters_are_merged_exactly():
@@ -95,16 +109,39 @@ def test_a_stream_gives_the_sequences_of_the_packed_text(recipe):
         PackedText(tokenizer, {**source, "column": "text"}, 32)
 
 
-def test_a_streamed_run_resumes_to_the_same_model(recipe, capsys):
+def test_a_recipe_trains_on_local_parquet_as_on_the_same_rows_elsewhere(recipe, capsys):
+    datasets = pytest.importorskip("datasets")
+    path = recipe.parent / "rows.parquet"
+    rows = [json.loads(line)["words"] for line in (recipe.parent / "rows.jsonl").read_text().splitlines()]
+    datasets.Dataset.from_dict({"text": rows}).to_parquet(path)
+    packed = [
+        f"train={{hub: json, data_files: {recipe.parent / 'rows.jsonl'}, column: words}}",
+        f"output_dir={recipe.parent / 'other'}",
+    ]
+    logs = []
+    for changes in ([f"train=[{path}]"], packed):
+        assert main(["train", str(recipe), "--json", *changes]) == 0
+        logs.append(json.loads(capsys.readouterr().out)["logs"])
+    assert len(logs[0]) == 4
+    assert logs[0] == logs[1]
+
+
+@pytest.mark.parametrize("trainable", ["all", "ffn+lora"])
+def test_a_streamed_run_resumes_to_the_same_model(recipe, trainable, capsys):
     pytest.importorskip("datasets")
-    assert main(["train", str(recipe), "--json", f"output_dir={recipe.parent / 'whole'}"]) == 0
+    if "lora" in trainable:
+        pytest.importorskip("peft")
+    changes = [f"trainable={trainable}", "training.learning_rate=1e-3"]
+    assert main(["train", str(recipe), "--json", *changes, f"output_dir={recipe.parent / 'whole'}"]) == 0
     whole = json.loads(capsys.readouterr().out)
     (recipe.parent / "whole").rename(recipe.parent / "out")
     for name in ("checkpoint-4", "final"):
         (recipe.parent / "out" / name).rename(recipe.parent / name)
-    assert main(["train", str(recipe), "--json", "--resume"]) == 0
+    assert main(["train", str(recipe), "--json", *changes, "--resume"]) == 0
     resumed = json.loads(capsys.readouterr().out)
-    assert [row["loss"] for row in resumed["logs"]] == pytest.approx([row["loss"] for row in whole["logs"]], abs=1e-6)
+    assert len(whole["logs"]) == 4
+    for mine, row in zip(resumed["logs"], whole["logs"], strict=True):
+        assert mine == pytest.approx(row, rel=1e-5, abs=1e-6)
     assert resumed["after"]["loss"] == pytest.approx(whole["after"]["loss"], abs=1e-6)
 
 
@@ -114,6 +151,7 @@ def test_a_streamed_run_resumes_to_the_same_model(recipe, capsys):
         ("l1_weight=1e-3", "give one of them"),
         ("target_density=2.5", "between 0 and 1"),
         ("layer_shares=some", "'equal', 'free'"),
+        ("l1_bounds=0.5", "lowest and the highest"),
         ("trainable=most", "'ffn+lora'"),
         ("distill.logit=0.5", "did you mean 'logits'"),
         ("training.max_steps=-1", "give max_steps"),
