@@ -22,6 +22,7 @@ LIMITS = (
 # The same of forward and backward; 0: never.
 LIMITS_TRAINING = ((1024, 0.0), (2048, 0.008), (8192, 0.013), (float("inf"), 0.017))
 BACK = 1.25  # times that limit: above it, a block in training goes back to plain matmuls
+MOST = 2.0  # times that limit: what a block of a compiled model counts for at most, however dense it is
 ROOM = 1.25  # times the active neurons: a compiled model keeps a capacity that holds so many
 
 
@@ -176,8 +177,9 @@ class Block(NamedTuple):
 class ModelChoice:
     """How the blocks of a compiled model train: all in one way, since each change compiles the whole model anew.
 
-    By kernels, a block takes about as much longer as its density is higher: all together win where the mean of their
-    densities is below the limit. A capacity stays while it fits, and only grows; ways that were gone before need no
+    They go to the kernels where the mean of their densities is below the limit, because time by kernels is linear up to
+    there. Beyond, it is soon that of plain matmuls and no more (16,384 tokens: 2 % more at a density of 10 %), so that
+    a very dense block counts little. A capacity stays while it fits, and only grows; ways that were gone before need no
     compiling. The figures of a step decide at the end of the next one, which waits for them in every mode: the device
     still has that step to do, and all ranks change together.
     """
@@ -205,8 +207,8 @@ class ModelChoice:
 def _choose_together(blocks, tokens, sample):
     densities = sample.values()
     seen = [(block.choice, densities[block.layer], block.width) for block in blocks]
-    mean = sum(density for _, density, _ in seen) / len(seen)
-    sparse = mean < limit_training(tokens, all(choice.sparse for choice, _, _ in seen))
+    limit = limit_training(tokens, all(choice.sparse for choice, _, _ in seen))
+    sparse = sum(min(density, MOST * limit) for _, density, _ in seen) / len(seen) < limit
     fit = all((choice.capacity or 0) >= ROOM * density * width for choice, density, width in seen)
     for choice, density, width in seen:
         choice.density, choice.sparse = density, sparse

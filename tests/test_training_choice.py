@@ -295,6 +295,11 @@ def test_compiled_blocks_follow_their_mean_all_together():
     assert run.steps(0.0, 0.0, tokens=8) == (False, False)
 
 
+def test_a_few_dense_layers_do_not_keep_a_compiled_model_from_the_kernels():
+    assert Together(3).steps(0.001, 0.001, 0.9) == (True,) * 3
+    assert Together(3).steps(0.001, 0.9, 0.9) == (False,) * 3
+
+
 def test_the_step_after_decides_in_every_mode(monkeypatch):
     monkeypatch.setattr(_density.Sample, "arrived", lambda sample: pytest.fail("depends on time"))
     run = Together()
