@@ -1,7 +1,8 @@
 """Whether a block on a GPU is too dense for its kernels to pay: known without waiting for the device.
 
 Now and then a sample of the gate's signs is counted on the device and sent to pinned memory, where a later call finds
-it. In evaluation the latest that has arrived counts at once, in training from the next optimizer step on.
+it. In evaluation the latest that has arrived counts at once, in training from the next optimizer step on. In compiled
+training, where no block can sample, all follow together what the L1 term counts.
 """
 
 from collections.abc import Callable
