@@ -1,8 +1,12 @@
 """Whether a block on a GPU is too dense for its kernels to pay: known without waiting for the device.
 
 Now and then a sample of the gate's signs is counted on the device and sent to pinned memory, where a later call finds
-it. In evaluation the latest that has arrived counts at once, in training from the next optimizer step on.
+it. In evaluation the latest that has arrived counts at once, in training from the next optimizer step on. In compiled
+training, where no block can sample, all follow together what the L1 term counts.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +23,8 @@ LIMITS = (
 # The same of forward and backward; 0: never.
 LIMITS_TRAINING = ((1024, 0.0), (2048, 0.008), (8192, 0.013), (float("inf"), 0.017))
 BACK = 1.25  # times that limit: above it, a block in training goes back to plain matmuls
+MOST = 2.0  # times that limit: what a block of a compiled model counts for at most, however dense it is
+ROOM = 1.25  # times the active neurons: a compiled model keeps a capacity that holds so many
 
 
 def max_density(tokens: int, limits=None) -> float:
@@ -32,24 +38,35 @@ def needed_capacity(density: float, intermediate: int) -> int:
     return min(intermediate, 1 << (twice - 1).bit_length())
 
 
-class Sample:
-    """The share of active pairs among some of x's tokens and of the neurons, on its way from the device."""
+def limit_training(tokens: int, sparse: bool) -> float:
+    """Density below which a block trains by the kernels, which is higher where it does so already."""
+    return max_density(tokens, LIMITS_TRAINING) * (BACK if sparse else 1.0)
 
-    def __init__(self, x, w_gate, b_gate=None):
-        self._share, self._event = ops.active_share(x, w_gate, b_gate, SAMPLE_TOKENS, SAMPLE_NEURONS), None
-        if x.is_cuda:
-            self._share = torch.empty((), dtype=torch.float32, pin_memory=True).copy_(self._share, non_blocking=True)
+
+class Sample:
+    """A tensor's values on their way from the device."""
+
+    def __init__(self, values):
+        self._values, self._event = values, None
+        if values.is_cuda:
+            pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values = pinned.copy_(values, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(x.device))
+            self._event.record(torch.cuda.current_stream(values.device))
 
     def arrived(self) -> bool:
         return self._event is None or self._event.query()
 
-    def density(self) -> float:
-        """Waits for it, if it has not arrived."""
+    def values(self):
+        """A number or nested lists of them; waits for them, if they have not arrived."""
         if self._event is not None:
             self._event.synchronize()
-        return self._share.item()
+        return self._values.tolist()
+
+
+def sample_density(x, w_gate, b_gate=None) -> Sample:
+    """The share of active pairs among some of x's tokens and of the neurons."""
+    return Sample(ops.active_share(x, w_gate, b_gate, SAMPLE_TOKENS, SAMPLE_NEURONS))
 
 
 class DensityWatch:
@@ -72,9 +89,9 @@ class DensityWatch:
             return False
         if not torch.cuda.is_current_stream_capturing():
             if self._sample is not None and self._sample.arrived():
-                self.density, self._sample = self._sample.density(), None
+                self.density, self._sample = self._sample.values(), None
             if self._calls % EVERY == 0 and self._sample is None:
-                self._sample = Sample(x, w_gate, b_gate)
+                self._sample = sample_density(x, w_gate, b_gate)
             self._calls += 1
         tokens = x.numel() // x.shape[-1]
         return self.density is not None and self.density > max_density(tokens)
@@ -92,12 +109,14 @@ class TrainingChoice:
         density: by the latest sample; None until one has arrived, and until then training is dense.
         capacity: what the kernels' state is sized for, see `hf_twell.ops.ffn`; None for the default.
         sparse: whether the kernels pay at the size of the step's first micro-batch.
+        traced: whether it was read for a compiled graph, which keeps it: there, `ModelChoice` sets it for all blocks.
     """
 
     def __init__(self):
         self.density: float | None = None
         self.capacity: int | None = None
         self.sparse = False
+        self.traced = False
         self._version: int | None = None  # of the step that runs
         self._steps = 0
         self._sample: Sample | None = None
@@ -109,29 +128,90 @@ class TrainingChoice:
         """Say that an optimizer step begins: the next forward may choose anew."""
         self._version = None
 
+    @property
+    def chose(self) -> bool:
+        """Whether a forward of this step chose: one that is not compiled."""
+        return self._version is not None
+
     def too_dense(self, x, w_gate, b_gate=None) -> bool:
         """Whether plain matmuls would be faster for x, forward and backward.
 
-        A compiled graph keeps the choice that stood when it was traced. In deterministic mode each sample counts from
-        the step after it on, and that step waits for it; else from the first step on that finds it arrived.
+        A compiled graph has the choice that stands when it is traced, and is made anew when that changes. In
+        deterministic mode each sample counts from the step after it on, and that step waits for it; else from the first
+        step on that finds it arrived.
         """
-        if torch.compiler.is_compiling() or x.numel() == 0:
+        if torch.compiler.is_compiling():
+            self._note_trace()
+            return not self.sparse
+        if x.numel() == 0:
             return not self.sparse
         tokens = x.numel() // x.shape[-1]
         if w_gate._version != self._version and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._version = w_gate._version
             self._choose(tokens, x, w_gate, b_gate)
-        return self.density is None or self.density >= self._limit(tokens)
+        return self.density is None or self.density >= limit_training(tokens, self.sparse)
+
+    @torch.compiler.assume_constant_result  # runs while a graph is traced: a checkpointed block may assign nothing
+    def _note_trace(self) -> bool:
+        self.traced = True
+        return True
 
     def _choose(self, tokens, x, w_gate, b_gate):
         waits = torch.are_deterministic_algorithms_enabled()
         if self._sample is not None and (waits or self._sample.arrived()):
-            self.density, self._sample = self._sample.density(), None
+            self.density, self._sample = self._sample.values(), None
             self.capacity = needed_capacity(self.density, len(w_gate))
         if self._sample is None and self._steps % STEPS == 0:
-            self._sample = Sample(x, w_gate, b_gate)
+            self._sample = sample_density(x, w_gate, b_gate)
         self._steps += 1
-        self.sparse = self.density is not None and self.density < self._limit(tokens)
+        self.sparse = self.density is not None and self.density < limit_training(tokens, self.sparse)
 
-    def _limit(self, tokens: int) -> float:
-        return max_density(tokens, LIMITS_TRAINING) * (BACK if self.sparse else 1.0)
+
+class Block(NamedTuple):
+    """A block of a compiled model: its place among the layers that are counted, F, and its choice."""
+
+    layer: int
+    width: int
+    choice: TrainingChoice
+
+
+class ModelChoice:
+    """How the blocks of a compiled model train: all in one way, since each change compiles the whole model anew.
+
+    They go to the kernels where the mean of their densities is below the limit, because time by kernels is linear up to
+    there. Beyond, it is soon that of plain matmuls and no more (16,384 tokens: 2 % more at a density of 10 %), so that
+    a very dense block counts little. A capacity stays while it fits, and only grows; ways that were gone before need no
+    compiling. The figures of a step decide at the end of the next one, which waits for them in every mode: the device
+    still has that step to do, and all ranks change together.
+    """
+
+    def __init__(self):
+        self._steps = 0
+        self._seen: tuple[list[Block], float, Sample] | None = None
+
+    def end_step(self, blocks: list[Block], tokens: float, density: Callable[[], torch.Tensor]) -> None:
+        """Take in a step that has run; the next one may go another way.
+
+        Args:
+            blocks: the compiled ones.
+            tokens: of a micro-batch on this rank.
+            density: gives that of every layer in this step, (L,), on any device; called in some steps only.
+        """
+        if self._seen is not None:
+            seen, self._seen = self._seen, None
+            _choose_together(*seen)
+        if self._steps % STEPS == 0:
+            self._seen = blocks, tokens, Sample(density())
+        self._steps += 1
+
+
+def _choose_together(blocks, tokens, sample):
+    densities = sample.values()
+    seen = [(block.choice, densities[block.layer], block.width) for block in blocks]
+    limit = limit_training(tokens, all(choice.sparse for choice, _, _ in seen))
+    sparse = sum(min(density, MOST * limit) for _, density, _ in seen) / len(seen) < limit
+    fit = all((choice.capacity or 0) >= ROOM * density * width for choice, density, width in seen)
+    for choice, density, width in seen:
+        choice.density, choice.sparse = density, sparse
+        if sparse and not fit:  # all of them, so that rising densities compile seldom
+            choice.capacity = max(choice.capacity or 0, needed_capacity(density, width))

@@ -143,15 +143,20 @@ class _Step:
         self.optimizer.zero_grad(set_to_none=True)
 
     def warm_up(self) -> None:
-        """Steps until sparse blocks have chosen their paths, which a compiled graph keeps."""
+        """Steps until sparse blocks have chosen their paths; those of a compiled model choose anew, together."""
         device = self.batch["input_ids"].device
         for _ in range(WARM_UP if self.penalty else 0):
             self()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # what the blocks learn of their density has arrived
         self.layers_on_kernels = kernel_calls(self.forward()) if self.penalty else 0
-        if self.compiled:
-            self.model.compile(dynamic=False)
+        if not self.compiled:
+            return
+        self.model.compile(dynamic=False)
+        for _ in range(WARM_UP if self.penalty else 0):
+            self()
+        ways = [ffn.twell.on_kernels for ffn in sparse_ffns(self.model)]
+        self.layers_on_kernels = self.layers_on_kernels if None in ways else sum(ways)
 
 
 class _LigerStep(_Step):

@@ -40,8 +40,9 @@ class SparsityCallback(TrainerCallback):
     task loss. Each training log also gets `twell/l0`, `twell/density`, `twell/l1`, `twell/dead`, `twell/l1_weight`, and
     `twell/layer_NN/...` of these for each layer (kept off the console), over all tokens since the log before
     (or since the run was resumed); on a GPU whose kernels train, `twell/layers_on_kernels`, how many layers they take
-    now (the others are still too dense); with the matching arguments, `twell/target` (the density that the controller
-    steers to now), `twell/revived`, `twell/blend`, `twell/kl` and `twell/layer_error`.
+    now (the others are still too dense; those of a compiled model move all at once); with the matching arguments,
+    `twell/target` (the density that the controller steers to now), `twell/revived`, `twell/blend`, `twell/kl` and
+    `twell/layer_error`.
 
     Each checkpoint gets `twell_state.json`, written last: `trainer.train(resume_from_checkpoint=True)` passes over
     checkpoints that lack it, because their saving was interrupted.

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_twell._density import Block, ModelChoice
 from hf_twell.modeling import L1Inputs, sparse_ffns
 
 
@@ -75,6 +76,8 @@ class L1Penalty:
         self._tallies = None
         self._step_tokens = None
         self._window: StepCounts | None = None
+        self._choice = ModelChoice()
+        self._batch_tokens = 0.0  # of a micro-batch of this rank, padding included
 
     def begin_step(self, batches: Iterable[Mapping], *, scaler: torch.amp.GradScaler | None = None) -> None:
         """Count the tokens of an optimizer step: all micro-batches of this rank, and of the others.
@@ -85,10 +88,12 @@ class L1Penalty:
         """
         self.end_step()
         device = self.device
-        tokens = torch.zeros((), device=device)
+        tokens, sizes = torch.zeros((), device=device), []
         for batch in batches:
             weight = token_weight(batch)
-            tokens += batch_size_tokens(batch) if weight is None else weight.sum().to(device)
+            sizes.append(batch_size_tokens(batch) if weight is None else weight.numel())
+            tokens += sizes[-1] if weight is None else weight.sum().to(device)
+        self._batch_tokens = sum(sizes) / max(1, len(sizes))
         world_size = 1
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(tokens)
@@ -155,6 +160,7 @@ class L1Penalty:
         self._window, self._step_tokens = wide, None
         for tally in self._tallies:
             tally.grad = None
+        self._choose_for_compiled(step)
         return step
 
     def report(self) -> dict | None:
@@ -177,6 +183,22 @@ class L1Penalty:
             layers.append({"l0": l0, "density": l0 / len(active), "l1": l1, "dead": dead, "l1_weight": weight})
         mean = {key: sum(layer[key] for layer in layers) / len(layers) for key in layers[0]}
         return {**mean, "tokens": int(tokens), "layers": layers}
+
+    def _choose_for_compiled(self, step: StepCounts) -> None:
+        """Blocks of a compiled model cannot choose for themselves; `ModelChoice` does it by the step's counts."""
+        compiled = [
+            (ffn.twell, Block(layer, len(counts) - 1, ffn.twell.training))
+            for layer, (ffn, counts) in enumerate(zip(self.ffns, step.layers, strict=True))
+            if not ffn.twell.training.chose
+        ]
+        # Layers that are compiled one by one share the graph that the first was traced for.
+        if not any(block.choice.traced for _, block in compiled):
+            return
+        for settings, block in compiled:
+            settings.on_kernels = block.choice.sparse or settings.backend != "auto"
+        blocks = [block for settings, block in compiled if settings.backend == "auto"]
+        if blocks:
+            self._choice.end_step(blocks, self._batch_tokens, step.density)
 
     @property
     def device(self) -> torch.device:

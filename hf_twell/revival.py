@@ -56,24 +56,23 @@ class Revival:
         Raises:
             ValueError: the optimizer does not train the rows, or keeps no state of their shape.
         """
-        dead = neurons = 0
-        for layer, (linear, idle) in enumerate(zip(self.linears, self.idle, strict=True)):
-            rows = (idle >= self.after).nonzero().squeeze(1).to(linear.weight.device)
-            neurons += len(idle)
-            if not len(rows):
+        silent = [idle >= self.after for idle in self.idle]
+        dead = torch.stack([layer.sum() for layer in silent]).tolist()  # the one wait for the device
+        for layer, (linear, mask, count) in enumerate(zip(self.linears, silent, dead, strict=True)):
+            if count == 0:
                 continue
-            dead += len(rows)
+            # Dead rows first, both kinds in their order: `nonzero` would wait to learn how many there are.
+            order = mask.to(linear.weight.device, torch.uint8).argsort(descending=True, stable=True)
+            rows, living = order.split([count, len(order) - count])
             generator = torch.Generator(rows.device).manual_seed((self.seed * 1_000_003 + step) * 1009 + layer)
             shape = (len(rows), linear.in_features)
             noise = torch.randn(shape, generator=generator, device=rows.device) * self.sigma
             linear.weight[rows] = ((1 - RATE) * linear.weight[rows].float() + RATE * noise).to(linear.weight.dtype)
-            living = torch.ones(linear.out_features, dtype=torch.bool, device=rows.device)
-            living[rows] = False
             _reset_state(optimizer, linear.weight, rows, living)
             if linear.bias is not None:
                 linear.bias[rows] *= 1 - RATE
                 _reset_state(optimizer, linear.bias, rows, living)
-        self.revived = dead / neurons
+        self.revived = sum(dead) / sum(map(len, silent))
         return self.revived
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -120,4 +119,4 @@ def _reset_state(optimizer, parameter, rows, living) -> None:
         )
     for key, value in moments.items():
         # Second moments are those that are never negative.
-        value[rows] = value[living].mean(0) if "sq" in key and living.any() else torch.zeros_like(value[rows])
+        value[rows] = value[living].mean(0) if "sq" in key and len(living) else torch.zeros_like(value[rows])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.optimization import Adafactor
 
@@ -71,6 +72,32 @@ def test_dead_rows_are_drawn_back_and_living_ones_left_alone(tmp_path):
     assert log[1]["twell/revived"] == 0
     assert log[2]["twell/revived"] == pytest.approx(len(DEAD) / (3 * 52))
     assert log[2]["twell/layer_01/dead"] >= len(DEAD) / 52
+
+
+class ReadsOnTheHost(TorchDispatchMode):
+    """Operators whose result's values the host needs, so that it would wait for a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        masks = [index for index in args[1] if index is not None] if function is torch.ops.aten.index.Tensor else []
+        names = ("aten::nonzero", "aten::_local_scalar_dense", "aten::masked_select")
+        if function._schema.name in names or any(index.dtype == torch.bool for index in masks):
+            self.seen.append(function._schema.name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mlp_bias", [False, True])
+def test_to_revive_rows_waits_for_the_device_at_most_once(tmp_path, mlp_bias):
+    trainer, _ = make_trainer(tmp_path, revive_after=TOKENS, steps=1, mlp_bias=mlp_bias)
+    trainer.train()
+    revival = next(each.revival for each in trainer.callback_handler.callbacks if isinstance(each, SparsityCallback))
+    assert revival.revived > 0
+    with ReadsOnTheHost() as reads:
+        assert revival.revive(trainer.optimizer, step=1) == pytest.approx(len(DEAD) / (3 * 52))
+    assert reads.seen == [], "beside the number of dead rows in each layer"
 
 
 def test_a_revived_neuron_fires_and_is_left_to_learn(tmp_path):

@@ -8,13 +8,14 @@ import warnings
 
 import pytest
 import torch
+from torch._dynamo.backends.debugging import aot_eager
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_twell
-from hf_twell import SparsityCallback, _density, build, ops
-from hf_twell._density import BACK, STEPS, TrainingChoice
+from hf_twell import L1Penalty, SparsityCallback, _density, build, ops
+from hf_twell._density import BACK, STEPS, Block, ModelChoice, TrainingChoice
 from tests import one_step
 from tests.conftest import tiny_llama
 from tests.ffn_cases import make_case, run
@@ -257,6 +258,177 @@ def test_the_log_says_how_many_layers_have_moved_over(tmp_path):
 def test_the_log_says_nothing_where_there_is_no_choice(tmp_path):
     _, logs = one_step.trainer_gradient()
     assert not [key for key in logs if "kernels" in key]
+
+
+# In a compiled model, whose blocks change all at once
+
+
+class Together:
+    """Blocks of a compiled model, and the densities that their steps count."""
+
+    def __init__(self, layers=2):
+        self.model = ModelChoice()
+        self.blocks = [Block(layer, INTERMEDIATE, TrainingChoice()) for layer in range(layers)]
+        self.sampled = 0
+
+    def steps(self, *densities: float, tokens=TOKENS, count=STEPS) -> tuple[bool, ...]:
+        """Which blocks go to the kernels after so many steps."""
+
+        def density():
+            self.sampled += 1
+            return torch.tensor(densities)
+
+        for _ in range(count):
+            self.model.end_step(self.blocks, tokens, density)
+        return tuple(block.choice.sparse for block in self.blocks)
+
+    def capacities(self):
+        return tuple(block.choice.capacity for block in self.blocks)
+
+
+def test_compiled_blocks_follow_their_mean_all_together():
+    run = Together()
+    assert run.steps(0.001, 2 * LIMIT) == (False, False)
+    assert run.steps(0.001, 1.9 * LIMIT) == (True, True)
+    assert run.steps(LIMIT, 1.4 * LIMIT) == (True, True), "not dense enough to move back"
+    assert run.steps(LIMIT, 1.6 * LIMIT) == (False, False)
+    assert run.steps(LIMIT, 1.4 * LIMIT) == (False, False)
+    assert run.sampled == 5, "one in eight steps"
+    assert run.steps(0.0, 0.0, tokens=8) == (False, False)
+
+
+def test_a_few_dense_layers_do_not_keep_a_compiled_model_from_the_kernels():
+    assert Together(3).steps(0.001, 0.001, 0.9) == (True,) * 3
+    assert Together(3).steps(0.001, 0.9, 0.9) == (False,) * 3
+
+
+def test_the_step_after_decides_in_every_mode(monkeypatch):
+    monkeypatch.setattr(_density.Sample, "arrived", lambda sample: pytest.fail("depends on time"))
+    run = Together()
+    assert run.steps(0.001, 0.001, count=1) == (False, False)
+    assert run.steps(1.0, 1.0, count=1) == (True, True)
+
+
+def test_a_capacity_that_a_graph_was_made_for_is_kept_while_it_fits():
+    run = Together()
+    run.steps(0.015, 0.003)  # L0 of 31 and 6
+    assert run.capacities() == (64, 64)
+    run.steps(0.024, 0.003)  # 49
+    assert run.capacities() == (64, 64)
+    run.steps(0.026, 0.020)  # 53 and 41: both are sized anew
+    assert run.capacities() == (128, 128)
+    run.steps(0.001, 0.001)
+    run.steps(0.9, 0.9)
+    run.steps(0.001, 0.001)
+    assert run.capacities() == (128, 128)
+
+
+class FallsSilent(TrainerCallback):
+    """Most neurons of all layers, dense until then, are shut after this step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == self.step:
+            for layer in model.model.layers:
+                layer.mlp.gate_proj.weight.data[3:] = 0
+
+
+def train_until_silent(folder, compiled: bool, callbacks=(), steps=2 * STEPS, **arguments):
+    """The log of a run that starts dense and is at 0.4 % after the fourth step; kernels in each graph it compiled."""
+    model, graphs, compile_model = hf_twell.sparsify(tiny_llama(intermediate_size=688)), [], torch.compile
+
+    def backend(graph, inputs):
+        parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]  # of checkpoints, too
+        graphs.append(sum("hf_twell.ffn" in str(node.target) for part in parts for node in part.graph.nodes))
+        return aot_eager(graph, inputs)
+
+    args = TrainingArguments(
+        str(folder), max_steps=steps, logging_steps=1, use_cpu=True, report_to=[], save_strategy="no",
+        per_device_train_batch_size=4, gradient_accumulation_steps=2, optim="sgd", learning_rate=0.05,
+        disable_tqdm=True, torch_compile=compiled, **arguments,
+    )  # fmt: skip
+    words = torch.randint(3, 96, (64, 16), generator=torch.Generator().manual_seed(1))
+    trainer = Trainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in words])
+    trainer.add_callback(SparsityCallback(trainer, l1_weight=0.01))
+    for callback in (FallsSilent(4), *callbacks):
+        trainer.add_callback(callback)
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda model, **options: compile_model(model, backend=backend))
+        trainer.train()
+    return [row for row in trainer.state.log_history if "loss" in row], graphs
+
+
+@needs_cpu_kernels
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_compiled_model_moves_over_at_once_and_the_log_says_so(tmp_path, monkeypatch, checkpointing):
+    rows, graphs = train_until_silent(tmp_path, compiled=True, gradient_checkpointing=checkpointing)
+    # The ninth step counts less, the tenth decides.
+    assert [row["twell/layers_on_kernels"] for row in rows] == [0] * 10 + [3] * 6
+    assert [row["twell/layer_01/on_kernels"] for row in rows] == [0] * 10 + [1] * 6
+    assert graphs == [0, 3], "compiled for each way, all layers at once"
+    monkeypatch.setattr(ops, "kernels_train", lambda x: False)
+    plain, _ = train_until_silent(tmp_path, compiled=False)
+    for mine, theirs in zip(rows, plain, strict=True):
+        for key in ("loss", "grad_norm", "twell/density", "twell/l1"):
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-4), (mine["step"], key)
+    assert not any("kernels" in key for row in plain for key in row)
+
+
+class WakesUp(TrainerCallback):
+    """About a hundred neurons of each layer are active after one of these steps, and half of all after the other."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        woken = {15: 200, 31: None}
+        if state.global_step in woken:
+            for layer in model.model.layers:
+                rows = slice(woken[state.global_step])
+                layer.mlp.gate_proj.weight.data[rows] = layer.mlp.up_proj.weight.data[rows]
+
+
+@needs_cpu_kernels
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_compiled_model_gets_more_capacity_and_goes_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(_density, "LIMITS_TRAINING", ((math.inf, 0.2),))
+    rows, graphs = train_until_silent(tmp_path, compiled=True, callbacks=[WakesUp()], steps=6 * STEPS)
+    assert [row["twell/layers_on_kernels"] for row in rows] == [0] * 10 + [3] * 24 + [0] * 14
+    assert graphs == [0, 3, 3], "for another capacity; plain matmuls are compiled already"
+
+
+@needs_cpu_kernels
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_hand_written_loop_follows_too_and_layers_compiled_one_by_one(monkeypatch):
+    model = patched_model()
+    torch._dynamo.reset()
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    penalty, batch = L1Penalty(model, 0.0), {"input_ids": torch.arange(64).view(4, 16)}
+    ways = []
+    for _ in range(4):
+        for micro_batch in penalty.micro_batches([batch]):
+            model(**micro_batch).logits.square().mean().backward()
+        ways.append([layer.mlp.twell.on_kernels for layer in model.model.layers])
+    assert ways == [[False] * 3] * 2 + [[True] * 3] * 2
+
+
+@needs_cpu_kernels
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("backend", ["cpu", "auto"])
+def test_compiled_blocks_that_have_no_choice(tmp_path, monkeypatch, backend):
+    """A backend by name is never compiled anew; where no kernels train, nothing is logged."""
+    if backend == "auto":
+        monkeypatch.setattr(ops, "kernels_train", lambda x: False)
+    model, batch = patched_model(backend=backend), {"input_ids": torch.arange(64).view(4, 16)}
+    torch._dynamo.reset()
+    compiled, penalty = torch.compile(model, backend="aot_eager"), L1Penalty(model, 0.0)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(4):
+            for micro_batch in penalty.micro_batches([batch]):
+                compiled(**micro_batch).logits.square().mean().backward()
+    assert {layer.mlp.twell.on_kernels for layer in model.model.layers} == {True if backend == "cpu" else None}
 
 
 # The operator
