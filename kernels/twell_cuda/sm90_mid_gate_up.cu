@@ -19,7 +19,8 @@ template <int kNeurons>
 __device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* x_map, const CUtensorMap* gate_map,
                                       Control& c, uint8_t* stages, Ring ring, int block, int first, int rank, int steps,
                                       int early) {
-  constexpr int kBytes = Shape<kNeurons>::kStageBytes;
+  using S = Shape<kNeurons>;
+  constexpr int kBytes = S::kStageBytes;
   const auto load_x = [&](int step) {
     load_box_multicast(stages + ring.stage * kBytes + rank * kHalfBytes, x_map, step * kDepth,
                        block * kBlockTokens + rank * kHalfTokens, ring.full + ring.stage, (1 << kCluster) - 1);
@@ -28,7 +29,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* x_m
     for (int step = 0; step < steps; ++step, ring.advance()) {
       if (pass > 0 || step >= early) {
         ring.wait_empty();
-        barrier_arrive_expect(ring.full + ring.stage, kBytes);
+        barrier_arrive_expect(ring.full + ring.stage, S::kGateBytes);
         load_box(stages + ring.stage * kBytes + kTokenBytes, gate_map, step * kDepth, first + pass * kNeurons,
                  ring.full + ring.stage);
       }
@@ -43,7 +44,8 @@ __device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* x_m
   }
   barrier_wait(&c.listed, 0);
   // More passes than one may be wanted here and not in the other block.
-  for (int start = kNeurons; start < c.count; start += kNeurons) {
+  const int most = rows_at_once<kNeurons>(a);
+  for (int start = most; start < c.count; start += most) {
     for (int step = 0; step < steps; ++step, ring.advance()) {
       ring.wait_empty();
       barrier_arrive_expect(ring.full + ring.stage, kTokenBytes);
@@ -87,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     barrier_init(&c.listed, 1);
     fence_barrier_init();
     for (int step = 0; step < early; ++step) {
-      barrier_arrive_expect(c.full + step, S::kStageBytes);
+      barrier_arrive_expect(c.full + step, S::kGateBytes);
       load_box(stages + step * S::kStageBytes + kTokenBytes, &gate_map, step * kDepth, first, c.full + step);
     }
   }

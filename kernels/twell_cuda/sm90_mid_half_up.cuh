@@ -12,41 +12,24 @@ template <typename T, int kNeurons>
 __device__ __forceinline__ void gather(const Arguments& a, Control& c, uint32_t shared, int first, int early,
                                        int all_steps) {
   constexpr int kShare = (kNeurons + kGatherRows - 1) / kGatherRows;
-  const int thread = threadIdx.x - kMultipliers, row = thread / 8, chunk = thread % 8, eighths = a.hidden / 8;
+  const int thread = threadIdx.x - kMultipliers, row = thread / 8, eighths = a.hidden / 8;
   const int rows = c.count, steps = up_steps(rows, early, all_steps);
   const UpRing use = up_ring<kNeurons>(rows);
   Ring ring(c.up_full, c.up_empty, use.stages);
-  const uint4* const up = static_cast<const uint4*>(a.up);
+  const uint4 *const up = static_cast<const uint4*>(a.up), *const down = static_cast<const uint4*>(a.down);
   uint32_t offsets[kShare];  // of their rows, in 16 bytes
 #pragma unroll
   for (int i = 0; i < kShare; ++i) {
     const int n = row + kGatherRows * i;
     offsets[i] = n < rows ? static_cast<uint32_t>(first + c.list[n]) * eighths : 0;
   }
+  const AskRows<kShare> beside(a, c.list, first, rows, steps, thread);
   for (int step = 0; step < steps; ++step, ring.advance()) {
     ring.wait_empty();
     const uint32_t to = shared + use.row_stage(ring.stage);
-    const int eighth = step * (kDepth / 8) + chunk;
-    const bool inside = eighth < eighths;
-    const uint4* const from = up + (inside ? eighth : 0);
-    if (a.batches == 2) {
-      gather_rows<true>(to, up, static_cast<const uint4*>(a.down), offsets, thread, eighth, inside, rows);
-    } else if (a.batches == 1) {
-      gather_rows<false>(to, up, nullptr, offsets, thread, eighth, inside, rows);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kShare; ++i) {
-        const int n = row + kGatherRows * i;
-        if (kGatherRows * i >= rows) break;
-        if (n < rows) copy_16(to + n * kRowBytes + ((chunk ^ (n & 7)) << 4), from + offsets[i], inside);
-      }
-    }
+    gather_step(a.gather, to, up, down, offsets, thread, step, eighths, rows);
     barrier_arrive_on_copies(ring.full + ring.stage);
-    if (a.batches < 2 && step == min(use.stages + 2, steps - 1)) {  // the second kernel reads them next
-      for (int n = thread; n < rows; n += kGatherers) {
-        prefetch_row(static_cast<const T*>(a.down) + static_cast<int64_t>(first + c.list[n]) * a.hidden, a.hidden * 2);
-      }
-    }
+    if (a.gather == 3) beside.ask(step);
   }
 }
 
@@ -77,9 +60,26 @@ __device__ __forceinline__ void store_products(const float (&sum)[kNeurons / 2],
                                                uint32_t turn, int half, int first) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = c.count;
   const T* const bias = static_cast<const T*>(a.b_up);
+  const bool lean = a.lean && bias == nullptr;
+  if (lean) {
+#pragma unroll
+    for (int j = 0; j < kNeurons / 8; j += 2) {  // 16 neurons
+      if (8 * j >= rows) break;
+      const int row = 8 * j + lane / 16 * 8 + lane % 8, eighth = 2 * warp + (lane / 8 & 1);
+      uint32_t gate[4];
+      load_matrices_transposed(gate, turn_at(turn, c.list[min(row, rows - 1)], eighth));
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        const int index = 4 * (j + m / 2) + m % 2 * 2;
+        const float2 g = unpack<T>(gate[m]);
+        gate[m] = pack<T>(g.x * sum[index], g.y * sum[index + 1]);
+      }
+      store_matrices_transposed(turn_at(turn, row, eighth), gate);
+    }
+  }
 #pragma unroll
   for (int j = 0; j < kNeurons / 8; j += 2) {  // 16 neurons
-    if (8 * j < rows) {
+    if (!lean && 8 * j < rows) {
       const int row = 8 * j + lane / 16 * 8 + lane % 8, eighth = 2 * warp + (lane / 8 & 1);
       uint32_t gate[4];
       load_matrices_transposed(gate, turn_at(turn, c.list[min(row, rows - 1)], eighth));

@@ -37,12 +37,15 @@ struct Control {
 
 template <int kNeurons>
 struct Shape {
-  static constexpr int kStageBytes = kTokenBytes + kNeurons * kDepth * 2;
+  // Rows of Wu at a time: of half the neurons, as many as may be active in two passes of the gate, and some more.
+  static constexpr int kUpRows = kNeurons == 176 ? 208 : kNeurons;
+  static constexpr int kGateBytes = kTokenBytes + kNeurons * kDepth * 2;  // of a stage
+  static constexpr int kStageBytes = kTokenBytes + kUpRows * kDepth * 2;
   static constexpr int kStages = kNeurons == 128 ? 5 : 4;
-  static constexpr int kTurnBytes = kNeurons * 2 * kBlockTokens;  // columns of relu(gate), then of h
+  static constexpr int kTurnBytes = kUpRows * 2 * kBlockTokens;  // columns of relu(gate), then of h
   static constexpr int kWords = (kNeurons + 31) / 32, kPieces = kNeurons / 16;
   static constexpr int kShared = 1024 + kStages * kStageBytes + kTurnBytes + static_cast<int>(sizeof(Control));
-  static_assert(kStageBytes % 1024 == 0 && kNeurons % 16 == 0 && kTurnBytes >= kWarps * 1024);
+  static_assert(kStageBytes % 1024 == 0 && kUpRows % 16 == 0 && kNeurons % 16 == 0 && kTurnBytes >= kWarps * 1024);
   static_assert(kShared <= kSharedLimit);
 };
 
@@ -54,7 +57,8 @@ struct Arguments {
   int hidden, width;
   int passes, ranges;
   bool masks_first;
-  int batches;
+  int gather;
+  bool wide, lean;
   MidTrace trace;
 };
 
@@ -65,10 +69,10 @@ cudaError_t launch_gate_up(Kernel kernel, int thread_blocks, int threads, int ne
   CUtensorMap x_map, gate_map;
   TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, ffn.x, ffn.tokens, ffn.hidden, kHalfTokens));
   TWELL_RETURN_IF_ERROR(make_tensor_map(&gate_map, ffn.dtype, ffn.gate, ffn.width, ffn.hidden, neurons));
-  const Arguments arguments{ffn.up,           ffn.down,     ffn.b_gate, ffn.b_up,    chunk.active,
-                            ffn.tokens,       ffn.hidden,   ffn.width,  plan.passes, plan.ranges,
-                            plan.masks_first, plan.batches, MidTrace::next()};
-  return launch_with_carveout(plan.carveout, kernel, thread_blocks, threads, kCluster, shared_bytes, stream, x_map,
+  const Arguments arguments{ffn.up,     ffn.down,   ffn.b_gate,  ffn.b_up,    chunk.active,     ffn.tokens,
+                            ffn.hidden, ffn.width,  plan.passes, plan.ranges, plan.masks_first, plan.gather,
+                            plan.wide,  plan.lean,  MidTrace::next()};
+  return launch_with_carveout(kMidCarveout, kernel, thread_blocks, threads, kCluster, shared_bytes, stream, x_map,
                               gate_map, arguments);
 }
 
@@ -94,11 +98,10 @@ __device__ __forceinline__ void ask_if(int n, int rows, const void* global) {
 // 128 bytes of each of `rows` rows, eight threads a row; `offsets` of the thread's rows count 16 bytes, as `eighth`
 // does. Addresses of a batch lie in registers before its first copy: one by one, each copy waits for branches and until
 // the copy before has read its address. With kAsk the same pieces of the matrix `next` are asked for in L2.
-template <bool kAsk, int kShare>
+template <int kBatch, bool kAsk, int kShare>
 __device__ __forceinline__ void gather_rows(uint32_t to, const uint4* matrix, const uint4* next,
                                             const uint32_t (&offsets)[kShare], int thread, int eighth, bool inside,
                                             int rows) {
-  constexpr int kBatch = 4;
   const int row = thread / 8, chunk = thread % 8;
   const uint32_t place = to + row * 128 + ((chunk ^ (row & 7)) << 4), from = inside ? eighth : 0;
   static_assert(kGatherRows % 8 == 4);  // so every second row's chunks change places
@@ -118,6 +121,57 @@ __device__ __forceinline__ void gather_rows(uint32_t to, const uint4* matrix, co
     }
   }
 }
+
+// A step's piece of each row, and of rows of `next` in L2: the same pieces; so, eight copies to a batch; 32 bytes a
+// thread of every second step's; none (whole rows by AskRows).
+template <int kShare>
+__device__ __forceinline__ void gather_step(int how, uint32_t to, const uint4* matrix, const uint4* next,
+                                            const uint32_t (&offsets)[kShare], int thread, int step, int eighths,
+                                            int rows) {
+  const int eighth = step * (kDepth / 8) + thread % 8;
+  const bool inside = eighth < eighths;
+  if (how == 0) {
+    gather_rows<4, true>(to, matrix, next, offsets, thread, eighth, inside, rows);
+  } else if (how == 1) {
+    gather_rows<8, true>(to, matrix, next, offsets, thread, eighth, inside, rows);
+  } else {
+    gather_rows<8, false>(to, matrix, nullptr, offsets, thread, eighth, inside, rows);
+    if (how > 2 || step % 2 != 0) return;
+    const int sector = step * (kDepth / 8) + thread % 8 * 2;
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
+      if (kGatherRows * i >= rows) break;
+      ask_if(thread / 8 + kGatherRows * i, rows, next + (offsets[i] + (sector < eighths ? sector : 0)));
+    }
+  }
+}
+
+// Whole listed rows of Wd asked for in L2, spread over the steps.
+template <int kShare>
+struct AskRows {
+  static constexpr int kOwn = (kShare * kGatherRows + kGatherers - 1) / kGatherers;
+  const char* row[kOwn];
+  int step[kOwn];  // of each, or none
+  uint32_t bytes;
+
+  __device__ __forceinline__ AskRows(const Arguments& a, const uint16_t* list, int first, int rows, int steps,
+                                     int thread) {
+    bytes = 2 * a.hidden;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int n = thread + i * kGatherers;
+      step[i] = n < rows ? n * steps / rows : steps;
+      const int64_t neuron = n < rows ? first + (list[n] & kPlace) : 0;
+      row[i] = static_cast<const char*>(a.down) + neuron * bytes;
+    }
+  }
+  __device__ __forceinline__ void ask(int now) const {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      if (step[i] == now) prefetch_row(row[i], bytes);
+    }
+  }
+};
 
 // Counts as `Threads` of a named barrier without waiting there.
 template <int Threads>

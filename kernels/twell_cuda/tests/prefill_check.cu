@@ -191,25 +191,35 @@ struct Variant {
 struct Switches {
   const char* name;
   bool half, masks_first, guesses;
-  int batches, carveout;
+  int gather = 0;
+  bool wide = false, lean = false, more_fetchers = false;
 };
-constexpr Switches kSwitches[] = {{"64 tokens, down waits", true, false, false, 0, -1},
-                                  {"64, guesses at any time", true, false, true, 0, -1},
-                                  {"64, batches", true, true, true, 1, -1},
-                                  {"64, batches, Wd beside", true, true, true, 2, -1},
-                                  {"64, side by side", true, true, true, 0, 100},
-                                  {"64, batches, side by side", true, true, true, 1, 100},
-                                  {"64, batches, Wd beside, side by side", true, true, true, 2, 100},
-                                  {"64, guesses at any time, side by side", true, false, true, 1, 100},
-                                  {"128, guesses", false, false, true, 0, -1},
-                                  {"128, guesses, batches", false, false, true, 1, -1},
-                                  {"128, guesses, batches, Wd beside", false, false, true, 2, -1},
-                                  {"128, guesses, batches, Wd beside, carveout", false, false, true, 2, 100}};
+constexpr Switches kSwitches[] = {{"64 tokens, down waits", true, false, false},
+                                  {"64, guesses at any time", true, false, true},
+                                  {"64, eights", true, true, true, 1},
+                                  {"64, eights, sectors", true, true, true, 2},
+                                  {"64, eights, rows spread", true, true, true, 3},
+                                  {"64, lean", true, true, true, 0, false, true},
+                                  {"64, down gathers by 6 warps", true, true, true, 0, false, false, true},
+                                  {"64, eights, lean, 6 warps", true, true, true, 1, false, true, true},
+                                  {"64, eights, sectors, lean, 6 warps", true, true, true, 2, false, true, true},
+                                  {"64, eights, rows spread, lean, 6 warps", true, true, true, 3, false, true, true},
+                                  {"64, guesses at any time, 6 warps", true, false, true, 0, false, false, true},
+                                  {"128 tokens, down waits", false, false, false},
+                                  {"128, eights", false, false, true, 1},
+                                  {"128, eights, sectors", false, false, true, 2},
+                                  {"128, eights, rows spread", false, false, true, 3},
+                                  {"128, lean", false, false, true, 0, false, true},
+                                  {"128, wide", false, false, true, 0, true},
+                                  {"128, eights, wide, lean", false, false, true, 1, true, true},
+                                  {"128, eights, sectors, wide, lean", false, false, true, 2, true, true},
+                                  {"128, eights, rows spread, wide, lean", false, false, true, 3, true, true}};
 
 // False where that does not apply.
 bool switched(const Ffn& f, const Device& device, const Switches& s, sm90::MidPlan* plan) {
   if (!sm90::plan_mid(f, device, plan) || plan->half != s.half) return false;
-  plan->masks_first = s.masks_first, plan->guesses = s.guesses, plan->batches = s.batches, plan->carveout = s.carveout;
+  plan->masks_first = s.masks_first, plan->guesses = s.guesses;
+  plan->gather = s.gather, plan->wide = s.wide, plan->lean = s.lean, plan->more_fetchers = s.more_fetchers;
   return true;
 }
 
