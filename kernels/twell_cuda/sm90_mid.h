@@ -17,13 +17,7 @@ constexpr int kMidCarveout = 100;
 // them.
 struct MidPlan {
   int neurons, passes, ranges;
-  bool half = false;         // 64 tokens a thread block (sm90_mid_half_gate_up.cu), else 128
-  bool masks_first = false;  // down may start when the masks are stored, else at once
-  bool guesses = false;      // down lists the masks that it finds and asks for rows, then looks whether they were right
-  int gather = 0;            // mid::gather_step
-  bool wide = false;         // up of a few more rows than `neurons` at a time, where 128 tokens share a block
-  bool lean = false;         // h's bias is added before, not in between
-  bool more_fetchers = false;  // in down, where a block has 64 columns
+  bool half = false;  // 64 tokens a thread block (sm90_mid_half_gate_up.cu), else 128
   int own() const { return neurons * passes; }
 };
 

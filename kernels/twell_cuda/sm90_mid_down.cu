@@ -5,9 +5,9 @@
 // warpgroups gather their columns of h and rows of Wd, and as many multiply. Both operands lie in shared memory as they
 // do in global memory, tokens and hidden units contiguous, and the tensor cores read them transposed.
 //
-// Masks are there long before columns of h. So a block may list them before the first kernel has ended, and ask for
-// rows of Wd; that is a guess, since only the end of that kernel makes its writes visible. Then it looks again, while
-// columns are on their way, and starts anew where a mask has changed.
+// Masks are there long before columns of h. So where the first kernel's blocks have 64 tokens, this one's list them
+// before it has ended, and ask for rows of Wd; that is a guess, since only the end of that kernel makes its writes
+// visible. Then they look again, while columns are on their way, and start anew where a mask has changed.
 
 #include <cstddef>
 
@@ -19,7 +19,8 @@
 namespace twell::sm90 {
 namespace {
 
-constexpr int kMaxStages = 6;
+constexpr int kDepth = 64, kMaxStages = 6;
+constexpr int kPartBytes = 64 * kDepth * 2;  // 64 tokens or hidden units x 64 neurons
 constexpr int kListed = 2048;                // neurons in shared memory at a time
 constexpr int kTurnBytes = 16 * 64 * 2;      // a warp's 16 tokens x 64 hidden units, on their way to y
 constexpr int kAll = 1;                      // named barrier
@@ -30,20 +31,17 @@ struct Control {
   uint16_t list[kListed];
 };
 
-// kMore: half as many threads again gather; a block still fits beside the first kernel's.
-template <int kHidden, bool kMore>
+template <int kHidden>
 struct Shape {
   static constexpr int kWarpgroups = kHidden / 128 + (kHidden < 128), kColumns = kHidden / kWarpgroups;
-  static constexpr int kMultipliers = 128 * kWarpgroups, kFetchers = kHidden > 64 ? 256 : kMore ? 192 : 128;
+  static constexpr int kMultipliers = 128 * kWarpgroups, kFetchers = kHidden == 64 ? 128 : 256;
   static constexpr int kThreads = kMultipliers + kFetchers;
-  static constexpr int kDepth = kMore ? 48 : 64;             // neurons of a step
-  static constexpr int kPartBytes = 64 * kDepth * 2;         // 64 tokens' or hidden units'
   static constexpr int kStageBytes = kPartBytes + kHidden * kDepth * 2;
-  static constexpr int kStages = kHidden == 256 || kMore ? 5 : kHidden == 128 ? 6 : 4;
+  static constexpr int kStages = kHidden == 256 ? 5 : kHidden == 128 ? 6 : 4;
   static constexpr int kShared =
       1024 + kStages * kStageBytes + kMultipliers / 32 * kTurnBytes + static_cast<int>(sizeof(Control));
   // For 64 columns, registers and shared memory that the first kernel leaves.
-  static constexpr int kBlocks = kHidden > 64 ? 1 : kMore ? 3 : 4;
+  static constexpr int kBlocks = kHidden == 64 ? 4 : 1;
   static_assert(kShared <= 227 * 1024);
 };
 
@@ -127,11 +125,10 @@ struct Neurons {
 };
 
 // By the warps that gather: eight threads copy 128 bytes; past the last of the `listed` neurons, zeros.
-template <typename T, int kHidden, bool kMore>
+template <typename T, int kHidden>
 struct Fetcher {
-  using S = Shape<kHidden, kMore>;
-  static constexpr int kDepth = S::kDepth, kRows = S::kFetchers / 8;
-  static_assert(kDepth % kRows == 0);
+  using S = Shape<kHidden>;
+  static constexpr int kRows = S::kFetchers / 8;
   const Arguments& a;
   const Control& c;
   const T *columns, *rows;
@@ -171,7 +168,7 @@ struct Fetcher {
       const T* const from = rows + static_cast<int64_t>(max(neurons[i], 0)) * a.hidden;
 #pragma unroll
       for (int part = 0; part < kHidden / 64; ++part) {  // where nothing is valid the address is not read
-        copy_16(to + (1 + part) * S::kPartBytes + i * kRows * 128, from + part * 64,
+        copy_16(to + (1 + part) * kPartBytes + i * kRows * 128, from + part * 64,
                 neurons[i] >= 0 && part * 64 + chunk * 8 < hidden_left);
       }
     }
@@ -199,21 +196,23 @@ struct Fetcher {
 };
 
 // sum += h times listed rows; each warpgroup has its share of the columns.
-template <typename T, typename S>
-__device__ __forceinline__ void multiply(float (&sum)[S::kColumns / 2], Ring& ring, uint32_t stages, int listed) {
+template <typename T, int kHidden>
+__device__ __forceinline__ void multiply(float (&sum)[Shape<kHidden>::kColumns / 2], Ring& ring, uint32_t stages,
+                                         int listed) {
+  using S = Shape<kHidden>;
   const int warpgroup = threadIdx.x / 128;
   const bool releases = threadIdx.x % 32 == 0;
   int held = -1;  // the stage that the products before these read
-  for (int start = 0; start < listed; start += S::kDepth, ring.advance()) {
+  for (int start = 0; start < listed; start += kDepth, ring.advance()) {
     ring.wait_full();
     fence_async_proxy();  // cp.async wrote, tensor cores read
     const uint32_t columns = stages + ring.stage * S::kStageBytes;
-    const uint32_t rows = columns + (1 + warpgroup * (S::kColumns / 64)) * S::kPartBytes;
+    const uint32_t rows = columns + (1 + warpgroup * (S::kColumns / 64)) * kPartBytes;
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < S::kDepth / 16; ++k) {
-      Wgmma<T, S::kColumns, 1, 1>::multiply(sum, matrix_descriptor(columns + k * 2048, S::kPartBytes),
-                                            matrix_descriptor(rows + k * 2048, S::kPartBytes), 1);
+    for (int k = 0; k < kDepth / 16; ++k) {
+      Wgmma<T, S::kColumns, 1, 1>::multiply(sum, matrix_descriptor(columns + k * 2048, kPartBytes),
+                                            matrix_descriptor(rows + k * 2048, kPartBytes), 1);
     }
     wgmma_commit();
     wgmma_wait<1>();
@@ -260,11 +259,11 @@ __device__ __forceinline__ void store(const float (&sum)[kColumns / 2], const Ar
   }
 }
 
-template <typename T, int kHidden, bool kMore>
-__global__ void __launch_bounds__(Shape<kHidden, kMore>::kThreads, Shape<kHidden, kMore>::kBlocks)
+template <typename T, int kHidden>
+__global__ void __launch_bounds__(Shape<kHidden>::kThreads, Shape<kHidden>::kBlocks)
     mid_down_kernel(const Arguments a) {
 #if defined(TWELL_SM90_DEVICE)
-  using S = Shape<kHidden, kMore>;
+  using S = Shape<kHidden>;
   extern __shared__ uint8_t raw_shared[];
   uint8_t* const shared = raw_shared + (-smem_address(raw_shared) & 1023);
   Control& c = *reinterpret_cast<Control*>(shared + S::kStages * S::kStageBytes + S::kMultipliers / 32 * kTurnBytes);
@@ -285,7 +284,7 @@ __global__ void __launch_bounds__(Shape<kHidden, kMore>::kThreads, Shape<kHidden
   if (!guesses) wait_for_previous();
   Neurons<S::kThreads> neurons(a.active, a.width, c, half_block);  // its barrier shows the others too
   neurons.list(c, 0);
-  Fetcher<T, kHidden, kMore> fetcher(a, c, stages, half_block, first_hidden);
+  Fetcher<T, kHidden> fetcher(a, c, stages, half_block, first_hidden);
   const bool fetches = warp >= S::kMultipliers / 32;
   if (guesses) {
     if (fetches) fetcher.ahead(min(neurons.total, kListed), false);
@@ -293,7 +292,7 @@ __global__ void __launch_bounds__(Shape<kHidden, kMore>::kThreads, Shape<kHidden
     if (fetches) fetcher.ahead(min(neurons.total, kListed), true);
   }
   if (thread == 0) a.trace.mark(1);
-  int ready = guesses ? S::kStages * S::kDepth : 0;
+  int ready = guesses ? S::kStages * kDepth : 0;
   if (guesses && __syncthreads_or(neurons.changed())) {
     wait_for_copies();
     ready = 0;
@@ -317,7 +316,7 @@ __global__ void __launch_bounds__(Shape<kHidden, kMore>::kThreads, Shape<kHidden
       ring.wait_full();
       if (thread == 0) a.trace.mark(3);
 #endif
-      multiply<T, S>(sum, ring, stages, min(kListed, neurons.total - from));
+      multiply<T, kHidden>(sum, ring, stages, min(kListed, neurons.total - from));
     }
     if (thread == 0) a.trace.mark(5);
     const uint32_t turn = stages + S::kStages * S::kStageBytes + warp * kTurnBytes;
@@ -328,14 +327,14 @@ __global__ void __launch_bounds__(Shape<kHidden, kMore>::kThreads, Shape<kHidden
 #endif
 }
 
-template <typename T, int kHidden, bool kMore = false>
+template <typename T, int kHidden>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const MidPlan& plan, cudaStream_t stream) {
   const int half_blocks = static_cast<int>((ffn.tokens + kHalfTokens - 1) / kHalfTokens);
   const int slices = (ffn.hidden + kHidden - 1) / kHidden;
-  const Arguments arguments{chunk.active, ffn.down,  ffn.b_down, ffn.y,        ffn.tokens,
-                            ffn.hidden,   ffn.width, slices,     plan.guesses, MidTrace::next()};
-  return launch_with_carveout(kMidCarveout, mid_down_kernel<T, kHidden, kMore>, half_blocks * slices,
-                              Shape<kHidden, kMore>::kThreads, 1, Shape<kHidden, kMore>::kShared, stream, arguments);
+  const Arguments arguments{chunk.active, ffn.down,  ffn.b_down, ffn.y,     ffn.tokens,
+                            ffn.hidden,   ffn.width, slices,     plan.half, MidTrace::next()};
+  return launch_with_carveout(kMidCarveout, mid_down_kernel<T, kHidden>, half_blocks * slices,
+                              Shape<kHidden>::kThreads, 1, Shape<kHidden>::kShared, stream, arguments);
 }
 
 // Columns of y to a thread block, for the least time: rounds of what a step brings in.
@@ -354,9 +353,7 @@ template <typename T>
 cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const Device& device, const MidPlan& plan,
                         cudaStream_t stream) {
   switch (best_columns(ffn, device)) {
-    case 64:
-      return plan.more_fetchers ? launch<T, 64, true>(ffn, chunk, plan, stream)
-                                : launch<T, 64>(ffn, chunk, plan, stream);
+    case 64: return launch<T, 64>(ffn, chunk, plan, stream);
     case 128: return launch<T, 128>(ffn, chunk, plan, stream);
     default: return launch<T, 256>(ffn, chunk, plan, stream);
   }

@@ -44,8 +44,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* x_m
   }
   barrier_wait(&c.listed, 0);
   // More passes than one may be wanted here and not in the other block.
-  const int most = rows_at_once<kNeurons>(a);
-  for (int start = most; start < c.count; start += most) {
+  for (int start = S::kUpRows; start < c.count; start += S::kUpRows) {
     for (int step = 0; step < steps; ++step, ring.advance()) {
       ring.wait_empty();
       barrier_arrive_expect(ring.full + ring.stage, kTokenBytes);
@@ -155,7 +154,7 @@ bool plan_mid(const Ffn& ffn, const Device& device, MidPlan* plan) {
       // What shared memory takes for a step, in 128 bytes: x once written and once read, rows once and twice. A quarter
       // of the neurons are taken to be active.
       const int64_t cost = passes * (256 + 3 * neurons) + 256 + 3 * own / 4;
-      if (cost < best_cost) *plan = {neurons, passes, ranges, false, false, true}, best_cost = cost;
+      if (cost < best_cost) *plan = {neurons, passes, ranges}, best_cost = cost;
     }
   }
   return best_cost < INT64_MAX;

@@ -8,7 +8,7 @@
 namespace twell::sm90::mid_half {
 
 // The three warps that gather rows of Wu.
-template <typename T, int kNeurons>
+template <int kNeurons>
 __device__ __forceinline__ void gather(const Arguments& a, Control& c, uint32_t shared, int first, int early,
                                        int all_steps) {
   constexpr int kShare = (kNeurons + kGatherRows - 1) / kGatherRows;
@@ -23,13 +23,11 @@ __device__ __forceinline__ void gather(const Arguments& a, Control& c, uint32_t 
     const int n = row + kGatherRows * i;
     offsets[i] = n < rows ? static_cast<uint32_t>(first + c.list[n]) * eighths : 0;
   }
-  const AskRows<kShare> beside(a, c.list, first, rows, steps, thread);
   for (int step = 0; step < steps; ++step, ring.advance()) {
     ring.wait_empty();
     const uint32_t to = shared + use.row_stage(ring.stage);
-    gather_step(a.gather, to, up, down, offsets, thread, step, eighths, rows);
+    gather_rows(to, up, down, offsets, thread, step, eighths, rows);
     barrier_arrive_on_copies(ring.full + ring.stage);
-    if (a.gather == 3) beside.ask(step);
   }
 }
 
@@ -60,26 +58,9 @@ __device__ __forceinline__ void store_products(const float (&sum)[kNeurons / 2],
                                                uint32_t turn, int half, int first) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = c.count;
   const T* const bias = static_cast<const T*>(a.b_up);
-  const bool lean = a.lean && bias == nullptr;
-  if (lean) {
-#pragma unroll
-    for (int j = 0; j < kNeurons / 8; j += 2) {  // 16 neurons
-      if (8 * j >= rows) break;
-      const int row = 8 * j + lane / 16 * 8 + lane % 8, eighth = 2 * warp + (lane / 8 & 1);
-      uint32_t gate[4];
-      load_matrices_transposed(gate, turn_at(turn, c.list[min(row, rows - 1)], eighth));
-#pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        const int index = 4 * (j + m / 2) + m % 2 * 2;
-        const float2 g = unpack<T>(gate[m]);
-        gate[m] = pack<T>(g.x * sum[index], g.y * sum[index + 1]);
-      }
-      store_matrices_transposed(turn_at(turn, row, eighth), gate);
-    }
-  }
 #pragma unroll
   for (int j = 0; j < kNeurons / 8; j += 2) {  // 16 neurons
-    if (!lean && 8 * j < rows) {
+    if (8 * j < rows) {
       const int row = 8 * j + lane / 16 * 8 + lane % 8, eighth = 2 * warp + (lane / 8 & 1);
       uint32_t gate[4];
       load_matrices_transposed(gate, turn_at(turn, c.list[min(row, rows - 1)], eighth));

@@ -37,7 +37,8 @@ struct Control {
 
 template <int kNeurons>
 struct Shape {
-  // Rows of Wu at a time: of half the neurons, as many as may be active in two passes of the gate, and some more.
+  // Rows of Wu at a time. Where about half of 2 x 176 neurons are active, many blocks have a few more than 176, for
+  // which they would go through x once more.
   static constexpr int kUpRows = kNeurons == 176 ? 208 : kNeurons;
   static constexpr int kGateBytes = kTokenBytes + kNeurons * kDepth * 2;  // of a stage
   static constexpr int kStageBytes = kTokenBytes + kUpRows * kDepth * 2;
@@ -56,9 +57,6 @@ struct Arguments {
   int64_t tokens;
   int hidden, width;
   int passes, ranges;
-  bool masks_first;
-  int gather;
-  bool wide, lean;
   MidTrace trace;
 };
 
@@ -69,15 +67,10 @@ cudaError_t launch_gate_up(Kernel kernel, int thread_blocks, int threads, int ne
   CUtensorMap x_map, gate_map;
   TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, ffn.x, ffn.tokens, ffn.hidden, kHalfTokens));
   TWELL_RETURN_IF_ERROR(make_tensor_map(&gate_map, ffn.dtype, ffn.gate, ffn.width, ffn.hidden, neurons));
-  const Arguments arguments{ffn.up,     ffn.down,   ffn.b_gate,  ffn.b_up,    chunk.active,     ffn.tokens,
-                            ffn.hidden, ffn.width,  plan.passes, plan.ranges, plan.masks_first, plan.gather,
-                            plan.wide,  plan.lean,  MidTrace::next()};
+  const Arguments arguments{ffn.up,     ffn.down,  ffn.b_gate,  ffn.b_up,    chunk.active,    ffn.tokens,
+                            ffn.hidden, ffn.width, plan.passes, plan.ranges, MidTrace::next()};
   return launch_with_carveout(kMidCarveout, kernel, thread_blocks, threads, kCluster, shared_bytes, stream, x_map,
                               gate_map, arguments);
-}
-
-__device__ __forceinline__ void prefetch_row(const void* row, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row), "r"(bytes) : "memory");
 }
 
 // For n < rows, without a branch: 16 bytes by cp.async, zeros where they are not valid; 16 bytes asked for in L2.
@@ -95,14 +88,16 @@ __device__ __forceinline__ void ask_if(int n, int rows, const void* global) {
                : "memory");
 }
 
-// 128 bytes of each of `rows` rows, eight threads a row; `offsets` of the thread's rows count 16 bytes, as `eighth`
-// does. Addresses of a batch lie in registers before its first copy: one by one, each copy waits for branches and until
-// the copy before has read its address. With kAsk the same pieces of the matrix `next` are asked for in L2.
-template <int kBatch, bool kAsk, int kShare>
+// A step's 128 bytes of each of `rows` rows, eight threads a row; `offsets` of the thread's rows and `eighths`, a row's
+// length, count 16 bytes. Addresses of a batch lie in registers before its first copy: one by one, each copy waits for
+// branches and until the copy before has read its address. The same pieces of the matrix `next` are asked for in L2.
+template <int kShare>
 __device__ __forceinline__ void gather_rows(uint32_t to, const uint4* matrix, const uint4* next,
-                                            const uint32_t (&offsets)[kShare], int thread, int eighth, bool inside,
+                                            const uint32_t (&offsets)[kShare], int thread, int step, int eighths,
                                             int rows) {
-  const int row = thread / 8, chunk = thread % 8;
+  constexpr int kBatch = 4;
+  const int row = thread / 8, chunk = thread % 8, eighth = step * (kDepth / 8) + chunk;
+  const bool inside = eighth < eighths;
   const uint32_t place = to + row * 128 + ((chunk ^ (row & 7)) << 4), from = inside ? eighth : 0;
   static_assert(kGatherRows % 8 == 4);  // so every second row's chunks change places
 #pragma unroll
@@ -113,65 +108,12 @@ __device__ __forceinline__ void gather_rows(uint32_t to, const uint4* matrix, co
       copy_16_if(row + kGatherRows * i, rows, (place ^ (i & 1) << 6) + i * kGatherRows * 128,
                  matrix + (offsets[i] + from), inside);
     }
-    if constexpr (kAsk) {
 #pragma unroll
-      for (int i = batch; i < batch + kBatch && i < kShare; ++i) {
-        ask_if(row + kGatherRows * i, rows, next + (offsets[i] + from));
-      }
+    for (int i = batch; i < batch + kBatch && i < kShare; ++i) {
+      ask_if(row + kGatherRows * i, rows, next + (offsets[i] + from));
     }
   }
 }
-
-// A step's piece of each row, and of rows of `next` in L2: the same pieces; so, eight copies to a batch; 32 bytes a
-// thread of every second step's; none (whole rows by AskRows).
-template <int kShare>
-__device__ __forceinline__ void gather_step(int how, uint32_t to, const uint4* matrix, const uint4* next,
-                                            const uint32_t (&offsets)[kShare], int thread, int step, int eighths,
-                                            int rows) {
-  const int eighth = step * (kDepth / 8) + thread % 8;
-  const bool inside = eighth < eighths;
-  if (how == 0) {
-    gather_rows<4, true>(to, matrix, next, offsets, thread, eighth, inside, rows);
-  } else if (how == 1) {
-    gather_rows<8, true>(to, matrix, next, offsets, thread, eighth, inside, rows);
-  } else {
-    gather_rows<8, false>(to, matrix, nullptr, offsets, thread, eighth, inside, rows);
-    if (how > 2 || step % 2 != 0) return;
-    const int sector = step * (kDepth / 8) + thread % 8 * 2;
-#pragma unroll
-    for (int i = 0; i < kShare; ++i) {
-      if (kGatherRows * i >= rows) break;
-      ask_if(thread / 8 + kGatherRows * i, rows, next + (offsets[i] + (sector < eighths ? sector : 0)));
-    }
-  }
-}
-
-// Whole listed rows of Wd asked for in L2, spread over the steps.
-template <int kShare>
-struct AskRows {
-  static constexpr int kOwn = (kShare * kGatherRows + kGatherers - 1) / kGatherers;
-  const char* row[kOwn];
-  int step[kOwn];  // of each, or none
-  uint32_t bytes;
-
-  __device__ __forceinline__ AskRows(const Arguments& a, const uint16_t* list, int first, int rows, int steps,
-                                     int thread) {
-    bytes = 2 * a.hidden;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int n = thread + i * kGatherers;
-      step[i] = n < rows ? n * steps / rows : steps;
-      const int64_t neuron = n < rows ? first + (list[n] & kPlace) : 0;
-      row[i] = static_cast<const char*>(a.down) + neuron * bytes;
-    }
-  }
-  __device__ __forceinline__ void ask(int now) const {
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      if (step[i] == now) prefetch_row(row[i], bytes);
-    }
-  }
-};
 
 // Counts as `Threads` of a named barrier without waiting there.
 template <int Threads>

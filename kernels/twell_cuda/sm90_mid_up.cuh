@@ -1,4 +1,4 @@
-// Up of sm90_mid_gate_up.cu: products of the listed neurons, kNeurons at a time, and their columns of h.
+// Up of sm90_mid_gate_up.cu: products of the listed neurons, kUpRows at a time, and their columns of h.
 #pragma once
 
 #include <type_traits>
@@ -6,11 +6,6 @@
 #include "sm90_mid_tile.cuh"
 
 namespace twell::sm90::mid {
-
-template <int kNeurons>
-__device__ __forceinline__ int rows_at_once(const Arguments& a) {
-  return a.wide ? Shape<kNeurons>::kUpRows : kNeurons;
-}
 
 // Where 16 bytes, tokens 8 `eighth` and on, of the n-th column lie in shared memory.
 __device__ __forceinline__ uint32_t turn_at(uint32_t turn, int n, int eighth) {
@@ -40,22 +35,19 @@ __device__ __forceinline__ void gather(const Arguments& a, Control& c, uint32_t 
   const int thread = threadIdx.x - kMultipliers, row = thread / 8, eighths = a.hidden / 8;
   const uint4 *const up = static_cast<const uint4*>(a.up), *const down = static_cast<const uint4*>(a.down);
   const int aside = min(steps - 1, 2);  // rows of the first steps are more urgent
-  const int most = rows_at_once<kNeurons>(a);
-  for (int start = 0, pass = 0; start < c.count; start += most, ++pass) {
-    const int rows = min(most, c.count - start);
+  for (int start = 0, pass = 0; start < c.count; start += S::kUpRows, ++pass) {
+    const int rows = min(S::kUpRows, c.count - start);
     uint32_t offsets[kShare];  // of their rows, in 16 bytes
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
       const int n = min(row + kGatherRows * i, rows - 1);
       offsets[i] = static_cast<uint32_t>(first + (c.list[start + n] & kPlace)) * eighths;
     }
-    const AskRows<kShare> beside(a, c.list + start, first, rows, steps, thread);
     for (int step = 0; step < steps; ++step, ring.advance()) {
       ring.wait_empty();
       const uint32_t to = stages + ring.stage * S::kStageBytes + kTokenBytes;
-      gather_step(a.gather, to, up, down, offsets, thread, step, eighths, rows);
+      gather_rows(to, up, down, offsets, thread, step, eighths, rows);
       barrier_arrive_on_copies(c.copied + ring.stage);
-      if (a.gather == 3) beside.ask(step);
       if (step == aside) {
         barrier_wait(&c.gates_stored, 0);
         if (pass > 0) barrier_wait(&c.gates_empty, (pass - 1) & 1);
@@ -101,26 +93,9 @@ __device__ __forceinline__ void store_products(const float (&sum)[kRows / 2], co
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint16_t* const list = c.list + start;
   const T* const bias = static_cast<const T*>(a.b_up);
-  const bool lean = a.lean && bias == nullptr;
-  if (lean) {
-#pragma unroll
-    for (int j = 0; j < kRows / 8; j += 2) {  // 16 neurons
-      if (8 * j >= rows) break;
-      const uint32_t at = turn_at(turn, 8 * j + lane / 16 * 8 + lane % 8, 2 * warp + (lane / 8 & 1));
-      uint32_t gate[4];
-      load_matrices_transposed(gate, at);
-#pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        const int index = 4 * (j + m / 2) + m % 2 * 2;
-        const float2 g = unpack<T>(gate[m]);
-        gate[m] = pack<T>(g.x * sum[index], g.y * sum[index + 1]);
-      }
-      store_matrices_transposed(at, gate);
-    }
-  }
 #pragma unroll
   for (int j = 0; j < kRows / 8; j += 2) {  // 16 neurons
-    if (!lean && 8 * j < rows) {
+    if (8 * j < rows) {
       const uint32_t at = turn_at(turn, 8 * j + lane / 16 * 8 + lane % 8, 2 * warp + (lane / 8 & 1));
       uint32_t gate[4];
       load_matrices_transposed(gate, at);
@@ -158,9 +133,8 @@ __device__ __forceinline__ void multiply_up(const Arguments& a, Control& c, uint
   const int lane = threadIdx.x % 32;
   constexpr int kUpRows = Shape<kNeurons>::kUpRows;
   int copies = 0;
-  const int most = rows_at_once<kNeurons>(a);
-  for (int start = 0, pass = 0; pass == 0 || start < c.count; start += most, ++pass) {
-    const int rows = min(most, c.count - start);
+  for (int start = 0, pass = 0; pass == 0 || start < c.count; start += kUpRows, ++pass) {
+    const int rows = min(kUpRows, c.count - start);
     float sum[kUpRows / 2];
     const auto multiply = [&](auto count) {
       constexpr int kRows = decltype(count)::value < kUpRows ? decltype(count)::value : kUpRows;
@@ -182,7 +156,7 @@ __device__ __forceinline__ void multiply_up(const Arguments& a, Control& c, uint
       multiply(std::integral_constant<int, 112>{});
     } else if (kNeurons > 128 && rows <= 128) {
       multiply(std::integral_constant<int, 128>{});
-    } else if (rows <= kNeurons) {
+    } else if (kUpRows == kNeurons || rows <= kNeurons) {
       multiply(std::integral_constant<int, kNeurons>{});
     } else {
       multiply(std::integral_constant<int, kUpRows>{});
