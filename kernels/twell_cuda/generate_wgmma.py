@@ -5,7 +5,7 @@ Run it after a change: python3 kernels/twell_cuda/generate_wgmma.py
 
 from pathlib import Path
 
-WIDTHS = (16, 32, 48, 64, 96, 112, 128, 176, 192, 256)
+WIDTHS = (16, 32, 48, 64, 96, 112, 128, 176, 192, 208, 256)
 HEAD = """\
 // Written by generate_wgmma.py; do not edit. PTX ISA, wgmma.mma_async: D (64 x N, fp32) += A (64 x 16) B (16 x N), both
 // operands in shared memory, bf16 or fp16. Trans: 0 where K is contiguous, 1 where M (of A) or N (of B) is.

@@ -10,16 +10,14 @@ constexpr int kMidMaxTokens = 2048;
 constexpr int kMidMaxHalfTokens = 256;    // up to here thread blocks of 64 tokens win, above those of 128
 constexpr int kMidMaxOwn = 768;           // neurons of a thread block
 constexpr int64_t kMidMaxWork = 3 << 18;  // these times D; with more, the kernels for more tokens win (NOTES.md)
+// Of both kernels (sm90_launch.h), so that down's blocks start beside the first kernel's.
+constexpr int kMidCarveout = 100;
 
 // How neurons are shared out: `ranges` thread blocks for each block of tokens, each with `passes` times `neurons` of
 // them.
 struct MidPlan {
   int neurons, passes, ranges;
-  bool half = false;         // 64 tokens a thread block (sm90_mid_half_gate_up.cu), else 128
-  bool masks_first = false;  // down may start when the masks are stored, else at once
-  bool guesses = false;      // down lists the masks that it finds and asks for rows, then looks whether they were right
-  int batches = 2;           // rows of Wu: one by one; in batches; so, and rows of Wd asked for in L2 beside
-  int carveout = 100;        // of both kernels (sm90_launch.h); 100 lets down's blocks start beside the first kernel's
+  bool half = false;  // 64 tokens a thread block (sm90_mid_half_gate_up.cu), else 128
   int own() const { return neurons * passes; }
 };
 

@@ -5,9 +5,9 @@
 // warpgroups gather their columns of h and rows of Wd, and as many multiply. Both operands lie in shared memory as they
 // do in global memory, tokens and hidden units contiguous, and the tensor cores read them transposed.
 //
-// Masks are there long before columns of h. So a block may list them before the first kernel has ended, and ask for
-// rows of Wd; that is a guess, since only the end of that kernel makes its writes visible. Then it looks again, while
-// columns are on their way, and starts anew where a mask has changed.
+// Masks are there long before columns of h. So where the first kernel's blocks have 64 tokens, this one's list them
+// before it has ended, and ask for rows of Wd; that is a guess, since only the end of that kernel makes its writes
+// visible. Then they look again, while columns are on their way, and start anew where a mask has changed.
 
 #include <cstddef>
 
@@ -331,9 +331,9 @@ template <typename T, int kHidden>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const MidPlan& plan, cudaStream_t stream) {
   const int half_blocks = static_cast<int>((ffn.tokens + kHalfTokens - 1) / kHalfTokens);
   const int slices = (ffn.hidden + kHidden - 1) / kHidden;
-  const Arguments arguments{chunk.active, ffn.down,  ffn.b_down, ffn.y,        ffn.tokens,
-                            ffn.hidden,   ffn.width, slices,     plan.guesses, MidTrace::next()};
-  return launch_with_carveout(plan.carveout, mid_down_kernel<T, kHidden>, half_blocks * slices,
+  const Arguments arguments{chunk.active, ffn.down,  ffn.b_down, ffn.y,     ffn.tokens,
+                            ffn.hidden,   ffn.width, slices,     plan.half, MidTrace::next()};
+  return launch_with_carveout(kMidCarveout, mid_down_kernel<T, kHidden>, half_blocks * slices,
                               Shape<kHidden>::kThreads, 1, Shape<kHidden>::kShared, stream, arguments);
 }
 

@@ -19,7 +19,8 @@ template <int kNeurons>
 __device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* x_map, const CUtensorMap* gate_map,
                                       Control& c, uint8_t* stages, Ring ring, int block, int first, int rank, int steps,
                                       int early) {
-  constexpr int kBytes = Shape<kNeurons>::kStageBytes;
+  using S = Shape<kNeurons>;
+  constexpr int kBytes = S::kStageBytes;
   const auto load_x = [&](int step) {
     load_box_multicast(stages + ring.stage * kBytes + rank * kHalfBytes, x_map, step * kDepth,
                        block * kBlockTokens + rank * kHalfTokens, ring.full + ring.stage, (1 << kCluster) - 1);
@@ -28,7 +29,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* x_m
     for (int step = 0; step < steps; ++step, ring.advance()) {
       if (pass > 0 || step >= early) {
         ring.wait_empty();
-        barrier_arrive_expect(ring.full + ring.stage, kBytes);
+        barrier_arrive_expect(ring.full + ring.stage, S::kGateBytes);
         load_box(stages + ring.stage * kBytes + kTokenBytes, gate_map, step * kDepth, first + pass * kNeurons,
                  ring.full + ring.stage);
       }
@@ -43,7 +44,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* x_m
   }
   barrier_wait(&c.listed, 0);
   // More passes than one may be wanted here and not in the other block.
-  for (int start = kNeurons; start < c.count; start += kNeurons) {
+  for (int start = S::kUpRows; start < c.count; start += S::kUpRows) {
     for (int step = 0; step < steps; ++step, ring.advance()) {
       ring.wait_empty();
       barrier_arrive_expect(ring.full + ring.stage, kTokenBytes);
@@ -87,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     barrier_init(&c.listed, 1);
     fence_barrier_init();
     for (int step = 0; step < early; ++step) {
-      barrier_arrive_expect(c.full + step, S::kStageBytes);
+      barrier_arrive_expect(c.full + step, S::kGateBytes);
       load_box(stages + step * S::kStageBytes + kTokenBytes, &gate_map, step * kDepth, first, c.full + step);
     }
   }
@@ -153,7 +154,7 @@ bool plan_mid(const Ffn& ffn, const Device& device, MidPlan* plan) {
       // What shared memory takes for a step, in 128 bytes: x once written and once read, rows once and twice. A quarter
       // of the neurons are taken to be active.
       const int64_t cost = passes * (256 + 3 * neurons) + 256 + 3 * own / 4;
-      if (cost < best_cost) *plan = {neurons, passes, ranges, false, false, true}, best_cost = cost;
+      if (cost < best_cost) *plan = {neurons, passes, ranges}, best_cost = cost;
     }
   }
   return best_cost < INT64_MAX;

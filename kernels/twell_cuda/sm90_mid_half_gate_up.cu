@@ -120,7 +120,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int steps = (a.hidden + kDepth - 1) / kDepth, early = min(S::kStages, steps);
   const bool fetches = thread == kThreads - 32;
   const Fetcher<kNeurons> fetcher{a, &x_map, &gate_map, c, stages, half, first, rank, steps, early};
-  if (!a.masks_first) launch_dependents();
   if (fetches) {
     a.trace.mark(0);
     prefetch_map(&x_map);
@@ -159,12 +158,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (warp == kWarps) make_list<kNeurons>(a, c, half, first);
     named_barrier<kMultipliers + kGatherers>(kListBarrier);
     if (thread == kMultipliers) barrier_arrive(&c.listed);
-    if (a.masks_first && warp == kWarps) {
+    if (warp == kWarps) {
       __threadfence();  // the second kernel's blocks guess by what they see of the masks
       __syncwarp();
       launch_dependents();
     }
-    if (a.up != nullptr) gather<T, kNeurons>(a, c, shared, first, early, steps);
+    if (a.up != nullptr) gather<kNeurons>(a, c, shared, first, early, steps);
   } else if (fetches) {
     a.trace.mark(1);
     fetcher.gate();
@@ -199,7 +198,7 @@ bool plan_mid_half(const Ffn& ffn, const Device& device, MidPlan* plan) {
     const int ranges = ((ffn.width + 31) / 32 * 32 + neurons - 1) / neurons;  // masks are written to their last word
     if (halves * ranges > device.sm_count / kCluster * kCluster) continue;
     if (int64_t{neurons} * ffn.hidden > kMidMaxWork) return false;
-    *plan = {neurons, 1, ranges, true, true, true};
+    *plan = {neurons, 1, ranges, true};
     return true;
   }
   return false;

@@ -8,15 +8,15 @@
 namespace twell::sm90::mid_half {
 
 // The three warps that gather rows of Wu.
-template <typename T, int kNeurons>
+template <int kNeurons>
 __device__ __forceinline__ void gather(const Arguments& a, Control& c, uint32_t shared, int first, int early,
                                        int all_steps) {
   constexpr int kShare = (kNeurons + kGatherRows - 1) / kGatherRows;
-  const int thread = threadIdx.x - kMultipliers, row = thread / 8, chunk = thread % 8, eighths = a.hidden / 8;
+  const int thread = threadIdx.x - kMultipliers, row = thread / 8, eighths = a.hidden / 8;
   const int rows = c.count, steps = up_steps(rows, early, all_steps);
   const UpRing use = up_ring<kNeurons>(rows);
   Ring ring(c.up_full, c.up_empty, use.stages);
-  const uint4* const up = static_cast<const uint4*>(a.up);
+  const uint4 *const up = static_cast<const uint4*>(a.up), *const down = static_cast<const uint4*>(a.down);
   uint32_t offsets[kShare];  // of their rows, in 16 bytes
 #pragma unroll
   for (int i = 0; i < kShare; ++i) {
@@ -26,27 +26,8 @@ __device__ __forceinline__ void gather(const Arguments& a, Control& c, uint32_t 
   for (int step = 0; step < steps; ++step, ring.advance()) {
     ring.wait_empty();
     const uint32_t to = shared + use.row_stage(ring.stage);
-    const int eighth = step * (kDepth / 8) + chunk;
-    const bool inside = eighth < eighths;
-    const uint4* const from = up + (inside ? eighth : 0);
-    if (a.batches == 2) {
-      gather_rows<true>(to, up, static_cast<const uint4*>(a.down), offsets, thread, eighth, inside, rows);
-    } else if (a.batches == 1) {
-      gather_rows<false>(to, up, nullptr, offsets, thread, eighth, inside, rows);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kShare; ++i) {
-        const int n = row + kGatherRows * i;
-        if (kGatherRows * i >= rows) break;
-        if (n < rows) copy_16(to + n * kRowBytes + ((chunk ^ (n & 7)) << 4), from + offsets[i], inside);
-      }
-    }
+    gather_rows(to, up, down, offsets, thread, step, eighths, rows);
     barrier_arrive_on_copies(ring.full + ring.stage);
-    if (a.batches < 2 && step == min(use.stages + 2, steps - 1)) {  // the second kernel reads them next
-      for (int n = thread; n < rows; n += kGatherers) {
-        prefetch_row(static_cast<const T*>(a.down) + static_cast<int64_t>(first + c.list[n]) * a.hidden, a.hidden * 2);
-      }
-    }
   }
 }
 

@@ -37,12 +37,16 @@ struct Control {
 
 template <int kNeurons>
 struct Shape {
-  static constexpr int kStageBytes = kTokenBytes + kNeurons * kDepth * 2;
+  // Rows of Wu at a time. Where about half of 2 x 176 neurons are active, many blocks have a few more than 176, for
+  // which they would go through x once more.
+  static constexpr int kUpRows = kNeurons == 176 ? 208 : kNeurons;
+  static constexpr int kGateBytes = kTokenBytes + kNeurons * kDepth * 2;  // of a stage
+  static constexpr int kStageBytes = kTokenBytes + kUpRows * kDepth * 2;
   static constexpr int kStages = kNeurons == 128 ? 5 : 4;
-  static constexpr int kTurnBytes = kNeurons * 2 * kBlockTokens;  // columns of relu(gate), then of h
+  static constexpr int kTurnBytes = kUpRows * 2 * kBlockTokens;  // columns of relu(gate), then of h
   static constexpr int kWords = (kNeurons + 31) / 32, kPieces = kNeurons / 16;
   static constexpr int kShared = 1024 + kStages * kStageBytes + kTurnBytes + static_cast<int>(sizeof(Control));
-  static_assert(kStageBytes % 1024 == 0 && kNeurons % 16 == 0 && kTurnBytes >= kWarps * 1024);
+  static_assert(kStageBytes % 1024 == 0 && kUpRows % 16 == 0 && kNeurons % 16 == 0 && kTurnBytes >= kWarps * 1024);
   static_assert(kShared <= kSharedLimit);
 };
 
@@ -53,8 +57,6 @@ struct Arguments {
   int64_t tokens;
   int hidden, width;
   int passes, ranges;
-  bool masks_first;
-  int batches;
   MidTrace trace;
 };
 
@@ -65,15 +67,10 @@ cudaError_t launch_gate_up(Kernel kernel, int thread_blocks, int threads, int ne
   CUtensorMap x_map, gate_map;
   TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, ffn.x, ffn.tokens, ffn.hidden, kHalfTokens));
   TWELL_RETURN_IF_ERROR(make_tensor_map(&gate_map, ffn.dtype, ffn.gate, ffn.width, ffn.hidden, neurons));
-  const Arguments arguments{ffn.up,           ffn.down,     ffn.b_gate, ffn.b_up,    chunk.active,
-                            ffn.tokens,       ffn.hidden,   ffn.width,  plan.passes, plan.ranges,
-                            plan.masks_first, plan.batches, MidTrace::next()};
-  return launch_with_carveout(plan.carveout, kernel, thread_blocks, threads, kCluster, shared_bytes, stream, x_map,
+  const Arguments arguments{ffn.up,     ffn.down,  ffn.b_gate,  ffn.b_up,    chunk.active,    ffn.tokens,
+                            ffn.hidden, ffn.width, plan.passes, plan.ranges, MidTrace::next()};
+  return launch_with_carveout(kMidCarveout, kernel, thread_blocks, threads, kCluster, shared_bytes, stream, x_map,
                               gate_map, arguments);
-}
-
-__device__ __forceinline__ void prefetch_row(const void* row, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row), "r"(bytes) : "memory");
 }
 
 // For n < rows, without a branch: 16 bytes by cp.async, zeros where they are not valid; 16 bytes asked for in L2.
@@ -91,15 +88,16 @@ __device__ __forceinline__ void ask_if(int n, int rows, const void* global) {
                : "memory");
 }
 
-// 128 bytes of each of `rows` rows, eight threads a row; `offsets` of the thread's rows count 16 bytes, as `eighth`
-// does. Addresses of a batch lie in registers before its first copy: one by one, each copy waits for branches and until
-// the copy before has read its address. With kAsk the same pieces of the matrix `next` are asked for in L2.
-template <bool kAsk, int kShare>
+// A step's 128 bytes of each of `rows` rows, eight threads a row; `offsets` of the thread's rows and `eighths`, a row's
+// length, count 16 bytes. Addresses of a batch lie in registers before its first copy: one by one, each copy waits for
+// branches and until the copy before has read its address. The same pieces of the matrix `next` are asked for in L2.
+template <int kShare>
 __device__ __forceinline__ void gather_rows(uint32_t to, const uint4* matrix, const uint4* next,
-                                            const uint32_t (&offsets)[kShare], int thread, int eighth, bool inside,
+                                            const uint32_t (&offsets)[kShare], int thread, int step, int eighths,
                                             int rows) {
   constexpr int kBatch = 4;
-  const int row = thread / 8, chunk = thread % 8;
+  const int row = thread / 8, chunk = thread % 8, eighth = step * (kDepth / 8) + chunk;
+  const bool inside = eighth < eighths;
   const uint32_t place = to + row * 128 + ((chunk ^ (row & 7)) << 4), from = inside ? eighth : 0;
   static_assert(kGatherRows % 8 == 4);  // so every second row's chunks change places
 #pragma unroll
@@ -110,11 +108,9 @@ __device__ __forceinline__ void gather_rows(uint32_t to, const uint4* matrix, co
       copy_16_if(row + kGatherRows * i, rows, (place ^ (i & 1) << 6) + i * kGatherRows * 128,
                  matrix + (offsets[i] + from), inside);
     }
-    if constexpr (kAsk) {
 #pragma unroll
-      for (int i = batch; i < batch + kBatch && i < kShare; ++i) {
-        ask_if(row + kGatherRows * i, rows, next + (offsets[i] + from));
-      }
+    for (int i = batch; i < batch + kBatch && i < kShare; ++i) {
+      ask_if(row + kGatherRows * i, rows, next + (offsets[i] + from));
     }
   }
 }

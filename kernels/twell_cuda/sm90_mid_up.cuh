@@ -1,4 +1,4 @@
-// Up of sm90_mid_gate_up.cu: products of the listed neurons, kNeurons at a time, and their columns of h.
+// Up of sm90_mid_gate_up.cu: products of the listed neurons, kUpRows at a time, and their columns of h.
 #pragma once
 
 #include <type_traits>
@@ -30,12 +30,13 @@ __device__ __forceinline__ void gather_gates(const Arguments& a, const Control& 
 template <typename T, int kNeurons>
 __device__ __forceinline__ void gather(const Arguments& a, Control& c, uint32_t stages, uint32_t turn, Ring ring,
                                        int block, int first, int steps) {
-  constexpr int kShare = (kNeurons + kGatherRows - 1) / kGatherRows, kBytes = Shape<kNeurons>::kStageBytes;
-  const int thread = threadIdx.x - kMultipliers, row = thread / 8, chunk = thread % 8, eighths = a.hidden / 8;
-  const uint4* const up = static_cast<const uint4*>(a.up);
+  using S = Shape<kNeurons>;
+  constexpr int kShare = (S::kUpRows + kGatherRows - 1) / kGatherRows;
+  const int thread = threadIdx.x - kMultipliers, row = thread / 8, eighths = a.hidden / 8;
+  const uint4 *const up = static_cast<const uint4*>(a.up), *const down = static_cast<const uint4*>(a.down);
   const int aside = min(steps - 1, 2);  // rows of the first steps are more urgent
-  for (int start = 0, pass = 0; start < c.count; start += kNeurons, ++pass) {
-    const int rows = min(kNeurons, c.count - start);
+  for (int start = 0, pass = 0; start < c.count; start += S::kUpRows, ++pass) {
+    const int rows = min(S::kUpRows, c.count - start);
     uint32_t offsets[kShare];  // of their rows, in 16 bytes
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
@@ -44,32 +45,14 @@ __device__ __forceinline__ void gather(const Arguments& a, Control& c, uint32_t 
     }
     for (int step = 0; step < steps; ++step, ring.advance()) {
       ring.wait_empty();
-      const uint32_t to = stages + ring.stage * kBytes + kTokenBytes;
-      const int eighth = step * (kDepth / 8) + chunk;
-      const bool inside = eighth < eighths;
-      const uint4* const from = up + (inside ? eighth : 0);
-      if (a.batches == 2) {
-        gather_rows<true>(to, up, static_cast<const uint4*>(a.down), offsets, thread, eighth, inside, rows);
-      } else if (a.batches == 1) {
-        gather_rows<false>(to, up, nullptr, offsets, thread, eighth, inside, rows);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kShare; ++i) {
-          const int n = row + kGatherRows * i;
-          if (kGatherRows * i >= rows) break;
-          if (n < rows) copy_16(to + n * 128 + ((chunk ^ (n & 7)) << 4), from + offsets[i], inside);
-        }
-      }
+      const uint32_t to = stages + ring.stage * S::kStageBytes + kTokenBytes;
+      gather_rows(to, up, down, offsets, thread, step, eighths, rows);
       barrier_arrive_on_copies(c.copied + ring.stage);
       if (step == aside) {
         barrier_wait(&c.gates_stored, 0);
         if (pass > 0) barrier_wait(&c.gates_empty, (pass - 1) & 1);
         gather_gates<T>(a, c, turn, block, first, start, rows);
         barrier_arrive_on_copies(&c.gates_full);
-        for (int n = thread; a.batches < 2 && n < rows; n += kGatherers) {  // down reads them next
-          const int64_t neuron = first + (c.list[start + n] & kPlace);
-          prefetch_row(static_cast<const T*>(a.down) + neuron * a.hidden, a.hidden * 2);
-        }
       }
     }
   }
@@ -104,14 +87,14 @@ __device__ __forceinline__ void multiply_rows(float* sum, Control& c, uint32_t s
 }
 
 // h = relu(gate) * (u + bias), in shared memory and from there to its columns; 16 tokens a warp.
-template <typename T, int kNeurons>
-__device__ __forceinline__ void store_products(const float (&sum)[kNeurons / 2], const Arguments& a, const Control& c,
+template <typename T, int kRows>
+__device__ __forceinline__ void store_products(const float (&sum)[kRows / 2], const Arguments& a, const Control& c,
                                                uint32_t turn, int block, int first, int start, int rows) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint16_t* const list = c.list + start;
   const T* const bias = static_cast<const T*>(a.b_up);
 #pragma unroll
-  for (int j = 0; j < kNeurons / 8; j += 2) {  // 16 neurons
+  for (int j = 0; j < kRows / 8; j += 2) {  // 16 neurons
     if (8 * j < rows) {
       const uint32_t at = turn_at(turn, 8 * j + lane / 16 * 8 + lane % 8, 2 * warp + (lane / 8 & 1));
       uint32_t gate[4];
@@ -135,7 +118,7 @@ __device__ __forceinline__ void store_products(const float (&sum)[kNeurons / 2],
                      (static_cast<int64_t>(block) * a.width + first) * kBlockTokens + warp * 16 + (lane & 1) * 8;
   const uint32_t half = warp < kWarps / 2 ? kFirstHalf : kSecondHalf;
 #pragma unroll
-  for (int i = 0; i < kNeurons / 16; ++i) {
+  for (int i = 0; i < kRows / 16; ++i) {
     const int n = lane / 2 + 16 * i;
     if (n < rows && list[n] & half) {
       *reinterpret_cast<uint4*>(columns + static_cast<int64_t>(list[n] & kPlace) * kBlockTokens) =
@@ -148,12 +131,13 @@ template <typename T, int kNeurons>
 __device__ __forceinline__ void multiply_up(const Arguments& a, Control& c, uint32_t stages, uint32_t turn, Ring ring,
                                             int block, int first, int steps, int rank) {
   const int lane = threadIdx.x % 32;
-  float sum[kNeurons / 2];
+  constexpr int kUpRows = Shape<kNeurons>::kUpRows;
   int copies = 0;
-  for (int start = 0, pass = 0; pass == 0 || start < c.count; start += kNeurons, ++pass) {
-    const int rows = min(kNeurons, c.count - start);
+  for (int start = 0, pass = 0; pass == 0 || start < c.count; start += kUpRows, ++pass) {
+    const int rows = min(kUpRows, c.count - start);
+    float sum[kUpRows / 2];
     const auto multiply = [&](auto count) {
-      constexpr int kRows = decltype(count)::value < kNeurons ? decltype(count)::value : kNeurons;
+      constexpr int kRows = decltype(count)::value < kUpRows ? decltype(count)::value : kUpRows;
       multiply_rows<T, kNeurons, kRows>(sum, c, stages, ring, copies, steps, pass == 0, rank);
     };
     if (rows <= 0) {
@@ -172,12 +156,14 @@ __device__ __forceinline__ void multiply_up(const Arguments& a, Control& c, uint
       multiply(std::integral_constant<int, 112>{});
     } else if (kNeurons > 128 && rows <= 128) {
       multiply(std::integral_constant<int, 128>{});
-    } else {
+    } else if (kUpRows == kNeurons || rows <= kNeurons) {
       multiply(std::integral_constant<int, kNeurons>{});
+    } else {
+      multiply(std::integral_constant<int, kUpRows>{});
     }
     if (threadIdx.x == 0) a.trace.mark(5);
     barrier_wait(&c.gates_full, pass & 1);
-    store_products<T, kNeurons>(sum, a, c, turn, block, first, start, rows);
+    store_products<T, kUpRows>(sum, a, c, turn, block, first, start, rows);
     __syncwarp();
     if (lane == 0) barrier_arrive(&c.gates_empty);
   }
