@@ -3,7 +3,7 @@
 // parts and the whole inside captured graphs over several sets of weights, so that weights come from device memory.
 //
 //   nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a -o prefill_check tests/prefill_check.cu sm90_mid_*.cu \
-//     sm90_{forward,gate,list,up,down}.cu
+//     sm90_{forward,gate,list,up,up_classes,down}.cu
 //   ./prefill_check          checks, then timings      ./prefill_check check | verbose | time | long
 //
 // Built with -DTWELL_MID_TRACE, the timings also say when thread blocks reach each of their phases.
@@ -144,16 +144,25 @@ sm90::Chunk chunk_of(const Ffn& f, void* workspace) {
 }
 
 using Part = std::function<cudaError_t(const Ffn&, const sm90::Chunk&, const Device&, cudaStream_t)>;
-using Ways = std::vector<std::pair<const char*, Part>>;
+using Ways = std::vector<std::pair<std::string, Part>>;
 
-// Ways to compute up: as launch_up() chooses, and each of both.
+// Ways to compute up: as launch_up() chooses, and each of all.
 Ways ways_up() {
   Ways ways{{"as chosen", sm90::launch_up}};
   for (const bool by_lines : {false, true}) {
-    ways.emplace_back(by_lines ? "by lines" : "plain",
-                      [=](const Ffn& f, const sm90::Chunk& chunk, const Device& device, cudaStream_t stream) {
-                        return sm90::launch_up_as(f, chunk, device, stream, by_lines);
-                      });
+    const std::string name = by_lines ? "by lines" : "plain";
+    for (const bool batches : {false, true}) {
+      ways.emplace_back(name + (batches ? ", batches" : ""),
+                        [=](const Ffn& f, const sm90::Chunk& chunk, const Device& device, cudaStream_t stream) {
+                          return sm90::launch_up_as(f, chunk, device, stream, by_lines, batches);
+                        });
+    }
+    for (const bool split : {false, true}) {
+      ways.emplace_back(name + (split ? ", classes, split" : ", classes"),
+                        [=](const Ffn& f, const sm90::Chunk& chunk, const Device& device, cudaStream_t stream) {
+                          return sm90::launch_up_classes(f, chunk, device, stream, by_lines, split);
+                        });
+    }
   }
   return ways;
 }
@@ -599,7 +608,7 @@ void time_long(const std::vector<Row>& rows, const Device& device) {
       checks::Graph traced(kLayers, [&](int i, cudaStream_t s) { CHECK(way.second(calls[i], chunk, device, s)); });
       sm90::mid_trace = nullptr;
       for (int i = 0; i < 5; ++i) traced.replay(i > 1);
-      std::printf("    phases of up %s, %.2f us a call:\n", way.first, traced.median());
+      std::printf("    phases of up %s, %.2f us a call:\n", way.first.c_str(), traced.median());
       traced.release();
       print_phases(buffer.get(), kLayers, kUpNames);
     }
