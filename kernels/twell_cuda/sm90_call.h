@@ -53,6 +53,8 @@ cudaError_t launch_up_as(const Ffn&, const Chunk&, const Device&, cudaStream_t, 
 // By tiles of one class of neurons each (sm90_up_classes.cu).
 cudaError_t launch_up_classes(const Ffn&, const Chunk&, const Device&, cudaStream_t, bool by_lines, bool split);
 cudaError_t launch_down(const Ffn&, const Chunk&, const Device&, cudaStream_t);
+// After an up that lets it start only once the lists are there.
+cudaError_t launch_down_early(const Ffn&, const Chunk&, const Device&, cudaStream_t);
 
 // A row-major (rows, columns) matrix of 2-byte elements, read in boxes of `box_rows` x 64 with 128-byte swizzle; what
 // lies outside the matrix reads as zero.

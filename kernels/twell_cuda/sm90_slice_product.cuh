@@ -86,7 +86,8 @@ __device__ __forceinline__ void multiply(const Output& out, int blocks, const Co
   }
 }
 
-template <typename T, int kTerms, int kHidden>
+// kEarly: the kernel before is the one after which lists, so that counts and lists are there once this one may start.
+template <typename T, int kTerms, int kHidden, bool kEarly>
 __global__ void __launch_bounds__(kThreads, 1)
     product_kernel(const __grid_constant__ Maps<kTerms> maps, const Arguments<kTerms> a) {
 #if defined(TWELL_SM90_DEVICE)
@@ -107,17 +108,23 @@ __global__ void __launch_bounds__(kThreads, 1)
     fence_barrier_init();
   }
   launch_dependents();
-  wait_for_previous();
-  if (a.chunk.skipped()) return;
   const int blocks = a.chunk.active.blocks;
-  for (int b = threadIdx.x; b < blocks; b += kThreads) c.counts[b] = a.chunk.active.counts[b];
+  if constexpr (kEarly) {
+    const int* counts = reinterpret_cast<const int*>(a.chunk.active.counts);
+    for (int i = threadIdx.x; i < 3 * blocks; i += kThreads) reinterpret_cast<int*>(c.counts)[i] = __ldcg(counts + i);
+  } else {
+    wait_for_previous();
+    if (a.chunk.skipped()) return;
+    for (int b = threadIdx.x; b < blocks; b += kThreads) c.counts[b] = a.chunk.active.counts[b];
+  }
   __syncthreads();
   const Ring ring(c.full, c.empty, Shape<kHidden>::kStages);
   if (threadIdx.x < kFetchers) {
     give_registers<kFetchRegisters>();
-    fetch<T, kTerms, kHidden>(a, maps, c, shared, ring);
+    fetch<T, kTerms, kHidden, kEarly>(a, maps, c, shared, ring);
   } else {
     take_registers<kMultiplyRegisters>();
+    if constexpr (kEarly) wait_for_previous();
     multiply<T, kTerms, kHidden>(a.out, blocks, [&](int block) { return c.counts[block]; }, shared, ring);
   }
 #endif
@@ -136,7 +143,7 @@ inline int best_slice(int blocks, int hidden, const Device& device) {
   return best;
 }
 
-template <typename T, int kTerms, int kHidden>
+template <typename T, int kTerms, int kHidden, bool kEarly>
 cudaError_t launch_slice(DType dtype, Arguments<kTerms> a, const Device& device, cudaStream_t stream) {
   const int blocks = a.chunk.active.blocks;
   a.out.slices = (a.out.hidden + kHidden - 1) / kHidden;
@@ -147,15 +154,15 @@ cudaError_t launch_slice(DType dtype, Arguments<kTerms> a, const Device& device,
     TWELL_RETURN_IF_ERROR(make_tensor_map(maps.rows + t, dtype, a.terms[t].rows, a.width, a.out.hidden, kDepth));
   }
   const int grid = min(device.sm_count, blocks * a.out.slices);
-  return launch_kernel(product_kernel<T, kTerms, kHidden>, grid, kThreads, 1, kShared, stream, maps, a);
+  return launch_kernel(product_kernel<T, kTerms, kHidden, kEarly>, grid, kThreads, 1, kShared, stream, maps, a);
 }
 
-template <typename T, int kTerms>
+template <typename T, bool kEarly, int kTerms>
 cudaError_t launch_type(DType dtype, const Arguments<kTerms>& a, const Device& device, cudaStream_t stream) {
   switch (best_slice(a.chunk.active.blocks, a.out.hidden, device)) {
-    case 64: return launch_slice<T, kTerms, 64>(dtype, a, device, stream);
-    case 128: return launch_slice<T, kTerms, 128>(dtype, a, device, stream);
-    default: return launch_slice<T, kTerms, 256>(dtype, a, device, stream);
+    case 64: return launch_slice<T, kTerms, 64, kEarly>(dtype, a, device, stream);
+    case 128: return launch_slice<T, kTerms, 128, kEarly>(dtype, a, device, stream);
+    default: return launch_slice<T, kTerms, 256, kEarly>(dtype, a, device, stream);
   }
 }
 
@@ -164,7 +171,7 @@ inline Output output_of(const Ffn& ffn, const Chunk& chunk, const void* bias, vo
   return {bias, static_cast<uint16_t*>(y) + chunk.first * ffn.hidden, chunk.tokens, ffn.hidden, 0};
 }
 
-template <int kTerms>
+template <bool kEarly = false, int kTerms>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Term (&terms)[kTerms], const void* bias, void* y,
                    const Device& device, cudaStream_t stream) {
   Arguments<kTerms> a{};
@@ -172,8 +179,8 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Term (&terms)[kTerm
   a.out = output_of(ffn, chunk, bias, y);
   a.chunk = chunk;
   a.width = ffn.width;
-  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn.dtype, a, device, stream)
-                                       : launch_type<__half>(ffn.dtype, a, device, stream);
+  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16, kEarly>(ffn.dtype, a, device, stream)
+                                       : launch_type<__half, kEarly>(ffn.dtype, a, device, stream);
 }
 
 }  // namespace twell::sm90::slices

@@ -144,31 +144,37 @@ sm90::Chunk chunk_of(const Ffn& f, void* workspace) {
 }
 
 using Part = std::function<cudaError_t(const Ffn&, const sm90::Chunk&, const Device&, cudaStream_t)>;
-using Ways = std::vector<std::pair<std::string, Part>>;
+// A way to compute up, and down after it.
+struct Way {
+  std::string name;
+  Part up, down = sm90::launch_down;
+};
+using Ways = std::vector<Way>;
 
-// Ways to compute up: as launch_up() chooses, and each of all.
+// As launch_up() chooses, and every way; down may be early after `classes` alone.
 Ways ways_up() {
   Ways ways{{"as chosen", sm90::launch_up}};
   for (const bool by_lines : {false, true}) {
     const std::string name = by_lines ? "by lines" : "plain";
     for (const bool batches : {false, true}) {
-      ways.emplace_back(name + (batches ? ", batches" : ""),
-                        [=](const Ffn& f, const sm90::Chunk& chunk, const Device& device, cudaStream_t stream) {
-                          return sm90::launch_up_as(f, chunk, device, stream, by_lines, batches);
-                        });
+      ways.push_back({name + (batches ? ", batches" : ""),
+                      [=](const Ffn& f, const sm90::Chunk& chunk, const Device& device, cudaStream_t stream) {
+                        return sm90::launch_up_as(f, chunk, device, stream, by_lines, batches);
+                      }});
     }
     for (const bool split : {false, true}) {
-      ways.emplace_back(name + (split ? ", classes, split" : ", classes"),
-                        [=](const Ffn& f, const sm90::Chunk& chunk, const Device& device, cudaStream_t stream) {
-                          return sm90::launch_up_classes(f, chunk, device, stream, by_lines, split);
-                        });
+      const Part up = [=](const Ffn& f, const sm90::Chunk& chunk, const Device& device, cudaStream_t stream) {
+        return sm90::launch_up_classes(f, chunk, device, stream, by_lines, split);
+      };
+      ways.push_back({name + (split ? ", classes, split" : ", classes"), up});
+      if (split) ways.push_back({name + ", classes, split, down early", up, sm90::launch_down_early});
     }
   }
   return ways;
 }
 
 cudaError_t run_long(const Ffn& f, const Device& device, void* workspace, cudaStream_t stream,
-                     const Part& up = sm90::launch_up) {
+                     const Way& way = {"", sm90::launch_up}) {
   const int64_t blocks = sm90::chunk_blocks(f, int64_t{192} << 20, 1);  // as sm90_forward() does
   sm90::Chunk chunk{};
   sm90::Cutter cutter(workspace);
@@ -177,8 +183,12 @@ cudaError_t run_long(const Ffn& f, const Device& device, void* workspace, cudaSt
     sm90::fit(f, blocks, &chunk);
     TWELL_RETURN_IF_ERROR(sm90::launch_gate(f, chunk, device, stream));
     TWELL_RETURN_IF_ERROR(sm90::launch_list(f, chunk, device, stream));
-    if (f.up != nullptr) TWELL_RETURN_IF_ERROR(up(f, chunk, device, stream));
-    TWELL_RETURN_IF_ERROR(sm90::launch_down(f, chunk, device, stream));
+    if (f.up == nullptr) {
+      TWELL_RETURN_IF_ERROR(sm90::launch_down(f, chunk, device, stream));
+      continue;
+    }
+    TWELL_RETURN_IF_ERROR(way.up(f, chunk, device, stream));
+    TWELL_RETURN_IF_ERROR(way.down(f, chunk, device, stream));
   }
   return cudaSuccess;
 }
@@ -226,9 +236,9 @@ std::vector<Variant> variants_of(const Ffn& f, const Device& device, bool every_
   std::vector<Variant> all{
       {"chosen", [=](const Ffn& g, void* workspace) { return sm90_forward(g, device, workspace, nullptr); }}};
   if (!nan_token || f.width % 32 == 0) {  // a NaN token wakes neurons past the last there
-    for (const auto& [name, up] : ways_up()) {
-      all.push_back({std::string("for more tokens, up ") + name,
-                     [=, way = up](const Ffn& g, void* w) { return run_long(g, device, w, nullptr, way); }});
+    for (const Way& way : ways_up()) {
+      all.push_back({"for more tokens, up " + way.name,
+                     [=](const Ffn& g, void* w) { return run_long(g, device, w, nullptr, way); }});
     }
   }
   for (const Switches& t : kSwitches) {
@@ -575,14 +585,14 @@ void time_long(const std::vector<Row>& rows, const Device& device) {
     // Each part after one that leaves what it reads.
     add("gate", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_gate(f, chunk, device, s); });
     add("list", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_list(f, chunk, device, s); });
-    for (const auto& way : ways) {
-      add(std::string("up ") + way.first,
-          [&](const Ffn& f, cudaStream_t s) { return way.second(f, chunk, device, s); });
+    for (const Way& way : ways) {
+      add("up " + way.name, [&](const Ffn& f, cudaStream_t s) { return way.up(f, chunk, device, s); });
     }
     add("down", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_down(f, chunk, device, s); });
-    for (const auto& way : ways) {
-      add(std::string("whole ") + way.first,
-          [&](const Ffn& f, cudaStream_t s) { return run_long(f, device, workspace.data, s, way.second); });
+    add("down early", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_down_early(f, chunk, device, s); });
+    for (const Way& way : ways) {
+      add("whole " + way.name,
+          [&](const Ffn& f, cudaStream_t s) { return run_long(f, device, workspace.data, s, way); });
     }
     for (int i = 0; i < 19; ++i) {
       for (checks::Graph& g : graphs) g.replay(i >= 4);
@@ -596,19 +606,19 @@ void time_long(const std::vector<Row>& rows, const Device& device) {
     }
     std::printf("; 128 tokens use %.0f, 64 %.0f\n", block_mean, half_mean);
     for (size_t i = 0; i < graphs.size(); ++i) {
-      std::printf("    %-28s %8.2f\n", names[i].c_str(), graphs[i].median());
+      std::printf("    %-42s %8.2f\n", names[i].c_str(), graphs[i].median());
       graphs[i].release();
     }
 #if defined(TWELL_MID_TRACE)
-    for (const auto& way : ways) {
+    for (const Way& way : ways) {
       if (&way == &ways.front()) continue;
       const size_t count = size_t{kLayers} * sm90::kMidTracedBlocks * sm90::kMidPhases;
       Buffer<uint64_t> buffer(std::vector<uint64_t>(count, 0));
       sm90::mid_trace = buffer.data;
-      checks::Graph traced(kLayers, [&](int i, cudaStream_t s) { CHECK(way.second(calls[i], chunk, device, s)); });
+      checks::Graph traced(kLayers, [&](int i, cudaStream_t s) { CHECK(way.up(calls[i], chunk, device, s)); });
       sm90::mid_trace = nullptr;
       for (int i = 0; i < 5; ++i) traced.replay(i > 1);
-      std::printf("    phases of up %s, %.2f us a call:\n", way.first.c_str(), traced.median());
+      std::printf("    phases of up %s, %.2f us a call:\n", way.name.c_str(), traced.median());
       traced.release();
       print_phases(buffer.get(), kLayers, kUpNames);
     }
