@@ -9,6 +9,16 @@ namespace {
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 
+struct Matrix {
+  const void* data;
+  int64_t bytes;  // a multiple of 16
+};
+
+// Bytes in L2; a multiple of 16 from a multiple of 16 on.
+__device__ __forceinline__ void ask_for(const void* global, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
+
 // Three counts of up to 2^16 in one word: a sum of it is three sums.
 __device__ __forceinline__ uint64_t count_classes(uint32_t first, uint32_t second) {
   return static_cast<uint64_t>(__popc(first & ~second)) | static_cast<uint64_t>(__popc(first & second)) << 21 |
@@ -32,11 +42,21 @@ __device__ __forceinline__ uint64_t sum_before(uint64_t value, int lane) {
 
 // A thread block for each block of tokens; each warp lists a run of words, 32 at a time, and in each word a lane the bit
 // that is its own.
-__global__ void __launch_bounds__(kThreads) list_kernel(const Chunk chunk) {
+// With kAsk it first asks for all of the next kernel's matrix in L2: device memory is idle while the gate ends.
+template <bool kAsk>
+__global__ void __launch_bounds__(kThreads) list_kernel(const Chunk chunk, const Matrix next) {
 #if defined(TWELL_SM90_DEVICE)
   __shared__ uint64_t warp_sums[kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Active& a = chunk.active;
+  if constexpr (kAsk) {
+    constexpr int64_t kPiece = 4096;
+    for (int64_t at = (int64_t{blockIdx.x} * kWarps + warp) * kPiece; lane == 0 && at < next.bytes;
+         at += int64_t{gridDim.x} * kWarps * kPiece) {
+      const int64_t left = next.bytes - at;
+      ask_for(static_cast<const char*>(next.data) + at, static_cast<uint32_t>(left < kPiece ? left : kPiece));
+    }
+  }
   launch_dependents();
   wait_for_previous();
   if (chunk.skipped()) return;
@@ -78,7 +98,12 @@ __global__ void __launch_bounds__(kThreads) list_kernel(const Chunk chunk) {
 }  // namespace
 
 cudaError_t launch_list(const Ffn&, const Chunk& chunk, const Device&, cudaStream_t stream) {
-  return launch_kernel(list_kernel, chunk.active.blocks, kThreads, 1, 0, stream, chunk);
+  return launch_kernel(list_kernel<false>, chunk.active.blocks, kThreads, 1, 0, stream, chunk, Matrix{});
+}
+
+cudaError_t launch_list_asking(const Ffn& ffn, const Chunk& chunk, const Device&, cudaStream_t stream) {
+  const Matrix up{ffn.up, int64_t{ffn.width} * ffn.hidden * 2};
+  return launch_kernel(list_kernel<true>, chunk.active.blocks, kThreads, 1, 0, stream, chunk, up);
 }
 
 }  // namespace twell::sm90

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "sm90_launch.h"
+#include "sm90_mid.h"
 #include "sm90_slice_fetch.cuh"
 #include "sm90_wgmma.cuh"
 
@@ -15,11 +16,13 @@ namespace twell::sm90::slices {
 // `counts_of` gives a block's Counts.
 template <typename T, int kTerms, int kHidden, typename CountsOf>
 __device__ __forceinline__ void multiply(const Output& out, int blocks, const CountsOf& counts_of, uint8_t* shared,
-                                         Ring ring) {
+                                         Ring ring, const MidTrace& trace) {
   constexpr int kBytes = Shape<kHidden>::kStageBytes;
   const int lane = threadIdx.x % 32, warp = (threadIdx.x - kFetchers) / 32, warpgroup = warp / 4;
   const uint32_t stages = smem_address(shared), turn = stages + kRingBytes + warp * kTurnBytes;
-  for (int item = blockIdx.x; item < blocks * out.slices; item += gridDim.x) {
+  const bool first_thread = threadIdx.x == kFetchers;
+  int items = 0;
+  for (int item = blockIdx.x; item < blocks * out.slices; item += gridDim.x, ++items) {
     const int block = item / out.slices, first_hidden = item % out.slices * kHidden;
     const Counts counts = counts_of(block);
     const HalfEntries entries(counts, warpgroup);
@@ -28,6 +31,7 @@ __device__ __forceinline__ void multiply(const Output& out, int blocks, const Co
     bool started = false;
     for (int step = 0; step < steps; ++step, ring.advance()) {
       ring.wait_full();
+      if (first_thread && items == 0 && step == 0) trace.mark(1);
       if (entries.in_step(step / kTerms * kDepth)) {
         fence_async_proxy();  // cp.async wrote, tensor cores read
         const uint32_t stage = stages + ring.stage * kBytes;
@@ -48,6 +52,7 @@ __device__ __forceinline__ void multiply(const Output& out, int blocks, const Co
     }
     wgmma_wait<0>();
     if (steps > 0 && lane == 0) barrier_arrive(ring.empty + ring.previous());
+    if (first_thread && items < 2) trace.mark(items == 0 ? 2 : 4);
     if (!started) {
 #pragma unroll
       for (int i = 0; i < kHidden / 2; ++i) sum[i] = 0.0f;
@@ -83,13 +88,16 @@ __device__ __forceinline__ void multiply(const Output& out, int blocks, const Co
         }
       }
     }
+    if (first_thread && items < 2) trace.mark(items == 0 ? 3 : 5);
   }
+  if (first_thread) trace.mark(6);
 }
 
 // kEarly: the kernel before is the one after which lists, so that counts and lists are there once this one may start.
 template <typename T, int kTerms, int kHidden, bool kEarly>
 __global__ void __launch_bounds__(kThreads, 1)
-    product_kernel(const __grid_constant__ Maps<kTerms> maps, const Arguments<kTerms> a) {
+    product_kernel(const __grid_constant__ Maps<kTerms> maps, const Arguments<kTerms> a,
+                   const MidTrace trace) {
 #if defined(TWELL_SM90_DEVICE)
   extern __shared__ uint8_t raw_shared[];
   uint8_t* shared = raw_shared + (-smem_address(raw_shared) & 1023);
@@ -125,7 +133,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     take_registers<kMultiplyRegisters>();
     if constexpr (kEarly) wait_for_previous();
-    multiply<T, kTerms, kHidden>(a.out, blocks, [&](int block) { return c.counts[block]; }, shared, ring);
+    if (threadIdx.x == kFetchers) trace.mark(0);
+    multiply<T, kTerms, kHidden>(a.out, blocks, [&](int block) { return c.counts[block]; }, shared, ring, trace);
   }
 #endif
 }
@@ -154,7 +163,8 @@ cudaError_t launch_slice(DType dtype, Arguments<kTerms> a, const Device& device,
     TWELL_RETURN_IF_ERROR(make_tensor_map(maps.rows + t, dtype, a.terms[t].rows, a.width, a.out.hidden, kDepth));
   }
   const int grid = min(device.sm_count, blocks * a.out.slices);
-  return launch_kernel(product_kernel<T, kTerms, kHidden, kEarly>, grid, kThreads, 1, kShared, stream, maps, a);
+  return launch_kernel(product_kernel<T, kTerms, kHidden, kEarly>, grid, kThreads, 1, kShared, stream, maps, a,
+                       MidTrace::next());
 }
 
 template <typename T, bool kEarly, int kTerms>

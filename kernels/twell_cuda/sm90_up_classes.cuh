@@ -9,7 +9,7 @@ namespace twell::sm90::up_classes {
 using tiles::kBoxRows, tiles::kConsumerWarps, tiles::kDepth, tiles::kFetchers, tiles::kFetchRegisters, tiles::kLists,
     tiles::kMaxNeurons, tiles::kMaxStages, tiles::kMultiplyRegisters, tiles::kThreads, tiles::kTokenBytes,
     tiles::multiply_stage, tiles::stage_bytes;
-using up::gather, up::kRingBytes, up::kTurnNeurons, up::kUnit, up::kWarps, up::release, up::tiles_of, up::width_of;
+using up::gather, up::kRingBytes, up::kTurnNeurons, up::kUnit, up::kWarps, up::release;
 
 constexpr int kHalfBytes = kTokenBytes / 2;
 constexpr int kListRoom = kMaxNeurons + 8;  // a list is copied from a multiple of 16 bytes on
@@ -18,6 +18,16 @@ constexpr int kLimits = kWarps;             // widths that are tried for each cl
 
 // What a tile costs beside its neurons, in their units: its tokens, and its end.
 constexpr int kBothCost = 144, kOneCost = 80;
+
+// a / b, exact below 2^20: the quotient of a + 1/2 is further from a whole number than the error.
+__device__ __forceinline__ int divide(int a, int b) {
+  return __float2int_rd(__fdividef(static_cast<float>(a) + 0.5f, static_cast<float>(b)));
+}
+__device__ __forceinline__ int tiles_of(int neurons, int limit) { return divide(neurons + limit - 1, limit); }
+__device__ __forceinline__ int width_of(int neurons, int limit) {
+  const int units = max(tiles_of(neurons, limit), 1) * kUnit;
+  return divide(neurons + units - 1, units) * kUnit;
+}
 
 // A tile: its kind and which of that kind's.
 struct Place {
@@ -34,15 +44,16 @@ struct Deal {
   __device__ __forceinline__ int cost(const int (&cost)[2]) const {
     const int under = thread_blocks - over, left = one - under * ahead;
     const int full = over > 0 ? (rounds + 1) * cost[0] : 0;
-    if (left <= 0) return max(full, rounds * cost[0] + (one + under - 1) / under * cost[1]);
-    const int more = left / thread_blocks, rest = left - more * thread_blocks;
+    if (left <= 0) return max(full, rounds * cost[0] + divide(one + under - 1, under) * cost[1]);
+    const int more = divide(left, thread_blocks), rest = left - more * thread_blocks;
     const int with = full + (rest > under ? more + 1 : more) * cost[1];
     return max(over > 0 ? with : 0, rounds * cost[0] + (ahead + more + (rest > 0)) * cost[1]);
   }
 };
 
 __device__ __forceinline__ Deal deal_of(int both, int one, const int (&cost)[2], int thread_blocks) {
-  return {one, thread_blocks, both / thread_blocks, both % thread_blocks, cost[0] / cost[1]};
+  const int rounds = divide(both, thread_blocks);
+  return {one, thread_blocks, rounds, both - rounds * thread_blocks, divide(cost[0], cost[1])};
 }
 
 // Tiles by kind: 0 of both halves, 1 of one.
@@ -105,7 +116,7 @@ __device__ __forceinline__ void make_plan(Control& c, int blocks) {
   }
   __syncthreads();
   const auto cost_of = [&](int kind, int limit) {
-    return (kind == 0 ? both : one) / max(c.tiles[kind][limit], 1) + (kind == 0 ? kBothCost : kOneCost);
+    return divide(kind == 0 ? both : one, max(c.tiles[kind][limit], 1)) + (kind == 0 ? kBothCost : kOneCost);
   };
   uint32_t key = ~0u;
   if (threadIdx.x < kLimits * kLimits) {

@@ -144,10 +144,10 @@ sm90::Chunk chunk_of(const Ffn& f, void* workspace) {
 }
 
 using Part = std::function<cudaError_t(const Ffn&, const sm90::Chunk&, const Device&, cudaStream_t)>;
-// A way to compute up, and down after it.
+// A way to compute up, down after it, and lists before it.
 struct Way {
   std::string name;
-  Part up, down = sm90::launch_down;
+  Part up, down = sm90::launch_down, list = sm90::launch_list;
 };
 using Ways = std::vector<Way>;
 
@@ -167,7 +167,10 @@ Ways ways_up() {
         return sm90::launch_up_classes(f, chunk, device, stream, by_lines, split);
       };
       ways.push_back({name + (split ? ", classes, split" : ", classes"), up});
-      if (split) ways.push_back({name + ", classes, split, down early", up, sm90::launch_down_early});
+      if (!split) continue;
+      ways.push_back({name + ", classes, split, down early", up, sm90::launch_down_early});
+      ways.push_back({name + ", classes, split, down early, Wu asked for", up, sm90::launch_down_early,
+                      sm90::launch_list_asking});
     }
   }
   return ways;
@@ -182,11 +185,12 @@ cudaError_t run_long(const Ffn& f, const Device& device, void* workspace, cudaSt
   for (; chunk.first < f.tokens; chunk.first += chunk.tokens) {
     sm90::fit(f, blocks, &chunk);
     TWELL_RETURN_IF_ERROR(sm90::launch_gate(f, chunk, device, stream));
-    TWELL_RETURN_IF_ERROR(sm90::launch_list(f, chunk, device, stream));
     if (f.up == nullptr) {
+      TWELL_RETURN_IF_ERROR(sm90::launch_list(f, chunk, device, stream));
       TWELL_RETURN_IF_ERROR(sm90::launch_down(f, chunk, device, stream));
       continue;
     }
+    TWELL_RETURN_IF_ERROR(way.list(f, chunk, device, stream));
     TWELL_RETURN_IF_ERROR(way.up(f, chunk, device, stream));
     TWELL_RETURN_IF_ERROR(way.down(f, chunk, device, stream));
   }
@@ -451,6 +455,8 @@ const std::vector<PhaseNames> kMidNames{
     {"down starts", "gate_up done", "listed", "first rows", "", "multiplied", "stored", ""}};
 const std::vector<PhaseNames> kUpNames{
     {"starts", "planned", "second tile begins", "multiplied", "gate there", "stored", "all stored", ""}};
+const std::vector<PhaseNames> kDownNames{
+    {"starts", "first stage there", "multiplied", "stored", "second multiplied", "stored", "all stored", ""}};
 #endif
 
 struct Row {
@@ -585,6 +591,8 @@ void time_long(const std::vector<Row>& rows, const Device& device) {
     // Each part after one that leaves what it reads.
     add("gate", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_gate(f, chunk, device, s); });
     add("list", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_list(f, chunk, device, s); });
+    add("list, Wu asked for",
+        [&](const Ffn& f, cudaStream_t s) { return sm90::launch_list_asking(f, chunk, device, s); });
     for (const Way& way : ways) {
       add("up " + way.name, [&](const Ffn& f, cudaStream_t s) { return way.up(f, chunk, device, s); });
     }
@@ -606,22 +614,26 @@ void time_long(const std::vector<Row>& rows, const Device& device) {
     }
     std::printf("; 128 tokens use %.0f, 64 %.0f\n", block_mean, half_mean);
     for (size_t i = 0; i < graphs.size(); ++i) {
-      std::printf("    %-42s %8.2f\n", names[i].c_str(), graphs[i].median());
+      std::printf("    %-58s %8.2f\n", names[i].c_str(), graphs[i].median());
       graphs[i].release();
     }
 #if defined(TWELL_MID_TRACE)
-    for (const Way& way : ways) {
-      if (&way == &ways.front()) continue;
+    const auto print_trace = [&](const std::string& name, const Part& part, const std::vector<PhaseNames>& phases) {
       const size_t count = size_t{kLayers} * sm90::kMidTracedBlocks * sm90::kMidPhases;
       Buffer<uint64_t> buffer(std::vector<uint64_t>(count, 0));
       sm90::mid_trace = buffer.data;
-      checks::Graph traced(kLayers, [&](int i, cudaStream_t s) { CHECK(way.up(calls[i], chunk, device, s)); });
+      checks::Graph traced(kLayers, [&](int i, cudaStream_t s) { CHECK(part(calls[i], chunk, device, s)); });
       sm90::mid_trace = nullptr;
       for (int i = 0; i < 5; ++i) traced.replay(i > 1);
-      std::printf("    phases of up %s, %.2f us a call:\n", way.name.c_str(), traced.median());
+      std::printf("    phases of %s, %.2f us a call:\n", name.c_str(), traced.median());
       traced.release();
-      print_phases(buffer.get(), kLayers, kUpNames);
+      print_phases(buffer.get(), kLayers, phases);
+    };
+    for (const Way& way : ways) {
+      if (&way != &ways.front()) print_trace("up " + way.name, way.up, kUpNames);
     }
+    print_trace("down", sm90::launch_down, kDownNames);
+    print_trace("down early", sm90::launch_down_early, kDownNames);
 #endif
     std::fflush(stdout);
   }
