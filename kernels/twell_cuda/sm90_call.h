@@ -47,8 +47,8 @@ struct Chunk {
 
 cudaError_t launch_gate(const Ffn&, const Chunk&, const Device&, cudaStream_t);
 cudaError_t launch_list(const Ffn&, const Chunk&, const Device&, cudaStream_t);
-// With Wu asked for in L2.
-cudaError_t launch_list_asking(const Ffn&, const Chunk&, const Device&, cudaStream_t);
+// Masks read once; Wu asked for in L2.
+cudaError_t launch_list_once(const Ffn&, const Chunk&, const Device&, cudaStream_t, bool ask);
 cudaError_t launch_up(const Ffn&, const Chunk&, const Device&, cudaStream_t);
 // With h stored by lines or not, whatever the number of tokens; rows of Wu fetched in batches or one by one.
 cudaError_t launch_up_as(const Ffn&, const Chunk&, const Device&, cudaStream_t, bool by_lines, bool batches);

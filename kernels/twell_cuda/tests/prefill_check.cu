@@ -151,6 +151,12 @@ struct Way {
 };
 using Ways = std::vector<Way>;
 
+Part list_once(bool ask) {
+  return [=](const Ffn& f, const sm90::Chunk& chunk, const Device& device, cudaStream_t stream) {
+    return sm90::launch_list_once(f, chunk, device, stream, ask);
+  };
+}
+
 // As launch_up() chooses, and every way; down may be early after `classes` alone.
 Ways ways_up() {
   Ways ways{{"as chosen", sm90::launch_up}};
@@ -169,8 +175,10 @@ Ways ways_up() {
       ways.push_back({name + (split ? ", classes, split" : ", classes"), up});
       if (!split) continue;
       ways.push_back({name + ", classes, split, down early", up, sm90::launch_down_early});
-      ways.push_back({name + ", classes, split, down early, Wu asked for", up, sm90::launch_down_early,
-                      sm90::launch_list_asking});
+      for (const bool ask : {false, true}) {
+        ways.push_back({name + ", classes, split, down early, list once" + (ask ? ", Wu asked for" : ""), up,
+                        sm90::launch_down_early, list_once(ask)});
+      }
     }
   }
   return ways;
@@ -591,8 +599,10 @@ void time_long(const std::vector<Row>& rows, const Device& device) {
     // Each part after one that leaves what it reads.
     add("gate", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_gate(f, chunk, device, s); });
     add("list", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_list(f, chunk, device, s); });
-    add("list, Wu asked for",
-        [&](const Ffn& f, cudaStream_t s) { return sm90::launch_list_asking(f, chunk, device, s); });
+    for (const bool ask : {false, true}) {
+      add(ask ? "list once, Wu asked for" : "list once",
+          [&](const Ffn& f, cudaStream_t s) { return list_once(ask)(f, chunk, device, s); });
+    }
     for (const Way& way : ways) {
       add("up " + way.name, [&](const Ffn& f, cudaStream_t s) { return way.up(f, chunk, device, s); });
     }
@@ -614,7 +624,7 @@ void time_long(const std::vector<Row>& rows, const Device& device) {
     }
     std::printf("; 128 tokens use %.0f, 64 %.0f\n", block_mean, half_mean);
     for (size_t i = 0; i < graphs.size(); ++i) {
-      std::printf("    %-58s %8.2f\n", names[i].c_str(), graphs[i].median());
+      std::printf("    %-66s %8.2f\n", names[i].c_str(), graphs[i].median());
       graphs[i].release();
     }
 #if defined(TWELL_MID_TRACE)
