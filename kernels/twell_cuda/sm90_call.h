@@ -46,6 +46,8 @@ struct Chunk {
 };
 
 cudaError_t launch_gate(const Ffn&, const Chunk&, const Device&, cudaStream_t);
+// With Wg asked for before the kernel before has ended, or not; only where `kept` is null.
+cudaError_t launch_gate_as(const Ffn&, const Chunk&, const Device&, cudaStream_t, bool ahead);
 cudaError_t launch_list(const Ffn&, const Chunk&, const Device&, cudaStream_t);
 // Masks read once; Wu asked for in L2.
 cudaError_t launch_list_once(const Ffn&, const Chunk&, const Device&, cudaStream_t, bool ask);

@@ -144,12 +144,16 @@ sm90::Chunk chunk_of(const Ffn& f, void* workspace) {
 }
 
 using Part = std::function<cudaError_t(const Ffn&, const sm90::Chunk&, const Device&, cudaStream_t)>;
-// A way to compute up, down after it, and lists before it.
+// A way to compute up, down after it, lists and gate before it.
 struct Way {
   std::string name;
-  Part up, down = sm90::launch_down, list = sm90::launch_list;
+  Part up, down = sm90::launch_down, list = sm90::launch_list, gate = sm90::launch_gate;
 };
 using Ways = std::vector<Way>;
+
+cudaError_t gate_ahead(const Ffn& f, const sm90::Chunk& chunk, const Device& device, cudaStream_t stream) {
+  return sm90::launch_gate_as(f, chunk, device, stream, true);
+}
 
 Part list_once(bool ask) {
   return [=](const Ffn& f, const sm90::Chunk& chunk, const Device& device, cudaStream_t stream) {
@@ -179,6 +183,8 @@ Ways ways_up() {
         ways.push_back({name + ", classes, split, down early, list once" + (ask ? ", Wu asked for" : ""), up,
                         sm90::launch_down_early, list_once(ask)});
       }
+      ways.push_back({name + ", classes, split, down early, list once, Wg ahead", up, sm90::launch_down_early,
+                      list_once(false), gate_ahead});
     }
   }
   return ways;
@@ -192,7 +198,7 @@ cudaError_t run_long(const Ffn& f, const Device& device, void* workspace, cudaSt
   sm90::place_active(f, blocks, false, cutter, &chunk.active);
   for (; chunk.first < f.tokens; chunk.first += chunk.tokens) {
     sm90::fit(f, blocks, &chunk);
-    TWELL_RETURN_IF_ERROR(sm90::launch_gate(f, chunk, device, stream));
+    TWELL_RETURN_IF_ERROR(way.gate(f, chunk, device, stream));
     if (f.up == nullptr) {
       TWELL_RETURN_IF_ERROR(sm90::launch_list(f, chunk, device, stream));
       TWELL_RETURN_IF_ERROR(sm90::launch_down(f, chunk, device, stream));
@@ -598,6 +604,7 @@ void time_long(const std::vector<Row>& rows, const Device& device) {
     const Ways ways = ways_up();
     // Each part after one that leaves what it reads.
     add("gate", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_gate(f, chunk, device, s); });
+    add("gate, Wg ahead", [&](const Ffn& f, cudaStream_t s) { return gate_ahead(f, chunk, device, s); });
     add("list", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_list(f, chunk, device, s); });
     for (const bool ask : {false, true}) {
       add(ask ? "list once, Wu asked for" : "list once",
