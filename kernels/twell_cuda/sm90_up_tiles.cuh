@@ -46,12 +46,17 @@ template <int kShare, int kRows, int kRowBytes, typename Offset>
 __device__ __forceinline__ void gather(uint32_t to, const uint4* from, int rows, int left, bool inside,
                                        const Offset& offset) {
   constexpr int kBatch = 4;
+  static_assert(kShare % kBatch == 0);
 #pragma unroll
   for (int batch = 0; batch < kShare; batch += kBatch) {
     if (kRows * batch >= rows) break;
+    const uint4* rows_from[kBatch];
 #pragma unroll
-    for (int i = batch; i < batch + kBatch && i < kShare; ++i) {
-      copy_16_if(kRows * i, left, to + i * kRows * kRowBytes, from + offset(i), inside);
+    for (int i = 0; i < kBatch; ++i) rows_from[i] = from + offset(batch + i);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int at = kRows * (batch + i);
+      copy_16_if(at, left, to + at * kRowBytes, rows_from[i], inside);
     }
   }
 }
