@@ -610,8 +610,9 @@ void time_long(const std::vector<Row>& rows, const Device& device) {
       add(ask ? "list once, Wu asked for" : "list once",
           [&](const Ffn& f, cudaStream_t s) { return list_once(ask)(f, chunk, device, s); });
     }
+    const auto has_own_up = [](const Way& way) { return way.name.find("early") == std::string::npos; };
     for (const Way& way : ways) {
-      add("up " + way.name, [&](const Ffn& f, cudaStream_t s) { return way.up(f, chunk, device, s); });
+      if (has_own_up(way)) add("up " + way.name, [&](const Ffn& f, cudaStream_t s) { return way.up(f, chunk, device, s); });
     }
     add("down", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_down(f, chunk, device, s); });
     add("down early", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_down_early(f, chunk, device, s); });
@@ -647,7 +648,7 @@ void time_long(const std::vector<Row>& rows, const Device& device) {
       print_phases(buffer.get(), kLayers, phases);
     };
     for (const Way& way : ways) {
-      if (&way != &ways.front()) print_trace("up " + way.name, way.up, kUpNames);
+      if (&way != &ways.front() && has_own_up(way)) print_trace("up " + way.name, way.up, kUpNames);
     }
     print_trace("down", sm90::launch_down, kDownNames);
     print_trace("down early", sm90::launch_down_early, kDownNames);
