@@ -26,7 +26,7 @@ struct UpArguments {
   bool turned;
 };
 
-template <typename T>
+template <typename T, bool kBatches>
 __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x_map, const CUtensorMap* up_map,
                                       Control& c, uint8_t* shared, Ring ring) {
   constexpr int kRows = kFetchers / 8, kShare = kMaxNeurons / kRows;
@@ -54,7 +54,10 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
     const bool neighbours = are_neighbours(list, item, c.counts[item.block]);
     int neurons[kShare];  // rows past the last repeat it: what they give is not kept
 #pragma unroll
-    for (int i = 0; i < kShare; ++i) neurons[i] = list[max(min(row + kRows * i, item.count - 1), 0)];
+    for (int i = 0; i < kShare; ++i) {
+      neurons[i] = list[max(min(row + kRows * i, item.count - 1), 0)];
+      if constexpr (kBatches) neurons[i] *= a.hidden / 8;
+    }
     Item next = item;
     for (int step = 0; step < steps; ++step, ring.advance()) {
       ring.wait_empty();
@@ -69,6 +72,14 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
       }
       if (neighbours) {
         barrier_arrive(full);
+      } else if constexpr (kBatches) {
+        const uint32_t eighth = step * (kDepth / 8) + chunk, eighths = a.hidden / 8;
+        const bool inside = eighth < eighths;
+        const uint32_t added = inside ? eighth : 0;
+        gather<kShare, kRows, 128>(stages + ring.stage * bytes + place, static_cast<const uint4*>(a.up), item.count,
+                                   item.count - row, inside,
+                                   [&](int i) { return static_cast<uint32_t>(neurons[i]) + added; });
+        barrier_arrive_on_copies(full);
       } else {
         const uint32_t to = stages + ring.stage * bytes + place;
         const int column = step * kDepth + chunk * 8;
@@ -99,7 +110,8 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
 #pragma unroll
       for (int i = 0; i < kTurnNeurons / kRows; ++i) {
         const int n = start + row + kRows * i, at = item.first + n;
-        const T* column = columns + static_cast<int64_t>(neurons[start / kRows + i]) * kBlockTokens;
+        const int neuron = kBatches ? list[max(min(n, item.count - 1), 0)] : neurons[start / kRows + i];
+        const T* column = columns + static_cast<int64_t>(neuron) * kBlockTokens;
         if (n < item.count && at < counts.first_only + counts.both) copy_16(to + i * kRows * 256, column);
         if (n < item.count && at >= counts.first_only) copy_16(to + i * kRows * 256 + 128, column + kHalfTokens);
       }
@@ -245,7 +257,7 @@ __device__ __forceinline__ void multiply(const UpArguments& a, Control& c, uint8
   if (first_thread) trace.mark(6);
 }
 
-template <typename T, bool kLines, bool kBias>
+template <typename T, bool kLines, bool kBatches, bool kBias>
 __global__ void __launch_bounds__(kThreads, 1)
     up_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap up_map, const UpArguments a,
               const MidTrace trace) {
@@ -273,7 +285,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Ring ring(c.full, c.empty, min(kMaxStages, kRingBytes / stage_bytes(c.tile)));
   if (threadIdx.x < kFetchers) {
     give_registers<kFetchRegisters>();
-    fetch<T>(a, &x_map, &up_map, c, shared, ring);
+    fetch<T, kBatches>(a, &x_map, &up_map, c, shared, ring);
   } else {
     take_registers<kMultiplyRegisters>();
     multiply<T, kLines, kBias>(a, c, shared, ring, trace);
@@ -281,37 +293,44 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-template <typename T, bool kLines, bool kBias>
+template <typename T, bool kLines, bool kBatches, bool kBias>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
   CUtensorMap x_map, up_map;
   const T* x = static_cast<const T*>(ffn.x) + chunk.first * ffn.hidden;
   TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, x, chunk.tokens, ffn.hidden, kBlockTokens));
   TWELL_RETURN_IF_ERROR(make_tensor_map(&up_map, ffn.dtype, ffn.up, ffn.width, ffn.hidden, kBoxRows));
   const UpArguments arguments{ffn.up, ffn.b_up, chunk.active, ffn.hidden, ffn.width, kLines};
-  return launch_kernel(up_kernel<T, kLines, kBias>, device.sm_count, kThreads, 1, kShared, stream, x_map, up_map,
+  return launch_kernel(up_kernel<T, kLines, kBatches, kBias>, device.sm_count, kThreads, 1, kShared, stream, x_map, up_map,
                        arguments, MidTrace::next());
 }
 
+template <typename T, bool kLines, bool kBatches>
+cudaError_t launch_bias(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
+  return ffn.b_up != nullptr ? launch<T, kLines, kBatches, true>(ffn, chunk, device, stream)
+                             : launch<T, kLines, kBatches, false>(ffn, chunk, device, stream);
+}
+
 template <typename T>
-cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, bool by_lines) {
-  const bool has_bias = ffn.b_up != nullptr;
+cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, bool by_lines,
+                        bool batches) {
   if (by_lines) {
-    return has_bias ? launch<T, true, true>(ffn, chunk, device, stream)
-                    : launch<T, true, false>(ffn, chunk, device, stream);
+    return batches ? launch_bias<T, true, true>(ffn, chunk, device, stream)
+                   : launch_bias<T, true, false>(ffn, chunk, device, stream);
   }
-  return has_bias ? launch<T, false, true>(ffn, chunk, device, stream)
-                  : launch<T, false, false>(ffn, chunk, device, stream);
+  return batches ? launch_bias<T, false, true>(ffn, chunk, device, stream)
+                 : launch_bias<T, false, false>(ffn, chunk, device, stream);
 }
 
 }  // namespace
 
 cudaError_t launch_up(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
-  return launch_up_as(ffn, chunk, device, stream, chunk.active.blocks >= kManyBlocks);
+  return launch_up_as(ffn, chunk, device, stream, chunk.active.blocks >= kManyBlocks, false);
 }
 
-cudaError_t launch_up_as(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, bool by_lines) {
-  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn, chunk, device, stream, by_lines)
-                                       : launch_type<__half>(ffn, chunk, device, stream, by_lines);
+cudaError_t launch_up_as(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, bool by_lines,
+                         bool batches) {
+  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn, chunk, device, stream, by_lines, batches)
+                                       : launch_type<__half>(ffn, chunk, device, stream, by_lines, batches);
 }
 
 }  // namespace twell::sm90
