@@ -46,19 +46,11 @@ struct Chunk {
 };
 
 cudaError_t launch_gate(const Ffn&, const Chunk&, const Device&, cudaStream_t);
-// With Wg asked for before the kernel before has ended, or not; only where `kept` is null.
-cudaError_t launch_gate_as(const Ffn&, const Chunk&, const Device&, cudaStream_t, bool ahead);
 cudaError_t launch_list(const Ffn&, const Chunk&, const Device&, cudaStream_t);
-// Masks read once; Wu asked for in L2.
-cudaError_t launch_list_once(const Ffn&, const Chunk&, const Device&, cudaStream_t, bool ask);
 cudaError_t launch_up(const Ffn&, const Chunk&, const Device&, cudaStream_t);
-// With h stored by lines or not, whatever the number of tokens; rows of Wu fetched in batches or one by one.
-cudaError_t launch_up_as(const Ffn&, const Chunk&, const Device&, cudaStream_t, bool by_lines, bool batches);
-// By tiles of one class of neurons each (sm90_up_classes.cu).
-cudaError_t launch_up_classes(const Ffn&, const Chunk&, const Device&, cudaStream_t, bool by_lines, bool split);
+// As for many blocks of tokens or for few, whatever their number.
+cudaError_t launch_up_as(const Ffn&, const Chunk&, const Device&, cudaStream_t, bool many);
 cudaError_t launch_down(const Ffn&, const Chunk&, const Device&, cudaStream_t);
-// After an up that lets it start only once the lists are there.
-cudaError_t launch_down_early(const Ffn&, const Chunk&, const Device&, cudaStream_t);
 
 // A row-major (rows, columns) matrix of 2-byte elements, read in boxes of `box_rows` x 64 with 128-byte swizzle; what
 // lies outside the matrix reads as zero.

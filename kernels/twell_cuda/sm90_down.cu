@@ -13,11 +13,6 @@ cudaError_t launch_down(const Ffn& ffn, const Chunk& chunk, const Device& device
   return slices::launch(ffn, chunk, terms, ffn.b_down, ffn.y, device, stream);
 }
 
-cudaError_t launch_down_early(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
-  const Term terms[] = {{chunk.active.columns, ffn.down}};
-  return slices::launch<true>(ffn, chunk, terms, ffn.b_down, ffn.y, device, stream);
-}
-
 cudaError_t launch_dx(const Ffn& ffn, const Chunk& chunk, const Gradients& gradients, const Device& device,
                       cudaStream_t stream) {
   const Term gate{chunk.active.columns, ffn.gate};

@@ -58,21 +58,7 @@ __device__ __forceinline__ Tile tile_at(int item, const Arguments& a) {
   return {block, rest / groups * a.unit + part, min(kNeurons, a.unit - part)};
 }
 
-template <int kNeurons, int kCluster>
-__device__ __forceinline__ void load_gate(uint8_t* stage, const CUtensorMap* map, int step, int neuron, int rank,
-                                          uint64_t* full) {
-  using S = Shape<kNeurons>;
-  if constexpr (kCluster == 1) {
-    load_box(stage + S::kTokenBytes, map, step * kDepth, neuron, full);
-  } else {
-    constexpr int kPart = kNeurons / kCluster;
-    load_box_multicast(stage + S::kTokenBytes + rank * kPart * kDepth * 2, map, step * kDepth, neuron + rank * kPart,
-                       full, (1 << kCluster) - 1);
-  }
-}
-
-// kAhead: the first stages' part of Wg is asked for before the kernel before has ended.
-template <typename T, int kNeurons, int kCluster, bool kAhead>
+template <typename T, int kNeurons, int kCluster>
 __global__ void __launch_bounds__(kThreads, 1)
     gate_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap gate_map,
                 const Arguments a) {
@@ -98,17 +84,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     __syncthreads();
   }
-  if constexpr (kAhead) {
-    const int item = blockIdx.x / kCluster, steps = (a.hidden + kDepth - 1) / kDepth;
-    if (threadIdx.x == 0 && item < a.items) {
-      const Tile tile = tile_at<kNeurons, kCluster>(item, a);
-      for (int step = 0; step < min(steps, S::kStages); ++step) {
-        barrier_arrive_expect(barriers + step, S::kStageBytes);
-        load_gate<kNeurons, kCluster>(shared + step * S::kStageBytes, &gate_map, step, tile.neuron,
-                                      kCluster == 1 ? 0 : cluster_rank(), barriers + step);
-      }
-    }
-  }
   if (!a.beside) wait_for_previous();
   launch_dependents();  // not earlier: what runs beside this relies on what came before it
   if (a.chunk.skipped()) {  // the same for all thread blocks: nothing of a cluster is under way
@@ -129,10 +104,8 @@ __global__ void __launch_bounds__(kThreads, 1)
           ring.wait_empty();
           uint8_t* stage = shared + ring.stage * S::kStageBytes;
           uint64_t* full = ring.full + ring.stage;
-          const bool asked = kAhead && item == first_item && step < S::kStages;
-          if (!asked) barrier_arrive_expect(full, S::kStageBytes);
+          barrier_arrive_expect(full, S::kStageBytes);
           load_box(stage, &x_map, step * kDepth, tile.block * kBlockTokens, full);
-          if (asked) continue;
           if constexpr (kCluster == 1) {
             load_box(stage + S::kTokenBytes, &gate_map, step * kDepth, tile.neuron, full);
           } else {
@@ -297,7 +270,7 @@ Cut best_cut(const Ffn& ffn, int groups, int clusters) {
 // Of the tiles of `unit` neurons those from `begin` to `end`, each in parts of kNeurons.
 template <typename T, int kNeurons, int kCluster>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, int unit, int begin,
-                   int end, bool ahead) {
+                   int end) {
   CUtensorMap x_map, gate_map;
   const T* x = static_cast<const T*>(ffn.x) + chunk.first * ffn.hidden;
   TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, x, chunk.tokens, ffn.hidden, kBlockTokens));
@@ -307,55 +280,45 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cud
   const Arguments arguments{ffn.b_gate, chunk, ffn.hidden, ffn.width, tiles,    groups,
                             begin,      items, unit,       parts,     begin > 0};
   const int grid = min(device.sm_count / kCluster, items) * kCluster;
-  if constexpr (kNeurons == 256) {
-    if (ahead && begin == 0) {
-      return launch_kernel(gate_kernel<T, kNeurons, kCluster, true>, grid, kThreads, kCluster, Shape<kNeurons>::kShared,
-                           stream, x_map, gate_map, arguments);
-    }
-  }
-  return launch_kernel(gate_kernel<T, kNeurons, kCluster, false>, grid, kThreads, kCluster, Shape<kNeurons>::kShared, stream,
+  return launch_kernel(gate_kernel<T, kNeurons, kCluster>, grid, kThreads, kCluster, Shape<kNeurons>::kShared, stream,
                        x_map, gate_map, arguments);
 }
 
 template <typename T, int kCluster>
 cudaError_t launch_width(int neurons, const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream,
-                         int unit, int begin, int end, bool ahead) {
+                         int unit, int begin, int end) {
   switch (neurons) {
-    case 64: return launch<T, 64, kCluster>(ffn, chunk, device, stream, unit, begin, end, ahead);
-    case 96: return launch<T, 96, kCluster>(ffn, chunk, device, stream, unit, begin, end, ahead);
-    case 128: return launch<T, 128, kCluster>(ffn, chunk, device, stream, unit, begin, end, ahead);
-    case 192: return launch<T, 192, kCluster>(ffn, chunk, device, stream, unit, begin, end, ahead);
-    default: return launch<T, 256, kCluster>(ffn, chunk, device, stream, unit, begin, end, ahead);
+    case 64: return launch<T, 64, kCluster>(ffn, chunk, device, stream, unit, begin, end);
+    case 96: return launch<T, 96, kCluster>(ffn, chunk, device, stream, unit, begin, end);
+    case 128: return launch<T, 128, kCluster>(ffn, chunk, device, stream, unit, begin, end);
+    case 192: return launch<T, 192, kCluster>(ffn, chunk, device, stream, unit, begin, end);
+    default: return launch<T, 256, kCluster>(ffn, chunk, device, stream, unit, begin, end);
   }
 }
 
 template <typename T, int kCluster>
-cudaError_t launch_cluster(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, bool ahead) {
+cudaError_t launch_cluster(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
   const int groups = (chunk.active.blocks + kCluster - 1) / kCluster, clusters = device.sm_count / kCluster;
   const Cut cut = best_cut(ffn, groups, clusters);
   const int tiles = groups * ((ffn.width + cut.neurons - 1) / cut.neurons);
   const int whole = cut.last == cut.neurons ? tiles : tiles / clusters * clusters;
   TWELL_RETURN_IF_ERROR(
-      launch_width<T, kCluster>(cut.neurons, ffn, chunk, device, stream, cut.neurons, 0, whole, ahead));
+      launch_width<T, kCluster>(cut.neurons, ffn, chunk, device, stream, cut.neurons, 0, whole));
   if (whole == tiles) return cudaSuccess;
-  return launch_width<T, kCluster>(cut.last, ffn, chunk, device, stream, cut.neurons, whole, tiles, ahead);
+  return launch_width<T, kCluster>(cut.last, ffn, chunk, device, stream, cut.neurons, whole, tiles);
 }
 
 template <typename T>
-cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, bool ahead) {
-  return chunk.active.blocks > 1 ? launch_cluster<T, 2>(ffn, chunk, device, stream, ahead)
-                                 : launch_cluster<T, 1>(ffn, chunk, device, stream, ahead);
+cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
+  return chunk.active.blocks > 1 ? launch_cluster<T, 2>(ffn, chunk, device, stream)
+                                 : launch_cluster<T, 1>(ffn, chunk, device, stream);
 }
 
 }  // namespace
 
 cudaError_t launch_gate(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
-  return launch_gate_as(ffn, chunk, device, stream, false);
-}
-
-cudaError_t launch_gate_as(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, bool ahead) {
-  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn, chunk, device, stream, ahead)
-                                       : launch_type<__half>(ffn, chunk, device, stream, ahead);
+  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn, chunk, device, stream)
+                                       : launch_type<__half>(ffn, chunk, device, stream);
 }
 
 }  // namespace twell::sm90

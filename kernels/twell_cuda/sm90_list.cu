@@ -9,16 +9,6 @@ namespace {
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 
-struct Matrix {
-  const void* data;
-  int64_t bytes;  // a multiple of 16
-};
-
-// Bytes in L2; a multiple of 16 from a multiple of 16 on.
-__device__ __forceinline__ void ask_for(const void* global, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
-}
-
 // Three counts of up to 2^16 in one word: a sum of it is three sums.
 __device__ __forceinline__ uint64_t count_classes(uint32_t first, uint32_t second) {
   return static_cast<uint64_t>(__popc(first & ~second)) | static_cast<uint64_t>(__popc(first & second)) << 21 |
@@ -41,36 +31,24 @@ __device__ __forceinline__ uint64_t sum_before(uint64_t value, int lane) {
 }
 
 // A thread block for each block of tokens; each warp lists a run of words, 32 at a time, and in each word a lane the bit
-// that is its own.
-// With kAsk it first asks for all of the next kernel's matrix in L2: device memory is idle while the gate ends. With kOnce
-// each lane keeps the first words that it counts.
-template <bool kAsk, bool kOnce>
-__global__ void __launch_bounds__(kThreads) list_kernel(const Chunk chunk, const Matrix next) {
+// that is its own. Each lane keeps the first words that it counts.
+__global__ void __launch_bounds__(kThreads) list_kernel(const Chunk chunk) {
 #if defined(TWELL_SM90_DEVICE)
   __shared__ uint64_t warp_sums[kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Active& a = chunk.active;
-  if constexpr (kAsk) {
-    constexpr int64_t kPiece = 4096;
-    for (int64_t at = (int64_t{blockIdx.x} * kWarps + warp) * kPiece; lane == 0 && at < next.bytes;
-         at += int64_t{gridDim.x} * kWarps * kPiece) {
-      const int64_t left = next.bytes - at;
-      ask_for(static_cast<const char*>(next.data) + at, static_cast<uint32_t>(left < kPiece ? left : kPiece));
-    }
-  }
   launch_dependents();
   wait_for_previous();
   if (chunk.skipped()) return;
   const uint32_t* first_half = a.masks + static_cast<int64_t>(blockIdx.x) * 2 * a.words;
   const uint32_t* second_half = first_half + a.words;
   const int share = (a.words + kWarps - 1) / kWarps, begin = warp * share, end = min(a.words, begin + share);
-  uint64_t count = 0;
   uint32_t kept_first = 0, kept_second = 0;
-  if constexpr (kOnce) {
-    if (begin + lane < end) kept_first = __ldcg(first_half + begin + lane), kept_second = __ldcg(second_half + begin + lane);
-    count = count_classes(kept_first, kept_second);
+  if (begin + lane < end) {
+    kept_first = __ldcg(first_half + begin + lane), kept_second = __ldcg(second_half + begin + lane);
   }
-  for (int w = begin + lane + (kOnce ? 32 : 0); w < end; w += 32) {
+  uint64_t count = count_classes(kept_first, kept_second);
+  for (int w = begin + lane + 32; w < end; w += 32) {
     count += count_classes(__ldcg(first_half + w), __ldcg(second_half + w));
   }
 #pragma unroll
@@ -84,7 +62,7 @@ __global__ void __launch_bounds__(kThreads) list_kernel(const Chunk chunk, const
   for (int start = begin; start < end; start += 32) {
     const int word = start + lane;
     uint32_t first = kept_first, second = kept_second;
-    if (!kOnce || start > begin) {
+    if (start > begin) {
       first = word < end ? __ldcg(first_half + word) : 0, second = word < end ? __ldcg(second_half + word) : 0;
     }
     const uint64_t words_count = count_classes(first, second);
@@ -109,13 +87,7 @@ __global__ void __launch_bounds__(kThreads) list_kernel(const Chunk chunk, const
 }  // namespace
 
 cudaError_t launch_list(const Ffn&, const Chunk& chunk, const Device&, cudaStream_t stream) {
-  return launch_kernel(list_kernel<false, false>, chunk.active.blocks, kThreads, 1, 0, stream, chunk, Matrix{});
-}
-
-cudaError_t launch_list_once(const Ffn& ffn, const Chunk& chunk, const Device&, cudaStream_t stream, bool ask) {
-  const Matrix up{ffn.up, int64_t{ffn.width} * ffn.hidden * 2};
-  return ask ? launch_kernel(list_kernel<true, true>, chunk.active.blocks, kThreads, 1, 0, stream, chunk, up)
-             : launch_kernel(list_kernel<false, true>, chunk.active.blocks, kThreads, 1, 0, stream, chunk, up);
+  return launch_kernel(list_kernel, chunk.active.blocks, kThreads, 1, 0, stream, chunk);
 }
 
 }  // namespace twell::sm90

@@ -109,8 +109,7 @@ struct Lists {
   }
 };
 
-// kEarly: rows of the first stages before the kernel before has ended, which wrote the columns.
-template <typename T, int kTerms, int kHidden, bool kEarly>
+template <typename T, int kTerms, int kHidden>
 __device__ __forceinline__ void fetch(const Arguments<kTerms>& a, const Maps<kTerms>& maps, Control& c, uint8_t* shared,
                                       Ring ring) {
   constexpr int kRows = kFetchers / 8, kBytes = Shape<kHidden>::kStageBytes;
@@ -120,8 +119,6 @@ __device__ __forceinline__ void fetch(const Arguments<kTerms>& a, const Maps<kTe
   Lists lists(a.chunk.active, a.out.slices, c);
   Window w = lists.first_from(blockIdx.x);
   if (threadIdx.x == 0) lists.request(w, 0);
-  int early = 0;  // stages that wait for their columns
-  bool waited = !kEarly;
   for (; w.item < lists.items; w = lists.after(w)) {
     const uint16_t* neurons = lists.open(w);
     const int block = w.item / a.out.slices, first_hidden = w.item % a.out.slices * kHidden;
@@ -129,39 +126,6 @@ __device__ __forceinline__ void fetch(const Arguments<kTerms>& a, const Maps<kTe
     const int first_end = counts.first_only + counts.both, listed = min(kListed, counts.all() - w.start);
     const int hidden_left = a.out.hidden - first_hidden;
     const int64_t first_column = static_cast<int64_t>(block) * a.width * kBlockTokens + chunk * 8;
-    const auto copy_columns = [&](uint32_t to, int start) {
-      const T* columns = static_cast<const T*>(a.terms[0].columns) + first_column;
-#pragma unroll
-      for (int i = 0; i < kDepth / kRows; ++i) {
-        const int n = start + row + kRows * i;
-        const bool valid = n < listed;
-        const T* column = columns + static_cast<int64_t>(valid ? neurons[n] : 0) * kBlockTokens;
-        copy_16(to + i * kRows * 128, column, valid && w.start + n < first_end);
-        copy_16(to + kPartBytes + i * kRows * 128, column + 64, valid && w.start + n >= counts.first_only);
-      }
-    };
-    const auto copy_rows = [&](uint32_t to, int start) {
-      const T* rows = static_cast<const T*>(a.terms[0].rows) + first_hidden + chunk * 8;
-#pragma unroll
-      for (int i = 0; i < kDepth / kRows; ++i) {
-        const int n = start + row + kRows * i;
-        const bool valid = n < listed;
-        const T* from = rows + static_cast<int64_t>(valid ? neurons[n] : 0) * a.out.hidden;
-#pragma unroll
-        for (int part = 0; part < kHidden / 64; ++part) {
-          copy_16(to + (2 + part) * kPartBytes + i * kRows * 128, from + part * 64,
-                  valid && part * 64 + chunk * 8 < hidden_left);
-        }
-      }
-    };
-    const auto finish_early = [&] {
-      wait_for_previous();
-      waited = true;
-      for (int stage = 0; stage < early; ++stage) {
-        copy_columns(stages + stage * kBytes + place, stage * kDepth);
-        barrier_arrive_on_copies(ring.full + stage);
-      }
-    };
     for (int start = 0; start < listed; start += kDepth) {
       // 64 neighbours that both halves activate.
       const int lowest = neurons[start], at = w.start + start;
@@ -169,9 +133,6 @@ __device__ __forceinline__ void fetch(const Arguments<kTerms>& a, const Maps<kTe
                               neurons[start + kDepth - 1] - lowest == kDepth - 1;
 #pragma unroll
       for (int t = 0; t < kTerms; ++t, ring.advance()) {
-        if constexpr (kEarly) {
-          if (!waited && (neighbours || early == ring.stages)) finish_early();
-        }
         ring.wait_empty();
         uint64_t* full = ring.full + ring.stage;
         if (neighbours) {
@@ -192,13 +153,6 @@ __device__ __forceinline__ void fetch(const Arguments<kTerms>& a, const Maps<kTe
         const uint32_t to = stages + ring.stage * kBytes + place;
         const T* columns = static_cast<const T*>(a.terms[t].columns) + first_column;
         const T* rows = static_cast<const T*>(a.terms[t].rows) + first_hidden + chunk * 8;
-        if constexpr (kEarly) {
-          if (!waited) {
-            copy_rows(to, start);
-            ++early;
-            continue;
-          }
-        }
 #pragma unroll
         for (int i = 0; i < kDepth / kRows; ++i) {
           const int n = start + row + kRows * i;
@@ -216,9 +170,6 @@ __device__ __forceinline__ void fetch(const Arguments<kTerms>& a, const Maps<kTe
         }
         barrier_arrive_on_copies(full);
       }
-    }
-    if constexpr (kEarly) {
-      if (!waited) finish_early();
     }
   }
 }

@@ -7,7 +7,6 @@
 #pragma once
 
 #include "sm90_launch.h"
-#include "sm90_mid.h"
 #include "sm90_slice_fetch.cuh"
 #include "sm90_wgmma.cuh"
 
@@ -16,13 +15,11 @@ namespace twell::sm90::slices {
 // `counts_of` gives a block's Counts.
 template <typename T, int kTerms, int kHidden, typename CountsOf>
 __device__ __forceinline__ void multiply(const Output& out, int blocks, const CountsOf& counts_of, uint8_t* shared,
-                                         Ring ring, const MidTrace& trace) {
+                                         Ring ring) {
   constexpr int kBytes = Shape<kHidden>::kStageBytes;
   const int lane = threadIdx.x % 32, warp = (threadIdx.x - kFetchers) / 32, warpgroup = warp / 4;
   const uint32_t stages = smem_address(shared), turn = stages + kRingBytes + warp * kTurnBytes;
-  const bool first_thread = threadIdx.x == kFetchers;
-  int items = 0;
-  for (int item = blockIdx.x; item < blocks * out.slices; item += gridDim.x, ++items) {
+  for (int item = blockIdx.x; item < blocks * out.slices; item += gridDim.x) {
     const int block = item / out.slices, first_hidden = item % out.slices * kHidden;
     const Counts counts = counts_of(block);
     const HalfEntries entries(counts, warpgroup);
@@ -31,7 +28,6 @@ __device__ __forceinline__ void multiply(const Output& out, int blocks, const Co
     bool started = false;
     for (int step = 0; step < steps; ++step, ring.advance()) {
       ring.wait_full();
-      if (first_thread && items == 0 && step == 0) trace.mark(1);
       if (entries.in_step(step / kTerms * kDepth)) {
         fence_async_proxy();  // cp.async wrote, tensor cores read
         const uint32_t stage = stages + ring.stage * kBytes;
@@ -52,7 +48,6 @@ __device__ __forceinline__ void multiply(const Output& out, int blocks, const Co
     }
     wgmma_wait<0>();
     if (steps > 0 && lane == 0) barrier_arrive(ring.empty + ring.previous());
-    if (first_thread && items < 2) trace.mark(items == 0 ? 2 : 4);
     if (!started) {
 #pragma unroll
       for (int i = 0; i < kHidden / 2; ++i) sum[i] = 0.0f;
@@ -88,16 +83,12 @@ __device__ __forceinline__ void multiply(const Output& out, int blocks, const Co
         }
       }
     }
-    if (first_thread && items < 2) trace.mark(items == 0 ? 3 : 5);
   }
-  if (first_thread) trace.mark(6);
 }
 
-// kEarly: the kernel before is the one after which lists, so that counts and lists are there once this one may start.
-template <typename T, int kTerms, int kHidden, bool kEarly>
+template <typename T, int kTerms, int kHidden>
 __global__ void __launch_bounds__(kThreads, 1)
-    product_kernel(const __grid_constant__ Maps<kTerms> maps, const Arguments<kTerms> a,
-                   const MidTrace trace) {
+    product_kernel(const __grid_constant__ Maps<kTerms> maps, const Arguments<kTerms> a) {
 #if defined(TWELL_SM90_DEVICE)
   extern __shared__ uint8_t raw_shared[];
   uint8_t* shared = raw_shared + (-smem_address(raw_shared) & 1023);
@@ -116,25 +107,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     fence_barrier_init();
   }
   launch_dependents();
+  wait_for_previous();
+  if (a.chunk.skipped()) return;
   const int blocks = a.chunk.active.blocks;
-  if constexpr (kEarly) {
-    const int* counts = reinterpret_cast<const int*>(a.chunk.active.counts);
-    for (int i = threadIdx.x; i < 3 * blocks; i += kThreads) reinterpret_cast<int*>(c.counts)[i] = __ldcg(counts + i);
-  } else {
-    wait_for_previous();
-    if (a.chunk.skipped()) return;
-    for (int b = threadIdx.x; b < blocks; b += kThreads) c.counts[b] = a.chunk.active.counts[b];
-  }
+  for (int b = threadIdx.x; b < blocks; b += kThreads) c.counts[b] = a.chunk.active.counts[b];
   __syncthreads();
   const Ring ring(c.full, c.empty, Shape<kHidden>::kStages);
   if (threadIdx.x < kFetchers) {
     give_registers<kFetchRegisters>();
-    fetch<T, kTerms, kHidden, kEarly>(a, maps, c, shared, ring);
+    fetch<T, kTerms, kHidden>(a, maps, c, shared, ring);
   } else {
     take_registers<kMultiplyRegisters>();
-    if constexpr (kEarly) wait_for_previous();
-    if (threadIdx.x == kFetchers) trace.mark(0);
-    multiply<T, kTerms, kHidden>(a.out, blocks, [&](int block) { return c.counts[block]; }, shared, ring, trace);
+    multiply<T, kTerms, kHidden>(a.out, blocks, [&](int block) { return c.counts[block]; }, shared, ring);
   }
 #endif
 }
@@ -152,7 +136,7 @@ inline int best_slice(int blocks, int hidden, const Device& device) {
   return best;
 }
 
-template <typename T, int kTerms, int kHidden, bool kEarly>
+template <typename T, int kTerms, int kHidden>
 cudaError_t launch_slice(DType dtype, Arguments<kTerms> a, const Device& device, cudaStream_t stream) {
   const int blocks = a.chunk.active.blocks;
   a.out.slices = (a.out.hidden + kHidden - 1) / kHidden;
@@ -163,16 +147,15 @@ cudaError_t launch_slice(DType dtype, Arguments<kTerms> a, const Device& device,
     TWELL_RETURN_IF_ERROR(make_tensor_map(maps.rows + t, dtype, a.terms[t].rows, a.width, a.out.hidden, kDepth));
   }
   const int grid = min(device.sm_count, blocks * a.out.slices);
-  return launch_kernel(product_kernel<T, kTerms, kHidden, kEarly>, grid, kThreads, 1, kShared, stream, maps, a,
-                       MidTrace::next());
+  return launch_kernel(product_kernel<T, kTerms, kHidden>, grid, kThreads, 1, kShared, stream, maps, a);
 }
 
-template <typename T, bool kEarly, int kTerms>
+template <typename T, int kTerms>
 cudaError_t launch_type(DType dtype, const Arguments<kTerms>& a, const Device& device, cudaStream_t stream) {
   switch (best_slice(a.chunk.active.blocks, a.out.hidden, device)) {
-    case 64: return launch_slice<T, kTerms, 64, kEarly>(dtype, a, device, stream);
-    case 128: return launch_slice<T, kTerms, 128, kEarly>(dtype, a, device, stream);
-    default: return launch_slice<T, kTerms, 256, kEarly>(dtype, a, device, stream);
+    case 64: return launch_slice<T, kTerms, 64>(dtype, a, device, stream);
+    case 128: return launch_slice<T, kTerms, 128>(dtype, a, device, stream);
+    default: return launch_slice<T, kTerms, 256>(dtype, a, device, stream);
   }
 }
 
@@ -181,7 +164,7 @@ inline Output output_of(const Ffn& ffn, const Chunk& chunk, const void* bias, vo
   return {bias, static_cast<uint16_t*>(y) + chunk.first * ffn.hidden, chunk.tokens, ffn.hidden, 0};
 }
 
-template <bool kEarly = false, int kTerms>
+template <int kTerms>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Term (&terms)[kTerms], const void* bias, void* y,
                    const Device& device, cudaStream_t stream) {
   Arguments<kTerms> a{};
@@ -189,8 +172,8 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Term (&terms)[kTerm
   a.out = output_of(ffn, chunk, bias, y);
   a.chunk = chunk;
   a.width = ffn.width;
-  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16, kEarly>(ffn.dtype, a, device, stream)
-                                       : launch_type<__half, kEarly>(ffn.dtype, a, device, stream);
+  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn.dtype, a, device, stream)
+                                       : launch_type<__half>(ffn.dtype, a, device, stream);
 }
 
 }  // namespace twell::sm90::slices

@@ -40,27 +40,6 @@ __device__ __forceinline__ void release(const Ring& ring, int stage) {
   if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + stage);
 }
 
-// The first `rows` of every kRows-th row, each `offset(i)` times 16 bytes away. Addresses of a batch lie in registers
-// before its first copy: one by one, each copy waits for branches and until the copy before has read its address.
-template <int kShare, int kRows, int kRowBytes, typename Offset>
-__device__ __forceinline__ void gather(uint32_t to, const uint4* from, int rows, int left, bool inside,
-                                       const Offset& offset) {
-  constexpr int kBatch = 4;
-  static_assert(kShare % kBatch == 0);
-#pragma unroll
-  for (int batch = 0; batch < kShare; batch += kBatch) {
-    if (kRows * batch >= rows) break;
-    const uint4* rows_from[kBatch];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) rows_from[i] = from + offset(batch + i);
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int at = kRows * (batch + i);
-      copy_16_if(at, left, to + at * kRowBytes, rows_from[i], inside);
-    }
-  }
-}
-
 __device__ __forceinline__ int tiles_of(int neurons, int limit) {
   return (neurons + limit - 1) / limit;
 }

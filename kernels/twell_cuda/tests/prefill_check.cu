@@ -3,7 +3,7 @@
 // parts and the whole inside captured graphs over several sets of weights, so that weights come from device memory.
 //
 //   nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a -o prefill_check tests/prefill_check.cu sm90_mid_*.cu \
-//     sm90_{forward,gate,list,up,up_classes,down}.cu
+//     sm90_{forward,gate,list,up,down}.cu
 //   ./prefill_check          checks, then timings      ./prefill_check check | verbose | time | long
 //
 // Built with -DTWELL_MID_TRACE, the timings also say when thread blocks reach each of their phases.
@@ -144,69 +144,32 @@ sm90::Chunk chunk_of(const Ffn& f, void* workspace) {
 }
 
 using Part = std::function<cudaError_t(const Ffn&, const sm90::Chunk&, const Device&, cudaStream_t)>;
-// A way to compute up, down after it, lists and gate before it.
-struct Way {
-  std::string name;
-  Part up, down = sm90::launch_down, list = sm90::launch_list, gate = sm90::launch_gate;
-};
-using Ways = std::vector<Way>;
+using Ways = std::vector<std::pair<const char*, Part>>;
 
-cudaError_t gate_ahead(const Ffn& f, const sm90::Chunk& chunk, const Device& device, cudaStream_t stream) {
-  return sm90::launch_gate_as(f, chunk, device, stream, true);
-}
-
-Part list_once(bool ask) {
-  return [=](const Ffn& f, const sm90::Chunk& chunk, const Device& device, cudaStream_t stream) {
-    return sm90::launch_list_once(f, chunk, device, stream, ask);
-  };
-}
-
-// As launch_up() chooses, and every way; down may be early after `classes` alone.
+// Ways to compute up: as launch_up() chooses, and each of both.
 Ways ways_up() {
   Ways ways{{"as chosen", sm90::launch_up}};
-  for (const bool by_lines : {false, true}) {
-    const std::string name = by_lines ? "by lines" : "plain";
-    for (const bool batches : {false, true}) {
-      ways.push_back({name + (batches ? ", batches" : ""),
+  for (const bool many : {false, true}) {
+    ways.emplace_back(many ? "for many blocks" : "for few blocks",
                       [=](const Ffn& f, const sm90::Chunk& chunk, const Device& device, cudaStream_t stream) {
-                        return sm90::launch_up_as(f, chunk, device, stream, by_lines, batches);
-                      }});
-    }
-    for (const bool split : {false, true}) {
-      const Part up = [=](const Ffn& f, const sm90::Chunk& chunk, const Device& device, cudaStream_t stream) {
-        return sm90::launch_up_classes(f, chunk, device, stream, by_lines, split);
-      };
-      ways.push_back({name + (split ? ", classes, split" : ", classes"), up});
-      if (!split) continue;
-      ways.push_back({name + ", classes, split, down early", up, sm90::launch_down_early});
-      for (const bool ask : {false, true}) {
-        ways.push_back({name + ", classes, split, down early, list once" + (ask ? ", Wu asked for" : ""), up,
-                        sm90::launch_down_early, list_once(ask)});
-      }
-      ways.push_back({name + ", classes, split, down early, list once, Wg ahead", up, sm90::launch_down_early,
-                      list_once(false), gate_ahead});
-    }
+                        return sm90::launch_up_as(f, chunk, device, stream, many);
+                      });
   }
   return ways;
 }
 
 cudaError_t run_long(const Ffn& f, const Device& device, void* workspace, cudaStream_t stream,
-                     const Way& way = {"", sm90::launch_up}) {
+                     const Part& up = sm90::launch_up) {
   const int64_t blocks = sm90::chunk_blocks(f, int64_t{192} << 20, 1);  // as sm90_forward() does
   sm90::Chunk chunk{};
   sm90::Cutter cutter(workspace);
   sm90::place_active(f, blocks, false, cutter, &chunk.active);
   for (; chunk.first < f.tokens; chunk.first += chunk.tokens) {
     sm90::fit(f, blocks, &chunk);
-    TWELL_RETURN_IF_ERROR(way.gate(f, chunk, device, stream));
-    if (f.up == nullptr) {
-      TWELL_RETURN_IF_ERROR(sm90::launch_list(f, chunk, device, stream));
-      TWELL_RETURN_IF_ERROR(sm90::launch_down(f, chunk, device, stream));
-      continue;
-    }
-    TWELL_RETURN_IF_ERROR(way.list(f, chunk, device, stream));
-    TWELL_RETURN_IF_ERROR(way.up(f, chunk, device, stream));
-    TWELL_RETURN_IF_ERROR(way.down(f, chunk, device, stream));
+    TWELL_RETURN_IF_ERROR(sm90::launch_gate(f, chunk, device, stream));
+    TWELL_RETURN_IF_ERROR(sm90::launch_list(f, chunk, device, stream));
+    if (f.up != nullptr) TWELL_RETURN_IF_ERROR(up(f, chunk, device, stream));
+    TWELL_RETURN_IF_ERROR(sm90::launch_down(f, chunk, device, stream));
   }
   return cudaSuccess;
 }
@@ -254,9 +217,9 @@ std::vector<Variant> variants_of(const Ffn& f, const Device& device, bool every_
   std::vector<Variant> all{
       {"chosen", [=](const Ffn& g, void* workspace) { return sm90_forward(g, device, workspace, nullptr); }}};
   if (!nan_token || f.width % 32 == 0) {  // a NaN token wakes neurons past the last there
-    for (const Way& way : ways_up()) {
-      all.push_back({"for more tokens, up " + way.name,
-                     [=](const Ffn& g, void* w) { return run_long(g, device, w, nullptr, way); }});
+    for (const auto& [name, up] : ways_up()) {
+      all.push_back({std::string("for more tokens, up ") + name,
+                     [=, way = up](const Ffn& g, void* w) { return run_long(g, device, w, nullptr, way); }});
     }
   }
   for (const Switches& t : kSwitches) {
@@ -469,8 +432,6 @@ const std::vector<PhaseNames> kMidNames{
     {"down starts", "gate_up done", "listed", "first rows", "", "multiplied", "stored", ""}};
 const std::vector<PhaseNames> kUpNames{
     {"starts", "planned", "second tile begins", "multiplied", "gate there", "stored", "all stored", ""}};
-const std::vector<PhaseNames> kDownNames{
-    {"starts", "first stage there", "multiplied", "stored", "second multiplied", "stored", "all stored", ""}};
 #endif
 
 struct Row {
@@ -604,21 +565,15 @@ void time_long(const std::vector<Row>& rows, const Device& device) {
     const Ways ways = ways_up();
     // Each part after one that leaves what it reads.
     add("gate", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_gate(f, chunk, device, s); });
-    add("gate, Wg ahead", [&](const Ffn& f, cudaStream_t s) { return gate_ahead(f, chunk, device, s); });
     add("list", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_list(f, chunk, device, s); });
-    for (const bool ask : {false, true}) {
-      add(ask ? "list once, Wu asked for" : "list once",
-          [&](const Ffn& f, cudaStream_t s) { return list_once(ask)(f, chunk, device, s); });
-    }
-    const auto has_own_up = [](const Way& way) { return way.name.find("early") == std::string::npos; };
-    for (const Way& way : ways) {
-      if (has_own_up(way)) add("up " + way.name, [&](const Ffn& f, cudaStream_t s) { return way.up(f, chunk, device, s); });
+    for (const auto& way : ways) {
+      add(std::string("up ") + way.first,
+          [&](const Ffn& f, cudaStream_t s) { return way.second(f, chunk, device, s); });
     }
     add("down", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_down(f, chunk, device, s); });
-    add("down early", [&](const Ffn& f, cudaStream_t s) { return sm90::launch_down_early(f, chunk, device, s); });
-    for (const Way& way : ways) {
-      add("whole " + way.name,
-          [&](const Ffn& f, cudaStream_t s) { return run_long(f, device, workspace.data, s, way); });
+    for (const auto& way : ways) {
+      add(std::string("whole ") + way.first,
+          [&](const Ffn& f, cudaStream_t s) { return run_long(f, device, workspace.data, s, way.second); });
     }
     for (int i = 0; i < 19; ++i) {
       for (checks::Graph& g : graphs) g.replay(i >= 4);
@@ -632,26 +587,22 @@ void time_long(const std::vector<Row>& rows, const Device& device) {
     }
     std::printf("; 128 tokens use %.0f, 64 %.0f\n", block_mean, half_mean);
     for (size_t i = 0; i < graphs.size(); ++i) {
-      std::printf("    %-66s %8.2f\n", names[i].c_str(), graphs[i].median());
+      std::printf("    %-28s %8.2f\n", names[i].c_str(), graphs[i].median());
       graphs[i].release();
     }
 #if defined(TWELL_MID_TRACE)
-    const auto print_trace = [&](const std::string& name, const Part& part, const std::vector<PhaseNames>& phases) {
+    for (const auto& way : ways) {
+      if (&way == &ways.front()) continue;
       const size_t count = size_t{kLayers} * sm90::kMidTracedBlocks * sm90::kMidPhases;
       Buffer<uint64_t> buffer(std::vector<uint64_t>(count, 0));
       sm90::mid_trace = buffer.data;
-      checks::Graph traced(kLayers, [&](int i, cudaStream_t s) { CHECK(part(calls[i], chunk, device, s)); });
+      checks::Graph traced(kLayers, [&](int i, cudaStream_t s) { CHECK(way.second(calls[i], chunk, device, s)); });
       sm90::mid_trace = nullptr;
       for (int i = 0; i < 5; ++i) traced.replay(i > 1);
-      std::printf("    phases of %s, %.2f us a call:\n", name.c_str(), traced.median());
+      std::printf("    phases of up %s, %.2f us a call:\n", way.first, traced.median());
       traced.release();
-      print_phases(buffer.get(), kLayers, phases);
-    };
-    for (const Way& way : ways) {
-      if (&way != &ways.front() && has_own_up(way)) print_trace("up " + way.name, way.up, kUpNames);
+      print_phases(buffer.get(), kLayers, kUpNames);
     }
-    print_trace("down", sm90::launch_down, kDownNames);
-    print_trace("down early", sm90::launch_down_early, kDownNames);
 #endif
     std::fflush(stdout);
   }
