@@ -48,8 +48,8 @@ struct Chunk {
 cudaError_t launch_gate(const Ffn&, const Chunk&, const Device&, cudaStream_t);
 cudaError_t launch_list(const Ffn&, const Chunk&, const Device&, cudaStream_t);
 cudaError_t launch_up(const Ffn&, const Chunk&, const Device&, cudaStream_t);
-// With h stored by lines or not, whatever the number of tokens.
-cudaError_t launch_up_as(const Ffn&, const Chunk&, const Device&, cudaStream_t, bool by_lines);
+// As for many blocks of tokens or for few, whatever their number.
+cudaError_t launch_up_as(const Ffn&, const Chunk&, const Device&, cudaStream_t, bool many);
 cudaError_t launch_down(const Ffn&, const Chunk&, const Device&, cudaStream_t);
 
 // A row-major (rows, columns) matrix of 2-byte elements, read in boxes of `box_rows` x 64 with 128-byte swizzle; what

@@ -31,7 +31,7 @@ __device__ __forceinline__ uint64_t sum_before(uint64_t value, int lane) {
 }
 
 // A thread block for each block of tokens; each warp lists a run of words, 32 at a time, and in each word a lane the bit
-// that is its own.
+// that is its own. Each lane keeps the first words that it counts.
 __global__ void __launch_bounds__(kThreads) list_kernel(const Chunk chunk) {
 #if defined(TWELL_SM90_DEVICE)
   __shared__ uint64_t warp_sums[kWarps];
@@ -43,8 +43,14 @@ __global__ void __launch_bounds__(kThreads) list_kernel(const Chunk chunk) {
   const uint32_t* first_half = a.masks + static_cast<int64_t>(blockIdx.x) * 2 * a.words;
   const uint32_t* second_half = first_half + a.words;
   const int share = (a.words + kWarps - 1) / kWarps, begin = warp * share, end = min(a.words, begin + share);
-  uint64_t count = 0;
-  for (int w = begin + lane; w < end; w += 32) count += count_classes(__ldcg(first_half + w), __ldcg(second_half + w));
+  uint32_t kept_first = 0, kept_second = 0;
+  if (begin + lane < end) {
+    kept_first = __ldcg(first_half + begin + lane), kept_second = __ldcg(second_half + begin + lane);
+  }
+  uint64_t count = count_classes(kept_first, kept_second);
+  for (int w = begin + lane + 32; w < end; w += 32) {
+    count += count_classes(__ldcg(first_half + w), __ldcg(second_half + w));
+  }
 #pragma unroll
   for (int d = 16; d > 0; d /= 2) count += __shfl_xor_sync(~0u, count, d);
   if (lane == 0) warp_sums[warp] = count;
@@ -55,7 +61,10 @@ __global__ void __launch_bounds__(kThreads) list_kernel(const Chunk chunk) {
   uint16_t* neurons = a.neurons + static_cast<int64_t>(blockIdx.x) * a.row;
   for (int start = begin; start < end; start += 32) {
     const int word = start + lane;
-    const uint32_t first = word < end ? __ldcg(first_half + word) : 0, second = word < end ? __ldcg(second_half + word) : 0;
+    uint32_t first = kept_first, second = kept_second;
+    if (start > begin) {
+      first = word < end ? __ldcg(first_half + word) : 0, second = word < end ? __ldcg(second_half + word) : 0;
+    }
     const uint64_t words_count = count_classes(first, second);
     const uint64_t before = rank + sum_before(words_count, lane);
     rank = __shfl_sync(~0u, before + words_count, 31);

@@ -73,14 +73,7 @@ cudaError_t launch_gate_up(Kernel kernel, int thread_blocks, int threads, int ne
                               gate_map, arguments);
 }
 
-// For n < rows, without a branch: 16 bytes by cp.async, zeros where they are not valid; 16 bytes asked for in L2.
-__device__ __forceinline__ void copy_16_if(int n, int rows, uint32_t shared, const void* global, bool valid) {
-  asm volatile(
-      "{\n.reg .pred wanted;\nsetp.lt.s32 wanted, %3, %4;\n"
-      "@wanted cp.async.cg.shared.global [%0], [%1], 16, %2;\n}\n" ::"r"(shared),
-      "l"(global), "r"(valid ? 16 : 0), "r"(n), "r"(rows)
-      : "memory");
-}
+// For n < rows, without a branch: 16 bytes asked for in L2.
 __device__ __forceinline__ void ask_if(int n, int rows, const void* global) {
   asm volatile("{\n.reg .pred wanted;\nsetp.lt.s32 wanted, %1, %2;\n@wanted prefetch.global.L2 [%0];\n}\n" ::"l"(
                    global),

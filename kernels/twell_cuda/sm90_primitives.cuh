@@ -140,6 +140,15 @@ __device__ __forceinline__ void copy_16(uint32_t shared, const void* global, boo
                : "memory");
 }
 
+// For n < rows, without a branch: 16 bytes by cp.async, zeros where they are not valid.
+__device__ __forceinline__ void copy_16_if(int n, int rows, uint32_t shared, const void* global, bool valid) {
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.lt.s32 wanted, %3, %4;\n"
+      "@wanted cp.async.cg.shared.global [%0], [%1], 16, %2;\n}\n" ::"r"(shared),
+      "l"(global), "r"(valid ? 16 : 0), "r"(n), "r"(rows)
+      : "memory");
+}
+
 // A shared-memory operand with 128-byte swizzle: rows of 128 bytes, 8 rows to a group of 1,024 bytes.
 // `chunk_bytes` is the distance between chunks of 64 along M or N, where M or N is contiguous; unused where K is.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t shared, int chunk_bytes) {

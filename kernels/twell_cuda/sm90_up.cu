@@ -15,7 +15,8 @@ namespace {
 
 using namespace up;
 
-// From so many blocks of tokens on, each thread block has so many tiles that storing by lines and turning pay (NOTES.md).
+// From so many blocks of tokens on, each thread block has so many tiles that storing by lines and turning pay, and
+// batches of copies do not (NOTES.md).
 constexpr int kManyBlocks = 64;
 
 struct UpArguments {
@@ -26,16 +27,18 @@ struct UpArguments {
   bool turned;
 };
 
-template <typename T>
+// kMany: rows of Wu are copied one by one, else in batches whose addresses lie in registers before their first copy:
+// one by one, each copy waits for branches and until the copy before has read its address.
+template <typename T, bool kMany>
 __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x_map, const CUtensorMap* up_map,
                                       Control& c, uint8_t* shared, Ring ring) {
-  constexpr int kRows = kFetchers / 8, kShare = kMaxNeurons / kRows;
+  constexpr int kRows = kFetchers / 8, kShare = kMaxNeurons / kRows, kBatch = 4;
+  static_assert(kShare % kBatch == 0);
   const int thread = threadIdx.x, steps = (a.hidden + kDepth - 1) / kDepth, blocks = a.active.blocks;
   const int all_tiles = c.first_tile[blocks], stride = gridDim.x;
   // Eight threads copy 128 bytes of a row of Wu; every kRows-th row is theirs.
   const int row = thread / 8, chunk = thread % 8, bytes = stage_bytes(c.tile);
   const uint32_t stages = smem_address(shared), place = kTokenBytes + row * 128 + ((chunk ^ (row & 7)) << 4);
-  const T* up = static_cast<const T*>(a.up);
   const auto request = [&](const Item& item, int list) {
     const uint32_t list_bytes = (item.count * 2 + 15) / 16 * 16;
     barrier_arrive_expect(c.listed + list, list_bytes);
@@ -52,9 +55,12 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
     barrier_wait(c.listed + tiles % kLists, tiles / kLists & 1);
     const int lowest = list[0];
     const bool neighbours = are_neighbours(list, item, c.counts[item.block]);
-    int neurons[kShare];  // rows past the last repeat it: what they give is not kept
+    uint32_t rows[kShare];  // neurons, or where they begin in 16 bytes; rows past the last repeat it: they are not kept
 #pragma unroll
-    for (int i = 0; i < kShare; ++i) neurons[i] = list[max(min(row + kRows * i, item.count - 1), 0)];
+    for (int i = 0; i < kShare; ++i) {
+      rows[i] = list[max(min(row + kRows * i, item.count - 1), 0)];
+      if constexpr (!kMany) rows[i] *= a.hidden / 8;
+    }
     Item next = item;
     for (int step = 0; step < steps; ++step, ring.advance()) {
       ring.wait_empty();
@@ -71,13 +77,33 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
         barrier_arrive(full);
       } else {
         const uint32_t to = stages + ring.stage * bytes + place;
-        const int column = step * kDepth + chunk * 8;
-        const bool inside = column < a.hidden;
-        const T* from = up + (inside ? column : 0);
+        if constexpr (kMany) {
+          const int column = step * kDepth + chunk * 8;
+          const bool inside = column < a.hidden;
+          const T* from = static_cast<const T*>(a.up) + (inside ? column : 0);
 #pragma unroll
-        for (int i = 0; i < kShare; ++i) {
-          if (kRows * i < item.count) {
-            copy_16(to + i * kRows * 128, from + static_cast<int64_t>(neurons[i]) * a.hidden, inside);
+          for (int i = 0; i < kShare; ++i) {
+            if (kRows * i < item.count) {
+              copy_16(to + i * kRows * 128, from + static_cast<int64_t>(rows[i]) * a.hidden, inside);
+            }
+          }
+        } else {
+          const uint32_t eighth = step * (kDepth / 8) + chunk, eighths = a.hidden / 8;
+          const bool inside = eighth < eighths;
+          const uint32_t added = inside ? eighth : 0;
+#pragma unroll
+          for (int first = 0; first < kShare; first += kBatch) {
+            if (kRows * first >= item.count) break;
+            const uint4* batch[kBatch];
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+              batch[i] = static_cast<const uint4*>(a.up) + (rows[first + i] + added);
+            }
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+              const int at = kRows * (first + i);
+              copy_16_if(at, item.count - row, to + at * 128, batch[i], inside);
+            }
           }
         }
         barrier_arrive_on_copies(full);
@@ -99,7 +125,8 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
 #pragma unroll
       for (int i = 0; i < kTurnNeurons / kRows; ++i) {
         const int n = start + row + kRows * i, at = item.first + n;
-        const T* column = columns + static_cast<int64_t>(neurons[start / kRows + i]) * kBlockTokens;
+        const int neuron = kMany ? static_cast<int>(rows[start / kRows + i]) : list[max(min(n, item.count - 1), 0)];
+        const T* column = columns + static_cast<int64_t>(neuron) * kBlockTokens;
         if (n < item.count && at < counts.first_only + counts.both) copy_16(to + i * kRows * 256, column);
         if (n < item.count && at >= counts.first_only) copy_16(to + i * kRows * 256 + 128, column + kHalfTokens);
       }
@@ -138,11 +165,11 @@ __device__ __forceinline__ void multiply_tile(float* sum, Ring& ring, uint32_t s
   }
 }
 
-// kLines: h is stored by lines of 128 bytes, and stages of relu(gate) are given back one by one.
-template <typename T, bool kLines, bool kBias>
+// kMany: h is stored by lines of 128 bytes, and stages of relu(gate) are given back one by one.
+template <typename T, bool kMany, bool kBias>
 __device__ __forceinline__ void multiply(const UpArguments& a, Control& c, uint8_t* shared, Ring ring,
                                          const MidTrace& trace) {
-  constexpr int kAtOnce = kLines ? 1 : 2;  // stages of relu(gate) that are worked on before any is released
+  constexpr int kAtOnce = kMany ? 1 : 2;  // stages of relu(gate) that are worked on before any is released
   const int steps = (a.hidden + kDepth - 1) / kDepth, lane = threadIdx.x % 32, blocks = a.active.blocks;
   const int warp = (threadIdx.x - kFetchers) / 32, warpgroup = warp / 4, bytes = stage_bytes(c.tile);
   const uint32_t stages = smem_address(shared);
@@ -209,7 +236,7 @@ __device__ __forceinline__ void multiply(const UpArguments& a, Control& c, uint8
           store_matrices_transposed(at, gate);
         }
       }
-      if constexpr (kLines) {
+      if constexpr (kMany) {
         if (warpgroup == 0) {
           named_barrier<128>(1);
         } else {
@@ -245,7 +272,7 @@ __device__ __forceinline__ void multiply(const UpArguments& a, Control& c, uint8
   if (first_thread) trace.mark(6);
 }
 
-template <typename T, bool kLines, bool kBias>
+template <typename T, bool kMany, bool kBias>
 __global__ void __launch_bounds__(kThreads, 1)
     up_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap up_map, const UpArguments a,
               const MidTrace trace) {
@@ -273,29 +300,29 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Ring ring(c.full, c.empty, min(kMaxStages, kRingBytes / stage_bytes(c.tile)));
   if (threadIdx.x < kFetchers) {
     give_registers<kFetchRegisters>();
-    fetch<T>(a, &x_map, &up_map, c, shared, ring);
+    fetch<T, kMany>(a, &x_map, &up_map, c, shared, ring);
   } else {
     take_registers<kMultiplyRegisters>();
-    multiply<T, kLines, kBias>(a, c, shared, ring, trace);
+    multiply<T, kMany, kBias>(a, c, shared, ring, trace);
   }
 #endif
 }
 
-template <typename T, bool kLines, bool kBias>
+template <typename T, bool kMany, bool kBias>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
   CUtensorMap x_map, up_map;
   const T* x = static_cast<const T*>(ffn.x) + chunk.first * ffn.hidden;
   TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, x, chunk.tokens, ffn.hidden, kBlockTokens));
   TWELL_RETURN_IF_ERROR(make_tensor_map(&up_map, ffn.dtype, ffn.up, ffn.width, ffn.hidden, kBoxRows));
-  const UpArguments arguments{ffn.up, ffn.b_up, chunk.active, ffn.hidden, ffn.width, kLines};
-  return launch_kernel(up_kernel<T, kLines, kBias>, device.sm_count, kThreads, 1, kShared, stream, x_map, up_map,
+  const UpArguments arguments{ffn.up, ffn.b_up, chunk.active, ffn.hidden, ffn.width, kMany};
+  return launch_kernel(up_kernel<T, kMany, kBias>, device.sm_count, kThreads, 1, kShared, stream, x_map, up_map,
                        arguments, MidTrace::next());
 }
 
 template <typename T>
-cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, bool by_lines) {
+cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, bool many) {
   const bool has_bias = ffn.b_up != nullptr;
-  if (by_lines) {
+  if (many) {
     return has_bias ? launch<T, true, true>(ffn, chunk, device, stream)
                     : launch<T, true, false>(ffn, chunk, device, stream);
   }
@@ -309,9 +336,9 @@ cudaError_t launch_up(const Ffn& ffn, const Chunk& chunk, const Device& device, 
   return launch_up_as(ffn, chunk, device, stream, chunk.active.blocks >= kManyBlocks);
 }
 
-cudaError_t launch_up_as(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, bool by_lines) {
-  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn, chunk, device, stream, by_lines)
-                                       : launch_type<__half>(ffn, chunk, device, stream, by_lines);
+cudaError_t launch_up_as(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, bool many) {
+  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn, chunk, device, stream, many)
+                                       : launch_type<__half>(ffn, chunk, device, stream, many);
 }
 
 }  // namespace twell::sm90

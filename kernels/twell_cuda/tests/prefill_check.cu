@@ -149,10 +149,10 @@ using Ways = std::vector<std::pair<const char*, Part>>;
 // Ways to compute up: as launch_up() chooses, and each of both.
 Ways ways_up() {
   Ways ways{{"as chosen", sm90::launch_up}};
-  for (const bool by_lines : {false, true}) {
-    ways.emplace_back(by_lines ? "by lines" : "plain",
+  for (const bool many : {false, true}) {
+    ways.emplace_back(many ? "for many blocks" : "for few blocks",
                       [=](const Ffn& f, const sm90::Chunk& chunk, const Device& device, cudaStream_t stream) {
-                        return sm90::launch_up_as(f, chunk, device, stream, by_lines);
+                        return sm90::launch_up_as(f, chunk, device, stream, many);
                       });
   }
   return ways;
