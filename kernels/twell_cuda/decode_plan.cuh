@@ -6,6 +6,8 @@
 // lane of the down kernel finds its share of a tensor-core operand (one token, four neurons) in one 8-byte word.
 #pragma once
 
+#include <initializer_list>
+
 #include "decode.h"
 
 namespace twell::decoding {
