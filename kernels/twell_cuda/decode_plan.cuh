@@ -6,6 +6,8 @@
 // lane of the down kernel finds its share of a tensor-core operand (one token, four neurons) in one 8-byte word.
 #pragma once
 
+#include <initializer_list>
+
 #include "decode.h"
 
 namespace twell::decoding {
@@ -30,6 +32,7 @@ struct Kernels {
   // With `few`: down's sums by st.async; gate tiles on all multiprocessors; bytes of gate rows on their way in each
   // thread block before x is there, 0: the whole ring.
   bool few_sends = true, few_fill = false;
+  int few_splits = 0;  // thread blocks of a cluster of down's: 1, 2, 3, 4 or 8; 0: choose_few_splits()
   int few_window = 12 << 10;
   int few_pairs = 1;  // up of few pairs by pairs: 1; and x is not asked for again before they are known: 2
   bool overlap = false;    // programmatic dependent launch
@@ -98,6 +101,22 @@ inline DecodePlan plan_decode(const Ffn& ffn) {
     if (p.bytes < shares) p.bytes = shares;
   }
   return p;
+}
+
+// Thread blocks of a cluster of sm90_few_down.cu, as measured (NOTES.md): as many as find a multiprocessor each.
+// Beside a block of the first kernel, of up to kFewNeurons neurons, one of these fits, but clusters of four find only
+// 30 places on 132 multiprocessors. After larger ones three fit everywhere, and clusters of three lose.
+constexpr int kFewColumns = 64;  // of y, for each cluster
+constexpr int kFewNeurons = 48;
+constexpr double kFewPlaces = 0.9;  // of the multiprocessors, for clusters of three and more
+inline int choose_few_splits(const Ffn& ffn, const Device& device) {
+  const int slices = (ffn.hidden + kFewColumns - 1) / kFewColumns;
+  const bool beside = ffn.width <= kFewNeurons * device.sm_count;
+  for (const int splits : {8, 4, 3}) {
+    if (splits == 3 && !beside) continue;
+    if (slices * splits <= (beside ? kFewPlaces : 1.) * device.sm_count) return splits;
+  }
+  return 2 * slices <= device.sm_count ? 2 : 1;
 }
 
 // The kernels that decode() runs, as measured on an H200 (NOTES.md): bulk copies pay for few tokens and large matrices,

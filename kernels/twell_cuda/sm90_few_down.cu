@@ -14,7 +14,7 @@ namespace {
 using namespace few;
 
 constexpr int kMultipliers = 128, kFetchers = 192, kThreads = kMultipliers + kFetchers;
-constexpr int kColumns = 64, kBounds = kColumns / 8, kMaxSplits = kBounds;
+constexpr int kColumns = kFewColumns, kBounds = kColumns / 8;
 constexpr int kDepth = 48;  // neurons of a stage
 constexpr int kPartBytes = kDepth * kStepBytes, kStageBytes = 2 * kPartBytes, kStages = 4;
 constexpr int kListed = 1408;  // neurons at a time
@@ -22,19 +22,20 @@ constexpr int kBoundBytes = kMultipliers * 16;  // of the sums of eight columns
 constexpr int kAll = 1;  // named barrier
 
 struct FewDownParams : DownParams {
-  int split_bits;  // log2 of the thread blocks of a cluster
-  int groups;      // tokens in eights: 1, 2, 4 or 8
-  bool sends;      // Kernels::few_sends
+  int groups;  // tokens in eights: 1, 2, 4 or 8
+  bool sends;  // Kernels::few_sends
   Trace trace;
 };
 
 struct Control {
+  uint16_t list[kListed];  // in the end, what the exchange has no place for
   uint64_t full[kStages], empty[kStages], sums;
   int warp_counts[kThreads / 32];
-  uint16_t list[kListed];
 };
 
-constexpr int kExchangeBytes = kBounds * kBoundBytes;  // from each block of the cluster what this one finishes
+// From each block of the cluster what this one finishes; of three blocks' sums one more comes where the list was.
+constexpr int kExchangeBytes = kBounds * kBoundBytes;
+static_assert(kBoundBytes <= kListed * 2 && kListed * 2 % 16 == 0);
 constexpr int kShared = kStages * kStageBytes + kExchangeBytes + static_cast<int>(sizeof(Control));
 static_assert(kShared <= kDownShared);
 
@@ -44,17 +45,17 @@ using sm90::Ring;
 
 // The block's active neurons, found by all threads: of every 32 * splits neurons 32 are this block's. Each thread looks
 // at neighbouring octets of those, one unless F is large.
+template <int kSplits>
 struct Neurons {
-  int split, split_bits;
+  int split;
   int first_octet, last_octet;
   uint32_t first_mask;
   int before;  // active neurons of earlier threads
   int count;   // of the block
 
-  __device__ __forceinline__ Neurons(const FewDownParams& p, Control& c, int split)
-      : split(split), split_bits(p.split_bits) {
+  __device__ __forceinline__ Neurons(const FewDownParams& p, Control& c, int split) : split(split) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int octets = max(0, (p.mask_pairs - split + (1 << split_bits) - 1) >> split_bits) * 4;
+    const int octets = static_cast<uint32_t>(p.mask_pairs + kSplits - 1 - split) / kSplits * 4;
     const int each = (octets + kThreads - 1) / kThreads;
     first_octet = min(static_cast<int>(threadIdx.x) * each, octets);
     last_octet = min(first_octet + each, octets);
@@ -81,7 +82,7 @@ struct Neurons {
     }
   }
 
-  __device__ __forceinline__ int word(int octet) const { return (octet / 4 << split_bits) + split; }
+  __device__ __forceinline__ int word(int octet) const { return octet / 4 * kSplits + split; }
   __device__ __forceinline__ uint32_t mask(const FewDownParams& p, int octet) const {
     return __ldcg(p.masks + word(octet)) >> octet % 4 * 8 & 0xff;
   }
@@ -158,22 +159,35 @@ __device__ __forceinline__ void multiply(float (&sum)[kColumns / 2], Ring& ring,
   if (held >= 0 && releases) sm90::barrier_arrive(ring.empty + held);
 }
 
+// Which bounds of eight columns each block of a cluster finishes, and where it finds what block `from` has of them.
+template <int kSplits>
+struct Shares {
+  static __device__ __forceinline__ int first(int owner) { return kBounds * owner / kSplits; }
+  static __device__ __forceinline__ int count(int owner) { return first(owner + 1) - first(owner); }
+  static __device__ __forceinline__ int owner(int bound) { return ((bound + 1) * kSplits - 1) / kBounds; }
+  static __device__ __forceinline__ int slot(int owner, int from, int bound) {
+    // Of three blocks the owner comes last: only it knows that its list is over, where the last may lie.
+    const int turn = kSplits != 3 ? from : from == owner ? 2 : from < owner ? from : from - 1;
+    return turn * count(owner) + bound;
+  }
+};
+
 // Adds up what the cluster's blocks left for this one, in their order, and writes its columns.
-template <typename Half>
+template <typename Half, int kSplits>
 __device__ __forceinline__ void finish(const FewDownParams& p, uint32_t exchange, int slice, int split) {
-  const int own_bits = 3 - p.split_bits;  // log2 of the bounds of eight columns that this block finishes
+  using Share = Shares<kSplits>;
 #pragma unroll 1
-  for (int item = threadIdx.x; item < kMultipliers << own_bits; item += kThreads) {
+  for (int item = threadIdx.x; item < kMultipliers * Share::count(split); item += kThreads) {
     const int bound = item / kMultipliers, thread = item % kMultipliers;
     float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 1
-    for (int s = 0; s < 1 << p.split_bits; ++s) {
-      const uint4 part = sm90::load_shared_16(exchange + ((s << own_bits) + bound) * kBoundBytes + thread * 16);
+    for (int s = 0; s < kSplits; ++s) {
+      const uint4 part = sm90::load_shared_16(exchange + Share::slot(split, s, bound) * kBoundBytes + thread * 16);
       v.x += __uint_as_float(part.x), v.y += __uint_as_float(part.y);
       v.z += __uint_as_float(part.z), v.w += __uint_as_float(part.w);
     }
     const int token = thread / 32 * 16 + thread % 32 / 4;
-    const int column = slice * kColumns + ((split << own_bits) + bound) * 8 + thread % 4 * 2;
+    const int column = slice * kColumns + (Share::first(split) + bound) * 8 + thread % 4 * 2;
     if (token >= p.tokens || column >= p.hidden) continue;
     float2 bias{};
     if (p.b_down != nullptr) bias = sm90::unpack<Half>(static_cast<const uint32_t*>(p.b_down)[column / 2]);
@@ -186,14 +200,16 @@ __device__ __forceinline__ void finish(const FewDownParams& p, uint32_t exchange
 #endif
 
 // 64 registers, so that it fits beside the first kernel.
-template <typename Half>
+template <typename Half, int kSplits>
 __global__ void __launch_bounds__(kThreads, 3) few_down_kernel(const __grid_constant__ FewDownParams p) {
 #if defined(TWELL_SM90_DEVICE)
+  using Share = Shares<kSplits>;
   extern __shared__ __align__(1024) uint8_t stage_bytes[];
   const uint32_t stages = smem_address(stage_bytes), exchange = stages + kStages * kStageBytes;
   Control& c = *reinterpret_cast<Control*>(stage_bytes + kStages * kStageBytes + kExchangeBytes);
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
-  const int slice = blockIdx.x >> p.split_bits, split = blockIdx.x & ((1 << p.split_bits) - 1);
+  const int slice = blockIdx.x / kSplits, split = blockIdx.x % kSplits;
+  const bool sends = kSplits > 1 && p.sends;  // st.async wants a launch in clusters
   if (p.lets_next_start) sm90::launch_dependents();
   if (thread == 0) {
     p.trace.start();
@@ -203,14 +219,14 @@ __global__ void __launch_bounds__(kThreads, 3) few_down_kernel(const __grid_cons
     }
     sm90::barrier_init(&c.sums, 1);
     sm90::fence_barrier_init();
-    // From the whole cluster as much as one of its thread blocks has: sums of 16 tokens a warp.
-    sm90::barrier_arrive_expect(&c.sums, kBounds * ((p.tokens + 15) / 16) * 32 * 16);
+    // From the whole cluster what this block finishes: sums of 16 tokens a warp.
+    sm90::barrier_arrive_expect(&c.sums, kSplits * Share::count(split) * ((p.tokens + 15) / 16) * 32 * 16);
   }
   __syncthreads();
   cluster_arrive();  // who has started may be written to
   sm90::wait_for_previous();
   if (thread == 0) p.trace.mark(1);
-  const Neurons neurons(p, c, split);
+  const Neurons<kSplits> neurons(p, c, split);
   Ring ring(c.full, c.empty, kStages);
 
   if (warp >= kMultipliers / 32) {
@@ -239,36 +255,45 @@ __global__ void __launch_bounds__(kThreads, 3) few_down_kernel(const __grid_cons
     __syncwarp();
     cluster_wait();
     if (warp * 16 < p.tokens) {
-      const int own_bits = 3 - p.split_bits;
 #pragma unroll
       for (int j = 0; j < kBounds; ++j) {
-        const int slot = (split << own_bits) + (j & ((1 << own_bits) - 1));
-        const uint32_t to = exchange + slot * kBoundBytes + thread * 16;
-        if (p.sends) {
-          send_at_rank(to, j >> own_bits, sum + 4 * j, &c.sums);
+        const int owner = Share::owner(j);
+        const uint32_t to = exchange + Share::slot(owner, split, j - Share::first(owner)) * kBoundBytes + thread * 16;
+        if (sends) {
+          send_at_rank(to, owner, sum + 4 * j, &c.sums);
         } else {
-          store_at_rank(to, j >> own_bits, sum + 4 * j);
+          store_at_rank(to, owner, sum + 4 * j);
         }
       }
     }
     __syncwarp();
   }
-  if (p.sends) {
+  if (sends) {
     wait_for_sent(&c.sums);
   } else {
     cluster_arrive();
     cluster_wait();
   }
   if (thread == 0) p.trace.mark(5);
-  finish<Half>(p, exchange, slice, split);
+  finish<Half, kSplits>(p, exchange, slice, split);
   if (thread == 0) p.trace.mark(6);
 #endif
 }
 
+template <typename Half, int kSplits>
+cudaError_t launch(const DecodePlan& plan, const FewDownParams& p, cudaStream_t stream) {
+  const int slices = (p.hidden + kColumns - 1) / kColumns;
+  const Launch launch{dim3(slices * kSplits), kThreads, kShared, kSplits};
+  return launch_kernel(few_down_kernel<Half, kSplits>, launch, p, plan.kernels, stream);
+}
+
 template <typename Half>
-cudaError_t launch(const DecodePlan& plan, const FewDownParams& p, int slices, cudaStream_t stream) {
-  const Launch launch{dim3(slices << p.split_bits), kThreads, kShared, 1 << p.split_bits};
-  return launch_kernel(few_down_kernel<Half>, launch, p, plan.kernels, stream);
+cudaError_t launch_for(const DecodePlan& plan, const FewDownParams& p, int splits, cudaStream_t stream) {
+  if (splits == 1) return launch<Half, 1>(plan, p, stream);
+  if (splits == 2) return launch<Half, 2>(plan, p, stream);
+  if (splits == 3) return launch<Half, 3>(plan, p, stream);
+  if (splits == 4) return launch<Half, 4>(plan, p, stream);
+  return launch<Half, 8>(plan, p, stream);
 }
 
 }  // namespace
@@ -277,13 +302,12 @@ cudaError_t launch_few_down(const Ffn& ffn, const DecodePlan& plan, const Device
                             cudaStream_t stream) {
   FewDownParams p{};
   static_cast<DownParams&>(p) = down_params(ffn, plan, workspace);
-  const int slices = (ffn.hidden + kColumns - 1) / kColumns;
-  while (1 << p.split_bits < kMaxSplits && slices << (p.split_bits + 1) <= device.sm_count) ++p.split_bits;
   p.groups = plan.groups;
-  p.sends = plan.kernels.few_sends && p.split_bits > 0;  // st.async wants a launch in clusters
+  p.sends = plan.kernels.few_sends;
   p.trace = Trace::next();
-  return ffn.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(plan, p, slices, stream)
-                                       : launch<__half>(plan, p, slices, stream);
+  const int splits = plan.kernels.few_splits > 0 ? plan.kernels.few_splits : choose_few_splits(ffn, device);
+  return ffn.dtype == DType::kBFloat16 ? launch_for<__nv_bfloat16>(plan, p, splits, stream)
+                                       : launch_for<__half>(plan, p, splits, stream);
 }
 
 }  // namespace twell::decoding

@@ -158,6 +158,13 @@ Kernels few_trial(bool sends, bool fill, int window, int pairs = 0, bool overlap
   return k;
 }
 
+// Down in clusters of `splits`, whatever the shape.
+Kernels few_in_clusters(int splits, bool fill = false, bool overlap = true) {
+  Kernels k = few_kernels(overlap);
+  k.few_splits = splits, k.few_fill = fill;
+  return k;
+}
+
 Kernels fused_kernels(bool overlap, int window_kib = 24) {
   Kernels k = kernels(true, overlap);
   k.fused.use = true, k.fused.window_bytes = window_kib << 10;
@@ -181,6 +188,14 @@ std::vector<Variant> checked_variants(const Ffn& f, const Device& device) {
     v.push_back({"few, pairs", few_trial(false, false, 0, 1)});
     v.push_back({"few, all", few_trial(true, true, 12 << 10, 2)});
     v.push_back({"few, all, serial", few_trial(true, true, 18 << 10, 1, false)});
+    v.push_back({"few, 1", few_in_clusters(1)});
+    v.push_back({"few, 2", few_in_clusters(2)});
+    v.push_back({"few, 3", few_in_clusters(3)});
+    v.push_back({"few, 4", few_in_clusters(4)});
+    v.push_back({"few, 8", few_in_clusters(8)});
+    v.push_back({"few, fill, 3, serial", few_in_clusters(3, true, false)});
+    v.push_back({"few, 3, not sent", few_in_clusters(3)});
+    v.back().kernels.few_sends = false;
   }
   if (takes_bulk(f, device)) {
     v.push_back({"bulk", kernels(true, true)});
@@ -465,19 +480,14 @@ std::vector<Variant> timed_variants(const Ffn& f, const Device& device) {
   if (device.major >= 9) v.push_back({"P", kernels(false, true)});
   if (is_hopper(device) && f.tokens > 8) {
     v.push_back({"F", few_kernels(true)});
-    v.push_back({"F sends", few_trial(true, false, 0)});
-    v.push_back({"F fill", few_trial(false, true, 0)});
-    v.push_back({"F 12", few_trial(false, false, 12 << 10)});
-    v.push_back({"F sends fill", few_trial(true, true, 0)});
-    v.push_back({"F sends 12", few_trial(true, false, 12 << 10)});
-    v.push_back({"F sends fill 12", few_trial(true, true, 12 << 10)});
-    v.push_back({"F sends fill 18", few_trial(true, true, 18 << 10)});
-    v.push_back({"F sends fill 24", few_trial(true, true, 24 << 10)});
-    v.push_back({"F pairs", few_trial(false, false, 0, 1)});
-    v.push_back({"F pairs late", few_trial(false, false, 0, 2)});
-    v.push_back({"F sends 12 pairs", few_trial(true, false, 12 << 10, 1)});
-    v.push_back({"F sends fill 12 pairs", few_trial(true, true, 12 << 10, 1)});
-    v.push_back({"F sends fill 12 pairs late", few_trial(true, true, 12 << 10, 2)});
+    v.push_back({"F fill", few_in_clusters(0, true)});
+    v.push_back({"F 3", few_in_clusters(3)});
+    v.push_back({"F 4", few_in_clusters(4)});
+    v.push_back({"F 8", few_in_clusters(8)});
+    v.push_back({"F fill 3", few_in_clusters(3, true)});
+    v.push_back({"F fill 4", few_in_clusters(4, true)});
+    v.push_back({"F fill 8", few_in_clusters(8, true)});
+    v.push_back({"F chosen", choose_kernels(f, device)});
   }
   if (takes_bulk(f, device)) {
     v.push_back({"B", kernels(true, true)});
@@ -602,6 +612,7 @@ bool check_chains(const Device& device) {
   for (const int tokens : {9, 16, 64}) {
     chains.push_back({tokens, few_kernels(true), few_kernels(false)});
     chains.push_back({tokens, few_trial(true, true, 12 << 10, 1), few_trial(false, true, 0, 1, false)});
+    chains.push_back({tokens, few_in_clusters(4), few_in_clusters(4, false, false)});
   }
   for (const Chain& chain : chains) {
     const int tokens = chain.tokens;
@@ -818,8 +829,8 @@ int main(int argc, char** argv) {
     if (!check_all(device, argc > 1 && std::strcmp(argv[1], "verbose") == 0)) return 1;
     if (is_hopper(device) && !check_chains(device)) return 1;
   }
-  // Names: gate and up kernel (P portable, B bulk copies; F, and down too: Hopper's for 9 to 64 tokens, with what
-  // Kernels::few_* name, a number being the window in KiB; U one kernel for all); overlapped unless "serial".
+  // Names: gate and up kernel (P portable, B bulk copies; F, and down too: Hopper's for 9 to 64 tokens, a number being
+  // the thread blocks of down's clusters; U one kernel for all); overlapped unless "serial".
   std::vector<std::string> best;
   if (only_fused) {
     time_shape(2048, 5632, 28,
@@ -840,6 +851,7 @@ int main(int argc, char** argv) {
     time_shape(4096, 14336, 12, {{16, 70, 0}, {32, 70, 0}, {64, 70, 0}}, device, best);
     time_shape(3584, 18944, 12, {{16, 100, 0}, {64, 100, 0}}, device, best);
     time_shape(2048, 8192, 28, {{16, 44, 0}, {64, 44, 0}}, device, best);
+    time_shape(1024, 3072, 28, {{16, 16, 0}, {32, 16, 0}, {64, 16, 0}}, device, best);
     time_shape(896, 4864, 28, {{16, 26, 0}, {32, 26, 0}, {64, 26, 0}}, device, best);
     time_shape(576, 1536, 28, {{16, 8, 0}, {64, 8, 0}}, device, best);
     for (const std::string& line : best) std::printf("%s\n", line.c_str());
