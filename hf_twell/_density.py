@@ -17,8 +17,8 @@ STEPS = 8  # optimizer steps between two samples
 SAMPLE_TOKENS, SAMPLE_NEURONS = 64, 1024
 # (tokens up to, density up to which the kernels win): between measured densities, see kernels/twell_cuda/NOTES.md.
 LIMITS = (
-    *((2, 1.0), (16, 0.12), (32, 0.08), (64, 0.035), (256, 0.012), (512, 0.0)),
-    *((1024, 0.015), (2048, 0.04), (float("inf"), 0.06)),
+    *((2, 1.0), (16, 0.12), (32, 0.08), (64, 0.035), (512, 0.012)),
+    *((1024, 0.03), (2048, 0.04), (float("inf"), 0.06)),
 )
 # The same of forward and backward; 0: never.
 LIMITS_TRAINING = ((1024, 0.0), (2048, 0.008), (8192, 0.013), (float("inf"), 0.017))
@@ -33,9 +33,9 @@ def max_density(tokens: int, limits=None) -> float:
 
 
 def needed_capacity(density: float, intermediate: int) -> int:
-    """The power of two from 64 on, or F, that holds twice the active neurons per token."""
-    twice = max(64, round(2 * density * intermediate))
-    return min(intermediate, 1 << (twice - 1).bit_length())
+    """The power of two from 64 on, or F, that holds one and a half times the active neurons per token."""
+    needed = max(64, round(1.5 * density * intermediate))
+    return min(intermediate, 1 << (needed - 1).bit_length())
 
 
 def limit_training(tokens: int, sparse: bool) -> float:

@@ -157,7 +157,7 @@ def _measure(dense, xs, weights, active, captured, repeats, energy) -> dict:
 def _taken(block, x) -> str:
     """Which way a patched block goes with x, now that it has seen some calls."""
     with torch.inference_mode():
-        too_dense = block._too_dense(x, block.gate_proj)
+        too_dense = block._too_dense(x, block.gate_proj.weight, block.gate_proj.bias)
     return "plain matmuls" if too_dense else "kernels"
 
 

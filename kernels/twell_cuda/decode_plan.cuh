@@ -31,10 +31,10 @@ struct Kernels {
   } fused;
   // With `few`: down's sums by st.async; gate tiles on all multiprocessors; bytes of gate rows on their way in each
   // thread block before x is there, 0: the whole ring.
-  bool few_sends = true, few_fill = false;
+  bool few_sends = true, few_fill = true;
   int few_splits = 0;  // thread blocks of a cluster of down's: 1, 2, 3, 4 or 8; 0: choose_few_splits()
   int few_window = 12 << 10;
-  int few_pairs = 1;  // up of few pairs by pairs: 1; and x is not asked for again before they are known: 2
+  int few_pairs = 2;  // up of few pairs by pairs: 1; and x is not asked for again before they are known: 2
   bool overlap = false;    // programmatic dependent launch
   LetNextStart let_next_start = LetNextStart::kEarly;  // not with `few`, which does it early
   bool down_lets_next_start = true;  // before its own work; the next call's gate rows then flow beside it
@@ -103,9 +103,9 @@ inline DecodePlan plan_decode(const Ffn& ffn) {
   return p;
 }
 
-// Thread blocks of a cluster of sm90_few_down.cu, as measured (NOTES.md): as many as find a multiprocessor each.
-// Beside a block of the first kernel, of up to kFewNeurons neurons, one of these fits, but clusters of four find only
-// 30 places on 132 multiprocessors. After larger ones three fit everywhere, and clusters of three lose.
+// Thread blocks of a cluster of sm90_few_down.cu, as measured (NOTES.md). Beside a block of the first kernel, of up to
+// kFewNeurons neurons, one of them fits, so as many as find a multiprocessor each: clusters of four find only 30 places
+// on 132. After larger blocks three fit everywhere, clusters of three lose, and two to a multiprocessor win.
 constexpr int kFewColumns = 64;  // of y, for each cluster
 constexpr int kFewNeurons = 48;
 constexpr double kFewPlaces = 0.9;  // of the multiprocessors, for clusters of three and more
@@ -114,16 +114,16 @@ inline int choose_few_splits(const Ffn& ffn, const Device& device) {
   const bool beside = ffn.width <= kFewNeurons * device.sm_count;
   for (const int splits : {8, 4, 3}) {
     if (splits == 3 && !beside) continue;
-    if (slices * splits <= (beside ? kFewPlaces : 1.) * device.sm_count) return splits;
+    if (slices * splits <= (beside ? kFewPlaces : 2.) * device.sm_count) return splits;
   }
-  return 2 * slices <= device.sm_count ? 2 : 1;
+  return slices * 2 <= (beside ? 1 : 2) * device.sm_count ? 2 : 1;
 }
 
 // The kernels that decode() runs, as measured on an H200 (NOTES.md): bulk copies pay for few tokens and large matrices,
 // in one kernel for smaller ones too.
 inline Kernels choose_kernels(const Ffn& ffn, const Device& device) {
   // Elements of a matrix from which on the kernel in question pays.
-  constexpr int64_t kLarge = int64_t{4} << 20, kLargeForFused = int64_t{2} << 20, kLargeForFew = int64_t{8} << 20;
+  constexpr int64_t kLarge = int64_t{4} << 20, kLargeForFused = int64_t{2} << 20, kLargeForFew = int64_t{4} << 20;
   Kernels k{};
   k.overlap = device.major >= 9;
   const bool hopper = device.major == 9 && device.minor == 0;
@@ -131,7 +131,6 @@ inline Kernels choose_kernels(const Ffn& ffn, const Device& device) {
   k.bulk_gate = hopper && ffn.tokens <= 8 && elements >= kLarge;
   k.fused.use = hopper && elements >= kLargeForFused && takes_fused(ffn, device);
   k.few = hopper && (ffn.tokens > 16 || (ffn.tokens > 8 && elements >= kLargeForFew));
-  if (ffn.tokens > 32) k.few_fill = true, k.few_pairs = 2;
   return k;
 }
 
