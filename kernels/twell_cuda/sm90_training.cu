@@ -14,7 +14,8 @@ namespace {
 constexpr int64_t kForwardBytes = int64_t{176} << 20, kBackwardBytes = int64_t{64} << 20;
 constexpr int64_t kReportBytes = int64_t{16} << 20;  // of sums that wait for the report, where a chunk's are not more
 
-// The weights' gradients are rounded to 16 bits after each chunk that was not kept: after so many, by less than eager's.
+// The weights' gradients are rounded to 16 bits after each chunk that was not kept: after so many, by less than eager
+// rounds.
 constexpr int64_t kMostChunks = 8;
 
 int column_buffers(const Ffn& ffn) { return ffn.up == nullptr ? 1 : 2; }

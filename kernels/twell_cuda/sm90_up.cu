@@ -213,7 +213,8 @@ __device__ __forceinline__ void multiply(const UpArguments& a, Control& c, uint8
       }
       if (first_thread && tiles == 1 && first == 0) trace.mark(4);
       const auto turn_at = [&](int n, int eighth) {
-        return (n < first + kTurnNeurons ? turns[0] : turns[kAtOnce - 1]) + n % kTurnNeurons * 256 + ((eighth ^ (n & 7)) << 4);
+        return (n < first + kTurnNeurons ? turns[0] : turns[kAtOnce - 1]) + n % kTurnNeurons * 256 +
+               ((eighth ^ (n & 7)) << 4);
       };
       const int limit = min(end, first + kAtOnce * kTurnNeurons);
 #pragma unroll

@@ -114,8 +114,8 @@ inline Tensor transposed(const Tensor& matrix) {
   return out;
 }
 
-// What lies as (F, D) in memory, D padded: w_down (D, F) itself where it is stored by columns, as hf_twell/_layout.py sees
-// to in evaluation.
+// What lies as (F, D) in memory, D padded: w_down (D, F) itself where it is stored by columns, as hf_twell/_layout.py
+// sees to in evaluation.
 inline Tensor down_rows(const Tensor& w_down, int64_t padded) {
   const bool as_it_is = w_down.size(0) == padded && w_down.stride(0) == 1 && w_down.stride(1) == padded;
   return as_it_is && aligned(w_down) ? w_down : prepared(transposed(w_down), padded);
