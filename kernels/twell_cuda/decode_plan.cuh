@@ -29,12 +29,7 @@ struct Kernels {
     int window_bytes = 24 << 10;  // of gate rows on their way to a thread block at a time
     int patience = 1000;          // looks at what other thread blocks leave
   } fused;
-  // With `few`: down's sums by st.async; gate tiles on all multiprocessors; bytes of gate rows on their way in each
-  // thread block before x is there, 0: the whole ring.
-  bool few_sends = true, few_fill = true;
-  int few_splits = 0;  // thread blocks of a cluster of down's: 1, 2, 3, 4 or 8; 0: choose_few_splits()
-  int few_window = 12 << 10;
-  int few_pairs = 2;  // up of few pairs by pairs: 1; and x is not asked for again before they are known: 2
+  int few_splits = 0;  // with `few`: thread blocks of a cluster of down's: 1, 2, 3, 4 or 8; 0: choose_few_splits()
   bool overlap = false;    // programmatic dependent launch
   LetNextStart let_next_start = LetNextStart::kEarly;  // not with `few`, which does it early
   bool down_lets_next_start = true;  // before its own work; the next call's gate rows then flow beside it

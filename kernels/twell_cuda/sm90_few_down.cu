@@ -23,7 +23,6 @@ constexpr int kAll = 1;  // named barrier
 
 struct FewDownParams : DownParams {
   int groups;  // tokens in eights: 1, 2, 4 or 8
-  bool sends;  // Kernels::few_sends
   Trace trace;
 };
 
@@ -209,7 +208,7 @@ __global__ void __launch_bounds__(kThreads, 3) few_down_kernel(const __grid_cons
   Control& c = *reinterpret_cast<Control*>(stage_bytes + kStages * kStageBytes + kExchangeBytes);
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
   const int slice = blockIdx.x / kSplits, split = blockIdx.x % kSplits;
-  const bool sends = kSplits > 1 && p.sends;  // st.async wants a launch in clusters
+  constexpr bool kSends = kSplits > 1;  // st.async wants a launch in clusters
   if (p.lets_next_start) sm90::launch_dependents();
   if (thread == 0) {
     p.trace.start();
@@ -259,7 +258,7 @@ __global__ void __launch_bounds__(kThreads, 3) few_down_kernel(const __grid_cons
       for (int j = 0; j < kBounds; ++j) {
         const int owner = Share::owner(j);
         const uint32_t to = exchange + Share::slot(owner, split, j - Share::first(owner)) * kBoundBytes + thread * 16;
-        if (sends) {
+        if constexpr (kSends) {
           send_at_rank(to, owner, sum + 4 * j, &c.sums);
         } else {
           store_at_rank(to, owner, sum + 4 * j);
@@ -268,7 +267,7 @@ __global__ void __launch_bounds__(kThreads, 3) few_down_kernel(const __grid_cons
     }
     __syncwarp();
   }
-  if (sends) {
+  if constexpr (kSends) {
     wait_for_sent(&c.sums);
   } else {
     cluster_arrive();
@@ -303,7 +302,6 @@ cudaError_t launch_few_down(const Ffn& ffn, const DecodePlan& plan, const Device
   FewDownParams p{};
   static_cast<DownParams&>(p) = down_params(ffn, plan, workspace);
   p.groups = plan.groups;
-  p.sends = plan.kernels.few_sends;
   p.trace = Trace::next();
   const int splits = plan.kernels.few_splits > 0 ? plan.kernels.few_splits : choose_few_splits(ffn, device);
   return ffn.dtype == DType::kBFloat16 ? launch_for<__nv_bfloat16>(plan, p, splits, stream)

@@ -59,25 +59,17 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
   const bool keeps_x = steps <= x_ring.stages;
 
   if (warp == kThreads / 32 - 1) {
-    const int ahead = gated && !keeps_x && p.asks_ahead ? x_ring.stages : 0;
     if (lane == 0) {
       sm90::prefetch_map(&p.x_map);
       sm90::prefetch_map(p.up_maps + map);
       sm90::wait_for_previous();
       load_boxes(x_ring, x_bytes, x_stage, &p.x_map, 0, 0, steps);
-      // For up, as far as there is room; whether it is wanted shows later.
-      load_boxes(x_ring, x_bytes, x_stage, &p.x_map, 0, 0, ahead);
     }
     __syncwarp();
     sm90::named_barrier<kThreads>(kTileBarrier);
     const Active<kNeurons> active(c, inside, gated);
-    if (lane > 0 || !gated || keeps_x) return;
-    if (active.count > 0 && !takes_pairs(p, c, active)) {
-      load_boxes(x_ring, x_bytes, x_stage, &p.x_map, 0, ahead, steps);
-    } else {  // a copy must not outlive its thread block
-      Ring pending = ring_at(x_ring, steps);
-#pragma unroll 1
-      for (int step = 0; step < ahead; ++step, pending.advance()) pending.wait_full();
+    if (lane == 0 && gated && !keeps_x && active.count > 0 && !takes_pairs(p, c, active)) {
+      load_boxes(x_ring, x_bytes, x_stage, &p.x_map, 0, 0, steps);
     }
     return;
   }
@@ -89,7 +81,7 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
   if (warp >= kMultipliers / 32) {
     const int index = thread - kMultipliers;
     if (index == 0) {
-      load_gate_boxes(box_ring, weight_bytes, box_stage, p.gate_maps + map, first, steps, c.x_full, p.window);
+      load_gate_boxes(box_ring, weight_bytes, box_stage, p.gate_maps + map, first, steps, c.x_full);
     }
     __syncwarp();
     sm90::named_barrier<kThreads>(kTileBarrier);
@@ -134,7 +126,7 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
   const auto sums = multiply<Half, kNeurons, kSixteen>({x_ring, x, x_stage, 0}, {box_ring, weights, box_stage, 0},
                                                        steps, false, p.tokens);
   if (thread == 0) p.trace.mark(3);
-  activate_tile(sums, c, gate, p.tokens, inside, p.lists_pairs);
+  activate_tile(sums, c, gate, p.tokens, inside, gated);
   sm90::fence_async_proxy();  // boxes may follow where sums were exchanged
   sm90::named_barrier<kThreads>(kTileBarrier);
   const Active<kNeurons> active(c, inside, gated);
@@ -225,12 +217,8 @@ cudaError_t launch_few_gate_up(const Ffn& ffn, const DecodePlan& plan, const Dev
   p.octets = (ffn.width + 7) / 8;
   // As few rounds of thread blocks as there can be, with tiles that differ by 8 neurons at most.
   const int rounds = (p.octets + 8 * device.sm_count - 1) / (8 * device.sm_count);
-  const int most = std::min(rounds * device.sm_count, p.octets);
-  p.box_rows = 8 * ((p.octets + most - 1) / most);
-  const int grid = plan.kernels.few_fill ? most : (8 * p.octets + p.box_rows - 1) / p.box_rows;
-  p.window = plan.kernels.few_window;
-  p.lists_pairs = plan.kernels.few_pairs > 0;
-  p.asks_ahead = plan.kernels.few_pairs < 2;
+  const int grid = std::min(rounds * device.sm_count, p.octets);
+  p.box_rows = 8 * ((p.octets + grid - 1) / grid);
   p.trace = Trace::next();
   return ffn.dtype == DType::kBFloat16 ? launch_for<__nv_bfloat16>(ffn, plan, grid, p, stream)
                                        : launch_for<__half>(ffn, plan, grid, p, stream);

@@ -11,7 +11,7 @@ namespace twell::decoding::few {
 template <int kNeurons>
 __device__ __forceinline__ bool takes_pairs(const FewParams& p, const Control<kNeurons>& c,
                                             const Active<kNeurons>& active) {
-  return p.lists_pairs && p.up != nullptr && 2 * c.pair_count <= 8 * p.groups + active.count;
+  return p.up != nullptr && 2 * c.pair_count <= 8 * p.groups + active.count;
 }
 
 // The sum of the products of eight numbers each.

@@ -10,12 +10,11 @@ struct FewParams : GateUpParams {
   int groups;    // tokens in eights: 1, 2, 4 or 8
   int octets;    // ceil(F / 8), dealt out evenly
   int box_rows;  // most neurons of a thread block, a multiple of 8
-  int window;    // Kernels::few_window
-  bool lists_pairs, asks_ahead;
   Trace trace;
 };
 
 constexpr int kMaxPairs = 64;
+constexpr int kWindowBytes = 12 << 10;  // of gate rows on their way to a thread block before x is there
 
 template <int kNeurons>
 struct Control {
@@ -52,9 +51,9 @@ __device__ __forceinline__ void load_boxes(Ring& ring, uint8_t* stages, uint32_t
 // The gate's boxes. Before x is there (`x_full`) the call ahead still wants rows of Wd, which would queue behind a ring
 // that is asked for at once.
 __device__ __forceinline__ void load_gate_boxes(Ring& ring, uint8_t* stages, uint32_t stage, const CUtensorMap* map,
-                                                int row, int steps, uint64_t* x_full, int window) {
+                                                int row, int steps, uint64_t* x_full) {
   const int at_once = min(steps, ring.stages);
-  const int boxes = window > 0 ? (window + static_cast<int>(stage) - 1) / static_cast<int>(stage) : at_once;
+  const int boxes = (kWindowBytes + static_cast<int>(stage) - 1) / static_cast<int>(stage);
   const Ring first = ring;
 #pragma unroll 1
   for (int i = 0; i < at_once; ++i) {

@@ -6,7 +6,7 @@
 //     sm90_few_*.cu sm90_mid_*.cu sm90_{forward,gate,list,up,down}.cu
 //   ./decode_check          checks, then timings      ./decode_check check | verbose | time | few | fused
 //
-// "few" times 9 to 64 tokens of several shapes alone. Built with -DTWELL_FEW_TRACE it also says when Hopper's kernels for
+// "few" times 1 to 64 tokens of several shapes alone. Built with -DTWELL_FEW_TRACE it also says when Hopper's kernels for
 // them reach each of their phases.
 // "fused" times 1 and 2 tokens alone; with -DTWELL_FUSED_TRACE (for all files) it says the same of the fused kernel.
 //
@@ -152,16 +152,10 @@ Kernels few_kernels(bool overlap) {
   return k;
 }
 
-Kernels few_trial(bool sends, bool fill, int window, int pairs = 0, bool overlap = true) {
-  Kernels k = few_kernels(overlap);
-  k.few_sends = sends, k.few_fill = fill, k.few_window = window, k.few_pairs = pairs;
-  return k;
-}
-
 // Down in clusters of `splits`, whatever the shape.
-Kernels few_in_clusters(int splits, bool fill = false, bool overlap = true) {
+Kernels few_in_clusters(int splits, bool overlap = true) {
   Kernels k = few_kernels(overlap);
-  k.few_splits = splits, k.few_fill = fill;
+  k.few_splits = splits;
   return k;
 }
 
@@ -182,20 +176,12 @@ std::vector<Variant> checked_variants(const Ffn& f, const Device& device) {
   if (is_hopper(device)) {
     v.push_back({"few", few_kernels(true)});
     v.push_back({"few, serial", few_kernels(false)});
-    v.push_back({"few, sends", few_trial(true, false, 0)});
-    v.push_back({"few, fill", few_trial(false, true, 0)});
-    v.push_back({"few, window", few_trial(false, false, 12 << 10)});
-    v.push_back({"few, pairs", few_trial(false, false, 0, 1)});
-    v.push_back({"few, all", few_trial(true, true, 12 << 10, 2)});
-    v.push_back({"few, all, serial", few_trial(true, true, 18 << 10, 1, false)});
     v.push_back({"few, 1", few_in_clusters(1)});
     v.push_back({"few, 2", few_in_clusters(2)});
     v.push_back({"few, 3", few_in_clusters(3)});
     v.push_back({"few, 4", few_in_clusters(4)});
     v.push_back({"few, 8", few_in_clusters(8)});
-    v.push_back({"few, fill, 3, serial", few_in_clusters(3, true, false)});
-    v.push_back({"few, 3, not sent", few_in_clusters(3)});
-    v.back().kernels.few_sends = false;
+    v.push_back({"few, 3, serial", few_in_clusters(3, false)});
   }
   if (takes_bulk(f, device)) {
     v.push_back({"bulk", kernels(true, true)});
@@ -478,16 +464,11 @@ __global__ void set_thresholds_kernel(Half* gate, const float* z, int rows, int 
 std::vector<Variant> timed_variants(const Ffn& f, const Device& device) {
   std::vector<Variant> v{{"P serial", kernels(false, false)}};
   if (device.major >= 9) v.push_back({"P", kernels(false, true)});
-  if (is_hopper(device) && f.tokens > 8) {
+  if (is_hopper(device)) {
     v.push_back({"F", few_kernels(true)});
-    v.push_back({"F fill", few_in_clusters(0, true)});
-    v.push_back({"F 3", few_in_clusters(3)});
-    v.push_back({"F 4", few_in_clusters(4)});
-    v.push_back({"F 8", few_in_clusters(8)});
-    v.push_back({"F fill 3", few_in_clusters(3, true)});
-    v.push_back({"F fill 4", few_in_clusters(4, true)});
-    v.push_back({"F fill 8", few_in_clusters(8, true)});
-    v.push_back({"F chosen", choose_kernels(f, device)});
+    for (const auto& [name, splits] : {std::pair{"F 3", 3}, {"F 4", 4}, {"F 8", 8}}) {
+      v.push_back({name, few_in_clusters(splits)});
+    }
   }
   if (takes_bulk(f, device)) {
     v.push_back({"B", kernels(true, true)});
@@ -609,10 +590,9 @@ bool check_chains(const Device& device) {
   };
   std::vector<Chain> chains;
   for (const int tokens : {1, 2}) chains.push_back({tokens, fused_kernels(true), fused_kernels(false)});
-  for (const int tokens : {9, 16, 64}) {
+  for (const int tokens : {4, 9, 16, 64}) {
     chains.push_back({tokens, few_kernels(true), few_kernels(false)});
-    chains.push_back({tokens, few_trial(true, true, 12 << 10, 1), few_trial(false, true, 0, 1, false)});
-    chains.push_back({tokens, few_in_clusters(4), few_in_clusters(4, false, false)});
+    chains.push_back({tokens, few_in_clusters(4), few_in_clusters(4, false)});
   }
   for (const Chain& chain : chains) {
     const int tokens = chain.tokens;
@@ -743,7 +723,7 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     if (takes_bulk(calls[0], device)) part("gate B", kernels(true, true), launch_gate_up);
     part("gate P", kernels(false, device.major >= 9), launch_gate_up);
     part("down P", kernels(false, device.major >= 9), launch_down);
-    if (is_hopper(device) && row.tokens > 8) {
+    if (is_hopper(device)) {
       part("gate F", few_kernels(true), launch_gate_up);
       part("down F", few_kernels(true), launch_down);
     }
@@ -844,16 +824,17 @@ int main(int argc, char** argv) {
     for (const std::string& line : best) std::printf("%s\n", line.c_str());
   } else if (only_few) {
     time_shape(2048, 5632, 28,
-               {{9, 30, 0}, {16, 30, 13.8}, {17, 30, 0}, {32, 30, 0}, {64, 30, 18.3},
-                {9, 120, 0}, {16, 120, 17.8}, {17, 120, 0}, {32, 120, 0}, {64, 120, 27},
-                {9, 600, 0}, {16, 600, 26.7}, {17, 600, 0}, {32, 600, 0}, {64, 600, 33}},
+               {{1, 30, 0}, {2, 30, 0}, {3, 30, 0}, {4, 30, 0}, {6, 30, 0}, {8, 30, 0},
+                {16, 30, 13.8}, {32, 30, 0}, {64, 30, 18.3},
+                {4, 120, 0}, {8, 120, 0}, {16, 120, 17.8}, {32, 120, 0}, {64, 120, 27},
+                {4, 600, 0}, {8, 600, 0}, {16, 600, 26.7}, {32, 600, 0}, {64, 600, 33}},
                device, best);
-    time_shape(4096, 14336, 12, {{16, 70, 0}, {32, 70, 0}, {64, 70, 0}}, device, best);
-    time_shape(3584, 18944, 12, {{16, 100, 0}, {64, 100, 0}}, device, best);
-    time_shape(2048, 8192, 28, {{16, 44, 0}, {64, 44, 0}}, device, best);
-    time_shape(1024, 3072, 28, {{16, 16, 0}, {32, 16, 0}, {64, 16, 0}}, device, best);
-    time_shape(896, 4864, 28, {{16, 26, 0}, {32, 26, 0}, {64, 26, 0}}, device, best);
-    time_shape(576, 1536, 28, {{16, 8, 0}, {64, 8, 0}}, device, best);
+    time_shape(4096, 14336, 12, {{1, 70, 0}, {2, 70, 0}, {4, 70, 0}, {8, 70, 0}, {16, 70, 0}}, device, best);
+    time_shape(3584, 18944, 12, {{1, 100, 0}, {2, 100, 0}, {4, 100, 0}, {8, 100, 0}, {16, 100, 0}}, device, best);
+    time_shape(2048, 8192, 28, {{1, 44, 0}, {2, 44, 0}, {4, 44, 0}, {8, 44, 0}, {16, 44, 0}}, device, best);
+    time_shape(1024, 3072, 28, {{4, 16, 0}, {8, 16, 0}, {16, 16, 0}, {64, 16, 0}}, device, best);
+    time_shape(896, 4864, 28, {{4, 26, 0}, {8, 26, 0}, {16, 26, 0}, {64, 26, 0}}, device, best);
+    time_shape(576, 1536, 28, {{4, 8, 0}, {8, 8, 0}, {16, 8, 0}, {64, 8, 0}}, device, best);
     for (const std::string& line : best) std::printf("%s\n", line.c_str());
   } else if (!only_check) {
     time_shape(2048, 5632, 28,
