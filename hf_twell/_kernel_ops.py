@@ -68,6 +68,7 @@ def _setup_context(ctx, inputs, output):
     x, w_up, w_down, w_gate, b_up, _, b_gate, l1_scale, token_weight, _, ctx.capacity = inputs
     _, report, state = output
     ctx.mark_non_differentiable(report, state)
+    ctx.set_materialize_grads(False)  # else zeros as large as the state are made for its gradient
     ctx.save_for_backward(x, w_up, w_down, w_gate, b_up, b_gate, l1_scale, token_weight, report, state)
 
 

@@ -1,6 +1,7 @@
 """Inputs for the operator's tests, whose masks no rounding can change, and the error bound that every backend keeps."""
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_twell import reference
 
@@ -89,3 +90,28 @@ def assert_as_good_as_eager(function, case, **options):
         if name in ("w_up", "w_gate") and value.ndim == 2:
             dead = ~truth[name].any(1)
             assert not value[dead].any(), f"{name}: rows without an active pair must be exactly zero"
+
+
+class Operators(TorchDispatchMode):
+    """The operators that PyTorch runs, by name, and where `hf_twell::ffn_backward` left its results."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.gradients = [], []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        self.names.append(str(function))
+        if "ffn_backward" in self.names[-1]:
+            self.gradients = [tensor.data_ptr() for tensor in results if tensor.numel() > 0]
+        return results
+
+
+def assert_gradients_are_not_copied(leaves, y, grad_y):
+    """Backward runs one operator, and its results themselves become `.grad`; the second time they are added."""
+    for then in ("aten.detach.default", "aten.add_.Tensor"):
+        with Operators() as ran:
+            y.backward(grad_y, retain_graph=True)
+        assert ran.names == ["hf_twell.ffn_backward.default", *[then] * len(leaves)]
+        grads = {leaf.grad.data_ptr() for leaf in leaves}
+        assert grads.isdisjoint(ran.gradients) if "add" in then else grads == set(ran.gradients)

@@ -7,7 +7,15 @@ import torch
 from torch import library
 
 from hf_twell import build, ops
-from tests.ffn_cases import DTYPES, ISAS, assert_as_good_as_eager, make_case, relative_rms, run
+from tests.ffn_cases import (
+    DTYPES,
+    ISAS,
+    assert_as_good_as_eager,
+    assert_gradients_are_not_copied,
+    make_case,
+    relative_rms,
+    run,
+)
 
 pytestmark = pytest.mark.skipif(
     not build.status("cpu", build=True).available, reason=build.status("cpu", build=True).reason
@@ -144,6 +152,15 @@ def test_only_wanted_gradients_are_made():
         y = cpu_ffn(**inputs)
         y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(7)))
         torch.testing.assert_close(leaf.grad, everything[wanted])
+
+
+@pytest.mark.parametrize("by_column", [True, False])
+def test_gradients_are_not_copied(by_column):
+    case = make_case(20, 40, 172, 0.05, torch.bfloat16, biases=True)
+    if by_column:
+        case["w_down"] = case["w_down"].t().contiguous().t()
+    leaves = {name: tensor.requires_grad_() for name, tensor in case.items()}
+    assert_gradients_are_not_copied(leaves.values(), cpu_ffn(**leaves), torch.ones_like(leaves["x"]))
 
 
 @pytest.mark.parametrize("gated", [True, False])

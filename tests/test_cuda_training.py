@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_twell import ops, reference
-from tests.ffn_cases import FEW_PAIRS, GRADIENTS, relative_rms
+from tests.ffn_cases import FEW_PAIRS, GRADIENTS, assert_gradients_are_not_copied, relative_rms
 from tests.test_cuda_kernels import (
     NAMES,
     _missing,
@@ -271,6 +271,13 @@ def test_a_second_backward_adds_to_the_first():
     for name, leaf in (leaves | extra).items():
         if name in NAMES[1:] or name == "tally":
             assert torch.equal(leaf.grad, one[name] + two[name]), name
+
+
+@pytest.mark.parametrize("columns", [True, False])
+def test_gradients_are_not_copied(columns):
+    case = gpu_case(300, 72, 344, 0.05, torch.bfloat16, biases=True)
+    leaves = leaves_of(by_columns(case) if columns else case)
+    assert_gradients_are_not_copied(leaves.values(), cuda_ffn(**leaves), grad_of_y(case))
 
 
 def test_a_graph_kept_for_another_backward():

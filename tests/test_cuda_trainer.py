@@ -1,0 +1,50 @@
+"""The whole way from dense to sparse in Transformers' Trainer on a GPU: blocks move to the kernels, losses stay."""
+
+import math
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+import hf_twell
+from hf_twell import SparsityCallback, _density, build
+from tests import loss_curves
+from tests.conftest import tiny_llama
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not build.status("cuda", build=True).available, reason="needs the CUDA kernels"),
+]
+STEPS, BATCH, ACCUMULATION = 300, 8, 2
+LAYERS = loss_curves.SIZES["num_hidden_layers"]
+
+
+def train(folder, backend: str, **arguments) -> list[dict]:
+    """The log of a run whose L1 term rises over half of its steps; two micro-batches a step."""
+    model = hf_twell.sparsify(tiny_llama(**loss_curves.SIZES, initializer_range=0.1), backend=backend)
+    args = TrainingArguments(
+        str(folder), max_steps=STEPS, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True,
+        per_device_train_batch_size=BATCH, gradient_accumulation_steps=ACCUMULATION, lr_scheduler_type="constant",
+        learning_rate=loss_curves.LEARNING_RATE, **arguments,
+    )  # fmt: skip
+    words = loss_curves.markov_batches(STEPS, ACCUMULATION * BATCH, seed=1).flatten(0, 1)
+    trainer = Trainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in words])
+    trainer.add_callback(SparsityCallback(trainer, l1_weight=loss_curves.L1_WEIGHT, warmup_steps=0.5))
+    torch._dynamo.reset()
+    trainer.train()
+    return [row for row in trainer.state.log_history if "loss" in row]
+
+
+@pytest.mark.parametrize("settings", ["bf16", "fp16", "bf16 gradient_checkpointing", "bf16 torch_compile"])
+def test_from_dense_to_sparse_with_the_losses_of_plain_pytorch(tmp_path, monkeypatch, settings):
+    arguments = dict.fromkeys(settings.split(), True)
+    monkeypatch.setattr(_density, "LIMITS_TRAINING", ((8, 0.0), (math.inf, 0.05)))
+    mine, theirs = (train(tmp_path / backend, backend, **arguments) for backend in ("auto", "reference"))
+    on_kernels = [row["twell/layers_on_kernels"] for row in mine]
+    assert (on_kernels[0], on_kernels[-1]) == (0, LAYERS), on_kernels
+    assert mine[0]["twell/density"] > 0.2
+    assert mine[-1]["twell/density"] < 0.02
+    losses = [torch.tensor([row["loss"] for row in rows]) for rows in (mine, theirs)]
+    ratios = loss_curves.window_means(losses[0]) / loss_curves.window_means(losses[1])
+    assert (ratios - 1).abs().max() <= 0.005, ratios
+    assert mine[-1]["twell/density"] == pytest.approx(theirs[-1]["twell/density"], rel=0.1)
