@@ -135,7 +135,7 @@ def assert_as_good_as_eager(case, y=None):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("density", [0.0, "one", 0.005, 0.02, 0.5, 1.0])
 def test_every_path_is_as_good_as_eager(path, dtype, density):
-    for tokens in sizes(path, 0, 1, 2, 15, 63, 64, 65, 199, 257, 4097):
+    for tokens in sizes(path, 0, 1, 2, 3, 4, 15, 63, 64, 65, 199, 257, 4097):
         assert_as_good_as_eager(gpu_case(tokens, 72, 344, density, dtype))
 
 
@@ -164,14 +164,14 @@ def test_wide_blocks(path, dtype, hidden, intermediate):
     for density in (0.005, 1.0):
         wide = wide_case(tokens, hidden, intermediate, density)
         case = by_columns({name: None if tensor is None else tensor.to(dtype) for name, tensor in wide.items()})
-        for count in sizes(path, 1, 16, 64, 199, tokens):
+        for count in sizes(path, 1, 3, 4, 16, 64, 199, tokens):
             assert_as_good_as_eager(first_tokens(case, count))
 
 
 @pytest.mark.parametrize("density", [0.005, 0.02, 0.2, 0.5])
 def test_tokens_that_share_no_neurons(path, density):
     for dtype in DTYPES:
-        for tokens in sizes(path, 1, 5, 33, 64, 300, 1000):
+        for tokens in sizes(path, 1, 2, 3, 4, 5, 33, 64, 300, 1000):
             assert_as_good_as_eager(by_columns(scattered_case(tokens, 1024, 3072, density, dtype)))
 
 

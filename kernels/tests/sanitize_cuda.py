@@ -14,7 +14,7 @@ import torch
 from hf_twell import ops, reference
 from tests.ffn_cases import make_case
 
-TOKENS = {"decode": (1, 2, 3, 17, 64), "sm90": (1, 65, 130, 300, 2100), "portable": (1, 65, 130, 300)}
+TOKENS = {"decode": (1, 2, 3, 4, 17, 64), "sm90": (1, 65, 130, 300, 2100), "portable": (1, 65, 130, 300)}
 TRAINED = ((1, 64), (300, 64), (300, 4), (130, 1))  # tokens, capacity
 # D, F, density, gated, biases, dtype
 CALLS = (
@@ -24,7 +24,7 @@ CALLS = (
     (136, 1001, 0.0, False, True, torch.bfloat16),
     (136, 1001, 0.3, False, False, torch.float16),
     (264, 1536, 1.0, True, False, torch.bfloat16),
-    (1032, 2100, 0.02, True, True, torch.bfloat16),  # large enough for one kernel to decode one and two tokens
+    (1032, 2100, 0.02, True, True, torch.bfloat16),  # large enough for one kernel to decode up to four tokens
 )
 
 

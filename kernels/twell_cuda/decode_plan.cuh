@@ -55,7 +55,8 @@ inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; 
 
 // The fused kernel: its thread blocks all run at once, two calls' on a multiprocessor; a block's gate rows find room in
 // registers (16) and shared memory, and their shares of y stay in L2.
-constexpr int kFusedMaxBlocks = 144, kFusedMaxTokens = 2, kFusedMaxHidden = 2048, kFusedMaxRows = 48;
+constexpr int kFusedMaxBlocks = 144, kFusedMaxTokens = 8, kFusedMaxHidden = 2048, kFusedMaxRows = 48;
+constexpr int kFusedChosenTokens = 4;  // up to which it runs; more are for trials
 constexpr int kFusedControlBytes = 2048, kFusedRingBytes = 113 * 1024 - kFusedControlBytes;
 inline bool has_fused_shares(const Ffn& ffn) { return ffn.tokens <= kFusedMaxTokens && ffn.hidden <= kFusedMaxHidden; }
 inline int fused_blocks(const Ffn& ffn, int most) {
@@ -124,7 +125,8 @@ inline Kernels choose_kernels(const Ffn& ffn, const Device& device) {
   const bool hopper = device.major == 9 && device.minor == 0;
   const int64_t elements = int64_t{ffn.hidden} * ffn.width;
   k.bulk_gate = hopper && ffn.tokens <= 8 && elements >= kLarge;
-  k.fused.use = hopper && elements >= kLargeForFused && takes_fused(ffn, device);
+  k.fused.use =
+      hopper && ffn.tokens <= kFusedChosenTokens && elements >= kLargeForFused && takes_fused(ffn, device);
   k.few = hopper && (ffn.tokens > 16 || (ffn.tokens > 8 && elements >= kLargeForFew));
   return k;
 }

@@ -1,4 +1,4 @@
-// A decode call of one or two tokens in one kernel, for Hopper: y = h Wd^T + bd with h = relu(x Wg^T + bg) * (x Wu^T +
+// A decode call of few tokens in one kernel, for Hopper: y = h Wd^T + bd with h = relu(x Wg^T + bg) * (x Wu^T +
 // bu).
 //
 // A thread block owns neighbouring neurons. Their gate rows do not depend on the kernel ahead, so they come before it
@@ -15,18 +15,19 @@
 #include <unordered_map>
 
 #include "sm90_decode_fused_gate.cuh"
+#include "sm90_decode_fused_list.cuh"
 
 namespace twell::decoding {
 namespace {
 
 using namespace fused;
 
-template <typename Half>
+template <typename Half, int kTokens>
 __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constant__ FusedParams p) {
 #if defined(TWELL_SM90_DEVICE)
   extern __shared__ __align__(128) char shared[];
-  float4* const slots = reinterpret_cast<float4*>(shared);  // once the gate's rows there are multiplied
-  char* const rows = shared + kSlotBytes;                   // of up and down, then too
+  auto& sums = *reinterpret_cast<Sums<kTokens>*>(shared);  // once the gate's rows there are multiplied
+  char* const rows = shared + sizeof sums;                 // of up and down, then too
   __shared__ Control c;
 
   const int thread = threadIdx.x;
@@ -35,7 +36,7 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
   float sum[kTiles][4] = {};
   uint4 x[kSteps];
   const unsigned long long meeting_before = multiply_gate<Half>(p, c, shared, l, own, sum, x);
-  leave_sums(slots, sum, own.tiles(), l);
+  leave_sums(sums, sum, own.tiles(), l);
   p.trace.mark(kGateSums);
 
   ActiveRows active(0, false, 0);
@@ -54,7 +55,7 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
     ring_out.advance();
   };
   if (l.warp == 0) {
-    list_active(p, c, slots, own.count);
+    list_active(p, c, sums, own.count);
     plan_rows();
     while (supplied < min(active.stages, ring.stages)) supply_row();
     p.trace.mark(kListed);
@@ -77,21 +78,23 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
   }
   if (active.tiles > 0) {
     p.trace.mark(kRowsThere);
-    leave_sums(slots, sum, active.tiles, l);
-    if (thread < active.active * kTokens) {
-      const int row = thread / kTokens, token = thread % kTokens, neuron = c.list[row];
-      float* const value = reinterpret_cast<float*>(c.values + neuron) + token;
-      if (*value != 0.f) {
-        const int tile = row / (2 * active.per), in_tile = row % (2 * active.per);
-        const int high = in_tile >= active.per, element = tile * 8 + in_tile - high * active.per;
-        float u = 0.f;
+    leave_sums(sums, sum, active.tiles, l);
+    const auto multiply_value = [&](int i) {
+      if (i >= active.active * kTokens) return;
+      const int row = i / kTokens, token = i % kTokens, neuron = c.list[row];
+      float* const value = reinterpret_cast<float*>(sums.values + neuron) + token;
+      if (*value == 0.f) return;
+      const int tile = row / (2 * active.per), in_tile = row % (2 * active.per);
+      const int high = in_tile >= active.per, element = tile * 8 + sums.place(in_tile - high * active.per, token / 2);
+      float u = 0.f;
 #pragma unroll
-        for (int s = 0; s < kDecodeWarps; ++s) {
-          u += reinterpret_cast<const float*>(slots + s * (kTiles * 8) + element)[2 * high + token];
-        }
-        *value *= u + c.b_up[neuron];
+      for (int s = 0; s < kDecodeWarps; ++s) {
+        u += reinterpret_cast<const float*>(sums.slots[s][token / 2] + element)[2 * high + token % 2];
       }
-    }
+      *value *= u + c.b_up[neuron];
+    };
+#pragma unroll
+    for (int first = 0; first < kFusedMaxRows * kTokens; first += kThreads) multiply_value(first + thread);
     __syncthreads();
     p.trace.mark(kUpSums);
   }
@@ -105,11 +108,14 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
       const uint4 words = *reinterpret_cast<const uint4*>(at);
       const float2 column[4] = {sm90::unpack<Half>(words.x), sm90::unpack<Half>(words.y), sm90::unpack<Half>(words.z),
                                 sm90::unpack<Half>(words.w)};
-      const float2 h = c.values[c.list[r]];
+      const auto h = sums.values[c.list[r]];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        y[0][2 * i] += h.x * column[i].x, y[0][2 * i + 1] += h.x * column[i].y;
-        y[1][2 * i] += h.y * column[i].x, y[1][2 * i + 1] += h.y * column[i].y;
+#pragma unroll
+        for (int q = 0; q < kTokens / 2; ++q) {
+          y[2 * q][2 * i] += h.pair[q].x * column[i].x, y[2 * q][2 * i + 1] += h.pair[q].x * column[i].y;
+          y[2 * q + 1][2 * i] += h.pair[q].y * column[i].x, y[2 * q + 1][2 * i + 1] += h.pair[q].y * column[i].y;
+        }
       }
     }
     release(ring.empty + ring.stage, l.lane);
@@ -126,7 +132,7 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
     }
   }
   p.trace.mark(kGiven);
-  add_up_all<Half>(p, c, reinterpret_cast<float2*>(slots));
+  add_up_all<Half, kTokens>(p, c, reinterpret_cast<float2*>(shared));
   p.trace.mark(kStored);
 #endif
 }
@@ -140,6 +146,15 @@ int meeting_of(const void* workspace) {
   if (found != known.end()) return found->second;
   const int next = static_cast<int>(known.size());
   return next < kMeetings ? known.emplace(workspace, next).first->second : -1;
+}
+
+template <int kTokens>
+cudaError_t launch_for(const Ffn& ffn, FusedParams p, const Launch& launch, const Kernels& kernels,
+                       cudaStream_t stream) {
+  p.row_places = (kFusedRingBytes - static_cast<int>(sizeof(Sums<kTokens>))) / static_cast<int>(p.row_stride);
+  return launch_kernel(
+      ffn.dtype == DType::kBFloat16 ? fused_kernel<__nv_bfloat16, kTokens> : fused_kernel<__half, kTokens>, launch, p,
+      kernels, stream);
 }
 
 }  // namespace
@@ -170,13 +185,13 @@ cudaError_t launch_fused(const Ffn& ffn, const DecodePlan& plan, const Device& d
   const Kernels::Fused& how = plan.kernels.fused;
   p.window = how.window_bytes > portion_bytes ? how.window_bytes / portion_bytes : 1;
   p.held_at = kFusedRingBytes / static_cast<int>(p.row_stride) - kHeldRows;
-  p.row_places = (kFusedRingBytes - kSlotBytes) / static_cast<int>(p.row_stride);
   p.patience = how.patience;
   p.meeting = static_cast<uint32_t>(meeting);
   p.trace = Trace::next();
   const Launch launch{dim3(static_cast<unsigned>(grid)), kThreads, kFusedRingBytes};
-  const auto kernel = ffn.dtype == DType::kBFloat16 ? fused_kernel<__nv_bfloat16> : fused_kernel<__half>;
-  return launch_kernel(kernel, launch, p, plan.kernels, stream);
+  if (p.tokens <= 2) return launch_for<2>(ffn, p, launch, plan.kernels, stream);
+  if (p.tokens <= 4) return launch_for<4>(ffn, p, launch, plan.kernels, stream);
+  return launch_for<8>(ffn, p, launch, plan.kernels, stream);
 }
 
 }  // namespace twell::decoding

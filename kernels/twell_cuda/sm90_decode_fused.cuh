@@ -10,7 +10,6 @@
 namespace twell::decoding::fused {
 
 constexpr int kThreads = kDecodeThreads;
-constexpr int kTokens = kFusedMaxTokens;
 constexpr int kHeldRows = 16;  // of the gate, as tensor-core operands in registers
 constexpr int kTiles = kFusedMaxRows / 16;
 constexpr int kPortionRows = 2;  // of the gate, that come together
@@ -24,7 +23,6 @@ constexpr uint32_t kMaxRowBytes = 2 * kFusedMaxHidden;
 static_assert(kMaxRowBytes == kSteps * kStepBytes);
 constexpr int kThreadColumns = kFusedMaxHidden / kThreads;
 static_assert(kThreadColumns == 8, "a thread reads 16 bytes of a row");
-constexpr int kSlotBytes = kDecodeWarps * kTiles * 8 * static_cast<int>(sizeof(float4));
 
 // With this macro each thread block notes when it reaches each phase; decode_check.cu prints them.
 #if defined(TWELL_FUSED_TRACE)
@@ -71,7 +69,7 @@ struct FusedParams {
   uint32_t row_stride;  // in shared memory: 64 modulo 128, so that 16-byte reads of two rows meet no bank twice
   int window;           // portions on their way at a time: more would queue in front of the call before
   int held_at;          // where rows that go on into registers land, among the places of gate rows
-  int row_places;       // of rows of up and down, behind the slots
+  int row_places;       // of rows of up and down, behind Sums
   int units;            // pairs of columns that a thread block adds up: a power of two
   uint32_t meeting;
   int patience;
@@ -82,7 +80,6 @@ struct Control {
   uint64_t gate[kPortions];  // a barrier for each portion, used once
   uint64_t full[kMaxStages], empty[kMaxStages];  // up and down
   uint64_t seal;
-  float2 values[kFusedMaxRows];  // relu(gate), then h, of both tokens
   float b_gate[kFusedMaxRows], b_up[kFusedMaxRows];
   uint16_t list[kFusedMaxRows];  // of active neurons, ascending
   int active;
@@ -218,47 +215,6 @@ __device__ __forceinline__ void ask_for(uint64_t* full, char* to, const char* ro
   if (lane == 0) sm90::barrier_arrive_expect(full, rows * p.row_bytes);
   __syncwarp();
   if (lane < rows) sm90::load_bytes(to + lane * p.row_stride, row, p.row_bytes, full);
-}
-
-// Every warp leaves its sums in a slot of its own, (tile, 8 rows) of four: row, both tokens; row + 8, the same.
-__device__ __forceinline__ void leave_sums(float4* slots, const float (&sum)[kTiles][4], int tiles, const Lane& l) {
-  const int pair = l.lane % 4;  // of tokens: only the first is real
-  float4* const mine = slots + l.warp * (kTiles * 8) + l.row + pair;
-  __syncthreads();  // all are done with what lay there
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-    if (i < tiles && pair == 0) mine[i * 8] = make_float4(sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
-  }
-  __syncthreads();
-}
-
-// For one warp: relu(gate) of both tokens, which neurons are active, and how many.
-__device__ __forceinline__ void list_active(const FusedParams& p, Control& c, const float4* slots, int count) {
-  const int lane = threadIdx.x % 32;
-  const int low = lane / 8 * 16 + lane % 8, high = low + 8;  // neurons
-  float4 v{};
-  if (low < count) {
-    v = slots[lane];
-#pragma unroll
-    for (int s = 1; s < kDecodeWarps; ++s) {
-      const float4 other = slots[s * (kTiles * 8) + lane];
-      v.x += other.x, v.y += other.y, v.z += other.z, v.w += other.w;
-    }
-    v.x = activate(v.x, c.b_gate[low], true);
-    v.y = activate(v.y, c.b_gate[low], p.tokens > 1);
-    v.z = activate(v.z, c.b_gate[min(high, count - 1)], high < count);
-    v.w = activate(v.w, c.b_gate[min(high, count - 1)], high < count && p.tokens > 1);
-    c.values[low] = make_float2(v.x, v.y);
-    if (high < count) c.values[high] = make_float2(v.z, v.w);
-  }
-  const bool low_active = v.x != 0.f || v.y != 0.f, high_active = v.z != 0.f || v.w != 0.f;
-  const uint32_t lows = __ballot_sync(0xffffffffu, low_active), highs = __ballot_sync(0xffffffffu, high_active);
-  const uint32_t before = (1u << lane / 8 * 8) - 1, up_to = (1u << lane) - 1;  // tiles before; rows before as well
-  if (low_active) c.list[__popc(lows & up_to) + __popc(highs & before)] = static_cast<uint16_t>(low);
-  const uint32_t with_tile = lane < 24 ? (1u << (lane / 8 + 1) * 8) - 1 : 0xffffffffu;
-  if (high_active) c.list[__popc(lows & with_tile) + __popc(highs & up_to)] = static_cast<uint16_t>(high);
-  if (lane == 0) c.active = __popc(lows) + __popc(highs);
-  __syncwarp();
 }
 
 #endif

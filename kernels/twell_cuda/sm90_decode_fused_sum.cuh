@@ -91,10 +91,10 @@ __device__ __forceinline__ int column_of(const FusedParams& p, int pair) {
 
 // Adds up the columns of thread block `block` and stores them, if all shares arrive before `patience` looks at each;
 // the same answer for all threads. `scratch` holds kThreads of two.
-template <typename Half>
+template <typename Half, int kTokens>
 __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, float2* scratch, int block,
                                        int patience) {
-  constexpr int kBatch = 10;  // loads in flight
+  constexpr int kBatch = kTokens == 2 ? 10 : 18;  // loads in flight: up to four tokens all that a thread wants
   const int thread = threadIdx.x, shares = gridDim.x;
   const int pairs = p.hidden / 2, all_units = p.tokens * pairs;
   const int together = min(p.units, kThreads), parts = kThreads / together;
@@ -125,9 +125,12 @@ __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, f
           in_vain = true;
           break;
         }
+        const uint4* at = from + row * all_units;
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-          load_sealed(v[i], from + (row + i * parts) * all_units, missing >> i & 1);
+          load_sealed(v[i], kTokens > 2 ? at : from + (row + i * parts) * all_units, missing >> i & 1);
+          at += parts * all_units;
+          if constexpr (kTokens > 2) asm volatile("" : "+l"(at));  // not all addresses at a time: too many registers
         }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
@@ -164,21 +167,21 @@ __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, f
 }
 
 // y, once this block has left its share.
-template <typename Half>
+template <typename Half, int kTokens>
 __device__ __forceinline__ void add_up_all(const FusedParams& p, Control& c, float2* scratch) {
   constexpr int kForEver = 0x7fffffff;
   const int units = p.tokens * (p.hidden / 2);
   const auto has_units = [&](int block) { return static_cast<int64_t>(block) * p.units < units; };
-  if (has_units(blockIdx.x) && !add_up<Half>(p, c, scratch, blockIdx.x, p.patience)) {
+  if (has_units(blockIdx.x) && !add_up<Half, kTokens>(p, c, scratch, blockIdx.x, p.patience)) {
     if (threadIdx.x == 0) c.all_in = may_wait_on(p, c);
     __syncthreads();
     if (!c.all_in) return;
-    add_up<Half>(p, c, scratch, blockIdx.x, kForEver);
+    add_up<Half, kTokens>(p, c, scratch, blockIdx.x, kForEver);
   }
   p.trace.mark(kTaken);
   if (c.left_over == 0) return;
   for (int block = 0; block < static_cast<int>(gridDim.x) && has_units(block); ++block) {
-    add_up<Half>(p, c, scratch, block, kForEver);
+    add_up<Half, kTokens>(p, c, scratch, block, kForEver);
   }
 }
 

@@ -8,7 +8,7 @@
 //
 // "few" times 1 to 64 tokens of several shapes alone. Built with -DTWELL_FEW_TRACE it also says when Hopper's kernels for
 // them reach each of their phases.
-// "fused" times 1 and 2 tokens alone; with -DTWELL_FUSED_TRACE (for all files) it says the same of the fused kernel.
+// "fused" times 1 to 8 tokens alone; with -DTWELL_FUSED_TRACE (for all files) it says the same of the fused kernel.
 //
 // Exits 1 on any mismatch or CUDA error.
 
@@ -382,7 +382,7 @@ bool check_all(const Device& device, bool verbose) {
   };
   const auto coordinate = Threshold::kCoordinate, bias = Threshold::kBias;
   // The workload, at every density.
-  for (int tokens : {1, 2, 4, 7, 16, 33, 64}) {
+  for (int tokens : {1, 2, 3, 4, 7, 8, 16, 33, 64}) {
     for (double density : {0., 0.0005, 0.005, 0.02, 0.1, 0.5, 1.}) {
       both({tokens, 2048, 5632, density, true, false, coordinate});
     }
@@ -393,16 +393,18 @@ bool check_all(const Device& device, bool verbose) {
                            {2056, 3089}, {4096, 3200}, {4104, 1041}, {8192, 1024}, {8200, 530}, {16384, 300},
                           {2048, 131}, {2048, 2112}, {2040, 2113}, {1992, 4224}, {64, 6336}};
   for (const auto& s : shapes) {
-    for (int tokens : {1, 2, 8, 9, 17, 32, 47, 64}) {
+    for (int tokens : {1, 2, 3, 4, 8, 9, 17, 32, 47, 64}) {
       both({tokens, s[0], s[1], 0.3, true, tokens % 2 == 0, tokens % 3 == 0 ? bias : coordinate});
     }
     both({5, s[0], s[1], 1., false, true, bias});
+    both({3, s[0], s[1], 1., true, true, bias});
+    both({4, s[0], s[1], 0.5, false, true, coordinate});
     both({40, s[0], s[1], 0.5, false, false, coordinate});
     both({12, s[0], s[1], 0., true, false, coordinate});
     both({60, s[0], s[1], 0., true, true, bias});
   }
   // One active neuron; a NaN token beside good ones; every T.
-  for (int tokens : {1, 2, 6, 13, 30, 64}) {
+  for (int tokens : {1, 2, 3, 4, 6, 13, 30, 64}) {
     both({tokens, 2048, 5632, 0., true, false, coordinate, true});
     both({tokens, 1000, 3073, 0., true, false, bias, true});
     both({tokens, 2048, 5632, 0.01, true, false, coordinate, false, true});
@@ -589,7 +591,11 @@ bool check_chains(const Device& device) {
     Kernels kernels, single;
   };
   std::vector<Chain> chains;
-  for (const int tokens : {1, 2}) chains.push_back({tokens, fused_kernels(true), fused_kernels(false)});
+  for (const int tokens : {1, 2, 3, 4, 5, 8}) {
+    chains.push_back({tokens, fused_kernels(true), fused_kernels(false)});
+    chains.push_back({tokens, fused_kernels(true), fused_kernels(false)});
+    chains.back().kernels.fused.patience = 0;
+  }
   for (const int tokens : {4, 9, 16, 64}) {
     chains.push_back({tokens, few_kernels(true), few_kernels(false)});
     chains.push_back({tokens, few_in_clusters(4), few_in_clusters(4, false)});
@@ -673,7 +679,7 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
   fill(x, 64 * int64_t{hidden}, 77, 0.f, 1.f);
   set_column(x, 64, hidden, 1.);
   int64_t workspace_bytes = 0;
-  for (const int tokens : {1, 2, 8, 16, 32, 64}) {  // the fused kernel's shares take more than more tokens do
+  for (const int tokens : {1, 2, 4, 8, 16, 32, 64}) {  // the fused kernel's shares take more than more tokens do
     Ffn any{};
     any.tokens = tokens, any.hidden = hidden, any.width = width;
     workspace_bytes = std::max(workspace_bytes, decode_workspace_bytes(any));
@@ -813,14 +819,18 @@ int main(int argc, char** argv) {
   // the thread blocks of down's clusters; U one kernel for all); overlapped unless "serial".
   std::vector<std::string> best;
   if (only_fused) {
-    time_shape(2048, 5632, 28,
-               {{1, 30, 10.7}, {2, 30, 0}, {1, 120, 11.5}, {2, 120, 0}, {1, 600, 15}, {2, 600, 0}, {1, 2800, 20},
-                {2, 2800, 0}},
-               device, best);
-    time_shape(576, 1536, 28, {{1, 8, 0}, {2, 8, 0}}, device, best);
-    time_shape(896, 4864, 28, {{1, 26, 0}, {2, 26, 0}}, device, best);
-    time_shape(1024, 3072, 28, {{1, 16, 0}, {2, 16, 0}}, device, best);
-    time_shape(1536, 4608, 28, {{1, 25, 0}, {2, 25, 0}}, device, best);
+    const auto at = [](std::initializer_list<int> densities) {
+      std::vector<Row> rows;
+      for (const int active : densities) {
+        for (const int tokens : {1, 2, 3, 4, 5, 6, 8}) rows.push_back({tokens, active, 0});
+      }
+      return rows;
+    };
+    time_shape(2048, 5632, 28, at({30, 120, 600, 2800}), device, best);
+    time_shape(576, 1536, 28, at({8}), device, best);
+    time_shape(896, 4864, 28, at({26}), device, best);
+    time_shape(1024, 3072, 28, at({16}), device, best);
+    time_shape(1536, 4608, 28, at({25}), device, best);
     for (const std::string& line : best) std::printf("%s\n", line.c_str());
   } else if (only_few) {
     time_shape(2048, 5632, 28,
