@@ -28,6 +28,7 @@ struct Kernels {
     bool use = false;
     int window_bytes = 24 << 10;  // of gate rows on their way to a thread block at a time
     int patience = 1000;          // looks at what other thread blocks leave
+    bool quiet = false;           // 3 tokens and more: shares of zeros are announced, not stored
   } fused;
   int few_splits = 0;  // with `few`: thread blocks of a cluster of down's: 1, 2, 3, 4 or 8; 0: choose_few_splits()
   bool overlap = false;    // programmatic dependent launch
@@ -47,7 +48,7 @@ struct DecodePlan {
   int64_t arrivals;  // uint32 (slices): down-kernel blocks that left their partial sums; the gate kernel sets 0
   int64_t products;  // h; with Kernels::few as (neuron, 8 * groups tokens)
   int64_t partials;  // float (slices, splits, 8 * lane_columns * 8 * groups), where splits > 1
-  int64_t bytes;     // at least the fused kernel's shares of y, uint4 (blocks, tokens, D / 2)
+  int64_t bytes;     // at least the fused kernel's shares of y, uint4 (blocks, tokens, D / 2), and silences
   Kernels kernels;
 };
 
@@ -93,7 +94,7 @@ inline DecodePlan plan_decode(const Ffn& ffn) {
   p.partials = round_up(p.products + 2 * tokens * kBlockNeurons * p.blocks, 256);
   p.bytes = p.partials + (p.splits > 1 ? 4 * int64_t{p.slices} * p.splits * 8 * p.lane_columns * tokens : 0);
   if (has_fused_shares(ffn)) {
-    const int64_t shares = int64_t{fused_blocks(ffn, kFusedMaxBlocks)} * ffn.tokens * ffn.hidden * 8;
+    const int64_t shares = int64_t{fused_blocks(ffn, kFusedMaxBlocks)} * ffn.tokens * (ffn.hidden + 1) * 8;
     if (p.bytes < shares) p.bytes = shares;
   }
   return p;

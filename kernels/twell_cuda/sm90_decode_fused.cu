@@ -22,7 +22,7 @@ namespace {
 
 using namespace fused;
 
-template <typename Half, int kTokens>
+template <typename Half, int kTokens, bool kQuiet>
 __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constant__ FusedParams p) {
 #if defined(TWELL_SM90_DEVICE)
   extern __shared__ __align__(128) char shared[];
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
     ring_out.advance();
   };
   if (l.warp == 0) {
-    list_active(p, c, sums, own.count);
+    list_active<kTokens, kQuiet>(p, c, sums, own.count);
     plan_rows();
     while (supplied < min(active.stages, ring.stages)) supply_row();
     p.trace.mark(kListed);
@@ -64,6 +64,10 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
   __syncthreads();
   if (l.warp != 0) plan_rows();
   const uint64_t seal = c.seal;
+  const uint32_t loud = kQuiet ? c.loud : ~0u;
+  if (kQuiet && thread < p.tokens && (loud >> thread & 1) == 0) {
+    store_silence(p.silences + thread * gridDim.x + blockIdx.x, seal);
+  }
 
   const int threads = p.hidden / kThreadColumns;
 #pragma unroll
@@ -99,12 +103,12 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
     p.trace.mark(kUpSums);
   }
 
+  const uint64_t silence = kQuiet ? ask_early<kTokens>(p) : 0;
   float y[kTokens][kThreadColumns] = {};
   for (int begin = 0; begin < active.active; begin += active.per) {
     ring.wait_full();
     const char* at = rows + ring.stage * active.per * p.row_stride + thread * 16;
-    const int end = min(active.active, begin + active.per);
-    for (int r = begin; thread < threads && r < end; ++r, at += p.row_stride) {
+    const auto multiply_row = [&](int r) {
       const uint4 words = *reinterpret_cast<const uint4*>(at);
       const float2 column[4] = {sm90::unpack<Half>(words.x), sm90::unpack<Half>(words.y), sm90::unpack<Half>(words.z),
                                 sm90::unpack<Half>(words.w)};
@@ -117,7 +121,19 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
           y[2 * q + 1][2 * i] += h.pair[q].y * column[i].x, y[2 * q + 1][2 * i + 1] += h.pair[q].y * column[i].y;
         }
       }
+      at += p.row_stride;
+    };
+    const int end = thread < threads ? min(active.active, begin + active.per) : begin;
+    int r = begin;
+    if constexpr (kTokens > 2) {
+      constexpr int kTogether = 16 / kTokens;  // so that loads run ahead of products
+      for (; r + kTogether <= end; r += kTogether) {
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) multiply_row(r + i);
+      }
     }
+#pragma unroll 1
+    for (; r < end; ++r) multiply_row(r);
     release(ring.empty + ring.stage, l.lane);
     ring.advance();
     if (l.warp == 0 && supplied < active.stages) supply_row();
@@ -126,13 +142,14 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
       if (t >= p.tokens) break;
+      if (kQuiet && (loud >> t & 1) == 0) continue;
       uint4* const to = p.shares + (blockIdx.x * p.tokens + t) * (p.hidden / 2) + thread;
 #pragma unroll
       for (int i = 0; i < 4; ++i) store_sealed(to + i * threads, y[t][2 * i], y[t][2 * i + 1], seal);
     }
   }
   p.trace.mark(kGiven);
-  add_up_all<Half, kTokens>(p, c, reinterpret_cast<float2*>(shared));
+  add_up_all<Half, kTokens, kQuiet>(p, c, reinterpret_cast<float2*>(shared), silence);
   p.trace.mark(kStored);
 #endif
 }
@@ -148,13 +165,13 @@ int meeting_of(const void* workspace) {
   return next < kMeetings ? known.emplace(workspace, next).first->second : -1;
 }
 
-template <int kTokens>
+template <int kTokens, bool kQuiet>
 cudaError_t launch_for(const Ffn& ffn, FusedParams p, const Launch& launch, const Kernels& kernels,
                        cudaStream_t stream) {
   p.row_places = (kFusedRingBytes - static_cast<int>(sizeof(Sums<kTokens>))) / static_cast<int>(p.row_stride);
-  return launch_kernel(
-      ffn.dtype == DType::kBFloat16 ? fused_kernel<__nv_bfloat16, kTokens> : fused_kernel<__half, kTokens>, launch, p,
-      kernels, stream);
+  const bool bfloat16 = ffn.dtype == DType::kBFloat16;
+  return launch_kernel(bfloat16 ? fused_kernel<__nv_bfloat16, kTokens, kQuiet> : fused_kernel<__half, kTokens, kQuiet>,
+                       launch, p, kernels, stream);
 }
 
 }  // namespace
@@ -175,12 +192,13 @@ cudaError_t launch_fused(const Ffn& ffn, const DecodePlan& plan, const Device& d
   p.down = static_cast<const char*>(ffn.down);
   p.b_gate = ffn.b_gate, p.b_up = ffn.b_up, p.b_down = ffn.b_down;
   p.shares = static_cast<uint4*>(workspace);
-  p.y = ffn.y;
   p.tokens = static_cast<int>(ffn.tokens), p.hidden = ffn.hidden, p.width = ffn.width;
   p.row_bytes = 2u * static_cast<uint32_t>(ffn.hidden);
   p.row_stride = static_cast<uint32_t>(fused_row_stride(ffn));
   const int grid = fused_blocks(ffn, device.sm_count), units = p.tokens * (p.hidden / 2);
   for (p.units = 8; int64_t{p.units} * grid < units;) p.units *= 2;
+  p.silences = reinterpret_cast<uint64_t*>(p.shares + int64_t{grid} * units);
+  p.y = ffn.y;
   const int portion_bytes = kPortionRows * static_cast<int>(p.row_bytes);
   const Kernels::Fused& how = plan.kernels.fused;
   p.window = how.window_bytes > portion_bytes ? how.window_bytes / portion_bytes : 1;
@@ -189,9 +207,13 @@ cudaError_t launch_fused(const Ffn& ffn, const DecodePlan& plan, const Device& d
   p.meeting = static_cast<uint32_t>(meeting);
   p.trace = Trace::next();
   const Launch launch{dim3(static_cast<unsigned>(grid)), kThreads, kFusedRingBytes};
-  if (p.tokens <= 2) return launch_for<2>(ffn, p, launch, plan.kernels, stream);
-  if (p.tokens <= 4) return launch_for<4>(ffn, p, launch, plan.kernels, stream);
-  return launch_for<8>(ffn, p, launch, plan.kernels, stream);
+  // A warp then has pairs of one token.
+  const bool quiet = how.quiet && p.units >= 32 && p.hidden / 2 % 32 == 0;
+  const auto run = p.tokens <= 2   ? launch_for<2, false>
+                   : p.tokens <= 4 ? quiet ? launch_for<4, true> : launch_for<4, false>
+                   : quiet         ? launch_for<8, true>
+                                   : launch_for<8, false>;
+  return run(ffn, p, launch, plan.kernels, stream);
 }
 
 }  // namespace twell::decoding

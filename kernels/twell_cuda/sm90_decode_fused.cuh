@@ -63,6 +63,7 @@ struct FusedParams {
   const void* b_up;
   const void* b_down;
   uint4* shares;  // (thread blocks, tokens, D / 2): two columns of a share of y, and the call's seal
+  uint64_t* silences;  // (tokens, thread blocks), the quiet kernel's: the call's seal where a share is zeros
   void* y;
   int tokens, hidden, width;
   uint32_t row_bytes;   // of x, gate, up and down
@@ -83,6 +84,7 @@ struct Control {
   float b_gate[kFusedMaxRows], b_up[kFusedMaxRows];
   uint16_t list[kFusedMaxRows];  // of active neurons, ascending
   int active;
+  uint32_t loud;  // tokens with an active neuron, a bit each
   int left_over;  // thread blocks that gave up waiting
   int all_in;
 };

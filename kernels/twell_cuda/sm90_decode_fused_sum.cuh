@@ -2,7 +2,8 @@
 // time: two columns and the call's seal, 64 bits that no earlier call has used. Whoever reads waits for seals, so no
 // fence and no counter stand between a share and its readers. Each block adds up some columns, always in the order of
 // shares. The next call's blocks may be there already, but write nothing before all of this one have ended: no share is
-// overwritten while it is read.
+// overwritten while it is read. In a quiet kernel a block stores no share of zeros, but its seal in a word of its own,
+// as soon as it knows.
 //
 // A block that waits for others needs them to run. That is counted as they start; one that has waited for long while
 // others have not even started gives up, and the last block to start does the work of all that gave up. So nothing
@@ -68,6 +69,16 @@ __device__ __forceinline__ void store_sealed(uint4* to, float a, float b, uint64
       : "memory");
 }
 
+__device__ __forceinline__ void store_silence(uint64_t* to, uint64_t seal) {
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(seal) : "memory");
+}
+
+__device__ __forceinline__ uint64_t load_silence(const uint64_t* from) {
+  uint64_t v;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
+  return v;
+}
+
 struct Sealed {
   uint64_t columns, seal;
 };
@@ -89,12 +100,33 @@ __device__ __forceinline__ int column_of(const FusedParams& p, int pair) {
   return (pair - i * threads) * kThreadColumns + 2 * i;
 }
 
+// Loads of a thread in flight; up to four tokens all that it wants.
+template <int kTokens>
+constexpr int kBatch = kTokens == 2 ? 10 : 18;
+
+// Of a quiet kernel, whose warps have neighbouring pairs of one token and whose lanes all add up the same shares: each
+// lane asks whether one of the next ones is zeros.
+template <int kTokens>
+__device__ __forceinline__ uint64_t ask_for_silence(const FusedParams& p, int token, int row, int parts) {
+  const int lane = threadIdx.x % 32, shares = gridDim.x;
+  row += lane * parts;
+  return lane < kBatch<kTokens> && row < shares ? load_silence(p.silences + token * shares + row) : 0;
+}
+
+// The same ahead of add_up(), for this block's own columns.
+template <int kTokens>
+__device__ __forceinline__ uint64_t ask_early(const FusedParams& p) {
+  const int pairs = p.hidden / 2, together = min(p.units, kThreads);
+  const int unit = blockIdx.x * p.units + threadIdx.x % together;
+  if (unit >= p.tokens * pairs) return 0;
+  return ask_for_silence<kTokens>(p, unit / pairs, threadIdx.x / together, kThreads / together);
+}
+
 // Adds up the columns of thread block `block` and stores them, if all shares arrive before `patience` looks at each;
-// the same answer for all threads. `scratch` holds kThreads of two.
-template <typename Half, int kTokens>
+// the same answer for all threads. `scratch` holds kThreads of two; `silence` is what ask_early() said.
+template <typename Half, int kTokens, bool kQuiet>
 __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, float2* scratch, int block,
-                                       int patience) {
-  constexpr int kBatch = kTokens == 2 ? 10 : 18;  // loads in flight: up to four tokens all that a thread wants
+                                       int patience, uint64_t silence = 0) {
   const int thread = threadIdx.x, shares = gridDim.x;
   const int pairs = p.hidden / 2, all_units = p.tokens * pairs;
   const int together = min(p.units, kThreads), parts = kThreads / together;
@@ -111,34 +143,41 @@ __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, f
     }
     float2 sum = make_float2(0.f, 0.f);
     bool in_vain = false;
-    for (int row = part; inside && !in_vain && row < shares; row += kBatch * parts) {
-      Sealed v[kBatch];
+    for (int row = part; inside && !in_vain && row < shares; row += kBatch<kTokens> * parts) {
+      Sealed v[kBatch<kTokens>];
       uint32_t missing = 0;
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
+      for (int i = 0; i < kBatch<kTokens>; ++i) {
         v[i] = Sealed{0, 0};
         if (row + i * parts < shares) missing |= 1u << i;
       }
-      const uint32_t wanted = missing;
-      for (int looks = 0; missing != 0; ++looks) {
+      uint32_t wanted = missing;
+      for (int looks = 0;; ++looks) {
+        if constexpr (kQuiet) {
+          const uint32_t silent = __ballot_sync(0xffffffffu, silence == seal);
+          missing &= ~silent, wanted &= ~silent;
+          silence = 0;
+        }
+        if (kQuiet ? !__any_sync(0xffffffffu, missing != 0) : missing == 0) break;
         if (looks > patience) {
           in_vain = true;
           break;
         }
+        if constexpr (kQuiet) silence = ask_for_silence<kTokens>(p, token, row, parts);
         const uint4* at = from + row * all_units;
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
+        for (int i = 0; i < kBatch<kTokens>; ++i) {
           load_sealed(v[i], kTokens > 2 ? at : from + (row + i * parts) * all_units, missing >> i & 1);
           at += parts * all_units;
           if constexpr (kTokens > 2) asm volatile("" : "+l"(at));  // not all addresses at a time: too many registers
         }
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
+        for (int i = 0; i < kBatch<kTokens>; ++i) {
           if (v[i].seal == seal) missing &= ~(1u << i);
         }
       }
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
+      for (int i = 0; i < kBatch<kTokens>; ++i) {
         if (wanted >> i & 1) {
           sum.x += __uint_as_float(static_cast<uint32_t>(v[i].columns));
           sum.y += __uint_as_float(static_cast<uint32_t>(v[i].columns >> 32));
@@ -167,21 +206,21 @@ __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, f
 }
 
 // y, once this block has left its share.
-template <typename Half, int kTokens>
-__device__ __forceinline__ void add_up_all(const FusedParams& p, Control& c, float2* scratch) {
+template <typename Half, int kTokens, bool kQuiet>
+__device__ __forceinline__ void add_up_all(const FusedParams& p, Control& c, float2* scratch, uint64_t silence) {
   constexpr int kForEver = 0x7fffffff;
   const int units = p.tokens * (p.hidden / 2);
   const auto has_units = [&](int block) { return static_cast<int64_t>(block) * p.units < units; };
-  if (has_units(blockIdx.x) && !add_up<Half, kTokens>(p, c, scratch, blockIdx.x, p.patience)) {
+  if (has_units(blockIdx.x) && !add_up<Half, kTokens, kQuiet>(p, c, scratch, blockIdx.x, p.patience, silence)) {
     if (threadIdx.x == 0) c.all_in = may_wait_on(p, c);
     __syncthreads();
     if (!c.all_in) return;
-    add_up<Half, kTokens>(p, c, scratch, blockIdx.x, kForEver);
+    add_up<Half, kTokens, kQuiet>(p, c, scratch, blockIdx.x, kForEver);
   }
   p.trace.mark(kTaken);
   if (c.left_over == 0) return;
   for (int block = 0; block < static_cast<int>(gridDim.x) && has_units(block); ++block) {
-    add_up<Half, kTokens>(p, c, scratch, block, kForEver);
+    add_up<Half, kTokens, kQuiet>(p, c, scratch, block, kForEver);
   }
 }
 

@@ -165,6 +165,13 @@ Kernels fused_kernels(bool overlap, int window_kib = 24) {
   return k;
 }
 
+// Shares of zeros are announced, not stored.
+Kernels quiet_kernels(bool overlap) {
+  Kernels k = fused_kernels(overlap);
+  k.fused.quiet = true;
+  return k;
+}
+
 bool is_hopper(const Device& device) { return device.major == 9 && device.minor == 0; }
 
 bool takes_bulk(const Ffn& f, const Device& device) { return is_hopper(device) && f.tokens <= 8; }
@@ -194,6 +201,12 @@ std::vector<Variant> checked_variants(const Ffn& f, const Device& device) {
     v.push_back({"fused, 8 KiB", fused_kernels(true, 8)});
     v.push_back({"fused, impatient", fused_kernels(true)});
     v.back().kernels.fused.patience = 0;
+    if (f.tokens > 2) {
+      v.push_back({"quiet", quiet_kernels(true)});
+      v.push_back({"quiet, serial", quiet_kernels(false)});
+      v.push_back({"quiet, impatient", quiet_kernels(true)});
+      v.back().kernels.fused.patience = 0;
+    }
   }
   return v;
 }
@@ -479,6 +492,7 @@ std::vector<Variant> timed_variants(const Ffn& f, const Device& device) {
   if (is_hopper(device) && takes_fused(f, device)) {
     v.push_back({"U", fused_kernels(true)});
     v.push_back({"U serial", fused_kernels(false)});
+    if (f.tokens > 2) v.push_back({"U quiet", quiet_kernels(true)});
   }
   return v;
 }
@@ -592,9 +606,14 @@ bool check_chains(const Device& device) {
   };
   std::vector<Chain> chains;
   for (const int tokens : {1, 2, 3, 4, 5, 8}) {
-    chains.push_back({tokens, fused_kernels(true), fused_kernels(false)});
-    chains.push_back({tokens, fused_kernels(true), fused_kernels(false)});
-    chains.back().kernels.fused.patience = 0;
+    for (const bool quiet : {false, true}) {
+      if (quiet && tokens <= 2) continue;
+      for (const int patience : {1000, 0}) {
+        Chain chain{tokens, fused_kernels(true), fused_kernels(false)};  // quiet or not, the sums are the same
+        chain.kernels.fused.quiet = quiet, chain.kernels.fused.patience = patience;
+        chains.push_back(chain);
+      }
+    }
   }
   for (const int tokens : {4, 9, 16, 64}) {
     chains.push_back({tokens, few_kernels(true), few_kernels(false)});
@@ -739,18 +758,19 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     std::printf("%d x %d T=%d L0=%d (together %d, %.1f %%)\n ", hidden, width, row.tokens, row.active, together,
                 100. * together / width);
 #if defined(TWELL_FUSED_TRACE)
-    if (is_hopper(device) && takes_fused(calls[0], device)) {
+    for (const Variant& v : timed_variants(calls[0], device)) {
+      if (!v.kernels.fused.use || !v.kernels.overlap) continue;
       const size_t count = size_t{1} * layers * fused::kTracedBlocks * fused::kPhases;
       uint64_t* const buffer = device_alloc<uint64_t>(count);
       std::vector<uint64_t> times(count);
       CHECK(cudaMemset(buffer, 0, 8 * count));
       fused::trace = buffer;
       checks::Graph traced(layers, [&](int i, cudaStream_t s) {
-        CHECK(run(calls[i], fused_kernels(true), device, workspace, s));
+        CHECK(run(calls[i], v.kernels, device, workspace, s));
       });
       fused::trace = nullptr;
       for (int i = 0; i < 5; ++i) traced.replay(i > 1);
-      std::printf("  phases, %.2f us a call:\n", traced.median());
+      std::printf("  phases of %s, %.2f us a call:\n", v.name, traced.median());
       traced.release();
       CHECK(cudaMemcpy(times.data(), buffer, 8 * count, cudaMemcpyDeviceToHost));
       print_fused_phases(times, layers);
@@ -816,7 +836,7 @@ int main(int argc, char** argv) {
     if (is_hopper(device) && !check_chains(device)) return 1;
   }
   // Names: gate and up kernel (P portable, B bulk copies; F, and down too: Hopper's for 9 to 64 tokens, a number being
-  // the thread blocks of down's clusters; U one kernel for all); overlapped unless "serial".
+  // the thread blocks of down's clusters; U one kernel for all, quiet: no shares of zeros); overlapped unless "serial".
   std::vector<std::string> best;
   if (only_fused) {
     const auto at = [](std::initializer_list<int> densities) {
