@@ -178,9 +178,10 @@ def _write_trainer_card(trainer, figures, model_name=None, **_):
     repo_id = trainer.hub_model_id or model_name or folder.name
     base_model = figures["base_model"] or model.config._name_or_path
     if hasattr(model, "peft_config"):
-        config = json.loads((folder / ADAPTER_CONFIG).read_text())
-        config[RECORD] = model.get_base_model().config.twell
-        (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True))
+        if (folder / ADAPTER_CONFIG).is_file():  # SFTTrainer writes a card with every checkpoint, before any model
+            config = json.loads((folder / ADAPTER_CONFIG).read_text())
+            config[RECORD] = model.get_base_model().config.twell
+            (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True))
         card = adapter_card(base_model, repo_id)
     else:
         callbacks = trainer.callback_handler.callbacks
@@ -188,7 +189,7 @@ def _write_trainer_card(trainer, figures, model_name=None, **_):
         method = {key: states[0][key] for key in ("l1_weight", "warmup_steps", "warmup")} if states else {}
         sparsity = figures["sparsity"] or _logged_sparsity(trainer, model)
         method |= {"step": trainer.state.global_step}
-        config = json.loads((folder / "config.json").read_text())
+        config = model.config.to_dict() | {"architectures": [type(model).__name__.removeprefix("FSDP")]}
         card = model_card(
             repo_id, config, base_model=base_model, method=method, sparsity=sparsity, scores=figures["scores"]
         )
