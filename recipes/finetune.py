@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 
 import torch
-from transformers import ProgressCallback, Trainer
+from transformers import ProgressCallback, Trainer, set_seed
 
 import hf_twell
 from hf_twell.blending import Blend
@@ -46,6 +46,7 @@ def finetune(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, t
     if recipe.trainable == "ffn":
         train_ffns_alone(model)
     elif recipe.trainable == "ffn+lora":
+        set_seed(args.seed)  # as Trainer will; adapters begin at random
         adapters = Adapters(model, recipe.lora)
 
     # 2. Text, packed into sequences of one length.
@@ -75,9 +76,9 @@ def finetune(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, t
 
     # 5. The model in stock form: plain Transformers loads it, without this package.
     final = Path(recipe.output_dir) / "final"
-    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None
     if adapters is not None:
         adapters.merge()
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None
     if trainer.is_world_process_zero():
         save_model(trainer.accelerator.unwrap_model(model), final, tokenizer, overwrite=True, state_dict=weights)
     logs = [row for row in trainer.state.log_history if "loss" in row]

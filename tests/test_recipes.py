@@ -157,11 +157,27 @@ def test_two_processes_train_as_one(text, tmp_path, streamed):
     assert_same_rows(logs[1], logs[0])
 
 
-def test_the_fsdp2_config_trains_saves_and_resumes_in_two_processes(text, tmp_path, capsys):
-    """With the losses of one process, which are DDP's; in float32, as bfloat16 hides small mistakes."""
-    config, output = str(ROOT / "recipes" / "accelerate" / "fsdp2.yaml"), tmp_path / "out"
+def fsdp2() -> list:
+    """How the recipe for FSDP2 starts two processes on a CPU; in float32, as bfloat16 hides small mistakes."""
+    config = str(ROOT / "recipes" / "accelerate" / "fsdp2.yaml")
     launch = ["-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", "2"]
-    launch += ["--mixed_precision", "no", ROOT / "tests" / "fsdp_on_cpu.py"]
+    return [*launch, "--mixed_precision", "no", ROOT / "tests" / "fsdp_on_cpu.py"]
+
+
+def test_the_fsdp2_config_merges_adapters_into_the_final_model(text, tmp_path, capsys):
+    pytest.importorskip("peft")
+    changes = ["trainable=ffn+lora", "revive_after=null"]
+    run_processes(fsdp2(), *small(text, tmp_path / "two", 2, 2), *changes)
+    recipe = str(ROOT / "recipes" / "demo-target.yaml")
+    assert main(["train", recipe, "--json", *small(text, tmp_path / "one", 2, 4), *changes]) == 0
+    capsys.readouterr()
+    final, expected = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("two", "one"))
+    torch.testing.assert_close(final, expected, atol=1e-4, rtol=1e-3)
+
+
+def test_the_fsdp2_config_trains_saves_and_resumes_in_two_processes(text, tmp_path, capsys):
+    """With the losses of one process, which are DDP's."""
+    launch, output = fsdp2(), tmp_path / "out"
     changes = [*small(text, output, 4, 2), "training.save_steps=2", "revive_after=null"]
     run_processes(launch, *changes)
     assert (output / "checkpoint-4" / "pytorch_model_fsdp.bin").is_file(), "FSDP wrote the checkpoint"
