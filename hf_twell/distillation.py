@@ -73,6 +73,9 @@ class Distillation:
         Args:
             batch: as the model receives it.
             scale: (); world size over the step's tokens (times an fp16 loss scale).
+
+        Raises:
+            ValueError: the model made no logits for them to learn from.
         """
         self.parent.to(scale.device)
         reads = {
@@ -87,6 +90,12 @@ class Distillation:
         self._batch = _Batch(hidden, self._outputs, weight, scale)
         try:
             yield
+            if self.logits and not self._batch.made_logits:
+                raise ValueError(
+                    "distilling logits needs those of the model, but its loss was computed without them, by a fused "
+                    "output head (SFTTrainer's own; Liger's, unless fused_linear_cross_entropy is False); use Trainer "
+                    "or give SFTTrainer a compute_loss_func, or distil layers alone: logits=0"
+                )
         finally:
             self._batch, self._outputs = None, []
 
@@ -107,6 +116,7 @@ class Distillation:
         batch = self._batch
         if batch is None or not torch.is_grad_enabled():
             return None
+        batch.made_logits = True
         return _InjectKl.apply(logits, batch, self)
 
 
@@ -115,6 +125,7 @@ class _Batch:
 
     def __init__(self, hidden, outputs, weight, scale):
         self.hidden, self.outputs, self.weight, self.scale = hidden, outputs, weight, scale
+        self.made_logits = False
 
 
 class _Layer:

@@ -133,6 +133,23 @@ def test_a_parent_that_is_the_model_teaches_nothing(tmp_path):
     assert {name for name, _ in model.named_parameters()} == set(before), "the parent is no part of the model"
 
 
+def test_a_loss_without_logits_is_refused(tmp_path):
+    """A fused output head multiplies by its weight and never calls it, so that nothing would be learned."""
+
+    class FusedTrainer(Trainer):
+        def compute_loss(self, model, inputs, **options):
+            hidden = self.model.model(**{key: inputs[key] for key in ("input_ids", "attention_mask")}).last_hidden_state
+            logits = F.linear(hidden, self.model.lm_head.weight)
+            return F.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+
+    model = sparsify(tiny_llama())
+    args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[], save_strategy="no")
+    trainer = FusedTrainer(model, args, train_dataset=one_step.rows(), data_collator=one_step.pad)
+    trainer.add_callback(SparsityCallback(trainer, 0.0, distillation=Distillation(model, tiny_llama())))
+    with pytest.raises(ValueError, match="fused output head"):
+        trainer.train()
+
+
 def test_models_that_do_not_fit_together_are_refused():
     model = sparsify(tiny_llama())
     with pytest.raises(ValueError, match="one of them above 0"):
