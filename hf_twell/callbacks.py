@@ -14,6 +14,7 @@ from hf_twell.blending import Blend
 from hf_twell.checkpoints import STATE_NAME, last_checkpoint, read_state, write_json
 from hf_twell.controller import DensityController
 from hf_twell.distillation import Distillation
+from hf_twell.modeling import sparse_ffns
 from hf_twell.penalty import L1Penalty
 from hf_twell.revival import Revival, check_optimizer
 
@@ -159,6 +160,11 @@ class SparsityCallback(TrainerCallback):
         return self.l1_weight * self.progress(step) if step >= self._blend_length() else 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
+        if sparse_ffns(self.trainer.model) != self.penalty.ffns:
+            raise ValueError(
+                "the trainer's model is not the one that this SparsityCallback was made for (a Trainer with model_init "
+                "makes a new one for each run): give Trainer the model itself, and make the callback after it"
+            )
         for callback in self.trainer.callback_handler.callbacks:
             if isinstance(callback, ProgressCallback | PrinterCallback) and "on_log" not in vars(callback):
                 callback.on_log = functools.partial(log_without_layers, callback.on_log)

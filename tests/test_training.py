@@ -203,6 +203,15 @@ def test_masks_that_cannot_be_read_are_refused():
         model(input_ids=batch["input_ids"][:2])
 
 
+def test_a_model_that_the_trainer_makes_anew_is_refused(tmp_path):
+    """The L1 term would act on a model that is not trained."""
+    args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[], save_strategy="no")
+    trainer = Trainer(model_init=lambda: sparsify(tiny_llama()), args=args, train_dataset=one_step.rows())
+    trainer.add_callback(SparsityCallback(trainer, 0.1))
+    with pytest.raises(ValueError, match="model_init"):
+        trainer.train()
+
+
 def test_wrong_set_ups_are_refused():
     with pytest.raises(ValueError, match="sparsify"):
         L1Penalty(tiny_llama(), 1.0)
