@@ -196,9 +196,11 @@ def _new_instance(stock_class: type) -> nn.Module:
 
 def sparse_ffns(model: nn.Module) -> list[nn.Module]:
     """The model's sparse blocks, in layer order."""
-    # PEFT's `modules_to_save` trains a copy of a block, and keeps the original beside it unused.
-    return [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, SparseFfn) and not name.endswith(".original_module")
-    ]
+    idle = set()
+    for module in model.modules():
+        # PEFT's `modules_to_save` keeps a block and a copy of it for each adapter; the active adapter's computes.
+        copies = module._modules.get("modules_to_save")
+        if copies is not None:
+            active = [copies[name] for name in module.active_adapters if name in copies] or [module.original_module]
+            idle |= {module.original_module, *copies.values()} - set(active)
+    return [module for module in model.modules() if isinstance(module, SparseFfn) and module not in idle]

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from hf_twell import sparsify, unpatch
+from hf_twell import L1Penalty, measure_sparsity, sparsify, unpatch
 from hf_twell.modeling import SparseFfn, sparse_ffns
 from tests.conftest import tiny_llama
 
@@ -390,6 +390,19 @@ def test_a_block_that_is_trained_as_a_copy_counts_once():
     )
     assert [ffn.twell.layer for ffn in sparse_ffns(model)] == [0, 1, 2]
     assert all(parameter.requires_grad for ffn in sparse_ffns(model) for parameter in ffn.parameters())
+    first = sparse_ffns(model)
+    model.add_adapter("other", peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["mlp"]))
+    model.add_adapter("attention", peft.LoraConfig(target_modules=["q_proj"]))
+    assert sparse_ffns(model) == first, "the first adapter is still active"
+    for name in ("other", "attention"):
+        model.set_adapter(name)
+        density, ffns = measure_sparsity(model, [ids()])["density"], sparse_ffns(model)
+        assert len(ffns) == 3
+        assert not set(ffns) & set(first)
+        penalty = L1Penalty(model, 1.0)
+        for batch in penalty.micro_batches([{"input_ids": ids(), "labels": ids()}]):
+            model(**batch).loss.backward()
+        assert penalty.report()["density"] == pytest.approx(density)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
