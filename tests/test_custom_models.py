@@ -73,6 +73,14 @@ def test_dense_checkpoints_convert(family, tmp_path):
     assert not torch.equal(logits(loaded), logits(model))
 
 
+def test_subclasses_load(family, tmp_path):
+    dense(family).save_pretrained(tmp_path)
+    subclass = type("Mine", (family[0],), {})
+    model = subclass.from_pretrained(tmp_path)
+    assert type(model) is subclass
+    assert torch.equal(logits(model), logits(family[0].from_pretrained(tmp_path)))
+
+
 def test_saves_the_stock_form(family, tmp_path):
     twell, stock, _ = family
     dense(family).save_pretrained(tmp_path / "dense")
