@@ -138,7 +138,9 @@ def load_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
             raise ValueError(f"{change!r} is no change to a recipe; write key=value, such as l1_weight=1e-3")
         key, _, inner = key.partition(".")
         value = _read_yaml(value, change)
-        data[key] = {**data.get(key, {}), inner: value} if inner else value
+        if inner and not isinstance(data.get(key) or {}, dict):
+            raise ValueError(f"{change!r}: {key} holds no keys in {path}, but {data[key]!r}; write {key}={{...}}")
+        data[key] = {**(data.get(key) or {}), inner: value} if inner else value
     return _checked(data, path)
 
 
@@ -148,8 +150,6 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     Raises:
         ValueError: an argument that TrainingArguments does not have.
     """
-    if not isinstance(recipe.training, dict):
-        raise ValueError(f"training: {recipe.training!r}; give a mapping of TrainingArguments")
     _check_keys(recipe.training, TrainingArguments, "training")
     for field in dataclasses.fields(TrainingArguments):
         value = recipe.training.get(field.name)
@@ -211,10 +211,19 @@ def _checked(data: dict, path: Path) -> Recipe:
             raise ValueError(f"{path} has {key}: {getattr(recipe, key)!r}; choose one of {listed}")
     if not isinstance(recipe.sequence_length, int) or recipe.sequence_length < 2:
         raise ValueError(f"{path} has sequence_length: {recipe.sequence_length!r}; give a whole number of at least 2")
-    for source in (recipe.train, recipe.heldout):
-        if not isinstance(source, dict):
-            for name in [source] if isinstance(source, str) else source:
-                check_file(Path(name))
+    for key in ("distill", "lora", "training"):
+        value = getattr(recipe, key)
+        if not isinstance(value, dict) and (value is not None or key != "distill"):
+            raise ValueError(f"{path} has {key}: {value!r}; give a mapping")
+    for key in ("train", "heldout"):
+        value = getattr(recipe, key)
+        if isinstance(value, dict) and isinstance(value.get("hub"), str):
+            continue
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{path} has {key}: {value!r}; give text files, or a Hub dataset (hub: its name)")
+        for name in names:
+            check_file(Path(name))
     for key in ("l1_weight", "warmup_steps", "target_density", "blend_steps", "revive_after"):
         value = getattr(recipe, key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):

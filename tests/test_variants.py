@@ -11,6 +11,7 @@ from hf_twell import sparsify
 from hf_twell.cli import main
 from hf_twell.evaluation import load_model
 from hf_twell.packing import PackedText, StreamedText
+from hf_twell.training import load_recipe
 from hf_twell.variants import Adapters, train_ffns_alone
 from tests.conftest import tiny_llama
 
@@ -145,6 +146,10 @@ def test_a_streamed_run_resumes_to_the_same_model(recipe, trainable, capsys):
     assert resumed["after"]["loss"] == pytest.approx(whole["after"]["loss"], abs=1e-6)
 
 
+def test_a_change_fills_a_mapping_that_the_recipe_leaves_out(recipe):
+    assert load_recipe(recipe, ["distill=null", "distill.logits=0.25"]).distill == {"logits": 0.25}
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -158,6 +163,12 @@ def test_a_streamed_run_resumes_to_the_same_model(recipe, trainable, capsys):
         ("heldout={hub: json, streaming: true}", "how many rows to take"),
         ("blend_steps=4", "leaves none"),
         ("revive_after=soon", "a number of at least 0"),
+        ("distill=true", "give a mapping"),
+        ("training=[1]", "give a mapping"),
+        ("heldout.take=3", "heldout holds no keys"),
+        ("train=null", "give text files"),
+        ("heldout=[3]", "give text files"),
+        ("heldout={split: test}", "give text files"),
     ],
 )
 def test_mistakes_end_in_one_line(recipe, change, says, capsys):
