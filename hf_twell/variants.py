@@ -33,11 +33,15 @@ class Adapters:
             raise ValueError(f"lora: {error}") from error
         sites = find_ffns(model)
         parameters = [parameter for site in sites for parameter in site.module.parameters()]
-        inside = {name for site in sites for name in site.form.linears} & set(config.target_modules or ())
-        if inside:
-            raise ValueError(f"lora: {', '.join(inside)} is in the feed-forward blocks, which are trained in full")
         self.model = model
         self._tuner = LoraModel(model, config, "default")
+        # Names, parts of names, patterns and "all-linear" may all reach them.
+        linears = [(name, getattr(site.module, name)) for site in sites for name in site.form.linears]
+        inside = sorted({name for name, linear in linears if hasattr(linear, "base_layer")})
+        if inside:
+            self._tuner.unload()
+            model.requires_grad_(True)
+            raise ValueError(f"lora: {', '.join(inside)} is in the feed-forward blocks, which are trained in full")
         for parameter in parameters:
             parameter.requires_grad_(True)
         self._marked = getattr(model.config, "twell", None) is not None

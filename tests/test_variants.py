@@ -87,6 +87,16 @@ def test_adapters_are_merged_exactly():
     sparsify(model)
 
 
+@pytest.mark.parametrize("targets", [["q_proj", "up_proj"], ["mlp.down_proj"], "all-linear", r".*(q|gate)_proj"])
+def test_adapters_in_the_blocks_are_refused(targets):
+    pytest.importorskip("peft")
+    model = sparsify(tiny_llama())
+    with pytest.raises(ValueError, match=r"lora: .*_proj is in the feed-forward blocks"):
+        Adapters(model, {"target_modules": targets})
+    assert {name for name, _ in model.named_parameters()} == {name for name, _ in tiny_llama().named_parameters()}
+    sparsify(model)
+
+
 def test_ffns_alone():
     model = tiny_llama()
     train_ffns_alone(model)
