@@ -52,7 +52,7 @@ def _settle_evaluated(ffn, weight, x) -> None:
 def restore_down(ffn: torch.nn.Module) -> None:
     """Give the weight the memory order in which stock models hold it."""
     weight = getattr(getattr(ffn, ffn.twell.form.down), "weight", None)
-    if weight is not None and not weight.is_contiguous() and _swappable(ffn, weight):
+    if type(weight) is torch.nn.Parameter and not weight.is_contiguous() and _swappable(ffn, weight):
         _swap(weight, weight.detach().contiguous())
 
 

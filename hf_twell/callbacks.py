@@ -8,7 +8,6 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
-from hf_twell._layout import restore_down
 from hf_twell._logs import log_without_layers, rows_of_report, warn_of_bounds
 from hf_twell.blending import Blend
 from hf_twell.checkpoints import STATE_NAME, last_checkpoint, read_state, write_json
@@ -172,10 +171,6 @@ class SparsityCallback(TrainerCallback):
             raise ValueError(
                 f"blend_steps={self.blend_steps} of {state.max_steps} steps leaves none for the ReLU model; give fewer"
             )
-        for ffn in self.penalty.ffns:
-            # A compiled model would keep the order that an evaluation gave it, and optimizer state that is loaded has
-            # the stock one: PyTorch's fused AdamW on CPU would pair the wrong elements.
-            restore_down(ffn)
         self._begin_run(state.global_step)
 
     def _begin_run(self, step: int) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_twell import ops, reference
 from hf_twell._density import DensityWatch, TrainingChoice
-from hf_twell._layout import settle_down
+from hf_twell._layout import restore_down, settle_down
 from hf_twell.architectures import FfnForm
 
 
@@ -68,6 +68,11 @@ class SparseFfn(nn.Module):
                 "TrainingArguments(liger_kernel_config={'swiglu': False}), or apply_liger_kernel_to_...(swiglu=False)"
             )
         return y
+
+    def train(self, mode=True):
+        if mode:  # a compiled forward does not, and fused optimizers pair weights with states of the stock order
+            restore_down(self)
+        return super().train(mode)
 
     def forward(self, x):
         if self.twell.reached is False:

@@ -40,6 +40,7 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
+        model.train(flags[0][1])  # for those that do something then
         for module, training in flags:
             module.training = training
 

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_twell import L1Penalty, SparsityCallback, last_checkpoint, sparsify
+from hf_twell.perplexity import evaluation_mode
 from tests import one_step
 from tests.conftest import tiny_llama
 
@@ -154,7 +155,7 @@ def test_training_begins_with_weights_in_stock_order(tmp_path):
     down.data = down.data.t().contiguous().t()
 
     class Watch(TrainerCallback):
-        def on_step_begin(self, *args, **kwargs):
+        def on_pre_optimizer_step(self, *args, **kwargs):
             orders.append(down.is_contiguous())
 
     rows = [{"input_ids": list(range(1, 9)), "labels": list(range(1, 9))}] * 4
@@ -167,6 +168,34 @@ def test_training_begins_with_weights_in_stock_order(tmp_path):
     trainer.train()
     assert orders == [True]
     assert not torch.equal(down, expected), "it was trained"
+
+
+@pytest.mark.parametrize("how", ["train and eval", "evaluation_mode"])
+def test_compiled_training_with_evaluations_between(monkeypatch, how):
+    """An evaluation may store down_proj by columns, which a compiled forward cannot turn back."""
+    monkeypatch.setattr("hf_twell._layout.SPARSE", 1.0)
+    ids = torch.arange(3, 19).view(2, 8)
+
+    def weights(evaluated: bool):
+        torch.compiler.reset()
+        model = sparsify(tiny_llama()).train()
+        down = model.model.layers[0].mlp.down_proj.weight
+        compiled = torch.compile(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        for step in range(3):
+            compiled(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if evaluated and step == 0:
+                with evaluation_mode(model) if how == "evaluation_mode" else torch.no_grad():
+                    model.eval()(ids)
+                    assert not down.is_contiguous()
+                if how == "train and eval":
+                    model.train()
+                assert down.is_contiguous()
+        return torch.cat([weight.detach().flatten() for weight in model.parameters()])
+
+    torch.testing.assert_close(weights(True), weights(False))
 
 
 @needs_trl
