@@ -66,6 +66,7 @@ def _distributed() -> bool:
 
 def _swappable(ffn: torch.nn.Module, weight: torch.Tensor) -> bool:
     alone = weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
+    alone &= not (weight.is_cpu and weight.is_shared())  # with other processes
     plain = min(weight.shape) > 1 and weight.grad is None and type(weight) is torch.nn.Parameter
     return alone and plain and not ffn.twell.captured
 

@@ -167,6 +167,16 @@ def test_down_proj_stays_put_in_a_process_group():
 
 
 @needs_cpu_kernels
+def test_down_proj_stays_put_where_other_processes_share_it():
+    block, x = sparse_block()
+    block.eval().share_memory()
+    with torch.no_grad():
+        block(x)
+    assert block.down_proj.weight.is_shared()
+    assert block.down_proj.weight.stride() == (688, 1)
+
+
+@needs_cpu_kernels
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_down_proj_lies_by_rows_where_tokens_are_dense(repeats):
     block, x = sparse_block()
