@@ -93,6 +93,11 @@ class SparsityCallback(TrainerCallback):
                 f"the trainer would run DataParallel on {trainer.args.n_gpu} GPUs, which cannot count tokens of the "
                 "whole step; start the script with `accelerate launch` (one process a GPU) or show it one GPU"
             )
+        if trainer.accelerator.mixed_precision == "fp16" and trainer.accelerator.scaler is None:
+            raise ValueError(
+                "fp16 without accelerate's gradient scaler: DeepSpeed scales the loss itself, and would divide the L1 "
+                "term, which is no part of it, by a factor that it never had; train in bf16"
+            )
         if (l1_weight is None) == (target_density is None):
             raise ValueError(
                 f"l1_weight={l1_weight!r} and target_density={target_density!r}; give one of them: the coefficient "

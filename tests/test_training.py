@@ -241,6 +241,14 @@ def test_a_model_that_the_trainer_makes_anew_is_refused(tmp_path):
         trainer.train()
 
 
+def test_fp16_that_another_library_scales_is_refused(tmp_path, monkeypatch):
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    trainer = Trainer(sparsify(tiny_llama()), args, train_dataset=one_step.rows())
+    monkeypatch.setattr(type(trainer.accelerator), "mixed_precision", "fp16")  # as with DeepSpeed: without a scaler
+    with pytest.raises(ValueError, match="train in bf16"):
+        SparsityCallback(trainer, 0.1)
+
+
 def test_wrong_set_ups_are_refused():
     with pytest.raises(ValueError, match="sparsify"):
         L1Penalty(tiny_llama(), 1.0)
