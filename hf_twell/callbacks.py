@@ -181,6 +181,7 @@ class SparsityCallback(TrainerCallback):
     def _begin_run(self, step: int) -> None:
         saved = read_state(self._resumed) if self._resumed else {}
         self._told = set()
+        self.penalty.report()  # what a run that broke off left uncounted
         if self.controller is not None:
             self.controller = self._new_controller(self.trainer.state.max_steps - self._blend_length())
             self.penalty.layer_weights = None

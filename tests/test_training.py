@@ -232,6 +232,29 @@ def test_masks_that_cannot_be_read_are_refused():
         model(input_ids=batch["input_ids"][:2])
 
 
+def test_a_run_that_broke_off_leaves_nothing_in_the_next_ones_log(tmp_path):
+    """As `auto_find_batch_size` begins again after running out of memory."""
+
+    class BreaksOff(Trainer):
+        steps = 0
+
+        def training_step(self, *args, **kwargs):
+            self.steps += 1
+            if self.steps == 2:
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(*args, **kwargs)
+
+    options = {"max_steps": 1, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "logging_steps": 1}
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], save_strategy="no", **options)
+    trainer = BreaksOff(sparsify(tiny_llama()), args, train_dataset=one_step.rows(), data_collator=one_step.pad)
+    trainer.add_callback(SparsityCallback(trainer, 0.0))
+    with pytest.raises(RuntimeError):
+        trainer.train()
+    trainer.train()
+    _, logs = one_step.trainer_gradient(accumulation=2, l1_weight=0.0)
+    assert trainer.state.log_history[0]["twell/l0"] == pytest.approx(logs["twell/l0"])
+
+
 def test_a_model_that_the_trainer_makes_anew_is_refused(tmp_path):
     """The L1 term would act on a model that is not trained."""
     args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[], save_strategy="no")
