@@ -176,7 +176,10 @@ def check_run(output_dir: str, args: TrainingArguments, *, resume: bool, overwri
             raise ValueError(f"{output_dir} holds the final model of an earlier run; replace it with --overwrite")
         return
     if checkpoint is None:
-        raise ValueError(f"{output_dir} holds no complete checkpoint to resume from; leave --resume out")
+        raise ValueError(
+            f"{output_dir} holds no complete checkpoint to resume from (runs with relu: false mark none); leave "
+            "--resume out"
+        )
     state = json.loads(Path(checkpoint, "trainer_state.json").read_text())
     same_epochs = state["num_train_epochs"] == args.num_train_epochs
     steps = args.max_steps if args.max_steps > 0 else state["max_steps"] if same_epochs else math.inf
@@ -232,6 +235,10 @@ def _checked(data: dict, path: Path) -> Recipe:
         raise ValueError(f"{path} has l1_weight and target_density; give one of them, and null for the other")
     if is_streamed(recipe.train) and not recipe.training.get("max_steps", 0) > 0:
         raise ValueError(f"{path} streams its training text, which has no known end; give max_steps in training")
+    workers = recipe.training.get("dataloader_num_workers", 0)
+    if is_streamed(recipe.train) and workers > 1 and {"skip", "take"} & recipe.train.keys():
+        # Each worker would do so with the shards that it reads.
+        raise ValueError(f"{path} skips or takes rows of a stream; give at most one of dataloader_num_workers")
     if is_streamed(recipe.heldout) and "take" not in recipe.heldout:
         raise ValueError(f"{path} streams its held-out text; say how many rows to take, such as take: 200")
     _check_keys(recipe.distill or {}, Distill, f"{path}: distill")

@@ -170,6 +170,7 @@ def test_a_change_fills_a_mapping_that_the_recipe_leaves_out(recipe):
         ("trainable=most", "'ffn+lora'"),
         ("distill.logit=0.5", "did you mean 'logits'"),
         ("training.max_steps=-1", "give max_steps"),
+        ("training.dataloader_num_workers=2", "at most one of dataloader_num_workers"),
         ("heldout={hub: json, streaming: true}", "how many rows to take"),
         ("blend_steps=4", "leaves none"),
         ("revive_after=soon", "a number of at least 0"),
