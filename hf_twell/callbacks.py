@@ -163,6 +163,14 @@ class SparsityCallback(TrainerCallback):
         """The coefficient of the optimizer step that follows `step` finished ones, where `l1_weight` was given."""
         return self.l1_weight * self.progress(step) if step >= self._blend_length() else 0.0
 
+    def schedule(self) -> dict:
+        """The arguments that a checkpoint records, and a model card tells."""
+        names = ["l1_weight"] if self.controller is None else ["target_density", "layer_shares", "l1_bounds"]
+        names += ["warmup_steps", "warmup"]
+        names += ["blend_steps"] if self.blend is not None else []
+        names += ["revive_after"] if self.revival is not None else []
+        return {name: getattr(self, name) for name in names}
+
     def on_train_begin(self, args, state, control, **kwargs):
         if sparse_ffns(self.trainer.model) != self.penalty.ffns:
             raise ValueError(
@@ -226,7 +234,7 @@ class SparsityCallback(TrainerCallback):
         # Other processes may still be writing their part of the checkpoint.
         self.trainer.accelerator.wait_for_everyone()
         if state.is_world_process_zero:
-            data = {"step": state.global_step, **self._schedule()}
+            data = {"step": state.global_step, **self.schedule()}
             if self.controller is not None:
                 data["controller"] = self.controller.state()
             if self.revival is not None:
@@ -242,13 +250,6 @@ class SparsityCallback(TrainerCallback):
     def _state_path(self) -> Path:
         folder = Path(self.trainer._get_output_dir(trial=None)) / f"checkpoint-{self.trainer.state.global_step}"
         return folder / STATE_NAME
-
-    def _schedule(self) -> dict:
-        names = ["l1_weight"] if self.controller is None else ["target_density", "layer_shares", "l1_bounds"]
-        names += ["warmup_steps", "warmup"]
-        names += ["blend_steps"] if self.blend is not None else []
-        names += ["revive_after"] if self.revival is not None else []
-        return {name: getattr(self, name) for name in names}
 
     def _new_controller(self, steps: int) -> DensityController:
         return DensityController(self.target_density, steps=steps, share=self.layer_shares, bounds=self.l1_bounds)
@@ -274,7 +275,7 @@ class SparsityCallback(TrainerCallback):
         self._resumed = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         if resume_from_checkpoint:
             saved = read_state(resume_from_checkpoint)
-            for key, value in self._schedule().items():
+            for key, value in self.schedule().items():
                 if saved.get(key) != value:
                     logger.warning(
                         "%s was trained with %s=%s and goes on with %s",

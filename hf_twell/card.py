@@ -27,7 +27,8 @@ def model_card(
         repo_id: where it will be loaded from.
         config: its config.json.
         base_model: Hub name of the dense model that it was made from.
-        method: the state that `SparsityCallback` saved (`twell_state.json`): l1_weight, step, warmup_steps, warmup.
+        method: the state that `SparsityCallback` saved (`twell_state.json`): l1_weight or target_density, step,
+            warmup_steps, warmup.
         sparsity: what `hf_twell.measure_sparsity` returned or `hf-twell inspect --json` printed.
         scores: what `hf_twell.evaluate` returned or `hf-twell eval --json` printed.
 
@@ -51,7 +52,7 @@ def model_card(
         metadata,
         facts,
         architecture=(config.get("architectures") or [config.get("model_type", "model")])[0],
-        method_clause=L1_CLAUSE if (method or {}).get("l1_weight") else "",
+        method_clause=L1_CLAUSE if method and (method.get("l1_weight") or method.get("target_density")) else "",
         sparsity=sparsity_section(sparsity, sizes[0]) if sparsity else "",
         evaluation=_evaluation(scores) if scores else "",
     )
@@ -106,6 +107,7 @@ def _method(method: Mapping) -> dict:
     steps = method.get("step")
     return {
         "coefficient of the L1 term": f"{method['l1_weight']:g}{warmup}" if "l1_weight" in method else None,
+        "density aimed at": f"{percent(method['target_density'])}{warmup}" if "target_density" in method else None,
         "optimizer steps": f"{steps:,}" if steps is not None else None,
     }
 

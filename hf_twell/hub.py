@@ -185,10 +185,9 @@ def _write_trainer_card(trainer, figures, model_name=None, **_):
         card = adapter_card(base_model, repo_id)
     else:
         callbacks = trainer.callback_handler.callbacks
-        states = [vars(callback) for callback in callbacks if type(callback).__name__ == "SparsityCallback"]
-        method = {key: states[0][key] for key in ("l1_weight", "warmup_steps", "warmup")} if states else {}
+        ours = next((callback for callback in callbacks if type(callback).__name__ == "SparsityCallback"), None)
+        method = {"step": trainer.state.global_step, **(ours.schedule() if ours else {})}
         sparsity = figures["sparsity"] or _logged_sparsity(trainer, model)
-        method |= {"step": trainer.state.global_step}
         config = model.config.to_dict() | {"architectures": [type(model).__name__.removeprefix("FSDP")]}
         card = model_card(
             repo_id, config, base_model=base_model, method=method, sparsity=sparsity, scores=figures["scores"]

@@ -13,12 +13,13 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import hf_twell
 from hf_twell import card
 from hf_twell.checkpoints import save_model
 from hf_twell.cli import main
+from hf_twell.hub import folder_card
 from tests.conftest import tiny_llama
 from tests.hub_server import HubServer
 
@@ -278,6 +279,18 @@ def test_what_was_not_measured_is_absent():
     assert "| coefficient of the L1 term | 0.0002 after a sine warm-up over 50 |" in card.model_card(
         "me/x", config, method=method
     )
+
+
+def test_the_card_of_a_run_to_a_density_says_so(tmp_path):
+    args = TrainingArguments(str(tmp_path), max_steps=2, save_steps=2, use_cpu=True, report_to=[])
+    rows = [{"input_ids": list(range(3, 15)), "labels": list(range(3, 15))}] * 8
+    trainer = Trainer(hf_twell.sparsify(tiny_llama()), args, train_dataset=rows)
+    trainer.add_callback(hf_twell.SparsityCallback(trainer, target_density=0.02))
+    trainer.train()
+    trainer.create_model_card(model_name="me/x")
+    for text in ((tmp_path / "README.md").read_text(), folder_card(tmp_path / "checkpoint-2", "me/x")):
+        assert card.L1_CLAUSE in text
+        assert "| density aimed at | 2.00 % after a linear warm-up over 0.4 |" in text
 
 
 def test_figures_of_another_model_are_refused(sparse, tmp_path, capsys):
