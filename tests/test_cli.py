@@ -177,6 +177,16 @@ def test_train_reads_jsonl_and_reports(recipe, capsys):
     assert "l1_weight=" in printed.err, "the progress bar shows the figures"
 
 
+def test_train_reports_a_model_that_was_sharded(recipe, capsys, monkeypatch):
+    """It cannot be measured before its training begins."""
+    layer = {"name": "mlp", "intermediate_size": 8, "l0": 1.0, "density": 0.125, "dead": 0.0}
+    after = {"loss": 3.25, "sparsity": {**layer, "layers": [layer]}}
+    result = {"model": "final", "before": None, "after": after, "logs": []}
+    monkeypatch.setattr("runpy.run_path", lambda path: {"finetune": lambda recipe, **options: result})
+    assert main(["train", str(recipe)]) == 0
+    assert "3.25" in capsys.readouterr().out
+
+
 def test_a_killed_training_resumes_to_the_same_model(recipe, capsys):
     whole = recipe.parent / "whole"
     assert main(["train", str(recipe), f"output_dir={whole}", "--json"]) == 0

@@ -36,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [
         [name, stage["loss"], stage["sparsity"]["l0"], percent(stage["sparsity"]["density"])]
         for name, stage in (("before", result["before"]), ("fine-tuned", result["after"]))
+        if stage is not None  # "before" is, of a model that is sharded
     ]
     print(table(["", "held-out loss", "active per token (L0)", "density"], rows), end="\n\n")
     print(sparsity_table(result["after"]["sparsity"]))
