@@ -233,7 +233,7 @@ class SparsityCallback(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         # Other processes may still be writing their part of the checkpoint.
         self.trainer.accelerator.wait_for_everyone()
-        if state.is_world_process_zero:
+        if args.should_save:
             data = {"step": state.global_step, **self.schedule()}
             if self.controller is not None:
                 data["controller"] = self.controller.state()
@@ -243,7 +243,7 @@ class SparsityCallback(TrainerCallback):
 
     def _save_checkpoint(self, save_checkpoint, *args, **kwargs):
         # The folder may hold the complete checkpoint of another run; it is not complete while it is written over.
-        if self.trainer.is_world_process_zero():
+        if self.trainer.args.should_save:
             self._state_path().unlink(missing_ok=True)
         return save_checkpoint(*args, **kwargs)
 

@@ -132,6 +132,14 @@ def test_state_is_written_last(whole_run):
     assert last_checkpoint(trainer.args.output_dir) == str(folders[0])
 
 
+def test_every_node_that_saves_gets_the_state(tmp_path, monkeypatch):
+    """Without a shared disk (`save_on_each_node`) each resumes from its own."""
+    trainer = make_trainer(tmp_path, max_steps=3, save_on_each_node=True)
+    monkeypatch.setattr(TrainingArguments, "process_index", 8)  # the first of the second node
+    trainer.train()
+    assert Path(last_checkpoint(tmp_path)).name == "checkpoint-3"
+
+
 def test_a_killed_run_resumes_exactly(torn, whole_run):
     assert (torn / "checkpoint-6" / "model.safetensors").is_file(), "the trainer itself had finished it"
     assert last_checkpoint(torn) == str(torn / "checkpoint-3")
