@@ -152,7 +152,8 @@ class SparsityCallback(TrainerCallback):
         """Give the trainer its own methods back and leave its callbacks; a new SparsityCallback does so to the last."""
         for name in (*WRAPPED, "create_model_card"):
             vars(self.trainer).pop(name, None)
-        self.trainer.remove_callback(self)
+        if self in self.trainer.callback_handler.callbacks:
+            self.trainer.remove_callback(self)
 
     def progress(self, step: int) -> float:
         """How far the warm-up is, from 0 to 1, when `step` optimizer steps are finished; it begins after the blend."""

@@ -134,6 +134,7 @@ def test_a_new_callback_replaces_the_last_and_can_be_taken_off(tmp_path):
         str(tmp_path), max_steps=1, logging_steps=1, use_cpu=True, report_to=[], save_strategy="no"
     )
     trainer = Trainer(sparsify(tiny_llama()), args, train_dataset=one_step.rows(), data_collator=one_step.pad)
+    SparsityCallback(trainer, l1_weight=2.0)  # never added
     trainer.add_callback(SparsityCallback(trainer, l1_weight=1.0))
     callback = SparsityCallback(trainer, l1_weight=7.0)
     with pytest.raises(ValueError, match="add_callback"):
