@@ -48,10 +48,11 @@ class Distillation:
             )
         self.logits, self.layers = logits, layers
         self.parent = parent.eval().requires_grad_(False)
+        self._handles: list = []
         mine, theirs = find_ffns(model), find_ffns(parent)
         if logits:
             _check_heads(model, parent)
-            model.get_output_embeddings().register_forward_hook(self._see_logits)
+            self._handles.append(model.get_output_embeddings().register_forward_hook(self._see_logits))
         if layers:
             shapes = [(len(sites), sites[0].linear("down").out_features) for sites in (mine, theirs)]
             if shapes[0] != shapes[1]:
@@ -60,11 +61,16 @@ class Distillation:
                     f"{shapes[1]} (layers, hidden size)"
                 )
             for index, (student, teacher) in enumerate(zip(mine, theirs, strict=True)):
-                student.module.register_forward_hook(_Layer(self, index))
-                teacher.module.register_forward_hook(self._see_parent_layer)
+                self._handles.append(student.module.register_forward_hook(_Layer(self, index)))
+                self._handles.append(teacher.module.register_forward_hook(self._see_parent_layer))
         self._batch: _Batch | None = None
         self._outputs: list[torch.Tensor] = []
         self._sums: dict[str, torch.Tensor] = {}
+
+    def detach(self) -> None:
+        """Take it off the model, which until then holds the parent in memory, in its copies and pickles too."""
+        for handle in self._handles:
+            handle.remove()
 
     @contextmanager
     def micro_batch(self, batch: Mapping, scale: torch.Tensor) -> Iterator[None]:

@@ -1,5 +1,8 @@
 """What the dense parent adds is the gradient of the objective as it is defined, in every set-up."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -131,6 +134,15 @@ def test_a_parent_that_is_the_model_teaches_nothing(tmp_path):
     assert keep.gradient.abs().max() < 1e-6
     assert not any(weights.requires_grad for weights in parent.parameters())
     assert {name for name, _ in model.named_parameters()} == set(before), "the parent is no part of the model"
+
+
+def test_a_detached_parent_is_free():
+    model, parent = sparsify(tiny_llama()), tiny_llama()
+    both, alive = Distillation(model, parent, layers=1.0), weakref.ref(parent)
+    both.detach()
+    del both, parent
+    gc.collect()
+    assert alive() is None
 
 
 def test_a_loss_without_logits_is_refused(tmp_path):
