@@ -181,7 +181,7 @@ class SparsityCallback(TrainerCallback):
         for callback in self.trainer.callback_handler.callbacks:
             if isinstance(callback, ProgressCallback | PrinterCallback) and "on_log" not in vars(callback):
                 callback.on_log = functools.partial(log_without_layers, callback.on_log)
-        if self._blend_length() >= state.max_steps:
+        if self.blend is not None and self._blend_length() >= state.max_steps:
             raise ValueError(
                 f"blend_steps={self.blend_steps} of {state.max_steps} steps leaves none for the ReLU model; give fewer"
             )
@@ -224,6 +224,8 @@ class SparsityCallback(TrainerCallback):
         missed = self.controller.missed() if self.controller is not None else {}
         if missed and state.is_world_process_zero:
             names = [f"{self.penalty.ffns[layer].twell.name} {density:.2%}" for layer, density in missed.items()]
+            if self.layer_shares == "free":
+                names = [f"the layers' mean is {sum(missed.values()) / len(missed):.2%}"]
             logger.warning(
                 "target_density=%g was missed by more than a tenth: %s; give more steps, a shorter warm-up or a higher "
                 "learning rate",

@@ -93,6 +93,12 @@ def test_a_run_that_misses_its_target_says_so(tmp_path, caplog):
     assert re.match(r"target_density=0.001 was missed by more than a tenth: model.layers.0.mlp \d+.\d\d%, ", line)
 
 
+def test_a_run_whose_layers_share_the_target_misses_it_in_their_mean(tmp_path, caplog):
+    make_trainer(tmp_path, target_density=0.001, warmup_steps=WARMUP_STEPS, layer_shares="free").train()
+    (line,) = [record.getMessage() for record in caplog.records if "was missed" in record.getMessage()]
+    assert re.match(r"target_density=0.001 was missed by more than a tenth: the layers' mean is \d+.\d\d%; ", line)
+
+
 def bound_lines(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if " bound" in record.getMessage()]
 
