@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
-from transformers import ProgressCallback, TrainingArguments
+from transformers import ProgressCallback, TrainerCallback, TrainingArguments
 
 from hf_twell.callbacks import WARMUPS
 from hf_twell.checkpoints import last_checkpoint
@@ -148,13 +148,18 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     """Trainer's arguments as the recipe's `training` gives them.
 
     Raises:
-        ValueError: an argument that TrainingArguments does not have.
+        ValueError: an argument that TrainingArguments does not have, or that the recipe itself gives.
     """
     _check_keys(recipe.training, TrainingArguments, "training")
+    if "output_dir" in recipe.training:
+        raise ValueError("training has output_dir; it is a key of the recipe: write output_dir alone")
     for field in dataclasses.fields(TrainingArguments):
         value = recipe.training.get(field.name)
         if isinstance(value, str) and type(field.default) in (int, float):
             raise ValueError(f"training has {field.name}: {value!r}; give a number")
+        # YAML's `no` is a text here, and Python takes any text for true.
+        if isinstance(value, str) and "bool" in str(field.type) and "str" not in str(field.type):
+            raise ValueError(f"training has {field.name}: {value!r}; give true or false")
     defaults = {"report_to": [], "logging_steps": 10, "disable_tqdm": False}
     try:
         return TrainingArguments(**{**defaults, **recipe.training, "output_dir": recipe.output_dir})
@@ -165,13 +170,18 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
 def check_run(output_dir: str, args: TrainingArguments, *, resume: bool, overwrite: bool) -> None:
     """Refuse, before any work, a run that would mix with an earlier one in its folder, or that has nothing to do.
 
+    A run that ended between its last step and its final model may be resumed: `NothingLeft` makes the model then.
+
     Raises:
         ValueError: an earlier run's checkpoints or final model without `resume` or `overwrite`; nothing to resume from.
     """
     checkpoint = last_checkpoint(output_dir)
     if not resume:
         if checkpoint:
-            raise ValueError(f"{checkpoint} is from an earlier run; go on with --resume, or choose another output_dir")
+            raise ValueError(
+                f"{checkpoint} is from an earlier run; go on with --resume, or choose another output_dir (--overwrite "
+                "replaces the final model of a run without checkpoints)"
+            )
         if Path(output_dir, "final").exists() and not overwrite:
             raise ValueError(f"{output_dir} holds the final model of an earlier run; replace it with --overwrite")
         return
@@ -183,8 +193,19 @@ def check_run(output_dir: str, args: TrainingArguments, *, resume: bool, overwri
     state = json.loads(Path(checkpoint, "trainer_state.json").read_text())
     same_epochs = state["num_train_epochs"] == args.num_train_epochs
     steps = args.max_steps if args.max_steps > 0 else state["max_steps"] if same_epochs else math.inf
-    if state["global_step"] >= steps:
+    if state["global_step"] >= steps and Path(output_dir, "final").exists():
         raise ValueError(f"the run in {output_dir} is finished: {state['global_step']} of {steps} steps are done")
+
+
+class NothingLeft(TrainerCallback):
+    """Ends a resumed run that has all its steps done, which Trainer would give one more, by raising `Finished`."""
+
+    class Finished(Exception):
+        pass
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step >= state.max_steps:
+            raise self.Finished
 
 
 class CompactProgress(ProgressCallback):
@@ -208,6 +229,9 @@ def _checked(data: dict, path: Path) -> Recipe:
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
     recipe = Recipe(**data)
+    for key, what in (("model", "a folder or a Hub name"), ("output_dir", "a folder")):
+        if not isinstance(getattr(recipe, key), str):
+            raise ValueError(f"{path} has {key}: {getattr(recipe, key)!r}; give {what}")
     for key, choices in CHOICES.items():
         if getattr(recipe, key) not in choices:
             listed = ", ".join(map(repr, choices))
@@ -242,6 +266,10 @@ def _checked(data: dict, path: Path) -> Recipe:
     if is_streamed(recipe.heldout) and "take" not in recipe.heldout:
         raise ValueError(f"{path} streams its held-out text; say how many rows to take, such as take: 200")
     _check_keys(recipe.distill or {}, Distill, f"{path}: distill")
+    for key in ("logits", "layers"):
+        value = (recipe.distill or {}).get(key, 0)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{path}: distill has {key}: {value!r}; give a number")
     return recipe
 
 
@@ -266,7 +294,8 @@ def _read_yaml(text: str | bytes, where: str):
 def _from_folder(key: str, value, folder: Path):
     """Make a path in the YAML relative to the YAML; a model that is no folder there is a Hub name."""
     if key in ("train", "heldout") and isinstance(value, str | list):
-        return [os.path.normpath(folder / name) for name in ([value] if isinstance(value, str) else value)]
+        names = [value] if isinstance(value, str) else value
+        return [os.path.normpath(folder / name) if isinstance(name, str) else name for name in names]
     if key == "output_dir" and isinstance(value, str):
         return os.path.normpath(folder / value)
     if key in ("model", "parent") and isinstance(value, str) and ((folder / value).exists() or value.startswith(".")):

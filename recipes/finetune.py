@@ -10,6 +10,7 @@ are all there is to it.
 """
 
 import argparse
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -24,7 +25,15 @@ from hf_twell.distillation import Distillation
 from hf_twell.evaluation import load_model
 from hf_twell.packing import PackedText, StreamedText, is_streamed
 from hf_twell.perplexity import evaluation_mode
-from hf_twell.training import CompactProgress, Distill, Recipe, check_run, load_recipe, training_arguments
+from hf_twell.training import (
+    CompactProgress,
+    Distill,
+    NothingLeft,
+    Recipe,
+    check_run,
+    load_recipe,
+    training_arguments,
+)
 from hf_twell.variants import Adapters, train_ffns_alone
 
 
@@ -64,6 +73,8 @@ def finetune(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, t
         options = recipe.sparsity | ({} if blend is None else {"blend": blend, "blend_steps": recipe.blend_steps})
         callback = hf_twell.SparsityCallback(trainer, distillation=teacher(recipe, model), **options)
         trainer.add_callback(callback)
+    if resume:
+        trainer.add_callback(NothingLeft)
     if not args.disable_tqdm:
         trainer.pop_callback(ProgressCallback)
         trainer.add_callback(CompactProgress)
@@ -71,7 +82,8 @@ def finetune(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, t
     # 4. Training, from the start or from the last complete checkpoint.
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     before = None if sharded else measure(trainer, heldout)  # a model is sharded when its training begins
-    trainer.train(resume_from_checkpoint=resume or None)
+    with contextlib.suppress(NothingLeft.Finished):
+        trainer.train(resume_from_checkpoint=resume or None)
     after = measure(trainer, heldout)
 
     # 5. The model in stock form: plain Transformers loads it, without this package.

@@ -204,6 +204,16 @@ def test_a_killed_training_resumes_to_the_same_model(recipe, capsys):
     assert main(["train", str(recipe), "--resume"]) == 1
     assert "finished: 4 of 4 steps" in error_line(capsys)
 
+    # Killed after its last step, before the final model was saved.
+    shutil.rmtree(recipe.parent / "out" / "final")
+    assert main(["train", str(recipe), "--resume", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["after"] == expected["after"]
+    assert again["logs"] == expected["logs"]
+    model = AutoModelForCausalLM.from_pretrained(again["model"])
+    for one, other in zip(model.parameters(), models[0].parameters(), strict=True):
+        assert torch.equal(one, other)
+
 
 def test_overwrite_replaces_only_model_folders(tmp_path, capsys, monkeypatch):
     (tmp_path / "precious").mkdir()

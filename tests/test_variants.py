@@ -180,6 +180,14 @@ def test_a_change_fills_a_mapping_that_the_recipe_leaves_out(recipe):
         ("train=null", "give text files"),
         ("heldout=[3]", "give text files"),
         ("heldout={split: test}", "give text files"),
+        ("target_density.start=0.5", "target_density holds no keys"),
+        ("model=", "a folder or a Hub name"),
+        ("output_dir=5", "give a folder"),
+        ("train=5", "give text files"),
+        ("train={streaming: true}", "give text files"),
+        ("distill={logits: high}", "logits: 'high'; give a number"),
+        ("training.gradient_checkpointing=no", "give true or false"),
+        ("training.output_dir=elsewhere", "write output_dir alone"),
     ],
 )
 def test_mistakes_end_in_one_line(recipe, change, says, capsys):
