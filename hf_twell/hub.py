@@ -177,6 +177,7 @@ def _write_trainer_card(trainer, figures, model_name=None, **_):
     folder, model = Path(trainer.args.output_dir), trainer.accelerator.unwrap_model(trainer.model)
     repo_id = trainer.hub_model_id or model_name or folder.name
     base_model = figures["base_model"] or model.config._name_or_path
+    folder.mkdir(parents=True, exist_ok=True)  # trl's trainers write a card before their first checkpoint
     if hasattr(model, "peft_config"):
         if (folder / ADAPTER_CONFIG).is_file():  # SFTTrainer writes a card with every checkpoint, before any model
             config = json.loads((folder / ADAPTER_CONFIG).read_text())

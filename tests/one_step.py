@@ -71,7 +71,7 @@ def trainer_gradient(
         args = TrainingArguments(**common, **arguments)
         trainer = Trainer(model, args, train_dataset=rows(), data_collator=COLLATORS[layout])
     else:
-        trainer = _sft_trainer(model, layout, {**common, "bf16": False, "gradient_checkpointing": False, **arguments})
+        trainer = sft_trainer(model, layout, {**common, "bf16": False, "gradient_checkpointing": False, **arguments})
     keep = KeepGradient()
     trainer.add_callback(keep)
     if l1_weight is not None:
@@ -90,7 +90,7 @@ def parent():
     return model
 
 
-def _sft_trainer(model, layout, arguments):
+def sft_trainer(model, layout, arguments):
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast

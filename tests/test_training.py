@@ -1,6 +1,7 @@
 """One optimizer step has one gradient, however it is cut into micro-batches, processes, layouts and checkpoints."""
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -60,6 +61,37 @@ def test_gradient_checkpointing(truth, kind, use_reentrant):
     )
     assert_same_gradient(checkpointed, truth)
     assert logs_checkpointed["twell/l0"] == pytest.approx(logs["twell/l0"]), "a recomputed token counts once"
+
+
+@needs_trl
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("chosen", [{"l1_weight": 2e-4}, {"target_density": 0.07}])
+def test_sft_trainer_saves_checkpoints_with_a_card_and_resumes(chosen, lora, tmp_path):
+    """trl writes the card before each checkpoint, when the folder holds no model yet."""
+    output = tmp_path / "deep" / "out"
+    arguments = {"max_steps": 2, "save_steps": 1, "report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True}
+
+    def trainer():
+        model = sparsify(tiny_llama())
+        if lora:
+            peft = pytest.importorskip("peft")
+            model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["up_proj"]))
+        made = one_step.sft_trainer(model, "padded", {"output_dir": str(output), **arguments})
+        made.add_callback(SparsityCallback(made, **chosen))
+        return made
+
+    trainer().train()
+    card = (output / "README.md").read_text()
+    assert "hf_twell" in card
+    if not lora:
+        fact = "density aimed at | 7.0 % after" if "target_density" in chosen else "L1 term | 0.0002"
+        assert fact in card
+        assert "trained with an L1 term" in card
+    shutil.rmtree(output / "checkpoint-2")
+    resumed = trainer()
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 2
+    assert (output / "checkpoint-2" / "twell_state.json").is_file()
 
 
 def test_hand_written_loop(truth):
