@@ -133,6 +133,8 @@ def load_model(path: str | Path, tokenizer=None, *, dtype=None, device: str | No
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
         raise ValueError(f"device {device!r}: give cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {device}: give cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device {device}: this machine has {torch.cuda.device_count()} CUDA devices; try cpu")
     model = _named("model", path, load_causal_lm, dtype=dtype, device=device)

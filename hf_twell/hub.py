@@ -102,7 +102,6 @@ def push_folder(
         OSError: the Hub refused or the upload broke off; says how to go on.
     """
     folder = Path(folder)
-    validate_repo_id(repo_id)
     text = folder_card(folder, repo_id, base_model=base_model, sparsity=sparsity, scores=scores)
     if card is not None:
         text = Path(card).read_text(encoding="utf-8")
@@ -139,8 +138,9 @@ def folder_card(folder: str | Path, repo_id: str, *, base_model=None, sparsity=N
     """The card of a folder's sparse model or adapter, which is checked first.
 
     Raises:
-        ValueError: no such model, damaged weights, or figures of another model.
+        ValueError: no such model, no name of a repository, damaged weights, or figures of another model.
     """
+    validate_repo_id(repo_id)
     folder = Path(folder)
     if (folder / ADAPTER_CONFIG).is_file():
         config = read_adapter_config(folder)

@@ -5,7 +5,7 @@ import lzma
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from hf_twell.text import _END_OF_TEXT_LINE, END_OF_TEXT
+from hf_twell.text import _END_OF_TEXT_LINE, END_OF_TEXT, check_plain
 
 PIECE = 1 << 16  # characters tokenized at a time
 
@@ -22,9 +22,10 @@ def read_pieces(
         on_bytes: called with the bytes of the file read since the last call.
 
     Raises:
-        ValueError: the file holds no text, is no UTF-8, or is a damaged `.xz`.
+        ValueError: the file holds no text or rows, is no UTF-8, or is a damaged `.xz`.
         OSError: the file cannot be read.
     """
+    check_plain(path)
     path, rest, seen, at = Path(path), "", False, 0
     fresh = True  # at the beginning of a document
     with path.open("rb") as raw, lzma.open(raw) if path.suffix == ".xz" else raw as stream:

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 END_OF_TEXT = "<|endoftext|>"
+_ROWS = re.compile(r"\.(jsonl?|parquet)(\.xz)?$")
 _END_OF_TEXT_LINE = re.compile(rf"^{re.escape(END_OF_TEXT)}[ \t\r]*(?:\n|\Z)", re.MULTILINE)
 
 
@@ -30,11 +31,22 @@ def read_text(path: str | Path) -> str:
     return text
 
 
+def check_plain(path: str | Path) -> None:
+    """Refuse files of rows, whose braces and keys would be read as text.
+
+    Raises:
+        ValueError: the name ends in .jsonl, .json or .parquet.
+    """
+    if _ROWS.search(Path(path).name):
+        raise ValueError(f"{path} holds rows, and only plain text is read here; write their text to a .txt file")
+
+
 def read_documents(path: str | Path) -> list[str]:
     """The documents of a text file (see `read_text`), split at lines that hold `<|endoftext|>` alone.
 
     Newlines around a document and blank documents are dropped; a file without such lines is one document.
     """
+    check_plain(path)
     documents = [document.strip("\r\n") for document in _END_OF_TEXT_LINE.split(read_text(path))]
     documents = [document for document in documents if document.strip()]
     if not documents:

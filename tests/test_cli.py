@@ -20,6 +20,7 @@ from hf_twell.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "recipes" / "demo"
+ROWS = str(ROOT / "kernels" / "twell_cpu" / "bench" / "bench.jsonl")
 COMMAND = [sys.executable, "-c", "import sys; from hf_twell.cli import main; sys.exit(main())"]
 
 
@@ -98,6 +99,11 @@ def test_sparsify_writes_a_stock_model_and_measures_it(tmp_path, capsys):
 
     assert main(command) == 1
     assert "exists" in error_line(capsys)
+    assert main(["sparsify", str(output), str(tmp_path / "again")]) == 0
+    printed = capsys.readouterr().out
+    assert "4 feed-forward blocks used ReLU already" in printed
+    assert "fine-tune" not in printed
+    shutil.rmtree(tmp_path / "again")
     assert main([*command[:3], "--overwrite", "--layers", "0", "-1"]) == 0
     assert json.loads((output / "config.json").read_text())["twell"]["layers"] == [0, 3]
     assert "LlamaForCausalLM: 4 feed-forward blocks" in capsys.readouterr().out
@@ -119,6 +125,11 @@ def test_stdout_carries_json_alone(tmp_path):
         (["sparsify", str(DEMO / "model"), "out", "--layers", "9"], "from -4 to 3"),
         (["sparsify", str(DEMO / "model"), "out", "--text", "absent.txt"], "absent.txt"),
         (["train", "absent.yaml"], "absent.yaml"),
+        (["eval", str(DEMO / "model"), "--text", ROWS], "bench.jsonl holds rows"),
+        (["inspect", str(DEMO / "model"), "--text", ROWS], "bench.jsonl holds rows"),
+        (["inspect", str(DEMO / "model"), "--text", ROWS, "--html", "."], "--html . is a folder"),
+        (["eval", str(DEMO / "model"), "--text", str(DEMO / "text" / "heldout.txt"), "--output", "."], "is a folder"),
+        (["eval", str(DEMO / "model"), "--text", str(DEMO / "text" / "heldout.txt"), "--device", "mps"], "give cpu"),
         (["eval", "no/such/folder", "--text", str(DEMO / "text" / "heldout.txt")], "no/such/folder"),
         pytest.param(["eval", "x", "--tasks", "arc_easy", "--data-dir", "absent"], "absent", marks=needs_lm_eval),
         pytest.param(["eval", str(DEMO / "model"), "--tasks", "arc_eazy"], "arc_easy", marks=needs_lm_eval),
@@ -254,6 +265,16 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path):
     assert done.returncode == 1
     assert re.search(r"hf-twell: error: .*(File too large|No space)", done.stderr.strip().splitlines()[-1])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["eval", "inspect"])
+def test_figures_are_shown_though_a_full_disk_does_not_take_them(command, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("The cell is the smallest unit of life.\n" * 20)
+    assert main([command, str(DEMO / "model"), "--text", str(text), "--json", "--output", "/dev/full"]) == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["model"] == str(DEMO / "model")
+    assert "No space left" in printed.err.splitlines()[-1]
 
 
 def test_ctrl_c_leaves_nothing_behind(recipe):

@@ -325,6 +325,18 @@ def test_real_figures(sparse, tmp_path, capsys):
     assert f"| notes.txt | {loss['tokens']:,} | {loss['nats_per_token']:.4g} |" in printed
 
 
+def test_a_dry_run_refuses_what_publishing_would_and_shows_the_card_that_is_given(sparse, tmp_path, capsys):
+    for name in ("me/x/y", "my model"):
+        assert main(["push", str(sparse), name, "--dry-run"]) == 1
+        assert name in capsys.readouterr().err
+    card = tmp_path / "card.md"
+    assert main(["push", str(sparse), "me/x", "--dry-run", "--card", str(card)]) == 1
+    assert "card.md" in capsys.readouterr().err
+    card.write_text("mine")
+    assert main(["push", str(sparse), "me/x", "--dry-run", "--card", str(card)]) == 0
+    assert capsys.readouterr().out == "mine"
+
+
 def test_folders_that_are_refused(sparse, tmp_path, capsys):
     def refused(folder, message):
         assert main(["push", str(folder), "me/x", "--dry-run"]) == 1

@@ -84,7 +84,7 @@ def test_sft_trainer_saves_checkpoints_with_a_card_and_resumes(chosen, lora, tmp
     card = (output / "README.md").read_text()
     assert "hf_twell" in card
     if not lora:
-        fact = "density aimed at | 7.0 % after" if "target_density" in chosen else "L1 term | 0.0002"
+        fact = "density aimed at | 7.00 % after" if "target_density" in chosen else "L1 term | 0.0002"
         assert fact in card
         assert "trained with an L1 term" in card
     shutil.rmtree(output / "checkpoint-2")

@@ -15,7 +15,7 @@ import argparse
 import json
 from pathlib import Path
 
-from hf_twell.cli.output import stdout_for_result, table
+from hf_twell.cli.output import check_output, stdout_for_result, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,14 +60,15 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: in one line, what was given and what is wrong with it.
     """
-    if args.output and not Path(args.output).absolute().parent.is_dir():
-        raise ValueError(f"--output {args.output}: its folder does not exist; create it first")
+    check_output("--output", args.output)
     with stdout_for_result():
         result = _evaluate(args)
     text = json.dumps(result, indent=2, allow_nan=False)
-    if args.output:
-        Path(args.output).write_text(text + "\n", encoding="utf-8")
-    print(text if args.json else format_table(result))
+    try:
+        if args.output:
+            Path(args.output).write_text(text + "\n", encoding="utf-8")
+    finally:  # what took hours is shown even where a full disk does not take it
+        print(text if args.json else format_table(result))
     return 0
 
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hf_twell.cli.output import print_json, stdout_for_result, table
+from hf_twell.cli.output import check_output, print_json, stdout_for_result, table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,23 +37,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Inspect, write the files, then print a summary or JSON; 130 where Ctrl-C cut it short."""
     for name in ("html", "output"):
-        path = getattr(args, name)
-        if path and not Path(path).absolute().parent.is_dir():
-            raise ValueError(f"--{name} {path}: its folder does not exist; create it first")
+        check_output(f"--{name}", getattr(args, name))
     with stdout_for_result():
         result = _inspect(args)
         from hf_twell.report.page import render
-
+    try:
         if args.output:
             Path(args.output).write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         if args.html:
             Path(args.html).write_text(render(result), encoding="utf-8")
-    if args.json:
-        print_json(result)
-    else:
-        print(summary(result))
-        if args.html:
-            print(f"\nThe page is in {args.html}")
+    finally:  # shown even where a full disk does not take it
+        if args.json:
+            print_json(result)
+        else:
+            print(summary(result))
+    if args.html and not args.json:
+        print(f"\nThe page is in {args.html}")
     return 130 if result["partial"] else 0
 
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 
 @contextlib.contextmanager
@@ -11,6 +12,18 @@ def stdout_for_result() -> Iterator[None]:
     """Send everything that libraries print inside to stderr, so that stdout carries the result alone."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
+
+
+def check_output(option: str, path: str | None) -> None:
+    """Refuse, before long work, a file that could not be written after it.
+
+    Raises:
+        ValueError: `path` is a folder, or lies in none.
+    """
+    if path and Path(path).is_dir():
+        raise ValueError(f"{option} {path} is a folder; name a file")
+    if path and not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"{option} {path}: its folder does not exist; create it first")
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -11,6 +11,7 @@ examples:
 """
 
 import argparse
+from pathlib import Path
 
 from hf_twell.cli.output import print_json, stdout_for_result
 
@@ -40,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
             "scores": read_result(args.scores) if args.scores else None,
         }
         if args.dry_run:
-            result = {"repo_id": args.repo, "card": folder_card(args.folder, args.repo, **figures)}
+            card = folder_card(args.folder, args.repo, **figures)
+            result = {"repo_id": args.repo, "card": Path(args.card).read_text(encoding="utf-8") if args.card else card}
         else:
             options = {"private": args.private, "revision": args.revision, "commit_message": args.message}
             result = push_folder(args.folder, args.repo, card=args.card, **options, **figures)

@@ -34,13 +34,15 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(result)
         return 0
-    print(f"{result['class']}: {result['blocks']} feed-forward blocks now use ReLU; saved to {result['output']}")
+    use = "used ReLU already" if result["already_sparse"] else "now use ReLU"
+    print(f"{result['class']}: {result['blocks']} feed-forward blocks {use}; saved to {result['output']}")
     if result["sparsity"]:
         print(
             f"on {result['sparsity']['tokens']} tokens, {percent(result['sparsity']['density'])} of neurons active:\n"
         )
         print(sparsity_table(result["sparsity"]))
-    print("\nThe swap alone costs quality: fine-tune with `hf-twell train` (see recipes/).")
+    if not result["already_sparse"]:
+        print("\nThe swap alone costs quality: fine-tune with `hf-twell train` (see recipes/).")
     return 0
 
 
@@ -61,6 +63,7 @@ def _convert(args) -> dict:
         if not Path(path).is_file():
             raise ValueError(f"no text file at {path}")
     model, tokenizer = load_model(args.model, dtype=args.dtype, device="cpu")
+    already = getattr(model.config, "twell", None) is not None
     hf_twell.sparsify(model, layers=args.layers)
     sparsity = None
     if args.text:
@@ -72,6 +75,7 @@ def _convert(args) -> dict:
     return {
         "class": type(model).__name__,
         "blocks": len(find_ffns(model)),
+        "already_sparse": already,
         "output": args.output,
         "config": {"hidden_act": "relu", "twell": model.config.twell},
         "sparsity": sparsity,
