@@ -10,6 +10,7 @@ import fcntl
 import functools
 import hashlib
 import importlib
+import logging
 import os
 import platform
 import shutil
@@ -25,6 +26,8 @@ import torch
 
 from hf_twell import _toolchain
 from hf_twell._toolchain import BuildError
+
+logger = logging.getLogger(__name__)
 
 BACKENDS = ("reference", "cpu", "cuda")
 _outcomes: dict[str, "BackendStatus"] = {}
@@ -151,6 +154,7 @@ def compile_library(name: str) -> Path:
         if target.is_file():  # another process was first
             return target
         try:
+            logger.warning("compiling hf_twell's %s library into %s, once; it may take a minute", name, target.parent)
             return _run_ninja(name, target)
         except OSError as error:
             raise BuildError(
