@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_twell import L1Penalty, SparsityCallback, last_checkpoint, sparsify
+from hf_twell import L1Penalty, SparsityCallback, sparsify
 from hf_twell.perplexity import evaluation_mode
 from tests import one_step
 from tests.conftest import tiny_llama
@@ -229,23 +229,6 @@ def test_compiled_training_with_evaluations_between(monkeypatch, how):
         return torch.cat([weight.detach().flatten() for weight in model.parameters()])
 
     torch.testing.assert_close(weights(True), weights(False))
-
-
-@needs_trl
-@pytest.mark.parametrize("adapter", [False, True])
-def test_sft_trainer_saves_checkpoints(tmp_path, adapter):
-    """It writes a model card before each checkpoint, when its folder holds no model yet."""
-    model = sparsify(tiny_llama())
-    if adapter:
-        peft = pytest.importorskip("peft")
-        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    options = {"max_steps": 2, "save_steps": 1, "use_cpu": True, "disable_tqdm": True, "report_to": []}
-    options |= {"bf16": False, "gradient_checkpointing": False, "per_device_train_batch_size": 2}
-    trainer = one_step._sft_trainer(model, "padded", {"output_dir": tmp_path, **options})
-    trainer.add_callback(SparsityCallback(trainer, 0.1))
-    trainer.train()
-    assert Path(last_checkpoint(tmp_path)).name == "checkpoint-2"
-    assert ("sparsified" if adapter else "LlamaForCausalLM") in (tmp_path / "README.md").read_text()
 
 
 def test_masks_that_cannot_be_read_are_refused():
