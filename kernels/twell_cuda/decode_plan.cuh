@@ -23,12 +23,11 @@ enum class LetNextStart { kEarly, kAfterGate, kAtEnd };
 // Which kernels run, and how they overlap.
 struct Kernels {
   bool bulk_gate = false;  // sm90_decode_gate_up.cu, not decode_gate_up.cu; up to 8 tokens
-  bool few = false;        // sm90_few_gate_up.cu and sm90_few_down.cu, neither of the above
+  bool few = false;        // sm90_few_gate_up.cu and sm90_few_down.cu, neither of the above; any number of tokens
   struct Fused {           // one kernel for all (sm90_decode_fused.cu), if takes_fused()
     bool use = false;
     int window_bytes = 24 << 10;  // of gate rows on their way to a thread block at a time
     int patience = 1000;          // looks at what other thread blocks leave
-    bool quiet = false;           // 3 tokens and more: shares of zeros are announced, not stored
   } fused;
   int few_splits = 0;  // with `few`: thread blocks of a cluster of down's: 1, 2, 3, 4 or 8; 0: choose_few_splits()
   bool overlap = false;    // programmatic dependent launch
@@ -56,8 +55,7 @@ inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; 
 
 // The fused kernel: its thread blocks all run at once, two calls' on a multiprocessor; a block's gate rows find room in
 // registers (16) and shared memory, and their shares of y stay in L2.
-constexpr int kFusedMaxBlocks = 144, kFusedMaxTokens = 8, kFusedMaxHidden = 2048, kFusedMaxRows = 48;
-constexpr int kFusedChosenTokens = 4;  // up to which it runs; more are for trials
+constexpr int kFusedMaxBlocks = 144, kFusedMaxTokens = 4, kFusedMaxHidden = 2048, kFusedMaxRows = 48;
 constexpr int kFusedControlBytes = 2048, kFusedRingBytes = 113 * 1024 - kFusedControlBytes;
 inline bool has_fused_shares(const Ffn& ffn) { return ffn.tokens <= kFusedMaxTokens && ffn.hidden <= kFusedMaxHidden; }
 inline int fused_blocks(const Ffn& ffn, int most) {
@@ -65,9 +63,17 @@ inline int fused_blocks(const Ffn& ffn, int most) {
   return ffn.width < most ? ffn.width : most;
 }
 inline int64_t fused_row_stride(const Ffn& ffn) { return round_up(2 * int64_t{ffn.hidden}, 128) + 64; }
+// Pairs of columns that a thread block adds up: a power of two.
+inline int fused_units(const Ffn& ffn, int blocks) {
+  int units = 8;
+  while (int64_t{units} * blocks < ffn.tokens * int64_t{ffn.hidden / 2}) units *= 2;
+  return units;
+}
 inline bool takes_fused(const Ffn& ffn, const Device& device) {
   const int blocks = fused_blocks(ffn, device.sm_count);
   if (!has_fused_shares(ffn) || blocks == 0) return false;
+  // Above 2 tokens a warp must have pairs of one token.
+  if (ffn.tokens > 2 && (fused_units(ffn, blocks) < 32 || ffn.hidden % 64 != 0)) return false;
   const int rows = (ffn.width + blocks - 1) / blocks;
   return rows <= kFusedMaxRows && (rows - 16) * fused_row_stride(ffn) <= kFusedRingBytes;
 }
@@ -102,7 +108,8 @@ inline DecodePlan plan_decode(const Ffn& ffn) {
 
 // Thread blocks of a cluster of sm90_few_down.cu, as measured (NOTES.md). Beside a block of the first kernel, of up to
 // kFewNeurons neurons, one of them fits, so as many as find a multiprocessor each: clusters of four find only 30 places
-// on 132. After larger blocks three fit everywhere, clusters of three lose, and two to a multiprocessor win.
+// on 132. After larger blocks three fit everywhere, clusters of three lose, and two to a multiprocessor win. Eight blocks
+// to a cluster are too many for up to 8 tokens.
 constexpr int kFewColumns = 64;  // of y, for each cluster
 constexpr int kFewNeurons = 48;
 constexpr double kFewPlaces = 0.9;  // of the multiprocessors, for clusters of three and more
@@ -111,33 +118,37 @@ inline int choose_few_splits(const Ffn& ffn, const Device& device) {
   const bool beside = ffn.width <= kFewNeurons * device.sm_count;
   for (const int splits : {8, 4, 3}) {
     if (splits == 3 && !beside) continue;
+    if (splits == 8 && ffn.tokens <= 8) continue;
     if (slices * splits <= (beside ? kFewPlaces : 2.) * device.sm_count) return splits;
   }
   return slices * 2 <= (beside ? 1 : 2) * device.sm_count ? 2 : 1;
 }
 
-// The kernels that decode() runs, as measured on an H200 (NOTES.md): bulk copies pay for few tokens and large matrices,
-// in one kernel for smaller ones too.
+// The kernels that decode() runs, as measured on an H200 (NOTES.md).
 inline Kernels choose_kernels(const Ffn& ffn, const Device& device) {
-  // Elements of a matrix from which on the kernel in question pays.
-  constexpr int64_t kLarge = int64_t{4} << 20, kLargeForFused = int64_t{2} << 20, kLargeForFew = int64_t{4} << 20;
   Kernels k{};
   k.overlap = device.major >= 9;
-  const bool hopper = device.major == 9 && device.minor == 0;
-  const int64_t elements = int64_t{ffn.hidden} * ffn.width;
-  k.bulk_gate = hopper && ffn.tokens <= 8 && elements >= kLarge;
-  k.fused.use =
-      hopper && ffn.tokens <= kFusedChosenTokens && elements >= kLargeForFused && takes_fused(ffn, device);
-  k.few = hopper && (ffn.tokens > 16 || (ffn.tokens > 8 && elements >= kLargeForFew));
+  if (device.major != 9 || device.minor != 0) return k;
+  const double elements = static_cast<double>(ffn.hidden) * ffn.width / (1 << 20);  // of a matrix, in millions
+  if (ffn.tokens <= 2) {
+    k.fused.use = elements >= 2 && takes_fused(ffn, device);
+    k.bulk_gate = elements >= 4;
+  } else if (ffn.tokens <= 8) {
+    k.fused.use = elements >= 6 && takes_fused(ffn, device);
+    k.bulk_gate = elements >= 32 && ffn.hidden >= 4096;  // below, down's slices are narrow
+    k.few = elements >= 2 && !k.bulk_gate;
+  } else {
+    k.few = true;
+  }
   return k;
 }
 
 // h into the workspace (decode_gate_up.cu), then y from it (decode_down.cu): the portable kernels.
 cudaError_t launch_portable_gate_up(const Ffn&, const DecodePlan&, void* workspace, cudaStream_t);
 cudaError_t launch_portable_down(const Ffn&, const DecodePlan&, void* workspace, cudaStream_t);
-// Hopper's: for few tokens and large matrices (sm90_decode_gate_up.cu); for more of them (sm90_few_*.cu).
+// Hopper's first half for few tokens and large matrices (sm90_decode_gate_up.cu).
 cudaError_t launch_bulk_gate_up(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
-// Both halves, or all of the call at once.
+// All of the call at once (sm90_decode_fused.cu); both halves (sm90_few_*.cu).
 cudaError_t launch_fused(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
 cudaError_t launch_few_gate_up(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
 cudaError_t launch_few_down(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);

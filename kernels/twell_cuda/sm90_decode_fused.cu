@@ -22,7 +22,7 @@ namespace {
 
 using namespace fused;
 
-template <typename Half, int kTokens, bool kQuiet>
+template <typename Half, int kTokens>
 __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constant__ FusedParams p) {
 #if defined(TWELL_SM90_DEVICE)
   extern __shared__ __align__(128) char shared[];
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
     ring_out.advance();
   };
   if (l.warp == 0) {
-    list_active<kTokens, kQuiet>(p, c, sums, own.count);
+    list_active(p, c, sums, own.count);
     plan_rows();
     while (supplied < min(active.stages, ring.stages)) supply_row();
     p.trace.mark(kListed);
@@ -64,8 +64,8 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
   __syncthreads();
   if (l.warp != 0) plan_rows();
   const uint64_t seal = c.seal;
-  const uint32_t loud = kQuiet ? c.loud : ~0u;
-  if (kQuiet && thread < p.tokens && (loud >> thread & 1) == 0) {
+  const uint32_t loud = kQuiet<kTokens> ? c.loud : ~0u;
+  if (kQuiet<kTokens> && thread < p.tokens && (loud >> thread & 1) == 0) {
     store_silence(p.silences + thread * gridDim.x + blockIdx.x, seal);
   }
 
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
     p.trace.mark(kUpSums);
   }
 
-  const uint64_t silence = kQuiet ? ask_early<kTokens>(p) : 0;
+  const uint64_t silence = kQuiet<kTokens> ? ask_early<kTokens>(p) : 0;
   float y[kTokens][kThreadColumns] = {};
   for (int begin = 0; begin < active.active; begin += active.per) {
     ring.wait_full();
@@ -142,14 +142,14 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
       if (t >= p.tokens) break;
-      if (kQuiet && (loud >> t & 1) == 0) continue;
+      if (kQuiet<kTokens> && (loud >> t & 1) == 0) continue;
       uint4* const to = p.shares + (blockIdx.x * p.tokens + t) * (p.hidden / 2) + thread;
 #pragma unroll
       for (int i = 0; i < 4; ++i) store_sealed(to + i * threads, y[t][2 * i], y[t][2 * i + 1], seal);
     }
   }
   p.trace.mark(kGiven);
-  add_up_all<Half, kTokens, kQuiet>(p, c, reinterpret_cast<float2*>(shared), silence);
+  add_up_all<Half, kTokens>(p, c, reinterpret_cast<float2*>(shared), silence);
   p.trace.mark(kStored);
 #endif
 }
@@ -165,13 +165,13 @@ int meeting_of(const void* workspace) {
   return next < kMeetings ? known.emplace(workspace, next).first->second : -1;
 }
 
-template <int kTokens, bool kQuiet>
+template <int kTokens>
 cudaError_t launch_for(const Ffn& ffn, FusedParams p, const Launch& launch, const Kernels& kernels,
                        cudaStream_t stream) {
   p.row_places = (kFusedRingBytes - static_cast<int>(sizeof(Sums<kTokens>))) / static_cast<int>(p.row_stride);
   const bool bfloat16 = ffn.dtype == DType::kBFloat16;
-  return launch_kernel(bfloat16 ? fused_kernel<__nv_bfloat16, kTokens, kQuiet> : fused_kernel<__half, kTokens, kQuiet>,
-                       launch, p, kernels, stream);
+  return launch_kernel(bfloat16 ? fused_kernel<__nv_bfloat16, kTokens> : fused_kernel<__half, kTokens>, launch, p,
+                       kernels, stream);
 }
 
 }  // namespace
@@ -195,9 +195,9 @@ cudaError_t launch_fused(const Ffn& ffn, const DecodePlan& plan, const Device& d
   p.tokens = static_cast<int>(ffn.tokens), p.hidden = ffn.hidden, p.width = ffn.width;
   p.row_bytes = 2u * static_cast<uint32_t>(ffn.hidden);
   p.row_stride = static_cast<uint32_t>(fused_row_stride(ffn));
-  const int grid = fused_blocks(ffn, device.sm_count), units = p.tokens * (p.hidden / 2);
-  for (p.units = 8; int64_t{p.units} * grid < units;) p.units *= 2;
-  p.silences = reinterpret_cast<uint64_t*>(p.shares + int64_t{grid} * units);
+  const int grid = fused_blocks(ffn, device.sm_count);
+  p.units = fused_units(ffn, grid);
+  p.silences = reinterpret_cast<uint64_t*>(p.shares + int64_t{grid} * p.tokens * (p.hidden / 2));
   p.y = ffn.y;
   const int portion_bytes = kPortionRows * static_cast<int>(p.row_bytes);
   const Kernels::Fused& how = plan.kernels.fused;
@@ -207,13 +207,7 @@ cudaError_t launch_fused(const Ffn& ffn, const DecodePlan& plan, const Device& d
   p.meeting = static_cast<uint32_t>(meeting);
   p.trace = Trace::next();
   const Launch launch{dim3(static_cast<unsigned>(grid)), kThreads, kFusedRingBytes};
-  // A warp then has pairs of one token.
-  const bool quiet = how.quiet && p.units >= 32 && p.hidden / 2 % 32 == 0;
-  const auto run = p.tokens <= 2   ? launch_for<2, false>
-                   : p.tokens <= 4 ? quiet ? launch_for<4, true> : launch_for<4, false>
-                   : quiet         ? launch_for<8, true>
-                                   : launch_for<8, false>;
-  return run(ffn, p, launch, plan.kernels, stream);
+  return (p.tokens <= 2 ? launch_for<2> : launch_for<4>)(ffn, p, launch, plan.kernels, stream);
 }
 
 }  // namespace twell::decoding

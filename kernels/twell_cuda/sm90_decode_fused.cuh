@@ -23,6 +23,8 @@ constexpr uint32_t kMaxRowBytes = 2 * kFusedMaxHidden;
 static_assert(kMaxRowBytes == kSteps * kStepBytes);
 constexpr int kThreadColumns = kFusedMaxHidden / kThreads;
 static_assert(kThreadColumns == 8, "a thread reads 16 bytes of a row");
+template <int kTokens>
+constexpr bool kQuiet = kTokens > 2;  // a share of zeros is announced, not stored
 
 // With this macro each thread block notes when it reaches each phase; decode_check.cu prints them.
 #if defined(TWELL_FUSED_TRACE)
@@ -63,7 +65,7 @@ struct FusedParams {
   const void* b_up;
   const void* b_down;
   uint4* shares;  // (thread blocks, tokens, D / 2): two columns of a share of y, and the call's seal
-  uint64_t* silences;  // (tokens, thread blocks), the quiet kernel's: the call's seal where a share is zeros
+  uint64_t* silences;  // (tokens, thread blocks), of quiet kernels: the call's seal where a share is zeros
   void* y;
   int tokens, hidden, width;
   uint32_t row_bytes;   // of x, gate, up and down

@@ -38,7 +38,7 @@ __device__ __forceinline__ void leave_sums(Sums<kTokens>& sums, const float (&su
 }
 
 // For one warp: relu(gate) of all tokens, which neurons are active, and how many.
-template <int kTokens, bool kQuiet>
+template <int kTokens>
 __device__ __forceinline__ void list_active(const FusedParams& p, Control& c, Sums<kTokens>& sums, int count) {
   const int lane = threadIdx.x % 32;
   const int low = lane / 8 * 16 + lane % 8, high = low + 8;  // neurons
@@ -73,7 +73,7 @@ __device__ __forceinline__ void list_active(const FusedParams& p, Control& c, Su
   if (low_active) c.list[__popc(lows & up_to) + __popc(highs & before)] = static_cast<uint16_t>(low);
   const uint32_t with_tile = lane < 24 ? (1u << (lane / 8 + 1) * 8) - 1 : 0xffffffffu;
   if (high_active) c.list[__popc(lows & with_tile) + __popc(highs & up_to)] = static_cast<uint16_t>(high);
-  if constexpr (kQuiet) {
+  if constexpr (kQuiet<kTokens>) {
     uint32_t loud = 0;
 #pragma unroll
     for (int q = 0; q < kPairs; ++q) {

@@ -124,7 +124,7 @@ __device__ __forceinline__ uint64_t ask_early(const FusedParams& p) {
 
 // Adds up the columns of thread block `block` and stores them, if all shares arrive before `patience` looks at each;
 // the same answer for all threads. `scratch` holds kThreads of two; `silence` is what ask_early() said.
-template <typename Half, int kTokens, bool kQuiet>
+template <typename Half, int kTokens>
 __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, float2* scratch, int block,
                                        int patience, uint64_t silence = 0) {
   const int thread = threadIdx.x, shares = gridDim.x;
@@ -153,17 +153,17 @@ __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, f
       }
       uint32_t wanted = missing;
       for (int looks = 0;; ++looks) {
-        if constexpr (kQuiet) {
+        if constexpr (kQuiet<kTokens>) {
           const uint32_t silent = __ballot_sync(0xffffffffu, silence == seal);
           missing &= ~silent, wanted &= ~silent;
           silence = 0;
         }
-        if (kQuiet ? !__any_sync(0xffffffffu, missing != 0) : missing == 0) break;
+        if (kQuiet<kTokens> ? !__any_sync(0xffffffffu, missing != 0) : missing == 0) break;
         if (looks > patience) {
           in_vain = true;
           break;
         }
-        if constexpr (kQuiet) silence = ask_for_silence<kTokens>(p, token, row, parts);
+        if constexpr (kQuiet<kTokens>) silence = ask_for_silence<kTokens>(p, token, row, parts);
         const uint4* at = from + row * all_units;
 #pragma unroll
         for (int i = 0; i < kBatch<kTokens>; ++i) {
@@ -206,21 +206,21 @@ __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, f
 }
 
 // y, once this block has left its share.
-template <typename Half, int kTokens, bool kQuiet>
+template <typename Half, int kTokens>
 __device__ __forceinline__ void add_up_all(const FusedParams& p, Control& c, float2* scratch, uint64_t silence) {
   constexpr int kForEver = 0x7fffffff;
   const int units = p.tokens * (p.hidden / 2);
   const auto has_units = [&](int block) { return static_cast<int64_t>(block) * p.units < units; };
-  if (has_units(blockIdx.x) && !add_up<Half, kTokens, kQuiet>(p, c, scratch, blockIdx.x, p.patience, silence)) {
+  if (has_units(blockIdx.x) && !add_up<Half, kTokens>(p, c, scratch, blockIdx.x, p.patience, silence)) {
     if (threadIdx.x == 0) c.all_in = may_wait_on(p, c);
     __syncthreads();
     if (!c.all_in) return;
-    add_up<Half, kTokens, kQuiet>(p, c, scratch, blockIdx.x, kForEver);
+    add_up<Half, kTokens>(p, c, scratch, blockIdx.x, kForEver);
   }
   p.trace.mark(kTaken);
   if (c.left_over == 0) return;
   for (int block = 0; block < static_cast<int>(gridDim.x) && has_units(block); ++block) {
-    add_up<Half, kTokens, kQuiet>(p, c, scratch, block, kForEver);
+    add_up<Half, kTokens>(p, c, scratch, block, kForEver);
   }
 }
 

@@ -1,4 +1,4 @@
-// What Hopper's two decode kernels for 9 to 64 tokens share: a cluster's shared memory, timestamps.
+// What Hopper's two decode kernels for 3 to 64 tokens share: a cluster's shared memory, timestamps.
 #pragma once
 
 #include "decode_gate.cuh"

@@ -1,4 +1,4 @@
-// Second of Hopper's two decode kernels for 9 to 64 tokens: y = h Wd^T + bd from what the first one left
+// Second of Hopper's two decode kernels for 3 to 64 tokens: y = h Wd^T + bd from what the first one left
 // (sm90_few_gate_up.cu).
 //
 // A thread block owns 64 columns of y and, with `splits` of them to a cluster, its own share of the active neurons. All

@@ -1,4 +1,4 @@
-// First of Hopper's two decode kernels for 9 to 64 tokens: h = relu(x Wg^T + bg) * (x Wu^T + bu) for the active
+// First of Hopper's two decode kernels for 3 to 64 tokens: h = relu(x Wg^T + bg) * (x Wu^T + bu) for the active
 // neurons, or relu(x Wu^T + bu) without a gate, into the workspace (masks as in decode_plan.cuh; h as (neuron, 8 *
 // groups tokens)).
 //

@@ -165,13 +165,6 @@ Kernels fused_kernels(bool overlap, int window_kib = 24) {
   return k;
 }
 
-// Shares of zeros are announced, not stored.
-Kernels quiet_kernels(bool overlap) {
-  Kernels k = fused_kernels(overlap);
-  k.fused.quiet = true;
-  return k;
-}
-
 bool is_hopper(const Device& device) { return device.major == 9 && device.minor == 0; }
 
 bool takes_bulk(const Ffn& f, const Device& device) { return is_hopper(device) && f.tokens <= 8; }
@@ -201,12 +194,6 @@ std::vector<Variant> checked_variants(const Ffn& f, const Device& device) {
     v.push_back({"fused, 8 KiB", fused_kernels(true, 8)});
     v.push_back({"fused, impatient", fused_kernels(true)});
     v.back().kernels.fused.patience = 0;
-    if (f.tokens > 2) {
-      v.push_back({"quiet", quiet_kernels(true)});
-      v.push_back({"quiet, serial", quiet_kernels(false)});
-      v.push_back({"quiet, impatient", quiet_kernels(true)});
-      v.back().kernels.fused.patience = 0;
-    }
   }
   return v;
 }
@@ -404,7 +391,8 @@ bool check_all(const Device& device, bool verbose) {
   const int shapes[][2] = {{8, 1},      {8, 16},      {16, 17},    {24, 31},     {40, 48},    {72, 100},
                            {136, 257},  {264, 769},   {576, 1536}, {896, 4864},  {1024, 3072}, {1000, 3073},
                            {2056, 3089}, {4096, 3200}, {4104, 1041}, {8192, 1024}, {8200, 530}, {16384, 300},
-                          {2048, 131}, {2048, 2112}, {2040, 2113}, {1992, 4224}, {64, 6336}};
+                           {2048, 131}, {2048, 2112}, {2040, 2113}, {1992, 4224}, {64, 6336},
+                           {64, 1},     {128, 33},    {512, 16},   {1088, 2113}, {1472, 131}, {1536, 4608}};
   for (const auto& s : shapes) {
     for (int tokens : {1, 2, 3, 4, 8, 9, 17, 32, 47, 64}) {
       both({tokens, s[0], s[1], 0.3, true, tokens % 2 == 0, tokens % 3 == 0 ? bias : coordinate});
@@ -492,7 +480,6 @@ std::vector<Variant> timed_variants(const Ffn& f, const Device& device) {
   if (is_hopper(device) && takes_fused(f, device)) {
     v.push_back({"U", fused_kernels(true)});
     v.push_back({"U serial", fused_kernels(false)});
-    if (f.tokens > 2) v.push_back({"U quiet", quiet_kernels(true)});
   }
   return v;
 }
@@ -605,17 +592,13 @@ bool check_chains(const Device& device) {
     Kernels kernels, single;
   };
   std::vector<Chain> chains;
-  for (const int tokens : {1, 2, 3, 4, 5, 8}) {
-    for (const bool quiet : {false, true}) {
-      if (quiet && tokens <= 2) continue;
-      for (const int patience : {1000, 0}) {
-        Chain chain{tokens, fused_kernels(true), fused_kernels(false)};  // quiet or not, the sums are the same
-        chain.kernels.fused.quiet = quiet, chain.kernels.fused.patience = patience;
-        chains.push_back(chain);
-      }
+  for (const int tokens : {1, 2, 3, 4}) {
+    for (const int patience : {1000, 0}) {
+      chains.push_back({tokens, fused_kernels(true), fused_kernels(false)});
+      chains.back().kernels.fused.patience = patience;
     }
   }
-  for (const int tokens : {4, 9, 16, 64}) {
+  for (const int tokens : {3, 8, 9, 16, 64}) {
     chains.push_back({tokens, few_kernels(true), few_kernels(false)});
     chains.push_back({tokens, few_in_clusters(4), few_in_clusters(4, false)});
   }
@@ -835,8 +818,8 @@ int main(int argc, char** argv) {
     if (!check_all(device, argc > 1 && std::strcmp(argv[1], "verbose") == 0)) return 1;
     if (is_hopper(device) && !check_chains(device)) return 1;
   }
-  // Names: gate and up kernel (P portable, B bulk copies; F, and down too: Hopper's for 9 to 64 tokens, a number being
-  // the thread blocks of down's clusters; U one kernel for all, quiet: no shares of zeros); overlapped unless "serial".
+  // Names: gate and up kernel (P portable, B bulk copies; F, and down too: Hopper's for 3 to 64 tokens, a number being
+  // the thread blocks of down's clusters; U one kernel for all); overlapped unless "serial".
   std::vector<std::string> best;
   if (only_fused) {
     const auto at = [](std::initializer_list<int> densities) {
