@@ -51,3 +51,19 @@ def warn_of_bounds(controller, told: set, ffns: list, step: int) -> None:
             if controller.share == "free":
                 names = f"all layers ({weights[0]:.3g})"
             logger.warning("step %d: the L1 weight of %s is at its %s", step, names, AT_BOUND[side])
+
+
+def warn_of_miss(controller, ffns: list) -> None:
+    """Log which layers ended more than a tenth off the target."""
+    missed = controller.missed()
+    if not missed:
+        return
+    names = [f"{ffns[layer].twell.name} {density:.2%}" for layer, density in missed.items()]
+    if controller.share == "free":
+        names = [f"the layers' mean is {sum(missed.values()) / len(missed):.2%}"]
+    logger.warning(
+        "target_density=%g was missed by more than a tenth: %s; give more steps, a shorter warm-up or a higher "
+        "learning rate",
+        controller.target_density,
+        ", ".join(names),
+    )

@@ -1,28 +1,23 @@
 """`SparsityCallback`: the L1 term in Transformers' Trainer and everything derived from it (SFTTrainer among them)."""
 
 import functools
-import logging
 import math
-from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
-from hf_twell._logs import log_without_layers, rows_of_report, warn_of_bounds
+from hf_twell._logs import log_without_layers, rows_of_report, warn_of_bounds, warn_of_miss
 from hf_twell.blending import Blend
-from hf_twell.checkpoints import STATE_NAME, last_checkpoint, read_state, write_json
+from hf_twell.checkpoints import read_state
 from hf_twell.controller import DensityController
 from hf_twell.distillation import Distillation
 from hf_twell.modeling import sparse_ffns
 from hf_twell.penalty import L1Penalty
+from hf_twell.resuming import CompleteCheckpoints, unwrap, wrap
 from hf_twell.revival import Revival, check_optimizer
-
-logger = logging.getLogger(__name__)
 
 IDLE_NAME = "twell_idle.safetensors"
 REVIVE_UNTIL = 0.8  # of a run: what revives later is not trained any more, and only makes the model denser
-# The trainer's methods that a callback wraps.
-WRAPPED = ("train", "get_batch_samples", "training_step", "log", "_save_checkpoint")
 WARMUPS = {
     "linear": lambda progress: progress,
     "sine": lambda progress: math.sin(progress * math.pi / 2) ** 2,
@@ -44,8 +39,8 @@ class SparsityCallback(TrainerCallback):
     `twell/target` (the density that the controller steers to now), `twell/revived`, `twell/blend`, `twell/kl` and
     `twell/layer_error`.
 
-    Each checkpoint gets `twell_state.json`, written last: `trainer.train(resume_from_checkpoint=True)` passes over
-    checkpoints that lack it, because their saving was interrupted.
+    Its `CompleteCheckpoints` marks the trainer's checkpoints: `trainer.train(resume_from_checkpoint=True)` passes over
+    those whose saving was interrupted.
 
     Args:
         trainer: the trainer; its model must be sparsified.
@@ -133,15 +128,9 @@ class SparsityCallback(TrainerCallback):
         if revive_after is not None:
             sigma = getattr(trainer.model.config.get_text_config(), "initializer_range", 0.02)
             self.revival = Revival(self.penalty.ffns, revive_after, sigma=sigma, seed=trainer.args.seed)
-        self._resumed: Path | None = None
         self._told: set = set()
-        # No event carries the batches, or comes before the reporters and the saving: these methods of the trainer do.
-        earlier = getattr(vars(trainer).get("train"), "func", None)
-        if isinstance(getattr(earlier, "__self__", None), SparsityCallback):
-            earlier.__self__.detach()
-        for name in WRAPPED:
-            method = getattr(self, f"_{name.lstrip('_')}")
-            setattr(trainer, name, functools.partial(method, getattr(trainer, name)))
+        wrap(trainer, self, ("get_batch_samples", "training_step", "log"))
+        self.checkpoints = CompleteCheckpoints(trainer, self.schedule())
         if "create_model_card" not in vars(trainer):
             # Of a layer above this one: a trained model that is pushed says of itself what it is.
             from hf_twell.hub import use_model_card
@@ -150,10 +139,9 @@ class SparsityCallback(TrainerCallback):
 
     def detach(self) -> None:
         """Give the trainer its own methods back and leave its callbacks; a new SparsityCallback does so to the last."""
-        for name in (*WRAPPED, "create_model_card"):
-            vars(self.trainer).pop(name, None)
-        if self in self.trainer.callback_handler.callbacks:
-            self.trainer.remove_callback(self)
+        vars(self.trainer).pop("create_model_card", None)
+        self.checkpoints.detach()
+        unwrap(self.trainer, self)
 
     def progress(self, step: int) -> float:
         """How far the warm-up is, from 0 to 1, when `step` optimizer steps are finished; it begins after the blend."""
@@ -188,7 +176,8 @@ class SparsityCallback(TrainerCallback):
         self._begin_run(state.global_step)
 
     def _begin_run(self, step: int) -> None:
-        saved = read_state(self._resumed) if self._resumed else {}
+        resumed = self.checkpoints.resumed
+        saved = read_state(resumed) if resumed else {}
         self._told = set()
         self.penalty.report()  # what a run that broke off left uncounted
         if self.controller is not None:
@@ -199,7 +188,7 @@ class SparsityCallback(TrainerCallback):
                 self.penalty.layer_weights = self.controller.weights()
         if self.revival is not None:
             check_optimizer(self.trainer.optimizer, self.revival)
-            idle = self._resumed / IDLE_NAME if self._resumed else None
+            idle = resumed / IDLE_NAME if resumed else None
             self.revival.load_state(load_file(idle) if idle and idle.is_file() else {}, self.penalty.device)
         if self.blend is not None:
             self.blend.set(step / self._blend_length())
@@ -221,38 +210,14 @@ class SparsityCallback(TrainerCallback):
             self.blend.set(state.global_step / self._blend_length())
 
     def on_train_end(self, args, state, control, **kwargs):
-        missed = self.controller.missed() if self.controller is not None else {}
-        if missed and state.is_world_process_zero:
-            names = [f"{self.penalty.ffns[layer].twell.name} {density:.2%}" for layer, density in missed.items()]
-            if self.layer_shares == "free":
-                names = [f"the layers' mean is {sum(missed.values()) / len(missed):.2%}"]
-            logger.warning(
-                "target_density=%g was missed by more than a tenth: %s; give more steps, a shorter warm-up or a higher "
-                "learning rate",
-                self.target_density,
-                ", ".join(names),
-            )
+        if self.controller is not None and state.is_world_process_zero:
+            warn_of_miss(self.controller, self.penalty.ffns)
 
     def on_save(self, args, state, control, **kwargs):
-        # Other processes may still be writing their part of the checkpoint.
-        self.trainer.accelerator.wait_for_everyone()
-        if args.should_save:
-            data = {"step": state.global_step, **self.schedule()}
-            if self.controller is not None:
-                data["controller"] = self.controller.state()
-            if self.revival is not None:
-                save_file(self.revival.state(), self._state_path().with_name(IDLE_NAME))
-            write_json(self._state_path(), data)
-
-    def _save_checkpoint(self, save_checkpoint, *args, **kwargs):
-        # The folder may hold the complete checkpoint of another run; it is not complete while it is written over.
-        if self.trainer.args.should_save:
-            self._state_path().unlink(missing_ok=True)
-        return save_checkpoint(*args, **kwargs)
-
-    def _state_path(self) -> Path:
-        folder = Path(self.trainer._get_output_dir(trial=None)) / f"checkpoint-{self.trainer.state.global_step}"
-        return folder / STATE_NAME
+        if args.should_save and self.controller is not None:
+            self.checkpoints.state["controller"] = self.controller.state()
+        if args.should_save and self.revival is not None:
+            save_file(self.revival.state(), self.checkpoints.folder() / IDLE_NAME)
 
     def _new_controller(self, steps: int) -> DensityController:
         return DensityController(self.target_density, steps=steps, share=self.layer_shares, bounds=self.l1_bounds)
@@ -264,32 +229,12 @@ class SparsityCallback(TrainerCallback):
     def _blend_length(self) -> int:
         return 0 if self.blend is None else max(1, self._steps(self.blend_steps))
 
-    def _train(self, train, resume_from_checkpoint=None, *args, **kwargs):
+    def _get_batch_samples(self, get_batch_samples, *args, **kwargs):
         if self not in self.trainer.callback_handler.callbacks:
             raise ValueError(
                 "a SparsityCallback was made for this trainer but is not among its callbacks; add it with "
                 "trainer.add_callback(callback), or call callback.detach() to train without it"
             )
-        if resume_from_checkpoint is True:
-            output_dir = self.trainer.args.output_dir
-            resume_from_checkpoint = last_checkpoint(output_dir)
-            if resume_from_checkpoint is None:
-                raise ValueError(f"{output_dir} holds no complete checkpoint (one with {STATE_NAME}) to resume from")
-        self._resumed = Path(resume_from_checkpoint) if resume_from_checkpoint else None
-        if resume_from_checkpoint:
-            saved = read_state(resume_from_checkpoint)
-            for key, value in self.schedule().items():
-                if saved.get(key) != value:
-                    logger.warning(
-                        "%s was trained with %s=%s and goes on with %s",
-                        resume_from_checkpoint,
-                        key,
-                        saved.get(key),
-                        value,
-                    )
-        return train(resume_from_checkpoint, *args, **kwargs)
-
-    def _get_batch_samples(self, get_batch_samples, *args, **kwargs):
         batches, num_items_in_batch = get_batch_samples(*args, **kwargs)
         if batches:
             if self.controller is None:

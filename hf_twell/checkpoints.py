@@ -94,10 +94,10 @@ def write_json(path: Path, data: dict) -> None:
 
 
 def read_state(checkpoint: str | Path) -> dict:
-    """The state that `SparsityCallback` wrote last into a Trainer checkpoint.
+    """The state that `SparsityCallback` (or a recipe without it) wrote last into a Trainer checkpoint.
 
     Raises:
-        ValueError: the folder has none, so its saving was interrupted, or it is not from sparse training.
+        ValueError: the folder has none, so its saving was interrupted, or it is from another kind of training.
     """
     path = Path(checkpoint) / STATE_NAME
     if not path.is_file():
@@ -109,7 +109,7 @@ def read_state(checkpoint: str | Path) -> dict:
 
 
 def last_checkpoint(output_dir: str | Path) -> str | None:
-    """The newest complete checkpoint of a sparse training run, or None; torn ones are passed over."""
+    """The newest complete checkpoint of a run, or None; torn ones are passed over."""
     found = {}
     if Path(output_dir).is_dir():
         for folder in Path(output_dir).iterdir():

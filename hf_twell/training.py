@@ -186,10 +186,7 @@ def check_run(output_dir: str, args: TrainingArguments, *, resume: bool, overwri
             raise ValueError(f"{output_dir} holds the final model of an earlier run; replace it with --overwrite")
         return
     if checkpoint is None:
-        raise ValueError(
-            f"{output_dir} holds no complete checkpoint to resume from (runs with relu: false mark none); leave "
-            "--resume out"
-        )
+        raise ValueError(f"{output_dir} holds no complete checkpoint to resume from; leave --resume out")
     state = json.loads(Path(checkpoint, "trainer_state.json").read_text())
     same_epochs = state["num_train_epochs"] == args.num_train_epochs
     steps = args.max_steps if args.max_steps > 0 else state["max_steps"] if same_epochs else math.inf

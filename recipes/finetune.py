@@ -25,6 +25,7 @@ from hf_twell.distillation import Distillation
 from hf_twell.evaluation import load_model
 from hf_twell.packing import PackedText, StreamedText, is_streamed
 from hf_twell.perplexity import evaluation_mode
+from hf_twell.resuming import CompleteCheckpoints
 from hf_twell.training import (
     CompactProgress,
     Distill,
@@ -73,6 +74,8 @@ def finetune(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, t
         options = recipe.sparsity | ({} if blend is None else {"blend": blend, "blend_steps": recipe.blend_steps})
         callback = hf_twell.SparsityCallback(trainer, distillation=teacher(recipe, model), **options)
         trainer.add_callback(callback)
+    else:
+        CompleteCheckpoints(trainer, {"relu": False})  # SparsityCallback has its own
     if resume:
         trainer.add_callback(NothingLeft)
     if not args.disable_tqdm:

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 from hf_twell import SparsityCallback, last_checkpoint, sparsify
 from hf_twell.checkpoints import STATE_NAME, read_state, save_model, whole_folder, write_json
+from hf_twell.resuming import CompleteCheckpoints
 from tests.conftest import tiny_llama
 
 ROOT = Path(__file__).parents[1]
@@ -188,12 +189,32 @@ def test_a_changed_schedule_is_told(torn, caplog):
     assert "l1_weight=0.5 and goes on with 0.25" in messages[0]
 
 
+def test_a_run_without_the_callback_is_told_apart(torn, caplog):
+    """As a recipe with `relu: false` runs, resumed in the folder of one with ReLU."""
+    trainer = make_trainer(torn, max_steps=4)
+    next(c for c in trainer.callback_handler.callbacks if isinstance(c, SparsityCallback)).detach()
+    assert not [c for c in trainer.callback_handler.callbacks if isinstance(c, CompleteCheckpoints)]
+    CompleteCheckpoints(trainer, {"relu": True})
+    CompleteCheckpoints(trainer, {"relu": False})  # replaces the one before
+    trainer.train(resume_from_checkpoint=True)
+    assert "checkpoint-3 was trained with relu=None and goes on with False" in caplog.text
+    assert read_state(torn / "checkpoint-4") == {"step": 4, "relu": False}
+
+
 def test_a_checkpoint_written_over_is_not_complete_meanwhile(tmp_path):
     make_trainer(tmp_path, max_steps=SAVE_STEPS).train()
     assert last_checkpoint(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         make_trainer(tmp_path, AtSave(SAVE_STEPS, interrupt), max_steps=SAVE_STEPS).train()
     assert last_checkpoint(tmp_path) is None, "half of it is from another run"
+
+
+def test_a_checkpoint_is_complete_when_every_callback_has_saved(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.add_callback(AtSave(SAVE_STEPS, interrupt))  # after SparsityCallback
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert last_checkpoint(tmp_path) is None
 
 
 def test_state_that_cannot_be_written(tmp_path):

@@ -198,8 +198,10 @@ def test_train_reports_a_model_that_was_sharded(recipe, capsys, monkeypatch):
     assert "3.25" in capsys.readouterr().out
 
 
-def test_a_killed_training_resumes_to_the_same_model(recipe, capsys):
+@pytest.mark.parametrize("relu", ["true", "false"])
+def test_a_killed_training_resumes_to_the_same_model(recipe, relu, capsys):
     whole = recipe.parent / "whole"
+    recipe.write_text(f"{recipe.read_text()}relu: {relu}\n")
     assert main(["train", str(recipe), f"output_dir={whole}", "--json"]) == 0
     expected = json.loads(capsys.readouterr().out)
 
