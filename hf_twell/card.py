@@ -27,8 +27,8 @@ def model_card(
         repo_id: where it will be loaded from.
         config: its config.json.
         base_model: Hub name of the dense model that it was made from.
-        method: the state that `SparsityCallback` saved (`twell_state.json`): l1_weight or target_density, step,
-            warmup_steps, warmup.
+        method: what `hf_twell.resuming.method_of` says of a trainer, or the `twell_state.json` of a checkpoint or a
+            recipe's final model: l1_weight or target_density, step, warmup_steps, warmup.
         sparsity: what `hf_twell.measure_sparsity` returned or `hf-twell inspect --json` printed.
         scores: what `hf_twell.evaluate` returned or `hf-twell eval --json` printed.
 

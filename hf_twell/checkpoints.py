@@ -57,11 +57,21 @@ def whole_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]
         old.unlink(missing_ok=True)
 
 
-def save_model(model, path: str | Path, tokenizer=None, *, overwrite: bool = False, state_dict=None, **options) -> None:
+def save_model(
+    model,
+    path: str | Path,
+    tokenizer=None,
+    *,
+    overwrite: bool = False,
+    state_dict=None,
+    method: dict | None = None,
+    **options,
+) -> None:
     """`model.save_pretrained` and the tokenizer's, into a folder that is whole or absent.
 
-    `state_dict` holds the weights of a model that is sharded over processes, gathered by all of them; `options` are
-    further ones of `save_pretrained`.
+    `state_dict` holds the weights of a model that is sharded over processes, gathered by all of them; `method` is what
+    `hf_twell.resuming.method_of` says of the model's training, for its card; `options` are further ones of
+    `save_pretrained`.
     """
     from hf_twell.config_files import one_line_errors  # imports torch, which the command line's start does without
 
@@ -77,6 +87,8 @@ def save_model(model, path: str | Path, tokenizer=None, *, overwrite: bool = Fal
                 raise OSError(f"could not write {path}: {error}") from error
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+        if method is not None:
+            write_json(folder / STATE_NAME, method)
 
 
 def write_json(path: Path, data: dict) -> None:

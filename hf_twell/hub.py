@@ -18,6 +18,7 @@ from hf_twell.checkpoints import STATE_NAME, save_model
 from hf_twell.config_files import read_config
 from hf_twell.loading import check_checkpoint
 from hf_twell.modeling import sparse_ffns
+from hf_twell.resuming import method_of
 
 # A model folder of Trainer's also holds its state, and pickles; a Hub model needs none of it.
 LEFT_OUT = ("*.bin", "*.pt", "*.pth", "*.pkl", "twell_state.json", "trainer_state.json", "README.md", ".*")
@@ -185,14 +186,10 @@ def _write_trainer_card(trainer, figures, model_name=None, **_):
             (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True))
         card = adapter_card(base_model, repo_id)
     else:
-        callbacks = trainer.callback_handler.callbacks
-        ours = next((callback for callback in callbacks if type(callback).__name__ == "SparsityCallback"), None)
-        method = {"step": trainer.state.global_step, **(ours.schedule() if ours else {})}
         sparsity = figures["sparsity"] or _logged_sparsity(trainer, model)
         config = model.config.to_dict() | {"architectures": [type(model).__name__.removeprefix("FSDP")]}
-        card = model_card(
-            repo_id, config, base_model=base_model, method=method, sparsity=sparsity, scores=figures["scores"]
-        )
+        given = {"base_model": base_model, "sparsity": sparsity, "scores": figures["scores"]}
+        card = model_card(repo_id, config, method=method_of(trainer), **given)
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 

@@ -47,7 +47,7 @@ class CompleteCheckpoints(TrainerCallback):
         # Other processes may still be writing their part of the checkpoint.
         self.trainer.accelerator.wait_for_everyone()
         if args.should_save:
-            write_json(self.folder() / STATE_NAME, {"step": state.global_step, **self.method, **self.state})
+            write_json(self.folder() / STATE_NAME, {**method_of(self.trainer), **self.state})
 
     def _save_checkpoint(self, save_checkpoint, *args, **kwargs):
         # The folder may hold the complete checkpoint of another run; it is not complete while it is written over.
@@ -72,6 +72,13 @@ class CompleteCheckpoints(TrainerCallback):
                         "%s was trained with %s=%s and goes on with %s", self.resumed, key, saved.get(key), value
                     )
         return train(resume_from_checkpoint, *args, **kwargs)
+
+
+def method_of(trainer: Trainer) -> dict:
+    """How a trainer's model came to be, for its card: the steps so far, and what `CompleteCheckpoints` was told."""
+    callbacks = trainer.callback_handler.callbacks
+    ours = next((callback for callback in callbacks if isinstance(callback, CompleteCheckpoints)), None)
+    return {"step": trainer.state.global_step, **(ours.method if ours else {})}
 
 
 def wrap(trainer: Trainer, owner: TrainerCallback, names: tuple[str, ...]) -> None:

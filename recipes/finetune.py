@@ -25,7 +25,7 @@ from hf_twell.distillation import Distillation
 from hf_twell.evaluation import load_model
 from hf_twell.packing import PackedText, StreamedText, is_streamed
 from hf_twell.perplexity import evaluation_mode
-from hf_twell.resuming import CompleteCheckpoints
+from hf_twell.resuming import CompleteCheckpoints, method_of
 from hf_twell.training import (
     CompactProgress,
     Distill,
@@ -95,7 +95,8 @@ def finetune(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, t
         adapters.merge()
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None
     if trainer.is_world_process_zero():
-        save_model(trainer.accelerator.unwrap_model(model), final, tokenizer, overwrite=True, state_dict=weights)
+        whole, method = trainer.accelerator.unwrap_model(model), method_of(trainer)
+        save_model(whole, final, tokenizer, overwrite=True, state_dict=weights, method=method)
     logs = [row for row in trainer.state.log_history if "loss" in row]
     return {"model": str(final), "before": before, "after": after, "logs": logs}
 
