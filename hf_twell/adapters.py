@@ -28,8 +28,8 @@ RECORD = "base_sparsified_by_hf_twell"
 def save_adapter(model: nn.Module, path: str | Path, tokenizer=None, *, overwrite: bool = False) -> None:
     """`model.save_pretrained` of a PEFT model, with the record that its base is sparsified, into a whole folder.
 
-    The record (`base_sparsified_by_hf_twell` in adapter_config.json) holds the base's `twell` entry. What
-    `save_pretrained` or Trainer save without this function bears a weaker one: the tag `hf_twell` in its README.md.
+    The checkpoints of a trainer with `SparsityCallback` bear it too. What `save_pretrained` saves by itself bears a
+    weaker one: the tag `hf_twell` in its README.md.
 
     Args:
         model: what `peft.get_peft_model` returns for a sparsified model.
@@ -46,14 +46,25 @@ def save_adapter(model: nn.Module, path: str | Path, tokenizer=None, *, overwrit
         raise ValueError("the adapter's base is not sparsified; save it with peft's own save_pretrained")
     with whole_folder(path, overwrite=overwrite) as folder:
         model.save_pretrained(folder)
-        entry = model.get_base_model().config.twell
-        for config_path in folder.rglob(ADAPTER_CONFIG):
-            config = json.loads(config_path.read_text())
-            config_path.write_text(json.dumps({**config, RECORD: entry}, indent=2, sort_keys=True))
-        base = json.loads(next(folder.rglob(ADAPTER_CONFIG)).read_text())["base_model_name_or_path"]
+        record_base(model, folder)
+        base = next(iter(model.peft_config.values())).base_model_name_or_path
         (folder / "README.md").write_text(adapter_card(base), encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+
+
+def record_base(model: nn.Module, folder: Path) -> None:
+    """Write into all of a model's adapters that are saved in `folder` that their base is sparsified.
+
+    The record (`base_sparsified_by_hf_twell` in adapter_config.json) holds the base's `twell` entry.
+    """
+    if not hasattr(model, "peft_config"):
+        return
+    for part in ("", *model.peft_config):  # peft gives named adapters folders of their own
+        path = folder / part / ADAPTER_CONFIG
+        if path.is_file():
+            config = json.loads(path.read_text())
+            path.write_text(json.dumps({**config, RECORD: model.config.twell}, indent=2, sort_keys=True))
 
 
 def load_adapter(

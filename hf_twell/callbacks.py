@@ -7,6 +7,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
 from hf_twell._logs import log_without_layers, rows_of_report, warn_of_bounds, warn_of_miss
+from hf_twell.adapters import record_base
 from hf_twell.blending import Blend
 from hf_twell.checkpoints import read_state
 from hf_twell.controller import DensityController
@@ -214,10 +215,14 @@ class SparsityCallback(TrainerCallback):
             warn_of_miss(self.controller, self.penalty.ffns)
 
     def on_save(self, args, state, control, **kwargs):
-        if args.should_save and self.controller is not None:
+        if not args.should_save:
+            return
+        folder = self.checkpoints.folder()
+        record_base(self.trainer.accelerator.unwrap_model(self.trainer.model), folder)
+        if self.revival is not None:
+            save_file(self.revival.state(), folder / IDLE_NAME)
+        if self.controller is not None:
             self.checkpoints.state["controller"] = self.controller.state()
-        if args.should_save and self.revival is not None:
-            save_file(self.revival.state(), self.checkpoints.folder() / IDLE_NAME)
 
     def _new_controller(self, steps: int) -> DensityController:
         return DensityController(self.target_density, steps=steps, share=self.layer_shares, bounds=self.l1_bounds)

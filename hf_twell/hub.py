@@ -12,7 +12,14 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 from torch import nn
 
-from hf_twell.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, RECORD, read_adapter_config, save_adapter, sparse_base
+from hf_twell.adapters import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    read_adapter_config,
+    record_base,
+    save_adapter,
+    sparse_base,
+)
 from hf_twell.card import adapter_card, model_card
 from hf_twell.checkpoints import STATE_NAME, save_model
 from hf_twell.config_files import read_config
@@ -180,10 +187,7 @@ def _write_trainer_card(trainer, figures, model_name=None, **_):
     base_model = figures["base_model"] or model.config._name_or_path
     folder.mkdir(parents=True, exist_ok=True)  # trl's trainers write a card before their first checkpoint
     if hasattr(model, "peft_config"):
-        if (folder / ADAPTER_CONFIG).is_file():  # SFTTrainer writes a card with every checkpoint, before any model
-            config = json.loads((folder / ADAPTER_CONFIG).read_text())
-            config[RECORD] = model.get_base_model().config.twell
-            (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True))
+        record_base(model, folder)
         card = adapter_card(base_model, repo_id)
     else:
         sparsity = figures["sparsity"] or _logged_sparsity(trainer, model)

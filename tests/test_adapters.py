@@ -267,6 +267,26 @@ def test_gradient_of_the_l1_term(targets, backend):
     assert [layer["l0"] for layer in report["layers"]] == pytest.approx([layer["l0"] for layer in measured["layers"]])
 
 
+def test_named_adapters_bear_the_record_wherever_a_trainer_saves_them(base, tmp_path):
+    """peft puts them into folders of their own, without a README.md that would tell."""
+    model = with_lora(sparsify(AutoModelForCausalLM.from_pretrained(base), layers=[0, 2], backend="reference"))
+    model.add_adapter("other", model.peft_config["default"])
+    args = TrainingArguments(str(tmp_path / "run"), max_steps=1, save_steps=1, report_to=[], use_cpu=True)
+    trainer = Trainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in ids()])
+    trainer.add_callback(SparsityCallback(trainer, l1_weight=0.2))
+    trainer.train()
+    trainer.save_model()
+    trainer.create_model_card()
+    save_adapter(model, tmp_path / "saved")
+    assert "AutoPeftModel" in (tmp_path / "saved" / "README.md").read_text()
+    for folder in ("run/checkpoint-1", "run", "saved"):
+        for name, part in (("default", ""), ("other", "other")):
+            loaded = load_adapter(tmp_path / folder / part, backend="reference")
+            assert [ffn.twell.layer for ffn in sparse_ffns(loaded)] == [0, 2], (folder, name)
+            model.set_adapter(name)
+            assert torch.equal(logits(loaded), logits(model.eval())), (folder, name)
+
+
 @pytest.mark.parametrize("frozen", [True, False])
 def test_trainer(base, tmp_path, frozen):
     generator = torch.Generator().manual_seed(1)
