@@ -132,15 +132,18 @@ class SparsityCallback(TrainerCallback):
         self._told: set = set()
         wrap(trainer, self, ("get_batch_samples", "training_step", "log"))
         self.checkpoints = CompleteCheckpoints(trainer, self.schedule())
+        self._card = None
         if "create_model_card" not in vars(trainer):
             # Of a layer above this one: a trained model that is pushed says of itself what it is.
             from hf_twell.hub import use_model_card
 
             use_model_card(trainer)
+            self._card = trainer.create_model_card
 
     def detach(self) -> None:
         """Give the trainer its own methods back and leave its callbacks; a new SparsityCallback does so to the last."""
-        vars(self.trainer).pop("create_model_card", None)
+        if vars(self.trainer).get("create_model_card") is self._card:  # and not one that the user asked for
+            vars(self.trainer).pop("create_model_card", None)
         self.checkpoints.detach()
         unwrap(self.trainer, self)
 

@@ -293,6 +293,30 @@ def test_the_card_of_a_run_to_a_density_says_so(tmp_path):
         assert "| density aimed at | 2.00 % after a linear warm-up over 0.4 |" in text
 
 
+@pytest.mark.parametrize("told", ["before the callback", "after it", "never"])
+def test_a_card_that_was_asked_for_outlasts_the_callback(tmp_path, told):
+    trainer = Trainer(hf_twell.sparsify(tiny_llama()), TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
+
+    def written_card():
+        trainer.create_model_card(model_name="me/x")
+        return (tmp_path / "README.md").read_text()
+
+    if told == "before the callback":
+        hf_twell.use_model_card(trainer, base_model="their/base")
+    hf_twell.SparsityCallback(trainer, l1_weight=1.0)
+    if told == "after it":
+        hf_twell.use_model_card(trainer, base_model="their/base")
+    callback = hf_twell.SparsityCallback(trainer, l1_weight=2.0)  # replaces the one before
+    text = written_card()
+    assert "| coefficient of the L1 term | 2 |" in text
+    assert metadata(text).get("base_model") == (None if told == "never" else "their/base")
+    callback.detach()
+    if told == "never":
+        assert "create_model_card" not in vars(trainer), "it is Trainer's own again"
+    else:
+        assert metadata(written_card())["base_model"] == "their/base"
+
+
 def test_figures_of_another_model_are_refused(sparse, tmp_path, capsys):
     for name, content, message in (
         ("layers", json.dumps(figures_of_sparsity(3)), "of 3 layers, the model has 4"),
