@@ -416,6 +416,7 @@ bool check_all(const Device& device, bool verbose) {
   both({3, 64, 65536, 0.4, true, true, coordinate});
   both({64, 128, 65536, 0.9, true, false, coordinate});
   both({2, 16384, 65536, 0.02, true, false, coordinate});
+  both({6, 4096, 8192, 0.02, true, false, coordinate});
   both({20, 16384, 65535, 0.2, false, false, coordinate});
   both({64, 16384, 65536, 0.01, true, false, coordinate});
 
