@@ -156,8 +156,9 @@ def _measure(dense, xs, weights, active, captured, repeats, energy) -> dict:
 
 def _taken(block, x) -> str:
     """Which way a patched block goes with x, now that it has seen some calls."""
+    gate = block.gate_proj
     with torch.inference_mode():
-        too_dense = block._too_dense(x, block.gate_proj.weight, block.gate_proj.bias)
+        too_dense = block._too_dense(x, gate.weight, gate.bias, block._max_density(x, gate.weight))
     return "plain matmuls" if too_dense else "kernels"
 
 

@@ -102,8 +102,10 @@ class SparseFfn(nn.Module):
 
     def _fused(self, x, l1, up, down, gate):
         """`up`, `down` and `gate` are (weight, bias), both None where there is no gate."""
-        settle_down(self, down[0], x)
-        if not self._too_dense(x, *(up if gate[0] is None else gate)):
+        limit = self._max_density(x, down[0])
+        if limit > 0:
+            settle_down(self, down[0], x)
+        if not self._too_dense(x, *(up if gate[0] is None else gate), limit):
             compute, options = ops.ffn, {"capacity": self.twell.training.capacity, "backend": self.twell.backend}
         elif ops.dense_takes(x) and not torch.compiler.is_compiling():
             compute, options = ops.dense_ffn, {}
@@ -113,7 +115,7 @@ class SparseFfn(nn.Module):
             options |= {"l1_scale": l1.scale, "token_weight": l1.token_weight, "tally": l1.tally}
         return compute(x, up[0], down[0], gate[0], b_up=up[1], b_down=down[1], b_gate=gate[1], **options)
 
-    def _too_dense(self, x, weight, bias) -> bool:
+    def _too_dense(self, x, weight, bias, limit) -> bool:
         """If plain matmuls are faster; in compiled evaluation the operator itself follows the density."""
         # In training mode without gradients, too: so runs the forward of re-entrant checkpointing.
         if (torch.is_grad_enabled() or self.training) and self._trains(x):
@@ -121,12 +123,16 @@ class SparseFfn(nn.Module):
             if not torch.compiler.is_compiling():
                 self.twell.on_kernels = not too_dense
             return too_dense
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.twell.backend != "auto":
-            return False
         if x.is_cuda:
-            return self.twell.watch.too_dense(x, weight, bias)
-        tokens = x.numel() // max(x.shape[-1], 1)
-        return self.twell.density is not None and self.twell.density > ops.max_density(tokens, weight.dtype)
+            chooses = not torch.is_grad_enabled() and not torch.compiler.is_compiling() and self.twell.backend == "auto"
+            return chooses and self.twell.watch.too_dense(x, weight, bias)
+        return limit == 0 or (self.twell.density is not None and self.twell.density > limit)
+
+    def _max_density(self, x, weight) -> float:
+        """Density up to which kernels pay in evaluation on a CPU; 1 where that is not for this block to choose."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.twell.backend != "auto" or x.is_cuda:
+            return 1.0
+        return ops.max_density(x.numel() // max(x.shape[-1], 1), weight.numel(), weight.dtype)
 
     def _trains(self, x) -> bool:
         """Whether there is something to learn here, and kernels that can on this GPU."""

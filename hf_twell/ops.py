@@ -13,6 +13,11 @@ MAX_INTERMEDIATE = 65536
 MAX_DENSITY = 0.18  # of the CPU kernels, as in kernels/twell_cpu/forward.cpp
 # In bfloat16 where dense matmuls have matrix units: in training, and in evaluation of up to 64 and of more tokens.
 MAX_DENSITY_AMX = {"training": 0.03, "few": 0.075, "many": 0.035}  # kernels/twell_cpu/NOTES.md
+# In float32, caches hold matrices of fewer elements, of which plain matmuls take tens of microseconds.
+CACHED, MAX_DENSITY_CACHED = 1 << 19, 0.1
+SMALLEST = 1 << 15  # of those matrices, below which kernels never pay; and with few or many tokens, their product
+SMALLEST_WORK = {"few": 1 << 17, "many": 1 << 20}
+SMALLEST_H = 1 << 17  # elements of h, below which one pass over it costs more to call than several do
 SAMPLE_TOKENS, SAMPLE_NEURONS = 16, 256
 
 
@@ -85,6 +90,9 @@ def dense_ffn(
     For blocks too dense for `ffn` to pay, of which it is then no slower than compiled PyTorch, and for dtypes that
     `dense_takes`. Arguments as in `ffn`.
     """
+    intermediate, hidden = w_up.shape
+    if x.is_cpu and not torch.is_grad_enabled() and x.numel() * intermediate < SMALLEST_H * hidden:
+        return reference.ffn(x, w_up, w_down, w_gate, b_up=b_up, b_down=b_down, b_gate=b_gate)
     linear = torch.nn.functional.linear
     gate, up = linear(x, w_up, b_up), None
     if w_gate is not None:
@@ -102,9 +110,16 @@ def _looks_dense(inputs) -> bool:
     return density > (MAX_DENSITY_AMX["training"] if x.dtype == torch.bfloat16 and _has_amx() else MAX_DENSITY)
 
 
-def max_density(tokens: int, dtype: torch.dtype) -> float:
-    """Density up to which the CPU kernels are faster in evaluation than plain matmuls, as measured."""
-    if tokens <= 2:  # bound by the weights' traffic, of which kernels always have less
+def max_density(tokens: int, elements: int, dtype: torch.dtype) -> float:
+    """Density up to which the CPU kernels are faster in evaluation than plain matmuls, as measured; 0: at none.
+
+    `elements` are those of one matrix, D x F.
+    """
+    few = tokens <= 2
+    if dtype == torch.float32 and elements < CACHED:
+        work = SMALLEST_WORK["few" if few else "many"]
+        return 0.0 if elements < SMALLEST or tokens * elements < work else MAX_DENSITY_CACHED
+    if few:  # bound by the weights' traffic, of which kernels always have less
         return 1.0
     if dtype == torch.bfloat16 and _has_amx():
         return MAX_DENSITY_AMX["few" if tokens <= 64 else "many"]

@@ -16,9 +16,10 @@ DECODED_TOKENS = 8
 # A sparse block's time = first * (the first matrix's share of the dense time) + rest * density * (the others' share).
 # Fitted to rows of kernels/twell_cpu/bench/bench.jsonl (D = 2048, F = 5632, bfloat16, 1 and 1,024 tokens).
 _CPU_COST = {"decode": (0.72, 0.98), "prefill": (1.08, 7.5)}
+_CPU_CALL_MS = 0.025  # what a call of a sparse block takes beside that: Python and dispatch
 _BASIS = {
-    "cpu": "the time of the dense block here, and how the sparse one compared with it on another machine (AMD EPYC, "
-    "D = 2,048, F = 5,632, bfloat16); small blocks gain less, because the cost of a call does not shrink",
+    "cpu": "the time of the dense block here, how the sparse one compared with it on another machine (AMD EPYC, "
+    "D = 2,048, F = 5,632, bfloat16), and 0.025 ms a call, which do not shrink where blocks are small",
     "cuda": "the time of the dense block here, and the share of its work that sparsity leaves; a bound, no estimate",
 }
 
@@ -37,7 +38,8 @@ def ffn_savings(model, ids: torch.Tensor, layers: list[dict], *, measure: bool =
         rounds: turns.
 
     Returns:
-        {"measured", "basis" (of predictions), "backend", "device", "threads", "tokens": {"decode": 1, "prefill": S},
+        {"measured", "basis" (of predictions), "too_small" (the passes in which blocks of this size take plain matmuls,
+        whatever their density), "backend", "device", "threads", "tokens": {"decode": 1, "prefill": S},
         "layers": [{"name", "density", "decode", "prefill": {"path", "dense_ms", "sparse_ms"}}],
         "total": {"decode", "prefill": {"dense_ms", "sparse_ms", "speedup"}},
         "if_density": [{"density", "measured", "decode", "prefill": speed-up over dense}]}. Where they were measured
@@ -53,9 +55,13 @@ def ffn_savings(model, ids: torch.Tensor, layers: list[dict], *, measure: bool =
     chosen = (entry.get("layers") if isinstance(entry, dict) else None) or range(len(sites))
     dtype = next(sites[0].module.parameters()).dtype
     counts = {"decode": 1, "prefill": ids.shape[1]}
-    limits = {which: _max_density(relu, backend, tokens, dtype) for which, tokens in counts.items()}
+    elements = sites[0].linear("up").weight.numel()
+    limits = {which: _max_density(backend, tokens, elements, dtype) for which, tokens in counts.items()}
     paths = [
-        {which: "sparse" if index in chosen and layer["density"] <= limits[which] else "dense" for which in PASSES}
+        {
+            which: "sparse" if relu and index in chosen and layer["density"] <= limits[which] else "dense"
+            for which in PASSES
+        }
         for index, layer in enumerate(layers)
     ]
     measure_blocks = measure and relu and backend != "reference"
@@ -69,23 +75,26 @@ def ffn_savings(model, ids: torch.Tensor, layers: list[dict], *, measure: bool =
             path, dense_ms = paths[index][which], dense[which][index]
             if measure_blocks:
                 sparse_ms = sparse[which][index]
+            elif path == "dense":
+                sparse_ms = dense_ms
             else:
-                ratio = predicted_share(which, layer["density"], backend, matrices) if path == "sparse" else 1.0
-                sparse_ms = dense_ms * ratio
+                sparse_ms = _predicted_ms(which, dense_ms, layer["density"], backend, matrices)
             row[which] = {"path": path, "dense_ms": dense_ms, "sparse_ms": sparse_ms}
         rows.append(row | ({"difference": difference[index]} if measure_blocks else {}))
+    total = {which: _total([row[which] for row in rows]) for which in PASSES}
     return {
         # Where every layer is dense there is nothing to predict.
         "measured": measure_blocks or all(path == "dense" for row in paths for path in row.values()),
         "basis": _BASIS.get(backend, ""),
+        "too_small": [which for which in PASSES if limits[which] < 0],
         "backend": backend,
         "relu": relu,
         "device": benchmark.environment(device)["processor"],
         "threads": torch.get_num_threads(),
         "tokens": {"decode": 1, "prefill": ids.shape[1]},
         "layers": rows,
-        "total": {which: _total([row[which] for row in rows]) for which in PASSES},
-        "if_density": _if_density(sites[0], model, ids.shape[1], backend, measure, matrices),
+        "total": total,
+        "if_density": _if_density(sites, model, ids.shape[1], backend, measure, limits, total),
     }
 
 
@@ -95,11 +104,16 @@ def predicted_share(which: str, density: float, backend: str, matrices: int = 3)
     return min(1.0, (first + rest * (matrices - 1) * density) / matrices)
 
 
-def _max_density(relu: bool, backend: str, tokens: int, dtype: torch.dtype) -> float:
+def _predicted_ms(which: str, dense_ms: float, density: float, backend: str, matrices: int) -> float:
+    call_ms = _CPU_CALL_MS if backend == "cpu" else 0.0
+    return min(dense_ms, dense_ms * predicted_share(which, density, backend, matrices) + call_ms)
+
+
+def _max_density(backend: str, tokens: int, elements: int, dtype: torch.dtype) -> float:
     """Density up to which "auto" takes the kernels; below 0 where it never does."""
-    if not relu or backend == "reference":
+    if backend == "reference":
         return -1.0
-    return _density.max_density(tokens) if backend == "cuda" else ops.max_density(tokens, dtype)
+    return _density.max_density(tokens) if backend == "cuda" else ops.max_density(tokens, elements, dtype) or -1.0
 
 
 def _block_inputs(model, sites, ids) -> list[torch.Tensor]:
@@ -172,9 +186,10 @@ def _total(rows: list[dict]) -> dict[str, float]:
     return {"dense_ms": dense, "sparse_ms": sparse, "speedup": dense / sparse}
 
 
-def _if_density(site, model, tokens, backend, measure, matrices) -> list[dict]:
+def _if_density(sites, model, tokens, backend, measure, limits, total) -> list[dict]:
     """Speed-ups if the model's blocks were this sparse: measured on synthetic activations, else predicted."""
-    up, dtype = site.linear("up"), str(model.dtype).removeprefix("torch.")
+    up, dtype = sites[0].linear("up"), str(model.dtype).removeprefix("torch.")
+    matrices = len(sites[0].form.linears)
     measured = measure and backend != "reference" and matrices == 3 and dtype in benchmark.DTYPES
     speedups = {}
     if measured:
@@ -182,10 +197,13 @@ def _if_density(site, model, tokens, backend, measure, matrices) -> list[dict]:
         l0s = [density * up.out_features for density in IF_DENSITIES]
         times = iter(benchmark.bench_ffn([1, tokens], l0s, compile_dense=False, **shape))
         speedups = {(which, density): next(times)["speedup"] for which in PASSES for density in IF_DENSITIES}
-    elif backend != "reference":
+    else:
         for which, density in itertools.product(PASSES, IF_DENSITIES):
-            speedups[which, density] = 1 / predicted_share(which, density, backend, matrices)
+            dense_ms = total[which]["dense_ms"] / len(sites)
+            pays = density <= limits[which]
+            sparse_ms = _predicted_ms(which, dense_ms, density, backend, matrices) if pays else dense_ms
+            speedups[which, density] = dense_ms / sparse_ms
     return [
-        {"density": density, "measured": measured, **{which: speedups.get((which, density), 1.0) for which in PASSES}}
+        {"density": density, "measured": measured, **{which: speedups[which, density] for which in PASSES}}
         for density in IF_DENSITIES
     ]

@@ -25,6 +25,13 @@ def shared_path(relative: str) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def kernels_at_every_size(monkeypatch):
+    """Tests' blocks are smaller than those that "auto" leaves to plain matmuls; `monkeypatch.undo()` leaves these."""
+    monkeypatch.setattr(ops, "CACHED", 0)
+    monkeypatch.setattr(ops, "SMALLEST_H", 0)
+
+
 @pytest.fixture
 def isa(request, monkeypatch):
     """The CPU kernels of one instruction set, by indirect parameter; a skip where this processor lacks it."""

@@ -19,6 +19,7 @@ from hf_twell.cli import main
 from hf_twell.inspection import inspect_text
 from hf_twell.passages import read_pieces, windows
 from hf_twell.places import LISTED_COUNT
+from hf_twell.report.findings import savings_sentence
 from hf_twell.savings import ffn_savings, predicted_share
 from hf_twell.text import read_documents
 from tests.conftest import shared_path
@@ -173,6 +174,22 @@ def test_measured_savings(relu_demo):
             assert total["speedup"] == total["dense_ms"] / total["sparse_ms"]
     assert [row["measured"] for row in measured["if_density"]] == [True] * 5
     assert [row["measured"] for row in predicted["if_density"]] == [False] * 5
+
+
+def test_predictions_know_blocks_that_are_too_small(stories_model, monkeypatch):
+    monkeypatch.undo()  # sizes as users have them
+    hf_twell.unpatch(hf_twell.sparsify(stories_model))
+    layers = hf_twell.measure_sparsity(stories_model, [torch.arange(3, 200)[None]])["layers"]
+    for measure in (False, True):
+        savings = ffn_savings(stories_model, torch.arange(3, 200)[None], layers, measure=measure, rounds=1)
+        if savings["backend"] == "reference":
+            pytest.skip("no compiled backend works on this machine")
+        assert savings["too_small"] == ["decode", "prefill"]
+        assert {row[which]["path"] for row in savings["layers"] for which in ("decode", "prefill")} == {"dense"}
+        assert "keep plain matmuls in decode and prefill at any density" in savings_sentence(savings)
+        if not measure:
+            assert savings["total"]["decode"]["speedup"] == savings["total"]["prefill"]["speedup"] == 1
+            assert all(row["decode"] == row["prefill"] == 1 for row in savings["if_density"])
 
 
 def test_predictions_are_the_benchmarks():

@@ -154,6 +154,34 @@ def test_down_proj_lies_by_columns_in_evaluation_only(tmp_path):
 
 
 @needs_cpu_kernels
+@pytest.mark.parametrize("backend", ["auto", "cpu"])
+def test_small_blocks_keep_plain_matmuls_in_evaluation(backend, monkeypatch):
+    monkeypatch.undo()  # sizes as users have them
+    block, x = sparse_block()
+    block.eval().twell.backend = backend
+    calls = []
+    monkeypatch.setattr(ops, "ffn", lambda *a, _f=ops.ffn, **k: calls.append(1) or _f(*a, **k))
+    with torch.no_grad():
+        y = block(x[:, :1])
+    assert (len(calls), block.down_proj.weight.stride()) == ((0, (688, 1)) if backend == "auto" else (1, (1, 48)))
+    truth = reference.ffn(x[:, :1], block.up_proj.weight, block.down_proj.weight, block.gate_proj.weight)
+    assert relative_rms(y, truth) < 1e-6
+
+
+def test_the_density_up_to_which_cpu_kernels_pay(monkeypatch):
+    monkeypatch.undo()
+    assert [ops.max_density(1, elements, torch.float32) for elements in (64 * 172, 288 * 768, 2048 * 5632)] == [
+        0,
+        0.1,
+        1,
+    ]
+    assert [ops.max_density(tokens, 192 * 512, torch.float32) for tokens in (1, 4, 16)] == [0, 0, 0.1]
+    assert ops.max_density(256, 64 * 172, torch.float32) == 0
+    # PyTorch's own bfloat16 matmuls take so long to begin that kernels win at any size.
+    assert ops.max_density(1, 64 * 172, torch.bfloat16) == 1
+
+
+@needs_cpu_kernels
 def test_down_proj_stays_put_in_a_process_group():
     block, x = sparse_block()
     block.eval()

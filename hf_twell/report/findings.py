@@ -47,9 +47,15 @@ def savings_sentence(savings: dict) -> str:
         return "Nothing here: no compiled backend works on this machine (see `hf-twell doctor`)."
     decode, prefill = (savings["total"][which] for which in ("decode", "prefill"))
     how = "measured" if savings["measured"] else "predicted, not measured"
+    small = ""
+    if savings["too_small"]:
+        small = (
+            f" Blocks of this size keep plain matmuls in {' and '.join(savings['too_small'])} at any density: there a "
+            "call itself costs what sparsity could save."
+        )
     return (
         f"Feed-forward blocks on this machine ({how}): {_gain(decode)} in decode (one token) and {_gain(prefill)} in "
-        f"prefill ({savings['tokens']['prefill']:,} tokens)."
+        f"prefill ({savings['tokens']['prefill']:,} tokens).{small}"
     )
 
 
