@@ -21,6 +21,11 @@ class L1Inputs:
     token_weight: torch.Tensor | None
     tally: torch.Tensor
 
+    def to(self, device: torch.device) -> "L1Inputs":
+        """The same on x's device, where FSDP2 offloads the parameters, with which they are, to the CPU."""
+        weight = None if self.token_weight is None else self.token_weight.to(device)
+        return L1Inputs(self.scale.to(device), weight, self.tally.to(device))
+
 
 @dataclass
 class FfnSettings:
@@ -78,6 +83,8 @@ class SparseFfn(nn.Module):
         if self.twell.reached is False:
             self.twell.reached = True
         form, l1 = self.twell.form, self.twell.l1
+        if l1 is not None and l1.tally.device != x.device:
+            l1 = l1.to(x.device)
         if l1 is not None and l1.token_weight is not None and l1.token_weight.shape != x.shape[:-1]:
             raise ValueError(
                 f"{self.twell.name} got hidden states for {tuple(x.shape[:-1])} tokens, but the batch's attention_mask "

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers.utils import is_accelerate_available
 
 from hf_twell._density import Block, ModelChoice
 from hf_twell.modeling import L1Inputs, sparse_ffns
@@ -46,7 +47,8 @@ class L1Penalty:
                 (model(**batch).loss / len(batches)).backward()
             optimizer.step()
 
-    Under DistributedDataParallel every rank calls it alike: gradients are taken to be averaged over ranks.
+    Under DistributedDataParallel every rank calls it alike, with tokens of its own: gradients are taken to be averaged
+    over ranks.
 
     Args:
         model: a sparsified model.
@@ -58,7 +60,7 @@ class L1Penalty:
             fp16 loss scale.
 
     Raises:
-        ValueError: a model without sparse blocks.
+        ValueError: a model without sparse blocks, or context or sequence parallelism, where ranks share sequences.
 
     Source: arXiv 2603.23198, section 2 (the sum over neurons instead of their mean).
     """
@@ -69,6 +71,7 @@ class L1Penalty:
             raise ValueError(f"{type(model).__name__} has no sparse blocks; call hf_twell.sparsify(model) first")
         if not isinstance(l1_weight, int | float) or not l1_weight >= 0:
             raise ValueError(f"l1_weight={l1_weight!r}; give a number of at least 0")
+        _check_ranks_share_no_sequence()
         self.l1_weight = l1_weight
         self.layer_weights: torch.Tensor | None = None
         self.token_scale: torch.Tensor | None = None
@@ -86,6 +89,7 @@ class L1Penalty:
             batches: the micro-batches as the model receives them (`attention_mask` marks padding by 0).
             scaler: the fp16 gradient scaler, where one is used; its factor is divided out again by the optimizer step.
         """
+        _check_ranks_share_no_sequence()
         self.end_step()
         device = self.device
         tokens, sizes = torch.zeros((), device=device), []
@@ -166,6 +170,9 @@ class L1Penalty:
     def report(self) -> dict | None:
         """Sparsity of all tokens since the last report, over all ranks (each must call it); None if there were none.
 
+        Only `micro_batches` (or `begin_step` and `micro_batch`) counts: None comes back of training outside it, too,
+        which has no L1 term.
+
         Returns:
             l0, density, l1 (means over layers), dead (share of neurons that no token activated), tokens, l1_weight
             (mean), and `layers`: the same figures, but tokens, for each sparse layer.
@@ -212,6 +219,21 @@ class L1Penalty:
     @staticmethod
     def _device(ffn) -> torch.device:
         return next(ffn.parameters()).device
+
+
+def _check_ranks_share_no_sequence() -> None:
+    if not is_accelerate_available():
+        return
+    from accelerate.state import AcceleratorState, is_initialized
+
+    config = getattr(AcceleratorState(), "parallelism_config", None) if is_initialized() else None
+    for name in ("cp_size", "sp_size"):
+        size = getattr(config, name, 1)
+        if size > 1:
+            raise ValueError(
+                f"accelerate's {name}={size} cuts each sequence over {size} ranks, and the L1 term would count it on "
+                f"every one of them, {size} times too weak; set {name}=1 and use FSDP2 or gradient checkpointing"
+            )
 
 
 def token_weight(batch: Mapping) -> torch.Tensor | None:

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_twell import L1Penalty, SparsityCallback, sparsify
+from hf_twell.modeling import L1Inputs
 from hf_twell.perplexity import evaluation_mode
 from tests import one_step
 from tests.conftest import tiny_llama
@@ -298,6 +299,31 @@ def test_wrong_set_ups_are_refused():
     args._n_gpu = 2  # what TrainingArguments finds on a machine of two GPUs, started as one process
     with pytest.raises(ValueError, match="accelerate launch"):
         SparsityCallback(trainer, 1.0)
+
+
+@pytest.mark.parametrize("name", ["cp_size", "sp_size"])
+def test_ranks_that_share_sequences_are_refused(name, monkeypatch):
+    accelerate = pytest.importorskip("accelerate")
+    state = accelerate.state.AcceleratorState()
+    penalty = L1Penalty(sparsify(tiny_llama()), 1.0)
+    monkeypatch.setitem(vars(state), "parallelism_config", accelerate.ParallelismConfig(**{name: 2}))
+    with pytest.raises(ValueError, match=f"accelerate's {name}=2 cuts each sequence over 2 ranks"):
+        L1Penalty(sparsify(tiny_llama()), 1.0)
+    with pytest.raises(ValueError, match=f"{name}=2"):  # the Accelerator came after the penalty
+        penalty.begin_step([{"input_ids": torch.ones(1, 3)}])
+
+
+def test_the_report_comes_back_from_the_activations_device():
+    """As where FSDP2 offloads parameters to the CPU, and with them the tallies."""
+    block = sparsify(tiny_llama()).model.layers[0].mlp.to("meta")
+    tally = torch.zeros(1 + 52, requires_grad=True)
+    block.twell.l1 = L1Inputs(torch.ones(()), torch.ones(1, 3), tally)
+    y = block(torch.ones(1, 3, 32, device="meta"))
+    nodes = [y.grad_fn]
+    for node in nodes:
+        nodes += [parent for parent, _ in node.next_functions if parent is not None]
+    (to_tally,) = [n for n in nodes if any(getattr(p, "variable", None) is tally for p, _ in n.next_functions)]
+    assert to_tally.name() == "ToCopyBackward0"
 
 
 def test_layers_restrict_the_l1_term():
