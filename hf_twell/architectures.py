@@ -66,6 +66,13 @@ class FfnSite(NamedTuple):
     def intermediate_size(self) -> int:
         return self.linear("up").out_features
 
+    def blocks(self) -> list["FfnSite"]:
+        """The block itself; what PEFT's `modules_to_save` makes of one: the original and a copy for each adapter."""
+        copies = self.module._modules.get("modules_to_save")
+        if copies is None:
+            return [self]
+        return [self._replace(module=module) for module in (self.module.original_module, *copies.values())]
+
 
 def find_ffns(model: nn.Module) -> list[FfnSite]:
     """The feed-forward blocks of the model's text decoder, in layer order.
@@ -96,6 +103,7 @@ def check_convertible(model: nn.Module, sites: list[FfnSite]) -> None:
     Raises:
         ValueError: quantized or meta-device weights, a replaced forward, or a block that computes something else.
     """
+    sites = [block for site in sites for block in site.blocks()]
     _check_other_activations(model, sites)
     for site in sites:
         where = f"{site.name} ({type(site.module).__name__})"
@@ -152,7 +160,9 @@ def _is_linear(module) -> bool:
 
 
 def _base_layer(linear):
-    # An adapter (LoRA) is no nn.Linear, but wraps one.
+    # An adapter (LoRA) is no nn.Linear, but wraps one; so does what PEFT's `modules_to_save` trains a copy of.
+    if "modules_to_save" in getattr(linear, "_modules", ()):
+        linear = linear.original_module
     while hasattr(linear, "base_layer"):
         linear = linear.base_layer
     return linear

@@ -54,11 +54,12 @@ def sparsify(model: nn.Module, *, backend: str = "auto", layers: Iterable[int] |
 def patch(model: nn.Module, sites: list[FfnSite], chosen: list[int], backend: str) -> None:
     """Make the chosen blocks sparse ones and the others stock ones with ReLU, and say so in the config."""
     for index, site in enumerate(sites):
-        _use_relu(site)
-        if index in chosen:
-            _make_sparse(site, index, backend)
-        else:
-            _restore_stock(site.module)
+        for block in site.blocks():
+            _use_relu(block)
+            if index in chosen:
+                _make_sparse(block, index, backend)
+            else:
+                _restore_stock(block.module)
     model.config.twell = {"version": FORMAT_VERSION, "layers": chosen if len(chosen) < len(sites) else None}
     if hasattr(model, "add_model_tags"):
         model.add_model_tags(TAG)

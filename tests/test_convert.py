@@ -405,6 +405,24 @@ def test_a_block_that_is_trained_as_a_copy_counts_once():
         assert penalty.report()["density"] == pytest.approx(density)
 
 
+@pytest.mark.parametrize("what", ["mlp", "gate_proj", "down_proj"])
+def test_blocks_that_are_trained_as_copies_convert(what):
+    peft = pytest.importorskip("peft")
+    model, config = tiny_llama(), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=[what])
+    truth = logits(dense_relu(model))
+    model = peft.get_peft_model(model, config)
+    for _ in range(2):
+        assert sparsify(model) is model
+        torch.testing.assert_close(logits(model), truth)
+    assert [ffn.twell.layer for ffn in sparse_ffns(model)] == [0, 1, 2]
+    with model.disable_adapter():
+        torch.testing.assert_close(logits(model), truth)
+    sparsify(model, layers=[1])
+    assert [ffn.twell.layer for ffn in sparse_ffns(model)] == [1]
+    torch.testing.assert_close(logits(unpatch(model)), truth)
+    assert not any(isinstance(module, SparseFfn) for module in model.modules())
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_fsdp2_of_each_block(when, tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
