@@ -40,6 +40,25 @@ def refused(model, message: str):
     assert model.config.hidden_act == "silu"
 
 
+# quantization by PyTorch
+
+
+def in_eight_bits_when_called(model):
+    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_dynamic_quantization(by_columns):
+    model = sparsify(tiny_llama().eval())
+    for ffn in sparse_ffns(model) if by_columns else []:  # as an evaluation leaves the weight
+        ffn.down_proj.weight.data = ffn.down_proj.weight.data.t().contiguous().t()
+    quantized = in_eight_bits_when_called(model)
+    assert len(sparse_ffns(quantized)) == 3
+    assert torch.equal(logits(quantized), logits(in_eight_bits_when_called(relu_model())))
+    refused(in_eight_bits_when_called(tiny_llama().eval()), "cannot be read")
+
+
 # accelerate
 
 
