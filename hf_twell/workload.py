@@ -80,8 +80,9 @@ def distinct_neurons(active_TF, run=64) -> float:
 
 def patched_block(w_gate, w_up, w_down) -> torch.nn.Module:
     """A patched Llama feed-forward block in evaluation mode that holds these very weights."""
-    # The size of a head does not matter here, but a config refuses an odd one, which it would find for some D.
-    config = LlamaConfig(hidden_size=w_gate.shape[1], intermediate_size=w_gate.shape[0], hidden_act="relu", head_dim=64)
+    # Heads do not matter here, but a config refuses sizes that do not fit D.
+    sizes = {"hidden_size": w_gate.shape[1], "intermediate_size": w_gate.shape[0]}
+    config = LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1, head_dim=64, hidden_act="relu")
     with torch.device("meta"):
         block = LlamaMLP(config).eval()
     for name, weight in (("gate_proj", w_gate), ("up_proj", w_up), ("down_proj", w_down)):

@@ -264,6 +264,33 @@ def test_sizes_that_are_none(capsys, option, value):
     assert f"argument {option}: {value}: give a whole number, 1 or more" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("ffn --intermediate 128 --l0 5 129", "--l0 129 of 128 neurons; give more than 0 and at most 128"),
+        ("ffn --l0 0", "--l0 0 of 5,632 neurons"),
+        ("ffn --shape qwen2.5-7b --l0 6000", "--l0 6000 of 5,632 neurons"),
+        ("ffn --hidden 1", "--hidden 1; give at least 2"),
+        ("prefill --hidden 63", "--hidden 63 with attention heads: 1; give a multiple of 2"),
+        ("train --hidden 64 --heads 3", "--hidden 64 with attention heads: 3; give a multiple of 6"),
+        ("generate --hidden 64 --heads 4 --kv-heads 3", "--kv-heads 3 with attention heads: 4; give a divisor of 4"),
+    ],
+)
+def test_sizes_that_make_no_benchmark_are_refused(capsys, arguments, reason):
+    assert main(["bench", *arguments.split(), "--device", "cpu"]) == 1
+    message = capsys.readouterr().err
+    assert reason in message
+    assert message.count("\n") == 1
+
+
+def test_bench_ffn_of_an_odd_hidden_size(capsys):
+    arguments = (
+        "bench ffn --hidden 63 --intermediate 128 --l0 5 --tokens 1 --no-compile --repeats 1 --json --device cpu"
+    )
+    assert main(arguments.split()) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["hidden"] == 63
+
+
 def test_energy_on_a_cpu_is_refused(capsys):
     with pytest.raises(ValueError, match="NVIDIA GPU"):
         timing.millijoules(lambda turn: None, torch.device("cpu"))

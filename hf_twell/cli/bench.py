@@ -169,6 +169,7 @@ def _measure(args) -> list[dict]:
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but PyTorch sees no GPU here; take --device cpu")
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    _check_sizes(args)
     if args.energy:
         check_energy(torch.device(device))
     common = {"dtype": args.dtype, "device": device, "repeats": args.repeats, "energy": args.energy}
@@ -186,6 +187,31 @@ def _measure(args) -> list[dict]:
     if output is not None:
         plot(rows, output.with_name("bench.png" if args.what == "ffn" else f"{args.what}.png"))
     return rows
+
+
+def _check_sizes(args) -> None:
+    """Refuse what neither the workload nor a Llama can be made of.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    shaped = args.what == "ffn" and args.shape
+    width = SHAPE_L0_OF if shaped else args.intermediate
+    for l0 in args.l0:
+        if not 0 < l0 <= width:
+            raise ValueError(f"--l0 {l0:g} of {width:,} neurons; give more than 0 and at most {width:,}")
+    if args.what == "ffn":
+        if args.hidden < 2:
+            raise ValueError(f"--hidden {args.hidden}; give at least 2, the workload's thresholds take two columns")
+        return
+    heads = args.heads or max(1, args.hidden // 64)
+    if args.hidden % (2 * heads):
+        raise ValueError(
+            f"--hidden {args.hidden} with attention heads: {heads}; give a multiple of {2 * heads} (each head needs an "
+            "even number of columns), or other --heads"
+        )
+    if args.kv_heads and heads % args.kv_heads:
+        raise ValueError(f"--kv-heads {args.kv_heads} with attention heads: {heads}; give a divisor of {heads}")
 
 
 def _ffn_rows(args, common):
