@@ -26,6 +26,11 @@ def read_config(path: str | Path, **hub) -> dict:
         kind = raw.get("model_type")
     except (AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: its config.json holds no mapping; fetch it again") from error
+    except OSError as error:
+        if "/" in str(path) or Path(path).is_dir():
+            raise
+        # A few models on the Hub have such a name; most often, a folder's is mistyped.
+        raise OSError(f"there is no folder {path} here, and as a name on the Hub: {error}") from error
     if not isinstance(kind, str | None):
         raise ValueError(f"{path}: config.json has model_type={kind!r}; it must be a name, such as 'llama'")
     dtype = raw.get("dtype", raw.get("torch_dtype"))

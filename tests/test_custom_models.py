@@ -448,6 +448,11 @@ def test_another_architecture_is_refused(folder):
 def test_a_folder_that_is_not_there():
     with pytest.raises(OSError, match=r"no folder at \./absent; give a model's folder, or its name on the Hub"):
         TwellLlamaForCausalLM.from_pretrained("./absent")
+    with pytest.raises(OSError, match="there is no folder absent here, and as a name on the Hub: "):
+        TwellLlamaForCausalLM.from_pretrained("absent")
+    with pytest.raises(OSError) as caught:
+        TwellLlamaForCausalLM.from_pretrained("someone/absent")
+    assert "folder" not in str(caught.value).splitlines()[0]
 
 
 def test_remote_code_is_never_run(folder):
