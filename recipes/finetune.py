@@ -16,6 +16,7 @@ import os
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from transformers import ProgressCallback, Trainer, set_seed
 
 import hf_twell
@@ -138,3 +139,6 @@ if __name__ == "__main__":
     result = finetune(recipe, resume=arguments.resume, overwrite=arguments.overwrite)
     if int(os.environ.get("RANK", 0)) == 0:
         print(json.dumps({key: result[key] for key in ("model", "before", "after")}, indent=2))
+    processes = PartialState()
+    processes.wait_for_everyone()  # the first one may still be saving
+    processes.destroy_process_group()

@@ -6,6 +6,7 @@ then is accelerate's and PyTorch's own code: reading the configuration, `fully_s
 it cannot show is NCCL, memory, and streams that overlap.
 """
 
+import os
 import runpy
 import sys
 
@@ -25,3 +26,6 @@ if __name__ == "__main__":
     PartialState.__init__ = begin_as_gpus
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
+    # All is done and written; gloo's threads now and then abort the interpreter's own shutdown.
+    sys.stdout.flush()
+    os._exit(0)
