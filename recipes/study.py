@@ -164,7 +164,8 @@ def run_one(run: dict, study: dict, output: Path, data: tuple, eval_dir: Path | 
     if "threshold" in run:
         for site in hf_twell.architectures.find_ffns(model):
             setattr(site.module, site.form.activation, FatRelu(run["threshold"]))
-    figures = measure(model, AutoTokenizer.from_pretrained(data[0]), data[2], eval_dir, study["eval_limit"])
+    tokenizer = AutoTokenizer.from_pretrained(data[0])
+    figures = measure(model, tokenizer, data[2], eval_dir, study["eval_limit"], training=data[1])
     parent = rows.get(f"{run['family']}/dense/seed0") if run["start"] == "parent" else None
     about = {
         # Which parent: one trained again elsewhere differs, and has controls of its own.

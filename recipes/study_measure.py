@@ -14,6 +14,7 @@ from hf_twell.tasks import DATA_FILES
 from hf_twell.text import read_text
 
 TASKS = ("arc_easy", "hellaswag")
+TRAINING_TOKENS = 2**20  # as many as the paper's steps have, over which it says which neurons are dead
 
 
 @torch.no_grad()
@@ -48,8 +49,10 @@ def lambada(model, tokenizer, folder: Path, limit: int) -> dict:
     return {"acc": mean, "stderr": math.sqrt(mean * (1 - mean) / max(1, len(hits) - 1)), "rows": len(hits)}
 
 
-def measure(model, tokenizer, heldout: PackedText, eval_dir: Path | None, limit: int) -> dict:
-    """Everything that a row says of a model."""
+def measure(
+    model, tokenizer, heldout: PackedText, eval_dir: Path | None, limit: int, *, training: PackedText | None = None
+) -> dict:
+    """Everything that a row says of a model; with `training`, also its sparsity on a million tokens of that."""
     losses = sequence_losses(model, heldout.sequences)
     sparsity = hf_twell.measure_sparsity(model, heldout.sequences.split(32))
     row = {
@@ -59,9 +62,13 @@ def measure(model, tokenizer, heldout: PackedText, eval_dir: Path | None, limit:
         "density": sparsity["density"],
         "l0": sparsity["l0"],
         "dead": sparsity["dead"],
-        "layers": [{key: layer[key] for key in ("l0", "density", "dead")} for layer in sparsity["layers"]],
+        "layers": _layers(sparsity),
         "tasks": {},
     }
+    if training is not None:
+        sample = evenly(training.sequences, TRAINING_TOKENS)
+        sparsity = hf_twell.measure_sparsity(model, sample.split(32))
+        row["training_text"] = {"tokens": sample.numel(), "density": sparsity["density"], "layers": _layers(sparsity)}
     if eval_dir is not None:
         row["tasks"]["lambada"] = lambada(model, tokenizer, eval_dir, limit)
         found = [task for task in TASKS if _has_rows(eval_dir, task)]
@@ -75,6 +82,16 @@ def measure(model, tokenizer, heldout: PackedText, eval_dir: Path | None, limit:
                     "rows": scores[task]["n_samples"],
                 }
     return row
+
+
+def evenly(sequences: torch.Tensor, tokens: int) -> torch.Tensor:
+    """So many tokens' sequences (all, if they are fewer), evenly from first to last."""
+    count = min(len(sequences), math.ceil(tokens / sequences.shape[1]))
+    return sequences[torch.linspace(0, len(sequences) - 1, count).long()]
+
+
+def _layers(sparsity: dict) -> list[dict]:
+    return [{key: layer[key] for key in ("l0", "density", "dead")} for layer in sparsity["layers"]]
 
 
 def _has_rows(folder: Path, task: str) -> bool:

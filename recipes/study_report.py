@@ -23,7 +23,8 @@ def control_of(row: dict, rows: list[dict]) -> dict | None:
 def table(rows: list[dict]) -> str:
     """A Markdown table, one line a row; a parent is named by its loss."""
     head = ["family", "parent", "method", "seed", "target", "density", "L0 of the layers", "loss", "against dense"]
-    head += ["dead (worst layer)", *TASKS, "Mtokens", "minutes (up to 4 runs share a GPU)"]
+    head += ["dead (worst layer)", "on 1M training tokens: density", "dead (worst layer)", *TASKS]
+    head += ["Mtokens", "minutes (up to 4 runs share a GPU)"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in sorted(rows, key=lambda r: (r["family"], r.get("parent_loss") or 0)):
         control = control_of(row, rows)
@@ -44,12 +45,19 @@ def table(rows: list[dict]) -> str:
             f"{row['loss']:.4f} ± {row['loss_stderr']:.4f}",
             against,
             f"{100 * max(layer['dead'] for layer in row['layers']):.1f} %",
+            *_on_training_text(row),
             *("" if score is None else f"{100 * score['acc']:.1f} ± {100 * score['stderr']:.1f}" for score in scores),
             f"{row['tokens'] / 1e6:.1f}",
             f"{row['minutes']:.1f}",
         ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _on_training_text(row: dict) -> tuple[str, str]:
+    if (figures := row.get("training_text")) is None:
+        return "", ""
+    return f"{100 * figures['density']:.2f} %", f"{100 * max(layer['dead'] for layer in figures['layers']):.1f} %"
 
 
 def draw(rows: list[dict], path: Path) -> None:

@@ -46,7 +46,9 @@ def test_it_runs_skips_what_is_done_and_draws(script, tmp_path, capsys):
         assert 4 < row["loss"] < 7
         assert row["loss_stderr"] > 0
         assert row["tasks"]["lambada"]["rows"] == 3
-        assert len(row["layers"]) == 2
+        assert len(row["layers"]) == len(row["training_text"]["layers"]) == 2
+        assert 0 < row["training_text"]["tokens"] <= 2**20
+        assert row["training_text"]["density"] == pytest.approx(row["density"], rel=0.2)
     kept = (tmp_path / "out" / "study.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in kept] == rows
     table = (tmp_path / "out" / "study.md").read_text()
