@@ -21,10 +21,18 @@ def environment(device: torch.device) -> dict:
         "processor": torch.cuda.get_device_name(device) if cuda else _processor(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        **({"cuda": torch.version.cuda, "path": os.environ.get("HF_TWELL_CUDA_PATH", "auto")} if cuda else {}),
-        **({} if cuda else {"isa": os.environ.get("HF_TWELL_CPU_ISA") or _widest_isa()}),
+        **(_cuda() if cuda else {"isa": os.environ.get("HF_TWELL_CPU_ISA") or _widest_isa()}),
         "hf_twell": hf_twell.__version__,
         "commit": _commit(),
+    }
+
+
+def _cuda() -> dict:
+    return {
+        "cuda": torch.version.cuda,
+        "path": os.environ.get("HF_TWELL_CUDA_PATH", "auto"),
+        # Whether torch.compile's own kernels take part in programmatic dependent launch.
+        "inductor_pdl": os.environ.get("TORCHINDUCTOR_ENABLE_PDL") == "1",
     }
 
 
