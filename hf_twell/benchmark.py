@@ -9,6 +9,7 @@ from hf_twell import benchmark_backward, ops, workload
 from hf_twell._layout import SPARSE
 from hf_twell.benchmark_check import check_block
 from hf_twell.benchmark_environment import DTYPES, environment
+from hf_twell.modeling import takes_kernels
 from hf_twell.timing import Captured, interleaved_ms, millijoules, peak_mib
 
 COLD_BYTES = 256 << 20  # rotated weights take at least this much on a CPU, so that no cache holds the next call's
@@ -156,10 +157,8 @@ def _measure(dense, xs, weights, active, captured, repeats, energy) -> dict:
 
 def _taken(block, x) -> str:
     """Which way a patched block goes with x, now that it has seen some calls."""
-    gate = block.gate_proj
     with torch.inference_mode():
-        too_dense = block._too_dense(x, gate.weight, gate.bias, block._max_density(x, gate.weight))
-    return "plain matmuls" if too_dense else "kernels"
+        return "kernels" if takes_kernels(block, x) else "plain matmuls"
 
 
 def _dense(x, w_gate, w_up, w_down):

@@ -212,6 +212,12 @@ def _new_instance(stock_class: type) -> nn.Module:
     return cls.__new__(cls)
 
 
+def takes_kernels(ffn: SparseFfn, x: torch.Tensor) -> bool:
+    """Which way a block would go with x after the calls it has seen: kernels, or plain matmuls."""
+    first, down = getattr(ffn, ffn.twell.form.gate or ffn.twell.form.up), getattr(ffn, ffn.twell.form.down)
+    return not ffn._too_dense(x, first.weight, first.bias, ffn._max_density(x, down.weight))
+
+
 def sparse_ffns(model: nn.Module) -> list[nn.Module]:
     """The model's sparse blocks, in layer order."""
     idle = set()
