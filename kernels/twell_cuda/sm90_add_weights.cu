@@ -40,6 +40,7 @@ struct Arguments {
   Product products[2];
   const uint32_t* masks;
   const int64_t* kept;
+  bool known;                   // as in Chunk
   int64_t first_block, tokens;  // of the chunk
   int blocks, words, hidden, width;
 };
@@ -212,8 +213,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     add_kernel(const __grid_constant__ CUtensorMap row_map, const Arguments a) {
 #if defined(TWELL_SM90_DEVICE)
   launch_dependents();
+  int64_t kept = a.known ? __ldcg(a.kept) : 0;
   wait_for_previous();
-  const int64_t kept = __ldcg(a.kept);
+  if (!a.known) kept = __ldcg(a.kept);
   if (kept >= a.first_block + a.blocks) return;
   const int first_block = kept > a.first_block ? static_cast<int>(kept - a.first_block) : 0;
   extern __shared__ uint8_t raw_shared[];
@@ -242,8 +244,8 @@ template <typename T, bool kMultiplied>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const State& state, const void* rows, const Product& first,
                    const Product& second, const Device& device, cudaStream_t stream) {
   const Active& active = chunk.active;
-  const Arguments arguments{{first, second}, active.masks,  state.totals, chunk.first_block(), chunk.tokens,
-                            active.blocks,   active.words, ffn.hidden,   ffn.width};
+  const Arguments arguments{{first, second}, active.masks, state.totals, chunk.known, chunk.first_block(),
+                            chunk.tokens,    active.blocks, active.words, ffn.hidden,  ffn.width};
   const int items = (ffn.width + kNeurons - 1) / kNeurons * (first.slices + second.slices);
   CUtensorMap row_map;
   const T* from = static_cast<const T*>(rows) + chunk.first * ffn.hidden;

@@ -37,16 +37,24 @@ struct Chunk {
   Active active;
   // Gate, list and up do nothing if the first *kept blocks of the call include this chunk's; null: never.
   const int64_t* kept;
+  // An earlier launch has let others start only after it had waited for whoever writes *kept.
+  bool known;
 
   __host__ __device__ int64_t first_block() const { return first / kBlockTokens; }
 #if defined(__CUDACC__)
-  // Call it after wait_for_previous().
-  __device__ bool skipped() const { return kept != nullptr && *kept >= first_block() + active.blocks; }
+  // Call it after wait_for_previous(), or where it is known.
+  __device__ bool skipped() const { return kept != nullptr && __ldcg(kept) >= first_block() + active.blocks; }
+  __device__ bool known_skipped() const { return known && skipped(); }
 #endif
 };
 
 cudaError_t launch_gate(const Ffn&, const Chunk&, const Device&, cudaStream_t);
-cudaError_t launch_list(const Ffn&, const Chunk&, const Device&, cudaStream_t);
+// Words that are to be zero for the launches after this one.
+struct Zeroed {
+  uint64_t* words;
+  int count;
+};
+cudaError_t launch_list(const Ffn&, const Chunk&, const Device&, cudaStream_t, Zeroed = {}, Zeroed = {});
 cudaError_t launch_up(const Ffn&, const Chunk&, const Device&, cudaStream_t);
 // As for many blocks of tokens or for few, whatever their number.
 cudaError_t launch_up_as(const Ffn&, const Chunk&, const Device&, cudaStream_t, bool many);

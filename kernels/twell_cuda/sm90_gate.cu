@@ -70,6 +70,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   uint32_t* warp_masks = reinterpret_cast<uint32_t*>(turn + S::kTurnBytes);
   uint64_t* barriers = reinterpret_cast<uint64_t*>(warp_masks + 2 * kConsumerWarps * S::kWords);
   const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
+  if (a.chunk.known_skipped()) {  // the same for all thread blocks: nothing of a cluster is under way
+    launch_dependents();
+    wait_for_previous();
+    return;
+  }
   if (threadIdx.x == 0) {
     prefetch_map(&x_map);
     prefetch_map(&gate_map);
@@ -86,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (!a.beside) wait_for_previous();
   launch_dependents();  // not earlier: what runs beside this relies on what came before it
-  if (a.chunk.skipped()) {  // the same for all thread blocks: nothing of a cluster is under way
+  if (a.chunk.skipped()) {
     if (a.beside) wait_for_previous();
     return;
   }
@@ -243,12 +248,13 @@ __global__ void __launch_bounds__(kThreads, 1)
 // What shared memory takes for a step: 32 KiB of x, written once and read once, and 3 x 128 bytes a neuron.
 constexpr int64_t tile_cost(int neurons) { return 256 + 3 * neurons; }
 
-// The tile width of least time. Tiles of 256 that would make a poorly filled last round are cut into parts of `last`.
+// The tile width of least time. Tiles of 256 that would make a poorly filled last round are cut into parts of `last`,
+// but for launches that mostly end at once.
 struct Cut {
   int neurons, last;  // last == neurons: nothing is cut
 };
 
-Cut best_cut(const Ffn& ffn, int groups, int clusters) {
+Cut best_cut(const Ffn& ffn, int groups, int clusters, bool whole) {
   const auto rounds = [&](int64_t items) { return (items + clusters - 1) / clusters; };
   Cut best{};
   int64_t best_cost = INT64_MAX;
@@ -258,7 +264,7 @@ Cut best_cut(const Ffn& ffn, int groups, int clusters) {
   for (const int neurons : {256, 192, 128, 96, 64}) {
     const int64_t items = int64_t{groups} * ((ffn.width + neurons - 1) / neurons);
     consider({neurons, neurons}, rounds(items) * tile_cost(neurons));
-    if (neurons != 256 || items < clusters) continue;
+    if (whole || neurons != 256 || items < clusters) continue;
     for (const int last : {128, 96, 64}) {
       const int64_t parts = items % clusters * ((256 + last - 1) / last);
       consider({256, last}, items / clusters * tile_cost(256) + rounds(parts) * tile_cost(last) + kLaunchCost);
@@ -299,7 +305,7 @@ cudaError_t launch_width(int neurons, const Ffn& ffn, const Chunk& chunk, const 
 template <typename T, int kCluster>
 cudaError_t launch_cluster(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
   const int groups = (chunk.active.blocks + kCluster - 1) / kCluster, clusters = device.sm_count / kCluster;
-  const Cut cut = best_cut(ffn, groups, clusters);
+  const Cut cut = best_cut(ffn, groups, clusters, chunk.kept != nullptr);
   const int tiles = groups * ((ffn.width + cut.neurons - 1) / cut.neurons);
   const int whole = cut.last == cut.neurons ? tiles : tiles / clusters * clusters;
   TWELL_RETURN_IF_ERROR(

@@ -32,14 +32,20 @@ __device__ __forceinline__ uint64_t sum_before(uint64_t value, int lane) {
 
 // A thread block for each block of tokens; each warp lists a run of words, 32 at a time, and in each word a lane the bit
 // that is its own. Each lane keeps the first words that it counts.
-__global__ void __launch_bounds__(kThreads) list_kernel(const Chunk chunk) {
+__global__ void __launch_bounds__(kThreads)
+    list_kernel(const Chunk chunk, const Zeroed first_zeroed, const Zeroed second_zeroed) {
 #if defined(TWELL_SM90_DEVICE)
   __shared__ uint64_t warp_sums[kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Active& a = chunk.active;
   launch_dependents();
+  const bool skipped = chunk.known_skipped();
   wait_for_previous();
-  if (chunk.skipped()) return;
+  if (skipped || chunk.skipped()) return;
+  if (blockIdx.x == 0) {
+    for (int i = threadIdx.x; i < first_zeroed.count; i += kThreads) first_zeroed.words[i] = 0;
+    for (int i = threadIdx.x; i < second_zeroed.count; i += kThreads) second_zeroed.words[i] = 0;
+  }
   const uint32_t* first_half = a.masks + static_cast<int64_t>(blockIdx.x) * 2 * a.words;
   const uint32_t* second_half = first_half + a.words;
   const int share = (a.words + kWarps - 1) / kWarps, begin = warp * share, end = min(a.words, begin + share);
@@ -86,8 +92,11 @@ __global__ void __launch_bounds__(kThreads) list_kernel(const Chunk chunk) {
 
 }  // namespace
 
-cudaError_t launch_list(const Ffn&, const Chunk& chunk, const Device&, cudaStream_t stream) {
-  return launch_kernel(list_kernel, chunk.active.blocks, kThreads, 1, 0, stream, chunk);
+cudaError_t launch_list(const Ffn&, const Chunk& chunk, const Device&, cudaStream_t stream, Zeroed first,
+                        Zeroed second) {
+  // Where all launches mostly end at once, multiprocessors are not to divide their memory anew for this one.
+  const int carveout = chunk.kept != nullptr ? 100 : -1;
+  return launch_with_carveout(carveout, list_kernel, chunk.active.blocks, kThreads, 1, 0, stream, chunk, first, second);
 }
 
 }  // namespace twell::sm90

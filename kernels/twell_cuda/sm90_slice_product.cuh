@@ -90,6 +90,11 @@ template <typename T, int kTerms, int kHidden>
 __global__ void __launch_bounds__(kThreads, 1)
     product_kernel(const __grid_constant__ Maps<kTerms> maps, const Arguments<kTerms> a) {
 #if defined(TWELL_SM90_DEVICE)
+  if (a.chunk.known_skipped()) {
+    launch_dependents();
+    wait_for_previous();
+    return;
+  }
   extern __shared__ uint8_t raw_shared[];
   uint8_t* shared = raw_shared + (-smem_address(raw_shared) & 1023);
   Control& c = *reinterpret_cast<Control*>(shared + kRingBytes + kConsumerWarps * kTurnBytes);

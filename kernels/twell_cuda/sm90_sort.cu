@@ -8,7 +8,8 @@
 namespace twell::sm90 {
 namespace {
 
-constexpr int kThreads = 512, kWarps = kThreads / 32, kPrefixThreads = 1024, kAhead = 8;
+constexpr int kThreads = 512, kWarps = kThreads / 32, kAhead = 8;
+constexpr uint64_t kFilled = uint64_t{1} << 63;  // of a slot
 
 // Each lane's sum of the lanes before it.
 __device__ __forceinline__ int64_t sum_before(int64_t value, int lane) {
@@ -22,13 +23,16 @@ __device__ __forceinline__ int64_t sum_before(int64_t value, int lane) {
 }
 
 // A thread block for each block of tokens. A count is at most 128, so a row of them fits into shared memory as bytes.
-__global__ void __launch_bounds__(kThreads) count_kernel(const State state, uint32_t* places, int width) {
+__global__ void __launch_bounds__(kThreads) count_kernel(const State state, const Sorted sorted, int width) {
 #if defined(TWELL_SM90_DEVICE)
   extern __shared__ uint32_t shared[];
   uint8_t* pairs = reinterpret_cast<uint8_t*>(shared);
   launch_dependents();
   wait_for_previous();
   const int64_t kept = __ldcg(state.totals);
+  if (blockIdx.x == 0) {
+    for (int i = threadIdx.x; i < sort_slots(width); i += kThreads) sorted.slots[i] = 0;
+  }
   for (int64_t b = blockIdx.x; b < kept; b += gridDim.x) {
     for (int i = threadIdx.x; i < (width + 3) / 4; i += kThreads) shared[i] = 0;
     const int entries = state.blocks[b].counts.all();
@@ -41,80 +45,67 @@ __global__ void __launch_bounds__(kThreads) count_kernel(const State state, uint
       pairs[__ldcg(neurons + e)] = static_cast<uint8_t>(__popc(t.x) + __popc(t.y) + __popc(t.z) + __popc(t.w));
     }
     __syncthreads();
-    uint32_t* row = places + b * width;
+    uint32_t* row = sorted.places + b * width;
     for (int n = threadIdx.x; n < width; n += kThreads) row[n] = pairs[n];
     __syncthreads();
   }
 #endif
 }
 
-// A thread block for 32 neurons; each warp has a run of the blocks. Without kPlace: each neuron's pairs to `first`.
-// With it `first` is where they go, and counts become places.
-template <bool kPlace>
-__global__ void __launch_bounds__(kThreads)
-    column_kernel(const int64_t* totals, uint32_t* places, int64_t* first, int width) {
+// A thread block for 32 neurons; each warp has a run of the blocks. Counts become places: a thread block learns from
+// the slots of those before it, which the GPU starts first, where its own neurons' pairs begin.
+__global__ void __launch_bounds__(kThreads) place_kernel(const int64_t* totals, const Sorted sorted, int width) {
 #if defined(TWELL_SM90_DEVICE)
   __shared__ uint32_t sums[kWarps][32];
+  __shared__ int64_t warp_before[kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, neuron = blockIdx.x * 32 + lane;
   const bool inside = neuron < width;
   launch_dependents();
   wait_for_previous();
   const int64_t kept = __ldcg(totals), share = (kept + kWarps - 1) / kWarps;
   const int64_t begin = warp * share, end = inside ? min(kept, begin + share) : 0;
-  uint32_t* column = places + neuron;
+  uint32_t* column = sorted.places + neuron;
   uint32_t sum = 0;
 #pragma unroll 8
   for (int64_t b = begin; b < end; ++b) sum += __ldcg(column + b * width);
   sums[warp][lane] = sum;
   __syncthreads();
-  if constexpr (kPlace) {
-    uint32_t place = inside ? static_cast<uint32_t>(__ldcg(first + neuron)) : 0;
-    for (int w = 0; w < warp; ++w) place += sums[w][lane];
-    for (int64_t b = begin; b < end; b += kAhead) {
-      uint32_t counts[kAhead];
+  uint32_t warps_before = 0, total = 0;
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) counts[i] = b + i < end ? __ldcg(column + (b + i) * width) : 0;
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        if (b + i < end) column[(b + i) * width] = place;
-        place += counts[i];
-      }
-    }
-  } else if (warp == 0 && inside) {
-    int64_t total = 0;
-    for (int w = 0; w < kWarps; ++w) total += sums[w][lane];
-    first[neuron] = total;
+  for (int w = 0; w < kWarps; ++w) {
+    const uint32_t other = sums[w][lane];
+    if (w < warp) warps_before += other;
+    total += other;
   }
-#endif
-}
-
-// One thread block: counts of F neurons become F + 1 sums of those before.
-__global__ void __launch_bounds__(kPrefixThreads) prefix_kernel(int64_t* first, int width) {
-#if defined(TWELL_SM90_DEVICE)
-  __shared__ int64_t warp_sums[32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  launch_dependents();
-  wait_for_previous();
-  const int share = (width + kPrefixThreads - 1) / kPrefixThreads;
-  const int begin = threadIdx.x * share, end = min(width, begin + share);
-  int64_t sum = 0;
-#pragma unroll 8
-  for (int n = begin; n < end; ++n) sum += __ldcg(first + n);
-  const int64_t before = sum_before(sum, lane);
-  if (lane == 31) warp_sums[warp] = before + sum;
-  __syncthreads();
-  int64_t place = before + __shfl_sync(~0u, sum_before(warp_sums[lane], lane), warp);
-  for (int n = begin; n < end; n += kAhead) {
-    int64_t counts[kAhead];
+  const int64_t neurons_before = sum_before(total, lane);
+  volatile uint64_t* slots = sorted.slots;
+  if (threadIdx.x == 31) slots[blockIdx.x] = kFilled | static_cast<uint64_t>(neurons_before + total);
+  int64_t before = 0;
+  for (unsigned b = threadIdx.x; b < blockIdx.x; b += kThreads) {
+    uint64_t seen;
+    while (((seen = slots[b]) & kFilled) == 0) __nanosleep(20);
+    before += static_cast<int64_t>(seen & ~kFilled);
+  }
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) counts[i] = n + i < end ? __ldcg(first + n + i) : 0;
+  for (int d = 16; d > 0; d /= 2) before += __shfl_xor_sync(~0u, before, d);
+  if (lane == 0) warp_before[warp] = before;
+  __syncthreads();
+  int64_t first = neurons_before;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) first += warp_before[w];
+  if (warp == 0 && inside) sorted.first[neuron] = first;
+  if (warp == 0 && neuron == width - 1) sorted.first[width] = first + total;
+  uint32_t place = static_cast<uint32_t>(first) + warps_before;
+  for (int64_t b = begin; b < end; b += kAhead) {
+    uint32_t counts[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) counts[i] = b + i < end ? __ldcg(column + (b + i) * width) : 0;
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      if (n + i < end) first[n + i] = place;
+      if (b + i < end) column[(b + i) * width] = place;
       place += counts[i];
     }
   }
-  if (threadIdx.x == kPrefixThreads - 1) first[width] = place;
 #endif
 }
 
@@ -123,14 +114,10 @@ __global__ void __launch_bounds__(kPrefixThreads) prefix_kernel(int64_t* first, 
 cudaError_t launch_sort(const Ffn& ffn, const State& state, const Sorted& sorted, int64_t blocks, const Device& device,
                         cudaStream_t stream) {
   const int count_grid = static_cast<int>(blocks < 4 * device.sm_count ? blocks : 4 * device.sm_count);
-  const int column_grid = (ffn.width + 31) / 32, row_bytes = (ffn.width + 15) / 16 * 16;
+  const int row_bytes = (ffn.width + 15) / 16 * 16;
   TWELL_RETURN_IF_ERROR(
-      launch_kernel(count_kernel, count_grid, kThreads, 1, row_bytes, stream, state, sorted.places, ffn.width));
-  TWELL_RETURN_IF_ERROR(launch_kernel(column_kernel<false>, column_grid, kThreads, 1, 0, stream, state.totals,
-                                      sorted.places, sorted.first, ffn.width));
-  TWELL_RETURN_IF_ERROR(launch_kernel(prefix_kernel, 1, kPrefixThreads, 1, 0, stream, sorted.first, ffn.width));
-  return launch_kernel(column_kernel<true>, column_grid, kThreads, 1, 0, stream, state.totals, sorted.places,
-                       sorted.first, ffn.width);
+      launch_kernel(count_kernel, count_grid, kThreads, 1, row_bytes, stream, state, sorted, ffn.width));
+  return launch_kernel(place_kernel, sort_slots(ffn.width), kThreads, 1, 0, stream, state.totals, sorted, ffn.width);
 }
 
 }  // namespace twell::sm90

@@ -58,6 +58,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     product_kernel(const __grid_constant__ CUtensorMap token_map, const __grid_constant__ CUtensorMap row_map,
                    const Arguments a, const typename Job::Given given) {
 #if defined(TWELL_SM90_DEVICE)
+  if (a.chunk.known_skipped()) {
+    launch_dependents();
+    wait_for_previous();
+    return;
+  }
   extern __shared__ uint8_t raw_shared[];
   uint8_t* stages = raw_shared + (-smem_address(raw_shared) & 1023);
   Shared<Job>& shared = *reinterpret_cast<Shared<Job>*>(stages + kRingBytes);

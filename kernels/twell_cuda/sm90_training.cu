@@ -11,7 +11,7 @@ namespace sm90 {
 namespace {
 
 // Of the columns of one chunk. In forward they are most of what it holds; in backward the gradients lie beside them.
-constexpr int64_t kForwardBytes = int64_t{176} << 20, kBackwardBytes = int64_t{64} << 20;
+constexpr int64_t kForwardBytes = int64_t{176} << 20, kBackwardBytes = int64_t{72} << 20;
 constexpr int64_t kReportBytes = int64_t{16} << 20;  // of sums that wait for the report, where a chunk's are not more
 
 // The weights' gradients are rounded to 16 bits after each chunk that was not kept: after so many, by less than eager
@@ -78,6 +78,7 @@ Backward place_backward(const Ffn& ffn, const State& state, bool weights, void* 
   first.cut(b.pairs.places, state.pairs * 2);
   if (weights) {
     first.cut(b.sorted.first, (int64_t{ffn.width} + 1) * 8);
+    first.cut(b.sorted.slots, sort_slots(ffn.width) * 8);
     first.cut(b.sorted.places, count_blocks(ffn) * ffn.width * 4);
     first.cut(b.sorted.tokens, state.pairs * 4);
     first.cut(b.sorted.h, state.pairs * 2);
@@ -88,6 +89,27 @@ Backward place_backward(const Ffn& ffn, const State& state, bool weights, void* 
   place_active(ffn, backward_blocks(ffn), true, then, &b.active);
   if (bytes != nullptr) *bytes = std::max(first.used(), then.used());
   return b;
+}
+
+// What was not kept, chunk by chunk of all tokens: the launches end at once where a chunk was.
+cudaError_t launch_not_kept(const Ffn& ffn, const Training& training, const Backward& b, const Gradients& gradients,
+                            const Device& device, cudaStream_t stream) {
+  const bool weights = gradients.weights();
+  Chunk chunk{};
+  chunk.kept = training.state.totals;
+  chunk.active = b.active;
+  for (; chunk.first < ffn.tokens; chunk.first += chunk.tokens) {
+    fit(ffn, backward_blocks(ffn), &chunk);
+    TWELL_RETURN_IF_ERROR(launch_gate(ffn, chunk, device, stream));
+    chunk.known = true;  // the gate lets others start only after its wait
+    TWELL_RETURN_IF_ERROR(launch_list(ffn, chunk, device, stream));
+    if (ffn.up != nullptr) TWELL_RETURN_IF_ERROR(launch_up_beside(ffn, chunk, device, stream));
+    if (weights) TWELL_RETURN_IF_ERROR(launch_add_down(ffn, chunk, training.state, gradients, device, stream));
+    TWELL_RETURN_IF_ERROR(launch_dh(ffn, chunk, training, gradients, device, stream));
+    if (gradients.x != nullptr) TWELL_RETURN_IF_ERROR(launch_dx(ffn, chunk, gradients, device, stream));
+    if (weights) TWELL_RETURN_IF_ERROR(launch_add_gate_up(ffn, chunk, training.state, gradients, device, stream));
+  }
+  return cudaSuccess;
 }
 
 }  // namespace
@@ -116,12 +138,12 @@ cudaError_t sm90_training_forward(const Ffn& ffn, const L1& l1, int64_t capacity
   Cutter cutter(workspace), state_cutter(state);
   place_forward(ffn, cutter, &chunk.active, &saving);
   const Training training{l1.scale, l1.token_weight, l1.report, place_state(ffn, capacity, state_cutter)};
-  TWELL_RETURN_IF_ERROR(cudaMemsetAsync(training.state.totals, 0, 3 * 8, stream));
-  TWELL_RETURN_IF_ERROR(cudaMemsetAsync(saving.slots, 0, kSlots * 8, stream));
   for (; chunk.first < ffn.tokens; chunk.first += chunk.tokens) {
     fit(ffn, forward_blocks(ffn), &chunk);
     TWELL_RETURN_IF_ERROR(launch_gate(ffn, chunk, device, stream));
-    TWELL_RETURN_IF_ERROR(launch_list(ffn, chunk, device, stream));
+    const bool first = chunk.first == 0;  // save finds these as its chunks before left them
+    const Zeroed totals{reinterpret_cast<uint64_t*>(training.state.totals), first ? 3 : 0};
+    TWELL_RETURN_IF_ERROR(launch_list(ffn, chunk, device, stream, totals, {saving.slots, first ? kSlots : 0}));
     if (ffn.up != nullptr) TWELL_RETURN_IF_ERROR(launch_up_beside(ffn, chunk, device, stream));
     ++saving.turn;
     TWELL_RETURN_IF_ERROR(launch_save(ffn, chunk, saving, training, device, stream));
@@ -164,18 +186,7 @@ cudaError_t sm90_backward(const Ffn& ffn, const L1& l1, int64_t capacity, const 
   if (weights) {
     TWELL_RETURN_IF_ERROR(launch_weights(ffn, state, b.sorted, gradients, b.partials, device, stream));
   }
-  chunk.active = b.active;
-  for (chunk.first = 0; chunk.first < ffn.tokens; chunk.first += chunk.tokens) {
-    fit(ffn, backward_blocks(ffn), &chunk);
-    TWELL_RETURN_IF_ERROR(launch_gate(ffn, chunk, device, stream));
-    TWELL_RETURN_IF_ERROR(launch_list(ffn, chunk, device, stream));
-    if (ffn.up != nullptr) TWELL_RETURN_IF_ERROR(launch_up_beside(ffn, chunk, device, stream));
-    if (weights) TWELL_RETURN_IF_ERROR(launch_add_down(ffn, chunk, state, gradients, device, stream));
-    TWELL_RETURN_IF_ERROR(launch_dh(ffn, chunk, training, gradients, device, stream));
-    if (gradients.x != nullptr) TWELL_RETURN_IF_ERROR(launch_dx(ffn, chunk, gradients, device, stream));
-    if (weights) TWELL_RETURN_IF_ERROR(launch_add_gate_up(ffn, chunk, state, gradients, device, stream));
-  }
-  return cudaSuccess;
+  return launch_not_kept(ffn, training, b, gradients, device, stream);
 }
 
 }  // namespace twell

@@ -53,7 +53,9 @@ struct Sorted {
   void* h;           // (pairs)
   void* du;          // (pairs); null where the block has no gate
   void* dg;          // (pairs)
+  uint64_t* slots;   // (sort_slots(F)): while they are sorted
 };
+__host__ __device__ constexpr int sort_slots(int width) { return (width + 31) / 32; }
 
 struct Training {
   const float* l1_scale;

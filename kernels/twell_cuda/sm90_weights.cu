@@ -19,6 +19,7 @@ struct Arguments {
   Gradients gradients;
   Scratch scratch;
   int hidden;
+  bool beside;  // the launch before only sums other neurons: nothing to wait for, until the end
 };
 
 template <typename T>
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(kThreads, 2) gather_kernel(const Arguments a) 
   constexpr int kGroups = 32 / kLanes;
   const int lane = threadIdx.x % 32, group = lane / kLanes;
   launch_dependents();
-  wait_for_previous();
+  if (!a.beside) wait_for_previous();
   const Scratch& scratch = a.scratch;
   const Gradients& out = a.gradients;
   const bool with_dy = out.down != nullptr;
@@ -161,6 +162,7 @@ __global__ void __launch_bounds__(kThreads, 2) gather_kernel(const Arguments a) 
       if constexpr (kGated) store_partial(to + 2 * a.hidden, up);
     }
   }
+  if (a.beside) wait_for_previous();  // whoever waits for this waits for that too
 #endif
 }
 
@@ -210,8 +212,12 @@ cudaError_t launch_gather(const Arguments& a, const Device& device, cudaStream_t
 }
 
 template <typename T>
-cudaError_t launch(const Ffn& ffn, const Arguments& a, const Device& device, cudaStream_t stream) {
-  TWELL_RETURN_IF_ERROR(launch_plan(a.sorted.first, a.scratch, ffn.width, stream));
+cudaError_t launch(const Ffn& ffn, const State& state, const Arguments& a, const Device& device, cudaStream_t stream) {
+  TWELL_RETURN_IF_ERROR(launch_plan(ffn, a.sorted.first, a.scratch, stream));
+  if (a.beside) {
+    TWELL_RETURN_IF_ERROR(launch_spread(ffn, state, a.sorted, a.gradients, a.scratch, stream));
+    TWELL_RETURN_IF_ERROR(launch_heavy(ffn, state, a.gradients, a.scratch, device, stream));
+  }
   TWELL_RETURN_IF_ERROR(ffn.tokens <= kWideSliceTokens && ffn.hidden > 64 ? launch_gather<T, 32>(a, device, stream)
                                                                           : launch_gather<T, 8>(a, device, stream));
   return launch_kernel(combine_kernel<T>, 2 * device.sm_count, kThreads, 1, 0, stream, a);
@@ -222,10 +228,14 @@ cudaError_t launch(const Ffn& ffn, const Arguments& a, const Device& device, cud
 cudaError_t launch_weights(const Ffn& ffn, const State& state, const Sorted& sorted, const Gradients& gradients,
                            void* partials, const Device& device, cudaStream_t stream) {
   if (!gradients.weights()) return cudaSuccess;
-  Arguments arguments{ffn.x, sorted, gradients, {}, ffn.hidden};
-  place_scratch(ffn, state.pairs, partials, &arguments.scratch);
-  return ffn.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(ffn, arguments, device, stream)
-                                       : launch<__half>(ffn, arguments, device, stream);
+  Arguments arguments{ffn.x, sorted, gradients, {}, ffn.hidden, false};
+  Scratch& scratch = arguments.scratch;
+  place_scratch(ffn, state.pairs, partials, &scratch);
+  const bool biases_alone = gradients.down == nullptr && gradients.gate == nullptr && gradients.up == nullptr;
+  if (biases_alone) scratch.heavy.tiles = 0;
+  arguments.beside = scratch.heavy.tiles > 0;
+  return ffn.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(ffn, state, arguments, device, stream)
+                                       : launch<__half>(ffn, state, arguments, device, stream);
 }
 
 }  // namespace twell::sm90

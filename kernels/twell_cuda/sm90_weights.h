@@ -20,6 +20,18 @@ struct Split {
 struct Plan {
   int next;  // item, unit by unit in each slice
   int units, splits;
+  int heavy;  // neurons with so many pairs that products with all tokens' rows are cheaper
+};
+
+constexpr int kHeavyNeurons = 128;  // of a tile
+
+// Room for heavy neurons.
+struct Heavy {
+  int* neurons;        // (rows)
+  void* factors[3];    // (rows, blocks * kBlockTokens) of h, dg, du: zero where a token does not activate the neuron
+  int tiles;           // 0: no neuron is heavy
+  int64_t tile_pairs;  // that cost as much as a tile's product
+  __host__ __device__ int rows() const { return tiles * kHeavyNeurons; }
 };
 
 struct Scratch {
@@ -29,6 +41,7 @@ struct Scratch {
   float* biases;  // (slots, 2): of b_gate and b_up
   float* sums;    // (slots, matrices, D): of down, gate, up
   int slots, matrices;
+  Heavy heavy;
 };
 
 constexpr int kShortest = 128;  // a unit of a split neuron has at least half of it
@@ -36,6 +49,11 @@ constexpr int kShortest = 128;  // a unit of a split neuron has at least half of
 // Cuts the parts out of `partials`, if there is one; returns the bytes they take.
 int64_t place_scratch(const Ffn&, int64_t pairs, void* partials, Scratch*);
 
-cudaError_t launch_plan(const int64_t* first, const Scratch&, int width, cudaStream_t);
+cudaError_t launch_plan(const Ffn&, const int64_t* first, const Scratch&, cudaStream_t);
+
+// Heavy neurons' pairs become rows of all tokens; their biases' gradients.
+cudaError_t launch_spread(const Ffn&, const State&, const Sorted&, const Gradients&, const Scratch&, cudaStream_t);
+// Heavy neurons' other gradients, of those that are wanted. It lets others start before it ends.
+cudaError_t launch_heavy(const Ffn&, const State&, const Gradients&, const Scratch&, const Device&, cudaStream_t);
 
 }  // namespace twell::sm90
