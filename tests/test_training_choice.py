@@ -290,9 +290,9 @@ def test_compiled_blocks_follow_their_mean_all_together():
     run = Together()
     assert run.steps(0.001, 2 * LIMIT) == (False, False)
     assert run.steps(0.001, 1.9 * LIMIT) == (True, True)
-    assert run.steps(LIMIT, 1.4 * LIMIT) == (True, True), "not dense enough to move back"
+    assert run.steps(LIMIT, BACK * LIMIT) == (True, True), "not dense enough to move back"
     assert run.steps(LIMIT, 1.6 * LIMIT) == (False, False)
-    assert run.steps(LIMIT, 1.4 * LIMIT) == (False, False)
+    assert run.steps(LIMIT, BACK * LIMIT) == (False, False)
     assert run.sampled == 5, "one in eight steps"
     assert run.steps(0.0, 0.0, tokens=8) == (False, False)
 
@@ -309,7 +309,8 @@ def test_the_step_after_decides_in_every_mode(monkeypatch):
     assert run.steps(1.0, 1.0, count=1) == (True, True)
 
 
-def test_a_capacity_that_a_graph_was_made_for_is_kept_while_it_fits():
+def test_a_capacity_that_a_graph_was_made_for_is_kept_while_it_fits(monkeypatch):
+    monkeypatch.setattr(_density, "LIMITS_TRAINING", ((math.inf, 0.03),))
     run = Together()
     run.steps(0.015, 0.003)  # L0 of 31 and 6
     assert run.capacities() == (64, 64)
