@@ -40,9 +40,22 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
   const uint32_t box_stage = box_rows * kStepBytes;
   sm90::launch_dependents();
   if (thread == 0) p.trace.start();
+  Ring box_ring(c.box_full, c.box_empty, stages_in(weight_ring_size, box_stage));
+  int asked = 0;  // boxes of the gate: the first ahead of all else
+  if (thread == kMultipliers) {
+    for (int i = 0; i < box_ring.stages; ++i) {
+      sm90::barrier_init(c.box_full + i, 1);
+      sm90::barrier_init(c.box_empty + i, 4);
+    }
+    sm90::fence_barrier_init();
+    asked = min(min(steps, box_ring.stages), boxes_at_first(box_stage));
+    Ring first_boxes = box_ring;
+    load_boxes(first_boxes, weight_bytes, box_stage, p.gate_maps + map, first, 0, asked);
+  }
   if (lane == 0) {  // one lane after the other would take turns
     for (int i = warp; i < 6 * kMaxStages; i += kThreads / 32) {
       const int kind = i / kMaxStages;
+      if (kind / 2 == 1) continue;  // of boxes of weights: above
       sm90::barrier_init(c.x_full + i, kind == 4 ? 32 : kind % 2 == 1 ? 4 : 1);  // a warp's copies; a warpgroup's warps
     }
     sm90::fence_barrier_init();
@@ -55,7 +68,6 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
   }
   __syncthreads();
   Ring x_ring(c.x_full, c.x_empty, stages_in(x_ring_size, x_stage));
-  Ring box_ring(c.box_full, c.box_empty, stages_in(weight_ring_size, box_stage));
   const bool keeps_x = steps <= x_ring.stages;
 
   if (warp == kThreads / 32 - 1) {
@@ -81,7 +93,7 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
   if (warp >= kMultipliers / 32) {
     const int index = thread - kMultipliers;
     if (index == 0) {
-      load_gate_boxes(box_ring, weight_bytes, box_stage, p.gate_maps + map, first, steps, c.x_full);
+      load_gate_boxes(box_ring, weight_bytes, box_stage, p.gate_maps + map, first, steps, asked, c.x_full);
     }
     __syncwarp();
     sm90::named_barrier<kThreads>(kTileBarrier);

@@ -48,15 +48,21 @@ __device__ __forceinline__ void load_boxes(Ring& ring, uint8_t* stages, uint32_t
   }
 }
 
-// The gate's boxes. Before x is there (`x_full`) the call ahead still wants rows of Wd, which would queue behind a ring
-// that is asked for at once.
+// Boxes of the gate's rows that may be on their way before x is there.
+__device__ __forceinline__ int boxes_at_first(uint32_t stage) {
+  return (kWindowBytes + static_cast<int>(stage) - 1) / static_cast<int>(stage);
+}
+
+// The gate's boxes after the first `asked`. Before x is there (`x_full`) the call ahead still wants rows of Wd, which
+// would queue behind a ring that is asked for at once.
 __device__ __forceinline__ void load_gate_boxes(Ring& ring, uint8_t* stages, uint32_t stage, const CUtensorMap* map,
-                                                int row, int steps, uint64_t* x_full) {
+                                                int row, int steps, int asked, uint64_t* x_full) {
   const int at_once = min(steps, ring.stages);
-  const int boxes = (kWindowBytes + static_cast<int>(stage) - 1) / static_cast<int>(stage);
+  const int boxes = boxes_at_first(stage);
   const Ring first = ring;
+  advance(ring, asked);
 #pragma unroll 1
-  for (int i = 0; i < at_once; ++i) {
+  for (int i = asked; i < at_once; ++i) {
     while (i >= boxes && !is_over(first.full + i - boxes) && !is_over(x_full)) __nanosleep(32);
     load_boxes(ring, stages, stage, map, row, i, i + 1);
   }

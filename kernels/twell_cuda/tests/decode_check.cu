@@ -4,11 +4,13 @@
 //
 //   nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a -o decode_check tests/decode_check.cu *decode_*.cu \
 //     sm90_few_*.cu sm90_mid_*.cu sm90_{forward,gate,list,up,down}.cu
-//   ./decode_check          checks, then timings      ./decode_check check | verbose | time | few | fused
+//   ./decode_check          checks, then timings      ./decode_check check | verbose | time | few | fused | spaced
 //
-// "few" times 1 to 64 tokens of several shapes alone. Built with -DTWELL_FEW_TRACE it also says when Hopper's kernels for
-// them reach each of their phases.
+// "few" times 1 to 64 tokens of several shapes alone. Built with -DTWELL_FEW_TRACE it also says when Hopper's kernels
+// for them reach each of their phases.
 // "fused" times 1 to 8 tokens alone; with -DTWELL_FUSED_TRACE (for all files) it says the same of the fused kernel.
+// "spaced" times calls as a model has them: between two of them stand other kernels, whose own time is taken off.
+// "cases" and "chains" are the two parts of "check".
 //
 // Exits 1 on any mismatch or CUDA error.
 
@@ -159,9 +161,9 @@ Kernels few_in_clusters(int splits, bool overlap = true) {
   return k;
 }
 
-Kernels fused_kernels(bool overlap, int window_kib = 24) {
+Kernels fused_kernels(bool overlap, int patience = 1000, int window_kib = 24) {
   Kernels k = kernels(true, overlap);
-  k.fused.use = true, k.fused.window_bytes = window_kib << 10;
+  k.fused.use = true, k.fused.patience = patience, k.fused.window_bytes = window_kib << 10;
   return k;
 }
 
@@ -191,9 +193,9 @@ std::vector<Variant> checked_variants(const Ffn& f, const Device& device) {
   if (is_hopper(device) && takes_fused(f, device)) {
     v.push_back({"fused", fused_kernels(true)});
     v.push_back({"fused, serial", fused_kernels(false)});
-    v.push_back({"fused, 8 KiB", fused_kernels(true, 8)});
-    v.push_back({"fused, impatient", fused_kernels(true)});
-    v.back().kernels.fused.patience = 0;
+    v.push_back({"fused, impatient", fused_kernels(true, 0)});
+    v.push_back({"fused, impatient, serial", fused_kernels(false, 0)});
+    v.push_back({"fused, 8 KiB", fused_kernels(true, 1000, 8)});
   }
   return v;
 }
@@ -485,11 +487,67 @@ std::vector<Variant> timed_variants(const Ffn& f, const Device& device) {
   return v;
 }
 
+std::vector<Variant> spaced_variants(const Ffn& f, const Device& device) {
+  std::vector<Variant> v{{"P serial", kernels(false, false)}, {"P", kernels(false, true)}};
+  if (!is_hopper(device)) return v;
+  if (takes_bulk(f, device)) {
+    v.push_back({"B", kernels(true, true)});
+    v.push_back({"B serial", kernels(true, false)});
+  }
+  v.push_back({"F", few_kernels(true)});
+  if (!takes_fused(f, device)) return v;
+  v.push_back({"U", fused_kernels(true)});
+  v.push_back({"U serial", fused_kernels(false)});
+  return v;
+}
+
+// What stands between two calls in a model: reads y, writes the next x (always the same), a NaN apart. With `lets` it
+// takes part in programmatic launch, as kernels of torch.compile do if asked (TORCHINDUCTOR_ENABLE_PDL=1).
+__global__ void spacer_kernel(const uint4* y, const uint4* from, uint4* x, int words, bool lets,
+                              unsigned long long* end) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if (lets) asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < words; i += gridDim.x * blockDim.x) {
+    const uint4 v = y[i], w = from[i];
+    const bool wrong = (v.x & v.y & v.z & v.w) == 0xffffffffu;
+    x[i] = wrong ? v : w;
+  }
+  __syncthreads();
+  if (end != nullptr && threadIdx.x == 0) {
+    unsigned long long now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+    atomicMax(end, now);
+  }
+}
+
+// The code of what stands there: 192 KiB without a loop, so that caches of instructions forget others.
+__global__ void code_kernel(float* never, float a, float b) {
+  float v[4] = {a, b, a + b, a - b};
+#pragma unroll
+  for (int i = 0; i < 3072; ++i) {
+#pragma unroll
+    for (float& x : v) x = fmaf(x, a, b);
+  }
+  if (v[0] + v[1] + v[2] + v[3] == 1e30f) *never = v[0];
+}
+
+// The weights of what stands there, slowly: a model's other kernels do not fill the memory.
+__global__ void stream_kernel(const uint4* from, int64_t words, uint32_t* never) {
+  uint32_t all = 0;
+#pragma unroll 4
+  for (int64_t i = blockIdx.x * int64_t{256} + threadIdx.x; i < words; i += gridDim.x * int64_t{256}) {
+    const uint4 v = from[i];
+    all |= v.x | v.y | v.z | v.w;
+  }
+  if (all == 0x12345678u) *never = all;
+}
+
 #if defined(TWELL_FUSED_TRACE)
-// When the fused kernel's thread blocks reach each phase, in microseconds after the last block of the call before has
-// ended: the first of them, half of them, the last. Then, on average over calls, the course of the block that comes
-// last to some of the phases, and which one that is most often.
-void print_fused_phases(const std::vector<uint64_t>& times, int calls) {
+// When the fused kernel's thread blocks reach each phase, in microseconds after the last block of the call before (or
+// of what stands between calls) has ended: the first of them, half of them, the last. Then, on average over calls, the
+// course of the block that comes last to some of the phases, and which one that is most often.
+void print_fused_phases(const std::vector<uint64_t>& times, int calls, const std::vector<unsigned long long>& ends) {
   using fused::kPhases, fused::kTracedBlocks;
   const char* const names[kPhases] = {"starts",   "16 rows held", "weights asked for", "call before done",
                                       "x there",  "gate sums",    "rows asked for",    "rows multiplied",
@@ -500,6 +558,7 @@ void print_fused_phases(const std::vector<uint64_t>& times, int calls) {
   std::vector<uint64_t> zero(calls);
   for (int call = 1; call < calls; ++call) {
     for (int b = 0; b < kTracedBlocks; ++b) zero[call] = std::max(zero[call], time(call - 1, b, fused::kStored));
+    if (ends[call] != 0) zero[call] = ends[call];
   }
   const auto after = [&](int call, int block, int phase) {
     return (static_cast<double>(time(call, block, phase)) - static_cast<double>(zero[call])) / 1000.;
@@ -513,8 +572,8 @@ void print_fused_phases(const std::vector<uint64_t>& times, int calls) {
     }
     if (v.empty()) continue;
     std::sort(v.begin(), v.end());
-    std::printf("    %-18s first %6.2f  half %6.2f  nine tenths %6.2f  last %6.2f\n", names[phase], v[0], v[v.size() / 2],
-                v[v.size() * 9 / 10], v.back());
+    std::printf("    %-18s first %6.2f  half %6.2f  nine tenths %6.2f  last %6.2f\n", names[phase], v[0],
+                v[v.size() / 2], v[v.size() * 9 / 10], v.back());
   }
   for (const int last : {fused::kTokensThere, fused::kRowsThere, fused::kGiven}) {
     double mean[kPhases]{};
@@ -541,7 +600,7 @@ void print_fused_phases(const std::vector<uint64_t>& times, int calls) {
 
 #if defined(TWELL_FEW_TRACE)
 // When the thread blocks reach each phase, in microseconds after the last block of the call before has ended.
-void print_phases(const std::vector<uint64_t>& times, int calls) {
+void print_phases(const std::vector<uint64_t>& times, int calls, const std::vector<unsigned long long>& ends) {
   using few::kPhases, few::kTracedBlocks;
   const char* const names[2][kPhases] = {
       {"gate starts", "call before done", "x there", "gate sums", "masks", "up sums", "stored", "up's rows asked",
@@ -554,6 +613,7 @@ void print_phases(const std::vector<uint64_t>& times, int calls) {
   for (int call = 1; call < calls; ++call) {
     uint64_t zero = 0;
     for (int b = 0; b < kTracedBlocks; ++b) zero = std::max(zero, time(2 * call - 1, b, 6));
+    if (ends[call] != 0) zero = ends[call];
     for (int k = 0; k < 2 * kPhases; ++k) {
       if (k % kPhases == kPhases - 1) continue;
       for (int b = 0; b < kTracedBlocks; ++b) {
@@ -584,24 +644,23 @@ void print_phases(const std::vector<uint64_t>& times, int calls) {
 // by bit what single calls give, one after the other.
 bool check_chains(const Device& device) {
   using Half = __nv_bfloat16;
-  constexpr int kHidden = 2048, kWidth = 5632, kLayers = 24, kStreams = 4, kReplays = 50;
+  constexpr int kHidden = 2048, kWidth = 5632, kLayers = 24, kStreams = 4, kReplays = 30;
   std::vector<Layer<Half>> weights;
   for (int i = 0; i < kLayers; ++i) weights.emplace_back(kHidden, kWidth, true, true, false, 5000 + 10 * i);
   bool ok = true;
   struct Chain {
+    const char* name;
     int tokens;
     Kernels kernels, single;
   };
   std::vector<Chain> chains;
   for (const int tokens : {1, 2, 3, 4}) {
-    for (const int patience : {1000, 0}) {
-      chains.push_back({tokens, fused_kernels(true), fused_kernels(false)});
-      chains.back().kernels.fused.patience = patience;
-    }
+    chains.push_back({"fused", tokens, fused_kernels(true), fused_kernels(false)});
+    chains.push_back({"fused, impatient", tokens, fused_kernels(true, 0), fused_kernels(false)});
   }
   for (const int tokens : {3, 8, 9, 16, 64}) {
-    chains.push_back({tokens, few_kernels(true), few_kernels(false)});
-    chains.push_back({tokens, few_in_clusters(4), few_in_clusters(4, false)});
+    chains.push_back({"few", tokens, few_kernels(true), few_kernels(false)});
+    chains.push_back({"few, 4", tokens, few_in_clusters(4), few_in_clusters(4, false)});
   }
   for (const Chain& chain : chains) {
     const int tokens = chain.tokens;
@@ -636,24 +695,46 @@ bool check_chains(const Device& device) {
         });
       }
       CHECK(cudaDeviceSynchronize());
-      for (int i = 0; i < kLayers; ++i) {
-        CHECK(run(call(i, x[0]), chain.single, device, workspace[0], nullptr));
+      const auto poison = [&](int s) {
+        CHECK(cudaMemset(x[s] + values, 0xff, 2 * (all - values)));
+        CHECK(cudaMemset(workspace[s], 0x7e, workspace_bytes));
         CHECK(cudaDeviceSynchronize());
-      }
-      const std::vector<uint16_t> want = result(x[0]);
-      for (int round = 0; round < 3; ++round) {
-        for (int s = 0; s < kStreams; ++s) {
-          CHECK(cudaMemset(x[s] + values, 0xff, 2 * (all - values)));
-          CHECK(cudaMemset(workspace[s], 0x7e, workspace_bytes));
+      };
+      const auto single_calls = [&] {
+        poison(0);
+        for (int i = 0; i < kLayers; ++i) {
+          CHECK(run(call(i, x[0]), chain.single, device, workspace[0], nullptr));
+          CHECK(cudaDeviceSynchronize());
         }
-        CHECK(cudaDeviceSynchronize());
+        return result(x[0]);
+      };
+      const std::vector<uint16_t> want = single_calls();
+      bool right = single_calls() == want;
+      if (!right) std::printf("chain BAD: %s, %d tokens: single calls differ\n", chain.name, tokens);
+      for (int round = 0; round < 3; ++round) {
+        for (int s = 0; s < kStreams; ++s) poison(s);
         for (int i = 0; i < kReplays; ++i) {
           for (checks::Graph& g : graphs) CHECK(cudaGraphLaunch(g.exec, g.stream));
         }
         CHECK(cudaDeviceSynchronize());
-        for (int s = 0; s < kStreams; ++s) ok &= result(x[s]) == want;
+        for (int s = 0; s < kStreams; ++s) {
+          const std::vector<uint16_t> got = result(x[s]);
+          const int64_t at = std::mismatch(got.begin(), got.end(), want.begin()).first - got.begin();
+          if (at == all) continue;
+          const int64_t call_begin = at / values * values;
+          int64_t wrong = 0;
+          for (int64_t i = call_begin; i < call_begin + values; ++i) wrong += got[i] != want[i];
+          if (right) {  // once for each chain
+            std::printf("chain BAD: %s, %d tokens, threshold %.1f: round %d, stream %d, call %d, %d values wrong from "
+                        "token %d, column %d on\n",
+                        chain.name, tokens, threshold, round, s, static_cast<int>(at / values) - 1,
+                        static_cast<int>(wrong), static_cast<int>(at % values / kHidden),
+                        static_cast<int>(at % kHidden));
+          }
+          right = false;
+        }
       }
-      if (!ok) std::printf("a chain of calls of %d tokens differs from single calls\n", tokens);
+      ok &= right;
       for (int s = 0; s < kStreams; ++s) {
         graphs[s].release();
         CHECK(cudaFree(x[s]));
@@ -671,8 +752,13 @@ struct Row {
   double bar;  // microseconds; 0: none
 };
 
+// What stands between calls: nothing, a small kernel, that and one that reads other weights or has much code, or a
+// small kernel that takes part in programmatic launch.
+enum class Between { kNothing, kSpacer, kWeights, kCode, kProgrammatic };
+constexpr int64_t kWeightBytes = 32 << 20;  // four times 2048 x 2048 in 16 bits
+
 void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows, const Device& device,
-                std::vector<std::string>& best) {
+                std::vector<std::string>& best, Between between = Between::kNothing) {
   using Half = __nv_bfloat16;
   std::vector<Layer<Half>> weights;
   for (int i = 0; i < layers; ++i) weights.emplace_back(hidden, width, true, false, false, 1000 + 10 * i);
@@ -681,6 +767,11 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
   float* const z = device_alloc<float>(width);
   fill(x, 64 * int64_t{hidden}, 77, 0.f, 1.f);
   set_column(x, 64, hidden, 1.);
+  const bool spaced = between != Between::kNothing;
+  Half* const next_x = device_alloc<Half>(64 * int64_t{hidden});
+  auto* const spacer_ends = device_alloc<unsigned long long>(layers);
+  uint4* const others = between == Between::kWeights ? device_alloc<uint4>(kWeightBytes / 16 * layers) : nullptr;
+  if (others != nullptr) CHECK(cudaMemset(others, 0, kWeightBytes * layers));
   int64_t workspace_bytes = 0;
   for (const int tokens : {1, 2, 4, 8, 16, 32, 64}) {  // the fused kernel's shares take more than more tokens do
     Ffn any{};
@@ -703,9 +794,31 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     for (const auto& w : weights) {
       Ffn f{};
       f.dtype = DType::kBFloat16, f.tokens = row.tokens, f.hidden = hidden, f.width = width;
-      f.x = x, f.gate = w.gate, f.up = w.up, f.down = w.down, f.y = y;
+      f.x = spaced ? next_x : x, f.gate = w.gate, f.up = w.up, f.down = w.down, f.y = y;
       calls.push_back(f);
     }
+    CHECK(cudaMemcpy(next_x, x, 128 * int64_t{hidden}, cudaMemcpyDeviceToDevice));
+    const auto between_calls = [&](int i, cudaStream_t s, bool traced) {
+      if (between == Between::kWeights) {
+        stream_kernel<<<64, 256, 0, s>>>(others + kWeightBytes / 16 * i, kWeightBytes / 16,
+                                         reinterpret_cast<uint32_t*>(z));
+      }
+      if (between == Between::kCode) code_kernel<<<device.sm_count, 32, 0, s>>>(z, 0.5f, 0.25f);
+      const bool lets = between == Between::kProgrammatic;
+      cudaLaunchAttribute attribute{};
+      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attribute.val.programmaticStreamSerializationAllowed = 1;
+      cudaLaunchConfig_t config{};
+      config.gridDim = dim3(8), config.blockDim = dim3(256), config.stream = s;
+      config.attrs = &attribute, config.numAttrs = lets ? 1 : 0;
+      CHECK(cudaLaunchKernelEx(&config, spacer_kernel, reinterpret_cast<const uint4*>(y),
+                               reinterpret_cast<const uint4*>(x), reinterpret_cast<uint4*>(next_x),
+                               row.tokens * hidden / 8, lets, traced ? spacer_ends + i : nullptr));
+    };
+    const auto call = [&](const Variant& v, int i, cudaStream_t s) {
+      CHECK(run(calls[i], v.kernels, device, workspace, s));
+    };
+    const std::vector<Variant> variants = spaced ? spaced_variants(calls[0], device) : timed_variants(calls[0], device);
     DecodePlan plan = plan_decode(calls[0]);
     // The union over the tokens, as the gate kernel counts it.
     CHECK(run(calls[0], kernels(false, false), device, workspace, nullptr));
@@ -716,10 +829,11 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
 
     std::vector<std::string> names;
     std::vector<checks::Graph> graphs;
-    for (const Variant& v : timed_variants(calls[0], device)) {
+    for (const Variant& v : variants) {
       names.push_back(v.name);
       graphs.emplace_back(layers, [&](int i, cudaStream_t s) {
-        CHECK(run(calls[i], v.kernels, device, workspace, s));
+        if (spaced) between_calls(i, s, false);
+        call(v, i, s);
       });
     }
     const size_t whole = graphs.size();
@@ -728,11 +842,17 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
       names.push_back(name);
       graphs.emplace_back(layers, [&](int i, cudaStream_t s) { CHECK(launch(calls[i], plan, device, workspace, s)); });
     };
+    if (spaced) {
+      names.push_back("between alone");
+      graphs.emplace_back(layers, [&](int i, cudaStream_t s) { between_calls(i, s, false); });
+    }
     // Each down after a gate that leaves what it reads.
-    if (takes_bulk(calls[0], device)) part("gate B", kernels(true, true), launch_gate_up);
-    part("gate P", kernels(false, device.major >= 9), launch_gate_up);
-    part("down P", kernels(false, device.major >= 9), launch_down);
-    if (is_hopper(device)) {
+    if (!spaced && takes_bulk(calls[0], device)) part("gate B", kernels(true, true), launch_gate_up);
+    if (!spaced) {
+      part("gate P", kernels(false, device.major >= 9), launch_gate_up);
+      part("down P", kernels(false, device.major >= 9), launch_down);
+    }
+    if (!spaced && is_hopper(device)) {
       part("gate F", few_kernels(true), launch_gate_up);
       part("down F", few_kernels(true), launch_down);
     }
@@ -741,50 +861,62 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     }
     std::printf("%d x %d T=%d L0=%d (together %d, %.1f %%)\n ", hidden, width, row.tokens, row.active, together,
                 100. * together / width);
+#if defined(TWELL_FUSED_TRACE) || defined(TWELL_FEW_TRACE)
+    std::vector<unsigned long long> ends(layers);
+    const auto clear_ends = [&] { CHECK(cudaMemset(spacer_ends, 0, 8 * layers)); };
+    const auto read_ends = [&] { CHECK(cudaMemcpy(ends.data(), spacer_ends, 8 * layers, cudaMemcpyDeviceToHost)); };
+#endif
 #if defined(TWELL_FUSED_TRACE)
-    for (const Variant& v : timed_variants(calls[0], device)) {
+    for (const Variant& v : variants) {
       if (!v.kernels.fused.use || !v.kernels.overlap) continue;
       const size_t count = size_t{1} * layers * fused::kTracedBlocks * fused::kPhases;
       uint64_t* const buffer = device_alloc<uint64_t>(count);
       std::vector<uint64_t> times(count);
       CHECK(cudaMemset(buffer, 0, 8 * count));
       fused::trace = buffer;
+      clear_ends();
       checks::Graph traced(layers, [&](int i, cudaStream_t s) {
-        CHECK(run(calls[i], v.kernels, device, workspace, s));
+        if (spaced) between_calls(i, s, true);
+        call(v, i, s);
       });
       fused::trace = nullptr;
       for (int i = 0; i < 5; ++i) traced.replay(i > 1);
       std::printf("  phases of %s, %.2f us a call:\n", v.name, traced.median());
       traced.release();
       CHECK(cudaMemcpy(times.data(), buffer, 8 * count, cudaMemcpyDeviceToHost));
-      print_fused_phases(times, layers);
+      read_ends();
+      print_fused_phases(times, layers, ends);
       CHECK(cudaFree(buffer));
     }
 #endif
 #if defined(TWELL_FEW_TRACE)
-    for (const Variant& v : timed_variants(calls[0], device)) {
+    for (const Variant& v : variants) {
       if (!v.kernels.few) continue;
       const size_t count = size_t{2} * layers * few::kTracedBlocks * few::kPhases;
       uint64_t* const buffer = device_alloc<uint64_t>(count);
       std::vector<uint64_t> times(count);
       CHECK(cudaMemset(buffer, 0, 8 * count));
       few::trace = buffer;
+      clear_ends();
       checks::Graph traced(layers, [&](int i, cudaStream_t s) {
-        CHECK(run(calls[i], v.kernels, device, workspace, s));
+        if (spaced) between_calls(i, s, true);
+        call(v, i, s);
       });
       few::trace = nullptr;
       for (int i = 0; i < 5; ++i) traced.replay(i > 1);
       std::printf("  phases of %s, %.2f us a call:\n", v.name, traced.median());
       traced.release();
       CHECK(cudaMemcpy(times.data(), buffer, 8 * count, cudaMemcpyDeviceToHost));
-      print_phases(times, layers);
+      read_ends();
+      print_phases(times, layers, ends);
       CHECK(cudaFree(buffer));
     }
 #endif
     size_t fastest = 0;
     double fastest_us = 1e9, first_us = 0;
+    const double alone = spaced ? graphs[whole].median() : 0;
     for (size_t i = 0; i < graphs.size(); ++i) {
-      const double us = graphs[i].median();
+      const double us = graphs[i].median() - (i < whole ? alone : 0);
       std::printf(" | %s %.2f", names[i].c_str(), us);
       if (i == 0) first_us = us;
       if (i < whole && us < fastest_us) fastest = i, fastest_us = us;
@@ -802,7 +934,8 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     }
   }
   for (auto& w : weights) w.release();
-  for (void* p : {static_cast<void*>(x), static_cast<void*>(y), static_cast<void*>(workspace), static_cast<void*>(z)}) {
+  for (void* p : {static_cast<void*>(x), static_cast<void*>(y), static_cast<void*>(workspace), static_cast<void*>(z),
+                  static_cast<void*>(next_x), static_cast<void*>(spacer_ends), static_cast<void*>(others)}) {
     CHECK(cudaFree(p));
   }
 }
@@ -813,11 +946,15 @@ int main(int argc, char** argv) {
   const Device device = read_device();
   const bool only_few = argc > 1 && std::strcmp(argv[1], "few") == 0;
   const bool only_fused = argc > 1 && std::strcmp(argv[1], "fused") == 0;
-  const bool only_time = only_few || only_fused || (argc > 1 && std::strcmp(argv[1], "time") == 0);
+  const bool only_spaced = argc > 1 && std::strcmp(argv[1], "spaced") == 0;
+  const bool only_time = only_few || only_fused || only_spaced || (argc > 1 && std::strcmp(argv[1], "time") == 0);
   const bool only_check = argc > 1 && !only_time;
+  const bool only_chains = argc > 1 && std::strcmp(argv[1], "chains") == 0;
+  if (only_chains) return check_chains(device) ? 0 : 1;
   if (!only_time) {
     if (!check_all(device, argc > 1 && std::strcmp(argv[1], "verbose") == 0)) return 1;
-    if (is_hopper(device) && !check_chains(device)) return 1;
+    const bool only_cases = argc > 1 && std::strcmp(argv[1], "cases") == 0;
+    if (is_hopper(device) && !only_cases && !check_chains(device)) return 1;
   }
   // Names: gate and up kernel (P portable, B bulk copies; F, and down too: Hopper's for 3 to 64 tokens, a number being
   // the thread blocks of down's clusters; U one kernel for all); overlapped unless "serial".
@@ -826,15 +963,44 @@ int main(int argc, char** argv) {
     const auto at = [](std::initializer_list<int> densities) {
       std::vector<Row> rows;
       for (const int active : densities) {
-        for (const int tokens : {1, 2, 3, 4, 5, 6, 8}) rows.push_back({tokens, active, 0});
+        for (const int tokens : {1, 2, 4}) rows.push_back({tokens, active, 0});
       }
       return rows;
     };
-    time_shape(2048, 5632, 28, at({30, 120, 600, 2800}), device, best);
-    time_shape(576, 1536, 28, at({8}), device, best);
-    time_shape(896, 4864, 28, at({26}), device, best);
-    time_shape(1024, 3072, 28, at({16}), device, best);
-    time_shape(1536, 4608, 28, at({25}), device, best);
+#if defined(TWELL_FUSED_TRACE) || defined(TWELL_FEW_TRACE)
+    time_shape(2048, 5632, 28, {{1, 30, 0}}, device, best);
+    return 0;
+#endif
+    time_shape(2048, 5632, 28, at({30, 120, 600}), device, best);
+    time_shape(896, 4864, 28, {{1, 26, 0}, {2, 26, 0}}, device, best);
+    time_shape(1024, 3072, 28, {{1, 16, 0}, {2, 16, 0}}, device, best);
+    for (const std::string& line : best) std::printf("%s\n", line.c_str());
+  } else if (only_spaced) {
+    bool right = true;  // the whole check takes longer
+    for (const int tokens : {1, 2, 3, 4}) {
+      for (const double density : {0.005, 0.5}) {
+        right &= check<__nv_bfloat16>({tokens, 2048, 5632, density, true, true, Threshold::kCoordinate}, device, "bf16",
+                                      1. / 128, false);
+      }
+    }
+    std::printf("every variant: %s\n", right ? "all right" : "FAILED");
+#if defined(TWELL_FUSED_TRACE) || defined(TWELL_FEW_TRACE)
+    time_shape(2048, 5632, 28, {{1, 30, 0}, {2, 120, 0}, {16, 30, 0}}, device, best, Between::kSpacer);
+    std::printf("with other code between:\n");
+    time_shape(2048, 5632, 28, {{1, 30, 0}}, device, best, Between::kCode);
+    return 0;
+#endif
+    std::vector<Row> rows;
+    for (const int active : {30, 120}) {
+      for (const int tokens : {1, 2, 4, 16, 64}) rows.push_back({tokens, active, 0});
+    }
+    time_shape(2048, 5632, 28, rows, device, best, Between::kSpacer);
+    best.push_back("with other weights between:");
+    time_shape(2048, 5632, 28, {{1, 30, 0}, {2, 30, 0}, {4, 30, 0}}, device, best, Between::kWeights);
+    best.push_back("with a kernel between that takes part in programmatic launch:");
+    time_shape(2048, 5632, 28, {{1, 30, 0}, {2, 30, 0}, {4, 30, 0}}, device, best, Between::kProgrammatic);
+    best.push_back("with other code between:");
+    time_shape(2048, 5632, 28, {{1, 30, 0}, {2, 30, 0}, {4, 30, 0}}, device, best, Between::kCode);
     for (const std::string& line : best) std::printf("%s\n", line.c_str());
   } else if (only_few) {
     time_shape(2048, 5632, 28,
