@@ -7,6 +7,13 @@ namespace twell::decoding::fused {
 
 #if defined(TWELL_SM90_DEVICE)
 
+// A thread block's threads meet, each once it has `words`. Loads from shared memory may else still be under way when a
+// barrier opens: other threads' stores queue behind them, bulk copies do not.
+__device__ __forceinline__ void meet_with(uint32_t words) {
+  asm volatile("{\n\t.reg .pred p, q;\n\tsetp.ne.b32 p, %0, 0;\n\tbar.red.or.pred q, 0, p;\n\t}" ::"r"(words)
+               : "memory");
+}
+
 // Starts the kernel: barriers, rows, biases; waits for the kernel ahead; leaves x and each warp's part of the sums. The
 // last thread has checked in: the answer is what the meeting's word was before.
 template <typename Half>
@@ -48,6 +55,7 @@ __device__ __forceinline__ unsigned long long multiply_gate(const FusedParams& p
   unsigned long long meeting_before = 0;
   {
     uint4 held[kSteps][2];
+    uint32_t words = 0;
     for (int i = 0; i < held_portions; ++i) sm90::barrier_wait(c.gate + i, 0);
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
@@ -59,9 +67,10 @@ __device__ __forceinline__ unsigned long long multiply_gate(const FusedParams& p
         if (row < own.count && k < p.row_bytes) {
           held[i][j] = *reinterpret_cast<const uint4*>(shared + (p.held_at + row) * p.row_stride + k);
         }
+        words |= held[i][j].x;
       }
     }
-    __syncthreads();
+    meet_with(words);
     p.trace.mark(kHeld);
     if (l.warp == 0) ask_for_gate(portions);
     p.trace.mark(kWeights);
