@@ -5,6 +5,7 @@
 // registers, because what is not active has to become zero and h is a product. The other two multiply 64 neurons each.
 
 #include "sm90_launch.h"
+#include "sm90_neuron_product.cuh"
 #include "sm90_primitives.cuh"
 #include "sm90_training.h"
 #include "sm90_wgmma.cuh"
@@ -13,10 +14,7 @@ namespace twell::sm90 {
 namespace {
 
 constexpr int kFetchers = 128, kThreads = kFetchers + 256, kConsumerWarps = 8;
-constexpr int kNeurons = 128, kHidden = 256;  // of a tile
-constexpr int kDepth = kHalfTokens;           // tokens of a step
-constexpr int kColumnBytes = kNeurons * kDepth * 2, kPartBytes = kDepth * 128, kParts = kHidden / 64;
-constexpr int kStages = 4, kStageBytes = kColumnBytes + kParts * kPartBytes;
+constexpr int kStages = 4;
 
 constexpr int kFetchRegisters = 104, kMultiplyRegisters = 200;
 static_assert(check_registers(kFetchRegisters, kMultiplyRegisters));
@@ -173,21 +171,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, int first_block, ui
   const uint32_t stages = smem_address(shared);
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     float sum[kHidden / 2];
-    for (int step = 0; step < steps; ++step, ring.advance()) {
-      ring.wait_full();
-      const uint32_t stage = stages + ring.stage * kStageBytes;
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < kDepth / 16; ++k) {
-        Wgmma<T, kHidden, 0, 1>::multiply(sum, matrix_descriptor(stage + warpgroup * (kColumnBytes / 2) + k * 32, 16),
-                                          matrix_descriptor(stage + kColumnBytes + k * 2048, kPartBytes), step + k);
-      }
-      wgmma_commit();
-      wgmma_wait<1>();
-      if (step > 0 && lane == 0) barrier_arrive(ring.empty + ring.previous());
-    }
-    wgmma_wait<0>();
-    if (lane == 0) barrier_arrive(ring.empty + ring.previous());
+    multiply_neurons<T>(sum, steps, stages, ring, lane, warpgroup);
 
     const Tile tile = tile_at(a, item);
     if (tile.product.matrix == nullptr) continue;

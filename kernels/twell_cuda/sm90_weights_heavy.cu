@@ -6,6 +6,7 @@
 // A persistent thread block of three warpgroups an SM: one thread fetches, two warpgroups multiply 64 neurons each.
 
 #include "sm90_launch.h"
+#include "sm90_neuron_product.cuh"
 #include "sm90_primitives.cuh"
 #include "sm90_weights.h"
 #include "sm90_wgmma.cuh"
@@ -15,9 +16,8 @@ namespace twell::sm90 {
 namespace {
 
 constexpr int kThreads = 384, kConsumerWarps = 8;
-constexpr int kHidden = 256, kDepth = kHalfTokens;  // columns of a tile; tokens of a step
-constexpr int kFactorBytes = kHeavyNeurons * kDepth * 2, kPartBytes = kDepth * 128, kParts = kHidden / 64;
-constexpr int kStages = 4, kStageBytes = kFactorBytes + kParts * kPartBytes;
+constexpr int kStages = 4;
+static_assert(kHeavyNeurons == kNeurons);
 constexpr int kShared = 1024 + kStages * (kStageBytes + 16);
 static_assert(kShared <= 227 * 1024);
 
@@ -69,7 +69,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, const Maps& maps, int 
       load_box(stage, factors, step * kDepth, tile.row, full);
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        load_box(stage + kFactorBytes + part * kPartBytes, rows, tile.hidden + part * 64, step * kDepth, full);
+        load_box(stage + kColumnBytes + part * kPartBytes, rows, tile.hidden + part * 64, step * kDepth, full);
       }
     }
   }
@@ -82,21 +82,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, int items, int step
   const uint32_t stages = smem_address(shared);
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     float sum[kHidden / 2];
-    for (int step = 0; step < steps; ++step, ring.advance()) {
-      ring.wait_full();
-      const uint32_t stage = stages + ring.stage * kStageBytes;
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < kDepth / 16; ++k) {
-        Wgmma<T, kHidden, 0, 1>::multiply(sum, matrix_descriptor(stage + warpgroup * (kFactorBytes / 2) + k * 32, 16),
-                                          matrix_descriptor(stage + kFactorBytes + k * 2048, kPartBytes), step + k);
-      }
-      wgmma_commit();
-      wgmma_wait<1>();
-      if (step > 0 && lane == 0) barrier_arrive(ring.empty + ring.previous());
-    }
-    wgmma_wait<0>();
-    if (lane == 0) barrier_arrive(ring.empty + ring.previous());
+    multiply_neurons<T>(sum, steps, stages, ring, lane, warpgroup);
 
     const Tile tile = tile_at(a, item);
 #pragma unroll
