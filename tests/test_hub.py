@@ -290,7 +290,7 @@ def test_the_card_of_a_run_to_a_density_says_so(tmp_path):
     trainer.create_model_card(model_name="me/x")
     for text in ((tmp_path / "README.md").read_text(), folder_card(tmp_path / "checkpoint-2", "me/x")):
         assert card.L1_CLAUSE in text
-        assert "| density aimed at | 2.00 % after a linear warm-up over 0.4 |" in text
+        assert "| density aimed at | 2.00 % after a linear warm-up over 0.1 |" in text
 
 
 @pytest.mark.parametrize("told", ["before the callback", "after it", "never"])

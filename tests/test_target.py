@@ -37,7 +37,7 @@ def rows_of(trainer) -> dict[int, dict]:
     return {row["step"]: row for row in trainer.state.log_history if "loss" in row}
 
 
-def held(controller, steps, *, lag, exponent, needed, noise) -> list[float]:
+def held(controller, steps, *, warmup, lag, exponent, needed, noise) -> list[float]:
     """Log densities over the target, for layers that follow their weight late and weakly, at a cosine learning rate."""
     generator = torch.Generator().manual_seed(0)
     start, target, l1 = math.log(0.45), math.log(controller.target_density), 20.0
@@ -46,7 +46,7 @@ def held(controller, steps, *, lag, exponent, needed, noise) -> list[float]:
         settled = min(start, target - exponent * math.log(weight / (needed * 0.03 / l1)))
         density += (settled - density) * (1 + math.cos(math.pi * step / steps)) / 2 / lag
         seen = math.exp(density + noise * torch.randn((), generator=generator).item())
-        progress = min(1.0, (step + 1) / (0.4 * steps))
+        progress = min(1.0, (step + 1) / (warmup * steps))
         weight = controller.update(torch.tensor([seen]), torch.tensor([l1]), progress).item()
         path.append(density - target)
     return path
@@ -55,10 +55,13 @@ def held(controller, steps, *, lag, exponent, needed, noise) -> list[float]:
 @pytest.mark.parametrize("needed", [1, 10, 100], ids="needs x{}".format)
 @pytest.mark.parametrize("exponent", [0.5, 1.0], ids="exponent {}".format)
 @pytest.mark.parametrize(("steps", "lag"), [(100, 3), (400, 8), (400, 40), (3000, 200)])
-def test_layers_of_many_kinds_reach_the_target(steps, lag, exponent, needed):
-    path = held(DensityController(0.01, steps=steps), steps, lag=lag, exponent=exponent, needed=needed, noise=0.03)
+@pytest.mark.parametrize("warmup", [0.1, 0.4], ids="warm-up {}".format)
+def test_layers_of_many_kinds_reach_the_target(steps, lag, exponent, needed, warmup):
+    layer = {"lag": lag, "exponent": exponent, "needed": needed, "noise": 0.03}
+    path = held(DensityController(0.01, steps=steps), steps, warmup=warmup, **layer)
     assert abs(path[-1]) < math.log(1.1), "within 10 %"
-    assert min(path) > math.log(0.8), "and never far below"
+    # An early path outruns layers that follow late: they fall below the target for a moment.
+    assert min(path) > math.log(0.8 if warmup == 0.4 else 0.3), "and never far below"
 
 
 def test_the_weight_of_a_layer_that_cannot_follow_stays_in_bounds():
