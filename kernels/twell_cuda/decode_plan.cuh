@@ -26,8 +26,9 @@ struct Kernels {
   bool few = false;        // sm90_few_gate_up.cu and sm90_few_down.cu, neither of the above; any number of tokens
   struct Fused {           // one kernel for all (sm90_decode_fused.cu), if takes_fused()
     bool use = false;
-    int window_bytes = 24 << 10;  // of gate rows on their way to a thread block at a time
+    int window_bytes = 64 << 10;  // of gate rows on their way to a thread block before the kernels ahead have ended
     int patience = 1000;          // looks at what other thread blocks leave
+    bool warm = false;            // brings the shares' lines into L2 ahead of them
   } fused;
   int few_splits = 0;  // with `few`: thread blocks of a cluster of down's: 1, 2, 3, 4 or 8; 0: choose_few_splits()
   bool overlap = false;    // programmatic dependent launch
@@ -56,13 +57,22 @@ inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; 
 // The fused kernel: its thread blocks all run at once, two calls' on a multiprocessor; a block's gate rows find room in
 // registers (16) and shared memory, and their shares of y stay in L2.
 constexpr int kFusedMaxBlocks = 144, kFusedMaxTokens = 4, kFusedMaxHidden = 2048, kFusedMaxRows = 48;
-constexpr int kFusedControlBytes = 2048, kFusedRingBytes = 113 * 1024 - kFusedControlBytes;
+// Gate rows come in runs of neighbours, one bulk copy each; the first ones go on into registers.
+constexpr int kFusedRunRows = 4, kFusedHeldRows = 16;
+// A thread block's shared memory: barriers and the like; sums of up to two tokens; gate rows.
+constexpr int kFusedControlBytes = 1280, kFusedSharedBytes = 113 * 1024 - kFusedControlBytes;
+constexpr int kFusedSumsBytes = 3456, kFusedGateBytes = kFusedSharedBytes - kFusedSumsBytes;
 inline bool has_fused_shares(const Ffn& ffn) { return ffn.tokens <= kFusedMaxTokens && ffn.hidden <= kFusedMaxHidden; }
 inline int fused_blocks(const Ffn& ffn, int most) {
   most = most < kFusedMaxBlocks ? most : kFusedMaxBlocks;
   return ffn.width < most ? ffn.width : most;
 }
-inline int64_t fused_row_stride(const Ffn& ffn) { return round_up(2 * int64_t{ffn.hidden}, 128) + 64; }
+// From run to run: 64 modulo 128, so that 16-byte reads of two runs' rows meet no bank twice.
+inline int64_t fused_run_stride(const Ffn& ffn) { return round_up(2 * int64_t{ffn.hidden} * kFusedRunRows, 128) + 64; }
+// What this many gate rows take in shared memory.
+inline int64_t fused_gate_bytes(const Ffn& ffn, int rows) {
+  return rows / kFusedRunRows * fused_run_stride(ffn) + rows % kFusedRunRows * 2 * int64_t{ffn.hidden};
+}
 // Pairs of columns that a thread block adds up: a power of two.
 inline int fused_units(const Ffn& ffn, int blocks) {
   int units = 8;
@@ -75,7 +85,8 @@ inline bool takes_fused(const Ffn& ffn, const Device& device) {
   // Above 2 tokens a warp must have pairs of one token.
   if (ffn.tokens > 2 && (fused_units(ffn, blocks) < 32 || ffn.hidden % 64 != 0)) return false;
   const int rows = (ffn.width + blocks - 1) / blocks;
-  return rows <= kFusedMaxRows && (rows - 16) * fused_row_stride(ffn) <= kFusedRingBytes;
+  const int beside = rows > kFusedHeldRows ? rows - kFusedHeldRows : 0;
+  return rows <= kFusedMaxRows && fused_gate_bytes(ffn, beside) <= kFusedGateBytes;
 }
 
 inline DecodePlan plan_decode(const Ffn& ffn) {

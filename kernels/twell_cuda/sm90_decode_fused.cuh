@@ -10,10 +10,9 @@
 namespace twell::decoding::fused {
 
 constexpr int kThreads = kDecodeThreads;
-constexpr int kHeldRows = 16;  // of the gate, as tensor-core operands in registers
+constexpr int kHeldRows = kFusedHeldRows;  // of the gate, as tensor-core operands in registers
 constexpr int kTiles = kFusedMaxRows / 16;
-constexpr int kPortionRows = 2;  // of the gate, that come together
-constexpr int kPortions = kFusedMaxRows / kPortionRows;
+constexpr int kRunRows = kFusedRunRows, kRuns = kFusedMaxRows / kRunRows, kHeldRuns = kHeldRows / kRunRows;
 constexpr int kStageRows = 8;  // of up and down, at most
 constexpr int kMaxStages = 8;
 constexpr int kSteps = 8;  // of a row
@@ -69,24 +68,26 @@ struct FusedParams {
   void* y;
   int tokens, hidden, width;
   uint32_t row_bytes;   // of x, gate, up and down
-  uint32_t row_stride;  // in shared memory: 64 modulo 128, so that 16-byte reads of two rows meet no bank twice
-  int window;           // portions on their way at a time: more would queue in front of the call before
-  int held_at;          // where rows that go on into registers land, among the places of gate rows
+  uint32_t run_stride;  // of gate rows in shared memory: 64 modulo 128
+  uint32_t row_stride;  // of rows of up and down there, 64 modulo 128: 16-byte reads of two rows meet no bank twice
+  int block_rows, longer_blocks;  // neurons of a thread block; how many of the blocks, the first ones, have one more
+  int window;           // runs on their way before the kernels ahead have ended: more would queue in front of them
+  int held_at;          // where runs that go on into registers land, among the places of runs
   int row_places;       // of rows of up and down, behind Sums
   int units;            // pairs of columns that a thread block adds up: a power of two
+  bool warm;            // shares' lines are written before there is anything to say
   uint32_t meeting;
   int patience;
   Trace trace;
 };
 
 struct Control {
-  uint64_t gate[kPortions];  // a barrier for each portion, used once
+  uint64_t gate[kRuns];  // a barrier for each run, used once
   uint64_t full[kMaxStages], empty[kMaxStages];  // up and down
   uint64_t seal;
   float b_gate[kFusedMaxRows], b_up[kFusedMaxRows];
-  uint16_t list[kFusedMaxRows];  // of active neurons, ascending
-  int active;
-  uint32_t loud;  // tokens with an active neuron, a bit each
+  uint16_t list[kFusedMaxRows];  // of active neurons
+  int kernels_ahead_ended;       // from the start or since
   int left_over;  // thread blocks that gave up waiting
   int all_in;
 };
@@ -113,7 +114,7 @@ struct ActiveRows {
 
 // What a lane needs to find its operands: within each 32 consecutive k, lane q of four takes 8 consecutive ones.
 struct Lane {
-  int warp, lane, row;  // row: lane / 4, of eight; of x the token
+  int warp, lane, row;  // row: lane / 4, of eight of a product's operand; of x the token
   uint32_t offset;      // of its 16 bytes in a step
 };
 
@@ -132,9 +133,11 @@ struct Neurons {
 };
 
 __device__ __forceinline__ Neurons neurons_of(const FusedParams& p, int block) {
-  const int first = static_cast<int>(static_cast<int64_t>(p.width) * block / gridDim.x);
-  return {first, static_cast<int>(static_cast<int64_t>(p.width) * (block + 1) / gridDim.x) - first};
+  return {block * p.block_rows + min(block, p.longer_blocks), p.block_rows + (block < p.longer_blocks)};
 }
+
+// Which neuron of eight is row `row` of a product's operand. Neighbouring rows are of two runs, so of different banks.
+__device__ __forceinline__ int neuron_of_row(int row) { return row % 2 * kRunRows + row / 2; }
 
 __device__ __forceinline__ const char* row_of(const char* matrix, int neuron, const FusedParams& p) {
   return matrix + static_cast<int64_t>(neuron) * p.row_bytes;

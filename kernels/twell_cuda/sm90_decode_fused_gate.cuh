@@ -1,4 +1,7 @@
 // The first part of the fused decode kernel: a thread block's gate rows, as they come, times x.
+//
+// Rows come in runs of four neighbours, one bulk copy each, all by one thread. The first four runs go on into registers,
+// in two steps; what comes after them lands where they lay.
 #pragma once
 
 #include "sm90_decode_fused_sum.cuh"
@@ -14,71 +17,105 @@ __device__ __forceinline__ void meet_with(uint32_t words) {
                : "memory");
 }
 
+// How a thread block's gate rows lie in runs, and which have been asked for: those to be held first.
+struct Runs {
+  const FusedParams& p;
+  Control& c;
+  char* const places;
+  const Neurons own;
+  const int held, all;
+  int asked = 0;
+
+  __device__ __forceinline__ Runs(const FusedParams& params, Control& control, char* rows, const Neurons& neurons)
+      : p(params), c(control), places(rows), own(neurons),
+        held((min(neurons.count, kHeldRows) + kRunRows - 1) / kRunRows), all((neurons.count + kRunRows - 1) / kRunRows) {}
+
+  __device__ __forceinline__ char* place(int run) const {
+    return places + (run < held ? p.held_at + run : run - held) * p.run_stride;
+  }
+  // Until kCount runs have come, but for those from `end` on, which do not exist.
+  template <int kCount>
+  __device__ __forceinline__ void wait(int first, int end) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (first + i < end) sm90::barrier_wait(c.gate + first + i, 0);
+    }
+  }
+
+  // For one thread, before the kernels ahead have ended or after: asks for the runs below `until`.
+  __device__ __forceinline__ void ask(int until) {
+    for (until = min(until, all); asked < until; ++asked) {
+      if (asked >= p.window) {
+        while (!sm90::barrier_passed(c.gate + asked - p.window, 0)) {
+          if (*static_cast<volatile int*>(&c.kernels_ahead_ended) != 0) break;
+        }
+      }
+      const int row = asked * kRunRows;
+      const uint32_t bytes = min(kRunRows, own.count - row) * p.row_bytes;
+      sm90::barrier_arrive_expect(c.gate + asked, bytes);
+      sm90::load_bytes(place(asked), row_of(p.gate, own.first + row, p), bytes, c.gate + asked);
+    }
+  }
+};
+
 // Starts the kernel: barriers, rows, biases; waits for the kernel ahead; leaves x and each warp's part of the sums. The
 // last thread has checked in: the answer is what the meeting's word was before.
 template <typename Half>
-__device__ __forceinline__ unsigned long long multiply_gate(const FusedParams& p, Control& c, char* shared,
+__device__ __forceinline__ unsigned long long multiply_gate(const FusedParams& p, Control& c, char* places,
                                                             const Lane& l, const Neurons& own,
                                                             float (&sum)[kTiles][4], uint4 (&x)[kSteps]) {
   sm90::launch_dependents();
   p.trace.mark(kStarted);
   const int thread = threadIdx.x;
-  if (thread < kPortions) sm90::barrier_init(c.gate + thread, 1);
+  if (thread < kRuns) sm90::barrier_init(c.gate + thread, 1);
   if (thread < kMaxStages) {
     sm90::barrier_init(c.full + thread, 1);
     sm90::barrier_init(c.empty + thread, kDecodeWarps);
   }
+  if (thread == 0) c.kernels_ahead_ended = 0;
   sm90::fence_barrier_init();
   __syncthreads();
-  const int held_rows = min(own.count, kHeldRows), rest = own.count - held_rows;
 
   // Before x: what is constant.
-  const int held_portions = (held_rows + kPortionRows - 1) / kPortionRows;
-  const int portions = held_portions + (rest + kPortionRows - 1) / kPortionRows;
-  int asked = 0;
-  const auto ask_for_gate = [&](int until) {
-    for (; asked < until; ++asked) {
-      if (asked >= p.window) sm90::barrier_wait(c.gate + asked - p.window, 0);
-      const bool to_hold = asked < held_portions;
-      const int row = (to_hold ? asked : asked - held_portions) * kPortionRows;
-      const int place = row + (to_hold ? p.held_at : 0), neuron = own.first + row + (to_hold ? 0 : kHeldRows);
-      ask_for(c.gate + asked, shared + place * p.row_stride, row_of(p.gate, neuron + l.lane, p),
-              min(kPortionRows, (to_hold ? held_rows : rest) - row), p);
-    }
+  Runs runs(p, c, places, own);
+  const auto ask = [&](int until) {
+    if (l.warp != 0) return;
+    if (l.lane == 0) runs.ask(until);
+    __syncwarp();
   };
-  // Those first whose places are free from the start.
-  if (l.warp == 0) ask_for_gate(min(portions, held_portions + p.held_at / kPortionRows));
+  ask(runs.held + p.held_at);  // whose places are free from the start
   if (thread >= 32 && thread < 32 + own.count) {
     c.b_gate[thread - 32] = bias_of<Half>(p.b_gate, own.first + thread - 32, p.width);
     c.b_up[thread - 32] = bias_of<Half>(p.b_up, own.first + thread - 32, p.width);
   }
+  // The lane's rows: of an even or an odd run.
+  const int lane_neuron = neuron_of_row(l.row), odd = l.row % 2;
+  const uint32_t lane_at = odd * p.run_stride + l.row / 2 * p.row_bytes;
   unsigned long long meeting_before = 0;
   {
     uint4 held[kSteps][2];
-    uint32_t words = 0;
-    for (int i = 0; i < held_portions; ++i) sm90::barrier_wait(c.gate + i, 0);
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const uint32_t k = l.offset + i * kStepBytes;
+    for (int j = 0; j < 2; ++j) {
+      runs.wait<2>(2 * j, runs.held);
+      const char* const from = places + (p.held_at + 2 * j) * p.run_stride + lane_at;
+      uint32_t words = 0;
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int row = l.row + 8 * j;
+      for (int i = 0; i < kSteps; ++i) {
+        const uint32_t k = l.offset + i * kStepBytes;
         held[i][j] = uint4{};
-        if (row < own.count && k < p.row_bytes) {
-          held[i][j] = *reinterpret_cast<const uint4*>(shared + (p.held_at + row) * p.row_stride + k);
-        }
+        if (8 * j + lane_neuron < own.count && k < p.row_bytes) held[i][j] = *reinterpret_cast<const uint4*>(from + k);
         words |= held[i][j].x;
       }
+      meet_with(words);
+      ask(j == 0 ? runs.held + p.held_at + 2 : runs.all);
     }
-    meet_with(words);
-    p.trace.mark(kHeld);
-    if (l.warp == 0) ask_for_gate(portions);
     p.trace.mark(kWeights);
     sm90::wait_for_previous();
     p.trace.mark(kCallBefore);
+    if (thread == 32) *static_cast<volatile int*>(&c.kernels_ahead_ended) = 1;
     load_x(x, l, p);
     if (thread == kThreads - 1) meeting_before = check_in(p);
-    for (int i = held_portions; i < portions; ++i) sm90::barrier_wait(c.gate + i, 0);
+    if (p.warm) warm_share(p);
     float part[2][4] = {};
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) multiply_step<Half>(part, held[i][0], held[i][1], x[i]);
@@ -88,11 +125,14 @@ __device__ __forceinline__ unsigned long long multiply_gate(const FusedParams& p
 
 #pragma unroll
   for (int m = 1; m < kTiles; ++m) {
-    if (m >= own.tiles()) break;
+    const int first_run = m * 16 / kRunRows;
+    if (first_run >= runs.all) break;
+    runs.wait<16 / kRunRows>(first_run, runs.all);
     // Where there is no such row, another: the sums are then not used.
-    const int low = m * 16 - kHeldRows + l.row, high = low + 8;
-    multiply_rows<Half>(sum[m], x, l, shared + min(low, rest - 1) * p.row_stride,
-                        shared + min(high, rest - 1) * p.row_stride, p.row_bytes);
+    const char* const tile = places + (first_run - kHeldRuns) * p.run_stride;
+    const char* const low = m * 16 + lane_neuron < own.count ? tile + lane_at : tile;
+    const char* const high = m * 16 + 8 + lane_neuron < own.count ? tile + 2 * p.run_stride + lane_at : tile;
+    multiply_rows<Half>(sum[m], x, l, low, high, p.row_bytes);
   }
   return meeting_before;
 }

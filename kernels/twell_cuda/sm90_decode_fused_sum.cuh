@@ -5,6 +5,12 @@
 // overwritten while it is read. In a quiet kernel a block stores no share of zeros, but its seal in a word of its own,
 // as soon as it knows.
 //
+// Where other kernels have pushed the shares' lines out of L2, a look at one not yet written would fetch it from memory.
+// So a block may write its lines ahead ("warm"): with no seal, once the kernels ahead have ended and so nobody reads them
+// any more, and by the very threads that later store the share there. Two stores of one thread to one address take effect
+// in order, so what a reader finds is an older call's seal, none, or the call's own with its columns: 16 bytes are written
+// and read as one. "None" is 0, which a word's calls reach as a seal once in 2^64 at most.
+//
 // A block that waits for others needs them to run. That is counted as they start; one that has waited for long while
 // others have not even started gives up, and the last block to start does the work of all that gave up. So nothing
 // hangs where other work holds multiprocessors.
@@ -93,12 +99,54 @@ __device__ __forceinline__ void load_sealed(Sealed& v, const uint4* from, bool w
       : "memory");
 }
 
-// Where pair `pair` of a share's row begins: they lie as the down product has them, thread by thread, its four pairs
-// apart.
+// Where a thread's columns of token `token` lie in its block's share: four times two, `hidden / kThreadColumns` apart.
+__device__ __forceinline__ uint4* share_of(const FusedParams& p, int token) {
+  return p.shares + (blockIdx.x * p.tokens + token) * (p.hidden / 2) + threadIdx.x;
+}
+
+__device__ __forceinline__ void store_share(const FusedParams& p, int token, const float (&y)[kThreadColumns],
+                                            uint64_t seal) {
+  const int threads = p.hidden / kThreadColumns;
+  if (threadIdx.x >= threads) return;
+#pragma unroll
+  for (int i = 0; i < kThreadColumns / 2; ++i) {
+    store_sealed(share_of(p, token) + i * threads, y[2 * i], y[2 * i + 1], seal);
+  }
+}
+
+__device__ __forceinline__ void warm_share(const FusedParams& p) {
+  constexpr uint64_t kNoSeal = 0;
+  const float none[kThreadColumns] = {};
+#pragma unroll 1
+  for (int t = 0; t < p.tokens; ++t) store_share(p, t, none, kNoSeal);
+}
+
+// Which column pair `pair` of a share's row begins with.
 __device__ __forceinline__ int column_of(const FusedParams& p, int pair) {
-  const int threads = p.hidden / kThreadColumns, i = pair / threads;
+  const int threads = p.hidden / kThreadColumns;
+  const int i = (pair >= threads) + (pair >= 2 * threads) + (pair >= 3 * threads);
   return (pair - i * threads) * kThreadColumns + 2 * i;
 }
+
+// Of which token unit `unit` is: a pair of columns.
+template <int kTokens>
+__device__ __forceinline__ int token_of(const FusedParams& p, int unit) {
+  int token = 0;
+#pragma unroll
+  for (int t = 1; t < kTokens; ++t) token += unit >= t * (p.hidden / 2);
+  return token;
+}
+
+// How a thread block's threads share out its units: `together`, a power of two, of neighbouring units, in `parts` that
+// take turns at the shares.
+struct Places {
+  int together, parts, unit, part;
+  __device__ __forceinline__ explicit Places(const FusedParams& p) : together(min(p.units, kThreads)) {
+    const int shift = __ffs(together) - 1;
+    parts = kThreads >> shift;
+    unit = threadIdx.x & (together - 1), part = threadIdx.x >> shift;
+  }
+};
 
 // Loads of a thread in flight; up to four tokens all that it wants.
 template <int kTokens>
@@ -116,10 +164,10 @@ __device__ __forceinline__ uint64_t ask_for_silence(const FusedParams& p, int to
 // The same ahead of add_up(), for this block's own columns.
 template <int kTokens>
 __device__ __forceinline__ uint64_t ask_early(const FusedParams& p) {
-  const int pairs = p.hidden / 2, together = min(p.units, kThreads);
-  const int unit = blockIdx.x * p.units + threadIdx.x % together;
-  if (unit >= p.tokens * pairs) return 0;
-  return ask_for_silence<kTokens>(p, unit / pairs, threadIdx.x / together, kThreads / together);
+  const Places at(p);
+  const int unit = blockIdx.x * p.units + at.unit;
+  if (unit >= p.tokens * (p.hidden / 2)) return 0;
+  return ask_for_silence<kTokens>(p, token_of<kTokens>(p, unit), at.part, at.parts);
 }
 
 // Adds up the columns of thread block `block` and stores them, if all shares arrive before `patience` looks at each;
@@ -129,17 +177,18 @@ __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, f
                                        int patience, uint64_t silence = 0) {
   const int thread = threadIdx.x, shares = gridDim.x;
   const int pairs = p.hidden / 2, all_units = p.tokens * pairs;
-  const int together = min(p.units, kThreads), parts = kThreads / together;
+  const Places at(p);
+  const int together = at.together, parts = at.parts, part = at.part;
   const uint64_t seal = c.seal;
   for (int base = block * p.units; base < min((block + 1) * p.units, all_units); base += together) {
-    const int unit = base + thread % together, part = thread / together;
+    const int unit = base + at.unit;
     const bool inside = unit < all_units;
-    const int token = unit / pairs, column = column_of(p, unit - token * pairs);
+    const int token = token_of<kTokens>(p, unit), column = column_of(p, unit - token * pairs);
+    const int at_y = (token * p.hidden + column) / 2;
     const uint4* const from = p.shares + unit;
-    float2 bias = make_float2(0.f, 0.f);
+    Half bias[2] = {Half(0.f), Half(0.f)};
     if (p.b_down != nullptr && inside) {
-      bias.x = to_float(static_cast<const Half*>(p.b_down)[column]);
-      bias.y = to_float(static_cast<const Half*>(p.b_down)[column + 1]);
+      bias[0] = static_cast<const Half*>(p.b_down)[column], bias[1] = static_cast<const Half*>(p.b_down)[column + 1];
     }
     float2 sum = make_float2(0.f, 0.f);
     bool in_vain = false;
@@ -164,12 +213,12 @@ __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, f
           break;
         }
         if constexpr (kQuiet<kTokens>) silence = ask_for_silence<kTokens>(p, token, row, parts);
-        const uint4* at = from + row * all_units;
+        const uint4* share = from + row * all_units;
 #pragma unroll
         for (int i = 0; i < kBatch<kTokens>; ++i) {
-          load_sealed(v[i], kTokens > 2 ? at : from + (row + i * parts) * all_units, missing >> i & 1);
-          at += parts * all_units;
-          if constexpr (kTokens > 2) asm volatile("" : "+l"(at));  // not all addresses at a time: too many registers
+          load_sealed(v[i], kTokens > 2 ? share : from + (row + i * parts) * all_units, missing >> i & 1);
+          share += parts * all_units;
+          if constexpr (kTokens > 2) asm volatile("" : "+l"(share));  // not all addresses at a time: too many registers
         }
 #pragma unroll
         for (int i = 0; i < kBatch<kTokens>; ++i) {
@@ -197,8 +246,7 @@ __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, f
       for (int q = 1; q < min(parts, kDecodeWarps); ++q) {
         v.x += scratch[q * together + thread].x, v.y += scratch[q * together + thread].y;
       }
-      static_cast<uint32_t*>(p.y)[(static_cast<int64_t>(token) * p.hidden + column) / 2] =
-          pack<Half>(v.x + bias.x, v.y + bias.y);
+      static_cast<uint32_t*>(p.y)[at_y] = pack<Half>(v.x + to_float(bias[0]), v.y + to_float(bias[1]));
     }
     __syncthreads();  // `scratch` is free again
   }
