@@ -143,6 +143,7 @@ inline Kernels choose_kernels(const Ffn& ffn, const Device& device) {
   const double elements = static_cast<double>(ffn.hidden) * ffn.width / (1 << 20);  // of a matrix, in millions
   if (ffn.tokens <= 2) {
     k.fused.use = elements >= 2 && takes_fused(ffn, device);
+    k.fused.warm = true;  // as a model's other weights pass through L2 between two calls
     k.bulk_gate = elements >= 4;
   } else if (ffn.tokens <= 8) {
     k.fused.use = elements >= 6 && takes_fused(ffn, device);

@@ -3,10 +3,11 @@
 //
 // A thread block owns neighbouring neurons. Their gate rows do not depend on the kernel ahead, so they come before it
 // has ended: by bulk copies, a few at a time, into shared memory; the first 16 go on into registers, as tensor-core
-// operands (sm90_decode_fused_gate.cuh). So two blocks share a multiprocessor, this call's and the next one's. Once x is
-// there, eight warps share out k and add up through shared memory. Rows of Wu and Wd of the active neurons are asked for
-// together, so that one latency covers both (sm90_decode_fused_own.cuh; many: sm90_decode_fused_staged.cuh). Each thread
-// then owns eight columns of y, and the blocks add up their shares (sm90_decode_fused_sum.cuh).
+// operands (sm90_decode_fused_gate.cuh). So two blocks share a multiprocessor, this call's and the next one's. Once x
+// is there, eight warps share out k and add up through shared memory. Rows of Wu and Wd of the active neurons are asked
+// for together, so that one latency covers both: by each thread for itself where they are few
+// (sm90_decode_fused_own.cuh), else in stages (sm90_decode_fused_staged.cuh). Each thread then owns eight columns of y,
+// and the blocks add up their shares (sm90_decode_fused_sum.cuh).
 //
 // Within each 32 consecutive k, lane q of four takes 8 consecutive ones (16 bytes) of weights and activations alike:
 // both operands see the same permutation of k, so no data moves between lanes.
@@ -39,12 +40,10 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
   {
     float sum[kTiles][4] = {};
     uint4 x[kSteps];
-    const unsigned long long meeting_before =
-        multiply_gate<Half>(p, c, Sums<kTokens>::kOverGate ? shared : rows, l, own, sum, x);
-    if (threadIdx.x == kThreads - 1) number_call(p, c, meeting_before);
+    multiply_gate<Half>(p, c, Sums<kTokens>::kOverGate ? shared : rows, l, own, sum, x);
     if (Sums<kTokens>::kOverGate) __syncthreads();  // all have read the rows there
-    // Whoever passes this barrier may write where the gate's rows were, by bulk copies too: each warp has left sums that
-    // need all that it read.
+    // Whoever passes its barrier may write where the gate's rows were, by bulk copies too: each warp has left sums
+    // that need all that it read.
     leave_sums(sums, sum, own.tiles(), l);
     p.trace.mark(kGateSums);
     const Active<kTokens> active = find_active(p, c, sums, own.count);

@@ -1,7 +1,7 @@
 // The first part of the fused decode kernel: a thread block's gate rows, as they come, times x.
 //
-// Rows come in runs of four neighbours, one bulk copy each, all by one thread. The first four runs go on into registers,
-// in two steps; what comes after them lands where they lay.
+// Rows come in runs of four neighbours, one bulk copy each, all by one thread. The first four runs go on into
+// registers, in two steps; what comes after them lands where they lay.
 #pragma once
 
 #include "sm90_decode_fused_sum.cuh"
@@ -28,7 +28,8 @@ struct Runs {
 
   __device__ __forceinline__ Runs(const FusedParams& params, Control& control, char* rows, const Neurons& neurons)
       : p(params), c(control), places(rows), own(neurons),
-        held((min(neurons.count, kHeldRows) + kRunRows - 1) / kRunRows), all((neurons.count + kRunRows - 1) / kRunRows) {}
+        held((min(neurons.count, kHeldRows) + kRunRows - 1) / kRunRows),
+        all((neurons.count + kRunRows - 1) / kRunRows) {}
 
   __device__ __forceinline__ char* place(int run) const {
     return places + (run < held ? p.held_at + run : run - held) * p.run_stride;
@@ -59,11 +60,10 @@ struct Runs {
 };
 
 // Starts the kernel: barriers, rows, biases; waits for the kernel ahead; leaves x and each warp's part of the sums. The
-// last thread has checked in: the answer is what the meeting's word was before.
+// last thread checks in and numbers the call.
 template <typename Half>
-__device__ __forceinline__ unsigned long long multiply_gate(const FusedParams& p, Control& c, char* places,
-                                                            const Lane& l, const Neurons& own,
-                                                            float (&sum)[kTiles][4], uint4 (&x)[kSteps]) {
+__device__ __forceinline__ void multiply_gate(const FusedParams& p, Control& c, char* places, const Lane& l,
+                                              const Neurons& own, float (&sum)[kTiles][4], uint4 (&x)[kSteps]) {
   sm90::launch_dependents();
   p.trace.mark(kStarted);
   const int thread = threadIdx.x;
@@ -107,6 +107,7 @@ __device__ __forceinline__ unsigned long long multiply_gate(const FusedParams& p
         words |= held[i][j].x;
       }
       meet_with(words);
+      p.trace.mark(kHeld);
       ask(j == 0 ? runs.held + p.held_at + 2 : runs.all);
     }
     p.trace.mark(kWeights);
@@ -127,6 +128,7 @@ __device__ __forceinline__ unsigned long long multiply_gate(const FusedParams& p
   for (int m = 1; m < kTiles; ++m) {
     const int first_run = m * 16 / kRunRows;
     if (first_run >= runs.all) break;
+    if (m == kTiles - 1 && thread == kThreads - 1) number_call(p, c, meeting_before);  // while it waits anyway
     runs.wait<16 / kRunRows>(first_run, runs.all);
     // Where there is no such row, another: the sums are then not used.
     const char* const tile = places + (first_run - kHeldRuns) * p.run_stride;
@@ -134,7 +136,7 @@ __device__ __forceinline__ unsigned long long multiply_gate(const FusedParams& p
     const char* const high = m * 16 + 8 + lane_neuron < own.count ? tile + 2 * p.run_stride + lane_at : tile;
     multiply_rows<Half>(sum[m], x, l, low, high, p.row_bytes);
   }
-  return meeting_before;
+  if (own.tiles() < kTiles && thread == kThreads - 1) number_call(p, c, meeting_before);
 }
 
 #endif

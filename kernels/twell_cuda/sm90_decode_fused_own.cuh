@@ -52,9 +52,9 @@ __device__ __forceinline__ OwnValue own_value(const Active<kTokens>& a, const La
 
 // y += h Wd^T of up to kOwnRows active neurons. `rows`: shared memory that nobody uses.
 template <typename Half, int kTokens>
-__device__ __forceinline__ void multiply_own(float (&y)[kTokens][kThreadColumns], const FusedParams& p, const Control& c,
-                                             char* rows, const Lane& l, const Neurons& own, const uint4 (&x)[kSteps],
-                                             const Active<kTokens>& a, uint64_t& silence) {
+__device__ __forceinline__ void multiply_own(float (&y)[kTokens][kThreadColumns], const FusedParams& p,
+                                             const Control& c, char* rows, const Lane& l, const Neurons& own,
+                                             const uint4 (&x)[kSteps], const Active<kTokens>& a, uint64_t& silence) {
   constexpr int kPairs = kTokens / 2;
   using UpSums = float2[kDecodeWarps][kPairs][kOwnRows];
   auto& up_sums = *reinterpret_cast<UpSums*>(rows);
@@ -94,7 +94,9 @@ __device__ __forceinline__ void multiply_own(float (&y)[kTokens][kThreadColumns]
     const int token = l.lane % kTokens;
     float u = 0.f;
 #pragma unroll
-    for (int s = 0; s < kDecodeWarps; ++s) u += reinterpret_cast<const float*>(&up_sums[s][token / 2][l.row])[token % 2];
+    for (int s = 0; s < kDecodeWarps; ++s) {
+      u += reinterpret_cast<const float*>(&up_sums[s][token / 2][l.row])[token % 2];
+    }
     h = v.gate == 0.f ? 0.f : v.gate * (u + c.b_up[v.neuron]);
     p.trace.mark(kUpSums);
   }

@@ -5,11 +5,11 @@
 // overwritten while it is read. In a quiet kernel a block stores no share of zeros, but its seal in a word of its own,
 // as soon as it knows.
 //
-// Where other kernels have pushed the shares' lines out of L2, a look at one not yet written would fetch it from memory.
-// So a block may write its lines ahead ("warm"): with no seal, once the kernels ahead have ended and so nobody reads them
-// any more, and by the very threads that later store the share there. Two stores of one thread to one address take effect
-// in order, so what a reader finds is an older call's seal, none, or the call's own with its columns: 16 bytes are written
-// and read as one. "None" is 0, which a word's calls reach as a seal once in 2^64 at most.
+// Where other kernels have pushed the shares' lines out of L2, a look at one not yet written fetches it from memory. So
+// a block may write its lines ahead ("warm"): with no seal, once the kernels ahead have ended and so nobody reads them
+// any more, and by the very threads that later store the share there. Two stores of one thread to one address take
+// effect in order, and 16 bytes are written and read as one: what a reader finds is an older call's seal, none, or this
+// call's with its columns. "None" is 0; of all 2^64 pairs of a word and a call one has that seal.
 //
 // A block that waits for others needs them to run. That is counted as they start; one that has waited for long while
 // others have not even started gives up, and the last block to start does the work of all that gave up. So nothing

@@ -20,12 +20,14 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "../decode_plan.cuh"
 #include "../sm90_decode_fused.cuh"
 #include "../sm90_few.cuh"
+#include "compare.cuh"
 #include "graph.cuh"
 
 namespace {
@@ -161,9 +163,9 @@ Kernels few_in_clusters(int splits, bool overlap = true) {
   return k;
 }
 
-Kernels fused_kernels(bool overlap, int patience = 1000, int window_kib = 24) {
+Kernels fused_kernels(bool overlap, int patience = 1000, int window_kib = 64, bool warm = false) {
   Kernels k = kernels(true, overlap);
-  k.fused.use = true, k.fused.patience = patience, k.fused.window_bytes = window_kib << 10;
+  k.fused.use = true, k.fused.patience = patience, k.fused.window_bytes = window_kib << 10, k.fused.warm = warm;
   return k;
 }
 
@@ -196,6 +198,8 @@ std::vector<Variant> checked_variants(const Ffn& f, const Device& device) {
     v.push_back({"fused, impatient", fused_kernels(true, 0)});
     v.push_back({"fused, impatient, serial", fused_kernels(false, 0)});
     v.push_back({"fused, 8 KiB", fused_kernels(true, 1000, 8)});
+    v.push_back({"fused, 96 KiB, warm", fused_kernels(true, 1000, 96, true)});
+    v.push_back({"fused, impatient, warm", fused_kernels(true, 0, 64, true)});
   }
   return v;
 }
@@ -394,7 +398,7 @@ bool check_all(const Device& device, bool verbose) {
                            {136, 257},  {264, 769},   {576, 1536}, {896, 4864},  {1024, 3072}, {1000, 3073},
                            {2056, 3089}, {4096, 3200}, {4104, 1041}, {8192, 1024}, {8200, 530}, {16384, 300},
                            {2048, 131}, {2048, 2112}, {2040, 2113}, {1992, 4224}, {64, 6336},
-                           {64, 1},     {128, 33},    {512, 16},   {1088, 2113}, {1472, 131}, {1536, 4608}};
+                           {1920, 5808}, {1024, 6300}, {64, 1},     {128, 33},    {512, 16},   {1088, 2113}, {1472, 131}, {1536, 4608}};
   for (const auto& s : shapes) {
     for (int tokens : {1, 2, 3, 4, 8, 9, 17, 32, 47, 64}) {
       both({tokens, s[0], s[1], 0.3, true, tokens % 2 == 0, tokens % 3 == 0 ? bias : coordinate});
@@ -467,6 +471,12 @@ __global__ void set_thresholds_kernel(Half* gate, const float* z, int rows, int 
   }
 }
 
+void add_fused(std::vector<Variant>& v) {
+  v.push_back({"U", fused_kernels(true)});
+  v.push_back({"U warm", fused_kernels(true, 1000, 64, true)});
+  v.push_back({"U serial", fused_kernels(false)});
+}
+
 std::vector<Variant> timed_variants(const Ffn& f, const Device& device) {
   std::vector<Variant> v{{"P serial", kernels(false, false)}};
   if (device.major >= 9) v.push_back({"P", kernels(false, true)});
@@ -481,8 +491,7 @@ std::vector<Variant> timed_variants(const Ffn& f, const Device& device) {
     v.push_back({"B serial", kernels(true, false)});
   }
   if (is_hopper(device) && takes_fused(f, device)) {
-    v.push_back({"U", fused_kernels(true)});
-    v.push_back({"U serial", fused_kernels(false)});
+    add_fused(v);
   }
   return v;
 }
@@ -496,8 +505,7 @@ std::vector<Variant> spaced_variants(const Ffn& f, const Device& device) {
   }
   v.push_back({"F", few_kernels(true)});
   if (!takes_fused(f, device)) return v;
-  v.push_back({"U", fused_kernels(true)});
-  v.push_back({"U serial", fused_kernels(false)});
+  add_fused(v);
   return v;
 }
 
@@ -640,33 +648,26 @@ void print_phases(const std::vector<uint64_t>& times, int calls, const std::vect
 }
 #endif
 
-// Calls that follow each other at once, each reading what the one before wrote, replayed on four streams at a time: bit
-// by bit what single calls give, one after the other.
-bool check_chains(const Device& device) {
+// A chain of calls, each reading what the one before wrote, and what single calls give.
+struct Chain {
+  const char* name;
+  int tokens;
+  Kernels kernels, single;
+};
+
+// Chains in graphs that replay on several streams at a time: bit by bit what single calls give, after each replay. Tells
+// of each kind of chain how many of its replays were wrong, and what was wrong first.
+bool check_chains(const Device& device, const std::vector<Chain>& chains) {
   using Half = __nv_bfloat16;
-  constexpr int kHidden = 2048, kWidth = 5632, kLayers = 24, kStreams = 4, kReplays = 30;
+  constexpr int kHidden = 2048, kWidth = 5632, kLayers = 24, kStreams = 4, kReplays = 90;
   std::vector<Layer<Half>> weights;
   for (int i = 0; i < kLayers; ++i) weights.emplace_back(kHidden, kWidth, true, true, false, 5000 + 10 * i);
   bool ok = true;
-  struct Chain {
-    const char* name;
-    int tokens;
-    Kernels kernels, single;
-  };
-  std::vector<Chain> chains;
-  for (const int tokens : {1, 2, 3, 4}) {
-    chains.push_back({"fused", tokens, fused_kernels(true), fused_kernels(false)});
-    chains.push_back({"fused, impatient", tokens, fused_kernels(true, 0), fused_kernels(false)});
-  }
-  for (const int tokens : {3, 8, 9, 16, 64}) {
-    chains.push_back({"few", tokens, few_kernels(true), few_kernels(false)});
-    chains.push_back({"few, 4", tokens, few_in_clusters(4), few_in_clusters(4, false)});
-  }
   for (const Chain& chain : chains) {
     const int tokens = chain.tokens;
     for (const float threshold : {0.f, 0.5f}) {
       for (int i = 0; i < kLayers; ++i) fill(weights[i].b_gate, kWidth, 5003 + 10 * i, -threshold, 0.25f);
-      const int64_t values = int64_t{tokens} * kHidden, all = values * (kLayers + 1);
+      const int values = tokens * kHidden, all = values * kLayers;
       const auto call = [&](int i, Half* x) {
         const Layer<Half>& w = weights[i];
         Ffn f{};
@@ -676,75 +677,91 @@ bool check_chains(const Device& device) {
         return f;
       };
       const int64_t workspace_bytes = decode_workspace_bytes(call(0, nullptr));
-      const auto result = [&](Half* x) {
+      struct Stream {
+        checks::Buffer<Half> x;
+        checks::Buffer<char> workspace;
+        checks::Buffer<checks::Mismatch> found;
+        checks::Buffer<int> replay{1};
+      };
+      std::vector<std::unique_ptr<Stream>> streams;
+      for (int s = 0; s < kStreams; ++s) {
+        streams.emplace_back(new Stream{checks::Buffer<Half>(values + all), checks::Buffer<char>(workspace_bytes),
+                                        checks::Buffer<checks::Mismatch>(kReplays)});
+        fill(streams[s]->x.data, values, 99, 0.f, 1.f);
+        streams[s]->replay.put({0});
+        CHECK(cudaMemset(streams[s]->workspace.data, 0x7e, workspace_bytes));
+      }
+      CHECK(cudaDeviceSynchronize());
+      const auto single_calls = [&] {
+        Stream& s = *streams[0];
+        for (int i = 0; i < kLayers; ++i) {
+          CHECK(run(call(i, s.x.data), chain.single, device, s.workspace.data, nullptr));
+          CHECK(cudaDeviceSynchronize());
+        }
         std::vector<uint16_t> bits(all);
-        CHECK(cudaMemcpy(bits.data(), x, 2 * all, cudaMemcpyDeviceToHost));
+        CHECK(cudaMemcpy(bits.data(), s.x.data + values, 2 * all, cudaMemcpyDeviceToHost));
         return bits;
       };
-      std::vector<Half*> x;
-      std::vector<char*> workspace;
+      const std::vector<uint16_t> once = single_calls();
+      const bool repeats = single_calls() == once;
+      const checks::Buffer<uint16_t> want(once);
       std::vector<checks::Graph> graphs;
-      for (int s = 0; s < kStreams; ++s) {
-        x.push_back(device_alloc<Half>(all));
-        workspace.push_back(device_alloc<char>(workspace_bytes));
-        fill(x[s], values, 99, 0.f, 1.f);
-        graphs.emplace_back(kLayers, [&](int i, cudaStream_t stream) {
-          Kernels k = chain.kernels;
-          k.fused.window_bytes = 8 << s % 3 << 10;
-          CHECK(run(call(i, x[s]), k, device, workspace[s], stream));
+      for (const auto& s : streams) {
+        CHECK(cudaMemset(s->x.data + values, 0xff, 2 * all));
+        graphs.emplace_back(kLayers + 1, [&](int i, cudaStream_t stream) {
+          if (i < kLayers) {
+            CHECK(run(call(i, s->x.data), chain.kernels, device, s->workspace.data, stream));
+          } else {
+            checks::compare_kernel<<<1, 1024, 0, stream>>>(reinterpret_cast<uint16_t*>(s->x.data) + values, want.data,
+                                                           kLayers, values, kHidden, s->found.data, s->replay.data);
+            CHECK(cudaGetLastError());
+          }
         });
       }
       CHECK(cudaDeviceSynchronize());
-      const auto poison = [&](int s) {
-        CHECK(cudaMemset(x[s] + values, 0xff, 2 * (all - values)));
-        CHECK(cudaMemset(workspace[s], 0x7e, workspace_bytes));
-        CHECK(cudaDeviceSynchronize());
-      };
-      const auto single_calls = [&] {
-        poison(0);
-        for (int i = 0; i < kLayers; ++i) {
-          CHECK(run(call(i, x[0]), chain.single, device, workspace[0], nullptr));
-          CHECK(cudaDeviceSynchronize());
-        }
-        return result(x[0]);
-      };
-      const std::vector<uint16_t> want = single_calls();
-      bool right = single_calls() == want;
-      if (!right) std::printf("chain BAD: %s, %d tokens: single calls differ\n", chain.name, tokens);
-      for (int round = 0; round < 3; ++round) {
-        for (int s = 0; s < kStreams; ++s) poison(s);
-        for (int i = 0; i < kReplays; ++i) {
-          for (checks::Graph& g : graphs) CHECK(cudaGraphLaunch(g.exec, g.stream));
-        }
-        CHECK(cudaDeviceSynchronize());
-        for (int s = 0; s < kStreams; ++s) {
-          const std::vector<uint16_t> got = result(x[s]);
-          const int64_t at = std::mismatch(got.begin(), got.end(), want.begin()).first - got.begin();
-          if (at == all) continue;
-          const int64_t call_begin = at / values * values;
-          int64_t wrong = 0;
-          for (int64_t i = call_begin; i < call_begin + values; ++i) wrong += got[i] != want[i];
-          if (right) {  // once for each chain
-            std::printf("chain BAD: %s, %d tokens, threshold %.1f: round %d, stream %d, call %d, %d values wrong from "
-                        "token %d, column %d on\n",
-                        chain.name, tokens, threshold, round, s, static_cast<int>(at / values) - 1,
-                        static_cast<int>(wrong), static_cast<int>(at % values / kHidden),
-                        static_cast<int>(at % kHidden));
-          }
-          right = false;
-        }
+      for (int i = 0; i < kReplays; ++i) {
+        for (checks::Graph& g : graphs) CHECK(cudaGraphLaunch(g.exec, g.stream));
       }
-      ok &= right;
+      CHECK(cudaDeviceSynchronize());
+      int wrong_replays = 0;
       for (int s = 0; s < kStreams; ++s) {
-        graphs[s].release();
-        CHECK(cudaFree(x[s]));
-        CHECK(cudaFree(workspace[s]));
+        int i = -1;
+        for (const checks::Mismatch& m : streams[s]->found.get()) {
+          ++i;
+          if (m.wrong == 0 || ++wrong_replays > 1) continue;
+          std::printf("chain BAD: %s, %d tokens, threshold %.1f: replay %d, stream %d: call %d first, %d of its values "
+                      "wrong (by token %d %d %d %d) in columns %d to %d; %d in all calls\n",
+                      chain.name, tokens, threshold, i, s, m.call, m.in_call, m.of_token[0], m.of_token[1],
+                      m.of_token[2], m.of_token[3], m.low_column, m.high_column, m.wrong);
+        }
       }
+      for (checks::Graph& g : graphs) g.release();
+      std::printf("%-34s T=%-2d threshold %.1f: %s, %d of %d replays wrong\n", chain.name, tokens, threshold,
+                  repeats ? "single calls repeat" : "single calls DIFFER", wrong_replays, kReplays * kStreams);
+      std::fflush(stdout);
+      ok &= repeats && wrong_replays == 0;
     }
   }
   for (Layer<Half>& w : weights) w.release();
   std::printf("chains: %s\n", ok ? "all right" : "FAILED");
   return ok;
+}
+
+std::vector<Chain> checked_chains() {
+  std::vector<Chain> chains;
+  for (const int tokens : {1, 2, 3, 4}) {
+    const Kernels single = fused_kernels(false);
+    chains.push_back({"fused", tokens, fused_kernels(true), single});
+    chains.push_back({"fused, warm", tokens, fused_kernels(true, 1000, 64, true), single});
+    chains.push_back({"fused, 24 KiB", tokens, fused_kernels(true, 1000, 24), single});
+    chains.push_back({"fused, 96 KiB, warm", tokens, fused_kernels(true, 1000, 96, true), single});
+    chains.push_back({"fused, impatient, warm", tokens, fused_kernels(true, 0, 64, true), single});
+  }
+  for (const int tokens : {3, 8, 9, 16, 64}) {
+    chains.push_back({"few", tokens, few_kernels(true), few_kernels(false)});
+    chains.push_back({"few, 4", tokens, few_in_clusters(4), few_in_clusters(4, false)});
+  }
+  return chains;
 }
 
 struct Row {
@@ -950,11 +967,11 @@ int main(int argc, char** argv) {
   const bool only_time = only_few || only_fused || only_spaced || (argc > 1 && std::strcmp(argv[1], "time") == 0);
   const bool only_check = argc > 1 && !only_time;
   const bool only_chains = argc > 1 && std::strcmp(argv[1], "chains") == 0;
-  if (only_chains) return check_chains(device) ? 0 : 1;
+  if (only_chains) return check_chains(device, checked_chains()) ? 0 : 1;
   if (!only_time) {
     if (!check_all(device, argc > 1 && std::strcmp(argv[1], "verbose") == 0)) return 1;
     const bool only_cases = argc > 1 && std::strcmp(argv[1], "cases") == 0;
-    if (is_hopper(device) && !only_cases && !check_chains(device)) return 1;
+    if (is_hopper(device) && !only_cases && !check_chains(device, checked_chains())) return 1;
   }
   // Names: gate and up kernel (P portable, B bulk copies; F, and down too: Hopper's for 3 to 64 tokens, a number being
   // the thread blocks of down's clusters; U one kernel for all); overlapped unless "serial".
