@@ -140,11 +140,11 @@ __device__ __forceinline__ int token_of(const FusedParams& p, int unit) {
 // How a thread block's threads share out its units: `together`, a power of two, of neighbouring units, in `parts` that
 // take turns at the shares.
 struct Places {
-  int together, parts, unit, part;
+  int together, parts_log2, parts, unit, part;
   __device__ __forceinline__ explicit Places(const FusedParams& p) : together(min(p.units, kThreads)) {
-    const int shift = __ffs(together) - 1;
-    parts = kThreads >> shift;
-    unit = threadIdx.x & (together - 1), part = threadIdx.x >> shift;
+    const int log2 = __ffs(together) - 1;
+    parts_log2 = __ffs(kThreads) - 1 - log2, parts = 1 << parts_log2;
+    unit = threadIdx.x & (together - 1), part = threadIdx.x >> log2;
   }
 };
 
@@ -183,23 +183,22 @@ __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, f
   for (int base = block * p.units; base < min((block + 1) * p.units, all_units); base += together) {
     const int unit = base + at.unit;
     const bool inside = unit < all_units;
-    const int token = token_of<kTokens>(p, unit), column = column_of(p, unit - token * pairs);
-    const int at_y = (token * p.hidden + column) / 2;
+    const int token = kQuiet<kTokens> ? token_of<kTokens>(p, unit) : 0;
     const uint4* const from = p.shares + unit;
+    int at_y = 0;
     Half bias[2] = {Half(0.f), Half(0.f)};
-    if (p.b_down != nullptr && inside) {
+    const auto find_place = [&] {
+      const int t = token_of<kTokens>(p, unit), column = column_of(p, unit - t * pairs);
+      at_y = (t * p.hidden + column) / 2;
+      if (p.b_down == nullptr) return;
       bias[0] = static_cast<const Half*>(p.b_down)[column], bias[1] = static_cast<const Half*>(p.b_down)[column + 1];
-    }
+    };
+    if (kQuiet<kTokens> && inside) find_place();
     float2 sum = make_float2(0.f, 0.f);
     bool in_vain = false;
     for (int row = part; inside && !in_vain && row < shares; row += kBatch<kTokens> * parts) {
-      Sealed v[kBatch<kTokens>];
-      uint32_t missing = 0;
-#pragma unroll
-      for (int i = 0; i < kBatch<kTokens>; ++i) {
-        v[i] = Sealed{0, 0};
-        if (row + i * parts < shares) missing |= 1u << i;
-      }
+      Sealed v[kBatch<kTokens>] = {};
+      uint32_t missing = (1u << min(kBatch<kTokens>, (shares - row + parts - 1) >> at.parts_log2)) - 1;
       uint32_t wanted = missing;
       for (int looks = 0;; ++looks) {
         if constexpr (kQuiet<kTokens>) {
@@ -216,10 +215,11 @@ __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, f
         const uint4* share = from + row * all_units;
 #pragma unroll
         for (int i = 0; i < kBatch<kTokens>; ++i) {
-          load_sealed(v[i], kTokens > 2 ? share : from + (row + i * parts) * all_units, missing >> i & 1);
+          load_sealed(v[i], share, missing >> i & 1);
           share += parts * all_units;
-          if constexpr (kTokens > 2) asm volatile("" : "+l"(share));  // not all addresses at a time: too many registers
+          asm volatile("" : "+l"(share));  // not all addresses at a time: too many registers, and instructions ahead
         }
+        if (!kQuiet<kTokens> && looks == 0) find_place();  // while the first look is on its way
 #pragma unroll
         for (int i = 0; i < kBatch<kTokens>; ++i) {
           if (v[i].seal == seal) missing &= ~(1u << i);
