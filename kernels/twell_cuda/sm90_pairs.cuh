@@ -33,7 +33,6 @@ __device__ __forceinline__ uint32_t sum_before(uint32_t value, int lane) {
   return sum - value;
 }
 
-__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 // This thread's cp.async copies have landed.
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
@@ -52,10 +51,10 @@ __device__ __forceinline__ uint32_t count_tokens(uint4 tokens) {
   return __popc(tokens.x) + __popc(tokens.y) + __popc(tokens.z) + __popc(tokens.w);
 }
 
-// The tokens of the entry first + lane, whose neuron the lane brings; none past the last entry. `columns` is the
-// block's; what lies in `soon` at the pairs' places will be read soon, if it is not null.
-__device__ __forceinline__ uint4 find_tokens(GroupPairs& pairs, const uint16_t* columns, const uint16_t* soon,
-                                             const Counts& counts, int first, int neuron, int lane) {
+// The tokens of the entry first + lane, whose neuron the lane brings; none past the last entry. `columns` are the
+// block's.
+__device__ __forceinline__ uint4 find_tokens(GroupPairs& pairs, const uint16_t* columns, const Counts& counts,
+                                             int first, int neuron, int lane) {
   const int side = lane / kParts, part = lane % kParts, half = part / (kParts / 2);
   const int begin = half == 0 ? 0 : counts.first_only, both_end = counts.first_only + counts.both;
   const int end = half == 0 ? both_end : counts.all();
@@ -70,10 +69,7 @@ __device__ __forceinline__ uint4 find_tokens(GroupPairs& pairs, const uint16_t* 
   uint8_t* bytes = reinterpret_cast<uint8_t*>(pairs.tokens);
 #pragma unroll
   for (int i = 0; i < kTurns; ++i) {
-    const uint32_t bits = active_bits(pairs.columns[i][lane]);
-    bytes[i * 32 + lane] = static_cast<uint8_t>(bits);
-    const int column = __shfl_sync(~0u, neuron, 2 * i + side) * kBlockTokens;
-    if (soon != nullptr && bits != 0) prefetch_l2(soon + column + part * kPartTokens);
+    bytes[i * 32 + lane] = static_cast<uint8_t>(active_bits(pairs.columns[i][lane]));
   }
   __syncwarp();
   return pairs.tokens[lane];

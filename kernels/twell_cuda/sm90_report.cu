@@ -23,7 +23,7 @@ __device__ __forceinline__ double add_up(const float* values, int64_t first, int
   return sum;
 }
 
-// The first thread block adds up the groups' L1, each of the others 32 neurons' activity, a warp every 16th block.
+// The first thread block adds up the groups' L1, each of the others 32 neurons' activity, a warp every 16th part.
 __global__ void __launch_bounds__(kThreads) report_kernel(const Saving saving, float* report, int width) {
 #if defined(TWELL_SM90_DEVICE)
   __shared__ double sums[kWarps][32];
@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(kThreads) report_kernel(const Saving saving, f
 #pragma unroll
     for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
   } else if (neuron < width) {
-    sum = add_up(saving.activity, int64_t{warp} * width + neuron, rows * width, int64_t{kWarps} * width);
+    const int64_t values = rows * saving.parts * width;
+    sum = add_up(saving.activity, int64_t{warp} * width + neuron, values, int64_t{kWarps} * width);
   }
   sums[warp][lane] = sum;
   __syncthreads();

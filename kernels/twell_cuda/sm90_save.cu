@@ -1,7 +1,6 @@
-// The pairs of a chunk's blocks are found, those of kept blocks go to the state, h takes the place of relu(gate), and
-// the report's sums are taken on the way. Where there is no pair a column is zero already.
-//
-// Each warp finds the pairs of its groups, then its thread block learns from the others where they go.
+// The pairs of a chunk's blocks are found: each warp finds those of its groups, then its thread block learns from the
+// others where they go. Entries of kept blocks go to the state. Without a gate the pairs do too, and the report's sums are
+// taken on the way; else up does both, and this clears the sums where there is no entry.
 
 #include "sm90_launch.h"
 #include "sm90_pairs.cuh"
@@ -21,17 +20,24 @@ struct Arguments {
 };
 
 // The report's sums where there is no entry.
+template <bool kGated>
 __device__ __forceinline__ void clear_sums(const Active& a, const Saving& saving, const BlockPart& part, int groups,
                                            int width) {
   const int64_t row = saving.waiting + part.block;
   const int lane = threadIdx.x % 32, warp = part.index * kSaveWarps + static_cast<int>(threadIdx.x) / 32;
   const uint32_t* masks = a.masks + int64_t{part.block} * 2 * a.words;
   for (int word = warp; word < a.words; word += part.share * kSaveWarps) {
-    const uint32_t listed = __ldcg(masks + word) | __ldcg(masks + a.words + word);
+    const uint32_t first = __ldcg(masks + word), second = __ldcg(masks + a.words + word);
     const int neuron = word * 32 + lane;
-    if (neuron < width && (listed >> lane & 1) == 0) saving.activity[row * width + neuron] = 0.0f;
+    if (neuron >= width) continue;
+    if constexpr (kGated) {
+      if ((first >> lane & 1) == 0) saving.activity[2 * row * width + neuron] = 0.0f;
+      if ((second >> lane & 1) == 0) saving.activity[(2 * row + 1) * width + neuron] = 0.0f;
+    } else {
+      if (((first | second) >> lane & 1) == 0) saving.activity[row * width + neuron] = 0.0f;
+    }
   }
-  for (int group = groups + warp * 32 + lane; group < saving.groups; group += part.share * kSaveThreads) {
+  for (int group = (kGated ? 0 : groups) + warp * 32 + lane; group < saving.groups; group += part.share * kSaveThreads) {
     saving.l1[row * saving.groups + group] = 0.0f;
   }
 }
@@ -72,8 +78,7 @@ __global__ void __launch_bounds__(kSaveThreads, kResident) save_kernel(const __g
   const int entries = counts.all(), all_groups = group_count(entries), warp_of_block = part.index * kSaveWarps + warp;
   const int begin = warp_of_block * all_groups / (share * kSaveWarps);
   const int end = (warp_of_block + 1) * all_groups / (share * kSaveWarps);
-  uint16_t* columns = static_cast<uint16_t*>(a.columns) + offset;
-  const uint16_t* ups = static_cast<const uint16_t*>(a.ups) + (kGated ? offset : 0);
+  const uint16_t* columns = static_cast<const uint16_t*>(a.columns) + offset;
   const uint16_t* neurons = a.neurons + block * a.row;
   uint4* all_tokens = saving.tokens + block * a.row;
 
@@ -82,10 +87,9 @@ __global__ void __launch_bounds__(kSaveThreads, kResident) save_kernel(const __g
   uint32_t count = 0;
   for (int group = begin; group < end; ++group) {
     const int mine = group * kGroup + lane;
-    const bool last = group + 1 == end;  // the first to be saved
     neuron = mine < entries ? neurons[mine] : 0;
-    tokens = find_tokens(pairs, columns, kGated && last ? ups : nullptr, counts, group * kGroup, neuron, lane);
-    if (!last) all_tokens[mine] = tokens;
+    tokens = find_tokens(pairs, columns, counts, group * kGroup, neuron, lane);
+    if (group + 1 < end) all_tokens[mine] = tokens;  // the last are the first to be saved
     count += __reduce_add_sync(~0u, count_tokens(tokens));
   }
   if (lane == 0) warp_pairs[warp] = count;
@@ -97,7 +101,7 @@ __global__ void __launch_bounds__(kSaveThreads, kResident) save_kernel(const __g
     if (w <= warp) to_end += warp_pairs[w];
   }
   if (threadIdx.x == 0) fill_slot(saving, own);
-  if constexpr (kReport) clear_sums(a, saving, part, all_groups, arguments.width);
+  if constexpr (kReport) clear_sums<kGated>(a, saving, part, all_groups, arguments.width);
   const int64_t first_block = arguments.chunk.first_block();
   const BlockPlace chunk = start_of_chunk(state, first_block);
   const Before before = wait_for_slots(a, saving, part, warp_sums);
@@ -114,49 +118,50 @@ __global__ void __launch_bounds__(kSaveThreads, kResident) save_kernel(const __g
       neuron = neurons[mine];
       tokens = all_tokens[mine];
     }
-    const EntryPairs own = expand_group(pairs, tokens, lane);
-    to_end -= own.count;
     if (kept) {
       state.tokens[first_entry + mine] = tokens;
       state.neurons[first_entry + mine] = static_cast<uint16_t>(neuron);
-      if (lane == 0) state.first_pairs[first_entry / kGroup + group] = to_end;
     }
+    if constexpr (kGated) {
+      const uint32_t count = count_tokens(tokens), before = sum_before(count, lane);
+      to_end -= __shfl_sync(~0u, before + count, 31);
+      const uint32_t first = to_end + before;
+      if (kept && mine < entries) {
+        uint2* places = reinterpret_cast<uint2*>(saving.places) + block * a.row;
+        places[mine] = {first, first + __popc(tokens.x) + __popc(tokens.y)};
+      }
+      if (kept && lane == 0) state.first_pairs[first_entry / kGroup + group] = to_end;
+      continue;
+    }
+    const EntryPairs own = expand_group(pairs, tokens, lane);
+    to_end -= own.count;
+    if (kept && lane == 0) state.first_pairs[first_entry / kGroup + group] = to_end;
     uint16_t* gate_to = static_cast<uint16_t*>(state.gate) + first_pair + to_end;
-    uint16_t* up_to = static_cast<uint16_t*>(state.up) + (kGated ? first_pair + to_end : 0);
     sums[lane] = 0.0f;
     __syncwarp();
     float l1 = 0.0f;
     for (uint32_t start = 0; start < own.count; start += kBatch * 32) {
-      uint16_t gate[kBatch], up[kBatch];
-      int entry[kBatch], column[kBatch];
+      uint16_t gate[kBatch];
+      int entry[kBatch];
       float weight[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const uint32_t index = min(start + i * 32 + lane, own.count - 1);
         const int token = pairs.token(index);
         entry[i] = pairs.entry(index);
-        column[i] = __shfl_sync(~0u, neuron, entry[i]) * kBlockTokens + token;
-        gate[i] = __ldcg(columns + column[i]);
-        if constexpr (kGated) up[i] = __ldcg(ups + column[i]);
+        gate[i] = __ldcg(columns + __shfl_sync(~0u, neuron, entry[i]) * kBlockTokens + token);
         if constexpr (kReport) {
           weight[i] = 1.0f;
           if (token_weight != nullptr) weight[i] = token_weight[arguments.chunk.first + block * kBlockTokens + token];
         }
       }
-      __syncwarp();  // the last pair is read by several lanes and written by one
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const uint32_t index = start + i * 32 + lane;
         const bool valid = index < own.count;
-        uint16_t h = gate[i];
-        if constexpr (kGated) h = multiply<T>(gate[i], up[i]);
-        if (valid && kept) {
-          gate_to[index] = gate[i];
-          if constexpr (kGated) up_to[index] = up[i];
-        }
-        if (valid && kGated) columns[column[i]] = h;
+        if (valid && kept) gate_to[index] = gate[i];
         if constexpr (kReport) {
-          const float size = fabsf(unpack<T>(h).x), counted = valid && size != 0.0f ? weight[i] : 0.0f;
+          const float size = fabsf(unpack<T>(gate[i]).x), counted = valid && size != 0.0f ? weight[i] : 0.0f;
           l1 += counted != 0.0f ? counted * size : 0.0f;  // no weight: not even NaN counts
           const int rank = index - __shfl_sync(~0u, own.before, entry[i]);
           add_by_entry(sums, counted, valid ? entry[i] : kGroup, rank, lane);
@@ -190,19 +195,15 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Saving& saving, con
                        Arguments{chunk, saving, training, ffn.width});
 }
 
-template <typename T>
-cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const Saving& saving, const Training& training,
-                        const Device& device, cudaStream_t stream) {
-  return ffn.up != nullptr ? launch<T, true>(ffn, chunk, saving, training, device, stream)
-                           : launch<T, false>(ffn, chunk, saving, training, device, stream);
-}
-
 }  // namespace
 
 cudaError_t launch_save(const Ffn& ffn, const Chunk& chunk, const Saving& saving, const Training& training,
                         const Device& device, cudaStream_t stream) {
-  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn, chunk, saving, training, device, stream)
-                                       : launch_type<__half>(ffn, chunk, saving, training, device, stream);
+  const bool bfloat = ffn.dtype == DType::kBFloat16;  // where there is a gate only zeros are told from other values
+  const auto run = ffn.up != nullptr ? launch<__half, true>
+                   : bfloat          ? launch<__nv_bfloat16, false>
+                                     : launch<__half, false>;
+  return run(ffn, chunk, saving, training, device, stream);
 }
 
 }  // namespace twell::sm90

@@ -19,7 +19,7 @@ constexpr int64_t kReportBytes = int64_t{16} << 20;  // of sums that wait for th
 constexpr int64_t kMostChunks = 8;
 
 int column_buffers(const Ffn& ffn) { return ffn.up == nullptr ? 1 : 2; }
-int64_t forward_blocks(const Ffn& ffn) { return chunk_blocks(ffn, kForwardBytes, column_buffers(ffn)); }
+int64_t forward_blocks(const Ffn& ffn) { return chunk_blocks(ffn, kForwardBytes, 1); }
 int64_t backward_blocks(const Ffn& ffn) {
   const int64_t least = (count_blocks(ffn) + kMostChunks - 1) / kMostChunks;
   const int64_t least_bytes = least * kBlockTokens * ffn.width * 2 * column_buffers(ffn);
@@ -52,13 +52,16 @@ static_assert(sizeof(BlockState) == 32);
 
 void place_forward(const Ffn& ffn, Cutter& cutter, Active* active, Saving* saving) {
   const int64_t blocks = forward_blocks(ffn);
-  place_active(ffn, blocks, true, cutter, active);
+  place_active(ffn, blocks, false, cutter, active);
+  const bool gated = ffn.up != nullptr;
   *saving = {};
-  saving->groups = static_cast<int>((active->row + kGroup - 1) / kGroup);
-  saving->rows = std::max(blocks, std::min(count_blocks(ffn), kReportBytes / (int64_t{ffn.width} * 4)));
+  saving->parts = gated ? 2 : 1;
+  saving->groups = sum_groups(active->row, gated);
+  saving->rows = std::max(blocks, std::min(count_blocks(ffn), kReportBytes / (int64_t{saving->parts} * ffn.width * 4)));
   cutter.cut(saving->tokens, blocks * active->row * 16);
+  if (gated) cutter.cut(saving->places, blocks * active->row * 2 * 4);
   cutter.cut(saving->slots, kSlots * 8);
-  cutter.cut(saving->activity, saving->rows * ffn.width * 4);
+  cutter.cut(saving->activity, saving->rows * saving->parts * ffn.width * 4);
   cutter.cut(saving->l1, saving->rows * saving->groups * 4);
 }
 
@@ -144,9 +147,9 @@ cudaError_t sm90_training_forward(const Ffn& ffn, const L1& l1, int64_t capacity
     const bool first = chunk.first == 0;  // save finds these as its chunks before left them
     const Zeroed totals{reinterpret_cast<uint64_t*>(training.state.totals), first ? 3 : 0};
     TWELL_RETURN_IF_ERROR(launch_list(ffn, chunk, device, stream, totals, {saving.slots, first ? kSlots : 0}));
-    if (ffn.up != nullptr) TWELL_RETURN_IF_ERROR(launch_up_beside(ffn, chunk, device, stream));
     ++saving.turn;
     TWELL_RETURN_IF_ERROR(launch_save(ffn, chunk, saving, training, device, stream));
+    if (ffn.up != nullptr) TWELL_RETURN_IF_ERROR(launch_up_save(ffn, chunk, saving, training, device, stream));
     saving.waiting += chunk.active.blocks;
     const bool last = chunk.first + chunk.tokens == ffn.tokens;
     if (l1.report != nullptr && (last || saving.waiting + forward_blocks(ffn) > saving.rows)) {

@@ -32,14 +32,20 @@ struct State {
 
 constexpr int kSlots = 1024;  // thread blocks that save a chunk, at most
 
+// No tile of up is narrower where a block has more than one.
+constexpr int kUpTileNeurons = 80;
+
 // Scratch of forward while pairs are saved, chunk by chunk; the report's sums wait until they are many.
 struct Saving {
-  uint4* tokens;    // (blocks of a chunk, row): of each entry
+  uint4* tokens;     // (blocks of a chunk, row): of each entry
+  uint32_t* places;  // (blocks of a chunk, row, 2 halves): the first pair of each entry's half in its block, if that is
+                     // kept; null where the block has no gate
   uint64_t* slots;  // (kSlots): of each thread block its pairs, above them the last turn it took; zero before the first
   uint32_t turn;    // of the chunk: 1, 2, ...
-  float* activity;  // (rows, F): sum of token weights, of each block that the report lacks
+  float* activity;  // (rows, parts, F): sum of token weights, of each block that the report lacks
   float* l1;        // (rows, groups): sum of token weight * |h|
-  int groups;       // ceil(row / kGroup)
+  int parts;        // where there is a gate, halves of a block: up takes the sums; else save does, of whole blocks
+  int groups;       // of up's tiles, for each warp; else of a block's entries
   int64_t rows;     // room
   int64_t waiting;  // rows that earlier chunks have filled
   bool reported;    // the report holds rows before these
@@ -64,11 +70,16 @@ struct Training {
   State state;
 };
 
-// Forward, between launch_list and launch_down. `up` leaves relu(gate) in Active::columns and writes u to Active::ups.
-cudaError_t launch_up_beside(const Ffn&, const Chunk&, const Device&, cudaStream_t);
-// Which blocks are kept, and where: totals (zero before the first chunk), blocks. h takes the place of relu(gate),
-// pairs go to the state, sums to Saving's rows from `waiting` on.
+// Sums of a block's l1 that are taken one by one.
+__host__ __device__ constexpr int sum_groups(int row, bool gated) {
+  return gated ? (row + kUpTileNeurons - 1) / kUpTileNeurons * 8 : (row + kGroup - 1) / kGroup;
+}
+
+// Forward, between launch_list and launch_down. Which blocks are kept, and where: totals (zero before the first chunk),
+// blocks; their entries. Without a gate also their pairs, and sums to Saving's rows from `waiting` on.
 cudaError_t launch_save(const Ffn&, const Chunk&, const Saving&, const Training&, const Device&, cudaStream_t);
+// Then, where there is a gate: h takes the place of relu(gate), pairs of kept blocks go to the state, sums to Saving.
+cudaError_t launch_up_save(const Ffn&, const Chunk&, const Saving&, const Training&, const Device&, cudaStream_t);
 // Adds the rows that wait to the report, in fixed order.
 cudaError_t launch_report(const Ffn&, const Saving&, const Training&, cudaStream_t);
 
@@ -101,6 +112,8 @@ int64_t weights_partial_bytes(const Ffn&, int64_t pairs);  // of `partials`
 
 // Backward of the others, in chunks for which gate, list and up compute again what was not kept. Like those, each does
 // nothing where all of the chunk's blocks were kept.
+// After launch_list: `up` leaves relu(gate) in Active::columns and writes u to Active::ups.
+cudaError_t launch_up_beside(const Ffn&, const Chunk&, const Device&, cudaStream_t);
 // dh = dy Wd + L1's; du = dh relu(gate) takes the place of u, dg = dh u where active that of relu(gate).
 cudaError_t launch_dh(const Ffn&, const Chunk&, const Training&, const Gradients&, const Device&, cudaStream_t);
 // dx = du Wu + dg Wg.

@@ -4,7 +4,7 @@
 //   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I.. -o training_check training_check.cu ../sm90_sort.cu
 //        ../sm90_weights.cu ../sm90_weights_plan.cu ../sm90_weights_spread.cu ../sm90_weights_heavy.cu
 //        ../sm90_add_weights.cu ../sm90_forward.cu ../sm90_gate.cu ../sm90_list.cu ../sm90_up.cu ../sm90_up_beside.cu ../sm90_down.cu ../sm90_dh.cu
-//        ../sm90_pair_dh.cu ../sm90_pair_dx.cu ../sm90_save.cu ../sm90_report.cu ../transpose.cu
+//        ../sm90_pair_dh.cu ../sm90_pair_dx.cu ../sm90_save.cu ../sm90_up_save.cu ../sm90_report.cu ../transpose.cu
 //   ./training_check [time]
 #include <cstring>
 #include <iterator>
@@ -357,17 +357,18 @@ void launch_parts(Setup& s, Stages& stages) {
     const Zeroed totals{reinterpret_cast<uint64_t*>(state.totals), first ? 3 : 0};
     CHECK(launch_list(ffn, chunk, device, nullptr, totals, {saving.slots, first ? kSlots : 0}));
     stages.end("list");
-    CHECK(launch_up_beside(ffn, chunk, device, nullptr));
-    stages.end("up");
     ++saving.turn;
     CHECK(launch_save(ffn, chunk, saving, training, device, nullptr));
+    stages.end("save");
+    CHECK(launch_up_save(ffn, chunk, saving, training, device, nullptr));
+    stages.end("up");
     saving.waiting += chunk.active.blocks;
     const bool last = chunk.first + chunk.tokens == ffn.tokens;
     if (last || saving.waiting + forward_blocks(ffn) > saving.rows) {
       CHECK(launch_report(ffn, saving, training, nullptr));
       saving.waiting = 0, saving.reported = true;
     }
-    stages.end("save");
+    stages.end("report");
     CHECK(launch_down(ffn, chunk, device, nullptr));
     stages.end("down");
   }

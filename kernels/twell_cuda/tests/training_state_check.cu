@@ -2,7 +2,7 @@
 // is wrong.
 //
 //   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I.. -o training_state_check training_state_check.cu
-//        ../sm90_save.cu ../sm90_report.cu
+//        ../sm90_save.cu ../sm90_up_save.cu ../sm90_report.cu ../sm90_forward.cu
 //   ./training_state_check [time]
 #include <algorithm>
 #include <cmath>
@@ -135,11 +135,20 @@ struct Problem {
     if (of.nan && (block * kBlockTokens + token) % 7 == 0) return neuron % 2 == 0 ? 0x7fff : 0xffff;
     return narrow(of.dtype, 0.01f + static_cast<float>(uniform(place(block, neuron, token))));
   }
-  uint16_t up_at(int64_t block, int neuron, int token) const {
-    const uint64_t random = hash(place(block, neuron, token) ^ 0x5bd1e995);
+  // A token of a block has a one in x, at its place there: u is a value of Wu, and the bias.
+  bool biased() const { return of.gated && seed % 3 == 0; }
+  uint16_t weight_at(int neuron, int token) const {
+    const uint64_t random = hash(place(0, neuron, token) ^ 0x5bd1e995);
     if (of.pattern == Pattern::kUnion) return narrow(of.dtype, 1.0f + (random % 16) / 64.0f);
-    if (random % 16 < 2) return random % 16 == 0 ? 0x0000 : 0x8000;
+    if (random % 16 < 2) return 0x0000;
     return narrow(of.dtype, static_cast<float>(random >> 40) * 0x1p-23f - 1.0f);
+  }
+  uint16_t bias_at(int neuron) const {
+    return narrow(of.dtype, static_cast<float>(uniform(seed * 7 + neuron)) - 0.5f);
+  }
+  uint16_t up_at(int neuron, int token) const {
+    const uint16_t weight = weight_at(neuron, token);
+    return biased() ? narrow(of.dtype, widen(of.dtype, weight) + widen(of.dtype, bias_at(neuron))) : weight;
   }
   uint16_t h_of(uint16_t gate, uint16_t up) const {
     return of.gated ? narrow(of.dtype, widen(of.dtype, gate) * widen(of.dtype, up)) : gate;
@@ -194,7 +203,7 @@ struct Problem {
       for (int t = 0; t < kBlockTokens; ++t) {
         if (!e.has(t)) continue;
         block.gate.push_back(gate_at(b, e.neuron, t));
-        if (of.gated) block.up.push_back(up_at(b, e.neuron, t));
+        if (of.gated) block.up.push_back(up_at(e.neuron, t));
       }
     }
     return block;
@@ -224,10 +233,6 @@ struct Problem {
     return columns(first, count, [&](int64_t b, const Entry&, int, int64_t i) { return blocks[b].gate[i]; },
                    [](int64_t, const Entry&, int) { return uint16_t{0}; });
   }
-  std::vector<uint16_t> up_columns(int64_t first, int count) const {
-    return columns(first, count, [&](int64_t b, const Entry&, int, int64_t i) { return blocks[b].up[i]; },
-                   [&](int64_t b, const Entry& e, int t) { return static_cast<uint16_t>(hash(place(b, e.neuron, t))); });
-  }
 };
 
 int round_up(int64_t value, int unit) { return static_cast<int>((value + unit - 1) / unit * unit); }
@@ -246,20 +251,21 @@ struct Run {
     const Case& c = p.of;
     device = {c.sm_count, 9, 0};
     all_blocks = static_cast<int64_t>(p.blocks.size());
-    ffn.dtype = c.dtype, ffn.tokens = p.tokens, ffn.hidden = 8, ffn.width = c.width;
+    ffn.dtype = c.dtype, ffn.tokens = p.tokens, ffn.hidden = kBlockTokens, ffn.width = c.width;
     active.words = (c.width + 31) / 32, active.row = round_up(c.width, 8);
     active.masks = arena.take<uint32_t>(int64_t{c.blocks} * 2 * active.words);
     active.counts = arena.take<Counts>(c.blocks);
     active.neurons = arena.take<uint16_t>(int64_t{c.blocks} * active.row);
     active.columns = arena.take<uint16_t>(column_count(c.blocks));
-    active.ups = c.gated ? arena.take<uint16_t>(column_count(c.blocks)) : nullptr;
-    ffn.up = active.ups;  // only asked whether there is one
-    saving.groups = (active.row + kGroup - 1) / kGroup;
+    if (c.gated) bring_up(arena);
+    saving.parts = c.gated ? 2 : 1;
+    saving.groups = sum_groups(active.row, c.gated);
     saving.tokens = arena.take<uint4>(int64_t{c.blocks} * active.row);
+    if (c.gated) saving.places = arena.take<uint32_t>(int64_t{c.blocks} * active.row * 2);
     saving.slots = arena.take<uint64_t>(kSlots);
     CHECK(cudaMemset(saving.slots, 0, kSlots * sizeof(uint64_t)));
     saving.rows = int64_t{c.blocks} * c.reported;
-    saving.activity = arena.take<float>(saving.rows * c.width);
+    saving.activity = arena.take<float>(saving.rows * saving.parts * c.width);
     saving.l1 = arena.take<float>(saving.rows * saving.groups);
     State& state = training.state;
     state.entries = room_entries, state.pairs = room_pairs;
@@ -281,7 +287,24 @@ struct Run {
 
   int64_t column_count(int blocks) const { return int64_t{blocks} * problem.of.width * kBlockTokens; }
   uint16_t* columns() const { return static_cast<uint16_t*>(active.columns); }
-  uint16_t* ups() const { return static_cast<uint16_t*>(active.ups); }
+
+  // x, Wu and its bias.
+  void bring_up(Arena& arena) {
+    const int width = problem.of.width;
+    const DType dtype = problem.of.dtype;
+    std::vector<uint16_t> x(problem.tokens * kBlockTokens), up(int64_t{width} * kBlockTokens), bias(width);
+    for (int64_t t = 0; t < problem.tokens; ++t) x[t * kBlockTokens + t % kBlockTokens] = narrow(dtype, 1.0f);
+    for (int n = 0; n < width; ++n) {
+      for (int t = 0; t < kBlockTokens; ++t) up[int64_t{n} * kBlockTokens + t] = problem.weight_at(n, t);
+      bias[n] = problem.bias_at(n);
+    }
+    const auto bring = [&](const std::vector<uint16_t>& values) {
+      uint16_t* to = arena.take<uint16_t>(values.size());
+      upload(to, values);
+      return to;
+    };
+    ffn.x = bring(x), ffn.up = bring(up), ffn.b_up = problem.biased() ? bring(bias) : nullptr;
+  }
 
   Chunk chunk(int64_t first_block, int blocks) const {
     Chunk result{};
@@ -296,7 +319,7 @@ struct Run {
     if (data != nullptr) CHECK(cudaMemset(data, 0xff, bytes));
   }
 
-  // What gate, list and up leave.
+  // What gate and list leave.
   void bring_forward(int64_t first, int count) const {
     std::vector<uint32_t> masks(int64_t{count} * 2 * active.words);
     std::vector<Counts> counts(count);
@@ -316,7 +339,6 @@ struct Run {
     upload(active.counts, counts);
     upload(active.neurons, neurons);
     upload(columns(), problem.gate_columns(first, count));
-    if (problem.of.gated) upload(ups(), problem.up_columns(first, count));
   }
 };
 
@@ -355,11 +377,12 @@ struct Judge {
     while (i < std::min(seen.size(), expected.size()) && std::memcmp(&seen[i], &expected[i], sizeof(Value)) == 0) ++i;
     expect(false, std::string(what) + " at " + std::to_string(i));
   }
-  // Any NaN will do where one is due; what was never to be written is kGarbage in both.
+  // Any NaN will do where one is due, and any zero; what was never to be written is kGarbage in both.
   void expect_values(const std::vector<uint16_t>& seen, const std::vector<uint16_t>& expected, const char* what) {
     for (size_t i = 0; i < seen.size(); ++i) {
       const bool nan = expected[i] != kGarbage && is_nan(of.dtype, expected[i]);
-      if (nan ? !is_nan(of.dtype, seen[i]) : seen[i] != expected[i]) {
+      const bool zero = ((seen[i] | expected[i]) & 0x7fff) == 0;
+      if (nan ? !is_nan(of.dtype, seen[i]) : seen[i] != expected[i] && !zero) {
         char text[96];
         std::snprintf(text, sizeof(text), "%s at %zu: %04x for %04x", what, i, seen[i], expected[i]);
         return expect(false, text);
@@ -391,12 +414,15 @@ void check_forward(const Run& run, const Kept& kept, Judge& judge) {
   for (int64_t first = 0; first < run.all_blocks; first += c.blocks) {
     run.bring_forward(first, c.blocks);
     if (saving.waiting == 0) {
-      run.poison(saving.activity, saving.rows * c.width * 4);
+      run.poison(saving.activity, saving.rows * saving.parts * c.width * 4);
       run.poison(saving.l1, saving.rows * saving.groups * 4);
-      activity.assign(saving.rows * c.width, NAN), l1.assign(saving.rows * saving.groups, NAN);
+      activity.assign(saving.rows * saving.parts * c.width, NAN), l1.assign(saving.rows, NAN);
     }
     ++saving.turn;
     CHECK(launch_save(run.ffn, run.chunk(first, c.blocks), saving, run.training, run.device, nullptr));
+    if (c.gated) {
+      CHECK(launch_up_save(run.ffn, run.chunk(first, c.blocks), saving, run.training, run.device, nullptr));
+    }
     const int64_t before = saving.waiting;
     saving.waiting += c.blocks;
     const bool full = saving.waiting == saving.rows || first + c.blocks == run.all_blocks;
@@ -406,34 +432,33 @@ void check_forward(const Run& run, const Kept& kept, Judge& judge) {
     for (int b = 0; c.report && b < c.blocks; ++b) {
       const Block& block = p.blocks[first + b];
       const int64_t row = before + b;
-      std::fill_n(activity.begin() + row * c.width, c.width, 0.0);
-      std::fill_n(l1.begin() + row * saving.groups, saving.groups, 0.0);
+      std::fill_n(activity.begin() + row * saving.parts * c.width, saving.parts * c.width, 0.0);
+      l1[row] = 0.0;
       uint32_t index = 0;
-      for (size_t i = 0; i < block.entries.size(); ++i) {
-        const Entry& e = block.entries[i];
-        double entry_sum = 0.0;
+      for (const Entry& e : block.entries) {
         for (int t = 0; t < kBlockTokens; ++t) {
           if (!e.has(t)) continue;
           const uint16_t h = p.h_of(block.gate[index], c.gated ? block.up[index] : 0);
           ++index;
           const double weight = p.weights.empty() ? 1.0 : p.weights[(first + b) * kBlockTokens + t];
           if ((h & 0x7fff) == 0 || weight == 0.0) continue;
-          entry_sum += weight;
-          l1[row * saving.groups + i / kGroup] += weight * std::fabs(widen(c.dtype, h));
+          activity[(row * saving.parts + (c.gated ? t / kHalfTokens : 0)) * c.width + e.neuron] += weight;
+          report[1 + e.neuron] += weight;
+          l1[row] += weight * std::fabs(widen(c.dtype, h));
         }
-        activity[row * c.width + e.neuron] = entry_sum;
-        report[1 + e.neuron] += entry_sum;
       }
-      for (int g = 0; g < saving.groups; ++g) report[0] += l1[row * saving.groups + g];
+      report[0] += l1[row];
     }
     judge.expect_near(download(saving.activity, activity.size()), activity, "activity");
-    judge.expect_near(download(saving.l1, l1.size()), l1, "l1");
+    const auto sums = download(saving.l1, saving.rows * saving.groups);
+    std::vector<float> rows(saving.rows, 0.0f);
+    for (size_t i = 0; i < sums.size(); ++i) rows[i / saving.groups] += sums[i];
+    judge.expect_near(rows, l1, "l1");
     if (full) saving.waiting = 0, saving.reported = true;
     const auto h = p.columns(first, c.blocks, [&](int64_t b, const Entry&, int, int64_t i) {
       return p.h_of(p.blocks[b].gate[i], c.gated ? p.blocks[b].up[i] : 0);
     }, [](int64_t, const Entry&, int) { return uint16_t{0}; });
     judge.expect_values(download(run.columns(), h.size()), h, "h");
-    if (c.gated) judge.expect_same(download(run.ups(), h.size()), p.up_columns(first, c.blocks), "ups");
   }
   if (c.report) judge.expect_near(download(run.training.report, 1 + c.width), report, "report");
 
@@ -465,7 +490,7 @@ void check_forward(const Run& run, const Kept& kept, Judge& judge) {
   judge.expect_same(download(state.neurons, state.entries), neurons, "state's neurons");
   judge.expect_same(download(state.first_pairs, state.entries / kGroup), first_pairs, "state's first pairs");
   judge.expect_same(download(static_cast<uint16_t*>(state.gate), state.pairs), gate, "state's gate");
-  if (c.gated) judge.expect_same(download(static_cast<uint16_t*>(state.up), state.pairs), up, "state's up");
+  if (c.gated) judge.expect_values(download(static_cast<uint16_t*>(state.up), state.pairs), up, "state's up");
 }
 
 bool check(Arena& arena, const Case& c, uint64_t seed) {
@@ -501,7 +526,7 @@ void time(Arena& arena, int sm_count) {
   const Kept kept = keep(problem, INT64_MAX, INT64_MAX);
   arena.clear();
   char* flush = arena.take<char>(kFlush);
-  // A set of columns for each chunk; h stays in them, which is as good as relu(gate) next time.
+  // A set of columns for each chunk.
   std::vector<Run> runs;
   for (int i = 0; i < kChunks; ++i) runs.emplace_back(arena, problem, kept.entries, kept.pairs);
   for (int i = 0; i < kChunks; ++i) runs[i].bring_forward(i * kBlocks, kBlocks);
