@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kSaveThreads, kResident) save_kernel(const __g
   const int end = (warp_of_block + 1) * all_groups / (share * kSaveWarps);
   const uint16_t* columns = static_cast<const uint16_t*>(a.columns) + offset;
   const uint16_t* neurons = a.neurons + block * a.row;
-  uint4* all_tokens = saving.tokens + block * a.row;
+  uint4* listed = saving.entries + block * a.row;
 
   int neuron = 0;
   uint4 tokens{};
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kSaveThreads, kResident) save_kernel(const __g
     const int mine = group * kGroup + lane;
     neuron = mine < entries ? neurons[mine] : 0;
     tokens = find_tokens(pairs, columns, counts, group * kGroup, neuron, lane);
-    if (group + 1 < end) all_tokens[mine] = tokens;  // the last are the first to be saved
+    if (group + 1 < end) listed[mine] = tokens;  // the last are the first to be saved
     count += __reduce_add_sync(~0u, count_tokens(tokens));
   }
   if (lane == 0) warp_pairs[warp] = count;
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kSaveThreads, kResident) save_kernel(const __g
     const int mine = group * kGroup + lane;
     if (group + 1 < end) {
       neuron = neurons[mine];
-      tokens = all_tokens[mine];
+      tokens = listed[mine];
     }
     if (kept) {
       state.tokens[first_entry + mine] = tokens;
@@ -126,10 +126,7 @@ __global__ void __launch_bounds__(kSaveThreads, kResident) save_kernel(const __g
       const uint32_t count = count_tokens(tokens), before = sum_before(count, lane);
       to_end -= __shfl_sync(~0u, before + count, 31);
       const uint32_t first = to_end + before;
-      if (kept && mine < entries) {
-        uint2* places = reinterpret_cast<uint2*>(saving.places) + block * a.row;
-        places[mine] = {first, first + __popc(tokens.x) + __popc(tokens.y)};
-      }
+      if (kept && mine < entries) listed[mine] = {first, first + __popc(tokens.x) + __popc(tokens.y)};
       if (kept && lane == 0) state.first_pairs[first_entry / kGroup + group] = to_end;
       continue;
     }

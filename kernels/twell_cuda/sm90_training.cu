@@ -58,8 +58,7 @@ void place_forward(const Ffn& ffn, Cutter& cutter, Active* active, Saving* savin
   saving->parts = gated ? 2 : 1;
   saving->groups = sum_groups(active->row, gated);
   saving->rows = std::max(blocks, std::min(count_blocks(ffn), kReportBytes / (int64_t{saving->parts} * ffn.width * 4)));
-  cutter.cut(saving->tokens, blocks * active->row * 16);
-  if (gated) cutter.cut(saving->places, blocks * active->row * 2 * 4);
+  cutter.cut(saving->entries, blocks * active->row * 16);
   cutter.cut(saving->slots, kSlots * 8);
   cutter.cut(saving->activity, saving->rows * saving->parts * ffn.width * 4);
   cutter.cut(saving->l1, saving->rows * saving->groups * 4);

@@ -37,9 +37,9 @@ constexpr int kUpTileNeurons = 80;
 
 // Scratch of forward while pairs are saved, chunk by chunk; the report's sums wait until they are many.
 struct Saving {
-  uint4* tokens;     // (blocks of a chunk, row): of each entry
-  uint32_t* places;  // (blocks of a chunk, row, 2 halves): the first pair of each entry's half in its block, if that is
-                     // kept; null where the block has no gate
+  // (blocks of a chunk, row): of each entry its tokens; then, of kept blocks with a gate, x and y: the block's pairs before
+  // those of its first half and of its second.
+  uint4* entries;
   uint64_t* slots;  // (kSlots): of each thread block its pairs, above them the last turn it took; zero before the first
   uint32_t turn;    // of the chunk: 1, 2, ...
   float* activity;  // (rows, parts, F): sum of token weights, of each block that the report lacks

@@ -54,11 +54,11 @@ struct End {
 
   // For the places of a pass from neuron `pass` of the tile on, long before they are needed.
   __device__ __forceinline__ void ask(int pass) {
-    const uint32_t* from = a.saving.places + (int64_t{item.block} * a.up.active.row + item.first) * 2 + warpgroup;
+    const uint4* entries = a.saving.entries + int64_t{item.block} * a.up.active.row + item.first;
 #pragma unroll
     for (int i = 0; i < kPassShare; ++i) {
       const int n = pass + row() + 16 * i;
-      if (kept && has(n)) places[i] = __ldcg(from + 2 * n);
+      if (kept && has(n)) places[i] = __ldcg(reinterpret_cast<const uint32_t*>(entries + n) + warpgroup);
     }
   }
 
@@ -188,6 +188,12 @@ __device__ __forceinline__ void multiply_all(const SaveArguments& a, int64_t kep
     if (item.width > kTurnNeurons) second.advance();
     ring.wait_full();
     second.wait_full();
+    bool both = item.width > kTurnNeurons;  // stages are held
+    const auto give_back = [&](int stage) {
+      fence_async_proxy();  // ordinary stores here, bulk copies next
+      __syncwarp();
+      release(ring, stage);
+    };
 #pragma unroll
     for (int p = 0; p < kMaxNeurons / kPassNeurons; ++p) {
       if (p >= wide) break;
@@ -213,11 +219,13 @@ __device__ __forceinline__ void multiply_all(const SaveArguments& a, int64_t kep
       wait_for_half(warpgroup);
       tile_end.template take<T>(pass, shared + ring.stage * bytes, shared + second.stage * bytes, ups, neurons);
       wait_for_half(warpgroup);  // u of the next pass comes
+      if (both && pass + kPassNeurons >= kTurnNeurons) {
+        give_back(ring.stage);
+        both = false;
+      }
     }
-    fence_async_proxy();  // ordinary stores here, bulk copies next
-    __syncwarp();
-    release(ring, ring.stage);
-    if (item.width > kTurnNeurons) release(ring, second.stage);
+    if (both) give_back(ring.stage);
+    give_back(second.stage);
     ring = second;
     ring.advance();
     tile_end.finish();

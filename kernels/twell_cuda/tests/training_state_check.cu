@@ -260,8 +260,7 @@ struct Run {
     if (c.gated) bring_up(arena);
     saving.parts = c.gated ? 2 : 1;
     saving.groups = sum_groups(active.row, c.gated);
-    saving.tokens = arena.take<uint4>(int64_t{c.blocks} * active.row);
-    if (c.gated) saving.places = arena.take<uint32_t>(int64_t{c.blocks} * active.row * 2);
+    saving.entries = arena.take<uint4>(int64_t{c.blocks} * active.row);
     saving.slots = arena.take<uint64_t>(kSlots);
     CHECK(cudaMemset(saving.slots, 0, kSlots * sizeof(uint64_t)));
     saving.rows = int64_t{c.blocks} * c.reported;
