@@ -115,8 +115,8 @@ __global__ void __launch_bounds__(kThreads, 2) gather_kernel(const Arguments a) 
         for (int i = 0; i < kBatch; ++i) {
           const int source = base + i * kGroups + group;
           const uint64_t offset = uint64_t{__shfl_sync(~0u, mine.token, source)} * row_bytes;
-          x_rows[i] = source < x_left ? __ldcg(reinterpret_cast<const uint4*>(x + offset)) : uint4{};
-          dy_rows[i] = source < dy_left ? __ldcg(reinterpret_cast<const uint4*>(dy + offset)) : uint4{};
+          x_rows[i] = source < x_left ? *reinterpret_cast<const uint4*>(x + offset) : uint4{};
+          dy_rows[i] = source < dy_left ? *reinterpret_cast<const uint4*>(dy + offset) : uint4{};
         }
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
@@ -203,12 +203,11 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const Arguments a) {
 #endif
 }
 
+// Some of its rows are in L1 already, because another warp's neuron was active for the same token: all of it is asked for.
 template <typename T, int kLanes>
 cudaError_t launch_gather(const Arguments& a, const Device& device, cudaStream_t stream) {
-  const int grid = 2 * device.sm_count;
-  return a.scratch.matrices == 3
-             ? launch_kernel(gather_kernel<T, kLanes, true>, grid, kThreads, 1, 0, stream, a)
-             : launch_kernel(gather_kernel<T, kLanes, false>, grid, kThreads, 1, 0, stream, a);
+  const auto kernel = a.scratch.matrices == 3 ? gather_kernel<T, kLanes, true> : gather_kernel<T, kLanes, false>;
+  return launch_with_carveout(0, kernel, 2 * device.sm_count, kThreads, 1, 0, stream, a);
 }
 
 template <typename T>

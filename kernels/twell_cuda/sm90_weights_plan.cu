@@ -15,7 +15,7 @@ constexpr int kClasses = 32 * (1 << kMantissa) + 1;
 // Heavy neurons pay where a tile of them has more pairs a token than this: there, its product with all tokens' rows
 // takes as long as a row for each pair.
 constexpr float kTilePairs = 2.8f;
-constexpr int kMostTiles = 8;
+constexpr int kMostTiles = 16;
 constexpr int kRowBytes = 35;  // their rows take at most so many for each pair that the state has room for
 
 // 0 for no pairs; the others by the leading bits of the number as float.
