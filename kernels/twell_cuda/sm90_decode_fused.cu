@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
   {
     float sum[kTiles][4] = {};
     uint4 x[kSteps];
-    multiply_gate<Half>(p, c, Sums<kTokens>::kOverGate ? shared : rows, l, own, sum, x);
+    multiply_gate<Half, kTokens == 2>(p, c, Sums<kTokens>::kOverGate ? shared : rows, l, own, sum, x);
     if (Sums<kTokens>::kOverGate) __syncthreads();  // all have read the rows there
     // Whoever passes its barrier may write where the gate's rows were, by bulk copies too: each warp has left sums
     // that need all that it read.

@@ -171,7 +171,7 @@ __device__ __forceinline__ void release(uint64_t* empty, int lane) {
 }
 
 // sum += 16 rows x^T over this warp's pieces of k; `low` and `high` are where the lane's two rows begin.
-template <typename Half>
+template <typename Half, bool kMayBeWhole = true>
 __device__ __forceinline__ void multiply_rows(float (&sum)[4], const uint4 (&x)[kSteps], const Lane& l, const char* low,
                                               const char* high, uint32_t row_bytes) {
   float part[2][4] = {};
@@ -187,10 +187,28 @@ __device__ __forceinline__ void multiply_rows(float (&sum)[4], const uint4 (&x)[
       multiply_step<Half>(part, a, b, x[i]);
     }
   };
-  if (row_bytes == kMaxRowBytes) {
-    multiply(std::true_type{});
+  if (kMayBeWhole && row_bytes == kMaxRowBytes) {
+    multiply(std::integral_constant<bool, kMayBeWhole>{});
   } else {
     multiply(std::false_type{});
+  }
+  join(sum, part);
+}
+
+// The same of whole rows, but the lower ones are loaded while the upper ones come: `wait` waits for either, 0 or 1.
+template <typename Half, typename Wait>
+__device__ __forceinline__ void multiply_halves(float (&sum)[4], const uint4 (&x)[kSteps], const Lane& l,
+                                                const char* low, const char* high, const Wait& wait) {
+  float part[2][4] = {};
+  uint4 rows[kSteps];
+  wait(0);
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) rows[i] = *reinterpret_cast<const uint4*>(low + l.offset + i * kStepBytes);
+  wait(1);
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    const uint4 upper = *reinterpret_cast<const uint4*>(high + l.offset + i * kStepBytes);
+    multiply_step<Half>(part, rows[i], upper, x[i]);
   }
   join(sum, part);
 }

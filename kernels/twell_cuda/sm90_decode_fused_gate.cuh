@@ -60,24 +60,34 @@ struct Runs {
 };
 
 // Starts the kernel: barriers, rows, biases; waits for the kernel ahead; leaves x and each warp's part of the sums. The
-// last thread checks in and numbers the call.
-template <typename Half>
+// last thread checks in and numbers the call. With kHalves half of a tile is loaded while the other half comes.
+template <typename Half, bool kHalves>
 __device__ __forceinline__ void multiply_gate(const FusedParams& p, Control& c, char* places, const Lane& l,
                                               const Neurons& own, float (&sum)[kTiles][4], uint4 (&x)[kSteps]) {
   sm90::launch_dependents();
   p.trace.mark(kStarted);
   const int thread = threadIdx.x;
-  if (thread < kRuns) sm90::barrier_init(c.gate + thread, 1);
-  if (thread < kMaxStages) {
-    sm90::barrier_init(c.full + thread, 1);
-    sm90::barrier_init(c.empty + thread, kDecodeWarps);
+  Runs runs(p, c, places, own);
+  // One thread readies what it needs and asks for rows at once. Threads with a barrier each would take turns, as the
+  // barrier's address is the same for a whole warp in these instructions.
+  if (thread == 0) {
+#pragma unroll
+    for (int i = 0; i < kRuns; ++i) sm90::barrier_init(c.gate + i, 1);
+    sm90::fence_barrier_init();
+    sm90::fence_async_proxy();
+    runs.ask(min(p.window, runs.held + p.held_at));  // as many as wait for nothing
+  } else if (thread == 32) {
+    c.kernels_ahead_ended = 0;
+#pragma unroll
+    for (int i = 0; i < kMaxStages; ++i) {
+      sm90::barrier_init(c.full + i, 1);
+      sm90::barrier_init(c.empty + i, kDecodeWarps);
+    }
+    sm90::fence_barrier_init();
   }
-  if (thread == 0) c.kernels_ahead_ended = 0;
-  sm90::fence_barrier_init();
   __syncthreads();
 
   // Before x: what is constant.
-  Runs runs(p, c, places, own);
   const auto ask = [&](int until) {
     if (l.warp != 0) return;
     if (l.lane == 0) runs.ask(until);
@@ -129,12 +139,18 @@ __device__ __forceinline__ void multiply_gate(const FusedParams& p, Control& c, 
     const int first_run = m * 16 / kRunRows;
     if (first_run >= runs.all) break;
     if (m == kTiles - 1 && thread == kThreads - 1) number_call(p, c, meeting_before);  // while it waits anyway
-    runs.wait<16 / kRunRows>(first_run, runs.all);
     // Where there is no such row, another: the sums are then not used.
     const char* const tile = places + (first_run - kHeldRuns) * p.run_stride;
     const char* const low = m * 16 + lane_neuron < own.count ? tile + lane_at : tile;
     const char* const high = m * 16 + 8 + lane_neuron < own.count ? tile + 2 * p.run_stride + lane_at : tile;
-    multiply_rows<Half>(sum[m], x, l, low, high, p.row_bytes);
+    if (kHalves && p.row_bytes == kMaxRowBytes) {
+      multiply_halves<Half>(sum[m], x, l, low, high, [&](int half) {
+        runs.wait<8 / kRunRows>(first_run + half * 8 / kRunRows, runs.all);
+      });
+    } else {
+      runs.wait<16 / kRunRows>(first_run, runs.all);
+      multiply_rows<Half, !kHalves>(sum[m], x, l, low, high, p.row_bytes);
+    }
   }
   if (own.tiles() < kTiles && thread == kThreads - 1) number_call(p, c, meeting_before);
 }

@@ -24,30 +24,44 @@ __device__ __forceinline__ void add_row(float (&y)[kTokens][kThreadColumns], con
 
 #if defined(TWELL_SM90_DEVICE)
 
-// The values of active neuron number lane / 4 and token lane % kTokens, in each warp alike.
-struct OwnValue {
+// Active neuron number lane / 4, in each warp alike.
+struct OwnNeuron {
   int neuron;  // of the thread block
-  float gate;  // relu; 0 where there is no such neuron
+  int lane;    // that has its values
+  bool any, upper;
 };
 
 template <int kTokens>
-__device__ __forceinline__ OwnValue own_value(const Active<kTokens>& a, const Lane& l) {
-  uint64_t rest = static_cast<uint64_t>(a.highs) << 32 | a.lows;
-#pragma unroll
-  for (int i = 0; i < kOwnRows - 1; ++i) {
-    if (i < l.row) rest &= rest - 1;
+__device__ __forceinline__ OwnNeuron own_neuron(const Active<kTokens>& a, const Lane& l, int active) {
+  uint32_t lows = a.lows, highs = a.highs;
+#pragma unroll 1
+  for (int i = 1; i < active; ++i) {  // the first that is left goes, for lanes that want a later one
+    if (l.row < i) continue;
+    if (lows == 0) highs &= highs - 1;
+    lows &= lows - 1;  // 0 stays 0
   }
-  const int bit = rest != 0 ? __ffsll(static_cast<long long>(rest)) - 1 : 0, lane = bit % 32, token = l.lane % kTokens;
-  OwnValue v{Active<kTokens>::low_of(lane) + bit / 32 * 8, 0.f};
+  const uint32_t word = lows != 0 ? lows : highs;
+  OwnNeuron own{0, 0, word != 0, lows == 0};
+  if (own.any) own.lane = __ffs(word) - 1, own.neuron = a.low_of(own.lane) + (own.upper ? 8 : 0);
+  return own;
+}
+
+// relu(gate) of it and token lane % kTokens; 0 where there is no such neuron.
+template <int kTokens>
+__device__ __forceinline__ float gate_of(const Active<kTokens>& a, const Lane& l, const OwnNeuron& own) {
+  const int token = l.lane % kTokens;
+  float value = 0.f;
 #pragma unroll
   for (int q = 0; q < kTokens / 2; ++q) {
     const float4& g = a.gate[q];
-    const float low_first = __shfl_sync(0xffffffffu, g.x, lane), low_second = __shfl_sync(0xffffffffu, g.y, lane);
-    const float high_first = __shfl_sync(0xffffffffu, g.z, lane), high_second = __shfl_sync(0xffffffffu, g.w, lane);
-    const float first = bit < 32 ? low_first : high_first, second = bit < 32 ? low_second : high_second;
-    if (token / 2 == q && rest != 0) v.gate = token % 2 == 0 ? first : second;
+    const float low_first = __shfl_sync(0xffffffffu, g.x, own.lane);
+    const float low_second = __shfl_sync(0xffffffffu, g.y, own.lane);
+    const float high_first = __shfl_sync(0xffffffffu, g.z, own.lane);
+    const float high_second = __shfl_sync(0xffffffffu, g.w, own.lane);
+    const float first = own.upper ? high_first : low_first, second = own.upper ? high_second : low_second;
+    if (token / 2 == q && own.any) value = token % 2 == 0 ? first : second;
   }
-  return v;
+  return value;
 }
 
 // y += h Wd^T of up to kOwnRows active neurons. `rows`: shared memory that nobody uses.
@@ -61,7 +75,7 @@ __device__ __forceinline__ void multiply_own(float (&y)[kTokens][kThreadColumns]
   const int active = a.count();
   const bool has_columns = threadIdx.x < p.hidden / kThreadColumns;
   char* const mine = rows + sizeof(UpSums) + threadIdx.x * 16;  // of each row of Wd: no other thread's
-  const OwnValue v = own_value(a, l);
+  const OwnNeuron v = own_neuron(a, l, active);
 
   uint4 up[kSteps];
   if (p.up != nullptr) {
@@ -80,14 +94,19 @@ __device__ __forceinline__ void multiply_own(float (&y)[kTokens][kThreadColumns]
                     row_of(p.down, own.first + neuron, p) + threadIdx.x * 16);
     }
   }
+  const float gate = gate_of(a, l, v);  // once all is asked for
   p.trace.mark(kListed);
-  float h = v.gate;
+  float h = gate;
   if (p.up != nullptr) {
     const uint4 none{};
-    float part[2][4] = {}, sum[4] = {};
+    float even[2][4] = {}, odd[2][4] = {}, sum[4] = {};  // all operands come at once, so these products wait for sums
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) multiply_step<Half>(part, up[i], none, x[i]);
-    join(sum, part);
+    for (int i = 0; i < kSteps; i += 2) {
+      multiply_step<Half>(even, up[i], none, x[i]);
+      multiply_step<Half>(odd, up[i + 1], none, x[i + 1]);
+    }
+    join(sum, even);
+    join(sum, odd);
     p.trace.mark(kRowsThere);
     if (l.lane % 4 < kPairs) up_sums[l.warp][l.lane % 4][l.row] = make_float2(sum[0], sum[1]);
     __syncthreads();
@@ -97,7 +116,7 @@ __device__ __forceinline__ void multiply_own(float (&y)[kTokens][kThreadColumns]
     for (int s = 0; s < kDecodeWarps; ++s) {
       u += reinterpret_cast<const float*>(&up_sums[s][token / 2][l.row])[token % 2];
     }
-    h = v.gate == 0.f ? 0.f : v.gate * (u + c.b_up[v.neuron]);
+    h = gate == 0.f ? 0.f : gate * (u + c.b_up[v.neuron]);
     p.trace.mark(kUpSums);
   }
   if constexpr (kQuiet<kTokens>) silence = ask_early<kTokens>(p);

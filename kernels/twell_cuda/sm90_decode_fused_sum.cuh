@@ -174,7 +174,7 @@ __device__ __forceinline__ uint64_t ask_early(const FusedParams& p) {
 // the same answer for all threads. `scratch` holds kThreads of two; `silence` is what ask_early() said.
 template <typename Half, int kTokens>
 __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, float2* scratch, int block,
-                                       int patience, uint64_t silence = 0) {
+                                       int patience, uint64_t silence) {
   const int thread = threadIdx.x, shares = gridDim.x;
   const int pairs = p.hidden / 2, all_units = p.tokens * pairs;
   const Places at(p);
@@ -243,8 +243,15 @@ __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, f
     __syncthreads();
     if (thread < together && inside) {
       float2 v = scratch[thread];
-      for (int q = 1; q < min(parts, kDecodeWarps); ++q) {
-        v.x += scratch[q * together + thread].x, v.y += scratch[q * together + thread].y;
+      float2 others[kDecodeWarps];
+      const int groups = min(parts, kDecodeWarps);
+#pragma unroll
+      for (int q = 1; q < kDecodeWarps; ++q) {
+        others[q] = q < groups ? scratch[q * together + thread] : float2{};
+      }
+#pragma unroll
+      for (int q = 1; q < kDecodeWarps; ++q) {
+        if (q < groups) v.x += others[q].x, v.y += others[q].y;
       }
       static_cast<uint32_t*>(p.y)[at_y] = pack<Half>(v.x + to_float(bias[0]), v.y + to_float(bias[1]));
     }
@@ -258,17 +265,21 @@ template <typename Half, int kTokens>
 __device__ __forceinline__ void add_up_all(const FusedParams& p, Control& c, float2* scratch, uint64_t silence) {
   constexpr int kForEver = 0x7fffffff;
   const int units = p.tokens * (p.hidden / 2);
-  const auto has_units = [&](int block) { return static_cast<int64_t>(block) * p.units < units; };
-  if (has_units(blockIdx.x) && !add_up<Half, kTokens>(p, c, scratch, blockIdx.x, p.patience, silence)) {
-    if (threadIdx.x == 0) c.all_in = may_wait_on(p, c);
-    __syncthreads();
-    if (!c.all_in) return;
-    add_up<Half, kTokens>(p, c, scratch, blockIdx.x, kForEver);
-  }
-  p.trace.mark(kTaken);
-  if (c.left_over == 0) return;
-  for (int block = 0; block < static_cast<int>(gridDim.x) && has_units(block); ++block) {
-    add_up<Half, kTokens>(p, c, scratch, block, kForEver);
+  // Its own columns; and all others' if it is the last block and some gave up.
+  int block = blockIdx.x, next = 0, patience = p.patience;
+#pragma unroll 1
+  while (true) {
+    if (static_cast<int64_t>(block) * p.units < units &&
+        !add_up<Half, kTokens>(p, c, scratch, block, patience, silence)) {
+      if (threadIdx.x == 0) c.all_in = may_wait_on(p, c);
+      __syncthreads();
+      if (!c.all_in) return;
+    } else {
+      p.trace.mark(kTaken);
+      if (c.left_over == 0 || next == static_cast<int>(gridDim.x)) return;
+      block = next++;
+    }
+    patience = kForEver, silence = 0;
   }
 }
 
