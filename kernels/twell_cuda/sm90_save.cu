@@ -126,7 +126,9 @@ __global__ void __launch_bounds__(kSaveThreads, kResident) save_kernel(const __g
       const uint32_t count = count_tokens(tokens), before = sum_before(count, lane);
       to_end -= __shfl_sync(~0u, before + count, 31);
       const uint32_t first = to_end + before;
-      if (kept && mine < entries) listed[mine] = {first, first + __popc(tokens.x) + __popc(tokens.y)};
+      if (mine < entries) {
+        listed[mine] = kept ? uint4{first, first + __popc(tokens.x) + __popc(tokens.y), 0, 0} : tokens;
+      }
       if (kept && lane == 0) state.first_pairs[first_entry / kGroup + group] = to_end;
       continue;
     }

@@ -37,8 +37,8 @@ constexpr int kUpTileNeurons = 80;
 
 // Scratch of forward while pairs are saved, chunk by chunk; the report's sums wait until they are many.
 struct Saving {
-  // (blocks of a chunk, row): of each entry its tokens; then, of kept blocks with a gate, x and y: the block's pairs before
-  // those of its first half and of its second.
+  // (blocks of a chunk, row): of each entry its tokens; then, of kept blocks with a gate (the state has their tokens), x
+  // and y: the block's pairs before those of its first half and of its second.
   uint4* entries;
   uint64_t* slots;  // (kSlots): of each thread block its pairs, above them the last turn it took; zero before the first
   uint32_t turn;    // of the chunk: 1, 2, ...
