@@ -60,6 +60,7 @@ struct End {
   Ends& shared;
   const Item& item;
   const int half, warp, lane;  // a warp of its half
+  const int begin, end;        // neurons of the tile that are active in this half
   const int low, wide;         // `wide` passes over neurons from `low` on
   const bool kept;
   int64_t first_pair;                      // of the block
@@ -71,13 +72,15 @@ struct End {
 
   // Loads that have the product's time.
   __device__ __forceinline__ End(const SaveArguments& arguments, Ends& ends, const Item& tile, int64_t kept_blocks,
-                                 uint32_t first_group, int low_at, int passes)
+                                 uint32_t first_group, int first, int last, int low_at, int passes)
       : a(arguments),
         shared(ends),
         item(tile),
         half((threadIdx.x - kFetchers) / 128),
         warp(threadIdx.x / 32 % 4),
         lane(threadIdx.x % 32),
+        begin(first),
+        end(last),
         low(low_at),
         wide(passes),
         kept(tile.block < kept_blocks) {
@@ -199,9 +202,9 @@ struct End {
     float* sums = a.saving.activity + (row * 2 + half) * a.up.width;
 #pragma unroll
     for (int i = 0; i < kLaneNeurons; ++i) {
-      const uint2 counted = own[i];
-      if ((counted.x | counted.y) == 0) continue;
+      const uint2 counted = own[i];  // none where only tokens past the last one activate the neuron
       const int n = neuron(warp, i);
+      if (n < begin || n >= end) continue;
       uint2* const zeros = reinterpret_cast<uint2*>(shared.zeros[n]) + half;
       const uint2 none = *zeros;
       if ((none.x | none.y) != 0) *zeros = {};

@@ -26,7 +26,7 @@ __device__ __forceinline__ void multiply_all(const SaveArguments& a, int64_t kep
     const int begin = warpgroup == 0 ? 0 : max(counts.first_only - item.first, 0);
     const int end = min(item.count, warpgroup == 0 ? counts.first_only + counts.both - item.first : item.count);
     const int low = begin / 16 * 16, wide = max(end - low + 63, 0) / 64, skipped = low * kDepth * 2;
-    End tile_end(a, ends, item, kept_blocks, control.first_groups[block], low, wide);
+    End tile_end(a, ends, item, kept_blocks, control.first_groups[block], begin, end, low, wide);
     float sum[kMaxNeurons / 2];
     switch (wide) {
       case 0: multiply_tile<T, 0>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
