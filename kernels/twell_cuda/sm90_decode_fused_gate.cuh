@@ -4,7 +4,7 @@
 // registers, in two steps; what comes after them lands where they lay.
 #pragma once
 
-#include "sm90_decode_fused_sum.cuh"
+#include "sm90_decode_fused_share.cuh"
 
 namespace twell::decoding::fused {
 
