@@ -50,7 +50,7 @@ class SparsityCallback(TrainerCallback):
         target_density: in place of `l1_weight`: the share of active neurons that is wanted, such as 0.01; a
             `DensityController` finds each layer's coefficient.
         warmup_steps: optimizer steps over which the coefficient rises from 0 (default 0), or the density falls to its
-            target (default 0.1); a float under 1 is a share of all steps.
+            target (default 0.1; 0.4 is better for a hundred steps to 1 %); a float under 1 is a share of all steps.
         warmup: "linear", or "sine" (flat at both ends).
         layer_shares: "equal": every layer reaches the target; "free": their mean does, with one coefficient for all.
         l1_bounds: lowest and highest coefficient that the controller may choose; a layer that comes to one, by default
