@@ -88,11 +88,7 @@ __device__ __forceinline__ void multiply(const UpArguments& a, Control& c, uint8
         }
       }
       if constexpr (kMany) {
-        if (warpgroup == 0) {
-          named_barrier<128>(1);
-        } else {
-          named_barrier<128>(2);
-        }
+        wait_for_half(warpgroup);
         const int start = max(begin, first) + warp % 4 * 4 + lane / 8, eighth = warpgroup * 8 + lane % 8;
 #pragma unroll
         for (int i = 0; i < kAtOnce * kTurnNeurons / 16; ++i) {

@@ -46,14 +46,6 @@ struct SaveArguments {
   int64_t first_block;  // of the chunk
 };
 
-__device__ __forceinline__ void wait_for_half(int warpgroup) {
-  if (warpgroup == 0) {
-    named_barrier<128>(1);
-  } else {
-    named_barrier<128>(2);
-  }
-}
-
 // What a warp takes from a tile when the product is done.
 struct End {
   const SaveArguments& a;

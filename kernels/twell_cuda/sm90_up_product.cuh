@@ -129,6 +129,15 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
   }
 }
 
+// The warps of one half of a block's tokens meet.
+__device__ __forceinline__ void wait_for_half(int warpgroup) {
+  if (warpgroup == 0) {
+    named_barrier<128>(1);
+  } else {
+    named_barrier<128>(2);
+  }
+}
+
 // A whole product. Where the next stage is not there yet, this one's is waited for, so that it is free sooner.
 template <typename T, int N>
 __device__ __forceinline__ void multiply_tile(float* sum, Ring& ring, uint32_t stages, int bytes, int skipped,
