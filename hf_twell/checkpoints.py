@@ -1,5 +1,6 @@
 """Folders that are whole or absent: models saved aside and renamed, training checkpoints that say they are complete."""
 
+import errno
 import json
 import os
 import re
@@ -7,18 +8,25 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 STATE_NAME = "twell_state.json"
+# What `save_pretrained` and this package write into a model's folder; --overwrite replaces a folder of these alone.
+TOKENIZER_FILES = ("tokenizer*", "vocab.*", "merges.txt", "*.model", "*_tokens*.json", "chat_template.*")
+MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", STATE_NAME)
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "README.md")
+CHAT_TEMPLATES = "additional_chat_templates"
 
 
 def check_target(path: str | Path, *, overwrite: bool = False) -> Path:
     """The real path of a folder that may be written; call it before long work, whose result needs a place.
 
     Raises:
-        ValueError: `path` exists and `overwrite` is false or it is no model folder, or its parent is not a folder.
+        ValueError: `path` exists and `overwrite` is false, it is no model folder or holds other things too; or its
+            parent is not a folder.
     """
     path = Path(path).resolve()
     if not path.parent.is_dir():
@@ -27,6 +35,9 @@ def check_target(path: str | Path, *, overwrite: bool = False) -> Path:
         raise ValueError(f"{path} exists; choose another name, or allow it to be overwritten (--overwrite)")
     if path.exists() and not _may_be_replaced(path):
         raise ValueError(f"{path} is no model folder (or holds the working directory); only those are overwritten")
+    if path.exists() and (others := _others(path)):
+        named = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+        raise ValueError(f"{path} holds more than a model, and would lose {named}; move that, or choose another name")
     return path
 
 
@@ -35,7 +46,7 @@ def whole_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]
     """A temporary folder beside `path` that takes its name if the body ends well, and is removed if it does not.
 
     Raises:
-        ValueError: `path` exists and `overwrite` is false, or its parent is not a folder.
+        ValueError: as `check_target`, before the body or after it.
     """
     path = check_target(path, overwrite=overwrite)
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
@@ -43,9 +54,15 @@ def whole_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]
     aside.mkdir()
     try:
         yield aside
-        if path.exists():
+        check_target(path, overwrite=overwrite)  # something may have come to be there since
+        if overwrite and path.exists():
             path.rename(old)
-        aside.rename(path)
+        try:
+            aside.rename(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise ValueError(f"{path} was made by others while this was written; choose another name") from error
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         if old.exists() and not path.exists():
@@ -134,5 +151,18 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
 def _may_be_replaced(path: Path) -> bool:
     if not path.is_dir() or Path.cwd().is_relative_to(path):
         return False
-    names = ("config.json", "adapter_config.json")
-    return any((path / name).is_file() for name in names) or not any(path.iterdir())
+    config = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
+    return (config and any(path.glob("*.safetensors"))) or not any(path.iterdir())
+
+
+def _others(path: Path) -> list[str]:
+    """What a model's folder holds besides the model, its tokenizer and its adapters."""
+    known = ("*.jinja",) if path.name == CHAT_TEMPLATES else MODEL_FILES + TOKENIZER_FILES
+    known += ADAPTER_FILES if (path / "adapter_config.json").is_file() else ()
+    others = []
+    for item in sorted(path.iterdir()):
+        if item.is_dir() and (item.name == CHAT_TEMPLATES or (item / "adapter_config.json").is_file()):
+            others += [f"{item.name}/{name}" for name in _others(item)]
+        elif item.is_dir() or not any(fnmatch(item.name, pattern) for pattern in known):
+            others.append(item.name)
+    return others

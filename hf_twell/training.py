@@ -13,7 +13,7 @@ import yaml
 from transformers import ProgressCallback, TrainerCallback, TrainingArguments
 
 from hf_twell.callbacks import WARMUPS
-from hf_twell.checkpoints import last_checkpoint
+from hf_twell.checkpoints import check_target, last_checkpoint
 from hf_twell.controller import SHARES
 from hf_twell.packing import check_file, is_streamed
 
@@ -173,25 +173,30 @@ def check_run(output_dir: str, args: TrainingArguments, *, resume: bool, overwri
     A run that ended between its last step and its final model may be resumed: `NothingLeft` makes the model then.
 
     Raises:
-        ValueError: an earlier run's checkpoints or final model without `resume` or `overwrite`; nothing to resume from.
+        ValueError: an earlier run's checkpoints or final model without `resume` or `overwrite`; nothing to resume from;
+            a final model with other things beside it.
     """
-    checkpoint = last_checkpoint(output_dir)
+    checkpoint, final = last_checkpoint(output_dir), Path(output_dir, "final")
     if not resume:
         if checkpoint:
             raise ValueError(
                 f"{checkpoint} is from an earlier run; go on with --resume, or choose another output_dir (--overwrite "
                 "replaces the final model of a run without checkpoints)"
             )
-        if Path(output_dir, "final").exists() and not overwrite:
+        if final.exists() and not overwrite:
             raise ValueError(f"{output_dir} holds the final model of an earlier run; replace it with --overwrite")
+        if final.exists():
+            check_target(final, overwrite=True)
         return
     if checkpoint is None:
         raise ValueError(f"{output_dir} holds no complete checkpoint to resume from; leave --resume out")
     state = json.loads(Path(checkpoint, "trainer_state.json").read_text())
     same_epochs = state["num_train_epochs"] == args.num_train_epochs
     steps = args.max_steps if args.max_steps > 0 else state["max_steps"] if same_epochs else math.inf
-    if state["global_step"] >= steps and Path(output_dir, "final").exists():
+    if state["global_step"] >= steps and final.exists():
         raise ValueError(f"the run in {output_dir} is finished: {state['global_step']} of {steps} steps are done")
+    if final.exists():
+        check_target(final, overwrite=True)
 
 
 class NothingLeft(TrainerCallback):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 
 from hf_twell import SparsityCallback, last_checkpoint, sparsify
 from hf_twell.checkpoints import STATE_NAME, read_state, save_model, whole_folder, write_json
@@ -275,17 +275,17 @@ def test_a_callback_that_was_not_added(tmp_path):
 def test_whole_folder(tmp_path):
     target = tmp_path / "model"
     with whole_folder(target) as folder:
-        (folder / "weights").write_text("new")
+        (folder / "model.safetensors").write_text("new")
         assert not target.exists()
         assert folder.parent == tmp_path, "a rename must not cross file systems"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    assert (target / "weights").read_text() == "new"
+    assert (target / "model.safetensors").read_text() == "new"
 
 
 def make_model_folder(path):
     path.mkdir()
     (path / "config.json").write_text("{}")
-    (path / "weights").write_text("old")
+    (path / "model.safetensors").write_text("old")
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt, SystemExit])
@@ -297,13 +297,13 @@ def test_whole_folder_when_the_body_fails(tmp_path, error, overwrite):
 
     def body():
         with whole_folder(target, overwrite=overwrite) as folder:
-            (folder / "weights").write_text("half")
+            (folder / "model.safetensors").write_text("half")
             raise error
 
     with pytest.raises(error):
         body()
     assert [path.name for path in tmp_path.iterdir()] == (["model"] if overwrite else [])
-    assert not overwrite or (target / "weights").read_text() == "old"
+    assert not overwrite or (target / "model.safetensors").read_text() == "old"
 
 
 def test_whole_folder_when_the_rename_fails(tmp_path):
@@ -312,7 +312,7 @@ def test_whole_folder_when_the_rename_fails(tmp_path):
     with pytest.raises(OSError), whole_folder(target, overwrite=True) as folder:
         folder.rmdir()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    assert (target / "weights").read_text() == "old"
+    assert (target / "model.safetensors").read_text() == "old"
 
 
 @pytest.mark.parametrize("kind", ["file", "folder of other things"])
@@ -328,6 +328,51 @@ def test_whole_folder_refuses_to_replace_what_is_no_model(tmp_path, kind):
     assert (target if kind == "file" else target / "thesis.tex").read_text() == "old"
 
 
+@pytest.mark.parametrize("others", [["thesis.txt"], ["checkpoint-500"], ["README.md", "runs", "a.txt", "b.txt"]])
+def test_whole_folder_refuses_to_replace_what_lies_beside_a_model(tmp_path, others):
+    target = tmp_path / "model"
+    make_model_folder(target)
+    for name in others:
+        (target / name).write_text("old") if "." in name else (target / name).mkdir()
+    with pytest.raises(ValueError, match="holds more than a model") as caught, whole_folder(target, overwrite=True):
+        pytest.fail("the body must not run")
+    assert sum(name in str(caught.value) for name in others) == min(3, len(others))
+    assert len(list(target.iterdir())) == 2 + len(others)
+    (target / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="no model folder"), whole_folder(target, overwrite=True):
+        pytest.fail("the body must not run")
+
+
+def test_whole_folder_keeps_what_came_while_it_was_written(tmp_path):
+    """As of two savings under one name: the later one must not replace the earlier."""
+    target = tmp_path / "model"
+
+    def write(overwrite, meanwhile):
+        with whole_folder(target, overwrite=overwrite) as folder:
+            (folder / "model.safetensors").write_text("late")
+            meanwhile()
+
+    with pytest.raises(ValueError, match="exists"):
+        write(False, lambda: make_model_folder(target))
+    assert (target / "model.safetensors").read_text() == "old"
+    with pytest.raises(ValueError, match="would lose thesis"):
+        write(True, lambda: (target / "thesis.txt").write_text("old"))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (target / "thesis.txt").read_text() == (target / "model.safetensors").read_text() == "old"
+
+
+def test_everything_that_a_saving_writes_may_be_overwritten(tmp_path):
+    """Transformers and peft may come to write more; then --overwrite would refuse what it wrote itself."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "recipes" / "demo" / "model")
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    model = sparsify(tiny_llama())
+    for count in range(2):
+        options = {"tokenizer": tokenizer, "overwrite": bool(count), "max_shard_size": "20KB"}
+        save_model(model, tmp_path / "model", method={"step": 1}, **options)
+    assert (tmp_path / "model" / "model.safetensors.index.json").is_file()
+    assert (tmp_path / "model" / "additional_chat_templates" / "tool_use.jinja").is_file()
+
+
 @pytest.mark.parametrize("kind", ["folder", "link"])
 def test_whole_folder_over_something(tmp_path, kind):
     target, real = tmp_path / "model", tmp_path / "real"
@@ -337,8 +382,8 @@ def test_whole_folder_over_something(tmp_path, kind):
     with pytest.raises(ValueError, match="exists"), whole_folder(target):
         pytest.fail("the body must not run")
     with whole_folder(target, overwrite=True) as folder:
-        (folder / "weights").write_text("new")
-    assert (target / "weights").read_text() == "new"
+        (folder / "model.safetensors").write_text("new")
+    assert (target / "model.safetensors").read_text() == "new"
     assert target.is_symlink() == (kind == "link")
     assert sorted(path.name for path in tmp_path.iterdir()) == (["model", "real"] if kind == "link" else ["model"])
 

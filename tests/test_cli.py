@@ -244,6 +244,16 @@ def test_overwrite_replaces_only_model_folders(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "precious" / "thesis.tex").read_text() == (tmp_path / "notes.txt").read_text() == "text"
 
 
+def test_overwrite_keeps_what_lies_beside_a_model(recipe, capsys, monkeypatch):
+    monkeypatch.chdir(recipe.parent)
+    shutil.copytree(DEMO / "model", "out/final", ignore=shutil.ignore_patterns("README.md", "pretrain.json"))
+    Path("out/final/thesis.txt").write_text("text")
+    for command in (["sparsify", str(DEMO / "model"), "out/final"], ["train", str(recipe)]):
+        assert main([*command, "--overwrite"]) == 1
+        assert "would lose thesis.txt" in error_line(capsys)
+    assert Path("out/final/thesis.txt").read_text() == "text"
+
+
 def test_a_few_words_are_enough_to_measure(tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("The cell is the smallest unit of life.")
     command = ["sparsify", str(DEMO / "model"), str(tmp_path / "out"), "--text", str(tmp_path / "notes.txt"), "--json"]

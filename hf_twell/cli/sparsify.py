@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--text", nargs="+", default=[], metavar="FILE", help="measure sparsity on this text too")
     parser.add_argument("--tokens", type=int, default=16384, help="measure on so many tokens at most (default: 16384)")
-    parser.add_argument("--overwrite", action="store_true", help="replace the output folder if it exists")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output folder, if it holds a model alone")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
