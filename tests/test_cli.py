@@ -244,6 +244,16 @@ def test_overwrite_replaces_only_model_folders(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "precious" / "thesis.tex").read_text() == (tmp_path / "notes.txt").read_text() == "text"
 
 
+def test_a_model_is_not_converted_over_itself(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(DEMO / "model", "dense", ignore=shutil.ignore_patterns("README.md", "pretrain.json"))
+    Path("link").symlink_to("dense")
+    for target in ("dense", "link", "../" + tmp_path.name + "/dense/"):
+        assert main(["sparsify", "dense", target, "--overwrite"]) == 1
+        assert "is the model itself" in error_line(capsys)
+    assert "twell" not in json.loads(Path("dense/config.json").read_text())
+
+
 def test_overwrite_keeps_what_lies_beside_a_model(recipe, capsys, monkeypatch):
     monkeypatch.chdir(recipe.parent)
     shutil.copytree(DEMO / "model", "out/final", ignore=shutil.ignore_patterns("README.md", "pretrain.json"))

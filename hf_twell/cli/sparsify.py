@@ -56,7 +56,9 @@ def _convert(args) -> dict:
     from hf_twell.packing import token_ids
     from hf_twell.perplexity import check_ids
 
-    check_target(args.output, overwrite=args.overwrite)
+    output = check_target(args.output, overwrite=args.overwrite)
+    if Path(args.model).resolve() == output:
+        raise ValueError(f"{args.output} is the model itself, whose weights would be lost; choose another output")
     if args.tokens < 1:
         raise ValueError(f"--tokens {args.tokens}; give at least 1")
     for path in args.text:
