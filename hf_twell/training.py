@@ -1,12 +1,14 @@
 """What a fine-tuning recipe needs: its YAML, and the arguments of Trainer that it gives."""
 
+import contextlib
 import dataclasses
 import difflib
+import fcntl
 import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
@@ -19,6 +21,7 @@ from hf_twell.packing import check_file, is_streamed
 
 TRAINABLE = ("all", "ffn", "ffn+lora")
 DEFAULT_L1_WEIGHT = 2e-4
+LOCK_NAME = "_twell.lock"  # of an output_dir; `trainer.push_to_hub` leaves out names that begin so
 CHOICES = {
     "warmup": tuple(WARMUPS),
     "layer_shares": SHARES,
@@ -165,6 +168,29 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         return TrainingArguments(**{**defaults, **recipe.training, "output_dir": recipe.output_dir})
     except TypeError as error:
         raise ValueError(f"training: {error}") from error
+
+
+@contextlib.contextmanager
+def only_run(args: TrainingArguments) -> Iterator[None]:
+    """Hold the run's folder for one training; the lock ends with the process, however that ends.
+
+    Raises:
+        ValueError: another run is training into the folder.
+    """
+    if args.process_index != 0:  # of a run's processes the first one holds it for all
+        yield
+        return
+    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    with Path(args.output_dir, LOCK_NAME).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"another run is training into {args.output_dir}; wait until it ends, or choose another output_dir"
+            ) from error
+        except OSError:
+            pass  # some network file systems have no locks
+        yield
 
 
 def check_run(output_dir: str, args: TrainingArguments, *, resume: bool, overwrite: bool) -> None:

@@ -5,8 +5,8 @@
     accelerate launch recipes/finetune.py recipes/demo.yaml       # one process a GPU
     accelerate launch --config_file recipes/accelerate/fsdp2.yaml recipes/finetune.py recipes/llama-3.2-1b.yaml
 
-`hf-twell train recipes/demo.yaml` runs this same file. Copy it to train in your own way: the five steps of `finetune`
-are all there is to it.
+`hf-twell train recipes/demo.yaml` runs this same file. Copy it to train in your own way: its five steps are all
+there is to it.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from transformers import ProgressCallback, Trainer, set_seed
+from transformers import ProgressCallback, Trainer, TrainingArguments, set_seed
 
 import hf_twell
 from hf_twell.blending import Blend
@@ -34,6 +34,7 @@ from hf_twell.training import (
     Recipe,
     check_run,
     load_recipe,
+    only_run,
     training_arguments,
 )
 from hf_twell.variants import Adapters, train_ffns_alone
@@ -45,8 +46,13 @@ def finetune(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, t
     `train` and `heldout` may give the sequences of the recipe's texts where these are packed already.
     """
     args = training_arguments(recipe)
-    check_run(recipe.output_dir, args, resume=resume, overwrite=overwrite)
+    with only_run(args):
+        check_run(recipe.output_dir, args, resume=resume, overwrite=overwrite)
+        return five_steps(recipe, args, resume, train, heldout)
 
+
+def five_steps(recipe: Recipe, args: TrainingArguments, resume: bool, train, heldout) -> dict:
+    """What `finetune` returns."""
     # 1. A pretrained model whose feed-forward blocks become ReLU ones, at once or by and by.
     model, tokenizer = load_model(recipe.model, dtype=recipe.dtype, device="cpu")
     blend = adapters = None

@@ -304,6 +304,31 @@ def test_figures_are_shown_though_a_full_disk_does_not_take_them(command, tmp_pa
     assert "No space left" in printed.err.splitlines()[-1]
 
 
+def wait_for_steps(training: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    seen = b""
+    while b"L0=" not in seen and time.monotonic() < deadline:
+        seen += training.stderr.read1()
+
+
+def test_a_folder_takes_one_training_at_a_time(recipe, capsys):
+    first = subprocess.Popen(
+        [*COMMAND, "train", str(recipe), "training.max_steps=100000", "training.save_strategy='no'"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        wait_for_steps(first)
+        for options in ([], ["--overwrite"], ["--resume"]):
+            assert main(["train", str(recipe), *options]) == 1
+            assert "another run is training into" in error_line(capsys)
+    finally:
+        first.kill()
+        first.communicate()
+    assert main(["train", str(recipe)]) == 0, "a killed run holds nothing"
+
+
 def test_ctrl_c_leaves_nothing_behind(recipe):
     output = recipe.parent / "out"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -315,10 +340,7 @@ def test_ctrl_c_leaves_nothing_behind(recipe):
         # A shell that runs the tests in the background has them ignore the signal, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    deadline = time.monotonic() + 120
-    seen = b""
-    while b"L0=" not in seen and time.monotonic() < deadline:
-        seen += process.stderr.read1()
+    wait_for_steps(process)
     process.send_signal(signal.SIGINT)
     _, rest = process.communicate(timeout=60)
     assert process.returncode == 130
