@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -122,11 +123,18 @@ def write_json(path: Path, data: dict) -> None:
     aside.rename(path)
 
 
+def write_state(checkpoint: Path, state: dict) -> None:
+    """Mark a Trainer checkpoint as complete, with the size of each file that it holds."""
+    files = {str(path.relative_to(checkpoint)): path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()}
+    write_json(checkpoint / STATE_NAME, {**state, "files": files})
+
+
 def read_state(checkpoint: str | Path) -> dict:
     """The state that `SparsityCallback` (or a recipe without it) wrote last into a Trainer checkpoint.
 
     Raises:
-        ValueError: the folder has none, so its saving was interrupted, or it is from another kind of training.
+        ValueError: the folder has none, so its saving was interrupted, or it is from another kind of training; or one
+            of its files is shorter than it was, or missing.
     """
     path = Path(checkpoint) / STATE_NAME
     if not path.is_file():
@@ -134,18 +142,34 @@ def read_state(checkpoint: str | Path) -> dict:
             f"{checkpoint} has no {STATE_NAME}: its saving was interrupted, or it was trained without "
             "SparsityCallback. Resume from another checkpoint, or start a new run from its weights."
         )
-    return json.loads(path.read_text())
+    try:
+        state = json.loads(path.read_text())
+        files = state.pop("files", {})
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path} holds no JSON object; resume from another checkpoint") from error
+    for name, size in files.items():
+        file = Path(checkpoint, name)
+        left = file.stat().st_size if file.is_file() else 0
+        if left < size:
+            raise ValueError(f"{file} has {left:,} of {size:,} bytes; copy it again, or resume from another checkpoint")
+    return state
 
 
 def last_checkpoint(output_dir: str | Path) -> str | None:
-    """The newest complete checkpoint of a run, or None; torn ones are passed over."""
-    found = {}
+    """The newest complete checkpoint of a run, or None; torn ones are passed over, damaged ones with a warning."""
+    steps = {}
     if Path(output_dir).is_dir():
         for folder in Path(output_dir).iterdir():
             step = re.fullmatch(r"checkpoint-(\d+)", folder.name)
             if step and (folder / STATE_NAME).is_file():
-                found[int(step[1])] = str(folder)
-    return found[max(found)] if found else None
+                steps[int(step[1])] = folder
+    for _, folder in sorted(steps.items(), reverse=True):
+        try:
+            read_state(folder)
+            return str(folder)
+        except ValueError as error:
+            warnings.warn(f"{folder} is passed over: {error}", stacklevel=1)  # one place, so each is said once
+    return None
 
 
 def _may_be_replaced(path: Path) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import Trainer, TrainerCallback
 
-from hf_twell.checkpoints import STATE_NAME, last_checkpoint, read_state, write_json
+from hf_twell.checkpoints import STATE_NAME, last_checkpoint, read_state, write_state
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +16,8 @@ class CompleteCheckpoints(TrainerCallback):
     """Each checkpoint of a trainer gets `twell_state.json`, after everything else that is written into it.
 
     `trainer.train(resume_from_checkpoint=True)` passes over checkpoints that lack it, because their saving was
-    interrupted. The object adds itself to the trainer's callbacks; another one made for the same trainer replaces it.
+    interrupted, and those of which a file is shorter than the size that it records. The object adds itself to the
+    trainer's callbacks; another one made for the same trainer replaces it.
 
     Args:
         trainer: the trainer.
@@ -47,7 +48,7 @@ class CompleteCheckpoints(TrainerCallback):
         # Other processes may still be writing their part of the checkpoint.
         self.trainer.accelerator.wait_for_everyone()
         if args.should_save:
-            write_json(self.folder() / STATE_NAME, {**method_of(self.trainer), **self.state})
+            write_state(self.folder(), {**method_of(self.trainer), **self.state})
 
     def _save_checkpoint(self, save_checkpoint, *args, **kwargs):
         # The folder may hold the complete checkpoint of another run; it is not complete while it is written over.

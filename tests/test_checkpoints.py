@@ -166,6 +166,25 @@ def test_a_torn_checkpoint_is_refused_by_path(torn):
         make_trainer(torn).train(resume_from_checkpoint=str(torn / "nowhere"))
 
 
+@pytest.mark.parametrize("damage", ["shortened", "removed", "no JSON"])
+def test_a_damaged_checkpoint_is_passed_over_and_named(whole_run, tmp_path, damage):
+    run = Path(shutil.copytree(whole_run[0].args.output_dir, tmp_path / "run"))
+    file = run / "checkpoint-10" / (STATE_NAME if damage == "no JSON" else "optimizer.pt")
+    if damage == "removed":
+        file.unlink()
+    else:
+        os.truncate(file, file.stat().st_size // 2)
+    with pytest.warns(UserWarning, match=f"checkpoint-10 is passed over: .*{re.escape(file.name)}"):
+        assert last_checkpoint(run) == str(run / "checkpoint-9")
+    with pytest.raises(ValueError, match=re.escape(file.name)) as caught:
+        make_trainer(run).train(resume_from_checkpoint=run / "checkpoint-10")
+    assert "\n" not in str(caught.value)
+    trainer = make_trainer(run)
+    with pytest.warns(UserWarning, match="checkpoint-10 is passed over"):
+        trainer.train(resume_from_checkpoint=True)
+    assert last_checkpoint(run) == str(run / "checkpoint-10"), "it is written again"
+
+
 def test_nothing_to_resume_from(tmp_path):
     for folder in (tmp_path, tmp_path / "absent"):
         assert last_checkpoint(folder) is None
