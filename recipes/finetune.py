@@ -76,6 +76,7 @@ def five_steps(recipe: Recipe, args: TrainingArguments, resume: bool, train, hel
         heldout = PackedText(tokenizer, recipe.heldout, length, description="tokenizing held-out text")
 
     # 3. Transformers' own Trainer, with the L1 term as a callback, and the dense parent as a teacher.
+    use_cache = getattr(model.config, "use_cache", True)  # Trainer turns it off
     trainer = Trainer(model, args, train_dataset=train, eval_dataset=heldout, processing_class=tokenizer)
     if recipe.relu:
         options = recipe.sparsity | ({} if blend is None else {"blend": blend, "blend_steps": recipe.blend_steps})
@@ -98,6 +99,7 @@ def five_steps(recipe: Recipe, args: TrainingArguments, resume: bool, train, hel
 
     # 5. The model in stock form: plain Transformers loads it, without this package.
     final = Path(recipe.output_dir) / "final"
+    model.config.use_cache = use_cache
     if adapters is not None:
         adapters.merge()
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None

@@ -180,6 +180,8 @@ def test_train_reads_jsonl_and_reports(recipe, capsys):
     assert [row["step"] for row in result["logs"]] == [1, 2]
     assert result["logs"][1]["twell/l1_weight"] == 0.05
     assert result["before"]["sparsity"]["l0"] != result["after"]["sparsity"]["l0"]
+    configs = [json.loads(Path(model, "config.json").read_text()) for model in (DEMO / "model", result["model"])]
+    assert configs[0]["use_cache"] is configs[1]["use_cache"] is True, "the saved model generates as its parent does"
     assert main(["train", str(recipe), *changes]) == 1
     assert "--overwrite" in error_line(capsys)
     assert main(["train", str(recipe), *changes, "--overwrite"]) == 0
