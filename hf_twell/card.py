@@ -45,7 +45,7 @@ def model_card(
         facts["kernels and L1 term on layers"] = ", ".join(map(str, layers))
     if method:
         facts |= _method(method)
-    metadata = {"base_model": base_model} if _is_repo(base_model) else {}
+    metadata = {"base_model": base_model} if is_repo(base_model) else {}
     return fill(
         "model.md",
         repo_id,
@@ -60,9 +60,9 @@ def model_card(
 
 def adapter_card(base: str | None, repo_id: str | None = None) -> str:
     """The card of an adapter of a sparsified base: how to load it, and how not to."""
-    metadata = {"base_model": base} if _is_repo(base) else {}
+    metadata = {"base_model": base} if is_repo(base) else {}
     facts = {"base model, before `hf_twell.sparsify`": _link(base)}
-    return fill("adapter.md", repo_id or "this/adapter", metadata, facts, base=base if _is_repo(base) else "the/base")
+    return fill("adapter.md", repo_id or "this/adapter", metadata, facts, base=base if is_repo(base) else "the/base")
 
 
 def read_result(path: str | Path) -> dict:
@@ -180,10 +180,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.2f} %"
 
 
-def _is_repo(name) -> bool:
+def is_repo(name) -> bool:
+    """Whether a name can be that of a model on the Hub, and is no folder here."""
     return bool(name) and REPO_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
 def _link(name: str | None) -> str | None:
     # A folder's path means nothing to others, and tells them of this machine.
-    return f"[{name}](https://huggingface.co/{name})" if _is_repo(name) else None
+    return f"[{name}](https://huggingface.co/{name})" if is_repo(name) else None

@@ -20,7 +20,7 @@ from hf_twell.adapters import (
     save_adapter,
     sparse_base,
 )
-from hf_twell.card import adapter_card, model_card
+from hf_twell.card import adapter_card, is_repo, model_card
 from hf_twell.checkpoints import STATE_NAME, save_model
 from hf_twell.config_files import read_config
 from hf_twell.loading import check_checkpoint
@@ -93,7 +93,7 @@ def push_folder(
 
     Args:
         folder: what `save_pretrained`, `save_adapter` or the commands wrote.
-        base_model, sparsity, scores: see `push_to_hub`.
+        base_model, sparsity, scores: see `push_to_hub`; an adapter's published config names `base_model` as its base.
         card: a README.md to publish in place of ours.
         tags: further tags for the card.
         token: by default $HF_TOKEN or what `hf auth login` stored; it is put into no message.
@@ -106,7 +106,7 @@ def push_folder(
         {"repo_id", "url", "commit", "files"}; `url` is the pull request's where one was opened.
 
     Raises:
-        ValueError: no sparse model in the folder, damaged weights, or figures of another model.
+        ValueError: as `folder_card`.
         OSError: the Hub refused or the upload broke off; says how to go on.
     """
     folder = Path(folder)
@@ -120,7 +120,12 @@ def push_folder(
     paths = sorted(
         path for path in folder.iterdir() if path.is_file() and not any(fnmatch(path.name, p) for p in LEFT_OUT)
     )
-    operations = [CommitOperationAdd(path.name, str(path)) for path in paths]
+    contents = {path.name: str(path) for path in paths}
+    if ADAPTER_CONFIG in contents:  # its own base may be a folder of this machine
+        config = read_adapter_config(folder)
+        config["base_model_name_or_path"] = _adapter_base(folder, config, base_model)
+        contents[ADAPTER_CONFIG] = json.dumps(config, indent=2, sort_keys=True).encode()
+    operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
     operations.append(CommitOperationAdd("README.md", text.encode()))
     api = HfApi(token=token, library_name="hf_twell")
     try:
@@ -146,9 +151,12 @@ def folder_card(folder: str | Path, repo_id: str, *, base_model=None, sparsity=N
     """The card of a folder's sparse model or adapter, which is checked first.
 
     Raises:
-        ValueError: no such model, no name of a repository, damaged weights, or figures of another model.
+        ValueError: no such model, no name of a repository, an adapter whose base is not on the Hub, damaged weights, or
+            figures of another model.
     """
     validate_repo_id(repo_id)
+    if "/" not in repo_id:  # the Hub would put the user before it, and the card name a repository that there is not
+        raise ValueError(f"{repo_id} names no user or organization; write USER/{repo_id}")
     folder = Path(folder)
     if (folder / ADAPTER_CONFIG).is_file():
         config = read_adapter_config(folder)
@@ -158,7 +166,7 @@ def folder_card(folder: str | Path, repo_id: str, *, base_model=None, sparsity=N
             raise ValueError(f"{folder} holds no {ADAPTER_WEIGHTS}; save the adapter again")
         if sparsity or scores:
             raise ValueError("the card of an adapter holds no figures; merge it into a model to publish these")
-        return adapter_card(base_model or config.get("base_model_name_or_path"), repo_id)
+        return adapter_card(_adapter_base(folder, config, base_model), repo_id)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is no model folder: it has no config.json")
     config = read_config(folder)
@@ -177,6 +185,16 @@ def use_model_card(trainer, *, base_model: str | None = None, sparsity=None, sco
     """
     figures = {"base_model": base_model, "sparsity": sparsity, "scores": scores}
     trainer.create_model_card = functools.partial(_write_trainer_card, trainer, figures)
+
+
+def _adapter_base(folder: Path, config: Mapping, base_model: str | None) -> str:
+    base = base_model or config.get("base_model_name_or_path")
+    if not is_repo(base):
+        raise ValueError(
+            f"{folder}: its base {base!r} is no model on the Hub, and nobody else could load the adapter; name the "
+            "dense base that others load: --base-model USER/NAME (base_model=)"
+        )
+    return base
 
 
 def _write_trainer_card(trainer, figures, model_name=None, **_):

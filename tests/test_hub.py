@@ -152,7 +152,12 @@ trainer_for(sparse(), "unnamed")
 trainer_for(lora(), "trained-lora")
 twell = hf_twell.TwellLlamaForCausalLM.from_pretrained("dense")
 twell.push_to_hub("me/custom", sparsity=hf_twell.measure_sparsity(twell, [torch.arange(3, 50)[None]]))
-hf_twell.push_to_hub(lora(), "me/lora")
+try:
+    hf_twell.push_to_hub(lora(), "me/lora")
+except ValueError as error:
+    assert "its base 'dense' is no model on the Hub" in str(error)
+hf_twell.push_to_hub(lora(), "me/lora", base_model="me/base")
+tiny_llama().push_to_hub("me/base")
 stock = hf_twell.sparsify(AutoModelForCausalLM.from_pretrained("dense"))
 hf_twell.push_to_hub(stock, "me/stock", base_model="their/base")
 options = dict(commit_message="first", commit_description="of two", private=True, token=True, create_pr=False)
@@ -200,6 +205,9 @@ def test_trainer_models_and_adapters(hub, tmp_path):
         assert json.loads(published["adapter_config.json"])["base_sparsified_by_hf_twell"]["version"] == 1
         assert str(tmp_path) not in published["README.md"].decode()
     code = 'import hf_twell; model = hf_twell.load_adapter("me/trained-lora", "dense")'
+    done = run(hub, tmp_path, f"{code}; print(len(hf_twell.modeling.sparse_ffns(model)))")
+    assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
+    code = 'import hf_twell; model = hf_twell.load_adapter("me/lora")'  # as its card says, with the base that it names
     done = run(hub, tmp_path, f"{code}; print(len(hf_twell.modeling.sparse_ffns(model)))")
     assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
 
@@ -350,7 +358,7 @@ def test_real_figures(sparse, tmp_path, capsys):
 
 
 def test_a_dry_run_refuses_what_publishing_would_and_shows_the_card_that_is_given(sparse, tmp_path, capsys):
-    for name in ("me/x/y", "my model"):
+    for name in ("me/x/y", "my model", "relu"):
         assert main(["push", str(sparse), name, "--dry-run"]) == 1
         assert name in capsys.readouterr().err
     card = tmp_path / "card.md"

@@ -19,7 +19,9 @@ from hf_twell.cli.output import print_json, stdout_for_result
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", help="the folder of a sparse model, or of an adapter that save_adapter wrote")
     parser.add_argument("repo", metavar="USER/NAME", help="repository on the Hub; created if it does not exist")
-    parser.add_argument("--base-model", metavar="USER/NAME", help="the dense model it was made from")
+    parser.add_argument(
+        "--base-model", metavar="USER/NAME", help="the dense model it was made from, or an adapter's base"
+    )
     parser.add_argument("--sparsity", metavar="FILE", help="what `hf-twell inspect --output` wrote")
     parser.add_argument("--scores", metavar="FILE", help="what `hf-twell eval --output` wrote")
     parser.add_argument("--card", metavar="FILE", help="a README.md to publish in place of the generated one")
