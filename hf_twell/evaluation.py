@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import importlib.metadata
+import json
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -219,7 +220,9 @@ def _named(what: str, path, load: Callable, **options):
     try:
         return load(str(path), **options)
     except (OSError, ValueError) as error:
-        raise type(error)(f"cannot load a {what} from {str(path)!r}: {one_line(error)}") from error
+        kind = OSError if isinstance(error, OSError) else ValueError  # some of their own kinds take other arguments
+        reason = f"its files make no {what}: {error}" if isinstance(error, json.JSONDecodeError) else one_line(error)
+        raise kind(f"cannot load a {what} from {str(path)!r}: {reason}") from error
     except KeyError as error:  # its config names an activation that there is not
         raise ValueError(f"cannot load a {what} from {str(path)!r}: {error.args[0]} is not known") from error
 

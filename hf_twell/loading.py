@@ -6,7 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from hf_twell.config_files import check_generation_config, one_line_errors, read_config
+from hf_twell.config_files import DTYPES, check_generation_config, one_line_errors, read_config
 from hf_twell.convert import check_entry, chosen_layers
 from hf_twell.custom_models import reference_class
 from hf_twell.weight_files import (
@@ -26,9 +26,11 @@ def load_causal_lm(path: str | Path, *, dtype=None, device: str | torch.device =
         hub: `revision`, `token`, `cache_dir` and the like, for a Hub name.
 
     Raises:
-        ValueError, OSError: no model, pickled, missing, mis-shaped or non-finite weights, a config that makes no model,
-            a `twell` entry that cannot be true, or code of its own needed.
+        ValueError, OSError: no such dtype, no model, pickled, missing, mis-shaped or non-finite weights, a config that
+            makes no model, a `twell` entry that cannot be true, or code of its own needed.
     """
+    if isinstance(dtype, str) and dtype != "auto" and getattr(torch, dtype, None) not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}; choose one of 'auto', 'bfloat16', 'float16', 'float32', or a torch.dtype")
     path = str(path)
     if is_deepspeed_zero3_enabled():
         raise ValueError(

@@ -117,6 +117,9 @@ def test_save_and_load(base, tmp_path):
     assert {name for name, p in again.named_parameters() if p.requires_grad} == {
         name for name, _ in again.named_parameters() if "lora_" in name
     }
+    assert load_adapter(tmp_path / "adapter", dtype="bfloat16").dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="dtype='fp32'; choose one of 'auto', 'bfloat16'"):
+        load_adapter(tmp_path / "adapter", dtype="fp32")
     save_adapter(again, tmp_path / "adapter", overwrite=True)
     with pytest.raises(ValueError, match="exists"):
         save_adapter(again, tmp_path / "adapter")

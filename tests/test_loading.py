@@ -93,7 +93,8 @@ DAMAGES = {
         lambda f: (f / "tokenizer_config.json").write_text('{"tokenizer_class": 5}'),
         "make no tokenizer",
     ),
-    "tokenizer that is empty": (lambda f: (f / "tokenizer.json").write_text(""), "make no tokenizer"),
+    "tokenizer that is empty": (lambda f: (f / "tokenizer.json").write_text(""), "make no tokenizer: Expecting value"),
+    "tokenizer that is torn": (lambda f: (f / "tokenizer.json").write_text('{"version": '), "make no tokenizer"),
     "entry beside SiLU": (lambda f: damage_config(f, twell={"version": 1, "layers": None}), "its activation is 'silu'"),
 }
 
