@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 STATE_NAME = "twell_state.json"
 # What `save_pretrained` and this package write into a model's folder; --overwrite replaces a folder of these alone.
-TOKENIZER_FILES = ("tokenizer*", "vocab.*", "merges.txt", "*.model", "*_tokens*.json", "chat_template.*")
+TOKENIZER_FILES = ("tokenizer*", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "*_tokens*.json")
 MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", STATE_NAME)
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "README.md")
 CHAT_TEMPLATES = "additional_chat_templates"
@@ -181,7 +181,7 @@ def _may_be_replaced(path: Path) -> bool:
 
 def _others(path: Path) -> list[str]:
     """What a model's folder holds besides the model, its tokenizer and its adapters."""
-    known = ("*.jinja",) if path.name == CHAT_TEMPLATES else MODEL_FILES + TOKENIZER_FILES
+    known = ("*.jinja",) if path.name == CHAT_TEMPLATES else (*MODEL_FILES, *TOKENIZER_FILES, "chat_template.*")
     known += ADAPTER_FILES if (path / "adapter_config.json").is_file() else ()
     others = []
     for item in sorted(path.iterdir()):

@@ -15,7 +15,7 @@ import transformers
 
 import hf_twell
 from hf_twell.config_files import one_line_errors
-from hf_twell.loading import load_causal_lm
+from hf_twell.loading import has_tokenizer, load_causal_lm
 from hf_twell.perplexity import evaluation_mode, text_loss
 from hf_twell.tasks import DATA_FILES, DEFAULT_TASKS, load_tasks, one_line, quiet_logs
 from hf_twell.text import read_documents
@@ -127,6 +127,8 @@ def evaluate(
 def load_model(path: str | Path, tokenizer=None, *, dtype=None, device: str | None = None):
     """Load (model, tokenizer): by default in the checkpoint's dtype, on CUDA where there is one.
 
+    `tokenizer` may be the path of another one, or False for none.
+
     Raises:
         ValueError, OSError: in one line, what was given and why it does not load.
     """
@@ -141,7 +143,7 @@ def load_model(path: str | Path, tokenizer=None, *, dtype=None, device: str | No
     model = _named("model", path, load_causal_lm, dtype=dtype, device=device)
     if tokenizer is None or isinstance(tokenizer, str | Path):
         tokenizer = _load_tokenizer(tokenizer or path)
-    return model, tokenizer
+    return model, None if tokenizer is False else tokenizer
 
 
 def _run_tasks(model, tokenizer, loaded, files, num_fewshot, *, limit, batch_size, log_samples) -> dict:
@@ -212,6 +214,8 @@ def _check_arguments(model, tasks, text, split, limit, batch_size, num_fewshot, 
 def _load_tokenizer(path):
     if Path(path).is_dir() and not Path(path, "config.json").is_file():
         raise ValueError(f"cannot load a tokenizer from {str(path)!r}: the folder has no config.json")
+    if not has_tokenizer(path):
+        raise ValueError(f"cannot load a tokenizer from {str(path)!r}: the folder holds none (tokenizer.json, say)")
     with one_line_errors(f"{path}: its files make no tokenizer"):
         return _named("tokenizer", path, transformers.AutoTokenizer.from_pretrained, trust_remote_code=False)
 

@@ -1,11 +1,13 @@
 """A causal language model from a folder or the Hub, whoever wrote it: checked first, and never by its own code."""
 
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+from hf_twell.checkpoints import TOKENIZER_FILES
 from hf_twell.config_files import DTYPES, check_generation_config, one_line_errors, read_config
 from hf_twell.convert import check_entry, chosen_layers
 from hf_twell.custom_models import reference_class
@@ -70,3 +72,9 @@ def check_checkpoint(path: str | Path, **hub) -> None:
         if entry is not None:
             chosen_layers(model, None, config.get_text_config().num_hidden_layers)
     check_generation_config(path, **hub)
+
+
+def has_tokenizer(path: str | Path) -> bool:
+    """False for a folder without any file of a tokenizer."""
+    names = [file.name for file in Path(path).iterdir()] if Path(path).is_dir() else ["tokenizer.json"]
+    return any(fnmatch(name, pattern) for name in names for pattern in TOKENIZER_FILES)

@@ -126,6 +126,17 @@ def test_a_tokenizer_of_another_model_ends_in_one_line(folder, tmp_path, capsys,
     assert "the model has only 96 embeddings" in error
 
 
+@pytest.mark.parametrize("command", ["sparsify", "eval", "inspect"])
+def test_a_model_without_a_tokenizer(folder, tmp_path, capsys, command):
+    output = [str(tmp_path / "out")] if command == "sparsify" else []
+    assert main([command, str(folder), *output, "--text", str(DEMO.parent / "text" / "heldout.txt")]) == 1
+    assert "the folder holds none (tokenizer.json, say)" in capsys.readouterr().err.splitlines()[-1]
+    if command == "sparsify":
+        assert main([command, str(folder), *output]) == 0
+        assert "holds no tokenizer" in capsys.readouterr().err
+        assert load_causal_lm(output[0]).config.hidden_act == "relu"
+
+
 PUSHED = {
     "config of null": (lambda f: (f / "config.json").write_text("null"), "holds no mapping"),
     "class as a number": (lambda f: damage_config(f, architectures=5), "architectures=5"),

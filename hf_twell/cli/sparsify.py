@@ -8,6 +8,7 @@ example:
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 from hf_twell.cli.output import percent, print_json, sparsity_table, stdout_for_result
@@ -53,6 +54,7 @@ def _convert(args) -> dict:
     from hf_twell.architectures import find_ffns
     from hf_twell.checkpoints import check_target, save_model
     from hf_twell.evaluation import load_model
+    from hf_twell.loading import has_tokenizer
     from hf_twell.packing import token_ids
     from hf_twell.perplexity import check_ids
 
@@ -64,7 +66,11 @@ def _convert(args) -> dict:
     for path in args.text:
         if not Path(path).is_file():
             raise ValueError(f"no text file at {path}")
-    model, tokenizer = load_model(args.model, dtype=args.dtype, device="cpu")
+    tokenizer = None
+    if not args.text and not has_tokenizer(args.model):
+        tokenizer = False
+        print(f"{args.model} holds no tokenizer (tokenizer.json, say); saved without one", file=sys.stderr)
+    model, tokenizer = load_model(args.model, tokenizer, dtype=args.dtype, device="cpu")
     already = getattr(model.config, "twell", None) is not None
     hf_twell.sparsify(model, layers=args.layers)
     sparsity = None
