@@ -27,6 +27,7 @@ CHOICES = {
     "layer_shares": SHARES,
     "trainable": TRAINABLE,
     "dtype": ("float32", "bfloat16", "float16"),
+    "save_dtype": (None, "float32", "bfloat16", "float16"),
     "relu": (True, False),
 }
 
@@ -84,6 +85,7 @@ class Recipe:
         trainable: "all", "ffn" (feed-forward blocks alone) or "ffn+lora" (LoRA on the attention besides).
         lora: arguments of `peft.LoraConfig` for "ffn+lora"; merged into the final model.
         dtype: of the weights that are trained. Use float32 with `bf16: true` in `training` on a GPU.
+        save_dtype: of the final model's weights; null for `dtype`, in which its figures are measured.
         training: arguments of `transformers.TrainingArguments`.
     """
 
@@ -106,6 +108,7 @@ class Recipe:
     trainable: str = "all"
     lora: dict = dataclasses.field(default_factory=dict)
     dtype: str = "float32"
+    save_dtype: str | None = None
     training: dict = dataclasses.field(default_factory=dict)
 
     @property

@@ -105,6 +105,10 @@ def five_steps(recipe: Recipe, args: TrainingArguments, resume: bool, train, hel
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None
     if trainer.is_world_process_zero():
         whole, method = trainer.accelerator.unwrap_model(model), method_of(trainer)
+        if recipe.save_dtype is not None:
+            dtype = getattr(torch, recipe.save_dtype)
+            whole = whole.to(dtype)
+            weights = weights and {name: weight.to(dtype) for name, weight in weights.items()}
         save_model(whole, final, tokenizer, overwrite=True, state_dict=weights, method=method)
     logs = [row for row in trainer.state.log_history if "loss" in row]
     return {"model": str(final), "before": before, "after": after, "logs": logs}

@@ -160,6 +160,7 @@ def test_mistakes_end_in_one_line(arguments, says, tmp_path, capsys, monkeypatch
         ("training.save_strategy=sometimes", "sometimes"),
         ("sequence_length=0", "at least 2"),
         ("dtype=float12", "bfloat16"),
+        ("save_dtype=bf16", "bfloat16"),
         ("layers=[0", "YAML"),
         ("model=no/such/model", "no/such/model"),
     ],
@@ -184,8 +185,13 @@ def test_train_reads_jsonl_and_reports(recipe, capsys):
     assert configs[0]["use_cache"] is configs[1]["use_cache"] is True, "the saved model generates as its parent does"
     assert main(["train", str(recipe), *changes]) == 1
     assert "--overwrite" in error_line(capsys)
-    assert main(["train", str(recipe), *changes, "--overwrite"]) == 0
+    trained = AutoModelForCausalLM.from_pretrained(result["model"])
+    assert main(["train", str(recipe), *changes, "--overwrite", "save_dtype=bfloat16"]) == 0
     printed = capsys.readouterr()
+    saved = AutoModelForCausalLM.from_pretrained(result["model"])
+    assert (trained.dtype, saved.dtype) == (torch.float32, torch.bfloat16)
+    for one, other in zip(trained.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(one.to(torch.bfloat16), other)
     assert "fine-tuned" in printed.out
     assert "l1_weight=" in printed.err, "the progress bar shows the figures"
 

@@ -194,7 +194,14 @@ def test_the_fsdp2_config_trains_saves_and_resumes_in_two_processes(text, tmp_pa
     shutil.rmtree(output / "final")
     run_processes(launch, *changes, "--resume")
     assert_same_rows(logs_of(output / "checkpoint-4"), rows)
-    torch.testing.assert_close(load_file(output / "final" / "model.safetensors"), final, atol=1e-6, rtol=1e-5)
+    again = load_file(output / "final" / "model.safetensors")
+    torch.testing.assert_close(again, final, atol=1e-6, rtol=1e-5)
+
+    shutil.rmtree(output / "final")
+    run_processes(launch, *changes, "--resume", "save_dtype=bfloat16")
+    half = load_file(output / "final" / "model.safetensors")
+    assert json.loads((output / "final" / "config.json").read_text())["dtype"] == "bfloat16"
+    torch.testing.assert_close(half, {name: weight.to(torch.bfloat16) for name, weight in again.items()})
 
 
 def test_the_zero2_config_trains_in_two_processes(text, tmp_path):

@@ -69,7 +69,7 @@ def _convert(args) -> dict:
     tokenizer = None
     if not args.text and not has_tokenizer(args.model):
         tokenizer = False
-        print(f"{args.model} holds no tokenizer (tokenizer.json, say); saved without one", file=sys.stderr)
+        print(f"{args.model} holds no tokenizer (tokenizer.json, say); the converted model gets none", file=sys.stderr)
     model, tokenizer = load_model(args.model, tokenizer, dtype=args.dtype, device="cpu")
     already = getattr(model.config, "twell", None) is not None
     hf_twell.sparsify(model, layers=args.layers)
