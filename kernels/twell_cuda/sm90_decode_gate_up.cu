@@ -22,6 +22,8 @@ constexpr uint32_t kStepBytes = kDecodeWarps * kPieceBytes;  // a piece for each
 constexpr int kSharedBytes = 224 * 1024;
 
 struct BulkParams : GateUpParams {
+  int blocks_each;  // of a thread block; the first `larger` have one more
+  int larger;
   int stages;
   uint32_t row_stride;  // of a stage: 64 modulo 128, so that 16-byte reads of two rows meet no bank twice
   uint32_t ring_bytes;
@@ -159,25 +161,29 @@ __global__ void __launch_bounds__(kWorkers, kBlocks <= 3 ? 2 : 1) bulk_gate_up_k
   __shared__ uint8_t active[kBlocks * kBlockNeurons];  // in ascending order
 
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  if (thread == 0) {
-    for (int s = 0; s < p.stages; ++s) {
-      sm90::barrier_init(barriers + s, 1);
-      sm90::barrier_init(barriers + kMaxStages + s, kDecodeWarps);
-    }
-    sm90::fence_barrier_init();
-  }
-  __syncthreads();
-  sm90::Ring ring(barriers, barriers + kMaxStages, p.stages);
-  const int begin = static_cast<int64_t>(p.blocks) * blockIdx.x / gridDim.x;
-  const int count = static_cast<int64_t>(p.blocks) * (blockIdx.x + 1) / gridDim.x - begin;
+  constexpr int kListed = 2, kRingFree = 3, kReady = 4;  // named barriers of all threads
+  const int index = blockIdx.x;
+  const int begin = p.blocks_each * index + min(index, p.larger);
+  const int count = p.blocks_each + (index < p.larger ? 1 : 0);
   const int passes = (count + kBlocks - 1) / kBlocks;
+  const auto blocks_before = [&](int pass) { return passes == 1 ? count * pass : count * pass / passes; };
   const int chunks = (p.row_bytes + kChunkBytes - 1) / kChunkBytes;
-  constexpr int kListed = 2, kRingFree = 3;  // named barriers of all threads
+  sm90::Ring ring(barriers, barriers + kMaxStages, p.stages);
 
   if (warp == kDecodeWarps) {
+    if (lane == 0) {
+#pragma unroll
+      for (int s = 0; s < kMaxStages; ++s) {
+        sm90::barrier_init(barriers + s, 1);
+        sm90::barrier_init(barriers + kMaxStages + s, kDecodeWarps);
+      }
+      sm90::fence_barrier_init();
+    }
+    __syncwarp();
+    sm90::named_arrive<kWorkers>(kReady);  // and asks for rows at once
     for (int pass = 0; pass < passes; ++pass) {
-      const int first_block = begin + count * pass / passes;
-      const int blocks = begin + count * (pass + 1) / passes - first_block;
+      const int first_block = begin + blocks_before(pass);
+      const int blocks = begin + blocks_before(pass + 1) - first_block;
       const int first = first_block * kBlockNeurons;
       for (int chunk = 0; chunk < chunks; ++chunk) {
         const uint32_t start = chunk * kChunkBytes, bytes = min(kChunkBytes, p.row_bytes - start);
@@ -210,14 +216,15 @@ __global__ void __launch_bounds__(kWorkers, kBlocks <= 3 ? 2 : 1) bulk_gate_up_k
     return;
   }
 
+  sm90::named_barrier<kWorkers>(kReady);
   wait_for_previous_kernel();
   if (p.let_next_start == LetNextStart::kEarly) let_next_kernel_start();
   for (int i = blockIdx.x * kDecodeThreads + thread; i < p.slices; i += gridDim.x * kDecodeThreads) p.arrivals[i] = 0;
   if (thread == 0 && blockIdx.x == 0 && p.blocks % 2 == 1) p.masks[p.blocks] = 0;
   uint4 x[kSteps];
   for (int pass = 0; pass < passes; ++pass) {
-    const int first_block = begin + count * pass / passes;
-    const int blocks = begin + count * (pass + 1) / passes - first_block;
+    const int first_block = begin + blocks_before(pass);
+    const int blocks = begin + blocks_before(pass + 1) - first_block;
     const int first = first_block * kBlockNeurons;
     if (thread < kBlocks) masks[thread] = 0;
     {
@@ -322,8 +329,9 @@ cudaError_t launch(BulkParams params, const DecodePlan& plan, int grid, cudaStre
 }
 
 template <typename Half>
-cudaError_t launch_for(const DecodePlan& plan, const BulkParams& params, const Device& device, cudaStream_t stream) {
+cudaError_t launch_for(const DecodePlan& plan, BulkParams params, const Device& device, cudaStream_t stream) {
   const int grid = params.blocks < device.sm_count ? params.blocks : device.sm_count;
+  params.blocks_each = params.blocks / grid, params.larger = params.blocks % grid;
   return params.blocks <= 3 * grid ? launch<Half, 3>(params, plan, grid, stream)
                                    : launch<Half, 8>(params, plan, grid, stream);
 }

@@ -25,55 +25,46 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
     few_gate_up_kernel(const __grid_constant__ FewParams p) {
 #if defined(TWELL_SM90_DEVICE)
   extern __shared__ __align__(1024) uint8_t x_bytes[];
-  const int x_ring_size = x_ring_bytes(p.groups), weight_ring_size = weight_ring_bytes(p.groups);
+  const int x_ring_size = x_ring_bytes(p.groups);
   uint8_t* const weight_bytes = x_bytes + x_ring_size;
   float* const gate = reinterpret_cast<float*>(x_bytes + kRingBytes);  // (64 tokens, kGateRow)
   Control<kNeurons>& c = *reinterpret_cast<Control<kNeurons>*>(gate + kRows * kGateRow<kNeurons>);
   const uint32_t x = smem_address(x_bytes), weights = smem_address(weight_bytes);
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0), lane = thread % 32;
-  const int first_octet = p.octets * blockIdx.x / gridDim.x, last_octet = p.octets * (blockIdx.x + 1) / gridDim.x;
-  const int first = 8 * first_octet, inside = min(8 * last_octet, p.width) - first;
-  const int steps = (p.row_bytes + kStepBytes - 1) / kStepBytes;
+  const int block = blockIdx.x, kind = block < p.larger ? 0 : 1, octets = p.octets_each + 1 - kind;
+  const int first_octet = p.octets_each * block + min(block, p.larger);
+  const int first = 8 * first_octet, inside = min(8 * octets, p.width - first), steps = p.steps;
   const bool gated = p.up != nullptr;
-  const uint32_t x_stage = p.groups * 8 * kStepBytes;
-  const int box_rows = 8 * (last_octet - first_octet), map = box_rows == p.box_rows ? 0 : 1;
-  const uint32_t box_stage = box_rows * kStepBytes;
+  const uint32_t x_stage = p.groups * 8 * kStepBytes, box_stage = octets * 8 * kStepBytes;
   sm90::launch_dependents();
   if (thread == 0) p.trace.start();
-  Ring box_ring(c.box_full, c.box_empty, stages_in(weight_ring_size, box_stage));
+  Ring box_ring(c.box_full, c.box_empty, p.box_stages[kind].count);
   int asked = 0;  // boxes of the gate: the first ahead of all else
   if (thread == kMultipliers) {
-    for (int i = 0; i < box_ring.stages; ++i) {
-      sm90::barrier_init(c.box_full + i, 1);
-      sm90::barrier_init(c.box_empty + i, 4);
-    }
-    sm90::fence_barrier_init();
-    asked = min(min(steps, box_ring.stages), boxes_at_first(box_stage));
+    init_barriers<kBoxesAhead>(c.box_full, 1);
+    init_barriers<kBoxesAhead>(c.box_empty, 4);  // a warpgroup's warps
+    asked = min(min(steps, p.first_boxes[kind]), kBoxesAhead);
     Ring first_boxes = box_ring;
-    load_boxes(first_boxes, weight_bytes, box_stage, p.gate_maps + map, first, 0, asked);
-  }
-  if (lane == 0) {  // one lane after the other would take turns
-    for (int i = warp; i < 6 * kMaxStages; i += kThreads / 32) {
-      const int kind = i / kMaxStages;
-      if (kind / 2 == 1) continue;  // of boxes of weights: above
-      sm90::barrier_init(c.x_full + i, kind == 4 ? 32 : kind % 2 == 1 ? 4 : 1);  // a warp's copies; a warpgroup's warps
-    }
-    sm90::fence_barrier_init();
-  }
-  if (thread < kNeurons) {
-    c.gate_bias[thread] = bias_of<Half>(p.b_gate, first + thread, p.width);
-    c.up_bias[thread] = bias_of<Half>(p.b_up, first + thread, p.width);
-    c.active[thread / 32] = 0;
-    c.pair_count = 0;
+    load_boxes(first_boxes, weight_bytes, box_stage, p.gate_maps + kind, first, 0, asked);
+    init_barriers<kMaxStages - kBoxesAhead>(c.box_full + kBoxesAhead, 1);
+    init_barriers<kMaxStages - kBoxesAhead>(c.box_empty + kBoxesAhead, 4);
+  } else if (thread == 0) {
+    init_barriers<kMaxStages>(c.x_full, 1);
+  } else if (thread == 32) {
+    init_barriers<kMaxStages>(c.x_empty, 4);
+  } else if (thread == 64) {
+    init_barriers<kMaxStages>(c.copy_full, 32);  // a warp's copies
+  } else if (thread == 96) {
+    init_barriers<kMaxStages>(c.copy_empty, 4);
   }
   __syncthreads();
-  Ring x_ring(c.x_full, c.x_empty, stages_in(x_ring_size, x_stage));
+  Ring x_ring(c.x_full, c.x_empty, p.x_stages.count);
   const bool keeps_x = steps <= x_ring.stages;
 
   if (warp == kThreads / 32 - 1) {
     if (lane == 0) {
       sm90::prefetch_map(&p.x_map);
-      sm90::prefetch_map(p.up_maps + map);
+      sm90::prefetch_map(p.up_maps + kind);
       sm90::wait_for_previous();
       load_boxes(x_ring, x_bytes, x_stage, &p.x_map, 0, 0, steps);
     }
@@ -86,14 +77,15 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
     return;
   }
 
-  const auto copy_ring = [&](uint32_t stage) {
-    return Ring(c.copy_full, c.copy_empty, stages_in(weight_ring_size, stage));
+  const auto copy_ring = [&](int octets_copied) {
+    return Ring(c.copy_full, c.copy_empty, p.copy_stages[octets_copied]);
   };
 
   if (warp >= kMultipliers / 32) {
     const int index = thread - kMultipliers;
     if (index == 0) {
-      load_gate_boxes(box_ring, weight_bytes, box_stage, p.gate_maps + map, first, steps, asked, c.x_full);
+      load_gate_boxes(box_ring, weight_bytes, box_stage, p.gate_maps + kind, first, steps, asked, p.first_boxes[kind],
+                      c.x_full);
     }
     __syncwarp();
     sm90::named_barrier<kThreads>(kTileBarrier);
@@ -112,38 +104,44 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
       return;
     }
     if (active.boxes && index == 0) {
-      load_boxes(box_ring, weight_bytes, box_stage, p.up_maps + map, first, 0, min(steps, box_ring.stages));
+      load_boxes(box_ring, weight_bytes, box_stage, p.up_maps + kind, first, 0, min(steps, box_ring.stages));
     }
     __syncwarp();
     if (index < kNeurons) c.list[active.place(index)] = static_cast<uint16_t>(index);
     sm90::named_barrier<kMultipliers + kFetchers>(kListBarrier);
     if (active.boxes && index == 0) {
-      load_boxes(box_ring, weight_bytes, box_stage, p.up_maps + map, first, min(steps, box_ring.stages), steps);
+      load_boxes(box_ring, weight_bytes, box_stage, p.up_maps + kind, first, min(steps, box_ring.stages), steps);
     }
     if (gated && !active.boxes) {
-      const uint32_t stage = active.copy_stage();
-      copy_rows(copy_ring(stage), weights, stage, p, c, first, active.rows, steps);
+      const int octets_copied = active.copy_octets();
+      copy_rows(copy_ring(octets_copied), weights, octets_copied * 8 * kStepBytes, p, c, first, active.rows, steps);
       if (index == 0) p.trace.mark(7);
     }
     if (prefetches_down) prefetch_own(p.down);
     return;
   }
 
+  if (thread < kNeurons) {  // seen by all once the gate's sums meet
+    c.gate_bias[thread] = bias_of<Half>(p.b_gate, first + thread, p.width);
+    c.up_bias[thread] = bias_of<Half>(p.b_up, first + thread, p.width);
+    c.active[thread / 32] = 0;
+    c.pair_count = 0;
+  }
   sm90::wait_for_previous();
   if (thread == 0) p.trace.mark(1);
 #if defined(TWELL_FEW_TRACE)
   x_ring.wait_full();
   if (thread == 0) p.trace.mark(2);
 #endif
-  const auto sums = multiply<Half, kNeurons, kSixteen>({x_ring, x, x_stage, 0}, {box_ring, weights, box_stage, 0},
-                                                       steps, false, p.tokens);
+  const auto sums = multiply<Half, kNeurons, kSixteen>({x_ring, x, x_stage}, {box_ring, weights, box_stage}, steps,
+                                                       false, p.tokens);
   if (thread == 0) p.trace.mark(3);
   activate_tile(sums, c, gate, p.tokens, inside, gated);
   sm90::fence_async_proxy();  // boxes may follow where sums were exchanged
   sm90::named_barrier<kThreads>(kTileBarrier);
   const Active<kNeurons> active(c, inside, gated);
   uint8_t* const masks = reinterpret_cast<uint8_t*>(p.masks);
-  if (thread < last_octet - first_octet) {
+  if (thread < octets) {
     masks[first_octet + thread] = static_cast<uint8_t>(active.word(thread / 4) >> thread % 4 * 8);
   }
   if (blockIdx.x == gridDim.x - 1 && thread < (p.blocks + 1) / 2 * 4 - p.octets) masks[p.octets + thread] = 0;
@@ -161,11 +159,12 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
 
   // Products stand where x was.
   if (gated) {
-    const uint32_t stage = active.boxes ? box_stage : active.copy_stage();
-    const Operand rows{active.boxes ? box_ring : copy_ring(stage), weights, stage, active.boxes ? steps : 0};
-    const Operand x_again{x_ring, x, x_stage, keeps_x ? 0 : steps};
+    const Ring boxes_again = ring_after(box_ring, p.box_stages[kind]);
+    const int rows_octets = active.boxes ? octets : active.copy_octets();
+    const Operand rows{active.boxes ? boxes_again : copy_ring(rows_octets), weights, rows_octets * 8u * kStepBytes};
+    const Operand x_again{keeps_x ? x_ring : ring_after(x_ring, p.x_stages), x, x_stage};
 #if defined(TWELL_FEW_TRACE)
-    ring_at(rows.ring, rows.begin).wait_full();
+    rows.ring.wait_full();
     if (thread == 0) p.trace.mark(8);
 #endif
     const auto up = [&](auto columns) {
@@ -199,11 +198,18 @@ cudaError_t launch(const Ffn& ffn, const DecodePlan& plan, int grid, FewParams& 
     return sm90::make_tensor_map(to, ffn.dtype, base, rows, ffn.hidden, box_rows);
   };
   cudaError_t error = map(&p.x_map, ffn.x, ffn.tokens, 8 * p.groups);
-  for (int i = 0; i < 2 && 8 * i < p.box_rows; ++i) {
-    const int rows = p.box_rows - 8 * i;
+  p.steps = (static_cast<int>(p.row_bytes) + kStepBytes - 1) / kStepBytes;
+  const int x_bytes = x_ring_bytes(p.groups), weight_bytes = weight_ring_bytes(p.groups);
+  p.x_stages = stages_of(stages_in(x_bytes, p.groups * 8 * kStepBytes), p.steps);
+  for (int i = 0; i < 2; ++i) {
+    const int rows = 8 * (p.octets_each + 1 - i), stage = rows * kStepBytes;
+    p.box_stages[i] = stages_of(stages_in(weight_bytes, stage), p.steps);
+    p.first_boxes[i] = (kWindowBytes + stage - 1) / stage;
+    if (i == 0 && p.larger == 0) continue;
     if (error == cudaSuccess) error = map(p.gate_maps + i, ffn.gate, ffn.width, rows);
     if (error == cudaSuccess) error = map(p.up_maps + i, ffn.up != nullptr ? ffn.up : ffn.gate, ffn.width, rows);
   }
+  for (int i = 1; i <= 8; ++i) p.copy_stages[i] = static_cast<uint8_t>(stages_in(weight_bytes, i * 8 * kStepBytes));
   if (error != cudaSuccess) return error;
   const Launch launch{dim3(grid), kThreads, kShared<kNeurons>};
   return p.groups <= 2
@@ -213,9 +219,10 @@ cudaError_t launch(const Ffn& ffn, const DecodePlan& plan, int grid, FewParams& 
 
 template <typename Half>
 cudaError_t launch_for(const Ffn& ffn, const DecodePlan& plan, int grid, FewParams& p, cudaStream_t stream) {
-  if (p.box_rows <= 16) return launch<Half, 16>(ffn, plan, grid, p, stream);
-  if (p.box_rows <= 32) return launch<Half, 32>(ffn, plan, grid, p, stream);
-  if (p.box_rows <= 48) return launch<Half, 48>(ffn, plan, grid, p, stream);
+  const int most = 8 * (p.octets_each + (p.larger > 0 ? 1 : 0));
+  if (most <= 16) return launch<Half, 16>(ffn, plan, grid, p, stream);
+  if (most <= 32) return launch<Half, 32>(ffn, plan, grid, p, stream);
+  if (most <= 48) return launch<Half, 48>(ffn, plan, grid, p, stream);
   return launch<Half, 64>(ffn, plan, grid, p, stream);
 }
 
@@ -230,7 +237,7 @@ cudaError_t launch_few_gate_up(const Ffn& ffn, const DecodePlan& plan, const Dev
   // As few rounds of thread blocks as there can be, with tiles that differ by 8 neurons at most.
   const int rounds = (p.octets + 8 * device.sm_count - 1) / (8 * device.sm_count);
   const int grid = std::min(rounds * device.sm_count, p.octets);
-  p.box_rows = 8 * ((p.octets + grid - 1) / grid);
+  p.octets_each = p.octets / grid, p.larger = p.octets % grid;
   p.trace = Trace::next();
   return ffn.dtype == DType::kBFloat16 ? launch_for<__nv_bfloat16>(ffn, plan, grid, p, stream)
                                        : launch_for<__half>(ffn, plan, grid, p, stream);

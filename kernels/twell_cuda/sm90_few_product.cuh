@@ -20,21 +20,16 @@ constexpr int kRingBytes = 144 * 1024;  // of x and of weights together
 __host__ __device__ constexpr int x_ring_bytes(int groups) { return (groups == 8 ? 96 : 64) * 1024; }
 __host__ __device__ constexpr int weight_ring_bytes(int groups) { return kRingBytes - x_ring_bytes(groups); }
 
+// How many stages fit. A multiple of the warpgroups, so that each stage is always the same one's: another could be
+// there a whole turn too early, and a barrier's parity would not tell.
+constexpr int stages_in(int bytes, int stage) {
+  const int stages = bytes / stage / kWarpgroups * kWarpgroups;
+  return stages < kMaxStages ? stages : kMaxStages;
+}
+
 #if defined(TWELL_SM90_DEVICE)
 
 using sm90::Ring;
-
-__device__ __forceinline__ Ring ring_at(Ring ring, int position) {
-  ring.stage = position % ring.stages;
-  ring.phase = position / ring.stages & 1;
-  return ring;
-}
-
-// How many stages fit. A multiple of the warpgroups, so that each stage is always the same one's: another could be
-// there a whole turn too early, and a barrier's parity would not tell.
-__device__ __forceinline__ int stages_in(int bytes, uint32_t stage) {
-  return min(kMaxStages, bytes / static_cast<int>(stage) / kWarpgroups * kWarpgroups);
-}
 
 // By no more than there are stages.
 __device__ __forceinline__ void advance(Ring& ring, int count) {
@@ -78,11 +73,10 @@ struct Sums {
   }
 };
 
-// One operand of a product: stages of rows, from position `begin` of their ring on.
+// One operand of a product: stages of rows, from where their ring stands.
 struct Operand {
   Ring ring;
   uint32_t base, stage_bytes;
-  int begin;
 };
 
 // sum += x times rows over a stage's 64 hidden units, by a warpgroup's four warps together.
@@ -168,7 +162,9 @@ template <typename Half, int kColumns, bool kSixteen>
 __device__ __forceinline__ Sums<kColumns> multiply(Operand x, Operand rows, int steps, bool copied, int tokens) {
   Sums<kColumns> own;
   const bool releases = threadIdx.x % 32 == 0;
-  Ring x_ring = ring_at(x.ring, x.begin + own.group), ring = ring_at(rows.ring, rows.begin + own.group);
+  Ring x_ring = x.ring, ring = rows.ring;
+  advance(x_ring, own.group);
+  advance(ring, own.group);
   float sum[kColumns / 2];
 #pragma unroll
   for (int i = 0; i < kColumns / 2; ++i) sum[i] = 0.f;

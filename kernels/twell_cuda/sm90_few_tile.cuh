@@ -5,16 +5,33 @@
 
 namespace twell::decoding::few {
 
+// A ring's stages, and where it stands after as many as a row has steps. Worked out by the host, like all that takes
+// divisions: the device would begin with them.
+struct Stages {
+  int count, after;
+  uint32_t phase_after;
+};
+inline Stages stages_of(int count, int steps) {
+  return {count, steps % count, static_cast<uint32_t>(steps / count & 1)};
+}
+
 struct FewParams : GateUpParams {
-  CUtensorMap x_map, gate_maps[2], up_maps[2];  // boxes of `box_rows` rows, and of 8 less
-  int groups;    // tokens in eights: 1, 2, 4 or 8
-  int octets;    // ceil(F / 8), dealt out evenly
-  int box_rows;  // most neurons of a thread block, a multiple of 8
+  CUtensorMap x_map, gate_maps[2], up_maps[2];  // boxes of all rows of a larger thread block, and of the others
+  int groups;        // tokens in eights: 1, 2, 4 or 8
+  int octets;        // ceil(F / 8)
+  int octets_each;   // of a thread block; the first `larger` have one more
+  int larger;
+  int steps;         // of a row
+  Stages x_stages, box_stages[2];
+  int first_boxes[2];       // that may be on their way before x is there
+  uint8_t copy_stages[9];   // for gathered rows in eights
   Trace trace;
 };
 
 constexpr int kMaxPairs = 64;
 constexpr int kWindowBytes = 12 << 10;  // of gate rows on their way to a thread block before x is there
+constexpr int kBoxesAhead = 4;          // at most, of those that are asked for ahead of all else
+static_assert(kMaxStages % kBoxesAhead == 0);
 
 template <int kNeurons>
 struct Control {
@@ -37,6 +54,22 @@ static_assert(kShared<48> <= kGateShared);
 
 #if defined(TWELL_SM90_DEVICE)
 
+// By one thread, in a straight line: in these instructions an address is a warp's, so threads with a barrier each would
+// take turns.
+template <int kCount>
+__device__ __forceinline__ void init_barriers(uint64_t* barriers, int arrivals) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) sm90::barrier_init(barriers + i, arrivals);
+  sm90::fence_barrier_init();
+}
+
+// A ring after a row's steps.
+__device__ __forceinline__ Ring ring_after(Ring ring, const Stages& stages) {
+  ring.stage = stages.after;
+  ring.phase = stages.phase_after;
+  return ring;
+}
+
 // Boxes of rows of weights, or of x, for steps `begin` to `end`.
 __device__ __forceinline__ void load_boxes(Ring& ring, uint8_t* stages, uint32_t stage, const CUtensorMap* map, int row,
                                            int begin, int end) {
@@ -48,17 +81,11 @@ __device__ __forceinline__ void load_boxes(Ring& ring, uint8_t* stages, uint32_t
   }
 }
 
-// Boxes of the gate's rows that may be on their way before x is there.
-__device__ __forceinline__ int boxes_at_first(uint32_t stage) {
-  return (kWindowBytes + static_cast<int>(stage) - 1) / static_cast<int>(stage);
-}
-
 // The gate's boxes after the first `asked`. Before x is there (`x_full`) the call ahead still wants rows of Wd, which
 // would queue behind a ring that is asked for at once.
 __device__ __forceinline__ void load_gate_boxes(Ring& ring, uint8_t* stages, uint32_t stage, const CUtensorMap* map,
-                                                int row, int steps, int asked, uint64_t* x_full) {
+                                                int row, int steps, int asked, int boxes, uint64_t* x_full) {
   const int at_once = min(steps, ring.stages);
-  const int boxes = boxes_at_first(stage);
   const Ring first = ring;
   advance(ring, asked);
 #pragma unroll 1
@@ -88,9 +115,7 @@ struct Active {
     rows = boxes ? inside : count;
   }
   // A stage for rows that are gathered has place for no more than those.
-  __device__ __forceinline__ uint32_t copy_stage() const {
-    return static_cast<uint32_t>((max(rows, 1) + 7) / 8 * 8 * kStepBytes);
-  }
+  __device__ __forceinline__ int copy_octets() const { return (max(rows, 1) + 7) / 8; }
   __device__ __forceinline__ uint32_t word(int index) const { return index == 0 ? words[0] : words[kWords - 1]; }
   __device__ __forceinline__ bool has(int n) const { return word(n / 32) >> n % 32 & 1; }
   // Where neuron n stands in the list.
@@ -107,7 +132,7 @@ __device__ __forceinline__ void copy_rows(Ring ring, uint32_t stages, uint32_t s
                                           const Control<kNeurons>& c, int first, int rows, int steps) {
   constexpr int kRowsEach = (kNeurons * 3 / 4 + 3) / 4;
   const int warp = (threadIdx.x - kMultipliers) / 32, row = threadIdx.x % 32 / 8, piece = threadIdx.x % 8;
-  ring = ring_at(ring, warp);
+  advance(ring, warp);
   const char* from[kRowsEach];
 #pragma unroll
   for (int i = 0; i < kRowsEach; ++i) {

@@ -8,8 +8,7 @@
 
 namespace twell::sm90::mid_half {
 
-using mid::activate, mid::Arguments, mid::find_active, mid::gather_rows, mid::kCluster, mid::launch_gate_up,
-    mid::named_arrive;
+using mid::activate, mid::Arguments, mid::find_active, mid::gather_rows, mid::kCluster, mid::launch_gate_up;
 
 constexpr int kWarps = 4, kMultipliers = kWarps * 32, kGatherers = 96, kThreads = kMultipliers + kGatherers + 32;
 constexpr int kDepth = 64, kRowBytes = kDepth * 2, kTokenBytes = kHalfTokens * kRowBytes;

@@ -108,12 +108,6 @@ __device__ __forceinline__ void gather_rows(uint32_t to, const uint4* matrix, co
   }
 }
 
-// Counts as `Threads` of a named barrier without waiting there.
-template <int Threads>
-__device__ __forceinline__ void named_arrive(int id) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(Threads) : "memory");
-}
-
 // The ring as it is after `position` stages.
 __device__ __forceinline__ Ring ring_at(Ring ring, int position) {
   ring.stage = position % ring.stages;
