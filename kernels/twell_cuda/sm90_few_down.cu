@@ -106,29 +106,40 @@ struct Neurons {
   }
 };
 
-// Listed neurons' columns and h, kDepth a stage; past the last, zeros.
+// Listed neurons' columns and h, kDepth a stage; past the last, zeros. Little is left in the loop: a thread's rows lie
+// alike in a stage, and each next stage's neurons are looked up ahead.
 __device__ __forceinline__ void fetch(const FewDownParams& p, const Control& c, Ring& ring, uint32_t stages, int slice,
                                       int listed) {
+  constexpr int kApart = kFetchers / 8, kRows = kDepth / kApart;  // of a thread
+  static_assert(kApart % 8 == 0);  // so its rows are swizzled alike
   const int index = threadIdx.x - kMultipliers, piece = index % 8, row = index / 8;
   const int column = slice * kColumns + piece * 8;
   const bool has_columns = column < p.hidden, has_tokens = piece < p.groups;
   const char* const down = p.down + (has_columns ? 2 * column : 0);
   const char* const products = p.products + (has_tokens ? piece * 16 : 0);
   const uint32_t row_bytes = 2u * p.hidden, product_bytes = 16u * p.groups;
+  const uint32_t place = stages + row * kStepBytes + ((piece ^ (row & 7)) << 4);
+  uint32_t neurons[kRows];
+  const auto look_up = [&](int start) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int at = start + row + i * kApart;
+      neurons[i] = at < listed ? c.list[at] : 0;
+    }
+  };
+  look_up(0);
 #pragma unroll 1
   for (int start = 0; start < listed; start += kDepth, ring.advance()) {
     ring.wait_empty();
-    const uint32_t stage = stages + ring.stage * kStageBytes;
 #pragma unroll
-    for (int i = 0; i < kDepth * 8 / kFetchers; ++i) {
-      const int r = row + i * (kFetchers / 8);
-      const bool valid = start + r < listed;
-      const int64_t neuron = valid ? c.list[start + r] : 0;
-      const uint32_t to = stage + r * kStepBytes + ((piece ^ (r & 7)) << 4);
-      if (has_tokens) sm90::copy_16(to, products + neuron * product_bytes, valid);
-      sm90::copy_16(to + kPartBytes, down + neuron * row_bytes, valid && has_columns);
+    for (int i = 0; i < kRows; ++i) {
+      const bool valid = start + row + i * kApart < listed;
+      const uint32_t to = place + ring.stage * kStageBytes + i * kApart * kStepBytes;
+      if (has_tokens) sm90::copy_16(to, products + uint64_t{neurons[i]} * product_bytes, valid);
+      sm90::copy_16(to + kPartBytes, down + uint64_t{neurons[i]} * row_bytes, valid && has_columns);
     }
     sm90::barrier_arrive_on_copies(ring.full + ring.stage);
+    look_up(start + kDepth);
   }
 }
 
