@@ -17,21 +17,20 @@ inline Stages stages_of(int count, int steps) {
 
 struct FewParams : GateUpParams {
   CUtensorMap x_map, gate_maps[2], up_maps[2];  // boxes of all rows of a larger thread block, and of the others
-  int groups;        // tokens in eights: 1, 2, 4 or 8
-  int octets;        // ceil(F / 8)
-  int octets_each;   // of a thread block; the first `larger` have one more
+  int groups;       // tokens in eights: 1, 2, 4 or 8
+  int octets;       // ceil(F / 8)
+  int octets_each;  // of a thread block; the first `larger` have one more
   int larger;
-  int steps;         // of a row
+  int steps;  // of a row
   Stages x_stages, box_stages[2];
-  int first_boxes[2];       // that may be on their way before x is there
-  uint8_t copy_stages[9];   // for gathered rows in eights
+  int first_boxes[2];      // that may be on their way before x is there
+  uint8_t copy_stages[9];  // for gathered rows, in eights of them
   Trace trace;
 };
 
 constexpr int kMaxPairs = 64;
 constexpr int kWindowBytes = 12 << 10;  // of gate rows on their way to a thread block before x is there
 constexpr int kBoxesAhead = 4;          // at most, of those that are asked for ahead of all else
-static_assert(kMaxStages % kBoxesAhead == 0);
 
 template <int kNeurons>
 struct Control {
