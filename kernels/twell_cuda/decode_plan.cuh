@@ -124,9 +124,11 @@ inline DecodePlan plan_decode(const Ffn& ffn) {
 constexpr int kFewColumns = 64;  // of y, for each cluster
 constexpr int kFewNeurons = 48;
 constexpr double kFewPlaces = 0.9;  // of the multiprocessors, for clusters of three and more
+// Whether a block of the second kernel finds room on a multiprocessor beside one of the first.
+inline bool fits_beside(const Ffn& ffn, const Device& device) { return ffn.width <= kFewNeurons * device.sm_count; }
 inline int choose_few_splits(const Ffn& ffn, const Device& device) {
   const int slices = (ffn.hidden + kFewColumns - 1) / kFewColumns;
-  const bool beside = ffn.width <= kFewNeurons * device.sm_count;
+  const bool beside = fits_beside(ffn, device);
   for (const int splits : {8, 4, 3}) {
     if (splits == 3 && !beside) continue;
     if (splits == 8 && ffn.tokens <= 8) continue;

@@ -13,10 +13,19 @@ using sm90::smem_address;
 constexpr int kRows = 64;       // of a product: tokens, those past the call's left as they are
 constexpr int kStepBytes = 128;  // of a swizzled row: 64 elements
 
-// What the kernels may take of a multiprocessor's shared memory so that a thread block of each fits, with up to 48
-// neurons in the first; the system takes 1 KiB for each.
-constexpr int kGateShared = 162944, kDownShared = 68480;
-static_assert(kGateShared + kDownShared + 2 * 1024 <= 228 * 1024);
+// What the kernels may take of a multiprocessor's shared memory so that a thread block of each fits; the system takes
+// 1 KiB for each. The second takes what it needs, for up to 16 tokens or for more, and the first, with up to
+// kFewNeurons neurons, what that leaves.
+constexpr int kBothShared = 226 * 1024;
+constexpr int kDownDepth = 48;  // neurons of a stage of the second
+constexpr int kDownControl = 2928;
+constexpr int down_stage_bytes(bool sixteen) { return kDownDepth * ((sixteen ? 32 : kStepBytes) + kStepBytes); }
+constexpr int down_exchange_bytes(bool sixteen) { return kFewColumns * (sixteen ? 16 : kRows) * 4; }
+// Where a multiprocessor has no place for a block of the first kernel too, three blocks of four stages fit.
+constexpr int down_stages(bool sixteen, bool beside) { return sixteen ? 8 : beside ? 5 : 4; }
+constexpr int down_shared(bool sixteen, bool beside) {
+  return down_stages(sixteen, beside) * down_stage_bytes(sixteen) + down_exchange_bytes(sixteen) + kDownControl;
+}
 
 // With this macro each thread block notes when it reaches each phase, and at the last place its multiprocessor, call by
 // call; decode_check.cu prints them.

@@ -5,9 +5,9 @@
 // A thread block owns up to kNeurons neurons and all of the hidden size. Rows of weights and x come through two rings
 // of stages of 64 hidden units each; weights do not depend on the kernel ahead, so their ring fills before that has
 // ended. Tokens are the 64 rows of the product, whose steps four warpgroups share out. Once it is known which neurons
-// any token activates, their rows of Wu follow over the same x, which is still there where the ring has place for all
-// of it: gathered, or by boxes where most are active. Of few pairs of a neuron and a token each is multiplied by
-// itself (sm90_few_pairs.cuh).
+// any token activates, their rows of Wu follow over the same x, from the steps on that are still in its ring: gathered,
+// or by boxes where most are active. Of few pairs of a neuron and a token each is multiplied by itself
+// (sm90_few_pairs.cuh).
 
 #include <algorithm>
 #include <type_traits>
@@ -21,14 +21,14 @@ using namespace few;
 
 // 64 registers where blocks of the down kernel fit beside this one. kSixteen: up to 16 tokens.
 template <typename Half, int kNeurons, bool kSixteen>
-__global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
+__global__ void __launch_bounds__(kNeurons <= kFewNeurons ? 1024 : kThreads, 1)
     few_gate_up_kernel(const __grid_constant__ FewParams p) {
 #if defined(TWELL_SM90_DEVICE)
   extern __shared__ __align__(1024) uint8_t x_bytes[];
-  const int x_ring_size = x_ring_bytes(p.groups);
-  uint8_t* const weight_bytes = x_bytes + x_ring_size;
-  float* const gate = reinterpret_cast<float*>(x_bytes + kRingBytes);  // (64 tokens, kGateRow)
-  Control<kNeurons>& c = *reinterpret_cast<Control<kNeurons>*>(gate + kRows * kGateRow<kNeurons>);
+  using S = Shared<kNeurons, kSixteen>;
+  uint8_t* const weight_bytes = x_bytes + kXRingBytes;
+  float* const gate = reinterpret_cast<float*>(x_bytes + S::kRings);  // (16 or 64 tokens, kGateRow)
+  Control<kNeurons>& c = *reinterpret_cast<Control<kNeurons>*>(x_bytes + S::kRings + S::kGateBytes);
   const uint32_t x = smem_address(x_bytes), weights = smem_address(weight_bytes);
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0), lane = thread % 32;
   const int block = blockIdx.x, kind = block < p.larger ? 0 : 1, octets = p.octets_each + 1 - kind;
@@ -59,7 +59,6 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
   }
   __syncthreads();
   Ring x_ring(c.x_full, c.x_empty, p.x_stages.count);
-  const bool keeps_x = steps <= x_ring.stages;
 
   if (warp == kThreads / 32 - 1) {
     if (lane == 0) {
@@ -71,8 +70,8 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
     __syncwarp();
     sm90::named_barrier<kThreads>(kTileBarrier);
     const Active<kNeurons> active(c, inside, gated);
-    if (lane == 0 && gated && !keeps_x && active.count > 0 && !takes_pairs(p, c, active)) {
-      load_boxes(x_ring, x_bytes, x_stage, &p.x_map, 0, 0, steps);
+    if (lane == 0 && gated && active.count > 0 && !takes_pairs(p, c, active)) {
+      load_boxes(x_ring, x_bytes, x_stage, &p.x_map, 0, 0, steps - p.kept_steps);
     }
     return;
   }
@@ -104,13 +103,15 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
       return;
     }
     if (active.boxes && index == 0) {
-      load_boxes(box_ring, weight_bytes, box_stage, p.up_maps + kind, first, 0, min(steps, box_ring.stages));
+      load_boxes(box_ring, weight_bytes, box_stage, p.up_maps + kind, first, 0, min(steps, box_ring.stages),
+                 steps - p.kept_steps, steps);
     }
     __syncwarp();
     if (index < kNeurons) c.list[active.place(index)] = static_cast<uint16_t>(index);
     sm90::named_barrier<kMultipliers + kFetchers>(kListBarrier);
     if (active.boxes && index == 0) {
-      load_boxes(box_ring, weight_bytes, box_stage, p.up_maps + kind, first, min(steps, box_ring.stages), steps);
+      load_boxes(box_ring, weight_bytes, box_stage, p.up_maps + kind, first, min(steps, box_ring.stages), steps,
+                 steps - p.kept_steps, steps);
     }
     if (gated && !active.boxes) {
       const int octets_copied = active.copy_octets();
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
   if (thread == 0) p.trace.mark(2);
 #endif
   const auto sums = multiply<Half, kNeurons, kSixteen>({x_ring, x, x_stage}, {box_ring, weights, box_stage}, steps,
-                                                       false, p.tokens);
+                                                       steps - p.kept_steps, false, p.tokens);
   if (thread == 0) p.trace.mark(3);
   activate_tile(sums, c, gate, p.tokens, inside, gated);
   sm90::fence_async_proxy();  // boxes may follow where sums were exchanged
@@ -148,7 +149,8 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
   if (thread == 0) p.trace.mark(4);
   if (active.count == 0) return;
   if (takes_pairs(p, c, active)) {
-    multiply_pairs<Half>(p, c, gate, first);
+    static_assert(kWarps * kPairBytes <= S::kRings);
+    multiply_pairs<Half>(p, c, gate, first, x);
     if (thread == 0) p.trace.mark(5);
     sm90::named_barrier<kMultipliers>(kSumBarrier);
     store_pairs<Half>(p, active, gate, first);
@@ -162,14 +164,14 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
     const Ring boxes_again = ring_after(box_ring, p.box_stages[kind]);
     const int rows_octets = active.boxes ? octets : active.copy_octets();
     const Operand rows{active.boxes ? boxes_again : copy_ring(rows_octets), weights, rows_octets * 8u * kStepBytes};
-    const Operand x_again{keeps_x ? x_ring : ring_after(x_ring, p.x_stages), x, x_stage};
+    const Operand x_again{ring_after(x_ring, p.x_stages), x, x_stage};
 #if defined(TWELL_FEW_TRACE)
     rows.ring.wait_full();
     if (thread == 0) p.trace.mark(8);
 #endif
     const auto up = [&](auto columns) {
       const auto products =
-          multiply<Half, decltype(columns)::value, kSixteen>(x_again, rows, steps, !active.boxes, p.tokens);
+          multiply<Half, decltype(columns)::value, kSixteen>(x_again, rows, steps, steps, !active.boxes, p.tokens);
       if (thread == 0) p.trace.mark(5);
       leave_products<Half>(products, x_bytes, c, gate, p.tokens, true);
     };
@@ -192,38 +194,44 @@ __global__ void __launch_bounds__(kNeurons <= 48 ? 1024 : kThreads, 1)
 #endif
 }
 
-template <typename Half, int kNeurons>
+template <typename Half, int kNeurons, bool kSixteen>
 cudaError_t launch(const Ffn& ffn, const DecodePlan& plan, int grid, FewParams& p, cudaStream_t stream) {
+  using S = Shared<kNeurons, kSixteen>;
   const auto map = [&](CUtensorMap* to, const void* base, int64_t rows, int box_rows) {
     return sm90::make_tensor_map(to, ffn.dtype, base, rows, ffn.hidden, box_rows);
   };
   cudaError_t error = map(&p.x_map, ffn.x, ffn.tokens, 8 * p.groups);
   p.steps = (static_cast<int>(p.row_bytes) + kStepBytes - 1) / kStepBytes;
-  const int x_bytes = x_ring_bytes(p.groups), weight_bytes = weight_ring_bytes(p.groups);
-  p.x_stages = stages_of(stages_in(x_bytes, p.groups * 8 * kStepBytes), p.steps);
+  const int x_count = stages_in(kXRingBytes, p.groups * 8 * kStepBytes), weight_bytes = S::kWeightRing;
+  p.kept_steps = std::min(p.steps, x_count);
+  p.x_stages = stages_of(x_count, p.steps - p.kept_steps);
   for (int i = 0; i < 2; ++i) {
     const int rows = 8 * (p.octets_each + 1 - i), stage = rows * kStepBytes;
     p.box_stages[i] = stages_of(stages_in(weight_bytes, stage), p.steps);
-    p.first_boxes[i] = (kWindowBytes + stage - 1) / stage;
+    p.first_boxes[i] = (window_bytes(kSixteen) + stage - 1) / stage;
     if (i == 0 && p.larger == 0) continue;
     if (error == cudaSuccess) error = map(p.gate_maps + i, ffn.gate, ffn.width, rows);
     if (error == cudaSuccess) error = map(p.up_maps + i, ffn.up != nullptr ? ffn.up : ffn.gate, ffn.width, rows);
   }
   for (int i = 1; i <= 8; ++i) p.copy_stages[i] = static_cast<uint8_t>(stages_in(weight_bytes, i * 8 * kStepBytes));
   if (error != cudaSuccess) return error;
-  const Launch launch{dim3(grid), kThreads, kShared<kNeurons>};
-  return p.groups <= 2
-             ? launch_kernel(few_gate_up_kernel<Half, kNeurons, true>, launch, p, plan.kernels, stream)
-             : launch_kernel(few_gate_up_kernel<Half, kNeurons, false>, launch, p, plan.kernels, stream);
+  const Launch launch{dim3(grid), kThreads, S::kBytes};
+  return launch_kernel(few_gate_up_kernel<Half, kNeurons, kSixteen>, launch, p, plan.kernels, stream);
+}
+
+template <typename Half, bool kSixteen>
+cudaError_t launch_for(const Ffn& ffn, const DecodePlan& plan, int grid, FewParams& p, cudaStream_t stream) {
+  const int most = 8 * (p.octets_each + (p.larger > 0 ? 1 : 0));
+  if (most <= 16) return launch<Half, 16, kSixteen>(ffn, plan, grid, p, stream);
+  if (most <= 32) return launch<Half, 32, kSixteen>(ffn, plan, grid, p, stream);
+  if (most <= 48) return launch<Half, 48, kSixteen>(ffn, plan, grid, p, stream);
+  return launch<Half, 64, kSixteen>(ffn, plan, grid, p, stream);
 }
 
 template <typename Half>
-cudaError_t launch_for(const Ffn& ffn, const DecodePlan& plan, int grid, FewParams& p, cudaStream_t stream) {
-  const int most = 8 * (p.octets_each + (p.larger > 0 ? 1 : 0));
-  if (most <= 16) return launch<Half, 16>(ffn, plan, grid, p, stream);
-  if (most <= 32) return launch<Half, 32>(ffn, plan, grid, p, stream);
-  if (most <= 48) return launch<Half, 48>(ffn, plan, grid, p, stream);
-  return launch<Half, 64>(ffn, plan, grid, p, stream);
+cudaError_t launch_for_tokens(const Ffn& ffn, const DecodePlan& plan, int grid, FewParams& p, cudaStream_t stream) {
+  return p.groups <= 2 ? launch_for<Half, true>(ffn, plan, grid, p, stream)
+                       : launch_for<Half, false>(ffn, plan, grid, p, stream);
 }
 
 }  // namespace
@@ -239,8 +247,8 @@ cudaError_t launch_few_gate_up(const Ffn& ffn, const DecodePlan& plan, const Dev
   const int grid = std::min(rounds * device.sm_count, p.octets);
   p.octets_each = p.octets / grid, p.larger = p.octets % grid;
   p.trace = Trace::next();
-  return ffn.dtype == DType::kBFloat16 ? launch_for<__nv_bfloat16>(ffn, plan, grid, p, stream)
-                                       : launch_for<__half>(ffn, plan, grid, p, stream);
+  return ffn.dtype == DType::kBFloat16 ? launch_for_tokens<__nv_bfloat16>(ffn, plan, grid, p, stream)
+                                       : launch_for_tokens<__half>(ffn, plan, grid, p, stream);
 }
 
 }  // namespace twell::decoding

@@ -5,6 +5,10 @@
 
 namespace twell::decoding::few {
 
+// Pieces of 16 bytes, of both rows of a pair, that a lane has on their way: in registers, or in shared memory.
+constexpr int kHeld = 4, kStaged = 8;
+constexpr int kPairBytes = 2 * kStaged * 32 * 16;  // for each warp
+
 #if defined(TWELL_SM90_DEVICE)
 
 // Whether the pairs' rows, two each, are no more than those of all tokens and of the active neurons.
@@ -27,29 +31,61 @@ __device__ __forceinline__ float multiply_add(const uint4& a, const uint4& b, fl
   return sum;
 }
 
-// relu(gate) becomes h, a pair for each warp.
-template <typename Half, int kNeurons>
-__device__ __forceinline__ void multiply_pairs(const FewParams& p, const Control<kNeurons>& c, float* gate, int first) {
-  constexpr int kAtOnce = 4;  // pieces of both rows on their way
-  const int lane = threadIdx.x % 32, pieces = static_cast<int>(p.row_bytes / 16);
+// A lane's part of the product of two rows of up to kHeld * 32 pieces, all of them on their way at once in registers.
+template <typename Half>
+__device__ __forceinline__ float multiply_held(const uint4* x, const uint4* row, int pieces) {
+  const int lane = threadIdx.x % 32;
+  uint4 a[kHeld], b[kHeld];
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    const bool inside = lane + k * 32 < pieces;
+    a[k] = inside ? __ldcg(x + lane + k * 32) : uint4{};
+    b[k] = inside ? __ldg(row + lane + k * 32) : uint4{};
+  }
+  float sum = 0.f;
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) sum = multiply_add<Half>(a[k], b[k], sum);
+  return sum;
+}
+
+// The same of longer rows, through shared memory, which has place for more than registers: at `place` the lane's first
+// piece. It reads but what it has copied itself.
+template <typename Half>
+__device__ __forceinline__ float multiply_staged(const uint4* x, const uint4* row, int pieces, uint32_t place) {
+  constexpr uint32_t kApart = 32 * 16;
+  float sum = 0.f;
 #pragma unroll 1
-  for (int i = threadIdx.x / 32; i < c.pair_count; i += kMultipliers / 32) {
+  for (int at = threadIdx.x % 32; at < pieces; at += kStaged * 32) {
+#pragma unroll
+    for (int k = 0; k < kStaged; ++k) {
+      const bool inside = at + k * 32 < pieces;
+      sm90::copy_16(place + 2 * k * kApart, row + (inside ? at + k * 32 : 0), inside);
+      sm90::copy_16(place + (2 * k + 1) * kApart, x + (inside ? at + k * 32 : 0), inside);
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#pragma unroll
+    for (int k = 0; k < kStaged; ++k) {
+      sum = multiply_add<Half>(sm90::load_shared_16(place + (2 * k + 1) * kApart),
+                               sm90::load_shared_16(place + 2 * k * kApart), sum);
+    }
+  }
+  return sum;
+}
+
+// relu(gate) becomes h, a pair for each warp. Long rows come where the rings were: a block that takes pairs has read
+// all that it asked for there, and asks for nothing more.
+template <typename Half, int kNeurons>
+__device__ __forceinline__ void multiply_pairs(const FewParams& p, const Control<kNeurons>& c, float* gate, int first,
+                                               uint32_t shared) {
+  const int lane = threadIdx.x % 32, pieces = static_cast<int>(p.row_bytes / 16);
+  const uint32_t place = shared + threadIdx.x / 32 * kPairBytes + lane * 16;
+#pragma unroll 1
+  for (int i = threadIdx.x / 32; i < c.pair_count; i += kWarps) {
     const int token = c.pairs[i] / 64, n = c.pairs[i] % 64;
     const uint4* const x = reinterpret_cast<const uint4*>(p.x + static_cast<int64_t>(token) * p.row_bytes);
     const uint4* const row = reinterpret_cast<const uint4*>(p.up + static_cast<int64_t>(first + n) * p.row_bytes);
-    float sum = 0.f;
-#pragma unroll 1
-    for (int at = lane; at < pieces; at += kAtOnce * 32) {
-      uint4 a[kAtOnce], b[kAtOnce];
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        const bool inside = at + k * 32 < pieces;
-        a[k] = inside ? __ldcg(x + at + k * 32) : uint4{};
-        b[k] = inside ? __ldg(row + at + k * 32) : uint4{};
-      }
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) sum = multiply_add<Half>(a[k], b[k], sum);
-    }
+    float sum = pieces <= kHeld * 32 ? multiply_held<Half>(x, row, pieces)
+                                     : multiply_staged<Half>(x, row, pieces, place);
 #pragma unroll
     for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
     if (lane == 0) gate[token * kGateRow<kNeurons> + n] *= sum + c.up_bias[n];

@@ -14,11 +14,7 @@ constexpr int kMultipliers = kWarpgroups * 128, kFetchers = 128;  // threads; th
 constexpr int kThreads = kMultipliers + kFetchers + 32;
 constexpr int kMaxStages = 32;
 constexpr int kTileBarrier = 1, kListBarrier = 2, kSumBarrier = 3;  // named
-constexpr int kRingBytes = 144 * 1024;  // of x and of weights together
-
-// Of shared memory, for boxes of x: of 64 tokens 12 stages, as a stage comes back after about a microsecond.
-__host__ __device__ constexpr int x_ring_bytes(int groups) { return (groups == 8 ? 96 : 64) * 1024; }
-__host__ __device__ constexpr int weight_ring_bytes(int groups) { return kRingBytes - x_ring_bytes(groups); }
+constexpr int kXRingBytes = 64 * 1024;  // of shared memory, for boxes of x
 
 // How many stages fit. A multiple of the warpgroups, so that each stage is always the same one's: another could be
 // there a whole turn too early, and a barrier's parity would not tell.
@@ -26,6 +22,17 @@ constexpr int stages_in(int bytes, int stage) {
   const int stages = bytes / stage / kWarpgroups * kWarpgroups;
   return stages < kMaxStages ? stages : kMaxStages;
 }
+
+// What a warpgroup leaves for the others to add: eight columns' sums of its 128 threads, from each of three warpgroups.
+constexpr uint32_t kBoundBytes = 128 * 16;
+constexpr uint32_t kSlotsBytes = (kWarpgroups - 1) * kBoundBytes;
+// The same of 16 tokens, from each warp.
+constexpr int kWarps = kMultipliers / 32;
+constexpr uint32_t kWarpBytes = 32 * 16;
+
+// What is exchanged of a product, where its rows were.
+template <int kColumns, bool kSixteen>
+constexpr uint32_t kExchangeBytes = kColumns / 8 * (kSixteen ? kWarps * kWarpBytes : kSlotsBytes);
 
 #if defined(TWELL_SM90_DEVICE)
 
@@ -39,11 +46,6 @@ __device__ __forceinline__ void advance(Ring& ring, int count) {
     ring.phase ^= 1;
   }
 }
-
-// What a warpgroup leaves for the others to add: eight columns' sums of its 128 threads, from each of three warpgroups.
-constexpr uint32_t kBoundBytes = 128 * 16;
-constexpr uint32_t kSlotsBytes = (kWarpgroups - 1) * kBoundBytes;
-static_assert(64 / 8 * kSlotsBytes <= weight_ring_bytes(8));
 
 // What a thread has of a product in the end: tokens `token` and + 8, columns 8 j + `column` and + 1 for j = `group` and
 // `group` + 4.
@@ -140,9 +142,6 @@ __device__ __forceinline__ void add_warpgroups(Sums<kColumns>& own, const float*
 // Sums of 16 tokens over all warps.
 template <int kColumns>
 __device__ __forceinline__ void add_warps(Sums<kColumns>& own, const float* sum, uint32_t shared, int tokens) {
-  constexpr int kWarps = kMultipliers / 32;
-  constexpr uint32_t kWarpBytes = 32 * 16;
-  static_assert(64 / 8 * kWarps * kWarpBytes <= weight_ring_bytes(2));
   const uint32_t exchange = shared + threadIdx.x % 32 * 16;
 #pragma unroll
   for (int j = 0; j < kColumns / 8; ++j) {
@@ -157,9 +156,10 @@ __device__ __forceinline__ void add_warps(Sums<kColumns>& own, const float* sum,
   }
 }
 
-// x times kColumns rows. The stages of `rows` are overwritten.
+// x times kColumns rows. The stages of `rows` are overwritten, those of x kept from the step `kept` on.
 template <typename Half, int kColumns, bool kSixteen>
-__device__ __forceinline__ Sums<kColumns> multiply(Operand x, Operand rows, int steps, bool copied, int tokens) {
+__device__ __forceinline__ Sums<kColumns> multiply(Operand x, Operand rows, int steps, int kept, bool copied,
+                                                   int tokens) {
   Sums<kColumns> own;
   const bool releases = threadIdx.x % 32 == 0;
   Ring x_ring = x.ring, ring = rows.ring;
@@ -180,7 +180,7 @@ __device__ __forceinline__ Sums<kColumns> multiply(Operand x, Operand rows, int 
       multiply_stage<Half, kColumns>(sum, x_stage, stage);
     }
     if (releases) {
-      sm90::barrier_arrive(x_ring.empty + x_ring.stage);
+      if (step < kept) sm90::barrier_arrive(x_ring.empty + x_ring.stage);
       sm90::barrier_arrive(ring.empty + ring.stage);
     }
     advance(x_ring, kWarpgroups);

@@ -5,14 +5,14 @@
 
 namespace twell::decoding::few {
 
-// A ring's stages, and where it stands after as many as a row has steps. Worked out by the host, like all that takes
+// A ring's stages, and where it stands as up begins, after that many. Worked out by the host, like all that takes
 // divisions: the device would begin with them.
 struct Stages {
   int count, after;
   uint32_t phase_after;
 };
-inline Stages stages_of(int count, int steps) {
-  return {count, steps % count, static_cast<uint32_t>(steps / count & 1)};
+inline Stages stages_of(int count, int position) {
+  return {count, position % count, static_cast<uint32_t>(position / count & 1)};
 }
 
 struct FewParams : GateUpParams {
@@ -21,16 +21,17 @@ struct FewParams : GateUpParams {
   int octets;       // ceil(F / 8)
   int octets_each;  // of a thread block; the first `larger` have one more
   int larger;
-  int steps;  // of a row
+  int steps;        // of a row
+  int kept_steps;   // of x, the last ones, which lie in its ring as up begins; it takes those first, then the others
   Stages x_stages, box_stages[2];
   int first_boxes[2];      // that may be on their way before x is there
-  uint8_t copy_stages[9];  // for gathered rows, in eights of them
+  uint8_t copy_stages[9];  // for gathered rows in eights
   Trace trace;
 };
 
 constexpr int kMaxPairs = 64;
-constexpr int kWindowBytes = 12 << 10;  // of gate rows on their way to a thread block before x is there
-constexpr int kBoxesAhead = 4;          // at most, of those that are asked for ahead of all else
+constexpr int kBoxesAhead = 4;  // at most, of the gate's that are asked for ahead of all else
+static_assert(kMaxStages % kBoxesAhead == 0);
 
 template <int kNeurons>
 struct Control {
@@ -47,9 +48,20 @@ struct Control {
 template <int kNeurons>
 constexpr int kGateRow = kNeurons + 4;
 
-template <int kNeurons>
-constexpr int kShared = kRingBytes + kRows * kGateRow<kNeurons> * 4 + static_cast<int>(sizeof(Control<kNeurons>));
-static_assert(kShared<48> <= kGateShared);
+// A thread block's shared memory: the rings of x and of weights, relu(gate) of 16 or 64 tokens, Control.
+template <int kNeurons, bool kSixteen>
+struct Shared {
+  static constexpr int kGateBytes = (kSixteen ? 16 : kRows) * kGateRow<kNeurons> * 4;
+  static constexpr int kRest = kGateBytes + static_cast<int>(sizeof(Control<kNeurons>));
+  static constexpr int kBeside = (kBothShared - down_shared(kSixteen, true) - kRest) / 1024 * 1024;
+  static constexpr int kRings = kNeurons <= kFewNeurons ? kBeside : 144 * 1024;
+  static constexpr int kWeightRing = kRings - kXRingBytes;
+  static constexpr int kBytes = kRings + kRest;
+  static_assert(kExchangeBytes<kNeurons, kSixteen> <= kWeightRing);
+  static_assert(stages_in(kWeightRing, kNeurons * kStepBytes) >= kBoxesAhead);
+};
+// Gate rows that may be on their way to a thread block before x is there.
+constexpr int window_bytes(bool sixteen) { return (sixteen ? 12 : 24) * 1024; }
 
 #if defined(TWELL_SM90_DEVICE)
 
@@ -69,14 +81,15 @@ __device__ __forceinline__ Ring ring_after(Ring ring, const Stages& stages) {
   return ring;
 }
 
-// Boxes of rows of weights, or of x, for steps `begin` to `end`.
+// Boxes of rows of weights, or of x, for steps `begin` to `end`: from step `first` on, after the last the others.
 __device__ __forceinline__ void load_boxes(Ring& ring, uint8_t* stages, uint32_t stage, const CUtensorMap* map, int row,
-                                           int begin, int end) {
+                                           int begin, int end, int first = 0, int steps = 1 << 30) {
 #pragma unroll 1
   for (int step = begin; step < end; ++step, ring.advance()) {
     ring.wait_empty();
     sm90::barrier_arrive_expect(ring.full + ring.stage, stage);
-    sm90::load_box(stages + ring.stage * stage, map, step * (kStepBytes / 2), row, ring.full + ring.stage);
+    const int turned = first + step < steps ? first + step : first + step - steps;
+    sm90::load_box(stages + ring.stage * stage, map, turned * (kStepBytes / 2), row, ring.full + ring.stage);
   }
 }
 
@@ -125,7 +138,7 @@ struct Active {
   }
 };
 
-// Rows of Wu that stand first in the list. Each warp takes every fourth step.
+// Rows of Wu that stand first in the list, in x's order. Each warp takes every fourth step.
 template <int kNeurons>
 __device__ __forceinline__ void copy_rows(Ring ring, uint32_t stages, uint32_t stage, const FewParams& p,
                                           const Control<kNeurons>& c, int first, int rows, int steps) {
@@ -141,7 +154,8 @@ __device__ __forceinline__ void copy_rows(Ring ring, uint32_t stages, uint32_t s
 #pragma unroll 1
   for (int step = warp; step < steps; step += kFetchers / 32) {
     ring.wait_empty();
-    const uint32_t to = stages + ring.stage * stage, byte = step * kStepBytes;
+    const int turned = step < p.kept_steps ? step + steps - p.kept_steps : step - p.kept_steps;
+    const uint32_t to = stages + ring.stage * stage, byte = turned * kStepBytes;
     const bool inside = byte + piece * 16 < p.row_bytes;
 #pragma unroll
     for (int i = 0; i < kRowsEach; ++i) {
