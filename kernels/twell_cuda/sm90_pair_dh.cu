@@ -10,14 +10,17 @@ namespace {
 
 constexpr int kWarpTokens = kHalfTokens / 4;  // whose sums one warp has
 constexpr int kPieces = tiles::kMaxNeurons / kGroup;
+constexpr int kRoundTokens = 8, kRounds = kWarpTokens / kRoundTokens;  // whose sums lie in shared memory at a time
+// Of a tile, with gate and up in shared memory: more than most tiles have. Those of the others come from global memory.
+constexpr int kStagedPairs = 2560;
 
 __device__ __forceinline__ void copy_4(void* shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_address(shared)), "l"(global) : "memory");
 }
 
-// A warp's sums of one group of a tile's entries, 32 bytes of them at a time swizzled by token.
+// A warp's sums of one group of a tile's entries for some tokens, 32 bytes of them at a time swizzled by token.
 struct Sums {
-  float values[kWarpTokens * kGroup];
+  float values[kRoundTokens * kGroup];
   static __device__ __forceinline__ int at(int token, int entry) {
     return token * kGroup + (entry ^ (token & 3) * 8);
   }
@@ -31,14 +34,18 @@ struct PairGradient {
     PairGradients gradients;
     Sorted sorted;
   };
-  // Of a tile, brought by the fetching threads: tokens, places, first_pairs.
+  // Of a tile, brought by the fetching threads: tokens, gate and up, places, first_pairs.
   struct Own {
     uint4 tokens[tiles::kMaxNeurons];
+    // From the tile's first pair on, or from up to seven before it, so that 16 bytes begin there.
+    alignas(16) uint16_t gate[kStagedPairs];
+    alignas(16) uint16_t up[kGated ? kStagedPairs : 8];
     uint32_t places[tiles::kMaxNeurons];
     uint32_t first_pairs[kPieces];
     Sums sums[tiles::kConsumerWarps];
     float l1[tiles::kConsumerWarps][kWarpTokens];
-    int64_t first_entries[kMaxBlocks], first_pairs_of_blocks[kMaxBlocks];
+    int64_t first_entry, first_pair;  // of the chunk; blocks' count from there
+    uint32_t first_entries[kMaxBlocks], first_pairs_of_blocks[kMaxBlocks];
     uint64_t taken;  // barrier: the multiplying warps are done with the tile's entries
   };
   static constexpr int kLow = kGroup;
@@ -56,24 +63,36 @@ struct PairGradient {
   __device__ __forceinline__ bool idle() const { return kept() <= 0; }
   __device__ __forceinline__ void count(tiles::Control& c) const {
     const BlockState* blocks = given.training.state.blocks + a.chunk.first_block();
-    const int64_t end = kept();
+    const int64_t end = kept(), first_entry = blocks[0].first_entry, first_pair = blocks[0].first_pair;
+    if (threadIdx.x == 0) own.first_entry = first_entry, own.first_pair = first_pair;
     for (int b = threadIdx.x; b < a.chunk.active.blocks; b += tiles::kThreads) {
       c.counts[b] = {};
       if (b < end) {
         c.counts[b] = blocks[b].counts;
-        own.first_entries[b] = blocks[b].first_entry;
-        own.first_pairs_of_blocks[b] = blocks[b].first_pair;
+        own.first_entries[b] = static_cast<uint32_t>(blocks[b].first_entry - first_entry);
+        own.first_pairs_of_blocks[b] = static_cast<uint32_t>(blocks[b].first_pair - first_pair);
       }
     }
   }
   __device__ __forceinline__ const uint16_t* list(int block) const {
-    return given.training.state.neurons + own.first_entries[block];
+    return given.training.state.neurons + own.first_entry + own.first_entries[block];
   }
 
   __device__ __forceinline__ void fetch_aside(const tiles::Item& item, const uint16_t* list, int tiles) const {
     const State& state = given.training.state;
-    const int64_t first_entry = own.first_entries[item.block] + item.first;
+    const int64_t first_entry = own.first_entry + own.first_entries[item.block] + item.first;
+    const int64_t first_pair = own.first_pair + own.first_pairs_of_blocks[item.block] +
+                               __ldcg(state.first_pairs + first_entry / kGroup);
     barrier_wait(&own.taken, (tiles & 1) ^ 1);
+#pragma unroll
+    for (int i = threadIdx.x * 8; i < kStagedPairs; i += tiles::kFetchers * 8) {  // more than the tile's, maybe
+      const int64_t from = first_pair / 8 * 8 + i;
+      const bool there = from < state.pairs;
+      copy_16(smem_address(own.gate + i), static_cast<const uint16_t*>(state.gate) + (there ? from : 0), there);
+      if constexpr (kGated) {
+        copy_16(smem_address(own.up + i), static_cast<const uint16_t*>(state.up) + (there ? from : 0), there);
+      }
+    }
 #pragma unroll 1
     for (int e = threadIdx.x; e < item.count; e += tiles::kFetchers) {
       copy_16(smem_address(own.tokens + e), state.tokens + first_entry + e);
@@ -102,7 +121,7 @@ struct PairGradient {
     const tiles::Part part;
     const int64_t first_pair, first_token;
     uint32_t pairs[kPieces];  // the first, in the block; above kPairBits: how many tokens before the warp's activate it
-    Values values[kPieces];   // of the first
+    uint32_t staged;          // the block's pair that lies first in shared memory; before its first: below zero
     float scale, weight;
 
     __device__ __forceinline__ End(const PairGradient& of, const tiles::Item& tile, const tiles::Part& mine,
@@ -110,7 +129,7 @@ struct PairGradient {
         : job(of),
           item(tile),
           part(mine),
-          first_pair(of.own.first_pairs_of_blocks[tile.block]),
+          first_pair(of.own.first_pair + of.own.first_pairs_of_blocks[tile.block]),
           first_token(of.a.chunk.first + tile.block * kBlockTokens + mine.warp * kWarpTokens) {}
 
     // Which of the warp's tokens activate the lane's entry.
@@ -120,10 +139,18 @@ struct PairGradient {
       return entry < item.count ? parts[entry * tiles::kConsumerWarps + part.warp] : 0;
     }
 
-    __device__ __forceinline__ void load(Values& to, uint32_t pair) const {
-      const State& state = job.given.training.state;
-      to.gate = static_cast<const uint16_t*>(state.gate)[first_pair + pair];
-      if constexpr (kGated) to.up = static_cast<const uint16_t*>(state.up)[first_pair + pair];
+    __device__ __forceinline__ Values load(uint32_t pair) const {
+      const uint32_t at = pair - staged;
+      Values values{};
+      if (at < kStagedPairs) {
+        values.gate = job.own.gate[at];
+        if constexpr (kGated) values.up = job.own.up[at];
+      } else {
+        const State& state = job.given.training.state;
+        values.gate = static_cast<const uint16_t*>(state.gate)[first_pair + pair];
+        if constexpr (kGated) values.up = static_cast<const uint16_t*>(state.up)[first_pair + pair];
+      }
+      return values;
     }
 
     __device__ __forceinline__ void prepare() {
@@ -135,11 +162,11 @@ struct PairGradient {
       if (inside && training.l1_scale != nullptr && training.token_weight != nullptr) {
         weight = training.token_weight[first_token + lane];
       }
+      staged = job.own.first_pairs[0] - static_cast<uint32_t>((first_pair + job.own.first_pairs[0]) % 8);
 #pragma unroll
       for (int p = 0; p < kPieces; p += 2) {
         if (p >= 2 * part.groups) break;
         uint32_t counts[2], before[2];
-        bool some[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int entry = part.low + (p + i) * kGroup + lane;
@@ -148,7 +175,6 @@ struct PairGradient {
           const uint32_t mine = word == 0 ? m.x : word == 1 ? m.y : word == 2 ? m.z : m.w;
           const uint32_t words_before = (word > 0 ? x : 0) + (word > 1 ? y : 0) + (word > 2 ? z : 0);
           before[i] = words_before + __popc(mine & ((1u << shift) - 1));
-          some[i] = (mine >> shift & 0xffff) != 0;
           counts[i] = x + y + z + __popc(m.w);
         }
         const uint32_t sums = sum_before(counts[0] | counts[1] << 16, lane);  // each at most 32 * 128
@@ -156,7 +182,6 @@ struct PairGradient {
         for (int i = 0; i < 2; ++i) {
           const uint32_t first = job.own.first_pairs[part.low / kGroup + p + i] + (sums >> 16 * i & 0xffff);
           pairs[p + i] = (first + before[i]) | before[i] << kPairBits;
-          if (some[i]) load(values[p + i], first + before[i]);
         }
       }
     }
@@ -169,19 +194,21 @@ struct PairGradient {
 #pragma unroll
       for (int p = 0; p < kPieces; ++p) {
         if (p >= 2 * part.groups) break;
-        const uint32_t bits = tokens_of(p);
-        if (__any_sync(~0u, bits != 0)) {
+        const uint32_t all = tokens_of(p);
+        uint32_t pair = pairs[p] & ((1u << kPairBits) - 1), place = pairs[p] >> kPairBits;
+        if (job.given.sorted.tokens != nullptr && all != 0) place += job.own.places[part.low + p * kGroup + lane];
+#pragma unroll
+        for (int r = 0; r < kRounds; ++r) {
+          const uint32_t bits = all >> kRoundTokens * r & ((1u << kRoundTokens) - 1);
+          if (!__any_sync(~0u, bits != 0)) continue;
 #pragma unroll
           for (int q = 0; q < kGroup / 8; ++q) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-              const int i = 4 * (kGroup / 8 * p + q) + 2 * r;
-              float* to = sums.values + Sums::at(row + 8 * r, 8 * q + lane % 4 * 2);
-              *reinterpret_cast<float2*>(to) = {sum[i], sum[i + 1]};
-            }
+            const int i = 4 * (kGroup / 8 * p + q) + 2 * r;
+            float* to = sums.values + Sums::at(row, 8 * q + lane % 4 * 2);
+            *reinterpret_cast<float2*>(to) = {sum[i], sum[i + 1]};
           }
           __syncwarp();
-          walk(sums, weights, p, bits);
+          walk(sums, weights + kRoundTokens * r, kRoundTokens * r, bits, pair, place);
           __syncwarp();
         }
       }
@@ -189,24 +216,19 @@ struct PairGradient {
       if (lane == 0) barrier_arrive(&job.own.taken);
     }
 
-    __device__ __forceinline__ void walk(const Sums& sums, const float* weights, int p, uint32_t bits) const {
+    // The pairs of the lane's entry with some of the warp's tokens, of which `first` is the first.
+    __device__ __forceinline__ void walk(const Sums& sums, const float* weights, int first, uint32_t bits,
+                                         uint32_t& pair, uint32_t& place) const {
       const bool sorted = job.given.sorted.tokens != nullptr;
-      Values value = values[p];
-      uint32_t pair = pairs[p] & ((1u << kPairBits) - 1), place = 0;
-      if (sorted && bits != 0) place = job.own.places[part.low + p * kGroup + part.lane] + (pairs[p] >> kPairBits);
-      const uint32_t tile = tile_place(part.lane, part.warp * kWarpTokens);  // of the warp's first token
-      while (bits != 0) {
+      const uint32_t tile = tile_place(part.lane, part.warp * kWarpTokens + first);
+      for (; bits != 0; bits &= bits - 1) {
         const int token = __ffs(bits) - 1;
-        bits &= bits - 1;
-        Values next = value;
-        if (bits != 0) load(next, pair + 1);
+        const Values value = load(pair);
         const float g = unpack<T>(value.gate).x, u = kGated ? unpack<T>(value.up).x : 1.0f;
         const uint32_t rounded = kGated ? pack<T>(g * u, 0.0f) : value.gate;
         const float h = unpack<T>(rounded).x, l1 = weights[token];
         const float dh = sums.values[Sums::at(token, part.lane)] + (h > 0.0f ? l1 : h < 0.0f ? -l1 : 0.0f);
-        const uint32_t results = pack<T>(dh * u, dh * g);
-        store(results, pair, tile ^ token * 2, place, sorted, token, rounded);
-        value = next;
+        store(pack<T>(dh * u, dh * g), pair, tile ^ token * 2, place, sorted, first + token, rounded);
         ++pair;
         ++place;
       }
