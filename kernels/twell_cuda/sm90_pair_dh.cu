@@ -96,7 +96,7 @@ struct PairGradient {
 #pragma unroll 1
     for (int e = threadIdx.x; e < item.count; e += tiles::kFetchers) {
       copy_16(smem_address(own.tokens + e), state.tokens + first_entry + e);
-      if (given.sorted.tokens != nullptr) {
+      if (given.sorted.pairs != nullptr) {
         copy_4(own.places + e, given.sorted.places + (a.chunk.first_block() + item.block) * a.width + list[e]);
       }
     }
@@ -196,7 +196,7 @@ struct PairGradient {
         if (p >= 2 * part.groups) break;
         const uint32_t all = tokens_of(p);
         uint32_t pair = pairs[p] & ((1u << kPairBits) - 1), place = pairs[p] >> kPairBits;
-        if (job.given.sorted.tokens != nullptr && all != 0) place += job.own.places[part.low + p * kGroup + lane];
+        if (job.given.sorted.pairs != nullptr && all != 0) place += job.own.places[part.low + p * kGroup + lane];
 #pragma unroll
         for (int r = 0; r < kRounds; ++r) {
           const uint32_t bits = all >> kRoundTokens * r & ((1u << kRoundTokens) - 1);
@@ -219,7 +219,7 @@ struct PairGradient {
     // The pairs of the lane's entry with some of the warp's tokens, of which `first` is the first.
     __device__ __forceinline__ void walk(const Sums& sums, const float* weights, int first, uint32_t bits,
                                          uint32_t& pair, uint32_t& place) const {
-      const bool sorted = job.given.sorted.tokens != nullptr;
+      const bool sorted = job.given.sorted.pairs != nullptr;
       const uint32_t tile = tile_place(part.lane, part.warp * kWarpTokens + first);
       for (; bits != 0; bits &= bits - 1) {
         const int token = __ffs(bits) - 1;
@@ -238,16 +238,10 @@ struct PairGradient {
                                           bool sorted, int token, uint32_t h) const {
       const PairGradients& gradients = job.given.gradients;
       const Sorted& to = job.given.sorted;
-      const uint16_t dg = static_cast<uint16_t>(results), du = static_cast<uint16_t>(results >> 16);
-      if (gradients.values != nullptr) {
-        gradients.values[first_pair + pair] = results;
-        gradients.places[first_pair + pair] = static_cast<uint16_t>(in_tile);
-      }
+      if (gradients.pairs != nullptr) gradients.pairs[first_pair + pair] = {results, in_tile};
       if (sorted) {
-        to.tokens[place] = static_cast<int32_t>(first_token + token);
+        to.pairs[place] = {static_cast<uint32_t>(first_token) + token, results};
         static_cast<uint16_t*>(to.h)[place] = static_cast<uint16_t>(h);
-        static_cast<uint16_t*>(to.dg)[place] = dg;
-        if constexpr (kGated) static_cast<uint16_t*>(to.du)[place] = du;
       }
     }
   };

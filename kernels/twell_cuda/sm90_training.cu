@@ -75,17 +75,13 @@ struct Backward {
 Backward place_backward(const Ffn& ffn, const State& state, bool weights, void* workspace, int64_t* bytes) {
   Backward b{};
   Cutter first(workspace), then(workspace);
-  const bool gated = ffn.up != nullptr;
-  first.cut(b.pairs.values, state.pairs * 4);
-  first.cut(b.pairs.places, state.pairs * 2);
+  first.cut(b.pairs.pairs, state.pairs * 8);
   if (weights) {
     first.cut(b.sorted.first, (int64_t{ffn.width} + 1) * 8);
     first.cut(b.sorted.slots, sort_slots(ffn.width) * 8);
     first.cut(b.sorted.places, count_blocks(ffn) * ffn.width * 4);
-    first.cut(b.sorted.tokens, state.pairs * 4);
+    first.cut(b.sorted.pairs, state.pairs * 8);
     first.cut(b.sorted.h, state.pairs * 2);
-    first.cut(b.sorted.dg, state.pairs * 2);
-    if (gated) first.cut(b.sorted.du, state.pairs * 2);
     first.cut(b.partials, weights_partial_bytes(ffn, state.pairs));
   }
   place_active(ffn, backward_blocks(ffn), true, then, &b.active);

@@ -55,10 +55,8 @@ struct Saving {
 struct Sorted {
   int64_t* first;    // (F + 1): first pair of each neuron
   uint32_t* places;  // (blocks kept, F): of a block's first pair of that neuron; valid where the neuron has any
-  int32_t* tokens;   // (pairs)
+  uint2* pairs;      // (pairs): the token; dg, above it du where the block has a gate
   void* h;           // (pairs)
-  void* du;          // (pairs); null where the block has no gate
-  void* dg;          // (pairs)
   uint64_t* slots;   // (sort_slots(F)): while they are sorted
 };
 __host__ __device__ constexpr int sort_slots(int width) { return (width + 31) / 32; }
@@ -83,10 +81,10 @@ cudaError_t launch_up_save(const Ffn&, const Chunk&, const Saving&, const Traini
 // Adds the rows that wait to the report, in fixed order.
 cudaError_t launch_report(const Ffn&, const Saving&, const Training&, cudaStream_t);
 
-// Of the kept blocks' pairs, in the order of the state's pairs.
+// Of the kept blocks' pairs, in the order of the state's pairs: dg, above it du where the block has a gate; and
+// tile_place(). Together, because each pair is stored by itself.
 struct PairGradients {
-  uint32_t* values;  // dg, above it du where the block has a gate
-  uint16_t* places;  // tile_place()
+  uint2* pairs;
 };
 
 // Where the tile that dx builds of a group's entries has a pair, in bytes: 64 tokens of each entry, then those of the
@@ -99,7 +97,7 @@ __host__ __device__ constexpr uint32_t tile_place(uint32_t entry_of_group, uint3
 // Backward of the kept blocks, from the state. First where each one's pairs of each neuron go.
 cudaError_t launch_sort(const Ffn&, const State&, const Sorted&, int64_t blocks, const Device&, cudaStream_t);
 // dh = dy Wd + L1's; du = dh relu(gate), dg = dh u, for the chunk's kept blocks; also to their places in Sorted, with h
-// and the token, if Sorted::tokens is not null.
+// and the token, if Sorted::pairs is not null.
 cudaError_t launch_pair_dh(const Ffn&, const Chunk&, const Training&, const Gradients&, const PairGradients&,
                            const Sorted&, const Device&, cudaStream_t);
 // dx = du Wu + dg Wg of the chunk's kept blocks.

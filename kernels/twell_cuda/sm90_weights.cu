@@ -23,12 +23,6 @@ struct Arguments {
 };
 
 template <typename T>
-__device__ __forceinline__ T load(const void* values, int64_t i) {
-  const uint16_t bits = __ldcg(static_cast<const uint16_t*>(values) + i);
-  return *reinterpret_cast<const T*>(&bits);
-}
-
-template <typename T>
 __device__ __forceinline__ void store_bias(void* bias, int neuron, float sum) {
   if (bias != nullptr) static_cast<uint16_t*>(bias)[neuron] = static_cast<uint16_t>(pack<T>(sum, 0.0f));
 }
@@ -39,13 +33,14 @@ struct Pair {
   float h, dg, du;
 };
 
-template <typename T, bool kGated>
+template <typename T>
 __device__ __forceinline__ Pair load_pair(const Sorted& s, uint32_t begin, uint32_t at, uint32_t pairs) {
   Pair pair{};
   if (at < pairs) {
     const int64_t i = static_cast<int64_t>(begin) + at;
-    pair = {static_cast<uint32_t>(__ldcg(s.tokens + i)), widen(load<T>(s.h, i)), widen(load<T>(s.dg, i)), 0.0f};
-    if constexpr (kGated) pair.du = widen(load<T>(s.du, i));
+    const uint2 sorted = __ldcg(s.pairs + i);
+    const float2 gradients = unpack<T>(sorted.y);
+    pair = {sorted.x, unpack<T>(__ldcg(static_cast<const uint16_t*>(s.h) + i)).x, gradients.x, gradients.y};
   }
   return pair;
 }
@@ -100,10 +95,10 @@ __global__ void __launch_bounds__(kThreads, 2) gather_kernel(const Arguments a) 
     const char* x = static_cast<const char*>(a.x) + column * 2;
     const char* dy = static_cast<const char*>(out.dy) + column * 2;
     float down[8]{}, gate[8]{}, up[8]{}, bias_gate = 0.0f, bias_up = 0.0f;
-    Pair following = load_pair<T, kGated>(a.sorted, unit.begin, lane, unit.pairs);
+    Pair following = load_pair<T>(a.sorted, unit.begin, lane, unit.pairs);
     for (uint32_t start = 0; start < unit.pairs; start += 32) {
       const Pair mine = following;
-      following = load_pair<T, kGated>(a.sorted, unit.begin, start + 32 + lane, unit.pairs);
+      following = load_pair<T>(a.sorted, unit.begin, start + 32 + lane, unit.pairs);
       bias_gate += mine.dg;
       bias_up += mine.du;
       const int left = static_cast<int>(min(32u, unit.pairs - start));

@@ -40,8 +40,7 @@ __global__ void __launch_bounds__(kThreads, 4) spread_kernel(const Arguments a) 
   wait_for_previous();
   const int count = __ldcg(&a.plan->heavy);
   const int64_t kept = __ldcg(a.kept);
-  const uint16_t* const from[3] = {static_cast<const uint16_t*>(a.sorted.h), static_cast<const uint16_t*>(a.sorted.dg),
-                                   static_cast<const uint16_t*>(a.sorted.du)};
+  const uint16_t* const h = static_cast<const uint16_t*>(a.sorted.h);
   for (int row = blockIdx.x; row < count; row += gridDim.x) {
     const int neuron = __ldcg(a.heavy.neurons + row);
     float bias_gate = 0.0f, bias_up = 0.0f;
@@ -58,10 +57,9 @@ __global__ void __launch_bounds__(kThreads, 4) spread_kernel(const Arguments a) 
       }
       __syncthreads();
       for (uint32_t i = begin + threadIdx.x; i < end; i += kThreads) {
-        const int64_t token = __ldcg(a.sorted.tokens + i) - first_token;
-        uint16_t values[kMatrices];
-#pragma unroll
-        for (int m = 0; m < kMatrices; ++m) values[m] = __ldcg(from[m] + i);
+        const uint2 pair = __ldcg(a.sorted.pairs + i);
+        const int64_t token = pair.x - first_token;
+        const uint16_t values[3] = {__ldcg(h + i), static_cast<uint16_t>(pair.y), static_cast<uint16_t>(pair.y >> 16)};
 #pragma unroll
         for (int m = 0; m < kMatrices; ++m) rows[m * kSegment + token] = values[m];
         bias_gate += value_of<T>(values[1]);

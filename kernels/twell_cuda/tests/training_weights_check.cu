@@ -175,7 +175,7 @@ struct Setup {
   std::vector<int64_t> first_kept;
   std::vector<uint32_t> places_kept;  // 0xffffffff where a block has no pair of the neuron
   Buffer x, dy, totals, block_states, entry_tokens, entry_neurons;
-  Buffer first, slots, places, tokens, h, du, dg, partials;
+  Buffer first, slots, places, sorted_pairs, h, partials;
   Buffer down, gate, up, b_gate, b_up;
   Ffn ffn{};
   State state{};
@@ -198,10 +198,8 @@ struct Setup {
         first((c.width + 1) * 8),
         slots(sort_slots(c.width) * 8),
         places(int64_t{c.kept} * c.width * 4),
-        tokens(pairs.tokens.size() * 4),
+        sorted_pairs(pairs.tokens.size() * 8),
         h(pairs.tokens.size() * 2),
-        du(pairs.tokens.size() * 2),
-        dg(pairs.tokens.size() * 2),
         partials(partial_bytes()),
         down(matrix_bytes()),
         gate(matrix_bytes()),
@@ -214,8 +212,7 @@ struct Setup {
     state.tokens = entry_tokens.as<uint4>();
     state.neurons = entry_neurons.as<uint16_t>();
     state.pairs = room();
-    sorted = {first.as<int64_t>(), places.as<uint32_t>(), tokens.as<int32_t>(), h.data, c.gated ? du.data : nullptr,
-              dg.data, slots.as<uint64_t>()};
+    sorted = {first.as<int64_t>(), places.as<uint32_t>(), sorted_pairs.as<uint2>(), h.data, slots.as<uint64_t>()};
     gradients.dy = c.missing & kNoDown ? nullptr : dy.data;
     gradients.down = c.missing & kNoDown ? nullptr : down.data;
     gradients.gate = c.missing & kNoGate ? nullptr : gate.data;
@@ -283,13 +280,15 @@ struct Setup {
   }
 
   void fill_sorted() {
-    std::vector<int32_t> t;
-    std::vector<uint16_t> a, b, d;
+    std::vector<uint2> sorted_host;
+    std::vector<uint16_t> h_host;
     for (size_t i = 0; i < pairs.tokens.size(); ++i) {
       if (pairs.tokens[i] >= int64_t{c.kept} * kBlockTokens) continue;
-      t.push_back(pairs.tokens[i]), a.push_back(pairs.h[i]), b.push_back(pairs.du[i]), d.push_back(pairs.dg[i]);
+      const uint32_t up = c.gated ? pairs.du[i] : 0xffff;  // nobody may use it
+      sorted_host.push_back({static_cast<uint32_t>(pairs.tokens[i]), pairs.dg[i] | up << 16});
+      h_host.push_back(pairs.h[i]);
     }
-    tokens.fill(t), h.fill(a), du.fill(b), dg.fill(d);
+    sorted_pairs.fill(sorted_host), h.fill(h_host);
   }
 
   // A chunk's masks and columns; all of it rubbish where every block is kept.
@@ -363,7 +362,8 @@ struct Setup {
   }
 
   bool guards_whole() const {
-    for (const Buffer* buffer : {&first, &slots, &places, &partials, &down, &gate, &up, &b_gate, &b_up, &tokens, &h}) {
+    for (const Buffer* buffer :
+         {&first, &slots, &places, &partials, &down, &gate, &up, &b_gate, &b_up, &sorted_pairs, &h}) {
       if (!buffer->guard_whole()) return false;
     }
     return true;
