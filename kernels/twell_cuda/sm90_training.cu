@@ -20,10 +20,11 @@ constexpr int64_t kMostChunks = 8;
 
 int column_buffers(const Ffn& ffn) { return ffn.up == nullptr ? 1 : 2; }
 int64_t forward_blocks(const Ffn& ffn) { return chunk_blocks(ffn, kForwardBytes, 1); }
-int64_t backward_blocks(const Ffn& ffn) {
+// `given` bytes are there at any rate; a 64th of them is more than what lies beside the columns.
+int64_t backward_blocks(const Ffn& ffn, int64_t given) {
   const int64_t least = (count_blocks(ffn) + kMostChunks - 1) / kMostChunks;
   const int64_t least_bytes = least * kBlockTokens * ffn.width * 2 * column_buffers(ffn);
-  return chunk_blocks(ffn, std::max(kBackwardBytes, least_bytes), column_buffers(ffn));
+  return chunk_blocks(ffn, std::max({kBackwardBytes, least_bytes, given - given / 64}), column_buffers(ffn));
 }
 
 int64_t whole_groups(int64_t entries) { return (entries + kGroup - 1) / kGroup * kGroup; }
@@ -64,12 +65,14 @@ void place_forward(const Ffn& ffn, Cutter& cutter, Active* active, Saving* savin
   cutter.cut(saving->l1, saving->rows * saving->groups * 4);
 }
 
-// What is needed at different times lies in the same place: pairs first, then what was not kept, chunk by chunk.
+// What is needed at different times lies in the same place: pairs first, then what was not kept, chunk by chunk. Chunks
+// take the room that pairs need: fewer launches that end at once, and fewer sums that are rounded.
 struct Backward {
   Sorted sorted;
   PairGradients pairs;
   void* partials;
   Active active;
+  int64_t blocks;  // of a chunk
 };
 
 Backward place_backward(const Ffn& ffn, const State& state, bool weights, void* workspace, int64_t* bytes) {
@@ -84,7 +87,8 @@ Backward place_backward(const Ffn& ffn, const State& state, bool weights, void* 
     first.cut(b.sorted.h, state.pairs * 2);
     first.cut(b.partials, weights_partial_bytes(ffn, state.pairs));
   }
-  place_active(ffn, backward_blocks(ffn), true, then, &b.active);
+  b.blocks = backward_blocks(ffn, first.used());
+  place_active(ffn, b.blocks, true, then, &b.active);
   if (bytes != nullptr) *bytes = std::max(first.used(), then.used());
   return b;
 }
@@ -97,7 +101,7 @@ cudaError_t launch_not_kept(const Ffn& ffn, const Training& training, const Back
   chunk.kept = training.state.totals;
   chunk.active = b.active;
   for (; chunk.first < ffn.tokens; chunk.first += chunk.tokens) {
-    fit(ffn, backward_blocks(ffn), &chunk);
+    fit(ffn, b.blocks, &chunk);
     TWELL_RETURN_IF_ERROR(launch_gate(ffn, chunk, device, stream));
     chunk.known = true;  // the gate lets others start only after its wait
     TWELL_RETURN_IF_ERROR(launch_list(ffn, chunk, device, stream));
