@@ -2,6 +2,8 @@
 // Without a gate h is relu(gate): dg = dh. The products are those of whole blocks by all their entries; of the sums
 // about one in fifty belongs to a pair.
 
+#include <type_traits>
+
 #include "sm90_pairs.cuh"
 #include "sm90_tile_product.cuh"
 
@@ -29,17 +31,16 @@ struct Sums {
 template <typename T, bool kGated>
 struct PairGradient {
   using Element = T;
+  using Values = std::conditional_t<kGated, uint32_t, uint16_t>;  // of a pair in the state
   struct Given {
     Training training;
     PairGradients gradients;
     Sorted sorted;
   };
-  // Of a tile, brought by the fetching threads: tokens, gate and up, places, first_pairs.
+  // Of a tile, brought by the fetching threads: tokens, values, places, first_pairs.
   struct Own {
     uint4 tokens[tiles::kMaxNeurons];
-    // From the tile's first pair on, or from up to seven before it, so that 16 bytes begin there.
-    alignas(16) uint16_t gate[kStagedPairs];
-    alignas(16) uint16_t up[kGated ? kStagedPairs : 8];
+    alignas(16) Values values[kStagedPairs];  // from the 16 bytes on in which the tile's first pair lies
     uint32_t places[tiles::kMaxNeurons];
     uint32_t first_pairs[kPieces];
     Sums sums[tiles::kConsumerWarps];
@@ -50,6 +51,7 @@ struct PairGradient {
   };
   static constexpr int kLow = kGroup;
   static constexpr bool kAside = true;
+  static constexpr int kStep = 16 / sizeof(Values);  // pairs of a copy
 
   const Given& given;
   const tiles::Arguments& a;
@@ -85,13 +87,10 @@ struct PairGradient {
                                __ldcg(state.first_pairs + first_entry / kGroup);
     barrier_wait(&own.taken, (tiles & 1) ^ 1);
 #pragma unroll
-    for (int i = threadIdx.x * 8; i < kStagedPairs; i += tiles::kFetchers * 8) {  // more than the tile's, maybe
-      const int64_t from = first_pair / 8 * 8 + i;
+    for (int i = threadIdx.x * kStep; i < kStagedPairs; i += tiles::kFetchers * kStep) {  // more than the tile's, maybe
+      const int64_t from = first_pair / kStep * kStep + i;
       const bool there = from < state.pairs;
-      copy_16(smem_address(own.gate + i), static_cast<const uint16_t*>(state.gate) + (there ? from : 0), there);
-      if constexpr (kGated) {
-        copy_16(smem_address(own.up + i), static_cast<const uint16_t*>(state.up) + (there ? from : 0), there);
-      }
+      copy_16(smem_address(own.values + i), static_cast<const Values*>(state.values) + (there ? from : 0), there);
     }
 #pragma unroll 1
     for (int e = threadIdx.x; e < item.count; e += tiles::kFetchers) {
@@ -106,10 +105,6 @@ struct PairGradient {
   }
   __device__ __forceinline__ void fetch_end(const tiles::Item&, tiles::Control&, const int (&)[tiles::kFetchShare],
                                             uint32_t, Ring&) const {}
-
-  struct Values {
-    uint32_t gate, up;  // 16 bits each
-  };
 
   static constexpr int kPairBits = 23;
   static_assert(kBlockTokens * 65536 == 1 << kPairBits && kBlockTokens <= 1 << (32 - kPairBits));
@@ -139,18 +134,10 @@ struct PairGradient {
       return entry < item.count ? parts[entry * tiles::kConsumerWarps + part.warp] : 0;
     }
 
-    __device__ __forceinline__ Values load(uint32_t pair) const {
+    __device__ __forceinline__ uint32_t load(uint32_t pair) const {
       const uint32_t at = pair - staged;
-      Values values{};
-      if (at < kStagedPairs) {
-        values.gate = job.own.gate[at];
-        if constexpr (kGated) values.up = job.own.up[at];
-      } else {
-        const State& state = job.given.training.state;
-        values.gate = static_cast<const uint16_t*>(state.gate)[first_pair + pair];
-        if constexpr (kGated) values.up = static_cast<const uint16_t*>(state.up)[first_pair + pair];
-      }
-      return values;
+      if (at < kStagedPairs) return job.own.values[at];
+      return static_cast<const Values*>(job.given.training.state.values)[first_pair + pair];
     }
 
     __device__ __forceinline__ void prepare() {
@@ -162,7 +149,7 @@ struct PairGradient {
       if (inside && training.l1_scale != nullptr && training.token_weight != nullptr) {
         weight = training.token_weight[first_token + lane];
       }
-      staged = job.own.first_pairs[0] - static_cast<uint32_t>((first_pair + job.own.first_pairs[0]) % 8);
+      staged = job.own.first_pairs[0] - static_cast<uint32_t>((first_pair + job.own.first_pairs[0]) % kStep);
 #pragma unroll
       for (int p = 0; p < kPieces; p += 2) {
         if (p >= 2 * part.groups) break;
@@ -223,9 +210,9 @@ struct PairGradient {
       const uint32_t tile = tile_place(part.lane, part.warp * kWarpTokens + first);
       for (; bits != 0; bits &= bits - 1) {
         const int token = __ffs(bits) - 1;
-        const Values value = load(pair);
-        const float g = unpack<T>(value.gate).x, u = kGated ? unpack<T>(value.up).x : 1.0f;
-        const uint32_t rounded = kGated ? pack<T>(g * u, 0.0f) : value.gate;
+        const uint32_t values = load(pair);
+        const float g = unpack<T>(values).x, u = kGated ? unpack<T>(values).y : 1.0f;
+        const uint32_t rounded = kGated ? pack<T>(g * u, 0.0f) : values;
         const float h = unpack<T>(rounded).x, l1 = weights[token];
         const float dh = sums.values[Sums::at(token, part.lane)] + (h > 0.0f ? l1 : h < 0.0f ? -l1 : 0.0f);
         store(pack<T>(dh * u, dh * g), pair, tile ^ token * 2, place, sorted, first + token, rounded);

@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kSaveThreads, kResident) save_kernel(const __g
     const EntryPairs own = expand_group(pairs, tokens, lane);
     to_end -= own.count;
     if (kept && lane == 0) state.first_pairs[first_entry / kGroup + group] = to_end;
-    uint16_t* gate_to = static_cast<uint16_t*>(state.gate) + first_pair + to_end;
+    uint16_t* gate_to = static_cast<uint16_t*>(state.values) + first_pair + to_end;
     sums[lane] = 0.0f;
     __syncwarp();
     float l1 = 0.0f;

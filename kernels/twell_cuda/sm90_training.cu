@@ -44,9 +44,7 @@ State place_state(const Ffn& ffn, int64_t capacity, Cutter& cutter) {
   cutter.cut(state.tokens, state.entries * 16);
   cutter.cut(state.first_pairs, state.entries / kGroup * 4);
   cutter.cut(state.neurons, state.entries * 2);
-  cutter.cut(state.gate, state.pairs * 2);
-  state.up = nullptr;
-  if (ffn.up != nullptr) cutter.cut(state.up, state.pairs * 2);
+  cutter.cut(state.values, state.pairs * (ffn.up != nullptr ? 4 : 2));
   return state;
 }
 static_assert(sizeof(BlockState) == 32);

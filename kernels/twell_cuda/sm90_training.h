@@ -25,8 +25,8 @@ struct State {
   uint4* tokens;          // (entries): bit t % 32 of word t / 32, x to w, of the block's tokens that activate the neuron
   uint32_t* first_pairs;  // (entries / kGroup): pairs of the block before each group
   uint16_t* neurons;      // (entries)
-  void* gate;             // (pairs): relu(gate)
-  void* up;               // (pairs): x Wu^T + bu; null where the block has no gate
+  // (pairs): relu(gate), 16 bits; where the block has a gate 32 bits, above it x Wu^T + bu.
+  void* values;
   int64_t entries, pairs;  // room
 };
 

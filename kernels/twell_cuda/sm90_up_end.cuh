@@ -152,8 +152,7 @@ struct End {
     columns[neurons[n] * kBlockTokens + half * kHalfTokens + of_half] = h;
     if (kept) {
       const int64_t pair = first_pair + tile_place + (code >> kPlaceShift);
-      static_cast<uint16_t*>(a.training.state.gate)[pair] = gate;
-      static_cast<uint16_t*>(a.training.state.up)[pair] = up;
+      static_cast<uint32_t*>(a.training.state.values)[pair] = gate | static_cast<uint32_t>(up) << 16;
     }
     if (a.training.report == nullptr) return;
     if ((h & 0x7fff) == 0) {

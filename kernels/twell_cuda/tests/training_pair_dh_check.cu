@@ -161,6 +161,11 @@ struct HostState {
       }
     }
   }
+  std::vector<uint32_t> both() const {
+    std::vector<uint32_t> values(pairs);
+    for (int64_t i = 0; i < pairs; ++i) values[i] = gate[i] | uint32_t{up[i]} << 16;
+    return values;
+  }
   static uint32_t count(const Entry& entry) {
     uint32_t sum = 0;
     for (const uint32_t word : entry.tokens) sum += __builtin_popcount(word);
@@ -232,9 +237,9 @@ class Run {
     std::vector<BlockState> states(blocks_);
     std::memset(static_cast<void*>(states.data()), 0x7f, states.size() * sizeof(BlockState));
     for (int64_t b = 0; b < kept_; ++b) states[b] = host_.blocks[b].state;
-    const Buffer<uint16_t> dy(dy_), down(down_), neurons(host_.neurons), gate(host_.gate), up(host_.up);
+    const Buffer<uint16_t> dy(dy_), down(down_), neurons(host_.neurons), gate(host_.gate);
     const Buffer<uint4> tokens(host_.tokens);
-    const Buffer<uint32_t> first_pairs(host_.first_pairs), places(host_.places);
+    const Buffer<uint32_t> both(host_.both()), first_pairs(host_.first_pairs), places(host_.places);
     const Buffer<BlockState> block_states(states);
     const Buffer<int64_t> totals(std::vector<int64_t>{kept_, 0, 0});
     const Buffer<float> l1_scale(std::vector<float>{kScale}), weights(weights_);
@@ -252,9 +257,9 @@ class Run {
     if (c_.l1 != L1::kNone) training.l1_scale = l1_scale.data;
     if (c_.l1 == L1::kWeights) training.token_weight = weights.data;
     training.state = State{totals.data,  block_states.data, tokens.data, first_pairs.data,
-                           neurons.data, gate.data,         nullptr,     static_cast<int64_t>(host_.tokens.size()),
+                           neurons.data, gate.data,         static_cast<int64_t>(host_.tokens.size()),
                            host_.pairs};
-    if (c_.gated) training.state.up = up.data;
+    if (c_.gated) training.state.values = both.data;
     Gradients gradients{};
     gradients.dy = dy.data;
     PairGradients pair_gradients{};
@@ -426,7 +431,8 @@ void time(const Device& device, const char* what, const Pattern& pattern) {
   }
   const Buffer<uint16_t> dy(random_values(kType, kTokens * kHidden, 1, 1.0f));
   const Buffer<uint16_t> down(random_values(kType, kWidth * kHidden, 2, 0.1f));
-  const Buffer<uint16_t> neurons(host.neurons), gate(host.gate), up(host.up);
+  const Buffer<uint16_t> neurons(host.neurons);
+  const Buffer<uint32_t> values(host.both());
   const Buffer<uint4> tokens(host.tokens);
   const Buffer<uint32_t> first_pairs(host.first_pairs), places(host.places);
   const Buffer<BlockState> block_states(states);
@@ -444,7 +450,7 @@ void time(const Device& device, const char* what, const Pattern& pattern) {
   Training training{};
   training.l1_scale = l1.data;
   training.state = State{totals.data,  block_states.data, tokens.data, first_pairs.data,
-                         neurons.data, gate.data,         up.data,     static_cast<int64_t>(host.tokens.size()),
+                         neurons.data, values.data,       static_cast<int64_t>(host.tokens.size()),
                          host.pairs};
   Gradients gradients{};
   gradients.dy = dy.data;

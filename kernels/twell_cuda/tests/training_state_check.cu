@@ -273,8 +273,7 @@ struct Run {
     state.tokens = arena.take<uint4>(room_entries);
     state.first_pairs = arena.take<uint32_t>(room_entries / kGroup);
     state.neurons = arena.take<uint16_t>(room_entries);
-    state.gate = arena.take<uint16_t>(room_pairs);
-    state.up = c.gated ? arena.take<uint16_t>(room_pairs) : nullptr;
+    state.values = arena.take<uint16_t>(room_pairs * (c.gated ? 2 : 1));
     CHECK(cudaMemset(state.totals, 0, 3 * sizeof(int64_t)));
     if (c.weights != Weights::kNull) {
       float* weights = arena.take<float>(p.tokens);
@@ -488,8 +487,15 @@ void check_forward(const Run& run, const Kept& kept, Judge& judge) {
   judge.expect_same(download(state.tokens, state.entries), tokens, "state's tokens");
   judge.expect_same(download(state.neurons, state.entries), neurons, "state's neurons");
   judge.expect_same(download(state.first_pairs, state.entries / kGroup), first_pairs, "state's first pairs");
-  judge.expect_same(download(static_cast<uint16_t*>(state.gate), state.pairs), gate, "state's gate");
-  if (c.gated) judge.expect_values(download(static_cast<uint16_t*>(state.up), state.pairs), up, "state's up");
+  const int values = c.gated ? 2 : 1;  // of a pair
+  const auto seen = download(static_cast<uint16_t*>(state.values), state.pairs * values);
+  std::vector<uint16_t> seen_gate(state.pairs), seen_up(state.pairs, kGarbage);
+  for (int64_t i = 0; i < state.pairs; ++i) {
+    seen_gate[i] = seen[i * values];
+    if (c.gated) seen_up[i] = seen[i * values + 1];
+  }
+  judge.expect_same(seen_gate, gate, "state's gate");
+  if (c.gated) judge.expect_values(seen_up, up, "state's up");
 }
 
 bool check(Arena& arena, const Case& c, uint64_t seed) {
