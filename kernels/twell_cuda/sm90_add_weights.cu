@@ -169,9 +169,12 @@ __device__ __forceinline__ void multiply(const Arguments& a, int first_block, ui
   const int lane = threadIdx.x % 32, warp = (threadIdx.x - kFetchers) / 32, warpgroup = warp / 4;
   const int items = count_items(a), steps = 2 * (a.blocks - first_block);
   const uint32_t stages = smem_address(shared);
+  const auto release = [&](int stage) {
+    if (lane == 0) barrier_arrive(ring.empty + stage);
+  };
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
     float sum[kHidden / 2];
-    multiply_neurons<T>(sum, steps, stages, ring, lane, warpgroup);
+    multiply_neurons<T>(sum, steps, stages, ring, warpgroup, release);
 
     const Tile tile = tile_at(a, item);
     if (tile.product.matrix == nullptr) continue;

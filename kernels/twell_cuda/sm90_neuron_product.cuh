@@ -14,10 +14,10 @@ constexpr int kDepth = kHalfTokens;           // tokens of a step
 constexpr int kColumnBytes = kNeurons * kDepth * 2, kPartBytes = kDepth * 128, kParts = kHidden / 64;
 constexpr int kStageBytes = kColumnBytes + kParts * kPartBytes;
 
-// sum (64, kHidden) of this warpgroup, 0 or 1. Each warp gives every stage back.
-template <typename T>
+// sum (64, kHidden) of this warpgroup, 0 or 1. Each warp gives every stage back: release(stage).
+template <typename T, typename Release>
 __device__ __forceinline__ void multiply_neurons(float (&sum)[kHidden / 2], int steps, uint32_t stages, Ring& ring,
-                                                 int lane, int warpgroup) {
+                                                 int warpgroup, const Release& release) {
   for (int step = 0; step < steps; ++step, ring.advance()) {
     ring.wait_full();
     const uint32_t stage = stages + ring.stage * kStageBytes;
@@ -29,10 +29,10 @@ __device__ __forceinline__ void multiply_neurons(float (&sum)[kHidden / 2], int 
     }
     wgmma_commit();
     wgmma_wait<1>();
-    if (step > 0 && lane == 0) barrier_arrive(ring.empty + ring.previous());
+    if (step > 0) release(ring.previous());
   }
   wgmma_wait<0>();
-  if (lane == 0) barrier_arrive(ring.empty + ring.previous());
+  release(ring.previous());
 }
 
 }  // namespace twell::sm90

@@ -3,7 +3,9 @@
 // Like plain matmuls these multiply zeros too: an Inf or NaN in a token's x or dy reaches all heavy neurons, where sums
 // over pairs keep it from those that the token does not activate.
 //
-// A persistent thread block of three warpgroups an SM: one thread fetches, two warpgroups multiply 64 neurons each.
+// A persistent thread block of three warpgroups an SM: one thread fetches, two warpgroups multiply 64 neurons each. Two
+// thread blocks, a cluster, need the same rows, or the same neurons' values, and each fetches half of these for both:
+// without that, the L2 cache could not keep the tensor cores busy.
 
 #include "sm90_launch.h"
 #include "sm90_neuron_product.cuh"
@@ -16,7 +18,7 @@ namespace twell::sm90 {
 namespace {
 
 constexpr int kThreads = 384, kConsumerWarps = 8;
-constexpr int kStages = 4;
+constexpr int kStages = 4, kCluster = 2, kBoxNeurons = kHeavyNeurons / kCluster;
 static_assert(kHeavyNeurons == kNeurons);
 constexpr int kShared = 1024 + kStages * (kStageBytes + 16);
 static_assert(kShared <= 227 * 1024);
@@ -34,30 +36,54 @@ struct Maps {
   CUtensorMap factors[3], x, dy;
 };
 
+// Products with the same rows.
+struct Group {
+  Product products[2];
+  int count;
+};
+
 struct Arguments {
-  Product products[3];
-  int count, slices;  // of products; of the hidden size
+  Group groups[2];  // with rows of dy, of x
+  int slices;       // of the hidden size
   const Plan* plan;
   const int* neurons;
   const int64_t* kept;
   int hidden;
 };
 
-struct Tile {
-  Product product;
-  int row, hidden;  // the first
-};
-
-__device__ __forceinline__ Tile tile_at(const Arguments& a, int item) {
-  const int index = item / a.slices, which = index % a.count;
-  const Product product = which == 0 ? a.products[0] : which == 1 ? a.products[1] : a.products[2];
-  return {product, index / a.count * kHeavyNeurons, item % a.slices * kHidden};
+// A cluster's item is a slice of two tiles of neurons; of the last one, where their number is odd, two slices.
+__host__ __device__ constexpr int count_items(int neuron_tiles, int slices) {
+  return neuron_tiles / 2 * slices + neuron_tiles % 2 * ((slices + 1) / 2);
+}
+__host__ __device__ inline int count_items(const Arguments& a, int tiles) {
+  return count_items(a.groups[0].count * tiles, a.slices) + count_items(a.groups[1].count * tiles, a.slices);
 }
 
-__device__ __forceinline__ void fetch(const Arguments& a, const Maps& maps, int items, int steps,
+// What one of a cluster's thread blocks works on.
+struct Tile {
+  Product product;
+  int row, hidden;    // the first
+  bool same_neurons;  // in both thread blocks; else the same rows
+};
+
+__device__ __forceinline__ Tile tile_at(const Arguments& a, int tiles, int item, int rank) {
+  const int first_items = count_items(a.groups[0].count * tiles, a.slices);
+  const Group& group = item < first_items ? a.groups[0] : a.groups[1];
+  const int at = item < first_items ? item : item - first_items;
+  const int neuron_tiles = group.count * tiles, pairs = neuron_tiles / 2 * a.slices;
+  const bool last = at >= pairs;
+  const int tile = last ? neuron_tiles - 1 : at / a.slices * 2 + rank;
+  const int slice = last ? (at - pairs) * 2 + rank : at % a.slices;
+  const Product product = tile % group.count == 0 ? group.products[0] : group.products[1];
+  return {product, tile / group.count * kHeavyNeurons, slice * kHidden, last};
+}
+
+__device__ __forceinline__ void fetch(const Arguments& a, const Maps& maps, int tiles, int steps, int rank,
                                       uint8_t* shared, Ring ring) {
-  for (int item = blockIdx.x; item < items; item += gridDim.x) {
-    const Tile tile = tile_at(a, item);
+  constexpr uint16_t kAll = (1 << kCluster) - 1;
+  const int items = count_items(a, tiles);
+  for (int item = blockIdx.x / kCluster; item < items; item += gridDim.x / kCluster) {
+    const Tile tile = tile_at(a, tiles, item, rank);
     const int m = tile.product.factors;
     const CUtensorMap* factors = m == 0 ? maps.factors : m == 1 ? maps.factors + 1 : maps.factors + 2;
     const CUtensorMap* rows = m == 0 ? &maps.dy : &maps.x;
@@ -66,25 +92,43 @@ __device__ __forceinline__ void fetch(const Arguments& a, const Maps& maps, int 
       uint8_t* stage = shared + ring.stage * kStageBytes;
       uint64_t* full = ring.full + ring.stage;
       barrier_arrive_expect(full, kStageBytes);
-      load_box(stage, factors, step * kDepth, tile.row, full);
+      const auto values = [&](int half) { return stage + half * (kColumnBytes / kCluster); };
+      const auto columns = [&](int part) { return stage + kColumnBytes + part * kPartBytes; };
+      if (tile.same_neurons) {
+        load_box_multicast(values(rank), factors, step * kDepth, tile.row + rank * kBoxNeurons, full, kAll);
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        load_box(stage + kColumnBytes + part * kPartBytes, rows, tile.hidden + part * 64, step * kDepth, full);
+        for (int part = 0; part < kParts; ++part) {
+          load_box(columns(part), rows, tile.hidden + part * 64, step * kDepth, full);
+        }
+      } else {
+#pragma unroll
+        for (int half = 0; half < kCluster; ++half) {
+          load_box(values(half), factors, step * kDepth, tile.row + half * kBoxNeurons, full);
+        }
+#pragma unroll
+        for (int i = 0; i < kParts / kCluster; ++i) {
+          const int part = rank * (kParts / kCluster) + i;
+          load_box_multicast(columns(part), rows, tile.hidden + part * 64, step * kDepth, full, kAll);
+        }
       }
     }
   }
 }
 
 template <typename T>
-__device__ __forceinline__ void multiply(const Arguments& a, int items, int steps, int count, uint8_t* shared,
-                                         Ring ring) {
+__device__ __forceinline__ void multiply(const Arguments& a, int tiles, int steps, int rank, int count,
+                                         uint8_t* shared, Ring ring) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4, warpgroup = warp / 4;
   const uint32_t stages = smem_address(shared);
-  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+  const int items = count_items(a, tiles);
+  const auto release = [&](int stage) {
+    if (lane < kCluster) barrier_arrive_at(ring.empty + stage, lane);
+  };
+  for (int item = blockIdx.x / kCluster; item < items; item += gridDim.x / kCluster) {
     float sum[kHidden / 2];
-    multiply_neurons<T>(sum, steps, stages, ring, lane, warpgroup);
+    multiply_neurons<T>(sum, steps, stages, ring, warpgroup, release);
 
-    const Tile tile = tile_at(a, item);
+    const Tile tile = tile_at(a, tiles, item, rank);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = tile.row + warp * 16 + half * 8 + lane / 4;
@@ -111,24 +155,26 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
       barrier_init(full + s, 1);
-      barrier_init(full + kStages + s, kConsumerWarps);
+      barrier_init(full + kStages + s, kConsumerWarps * kCluster);
     }
     fence_barrier_init();
   }
-  __syncthreads();
+  cluster_sync();
   wait_for_previous();
   launch_dependents();  // not earlier: what runs beside this relies on what came before it
   const int count = __ldcg(&a.plan->heavy), steps = static_cast<int>(__ldcg(a.kept)) * (kBlockTokens / kDepth);
-  if (count == 0 || steps == 0) return;
-  const int items = (count + kHeavyNeurons - 1) / kHeavyNeurons * a.count * a.slices;
+  if (count == 0 || steps == 0) return;  // the same for all thread blocks
+  const int tiles = (count + kHeavyNeurons - 1) / kHeavyNeurons, rank = cluster_rank();
   const Ring ring(full, full + kStages, kStages);
   if (threadIdx.x < 128) {
     give_registers<kFetchRegisters>();
-    if (threadIdx.x == 0) fetch(a, maps, items, steps, shared, ring);
+    if (threadIdx.x == 0) fetch(a, maps, tiles, steps, rank, shared, ring);
+    __syncwarp();
   } else {
     take_registers<kMultiplyRegisters>();
-    multiply<T>(a, items, steps, count, shared, ring);
+    multiply<T>(a, tiles, steps, rank, count, shared, ring);
   }
+  cluster_sync();  // the other thread block may still write here and arrive at these barriers
 #endif
 }
 
@@ -139,7 +185,8 @@ cudaError_t launch(const Ffn& ffn, const State& state, const Gradients& out, con
   Arguments arguments{};
   void* const matrices[3] = {out.down, out.gate, ffn.up != nullptr ? out.up : nullptr};
   for (int m = 0; m < 3; ++m) {
-    if (matrices[m] != nullptr) arguments.products[arguments.count++] = {m, matrices[m]};
+    Group& group = arguments.groups[m == 0 ? 0 : 1];
+    if (matrices[m] != nullptr) group.products[group.count++] = {m, matrices[m]};
   }
   arguments.slices = (ffn.hidden + kHidden - 1) / kHidden;
   arguments.plan = scratch.plan;
@@ -151,13 +198,13 @@ cudaError_t launch(const Ffn& ffn, const State& state, const Gradients& out, con
   for (int m = 0; m < 3; ++m) {
     const void* factors = heavy.factors[m] != nullptr ? heavy.factors[m] : heavy.factors[0];
     TWELL_RETURN_IF_ERROR(
-        make_tensor_map(maps.factors + m, ffn.dtype, factors, heavy.rows(), stride, kHeavyNeurons));
+        make_tensor_map(maps.factors + m, ffn.dtype, factors, heavy.rows(), stride, kBoxNeurons));
   }
   const void* dy = out.down != nullptr ? out.dy : ffn.x;
   TWELL_RETURN_IF_ERROR(make_tensor_map(&maps.x, ffn.dtype, ffn.x, ffn.tokens, ffn.hidden, kDepth));
   TWELL_RETURN_IF_ERROR(make_tensor_map(&maps.dy, ffn.dtype, dy, ffn.tokens, ffn.hidden, kDepth));
-  const int items = heavy.tiles * arguments.count * arguments.slices;
-  return launch_kernel(product_kernel<T>, min(items, device.sm_count), kThreads, 1, kShared, stream, maps, arguments);
+  const int clusters = min(count_items(arguments, heavy.tiles), device.sm_count / kCluster);
+  return launch_kernel(product_kernel<T>, clusters * kCluster, kThreads, kCluster, kShared, stream, maps, arguments);
 }
 
 }  // namespace
