@@ -164,8 +164,8 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const Arguments<kTerms> a)
     for (int i = 0; i < kLists; ++i) barrier_init(c.listed + i, 1);
     fence_barrier_init();
   }
-  launch_dependents();
   wait_for_previous();
+  launch_dependents();  // not earlier: what runs beside this relies on what came before it
   const Work work(a, c);
   __syncthreads();
   const Ring ring(c.full, c.empty, kStages);

@@ -174,7 +174,10 @@ cudaError_t sm90_backward(const Ffn& ffn, const L1& l1, int64_t capacity, const 
   const State state = place_state(ffn, capacity, state_cutter);
   const Training training{l1.scale, l1.token_weight, nullptr, state};
   const Backward b = place_backward(ffn, state, weights, workspace, nullptr);
-  if (weights) TWELL_RETURN_IF_ERROR(launch_sort(ffn, state, b.sorted, blocks, device, stream));
+  if (weights) {
+    TWELL_RETURN_IF_ERROR(launch_sort(ffn, state, b.sorted, blocks, device, stream));
+    TWELL_RETURN_IF_ERROR(launch_weights_plan(ffn, state, b.sorted, gradients, b.partials, stream));
+  }
   Chunk chunk{};
   chunk.kept = state.totals;
   for (; chunk.first < ffn.tokens; chunk.first += chunk.tokens) {
@@ -184,7 +187,8 @@ cudaError_t sm90_backward(const Ffn& ffn, const L1& l1, int64_t capacity, const 
     TWELL_RETURN_IF_ERROR(launch_pair_dx(ffn, chunk, state, b.pairs, gradients, device, stream));
   }
   if (weights) {
-    TWELL_RETURN_IF_ERROR(launch_weights(ffn, state, b.sorted, gradients, b.partials, device, stream));
+    const bool beside_dx = gradients.x != nullptr;
+    TWELL_RETURN_IF_ERROR(launch_weights(ffn, state, b.sorted, gradients, b.partials, beside_dx, device, stream));
   }
   return launch_not_kept(ffn, training, b, gradients, device, stream);
 }

@@ -103,9 +103,12 @@ cudaError_t launch_pair_dh(const Ffn&, const Chunk&, const Training&, const Grad
 // dx = du Wu + dg Wg of the chunk's kept blocks.
 cudaError_t launch_pair_dx(const Ffn&, const Chunk&, const State&, const PairGradients&, const Gradients&,
                            const Device&, cudaStream_t);
-// All weights' gradients from the sorted pairs.
-cudaError_t launch_weights(const Ffn&, const State&, const Sorted&, const Gradients&, void* partials, const Device&,
-                           cudaStream_t);
+// All weights' gradients from the sorted pairs. First, when they have been counted and before launch_pair_dh, who sums
+// what; then the sums. `beside_dx`: the launch before them is launch_pair_dx.
+cudaError_t launch_weights_plan(const Ffn&, const State&, const Sorted&, const Gradients&, void* partials,
+                                cudaStream_t);
+cudaError_t launch_weights(const Ffn&, const State&, const Sorted&, const Gradients&, void* partials, bool beside_dx,
+                           const Device&, cudaStream_t);
 int64_t weights_partial_bytes(const Ffn&, int64_t pairs);  // of `partials`
 
 // Backward of the others, in chunks for which gate, list and up compute again what was not kept. Like those, each does

@@ -206,10 +206,10 @@ cudaError_t launch_gather(const Arguments& a, const Device& device, cudaStream_t
 }
 
 template <typename T>
-cudaError_t launch(const Ffn& ffn, const State& state, const Arguments& a, const Device& device, cudaStream_t stream) {
-  TWELL_RETURN_IF_ERROR(launch_plan(ffn, a.sorted.first, a.scratch, stream));
+cudaError_t launch(const Ffn& ffn, const State& state, const Arguments& a, bool beside_dx, const Device& device,
+                   cudaStream_t stream) {
   if (a.beside) {
-    TWELL_RETURN_IF_ERROR(launch_spread(ffn, state, a.sorted, a.gradients, a.scratch, stream));
+    TWELL_RETURN_IF_ERROR(launch_spread(ffn, state, a.sorted, a.gradients, a.scratch, beside_dx, device, stream));
     TWELL_RETURN_IF_ERROR(launch_heavy(ffn, state, a.gradients, a.scratch, device, stream));
   }
   TWELL_RETURN_IF_ERROR(ffn.tokens <= kWideSliceTokens && ffn.hidden > 64 ? launch_gather<T, 32>(a, device, stream)
@@ -217,19 +217,29 @@ cudaError_t launch(const Ffn& ffn, const State& state, const Arguments& a, const
   return launch_kernel(combine_kernel<T>, 2 * device.sm_count, kThreads, 1, 0, stream, a);
 }
 
-}  // namespace
-
-cudaError_t launch_weights(const Ffn& ffn, const State& state, const Sorted& sorted, const Gradients& gradients,
-                           void* partials, const Device& device, cudaStream_t stream) {
-  if (!gradients.weights()) return cudaSuccess;
-  Arguments arguments{ffn.x, sorted, gradients, {}, ffn.hidden, false};
-  Scratch& scratch = arguments.scratch;
+Scratch scratch_of(const Ffn& ffn, const State& state, const Gradients& gradients, void* partials) {
+  Scratch scratch;
   place_scratch(ffn, state.pairs, partials, &scratch);
   const bool biases_alone = gradients.down == nullptr && gradients.gate == nullptr && gradients.up == nullptr;
   if (biases_alone) scratch.heavy.tiles = 0;
-  arguments.beside = scratch.heavy.tiles > 0;
-  return ffn.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(ffn, state, arguments, device, stream)
-                                       : launch<__half>(ffn, state, arguments, device, stream);
+  return scratch;
+}
+
+}  // namespace
+
+cudaError_t launch_weights_plan(const Ffn& ffn, const State& state, const Sorted& sorted, const Gradients& gradients,
+                                void* partials, cudaStream_t stream) {
+  if (!gradients.weights()) return cudaSuccess;
+  return launch_plan(ffn, sorted.first, scratch_of(ffn, state, gradients, partials), stream);
+}
+
+cudaError_t launch_weights(const Ffn& ffn, const State& state, const Sorted& sorted, const Gradients& gradients,
+                           void* partials, bool beside_dx, const Device& device, cudaStream_t stream) {
+  if (!gradients.weights()) return cudaSuccess;
+  Arguments arguments{ffn.x, sorted, gradients, scratch_of(ffn, state, gradients, partials), ffn.hidden, false};
+  arguments.beside = arguments.scratch.heavy.tiles > 0;
+  return ffn.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(ffn, state, arguments, beside_dx, device, stream)
+                                       : launch<__half>(ffn, state, arguments, beside_dx, device, stream);
 }
 
 }  // namespace twell::sm90

@@ -18,7 +18,8 @@ struct Split {
 };
 
 struct Plan {
-  int next;  // item, unit by unit in each slice
+  int next;        // item, unit by unit in each slice
+  int next_heavy;  // of the heavy neurons, to be spread out
   int units, splits;
   int heavy;  // neurons with so many pairs that products with all tokens' rows are cheaper
 };
@@ -51,8 +52,10 @@ int64_t place_scratch(const Ffn&, int64_t pairs, void* partials, Scratch*);
 
 cudaError_t launch_plan(const Ffn&, const int64_t* first, const Scratch&, cudaStream_t);
 
-// Heavy neurons' pairs become rows of all tokens; their biases' gradients.
-cudaError_t launch_spread(const Ffn&, const State&, const Sorted&, const Gradients&, const Scratch&, cudaStream_t);
+// Heavy neurons' pairs become rows of all tokens; their biases' gradients. `beside`: the launch before is that of dx,
+// on whose result nothing here depends, and which lets others start when what came before it is done.
+cudaError_t launch_spread(const Ffn&, const State&, const Sorted&, const Gradients&, const Scratch&, bool beside,
+                          const Device&, cudaStream_t);
 // Heavy neurons' other gradients, of those that are wanted. It lets others start before it ends.
 cudaError_t launch_heavy(const Ffn&, const State&, const Gradients&, const Scratch&, const Device&, cudaStream_t);
 

@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const int64_t* first, co
     start = __shfl_sync(~0u, start, leader);
     if (whole) scratch.units[slots + start + rank] = {static_cast<uint32_t>(__ldcg(first + n)), pairs, n, -1};
   }
-  if (threadIdx.x == 0) *scratch.plan = {0, slots + width - splits - heavies, splits, heavies};
+  if (threadIdx.x == 0) *scratch.plan = {0, 0, slots + width - splits - heavies, splits, heavies};
 #endif
 }
 

@@ -10,17 +10,19 @@ namespace twell::sm90 {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kResident = 4;  // thread blocks that an SM's shared memory holds
 constexpr int kSegmentBlocks = 64, kSegment = kSegmentBlocks * kBlockTokens;  // tokens of a row in shared memory
 
 struct Arguments {
   Sorted sorted;
   Heavy heavy;
-  const Plan* plan;
+  Plan* plan;
   const int64_t* kept;
   void* b_gate;
   void* b_up;
   int64_t stride;  // of the rows
   int width;
+  bool beside;
 };
 
 template <typename T>
@@ -28,20 +30,27 @@ __device__ __forceinline__ float value_of(uint16_t bits) {
   return unpack<T>(bits).x;
 }
 
-// A thread block for each heavy neuron, which also sums the biases' gradients. An SM's shared memory holds four.
+// Thread blocks take one heavy neuron after the other, and also sum the biases' gradients. dx ends on some SMs before
+// others: as many thread blocks as these hold do most of the work there.
 template <typename T, bool kGated>
-__global__ void __launch_bounds__(kThreads, 4) spread_kernel(const Arguments a) {
+__global__ void __launch_bounds__(kThreads, kResident) spread_kernel(const Arguments a) {
 #if defined(TWELL_SM90_DEVICE)
   constexpr int kMatrices = kGated ? 3 : 2;
   extern __shared__ uint4 raw_rows[];
   __shared__ float2 warp_sums[kWarps];
+  __shared__ int taken;
   uint16_t* const rows = reinterpret_cast<uint16_t*>(raw_rows);  // (kMatrices, kSegment)
   launch_dependents();
-  wait_for_previous();
+  if (!a.beside) wait_for_previous();
   const int count = __ldcg(&a.plan->heavy);
   const int64_t kept = __ldcg(a.kept);
   const uint16_t* const h = static_cast<const uint16_t*>(a.sorted.h);
-  for (int row = blockIdx.x; row < count; row += gridDim.x) {
+  for (;;) {
+    __syncthreads();  // everyone has the row before, and its sums
+    if (threadIdx.x == 0) taken = atomicAdd(&a.plan->next_heavy, 1);
+    __syncthreads();
+    const int row = taken;
+    if (row >= count) break;
     const int neuron = __ldcg(a.heavy.neurons + row);
     float bias_gate = 0.0f, bias_up = 0.0f;
     for (int64_t block = 0; block < kept; block += kSegmentBlocks) {
@@ -88,25 +97,27 @@ __global__ void __launch_bounds__(kThreads, 4) spread_kernel(const Arguments a) 
       if constexpr (kGated) store(a.b_up, bias_up);
     }
   }
+  if (a.beside) wait_for_previous();  // whoever waits for this waits for that too
 #endif
 }
 
 template <typename T>
-cudaError_t launch(const Arguments& a, bool gated, cudaStream_t stream) {
-  const int bytes = (gated ? 3 : 2) * kSegment * 2;
-  return gated ? launch_kernel(spread_kernel<T, true>, a.heavy.rows(), kThreads, 1, bytes, stream, a)
-               : launch_kernel(spread_kernel<T, false>, a.heavy.rows(), kThreads, 1, bytes, stream, a);
+cudaError_t launch(const Arguments& a, bool gated, const Device& device, cudaStream_t stream) {
+  const int bytes = (gated ? 3 : 2) * kSegment * 2, grid = std::min(a.heavy.rows(), kResident * device.sm_count);
+  return gated ? launch_kernel(spread_kernel<T, true>, grid, kThreads, 1, bytes, stream, a)
+               : launch_kernel(spread_kernel<T, false>, grid, kThreads, 1, bytes, stream, a);
 }
 
 }  // namespace
 
 cudaError_t launch_spread(const Ffn& ffn, const State& state, const Sorted& sorted, const Gradients& out,
-                          const Scratch& scratch, cudaStream_t stream) {
+                          const Scratch& scratch, bool beside, const Device& device, cudaStream_t stream) {
   const Arguments arguments{sorted,     scratch.heavy, scratch.plan,                     state.totals,
-                            out.b_gate, out.b_up,      count_blocks(ffn) * kBlockTokens, ffn.width};
+                            out.b_gate, out.b_up,      count_blocks(ffn) * kBlockTokens, ffn.width,
+                            beside};
   const bool gated = ffn.up != nullptr;
-  return ffn.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(arguments, gated, stream)
-                                       : launch<__half>(arguments, gated, stream);
+  return ffn.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(arguments, gated, device, stream)
+                                       : launch<__half>(arguments, gated, device, stream);
 }
 
 }  // namespace twell::sm90

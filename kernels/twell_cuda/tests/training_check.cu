@@ -377,6 +377,7 @@ void launch_parts(Setup& s, Stages& stages) {
   const Training trained{s.scale.data, nullptr, nullptr, state};
   const Backward b = place_backward(ffn, state, true, s.workspace.data, nullptr);
   CHECK(launch_sort(ffn, state, b.sorted, count_blocks(ffn), device, nullptr));
+  CHECK(launch_weights_plan(ffn, state, b.sorted, s.gradients, b.partials, nullptr));
   stages.end("sort");
   chunk = {};
   chunk.kept = state.totals;
@@ -387,7 +388,7 @@ void launch_parts(Setup& s, Stages& stages) {
     CHECK(launch_pair_dx(ffn, chunk, state, b.pairs, s.gradients, device, nullptr));
     stages.end("dx");
   }
-  CHECK(launch_weights(ffn, state, b.sorted, s.gradients, b.partials, device, nullptr));
+  CHECK(launch_weights(ffn, state, b.sorted, s.gradients, b.partials, true, device, nullptr));
   stages.end("weights");
   CHECK(launch_not_kept(ffn, trained, b, s.gradients, device, nullptr));
   stages.end("not kept");

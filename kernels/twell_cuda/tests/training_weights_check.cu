@@ -330,7 +330,8 @@ struct Setup {
   void run(const Device& device) {
     for (Buffer* buffer : {&first, &slots, &places, &partials, &down, &gate, &up, &b_gate, &b_up}) buffer->poison();
     CHECK(launch_sort(ffn, state, sorted, c.blocks(), device, nullptr));
-    CHECK(launch_weights(ffn, state, sorted, gradients, partials.data, device, nullptr));
+    CHECK(launch_weights_plan(ffn, state, sorted, gradients, partials.data, nullptr));
+    CHECK(launch_weights(ffn, state, sorted, gradients, partials.data, false, device, nullptr));
     for (int b = 0; b < c.blocks(); b += c.chunk_blocks) {
       Chunk chunk{};
       chunk.active.blocks = std::min(c.chunk_blocks, c.blocks() - b);
@@ -531,14 +532,16 @@ void time(int mean_active, const Device& device) {
                 return launch_sort(s.ffn, s.state, s.sorted, kBlocks, device, nullptr);
               }));
   const auto weights = [&] {
-    return launch_weights(s.ffn, s.state, s.sorted, s.gradients, s.partials.data, device, nullptr);
+    CHECK(launch_weights_plan(s.ffn, s.state, s.sorted, s.gradients, s.partials.data, nullptr));
+    return launch_weights(s.ffn, s.state, s.sorted, s.gradients, s.partials.data, false, device, nullptr);
   };
   const double all_us = microseconds(weights);
   std::printf("  weights %.1f us, %.2f TB/s of rows\n", all_us, all * kHidden * 4 / all_us * 1e-6);
   Gradients part = s.gradients;
   part.gate = part.up = part.b_gate = part.b_up = nullptr;
   std::printf("  weights of down alone %.1f us\n", microseconds([&] {
-                return launch_weights(s.ffn, s.state, s.sorted, part, s.partials.data, device, nullptr);
+                CHECK(launch_weights_plan(s.ffn, s.state, s.sorted, part, s.partials.data, nullptr));
+                return launch_weights(s.ffn, s.state, s.sorted, part, s.partials.data, false, device, nullptr);
               }));
 
   Random random{6};
