@@ -225,7 +225,10 @@ struct PairGradient {
                                           bool sorted, int token, uint32_t h) const {
       const PairGradients& gradients = job.given.gradients;
       const Sorted& to = job.given.sorted;
-      if (gradients.pairs != nullptr) gradients.pairs[first_pair + pair] = {results, in_tile};
+      if (gradients.values != nullptr) {
+        gradients.values[first_pair + pair] = results;
+        gradients.places[first_pair + pair] = static_cast<uint16_t>(in_tile);
+      }
       if (sorted) {
         to.pairs[place] = {static_cast<uint32_t>(first_token) + token, results};
         static_cast<uint16_t*>(to.h)[place] = static_cast<uint16_t>(h);

@@ -48,13 +48,13 @@ struct Builder {
   }
 
   __device__ __forceinline__ void load(uint32_t from) {
-    const uint2* at = a.pairs.pairs + pair + from + lane;
+    const uint32_t* value = a.pairs.values + pair + from + lane;
+    const uint16_t* place = a.pairs.places + pair + from + lane;
 #pragma unroll
     for (int r = 0; r < kRounds; ++r) {
       if (from + r * 32 + lane < count) {
-        const uint2 seen = __ldcg(at + r * 32);
-        values[r] = seen.x;
-        places[r] = seen.y;
+        values[r] = __ldcg(value + r * 32);
+        places[r] = __ldcg(place + r * 32);
       }
     }
   }

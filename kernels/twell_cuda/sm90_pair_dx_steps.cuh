@@ -54,7 +54,7 @@ struct Control {
 constexpr int kShared = 1024 + kRingBytes + kMultiplyWarps * slices::kTurnBytes + sizeof(Control);
 static_assert(kShared <= 227 * 1024);
 
-// Of the gate, and of up if there is one: terms' values lie in this order in PairGradients::pairs.
+// Of the gate, and of up if there is one: terms' values lie in this order in PairGradients::values.
 template <int kTerms>
 struct Arguments {
   const void* rows[kTerms];  // (F, D)

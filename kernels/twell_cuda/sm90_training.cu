@@ -76,7 +76,8 @@ struct Backward {
 Backward place_backward(const Ffn& ffn, const State& state, bool weights, void* workspace, int64_t* bytes) {
   Backward b{};
   Cutter first(workspace), then(workspace);
-  first.cut(b.pairs.pairs, state.pairs * 8);
+  first.cut(b.pairs.values, state.pairs * 4);
+  first.cut(b.pairs.places, state.pairs * 2);
   if (weights) {
     first.cut(b.sorted.first, (int64_t{ffn.width} + 1) * 8);
     first.cut(b.sorted.slots, sort_slots(ffn.width) * 8);

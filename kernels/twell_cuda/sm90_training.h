@@ -81,10 +81,10 @@ cudaError_t launch_up_save(const Ffn&, const Chunk&, const Saving&, const Traini
 // Adds the rows that wait to the report, in fixed order.
 cudaError_t launch_report(const Ffn&, const Saving&, const Training&, cudaStream_t);
 
-// Of the kept blocks' pairs, in the order of the state's pairs: dg, above it du where the block has a gate; and
-// tile_place(). Together, because each pair is stored by itself.
+// Of the kept blocks' pairs, in the order of the state's pairs: six bytes a pair, which dx reads once for each slice.
 struct PairGradients {
-  uint2* pairs;
+  uint32_t* values;  // dg, above it du where the block has a gate
+  uint16_t* places;  // tile_place()
 };
 
 // Where the tile that dx builds of a group's entries has a pair, in bytes: 64 tokens of each entry, then those of the

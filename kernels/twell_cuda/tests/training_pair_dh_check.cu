@@ -187,14 +187,14 @@ struct Case {
 
 // What the kernel writes, and what it should.
 struct Results {
-  std::vector<uint32_t> values, tile_places;
-  std::vector<uint16_t> sorted_h, sorted_du, sorted_dg;
+  std::vector<uint32_t> values;
+  std::vector<uint16_t> tile_places, sorted_h, sorted_du, sorted_dg;
   std::vector<int32_t> tokens;
 
   Results() = default;
-  Results(const std::vector<uint2>& pairs, const std::vector<uint2>& sorted, std::vector<uint16_t> h)
-      : sorted_h(std::move(h)) {
-    for (const uint2& pair : pairs) values.push_back(pair.x), tile_places.push_back(pair.y);
+  Results(std::vector<uint32_t> both, std::vector<uint16_t> places, const std::vector<uint2>& sorted,
+          std::vector<uint16_t> h)
+      : values(std::move(both)), tile_places(std::move(places)), sorted_h(std::move(h)) {
     for (const uint2& pair : sorted) {
       tokens.push_back(static_cast<int32_t>(pair.x));
       sorted_dg.push_back(static_cast<uint16_t>(pair.y)), sorted_du.push_back(static_cast<uint16_t>(pair.y >> 16));
@@ -244,8 +244,9 @@ class Run {
     const Buffer<int64_t> totals(std::vector<int64_t>{kept_, 0, 0});
     const Buffer<float> l1_scale(std::vector<float>{kScale}), weights(weights_);
     const size_t room = host_.pairs + kGuard;
-    Buffer<uint2> pairs(room), sorted_pairs(room);
-    Buffer<uint16_t> sorted_h(room);
+    Buffer<uint32_t> values(room);
+    Buffer<uint2> sorted_pairs(room);
+    Buffer<uint16_t> tile_places(room), sorted_h(room);
     Ffn ffn{};
     ffn.dtype = dtype;
     ffn.tokens = c_.tokens;
@@ -263,7 +264,7 @@ class Run {
     Gradients gradients{};
     gradients.dy = dy.data;
     PairGradients pair_gradients{};
-    if (c_.wants_pairs) pair_gradients = {pairs.data};
+    if (c_.wants_pairs) pair_gradients = {values.data, tile_places.data};
     Sorted sorted{};
     if (c_.wants_sorted) sorted = {nullptr, places.data, sorted_pairs.data, sorted_h.data};
     for (int64_t first = 0; first < blocks_; first += c_.chunk_blocks) {
@@ -276,7 +277,7 @@ class Run {
       CHECK(launch_pair_dh(ffn, chunk, training, gradients, pair_gradients, sorted, device_, nullptr));
     }
     CHECK(cudaDeviceSynchronize());
-    results_ = {pairs.get(), sorted_pairs.get(), sorted_h.get()};
+    results_ = {values.get(), tile_places.get(), sorted_pairs.get(), sorted_h.get()};
   }
 
   // One rounding, and what sums in fp32 may lose.
@@ -322,7 +323,7 @@ class Run {
             if (c_.gated) expect(static_cast<uint16_t>(seen.values[pair] >> 16), g, "du");
             if (seen.tile_places[pair] != tile_place((&entry - entries.data()) % kGroup, slot)) fail("tile", pair);
             seen.values[pair] = ~0u;
-            seen.tile_places[pair] = ~0u;
+            seen.tile_places[pair] = 0xffff;
           }
           if (c_.wants_sorted) {
             expect(seen.sorted_dg[place], u, "sorted dg");
@@ -438,8 +439,9 @@ void time(const Device& device, const char* what, const Pattern& pattern) {
   const Buffer<BlockState> block_states(states);
   const Buffer<int64_t> totals(std::vector<int64_t>{kBlocks, 0, 0});
   const Buffer<float> l1(std::vector<float>{1e-3f});
-  Buffer<uint2> gradients_of_pairs(host.pairs), sorted_pairs(host.pairs);
-  Buffer<uint16_t> sorted_h(host.pairs);
+  Buffer<uint32_t> pair_values(host.pairs);
+  Buffer<uint2> sorted_pairs(host.pairs);
+  Buffer<uint16_t> tile_places(host.pairs), sorted_h(host.pairs);
   Buffer<uint8_t> flush(size_t{256} << 20);
   Ffn ffn{};
   ffn.dtype = kType;
@@ -454,7 +456,7 @@ void time(const Device& device, const char* what, const Pattern& pattern) {
                          host.pairs};
   Gradients gradients{};
   gradients.dy = dy.data;
-  const PairGradients pair_gradients{gradients_of_pairs.data};
+  const PairGradients pair_gradients{pair_values.data, tile_places.data};
   const Sorted sorted{nullptr, places.data, sorted_pairs.data, sorted_h.data};
   Chunk chunk{};
   chunk.tokens = kTokens;

@@ -154,9 +154,8 @@ struct Setup {
   std::vector<uint16_t> gate, up, dg, du;
   Buffer<BlockState> blocks;
   Buffer<uint4> tokens;
-  Buffer<uint32_t> first_pairs;
-  Buffer<uint2> values;
-  Buffer<uint16_t> neurons, gate_rows, up_rows, dx;
+  Buffer<uint32_t> first_pairs, values;
+  Buffer<uint16_t> neurons, gate_rows, up_rows, places, dx;
   Buffer<int64_t> totals;
   Ffn ffn{};
   State state{};
@@ -164,11 +163,9 @@ struct Setup {
   Gradients gradients{};
 
   // Without a gate nobody may use what lies above dg.
-  std::vector<uint2> both(const Case& c) const {
-    std::vector<uint2> values(host.pairs);
-    for (size_t i = 0; i < values.size(); ++i) {
-      values[i] = {dg[i] | uint32_t{c.gated ? du[i] : uint16_t{0xffff}} << 16, host.places[i]};
-    }
+  std::vector<uint32_t> both(const Case& c) const {
+    std::vector<uint32_t> values(host.pairs);
+    for (size_t i = 0; i < values.size(); ++i) values[i] = dg[i] | uint32_t{c.gated ? du[i] : uint16_t{0xffff}} << 16;
     return values;
   }
 
@@ -185,6 +182,7 @@ struct Setup {
         neurons(host.neurons),
         gate_rows(gate),
         up_rows(up),
+        places(host.places),
         dx(c.tokens * c.hidden + kGuard),
         totals(std::vector<int64_t>{c.kept, static_cast<int64_t>(host.tokens.size()), host.pairs}) {
     ffn.dtype = c.dtype;
@@ -200,7 +198,7 @@ struct Setup {
     state.neurons = neurons.data;
     state.entries = static_cast<int64_t>(host.tokens.size());
     state.pairs = static_cast<int64_t>(dg.size());
-    pairs = {values.data};
+    pairs = {values.data, places.data};
     gradients.x = dx.data;
   }
 
