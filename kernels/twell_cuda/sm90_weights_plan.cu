@@ -16,7 +16,10 @@ constexpr int kClasses = 32 * (1 << kMantissa) + 1;
 // takes as long as a row for each pair.
 constexpr float kTilePairs = 2.8f;
 constexpr int kMostTiles = 16;
-constexpr int kRowBytes = 35;  // their rows take at most so many for each pair that the state has room for
+// Room for their rows: so many bytes for each pair that the state has room for, but for the first of a token. Where
+// tokens have so few active neurons hardly one is heavy; each 16 more make a tile of them, and chunks that were not kept
+// take as much room anyway where a token has 64.
+constexpr int kRowBytes = 48, kLightPairs = 24;
 
 // 0 for no pairs; the others by the leading bits of the number as float.
 __host__ __device__ constexpr int class_of_power(int exponent) { return (exponent << kMantissa) + 1; }
@@ -167,8 +170,9 @@ int64_t place_scratch(const Ffn& ffn, int64_t pairs, void* partials, Scratch* sc
   cutter.cut(scratch->sums, slots * slot_bytes);
   const int64_t row_bytes = count_blocks(ffn) * kBlockTokens * 2;
   Heavy& heavy = scratch->heavy;
-  const int64_t tiles = kRowBytes * pairs / (row_bytes * kHeavyNeurons * scratch->matrices);
-  heavy.tiles = static_cast<int>(tiles < kMostTiles ? tiles : kMostTiles);
+  const int64_t room_pairs = std::max(pairs - kLightPairs * ffn.tokens, int64_t{0});
+  const int64_t tiles = kRowBytes * room_pairs / (row_bytes * kHeavyNeurons * scratch->matrices);
+  heavy.tiles = static_cast<int>(std::min(tiles, int64_t{kMostTiles}));
   heavy.tile_pairs = static_cast<int64_t>(kTilePairs * ffn.tokens * scratch->matrices / 3);
   cutter.cut(heavy.neurons, int64_t{heavy.rows()} * 4);
   for (int m = 0; m < 3; ++m) {

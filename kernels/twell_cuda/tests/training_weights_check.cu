@@ -461,6 +461,7 @@ std::vector<Case> make_cases() {
   constexpr DType kB = DType::kBFloat16, kF = DType::kFloat16;
   std::vector<Case> cases{
       {kB, 4097, 2048, 5632, 0.005f, true, true, 33, 11, 0, 0},
+      {kB, 4097, 2048, 5632, 0.005f, true, true, 33, 11, 0, 64 * 4097},
       {kF, 1000, 2048, 5632, 0.01f, true, true, 3, 3, 0, 0},
       {kB, 1000, 2048, 1001, 0.1f, false, true, 0, 4, 0, 0},
       {kB, 4097, 264, 70, 1.0f, false, true, 33, 33, 0, 0},
