@@ -61,8 +61,8 @@ std::tuple<Tensor, Tensor, Tensor> train(const Tensor& x, const Operands& operan
   const int device = x.get_device_index();
   Tensor y = computed(x, operands, [&](void* rows) {
     ffn.y = rows;
-    check_launch(sm90_training_forward(ffn, l1, capacity, state.mutable_data_ptr(), workspace.mutable_data_ptr(),
-                                       device_of(device), current_stream(device)),
+    check_launch(sm90_training_forward(ffn, operands.down.later, l1, capacity, state.mutable_data_ptr(),
+                                       workspace.mutable_data_ptr(), device_of(device), current_stream(device)),
                  "training forward");
   });
   return {y, report, state};
@@ -87,7 +87,7 @@ std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, May
   const bool training = capacity != 0 || tally;
   if (training) check_training(x, w_up, capacity);
   if (training && x.numel() > 0) {
-    const Operands operands(x, w_up, w_down, w_gate, b_up, b_down, b_gate);
+    const Operands operands(x, w_up, w_down, w_gate, b_up, b_down, b_gate, true);
     return train(x, operands, token_weight, tally.has_value(), capacity);
   }
   const int64_t reported = tally ? 1 + w_up.size(0) : 0;

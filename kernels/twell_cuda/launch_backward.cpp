@@ -44,7 +44,7 @@ Seven ffn_backward(Tensor grad_y, Tensor state, Tensor x, Tensor w_up, Tensor w_
   if (tokens == 0) {
     for (Output* each : {&grad_up, &grad_down, &grad_gate, &grad_b_up, &grad_b_gate}) each->zero();
   } else {
-    const Operands operands(x, w_up, w_down, w_gate, b_up, std::nullopt, b_gate);
+    const Operands operands(x, w_up, w_down, w_gate, b_up, std::nullopt, b_gate, true);
     const Tensor dy = prepared(grad_y, padded), saved = as_contiguous(state);
     const MaybeTensor scale = fp32(l1_scale), weight = fp32(token_weight);
     const L1 l1{fp32_pointer(scale), fp32_pointer(weight), nullptr};
@@ -59,15 +59,15 @@ Seven ffn_backward(Tensor grad_y, Tensor state, Tensor x, Tensor w_up, Tensor w_
     const Ffn ffn = operands.ffn();
     Tensor workspace = bytes_like(x, sm90_backward_bytes(ffn, capacity, gradients.weights()));
     const int device = x.get_device_index();
-    check_launch(sm90_backward(ffn, l1, capacity, saved.const_data_ptr(), gradients, workspace.mutable_data_ptr(),
-                               device_of(device), current_stream(device)),
+    check_launch(sm90_backward(ffn, operands.down.later, l1, capacity, saved.const_data_ptr(), gradients,
+                               workspace.mutable_data_ptr(), device_of(device), current_stream(device)),
                  "backward");
   }
   Tensor down = grad_down.rows;
   if (grad_down.wanted) {
     // As down_proj is stored, so that autograd takes the gradient over without a copy.
     const Tensor rows = grad_down.cut(hidden);
-    down = w_down.stride(0) == 1 ? torch::stable::transpose(rows, 0, 1) : transposed(rows);
+    down = w_down.stride(0) == 1 ? torch::stable::transpose(rows, 0, 1) : transposed(rows, Start::kAfter);
   }
   Tensor b_down = torch::stable::new_empty(x, {0});
   if (wants(kBiasDown)) {

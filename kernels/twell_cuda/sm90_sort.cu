@@ -27,8 +27,8 @@ __global__ void __launch_bounds__(kThreads) count_kernel(const State state, cons
 #if defined(TWELL_SM90_DEVICE)
   extern __shared__ uint32_t shared[];
   uint8_t* pairs = reinterpret_cast<uint8_t*>(shared);
-  launch_dependents();
   wait_for_previous();
+  launch_dependents();  // not earlier: what runs beside this relies on what came before it
   const int64_t kept = __ldcg(state.totals);
   if (blockIdx.x == 0) {
     for (int i = threadIdx.x; i < sort_slots(width); i += kThreads) sorted.slots[i] = 0;

@@ -132,8 +132,8 @@ int64_t sm90_training_bytes(const Ffn& ffn) {
   return cutter.used();
 }
 
-cudaError_t sm90_training_forward(const Ffn& ffn, const L1& l1, int64_t capacity, void* state, void* workspace,
-                                  const Device& device, cudaStream_t stream) {
+cudaError_t sm90_training_forward(const Ffn& ffn, const Transposition& down, const L1& l1, int64_t capacity, void* state,
+                                  void* workspace, const Device& device, cudaStream_t stream) {
   Chunk chunk{};
   Saving saving;
   Cutter cutter(workspace), state_cutter(state);
@@ -155,6 +155,8 @@ cudaError_t sm90_training_forward(const Ffn& ffn, const L1& l1, int64_t capacity
       saving.waiting = 0;
       saving.reported = true;
     }
+    // Beside the report, and where up ends on some SMs before others: the gate has waited for all that came before.
+    if (first && down.from != nullptr) TWELL_RETURN_IF_ERROR(transpose(down, Start::kBeside, stream));
     TWELL_RETURN_IF_ERROR(launch_down(ffn, chunk, device, stream));
   }
   return cudaSuccess;
@@ -167,8 +169,8 @@ int64_t sm90_backward_bytes(const Ffn& ffn, int64_t capacity, bool weights) {
   return bytes;
 }
 
-cudaError_t sm90_backward(const Ffn& ffn, const L1& l1, int64_t capacity, const void* saved, const Gradients& gradients,
-                          void* workspace, const Device& device, cudaStream_t stream) {
+cudaError_t sm90_backward(const Ffn& ffn, const Transposition& down, const L1& l1, int64_t capacity, const void* saved,
+                          const Gradients& gradients, void* workspace, const Device& device, cudaStream_t stream) {
   const int64_t blocks = count_blocks(ffn);
   const bool weights = gradients.weights();
   Cutter state_cutter(const_cast<void*>(saved));
@@ -178,6 +180,9 @@ cudaError_t sm90_backward(const Ffn& ffn, const L1& l1, int64_t capacity, const 
   if (weights) {
     TWELL_RETURN_IF_ERROR(launch_sort(ffn, state, b.sorted, blocks, device, stream));
     TWELL_RETURN_IF_ERROR(launch_weights_plan(ffn, state, b.sorted, gradients, b.partials, stream));
+  }
+  if (down.from != nullptr) {  // the plan takes one SM; sort has waited for all that came before
+    TWELL_RETURN_IF_ERROR(transpose(down, weights ? Start::kBeside : Start::kAfter, stream));
   }
   Chunk chunk{};
   chunk.kept = state.totals;

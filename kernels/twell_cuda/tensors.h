@@ -101,25 +101,41 @@ inline void check_launch(cudaError_t error, const char* what) {
   }
 }
 
-// Of a matrix of 2-byte elements, as a contiguous one; PyTorch's copy takes five times as long.
-inline Tensor transposed(const Tensor& matrix) {
+// Whether our kernel transposes it: a matrix of 2-byte elements.
+inline bool transposable(const Tensor& matrix) {
   const int64_t rows = matrix.size(0), columns = matrix.size(1);
-  const bool plain = matrix.stride(1) == 1 && matrix.stride(0) == columns && rows % 8 == 0 && columns % 8 == 0 &&
-                     aligned(matrix);
-  if (!plain) return as_contiguous(torch::stable::transpose(matrix, 0, 1));
-  Tensor out = torch::stable::new_empty(matrix, {columns, rows});
-  check_launch(transpose(matrix.const_data_ptr(), rows, columns, out.mutable_data_ptr(),
-                         current_stream(matrix.get_device_index())),
-               "transpose");
+  return matrix.stride(1) == 1 && matrix.stride(0) == columns && rows % 8 == 0 && columns % 8 == 0 && aligned(matrix);
+}
+
+inline Transposition transposition(const Tensor& matrix, Tensor& out) {
+  return {matrix.const_data_ptr(), matrix.size(0), matrix.size(1), out.mutable_data_ptr()};
+}
+
+// Of a matrix of 2-byte elements, as a contiguous one; PyTorch's copy takes five times as long.
+inline Tensor transposed(const Tensor& matrix, Start start) {
+  if (!transposable(matrix)) return as_contiguous(torch::stable::transpose(matrix, 0, 1));
+  Tensor out = torch::stable::new_empty(matrix, {matrix.size(1), matrix.size(0)});
+  check_launch(transpose(transposition(matrix, out), start, current_stream(matrix.get_device_index())), "transpose");
   return out;
 }
 
-// What lies as (F, D) in memory, D padded: w_down (D, F) itself where it is stored by columns, as hf_twell/_layout.py
-// sees to in evaluation.
-inline Tensor down_rows(const Tensor& w_down, int64_t padded) {
-  const bool as_it_is = w_down.size(0) == padded && w_down.stride(0) == 1 && w_down.stride(1) == padded;
-  return as_it_is && aligned(w_down) ? w_down : prepared(transposed(w_down), padded);
-}
+// down_proj, w_down (D, F), as (F, D) in memory, D padded.
+struct Down {
+  Tensor rows;
+  Transposition later{};  // what writes them, if that is left to training's launches
+
+  Down(const Tensor& w_down, int64_t padded, bool training) : rows(w_down) {
+    // As it is stored by columns, as hf_twell/_layout.py sees to in evaluation?
+    const bool padless = w_down.size(0) == padded;
+    if (padless && w_down.stride(0) == 1 && w_down.stride(1) == padded && aligned(w_down)) return;
+    if (training && padless && transposable(w_down)) {
+      rows = torch::stable::new_empty(w_down, {w_down.size(1), padded});
+      later = transposition(w_down, rows);
+    } else {
+      rows = prepared(transposed(w_down, Start::kAlone), padded);
+    }
+  }
+};
 
 inline MaybeTensor fp32(const MaybeTensor& tensor) {
   return tensor ? MaybeTensor(as_contiguous(*tensor)) : std::nullopt;
@@ -133,18 +149,19 @@ inline Tensor bytes_like(const Tensor& tensor, int64_t bytes) {
 // The operands of one call, padded and contiguous (x of any leading sizes), and what kernels see of them.
 struct Operands {
   int64_t hidden, width, tokens, padded;
-  Tensor x, first, down;
+  Tensor x, first;
+  Down down;
   MaybeTensor up, b_first, b_up, b_down;
 
   Operands(const Tensor& input, const Tensor& w_up, const Tensor& w_down, const MaybeTensor& w_gate,
-           const MaybeTensor& bias_up, const MaybeTensor& bias_down, const MaybeTensor& bias_gate)
+           const MaybeTensor& bias_up, const MaybeTensor& bias_down, const MaybeTensor& bias_gate, bool training = false)
       : hidden(w_up.size(1)),
         width(w_up.size(0)),
         tokens(input.numel() / hidden),
         padded((hidden + kRow - 1) / kRow * kRow),
         x(prepared(input, padded)),
         first(prepared(w_gate ? *w_gate : w_up, padded)),
-        down(down_rows(w_down, padded)),
+        down(w_down, padded, training),
         up(prepared(w_gate ? MaybeTensor(w_up) : std::nullopt, padded)),
         b_first(prepared(w_gate ? bias_gate : bias_up, width)),
         b_up(prepared(w_gate ? bias_up : std::nullopt, width)),
@@ -159,7 +176,7 @@ struct Operands {
     ffn.x = x.const_data_ptr();
     ffn.gate = first.const_data_ptr();
     ffn.up = pointer(up);
-    ffn.down = down.const_data_ptr();
+    ffn.down = down.rows.const_data_ptr();
     ffn.b_gate = pointer(b_first);
     ffn.b_up = pointer(b_up);
     ffn.b_down = pointer(b_down);

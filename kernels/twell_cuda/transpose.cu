@@ -2,14 +2,22 @@
 
 #include "transpose.h"
 
+#include "mma.cuh"
+
 namespace twell {
 namespace {
 
 constexpr int kTile = 64, kThreads = 256, kVector = 8;
 constexpr int kStride = kTile + 2;  // elements: columns of a tile then meet no bank more than twice
 
-__global__ void __launch_bounds__(kThreads) transpose_kernel(const uint4* from, int rows, int columns, uint4* to) {
+__global__ void __launch_bounds__(kThreads)
+    transpose_kernel(const uint4* from, int rows, int columns, uint4* to, bool beside) {
   __shared__ uint16_t tile[kTile * kStride];
+  if (beside) {
+    decoding::let_next_kernel_start();
+  } else {
+    decoding::wait_for_previous_kernel();
+  }
   const int first_row = blockIdx.y * kTile, first_column = blockIdx.x * kTile;
   const int line = threadIdx.x / kVector, chunk = threadIdx.x % kVector;
 #pragma unroll
@@ -35,15 +43,29 @@ __global__ void __launch_bounds__(kThreads) transpose_kernel(const uint4* from, 
       to[(static_cast<int64_t>(row) * rows + column) / kVector] = {words[0], words[1], words[2], words[3]};
     }
   }
+  // Whoever waits for this waits for that too. One thread block is enough, and the others make room.
+  if (beside && blockIdx.x == 0 && blockIdx.y == 0) decoding::wait_for_previous_kernel();
 }
 
 }  // namespace
 
-cudaError_t transpose(const void* from, int64_t rows, int64_t columns, void* to, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>((columns + kTile - 1) / kTile), static_cast<unsigned>((rows + kTile - 1) / kTile));
-  transpose_kernel<<<grid, kThreads, 0, stream>>>(static_cast<const uint4*>(from), static_cast<int>(rows),
-                                                  static_cast<int>(columns), static_cast<uint4*>(to));
-  return cudaGetLastError();
+cudaError_t transpose(const Transposition& matrix, Start start, cudaStream_t stream) {
+  const int64_t tile_rows = (matrix.rows + kTile - 1) / kTile, tile_columns = (matrix.columns + kTile - 1) / kTile;
+  // Kernels that share a multiprocessor must agree on how it divides its memory: as those that multiply have it.
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+  attributes[1].val.sharedMemCarveout = 100;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(tile_columns), static_cast<unsigned>(tile_rows));
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = start == Start::kAlone ? 0 : 2;
+  return cudaLaunchKernelEx(&config, transpose_kernel, static_cast<const uint4*>(matrix.from),
+                            static_cast<int>(matrix.rows), static_cast<int>(matrix.columns),
+                            static_cast<uint4*>(matrix.to), start == Start::kBeside);
 }
 
 }  // namespace twell

@@ -8,6 +8,19 @@
 namespace twell {
 
 // to (columns, rows) = from (rows, columns) transposed; both row-major, rows and columns multiples of 8, 16-byte aligned.
-cudaError_t transpose(const void* from, int64_t rows, int64_t columns, void* to, cudaStream_t stream);
+struct Transposition {
+  const void* from;
+  int64_t rows, columns;
+  void* to;
+};
+
+// How it follows the launch before it; all but the first on compute capability 9.0 alone.
+enum class Start {
+  kAlone,
+  kAfter,   // it is launched while that one ends, then waits for it
+  kBeside,  // it needs nothing of what has not ended when that one lets others start, and lets others start at once
+};
+
+cudaError_t transpose(const Transposition& matrix, Start start, cudaStream_t stream);
 
 }  // namespace twell

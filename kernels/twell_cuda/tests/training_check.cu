@@ -117,7 +117,7 @@ struct Setup {
     make_rows<<<2048, 256>>>(bf(up), 11, gate_scale, c.width, c.hidden, 0.0f);
     make_rows<<<2048, 256>>>(bf(down_weight), 12, 1.0f / std::sqrt(float(c.width)), c.hidden, c.width, 0.0f);
     make_rows<<<2048, 256>>>(bf(dy), 13, 1.0f, c.tokens, c.hidden, 0.0f);
-    CHECK(transpose(down_weight.data, c.hidden, c.width, down.data, nullptr));
+    CHECK(transpose(down_rows(), Start::kAlone, nullptr));
     CHECK(cudaDeviceSynchronize());
     ffn = make_ffn(c);
     ffn.x = x.data, ffn.gate = gate.data, ffn.up = c.gated ? up.data : nullptr, ffn.down = down.data, ffn.y = y.data;
@@ -131,23 +131,40 @@ struct Setup {
     if (c.gated) return {&y, &dx, &d_gate, &d_down, &b_gate, &d_up, &b_up};
     return {&y, &dx, &d_gate, &d_down, &b_gate};
   }
-  void step(cudaStream_t stream) {
-    // As the stock layout of down_proj has it: (D, F).
-    CHECK(transpose(down_weight.data, c.hidden, c.width, down.data, stream));
-    CHECK(sm90_training_forward(ffn, forward_l1, c.capacity, state.data, workspace.data, device, stream));
-    CHECK(transpose(down_weight.data, c.hidden, c.width, down.data, stream));
-    CHECK(sm90_backward(ffn, backward_l1, c.capacity, state.data, gradients, workspace.data, device, stream));
-    CHECK(transpose(d_down.data, c.width, c.hidden, d_weight.data, stream));
+  // The stock layout of down_proj is (D, F).
+  Transposition down_rows() const { return {down_weight.data, c.hidden, c.width, down.data}; }
+  Transposition down_gradient() const { return {d_down.data, c.width, c.hidden, d_weight.data}; }
+  bool transposes() const { return c.width % 8 == 0; }
+  // `poisoned`: nobody may use the rows of before.
+  void step(cudaStream_t stream, const Gradients& wanted, bool poisoned = false) {
+    const Transposition rows = transposes() ? down_rows() : Transposition{};
+    const auto poison = [&] {
+      if (transposes() && poisoned) CHECK(cudaMemsetAsync(down.data, 0xff, down.bytes, stream));
+    };
+    poison();
+    CHECK(sm90_training_forward(ffn, rows, forward_l1, c.capacity, state.data, workspace.data, device, stream));
+    poison();
+    CHECK(sm90_backward(ffn, rows, backward_l1, c.capacity, state.data, wanted, workspace.data, device, stream));
+    if (transposes() && wanted.down != nullptr) CHECK(transpose(down_gradient(), Start::kAfter, stream));
   }
-  std::vector<std::vector<char>> results() {
+  std::vector<std::vector<char>> results(const Gradients& wanted) {
     for (const Bytes* output : outputs()) const_cast<Bytes*>(output)->poison();
     state.poison(), workspace.poison(), report.poison();
     CHECK(cudaDeviceSynchronize());
-    step(nullptr);
+    step(nullptr, wanted, true);
     CHECK(cudaDeviceSynchronize());
     std::vector<std::vector<char>> all;
     for (const Bytes* output : outputs()) all.push_back(output->get());
     return all;
+  }
+  bool turned_back() const {
+    const std::vector<char> rows = d_down.get(), turned = d_weight.get();
+    for (int64_t f = 0; f < c.width; ++f) {
+      for (int64_t d = 0; d < c.hidden; ++d) {
+        if (std::memcmp(&rows[2 * (f * c.hidden + d)], &turned[2 * (d * c.width + f)], 2) != 0) return false;
+      }
+    }
+    return true;
   }
   std::vector<int64_t> totals() const {  // blocks kept, entries, pairs
     std::vector<int64_t> values(3);
@@ -265,8 +282,12 @@ bool check(const Case& c, const Device& device) {
   Setup s(c, device);
   const Reference reference(s);
   const std::string name = name_of(c);
-  const auto seen = s.results(), again = s.results();
+  const auto seen = s.results(s.gradients), again = s.results(s.gradients);
   bool right = near(seen, reference, name);
+  if (s.transposes() && !s.turned_back()) std::printf("WRONG %s: dWd's transpose\n", name.c_str()), right = false;
+  auto x_alone = s.results({s.gradients.dy, s.gradients.x});
+  x_alone.resize(2);  // y and dx
+  right &= near(x_alone, reference, name + ", no weights' gradients");
   if (seen != again) std::printf("WRONG %s: not repeated\n", name.c_str()), right = false;
 
   cudaStream_t stream;
@@ -274,7 +295,7 @@ bool check(const Case& c, const Device& device) {
   cudaGraphExec_t exec;
   CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  s.step(stream);
+  s.step(stream, s.gradients);
   CHECK(cudaStreamEndCapture(stream, &graph));
   CHECK(cudaGraphInstantiate(&exec, graph, 0));
   for (const Bytes* output : s.outputs()) const_cast<Bytes*>(output)->poison();
@@ -341,7 +362,7 @@ void launch_parts(Setup& s, Stages& stages) {
   const Device& device = s.device;
   const Case& c = s.c;
   stages.begin();
-  CHECK(transpose(s.down_weight.data, c.hidden, c.width, s.down.data, nullptr));
+  CHECK(transpose(s.down_rows(), Start::kAlone, nullptr));
   stages.end("transpose");
   Chunk chunk{};
   Saving saving;
@@ -372,7 +393,7 @@ void launch_parts(Setup& s, Stages& stages) {
     CHECK(launch_down(ffn, chunk, device, nullptr));
     stages.end("down");
   }
-  CHECK(transpose(s.down_weight.data, c.hidden, c.width, s.down.data, nullptr));
+  CHECK(transpose(s.down_rows(), Start::kAlone, nullptr));
   stages.end("transpose");
   const Training trained{s.scale.data, nullptr, nullptr, state};
   const Backward b = place_backward(ffn, state, true, s.workspace.data, nullptr);
@@ -392,7 +413,7 @@ void launch_parts(Setup& s, Stages& stages) {
   stages.end("weights");
   CHECK(launch_not_kept(ffn, trained, b, s.gradients, device, nullptr));
   stages.end("not kept");
-  CHECK(transpose(s.d_down.data, c.width, c.hidden, s.d_weight.data, nullptr));
+  CHECK(transpose(s.down_gradient(), Start::kAfter, nullptr));
   stages.end("transpose");
 }
 
@@ -417,7 +438,7 @@ double whole(Setup& s) {
   Stages stages;
   for (int i = 0; i < kRepeats + 3; ++i) {
     stages.begin();
-    s.step(nullptr);
+    s.step(nullptr, s.gradients);
     stages.end("step");
     if (i >= 3) stages.collect();
   }
@@ -461,6 +482,7 @@ int main(int argc, char** argv) {
       {1000, 264, 1001, 40, 1001, false}, {1000, 264, 1001, 40, 30, false}, {2500, 520, 2500, 60, 2500, true},
       {2500, 520, 2500, 60, 45, true},    {2500, 136, 344, 60, 344, true},  {130, 264, 1001, 300, 1001, true},
       {9000, 264, 504, 20, 100, true},    {9000, 264, 504, 20, 19, true},   {9000, 72, 504, 20, 12, false},
+      {1000, 264, 1000, 40, 1000, true},  {1000, 264, 1000, 40, 30, false}, {2500, 520, 2504, 60, 45, true},
       {9000, 136, 2500, 60, 100, true},   {9000, 136, 2500, 60, 40, true},  {9000, 136, 2500, 60, 10, true},
   };
   int wrong = 0;
