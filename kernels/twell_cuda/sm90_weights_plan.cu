@@ -14,7 +14,7 @@ constexpr int kClasses = 32 * (1 << kMantissa) + 1;
 
 // Heavy neurons pay where a tile of them has more pairs a token than this: there, its product with all tokens' rows
 // takes as long as a row for each pair.
-constexpr float kTilePairs = 2.8f;
+constexpr float kTilePairs = 2.5f;
 constexpr int kMostTiles = 16;
 // Room for their rows: so many bytes for each pair that the state has room for, but for the first of a token. Where
 // tokens have so few active neurons hardly one is heavy; each 16 more make a tile of them, and chunks that were not kept
