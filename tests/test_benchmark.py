@@ -256,11 +256,17 @@ def test_wrong_training_is_refused():
         benchmark_check.check_training({**losses, "liger": 3.1}, errors, 3.0, torch.bfloat16)
 
 
-@pytest.mark.parametrize("option", ["--tokens", "--layers", "--batch", "--repeats", "--hidden"])
+@pytest.mark.parametrize(
+    ("mode", "option"),
+    [
+        *(("ffn", "--tokens"), ("ffn", "--repeats"), ("ffn", "--hidden"), ("prefill", "--length")),
+        *(("generate", "--layers"), ("generate", "--batch"), ("generate", "--repeats")),
+    ],
+)
 @pytest.mark.parametrize("value", ["0", "-3", "2.5"])
-def test_sizes_that_are_none(capsys, option, value):
+def test_sizes_that_are_none(capsys, mode, option, value):
     with pytest.raises(SystemExit):
-        main(["bench", "ffn", f"{option}={value}"])
+        main(["bench", mode, f"{option}={value}"])
     assert f"argument {option}: {value}: give a whole number, 1 or more" in capsys.readouterr().err
 
 
@@ -281,6 +287,22 @@ def test_sizes_that_make_no_benchmark_are_refused(capsys, arguments, reason):
     message = capsys.readouterr().err
     assert reason in message
     assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *("generate --tokens 4", "generate --length 8", "ffn --batch 4", "ffn --layers 2", "train --new-tokens 4"),
+        *("prefill --backward", "train --steps-only", "generate --shape llama-70b"),
+    ],
+)
+def test_options_of_another_mode_are_refused(capsys, arguments):
+    mode, option, *_ = arguments.split()
+    with pytest.raises(SystemExit):
+        main(["bench", *arguments.split()])
+    message = capsys.readouterr().err
+    assert f"hf-twell bench {mode}: error: unrecognized arguments: {option}" in message
+    assert f"usage: hf-twell bench {mode}" in message
 
 
 def test_bench_ffn_of_an_odd_hidden_size(capsys):

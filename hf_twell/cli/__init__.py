@@ -29,13 +29,13 @@ def main(argv: list[str] | None = None) -> int:
             name, help=summary, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         module.add_arguments(subparser)
-        subparser.set_defaults(run=module.run)
+        subparser.set_defaults(run=module.run, parser=subparser)
     args, rest = parser.parse_known_args(argv)
     if rest and hasattr(args, "changes") and not any(item.startswith("-") for item in rest):
         # argparse gives up positional arguments that follow an option.
         args.changes += rest
     elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         return args.run(args)
     except KeyboardInterrupt:

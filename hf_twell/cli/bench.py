@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 
+from hf_twell.cli.bench_table import CELLS
 from hf_twell.cli.output import print_json, stdout_for_result, table
 
 SHAPES = {  # D, F
@@ -38,15 +39,59 @@ def _count(text: str) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=[*_CELLS], help="one block over tokens x L0, or a model")
+    modes = parser.add_subparsers(dest="what", required=True, metavar="MODE")
+    for name, (summary, add_options) in _MODES.items():
+        mode = modes.add_parser(name, help=summary, description=f"Measure {summary}, against dense PyTorch.")
+        add_options(mode)
+        _add_common_options(mode)
+        mode.set_defaults(parser=mode)
+
+
+def _add_ffn_options(parser):
+    parser.add_argument("--tokens", type=_count, nargs="+", help="default: from 1 to 1,024, on CUDA to 65,536")
+    parser.add_argument(
+        "--shape",
+        nargs="+",
+        choices=sorted(SHAPES),
+        metavar="MODEL",
+        help=f"D and F of {', '.join(SHAPES)}; --l0 then means that many of {SHAPE_L0_OF} and scales with F",
+    )
+    parser.add_argument("--backward", action="store_true", help="forward and backward with the L1 term, in training")
+    parser.add_argument("--max-autotune", action="store_true", help="also max-autotune with coordinate descent (slow)")
+    parser.add_argument("--repeats", type=_count, help="timed turns (default: 11, on CUDA 25)")
+
+
+def _add_prefill_options(parser):
+    _add_model_options(parser, batch=64, repeats=5)
+    parser.add_argument("--length", type=_count, default=2048, help="tokens of each sequence (default: 2048)")
+
+
+def _add_generate_options(parser):
+    _add_model_options(parser, batch=1, repeats=3)
+    parser.add_argument("--new-tokens", type=_count, default=128, help="tokens of each sequence (default: 128)")
+    parser.add_argument("--steps-only", action="store_true", help="time decoding steps, not `generate` itself")
+
+
+def _add_train_options(parser):
+    _add_model_options(parser, batch=8, repeats=5)
+    parser.add_argument("--length", type=_count, default=2048, help="tokens of each sequence (default: 2048)")
+
+
+def _add_model_options(parser, batch, repeats):
+    parser.add_argument("--layers", type=_count, nargs="+", default=[8], help="default: 8; also 18, 28, 38: 0.5B to 2B")
+    parser.add_argument("--heads", type=_count, help="attention heads (default: D / 64)")
+    parser.add_argument("--kv-heads", type=_count, help="key-value heads (default: as many as heads)")
+    parser.add_argument("--vocabulary", type=_count, default=32768, help="default: 32768")
+    parser.add_argument("--batch", type=_count, nargs="+", default=[batch], help=f"sequences (default: {batch})")
+    parser.add_argument("--repeats", type=_count, default=repeats, help=f"timed turns (default: {repeats})")
+
+
+def _add_common_options(parser):
     parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
     parser.add_argument("--l0", type=float, nargs="+", default=[30.0], help="active neurons per token (default: 30)")
     parser.add_argument("--hidden", type=_count, default=2048, metavar="D", help="hidden size (default: 2048)")
     parser.add_argument("--intermediate", type=_count, default=5632, metavar="F", help="FFN width (default: 5632)")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument(
-        "--repeats", type=_count, help="timed turns (default: 11 for ffn, 25 on CUDA; 5 prefill and train, 3 generate)"
-    )
     parser.add_argument("--threads", type=_count, help="PyTorch threads (default: as PyTorch chooses)")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--energy", action="store_true", help="CUDA: also energy per token, 2 s more for each variant")
@@ -54,30 +99,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", metavar="FOLDER", help="append rows to bench.jsonl there, and draw a figure from this run's rows"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    ffn = parser.add_argument_group("ffn")
-    ffn.add_argument("--tokens", type=_count, nargs="+", help="default: from 1 to 1,024, on CUDA to 65,536")
-    ffn.add_argument(
-        "--shape",
-        nargs="+",
-        choices=sorted(SHAPES),
-        metavar="MODEL",
-        help=f"D and F of {', '.join(SHAPES)}; --l0 then means that many of {SHAPE_L0_OF} and scales with F",
-    )
-    ffn.add_argument("--backward", action="store_true", help="forward and backward with the L1 term, in training")
-    ffn.add_argument("--max-autotune", action="store_true", help="also max-autotune with coordinate descent (slow)")
-    models = parser.add_argument_group("prefill, generate and train (random Llamas, calibrated to the workload)")
-    models.add_argument("--layers", type=_count, nargs="+", default=[8], help="default: 8; also 18, 28, 38: 0.5B to 2B")
-    models.add_argument("--heads", type=_count, help="attention heads (default: D / 64)")
-    models.add_argument("--kv-heads", type=_count, help="key-value heads (default: as many as heads)")
-    models.add_argument("--vocabulary", type=_count, default=32768, help="default: 32768")
-    models.add_argument(
-        "--batch", type=_count, nargs="+", help="sequences (default: 64 for prefill, 1 for generate, 8 for train)"
-    )
-    models.add_argument("--length", type=_count, default=2048, help="prefill, train: tokens of each (default: 2048)")
-    models.add_argument("--new-tokens", type=_count, default=128, help="generate: tokens of each (default: 128)")
-    models.add_argument(
-        "--steps-only", action="store_true", help="generate: time decoding steps, not `generate` itself"
-    )
+
+
+_MODES = {  # what each measures, and the options that it alone reads
+    "ffn": ("one block over tokens and L0", _add_ffn_options),
+    "prefill": ("one forward pass of a random Llama, calibrated to the workload", _add_prefill_options),
+    "generate": ("decoding by a random Llama, calibrated to the workload", _add_generate_options),
+    "train": ("training steps of a random Llama, calibrated to the workload", _add_train_options),
+}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,73 +115,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"rows": rows})
     else:
-        print(table(*_CELLS[args.what](rows)))
+        print(table(*CELLS[args.what](rows)))
         for name, reason in {item for row in rows for item in row.get("absent", {}).items()}:
             print(f"{name} was not measured: {reason}")
     return 0
-
-
-def _ffn_cells(rows):
-    names = ("eager_ms", "compiled_ms", "autotuned_ms", "sparse_ms", "eager_peak_mib", "compiled_peak_mib")
-    names = [name for name in (*names, "sparse_peak_mib", "sparse_held_mib", "took") if name in rows[0]]
-    names += [name for name in rows[0] if name.endswith("_mj_per_token")]
-    cells = [
-        [
-            f"{row['hidden']} x {row['intermediate']}",
-            row["tokens"],
-            row["l0"],
-            row["distinct_64"],
-            f"{row['error']:.2g} / {row['error_eager']:.2g}",
-            *(row[n] for n in names),
-            f"{row['speedup']:.2f}x",
-        ]
-        for row in rows
-    ]
-    head = ["D x F", "tokens", "L0", "distinct in 64", "error / eager's", *(name.replace("_", " ") for name in names)]
-    return [*head, "speed-up"], cells
-
-
-def _model_cells(keys):
-    def cells(rows):
-        # A variant may be absent from some rows.
-        found = dict.fromkeys(name for row in rows for name in row)
-        names = [name for name in (*keys, *(n for n in found if n.endswith("_mj_per_token"))) if name in found]
-        head = ["layers", "batch", "L0 of layers", "distinct in 64 (workload)", *(n.replace("_", " ") for n in names)]
-        return head, [
-            [
-                row["layers"],
-                row["batch"],
-                f"{min(row['layer_l0']):.3g} to {max(row['layer_l0']):.3g}",
-                f"{min(row['layer_distinct_64']):.0f} to {max(row['layer_distinct_64']):.0f} "
-                f"({row['workload_distinct_64']:.0f})",
-                *(row.get(name, "") for name in names),
-            ]
-            for row in rows
-        ]
-
-    return cells
-
-
-_PREFILL = (
-    "eager_ms",
-    "compiled_ms",
-    "sparse_ms",
-    "sparse_compiled_ms",
-    "eager_peak_mib",
-    "sparse_peak_mib",
-    "speedup",
-)
-_GENERATE = ("decoded_l0", "dense_step_ms", "sparse_step_ms", "step_speedup")
-_GENERATE += ("dense_tokens_per_s", "sparse_tokens_per_s", "speedup", "same_tokens")
-_VARIANTS = ("eager", "compiled", "liger", "sparse", "sparse_compiled")
-_TRAIN = ("sparse_layers_on_kernels", *(f"{name}_ms" for name in _VARIANTS), "speedup")
-_TRAIN += ("sparse_tokens_per_s", "sparse_compiled_tokens_per_s", *(f"{name}_peak_mib" for name in _VARIANTS))
-_CELLS = {
-    "ffn": _ffn_cells,
-    "prefill": _model_cells(_PREFILL),
-    "generate": _model_cells(_GENERATE),
-    "train": _model_cells(_TRAIN),
-}
 
 
 def _measure(args) -> list[dict]:
@@ -237,11 +203,11 @@ def _model_rows(args, common):
     from hf_twell.benchmark_train import bench_train
 
     if args.what == "prefill":
-        bench, batches, common["length"] = bench_prefill, args.batch or [64], args.length
+        bench, batches, common["length"] = bench_prefill, args.batch, args.length
     elif args.what == "train":
-        bench, batches, common["length"] = bench_train, args.batch or [8], args.length
+        bench, batches, common["length"] = bench_train, args.batch, args.length
     else:
-        bench, batches, common["new_tokens"] = bench_generate, args.batch or [1], args.new_tokens
+        bench, batches, common["new_tokens"] = bench_generate, args.batch, args.new_tokens
         common["steps_only"] = args.steps_only
     for name in ("hidden", "intermediate", "vocabulary", "heads", "kv_heads"):
         common[name] = getattr(args, name)
