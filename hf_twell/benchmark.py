@@ -9,6 +9,7 @@ from hf_twell import benchmark_backward, ops, workload
 from hf_twell._layout import SPARSE
 from hf_twell.benchmark_check import check_block
 from hf_twell.benchmark_environment import DTYPES, environment
+from hf_twell.benchmark_progress import Report, silent
 from hf_twell.modeling import takes_kernels
 from hf_twell.timing import Captured, interleaved_ms, millijoules, peak_mib
 
@@ -31,6 +32,7 @@ def bench_ffn(
     compile_dense: bool = True,
     max_autotune: bool = False,
     energy: bool = False,
+    report: Report = silent,
 ) -> Iterator[dict]:
     """One row for each number of tokens and L0: times of eager, compiled and sparse FFNs, and the sparse one's error.
 
@@ -42,12 +44,14 @@ def bench_ffn(
         backward: forward and backward, `.grad` None before each; else forward alone under inference mode.
         max_autotune: also `torch.compile` with max-autotune and coordinate descent; reported beside, not in `speedup`.
         energy: also millijoules per token.
+        report: told of what is being done.
 
     Raises:
         ValueError: a result less accurate than DESIGN allows (twice eager PyTorch's error); no speed is given then.
     """
     device = torch.device(device)
     pools = {}
+    report("making the workload")
     for l0 in l0s:
         count = max(DECODE_POOL if device.type == "cuda" else 1024, *tokens)
         x, *weights = workload.make_ffn(count, hidden, intermediate, l0, dtype=DTYPES[dtype], device=device)
@@ -67,9 +71,11 @@ def bench_ffn(
             turns = repeats or (25 if device.type == "cuda" else 11)
             if backward:
                 copies, pairs = _copies(weights, 1), active.sum().item()
-                result = benchmark_backward.measure_backward(dense, xs[0], weights, copies, turns, energy, pairs)
+                result = benchmark_backward.measure_backward(
+                    dense, xs[0], weights, copies, turns, energy, pairs, report
+                )
             else:
-                result = _measure(dense, xs, weights, active, captured, turns, energy)
+                result = _measure(dense, xs, weights, active, captured, turns, energy, report)
             errors, times = result.pop("errors"), result.pop("times")
             yield {
                 "bench": "ffn",
@@ -107,7 +113,7 @@ def _activity(active, count, captured) -> dict:
     }
 
 
-def _measure(dense, xs, weights, active, captured, repeats, energy) -> dict:
+def _measure(dense, xs, weights, active, captured, repeats, energy, report) -> dict:
     """Times, errors and memory of the forward pass alone."""
     device, dtype, count = xs[0].device, xs[0].dtype, len(xs[0])
     density = active.double().mean().item()
@@ -117,6 +123,7 @@ def _measure(dense, xs, weights, active, captured, repeats, energy) -> dict:
     ours = [[gate, up, down.t().contiguous().t() if by_columns else down] for gate, up, down in stock]
     blocks = [workload.patched_block(*some) for some in ours]  # which follow their density
     names = [*dense, "sparse"]
+    report("checking")
 
     @torch.inference_mode()
     def once(name, turn=0):
@@ -139,7 +146,7 @@ def _measure(dense, xs, weights, active, captured, repeats, energy) -> dict:
 
     for turn in range(0 if captured else copies):
         once("sparse", turn)  # a block's first call looks at its density
-    times = interleaved_ms({name: timed(name) for name in names}, repeats, device, head_start=True)
+    times = interleaved_ms({name: timed(name) for name in names}, repeats, device, head_start=True, report=report)
     result = {
         "timed": f"captured graph of {len(xs)} blocks" if captured else "single calls",
         "took": _taken(blocks[0], xs[0]),
@@ -149,6 +156,7 @@ def _measure(dense, xs, weights, active, captured, repeats, energy) -> dict:
     }
     for name in names:
         if device.type == "cuda":
+            report("memory and energy", name)
             result[f"{name}_peak_mib"] = peak_mib(lambda name=name: once(name), device)
         if energy:
             result[f"{name}_mj_per_token"] = millijoules(timed(name), device) / (len(xs) * count)

@@ -22,13 +22,13 @@ def dense(x, w_gate, w_up, w_down, l1_scale):
     return reference.ffn(x, w_up, w_down, w_gate, l1_scale=l1_scale)
 
 
-def measure_backward(variants, x, weights, copies, repeats, energy, pairs) -> dict:
+def measure_backward(variants, x, weights, copies, repeats, energy, pairs, report) -> dict:
     """Times, errors and memory of forward and backward, `.grad` None before each.
 
     Args:
         variants: {name: a function like `dense`}.
         x: (T, D). weights: gate, up, down. copies: so many sets of weights take turns.
-        pairs: active neurons of x, over all tokens.
+        pairs: active neurons of x, over all tokens. report: told of what is being done.
     """
     device = x.device
     x, grad_y = x.requires_grad_(), torch.randn_like(x)
@@ -60,6 +60,7 @@ def measure_backward(variants, x, weights, copies, repeats, energy, pairs) -> di
         prepare(name, turn)
         step(name, turn)
 
+    report("checking")
     for _ in range(WARM_UP):
         prepared_step("sparse")
         if device.type == "cuda":
@@ -76,10 +77,11 @@ def measure_backward(variants, x, weights, copies, repeats, energy, pairs) -> di
         "errors": {tensor: {name: error[name] for name in ("sparse", "eager")} for tensor, error in errors.items()},
     }
     calls = {name: lambda turn, name=name: step(name, turn) for name in names}
-    result["times"] = interleaved_ms(calls, repeats, device, prepare, head_start=True)
+    result["times"] = interleaved_ms(calls, repeats, device, prepare, head_start=True, report=report)
     for name in names:
         prepare(name)
         if device.type == "cuda":
+            report("memory and energy", name)
             result[f"{name}_held_mib"] = held_mib(lambda name=name: forward(name), device)
             result[f"{name}_peak_mib"] = peak_mib(lambda name=name: step(name), device)
         if energy:

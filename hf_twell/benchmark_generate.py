@@ -9,6 +9,7 @@ from transformers import StaticCache
 from hf_twell.benchmark_check import check_logits
 from hf_twell.benchmark_environment import environment
 from hf_twell.benchmark_models import CHECKED_SEQUENCES, describe, make_models, wider
+from hf_twell.benchmark_progress import silent
 from hf_twell.timing import Captured, mean_ms, millijoules
 from hf_twell.workload_llama import TOLERANCE, layer_statistics, make_text
 
@@ -28,6 +29,7 @@ def bench_generate(
     compile=True,
     energy=False,
     steps_only=False,
+    report=silent,
     **shape,
 ) -> dict:
     """Greedy decoding of workload text, dense and sparse in turns: tokens per second, and one step's own time.
@@ -39,6 +41,7 @@ def bench_generate(
     Args:
         energy: also millijoules per token of the steps.
         steps_only: leave `generate` out, whose compilation takes as long again.
+        report: told of what is being done.
         shape: of the model, for `make_llama`.
 
     Raises:
@@ -46,10 +49,12 @@ def bench_generate(
     """
     device = torch.device(device)
     compile, repeats = compile and device.type == "cuda", repeats or 3
-    model, dense, distinct = make_models(l0, dtype, device, shape)
+    model, dense, distinct = make_models(l0, dtype, device, shape, report)
+    report("choosing texts")
     held_out = make_text(model.config.vocab_size, 8 if device.type == "cuda" else 4, 1024, seed=2, device=device)
     description = describe(model, dense, held_out, l0, distinct, dtype)
     text, decoded = _typical_texts(dense, batch, PROMPT_TOKENS + new_tokens, l0, device)
+    report("checking")
     models = {"eager": dense, "sparse": model}
     # Eager calls come first: they settle the memory order of down_proj, which compiled graphs take as it is.
     outputs = {name: _decoded_logits(some, text) for name, some in models.items()}
@@ -63,8 +68,9 @@ def bench_generate(
     errors = check_logits(outputs, truth)
     del outputs, truth
     times = {name: [] for name in steps}
-    for _ in range(repeats + 1):
+    for turn in range(repeats + 1):
         for name, step in steps.items():
+            report("timing", f"{name}, turn {turn + 1} of {repeats + 1}")
             times[name].append(step.milliseconds())
     times = {name: statistics.median(values[1:]) for name, values in times.items()}
     joules = {f"{name}_mj_per_token": step.millijoules() / batch for name, step in steps.items() if energy}
@@ -72,7 +78,7 @@ def bench_generate(
     torch._dynamo.reset()
     whole = {}
     if not steps_only:
-        per_second, tokens = _generate(models, text, compile, repeats)
+        per_second, tokens = _generate(models, text, compile, repeats, report)
         whole = {
             "dense_tokens_per_s": round(per_second["eager"], 3),
             "sparse_tokens_per_s": round(per_second["sparse"], 3),
@@ -131,7 +137,7 @@ class _Step:
         return millijoules(all_positions, self.device) / (self.text.shape[1] - PROMPT_TOKENS)
 
 
-def _generate(models, text, compile, repeats) -> tuple[dict, dict]:
+def _generate(models, text, compile, repeats, report) -> tuple[dict, dict]:
     """Tokens per second of each model's `generate` (median, all taking turns after two of warming up), and tokens."""
     prompt, new_tokens = text[:, :PROMPT_TOKENS], text.shape[1] - PROMPT_TOKENS
     options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
@@ -141,8 +147,9 @@ def _generate(models, text, compile, repeats) -> tuple[dict, dict]:
         options |= {"cache_implementation": "static", "disable_compile": not compile}
         warm_up = 2
     seconds, tokens = {name: [] for name in models}, {}
-    for _ in range(repeats + warm_up):
+    for turn in range(repeats + warm_up):
         for name, model in models.items():
+            report("timing generate,", f"{name}, turn {turn + 1} of {repeats + warm_up}")
             start = time.perf_counter()
             # Copied, because a compiled step's graph writes its tensors again.
             tokens[name] = model.generate(prompt, **options).clone()

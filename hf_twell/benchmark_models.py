@@ -8,6 +8,7 @@ import hf_twell
 from hf_twell import ops
 from hf_twell.benchmark_check import check_logits
 from hf_twell.benchmark_environment import DTYPES, environment
+from hf_twell.benchmark_progress import silent
 from hf_twell.timing import interleaved_ms, millijoules, peak_mib
 from hf_twell.workload_llama import check_layers, layer_statistics, make_llama, make_text
 
@@ -25,6 +26,7 @@ def bench_prefill(
     repeats=None,
     compile=True,
     energy=False,
+    report=silent,
     **shape,
 ) -> dict:
     """One forward pass over a batch of workload text, logits of the last position alone, no key-value cache kept.
@@ -34,13 +36,15 @@ def bench_prefill(
 
     Args:
         energy: also millijoules per token of the batch.
+        report: told of what is being done.
         shape: of the model, for `make_llama`.
 
     Raises:
         ValueError: blocks without the workload's statistics, or logits less accurate than twice eager PyTorch's.
     """
     device = torch.device(device)
-    model, dense, distinct = make_models(l0, dtype, device, shape)
+    model, dense, distinct = make_models(l0, dtype, device, shape, report)
+    report("checking")
     text = make_text(model.config.vocab_size, batch, length, seed=2, device=device)
     description = describe(model, dense, telling(text, model), l0, distinct, dtype)
     models = {"eager": dense, "sparse": model}
@@ -53,7 +57,7 @@ def bench_prefill(
     errors = check_logits(outputs, truth)
     del outputs, truth
     calls = {name: lambda turn=0, some=some: _last_logits(some, text) for name, some in models.items()}
-    times = interleaved_ms(calls, repeats or 5, device)
+    times = interleaved_ms(calls, repeats or 5, device, report=report)
     ours, theirs = (min(times[n] for n in names if n in times) for names in (_OURS, _THEIRS))
     row = {
         "bench": "prefill",
@@ -67,6 +71,7 @@ def bench_prefill(
     }
     for name, call in calls.items():
         if device.type == "cuda":
+            report("memory and energy", name)
             row[f"{name}_peak_mib"] = peak_mib(call, device)
         if energy:
             row[f"{name}_mj_per_token"] = millijoules(call, device) / text.numel()
@@ -76,9 +81,9 @@ def bench_prefill(
 _OURS, _THEIRS = ("sparse", "sparse_compiled"), ("eager", "compiled")
 
 
-def make_models(l0, dtype, device, shape):
+def make_models(l0, dtype, device, shape, report):
     """The sparse model, the same as stock code with weights of its own, and the workload's distinct neurons in 64."""
-    model, distinct = make_llama(l0, dtype=DTYPES[dtype], device=device, **shape)
+    model, distinct = make_llama(l0, dtype=DTYPES[dtype], device=device, report=report, **shape)
     return model, hf_twell.unpatch(copy.deepcopy(model)), distinct
 
 

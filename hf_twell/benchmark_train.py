@@ -14,6 +14,7 @@ import hf_twell
 from hf_twell.benchmark_check import check_training, kernel_calls
 from hf_twell.benchmark_environment import DTYPES, environment
 from hf_twell.benchmark_models import describe, sharing_copy, telling, wider
+from hf_twell.benchmark_progress import silent
 from hf_twell.modeling import sparse_ffns
 from hf_twell.penalty import L1Penalty
 from hf_twell.timing import interleaved_ms, millijoules, peak_mib
@@ -36,6 +37,7 @@ def bench_train(
     repeats=None,
     compile=True,
     energy=False,
+    report=silent,
     **shape,
 ) -> dict:
     """One optimizer step of one micro-batch of workload text: forward, loss, backward, AdamW, gradients set to None.
@@ -47,6 +49,7 @@ def bench_train(
 
     Args:
         energy: also millijoules per token.
+        report: told of what is being done.
         shape: of the model, for `make_llama`.
 
     Raises:
@@ -54,7 +57,8 @@ def bench_train(
             PyTorch's error.
     """
     device = torch.device(device)
-    model, distinct = make_llama(l0, dtype=DTYPES[dtype], device=device, **shape)
+    model, distinct = make_llama(l0, dtype=DTYPES[dtype], device=device, report=report, **shape)
+    report("looking at its sparsity")
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, sdpa_attention_forward)
     model.set_attn_implementation(ATTENTION)
     text = make_text(model.config.vocab_size, batch, length, seed=2, device=device)
@@ -75,14 +79,15 @@ def bench_train(
         absent["liger"] = "the package liger_kernel is not installed"
     else:
         steps["liger"] = _LigerStep(sharing_copy(dense), text, optimizer)
-    checked = _check(steps, dense, text, dtype, absent)
+    checked = _check(steps, dense, text, dtype, absent, report)
     gc.collect()  # what checking has left behind is no variant's memory
 
     calls = {name: lambda turn, step=step: step() for name, step in steps.items()}
-    times = interleaved_ms(calls, repeats or 5, device, lambda name, turn: steps[name]())
+    times = interleaved_ms(calls, repeats or 5, device, lambda name, turn: steps[name](), report=report)
     memory, joules = {}, {}
     for name, step in steps.items():
         if device.type == "cuda":
+            report("memory and energy", name)
             # Weights and optimizer states, which every variant has.
             memory["resident_mib"] = round(torch.cuda.memory_allocated(device) / 2**20, 2)
             memory[f"{name}_peak_mib"] = round(memory["resident_mib"] + peak_mib(step, device), 2)
@@ -180,11 +185,13 @@ class _LigerStep(_Step):
             modeling_llama.apply_rotary_pos_emb = stock
 
 
-def _check(steps: dict[str, _Step], dense, text, dtype, absent) -> dict:
+def _check(steps: dict[str, _Step], dense, text, dtype, absent, report) -> dict:
     """Warm up all variants and compare their losses and gradients; those that do not run here move to `absent`."""
+    report("checking: in higher precision")
     loss, truth = _wide_gradients(dense, text, dtype)
     losses, errors = {}, {}
     for name, step in list(steps.items()):
+        report(f"checking: {name}")
         try:
             step.warm_up()
             losses[name] = step.gradients().item()

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from hf_twell.benchmark_progress import Report, silent
+
 FLUSH_BYTES = 512 << 20  # read before each timed call on CUDA: ten times an H200's L2, and longer than a launch takes
 HEAD_START_CYCLES = 2_000_000  # about a millisecond of waiting on the device, while a call of many launches is queued
 
@@ -46,6 +48,7 @@ def interleaved_ms(
     device: torch.device,
     prepare: Callable[[str, int], object] = lambda name, turn: None,
     head_start: bool = False,
+    report: Report = silent,
 ) -> dict[str, float]:
     """Median milliseconds of each call, all taking turns after two turns of warming up.
 
@@ -55,19 +58,22 @@ def interleaved_ms(
     Args:
         prepare: gets a call's name and the number of its turn before each, untimed.
         head_start: on CUDA, keep the device busy for longer, for calls that take the host long to launch.
+        report: told of each call before it is prepared; on CUDA, where the host runs ahead of the device, once before.
     """
     turns = repeats + 2
     if device.type == "cuda":
+        report("timing")
         times = _event_times(calls, turns, device, prepare, head_start)
     else:
-        times = _wall_times(calls, turns, prepare)
+        times = _wall_times(calls, turns, prepare, report)
     return {name: statistics.median(values[2:]) for name, values in times.items()}
 
 
-def _wall_times(calls, turns, prepare):
+def _wall_times(calls, turns, prepare, report):
     times = {name: [] for name in calls}
     for turn in range(turns):
         for name, call in calls.items():
+            report("timing", f"{name}, turn {turn + 1} of {turns}")
             prepare(name, turn)
             start = time.perf_counter()
             call(turn)

@@ -8,6 +8,7 @@ little to the residual stream, so that every layer's normed input keeps the word
 import torch
 
 from hf_twell import workload
+from hf_twell.benchmark_progress import silent
 
 ATTENTION_SHARE, FFN_SHARE = 0.04, 0.16  # of the residual stream's variance, all layers together
 TOLERANCE = 0.10  # of L0 and of distinct neurons, beyond which a speed would mean nothing
@@ -26,11 +27,13 @@ def make_llama(
     dtype=torch.bfloat16,
     device="cpu",
     seed=0,
+    report=silent,
 ):
     """A sparsified Llama with `l0` active neurons a token in every block, and the workload's sharing among neighbours.
 
     Args:
         heads: attention heads (default: of 64 columns each). kv_heads: default: as many.
+        report: told of what is being done.
 
     Returns:
         The model, in evaluation mode, and the workload's distinct neurons in 64 neighbouring tokens.
@@ -39,6 +42,7 @@ def make_llama(
 
     import hf_twell
 
+    report("making the model")
     torch.manual_seed(seed)
     heads = heads or max(1, hidden // 64)
     config = LlamaConfig(
@@ -64,6 +68,7 @@ def make_llama(
     text = make_text(vocabulary, sequences, 1024, seed=seed, device=device)
     distinct = workload.distinct_neurons(workload.active_neurons(x[:16384], w_gate))
     same = workload.distinct_neurons(workload.active_neurons(x[text.flatten()], w_gate))
+    report("calibrating the model")
     _calibrate(model, text, l0, same)
     return model, distinct
 

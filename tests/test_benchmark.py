@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import time
 
 import pytest
 import torch
@@ -197,6 +198,30 @@ def test_bench_generate_of_steps_alone_draws_its_figure(tmp_path, capsys):
     assert row["step_speedup"] > 0
     assert "speedup" not in row
     assert (tmp_path / "generate.png").stat().st_size > 1000
+
+
+def test_the_bar_says_what_is_being_done(capsys):
+    sizes = [item for name, value in TINY.items() for item in (f"--{name}", str(value))]
+    arguments = ["--l0", "12", "--new-tokens", "32", "--repeats", "1", "--device", "cpu", "--dtype", "float32"]
+    assert main(["bench", "generate", *sizes, *arguments]) == 0
+    shown = capsys.readouterr().err
+    phases = ["making the model", "calibrating", "choosing texts", "checking", "timing dense_step, turn 1 of 2"]
+    places = [shown.index(phase) for phase in [*phases, "timing generate, eager, turn 1 of 1"]]
+    assert places == sorted(places)
+
+
+def test_reports_are_not_timed():
+    told = []
+
+    def report(*phase):
+        told.append(phase)
+        time.sleep(0.05)
+
+    calls = {"one": lambda turn: None, "other": lambda turn: None}
+    times = timing.interleaved_ms(calls, 1, torch.device("cpu"), report=report)
+    assert told[:2] == [("timing", "one, turn 1 of 3"), ("timing", "other, turn 1 of 3")]
+    assert len(told) == 6
+    assert max(times.values()) < 5
 
 
 def test_logits_of_a_wrong_model_are_refused():

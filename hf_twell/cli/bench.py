@@ -128,6 +128,7 @@ def _measure(args) -> list[dict]:
     from tqdm.auto import tqdm
 
     from hf_twell.benchmark_plot import plot
+    from hf_twell.benchmark_progress import shown_on
     from hf_twell.timing import check_energy
 
     if args.threads is not None:
@@ -139,17 +140,20 @@ def _measure(args) -> list[dict]:
     if args.energy:
         check_energy(torch.device(device))
     common = {"dtype": args.dtype, "device": device, "repeats": args.repeats, "energy": args.energy}
-    source, total = (_ffn_rows if args.what == "ffn" else _model_rows)(args, common)
     output = None
     if args.output:
         output = Path(args.output) / "bench.jsonl"
         output.parent.mkdir(parents=True, exist_ok=True)
     rows = []
-    for row in tqdm(source, total=total, file=sys.stderr, unit="row"):
-        rows.append(row)
-        if output is not None:
-            with output.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+    with tqdm(file=sys.stderr, unit="row") as bar:
+        common["report"] = shown_on(bar)
+        source, bar.total = (_ffn_rows if args.what == "ffn" else _model_rows)(args, common)
+        for row in source:
+            bar.update()
+            rows.append(row)
+            if output is not None:
+                with output.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
     if output is not None:
         plot(rows, output.with_name("bench.png" if args.what == "ffn" else f"{args.what}.png"))
     return rows
