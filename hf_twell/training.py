@@ -14,9 +14,9 @@ from pathlib import Path
 import yaml
 from transformers import ProgressCallback, TrainerCallback, TrainingArguments
 
-from hf_twell.callbacks import WARMUPS
+from hf_twell.callbacks import WARMUPS, check_steps
 from hf_twell.checkpoints import check_target, last_checkpoint
-from hf_twell.controller import SHARES
+from hf_twell.controller import SHARES, DensityController
 from hf_twell.packing import check_file, is_streamed
 
 TRAINABLE = ("all", "ffn", "ffn+lora")
@@ -178,12 +178,12 @@ def only_run(args: TrainingArguments) -> Iterator[None]:
     """Hold the run's folder for one training; the lock ends with the process, however that ends.
 
     Raises:
-        ValueError: another run is training into the folder.
+        ValueError: another run is training into the folder, or it cannot be made.
     """
     if args.process_index != 0:  # of a run's processes the first one holds it for all
         yield
         return
-    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    make_output_dir(args.output_dir)
     with Path(args.output_dir, LOCK_NAME).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -203,8 +203,9 @@ def check_run(output_dir: str, args: TrainingArguments, *, resume: bool, overwri
 
     Raises:
         ValueError: an earlier run's checkpoints or final model without `resume` or `overwrite`; nothing to resume from;
-            a final model with other things beside it.
+            a folder that cannot be made or written to; a final model with other things beside it.
     """
+    make_output_dir(output_dir)
     checkpoint, final = last_checkpoint(output_dir), Path(output_dir, "final")
     if not resume:
         if checkpoint:
@@ -226,6 +227,20 @@ def check_run(output_dir: str, args: TrainingArguments, *, resume: bool, overwri
         raise ValueError(f"the run in {output_dir} is finished: {state['global_step']} of {steps} steps are done")
     if final.exists():
         check_target(final, overwrite=True)
+
+
+def make_output_dir(output_dir: str) -> None:
+    """Make the run's folder, which has to take checkpoints.
+
+    Raises:
+        ValueError: it cannot be made, or nothing can be written there.
+    """
+    try:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"output_dir {output_dir} cannot be made ({error.strerror}); name another folder") from error
+    if not os.access(output_dir, os.W_OK):
+        raise ValueError(f"output_dir {output_dir} cannot be written to; name another folder")
 
 
 class NothingLeft(TrainerCallback):
@@ -286,6 +301,17 @@ def _checked(data: dict, path: Path) -> Recipe:
         value = getattr(recipe, key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
             raise ValueError(f"{path} has {key}: {value!r}; give a number of at least 0")
+    try:
+        if recipe.target_density is not None:  # what the controller refuses, before any work
+            DensityController(recipe.target_density, steps=1, share=recipe.layer_shares, bounds=recipe.l1_bounds)
+        for key in ("warmup_steps", "blend_steps"):
+            check_steps(key, getattr(recipe, key) or 0)
+    except ValueError as error:
+        raise ValueError(f"{path} has {error}") from error
+    if recipe.revive_after is not None and (recipe.revive_after < 1 or recipe.revive_after % 1):
+        raise ValueError(f"{path} has revive_after: {recipe.revive_after!r}; give a whole number of tokens")
+    if recipe.l1_bounds is not None and recipe.target_density is None:
+        raise ValueError(f"{path} has l1_bounds: {recipe.l1_bounds!r}, which go with target_density alone")
     if recipe.l1_weight is not None and recipe.target_density is not None:
         raise ValueError(f"{path} has l1_weight and target_density; give one of them, and null for the other")
     if is_streamed(recipe.train) and not recipe.training.get("max_steps", 0) > 0:

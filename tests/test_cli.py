@@ -171,6 +171,27 @@ def test_recipe_mistakes_end_in_one_line(recipe, change, says, capsys, monkeypat
     assert says in error_line(capsys)
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (["l1_weight=null", "target_density=5"], "target_density=5; give a share between 0 and 1"),
+        (["l1_weight=null", "target_density=0.1", "l1_bounds=[2, 1]"], "l1_bounds=[2, 1]; give the lowest"),
+        (["l1_bounds=[1, 2]"], "go with target_density alone"),
+        (["warmup_steps=2.5"], "warmup_steps=2.5; give a whole number of steps, or a share"),
+        (["blend_steps=2.5"], "blend_steps=2.5; give a whole number of steps, or a share"),
+        (["revive_after=0.5"], "revive_after: 0.5; give a whole number of tokens"),
+        (["output_dir=heldout.txt"], "output_dir heldout.txt cannot be made (File exists)"),
+        (["output_dir=/proc/absent"], "output_dir /proc/absent cannot be made"),
+    ],
+)
+def test_recipe_mistakes_end_before_any_work(recipe, changes, says, capsys, monkeypatch):
+    monkeypatch.chdir(recipe.parent)
+    assert main(["train", str(recipe), *changes]) == 1
+    message = capsys.readouterr().err
+    assert says in message.splitlines()[-1]
+    assert "tokenizing" not in message
+
+
 def test_train_reads_jsonl_and_reports(recipe, capsys):
     pytest.importorskip("datasets")
     rows = [json.dumps({"text": text}) for text in (recipe.parent / "train.txt").read_text().split("<|endoftext|>\n")]
