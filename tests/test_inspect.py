@@ -20,7 +20,7 @@ from hf_twell.inspection import inspect_text
 from hf_twell.passages import read_pieces, windows
 from hf_twell.places import LISTED_COUNT
 from hf_twell.report.findings import savings_sentence
-from hf_twell.savings import ffn_savings, predicted_share
+from hf_twell.savings import IF_DENSITIES, ffn_savings, predicted_share
 from hf_twell.text import read_documents
 from tests.conftest import shared_path
 
@@ -309,6 +309,18 @@ def test_another_tokenizer_is_noticed(tmp_path, text, capsys):
     assert "Warning: The model predicts this text worse than an even guess" in capsys.readouterr().out
     assert main(["inspect", str(DEMO / "model"), "--text", str(text)]) == 0
     assert "Warning" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("extra", [[], ["--measure"]])
+def test_a_dense_models_table_is_printed(text, capsys, extra):
+    assert main(["inspect", str(DEMO / "model"), "--text", str(text), *extra]) == 0
+    printed = capsys.readouterr().out
+    sentence = printed.index("The table says what this model's blocks would gain at lower densities")
+    kind = "measured on synthetic activations" if extra else "predicted, not measured"
+    head, _, *rows = printed[printed.index(f"Speed-up at other densities ({kind}):", sentence) :].splitlines()[1:]
+    assert head.split()[:2] == ["density", "decode,"]
+    assert len(rows) == len(IF_DENSITIES)
+    assert all(row.endswith("x") for row in rows)
 
 
 def test_ctrl_c_writes_what_was_seen(relu_folder, tmp_path):

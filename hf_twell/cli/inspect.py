@@ -134,4 +134,18 @@ def summary(result: dict) -> str:
     parts.append("\n".join(f"- {found['title']}. {found['text']}" for found in findings(result)))
     if result["savings"]:
         parts.append(savings_sentence(result["savings"]))
+        if not result["savings"]["relu"]:
+            parts.append(_if_sparse(result["savings"]))
     return "\n\n".join(parts)
+
+
+def _if_sparse(savings: dict) -> str:
+    """What a dense model's blocks would gain at lower densities."""
+    from hf_twell.report.findings import percent
+
+    how = "measured on synthetic activations" if savings["if_density"][0]["measured"] else "predicted, not measured"
+    headers = ["density", "decode, 1 token", f"prefill of {savings['tokens']['prefill']:,} tokens"]
+    rows = [
+        [percent(row["density"]), f"{row['decode']:.2f}x", f"{row['prefill']:.2f}x"] for row in savings["if_density"]
+    ]
+    return f"Speed-up at other densities ({how}):\n{table(headers, rows)}"
