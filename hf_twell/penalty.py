@@ -241,6 +241,7 @@ def token_weight(batch: Mapping) -> torch.Tensor | None:
     mask = batch.get("attention_mask")
     if mask is None:
         return None
+    _check_tensor("attention_mask", mask)
     if mask.ndim != 2:
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)}; the L1 term needs (batch, sequence) to know padding. "
@@ -253,5 +254,15 @@ def batch_size_tokens(batch: Mapping) -> int:
     """Positions in a batch, padding included."""
     for key in ("input_ids", "inputs_embeds"):
         if batch.get(key) is not None:
+            _check_tensor(key, batch[key])
+            if batch[key].ndim < 2:
+                raise ValueError(f"{key} has shape {tuple(batch[key].shape)}; expected (batch, sequence)")
             return batch[key].shape[0] * batch[key].shape[1]
     raise ValueError(f"the batch has keys {sorted(batch)}; expected input_ids or inputs_embeds to count tokens")
+
+
+def _check_tensor(name: str, value) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(
+            f'{name} is a {type(value).__name__}, not a tensor; call the tokenizer with return_tensors="pt"'
+        )

@@ -3,6 +3,7 @@
 import json
 import lzma
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from transformers import AutoTokenizer, BatchEncoding, GPTNeoXConfig, GPTNeoXFor
 
 from hf_twell import measure_sparsity, sparsify, unpatch
 from hf_twell.architectures import find_ffns
+from hf_twell.penalty import L1Penalty
 from tests.conftest import shared_path, tiny_llama
+
+DEMO = Path(__file__).parents[1] / "recipes" / "demo"
 
 
 def batches() -> list[dict]:
@@ -160,6 +164,20 @@ def test_no_tokens(given):
 def test_what_is_no_batch(given):
     with pytest.raises(ValueError, match=r"Put a single batch into a list"):
         measure_sparsity(sparsify(tiny_llama()), given)
+
+
+@pytest.mark.parametrize("options", [{}, {"return_tensors": "np"}])
+def test_a_tokenizers_output_without_tensors(options):
+    tokenizer = AutoTokenizer.from_pretrained(DEMO / "model")
+    model = sparsify(tiny_llama())
+    batch = tokenizer("hello", **options)
+    for given in (batch, {"input_ids": batch["input_ids"]}):
+        with pytest.raises(ValueError, match='not a tensor; call the tokenizer with return_tensors="pt"'):
+            measure_sparsity(model, [given])
+        with pytest.raises(ValueError, match='not a tensor; call the tokenizer with return_tensors="pt"'):
+            next(L1Penalty(model, 1e-3).micro_batches([given]))
+    with pytest.raises(ValueError, match=r"input_ids has shape \(3,\); expected \(batch, sequence\)"):
+        measure_sparsity(model, [{"input_ids": torch.ones(3, dtype=torch.long)}])
 
 
 def test_a_model_that_cannot_be_read():
