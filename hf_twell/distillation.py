@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from hf_twell.architectures import find_ffns
-from hf_twell.penalty import token_weight
+from hf_twell.batches import token_weight
 
 CHUNK = 2**24  # logits computed at a time: 64 MiB in float32, of which a few such tensors exist at once
 

@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 
 from hf_twell.activity import LayerActivity
 from hf_twell.architectures import FfnSite, find_ffns
-from hf_twell.penalty import batch_size_tokens, token_weight
+from hf_twell.batches import batch_size_tokens, token_weight
 from hf_twell.perplexity import evaluation_mode
 
 CPU_TOKENS = 2048  # of h, counted at a time

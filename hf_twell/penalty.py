@@ -1,5 +1,6 @@
 """The L1 term of sparse training: what it adds to each gradient, and what it sees of the model's sparsity."""
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from torch import nn
 from transformers.utils import is_accelerate_available
 
 from hf_twell._density import Block, ModelChoice
+from hf_twell.batches import batch_size_tokens, token_weight
 from hf_twell.modeling import L1Inputs, sparse_ffns
 
 
@@ -47,6 +49,8 @@ class L1Penalty:
                 (model(**batch).loss / len(batches)).backward()
             optimizer.step()
 
+    A model that is trained without them, and so without the term, warns once.
+
     Under DistributedDataParallel every rank calls it alike, with tokens of its own: gradients are taken to be averaged
     over ranks.
 
@@ -81,6 +85,9 @@ class L1Penalty:
         self._window: StepCounts | None = None
         self._choice = ModelChoice()
         self._batch_tokens = 0.0  # of a micro-batch of this rank, padding included
+        self._model = model
+        _unwatch(model)
+        model.register_forward_pre_hook(_warn_of_no_step)
 
     def begin_step(self, batches: Iterable[Mapping], *, scaler: torch.amp.GradScaler | None = None) -> None:
         """Count the tokens of an optimizer step: all micro-batches of this rank, and of the others.
@@ -90,6 +97,7 @@ class L1Penalty:
             scaler: the fp16 gradient scaler, where one is used; its factor is divided out again by the optimizer step.
         """
         _check_ranks_share_no_sequence()
+        _unwatch(self._model)
         self.end_step()
         device = self.device
         tokens, sizes = torch.zeros((), device=device), []
@@ -221,6 +229,25 @@ class L1Penalty:
         return next(ffn.parameters()).device
 
 
+# A function of the module, which copies and pickles of a model hold by its name.
+def _warn_of_no_step(model: nn.Module, args) -> None:
+    """A hook that a model has until the first step of its penalty begins."""
+    ffns = sparse_ffns(model)
+    if model.training and torch.is_grad_enabled() and ffns and all(ffn.twell.l1 is None for ffn in ffns):
+        _unwatch(model)
+        warnings.warn(
+            f"{type(model).__name__} has an L1Penalty, but trains without the L1 term: no step was begun. Take each "
+            "micro-batch from penalty.micro_batches([...]), or call begin_step and micro_batch",
+            stacklevel=2,
+        )
+
+
+def _unwatch(model: nn.Module) -> None:
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if hook is _warn_of_no_step:
+            del model._forward_pre_hooks[key]
+
+
 def _check_ranks_share_no_sequence() -> None:
     if not is_accelerate_available():
         return
@@ -234,35 +261,3 @@ def _check_ranks_share_no_sequence() -> None:
                 f"accelerate's {name}={size} cuts each sequence over {size} ranks, and the L1 term would count it on "
                 f"every one of them, {size} times too weak; set {name}=1 and use FSDP2 or gradient checkpointing"
             )
-
-
-def token_weight(batch: Mapping) -> torch.Tensor | None:
-    """1 for each token that counts and 0 for padding, fp32, shaped like the mask; None where every position counts."""
-    mask = batch.get("attention_mask")
-    if mask is None:
-        return None
-    _check_tensor("attention_mask", mask)
-    if mask.ndim != 2:
-        raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)}; the L1 term needs (batch, sequence) to know padding. "
-            "Leave the mask out where no position is padding."
-        )
-    return (mask != 0).float()
-
-
-def batch_size_tokens(batch: Mapping) -> int:
-    """Positions in a batch, padding included."""
-    for key in ("input_ids", "inputs_embeds"):
-        if batch.get(key) is not None:
-            _check_tensor(key, batch[key])
-            if batch[key].ndim < 2:
-                raise ValueError(f"{key} has shape {tuple(batch[key].shape)}; expected (batch, sequence)")
-            return batch[key].shape[0] * batch[key].shape[1]
-    raise ValueError(f"the batch has keys {sorted(batch)}; expected input_ids or inputs_embeds to count tokens")
-
-
-def _check_tensor(name: str, value) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise ValueError(
-            f'{name} is a {type(value).__name__}, not a tensor; call the tokenizer with return_tensors="pt"'
-        )

@@ -1,9 +1,11 @@
 """One optimizer step has one gradient, however it is cut into micro-batches, processes, layouts and checkpoints."""
 
+import copy
 import importlib.util
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -147,6 +149,39 @@ def test_nothing_is_left_outside_the_step():
         break
     model(**batch).loss.backward()
     assert torch.equal(one_step.flat_gradient(model), before)
+
+
+def test_training_without_a_step_warns_once():
+    model, batch = sparsify(tiny_llama()), {"input_ids": torch.arange(8).view(2, 4)}
+    batch["labels"] = batch["input_ids"]
+    penalty = L1Penalty(model, 1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.eval()(**batch)
+        with torch.no_grad():
+            model.train()(**batch)
+        assert not caught
+        for _ in range(2):
+            model(**batch).loss.backward()
+    assert [str(item.message) for item in caught] == [
+        "LlamaForCausalLM has an L1Penalty, but trains without the L1 term: no step was begun. Take each micro-batch "
+        "from penalty.micro_batches([...]), or call begin_step and micro_batch"
+    ]
+    assert penalty.report() is None
+    assert not model._forward_pre_hooks
+
+
+def test_training_in_steps_does_not_warn():
+    model, batch = sparsify(tiny_llama()).train(), {"input_ids": torch.arange(8).view(2, 4)}
+    penalty, other = L1Penalty(model, 1.0), copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for one, its_penalty in ((model, penalty), (other, L1Penalty(other, 1.0))):
+            for each in its_penalty.micro_batches([batch]):
+                one(**each).logits.sum().backward()
+            one(**batch)
+    assert not model._forward_pre_hooks
+    assert not other._forward_pre_hooks
 
 
 def test_loss_scaling_is_undone_by_the_scaler(truth):
