@@ -53,12 +53,12 @@ def ffn(
             that need others go to "reference", with one warning.
 
     Raises:
-        ValueError: shapes or devices that do not fit together, a capacity below 1, or a backend that was asked for by
-            name and cannot compute this.
+        ValueError: shapes, dtypes or devices that do not fit together, a capacity below 1, or a backend that was asked
+            for by name and cannot compute this.
 
     Source: arXiv 2603.23198, sections 2 and 3.
     """
-    _check_shapes(x, w_up, w_down, w_gate, b_up, b_down, b_gate, token_weight, tally)
+    _check_tensors(x, w_up, w_down, w_gate, b_up, b_down, b_gate, token_weight, tally)
     if capacity is not None and capacity < 1:
         raise ValueError(f"capacity={capacity}; give a number of neurons of at least 1, or None for the default")
     inputs = (x, w_up, w_down, w_gate, b_up, b_down, b_gate)
@@ -223,9 +223,7 @@ def _kernels_take(backend, kernels, needs_grad, x, *weights) -> bool:
     problem = None
     dtypes = {tensor.dtype for tensor in (x, *weights) if tensor is not None}
     intermediate, hidden = weights[0].shape
-    if len(dtypes) > 1 and not torch.is_autocast_enabled(x.device.type):
-        problem = f"x and the weights have different dtypes, {sorted(map(str, dtypes))}; give all the same"
-    elif not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
+    if not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
         problem = f"dtype {x.dtype}; the kernels take float32, bfloat16 and float16"
     elif hidden > MAX_HIDDEN or intermediate > MAX_INTERMEDIATE or hidden == 0 or intermediate == 0:
         problem = f"D = {hidden}, F = {intermediate}; the kernels take 1..{MAX_HIDDEN} and 1..{MAX_INTERMEDIATE}"
@@ -245,7 +243,7 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=3)
 
 
-def _check_shapes(x, w_up, w_down, w_gate, b_up, b_down, b_gate, token_weight, tally):
+def _check_tensors(x, w_up, w_down, w_gate, b_up, b_down, b_gate, token_weight, tally):
     if w_up.ndim != 2:
         raise ValueError(f"w_up has shape {tuple(w_up.shape)}; expected (F, D), as nn.Linear stores it")
     intermediate, hidden = w_up.shape
@@ -268,3 +266,7 @@ def _check_shapes(x, w_up, w_down, w_gate, b_up, b_down, b_gate, token_weight, t
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {tuple(shape)}")
         if tensor.device != device:
             raise ValueError(f"x is on {device} and {name} on {tensor.device}; move them to one device")
+        # Autocast casts all of them; the report and the tokens' weights are float32 beside any dtype.
+        mixed = tensor.dtype != x.dtype and name not in ("tally", "token_weight")
+        if mixed and not torch.is_autocast_enabled(device.type):
+            raise ValueError(f"x is {x.dtype} and {name} is {tensor.dtype}; give both one dtype, or use autocast")

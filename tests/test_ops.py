@@ -83,6 +83,19 @@ def test_a_patched_block_agrees_with_its_stock_one_in_every_mode():
 
 
 @needs_cpu_kernels
+@pytest.mark.parametrize("name", ["w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate"])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_mixed_dtypes_are_refused_except_under_autocast(name, backend):
+    w = torch.randn(16, 8)
+    tensors = {"w_up": w, "w_down": w.t(), "w_gate": w, "b_up": w[:, 0], "b_down": w[0], "b_gate": w[:, 0]}
+    tensors = {key: value.bfloat16() for key, value in tensors.items()} | {name: tensors[name]}
+    x = torch.randn(3, 8, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=f"x is torch.bfloat16 and {name} is torch.float32; give both one dtype"):
+        ops.ffn(x, **tensors, backend=backend)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ops.ffn(x, **tensors, backend=backend).dtype == torch.bfloat16
+
+
 def test_autocast_trains_fp32_weights():
     block, x = sparse_block()
     with torch.autocast("cpu", torch.bfloat16):
