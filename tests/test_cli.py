@@ -102,11 +102,14 @@ def test_sparsify_writes_a_stock_model_and_measures_it(tmp_path, capsys):
     assert main(["sparsify", str(output), str(tmp_path / "again")]) == 0
     printed = capsys.readouterr().out
     assert "4 feed-forward blocks used ReLU already" in printed
+    assert "act on" not in printed
     assert "fine-tune" not in printed
     shutil.rmtree(tmp_path / "again")
     assert main([*command[:3], "--overwrite", "--layers", "0", "-1"]) == 0
     assert json.loads((output / "config.json").read_text())["twell"]["layers"] == [0, 3]
-    assert "LlamaForCausalLM: 4 feed-forward blocks" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "LlamaForCausalLM: 4 feed-forward blocks" in printed
+    assert "kernels and the L1 term act on 2 of them: layers 0, 3\n" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["sparse"]
 
 

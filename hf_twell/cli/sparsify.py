@@ -37,6 +37,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     use = "used ReLU already" if result["already_sparse"] else "now use ReLU"
     print(f"{result['class']}: {result['blocks']} feed-forward blocks {use}; saved to {result['output']}")
+    chosen = result["config"]["twell"]["layers"]
+    if chosen is not None:
+        print(f"kernels and the L1 term act on {len(chosen)} of them: layers {', '.join(map(str, chosen))}")
     if result["sparsity"]:
         print(
             f"on {result['sparsity']['tokens']} tokens, {percent(result['sparsity']['density'])} of neurons active:\n"
