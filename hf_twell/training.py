@@ -13,6 +13,7 @@ from pathlib import Path
 
 import yaml
 from transformers import ProgressCallback, TrainerCallback, TrainingArguments
+from transformers.utils import is_torch_bf16_gpu_available
 
 from hf_twell.callbacks import WARMUPS, check_steps
 from hf_twell.checkpoints import check_target, last_checkpoint
@@ -154,7 +155,8 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     """Trainer's arguments as the recipe's `training` gives them.
 
     Raises:
-        ValueError: an argument that TrainingArguments does not have, or that the recipe itself gives.
+        ValueError: an argument that TrainingArguments does not have, that the recipe itself gives, or bf16 without a
+            GPU for it.
     """
     _check_keys(recipe.training, TrainingArguments, "training")
     if "output_dir" in recipe.training:
@@ -166,6 +168,11 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         # YAML's `no` is a text here, and Python takes any text for true.
         if isinstance(value, str) and "bool" in str(field.type) and "str" not in str(field.type):
             raise ValueError(f"training has {field.name}: {value!r}; give true or false")
+    if recipe.training.get("bf16") and not recipe.training.get("use_cpu") and not is_torch_bf16_gpu_available():
+        raise ValueError(
+            "training has bf16: true, and PyTorch sees no GPU here that computes in it; write training.bf16=false for "
+            "float32, or training.use_cpu=true for bfloat16 on the CPU"
+        )
     defaults = {"report_to": [], "logging_steps": 10, "disable_tqdm": False}
     try:
         return TrainingArguments(**{**defaults, **recipe.training, "output_dir": recipe.output_dir})

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import is_torch_bf16_gpu_available
 
 from hf_twell.cli import COMMANDS, main
 
@@ -193,6 +194,14 @@ def test_recipe_mistakes_end_before_any_work(recipe, changes, says, capsys, monk
     message = capsys.readouterr().err
     assert says in message.splitlines()[-1]
     assert "tokenizing" not in message
+
+
+@pytest.mark.skipif(is_torch_bf16_gpu_available(), reason="a GPU that trains in bf16")
+def test_bf16_needs_a_gpu_or_use_cpu(recipe, capsys):
+    changes = ["training.bf16=true", "training.max_steps=1", "training.save_strategy=no"]
+    assert main(["train", str(recipe), *changes, "training.use_cpu=false"]) == 1
+    assert "training.bf16=false for float32, or training.use_cpu=true" in error_line(capsys)
+    assert main(["train", str(recipe), *changes, "training.use_cpu=true"]) == 0
 
 
 def test_train_reads_jsonl_and_reports(recipe, capsys):

@@ -1,4 +1,4 @@
-"""The README's examples run as they stand, on the demo model in place of models from the Hub."""
+"""The README's examples run as they stand, on a CPU and the demo model in place of models from the Hub."""
 
 import os
 import re
@@ -33,7 +33,7 @@ def test_python_examples(tmp_path, monkeypatch):
     code = code.replace("meta-llama/Llama-3.2-1B", str(DEMO / "model")).replace(
         "max_steps=1000", "max_steps=2, logging_steps=1"
     )
-    code = code.replace("bf16=True", "use_cpu=True")
+    code = code.replace("bf16=True)", "use_cpu=True)")  # as the example says
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "model")
     ids = tokenizer((DEMO / "text" / "heldout.txt").read_text()[:4000], return_tensors="pt")["input_ids"][0]
     rows = [{"input_ids": row, "labels": row} for row in ids[: len(ids) // 32 * 32].view(-1, 32)]
