@@ -134,7 +134,7 @@ def load_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"no recipe at {path}; give the path of a YAML file such as recipes/demo.yaml")
+        raise ValueError(f"no recipe at {path}; give the path of a YAML file, such as recipes/demo.yaml of a checkout")
     data = _read_yaml(path.read_bytes(), str(path))
     if not isinstance(data, dict):
         raise ValueError(f"{path} holds no mapping of recipe keys")

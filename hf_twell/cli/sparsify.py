@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         )
         print(sparsity_table(result["sparsity"]))
     if not result["already_sparse"]:
-        print("\nThe swap alone costs quality: fine-tune with `hf-twell train` (see recipes/).")
+        print("\nThe swap alone costs quality: fine-tune with `hf-twell train` (recipes/ of a checkout has examples).")
     return 0
 
 

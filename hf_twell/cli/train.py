@@ -1,9 +1,10 @@
 """Fine-tune a model to few active neurons, as a recipe (YAML) says. Runs recipes/finetune.py.
 
 Any key of the recipe can be changed on the command line. An interrupted run goes on with --resume, from its last
-complete checkpoint.
+complete checkpoint. Paths in a recipe start from its folder, those of KEY=VALUE from the working directory. Example
+recipes are in a checkout of the repository; an installed package has none.
 
-examples:
+examples (in a checkout):
   hf-twell train recipes/demo.yaml
   hf-twell train recipes/demo.yaml output_dir=out/short l1_weight=1e-3 training.max_steps=20
 """

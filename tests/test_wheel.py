@@ -1,0 +1,74 @@
+"""The package as a wheel, away from its repository: what it holds, and that its commands run."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("setuptools", minversion="77")
+
+ROOT = Path(__file__).parents[1]
+DEMO = ROOT / "recipes" / "demo"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """A folder of packages with this one's wheel unpacked."""
+    tree, site = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("site")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    for name in ("hf_twell", "kernels", "model_cards", "recipes"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "bench", "study"))
+    build = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        tree / "dist",
+        tree,
+    ]
+    done = subprocess.run(build, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (wheel,) = (tree / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(site)
+    return site
+
+
+def run(installed, *arguments, cwd):
+    env = {**os.environ, "PYTHONPATH": str(installed), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-P", "-m", "hf_twell", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+
+
+def test_no_recipe_comes_without_its_data(installed):
+    package = installed / "hf_twell"
+    assert (package / "recipes" / "finetune.py").is_file()
+    assert list(package.glob("kernels/*/*.cpp"))
+    assert (package / "model_cards" / "model.md").is_file()
+    assert not list((package / "recipes").rglob("*.yaml"))
+
+
+def test_train_runs_from_it(installed, tmp_path):
+    done = run(installed, "train", "recipes/demo.yaml", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith(
+        "give the path of a YAML file, such as recipes/demo.yaml of a checkout"
+    )
+    text = re.sub(r"<\|endoftext\|>\n", "", (DEMO / "text" / "heldout.txt").read_text()[:3000])
+    (tmp_path / "text.txt").write_text(text)
+    (tmp_path / "recipe.yaml").write_text(
+        f"model: {DEMO / 'model'}\noutput_dir: out\ntrain: text.txt\nheldout: text.txt\nsequence_length: 32\n"
+        "training: {max_steps: 1, per_device_train_batch_size: 2, use_cpu: true, save_strategy: 'no'}\n"
+    )
+    done = run(installed, "train", "recipe.yaml", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "out" / "final" / "config.json").is_file()
