@@ -33,7 +33,7 @@ class CompleteCheckpoints(TrainerCallback):
         self.method = dict(method)
         self.state: dict = {}
         self.resumed: Path | None = None
-        wrap(trainer, self, ("train", "_save_checkpoint"))
+        wrap(trainer, self, ("train", "_save_checkpoint", "_issue_warnings_after_load"))
         trainer.add_callback(self)
 
     def detach(self) -> None:
@@ -55,6 +55,12 @@ class CompleteCheckpoints(TrainerCallback):
         if self.trainer.args.should_save:
             (self.folder() / STATE_NAME).unlink(missing_ok=True)
         return save_checkpoint(*args, **kwargs)
+
+    def _issue_warnings_after_load(self, issue_warnings, load_result):
+        # Tied weights are saved once, under the name of the first: the others are not missing.
+        tied = getattr(self.trainer.model, "all_tied_weights_keys", {})
+        missing = [key for key in load_result.missing_keys if tied.get(key, key) in load_result.missing_keys]
+        issue_warnings(load_result._replace(missing_keys=missing))
 
     def _train(self, train, resume_from_checkpoint=None, *args, **kwargs):
         handler = self.trainer.callback_handler

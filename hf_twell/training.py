@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 import yaml
 from transformers import ProgressCallback, TrainerCallback, TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
@@ -174,6 +175,7 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
             "float32, or training.use_cpu=true for bfloat16 on the CPU"
         )
     defaults = {"report_to": [], "logging_steps": 10, "disable_tqdm": False}
+    defaults["dataloader_pin_memory"] = torch.accelerator.is_available()  # without one PyTorch only warns of it
     try:
         return TrainingArguments(**{**defaults, **recipe.training, "output_dir": recipe.output_dir})
     except TypeError as error:
