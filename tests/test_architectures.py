@@ -1,5 +1,8 @@
 """Every stock architecture either converts exactly, or is refused with nothing changed."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import transformers as tf
@@ -54,6 +57,17 @@ CONVERTIBLE = {
     "arcee": (tf.ArceeForCausalLM, lambda: tf.ArceeConfig(**HEADS)),
     "starcoder2": (tf.Starcoder2ForCausalLM, lambda: tf.Starcoder2Config(**TEXT)),
     "phi": (tf.PhiForCausalLM, lambda: tf.PhiConfig(**TEXT)),
+    "ministral": (tf.MinistralForCausalLM, lambda: tf.MinistralConfig(**HEADS)),
+    "olmo": (tf.OlmoForCausalLM, lambda: tf.OlmoConfig(**TEXT)),
+    "olmo3": (tf.Olmo3ForCausalLM, lambda: tf.Olmo3Config(**TEXT)),
+    "cohere": (tf.CohereForCausalLM, lambda: tf.CohereConfig(**TEXT)),
+    "cohere2": (tf.Cohere2ForCausalLM, lambda: tf.Cohere2Config(**TEXT)),
+    "stablelm": (tf.StableLmForCausalLM, lambda: tf.StableLmConfig(**TEXT)),
+    "exaone4": (tf.Exaone4ForCausalLM, lambda: tf.Exaone4Config(**HEADS)),
+    "helium": (tf.HeliumForCausalLM, lambda: tf.HeliumConfig(**HEADS)),
+    "ernie4_5": (tf.Ernie4_5ForCausalLM, lambda: tf.Ernie4_5Config(**HEADS)),
+    "hunyuan": (tf.HunYuanDenseV1ForCausalLM, lambda: tf.HunYuanDenseV1Config(**HEADS)),
+    "persimmon": (tf.PersimmonForCausalLM, lambda: tf.PersimmonConfig(**TEXT)),
     "gpt_neox": (tf.GPTNeoXForCausalLM, lambda: tf.GPTNeoXConfig(**TEXT)),
     "gemma3": (
         tf.Gemma3ForConditionalGeneration,
@@ -176,6 +190,30 @@ REFUSED = {
         lambda: tf.Phi3Config(**TEXT),
         ["model.layers.0.mlp (Phi3MLP of gate_up_proj: Linear, "],
     ),
+    "glm": (tf.GlmForCausalLM, lambda: tf.GlmConfig(**HEADS), ["GlmMLP of gate_up_proj: Linear, "]),
+    "glm4": (tf.Glm4ForCausalLM, lambda: tf.Glm4Config(**HEADS), ["Glm4MLP of gate_up_proj: Linear, "]),
+    "llama4": (tf.Llama4ForCausalLM, lambda: tf.Llama4TextConfig(**HEADS), ["Llama4TextMoe", MIXTURE]),
+    "lfm2": (tf.Lfm2ForCausalLM, lambda: tf.Lfm2Config(**TEXT), ["Lfm2MLP of w1: Linear, "]),
+    "seed_oss": (tf.SeedOssForCausalLM, lambda: tf.SeedOssConfig(**HEADS), ["SeedOssMLP", "dropout"]),
+    "bitnet": (tf.BitNetForCausalLM, lambda: tf.BitNetConfig(**TEXT), ["BitNetMLP", "more than hidden states"]),
+    "gptj": (tf.GPTJForCausalLM, lambda: tf.GPTJConfig(**GPT2, rotary_dim=8), ["GPTJMLP of fc_in: Linear, "]),
+    "bloom": (
+        tf.BloomForCausalLM,
+        lambda: tf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
+        ["BloomMLP of dense_h_to_4h: Linear, gelu_impl: "],
+    ),
+    "mpt": (
+        tf.MptForCausalLM,
+        lambda: tf.MptConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4),
+        ["MptMLP of up_proj: Linear, act: "],
+    ),
+    "bert": (
+        tf.BertLMHeadModel,
+        lambda: tf.BertConfig(
+            vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, is_decoder=True
+        ),
+        ["bert.encoder.layer.0 (BertLayer of "],
+    ),
     "gpt2": (tf.GPT2LMHeadModel, lambda: tf.GPT2Config(**GPT2), ["transformer.h.0.mlp (GPT2MLP of c_fc: Conv1D, "]),
     "opt": (
         tf.OPTForCausalLM,
@@ -219,6 +257,17 @@ REFUSED = {
 def test_refused_unchanged(name):
     model_class, config, words = REFUSED[name]
     assert_refused(build(model_class, config()), *words, "Supported are Llama, Qwen2, Qwen3, Mistral")
+
+
+def test_the_page_lists_what_was_tried():
+    page = (Path(__file__).parents[1] / "docs" / "architectures.md").read_text()
+    parts = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
+    converted, refused = (
+        {name for row in re.findall(r"^\|.*\|(.*)\|$", part, re.MULTILINE)[2:] for name in re.findall(r"`(\w+)`", row)}
+        for part in parts
+    )
+    assert converted == {config().model_type for _, config in CONVERTIBLE.values()}
+    assert refused == {config().model_type for _, config, _ in REFUSED.values()} - converted
 
 
 class Recorded(torch.Tensor):
