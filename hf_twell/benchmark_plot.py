@@ -6,7 +6,7 @@ from pathlib import Path
 AXES = {
     "ffn": ("tokens", ("hidden", "intermediate", "dtype", "pass", "requested_l0"), ("speedup",)),
     "prefill": ("layers", ("batch", "length", "dtype", "l0"), ("speedup",)),
-    "generate": ("batch", ("layers", "dtype", "l0"), ("step_speedup",)),
+    "generate": ("batch", ("layers", "dtype", "l0", "inductor_pdl"), ("step_speedup",)),
     "train": ("layers", ("batch", "length", "dtype", "l0"), ("speedup", "peak_share")),
 }
 LABELS = {
@@ -26,12 +26,12 @@ def plot(rows: list[dict], path: Path) -> None:
     horizontal, settings, ratios = AXES[rows[0]["bench"]]
     ratios = [ratio for ratio in ratios if ratio in rows[0]]
     # What is the same everywhere goes into the title.
-    varying = [key for key in settings if len({row[key] for row in rows}) > 1]
+    varying = [key for key in settings if len({row.get(key) for row in rows}) > 1]  # older rows may lack one
     figure, panels = plt.subplots(1, len(ratios), figsize=(6 * len(ratios), 4), squeeze=False)
     for axes, ratio in zip(panels[0], ratios, strict=True):
         lines: dict[tuple, list] = {}
         for row in rows:
-            lines.setdefault(tuple(row[key] for key in varying), []).append((row[horizontal], row[ratio]))
+            lines.setdefault(tuple(row.get(key) for key in varying), []).append((row[horizontal], row[ratio]))
         for values, points in sorted(lines.items()):
             label = ", ".join(f"{key} {value}" for key, value in zip(varying, values, strict=True))
             axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label or "hf_twell")
@@ -39,7 +39,7 @@ def plot(rows: list[dict], path: Path) -> None:
         axes.set(xlabel=horizontal, ylabel=LABELS[ratio])
         axes.set_xscale("log", base=2)
         axes.legend(fontsize=8)
-    same = ", ".join(f"{key} {rows[0][key]}" for key in settings if key not in varying)
+    same = ", ".join(f"{key} {rows[0].get(key)}" for key in settings if key not in varying)
     figure.suptitle(f"{rows[0]['bench']}, {same}\n{rows[0]['processor']}", fontsize=8)
     figure.tight_layout()
     figure.savefig(path)

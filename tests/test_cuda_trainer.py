@@ -35,6 +35,12 @@ def train(folder, backend: str, **arguments) -> list[dict]:
     return [row for row in trainer.state.log_history if "loss" in row]
 
 
+def window_ratios(mine: list[dict], theirs: list[dict], key: str) -> torch.Tensor:
+    """Of the means over 50 steps each."""
+    means = [loss_curves.window_means(torch.tensor([row[key] for row in rows])) for rows in (mine, theirs)]
+    return means[0] / means[1]
+
+
 @pytest.mark.parametrize("settings", ["bf16", "fp16", "bf16 gradient_checkpointing", "bf16 torch_compile"])
 def test_from_dense_to_sparse_with_the_losses_of_plain_pytorch(tmp_path, monkeypatch, settings):
     arguments = dict.fromkeys(settings.split(), True)
@@ -44,7 +50,9 @@ def test_from_dense_to_sparse_with_the_losses_of_plain_pytorch(tmp_path, monkeyp
     assert (on_kernels[0], on_kernels[-1]) == (0, LAYERS), on_kernels
     assert mine[0]["twell/density"] > 0.2
     assert mine[-1]["twell/density"] < 0.02
-    losses = [torch.tensor([row["loss"] for row in rows]) for rows in (mine, theirs)]
-    ratios = loss_curves.window_means(losses[0]) / loss_curves.window_means(losses[1])
+    ratios = window_ratios(mine, theirs, "loss")
     assert (ratios - 1).abs().max() <= 0.005, ratios
-    assert mine[-1]["twell/density"] == pytest.approx(theirs[-1]["twell/density"], rel=0.1)
+    # Single rows say less: two runs of plain PyTorch in fp32 whose initial weights differ by one in ten thousand are up
+    # to 0.135 apart in a row of the last hundred, and up to 0.07 in such a mean.
+    ratios = window_ratios(mine, theirs, "twell/density")
+    assert (ratios - 1).abs().max() <= 0.1, ratios
