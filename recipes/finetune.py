@@ -27,16 +27,8 @@ from hf_twell.evaluation import load_model
 from hf_twell.packing import PackedText, StreamedText, is_streamed
 from hf_twell.perplexity import evaluation_mode
 from hf_twell.resuming import CompleteCheckpoints, method_of
-from hf_twell.training import (
-    CompactProgress,
-    Distill,
-    NothingLeft,
-    Recipe,
-    check_run,
-    load_recipe,
-    only_run,
-    training_arguments,
-)
+from hf_twell.runs import NothingLeft, check_run, only_run
+from hf_twell.training import CompactProgress, Distill, Recipe, load_recipe, training_arguments
 from hf_twell.variants import Adapters, train_ffns_alone
 
 

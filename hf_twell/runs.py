@@ -1,0 +1,96 @@
+"""The folder of a training run: one run at a time, no mixing with an earlier one, nothing to do where all is done."""
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from transformers import TrainerCallback, TrainingArguments
+
+from hf_twell.checkpoints import check_target, last_checkpoint
+
+LOCK_NAME = "_twell.lock"  # of an output_dir; `trainer.push_to_hub` leaves out names that begin so
+
+
+@contextlib.contextmanager
+def only_run(args: TrainingArguments) -> Iterator[None]:
+    """Hold the run's folder for one training; the lock ends with the process, however that ends.
+
+    Raises:
+        ValueError: another run is training into the folder, or it cannot be made.
+    """
+    if args.process_index != 0:  # of a run's processes the first one holds it for all
+        yield
+        return
+    make_output_dir(args.output_dir)
+    with Path(args.output_dir, LOCK_NAME).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"another run is training into {args.output_dir}; wait until it ends, or choose another output_dir"
+            ) from error
+        except OSError:
+            pass  # some network file systems have no locks
+        yield
+
+
+def check_run(output_dir: str, args: TrainingArguments, *, resume: bool, overwrite: bool) -> None:
+    """Refuse, before any work, a run that would mix with an earlier one in its folder, or that has nothing to do.
+
+    A run that ended between its last step and its final model may be resumed: `NothingLeft` makes the model then.
+
+    Raises:
+        ValueError: an earlier run's checkpoints or final model without `resume` or `overwrite`; nothing to resume from;
+            a folder that cannot be made or written to; a final model with other things beside it.
+    """
+    make_output_dir(output_dir)
+    checkpoint, final = last_checkpoint(output_dir), Path(output_dir, "final")
+    if not resume:
+        if checkpoint:
+            raise ValueError(
+                f"{checkpoint} is from an earlier run; go on with --resume, or choose another output_dir (--overwrite "
+                "replaces the final model of a run without checkpoints)"
+            )
+        if final.exists() and not overwrite:
+            raise ValueError(f"{output_dir} holds the final model of an earlier run; replace it with --overwrite")
+        if final.exists():
+            check_target(final, overwrite=True)
+        return
+    if checkpoint is None:
+        raise ValueError(f"{output_dir} holds no complete checkpoint to resume from; leave --resume out")
+    state = json.loads(Path(checkpoint, "trainer_state.json").read_text())
+    same_epochs = state["num_train_epochs"] == args.num_train_epochs
+    steps = args.max_steps if args.max_steps > 0 else state["max_steps"] if same_epochs else math.inf
+    if state["global_step"] >= steps and final.exists():
+        raise ValueError(f"the run in {output_dir} is finished: {state['global_step']} of {steps} steps are done")
+    if final.exists():
+        check_target(final, overwrite=True)
+
+
+def make_output_dir(output_dir: str) -> None:
+    """Make the run's folder, which has to take checkpoints.
+
+    Raises:
+        ValueError: it cannot be made, or nothing can be written there.
+    """
+    try:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"output_dir {output_dir} cannot be made ({error.strerror}); name another folder") from error
+    if not os.access(output_dir, os.W_OK):
+        raise ValueError(f"output_dir {output_dir} cannot be written to; name another folder")
+
+
+class NothingLeft(TrainerCallback):
+    """Ends a resumed run that has all its steps done, which Trainer would give one more, by raising `Finished`."""
+
+    class Finished(Exception):
+        pass
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step >= state.max_steps:
+            raise self.Finished
