@@ -32,7 +32,7 @@ def plot(rows: list[dict], path: Path) -> None:
         lines: dict[tuple, list] = {}
         for row in rows:
             lines.setdefault(tuple(row.get(key) for key in varying), []).append((row[horizontal], row[ratio]))
-        for values, points in sorted(lines.items()):
+        for values, points in sorted(lines.items(), key=str):
             label = ", ".join(f"{key} {value}" for key, value in zip(varying, values, strict=True))
             axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label or "hf_twell")
         axes.axhline(1, color="gray", linewidth=1)

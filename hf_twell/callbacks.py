@@ -144,6 +144,7 @@ class SparsityCallback(TrainerCallback):
         """Give the trainer its own methods back and leave its callbacks; a new SparsityCallback does so to the last."""
         if vars(self.trainer).get("create_model_card") is self._card:  # and not one that the user asked for
             vars(self.trainer).pop("create_model_card", None)
+        self.penalty.detach()
         self.checkpoints.detach()
         unwrap(self.trainer, self)
 

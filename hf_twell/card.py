@@ -9,7 +9,7 @@ from string import Template
 import yaml
 
 L1_CLAUSE = " and were trained with an L1 term on their activations"
-REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
+REPO_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # and no path such as ./model
 
 
 def model_card(

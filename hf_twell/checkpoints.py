@@ -17,7 +17,9 @@ from safetensors import SafetensorError
 STATE_NAME = "twell_state.json"
 # What `save_pretrained` and this package write into a model's folder; --overwrite replaces a folder of these alone.
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "*_tokens*.json")
-MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", STATE_NAME)
+MODEL_FILES = ("config.json", "generation_config.json", "*processor_config.json", STATE_NAME)
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
+TRAINER_FILES = ("training_args.bin", ".gitattributes")  # of Trainer.save_model, of the Hub
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "README.md")
 CHAT_TEMPLATES = "additional_chat_templates"
 
@@ -47,7 +49,7 @@ def whole_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]
     """A temporary folder beside `path` that takes its name if the body ends well, and is removed if it does not.
 
     Raises:
-        ValueError: as `check_target`, before the body or after it.
+        ValueError: as `check_target`; after the body the error names the folder in which its result is kept.
     """
     path = check_target(path, overwrite=overwrite)
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
@@ -55,7 +57,10 @@ def whole_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]
     aside.mkdir()
     try:
         yield aside
-        check_target(path, overwrite=overwrite)  # something may have come to be there since
+        try:
+            check_target(path, overwrite=overwrite)  # something may have come to be there since
+        except ValueError as error:
+            raise _kept(aside, path, error) from error
         if overwrite and path.exists():
             path.rename(old)
         try:
@@ -63,7 +68,7 @@ def whole_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
-            raise ValueError(f"{path} was made by others while this was written; choose another name") from error
+            raise _kept(aside, path, f"{path} was made by others meanwhile") from error
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         if old.exists() and not path.exists():
@@ -125,7 +130,9 @@ def write_json(path: Path, data: dict) -> None:
 
 def write_state(checkpoint: Path, state: dict) -> None:
     """Mark a Trainer checkpoint as complete, with the size of each file that it holds."""
-    files = {str(path.relative_to(checkpoint)): path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()}
+    # People edit trainer_state.json, to save at other steps, say.
+    paths = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != "trainer_state.json"]
+    files = {str(path.relative_to(checkpoint)): path.stat().st_size for path in paths}
     write_json(checkpoint / STATE_NAME, {**state, "files": files})
 
 
@@ -151,19 +158,27 @@ def read_state(checkpoint: str | Path) -> dict:
         file = Path(checkpoint, name)
         left = file.stat().st_size if file.is_file() else 0
         if left < size:
-            raise ValueError(f"{file} has {left:,} of {size:,} bytes; copy it again, or resume from another checkpoint")
+            raise ValueError(
+                f"{file} has {left:,} of {size:,} bytes; copy it again, resume from another checkpoint, or, if that is "
+                f"meant, remove its line from {path}"
+            )
     return state
 
 
-def last_checkpoint(output_dir: str | Path) -> str | None:
-    """The newest complete checkpoint of a run, or None; torn ones are passed over, damaged ones with a warning."""
+def finished_checkpoints(output_dir: str | Path) -> list[Path]:
+    """Those of a run whose saving was finished, newest first; damaged ones too."""
     steps = {}
     if Path(output_dir).is_dir():
         for folder in Path(output_dir).iterdir():
             step = re.fullmatch(r"checkpoint-(\d+)", folder.name)
             if step and (folder / STATE_NAME).is_file():
                 steps[int(step[1])] = folder
-    for _, folder in sorted(steps.items(), reverse=True):
+    return [steps[step] for step in sorted(steps, reverse=True)]
+
+
+def last_checkpoint(output_dir: str | Path) -> str | None:
+    """The newest complete checkpoint of a run, or None; torn ones are passed over, damaged ones with a warning."""
+    for folder in finished_checkpoints(output_dir):
         try:
             read_state(folder)
             return str(folder)
@@ -172,16 +187,33 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
     return None
 
 
+def _kept(aside: Path, path: Path, why) -> ValueError:
+    """Work that is done outlasts its name's being taken."""
+    kept = aside.rename(path.with_name(f"{path.name}-{secrets.token_hex(2)}"))
+    return ValueError(f"{why}. What was to lie there is in {kept}")
+
+
 def _may_be_replaced(path: Path) -> bool:
     if not path.is_dir() or Path.cwd().is_relative_to(path):
         return False
     config = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
-    return (config and any(path.glob("*.safetensors"))) or not any(path.iterdir())
+    weights = any(next(path.glob(pattern), None) for pattern in WEIGHT_FILES)
+    return (config and weights) or not any(path.iterdir())
 
 
 def _others(path: Path) -> list[str]:
     """What a model's folder holds besides the model, its tokenizer and its adapters."""
-    known = ("*.jinja",) if path.name == CHAT_TEMPLATES else (*MODEL_FILES, *TOKENIZER_FILES, "chat_template.*")
+    known = (
+        ("*.jinja",)
+        if path.name == CHAT_TEMPLATES
+        else (
+            *MODEL_FILES,
+            *WEIGHT_FILES,
+            *TRAINER_FILES,
+            *TOKENIZER_FILES,
+            "chat_template.*",
+        )
+    )
     known += ADAPTER_FILES if (path / "adapter_config.json").is_file() else ()
     others = []
     for item in sorted(path.iterdir()):

@@ -28,7 +28,7 @@ from hf_twell.modeling import sparse_ffns
 from hf_twell.resuming import method_of
 
 # A model folder of Trainer's also holds its state, and pickles; a Hub model needs none of it.
-LEFT_OUT = ("*.bin", "*.pt", "*.pth", "*.pkl", "twell_state.json", "trainer_state.json", "README.md", ".*")
+LEFT_OUT = ("*.bin", "*.pt", "*.pth", "*.pkl", "twell_state.json", "trainer_state.json", "README.md", ".*", "_*")
 
 
 def push_to_hub(
@@ -69,7 +69,8 @@ def push_to_hub(
             save_adapter(model, folder, tokenizer)
         else:
             save_model(model, folder, tokenizer, **({"max_shard_size": max_shard_size} if max_shard_size else {}))
-        base_model = base_model or model.config._name_or_path
+        if not hasattr(model, "peft_config"):  # an adapter's own config names its base
+            base_model = base_model or model.config._name_or_path
         return push_folder(folder, repo_id, base_model=base_model, sparsity=sparsity, scores=scores, **options)
 
 
@@ -191,8 +192,8 @@ def _adapter_base(folder: Path, config: Mapping, base_model: str | None) -> str:
     base = base_model or config.get("base_model_name_or_path")
     if not is_repo(base):
         raise ValueError(
-            f"{folder}: its base {base!r} is no model on the Hub, and nobody else could load the adapter; name the "
-            "dense base that others load: --base-model USER/NAME (base_model=)"
+            f"{folder}: its base {base!r} is no name on the Hub, or a folder here is called so, and nobody else could "
+            "load the adapter; name the dense base that others load: --base-model USER/NAME (base_model=)"
         )
     return base
 

@@ -89,6 +89,10 @@ class L1Penalty:
         _unwatch(model)
         model.register_forward_pre_hook(_warn_of_no_step)
 
+    def detach(self) -> None:
+        """The model trains without the term from here on, and nothing warns of it."""
+        _unwatch(self._model)
+
     def begin_step(self, batches: Iterable[Mapping], *, scaler: torch.amp.GradScaler | None = None) -> None:
         """Count the tokens of an optimizer step: all micro-batches of this rank, and of the others.
 
@@ -232,8 +236,10 @@ class L1Penalty:
 # A function of the module, which copies and pickles of a model hold by its name.
 def _warn_of_no_step(model: nn.Module, args) -> None:
     """A hook that a model has until the first step of its penalty begins."""
+    if not (model.training and torch.is_grad_enabled()):
+        return
     ffns = sparse_ffns(model)
-    if model.training and torch.is_grad_enabled() and ffns and all(ffn.twell.l1 is None for ffn in ffns):
+    if ffns and all(ffn.twell.l1 is None for ffn in ffns):
         _unwatch(model)
         warnings.warn(
             f"{type(model).__name__} has an L1Penalty, but trains without the L1 term: no step was begun. Take each "

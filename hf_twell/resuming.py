@@ -33,7 +33,8 @@ class CompleteCheckpoints(TrainerCallback):
         self.method = dict(method)
         self.state: dict = {}
         self.resumed: Path | None = None
-        wrap(trainer, self, ("train", "_save_checkpoint", "_issue_warnings_after_load"))
+        names = ("train", "_save_checkpoint", "_issue_warnings_after_load")  # the last, a word alone, may go
+        wrap(trainer, self, [name for name in names if hasattr(trainer, name)])
         trainer.add_callback(self)
 
     def detach(self) -> None:

@@ -1,6 +1,7 @@
 """The folder of a training run: one run at a time, no mixing with an earlier one, nothing to do where all is done."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -10,13 +11,13 @@ from pathlib import Path
 
 from transformers import TrainerCallback, TrainingArguments
 
-from hf_twell.checkpoints import check_target, last_checkpoint
+from hf_twell.checkpoints import check_target, finished_checkpoints, last_checkpoint
 
 LOCK_NAME = "_twell.lock"  # of an output_dir; `trainer.push_to_hub` leaves out names that begin so
 
 
 @contextlib.contextmanager
-def only_run(args: TrainingArguments) -> Iterator[None]:
+def only_run(args: TrainingArguments, *, resume: bool) -> Iterator[None]:
     """Hold the run's folder for one training; the lock ends with the process, however that ends.
 
     Raises:
@@ -25,16 +26,18 @@ def only_run(args: TrainingArguments) -> Iterator[None]:
     if args.process_index != 0:  # of a run's processes the first one holds it for all
         yield
         return
+    if resume and not Path(args.output_dir).is_dir():  # `check_run` says so, and a mistyped folder is not made
+        yield
+        return
     make_output_dir(args.output_dir)
     with Path(args.output_dir, LOCK_NAME).open("a") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"another run is training into {args.output_dir}; wait until it ends, or choose another output_dir"
-            ) from error
-        except OSError:
-            pass  # some network file systems have no locks
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, workers do not inherit it
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):  # else: some network file systems have no locks
+                raise ValueError(
+                    f"another run is training into {args.output_dir}; wait until it ends, or choose another output_dir"
+                ) from error
         yield
 
 
@@ -47,12 +50,12 @@ def check_run(output_dir: str, args: TrainingArguments, *, resume: bool, overwri
         ValueError: an earlier run's checkpoints or final model without `resume` or `overwrite`; nothing to resume from;
             a folder that cannot be made or written to; a final model with other things beside it.
     """
-    make_output_dir(output_dir)
-    checkpoint, final = last_checkpoint(output_dir), Path(output_dir, "final")
+    final = Path(output_dir, "final")
     if not resume:
-        if checkpoint:
+        make_output_dir(output_dir)
+        if earlier := finished_checkpoints(output_dir):
             raise ValueError(
-                f"{checkpoint} is from an earlier run; go on with --resume, or choose another output_dir (--overwrite "
+                f"{earlier[0]} is from an earlier run; go on with --resume, or choose another output_dir (--overwrite "
                 "replaces the final model of a run without checkpoints)"
             )
         if final.exists() and not overwrite:
@@ -60,6 +63,7 @@ def check_run(output_dir: str, args: TrainingArguments, *, resume: bool, overwri
         if final.exists():
             check_target(final, overwrite=True)
         return
+    checkpoint = last_checkpoint(output_dir)
     if checkpoint is None:
         raise ValueError(f"{output_dir} holds no complete checkpoint to resume from; leave --resume out")
     state = json.loads(Path(checkpoint, "trainer_state.json").read_text())

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import yaml
 from transformers import ProgressCallback, TrainingArguments
-from transformers.utils import is_torch_bf16_gpu_available
+from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from hf_twell.callbacks import WARMUPS, check_steps
 from hf_twell.controller import SHARES, DensityController
@@ -163,7 +163,11 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         # YAML's `no` is a text here, and Python takes any text for true.
         if isinstance(value, str) and "bool" in str(field.type) and "str" not in str(field.type):
             raise ValueError(f"training has {field.name}: {value!r}; give true or false")
-    if recipe.training.get("bf16") and not recipe.training.get("use_cpu") and not is_torch_bf16_gpu_available():
+    if (
+        recipe.training.get("bf16")
+        and not recipe.training.get("use_cpu")
+        and not (is_torch_bf16_gpu_available() or is_torch_xla_available())
+    ):
         raise ValueError(
             "training has bf16: true, and PyTorch sees no GPU here that computes in it; write training.bf16=false for "
             "float32, or training.use_cpu=true for bfloat16 on the CPU"
@@ -230,7 +234,7 @@ def _checked(data: dict, path: Path) -> Recipe:
             check_steps(key, getattr(recipe, key) or 0)
     except ValueError as error:
         raise ValueError(f"{path} has {error}") from error
-    if recipe.revive_after is not None and (recipe.revive_after < 1 or recipe.revive_after % 1):
+    if recipe.revive_after is not None and (type(recipe.revive_after) is not int or recipe.revive_after < 1):
         raise ValueError(f"{path} has revive_after: {recipe.revive_after!r}; give a whole number of tokens")
     if recipe.l1_bounds is not None and recipe.target_density is None:
         raise ValueError(f"{path} has l1_bounds: {recipe.l1_bounds!r}, which go with target_density alone")

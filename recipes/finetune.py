@@ -38,7 +38,7 @@ def finetune(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, t
     `train` and `heldout` may give the sequences of the recipe's texts where these are packed already.
     """
     args = training_arguments(recipe)
-    with only_run(args):
+    with only_run(args, resume=resume):
         check_run(recipe.output_dir, args, resume=resume, overwrite=overwrite)
         return five_steps(recipe, args, resume, train, heldout)
 
@@ -100,7 +100,7 @@ def five_steps(recipe: Recipe, args: TrainingArguments, resume: bool, train, hel
         if recipe.save_dtype is not None:
             dtype = getattr(torch, recipe.save_dtype)
             whole = whole.to(dtype)
-            weights = weights and {name: weight.to(dtype) for name, weight in weights.items()}
+            weights = weights and {k: w.to(dtype) if w.is_floating_point() else w for k, w in weights.items()}
         save_model(whole, final, tokenizer, overwrite=True, state_dict=weights, method=method)
     logs = [row for row in trainer.state.log_history if "loss" in row]
     return {"model": str(final), "before": before, "after": after, "logs": logs}

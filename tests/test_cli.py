@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import is_torch_bf16_gpu_available
 
+from hf_twell.checkpoints import write_state
 from hf_twell.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[1]
@@ -377,6 +378,22 @@ def test_a_folder_takes_one_training_at_a_time(recipe, capsys):
         first.kill()
         first.communicate()
     assert main(["train", str(recipe)]) == 0, "a killed run holds nothing"
+
+
+def test_a_damaged_checkpoint_still_keeps_a_new_run_out(recipe, capsys):
+    folder = recipe.parent / "out" / "checkpoint-2"
+    folder.mkdir(parents=True)
+    (folder / "optimizer.pt").write_bytes(b"whole")
+    write_state(folder, {})
+    (folder / "optimizer.pt").write_bytes(b"")
+    assert main(["train", str(recipe)]) == 1
+    assert "checkpoint-2 is from an earlier run" in error_line(capsys)
+
+
+def test_resuming_a_mistyped_folder_does_not_make_it(recipe, capsys):
+    assert main(["train", str(recipe), "--resume", f"output_dir={recipe.parent / 'mistyped'}"]) == 1
+    assert "holds no complete checkpoint" in error_line(capsys)
+    assert not (recipe.parent / "mistyped").exists()
 
 
 def test_ctrl_c_leaves_nothing_behind(recipe):

@@ -155,7 +155,7 @@ twell.push_to_hub("me/custom", sparsity=hf_twell.measure_sparsity(twell, [torch.
 try:
     hf_twell.push_to_hub(lora(), "me/lora")
 except ValueError as error:
-    assert "its base 'dense' is no model on the Hub" in str(error)
+    assert "its base 'dense' is no name on the Hub" in str(error)
 hf_twell.push_to_hub(lora(), "me/lora", base_model="me/base")
 tiny_llama().push_to_hub("me/base")
 stock = hf_twell.sparsify(AutoModelForCausalLM.from_pretrained("dense"))

@@ -169,6 +169,8 @@ def test_training_without_a_step_warns_once():
     ]
     assert penalty.report() is None
     assert not model._forward_pre_hooks
+    L1Penalty(model, 1.0).detach()
+    assert not model._forward_pre_hooks, "nor where the term is not wanted any more"
 
 
 def test_training_in_steps_does_not_warn():

@@ -62,7 +62,7 @@ def _convert(args) -> dict:
     from hf_twell.perplexity import check_ids
 
     output = check_target(args.output, overwrite=args.overwrite)
-    if Path(args.model).resolve() == output:
+    if output.exists() and Path(args.model).exists() and output.samefile(args.model):
         raise ValueError(f"{args.output} is the model itself, whose weights would be lost; choose another output")
     if args.tokens < 1:
         raise ValueError(f"--tokens {args.tokens}; give at least 1")

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = line; i < kTile; i += kThreads / kVector) {
     const int row = first_row + i, column = first_column + chunk * kVector;
     if (row < rows && column < columns) {
-      const uint4 v = __ldg(from + (static_cast<int64_t>(row) * columns + column) / kVector);
+      const uint4 v = __ldcg(from + (static_cast<int64_t>(row) * columns + column) / kVector);
       uint32_t* const words = reinterpret_cast<uint32_t*>(tile + i * kStride + chunk * kVector);
       words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
     }
