@@ -23,10 +23,8 @@ def only_run(args: TrainingArguments, *, resume: bool) -> Iterator[None]:
     Raises:
         ValueError: another run is training into the folder, or it cannot be made.
     """
-    if args.process_index != 0:  # of a run's processes the first one holds it for all
-        yield
-        return
-    if resume and not Path(args.output_dir).is_dir():  # `check_run` says so, and a mistyped folder is not made
+    mistyped = resume and not Path(args.output_dir).is_dir()  # `check_run` says so, and it is not made
+    if mistyped or args.process_index != 0:  # of a run's processes the first one holds it for all
         yield
         return
     make_output_dir(args.output_dir)
@@ -60,17 +58,15 @@ def check_run(output_dir: str, args: TrainingArguments, *, resume: bool, overwri
             )
         if final.exists() and not overwrite:
             raise ValueError(f"{output_dir} holds the final model of an earlier run; replace it with --overwrite")
-        if final.exists():
-            check_target(final, overwrite=True)
-        return
-    checkpoint = last_checkpoint(output_dir)
-    if checkpoint is None:
-        raise ValueError(f"{output_dir} holds no complete checkpoint to resume from; leave --resume out")
-    state = json.loads(Path(checkpoint, "trainer_state.json").read_text())
-    same_epochs = state["num_train_epochs"] == args.num_train_epochs
-    steps = args.max_steps if args.max_steps > 0 else state["max_steps"] if same_epochs else math.inf
-    if state["global_step"] >= steps and final.exists():
-        raise ValueError(f"the run in {output_dir} is finished: {state['global_step']} of {steps} steps are done")
+    else:
+        checkpoint = last_checkpoint(output_dir)
+        if checkpoint is None:
+            raise ValueError(f"{output_dir} holds no complete checkpoint to resume from; leave --resume out")
+        state = json.loads(Path(checkpoint, "trainer_state.json").read_text())
+        same_epochs = state["num_train_epochs"] == args.num_train_epochs
+        steps = args.max_steps if args.max_steps > 0 else state["max_steps"] if same_epochs else math.inf
+        if state["global_step"] >= steps and final.exists():
+            raise ValueError(f"the run in {output_dir} is finished: {state['global_step']} of {steps} steps are done")
     if final.exists():
         check_target(final, overwrite=True)
 
