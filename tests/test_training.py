@@ -326,12 +326,12 @@ def test_fp16_that_another_library_scales_is_refused(tmp_path, monkeypatch):
         SparsityCallback(trainer, 0.1)
 
 
-def test_wrong_set_ups_are_refused():
+def test_wrong_set_ups_are_refused(tmp_path):
     with pytest.raises(ValueError, match="sparsify"):
         L1Penalty(tiny_llama(), 1.0)
     with pytest.raises(ValueError, match="l1_weight"):
         L1Penalty(sparsify(tiny_llama()), -1.0)
-    args = TrainingArguments("unused", use_cpu=True, report_to=[])
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     trainer = Trainer(sparsify(tiny_llama()), args, train_dataset=one_step.rows())
     args._n_gpu = 2  # what TrainingArguments finds on a machine of two GPUs, started as one process
     with pytest.raises(ValueError, match="accelerate launch"):
