@@ -107,8 +107,6 @@ class SparsityCallback(TrainerCallback):
             warmup_steps = 0 if target_density is None else 0.1
         check_steps("warmup_steps", warmup_steps)
         check_steps("blend_steps", blend_steps)
-        if distillation is not None and trainer.args.torch_compile:
-            raise ValueError("distillation does not go together with torch_compile; leave one of them out")
         if revive_after is not None and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
             raise ValueError("revive_after: under FSDP or DeepSpeed the rows' optimizer state is sharded; leave it out")
         self.trainer = trainer
@@ -123,6 +121,8 @@ class SparsityCallback(TrainerCallback):
         self.blend = blend
         self.blend_steps = blend_steps
         self.distillation = distillation
+        if distillation is not None and trainer.args.torch_compile:
+            distillation.parent.get_decoder().compile(backend=trainer.args.torch_compile_backend)
         self.log_layers = log_layers
         self.controller = self._new_controller(steps=1) if target_density is not None else None
         self.revival = None

@@ -22,7 +22,7 @@ class Distillation:
     output over the parent's squared output, both averaged over the same tokens (a micro-batch's own, for the latter).
 
     Like the L1 term, both enter in backward, at the logits and at each block's output: the logged loss stays the task
-    loss, and accumulation, processes and gradient checkpointing change nothing.
+    loss, and accumulation, processes, gradient checkpointing and torch.compile change nothing.
 
     Memory: the parent's weights and, for a micro-batch, its last hidden states (B, S, D); for `layers`, each block's
     output (B, S, D) of the parent and of the model. With `logits` above 0 the model's logits (B, S, V) are kept for
@@ -65,7 +65,9 @@ class Distillation:
                 self._handles.append(teacher.module.register_forward_hook(self._see_parent_layer))
         self._batch: _Batch | None = None
         self._outputs: list[torch.Tensor] = []
-        self._sums: dict[str, torch.Tensor] = {}
+        # Backward adds to the gradient of each: the total, and the tokens or blocks that it is of. So nothing but
+        # autograd is needed to report, in compiled models too.
+        self._sums = {"kl": torch.zeros(2, requires_grad=True), "layer_error": torch.zeros(2, requires_grad=True)}
 
     def detach(self) -> None:
         """Take it off the model, which until then holds the parent in memory, in its copies and pickles too."""
@@ -84,6 +86,8 @@ class Distillation:
             ValueError: the model made no logits for them to learn from.
         """
         self.parent.to(scale.device)
+        if any(slot.device != scale.device for slot in self._sums.values()):
+            self._sums = {name: slot.detach().to(scale.device).requires_grad_() for name, slot in self._sums.items()}
         reads = {
             key: value for key, value in batch.items() if not key.startswith(("labels", "shift_labels", "num_items"))
         }
@@ -93,7 +97,7 @@ class Distillation:
         with torch.no_grad():
             hidden = self.parent.get_decoder()(**reads, use_cache=False).last_hidden_state
         weight = torch.ones(hidden.shape[:2], device=hidden.device) if weight is None else weight.to(hidden.device)
-        self._batch = _Batch(hidden, self._outputs, weight, scale)
+        self._batch = _Batch(hidden, self._outputs, weight, scale, self._factors(weight, scale))
         try:
             yield
             if self.logits and not self._batch.made_logits:
@@ -107,30 +111,45 @@ class Distillation:
 
     def report(self) -> dict[str, float]:
         """KL in nats per token and the layers' relative error since the last report, over this process's tokens."""
-        sums, self._sums = self._sums, {}
-        return {f"twell/{name}": total / count for name, (total, count) in ((n, s.tolist()) for n, s in sums.items())}
+        sums = {name: slot.grad.tolist() for name, slot in self._sums.items() if slot.grad is not None}
+        for slot in self._sums.values():
+            slot.grad = None
+        return {f"twell/{name}": total / count for name, (total, count) in sums.items() if count}
 
-    def add(self, name: str, total: torch.Tensor, count: torch.Tensor | float) -> None:
-        """Add to a mean that the next report gives."""
-        new = torch.stack([total, torch.as_tensor(count, device=total.device, dtype=total.dtype)]).double()
-        self._sums[name] = new + self._sums[name].to(new.device) if name in self._sums else new
+    def _factors(self, weight: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
+        """For each block (2): what multiplies the difference in its gradient, and the square of it in its error."""
+        tokens = weight.sum().clamp(min=1)
+        factors = []
+        for output in self._outputs:
+            weight, tokens = weight.to(output.device), tokens.to(output.device)
+            power = torch.where(weight.unsqueeze(-1) > 0, output, 0).float().square().sum() / tokens
+            power = power.clamp(min=1e-12)
+            gradient = 2 * self.layers / len(self._outputs) * scale.to(output.device) / power
+            factors.append(torch.stack([gradient, 1 / (power * tokens)]))
+        return factors
 
     def _see_parent_layer(self, module, args, output):
         self._outputs.append(output)
 
+    # A compiler would unroll backward's loop over the tokens.
+    @torch.compiler.disable(reason="distillation goes through the logits a few tokens at a time")
     def _see_logits(self, module, args, logits):
         batch = self._batch
         if batch is None or not torch.is_grad_enabled():
             return None
         batch.made_logits = True
-        return _InjectKl.apply(logits, batch, self)
+        return _InjectKl.apply(logits, self._sums["kl"].to(logits.device), batch, self)
 
 
 class _Batch:
-    """What a micro-batch's gradients need of the parent. Shapes: hidden (B, S, D), weight (B, S), scale ()."""
+    """What a micro-batch's gradients need of the parent.
 
-    def __init__(self, hidden, outputs, weight, scale):
+    Shapes: hidden and each of outputs (B, S, D), weight (B, S), scale (), each of factors (2).
+    """
+
+    def __init__(self, hidden, outputs, weight, scale, factors):
         self.hidden, self.outputs, self.weight, self.scale = hidden, outputs, weight, scale
+        self.factors = factors
         self.made_logits = False
 
 
@@ -144,14 +163,16 @@ class _Layer:
         batch = self.distillation._batch
         if batch is None or not output.requires_grad:
             return None
-        return _InjectError.apply(output, batch, self.index, self.distillation)
+        target, factors = batch.outputs[self.index], batch.factors[self.index]
+        given = (target, batch.weight, factors, self.distillation._sums["layer_error"])
+        return _InjectError.apply(output, *(each.to(output.device) for each in given))
 
 
 class _InjectKl(torch.autograd.Function):
     """Logits unchanged; backward mixes in the gradient of KL(parent || model), softmax(model) - softmax(parent)."""
 
     @staticmethod
-    def forward(ctx, logits, batch, distillation):
+    def forward(ctx, logits, sums, batch, distillation):
         ctx.save_for_backward(logits)
         ctx.batch, ctx.distillation = batch, distillation
         return logits.view_as(logits)
@@ -175,33 +196,25 @@ class _InjectKl(torch.autograd.Function):
             kl += torch.where(weight > 0, weight * theirs.exp() * (theirs - mine), 0).sum()
             step = torch.where(weight > 0, (share * batch.scale * weight) * (mine.exp() - theirs.exp()), 0)
             grad_TV[rows] += step.to(grad.dtype)
-        owner.add("kl", kl, weight_T.sum().clamp(min=1))
-        return grad, None, None
+        return grad, torch.stack([kl, weight_T.sum()]), None, None
 
 
 class _InjectError(torch.autograd.Function):
     """A block's output unchanged; backward adds the gradient of its relative squared error against the parent's."""
 
     @staticmethod
-    def forward(ctx, y, batch, index, distillation):
-        ctx.save_for_backward(y)
-        ctx.batch, ctx.index, ctx.distillation = batch, index, distillation
+    def forward(ctx, y, target, weight, factors, sums):
+        ctx.save_for_backward(y, target, weight, factors)
         return y.view_as(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y):
-        (y,) = ctx.saved_tensors
-        batch, owner = ctx.batch, ctx.distillation
-        target = batch.outputs[ctx.index].to(y.device, torch.float32)
-        weight = batch.weight.to(y.device).unsqueeze(-1)
-        difference = torch.where(weight > 0, y.float() - target, 0)
-        power = torch.where(weight > 0, target, 0).square().sum() / weight.sum().clamp(min=1)
-        power = power.clamp(min=1e-12)
-        factor = 2 * owner.layers / len(batch.outputs) * batch.scale.to(y.device) / power
-        error = difference.square().sum() / power / weight.sum().clamp(min=1)
-        owner.add("layer_error", error, 1.0)
-        return grad_y + (factor * difference).to(y.dtype), None, None, None
+        y, target, weight, factors = ctx.saved_tensors
+        difference = torch.where(weight.unsqueeze(-1) > 0, y.float() - target.float(), 0)
+        error = difference.square().sum() * factors[1]
+        grad = grad_y + (factors[0] * difference).to(y.dtype)
+        return grad, None, None, None, torch.stack([error, torch.ones_like(error)])
 
 
 def _check_heads(model, parent) -> None:

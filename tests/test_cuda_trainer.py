@@ -8,6 +8,7 @@ from transformers import Trainer, TrainingArguments
 
 import hf_twell
 from hf_twell import SparsityCallback, _density, build
+from hf_twell.distillation import Distillation
 from tests import loss_curves
 from tests.conftest import tiny_llama
 
@@ -19,17 +20,19 @@ STEPS, BATCH, ACCUMULATION = 300, 8, 2
 LAYERS = loss_curves.SIZES["num_hidden_layers"]
 
 
-def train(folder, backend: str, **arguments) -> list[dict]:
+def train(folder, backend: str, steps=STEPS, distil=None, **arguments) -> list[dict]:
     """The log of a run whose L1 term rises over half of its steps; two micro-batches a step."""
     model = hf_twell.sparsify(tiny_llama(**loss_curves.SIZES, initializer_range=0.1), backend=backend)
     args = TrainingArguments(
-        str(folder), max_steps=STEPS, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True,
+        str(folder), max_steps=steps, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True,
         per_device_train_batch_size=BATCH, gradient_accumulation_steps=ACCUMULATION, lr_scheduler_type="constant",
         learning_rate=loss_curves.LEARNING_RATE, **arguments,
     )  # fmt: skip
-    words = loss_curves.markov_batches(STEPS, ACCUMULATION * BATCH, seed=1).flatten(0, 1)
+    words = loss_curves.markov_batches(steps, ACCUMULATION * BATCH, seed=1).flatten(0, 1)
     trainer = Trainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in words])
-    trainer.add_callback(SparsityCallback(trainer, l1_weight=loss_curves.L1_WEIGHT, warmup_steps=0.5))
+    teacher = distil and Distillation(model, tiny_llama(**loss_curves.SIZES, initializer_range=0.1), **distil)
+    callback = SparsityCallback(trainer, l1_weight=loss_curves.L1_WEIGHT, warmup_steps=0.5, distillation=teacher)
+    trainer.add_callback(callback)
     torch._dynamo.reset()
     trainer.train()
     return [row for row in trainer.state.log_history if "loss" in row]
@@ -56,3 +59,13 @@ def test_from_dense_to_sparse_with_the_losses_of_plain_pytorch(tmp_path, monkeyp
     # to 0.135 apart in a row of the last hundred, and up to 0.07 in such a mean.
     ratios = window_ratios(mine, theirs, "twell/density")
     assert (ratios - 1).abs().max() <= 0.1, ratios
+
+
+def test_compiled_distillation_teaches_the_same(tmp_path):
+    distil, keys = {"logits": 0.3, "layers": 0.5}, ("loss", "twell/kl", "twell/layer_error")
+    runs = [
+        train(tmp_path / str(compiled), "auto", steps=20, distil=distil, bf16=True, torch_compile=compiled)
+        for compiled in (False, True)
+    ]
+    eager, compiled = (torch.tensor([[row[key] for key in keys] for row in rows]) for rows in runs)
+    assert (compiled / eager - 1).abs().max() <= 0.02, compiled / eager

@@ -57,6 +57,8 @@ def truth():
         ("padding_free", {}),
         ("padded", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
         ("padded", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}),
+        ("padded", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
+        ("padding_free", {"torch_compile": True, "torch_compile_backend": "aot_eager", "gradient_checkpointing": True}),
     ],
 )
 def test_gradient_and_figures(truth, layout, arguments):
