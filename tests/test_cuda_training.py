@@ -118,6 +118,14 @@ def test_every_gradient_is_as_good_as_eager(dtype, density, gated):
         assert_as_good_as_eager(gpu_case(tokens, 72, 344, density, dtype, gated=gated, biases=tokens % 2 == 1))
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 63, 127])
+def test_many_pairs_of_few_tokens(tokens):
+    """Less than a block of tokens: all neurons are heavy from four tokens on, or from three without a gate."""
+    for gated, biases in itertools.product((True, False), repeat=2):
+        case = gpu_case(tokens, 72, 344, 1.0, torch.bfloat16, gated=gated, biases=biases)
+        assert_as_good_as_eager(case, capacity=344)
+
+
 @pytest.mark.parametrize(("hidden", "intermediate"), [(8, 16), (33, 70), (64, 1), (100, 129), (576, 1536), (1000, 999)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_awkward_sizes_biases_no_gate_and_both_orders_of_down(dtype, hidden, intermediate):

@@ -121,7 +121,8 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const int64_t* first, co
     }
   }
   __syncthreads();
-  const uint32_t longest = threshold < kClasses ? static_cast<uint32_t>(least_of(threshold)) : ~0u;
+  // Below kFirstClass only heavy neurons are left, and nothing is split.
+  const uint32_t longest = threshold < kClasses ? static_cast<uint32_t>(least_of(max(threshold, kFirstClass))) : ~0u;
   for (int n = threadIdx.x; n < width; n += kThreads) {
     const uint32_t pairs = pairs_of(n);
     if (class_of(pairs) < threshold) continue;
@@ -168,12 +169,13 @@ int64_t place_scratch(const Ffn& ffn, int64_t pairs, void* partials, Scratch* sc
   cutter.cut(scratch->splits, slots * static_cast<int64_t>(sizeof(Split)));
   cutter.cut(scratch->biases, slots * 2 * 4);
   cutter.cut(scratch->sums, slots * slot_bytes);
-  const int64_t row_bytes = count_blocks(ffn) * kBlockTokens * 2;
+  const int64_t row_tokens = count_blocks(ffn) * kBlockTokens;  // products are of whole blocks
+  const int64_t row_bytes = row_tokens * 2;
   Heavy& heavy = scratch->heavy;
   const int64_t room_pairs = std::max(pairs - kLightPairs * ffn.tokens, int64_t{0});
   const int64_t tiles = kRowBytes * room_pairs / (row_bytes * kHeavyNeurons * scratch->matrices);
   heavy.tiles = static_cast<int>(std::min(tiles, int64_t{kMostTiles}));
-  heavy.tile_pairs = static_cast<int64_t>(kTilePairs * ffn.tokens * scratch->matrices / 3);
+  heavy.tile_pairs = static_cast<int64_t>(kTilePairs * row_tokens * scratch->matrices / 3);
   cutter.cut(heavy.neurons, int64_t{heavy.rows()} * 4);
   for (int m = 0; m < 3; ++m) {
     heavy.factors[m] = nullptr;
