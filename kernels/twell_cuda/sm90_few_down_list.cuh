@@ -3,6 +3,7 @@
 
 #include "decode_quads.cuh"
 #include "sm90_few.cuh"
+#include "sm90_prefix_sum.cuh"
 
 namespace twell::decoding::few::down {
 
@@ -67,26 +68,12 @@ struct Neurons {
   __device__ __forceinline__ void find(const FewDownParams& p, Control& c) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     first_mask = first_octet < last_octet ? mask(p, first_octet) : 0;
-    const int first_count = __popc(first_mask);
-    int sum = first_count;
+    int sum = __popc(first_mask);
 #pragma unroll 1
     for (int i = first_octet + 1; i < last_octet; ++i) sum += __popc(mask(p, i));
-    const int own = sum;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const int other = __shfl_up_sync(~0u, sum, d);
-      if (lane >= d) sum += other;
-    }
-    if (lane == 31) c.warp_counts[warp] = sum;
-    sm90::named_barrier<kThreads>(kAll);
-    before = sum - own;
-    count = 0;
-#pragma unroll
-    for (int w = 0; w < kThreads / 32; ++w) {
-      const int n = c.warp_counts[w];
-      before += w < warp ? n : 0;
-      count += n;
-    }
+    const sm90::ThreadSums sums = sm90::sum_threads<kThreads>(sum, warp, lane, c.warp_counts, kAll);
+    before = sums.before;
+    count = sums.all;
   }
 
   __device__ __forceinline__ int word(int octet) const { return octet / 4 * kSplits + split; }

@@ -2,7 +2,7 @@
 
 #include "sm90_call.h"
 #include "sm90_launch.h"
-#include "sm90_primitives.cuh"
+#include "sm90_prefix_sum.cuh"
 
 namespace twell::sm90 {
 namespace {
@@ -17,17 +17,6 @@ __device__ __forceinline__ uint64_t count_classes(uint32_t first, uint32_t secon
 __device__ __forceinline__ Counts counts_of(uint64_t sums) {
   constexpr uint64_t kMask = (1 << 21) - 1;
   return {static_cast<int>(sums & kMask), static_cast<int>(sums >> 21 & kMask), static_cast<int>(sums >> 42)};
-}
-
-// Each lane's sum of the lanes before it.
-__device__ __forceinline__ uint64_t sum_before(uint64_t value, int lane) {
-  uint64_t sum = value;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const uint64_t other = __shfl_up_sync(~0u, sum, d);
-    if (lane >= d) sum += other;
-  }
-  return sum - value;
 }
 
 // A thread block for each block of tokens; each warp lists a run of words, 32 at a time, and in each word a lane the bit

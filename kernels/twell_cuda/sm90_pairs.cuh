@@ -1,7 +1,7 @@
 // A warp and a group of a block's entries: which tokens activate each, and the group's pairs in order.
 #pragma once
 
-#include "sm90_primitives.cuh"
+#include "sm90_prefix_sum.cuh"
 #include "sm90_training.h"
 
 namespace twell::sm90 {
@@ -21,17 +21,6 @@ struct GroupPairs {
   __device__ __forceinline__ int entry(uint32_t index) const { return codes[index] / kBlockTokens; }
   __device__ __forceinline__ int token(uint32_t index) const { return codes[index] % kBlockTokens; }
 };
-
-// Each lane's sum of the lanes before it.
-__device__ __forceinline__ uint32_t sum_before(uint32_t value, int lane) {
-  uint32_t sum = value;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const uint32_t other = __shfl_up_sync(~0u, sum, d);
-    if (lane >= d) sum += other;
-  }
-  return sum - value;
-}
 
 // This thread's cp.async copies have landed.
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }

@@ -2,7 +2,7 @@
 // counts and over the neurons. A block without pairs of a neuron has the place of that neuron's next pair.
 
 #include "sm90_launch.h"
-#include "sm90_primitives.cuh"
+#include "sm90_prefix_sum.cuh"
 #include "sm90_training.h"
 
 namespace twell::sm90 {
@@ -10,17 +10,6 @@ namespace {
 
 constexpr int kThreads = 512, kWarps = kThreads / 32, kAhead = 8;
 constexpr uint64_t kFilled = uint64_t{1} << 63;  // of a slot
-
-// Each lane's sum of the lanes before it.
-__device__ __forceinline__ int64_t sum_before(int64_t value, int lane) {
-  int64_t sum = value;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const int64_t other = __shfl_up_sync(~0u, sum, d);
-    if (lane >= d) sum += other;
-  }
-  return sum - value;
-}
 
 // A thread block for each block of tokens. A count is at most 128, so a row of them fits into shared memory as bytes.
 __global__ void __launch_bounds__(kThreads) count_kernel(const State state, const Sorted sorted, int width) {
@@ -77,7 +66,7 @@ __global__ void __launch_bounds__(kThreads) place_kernel(const int64_t* totals, 
     if (w < warp) warps_before += other;
     total += other;
   }
-  const int64_t neurons_before = sum_before(total, lane);
+  const int64_t neurons_before = sum_before<int64_t>(total, lane);
   volatile uint64_t* slots = sorted.slots;
   if (threadIdx.x == 31) slots[blockIdx.x] = kFilled | static_cast<uint64_t>(neurons_before + total);
   int64_t before = 0;

@@ -2,7 +2,7 @@
 // where they are many, in order of falling size. How many are many follows from how many sums the scratch holds.
 
 #include "sm90_launch.h"
-#include "sm90_primitives.cuh"
+#include "sm90_prefix_sum.cuh"
 #include "sm90_weights.h"
 #include "sm90_workspace.h"
 
@@ -34,16 +34,6 @@ __device__ __forceinline__ int class_of(uint32_t pairs) {
 __device__ __forceinline__ uint64_t least_of(int c) {
   const int steps = c - 1, octave = steps >> kMantissa, part = steps & ((1 << kMantissa) - 1);
   return static_cast<uint64_t>((1 << kMantissa) + part) << (octave - kMantissa);
-}
-
-template <typename V>
-__device__ __forceinline__ V sum_until(V value, int lane) {
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const V other = __shfl_up_sync(~0u, value, d);
-    if (lane >= d) value += other;
-  }
-  return value;
 }
 
 // The lowest class of heavy neurons, of those below `end`: the one that saves most; `end`: none.
