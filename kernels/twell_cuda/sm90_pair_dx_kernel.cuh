@@ -68,38 +68,6 @@ __device__ __forceinline__ void gather(const Arguments<kTerms>& a, Control& c, c
   }
 }
 
-// A warp's sums, 16 tokens by the slice, to y.
-template <typename T, int kHidden>
-__device__ __forceinline__ void store(const slices::Output& out, const float* sum, uint32_t turn, int64_t first_token,
-                                      int first_hidden) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int pass = 0; pass < kHidden / 64; ++pass) {
-    __syncwarp();
-#pragma unroll
-    for (int j = 8 * pass; j < 8 * pass + 8; j += 2) {
-      uint32_t packed[4];
-#pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        const int index = 4 * (j + m / 2) + m % 2 * 2;
-        packed[m] = pack<T>(sum[index], sum[index + 1]);
-      }
-      const int row = lane % 16, chunk = j % 8 + lane / 16;
-      store_matrices(turn + row * 128 + ((chunk ^ (row & 7)) << 4), packed);
-    }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = i * 4 + lane / 8, chunk = lane % 8, hidden = first_hidden + pass * 64 + chunk * 8;
-      const int64_t token = first_token + row;
-      if (token < out.tokens && hidden < out.hidden) {
-        *reinterpret_cast<uint4*>(static_cast<T*>(out.y) + token * out.hidden + hidden) =
-            load_shared_16(turn + row * 128 + ((chunk ^ (row & 7)) << 4));
-      }
-    }
-  }
-}
-
 template <typename T, int kTerms, int kHidden, bool kProducts>
 __device__ __forceinline__ void multiply(const Arguments<kTerms>& a, const Work& work, uint8_t* shared, Ring ring) {
   using Stage = Shape<kTerms, kHidden>;
@@ -144,7 +112,7 @@ __device__ __forceinline__ void multiply(const Arguments<kTerms>& a, const Work&
 #pragma unroll
       for (int i = 0; i < kHidden / 2; ++i) sum[i] = 0.0f;
     }
-    store<T, kHidden>(a.out, sum, turn, int64_t{p.block} * kBlockTokens + warp * 16, p.slice * kHidden);
+    slices::store<T, kHidden, false>(a.out, sum, turn, int64_t{p.block} * kBlockTokens + warp * 16, p.slice * kHidden);
   }
 }
 
