@@ -1,151 +1,18 @@
 // Hopper's form of the first of a decode call's two kernels (the portable one: decode_gate_up.cu; layout:
 // decode_plan.cuh): h = relu(x Wg^T + bg) * (x Wu^T + bu) for the active neurons.
 //
-// A thread block owns neighbouring blocks of 16 neurons. One warp brings rows into a ring of stages in shared memory
-// with bulk copies, one for each row: gate rows before the kernel ahead has ended, for they do not depend on it, and as
-// much as shared memory holds; later the up rows of active neurons. Eight warps share out k and add up through shared
-// memory. Neurons are the rows of the product, tokens the columns.
-//
-// Within each 32 consecutive k, lane q of four takes 8 consecutive ones (16 bytes) of weights and activations alike:
-// both operands see the same permutation of k, so no data moves between lanes.
+// A thread block owns neighbouring blocks of 16 neurons. One warp brings rows into a ring of stages in shared memory:
+// gate rows before the kernel ahead has ended, for they do not depend on it, and as much as shared memory holds; later
+// the up rows of active neurons. Eight warps share out k and add up through shared memory.
 
-#include "decode_gate.cuh"
-#include "sm90_primitives.cuh"
+#include "sm90_decode_ring.cuh"
 
 namespace twell::decoding {
 namespace {
 
-constexpr int kWorkers = kDecodeThreads + 32;  // eight warps that multiply, one that copies
-constexpr int kMaxStages = 8;
-constexpr uint32_t kPieceBytes = 64;                          // 32 consecutive k
-constexpr uint32_t kStepBytes = kDecodeWarps * kPieceBytes;  // a piece for each warp
+using namespace bulk;
+
 constexpr int kSharedBytes = 224 * 1024;
-
-struct BulkParams : GateUpParams {
-  int blocks_each;  // of a thread block; the first `larger` have one more
-  int larger;
-  int stages;
-  uint32_t row_stride;  // of a stage: 64 modulo 128, so that 16-byte reads of two rows meet no bank twice
-  uint32_t ring_bytes;
-  LetNextStart let_next_start;
-};
-
-constexpr int kTokens = 8;                             // at most: their share of x is in a warp's registers
-constexpr int kSteps = 8;                              // of a stage
-constexpr uint32_t kChunkBytes = kSteps * kStepBytes;  // of each row in a stage
-
-#if defined(TWELL_SM90_DEVICE)
-
-// What a warp needs to find its operands.
-struct Lane {
-  int warp, lane;
-  uint32_t offset;  // of its 16 bytes in a step
-  const char* x;    // its token's row in group 0, at `offset`
-};
-
-__device__ __forceinline__ Lane this_lane(const GateUpParams& p) {
-  Lane l;
-  l.warp = threadIdx.x / 32, l.lane = threadIdx.x % 32;
-  l.offset = l.warp * kPieceBytes + l.lane % 4 * 16;
-  l.x = p.x + l.lane / 4 * p.row_bytes + l.offset;
-  return l;
-}
-
-__device__ __forceinline__ void load_x(uint4& to, const Lane& l, const GateUpParams& p, int step) {
-  const uint32_t k = step * kStepBytes;
-  load_tokens_once(to, l.x + k, l.lane / 4 < p.tokens && k + l.offset < p.row_bytes);
-}
-
-struct Operand {
-  uint4 low, high;  // rows lane / 4 and lane / 4 + 8
-};
-
-// `stage` points at the lane's 16 bytes of step 0. Past a row's end lies anything: zeros instead.
-__device__ __forceinline__ Operand load_a(const char* stage, uint32_t row_stride, int step, bool inside) {
-  Operand a{};
-  if (inside) {
-    a.low = *reinterpret_cast<const uint4*>(stage + step * kStepBytes);
-    a.high = *reinterpret_cast<const uint4*>(stage + step * kStepBytes + 8 * row_stride);
-  }
-  return a;
-}
-
-// The warp has read all that it wants of a stage.
-__device__ __forceinline__ void release(uint64_t* empty, int lane) {
-  __syncwarp();
-  if (lane == 0) sm90::barrier_arrive(empty);
-}
-
-// sum[block] = rows x^T over this warp's pieces of k, for `blocks` blocks of 16 rows as they come through the ring: chunk
-// by chunk of k, all blocks of a chunk in a row. `x` keeps what it holds if all of k fits in one chunk and `has_x`.
-template <typename Half, int kBlocks>
-__device__ __forceinline__ void multiply(float (&sum)[kBlocks][4], int blocks, uint4 (&x)[kSteps], bool has_x,
-                                         sm90::Ring& ring, const char* ring_bytes, const BulkParams& p) {
-  const Lane l = this_lane(p);
-  const int chunks = (p.row_bytes + kChunkBytes - 1) / kChunkBytes;
-  const uint32_t stage_bytes = kBlockNeurons * p.row_stride;
-  const char* const mine = ring_bytes + l.lane / 4 * p.row_stride + l.offset;
-#pragma unroll
-  for (int m = 0; m < kBlocks; ++m) sum[m][0] = sum[m][1] = sum[m][2] = sum[m][3] = 0.f;
-  for (int chunk = 0; chunk < chunks; ++chunk) {
-    if (chunks > 1 || !has_x) {
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) load_x(x[i], l, p, chunk * kSteps + i);
-    }
-#pragma unroll
-    for (int m = 0; m < kBlocks; ++m) {
-      if (m >= blocks) break;
-      ring.wait_full();
-      const char* const stage = mine + ring.stage * stage_bytes;
-      // Products that follow each other in one sum wait for each other: two sums, joined at the end.
-      float part[2][4] = {};
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        const uint32_t k = chunk * kChunkBytes + i * kStepBytes;
-        if (k + l.warp * kPieceBytes >= p.row_bytes) break;  // the same for the whole warp
-        const Operand a = load_a(stage, p.row_stride, i, k + l.offset < p.row_bytes);
-        mma<Half>(part[0], a.low.x, a.high.x, a.low.y, a.high.y, x[i].x, x[i].y);
-        mma<Half>(part[1], a.low.z, a.high.z, a.low.w, a.high.w, x[i].z, x[i].w);
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) sum[m][j] += part[0][j] + part[1][j];
-      release(ring.empty + ring.stage, l.lane);
-      ring.advance();
-    }
-  }
-}
-
-// Every warp leaves its sums in a slot of its own, once all of them are done with what lay there.
-template <int kTiles>
-__device__ __forceinline__ void leave_sums(float4* slots, const float (&sum)[kTiles][4], int tiles) {
-  float4* const mine = slots + threadIdx.x / 32 * (kTiles * 32) + threadIdx.x % 32;
-  sm90::named_barrier<kDecodeThreads>(1);
-#pragma unroll
-  for (int i = 0; i < kTiles; ++i) {
-    if (i < tiles) mine[i * 32] = make_float4(sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
-  }
-  sm90::named_barrier<kDecodeThreads>(1);
-}
-
-// Bytes `start`.. of up to 16 rows into the ring's next stage; `row` is the lane's, for lanes below `rows`.
-__device__ __forceinline__ void fill_stage(sm90::Ring& ring, char* ring_bytes, const BulkParams& p, const char* row,
-                                           int rows, uint32_t start, uint32_t bytes) {
-  const int lane = threadIdx.x % 32;
-  ring.wait_empty();
-  uint64_t* const full = ring.full + ring.stage;
-  if (lane == 0) sm90::barrier_arrive_expect(full, rows * bytes);
-  __syncwarp();
-  if (lane < rows) {
-    sm90::load_bytes(ring_bytes + (ring.stage * kBlockNeurons + lane) * p.row_stride, row + start, bytes, full);
-  }
-  ring.advance();
-}
-
-__device__ __forceinline__ void prefetch_row(const char* row, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row), "r"(bytes) : "memory");
-}
-
-#endif
 
 template <typename Half, int kBlocks>
 __global__ void __launch_bounds__(kWorkers, kBlocks <= 3 ? 2 : 1) bulk_gate_up_kernel(
@@ -161,13 +28,7 @@ __global__ void __launch_bounds__(kWorkers, kBlocks <= 3 ? 2 : 1) bulk_gate_up_k
   __shared__ uint8_t active[kBlocks * kBlockNeurons];  // in ascending order
 
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-  constexpr int kListed = 2, kRingFree = 3, kReady = 4;  // named barriers of all threads
-  const int index = blockIdx.x;
-  const int begin = p.blocks_each * index + min(index, p.larger);
-  const int count = p.blocks_each + (index < p.larger ? 1 : 0);
-  const int passes = (count + kBlocks - 1) / kBlocks;
-  const auto blocks_before = [&](int pass) { return passes == 1 ? count * pass : count * pass / passes; };
-  const int chunks = (p.row_bytes + kChunkBytes - 1) / kChunkBytes;
+  const Share share(p, kBlocks);
   sm90::Ring ring(barriers, barriers + kMaxStages, p.stages);
 
   if (warp == kDecodeWarps) {
@@ -181,38 +42,7 @@ __global__ void __launch_bounds__(kWorkers, kBlocks <= 3 ? 2 : 1) bulk_gate_up_k
     }
     __syncwarp();
     sm90::named_arrive<kWorkers>(kReady);  // and asks for rows at once
-    for (int pass = 0; pass < passes; ++pass) {
-      const int first_block = begin + blocks_before(pass);
-      const int blocks = begin + blocks_before(pass + 1) - first_block;
-      const int first = first_block * kBlockNeurons;
-      for (int chunk = 0; chunk < chunks; ++chunk) {
-        const uint32_t start = chunk * kChunkBytes, bytes = min(kChunkBytes, p.row_bytes - start);
-        for (int m = 0; m < blocks; ++m) {
-          const int neuron = first + m * kBlockNeurons;
-          const char* const row = p.gate + static_cast<int64_t>(neuron + lane) * p.row_bytes;
-          fill_stage(ring, ring_bytes, p, row, min(kBlockNeurons, p.width - neuron), start, bytes);
-        }
-      }
-      sm90::named_barrier<kWorkers>(kListed);
-      int active_count = 0;
-      for (int m = 0; m < blocks; ++m) active_count += __popc(masks[m]);
-      if (p.up != nullptr) {
-        for (int chunk = 0; chunk < chunks; ++chunk) {
-          const uint32_t start = chunk * kChunkBytes, bytes = min(kChunkBytes, p.row_bytes - start);
-          for (int u = 0; u < active_count; u += kBlockNeurons) {
-            const int neuron = first + active[min(u + lane, active_count - 1)];
-            const char* const row = p.up + static_cast<int64_t>(neuron) * p.row_bytes;
-            fill_stage(ring, ring_bytes, p, row, min(kBlockNeurons, active_count - u), start, bytes);
-          }
-        }
-      }
-      if (active_count <= p.prefetch_max_active * blocks) {
-        for (int i = lane; i < active_count; i += 32) {
-          prefetch_row(p.down + static_cast<int64_t>(first + active[i]) * p.row_bytes, p.row_bytes);
-        }
-      }
-      if (pass + 1 < passes) sm90::named_barrier<kWorkers>(kRingFree);
-    }
+    bring_rows(p, share, lane, ring, ring_bytes, masks, active);
     return;
   }
 
@@ -222,9 +52,8 @@ __global__ void __launch_bounds__(kWorkers, kBlocks <= 3 ? 2 : 1) bulk_gate_up_k
   for (int i = blockIdx.x * kDecodeThreads + thread; i < p.slices; i += gridDim.x * kDecodeThreads) p.arrivals[i] = 0;
   if (thread == 0 && blockIdx.x == 0 && p.blocks % 2 == 1) p.masks[p.blocks] = 0;
   uint4 x[kSteps];
-  for (int pass = 0; pass < passes; ++pass) {
-    const int first_block = begin + blocks_before(pass);
-    const int blocks = begin + blocks_before(pass + 1) - first_block;
+  for (int pass = 0; pass < share.passes; ++pass) {
+    const int first_block = share.first_block(pass), blocks = share.first_block(pass + 1) - first_block;
     const int first = first_block * kBlockNeurons;
     if (thread < kBlocks) masks[thread] = 0;
     {
@@ -302,7 +131,7 @@ __global__ void __launch_bounds__(kWorkers, kBlocks <= 3 ? 2 : 1) bulk_gate_up_k
       p.products[(static_cast<int64_t>(first_block + block) * kQuadsPerBlock + quad) * kTokens + token] =
           make_uint2(pack<Half>(h[0], h[1]), pack<Half>(h[2], h[3]));
     }
-    if (pass + 1 < passes) {
+    if (pass + 1 < share.passes) {
       sm90::fence_async_proxy();
       sm90::named_barrier<kWorkers>(kRingFree);
     }
