@@ -17,8 +17,8 @@ struct BlockState {
   int64_t first_entry, first_pair;  // in the pools
 };
 
-// What forward keeps for backward (Hybrid, DESIGN of the format in NOTES.md). The pools' sizes follow from T, F and the
-// capacity alone; the first blocks that fit are kept, the others computed again from x.
+// What forward keeps for backward (NOTES.md, "State"). The pools' sizes follow from T, F and the capacity alone; the first
+// blocks that fit are kept, the others computed again from x.
 struct State {
   int64_t* totals;        // (3): blocks kept, entries used, pairs used
   BlockState* blocks;     // (all blocks); valid for those kept
