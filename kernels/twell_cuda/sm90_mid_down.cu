@@ -4,196 +4,17 @@
 // A thread block owns 64 tokens and kHidden columns of y. All its threads list the active neurons; then one or two
 // warpgroups gather their columns of h and rows of Wd, and as many multiply. Both operands lie in shared memory as they
 // do in global memory, tokens and hidden units contiguous, and the tensor cores read them transposed.
-//
-// Masks are there long before columns of h. So where the first kernel's blocks have 64 tokens, this one's list them
-// before it has ended, and ask for rows of Wd; that is a guess, since only the end of that kernel makes its writes
-// visible. Then they look again, while columns are on their way, and start anew where a mask has changed.
-
-#include <cstddef>
 
 #include "sm90_launch.h"
 #include "sm90_mid.h"
+#include "sm90_mid_down_fetch.cuh"
 #include "sm90_primitives.cuh"
 #include "sm90_wgmma.cuh"
 
 namespace twell::sm90 {
 namespace {
 
-constexpr int kDepth = 64, kMaxStages = 6;
-constexpr int kPartBytes = 64 * kDepth * 2;  // 64 tokens or hidden units x 64 neurons
-constexpr int kListed = 2048;                // neurons in shared memory at a time
-constexpr int kTurnBytes = 16 * 64 * 2;      // a warp's 16 tokens x 64 hidden units, on their way to y
-constexpr int kAll = 1;                      // named barrier
-
-struct Control {
-  uint64_t full[kMaxStages], empty[kMaxStages];
-  int warp_counts[16];
-  uint16_t list[kListed];
-};
-
-template <int kHidden>
-struct Shape {
-  static constexpr int kWarpgroups = kHidden / 128 + (kHidden < 128), kColumns = kHidden / kWarpgroups;
-  static constexpr int kMultipliers = 128 * kWarpgroups, kFetchers = kHidden == 64 ? 128 : 256;
-  static constexpr int kThreads = kMultipliers + kFetchers;
-  static constexpr int kStageBytes = kPartBytes + kHidden * kDepth * 2;
-  static constexpr int kStages = kHidden == 256 ? 5 : kHidden == 128 ? 6 : 4;
-  static constexpr int kShared =
-      1024 + kStages * kStageBytes + kMultipliers / 32 * kTurnBytes + static_cast<int>(sizeof(Control));
-  // For 64 columns, registers and shared memory that the first kernel leaves.
-  static constexpr int kBlocks = kHidden == 64 ? 4 : 1;
-  static_assert(kShared <= 227 * 1024);
-};
-
-struct Arguments {
-  Active active;
-  const void *rows, *bias;  // (F, D); (D), or null
-  void* y;                  // (T, D)
-  int64_t tokens;
-  int hidden, width, slices;
-  bool guesses;
-  MidTrace trace;
-};
-
-// What another kernel may be writing.
-__device__ __forceinline__ uint32_t load_mask(const uint32_t* mask) {
-  uint32_t word;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(mask) : "memory");
-  return word;
-}
-
-// The half block's active neurons, found by all threads: each looks at neighbouring words of the mask.
-template <int kThreads>
-struct Neurons {
-  const uint32_t* masks;
-  int first_word, last_word;
-  uint32_t first_mask;
-  int before;  // active neurons of earlier threads
-  int total;
-
-  __device__ __forceinline__ Neurons(const Active& active, int width, Control& c, int half_block)
-      : masks(active.masks + static_cast<int64_t>(half_block) * active.words) {
-    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    const int each = (active.words + kThreads - 1) / kThreads;
-    first_word = min(thread * each, active.words);
-    last_word = min(first_word + each, active.words);
-    first_mask = first_word < last_word ? load_mask(masks + first_word) : 0;
-    const int left = width - 32 * first_word;  // a guess must not name neurons past the last
-    if (left < 32) first_mask &= left > 0 ? (1u << left) - 1 : 0;
-    int sum = __popc(first_mask);
-#pragma unroll 1
-    for (int w = first_word + 1; w < last_word; ++w) sum += __popc(__ldcg(masks + w));
-    const int count = sum;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const int other = __shfl_up_sync(~0u, sum, d);
-      if (lane >= d) sum += other;
-    }
-    if (lane == 31) c.warp_counts[warp] = sum;
-    named_barrier<kThreads>(kAll);
-    before = sum - count;
-    total = 0;
-#pragma unroll
-    for (int w = 0; w < kThreads / 32; ++w) {
-      const int n = c.warp_counts[w];
-      before += w < warp ? n : 0;
-      total += n;
-    }
-  }
-
-  __device__ __forceinline__ bool changed() const {
-    return first_word < last_word && load_mask(masks + first_word) != first_mask;
-  }
-
-  // Neurons `from` to `from` + kListed of the active ones, in ascending order.
-  __device__ __forceinline__ void list(Control& c, int from) const {
-    if (from > 0) named_barrier<kThreads>(kAll);  // those before are not needed any more
-    const int last = min(from + kListed, total);
-    int at = before;
-    uint32_t mask = first_mask;
-#pragma unroll 1
-    for (int w = first_word; w < last_word && at < last;) {
-#pragma unroll 1
-      for (; mask != 0; mask &= mask - 1, ++at) {
-        const int neuron = w * 32 + __ffs(static_cast<int>(mask)) - 1;
-        if (at >= from && at < last) c.list[at - from] = static_cast<uint16_t>(neuron);
-      }
-      if (++w < last_word) mask = __ldcg(masks + w);
-    }
-    named_barrier<kThreads>(kAll);
-  }
-};
-
-// By the warps that gather: eight threads copy 128 bytes; past the last of the `listed` neurons, zeros.
-template <typename T, int kHidden>
-struct Fetcher {
-  using S = Shape<kHidden>;
-  static constexpr int kRows = S::kFetchers / 8;
-  const Arguments& a;
-  const Control& c;
-  const T *columns, *rows;
-  uint32_t stages, place;
-  int row, chunk, hidden_left;
-  int neurons[kDepth / kRows];  // of a step, or negative
-
-  __device__ __forceinline__ Fetcher(const Arguments& arguments, const Control& control, uint32_t first_stage,
-                                     int half_block, int first_hidden)
-      : a(arguments), c(control) {
-    const int thread = threadIdx.x - S::kMultipliers;
-    row = thread / 8, chunk = thread % 8;
-    stages = first_stage, place = row * 128 + ((chunk ^ (row & 7)) << 4);
-    columns = static_cast<const T*>(a.active.columns) + static_cast<int64_t>(half_block / 2) * a.width * kBlockTokens +
-              half_block % 2 * kHalfTokens + chunk * 8;
-    rows = static_cast<const T*>(a.rows) + first_hidden + chunk * 8;
-    hidden_left = a.hidden - first_hidden;
-  }
-  __device__ __forceinline__ void look_up(int start, int listed) {
-#pragma unroll
-    for (int i = 0; i < kDepth / kRows; ++i) {
-      const int n = start + row + kRows * i;
-      neurons[i] = n < listed ? c.list[n] : -1;
-    }
-  }
-  __device__ __forceinline__ void copy_columns(int stage) const {
-    const uint32_t to = stages + stage * S::kStageBytes + place;
-#pragma unroll
-    for (int i = 0; i < kDepth / kRows; ++i) {
-      copy_16(to + i * kRows * 128, columns + static_cast<int64_t>(max(neurons[i], 0)) * kBlockTokens, neurons[i] >= 0);
-    }
-  }
-  __device__ __forceinline__ void copy_rows(int stage) const {
-    const uint32_t to = stages + stage * S::kStageBytes + place;
-#pragma unroll
-    for (int i = 0; i < kDepth / kRows; ++i) {
-      const T* const from = rows + static_cast<int64_t>(max(neurons[i], 0)) * a.hidden;
-#pragma unroll
-      for (int part = 0; part < kHidden / 64; ++part) {  // where nothing is valid the address is not read
-        copy_16(to + (1 + part) * kPartBytes + i * kRows * 128, from + part * 64,
-                neurons[i] >= 0 && part * 64 + chunk * 8 < hidden_left);
-      }
-    }
-  }
-
-  // The first steps' rows, then their columns.
-  __device__ __forceinline__ void ahead(int listed, bool of_columns) {
-    for (int start = 0, s = 0; start < listed && s < S::kStages; start += kDepth, ++s) {
-      look_up(start, listed);
-      of_columns ? copy_columns(s) : copy_rows(s);
-    }
-  }
-  // All of them; copies of the first `ready` neurons are on their way.
-  __device__ __forceinline__ void run(Ring& ring, int listed, int ready) {
-    for (int start = 0; start < listed; start += kDepth, ring.advance()) {
-      ring.wait_empty();
-      if (start >= ready) {
-        look_up(start, listed);
-        copy_columns(ring.stage);
-        copy_rows(ring.stage);
-      }
-      barrier_arrive_on_copies(ring.full + ring.stage);
-    }
-  }
-};
+using namespace mid_down;
 
 // sum += h times listed rows; each warpgroup has its share of the columns.
 template <typename T, int kHidden>
@@ -222,8 +43,6 @@ __device__ __forceinline__ void multiply(float (&sum)[Shape<kHidden>::kColumns /
   wgmma_wait<0>();
   if (held >= 0 && releases) barrier_arrive(ring.empty + held);
 }
-
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // A warp's 16 tokens, 64 columns at a time.
 template <typename T, int kColumns>

@@ -7,6 +7,7 @@
 
 #include "sm90_launch.h"
 #include "sm90_mid.h"
+#include "sm90_prefix_sum.cuh"
 #include "sm90_primitives.cuh"
 #include "sm90_wgmma.cuh"
 
@@ -132,12 +133,7 @@ __device__ __forceinline__ void make_list(Control& c, int own) {
     const uint32_t first = piece < pieces ? c.masks[0][piece] : 0, second = piece < pieces ? c.masks[1][piece] : 0;
     uint32_t bits = first | second;
     const int count = __popc(bits);
-    int sum = count;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const int other = __shfl_up_sync(~0u, sum, d);
-      if (lane >= d) sum += other;
-    }
+    const int sum = sum_until(count, lane);
     for (int at = total + sum - count; bits != 0; bits &= bits - 1, ++at) {
       const int n = __ffs(static_cast<int>(bits)) - 1;
       c.list[at] = static_cast<uint16_t>(piece * 16 + n) | (first >> n & 1 ? kFirstHalf : 0) |

@@ -22,9 +22,6 @@ struct GroupPairs {
   __device__ __forceinline__ int token(uint32_t index) const { return codes[index] % kBlockTokens; }
 };
 
-// This thread's cp.async copies have landed.
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 // A bit for each of eight values that is not zero.
 __device__ __forceinline__ uint32_t active_bits(uint4 values) {
   const uint32_t words[4] = {values.x, values.y, values.z, values.w};

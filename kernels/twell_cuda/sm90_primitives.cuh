@@ -146,6 +146,9 @@ __device__ __forceinline__ void copy_16(uint32_t shared, const void* global, boo
                : "memory");
 }
 
+// This thread's copies have landed.
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // For n < rows, without a branch: 16 bytes by cp.async, zeros where they are not valid.
 __device__ __forceinline__ void copy_16_if(int n, int rows, uint32_t shared, const void* global, bool valid) {
   asm volatile(
