@@ -51,15 +51,15 @@ class _InjectL1(torch.autograd.Function):
 def count(h, token_weight=None):
     """What `inject_l1` reports about h: (1 + F,) fp32, the weighted sum of |h|, then each neuron's active tokens.
 
-    Sums are in fp32, and in fp64 for an fp64 h.
+    Sums are in fp32, and in fp64 for an fp64 h. All of them are over tokens: where one over neurons read h as well,
+    Inductor (PyTorch 2.10 to 2.13) would fuse both on a GPU and leave the neurons' part of the result unwritten.
     """
     wide = torch.promote_types(h.dtype, torch.float32)
     h_TF = h.reshape(-1, h.shape[-1])
-    l1_T = h_TF.abs().sum(1, dtype=wide)
-    active_TF = h_TF != 0
     if token_weight is None:
-        return torch.cat([l1_T.sum().view(1), active_TF.sum(0, dtype=wide)]).float()
-    weight_T = token_weight.reshape(-1).to(wide)
-    # Padding may hold NaN, and 0 * NaN would count it.
-    l1_T = torch.where(weight_T > 0, l1_T, 0)
-    return torch.cat([(weight_T @ l1_T).view(1), weight_T @ active_TF.to(wide)]).float()
+        l1_F, active_F = h_TF.abs().sum(0, dtype=wide), (h_TF != 0).sum(0, dtype=wide)
+    else:
+        weight_T = token_weight.reshape(-1).to(wide)
+        h_TF = torch.where(weight_T.unsqueeze(1) > 0, h_TF, 0)  # padding may hold NaN, and 0 * NaN would count it
+        l1_F, active_F = weight_T @ h_TF.abs().to(wide), weight_T @ (h_TF != 0).to(wide)
+    return torch.cat([l1_F.sum().view(1), active_F]).float()

@@ -354,6 +354,31 @@ def test_a_compiled_block_trains_by_kernels():
                 assert relative_rms(mine, theirs) <= 2**-7
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_compiled_block_counts_what_is_active(padded):
+    """At a size from which Inductor fuses sums over tokens with sums over neurons, and then loses some in a cat."""
+    tokens, hidden, width = 8192, 64, 1024
+    case = gpu_case(tokens, hidden, width, 0.05, torch.bfloat16)
+    weights = {name: case[name].requires_grad_() for name in ("w_up", "w_down", "w_gate")}
+    tally = torch.zeros(1 + width, device="cuda", requires_grad=True)
+    token_weight = torch.ones(tokens, device="cuda") if padded else None
+    if padded:
+        token_weight[::3] = 0
+
+    def report(ffn):
+        tally.grad = None
+        scale = torch.zeros((), device="cuda")
+        ffn(case["x"], **weights, l1_scale=scale, token_weight=token_weight, tally=tally).float().sum().backward()
+        return tally.grad.clone()
+
+    expected = report(reference.ffn)
+    assert expected[1:].sum() > 0
+    torch._dynamo.reset()
+    compiled = torch.compile(reference.ffn, fullgraph=True)
+    for _ in range(3):
+        torch.testing.assert_close(report(compiled), expected, rtol=1e-3, atol=0)
+
+
 def assert_same_curve(mine, theirs, steps):
     """50-step means within half a percent, and the kernels ran in every block of every step."""
     assert (mine["calls"], theirs["calls"]) == (steps * loss_curves.SIZES["num_hidden_layers"], 0)
