@@ -122,7 +122,7 @@ class SparsityCallback(TrainerCallback):
         self.blend_steps = blend_steps
         self.distillation = distillation
         if distillation is not None and trainer.args.torch_compile:
-            distillation.parent.get_decoder().compile(backend=trainer.args.torch_compile_backend)
+            distillation.compile(backend=trainer.args.torch_compile_backend)
         self.log_layers = log_layers
         self.controller = self._new_controller(steps=1) if target_density is not None else None
         self.revival = None

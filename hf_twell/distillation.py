@@ -1,5 +1,6 @@
 """`Distillation`: a dense parent in the same process teaches the sparse model, through gradients alone."""
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -65,9 +66,15 @@ class Distillation:
                 self._handles.append(teacher.module.register_forward_hook(self._see_parent_layer))
         self._batch: _Batch | None = None
         self._outputs: list[torch.Tensor] = []
+        self._backend: str | None = None
         # Backward adds to the gradient of each: the total, and the tokens or blocks that it is of. So nothing but
         # autograd is needed to report, in compiled models too.
         self._sums = {"kl": torch.zeros(2, requires_grad=True), "layer_error": torch.zeros(2, requires_grad=True)}
+
+    def compile(self, backend: str = "inductor") -> None:
+        """Compile the parent and what is done to each token's logits; the model to train is compiled by others."""
+        self.parent.get_decoder().compile(backend=backend)
+        self._backend = backend
 
     def detach(self) -> None:
         """Take it off the model, which until then holds the parent in memory, in its copies and pickles too."""
@@ -188,15 +195,26 @@ class _InjectKl(torch.autograd.Function):
         hidden_TD, weight_T = batch.hidden.flatten(0, 1), batch.weight.flatten()
         kl = torch.zeros((), device=logits.device)
         tokens = max(1, CHUNK // logits.shape[-1])
+        divergence = _kl if owner._backend is None else _compiled_kl(owner._backend)
         for at in range(0, len(logits_TV), tokens):
             rows = slice(at, at + tokens)
-            theirs = F.log_softmax(head(hidden_TD[rows]).float(), -1)
-            mine = F.log_softmax(logits_TV[rows].float(), -1)
-            weight = weight_T[rows].unsqueeze(1)
-            kl += torch.where(weight > 0, weight * theirs.exp() * (theirs - mine), 0).sum()
-            step = torch.where(weight > 0, (share * batch.scale * weight) * (mine.exp() - theirs.exp()), 0)
-            grad_TV[rows] += step.to(grad.dtype)
+            some_kl, step = divergence(logits_TV[rows], head(hidden_TD[rows]), weight_T[rows], share * batch.scale)
+            kl += some_kl
+            grad_TV[rows] += step
         return grad, torch.stack([kl, weight_T.sum()]), None, None
+
+
+def _kl(logits_TV, parent_TV, weight_T, factor):
+    """The sum over T tokens of weight * KL(parent || model), and `factor` times its gradient by the model's logits."""
+    mine, theirs = F.log_softmax(logits_TV.float(), -1), F.log_softmax(parent_TV.float(), -1)
+    weight = weight_T.unsqueeze(1)
+    kl = torch.where(weight > 0, weight * theirs.exp() * (theirs - mine), 0).sum()
+    return kl, torch.where(weight > 0, factor * weight * (mine.exp() - theirs.exp()), 0)
+
+
+@functools.cache
+def _compiled_kl(backend: str):
+    return torch.compile(_kl, backend=backend)
 
 
 class _InjectError(torch.autograd.Function):
