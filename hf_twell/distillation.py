@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_twell.architectures import find_ffns
 from hf_twell.batches import token_weight
+from hf_twell.reference import new_tally
 
 CHUNK = 2**24  # logits computed at a time: 64 MiB in float32, of which a few such tensors exist at once
 
@@ -69,7 +70,7 @@ class Distillation:
         self._backend: str | None = None
         # Backward adds to the gradient of each: the total, and the tokens or blocks that it is of. So nothing but
         # autograd is needed to report, in compiled models too.
-        self._sums = {"kl": torch.zeros(2, requires_grad=True), "layer_error": torch.zeros(2, requires_grad=True)}
+        self._sums = {"kl": new_tally(2), "layer_error": new_tally(2)}
 
     def compile(self, backend: str = "inductor") -> None:
         """Compile the parent and what is done to each token's logits; the model to train is compiled by others."""
@@ -94,7 +95,7 @@ class Distillation:
         """
         self.parent.to(scale.device)
         if any(slot.device != scale.device for slot in self._sums.values()):
-            self._sums = {name: slot.detach().to(scale.device).requires_grad_() for name, slot in self._sums.items()}
+            self._sums = {name: new_tally(2, scale.device) for name in self._sums}
         reads = {
             key: value for key, value in batch.items() if not key.startswith(("labels", "shift_labels", "num_items"))
         }
@@ -118,9 +119,9 @@ class Distillation:
 
     def report(self) -> dict[str, float]:
         """KL in nats per token and the layers' relative error since the last report, over this process's tokens."""
-        sums = {name: slot.grad.tolist() for name, slot in self._sums.items() if slot.grad is not None}
+        sums = {name: slot.grad.tolist() for name, slot in self._sums.items()}
         for slot in self._sums.values():
-            slot.grad = None
+            slot.grad.zero_()
         return {f"twell/{name}": total / count for name, (total, count) in sums.items() if count}
 
     def _factors(self, weight: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from transformers.utils import is_accelerate_available
 from hf_twell._density import Block, ModelChoice
 from hf_twell.batches import batch_size_tokens, token_weight
 from hf_twell.modeling import L1Inputs, sparse_ffns
+from hf_twell.reference import new_tally
 
 
 class StepCounts(NamedTuple):
@@ -163,7 +164,7 @@ class L1Penalty:
         """
         if self._step_tokens is None:
             return None
-        counts = [torch.zeros_like(tally) if tally.grad is None else tally.grad for tally in self._tallies]
+        counts = [tally.grad for tally in self._tallies]
         flat = torch.cat([count.to(self.device) for count in counts])
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(flat)
@@ -174,8 +175,8 @@ class L1Penalty:
             total = [mine + new for mine, new in zip(self._window.layers, wide.layers, strict=True)]
             wide = StepCounts(self._window.tokens + wide.tokens, total)
         self._window, self._step_tokens = wide, None
-        for tally in self._tallies:
-            tally.grad = None
+        for count in counts:
+            count.zero_()
         self._choose_for_compiled(step)
         return step
 
@@ -226,7 +227,7 @@ class L1Penalty:
 
     def _new_tally(self, ffn) -> torch.Tensor:
         width = getattr(ffn, ffn.twell.form.up).out_features
-        return torch.zeros(1 + width, device=self._device(ffn), requires_grad=True)
+        return new_tally(1 + width, self._device(ffn))
 
     @staticmethod
     def _device(ffn) -> torch.device:

@@ -32,6 +32,17 @@ def inject_l1(h, l1_scale, token_weight=None, tally=None):
     return _InjectL1.apply(h, l1_scale, token_weight, tally)
 
 
+def new_tally(size: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """A leaf of zeros, (size,) fp32, to whose gradient backward adds what it reports.
+
+    The gradient is there from the beginning. Autograd would take over the first one that comes, and the next replay of
+    a CUDA graph would write over that.
+    """
+    tally = torch.zeros(size, device=device, requires_grad=True)
+    tally.grad = torch.zeros_like(tally)
+    return tally
+
+
 class _InjectL1(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, l1_scale, token_weight, tally):

@@ -1,0 +1,72 @@
+"""What compiled training logs is what plain training logs."""
+
+import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+
+from hf_twell import L1Penalty, sparsify
+from hf_twell.distillation import Distillation
+from tests import one_step
+from tests.conftest import tiny_llama
+
+
+def replayed(graph, inputs):
+    """A graph that leaves its results where its last call's were, as a CUDA graph does."""
+    results = []
+
+    def run(*inputs):
+        new = graph(*inputs)
+        if not results:
+            results.extend(None if value is None else torch.empty_like(value) for value in new)
+        pairs = zip(results, new, strict=True)
+        return [None if value is None else old.copy_(value).detach() for old, value in pairs]
+
+    return make_boxed_func(run)
+
+
+def plain(graph, inputs):
+    return make_boxed_func(graph.forward)
+
+
+REPLAYED = aot_autograd(fw_compiler=plain, bw_compiler=replayed)
+
+
+def batches(count: int) -> list[dict]:
+    words = torch.randint(3, 96, (count, 2, 11), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": ids, "labels": ids} for ids in words]
+
+
+def counted(compiled: bool) -> dict:
+    """Two optimizer steps of three micro-batches; the report of both."""
+    model = sparsify(tiny_llama()).train()
+    penalty = L1Penalty(model, l1_weight=1.0)
+    torch._dynamo.reset()
+    forward = torch.compile(model, backend=REPLAYED) if compiled else model
+    for at in (0, 3):
+        for batch in penalty.micro_batches(batches(6)[at : at + 3]):
+            forward(**batch).loss.backward()
+    return penalty.report()
+
+
+def test_counts_outlive_the_memory_of_a_replayed_graph():
+    expected = counted(compiled=False)
+    for key, value in counted(compiled=True).items():
+        assert value == expected[key], key
+
+
+def taught(compiled: bool) -> list[dict]:
+    """Four micro-batches in all; two reports."""
+    model = sparsify(tiny_llama()).train()
+    distillation, reports = Distillation(model, one_step.parent(), logits=0.0, layers=1.0), []
+    torch._dynamo.reset()
+    forward = torch.compile(model, backend=REPLAYED) if compiled else model
+    for index, batch in enumerate(batches(4)):
+        with distillation.micro_batch(batch, torch.tensor(1 / 22)):
+            forward(**batch).loss.backward()
+        if index % 2:
+            reports.append(distillation.report())
+    return reports
+
+
+def test_errors_outlive_the_memory_of_a_replayed_graph():
+    assert taught(compiled=True) == taught(compiled=False)
