@@ -63,14 +63,15 @@ def count(h, token_weight=None):
     """What `inject_l1` reports about h: (1 + F,) fp32, the weighted sum of |h|, then each neuron's active tokens.
 
     Sums are in fp32, and in fp64 for an fp64 h. All of them are over tokens: where one over neurons read h as well,
-    Inductor (PyTorch 2.10 to 2.13) would fuse both on a GPU and leave the neurons' part of the result unwritten.
+    Inductor (PyTorch 2.10 to 2.13) would fuse both on a GPU and leave the neurons' part of the result unwritten. None is
+    a matmul: a compiled backward, too, runs under the forward's autocast, which would round it to 8 bits in bfloat16.
     """
     wide = torch.promote_types(h.dtype, torch.float32)
     h_TF = h.reshape(-1, h.shape[-1])
     if token_weight is None:
         l1_F, active_F = h_TF.abs().sum(0, dtype=wide), (h_TF != 0).sum(0, dtype=wide)
     else:
-        weight_T = token_weight.reshape(-1).to(wide)
-        h_TF = torch.where(weight_T.unsqueeze(1) > 0, h_TF, 0)  # padding may hold NaN, and 0 * NaN would count it
-        l1_F, active_F = weight_T @ h_TF.abs().to(wide), weight_T @ (h_TF != 0).to(wide)
+        weight_T1 = token_weight.reshape(-1, 1).to(wide)
+        h_TF = torch.where(weight_T1 > 0, h_TF, 0)  # padding may hold NaN, and 0 * NaN would count it
+        l1_F, active_F = (weight_T1 * h_TF.abs()).sum(0), (weight_T1 * (h_TF != 0)).sum(0)
     return torch.cat([l1_F.sum().view(1), active_F]).float()

@@ -1,5 +1,6 @@
 """What compiled training logs is what plain training logs."""
 
+import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
@@ -70,3 +71,30 @@ def taught(compiled: bool) -> list[dict]:
 
 def test_errors_outlive_the_memory_of_a_replayed_graph():
     assert taught(compiled=True) == taught(compiled=False)
+
+
+@pytest.mark.parametrize("how", ["compiled", "backward inside"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_counts_are_exact_under_autocast(how, masked):
+    """Some neurons are active for more tokens than bfloat16 can count."""
+    model = sparsify(tiny_llama(), backend="reference").train()
+    penalty, ids = L1Penalty(model, l1_weight=0.0), torch.arange(1024).view(16, 64) % 90 + 3
+    batch, active = {"input_ids": ids, "labels": ids}, []
+    if masked:
+        batch["attention_mask"] = (ids != 7).long()
+    kept = ids.ne(7) if masked else ids.ne(0)
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(lambda _, args: active.append((args[0][kept] != 0).sum().item()))
+    with torch.no_grad(), torch.autocast("cpu"):
+        model(**batch)
+    torch._dynamo.reset()
+    forward = torch.compile(model, backend="aot_eager") if how == "compiled" else model
+    for micro_batch in penalty.micro_batches([batch]):
+        with torch.autocast("cpu"):
+            loss = forward(**micro_batch).loss
+            if how == "backward inside":
+                loss.backward()
+        if how == "compiled":
+            loss.backward()
+    report = penalty.report()
+    assert [round(layer["l0"] * report["tokens"]) for layer in report["layers"]] == active[:3]
