@@ -191,7 +191,9 @@ class _InjectKl(torch.autograd.Function):
         (logits,) = ctx.saved_tensors
         batch, owner = ctx.batch, ctx.distillation
         head, share = owner.parent.get_output_embeddings(), owner.logits
-        grad = grad_logits * (1 - share)  # not in place: the gradient that comes in belongs to autograd
+        # Not in place: the gradient that comes in belongs to autograd. A loss of transposed logits gives one whose
+        # tokens are no rows, which `flatten` would copy.
+        grad = (grad_logits * (1 - share)).contiguous()
         grad_TV, logits_TV = grad.flatten(0, 1), logits.flatten(0, 1)
         hidden_TD, weight_T = batch.hidden.flatten(0, 1), batch.weight.flatten()
         kl = torch.zeros((), device=logits.device)

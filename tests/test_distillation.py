@@ -120,6 +120,20 @@ def test_the_size_of_chunks_changes_no_gradient(monkeypatch, chunk):
     assert parts["twell/kl"] == pytest.approx(logs["twell/kl"], rel=1e-6)
 
 
+def test_a_loss_of_transposed_logits_is_taught_too():
+    """Its gradient comes in another memory order."""
+    gradients, ids = [], torch.arange(3, 47).view(2, 22)
+    for transposed in (False, True):
+        model = sparsify(tiny_llama()).train()
+        teacher = Distillation(model, one_step.parent(), logits=LOGITS)
+        with teacher.micro_batch({"input_ids": ids}, torch.tensor(1 / ids.numel())):
+            logits = model(input_ids=ids).logits
+            given = (logits.transpose(1, 2), ids) if transposed else (logits.flatten(0, 1), ids.flatten())
+            F.cross_entropy(*given).backward()
+        gradients.append(one_step.flat_gradient(model))
+    assert (gradients[1] - gradients[0]).norm() <= 1e-5 * gradients[0].norm()
+
+
 def test_a_parent_that_is_the_model_teaches_nothing(tmp_path):
     model, parent = sparsify(tiny_llama()), sparsify(tiny_llama())
     before = {name: weights.clone() for name, weights in model.named_parameters()}
