@@ -63,8 +63,8 @@ def count(h, token_weight=None):
     """What `inject_l1` reports about h: (1 + F,) fp32, the weighted sum of |h|, then each neuron's active tokens.
 
     Sums are in fp32, and in fp64 for an fp64 h. All of them are over tokens: where one over neurons read h as well,
-    Inductor (PyTorch 2.10 to 2.13) would fuse both on a GPU and leave the neurons' part of the result unwritten. None is
-    a matmul: a compiled backward, too, runs under the forward's autocast, which would round it to 8 bits in bfloat16.
+    Inductor (PyTorch 2.10 to 2.13) would fuse both on a GPU and leave the neurons' part of the result unwritten. None
+    is a matmul: a compiled backward runs under the forward's autocast, which would round it to 8 bits in bfloat16.
     """
     wide = torch.promote_types(h.dtype, torch.float32)
     h_TF = h.reshape(-1, h.shape[-1])
