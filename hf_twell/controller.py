@@ -65,20 +65,24 @@ class DensityController:
 
     @torch.no_grad()
     def update(self, density: torch.Tensor, l1: torch.Tensor, progress: float) -> torch.Tensor:
-        """The weights of the next optimizer step; without host synchronisation.
+        """The weights of the next optimizer step; without host synchronisation after the first one.
+
+        A step whose forward overflowed changes nothing: in float16, the loss scaler passes over it too.
 
         Shapes: density and l1 (L,) fp32, of the step that has run; returns (L,) fp32.
         """
-        density = density.clamp(min=1e-7)
+        density, valid = density.clamp(min=1e-7), l1.isfinite().all()
         if self._density is None:
+            if not valid:
+                return torch.zeros_like(l1)
             self._begin(density, l1)
         else:
             rate = 1 / max(1.0, SMOOTHED * self.steps)
-            self._density += rate * (density - self._density)
-        error = (self._seen() / self.reference(progress)).log().clamp(-1, 1)
+            self._density = torch.where(valid, self._density + rate * (density - self._density), self._density)
+        error = torch.where(valid, (self._seen() / self.reference(progress)).log().clamp(-1, 1), self._error)
         change = PROPORTIONAL * (error - self._error) + min(INTEGRAL / self.steps, LARGEST_INTEGRAL) * error
         self._limits = self._log_bounds(l1)
-        self._log_weight = (self._log_weight + change).clamp(*self._limits)
+        self._log_weight = torch.where(valid, (self._log_weight + change).clamp(*self._limits), self._log_weight)
         self._error = error
         return self.weights()
 

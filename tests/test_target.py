@@ -74,6 +74,24 @@ def test_the_weight_of_a_layer_that_cannot_follow_stays_in_bounds():
         assert weights[-1] == pytest.approx(low, rel=1e-4)
 
 
+@pytest.mark.parametrize("l1", [math.nan, math.inf])
+@pytest.mark.parametrize("layer_shares", ["equal", "free"])
+@pytest.mark.parametrize("overflowed", [0, 5])
+def test_a_step_that_overflowed_changes_no_weight(overflowed, layer_shares, l1):
+    """The loss scaler of fp16 passes over such a step, and training goes on."""
+    runs = []
+    for steps in ([s for s in range(10) if s != overflowed], range(10)):
+        controller = DensityController(0.01, steps=100, share=layer_shares)
+        for step in steps:
+            good = step != overflowed
+            density = torch.tensor([0.5, 0.3 + step / 100 if good else 1.0])
+            before = controller.weights() if controller.started else torch.zeros(2)
+            weights = controller.update(density, torch.tensor([20.0, 10.0 if good else l1]), (step + 1) / 100)
+            assert good or torch.equal(weights, before)
+        runs.append(weights)
+    assert torch.equal(*runs)
+
+
 @pytest.mark.parametrize("share", ["equal", "free"])
 def test_every_layer_or_their_mean(share):
     controller = DensityController(0.1, steps=20, share=share)
