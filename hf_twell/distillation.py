@@ -65,6 +65,7 @@ class Distillation:
             for index, (student, teacher) in enumerate(zip(mine, theirs, strict=True)):
                 self._handles.append(student.module.register_forward_hook(_Layer(self, index)))
                 self._handles.append(teacher.module.register_forward_hook(self._see_parent_layer))
+        torch.compiler.reset()  # what was compiled for models without these hooks would be taken, and pass over them
         self._batch: _Batch | None = None
         self._outputs: list[torch.Tensor] = []
         self._backend: str | None = None
