@@ -1,6 +1,7 @@
 """`Distillation`: a dense parent in the same process teaches the sparse model, through gradients alone."""
 
 import functools
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -68,6 +69,7 @@ class Distillation:
         torch.compiler.reset()  # what was compiled for models without these hooks would be taken, and pass over them
         self._batch: _Batch | None = None
         self._outputs: list[torch.Tensor] = []
+        self._ran = False  # since the last report
         self._backend: str | None = None
         # Backward adds to the gradient of each: the total, and the tokens or blocks that it is of. So nothing but
         # autograd is needed to report, in compiled models too.
@@ -107,6 +109,7 @@ class Distillation:
             hidden = self.parent.get_decoder()(**reads, use_cache=False).last_hidden_state
         weight = torch.ones(hidden.shape[:2], device=hidden.device) if weight is None else weight.to(hidden.device)
         self._batch = _Batch(hidden, self._outputs, weight, scale, self._factors(weight, scale))
+        self._ran = True
         try:
             yield
             if self.logits and not self._batch.made_logits:
@@ -121,6 +124,13 @@ class Distillation:
     def report(self) -> dict[str, float]:
         """KL in nats per token and the layers' relative error since the last report, over this process's tokens."""
         sums = {name: slot.grad.tolist() for name, slot in self._sums.items()}
+        if self.layers and self._ran and not sums["layer_error"][1]:
+            warnings.warn(
+                "distilled layers taught nothing: the blocks that Distillation was given are not those that train. "
+                "Make it after what replaces or copies blocks, such as PEFT's modules_to_save",
+                stacklevel=2,
+            )
+        self._ran = False
         for slot in self._sums.values():
             slot.grad.zero_()
         return {f"twell/{name}": total / count for name, (total, count) in sums.items() if count}

@@ -186,3 +186,16 @@ def test_models_that_do_not_fit_together_are_refused():
         Distillation(model, tiny_llama(vocab_size=97))
     with pytest.raises(ValueError, match="layers, hidden size"):
         Distillation(model, tiny_llama(num_hidden_layers=2), logits=0.0, layers=1.0)
+
+
+def test_layers_that_teach_nothing_are_told_of():
+    """Blocks that PEFT copies later are not those that the parent was to teach."""
+    peft = pytest.importorskip("peft")
+    model = sparsify(tiny_llama())
+    both = Distillation(model, one_step.parent(), logits=0.0, layers=1.0)
+    copied = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["mlp"]))
+    batch = one_step.pad(one_step.rows())
+    with both.micro_batch(batch, torch.ones(())):
+        copied(**batch).loss.backward()
+    with pytest.warns(UserWarning, match="distilled layers taught nothing"):
+        assert "twell/layer_error" not in both.report()
