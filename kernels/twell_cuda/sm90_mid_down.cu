@@ -44,40 +44,6 @@ __device__ __forceinline__ void multiply(float (&sum)[Shape<kHidden>::kColumns /
   if (held >= 0 && releases) barrier_arrive(ring.empty + held);
 }
 
-// A warp's 16 tokens, 64 columns at a time.
-template <typename T, int kColumns>
-__device__ __forceinline__ void store(const float (&sum)[kColumns / 2], const Arguments& a, uint32_t turn,
-                                      int64_t first_token, int first_hidden) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int pass = 0; pass < kColumns / 64; ++pass) {
-    __syncwarp();
-#pragma unroll
-    for (int j = 8 * pass; j < 8 * pass + 8; j += 2) {
-      uint32_t packed[4];
-#pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        const int index = 4 * (j + m / 2) + m % 2 * 2, hidden = first_hidden + 8 * (j + m / 2) + lane % 4 * 2;
-        float2 bias{};
-        if (a.bias != nullptr && hidden < a.hidden) bias = unpack<T>(static_cast<const uint32_t*>(a.bias)[hidden / 2]);
-        packed[m] = pack<T>(sum[index] + bias.x, sum[index + 1] + bias.y);
-      }
-      const int row = lane % 16, chunk = j % 8 + lane / 16;
-      store_matrices(turn + row * 128 + ((chunk ^ (row & 7)) << 4), packed);
-    }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = i * 4 + lane / 8, chunk = lane % 8, hidden = first_hidden + pass * 64 + chunk * 8;
-      const int64_t token = first_token + row;
-      if (token < a.tokens && hidden < a.hidden) {
-        *reinterpret_cast<uint4*>(static_cast<T*>(a.y) + token * a.hidden + hidden) =
-            load_shared_16(turn + row * 128 + ((chunk ^ (row & 7)) << 4));
-      }
-    }
-  }
-}
-
 template <typename T, int kHidden>
 __global__ void __launch_bounds__(Shape<kHidden>::kThreads, Shape<kHidden>::kBlocks)
     mid_down_kernel(const Arguments a) {
@@ -139,8 +105,8 @@ __global__ void __launch_bounds__(Shape<kHidden>::kThreads, Shape<kHidden>::kBlo
     }
     if (thread == 0) a.trace.mark(5);
     const uint32_t turn = stages + S::kStages * S::kStageBytes + warp * kTurnBytes;
-    store<T, S::kColumns>(sum, a, turn, static_cast<int64_t>(half_block) * kHalfTokens + warp % 4 * 16,
-                          first_hidden + warp / 4 * S::kColumns);
+    store_sums<T, S::kColumns, true>(a, sum, turn, static_cast<int64_t>(half_block) * kHalfTokens + warp % 4 * 16,
+                                     first_hidden + warp / 4 * S::kColumns);
     if (thread == 0) a.trace.mark(6);
   }
 #endif

@@ -8,13 +8,13 @@
 #include "sm90_mid.h"
 #include "sm90_prefix_sum.cuh"
 #include "sm90_primitives.cuh"
+#include "sm90_store.cuh"
 
 namespace twell::sm90::mid_down {
 
 constexpr int kDepth = 64, kMaxStages = 6;
 constexpr int kPartBytes = 64 * kDepth * 2;  // 64 tokens or hidden units x 64 neurons
 constexpr int kListed = 2048;                // neurons in shared memory at a time
-constexpr int kTurnBytes = 16 * 64 * 2;      // a warp's 16 tokens x 64 hidden units, on their way to y
 constexpr int kAll = 1;                      // named barrier
 
 struct Control {

@@ -73,7 +73,7 @@ __device__ __forceinline__ void multiply(const Arguments<kTerms>& a, const Work&
   using Stage = Shape<kTerms, kHidden>;
   constexpr int kWide = kHidden < kProduct ? kHidden : kProduct;
   const int lane = threadIdx.x % 32, warp = (threadIdx.x - kHelpers) / 32, half = warp / 4;
-  const uint32_t stages = smem_address(shared), turn = stages + kRingBytes + warp * slices::kTurnBytes;
+  const uint32_t stages = smem_address(shared), turn = stages + kRingBytes + warp * kTurnBytes;
   for (int item = blockIdx.x; item < work.items; item += gridDim.x) {
     Position p = work.at(item);
     const Counts counts = work.c.blocks[p.block].counts;
@@ -112,7 +112,7 @@ __device__ __forceinline__ void multiply(const Arguments<kTerms>& a, const Work&
 #pragma unroll
       for (int i = 0; i < kHidden / 2; ++i) sum[i] = 0.0f;
     }
-    slices::store<T, kHidden, false>(a.out, sum, turn, int64_t{p.block} * kBlockTokens + warp * 16, p.slice * kHidden);
+    store_sums<T, kHidden, false>(a.out, sum, turn, int64_t{p.block} * kBlockTokens + warp * 16, p.slice * kHidden);
   }
 }
 
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const Arguments<kTerms> a)
   extern __shared__ uint8_t raw_shared[];
   constexpr int kStages = Shape<kTerms, kHidden>::kStages;
   uint8_t* shared = raw_shared + (-smem_address(raw_shared) & 1023);
-  Control& c = *reinterpret_cast<Control*>(shared + kRingBytes + kMultiplyWarps * slices::kTurnBytes);
+  Control& c = *reinterpret_cast<Control*>(shared + kRingBytes + kMultiplyWarps * kTurnBytes);
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
       barrier_init(c.full + s, kArrivals);

@@ -51,7 +51,7 @@ struct Control {
   Known known[kMaxStages];
   KeptBlock blocks[kMaxBlocks];
 };
-constexpr int kShared = 1024 + kRingBytes + kMultiplyWarps * slices::kTurnBytes + sizeof(Control);
+constexpr int kShared = 1024 + kRingBytes + kMultiplyWarps * kTurnBytes + sizeof(Control);
 static_assert(kShared <= 227 * 1024);
 
 // Of the gate, and of up if there is one: terms' values lie in this order in PairGradients::values.

@@ -5,6 +5,7 @@
 
 #include "sm90_call.h"
 #include "sm90_primitives.cuh"
+#include "sm90_store.cuh"
 
 namespace twell::sm90::slices {
 
@@ -12,7 +13,6 @@ constexpr int kFetchers = 128, kThreads = kFetchers + 256, kConsumerWarps = 8, k
 constexpr int kPartBytes = 64 * kDepth * 2;  // 64 tokens or hidden units x 64 neurons
 constexpr int kRingBytes = 4 * 6 * kPartBytes, kMaxStages = 8;
 constexpr int kListed = 2048;           // neurons in shared memory at a time
-constexpr int kTurnBytes = 16 * 64 * 2;  // a warp's 16 tokens x 64 hidden units, on their way to y
 
 constexpr int kFetchRegisters = 72, kMultiplyRegisters = 216;
 static_assert(check_registers(kFetchRegisters, kMultiplyRegisters));

@@ -12,42 +12,6 @@
 
 namespace twell::sm90::slices {
 
-// A warp's sums, 16 tokens by the slice, to y; `turn` is the warp's place in shared memory on the way.
-template <typename T, int kHidden, bool kBias>
-__device__ __forceinline__ void store(const Output& out, const float* sum, uint32_t turn, int64_t first_token,
-                                      int first_hidden) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int pass = 0; pass < kHidden / 64; ++pass) {
-    __syncwarp();
-#pragma unroll
-    for (int j = 8 * pass; j < 8 * pass + 8; j += 2) {
-      uint32_t packed[4];
-#pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        const int index = 4 * (j + m / 2) + m % 2 * 2, hidden = first_hidden + 8 * (j + m / 2) + lane % 4 * 2;
-        float2 bias{};
-        if (kBias && out.bias != nullptr && hidden < out.hidden) {
-          bias = unpack<T>(*reinterpret_cast<const uint32_t*>(static_cast<const T*>(out.bias) + hidden));
-        }
-        packed[m] = kBias ? pack<T>(sum[index] + bias.x, sum[index + 1] + bias.y) : pack<T>(sum[index], sum[index + 1]);
-      }
-      const int row = lane % 16, chunk = j % 8 + lane / 16;
-      store_matrices(turn + row * 128 + ((chunk ^ (row & 7)) << 4), packed);
-    }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = i * 4 + lane / 8, chunk = lane % 8, hidden = first_hidden + pass * 64 + chunk * 8;
-      const int64_t token = first_token + row;
-      if (token < out.tokens && hidden < out.hidden) {
-        *reinterpret_cast<uint4*>(static_cast<T*>(out.y) + token * out.hidden + hidden) =
-            load_shared_16(turn + row * 128 + ((chunk ^ (row & 7)) << 4));
-      }
-    }
-  }
-}
-
 // `counts_of` gives a block's Counts.
 template <typename T, int kTerms, int kHidden, typename CountsOf>
 __device__ __forceinline__ void multiply(const Output& out, int blocks, const CountsOf& counts_of, uint8_t* shared,
@@ -89,7 +53,7 @@ __device__ __forceinline__ void multiply(const Output& out, int blocks, const Co
       for (int i = 0; i < kHidden / 2; ++i) sum[i] = 0.0f;
     }
 
-    store<T, kHidden, true>(out, sum, turn, static_cast<int64_t>(block) * kBlockTokens + warp * 16, first_hidden);
+    store_sums<T, kHidden, true>(out, sum, turn, static_cast<int64_t>(block) * kBlockTokens + warp * 16, first_hidden);
   }
 }
 
