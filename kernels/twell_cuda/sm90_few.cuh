@@ -17,8 +17,10 @@ constexpr int kStepBytes = 128;  // of a swizzled row: 64 elements
 // 1 KiB for each. The second takes what it needs, for up to 16 tokens or for more, and the first, with up to
 // kFewNeurons neurons, what that leaves.
 constexpr int kBothShared = 226 * 1024;
+// Each gets whole units: a block that lacks a byte of one does not fit beside the other.
+constexpr int in_shared_units(int bytes) { return (bytes + 127) / 128 * 128; }
 constexpr int kDownDepth = 48;  // neurons of a stage of the second
-constexpr int kDownControl = 2928;
+constexpr int kDownControl = 3968;
 constexpr int down_stage_bytes(bool sixteen) { return kDownDepth * ((sixteen ? 32 : kStepBytes) + kStepBytes); }
 constexpr int down_exchange_bytes(bool sixteen) { return kFewColumns * (sixteen ? 16 : kRows) * 4; }
 // Where a multiprocessor has no place for a block of the first kernel too, three blocks of four stages fit.

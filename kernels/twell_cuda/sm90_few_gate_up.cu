@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kNeurons <= kFewNeurons ? 1024 : kThreads, 1)
     __syncwarp();
     sm90::named_barrier<kThreads>(kTileBarrier);
     const Active<kNeurons> active(c, inside, gated);
-    if (lane == 0 && gated && active.count > 0 && !takes_pairs(p, c, active)) {
+    if (lane == 0 && gated && active.count > 0 && !takes_pairs(p, c)) {
       load_boxes(x_ring, x_bytes, x_stage, &p.x_map, 0, 0, steps - p.kept_steps);
     }
     return;
@@ -96,10 +96,15 @@ __global__ void __launch_bounds__(kNeurons <= kFewNeurons ? 1024 : kThreads, 1)
         prefetch_row(rows + static_cast<int64_t>(first + own) * p.row_bytes, p.row_bytes);
       }
     };
-    const bool prefetches_down = active.count * kBlockNeurons <= p.prefetch_max_active * kNeurons;
-    if (takes_pairs(p, c, active)) {
+    // Rows of Wd wait for those of Wu, which come the same way, until they are there or, boxes, all asked for.
+    const auto prefetch_down = [&] {
+      if (active.count * kBlockNeurons <= p.prefetch_max_active * kNeurons) prefetch_own(p.down);
+    };
+    if (takes_pairs(p, c)) {
       prefetch_own(p.up);
-      if (prefetches_down) prefetch_own(p.down);
+      __syncwarp();
+      sm90::named_barrier<kMultipliers + kFetchers>(kListBarrier);
+      prefetch_down();
       return;
     }
     if (active.boxes && index == 0) {
@@ -117,8 +122,13 @@ __global__ void __launch_bounds__(kNeurons <= kFewNeurons ? 1024 : kThreads, 1)
       const int octets_copied = active.copy_octets();
       copy_rows(copy_ring(octets_copied), weights, octets_copied * 8 * kStepBytes, p, c, first, active.rows, steps);
       if (index == 0) p.trace.mark(7);
+      asm volatile("cp.async.wait_all;" ::: "memory");
     }
-    if (prefetches_down) prefetch_own(p.down);
+    if (active.boxes) {
+      __syncwarp();
+      sm90::named_barrier<kFetchers>(kAskedBarrier);
+    }
+    prefetch_down();
     return;
   }
 
@@ -148,9 +158,11 @@ __global__ void __launch_bounds__(kNeurons <= kFewNeurons ? 1024 : kThreads, 1)
   if (blockIdx.x == gridDim.x - 1 && thread < (p.blocks + 1) / 2 * 4 - p.octets) masks[p.octets + thread] = 0;
   if (thread == 0) p.trace.mark(4);
   if (active.count == 0) return;
-  if (takes_pairs(p, c, active)) {
+  if (takes_pairs(p, c)) {
     static_assert(kWarps * kPairBytes <= S::kRings);
     multiply_pairs<Half>(p, c, gate, first, x);
+    __syncwarp();
+    sm90::named_arrive<kMultipliers + kFetchers>(kListBarrier);
     if (thread == 0) p.trace.mark(5);
     sm90::named_barrier<kMultipliers>(kSumBarrier);
     store_pairs<Half>(p, active, gate, first);
@@ -177,6 +189,8 @@ __global__ void __launch_bounds__(kNeurons <= kFewNeurons ? 1024 : kThreads, 1)
     };
     if (kNeurons > 16 && active.rows <= 16) {
       up(std::integral_constant<int, 16>{});
+    } else if (kNeurons > 32 && active.rows <= 32) {
+      up(std::integral_constant<int, 32>{});
     } else {
       up(std::integral_constant<int, kNeurons>{});
     }

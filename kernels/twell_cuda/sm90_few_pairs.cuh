@@ -11,11 +11,11 @@ constexpr int kPairBytes = 2 * kStaged * 32 * 16;  // for each warp
 
 #if defined(TWELL_SM90_DEVICE)
 
-// Whether the pairs' rows, two each, are no more than those of all tokens and of the active neurons.
+// Whether there are few enough. Two rows a pair are then often more bytes than the active neurons' rows and x again, but
+// they come in one round or few, where a product over those waits for lists, stages and sums that meet.
 template <int kNeurons>
-__device__ __forceinline__ bool takes_pairs(const FewParams& p, const Control<kNeurons>& c,
-                                            const Active<kNeurons>& active) {
-  return p.up != nullptr && 2 * c.pair_count <= 8 * p.groups + active.count;
+__device__ __forceinline__ bool takes_pairs(const FewParams& p, const Control<kNeurons>& c) {
+  return p.up != nullptr && c.pair_count <= kMaxPairs;
 }
 
 // The sum of the products of eight numbers each.

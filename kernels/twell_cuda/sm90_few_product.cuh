@@ -13,7 +13,7 @@ constexpr int kWarpgroups = 4;  // multiplying warpgroups
 constexpr int kMultipliers = kWarpgroups * 128, kFetchers = 128;  // threads; then a warp for boxes of x
 constexpr int kThreads = kMultipliers + kFetchers + 32;
 constexpr int kMaxStages = 32;
-constexpr int kTileBarrier = 1, kListBarrier = 2, kSumBarrier = 3;  // named
+constexpr int kTileBarrier = 1, kListBarrier = 2, kSumBarrier = 3, kAskedBarrier = 4;  // named
 constexpr int kXRingBytes = 64 * 1024;  // of shared memory, for boxes of x
 
 // How many stages fit. A multiple of the warpgroups, so that each stage is always the same one's: another could be

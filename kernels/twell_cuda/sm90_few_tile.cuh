@@ -53,7 +53,8 @@ template <int kNeurons, bool kSixteen>
 struct Shared {
   static constexpr int kGateBytes = (kSixteen ? 16 : kRows) * kGateRow<kNeurons> * 4;
   static constexpr int kRest = kGateBytes + static_cast<int>(sizeof(Control<kNeurons>));
-  static constexpr int kBeside = (kBothShared - down_shared(kSixteen, true) - kRest) / 1024 * 1024;
+  static constexpr int kBeside =
+      (kBothShared - in_shared_units(down_shared(kSixteen, true)) - in_shared_units(kRest)) / 1024 * 1024;
   static constexpr int kRings = kNeurons <= kFewNeurons ? kBeside : 144 * 1024;
   static constexpr int kWeightRing = kRings - kXRingBytes;
   static constexpr int kBytes = kRings + kRest;
