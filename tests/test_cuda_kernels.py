@@ -93,6 +93,17 @@ def scattered_case(tokens, hidden, intermediate, density, dtype):
     return {name: None if tensor is None else tensor.to(dtype) for name, tensor in case.items()}
 
 
+def patterned_case(active_TF, hidden, dtype):
+    """Just these pairs are active: a column of x for each token decides. hidden > tokens."""
+    tokens, intermediate = active_TF.shape
+    case = scattered_case(tokens, hidden, intermediate, 0.5, torch.float32)
+    case["b_gate"] = None
+    case["x"][:, :tokens] = torch.eye(tokens, device="cuda")
+    case["w_gate"] *= 0.1
+    case["w_gate"][:, :tokens] = torch.where(active_TF.t(), 2.0, -2.0)
+    return {name: None if tensor is None else tensor.to(dtype) for name, tensor in case.items()}
+
+
 def poison():
     """Memory that the allocator hands out next, in large blocks and small, is full of NaN, or of -1 as integers."""
     torch.cuda.empty_cache()
@@ -173,6 +184,29 @@ def test_tokens_that_share_no_neurons(path, density):
     for dtype in DTYPES:
         for tokens in sizes(path, 1, 2, 3, 4, 5, 33, 64, 300, 1000):
             assert_as_good_as_eager(by_columns(scattered_case(tokens, 1024, 3072, density, dtype)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [896, 2048, 4096])
+def test_tiles_at_the_borders_of_how_they_are_multiplied(path, dtype, hidden):
+    """Tiles of 40 or 48 neurons choose by pairs (64), active neurons (16 and 32) and their share (three quarters)."""
+    if path != "decode":
+        pytest.skip("up to 64 tokens")
+    g = torch.Generator("cuda").manual_seed(0)
+    intermediate = 5632
+
+    def chosen(*shape, share):
+        return torch.rand(*shape, generator=g, device="cuda") < share
+
+    for tokens in (5, 16, 33, 64):
+        patterns = [chosen(tokens, intermediate, share=64 / (tokens * 43))]
+        for share in (0.35, 0.55, 0.75):
+            hot_F = chosen(intermediate, share=share)
+            patterns.append(chosen(tokens, intermediate, share=0.5) & hot_F)
+        for active_TF in patterns:
+            case = patterned_case(active_TF, hidden, dtype)
+            assert ((case["x"] @ case["w_gate"].t() > 0) == active_TF).all()
+            assert_as_good_as_eager(case)
 
 
 def test_the_largest_block(path):
