@@ -4,6 +4,8 @@ import math
 
 import torch
 
+from hf_twell.reference import long_sum_dtype
+
 RUNS = (16, 64, 128)  # tokens; each a multiple of the one before
 SHARES = (0.01, 0.05, 0.10)  # of a token's |h|: its strongest neurons
 HOTTEST = (0.01, 0.05, 0.10, 0.25, 0.50)  # of all firings: the neurons that fire most often
@@ -28,9 +30,10 @@ class LayerActivity:
         self.intermediate_size, self.sample_every = intermediate_size, sample_every
         self.tokens_of_neuron = zeros(intermediate_size)
         self.tokens_of_l0 = zeros(intermediate_size + 1)
-        self.l1, self.effective = zeros((), dtype=torch.float64), zeros((), dtype=torch.float64)
+        wide = long_sum_dtype(device)
+        self.l1, self.effective = zeros((), dtype=wide), zeros((), dtype=wide)
         self.distinct, self.runs = zeros(len(RUNS)), zeros(len(RUNS))
-        self.share, self.sampled = zeros(len(SHARES), dtype=torch.float64), zeros(())
+        self.share, self.sampled = zeros(len(SHARES), dtype=wide), zeros(())
         self._positions = 0
 
     def add(self, h: torch.Tensor, valid: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,13 +71,13 @@ class LayerActivity:
         # Padding may hold NaN, and 0 * NaN would count it.
         l1_BS = torch.where(valid, l1_BS, 0)
         effective_BS = torch.where(valid & (l2_BS > 0), (l1_BS / l2_BS) ** 2, 0).float()
-        self.l1 += l1_BS.sum(dtype=torch.float64)
-        self.effective += effective_BS.sum(dtype=torch.float64)
+        self.l1 += l1_BS.sum(dtype=self.l1.dtype)
+        self.effective += effective_BS.sum(dtype=self.l1.dtype)
         sample = slice(-self._positions % self.sample_every, None, self.sample_every)
         self._positions += valid.numel()
         total_N, magnitude_NF = l1_BS.flatten()[sample], h.flatten(0, 1)[sample].abs()
         counts = [math.ceil(share * self.intermediate_size) for share in SHARES]
-        top_NK = magnitude_NF.topk(counts[-1], dim=-1).values.double().cumsum(-1)
+        top_NK = magnitude_NF.topk(counts[-1], dim=-1).values.to(self.l1.dtype).cumsum(-1)
         whole = total_N > 0
         for index, count in enumerate(counts):
             self.share[index] += torch.where(whole, top_NK[:, count - 1] / total_N, 0).sum()

@@ -13,7 +13,7 @@ from transformers.utils import is_accelerate_available
 from hf_twell._density import Block, ModelChoice
 from hf_twell.batches import batch_size_tokens, token_weight
 from hf_twell.modeling import L1Inputs, sparse_ffns
-from hf_twell.reference import new_tally
+from hf_twell.reference import long_sum_dtype, new_tally
 
 
 class StepCounts(NamedTuple):
@@ -170,7 +170,8 @@ class L1Penalty:
             dist.all_reduce(flat)
         step = StepCounts(self._step_tokens, list(flat.split([len(count) for count in counts])))
         # A window's sums may pass 2^24, where fp32 stops counting.
-        wide = StepCounts(step.tokens.double(), [layer.double() for layer in step.layers])
+        dtype = long_sum_dtype(self.device)
+        wide = StepCounts(step.tokens.to(dtype), [layer.to(dtype) for layer in step.layers])
         if self._window is not None:
             total = [mine + new for mine, new in zip(self._window.layers, wide.layers, strict=True)]
             wide = StepCounts(self._window.tokens + wide.tokens, total)
@@ -199,7 +200,7 @@ class L1Penalty:
         layers = []
         for counts, weight in zip(window.layers, weights, strict=True):
             l1, active = counts[0].item() / tokens, counts[1:]
-            l0, dead = active.sum().item() / tokens, (active == 0).double().mean().item()
+            l0, dead = active.sum().item() / tokens, (active == 0).sum().item() / len(active)
             layers.append({"l0": l0, "density": l0 / len(active), "l1": l1, "dead": dead, "l1_weight": weight})
         mean = {key: sum(layer[key] for layer in layers) / len(layers) for key in layers[0]}
         return {**mean, "tokens": int(tokens), "layers": layers}

@@ -32,6 +32,11 @@ def inject_l1(h, l1_scale, token_weight=None, tally=None):
     return _InjectL1.apply(h, l1_scale, token_weight, tally)
 
 
+def long_sum_dtype(device: torch.device | str) -> torch.dtype:
+    """What sums over many tokens are in: fp64, or fp32 on Apple's GPUs, which have none and count to 2^24."""
+    return torch.float32 if torch.device(device).type == "mps" else torch.float64
+
+
 def new_tally(size: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """A leaf of zeros, (size,) fp32, to whose gradient backward adds what it reports.
 
