@@ -20,7 +20,7 @@ constexpr int kBothShared = 226 * 1024;
 // Each gets whole units: a block that lacks a byte of one does not fit beside the other.
 constexpr int in_shared_units(int bytes) { return (bytes + 127) / 128 * 128; }
 constexpr int kDownDepth = 48;  // neurons of a stage of the second
-constexpr int kDownControl = 3968;
+constexpr int kDownControl = 3984;
 constexpr int down_stage_bytes(bool sixteen) { return kDownDepth * ((sixteen ? 32 : kStepBytes) + kStepBytes); }
 constexpr int down_exchange_bytes(bool sixteen) { return kFewColumns * (sixteen ? 16 : kRows) * 4; }
 // Where a multiprocessor has no place for a block of the first kernel too, three blocks of four stages fit.

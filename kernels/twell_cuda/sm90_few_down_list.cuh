@@ -11,7 +11,7 @@ constexpr int kMultipliers = 128, kFetchers = 192, kThreads = kMultipliers + kFe
 constexpr int kColumns = kFewColumns, kBounds = kColumns / 8;
 constexpr int kDepth = kDownDepth;
 constexpr int kPartBytes = kDepth * kStepBytes, kMaxStages = down_stages(true, true);
-constexpr int kListed = 1896;  // neurons at a time
+constexpr int kListed = 1904;  // neurons at a time
 constexpr int kAll = 1;        // named barrier
 
 // Up to 16 tokens are multiplied by mma, a warp for 16 columns, instead of by wgmma, a warp for 16 of 64 tokens.
