@@ -352,7 +352,19 @@ def test_figures_are_shown_though_a_full_disk_does_not_take_them(command, tmp_pa
     assert main([command, str(DEMO / "model"), "--text", str(text), "--json", "--output", "/dev/full"]) == 1
     printed = capsys.readouterr()
     assert json.loads(printed.out)["model"] == str(DEMO / "model")
-    assert "No space left" in printed.err.splitlines()[-1]
+    assert printed.err.splitlines()[-1] == "hf-twell: error: could not write /dev/full: No space left on device"
+
+
+def test_measured_rows_are_shown_though_a_full_disk_does_not_take_them(tmp_path, capsys):
+    (tmp_path / "bench.jsonl").symlink_to("/dev/full")
+    sizes = ["--tokens", "1", "--l0", "8", "--hidden", "64", "--intermediate", "172", "--no-compile", "--repeats", "1"]
+    assert main(["bench", "ffn", *sizes, "--device", "cpu", "--json", "--output", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+    (row,) = json.loads(printed.out)["rows"]
+    assert row["sparse_ms"] > 0
+    assert printed.err.splitlines()[-1] == (
+        f"hf-twell: error: could not write {tmp_path / 'bench.jsonl'}: No space left on device"
+    )
 
 
 def wait_for_steps(training: subprocess.Popen) -> None:

@@ -16,7 +16,7 @@ import json
 import sys
 
 from hf_twell.cli.bench_table import CELLS
-from hf_twell.cli.output import print_json, stdout_for_result, table
+from hf_twell.cli.output import print_json, stdout_for_result, table, writing
 
 SHAPES = {  # D, F
     "smollm2-135m": (576, 1536),
@@ -110,18 +110,27 @@ _MODES = {  # what each measures, and the options that it alone reads
 
 
 def run(args: argparse.Namespace) -> int:
-    with stdout_for_result():
-        rows = _measure(args)
+    rows: list[dict] = []
+    try:
+        with stdout_for_result():
+            _measure(args, rows)
+    finally:  # what was measured is shown even where Ctrl-C or a full disk ends it
+        if rows:
+            _show(rows, args)
+    return 0
+
+
+def _show(rows: list[dict], args) -> None:
     if args.json:
         print_json({"rows": rows})
     else:
         print(table(*CELLS[args.what](rows)))
         for name, reason in {item for row in rows for item in row.get("absent", {}).items()}:
             print(f"{name} was not measured: {reason}")
-    return 0
 
 
-def _measure(args) -> list[dict]:
+def _measure(args, rows: list[dict]) -> None:
+    """Append to `rows` what is measured, one by one."""
     from pathlib import Path
 
     import torch
@@ -144,7 +153,6 @@ def _measure(args) -> list[dict]:
     if args.output:
         output = Path(args.output) / "bench.jsonl"
         output.parent.mkdir(parents=True, exist_ok=True)
-    rows = []
     with tqdm(file=sys.stderr, unit="row") as bar:
         common["report"] = shown_on(bar)
         source, bar.total = (_ffn_rows if args.what == "ffn" else _model_rows)(args, common)
@@ -152,11 +160,12 @@ def _measure(args) -> list[dict]:
             bar.update()
             rows.append(row)
             if output is not None:
-                with output.open("a") as file:
+                with writing(output), output.open("a") as file:
                     file.write(json.dumps(row) + "\n")
     if output is not None:
-        plot(rows, output.with_name("bench.png" if args.what == "ffn" else f"{args.what}.png"))
-    return rows
+        figure = output.with_name("bench.png" if args.what == "ffn" else f"{args.what}.png")
+        with writing(figure):
+            plot(rows, figure)
 
 
 def _check_sizes(args) -> None:

@@ -15,7 +15,7 @@ import argparse
 import json
 from pathlib import Path
 
-from hf_twell.cli.output import check_output, stdout_for_result, table
+from hf_twell.cli.output import check_output, stdout_for_result, table, writing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
     text = json.dumps(result, indent=2, allow_nan=False)
     try:
         if args.output:
-            Path(args.output).write_text(text + "\n", encoding="utf-8")
+            with writing(args.output):
+                Path(args.output).write_text(text + "\n", encoding="utf-8")
     finally:  # what took hours is shown even where a full disk does not take it
         print(text if args.json else format_table(result))
     return 0

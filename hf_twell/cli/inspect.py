@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hf_twell.cli.output import check_output, print_json, stdout_for_result, table
+from hf_twell.cli.output import check_output, print_json, stdout_for_result, table, writing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,9 +43,11 @@ def run(args: argparse.Namespace) -> int:
         from hf_twell.report.page import render
     try:
         if args.output:
-            Path(args.output).write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            with writing(args.output):
+                Path(args.output).write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         if args.html:
-            Path(args.html).write_text(render(result), encoding="utf-8")
+            with writing(args.html):
+                Path(args.html).write_text(render(result), encoding="utf-8")
     finally:  # shown even where a full disk does not take it
         if args.json:
             print_json(result)

@@ -26,6 +26,19 @@ def check_output(option: str, path: str | None) -> None:
         raise ValueError(f"{option} {path}: its folder does not exist; create it first")
 
 
+@contextlib.contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Name the file that a full disk does not take: the system's own message does not.
+
+    Raises:
+        OSError: in one line.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"could not write {path}: {error.strerror or error}") from error
+
+
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Columns of text; columns of figures are right-aligned."""
     cells = [[_cell(value) for value in row] for row in [headers, *rows]]
