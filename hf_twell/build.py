@@ -13,7 +13,6 @@ import importlib
 import logging
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -163,15 +162,14 @@ def compile_library(name: str) -> Path:
 
 
 def _run_ninja(name: str, target: Path) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="build-", dir=target.parent))
-    (folder / "build.ninja").write_text(_toolchain.ninja_file(name))
-    run = subprocess.run([_toolchain.ninja(), "-C", str(folder)], capture_output=True, text=True, check=False)
-    if run.returncode != 0:
-        log = target.with_suffix(".log")
-        log.write_text(run.stdout + run.stderr)
-        shutil.rmtree(folder, ignore_errors=True)
-        tool = _toolchain.nvcc() if name == "cuda" else _toolchain.compiler()
-        raise BuildError(f"compiling the {name} kernels with {tool} failed; the compiler's messages are in {log}")
-    os.replace(folder / "library.so", target)  # atomic: a reader sees the whole library or none
-    shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent, ignore_cleanup_errors=True) as path:
+        folder = Path(path)
+        (folder / "build.ninja").write_text(_toolchain.ninja_file(name))
+        run = subprocess.run([_toolchain.ninja(), "-C", str(folder)], capture_output=True, text=True, check=False)
+        if run.returncode != 0:
+            log = target.with_suffix(".log")
+            log.write_text(run.stdout + run.stderr)
+            tool = _toolchain.nvcc() if name == "cuda" else _toolchain.compiler()
+            raise BuildError(f"compiling the {name} kernels with {tool} failed; the compiler's messages are in {log}")
+        os.replace(folder / "library.so", target)  # atomic: a reader sees the whole library or none
     return target

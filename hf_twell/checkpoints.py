@@ -102,16 +102,28 @@ def save_model(
         tied = getattr(model, "all_tied_weights_keys", {})
         state_dict = {name: weights for name, weights in state_dict.items() if name not in tied}
     with whole_folder(path, overwrite=overwrite) as folder:
-        with one_line_errors(f"could not write {path}"):
-            try:
-                model.save_pretrained(folder, state_dict=state_dict, **options)
-            except SafetensorError as error:
-                # It is what a full disk raises here, and it is no OSError.
-                raise OSError(f"could not write {path}: {error}") from error
+        with one_line_errors(f"could not write {path}"), full_disks_as_os_errors(path):
+            model.save_pretrained(folder, state_dict=state_dict, **options)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         if method is not None:
             write_json(folder / STATE_NAME, method)
+
+
+@contextmanager
+def full_disks_as_os_errors(path: str | Path) -> Iterator[None]:
+    """What safetensors and `torch.save` raise where they cannot write is no OSError.
+
+    Raises:
+        OSError: in one line, in place of those.
+    """
+    try:
+        yield
+    except (SafetensorError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        if not any(sign in reason for sign in ("Error while serializing", "PytorchStreamWriter", "unexpected pos")):
+            raise
+        raise OSError(f"could not write {path}; is the disk full? ({reason})") from error
 
 
 def write_json(path: Path, data: dict) -> None:

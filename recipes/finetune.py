@@ -21,7 +21,7 @@ from transformers import ProgressCallback, Trainer, TrainingArguments, set_seed
 
 import hf_twell
 from hf_twell.blending import Blend
-from hf_twell.checkpoints import save_model
+from hf_twell.checkpoints import full_disks_as_os_errors, save_model
 from hf_twell.distillation import Distillation
 from hf_twell.evaluation import load_model
 from hf_twell.packing import PackedText, StreamedText, is_streamed
@@ -85,7 +85,7 @@ def five_steps(recipe: Recipe, args: TrainingArguments, resume: bool, train, hel
     # 4. Training, from the start or from the last complete checkpoint.
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     before = None if sharded else measure(trainer, heldout)  # a model is sharded when its training begins
-    with contextlib.suppress(NothingLeft.Finished):
+    with contextlib.suppress(NothingLeft.Finished), full_disks_as_os_errors(args.output_dir):
         trainer.train(resume_from_checkpoint=resume or None)
     after = measure(trainer, heldout)
 

@@ -2,6 +2,9 @@
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -100,6 +103,18 @@ def test_bench_ffn_writes_rows_and_a_plot(tmp_path, capsys, extra):
             assert list(row["errors"]) == list(benchmark_backward.TENSORS)
     assert [json.loads(line) for line in (tmp_path / "bench.jsonl").read_text().splitlines()] == rows
     assert (tmp_path / "bench.png").stat().st_size > 1000
+
+
+def test_rows_without_kernels_say_so(tmp_path):
+    command = [sys.executable, "-m", "hf_twell", "bench", "ffn", "--device", "cpu", "--no-compile", "--json"]
+    sizes = ["--tokens", "1", "--l0", "8", "--hidden", "64", "--intermediate", "344", "--repeats", "1"]
+    (tmp_path / "file").touch()
+    environment = {**os.environ, "HF_TWELL_CACHE": str(tmp_path / "file" / "cache")}  # which cannot be made
+    done = subprocess.run([*command, *sizes], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["rows"]
+    assert (row["backend"], row["took"]) == ("reference", "plain matmuls")
+    assert "set HF_TWELL_CACHE to one that can" in done.stderr
 
 
 def test_shapes_of_models_keep_the_density(capsys):

@@ -1,5 +1,6 @@
 """Finding, compiling and caching the kernel libraries, and what happens where that cannot work."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -205,6 +206,15 @@ def test_a_missing_or_broken_nvcc_is_named(tmp_path, monkeypatch):
         _toolchain.BuildError, match="HF_TWELL_CUDA_ARCH is 'hopper'; expected names such as sm_80 or sm_80,sm_90a"
     ):
         build.file_name("cuda")
+    monkeypatch.setenv("HF_TWELL_CUDA_ARCH", "sm_80")
+    monkeypatch.setattr(Path, "write_text", raise_full_disk)
+    with pytest.raises(_toolchain.BuildError, match=r"No space left on device.*; set HF_TWELL_CACHE elsewhere"):
+        build.compile_library("cuda")
+    assert not list((tmp_path / "cache").glob("build-*"))
+
+
+def raise_full_disk(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_cuda_library_fits_one_architecture_and_nvcc_and_is_found_without_nvcc(tmp_path, monkeypatch):

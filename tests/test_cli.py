@@ -345,6 +345,23 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("full_at", [1_000_000, 25_000_000], ids=["weights", "optimizer"])
+def test_a_full_disk_ends_training_in_one_line(full_at, tmp_path):
+    steps = ["training.max_steps=1", "training.save_steps=1", f"output_dir={tmp_path / 'out'}"]
+    arguments = ["train", str(ROOT / "recipes" / "demo-target.yaml"), *steps]
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK.replace("1_000_000", str(full_at)), *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=240,
+    )
+    assert done.returncode == 1
+    (error,) = (line for line in done.stderr.splitlines() if line.startswith("hf-twell: error: "))
+    assert error.startswith(f"hf-twell: error: could not write {tmp_path / 'out'}; is the disk full? (")
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("command", ["eval", "inspect"])
 def test_figures_are_shown_though_a_full_disk_does_not_take_them(command, tmp_path, capsys):
     text = tmp_path / "text.txt"
