@@ -25,7 +25,9 @@ ABSENT = {"generation/test_utils.py": "GenerationTesterMixin", "exporters/test_e
 
 def unpack(folder: Path) -> Path:
     with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, [m for m in archive if m.name.split("/")[1:2] == ["tests"]], filter="data")
+        # Python up to 3.11.3 (Debian 12 has 3.11.2) takes no `filter`, and leaves this attribute alone.
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
+        archive.extractall(folder, [m for m in archive if m.name.split("/")[1:2] == ["tests"]])
     (source,) = folder.iterdir()
     for name, mixin in ABSENT.items():
         path = source / "tests" / name
