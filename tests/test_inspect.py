@@ -1,5 +1,6 @@
 """`hf-twell inspect`: its figures against a brute-force count, its files, and what it says when something is wrong."""
 
+import io
 import json
 import lzma
 import os
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 import hf_twell
 from hf_twell.architectures import find_ffns
 from hf_twell.cli import main
+from hf_twell.cli.inspect import _asked_to_stop
 from hf_twell.inspection import inspect_text
 from hf_twell.passages import read_pieces, windows
 from hf_twell.places import LISTED_COUNT
@@ -321,6 +323,22 @@ def test_a_dense_models_table_is_printed(text, capsys, extra):
     assert head.split()[:2] == ["density", "decode,"]
     assert len(rows) == len(IF_DENSITIES)
     assert all(row.endswith("x") for row in rows)
+
+
+def test_ctrl_c_while_the_progress_bar_writes(monkeypatch):
+    class Interrupted(io.RawIOBase):
+        def writable(self):
+            return True
+
+        def write(self, data):
+            if not asked():
+                signal.raise_signal(signal.SIGINT)
+            return len(data)
+
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BufferedWriter(Interrupted()), line_buffering=True))
+    with _asked_to_stop() as asked:
+        print("progress", file=sys.stderr, flush=True)
+        assert asked()
 
 
 def test_ctrl_c_writes_what_was_seen(relu_folder, tmp_path):

@@ -11,8 +11,8 @@ examples:
 import argparse
 import contextlib
 import json
+import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -108,7 +108,8 @@ def _asked_to_stop() -> Iterator[Callable[[], bool]]:
     def ask(signum, frame):
         asked.append(signum)
         signal.signal(signal.SIGINT, before)
-        print("\nstopping after this batch; press Ctrl-C again to end at once", file=sys.stderr)
+        with contextlib.suppress(OSError):  # past sys.stderr, to which the progress bar may be writing just now
+            os.write(2, b"\nstopping after this batch; press Ctrl-C again to end at once\n")
 
     before = signal.signal(signal.SIGINT, ask)
     try:
