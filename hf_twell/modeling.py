@@ -113,7 +113,8 @@ class SparseFfn(nn.Module):
         if limit > 0:
             settle_down(self, down[0], x)
         if not self._too_dense(x, *(up if gate[0] is None else gate), limit):
-            compute, options = ops.ffn, {"capacity": self.twell.training.capacity, "backend": self.twell.backend}
+            capacity = self.twell.training.capacity if torch.is_grad_enabled() else None
+            compute, options = ops.ffn, {"capacity": capacity, "backend": self.twell.backend}
         elif ops.dense_takes(x) and not torch.compiler.is_compiling():
             compute, options = ops.dense_ffn, {}
         else:
@@ -133,7 +134,7 @@ class SparseFfn(nn.Module):
         if x.is_cuda:
             chooses = not torch.is_grad_enabled() and not torch.compiler.is_compiling() and self.twell.backend == "auto"
             return chooses and self.twell.watch.too_dense(x, weight, bias)
-        return limit == 0 or (self.twell.density is not None and self.twell.density > limit)
+        return limit == 0 or (limit < 1 and self.twell.density is not None and self.twell.density > limit)
 
     def _max_density(self, x, weight) -> float:
         """Density up to which kernels pay in evaluation on a CPU; 1 where that is not for this block to choose."""
@@ -158,18 +159,19 @@ class SparseFfn(nn.Module):
         return _new_instance, (self.stock_class,), self.__dict__.copy()
 
 
-# These run in every call: a module's own dictionary is read where its attributes would take as long as a small matmul.
+# These run in every call, and what they read is read again by the guards of a compiled model: 28 layers had guards of
+# 0.4 ms a call, where stock blocks have 0.24, and have 0.33 now. So no more is read than decides, and of attributes
+# only a module's own: its parameters as attributes would take an uncompiled call as long as a small matmul.
 def _plain_parameters(linear: nn.Module):
     """(weight, bias) where the projection is what they say; else None."""
-    own = vars(linear)
-    parameters = own["_parameters"]
+    parameters = linear._parameters
     weight = parameters.get("weight")
     plain = (
         type(linear) is nn.Linear
         and not _is_hooked(nn.Linear, linear)
         and type(weight) in (nn.Parameter, torch.Tensor)
         and not weight.is_meta
-        and weight.numel() == own["in_features"] * own["out_features"]
+        and weight.ndim == 2  # what ZeRO-3 has not gathered, or FSDP has flattened, is a vector
         and "bias" in parameters
     )
     return (weight, parameters["bias"]) if plain else None
@@ -181,15 +183,13 @@ def _is_bare_relu(activation) -> bool:
 
 
 def _is_hooked(cls: type, module: nn.Module) -> bool:
+    if not _has_forward_of(cls, module):
+        return True
+    # By length, and not by attribute: of those Dynamo guards neither, and would reuse its code for a layer with hooks.
     own = vars(module)
-    # By length: Dynamo does not guard the truth of a dictionary, and would reuse its code for a layer with hooks.
-    return not _has_forward_of(cls, module) or bool(
-        "_hf_hook" in own
-        or len(own["_forward_hooks"])
-        or len(own["_forward_pre_hooks"])
-        or len(own["_backward_hooks"])
-        or len(own["_backward_pre_hooks"])
-    )
+    if torch.is_grad_enabled() and (len(own["_backward_hooks"]) or len(own["_backward_pre_hooks"])):
+        return True
+    return bool(len(own["_forward_hooks"]) or len(own["_forward_pre_hooks"]))
 
 
 def _has_forward_of(cls: type, module: nn.Module) -> bool:

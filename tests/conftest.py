@@ -1,4 +1,5 @@
 import os
+import sys
 from pathlib import Path
 
 # Tiny matrices are slowest where several threads and processes share two cores; `make test` runs two processes.
@@ -30,6 +31,14 @@ def kernels_at_every_size(monkeypatch):
     """Tests' blocks are smaller than those that "auto" leaves to plain matmuls; `monkeypatch.undo()` leaves these."""
     monkeypatch.setattr(ops, "CACHED", 0)
     monkeypatch.setattr(ops, "SMALLEST_H", 0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fresh_compiler():
+    """What a module's tests compile counts towards the limit of compilations of one function, in one process."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture
