@@ -2,14 +2,16 @@
 
     python docs/figures.py [ROOT]
 
-`bench.jsonl` under kernels/ gives a figure for each kind of bench beside it, `study.jsonl` the study's table, plot and
-model cards.
+`bench.jsonl` under kernels/ gives tables and a figure for each kind of bench beside it, `study.jsonl` the study's
+table, plot and model cards.
 """
 
 import json
 import sys
 from itertools import groupby
 from pathlib import Path
+
+from bench_tables import tables
 
 from hf_twell.benchmark_plot import AXES, plot
 
@@ -23,6 +25,8 @@ def rows_of(path: Path) -> list[dict]:
 def main(root: Path) -> list[Path]:
     drawn = []
     for path in sorted(root.glob("kernels/*/bench/**/bench.jsonl")):
+        drawn.append(path.with_name("bench.md"))
+        drawn[-1].write_text(tables(rows_of(path)))
         kind = lambda row: (row["bench"], row.get("pass") or "forward")  # noqa: E731
         for (bench, direction), rows in groupby(sorted(rows_of(path), key=kind), key=kind):
             rows = list(rows)

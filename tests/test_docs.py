@@ -1,5 +1,6 @@
 """Every code block of these pages runs as it stands, on the demo model in place of models from the Hub."""
 
+import json
 import os
 import re
 import shlex
@@ -95,3 +96,16 @@ def test_figures_are_drawn_from_the_rows_alone(tmp_path):
     drawn = [Path(line) for line in done.stdout.splitlines()]
     assert len(drawn) >= 4
     assert all(path.stat().st_size > 100 for path in drawn)
+    for path in drawn:
+        if path.suffix == ".md":
+            assert path.read_text() == (root / path.relative_to(tmp_path)).read_text(), "run `make figures`"
+
+
+def test_tables_hold_every_row():
+    for rows in (Path(__file__).parents[1] / "kernels").glob("*/bench/**/bench.jsonl"):
+        table = rows.with_suffix(".md").read_text()
+        for row in map(json.loads, rows.read_text().splitlines()):
+            if row["bench"] == "ffn":
+                assert f"{row['speedup']:.2f}x" in table
+            else:
+                assert f"| {row.get('speedup', row.get('step_speedup'))} |" in table

@@ -1,0 +1,70 @@
+"""Markdown tables of bench rows: the speed-up at each number of tokens and L0, and what whole models take."""
+
+from itertools import groupby
+
+PASSES = {"forward": "One block, forward", "forward+backward": "One block, forward and backward"}
+MODELS = {"prefill": "Prefill", "generate": "Generation", "train": "Training step"}
+
+
+def tables(rows: list[dict]) -> str:
+    """Of `hf-twell bench`'s rows, one section for each kind of bench, block's shape and dtype."""
+    blocks = [row for row in rows if row["bench"] == "ffn"]
+    sections = [_blocks(list(group)) for _, group in groupby(sorted(blocks, key=_block), key=_block)]
+    for bench, title in MODELS.items():
+        of_bench = [row for row in rows if row["bench"] == bench]
+        if of_bench:
+            sections.append(_models(title, of_bench))
+    head = (
+        "# Measured\n\nWritten by `make figures` from the rows of `bench.jsonl` beside it. Speed-ups are over the better "
+        "of eager and compiled PyTorch in the same run; in brackets the sparse block's time; *italic* where the block "
+        f"chose plain matmuls. Processors: {_joined(rows, 'processor')}; commits: {_joined(rows, 'commit')}."
+    )
+    return "\n\n".join([head, *sections]) + "\n"
+
+
+def _block(row):
+    return row["pass"], row["hidden"], row["intermediate"], row["dtype"]
+
+
+def _blocks(rows) -> str:
+    direction, hidden, intermediate, dtype = _block(rows[0])
+    found = {(row["tokens"], row["requested_l0"]): row for row in rows}
+    tokens, l0s = (sorted(set(values)) for values in zip(*found, strict=True))
+    lines = [[f"{count:,}", *(_cell(found.get((count, l0))) for l0 in l0s)] for count in tokens]
+    title = f"## {PASSES[direction]}: D={hidden}, F={intermediate}, {dtype}"
+    return f"{title}\n\n{_table(['tokens', *(f'L0 = {l0:g}' for l0 in l0s)], lines)}"
+
+
+def _cell(row: dict | None) -> str:
+    if row is None:
+        return ""
+    ratio = f"{row['speedup']:.2f}x"
+    return f"{ratio if row.get('took') != 'plain matmuls' else f'*{ratio}*'} ({_duration(row['sparse_ms'])})"
+
+
+def _duration(ms: float) -> str:
+    return f"{ms:.3g} ms" if ms >= 1 else f"{1000 * ms:.3g} µs"
+
+
+def _models(title: str, rows) -> str:
+    """Every duration and speed of a whole model, a line for each; memory and energy are in the rows."""
+    names = [name for row in rows for name in row if name.endswith(("_ms", "_tokens_per_s", "speedup"))]
+    names = list(dict.fromkeys(names))
+    settings = [_setting(row) for row in rows]
+    lines = [[name.replace("_", " "), *(row.get(name, "") for row in rows)] for name in names]
+    return f"## {title}\n\n{_table(['', *settings], lines)}"
+
+
+def _setting(row) -> str:
+    kept = ("layers", "batch", "length", "l0", "dtype")
+    words = [f"{key} {row[key]}" for key in kept if key in row]  # older rows lack some
+    return ", ".join(words + ["Inductor's programmatic launch"] * bool(row.get("inductor_pdl")))
+
+
+def _table(head: list, lines: list[list]) -> str:
+    cells = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in cells)
+
+
+def _joined(rows, key: str) -> str:
+    return ", ".join(dict.fromkeys(str(row.get(key) or "not recorded") for row in rows))
