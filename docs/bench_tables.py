@@ -15,9 +15,9 @@ def tables(rows: list[dict]) -> str:
         if of_bench:
             sections.append(_models(title, of_bench))
     head = (
-        "# Measured\n\nWritten by `make figures` from the rows of `bench.jsonl` beside it. Speed-ups are over the better "
-        "of eager and compiled PyTorch in the same run; in brackets the sparse block's time; *italic* where the block "
-        f"chose plain matmuls. Processors: {_joined(rows, 'processor')}; commits: {_joined(rows, 'commit')}."
+        "# Measured\n\nWritten by `make figures` from the rows of `bench.jsonl` beside it. Speed-ups are over the "
+        "better of eager and compiled PyTorch in the same run; in brackets the sparse block's time; *italic* where the "
+        f"block chose plain matmuls. Processors: {_joined(rows, 'processor')}; commits: {_joined(rows, 'commit')}."
     )
     return "\n\n".join([head, *sections]) + "\n"
 
