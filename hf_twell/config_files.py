@@ -74,4 +74,8 @@ def one_line_errors(claim: str) -> Iterator[None]:
     except (ValueError, OSError, ImportError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise ValueError(f"{claim} ({type(error).__name__}: {' '.join(str(error).split())})") from error
+        raise ValueError(f"{claim} ({type(error).__name__}: {one_line(error)})") from error
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import importlib.metadata
-import json
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +13,9 @@ import torch
 import transformers
 
 import hf_twell
-from hf_twell.config_files import one_line_errors
-from hf_twell.loading import has_tokenizer, load_causal_lm
+from hf_twell.loading import load_model, load_tokenizer
 from hf_twell.perplexity import evaluation_mode, text_loss
-from hf_twell.tasks import DATA_FILES, DEFAULT_TASKS, load_tasks, one_line, quiet_logs
+from hf_twell.tasks import DATA_FILES, DEFAULT_TASKS, load_tasks, quiet_logs
 from hf_twell.text import read_documents
 
 
@@ -97,7 +95,7 @@ def evaluate(
         model, tokenizer = load_model(model, tokenizer, dtype=dtype, device=device)
         model = on_load(model) if on_load else model
     elif tokenizer is None or isinstance(tokenizer, str | Path):
-        tokenizer = _load_tokenizer(tokenizer or model.config._name_or_path)
+        tokenizer = load_tokenizer(tokenizer or model.config._name_or_path)
 
     result = {
         "model": str(model.config._name_or_path) or type(model).__name__,
@@ -122,28 +120,6 @@ def evaluate(
             options = {"batch_size": batch_size, "context": context, "name": Path(path).name}
             result["text"][path] = text_loss(model, tokenizer, content, **options)
     return _plain(result)
-
-
-def load_model(path: str | Path, tokenizer=None, *, dtype=None, device: str | None = None):
-    """Load (model, tokenizer): by default in the checkpoint's dtype, on CUDA where there is one.
-
-    `tokenizer` may be the path of another one, or False for none.
-
-    Raises:
-        ValueError, OSError: in one line, what was given and why it does not load.
-    """
-    try:
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise ValueError(f"device {device!r}: give cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {device}: give cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {device}: this machine has {torch.cuda.device_count()} CUDA devices; try cpu")
-    model = _named("model", path, load_causal_lm, dtype=dtype, device=device)
-    if tokenizer is None or isinstance(tokenizer, str | Path):
-        tokenizer = _load_tokenizer(tokenizer or path)
-    return model, None if tokenizer is False else tokenizer
 
 
 def _run_tasks(model, tokenizer, loaded, files, num_fewshot, *, limit, batch_size, log_samples) -> dict:
@@ -209,26 +185,6 @@ def _check_arguments(model, tasks, text, split, limit, batch_size, num_fewshot, 
             raise ValueError(f"{name}={value!r}: give a whole number, 1 or more")
     if not isinstance(model, str | Path) and (dtype or device):
         raise ValueError("dtype and device are for a model given by path; move or cast this one with model.to(...)")
-
-
-def _load_tokenizer(path):
-    if Path(path).is_dir() and not Path(path, "config.json").is_file():
-        raise ValueError(f"cannot load a tokenizer from {str(path)!r}: the folder has no config.json")
-    if not has_tokenizer(path):
-        raise ValueError(f"cannot load a tokenizer from {str(path)!r}: the folder holds none (tokenizer.json, say)")
-    with one_line_errors(f"{path}: its files make no tokenizer"):
-        return _named("tokenizer", path, transformers.AutoTokenizer.from_pretrained, trust_remote_code=False)
-
-
-def _named(what: str, path, load: Callable, **options):
-    try:
-        return load(str(path), **options)
-    except (OSError, ValueError) as error:
-        kind = OSError if isinstance(error, OSError) else ValueError  # some of their own kinds take other arguments
-        reason = f"its files make no {what}: {error}" if isinstance(error, json.JSONDecodeError) else one_line(error)
-        raise kind(f"cannot load a {what} from {str(path)!r}: {reason}") from error
-    except KeyError as error:  # its config names an activation that there is not
-        raise ValueError(f"cannot load a {what} from {str(path)!r}: {error.args[0]} is not known") from error
 
 
 def _plain(value):

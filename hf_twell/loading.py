@@ -1,14 +1,16 @@
 """A causal language model from a folder or the Hub, whoever wrote it: checked first, and never by its own code."""
 
+import json
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from hf_twell.checkpoints import TOKENIZER_FILES
-from hf_twell.config_files import DTYPES, check_generation_config, one_line_errors, read_config
+from hf_twell.config_files import DTYPES, check_generation_config, one_line, one_line_errors, read_config
 from hf_twell.convert import check_entry, chosen_layers
 from hf_twell.custom_models import reference_class
 from hf_twell.weight_files import (
@@ -19,6 +21,42 @@ from hf_twell.weight_files import (
     tensor_shapes,
     weight_files,
 )
+
+
+def load_model(path: str | Path, tokenizer=None, *, dtype=None, device: str | None = None):
+    """Load (model, tokenizer): by default in the checkpoint's dtype, on CUDA where there is one.
+
+    `tokenizer` may be the path of another one, or False for none.
+
+    Raises:
+        ValueError, OSError: in one line, what was given and why it does not load.
+    """
+    try:
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ValueError(f"device {device!r}: give cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {device}: give cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {device}: this machine has {torch.cuda.device_count()} CUDA devices; try cpu")
+    model = _named("model", path, load_causal_lm, dtype=dtype, device=device)
+    if tokenizer is None or isinstance(tokenizer, str | Path):
+        tokenizer = load_tokenizer(tokenizer or path)
+    return model, None if tokenizer is False else tokenizer
+
+
+def load_tokenizer(path: str | Path):
+    """The tokenizer of a folder or Hub name.
+
+    Raises:
+        ValueError, OSError: in one line, what was given and why it does not load.
+    """
+    if Path(path).is_dir() and not Path(path, "config.json").is_file():
+        raise ValueError(f"cannot load a tokenizer from {str(path)!r}: the folder has no config.json")
+    if not has_tokenizer(path):
+        raise ValueError(f"cannot load a tokenizer from {str(path)!r}: the folder holds none (tokenizer.json, say)")
+    with one_line_errors(f"{path}: its files make no tokenizer"):
+        return _named("tokenizer", path, AutoTokenizer.from_pretrained, trust_remote_code=False)
 
 
 def load_causal_lm(path: str | Path, *, dtype=None, device: str | torch.device = "cpu", **hub):
@@ -78,3 +116,14 @@ def has_tokenizer(path: str | Path) -> bool:
     """False for a folder without any file of a tokenizer."""
     names = [file.name for file in Path(path).iterdir()] if Path(path).is_dir() else ["tokenizer.json"]
     return any(fnmatch(name, pattern) for name in names for pattern in TOKENIZER_FILES)
+
+
+def _named(what: str, path, load: Callable, **options):
+    try:
+        return load(str(path), **options)
+    except (OSError, ValueError) as error:
+        kind = OSError if isinstance(error, OSError) else ValueError  # some of their own kinds take other arguments
+        reason = f"its files make no {what}: {error}" if isinstance(error, json.JSONDecodeError) else one_line(error)
+        raise kind(f"cannot load a {what} from {str(path)!r}: {reason}") from error
+    except KeyError as error:  # its config names an activation that there is not
+        raise ValueError(f"cannot load a {what} from {str(path)!r}: {error.args[0]} is not known") from error

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from hf_twell.config_files import one_line
 from hf_twell.text import read_text
 
 # The files of `data_dir`, one JSON object a line; a task's first split is the one that lm-eval scores by default.
@@ -176,7 +177,3 @@ def quiet_logs() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 
 from hf_twell import SparsityCallback, sparsify
 from hf_twell.blending import Blend
-from hf_twell.evaluation import load_model
+from hf_twell.loading import load_model
 from tests import one_step
 from tests.conftest import tiny_llama
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_twell import sparsify
 from hf_twell.cli import main
-from hf_twell.evaluation import load_model
+from hf_twell.loading import load_model
 from hf_twell.packing import PackedText, StreamedText
 from hf_twell.training import load_recipe
 from hf_twell.variants import Adapters, train_ffns_alone

@@ -117,8 +117,8 @@ def _evaluate(args: argparse.Namespace) -> dict:
 
 
 def _flips(args, tasks) -> dict:
-    from hf_twell.evaluation import load_model
     from hf_twell.flips import answer_flips
+    from hf_twell.loading import load_model
     from hf_twell.tasks import DEFAULT_TASKS
 
     model, tokenizer = load_model(args.model, dtype=args.dtype, device=args.device)

@@ -62,8 +62,8 @@ def _inspect(args) -> dict:
     _check_texts(args.text)
     from transformers import AutoTokenizer
 
-    from hf_twell.evaluation import load_model
     from hf_twell.inspection import inspect_text, passage_ids
+    from hf_twell.loading import load_model
     from hf_twell.savings import ffn_savings
 
     # A tokenizer's folder need not hold a model's config.

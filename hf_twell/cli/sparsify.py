@@ -56,8 +56,7 @@ def _convert(args) -> dict:
     import hf_twell
     from hf_twell.architectures import find_ffns
     from hf_twell.checkpoints import check_target, save_model
-    from hf_twell.evaluation import load_model
-    from hf_twell.loading import has_tokenizer
+    from hf_twell.loading import has_tokenizer, load_model
     from hf_twell.packing import token_ids
     from hf_twell.perplexity import check_ids
 
