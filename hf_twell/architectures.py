@@ -125,9 +125,13 @@ def check_convertible(model: nn.Module, sites: list[FfnSite]) -> None:
         _check_formula(site, where)
 
 
-def activation_keys(model: nn.Module) -> tuple[object, list[str]]:
-    """The config that holds the blocks' activation (a composite model's is nested), and the keys it uses."""
-    config = model.config.get_text_config()
+def activation_keys(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[str]]:
+    """The part of a model's config that holds its blocks' activation (a composite model's is nested), and its keys.
+
+    Raises:
+        ValueError: it holds none.
+    """
+    config = config.get_text_config()
     keys = [key for key in ACTIVATION_KEYS if isinstance(getattr(config, key, None), str)]
     if not keys:
         raise ValueError(
@@ -196,7 +200,7 @@ def _parts(module: nn.Module) -> str:
 def _check_other_activations(model, sites):
     """The config entry must belong to the blocks alone: what else follows it (a state space, a projector) would change
     when the converted model is loaded again."""
-    config, keys = activation_keys(model)
+    config, keys = activation_keys(model.config)
     kinds = {type(site.activation) for site in sites} - {nn.ReLU}
     if not kinds:
         return

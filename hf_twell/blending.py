@@ -41,7 +41,7 @@ class Blend:
         self.model = model
         sites = find_ffns(model)
         before = [site.activation for site in sites]
-        config, keys = activation_keys(model)
+        config, keys = activation_keys(model.config)
         self.name = getattr(config, keys[0])
         if any(isinstance(activation, nn.ReLU) for activation in before):
             raise ValueError(f"the model's activation is {self.name!r}; blending to ReLU starts from a dense parent")
@@ -61,7 +61,7 @@ class Blend:
     def set(self, share: float) -> None:
         """Blend in `share` of ReLU; at 1 the blend is over."""
         self.share = min(1.0, share)
-        config, keys = activation_keys(self.model)
+        config, keys = activation_keys(self.model.config)
         done = self.share == 1.0
         for (module, name), blended, relu in zip(self._sites, self._blended, self._relus, strict=True):
             blended.share.fill_(self.share)

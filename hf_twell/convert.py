@@ -40,7 +40,7 @@ def sparsify(model: nn.Module, *, backend: str = "auto", layers: Iterable[int] |
     """
     sites = find_ffns(model)
     check_convertible(model, sites)
-    config, keys = activation_keys(model)
+    config, keys = activation_keys(model.config)
     check_entry(model.config)
     ops.resolve(backend, sites[0].linear("up").weight.device.type)
     chosen = chosen_layers(model, layers, len(sites))

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import nn
 from transformers import (
     GenerationConfig,
     LlamaForCausalLM,
@@ -44,8 +43,9 @@ class TwellModel:
         ops.resolve(backend, "cpu" if backend == "auto" else backend)
         config = copy.deepcopy(config)
         if check_entry(config) is None:
-            for key in activation_keys_of(config):
-                setattr(config, key, "relu")
+            text_config, keys = activation_keys(config)
+            for key in keys:
+                setattr(text_config, key, "relu")
         super().__init__(config)
         # The weights may not be there yet: from_pretrained builds on the meta device. Its blocks are known ones.
         sites = find_ffns(self)
@@ -151,13 +151,6 @@ def reference_class(model_type: str | None) -> type[PreTrainedModel] | None:
     """The class that reads the paper's authors' checkpoints of this `model_type`, if it is one of theirs."""
     stock = REFERENCE_TYPES.get(model_type)
     return next((cls for cls in CLASSES if cls.config_class.model_type == stock), None)
-
-
-def activation_keys_of(config) -> list[str]:
-    """The keys under which a config without a model holds its blocks' activation."""
-    holder = nn.Module()
-    holder.config = config
-    return activation_keys(holder)[1]
 
 
 def reference_config(path, raw: dict, shapes: dict) -> PreTrainedConfig:

@@ -121,7 +121,7 @@ def passage_ids(tokenizer, files: Sequence[str | Path], context: int) -> torch.T
 
 def describe(model) -> dict[str, object]:
     """What the figures belong to."""
-    config, keys = activation_keys(model)
+    config, keys = activation_keys(model.config)
     return {
         "model": str(model.config._name_or_path) or type(model).__name__,
         "class": type(model).__name__,

@@ -46,7 +46,7 @@ def ffn_savings(model, ids: torch.Tensor, layers: list[dict], *, measure: bool =
         layers also have "difference", the relative RMS difference between both outputs.
     """
     sites = find_ffns(model)
-    config, keys = activation_keys(model)
+    config, keys = activation_keys(model.config)
     device = next(model.parameters()).device
     backend = ops.resolve("auto", device.type)
     relu = getattr(config, keys[0]) == "relu"

@@ -149,7 +149,7 @@ def test_converts_exactly(name):
     sites = find_ffns(model)
     assert len(sites) == 2
     assert all(isinstance(site.activation, nn.ReLU) for site in sites)
-    text_config, keys = activation_keys(model)
+    text_config, keys = activation_keys(model.config)
     assert {getattr(text_config, key) for key in keys} == {"relu"}
 
     stock = model_class(type(model.config).from_dict(model.config.to_dict())).eval()
