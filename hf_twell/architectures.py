@@ -40,6 +40,7 @@ FORMS = (
 # The names under which configs keep the activation of the feed-forward block.
 ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")
 
+# What weights are in, in a checkpoint and in the blocks that are converted.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 SUPPORTED = (

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+from hf_twell.architectures import DTYPES
+
 MOST_LABELS = 1_000_000  # a config names each; ours have no use for them
 
 
