@@ -5,7 +5,7 @@ import lzma
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from hf_twell.text import _END_OF_TEXT_LINE, END_OF_TEXT, check_plain
+from hf_twell.text import END_OF_TEXT, END_OF_TEXT_LINE, check_plain
 
 PIECE = 1 << 16  # characters tokenized at a time
 
@@ -38,7 +38,7 @@ def read_pieces(
             if chunk and len(rest) < size:
                 continue
             whole, rest = _cut(rest) if chunk else (rest, "")
-            *ended, last = _END_OF_TEXT_LINE.split(whole)
+            *ended, last = END_OF_TEXT_LINE.split(whole)
             for part, ends in [*((part, True) for part in ended), (last, not chunk)]:
                 part = part.lstrip("\r\n") if fresh else part
                 part = part.rstrip("\r\n") if ends else part

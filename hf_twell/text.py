@@ -6,7 +6,7 @@ from pathlib import Path
 
 END_OF_TEXT = "<|endoftext|>"
 _ROWS = re.compile(r"\.(jsonl?|parquet)(\.xz)?$")
-_END_OF_TEXT_LINE = re.compile(rf"^{re.escape(END_OF_TEXT)}[ \t\r]*(?:\n|\Z)", re.MULTILINE)
+END_OF_TEXT_LINE = re.compile(rf"^{re.escape(END_OF_TEXT)}[ \t\r]*(?:\n|\Z)", re.MULTILINE)
 
 
 def read_text(path: str | Path) -> str:
@@ -47,7 +47,7 @@ def read_documents(path: str | Path) -> list[str]:
     Newlines around a document and blank documents are dropped; a file without such lines is one document.
     """
     check_plain(path)
-    documents = [document.strip("\r\n") for document in _END_OF_TEXT_LINE.split(read_text(path))]
+    documents = [document.strip("\r\n") for document in END_OF_TEXT_LINE.split(read_text(path))]
     documents = [document for document in documents if document.strip()]
     if not documents:
         raise ValueError(f"{path} holds no text besides {END_OF_TEXT}; give a file that does")
