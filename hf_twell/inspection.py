@@ -100,6 +100,8 @@ def inspect_text(
                 break
     if not tokens:
         raise ValueError("no tokens to measure on: the tokenizer makes none of this text")
+    figures = summary(sites, tallies, tokens)
+    sparse = figures["density"] < DENSE
     return {
         "format": FORMAT_VERSION,
         **describe(model),
@@ -107,9 +109,9 @@ def inspect_text(
         "context": context,
         "partial": partial,
         "warnings": _warnings(model, first),
-        **(result := summary(sites, tallies, tokens)),
-        "sparse": result["density"] < DENSE,
-        **tables.report(tokenizer, "l0" if result["density"] < DENSE else "effective_neurons"),
+        **figures,
+        "sparse": sparse,
+        **tables.report(tokenizer, rank_by="l0" if sparse else "effective_neurons"),
     }
 
 

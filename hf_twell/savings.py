@@ -6,8 +6,11 @@ import time
 
 import torch
 
-from hf_twell import _density, benchmark, convert, ops
+from hf_twell import _density, ops
 from hf_twell.architectures import activation_keys, find_ffns
+from hf_twell.benchmark import bench_ffn
+from hf_twell.benchmark_environment import DTYPES, environment
+from hf_twell.convert import sparsify, unpatch
 from hf_twell.perplexity import evaluation_mode
 
 IF_DENSITIES = (0.10, 0.05, 0.02, 0.01, 0.005)
@@ -89,9 +92,9 @@ def ffn_savings(model, ids: torch.Tensor, layers: list[dict], *, measure: bool =
         "too_small": [which for which in PASSES if limits[which] < 0],
         "backend": backend,
         "relu": relu,
-        "device": benchmark.environment(device)["processor"],
+        "device": environment(device)["processor"],
         "threads": torch.get_num_threads(),
-        "tokens": {"decode": 1, "prefill": ids.shape[1]},
+        "tokens": counts,
         "layers": rows,
         "total": total,
         "if_density": _if_density(sites, model, ids.shape[1], backend, measure, limits, total),
@@ -129,24 +132,23 @@ def _block_inputs(model, sites, ids) -> list[torch.Tensor]:
 
 def _times(model, sites, inputs, device, rounds, measure_blocks):
     """Medians over turns; the dense turns find the weights in the stock memory order, the sparse ones in theirs."""
-    dense = {which: [[] for _ in sites] for which in PASSES}
-    sparse = {which: [[] for _ in sites] for which in PASSES}
+    warm_up, dense, sparse = ({which: [[] for _ in sites] for which in PASSES} for _ in range(3))
     difference = None
-    _turn(sites, inputs, device, {which: [[] for _ in sites] for which in PASSES})
+    _turn(sites, inputs, device, warm_up)
     if measure_blocks:
         truth = [site.module(x) for site, x in zip(sites, inputs, strict=True)]
     for turn in range(rounds):
         _turn(sites, inputs, device, dense)
         if not measure_blocks:
             continue
-        convert.sparsify(model)
+        sparsify(model)
         try:
             outputs = [site.module(x) for site, x in zip(sites, inputs, strict=True)]
             if turn == 0:
                 difference = [_difference(y, z) for y, z in zip(outputs, truth, strict=True)]
             _turn(sites, inputs, device, sparse)
         finally:
-            convert.unpatch(model)
+            unpatch(model)
         # The first call after a change of memory order pays for it.
         for site, x in zip(sites, inputs, strict=True):
             site.module(x)
@@ -190,12 +192,12 @@ def _if_density(sites, model, tokens, backend, measure, limits, total) -> list[d
     """Speed-ups if the model's blocks were this sparse: measured on synthetic activations, else predicted."""
     up, dtype = sites[0].linear("up"), str(model.dtype).removeprefix("torch.")
     matrices = len(sites[0].form.linears)
-    measured = measure and backend != "reference" and matrices == 3 and dtype in benchmark.DTYPES
+    measured = measure and backend != "reference" and matrices == 3 and dtype in DTYPES
     speedups = {}
     if measured:
         shape = {"hidden": up.in_features, "intermediate": up.out_features, "dtype": dtype, "device": str(model.device)}
         l0s = [density * up.out_features for density in IF_DENSITIES]
-        times = iter(benchmark.bench_ffn([1, tokens], l0s, compile_dense=False, **shape))
+        times = iter(bench_ffn([1, tokens], l0s, compile_dense=False, **shape))
         speedups = {(which, density): next(times)["speedup"] for which in PASSES for density in IF_DENSITIES}
     else:
         for which, density in itertools.product(PASSES, IF_DENSITIES):
