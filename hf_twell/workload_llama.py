@@ -6,9 +6,11 @@ little to the residual stream, so that every layer's normed input keeps the word
 """
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_twell import workload
 from hf_twell.benchmark_progress import silent
+from hf_twell.convert import sparsify
 
 ATTENTION_SHARE, FFN_SHARE = 0.04, 0.16  # of the residual stream's variance, all layers together
 TOLERANCE = 0.10  # of L0 and of distinct neurons, beyond which a speed would mean nothing
@@ -38,10 +40,6 @@ def make_llama(
     Returns:
         The model, in evaluation mode, and the workload's distinct neurons in 64 neighbouring tokens.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    import hf_twell
-
     report("making the model")
     torch.manual_seed(seed)
     heads = heads or max(1, hidden // 64)
@@ -60,7 +58,7 @@ def make_llama(
     )
     with torch.device(device):
         model = LlamaForCausalLM(config).to(dtype).eval()
-    model = hf_twell.sparsify(model)
+    model = sparsify(model)
     x, w_gate, _, _ = workload.make_ffn(vocabulary, hidden, intermediate, l0, dtype=dtype, device=device, seed=seed)
     model.model.embed_tokens.weight.copy_(x)
     model.lm_head.weight.copy_(x.roll(1, 0) / hidden**0.5)
