@@ -12,8 +12,10 @@ examples:
 """
 
 import argparse
+import itertools
 import json
 import sys
+from functools import partial
 
 from hf_twell.cli.bench_table import CELLS
 from hf_twell.cli.output import print_json, stdout_for_result, table, writing
@@ -61,19 +63,14 @@ def _add_ffn_options(parser):
     parser.add_argument("--repeats", type=_count, help="timed turns (default: 11, on CUDA 25)")
 
 
-def _add_prefill_options(parser):
-    _add_model_options(parser, batch=64, repeats=5)
-    parser.add_argument("--length", type=_count, default=2048, help="tokens of each sequence (default: 2048)")
-
-
 def _add_generate_options(parser):
     _add_model_options(parser, batch=1, repeats=3)
     parser.add_argument("--new-tokens", type=_count, default=128, help="tokens of each sequence (default: 128)")
     parser.add_argument("--steps-only", action="store_true", help="time decoding steps, not `generate` itself")
 
 
-def _add_train_options(parser):
-    _add_model_options(parser, batch=8, repeats=5)
+def _add_sequence_options(parser, batch):
+    _add_model_options(parser, batch, repeats=5)
     parser.add_argument("--length", type=_count, default=2048, help="tokens of each sequence (default: 2048)")
 
 
@@ -103,9 +100,12 @@ def _add_common_options(parser):
 
 _MODES = {  # what each measures, and the options that it alone reads
     "ffn": ("one block over tokens and L0", _add_ffn_options),
-    "prefill": ("one forward pass of a random Llama, calibrated to the workload", _add_prefill_options),
+    "prefill": (
+        "one forward pass of a random Llama, calibrated to the workload",
+        partial(_add_sequence_options, batch=64),
+    ),
     "generate": ("decoding by a random Llama, calibrated to the workload", _add_generate_options),
-    "train": ("training steps of a random Llama, calibrated to the workload", _add_train_options),
+    "train": ("training steps of a random Llama, calibrated to the workload", partial(_add_sequence_options, batch=8)),
 }
 
 
@@ -215,16 +215,10 @@ def _model_rows(args, common):
     from hf_twell.benchmark_models import bench_prefill
     from hf_twell.benchmark_train import bench_train
 
-    if args.what == "prefill":
-        bench, batches, common["length"] = bench_prefill, args.batch, args.length
-    elif args.what == "train":
-        bench, batches, common["length"] = bench_train, args.batch, args.length
-    else:
-        bench, batches, common["new_tokens"] = bench_generate, args.batch, args.new_tokens
-        common["steps_only"] = args.steps_only
-    for name in ("hidden", "intermediate", "vocabulary", "heads", "kv_heads"):
-        common[name] = getattr(args, name)
-    settings = [(layers, l0, batch) for layers in args.layers for l0 in args.l0 for batch in batches]
-    common["compile"] = not args.no_compile
+    bench = {"prefill": bench_prefill, "generate": bench_generate, "train": bench_train}[args.what]
+    own = ("new_tokens", "steps_only") if args.what == "generate" else ("length",)
+    names = (*own, "hidden", "intermediate", "vocabulary", "heads", "kv_heads")
+    common |= {name: getattr(args, name) for name in names} | {"compile": not args.no_compile}
+    settings = list(itertools.product(args.layers, args.l0, args.batch))
     source = (bench(layers=layers, l0=l0, batch=batch, **common) for layers, l0, batch in settings)
     return source, len(settings)
