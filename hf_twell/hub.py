@@ -65,11 +65,10 @@ def push_to_hub(
         )
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "model")
-        if hasattr(model, "peft_config"):
+        if hasattr(model, "peft_config"):  # an adapter's own config names its base
             save_adapter(model, folder, tokenizer)
         else:
             save_model(model, folder, tokenizer, **({"max_shard_size": max_shard_size} if max_shard_size else {}))
-        if not hasattr(model, "peft_config"):  # an adapter's own config names its base
             base_model = base_model or model.config._name_or_path
         return push_folder(folder, repo_id, base_model=base_model, sparsity=sparsity, scores=scores, **options)
 
