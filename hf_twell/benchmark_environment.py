@@ -23,7 +23,7 @@ def environment(device: torch.device) -> dict:
         "torch": torch.__version__,
         **(_cuda() if cuda else {"isa": os.environ.get("HF_TWELL_CPU_ISA") or _widest_isa()}),
         "hf_twell": hf_twell.__version__,
-        "commit": _commit(),
+        "commit": commit(),
     }
 
 
@@ -49,7 +49,8 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
+    """Of the checkout that this package lies in; None outside one, or without git."""
     folder = Path(__file__).resolve().parents[1]
     try:
         run = subprocess.run(

@@ -13,7 +13,6 @@ times at once, on one GPU or more: the processes share the folder, and each take
 import argparse
 import json
 import math
-import subprocess
 import time
 from pathlib import Path
 
@@ -27,6 +26,8 @@ from study_sharing import Turn, alone, next_turn, read_rows
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hf_twell
+from hf_twell.architectures import find_ffns
+from hf_twell.benchmark_environment import commit
 from hf_twell.packing import PackedText
 from hf_twell.training import Recipe
 
@@ -49,11 +50,9 @@ def plan(study: dict) -> list[dict]:
         for family in entry.get("families", study["families"]):
             for seed in entry.get("seeds", [0]):
                 for value in entry.get("thresholds", entry.get("target_density", [None])):
-                    run = {**entry, "family": family, "seed": seed}
-                    run.pop("seeds", None)
-                    run.pop("families", None)
-                    key = "threshold" if run.pop("thresholds", None) else "target_density"
-                    run[key] = value
+                    run = {key: entry[key] for key in entry if key not in ("seeds", "families", "thresholds")}
+                    run |= {"family": family, "seed": seed}
+                    run["threshold" if "thresholds" in entry else "target_density"] = value
                     shown = "" if value is None else f"/{value:g}"
                     run["id"] = f"{family}/{entry['name']}{shown}/seed{seed}"
                     runs.append(run)
@@ -162,7 +161,7 @@ def run_one(run: dict, study: dict, output: Path, data: tuple, eval_dir: Path | 
     device = "cuda" if torch.cuda.is_available() and not study["training"].get("use_cpu") else "cpu"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
     if "threshold" in run:
-        for site in hf_twell.architectures.find_ffns(model):
+        for site in find_ffns(model):
             setattr(site.module, site.form.activation, FatRelu(run["threshold"]))
     tokenizer = AutoTokenizer.from_pretrained(data[0])
     figures = measure(model, tokenizer, data[2], eval_dir, study["eval_limit"], training=data[1])
@@ -173,16 +172,9 @@ def run_one(run: dict, study: dict, output: Path, data: tuple, eval_dir: Path | 
         "parameters": sum(p.numel() for p in model.parameters()),
         "hardware": torch.cuda.get_device_name() if device == "cuda" else "CPU",
         "versions": {"torch": torch.__version__, "hf_twell": hf_twell.__version__},
-        "commit": _commit(),
+        "commit": commit(),
     }
     return {**run, **figures, **facts, **about}
-
-
-def _commit() -> str | None:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    return done.stdout.strip() or None
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
