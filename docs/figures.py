@@ -22,13 +22,16 @@ def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def kind_of(row: dict) -> tuple[str, str]:
+    return row["bench"], row.get("pass") or "forward"
+
+
 def main(root: Path) -> list[Path]:
     drawn = []
     for path in sorted(root.glob("kernels/*/bench/**/bench.jsonl")):
         drawn.append(path.with_name("bench.md"))
         drawn[-1].write_text(tables(rows_of(path)))
-        kind = lambda row: (row["bench"], row.get("pass") or "forward")  # noqa: E731
-        for (bench, direction), rows in groupby(sorted(rows_of(path), key=kind), key=kind):
+        for (bench, direction), rows in groupby(sorted(rows_of(path), key=kind_of), key=kind_of):
             rows = list(rows)
             if len({row.get(AXES[bench][0]) for row in rows}) < 2:  # no line
                 continue

@@ -112,6 +112,11 @@ def architectures() -> list[str]:
 
 
 def flags(name: str, source: str) -> list[str]:
+    """The compiler's flags for one source of one library.
+
+    Raises:
+        BuildError: as `architectures`, for "cuda".
+    """
     common = ["-std=c++17", "-O3", f"-DTORCH_TARGET_VERSION={STABLE_ABI_TARGET}"]
     if name != "cuda":
         isa = _ISA_FLAGS.get(Path(source).name, []) if platform.machine() in ("x86_64", "AMD64") else []
@@ -123,7 +128,6 @@ def flags(name: str, source: str) -> list[str]:
 def ninja_file(name: str) -> str:
     """What `ninja` reads to make library.so. nvcc compiles and links all of the CUDA library: it knows its folders."""
     folder, torch_dir = kernels_dir(), Path(torch.__file__).parent
-    escape = lambda text: str(text).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")  # noqa: E731
     tool = f"'{nvcc()}' -ccbin '{compiler()}'" if name == "cuda" else f"'{compiler()}'"
     libraries = "-ltorch -ltorch_cpu -lc10" + (" -ltorch_cuda" if name == "cuda" else " -pthread")
     lines = [
@@ -136,18 +140,28 @@ def ninja_file(name: str) -> str:
     for source in compiled(sources(name)):
         objects.append(source.replace("/", "_") + ".o")
         lines += [
-            f"build {objects[-1]}: compile {escape(folder / source)}",
+            f"build {objects[-1]}: compile {_escaped(folder / source)}",
             f"  flags = {' '.join(flags(name, source))}",
         ]
     lines += [f"build library.so: link {' '.join(objects)}", ""]
     return "\n".join(lines)
 
 
+def _escaped(path: Path) -> str:
+    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
 def compiled(files: list[str]) -> list[str]:
+    """The files that the compiler is given: all but headers."""
     return [file for file in files if file.endswith((".cpp", ".cu"))]
 
 
 def ninja() -> str:
+    """The path of ninja.
+
+    Raises:
+        BuildError: there is none.
+    """
     beside = Path(sys.executable).parent / "ninja"  # of the same environment, whether or not it is on PATH
     found = str(beside) if beside.is_file() else shutil.which("ninja")
     if found is None:
