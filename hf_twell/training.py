@@ -214,6 +214,17 @@ def _checked(data: dict, path: Path) -> Recipe:
         value = getattr(recipe, key)
         if not isinstance(value, dict) and (value is not None or key != "distill"):
             raise ValueError(f"{path} has {key}: {value!r}; give a mapping")
+    _check_text(recipe, path)
+    _check_objective(recipe, path)
+    _check_keys(recipe.distill or {}, Distill, f"{path}: distill")
+    for key in ("logits", "layers"):
+        value = (recipe.distill or {}).get(key, 0)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{path}: distill has {key}: {value!r}; give a number")
+    return recipe
+
+
+def _check_text(recipe: Recipe, path: Path) -> None:
     for key in ("train", "heldout"):
         value = getattr(recipe, key)
         if isinstance(value, dict) and isinstance(value.get("hub"), str):
@@ -223,6 +234,17 @@ def _checked(data: dict, path: Path) -> Recipe:
             raise ValueError(f"{path} has {key}: {value!r}; give text files, or a Hub dataset (hub: its name)")
         for name in names:
             check_file(Path(name))
+    if is_streamed(recipe.train) and not recipe.training.get("max_steps", 0) > 0:
+        raise ValueError(f"{path} streams its training text, which has no known end; give max_steps in training")
+    workers = recipe.training.get("dataloader_num_workers", 0)
+    if is_streamed(recipe.train) and workers > 1 and {"skip", "take"} & recipe.train.keys():
+        # Each worker would do so with the shards that it reads.
+        raise ValueError(f"{path} skips or takes rows of a stream; give at most one of dataloader_num_workers")
+    if is_streamed(recipe.heldout) and "take" not in recipe.heldout:
+        raise ValueError(f"{path} streams its held-out text; say how many rows to take, such as take: 200")
+
+
+def _check_objective(recipe: Recipe, path: Path) -> None:
     for key in ("l1_weight", "warmup_steps", "target_density", "blend_steps", "revive_after"):
         value = getattr(recipe, key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
@@ -240,20 +262,6 @@ def _checked(data: dict, path: Path) -> Recipe:
         raise ValueError(f"{path} has l1_bounds: {recipe.l1_bounds!r}, which go with target_density alone")
     if recipe.l1_weight is not None and recipe.target_density is not None:
         raise ValueError(f"{path} has l1_weight and target_density; give one of them, and null for the other")
-    if is_streamed(recipe.train) and not recipe.training.get("max_steps", 0) > 0:
-        raise ValueError(f"{path} streams its training text, which has no known end; give max_steps in training")
-    workers = recipe.training.get("dataloader_num_workers", 0)
-    if is_streamed(recipe.train) and workers > 1 and {"skip", "take"} & recipe.train.keys():
-        # Each worker would do so with the shards that it reads.
-        raise ValueError(f"{path} skips or takes rows of a stream; give at most one of dataloader_num_workers")
-    if is_streamed(recipe.heldout) and "take" not in recipe.heldout:
-        raise ValueError(f"{path} streams its held-out text; say how many rows to take, such as take: 200")
-    _check_keys(recipe.distill or {}, Distill, f"{path}: distill")
-    for key in ("logits", "layers"):
-        value = (recipe.distill or {}).get(key, 0)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{path}: distill has {key}: {value!r}; give a number")
-    return recipe
 
 
 def _check_keys(data: dict, cls: type, where: str) -> None:
