@@ -150,19 +150,8 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     """Trainer's arguments as the recipe's `training` gives them.
 
     Raises:
-        ValueError: an argument that TrainingArguments does not have, that the recipe itself gives, or bf16 without a
-            GPU for it.
+        ValueError: arguments that TrainingArguments refuses, or bf16 without a GPU for it.
     """
-    _check_keys(recipe.training, TrainingArguments, "training")
-    if "output_dir" in recipe.training:
-        raise ValueError("training has output_dir; it is a key of the recipe: write output_dir alone")
-    for field in dataclasses.fields(TrainingArguments):
-        value = recipe.training.get(field.name)
-        if isinstance(value, str) and type(field.default) in (int, float):
-            raise ValueError(f"training has {field.name}: {value!r}; give a number")
-        # YAML's `no` is a text here, and Python takes any text for true.
-        if isinstance(value, str) and "bool" in str(field.type) and "str" not in str(field.type):
-            raise ValueError(f"training has {field.name}: {value!r}; give true or false")
     if (
         recipe.training.get("bf16")
         and not recipe.training.get("use_cpu")
@@ -214,6 +203,7 @@ def _checked(data: dict, path: Path) -> Recipe:
         value = getattr(recipe, key)
         if not isinstance(value, dict) and (value is not None or key != "distill"):
             raise ValueError(f"{path} has {key}: {value!r}; give a mapping")
+    _check_training(recipe.training)
     _check_text(recipe, path)
     _check_objective(recipe, path)
     _check_keys(recipe.distill or {}, Distill, f"{path}: distill")
@@ -222,6 +212,19 @@ def _checked(data: dict, path: Path) -> Recipe:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{path}: distill has {key}: {value!r}; give a number")
     return recipe
+
+
+def _check_training(training: dict) -> None:
+    _check_keys(training, TrainingArguments, "training")
+    if "output_dir" in training:
+        raise ValueError("training has output_dir; it is a key of the recipe: write output_dir alone")
+    for field in dataclasses.fields(TrainingArguments):
+        value = training.get(field.name)
+        if isinstance(value, str | list | dict) and type(field.default) in (int, float):
+            raise ValueError(f"training has {field.name}: {value!r}; give a number")
+        # YAML's `no` is a text here, and Python takes any text for true.
+        if isinstance(value, str) and "bool" in str(field.type) and "str" not in str(field.type):
+            raise ValueError(f"training has {field.name}: {value!r}; give true or false")
 
 
 def _check_text(recipe: Recipe, path: Path) -> None:
@@ -234,9 +237,9 @@ def _check_text(recipe: Recipe, path: Path) -> None:
             raise ValueError(f"{path} has {key}: {value!r}; give text files, or a Hub dataset (hub: its name)")
         for name in names:
             check_file(Path(name))
-    if is_streamed(recipe.train) and not recipe.training.get("max_steps", 0) > 0:
+    if is_streamed(recipe.train) and not (recipe.training.get("max_steps") or 0) > 0:
         raise ValueError(f"{path} streams its training text, which has no known end; give max_steps in training")
-    workers = recipe.training.get("dataloader_num_workers", 0)
+    workers = recipe.training.get("dataloader_num_workers") or 0
     if is_streamed(recipe.train) and workers > 1 and {"skip", "take"} & recipe.train.keys():
         # Each worker would do so with the shards that it reads.
         raise ValueError(f"{path} skips or takes rows of a stream; give at most one of dataloader_num_workers")
