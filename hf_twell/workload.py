@@ -5,6 +5,7 @@ In sparse models, neurons fire at very unequal rates, neighbouring tokens share 
 of a sequence above all, are many times denser than the median. `make_ffn` builds that in at any mean L0.
 """
 
+import functools
 import math
 
 import torch
@@ -80,13 +81,18 @@ def distinct_neurons(active_TF, run=64) -> float:
 
 def patched_block(w_gate, w_up, w_down) -> torch.nn.Module:
     """A patched Llama feed-forward block in evaluation mode that holds these very weights."""
-    # Heads do not matter here, but a config refuses sizes that do not fit D.
-    sizes = {"hidden_size": w_gate.shape[1], "intermediate_size": w_gate.shape[0]}
-    config = LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1, head_dim=64, hidden_act="relu")
+    intermediate, hidden = w_gate.shape
     with torch.device("meta"):
-        block = LlamaMLP(config).eval()
+        block = LlamaMLP(_block_config(hidden, intermediate)).eval()
     for name, weight in (("gate_proj", w_gate), ("up_proj", w_up), ("down_proj", w_down)):
         getattr(block, name).weight = torch.nn.Parameter(weight, requires_grad=False)
     block.__class__ = sparse_class(LlamaMLP)
     block.twell = FfnSettings(name="block", layer=0, form=FORMS[0], backend="auto")
     return block
+
+
+@functools.cache  # a small block's thousands of cold copies would take longer to configure than to measure
+def _block_config(hidden: int, intermediate: int) -> LlamaConfig:
+    # Heads do not matter here, but a config refuses sizes that do not fit D.
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate}
+    return LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1, head_dim=64, hidden_act="relu")
