@@ -13,11 +13,11 @@ MAX_INTERMEDIATE = 65536
 MAX_DENSITY = 0.18  # of the CPU kernels, as in kernels/twell_cpu/forward.cpp
 # In bfloat16 where dense matmuls have matrix units: in training, and in evaluation of up to 64 and of more tokens.
 MAX_DENSITY_AMX = {"training": 0.03, "few": 0.075, "many": 0.035}  # kernels/twell_cpu/NOTES.md
-# In float32, caches hold matrices of fewer elements, of which plain matmuls take tens of microseconds.
-CACHED, MAX_DENSITY_CACHED = 1 << 19, 0.1
-SMALLEST = 1 << 15  # of those matrices, below which kernels never pay; and with few or many tokens, their product
-SMALLEST_WORK = {"few": 1 << 17, "many": 1 << 20}
-SMALLEST_H = 1 << 17  # elements of h, below which one pass over it costs more to call than several do
+# In float32, a matrix (D x F) of fewer elements lies in a cache, and plain matmuls take tens of microseconds. There
+# kernels pay up to this density, but at none in matrices, or in tokens x elements, of fewer than the smallest.
+CACHED_ELEMENTS, MAX_DENSITY_CACHED = 1 << 19, 0.1
+SMALLEST_ELEMENTS, SMALLEST_WORK = 1 << 15, {"few": 1 << 17, "many": 1 << 20}
+SMALLEST_H_ELEMENTS = 1 << 17  # below which one pass over h costs more to call than several do
 SAMPLE_TOKENS, SAMPLE_NEURONS = 16, 256
 
 
@@ -91,7 +91,7 @@ def dense_ffn(
     `dense_takes`. Arguments as in `ffn`.
     """
     intermediate, hidden = w_up.shape
-    if x.is_cpu and not torch.is_grad_enabled() and x.numel() * intermediate < SMALLEST_H * hidden:
+    if x.is_cpu and not torch.is_grad_enabled() and x.numel() * intermediate < SMALLEST_H_ELEMENTS * hidden:
         return reference.ffn(x, w_up, w_down, w_gate, b_up=b_up, b_down=b_down, b_gate=b_gate)
     linear = torch.nn.functional.linear
     gate, up = linear(x, w_up, b_up), None
@@ -116,9 +116,9 @@ def max_density(tokens: int, elements: int, dtype: torch.dtype) -> float:
     `elements` are those of one matrix, D x F.
     """
     few = tokens <= 2
-    if dtype == torch.float32 and elements < CACHED:
+    if dtype == torch.float32 and elements < CACHED_ELEMENTS:
         work = SMALLEST_WORK["few" if few else "many"]
-        return 0.0 if elements < SMALLEST or tokens * elements < work else MAX_DENSITY_CACHED
+        return 0.0 if elements < SMALLEST_ELEMENTS or tokens * elements < work else MAX_DENSITY_CACHED
     if few:  # bound by the weights' traffic, of which kernels always have less
         return 1.0
     if dtype == torch.bfloat16 and _has_amx():

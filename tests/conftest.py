@@ -29,8 +29,8 @@ def shared_path(relative: str) -> Path:
 @pytest.fixture(autouse=True)
 def kernels_at_every_size(monkeypatch):
     """Tests' blocks are smaller than those that "auto" leaves to plain matmuls; `monkeypatch.undo()` leaves these."""
-    monkeypatch.setattr(ops, "CACHED", 0)
-    monkeypatch.setattr(ops, "SMALLEST_H", 0)
+    monkeypatch.setattr(ops, "CACHED_ELEMENTS", 0)
+    monkeypatch.setattr(ops, "SMALLEST_H_ELEMENTS", 0)
 
 
 @pytest.fixture(autouse=True, scope="module")
