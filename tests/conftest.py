@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_twell import ops
 
+COMMAND = [sys.executable, "-m", "hf_twell"]  # `hf-twell` in a process of its own
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
@@ -39,6 +40,15 @@ def fresh_compiler():
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """The number of threads decides the order of sums, and on tiny models threads mostly wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -80,3 +90,25 @@ def tiny_llama(**changes) -> LlamaForCausalLM:
     """A random Llama with weights large enough that every neuron sees both signs."""
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**{**TINY, **changes}))
+
+
+def relu_llama() -> LlamaForCausalLM:
+    """The weights of `tiny_llama()` as a stock dense ReLU model."""
+    model = tiny_llama(hidden_act="relu").eval()
+    model.load_state_dict(tiny_llama().state_dict())
+    return model
+
+
+def ids(length: int = 11) -> torch.Tensor:
+    """Token ids for a tiny model, (2, length)."""
+    return torch.randint(3, 96, (2, length), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def logits(model, length: int = 11) -> torch.Tensor:
+    return model(input_ids=ids(length)).logits
+
+
+def training_rows(trainer) -> dict[int, dict]:
+    """The log rows of the steps of a training, by step."""
+    return {row["step"]: row for row in trainer.state.log_history if "loss" in row}

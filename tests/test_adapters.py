@@ -19,21 +19,12 @@ from hf_twell import (
     sparsify,
 )
 from hf_twell.modeling import sparse_ffns
-from tests.conftest import tiny_llama
+from tests.conftest import ids, logits, relu_llama, tiny_llama
 
 peft = pytest.importorskip("peft")
 
 ATTENTION, FFN = ["q_proj", "v_proj"], ["gate_proj", "up_proj", "down_proj"]
 TARGETS = {"attention": ATTENTION, "ffn": FFN, "both": ATTENTION + FFN}
-
-
-def ids() -> torch.Tensor:
-    return torch.randint(3, 96, (2, 11), generator=torch.Generator().manual_seed(0))
-
-
-def logits(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=ids()).logits
 
 
 def with_lora(model, targets=ATTENTION + FFN, seed=1):
@@ -43,13 +34,6 @@ def with_lora(model, targets=ATTENTION + FFN, seed=1):
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data.normal_(std=0.2, generator=generator)
-    return model
-
-
-def relu_model():
-    """The same weights as a stock dense ReLU model."""
-    model = tiny_llama(hidden_act="relu").eval()
-    model.load_state_dict(tiny_llama().state_dict())
     return model
 
 
@@ -66,7 +50,7 @@ def test_active_merged_and_unmerged(targets, backend):
     check = torch.testing.assert_close if backend == "auto" else lambda a, b: torch.equal(a, b) or pytest.fail("differ")
     model = sparsify(tiny_llama(), backend=backend).eval()
     plain = logits(model)  # in evaluation the kernels may have changed down_proj's memory order
-    model, twin = with_lora(model, TARGETS[targets]), with_lora(relu_model(), TARGETS[targets])
+    model, twin = with_lora(model, TARGETS[targets]), with_lora(relu_llama(), TARGETS[targets])
     check(logits(model), logits(twin))
     assert not torch.allclose(logits(model), plain, atol=1e-2)
     with model.disable_adapter():
@@ -93,7 +77,7 @@ def test_round_trip_is_bit_equal(base, tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert plain.config.hidden_act == "relu"
     assert torch.equal(logits(plain), logits(merged))
-    twin = with_lora(relu_model(), FFN).merge_and_unload()
+    twin = with_lora(relu_llama(), FFN).merge_and_unload()
     assert torch.equal(logits(plain), logits(twin))
 
 
@@ -248,7 +232,7 @@ def test_gradient_of_the_l1_term(targets, backend):
         model(**each).loss.backward()
     mine = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    twin, terms = with_lora(relu_model(), TARGETS[targets]).train(), []
+    twin, terms = with_lora(relu_llama(), TARGETS[targets]).train(), []
     for layer in twin.base_model.model.model.layers:
         layer.mlp.down_proj.register_forward_pre_hook(lambda _, args: terms.append(args[0].abs().sum(-1).mean()))
     loss = twin(**batch).loss

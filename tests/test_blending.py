@@ -9,7 +9,7 @@ from hf_twell import SparsityCallback, sparsify
 from hf_twell.blending import Blend
 from hf_twell.loading import load_model
 from tests import one_step
-from tests.conftest import tiny_llama
+from tests.conftest import tiny_llama, training_rows
 
 IDS = torch.arange(3, 19).view(2, 8)
 STEPS, BLEND_STEPS = 6, 4
@@ -25,10 +25,6 @@ def make_trainer(folder, **options) -> Trainer:
     blend = Blend(model)
     trainer.add_callback(SparsityCallback(trainer, **options, blend=blend, blend_steps=BLEND_STEPS))
     return trainer
-
-
-def rows_of(trainer) -> dict[int, dict]:
-    return {row["step"]: row for row in trainer.state.log_history if "loss" in row}
 
 
 @torch.no_grad()
@@ -67,7 +63,7 @@ def test_a_checkpoint_on_the_way_is_no_finished_model(tmp_path):
 def test_a_run_blends_then_regularises_and_resumes_on_the_way(tmp_path, options):
     whole = make_trainer(tmp_path, **options)
     whole.train()
-    rows = rows_of(whole)
+    rows = training_rows(whole)
     assert [row["twell/blend"] for row in rows.values()] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
     assert [row["twell/l1_weight"] > 0 for row in rows.values()][:BLEND_STEPS] == [False] * BLEND_STEPS
     assert rows[STEPS]["twell/l1_weight"] > 0
@@ -76,7 +72,7 @@ def test_a_run_blends_then_regularises_and_resumes_on_the_way(tmp_path, options)
 
     resumed = make_trainer(tmp_path, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    for step, row in rows_of(resumed).items():
+    for step, row in training_rows(resumed).items():
         assert row == pytest.approx(rows[step], abs=1e-6), step
     assert AutoConfig.from_pretrained(tmp_path / "checkpoint-6").hidden_act == "relu"
 

@@ -20,7 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCa
 from hf_twell import SparsityCallback, last_checkpoint, sparsify
 from hf_twell.checkpoints import STATE_NAME, read_state, save_model, whole_folder, write_json
 from hf_twell.resuming import CompleteCheckpoints
-from tests.conftest import tiny_llama
+from tests.conftest import tiny_llama, training_rows
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROOT = Path(__file__).parents[1]
 SAVE_STEPS, STEPS, WARMUP_STEPS = 3, 10, 7  # resuming from step 3 is in the middle of the warm-up and of an epoch
@@ -82,15 +84,6 @@ class Reporter(TrainerCallback):
         self.rows.append(dict(logs))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """On models this small threads mostly wait for each other, and one thread adds in the same order on any machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
     """A run that nothing interrupts, and what a reporter saw of it."""
@@ -114,10 +107,6 @@ def killed(tmp_path_factory) -> Path:
 def torn(killed, tmp_path) -> Path:
     """A copy of that folder to work in."""
     return Path(shutil.copytree(killed, tmp_path / "run"))
-
-
-def training_rows(trainer) -> dict[int, dict]:
-    return {row["step"]: row for row in trainer.state.log_history if "loss" in row}
 
 
 def test_state_is_written_last(whole_run):

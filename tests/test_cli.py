@@ -19,12 +19,11 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from hf_twell.checkpoints import write_state
 from hf_twell.cli import COMMANDS, main
+from tests.conftest import COMMAND
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "recipes" / "demo"
 ROWS = str(ROOT / "kernels" / "twell_cpu" / "bench" / "bench.jsonl")
-COMMAND = [sys.executable, "-c", "import sys; from hf_twell.cli import main; sys.exit(main())"]
-
 
 needs_lm_eval = pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="needs lm-eval")
 
@@ -346,9 +345,8 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path):
 
 
 @pytest.mark.parametrize("full_at", [1_000_000, 25_000_000], ids=["weights", "optimizer"])
-def test_a_full_disk_ends_training_in_one_line(full_at, tmp_path):
-    steps = ["training.max_steps=1", "training.save_steps=1", f"output_dir={tmp_path / 'out'}"]
-    arguments = ["train", str(ROOT / "recipes" / "demo-target.yaml"), *steps]
+def test_a_full_disk_ends_training_in_one_line(full_at, recipe):
+    arguments = ["train", str(recipe), "training.max_steps=1", "training.save_steps=1"]
     done = subprocess.run(
         [sys.executable, "-c", FULL_DISK.replace("1_000_000", str(full_at)), *arguments],
         capture_output=True,
@@ -358,7 +356,7 @@ def test_a_full_disk_ends_training_in_one_line(full_at, tmp_path):
     )
     assert done.returncode == 1
     (error,) = (line for line in done.stderr.splitlines() if line.startswith("hf-twell: error: "))
-    assert error.startswith(f"hf-twell: error: could not write {tmp_path / 'out'}; is the disk full? (")
+    assert error.startswith(f"hf-twell: error: could not write {recipe.parent / 'out'}; is the disk full? (")
     assert "Traceback" not in done.stderr
 
 

@@ -11,23 +11,7 @@ from transformers.models.llama import modeling_llama
 
 from hf_twell import L1Penalty, TwellLlamaForCausalLM, measure_sparsity, sparsify
 from hf_twell.modeling import sparse_ffns
-from tests.conftest import tiny_llama
-
-
-def ids(length=11) -> torch.Tensor:
-    return torch.randint(3, 96, (2, length), generator=torch.Generator().manual_seed(0))
-
-
-def logits(model, length=11) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=ids(length)).logits
-
-
-def relu_model():
-    """The same weights as a stock dense ReLU model."""
-    model = tiny_llama(hidden_act="relu").eval()
-    model.load_state_dict(tiny_llama().state_dict())
-    return model
+from tests.conftest import ids, logits, relu_llama, tiny_llama
 
 
 def refused(model, message: str):
@@ -55,7 +39,7 @@ def test_dynamic_quantization(by_columns):
         ffn.down_proj.weight.data = ffn.down_proj.weight.data.t().contiguous().t()
     quantized = in_eight_bits_when_called(model)
     assert len(sparse_ffns(quantized)) == 3
-    assert torch.equal(logits(quantized), logits(in_eight_bits_when_called(relu_model())))
+    assert torch.equal(logits(quantized), logits(in_eight_bits_when_called(relu_llama())))
     refused(in_eight_bits_when_called(tiny_llama().eval()), "cannot be read")
 
 
@@ -66,9 +50,9 @@ def test_cpu_offload_after():
     accelerate = pytest.importorskip("accelerate")
     model = accelerate.cpu_offload(sparsify(tiny_llama().eval()), execution_device="cpu")
     assert next(model.model.layers[0].mlp.parameters()).is_meta
-    torch.testing.assert_close(logits(model), logits(relu_model()))
+    torch.testing.assert_close(logits(model), logits(relu_llama()))
     options = {"max_new_tokens": 5, "do_sample": False}
-    assert torch.equal(model.generate(ids(), **options), relu_model().generate(ids(), **options))
+    assert torch.equal(model.generate(ids(), **options), relu_llama().generate(ids(), **options))
 
 
 def test_offloading_before_is_refused():
@@ -86,8 +70,8 @@ def test_device_map_with_offloaded_blocks(tmp_path, place):
     model = TwellLlamaForCausalLM.from_pretrained(tmp_path / "model", **options)
     assert model.model.layers[2].mlp.up_proj.weight.is_meta
     assert len(sparse_ffns(model)) == 3
-    torch.testing.assert_close(logits(model), logits(relu_model()))
-    assert measure_sparsity(model, [ids()]) == measure_sparsity(relu_model(), [ids()])
+    torch.testing.assert_close(logits(model), logits(relu_llama()))
+    assert measure_sparsity(model, [ids()]) == measure_sparsity(relu_llama(), [ids()])
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **options)
     refused(dense, "forward replaced")
 
@@ -118,14 +102,14 @@ def in_eight_bits(model):
 
 
 def test_eight_bits_after():
-    model, twin = in_eight_bits(sparsify(tiny_llama().eval())), in_eight_bits(relu_model())
+    model, twin = in_eight_bits(sparsify(tiny_llama().eval())), in_eight_bits(relu_llama())
     assert torch.equal(logits(model), logits(twin))
-    assert not torch.allclose(logits(model), logits(relu_model()), atol=1e-4)
+    assert not torch.allclose(logits(model), logits(relu_llama()), atol=1e-4)
 
 
 def test_eight_bits_of_a_relu_model_are_taken():
     """A sparse model that was saved, loaded in eight bits by its stock class, and sparsified again for the L1 term."""
-    model, twin = in_eight_bits(relu_model()), in_eight_bits(relu_model())
+    model, twin = in_eight_bits(relu_llama()), in_eight_bits(relu_llama())
     for _ in range(2):
         assert torch.equal(logits(sparsify(model)), logits(twin))
     assert len(sparse_ffns(model)) == 3
@@ -194,7 +178,7 @@ def test_ligers_swiglu_after_sparsify_is_refused(run):
 def test_ligers_swiglu_under_a_compiled_model_is_seen():
     model = sparsify(tiny_llama().eval())
     compiled = torch.compile(model, backend="eager")
-    torch.testing.assert_close(logits(compiled), logits(relu_model()))
+    torch.testing.assert_close(logits(compiled), logits(relu_llama()))
     bind(model.model.layers[1].mlp, LigerSwiGLUMLP.forward)
     with pytest.raises(ValueError, match=r"layers.1.mlp was replaced after sparsify"):
         logits(compiled)
@@ -208,7 +192,7 @@ def test_ligers_swiglu_beside_accelerates_hooks_is_seen(first):
         bind(mlp, LigerSwiGLUMLP.forward)
     hooks.add_hook_to_module(mlp, hooks.ModelHook())
     if first == "accelerate":
-        torch.testing.assert_close(logits(model), logits(relu_model()))
+        torch.testing.assert_close(logits(model), logits(relu_llama()))
         bind(mlp, LigerSwiGLUMLP.forward)
     with pytest.raises(ValueError, match=r"layers.1.mlp was replaced after sparsify"):
         logits(model)
@@ -234,7 +218,7 @@ WRAPPERS = {
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_forwards_that_wrap_ours_are_exact(wrapper):
     """What caches, tracers and per-block compilers do to a block's forward, in evaluation and training."""
-    model, twin = sparsify(tiny_llama().eval()), relu_model()
+    model, twin = sparsify(tiny_llama().eval()), relu_llama()
     for layer in model.model.layers:
         layer.mlp.forward = WRAPPERS[wrapper](layer.mlp.forward)
     torch.testing.assert_close(logits(model), logits(twin))
@@ -254,12 +238,12 @@ def test_hooks_that_were_taken_off():
     hooks.add_hook_to_module(mlp, hooks.ModelHook())
     hooks.remove_hook_from_module(mlp)
     assert "forward" in vars(mlp)
-    torch.testing.assert_close(logits(model), logits(relu_model()))
+    torch.testing.assert_close(logits(model), logits(relu_llama()))
     L1Penalty(model, 1e-3)
 
 
 def test_liger_without_swiglu():
-    model, twin = tiny_llama().eval(), relu_model()
+    model, twin = tiny_llama().eval(), relu_llama()
     for each in (model, twin):
         for name, module in each.named_modules():
             if name.endswith("norm"):
@@ -275,12 +259,12 @@ def test_compile_fullgraph(backend):
     model = sparsify(tiny_llama().eval(), backend=backend)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
     for length in (11, 5, 23):
-        torch.testing.assert_close(logits(compiled, length), logits(relu_model(), length))
+        torch.testing.assert_close(logits(compiled, length), logits(relu_llama(), length))
 
 
 @pytest.mark.parametrize("change", ["hook", "forward"])
 def test_what_is_done_to_a_compiled_model_is_seen(change):
-    model, twin = sparsify(tiny_llama().eval()), relu_model()
+    model, twin = sparsify(tiny_llama().eval()), relu_llama()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(logits(compiled), logits(twin))
     for each in (model, twin):
@@ -290,7 +274,7 @@ def test_what_is_done_to_a_compiled_model_is_seen(change):
         else:
             bind(linear, lambda self, x: 2 * nn.functional.linear(x, self.weight))
     torch.testing.assert_close(logits(compiled), logits(twin))
-    assert not torch.allclose(logits(twin), logits(relu_model()), atol=1e-3)
+    assert not torch.allclose(logits(twin), logits(relu_llama()), atol=1e-3)
 
 
 def test_compiled_training_step():
@@ -308,7 +292,7 @@ def test_compiled_training_step():
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(tmp_path, backend, strict):
     model = sparsify(tiny_llama().eval(), backend=backend)
-    truth = logits(relu_model())
+    truth = logits(relu_llama())
     with torch.no_grad():
         program = torch.export.export(model, (), {"input_ids": ids(), "use_cache": False}, strict=strict)
         torch.export.save(program, tmp_path / "model.pt2")
@@ -320,7 +304,7 @@ def test_export(tmp_path, backend, strict):
 def test_generate(cache):
     options = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": cache}
     model = sparsify(tiny_llama().eval())
-    assert torch.equal(model.generate(ids(), **options), relu_model().generate(ids(), **options))
+    assert torch.equal(model.generate(ids(), **options), relu_llama().generate(ids(), **options))
 
 
 def test_assisted_generation():
@@ -328,13 +312,13 @@ def test_assisted_generation():
     draft = sparsify(tiny_llama(num_hidden_layers=1).eval())
     one = ids()[:1]
     with_draft = sparsify(tiny_llama().eval()).generate(one, assistant_model=draft, **options)
-    assert torch.equal(with_draft, relu_model().generate(one, **options))
+    assert torch.equal(with_draft, relu_llama().generate(one, **options))
 
 
 def test_l1_term_on_eight_bit_blocks():
     """Frozen quantized projections: the term still reaches what lies before them, as with a dense ReLU model."""
     model = in_eight_bits(sparsify(tiny_llama()))
-    twin, terms = in_eight_bits(relu_model()).train(), []
+    twin, terms = in_eight_bits(relu_llama()).train(), []
     for layer in twin.model.layers:
         layer.mlp.down_proj.register_forward_pre_hook(lambda _, args: terms.append(args[0].abs().sum(-1).mean()))
     for batch in L1Penalty(model.train(), 0.5).micro_batches([{"input_ids": ids(), "labels": ids()}]):

@@ -20,16 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_twell import L1Penalty, measure_sparsity, sparsify, unpatch
 from hf_twell.modeling import SparseFfn, sparse_ffns
-from tests.conftest import tiny_llama
-
-
-def ids() -> torch.Tensor:
-    return torch.randint(3, 96, (2, 11), generator=torch.Generator().manual_seed(0))
-
-
-def logits(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=ids()).logits
+from tests.conftest import ids, logits, tiny_llama
 
 
 def dense_relu(model) -> LlamaForCausalLM:

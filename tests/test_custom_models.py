@@ -21,7 +21,7 @@ from transformers import (
 from hf_twell import TwellLlamaForCausalLM, TwellQwen2ForCausalLM, TwellQwen3ForCausalLM, sparsify, unpatch
 from hf_twell.modeling import SparseFfn, sparse_ffns
 from tests import authors
-from tests.conftest import TINY
+from tests.conftest import TINY, ids, logits
 
 FAMILIES = {
     "llama": (TwellLlamaForCausalLM, LlamaForCausalLM, LlamaConfig),
@@ -42,15 +42,6 @@ def config_of(family, **changes):
 def dense(family, **changes) -> nn.Module:
     torch.manual_seed(0)
     return family[1](config_of(family, **changes)).eval()
-
-
-def ids(length=11) -> torch.Tensor:
-    return torch.randint(3, 96, (2, length), generator=torch.Generator().manual_seed(0))
-
-
-def logits(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=ids().to(model.device)).logits
 
 
 def relu_twin(model, cls):

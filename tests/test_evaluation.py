@@ -24,6 +24,8 @@ from hf_twell.checkpoints import save_model
 from hf_twell.cli import main
 from hf_twell.text import read_documents
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROOT = Path(__file__).parents[1]
 DATA = Path(__file__).parents[2] / "shared" / "data"
 OFFLINE = {
@@ -60,15 +62,6 @@ def hellaswag_row(index):
 def write_rows(path, rows):
     with lzma.open(path, "wt") if path.suffix == ".xz" else open(path, "w") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As in the subprocesses: the number of threads decides the order of sums, and tiny models gain nothing by more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -19,20 +19,14 @@ from hf_twell.perplexity import METRIC_PATH, token_log_likelihoods
 from tests.conftest import shared_path, tiny_llama
 from tests.test_evaluation import ARC_ROWS, OFFLINE, arc_row, log_likelihood, needs_lm_eval, write_rows
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DEMO = Path(__file__).parents[1] / "recipes" / "demo" / "model"
 POOL = [
     ("Which one is cold?", ["ice", "fire"], "A"),
     ("Which one is wet?", ["sand", "the sea"], "B"),
     ("Which one is loud?", ["a whisper", "thunder", "snow"], "B"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

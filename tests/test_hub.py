@@ -20,7 +20,7 @@ from hf_twell import card
 from hf_twell.checkpoints import save_model
 from hf_twell.cli import main
 from hf_twell.hub import folder_card
-from tests.conftest import tiny_llama
+from tests.conftest import logits, tiny_llama
 from tests.hub_server import HubServer
 
 DEMO = Path(__file__).parents[1] / "recipes" / "demo" / "model"
@@ -45,15 +45,6 @@ def sparse(tmp_path_factory) -> Path:
     model = hf_twell.sparsify(AutoModelForCausalLM.from_pretrained(DEMO))
     save_model(model, folder, AutoTokenizer.from_pretrained(DEMO))
     return folder
-
-
-def ids() -> torch.Tensor:
-    return torch.randint(3, 96, (2, 11), generator=torch.Generator().manual_seed(0))
-
-
-def logits(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=ids()).logits
 
 
 def run(hub, tmp_path, code: str, **environment) -> subprocess.CompletedProcess:

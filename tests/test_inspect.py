@@ -24,12 +24,11 @@ from hf_twell.places import LISTED_COUNT
 from hf_twell.report.findings import savings_sentence
 from hf_twell.savings import IF_DENSITIES, ffn_savings, predicted_share
 from hf_twell.text import read_documents
-from tests.conftest import shared_path
+from tests.conftest import COMMAND, shared_path
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "recipes" / "demo"
 HELDOUT = DEMO / "text" / "heldout.txt"
-COMMAND = [sys.executable, "-c", "import sys; from hf_twell.cli import main; sys.exit(main())"]
 
 
 @pytest.fixture(scope="module")

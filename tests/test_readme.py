@@ -12,11 +12,10 @@ import torch
 from transformers import AutoTokenizer
 
 from hf_twell.training import load_recipe
-from tests.conftest import shared_path
+from tests.conftest import COMMAND, shared_path
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "recipes" / "demo"
-COMMAND = [sys.executable, "-c", "import sys; from hf_twell.cli import main; sys.exit(main())"]
 README = (ROOT / "README.md").read_text()
 
 

@@ -9,7 +9,7 @@ from transformers.optimization import Adafactor
 from hf_twell import SparsityCallback, sparsify
 from hf_twell.variants import Adapters
 from tests import one_step
-from tests.conftest import tiny_llama
+from tests.conftest import tiny_llama, training_rows
 
 DEAD = [3, 17, 40]
 TOKENS = sum(one_step.LENGTHS)  # of each optimizer step
@@ -50,10 +50,6 @@ def make_trainer(folder, revive_after=None, steps=4, optimizer=None, **model_opt
     return trainer, watch
 
 
-def rows_of(trainer) -> dict[int, dict]:
-    return {row["step"]: row for row in trainer.state.log_history if "loss" in row}
-
-
 def test_dead_rows_are_drawn_back_and_living_ones_left_alone(tmp_path):
     left, untouched = make_trainer(tmp_path / "left", steps=2)
     left.train()
@@ -68,7 +64,7 @@ def test_dead_rows_are_drawn_back_and_living_ones_left_alone(tmp_path):
     assert weight[DEAD].std().item() == pytest.approx(0.02, rel=0.25)
     assert torch.equal(first[DEAD], torch.zeros(3, 32))
     torch.testing.assert_close(second[DEAD], second[living].mean(0).expand(3, -1))
-    log = rows_of(trainer)
+    log = training_rows(trainer)
     assert log[1]["twell/revived"] == 0
     assert log[2]["twell/revived"] == pytest.approx(len(DEAD) / (3 * 52))
     assert log[2]["twell/layer_01/dead"] >= len(DEAD) / 52
@@ -103,8 +99,8 @@ def test_to_revive_rows_waits_for_the_device_at_most_once(tmp_path, mlp_bias):
 def test_a_revived_neuron_fires_and_is_left_to_learn(tmp_path):
     trainer, watch = make_trainer(tmp_path, revive_after=TOKENS, steps=12)
     trainer.train()
-    assert rows_of(trainer)[12]["twell/layer_01/dead"] == 0
-    assert rows_of(trainer)[12]["twell/revived"] == 0
+    assert training_rows(trainer)[12]["twell/layer_01/dead"] == 0
+    assert training_rows(trainer)[12]["twell/revived"] == 0
     assert (watch.rows[-1][2][DEAD] > 0).any(), "it gets gradients"
 
 
@@ -120,9 +116,9 @@ def test_a_resumed_run_revives_the_same(tmp_path):
     trainer.train()
     resumed, _ = make_trainer(tmp_path, revive_after=3 * TOKENS)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert rows_of(trainer)[3]["twell/revived"] > 0, "after steps on both sides of the checkpoint"
-    for step, row in rows_of(resumed).items():
-        assert row == pytest.approx(rows_of(trainer)[step], abs=1e-6), step
+    assert training_rows(trainer)[3]["twell/revived"] > 0, "after steps on both sides of the checkpoint"
+    for step, row in training_rows(resumed).items():
+        assert row == pytest.approx(training_rows(trainer)[step], abs=1e-6), step
     for mine, truth in zip(resumed.model.parameters(), trainer.model.parameters(), strict=True):
         torch.testing.assert_close(mine, truth, atol=1e-6, rtol=0)
 

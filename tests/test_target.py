@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_twell import SparsityCallback, sparsify
 from hf_twell.checkpoints import read_state
 from hf_twell.controller import DensityController
-from tests.conftest import tiny_llama
+from tests.conftest import tiny_llama, training_rows
 
 TEXT = Path(__file__).parents[1] / "recipes" / "demo" / "text" / "train.txt"
 STEPS, WARMUP_STEPS, SAVE_STEPS = 240, 96, 200
@@ -31,10 +31,6 @@ def make_trainer(folder, **options) -> Trainer:
     trainer = Trainer(sparsify(tiny_llama(intermediate_size=208)), args, train_dataset=letters())
     trainer.add_callback(SparsityCallback(trainer, **options))
     return trainer
-
-
-def rows_of(trainer) -> dict[int, dict]:
-    return {row["step"]: row for row in trainer.state.log_history if "loss" in row}
 
 
 def held(controller, steps, *, warmup, lag, exponent, needed, noise) -> list[float]:
@@ -163,7 +159,7 @@ def test_bounds_are_recorded_and_new_ones_are_told_and_used(tmp_path, caplog):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
         (line,) = [record.getMessage() for record in caplog.records if "trained with" in record.getMessage()]
         assert f"l1_bounds=[0.001, 0.02] and goes on with {list(bounds) if bounds else None}" in line
-        weight = rows_of(again)[20]["twell/l1_weight"]
+        weight = training_rows(again)[20]["twell/l1_weight"]
         assert weight == pytest.approx(highest, rel=1e-4) if bounds else weight > 0.04
     caplog.clear()
     same = make_trainer(tmp_path, **options, l1_bounds=(1e-3, 2e-2))
@@ -176,7 +172,7 @@ def test_a_real_run_is_steered_logged_and_resumed(tmp_path, caplog):
     whole = make_trainer(tmp_path, target_density=0.1, warmup_steps=WARMUP_STEPS)
     whole.train()
     assert "was missed" not in caplog.text
-    rows = rows_of(whole)
+    rows = training_rows(whole)
     assert rows[1]["twell/l1_weight"] > 0, "what the first step saw sets the weight of the next"
     targets = [row["twell/target"] for row in rows.values()]
     assert targets == sorted(targets, reverse=True)
@@ -193,7 +189,7 @@ def test_a_real_run_is_steered_logged_and_resumed(tmp_path, caplog):
 
     resumed = make_trainer(tmp_path, target_density=0.1, warmup_steps=WARMUP_STEPS)
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{SAVE_STEPS}"))
-    for step, row in rows_of(resumed).items():
+    for step, row in training_rows(resumed).items():
         assert row == pytest.approx(rows[step], rel=1e-4, abs=1e-5), step
 
 
