@@ -42,6 +42,13 @@ def test_no_block_of_another_kind(page):
     assert len(fences) == 2 * (len(blocks(page, "python")) + len(blocks(page, "bash")))
 
 
+@pytest.mark.parametrize("page", [*PAGES, *ROOT.glob("*.md")], ids=lambda page: page.stem)
+def test_links_lead_to_files(page):
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
+    inside = [link for link in links if link and not link.startswith("http")]
+    assert not [link for link in inside if not (page.parent / link).exists()]
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
 def test_python(page, tmp_path, monkeypatch):
     for needed in ("peft", "evaluate", "accelerate"):

@@ -114,7 +114,7 @@ def test_scripts(command, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["LICENSE", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_what_the_readme_names_exists(name):
+def test_the_files_that_people_look_for_are_there(name):
     assert (ROOT / name).is_file()
 
 
