@@ -82,18 +82,7 @@ class SparsityCallback(TrainerCallback):
         distillation: Distillation | None = None,
         log_layers: bool = True,
     ):
-        if not hasattr(trainer, "callback_handler") or not hasattr(trainer, "args"):
-            raise ValueError(f"SparsityCallback takes the trainer first, got {type(trainer).__name__}")
-        if trainer.args.n_gpu > 1:
-            raise ValueError(
-                f"the trainer would run DataParallel on {trainer.args.n_gpu} GPUs, which cannot count tokens of the "
-                "whole step; start the script with `accelerate launch` (one process a GPU) or show it one GPU"
-            )
-        if trainer.accelerator.mixed_precision == "fp16" and trainer.accelerator.scaler is None:
-            raise ValueError(
-                "fp16 without accelerate's gradient scaler: DeepSpeed scales the loss itself, and would divide the L1 "
-                "term, which is no part of it, by a factor that it never had; train in bf16"
-            )
+        _check_trainer(trainer)
         if (l1_weight is None) == (target_density is None):
             raise ValueError(
                 f"l1_weight={l1_weight!r} and target_density={target_density!r}; give one of them: the coefficient "
@@ -280,6 +269,22 @@ class SparsityCallback(TrainerCallback):
         if self.distillation is not None:
             rows |= self.distillation.report()
         return rows
+
+
+def _check_trainer(trainer) -> None:
+    """Refuse what is no trainer, and those in which the L1 term could not be right."""
+    if not hasattr(trainer, "callback_handler") or not hasattr(trainer, "args"):
+        raise ValueError(f"SparsityCallback takes the trainer first, got {type(trainer).__name__}")
+    if trainer.args.n_gpu > 1:
+        raise ValueError(
+            f"the trainer would run DataParallel on {trainer.args.n_gpu} GPUs, which cannot count tokens of the "
+            "whole step; start the script with `accelerate launch` (one process a GPU) or show it one GPU"
+        )
+    if trainer.accelerator.mixed_precision == "fp16" and trainer.accelerator.scaler is None:
+        raise ValueError(
+            "fp16 without accelerate's gradient scaler: DeepSpeed scales the loss itself, and would divide the L1 "
+            "term, which is no part of it, by a factor that it never had; train in bf16"
+        )
 
 
 def check_steps(name: str, value: int | float) -> None:
