@@ -20,6 +20,7 @@ TOKENIZER_FILES = ("tokenizer*", "vocab.*", "merges.txt", "*.model", "*.tiktoken
 MODEL_FILES = ("config.json", "generation_config.json", "*processor_config.json", STATE_NAME)
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
 TRAINER_FILES = ("training_args.bin", ".gitattributes")  # of Trainer.save_model, of the Hub
+KNOWN_FILES = (*MODEL_FILES, *WEIGHT_FILES, *TRAINER_FILES, *TOKENIZER_FILES, "chat_template.*")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "README.md")
 CHAT_TEMPLATES = "additional_chat_templates"
 
@@ -95,6 +96,10 @@ def save_model(
     `state_dict` holds the weights of a model that is sharded over processes, gathered by all of them; `method` is what
     `hf_twell.resuming.method_of` says of the model's training, for its card; `options` are further ones of
     `save_pretrained`.
+
+    Raises:
+        ValueError: as `whole_folder`, or what the model cannot be saved for, in one line.
+        OSError: the disk is full.
     """
     from hf_twell.config_files import one_line_errors  # imports torch, which the command line's start does without
 
@@ -215,17 +220,7 @@ def _may_be_replaced(path: Path) -> bool:
 
 def _others(path: Path) -> list[str]:
     """What a model's folder holds besides the model, its tokenizer and its adapters."""
-    known = (
-        ("*.jinja",)
-        if path.name == CHAT_TEMPLATES
-        else (
-            *MODEL_FILES,
-            *WEIGHT_FILES,
-            *TRAINER_FILES,
-            *TOKENIZER_FILES,
-            "chat_template.*",
-        )
-    )
+    known = ("*.jinja",) if path.name == CHAT_TEMPLATES else KNOWN_FILES
     known += ADAPTER_FILES if (path / "adapter_config.json").is_file() else ()
     others = []
     for item in sorted(path.iterdir()):

@@ -146,7 +146,12 @@ def mark_unfinished(config, part: str, reason: str | None) -> None:
     config.twell = entry | ({"unfinished": reasons} if reasons else {})
 
 
-def chosen_layers(model, layers, count: int) -> list[int]:
+def chosen_layers(model, layers: Iterable[int] | None, count: int) -> list[int]:
+    """Indices, from 0 and rising, of the layers that `sparsify` was asked for in a model of `count` layers.
+
+    Raises:
+        ValueError: indices that the model does not have, or none.
+    """
     if layers is None:
         layers = (check_entry(model.config) or {}).get("layers")
     if layers is None:
