@@ -143,8 +143,8 @@ def held_mib(forward: Callable, device: torch.device) -> float | None:
     return round((torch.cuda.memory_allocated(device) - before - result.nbytes) / 2**20, 2)
 
 
-def millijoules(call: Callable[[int], object], device: torch.device, seconds: float = 2.0) -> float:
-    """Energy of one call in mJ: what NVML's counter of the whole board gains over `seconds` of calls back to back.
+def millijoules(call: Callable[[int], object], device: torch.device) -> float:
+    """Energy of one call in mJ: what NVML's counter of the whole board gains over two seconds of calls back to back.
 
     Raises:
         ValueError: no CUDA device, or one whose counter cannot be read.
@@ -153,7 +153,7 @@ def millijoules(call: Callable[[int], object], device: torch.device, seconds: fl
     with _energy_counter(device) as consumed_mj:
         _calls_for(call, device, 0.3)  # the clocks settle
         start = consumed_mj()
-        count = _calls_for(call, device, seconds)
+        count = _calls_for(call, device, 2.0)
         return (consumed_mj() - start) / count
 
 
