@@ -138,7 +138,10 @@ def test_what_cannot_be_reached_is_refused(tmp_path):
     )  # fmt: skip
     with pytest.raises(ValueError, match="state of Adafactor"):
         trainer.train()
-    copies = lambda model: torch.optim.AdamW([p.detach().clone().requires_grad_() for p in model.parameters()])  # noqa: E731
+
+    def copies(model):
+        return torch.optim.AdamW([p.detach().clone().requires_grad_() for p in model.parameters()])
+
     trainer, _ = make_trainer(tmp_path, revive_after=TOKENS, optimizer=copies)
     with pytest.raises(ValueError, match="copies or shards"):
         trainer.train()
