@@ -19,6 +19,7 @@ import torch
 from finetune import finetune, measure
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, logging
 
+import hf_twell
 from hf_twell.cli.output import percent, table
 from hf_twell.packing import PackedText
 from hf_twell.training import Recipe, load_recipe, training_arguments
@@ -109,12 +110,9 @@ def draw(sparse: list[dict], control: list[dict], path: Path) -> Path:
 
 
 def check_reload(model: str, recipe: Recipe) -> None:
-    import hf_twell
-
     tokenizer = AutoTokenizer.from_pretrained(model)
-    ids = PackedText(tokenizer, recipe.heldout, recipe.sequence_length, description="reading held-out text").sequences[
-        :2
-    ]
+    heldout = PackedText(tokenizer, recipe.heldout, recipe.sequence_length, description="reading held-out text")
+    ids = heldout.sequences[:2]
     ours = hf_twell.sparsify(AutoModelForCausalLM.from_pretrained(model), backend="reference")
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         inputs, output = f"{folder}/ids.pt", f"{folder}/logits.pt"
