@@ -1,3 +1,4 @@
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from hf_twell import ops
 
 COMMAND = [sys.executable, "-m", "hf_twell"]  # `hf-twell` in a process of its own
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+needs_lm_eval = pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="needs lm-eval")
 
 
 def shared_path(relative: str) -> Path:

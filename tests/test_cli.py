@@ -19,13 +19,11 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from hf_twell.checkpoints import write_state
 from hf_twell.cli import COMMANDS, main
-from tests.conftest import COMMAND
+from tests.conftest import COMMAND, needs_lm_eval
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "recipes" / "demo"
 ROWS = str(ROOT / "kernels" / "twell_cpu" / "bench" / "bench.jsonl")
-
-needs_lm_eval = pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="needs lm-eval")
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Scores equal the lm_eval command's, need no network or cache, and leave the model as it was."""
 
 import copy
-import importlib.util
 import json
 import lzma
 import math
@@ -23,6 +22,7 @@ from hf_twell import evaluation, perplexity
 from hf_twell.checkpoints import save_model
 from hf_twell.cli import main
 from hf_twell.text import read_documents
+from tests.conftest import needs_lm_eval
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,8 +35,6 @@ OFFLINE = {
     "PYTHONPATH": str(ROOT),
     "OMP_NUM_THREADS": "1",
 }
-
-needs_lm_eval = pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="needs lm-eval")
 
 ARC_ROWS = [
     ("Which is a star?", ["the Sun", "the Moon", "a lamp", "Mars"], "A"),

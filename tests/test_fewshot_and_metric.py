@@ -16,8 +16,8 @@ from hf_twell import evaluation, sparsify
 from hf_twell.cli import main
 from hf_twell.flips import answer_flips, answers, differing
 from hf_twell.perplexity import METRIC_PATH, token_log_likelihoods
-from tests.conftest import shared_path, tiny_llama
-from tests.test_evaluation import ARC_ROWS, OFFLINE, arc_row, log_likelihood, needs_lm_eval, write_rows
+from tests.conftest import needs_lm_eval, shared_path, tiny_llama
+from tests.test_evaluation import ARC_ROWS, OFFLINE, arc_row, log_likelihood, write_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
