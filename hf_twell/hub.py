@@ -28,7 +28,7 @@ from hf_twell.modeling import sparse_ffns
 from hf_twell.resuming import method_of
 
 # A model folder of Trainer's also holds its state, and pickles; a Hub model needs none of it.
-LEFT_OUT = ("*.bin", "*.pt", "*.pth", "*.pkl", "twell_state.json", "trainer_state.json", "README.md", ".*", "_*")
+LEFT_OUT = ("*.bin", "*.pt", "*.pth", "*.pkl", STATE_NAME, "trainer_state.json", "README.md", ".*", "_*")
 
 
 def push_to_hub(
