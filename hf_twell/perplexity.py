@@ -45,7 +45,7 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def windows(length: int, context: int, stride: int) -> list[tuple[int, int, int]]:
+def scoring_windows(length: int, context: int, stride: int) -> list[tuple[int, int, int]]:
     """Windows (start, first, end) over a sequence of `length` tokens, whose token 0 is given and never scored.
 
     A window reads the tokens [start, end - 1) and scores the tokens [first, end). The first window scores `context`
@@ -120,7 +120,7 @@ def text_loss(
     for document in tqdm(documents, desc=f"Tokenizing {name}", unit="doc"):
         # verbose=False: that a document is longer than the model's context is what the windows are for.
         ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
-        spans += [(len(sequences), *span) for span in windows(len(ids) + 1, context, stride)]
+        spans += [(len(sequences), *span) for span in scoring_windows(len(ids) + 1, context, stride)]
         sequences.append(torch.tensor([prefix, *ids]))
     tokens = sum(len(sequence) - 1 for sequence in sequences)
     if not tokens:

@@ -258,7 +258,7 @@ def test_without_lm_eval_only_text_is_scored(model, tokenizer, data_dir, tmp_pat
 @pytest.mark.parametrize("length", [1, 2, 8, 9, 10, 11, 13, 40, 41])
 @pytest.mark.parametrize(("context", "stride"), [(8, 4), (7, 3), (1, 1)])
 def test_windows_score_every_token_once(length, context, stride):
-    spans = perplexity.windows(length, context, stride)
+    spans = perplexity.scoring_windows(length, context, stride)
     assert [token for _, first, end in spans for token in range(first, end)] == list(range(1, length))
     for start, first, end in spans:
         assert 0 <= start < first
