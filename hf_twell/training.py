@@ -150,8 +150,10 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     """Trainer's arguments as the recipe's `training` gives them.
 
     Raises:
-        ValueError: arguments that TrainingArguments refuses, or bf16 without a GPU for it.
+        ValueError: arguments that TrainingArguments does not have, of another type, or that the recipe itself gives; or
+            bf16 without a GPU for it.
     """
+    _check_training(recipe.training)
     if (
         recipe.training.get("bf16")
         and not recipe.training.get("use_cpu")

@@ -13,8 +13,8 @@ from transformers.models.llama import modeling_llama
 
 from hf_twell import L1Penalty, TwellLlamaForCausalLM, load_adapter, save_adapter, sparsify
 from hf_twell.modeling import sparse_ffns
-from tests.conftest import tiny_llama
-from tests.test_company import RUNS, ids, logits, refused, relu_model
+from tests.conftest import ids, logits, relu_llama, tiny_llama
+from tests.test_company import RUNS, refused
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128}  # 4-bit weights come in blocks of 64
 
@@ -105,7 +105,7 @@ def test_ligers_other_patches_are_taken(liger):
 @pytest.mark.gpu
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_ligers_other_patches_are_exact(liger, when):
-    model, twin = tiny_llama().cuda(), relu_model().cuda().train()
+    model, twin = tiny_llama().cuda(), relu_llama().cuda().train()
     if when == "after":
         sparsify(model, backend="reference")
     for each in (model, twin):
