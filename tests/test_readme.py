@@ -1,5 +1,6 @@
 """The README's examples run as they stand, on a CPU and the demo model in place of models from the Hub."""
 
+import json
 import os
 import re
 import shlex
@@ -111,6 +112,43 @@ def test_scripts(command, tmp_path):
     done = subprocess.run([*program, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "recipes/finetune.py" not in arguments or (tmp_path / "out").is_dir()
+
+
+MODEL = {"layers": 28, "length": 2048}
+QUOTED = [  # for each line of the table: its rows, the figure, how many of the quoted unit one is
+    *(({"bench": "ffn", "tokens": tokens}, "ms", 1e3) for tokens in (1, 16, 64)),
+    *(({"bench": "ffn", "tokens": tokens}, "ms", 1) for tokens in (1024, 16384, 65536)),
+    *(({"bench": "ffn", "tokens": 16384, "pass": "forward+backward"}, key, 1) for key in ("ms", "peak_mib")),
+    *(({"bench": "prefill", **MODEL, "batch": 64}, key, 1) for key in ("ms", "mj_per_token")),
+    *(({"bench": "generate", "layers": 28, "batch": 1}, key, 1) for key in ("step_ms", "tokens_per_s")),
+    *(
+        ({"bench": "train", **MODEL, "batch": 8}, key, unit)
+        for key, unit in (("ms", 1), ("peak_mib", 1 / 1024), ("mj_per_token", 1))
+    ),
+    ({"bench": "generate", "layers": 8, "dtype": "bfloat16", "threads": 2}, "tokens_per_s", 1),
+]
+
+
+def test_the_table_quotes_rows():
+    table = README.split("| | dense | sparse |\n|---|---|---|\n")[1].split("\n\n")[0].splitlines()
+    for line, (settings, key, unit) in zip(table, QUOTED, strict=True):
+        quoted = re.findall(r"\| \**([\d.]+) ", line)[-2:]
+        rows = bench_rows("twell_cpu" if "CPU" in line else "twell_cuda", settings)
+        assert quoted in [best(row, key, unit, quoted) for row in rows], line
+
+
+def bench_rows(backend: str, settings: dict) -> list[dict]:
+    if settings["bench"] == "ffn":
+        settings = {"requested_l0": 30, "pass": "forward", **settings}
+    rows = map(json.loads, (ROOT / "kernels" / backend / "bench" / "bench.jsonl").read_text().splitlines())
+    return [row for row in rows if all(row.get(name) == value for name, value in settings.items())]
+
+
+def best(row: dict, key: str, unit: float, quoted: list[str]) -> list[str]:
+    """Of dense and of sparse variants the least time, memory or energy, written as in the table."""
+    variants = (("dense", "eager", "compiled"), ("sparse", "sparse_compiled"))
+    least = (min(row.get(f"{name}_{key}", float("inf")) for name in names) for names in variants)
+    return [f"{value * unit:.{len(text.partition('.')[2])}f}" for value, text in zip(least, quoted, strict=True)]
 
 
 @pytest.mark.parametrize("name", ["LICENSE", "CONTRIBUTING.md", "CHANGELOG.md"])
