@@ -1,13 +1,14 @@
 """What each way from SiLU to sparse ReLU costs: small dense parents are trained here and converted by every method.
 
     python recipes/study.py recipes/study.yaml --text DIR --eval DIR --output DIR
-    python recipes/study.py recipes/study.yaml --output DIR --smoke      # tiny, on a CPU, in a minute
+    python recipes/study.py recipes/study.yaml --output DIR --smoke      # tiny, on a CPU, in minutes
     python recipes/study.py recipes/study.yaml --output DIR --list       # which rows are there and which are missing
 
 Each run appends one row to `study.jsonl` in the output folder; a run whose row is there is skipped, so the same command
-goes on where it was stopped. After each row, `study.md` (table) and `study.png` (loss against density) are drawn from
-the rows alone. `--minutes` stops before a run that would begin later than that. The same command may be started several
-times at once, on one GPU or more: the processes share the folder, and each takes a run that nobody has begun.
+goes on where it was stopped. After each row, `study.md` (table) and `study.png` (loss above dense
+against density) are drawn from the rows alone. `--minutes` stops before a run that would begin later than that. The
+same command may be started several times at once, on one GPU or more: the processes share the folder, and each takes a
+run that nobody has begun.
 """
 
 import argparse
