@@ -62,8 +62,8 @@ def warn_of_miss(controller, ffns: list) -> None:
     if controller.share == "free":
         names = [f"the layers' mean is {sum(missed.values()) / len(missed):.2%}"]
     logger.warning(
-        "target_density=%g was missed by more than a tenth: %s; give more steps, a shorter warm-up or a higher "
-        "learning rate",
+        "target_density=%g was missed by more than a tenth: %s; give more steps, a higher learning rate or "
+        "another warmup_steps (0.1 of many steps, 0.4 of about a hundred)",
         controller.target_density,
         ", ".join(names),
     )

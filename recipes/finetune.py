@@ -3,7 +3,7 @@
     python recipes/finetune.py recipes/demo.yaml
     python recipes/finetune.py recipes/demo.yaml target_density=0.05 training.max_steps=200
     accelerate launch recipes/finetune.py recipes/demo.yaml       # one process a GPU
-    accelerate launch --config_file recipes/accelerate/fsdp2.yaml recipes/finetune.py recipes/llama-3.2-1b.yaml
+    accelerate launch --config_file recipes/accelerate/fsdp2.yaml recipes/finetune.py RECIPE.yaml revive_after=null
 
 `hf-twell train recipes/demo.yaml` runs this same file. Copy it to train in your own way: its five steps are all
 there is to it.
@@ -137,7 +137,7 @@ if __name__ == "__main__":
     parser.add_argument("recipe", help="a YAML file")
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="in place of the recipe's own values")
     parser.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint in output_dir")
-    parser.add_argument("--overwrite", action="store_true", help="replace the final model of an earlier run")
+    parser.add_argument("--overwrite", action="store_true", help="replace the final model of a run without checkpoints")
     arguments = parser.parse_intermixed_args()
     recipe = load_recipe(arguments.recipe, arguments.changes)
     result = finetune(recipe, resume=arguments.resume, overwrite=arguments.overwrite)

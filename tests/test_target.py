@@ -108,6 +108,7 @@ def test_a_run_that_misses_its_target_says_so(tmp_path, caplog):
     trainer.train()
     (line,) = [record.getMessage() for record in caplog.records if "was missed" in record.getMessage()]
     assert re.match(r"target_density=0.001 was missed by more than a tenth: model.layers.0.mlp \d+.\d\d%, ", line)
+    assert "shorter" not in line, "what is said of a layer at its bound asks for a longer warm-up"
 
 
 def test_a_run_whose_layers_share_the_target_misses_it_in_their_mean(tmp_path, caplog):
