@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
@@ -80,6 +81,33 @@ def test_a_patched_block_agrees_with_its_stock_one_in_every_mode():
         y = block(x)
         assert y.dtype == torch.bfloat16
         assert relative_rms(y, truth) < 2**-7
+
+
+class MovesMemory(TorchDispatchMode):
+    """Gives a weight new memory while an operator computes with it, as another thread's first call does."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight, self.moved = weight, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if str(function).startswith("hf_twell."):
+            self.moved += 1
+            self.weight.data = torch.full_like(self.weight, torch.nan)
+        return function(*args, **(kwargs or {}))
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("density", [0.03, 0.5])
+def test_evaluation_in_threads_keeps_the_memory_it_computes_with(density):
+    block, x = sparse_block(density=density)
+    with torch.no_grad():
+        truth = block.eval()(x)
+        block(x)
+        with MovesMemory(block.down_proj.weight) as moves:
+            y = block(x)
+    assert moves.moved == 1
+    assert torch.equal(y, truth)
 
 
 @needs_cpu_kernels
