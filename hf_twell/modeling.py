@@ -92,7 +92,7 @@ class SparseFfn(nn.Module):
             )
         if not _is_bare_relu(self._modules[form.activation]):
             return self._through_submodules(x, l1)
-        if ops.resolve(self.twell.backend, x.device.type) != "reference":
+        if ops.resolve(self.twell.backend, x.device.type) != "reference" and not ops.transformed():
             parameters = self._plain_parameters()
             if parameters is not None:
                 return self._fused(x, l1, *parameters)

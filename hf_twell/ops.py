@@ -101,6 +101,13 @@ def dense_ffn(
     return linear(torch.ops.hf_twell.activation(gate, up, l1_scale, token_weight, tally), w_down, b_down)
 
 
+def transformed() -> bool:
+    """Whether torch.func or forward-mode AD is at work, which the operators know nothing of: tangents would be lost."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
 def _looks_dense(inputs) -> bool:
     """On CPU, as the answer comes to the host. Equal inputs get equal ones, so recomputation repeats the choice."""
     x, w_up, _, w_gate, b_up, _, b_gate = inputs
@@ -227,6 +234,8 @@ def _kernels_take(backend, kernels, needs_grad, x, *weights) -> bool:
         problem = f"dtype {x.dtype}; the kernels take float32, bfloat16 and float16"
     elif hidden > MAX_HIDDEN or intermediate > MAX_INTERMEDIATE or hidden == 0 or intermediate == 0:
         problem = f"D = {hidden}, F = {intermediate}; the kernels take 1..{MAX_HIDDEN} and 1..{MAX_INTERMEDIATE}"
+    elif transformed():
+        problem = "the kernels have no rules for torch.func and forward-mode AD"
     elif training_problem:
         problem = f"gradients are wanted {training_problem}; or train with backend='auto', which uses plain PyTorch"
     if problem is None:

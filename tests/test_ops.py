@@ -111,6 +111,29 @@ def test_evaluation_in_threads_keeps_the_memory_it_computes_with(density):
 
 
 @needs_cpu_kernels
+@pytest.mark.parametrize("density", [0.03, 0.5])
+def test_function_transforms_and_forward_mode_are_exact(density):
+    block, x = sparse_block(density=density)
+    weights = block.up_proj.weight.detach(), block.down_proj.weight.detach(), block.gate_proj.weight.detach()
+    functions = {
+        "jvp": lambda f: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+        "vmap": lambda f: torch.func.vmap(f)(x),
+        "vmap of grad": lambda f: torch.func.vmap(torch.func.grad(lambda x: f(x).sum()))(x),
+    }
+    blocks = {"block": block, "ffn": lambda x: ops.ffn(x, *weights)}
+    for training in (True, False):
+        block.train(training)
+        for transform, apply in functions.items():
+            truth = apply(lambda x: reference.ffn(x, *weights))
+            for name, function in blocks.items():
+                for mode in (torch.enable_grad, torch.no_grad):
+                    with mode():
+                        assert torch.equal(apply(function), truth), (transform, name, training, mode)
+    with pytest.raises(ValueError, match=r"no rules for torch\.func"):
+        torch.func.jvp(lambda x: ops.ffn(x, *weights, backend="cpu"), (x,), (x,))
+
+
+@needs_cpu_kernels
 @pytest.mark.parametrize("name", ["w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate"])
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_mixed_dtypes_are_refused_except_under_autocast(name, backend):
