@@ -86,6 +86,17 @@ def _backward(ctx, grad_y, _grad_report, _grad_state):
 library.register_autograd("hf_twell::ffn", _backward, setup_context=_setup_context)
 
 
+def _refuse_second_derivatives(ctx, *grads):
+    raise NotImplementedError(
+        "hf_twell's kernels have no second derivatives; for these, compute the block in plain PyTorch: "
+        "hf_twell.sparsify(model, backend='reference'), or backend='reference' in ops.ffn"
+    )
+
+
+# Without it a gradient taken with create_graph=True would count as a constant.
+library.register_autograd("hf_twell::ffn_backward", _refuse_second_derivatives)
+
+
 @library.register_fake("hf_twell::activation")
 def _activation_fake(gate, up, l1_scale, token_weight, tally):
     return gate.new_empty(gate.shape)
@@ -111,3 +122,4 @@ def _activation_backward(ctx, grad_h):
 
 
 library.register_autograd("hf_twell::activation", _activation_backward, setup_context=_activation_setup)
+library.register_autograd("hf_twell::activation_backward", _refuse_second_derivatives)

@@ -134,6 +134,22 @@ def test_function_transforms_and_forward_mode_are_exact(density):
 
 
 @needs_cpu_kernels
+@pytest.mark.parametrize("density", [0.03, 0.5])
+def test_second_derivatives_are_refused_except_by_the_reference(density):
+    block, x = sparse_block(density=density)
+    x.requires_grad_()
+    for backend in ("auto", "reference"):
+        block.twell.backend = backend
+        (slope,) = torch.autograd.grad(block(x).square().sum(), x, create_graph=True)
+        objective = slope.square().sum() + block.up_proj.weight.sum()
+        if backend == "reference":
+            objective.backward()
+        else:
+            with pytest.raises(NotImplementedError, match="no second derivatives"):
+                objective.backward()
+
+
+@needs_cpu_kernels
 @pytest.mark.parametrize("name", ["w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate"])
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_mixed_dtypes_are_refused_except_under_autocast(name, backend):
