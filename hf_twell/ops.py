@@ -39,6 +39,7 @@ def ffn(
     """ReLU feed-forward block, exact at every density.
 
     Formula: h = relu(x Wg^T + bg) * (x Wu^T + bu), or relu(x Wu^T + bu) without a gate; y = h Wd^T + bd.
+    An inactive neuron adds 0, also where dense arithmetic makes NaN of 0 times an infinite or NaN weight.
     With `l1_scale`, backward adds the L1 term's gradient and reports sparsity: see `hf_twell.reference.inject_l1`.
 
     Shapes:
@@ -59,6 +60,7 @@ def ffn(
     Source: arXiv 2603.23198, sections 2 and 3.
     """
     _check_tensors(x, w_up, w_down, w_gate, b_up, b_down, b_gate, token_weight, tally)
+    _check_l1_scale(l1_scale, tally)
     if capacity is not None and capacity < 1:
         raise ValueError(f"capacity={capacity}; give a number of neurons of at least 1, or None for the default")
     inputs = (x, w_up, w_down, w_gate, b_up, b_down, b_gate)
@@ -279,3 +281,11 @@ def _check_tensors(x, w_up, w_down, w_gate, b_up, b_down, b_gate, token_weight, 
         mixed = tensor.dtype != x.dtype and name not in ("tally", "token_weight")
         if mixed and not torch.is_autocast_enabled(device.type):
             raise ValueError(f"x is {x.dtype} and {name} is {tensor.dtype}; give both one dtype, or use autocast")
+
+
+def _check_l1_scale(l1_scale, tally):
+    if l1_scale is None:
+        if tally is not None:
+            raise ValueError("tally was given without l1_scale; to count alone, give l1_scale=torch.zeros(())")
+    elif not isinstance(l1_scale, torch.Tensor) or l1_scale.numel() != 1:
+        raise ValueError(f"l1_scale is {l1_scale!r}; give a tensor of one element")

@@ -150,6 +150,18 @@ def test_second_derivatives_are_refused_except_by_the_reference(density):
 
 
 @needs_cpu_kernels
+@pytest.mark.parametrize("density", [0.03, 0.5])
+def test_the_l1_term_takes_one_number(density):
+    case = {name: value for name, value in make_case(20, 48, 100, density, torch.float32).items() if value is not None}
+    tally = torch.zeros(101, requires_grad=True)
+    for scale in (0.1, torch.full((2,), 0.1)):
+        with pytest.raises(ValueError, match="give a tensor of one element"):
+            ops.ffn(**case, l1_scale=scale, tally=tally)
+    with pytest.raises(ValueError, match="tally was given without l1_scale"):
+        ops.ffn(**case, tally=tally)
+
+
+@needs_cpu_kernels
 @pytest.mark.parametrize("name", ["w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate"])
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_mixed_dtypes_are_refused_except_under_autocast(name, backend):
