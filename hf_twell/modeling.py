@@ -82,7 +82,9 @@ class SparseFfn(nn.Module):
     def forward(self, x):
         if self.twell.reached is False:
             self.twell.reached = True
-        form, l1 = self.twell.form, self.twell.l1
+        form = self.twell.form
+        # Without gradients (text generated inside a training step) the batch need not be the step's.
+        l1 = self.twell.l1 if torch.is_grad_enabled() else None
         if l1 is not None and l1.tally.device != x.device:
             l1 = l1.to(x.device)
         if l1 is not None and l1.token_weight is not None and l1.token_weight.shape != x.shape[:-1]:

@@ -269,6 +269,21 @@ def test_compiled_training_with_evaluations_between(monkeypatch, how):
     torch.testing.assert_close(weights(True), weights(False))
 
 
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_a_step_may_generate_text(backend):
+    model = sparsify(tiny_llama(), backend=backend).train()
+    batch = {"input_ids": torch.randint(1, 96, (2, 9)), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
+    penalty, gradients = L1Penalty(model, 1e-2), []
+    for generates in (False, True):
+        model.zero_grad()
+        for micro_batch in penalty.micro_batches([batch]):
+            if generates:
+                model.generate(batch["input_ids"][:, :3], max_new_tokens=4, do_sample=False)
+            model(**micro_batch, labels=batch["input_ids"]).loss.backward()
+        gradients.append(one_step.flat_gradient(model))
+    assert torch.equal(*gradients)
+
+
 def test_masks_that_cannot_be_read_are_refused():
     model = sparsify(tiny_llama()).train()
     penalty = L1Penalty(model, l1_weight=1.0)
