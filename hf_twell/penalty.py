@@ -1,5 +1,6 @@
 """The L1 term of sparse training: what it adds to each gradient, and what it sees of the model's sparsity."""
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from transformers.utils import is_accelerate_available
 
 from hf_twell._density import Block, ModelChoice
 from hf_twell.batches import batch_size_tokens, token_weight
-from hf_twell.modeling import L1Inputs, sparse_ffns
+from hf_twell.modeling import L1Inputs, SparseFfn, sparse_ffns
 from hf_twell.reference import long_sum_dtype, new_tally
 
 
@@ -74,8 +75,8 @@ class L1Penalty:
         self.ffns = sparse_ffns(model)
         if not self.ffns:
             raise ValueError(f"{type(model).__name__} has no sparse blocks; call hf_twell.sparsify(model) first")
-        if not isinstance(l1_weight, int | float) or not l1_weight >= 0:
-            raise ValueError(f"l1_weight={l1_weight!r}; give a number of at least 0")
+        if not isinstance(l1_weight, int | float) or not 0 <= l1_weight < math.inf:
+            raise ValueError(f"l1_weight={l1_weight!r}; give a finite number of at least 0")
         _check_ranks_share_no_sequence()
         self.l1_weight = l1_weight
         self.layer_weights: torch.Tensor | None = None
@@ -102,6 +103,10 @@ class L1Penalty:
             scaler: the fp16 gradient scaler, where one is used; its factor is divided out again by the optimizer step.
         """
         _check_ranks_share_no_sequence()
+        if not all(isinstance(ffn, SparseFfn) for ffn in self.ffns):
+            raise ValueError(
+                "layers of this L1Penalty are not sparse any more; after unpatch or sparsify, make a new one"
+            )
         _unwatch(self._model)
         self.end_step()
         device = self.device
@@ -195,7 +200,9 @@ class L1Penalty:
         if self._window is None:
             return None
         window, self._window = self._window, None
-        tokens = max(window.tokens.item(), 1.0)
+        tokens = window.tokens.item()
+        if not tokens:  # all padding
+            return None
         weights = self.layer_weights.tolist() if self.layer_weights is not None else [self.l1_weight] * len(self.ffns)
         layers = []
         for counts, weight in zip(window.layers, weights, strict=True):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_twell import L1Penalty, SparsityCallback, sparsify
+from hf_twell import L1Penalty, SparsityCallback, sparsify, unpatch
 from hf_twell.modeling import L1Inputs
 from hf_twell.perplexity import evaluation_mode
 from tests import one_step
@@ -341,11 +341,30 @@ def test_fp16_that_another_library_scales_is_refused(tmp_path, monkeypatch):
         SparsityCallback(trainer, 0.1)
 
 
+@pytest.mark.parametrize("change", [unpatch, lambda model: sparsify(model, layers=[0])])
+def test_layers_that_are_not_sparse_any_more_are_named(change):
+    model = sparsify(tiny_llama())
+    penalty = L1Penalty(model, 1e-3)
+    change(model)
+    with pytest.raises(ValueError, match="not sparse any more"):
+        penalty.begin_step([{"input_ids": torch.ones(2, 9, dtype=torch.long)}])
+
+
+def test_steps_without_tokens_report_nothing():
+    penalty = L1Penalty(sparsify(tiny_llama()), 1e-3)
+    ids = torch.ones(2, 9, dtype=torch.long)
+    for batches in ([], [{"input_ids": ids, "attention_mask": torch.zeros_like(ids)}]):
+        for _ in penalty.micro_batches(batches):
+            pass
+        assert penalty.report() is None
+
+
 def test_wrong_set_ups_are_refused(tmp_path):
     with pytest.raises(ValueError, match="sparsify"):
         L1Penalty(tiny_llama(), 1.0)
-    with pytest.raises(ValueError, match="l1_weight"):
-        L1Penalty(sparsify(tiny_llama()), -1.0)
+    for weight in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="l1_weight"):
+            L1Penalty(sparsify(tiny_llama()), weight)
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     trainer = Trainer(sparsify(tiny_llama()), args, train_dataset=one_step.rows())
     args._n_gpu = 2  # what TrainingArguments finds on a machine of two GPUs, started as one process
