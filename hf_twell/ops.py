@@ -103,10 +103,9 @@ def dense_ffn(
     return linear(torch.ops.hf_twell.activation(gate, up, l1_scale, token_weight, tally), w_down, b_down)
 
 
+@torch.compiler.assume_constant_result  # as it stands while a graph is traced, which guards hold it to
 def transformed() -> bool:
     """Whether torch.func or forward-mode AD is at work, which the operators know nothing of: tangents would be lost."""
-    if torch.compiler.is_compiling():
-        return False
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 

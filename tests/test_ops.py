@@ -129,6 +129,10 @@ def test_function_transforms_and_forward_mode_are_exact(density):
                 for mode in (torch.enable_grad, torch.no_grad):
                     with mode():
                         assert torch.equal(apply(function), truth), (transform, name, training, mode)
+    compiled = torch.compile(functions["jvp"], backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(block), functions["jvp"](block))
+        assert relative_rms(torch.compile(block, backend="aot_eager", fullgraph=True)(x), block(x)) < 1e-6
     with pytest.raises(ValueError, match=r"no rules for torch\.func"):
         torch.func.jvp(lambda x: ops.ffn(x, *weights, backend="cpu"), (x,), (x,))
 
