@@ -115,10 +115,8 @@ class SparseFfn(nn.Module):
         if limit > 0:
             settle_down(self, down[0], x)
         if x.is_cpu and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
-            down = (
-                down[0].detach(),
-                down[1],
-            )  # another thread may give the parameter new memory while this one computes
+            # Another thread may give the parameter new memory while this one computes.
+            down = down[0].detach(), down[1]
         if not self._too_dense(x, *(up if gate[0] is None else gate), limit):
             capacity = self.twell.training.capacity if torch.is_grad_enabled() else None
             compute, options = ops.ffn, {"capacity": capacity, "backend": self.twell.backend}
