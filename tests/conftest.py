@@ -108,7 +108,7 @@ def ids(length: int = 11) -> torch.Tensor:
 
 @torch.no_grad()
 def logits(model, length: int = 11) -> torch.Tensor:
-    return model(input_ids=ids(length).to(model.device)).logits
+    return model(input_ids=ids(length)).logits
 
 
 def training_rows(trainer) -> dict[int, dict]:
