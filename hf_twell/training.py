@@ -3,18 +3,17 @@
 import dataclasses
 import difflib
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import yaml
 from transformers import ProgressCallback, TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from hf_twell.callbacks import WARMUPS, check_steps
 from hf_twell.controller import SHARES, DensityController
 from hf_twell.packing import check_file, is_streamed
+from hf_twell.yaml12 import read_yaml
 
 TRAINABLE = ("all", "ffn", "ffn+lora")
 DEFAULT_L1_WEIGHT = 2e-4
@@ -26,21 +25,6 @@ CHOICES = {
     "save_dtype": (None, "float32", "bfloat16", "float16"),
     "relu": (True, False),
 }
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's scalars: 2e-4 is a number though it lacks a dot, and `no` is a string."""
-
-
-_BOOL = "tag:yaml.org,2002:bool"
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(_BOOL, re.compile(r"(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +114,7 @@ def load_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"no recipe at {path}; give the path of a YAML file, such as recipes/demo.yaml of a checkout")
-    data = _read_yaml(path.read_bytes(), str(path))
+    data = read_yaml(path.read_bytes(), str(path))
     if not isinstance(data, dict):
         raise ValueError(f"{path} holds no mapping of recipe keys")
     data = {key: _from_folder(key, value, path.parent) for key, value in data.items()}
@@ -139,7 +123,7 @@ def load_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
         if not equals:
             raise ValueError(f"{change!r} is no change to a recipe; write key=value, such as l1_weight=1e-3")
         key, _, inner = key.partition(".")
-        value = _read_yaml(value, change)
+        value = read_yaml(value, change)
         if inner and not isinstance(data.get(key) or {}, dict):
             raise ValueError(f"{change!r}: {key} holds no keys in {path}, but {data[key]!r}; write {key}={{...}}")
         data[key] = {**(data.get(key) or {}), inner: value} if inner else value
@@ -278,13 +262,6 @@ def _check_keys(data: dict, cls: type, where: str) -> None:
             if cls is Recipe and key in TrainingArguments.__dataclass_fields__:
                 hint = f"it belongs to Trainer: write training.{key}"
             raise ValueError(f"{where} has an unknown key {key!r}; {hint}")
-
-
-def _read_yaml(text: str | bytes, where: str):
-    try:
-        return yaml.load(text, _Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{where} is not readable as YAML: {' '.join(str(error).split())}") from error
 
 
 def _from_folder(key: str, value, folder: Path):
