@@ -2,6 +2,8 @@
 
 from itertools import groupby
 
+from hf_twell.card import table
+
 PASSES = {"forward": "One block, forward", "forward+backward": "One block, forward and backward"}
 MODELS = {"prefill": "Prefill", "generate": "Generation", "train": "Training step"}
 
@@ -19,7 +21,7 @@ def tables(rows: list[dict]) -> str:
         "better of eager and compiled PyTorch in the same run; in brackets the sparse block's time; *italic* where the "
         f"block chose plain matmuls. Processors: {_joined(rows, 'processor')}; commits: {_joined(rows, 'commit')}."
     )
-    return "\n\n".join([head, *sections]) + "\n"
+    return "\n".join([head + "\n", *sections])
 
 
 def _block(row):
@@ -32,12 +34,12 @@ def _blocks(rows) -> str:
     tokens, l0s = (sorted(set(values)) for values in zip(*found, strict=True))
     lines = [[f"{count:,}", *(_cell(found.get((count, l0))) for l0 in l0s)] for count in tokens]
     title = f"## {PASSES[direction]}: D={hidden}, F={intermediate}, {dtype}"
-    return f"{title}\n\n{_table(['tokens', *(f'L0 = {l0:g}' for l0 in l0s)], lines)}"
+    return f"{title}\n\n{table(['tokens', *(f'L0 = {l0:g}' for l0 in l0s)], lines)}"
 
 
-def _cell(row: dict | None) -> str:
+def _cell(row: dict | None) -> str | None:
     if row is None:
-        return ""
+        return None
     ratio = f"{row['speedup']:.2f}x"
     return f"{ratio if row.get('took') != 'plain matmuls' else f'*{ratio}*'} ({_duration(row['sparse_ms'])})"
 
@@ -51,19 +53,14 @@ def _models(title: str, rows) -> str:
     names = [name for row in rows for name in row if name.endswith(("_ms", "_tokens_per_s", "speedup"))]
     names = list(dict.fromkeys(names))
     settings = [_setting(row) for row in rows]
-    lines = [[name.replace("_", " "), *(row.get(name, "") for row in rows)] for name in names]
-    return f"## {title}\n\n{_table(['', *settings], lines)}"
+    lines = [[name.replace("_", " "), *(row.get(name) for row in rows)] for name in names]
+    return f"## {title}\n\n{table(['', *settings], lines)}"
 
 
 def _setting(row) -> str:
     kept = ("layers", "batch", "length", "l0", "dtype")
     words = [f"{key} {row[key]}" for key in kept if key in row]  # older rows lack some
     return ", ".join(words + ["Inductor's programmatic launch"] * bool(row.get("inductor_pdl")))
-
-
-def _table(head: list, lines: list[list]) -> str:
-    cells = [head, ["---"] * len(head), *lines]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in cells)
 
 
 def _joined(rows, key: str) -> str:

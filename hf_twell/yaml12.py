@@ -4,6 +4,8 @@ import re
 
 import yaml
 
+from hf_twell.config_files import one_line
+
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.2's scalars: 2e-4 is a number though it lacks a dot, and `no` is a string."""
@@ -29,4 +31,4 @@ def read_yaml(text: str | bytes, where: str):
     try:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{where} is not readable as YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{where} is not readable as YAML: {one_line(error)}") from error
