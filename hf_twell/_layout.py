@@ -6,9 +6,9 @@ reloads alike. No copy is kept, hence none can go stale when an adapter is merge
 
 import torch
 
-from hf_twell import ops
+from hf_twell import _density_cpu
 
-SPARSE = 0.1  # below this density columns pay at any number of tokens; above ops.MAX_DENSITY rows do
+SPARSE = 0.1  # below this density columns pay at any number of tokens; above _density_cpu.MAX_DENSITY rows do
 EVERY = 32  # calls in evaluation between two samples of a block's density
 
 
@@ -41,8 +41,8 @@ def _settle_evaluated(ffn, weight, x) -> None:
         if ffn.twell.calls % EVERY != 1:  # a sample costs as much as a small call
             return
         first = getattr(ffn, ffn.twell.form.gate or ffn.twell.form.up)
-        density = ffn.twell.density = ops.sampled_density(x, first.weight, first.bias)
-        wants_columns, wants_rows = density < SPARSE, density > ops.MAX_DENSITY
+        density = ffn.twell.density = _density_cpu.sampled_density(x, first.weight, first.bias)
+        wants_columns, wants_rows = density < SPARSE, density > _density_cpu.MAX_DENSITY
     to_columns, to_rows = wants_columns and weight.is_contiguous(), wants_rows and _by_column(weight)
     if not (to_columns or to_rows) or _distributed() or not _swappable(ffn, weight):
         return  # nearly always for the first reason, which is the cheapest to see

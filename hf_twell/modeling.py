@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from hf_twell import ops, reference
+from hf_twell import _density_cpu, ops, reference
 from hf_twell._density import DensityWatch, TrainingChoice
 from hf_twell._layout import restore_down, settle_down
 from hf_twell.architectures import FfnForm
@@ -145,7 +145,7 @@ class SparseFfn(nn.Module):
         """Density up to which kernels pay in evaluation on a CPU; 1 where that is not for this block to choose."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.twell.backend != "auto" or x.is_cuda:
             return 1.0
-        return ops.max_density(x.numel() // max(x.shape[-1], 1), weight.numel(), weight.dtype)
+        return _density_cpu.max_density(x.numel() // max(x.shape[-1], 1), weight.numel(), weight.dtype)
 
     def _trains(self, x) -> bool:
         """Whether there is something to learn here, and kernels that can on this GPU."""

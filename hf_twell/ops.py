@@ -1,24 +1,15 @@
 """The sparse feed-forward operator and the choice of the backend that computes it."""
 
 import functools
-import math
 import warnings
 
 import torch
 
-from hf_twell import build, reference
+from hf_twell import _density_cpu, build, reference
 
 MAX_HIDDEN = 16384
 MAX_INTERMEDIATE = 65536
-MAX_DENSITY = 0.18  # of the CPU kernels, as in kernels/twell_cpu/forward.cpp
-# In bfloat16 where dense matmuls have matrix units: in training, and in evaluation of up to 64 and of more tokens.
-MAX_DENSITY_AMX = {"training": 0.03, "few": 0.075, "many": 0.035}  # kernels/twell_cpu/NOTES.md
-# In float32, a matrix (D x F) of fewer elements lies in a cache, and plain matmuls take tens of microseconds. There
-# kernels pay up to this density, but at none in matrices, or in tokens x elements, of fewer than the smallest.
-CACHED_ELEMENTS, MAX_DENSITY_CACHED = 1 << 19, 0.1
-SMALLEST_ELEMENTS, SMALLEST_WORK = 1 << 15, {"few": 1 << 17, "many": 1 << 20}
 SMALLEST_H_ELEMENTS = 1 << 17  # below which one pass over h costs more to call than several do
-SAMPLE_TOKENS, SAMPLE_NEURONS = 16, 256
 
 
 def ffn(
@@ -75,9 +66,11 @@ def ffn(
         inputs = tuple(None if tensor is None else tensor.to(dtype) for tensor in inputs)
     if not needs_grad:  # nothing reads the report, and the L1 term changes gradients alone
         return torch.ops.hf_twell.infer(*inputs)
-    if backend == "auto" and kernels == "cpu" and _looks_dense(inputs):
-        # Forward would be as fast here, but backward would compute again what plain matmuls keep.
-        return dense_ffn(*inputs[:4], **dict(zip(("b_up", "b_down", "b_gate"), inputs[4:], strict=True)), **l1)
+    if backend == "auto" and kernels == "cpu":
+        x, w_up, w_down, w_gate, b_up, b_down, b_gate = inputs
+        if _density_cpu.too_dense_to_train(x, *((w_up, b_up) if w_gate is None else (w_gate, b_gate))):
+            # Forward would be as fast here, but backward would compute again what plain matmuls keep.
+            return dense_ffn(x, w_up, w_down, w_gate, b_up=b_up, b_down=b_down, b_gate=b_gate, **l1)
     l1_scale, token_weight = (None if t is None else t.to(torch.float32) for t in (l1_scale, token_weight))
     if capacity is None:
         capacity = (saved_capacity_cuda if kernels == "cuda" else saved_capacity)(w_up.shape[0])
@@ -107,54 +100,6 @@ def dense_ffn(
 def transformed() -> bool:
     """Whether torch.func or forward-mode AD is at work, which the operators know nothing of: tangents would be lost."""
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-
-
-def _looks_dense(inputs) -> bool:
-    """On CPU, as the answer comes to the host. Equal inputs get equal ones, so recomputation repeats the choice."""
-    x, w_up, _, w_gate, b_up, _, b_gate = inputs
-    if torch.compiler.is_compiling() or x.numel() == 0:
-        return False
-    density = sampled_density(x, w_up, b_up) if w_gate is None else sampled_density(x, w_gate, b_gate)
-    return density > (MAX_DENSITY_AMX["training"] if x.dtype == torch.bfloat16 and _has_amx() else MAX_DENSITY)
-
-
-def max_density(tokens: int, elements: int, dtype: torch.dtype) -> float:
-    """Density up to which the CPU kernels are faster in evaluation than plain matmuls, as measured; 0: at none.
-
-    `elements` are those of one matrix, D x F.
-    """
-    few = tokens <= 2
-    if dtype == torch.float32 and elements < CACHED_ELEMENTS:
-        work = SMALLEST_WORK["few" if few else "many"]
-        return 0.0 if elements < SMALLEST_ELEMENTS or tokens * elements < work else MAX_DENSITY_CACHED
-    if few:  # bound by the weights' traffic, of which kernels always have less
-        return 1.0
-    if dtype == torch.bfloat16 and _has_amx():
-        return MAX_DENSITY_AMX["few" if tokens <= 64 else "many"]
-    return MAX_DENSITY
-
-
-@functools.cache
-def _has_amx() -> bool:
-    return "amx_bf16" in build.processor_features()
-
-
-def sampled_density(x, w_gate, b_gate=None) -> float:
-    """Share of active pairs in a sample of x's tokens and of the neurons; tens of microseconds."""
-    return active_share(x, w_gate, b_gate, SAMPLE_TOKENS, SAMPLE_NEURONS).item()
-
-
-@torch.no_grad()
-def active_share(x, w_gate, b_gate, tokens: int, neurons: int) -> torch.Tensor:
-    """Share of active pairs, (), among at most so many of x's tokens and about so many of the neurons."""
-    x_TD = x.reshape(-1, x.shape[-1])
-    # Spread by the golden ratio: an even stride can meet one position of every sequence, and first ones are densest.
-    total = len(x_TD)
-    stride = next(n for n in range(max(1, round(0.618 * total)), 2 * total + 1) if math.gcd(n, total) == 1)
-    some = x_TD[torch.arange(1, min(tokens, total) + 1, device=x.device) * stride % total]
-    kept = slice(None, None, max(1, len(w_gate) // neurons))
-    gate = torch.nn.functional.linear(some, w_gate[kept], None if b_gate is None else b_gate[kept])
-    return (gate > 0).float().mean()
 
 
 def saved_capacity(intermediate: int) -> int:

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from hf_twell import _density, ops
+from hf_twell import _density, _density_cpu, ops
 from hf_twell.architectures import activation_keys, find_ffns
 from hf_twell.benchmark import bench_ffn
 from hf_twell.benchmark_environment import DTYPES, environment
@@ -116,7 +116,9 @@ def _max_density(backend: str, tokens: int, elements: int, dtype: torch.dtype) -
     """Density up to which "auto" takes the kernels; below 0 where it never does."""
     if backend == "reference":
         return -1.0
-    return _density.max_density(tokens) if backend == "cuda" else ops.max_density(tokens, elements, dtype) or -1.0
+    if backend == "cuda":
+        return _density.max_density(tokens)
+    return _density_cpu.max_density(tokens, elements, dtype) or -1.0
 
 
 def _block_inputs(model, sites, ids) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hf_twell import ops
+from hf_twell import _density_cpu, ops
 
 COMMAND = [sys.executable, "-m", "hf_twell"]  # `hf-twell` in a process of its own
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -32,7 +32,7 @@ def shared_path(relative: str) -> Path:
 @pytest.fixture(autouse=True)
 def kernels_at_every_size(monkeypatch):
     """Tests' blocks are smaller than those that "auto" leaves to plain matmuls; `monkeypatch.undo()` leaves these."""
-    monkeypatch.setattr(ops, "CACHED_ELEMENTS", 0)
+    monkeypatch.setattr(_density_cpu, "CACHED_ELEMENTS", 0)
     monkeypatch.setattr(ops, "SMALLEST_H_ELEMENTS", 0)
 
 

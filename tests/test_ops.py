@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 import hf_twell
-from hf_twell import _layout, build, ops, reference
+from hf_twell import _density, _density_cpu, _layout, build, ops, reference
 from tests.conftest import tiny_llama
 from tests.ffn_cases import assert_as_good_as_eager, make_case, relative_rms, run
 
@@ -266,15 +266,12 @@ def test_small_blocks_keep_plain_matmuls_in_evaluation(backend, monkeypatch):
 
 def test_the_density_up_to_which_cpu_kernels_pay(monkeypatch):
     monkeypatch.undo()
-    assert [ops.max_density(1, elements, torch.float32) for elements in (64 * 172, 288 * 768, 2048 * 5632)] == [
-        0,
-        0.1,
-        1,
-    ]
-    assert [ops.max_density(tokens, 192 * 512, torch.float32) for tokens in (1, 4, 16)] == [0, 0, 0.1]
-    assert ops.max_density(256, 64 * 172, torch.float32) == 0
+    limit = _density_cpu.max_density
+    assert [limit(1, elements, torch.float32) for elements in (64 * 172, 288 * 768, 2048 * 5632)] == [0, 0.1, 1]
+    assert [limit(tokens, 192 * 512, torch.float32) for tokens in (1, 4, 16)] == [0, 0, 0.1]
+    assert limit(256, 64 * 172, torch.float32) == 0
     # PyTorch's own bfloat16 matmuls take so long to begin that kernels win at any size.
-    assert ops.max_density(1, 64 * 172, torch.bfloat16) == 1
+    assert limit(1, 64 * 172, torch.bfloat16) == 1
 
 
 @needs_cpu_kernels
@@ -366,5 +363,5 @@ def test_the_sampled_density_is_not_that_of_first_tokens(sequences, length):
     x = torch.full((sequences, length, 1), -1.0)
     x.view(-1, 1)[torch.arange(sequences * length) % min(length, 1024) < length // 64] = 1.0
     truth = (x > 0).float().mean().item()
-    estimate = ops.active_share(x, torch.ones(256, 1), None, 64, 256).item()
+    estimate = _density.active_share(x, torch.ones(256, 1), None, 64, 256).item()
     assert abs(estimate - truth) <= 3 / 64
