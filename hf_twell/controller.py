@@ -67,7 +67,8 @@ class DensityController:
     def update(self, density: torch.Tensor, l1: torch.Tensor, progress: float) -> torch.Tensor:
         """The weights of the next optimizer step; without host synchronisation after the first one.
 
-        A step whose forward overflowed changes nothing: in float16, the loss scaler passes over it too.
+        A step whose L1 is not finite changes nothing: its forward overflowed (in float16, the loss scaler passes over
+        it too), or all of it was padding.
 
         Shapes: density and l1 (L,) fp32, of the step that has run; returns (L,) fp32.
         """

@@ -28,8 +28,8 @@ class StepCounts(NamedTuple):
     layers: list[torch.Tensor]
 
     def l1(self) -> torch.Tensor:
-        """L1 of each layer, (L,)."""
-        return torch.stack([layer[0] for layer in self.layers]) / self.tokens.clamp(min=1)
+        """L1 of each layer, (L,); NaN where all was padding."""
+        return torch.stack([layer[0] for layer in self.layers]) / self.tokens
 
     def density(self) -> torch.Tensor:
         """Share of active neurons of each layer, (L,)."""

@@ -11,6 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_twell import SparsityCallback, sparsify
 from hf_twell.checkpoints import read_state
 from hf_twell.controller import DensityController
+from hf_twell.penalty import StepCounts
 from tests.conftest import tiny_llama, training_rows
 
 TEXT = Path(__file__).parents[1] / "recipes" / "demo" / "text" / "train.txt"
@@ -86,6 +87,15 @@ def test_a_step_that_overflowed_changes_no_weight(overflowed, layer_shares, l1):
             assert good or torch.equal(weights, before)
         runs.append(weights)
     assert torch.equal(*runs)
+
+
+def test_a_step_of_padding_alone_changes_no_weight():
+    controller = DensityController(0.01, steps=100)
+    padding = StepCounts(torch.tensor(0.0), [torch.zeros(1 + 8), torch.zeros(1 + 8)])
+    assert not controller.update(padding.density(), padding.l1(), 0.0).any()
+    assert not controller.started
+    weights = controller.update(torch.tensor([0.5, 0.3]), torch.tensor([20.0, 10.0]), 0.01)
+    assert torch.equal(controller.update(padding.density(), padding.l1(), 0.02), weights)
 
 
 @pytest.mark.parametrize("share", ["equal", "free"])
