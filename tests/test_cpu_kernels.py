@@ -186,5 +186,5 @@ def test_opcheck(gated, by_column):
 
 def test_a_forced_instruction_set_that_is_missing_is_named(monkeypatch):
     monkeypatch.setenv("HF_TWELL_CPU_ISA", "vector9000")
-    with pytest.raises(ValueError, match="vector9000 cannot run here; this processor and build take portable"):
+    with pytest.raises(RuntimeError, match="vector9000 cannot run here; this processor and build take portable"):
         cpu_ffn(torch.zeros(1, 8), torch.zeros(4, 8), torch.zeros(8, 4))

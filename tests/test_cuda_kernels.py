@@ -407,10 +407,10 @@ def test_what_cannot_be_computed_is_refused_before_any_launch(monkeypatch):
     with pytest.raises(ValueError, match=r"dtype torch\.float64; the kernels take float32, bfloat16 and float16"):
         cuda_ffn({name: None if t is None else t.double() for name, t in case.items()})
     monkeypatch.setenv("HF_TWELL_CUDA_PATH", "decode")
-    with pytest.raises(ValueError, match="HF_TWELL_CUDA_PATH=decode cannot compute 70 tokens on a GPU of"):
+    with pytest.raises(RuntimeError, match="HF_TWELL_CUDA_PATH=decode cannot compute 70 tokens on a GPU of"):
         cuda_ffn(case)
     monkeypatch.setenv("HF_TWELL_CUDA_PATH", "fast")
-    with pytest.raises(ValueError, match=r"HF_TWELL_CUDA_PATH=fast cannot .* allowed here: .*portable"):
+    with pytest.raises(RuntimeError, match=r"HF_TWELL_CUDA_PATH=fast cannot .* allowed here: .*portable"):
         cuda_ffn(case)
     monkeypatch.delenv("HF_TWELL_CUDA_PATH")
     assert_as_good_as_eager(case)

@@ -1,5 +1,7 @@
 // The operators' definitions, shared by every backend. Each backend's library adds its implementation for its own
-// dispatch key; hf_twell/ops.py adds shape inference and autograd. Meaning of every argument: hf_twell/ops.py.
+// dispatch key; hf_twell/_kernel_ops.py adds shape inference and autograd. Meaning of every argument: hf_twell/ops.py,
+// which refuses with ValueError what it can. What is left the implementations throw as std::runtime_error: of
+// std::invalid_argument PyTorch makes a ValueError up to 2.14, and a RuntimeError from 2.15 on (pytorch#193451).
 
 #include <torch/csrc/stable/library.h>
 

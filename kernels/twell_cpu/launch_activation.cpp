@@ -23,7 +23,7 @@ struct Inputs {
   // Throws unless `other` has the elements that kernels expect beside the gate's.
   void check(const Tensor& other) const {
     if (other.numel() != gate.numel() || other.scalar_type() != gate.scalar_type()) {
-      throw std::invalid_argument("hf_twell::activation takes tensors of one shape and dtype");
+      throw std::runtime_error("hf_twell::activation takes tensors of one shape and dtype");
     }
   }
 };

@@ -22,7 +22,7 @@ inline DType dtype_of(const Tensor& tensor) {
     case ScalarType::Float: return DType::kFloat32;
     case ScalarType::BFloat16: return DType::kBFloat16;
     case ScalarType::Half: return DType::kFloat16;
-    default: throw std::invalid_argument("hf_twell takes float32, bfloat16 or float16 tensors");
+    default: throw std::runtime_error("hf_twell takes float32, bfloat16 or float16 tensors");
   }
 }
 

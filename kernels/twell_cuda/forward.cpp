@@ -37,7 +37,7 @@ Path choose(const Ffn& ffn, const Device& device) {
     if (!wanted || name == wanted) return path;
     allowed += (allowed.empty() ? "" : ", ") + name;
   }
-  throw std::invalid_argument("HF_TWELL_CUDA_PATH=" + std::string(wanted) + " cannot compute " +
+  throw std::runtime_error("HF_TWELL_CUDA_PATH=" + std::string(wanted) + " cannot compute " +
                               std::to_string(ffn.tokens) + " tokens on a GPU of compute capability " +
                               std::to_string(device.major) + "." + std::to_string(device.minor) + "; allowed here: " +
                               allowed + " (decode takes up to " + std::to_string(kDecodeMaxTokens) +

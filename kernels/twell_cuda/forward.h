@@ -22,7 +22,7 @@ struct Services {
 //
 // The path depends on sizes and the GPU alone; HF_TWELL_CUDA_PATH=decode|sm90|portable insists on one, for tests.
 //
-// Throws std::invalid_argument for a path that cannot compute this call, std::runtime_error for a CUDA error.
+// Throws for a path that cannot compute this call, and for a CUDA error.
 void forward(const Ffn& ffn, const Device& device, cudaStream_t stream, const Services& services);
 
 }  // namespace twell

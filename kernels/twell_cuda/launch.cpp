@@ -75,7 +75,7 @@ Tensor evaluate(const Tensor& x, const Tensor& w_up, const Tensor& w_down, const
     case ScalarType::Float: return dense(x, w_up, w_down, w_gate, b_up, b_down, b_gate);
     case ScalarType::BFloat16:
     case ScalarType::Half: return sparse(x, Operands(x, w_up, w_down, w_gate, b_up, b_down, b_gate));
-    default: throw std::invalid_argument("hf_twell takes float32, bfloat16 or float16 tensors");
+    default: throw std::runtime_error("hf_twell takes float32, bfloat16 or float16 tensors");
   }
 }
 

@@ -20,7 +20,7 @@ struct Inputs {
         gate(prepared(first, padded)),
         up(second ? MaybeTensor(prepared(*second, padded)) : std::nullopt) {
     if (first.scalar_type() != ScalarType::BFloat16 && first.scalar_type() != ScalarType::Half) {
-      throw std::invalid_argument("hf_twell::activation takes bfloat16 and float16 tensors");
+      throw std::runtime_error("hf_twell::activation takes bfloat16 and float16 tensors");
     }
   }
   Activation activation() const {

@@ -187,12 +187,12 @@ struct Operands {
 inline void check_sizes(const Tensor& x, const Tensor& w_up) {
   const int64_t hidden = w_up.size(1), width = w_up.size(0);
   if (hidden < 1 || hidden > kMaxHidden || width < 1 || width > kMaxWidth) {
-    throw std::invalid_argument("hf_twell's CUDA kernels take D of 1.." + std::to_string(kMaxHidden) + " and F of 1.." +
+    throw std::runtime_error("hf_twell's CUDA kernels take D of 1.." + std::to_string(kMaxHidden) + " and F of 1.." +
                                 std::to_string(kMaxWidth) + ", not D = " + std::to_string(hidden) +
                                 ", F = " + std::to_string(width));
   }
   if (x.numel() / hidden > std::numeric_limits<int32_t>::max()) {
-    throw std::invalid_argument("hf_twell's CUDA kernels take up to 2,147,483,647 tokens a call, not " +
+    throw std::runtime_error("hf_twell's CUDA kernels take up to 2,147,483,647 tokens a call, not " +
                                 std::to_string(x.numel() / hidden) + "; split the batch");
   }
 }
@@ -201,16 +201,16 @@ inline void check_sizes(const Tensor& x, const Tensor& w_up) {
 inline void check_training(const Tensor& x, const Tensor& w_up, int64_t capacity) {
   const Device& device = device_of(x.get_device_index());
   if (device.major != 9 || device.minor != 0) {
-    throw std::invalid_argument("hf_twell's CUDA kernels train on compute capability 9.0, not " +
+    throw std::runtime_error("hf_twell's CUDA kernels train on compute capability 9.0, not " +
                                 std::to_string(device.major) + "." + std::to_string(device.minor) +
                                 "; use backend='reference'");
   }
   if (x.scalar_type() != ScalarType::BFloat16 && x.scalar_type() != ScalarType::Half) {
-    throw std::invalid_argument("hf_twell's CUDA kernels train in bfloat16 and float16; use backend='reference'");
+    throw std::runtime_error("hf_twell's CUDA kernels train in bfloat16 and float16; use backend='reference'");
   }
   const int64_t tokens = x.numel() / w_up.size(1);
   if (capacity < 1 || capacity > std::numeric_limits<uint32_t>::max() / (tokens + 128)) {
-    throw std::invalid_argument("capacity is " + std::to_string(capacity) + " for " + std::to_string(tokens) +
+    throw std::runtime_error("capacity is " + std::to_string(capacity) + " for " + std::to_string(tokens) +
                                 " tokens; it must be at least 1, and less than 2^32 pairs in all");
   }
 }
