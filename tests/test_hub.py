@@ -5,6 +5,7 @@ The client runs in processes of its own, because huggingface_hub reads HF_ENDPOI
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -278,6 +279,18 @@ def test_what_was_not_measured_is_absent():
     assert "| coefficient of the L1 term | 0.0002 after a sine warm-up over 50 |" in card.model_card(
         "me/x", config, method=method
     )
+
+
+def test_the_card_warns_of_engines_that_assume_silu():
+    text = card.model_card("me/x", {"architectures": ["LlamaForCausalLM"]})
+    warning = " ".join(line.removeprefix("> ") for line in text.splitlines() if line.startswith("> "))
+    assert "need ReLU" in warning
+    assert "wrong outputs without an error" in warning
+    silent = ("llama.cpp", "Ollama", "MLX LM", "CTranslate2", "ExLlamaV2", "TensorRT-LLM")
+    serving = (DEMO.parents[2] / "docs" / "serving.md").read_text()
+    for engine in silent:
+        assert engine in warning
+        assert re.search(rf"^\| {engine}\b.*in silence", serving, re.MULTILINE), "the page says the same"
 
 
 def test_the_card_of_a_run_to_a_density_says_so(tmp_path):
