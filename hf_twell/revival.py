@@ -7,6 +7,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 RATE = 0.1  # of the paper
+# Names that optimizers give to what a row can get anew. Others' "z" or "ax" are weights, and a "state2" may be either.
+FIRST_MOMENTS = {"exp_avg", "momentum_buffer", "grad_avg"}
+SECOND_MOMENTS = {"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"}
 
 
 class Revival:
@@ -54,7 +57,7 @@ class Revival:
         """Draw dead rows back; returns the share of neurons that were dead.
 
         Raises:
-            ValueError: the optimizer does not train the rows, or keeps no state of their shape.
+            ValueError: the optimizer does not train the rows, or keeps a state for them that is not known.
         """
         silent = [idle >= self.after for idle in self.idle]
         dead = torch.stack([layer.sum() for layer in silent]).tolist()  # the one wait for the device
@@ -108,15 +111,16 @@ def _check(linear: nn.Module, name: str) -> None:
 
 def _reset_state(optimizer, parameter, rows, living) -> None:
     state = {key: value for key, value in optimizer.state.get(parameter, {}).items() if torch.is_tensor(value)}
-    moments = {
-        key: value for key, value in state.items() if value.shape == parameter.shape and value.is_floating_point()
-    }
-    if len(moments) < sum(value.numel() > 1 for value in state.values()):
+    moments = {key: value for key, value in state.items() if value.numel() > 1}
+    if any(
+        key not in FIRST_MOMENTS | SECOND_MOMENTS or type(value) is not torch.Tensor or value.shape != parameter.shape
+        for key, value in moments.items()
+    ):
         inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         raise ValueError(
             f"revive_after cannot reset the state of {type(inner).__name__} ({', '.join(state)}) by rows; use "
-            "AdamW or SGD, or leave it out"
+            "torch's AdamW or SGD (optim='adamw_torch' or 'sgd'), or leave it out"
         )
     for key, value in moments.items():
-        # Second moments are those that are never negative.
-        value[rows] = value[living].mean(0) if "sq" in key and len(living) else torch.zeros_like(value[rows])
+        fresh = value[living].mean(0) if key in SECOND_MOMENTS and len(living) else torch.zeros_like(value[rows])
+        value[rows] = fresh

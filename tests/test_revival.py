@@ -131,6 +131,54 @@ def test_plain_sgd_has_no_state_to_reset(tmp_path):
     assert (watch.rows[0][0][DEAD] != 0).all()
 
 
+class OtherState(torch.optim.SGD):
+    """Keeps for each parameter what `make` makes of it."""
+
+    def __init__(self, parameters, make):
+        super().__init__(parameters, lr=1e-3)
+        self.make = make
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            self.state.update({parameter: self.make(parameter.detach()) for parameter in group["params"]})
+
+
+class QuantizedState(torch.Tensor):
+    """As torchao's: it claims to be a floating-point tensor of the parameter's shape."""
+
+
+STATES = {
+    "bitsandbytes' AdamW of 32 bits": lambda p: {"state1": p.clone(), "state2": p.square()},
+    "schedule-free AdamW": lambda p: {"z": p.clone(), "exp_avg_sq": p.square()},
+    "torchao's AdamW": lambda p: {"exp_avg": p.clone().as_subclass(QuantizedState)},
+    "averaged weights": lambda p: {"ax": p.clone()},
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_unknown_optimizer_state_is_refused(tmp_path, state):
+    """Zeroed, a second moment takes the next step too far, and weights are lost."""
+    trainer, _ = make_trainer(
+        tmp_path, revive_after=TOKENS, optimizer=lambda model: OtherState(model.parameters(), STATES[state])
+    )
+    with pytest.raises(ValueError, match="cannot reset the state of OtherState") as caught:
+        trainer.train()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adagrad, torch.optim.RMSprop])
+def test_second_moments_of_other_optimizers(tmp_path, optimizer):
+    trainer, _ = make_trainer(
+        tmp_path, revive_after=TOKENS, steps=1, optimizer=lambda model: optimizer(model.parameters(), lr=1e-3)
+    )
+    trainer.train()
+    state = trainer.optimizer.state[trainer.model.model.layers[1].mlp.gate_proj.weight]
+    second = state["sum" if "sum" in state else "square_avg"]
+    living = [row for row in range(52) if row not in DEAD]
+    torch.testing.assert_close(second[DEAD], second[living].mean(0).expand(3, -1))
+
+
 def test_what_cannot_be_reached_is_refused(tmp_path):
     trainer, _ = make_trainer(
         tmp_path, revive_after=TOKENS,
