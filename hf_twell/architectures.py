@@ -126,6 +126,11 @@ def check_convertible(model: nn.Module, sites: list[FfnSite]) -> None:
         _check_formula(site, where)
 
 
+def is_plain(weight: torch.Tensor) -> bool:
+    """Whether it holds its values themselves: torchao's quantized tensors say that they are float32."""
+    return type(weight.data) in (torch.Tensor, nn.Parameter, DTensor)
+
+
 def activation_keys(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[str]]:
     """The part of a model's config that holds its blocks' activation (a composite model's is nested), and its keys.
 
@@ -234,7 +239,7 @@ def _check_linear(linear: nn.Module, name: str, converts: bool):
             "(without init_empty_weights, and with a device_map that offloads nothing)."
         )
     # Eight-bit floats count as floating point too.
-    if converts and (weight.dtype not in DTYPES or type(weight.data) not in (torch.Tensor, nn.Parameter, DTensor)):
+    if converts and (weight.dtype not in DTYPES or not is_plain(weight)):
         raise ValueError(
             f"{name} ({type(linear).__name__}) is quantized ({weight.dtype}, {type(weight.data).__name__}); convert "
             "the model in bfloat16, float16 or float32 and quantize the result."

@@ -10,6 +10,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.utils.hub import cached_file
 
+from hf_twell.architectures import is_plain
+
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
@@ -119,7 +121,7 @@ def check_finite(path, named_weights: Iterable[tuple[str, torch.Tensor]]) -> Non
         ValueError: naming the first such tensor.
     """
     for name, weight in named_weights:
-        if weight.is_meta or not weight.is_floating_point():
+        if weight.is_meta or not weight.is_floating_point() or not is_plain(weight):
             continue
         # A sum is one pass without a copy; it is finite only if every value is, except where finite ones overflow.
         if not weight.sum(dtype=torch.float32).isfinite() and not weight.isfinite().all():

@@ -1,6 +1,6 @@
 """The packages themselves that `test_company.py` acts out: each test runs where its package is installed.
 
-pip install --no-deps bitsandbytes liger-kernel triton    # Liger's kernels need a GPU, its patches do not
+pip install --no-deps bitsandbytes torchao liger-kernel triton    # Liger's kernels need a GPU, its patches do not
 """
 
 import copy
@@ -8,7 +8,7 @@ import logging
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 from transformers.models.llama import modeling_llama
 
 from hf_twell import L1Penalty, TwellLlamaForCausalLM, load_adapter, save_adapter, sparsify
@@ -67,6 +67,29 @@ def test_lora_on_bitsandbytes(quantized, tmp_path):
     assert torch.equal(logits(load_adapter(tmp_path / "adapter", base)), logits(model.eval()))
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "sparse", **quantized)
     assert torch.equal(logits(load_adapter(tmp_path / "adapter", base)), logits(model))
+
+
+def test_torchao(tmp_path):
+    quantization = pytest.importorskip("torchao.quantization")
+    method = quantization.Int8WeightOnlyConfig()
+    model, twin = sparsify(tiny_llama().eval()), relu_llama()
+    logits(model)
+    for each in (model, twin):
+        quantization.quantize_(each, method)
+    assert torch.equal(logits(model), logits(twin))
+    assert not torch.equal(logits(twin), logits(relu_llama()))
+    tiny_llama().save_pretrained(tmp_path / "dense")
+    sparsify(tiny_llama()).save_pretrained(tmp_path / "sparse")
+    options = {"quantization_config": TorchAoConfig(method)}
+    refused(AutoModelForCausalLM.from_pretrained(tmp_path / "dense", **options), "is quantized")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "sparse", **options)
+    stock.save_pretrained(tmp_path / "quantized")
+    for folder in ("sparse", "dense", "quantized"):
+        again = TwellLlamaForCausalLM.from_pretrained(tmp_path / folder, **({} if folder == "quantized" else options))
+        assert type(again.model.layers[0].mlp.up_proj.weight).__name__ == "Int8Tensor"
+        assert len(sparse_ffns(again)) == 3
+        assert torch.equal(logits(again), logits(stock))
+    assert torch.equal(logits(sparsify(stock)), logits(again))
 
 
 @pytest.fixture
