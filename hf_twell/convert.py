@@ -152,14 +152,18 @@ def chosen_layers(model, layers: Iterable[int] | None, count: int) -> list[int]:
     Raises:
         ValueError: indices that the model does not have, or none.
     """
+    source = ";"
     if layers is None:
         layers = (check_entry(model.config) or {}).get("layers")
+        source = f", from the config's twell entry; pass layers=range({count}) for all of them, or"
     if layers is None:
         return list(range(count))
     indices = list(layers) if isinstance(layers, Iterable) else []
     bad = [i for i in indices if not isinstance(i, Integral) or isinstance(i, bool) or not -count <= i < count]
     if bad or not indices:
-        raise ValueError(f"layers={layers!r} for a model of {count} layers; give integers from {-count} to {count - 1}")
+        raise ValueError(
+            f"layers={layers!r} for a model of {count} layers{source} give integers from {-count} to {count - 1}"
+        )
     return sorted({int(index) % count for index in indices})
 
 

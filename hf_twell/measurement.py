@@ -10,6 +10,7 @@ from tqdm.auto import tqdm
 from hf_twell.activity import LayerActivity
 from hf_twell.architectures import FfnSite, find_ffns
 from hf_twell.batches import batch_size_tokens, token_weight
+from hf_twell.modeling import check_whole
 from hf_twell.perplexity import evaluation_mode
 
 CPU_TOKENS = 2048  # of h, counted at a time
@@ -91,6 +92,7 @@ def watching(model: nn.Module, sites: list[FfnSite], see: Callable[[int, torch.T
 
 def tally(tallies: dict[int, LayerActivity], sites: list[FfnSite], index: int, h, valid=None):
     """Count one block's h (B, S, F) into `tallies[index]`; returns L0 and effective neurons, (B, S) each."""
+    check_whole(h, sites[index].intermediate_size, sites[index].name)
     if index not in tallies:
         tallies[index] = LayerActivity(sites[index].intermediate_size, h.device)
     valid = None if valid is None else valid.to(h.device)

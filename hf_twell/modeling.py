@@ -106,6 +106,7 @@ class SparseFfn(nn.Module):
         activation, up, down = getattr(self, form.activation), getattr(self, form.up), getattr(self, form.down)
         h = activation(up(x)) if form.gate is None else activation(getattr(self, form.gate)(x)) * up(x)
         if l1 is not None:
+            check_whole(h, len(l1.tally) - 1, self.twell.name)
             h = reference.inject_l1(h, l1.scale, l1.token_weight, l1.tally)
         return down(h)
 
@@ -223,6 +224,19 @@ def takes_kernels(ffn: SparseFfn, x: torch.Tensor) -> bool:
     if ops.resolve(ffn.twell.backend, x.device.type) == "reference":  # asked for, or no kernels could be had
         return False
     return not ffn._too_dense(x, first.weight, first.bias, ffn._max_density(x, down.weight))
+
+
+def check_whole(h: torch.Tensor, width: int, name: str) -> None:
+    """Refuse the part of a block's h (..., F) that tensor parallelism leaves to one process.
+
+    Raises:
+        ValueError: naming the block.
+    """
+    if h.shape[-1] != width:
+        raise ValueError(
+            f"{name} has {h.shape[-1]} of its {width} neurons in this process (tensor parallelism); the L1 term and "
+            "the measures of sparsity need whole blocks: load the model without tp_plan, and train with DDP or FSDP2"
+        )
 
 
 def sparse_ffns(model: nn.Module) -> list[nn.Module]:

@@ -13,7 +13,7 @@ from transformers.utils import is_accelerate_available
 
 from hf_twell._density import Block, ModelChoice
 from hf_twell.batches import batch_size_tokens, token_weight
-from hf_twell.modeling import L1Inputs, SparseFfn, sparse_ffns
+from hf_twell.modeling import L1Inputs, sparse_ffns
 from hf_twell.reference import long_sum_dtype, new_tally
 
 
@@ -103,9 +103,10 @@ class L1Penalty:
             scaler: the fp16 gradient scaler, where one is used; its factor is divided out again by the optimizer step.
         """
         _check_ranks_share_no_sequence()
-        if not all(isinstance(ffn, SparseFfn) for ffn in self.ffns):
+        if sparse_ffns(self._model) != self.ffns:
             raise ValueError(
-                "layers of this L1Penalty are not sparse any more; after unpatch or sparsify, make a new one"
+                "layers of this L1Penalty are not sparse any more, or not the model's; after unpatch or sparsify, and "
+                "after blocks are replaced, cut off or copied by an adapter, make a new one"
             )
         _unwatch(self._model)
         self.end_step()

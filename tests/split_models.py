@@ -1,0 +1,89 @@
+"""Models that Transformers or PyTorch split over two CPU processes: what they compute, and what is refused.
+
+Run under torchrun with a folder that holds the models `sparse` and `dense`; writes `results.pt` and `saved` into it.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+from hf_twell import L1Penalty, TwellLlamaForCausalLM, measure_sparsity, sparsify
+from hf_twell.modeling import sparse_ffns
+from tests.conftest import ids, logits
+
+PLAN = {"gate_proj": ColwiseParallel, "up_proj": ColwiseParallel, "down_proj": RowwiseParallel}
+
+
+def parallelized(model):
+    for layer in model.model.layers:
+        parallelize_module(layer.mlp, mesh, {name: style() for name, style in PLAN.items()})
+    return model
+
+
+def split(cls, name, **sizes):
+    return cls.from_pretrained(folder / name, distributed_config=DistributedConfig(**sizes)).eval()
+
+
+def whole(name):
+    return AutoModelForCausalLM.from_pretrained(folder / name).eval()
+
+
+def computed(model) -> dict:
+    result = {"logits": logits(model), "text": model.generate(ids(), max_new_tokens=5, do_sample=False)}
+    model.train()(input_ids=ids(), labels=ids()).loss.backward()
+    model.eval()
+    gradient = model.model.layers[0].mlp.up_proj.weight.grad
+    assert isinstance(gradient, DTensor), "nothing is split"
+    return {**result, "gradient": gradient.full_tensor(), "blocks": len(sparse_ffns(model)), "layers": 3}
+
+
+def refusal(call, *args) -> str:
+    try:
+        call(*args)
+    except ValueError as error:
+        return str(error)
+    return "taken\nin silence"
+
+
+def l1_step(model):
+    for batch in L1Penalty(model.train(), 0.1).micro_batches([{"input_ids": ids(), "labels": ids()}]):
+        model(**batch).loss.backward()
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    by_tensors = sparsify(split(AutoModelForCausalLM, "dense", tp_size=2))
+    evaluated = sparsify(whole("dense"))
+    logits(evaluated)
+    exact = {
+        "tensors": computed(by_tensors),
+        "tensors of a sparse model": computed(sparsify(split(AutoModelForCausalLM, "sparse", tp_size=2))),
+        "tensors, custom class": computed(split(TwellLlamaForCausalLM, "dense", tp_size=2)),
+        "parallelize_module before": computed(sparsify(parallelized(whole("dense")))),
+        "parallelize_module after": computed(parallelized(evaluated)),
+        "FSDP": computed(sparsify(split(AutoModelForCausalLM, "dense", fsdp_size=2))),
+        "FSDP, custom class": computed(split(TwellLlamaForCausalLM, "dense", fsdp_size=2)),
+    }
+    by_tensors.save_pretrained(folder / "saved")
+    refused = {
+        "pipeline": refusal(sparsify, split(AutoModelForCausalLM, "dense", pp_size=2)),
+        "measure": refusal(measure_sparsity, by_tensors, [ids()]),
+        "L1 term": refusal(l1_step, by_tensors),
+    }
+    if dist.get_rank() == 0:
+        torch.save({"exact": exact, "refused": refused}, folder / "results.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+    # The results are written; gloo's threads now and then abort the interpreter's own shutdown.
+    sys.stdout.flush()
+    os._exit(0)
