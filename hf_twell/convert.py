@@ -8,7 +8,8 @@ from torch import nn
 
 from hf_twell import ops
 from hf_twell._layout import restore_down
-from hf_twell.architectures import ACTIVATION_KEYS, FfnSite, activation_keys, check_convertible, find_ffns, stock_class
+from hf_twell.architectures import ACTIVATION_KEYS, FfnSite, activation_keys, find_ffns, stock_class
+from hf_twell.convertible import check_convertible
 from hf_twell.modeling import FfnSettings, SparseFfn, sparse_class
 
 FORMAT_VERSION = 1
