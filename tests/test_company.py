@@ -307,7 +307,9 @@ def test_compile_fullgraph(backend):
 
 
 @pytest.mark.parametrize("change", ["hook", "forward"])
-def test_what_is_done_to_a_compiled_model_is_seen(change):
+def test_what_is_done_to_a_compiled_model_is_seen(change, monkeypatch):
+    if torch.__version__ < (2, 13):  # which guards no hooks, whoever reads them, unless it is told to
+        monkeypatch.setattr(torch._dynamo.config, "skip_nnmodule_hook_guards", False)
     model, twin = sparsify(tiny_llama().eval()), relu_llama()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(logits(compiled), logits(twin))
