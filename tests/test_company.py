@@ -306,10 +306,13 @@ def test_compile_fullgraph(backend):
         torch.testing.assert_close(logits(compiled, length), logits(relu_llama(), length))
 
 
+# Older ones guard no hooks, whoever reads them, unless they are told to.
+GUARD_HOOKS = {"skip_nnmodule_hook_guards": False} if torch.__version__ < (2, 13) else {}
+
+
+@torch._dynamo.config.patch(GUARD_HOOKS)
 @pytest.mark.parametrize("change", ["hook", "forward"])
-def test_what_is_done_to_a_compiled_model_is_seen(change, monkeypatch):
-    if torch.__version__ < (2, 13):  # which guards no hooks, whoever reads them, unless it is told to
-        monkeypatch.setattr(torch._dynamo.config, "skip_nnmodule_hook_guards", False)
+def test_what_is_done_to_a_compiled_model_is_seen(change):
     model, twin = sparsify(tiny_llama().eval()), relu_llama()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(logits(compiled), logits(twin))
