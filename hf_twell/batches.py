@@ -19,6 +19,19 @@ def token_weight(batch: Mapping) -> torch.Tensor | None:
     return (mask != 0).float()
 
 
+def check_one_stream(model) -> None:
+    """Refuse an encoder-decoder, whose batches' `input_ids` and `attention_mask` are the encoder's.
+
+    Raises:
+        ValueError: naming the model.
+    """
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder: its batches tell the encoder's tokens, and its sparse "
+            "blocks are the decoder's. The L1 term and the measures of sparsity need a decoder-only model"
+        )
+
+
 def batch_size_tokens(batch: Mapping) -> int:
     """Positions in a batch, padding included."""
     for key in ("input_ids", "inputs_embeds"):

@@ -16,6 +16,7 @@ from hf_twell.modeling import sparse_ffns
 from hf_twell.penalty import L1Penalty
 from hf_twell.resuming import CompleteCheckpoints, unwrap, wrap
 from hf_twell.revival import Revival, check_optimizer
+from hf_twell.trainers import check_batches, check_trainer
 
 IDLE_NAME = "twell_idle.safetensors"
 REVIVE_UNTIL = 0.8  # of a run: what revives later is not trained any more, and only makes the model denser
@@ -62,8 +63,8 @@ class SparsityCallback(TrainerCallback):
         log_layers: log the per-layer figures too.
 
     Raises:
-        ValueError: a model without sparse blocks, a trainer that would run torch's DataParallel, or arguments that do
-            not go together.
+        ValueError: a model without sparse blocks, a trainer in which the L1 term could not be right (`trainers.py` says
+            which), or arguments that do not go together.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class SparsityCallback(TrainerCallback):
         distillation: Distillation | None = None,
         log_layers: bool = True,
     ):
-        _check_trainer(trainer)
+        check_trainer(trainer)
         if (l1_weight is None) == (target_density is None):
             raise ValueError(
                 f"l1_weight={l1_weight!r} and target_density={target_density!r}; give one of them: the coefficient "
@@ -235,6 +236,7 @@ class SparsityCallback(TrainerCallback):
             )
         batches, num_items_in_batch = get_batch_samples(*args, **kwargs)
         if batches:
+            check_batches(self.trainer, batches)
             if self.controller is None:
                 self.penalty.l1_weight = self.weight_at(self.trainer.state.global_step)
             self.penalty.begin_step(batches, scaler=self.trainer.accelerator.scaler)
@@ -269,22 +271,6 @@ class SparsityCallback(TrainerCallback):
         if self.distillation is not None:
             rows |= self.distillation.report()
         return rows
-
-
-def _check_trainer(trainer) -> None:
-    """Refuse what is no trainer, and those in which the L1 term could not be right."""
-    if not hasattr(trainer, "callback_handler") or not hasattr(trainer, "args"):
-        raise ValueError(f"SparsityCallback takes the trainer first, got {type(trainer).__name__}")
-    if trainer.args.n_gpu > 1:
-        raise ValueError(
-            f"the trainer would run DataParallel on {trainer.args.n_gpu} GPUs, which cannot count tokens of the "
-            "whole step; start the script with `accelerate launch` (one process a GPU) or show it one GPU"
-        )
-    if trainer.accelerator.mixed_precision == "fp16" and trainer.accelerator.scaler is None:
-        raise ValueError(
-            "fp16 without accelerate's gradient scaler: DeepSpeed scales the loss itself, and would divide the L1 "
-            "term, which is no part of it, by a factor that it never had; train in bf16"
-        )
 
 
 def check_steps(name: str, value: int | float) -> None:

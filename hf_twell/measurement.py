@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 
 from hf_twell.activity import LayerActivity
 from hf_twell.architectures import FfnSite, find_ffns
-from hf_twell.batches import batch_size_tokens, token_weight
+from hf_twell.batches import batch_size_tokens, check_one_stream, token_weight
 from hf_twell.modeling import check_whole
 from hf_twell.perplexity import evaluation_mode
 
@@ -45,7 +45,7 @@ def measure_sparsity(
         "magnitude_sample" tokens, an even sample. What cannot be known (no whole run) is None.
 
     Raises:
-        ValueError: no tokens, or a model whose blocks cannot be read.
+        ValueError: no tokens, an encoder-decoder, or a model whose blocks cannot be read.
     """
     tallies: dict[int, LayerActivity] = {}
     shape = valid = None
@@ -54,6 +54,7 @@ def measure_sparsity(
         tally(tallies, sites, index, h.reshape(*shape, h.shape[-1]), valid)
 
     sites, tokens = find_ffns(model), 0
+    check_one_stream(model)
     device = next(model.parameters()).device
     with watching(model, sites, see):
         for batch in tqdm(batches, desc="measuring sparsity", disable=not progress):

@@ -15,16 +15,20 @@ from hf_twell.architectures import FfnForm
 
 @dataclass
 class L1Inputs:
-    """What one layer needs to add the L1 gradient while a micro-batch runs; see `hf_twell.reference.inject_l1`."""
+    """What one layer needs to add the L1 gradient while a micro-batch runs; see `hf_twell.reference.inject_l1`.
+
+    `tokens` is how many the micro-batch holds, where no `token_weight` says so by its shape.
+    """
 
     scale: torch.Tensor
     token_weight: torch.Tensor | None
     tally: torch.Tensor
+    tokens: int | None = None
 
     def to(self, device: torch.device) -> "L1Inputs":
         """The same on x's device, where FSDP2 offloads the parameters, with which they are, to the CPU."""
         weight = None if self.token_weight is None else self.token_weight.to(device)
-        return L1Inputs(self.scale.to(device), weight, self.tally.to(device))
+        return L1Inputs(self.scale.to(device), weight, self.tally.to(device), self.tokens)
 
 
 @dataclass
@@ -87,11 +91,8 @@ class SparseFfn(nn.Module):
         l1 = self.twell.l1 if torch.is_grad_enabled() else None
         if l1 is not None and l1.tally.device != x.device:
             l1 = l1.to(x.device)
-        if l1 is not None and l1.token_weight is not None and l1.token_weight.shape != x.shape[:-1]:
-            raise ValueError(
-                f"{self.twell.name} got hidden states for {tuple(x.shape[:-1])} tokens, but the batch's attention_mask "
-                f"has shape {tuple(l1.token_weight.shape)}; pass the batch that the model really receives."
-            )
+        if l1 is not None:
+            _check_tokens(self.twell.name, x.shape[:-1], l1)
         if not _is_bare_relu(self._modules[form.activation]):
             return self._through_submodules(x, l1)
         if ops.resolve(self.twell.backend, x.device.type) != "reference" and not ops.transformed():
@@ -204,6 +205,23 @@ def _has_forward_of(cls: type, module: nn.Module) -> bool:
         forward = module.forward
         return isinstance(forward, types.MethodType) and forward.__code__ is cls.forward.__code__
     return "forward" not in vars(module)
+
+
+def _check_tokens(name: str, shape: torch.Size, l1: L1Inputs) -> None:
+    """Refuse hidden states that are not those of the micro-batch whose tokens were counted."""
+    if l1.token_weight is not None:
+        if l1.token_weight.shape == shape:
+            return
+        counted = f"attention_mask has shape {tuple(l1.token_weight.shape)}"
+    elif torch.compiler.is_compiling() or l1.tokens in (None, shape.numel()):  # a graph would be guarded by the number
+        return
+    else:
+        counted = f"input_ids hold {l1.tokens}, without an attention_mask"
+    raise ValueError(
+        f"{name} got hidden states for {tuple(shape)} tokens, but the batch's {counted}; the L1 term counts the "
+        "batch's tokens: pass the batch that the model really receives, with no virtual tokens added to it (prompt "
+        "tuning: use LoRA or prefix tuning) and no part of it left out."
+    )
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from torch import nn
 from transformers.utils import is_accelerate_available
 
 from hf_twell._density import Block, ModelChoice
-from hf_twell.batches import batch_size_tokens, token_weight
+from hf_twell.batches import batch_size_tokens, check_one_stream, token_weight
 from hf_twell.modeling import L1Inputs, sparse_ffns
 from hf_twell.reference import long_sum_dtype, new_tally
 
@@ -66,7 +66,8 @@ class L1Penalty:
             fp16 loss scale.
 
     Raises:
-        ValueError: a model without sparse blocks, or context or sequence parallelism, where ranks share sequences.
+        ValueError: a model without sparse blocks, an encoder-decoder, or context or sequence parallelism, where ranks
+            share sequences; after the first step, if the model ran more than once in a micro-batch.
 
     Source: arXiv 2603.23198, section 2 (the sum over neurons instead of their mean).
     """
@@ -77,6 +78,7 @@ class L1Penalty:
             raise ValueError(f"{type(model).__name__} has no sparse blocks; call hf_twell.sparsify(model) first")
         if not isinstance(l1_weight, int | float) or not 0 <= l1_weight < math.inf:
             raise ValueError(f"l1_weight={l1_weight!r}; give a finite number of at least 0")
+        check_one_stream(model)
         _check_ranks_share_no_sequence()
         self.l1_weight = l1_weight
         self.layer_weights: torch.Tensor | None = None
@@ -84,6 +86,7 @@ class L1Penalty:
         self._scale = None
         self._tallies = None
         self._step_tokens = None
+        self._checked = False
         self._window: StepCounts | None = None
         self._choice = ModelChoice()
         self._batch_tokens = 0.0  # of a micro-batch of this rank, padding included
@@ -145,6 +148,7 @@ class L1Penalty:
                 scale.to(tally.device),
                 None if weight is None else weight.to(tally.device, torch.float32, non_blocking=True),
                 tally,
+                batch_size_tokens(batch) if weight is None else None,
             )
         try:
             yield
@@ -184,6 +188,9 @@ class L1Penalty:
         self._window, self._step_tokens = wide, None
         for count in counts:
             count.zero_()
+        if not self._checked:  # the first step alone: it waits for the device
+            _check_counted_once(step)
+            self._checked = True
         self._choose_for_compiled(step)
         return step
 
@@ -262,6 +269,18 @@ def _unwatch(model: nn.Module) -> None:
     for key, hook in list(model._forward_pre_hooks.items()):
         if hook is _warn_of_no_step:
             del model._forward_pre_hooks[key]
+
+
+def _check_counted_once(step: StepCounts) -> None:
+    """Refuse counts of more tokens than the step has; on two forwards a dense model's neurons tell by them."""
+    tokens, most = step.tokens.item(), max(layer[1:].max().item() for layer in step.layers)
+    if most > 1.001 * tokens:  # beyond 2^24 tokens fp32 rounds
+        raise ValueError(
+            f"a neuron was active for {most:.0f} of the {tokens:.0f} tokens of the first optimizer step: its "
+            "micro-batches went through the model more than once with gradients (or backward did), and the L1 term "
+            "would count each time. Run the model once for each micro-batch, with all its rows in one batch, and under "
+            "torch.no_grad() what needs no gradient"
+        )
 
 
 def _check_ranks_share_no_sequence() -> None:
