@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from hf_twell import L1Penalty, SparsityCallback, measure_sparsity, sparsify
-from tests.conftest import TINY, tiny_llama
+from tests.conftest import TINY, relu_llama, tiny_llama
 from tests.one_step import L1_WEIGHT, KeepGradient, pad, rows
 
 COMMON = {
@@ -100,6 +100,12 @@ def check_exact(make, dense=tiny_llama):
     assert logs["twell/l0"] == pytest.approx(watch.l0, rel=1e-5)
     _, logs = trained(make, sparsify(dense()), target_density=0.1)
     assert logs["twell/l0"] == pytest.approx(watch.l0, rel=1e-5)
+
+
+def check_exact_without_callback(make):
+    task, _ = trained(make, relu_llama().train())
+    gradient, _ = trained(make, sparsify(tiny_llama()))
+    assert (gradient - task).norm() <= 1e-5 * task.norm()
 
 
 def check_refused(make, match: str, **callback):
@@ -360,13 +366,11 @@ def test_trainers_that_generate_are_refused(name, trl):
     options = {"options": lambda model: {"reward_funcs": rewards}, **arguments}
     make = trl_trainer(trl, name, prompts, **options)
     check_refused(make, f"{name}Trainer hands out batches of type list .* without SparsityCallback")
-    model = tiny_llama(hidden_act="relu")
-    model.load_state_dict(tiny_llama().state_dict())
-    task, _ = trained(make, model)
-    gradient, _ = trained(make, sparsify(tiny_llama()))
-    assert (gradient - task).norm() <= 1e-5 * task.norm()
+    check_exact_without_callback(make)
 
 
 def test_batches_of_other_keys_are_refused(trl):
     orpo = pytest.importorskip("trl.experimental.orpo")
-    check_refused(trl_trainer(orpo, "ORPO", pairs()), "ORPOTrainer hands out batches with keys .*'chosen_input_ids'")
+    make = trl_trainer(orpo, "ORPO", pairs())
+    check_refused(make, "ORPOTrainer hands out batches with keys .*'chosen_input_ids'")
+    check_exact_without_callback(make)
