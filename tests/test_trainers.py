@@ -141,7 +141,7 @@ TRANSFORMERS = {
     "tokens seen": {"include_num_input_tokens_seen": "non_padding"},
     "label smoothing": {"label_smoothing_factor": 0.1},
     "loss function": {"loss": loss_of_words},
-    "checkpointing": {"activation_checkpointing": True},
+    "checkpointing": {"gradient_checkpointing": True},
     "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
     "stream": {"dataset": Stream()},
     "stream, dispatched": {"dataset": Stream(), "accelerator_config": {"dispatch_batches": True}},
