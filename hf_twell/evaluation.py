@@ -80,7 +80,8 @@ def evaluate(
         that does not exist or is not finite is None.
 
     Raises:
-        ValueError: unknown task, split or argument; unusable data or text; lm-eval is not installed.
+        ValueError: unknown task, split or argument; unusable data or text; log-likelihoods that are NaN; lm-eval is not
+            installed.
         OSError: a file, the model, or a data set on the Hub cannot be read.
     """
     text = [text] if isinstance(text, str | Path) else list(text)
@@ -136,6 +137,8 @@ def _run_tasks(model, tokenizer, loaded, files, num_fewshot, *, limit, batch_siz
         # A copy, because lm-eval gives the tokenizer a padding token.
         lm = HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
     raw = run(lm, loaded, limit=limit, log_samples=log_samples)
+    for name, task in loaded["tasks"].items():
+        _check_finite(name, task, model.dtype)
     results = {}
     for name, values in raw["results"].items():
         task = loaded["tasks"].get(name)
@@ -150,6 +153,18 @@ def _run_tasks(model, tokenizer, loaded, files, num_fewshot, *, limit, batch_siz
             entry["samples"] = [_sample(sample) for sample in raw["samples"][name]]
         results[name] = entry
     return results
+
+
+def _check_finite(name: str, task, dtype: torch.dtype) -> None:
+    """lm-eval takes NaN for the largest of a row's log-likelihoods, and so makes an accuracy out of nothing."""
+    # A log-likelihood, one with whether greedy decoding agrees, or a text.
+    scores = [response[0] if isinstance(response, tuple) else response for i in task.instances for response in i.resps]
+    nan = sum(isinstance(score, float) and math.isnan(score) for score in scores)
+    if nan:
+        raise ValueError(
+            f"{name}: {nan} of {len(scores)} log-likelihoods are NaN in {str(dtype).removeprefix('torch.')}, so its "
+            "scores would mean nothing; load the model in bfloat16 or float32"
+        )
 
 
 def _metrics(values: dict) -> dict:

@@ -255,6 +255,15 @@ def test_without_lm_eval_only_text_is_scored(model, tokenizer, data_dir, tmp_pat
     assert result["text"][str(tmp_path / "text.txt")]["documents"] == 1
 
 
+@needs_lm_eval
+def test_no_scores_from_nan(model, tokenizer, data_dir):
+    """lm-eval would take each row's first choice, and report the share of rows where that is right."""
+    model.model.layers[1].mlp.down_proj.weight.data[0, 0] = math.nan
+    says = "arc_easy: 20 of 20 log-likelihoods are NaN in float32, .*; load the model in bfloat16 or float32"
+    with pytest.raises(ValueError, match=says):
+        evaluation.evaluate(model, tokenizer, ["arc_easy"], data_dir=data_dir)
+
+
 @pytest.mark.parametrize("length", [1, 2, 8, 9, 10, 11, 13, 40, 41])
 @pytest.mark.parametrize(("context", "stride"), [(8, 4), (7, 3), (1, 1)])
 def test_windows_score_every_token_once(length, context, stride):
