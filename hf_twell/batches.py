@@ -13,7 +13,7 @@ def token_weight(batch: Mapping) -> torch.Tensor | None:
     _check_tensor("attention_mask", mask)
     if mask.ndim != 2:
         raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)}; the L1 term needs (batch, sequence) to know padding. "
+            f"attention_mask has shape {tuple(mask.shape)}; only (batch, sequence) tells which tokens are padding. "
             "Leave the mask out where no position is padding."
         )
     return (mask != 0).float()

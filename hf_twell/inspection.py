@@ -14,7 +14,7 @@ import hf_twell
 from hf_twell.architectures import activation_keys, find_ffns
 from hf_twell.measurement import summary, tally, watching
 from hf_twell.passages import windows
-from hf_twell.perplexity import check_ids, evaluation_mode, model_context
+from hf_twell.perplexity import check_ids, evaluation_mode, input_device, model_context
 from hf_twell.places import Tables
 
 FORMAT_VERSION = 1
@@ -58,7 +58,8 @@ def inspect_text(
         "passage": {"text": [of each token], "l0": [[of each token] of each layer], "effective_neurons": likewise}.
 
     Raises:
-        ValueError: no text or token, a model whose blocks cannot be read, a tokenizer that does not fit the model.
+        ValueError: no text or token, a model whose blocks cannot be read, an h that is not finite, a tokenizer that
+            does not fit the model.
         OSError: a file cannot be read.
     """
     context = model_context(model, context)
@@ -66,7 +67,7 @@ def inspect_text(
         if value is not None and value < 1:
             raise ValueError(f"{name}={value}; give at least 1")
     sites, tallies = find_ffns(model), {}
-    decoder, device = model.get_decoder(), next(model.parameters()).device
+    decoder, device = model.get_decoder(), input_device(model)
     tables = Tables(len(sites), context, model.get_input_embeddings().num_embeddings, device)
     first = valid = padded = None
 

@@ -1,6 +1,7 @@
 """`measure_sparsity`: how many neurons of each layer a model really uses on given batches."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
@@ -11,7 +12,7 @@ from hf_twell.activity import LayerActivity
 from hf_twell.architectures import FfnSite, find_ffns
 from hf_twell.batches import batch_size_tokens, check_one_stream, token_weight
 from hf_twell.modeling import check_whole
-from hf_twell.perplexity import evaluation_mode
+from hf_twell.perplexity import evaluation_mode, input_device
 
 CPU_TOKENS = 2048  # of h, counted at a time
 
@@ -45,17 +46,23 @@ def measure_sparsity(
         "magnitude_sample" tokens, an even sample. What cannot be known (no whole run) is None.
 
     Raises:
-        ValueError: no tokens, an encoder-decoder, or a model whose blocks cannot be read.
+        ValueError: no tokens, a mask of another shape than the batch, an encoder-decoder, a model whose blocks cannot be
+            read or see other positions than the batch has (prompt tuning), or an h that is not finite.
     """
     tallies: dict[int, LayerActivity] = {}
     shape = valid = None
 
     def see(index: int, h: torch.Tensor) -> None:
+        if h.numel() != shape.numel() * h.shape[-1]:
+            raise ValueError(
+                f"{sites[index].name} sees {h.numel() // h.shape[-1]} positions where the batch has {shape.numel()}; "
+                "what adds positions (prompt tuning) cannot be measured: measure the base model"
+            )
         tally(tallies, sites, index, h.reshape(*shape, h.shape[-1]), valid)
 
     sites, tokens = find_ffns(model), 0
     check_one_stream(model)
-    device = next(model.parameters()).device
+    device = input_device(model)
     with watching(model, sites, see):
         for batch in tqdm(batches, desc="measuring sparsity", disable=not progress):
             batch = _inputs(batch, device)
@@ -65,6 +72,11 @@ def measure_sparsity(
             if counted:
                 ids = batch.get("input_ids")
                 shape = (batch["inputs_embeds"] if ids is None else ids).shape[:2]
+                if weight is not None and weight.shape != shape:
+                    raise ValueError(
+                        f"attention_mask has shape {tuple(weight.shape)}, the batch {tuple(shape)}; give one of the "
+                        "batch's shape, and no past_key_values"
+                    )
                 valid = None if weight is None else weight > 0
                 model(**batch)
                 tokens += counted
@@ -108,8 +120,18 @@ def tally(tallies: dict[int, LayerActivity], sites: list[FfnSite], index: int, h
 
 
 def summary(sites: list[FfnSite], tallies: dict[int, LayerActivity], tokens: int) -> dict[str, object]:
-    """What `measure_sparsity` returns, from the counts of every layer."""
+    """What `measure_sparsity` returns, from the counts of every layer.
+
+    Raises:
+        ValueError: an h that is not finite.
+    """
     layers = [{"name": site.name, **tallies[index].report()} for index, site in enumerate(sites)]
+    for layer in layers:
+        if not math.isfinite(layer["l1"]):  # infinite and NaN neurons would count as active
+            raise ValueError(
+                f"{layer['name']}: h is not finite, so figures of its activity would mean nothing; where float16 "
+                "overflows, load the model in bfloat16 or float32"
+            )
     mean = {key: sum(layer[key] for layer in layers) / len(layers) for key in ("l0", "density", "l1", "dead")}
     return {"tokens": tokens, **mean, "layers": layers}
 

@@ -45,6 +45,11 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def input_device(model: torch.nn.Module) -> torch.device:
+    """Where to put a model's inputs: of weights that accelerate offloads, only the meta device is seen."""
+    return next((weight.device for weight in model.parameters() if not weight.is_meta), torch.device("cpu"))
+
+
 def scoring_windows(length: int, context: int, stride: int) -> list[tuple[int, int, int]]:
     """Windows (start, first, end) over a sequence of `length` tokens, whose token 0 is given and never scored.
 
@@ -128,13 +133,13 @@ def text_loss(
     check_ids(model, tokenizer, torch.cat(sequences))
 
     spans.sort(key=lambda span: span[1] - span[3])  # longest first: too large a batch fails at once, padding is small
-    total = 0.0
+    total, device = 0.0, input_device(model)
     with evaluation_mode(model), tqdm(total=tokens, desc=f"Scoring {name}", unit="tok") as progress:
         for at in range(0, len(spans), batch_size):
             batch = spans[at : at + batch_size]
             inputs = [sequences[document][start : end - 1] for document, start, _, end in batch]
             input_ids = torch.nn.utils.rnn.pad_sequence(inputs, batch_first=True, padding_value=prefix)
-            logits_BTV = model(input_ids=input_ids.to(model.device), use_cache=False).logits
+            logits_BTV = model(input_ids=input_ids.to(device), use_cache=False).logits
             for (document, start, first, end), logits_TV in zip(batch, logits_BTV, strict=True):
                 scored = logits_TV[first - 1 - start : end - 1 - start].float()
                 targets = sequences[document][first:end].to(scored.device)

@@ -1,5 +1,6 @@
 """`hf-twell inspect`: its figures against a brute-force count, its files, and what it says when something is wrong."""
 
+import copy
 import io
 import json
 import lzma
@@ -20,6 +21,7 @@ from hf_twell.cli import main
 from hf_twell.cli.inspect import _asked_to_stop
 from hf_twell.inspection import inspect_text
 from hf_twell.passages import read_pieces, windows
+from hf_twell.perplexity import text_loss
 from hf_twell.places import LISTED_COUNT
 from hf_twell.report.findings import savings_sentence
 from hf_twell.savings import IF_DENSITIES, ffn_savings, predicted_share
@@ -59,6 +61,33 @@ def text(tmp_path) -> Path:
     long = "\n\n".join(documents)[2000:11000]
     path.write_text("\n<|endoftext|>\n".join([documents[0][:90], long, documents[2][:400]]) + "\n")
     return path
+
+
+def test_an_offloaded_model(relu_demo, tokenizer, text, relu_folder):
+    """Its weights are seen on the meta device, where inputs would be lost."""
+    accelerate = pytest.importorskip("accelerate")
+    model = AutoModelForCausalLM.from_pretrained(relu_folder)
+    model = accelerate.cpu_offload(model, execution_device="cpu")
+    figures = [inspect_text(m, tokenizer, [text], context=64, max_tokens=300)["layers"] for m in (relu_demo, model)]
+    assert figures[0] == figures[1]
+    losses = [text_loss(m, tokenizer, [text.read_text()[:500]])["nats_per_token"] for m in (relu_demo, model)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("command", ["inspect", "sparsify"])
+def test_no_figures_from_a_model_that_overflows(command, relu_demo, tokenizer, text, tmp_path, capsys):
+    """Infinite and NaN neurons would count as active, and NaN is no JSON."""
+    model = copy.deepcopy(relu_demo).half()
+    for linear in (model.model.layers[1].mlp.up_proj, model.model.layers[1].mlp.gate_proj):
+        linear.weight.data *= 3000
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    output = [str(tmp_path / "out")] if command == "sparsify" else ["--html", str(tmp_path / "out")]
+    assert main([command, str(tmp_path / "model"), *output, "--text", str(text)]) == 1
+    printed = capsys.readouterr()
+    assert "model.layers.1.mlp: h is not finite" in printed.err.splitlines()[-1]
+    assert not printed.out
+    assert not (tmp_path / "out").exists()
 
 
 @torch.no_grad()

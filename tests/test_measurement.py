@@ -185,6 +185,38 @@ def test_a_model_that_cannot_be_read():
         measure_sparsity(nn.Linear(2, 2), batches())
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_h_that_is_not_finite(value):
+    model = sparsify(tiny_llama())
+    ids = torch.tensor([[5, 6, 7, 8]])
+    model.get_input_embeddings().weight.data[8] = value
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp: h is not finite"):
+        measure_sparsity(model, [ids])
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (2, 12), (9, 2), (1, 9)])
+def test_a_mask_of_another_shape(shape):
+    batch = {"input_ids": torch.ones(2, 9, dtype=torch.long), "attention_mask": torch.ones(shape)}
+    with pytest.raises(ValueError, match=r"attention_mask has shape .*, the batch \(2, 9\)"):
+        measure_sparsity(sparsify(tiny_llama()), [batch])
+
+
+def test_prompt_tuning_is_refused():
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(ValueError, match=r"sees 26 positions where the batch has 18; .* measure the base model"):
+        measure_sparsity(peft.get_peft_model(sparsify(tiny_llama()), config), batches()[:1])
+
+
+def test_an_offloaded_model():
+    """Its weights are seen on the meta device, where inputs would be lost."""
+    accelerate = pytest.importorskip("accelerate")
+    truth = measure_sparsity(sparsify(tiny_llama()), batches())
+    model = accelerate.cpu_offload(sparsify(tiny_llama()), execution_device="cpu")
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert measure_sparsity(model, batches()) == truth
+
+
 def state(model):
     return [(module.training, len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
 
