@@ -60,10 +60,15 @@ def windows(tokenizer, files: Iterable[str | Path], length: int, **options) -> I
 
     Args:
         options: for `read_pieces`.
+
+    Raises:
+        ValueError: windows of BOS alone.
     """
     own = tokenizer("")["input_ids"]
     start = own[:1] if own and own[0] == tokenizer.bos_token_id else []
-    step = max(1, length - len(start))
+    step = length - len(start)
+    if step < 1:
+        raise ValueError(f"context={length} leaves no token beside the one that starts each window; give 2 or more")
     for path in files:
         ids: list[int] = []
         for text, ends in read_pieces(path, **options):

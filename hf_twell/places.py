@@ -7,6 +7,7 @@ LISTED_TOKENS = 20
 LISTED_COUNT = 10
 PASSAGE_TOKENS = 160
 _EXACT_POSITIONS = 8  # after these, positions come in ranges that double
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's mark, which decoding drops at the beginning of a text
 _MEASURES = ("l0", "effective_neurons")
 
 
@@ -111,5 +112,7 @@ class Tables:
 
 def readable(tokenizer, id_: int) -> str:
     """A token as text; the tokenizer's own name of it where it is only a part of a character."""
-    text = tokenizer.decode([id_])
-    return text if text and "\N{REPLACEMENT CHARACTER}" not in text else str(tokenizer.convert_ids_to_tokens(id_))
+    text, name = tokenizer.decode([id_]), str(tokenizer.convert_ids_to_tokens(id_))
+    if name.startswith(_SPACE):
+        return name.replace(_SPACE, " ")
+    return text if text and "\N{REPLACEMENT CHARACTER}" not in text else name

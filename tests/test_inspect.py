@@ -22,7 +22,7 @@ from hf_twell.cli.inspect import _asked_to_stop
 from hf_twell.inspection import inspect_text
 from hf_twell.passages import read_pieces, windows
 from hf_twell.perplexity import text_loss
-from hf_twell.places import LISTED_COUNT
+from hf_twell.places import LISTED_COUNT, readable
 from hf_twell.report.findings import savings_sentence
 from hf_twell.savings import IF_DENSITIES, ffn_savings, predicted_share
 from hf_twell.text import read_documents
@@ -300,6 +300,7 @@ def test_command(relu_folder, text, tmp_path, capsys):
         (lambda p: [str(DEMO / "model"), "--text", str(HELDOUT), "--context", "9999"], "context"),
         (lambda p: [str(DEMO / "model"), "--text", str(HELDOUT), "--tokens", "0"], "at least 1"),
         (lambda p: [str(DEMO / "model"), "--text", str(HELDOUT), "--html", "no/such/p.html"], "--html"),
+        (lambda p: [str(DEMO / "model"), "--text", str(HELDOUT), "--context", "1"], "context=1 leaves no token"),
         (lambda p: [str(gpt2(p)), "--text", str(HELDOUT)], "GPT2LMHeadModel"),
     ],
 )
@@ -315,6 +316,32 @@ def test_mistakes_end_in_one_line(make, says, tmp_path, capsys, monkeypatch):
 def written(folder: Path, content: bytes, name: str = "text.txt") -> Path:
     (folder / name).write_bytes(content)
     return folder / name
+
+
+@pytest.mark.parametrize("arguments", [["inspect", "--html"], ["inspect", "--output"], ["eval", "--output"]])
+def test_the_text_is_not_overwritten(arguments, tmp_path, capsys):
+    (tmp_path / "link.txt").symlink_to(written(tmp_path, b"A few words."))
+    command, option = arguments
+    files = ["--text", str(tmp_path / "text.txt"), option, str(tmp_path / "link.txt")]
+    assert main([command, str(DEMO / "model"), *files]) == 1
+    assert "is the text itself" in capsys.readouterr().err.splitlines()[-1]
+    assert (tmp_path / "text.txt").read_bytes() == b"A few words."
+
+
+def test_a_files_name_that_is_no_utf8(tmp_path):
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.txt"))
+    path.write_text("A few words.")
+    page = tmp_path / "page.html"
+    assert main(["inspect", str(DEMO / "model"), "--text", str(path), "--html", str(page), "--json"]) == 0
+    assert "caf?.txt" in page.read_text(encoding="utf-8")
+
+
+def test_tokens_of_sentencepiece_keep_their_spaces():
+    tokenizer = AutoTokenizer.from_pretrained(shared_path("data/stories260K-hf"))
+    text = "Once upon a time, there was"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert "".join(readable(tokenizer, id_) for id_ in ids) == " " + text
+    assert readable(tokenizer, 1) == "<s>"
 
 
 def gpt2(folder: Path) -> Path:

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: in one line, what was given and what is wrong with it.
     """
-    check_output("--output", args.output)
+    check_output("--output", args.output, args.text)
     with stdout_for_result():
         result = _evaluate(args)
     text = json.dumps(result, indent=2, allow_nan=False)

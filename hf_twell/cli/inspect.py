@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Inspect, write the files, then print a summary or JSON; 130 where Ctrl-C cut it short."""
     for name in ("html", "output"):
-        check_output(f"--{name}", getattr(args, name))
+        check_output(f"--{name}", getattr(args, name), args.text)
     with stdout_for_result():
         result = _inspect(args)
         from hf_twell.report.page import render
@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
                 Path(args.output).write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         if args.html:
             with writing(args.html):
-                Path(args.html).write_text(render(result), encoding="utf-8")
+                # A file's name need not be UTF-8.
+                Path(args.html).write_text(render(result), encoding="utf-8", errors="replace")
     finally:  # shown even where a full disk does not take it
         if args.json:
             print_json(result)

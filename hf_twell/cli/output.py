@@ -14,16 +14,18 @@ def stdout_for_result() -> Iterator[None]:
         yield
 
 
-def check_output(option: str, path: str | None) -> None:
+def check_output(option: str, path: str | None, inputs: Sequence[str] = ()) -> None:
     """Refuse, before long work, a file that could not be written after it.
 
     Raises:
-        ValueError: `path` is a folder, or lies in none.
+        ValueError: `path` is a folder, lies in none, or is one of the files to read.
     """
     if path and Path(path).is_dir():
         raise ValueError(f"{option} {path} is a folder; name a file")
     if path and not Path(path).absolute().parent.is_dir():
         raise ValueError(f"{option} {path}: its folder does not exist; create it first")
+    if path and Path(path).exists() and any(Path(file).exists() and Path(path).samefile(file) for file in inputs):
+        raise ValueError(f"{option} {path} is the text itself, which would be lost; name another file")
 
 
 @contextlib.contextmanager
