@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
+from hf_twell.config_files import one_line_errors
 from hf_twell.text import read_documents
 
 ROW_FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -117,9 +118,15 @@ def _rows(
         from datasets import load_dataset
     except ImportError:
         raise ValueError("reading datasets needs the package datasets: pip install 'hf_twell[train]'") from None
-    rows = load_dataset(hub, config, split=split, **options)
+    name = options.get("data_files", hub)
+    with one_line_errors(f"{name} cannot be read as rows"):
+        rows = load_dataset(hub, config, split=split, **options)
     # A stream may learn its columns from its first row only.
     for row in itertools.islice(rows, skip, None if take is None else skip + take):
         if column not in row:
-            raise ValueError(f"{hub} has no column {column!r}; it has {', '.join(row)}")
+            raise ValueError(f"{name} has no column {column!r}; it has {', '.join(row)}")
+        if not isinstance(row[column], str):
+            raise ValueError(
+                f"{name}: column {column!r} holds {row[column]!r:.40}, which is no text; leave such rows out"
+            )
         yield row[column]

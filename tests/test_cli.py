@@ -202,6 +202,36 @@ def test_bf16_needs_a_gpu_or_use_cpu(recipe, capsys):
     assert main(["train", str(recipe), *changes, "training.use_cpu=true"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ('{"words": "a"}', "rows.jsonl has no column 'text'; it has words"),
+        ('{"text": "a"}\n{"text": null}', "rows.jsonl: column 'text' holds None, which is no text"),
+        ('{"text": 3}', "rows.jsonl: column 'text' holds 3, which is no text"),
+        ('{"text": "a"}\n{"te', "rows.jsonl cannot be read as rows"),
+    ],
+)
+def test_bad_rows_end_in_one_line(rows, says, tmp_path, capsys):
+    pytest.importorskip("datasets")
+    (tmp_path / "rows.jsonl").write_text(rows)
+    command = ["sparsify", str(DEMO / "model"), str(tmp_path / "out"), "--text", str(tmp_path / "rows.jsonl")]
+    assert main(command) == 1
+    # The log of datasets holds on to the standard error of an earlier test, and complains that it is closed.
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("hf-twell: error: ")
+    assert says in last
+
+
+@pytest.mark.parametrize("command", ["eval", "inspect"])
+def test_one_process_alone(command, capsys, monkeypatch):
+    """torchrun's processes would print and write the same twice."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main([command, str(DEMO / "model"), "--text", str(DEMO / "text" / "heldout.txt")]) == 1
+    assert f"{command} runs in one process" in error_line(capsys)
+    assert main(["doctor", "--json"]) == 0
+
+
 def test_train_reads_jsonl_and_reports(recipe, capsys):
     pytest.importorskip("datasets")
     rows = [json.dumps({"text": text}) for text in (recipe.parent / "train.txt").read_text().split("<|endoftext|>\n")]

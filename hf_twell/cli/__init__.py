@@ -37,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     elif rest:
         args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
+        _check_one_process(args.command)
         return args.run(args)
     except KeyboardInterrupt:
         print("\nhf-twell: interrupted", file=sys.stderr)
@@ -48,6 +49,12 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:
         print(f"hf-twell: error: {_one_line(error)}", file=sys.stderr)
         return 1
+
+
+def _check_one_process(command: str) -> None:
+    """Each process would do all of the work, on one device, and write the same files."""
+    if command not in ("train", "doctor") and "LOCAL_RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError(f"{command} runs in one process; start it without torchrun or accelerate launch")
 
 
 def _one_line(error: Exception) -> str:
