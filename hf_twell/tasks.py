@@ -36,7 +36,7 @@ def load_tasks(
 
     Raises:
         ValueError: unknown task or split, a task without local files, unusable rows, examples that could only be drawn
-            from the rows that are scored, or lm-eval is not installed.
+            from the rows that are scored or that the task takes none of, or lm-eval is not installed.
         OSError: a local file is missing, or a data set cannot be fetched.
     """
     try:
@@ -117,7 +117,12 @@ def _find_examples(name: str, folder: Path, _: Path, scored: str) -> Path:
 
 
 def _check_examples(name: str, task) -> None:
-    """lm-eval draws from train rows, else validation rows, else in silence from the rows that it scores."""
+    """lm-eval draws from train rows, else validation rows, else in silence from the rows that it scores.
+
+    Its command passes over a number of examples in silence where the task's own definition says 0.
+    """
+    if task.get_config("num_fewshot") == 0:
+        raise ValueError(f"{name} is zero-shot by lm-eval's definition; use num_fewshot=0 for it")
     if task.fewshot_cfg.split is not None or task.has_training_docs():
         return
     if not (task.has_validation_docs() and task.has_test_docs()):

@@ -5,6 +5,7 @@ import math
 import random
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from hf_twell import evaluation, sparsify
 from hf_twell.cli import main
 from hf_twell.flips import answer_flips, answers, differing
 from hf_twell.perplexity import METRIC_PATH, token_log_likelihoods
+from hf_twell.tasks import _check_examples, _read_rows
 from tests.conftest import needs_lm_eval, shared_path, tiny_llama
 from tests.test_evaluation import ARC_ROWS, OFFLINE, arc_row, log_likelihood, write_rows
 
@@ -71,6 +73,28 @@ def test_examples_need_their_file(demo, data_dir):
 def test_too_few_examples(demo, data_dir):
     with pytest.raises(ValueError, match="num_fewshot=4: arc_easy has 3 rows"):
         evaluation.evaluate(*demo, ["arc_easy"], data_dir=data_dir, num_fewshot=4)
+
+
+@needs_lm_eval
+def test_zero_shot_tasks_take_no_examples(data_dir):
+    from lm_eval.tasks import TaskManager
+
+    definition = {
+        "task": "zero",
+        "dataset_path": "json",
+        "custom_dataset": lambda **_: {split: _read_rows(data_dir / "ARC-Easy-Test.jsonl", {"id"}) for split in "ab"},
+        "training_split": "a",
+        "test_split": "b",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answerKey}}",
+        "metric_list": [{"metric": "perplexity"}],
+        "output_type": "loglikelihood",
+    }
+    for changes, refused in (({}, False), ({"num_fewshot": 5}, False), ({"num_fewshot": 0}, True)):
+        manager = TaskManager(include_defaults=False)
+        (task,) = manager.load([definition | changes])["tasks"].values()
+        with pytest.raises(ValueError, match="zero-shot by lm-eval's definition") if refused else nullcontext():
+            _check_examples("zero", task)
 
 
 TASK = """
