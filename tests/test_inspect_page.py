@@ -178,6 +178,32 @@ def test_very_little_text(kind, tmp_path):
     assert [found["title"] for found in findings(result)]
 
 
+def test_one_layer(results):
+    for kind in ("dense", "sparse"):
+        result = copy.deepcopy(results[kind])
+        del result["layers"][1:]
+        for row in (*result["positions"], result["passage"]):
+            row["l0"], row["effective_neurons"] = row["l0"][:1], row["effective_neurons"][:1]
+        assert "<h1>" in render({**result, "savings": None})
+
+
+def test_silent_layers_have_no_shares(results):
+    """A layer in which nothing fires has no hottest and no strongest neurons, and does not lower the others' means."""
+    result = {**copy.deepcopy(results["sparse"]), "savings": None}
+    result["layers"] = [copy.deepcopy(result["layers"][3]) for _ in range(4)]
+    said = [found["text"] for found in findings(result) if "tenth" in found["text"] or "strongest" in found["text"]]
+    assert len(said) == 2
+    for silent in (result["layers"][:2], result["layers"]):
+        for layer in silent:
+            layer["magnitude_sample"] = 0
+            for kind in ("hottest_share", "magnitude_share"):
+                layer[kind] = dict.fromkeys(layer[kind])
+        rest = said if silent is not result["layers"] else []
+        assert [found["text"] for found in findings(result) if found["text"] in said] == rest
+        assert ("strongest 10 % carry" in render(result)) == bool(rest)
+    assert not any("carry" in found["text"] for found in findings(result))
+
+
 def test_percent():
     shown = {0: "0 %", 0.00049: "0.049 %", 0.0123: "1.2 %", 0.1: "10 %", 0.996: "99.6 %", 0.99999: "99.9 %", 1: "100 %"}
     assert {value: percent(value) for value in shown} == shown

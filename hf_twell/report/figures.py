@@ -1,6 +1,6 @@
 """Which plots an inspection gets, and what each says in words."""
 
-from hf_twell.report.findings import measure, milliseconds, number
+from hf_twell.report.findings import mean_share, measure, milliseconds, number
 from hf_twell.report.plots import Plot, log_scale
 
 RUN_LENGTHS = ("16", "64", "128")
@@ -16,7 +16,7 @@ def layer_plot(result: dict) -> Plot:
         "layer",
         f"{name} per token",
     )
-    plot.y_axis(max(*means, *highs), number)
+    plot.y_axis(max([*means, *highs]), number)
     tips = [f"layer {index}: {number(value)} {name} per token" for index, value in enumerate(means)]
     plot.bars(means, tips)
     if highs:
@@ -26,19 +26,22 @@ def layer_plot(result: dict) -> Plot:
     return plot
 
 
-def magnitude_plot(result: dict) -> Plot:
+def magnitude_plot(result: dict) -> Plot | None:
     layers = result["layers"]
-    shares = {top: [100 * (layer["magnitude_share"][top] or 0) for layer in layers] for top in ("1%", "5%", "10%")}
+    known = [(index, layer["magnitude_share"]) for index, layer in enumerate(layers) if layer["magnitude_sample"]]
+    if not known:
+        return None
+    shares = {top: [(index, 100 * share[top]) for index, share in known] for top in ("1%", "5%", "10%")}
     plot = Plot(
         "How much of a token's activity its strongest neurons carry",
-        "; ".join(f"layer {i}: strongest 10 % carry {value:.0f} %" for i, value in enumerate(shares["10%"])),
+        "; ".join(f"layer {i}: strongest 10 % carry {value:.0f} %" for i, value in shares["10%"]),
         "layer",
         "share of the sum of |h| (%)",
     )
     plot.y_axis(100, number)
     plot.x_scale = lambda x: (x + 0.5) / len(layers)
-    for series, (top, values) in zip("cba", shares.items(), strict=True):
-        plot.line(list(enumerate(values)), series, f"strongest {top.replace('%', ' %')}")
+    for series, (top, points) in zip("cba", shares.items(), strict=True):
+        plot.line(points, series, f"strongest {top.replace('%', ' %')}")
     plot.x_ticks([(index, str(index)) for index in range(len(layers))])
     return plot
 
@@ -91,10 +94,10 @@ def count_plot(result: dict) -> Plot:
 
 def hottest_plot(result: dict) -> Plot | None:
     layers = result["layers"]
-    if not result["sparse"] or layers[0]["hottest_share"]["1%"] is None:
+    if not result["sparse"] or mean_share(layers, "hottest_share", "1%") is None:
         return None
     shares = [float(key[:-1]) for key in layers[0]["hottest_share"]]
-    means = [100 * sum(layer["hottest_share"][f"{s:g}%"] or 0 for layer in layers) / len(layers) for s in shares]
+    means = [100 * mean_share(layers, "hottest_share", f"{s:g}%") for s in shares]
     plot = Plot(
         "Share of all firings that the most active neurons have",
         "; ".join(f"hottest {s:g} %: {mean:.0f} % of firings" for s, mean in zip(shares, means, strict=True)),

@@ -10,7 +10,7 @@ def headline(result: dict) -> str:
     layers = result["layers"]
     width = _mean(layer["intermediate_size"] for layer in layers)
     if not result["sparse"]:
-        top = _mean(layer["magnitude_share"]["10%"] or 0 for layer in layers)
+        top = mean_share(layers, "magnitude_share", "10%")
         return (
             f"This model is dense: {number(result['l0'])} of {number(width)} neurons fire for every token. "
             f"The strongest tenth carries {percent(top)} of a token's activity."
@@ -57,6 +57,12 @@ def savings_sentence(savings: dict) -> str:
         f"Feed-forward blocks on this machine ({how}): {_gain(decode)} in decode (one token) and {_gain(prefill)} in "
         f"prefill ({savings['tokens']['prefill']:,} tokens).{small}"
     )
+
+
+def mean_share(layers: list[dict], kind: str, top: str) -> float | None:
+    """The mean of a share over the layers that have it: one in which nothing fires has none."""
+    known = [layer[kind][top] for layer in layers if layer[kind][top] is not None]
+    return _mean(known) if known else None
 
 
 def number(value: float) -> str:
@@ -157,9 +163,9 @@ def _neighbours(result):
 
 
 def _hottest(result):
-    if not result["sparse"] or result["layers"][0]["hottest_share"]["10%"] is None:
+    share = mean_share(result["layers"], "hottest_share", "10%")
+    if not result["sparse"] or share is None:
         return None
-    share = _mean(layer["hottest_share"]["10%"] or 0 for layer in result["layers"])
     return {
         "title": "Few neurons do most of the firing" if share >= 0.5 else "Firing is spread over many neurons",
         "text": f"The tenth of a layer's neurons that fires most has {percent(share)} of all firings.",
@@ -167,7 +173,9 @@ def _hottest(result):
 
 
 def _magnitude(result):
-    shares = [_mean(layer["magnitude_share"][top] or 0 for layer in result["layers"]) for top in ("1%", "5%", "10%")]
+    shares = [mean_share(result["layers"], "magnitude_share", top) for top in ("1%", "5%", "10%")]
+    if shares[2] is None:
+        return None
     return {
         "title": "A few neurons carry most of a token" if shares[2] >= 0.75 else "A token's activity is spread widely",
         "text": "Of a token's sum of |h|, its strongest 1 / 5 / 10 % of neurons carry "
