@@ -14,7 +14,7 @@ import transformers
 
 import hf_twell
 from hf_twell.loading import load_model, load_tokenizer
-from hf_twell.perplexity import evaluation_mode, text_loss
+from hf_twell.perplexity import check_ids, evaluation_mode, text_loss
 from hf_twell.tasks import DATA_FILES, DEFAULT_TASKS, load_tasks, quiet_logs
 from hf_twell.text import read_documents
 
@@ -96,7 +96,11 @@ def evaluate(
         model, tokenizer = load_model(model, tokenizer, dtype=dtype, device=device)
         model = on_load(model) if on_load else model
     elif tokenizer is None or isinstance(tokenizer, str | Path):
+        if not (tokenizer or model.config._name_or_path):
+            raise ValueError("the model comes from no folder that could hold its tokenizer; give the tokenizer too")
         tokenizer = load_tokenizer(tokenizer or model.config._name_or_path)
+    if model.get_output_embeddings() is None:
+        raise ValueError(f"{type(model).__name__} predicts no tokens; load the model by AutoModelForCausalLM")
 
     result = {
         "model": str(model.config._name_or_path) or type(model).__name__,
@@ -133,9 +137,13 @@ def _run_tasks(model, tokenizer, loaded, files, num_fewshot, *, limit, batch_siz
             raise ValueError(f"num_fewshot={num_fewshot}: {name} has {examples} rows to draw examples from; give less")
         task.set_config("num_fewshot", num_fewshot)
         task.set_fewshot_seed(seed=1234)
+    if model.device.type == "meta":
+        raise ValueError("lm-eval cannot feed a model whose embeddings are offloaded; keep them on a device")
     with quiet_logs():
         # A copy, because lm-eval gives the tokenizer a padding token.
         lm = HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
+    lm.tok_encode = _checked(lm.tok_encode, lambda ids: ids, model, tokenizer)
+    lm.tok_batch_encode = _checked(lm.tok_batch_encode, lambda encoded: encoded[0], model, tokenizer)
     raw = run(lm, loaded, limit=limit, log_samples=log_samples)
     for name, task in loaded["tasks"].items():
         _check_finite(name, task, model.dtype)
@@ -153,6 +161,19 @@ def _run_tasks(model, tokenizer, loaded, files, num_fewshot, *, limit, batch_siz
             entry["samples"] = [_sample(sample) for sample in raw["samples"][name]]
         results[name] = entry
     return results
+
+
+def _checked(encode: Callable, ids_of: Callable, model, tokenizer) -> Callable:
+    """lm-eval's encoding, with another model's tokenizer refused before its ids reach the embeddings."""
+
+    def encode_checked(*args, **options):
+        encoded = encode(*args, **options)
+        ids = ids_of(encoded)
+        for row in ids if len(ids) and isinstance(ids[0], list) else [ids]:
+            check_ids(model, tokenizer, torch.as_tensor(row))
+        return encoded
+
+    return encode_checked
 
 
 def _check_finite(name: str, task, dtype: torch.dtype) -> None:

@@ -256,6 +256,23 @@ def test_without_lm_eval_only_text_is_scored(model, tokenizer, data_dir, tmp_pat
 
 
 @needs_lm_eval
+def test_models_and_tokenizers_that_do_not_fit(model, tokenizer, data_dir):
+    larger = copy.deepcopy(tokenizer)
+    larger.add_tokens(["Question"])
+    with pytest.raises(ValueError, match="makes token 320, but the model has only 320 embeddings"):
+        evaluation.evaluate(model, larger, ["arc_easy"], data_dir=data_dir)
+    with pytest.raises(ValueError, match="give the tokenizer too"):
+        evaluation.evaluate(model, None, ["arc_easy"], data_dir=data_dir)
+    with pytest.raises(ValueError, match="LlamaModel predicts no tokens; load the model by AutoModelForCausalLM"):
+        evaluation.evaluate(model.model, tokenizer, ["arc_easy"], data_dir=data_dir)
+    accelerate = pytest.importorskip("accelerate")
+    with pytest.raises(ValueError, match="whose embeddings are offloaded"):
+        evaluation.evaluate(
+            accelerate.cpu_offload(model, execution_device="cpu"), tokenizer, ["arc_easy"], data_dir=data_dir
+        )
+
+
+@needs_lm_eval
 def test_no_scores_from_nan(model, tokenizer, data_dir):
     """lm-eval would take each row's first choice, and report the share of rows where that is right."""
     model.model.layers[1].mlp.down_proj.weight.data[0, 0] = math.nan
