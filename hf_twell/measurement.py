@@ -46,8 +46,8 @@ def measure_sparsity(
         "magnitude_sample" tokens, an even sample. What cannot be known (no whole run) is None.
 
     Raises:
-        ValueError: no tokens, a mask of another shape than the batch, an encoder-decoder, a model whose blocks cannot be
-            read or see other positions than the batch has (prompt tuning), or an h that is not finite.
+        ValueError: no tokens, a mask of another shape than the batch, an encoder-decoder, a model whose blocks cannot
+            be read or see other positions than the batch has (prompt tuning), or an h that is not finite.
     """
     tallies: dict[int, LayerActivity] = {}
     shape = valid = None
