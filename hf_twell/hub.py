@@ -42,7 +42,7 @@ def push_to_hub(
     max_shard_size: int | str | None = None,
     **options,
 ) -> dict:
-    """Publish a sparsified model, or the adapter of a PEFT model on a sparsified base, with our model card.
+    """Publish a sparsified model, or the active adapter of a PEFT model on a sparsified base, with our model card.
 
     A sparsified model's own `model.push_to_hub(repo_id, ...)` is this, until `unpatch`; it takes all arguments of
     Transformers' method.
@@ -57,7 +57,7 @@ def push_to_hub(
         max_shard_size: of the weight files, as `save_pretrained` has it.
         options: `card`, `tags`, `token`, `private`, `revision`, `commit_message`, ..., as `push_folder` has them.
 
-    Returns, Raises: as `push_folder`; ValueError where the model has no sparse blocks.
+    Returns, Raises: as `push_folder`; ValueError where the model has no sparse blocks, or several active adapters.
     """
     if not isinstance(model, nn.Module) or not sparse_ffns(model):
         raise ValueError(
@@ -66,7 +66,11 @@ def push_to_hub(
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "model")
         if hasattr(model, "peft_config"):  # an adapter's own config names its base
-            save_adapter(model, folder, tokenizer)
+            active = _active_adapter(model)
+            save_adapter(model, folder)
+            folder = folder / active if (folder / active).is_dir() else folder  # peft's place for all but "default"
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
         else:
             save_model(model, folder, tokenizer, **({"max_shard_size": max_shard_size} if max_shard_size else {}))
             base_model = base_model or model.config._name_or_path
@@ -185,6 +189,16 @@ def use_model_card(trainer, *, base_model: str | None = None, sparsity=None, sco
     """
     figures = {"base_model": base_model, "sparsity": sparsity, "scores": scores}
     trainer.create_model_card = functools.partial(_write_trainer_card, trainer, figures)
+
+
+def _active_adapter(model: nn.Module) -> str:
+    active = model.active_adapters
+    if len(active) != 1:
+        raise ValueError(
+            f"the adapters {', '.join(active)} are active together, and a repository holds one; choose it with "
+            "model.set_adapter(name), or combine them with model.add_weighted_adapter(...)"
+        )
+    return active[0]
 
 
 def _adapter_base(folder: Path, config: Mapping, base_model: str | None) -> str:

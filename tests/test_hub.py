@@ -204,6 +204,40 @@ def test_trainer_models_and_adapters(hub, tmp_path):
     assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
 
 
+PUSH_NAMED = """
+import sys, torch, hf_twell, peft
+sys.path.insert(0, {root!r})
+from tests.conftest import tiny_llama
+config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["gate_proj"])
+model = peft.get_peft_model(hf_twell.sparsify(tiny_llama()), config, adapter_name="named")
+hf_twell.push_to_hub(model, "me/named", base_model="me/base")
+model = peft.get_peft_model(hf_twell.sparsify(tiny_llama()), config)
+model.add_adapter("better", peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["gate_proj"]))
+hf_twell.push_to_hub(model, "me/first", base_model="me/base")
+model.set_adapter("better")
+hf_twell.push_to_hub(model, "me/better", base_model="me/base")
+model.base_model.set_adapter(["default", "better"])
+try:
+    hf_twell.push_to_hub(model, "me/both", base_model="me/base")
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_the_active_adapter_is_published(hub, tmp_path):
+    done = run(hub, tmp_path, PUSH_NAMED.format(root=str(Path(__file__).parents[1])))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("the adapters default, better are active together")
+    assert "me/both" not in hub.repos
+    for name, rank in (("named", 2), ("first", 2), ("better", 3)):
+        published = hub.repos[f"me/{name}"]
+        assert set(published) == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+        assert {min(weights.shape) for weights in load(published["adapter_model.safetensors"]).values()} == {rank}
+        config = json.loads(published["adapter_config.json"])
+        assert (config["r"], config["base_sparsified_by_hf_twell"]["version"]) == (rank, 1)
+        assert f'load_adapter("me/{name}")' in published["README.md"].decode()
+
+
 def test_an_upload_that_breaks_off(hub, sparse, tmp_path):
     before = contents(sparse)
     hub.fail = ("POST", "/commit/", 507)
