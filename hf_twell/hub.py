@@ -21,7 +21,7 @@ from hf_twell.adapters import (
     sparse_base,
 )
 from hf_twell.card import adapter_card, is_repo, model_card
-from hf_twell.checkpoints import STATE_NAME, save_model
+from hf_twell.checkpoints import CHAT_TEMPLATES, STATE_NAME, save_model
 from hf_twell.config_files import read_config
 from hf_twell.loading import check_checkpoint
 from hf_twell.modeling import sparse_ffns
@@ -124,7 +124,8 @@ def push_folder(
     paths = sorted(
         path for path in folder.iterdir() if path.is_file() and not any(fnmatch(path.name, p) for p in LEFT_OUT)
     )
-    contents = {path.name: str(path) for path in paths}
+    paths += sorted(folder.glob(f"{CHAT_TEMPLATES}/*.jinja"))
+    contents = {path.relative_to(folder).as_posix(): str(path) for path in paths}
     if ADAPTER_CONFIG in contents:  # its own base may be a folder of this machine
         config = read_adapter_config(folder)
         config["base_model_name_or_path"] = _adapter_base(folder, config, base_model)

@@ -204,6 +204,18 @@ def test_trainer_models_and_adapters(hub, tmp_path):
     assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
 
 
+def test_every_chat_template_is_published(hub, tmp_path):
+    """Transformers writes all but the first into a folder of their own."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    save_model(hf_twell.sparsify(tiny_llama()), tmp_path / "sparse", tokenizer)
+    done = hf_twell_command(hub, tmp_path, "push", tmp_path / "sparse", "me/tools")
+    assert done.returncode == 0, done.stderr
+    published = hub.repos["me/tools"]
+    assert published["chat_template.jinja"] == b"{{ messages }}"
+    assert published["additional_chat_templates/tool_use.jinja"] == b"{{ tools }}"
+
+
 PUSH_NAMED = """
 import sys, torch, hf_twell, peft
 sys.path.insert(0, {root!r})
