@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import rotate_checkpoints
 
 from hf_twell.checkpoints import STATE_NAME, last_checkpoint, read_state, write_state
 
@@ -50,12 +51,19 @@ class CompleteCheckpoints(TrainerCallback):
         self.trainer.accelerator.wait_for_everyone()
         if args.should_save:
             write_state(self.folder(), {**method_of(self.trainer), **self.state})
+            best = self.trainer.state.best_model_checkpoint
+            rotate_checkpoints(str(self.folder().parent), args.save_total_limit, best, use_mtime=True)
 
     def _save_checkpoint(self, save_checkpoint, *args, **kwargs):
         # The folder may hold the complete checkpoint of another run; it is not complete while it is written over.
         if self.trainer.args.should_save:
             (self.folder() / STATE_NAME).unlink(missing_ok=True)
-        return save_checkpoint(*args, **kwargs)
+        # The trainer would delete the last complete checkpoint before this one is complete: `on_save` does it after.
+        limit, self.trainer.args.save_total_limit = self.trainer.args.save_total_limit, None
+        try:
+            return save_checkpoint(*args, **kwargs)
+        finally:
+            self.trainer.args.save_total_limit = limit
 
     def _issue_warnings_after_load(self, issue_warnings, load_result):
         # Tied weights are saved once, under the name of the first: the others are not missing.

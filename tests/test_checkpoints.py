@@ -217,6 +217,16 @@ def test_a_checkpoint_written_over_is_not_complete_meanwhile(tmp_path):
     assert last_checkpoint(tmp_path) is None, "half of it is from another run"
 
 
+def test_the_last_complete_checkpoint_outlasts_the_saving_of_the_next(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(tmp_path, AtSave(2 * SAVE_STEPS, interrupt), save_total_limit=1).train()
+    assert last_checkpoint(tmp_path) == str(tmp_path / f"checkpoint-{SAVE_STEPS}")
+    trainer = make_trainer(tmp_path, save_total_limit=1)
+    trainer.train(resume_from_checkpoint=True)
+    assert [folder.name for folder in tmp_path.iterdir()] == [f"checkpoint-{STEPS}"]
+    assert trainer.args.save_total_limit == 1
+
+
 def test_a_checkpoint_is_complete_when_every_callback_has_saved(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.add_callback(AtSave(SAVE_STEPS, interrupt))  # after SparsityCallback
