@@ -194,6 +194,7 @@ def use_model_card(trainer, *, base_model: str | None = None, sparsity=None, sco
 
 def _active_adapter(model: nn.Module) -> str:
     active = model.active_adapters
+    active = active() if callable(active) else active  # of a Transformers model that took the adapter itself
     if len(active) != 1:
         raise ValueError(
             f"the adapters {', '.join(active)} are active together, and a repository holds one; choose it with "

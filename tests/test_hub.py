@@ -228,6 +228,9 @@ model.add_adapter("better", peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_m
 hf_twell.push_to_hub(model, "me/first", base_model="me/base")
 model.set_adapter("better")
 hf_twell.push_to_hub(model, "me/better", base_model="me/base")
+own = hf_twell.sparsify(tiny_llama())
+own.add_adapter(config, adapter_name="own")
+hf_twell.push_to_hub(own, "me/own", base_model="me/base")
 model.base_model.set_adapter(["default", "better"])
 try:
     hf_twell.push_to_hub(model, "me/both", base_model="me/base")
@@ -241,9 +244,10 @@ def test_the_active_adapter_is_published(hub, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("the adapters default, better are active together")
     assert "me/both" not in hub.repos
-    for name, rank in (("named", 2), ("first", 2), ("better", 3)):
+    for name, rank in (("named", 2), ("own", 2), ("first", 2), ("better", 3)):
         published = hub.repos[f"me/{name}"]
-        assert set(published) == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+        files = set(published) - {"generation_config.json"}  # which Transformers saves beside an adapter of its own
+        assert files == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
         assert {min(weights.shape) for weights in load(published["adapter_model.safetensors"]).values()} == {rank}
         config = json.loads(published["adapter_config.json"])
         assert (config["r"], config["base_sparsified_by_hf_twell"]["version"]) == (rank, 1)
