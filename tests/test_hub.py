@@ -242,7 +242,8 @@ except ValueError as error:
 def test_the_active_adapter_is_published(hub, tmp_path):
     done = run(hub, tmp_path, PUSH_NAMED.format(root=str(Path(__file__).parents[1])))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("the adapters default, better are active together")
+    # DeepSpeed, where it is installed, writes lines of its own before.
+    assert done.stdout.splitlines()[-1].startswith("the adapters default, better are active together")
     assert "me/both" not in hub.repos
     for name, rank in (("named", 2), ("own", 2), ("first", 2), ("better", 3)):
         published = hub.repos[f"me/{name}"]
