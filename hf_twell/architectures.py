@@ -112,6 +112,12 @@ def activation_keys(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[st
     return config, keys
 
 
+def other_activations(config: PreTrainedConfig) -> set[str]:
+    """The activations besides ReLU that a model's config names for its blocks."""
+    config = config.get_text_config()
+    return {getattr(config, key, None) for key in ACTIVATION_KEYS} - {"relu", None}
+
+
 def stock_class(module: nn.Module) -> type:
     """The module's own class, without the subclass that `sparsify` gives it."""
     return getattr(type(module), "stock_class", type(module))

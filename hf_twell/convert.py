@@ -8,7 +8,7 @@ from torch import nn
 
 from hf_twell import ops
 from hf_twell._layout import restore_down
-from hf_twell.architectures import ACTIVATION_KEYS, FfnSite, activation_keys, find_ffns, stock_class
+from hf_twell.architectures import FfnSite, activation_keys, find_ffns, other_activations, stock_class
 from hf_twell.convertible import check_convertible
 from hf_twell.modeling import FfnSettings, SparseFfn, sparse_class
 
@@ -125,8 +125,7 @@ def check_entry(config) -> dict | None:
             f"the conversion of this {config.model_type} model is unfinished: {reasons}. Go on with the "
             "training that saved it (`hf-twell train RECIPE --resume`)."
         )
-    text_config = config.get_text_config()
-    others = {getattr(text_config, key, "relu") for key in ACTIVATION_KEYS} - {"relu", None}
+    others = other_activations(config)
     if others:
         raise ValueError(
             f"the config's twell entry says that the model is sparse, but its activation is {others.pop()!r} and not "

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 from transformers import PreTrainedConfig
 
-from hf_twell.architectures import ACTIVATION_KEYS
+from hf_twell.architectures import other_activations
 
 
 def check_trainer(trainer) -> None:
@@ -59,7 +59,7 @@ def _warn_of_dense_reference(trainer) -> None:
     config = None if reference is None else getattr(trainer.accelerator.unwrap_model(reference), "config", None)
     if not isinstance(config, PreTrainedConfig):
         return
-    others = {getattr(config.get_text_config(), key, None) for key in ACTIVATION_KEYS} - {"relu", None}
+    others = other_activations(config)
     if others:
         warnings.warn(
             f"ref_model computes {', '.join(map(repr, sorted(others)))}, the trainer's model ReLU; without ref_model, "

@@ -17,6 +17,16 @@ from tests.conftest import tiny_llama
 LENGTHS = (5, 23, 9, 31, 3, 17, 12, 8)
 LABELS = sum(length - 1 for length in LENGTHS)
 L1_WEIGHT = 3.0  # makes the L1 term most of the gradient
+# One optimizer step on the CPU, whose gradient is not clipped.
+ONE_STEP = {
+    "max_steps": 1,
+    "max_grad_norm": 1e9,
+    "logging_steps": 1,
+    "report_to": [],
+    "save_strategy": "no",
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
 
 
 def rows() -> list[dict]:
@@ -55,16 +65,10 @@ def trainer_gradient(
 ):
     """The gradient just before the optimizer step, and the log row of that step."""
     common = {
+        **ONE_STEP,
         "output_dir": tempfile.mkdtemp(),
         "per_device_train_batch_size": len(LENGTHS) // accumulation // processes,
         "gradient_accumulation_steps": accumulation,
-        "max_steps": 1,
-        "max_grad_norm": 1e9,
-        "logging_steps": 1,
-        "report_to": [],
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
     }
     model = sparsify(tiny_llama())
     if kind == "Trainer":

@@ -25,19 +25,9 @@ from transformers import (
 
 from hf_twell import L1Penalty, SparsityCallback, measure_sparsity, sparsify
 from tests.conftest import TINY, relu_llama, tiny_llama
-from tests.one_step import L1_WEIGHT, KeepGradient, pad, rows
+from tests.one_step import L1_WEIGHT, ONE_STEP, KeepGradient, pad, rows
 
-COMMON = {
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "max_steps": 1,
-    "max_grad_norm": 1e9,
-    "logging_steps": 1,
-    "report_to": [],
-    "save_strategy": "no",
-    "use_cpu": True,
-    "disable_tqdm": True,
-}
+COMMON = {**ONE_STEP, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 
 
 class Watch:
