@@ -24,6 +24,7 @@ enum class LetNextStart { kEarly, kAfterGate, kAtEnd };
 struct Kernels {
   bool bulk_gate = false;  // sm90_decode_gate_up.cu, not decode_gate_up.cu; up to 8 tokens
   bool few = false;        // sm90_few_gate_up.cu and sm90_few_down.cu, neither of the above; any number of tokens
+  bool few_down = false;   // sm90_few_down.cu alone, after `bulk_gate`
   struct Fused {           // one kernel for all (sm90_decode_fused.cu), if takes_fused()
     bool use = false;
     int window_bytes = 64 << 10;  // of gate rows on their way to a thread block before the kernels ahead have ended
@@ -46,7 +47,7 @@ struct DecodePlan {
   // Byte offsets in the workspace.
   int64_t masks;     // uint16 (blocks, rounded up to even)
   int64_t arrivals;  // uint32 (slices): down-kernel blocks that left their partial sums; the gate kernel sets 0
-  int64_t products;  // h; with Kernels::few as (neuron, 8 * groups tokens)
+  int64_t products;  // h; for sm90_few_down.cu as (neuron, 8 * groups tokens)
   int64_t partials;  // float (slices, splits, 8 * lane_columns * 8 * groups), where splits > 1
   int64_t bytes;     // at least the fused kernel's shares of y, uint4 (blocks, tokens, D / 2), and silences
   Kernels kernels;
@@ -178,8 +179,8 @@ inline cudaError_t launch_gate_up(const Ffn& ffn, const DecodePlan& plan, const 
 inline cudaError_t launch_down(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
                                cudaStream_t stream) {
   if (plan.kernels.fused.use) return cudaSuccess;
-  return plan.kernels.few ? launch_few_down(ffn, plan, device, workspace, stream)
-                          : launch_portable_down(ffn, plan, workspace, stream);
+  return plan.kernels.few || plan.kernels.few_down ? launch_few_down(ffn, plan, device, workspace, stream)
+                                                   : launch_portable_down(ffn, plan, workspace, stream);
 }
 
 // How a kernel is launched. With `overlap` it may start before the kernel ahead of it has ended.

@@ -128,6 +128,15 @@ __global__ void __launch_bounds__(kWorkers, kBlocks <= 3 ? 2 : 1) bulk_gate_up_k
           h[j] *= up + bias_of<Half>(p.b_up, first + neuron, p.width);
         }
       }
+      if (p.by_neuron) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (j >= rest) break;
+          const int64_t neuron = first + active[rank + j];
+          reinterpret_cast<Half*>(p.products)[neuron * kTokens + token] = Half(h[j]);
+        }
+        continue;
+      }
       p.products[(static_cast<int64_t>(first_block + block) * kQuadsPerBlock + quad) * kTokens + token] =
           make_uint2(pack<Half>(h[0], h[1]), pack<Half>(h[2], h[3]));
     }
@@ -173,6 +182,7 @@ cudaError_t launch_bulk_gate_up(const Ffn& ffn, const DecodePlan& plan, const De
   BulkParams params{};
   static_cast<GateUpParams&>(params) = gate_up_params(ffn, plan, workspace);
   params.let_next_start = plan.kernels.let_next_start;
+  params.by_neuron = plan.kernels.few_down;
   return ffn.dtype == DType::kBFloat16 ? launch_for<__nv_bfloat16>(plan, params, device, stream)
                                        : launch_for<__half>(plan, params, device, stream);
 }

@@ -156,6 +156,13 @@ Kernels few_kernels(bool overlap) {
   return k;
 }
 
+// The bulk gate, then down as for more tokens.
+Kernels bulk_few_down(bool overlap, LetNextStart when = LetNextStart::kEarly) {
+  Kernels k = kernels(true, overlap, when);
+  k.few_down = true;
+  return k;
+}
+
 // Down in clusters of `splits`, whatever the shape.
 Kernels few_in_clusters(int splits, bool overlap = true) {
   Kernels k = few_kernels(overlap);
@@ -191,6 +198,9 @@ std::vector<Variant> checked_variants(const Ffn& f, const Device& device) {
     v.push_back({"bulk", kernels(true, true)});
     v.push_back({"bulk, serial", kernels(true, false)});
     v.push_back({"bulk, late", kernels(true, true, LetNextStart::kAfterGate, false)});
+    v.push_back({"bulk, few down", bulk_few_down(true)});
+    v.push_back({"bulk, few down, serial", bulk_few_down(false)});
+    v.push_back({"bulk, few down, late", bulk_few_down(true, LetNextStart::kAfterGate)});
   }
   if (is_hopper(device) && takes_fused(f, device)) {
     v.push_back({"fused", fused_kernels(true)});
@@ -489,6 +499,8 @@ std::vector<Variant> timed_variants(const Ffn& f, const Device& device) {
   if (takes_bulk(f, device)) {
     v.push_back({"B", kernels(true, true)});
     v.push_back({"B serial", kernels(true, false)});
+    v.push_back({"BF", bulk_few_down(true)});
+    v.push_back({"BF late", bulk_few_down(true, LetNextStart::kAfterGate)});
   }
   if (is_hopper(device) && takes_fused(f, device)) {
     add_fused(v);
@@ -502,6 +514,8 @@ std::vector<Variant> spaced_variants(const Ffn& f, const Device& device) {
   if (takes_bulk(f, device)) {
     v.push_back({"B", kernels(true, true)});
     v.push_back({"B serial", kernels(true, false)});
+    v.push_back({"BF", bulk_few_down(true)});
+    v.push_back({"BF late", bulk_few_down(true, LetNextStart::kAfterGate)});
   }
   v.push_back({"F", few_kernels(true)});
   if (!takes_fused(f, device)) return v;
@@ -756,6 +770,9 @@ std::vector<Chain> checked_chains() {
     chains.push_back({"fused, 24 KiB", tokens, fused_kernels(true, 1000, 24), single});
     chains.push_back({"fused, 96 KiB, warm", tokens, fused_kernels(true, 1000, 96, true), single});
     chains.push_back({"fused, impatient, warm", tokens, fused_kernels(true, 0, 64, true), single});
+  }
+  for (const int tokens : {1, 8}) {
+    chains.push_back({"bulk, few down", tokens, bulk_few_down(true), bulk_few_down(false)});
   }
   for (const int tokens : {3, 8, 9, 16, 64}) {
     chains.push_back({"few", tokens, few_kernels(true), few_kernels(false)});
