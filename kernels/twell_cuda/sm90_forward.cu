@@ -14,19 +14,21 @@ namespace {
 // Room for the columns of one chunk. A chunk of dense tokens fills it, so it bounds memory at any density and any T.
 constexpr int64_t kColumnBytes = int64_t{192} << 20;
 
-int64_t forward_blocks(const Ffn& ffn) { return sm90::chunk_blocks(ffn, kColumnBytes, 1); }
+int64_t forward_blocks(const Ffn& ffn, const Device& device) {
+  return sm90::chunk_blocks_in_rounds(ffn, kColumnBytes, 1, device.sm_count);
+}
 
 }  // namespace
 
-int64_t sm90_workspace_bytes(const Ffn& ffn, const Device&) {
+int64_t sm90_workspace_bytes(const Ffn& ffn, const Device& device) {
   sm90::Active active;
   sm90::Cutter cutter(nullptr);
-  sm90::place_active(ffn, forward_blocks(ffn), false, cutter, &active);
+  sm90::place_active(ffn, forward_blocks(ffn, device), false, cutter, &active);
   return cutter.used();
 }
 
 cudaError_t sm90_forward(const Ffn& ffn, const Device& device, void* workspace, cudaStream_t stream) {
-  const int64_t blocks = forward_blocks(ffn);
+  const int64_t blocks = forward_blocks(ffn, device);
   sm90::Chunk chunk{};
   sm90::Cutter cutter(workspace);
   sm90::place_active(ffn, blocks, false, cutter, &chunk.active);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <numeric>
 
 #include "sm90_call.h"
 
@@ -30,6 +31,17 @@ inline int64_t chunk_blocks(const Ffn& ffn, int64_t bytes, int buffers) {
   const int64_t blocks = count_blocks(ffn), block_bytes = int64_t{ffn.width} * kBlockTokens * 2 * buffers;
   const int64_t most = std::clamp<int64_t>(bytes / block_bytes, 1, kMaxBlocks), chunks = (blocks + most - 1) / most;
   return (blocks + chunks - 1) / std::max<int64_t>(chunks, 1);
+}
+
+// The same, but as many as fill whole rounds of the gate's thread blocks, tiles of 256 neurons, where that makes no more
+// chunks: then the last one alone ends in a round that is cut.
+inline int64_t chunk_blocks_in_rounds(const Ffn& ffn, int64_t bytes, int buffers, int sm_count) {
+  const int64_t blocks = count_blocks(ffn), even = chunk_blocks(ffn, bytes, buffers);
+  if (even == blocks) return even;
+  const int64_t most = std::clamp<int64_t>(bytes / (int64_t{ffn.width} * kBlockTokens * 2 * buffers), 1, kMaxBlocks);
+  const int64_t tiles = (ffn.width + 255) / 256, step = sm_count / std::gcd(int64_t{sm_count}, tiles);
+  const int64_t whole = most / step * step;
+  return whole >= even ? whole : even;
 }
 
 inline void place_active(const Ffn& ffn, int64_t blocks, bool training, Cutter& cutter, Active* active) {

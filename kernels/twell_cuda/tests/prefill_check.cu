@@ -159,8 +159,8 @@ Ways ways_up() {
 }
 
 cudaError_t run_long(const Ffn& f, const Device& device, void* workspace, cudaStream_t stream,
-                     const Part& up = sm90::launch_up) {
-  const int64_t blocks = sm90::chunk_blocks(f, int64_t{192} << 20, 1);  // as sm90_forward() does
+                     const Part& up = sm90::launch_up, int64_t blocks = 0) {
+  if (blocks == 0) blocks = sm90::chunk_blocks_in_rounds(f, int64_t{192} << 20, 1, device.sm_count);  // as sm90_forward()
   sm90::Chunk chunk{};
   sm90::Cutter cutter(workspace);
   sm90::place_active(f, blocks, false, cutter, &chunk.active);
@@ -559,6 +559,12 @@ void time_long(const std::vector<Row>& rows, const Device& device) {
       add(std::string("whole ") + way.first,
           [&](const Ffn& f, cudaStream_t s) { return run_long(f, device, workspace.data, s, way.second); });
     }
+    const int64_t rounds = sm90::chunk_blocks_in_rounds(calls[0], int64_t{192} << 20, 1, device.sm_count);
+    for (const int64_t each : {rounds, std::min<int64_t>(rounds, device.sm_count), blocks}) {
+      add("whole of " + std::to_string(each), [&, each](const Ffn& f, cudaStream_t s) {
+        return run_long(f, device, workspace.data, s, sm90::launch_up, each);
+      });
+    }
     for (int i = 0; i < 19; ++i) {
       for (checks::Graph& g : graphs) g.replay(i >= 4);
     }
@@ -596,7 +602,8 @@ void time_long(const std::vector<Row>& rows, const Device& device) {
 
 int main(int argc, char** argv) {
   const Device device = read_device();
-  const std::vector<Row> many{{4096, 30, 0}, {16384, 30, 0}, {65536, 30, 0}, {16384, 120, 0}, {16384, 600, 0}};
+  const std::vector<Row> many{{4096, 30, 0},   {16384, 30, 0},  {65536, 30, 0},  {131072, 30, 0},
+                              {65536, 120, 0}, {16384, 120, 0}, {16384, 600, 0}};
   if (argc > 1 && std::strcmp(argv[1], "long") == 0) return time_long(many, device), 0;
   const bool only_time = argc > 1 && std::strcmp(argv[1], "time") == 0;
   if (!only_time && !check_all(device, argc > 1 && std::strcmp(argv[1], "verbose") == 0)) return 1;
