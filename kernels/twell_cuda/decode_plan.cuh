@@ -147,7 +147,7 @@ inline Kernels choose_kernels(const Ffn& ffn, const Device& device) {
   if (ffn.tokens <= 2) {
     k.fused.use = elements >= 2 && takes_fused(ffn, device);
     k.fused.warm = true;  // as a model's other weights pass through L2 between two calls
-    k.bulk_gate = elements >= 4;
+    k.bulk_gate = k.few_down = elements >= 4;
   } else if (ffn.tokens <= 8) {
     k.fused.use = elements >= 6 && takes_fused(ffn, device);
     k.bulk_gate = elements >= 32 && ffn.hidden >= 4096;  // below, down's slices are narrow

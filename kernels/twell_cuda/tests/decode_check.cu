@@ -978,10 +978,11 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
 
 int main(int argc, char** argv) {
   const Device device = read_device();
+  const bool only_large = argc > 1 && std::strcmp(argv[1], "large") == 0;
   const bool only_few = argc > 1 && std::strcmp(argv[1], "few") == 0;
   const bool only_fused = argc > 1 && std::strcmp(argv[1], "fused") == 0;
   const bool only_spaced = argc > 1 && std::strcmp(argv[1], "spaced") == 0;
-  const bool only_time = only_few || only_fused || only_spaced || (argc > 1 && std::strcmp(argv[1], "time") == 0);
+  const bool only_time = only_few || only_large || only_fused || only_spaced || (argc > 1 && std::strcmp(argv[1], "time") == 0);
   const bool only_check = argc > 1 && !only_time;
   const bool only_chains = argc > 1 && std::strcmp(argv[1], "chains") == 0;
   if (only_chains) return check_chains(device, checked_chains()) ? 0 : 1;
@@ -1035,6 +1036,16 @@ int main(int argc, char** argv) {
     time_shape(2048, 5632, 28, {{1, 30, 0}, {2, 30, 0}, {4, 30, 0}}, device, best, Between::kProgrammatic);
     best.push_back("with other code between:");
     time_shape(2048, 5632, 28, {{1, 30, 0}, {2, 30, 0}, {4, 30, 0}}, device, best, Between::kCode);
+    for (const std::string& line : best) std::printf("%s\n", line.c_str());
+  } else if (only_large) {
+    for (const Between between : {Between::kNothing, Between::kSpacer}) {
+      best.push_back(between == Between::kNothing ? "chains:" : "spaced:");
+      time_shape(1536, 8960, 12, {{1, 48, 0}, {2, 48, 0}}, device, best, between);
+      time_shape(2048, 8192, 12, {{1, 44, 0}, {2, 44, 0}, {4, 44, 0}, {1, 880, 0}}, device, best, between);
+      time_shape(3584, 18944, 6, {{1, 100, 0}, {2, 100, 0}, {4, 100, 0}, {8, 100, 0}, {1, 2000, 0}}, device, best, between);
+      time_shape(4096, 14336, 6, {{1, 70, 0}, {2, 70, 0}, {4, 70, 0}, {8, 70, 0}, {1, 1400, 0}}, device, best, between);
+      time_shape(8192, 28672, 4, {{1, 150, 0}, {2, 150, 0}, {4, 150, 0}, {8, 150, 0}}, device, best, between);
+    }
     for (const std::string& line : best) std::printf("%s\n", line.c_str());
   } else if (only_few) {
     time_shape(2048, 5632, 28,
