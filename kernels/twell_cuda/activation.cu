@@ -32,7 +32,6 @@ __device__ __forceinline__ uint4 load(const void* base, int64_t index) {
 
 template <typename Half>
 __global__ void __launch_bounds__(kThreads) forward_kernel(const Activation a, uint4* h, int64_t vectors) {
-  decoding::wait_for_previous_kernel();
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < vectors; i += int64_t{gridDim.x} * kThreads) {
     float gate[kVector], up[kVector];
     widen<Half>(load(a.gate, i), gate);
@@ -155,18 +154,13 @@ cudaError_t backward(const Activation& a, const void* grad_h, const L1& l1, void
 cudaError_t activation(const Activation& a, void* h, const Device& device, cudaStream_t stream) {
   const int64_t vectors = a.tokens * a.width / kVector, blocks = (vectors + kThreads - 1) / kThreads;
   const int64_t most = int64_t{device.sm_count} * 16;
-  cudaLaunchAttribute attribute{};  // blocks take their places while the product ahead ends
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks < most ? blocks : most));
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = device.major >= 9 ? 1 : 0;
-  uint4* const to = static_cast<uint4*>(h);
-  return a.dtype == DType::kBFloat16 ? cudaLaunchKernelEx(&config, forward_kernel<__nv_bfloat16>, a, to, vectors)
-                                     : cudaLaunchKernelEx(&config, forward_kernel<__half>, a, to, vectors);
+  const unsigned grid = static_cast<unsigned>(blocks < most ? blocks : most);
+  if (a.dtype == DType::kBFloat16) {
+    forward_kernel<__nv_bfloat16><<<grid, kThreads, 0, stream>>>(a, static_cast<uint4*>(h), vectors);
+  } else {
+    forward_kernel<__half><<<grid, kThreads, 0, stream>>>(a, static_cast<uint4*>(h), vectors);
+  }
+  return cudaGetLastError();
 }
 
 int64_t activation_partial_bytes(const Activation& a) { return row_blocks(a) * (column_blocks(a) + int64_t{a.width}) * 4; }
