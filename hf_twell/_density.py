@@ -16,8 +16,7 @@ STEPS = 8  # optimizer steps between two samples
 SAMPLE_TOKENS, SAMPLE_NEURONS = 64, 1024
 # (tokens up to, density up to which the kernels win): between measured densities, see kernels/twell_cuda/NOTES.md.
 LIMITS = (
-    *((4, 1.0), (8, 0.3), (16, 0.16), (32, 0.08), (64, 0.035), (512, 0.012)),
-    *((1024, 0.02), (2048, 0.04), (float("inf"), 0.06)),
+    *((64, 1.0), (512, 0.012), (1024, 0.02), (2048, 0.04), (float("inf"), 0.06)),
 )
 # The same of forward and backward; 0: never.
 LIMITS_TRAINING = ((1024, 0.0), (2048, 0.008), (8192, 0.018), (float("inf"), 0.025))

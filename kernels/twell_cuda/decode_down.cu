@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kDecodeThreads, kGroups <= 2 ? (kColumns == 2 
   __shared__ uint32_t lists[kDecodeWarps][kMaxQuads];
   __shared__ bool is_last;
 
-  if (p.lets_next_start) let_next_kernel_start();
+  let_next_kernel_start();  // the next call's gate rows then flow beside this
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int split = blockIdx.y, splits = gridDim.y;
   const int column = (blockIdx.x * 8 + lane / 4) * kColumns;  // the lane's first

@@ -17,24 +17,18 @@ constexpr int kDecodeThreads = 32 * kDecodeWarps;
 constexpr int kBlockNeurons = 16;
 constexpr int kQuadsPerBlock = 4;
 
-// When the gate and up kernel lets the down kernel's blocks start: they take room, and wait for it to end anyway.
-enum class LetNextStart { kEarly, kAfterGate, kAtEnd };
-
 // Which kernels run, and how they overlap.
 struct Kernels {
-  bool bulk_gate = false;  // sm90_decode_gate_up.cu, not decode_gate_up.cu; up to 8 tokens
-  bool few = false;        // sm90_few_gate_up.cu and sm90_few_down.cu, neither of the above; any number of tokens
-  bool few_down = false;   // sm90_few_down.cu alone, after `bulk_gate`
+  bool bulk_gate = false;  // sm90_decode_gate_up.cu and sm90_few_down.cu; up to 8 tokens
+  bool few = false;        // sm90_few_gate_up.cu and sm90_few_down.cu; any number of tokens
   struct Fused {           // one kernel for all (sm90_decode_fused.cu), if takes_fused()
     bool use = false;
     int window_bytes = 64 << 10;  // of gate rows on their way to a thread block before the kernels ahead have ended
     int patience = 1000;          // looks at what other thread blocks leave
     bool warm = false;            // brings the shares' lines into L2 ahead of them
   } fused;
-  int few_splits = 0;  // with `few`: thread blocks of a cluster of down's: 1, 2, 3, 4 or 8; 0: choose_few_splits()
+  int few_splits = 0;  // thread blocks of a cluster of sm90_few_down.cu: 1, 2, 3, 4 or 8; 0: choose_few_splits()
   bool overlap = false;    // programmatic dependent launch
-  LetNextStart let_next_start = LetNextStart::kEarly;  // not with `few`, which does it early
-  bool down_lets_next_start = true;  // before its own work; the next call's gate rows then flow beside it
 };
 
 struct DecodePlan {
@@ -147,10 +141,10 @@ inline Kernels choose_kernels(const Ffn& ffn, const Device& device) {
   if (ffn.tokens <= 2) {
     k.fused.use = elements >= 2 && takes_fused(ffn, device);
     k.fused.warm = true;  // as a model's other weights pass through L2 between two calls
-    k.bulk_gate = k.few_down = elements >= 4;
+    k.bulk_gate = elements >= 4;
   } else if (ffn.tokens <= 8) {
     k.fused.use = elements >= 6 && takes_fused(ffn, device);
-    k.bulk_gate = elements >= 32 && ffn.hidden >= 4096;  // below, down's slices are narrow
+    k.bulk_gate = elements >= 32;
     k.few = elements >= 2 && !k.bulk_gate;
   } else {
     k.few = true;
@@ -179,8 +173,8 @@ inline cudaError_t launch_gate_up(const Ffn& ffn, const DecodePlan& plan, const 
 inline cudaError_t launch_down(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
                                cudaStream_t stream) {
   if (plan.kernels.fused.use) return cudaSuccess;
-  return plan.kernels.few || plan.kernels.few_down ? launch_few_down(ffn, plan, device, workspace, stream)
-                                                   : launch_portable_down(ffn, plan, workspace, stream);
+  return plan.kernels.few || plan.kernels.bulk_gate ? launch_few_down(ffn, plan, device, workspace, stream)
+                                                    : launch_portable_down(ffn, plan, workspace, stream);
 }
 
 // How a kernel is launched. With `overlap` it may start before the kernel ahead of it has ended.

@@ -20,7 +20,6 @@ struct DownParams {
   uint32_t* arrivals;
   void* y;
   int tokens, hidden, mask_pairs;
-  bool lets_next_start;  // before its own work
 };
 
 inline DownParams down_params(const Ffn& ffn, const DecodePlan& plan, void* workspace) {
@@ -36,7 +35,6 @@ inline DownParams down_params(const Ffn& ffn, const DecodePlan& plan, void* work
   params.tokens = static_cast<int>(ffn.tokens);
   params.hidden = ffn.hidden;
   params.mask_pairs = (plan.blocks + 1) / 2;
-  params.lets_next_start = plan.kernels.down_lets_next_start;
   return params;
 }
 

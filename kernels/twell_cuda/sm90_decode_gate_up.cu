@@ -1,9 +1,9 @@
 // Hopper's form of the first of a decode call's two kernels (the portable one: decode_gate_up.cu; layout:
-// decode_plan.cuh): h = relu(x Wg^T + bg) * (x Wu^T + bu) for the active neurons.
+// decode_plan.cuh, but h as (neuron, 8 tokens)): h = relu(x Wg^T + bg) * (x Wu^T + bu) for the active neurons.
 //
 // A thread block owns neighbouring blocks of 16 neurons. One warp brings rows into a ring of stages in shared memory:
 // gate rows before the kernel ahead has ended, for they do not depend on it, and as much as shared memory holds; later
-// the up rows of active neurons. Eight warps share out k and add up through shared memory.
+// the up rows of active neurons. Eight warps share out k and add up through shared memory. sm90_few_down.cu follows.
 
 #include "sm90_decode_ring.cuh"
 
@@ -48,8 +48,6 @@ __global__ void __launch_bounds__(kWorkers, kBlocks <= 3 ? 2 : 1) bulk_gate_up_k
 
   sm90::named_barrier<kWorkers>(kReady);
   wait_for_previous_kernel();
-  if (p.let_next_start == LetNextStart::kEarly) let_next_kernel_start();
-  for (int i = blockIdx.x * kDecodeThreads + thread; i < p.slices; i += gridDim.x * kDecodeThreads) p.arrivals[i] = 0;
   if (thread == 0 && blockIdx.x == 0 && p.blocks % 2 == 1) p.masks[p.blocks] = 0;
   uint4 x[kSteps];
   for (int pass = 0; pass < share.passes; ++pass) {
@@ -99,7 +97,7 @@ __global__ void __launch_bounds__(kWorkers, kBlocks <= 3 ? 2 : 1) bulk_gate_up_k
     }
     sm90::fence_async_proxy();  // the sums' place is the copies' again
     sm90::named_barrier<kWorkers>(kListed);
-    if (p.let_next_start == LetNextStart::kAfterGate) let_next_kernel_start();
+    let_next_kernel_start();
 
     const bool multiplies = active_count > 0 && p.up != nullptr;
     if (multiplies) {
@@ -108,37 +106,17 @@ __global__ void __launch_bounds__(kWorkers, kBlocks <= 3 ? 2 : 1) bulk_gate_up_k
       multiply<Half, kBlocks>(sum, tiles, x, true, ring, ring_bytes, p);
       leave_sums(slots, sum, tiles);
     }
-    for (int i = thread; active_count > 0 && i < blocks * kQuadsPerBlock * kTokens; i += kDecodeThreads) {
-      const int block = i / kTokens / kQuadsPerBlock, quad = i / kTokens % kQuadsPerBlock, token = i % kTokens;
-      const int rest = __popc(masks[block]) - 4 * quad;  // neurons from this quad on
-      if (rest <= 0) continue;
-      int rank = 4 * quad;
+    Half* const products = reinterpret_cast<Half*>(p.products) + static_cast<int64_t>(first) * kTokens;
+    for (int i = thread; i < active_count * kTokens; i += kDecodeThreads) {
+      const int rank = i / kTokens, token = i % kTokens, neuron = active[rank];
+      float h = sum_at<1>(gate, neuron, token);
+      if (multiplies && h != 0.f) {
+        float up = 0.f;
 #pragma unroll
-      for (int m = 0; m < kBlocks; ++m) rank += m < block ? __popc(masks[m]) : 0;
-      float h[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if (j >= rest) break;
-        const int neuron = active[rank + j];
-        h[j] = sum_at<1>(gate, neuron, token);
-        if (multiplies && h[j] != 0.f) {
-          float up = 0.f;
-#pragma unroll
-          for (int s = 0; s < kDecodeWarps; ++s) up += sum_at<1>(slots + s * kElements, rank + j, token);
-          h[j] *= up + bias_of<Half>(p.b_up, first + neuron, p.width);
-        }
+        for (int s = 0; s < kDecodeWarps; ++s) up += sum_at<1>(slots + s * kElements, rank, token);
+        h *= up + bias_of<Half>(p.b_up, first + neuron, p.width);
       }
-      if (p.by_neuron) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          if (j >= rest) break;
-          const int64_t neuron = first + active[rank + j];
-          reinterpret_cast<Half*>(p.products)[neuron * kTokens + token] = Half(h[j]);
-        }
-        continue;
-      }
-      p.products[(static_cast<int64_t>(first_block + block) * kQuadsPerBlock + quad) * kTokens + token] =
-          make_uint2(pack<Half>(h[0], h[1]), pack<Half>(h[2], h[3]));
+      products[neuron * kTokens + token] = Half(h);
     }
     if (pass + 1 < share.passes) {
       sm90::fence_async_proxy();
@@ -181,8 +159,6 @@ cudaError_t launch_bulk_gate_up(const Ffn& ffn, const DecodePlan& plan, const De
   if (ffn.tokens > kTokens) return cudaErrorInvalidValue;
   BulkParams params{};
   static_cast<GateUpParams&>(params) = gate_up_params(ffn, plan, workspace);
-  params.let_next_start = plan.kernels.let_next_start;
-  params.by_neuron = plan.kernels.few_down;
   return ffn.dtype == DType::kBFloat16 ? launch_for<__nv_bfloat16>(plan, params, device, stream)
                                        : launch_for<__half>(plan, params, device, stream);
 }

@@ -22,8 +22,6 @@ struct BulkParams : GateUpParams {
   int stages;
   uint32_t row_stride;  // of a stage: 64 modulo 128, so that 16-byte reads of two rows meet no bank twice
   uint32_t ring_bytes;
-  LetNextStart let_next_start;
-  bool by_neuron;  // h as (neuron, 8 tokens), not in quads
 };
 
 constexpr int kTokens = 8;                             // at most: their share of x is in a warp's registers

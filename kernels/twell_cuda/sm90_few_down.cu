@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads, 3) few_down_kernel(const __grid_cons
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
   const int slice = blockIdx.x / kSplits, split = blockIdx.x % kSplits;
   constexpr bool kSends = kSplits > 1;  // st.async wants a launch in clusters
-  if (p.lets_next_start) sm90::launch_dependents();
+  sm90::launch_dependents();
   if (thread == 0) {
     p.trace.start();
 #pragma unroll

@@ -3,6 +3,8 @@
 
 #include "sm90.h"
 
+#include <algorithm>
+
 #include "sm90_call.h"
 #include "sm90_launch.h"
 #include "sm90_mid.h"
@@ -11,11 +13,18 @@
 namespace twell {
 namespace {
 
-// Room for the columns of one chunk. A chunk of dense tokens fills it, so it bounds memory at any density and any T.
-constexpr int64_t kColumnBytes = int64_t{192} << 20;
+// Room for the columns of one chunk. A chunk of dense tokens fills it, so it bounds memory at any density and any T. A
+// block for each multiprocessor is worth more room: larger matrices are then read by fewer chunks.
+constexpr int64_t kColumnBytes = int64_t{192} << 20, kMostColumnBytes = int64_t{640} << 20;
 
+// Chunks of about one size; or of a block for each multiprocessor, where that makes no more of them: then the tiles of
+// all but the last fill whole rounds of thread blocks.
 int64_t forward_blocks(const Ffn& ffn, const Device& device) {
-  return sm90::chunk_blocks_in_rounds(ffn, kColumnBytes, 1, device.sm_count);
+  const int64_t each = std::min<int64_t>(device.sm_count, sm90::most_blocks(ffn, kMostColumnBytes, 1));
+  const int64_t most = std::max(sm90::most_blocks(ffn, kColumnBytes, 1), each);
+  const int64_t even = sm90::chunk_blocks(ffn, most);
+  const bool whole = even < sm90::count_blocks(ffn) && even <= device.sm_count && device.sm_count <= most;
+  return whole ? device.sm_count : even;
 }
 
 }  // namespace

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <numeric>
 
 #include "sm90_call.h"
 
@@ -26,22 +25,18 @@ class Cutter {
 
 inline int64_t count_blocks(const Ffn& ffn) { return (ffn.tokens + kBlockTokens - 1) / kBlockTokens; }
 
-// Blocks of a chunk whose columns, in so many buffers, take at most `bytes`; chunks are of about one size.
-inline int64_t chunk_blocks(const Ffn& ffn, int64_t bytes, int buffers) {
-  const int64_t blocks = count_blocks(ffn), block_bytes = int64_t{ffn.width} * kBlockTokens * 2 * buffers;
-  const int64_t most = std::clamp<int64_t>(bytes / block_bytes, 1, kMaxBlocks), chunks = (blocks + most - 1) / most;
-  return (blocks + chunks - 1) / std::max<int64_t>(chunks, 1);
+// Blocks of a chunk whose columns, in so many buffers, take at most `bytes`.
+inline int64_t most_blocks(const Ffn& ffn, int64_t bytes, int buffers) {
+  return std::clamp<int64_t>(bytes / (int64_t{ffn.width} * kBlockTokens * 2 * buffers), 1, kMaxBlocks);
 }
 
-// The same, but as many as fill whole rounds of the gate's thread blocks, tiles of 256 neurons, where that makes no more
-// chunks: then the last one alone ends in a round that is cut.
-inline int64_t chunk_blocks_in_rounds(const Ffn& ffn, int64_t bytes, int buffers, int sm_count) {
-  const int64_t blocks = count_blocks(ffn), even = chunk_blocks(ffn, bytes, buffers);
-  if (even == blocks) return even;
-  const int64_t most = std::clamp<int64_t>(bytes / (int64_t{ffn.width} * kBlockTokens * 2 * buffers), 1, kMaxBlocks);
-  const int64_t tiles = (ffn.width + 255) / 256, step = sm_count / std::gcd(int64_t{sm_count}, tiles);
-  const int64_t whole = most / step * step;
-  return whole >= even ? whole : even;
+// Blocks of a chunk where each has `most` at most and all are of about one size.
+inline int64_t chunk_blocks(const Ffn& ffn, int64_t most) {
+  const int64_t blocks = count_blocks(ffn), chunks = (blocks + most - 1) / most;
+  return (blocks + chunks - 1) / std::max<int64_t>(chunks, 1);
+}
+inline int64_t chunk_blocks(const Ffn& ffn, int64_t bytes, int buffers) {
+  return chunk_blocks(ffn, most_blocks(ffn, bytes, buffers));
 }
 
 inline void place_active(const Ffn& ffn, int64_t blocks, bool training, Cutter& cutter, Active* active) {

@@ -4,12 +4,13 @@
 //
 //   nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a -o decode_check tests/decode_check.cu *decode_*.cu \
 //     sm90_few_*.cu sm90_mid_*.cu sm90_{forward,gate,list,up,down}.cu
-//   ./decode_check          checks, then timings      ./decode_check check | verbose | time | few | fused | spaced
+//   ./decode_check          checks, then timings      ./decode_check check | verbose | time | few | fused | spaced | large
 //
 // "few" times 1 to 64 tokens of several shapes alone. Built with -DTWELL_FEW_TRACE it also says when Hopper's kernels
 // for them reach each of their phases.
 // "fused" times 1 to 8 tokens alone; with -DTWELL_FUSED_TRACE (for all files) it says the same of the fused kernel.
 // "spaced" times calls as a model has them: between two of them stand other kernels, whose own time is taken off.
+// "large" times 1 to 8 tokens of larger matrices, in chains and as "spaced" does.
 // "cases" and "chains" are the two parts of "check".
 //
 // Exits 1 on any mismatch or CUDA error.
@@ -142,24 +143,15 @@ struct Variant {
   Kernels kernels;
 };
 
-Kernels kernels(bool bulk_gate, bool overlap, LetNextStart when = LetNextStart::kEarly,
-                bool down_lets_next_start = true) {
+Kernels kernels(bool bulk_gate, bool overlap) {
   Kernels k{};
   k.bulk_gate = bulk_gate, k.overlap = overlap;
-  k.let_next_start = when, k.down_lets_next_start = down_lets_next_start;
   return k;
 }
 
 Kernels few_kernels(bool overlap) {
   Kernels k = kernels(false, overlap);
   k.few = true;
-  return k;
-}
-
-// The bulk gate, then down as for more tokens.
-Kernels bulk_few_down(bool overlap, LetNextStart when = LetNextStart::kEarly) {
-  Kernels k = kernels(true, overlap, when);
-  k.few_down = true;
   return k;
 }
 
@@ -197,10 +189,6 @@ std::vector<Variant> checked_variants(const Ffn& f, const Device& device) {
   if (takes_bulk(f, device)) {
     v.push_back({"bulk", kernels(true, true)});
     v.push_back({"bulk, serial", kernels(true, false)});
-    v.push_back({"bulk, late", kernels(true, true, LetNextStart::kAfterGate, false)});
-    v.push_back({"bulk, few down", bulk_few_down(true)});
-    v.push_back({"bulk, few down, serial", bulk_few_down(false)});
-    v.push_back({"bulk, few down, late", bulk_few_down(true, LetNextStart::kAfterGate)});
   }
   if (is_hopper(device) && takes_fused(f, device)) {
     v.push_back({"fused", fused_kernels(true)});
@@ -499,8 +487,6 @@ std::vector<Variant> timed_variants(const Ffn& f, const Device& device) {
   if (takes_bulk(f, device)) {
     v.push_back({"B", kernels(true, true)});
     v.push_back({"B serial", kernels(true, false)});
-    v.push_back({"BF", bulk_few_down(true)});
-    v.push_back({"BF late", bulk_few_down(true, LetNextStart::kAfterGate)});
   }
   if (is_hopper(device) && takes_fused(f, device)) {
     add_fused(v);
@@ -514,8 +500,6 @@ std::vector<Variant> spaced_variants(const Ffn& f, const Device& device) {
   if (takes_bulk(f, device)) {
     v.push_back({"B", kernels(true, true)});
     v.push_back({"B serial", kernels(true, false)});
-    v.push_back({"BF", bulk_few_down(true)});
-    v.push_back({"BF late", bulk_few_down(true, LetNextStart::kAfterGate)});
   }
   v.push_back({"F", few_kernels(true)});
   if (!takes_fused(f, device)) return v;
@@ -772,7 +756,7 @@ std::vector<Chain> checked_chains() {
     chains.push_back({"fused, impatient, warm", tokens, fused_kernels(true, 0, 64, true), single});
   }
   for (const int tokens : {1, 8}) {
-    chains.push_back({"bulk, few down", tokens, bulk_few_down(true), bulk_few_down(false)});
+    chains.push_back({"bulk", tokens, kernels(true, true), kernels(true, false)});
   }
   for (const int tokens : {3, 8, 9, 16, 64}) {
     chains.push_back({"few", tokens, few_kernels(true), few_kernels(false)});

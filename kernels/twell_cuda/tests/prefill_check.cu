@@ -160,7 +160,7 @@ Ways ways_up() {
 
 cudaError_t run_long(const Ffn& f, const Device& device, void* workspace, cudaStream_t stream,
                      const Part& up = sm90::launch_up, int64_t blocks = 0) {
-  if (blocks == 0) blocks = sm90::chunk_blocks_in_rounds(f, int64_t{192} << 20, 1, device.sm_count);  // as sm90_forward()
+  if (blocks == 0) blocks = sm90::chunk_blocks(f, int64_t{192} << 20, 1);
   sm90::Chunk chunk{};
   sm90::Cutter cutter(workspace);
   sm90::place_active(f, blocks, false, cutter, &chunk.active);
@@ -515,22 +515,30 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
   }
 }
 
-// Many tokens: the parts of the first chunk, and the whole by each way to compute up.
-void time_long(const std::vector<Row>& rows, const Device& device) {
+struct LongRow {
+  int tokens, active;
+  std::vector<int> chunks;  // blocks of each
+};
+
+// Many tokens: the parts of the first chunk, the whole by each way to compute up, and the whole in other chunks.
+void time_long(int hidden, int width, const std::vector<LongRow>& rows, const Device& device) {
   using Half = __nv_bfloat16;
-  constexpr int kHidden = 2048, kWidth = 5632, kLayers = 4;
+  constexpr int kLayers = 4;
   std::vector<std::unique_ptr<Layer<Half>>> weights;
-  for (int i = 0; i < kLayers; ++i) weights.push_back(std::make_unique<Layer<Half>>(kHidden, kWidth, 1000 + 10 * i));
+  for (int i = 0; i < kLayers; ++i) weights.push_back(std::make_unique<Layer<Half>>(hidden, width, 1000 + 10 * i));
   int most = 0;
-  for (const Row& row : rows) most = std::max(most, row.tokens);
-  Buffer<Half> x(size_t(most) * kHidden), y(size_t(most) * kHidden);
+  for (const LongRow& row : rows) most = std::max(most, row.tokens);
+  Buffer<Half> x(size_t(most) * hidden), y(size_t(most) * hidden);
   Layer<Half>::fill(x, 77, 1.f);
-  Layer<Half>::set_column(x.data, most, kHidden, {1.f});
-  const Buffer<char> workspace(sm90_workspace_bytes(weights[0]->ffn(most, x.data, y.data, true, false), device));
-  for (const Row& row : rows) {
+  Layer<Half>::set_column(x.data, most, hidden, {1.f});
+  sm90::Cutter counter(nullptr);
+  sm90::Active largest;
+  sm90::place_active(weights[0]->ffn(most, x.data, y.data, true, false), sm90::kMaxBlocks, false, counter, &largest);
+  const Buffer<char> workspace(counter.used());
+  for (const LongRow& row : rows) {
     for (int i = 0; i < kLayers; ++i) {
-      Layer<Half>::set_column(weights[i]->gate.data, kWidth, kHidden,
-                              thresholds(kWidth, static_cast<double>(row.active) / kWidth, 7 + i));
+      Layer<Half>::set_column(weights[i]->gate.data, width, hidden,
+                              thresholds(width, static_cast<double>(row.active) / width, 7 + i));
     }
     std::vector<Ffn> calls;
     for (const auto& w : weights) calls.push_back(w->ffn(row.tokens, x.data, y.data, true, false));
@@ -539,7 +547,7 @@ void time_long(const std::vector<Row>& rows, const Device& device) {
     sm90::Cutter cutter(workspace.data);
     sm90::place_active(calls[0], blocks, false, cutter, &chunk.active);
     sm90::fit(calls[0], blocks, &chunk);
-    std::printf("T=%d L0=%d, chunks of %lld blocks", row.tokens, row.active, static_cast<long long>(blocks));
+    std::printf("%d x %d T=%d L0=%d, chunks of %lld blocks", hidden, width, row.tokens, row.active, static_cast<long long>(blocks));
     std::vector<std::string> names;
     std::vector<checks::Graph> graphs;
     const auto add = [&](const std::string& name, auto launch) {
@@ -559,15 +567,16 @@ void time_long(const std::vector<Row>& rows, const Device& device) {
       add(std::string("whole ") + way.first,
           [&](const Ffn& f, cudaStream_t s) { return run_long(f, device, workspace.data, s, way.second); });
     }
-    const int64_t rounds = sm90::chunk_blocks_in_rounds(calls[0], int64_t{192} << 20, 1, device.sm_count);
-    for (const int64_t each : {rounds, std::min<int64_t>(rounds, device.sm_count), blocks}) {
-      add("whole of " + std::to_string(each), [&, each](const Ffn& f, cudaStream_t s) {
+    for (const int each : row.chunks) {
+      add("whole by " + std::to_string(each), [&, each](const Ffn& f, cudaStream_t s) {
         return run_long(f, device, workspace.data, s, sm90::launch_up, each);
       });
     }
     for (int i = 0; i < 19; ++i) {
       for (checks::Graph& g : graphs) g.replay(i >= 4);
     }
+    CHECK(sm90::launch_gate(calls[0], chunk, device, nullptr));
+    CHECK(sm90::launch_list(calls[0], chunk, device, nullptr));
     std::vector<sm90::Counts> counts(chunk.active.blocks);
     CHECK(cudaMemcpy(counts.data(), chunk.active.counts, counts.size() * sizeof(sm90::Counts), cudaMemcpyDeviceToHost));
     double block_mean = 0, half_mean = 0;
@@ -602,9 +611,17 @@ void time_long(const std::vector<Row>& rows, const Device& device) {
 
 int main(int argc, char** argv) {
   const Device device = read_device();
-  const std::vector<Row> many{{4096, 30, 0},   {16384, 30, 0},  {65536, 30, 0},  {131072, 30, 0},
-                              {65536, 120, 0}, {16384, 120, 0}, {16384, 600, 0}};
-  if (argc > 1 && std::strcmp(argv[1], "long") == 0) return time_long(many, device), 0;
+  if (argc > 1 && std::strcmp(argv[1], "long") == 0) {
+    time_long(2048, 5632,
+              {{4096, 30, {}}, {16384, 30, {}}, {18944, 30, {74, 132}}, {32768, 30, {128, 132}},
+               {65536, 30, {128, 132}}, {131072, 30, {128, 132}}, {16384, 120, {}}, {65536, 120, {128, 132}}, {16384, 600, {}}},
+              device);
+    time_long(2048, 8192, {{16384, 44, {64, 128}}, {65536, 44, {86, 128, 132}}}, device);
+    time_long(3584, 18944, {{16384, 101, {32, 43, 64, 128}}}, device);
+    time_long(4096, 14336, {{16384, 76, {43, 64, 128}}, {65536, 76, {52, 64, 132}}}, device);
+    time_long(8192, 28672, {{16384, 153, {26, 32, 43, 64}}}, device);
+    return 0;
+  }
   const bool only_time = argc > 1 && std::strcmp(argv[1], "time") == 0;
   if (!only_time && !check_all(device, argc > 1 && std::strcmp(argv[1], "verbose") == 0)) return 1;
   if (argc > 1 && !only_time) return 0;
