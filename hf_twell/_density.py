@@ -15,9 +15,10 @@ EVERY = 64  # calls in evaluation between two samples
 STEPS = 8  # optimizer steps between two samples
 SAMPLE_TOKENS, SAMPLE_NEURONS = 64, 1024
 # (tokens up to, density up to which the kernels win): between measured densities, see kernels/twell_cuda/NOTES.md.
-LIMITS = (
-    *((64, 1.0), (512, 0.012), (1024, 0.02), (2048, 0.04), (float("inf"), 0.06)),
-)
+LIMITS = ((64, 1.0), (512, 0.012), (1024, 0.02), (2048, 0.04), (float("inf"), 0.06))
+# The same for matrices of so many elements, which plain matmuls read at the memory's full rate.
+LARGE_ELEMENTS = 12 << 20
+LIMITS_LARGE = ((2, 0.55), (4, 0.4), (8, 0.2), (16, 0.09), (32, 0.06), (64, 0.035), *LIMITS[1:])
 # The same of forward and backward; 0: never.
 LIMITS_TRAINING = ((1024, 0.0), (2048, 0.008), (8192, 0.018), (float("inf"), 0.025))
 BACK = 1.1  # times that limit: above it, a block in training goes back to plain matmuls
@@ -25,9 +26,17 @@ MOST = 2.0  # times that limit: what a block of a compiled model counts for at m
 ROOM = 1.25  # times the active neurons: a compiled model keeps a capacity that holds so many
 
 
-def max_density(tokens: int, limits=None) -> float:
-    """Density up to which the CUDA kernels are faster than plain matmuls, as measured; by default in evaluation."""
-    return next(limit for most, limit in limits or LIMITS if tokens <= most)
+def max_density(tokens: int, elements: int) -> float:
+    """Density up to which the CUDA kernels are faster than plain matmuls in evaluation, as measured.
+
+    Args:
+        elements: of one of the block's matrices.
+    """
+    return _limit(tokens, LIMITS if elements < LARGE_ELEMENTS else LIMITS_LARGE)
+
+
+def _limit(tokens: int, limits) -> float:
+    return next(limit for most, limit in limits if tokens <= most)
 
 
 def needed_capacity(density: float, intermediate: int) -> int:
@@ -38,7 +47,7 @@ def needed_capacity(density: float, intermediate: int) -> int:
 
 def limit_training(tokens: int, sparse: bool) -> float:
     """Density below which a block trains by the kernels, which is higher where it does so already."""
-    return max_density(tokens, LIMITS_TRAINING) * (BACK if sparse else 1.0)
+    return _limit(tokens, LIMITS_TRAINING) * (BACK if sparse else 1.0)
 
 
 class Sample:
@@ -98,14 +107,14 @@ class DensityWatch:
         """
         if torch.are_deterministic_algorithms_enabled() or x.numel() == 0:
             return False
-        if not torch.cuda.is_current_stream_capturing():
+        if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             if self._sample is not None and self._sample.arrived():
                 self.density, self._sample = self._sample.values(), None
             if self._calls % EVERY == 0 and self._sample is None:
                 self._sample = sample_density(x, w_gate, b_gate)
             self._calls += 1
         tokens = x.numel() // x.shape[-1]
-        return self.density is not None and self.density > max_density(tokens)
+        return self.density is not None and self.density > max_density(tokens, w_gate.numel())
 
 
 class TrainingChoice:

@@ -117,7 +117,7 @@ def _max_density(backend: str, tokens: int, elements: int, dtype: torch.dtype) -
     if backend == "reference":
         return -1.0
     if backend == "cuda":
-        return _density.max_density(tokens)
+        return _density.max_density(tokens, elements)
     return _density_cpu.max_density(tokens, elements, dtype) or -1.0
 
 

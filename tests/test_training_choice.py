@@ -60,6 +60,19 @@ def count_samples(monkeypatch) -> list:
     return taken
 
 
+@pytest.mark.parametrize(
+    ("tokens", "dense", "dense_if_large"), [(1, False, False), (16, False, True), (300, True, True)]
+)
+def test_an_evaluated_block_is_too_dense_by_its_tokens_and_size(monkeypatch, tokens, dense, dense_if_large):
+    gate = torch.where(torch.arange(INTERMEDIATE) < INTERMEDIATE / 2, 1.0, -1.0)[:, None].expand(-1, HIDDEN)
+    for elements, expected in ((gate.numel() + 1, dense), (gate.numel(), dense_if_large)):
+        monkeypatch.setattr(_density, "LARGE_ELEMENTS", elements)
+        watch = _density.DensityWatch()
+        watch.too_dense(torch.ones(tokens, HIDDEN), gate)
+        assert watch.too_dense(torch.ones(tokens, HIDDEN), gate) == expected
+        assert watch.density == 0.5
+
+
 def test_dense_until_it_is_known_to_be_sparse():
     run = Run()
     assert run.step(0.005)
