@@ -14,11 +14,18 @@ import torch
 EVERY = 64  # calls in evaluation between two samples
 STEPS = 8  # optimizer steps between two samples
 SAMPLE_TOKENS, SAMPLE_NEURONS = 64, 1024
-# (tokens up to, density up to which the kernels win): between measured densities, see kernels/twell_cuda/NOTES.md.
-LIMITS = ((64, 1.0), (512, 0.012), (1024, 0.02), (2048, 0.04), (float("inf"), 0.06))
-# The same for matrices of so many elements, which plain matmuls read at the memory's full rate.
-LARGE_ELEMENTS = 12 << 20
-LIMITS_LARGE = ((2, 0.55), (4, 0.4), (8, 0.2), (16, 0.09), (32, 0.06), (64, 0.035), *LIMITS[1:])
+# (tokens up to, density up to which the kernels win where a matrix has fewer elements than the first of SIZES, than the
+# second, and in larger ones): between measured densities, see kernels/twell_cuda/NOTES.md.
+SIZES = (12 << 20, 20 << 20)
+LIMITS = (
+    (2, 1.0, 1.0, 0.55),
+    (4, 1.0, 0.3, 0.4),
+    (8, 1.0, 0.18, 0.2),
+    (16, 1.0, 1.0, 0.09),
+    (32, 1.0, 1.0, 0.06),
+    (64, 1.0, 1.0, 0.035),
+    *((most, limit, limit, limit) for most, limit in ((512, 0.012), (1024, 0.02), (2048, 0.04), (math.inf, 0.06))),
+)
 # The same of forward and backward; 0: never.
 LIMITS_TRAINING = ((1024, 0.0), (2048, 0.008), (8192, 0.018), (float("inf"), 0.025))
 BACK = 1.1  # times that limit: above it, a block in training goes back to plain matmuls
@@ -32,11 +39,8 @@ def max_density(tokens: int, elements: int) -> float:
     Args:
         elements: of one of the block's matrices.
     """
-    return _limit(tokens, LIMITS if elements < LARGE_ELEMENTS else LIMITS_LARGE)
-
-
-def _limit(tokens: int, limits) -> float:
-    return next(limit for most, limit in limits if tokens <= most)
+    larger_than = sum(elements >= size for size in SIZES)
+    return next(limits[larger_than] for most, *limits in LIMITS if tokens <= most)
 
 
 def needed_capacity(density: float, intermediate: int) -> int:
@@ -47,7 +51,8 @@ def needed_capacity(density: float, intermediate: int) -> int:
 
 def limit_training(tokens: int, sparse: bool) -> float:
     """Density below which a block trains by the kernels, which is higher where it does so already."""
-    return _limit(tokens, LIMITS_TRAINING) * (BACK if sparse else 1.0)
+    limit = next(limit for most, limit in LIMITS_TRAINING if tokens <= most)
+    return limit * (BACK if sparse else 1.0)
 
 
 class Sample:

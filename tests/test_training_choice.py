@@ -61,15 +61,17 @@ def count_samples(monkeypatch) -> list:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "dense", "dense_if_large"), [(1, False, False), (16, False, True), (300, True, True)]
+    ("tokens", "too_dense"),
+    [(1, [False, False, False]), (8, [False, True, True]), (16, [False, False, True]), (300, [True, True, True])],
 )
-def test_an_evaluated_block_is_too_dense_by_its_tokens_and_size(monkeypatch, tokens, dense, dense_if_large):
+def test_an_evaluated_block_is_too_dense_by_its_tokens_and_size(monkeypatch, tokens, too_dense):
     gate = torch.where(torch.arange(INTERMEDIATE) < INTERMEDIATE / 2, 1.0, -1.0)[:, None].expand(-1, HIDDEN)
-    for elements, expected in ((gate.numel() + 1, dense), (gate.numel(), dense_if_large)):
-        monkeypatch.setattr(_density, "LARGE_ELEMENTS", elements)
+    n, x = gate.numel(), torch.ones(tokens, HIDDEN)
+    for sizes, expected in zip(((n + 1, n + 1), (n, n + 1), (n, n)), too_dense, strict=True):
+        monkeypatch.setattr(_density, "SIZES", sizes)
         watch = _density.DensityWatch()
-        watch.too_dense(torch.ones(tokens, HIDDEN), gate)
-        assert watch.too_dense(torch.ones(tokens, HIDDEN), gate) == expected
+        watch.too_dense(x, gate)
+        assert watch.too_dense(x, gate) == expected
         assert watch.density == 0.5
 
 
