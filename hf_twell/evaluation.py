@@ -10,11 +10,10 @@ from pathlib import Path
 
 import numpy
 import torch
-import transformers
 
-import hf_twell
+from hf_twell.inference import check_ids, describe, evaluation_mode
 from hf_twell.loading import load_model, load_tokenizer
-from hf_twell.perplexity import check_ids, evaluation_mode, text_loss
+from hf_twell.perplexity import text_loss
 from hf_twell.tasks import DATA_FILES, DEFAULT_TASKS, load_tasks, quiet_logs
 from hf_twell.text import read_documents
 
@@ -103,16 +102,9 @@ def evaluate(
         raise ValueError(f"{type(model).__name__} predicts no tokens; load the model by AutoModelForCausalLM")
 
     result = {
-        "model": str(model.config._name_or_path) or type(model).__name__,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": str(model.device),
+        **describe(model),
         "batch_size": batch_size,
         "limit": limit,
-        "versions": {
-            "hf_twell": hf_twell.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
         "tasks": {},
         "text": {},
     }

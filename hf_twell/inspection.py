@@ -6,15 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-import transformers
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 
-import hf_twell
 from hf_twell.architectures import activation_keys, find_ffns
+from hf_twell.inference import check_ids, describe, evaluation_mode, input_device, model_context
 from hf_twell.measurement import summary, tally, watching
 from hf_twell.passages import windows
-from hf_twell.perplexity import check_ids, evaluation_mode, input_device, model_context
 from hf_twell.places import Tables
 
 FORMAT_VERSION = 1
@@ -101,11 +99,14 @@ def inspect_text(
                 break
     if not tokens:
         raise ValueError("no tokens to measure on: the tokenizer makes none of this text")
-    figures = summary(sites, tallies, tokens)
+    figures, (config, keys) = summary(sites, tallies, tokens), activation_keys(model.config)
     sparse = figures["density"] < DENSE
     return {
         "format": FORMAT_VERSION,
         **describe(model),
+        "class": type(model).__name__,
+        "activation": getattr(config, keys[0]),
+        "hidden_size": config.hidden_size,
         "files": [str(path) for path in files],
         "context": context,
         "partial": partial,
@@ -120,24 +121,6 @@ def passage_ids(tokenizer, files: Sequence[str | Path], context: int) -> torch.T
     """The first window of the files, or the longest of the first few: (1, S)."""
     first = itertools.islice(windows(tokenizer, files, context), 8)
     return torch.tensor([max(first, key=len)])
-
-
-def describe(model) -> dict[str, object]:
-    """What the figures belong to."""
-    config, keys = activation_keys(model.config)
-    return {
-        "model": str(model.config._name_or_path) or type(model).__name__,
-        "class": type(model).__name__,
-        "activation": getattr(config, keys[0]),
-        "hidden_size": config.hidden_size,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": str(model.device),
-        "versions": {
-            "hf_twell": hf_twell.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-    }
 
 
 def _batches(source: Iterator[list[int]], size: int) -> Iterator[list[list[int]]]:

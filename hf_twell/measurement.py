@@ -11,8 +11,8 @@ from tqdm.auto import tqdm
 from hf_twell.activity import LayerActivity
 from hf_twell.architectures import FfnSite, find_ffns
 from hf_twell.batches import batch_size_tokens, check_one_stream, token_weight
+from hf_twell.inference import evaluation_mode, input_device
 from hf_twell.modeling import check_whole
-from hf_twell.perplexity import evaluation_mode, input_device
 
 CPU_TOKENS = 2048  # of h, counted at a time
 

@@ -1,16 +1,14 @@
 """Loss per token of a causal language model on text files, in strided windows that score every token exactly once."""
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
-# Logits take batch x context x vocabulary values, so the whole context of a long-context model would not fit.
-MAX_DEFAULT_CONTEXT = 2048
+from hf_twell.inference import check_ids, evaluation_mode, input_device, model_context
 
 # A module for `evaluate.load`.
 METRIC_PATH = str(Path(__file__).parent / "metrics" / "token_perplexity.py")
@@ -31,25 +29,6 @@ def token_log_likelihoods(logits: torch.Tensor, labels: torch.Tensor) -> torch.T
     return F.pad(-losses, (1, 0))
 
 
-@contextlib.contextmanager
-def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards each module has the training flag that it had."""
-    flags = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(flags[0][1])  # for those that do something then
-        for module, training in flags:
-            module.training = training
-
-
-def input_device(model: torch.nn.Module) -> torch.device:
-    """Where to put a model's inputs: of weights that accelerate offloads, only the meta device is seen."""
-    return next((weight.device for weight in model.parameters() if not weight.is_meta), torch.device("cpu"))
-
-
 def scoring_windows(length: int, context: int, stride: int) -> list[tuple[int, int, int]]:
     """Windows (start, first, end) over a sequence of `length` tokens, whose token 0 is given and never scored.
 
@@ -64,24 +43,6 @@ def scoring_windows(length: int, context: int, stride: int) -> list[tuple[int, i
         spans.append((max(0, end - 1 - context), first, end))
         first = end
     return spans
-
-
-def model_context(model, context: int | None = None) -> int:
-    """The window length in tokens: `context`, or by default the model's own, at most 2,048.
-
-    Raises:
-        ValueError: `context` is not between 1 and the model's own context.
-    """
-    config = model.config.get_text_config()
-    names = ("max_position_embeddings", "n_positions", "n_ctx")
-    own = next((value for name in names if isinstance(value := getattr(config, name, None), int) and value > 0), None)
-    if context is None:
-        return min(own or MAX_DEFAULT_CONTEXT, MAX_DEFAULT_CONTEXT)
-    if context < 1 or (own and context > own):
-        raise ValueError(
-            f"context={context}: give 1 or more tokens, up to the model's own context ({own or 'unknown'})"
-        )
-    return context
 
 
 def text_loss(
@@ -158,17 +119,3 @@ def text_loss(
         "perplexity": math.exp(loss) if loss < 700 else math.inf,
         "bits_per_byte": total / math.log(2) / text_bytes,
     }
-
-
-def check_ids(model, tokenizer, ids: torch.Tensor) -> None:
-    """Refuse tokens that the model has no embedding for.
-
-    Raises:
-        ValueError: the tokenizer is another model's.
-    """
-    known = model.get_input_embeddings().num_embeddings
-    if ids.numel() and int(ids.max()) >= known:
-        raise ValueError(
-            f"the tokenizer ({len(tokenizer):,} pieces) makes token {int(ids.max())}, but the model has only {known:,} "
-            "embeddings, so the tokenizer does not match; give the model's own"
-        )

@@ -11,7 +11,7 @@ from hf_twell.architectures import activation_keys, find_ffns
 from hf_twell.benchmark import bench_ffn
 from hf_twell.benchmark_environment import DTYPES, environment
 from hf_twell.convert import sparsify, unpatch
-from hf_twell.perplexity import evaluation_mode
+from hf_twell.inference import evaluation_mode
 
 IF_DENSITIES = (0.10, 0.05, 0.02, 0.01, 0.005)
 PASSES = ("decode", "prefill")

@@ -23,9 +23,9 @@ import hf_twell
 from hf_twell.blending import Blend
 from hf_twell.checkpoints import full_disks_as_os_errors, save_model
 from hf_twell.distillation import Distillation
+from hf_twell.inference import evaluation_mode
 from hf_twell.loading import load_model
 from hf_twell.packing import PackedText, StreamedText, is_streamed
-from hf_twell.perplexity import evaluation_mode
 from hf_twell.resuming import CompleteCheckpoints, method_of
 from hf_twell.runs import NothingLeft, check_run, only_run
 from hf_twell.training import CompactProgress, Distill, Recipe, load_recipe, training_arguments

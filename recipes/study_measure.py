@@ -8,8 +8,8 @@ import torch
 from tqdm import tqdm
 
 import hf_twell
+from hf_twell.inference import evaluation_mode
 from hf_twell.packing import PackedText
-from hf_twell.perplexity import evaluation_mode
 from hf_twell.tasks import DATA_FILES
 from hf_twell.text import read_text
 

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_twell import L1Penalty, SparsityCallback, sparsify, unpatch
+from hf_twell.inference import evaluation_mode
 from hf_twell.modeling import L1Inputs
-from hf_twell.perplexity import evaluation_mode
 from tests import one_step
 from tests.conftest import tiny_llama
 
