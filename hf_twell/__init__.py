@@ -19,7 +19,7 @@ _MODULE_OF = {
     "save_adapter": "adapters",
     "sparsify": "convert",
     "unpatch": "convert",
-    "use_model_card": "hub",
+    "use_model_card": "trainer_card",
 }
 __all__ = ["__version__", "ops", *_MODULE_OF]
 

@@ -30,8 +30,13 @@ def rows_of_report(report: dict, ffns: list, *, layer_weights: bool, layers: boo
     keys = (*keys, "l1_weight") if layer_weights else keys
     for ffn, layer, way in zip(ffns, report["layers"], on_kernels, strict=True):
         row = {key: layer[key] for key in keys} | ({} if way is None else {"on_kernels": float(way)})
-        rows |= {f"{LAYER_PREFIX}{ffn.twell.layer:02d}/{key}": value for key, value in row.items()}
+        rows |= {layer_prefix(ffn) + key: value for key, value in row.items()}
     return rows
+
+
+def layer_prefix(ffn) -> str:
+    """How the names of one block's rows begin."""
+    return f"{LAYER_PREFIX}{ffn.twell.layer:02d}/"
 
 
 def log_without_layers(on_log, args, state, control, logs=None, **kwargs):

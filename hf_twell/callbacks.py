@@ -16,6 +16,7 @@ from hf_twell.modeling import sparse_ffns
 from hf_twell.penalty import L1Penalty
 from hf_twell.resuming import CompleteCheckpoints, unwrap, wrap
 from hf_twell.revival import Revival, check_optimizer
+from hf_twell.trainer_card import use_model_card
 from hf_twell.trainers import check_batches, check_trainer
 
 IDLE_NAME = "twell_idle.safetensors"
@@ -124,9 +125,6 @@ class SparsityCallback(TrainerCallback):
         self.checkpoints = CompleteCheckpoints(trainer, self.schedule())
         self._card = None
         if "create_model_card" not in vars(trainer):
-            # Of a layer above this one: a trained model that is pushed says of itself what it is.
-            from hf_twell.hub import use_model_card
-
             use_model_card(trainer)
             self._card = trainer.create_model_card
 

@@ -1,6 +1,5 @@
-"""To the Hub: weights and config in stock form with our model card, from a folder, a model or a trainer."""
+"""To the Hub: weights and config in stock form with our model card, from a folder or a model."""
 
-import functools
 import json
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -16,7 +15,6 @@ from hf_twell.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     read_adapter_config,
-    record_base,
     save_adapter,
     sparse_base,
 )
@@ -25,7 +23,6 @@ from hf_twell.checkpoints import CHAT_TEMPLATES, STATE_NAME, save_model
 from hf_twell.config_files import read_config
 from hf_twell.loading import check_checkpoint
 from hf_twell.modeling import sparse_ffns
-from hf_twell.resuming import method_of
 
 # A model folder of Trainer's also holds its state, and pickles; a Hub model needs none of it.
 LEFT_OUT = ("*.bin", "*.pt", "*.pth", "*.pkl", STATE_NAME, "trainer_state.json", "README.md", ".*", "_*")
@@ -183,15 +180,6 @@ def folder_card(folder: str | Path, repo_id: str, *, base_model=None, sparsity=N
     return model_card(repo_id, config, base_model=base_model, method=method, sparsity=sparsity, scores=scores)
 
 
-def use_model_card(trainer, *, base_model: str | None = None, sparsity=None, scores=None) -> None:
-    """Let `trainer.push_to_hub()` publish our model card in place of Trainer's; its figures as in `push_to_hub`.
-
-    Without `sparsity`, L0 of each layer is what `SparsityCallback` logged last.
-    """
-    figures = {"base_model": base_model, "sparsity": sparsity, "scores": scores}
-    trainer.create_model_card = functools.partial(_write_trainer_card, trainer, figures)
-
-
 def _active_adapter(model: nn.Module) -> str:
     active = model.active_adapters
     active = active() if callable(active) else active  # of a Transformers model that took the adapter itself
@@ -211,41 +199,6 @@ def _adapter_base(folder: Path, config: Mapping, base_model: str | None) -> str:
             "load the adapter; name the dense base that others load: --base-model USER/NAME (base_model=)"
         )
     return base
-
-
-def _write_trainer_card(trainer, figures, model_name=None, **_):
-    if not trainer.is_world_process_zero():
-        return
-    folder, model = Path(trainer.args.output_dir), trainer.accelerator.unwrap_model(trainer.model)
-    repo_id = trainer.hub_model_id or model_name or folder.name
-    base_model = figures["base_model"] or model.config._name_or_path
-    folder.mkdir(parents=True, exist_ok=True)  # trl's trainers write a card before their first checkpoint
-    if hasattr(model, "peft_config"):
-        record_base(model, folder)
-        card = adapter_card(base_model, repo_id)
-    else:
-        sparsity = figures["sparsity"] or _logged_sparsity(trainer, model)
-        config = model.config.to_dict() | {"architectures": [type(model).__name__.removeprefix("FSDP")]}
-        given = {"base_model": base_model, "sparsity": sparsity, "scores": figures["scores"]}
-        card = model_card(repo_id, config, method=method_of(trainer), **given)
-    (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-def _logged_sparsity(trainer, model) -> dict | None:
-    """The last log's figures, if they are there for every layer."""
-    row = next((row for row in reversed(trainer.state.log_history) if "twell/l0" in row), None)
-    ffns = sparse_ffns(model)
-    if row is None or len(ffns) != model.config.get_text_config().num_hidden_layers:
-        return None
-    layers = []
-    for ffn in ffns:
-        prefix = f"twell/layer_{ffn.twell.layer:02d}/"
-        if f"{prefix}l0" not in row:
-            return None
-        figures = {key: row[prefix + key] for key in ("l0", "density", "dead")}
-        layers.append({**figures, "intermediate_size": getattr(ffn, ffn.twell.form.up).out_features})
-    where = f"Measured in training, over the tokens of the last log (step {row['step']})."
-    return {**{key: row[f"twell/{key}"] for key in ("l0", "density", "dead")}, "layers": layers, "where": where}
 
 
 def _broken_off(error: Exception, repo_id: str, token: str | bool | None) -> str:
