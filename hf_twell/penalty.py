@@ -4,7 +4,6 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,26 +13,8 @@ from transformers.utils import is_accelerate_available
 from hf_twell._density import Block, ModelChoice
 from hf_twell.batches import batch_size_tokens, check_one_stream, token_weight
 from hf_twell.modeling import L1Inputs, sparse_ffns
-from hf_twell.reference import long_sum_dtype, new_tally
-
-
-class StepCounts(NamedTuple):
-    """What one optimizer step saw, over all its micro-batches and ranks.
-
-    Shapes: tokens () fp32, the non-padding ones; layers: for each sparse layer (1 + F,) fp32, the sum of |h| and then
-    each neuron's active tokens; all on the device of the first layer.
-    """
-
-    tokens: torch.Tensor
-    layers: list[torch.Tensor]
-
-    def l1(self) -> torch.Tensor:
-        """L1 of each layer, (L,); NaN where all was padding."""
-        return torch.stack([layer[0] for layer in self.layers]) / self.tokens
-
-    def density(self) -> torch.Tensor:
-        """Share of active neurons of each layer, (L,)."""
-        return torch.stack([layer[1:].mean() for layer in self.layers]) / self.tokens.clamp(min=1)
+from hf_twell.reference import new_tally
+from hf_twell.step_counts import StepCounts
 
 
 class L1Penalty:
@@ -179,17 +160,11 @@ class L1Penalty:
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(flat)
         step = StepCounts(self._step_tokens, list(flat.split([len(count) for count in counts])))
-        # A window's sums may pass 2^24, where fp32 stops counting.
-        dtype = long_sum_dtype(self.device)
-        wide = StepCounts(step.tokens.to(dtype), [layer.to(dtype) for layer in step.layers])
-        if self._window is not None:
-            total = [mine + new for mine, new in zip(self._window.layers, wide.layers, strict=True)]
-            wide = StepCounts(self._window.tokens + wide.tokens, total)
-        self._window, self._step_tokens = wide, None
+        self._window, self._step_tokens = step.added_to(self._window), None
         for count in counts:
             count.zero_()
         if not self._checked:  # the first step alone: it waits for the device
-            _check_counted_once(step)
+            step.check_counted_once()
             self._checked = True
         self._choose_for_compiled(step)
         return step
@@ -208,17 +183,8 @@ class L1Penalty:
         if self._window is None:
             return None
         window, self._window = self._window, None
-        tokens = window.tokens.item()
-        if not tokens:  # all padding
-            return None
         weights = self.layer_weights.tolist() if self.layer_weights is not None else [self.l1_weight] * len(self.ffns)
-        layers = []
-        for counts, weight in zip(window.layers, weights, strict=True):
-            l1, active = counts[0].item() / tokens, counts[1:]
-            l0, dead = active.sum().item() / tokens, (active == 0).sum().item() / len(active)
-            layers.append({"l0": l0, "density": l0 / len(active), "l1": l1, "dead": dead, "l1_weight": weight})
-        mean = {key: sum(layer[key] for layer in layers) / len(layers) for key in layers[0]}
-        return {**mean, "tokens": int(tokens), "layers": layers}
+        return window.figures(weights)
 
     def _choose_for_compiled(self, step: StepCounts) -> None:
         """Blocks of a compiled model cannot choose for themselves; `ModelChoice` does it by the step's counts."""
@@ -269,18 +235,6 @@ def _unwatch(model: nn.Module) -> None:
     for key, hook in list(model._forward_pre_hooks.items()):
         if hook is _warn_of_no_step:
             del model._forward_pre_hooks[key]
-
-
-def _check_counted_once(step: StepCounts) -> None:
-    """Refuse counts of more tokens than the step has; on two forwards a dense model's neurons tell by them."""
-    tokens, most = step.tokens.item(), max(layer[1:].max().item() for layer in step.layers)
-    if most > 1.001 * tokens:  # beyond 2^24 tokens fp32 rounds
-        raise ValueError(
-            f"a neuron was active for {most:.0f} of the {tokens:.0f} tokens of the first optimizer step: its "
-            "micro-batches went through the model more than once with gradients (or backward did), and the L1 term "
-            "would count each time. Run the model once for each micro-batch, with all its rows in one batch, and under "
-            "torch.no_grad() what needs no gradient"
-        )
 
 
 def _check_ranks_share_no_sequence() -> None:

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_twell import SparsityCallback, sparsify
 from hf_twell.checkpoints import read_state
 from hf_twell.controller import DensityController
-from hf_twell.penalty import StepCounts
+from hf_twell.step_counts import StepCounts
 from tests.conftest import tiny_llama, training_rows
 
 TEXT = Path(__file__).parents[1] / "recipes" / "demo" / "text" / "train.txt"
