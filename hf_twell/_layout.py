@@ -40,7 +40,7 @@ def _settle_evaluated(ffn, weight, x) -> None:
         ffn.twell.calls += 1
         if ffn.twell.calls % EVERY != 1:  # a sample costs as much as a small call
             return
-        first = getattr(ffn, ffn.twell.form.gate or ffn.twell.form.up)
+        first = getattr(ffn, ffn.twell.form.first)
         density = ffn.twell.density = _density_cpu.sampled_density(x, first.weight, first.bias)
         wants_columns, wants_rows = density < SPARSE, density > _density_cpu.MAX_DENSITY
     to_columns, to_rows = wants_columns and weight.is_contiguous(), wants_rows and _by_column(weight)

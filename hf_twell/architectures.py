@@ -18,6 +18,11 @@ class FfnForm(NamedTuple):
     activation: str
 
     @property
+    def first(self) -> str:
+        """The projection before the activation, whose sign says which neurons are active."""
+        return self.gate or self.up
+
+    @property
     def linears(self) -> tuple[str, ...]:
         return tuple(name for name in (self.gate, self.up, self.down) if name)
 

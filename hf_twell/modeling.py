@@ -238,7 +238,7 @@ def _new_instance(stock_class: type) -> nn.Module:
 
 def takes_kernels(ffn: SparseFfn, x: torch.Tensor) -> bool:
     """Which way a block would go with x after the calls it has seen: kernels, or plain matmuls."""
-    first, down = getattr(ffn, ffn.twell.form.gate or ffn.twell.form.up), getattr(ffn, ffn.twell.form.down)
+    first, down = getattr(ffn, ffn.twell.form.first), getattr(ffn, ffn.twell.form.down)
     if ops.resolve(ffn.twell.backend, x.device.type) == "reference":  # asked for, or no kernels could be had
         return False
     return not ffn._too_dense(x, first.weight, first.bias, ffn._max_density(x, down.weight))

@@ -38,9 +38,9 @@ class Revival:
     def __init__(self, ffns: Sequence[nn.Module], after: int, *, sigma: float = 0.02, seed: int = 0):
         if isinstance(after, bool) or not isinstance(after, int) or after < 1:
             raise ValueError(f"revive_after={after!r}; give a whole number of tokens, such as 1_000_000")
-        self.linears = [getattr(ffn, ffn.twell.form.gate or ffn.twell.form.up) for ffn in ffns]
+        self.linears = [getattr(ffn, ffn.twell.form.first) for ffn in ffns]
         for ffn, linear in zip(ffns, self.linears, strict=True):
-            _check(linear, f"{ffn.twell.name}.{ffn.twell.form.gate or ffn.twell.form.up}")
+            _check(linear, f"{ffn.twell.name}.{ffn.twell.form.first}")
         self.after, self.sigma, self.seed = after, sigma, seed
         self.idle: list[torch.Tensor] | None = None
         self.revived = 0.0
