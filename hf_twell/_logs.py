@@ -53,7 +53,7 @@ def warn_of_bounds(controller, told: set, ffns: list, step: int) -> None:
         told.update((side, layer) for layer in new)
         if new:
             names = ", ".join(f"{ffns[layer].twell.name} ({weights[layer]:.3g})" for layer in new)
-            if controller.share == "free":
+            if controller.layer_shares == "free":
                 names = f"all layers ({weights[0]:.3g})"
             logger.warning("step %d: the L1 weight of %s is at its %s", step, names, AT_BOUND[side])
 
@@ -64,7 +64,7 @@ def warn_of_miss(controller, ffns: list) -> None:
     if not missed:
         return
     names = [f"{ffns[layer].twell.name} {density:.2%}" for layer, density in missed.items()]
-    if controller.share == "free":
+    if controller.layer_shares == "free":
         names = [f"the layers' mean is {sum(missed.values()) / len(missed):.2%}"]
     logger.warning(
         "target_density=%g was missed by more than a tenth: %s; give more steps, a higher learning rate or "

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 
 from safetensors.torch import load_file, save_file
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
@@ -77,7 +78,7 @@ class SparsityCallback(TrainerCallback):
         warmup_steps: int | float | None = None,
         warmup: str = "linear",
         layer_shares: str = "equal",
-        l1_bounds: tuple[float, float] | None = None,
+        l1_bounds: Sequence[float] | None = None,
         revive_after: int | None = None,
         blend: Blend | None = None,
         blend_steps: int | float = 0.2,
@@ -217,7 +218,8 @@ class SparsityCallback(TrainerCallback):
             self.checkpoints.state["controller"] = self.controller.state()
 
     def _new_controller(self, steps: int) -> DensityController:
-        return DensityController(self.target_density, steps=steps, share=self.layer_shares, bounds=self.l1_bounds)
+        options = {"layer_shares": self.layer_shares, "l1_bounds": self.l1_bounds}
+        return DensityController(self.target_density, steps=steps, **options)
 
     def _steps(self, value: int | float) -> int:
         share = isinstance(value, float) and value < 1

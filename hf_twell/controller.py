@@ -1,10 +1,11 @@
 """`DensityController`: the L1 weights that bring layers to a chosen density and keep them there."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 
-SHARES = ("equal", "free")
+LAYER_SHARES = ("equal", "free")
 WEIGHT_RANGE = (1e-3, 1e5)  # of the first weight; L1 falls with the density and with the activations' size
 FIRST_TERM = 0.03  # nats: what the L1 term of the first weight comes to
 # Nats: what a layer's weight times its L1 may come to. As much as the task's loss; with more, a layer that lags behind
@@ -24,16 +25,16 @@ class DensityController:
     4 * (e - e_before) + 24 / steps * e to the logarithm of a layer's weight: a proportional-integral controller. The
     reference goes from the first step's density to the target, evenly in its logarithm, while `progress` goes from 0
     to 1. The first weight is the one that makes the L1 term 0.03 nats, whatever the model's activations measure; no
-    layer's weight times its L1 comes to more than 4 nats.
+    layer's weight times its L1 comes to more than 4 nats, unless `l1_bounds` are given.
 
     Args:
-        target_density: of every layer (`share="equal"`), or of their mean ("free": one weight for all layers).
+        target_density: of every layer (`layer_shares="equal"`), or of their mean ("free": one weight for all layers).
         steps: optimizer steps of the run in which the controller works.
-        share: "equal" or "free".
-        bounds: lowest and highest weight; by default a thousandth and 100,000 times the first one, within 4 nats.
+        layer_shares: "equal" or "free".
+        l1_bounds: lowest and highest weight; by default a thousandth and 100,000 times the first one, within 4 nats.
 
     Raises:
-        ValueError: a target outside (0, 1), or bounds that are not two rising positive numbers.
+        ValueError: a target outside (0, 1), unknown `layer_shares`, or bounds that are not two rising positive numbers.
     """
 
     def __init__(
@@ -41,21 +42,21 @@ class DensityController:
         target_density: float,
         *,
         steps: int,
-        share: str = "equal",
-        bounds: tuple[float, float] | None = None,
+        layer_shares: str = "equal",
+        l1_bounds: Sequence[float] | None = None,
     ):
         if not isinstance(target_density, float) or not 0 < target_density < 1:
             raise ValueError(f"target_density={target_density!r}; give a share between 0 and 1, such as 0.005")
-        if share not in SHARES:
-            raise ValueError(f"layer_shares={share!r}; choose one of {', '.join(map(repr, SHARES))}")
-        if bounds is not None and not _are_bounds(bounds):
+        if layer_shares not in LAYER_SHARES:
+            raise ValueError(f"layer_shares={layer_shares!r}; choose one of {', '.join(map(repr, LAYER_SHARES))}")
+        if l1_bounds is not None and not _are_bounds(l1_bounds):
             raise ValueError(
-                f"l1_bounds={bounds!r}; give the lowest and the highest weight, two rising numbers above 0"
+                f"l1_bounds={l1_bounds!r}; give the lowest and the highest weight, two rising numbers above 0"
             )
         self.target_density = target_density
         self.steps = max(1, steps)
-        self.share = share
-        self.bounds = bounds
+        self.layer_shares = layer_shares
+        self.l1_bounds = l1_bounds
         self._start: torch.Tensor | None = None
         self._density: torch.Tensor | None = None
         self._error: torch.Tensor | None = None
@@ -137,8 +138,8 @@ class DensityController:
 
     def _log_bounds(self, l1) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the logarithm of each layer's weight, (L,) each."""
-        if self.bounds is not None:
-            low, high = (torch.full_like(l1, math.log(bound)) for bound in self.bounds)
+        if self.l1_bounds is not None:
+            low, high = (torch.full_like(l1, math.log(bound)) for bound in self.l1_bounds)
             return low, high
         low, high = (self._log_first.expand_as(l1) + math.log(factor) for factor in WEIGHT_RANGE)
         return low, torch.minimum(high, (LARGEST_TERM / self._shared(l1).clamp(min=1e-12)).log())
@@ -148,7 +149,7 @@ class DensityController:
 
     def _shared(self, values: torch.Tensor) -> torch.Tensor:
         """Each layer's own, or the mean where layers share the target freely."""
-        return values.clone() if self.share == "equal" else values.mean().expand_as(values).clone()
+        return values.clone() if self.layer_shares == "equal" else values.mean().expand_as(values).clone()
 
 
 def _are_bounds(bounds) -> bool:

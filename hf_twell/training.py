@@ -11,7 +11,7 @@ from transformers import ProgressCallback, TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from hf_twell.callbacks import WARMUPS, check_steps
-from hf_twell.controller import SHARES, DensityController
+from hf_twell.controller import LAYER_SHARES, DensityController
 from hf_twell.packing import check_file, is_streamed
 from hf_twell.yaml12 import read_yaml
 
@@ -19,7 +19,7 @@ TRAINABLE = ("all", "ffn", "ffn+lora")
 DEFAULT_L1_WEIGHT = 2e-4
 CHOICES = {
     "warmup": tuple(WARMUPS),
-    "layer_shares": SHARES,
+    "layer_shares": LAYER_SHARES,
     "trainable": TRAINABLE,
     "dtype": ("float32", "bfloat16", "float16"),
     "save_dtype": (None, "float32", "bfloat16", "float16"),
@@ -240,7 +240,8 @@ def _check_objective(recipe: Recipe, path: Path) -> None:
             raise ValueError(f"{path} has {key}: {value!r}; give a number of at least 0")
     try:
         if recipe.target_density is not None:  # what the controller refuses, before any work
-            DensityController(recipe.target_density, steps=1, share=recipe.layer_shares, bounds=recipe.l1_bounds)
+            options = {"layer_shares": recipe.layer_shares, "l1_bounds": recipe.l1_bounds}
+            DensityController(recipe.target_density, steps=1, **options)
         for key in ("warmup_steps", "blend_steps"):
             check_steps(key, getattr(recipe, key) or 0)
     except ValueError as error:

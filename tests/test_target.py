@@ -63,7 +63,7 @@ def test_layers_of_many_kinds_reach_the_target(steps, lag, exponent, needed, war
 
 def test_the_weight_of_a_layer_that_cannot_follow_stays_in_bounds():
     for bounds in (None, (1e-4, 1e-2)):
-        controller = DensityController(0.01, steps=50, bounds=bounds)
+        controller = DensityController(0.01, steps=50, l1_bounds=bounds)
         weights = [controller.update(torch.tensor([0.5]), torch.tensor([20.0]), 1.0).item() for _ in range(500)]
         low, high = bounds or (0.03 / 20 / 1e3, 4 / 20)
         assert max(weights) == pytest.approx(high, rel=1e-4)
@@ -78,7 +78,7 @@ def test_a_step_that_overflowed_changes_no_weight(overflowed, layer_shares, l1):
     """The loss scaler of fp16 passes over such a step, and training goes on."""
     runs = []
     for steps in ([s for s in range(10) if s != overflowed], range(10)):
-        controller = DensityController(0.01, steps=100, share=layer_shares)
+        controller = DensityController(0.01, steps=100, layer_shares=layer_shares)
         for step in steps:
             good = step != overflowed
             density = torch.tensor([0.5, 0.3 + step / 100 if good else 1.0])
@@ -100,7 +100,7 @@ def test_a_step_of_padding_alone_changes_no_weight():
 
 @pytest.mark.parametrize("share", ["equal", "free"])
 def test_every_layer_or_their_mean(share):
-    controller = DensityController(0.1, steps=20, share=share)
+    controller = DensityController(0.1, steps=20, layer_shares=share)
     densities = torch.tensor([0.5, 0.1, 0.02])
     controller.update(densities, torch.ones(3), 1.0)
     weights = controller.update(densities, torch.ones(3), 1.0)
