@@ -118,6 +118,7 @@ class SparsityCallback(TrainerCallback):
         self.log_layers = log_layers
         self.controller = self._new_controller(steps=1) if target_density is not None else None
         self.revival = None
+        self._revived = 0.0  # share of neurons, in the last step
         if revive_after is not None:
             sigma = getattr(trainer.model.config.get_text_config(), "initializer_range", 0.02)
             self.revival = Revival(self.penalty.ffns, revive_after, sigma=sigma, seed=trainer.args.seed)
@@ -195,9 +196,8 @@ class SparsityCallback(TrainerCallback):
             self.penalty.layer_weights = self.controller.update(counts.density(), counts.l1(), self.progress(step + 1))
         if self.revival is not None:
             self.revival.count(counts.tokens, [layer[1:] for layer in counts.layers])
-            self.revival.revived = 0.0
-            if step < REVIVE_UNTIL * state.max_steps:
-                self.revival.revive(self.trainer.optimizer, step)
+            revives = step < REVIVE_UNTIL * state.max_steps
+            self._revived = self.revival.revive(self.trainer.optimizer, step) if revives else 0.0
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.blend is not None and self.blend.share < 1:
@@ -265,7 +265,7 @@ class SparsityCallback(TrainerCallback):
             if self.trainer.is_world_process_zero():
                 warn_of_bounds(self.controller, self._told, self.penalty.ffns, self.trainer.state.global_step)
         if self.revival is not None:
-            rows["twell/revived"] = self.revival.revived
+            rows["twell/revived"] = self._revived
         if self.blend is not None:
             rows["twell/blend"] = self.blend.share
         if self.distillation is not None:

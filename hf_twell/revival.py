@@ -43,7 +43,6 @@ class Revival:
             _check(linear, f"{ffn.twell.name}.{ffn.twell.form.first}")
         self.after, self.sigma, self.seed = after, sigma, seed
         self.idle: list[torch.Tensor] | None = None
-        self.revived = 0.0
 
     def count(self, tokens: torch.Tensor, active: Sequence[torch.Tensor]) -> None:
         """Take in a step's tokens, (), and for each layer every neuron's active tokens, (F,)."""
@@ -75,8 +74,7 @@ class Revival:
             if linear.bias is not None:
                 linear.bias[rows] *= 1 - RATE
                 _reset_state(optimizer, linear.bias, rows, living)
-        self.revived = sum(dead) / sum(map(len, silent))
-        return self.revived
+        return sum(dead) / sum(map(len, silent))
 
     def state(self) -> dict[str, torch.Tensor]:
         return {} if self.idle is None else {f"idle_{index:03d}": idle.cpu() for index, idle in enumerate(self.idle)}
