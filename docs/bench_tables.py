@@ -2,7 +2,7 @@
 
 from itertools import groupby
 
-from hf_twell.card import table
+from hf_twell.tables import markdown_table
 
 PASSES = {"forward": "One block, forward", "forward+backward": "One block, forward and backward"}
 MODELS = {"prefill": "Prefill", "generate": "Generation", "train": "Training step"}
@@ -34,7 +34,7 @@ def _blocks(rows) -> str:
     tokens, l0s = (sorted(set(values)) for values in zip(*found, strict=True))
     lines = [[f"{count:,}", *(_cell(found.get((count, l0))) for l0 in l0s)] for count in tokens]
     title = f"## {PASSES[direction]}: D={hidden}, F={intermediate}, {dtype}"
-    return f"{title}\n\n{table(['tokens', *(f'L0 = {l0:g}' for l0 in l0s)], lines)}"
+    return f"{title}\n\n{markdown_table(['tokens', *(f'L0 = {l0:g}' for l0 in l0s)], lines)}"
 
 
 def _cell(row: dict | None) -> str | None:
@@ -54,7 +54,7 @@ def _models(title: str, rows) -> str:
     names = list(dict.fromkeys(names))
     settings = [_setting(row) for row in rows]
     lines = [[name.replace("_", " "), *(row.get(name) for row in rows)] for name in names]
-    return f"## {title}\n\n{table(['', *settings], lines)}"
+    return f"## {title}\n\n{markdown_table(['', *settings], lines)}"
 
 
 def _setting(row) -> str:

@@ -8,6 +8,8 @@ from string import Template
 
 import yaml
 
+from hf_twell.tables import markdown_table, percent
+
 L1_CLAUSE = " and were trained with an L1 term on their activations"
 REPO_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # and no path such as ./model
 
@@ -90,7 +92,7 @@ def fill(template: str, repo_id: str, metadata: dict, facts: dict, *, name: str 
         repo_id=repo_id,
         name=name or repo_id.rpartition("/")[2],
         metadata=yaml.safe_dump(metadata) if metadata else "",
-        facts=table(["", ""], rows) if rows else "",
+        facts=markdown_table(["", ""], rows) if rows else "",
         **sections,
     )
 
@@ -119,7 +121,7 @@ def sparsity_section(sparsity: Mapping, layers: int | None) -> str:
         raise ValueError("these are no figures of sparsity: give what measure_sparsity or `hf-twell inspect` returned")
     if layers is not None and len(rows) != layers:
         raise ValueError(f"the figures of sparsity are of {len(rows)} layers, the model has {layers}; measure it again")
-    layers_table = table(
+    layers_table = markdown_table(
         ["layer", "active neurons per token (L0)", "of", "density", "dead"],
         [
             [index, f"{row['l0']:.1f}", row["intermediate_size"], percent(row["density"]), percent(row["dead"])]
@@ -148,7 +150,7 @@ def _evaluation(scores: Mapping) -> str:
         if figure["value"] is not None
     ]
     if rows:
-        parts.append(table(["task", "split", "shots", "rows", "metric", "value"], rows))
+        parts.append(markdown_table(["task", "split", "shots", "rows", "metric", "value"], rows))
     rows = [
         [Path(name).name, f"{entry['tokens']:,}", *(f"{entry[key]:.4g}" for key in keys)]
         for keys in [("nats_per_token", "perplexity", "bits_per_byte")]
@@ -156,7 +158,7 @@ def _evaluation(scores: Mapping) -> str:
         if None not in [entry[key] for key in keys]
     ]
     if rows:
-        parts.append(table(["text", "tokens", "loss (nats per token)", "perplexity", "bits per byte"], rows))
+        parts.append(markdown_table(["text", "tokens", "loss (nats per token)", "perplexity", "bits per byte"], rows))
     if not parts:
         return ""
     limit = f"; only the first {scores['limit']} rows or documents of each" if scores.get("limit") else ""
@@ -167,17 +169,6 @@ def _evaluation(scores: Mapping) -> str:
 def score(figure: Mapping) -> str:
     """Its value ± its stderr."""
     return f"{figure['value']:.4f}" + (f" ± {figure['stderr']:.4f}" if figure.get("stderr") is not None else "")
-
-
-def table(headers, rows) -> str:
-    """A Markdown table; None is an empty cell."""
-    cells = [["" if value is None else str(value).replace("|", "\\|") for value in row] for row in [headers, *rows]]
-    lines = [f"| {' | '.join(row)} |" for row in cells]
-    return "\n".join([lines[0], "|" + "---|" * len(headers), *lines[1:]]) + "\n"
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.2f} %"
 
 
 def is_repo(name) -> bool:

@@ -20,8 +20,8 @@ from finetune import finetune, measure
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, logging
 
 import hf_twell
-from hf_twell.cli.output import percent, table
 from hf_twell.packing import PackedText
+from hf_twell.tables import percent, text_table
 from hf_twell.training import Recipe, load_recipe, training_arguments
 
 PROMPT = "Once upon a time, there was a little girl"
@@ -61,7 +61,7 @@ def main() -> None:
         row("ReLU, the same without the L1 term", control["after"]),
     ]
     headers = ["model", "held-out loss", "active neurons per token (L0)", "density", "dead neurons"]
-    print(table(headers, rows))
+    print(text_table(headers, rows))
     plot = draw(sparse["logs"], control["logs"], output / "training.png")
     print(f"\nplot: {plot}\n\nthe sparse model goes on:\n{sample(sparse['model'])}")
 

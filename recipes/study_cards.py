@@ -10,10 +10,11 @@ from pathlib import Path
 
 import yaml
 from study import run_folder
-from study_report import control_of
+from study_report import against, control_of
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_twell.card import L1_CLAUSE, fill, percent, score, sparsity_section, table
+from hf_twell.card import L1_CLAUSE, fill, score, sparsity_section
+from hf_twell.tables import markdown_table, percent
 from hf_twell.training import Recipe
 
 TARGETS = (0.01, 0.005)
@@ -64,11 +65,6 @@ def best_rows(rows: list[dict]) -> list[tuple[dict, dict]]:
         key = (row["family"], row["start"], target)
         best[key] = min(best.get(key, (row, control)), (row, control), key=lambda pair: against(*pair))
     return list(best.values())
-
-
-def against(row: dict, control: dict) -> float:
-    """Loss above the control's, as a share of it."""
-    return row["loss"] / control["loss"] - 1
 
 
 def card_name(row: dict) -> str:
@@ -200,7 +196,7 @@ def _evaluation(row: dict, control: dict) -> str:
         mine, other = (_task(r, task) for r in (row, control))
         if mine:
             figures.append((f"{name}, {metric}", row["tasks"][task].get("rows"), score(mine), other and score(other)))
-    what = table(["", "rows", "this model", "dense control"], figures)
+    what = markdown_table(["", "rows", "this model", "dense control"], figures)
     return f"""## Evaluation
 
 The control is the row `{control["id"]}`: SiLU, the same start and the same {control["tokens"]:,} tokens. Tasks

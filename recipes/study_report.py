@@ -9,6 +9,8 @@ from pathlib import Path
 
 import matplotlib
 
+from hf_twell.tables import markdown_table, percent
+
 TASKS = ("lambada", "arc_easy", "hellaswag")
 
 
@@ -20,44 +22,47 @@ def control_of(row: dict, rows: list[dict]) -> dict | None:
     return min(same, key=lambda r: r["loss"], default=None)
 
 
+def against(row: dict, control: dict) -> float:
+    """Loss above the control's, as a share of it."""
+    return row["loss"] / control["loss"] - 1
+
+
 def table(rows: list[dict]) -> str:
     """A Markdown table, one line a row; a parent is named by its loss."""
     head = ["family", "parent", "method", "seed", "target", "density", "L0 of the layers", "loss", "against dense"]
     head += ["dead (worst layer)", "on 1M training tokens: density", "dead (worst layer)", *TASKS]
     head += ["Mtokens", "minutes (up to 4 runs share a GPU)"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines = []
     for row in sorted(rows, key=lambda r: (r["family"], r.get("parent_loss") or 0)):
         control = control_of(row, rows)
-        against = (
-            "" if control is None or row.get("relu") is False else f"{100 * (row['loss'] / control['loss'] - 1):+.2f} %"
-        )
+        compared = control is not None and row.get("relu") is not False
         target = row.get("target_density") or row.get("threshold")
         layers = [layer["l0"] for layer in row["layers"]]
         scores = [row["tasks"].get(task) for task in TASKS]
         cells = [
             row["family"],
-            "" if row.get("parent_loss") is None else f"{row['parent_loss']:.4f}",
+            None if row.get("parent_loss") is None else f"{row['parent_loss']:.4f}",
             row["name"],
             row["seed"],
-            "" if target is None else f"{target:g}",
-            f"{100 * row['density']:.2f} %",
+            None if target is None else f"{target:g}",
+            percent(row["density"]),
             f"{min(layers):.0f} to {max(layers):.0f}",
             f"{row['loss']:.4f} ± {row['loss_stderr']:.4f}",
-            against,
+            f"{100 * against(row, control):+.2f} %" if compared else None,
             f"{100 * max(layer['dead'] for layer in row['layers']):.1f} %",
             *_on_training_text(row),
-            *("" if score is None else f"{100 * score['acc']:.1f} ± {100 * score['stderr']:.1f}" for score in scores),
+            *(score and f"{100 * score['acc']:.1f} ± {100 * score['stderr']:.1f}" for score in scores),
             f"{row['tokens'] / 1e6:.1f}",
             f"{row['minutes']:.1f}",
         ]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines) + "\n"
+        lines.append(cells)
+    return markdown_table(head, lines)
 
 
-def _on_training_text(row: dict) -> tuple[str, str]:
+def _on_training_text(row: dict) -> tuple[str | None, str | None]:
     if (figures := row.get("training_text")) is None:
-        return "", ""
-    return f"{100 * figures['density']:.2f} %", f"{100 * max(layer['dead'] for layer in figures['layers']):.1f} %"
+        return None, None
+    return percent(figures["density"]), f"{100 * max(layer['dead'] for layer in figures['layers']):.1f} %"
 
 
 def draw(rows: list[dict], path: Path) -> None:
@@ -80,7 +85,7 @@ def draw(rows: list[dict], path: Path) -> None:
             points = []
             for row in (r for r in rows if (r["family"], r["name"]) == (family, name)):
                 if (control := control_of(row, rows)) is not None:
-                    shares = (row["loss"] / control["loss"] - 1, row["loss_stderr"] / control["loss"])
+                    shares = (against(row, control), row["loss_stderr"] / control["loss"])
                     points.append((100 * row["density"], *(100 * share for share in shares)))
             if points:
                 x, y, error = zip(*sorted(points), strict=True)

@@ -18,7 +18,8 @@ import sys
 from functools import partial
 
 from hf_twell.cli.bench_table import CELLS
-from hf_twell.cli.output import print_json, stdout_for_result, table, writing
+from hf_twell.cli.output import print_json, stdout_for_result, writing
+from hf_twell.tables import text_table
 
 SHAPES = {  # D, F
     "smollm2-135m": (576, 1536),
@@ -124,7 +125,7 @@ def _show(rows: list[dict], args) -> None:
     if args.json:
         print_json({"rows": rows})
     else:
-        print(table(*CELLS[args.what](rows)))
+        print(text_table(*CELLS[args.what](rows)))
         for name, reason in {item for row in rows for item in row.get("absent", {}).items()}:
             print(f"{name} was not measured: {reason}")
 

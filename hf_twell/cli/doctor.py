@@ -6,7 +6,8 @@ example:
 
 import argparse
 
-from hf_twell.cli.output import print_json, table
+from hf_twell.cli.output import print_json
+from hf_twell.tables import text_table
 
 PACKAGES = {
     "torch": "",
@@ -32,9 +33,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(f"Python {result['python']}; devices: {', '.join(result['devices'])}\n")
     rows = [[name, "yes" if row["available"] else "no", row["reason"]] for name, row in result["backends"].items()]
-    print(table(["backend", "works", "because"], rows), end="\n\n")
+    print(text_table(["backend", "works", "because"], rows), end="\n\n")
     rows = [[name, row["version"] or "absent", row["fix"]] for name, row in result["packages"].items()]
-    print(table(["package", "version", "to install"], rows))
+    print(text_table(["package", "version", "to install"], rows))
     return 0
 
 

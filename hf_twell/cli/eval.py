@@ -12,10 +12,10 @@ examples:
 """
 
 import argparse
-import json
 from pathlib import Path
 
-from hf_twell.cli.output import check_output, stdout_for_result, table, writing
+from hf_twell.cli.output import check_output, print_json, stdout_for_result, write_json
+from hf_twell.tables import text_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,13 +63,14 @@ def run(args: argparse.Namespace) -> int:
     check_output("--output", args.output, args.text)
     with stdout_for_result():
         result = _evaluate(args)
-    text = json.dumps(result, indent=2, allow_nan=False)
     try:
         if args.output:
-            with writing(args.output):
-                Path(args.output).write_text(text + "\n", encoding="utf-8")
+            write_json(result, args.output)
     finally:  # what took hours is shown even where a full disk does not take it
-        print(text if args.json else format_table(result))
+        if args.json:
+            print_json(result)
+        else:
+            print(format_table(result))
     return 0
 
 
@@ -139,14 +140,14 @@ def format_table(result: dict) -> str:
         for metric, score in entry["metrics"].items()
     ]
     if scores:
-        parts.append(table(["task", "split", "rows", "metric", "value", "stderr"], _without_none(scores)))
+        parts.append(text_table(["task", "split", "rows", "metric", "value", "stderr"], _without_none(scores)))
     keys = ("documents", "tokens", "context", "nats_per_token", "perplexity", "bits_per_byte")
     losses = [[Path(path).name, *(entry[key] for key in keys)] for path, entry in result["text"].items()]
     if losses:
-        parts.append(table(["text", *(key.replace("_", " ") for key in keys)], _without_none(losses)))
+        parts.append(text_table(["text", *(key.replace("_", " ") for key in keys)], _without_none(losses)))
     if "flips" in result:
         headers = ["answers that differ", "rows", "kernels from dense", "dense from dense at another batch size"]
-        parts.append(table(headers, [[name, *counts.values()] for name, counts in result["flips"].items()]))
+        parts.append(text_table(headers, [[name, *counts.values()] for name, counts in result["flips"].items()]))
     return "\n\n".join(parts)
 
 

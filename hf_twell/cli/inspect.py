@@ -10,13 +10,13 @@ examples:
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hf_twell.cli.output import check_output, print_json, stdout_for_result, table, writing
+from hf_twell.cli.output import check_output, print_json, stdout_for_result, write_json, writing
+from hf_twell.tables import text_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +43,7 @@ def run(args: argparse.Namespace) -> int:
         from hf_twell.report.page import render
     try:
         if args.output:
-            with writing(args.output):
-                Path(args.output).write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            write_json(result, args.output)
         if args.html:
             with writing(args.html):
                 # A file's name need not be UTF-8.
@@ -134,7 +133,7 @@ def summary(result: dict) -> str:
     if result["partial"]:
         parts.insert(0, "PARTIAL: interrupted; the figures are for what has been read.")
     parts += [f"Warning: {warning}" for warning in result["warnings"]]
-    parts.append(f"{result['tokens']:,} tokens, windows of {result['context']:,}:\n{table(headers, rows)}")
+    parts.append(f"{result['tokens']:,} tokens, windows of {result['context']:,}:\n{text_table(headers, rows)}")
     parts.append("\n".join(f"- {found['title']}. {found['text']}" for found in findings(result)))
     if result["savings"]:
         parts.append(savings_sentence(result["savings"]))
@@ -152,4 +151,4 @@ def _if_sparse(savings: dict) -> str:
     rows = [
         [percent(row["density"]), f"{row['decode']:.2f}x", f"{row['prefill']:.2f}x"] for row in savings["if_density"]
     ]
-    return f"Speed-up at other densities ({how}):\n{table(headers, rows)}"
+    return f"Speed-up at other densities ({how}):\n{text_table(headers, rows)}"

@@ -1,10 +1,12 @@
-"""What the commands share: tables for people, JSON for machines, models from a folder or the Hub."""
+"""What the commands share: tables for people, JSON for machines, and the files that both are written to."""
 
 import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from hf_twell.tables import percent, text_table
 
 
 @contextlib.contextmanager
@@ -41,22 +43,19 @@ def writing(path: str | Path) -> Iterator[None]:
         raise OSError(f"could not write {path}: {error.strerror or error}") from error
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns of text; columns of figures are right-aligned."""
-    cells = [[_cell(value) for value in row] for row in [headers, *rows]]
-    columns = list(zip(*cells, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    right = [any(cell[:1].isdigit() for cell in column[1:]) for column in columns]
-
-    def line(row):
-        padded = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True))
-        return "  ".join(padded).rstrip()
-
-    return "\n".join([line(cells[0]), "  ".join("-" * width for width in widths), *map(line, cells[1:])])
-
-
 def print_json(result: dict) -> None:
     print(json.dumps(result, indent=2))
+
+
+def write_json(result: dict, path: str | Path) -> None:
+    """The JSON in a file.
+
+    Raises:
+        OSError: a full disk does not take it; in one line.
+        ValueError: NaN or infinite figures, which JSON has no form for.
+    """
+    with writing(path):
+        Path(path).write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def sparsity_table(sparsity: dict) -> str:
@@ -66,12 +65,4 @@ def sparsity_table(sparsity: dict) -> str:
         for layer in sparsity["layers"]
     ]
     rows.append(["mean", "", sparsity["l0"], percent(sparsity["density"]), percent(sparsity["dead"])])
-    return table(["feed-forward block", "neurons", "active per token (L0)", "density", "dead"], rows)
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.2f} %"
-
-
-def _cell(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text_table(["feed-forward block", "neurons", "active per token (L0)", "density", "dead"], rows)

@@ -11,7 +11,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from hf_twell.cli.output import percent, print_json, sparsity_table, stdout_for_result
+from hf_twell.cli.output import print_json, sparsity_table, stdout_for_result
+from hf_twell.tables import percent
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

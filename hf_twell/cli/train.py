@@ -13,7 +13,8 @@ import argparse
 import runpy
 from pathlib import Path
 
-from hf_twell.cli.output import percent, print_json, sparsity_table, stdout_for_result, table
+from hf_twell.cli.output import print_json, sparsity_table, stdout_for_result
+from hf_twell.tables import percent, text_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         for name, stage in (("before", result["before"]), ("fine-tuned", result["after"]))
         if stage is not None  # "before" is, of a model that is sharded
     ]
-    print(table(["", "held-out loss", "active per token (L0)", "density"], rows), end="\n\n")
+    print(text_table(["", "held-out loss", "active per token (L0)", "density"], rows), end="\n\n")
     print(sparsity_table(result["after"]["sparsity"]))
     print(f"\nsaved to {result['model']}")
     return 0
