@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from hf_twell import benchmark_backward, ops, workload
 from hf_twell._layout import SPARSE
-from hf_twell.benchmark_check import check_block
+from hf_twell.benchmark_check import check_block, wider_dtype
 from hf_twell.benchmark_environment import DTYPES, environment
 from hf_twell.benchmark_progress import Report, silent
 from hf_twell.modeling import takes_kernels
@@ -136,7 +136,7 @@ def _measure(dense, xs, weights, active, captured, repeats, energy, report) -> d
 
     calls = {name: Captured(lambda name=name: block_by_block(name), device) for name in names} if captured else {}
     outputs = {name: {"y": torch.cat(calls[name]() if captured else block_by_block(name))} for name in names}
-    wide = [w.to(torch.float64 if dtype == torch.float32 else torch.float32) for w in stock[0]]
+    wide = [w.to(wider_dtype(dtype)) for w in stock[0]]
     # A whole fp32 h of the longest inputs would take gigabytes.
     truth = {"y": torch.cat([_dense(part.to(wide[0].dtype), *wide) for x in xs for part in x.split(8192)])}
     errors = check_block(outputs, truth, dtype, count, active.sum().item() / len(xs))

@@ -8,7 +8,7 @@ an optimizer step.
 import torch
 
 from hf_twell import reference, workload
-from hf_twell.benchmark_check import check_block, kernel_calls
+from hf_twell.benchmark_check import check_block, kernel_calls, wider_dtype
 from hf_twell.modeling import L1Inputs
 from hf_twell.timing import held_mib, interleaved_ms, millijoules, peak_mib
 
@@ -65,7 +65,7 @@ def measure_backward(variants, x, weights, copies, repeats, energy, pairs, repor
         prepared_step("sparse")
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # what the block learns of its density has arrived
-    wide = torch.float64 if x.dtype == torch.float32 else torch.float32
+    wide = wider_dtype(x.dtype)
     wide_leaves = [tensor.detach().to(wide).requires_grad_() for tensor in (x, *weights)]
     truth = _with_gradients(lambda: dense(*wide_leaves, l1_scale), wide_leaves, grad_y.to(wide))
     errors = check_block({name: outputs(name) for name in names}, truth, x.dtype, len(x), pairs)

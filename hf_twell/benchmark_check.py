@@ -6,6 +6,11 @@ FEW_PAIRS = 64  # below so many active pairs a tensor's error is a few elements'
 FEW_PAIRS_LIMIT = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
+def wider_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What the truth is computed in for results in `dtype`."""
+    return torch.float64 if dtype == torch.float32 else torch.float32
+
+
 @torch.no_grad()
 def relative_error(value, truth) -> float:
     """||value - truth|| / ||truth||; infinite where the truth is all zero and the value is not."""

@@ -13,7 +13,7 @@ from transformers.models.llama import modeling_llama
 import hf_twell
 from hf_twell.benchmark_check import check_training, kernel_calls
 from hf_twell.benchmark_environment import DTYPES, environment
-from hf_twell.benchmark_models import describe, sharing_copy, telling, wider
+from hf_twell.benchmark_models import best, describe, sharing_copy, telling, wider
 from hf_twell.benchmark_progress import silent
 from hf_twell.modeling import sparse_ffns
 from hf_twell.penalty import L1Penalty
@@ -34,7 +34,7 @@ def bench_train(
     length=2048,
     dtype="bfloat16",
     device="cpu",
-    repeats=None,
+    repeats=5,
     compile=True,
     energy=False,
     report=silent,
@@ -79,11 +79,11 @@ def bench_train(
         absent["liger"] = "the package liger_kernel is not installed"
     else:
         steps["liger"] = _LigerStep(sharing_copy(dense), text, optimizer)
-    checked = _check(steps, dense, text, dtype, absent, report)
+    checked = _check(steps, dense, text, absent, report)
     gc.collect()  # what checking has left behind is no variant's memory
 
     calls = {name: lambda turn, step=step: step() for name, step in steps.items()}
-    times = interleaved_ms(calls, repeats or 5, device, lambda name, turn: steps[name](), report=report)
+    times = interleaved_ms(calls, repeats, device, lambda name, turn: steps[name](), report=report)
     memory, joules = {}, {}
     for name, step in steps.items():
         if device.type == "cuda":
@@ -94,9 +94,9 @@ def bench_train(
         if energy:
             joules[f"{name}_mj_per_token"] = millijoules(calls[name], device) / text.numel()
     if memory:
-        ours, theirs = _best({name: memory[f"{name}_peak_mib"] for name in steps})
+        ours, theirs = best({name: memory[f"{name}_peak_mib"] for name in steps})
         memory["peak_share"] = round(ours / theirs, 4)
-    ours, theirs = _best(times)
+    ours, theirs = best(times)
     check_layers(layer_statistics(dense, telling(text, model)), l0, distinct)
     return {
         "bench": "train",
@@ -185,10 +185,10 @@ class _LigerStep(_Step):
             modeling_llama.apply_rotary_pos_emb = stock
 
 
-def _check(steps: dict[str, _Step], dense, text, dtype, absent, report) -> dict:
+def _check(steps: dict[str, _Step], dense, text, absent, report) -> dict:
     """Warm up all variants and compare their losses and gradients; those that do not run here move to `absent`."""
     report("checking: in higher precision")
-    loss, truth = _wide_gradients(dense, text, dtype)
+    loss, truth = _wide_gradients(dense, text)
     losses, errors = {}, {}
     for name, step in list(steps.items()):
         report(f"checking: {name}")
@@ -205,7 +205,7 @@ def _check(steps: dict[str, _Step], dense, text, dtype, absent, report) -> dict:
         step.clear()
         if step.penalty is not None:
             step.penalty.l1_weight = L1_WEIGHT
-    check_training(losses, errors, loss, DTYPES[dtype])
+    check_training(losses, errors, loss, dense.dtype)
     return {
         **{f"{name}_layers_on_kernels": step.layers_on_kernels for name, step in steps.items() if step.penalty},
         "loss": loss,
@@ -214,9 +214,9 @@ def _check(steps: dict[str, _Step], dense, text, dtype, absent, report) -> dict:
     }
 
 
-def _wide_gradients(dense, text, dtype) -> tuple[float, dict[str, torch.Tensor]]:
+def _wide_gradients(dense, text) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients in higher precision, of one sequence after another and kept on the CPU, for they are large."""
-    model = wider(dense, dtype)
+    model = wider(dense)
     losses = []
     for sequence in text.split(1):
         loss = model(input_ids=sequence, labels=sequence, use_cache=False).loss / len(text)
@@ -248,9 +248,3 @@ def _make_uncertain(model, text) -> None:
     logits = model(text, use_cache=False).logits[:, :-1]
     right = logits.gather(2, text[:, 1:, None]).float().mean().item()
     model.lm_head.weight.mul_(math.log(model.config.vocab_size) / right)
-
-
-def _best(values: dict[str, float]) -> tuple[float, float]:
-    """The least of the sparse variants' values, and of the dense ones'."""
-    ours = [value for name, value in values.items() if name.startswith("sparse")]
-    return min(ours), min(value for name, value in values.items() if not name.startswith("sparse"))

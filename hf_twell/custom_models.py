@@ -89,7 +89,7 @@ class TwellModel:
                 for name in [name for name in options if hasattr(config, name) and name not in kept]:
                     setattr(config, name, options.pop(name))  # as from_pretrained of a stock class does
             cls._check_config(path, config, _upright_shapes(shapes, config))
-        weights = reference_weights(path, raw, files, shapes, config)
+        weights = reference_weights(raw, files, shapes, config)
         for name in (*hub_options(options), "use_safetensors"):
             options.pop(name, None)
         options.setdefault("dtype", config.dtype or torch.float32)
@@ -170,7 +170,7 @@ def reference_config(path, raw: dict, shapes: dict) -> PreTrainedConfig:
     return config_class.from_dict({**kept, "hidden_act": "relu", "intermediate_size": ups[0][0]})
 
 
-def reference_weights(path, raw: dict, files: list[Path], shapes: dict, config) -> dict[str, torch.Tensor]:
+def reference_weights(raw: dict, files: list[Path], shapes: dict, config) -> dict[str, torch.Tensor]:
     """Their tensors under the same names, `down_proj` turned to (D, F) where their hybrid training stored (F, D).
 
     With D = F the shape says nothing and their `sparsity_use_hybrid_kernel` decides.
