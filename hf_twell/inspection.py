@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from hf_twell.architectures import activation_keys, find_ffns
 from hf_twell.inference import check_ids, describe, evaluation_mode, input_device, model_context
-from hf_twell.measurement import summary, tally, watching
+from hf_twell.measurement import ModelActivity, watching
 from hf_twell.passages import windows
 from hf_twell.places import Tables
 
@@ -20,7 +20,6 @@ DENSE = 0.9  # from this density on, L0 says nothing: SiLU is zero almost nowher
 MISMATCH_TOKENS = 128
 
 
-@torch.no_grad()
 def inspect_text(
     model,
     tokenizer,
@@ -64,13 +63,14 @@ def inspect_text(
     for name, value in (("max_tokens", max_tokens), ("batch_tokens", batch_tokens)):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value}; give at least 1")
-    sites, tallies = find_ffns(model), {}
+    sites = find_ffns(model)
+    activity = ModelActivity(sites)
     decoder, device = model.get_decoder(), input_device(model)
     tables = Tables(len(sites), context, model.get_input_embeddings().num_embeddings, device)
     first = valid = padded = None
 
     def see(index, h):
-        l0, effective = tally(tallies, sites, index, h.reshape(*valid.shape, h.shape[-1]), valid if padded else None)
+        l0, effective = activity.add(index, h.reshape(*valid.shape, h.shape[-1]), valid if padded else None)
         tables.add_layer(index, l0, effective)
 
     tokens, partial = 0, False
@@ -99,7 +99,7 @@ def inspect_text(
                 break
     if not tokens:
         raise ValueError("no tokens to measure on: the tokenizer makes none of this text")
-    figures, (config, keys) = summary(sites, tallies, tokens), activation_keys(model.config)
+    figures, (config, keys) = activity.report(tokens), activation_keys(model.config)
     sparse = figures["density"] < DENSE
     return {
         "format": FORMAT_VERSION,

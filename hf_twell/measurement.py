@@ -49,7 +49,8 @@ def measure_sparsity(
         ValueError: no tokens, a mask of another shape than the batch, an encoder-decoder, a model whose blocks cannot
             be read or see other positions than the batch has (prompt tuning), or an h that is not finite.
     """
-    tallies: dict[int, LayerActivity] = {}
+    sites, tokens = find_ffns(model), 0
+    activity = ModelActivity(sites)
     shape = valid = None
 
     def see(index: int, h: torch.Tensor) -> None:
@@ -58,9 +59,8 @@ def measure_sparsity(
                 f"{sites[index].name} sees {h.numel() // h.shape[-1]} positions where the batch has {shape.numel()}; "
                 "what adds positions (prompt tuning) cannot be measured: measure the base model"
             )
-        tally(tallies, sites, index, h.reshape(*shape, h.shape[-1]), valid)
+        activity.add(index, h.reshape(*shape, h.shape[-1]), valid)
 
-    sites, tokens = find_ffns(model), 0
     check_one_stream(model)
     device = input_device(model)
     with watching(model, sites, see):
@@ -82,7 +82,7 @@ def measure_sparsity(
                 tokens += counted
     if not tokens:
         raise ValueError("no tokens to measure on: the batches are empty or all padding")
-    return summary(sites, tallies, tokens)
+    return activity.report(tokens)
 
 
 @contextlib.contextmanager
@@ -103,37 +103,49 @@ def watching(model: nn.Module, sites: list[FfnSite], see: Callable[[int, torch.T
             handle.remove()
 
 
-def tally(tallies: dict[int, LayerActivity], sites: list[FfnSite], index: int, h, valid=None):
-    """Count one block's h (B, S, F) into `tallies[index]`; returns L0 and effective neurons, (B, S) each."""
-    check_whole(h, sites[index].intermediate_size, sites[index].name)
-    if index not in tallies:
-        tallies[index] = LayerActivity(sites[index].intermediate_size, h.device)
-    valid = None if valid is None else valid.to(h.device)
-    if h.device.type != "cpu":
-        return tallies[index].add(h, valid)
-    # Some sequences at a time: the copies stay small, and the calls few.
-    size = max(1, CPU_TOKENS // h.shape[1])
-    masks = [None] * len(h) if valid is None else valid.split(size)
-    rows = [tallies[index].add(part, mask) for part, mask in zip(h.split(size), masks, strict=False)]
-    l0, effective = zip(*rows, strict=True)
-    return torch.cat(l0), torch.cat(effective)
+class ModelActivity:
+    """What the neurons of all of a model's blocks do: a `LayerActivity` for each of `sites`."""
 
+    def __init__(self, sites: list[FfnSite]):
+        self.sites = sites
+        self._layers: dict[int, LayerActivity] = {}
 
-def summary(sites: list[FfnSite], tallies: dict[int, LayerActivity], tokens: int) -> dict[str, object]:
-    """What `measure_sparsity` returns, from the counts of every layer.
+    def add(self, index: int, h: torch.Tensor, valid: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Count one block's h (B, S, F) in; returns L0 and effective neurons, (B, S) each.
 
-    Raises:
-        ValueError: an h that is not finite.
-    """
-    layers = [{"name": site.name, **tallies[index].report()} for index, site in enumerate(sites)]
-    for layer in layers:
-        if not math.isfinite(layer["l1"]):  # infinite and NaN neurons would count as active
-            raise ValueError(
-                f"{layer['name']}: h is not finite, so figures of its activity would mean nothing; where float16 "
-                "overflows, load the model in bfloat16 or float32"
-            )
-    mean = {key: sum(layer[key] for layer in layers) / len(layers) for key in ("l0", "density", "l1", "dead")}
-    return {"tokens": tokens, **mean, "layers": layers}
+        Raises:
+            ValueError: a part of h, as tensor parallelism leaves to one process.
+        """
+        site = self.sites[index]
+        check_whole(h, site.intermediate_size, site.name)
+        if index not in self._layers:
+            self._layers[index] = LayerActivity(site.intermediate_size, h.device)
+        layer = self._layers[index]
+        valid = None if valid is None else valid.to(h.device)
+        if h.device.type != "cpu":
+            return layer.add(h, valid)
+        # Some sequences at a time: the copies stay small, and the calls few.
+        size = max(1, CPU_TOKENS // h.shape[1])
+        masks = [None] * len(h) if valid is None else valid.split(size)
+        rows = [layer.add(part, mask) for part, mask in zip(h.split(size), masks, strict=False)]
+        l0, effective = zip(*rows, strict=True)
+        return torch.cat(l0), torch.cat(effective)
+
+    def report(self, tokens: int) -> dict[str, object]:
+        """What `measure_sparsity` returns.
+
+        Raises:
+            ValueError: an h that is not finite.
+        """
+        layers = [{"name": site.name, **self._layers[index].report()} for index, site in enumerate(self.sites)]
+        for layer in layers:
+            if not math.isfinite(layer["l1"]):  # infinite and NaN neurons would count as active
+                raise ValueError(
+                    f"{layer['name']}: h is not finite, so figures of its activity would mean nothing; where float16 "
+                    "overflows, load the model in bfloat16 or float32"
+                )
+        mean = {key: sum(layer[key] for layer in layers) / len(layers) for key in ("l0", "density", "l1", "dead")}
+        return {"tokens": tokens, **mean, "layers": layers}
 
 
 def _inputs(batch, device) -> dict:
