@@ -11,6 +11,7 @@ from hf_twell.config_files import one_line_errors
 from hf_twell.text import read_documents
 
 ROW_FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+KINDS = (".txt", ".txt.xz", *ROW_FILES)
 
 
 def documents_of(source: list | dict | str) -> Iterator[str]:
@@ -100,9 +101,9 @@ def check_file(path: Path) -> None:
         ValueError: a missing file, or an unknown kind of file.
     """
     if not path.is_file():
-        raise ValueError(f"no text file at {path}")
-    if not (path.suffix in ROW_FILES or path.name.endswith((".txt", ".txt.xz"))):
-        raise ValueError(f"{path} is not one of .txt, .txt.xz, .jsonl, .parquet")
+        raise ValueError(f"no text file at {path}; give the path of one ({', '.join(KINDS)})")
+    if not path.name.endswith(KINDS):
+        raise ValueError(f"{path} is not one of {', '.join(KINDS)}; write its text into such a file")
 
 
 def _document_ids(tokenizer, document: str) -> list[int]:

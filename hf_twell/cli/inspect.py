@@ -96,7 +96,7 @@ def _check_texts(files: list[str]) -> None:
 
     for path in files:
         if not Path(path).is_file():
-            raise ValueError(f"no text file at {path}")
+            raise ValueError(f"no text file at {path}; give the path of one (.txt, .xz)")
         next(read_pieces(path))
 
 

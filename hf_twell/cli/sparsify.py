@@ -59,7 +59,7 @@ def _convert(args) -> dict:
     from hf_twell.checkpoints import check_target, save_model
     from hf_twell.inference import check_ids
     from hf_twell.loading import has_tokenizer, load_model
-    from hf_twell.packing import token_ids
+    from hf_twell.packing import check_file, token_ids
 
     output = check_target(args.output, overwrite=args.overwrite)
     if output.exists() and Path(args.model).exists() and output.samefile(args.model):
@@ -67,8 +67,7 @@ def _convert(args) -> dict:
     if args.tokens < 1:
         raise ValueError(f"--tokens {args.tokens}; give at least 1")
     for path in args.text:
-        if not Path(path).is_file():
-            raise ValueError(f"no text file at {path}")
+        check_file(Path(path))
     tokenizer = None
     if not args.text and not has_tokenizer(args.model):
         tokenizer = False
