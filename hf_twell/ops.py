@@ -73,7 +73,7 @@ def ffn(
             return dense_ffn(x, w_up, w_down, w_gate, b_up=b_up, b_down=b_down, b_gate=b_gate, **l1)
     l1_scale, token_weight = (None if t is None else t.to(torch.float32) for t in (l1_scale, token_weight))
     if capacity is None:
-        capacity = (saved_capacity_cuda if kernels == "cuda" else saved_capacity)(w_up.shape[0])
+        capacity = (saved_capacity_cuda if kernels == "cuda" else saved_capacity_cpu)(w_up.shape[0])
     return torch.ops.hf_twell.ffn(*inputs, l1_scale, token_weight, tally, min(capacity, w_up.shape[0]))[0]
 
 
@@ -102,7 +102,7 @@ def transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
-def saved_capacity(intermediate: int) -> int:
+def saved_capacity_cpu(intermediate: int) -> int:
     """The CPU backend's default: active neurons per token, on average, that forward keeps for backward."""
     return min(intermediate, max(32, intermediate // 16))
 

@@ -97,7 +97,7 @@ def test_dense_tokens_between_sparse_ones():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("capacity", [1, 3, 172])
 def test_pairs_beyond_the_capacity_are_computed_again(dtype, capacity, monkeypatch):
-    monkeypatch.setattr(ops, "saved_capacity", lambda intermediate: capacity)
+    monkeypatch.setattr(ops, "saved_capacity_cpu", lambda intermediate: capacity)
     assert_as_good_as_eager(cpu_ffn, make_case(199, 40, 172, 0.06, dtype, biases=True))
 
 
