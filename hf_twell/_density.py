@@ -27,7 +27,7 @@ LIMITS = (
     *((most, limit, limit, limit) for most, limit in ((512, 0.012), (1024, 0.02), (2048, 0.04), (math.inf, 0.06))),
 )
 # The same of forward and backward; 0: never.
-LIMITS_TRAINING = ((1024, 0.0), (2048, 0.008), (8192, 0.018), (float("inf"), 0.025))
+LIMITS_TRAINING = ((1024, 0.0), (2048, 0.008), (8192, 0.018), (math.inf, 0.025))
 BACK = 1.1  # times that limit: above it, a block in training goes back to plain matmuls
 MOST = 2.0  # times that limit: what a block of a compiled model counts for at most, however dense it is
 ROOM = 1.25  # times the active neurons: a compiled model keeps a capacity that holds so many

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from transformers import Trainer, TrainerCallback
@@ -34,7 +34,8 @@ class CompleteCheckpoints(TrainerCallback):
         self.method = dict(method)
         self.state: dict = {}
         self.resumed: Path | None = None
-        names = ("train", "_save_checkpoint", "_issue_warnings_after_load")  # the last, a word alone, may go
+        # The last only words a warning: a Transformers without it needs no correction.
+        names = ("train", "_save_checkpoint", "_issue_warnings_after_load")
         wrap(trainer, self, [name for name in names if hasattr(trainer, name)])
         trainer.add_callback(self)
 
@@ -97,7 +98,7 @@ def method_of(trainer: Trainer) -> dict:
     return {"step": trainer.state.global_step, **(ours.method if ours else {})}
 
 
-def wrap(trainer: Trainer, owner: TrainerCallback, names: tuple[str, ...]) -> None:
+def wrap(trainer: Trainer, owner: TrainerCallback, names: Sequence[str]) -> None:
     """Put `owner`'s methods of these names around the trainer's; an earlier owner of the same class is detached.
 
     For what no event tells: events carry no batches, and come after the reporters and the saving.

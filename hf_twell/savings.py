@@ -10,7 +10,7 @@ from hf_twell import _density, _density_cpu, ops
 from hf_twell.architectures import activation_keys, find_ffns
 from hf_twell.benchmark import bench_ffn
 from hf_twell.benchmark_environment import DTYPES, environment
-from hf_twell.convert import sparsify, unpatch
+from hf_twell.convert import chosen_layers, sparsify, unpatch
 from hf_twell.inference import evaluation_mode
 
 IF_DENSITIES = (0.10, 0.05, 0.02, 0.01, 0.005)
@@ -54,8 +54,7 @@ def ffn_savings(model, ids: torch.Tensor, layers: list[dict], *, measure: bool =
     backend = ops.resolve("auto", device.type)
     relu = getattr(config, keys[0]) == "relu"
     matrices = len(sites[0].form.linears)
-    entry = getattr(model.config, "twell", None)
-    chosen = (entry.get("layers") if isinstance(entry, dict) else None) or range(len(sites))
+    chosen = chosen_layers(model, None, len(sites))
     dtype = next(sites[0].module.parameters()).dtype
     counts = {"decode": 1, "prefill": ids.shape[1]}
     elements = sites[0].linear("up").weight.numel()

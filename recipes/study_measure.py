@@ -17,7 +17,6 @@ TASKS = ("arc_easy", "hellaswag")
 TRAINING_TOKENS = 2**20  # as many as the paper's steps have, over which it says which neurons are dead
 
 
-@torch.no_grad()
 def sequence_losses(model, sequences: torch.Tensor, batch_size: int = 32) -> torch.Tensor:
     """Loss in nats per token of each sequence."""
     losses = []
@@ -30,7 +29,6 @@ def sequence_losses(model, sequences: torch.Tensor, batch_size: int = 32) -> tor
     return torch.cat(losses)
 
 
-@torch.no_grad()
 def lambada(model, tokenizer, folder: Path, limit: int) -> dict:
     """Share of passages whose last word the model predicts greedily (lm-eval's lambada_openai), with standard error."""
     name = "lambada_openai-test.jsonl"

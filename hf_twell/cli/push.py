@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--card", metavar="FILE", help="a README.md to publish in place of the generated one")
     parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
     parser.add_argument("--revision", metavar="BRANCH", help="branch to commit to (default: main)")
-    parser.add_argument("--message", default="Upload sparse model", help="of the commit")
+    parser.add_argument("--message", help="of the commit (default: Upload sparse model)")
     parser.add_argument("--dry-run", action="store_true", help="print the card and publish nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
