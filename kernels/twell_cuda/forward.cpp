@@ -45,8 +45,8 @@ Path choose(const Ffn& ffn, const Device& device) {
 }
 
 cudaError_t portable(const Ffn& ffn, const Device& device, cudaStream_t stream, const Services& services) {
-  void* workspace = services.workspace(portable_workspace_bytes(ffn, device));
-  const int64_t chunk = portable_chunk_tokens(ffn, device);
+  void* workspace = services.workspace(portable_workspace_bytes(ffn));
+  const int64_t chunk = portable_chunk_tokens(ffn);
   for (int64_t first = 0; first < ffn.tokens; first += chunk) {
     const int64_t count = std::min(chunk, ffn.tokens - first);
     const cudaError_t error =

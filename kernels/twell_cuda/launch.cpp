@@ -56,7 +56,7 @@ std::tuple<Tensor, Tensor, Tensor> train(const Tensor& x, const Operands& operan
   Ffn ffn = operands.ffn();
   Tensor report = torch::stable::new_empty(x, {tally ? 1 + operands.width : 0}, ScalarType::Float);
   Tensor state = bytes_like(x, sm90_state_bytes(ffn, capacity)), workspace = bytes_like(x, sm90_training_bytes(ffn));
-  const MaybeTensor weight = fp32(token_weight);
+  const MaybeTensor weight = as_contiguous(token_weight);
   const L1 l1{nullptr, fp32_pointer(weight), tally ? static_cast<float*>(report.mutable_data_ptr()) : nullptr};
   const int device = x.get_device_index();
   Tensor y = computed(x, operands, [&](void* rows) {

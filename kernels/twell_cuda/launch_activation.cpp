@@ -62,7 +62,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_h, Tensor gate, MaybeTen
   // The report has room for padded neurons, which are never active.
   Tensor report = torch::stable::new_empty(gate, {reports ? 1 + inputs.padded : 0}, ScalarType::Float);
   Tensor partials = bytes_like(gate, reports ? activation_partial_bytes(a) : 0);
-  const MaybeTensor scale = fp32(l1_scale), weight = fp32(token_weight);
+  const MaybeTensor scale = as_contiguous(l1_scale), weight = as_contiguous(token_weight);
   const L1 l1{fp32_pointer(scale), fp32_pointer(weight),
               reports ? static_cast<float*>(report.mutable_data_ptr()) : nullptr};
   const int device = gate.get_device_index();

@@ -46,7 +46,7 @@ Seven ffn_backward(Tensor grad_y, Tensor state, Tensor x, Tensor w_up, Tensor w_
   } else {
     const Operands operands(x, w_up, w_down, w_gate, b_up, std::nullopt, b_gate, true);
     const Tensor dy = prepared(grad_y, padded), saved = as_contiguous(state);
-    const MaybeTensor scale = fp32(l1_scale), weight = fp32(token_weight);
+    const MaybeTensor scale = as_contiguous(l1_scale), weight = as_contiguous(token_weight);
     const L1 l1{fp32_pointer(scale), fp32_pointer(weight), nullptr};
     Output &first = gated ? grad_gate : grad_up, &b_first = gated ? grad_b_gate : grad_b_up;
     const Gradients gradients{dy.const_data_ptr(),

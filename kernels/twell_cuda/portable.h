@@ -12,10 +12,10 @@ namespace twell {
 
 // Tokens in each chunk, a multiple of 128: the dense gate and the workspace of one chunk take about 176 MiB together.
 // The chunks of a call are of nearly equal size.
-int64_t portable_chunk_tokens(const Ffn& ffn, const Device& device);
+int64_t portable_chunk_tokens(const Ffn& ffn);
 
 // Bytes of workspace for one chunk. May hold anything; 256-byte aligned; chunks of one stream can share it.
-int64_t portable_workspace_bytes(const Ffn& ffn, const Device& device);
+int64_t portable_workspace_bytes(const Ffn& ffn);
 
 // Rows [first, first + count) of y, from `gate` (count, F), 16-byte aligned and contiguous.
 // No synchronisation, no allocation, no float atomics: capturable, and repeats bit for bit.

@@ -27,7 +27,7 @@ int64_t counts_bytes(int64_t blocks) { return round_up(blocks * int64_t{sizeof(i
 
 }  // namespace
 
-int64_t portable_chunk_tokens(const Ffn& ffn, const Device&) {
+int64_t portable_chunk_tokens(const Ffn& ffn) {
   const int64_t gate_bytes = int64_t{kBlockTokens} * ffn.width * kElementBytes;
   const int64_t fitting = kChunkBytes / (gate_bytes + h_bytes(ffn) + list_bytes(ffn));
   const int64_t most = std::clamp<int64_t>(fitting, 1, kMaxBlocks);
@@ -36,8 +36,8 @@ int64_t portable_chunk_tokens(const Ffn& ffn, const Device&) {
   return (blocks + chunks - 1) / chunks * kBlockTokens;
 }
 
-int64_t portable_workspace_bytes(const Ffn& ffn, const Device& device) {
-  const int64_t blocks = portable_chunk_tokens(ffn, device) / kBlockTokens;
+int64_t portable_workspace_bytes(const Ffn& ffn) {
+  const int64_t blocks = portable_chunk_tokens(ffn) / kBlockTokens;
   return progress_bytes(ffn, blocks) + counts_bytes(blocks) + blocks * (list_bytes(ffn) + h_bytes(ffn));
 }
 
@@ -73,7 +73,7 @@ portable::Chunk portable::make_chunk(const Ffn& ffn, int64_t first, int64_t coun
 
 cudaError_t portable_chunk(const Ffn& ffn, int64_t first, int64_t count, const void* gate, void* workspace,
                            const Device& device, cudaStream_t stream) {
-  const int64_t most = portable_chunk_tokens(ffn, device);
+  const int64_t most = portable_chunk_tokens(ffn);
   if (first < 0 || count < 0 || count > most || first + count > ffn.tokens) return cudaErrorInvalidValue;
   if (count == 0) return cudaSuccess;
   const Chunk chunk = make_chunk(ffn, first, count, gate, workspace);

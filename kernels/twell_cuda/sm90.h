@@ -1,4 +1,4 @@
-// Prefill on compute capability 9.0: three kernels over blocks of 128 tokens.
+// Prefill on compute capability 9.0: gate, list, up and down over blocks of 128 tokens; for fewer tokens, two kernels.
 #pragma once
 
 #include "ffn.h"

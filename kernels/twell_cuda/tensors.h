@@ -137,9 +137,10 @@ struct Down {
   }
 };
 
-inline MaybeTensor fp32(const MaybeTensor& tensor) {
+inline MaybeTensor as_contiguous(const MaybeTensor& tensor) {
   return tensor ? MaybeTensor(as_contiguous(*tensor)) : std::nullopt;
 }
+// Of a contiguous float32 tensor, to which hf_twell/ops.py has cast it.
 inline const float* fp32_pointer(const MaybeTensor& tensor) { return static_cast<const float*>(pointer(tensor)); }
 
 inline Tensor bytes_like(const Tensor& tensor, int64_t bytes) {

@@ -201,7 +201,7 @@ struct Call {
   const char* gate_of(int64_t first) const { return gate.data + first * of.width * 2; }
 
   void run(Buffer& workspace, cudaStream_t stream) const {
-    const int64_t most = portable_chunk_tokens(ffn, of.device);
+    const int64_t most = portable_chunk_tokens(ffn);
     for (int64_t first = 0; first < of.tokens; first += most) {
       const int64_t count = std::min(most, of.tokens - first);
       CHECK(portable_chunk(ffn, first, count, gate_of(first), workspace.data, of.device, stream));
@@ -246,7 +246,7 @@ Verdict judge(const Call& call, int64_t first, int64_t count) {
 
 bool check(const Case& c, uint64_t seed) {
   Call call(c, seed);
-  Buffer workspace(portable_workspace_bytes(call.ffn, c.device)), again(call.y.bytes), different(8);
+  Buffer workspace(portable_workspace_bytes(call.ffn)), again(call.y.bytes), different(8);
   call.run(workspace, nullptr);
   CHECK(cudaDeviceSynchronize());
   bool right = call.y.guard_whole() && workspace.guard_whole();
@@ -299,7 +299,7 @@ float median(std::vector<float> values) {
 bool time(int64_t tokens, float share, const Device& device) {
   const Case c{DType::kBFloat16, tokens, 2048, 5632, true, false, Pattern::kUnion, share, device};
   Call call(c, 77);
-  Buffer workspace(portable_workspace_bytes(call.ffn, device));
+  Buffer workspace(portable_workspace_bytes(call.ffn));
   call.run(workspace, nullptr);
   CHECK(cudaDeviceSynchronize());
   const Verdict head = judge(call, 0, 200), tail = judge(call, tokens - 200, 200);
@@ -309,7 +309,7 @@ bool time(int64_t tokens, float share, const Device& device) {
     return false;
   }
 
-  const int64_t most = portable_chunk_tokens(call.ffn, device);
+  const int64_t most = portable_chunk_tokens(call.ffn);
   cudaEvent_t events[4];
   for (cudaEvent_t& event : events) CHECK(cudaEventCreate(&event));
   std::vector<float> times[3], whole;
