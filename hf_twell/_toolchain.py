@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from hf_twell._carried import carried_folder
+
 STABLE_ABI_TARGET = "0x020a000000000000"  # torch 2.10
 OLDEST_GPU = (8, 0)  # compute capability; before it there is no bf16
 
@@ -31,12 +33,15 @@ class BuildError(RuntimeError):
 
 
 def kernels_dir() -> Path:
-    """The kernel sources: inside an installed package, or at the top of the repository."""
-    package = Path(__file__).resolve().parent
-    for folder in (package / "kernels", package.parent / "kernels"):
-        if (folder / "build.toml").is_file():
-            return folder
-    raise BuildError(f"no kernel sources beside {package}; reinstall hf_twell")
+    """The kernel sources.
+
+    Raises:
+        BuildError: they are not there.
+    """
+    try:
+        return carried_folder("kernels", holds="build.toml")
+    except FileNotFoundError as error:
+        raise BuildError(str(error)) from None
 
 
 def sources(name: str) -> list[str]:

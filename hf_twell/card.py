@@ -8,6 +8,7 @@ from string import Template
 
 import yaml
 
+from hf_twell._carried import carried_folder
 from hf_twell.tables import markdown_table, percent
 
 L1_CLAUSE = " and were trained with an L1 term on their activations"
@@ -88,20 +89,14 @@ def read_result(path: str | Path) -> dict:
 def fill(template: str, repo_id: str, metadata: dict, facts: dict, *, name: str | None = None, **sections: str) -> str:
     """A template with its YAML, its table of facts (None: absent) and its sections; `repo_id` may be a local folder."""
     rows = [[fact, value] for fact, value in facts.items() if value is not None]
-    return Template(_template(template)).substitute(
+    text = (carried_folder("model_cards", holds=template) / template).read_text(encoding="utf-8")
+    return Template(text).substitute(
         repo_id=repo_id,
         name=name or repo_id.rpartition("/")[2],
         metadata=yaml.safe_dump(metadata) if metadata else "",
         facts=markdown_table(["", ""], rows) if rows else "",
         **sections,
     )
-
-
-def _template(name: str) -> str:
-    here = Path(__file__).parent
-    # An installed package has them inside; an editable one leaves them at the top of the repository.
-    folders = (here / "model_cards", here.parent / "model_cards")
-    return next(folder / name for folder in folders if (folder / name).is_file()).read_text(encoding="utf-8")
 
 
 def _method(method: Mapping) -> dict:

@@ -11,8 +11,8 @@ examples (in a checkout):
 
 import argparse
 import runpy
-from pathlib import Path
 
+from hf_twell._carried import carried_folder
 from hf_twell.cli.output import print_json, sparsity_table, stdout_for_result
 from hf_twell.tables import percent, text_table
 
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         from hf_twell.training import load_recipe
 
         recipe = load_recipe(args.recipe, args.changes)
-        finetune = runpy.run_path(str(recipes_folder() / "finetune.py"))["finetune"]
+        finetune = runpy.run_path(str(carried_folder("recipes", holds="finetune.py") / "finetune.py"))["finetune"]
         result = finetune(recipe, resume=args.resume, overwrite=args.overwrite)
     if args.json:
         print_json(result)
@@ -44,12 +44,3 @@ def run(args: argparse.Namespace) -> int:
     print(sparsity_table(result["after"]["sparsity"]))
     print(f"\nsaved to {result['model']}")
     return 0
-
-
-def recipes_folder() -> Path:
-    """The recipes: inside an installed package, or at the top of the repository."""
-    package = Path(__file__).resolve().parents[1]
-    for folder in (package / "recipes", package.parent / "recipes"):
-        if (folder / "finetune.py").is_file():
-            return folder
-    raise ValueError(f"recipes/finetune.py is neither in {package} nor in {package.parent}; install hf_twell again")
