@@ -116,3 +116,10 @@ def test_tables_hold_every_row():
                 assert f"{row['speedup']:.2f}x" in table
             else:
                 assert f"| {row.get('speedup', row.get('step_speedup'))} |" in table
+
+
+def test_the_map_names_every_module():
+    places = (ROOT / "CONTRIBUTING.md").read_text().partition("## Finding your way")[2]
+    named = set(re.findall(r"`(?:hf_twell/)?(\w+\.py)`", places))
+    modules = {path.name for path in (ROOT / "hf_twell").glob("*.py")} - {"__init__.py", "__main__.py"}
+    assert modules == named
