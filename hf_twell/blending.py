@@ -46,26 +46,22 @@ class Blend:
         if any(isinstance(activation, nn.ReLU) for activation in before):
             raise ValueError(f"the model's activation is {self.name!r}; blending to ReLU starts from a dense parent")
         sparsify(model, backend=backend, layers=layers)
-        self.share = 0.0
-        self._relus = [site.activation for site in sites]
-        self._blended = []
+        self._blocks = []  # of each the site, the blended activation and the ReLU
         for site, activation in zip(sites, before, strict=True):
             if not isinstance(activation, nn.Module):
                 activation = _Called(activation)
             blended = BlendedActivation(activation).to(next(site.module.parameters()).device)
-            setattr(site.module, site.form.activation, blended)
-            self._blended.append(blended)
-        self._sites = [(site.module, site.form.activation) for site in sites]
+            self._blocks.append((site, blended, site.activation))
         self.set(0.0)
 
     def set(self, share: float) -> None:
-        """Blend in `share` of ReLU; at 1 the blend is over."""
+        """Blend in `share` of ReLU; from 1 on the blend is over."""
         self.share = min(1.0, share)
         config, keys = activation_keys(self.model.config)
         done = self.share == 1.0
-        for (module, name), blended, relu in zip(self._sites, self._blended, self._relus, strict=True):
+        for site, blended, relu in self._blocks:
             blended.share.fill_(self.share)
-            setattr(module, name, relu if done else blended)
+            setattr(site.module, site.form.activation, relu if done else blended)
         for key in keys:
             # No activation has this name, so that nothing loads an unfinished model as a whole one.
             setattr(config, key, "relu" if done else f"unfinished blend of {self.name} and {self.share:.4f} relu")
