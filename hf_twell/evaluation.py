@@ -134,8 +134,8 @@ def _run_tasks(model, tokenizer, loaded, files, num_fewshot, *, limit, batch_siz
     with quiet_logs():
         # A copy, because lm-eval gives the tokenizer a padding token.
         lm = HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
-    lm.tok_encode = _checked(lm.tok_encode, lambda ids: ids, model, tokenizer)
-    lm.tok_batch_encode = _checked(lm.tok_batch_encode, lambda encoded: encoded[0], model, tokenizer)
+    lm.tok_encode = _refusing_strange_ids(lm.tok_encode, lambda ids: ids, model, tokenizer)
+    lm.tok_batch_encode = _refusing_strange_ids(lm.tok_batch_encode, lambda encoded: encoded[0], model, tokenizer)
     raw = run(lm, loaded, limit=limit, log_samples=log_samples)
     for name, task in loaded["tasks"].items():
         _check_finite(name, task, model.dtype)
@@ -155,7 +155,7 @@ def _run_tasks(model, tokenizer, loaded, files, num_fewshot, *, limit, batch_siz
     return results
 
 
-def _checked(encode: Callable, ids_of: Callable, model, tokenizer) -> Callable:
+def _refusing_strange_ids(encode: Callable, ids_of: Callable, model, tokenizer) -> Callable:
     """lm-eval's encoding, with another model's tokenizer refused before its ids reach the embeddings."""
 
     def encode_checked(*args, **options):
