@@ -44,7 +44,7 @@ class Recipe:
     Attributes:
         model: a folder or a Hub name.
         output_dir: where checkpoints and the final model (`final/`) go.
-        train: text to train on: files (.txt, .txt.xz, .jsonl, .parquet) or one Hub dataset (`hub: name`; with
+        train: text to train on: files (.txt, .txt.xz, .jsonl, .json, .parquet) or one Hub dataset (`hub: name`; with
             `streaming: true` it is read as training goes on, and `max_steps` must be given).
         heldout: text to measure loss and sparsity on, in the same form.
         sequence_length: tokens of a packed training sequence.

@@ -14,7 +14,7 @@ examples:
 import argparse
 from pathlib import Path
 
-from hf_twell.cli.output import check_output, print_json, stdout_for_result, write_json
+from hf_twell.cli.output import DTYPES, check_output, print_json, stdout_for_result, write_json
 from hf_twell.tables import text_table
 
 
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context", type=int, metavar="N", help="window on text in tokens (default: the model's, <= 2048)"
     )
-    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one)")
     parser.add_argument("--backend", default="auto", help="of the sparse kernels of a converted model (default: auto)")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else on standard output")

@@ -15,7 +15,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hf_twell.cli.output import check_output, print_json, stdout_for_result, write_json, writing
+from hf_twell.cli.output import DTYPES, check_output, print_json, stdout_for_result, write_json, writing
 from hf_twell.tables import text_table
 
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, metavar="N", help="window in tokens (default: the model's, <= 2048)")
     parser.add_argument("--batch-tokens", type=int, default=4096, metavar="N", help="per forward pass (default: 4096)")
     parser.add_argument("--tokenizer", metavar="MODEL", help="folder or Hub name of the tokenizer (default: MODEL's)")
-    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one)")
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from hf_twell.tables import percent, text_table
 
+DTYPES = ("auto", "bfloat16", "float16", "float32")  # of --dtype, how a model is loaded
+
 
 @contextlib.contextmanager
 def stdout_for_result() -> Iterator[None]:

@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from hf_twell.cli.output import print_json, sparsity_table, stdout_for_result
+from hf_twell.cli.output import DTYPES, print_json, sparsity_table, stdout_for_result
 from hf_twell.tables import percent
 
 
@@ -21,9 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layers", type=int, nargs="+", help="for kernels and the L1 term (default: as saved, else all)"
     )
-    parser.add_argument(
-        "--dtype", default="auto", choices=("auto", "bfloat16", "float16", "float32"), help="default: as stored"
-    )
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="default: as stored")
     parser.add_argument("--text", nargs="+", default=[], metavar="FILE", help="measure sparsity on this text too")
     parser.add_argument("--tokens", type=int, default=16384, help="measure on so many tokens at most (default: 16384)")
     parser.add_argument("--overwrite", action="store_true", help="replace the output folder, if it holds a model alone")
