@@ -18,7 +18,7 @@ def settle_down(ffn: torch.nn.Module, weight: torch.Tensor, x: torch.Tensor) -> 
     Left alone are: calls outside evaluation without gradients, compiled graphs (their guards hold the strides), blocks
     on CPU too dense for it to pay, and weights that others may reach by their memory: shared storage, a gradient
     waiting for an optimizer step, a captured CUDA graph, or any process group (FSDP2 gathers each forward's weights
-    into the memory it remembers).
+    into the memory it remembers). In evaluation also those of which somebody keeps a view or a state dict.
     """
     if torch.compiler.is_compiling() or x.device.type not in ("cpu", "cuda") or x.numel() == 0:
         return
@@ -44,7 +44,7 @@ def _settle_evaluated(ffn, weight, x) -> None:
         density = ffn.twell.density = _density_cpu.sampled_density(x, first.weight, first.bias)
         wants_columns, wants_rows = density < SPARSE, density > _density_cpu.MAX_DENSITY
     to_columns, to_rows = wants_columns and weight.is_contiguous(), wants_rows and _by_column(weight)
-    if not (to_columns or to_rows) or _distributed() or not _swappable(ffn, weight):
+    if not (to_columns or to_rows) or _distributed() or not _swappable(ffn, weight) or _held(weight):
         return  # nearly always for the first reason, which is the cheapest to see
     _swap(weight, weight.detach().t().contiguous().t() if to_columns else weight.detach().contiguous())
 
@@ -69,6 +69,11 @@ def _swappable(ffn: torch.nn.Module, weight: torch.Tensor) -> bool:
     alone &= not (weight.is_cpu and weight.is_shared())  # with other processes
     plain = min(weight.shape) > 1 and weight.grad is None and type(weight) is torch.nn.Parameter
     return alone and plain and not ffn.twell.captured
+
+
+def _held(weight: torch.Tensor) -> bool:
+    """Whether others hold its memory, and may write to it: a state dict, `.data`, a view, a thread that computes."""
+    return torch._C._storage_Use_Count(weight.untyped_storage()._cdata) > 2  # the parameter, and this storage object
 
 
 def _swap(weight: torch.nn.Parameter, value: torch.Tensor) -> None:

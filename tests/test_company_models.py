@@ -139,6 +139,27 @@ def test_changed_weights(change):
         same_but_moved(model, twin)
 
 
+HELD = {
+    "state_dict": lambda model: model.state_dict(),
+    "data": lambda model: {name: weight.data for name, weight in model.named_parameters()},
+    "rows": lambda model: {name: weight.detach()[:] for name, weight in model.named_parameters()},
+}
+
+
+@pytest.mark.parametrize("how", HELD)
+def test_weights_written_through_what_was_held_before_evaluation(how):
+    """As servers take new weights in: `held = model.state_dict()` once, and `held[name].copy_(new)` for each update."""
+    model, twin = sparsify(few_active()), few_active(hidden_act="relu")
+    for each in (model, twin):
+        held = HELD[how](each)
+        logits(each)
+        for name, weights in other_weights().items():
+            held[name].copy_(weights)
+    same_but_moved(model, twin)
+    for name, weights in twin.state_dict().items():
+        assert torch.equal(model.state_dict()[name], weights)
+
+
 @pytest.mark.parametrize("gradients", [False, True])
 def test_functional_call(gradients):
     model, twin = pair()
