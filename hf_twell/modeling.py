@@ -116,9 +116,12 @@ class SparseFfn(nn.Module):
         limit = self._max_density(x, down[0])
         if limit > 0:
             settle_down(self, down[0], x)
-        if x.is_cpu and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
-            # Another thread may give the parameter new memory while this one computes.
-            down = down[0].detach(), down[1]
+        if x.is_cpu and not torch.compiler.is_compiling():
+            # Another thread may give the parameter new memory while this one computes, or before its backward does.
+            if not torch.is_grad_enabled():
+                down = down[0].detach(), down[1]
+            elif not self.training:
+                down = down[0].view_as(down[0]), down[1]
         if not self._too_dense(x, *(up if gate[0] is None else gate), limit):
             capacity = self.twell.training.capacity if torch.is_grad_enabled() else None
             compute, options = ops.ffn, {"capacity": capacity, "backend": self.twell.backend}

@@ -1,5 +1,6 @@
 """`ops.ffn` as users and patched modules call it: the choice of a backend, autocast, checkpointing, compilation."""
 
+import contextlib
 import re
 
 import pytest
@@ -164,6 +165,26 @@ def test_the_l1_term_takes_one_number(density):
             ops.ffn(**case, l1_scale=scale, tally=tally)
     with pytest.raises(ValueError, match="tally was given without l1_scale"):
         ops.ffn(**case, tally=tally)
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("density", [0.03, 0.5])
+def test_gradients_of_an_evaluated_block_in_threads_keep_the_memory_they_compute_with(density):
+    """As where one thread generates and another scores without `no_grad`."""
+    block, x = sparse_block(density=density)
+    results = []
+    for mode in (contextlib.nullcontext(), MovesMemory(block.eval().down_proj.weight)):
+        before = block.down_proj.weight.data
+        inputs = x.clone().requires_grad_()
+        with mode:
+            y = block(inputs)
+            y.sum().backward()
+        results.append((y.detach(), inputs.grad, block.down_proj.weight.grad))
+        block.down_proj.weight.data = before
+        block.zero_grad()
+    assert mode.moved >= 1
+    for value, truth in zip(*results, strict=True):
+        assert torch.equal(value, truth)
 
 
 @needs_cpu_kernels
