@@ -73,7 +73,11 @@ def _swappable(ffn: torch.nn.Module, weight: torch.Tensor) -> bool:
 
 def _held(weight: torch.Tensor) -> bool:
     """Whether others hold its memory, and may write to it: a state dict, `.data`, a view, a thread that computes."""
-    return torch._C._storage_Use_Count(weight.untyped_storage()._cdata) > 2  # the parameter, and this storage object
+    return _users(weight) > _users(torch.nn.Parameter(weight.new_empty(0), requires_grad=False))
+
+
+def _users(weight: torch.nn.Parameter) -> int:
+    return torch._C._storage_Use_Count(weight.untyped_storage()._cdata)
 
 
 def _swap(weight: torch.nn.Parameter, value: torch.Tensor) -> None:
