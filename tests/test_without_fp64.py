@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Trainer, TrainingArguments
 
-from hf_twell import SparsityCallback, activity, penalty, reference, sparsify
+from hf_twell import SparsityCallback, activity, reference, sparsify, step_counts
 from tests.conftest import tiny_llama
 
 
@@ -40,7 +40,7 @@ def test_training_needs_no_fp64(monkeypatch, tmp_path):
     expected = train(tmp_path)
     with pytest.raises(TypeError, match="float64"), NoFp64():
         train(tmp_path)
-    monkeypatch.setattr(penalty, "long_sum_dtype", lambda device: reference.long_sum_dtype("mps"))
+    monkeypatch.setattr(step_counts, "long_sum_dtype", lambda device: reference.long_sum_dtype("mps"))
     with NoFp64():
         seen = train(tmp_path)
     for row, other in zip(seen, expected, strict=True):
