@@ -5,6 +5,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -17,13 +19,26 @@ DEMO = ROOT / "recipes" / "demo"
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory) -> Path:
-    """A folder of packages with this one's wheel unpacked."""
-    tree, site = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("site")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+def sdist(tmp_path_factory) -> Path:
+    """The source distribution, unpacked."""
+    tree, folder = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("sdist")
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
-    for name in ("hf_twell", "kernels", "model_cards", "recipes"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "bench", "study"))
+    for name in ("hf_twell", "kernels", "model_cards", "recipes", "tests"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    code = f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        file.extractall(folder, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+@pytest.fixture(scope="module")
+def installed(sdist, tmp_path_factory) -> Path:
+    """A folder of packages with this one's wheel, built from the source distribution, unpacked."""
+    tree, site = sdist, tmp_path_factory.mktemp("site")
     build = [
         sys.executable,
         "-m",
@@ -37,6 +52,7 @@ def installed(tmp_path_factory) -> Path:
     ]
     done = subprocess.run(build, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+    assert "Warning" not in done.stderr
     (wheel,) = (tree / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as file:
         file.extractall(site)
@@ -52,9 +68,21 @@ def run(installed, *arguments, cwd):
 def test_no_recipe_comes_without_its_data(installed):
     package = installed / "hf_twell"
     assert (package / "recipes" / "finetune.py").is_file()
-    assert list(package.glob("kernels/*/*.cpp"))
     assert (package / "model_cards" / "model.md").is_file()
-    assert not list((package / "recipes").rglob("*.yaml"))
+    assert [path.name for path in (package / "recipes").rglob("*") if path.is_file()] == ["finetune.py"]
+
+
+def test_kernels_come_whole_and_without_their_tests_notes_and_rows(installed):
+    kernels = installed / "hf_twell" / "kernels"
+    kinds = tomllib.loads((kernels / "build.toml").read_text())
+    listed = {*kinds["torch"]["src"], *(file for kernel in kinds["kernel"].values() for file in kernel["src"])}
+    here = {str(path.relative_to(kernels)) for path in kernels.rglob("*") if path.is_file()}
+    assert here - {"twell_cuda/generate_wgmma.py"} == {"build.toml", *listed}
+
+
+def test_the_source_distribution_has_no_tests_that_cannot_run(sdist):
+    assert not (sdist / "tests").exists()
+    assert (sdist / "LICENSE").is_file()
 
 
 def test_train_runs_from_it(installed, tmp_path):
