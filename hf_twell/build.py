@@ -66,6 +66,7 @@ def status(name: str, *, build: bool = False) -> BackendStatus:
         _toolchain.compiler()
         if name == "cuda":
             _toolchain.nvcc()
+        _check_cache(cache_dir())
     except BuildError as error:
         return BackendStatus(name, False, str(error))
     return BackendStatus(name, True, f"not compiled yet; the first use compiles it into {cache_dir()}")
@@ -78,7 +79,9 @@ def _load(name: str) -> BackendStatus:
             torch.ops.load_library(path)
         importlib.import_module("hf_twell._kernel_ops")
     except (BuildError, OSError) as error:
-        reason = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"  # the linker's own words
+        reason = str(error)
+        if isinstance(error, OSError) and error.__cause__:
+            reason += f": {error.__cause__}"  # the linker's own words
         warnings.warn(f"hf_twell's {name} kernels are not used, plain PyTorch instead: {reason}", stacklevel=4)
         return BackendStatus(name, False, reason)
     return BackendStatus(name, True, f"compiled: {path}")
@@ -99,6 +102,17 @@ def cache_dir() -> Path:
     if "HF_TWELL_CACHE" in os.environ:
         return Path(os.environ["HF_TWELL_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_twell"
+
+
+def _check_cache(folder: Path) -> None:
+    """Without making it.
+
+    Raises:
+        BuildError: it cannot be made or written.
+    """
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
+    if not (os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK)):
+        raise BuildError(f"the cache directory {folder} cannot be written; set HF_TWELL_CACHE to one that can")
 
 
 def file_name(name: str, nvcc_version: str | None = None) -> str:

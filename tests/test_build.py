@@ -81,7 +81,20 @@ def test_a_cache_that_is_no_directory_is_named(tmp_path):
     out = output_of(start(tmp_path / "file" / "cache"))
     assert out.count("warning:") == 1
     assert f"the cache directory {tmp_path}/file/cache cannot be written" in out
-    assert "set HF_TWELL_CACHE" in out
+    assert "set HF_TWELL_CACHE to one that can" in out
+    assert "Errno" not in out, "said twice"
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler or ninja")
+def test_status_alone_sees_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr(build, "_outcomes", {})
+    monkeypatch.setenv("HF_TWELL_CACHE", str(tmp_path / "file" / "cache"))
+    assert not build.status("cpu").available
+    assert "set HF_TWELL_CACHE to one that can" in build.status("cpu").reason
+    monkeypatch.setenv("HF_TWELL_CACHE", str(tmp_path / "to" / "be" / "made"))
+    assert build.status("cpu").available
+    assert not (tmp_path / "to").exists()
 
 
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler or ninja")
