@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import matplotlib
+
 # For each kind of row: the horizontal axis, what tells lines apart, and the ratios that are drawn.
 AXES = {
     "ffn": ("tokens", ("hidden", "intermediate", "dtype", "pass", "requested_l0"), ("speedup",)),
@@ -18,8 +20,6 @@ LABELS = {
 
 def plot(rows: list[dict], path: Path) -> None:
     """Each ratio to the better dense variant, one line for each setting; rows of one kind."""
-    import matplotlib
-
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

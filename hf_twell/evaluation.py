@@ -60,7 +60,7 @@ def evaluate(
         model: a Transformers model (it stays on its device), or the path or Hub name of one.
         tokenizer: its tokenizer, or the path of one; by default the one saved beside the model.
         tasks: names of lm-eval tasks, groups or tags (`lm_eval ls tasks` lists them); by default arc_easy,
-            arc_challenge and hellaswag, or none where `text` is given.
+            arc_challenge and hellaswag, or none where `text` is given without `data_dir`.
         data_dir: folder with the rows of arc_easy, arc_challenge and hellaswag as `.jsonl` or `.jsonl.xz`.
         text: UTF-8 text files (also `.xz`), scored as `hf_twell.perplexity.text_loss` says.
         split: "test" or "validation" rows; by default what lm-eval scores (ARC: test, HellaSwag: validation).
@@ -85,7 +85,7 @@ def evaluate(
     """
     text = [text] if isinstance(text, str | Path) else list(text)
     if tasks is None:
-        tasks = () if text else DEFAULT_TASKS
+        tasks = () if text and data_dir is None else DEFAULT_TASKS
     tasks = list(dict.fromkeys([tasks] if isinstance(tasks, str) else tasks))
     _check_arguments(model, tasks, text, split, limit, batch_size, num_fewshot, dtype, device)
     # Everything cheap that can be wrong is read before the model.

@@ -61,6 +61,19 @@ def test_help_shows_an_example(command, capsys):
     assert f"\n  hf-twell {command}" in capsys.readouterr().out
 
 
+def test_a_missing_package_is_named_with_what_installs_it(tmp_path):
+    code = "import sys\nsys.modules['matplotlib'] = None\nfrom hf_twell.cli import main\nsys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "bench", "ffn", "--tokens", "1", "--output", tmp_path / "out"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 1
+    assert done.stderr == "hf-twell: error: this needs the package matplotlib: pip install 'hf_twell[bench]'\n"
+    assert not done.stdout, "said before anything is measured"
+
+
 def test_help_does_not_wait_for_torch():
     code = "import sys\nfrom hf_twell.cli import main\ntry: main(['train', '--help'])\nexcept SystemExit: pass\n"
     done = subprocess.run(

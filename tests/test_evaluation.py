@@ -384,6 +384,12 @@ def test_command_line_table_and_refusals(model, tokenizer, data_dir, tmp_path, c
     table = capsys.readouterr().out
     rows = [line.split()[:4] for line in table.splitlines() if line.startswith("arc_easy")]
     assert rows == [["arc_easy", "test", "2", "acc"], ["arc_easy", "test", "2", "acc_norm"]]
+    (tmp_path / "text.txt").write_text(TEXT)
+    options_of_both = ["--text", str(tmp_path / "text.txt"), "--data-dir", str(data_dir), "--limit", "1", "--json"]
+    assert main(["eval", str(dense), *options_of_both]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["text"]
+    assert list(result["tasks"]) == ["arc_easy", "arc_challenge", "hellaswag"], "--data-dir is not passed over"
     assert main(["eval", str(dense), "--output", str(tmp_path / "absent" / "x.json")]) == 1
     assert "folder does not exist" in capsys.readouterr().err
     assert main(["eval", str(dense), *options, "--backend", "reference"]) == 1

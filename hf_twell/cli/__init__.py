@@ -58,6 +58,10 @@ def _check_one_process(command: str) -> None:
 
 
 def _one_line(error: Exception) -> str:
+    from hf_twell.cli.doctor import PACKAGES, how_to_install
+
+    if isinstance(error, ModuleNotFoundError) and error.name in PACKAGES:
+        return f"this needs the package {error.name}: {how_to_install(error.name)}"
     # Transformers' messages for a wrong model name run over many lines; the first two say it.
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]) or type(error).__name__

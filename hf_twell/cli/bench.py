@@ -137,7 +137,6 @@ def _measure(args, rows: list[dict]) -> None:
     import torch
     from tqdm.auto import tqdm
 
-    from hf_twell.benchmark_plot import plot
     from hf_twell.benchmark_progress import shown_on
     from hf_twell.timing import check_energy
 
@@ -152,6 +151,8 @@ def _measure(args, rows: list[dict]) -> None:
     common = {"dtype": args.dtype, "device": device, "repeats": args.repeats, "energy": args.energy}
     output = None
     if args.output:
+        from hf_twell.benchmark_plot import plot
+
         output = Path(args.output) / "bench.jsonl"
         output.parent.mkdir(parents=True, exist_ok=True)
     with tqdm(file=sys.stderr, unit="row") as bar:

@@ -9,16 +9,16 @@ import argparse
 from hf_twell.cli.output import print_json
 from hf_twell.tables import text_table
 
-PACKAGES = {
-    "torch": "",
-    "transformers": "",
-    "accelerate": "train",
-    "datasets": "train",
-    "peft": "train",
-    "trl": "dev",
-    "lm_eval": "eval",
-    "evaluate": "eval",
-    "matplotlib": "bench",
+PACKAGES = {  # and what pip installs for each
+    "torch": "torch",
+    "transformers": "transformers",
+    "accelerate": "hf_twell[train]",
+    "datasets": "hf_twell[train]",
+    "peft": "hf_twell[train]",
+    "trl": "trl",
+    "lm_eval": "hf_twell[eval]",
+    "evaluate": "hf_twell[eval]",
+    "matplotlib": "hf_twell[bench]",
 }
 
 
@@ -39,6 +39,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def how_to_install(name: str) -> str:
+    return f"pip install '{PACKAGES[name]}'"
+
+
 def _python() -> str:
     import platform
 
@@ -49,11 +53,11 @@ def _packages() -> dict:
     from importlib import metadata
 
     found = {}
-    for name, extra in PACKAGES.items():
+    for name in PACKAGES:
         try:
             found[name] = {"version": metadata.version(name), "fix": ""}
         except metadata.PackageNotFoundError:
-            found[name] = {"version": None, "fix": f"pip install 'hf_twell[{extra}]'"}
+            found[name] = {"version": None, "fix": how_to_install(name)}
     return found
 
 

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tasks",
         nargs="+",
         metavar="TASK",
-        help="lm-eval tasks, see `lm_eval ls tasks` (default: arc_easy arc_challenge hellaswag, or none with --text)",
+        help="lm-eval tasks (`lm_eval ls tasks`; default: arc_easy arc_challenge hellaswag, none with --text alone)",
     )
     parser.add_argument(
         "--data-dir",
@@ -79,7 +79,7 @@ def _evaluate(args: argparse.Namespace) -> dict:
 
     tasks = args.tasks and [name for item in args.tasks for name in item.split(",") if name]
     converted = []
-    if args.flips and args.text and not tasks:
+    if args.flips and args.text and not tasks and not args.data_dir:
         raise ValueError("--flips counts answers: name multiple-choice tasks with --tasks")
 
     def on_load(model):
