@@ -184,6 +184,9 @@ def _run_ninja(name: str, target: Path) -> Path:
             log = target.with_suffix(".log")
             log.write_text(run.stdout + run.stderr)
             tool = _toolchain.nvcc() if name == "cuda" else _toolchain.compiler()
-            raise BuildError(f"compiling the {name} kernels with {tool} failed; the compiler's messages are in {log}")
+            needed = "" if name == "cuda" else "; g++ has to be 11 or newer"  # -mamx-bf16
+            raise BuildError(
+                f"compiling the {name} kernels with {tool} failed; the compiler's messages are in {log}{needed}"
+            )
         os.replace(folder / "library.so", target)  # atomic: a reader sees the whole library or none
     return target

@@ -66,7 +66,10 @@ def check_run(output_dir: str, args: TrainingArguments, *, resume: bool, overwri
         same_epochs = state["num_train_epochs"] == args.num_train_epochs
         steps = args.max_steps if args.max_steps > 0 else state["max_steps"] if same_epochs else math.inf
         if state["global_step"] >= steps and final.exists():
-            raise ValueError(f"the run in {output_dir} is finished: {state['global_step']} of {steps} steps are done")
+            raise ValueError(
+                f"the run in {output_dir} is finished: {state['global_step']} of {steps} steps are done; give it more "
+                "steps, or choose another output_dir"
+            )
     if final.exists():
         check_target(final, overwrite=True)
 

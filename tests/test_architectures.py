@@ -244,6 +244,11 @@ REFUSED = {
         ),
         ["model.connector", ELSEWHERE],
     ),
+    "falcon": (
+        tf.FalconForCausalLM,
+        lambda: tf.FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+        ["FalconConfig names no activation"],
+    ),
     "apertus": (tf.ApertusForCausalLM, lambda: tf.ApertusConfig(**TEXT), ["mlp.act_fn (XIELU", "parameters"]),
     "starcoder2": (
         tf.Starcoder2ForCausalLM,
@@ -338,11 +343,6 @@ def test_replaced_forward():
 def test_offloaded_by_accelerate():
     accelerate = pytest.importorskip("accelerate")
     assert_refused(accelerate.cpu_offload(tiny_llama()), "model.layers.0.mlp", "meta device")
-
-
-def test_config_without_an_activation():
-    config = tf.FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
-    assert_refused(build(tf.FalconForCausalLM, config), "FalconConfig names no activation")
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,7 @@ def test_a_failed_compilation_leaves_its_log(tmp_path):
     assert out.count("warning:") == 1
     log = next((tmp_path / "cache").glob("*.log"))
     assert str(log) in out
+    assert "g++ has to be 11 or newer" in out
     assert "this compiler is broken" in log.read_text()
 
 

@@ -299,7 +299,7 @@ def test_a_killed_training_resumes_to_the_same_model(recipe, relu, capsys):
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(one, other)
     assert main(["train", str(recipe), "--resume"]) == 1
-    assert "finished: 4 of 4 steps" in error_line(capsys)
+    assert "finished: 4 of 4 steps are done; give it more steps, or choose another output_dir" in error_line(capsys)
 
     # Killed after its last step, before the final model was saved.
     shutil.rmtree(recipe.parent / "out" / "final")
