@@ -158,7 +158,9 @@ def read_adapter_config(path: str | Path, **hub) -> dict:
     """
     found = _file(path, ADAPTER_CONFIG, hub)
     if found is None:
-        raise ValueError(f"{path} is no adapter: it holds no {ADAPTER_CONFIG}")
+        named = ", ".join(sorted(file.parent.name for file in Path(path).glob(f"*/{ADAPTER_CONFIG}")))
+        others = f", but adapters in subfolders; give the path of one of them: {named}" if named else ""
+        raise ValueError(f"{path} is no adapter: it holds no {ADAPTER_CONFIG}{others}")
     try:
         config = json.loads(found.read_text(), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:

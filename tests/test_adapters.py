@@ -109,6 +109,19 @@ def test_save_and_load(base, tmp_path):
         save_adapter(again, tmp_path / "adapter")
 
 
+def test_a_folder_of_named_adapters_names_them(base, tmp_path):
+    """As peft saves several: each in a subfolder of its name."""
+    model = with_lora(sparsify(AutoModelForCausalLM.from_pretrained(base)))
+    for name in ("math", "code"):
+        model.add_adapter(name, model.peft_config["default"])
+    model.save_pretrained(tmp_path / "several", selected_adapters=["math", "code"])
+    with pytest.raises(ValueError, match=r"several is no adapter: it holds no adapter_config.json") as caught:
+        load_adapter(tmp_path / "several")
+    assert str(caught.value).endswith("but adapters in subfolders; give the path of one of them: code, math")
+    with pytest.raises(ValueError, match=r"adapter_config.json$"):
+        load_adapter(base)
+
+
 def test_the_card_warns(base, tmp_path):
     save_adapter(with_lora(sparsify(AutoModelForCausalLM.from_pretrained(base))), tmp_path / "adapter")
     card = (tmp_path / "adapter" / "README.md").read_text()
