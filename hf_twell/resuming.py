@@ -5,7 +5,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
 from transformers import Trainer, TrainerCallback
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
 from hf_twell.checkpoints import STATE_NAME, last_checkpoint, read_state, write_state
@@ -51,6 +53,8 @@ class CompleteCheckpoints(TrainerCallback):
         # Other processes may still be writing their part of the checkpoint.
         self.trainer.accelerator.wait_for_everyone()
         if args.should_save:
+            if args.save_total_limit is not None:  # held back while the trainer wrote them
+                torch.save(args, self.folder() / TRAINING_ARGS_NAME)
             write_state(self.folder(), {**method_of(self.trainer), **self.state})
             best = self.trainer.state.best_model_checkpoint
             rotate_checkpoints(str(self.folder().parent), args.save_total_limit, best, use_mtime=True)
