@@ -1,6 +1,8 @@
 """Folders that are whole or absent: models saved aside and renamed, training checkpoints that say they are complete."""
 
 import errno
+import fcntl
+import glob
 import json
 import os
 import re
@@ -8,7 +10,7 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -53,32 +55,66 @@ def whole_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]
         ValueError: as `check_target`; after the body the error names the folder in which its result is kept.
     """
     path = check_target(path, overwrite=overwrite)
+    clear_dead_savings(path)
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     old = aside.with_suffix(".old")
     aside.mkdir()
+    with ExitStack() as locks:
+        try:
+            _lock(aside, locks)
+            yield aside
+            try:
+                check_target(path, overwrite=overwrite)  # something may have come to be there since
+            except ValueError as error:
+                raise _kept(aside, path, error) from error
+            if overwrite and path.exists():
+                _lock(path, locks)
+                path.rename(old)
+            try:
+                aside.rename(path)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                raise _kept(aside, path, f"{path} was made by others meanwhile") from error
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            if old.exists() and not path.exists():
+                old.rename(path)
+            raise
+        if old.exists():
+            shutil.rmtree(old)
+
+
+def clear_dead_savings(path: str | Path) -> None:
+    """Remove what killed processes left of `whole_folder(path)`; the model that one was about to replace comes back.
+
+    Folders of living processes are locked. Where the file system has no locks, and where a folder is empty (its process
+    may be about to lock it), it is left alone.
+    """
+    path = Path(path).resolve()
+    for kind in ("old", "partial"):
+        for rest in path.parent.glob(f".{glob.escape(path.name)}.{8 * '[0-9a-f]'}.{kind}"):
+            with ExitStack() as locks, suppress(OSError):
+                _lock(rest, locks, wait=False)
+                if kind == "old" and not path.exists():
+                    rest.rename(path)
+                elif any(rest.iterdir()):
+                    shutil.rmtree(rest)
+
+
+def _lock(folder: Path, locks: ExitStack, *, wait: bool = True) -> None:
+    """Lock a folder, which keeps the lock under another name too, until `locks` is closed or the process ends.
+
+    Raises:
+        OSError: without `wait`, another process has the lock; or the file system has none.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    locks.callback(os.close, descriptor)
     try:
-        yield aside
-        try:
-            check_target(path, overwrite=overwrite)  # something may have come to be there since
-        except ValueError as error:
-            raise _kept(aside, path, error) from error
-        if overwrite and path.exists():
-            path.rename(old)
-        try:
-            aside.rename(path)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise
-            raise _kept(aside, path, f"{path} was made by others meanwhile") from error
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        if old.exists() and not path.exists():
-            old.rename(path)
-        raise
-    if old.is_dir():
-        shutil.rmtree(old)
-    else:
-        old.unlink(missing_ok=True)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        if not wait:
+            raise
 
 
 def save_model(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import TrainerCallback, TrainingArguments
 
-from hf_twell.checkpoints import check_target, finished_checkpoints, last_checkpoint
+from hf_twell.checkpoints import check_target, clear_dead_savings, finished_checkpoints, last_checkpoint
 
 LOCK_NAME = "_twell.lock"  # of an output_dir; `trainer.push_to_hub` leaves out names that begin so
 
@@ -49,6 +49,8 @@ def check_run(output_dir: str, args: TrainingArguments, *, resume: bool, overwri
             a folder that cannot be made or written to; a final model with other things beside it.
     """
     final = Path(output_dir, "final")
+    if args.process_index == 0:
+        clear_dead_savings(final)  # what a run left that was killed while it saved its model
     if not resume:
         make_output_dir(output_dir)
         if earlier := finished_checkpoints(output_dir):

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 
 from hf_twell import SparsityCallback, last_checkpoint, sparsify
-from hf_twell.checkpoints import STATE_NAME, read_state, save_model, whole_folder, write_json
+from hf_twell.checkpoints import STATE_NAME, clear_dead_savings, read_state, save_model, whole_folder, write_json
 from hf_twell.resuming import CompleteCheckpoints
 from tests.conftest import tiny_llama, training_rows
 
@@ -227,6 +227,12 @@ def test_the_last_complete_checkpoint_outlasts_the_saving_of_the_next(tmp_path):
     assert trainer.args.save_total_limit == 1
 
 
+def test_a_checkpoint_records_the_limit_that_was_given(tmp_path):
+    make_trainer(tmp_path, max_steps=SAVE_STEPS, save_total_limit=2).train()
+    file = tmp_path / f"checkpoint-{SAVE_STEPS}" / "training_args.bin"
+    assert torch.load(file, weights_only=False).save_total_limit == 2
+
+
 def test_a_checkpoint_is_complete_when_every_callback_has_saved(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.add_callback(AtSave(SAVE_STEPS, interrupt))  # after SparsityCallback
@@ -379,6 +385,48 @@ def test_whole_folder_keeps_what_came_while_it_was_written(tmp_path):
     kept = [path for path in tmp_path.iterdir() if path != target]
     assert len(kept) == 2, "work that is done is not thrown away"
     assert all((path / "model.safetensors").read_text() == "late" for path in kept)
+
+
+SAVING = """
+import sys
+from hf_twell.checkpoints import whole_folder
+with whole_folder(sys.argv[1], overwrite=True) as folder:
+    (folder / "model.safetensors").write_text("half")
+    print("writing", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_what_a_killed_saving_left_is_cleared_by_the_next_and_a_living_one_is_not(tmp_path):
+    target, environment = tmp_path / "final", {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SAVING, str(target)]
+    saving = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    assert saving.stdout.readline() == b"writing\n"
+    (other,) = tmp_path.iterdir()
+    for _ in range(2):
+        with whole_folder(target, overwrite=True) as folder:
+            (folder / "config.json").write_text("{}")
+            (folder / "model.safetensors").write_text("whole")
+        assert (other / "model.safetensors").read_text() == "half", "its process lives"
+    saving.kill()
+    saving.communicate()
+    with whole_folder(tmp_path / "final-2"):
+        assert other.is_dir(), "of another name"
+    with whole_folder(target, overwrite=True):
+        assert not other.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["final", "final-2"]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_saving_killed_while_it_replaced_a_model_loses_none(tmp_path, replaced):
+    target, old = tmp_path / "final", tmp_path / ".final.01234567.old"
+    make_model_folder(old)
+    if replaced:
+        make_model_folder(target)
+        (target / "model.safetensors").write_text("new")
+    clear_dead_savings(target)
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+    assert (target / "model.safetensors").read_text() == ("new" if replaced else "old")
 
 
 def test_everything_that_a_saving_writes_may_be_overwritten(tmp_path):
