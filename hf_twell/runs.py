@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator
@@ -11,8 +12,15 @@ from pathlib import Path
 
 from transformers import TrainerCallback, TrainingArguments
 
-from hf_twell.checkpoints import check_target, clear_dead_savings, finished_checkpoints, last_checkpoint
+from hf_twell.checkpoints import check_target, clear_dead_savings, finished_checkpoints, last_checkpoint, read_state
 
+logger = logging.getLogger(__name__)
+
+# What a checkpoint's optimizer and blocks are made of: Trainer keeps the optimizer's figures without a word.
+KEPT = ("layers", "trainable", "lora")
+KEPT_BY_OPTIMIZER = (
+    "optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"
+)  # fmt: skip
 LOCK_NAME = "_twell.lock"  # of an output_dir; `trainer.push_to_hub` leaves out names that begin so
 
 
@@ -74,6 +82,46 @@ def check_run(output_dir: str, args: TrainingArguments, *, resume: bool, overwri
             )
     if final.exists():
         check_target(final, overwrite=True)
+
+
+def settings(recipe, args: TrainingArguments) -> dict[str, dict]:
+    """What a run's checkpoints record for `check_changes`: what a resumed run keeps, and what decides its text's order.
+
+    Text files are told by name and size, so that folders may move.
+    """
+    kept = {key: getattr(recipe, key) for key in KEPT}
+    kept |= {f"training.{key}": getattr(args, key) for key in KEPT_BY_OPTIMIZER}
+    train = [recipe.train] if isinstance(recipe.train, str) else recipe.train
+    order = {
+        "train": train if isinstance(train, dict) else {Path(name).name: Path(name).stat().st_size for name in train},
+        "sequence_length": recipe.sequence_length,
+        "sequences a step": args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        "training.seed": args.seed,
+        "training.data_seed": args.data_seed,
+    }
+    return {"kept": kept, "order": order}
+
+
+def check_changes(recipe, args: TrainingArguments) -> None:
+    """Tell a resumed run that another order of the text follows, and refuse what could have no effect.
+
+    Raises:
+        ValueError: a key that the checkpoint keeps has another value.
+    """
+    checkpoint = last_checkpoint(recipe.output_dir)
+    saved, now = read_state(checkpoint).get("settings", {}), settings(recipe, args)
+    for key, value in saved.get("kept", {}).items():
+        if now["kept"].get(key) != value:
+            raise ValueError(
+                f"{checkpoint} was trained with {key}={value!r}, which a resumed run keeps, and not "
+                f"{now['kept'][key]!r}; leave it so, or start a new run in another output_dir"
+            )
+    for key, value in saved.get("order", {}).items():
+        if now["order"].get(key) != value and args.process_index == 0:
+            logger.warning(
+                "%s was trained with %s=%s and goes on with %s: what it has read of the text may come again",
+                checkpoint, key, value, now["order"].get(key),
+            )  # fmt: skip
 
 
 def make_output_dir(output_dir: str) -> None:

@@ -27,7 +27,7 @@ from hf_twell.inference import evaluation_mode
 from hf_twell.loading import load_model
 from hf_twell.packing import PackedText, StreamedText, is_streamed
 from hf_twell.resuming import CompleteCheckpoints, method_of
-from hf_twell.runs import NothingLeft, check_run, only_run
+from hf_twell.runs import NothingLeft, check_changes, check_run, only_run, settings
 from hf_twell.training import CompactProgress, Distill, Recipe, load_recipe, training_arguments
 from hf_twell.variants import Adapters, train_ffns_alone
 
@@ -40,6 +40,8 @@ def finetune(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, t
     args = training_arguments(recipe)
     with only_run(args, resume=resume):
         check_run(recipe.output_dir, args, resume=resume, overwrite=overwrite)
+        if resume:
+            check_changes(recipe, args)
         return five_steps(recipe, args, resume, train, heldout)
 
 
@@ -74,8 +76,10 @@ def five_steps(recipe: Recipe, args: TrainingArguments, resume: bool, train, hel
         options = recipe.sparsity | ({} if blend is None else {"blend": blend, "blend_steps": recipe.blend_steps})
         callback = hf_twell.SparsityCallback(trainer, distillation=teacher(recipe, model), **options)
         trainer.add_callback(callback)
+        checkpoints = callback.checkpoints
     else:
-        CompleteCheckpoints(trainer, {"relu": False})  # SparsityCallback has its own
+        checkpoints = CompleteCheckpoints(trainer, {"relu": False})
+    checkpoints.state["settings"] = settings(recipe, args)
     if resume:
         trainer.add_callback(NothingLeft)
     if not args.disable_tqdm:

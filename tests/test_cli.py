@@ -459,6 +459,30 @@ def test_a_damaged_checkpoint_still_keeps_a_new_run_out(recipe, capsys):
     assert "checkpoint-2 is from an earlier run" in error_line(capsys)
 
 
+def test_a_resumed_run_that_is_changed_is_refused_or_told(recipe, capsys, caplog):
+    """Trainer takes the optimizer's figures from the checkpoint, whatever the recipe says by then."""
+    assert main(["train", str(recipe), "training.max_steps=2"]) == 0
+    resume = ["train", str(recipe), "--resume", "--json"]
+    for change in ("training.learning_rate=1e-3", "training.optim=sgd", "trainable=ffn", "layers=[0, 1]"):
+        assert main([*resume, change]) == 1
+        line = error_line(capsys)
+        assert change.partition("=")[0] in line
+        assert "checkpoint-2 was trained with" in line
+    assert not (recipe.parent / "out" / "checkpoint-4").exists()
+
+    shutil.copytree(recipe.parent, recipe.parent / "moved", ignore=shutil.ignore_patterns("moved"))
+    moved = ["train", str(recipe.parent / "moved" / "recipe.yaml"), "--resume"]
+    same = ["training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=2"]
+    assert main([*moved, *same]) == 0
+    assert "was trained with" not in caplog.text
+    with open(recipe.parent / "train.txt", "a") as file:
+        file.write("and more\n")
+    changes = ["training.gradient_accumulation_steps=2", "training.seed=1", "sequence_length=16"]
+    assert main([*resume, *changes]) == 0
+    for told in ("sequences a step=2 and goes on with 4", "training.seed=42 and", "sequence_length=32 and", "train={"):
+        assert f"checkpoint-2 was trained with {told}" in caplog.text
+
+
 def test_resuming_a_mistyped_folder_does_not_make_it(recipe, capsys):
     assert main(["train", str(recipe), "--resume", f"output_dir={recipe.parent / 'mistyped'}"]) == 1
     assert "holds no complete checkpoint" in error_line(capsys)
