@@ -94,6 +94,20 @@ def is_streamed(source: list | dict | str) -> bool:
     return isinstance(source, dict) and bool(source.get("streaming"))
 
 
+def check_length(model, sequence_length: int) -> None:
+    """Refuse sequences with positions that the model has never seen.
+
+    Raises:
+        ValueError: naming its own length.
+    """
+    own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if own and sequence_length > own:
+        raise ValueError(
+            f"sequence_length: {sequence_length} is more than the {own} positions of the model; give at most that (or "
+            "more max_position_embeddings in its config.json)"
+        )
+
+
 def check_file(path: Path) -> None:
     """Refuse what is not a text file that can be read.
 

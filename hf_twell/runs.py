@@ -93,7 +93,7 @@ def settings(recipe, args: TrainingArguments) -> dict[str, dict]:
     kept |= {f"training.{key}": getattr(args, key) for key in KEPT_BY_OPTIMIZER}
     train = [recipe.train] if isinstance(recipe.train, str) else recipe.train
     order = {
-        "train": train if isinstance(train, dict) else {Path(name).name: Path(name).stat().st_size for name in train},
+        "train": train if isinstance(train, dict) else [[Path(name).name, Path(name).stat().st_size] for name in train],
         "sequence_length": recipe.sequence_length,
         "sequences a step": args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
         "training.seed": args.seed,
@@ -147,3 +147,21 @@ class NothingLeft(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step >= state.max_steps:
             raise self.Finished
+
+
+class FiniteWeights(TrainerCallback):
+    """Ends a run that has diverged at its next log or saving: what it saved before stays its last complete checkpoint.
+
+    Trainer goes on with weights of NaN to the end, and logs a loss that leaves the NaN out.
+    """
+
+    def on_log(self, args, state, control, model=None, **kwargs):
+        for name, weight in model.named_parameters():
+            own = weight.to_local() if hasattr(weight, "to_local") else weight  # the part of this process
+            if weight.requires_grad and not own.isfinite().all():
+                raise ValueError(
+                    f"training diverged: at step {state.global_step}, {name} holds values that are NaN or infinite; "
+                    "start a new run with a lower training.learning_rate"
+                )
+
+    on_save = on_log

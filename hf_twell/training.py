@@ -204,8 +204,17 @@ def _check_training(training: dict) -> None:
     _check_keys(training, TrainingArguments, "training")
     if "output_dir" in training:
         raise ValueError("training has output_dir; it is a key of the recipe: write output_dir alone")
+    if training.get("resume_from_checkpoint"):
+        raise ValueError(
+            "training has resume_from_checkpoint, which Trainer passes over; leave it out and add --resume"
+        )
+    for key in ("gradient_accumulation_steps", "per_device_train_batch_size", "per_device_eval_batch_size"):
+        if isinstance(training.get(key), int | float) and training[key] < 1:
+            raise ValueError(f"training has {key}: {training[key]!r}; give at least 1")
     for field in dataclasses.fields(TrainingArguments):
         value = training.get(field.name)
+        if isinstance(value, float) and field.type is int:
+            raise ValueError(f"training has {field.name}: {value!r}; give a whole number")
         if isinstance(value, str | list | dict) and type(field.default) in (int, float):
             raise ValueError(f"training has {field.name}: {value!r}; give a number")
         # YAML's `no` is a text here, and Python takes any text for true.

@@ -25,9 +25,9 @@ from hf_twell.checkpoints import full_disks_as_os_errors, save_model
 from hf_twell.distillation import Distillation
 from hf_twell.inference import evaluation_mode
 from hf_twell.loading import load_model
-from hf_twell.packing import PackedText, StreamedText, is_streamed
+from hf_twell.packing import PackedText, StreamedText, check_length, is_streamed
 from hf_twell.resuming import CompleteCheckpoints, method_of
-from hf_twell.runs import NothingLeft, check_changes, check_run, only_run, settings
+from hf_twell.runs import FiniteWeights, NothingLeft, check_changes, check_run, only_run, settings
 from hf_twell.training import CompactProgress, Distill, Recipe, load_recipe, training_arguments
 from hf_twell.variants import Adapters, train_ffns_alone
 
@@ -68,6 +68,7 @@ def five_steps(recipe: Recipe, args: TrainingArguments, resume: bool, train, hel
         train = PackedText(tokenizer, recipe.train, length, description="tokenizing training text")
     if heldout is None:
         heldout = PackedText(tokenizer, recipe.heldout, length, description="tokenizing held-out text")
+    check_length(model, length)
 
     # 3. Transformers' own Trainer, with the L1 term as a callback, and the dense parent as a teacher.
     use_cache = getattr(model.config, "use_cache", True)  # Trainer turns it off
@@ -80,6 +81,7 @@ def five_steps(recipe: Recipe, args: TrainingArguments, resume: bool, train, hel
     else:
         checkpoints = CompleteCheckpoints(trainer, {"relu": False})
     checkpoints.state["settings"] = settings(recipe, args)
+    trainer.add_callback(FiniteWeights)
     if resume:
         trainer.add_callback(NothingLeft)
     if not args.disable_tqdm:
@@ -91,6 +93,8 @@ def five_steps(recipe: Recipe, args: TrainingArguments, resume: bool, train, hel
     before = None if sharded else measure(trainer, heldout)  # a model is sharded when its training begins
     with contextlib.suppress(NothingLeft.Finished), full_disks_as_os_errors(args.output_dir):
         trainer.train(resume_from_checkpoint=resume or None)
+    if not trainer.state.global_step:
+        raise ValueError("no step of training was made: the text has too few sequences for one")
     after = measure(trainer, heldout)
 
     # 5. The model in stock form: plain Transformers loads it, without this package.

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.utils import is_torch_bf16_gpu_available
 
-from hf_twell.checkpoints import write_state
+from hf_twell.checkpoints import finished_checkpoints, write_state
 from hf_twell.cli import COMMANDS, main
 from tests.conftest import COMMAND, needs_lm_eval
 
@@ -479,8 +480,45 @@ def test_a_resumed_run_that_is_changed_is_refused_or_told(recipe, capsys, caplog
         file.write("and more\n")
     changes = ["training.gradient_accumulation_steps=2", "training.seed=1", "sequence_length=16"]
     assert main([*resume, *changes]) == 0
-    for told in ("sequences a step=2 and goes on with 4", "training.seed=42 and", "sequence_length=32 and", "train={"):
+    for told in ("sequences a step=2 and goes on with 4", "training.seed=42 and", "sequence_length=32 and", "train=[["):
         assert f"checkpoint-2 was trained with {told}" in caplog.text
+
+
+def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(recipe, capsys):
+    schedule = ["training.lr_scheduler_type=constant_with_warmup", "training.warmup_steps=0", "training.max_steps=100"]
+    assert main(["train", str(recipe), *schedule, "training.learning_rate=1e30", "training.save_steps=1"]) == 1
+    line = capsys.readouterr().err.splitlines()[-1]  # after the progress bar
+    assert re.search(r"training diverged: at step \d, model\.\S+ holds values that are NaN", line)
+    assert "learning_rate" in line
+    steps = [folder.name for folder in finished_checkpoints(recipe.parent / "out")]
+    assert steps == [f"checkpoint-{len(steps) - i}" for i in range(len(steps))]
+    for step in steps:
+        weights = load_file(recipe.parent / "out" / step / "model.safetensors")
+        assert all(weight.isfinite().all() for weight in weights.values()), step
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("sequence_length=513", "the 512 positions of the model"),
+        ("training.gradient_accumulation_steps=0", "at least 1"),
+        ("training.per_device_eval_batch_size=0", "at least 1"),
+        ("training.max_steps=2.5", "give a whole number"),
+        ("training.resume_from_checkpoint=out/checkpoint-2", "--resume"),
+    ],
+)
+def test_what_cannot_be_trained_with(recipe, change, told, capsys):
+    assert main(["train", str(recipe), change]) == 1
+    line = error_line(capsys)
+    assert change.partition("=")[0].removeprefix("training.") in line
+    assert told in line
+
+
+def test_a_run_without_a_whole_batch_saves_nothing(recipe, capsys):
+    changes = ["training.per_device_train_batch_size=100000", "training.dataloader_drop_last=true"]
+    assert main(["train", str(recipe), *changes]) == 1
+    assert "no step of training was made" in error_line(capsys)
+    assert not (recipe.parent / "out" / "final").exists()
 
 
 def test_resuming_a_mistyped_folder_does_not_make_it(recipe, capsys):
