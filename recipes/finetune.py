@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from transformers import ProgressCallback, Trainer, TrainingArguments, set_seed
+from transformers import ProgressCallback, Trainer, TrainingArguments, default_data_collator, set_seed
 
 import hf_twell
 from hf_twell.blending import Blend
@@ -72,7 +72,9 @@ def five_steps(recipe: Recipe, args: TrainingArguments, resume: bool, train, hel
 
     # 3. Transformers' own Trainer, with the L1 term as a callback, and the dense parent as a teacher.
     use_cache = getattr(model.config, "use_cache", True)  # Trainer turns it off
-    trainer = Trainer(model, args, train_dataset=train, eval_dataset=heldout, processing_class=tokenizer)
+    # Trainer's own collator asks for a padding token, which packed sequences do not need.
+    collator = default_data_collator if tokenizer.pad_token is None else None
+    trainer = Trainer(model, args, collator, train_dataset=train, eval_dataset=heldout, processing_class=tokenizer)
     if recipe.relu:
         options = recipe.sparsity | ({} if blend is None else {"blend": blend, "blend_steps": recipe.blend_steps})
         callback = hf_twell.SparsityCallback(trainer, distillation=teacher(recipe, model), **options)

@@ -514,6 +514,17 @@ def test_what_cannot_be_trained_with(recipe, change, told, capsys):
     assert told in line
 
 
+@pytest.mark.parametrize("lacking", [["pad_token"], ["pad_token", "eos_token"]])
+def test_a_tokenizer_without_a_padding_token(recipe, lacking, capsys):
+    """As Llama 3.2's: packed sequences need none."""
+    model = Path(shutil.copytree(DEMO / "model", recipe.parent / "model"))
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    kept = {key: value for key, value in config.items() if key not in lacking}
+    (model / "tokenizer_config.json").write_text(json.dumps(kept))
+    assert main(["train", str(recipe), f"model={model}", "training.max_steps=1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["after"]["loss"] < 8
+
+
 def test_a_run_without_a_whole_batch_saves_nothing(recipe, capsys):
     changes = ["training.per_device_train_batch_size=100000", "training.dataloader_drop_last=true"]
     assert main(["train", str(recipe), *changes]) == 1
