@@ -62,7 +62,8 @@ $(VENV)/.complete: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --upgrade pip setuptools
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	PYTHONWARNINGS='ignore:Editable installation' \
+	  $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 # Transformers' own model tests come with its source distribution; where the index has none, one test skips.
