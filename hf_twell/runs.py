@@ -10,9 +10,16 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from transformers import TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_twell.checkpoints import check_target, clear_dead_savings, finished_checkpoints, last_checkpoint, read_state
+from hf_twell.checkpoints import (
+    STATE_NAME,
+    check_target,
+    clear_dead_savings,
+    finished_checkpoints,
+    last_checkpoint,
+    read_state,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +82,8 @@ def check_run(output_dir: str, args: TrainingArguments, *, resume: bool, overwri
         state = json.loads(Path(checkpoint, "trainer_state.json").read_text())
         same_epochs = state["num_train_epochs"] == args.num_train_epochs
         steps = args.max_steps if args.max_steps > 0 else state["max_steps"] if same_epochs else math.inf
-        if state["global_step"] >= steps and final.exists():
+        made = final.exists() and final.stat().st_mtime >= Path(checkpoint, STATE_NAME).stat().st_mtime
+        if state["global_step"] >= steps and made:  # an older one is what the run, or an earlier one, made before
             raise ValueError(
                 f"the run in {output_dir} is finished: {state['global_step']} of {steps} steps are done; give it more "
                 "steps, or choose another output_dir"
@@ -144,8 +152,13 @@ class NothingLeft(TrainerCallback):
     class Finished(Exception):
         pass
 
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step >= state.max_steps:
+            if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+                self.trainer._load_best_model()
             raise self.Finished
 
 

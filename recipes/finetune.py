@@ -85,7 +85,7 @@ def five_steps(recipe: Recipe, args: TrainingArguments, resume: bool, train, hel
     checkpoints.state["settings"] = settings(recipe, args)
     trainer.add_callback(FiniteWeights)
     if resume:
-        trainer.add_callback(NothingLeft)
+        trainer.add_callback(NothingLeft(trainer))
     if not args.disable_tqdm:
         trainer.pop_callback(ProgressCallback)
         trainer.add_callback(CompactProgress)

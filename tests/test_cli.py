@@ -319,6 +319,33 @@ def test_a_killed_training_resumes_to_the_same_model(recipe, relu, capsys):
         assert torch.equal(one, other)
 
 
+def test_a_run_that_went_on_and_was_killed_before_its_new_model_makes_it(recipe, capsys):
+    """The final model of its first steps still lies there."""
+    final = recipe.parent / "out" / "final"
+    assert main(["train", str(recipe), "training.max_steps=2"]) == 0
+    first = final.rename(recipe.parent / "first")
+    assert main(["train", str(recipe), "--resume"]) == 0
+    second = final.rename(recipe.parent / "second")
+    first.rename(final)
+    assert main(["train", str(recipe), "--resume"]) == 0
+    assert json.loads((final / "twell_state.json").read_text())["step"] == 4
+    weights, expected = (load_file(folder / "model.safetensors") for folder in (final, second))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert main(["train", str(recipe), "--resume"]) == 1
+    assert "finished: 4 of 4" in error_line(capsys)
+
+
+def test_a_run_killed_before_its_final_model_makes_it_of_the_best_checkpoint(recipe):
+    changes = ["training.eval_strategy=steps", "training.eval_steps=2", "training.load_best_model_at_end=true"]
+    changes += ["training.learning_rate=1e-2", "training.lr_scheduler_type=constant"]  # too high: it gets worse
+    out = recipe.parent / "out"
+    for resume in ([], ["--resume"]):
+        assert main(["train", str(recipe), *changes, *resume]) == 0
+        weights, best = (load_file(out / name / "model.safetensors") for name in ("final", "checkpoint-2"))
+        assert all(torch.equal(weights[name], best[name]) for name in best)
+        shutil.rmtree(out / "final")
+
+
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator, for which memory is pinned")
 def test_training_on_a_cpu_warns_of_no_pinned_memory(recipe):
     done = run_cli("train", recipe, "training.max_steps=1", "training.use_cpu=false", "training.save_strategy=no")
