@@ -8,12 +8,12 @@ from hf_twell.config_files import one_line
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's scalars: 2e-4 is a number though it lacks a dot, and `no` is a string."""
+    """YAML 1.2's scalars: 2e-4 is a number though it lacks a dot, and `no` and 2026-11-23 are strings."""
 
 
-_BOOL = "tag:yaml.org,2002:bool"
+_BOOL, _DATE = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:timestamp"
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_BOOL, _DATE)]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(_BOOL, re.compile(r"(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))

@@ -20,6 +20,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from hf_twell.checkpoints import finished_checkpoints, write_state
 from hf_twell.cli import COMMANDS, main
+from hf_twell.training import load_recipe
 from tests.conftest import COMMAND, needs_lm_eval
 
 ROOT = Path(__file__).parents[1]
@@ -206,6 +207,12 @@ def test_recipe_mistakes_end_before_any_work(recipe, changes, says, capsys, monk
     message = capsys.readouterr().err
     assert says in message.splitlines()[-1]
     assert "tokenizing" not in message
+
+
+def test_a_date_in_a_recipe_is_text(recipe):
+    changes = ["output_dir=2026-11-23", "train={hub: json, revision: 2026-11-23}"]
+    changed = load_recipe(recipe, changes)
+    assert (changed.output_dir, changed.train["revision"]) == ("2026-11-23", "2026-11-23")
 
 
 @pytest.mark.skipif(is_torch_bf16_gpu_available(), reason="a GPU that trains in bf16")
