@@ -253,6 +253,18 @@ def test_one_process_alone(command, capsys, monkeypatch):
     assert main(["doctor", "--json"]) == 0
 
 
+def test_training_in_two_processes_prints_once(recipe):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "-m", "hf_twell"]
+    done = subprocess.run(
+        [*launch, "train", recipe, "--json", "training.max_steps=1", "training.save_strategy=no"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [row["step"] for row in json.loads(done.stdout)["logs"]] == [1]
+
+
 def test_train_reads_jsonl_and_reports(recipe, capsys):
     pytest.importorskip("datasets")
     rows = [json.dumps({"text": text}) for text in (recipe.parent / "train.txt").read_text().split("<|endoftext|>\n")]

@@ -10,6 +10,7 @@ examples (in a checkout):
 """
 
 import argparse
+import os
 import runpy
 
 from hf_twell._carried import carried_folder
@@ -32,6 +33,8 @@ def run(args: argparse.Namespace) -> int:
         recipe = load_recipe(args.recipe, args.changes)
         finetune = runpy.run_path(str(carried_folder("recipes", holds="finetune.py") / "finetune.py"))["finetune"]
         result = finetune(recipe, resume=args.resume, overwrite=args.overwrite)
+    if int(os.environ.get("RANK", 0)) != 0:  # of several processes the first one prints
+        return 0
     if args.json:
         print_json(result)
         return 0
