@@ -13,12 +13,12 @@ from torch import nn
 from transformers.utils.hub import cached_file
 
 from hf_twell.card import adapter_card
-from hf_twell.checkpoints import whole_folder
 from hf_twell.config_files import one_line_errors
 from hf_twell.convert import FORMAT_VERSION, TAG, sparsify
 from hf_twell.loading import load_causal_lm
 from hf_twell.modeling import sparse_ffns
 from hf_twell.weight_files import check_complete, check_finite, hub_options, tensor_shapes
+from hf_twell.whole_folders import whole_folder
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # peft names keys that it does not know in a warning, so this one tells those who load without this package.

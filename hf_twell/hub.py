@@ -19,10 +19,11 @@ from hf_twell.adapters import (
     sparse_base,
 )
 from hf_twell.card import adapter_card, is_repo, model_card
-from hf_twell.checkpoints import CHAT_TEMPLATES, STATE_NAME, save_model
+from hf_twell.checkpoints import STATE_NAME
 from hf_twell.config_files import read_config
 from hf_twell.loading import check_checkpoint
 from hf_twell.modeling import sparse_ffns
+from hf_twell.whole_folders import CHAT_TEMPLATES, save_model
 
 # A model folder of Trainer's also holds its state, and pickles; a Hub model needs none of it.
 LEFT_OUT = ("*.bin", "*.pt", "*.pth", "*.pkl", STATE_NAME, "trainer_state.json", "README.md", ".*", "_*")

@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from hf_twell.architectures import DTYPES
-from hf_twell.checkpoints import TOKENIZER_FILES
 from hf_twell.config_files import check_generation_config, one_line, one_line_errors, read_config
 from hf_twell.convert import check_entry, chosen_layers
 from hf_twell.custom_models import reference_class
@@ -22,6 +21,7 @@ from hf_twell.weight_files import (
     tensor_shapes,
     weight_files,
 )
+from hf_twell.whole_folders import TOKENIZER_FILES
 
 
 def load_model(path: str | Path, tokenizer=None, *, dtype=None, device: str | None = None):

@@ -12,14 +12,8 @@ from pathlib import Path
 
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_twell.checkpoints import (
-    STATE_NAME,
-    check_target,
-    clear_dead_savings,
-    finished_checkpoints,
-    last_checkpoint,
-    read_state,
-)
+from hf_twell.checkpoints import STATE_NAME, finished_checkpoints, last_checkpoint, read_state
+from hf_twell.whole_folders import check_target, clear_dead_savings
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,6 @@ from transformers import ProgressCallback, Trainer, TrainingArguments, default_d
 
 import hf_twell
 from hf_twell.blending import Blend
-from hf_twell.checkpoints import full_disks_as_os_errors, save_model
 from hf_twell.distillation import Distillation
 from hf_twell.inference import evaluation_mode
 from hf_twell.loading import load_model
@@ -30,6 +29,7 @@ from hf_twell.resuming import CompleteCheckpoints, method_of
 from hf_twell.runs import FiniteWeights, NothingLeft, check_changes, check_run, only_run, settings
 from hf_twell.training import CompactProgress, Distill, Recipe, load_recipe, training_arguments
 from hf_twell.variants import Adapters, train_ffns_alone
+from hf_twell.whole_folders import full_disks_as_os_errors, save_model
 
 
 def finetune(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, train=None, heldout=None) -> dict:

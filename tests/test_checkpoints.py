@@ -18,8 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 
 from hf_twell import SparsityCallback, last_checkpoint, sparsify
-from hf_twell.checkpoints import STATE_NAME, clear_dead_savings, read_state, save_model, whole_folder, write_json
+from hf_twell.checkpoints import STATE_NAME, read_state, write_json
 from hf_twell.resuming import CompleteCheckpoints
+from hf_twell.whole_folders import clear_dead_savings, save_model, whole_folder
 from tests.conftest import tiny_llama, training_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -389,7 +390,7 @@ def test_whole_folder_keeps_what_came_while_it_was_written(tmp_path):
 
 SAVING = """
 import sys
-from hf_twell.checkpoints import whole_folder
+from hf_twell.whole_folders import whole_folder
 with whole_folder(sys.argv[1], overwrite=True) as folder:
     (folder / "model.safetensors").write_text("half")
     print("writing", flush=True)

@@ -19,9 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import hf_twell
 from hf_twell import evaluation, perplexity
-from hf_twell.checkpoints import save_model
 from hf_twell.cli import main
 from hf_twell.text import read_documents
+from hf_twell.whole_folders import save_model
 from tests.conftest import needs_lm_eval
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -342,7 +342,7 @@ def test_documents_are_split_at_lines_of_end_of_text(tmp_path):
 
 CLI = """
 import argparse, sys
-from hf_twell.checkpoints import save_model
+from hf_twell.whole_folders import save_model
 from hf_twell.cli import eval as cli
 from hf_twell.cli import main
 from hf_twell.text import read_documents

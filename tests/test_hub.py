@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 
 import hf_twell
 from hf_twell import card
-from hf_twell.checkpoints import save_model
 from hf_twell.cli import main
 from hf_twell.hub import folder_card
+from hf_twell.whole_folders import save_model
 from tests.conftest import logits, tiny_llama
 from tests.hub_server import HubServer
 

@@ -54,10 +54,10 @@ def _convert(args) -> dict:
 
     import hf_twell
     from hf_twell.architectures import find_ffns
-    from hf_twell.checkpoints import check_target, save_model
     from hf_twell.inference import check_ids
     from hf_twell.loading import has_tokenizer, load_model
     from hf_twell.packing import check_file, token_ids
+    from hf_twell.whole_folders import check_target, save_model
 
     output = check_target(args.output, overwrite=args.overwrite)
     if output.exists() and Path(args.model).exists() and output.samefile(args.model):
