@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from hf_twell import (
     workload,
     workload_llama,
 )
+from hf_twell.benchmark_progress import silent
 from hf_twell.cli import bench, main
 from hf_twell.workload import make_ffn, patched_block
 
@@ -93,14 +94,19 @@ def test_bench_ffn_writes_rows_and_a_plot(tmp_path, capsys, extra):
     rows = run(capsys, "ffn", *sizes, "--no-compile", "--output", tmp_path, *extra)
     assert [row["tokens"] for row in rows] == [1, 20]
     for row in rows:
-        assert row["speedup"] > 0
+        assert row["speedup"] == pytest.approx(row["eager_ms"] / row["sparse_ms"], rel=0.01)
         assert row["error"] <= max(2 * row["error_eager"], 2**-7)
+        assert row["l0"] == pytest.approx(8, abs=0.3), "of few tokens, those nearest to it"
+        assert row["density"] == pytest.approx(row["l0"] / 344, abs=1e-4)
         assert row["l0"] <= row["distinct_64"] <= 344
         wanted = {"processor", "threads", "torch", "commit", "eager_ms", "sparse_ms", "backend", "device", "dtype"}
         assert wanted <= row.keys()
         assert row["took"] in ("kernels", "plain matmuls")
         if "--backward" in extra:
             assert list(row["errors"]) == list(benchmark_backward.TENSORS)
+            assert row["took"] == ("kernels" if row["backend"] == "cpu" else "plain matmuls")
+        else:
+            assert row["down_stored_by"] == "columns"
     assert [json.loads(line) for line in (tmp_path / "bench.jsonl").read_text().splitlines()] == rows
     assert (tmp_path / "bench.png").stat().st_size > 1000
 
@@ -126,6 +132,40 @@ def test_shapes_of_models_keep_the_density(capsys):
 
 
 @pytest.mark.parametrize("backward", [False, True])
+def test_weights_take_turns_and_gradients_begin_at_none(monkeypatch, backward):
+    """So that no cache holds the next call's weights; what has a gradient already would be added to."""
+    x, *weights = workload.make_ffn(8, 64, 344, 8)
+    size = sum(weight.nbytes for weight in weights)
+    copies = benchmark._copies(weights, 1)
+    assert (copies - 1) * size >= benchmark.COLD_BYTES, "between two calls with the same weights"
+    monkeypatch.setattr(benchmark, "COLD_BYTES", 2 * size)
+    seen = {"eager": [], "sparse": []}
+
+    def eager(x, w_gate, w_up, w_down, *l1_scale):
+        seen["eager"].append((w_up.data_ptr(), x.grad is w_up.grad is w_down.grad is None))
+        return benchmark_backward.dense(x, w_gate, w_up, w_down, *l1_scale or (None,))
+
+    def sparse(x, w_up, w_down, *rest, **options):
+        seen["sparse"].append((w_up.data_ptr(), x.grad is w_up.grad is w_down.grad is None))
+        return ffn(x, w_up, w_down, *rest, **options)
+
+    ffn = ops.ffn
+    monkeypatch.setattr(ops, "ffn", sparse)
+    if backward:
+        benchmark_backward.measure_backward(
+            {"eager": eager}, x, weights, benchmark._copies(weights, 1), 4, False, 64, silent
+        )
+    else:
+        active = workload.active_neurons(x, weights[0])
+        benchmark._measure({"eager": eager}, [x], weights, active, False, 4, False, silent)
+    for name, calls in seen.items():
+        places, fresh = zip(*calls[-6:], strict=True)  # two turns of warming up and four that are timed
+        assert len(set(places)) == 3, name
+        assert places[:3] == places[3:], name
+        assert all(fresh), name
+
+
+@pytest.mark.parametrize("backward", [False, True])
 def test_a_wrong_block_is_not_timed(monkeypatch, backward):
     def wrong(x, w_up, w_down, w_gate, **options):
         y = reference.ffn(x, w_up, w_down, w_gate)
@@ -135,6 +175,15 @@ def test_a_wrong_block_is_not_timed(monkeypatch, backward):
     rows = benchmark.bench_ffn([64], [8], hidden=64, intermediate=344, compile_dense=False, backward=backward)
     with pytest.raises(ValueError, match="no speed"):
         next(rows)
+
+
+def test_a_row_names_the_sparse_blocks_own_error(monkeypatch):
+    def better(x, w_up, w_down, w_gate, **options):
+        return reference.ffn(*(tensor.double() for tensor in (x, w_up, w_down, w_gate))).to(x.dtype)
+
+    monkeypatch.setattr(ops, "ffn", better)
+    (row,) = benchmark.bench_ffn([64], [8], hidden=64, intermediate=344, compile_dense=False, repeats=1)
+    assert 0 < row["error"] < 0.8 * row["error_eager"]
 
 
 def test_a_block_without_its_l1_term_is_not_timed(monkeypatch):
@@ -186,8 +235,14 @@ def test_bench_prefill_writes_rows_and_a_plot(tmp_path, capsys):
         "--dtype", "float32", "--output", tmp_path,
     )  # fmt: skip
     (row,) = rows
-    assert row["speedup"] > 0
+    ours, theirs = (
+        min(row[f"{n}_ms"] for n in names) for names in (("sparse", "sparse_compiled"), ("eager", "compiled"))
+    )
+    assert row["speedup"] == pytest.approx(theirs / ours, abs=0.01)
     assert row["logits_difference"] < 1e-5
+    if row["backend"] == "cpu":  # whose sums are in another order
+        assert row["error_sparse"] != row["error_eager"]
+        assert row["error_sparse_compiled"] != row["error_compiled"]
     assert row["layer_l0"] == pytest.approx([12.0] * 2, rel=0.1)
     assert {"eager_ms", "compiled_ms", "sparse_ms", "sparse_compiled_ms", "heads", "vocabulary"} <= row.keys()
     assert json.loads((tmp_path / "bench.jsonl").read_text()) == row
@@ -201,7 +256,11 @@ def test_bench_generate_gives_the_same_tokens_in_fp32():
     assert row["logits_difference"] < 1e-5
     assert row["decoded_l0"] == pytest.approx(12, rel=0.1)
     assert row["error_dense_step"] < 1e-5, "the step feeds the right tokens at the right positions"
-    assert row["sparse_step_ms"] > 0
+    assert row["step_speedup"] == pytest.approx(row["dense_step_ms"] / row["sparse_step_ms"], rel=0.01)
+    assert row["speedup"] == pytest.approx(row["sparse_tokens_per_s"] / row["dense_tokens_per_s"], rel=0.01)
+    if row["backend"] == "cpu":  # whose sums are in another order
+        assert row["error_sparse"] != row["error_eager"]
+        assert row["error_sparse_step"] != row["error_dense_step"]
 
 
 def test_bench_generate_of_steps_alone_draws_its_figure(tmp_path, capsys):
@@ -210,7 +269,6 @@ def test_bench_generate_of_steps_alone_draws_its_figure(tmp_path, capsys):
         capsys, "generate", *sizes, "--l0", 12, "--new-tokens", 32, "--repeats", 1, "--device", "cpu",
         "--dtype", "float32", "--steps-only", "--output", tmp_path,
     )  # fmt: skip
-    assert row["step_speedup"] > 0
     assert "speedup" not in row
     assert (tmp_path / "generate.png").stat().st_size > 1000
 
@@ -225,26 +283,91 @@ def test_the_bar_says_what_is_being_done(capsys):
     assert places == sorted(places)
 
 
-def test_reports_are_not_timed():
+@pytest.fixture
+def wait(monkeypatch):
+    """Lets seconds pass on the clock that times are taken from; none pass otherwise."""
+    now = [0.0]
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def wait(seconds):
+        now[0] += seconds
+
+    return wait
+
+
+def test_times_are_medians_of_calls_alone(wait):
+    """After two turns of warming up, without what prepares a call or reports it."""
     told = []
 
     def report(*phase):
         told.append(phase)
-        time.sleep(0.05)
+        wait(7)
 
-    calls = {"one": lambda turn: None, "other": lambda turn: None}
-    times = timing.interleaved_ms(calls, 1, torch.device("cpu"), report=report)
-    assert told[:2] == [("timing", "one, turn 1 of 3"), ("timing", "other, turn 1 of 3")]
-    assert len(told) == 6
-    assert max(times.values()) < 5
+    seconds = {"one": [9, 9, 0.001, 0.002, 0.03], "other": [0, 0, 0.004, 0.004, 0.005]}
+    calls = {name: lambda turn, name=name: wait(seconds[name][turn]) for name in seconds}
+    times = timing.interleaved_ms(calls, 3, torch.device("cpu"), lambda name, turn: wait(5), report=report)
+    assert times == pytest.approx({"one": 2, "other": 4})
+    assert told[:2] == [("timing", "one, turn 1 of 5"), ("timing", "other, turn 1 of 5")]
+    assert len(told) == 10
+
+
+def test_a_steps_time_is_the_mean_over_its_positions(wait):
+    seconds = iter([0.001, 0.002, 0.006])
+    positions = (wait(5) for _ in range(3))
+    assert timing.mean_ms(lambda: wait(next(seconds)), positions, torch.device("cpu")) == pytest.approx(3)
+
+
+def test_generations_speed_is_all_sequences_tokens(monkeypatch, wait):
+    """Stand-ins for models, of 2 and 4 seconds; of three turns one is disturbed."""
+    monkeypatch.setattr(benchmark_generate, "time", timing.time)
+    text = torch.arange(60).view(3, 20)  # three sequences of 16 + 4 tokens
+
+    class Model:
+        def __init__(self, seconds):
+            self.seconds = iter(seconds)
+
+        def generate(self, prompt, *, max_new_tokens, **_):
+            wait(next(self.seconds))
+            return text[:, : prompt.shape[1] + max_new_tokens]
+
+    models = {"eager": Model([4, 100, 4]), "sparse": Model([2, 2, 100])}
+    speed, tokens = benchmark_generate._generate(models, text, False, 3, silent)
+    assert speed == {"eager": 12 / 4, "sparse": 12 / 2}
+    assert torch.equal(tokens["sparse"], text)
+
+
+def test_errors_of_more_than_twice_eagers_are_refused():
+    truth = {"y": torch.ones(4, 4, dtype=torch.float64)}
+
+    def check(eager, sparse, pairs, dtype=torch.bfloat16):
+        outputs = {name: {"y": (1 + share) * truth["y"]} for name, share in (("eager", eager), ("sparse", sparse))}
+        return benchmark_check.check_block(outputs, truth, dtype, 4, pairs)["y"]["sparse"]
+
+    assert check(0.01, 0.0199, 64) == pytest.approx(0.0199)
+    assert check(0.0, 0.007, 63) == pytest.approx(0.007), "a few elements' luck"
+    for wrong in (
+        *((0.01, 0.0201, pairs) for pairs in (63, 64)),
+        *((0.0, 0.007, 64), (0.0, 0.008, 63), (0.0, 1e-9, 63, torch.float32)),
+        *((0.01, float("nan"), 64), (float("nan"), 0.01, 64)),
+    ):
+        with pytest.raises(ValueError, match="y of the sparse block is off"):
+            check(*wrong)
 
 
 def test_logits_of_a_wrong_model_are_refused():
     truth = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
-    outputs = {"eager": truth * 1.001, "sparse": truth * 1.0015}
-    assert benchmark_check.check_logits(outputs, truth)["error_sparse"] == pytest.approx(0.0015, rel=0.01)
-    with pytest.raises(ValueError, match="logits of sparse are off"):
-        benchmark_check.check_logits({**outputs, "sparse": truth * 1.01}, truth)
+    right = torch.cat([truth, truth + 1])  # higher precision knows the first sequences alone
+    outputs = {"eager": 1.001 * right, "sparse": 1.0019 * right, "sparse_compiled": 1.001 * right}
+    errors = benchmark_check.check_logits(outputs, truth)
+    assert errors["error_sparse"] == pytest.approx(0.0019, rel=0.01)
+    assert errors["logits_difference"] == pytest.approx(0.0009, rel=0.01)
+    late, nowhere = right.clone(), right.clone()
+    late[3] *= 1.01
+    nowhere[3, 0] = float("nan")
+    for name in ("sparse", "sparse_compiled"):
+        for wrong in (1.0021 * right, late, nowhere, float("nan") * right):
+            with pytest.raises(ValueError, match=f"logits of {name} are off"):
+                benchmark_check.check_logits({**outputs, name: wrong}, truth)
 
 
 def test_bench_train_writes_rows_and_a_plot(tmp_path, capsys):
@@ -253,7 +376,7 @@ def test_bench_train_writes_rows_and_a_plot(tmp_path, capsys):
         capsys, "train", *sizes, "--l0", 12, "--batch", 2, "--length", 256, "--repeats", 1, "--device", "cpu",
         "--dtype", "float32", "--no-compile", "--output", tmp_path,
     )  # fmt: skip
-    assert row["speedup"] > 0
+    assert row["speedup"] == pytest.approx(row["eager_ms"] / row["sparse_ms"], abs=0.01)
     assert row["eager_tokens_per_s"] == pytest.approx(512e3 / row["eager_ms"], rel=1e-2)
     assert 1 < row["loss"] < 7, "neither certain nor clueless"
     assert row["loss_sparse"] == pytest.approx(row["loss_eager"], rel=1e-5)
@@ -287,13 +410,27 @@ def test_bench_train_goes_on_without_a_compiler(monkeypatch, capsys):
 
 
 def test_wrong_training_is_refused():
-    errors = {"eager": {"up_proj": 0.01}, "sparse": {"up_proj": 0.019}, "liger": {"up_proj": 0.1}}
+    errors = {"eager": {"up_proj": 0.01}, "liger": {"up_proj": 0.1}}
+    errors |= {name: {"up_proj": 0.019} for name in ("sparse", "sparse_compiled")}
     losses = dict.fromkeys(errors, 3.01)
     benchmark_check.check_training(losses, errors, 3.0, torch.bfloat16)
-    with pytest.raises(ValueError, match="gradients of up_proj in sparse are off"):
-        benchmark_check.check_training(losses, {**errors, "sparse": {"up_proj": 0.021}}, 3.0, torch.bfloat16)
-    with pytest.raises(ValueError, match="the loss of liger is"):
-        benchmark_check.check_training({**losses, "liger": 3.1}, errors, 3.0, torch.bfloat16)
+    for name in ("sparse", "sparse_compiled"):
+        for wrong in (0.021, float("nan")):
+            with pytest.raises(ValueError, match=f"gradients of up_proj in {name} are off"):
+                benchmark_check.check_training(losses, {**errors, name: {"up_proj": wrong}}, 3.0, torch.bfloat16)
+    for wrong in (3.1, float("nan")):
+        with pytest.raises(ValueError, match="the loss of liger is"):
+            benchmark_check.check_training({**losses, "liger": wrong}, errors, 3.0, torch.bfloat16)
+
+
+def test_a_wrong_step_of_training_is_not_timed(monkeypatch):
+    def wrong(x, w_up, w_down, w_gate, *, l1_scale=None, **options):
+        y = reference.ffn(x, w_up, w_down, w_gate)
+        return y + 0.01 * (y - y.detach())  # in its gradients alone
+
+    monkeypatch.setattr(ops, "ffn", wrong)
+    with pytest.raises(ValueError, match=r"gradients of .* in sparse are off"):
+        benchmark_train.bench_train(l0=12, batch=2, length=128, dtype="float32", repeats=1, compile=False, **TINY)
 
 
 @pytest.mark.parametrize(
