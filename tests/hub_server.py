@@ -20,6 +20,8 @@ class HubServer(ThreadingHTTPServer):
     """`with HubServer() as hub:`; `hub.repos[name]` is the last commit's {file: bytes}.
 
     `hub.fail = (method, path pattern, status)` refuses matching requests; `hub.requests` lists all that came.
+    `hub.repos["name@branch"]` is that of a branch other than main, `hub.private` holds the names of private ones, and
+    `hub.messages[name]` is the last commit's message and description.
     """
 
     daemon_threads = True
@@ -29,6 +31,8 @@ class HubServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repos: dict[str, dict[str, bytes]] = {}
         self.commits: dict[str, str] = {}
+        self.messages: dict[str, tuple[str, str]] = {}
+        self.private: set[str] = set()
         self.objects: dict[str, bytes] = {}
         self.requests: list[str] = []
         self.fail: tuple[str, str, int] | None = None
@@ -106,8 +110,16 @@ class _Handler(BaseHTTPRequestHandler):
         exists = name in self.server.repos
         self.server.repos.setdefault(name, {})
         self.server.commits.setdefault(name, "0" * 40)
+        if (request.get("private") or request.get("visibility") == "private") and not exists:
+            self.server.private.add(name)
         url = {"url": f"{self.server.endpoint}/{name}", "name": name, "id": name}
         self.answer({**url, "error": "exists"} if exists else url, 409 if exists else 200)
+
+    def branch(self, body, repo, name):
+        if self.refuse_strangers():
+            return
+        self.server.repos.setdefault(f"{repo}@{name}", dict(self.server.repos[repo]))
+        self.answer({})
 
     def validate(self, body):
         self.answer({"warnings": [], "errors": []})
@@ -141,11 +153,14 @@ class _Handler(BaseHTTPRequestHandler):
     def commit(self, body, repo, revision):
         if self.refuse_strangers():
             return
-        files = dict(self.server.repos[repo])
+        name = repo if revision == "main" else f"{repo}@{revision}"
+        files, message = dict(self.server.repos[name]), None
         for line in body.splitlines():
             item = json.loads(line)
             value = item["value"]
-            if item["key"] == "file":
+            if item["key"] == "header":
+                message = value["summary"], value["description"]
+            elif item["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif item["key"] == "lfsFile":
                 files[value["path"]] = self.server.objects[value["oid"]]
@@ -154,8 +169,9 @@ class _Handler(BaseHTTPRequestHandler):
         answer = {"success": True, "commitOid": oid, "commitUrl": url, "hookOutput": ""}
         if "create_pr=1" in self.path:
             return self.answer({**answer, "pullRequestUrl": f"{self.server.endpoint}/{repo}/discussions/1"})
-        self.server.repos[repo] = files
-        self.server.commits[repo] = oid
+        self.server.repos[name] = files
+        self.server.commits[name] = oid
+        self.server.messages[name] = message
         return self.answer(answer)
 
     def info(self, body, repo, revision=None):
@@ -183,6 +199,7 @@ _ROUTES = (
     ("POST", "/api/repos/create", _Handler.create),
     ("POST", "/api/validate-yaml", _Handler.validate),
     ("POST", rf"/api/models/{_REPO}/preupload/(.+)", _Handler.preupload),
+    ("POST", rf"/api/models/{_REPO}/branch/(.+)", _Handler.branch),
     ("POST", rf"/{_REPO}\.git/info/lfs/objects/batch", _Handler.lfs_batch),
     ("PUT", r"/lfs/(\w+)", _Handler.lfs_put),
     ("POST", rf"/api/models/{_REPO}/commit/(.+)", _Handler.commit),

@@ -6,6 +6,7 @@ The client runs in processes of its own, because huggingface_hub reads HF_ENDPOI
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -120,7 +121,7 @@ def test_push_then_load_by_hub_id(hub, sparse, tmp_path):
 
 PUSH_ALL = """
 import sys, torch, hf_twell
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 import peft
 sys.path.insert(0, {root!r})
 from tests.conftest import tiny_llama
@@ -148,10 +149,12 @@ try:
     hf_twell.push_to_hub(lora(), "me/lora")
 except ValueError as error:
     assert "its base 'dense' is no name on the Hub" in str(error)
-hf_twell.push_to_hub(lora(), "me/lora", base_model="me/base")
+tokenizer = AutoTokenizer.from_pretrained({demo!r})
+hf_twell.push_to_hub(lora(), "me/lora", tokenizer, base_model="me/base")
 tiny_llama().push_to_hub("me/base")
 stock = hf_twell.sparsify(AutoModelForCausalLM.from_pretrained("dense"))
-hf_twell.push_to_hub(stock, "me/stock", base_model="their/base")
+hf_twell.push_to_hub(stock, "me/stock", tokenizer, base_model="their/base")
+stock.config._name_or_path = "their/parent"  # as where it was loaded from the Hub
 options = dict(commit_message="first", commit_description="of two", private=True, token=True, create_pr=False)
 stock.push_to_hub("me/own-method", max_shard_size="20KB", tags=["mine"], **options)
 assert stock.push_to_hub("me/own-method", create_pr=True, tags=["later"])["url"].endswith("me/own-method/discussions/1")
@@ -161,7 +164,7 @@ hf_twell.sparsify(stock).push_to_hub("me/unpatched")
 
 
 def test_trainer_models_and_adapters(hub, tmp_path):
-    done = run(hub, tmp_path, PUSH_ALL.format(root=str(Path(__file__).parents[1])))
+    done = run(hub, tmp_path, PUSH_ALL.format(root=str(Path(__file__).parents[1]), demo=str(DEMO)))
     assert done.returncode == 0, done.stderr
     assert hub.token not in done.stdout + done.stderr
     truth = logits(hf_twell.sparsify(tiny_llama().eval(), backend="reference"))
@@ -185,8 +188,15 @@ def test_trainer_models_and_adapters(hub, tmp_path):
     stock = hub.repos["me/stock"]["README.md"].decode()
     assert "## Sparsity" not in stock, "nothing was measured"
     assert metadata(stock)["base_model"] == "their/base"
+    for name in ("stock", "lora"):
+        assert "tokenizer.json" in hub.repos[f"me/{name}"], name
     assert "model.safetensors.index.json" in hub.repos["me/own-method"]
-    tags = metadata(hub.repos["me/own-method"]["README.md"].decode())["tags"]
+    assert hub.private == {"me/own-method"}
+    assert hub.messages["me/own-method"] == ("first", "of two")
+    assert hub.messages["me/stock"][0] == "Upload sparse model"
+    own = metadata(hub.repos["me/own-method"]["README.md"].decode())
+    assert own["base_model"] == "their/parent"
+    tags = own["tags"]
     assert "mine" in tags
     assert "later" not in tags, "that one is in a pull request"
     assert "automatically generated" not in hub.repos["me/unpatched"]["README.md"].decode(), "ours replaces it"
@@ -202,6 +212,30 @@ def test_trainer_models_and_adapters(hub, tmp_path):
     code = 'import hf_twell; model = hf_twell.load_adapter("me/lora")'  # as its card says, with the base that it names
     done = run(hub, tmp_path, f"{code}; print(len(hf_twell.modeling.sparse_ffns(model)))")
     assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
+
+
+def test_a_checkpoint_leaves_its_training_behind(hub, sparse, tmp_path):
+    """Its optimizer and pickles, its own README.md, and what is hidden; on the branch and with the words asked for."""
+    folder = tmp_path / "checkpoint-2"
+    shutil.copytree(sparse, folder)
+    rest = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "old.pkl", "trainer_state.json")
+    for name in (*rest, "README.md", ".env", "_private.txt"):
+        (folder / name).write_text("left out")
+    (folder / "twell_state.json").write_text(json.dumps({"l1_weight": 0.5, "step": 2}))
+    (folder / "runs").mkdir()
+    (folder / "runs" / "events").write_text("left out")
+    (tmp_path / "card.md").write_text("mine")
+    arguments = ["push", folder, "me/checkpoint", "--card", tmp_path / "card.md", "--private", "--message", "words"]
+    done = hf_twell_command(hub, tmp_path, *arguments, "--revision", "try")
+    assert done.returncode == 0, done.stderr
+    published = hub.repos["me/checkpoint@try"]
+    assert set(published) == set(contents(sparse)) | {"README.md"}
+    assert published["README.md"] == b"mine"
+    assert hub.repos["me/checkpoint"] == {}, "main, which was not asked for"
+    assert "me/checkpoint" in hub.private
+    assert hub.messages["me/checkpoint@try"][0] == "words"
+    commit = hub.commits["me/checkpoint@try"][:8]
+    assert done.stdout == f"{hub.endpoint}/me/checkpoint: {len(published)} files, commit {commit}\n"
 
 
 def test_every_chat_template_is_published(hub, tmp_path):
@@ -276,13 +310,21 @@ def test_an_upload_that_breaks_off(hub, sparse, tmp_path):
     assert "model.safetensors" in hub.repos["me/broken"]
 
 
-@pytest.mark.parametrize("status", [401, 500])
-def test_a_refusal_does_not_show_the_token(hub, sparse, tmp_path, status):
+PUSH_FOLDER = "from hf_twell.hub import push_folder; push_folder({folder!r}, 'me/refused')"
+
+
+@pytest.mark.parametrize(
+    ("status", "advice"), [(401, "hf auth login"), (403, "hf auth login"), (500, "the same again")]
+)
+def test_a_refusal_does_not_show_the_token(hub, sparse, tmp_path, status, advice):
+    """Nor does the traceback of a script."""
     hub.fail = ("POST", "/api/repos/create", status)
-    done = hf_twell_command(hub, tmp_path, "push", sparse, "me/refused")
+    done = run(hub, tmp_path, PUSH_FOLDER.format(folder=str(sparse)))
     assert done.returncode == 1
+    assert "Traceback" in done.stderr
     assert hub.token not in done.stdout + done.stderr
-    assert ("hf auth login" if status == 401 else "do the same again") in done.stderr
+    assert f"OSError: me/refused: the {'Hub refused' if status < 500 else 'upload broke off'} (" in done.stderr
+    assert advice in done.stderr
     assert "me/refused" not in hub.repos
 
 
@@ -303,7 +345,7 @@ def figures_of_sparsity(layers=4) -> dict:
 
 def figures_of_scores() -> dict:
     metrics = {"acc": {"value": 0.421, "stderr": 0.0123}, "acc_norm": {"value": None, "stderr": None}}
-    task = {"version": 1.0, "num_fewshot": 0, "split": "test", "n_samples": 2376, "metrics": metrics}
+    task = {"version": 1.0, "num_fewshot": 5, "split": "test", "n_samples": 2376, "metrics": metrics}
     loss = {"tokens": 5000, "nats_per_token": 3.21, "perplexity": 24.8, "bits_per_byte": None}
     common = {"dtype": "bfloat16", "batch_size": 8, "limit": None}
     return {**common, "tasks": {"arc_easy": task}, "text": {"/home/x/book.txt": loss}}
@@ -325,7 +367,20 @@ def test_what_was_not_measured_is_absent():
     assert "acc_norm" not in text
     assert "book.txt" not in text, "one of its figures is not finite"
     assert "/home/x" not in text
-    assert "| mean | 14.0 |" in text
+    assert "| mean | 14.0 |  | 1.40 % | 10.00 % |" in text
+    assert "| arc_easy | test | 5 | 2376 | acc | 0.4210 ± 0.0123 |" in text
+    assert "In bfloat16, batch size 8." in text
+    partial = {**figures_of_sparsity(), "partial": True}
+    limited = {**figures_of_scores(), "dtype": "float32", "limit": 20}
+    text = card.model_card("me/x", config, sparsity=partial, scores=limited)
+    assert "Measured on 1,234 tokens of `notes.txt`, reading only part of it." in text
+    assert "In float32, batch size 8; only the first 20 rows or documents of each." in text
+    assert "| shape | 4 layers, D=64, F=1,000 |" in text
+    whole = {"text_config": config, "twell": {"layers": [0, 3]}, "architectures": ["Gemma3ForConditionalGeneration"]}
+    text = card.model_card("me/x", whole)
+    assert "| shape | 4 layers, D=64, F=1,000 |" in text
+    assert "| kernels and L1 term on layers | 0, 3 |" in text
+    assert card.L1_CLAUSE not in card.model_card("me/x", config, method={"step": 10}), "nor was it trained so"
     method = {"l1_weight": 2e-4, "step": 1000, "warmup_steps": 50, "warmup": "sine"}
     assert "| coefficient of the L1 term | 0.0002 after a sine warm-up over 50 |" in card.model_card(
         "me/x", config, method=method
