@@ -47,13 +47,11 @@ def load_model(path: str | Path, tokenizer=None, *, dtype=None, device: str | No
 
 
 def load_tokenizer(path: str | Path):
-    """The tokenizer of a folder or Hub name.
+    """The tokenizer of a folder, which needs no model's config, or of a Hub name.
 
     Raises:
         ValueError, OSError: in one line, what was given and why it does not load.
     """
-    if Path(path).is_dir() and not Path(path, "config.json").is_file():
-        raise ValueError(f"cannot load a tokenizer from {str(path)!r}: the folder has no config.json")
     if not has_tokenizer(path):
         raise ValueError(f"cannot load a tokenizer from {str(path)!r}: the folder holds none (tokenizer.json, say)")
     with one_line_errors(f"{path}: its files make no tokenizer"):

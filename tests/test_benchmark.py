@@ -15,6 +15,7 @@ from hf_twell import (
     benchmark_backward,
     benchmark_check,
     benchmark_generate,
+    benchmark_models,
     benchmark_train,
     ops,
     reference,
@@ -86,6 +87,10 @@ def test_layers_unlike_the_workload_are_refused(llama):
     layers = workload_llama.layer_statistics(model, text)
     with pytest.raises(ValueError, match="distinct in 64"):
         workload_llama.check_layers(layers, 12.0, 1.3 * distinct)
+    with pytest.raises(ValueError, match="where the workload has 14;"):
+        benchmark_models.describe(model, model, text, 14.0, distinct, "float32")
+    with pytest.raises(ValueError, match="active neurons where 30 were asked for; decode more tokens"):
+        benchmark_generate._typical_texts(model, 2, 40, 30.0, text.device)
 
 
 @pytest.mark.parametrize("extra", [[], ["--backward"], ["--dtype", "float32"]])
@@ -370,7 +375,14 @@ def test_logits_of_a_wrong_model_are_refused():
                 benchmark_check.check_logits({**outputs, name: wrong}, truth)
 
 
-def test_bench_train_writes_rows_and_a_plot(tmp_path, capsys):
+def test_bench_train_writes_rows_and_a_plot(tmp_path, capsys, monkeypatch):
+    scales, ffn = [], ops.ffn
+
+    def recording(*args, l1_scale=None, **options):
+        scales.append(None if l1_scale is None else float(l1_scale))
+        return ffn(*args, l1_scale=l1_scale, **options)
+
+    monkeypatch.setattr(ops, "ffn", recording)
     sizes = [item for name, value in TINY.items() for item in (f"--{name}", value)]
     (row,) = run(
         capsys, "train", *sizes, "--l0", 12, "--batch", 2, "--length", 256, "--repeats", 1, "--device", "cpu",
@@ -381,6 +393,9 @@ def test_bench_train_writes_rows_and_a_plot(tmp_path, capsys):
     assert 1 < row["loss"] < 7, "neither certain nor clueless"
     assert row["loss_sparse"] == pytest.approx(row["loss_eager"], rel=1e-5)
     assert row["gradient_errors"]["sparse"].keys() >= {"gate_proj", "up_proj", "down_proj", "q_proj", "embed_tokens"}
+    timed = [scale for scale in scales if scale is not None][-2 * 2 * 3 :]  # 2 layers, each timed after an untimed step
+    assert row["l1_weight"] > 0
+    assert min(timed) > 0, "the L1 term is in what is timed"
     assert row["sparse_layers_on_kernels"] == (2 if ops.resolve("auto", "cpu") == "cpu" else 0)
     assert row["layer_l0"] == pytest.approx([12.0] * 2, rel=0.1)
     assert row["absent"] == {"liger": "its kernels need a GPU"}

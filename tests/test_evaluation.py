@@ -1,5 +1,6 @@
 """Scores equal the lm_eval command's, need no network or cache, and leave the model as it was."""
 
+import contextlib
 import copy
 import json
 import lzma
@@ -15,11 +16,13 @@ import numpy
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import hf_twell
 from hf_twell import evaluation, perplexity
 from hf_twell.cli import main
+from hf_twell.cli.eval import format_table
+from hf_twell.tasks import _check_examples, _choose_split, _read_rows
 from hf_twell.text import read_documents
 from hf_twell.whole_folders import save_model
 from tests.conftest import needs_lm_eval
@@ -239,6 +242,111 @@ def test_missing_files_and_models_are_named(model, tokenizer, data_dir, tmp_path
 
 
 @needs_lm_eval
+def test_rows_end_at_newlines_alone(model, tokenizer, data_dir):
+    """JSON allows Unicode's other ends of lines inside a string; blank lines are none."""
+    row = json.dumps(arc_row("Which\u2028is a\u0085star?", ["the Sun", "the Moon"], "A"), ensure_ascii=False)
+    (data_dir / "ARC-Easy-Test.jsonl").write_text(f"{row}\n\n{row}\n \n", encoding="utf-8")
+    task = evaluation.evaluate(model, tokenizer, "arc_easy", data_dir=data_dir)["tasks"]["arc_easy"]
+    assert task["n_samples"] == 2
+
+
+def local_task(name: str, data_dir, **changes) -> dict:
+    """A task whose rows are those of `data_dir`, in splits a, b, c."""
+    rows = {split: _read_rows(data_dir / "ARC-Easy-Test.jsonl", {"id"}) for split in "abc"}
+    return {
+        "task": name,
+        "dataset_path": "json",
+        "custom_dataset": lambda **_: rows,
+        "validation_split": "b",
+        "test_split": "c",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": 0,
+        "doc_to_choice": "{{choices.text}}",
+        "output_type": "multiple_choice",
+        "metric_list": [{"metric": "acc"}],
+        **changes,
+    }
+
+
+def load_local(definition: dict):
+    from lm_eval.tasks import TaskManager
+
+    (task,) = TaskManager(include_defaults=False).load([definition])["tasks"].values()
+    return task
+
+
+@needs_lm_eval
+def test_a_split_that_is_asked_for(data_dir):
+    """Of a task that has both, the validation rows; of one that has not, none in silence."""
+    task = load_local(local_task("both", data_dir))
+    _choose_split("both", task, "test")
+    assert (task.has_validation_docs(), task.has_test_docs()) == (True, True)
+    _choose_split("both", task, "validation")
+    assert (task.has_validation_docs(), task.has_test_docs()) == (True, False)
+    with pytest.raises(ValueError, match="task both has no test split"):
+        _choose_split("both", task, "test")
+
+
+@needs_lm_eval
+@pytest.mark.parametrize(
+    ("splits", "scored"),
+    [
+        ({"test_split": None}, True),
+        ({"validation_split": None}, True),
+        ({}, False),
+        ({"test_split": None, "training_split": "a"}, False),
+        ({"test_split": None, "fewshot_split": "a"}, False),
+    ],
+)
+def test_examples_are_never_of_the_rows_that_are_scored(data_dir, splits, scored):
+    task = load_local(local_task("some", data_dir, **splits))
+    says = "some has no rows for few-shot examples but those that are scored"
+    with pytest.raises(ValueError, match=says) if scored else contextlib.nullcontext():
+        _check_examples("some", task)
+
+
+@needs_lm_eval
+@pytest.mark.parametrize("mean", [{}, {"aggregate_metric_list": [{"metric": "acc"}]}])
+def test_a_groups_mean_stands_beside_its_tasks(model, tokenizer, data_dir, mean):
+    """A group that has none only lists its members."""
+    from lm_eval.api.group import Group
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_defaults=False)
+    group = Group.from_config({"group": "both", **mean})
+    for task in manager.load([local_task(name, data_dir) for name in ("one", "two")])["tasks"].values():
+        group.add(task)
+    options = {"limit": None, "batch_size": 2, "log_samples": False}
+    results = evaluation._run_tasks(model, tokenizer, manager.load([group]), {}, 0, **options)
+    assert set(results) == {"one", "two", *(["both"] if mean else [])}
+    assert results["one"]["n_samples"] == results["two"]["n_samples"] == 5
+    if mean:
+        assert results["both"]["metrics"]["acc"]["value"] == results["one"]["metrics"]["acc"]["value"]
+
+
+def test_metrics_of_several_filters_keep_apart():
+    values = {"alias": "gsm8k", "exact_match,strict-match": 0.5, "exact_match_stderr,strict-match": 0.1}
+    values |= {"exact_match,none": 0.25, "exact_match_stderr,none": "N/A"}
+    assert evaluation._metrics(values) == {
+        "exact_match,strict-match": {"value": 0.5, "stderr": 0.1},
+        "exact_match": {"value": 0.25, "stderr": None},
+    }
+
+
+@needs_lm_eval
+def test_a_tokenizer_by_its_path(model, tokenizer, data_dir, tmp_path):
+    """In place of the one beside the model; `tokenizer.save_pretrained` writes no config.json."""
+    for name, some in (("own", tokenizer), ("other", copy.deepcopy(tokenizer))):
+        if name == "other":
+            some.add_tokens(["Question"])
+        some.save_pretrained(tmp_path / name)
+    model.config._name_or_path = str(tmp_path / "own")
+    assert evaluation.evaluate(model, tasks="arc_easy", data_dir=data_dir, limit=1)["tasks"]
+    with pytest.raises(ValueError, match="makes token 320"):
+        evaluation.evaluate(model, tmp_path / "other", "arc_easy", data_dir=data_dir, limit=1)
+
+
+@needs_lm_eval
 def test_old_lm_eval_is_refused(model, tokenizer, data_dir, monkeypatch):
     monkeypatch.setattr(evaluation.importlib.metadata, "version", lambda name: "0.4.11")
     with pytest.raises(ValueError, match=r"lm-eval 0.4.11 is too old: pip install 'lm-eval>=0.4.12'"):
@@ -340,11 +448,46 @@ def test_documents_are_split_at_lines_of_end_of_text(tmp_path):
     assert read_documents(path) == ["one\n\ntwo <|endoftext|> still", "three"]
 
 
+def test_limit_is_of_each_files_documents_and_stands_in_the_result(model, tokenizer, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(f"{TEXT}\n<|endoftext|>\nfly\n<|endoftext|>\n{TEXT[:40]}")
+    result = evaluation.evaluate(model, tokenizer, text=path, limit=2, batch_size=3)
+    assert (result["limit"], result["batch_size"], result["tasks"]) == (2, 3, {})
+    assert result["text"][str(path)] == perplexity.text_loss(model, tokenizer, [TEXT, "fly"], batch_size=3)
+    assert "Only the first 2 rows or documents of each" in format_table(result)
+
+
+def test_text_loss_refuses_what_it_cannot_score(model, tokenizer, tmp_path):
+    larger = copy.deepcopy(tokenizer)
+    larger.add_tokens(["star"])
+    with pytest.raises(ValueError, match="makes token 320, but the model has only 320 embeddings"):
+        perplexity.text_loss(model, larger, [TEXT])
+    with pytest.raises(ValueError, match="notes: the tokenizer makes no token of this text"):
+        perplexity.text_loss(model, tokenizer, ["", ""], name="notes")
+
+
+def test_text_loss_without_dropout(tokenizer):
+    config = {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": len(tokenizer), "n_positions": 64}
+    model = GPT2LMHeadModel(GPT2Config(**config, resid_pdrop=0.5)).train()
+    losses = [perplexity.text_loss(model, tokenizer, [TEXT])["nats_per_token"] for _ in range(2)]
+    assert losses[0] == losses[1]
+    assert model.training
+
+
+def test_a_loss_that_has_no_perplexity(model, tokenizer):
+    model.lm_head.weight.data.mul_(1e5)
+    result = perplexity.text_loss(model, tokenizer, [TEXT])
+    assert 710 < result["nats_per_token"] < math.inf
+    assert result["perplexity"] == math.inf
+
+
 CLI = """
 import argparse, sys
 from hf_twell.whole_folders import save_model
 from hf_twell.cli import eval as cli
 from hf_twell.cli import main
+from hf_twell.cli.eval import format_table
+from hf_twell.tasks import _check_examples, _choose_split, _read_rows
 from hf_twell.text import read_documents
 assert "torch" not in sys.modules
 parser = argparse.ArgumentParser()

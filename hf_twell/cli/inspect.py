@@ -60,14 +60,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _inspect(args) -> dict:
     _check_texts(args.text)
-    from transformers import AutoTokenizer
-
     from hf_twell.inspection import inspect_text, passage_ids
-    from hf_twell.loading import load_model
+    from hf_twell.loading import load_model, load_tokenizer
     from hf_twell.savings import ffn_savings
 
-    # A tokenizer's folder need not hold a model's config.
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer) if args.tokenizer else None
+    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
     model, tokenizer = load_model(args.model, tokenizer, dtype=args.dtype, device=args.device)
     with _asked_to_stop() as stop:
         result = inspect_text(
