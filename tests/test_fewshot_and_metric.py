@@ -1,5 +1,7 @@
 """Few-shot examples, the perplexity metric for Trainer, and answers that backends flip."""
 
+import argparse
+import itertools
 import json
 import math
 import random
@@ -14,8 +16,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from hf_twell import evaluation, sparsify
+from hf_twell.cli import eval as cli_eval
 from hf_twell.cli import main
 from hf_twell.flips import answer_flips, answers, differing
+from hf_twell.modeling import sparse_ffns
 from hf_twell.perplexity import METRIC_PATH, token_log_likelihoods
 from hf_twell.tasks import _check_examples, _read_rows
 from tests.conftest import needs_lm_eval, shared_path, tiny_llama
@@ -73,6 +77,8 @@ def test_examples_need_their_file(demo, data_dir):
 def test_too_few_examples(demo, data_dir):
     with pytest.raises(ValueError, match="num_fewshot=4: arc_easy has 3 rows"):
         evaluation.evaluate(*demo, ["arc_easy"], data_dir=data_dir, num_fewshot=4)
+    (task,) = evaluation.evaluate(*demo, ["arc_easy"], data_dir=data_dir, num_fewshot=3, limit=1)["tasks"].values()
+    assert task["num_fewshot"] == 3
 
 
 @needs_lm_eval
@@ -203,6 +209,7 @@ def test_metric_by_hand(metric):
         "nats_per_token": pytest.approx(-4 / 3 * half),
         "tokens": 3,
     }
+    assert metric.compute(predictions=[[0.0, -800.0]], references=[[3, 4]])["perplexity"] == math.inf
     with pytest.raises(ValueError, match="no token is scored"):
         metric.compute(predictions=[[0.0, 1.0]], references=[[3, -100]])
     with pytest.raises(ValueError, match="3 predictions and 2 references"):
@@ -252,6 +259,54 @@ def test_flips_are_counted():
     assert differing([0, 1, 2, 2], [0, 2, 2, 1]) == 2
     with pytest.raises(ValueError, match="multiple-choice tasks alone"):
         answers([{"responses": [[-1.0, 0]]}])
+
+
+@needs_lm_eval
+@pytest.mark.parametrize(
+    ("batch_size", "largest", "together"), [(8, 8, [True, False, True]), (1, 4, [False, True, False])]
+)
+def test_the_dense_path_is_run_at_another_batch_size(demo, data_dir, batch_size, largest, together):
+    model, tokenizer = demo
+    sizes = []
+    hook = model.model.embed_tokens.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+    try:
+        flips = answer_flips(model, tokenizer, ["arc_easy"], data_dir=data_dir, batch_size=batch_size)
+    finally:
+        hook.remove()
+    assert flips["arc_easy"]["rows"] == len(ARC_ROWS)
+    assert max(sizes) == largest
+    assert [several for several, _ in itertools.groupby(sizes, lambda size: size > 1)] == together, "of the three runs"
+    assert {ffn.twell.backend for ffn in sparse_ffns(model)} == {"auto"}
+
+
+@needs_lm_eval
+def test_flips_are_of_the_rows_and_examples_that_are_scored(data_dir):
+    """The command passes on what it was given: here, what is refused."""
+    given = {"model": DEMO, "dtype": "auto", "device": "cpu", "data_dir": data_dir, "limit": 2, "batch_size": 2}
+    for own, says in (
+        ({"num_fewshot": 4, "split": None}, "num_fewshot=4: arc_easy has 3 rows"),
+        ({"num_fewshot": 1, "split": "validation"}, "the validation rows that are scored"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            cli_eval._flips(argparse.Namespace(**given, **own, backend="reference"), ["arc_easy"])
+
+
+def test_the_table_of_flips():
+    task = {"num_fewshot": 2, "split": "test", "n_samples": 24, "metrics": {"acc": {"value": 0.25, "stderr": None}}}
+    result = {"model": "me/x", "dtype": "bfloat16", "device": "cpu", "batch_size": 8, "limit": None, "text": {}}
+    result["flips"] = {"arc_easy": {"rows": 24, "kernels_vs_dense": 2, "dense_vs_dense": 3}}
+    lines = cli_eval.format_table({**result, "tasks": {"arc_easy": task}}).splitlines()
+    assert lines[0] == "me/x (bfloat16, cpu, batch size 8, 2-shot)"
+    assert "Only the first" not in "".join(lines)
+    assert "arc_easy  test     24  acc      0.25  -" in lines
+    columns = ("answers that differ", "rows", "kernels from dense", "dense from dense at another batch size")
+    assert lines[-3].split("  ") == [*columns]
+    assert lines[-1].split() == ["arc_easy", "24", "2", "3"]
+    lines = cli_eval.format_table(
+        {**result, "tasks": {"arc_easy": {**task, "num_fewshot": 0}}, "limit": 5}
+    ).splitlines()
+    assert lines[0].endswith("zero-shot)")
+    assert "Only the first 5 rows" in lines[2]
 
 
 @needs_lm_eval

@@ -387,6 +387,19 @@ def test_what_was_not_measured_is_absent():
     )
 
 
+def test_names_in_a_card_are_the_hubs_and_break_no_table(tmp_path, monkeypatch):
+    """A folder here of the same name is no model there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "their" / "demo").mkdir(parents=True)
+    for base, named in (("their/base", True), ("their/demo", False), ("/their/base", False), ("./base", False)):
+        for text in (card.model_card("me/x", {}, base_model=base), card.adapter_card(base, "me/x")):
+            assert metadata(text).get("base_model") == (base if named else None)
+            assert (base in text) == named
+    scores = {**figures_of_scores(), "text": {}}
+    scores["tasks"]["a|b"] = scores["tasks"].pop("arc_easy")
+    assert "| a\\|b | test | 5 |" in card.model_card("me/x", {}, scores=scores)
+
+
 def test_the_card_warns_of_engines_that_assume_silu():
     text = card.model_card("me/x", {"architectures": ["LlamaForCausalLM"]})
     warning = " ".join(line.removeprefix("> ") for line in text.splitlines() if line.startswith("> "))

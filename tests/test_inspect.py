@@ -268,6 +268,17 @@ def test_windows_hold_every_token_once(tokenizer, text):
     assert [id_ for window in got for id_ in window[1:]] == [id_ for ids in expected for id_ in ids]
 
 
+def test_windows_are_never_of_bos_alone(tokenizer, tmp_path):
+    """A document of whole windows ends with the last of them; a mark of the bytes' order is no text."""
+    path = tmp_path / "text.txt"
+    path.write_text("\ufeffThe cell is small.\n<|endoftext|>\nThe cell is small.", encoding="utf-8")
+    ids = tokenizer("The cell is small.", add_special_tokens=False)["input_ids"]
+    assert list(windows(tokenizer, [path], 1 + len(ids))) == 2 * [[tokenizer.bos_token_id, *ids]]
+    halves = list(windows(tokenizer, [path], 1 + len(ids) // 2))
+    assert len(halves) == 4 + 2 * (len(ids) % 2)
+    assert all(len(window) > 1 for window in halves)
+
+
 def test_command(relu_folder, text, tmp_path, capsys):
     page, figures = tmp_path / "page.html", tmp_path / "figures.json"
     command = ["inspect", str(relu_folder), "--text", str(text), "--html", str(page), "--output", str(figures)]

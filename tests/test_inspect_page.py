@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -161,6 +162,73 @@ def test_a_complaint_is_noticed(browser, tmp_path):
     browser.evaluate("0")
     assert len(set(browser.requests)) == 2
     assert len(browser.complaints) >= 2
+
+
+def tables(page: str) -> dict[str, list[dict[str, float | None]]]:
+    """{caption: rows of {heading: the figure that is sorted by}}"""
+    found = {}
+    for caption, head, body in re.findall(r"<caption>(.*?)</caption><thead>(.*?)</thead><tbody>(.*?)</tbody>", page):
+        headings = re.findall(r'<th scope="col">(.*?)</th>', head)[1:]
+        rows = [re.findall(r"<td(?: data-v=[\"'](.*?)[\"'])?>", row) for row in re.findall(r"<tr>(.*?)</tr>", body)]
+        rows = [[float(value) if value else None for value in row] for row in rows]
+        found[caption] = [dict(zip(headings, row[-len(headings) :], strict=True)) for row in rows]
+    return found
+
+
+def test_every_column_holds_its_figure(results):
+    result = copy.deepcopy(results["sparse"])
+    savings = result["savings"] | {"relu": True, "measured": False, "backend": "cpu"}
+    result["savings"] = savings
+    for index, row in enumerate(savings["layers"]):
+        row["decode"] = {"path": "sparse", "dense_ms": 4.0 + index, "sparse_ms": 1.0}
+        row["prefill"] = {"path": "sparse", "dense_ms": 30.0, "sparse_ms": 20.0 + index}
+    savings["if_density"] = [{"density": 0.1, "measured": False, "decode": 5.0, "prefill": 3.0}]
+    savings["total"]["decode"]["speedup"], savings["total"]["prefill"]["speedup"] = 4.25, 1.5
+    page = render(result)
+    shown = tables(page)
+    for layer, some, kinds in zip(
+        result["layers"],
+        shown["How many neurons fire"],
+        shown["Which neurons fire, and how strongly"],
+        strict=True,
+    ):
+        quantiles = {f"L0: {name}": layer["l0_quantiles"][name] for name in ("p10", "p50", "p90", "p99", "max")}
+        assert some == {
+            **{"mean L0": layer["l0"], "density": layer["density"], **quantiles},
+            **{"dead": layer["dead_neurons"], "always on": layer["always_on_neurons"]},
+        }
+        assert kinds == {
+            "hottest 10 % have": layer["hottest_share"]["10%"],
+            **{f"distinct in {run} tokens": layer["distinct"][run]["neurons"] for run in ("16", "64", "128")},
+            "effective neurons": layer["effective_neurons"],
+            **{f"top {n} % carry": layer["magnitude_share"][f"{n}%"] for n in (1, 5, 10)},
+        }
+    for which in ("quietest", "busiest"):
+        items = [[item["count"], item["l0"]] for item in result["vocabulary"][which]]
+        assert [list(row.values()) for row in shown[f"The {which} tokens"]] == items
+    for index, row in enumerate(shown["Time of each feed-forward block"]):
+        assert (row["decode: dense ms"], row["decode: sparse ms (predicted)"]) == (4 + index, 1)
+        assert (row["prefill: dense ms"], row["prefill: sparse ms (predicted)"]) == (30, 20 + index)
+        assert (row["decode: speed-up"], row["prefill: speed-up"]) == (4 + index, 30 / (20 + index))
+    (row,) = shown["Speed-up at other densities (predicted, not measured)"]
+    assert [row["decode, 1 token"], *row.values()] == [5, 5, 3]
+
+    tiles = dict(reversed(tile) for tile in re.findall(r"<li><b>(.*?)</b>(.*?)</li>", page))
+    dead = sum(layer["dead_neurons"] for layer in result["layers"]) / (4 * 1024)
+    assert tiles == {
+        "density: share of neurons that fire for a token": percent(result["density"]),
+        "active neurons per token, mean of layers": f"{result['l0']:,.0f}",
+        "dead: never fired on this text": percent(dead),
+        "tokens read": f"{result['tokens']:,}",
+        "FFN speed-up in decode, predicted": "4.25x",
+        "FFN speed-up in prefill, predicted": "1.50x",
+    }
+    l0 = [layer["l0"] for layer in result["layers"]]
+    assert f"busiest layer ({l0.index(max(l0))})" in page
+    assert f"quietest layer ({l0.index(min(l0))})" in page
+    whiskers = re.findall(r'class="whisker" d="M[\d.]+ ([\d.]+)V([\d.]+)', page)
+    assert len(whiskers) == 4
+    assert all(float(low) > float(high) for low, high in whiskers), "pixels from the top"
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
