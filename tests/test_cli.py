@@ -251,6 +251,9 @@ def test_one_process_alone(command, capsys, monkeypatch):
     assert main([command, str(DEMO / "model"), "--text", str(DEMO / "text" / "heldout.txt")]) == 1
     assert f"{command} runs in one process" in error_line(capsys)
     assert main(["doctor", "--json"]) == 0
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert main([command, "absent", "--text", "absent.txt"]) == 1
+    assert "absent" in error_line(capsys), "torchrun's only process goes on"
 
 
 def test_training_in_two_processes_prints_once(recipe):
@@ -469,6 +472,35 @@ def test_measured_rows_are_shown_though_a_full_disk_does_not_take_them(tmp_path,
     assert printed.err.splitlines()[-1] == (
         f"hf-twell: error: could not write {tmp_path / 'bench.jsonl'}: No space left on device"
     )
+
+
+@pytest.mark.parametrize("taker", ["a reader that went away", "a full disk"])
+def test_output_that_is_not_taken(taker):
+    """Little of it waits in a buffer until the end; where Python keeps none, it fails earlier."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    if taker == "a full disk":
+        output = os.open("/dev/full", os.O_WRONLY)
+        expected = 1, "hf-twell: error: [Errno 28] No space left on device\n"
+    else:
+        reader, output = os.pipe()
+        os.close(reader)
+        expected = 0, ""
+    done = subprocess.run(
+        [*COMMAND, "doctor"], stdout=output, stderr=subprocess.PIPE, text=True, env={**environment, "PYTHONPATH": ROOT}
+    )
+    os.close(output)
+    assert (done.returncode, done.stderr) == expected
+
+
+def test_settings_may_follow_an_option_and_nothing_else_may(recipe, capsys):
+    changes = ["training.max_steps=1", "training.save_strategy=no"]
+    assert main(["train", str(recipe), changes[0], "--json", changes[1]]) == 0
+    assert [row["step"] for row in json.loads(capsys.readouterr().out)["logs"]] == [1]
+    for arguments, told in ((["train", str(recipe), "--jsno"], "--jsno"), (["doctor", "now"], "now")):
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == 2
+        assert f"unrecognized arguments: {told}" in capsys.readouterr().err
 
 
 def wait_for_steps(training: subprocess.Popen) -> None:

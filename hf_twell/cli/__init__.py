@@ -38,17 +38,28 @@ def main(argv: list[str] | None = None) -> int:
         args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         _check_one_process(args.command)
-        return args.run(args)
+        code = args.run(args)
+        sys.stdout.flush()  # a full disk, or a reader that went away, shows here at the latest
+        return code
     except KeyboardInterrupt:
         print("\nhf-twell: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader of our output went away (`| head`); nothing is wrong, and nobody is left to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _finish_output()
         return 0
     except (ValueError, OSError, ImportError) as error:
         print(f"hf-twell: error: {_one_line(error)}", file=sys.stderr)
+        _finish_output()
         return 1
+
+
+def _finish_output() -> None:
+    """What stdout still holds and nobody takes must not fail once more, in Python's own words, when it exits."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _check_one_process(command: str) -> None:
