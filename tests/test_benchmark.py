@@ -7,6 +7,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import matplotlib.pyplot
 import pytest
 import torch
 
@@ -23,8 +24,10 @@ from hf_twell import (
     workload,
     workload_llama,
 )
+from hf_twell.benchmark_plot import plot
 from hf_twell.benchmark_progress import silent
 from hf_twell.cli import bench, main
+from hf_twell.cli.bench_table import CELLS
 from hf_twell.workload import make_ffn, patched_block
 
 TINY = {"hidden": 128, "intermediate": 512, "layers": 2, "vocabulary": 2048}
@@ -272,8 +275,9 @@ def test_bench_generate_of_steps_alone_draws_its_figure(tmp_path, capsys):
     sizes = [item for name, value in TINY.items() for item in (f"--{name}", value)]
     (row,) = run(
         capsys, "generate", *sizes, "--l0", 12, "--new-tokens", 32, "--repeats", 1, "--device", "cpu",
-        "--dtype", "float32", "--steps-only", "--output", tmp_path,
+        "--dtype", "float32", "--steps-only", "--output", tmp_path, "--heads", 4, "--kv-heads", 2,
     )  # fmt: skip
+    assert (row["heads"], row["kv_heads"], row["new_tokens"], row["batch"]) == (4, 2, 32, 1)
     assert "speedup" not in row
     assert (tmp_path / "generate.png").stat().st_size > 1000
 
@@ -495,6 +499,59 @@ def test_options_of_another_mode_are_refused(capsys, arguments):
     message = capsys.readouterr().err
     assert f"hf-twell bench {mode}: error: unrecognized arguments: {option}" in message
     assert f"usage: hf-twell bench {mode}" in message
+
+
+def test_tables_show_each_figure_below_its_name():
+    row = {"hidden": 64, "intermediate": 344, "tokens": 16, "l0": 8.5, "distinct_64": 90.5, "error": 0.003}
+    row |= {"error_eager": 0.004, "eager_ms": 5.0, "sparse_ms": 2.0, "took": "kernels", "sparse_mj_per_token": 7.0}
+    head, cells = CELLS["ffn"]([{**row, "speedup": 2.5}])
+    assert [dict(zip(head, line, strict=True)) for line in cells] == [
+        {
+            **{
+                "D x F": "64 x 344",
+                "tokens": 16,
+                "L0": 8.5,
+                "distinct in 64": 90.5,
+                "error / eager's": "0.003 / 0.004",
+            },
+            **{"eager ms": 5.0, "sparse ms": 2.0, "took": "kernels", "sparse mj per token": 7.0, "speed-up": "2.50x"},
+        }
+    ]
+    row = {"layers": 2, "batch": 4, "layer_l0": [12.0, 11.0], "layer_distinct_64": [90.0, 80.0], "eager_ms": 5.0}
+    row |= {"workload_distinct_64": 85.0, "sparse_ms": 2.0, "speedup": 2.5, "sparse_tokens_per_s": 3.0}
+    head, cells = CELLS["train"]([{**row, "compiled_ms": 4.0}, row])
+    shared = {"layers": 2, "batch": 4, "L0 of layers": "11 to 12", "distinct in 64 (workload)": "80 to 90 (85)"}
+    shared |= {"eager ms": 5.0, "sparse ms": 2.0, "speedup": 2.5, "sparse tokens per s": 3.0}
+    assert [dict(zip(head, line, strict=True)) for line in cells] == [
+        {**shared, "compiled ms": 4.0},
+        {**shared, "compiled ms": ""},
+    ]
+
+
+def test_the_figure_has_a_line_for_each_setting(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(matplotlib.pyplot, "close", drawn.append)
+    same = {"bench": "train", "batch": 8, "length": 2048, "dtype": "bfloat16", "processor": "P"}
+    rows = [
+        {**same, "layers": layers, "l0": l0, "speedup": speedup, "peak_share": speedup / 4}
+        for layers, l0, speedup in ((28, 30, 2.0), (8, 30, 1.5), (8, 100, 1.25), (28, 100, 1.75))
+    ]
+    plot(rows, tmp_path / "train.png")
+    (figure,) = drawn
+    for axes, share in zip(figure.axes, (1, 4), strict=True):
+        lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines[:2]}
+        assert lines == {
+            "l0 100": [[8, 1.25 / share], [28, 1.75 / share]],
+            "l0 30": [[8, 1.5 / share], [28, 2 / share]],
+        }
+        assert axes.get_xlabel() == "layers"
+    assert [axes.get_ylabel().partition(",")[0] for axes in figure.axes] == [
+        "speed-up over dense (the best of its variants)",
+        "peak memory",
+    ]
+    assert figure.get_suptitle() == "train, batch 8, length 2048, dtype bfloat16\nP"
+    monkeypatch.undo()
+    matplotlib.pyplot.close(figure)
 
 
 def test_bench_ffn_of_an_odd_hidden_size(capsys):

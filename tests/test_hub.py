@@ -424,6 +424,30 @@ def test_the_card_of_a_run_to_a_density_says_so(tmp_path):
         assert "| density aimed at | 2.00 % after a linear warm-up over 0.1 |" in text
 
 
+def test_the_card_of_some_layers_has_no_figures_of_all(tmp_path):
+    args = TrainingArguments(
+        str(tmp_path), max_steps=2, logging_steps=1, use_cpu=True, report_to=[], save_strategy="no"
+    )
+    rows = [{"input_ids": list(range(3, 15)), "labels": list(range(3, 15))}] * 8
+    trainer = Trainer(hf_twell.sparsify(tiny_llama(), layers=[1]), args, train_dataset=rows)
+    trainer.add_callback(hf_twell.SparsityCallback(trainer, l1_weight=1e-3))
+    trainer.train()
+    assert "twell/l0" in trainer.state.log_history[0]
+    trainer.create_model_card(model_name="me/x")
+    text = (tmp_path / "README.md").read_text()
+    assert "## Sparsity" not in text
+    assert "| kernels and L1 term on layers | 1 |" in text
+
+
+@pytest.mark.parametrize("figures", [{"sparsity": {"l0": 1}}, {"scores": {"tasks": {}}}])
+def test_the_card_of_an_adapter_has_no_figures(tmp_path, figures):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["gate_proj"])
+    hf_twell.save_adapter(peft.get_peft_model(hf_twell.sparsify(tiny_llama()), config), tmp_path / "lora")
+    with pytest.raises(ValueError, match="the card of an adapter holds no figures"):
+        folder_card(tmp_path / "lora", "me/x", base_model="me/base", **figures)
+
+
 @pytest.mark.parametrize("told", ["before the callback", "after it", "never"])
 def test_a_card_that_was_asked_for_outlasts_the_callback(tmp_path, told):
     trainer = Trainer(hf_twell.sparsify(tiny_llama()), TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))

@@ -206,6 +206,20 @@ def test_measured_savings(relu_demo):
     assert [row["measured"] for row in predicted["if_density"]] == [False] * 5
 
 
+def test_savings_are_of_the_layers_that_are_sparse(relu_demo):
+    """As saved; the others stay dense."""
+    model = hf_twell.unpatch(hf_twell.sparsify(copy.deepcopy(relu_demo), layers=[0, 2]))
+    layers = [
+        {**layer, "density": 0.001} for layer in hf_twell.measure_sparsity(model, [torch.arange(3, 99)[None]])["layers"]
+    ]
+    savings = ffn_savings(model, torch.arange(3, 99)[None], layers)
+    if savings["backend"] == "reference":
+        pytest.skip("no compiled backend works on this machine")
+    for which in ("decode", "prefill"):
+        assert [row[which]["path"] for row in savings["layers"]] == ["sparse", "dense", "sparse", "dense"]
+        assert all(row[which]["sparse_ms"] == row[which]["dense_ms"] for row in savings["layers"][1::2])
+
+
 def test_predictions_know_blocks_that_are_too_small(stories_model, monkeypatch):
     monkeypatch.undo()  # sizes as users have them
     hf_twell.unpatch(hf_twell.sparsify(stories_model))
