@@ -134,8 +134,8 @@ def _run_tasks(model, tokenizer, loaded, files, num_fewshot, *, limit, batch_siz
     with quiet_logs():
         # A copy, because lm-eval gives the tokenizer a padding token.
         lm = HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
-    lm.tok_encode = _refusing_strange_ids(lm.tok_encode, lambda ids: ids, model, tokenizer)
-    lm.tok_batch_encode = _refusing_strange_ids(lm.tok_batch_encode, lambda encoded: encoded[0], model, tokenizer)
+    # Requests of every kind are put in order by it, so each prompt passes it before the model.
+    lm.tok_encode = _refusing_strange_ids(lm.tok_encode, model, tokenizer)
     raw = run(lm, loaded, limit=limit, log_samples=log_samples)
     for name, task in loaded["tasks"].items():
         _check_finite(name, task, model.dtype)
@@ -155,15 +155,14 @@ def _run_tasks(model, tokenizer, loaded, files, num_fewshot, *, limit, batch_siz
     return results
 
 
-def _refusing_strange_ids(encode: Callable, ids_of: Callable, model, tokenizer) -> Callable:
+def _refusing_strange_ids(encode: Callable, model, tokenizer) -> Callable:
     """lm-eval's encoding, with another model's tokenizer refused before its ids reach the embeddings."""
 
     def encode_checked(*args, **options):
-        encoded = encode(*args, **options)
-        ids = ids_of(encoded)
+        ids = encode(*args, **options)
         for row in ids if len(ids) and isinstance(ids[0], list) else [ids]:
             check_ids(model, tokenizer, torch.as_tensor(row))
-        return encoded
+        return ids
 
     return encode_checked
 

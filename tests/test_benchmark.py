@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import matplotlib.pyplot
@@ -100,6 +101,9 @@ def test_layers_unlike_the_workload_are_refused(llama):
 def test_bench_ffn_writes_rows_and_a_plot(tmp_path, capsys, extra):
     sizes = ("--tokens", 1, 20, "--l0", 8, "--hidden", 64, "--intermediate", 344, "--repeats", 2, "--device", "cpu")
     rows = run(capsys, "ffn", *sizes, "--no-compile", "--output", tmp_path, *extra)
+    revision = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
     assert [row["tokens"] for row in rows] == [1, 20]
     for row in rows:
         assert row["speedup"] == pytest.approx(row["eager_ms"] / row["sparse_ms"], rel=0.01)
@@ -110,6 +114,7 @@ def test_bench_ffn_writes_rows_and_a_plot(tmp_path, capsys, extra):
         wanted = {"processor", "threads", "torch", "commit", "eager_ms", "sparse_ms", "backend", "device", "dtype"}
         assert wanted <= row.keys()
         assert row["took"] in ("kernels", "plain matmuls")
+        assert row["commit"] in (None, revision.stdout.strip())
         if "--backward" in extra:
             assert list(row["errors"]) == list(benchmark_backward.TENSORS)
             assert row["took"] == ("kernels" if row["backend"] == "cpu" else "plain matmuls")

@@ -141,6 +141,7 @@ def test_stdout_carries_json_alone(tmp_path):
         (["sparsify", str(DEMO / "model"), "missing/out"], "missing is not a folder"),
         (["sparsify", str(DEMO / "model"), "out", "--layers", "9"], "from -4 to 3"),
         (["sparsify", str(DEMO / "model"), "out", "--text", "absent.txt"], "absent.txt"),
+        (["sparsify", str(DEMO / "model"), "out", "--tokens", "0"], "--tokens 0; give at least 1"),
         (["train", "absent.yaml"], "absent.yaml"),
         (["eval", str(DEMO / "model"), "--text", ROWS], "bench.jsonl holds rows"),
         (["inspect", str(DEMO / "model"), "--text", ROWS], "bench.jsonl holds rows"),

@@ -125,6 +125,44 @@ def test_tables_hold_every_row():
                 assert f"| {row.get('speedup', row.get('step_speedup'))} |" in table
 
 
+def bench_rows() -> list[dict]:
+    return [json.loads(line) for path in ROOT.glob("kernels/*/bench/**/*.jsonl") for line in path.open()]
+
+
+def least(row: dict, key: str, names: tuple[str, ...]) -> float:
+    return min(row[f"{name}_{key}"] for name in names if f"{name}_{key}" in row)
+
+
+def test_ratios_are_of_their_rows():
+    """Dense over sparse, the best of either's variants; of generation, the variants that it names."""
+    dense, sparse = ("eager", "compiled", "liger"), ("sparse", "sparse_compiled")
+    for row in bench_rows():
+        if row["bench"] == "generate":
+            if "step_speedup" in row:
+                assert row["step_speedup"] == pytest.approx(row["dense_step_ms"] / row["sparse_step_ms"], rel=0.005)
+            if "speedup" in row:
+                assert row["speedup"] == pytest.approx(
+                    row["sparse_tokens_per_s"] / row["dense_tokens_per_s"], rel=0.005
+                )
+            continue
+        assert row["speedup"] == pytest.approx(least(row, "ms", dense) / least(row, "ms", sparse), rel=0.005)
+        if "peak_share" in row:
+            share = least(row, "peak_mib", sparse) / least(row, "peak_mib", dense)
+            assert row["peak_share"] == pytest.approx(share, rel=0.005)
+
+
+def test_energy_is_a_power_that_the_board_has():
+    """Of these cards, which take 700 W at most; a figure for a batch, or of several blocks, would be far from it."""
+    watts = []
+    for row in bench_rows():
+        for key in row:
+            if key.endswith("_mj_per_token"):
+                tokens = row["batch"] * row.get("length", 1) if "batch" in row else row["tokens"]
+                watts.append(row[key] * tokens / row[key.replace("mj_per_token", "ms")])
+    assert len(watts) > 10
+    assert all(300 < power < 800 for power in watts)
+
+
 def test_the_map_names_every_module():
     places = (ROOT / "CONTRIBUTING.md").read_text().partition("## Finding your way")[2]
     named = set(re.findall(r"`(?:hf_twell/)?(\w+\.py)`", places))
