@@ -194,6 +194,14 @@ def test_an_h_that_is_not_finite(value):
         measure_sparsity(model, [ids])
 
 
+def test_an_h_that_is_infinite_alone():
+    model = sparsify(tiny_llama(mlp_bias=True))
+    for linear in (model.model.layers[2].mlp.gate_proj, model.model.layers[2].mlp.up_proj):
+        linear.bias.data[3] = 1e30  # no NaN in this block, and none comes after it
+    with pytest.raises(ValueError, match=r"model\.layers\.2\.mlp: h is not finite"):
+        measure_sparsity(model, batches())
+
+
 @pytest.mark.parametrize("shape", [(2, 5), (2, 12), (9, 2), (1, 9)])
 def test_a_mask_of_another_shape(shape):
     batch = {"input_ids": torch.ones(2, 9, dtype=torch.long), "attention_mask": torch.ones(shape)}

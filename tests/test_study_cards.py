@@ -192,6 +192,28 @@ def test_the_best_row_is_the_nearest_to_its_own_control(cards):
     assert winners({**best, "family": "other"}) == []
 
 
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"start": "parent"}, "SiLU swapped for ReLU at once, {}"),
+        ({"start": "init"}, "ReLU from the first step, {}"),
+        ({"start": "parent", "blend_steps": 0.5}, "SiLU blended into ReLU, {}"),
+        (
+            {"start": "parent", "distill": {"logits": 1.0}, "trainable": "ffn+lora"},
+            "SiLU swapped for ReLU at once, {}, the dense parent as a teacher, feed-forward blocks and LoRA on the "
+            "attention",
+        ),
+        (
+            {"start": "parent", "trainable": "ffn"},
+            "SiLU swapped for ReLU at once, {}, feed-forward blocks alone trained",
+        ),
+    ],
+)
+def test_the_method_in_words(cards, row, words):
+    controlled = "an L1 term whose coefficient a controller finds for the target density"
+    assert cards["_method"](row) == words.format(controlled)
+
+
 def test_a_missing_field_is_absent_from_the_card(cards, tmp_path):
     needed = cards["NEEDED"]
     for key in dict.fromkeys(key for row in ROWS for key in row):
