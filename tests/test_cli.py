@@ -20,6 +20,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from hf_twell.checkpoints import finished_checkpoints, write_state
 from hf_twell.cli import COMMANDS, main
+from hf_twell.cli.output import write_json
 from hf_twell.training import load_recipe
 from tests.conftest import COMMAND, needs_lm_eval
 
@@ -461,6 +462,12 @@ def test_figures_are_shown_though_a_full_disk_does_not_take_them(command, tmp_pa
     printed = capsys.readouterr()
     assert json.loads(printed.out)["model"] == str(DEMO / "model")
     assert printed.err.splitlines()[-1] == "hf-twell: error: could not write /dev/full: No space left on device"
+
+
+def test_figures_that_json_has_no_form_for_are_not_written(tmp_path):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json({"loss": float("nan")}, tmp_path / "scores.json")
+    assert not list(tmp_path.iterdir())
 
 
 def test_measured_rows_are_shown_though_a_full_disk_does_not_take_them(tmp_path, capsys):
