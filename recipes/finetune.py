@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -149,8 +150,11 @@ if __name__ == "__main__":
     parser.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint in output_dir")
     parser.add_argument("--overwrite", action="store_true", help="replace the final model of a run without checkpoints")
     arguments = parser.parse_intermixed_args()
-    recipe = load_recipe(arguments.recipe, arguments.changes)
-    result = finetune(recipe, resume=arguments.resume, overwrite=arguments.overwrite)
+    try:
+        recipe = load_recipe(arguments.recipe, arguments.changes)
+        result = finetune(recipe, resume=arguments.resume, overwrite=arguments.overwrite)
+    except (ValueError, OSError, ImportError) as error:
+        sys.exit(f"finetune.py: error: {error}")
     if int(os.environ.get("RANK", 0)) == 0:
         print(json.dumps({key: result[key] for key in ("model", "before", "after")}, indent=2))
     processes = PartialState()

@@ -116,13 +116,26 @@ def test_every_recipe_runs_two_steps(name, text, tmp_path, capsys):
         assert "streaming: true" in recipe.read_text()
 
 
-def run_processes(launch: list, *changes) -> str:
-    """What recipes/finetune.py prints for demo-target.yaml with these changes, started by `launch`."""
+def start_processes(launch: list, *changes) -> subprocess.CompletedProcess:
+    """recipes/finetune.py with demo-target.yaml and these changes, started by `launch`."""
     command = [sys.executable, *launch, ROOT / "recipes" / "finetune.py", ROOT / "recipes" / "demo-target.yaml"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run([*command, *changes], capture_output=True, text=True, env=environment, timeout=240)
+    return subprocess.run([*command, *changes], capture_output=True, text=True, env=environment, timeout=240)
+
+
+def run_processes(launch: list, *changes) -> str:
+    """What they print."""
+    done = start_processes(launch, *changes)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def test_a_mistake_in_two_processes_is_told_without_a_traceback(tmp_path):
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    done = start_processes(launch, f"output_dir={tmp_path / 'out'}", "target_density=5")
+    assert done.returncode != 0
+    assert re.search(r"finetune.py: error: \S+ has target_density=5; give a share", done.stderr)
+    assert 'finetune.py", line' not in done.stderr
 
 
 def logs_of(checkpoint: Path) -> list[dict]:
