@@ -106,21 +106,24 @@ def sft_trainer(model, layout, arguments):
     return SFTTrainer(model, args, train_dataset=Dataset.from_list(rows()), processing_class=tokenizer)
 
 
-def loop_gradient(micro_batches: int = 4, *, training=True, compiled=False, scaler=None) -> tuple[torch.Tensor, dict]:
+def loop_gradient(
+    micro_batches: int = 4, *, training=True, compiled=False, scaler=None, layer_weights=None
+) -> tuple[torch.Tensor, dict]:
     """The hand-written loop of the README, with Trainer's normalisation of the task loss; its gradient and report."""
     model = sparsify(tiny_llama()).train(training)
     forward = torch.compile(model, fullgraph=True) if compiled else model
     size = len(LENGTHS) // micro_batches
     batches = [pad(rows()[i : i + size]) for i in range(0, len(LENGTHS), size)]
     penalty = L1Penalty(model, l1_weight=L1_WEIGHT)
+    penalty.layer_weights = layer_weights
     for batch in penalty.micro_batches(batches, scaler=scaler):
         loss = forward(**batch, num_items_in_batch=LABELS).loss
         (loss if scaler is None else scaler.scale(loss)).backward()
     return flat_gradient(model), penalty.report()
 
 
-def autograd_gradient() -> torch.Tensor:
-    """The definition itself, by plain autograd over all rows at once: task loss + weight x mean over layers of L1."""
+def autograd_gradient(weights=(L1_WEIGHT,) * 3) -> torch.Tensor:
+    """The definition itself, by plain autograd over all rows at once: task loss + mean over layers of weight x L1."""
     model = sparsify(tiny_llama()).train()
     batch, terms = pad(rows()), []
     mask = batch["attention_mask"].unsqueeze(-1)
@@ -129,7 +132,7 @@ def autograd_gradient() -> torch.Tensor:
             lambda _, args: terms.append((args[0].abs() * mask).sum() / mask.sum())
         )
     loss = model(**batch, num_items_in_batch=LABELS).loss
-    (loss + L1_WEIGHT * sum(terms) / len(terms)).backward()
+    (loss + sum(w * term for w, term in zip(weights, terms, strict=True)) / len(terms)).backward()
     return flat_gradient(model)
 
 

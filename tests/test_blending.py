@@ -35,7 +35,8 @@ def test_it_begins_at_the_parent_and_ends_at_relu():
     assert torch.equal(model(IDS).logits, dense)
     blend.set(0.5)
     half = model(IDS).logits
-    blend.set(1.0)
+    blend.set(1.5)  # a run that goes on long after its blend
+    assert blend.share == 1
     relu = sparsify(tiny_llama(), backend="reference")
     torch.testing.assert_close(model(IDS).logits, relu(IDS).logits, atol=1e-5, rtol=1e-5)
     assert not torch.equal(half, dense)
@@ -66,6 +67,11 @@ def test_a_run_blends_then_regularises_and_resumes_on_the_way(tmp_path, options)
     rows = training_rows(whole)
     assert [row["twell/blend"] for row in rows.values()] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
     assert [row["twell/l1_weight"] > 0 for row in rows.values()][:BLEND_STEPS] == [False] * BLEND_STEPS
+    if "l1_weight" in options:
+        assert rows[BLEND_STEPS + 1]["twell/l1_weight"] == 0.5, "from the first step of ReLU on"
+    else:
+        callback = next(each for each in whole.callback_handler.callbacks if isinstance(each, SparsityCallback))
+        assert callback.controller.steps == STEPS - BLEND_STEPS
     assert rows[STEPS]["twell/l1_weight"] > 0
     assert rows[1]["twell/density"] == pytest.approx(1.0, abs=0.01), "the parent's activation is dense"
     assert rows[STEPS]["twell/density"] < 0.7

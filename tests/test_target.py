@@ -71,6 +71,22 @@ def test_the_weight_of_a_layer_that_cannot_follow_stays_in_bounds():
         assert weights[-1] == pytest.approx(low, rel=1e-4)
 
 
+@pytest.mark.parametrize(("steps", "integral"), [(10, 0.4), (100, 0.24)])
+def test_weights_follow_the_formula(steps, integral):
+    """A run of few steps would be pushed too hard by all of the integral part."""
+    controller = DensityController(0.01, steps=steps)
+    weights = [controller.update(torch.tensor([0.5]), torch.tensor([20.0]), 1.0).item() for _ in range(2)]
+    assert weights == pytest.approx([0.03 / 20 * math.exp(4 + integral), 0.03 / 20 * math.exp(4 + 2 * integral)])
+
+
+def test_a_layer_that_begins_without_an_active_neuron():
+    controller = DensityController(0.1, steps=10)
+    for step in range(10):
+        weights = controller.update(torch.tensor([0.0, 0.5]), torch.tensor([0.0, 20.0]), step / 10)
+        assert weights.isfinite().all()
+    assert weights[0] < weights[1]
+
+
 @pytest.mark.parametrize("l1", [math.nan, math.inf])
 @pytest.mark.parametrize("layer_shares", ["equal", "free"])
 @pytest.mark.parametrize("overflowed", [0, 5])
@@ -111,6 +127,31 @@ def test_every_layer_or_their_mean(share):
     else:
         assert weights[0] > first[0]
         assert weights[2] < first[2]
+
+
+def test_who_is_at_a_bound_and_who_is_off_the_target():
+    """Within a tenth of the path, a layer at its bound is where it should be."""
+    controller = DensityController(0.1, steps=10, l1_bounds=(1e-3, 1e-2))
+    for _ in range(200):
+        weights = controller.update(torch.tensor([0.5, 0.105, 0.096, 0.02]), torch.full((4,), 20.0), 1.0)
+    assert weights.tolist() == pytest.approx([1e-2, 1e-2, 1e-3, 1e-3])
+    assert controller.held() == {"upper": [0], "lower": [3]}
+    assert controller.missed() == pytest.approx({0: 0.5, 3: 0.02})
+    for densities, missed in (([0.15, 0.05], {}), ([0.3, 0.1], {0: 0.3, 1: 0.1})):
+        controller = DensityController(0.1, steps=10, layer_shares="free")
+        controller.update(torch.tensor(densities), torch.ones(2), 1.0)
+        assert controller.missed() == pytest.approx(missed)
+
+
+def test_no_weight_exceeds_its_bound_where_l1_falls_or_differs():
+    falls = DensityController(0.1, steps=10)
+    for l1 in (20.0, *[1e-6] * 200):
+        weights = falls.update(torch.tensor([0.5]), torch.tensor([l1]), 1.0)
+    assert weights.item() == pytest.approx(0.03 / 20 * 1e5, rel=1e-4)
+    shared = DensityController(0.1, steps=10, layer_shares="free")
+    for _ in range(200):
+        weights = shared.update(torch.tensor([0.5, 0.5]), torch.tensor([10.0, 30.0]), 1.0)
+    assert weights.tolist() == pytest.approx([4 / 20] * 2), "one weight for all layers"
 
 
 def test_a_run_that_misses_its_target_says_so(tmp_path, caplog):
@@ -202,6 +243,30 @@ def test_a_real_run_is_steered_logged_and_resumed(tmp_path, caplog):
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{SAVE_STEPS}"))
     for step, row in training_rows(resumed).items():
         assert row == pytest.approx(rows[step], rel=1e-4, abs=1e-5), step
+
+
+def test_a_run_follows_the_formula_from_its_first_step_and_begins_anew(tmp_path):
+    """The density falls over a tenth of the steps, rounded up, unless it is said otherwise."""
+    trainer, begun = make_trainer(tmp_path, target_density=0.05, layer_shares="free"), []
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 0:
+                begun.append(callback.penalty.layer_weights)
+
+    callback = next(each for each in trainer.callback_handler.callbacks if isinstance(each, SparsityCallback))
+    trainer.add_callback(Watch())
+    trainer.args.max_steps = 15
+    for _ in range(2):
+        trainer.train()
+        first, second = (training_rows(trainer)[step] for step in (1, 2))
+        assert [first["twell/target"], second["twell/target"]] == pytest.approx(
+            [math.sqrt(first["twell/density"] * 0.05), 0.05]
+        )
+        error = min(1.0, math.log(first["twell/density"] / 0.05) / 2)
+        weight = 0.03 / first["twell/l1"] * math.exp((4 + 0.4) * error)
+        assert first["twell/l1_weight"] == pytest.approx(weight, rel=1e-4), "found in the first step, for the second"
+    assert begun == [None, None], "the first step only looks"
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,14 @@ def test_hand_written_loop(truth):
     assert_same_gradient(one_step.loop_gradient()[0], truth)
 
 
+def test_layers_with_weights_of_their_own():
+    weights = [0.5, 8.0, 2.0]
+    gradient, report = one_step.loop_gradient(layer_weights=torch.tensor(weights))
+    assert_same_gradient(gradient, one_step.autograd_gradient(weights))
+    assert [layer["l1_weight"] for layer in report["layers"]] == weights
+    assert report["l1_weight"] == sum(weights) / 3
+
+
 def test_two_processes(truth, tmp_path):
     kinds = ["Trainer", *(["SFTTrainer"] if HAS_TRL else [])]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
@@ -351,12 +359,31 @@ def test_layers_that_are_not_sparse_any_more_are_named(change):
 
 
 def test_steps_without_tokens_report_nothing():
-    penalty = L1Penalty(sparsify(tiny_llama()), 1e-3)
+    model = sparsify(tiny_llama()).train()
+    penalty = L1Penalty(model, 1e-3)
     ids = torch.ones(2, 9, dtype=torch.long)
     for batches in ([], [{"input_ids": ids, "attention_mask": torch.zeros_like(ids)}]):
-        for _ in penalty.micro_batches(batches):
-            pass
+        for batch in penalty.micro_batches(batches):
+            model(**batch).logits.sum().backward()
+            assert one_step.flat_gradient(model).isfinite().all()
         assert penalty.report() is None
+
+
+def test_steps_that_nothing_ends_count_in_the_next_report():
+    """As in a loop of `begin_step` and `micro_batch`."""
+    model = sparsify(tiny_llama()).train()
+    penalty, reports = L1Penalty(model, 1.0), []
+    batches = [one_step.pad(one_step.rows()[:3]), one_step.pad(one_step.rows()[3:])]
+    for steps in ([batches], [[batch] for batch in batches]):
+        for step in steps:
+            penalty.begin_step(step)
+            for batch in step:
+                with penalty.micro_batch(batch):
+                    model(**batch).logits.sum().backward()
+        reports.append(penalty.report())
+    assert reports[0]["tokens"] == reports[1]["tokens"] == sum(one_step.LENGTHS)
+    for one, other in zip(reports[0]["layers"], reports[1]["layers"], strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
 
 
 def test_wrong_set_ups_are_refused(tmp_path):
