@@ -219,6 +219,7 @@ def test_a_checkpoint_written_over_is_not_complete_meanwhile(tmp_path):
 
 
 def test_the_last_complete_checkpoint_outlasts_the_saving_of_the_next(tmp_path):
+    (tmp_path / f"checkpoint-{10 * STEPS}").mkdir()  # of an earlier, longer run, and older than all that come
     with pytest.raises(KeyboardInterrupt):
         make_trainer(tmp_path, AtSave(2 * SAVE_STEPS, interrupt), save_total_limit=1).train()
     assert last_checkpoint(tmp_path) == str(tmp_path / f"checkpoint-{SAVE_STEPS}")

@@ -321,12 +321,16 @@ def test_early_stopping_and_the_best_model(tmp_path):
     options = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
     options |= {"load_best_model_at_end": True, "learning_rate": 0.05, "max_steps": 9}
     options["greater_is_better"] = True  # the loss, so that the first checkpoint is the best
+    options["save_total_limit"] = 1
     model, twin = pair()
     stop = EarlyStoppingCallback(1)
     ours = trained(model, tmp_path / "ours", lambda trainer: [stop, SparsityCallback(trainer, 0.0)], **options)
     theirs = trained(twin, tmp_path / "theirs", lambda trainer: [stop], **options)
     assert ours.state.global_step == theirs.state.global_step == 2
     assert Path(ours.state.best_model_checkpoint).name == "checkpoint-1"
+    assert [[item.name for item in (tmp_path / name).iterdir()] for name in ("ours", "theirs")] == [
+        ["checkpoint-1"]
+    ] * 2
     torch.testing.assert_close(logits(model.eval()), logits(twin.eval()))
 
 

@@ -1,13 +1,21 @@
 """What the dense parent adds is the gradient of the objective as it is defined, in every set-up."""
 
 import gc
+import warnings
 import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Trainer, TrainingArguments
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+)
 
 from hf_twell import SparsityCallback, distillation, sparsify
 from hf_twell.distillation import Distillation
@@ -149,7 +157,54 @@ def test_a_parent_that_is_the_model_teaches_nothing(tmp_path):
     assert trainer.state.log_history[0]["twell/kl"] == pytest.approx(0, abs=1e-6)
     assert keep.gradient.abs().max() < 1e-6
     assert not any(weights.requires_grad for weights in parent.parameters())
+    assert not any(module.training for module in parent.modules())
     assert {name for name, _ in model.named_parameters()} == set(before), "the parent is no part of the model"
+
+
+def taught(teacher, model, batch, scale) -> torch.Tensor:
+    """The gradient of a step of one batch."""
+    model.zero_grad()
+    with teacher.micro_batch(batch, torch.tensor(scale)):
+        model(**batch, num_items_in_batch=one_step.LABELS).loss.backward()
+    return one_step.flat_gradient(model)
+
+
+def test_nothing_of_a_micro_batch_is_left_after_it():
+    model, parent, seen = sparsify(tiny_llama()).train(), one_step.parent(), []
+    batch = one_step.pad(one_step.rows())
+    model(**batch).loss.backward()
+    alone = one_step.flat_gradient(model)
+    teacher = Distillation(model, parent, logits=LOGITS, layers=LAYERS)
+    parent.model.register_forward_hook(lambda _, args, output: seen.append(output.past_key_values))
+    for module in (parent.model.norm, parent.model.layers[0].mlp):
+        module.register_forward_hook(lambda _, args, output: seen.append(weakref.ref(output)))
+    taught(teacher, model, batch, 1.0)
+    model.zero_grad()
+    gc.collect()
+    block, hidden, cache = seen
+    assert block() is hidden() is cache is None
+    model(**batch).loss.backward()
+    assert torch.equal(one_step.flat_gradient(model), alone)
+
+
+def test_what_padding_holds_is_no_matter():
+    """Some attention makes NaN of rows without a token."""
+    batch, gradients, reports = one_step.pad(one_step.rows()), [], []
+    padding = (batch["attention_mask"] == 0).unsqueeze(-1)
+    for spoiled in (False, True):
+        model, parent = sparsify(tiny_llama()).train(), one_step.parent()
+        if spoiled:
+            for module in (parent.model.norm, parent.model.layers[-1].mlp):
+                module.register_forward_hook(lambda _, args, output: output.masked_fill(padding, torch.nan))
+        teacher = Distillation(model, parent, logits=LOGITS, layers=LAYERS)
+        gradients.append(taught(teacher, model, batch, 1 / sum(one_step.LENGTHS)))
+        reports.append(teacher.report())
+    torch.testing.assert_close(*gradients)
+    assert reports[0] == pytest.approx(reports[1])
+    empty = {**batch, "attention_mask": torch.zeros_like(batch["attention_mask"])}
+    empty["labels"] = torch.full_like(batch["labels"], -100)
+    assert taught(teacher, model, empty, 1.0).isfinite().all()
+    assert teacher.report() == {"twell/layer_error": 0.0}, "of this batch alone"
 
 
 def test_a_detached_parent_is_free():
@@ -176,12 +231,21 @@ def test_a_loss_without_logits_is_refused(tmp_path):
     trainer.add_callback(SparsityCallback(trainer, 0.0, distillation=Distillation(model, tiny_llama())))
     with pytest.raises(ValueError, match="fused output head"):
         trainer.train()
+    layers_alone = Distillation(model, one_step.parent(), logits=0.0, layers=1.0)
+    trainer.add_callback(SparsityCallback(trainer, 0.0, distillation=layers_alone))
+    trainer.train()
 
 
 def test_models_that_do_not_fit_together_are_refused():
     model = sparsify(tiny_llama())
-    with pytest.raises(ValueError, match="one of them above 0"):
-        Distillation(model, tiny_llama(), logits=0.0)
+    for shares in ({"logits": 0.0}, {"logits": 1.5}, {"logits": -0.5, "layers": 1.0}, {"layers": -1.0}):
+        with pytest.raises(ValueError, match="one of them above 0"):
+            Distillation(model, tiny_llama(), **shares)
+    sizes = {**TINY, "head_dim": 8}
+    with pytest.raises(ValueError, match=r"Gemma2ForCausalLM changes its logits after the head \(final_logit_softcap"):
+        Distillation(model, Gemma2ForCausalLM(Gemma2Config(**sizes)))
+    with pytest.raises(ValueError, match="LlamaForSequenceClassification has no output embeddings"):
+        Distillation(model, LlamaForSequenceClassification(LlamaConfig(**TINY)))
     with pytest.raises(ValueError, match="output words"):
         Distillation(model, tiny_llama(vocab_size=97))
     with pytest.raises(ValueError, match="layers, hidden size"):
@@ -199,3 +263,6 @@ def test_layers_that_teach_nothing_are_told_of():
         copied(**batch).loss.backward()
     with pytest.warns(UserWarning, match="distilled layers taught nothing"):
         assert "twell/layer_error" not in both.report()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        both.report()  # of nothing
