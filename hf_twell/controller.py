@@ -54,7 +54,7 @@ class DensityController:
                 f"l1_bounds={l1_bounds!r}; give the lowest and the highest weight, two rising numbers above 0"
             )
         self.target_density = target_density
-        self.steps = max(1, steps)
+        self.steps = steps
         self.layer_shares = layer_shares
         self.l1_bounds = l1_bounds
         self._start: torch.Tensor | None = None

@@ -1,5 +1,7 @@
 """Dead neurons come back, their optimizer state with them, and nothing else changes."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -7,6 +9,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.optimization import Adafactor
 
 from hf_twell import SparsityCallback, sparsify
+from hf_twell.revival import Revival
 from hf_twell.variants import Adapters
 from tests import one_step
 from tests.conftest import tiny_llama, training_rows
@@ -105,10 +108,42 @@ def test_a_revived_neuron_fires_and_is_left_to_learn(tmp_path):
 
 
 def test_biases_that_hold_a_neuron_shut_give_way(tmp_path):
-    trainer, _ = make_trainer(tmp_path, revive_after=TOKENS, steps=4, mlp_bias=True)
+    trainer, _ = make_trainer(tmp_path, revive_after=TOKENS, steps=5, mlp_bias=True)
     trainer.train()
     bias = trainer.model.model.layers[1].mlp.gate_proj.bias[DEAD]
     torch.testing.assert_close(bias, torch.full((3,), -9.0 * 0.9**4), atol=0.02, rtol=0)
+    revived = [row["twell/revived"] > 0 for row in training_rows(trainer).values()]
+    assert revived == [True] * 4 + [False], "not in the last fifth of the run"
+
+
+def test_layers_that_are_dead_as_a_whole_each_get_noise_of_their_own():
+    model = sparsify(tiny_llama(mlp_bias=True))
+    ffns = [layer.mlp for layer in model.model.layers]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    model(**one_step.pad(one_step.rows())).loss.backward()
+    optimizer.step()
+    noises = []
+    for step, seed in ((0, 7), (0, 7), (1, 7), (0, 8)):
+        revival = Revival(ffns, 5, sigma=0.2, seed=seed)
+        revival.count(torch.tensor(5.0), [torch.zeros(52) for _ in ffns])
+        before = [ffn.gate_proj.weight.detach().clone() for ffn in ffns]
+        assert revival.revive(optimizer, step) == 1.0
+        noises.append([10 * (f.gate_proj.weight.detach() - 0.9 * b) for f, b in zip(ffns, before, strict=True)])
+    for same, again in zip(*noises[:2], strict=True):
+        torch.testing.assert_close(same, again, atol=1e-4, rtol=0)
+    for one, other in itertools.combinations([noise for noises_of_one in noises[1:] for noise in noises_of_one], 2):
+        assert one.std().item() == pytest.approx(0.2, rel=0.1)
+        assert abs(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1]) < 0.1
+    for ffn in ffns:
+        for parameter in (ffn.gate_proj.weight, ffn.gate_proj.bias):
+            assert not any(optimizer.state[parameter][key].any() for key in ("exp_avg", "exp_avg_sq"))
+
+
+def test_a_run_that_begins_anew_counts_anew(tmp_path):
+    trainer, _ = make_trainer(tmp_path, revive_after=3 * TOKENS, steps=2)
+    for _ in range(2):
+        trainer.train()
+        assert [row["twell/revived"] for row in training_rows(trainer).values()] == [0, 0]
 
 
 def test_a_resumed_run_revives_the_same(tmp_path):
@@ -194,8 +229,13 @@ def test_what_cannot_be_reached_is_refused(tmp_path):
     with pytest.raises(ValueError, match="copies or shards"):
         trainer.train()
     trainer, _ = make_trainer(tmp_path)
-    with pytest.raises(ValueError, match="whole number of tokens"):
-        SparsityCallback(trainer, 0.0, revive_after=0.5)
+    for after in (0.5, 0, -1, True):
+        with pytest.raises(ValueError, match="whole number of tokens"):
+            SparsityCallback(trainer, 0.0, revive_after=after)
+    trainer.is_fsdp_enabled = True
+    with pytest.raises(ValueError, match="under FSDP or DeepSpeed"):
+        SparsityCallback(trainer, 0.0, revive_after=TOKENS)
+    trainer.is_fsdp_enabled = False
     trainer.model.requires_grad_(False)
     with pytest.raises(ValueError, match=r"mlp\.gate_proj .*frozen"):
         SparsityCallback(trainer, 0.0, revive_after=TOKENS)

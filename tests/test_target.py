@@ -288,3 +288,12 @@ def test_a_run_follows_the_formula_from_its_first_step_and_begins_anew(tmp_path)
 def test_what_cannot_be_meant_is_refused(tmp_path, options, says):
     with pytest.raises(ValueError, match=says):
         make_trainer(tmp_path, **options)
+
+
+@pytest.mark.parametrize("density", [0.0, 1.0, -0.1, math.nan])
+@pytest.mark.parametrize("bounds", [(0.0, 1.0), (1.0, 1.0), (1.0, math.inf), (math.nan, 1.0), (1.0, 2.0, 3.0)])
+def test_limits_are_refused_themselves(density, bounds):
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        DensityController(density, steps=10)
+    with pytest.raises(ValueError, match="lowest and the highest"):
+        DensityController(0.1, steps=10, l1_bounds=bounds)

@@ -369,6 +369,14 @@ def test_steps_without_tokens_report_nothing():
         assert penalty.report() is None
 
 
+def test_a_loop_that_runs_the_model_twice_is_told_before_the_optimizer_steps():
+    model, batch = sparsify(tiny_llama()).train(), one_step.pad(one_step.rows())
+    micro_batches = L1Penalty(model, 1.0).micro_batches([batch])
+    (model(**next(micro_batches)).loss + model(**batch).loss).backward()
+    with pytest.raises(ValueError, match="more than once"):
+        next(micro_batches)
+
+
 def test_steps_that_nothing_ends_count_in_the_next_report():
     """As in a loop of `begin_step` and `micro_batch`."""
     model = sparsify(tiny_llama()).train()
