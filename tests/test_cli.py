@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import is_torch_bf16_gpu_available
 
 from hf_twell.checkpoints import finished_checkpoints, write_state
 from hf_twell.cli import COMMANDS, main
 from hf_twell.cli.output import write_json
+from hf_twell.packing import PackedText
 from hf_twell.training import load_recipe
 from tests.conftest import COMMAND, needs_lm_eval
 
@@ -291,6 +292,11 @@ def test_train_reads_jsonl_and_reports(recipe, capsys):
     assert (trained.dtype, saved.dtype) == (torch.float32, torch.bfloat16)
     for one, other in zip(trained.parameters(), saved.parameters(), strict=True):
         assert torch.equal(one.to(torch.bfloat16), other)
+    heldout = PackedText(AutoTokenizer.from_pretrained(DEMO / "model"), str(recipe.parent / "heldout.txt"), 32)
+    with torch.no_grad():
+        losses = [trained(input_ids=ids[None], labels=ids[None]).loss.item() for ids in heldout.sequences]
+    assert len(losses) % 8, "the last batch is smaller than the others"
+    assert result["after"]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     assert "fine-tuned" in printed.out
     assert "l1_weight=" in printed.err, "the progress bar shows the figures"
 

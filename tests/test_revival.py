@@ -137,6 +137,8 @@ def test_layers_that_are_dead_as_a_whole_each_get_noise_of_their_own():
     for ffn in ffns:
         for parameter in (ffn.gate_proj.weight, ffn.gate_proj.bias):
             assert not any(optimizer.state[parameter][key].any() for key in ("exp_avg", "exp_avg_sq"))
+    revival.count(torch.tensor(5.0), [torch.eye(52)[3] for _ in ffns])
+    assert revival.revive(optimizer, 2) == pytest.approx(51 / 52), "one token is enough"
 
 
 def test_a_run_that_begins_anew_counts_anew(tmp_path):
@@ -187,6 +189,7 @@ STATES = {
     "bitsandbytes' AdamW of 32 bits": lambda p: {"state1": p.clone(), "state2": p.square()},
     "schedule-free AdamW": lambda p: {"z": p.clone(), "exp_avg_sq": p.square()},
     "torchao's AdamW": lambda p: {"exp_avg": p.clone().as_subclass(QuantizedState)},
+    "one second moment for each row": lambda p: {"exp_avg_sq": p.reshape(len(p), -1).square().mean(1)},
     "averaged weights": lambda p: {"ax": p.clone()},
 }
 

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_twell import L1Penalty, SparsityCallback, sparsify, unpatch
+from hf_twell.batches import token_weight
 from hf_twell.inference import evaluation_mode
 from hf_twell.modeling import L1Inputs
 from tests import one_step
@@ -292,6 +293,12 @@ def test_a_step_may_generate_text(backend):
     assert torch.equal(*gradients)
 
 
+def test_every_mark_but_zero_is_a_token():
+    """As where a mask numbers the documents of a sequence."""
+    mask = torch.tensor([[1, 1, 2, 3, 0]])
+    assert token_weight({"attention_mask": mask}).tolist() == [[1, 1, 1, 1, 0]]
+
+
 def test_masks_that_cannot_be_read_are_refused():
     model = sparsify(tiny_llama()).train()
     penalty = L1Penalty(model, l1_weight=1.0)
@@ -302,6 +309,8 @@ def test_masks_that_cannot_be_read_are_refused():
         pass
     with pytest.raises(ValueError, match="input_ids"):
         penalty.begin_step([{"pixels": torch.ones(1)}])
+    with pytest.raises(ValueError, match=r"input_ids has shape \(9,\)"):
+        penalty.begin_step([{"input_ids": torch.ones(9, dtype=torch.long)}])
     with pytest.raises(ValueError, match="into a list"):
         next(penalty.micro_batches(batch))
     penalty.begin_step([batch])

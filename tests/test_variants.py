@@ -1,16 +1,18 @@
 """Which weights a recipe trains, and text that is read as training goes on."""
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_twell import sparsify
 from hf_twell.cli import main
 from hf_twell.loading import load_model
-from hf_twell.packing import PackedText, StreamedText
+from hf_twell.packing import PackedText, StreamedText, check_length
 from hf_twell.training import load_recipe
 from hf_twell.variants import Adapters, train_ffns_alone
 from tests.conftest import tiny_llama
@@ -156,6 +158,81 @@ def test_a_streamed_run_resumes_to_the_same_model(recipe, trainable, capsys):
     assert resumed["after"]["loss"] == pytest.approx(whole["after"]["loss"], abs=1e-6)
 
 
+def words(ends_itself=False, eos="<eos>") -> PreTrainedTokenizerFast:
+    made = Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1, "a": 2, "b": 3, "c": 4}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if ends_itself:
+        made.post_processor = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=eos)
+
+
+@pytest.mark.parametrize("ends_itself", [False, True])
+def test_every_document_ends_once(tmp_path, ends_itself):
+    path = tmp_path / "text.txt"
+    path.write_text("a b\n<|endoftext|>\nc\n<|endoftext|>\nb c a\n<|endoftext|>\n")
+    packed = PackedText(words(ends_itself), [str(path)], 3)
+    assert packed.sequences.tolist() == [[2, 3, 0], [4, 0, 3], [4, 2, 0]]
+    assert torch.equal(packed[1]["labels"], packed[1]["input_ids"])
+    assert PackedText(words(eos=None), str(path), 4).sequences.tolist() == [[2, 3, 4, 3]], (
+        "what is left is less than one"
+    )
+    assert len(PackedText(words(), str(path), 9)) == 1
+    with pytest.raises(ValueError, match="9 tokens, less than one sequence of 10"):
+        PackedText(words(), str(path), 10)
+
+
+def test_sequences_as_long_as_the_model_reads():
+    check_length(tiny_llama(), 128)
+    with pytest.raises(ValueError, match="129 is more than the 128 positions"):
+        check_length(tiny_llama(), 129)
+
+
+def test_paths_of_a_recipe_start_from_its_folder_and_changes_do_not(recipe, monkeypatch):
+    (recipe.parent / "parent").mkdir()
+    recipe.write_text("model: some/name\noutput_dir: out\ntrain: heldout.txt\nheldout: [heldout.txt]\n")
+    monkeypatch.chdir(DEMO)
+    text = str(recipe.parent / "heldout.txt")
+    read = load_recipe(recipe, ["distill.logits=0.25"])
+    assert (read.model, read.output_dir) == ("some/name", str(recipe.parent / "out"))
+    assert (read.train, read.heldout) == ([text], [text])
+    assert read.distill == {"logits": 0.25}
+    assert read.sparsity["l1_weight"] == 2e-4, "where neither a coefficient nor a density is given"
+    with recipe.open("a") as file:
+        file.write("distill: {parent: parent}\nl1_weight: 0\n")
+    read = load_recipe(recipe, ["model=./model", "train=text/heldout.txt", "distill.layers=1"])
+    assert (read.model, read.train) == ("./model", "text/heldout.txt")
+    assert read.distill == {"parent": str(recipe.parent / "parent"), "layers": 1}
+    assert read.sparsity["l1_weight"] == 0
+    recipe.write_text(recipe.read_text().replace("some/name", "./absent"))
+    assert load_recipe(recipe).model == str(recipe.parent / "absent"), "a folder, though not there, and no name"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (["distill={}"], (0.5, 0.0, torch.float32)),
+        (["distill={logits: 0.25, layers: 2}", "dtype=bfloat16"], (0.25, 2, torch.bfloat16)),
+        (["distill.layers=1", "training.bf16=true"], (0.5, 1, torch.bfloat16)),
+        (["distill.dtype=float16", "training.bf16=true"], (0.5, 0.0, torch.float16)),
+    ],
+)
+def test_the_teacher_that_a_recipe_asks_for(recipe, changes, expected):
+    script = runpy.run_path(str(DEMO.parent / "finetune.py"))
+    model = sparsify(AutoModelForCausalLM.from_pretrained(DEMO / "model"))
+    assert script["teacher"](load_recipe(recipe), model) is None
+    other = AutoModelForCausalLM.from_pretrained(DEMO / "model")
+    other.model.norm.weight.data += 0.5
+    other.save_pretrained(recipe.parent / "other")
+    AutoTokenizer.from_pretrained(DEMO / "model").save_pretrained(recipe.parent / "other")
+    for parent in (DEMO / "model", recipe.parent / "other"):
+        more = [] if parent == DEMO / "model" else [f"distill.parent={parent}"]
+        teacher = script["teacher"](load_recipe(recipe, [*changes, *more]), model)
+        dtype = expected[2]
+        assert (teacher.logits, teacher.layers, teacher.parent.dtype) == (*expected[:2], dtype)
+        theirs = AutoModelForCausalLM.from_pretrained(parent, dtype=dtype)
+        assert torch.equal(teacher.parent.model.norm.weight, theirs.model.norm.weight)
+
+
 def test_a_change_fills_a_mapping_that_the_recipe_leaves_out(recipe):
     assert load_recipe(recipe, ["distill=null", "distill.logits=0.25"]).distill == {"logits": 0.25}
 
@@ -178,6 +255,12 @@ def test_a_change_fills_a_mapping_that_the_recipe_leaves_out(recipe):
         ("heldout={hub: json, streaming: true}", "how many rows to take"),
         ("blend_steps=4", "leaves none"),
         ("revive_after=soon", "a number of at least 0"),
+        ("revive_after=0", "a whole number of tokens"),
+        ("sequence_length=1", "at least 2"),
+        ("sequence_length=2.5", "at least 2"),
+        ("relu=no", "relu: 'no'; choose one of True, False"),
+        ("distill={layers: true}", "layers: True; give a number"),
+        ("training.logging_dir=[1]", "logging_dir"),
         ("distill=true", "give a mapping"),
         ("training=[1]", "give a mapping"),
         ("heldout.take=3", "heldout holds no keys"),
