@@ -222,8 +222,7 @@ class SparsityCallback(TrainerCallback):
         return DensityController(self.target_density, steps=steps, **options)
 
     def _steps(self, value: int | float) -> int:
-        share = isinstance(value, float) and value < 1
-        return math.ceil(value * self.trainer.state.max_steps) if share else int(value)
+        return math.ceil(value * self.trainer.state.max_steps) if value < 1 else int(value)
 
     def _blend_length(self) -> int:
         return 0 if self.blend is None else max(1, self._steps(self.blend_steps))

@@ -23,7 +23,7 @@ def make_trainer(folder, **options) -> Trainer:
     )  # fmt: skip
     trainer = Trainer(model, args, train_dataset=one_step.rows(), data_collator=one_step.pad)
     blend = Blend(model)
-    trainer.add_callback(SparsityCallback(trainer, **options, blend=blend, blend_steps=BLEND_STEPS))
+    trainer.add_callback(SparsityCallback(trainer, **{"blend_steps": BLEND_STEPS, **options}, blend=blend))
     return trainer
 
 
@@ -72,6 +72,7 @@ def test_a_run_blends_then_regularises_and_resumes_on_the_way(tmp_path, options)
     else:
         callback = next(each for each in whole.callback_handler.callbacks if isinstance(each, SparsityCallback))
         assert callback.controller.steps == STEPS - BLEND_STEPS
+        assert [step for step, row in rows.items() if "twell/target" in row] == [BLEND_STEPS + 1, STEPS]
     assert rows[STEPS]["twell/l1_weight"] > 0
     assert rows[1]["twell/density"] == pytest.approx(1.0, abs=0.01), "the parent's activation is dense"
     assert rows[STEPS]["twell/density"] < 0.7
@@ -81,6 +82,23 @@ def test_a_run_blends_then_regularises_and_resumes_on_the_way(tmp_path, options)
     for step, row in training_rows(resumed).items():
         assert row == pytest.approx(rows[step], abs=1e-6), step
     assert AutoConfig.from_pretrained(tmp_path / "checkpoint-6").hidden_act == "relu"
+
+
+def test_the_warm_up_begins_after_the_blend(tmp_path):
+    trainer = make_trainer(tmp_path, l1_weight=2.0, warmup_steps=2)
+    callback = next(each for each in trainer.callback_handler.callbacks if isinstance(each, SparsityCallback))
+    for weights in (
+        [callback.weight_at(step) for step in range(7)],
+        [2 * callback.progress(step) for step in range(7)],
+    ):
+        assert weights == [0, 0, 0, 0, 0, 1, 2]
+
+
+def test_a_blend_of_no_steps_takes_one(tmp_path):
+    trainer = make_trainer(tmp_path, l1_weight=2.0, blend_steps=0)
+    trainer.args.max_steps = 2
+    trainer.train()
+    assert [row["twell/l1_weight"] for row in training_rows(trainer).values()] == [0, 2]
 
 
 def test_a_blend_that_would_not_end_is_refused(tmp_path):

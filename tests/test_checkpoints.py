@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 
 from hf_twell import SparsityCallback, last_checkpoint, sparsify
-from hf_twell.checkpoints import STATE_NAME, read_state, write_json
+from hf_twell.checkpoints import STATE_NAME, read_state, write_json, write_state
 from hf_twell.resuming import CompleteCheckpoints
 from hf_twell.whole_folders import clear_dead_savings, save_model, whole_folder
 from tests.conftest import tiny_llama, training_rows
@@ -156,12 +156,14 @@ def test_a_torn_checkpoint_is_refused_by_path(torn):
         make_trainer(torn).train(resume_from_checkpoint=str(torn / "nowhere"))
 
 
-@pytest.mark.parametrize("damage", ["shortened", "removed", "no JSON"])
+@pytest.mark.parametrize("damage", ["shortened", "removed", "no JSON", "no object"])
 def test_a_damaged_checkpoint_is_passed_over_and_named(whole_run, tmp_path, damage):
     run = Path(shutil.copytree(whole_run[0].args.output_dir, tmp_path / "run"))
-    file = run / "checkpoint-10" / (STATE_NAME if damage == "no JSON" else "optimizer.pt")
+    file = run / "checkpoint-10" / (STATE_NAME if damage.startswith("no ") else "optimizer.pt")
     if damage == "removed":
         file.unlink()
+    elif damage == "no object":
+        file.write_text("[]")
     else:
         os.truncate(file, file.stat().st_size // 2)
     with pytest.warns(UserWarning, match=f"checkpoint-10 is passed over: .*{re.escape(file.name)}"):
@@ -189,6 +191,15 @@ def test_last_checkpoint_goes_by_number(tmp_path):
     (tmp_path / "checkpoint-100" / STATE_NAME).unlink()
     (tmp_path / "checkpoint-500").touch()
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+
+
+def test_files_that_people_change_in_a_checkpoint(tmp_path):
+    for name in ("trainer_state.json", "README.md"):
+        (tmp_path / name).write_text("as it was")
+    write_state(tmp_path, {"step": 3})
+    (tmp_path / "trainer_state.json").write_text("short")
+    (tmp_path / "README.md").write_text("more than there was")
+    assert read_state(tmp_path) == {"step": 3}
 
 
 def test_a_changed_schedule_is_told(torn, caplog):
@@ -349,8 +360,9 @@ def test_whole_folder_refuses_to_replace_what_is_no_model(tmp_path, kind):
     else:
         target.mkdir()
         (target / "thesis.tex").write_text("old")
-    with pytest.raises(ValueError, match="no model folder"), whole_folder(target, overwrite=True):
-        pytest.fail("the body must not run")
+    for overwrite, says in ((True, "no model folder"), (False, "exists")):
+        with pytest.raises(ValueError, match=says), whole_folder(target, overwrite=overwrite):
+            pytest.fail("the body must not run")
     assert (target if kind == "file" else target / "thesis.tex").read_text() == "old"
 
 
@@ -417,6 +429,59 @@ def test_what_a_killed_saving_left_is_cleared_by_the_next_and_a_living_one_is_no
     with whole_folder(target, overwrite=True):
         assert not other.exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["final", "final-2"]
+
+
+def beside(monkeypatch, owner, name: str, before, after) -> None:
+    """What another process may do just before and after each call of a function, by the call's arguments."""
+    function, inside = getattr(owner, name), []
+
+    def call(*args, **options):
+        if inside:  # the other process's own call
+            return function(*args, **options)
+        inside.append(1)
+        before(*args)
+        result = function(*args, **options)
+        after(*args)
+        inside.clear()
+        return result
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def test_a_living_saving_is_left_alone_at_every_moment(tmp_path, monkeypatch):
+    target = tmp_path / "final"
+    make_model_folder(target)
+
+    def other(*args):
+        clear_dead_savings(target)
+
+    beside(monkeypatch, Path, "rename", other, other)
+    beside(monkeypatch, shutil, "rmtree", other, other)
+    with whole_folder(target, overwrite=True) as folder:
+        (folder / "model.safetensors").write_text("new")
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+    assert (target / "model.safetensors").read_text() == "new"
+
+
+def test_a_name_that_is_taken_at_the_last_moment(tmp_path, monkeypatch):
+    target = tmp_path / "final"
+    beside(monkeypatch, Path, "rename", lambda *args: target.exists() or make_model_folder(target), lambda *args: None)
+    says = r"made by others meanwhile. What was to lie there is in .*final-"
+    with pytest.raises(ValueError, match=says) as caught, whole_folder(target) as folder:
+        (folder / "model.safetensors").write_text("late")
+    assert (target / "model.safetensors").read_text() == "old"
+    assert Path(str(caught.value).rpartition(" ")[2], "model.safetensors").read_text() == "late"
+
+
+def test_an_empty_rest_may_be_of_a_saving_that_begins(tmp_path):
+    for name in ("final[1]", "final1"):  # a name is no pattern
+        (tmp_path / f".{name}.01234567.partial").mkdir()
+    clear_dead_savings(tmp_path / "final[1]")
+    assert len(list(tmp_path.iterdir())) == 2
+    for rest in tmp_path.iterdir():
+        (rest / "config.json").write_text("{}")
+    clear_dead_savings(tmp_path / "final[1]")
+    assert [path.name for path in tmp_path.iterdir()] == [".final1.01234567.partial"]
 
 
 @pytest.mark.parametrize("replaced", [False, True])

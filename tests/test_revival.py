@@ -239,6 +239,11 @@ def test_what_cannot_be_reached_is_refused(tmp_path):
     with pytest.raises(ValueError, match="under FSDP or DeepSpeed"):
         SparsityCallback(trainer, 0.0, revive_after=TOKENS)
     trainer.is_fsdp_enabled = False
+    weight = trainer.model.model.layers[2].mlp.gate_proj.weight
+    weight.ds_id = 0  # as ZeRO-3 marks what it shards
+    with pytest.raises(ValueError, match=r"layers\.2\.mlp\.gate_proj is sharded"):
+        SparsityCallback(trainer, 0.0, revive_after=TOKENS)
+    del weight.ds_id
     trainer.model.requires_grad_(False)
     with pytest.raises(ValueError, match=r"mlp\.gate_proj .*frozen"):
         SparsityCallback(trainer, 0.0, revive_after=TOKENS)

@@ -270,6 +270,23 @@ def test_a_run_follows_the_formula_from_its_first_step_and_begins_anew(tmp_path)
     assert begun == [None, None], "the first step only looks"
 
 
+def test_steps_of_a_warm_up(tmp_path):
+    trainer = make_trainer(tmp_path, target_density=0.05)
+    trainer.state.max_steps = 40
+    for given, steps in ((0, 0), (0.0, 0), (1, 1), (1.0, 1), (12, 12), (0.25, 10), (0.24, 10), (0.01, 1)):
+        callback = SparsityCallback(trainer, target_density=0.05, warmup_steps=given)
+        assert [callback.progress(step) for step in (0, steps, 40)] == [0.0 if steps else 1.0, 1.0, 1.0], given
+        assert steps < 2 or callback.progress(steps - 1) == (steps - 1) / steps
+    callback = SparsityCallback(trainer, l1_weight=2.0, warmup_steps=8, warmup="sine")
+    weights = [callback.weight_at(step) for step in (0, 1, 4, 7, 8)]
+    assert weights == pytest.approx([0, 1 - math.cos(math.pi / 8), 1, 1 + math.cos(math.pi / 8), 2])
+    for name, value in (("warmup_steps", -1), ("warmup_steps", True), ("blend_steps", -0.5), ("blend_steps", 1.5)):
+        with pytest.raises(ValueError, match=f"{name}={value}; give a whole number of steps"):
+            SparsityCallback(trainer, l1_weight=2.0, **{name: value})
+    with pytest.raises(ValueError, match="warmup='steep'; choose one of 'linear', 'sine'"):
+        SparsityCallback(trainer, l1_weight=2.0, warmup="steep")
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

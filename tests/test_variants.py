@@ -207,6 +207,15 @@ def test_paths_of_a_recipe_start_from_its_folder_and_changes_do_not(recipe, monk
     assert load_recipe(recipe).model == str(recipe.parent / "absent"), "a folder, though not there, and no name"
 
 
+def test_recipes_that_lack_keys(recipe):
+    recipe.write_text("model: some/name\ntrain: heldout.txt\n")
+    with pytest.raises(ValueError, match=r"lacks output_dir, heldout$"):
+        load_recipe(recipe)
+    recipe.write_text("- model\n")
+    with pytest.raises(ValueError, match="holds no mapping"):
+        load_recipe(recipe)
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
