@@ -1,5 +1,7 @@
 """`Blend`: from the parent's activation to ReLU over some steps, instead of at once."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -10,7 +12,7 @@ from hf_twell.convert import mark_unfinished, sparsify
 class BlendedActivation(nn.Module):
     """(1 - share) * before(x) + share * relu(x). A block with it computes through its submodules."""
 
-    def __init__(self, before: nn.Module):
+    def __init__(self, before: Callable[[torch.Tensor], torch.Tensor]):
         super().__init__()
         self.before = before
         # A tensor, so that compiled code need not be made anew for each value.
@@ -48,8 +50,6 @@ class Blend:
         sparsify(model, backend=backend, layers=layers)
         self._blocks = []  # of each the site, the blended activation and the ReLU
         for site, activation in zip(sites, before, strict=True):
-            if not isinstance(activation, nn.Module):
-                activation = _Called(activation)
             blended = BlendedActivation(activation).to(next(site.module.parameters()).device)
             self._blocks.append((site, blended, site.activation))
         self.set(0.0)
@@ -67,14 +67,3 @@ class Blend:
             setattr(config, key, "relu" if done else f"unfinished blend of {self.name} and {self.share:.4f} relu")
         reason = None if done else f"its activation is {self.name} blended with {self.share:.4f} of relu"
         mark_unfinished(self.model.config, "activation", reason)
-
-
-class _Called(nn.Module):
-    """A plain function as a module."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)

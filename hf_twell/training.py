@@ -54,7 +54,7 @@ class Recipe:
         lora: arguments of `peft.LoraConfig` for "ffn+lora"; merged into the final model.
         dtype: of the weights that are trained. Use float32 with `bf16: true` in `training` on a GPU.
         save_dtype: of the final model's weights; null for `dtype`, in which its figures are measured.
-        training: arguments of `transformers.TrainingArguments`.
+        training: arguments of `transformers.TrainingArguments`; null is as if one were left out.
     """
 
     model: str
@@ -137,8 +137,9 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         )
     defaults = {"report_to": [], "logging_steps": 10, "disable_tqdm": False}
     defaults["dataloader_pin_memory"] = torch.accelerator.is_available()  # without one PyTorch only warns of it
+    given = {key: value for key, value in recipe.training.items() if value is not None}
     try:
-        return TrainingArguments(**{**defaults, **recipe.training, "output_dir": recipe.output_dir})
+        return TrainingArguments(**{**defaults, **given, "output_dir": recipe.output_dir})
     except TypeError as error:
         raise ValueError(f"training: {error}") from error
 

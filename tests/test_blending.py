@@ -7,7 +7,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 
 from hf_twell import SparsityCallback, sparsify
 from hf_twell.blending import Blend
+from hf_twell.checkpoints import read_state
 from hf_twell.loading import load_model
+from hf_twell.modeling import sparse_ffns
 from tests import one_step
 from tests.conftest import tiny_llama, training_rows
 
@@ -35,6 +37,8 @@ def test_it_begins_at_the_parent_and_ends_at_relu():
     assert torch.equal(model(IDS).logits, dense)
     blend.set(0.5)
     half = model(IDS).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model(IDS).logits.float(), half, atol=0.2, rtol=0.05)
     blend.set(1.5)  # a run that goes on long after its blend
     assert blend.share == 1
     relu = sparsify(tiny_llama(), backend="reference")
@@ -44,6 +48,20 @@ def test_it_begins_at_the_parent_and_ends_at_relu():
     assert (model.config.hidden_act, model.config.twell) == ("relu", relu.config.twell)
     with pytest.raises(ValueError, match="starts from a dense parent"):
         Blend(model)
+
+
+def test_functions_blend_too_and_layers_may_be_chosen():
+    """Models with code of their own may call a plain function."""
+    model = tiny_llama()
+    dense = model(IDS).logits
+    for layer in model.model.layers:
+        del layer.mlp.act_fn
+        layer.mlp.act_fn = nn.functional.silu
+    blend = Blend(model, layers=[-1])
+    torch.testing.assert_close(model(IDS).logits, dense)
+    blend.set(1)
+    torch.testing.assert_close(model(IDS).logits, sparsify(tiny_llama())(IDS).logits)
+    assert [ffn.twell.layer for ffn in sparse_ffns(model)] == [2]
 
 
 def test_a_checkpoint_on_the_way_is_no_finished_model(tmp_path):
@@ -77,6 +95,7 @@ def test_a_run_blends_then_regularises_and_resumes_on_the_way(tmp_path, options)
     assert rows[1]["twell/density"] == pytest.approx(1.0, abs=0.01), "the parent's activation is dense"
     assert rows[STEPS]["twell/density"] < 0.7
 
+    assert read_state(tmp_path / "checkpoint-2")["blend_steps"] == BLEND_STEPS
     resumed = make_trainer(tmp_path, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     for step, row in training_rows(resumed).items():

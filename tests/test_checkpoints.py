@@ -523,6 +523,12 @@ def test_whole_folder_over_something(tmp_path, kind):
     assert sorted(path.name for path in tmp_path.iterdir()) == (["model", "real"] if kind == "link" else ["model"])
 
 
+def test_whole_folder_over_an_empty_one(tmp_path):
+    with whole_folder(tmp_path, overwrite=True) as folder:
+        (folder / "model.safetensors").write_text("new")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
 def test_whole_folder_without_a_parent(tmp_path):
     with pytest.raises(ValueError, match="absent"), whole_folder(tmp_path / "absent" / "model"):
         pytest.fail("the body must not run")

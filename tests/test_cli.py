@@ -1,5 +1,6 @@
 """The commands as a user meets them: what they print, what they leave behind, and what they say when it goes wrong."""
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -15,13 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
 from hf_twell.checkpoints import finished_checkpoints, write_state
 from hf_twell.cli import COMMANDS, main
 from hf_twell.cli.output import write_json
 from hf_twell.packing import PackedText
+from hf_twell.runs import check_run
 from hf_twell.training import load_recipe
 from tests.conftest import COMMAND, needs_lm_eval
 
@@ -411,6 +413,7 @@ def test_overwrite_keeps_what_lies_beside_a_model(recipe, capsys, monkeypatch):
     for command in (["sparsify", str(DEMO / "model"), "out/final"], ["train", str(recipe)]):
         assert main([*command, "--overwrite"]) == 1
         assert "would lose thesis.txt" in error_line(capsys)
+    assert not Path("out/checkpoint-2").exists(), "it is said before any training"
     assert Path("out/final/thesis.txt").read_text() == "text"
 
 
@@ -542,6 +545,23 @@ def test_a_folder_takes_one_training_at_a_time(recipe, capsys):
     assert main(["train", str(recipe)]) == 0, "a killed run holds nothing"
 
 
+@pytest.mark.parametrize(
+    ("steps", "epochs", "finished"), [(4, 3, True), (-1, 3, True), (2, 3, True), (5, 3, False), (-1, 4, False)]
+)
+def test_when_a_run_is_finished(tmp_path, steps, epochs, finished):
+    """By its steps, or where they follow from its text, by its epochs; one without a final model is not."""
+    checkpoint = tmp_path / "checkpoint-4"
+    checkpoint.mkdir()
+    state = {"global_step": 4, "max_steps": 4, "num_train_epochs": 3}
+    (checkpoint / "trainer_state.json").write_text(json.dumps(state))
+    write_state(checkpoint, {})
+    args = TrainingArguments(str(tmp_path), max_steps=steps, num_train_epochs=epochs, use_cpu=True)
+    check_run(str(tmp_path), args, resume=True, overwrite=False)
+    shutil.copytree(DEMO / "model", tmp_path / "final", ignore=shutil.ignore_patterns("README.md", "pretrain.json"))
+    with pytest.raises(ValueError, match="is finished") if finished else contextlib.nullcontext():
+        check_run(str(tmp_path), args, resume=True, overwrite=False)
+
+
 def test_a_damaged_checkpoint_still_keeps_a_new_run_out(recipe, capsys):
     folder = recipe.parent / "out" / "checkpoint-2"
     folder.mkdir(parents=True)
@@ -556,7 +576,9 @@ def test_a_resumed_run_that_is_changed_is_refused_or_told(recipe, capsys, caplog
     """Trainer takes the optimizer's figures from the checkpoint, whatever the recipe says by then."""
     assert main(["train", str(recipe), "training.max_steps=2"]) == 0
     resume = ["train", str(recipe), "--resume", "--json"]
-    for change in ("training.learning_rate=1e-3", "training.optim=sgd", "trainable=ffn", "layers=[0, 1]"):
+    for change in (
+        "training.learning_rate=1e-3", "training.optim=sgd", "trainable=ffn", "layers=[0, 1]", "lora={r: 4}"
+    ):  # fmt: skip
         assert main([*resume, change]) == 1
         line = error_line(capsys)
         assert change.partition("=")[0] in line
@@ -571,8 +593,15 @@ def test_a_resumed_run_that_is_changed_is_refused_or_told(recipe, capsys, caplog
     with open(recipe.parent / "train.txt", "a") as file:
         file.write("and more\n")
     changes = ["training.gradient_accumulation_steps=2", "training.seed=1", "sequence_length=16"]
+    changes.append("training.data_seed=7")
     assert main([*resume, *changes]) == 0
-    for told in ("sequences a step=2 and goes on with 4", "training.seed=42 and", "sequence_length=32 and", "train=[["):
+    for told in (
+        "sequences a step=2 and goes on with 4",
+        "training.seed=42 and",
+        "sequence_length=32 and",
+        "train=[[",
+        "training.data_seed=None and",
+    ):
         assert f"checkpoint-2 was trained with {told}" in caplog.text
 
 

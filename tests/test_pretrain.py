@@ -1,13 +1,17 @@
 import json
 import math
 import random
+import re
 import runpy
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.conftest import tiny_llama
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 DEMO = RECIPES / "demo"
@@ -126,6 +130,44 @@ def test_the_bundle_has_one_form_of_quotation_marks_and_dashes(pretrained):
     assert train
     assert held_out
     assert not any(mark in d for d in train | held_out for mark in "“”—")
+    assert not {d for d in train & held_out if re.search(r"\d", d)}, "but for passages without a number, all differ"
+
+
+def test_documents_are_packed_between_start_and_end_tokens(script):
+    tokenizer = script["train_tokenizer"](["a b", "c d"], 300, 32)
+    a, c = (tokenizer(letter, add_special_tokens=False).input_ids for letter in "ac")
+    assert script["pack"](tokenizer, ["a", "c"]).tolist() == [0, *a, 1, 0, *c, 1]
+
+
+def test_each_step_reads_other_windows_and_takes_a_gradient_and_learning_rate_of_its_own(script):
+    torch.manual_seed(0)
+    model = tiny_llama(max_position_embeddings=8)
+    windows, fresh, rates = [], [], []
+
+    def forward(module, args, inputs):
+        if torch.is_grad_enabled():
+            windows.extend(tuple(row.tolist()) for row in inputs["input_ids"])
+            fresh.append(all(parameter.grad is None for parameter in model.parameters()))
+
+    model.register_forward_pre_hook(forward, with_kwargs=True)
+    stepped = register_optimizer_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+    recipe = yaml.safe_load((DEMO / "pretrain.yaml").read_text())["train"]
+    recipe |= {"steps": 4, "warmup_steps": 2, "rows_per_step": 4, "eval_every": 2, "learning_rate": 1e-3}
+    recipe["mixture"] = [{"until": 0.5, "low": 1.0}, {"until": 1.0, "high": 1.0}]
+    text = torch.randint(3, 96, (400,), dtype=torch.int32)
+    streams = {"low": text[:200] % 40 + 3, "high": text[200:] % 40 + 50}
+    try:
+        log = script["train"](model, streams, {"low": (streams["low"], 200)}, recipe, seed=0)
+    finally:
+        stepped.remove()
+    assert all(fresh)
+    assert len(windows) == 16
+    assert len(set(windows)) > 12
+    assert [max(window) < 45 for window in windows] == [True] * 8 + [False] * 8, "the mixture changes half-way"
+    cosine = [0.05 + 0.475 * (1 + math.cos(math.pi * step / 4)) for step in range(4)]
+    assert rates == pytest.approx([1e-3 * warm * factor for warm, factor in zip((0.5, 1, 1, 1), cosine, strict=True)])
+    assert [row["step"] for row in log] == [2, 4]
+    assert all(2 < row["train"] < 8 for row in log), "the mean of two steps"
 
 
 def test_no_held_out_document_of_the_demo_is_trained_on():

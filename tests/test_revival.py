@@ -9,6 +9,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.optimization import Adafactor
 
 from hf_twell import SparsityCallback, sparsify
+from hf_twell.checkpoints import read_state
 from hf_twell.revival import Revival
 from hf_twell.variants import Adapters
 from tests import one_step
@@ -151,6 +152,7 @@ def test_a_run_that_begins_anew_counts_anew(tmp_path):
 def test_a_resumed_run_revives_the_same(tmp_path):
     trainer, _ = make_trainer(tmp_path, revive_after=3 * TOKENS)
     trainer.train()
+    assert read_state(tmp_path / "checkpoint-2")["revive_after"] == 3 * TOKENS
     resumed, _ = make_trainer(tmp_path, revive_after=3 * TOKENS)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert training_rows(trainer)[3]["twell/revived"] > 0, "after steps on both sides of the checkpoint"

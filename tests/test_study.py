@@ -1,13 +1,16 @@
 """The study at its smallest: rows, a table and a plot, and a second start that goes on."""
 
 import json
+import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 ONLY = ["qwen/dense/", "llama/swap/", "llama/logits + layers + L1/0.01", "llama/FATReLU on swap/0.2"]
@@ -65,6 +68,37 @@ def test_every_run_has_a_name_of_its_own(script, tmp_path):
     assert len({run["id"] for run in runs}) == len(runs) > 40
     with pytest.raises(SystemExit):
         script["main"]([str(RECIPES / "study.yaml"), "--output", str(tmp_path)])
+
+
+def test_text_is_held_out_by_documents_and_seeds_begin_alike(script, tmp_path):
+    documents = [" ".join(f"word{(7 * i + j) % 50}" for j in range(40)) + f" number{i}" for i in range(12)]
+    (tmp_path / "letters.txt").write_text("".join(f"{text}\n<|endoftext|>\n" for text in documents))
+    study = yaml.safe_load((RECIPES / "study.yaml").read_text())
+    sizes = study["smoke"]["families"]["llama"]
+    study |= {"sources": ["letters"], "held_out_every": 4, "vocab_size": 400, "sequence_length": 8}
+    study |= {"heldout_sequences": 5, "families": {"llama": {"model_type": "llama", **sizes}}}
+    inits, texts = [], []
+    for output in (tmp_path / "one", tmp_path / "two"):
+        output.mkdir()
+        folder, training, heldout = script["prepare"](study, tmp_path, output)
+        for seed in (0, 1):
+            run = {"family": "llama", "start": "init", "seed": seed}
+            model = AutoModelForCausalLM.from_pretrained(script["start_of"](run, study, output, folder))
+            inits.append(model.lm_head.weight)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        texts.append([tokenizer.decode(each.sequences.flatten()) for each in (training, heldout)])
+    assert [torch.equal(inits[0], other) for other in inits] == [True, False, True, False]
+    assert len(heldout) == 5
+    held, trained = (set(re.findall(r"number(\d+)", text)) for text in reversed(texts[0]))
+    assert held <= {"3", "7", "11"}
+    assert {"0", "1", "2", "4"} <= trained
+    assert not trained & {"3", "7", "11"}
+
+
+def test_no_run_begins_after_the_time_is_over(script, tmp_path, capsys):
+    arguments = [str(RECIPES / "study.yaml"), "--smoke", "--output", str(tmp_path), "--only", "llama/dense/"]
+    assert script["main"]([*arguments, "--minutes", "0"]) == []
+    assert "0 minutes are over; the same command goes on with llama/dense/seed0" in capsys.readouterr().out
 
 
 def test_processes_share_a_folder(tmp_path):

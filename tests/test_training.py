@@ -224,6 +224,8 @@ def test_a_new_callback_replaces_the_last_and_can_be_taken_off(tmp_path):
     callback.detach()
     trainer.train()
     assert "twell/l0" not in trainer.state.log_history[0]
+    SparsityCallback(trainer, l1_weight=1.0).detach()
+    assert not trainer.model._forward_pre_hooks, "nothing warns of a term that is not wanted any more"
     with pytest.raises(ValueError, match="takes the trainer first"):
         SparsityCallback(trainer.model, 1.0)
 

@@ -13,7 +13,7 @@ from hf_twell import sparsify
 from hf_twell.cli import main
 from hf_twell.loading import load_model
 from hf_twell.packing import PackedText, StreamedText, check_length
-from hf_twell.training import load_recipe
+from hf_twell.training import load_recipe, training_arguments
 from hf_twell.variants import Adapters, train_ffns_alone
 from tests.conftest import tiny_llama
 
@@ -44,7 +44,7 @@ def weights_of(folder) -> dict[str, torch.Tensor]:
 def test_what_is_trained_and_what_is_saved(recipe, trainable, capsys):
     pytest.importorskip("peft")
     pytest.importorskip("datasets")
-    changes = [f"trainable={trainable}", "training.learning_rate=1e-3"]
+    changes = [f"trainable={trainable}", "training.learning_rate=1e-3", "layers=[0, 2]"]
     assert main(["train", str(recipe), "--json", *changes]) == 0
     folder = json.loads(capsys.readouterr().out)["model"]
     before, after = weights_of(DEMO / "model"), weights_of(folder)
@@ -52,7 +52,7 @@ def test_what_is_trained_and_what_is_saved(recipe, trainable, capsys):
     ffns = {name for name in before if ".mlp." in name}
     attention = {name for name in before if "self_attn" in name and "proj" in name}
     assert changed == (ffns if trainable == "ffn" else ffns | attention)
-    assert AutoConfig.from_pretrained(folder).twell == {"version": 1, "layers": None}
+    assert AutoConfig.from_pretrained(folder).twell == {"version": 1, "layers": [0, 2]}
     if trainable == "ffn+lora":
         twell = AutoConfig.from_pretrained(recipe.parent / "out" / "checkpoint-2").twell
         assert "LoRA" in twell["unfinished"]["adapters"], "they are not merged there"
@@ -61,14 +61,41 @@ def test_what_is_trained_and_what_is_saved(recipe, trainable, capsys):
 def test_a_blend_and_adapters_each_take_off_their_own_mark(recipe, capsys):
     pytest.importorskip("peft")
     pytest.importorskip("datasets")
-    assert main(["train", str(recipe), "--json", "trainable=ffn+lora", "blend_steps=2", "training.save_steps=1"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                str(recipe),
+                "--json",
+                "trainable=ffn+lora",
+                "blend_steps=2",
+                "training.save_steps=1",
+                "layers=[3]",
+            ]
+        )
+        == 0
+    )
     folder = json.loads(capsys.readouterr().out)["model"]
     for step, parts in ((1, {"adapters", "activation"}), (2, {"adapters"}), (4, {"adapters"})):
         checkpoint = recipe.parent / "out" / f"checkpoint-{step}"
         assert AutoConfig.from_pretrained(checkpoint).twell["unfinished"].keys() == parts, step
         with pytest.raises(ValueError, match=r"unfinished: .*its LoRA adapters are not merged"):
             load_model(checkpoint)
-    assert AutoConfig.from_pretrained(folder).twell == {"version": 1, "layers": None}
+    assert AutoConfig.from_pretrained(folder).twell == {"version": 1, "layers": [3]}
+
+
+def test_two_runs_with_adapters_are_alike(recipe, capsys):
+    """They begin at random."""
+    pytest.importorskip("peft")
+    pytest.importorskip("datasets")
+    logs = []
+    for run in range(2):
+        torch.manual_seed(run)
+        changes = ["trainable=ffn+lora", "training.max_steps=2", "training.learning_rate=1e-3"]
+        changes += ["training.save_strategy='no'", f"output_dir={recipe.parent / str(run)}"]
+        assert main(["train", str(recipe), "--json", *changes]) == 0
+        logs.append(json.loads(capsys.readouterr().out)["logs"])
+    assert logs[0] == logs[1]
 
 
 def test_adapters_are_merged_exactly():
@@ -86,6 +113,7 @@ def test_adapters_are_merged_exactly():
         adapters.merge()
         torch.testing.assert_close(model(IDS).logits, wanted, atol=1e-4, rtol=1e-4)
     assert {name for name, _ in model.named_parameters()} == {name for name, _ in tiny_llama().named_parameters()}
+    assert all(parameter.requires_grad for parameter in model.parameters())
     sparsify(model)
 
 
@@ -197,6 +225,11 @@ def test_paths_of_a_recipe_start_from_its_folder_and_changes_do_not(recipe, monk
     assert (read.train, read.heldout) == ([text], [text])
     assert read.distill == {"logits": 0.25}
     assert read.sparsity["l1_weight"] == 2e-4, "where neither a coefficient nor a density is given"
+    args = training_arguments(read)
+    assert (args.output_dir, args.report_to, args.logging_steps) == (read.output_dir, [], 10)
+    read = load_recipe(recipe, ["training.max_steps=5", "training.max_steps=null", "training.num_train_epochs=2"])
+    args = training_arguments(read)
+    assert (args.max_steps, args.num_train_epochs) == (-1, 2), "null is as if it was not there"
     with recipe.open("a") as file:
         file.write("distill: {parent: parent}\nl1_weight: 0\n")
     read = load_recipe(recipe, ["model=./model", "train=text/heldout.txt", "distill.layers=1"])
@@ -269,7 +302,10 @@ def test_a_change_fills_a_mapping_that_the_recipe_leaves_out(recipe):
         ("sequence_length=2.5", "at least 2"),
         ("relu=no", "relu: 'no'; choose one of True, False"),
         ("distill={layers: true}", "layers: True; give a number"),
-        ("training.logging_dir=[1]", "logging_dir"),
+        (
+            "training={max_steps: 1, use_cpu: true, eval_strategy: steps, eval_steps: abc}",
+            "training: '>' not supported",
+        ),
         ("distill=true", "give a mapping"),
         ("training=[1]", "give a mapping"),
         ("heldout.take=3", "heldout holds no keys"),
