@@ -424,19 +424,19 @@ def test_the_card_of_a_run_to_a_density_says_so(tmp_path):
         assert "| density aimed at | 2.00 % after a linear warm-up over 0.1 |" in text
 
 
-def test_the_card_of_some_layers_has_no_figures_of_all(tmp_path):
+@pytest.mark.parametrize(("layers", "log_layers"), [(None, True), ([0], True), (None, False)])
+def test_a_card_tells_what_training_logged_of_every_layer_or_nothing(tmp_path, layers, log_layers):
     args = TrainingArguments(
-        str(tmp_path), max_steps=2, logging_steps=1, use_cpu=True, report_to=[], save_strategy="no"
+        str(tmp_path), max_steps=2, logging_steps=1, save_strategy="no", use_cpu=True, report_to=[]
     )
     rows = [{"input_ids": list(range(3, 15)), "labels": list(range(3, 15))}] * 8
-    trainer = Trainer(hf_twell.sparsify(tiny_llama(), layers=[1]), args, train_dataset=rows)
-    trainer.add_callback(hf_twell.SparsityCallback(trainer, l1_weight=1e-3))
+    trainer = Trainer(hf_twell.sparsify(tiny_llama(), layers=layers), args, train_dataset=rows)
+    trainer.add_callback(hf_twell.SparsityCallback(trainer, l1_weight=1.0, log_layers=log_layers))
     trainer.train()
-    assert "twell/l0" in trainer.state.log_history[0]
     trainer.create_model_card(model_name="me/x")
     text = (tmp_path / "README.md").read_text()
-    assert "## Sparsity" not in text
-    assert "| kernels and L1 term on layers | 1 |" in text
+    assert ("(step 2)" in text) == ("## Sparsity" in text) == (layers is None and log_layers)
+    assert ("| kernels and L1 term on layers | 0 |" in text) == (layers is not None)
 
 
 @pytest.mark.parametrize("figures", [{"sparsity": {"l0": 1}}, {"scores": {"tasks": {}}}])
