@@ -523,6 +523,16 @@ def test_whole_folder_over_something(tmp_path, kind):
     assert sorted(path.name for path in tmp_path.iterdir()) == (["model", "real"] if kind == "link" else ["model"])
 
 
+@pytest.mark.parametrize("inside", ["", "runs"])
+def test_whole_folder_refuses_to_replace_the_working_directory(tmp_path, monkeypatch, inside):
+    target = tmp_path / "model"
+    make_model_folder(target)
+    (target / inside).mkdir(exist_ok=True)
+    monkeypatch.chdir(target / inside)
+    with pytest.raises(ValueError, match="holds the working directory"), whole_folder(target, overwrite=True):
+        pytest.fail("the body must not run")
+
+
 def test_whole_folder_over_an_empty_one(tmp_path):
     with whole_folder(tmp_path, overwrite=True) as folder:
         (folder / "model.safetensors").write_text("new")
