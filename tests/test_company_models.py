@@ -163,11 +163,15 @@ def test_weights_written_through_what_was_held_before_evaluation(how):
 @pytest.mark.parametrize("gradients", [False, True])
 def test_functional_call(gradients):
     model, twin = pair()
+    given = other_weights()
+    for layer in model.model.layers:
+        layer.mlp.twell.calls = 0  # the next call looks at the density
     with torch.set_grad_enabled(gradients):
         ours, theirs = (
-            torch.func.functional_call(each, other_weights(), (), {"input_ids": ids()}).logits for each in (model, twin)
+            torch.func.functional_call(each, given, (), {"input_ids": ids()}).logits for each in (model, twin)
         )
     torch.testing.assert_close(ours, theirs)
+    assert all(weights.is_contiguous() for weights in given.values()), "the caller's own stay as they were"
     torch.testing.assert_close(logits(model), logits(twin))
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import hf_twell
 from hf_twell import _density, _density_cpu, _layout, build, ops, reference
 from tests.conftest import tiny_llama
-from tests.ffn_cases import assert_as_good_as_eager, make_case, relative_rms, run
+from tests.ffn_cases import KINDS, assert_as_good_as_eager, make_case, relative_rms, run
 
 needs_cpu_kernels = pytest.mark.skipif(
     not build.status("cpu", build=True).available, reason=build.status("cpu", build=True).reason
@@ -265,10 +265,57 @@ def test_down_proj_lies_by_columns_in_evaluation_only(tmp_path):
     block(x).sum().backward()
     assert weight.stride() == weight.grad.stride() == (688, 1)
     assert torch.equal(weight, values)
-    block.eval()
+    block.eval().twell.calls = 0  # the next call looks at the density
     with torch.no_grad():
         block(x)
     assert weight.stride() == (688, 1), "a gradient waits for its optimizer step"
+
+
+@needs_cpu_kernels
+def test_down_proj_changes_its_order_without_gradients_in_evaluation_and_back_for_its_own():
+    block, x = sparse_block()
+    weight, orders = block.down_proj.weight, []
+    for training, gradients, of_weight in (
+        (True, False, True),  # as re-entrant checkpointing runs forward
+        (False, True, False),  # frozen, where gradients of others are wanted
+        (False, False, False),
+        (False, True, False),
+        (False, True, True),
+    ):
+        block.training = training
+        weight.requires_grad_(of_weight)
+        with torch.set_grad_enabled(gradients):
+            block(x)
+        orders.append(weight.stride())
+    assert orders == [(688, 1), (688, 1), (1, 48), (1, 48), (688, 1)]
+
+
+def set_density(block, percent):
+    gate = block.gate_proj.weight.data
+    gate[:, :KINDS] = torch.where(torch.arange(len(gate)) % 100 < percent, 2.0, -2.0)[:, None]
+
+
+@needs_cpu_kernels
+def test_between_sparse_and_dense_down_proj_keeps_its_order():
+    block, x = sparse_block()
+    orders = []
+    for percent in (14, 3, 14, 97, 14):
+        set_density(block.eval(), percent)
+        block.twell.calls = 0  # the next call looks at the density
+        with torch.no_grad():
+            block(x)
+        assert block.twell.density == pytest.approx(percent / 100, abs=0.02)
+        orders.append(block.down_proj.weight.stride())
+    assert orders == [(688, 1), (1, 48), (1, 48), (688, 1), (688, 1)]
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.enable_grad])
+def test_no_tokens_at_all_in_evaluation(grad):
+    block, x = sparse_block()
+    with grad():
+        y = block.eval()(x[:0])
+    assert (y.shape, y.dtype) == ((0, 20, 48), torch.float32)
 
 
 @needs_cpu_kernels
@@ -317,6 +364,32 @@ def test_down_proj_stays_put_where_other_processes_share_it():
         block(x)
     assert block.down_proj.weight.is_shared()
     assert block.down_proj.weight.stride() == (688, 1)
+
+
+def in_a_buffer(block):
+    weight = block.down_proj.weight
+    buffer = torch.cat([torch.zeros(7), weight.detach().t().flatten()])
+    weight.data = buffer[7:].view(688, 48).t()
+
+
+def waits_for_an_optimizer(block):
+    block.down_proj.weight.grad = torch.zeros_like(block.down_proj.weight)
+
+
+SHARED = {"processes": lambda block: block.share_memory(), "buffer": in_a_buffer, "gradient": waits_for_an_optimizer}
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("by", SHARED)
+def test_training_leaves_down_proj_where_others_reach_it(by):
+    block, x = sparse_block()
+    with torch.no_grad():
+        block.eval()(x)
+    SHARED[by](block)
+    weight = block.down_proj.weight
+    place = weight.data_ptr()
+    block.train()(x).sum().backward()
+    assert (weight.data_ptr(), weight.stride()) == (place, (1, 48))
 
 
 @needs_cpu_kernels
