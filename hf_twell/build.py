@@ -99,7 +99,7 @@ def processor_features() -> frozenset[str]:
 
 
 def cache_dir() -> Path:
-    if "HF_TWELL_CACHE" in os.environ:
+    if os.environ.get("HF_TWELL_CACHE"):
         return Path(os.environ["HF_TWELL_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_twell"
 

@@ -150,6 +150,68 @@ def test_sources_compile_for_aarch64(source):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler or ninja")
+def test_sources_under_a_path_with_blanks_compile(tmp_path):
+    place = tmp_path / "my $folder"
+    for name in ("hf_twell", "kernels"):
+        shutil.copytree(REPOSITORY / name, place / name, ignore=shutil.ignore_patterns("__pycache__", "prebuilt"))
+    environment = {**os.environ, "HF_TWELL_CACHE": str(place / "cache"), "PYTHONPATH": str(place)}
+    code = "from hf_twell import build; print(build.compile_library('ops'))"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).parent == place / "cache"
+    assert Path(done.stdout.strip()).is_file()
+
+
+def test_a_library_for_another_torch_processor_or_of_other_sources_has_another_name(tmp_path, monkeypatch):
+    changed = tmp_path / "kernels"
+    shutil.copytree(_toolchain.kernels_dir(), changed)
+    with open(changed / _toolchain.sources("cpu")[-1], "a") as source:
+        source.write("// changed")
+    names = [build.file_name("cpu")]
+    for module, attribute, value in (
+        (torch, "__version__", "2.99.0"),
+        (build.platform, "machine", lambda: "AMD64"),  # with the flags of x86_64
+        (_toolchain, "STABLE_ABI_TARGET", "0x0263000000000000"),
+        (_toolchain, "kernels_dir", lambda: changed),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, attribute, value)
+            names.append(build.file_name("cpu"))
+    assert len(set(names)) == 5, names
+
+
+def test_instruction_sets_are_asked_for_where_there_are_such(monkeypatch):
+    for machine, expected in (("x86_64", True), ("aarch64", False)):
+        monkeypatch.setattr(_toolchain.platform, "machine", lambda machine=machine: machine)
+        assert ("-mavx2" in _toolchain.flags("cpu", "twell_cpu/isa_avx2.cpp")) == expected
+        assert "-mavx2" not in _toolchain.flags("cpu", "twell_cpu/forward.cpp")
+
+
+def test_where_the_cache_is(tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_TWELL_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert build.cache_dir() == tmp_path / ".cache" / "hf_twell"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert build.cache_dir() == tmp_path / "xdg" / "hf_twell"
+    monkeypatch.setenv("HF_TWELL_CACHE", "")  # as if it were not set, and not the current folder
+    assert build.cache_dir() == tmp_path / "xdg" / "hf_twell"
+    monkeypatch.setenv("HF_TWELL_CACHE", str(tmp_path / "mine"))
+    assert build.cache_dir() == tmp_path / "mine"
+
+
+def test_a_missing_ninja_is_named(tmp_path, monkeypatch):
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(_toolchain.BuildError, match="ninja is missing; install it with `pip install ninja`"):
+        _toolchain.compiler()
+
+
 def has_nvcc() -> bool:
     try:
         return bool(_toolchain.nvcc_version())
@@ -216,11 +278,18 @@ def test_a_missing_or_broken_nvcc_is_named(tmp_path, monkeypatch):
     assert len(logs) == 1
     assert "nvcc is broken" in logs[0]
     monkeypatch.setenv("HF_TWELL_CUDA_ARCH", "hopper")
-    with pytest.raises(
-        _toolchain.BuildError, match="HF_TWELL_CUDA_ARCH is 'hopper'; expected names such as sm_80 or sm_80,sm_90a"
-    ):
-        build.file_name("cuda")
+    for names in ("hopper", "sm_80,hopper"):
+        monkeypatch.setenv("HF_TWELL_CUDA_ARCH", names)
+        with pytest.raises(
+            _toolchain.BuildError,
+            match=f"HF_TWELL_CUDA_ARCH is '{names}'; expected names such as sm_80 or sm_80,sm_90a",
+        ):
+            build.file_name("cuda")
     monkeypatch.setenv("HF_TWELL_CUDA_ARCH", "sm_80")
+    monkeypatch.setenv("CUDA_HOME", str(fake_nvcc(tmp_path / "untold", "")))
+    with pytest.raises(_toolchain.BuildError, match=r"nvcc --version tells no version .*; repair the CUDA toolkit"):
+        build.file_name("cuda")
+    monkeypatch.setenv("CUDA_HOME", str(home))
     monkeypatch.setattr(Path, "write_text", raise_full_disk)
     with pytest.raises(_toolchain.BuildError, match=r"No space left on device.*; set HF_TWELL_CACHE elsewhere"):
         build.compile_library("cuda")
@@ -242,10 +311,20 @@ def test_a_cuda_library_fits_one_architecture_and_nvcc_and_is_found_without_nvcc
             names[version, architecture] = build.file_name("cuda")
             assert build.find_library("cuda") is None
     assert len(set(names.values())) == 4
+    several = []
+    for architectures in ("sm_80,sm_90a", "sm_90a, sm_80,sm_80"):
+        monkeypatch.setenv("HF_TWELL_CUDA_ARCH", architectures)
+        several.append(build.file_name("cuda"))
+    assert several[0] == several[1]
+    monkeypatch.setenv("HF_TWELL_CUDA_ARCH", "sm_90a")
     made = tmp_path / "cache" / names["12.9.86", "sm_90a"]
     made.touch()
     assert build.find_library("cuda") is None, "nvcc is newer than the library's"
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
     assert build.find_library("cuda") == made
+    newer = tmp_path / "cache" / names["13.0.88", "sm_90a"]
+    newer.touch()
+    assert build.find_library("cuda") == newer
+    newer.unlink()
     monkeypatch.setenv("HF_TWELL_CUDA_ARCH", "sm_80")
     assert build.find_library("cuda") is None
