@@ -171,6 +171,19 @@ def test_hooks(where, when):
     assert len(recorder.shapes) == 2
 
 
+@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+@pytest.mark.parametrize("where", HOOKS)
+def test_backward_hooks(where, kind):
+    model, gradients = sparsify(tiny_llama()), []
+    for each in (model, dense_relu(model)):
+        target = HOOKS[where](each.model.layers[0].mlp)
+        getattr(target, kind)(lambda module, seen, *_: tuple(2 * gradient for gradient in seen))
+        each(input_ids=ids(), labels=ids()).loss.backward()
+        gradients.append([parameter.grad for parameter in each.parameters()])
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
 def test_activation_exchanged_afterwards():
     model = sparsify(tiny_llama())
     stock = dense_relu(model)

@@ -201,6 +201,42 @@ def test_mixed_dtypes_are_refused_except_under_autocast(name, backend):
         assert ops.ffn(x, **tensors, backend=backend).dtype == torch.bfloat16
 
 
+@needs_cpu_kernels
+@pytest.mark.parametrize("name", ["w_down", "w_gate", "b_up", "b_down", "b_gate", "tally", "token_weight"])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_shapes_that_do_not_fit_are_refused_by_name(name, backend):
+    x, w = torch.randn(3, 8), torch.randn(16, 8)
+    tensors = {"w_up": w, "w_down": w.t(), "w_gate": w, "b_up": w[:, 0], "b_down": w[0], "b_gate": w[:, 0]}
+    tensors |= {"l1_scale": torch.tensor(0.1), "tally": torch.zeros(17), "token_weight": torch.ones(3)}
+    ops.ffn(x, **tensors, backend=backend)
+    right, wrong = tensors[name].shape, tensors[name][1:].shape
+    with pytest.raises(ValueError, match=re.escape(f"{name} has shape {tuple(wrong)}; expected {tuple(right)}")):
+        ops.ffn(x, **(tensors | {name: tensors[name][1:]}), backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_what_is_no_matrix_or_has_no_size_is_refused(backend):
+    w = torch.randn(16, 8)
+    with pytest.raises(ValueError, match=re.escape("w_up has shape (8,); expected (F, D)")):
+        ops.ffn(torch.randn(3, 8), w[0], w.t(), backend=backend)
+    with pytest.raises(ValueError, match=re.escape("x has shape (); its last size must be 8")):
+        ops.ffn(torch.tensor(1.0), w, w.t(), backend=backend)
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize(("hidden", "intermediate"), [(16_385, 2), (1, 65_537), (0, 4), (8, 0)])
+def test_sizes_beyond_the_kernels_are_refused_by_name_and_fall_back_under_auto(hidden, intermediate):
+    x, w_up, w_down = torch.randn(3, hidden), torch.randn(intermediate, hidden), torch.randn(hidden, intermediate)
+    says = f"D = {hidden}, F = {intermediate}; the kernels take 1..16384 and 1..65536"
+    with pytest.raises(ValueError, match=f"backend 'cpu' cannot compute this: {says}"):
+        ops.ffn(x, w_up, w_down, backend="cpu")
+    ops._warn_once.cache_clear()  # whatever tests came before
+    with pytest.warns(UserWarning, match=says) as caught:
+        results = [ops.ffn(x, w_up, w_down) for _ in range(2)]
+    assert len(caught) == 1, "once"
+    assert all(torch.equal(y, reference.ffn(x, w_up, w_down)) for y in results)
+
+
 def test_autocast_trains_fp32_weights():
     block, x = sparse_block()
     with torch.autocast("cpu", torch.bfloat16):
@@ -341,6 +377,14 @@ def test_the_density_up_to_which_cpu_kernels_pay(monkeypatch):
     assert limit(256, 64 * 172, torch.float32) == 0
     # PyTorch's own bfloat16 matmuls take so long to begin that kernels win at any size.
     assert limit(1, 64 * 172, torch.bfloat16) == 1
+    x, gate = torch.ones(32, 8), torch.where(torch.arange(256) % 10 == 0, 1.0, -1.0)[:, None].expand(-1, 8)
+    for amx in (True, False):
+        monkeypatch.setattr(_density_cpu, "_has_amx", lambda amx=amx: amx)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            faster = amx and dtype == torch.bfloat16  # dense matmuls
+            expected = [1, 0.075, 0.075, 0.035] if faster else [1, 0.18, 0.18, 0.18]
+            assert [limit(tokens, 2048 * 5632, dtype) for tokens in (2, 3, 64, 65)] == expected
+            assert _density_cpu.too_dense_to_train(x.to(dtype), gate.to(dtype)) == faster
 
 
 @needs_cpu_kernels
