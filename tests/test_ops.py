@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import hf_twell
 from hf_twell import _density, _density_cpu, _layout, build, ops, reference
 from tests.conftest import tiny_llama
-from tests.ffn_cases import KINDS, assert_as_good_as_eager, make_case, relative_rms, run
+from tests.ffn_cases import KINDS, Operators, assert_as_good_as_eager, make_case, relative_rms, run
 
 needs_cpu_kernels = pytest.mark.skipif(
     not build.status("cpu", build=True).available, reason=build.status("cpu", build=True).reason
@@ -42,8 +42,40 @@ def test_auto_runs_the_kernels_where_they_pay(density, monkeypatch):
     monkeypatch.setattr(ops, "dense_ffn", lambda *a, _f=ops.dense_ffn, **k: calls.append(1) or _f(*a, **k))
     run(ops.ffn, case, torch.bfloat16)
     assert len(calls) == (density > 0.5)
+    run(ops.ffn, case, torch.bfloat16, backend="cpu")
+    assert len(calls) == (density > 0.5), "a backend by name insists"
     monkeypatch.undo()
     assert_as_good_as_eager(ops.ffn, case)
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("gated", [True, False])
+def test_biases_count_where_density_decides(gated, monkeypatch):
+    """Without them nine in ten neurons would be active."""
+    case, calls = make_case(64, 40, 688, 0.9, torch.float32, gated=gated, biases=True), []
+    case["b_gate" if gated else "b_up"] -= 9
+    monkeypatch.setattr(ops, "dense_ffn", lambda *a, _f=ops.dense_ffn, **k: calls.append(1) or _f(*a, **k))
+    run(ops.ffn, case, torch.float32)
+    assert not calls
+
+
+@needs_cpu_kernels
+def test_nothing_is_kept_for_a_backward_that_cannot_come():
+    case = make_case(5, 40, 172, 0.05, torch.float32)
+    case["w_up"].requires_grad_()
+    for grad, operator in ((torch.no_grad, "infer"), (torch.inference_mode, "infer"), (torch.enable_grad, "ffn")):
+        with grad(), Operators() as ran:
+            ops.ffn(**case, backend="cpu")
+        assert ran.names == [f"hf_twell.{operator}.default"]
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("training", [True, False])
+def test_a_block_insists_on_a_backend_by_name(training):
+    block, x = sparse_block()
+    block.double().train(training).twell.backend = "cpu"
+    with pytest.raises(ValueError, match=r"backend 'cpu' cannot compute this: dtype torch\.float64"):
+        block(x.double())
 
 
 def test_without_kernels_auto_falls_back_and_a_name_insists(monkeypatch):
@@ -83,6 +115,25 @@ def test_a_patched_block_agrees_with_its_stock_one_in_every_mode():
         y = block(x)
         assert y.dtype == torch.bfloat16
         assert relative_rms(y, truth) < 2**-7
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("density", [0.03, 0.9])
+def test_biases_of_a_block_count(density):
+    case = make_case(40, 48, 688, density, torch.float32, biases=True)
+    model = tiny_llama(hidden_size=48, intermediate_size=688, num_hidden_layers=1, mlp_bias=True)
+    block, results = hf_twell.sparsify(model).model.layers[0].mlp, []
+    for name in ("up", "down", "gate"):
+        linear = getattr(block, f"{name}_proj")
+        linear.weight.data, linear.bias.data = case[f"w_{name}"], case[f"b_{name}"]
+    for block.twell.backend in ("auto", "reference"):
+        with torch.no_grad():
+            evaluated = [block.eval()(case["x"]) for _ in range(2)]
+        trained = block.train()(case["x"])
+        gradients = torch.autograd.grad(trained.square().sum(), block.parameters())
+        results.append([*evaluated, trained, *gradients])
+    for ours, truth in zip(*results, strict=True):
+        assert relative_rms(ours, truth) < 1e-6
 
 
 class MovesMemory(TorchDispatchMode):
@@ -367,6 +418,9 @@ def test_small_blocks_keep_plain_matmuls_in_evaluation(backend, monkeypatch):
     assert (len(calls), block.down_proj.weight.stride()) == ((0, (688, 1)) if backend == "auto" else (1, (1, 48)))
     truth = reference.ffn(x[:, :1], block.up_proj.weight, block.down_proj.weight, block.gate_proj.weight)
     assert relative_rms(y, truth) < 1e-6
+    calls.clear()
+    block.train()(x[:, :1])
+    assert len(calls) == 1, "in training the operator chooses"
 
 
 def test_the_density_up_to_which_cpu_kernels_pay(monkeypatch):

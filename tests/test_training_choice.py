@@ -190,7 +190,11 @@ def train(block, x, steps):
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_block_moves_over_and_evaluation_is_left_alone(monkeypatch):
     block, calls, x = patched_model().model.layers[0].mlp, watch(monkeypatch), torch.randn(4, 16, 32)
-    train(block, x, 1)
+    with torch.no_grad():
+        block.eval()(x)
+    assert calls == [None], "nothing is known yet, which means plain matmuls in training alone"
+    calls.clear()
+    train(block.train(), x, 1)
     assert calls == []
     assert block.twell.on_kernels is False
     train(block, x, 2)
