@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
@@ -57,6 +58,16 @@ def test_biases_count_where_density_decides(gated, monkeypatch):
     monkeypatch.setattr(ops, "dense_ffn", lambda *a, _f=ops.dense_ffn, **k: calls.append(1) or _f(*a, **k))
     run(ops.ffn, case, torch.float32)
     assert not calls
+
+
+@needs_cpu_kernels
+def test_dense_evaluation_of_few_tokens_is_plain(monkeypatch):
+    monkeypatch.undo()  # sizes as users have them
+    case = make_case(200, 40, 688, 0.9, torch.float32)
+    for tokens, one_pass in ((2, False), (200, True)):
+        with torch.no_grad(), Operators() as ran:
+            ops.dense_ffn(**(case | {"x": case["x"][:tokens]}))
+        assert ("hf_twell.activation.default" in ran.names) == one_pass
 
 
 @needs_cpu_kernels
@@ -163,6 +174,11 @@ def test_evaluation_in_threads_keeps_the_memory_it_computes_with(density):
     assert torch.equal(y, truth)
 
 
+def tangent(function, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(function(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
 @needs_cpu_kernels
 @pytest.mark.parametrize("density", [0.03, 0.5])
 def test_function_transforms_and_forward_mode_are_exact(density):
@@ -170,6 +186,7 @@ def test_function_transforms_and_forward_mode_are_exact(density):
     weights = block.up_proj.weight.detach(), block.down_proj.weight.detach(), block.gate_proj.weight.detach()
     functions = {
         "jvp": lambda f: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+        "dual numbers": lambda f: tangent(f, x),
         "vmap": lambda f: torch.func.vmap(f)(x),
         "vmap of grad": lambda f: torch.func.vmap(torch.func.grad(lambda x: f(x).sum()))(x),
     }

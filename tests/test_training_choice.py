@@ -212,6 +212,16 @@ def test_a_block_moves_over_and_evaluation_is_left_alone(monkeypatch):
 
 @needs_cpu_kernels
 @pytest.mark.usefixtures("as_on_a_gpu")
+def test_where_nothing_learns_there_is_no_choice(monkeypatch):
+    block, calls = patched_model().model.layers[0].mlp, watch(monkeypatch)
+    block.requires_grad_(False)(torch.randn(4, 16, 32))
+    assert (len(calls), block.twell.on_kernels) == (1, None)
+    block(torch.randn(4, 16, 32, requires_grad=True))
+    assert (len(calls), block.twell.on_kernels) == (1, False)
+
+
+@needs_cpu_kernels
+@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize(("backend", "expected"), [("cpu", 3), ("reference", 0)])
 def test_a_backend_asked_for_by_name_is_taken_at_every_density(monkeypatch, backend, expected):
     block, calls = patched_model(0.5, backend).model.layers[0].mlp, watch(monkeypatch)
