@@ -77,6 +77,12 @@ def of_another_class(linear):
     linear.__class__ = TwiceLinear
 
 
+def with_a_tensor_for_bias(linear):
+    bias = linear.bias.detach() + 0.5
+    del linear.bias
+    linear.bias = bias
+
+
 def with_weight_norm(linear):
     parametrizations.weight_norm(linear).parametrizations.weight.original0.data *= 2
 
@@ -87,6 +93,7 @@ def pruned_for_good(linear):
 
 TRICKS = {
     "parametrized": lambda linear: parametrize.register_parametrization(linear, "weight", Twice()),
+    "a tensor for bias": with_a_tensor_for_bias,
     "weight norm": with_weight_norm,
     "pruned": lambda linear: prune.l1_unstructured(linear, "weight", 0.3),
     "pruned for good": pruned_for_good,

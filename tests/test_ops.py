@@ -112,6 +112,12 @@ def test_what_the_kernels_cannot_take_is_refused_by_name_and_falls_back_under_au
         ops.ffn(torch.randn(3, 7), w, w.t())
     with pytest.raises(ValueError, match="'cuda'"):
         ops.ffn(x.float(), w.float(), w.float().t(), backend="cuda")
+    with pytest.raises(
+        ValueError, match="backend 'cpu' was asked to compute tensors on 'meta'; move them, or use 'auto'"
+    ):
+        ops.ffn(x.to("meta"), w.to("meta"), w.t().to("meta"), backend="cpu")
+    with pytest.raises(ValueError, match="x is on cpu and w_up on meta; move them to one device"):
+        ops.ffn(x, w.to("meta"), w.t())
 
 
 @needs_cpu_kernels
