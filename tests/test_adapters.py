@@ -2,12 +2,13 @@
 
 import copy
 import json
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from hf_twell import (
     L1Penalty,
@@ -23,6 +24,7 @@ from tests.conftest import ids, logits, relu_llama, tiny_llama
 
 peft = pytest.importorskip("peft")
 
+DEMO = Path(__file__).parents[1] / "recipes" / "demo" / "model"
 ATTENTION, FFN = ["q_proj", "v_proj"], ["gate_proj", "up_proj", "down_proj"]
 TARGETS = {"attention": ATTENTION, "ffn": FFN, "both": ATTENTION + FFN}
 
@@ -87,9 +89,12 @@ def test_save_and_load(base, tmp_path):
     save_adapter(model, tmp_path / "adapter")
     record = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_sparsified_by_hf_twell"]
     assert record == {"version": 1, "layers": [0, 2]}
-    loaded = load_adapter(tmp_path / "adapter", backend="reference")
-    assert not loaded.training
-    assert [ffn.twell.layer for ffn in sparse_ffns(loaded)] == [0, 2]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loaded = load_adapter(tmp_path / "adapter", backend="reference")
+    assert not [warning for warning in caught if "base_sparsified_by_hf_twell" in str(warning.message)]
+    assert not any(module.training for module in loaded.modules())
+    assert [(ffn.twell.layer, ffn.twell.backend) for ffn in sparse_ffns(loaded)] == [(0, "reference"), (2, "reference")]
     assert torch.equal(logits(loaded), truth)
     dense = AutoModelForCausalLM.from_pretrained(base)
     assert torch.equal(logits(load_adapter(tmp_path / "adapter", dense, backend="reference")), truth)
@@ -97,14 +102,16 @@ def test_save_and_load(base, tmp_path):
     assert torch.equal(logits(load_adapter(tmp_path / "adapter", ours, backend="reference")), truth)
 
     again = load_adapter(tmp_path / "adapter", trainable=True)
-    assert again.training
+    assert all(module.training for module in again.modules())
     assert {name for name, p in again.named_parameters() if p.requires_grad} == {
         name for name, _ in again.named_parameters() if "lora_" in name
     }
     assert load_adapter(tmp_path / "adapter", dtype="bfloat16").dtype == torch.bfloat16
     with pytest.raises(ValueError, match="dtype='fp32'; choose one of 'auto', 'bfloat16'"):
         load_adapter(tmp_path / "adapter", dtype="fp32")
-    save_adapter(again, tmp_path / "adapter", overwrite=True)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    save_adapter(again, tmp_path / "adapter", tokenizer, overwrite=True)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "adapter")) == len(tokenizer)
     with pytest.raises(ValueError, match="exists"):
         save_adapter(again, tmp_path / "adapter")
 
@@ -203,6 +210,10 @@ DAMAGES = {
     "entry of the future": (
         lambda f: change_config(f, base_sparsified_by_hf_twell={"version": 99, "layers": None}),
         "has version 99",
+    ),
+    "layers as text": (
+        lambda f: change_config(f, base_sparsified_by_hf_twell={"version": 1, "layers": "all"}),
+        "this package writes {'version': 1, 'layers': ...}",
     ),
     "factor that is no number": (lambda f: change_config(f, lora_alpha=float("nan")), "is no JSON (it holds NaN)"),
     "config of a list": (lambda f: (f / "adapter_config.json").write_text("[]"), "holds no mapping"),

@@ -110,6 +110,11 @@ def test_made_from_a_config(family):
     assert not [m for m in unpatch(model).modules() if isinstance(m, SparseFfn)]
 
 
+def test_an_unknown_backend_is_refused_at_once(family):
+    with pytest.raises(ValueError, match="unknown backend 'fast'; choose one of 'auto', 'reference', 'cpu', 'cuda'"):
+        family[0](config_of(family), backend="fast")
+
+
 def test_arguments_of_the_stock_class(family, tmp_path):
     dense(family).save_pretrained(tmp_path, max_shard_size="20KB")
     assert (tmp_path / "model.safetensors.index.json").is_file()
@@ -429,6 +434,18 @@ def test_missing_tensors_on_request(folder):
     model, info = TwellLlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert info["missing_keys"] == {UP}
     assert model.get_parameter(UP).isfinite().all()
+
+
+def test_tensors_of_another_shape_on_request(folder):
+    damage_weights(folder, UP, lambda w: w[:-1].clone())
+    model = TwellLlamaForCausalLM.from_pretrained(folder, ignore_mismatched_sizes=True)
+    assert model.get_parameter(UP).shape == (TINY["intermediate_size"], TINY["hidden_size"])
+
+
+def test_a_config_in_hand_counts_and_not_the_folders(folder):
+    config, truth = LlamaConfig.from_pretrained(folder), logits(TwellLlamaForCausalLM.from_pretrained(folder))
+    damage_config(folder, num_hidden_layers=5, intermediate_size=7)
+    assert torch.equal(logits(TwellLlamaForCausalLM.from_pretrained(folder, config=config)), truth)
 
 
 def test_another_architecture_is_refused(folder):
