@@ -162,7 +162,7 @@ def reference_config(path, raw: dict, shapes: dict) -> PreTrainedConfig:
     """
     ups = [shape for name, shape in shapes.items() if name.endswith(".mlp.up_proj.weight")]
     gates = [shape for name, shape in shapes.items() if name.endswith(".mlp.gate_proj.weight")]
-    if not ups or len(gates) != len(ups):
+    if not ups or not gates:
         raise ValueError(f"{path} has {len(ups)} blocks and {len(gates)} gates; only gated models have a stock form")
     config_class = reference_class(raw["model_type"]).config_class
     dropped = ("model_type", "architectures", "auto_map", "is_llama_config", "twell")

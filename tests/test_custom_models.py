@@ -230,6 +230,7 @@ def test_checkpoints_of_the_authors(tmp_path, kind, hybrid, square):
 
 def test_authors_shards_and_the_arguments_of_the_stock_class(tmp_path):
     truth = authors_model(tmp_path, sparsity_use_hybrid_kernel=True, max_shard_size="20KB")
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 7}')
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
     options = {"attention_dropout": 0.25, "attn_implementation": "sdpa", "offload_folder": tmp_path / "offloaded"}
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
@@ -240,6 +241,8 @@ def test_authors_shards_and_the_arguments_of_the_stock_class(tmp_path):
         assert torch.equal(logits(model), truth)
         assert model.config.attention_dropout == 0.25
         assert len(sparse_ffns(model)) == 3
+        assert model.generation_config.max_new_tokens == 7
+        assert model.name_or_path == model.config._name_or_path == str(tmp_path)
 
 
 def test_authors_biases(tmp_path):
@@ -424,6 +427,33 @@ def test_hostile_checkpoints(folder, damage):
     change(folder)
     with pytest.raises(ValueError) as caught:
         TwellLlamaForCausalLM.from_pretrained(folder)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+OF_THE_AUTHORS = (
+    "shape of attention",
+    "shape of a block",
+    "a tensor missing",
+    "huge hidden size",
+    "huge vocabulary",
+    "huge depth",
+    "NaN",
+    "half a file",
+    "pickle",
+    "generation config of a list",
+    "code for attention",
+)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("damage", OF_THE_AUTHORS)
+def test_hostile_checkpoints_of_the_authors(tmp_path, damage):
+    authors_model(tmp_path, sparsity_use_hybrid_kernel=True)
+    change, message = DAMAGES[damage]
+    change(tmp_path)
+    with pytest.raises(ValueError) as caught:
+        TwellLlamaForCausalLM.from_pretrained(tmp_path)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
