@@ -124,5 +124,3 @@ def _named(what: str, path, load: Callable, **options):
         kind = OSError if isinstance(error, OSError) else ValueError  # some of their own kinds take other arguments
         reason = f"its files make no {what}: {error}" if isinstance(error, json.JSONDecodeError) else one_line(error)
         raise kind(f"cannot load a {what} from {str(path)!r}: {reason}") from error
-    except KeyError as error:  # its config names an activation that there is not
-        raise ValueError(f"cannot load a {what} from {str(path)!r}: {error.args[0]} is not known") from error

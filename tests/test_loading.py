@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_twell import sparsify
 from hf_twell.cli import main
-from hf_twell.loading import load_causal_lm
+from hf_twell.loading import load_causal_lm, load_model
 from hf_twell.modeling import sparse_ffns
 from tests.authors import SparseLlamaConfig, SparseLlamaForCausalLM
 from tests.conftest import tiny_llama
@@ -30,6 +30,33 @@ def test_stock_models_come_as_they_are(folder):
     assert model.config.hidden_act == "silu"
     assert not sparse_ffns(model)
     assert load_causal_lm(folder, dtype="bfloat16").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("device", "says"),
+    [
+        ("gpu", "device 'gpu': give cpu, cuda or cuda:N"),
+        ("mps", "device mps: give cpu, cuda or cuda:N"),
+        ("cuda:99", r"device cuda:99: this machine has \d+ CUDA devices; try cpu"),
+    ],
+)
+def test_devices_that_are_not_there_are_refused(folder, device, says):
+    with pytest.raises(ValueError, match=f"^{says}$"):
+        load_model(folder, False, device=device)
+
+
+def test_a_tokenizer_from_elsewhere_or_none(folder):
+    model, tokenizer = load_model(folder, DEMO, device="cpu")
+    assert (model.device.type, len(tokenizer)) == ("cpu", len(AutoTokenizer.from_pretrained(DEMO)))
+    assert load_model(folder, tokenizer, device="cpu")[1] is tokenizer
+    assert load_model(folder, False, device="cpu")[1] is None
+
+
+def test_dtypes_that_weights_are_not_in_are_refused(folder):
+    assert load_causal_lm(folder, dtype="auto").dtype == torch.float32
+    for dtype in ("fp16", "int8", "Tensor"):
+        with pytest.raises(ValueError, match=f"dtype='{dtype}'; choose one of 'auto', 'bfloat16'"):
+            load_causal_lm(folder, dtype=dtype)
 
 
 def test_zero3_is_refused(folder, monkeypatch):
@@ -78,6 +105,7 @@ DAMAGES = {
     "size as text": (lambda f: damage_config(f, hidden_size="32"), "its config.json makes no model"),
     "a list for a config": (lambda f: (f / "config.json").write_text("[]"), "holds no mapping"),
     "NaN": (lambda f: damage_weights(f, Q, nan), "NaN or infinite"),
+    "an unknown activation": (lambda f: damage_config(f, hidden_act="evil"), "makes no model (KeyError: 'evil')"),
     "huge depth": (lambda f: damage_config(f, num_hidden_layers=10**9), "num_hidden_layers=1000000000"),
     "huge vocabulary": (lambda f: damage_config(f, vocab_size=10**13), "has shape"),
     "pickle": (pickled, "pickled weights alone"),
