@@ -110,6 +110,12 @@ def test_made_from_a_config(family):
     assert not [m for m in unpatch(model).modules() if isinstance(m, SparseFfn)]
 
 
+def test_made_from_a_config_and_weights_in_hand(family):
+    model = dense(family)
+    options = {"config": model.config, "state_dict": model.state_dict(), "backend": "reference"}
+    assert torch.equal(logits(family[0].from_pretrained(None, **options)), logits(relu_twin(model, family[1])))
+
+
 def test_an_unknown_backend_is_refused_at_once(family):
     with pytest.raises(ValueError, match="unknown backend 'fast'; choose one of 'auto', 'reference', 'cpu', 'cuda'"):
         family[0](config_of(family), backend="fast")
@@ -243,6 +249,14 @@ def test_authors_shards_and_the_arguments_of_the_stock_class(tmp_path):
         assert len(sparse_ffns(model)) == 3
         assert model.generation_config.max_new_tokens == 7
         assert model.name_or_path == model.config._name_or_path == str(tmp_path)
+
+
+def test_authors_down_proj_is_turned_by_its_shape(tmp_path):
+    """As where someone has turned it upright and left the config as it was."""
+    truth = authors_model(tmp_path, sparsity_use_hybrid_kernel=True)
+    for layer in range(3):
+        damage_weights(tmp_path, f"model.layers.{layer}.mlp.down_proj.weight", lambda w: w.t().contiguous())
+    assert torch.equal(logits(TwellLlamaForCausalLM.from_pretrained(tmp_path, backend="reference")), truth)
 
 
 def test_authors_biases(tmp_path):
