@@ -334,6 +334,18 @@ def test_a_layer_without_a_block_is_named():
     assert_refused(model, "3 layers but 2", "model.layers.1.mlp (LlamaMLP of gate_proj: Linear, ")
 
 
+def test_a_model_without_layers():
+    assert_refused(tiny_llama(num_hidden_layers=0), "0 layers but 0 feed-forward blocks", "Supported are Llama")
+
+
+def test_another_activation_beside_the_entry_is_seen_in_a_nested_config():
+    model_class, config = CONVERTIBLE["gemma3"]
+    model = sparsify(build(model_class, config()))
+    text_config, keys = activation_keys(model.config)
+    setattr(text_config, keys[0], "silu")
+    assert_refused(model, "says that the model is sparse, but its activation is 'silu'")
+
+
 def test_replaced_forward():
     model = tiny_llama()
     mlp = model.model.layers[1].mlp
