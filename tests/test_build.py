@@ -156,11 +156,14 @@ def test_sources_under_a_path_with_blanks_compile(tmp_path):
     for name in ("hf_twell", "kernels"):
         shutil.copytree(REPOSITORY / name, place / name, ignore=shutil.ignore_patterns("__pycache__", "prebuilt"))
     environment = {**os.environ, "HF_TWELL_CACHE": str(place / "cache"), "PYTHONPATH": str(place)}
-    code = "from hf_twell import build; print(build.compile_library('ops'))"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    code = (
+        "from hf_twell import _toolchain, build; print(_toolchain.kernels_dir()); print(build.compile_library('ops'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=place, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()).parent == place / "cache"
-    assert Path(done.stdout.strip()).is_file()
+    sources, library = map(Path, done.stdout.splitlines())
+    assert (sources, library.parent) == (place / "kernels", place / "cache")
+    assert library.is_file()
 
 
 def test_a_library_for_another_torch_processor_or_of_other_sources_has_another_name(tmp_path, monkeypatch):
