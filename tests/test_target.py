@@ -115,6 +115,18 @@ def test_a_step_of_padding_alone_changes_no_weight():
     assert torch.equal(controller.update(padding.density(), padding.l1(), 0.02), weights)
 
 
+def test_counts_of_steps_add_up():
+    step = StepCounts(torch.tensor(4.0), [torch.tensor([6.0, 4.0, 0.0, 2.0])])
+    step.check_counted_once()  # a neuron may be active for every token
+    total = step.added_to(step.added_to(None))
+    layer = {"l0": 1.5, "density": 0.5, "l1": 1.5, "dead": 1 / 3, "l1_weight": 0.25}
+    assert total.figures([0.25]) == {**layer, "tokens": 8, "layers": [layer]}
+    assert total.tokens.dtype == total.layers[0].dtype == torch.float64
+    padding = StepCounts(torch.tensor(0.0), [torch.zeros(4)])
+    assert padding.density().tolist() == [0.0]
+    assert padding.figures([0.25]) is None
+
+
 @pytest.mark.parametrize("share", ["equal", "free"])
 def test_every_layer_or_their_mean(share):
     controller = DensityController(0.1, steps=20, layer_shares=share)
