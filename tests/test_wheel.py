@@ -31,7 +31,7 @@ def sdist(tmp_path_factory) -> Path:
     assert done.returncode == 0, done.stderr[-2000:]
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as file:
-        file.extractall(folder, filter="data")
+        file.extractall(folder)
     return folder / archive.name.removesuffix(".tar.gz")
 
 
