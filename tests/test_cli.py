@@ -549,7 +549,7 @@ def test_a_folder_takes_one_training_at_a_time(recipe, capsys):
     ("steps", "epochs", "finished"), [(4, 3, True), (-1, 3, True), (2, 3, True), (5, 3, False), (-1, 4, False)]
 )
 def test_when_a_run_is_finished(tmp_path, steps, epochs, finished):
-    """By its steps, or where they follow from its text, by its epochs; one without a final model is not."""
+    """By its steps, or where they follow from its text, by its epochs; one without a newer final model is not."""
     checkpoint = tmp_path / "checkpoint-4"
     checkpoint.mkdir()
     state = {"global_step": 4, "max_steps": 4, "num_train_epochs": 3}
@@ -558,6 +558,7 @@ def test_when_a_run_is_finished(tmp_path, steps, epochs, finished):
     args = TrainingArguments(str(tmp_path), max_steps=steps, num_train_epochs=epochs, use_cpu=True)
     check_run(str(tmp_path), args, resume=True, overwrite=False)
     shutil.copytree(DEMO / "model", tmp_path / "final", ignore=shutil.ignore_patterns("README.md", "pretrain.json"))
+    os.utime(tmp_path / "final")  # copied with its time, which is before the checkpoint's
     with pytest.raises(ValueError, match="is finished") if finished else contextlib.nullcontext():
         check_run(str(tmp_path), args, resume=True, overwrite=False)
 

@@ -499,8 +499,6 @@ import argparse, sys
 from hf_twell.whole_folders import save_model
 from hf_twell.cli import eval as cli
 from hf_twell.cli import main
-from hf_twell.cli.eval import format_table
-from hf_twell.tasks import _check_examples, _choose_split, _read_rows
 from hf_twell.text import read_documents
 assert "torch" not in sys.modules
 parser = argparse.ArgumentParser()
