@@ -93,7 +93,7 @@ class SparseFfn(nn.Module):
             l1 = l1.to(x.device)
         if l1 is not None:
             _check_tokens(self.twell.name, x.shape[:-1], l1)
-        if not _is_bare_relu(self._modules[form.activation]):
+        if _all_modules_are_hooked() or not _is_bare_relu(self._modules[form.activation]):
             return self._through_submodules(x, l1)
         if ops.resolve(self.twell.backend, x.device.type) != "reference" and not ops.transformed():
             parameters = self._plain_parameters()
@@ -200,6 +200,11 @@ def _is_hooked(cls: type, module: nn.Module) -> bool:
     if torch.is_grad_enabled() and (len(own["_backward_hooks"]) or len(own["_backward_pre_hooks"])):
         return True
     return bool(len(own["_forward_hooks"]) or len(own["_forward_pre_hooks"]))
+
+
+def _all_modules_are_hooked() -> bool:
+    """Whether somebody watches every module, as `register_module_forward_hook` and FlopCounterMode let them."""
+    return not torch.compiler.is_compiling() and bool(torch.nn.modules.module._has_any_global_hook())
 
 
 def _has_forward_of(cls: type, module: nn.Module) -> bool:

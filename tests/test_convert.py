@@ -184,6 +184,31 @@ def test_backward_hooks(where, kind):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
+GLOBAL_HOOKS = {
+    "forward": ("register_module_forward_hook", lambda module, args, output: 2 * output),
+    "before": ("register_module_forward_pre_hook", lambda module, args: tuple(2 * arg for arg in args)),
+    "backward": ("register_module_full_backward_hook", lambda module, grads, _: tuple(2 * grad for grad in grads)),
+}
+
+
+@pytest.mark.parametrize("when", GLOBAL_HOOKS)
+def test_hooks_on_every_module(when):
+    model, x = sparsify(tiny_llama()), torch.randn(1, 12, 32)
+    register, hook = GLOBAL_HOOKS[when]
+    results = []
+    for each in (model, dense_relu(model)):
+        handle = getattr(nn.modules.module, register)(hook)
+        try:
+            leaf = x.clone().requires_grad_()
+            y = each.model.layers[0].mlp(leaf)
+            y.sum().backward()
+        finally:
+            handle.remove()
+        results.append((y.detach(), leaf.grad))
+    torch.testing.assert_close(*results)
+    assert results[0][0].isfinite().all()
+
+
 def test_activation_exchanged_afterwards():
     model = sparsify(tiny_llama())
     stock = dense_relu(model)
