@@ -96,10 +96,16 @@ class CompleteCheckpoints(TrainerCallback):
 
 
 def method_of(trainer: Trainer) -> dict:
-    """How a trainer's model came to be, for its card: the steps so far, and what `CompleteCheckpoints` was told."""
+    """How a trainer's model came to be, for its card: its steps, and what `CompleteCheckpoints` was told."""
     callbacks = trainer.callback_handler.callbacks
     ours = next((callback for callback in callbacks if isinstance(callback, CompleteCheckpoints)), None)
-    return {"step": trainer.state.global_step, **(ours.method if ours else {})}
+    return {"step": steps_of(trainer), **(ours.method if ours else {})}
+
+
+def steps_of(trainer: Trainer) -> int:
+    """Optimizer steps behind the weights that the model has now: at the end perhaps those of the best checkpoint."""
+    best = trainer.state.best_global_step if trainer.args.load_best_model_at_end and not trainer.is_in_train else None
+    return trainer.state.global_step if best is None else best
 
 
 def wrap(trainer: Trainer, owner: TrainerCallback, names: Sequence[str]) -> None:

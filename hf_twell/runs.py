@@ -153,6 +153,7 @@ class NothingLeft(TrainerCallback):
         if state.global_step >= state.max_steps:
             if args.load_best_model_at_end and state.best_model_checkpoint is not None:
                 self.trainer._load_best_model()
+            self.trainer.is_in_train = False  # as at the end of training
             raise self.Finished
 
 

@@ -7,7 +7,7 @@ from hf_twell._logs import layer_prefix
 from hf_twell.adapters import record_base
 from hf_twell.card import adapter_card, model_card
 from hf_twell.modeling import sparse_ffns
-from hf_twell.resuming import method_of
+from hf_twell.resuming import method_of, steps_of
 
 
 def use_model_card(trainer, *, base_model: str | None = None, sparsity=None, scores=None) -> None:
@@ -38,8 +38,9 @@ def _write_card(trainer, figures, model_name=None, **_):
 
 
 def _logged_sparsity(trainer, model) -> dict | None:
-    """The last log's figures, if they are there for every layer."""
-    row = next((row for row in reversed(trainer.state.log_history) if "twell/l0" in row), None)
+    """The figures of the last log before the weights were as they are, if they are there for every layer."""
+    logs = [row for row in trainer.state.log_history if "twell/l0" in row and row["step"] <= steps_of(trainer)]
+    row = logs[-1] if logs else None
     ffns = sparse_ffns(model)
     if row is None or len(ffns) != model.config.get_text_config().num_hidden_layers:
         return None

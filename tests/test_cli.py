@@ -375,6 +375,7 @@ def test_a_run_killed_before_its_final_model_makes_it_of_the_best_checkpoint(rec
         assert main(["train", str(recipe), *changes, *resume]) == 0
         weights, best = (load_file(out / name / "model.safetensors") for name in ("final", "checkpoint-2"))
         assert all(torch.equal(weights[name], best[name]) for name in best)
+        assert json.loads((out / "final" / "twell_state.json").read_text())["step"] == 2
         shutil.rmtree(out / "final")
 
 

@@ -439,6 +439,23 @@ def test_a_card_tells_what_training_logged_of_every_layer_or_nothing(tmp_path, l
     assert ("| kernels and L1 term on layers | 0 |" in text) == (layers is not None)
 
 
+def test_the_card_of_the_best_checkpoint_tells_its_own_steps(tmp_path):
+    args = TrainingArguments(
+        str(tmp_path), max_steps=3, logging_steps=1, save_steps=1, eval_strategy="steps", eval_steps=1, use_cpu=True,
+        load_best_model_at_end=True, metric_for_best_model="eval_loss", learning_rate=1.0, report_to=[],
+    )  # fmt: skip
+    rows = [{"input_ids": list(range(3, 15)), "labels": list(range(3, 15))}] * 24
+    trainer = Trainer(hf_twell.sparsify(tiny_llama()), args, train_dataset=rows, eval_dataset=rows)
+    trainer.add_callback(hf_twell.SparsityCallback(trainer, l1_weight=0))
+    trainer.train()
+    best = trainer.state.best_global_step
+    assert best < trainer.state.global_step, "a learning rate of 1 makes it worse"
+    trainer.create_model_card(model_name="me/x")
+    text = (tmp_path / "README.md").read_text()
+    assert f"(step {best})" in text
+    assert f"| optimizer steps | {best} |" in text
+
+
 @pytest.mark.parametrize("figures", [{"sparsity": {"l0": 1}}, {"scores": {"tasks": {}}}])
 def test_the_card_of_an_adapter_has_no_figures(tmp_path, figures):
     peft = pytest.importorskip("peft")
