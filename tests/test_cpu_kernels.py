@@ -78,6 +78,39 @@ def test_down_stored_by_columns(dtype, tokens, density):
     assert w_down.grad.stride() == w_down.stride()
 
 
+@pytest.fixture
+def three_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("by_column", [True, False])
+def test_rows_longer_than_a_slice_in_threads(isa, dtype, by_column, three_threads):
+    """2,085 columns are several of every slice that kernels cut rows into, with something left over."""
+    for tokens in (3, 70):
+        case = make_case(tokens, 2085, 172, 0.06, dtype, biases=True)
+        if by_column:
+            case["w_down"] = case["w_down"].t().contiguous().t()
+        assert_as_good_as_eager(cpu_ffn, case)
+
+
+def test_several_groups_of_neurons_that_many_tokens_share():
+    assert_as_good_as_eager(cpu_ffn, make_case(2100, 40, 900, 0.1, torch.bfloat16, biases=True))
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_h_of_zero_has_no_sign_and_is_not_counted(isa, dtype):
+    for tokens in (3, 199):
+        case = make_case(tokens, 40, 172, 0.06, dtype)
+        case["w_up"][::3] = 0
+        assert_as_good_as_eager(cpu_ffn, case)
+
+
 def test_one_full_token_among_empty_ones():
     """It overflows every bounded buffer of its own, and may cost the others nothing in exactness."""
     for dtype in DTYPES:
@@ -86,19 +119,20 @@ def test_one_full_token_among_empty_ones():
         assert_as_good_as_eager(cpu_ffn, case)
 
 
-def test_dense_tokens_between_sparse_ones():
+@pytest.mark.parametrize("first", [256, 2048])
+def test_dense_tokens_between_sparse_ones(first):
     """One block of tokens takes the dense path, its neighbours the sparse one: the gradients are sums of both."""
     for dtype in (torch.float32, torch.bfloat16):
         case = make_case(2304, 40, 172, 0.01, dtype, biases=True)
-        case["x"][256:512, :8] *= -1
+        case["x"][first : first + 256, :8] *= -1
         assert_as_good_as_eager(cpu_ffn, case)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("capacity", [1, 3, 172])
-def test_pairs_beyond_the_capacity_are_computed_again(dtype, capacity, monkeypatch):
+@pytest.mark.parametrize(("tokens", "capacity"), [(199, 1), (199, 3), (199, 172), (900, 1)])
+def test_pairs_beyond_the_capacity_are_computed_again(dtype, tokens, capacity, monkeypatch):
     monkeypatch.setattr(ops, "saved_capacity_cpu", lambda intermediate: capacity)
-    assert_as_good_as_eager(cpu_ffn, make_case(199, 40, 172, 0.06, dtype, biases=True))
+    assert_as_good_as_eager(cpu_ffn, make_case(tokens, 40, 172, 0.06, dtype, biases=True))
 
 
 def test_saved_state_is_compact():
@@ -112,8 +146,10 @@ def test_saved_state_is_compact():
     assert held < 0.2 * 512 * 5632 * 2, "less than a fifth of one dense (T, F) tensor"
 
 
-def test_nan_gates_count_as_active():
-    case = make_case(70, 40, 172, 0.01, torch.bfloat16)
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_gates_count_as_active(isa, dtype):
+    case = make_case(70, 40, 172, 0.01, dtype)
     case["x"][5] = float("nan")
     y = cpu_ffn(case["x"], case["w_up"], case["w_down"], case["w_gate"])
     assert y[5].isnan().all()
@@ -130,27 +166,25 @@ def test_noncontiguous_and_many_dimensional_x():
     assert torch.equal(y, flat.view(3, 4, 5, 40))
 
 
-def test_threads_change_nothing_but_rounding_and_repeats_change_nothing():
+def test_threads_change_nothing_but_rounding_and_repeats_change_nothing(three_threads):
     case = make_case(130, 96, 1024, 0.03, torch.bfloat16)
-    first, threads = run(cpu_ffn, case, torch.bfloat16), torch.get_num_threads()
+    first = run(cpu_ffn, case, torch.bfloat16)
     for name, value in run(cpu_ffn, case, torch.bfloat16).items():
         assert torch.equal(value, first[name]), name
     torch.set_num_threads(1)
-    try:
-        for name, value in run(cpu_ffn, case, torch.bfloat16).items():
-            assert relative_rms(value, first[name]) < 2**-8, name
-    finally:
-        torch.set_num_threads(threads)
+    for name, value in run(cpu_ffn, case, torch.bfloat16).items():
+        assert relative_rms(value, first[name]) < 2**-8, name
 
 
-def test_only_wanted_gradients_are_made():
-    case = make_case(20, 40, 172, 0.05, torch.float32, biases=True)
-    everything = run(cpu_ffn, case, torch.float32, l1=False)
+@pytest.mark.parametrize(("dtype", "tokens"), [(torch.float32, 20), (torch.bfloat16, 70)])
+def test_only_wanted_gradients_are_made(dtype, tokens):
+    case = make_case(tokens, 40, 172, 0.05, dtype, biases=True)
+    everything = run(cpu_ffn, case, dtype, l1=False)
     for wanted in ("x", "w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate"):
         inputs = {name: tensor.clone().requires_grad_(name == wanted) for name, tensor in case.items()}
         leaf = inputs[wanted]
         y = cpu_ffn(**inputs)
-        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(7)))
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).to(dtype))
         torch.testing.assert_close(leaf.grad, everything[wanted])
 
 

@@ -78,8 +78,7 @@ inline void gate_panel_tile(const uint32_t* panel, const char* w, int64_t w_stri
   __m512 sum[kF][kV];
   for (int f = 0; f < kF; ++f) {
     for (int v = 0; v < kV; ++v) {
-      sum[f][v] = first ? _mm512_set1_ps(bias ? bias[f] : 0.0f)
-                        : _mm512_maskz_loadu_ps(v + 1 < kV ? 0xffff : last_lanes, out + f * ld_out + 16 * v);
+      sum[f][v] = _mm512_set1_ps(first && bias ? bias[f] : 0.0f);
     }
   }
   const int64_t whole = last_bytes == 4 ? units : units - 1;
@@ -107,7 +106,11 @@ inline void gate_panel_tile(const uint32_t* panel, const char* w, int64_t w_stri
   }
   for (int f = 0; f < kF; ++f) {
     for (int v = 0; v < kV; ++v) {
-      _mm512_mask_storeu_ps(out + f * ld_out + 16 * v, v + 1 < kV ? 0xffff : last_lanes, sum[f][v]);
+      const __mmask16 lanes = v + 1 < kV ? 0xffff : last_lanes;
+      float* to = out + f * ld_out + 16 * v;
+      // Parts of a row are summed on their own first, as in gather_sum.h: short chains of additions round less.
+      if (!first) sum[f][v] = _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, to), sum[f][v]);
+      _mm512_mask_storeu_ps(to, lanes, sum[f][v]);
     }
   }
 }
