@@ -72,6 +72,19 @@ def test_gradients_without_the_l1_term_are_torchs_own(isa, gated):
 
 @pytest.mark.parametrize("isa", ISAS, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_h_is_rounded_as_torch_rounds_it(isa, dtype):
+    """Bit for bit: halfway cases to even, subnormals, infinities and what overflows to them."""
+    numbers = torch.tensor(
+        [1.0, 1.5, 1 + 2**-7, 1 + 3 * 2**-7, 1 + 2**-10, 1 + 3 * 2**-10, 2**-14, 3 * 2**-24, 65504.0]
+    )
+    numbers = torch.cat([numbers, torch.tensor([0.0, torch.inf]), _values((40,), torch.float32)[0].abs()]).to(dtype)
+    gate, up = (t.reshape(-1) for t in torch.meshgrid(numbers, torch.cat([numbers, -numbers]), indexing="ij"))
+    h = torch.ops.hf_twell.activation(gate, up, None, None, None)
+    torch.testing.assert_close(h, gate * up, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_what_rounds_to_zero_is_inactive_and_nan_is_active(isa, dtype):
     """As the reference has it: h is what is stored, so an underflowed one has no sign; a NaN has none either."""
     tiny = torch.finfo(dtype).tiny
