@@ -41,6 +41,7 @@ def by_hand(h, valid) -> dict:
     squares = (magnitude**2).sum(2)
     return {
         "l0": l0.mean(),
+        "density": active[valid.numpy()].mean(),
         "l1": numpy.mean([magnitude[at].sum() for at in tokens]),
         "effective_neurons": numpy.mean(
             [magnitude[at].sum() ** 2 / squares[at] if squares[at] else 0 for at in tokens]
@@ -52,6 +53,10 @@ def by_hand(h, valid) -> dict:
         "always": (fired == len(tokens)).sum(),
         "hottest": {p: ranked[: math.ceil(p / 100 * width)].sum() / fired.sum() for p in (1, 5, 10, 25, 50)},
         "distinct": distinct,
+        "runs": {
+            run: sum(bool(valid[b, s : s + run].all()) for b in range(batch) for s in range(0, length - run + 1, run))
+            for run in (16, 64, 128)
+        },
         "independent": {run: (1 - (1 - fired / len(tokens)) ** run).sum() for run in (16, 64, 128)},
         "shares": shares,
     }
@@ -59,6 +64,9 @@ def by_hand(h, valid) -> dict:
 
 def check(report, truth):
     assert report["l0"] == pytest.approx(truth["l0"], abs=1e-9)
+    assert report["density"] == pytest.approx(truth["density"], abs=1e-12)
+    assert report["density"] == report["l0"] / report["intermediate_size"]
+    assert report["dead"] == truth["dead"] / report["intermediate_size"]
     assert report["l1"] == pytest.approx(truth["l1"], rel=1e-5)
     assert report["effective_neurons"] == pytest.approx(truth["effective_neurons"], rel=1e-5)
     assert report["l0_quantiles"] == {
@@ -70,6 +78,7 @@ def check(report, truth):
     for percent, value in truth["hottest"].items():
         assert report["hottest_share"][f"{percent}%"] == pytest.approx(value, abs=1e-12)
     for run, value in truth["distinct"].items():
+        assert report["distinct"][str(run)]["runs"] == truth["runs"][run]
         assert report["distinct"][str(run)]["neurons"] == (None if value is None else pytest.approx(value, abs=1e-9))
         assert report["distinct"][str(run)]["if_independent"] == pytest.approx(truth["independent"][run], rel=1e-9)
     for name, value in truth["shares"].items():
@@ -77,7 +86,7 @@ def check(report, truth):
 
 
 @pytest.mark.parametrize("density", [0.02, 0.3, 1.0])
-@pytest.mark.parametrize("shape", [(1, 1, 7), (2, 15, 172), (3, 130, 1024), (2, 300, 1500)])
+@pytest.mark.parametrize("shape", [(1, 1, 7), (2, 15, 172), (2, 140, 20), (3, 130, 1024), (2, 300, 1500)])
 def test_against_a_count_by_hand(shape, density):
     h = sparse_h(*shape, density)
     valid = torch.ones(shape[:2], dtype=torch.bool)
@@ -119,6 +128,14 @@ def test_parts_add_up_to_the_whole():
     assert one == other
 
 
+def test_quantiles_of_whole_tokens():
+    """1% of 700 is 7 tokens, though 0.01 * 700 is a little more."""
+    activity = LayerActivity(700)
+    activity.add(torch.ones(1, 700, 700).tril(-1))  # token i has i active neurons
+    expected = {"min": 0, "p1": 6, "p10": 69, "p50": 349, "p90": 629, "p99": 692, "max": 699}
+    assert activity.report()["l0_quantiles"] == expected
+
+
 def test_bytes_do_not_overflow():
     """Every neuron active everywhere fills every byte-wide counter to its top."""
     activity = LayerActivity(5632)
@@ -147,7 +164,8 @@ def test_the_sample_is_even():
 def test_other_dtypes(dtype):
     h = sparse_h(2, 64, 128, 0.2, dtype)
     activity = LayerActivity(128, sample_every=1)
-    activity.add(h)
+    l0, effective = activity.add(h)
+    assert (l0.dtype, effective.dtype) == (torch.int64, torch.float32)
     check(activity.report(), by_hand(h, torch.ones(2, 64, dtype=torch.bool)))
 
 

@@ -34,6 +34,41 @@ def test_round_trip_is_exact(pack, dtype, tokens, density):
         assert packed.count.sum() == h.count_nonzero()
 
 
+def test_the_layouts_are_as_documented():
+    h = torch.zeros(4, 7)
+    h[0, [1, 4, 5]] = torch.tensor([10.0, 20.0, 30.0])
+    h[1, [0, 2, 3]] = torch.tensor([1.0, 2.0, 3.0])
+    h[3] = torch.arange(1.0, 8)
+    twell = Twell.from_dense(h, tile=4, slots=2)
+    assert twell.count.tolist() == [[1, 2], [3, 0], [0, 0], [4, 3]]
+    assert twell.overflow.tolist() == [False, True, False, True]
+    assert torch.equal(twell.dense, h[[1, 3]])
+    assert twell.index[0].tolist() == [[1, 0], [0, 1]]
+    assert twell.value[0].tolist() == [[10, 0], [20, 30]]
+    assert twell.nbytes == 4 * (2 * 4 + 4 * 2 + 4 * 4 + 1) + 2 * 7 * 4
+    hybrid = Hybrid.from_dense(h, capacity=4)
+    assert (hybrid.row.tolist(), hybrid.count.tolist()) == ([-1, -1, -1, 0], [3, 3, 0, 7])
+    assert hybrid.index.tolist() == [[1, 4, 5, 0], [0, 2, 3, 0], [0] * 4, [0] * 4]
+    assert hybrid.value.tolist() == [[10, 20, 30, 0], [1, 2, 3, 0], [0] * 4, [0] * 4]
+    assert hybrid.nbytes == 4 * (4 + 4 + 4 * 2 + 4 * 4) + 7 * 4
+    hybrid = Hybrid.from_dense(h, capacity=2)
+    assert hybrid.row.tolist() == [0, 1, -1, 2]
+    assert torch.equal(hybrid.dense, h[[0, 1, 3]])
+    for packed in (twell, hybrid):
+        assert (packed.count.dtype, packed.index.dtype, packed.value.dtype) == (torch.int32, torch.uint16, h.dtype)
+
+
+def test_more_neurons_than_16_bits_count():
+    h = torch.zeros(2, 65537)
+    h[0, [0, 65536]], h[1, 1] = 1.0, 2.0
+    hybrid = Hybrid.from_dense(h, capacity=2)
+    assert hybrid.index.tolist() == [[0, 65536], [1, 0]]
+    for packed in (hybrid, Twell.from_dense(h, tile=65536, slots=2)):
+        assert torch.equal(packed.to_dense(), h)
+    with pytest.raises(ValueError, match="tile=65537, slots=2; expected"):
+        Twell.from_dense(h, tile=65537, slots=2)
+
+
 @pytest.mark.parametrize("pack", PACKERS)
 def test_one_full_row_costs_one_row(pack):
     h = activations(64, 512, 0.005, torch.bfloat16)
@@ -65,6 +100,7 @@ def test_sparse_activations_take_a_fraction_of_the_bytes():
     ("make", "message"),
     [
         (lambda: Twell.from_dense(torch.zeros(3)), r"h has shape \(3,\); expected"),
+        (lambda: Hybrid.from_dense(torch.zeros(2, 3, 4), capacity=1), r"h has shape \(2, 3, 4\); expected"),
         (lambda: Twell.from_dense(torch.zeros(3, 4), tile=4, slots=5), "tile=4, slots=5; expected"),
         (lambda: Hybrid.from_dense(torch.zeros(3, 4), capacity=5), "capacity=5; expected 1 <= capacity <= 4"),
     ],
