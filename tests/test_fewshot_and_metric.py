@@ -203,12 +203,16 @@ def test_metric_in_trainer(metric, tmp_path):
 
 def test_metric_by_hand(metric):
     half = math.log(0.5)
-    result = metric.compute(predictions=[[9.0, half, half], [0.0, 2 * half, 7.0]], references=[[5, 6, 7], [5, 6, -100]])
+    result = metric.compute(
+        predictions=[[9.0, half, half], [0.0, 2 * half, 7.0]], references=[[5, 0, 150000], [5, 6, -100]]
+    )
     assert result == {
         "perplexity": pytest.approx(2 ** (4 / 3)),
         "nats_per_token": pytest.approx(-4 / 3 * half),
         "tokens": 3,
     }
+    unlikely = metric.compute(predictions=[[0.0, -650.1]], references=[[3, 4]])
+    assert unlikely["perplexity"] == pytest.approx(math.exp(650.1))
     assert metric.compute(predictions=[[0.0, -800.0]], references=[[3, 4]])["perplexity"] == math.inf
     with pytest.raises(ValueError, match="no token is scored"):
         metric.compute(predictions=[[0.0, 1.0]], references=[[3, -100]])
