@@ -117,7 +117,7 @@ class LayerActivity:
 def _quantiles(histogram) -> dict[str, int]:
     """The smallest L0 that at least the share q of all tokens do not exceed, and the largest of all."""
     cumulative, tokens = histogram.cumsum(0), int(histogram.sum())
-    quantiles = {_name(q): int(torch.searchsorted(cumulative, math.ceil(q * tokens - 1e-9))) for q in QUANTILES}
+    quantiles = {_name(q): int(torch.searchsorted(cumulative, math.ceil(q * tokens))) for q in QUANTILES}
     return {"min": int(histogram.nonzero()[0]), **quantiles, "max": int(histogram.nonzero()[-1])}
 
 

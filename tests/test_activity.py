@@ -129,7 +129,7 @@ def test_parts_add_up_to_the_whole():
 
 
 def test_quantiles_of_whole_tokens():
-    """1% of 700 is 7 tokens, though 0.01 * 700 is a little more."""
+    """1% of 700 is 7 tokens."""
     activity = LayerActivity(700)
     activity.add(torch.ones(1, 700, 700).tril(-1))  # token i has i active neurons
     expected = {"min": 0, "p1": 6, "p10": 69, "p50": 349, "p90": 629, "p99": 692, "max": 699}

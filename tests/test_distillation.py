@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForSequenceClassification,
     Trainer,
@@ -187,6 +189,50 @@ def test_nothing_of_a_micro_batch_is_left_after_it():
     assert torch.equal(one_step.flat_gradient(model), alone)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_figures_of_half_precision_are_reckoned_in_full(dtype):
+    """Outputs of some thousands, whose squares would overflow in fp16."""
+    model, parent = sparsify(tiny_llama()).train(), one_step.parent()
+    for each in (model, parent):
+        for layer in each.model.layers:
+            layer.mlp.down_proj.weight.data *= 1000
+        each.to(dtype)
+    batch = {"input_ids": torch.arange(3, 47).view(2, 22)}
+    with torch.no_grad():
+        (mine, outputs), (theirs, targets) = (captured(each, batch) for each in (model, parent))
+    assert min(target.abs().max() for target in targets) > 1000
+    kl = F.kl_div(*(each.logits.double().log_softmax(-1) for each in (mine, theirs)), log_target=True, reduction="none")
+    squares = [
+        ((y - t).square().sum() / t.square().sum())
+        for y, t in ((y.double(), t.double()) for y, t in zip(outputs, targets, strict=True))
+    ]
+    teacher = Distillation(model, parent, logits=LOGITS, layers=LAYERS)
+    with teacher.micro_batch(batch, torch.tensor(1 / 44)):
+        model(**batch).logits.sum().backward()
+    report = teacher.report()
+    assert report["twell/kl"] == pytest.approx(kl.sum(-1).mean().item(), rel=1e-4)
+    assert report["twell/layer_error"] == pytest.approx(torch.stack(squares).mean().item(), rel=1e-4)
+
+
+def test_the_parent_reads_what_the_model_reads_without_labels():
+    model, parent, seen = sparsify(tiny_llama()).train(), one_step.parent(), {}
+    parent.model.register_forward_pre_hook(lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True)
+    ids = torch.arange(3, 47).view(2, 22)
+    batch = {
+        "input_ids": ids,
+        "position_ids": torch.arange(22)[None],
+        "max_length_q": 22,
+    }  # a number, as collators give
+    labels = {"labels": ids, "shift_labels": ids, "num_items_in_batch": 44}
+    teacher = Distillation(model, parent)
+    with teacher.micro_batch({**batch, **labels}, torch.tensor(1 / 44)):
+        model(**batch).logits.sum().backward()
+    assert set(seen) == {*batch, "use_cache"}
+    learns = teacher.micro_batch(batch, torch.ones(()))
+    with pytest.raises(ValueError, match="needs those of the model"), learns, torch.no_grad():
+        model(**batch)
+
+
 def test_what_padding_holds_is_no_matter():
     """Some attention makes NaN of rows without a token."""
     batch, gradients, reports = one_step.pad(one_step.rows()), [], []
@@ -244,6 +290,11 @@ def test_models_that_do_not_fit_together_are_refused():
     sizes = {**TINY, "head_dim": 8}
     with pytest.raises(ValueError, match=r"Gemma2ForCausalLM changes its logits after the head \(final_logit_softcap"):
         Distillation(model, Gemma2ForCausalLM(Gemma2Config(**sizes)))
+    with pytest.raises(ValueError, match=r"Gemma2ForCausalLM changes its logits"):
+        Distillation(Gemma2ForCausalLM(Gemma2Config(**sizes)), model)
+    with pytest.raises(ValueError, match=r"GraniteForCausalLM changes its logits after the head \(logits_scaling\)"):
+        Distillation(model, GraniteForCausalLM(GraniteConfig(**TINY, logits_scaling=2.0)))
+    Distillation(model, GraniteForCausalLM(GraniteConfig(**TINY, logits_scaling=1.0))).detach()
     with pytest.raises(ValueError, match="LlamaForSequenceClassification has no output embeddings"):
         Distillation(model, LlamaForSequenceClassification(LlamaConfig(**TINY)))
     with pytest.raises(ValueError, match="output words"):
