@@ -10,18 +10,30 @@ import random
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    BloomConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    XLNetConfig,
+)
 
 import hf_twell
 from hf_twell import evaluation, perplexity
 from hf_twell.cli import main
 from hf_twell.cli.eval import format_table
+from hf_twell.inference import model_context
 from hf_twell.tasks import _check_examples, _choose_split, _read_rows
 from hf_twell.text import read_documents
 from hf_twell.whole_folders import save_model
@@ -413,6 +425,27 @@ def test_windows_score_every_token_once(length, context, stride):
         assert start == 0 or first - start > context - stride
 
 
+@pytest.mark.parametrize(
+    ("config", "own"),
+    [
+        (LlamaConfig(max_position_embeddings=128), 128),
+        (LlamaConfig(max_position_embeddings=8192), 8192),
+        (LlavaConfig(text_config=LlamaConfig(max_position_embeddings=64)), 64),
+        (PreTrainedConfig(n_positions=32), 32),
+        (PreTrainedConfig(n_ctx=32), 32),
+        (XLNetConfig(), None),  # says -1
+        (BloomConfig(), None),
+    ],
+)
+def test_the_context_is_the_models_own(config, own):
+    model = types.SimpleNamespace(config=config)
+    assert model_context(model) == min(own or 2048, 2048)
+    assert model_context(model, own or 10**6) == (own or 10**6)
+    for given in [0, -1] + ([own + 1] if own else []):
+        with pytest.raises(ValueError, match=rf"context={given}: give 1 or more .* \({own or 'unknown'}\)"):
+            model_context(model, given)
+
+
 @pytest.mark.parametrize("context", [None, 8, 1])
 def test_text_loss_equals_one_token_at_a_time(model, tokenizer, context):
     documents = [TEXT, "fly", TEXT[:40]]
@@ -481,9 +514,11 @@ def test_text_loss_refuses_what_it_cannot_score(model, tokenizer, tmp_path):
 
 def test_text_loss_without_dropout(tokenizer):
     config = {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": len(tokenizer), "n_positions": 64}
-    model = GPT2LMHeadModel(GPT2Config(**config, resid_pdrop=0.5)).train()
+    model, learns = GPT2LMHeadModel(GPT2Config(**config, resid_pdrop=0.5)).train(), []
+    model.lm_head.register_forward_hook(lambda module, args, output: learns.append(output.requires_grad))
     losses = [perplexity.text_loss(model, tokenizer, [TEXT])["nats_per_token"] for _ in range(2)]
     assert losses[0] == losses[1]
+    assert set(learns) == {False}, "nothing is kept for backward"
     assert model.training
 
 
