@@ -35,7 +35,10 @@ def start(cache: Path, **environment) -> subprocess.Popen:
     """A fresh process that uses the operator with its own cache."""
     environment = {**os.environ, "HF_TWELL_CACHE": str(cache), "PYTHONPATH": str(REPOSITORY), **environment}
     command = [sys.executable, "-c", textwrap.dedent(USE)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    elsewhere = cache.parent  # or the checkout in the working directory would be imported first
+    return subprocess.Popen(
+        command, cwd=elsewhere, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def output_of(process: subprocess.Popen) -> str:
@@ -115,6 +118,16 @@ def test_a_damaged_library_warns_and_falls_back(tmp_path):
     (tmp_path / build.file_name("cpu")).write_bytes(b"not a library")
     out = output_of(start(tmp_path))
     assert out.count("warning:") == 1
+    assert "available=False" in out
+
+
+def test_a_package_without_kernels_warns_and_falls_back(tmp_path):
+    """As of an installation that lost files."""
+    shutil.copytree(REPOSITORY / "hf_twell", tmp_path / "hf_twell", ignore=shutil.ignore_patterns("__pycache__"))
+    out = output_of(start(tmp_path / "cache", PYTHONPATH=str(tmp_path)))
+    missing = f"kernels/build.toml is neither in {tmp_path / 'hf_twell'} nor in {tmp_path}; install hf_twell again"
+    assert out.count("warning:") == 1
+    assert out.count(missing) == 2
     assert "available=False" in out
 
 

@@ -200,6 +200,11 @@ def test_measured_savings(relu_demo):
     assert (predicted["measured"], measured["measured"]) == (False, True)
     # Kernels add in another order, so a difference of nothing at all would be that of the same blocks.
     assert all(0 < row["difference"] < 1e-5 for row in measured["layers"])
+    assert all(
+        row[which]["sparse_ms"] != row[which]["dense_ms"]
+        for row in measured["layers"]
+        for which in ("decode", "prefill")
+    )
     for savings in (predicted, measured):
         assert savings["tokens"] == {"decode": 1, "prefill": 197}
         for which in ("decode", "prefill"):

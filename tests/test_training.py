@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_twell import L1Penalty, SparsityCallback, sparsify, unpatch
+from hf_twell import L1Penalty, SparsityCallback, reference, sparsify, unpatch
 from hf_twell.batches import token_weight
 from hf_twell.inference import evaluation_mode
 from hf_twell.modeling import L1Inputs
@@ -145,6 +145,21 @@ def test_report_matches_a_count_by_hand():
         assert layer["l1"] == pytest.approx(h[mask].abs().sum(1).double().mean().item(), rel=1e-5)
         assert layer["dead"] == pytest.approx((~active.any(0)).double().mean().item(), abs=1e-6)
     assert penalty.report() is None, "a report starts a new window"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_counts_of_long_batches(dtype, weighted):
+    """Neurons below zero count by their size; 3,000 tokens are more than 8 or 11 bits add one by one."""
+    h = torch.zeros(2, 1500, 4, dtype=dtype)
+    h[..., 0], h[..., 1], h[:, ::3, 2] = 1, -2, -0.5
+    weight = torch.ones(2, 1500) if weighted else None
+    if weighted:  # padding, of which some attention makes NaN
+        h = torch.cat([h, torch.full((2, 3, 4), torch.nan, dtype=dtype)], dim=1)
+        weight = torch.nn.functional.pad(weight, (0, 3))
+    tally = reference.count(h, weight)
+    assert tally.dtype == torch.float32
+    assert tally.tolist() == [3000 + 6000 + 500, 3000, 3000, 1000, 0]
 
 
 def test_nothing_is_left_outside_the_step():
