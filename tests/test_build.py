@@ -35,9 +35,13 @@ def start(cache: Path, **environment) -> subprocess.Popen:
     """A fresh process that uses the operator with its own cache."""
     environment = {**os.environ, "HF_TWELL_CACHE": str(cache), "PYTHONPATH": str(REPOSITORY), **environment}
     command = [sys.executable, "-c", textwrap.dedent(USE)]
-    elsewhere = cache.parent  # or the checkout in the working directory would be imported first
     return subprocess.Popen(
-        command, cwd=elsewhere, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=environment["PYTHONPATH"],  # the working directory comes first among the places of imports
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
