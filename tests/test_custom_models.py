@@ -437,6 +437,10 @@ def folder(saved, tmp_path):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_hostile_checkpoints(folder, damage):
+    assert_refused_after(damage, folder)
+
+
+def assert_refused_after(damage, folder):
     change, message = DAMAGES[damage]
     change(folder)
     with pytest.raises(ValueError) as caught:
@@ -464,12 +468,7 @@ OF_THE_AUTHORS = (
 @pytest.mark.parametrize("damage", OF_THE_AUTHORS)
 def test_hostile_checkpoints_of_the_authors(tmp_path, damage):
     authors_model(tmp_path, sparsity_use_hybrid_kernel=True)
-    change, message = DAMAGES[damage]
-    change(tmp_path)
-    with pytest.raises(ValueError) as caught:
-        TwellLlamaForCausalLM.from_pretrained(tmp_path)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert_refused_after(damage, tmp_path)
 
 
 def test_missing_tensors_on_request(folder):
