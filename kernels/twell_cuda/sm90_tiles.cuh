@@ -136,6 +136,8 @@ __device__ __forceinline__ void multiply_tile(float* sum, Ring& ring, uint32_t s
       multiply_stage<T, N>(sum, stages + ring.stage * bytes, skipped, step, warpgroup);
       if (step == prepare_step(steps)) end.prepare();
       wgmma_wait<1>();
+    } else {
+      __syncwarp();  // nobody's lanes may still wait for what is released
     }
     if (step > 0 && lane == 0) barrier_arrive(ring.empty + ring.previous());
   }

@@ -146,6 +146,7 @@ __device__ __forceinline__ void multiply_tile(float* sum, Ring& ring, uint32_t s
   for (int step = 0; step < steps; ++step, ring.advance()) {
     ring.wait_full();
     if constexpr (N == 0) {
+      __syncwarp();  // nobody's lanes may still wait for what is released
       release(ring, ring.stage);
     } else {
       multiply_stage<T, N>(sum, stages + ring.stage * bytes, skipped, step, warpgroup);
