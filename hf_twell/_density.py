@@ -24,7 +24,7 @@ LIMITS = (
     (16, 1.0, 1.0, 0.09),
     (32, 1.0, 1.0, 0.06),
     (64, 1.0, 1.0, 0.035),
-    *((most, limit, limit, limit) for most, limit in ((512, 0.012), (1024, 0.02), (2048, 0.04), (math.inf, 0.06))),
+    *((most, limit, limit, limit) for most, limit in ((512, 0.012), (1024, 0.018), (2048, 0.04), (math.inf, 0.06))),
 )
 # The same of forward and backward; 0: never.
 LIMITS_TRAINING = ((1024, 0.0), (2048, 0.008), (8192, 0.018), (math.inf, 0.025))
