@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import hf_twell
@@ -29,20 +30,25 @@ def sequence_losses(model, sequences: torch.Tensor, batch_size: int = 32) -> tor
     return torch.cat(losses)
 
 
-def lambada(model, tokenizer, folder: Path, limit: int) -> dict:
+def lambada(model, tokenizer, folder: Path, limit: int, batch_size: int = 32) -> dict:
     """Share of passages whose last word the model predicts greedily (lm-eval's lambada_openai), with standard error."""
     name = "lambada_openai-test.jsonl"
     text = read_text(folder / name if (folder / name).is_file() else folder / f"{name}.xz")
+    passages = []  # token ids, and those of the last word
+    for line in text.splitlines()[:limit]:
+        context, _, word = json.loads(line)["text"].rpartition(" ")
+        answer = tokenizer(" " + word, add_special_tokens=False)["input_ids"]
+        passages.append(((tokenizer(context)["input_ids"] + answer)[-model.config.max_position_embeddings :], answer))
+    passages.sort(key=lambda passage: len(passage[0]))
     hits = []
     with evaluation_mode(model):
-        for line in tqdm(text.splitlines()[:limit], desc="lambada"):
-            context, _, word = json.loads(line)["text"].rpartition(" ")
-            given = tokenizer(context)["input_ids"]
-            answer = tokenizer(" " + word, add_special_tokens=False)["input_ids"]
-            room = model.config.max_position_embeddings - len(answer)
-            ids = torch.tensor([(given + answer)[-room - len(answer) :]], device=model.device)
-            guess = model(input_ids=ids, use_cache=False).logits[0, -len(answer) - 1 : -1].argmax(-1)
-            hits.append(float(guess.tolist() == answer))
+        for start in tqdm(range(0, len(passages), batch_size), desc="lambada"):
+            batch = passages[start : start + batch_size]
+            # What fills a shorter row up stands after its text, where attention never looks back from.
+            ids = pad_sequence([torch.tensor(ids) for ids, _ in batch], batch_first=True).to(model.device)
+            guesses = model(input_ids=ids, use_cache=False).logits.argmax(-1).tolist()
+            for guess, (ids, answer) in zip(guesses, batch, strict=True):
+                hits.append(float(guess[len(ids) - len(answer) - 1 : len(ids) - 1] == answer))
     mean = sum(hits) / len(hits)
     return {"acc": mean, "stderr": math.sqrt(mean * (1 - mean) / max(1, len(hits) - 1)), "rows": len(hits)}
 

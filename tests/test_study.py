@@ -119,3 +119,20 @@ def test_a_run_without_its_parent_says_so(tmp_path):
     done = subprocess.run([*command, "--output", str(tmp_path), "--only", "qwen/swap/"], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "qwen/swap/seed0 begins with the model of qwen/dense/seed0; run that first"
+
+
+def test_lambada_by_batches_is_lambada_one_by_one(script, tmp_path):
+    import study_measure
+
+    words = (RECIPES / "demo" / "text" / "heldout.txt").read_text().split()
+    lengths = [5 + (13 * i) % 60 for i in range(90)]
+    with (tmp_path / "lambada_openai-test.jsonl").open("w") as file:
+        file.writelines(
+            json.dumps({"text": " ".join(words[50 * i : 50 * i + n])}) + "\n" for i, n in enumerate(lengths)
+        )
+    model = AutoModelForCausalLM.from_pretrained(RECIPES / "demo" / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(RECIPES / "demo" / "model")
+    alone = study_measure.lambada(model, tokenizer, tmp_path, 80, batch_size=1)
+    assert alone["rows"] == 80
+    assert 0.05 < alone["acc"] < 0.95  # else any other guesses could come to the same share
+    assert study_measure.lambada(model, tokenizer, tmp_path, 80) == alone
