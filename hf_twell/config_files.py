@@ -17,8 +17,8 @@ def read_config(path: str | Path, **hub) -> dict:
 
     Raises:
         OSError: there is none, or no JSON.
-        ValueError: it holds no mapping, a dtype that no model computes in, attention code to be fetched, or more labels
-            than fit into memory.
+        ValueError: it holds no mapping, a dtype that no model computes in, attention code to be fetched, more labels
+            than fit into memory, or a name for the file of weights.
     """
     if str(path).startswith((".", "/", "~")) and not Path(path).is_dir():
         raise OSError(f"no folder at {path}; give a model's folder, or its name on the Hub")
@@ -50,6 +50,11 @@ def read_config(path: str | Path, **hub) -> dict:
                 f"{path}: config.json asks for attention code from {raw[key]!r}; remove that entry, and give "
                 "attn_implementation yourself if you trust it"
             )
+    if raw.get("transformers_weights") is not None:  # another file than those that are checked, pickled too
+        raise ValueError(
+            f"{path}: config.json has transformers_weights={raw['transformers_weights']!r}; remove that entry, and "
+            "name the file model.safetensors"
+        )
     return raw
 
 

@@ -58,7 +58,7 @@ class TwellModel:
             return super().from_pretrained(path, *model_args, config=config, **options)
         hub = hub_options(options)
         raw = read_config(path, **hub)
-        files = weight_files(path, **hub)
+        files = weight_files(path, options.get("variant"), **hub)
         shapes = tensor_shapes(files)
         check_generation_config(path, **hub)
         stock_type = cls.config_class.model_type
@@ -90,7 +90,7 @@ class TwellModel:
                     setattr(config, name, options.pop(name))  # as from_pretrained of a stock class does
             cls._check_config(path, config, _upright_shapes(shapes, config))
         weights = reference_weights(raw, files, shapes, config)
-        for name in (*hub_options(options), "use_safetensors"):
+        for name in (*hub_options(options), "use_safetensors", "variant"):
             options.pop(name, None)
         options.setdefault("dtype", config.dtype or torch.float32)
         options |= {"state_dict": weights, "output_loading_info": True}

@@ -13,6 +13,7 @@ from transformers.utils.hub import cached_file
 from hf_twell.architectures import is_plain
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PARTS_OF_RANKS = "shard-*-model-*-of-*.safetensors"  # of save_pretrained(distributed_checkpoint=True)
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
@@ -24,16 +25,24 @@ def hub_options(options: dict) -> dict:
     return {key: options[key] for key in HUB_OPTIONS if key in options}
 
 
-def weight_files(path: str | Path, **hub) -> list[Path]:
-    """The safetensors files of a model folder or Hub name, fetched if need be.
+def weight_files(path: str | Path, variant: str | None = None, **hub) -> list[Path]:
+    """The safetensors files that `from_pretrained` reads of a model folder or Hub name, fetched if need be.
 
     Raises:
-        ValueError: there are none (pickled weights run code when loaded, so they are refused), or the index is wrong.
+        ValueError: there are none (pickled weights run code when loaded, so they are refused), the index is wrong, or
+            there are parts of a distributed checkpoint, which Transformers reads in place of all others.
     """
-    found = _file(path, WEIGHTS, hub)
+    parts = sorted(Path(path, hub.get("subfolder") or "").glob(PARTS_OF_RANKS))
+    if parts:
+        raise ValueError(
+            f"{path} holds parts of a distributed checkpoint ({parts[0].name}); make a whole model of them in another "
+            "folder (transformers.distributed.checkpoint.consolidate_distributed_checkpoint), or remove them"
+        )
+    weights, index_name = _variant_of(WEIGHTS, variant), _variant_of(INDEX, variant)
+    found = _file(path, weights, hub)
     if found:
         return [found]
-    index = _file(path, INDEX, hub)
+    index = _file(path, index_name, hub)
     if index:
         files = [_shard(path, name, hub) for name in _shard_names(index)]
         if not isinstance(json.loads(index.read_text()).get("metadata"), dict):  # Transformers needs one
@@ -44,7 +53,7 @@ def weight_files(path: str | Path, **hub) -> list[Path]:
             f"{path} holds pickled weights alone, which could run any code; convert them to safetensors "
             "(load them where you trust them, then save_pretrained)"
         )
-    raise ValueError(f"{path} holds no {WEIGHTS} and no {INDEX}; give a whole model")
+    raise ValueError(f"{path} holds no {weights} and no {index_name}; give a whole model")
 
 
 def tensor_shapes(files: list[Path]) -> dict[str, Shape]:
@@ -127,6 +136,12 @@ def check_finite(path, named_weights: Iterable[tuple[str, torch.Tensor]]) -> Non
         if not weight.sum(dtype=torch.float32).isfinite() and not weight.isfinite().all():
             count = int((~weight.isfinite()).sum())
             raise ValueError(f"{path}: {name} holds {count} values that are NaN or infinite; the checkpoint is damaged")
+
+
+def _variant_of(name: str, variant: str | None) -> str:
+    """Transformers' name of a variant's file: model.fp16.safetensors, say."""
+    stem, _, kind = name.rpartition(".")
+    return f"{stem}.{variant}.{kind}" if variant else name
 
 
 def _file(path, name: str, hub: dict) -> Path | None:

@@ -134,6 +134,24 @@ def test_arguments_of_the_stock_class(family, tmp_path):
     assert str(model.config._name_or_path) == str(tmp_path)
 
 
+@pytest.mark.parametrize("shard", ["50GB", "20KB"])
+def test_a_variant(family, tmp_path, shard):
+    """It is what is checked and loaded, whatever lies beside it, and in a subfolder too."""
+    model = sparsify(dense(family), backend="reference")
+    inner = tmp_path / "inner"
+    model.save_pretrained(inner, variant="v1", max_shard_size=shard)
+    loaded = family[0].from_pretrained(tmp_path, variant="v1", subfolder="inner", backend="reference")
+    assert torch.equal(logits(loaded), logits(model))
+    with pytest.raises(ValueError, match=r"holds no model.v2.safetensors and no model.safetensors.index.v2.json; give"):
+        family[0].from_pretrained(inner, variant="v2")
+    (inner / "model.safetensors").touch()
+    family[0].from_pretrained(inner, variant="v1")
+    for part in inner.glob("*.v1*.safetensors"):
+        part.write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match="no whole safetensors file"):
+        family[0].from_pretrained(inner, variant="v1")
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_attention_and_generation(family, tmp_path, attention):
     model = dense(family)
@@ -249,6 +267,13 @@ def test_authors_shards_and_the_arguments_of_the_stock_class(tmp_path):
         assert len(sparse_ffns(model)) == 3
         assert model.generation_config.max_new_tokens == 7
         assert model.name_or_path == model.config._name_or_path == str(tmp_path)
+
+
+def test_a_variant_of_the_authors(tmp_path):
+    truth = authors_model(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model.v1.safetensors")
+    model = TwellLlamaForCausalLM.from_pretrained(tmp_path, variant="v1", backend="reference")
+    assert torch.equal(logits(model), truth)
 
 
 def test_authors_down_proj_is_turned_by_its_shape(tmp_path):
@@ -374,6 +399,14 @@ DAMAGES = {
     "unknown rotation": (lambda f: damage_config(f, rope_parameters={"rope_type": "evil"}), "makes no model (KeyError"),
     "unknown dtype": (lambda f: damage_config(f, dtype="load"), "dtype='load'"),
     "kind as a list": (lambda f: damage_config(f, model_type=["llama"]), "model_type=['llama']"),
+    "weights under another name": (
+        lambda f: damage_config(f, transformers_weights="adapter_model.bin"),
+        "transformers_weights='adapter_model.bin'",
+    ),
+    "parts of other ranks": (
+        lambda f: (f / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"evil"),
+        "holds parts of a distributed checkpoint (shard-00001-model",
+    ),
     "code for attention": (lambda f: damage_config(f, _attn_implementation="me/evil"), "code from 'me/evil'"),
     "a list for a config": (lambda f: (f / "config.json").write_text("[]"), "holds no mapping"),
     "generation config of a list": (lambda f: generation(f, "[]"), "generation_config.json cannot be used (TypeError"),
@@ -461,6 +494,7 @@ OF_THE_AUTHORS = (
     "pickle",
     "generation config of a list",
     "code for attention",
+    "weights under another name",
 )
 
 
