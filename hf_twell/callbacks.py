@@ -156,6 +156,11 @@ class SparsityCallback(TrainerCallback):
         return {name: getattr(self, name) for name in names}
 
     def on_train_begin(self, args, state, control, **kwargs):
+        if state is not self.trainer.state:
+            raise ValueError(
+                "this SparsityCallback was made for another trainer, so this one would train without the L1 term; make "
+                "one for it: trainer.add_callback(SparsityCallback(trainer, ...))"
+            )
         if sparse_ffns(self.trainer.model) != self.penalty.ffns:
             raise ValueError(
                 "the trainer's model is not the one that this SparsityCallback was made for (a Trainer with model_init "

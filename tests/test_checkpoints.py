@@ -311,6 +311,16 @@ def test_a_callback_that_was_not_added(tmp_path):
         trainer.train()
 
 
+def test_a_callback_of_another_trainer(tmp_path):
+    """It would train without the L1 term, and log nothing."""
+    trainer = make_trainer(tmp_path / "one")
+    args = TrainingArguments(str(tmp_path / "other"), max_steps=1, use_cpu=True, report_to=[], save_strategy="no")
+    other = Trainer(trainer.model, args, train_dataset=rows())
+    other.add_callback(trainer.pop_callback(SparsityCallback))
+    with pytest.raises(ValueError, match="was made for another trainer"):
+        other.train()
+
+
 def test_whole_folder(tmp_path):
     target = tmp_path / "model"
     with whole_folder(target) as folder:
