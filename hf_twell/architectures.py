@@ -1,12 +1,14 @@
 """Where a model's feed-forward blocks are: each is found by the names of its linear layers, one row of FORMS."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
+import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 class FfnForm(NamedTuple):
@@ -121,6 +123,14 @@ def other_activations(config: PreTrainedConfig) -> set[str]:
     """The activations besides ReLU that a model's config names for its blocks."""
     config = config.get_text_config()
     return {getattr(config, key, None) for key in ACTIVATION_KEYS} - {"relu", None}
+
+
+def loading_class(config: Mapping) -> type:
+    """What loads a checkpoint with this config.json: the stock class of another task, or AutoModelForCausalLM."""
+    name = (config.get("architectures") or [""])[0]
+    cls = getattr(transformers, name, None) if "For" in name else None
+    stock = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
+    return cls if stock and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else AutoModelForCausalLM
 
 
 def stock_class(module: nn.Module) -> type:

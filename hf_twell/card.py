@@ -7,8 +7,10 @@ from pathlib import Path
 from string import Template
 
 import yaml
+from transformers import AutoModelForCausalLM
 
 from hf_twell._carried import carried_folder
+from hf_twell.architectures import loading_class
 from hf_twell.tables import markdown_table, percent
 
 L1_CLAUSE = " and were trained with an L1 term on their activations"
@@ -49,12 +51,16 @@ def model_card(
     if method:
         facts |= _method(method)
     metadata = {"base_model": base_model} if is_repo(base_model) else {}
+    loader = loading_class(config)
+    if loader is AutoModelForCausalLM:
+        metadata["pipeline_tag"] = "text-generation"
     return fill(
         "model.md",
         repo_id,
         metadata,
         facts,
         architecture=(config.get("architectures") or [config.get("model_type", "model")])[0],
+        loader=loader.__name__,
         method_clause=L1_CLAUSE if method and (method.get("l1_weight") or method.get("target_density")) else "",
         sparsity=sparsity_section(sparsity, sizes[0]) if sparsity else "",
         evaluation=_evaluation(scores) if scores else "",

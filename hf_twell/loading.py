@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from hf_twell.architectures import DTYPES
+from hf_twell.architectures import DTYPES, loading_class
 from hf_twell.config_files import check_generation_config, one_line, one_line_errors, read_config
 from hf_twell.convert import check_entry, chosen_layers
 from hf_twell.custom_models import reference_class
@@ -66,7 +66,7 @@ def load_causal_lm(path: str | Path, *, dtype=None, device: str | torch.device =
 
     Raises:
         ValueError, OSError: no such dtype, no model, pickled, missing, mis-shaped or non-finite weights, a config that
-            makes no model, a `twell` entry that cannot be true, or code of its own needed.
+            makes no model, a `twell` entry that cannot be true, another task, or code of its own needed.
     """
     if isinstance(dtype, str) and dtype != "auto" and getattr(torch, dtype, None) not in DTYPES:
         raise ValueError(f"dtype={dtype!r}; choose one of 'auto', 'bfloat16', 'float16', 'float32', or a torch.dtype")
@@ -82,6 +82,12 @@ def load_causal_lm(path: str | Path, *, dtype=None, device: str | torch.device =
     cls = reference_class(raw.get("model_type"))
     if cls is not None:
         return cls.from_pretrained(path, dtype=dtype or "auto", **hub).to(device)
+    loader = loading_class(raw)
+    if loader is not AutoModelForCausalLM:  # which would drop a head, or knows no such models
+        raise ValueError(
+            f"it is a {loader.__name__}, and only causal language models are taken here; from Python: "
+            f"hf_twell.sparsify(transformers.{loader.__name__}.from_pretrained(...))"
+        )
     check_checkpoint(path, **hub)
     options = {"dtype": dtype or "auto", "use_safetensors": True, "trust_remote_code": False}
     with one_line_errors(f"{path} does not load"):
@@ -97,14 +103,17 @@ def check_checkpoint(path: str | Path, **hub) -> None:
     Raises:
         ValueError, OSError: as `load_causal_lm`, but for values of weights and missing tensors.
     """
-    read_config(path, **hub)
+    loader = loading_class(read_config(path, **hub))
     with one_line_errors(f"{path}: its config.json makes no model"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False, **hub)
         entry = check_entry(config)
         shapes = tensor_shapes(weight_files(path, **hub))
         check_sizes(path, config, shapes)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            if loader is AutoModelForCausalLM:
+                model = loader.from_config(config, trust_remote_code=False)
+            else:
+                model = loader._from_config(config)
         check_shapes(path, model, shapes)
         if entry is not None:
             chosen_layers(model, None, config.get_text_config().num_hidden_layers)

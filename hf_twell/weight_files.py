@@ -17,6 +17,9 @@ PARTS_OF_RANKS = "shard-*-model-*-of-*.safetensors"  # of save_pretrained(distri
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
+# Parts of a model that sees or hears, which have sizes of their own.
+OTHER_SENSES = re.compile("vision|visual|image|audio")
+
 Shape = tuple[int, ...]
 
 
@@ -79,6 +82,7 @@ def check_sizes(path, config, shapes: dict[str, Shape]) -> None:
         ValueError: another number of layers, or embeddings or feed-forward weights of other sizes.
     """
     config = config.get_text_config()
+    shapes = {name: shape for name, shape in shapes.items() if not OTHER_SENSES.search(name)}
     blocks = [re.search(r"(?:^|\.)layers\.(\d+)\.", name) for name in shapes]
     layers = {int(match[1]) for match in blocks if match}
     claimed = getattr(config, "num_hidden_layers", None)

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+)
 
 from hf_twell import (
     L1Penalty,
@@ -180,6 +186,21 @@ def test_bases_that_cannot_be_converted_are_refused(base, tmp_path):
     weights.rename(weights.with_name("adapter_model.bin"))
     with pytest.raises(ValueError, match="pickled weights are refused"):
         load_adapter(tmp_path / "adapter")
+
+
+def test_an_adapter_of_another_task_wants_its_base_in_hand(base, tmp_path):
+    """A reward model's: loaded onto the causal language model, its head would be dropped in silence."""
+    model = sparsify(LlamaForSequenceClassification.from_pretrained(base, num_labels=1))
+    model = peft.get_peft_model(
+        model, peft.LoraConfig(task_type="SEQ_CLS", target_modules=FFN, init_lora_weights=False)
+    )
+    save_adapter(model.eval(), tmp_path / "lora")
+    with pytest.raises(
+        ValueError, match=r"holds base_model.model.score.weight, .* LlamaForCausalLM has no place; load"
+    ):
+        load_adapter(tmp_path / "lora")
+    reward = LlamaForSequenceClassification.from_pretrained(base, num_labels=1)
+    assert torch.equal(logits(load_adapter(tmp_path / "lora", reward)), logits(model))
 
 
 def change_config(folder, **changes):

@@ -15,14 +15,24 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
 
 import hf_twell
 from hf_twell import card
 from hf_twell.cli import main
 from hf_twell.hub import folder_card
 from hf_twell.whole_folders import save_model
-from tests.conftest import logits, tiny_llama
+from tests.conftest import TINY, logits, tiny_llama
 from tests.hub_server import HubServer
 
 DEMO = Path(__file__).parents[1] / "recipes" / "demo" / "model"
@@ -349,6 +359,39 @@ def figures_of_scores() -> dict:
     loss = {"tokens": 5000, "nats_per_token": 3.21, "perplexity": 24.8, "bits_per_byte": None}
     common = {"dtype": "bfloat16", "batch_size": 8, "limit": None}
     return {**common, "tasks": {"arc_easy": task}, "text": {"/home/x/book.txt": loss}}
+
+
+def tiny_model(cls, act="silu"):
+    """Random, on a Llama; one that sees has a deeper and wider part for that."""
+    text = LlamaConfig(**TINY, hidden_act=act)
+    if cls is not LlavaForConditionalGeneration:
+        return cls(text).eval()
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4, "image_size": 16, "patch_size": 8}
+    return cls(LlavaConfig(vision_config=CLIPVisionConfig(**sizes, num_hidden_layers=4), text_config=text)).eval()
+
+
+@pytest.mark.parametrize("cls", [LlamaForSequenceClassification, LlavaForConditionalGeneration])
+def test_models_of_other_tasks_are_checked_and_loaded_as_what_they_are(cls, hub, tmp_path):
+    """AutoModelForCausalLM would drop a reward model's head, and knows no models that see."""
+    hf_twell.sparsify(tiny_model(cls)).save_pretrained(tmp_path / "model")
+    text = folder_card(tmp_path / "model", "me/x")
+    assert "AutoModelForCausalLM" not in text
+    assert "pipeline_tag" not in metadata(text)
+    code = re.search(r"```python\n(.*?)tokenizer =", text, re.DOTALL)[1].replace(
+        '"me/x"', repr(str(tmp_path / "model"))
+    )
+    exec(code, names := {})
+    assert type(names["model"]) is cls
+    twin = tiny_model(cls, "relu")
+    twin.load_state_dict(names["model"].state_dict())
+    torch.testing.assert_close(logits(names["model"]), logits(twin))
+    done = hf_twell_command(hub, tmp_path, "push", "model", "me/reward", "--json")
+    assert done.returncode == 0, done.stderr
+    assert hub.repos["me/reward"]["README.md"].decode() == text.replace("me/x", "me/reward").replace("# x", "# reward")
+    done = hf_twell_command(hub, tmp_path, "sparsify", "model", "other")
+    assert done.returncode == 1
+    assert f"it is a {cls.__name__}, and only causal language models are taken here; from Python" in done.stderr
+    assert not (tmp_path / "other").exists()
 
 
 def test_what_was_not_measured_is_absent():
