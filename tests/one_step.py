@@ -57,7 +57,8 @@ class KeepGradient(TrainerCallback):
 
 
 def flat_gradient(model) -> torch.Tensor:
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).clone()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.cat([parameter.grad.flatten() for parameter in trained]).clone()
 
 
 def trainer_gradient(

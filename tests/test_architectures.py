@@ -89,6 +89,47 @@ CONVERTIBLE = {
         tf.Qwen2_5_VLForConditionalGeneration,
         lambda: tf.Qwen2_5_VLConfig(text_config={**TEXT, "rope_parameters": MROPE}, vision_config=QWEN_VISION),
     ),
+    "qwen3_vl": (
+        tf.Qwen3VLForConditionalGeneration,
+        lambda: tf.Qwen3VLConfig(
+            text_config={**HEADS, "rope_parameters": MROPE},
+            vision_config={**QWEN_VISION, "deepstack_visual_indexes": [0]},
+        ),
+    ),
+    "idefics3": (
+        tf.Idefics3ForConditionalGeneration,
+        lambda: tf.Idefics3Config(text_config=tf.LlamaConfig(**TEXT), vision_config=VISION),
+    ),
+    "smolvlm": (
+        tf.SmolVLMForConditionalGeneration,
+        lambda: tf.SmolVLMConfig(text_config=tf.LlamaConfig(**TEXT), vision_config=VISION),
+    ),
+    "internvl": (
+        tf.InternVLForConditionalGeneration,
+        lambda: tf.InternVLConfig(
+            text_config=tf.Qwen2Config(**TEXT),
+            vision_config={**VISION, "image_size": [16, 16], "patch_size": [8, 8]},
+        ),
+    ),
+    "mistral3": (
+        tf.Mistral3ForConditionalGeneration,
+        lambda: tf.Mistral3Config(
+            text_config=tf.MistralConfig(**HEADS), vision_config=tf.PixtralVisionConfig(**VISION, head_dim=8)
+        ),
+    ),
+    "llava_onevision": (
+        tf.LlavaOnevisionForConditionalGeneration,
+        lambda: tf.LlavaOnevisionConfig(
+            text_config=tf.Qwen2Config(**TEXT), vision_config=tf.SiglipVisionConfig(**VISION)
+        ),
+    ),
+    "qwen2_audio": (
+        tf.Qwen2AudioForConditionalGeneration,
+        lambda: tf.Qwen2AudioConfig(
+            text_config=tf.Qwen2Config(**TEXT),
+            audio_config={"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 48},
+        ),
+    ),
 }
 
 

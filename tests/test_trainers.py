@@ -11,8 +11,13 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    CLIPVisionConfig,
     DataCollatorWithFlattening,
+    LlamaConfig,
     LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     PreTrainedTokenizerFast,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -144,6 +149,36 @@ TRANSFORMERS = {
 @pytest.mark.parametrize("case", TRANSFORMERS)
 def test_trainer(case):
     check_exact(transformers_trainer(**TRANSFORMERS[case]))
+
+
+def tiny_llava(**changes):
+    vision = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+    vision = CLIPVisionConfig(**vision, image_size=16, patch_size=8)
+    torch.manual_seed(0)
+    text = LlamaConfig(**{**TINY, **changes})
+    model = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_index=95))
+    model.model.vision_tower.requires_grad_(False)
+    return model
+
+
+def with_images(features):
+    """Each row begins with the four tokens of an image."""
+    rows = [{key: [95] * 4 + values for key, values in feature.items()} for feature in features]
+    images = torch.randn(len(rows), 3, 16, 16, generator=torch.Generator().manual_seed(len(rows)))
+    return {**pad(rows), "pixel_values": images}
+
+
+def test_images():
+    data = [{key: [min(i, 94) for i in values] for key, values in row.items()} for row in rows()]
+    check_exact(transformers_trainer(dataset=data, collator=with_images), tiny_llava)
+
+
+def test_token_classification():
+    def dense(**changes):
+        torch.manual_seed(0)
+        return LlamaForTokenClassification(LlamaConfig(**{**TINY, **changes}, num_labels=96))
+
+    check_exact(transformers_trainer(), dense)
 
 
 class Twice(Trainer):
