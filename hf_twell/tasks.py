@@ -58,7 +58,10 @@ def load_tasks(
         if name not in manager.all_tasks:
             near = difflib.get_close_matches(name, manager.all_tasks, n=4, cutoff=0.5)
             hint = f" (near: {', '.join(near)})" if near else ""
-            raise ValueError(f"lm-eval knows no task {name!r}{hint}; `lm_eval ls tasks` lists all")
+            raise ValueError(
+                f"lm-eval knows no task {name!r}{hint}; `lm_eval ls tasks` lists all; for a YAML of your own, call "
+                "lm_eval.simple_evaluate with HFLM(pretrained=model)"
+            )
     try:
         with quiet_logs():
             if files:

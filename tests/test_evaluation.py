@@ -587,6 +587,60 @@ def test_command_line_table_and_refusals(model, tokenizer, data_dir, tmp_path, c
     assert json.loads(capsys.readouterr().out)["backend"] == "reference"
 
 
+OWN_TASK = """
+task: own_{kind}
+custom_dataset: !function rows.rows
+output_type: {kind}
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{target}"
+{more}
+metric_list: [{{metric: {metric}}}]
+"""
+OWN_ROWS = f"""
+import datasets
+def rows(**_):
+    rows = [dict(question=question, choices=choices[:3], answer=1) for question, choices, _ in {ARC_ROWS!r}]
+    return dict(test=datasets.Dataset.from_list(rows))
+"""
+UNTIL = 'generation_kwargs: {until: ["."], max_gen_toks: 8, do_sample: false}'
+OWN_TASKS = [
+    ("multiple_choice", "{{answer}}", "acc", 'doc_to_choice: "{{choices}}"'),
+    ("generate_until", "{{choices[1]}}", "exact_match", UNTIL),
+    ("loglikelihood_rolling", "{{question}}", "byte_perplexity", ""),
+]
+
+
+@needs_lm_eval
+def test_tasks_of_your_own_by_lm_eval_itself(model, tokenizer, tmp_path):
+    """It takes a sparse model in hand, which runs on the kernels there."""
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    (tmp_path / "rows.py").write_text(OWN_ROWS)
+    for kind, target, metric, more in OWN_TASKS:
+        (tmp_path / f"{kind}.yaml").write_text(OWN_TASK.format(kind=kind, target=target, metric=metric, more=more))
+    names = [f"own_{kind}" for kind, *_ in OWN_TASKS]
+    dense = LlamaForCausalLM(LlamaConfig(**{**model.config.to_dict(), "hidden_act": "relu"})).eval()
+    dense.load_state_dict(model.state_dict())
+    scores = []
+    for each in (hf_twell.sparsify(model), dense):
+        lm = HFLM(pretrained=each, tokenizer=copy.deepcopy(tokenizer), batch_size=2)
+        manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+        raw = lm_eval.simple_evaluate(lm, tasks=names, task_manager=manager, bootstrap_iters=0, log_samples=True)
+        scores.append({name: [sample["filtered_resps"] for sample in raw["samples"][name]] for name in names})
+    ours, theirs = scores
+    assert ours["own_generate_until"] == theirs["own_generate_until"]
+    for name in ("own_multiple_choice", "own_loglikelihood_rolling"):
+        figures = [torch.tensor([[float(x) for x in numpy.ravel(r)] for r in rows[name]]) for rows in (ours, theirs)]
+        torch.testing.assert_close(*figures)
+    with pytest.raises(
+        ValueError, match=r"no task '.*own.yaml'.*; for a YAML of your own, call lm_eval.simple_evaluate"
+    ):
+        hf_twell.evaluate(model, tokenizer, tasks=[str(tmp_path / "own.yaml")])
+
+
 LM_EVAL_TASK = """
 include: {stock}
 task: {name}_local
