@@ -128,7 +128,7 @@ def other_activations(config: PreTrainedConfig) -> set[str]:
 def loading_class(config: Mapping) -> type:
     """What loads a checkpoint with this config.json: the stock class of another task, or AutoModelForCausalLM."""
     name = (config.get("architectures") or [""])[0]
-    cls = getattr(transformers, name, None) if "For" in name else None
+    cls = getattr(transformers, name, None)
     stock = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
     return cls if stock and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else AutoModelForCausalLM
 
