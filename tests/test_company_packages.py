@@ -1,14 +1,17 @@
 """The packages themselves that `test_company.py` acts out: each test runs where its package is installed.
 
-pip install --no-deps bitsandbytes torchao liger-kernel triton    # Liger's kernels need a GPU, its patches do not
+pip install --no-deps bitsandbytes torchao sentence-transformers
+pip install --no-deps liger-kernel triton    # its kernels need a GPU, its patches do not
 """
 
 import copy
 import logging
+from pathlib import Path
 
+import numpy
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TorchAoConfig
 from transformers.models.llama import modeling_llama
 
 from hf_twell import L1Penalty, TwellLlamaForCausalLM, load_adapter, save_adapter, sparsify
@@ -16,6 +19,7 @@ from hf_twell.modeling import sparse_ffns
 from tests.conftest import ids, logits, relu_llama, tiny_llama
 from tests.test_company import RUNS, refused
 
+DEMO = Path(__file__).parents[1] / "recipes" / "demo" / "model"
 SIZES = {"hidden_size": 64, "intermediate_size": 128}  # 4-bit weights come in blocks of 64
 
 
@@ -141,3 +145,32 @@ def test_ligers_other_patches_are_exact(liger, when):
         loss.backward()
     for (name, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
+
+
+@pytest.fixture
+def sentence_model(tmp_path):
+    """Makes a SentenceTransformer of the demo model, with the activation that is asked for."""
+    st = pytest.importorskip("sentence_transformers")
+
+    def make(act):
+        folder = tmp_path / act
+        AutoModel.from_pretrained(DEMO, dtype="float32", hidden_act=act).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(DEMO).save_pretrained(folder)
+        return st.SentenceTransformer(str(folder), device="cpu")  # with the mean over tokens
+
+    return make
+
+
+TEXTS = ["The cell is the smallest unit of life.", "Once upon a time there was a king.", "A"]
+
+
+def test_sentence_transformers(sentence_model, tmp_path):
+    model, twin = sentence_model("silu"), sentence_model("relu")
+    before = model.encode(TEXTS)
+    sparsify(model[0].auto_model)
+    numpy.testing.assert_allclose(model.encode(TEXTS), twin.encode(TEXTS), rtol=1e-4, atol=1e-5)
+    assert abs(before - twin.encode(TEXTS)).max() > 1e-2
+    model.save(str(tmp_path / "saved"))
+    again = type(model)(str(tmp_path / "saved"), device="cpu")
+    assert len(sparse_ffns(sparsify(again[0].auto_model))) == 4
+    numpy.testing.assert_allclose(again.encode(TEXTS), twin.encode(TEXTS), rtol=1e-4, atol=1e-5)
