@@ -85,8 +85,8 @@ def load_causal_lm(path: str | Path, *, dtype=None, device: str | torch.device =
     loader = loading_class(raw)
     if loader is not AutoModelForCausalLM:  # which would drop a head, or knows no such models
         raise ValueError(
-            f"it is a {loader.__name__}, and only causal language models are taken here; from Python: "
-            f"hf_twell.sparsify(transformers.{loader.__name__}.from_pretrained(...))"
+            f"{path} is a {loader.__name__}, and only causal language models are taken here; load it from Python by "
+            "that class, and give the model to hf_twell.sparsify, or to hf_twell.load_adapter as its base"
         )
     check_checkpoint(path, **hub)
     options = {"dtype": dtype or "auto", "use_safetensors": True, "trust_remote_code": False}

@@ -391,7 +391,7 @@ def test_models_of_other_tasks_are_checked_and_loaded_as_what_they_are(cls, hub,
     assert hub.repos["me/reward"]["README.md"].decode() == text.replace("me/x", "me/reward").replace("# x", "# reward")
     done = hf_twell_command(hub, tmp_path, "sparsify", "model", "other")
     assert done.returncode == 1
-    assert f"it is a {cls.__name__}, and only causal language models are taken here; from Python" in done.stderr
+    assert f"is a {cls.__name__}, and only causal language models are taken here; load it from Python" in done.stderr
     assert not (tmp_path / "other").exists()
 
 
