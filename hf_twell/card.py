@@ -51,20 +51,24 @@ def model_card(
     if method:
         facts |= _method(method)
     metadata = {"base_model": base_model} if is_repo(base_model) else {}
-    loader = loading_class(config)
-    if loader is AutoModelForCausalLM:
-        metadata["pipeline_tag"] = "text-generation"
     return fill(
         "model.md",
         repo_id,
         metadata,
         facts,
         architecture=(config.get("architectures") or [config.get("model_type", "model")])[0],
-        loader=loader.__name__,
+        **loading(config),
         method_clause=L1_CLAUSE if method and (method.get("l1_weight") or method.get("target_density")) else "",
         sparsity=sparsity_section(sparsity, sizes[0]) if sparsity else "",
         evaluation=_evaluation(scores) if scores else "",
     )
+
+
+def loading(config: Mapping) -> dict[str, str]:
+    """The sections of a card that go by what loads a model with this config.json."""
+    loader = loading_class(config)
+    task = "pipeline_tag: text-generation\n" if loader is AutoModelForCausalLM else ""
+    return {"loader": loader.__name__, "task": task}
 
 
 def adapter_card(base: str | None, repo_id: str | None = None) -> str:

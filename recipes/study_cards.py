@@ -13,7 +13,7 @@ from study import run_folder
 from study_report import against, control_of
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_twell.card import L1_CLAUSE, fill, score, sparsity_section
+from hf_twell.card import L1_CLAUSE, fill, loading, score, sparsity_section
 from hf_twell.tables import markdown_table, percent
 from hf_twell.training import Recipe
 
@@ -93,6 +93,7 @@ def study_card(row: dict, control: dict, rows: list[dict], study: dict) -> str:
         method_clause=L1_CLAUSE,
         sparsity=_sparsity(row, family.get("intermediate_size")),
         evaluation="\n".join(sections) + "\n",
+        **loading({}),
     )
 
 
