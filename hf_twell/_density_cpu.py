@@ -14,6 +14,9 @@ MAX_DENSITY_AMX = {"training": 0.03, "few": 0.075, "many": 0.035}  # kernels/twe
 # kernels pay up to this density, but at none in matrices, or in tokens x elements, of fewer than the smallest.
 CACHED_ELEMENTS, MAX_DENSITY_CACHED = 1 << 19, 0.1
 SMALLEST_ELEMENTS, SMALLEST_WORK = 1 << 15, {"few": 1 << 17, "many": 1 << 20}
+# Under autocast that keeps its casts, kernels still cast float32 weights in each call: below so many tokens, that takes
+# longer than they save.
+MIN_TOKENS_CAST, MIN_TOKENS_CAST_AMX = 48, 512
 SAMPLE_TOKENS, SAMPLE_NEURONS = 16, 256
 
 
@@ -31,6 +34,13 @@ def max_density(tokens: int, elements: int, dtype: torch.dtype) -> float:
     if dtype == torch.bfloat16 and _has_amx():
         return MAX_DENSITY_AMX["few" if tokens <= 64 else "many"]
     return MAX_DENSITY
+
+
+def cast_costs_more(tokens: int, weight: torch.Tensor) -> bool:
+    """Whether autocast keeps its cast of the weights for plain matmuls, and kernels save less than theirs costs."""
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+    kept = torch.is_autocast_cache_enabled() and weight.requires_grad and weight.dtype == torch.float32 != dtype
+    return kept and tokens < (MIN_TOKENS_CAST_AMX if dtype == torch.bfloat16 and _has_amx() else MIN_TOKENS_CAST)
 
 
 @functools.cache

@@ -119,7 +119,9 @@ class SparseFfn(nn.Module):
         if x.is_cpu and not torch.compiler.is_compiling():
             # Another thread may give the parameter new memory while this one computes, or before its backward does.
             if not torch.is_grad_enabled():
-                down = down[0].detach(), down[1]
+                held = down[0].detach()
+                if not torch.is_autocast_enabled("cpu"):  # which knows its cast of a parameter by the parameter itself
+                    down = held, down[1]
             elif not self.training:
                 down = down[0].view_as(down[0]), down[1]
         if not self._too_dense(x, *(up if gate[0] is None else gate), limit):
@@ -150,7 +152,10 @@ class SparseFfn(nn.Module):
         """Density up to which kernels pay in evaluation on a CPU; 1 where that is not for this block to choose."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.twell.backend != "auto" or x.is_cuda:
             return 1.0
-        return _density_cpu.max_density(x.numel() // max(x.shape[-1], 1), weight.numel(), weight.dtype)
+        tokens = x.numel() // max(x.shape[-1], 1)
+        if _density_cpu.cast_costs_more(tokens, weight):
+            return 0.0
+        return _density_cpu.max_density(tokens, weight.numel(), weight.dtype)
 
     def _trains(self, x) -> bool:
         """Whether there is something to learn here, and kernels that can on this GPU."""
