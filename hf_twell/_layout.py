@@ -81,6 +81,8 @@ def _users(weight: torch.nn.Parameter) -> int:
 
 
 def _swap(weight: torch.nn.Parameter, value: torch.Tensor) -> None:
-    # An inference tensor could never be trained again.
-    with torch.inference_mode(False), torch.no_grad():
-        weight.data = value.clone(memory_format=torch.preserve_format) if value.is_inference() else value
+    # Both are inference tensors or neither is: a mixture could never be trained, or used at all, again.
+    inference = weight.is_inference()
+    with torch.inference_mode(inference), torch.no_grad():
+        alike = value.is_inference() == inference
+        weight.data = value if alike else value.clone(memory_format=torch.preserve_format)

@@ -413,6 +413,22 @@ def test_down_proj_lies_by_columns_in_evaluation_only(tmp_path):
 
 
 @needs_cpu_kernels
+@pytest.mark.parametrize("evaluate", [torch.inference_mode, torch.no_grad])
+def test_a_model_made_in_inference_mode_stays_whole(evaluate):
+    """Its weights are inference tensors, and other code that uses them (a hooked projection, a merge) still can."""
+    with torch.inference_mode():
+        block, x = sparse_block()
+    with evaluate():
+        first = block.eval()(x)
+        weight = block.down_proj.weight
+        assert weight.stride() == (1, 48)
+        assert weight.is_inference()
+        assert weight.view_as(weight).t().shape == (688, 48)
+        block.down_proj.register_forward_hook(lambda *_: None)
+        torch.testing.assert_close(block(x), first)
+
+
+@needs_cpu_kernels
 def test_down_proj_changes_its_order_without_gradients_in_evaluation_and_back_for_its_own():
     block, x = sparse_block()
     weight, orders = block.down_proj.weight, []
