@@ -16,7 +16,7 @@ CACHED_ELEMENTS, MAX_DENSITY_CACHED = 1 << 19, 0.1
 SMALLEST_ELEMENTS, SMALLEST_WORK = 1 << 15, {"few": 1 << 17, "many": 1 << 20}
 # Under autocast that keeps its casts, kernels still cast float32 weights in each call: below so many tokens, that takes
 # longer than they save.
-MIN_TOKENS_CAST, MIN_TOKENS_CAST_AMX = 48, 512
+MIN_TOKENS_CAST, MIN_TOKENS_CAST_AMX = 48, 640
 SAMPLE_TOKENS, SAMPLE_NEURONS = 16, 256
 
 
@@ -36,9 +36,8 @@ def max_density(tokens: int, elements: int, dtype: torch.dtype) -> float:
     return MAX_DENSITY
 
 
-def cast_costs_more(tokens: int, weight: torch.Tensor) -> bool:
-    """Whether autocast keeps its cast of the weights for plain matmuls, and kernels save less than theirs costs."""
-    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+def cast_costs_more(tokens: int, weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether autocast, to `dtype`, keeps its casts for plain matmuls, and kernels save less than theirs cost."""
     kept = torch.is_autocast_cache_enabled() and weight.requires_grad and weight.dtype == torch.float32 != dtype
     return kept and tokens < (MIN_TOKENS_CAST_AMX if dtype == torch.bfloat16 and _has_amx() else MIN_TOKENS_CAST)
 

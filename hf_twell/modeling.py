@@ -152,10 +152,10 @@ class SparseFfn(nn.Module):
         """Density up to which kernels pay in evaluation on a CPU; 1 where that is not for this block to choose."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.twell.backend != "auto" or x.is_cuda:
             return 1.0
-        tokens = x.numel() // max(x.shape[-1], 1)
-        if _density_cpu.cast_costs_more(tokens, weight):
+        tokens, dtype = x.numel() // max(x.shape[-1], 1), ops.dtype_of(x)
+        if _density_cpu.cast_costs_more(tokens, weight, dtype):
             return 0.0
-        return _density_cpu.max_density(tokens, weight.numel(), weight.dtype)
+        return _density_cpu.max_density(tokens, weight.numel(), dtype)
 
     def _trains(self, x) -> bool:
         """Whether there is something to learn here, and kernels that can on this GPU."""

@@ -119,17 +119,18 @@ def kernels_train(x) -> bool:
 
 def dense_takes(x) -> bool:
     """Whether kernels compute what lies between a dense block's matmuls, in x's dtype or autocast's."""
-    return _dtype(x) in (torch.bfloat16, torch.float16, *(() if x.is_cuda else (torch.float32,)))
+    return dtype_of(x) in (torch.bfloat16, torch.float16, *(() if x.is_cuda else (torch.float32,)))
 
 
-def _dtype(x) -> torch.dtype:
+def dtype_of(x) -> torch.dtype:
+    """What a block computes x in: its own dtype, or autocast's."""
     device = x.device.type
     autocast = torch.is_autocast_enabled(device) and x.dtype != torch.float64  # which autocast leaves alone
     return torch.get_autocast_dtype(device) if autocast else x.dtype
 
 
 def _training_problem(x) -> str | None:
-    dtype = _dtype(x)
+    dtype = dtype_of(x)
     if dtype not in (torch.bfloat16, torch.float16):
         return f"in {dtype}; its training kernels take bfloat16 and float16: cast the model or use torch.autocast"
     capability = _compute_capability(x.device.index)

@@ -340,13 +340,13 @@ def test_autocast_trains_fp32_weights():
 
 @needs_cpu_kernels
 @pytest.mark.parametrize(
-    ("tokens", "frozen", "kernels"), [(1, False, False), (40, False, False), (1, True, True), (600, False, True)]
+    ("tokens", "frozen", "kernels"), [(1, False, False), (40, False, False), (1, True, True), (800, False, True)]
 )
 def test_autocast_casts_weights_once_where_stock_blocks_do(tokens, frozen, kernels):
     """As text is generated: many calls of few tokens in one context, which keeps its casts of trainable weights."""
-    block, _ = sparse_block(hidden=48, intermediate=700)
+    block, _ = sparse_block(density=0.01)
     block.eval().requires_grad_(not frozen)
-    x = make_case(tokens, 48, 700, 0.03, torch.float32)["x"]
+    x = make_case(tokens, 48, 688, 0.01, torch.float32)["x"]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         first = block(x)
         with Operators() as ran:
@@ -354,6 +354,17 @@ def test_autocast_casts_weights_once_where_stock_blocks_do(tokens, frozen, kerne
     assert ("hf_twell.infer.default" in ran.names) == kernels
     casts = ran.names.count("aten._to_copy.default")
     assert casts == (4 if kernels else 2), "x and the three weights, or x for either projection as in stock blocks"
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("amx", [True, False])
+def test_density_decides_in_the_dtype_of_autocast(amx, monkeypatch):
+    monkeypatch.setattr(_density_cpu, "_has_amx", lambda: amx)
+    block, _ = sparse_block(density=0.1)
+    x = make_case(800, 48, 688, 0.1, torch.float32)["x"]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), Operators() as ran:
+        block.eval()(x)
+    assert ("hf_twell.infer.default" in ran.names) == (not amx), "matrix units make dense bfloat16 matmuls cheap"
 
 
 @needs_cpu_kernels
