@@ -152,9 +152,11 @@ class SparseFfn(nn.Module):
         """Density up to which kernels pay in evaluation on a CPU; 1 where that is not for this block to choose."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.twell.backend != "auto" or x.is_cuda:
             return 1.0
-        tokens, dtype = x.numel() // max(x.shape[-1], 1), ops.dtype_of(x)
-        if _density_cpu.cast_costs_more(tokens, weight, dtype):
-            return 0.0
+        tokens, dtype = x.numel() // max(x.shape[-1], 1), x.dtype
+        if torch.is_autocast_enabled("cpu"):
+            dtype = ops.dtype_of(x)
+            if _density_cpu.cast_costs_more(tokens, weight, dtype):
+                return 0.0
         return _density_cpu.max_density(tokens, weight.numel(), dtype)
 
     def _trains(self, x) -> bool:
