@@ -30,7 +30,7 @@ def ffn(
     """ReLU feed-forward block, exact at every density.
 
     Formula: h = relu(x Wg^T + bg) * (x Wu^T + bu), or relu(x Wu^T + bu) without a gate; y = h Wd^T + bd.
-    An inactive neuron adds 0, also where dense arithmetic makes NaN of 0 times an infinite or NaN weight.
+    Where a neuron is inactive, 0 times an infinite or NaN weight may give 0 in place of dense arithmetic's NaN.
     With `l1_scale`, backward adds the L1 term's gradient and reports sparsity: see `hf_twell.reference.inject_l1`.
 
     Shapes:
