@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_twell import _density_cpu, ops, reference
 from hf_twell._density import DensityWatch, TrainingChoice
-from hf_twell._layout import restore_down, settle_down
+from hf_twell._layout import EVERY, restore_down, settle_down
 from hf_twell.architectures import FfnForm
 
 
@@ -37,6 +37,7 @@ class FfnSettings:
 
     `captured` says that a CUDA graph may hold the weights' addresses: their memory stays where it is from then on.
     `on_kernels` says which way the last forward of training on a GPU went; None where there was none, or no choice.
+    `too_dense_at` is the shape of the last x, where plain matmuls were faster for it, without any kernel.
     `reached` says whether a forward that others put on the block has come to the block's own; None while none runs.
     """
 
@@ -48,6 +49,7 @@ class FfnSettings:
     captured: bool = False
     calls: int = 0  # in evaluation on CPU
     density: float | None = None  # sampled there, see `hf_twell._layout`
+    too_dense_at: torch.Size | None = field(default=None, repr=False, compare=False)  # there
     watch: DensityWatch = field(default_factory=DensityWatch, repr=False, compare=False)
     training: TrainingChoice = field(default_factory=TrainingChoice, repr=False, compare=False)
     on_kernels: bool | None = field(default=None, compare=False)
@@ -87,6 +89,8 @@ class SparseFfn(nn.Module):
         if self.twell.reached is False:
             self.twell.reached = True
         form = self.twell.form
+        if not torch.compiler.is_compiling() and self._still_too_dense(x):
+            return self._through_submodules(x, None)
         # Without gradients (text generated inside a training step) the batch need not be the step's.
         l1 = self.twell.l1 if torch.is_grad_enabled() else None
         if l1 is not None and l1.tally.device != x.device:
@@ -100,6 +104,14 @@ class SparseFfn(nn.Module):
             if parameters is not None:
                 return self._fused(x, l1, *parameters)
         return self._through_submodules(x, l1)
+
+    def _still_too_dense(self, x) -> bool:
+        """As for the last x, on a CPU, until the next sample: to ask again takes a small block a tenth of its time."""
+        known = x.shape == self.twell.too_dense_at and x.is_cpu
+        if not known or self.training or torch.is_grad_enabled() or self.twell.calls % EVERY == 0:
+            return False
+        self.twell.calls += 1
+        return True
 
     def _through_submodules(self, x, l1):
         """Adapters, hooks and replaced linears or activations all count here."""
@@ -116,6 +128,8 @@ class SparseFfn(nn.Module):
         limit = self._max_density(x, down[0])
         if limit > 0:
             settle_down(self, down[0], x)
+        else:
+            self.twell.calls += 1
         if x.is_cpu and not torch.compiler.is_compiling():
             # Another thread may give the parameter new memory while this one computes, or before its backward does.
             if not torch.is_grad_enabled():
@@ -124,7 +138,11 @@ class SparseFfn(nn.Module):
                     down = held, down[1]
             elif not self.training:
                 down = down[0].view_as(down[0]), down[1]
-        if not self._too_dense(x, *(up if gate[0] is None else gate), limit):
+        too_dense = self._too_dense(x, *(up if gate[0] is None else gate), limit)
+        if x.is_cpu and not torch.compiler.is_compiling():
+            plain = too_dense and not self.training and ops.dense_is_plain(x, up[0])
+            self.twell.too_dense_at = x.shape if plain else None
+        if not too_dense:
             capacity = self.twell.training.capacity if torch.is_grad_enabled() else None
             compute, options = ops.ffn, {"capacity": capacity, "backend": self.twell.backend}
         elif ops.dense_takes(x) and not torch.compiler.is_compiling():

@@ -85,8 +85,7 @@ def dense_ffn(
     For blocks too dense for `ffn` to pay, of which it is then no slower than compiled PyTorch, and for dtypes that
     `dense_takes`. Arguments as in `ffn`.
     """
-    intermediate, hidden = w_up.shape
-    if x.is_cpu and not torch.is_grad_enabled() and x.numel() * intermediate < SMALLEST_H_ELEMENTS * hidden:
+    if dense_is_plain(x, w_up):
         return reference.ffn(x, w_up, w_down, w_gate, b_up=b_up, b_down=b_down, b_gate=b_gate)
     linear = torch.nn.functional.linear
     gate, up = linear(x, w_up, b_up), None
@@ -120,6 +119,12 @@ def kernels_train(x) -> bool:
 def dense_takes(x) -> bool:
     """Whether kernels compute what lies between a dense block's matmuls, in x's dtype or autocast's."""
     return dtype_of(x) in (torch.bfloat16, torch.float16, *(() if x.is_cuda else (torch.float32,)))
+
+
+def dense_is_plain(x, w_up) -> bool:
+    """Whether `dense_ffn` is plain PyTorch: on a CPU, without gradients, where a kernel's call takes what it saves."""
+    intermediate, hidden = w_up.shape
+    return x.is_cpu and not torch.is_grad_enabled() and x.numel() * intermediate < SMALLEST_H_ELEMENTS * hidden
 
 
 def dtype_of(x) -> torch.dtype:

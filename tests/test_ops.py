@@ -608,6 +608,27 @@ def test_down_proj_lies_by_rows_where_tokens_are_dense(repeats):
 
 
 @needs_cpu_kernels
+@torch.no_grad()
+def test_a_block_that_is_too_dense_looks_again_at_each_sample_and_for_another_shape(monkeypatch):
+    monkeypatch.setattr(ops, "SMALLEST_H_ELEMENTS", 1 << 17)  # as users have it
+    block, x = sparse_block()
+    many, gate = x.repeat(2, 2, 1), block.eval().gate_proj.weight
+    gate.neg_()  # 97 % active
+    for _ in range(2 * _layout.EVERY):
+        block(many)
+    assert block.twell.too_dense_at == many.shape
+    assert block.twell.calls == 2 * _layout.EVERY
+    block(x)
+    assert block.twell.too_dense_at == x.shape
+    gate.neg_()
+    for _ in range(_layout.EVERY):
+        y = block(many)
+    assert block.twell.density < 0.1
+    assert block.twell.too_dense_at is None
+    assert relative_rms(y, reference.ffn(many, block.up_proj.weight, block.down_proj.weight, gate)) < 1e-6
+
+
+@needs_cpu_kernels
 def test_weights_merged_or_replaced_after_a_forward_count():
     block, x = sparse_block()
     block.eval()
