@@ -38,7 +38,7 @@ def _settle_evaluated(ffn, weight, x) -> None:
         wants_columns, wants_rows = True, False
     else:
         ffn.twell.calls += 1
-        if ffn.twell.calls % EVERY != 1:  # a sample costs as much as a small call
+        if ffn.twell.calls % EVERY != 1 and ffn.twell.density is not None:  # a sample costs as much as a small call
             return
         first = getattr(ffn, ffn.twell.form.first)
         density = ffn.twell.density = _density_cpu.sampled_density(x, first.weight, first.bias)

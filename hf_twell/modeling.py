@@ -130,7 +130,8 @@ class SparseFfn(nn.Module):
             settle_down(self, down[0], x)
         else:
             self.twell.calls += 1
-        if x.is_cpu and not torch.compiler.is_compiling():
+        eager_on_cpu = x.is_cpu and not torch.compiler.is_compiling()
+        if eager_on_cpu:
             # Another thread may give the parameter new memory while this one computes, or before its backward does.
             if not torch.is_grad_enabled():
                 held = down[0].detach()
@@ -139,7 +140,7 @@ class SparseFfn(nn.Module):
             elif not self.training:
                 down = down[0].view_as(down[0]), down[1]
         too_dense = self._too_dense(x, *(up if gate[0] is None else gate), limit)
-        if x.is_cpu and not torch.compiler.is_compiling():
+        if eager_on_cpu:
             plain = too_dense and not self.training and ops.dense_is_plain(x, up[0])
             self.twell.too_dense_at = x.shape if plain else None
         if not too_dense:

@@ -629,6 +629,18 @@ def test_a_block_that_is_too_dense_looks_again_at_each_sample_and_for_another_sh
 
 
 @needs_cpu_kernels
+@torch.no_grad()
+def test_a_block_first_called_with_too_few_tokens_for_kernels_is_sampled_once_there_are_more(monkeypatch):
+    monkeypatch.undo()  # as users have it
+    block, x = sparse_block()
+    for _ in range(3):
+        block.eval()(x[:1, :1])
+    assert block.twell.density is None
+    block(x.repeat(2, 2, 1))
+    assert block.twell.density == pytest.approx(0.03, abs=0.02)
+
+
+@needs_cpu_kernels
 def test_weights_merged_or_replaced_after_a_forward_count():
     block, x = sparse_block()
     block.eval()
