@@ -3,7 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_twell import reference
+from hf_twell import ops, reference
 
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -68,6 +68,10 @@ def run(function, case, dtype, *, l1=True, grad=True, **options):
 
 def relative_rms(value, truth):
     return ((value.double() - truth.double()).norm() / truth.double().norm()).item()
+
+
+def cpu_ffn(*args, **options):
+    return ops.ffn(*args, **options, backend="cpu")
 
 
 def assert_as_good_as_eager(function, case, **options):

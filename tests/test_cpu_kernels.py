@@ -12,26 +12,16 @@ from tests.ffn_cases import (
     ISAS,
     assert_as_good_as_eager,
     assert_gradients_are_not_copied,
+    cpu_ffn,
     make_case,
     relative_rms,
     run,
 )
 
-pytestmark = pytest.mark.skipif(
-    not build.status("cpu", build=True).available, reason=build.status("cpu", build=True).reason
-)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_buffers():
-    """Deterministic mode fills fresh memory with NaN, so a cell that no kernel writes fails the test."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def cpu_ffn(*args, **options):
-    return ops.ffn(*args, **options, backend="cpu")
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_buffers"),
+    pytest.mark.skipif(not build.status("cpu", build=True).available, reason=build.status("cpu", build=True).reason),
+]
 
 
 @pytest.mark.parametrize("isa", ISAS, indirect=True)

@@ -3,27 +3,16 @@
 import pytest
 import torch
 
-from hf_twell import build, ops
-from tests.ffn_cases import DTYPES, ISAS, KINDS, assert_as_good_as_eager, make_case
+from hf_twell import build
+from tests.ffn_cases import DTYPES, ISAS, KINDS, assert_as_good_as_eager, cpu_ffn, make_case
 
-pytestmark = pytest.mark.skipif(
-    not build.status("cpu", build=True).available, reason=build.status("cpu", build=True).reason
-)
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_buffers"),
+    pytest.mark.skipif(not build.status("cpu", build=True).available, reason=build.status("cpu", build=True).reason),
+]
 # Of values, which are summed in fp32 and rounded to the dtype.
 CLOSE = {torch.float32: 2**-19, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 DENSE = -2  # State::kDense of kernels/twell_cpu/pairs.h
-
-
-@pytest.fixture(autouse=True)
-def poisoned_buffers():
-    """Deterministic mode fills fresh memory with NaN, so a cell that no kernel writes fails the test."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def cpu_ffn(*args, **options):
-    return ops.ffn(*args, **options, backend="cpu")
 
 
 def saved_pairs(case):
