@@ -14,8 +14,8 @@ MAX_DENSITY_AMX = {"training": 0.03, "few": 0.075, "many": 0.035}  # kernels/twe
 # kernels pay up to this density, but at none in matrices, or in tokens x elements, of fewer than the smallest.
 CACHED_ELEMENTS, MAX_DENSITY_CACHED = 1 << 19, 0.1
 SMALLEST_ELEMENTS, SMALLEST_WORK = 1 << 15, {"few": 1 << 17, "many": 1 << 20}
-# Under autocast that keeps its casts, kernels still cast float32 weights in each call: below so many tokens, that takes
-# longer than they save.
+# Where autocast keeps its casts of float32 weights for plain matmuls, kernels cast them in each call: they save more
+# than that from so many tokens on.
 MIN_TOKENS_CAST, MIN_TOKENS_CAST_AMX = 48, 640
 SAMPLE_TOKENS, SAMPLE_NEURONS = 16, 256
 
@@ -36,10 +36,9 @@ def max_density(tokens: int, elements: int, dtype: torch.dtype) -> float:
     return MAX_DENSITY
 
 
-def cast_costs_more(tokens: int, weight: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether autocast, to `dtype`, keeps its casts for plain matmuls, and kernels save less than theirs cost."""
-    kept = torch.is_autocast_cache_enabled() and weight.requires_grad and weight.dtype == torch.float32 != dtype
-    return kept and tokens < (MIN_TOKENS_CAST_AMX if dtype == torch.bfloat16 and _has_amx() else MIN_TOKENS_CAST)
+def min_tokens_cast(dtype: torch.dtype) -> int:
+    """Tokens from which on kernels save more than casts of float32 weights to `dtype` in each call take."""
+    return MIN_TOKENS_CAST_AMX if dtype == torch.bfloat16 and _has_amx() else MIN_TOKENS_CAST
 
 
 @functools.cache

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 
 from hf_twell import benchmark_backward, ops, workload
+from hf_twell._choice import takes_kernels
 from hf_twell._layout import SPARSE
 from hf_twell.benchmark_check import check_block, wider_dtype
 from hf_twell.benchmark_environment import DTYPES, environment
 from hf_twell.benchmark_progress import Report, silent
-from hf_twell.modeling import takes_kernels
 from hf_twell.timing import Captured, interleaved_ms, millijoules, peak_mib
 
 COLD_BYTES = 256 << 20  # rotated weights take at least this much on a CPU, so that no cache holds the next call's

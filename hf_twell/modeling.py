@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from hf_twell import _density_cpu, ops, reference
+from hf_twell import _choice, ops, reference
 from hf_twell._density import DensityWatch, TrainingChoice
-from hf_twell._layout import EVERY, restore_down, settle_down
+from hf_twell._layout import restore_down
 from hf_twell.architectures import FfnForm
 
 
@@ -89,7 +89,7 @@ class SparseFfn(nn.Module):
         if self.twell.reached is False:
             self.twell.reached = True
         form = self.twell.form
-        if not torch.compiler.is_compiling() and self._still_too_dense(x):
+        if not torch.compiler.is_compiling() and _choice.still_too_dense(self, x):
             return self._through_submodules(x, None)
         # Without gradients (text generated inside a training step) the batch need not be the step's.
         l1 = self.twell.l1 if torch.is_grad_enabled() else None
@@ -105,14 +105,6 @@ class SparseFfn(nn.Module):
                 return self._fused(x, l1, *parameters)
         return self._through_submodules(x, l1)
 
-    def _still_too_dense(self, x) -> bool:
-        """As for the last x, on a CPU, until the next sample: to ask again takes a small block a tenth of its time."""
-        known = x.shape == self.twell.too_dense_at and x.is_cpu
-        if not known or self.training or torch.is_grad_enabled() or self.twell.calls % EVERY == 0:
-            return False
-        self.twell.calls += 1
-        return True
-
     def _through_submodules(self, x, l1):
         """Adapters, hooks and replaced linears or activations all count here."""
         form = self.twell.form
@@ -125,13 +117,8 @@ class SparseFfn(nn.Module):
 
     def _fused(self, x, l1, up, down, gate):
         """`up`, `down` and `gate` are (weight, bias), both None where there is no gate."""
-        limit = self._max_density(x, down[0])
-        if limit > 0:
-            settle_down(self, down[0], x)
-        else:
-            self.twell.calls += 1
-        eager_on_cpu = x.is_cpu and not torch.compiler.is_compiling()
-        if eager_on_cpu:
+        too_dense = _choice.settle(self, x, *(up if gate[0] is None else gate), down[0])
+        if x.is_cpu and not torch.compiler.is_compiling():
             # Another thread may give the parameter new memory while this one computes, or before its backward does.
             if not torch.is_grad_enabled():
                 held = down[0].detach()
@@ -139,10 +126,6 @@ class SparseFfn(nn.Module):
                     down = held, down[1]
             elif not self.training:
                 down = down[0].view_as(down[0]), down[1]
-        too_dense = self._too_dense(x, *(up if gate[0] is None else gate), limit)
-        if eager_on_cpu:
-            plain = too_dense and not self.training and ops.dense_is_plain(x, up[0])
-            self.twell.too_dense_at = x.shape if plain else None
         if not too_dense:
             capacity = self.twell.training.capacity if torch.is_grad_enabled() else None
             compute, options = ops.ffn, {"capacity": capacity, "backend": self.twell.backend}
@@ -153,35 +136,6 @@ class SparseFfn(nn.Module):
         if l1 is not None:
             options |= {"l1_scale": l1.scale, "token_weight": l1.token_weight, "tally": l1.tally}
         return compute(x, up[0], down[0], gate[0], b_up=up[1], b_down=down[1], b_gate=gate[1], **options)
-
-    def _too_dense(self, x, weight, bias, limit) -> bool:
-        """If plain matmuls are faster; in compiled evaluation the operator itself follows the density."""
-        # In training mode without gradients, too: so runs the forward of re-entrant checkpointing.
-        if (torch.is_grad_enabled() or self.training) and self._trains(x):
-            too_dense = self.twell.training.too_dense(x, weight, bias) and self.twell.backend == "auto"
-            if not torch.compiler.is_compiling():
-                self.twell.on_kernels = not too_dense
-            return too_dense
-        if x.is_cuda:
-            chooses = not torch.is_grad_enabled() and not torch.compiler.is_compiling() and self.twell.backend == "auto"
-            return chooses and self.twell.watch.too_dense(x, weight, bias)
-        return limit == 0 or (limit < 1 and self.twell.density is not None and self.twell.density > limit)
-
-    def _max_density(self, x, weight) -> float:
-        """Density up to which kernels pay in evaluation on a CPU; 1 where that is not for this block to choose."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.twell.backend != "auto" or x.is_cuda:
-            return 1.0
-        tokens, dtype = x.numel() // max(x.shape[-1], 1), x.dtype
-        if torch.is_autocast_enabled("cpu"):
-            dtype = ops.dtype_of(x)
-            if _density_cpu.cast_costs_more(tokens, weight, dtype):
-                return 0.0
-        return _density_cpu.max_density(tokens, weight.numel(), dtype)
-
-    def _trains(self, x) -> bool:
-        """Whether there is something to learn here, and kernels that can on this GPU."""
-        learns = x.requires_grad or any(getattr(self, name).weight.requires_grad for name in self.twell.form.linears)
-        return learns and ops.kernels_train(x)
 
     def _plain_parameters(self):
         """(weight, bias) of up, down and gate; None unless all are plain linears, neither hooked nor replaced."""
@@ -268,14 +222,6 @@ def sparse_class(stock_class: type) -> type:
 def _new_instance(stock_class: type) -> nn.Module:
     cls = sparse_class(stock_class)
     return cls.__new__(cls)
-
-
-def takes_kernels(ffn: SparseFfn, x: torch.Tensor) -> bool:
-    """Which way a block would go with x after the calls it has seen: kernels, or plain matmuls."""
-    first, down = getattr(ffn, ffn.twell.form.first), getattr(ffn, ffn.twell.form.down)
-    if ops.resolve(ffn.twell.backend, x.device.type) == "reference":  # asked for, or no kernels could be had
-        return False
-    return not ffn._too_dense(x, first.weight, first.bias, ffn._max_density(x, down.weight))
 
 
 def check_whole(h: torch.Tensor, width: int, name: str) -> None:
