@@ -106,7 +106,8 @@ def test_bench_ffn_writes_rows_and_a_plot(tmp_path, capsys, extra):
     )
     assert [row["tokens"] for row in rows] == [1, 20]
     for row in rows:
-        assert row["speedup"] == pytest.approx(row["eager_ms"] / row["sparse_ms"], rel=0.01)
+        # It has three decimals, of which a turn that a busy machine held up leaves two zero.
+        assert row["speedup"] == pytest.approx(row["eager_ms"] / row["sparse_ms"], rel=0.01, abs=6e-4)
         assert row["error"] <= max(2 * row["error_eager"], 2**-7)
         assert row["l0"] == pytest.approx(8, abs=0.3), "of few tokens, those nearest to it"
         assert row["density"] == pytest.approx(row["l0"] / 344, abs=1e-4)
