@@ -10,8 +10,16 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard
 from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 from transformers.utils.hub import cached_file
 
+from hf_twell.architectures import loading_class
 from hf_twell.card import adapter_card
 from hf_twell.config_files import one_line_errors
 from hf_twell.convert import FORMAT_VERSION, TAG, sparsify
@@ -23,6 +31,14 @@ from hf_twell.whole_folders import whole_folder
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # peft names keys that it does not know in a warning, so this one tells those who load without this package.
 RECORD = "base_sparsified_by_hf_twell"
+# What loads the base, by the `task_type` that peft writes.
+LOADERS = {
+    "CAUSAL_LM": AutoModelForCausalLM,
+    "SEQ_CLS": AutoModelForSequenceClassification,
+    "TOKEN_CLS": AutoModelForTokenClassification,
+    "QUESTION_ANS": AutoModelForQuestionAnswering,
+    "FEATURE_EXTRACTION": AutoModel,
+}
 
 
 def save_adapter(model: nn.Module, path: str | Path, tokenizer=None, *, overwrite: bool = False) -> None:
@@ -48,7 +64,7 @@ def save_adapter(model: nn.Module, path: str | Path, tokenizer=None, *, overwrit
         model.save_pretrained(folder)
         record_base(model, folder)
         base = next(iter(model.peft_config.values())).base_model_name_or_path
-        (folder / "README.md").write_text(adapter_card(base), encoding="utf-8")
+        (folder / "README.md").write_text(adapter_card(base, loader=loader_of_base(model)), encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
 
@@ -92,7 +108,7 @@ def load_adapter(
 
     Raises:
         ValueError: no adapter, one that does not say that its base is sparsified, pickled, missing, mis-shaped or
-            non-finite adapter weights, or a base that cannot be converted.
+            non-finite adapter weights, a base that cannot be converted, or one of another task that is not in hand.
         OSError: the base that it names is not to be had.
     """
     from peft import PeftModel, get_peft_model_state_dict
@@ -112,6 +128,12 @@ def load_adapter(
     if not isinstance(base, nn.Module | str | Path):
         raise ValueError(f"{path} does not name its base; give it: load_adapter(path, base)")
     if not isinstance(base, nn.Module):
+        loader = loader_of_saved_base(config)
+        if loader is not AutoModelForCausalLM:
+            raise ValueError(
+                f"{path} is an adapter of another task, and only causal language models are loaded here; load the base "
+                f"by {loader.__name__}, and give it: load_adapter(path, base)"
+            )
         base = _load_base(path, base, dtype, device)
     sparsify(base, backend=backend, layers=entry.get("layers"))
     with warnings.catch_warnings(), one_line_errors(f"{path} does not fit its base"):
@@ -154,6 +176,19 @@ def _load_base(path, base: str | Path, dtype, device) -> nn.Module:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         base = " ".join(str(base).split())
         raise OSError(f"{path} names the base {base} ({reason}); give it: load_adapter(path, base)") from error
+
+
+def loader_of_base(model: nn.Module) -> type:
+    """What loads the base of a PEFT model, or of a Transformers model that took the adapter itself."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return loading_class({"architectures": [type(base).__name__.removeprefix("FSDP")]})
+
+
+def loader_of_saved_base(config: dict) -> type:
+    """What loads the base of an adapter with this adapter_config.json, which names a class where no task was given."""
+    named = config.get("auto_mapping")
+    name = named.get("base_model_class") if isinstance(named, dict) else ""
+    return LOADERS.get(str(config.get("task_type"))) or loading_class({"architectures": [str(name)]})
 
 
 def read_adapter_config(path: str | Path, **hub) -> dict:

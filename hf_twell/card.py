@@ -66,16 +66,29 @@ def model_card(
 
 def loading(config: Mapping) -> dict[str, str]:
     """The sections of a card that go by what loads a model with this config.json."""
-    loader = loading_class(config)
+    return _loaded_by(loading_class(config))
+
+
+def _loaded_by(loader: type) -> dict[str, str]:
     task = "pipeline_tag: text-generation\n" if loader is AutoModelForCausalLM else ""
     return {"loader": loader.__name__, "task": task}
 
 
-def adapter_card(base: str | None, repo_id: str | None = None) -> str:
-    """The card of an adapter of a sparsified base: how to load it, and how not to."""
+def adapter_card(base: str | None, repo_id: str | None = None, *, loader: type = AutoModelForCausalLM) -> str:
+    """The card of an adapter of a sparsified base that `loader` loads: how to load the adapter, and how not to."""
+    repo_id = repo_id or "this/adapter"
     metadata = {"base_model": base} if is_repo(base) else {}
     facts = {"base model, before `hf_twell.sparsify`": _link(base)}
-    return fill("adapter.md", repo_id or "this/adapter", metadata, facts, base=base if is_repo(base) else "the/base")
+    base = base if is_repo(base) else "the/base"
+    load = f'\nmodel = hf_twell.load_adapter("{repo_id}")  # sparsifies the base, then loads the adapter onto it'
+    if loader is not AutoModelForCausalLM:  # which is what `load_adapter` loads by itself
+        name = loader.__name__
+        labels = "  # with num_labels, as in training" if "Classification" in name else ""
+        load = (
+            f'from transformers import {name}\n\nbase = {name}.from_pretrained("{base}"){labels}\n'
+            f'model = hf_twell.load_adapter("{repo_id}", base)  # sparsifies the base'
+        )
+    return fill("adapter.md", repo_id, metadata, facts, base=base, load=load, **_loaded_by(loader))
 
 
 def read_result(path: str | Path) -> dict:

@@ -14,6 +14,7 @@ from torch import nn
 from hf_twell.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
+    loader_of_saved_base,
     read_adapter_config,
     save_adapter,
     sparse_base,
@@ -169,7 +170,7 @@ def folder_card(folder: str | Path, repo_id: str, *, base_model=None, sparsity=N
             raise ValueError(f"{folder} holds no {ADAPTER_WEIGHTS}; save the adapter again")
         if sparsity or scores:
             raise ValueError("the card of an adapter holds no figures; merge it into a model to publish these")
-        return adapter_card(_adapter_base(folder, config, base_model), repo_id)
+        return adapter_card(_adapter_base(folder, config, base_model), repo_id, loader=loader_of_saved_base(config))
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is no model folder: it has no config.json")
     config = read_config(folder)

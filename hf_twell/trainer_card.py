@@ -4,7 +4,7 @@ import functools
 from pathlib import Path
 
 from hf_twell._logs import layer_prefix
-from hf_twell.adapters import record_base
+from hf_twell.adapters import loader_of_base, record_base
 from hf_twell.card import adapter_card, model_card
 from hf_twell.modeling import sparse_ffns
 from hf_twell.resuming import method_of, steps_of
@@ -28,7 +28,7 @@ def _write_card(trainer, figures, model_name=None, **_):
     folder.mkdir(parents=True, exist_ok=True)  # trl's trainers write a card before their first checkpoint
     if hasattr(model, "peft_config"):
         record_base(model, folder)
-        card = adapter_card(base_model, repo_id)
+        card = adapter_card(base_model, repo_id, loader=loader_of_base(model))
     else:
         sparsity = figures["sparsity"] or _logged_sparsity(trainer, model)
         config = model.config.to_dict() | {"architectures": [type(model).__name__.removeprefix("FSDP")]}

@@ -2,16 +2,27 @@
 
 import copy
 import json
+import re
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
+    LlamaForCausalLM,
+    LlamaForQuestionAnswering,
     LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    LlamaModel,
     Trainer,
     TrainingArguments,
 )
@@ -25,6 +36,7 @@ from hf_twell import (
     save_adapter,
     sparsify,
 )
+from hf_twell.hub import folder_card
 from hf_twell.modeling import sparse_ffns
 from tests.conftest import ids, logits, relu_llama, tiny_llama
 
@@ -195,12 +207,47 @@ def test_an_adapter_of_another_task_wants_its_base_in_hand(base, tmp_path):
         model, peft.LoraConfig(task_type="SEQ_CLS", target_modules=FFN, init_lora_weights=False)
     )
     save_adapter(model.eval(), tmp_path / "lora")
+    with pytest.raises(ValueError, match=r"of another task, .* by AutoModelForSequenceClassification, and give it"):
+        load_adapter(tmp_path / "lora")
     with pytest.raises(
         ValueError, match=r"holds base_model.model.score.weight, .* LlamaForCausalLM has no place; load"
     ):
-        load_adapter(tmp_path / "lora")
+        load_adapter(tmp_path / "lora", AutoModelForCausalLM.from_pretrained(base))
     reward = LlamaForSequenceClassification.from_pretrained(base, num_labels=1)
     assert torch.equal(logits(load_adapter(tmp_path / "lora", reward)), logits(model))
+
+
+TASKS = {
+    "CAUSAL_LM": (LlamaForCausalLM, AutoModelForCausalLM),
+    "SEQ_CLS": (LlamaForSequenceClassification, AutoModelForSequenceClassification),
+    "TOKEN_CLS": (LlamaForTokenClassification, AutoModelForTokenClassification),
+    "QUESTION_ANS": (LlamaForQuestionAnswering, AutoModelForQuestionAnswering),
+    "FEATURE_EXTRACTION": (LlamaModel, AutoModel),
+    None: (LlamaModel, LlamaModel),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_card_of_any_task_says_how_to_load_it(base, tmp_path, monkeypatch, task):
+    """Only of a causal language model does it say that it generates text, and what it tells to do is done here."""
+    cls, loader = TASKS[task]
+    cls(AutoConfig.from_pretrained(base)).save_pretrained(tmp_path / "their" / "base")
+    stock = cls.from_pretrained(tmp_path / "their" / "base")
+    config = peft.LoraConfig(task_type=task, target_modules=FFN, init_lora_weights=False)
+    model = peft.get_peft_model(sparsify(stock, backend="reference"), config).eval()
+    (tmp_path / "this").mkdir()
+    save_adapter(model, tmp_path / "this" / "adapter")
+    saved = (tmp_path / "this" / "adapter" / "README.md").read_text()
+    published = folder_card(tmp_path / "this" / "adapter", "this/adapter", base_model="their/base")
+    own = AutoModelForCausalLM if task == "CAUSAL_LM" else cls
+    for card, named in ((saved, own), (published, loader)):
+        assert ModelCard(card).data.get("pipeline_tag") == ("text-generation" if task == "CAUSAL_LM" else None)
+        assert f"import {named.__name__}\n" in card
+    monkeypatch.chdir(tmp_path)
+    for code in re.findall(r"```python\n(.*?)```", published, re.DOTALL):
+        made = {}
+        exec(code.replace("the/base", "their/base"), made)  # the README's own steps
+        torch.testing.assert_close(made["model"].eval()(input_ids=ids())[0], model(input_ids=ids())[0])
 
 
 def change_config(folder, **changes):
@@ -246,6 +293,7 @@ DAMAGES = {
         lambda f: card_alone(f, "tags: !!python/object/apply:os.system ['false']"),
         "its README.md cannot be read (ConstructorError",
     ),
+    "task as a list": (lambda f: change_config(f, task_type=["x"]), "Invalid task type: "),
     "base of two lines": (lambda f: change_config(f, base_model_name_or_path="a\nb"), "names the base a b"),
     "base of no name": (lambda f: change_config(f, base_model_name_or_path=5), "does not name its base"),
     "base that is gone": (lambda f: change_config(f, base_model_name_or_path="/absent"), "names the base /absent"),
