@@ -151,11 +151,11 @@ def decoder_of(model: nn.Module) -> nn.Module:
     return model.get_decoder() if hasattr(model, "get_decoder") else model
 
 
-def _decoder_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The decoder and everything in it, each under its full name in the model."""
+def _decoder_modules(model: nn.Module, *, every_name: bool = False) -> Iterator[tuple[str, nn.Module]]:
+    """The decoder and everything in it, each under its full name in the model, or under every name that it has."""
     decoder = decoder_of(model)
     prefix = next((name for name, module in model.named_modules() if module is decoder), "")
-    return decoder.named_modules(prefix=prefix)
+    return decoder.named_modules(prefix=prefix, remove_duplicate=not every_name)
 
 
 def _form_of(module: nn.Module) -> FfnForm | None:
@@ -181,6 +181,11 @@ def _check_complete(model, sites):
     ]
     unread = next((name for name in places if modules[name] not in [site.module for site in sites]), None)
     where = f"; {unread} ({_parts(modules[unread])}) cannot be read" if unread else ""
+    first_names = {site.module: site.name for site in sites}
+    for name, module in _decoder_modules(model, every_name=True):
+        if name != first_names.get(module, name):
+            where += f"; {name} is the same block as {first_names[module]}, and layers may not share one"
+            break
     advice = f"{SUPPORTED}."
     if unread and type(modules[unread]).__name__.startswith("Liger"):
         advice = "Liger's SwiGLU computes SiLU always; in a new process, apply Liger with swiglu=False."

@@ -375,6 +375,19 @@ def test_a_layer_without_a_block_is_named():
     assert_refused(model, "3 layers but 2", "model.layers.1.mlp (LlamaMLP of gate_proj: Linear, ")
 
 
+def test_blocks_that_layers_share_are_named():
+    model = tiny_llama()
+    model.model.layers[2].mlp = model.model.layers[0].mlp
+    assert_refused(
+        model,
+        "3 layers but 2",
+        "; model.layers.2.mlp is the same block as model.layers.0.mlp, and layers may not share one.",
+    )
+    model = tiny_llama()
+    model.model.layers[1] = model.model.layers[0]  # the whole layer
+    assert_refused(model, "; model.layers.1.mlp is the same block as model.layers.0.mlp, and layers may not share one.")
+
+
 def test_a_model_without_layers():
     assert_refused(tiny_llama(num_hidden_layers=0), "0 layers but 0 feed-forward blocks", "Supported are Llama")
 
