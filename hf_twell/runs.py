@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_twell.checkpoints import STATE_NAME, finished_checkpoints, last_checkpoint, read_state
@@ -164,9 +165,12 @@ class FiniteWeights(TrainerCallback):
     """
 
     def on_log(self, args, state, control, model=None, **kwargs):
-        for name, weight in model.named_parameters():
-            own = weight.to_local() if hasattr(weight, "to_local") else weight  # the part of this process
-            if weight.requires_grad and not own.isfinite().all():
+        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        own = [w.to_local() if hasattr(w, "to_local") else w for w in trained.values()]  # the parts of this process
+        # Stacked, so that the host waits for the device once, and not for each weight.
+        finite = torch.stack([part.isfinite().all().to(own[0].device) for part in own]).tolist()
+        for name, good in zip(trained, finite, strict=True):
+            if not good:
                 raise ValueError(
                     f"training diverged: at step {state.global_step}, {name} holds values that are NaN or infinite; "
                     "start a new run with a lower training.learning_rate"
