@@ -42,58 +42,48 @@ def ffn_savings(model, ids: torch.Tensor, layers: list[dict], *, measure: bool =
 
     Returns:
         {"measured", "basis" (of predictions), "too_small" (the passes in which blocks of this size take plain matmuls,
-        whatever their density), "backend", "device", "threads", "tokens": {"decode": 1, "prefill": S},
+        whatever their density), "backend", "relu", "device", "threads", "tokens": {"decode": 1, "prefill": S},
         "layers": [{"name", "density", "decode", "prefill": {"path", "dense_ms", "sparse_ms"}}],
         "total": {"decode", "prefill": {"dense_ms", "sparse_ms", "speedup"}},
         "if_density": [{"density", "measured", "decode", "prefill": speed-up over dense}]}. Where they were measured
         layers also have "difference", the relative RMS difference between both outputs.
     """
     sites = find_ffns(model)
-    config, keys = activation_keys(model.config)
     device = next(model.parameters()).device
     backend = ops.resolve("auto", device.type)
+    config, keys = activation_keys(model.config)
     relu = getattr(config, keys[0]) == "relu"
-    matrices = len(sites[0].form.linears)
-    chosen = chosen_layers(model, None, len(sites))
-    dtype = next(sites[0].module.parameters()).dtype
-    counts = {"decode": 1, "prefill": ids.shape[1]}
-    elements = sites[0].linear("up").weight.numel()
-    limits = {which: _max_density(backend, tokens, elements, dtype) for which, tokens in counts.items()}
-    paths = [
-        {
-            which: "sparse" if relu and index in chosen and layer["density"] <= limits[which] else "dense"
-            for which in PASSES
-        }
-        for index, layer in enumerate(layers)
-    ]
-    measure_blocks = measure and relu and backend != "reference"
+    tokens = {"decode": 1, "prefill": ids.shape[1]}
+    up = sites[0].linear("up").weight
+    limits = {which: _max_density(backend, count, up.numel(), up.dtype) for which, count in tokens.items()}
+    chosen = chosen_layers(model, None, len(sites)) if relu else []
+    paths = [_paths(index in chosen, layer["density"], limits) for index, layer in enumerate(layers)]
+
+    measured = measure and relu and backend != "reference"
     with evaluation_mode(model):
         inputs = _block_inputs(model, sites, ids)
-        dense, sparse, difference = _times(model, sites, inputs, device, rounds if measure else 3, measure_blocks)
+        dense, sparse, difference = _times(model, sites, inputs, device, rounds if measure else 3, measured)
+    if not measured:
+        sparse = _predicted(dense, paths, layers, backend, len(sites[0].form.linears))
+
     rows = []
     for index, (site, layer) in enumerate(zip(sites, layers, strict=True)):
         row = {"name": site.name, "density": layer["density"]}
         for which in PASSES:
-            path, dense_ms = paths[index][which], dense[which][index]
-            if measure_blocks:
-                sparse_ms = sparse[which][index]
-            elif path == "dense":
-                sparse_ms = dense_ms
-            else:
-                sparse_ms = _predicted_ms(which, dense_ms, layer["density"], backend, matrices)
-            row[which] = {"path": path, "dense_ms": dense_ms, "sparse_ms": sparse_ms}
-        rows.append(row | ({"difference": difference[index]} if measure_blocks else {}))
+            times = {"dense_ms": dense[which][index], "sparse_ms": sparse[which][index]}
+            row[which] = {"path": paths[index][which], **times}
+        rows.append(row | ({"difference": difference[index]} if measured else {}))
     total = {which: _total([row[which] for row in rows]) for which in PASSES}
     return {
         # Where every layer is dense there is nothing to predict.
-        "measured": measure_blocks or all(path == "dense" for row in paths for path in row.values()),
+        "measured": measured or all(path == "dense" for row in paths for path in row.values()),
         "basis": _BASIS.get(backend, ""),
         "too_small": [which for which in PASSES if limits[which] < 0],
         "backend": backend,
         "relu": relu,
         "device": environment(device)["processor"],
         "threads": torch.get_num_threads(),
-        "tokens": counts,
+        "tokens": tokens,
         "layers": rows,
         "total": total,
         "if_density": _if_density(sites, model, ids.shape[1], backend, measure, limits, total),
@@ -111,6 +101,17 @@ def _predicted_ms(which: str, dense_ms: float, density: float, backend: str, mat
     return min(dense_ms, dense_ms * predicted_share(which, density, backend, matrices) + call_ms)
 
 
+def _predicted(dense, paths, layers, backend, matrices) -> dict[str, list[float]]:
+    """Milliseconds of every layer's block, by pass, as `_times` has them for the sparse ones."""
+    return {
+        which: [
+            ms if path[which] == "dense" else _predicted_ms(which, ms, layer["density"], backend, matrices)
+            for ms, path, layer in zip(dense[which], paths, layers, strict=True)
+        ]
+        for which in PASSES
+    }
+
+
 def _max_density(backend: str, tokens: int, elements: int, dtype: torch.dtype) -> float:
     """Density up to which "auto" takes the kernels; below 0 where it never does."""
     if backend == "reference":
@@ -118,6 +119,11 @@ def _max_density(backend: str, tokens: int, elements: int, dtype: torch.dtype) -
     if backend == "cuda":
         return _density.max_density(tokens, elements)
     return _density_cpu.max_density(tokens, elements, dtype) or -1.0
+
+
+def _paths(chosen: bool, density: float, limits: dict[str, float]) -> dict[str, str]:
+    """How a layer is computed, by pass."""
+    return {which: "sparse" if chosen and density <= limits[which] else "dense" for which in PASSES}
 
 
 def _block_inputs(model, sites, ids) -> list[torch.Tensor]:
