@@ -63,13 +63,13 @@ def five_steps(recipe: Recipe, args: TrainingArguments, resume: bool, train, hel
 
     # 2. Text, packed into sequences of one length.
     length = recipe.sequence_length
+    check_length(model, length)
     if train is None and is_streamed(recipe.train):
         train = StreamedText(tokenizer, recipe.train, length)
     elif train is None:
         train = PackedText(tokenizer, recipe.train, length, description="tokenizing training text")
     if heldout is None:
         heldout = PackedText(tokenizer, recipe.heldout, length, description="tokenizing held-out text")
-    check_length(model, length)
 
     # 3. Transformers' own Trainer, with the L1 term as a callback, and the dense parent as a teacher.
     use_cache = getattr(model.config, "use_cache", True)  # Trainer turns it off
