@@ -141,13 +141,13 @@ def load_adapter(
         warnings.filterwarnings("ignore", message="Found missing adapter keys")  # refused below
         model = PeftModel.from_pretrained(base, str(path), is_trainable=trainable, **hub_options(hub))
     loaded = get_peft_model_state_dict(model, save_embedding_layers=False)
-    check_complete(path, loaded.keys() - saved.keys())
     strange = saved.keys() - get_peft_model_state_dict(model, save_embedding_layers=True).keys()
     if strange:
         raise ValueError(
             f"{path} holds {min(strange)}, for which {type(base).__name__} has no place; load the class that it was "
             "trained on, and give that: load_adapter(path, base)"
         )
+    check_complete(path, loaded.keys() - saved.keys())
     check_finite(path, loaded.items())
     return model.train(trainable)
 

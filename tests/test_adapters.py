@@ -250,6 +250,14 @@ def test_the_card_of_any_task_says_how_to_load_it(base, tmp_path, monkeypatch, t
         torch.testing.assert_close(made["model"].eval()(input_ids=ids())[0], model(input_ids=ids())[0])
 
 
+def test_a_base_of_another_class_is_told_from_missing_tensors(base, tmp_path):
+    """An embedding model's tensors have other names in a causal language model."""
+    config = peft.LoraConfig(task_type="FEATURE_EXTRACTION", target_modules=FFN)
+    save_adapter(peft.get_peft_model(sparsify(AutoModel.from_pretrained(base)), config), tmp_path / "lora")
+    with pytest.raises(ValueError, match=r"for which LlamaForCausalLM has no place; load the class"):
+        load_adapter(tmp_path / "lora", AutoModelForCausalLM.from_pretrained(base))
+
+
 def change_config(folder, **changes):
     path = folder / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
