@@ -57,19 +57,15 @@ def model_card(
         metadata,
         facts,
         architecture=(config.get("architectures") or [config.get("model_type", "model")])[0],
-        **loading(config),
+        **loading(loading_class(config)),
         method_clause=L1_CLAUSE if method and (method.get("l1_weight") or method.get("target_density")) else "",
         sparsity=sparsity_section(sparsity, sizes[0]) if sparsity else "",
         evaluation=_evaluation(scores) if scores else "",
     )
 
 
-def loading(config: Mapping) -> dict[str, str]:
-    """The sections of a card that go by what loads a model with this config.json."""
-    return _loaded_by(loading_class(config))
-
-
-def _loaded_by(loader: type) -> dict[str, str]:
+def loading(loader: type = AutoModelForCausalLM) -> dict[str, str]:
+    """The sections of a card that go by what loads the model, or an adapter's base."""
     task = "pipeline_tag: text-generation\n" if loader is AutoModelForCausalLM else ""
     return {"loader": loader.__name__, "task": task}
 
@@ -88,7 +84,7 @@ def adapter_card(base: str | None, repo_id: str | None = None, *, loader: type =
             f'from transformers import {name}\n\nbase = {name}.from_pretrained("{base}"){labels}\n'
             f'model = hf_twell.load_adapter("{repo_id}", base)  # sparsifies the base'
         )
-    return fill("adapter.md", repo_id, metadata, facts, base=base, load=load, **_loaded_by(loader))
+    return fill("adapter.md", repo_id, metadata, facts, base=base, load=load, **loading(loader))
 
 
 def read_result(path: str | Path) -> dict:

@@ -93,7 +93,7 @@ def study_card(row: dict, control: dict, rows: list[dict], study: dict) -> str:
         method_clause=L1_CLAUSE,
         sparsity=_sparsity(row, family.get("intermediate_size")),
         evaluation="\n".join(sections) + "\n",
-        **loading({}),
+        **loading(),
     )
 
 
