@@ -181,16 +181,20 @@ def _check_complete(model, sites):
     ]
     unread = next((name for name in places if modules[name] not in [site.module for site in sites]), None)
     where = f"; {unread} ({_parts(modules[unread])}) cannot be read" if unread else ""
-    first_names = {site.module: site.name for site in sites}
-    for name, module in _decoder_modules(model, every_name=True):
-        if name != first_names.get(module, name):
-            where += f"; {name} is the same block as {first_names[module]}, and layers may not share one"
-            break
+    if shared := _shared(model, sites):
+        where += "; {} is the same block as {}, and layers may not share one".format(*shared)
     advice = f"{SUPPORTED}."
     if unread and type(modules[unread]).__name__.startswith("Liger"):
         advice = "Liger's SwiGLU computes SiLU always; in a new process, apply Liger with swiglu=False."
     blocks = f"{len(sites)} feed-forward blocks of a known form"
     raise ValueError(f"{type(model).__name__} has {layers} layers but {blocks}{where}. {advice}")
+
+
+def _shared(model, sites) -> tuple[str, str] | None:
+    """Two names of one block, where there is such a block: the second is that of its site."""
+    names = {site.module: site.name for site in sites}
+    every_name = _decoder_modules(model, every_name=True)
+    return next(((name, names[module]) for name, module in every_name if name != names.get(module, name)), None)
 
 
 def _parts(module: nn.Module) -> str:
