@@ -30,11 +30,13 @@ def check_target(path: str | Path, *, overwrite: bool = False) -> Path:
 
     Raises:
         ValueError: `path` exists and `overwrite` is false, it is no model folder or holds other things too; or its
-            parent is not a folder.
+            parent is not a folder, or not one that can be written to.
     """
     path = Path(path).resolve()
     if not path.parent.is_dir():
         raise ValueError(f"{path.parent} is not a folder; create it, or choose another place to save to")
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{path.parent} cannot be written to; choose another place to save to")
     if path.exists() and not overwrite:
         raise ValueError(f"{path} exists; choose another name, or allow it to be overwritten (--overwrite)")
     if path.exists() and not _may_be_replaced(path):

@@ -1,6 +1,7 @@
 """The commands as a user meets them: what they print, what they leave behind, and what they say when it goes wrong."""
 
 import contextlib
+import ctypes
 import importlib.metadata
 import importlib.util
 import json
@@ -705,3 +706,37 @@ def test_ctrl_c_leaves_nothing_behind(recipe):
     assert b"interrupted" in rest
     assert b"Traceback" not in rest
     assert not (output / "final").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["sparsify", "{model}", "{locked}/new"],
+        ["eval", "{model}", "--text", "{text}", "--output", "{locked}/new"],
+        ["eval", "{model}", "--text", "{text}", "--output", "{locked}/old"],
+        ["inspect", "{model}", "--text", "{text}", "--html", "{locked}/new"],
+    ],
+)
+def test_places_that_cannot_be_written_to_are_refused_before_the_work(tmp_path, arguments):
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    (locked / "old").touch(0o444)
+    locked.chmod(0o555)
+    names = {"model": DEMO / "model", "text": DEMO / "text" / "heldout.txt", "locked": locked}
+    command = [*COMMAND, *(argument.format(**names) for argument in arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=_bound_by_permissions)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert str(locked) in line
+    assert "cannot be written to; " in line
+
+
+def _bound_by_permissions():
+    """Root in a container, too: without CAP_DAC_OVERRIDE (1), by PR_CAPBSET_DROP (24)."""
+    ctypes.CDLL(None).prctl(24, 1, 0, 0, 0)
+
+
+def test_page_and_figures_need_two_files(tmp_path, capsys):
+    text, page = str(DEMO / "text" / "heldout.txt"), str(tmp_path / "page")
+    assert main(["inspect", str(DEMO / "model"), "--text", text, "--html", page, "--output", page]) == 1
+    assert "--html and --output name the same file" in capsys.readouterr().err.splitlines()[-1]

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,12 +23,14 @@ def check_output(option: str, path: str | None, inputs: Sequence[str] = ()) -> N
     """Refuse, before long work, a file that could not be written after it.
 
     Raises:
-        ValueError: `path` is a folder, lies in none, or is one of the files to read.
+        ValueError: `path` is a folder, lies in none, may not be written, or is one of the files to read.
     """
     if path and Path(path).is_dir():
         raise ValueError(f"{option} {path} is a folder; name a file")
     if path and not Path(path).absolute().parent.is_dir():
         raise ValueError(f"{option} {path}: its folder does not exist; create it first")
+    if path and not os.access(path if Path(path).exists() else Path(path).absolute().parent, os.W_OK):
+        raise ValueError(f"{option} {path} cannot be written to; name another file")
     if path and Path(path).exists() and any(Path(file).exists() and Path(path).samefile(file) for file in inputs):
         raise ValueError(f"{option} {path} is the text itself, which would be lost; name another file")
 
