@@ -21,7 +21,7 @@ from transformers.utils.hub import cached_file
 
 from hf_twell.architectures import loading_class
 from hf_twell.card import adapter_card
-from hf_twell.config_files import one_line_errors
+from hf_twell.config_files import check_folder, one_line_errors
 from hf_twell.convert import FORMAT_VERSION, TAG, sparsify
 from hf_twell.loading import load_causal_lm
 from hf_twell.modeling import sparse_ffns
@@ -109,7 +109,7 @@ def load_adapter(
     Raises:
         ValueError: no adapter, one that does not say that its base is sparsified, pickled, missing, mis-shaped or
             non-finite adapter weights, a base that cannot be converted, or one of another task that is not in hand.
-        OSError: the base that it names is not to be had.
+        OSError: no folder of that path, or the base that it names is not to be had.
     """
     from peft import PeftModel, get_peft_model_state_dict
 
@@ -195,9 +195,13 @@ def read_adapter_config(path: str | Path, **hub) -> dict:
     """The content of an adapter's adapter_config.json.
 
     Raises:
+        OSError: no folder of that path.
         ValueError: there is none, or it holds no mapping of finite numbers and texts.
     """
+    check_folder(path, "an adapter")
     found = _file(path, ADAPTER_CONFIG, hub)
+    if found is None and not Path(path).is_dir():
+        raise ValueError(f"there is no folder {path} here, and as a name on the Hub it gives no {ADAPTER_CONFIG}")
     if found is None:
         named = ", ".join(sorted(file.parent.name for file in Path(path).glob(f"*/{ADAPTER_CONFIG}")))
         others = f", but adapters in subfolders; give the path of one of them: {named}" if named else ""

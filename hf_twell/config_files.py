@@ -12,6 +12,16 @@ from hf_twell.architectures import DTYPES
 MOST_LABELS = 1_000_000  # a config names each; ours have no use for them
 
 
+def check_folder(path: str | Path, what: str) -> None:
+    """Refuse what can only be the path of a folder, and is none; the Hub would only speak of its rules for names.
+
+    Raises:
+        OSError: naming the path.
+    """
+    if str(path).startswith((".", "/", "~")) and not Path(path).is_dir():
+        raise OSError(f"no folder at {path}; give {what}'s folder, or its name on the Hub")
+
+
 def read_config(path: str | Path, **hub) -> dict:
     """The content of a model folder's or Hub name's config.json.
 
@@ -20,8 +30,7 @@ def read_config(path: str | Path, **hub) -> dict:
         ValueError: it holds no mapping, a dtype that no model computes in, attention code to be fetched, more labels
             than fit into memory, or a name for the file of weights.
     """
-    if str(path).startswith((".", "/", "~")) and not Path(path).is_dir():
-        raise OSError(f"no folder at {path}; give a model's folder, or its name on the Hub")
+    check_folder(path, "a model")
     try:
         raw, _ = PreTrainedConfig.get_config_dict(path, **hub)
         kind = raw.get("model_type")

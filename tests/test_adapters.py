@@ -170,6 +170,16 @@ def test_what_peft_itself_saves_bears_the_tag(base, tmp_path):
     assert torch.equal(logits(load_adapter(tmp_path / "adapter", backend="reference")), logits(model))
 
 
+def test_a_mistyped_folder_is_named_as_such(tmp_path):
+    with pytest.raises(
+        OSError, match=r"no folder at /absent/adapter; give an adapter's folder, or its name on the Hub"
+    ):
+        load_adapter("/absent/adapter")
+    for name in ("runs-absent", "out/checkpoint-1"):
+        with pytest.raises((OSError, ValueError), match=f"there is no folder {name} here, and as a name on the Hub"):
+            load_adapter(name, cache_dir=tmp_path, local_files_only=True)
+
+
 def test_adapters_of_a_dense_base_are_refused(base, tmp_path):
     with_lora(AutoModelForCausalLM.from_pretrained(base)).save_pretrained(tmp_path / "adapter")
     with pytest.raises(ValueError, match="does not say that its base is sparsified"):
