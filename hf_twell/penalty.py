@@ -48,7 +48,8 @@ class L1Penalty:
 
     Raises:
         ValueError: a model without sparse blocks, an encoder-decoder, or context or sequence parallelism, where ranks
-            share sequences; after the first step, if the model ran more than once in a micro-batch.
+            share sequences; after the first step, if the model ran more than once in a micro-batch, or `micro_batches`
+            saw no backward.
 
     Source: arXiv 2603.23198, section 2 (the sum over neurons instead of their mean).
     """
@@ -146,7 +147,9 @@ class L1Penalty:
         for batch in batches:
             with self.micro_batch(batch):
                 yield batch
-        self.end_step()
+        first, step = not self._checked, self.end_step()
+        if first and step is not None:
+            step.check_counted()
 
     def end_step(self) -> StepCounts | None:
         """Count the step that has run into the next report, once; None if there was none since the last call.

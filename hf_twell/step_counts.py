@@ -63,3 +63,16 @@ class StepCounts(NamedTuple):
                 "would count each time. Run the model once for each micro-batch, with all its rows in one batch, and "
                 "under torch.no_grad() what needs no gradient"
             )
+
+    def check_counted(self) -> None:
+        """Refuse a step of which no layer counted anything, though it has tokens: backward counts.
+
+        Raises:
+            ValueError: saying what to do.
+        """
+        if self.tokens.item() and not any(layer[1:].any().item() for layer in self.layers):
+            raise ValueError(
+                f"no backward came to the sparse blocks in the first optimizer step ({self.tokens.item():.0f} tokens), "
+                "or every neuron of theirs is dead; call backward on each micro-batch's loss inside the loop over "
+                "micro_batches, and measure without training by hf_twell.measure_sparsity"
+            )

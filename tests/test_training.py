@@ -403,6 +403,20 @@ def test_a_loop_that_runs_the_model_twice_is_told_before_the_optimizer_steps():
         next(micro_batches)
 
 
+@pytest.mark.parametrize("no_grad", [False, True])
+def test_a_loop_without_backward_inside_is_told(no_grad):
+    """Counts come from backward: l0 0 and dead 1 would be reported of what was only run, or a step late."""
+    model = sparsify(tiny_llama()).train()
+    penalty = L1Penalty(model, 1.0)
+
+    def losses():
+        with torch.set_grad_enabled(not no_grad):
+            return [model(**batch).loss for batch in penalty.micro_batches([one_step.pad(one_step.rows())])]
+
+    with pytest.raises(ValueError, match=r"no backward came to the sparse blocks.*measure_sparsity"):
+        losses()
+
+
 def test_steps_that_nothing_ends_count_in_the_next_report():
     """As in a loop of `begin_step` and `micro_batch`."""
     model = sparsify(tiny_llama()).train()
