@@ -146,7 +146,9 @@ def measure(trainer: Trainer, heldout: PackedText) -> dict:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", help="a YAML file")
-    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="in place of the recipe's own values")
+    parser.add_argument(
+        "changes", nargs="*", default=[], metavar="KEY=VALUE", help="in place of the recipe's own values"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint in output_dir")
     parser.add_argument("--overwrite", action="store_true", help="replace the final model of a run without checkpoints")
     arguments = parser.parse_intermixed_args()

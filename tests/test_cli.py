@@ -740,3 +740,9 @@ def test_page_and_figures_need_two_files(tmp_path, capsys):
     text, page = str(DEMO / "text" / "heldout.txt"), str(tmp_path / "page")
     assert main(["inspect", str(DEMO / "model"), "--text", text, "--html", page, "--output", page]) == 1
     assert "--html and --output name the same file" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", [[*COMMAND, "train"], [sys.executable, ROOT / "recipes" / "finetune.py"]])
+def test_a_missing_recipe_is_all_that_is_asked_for(command):
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1].endswith("error: the following arguments are required: recipe")

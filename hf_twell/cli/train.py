@@ -20,7 +20,9 @@ from hf_twell.tables import percent, text_table
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="a YAML file; its keys are the fields of hf_twell.training.Recipe")
-    parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="in place of the recipe's own values")
+    parser.add_argument(
+        "changes", nargs="*", default=[], metavar="KEY=VALUE", help="in place of the recipe's own values"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint in output_dir")
     parser.add_argument("--overwrite", action="store_true", help="replace the final model of a run without checkpoints")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
