@@ -163,8 +163,9 @@ class SparsityCallback(TrainerCallback):
             )
         if sparse_ffns(self.trainer.model) != self.penalty.ffns:
             raise ValueError(
-                "the trainer's model is not the one that this SparsityCallback was made for (a Trainer with model_init "
-                "makes a new one for each run): give Trainer the model itself, and make the callback after it"
+                "the trainer's model has other sparse blocks than this SparsityCallback was made for (a Trainer with "
+                "model_init makes a new model for each run; sparsify, unpatch and copies of blocks change them): give "
+                "Trainer the model itself, and make the callback last"
             )
         for callback in self.trainer.callback_handler.callbacks:
             if isinstance(callback, ProgressCallback | PrinterCallback) and "on_log" not in vars(callback):

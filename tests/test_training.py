@@ -1,6 +1,7 @@
 """One optimizer step has one gradient, however it is cut into micro-batches, processes, layouts and checkpoints."""
 
 import copy
+import functools
 import importlib.util
 import shutil
 import subprocess
@@ -364,6 +365,19 @@ def test_a_model_that_the_trainer_makes_anew_is_refused(tmp_path):
     trainer = Trainer(model_init=lambda: sparsify(tiny_llama()), args=args, train_dataset=one_step.rows())
     trainer.add_callback(SparsityCallback(trainer, 0.1))
     with pytest.raises(ValueError, match="model_init"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("change", [unpatch, functools.partial(sparsify, layers=[0])])
+def test_blocks_that_change_after_the_callback_are_said_to(tmp_path, change):
+    trainer = Trainer(
+        sparsify(tiny_llama()),
+        TrainingArguments(tmp_path, max_steps=1, use_cpu=True, report_to=[]),
+        train_dataset=one_step.rows(),
+    )
+    trainer.add_callback(SparsityCallback(trainer, 1e-3))
+    change(trainer.model)
+    with pytest.raises(ValueError, match=r"has other sparse blocks than .*unpatch"):
         trainer.train()
 
 
