@@ -93,7 +93,7 @@ def draw(rows: list[dict], path: Path) -> None:
         if axis.containers:
             axis.set_xscale("log")
             axis.xaxis.set_major_formatter("{x:g}")
-            axis.legend(fontsize=7)
+            axis.legend(fontsize=7, ncols=2)
         else:
             axis.text(0.5, 0.5, "no row with a dense control yet", ha="center", transform=axis.transAxes)
         axis.set(xlabel="density on held-out text (%)", title=family)
