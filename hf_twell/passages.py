@@ -29,7 +29,7 @@ def read_pieces(
     path, rest, seen, at = Path(path), "", False, 0
     fresh = True  # at the beginning of a document
     with path.open("rb") as raw, lzma.open(raw) if path.suffix == ".xz" else raw as stream:
-        text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+        text = io.TextIOWrapper(stream, encoding="utf-8-sig")
         while True:
             chunk = _read(text, size, path)
             on_bytes(raw.tell() - at)
@@ -40,8 +40,8 @@ def read_pieces(
             whole, rest = _cut(rest) if chunk else (rest, "")
             *ended, last = END_OF_TEXT_LINE.split(whole)
             for part, ends in [*((part, True) for part in ended), (last, not chunk)]:
-                part = part.lstrip("\r\n") if fresh else part
-                part = part.rstrip("\r\n") if ends else part
+                part = part.lstrip("\n") if fresh else part
+                part = part.rstrip("\n") if ends else part
                 if part.strip() or not fresh:
                     seen = True
                     yield part, ends
@@ -96,6 +96,6 @@ def _read(text: io.TextIOWrapper, size: int, path: Path) -> str:
 
 
 def _cut(text: str) -> tuple[str, str]:
-    before_newline = len(text[: max(0, text.rfind("\n"))].rstrip("\r\n"))
+    before_newline = len(text[: max(0, text.rfind("\n"))].rstrip("\n"))
     at = next(at for at in (before_newline, text.rfind(" "), len(text)) if at > 0)
     return text[:at], text[at:]

@@ -6,11 +6,11 @@ from pathlib import Path
 
 END_OF_TEXT = "<|endoftext|>"
 _ROWS = re.compile(r"\.(jsonl?|parquet)(\.xz)?$")
-END_OF_TEXT_LINE = re.compile(rf"^{re.escape(END_OF_TEXT)}[ \t\r]*(?:\n|\Z)", re.MULTILINE)
+END_OF_TEXT_LINE = re.compile(rf"^{re.escape(END_OF_TEXT)}[ \t]*(?:\n|\Z)", re.MULTILINE)
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a UTF-8 file; `.xz` is unpacked.
+    """The text of a UTF-8 file, its lines ended by "\\n" as `open` gives them; `.xz` is unpacked.
 
     Raises:
         ValueError: the file is empty, no UTF-8 text, or a damaged `.xz`.
@@ -28,7 +28,7 @@ def read_text(path: str | Path) -> str:
         raise ValueError(f"{path} holds NUL bytes, so it is no text; give a text file")
     if not text.strip():
         raise ValueError(f"{path} holds no text; give a file that does")
-    return text
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def check_plain(path: str | Path) -> None:
@@ -47,7 +47,7 @@ def read_documents(path: str | Path) -> list[str]:
     Newlines around a document and blank documents are dropped; a file without such lines is one document.
     """
     check_plain(path)
-    documents = [document.strip("\r\n") for document in END_OF_TEXT_LINE.split(read_text(path))]
+    documents = [document.strip("\n") for document in END_OF_TEXT_LINE.split(read_text(path))]
     documents = [document for document in documents if document.strip()]
     if not documents:
         raise ValueError(f"{path} holds no text besides {END_OF_TEXT}; give a file that does")
