@@ -44,9 +44,9 @@ For research on sparse feed-forward blocks: to compare ways of conversion, and t
 training made sparse. For nothing that relies on what it writes: a model of this size, trained on so few tokens, knows
 no facts, and the books bring the views of their time. English alone; sequences of at most {length} tokens.
 
-ARC-Easy and HellaSwag let a model choose among (nearly always) four answers: such scores are near chance and tell
-methods apart less well than the loss does. This row was chosen as the best by the held-out loss that stands here, so
-new text may be less kind to it. Nothing here says how larger models behave.
+ARC-Easy and HellaSwag let a model choose among (nearly always) four answers: such scores begin at the quarter that
+chance gives, and tell methods apart less well than the loss does. This row was chosen as the best by the held-out loss
+that stands here, so new text may be less kind to it. Nothing here says how larger models behave.
 """
 
 
