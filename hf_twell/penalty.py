@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -147,15 +147,16 @@ class L1Penalty:
         for batch in batches:
             with self.micro_batch(batch):
                 yield batch
-        first, step = not self._checked, self.end_step()
-        if first and step is not None:
-            step.check_counted()
+        self._end_step(StepCounts.check_counted)
 
     def end_step(self) -> StepCounts | None:
         """Count the step that has run into the next report, once; None if there was none since the last call.
 
         Every rank must call it alike. `begin_step` and `report` do, so only who needs the counts has to.
         """
+        return self._end_step()
+
+    def _end_step(self, *checks: Callable[[StepCounts], None]) -> StepCounts | None:
         if self._step_tokens is None:
             return None
         counts = [tally.grad for tally in self._tallies]
@@ -163,12 +164,14 @@ class L1Penalty:
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(flat)
         step = StepCounts(self._step_tokens, list(flat.split([len(count) for count in counts])))
-        self._window, self._step_tokens = step.added_to(self._window), None
+        self._step_tokens = None
         for count in counts:
             count.zero_()
         if not self._checked:  # the first step alone: it waits for the device
-            step.check_counted_once()
+            for check in (StepCounts.check_counted_once, *checks):
+                check(step)
             self._checked = True
+        self._window = step.added_to(self._window)
         self._choose_for_compiled(step)
         return step
 

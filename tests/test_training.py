@@ -427,8 +427,27 @@ def test_a_loop_without_backward_inside_is_told(no_grad):
         with torch.set_grad_enabled(not no_grad):
             return [model(**batch).loss for batch in penalty.micro_batches([one_step.pad(one_step.rows())])]
 
-    with pytest.raises(ValueError, match=r"no backward came to the sparse blocks.*measure_sparsity"):
-        losses()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"no backward came to the sparse blocks.*measure_sparsity"):
+            losses()
+
+
+@pytest.mark.parametrize("backwards", [0, 2])
+def test_a_refused_first_step_is_in_no_report(backwards):
+    """A notebook goes on with the same object after the loop is put right."""
+    model, batch = sparsify(tiny_llama()).train(), one_step.pad(one_step.rows())
+    reports = []
+    for refused in (True, False):
+        penalty = L1Penalty(model, 1.0)
+        if refused:
+            with pytest.raises(ValueError, match="first optimizer step"):
+                for inputs in penalty.micro_batches([batch]):
+                    for _ in range(backwards):
+                        model(**inputs).loss.backward()
+        for inputs in penalty.micro_batches([batch]):
+            model(**inputs).loss.backward()
+        reports.append(penalty.report())
+    assert reports[0] == reports[1]
 
 
 def test_steps_that_nothing_ends_count_in_the_next_report():
