@@ -38,7 +38,7 @@ class FfnSettings:
     `captured` says that a CUDA graph may hold the weights' addresses: their memory stays where it is from then on.
     `on_kernels` says which way the last forward of training on a GPU went; None where there was none, or no choice.
     `too_dense_at` is the shape of the last x, where plain matmuls were faster for it, without any kernel.
-    `reached` says whether a forward that others put on the block has come to the block's own; None while none runs.
+    `awaited` is the mark of a call of a forward that others put on the block, until that comes to the block's own.
     """
 
     name: str
@@ -53,7 +53,7 @@ class FfnSettings:
     watch: DensityWatch = field(default_factory=DensityWatch, repr=False, compare=False)
     training: TrainingChoice = field(default_factory=TrainingChoice, repr=False, compare=False)
     on_kernels: bool | None = field(default=None, compare=False)
-    reached: bool | None = field(default=None, repr=False, compare=False)
+    awaited: object | None = field(default=None, repr=False, compare=False)
 
 
 class SparseFfn(nn.Module):
@@ -66,13 +66,13 @@ class SparseFfn(nn.Module):
         if _has_forward_of(SparseFfn, self):
             return super().__call__(*args, **kwargs)
         # Accelerate's hooks, wrappers and compilers come to the forward below; Liger's SwiGLU computes SiLU instead.
-        self.twell.reached = False
+        mark = self.twell.awaited = object()  # of this call: other threads may be in theirs
         try:
             y = super().__call__(*args, **kwargs)
-            reached = self.twell.reached
+            missed = self.twell.awaited is mark
         finally:
-            self.twell.reached = None
-        if not reached:
+            self.twell.awaited = None
+        if missed:
             raise ValueError(
                 f"the forward of {self.twell.name} was replaced after sparsify by one that does not call it (Liger's "
                 "SwiGLU patch does that, and computes SiLU); leave that patch out: "
@@ -86,8 +86,8 @@ class SparseFfn(nn.Module):
         return super().train(mode)
 
     def forward(self, x):
-        if self.twell.reached is False:
-            self.twell.reached = True
+        if self.twell.awaited is not None:
+            self.twell.awaited = None
         form = self.twell.form
         if not torch.compiler.is_compiling() and _choice.still_too_dense(self, x):
             return self._through_submodules(x, None)

@@ -1,7 +1,9 @@
 """What is done to models by others, before or after `sparsify`: each works exactly, or is refused in one line."""
 
 import functools
+import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -284,6 +286,23 @@ def test_hooks_that_were_taken_off():
     assert "forward" in vars(mlp)
     torch.testing.assert_close(logits(model), logits(relu_llama()))
     L1Penalty(model, 1e-3)
+
+
+def test_threads_share_a_model_with_hooks(one_thread):
+    """As requests to a model that is dispatched over devices: each call knows its own way."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = sparsify(tiny_llama().eval())
+    for layer in model.model.layers:
+        hooks.add_hook_to_module(layer.mlp, hooks.ModelHook())
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            results = list(pool.map(lambda _: logits(model), range(400)))
+    finally:
+        sys.setswitchinterval(interval)
+    for result in results:
+        torch.testing.assert_close(result, results[0])
 
 
 def test_liger_without_swiglu():

@@ -436,18 +436,18 @@ def test_a_loop_without_backward_inside_is_told(no_grad):
 def test_a_refused_first_step_is_in_no_report(backwards):
     """A notebook goes on with the same object after the loop is put right."""
     model, batch = sparsify(tiny_llama()).train(), one_step.pad(one_step.rows())
-    reports = []
-    for refused in (True, False):
-        penalty = L1Penalty(model, 1.0)
-        if refused:
-            with pytest.raises(ValueError, match="first optimizer step"):
-                for inputs in penalty.micro_batches([batch]):
-                    for _ in range(backwards):
-                        model(**inputs).loss.backward()
+
+    def step(penalty, backwards):
         for inputs in penalty.micro_batches([batch]):
-            model(**inputs).loss.backward()
-        reports.append(penalty.report())
-    assert reports[0] == reports[1]
+            for _ in range(backwards):
+                model(**inputs).loss.backward()
+
+    penalty, fresh = L1Penalty(model, 1.0), L1Penalty(model, 1.0)
+    with pytest.raises(ValueError, match="first optimizer step"):
+        step(penalty, backwards)
+    step(penalty, 1)
+    step(fresh, 1)
+    assert penalty.report() == fresh.report()
 
 
 def test_steps_that_nothing_ends_count_in_the_next_report():
