@@ -25,7 +25,9 @@ def check_one_stream(model) -> None:
     Raises:
         ValueError: naming the model.
     """
-    if getattr(model.config, "is_encoder_decoder", False):
+    # DistributedDataParallel, in which the model may come, has no config.
+    config = next((module.config for module in model.modules() if hasattr(module, "config")), None)
+    if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"{type(model).__name__} is an encoder-decoder: its batches tell the encoder's tokens, and its sparse "
             "blocks are the decoder's. The L1 term and the measures of sparsity need a decoder-only model"

@@ -38,7 +38,7 @@ class L1Penalty:
     over ranks.
 
     Args:
-        model: a sparsified model.
+        model: a sparsified model, or that in DistributedDataParallel.
         l1_weight: the coefficient; may be changed between optimizer steps. 0 only measures.
 
     Attributes:

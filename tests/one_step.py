@@ -108,10 +108,10 @@ def sft_trainer(model, layout, arguments):
 
 
 def loop_gradient(
-    micro_batches: int = 4, *, training=True, compiled=False, scaler=None, layer_weights=None
+    micro_batches: int = 4, *, training=True, compiled=False, wrap=lambda model: model, scaler=None, layer_weights=None
 ) -> tuple[torch.Tensor, dict]:
     """The hand-written loop of the README, with Trainer's normalisation of the task loss; its gradient and report."""
-    model = sparsify(tiny_llama()).train(training)
+    model = wrap(sparsify(tiny_llama()).train(training))
     forward = torch.compile(model, fullgraph=True) if compiled else model
     size = len(LENGTHS) // micro_batches
     batches = [pad(rows()[i : i + size]) for i in range(0, len(LENGTHS), size)]

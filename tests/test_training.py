@@ -450,6 +450,17 @@ def test_a_refused_first_step_is_in_no_report(backwards):
     assert penalty.report() == fresh.report()
 
 
+def test_a_penalty_takes_the_model_as_distributed_data_parallel_wraps_it(truth, tmp_path):
+    """Which `accelerator.prepare` does where there is more than one process."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        gradient, report = one_step.loop_gradient(wrap=nn.parallel.DistributedDataParallel)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert_same_gradient(gradient, truth)
+    assert report["tokens"] == sum(one_step.LENGTHS)
+
+
 def test_steps_that_nothing_ends_count_in_the_next_report():
     """As in a loop of `begin_step` and `micro_batch`."""
     model = sparsify(tiny_llama()).train()
