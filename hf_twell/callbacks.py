@@ -284,5 +284,5 @@ def check_steps(name: str, value: int | float) -> None:
     Raises:
         ValueError: naming the argument.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or (value >= 1 and value % 1):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0 or (value >= 1 and value % 1):
         raise ValueError(f"{name}={value!r}; give a whole number of steps, or a share between 0 and 1")

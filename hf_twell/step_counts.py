@@ -50,7 +50,7 @@ class StepCounts(NamedTuple):
     def check_counted_once(self) -> None:
         """Refuse a step in which a neuron was active for more tokens than there are.
 
-        Of two forwards a micro-batch, those of a dense model's neurons tell.
+        Two forwards a micro-batch show where one is active for more than half of the tokens, as when training begins.
 
         Raises:
             ValueError: saying what to do.

@@ -292,7 +292,13 @@ def test_steps_of_a_warm_up(tmp_path):
     callback = SparsityCallback(trainer, l1_weight=2.0, warmup_steps=8, warmup="sine")
     weights = [callback.weight_at(step) for step in (0, 1, 4, 7, 8)]
     assert weights == pytest.approx([0, 1 - math.cos(math.pi / 8), 1, 1 + math.cos(math.pi / 8), 2])
-    for name, value in (("warmup_steps", -1), ("warmup_steps", True), ("blend_steps", -0.5), ("blend_steps", 1.5)):
+    for name, value in (
+        ("warmup_steps", -1),
+        ("warmup_steps", True),
+        ("warmup_steps", math.nan),
+        ("blend_steps", -0.5),
+        ("blend_steps", 1.5),
+    ):
         with pytest.raises(ValueError, match=f"{name}={value}; give a whole number of steps"):
             SparsityCallback(trainer, l1_weight=2.0, **{name: value})
     with pytest.raises(ValueError, match="warmup='steep'; choose one of 'linear', 'sine'"):
