@@ -53,7 +53,7 @@ class FfnSettings:
     watch: DensityWatch = field(default_factory=DensityWatch, repr=False, compare=False)
     training: TrainingChoice = field(default_factory=TrainingChoice, repr=False, compare=False)
     on_kernels: bool | None = field(default=None, compare=False)
-    awaited: object | None = field(default=None, repr=False, compare=False)
+    awaited: list | None = field(default=None, repr=False, compare=False)
 
 
 class SparseFfn(nn.Module):
@@ -66,7 +66,8 @@ class SparseFfn(nn.Module):
         if _has_forward_of(SparseFfn, self):
             return super().__call__(*args, **kwargs)
         # Accelerate's hooks, wrappers and compilers come to the forward below; Liger's SwiGLU computes SiLU instead.
-        mark = self.twell.awaited = object()  # of this call: other threads may be in theirs
+        # A new list, of this call alone: other threads may be in theirs. Dynamo knows no object() to make.
+        mark = self.twell.awaited = []
         try:
             y = super().__call__(*args, **kwargs)
             missed = self.twell.awaited is mark

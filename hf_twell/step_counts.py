@@ -74,5 +74,6 @@ class StepCounts(NamedTuple):
             raise ValueError(
                 f"no backward came to the sparse blocks in the first optimizer step ({self.tokens.item():.0f} tokens), "
                 "or every neuron of theirs is dead; call backward on each micro-batch's loss inside the loop over "
-                "micro_batches, and measure without training by hf_twell.measure_sparsity"
+                "micro_batches (torch.autograd.grad and backward(inputs=...) leave the counts out), and measure "
+                "without training by hf_twell.measure_sparsity"
             )

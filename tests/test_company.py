@@ -288,6 +288,17 @@ def test_hooks_that_were_taken_off():
     L1Penalty(model, 1e-3)
 
 
+@pytest.mark.parametrize("wrapper", ["wraps", "closure", "partial"])
+def test_a_model_of_wrapped_forwards_compiles_into_one_graph(wrapper, fresh_compiler):
+    model = sparsify(tiny_llama().eval())
+    for layer in model.model.layers:
+        layer.mlp.forward = WRAPPERS[wrapper](layer.mlp.forward)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(logits(compiled), logits(relu_llama()))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        logits(compiled)
+
+
 def test_threads_share_a_model_with_hooks(one_thread):
     """As requests to a model that is dispatched over devices: each call knows its own way."""
     hooks = pytest.importorskip("accelerate.hooks")
