@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -147,7 +147,7 @@ class L1Penalty:
         for batch in batches:
             with self.micro_batch(batch):
                 yield batch
-        self._end_step(StepCounts.check_counted)
+        self._end_step(must_count=True)
 
     def end_step(self) -> StepCounts | None:
         """Count the step that has run into the next report, once; None if there was none since the last call.
@@ -156,7 +156,7 @@ class L1Penalty:
         """
         return self._end_step()
 
-    def _end_step(self, *checks: Callable[[StepCounts], None]) -> StepCounts | None:
+    def _end_step(self, *, must_count: bool = False) -> StepCounts | None:
         if self._step_tokens is None:
             return None
         counts = [tally.grad for tally in self._tallies]
@@ -168,8 +168,9 @@ class L1Penalty:
         for count in counts:
             count.zero_()
         if not self._checked:  # the first step alone: it waits for the device
-            for check in (StepCounts.check_counted_once, *checks):
-                check(step)
+            step.check_counted_once()
+            if must_count:
+                step.check_counted()
             self._checked = True
         self._window = step.added_to(self._window)
         self._choose_for_compiled(step)
