@@ -2,7 +2,7 @@
 
 from itertools import groupby
 
-from hf_twell.tables import markdown_table
+from hf_twell.files.tables import markdown_table
 
 PASSES = {"forward": "One block, forward", "forward+backward": "One block, forward and backward"}
 MODELS = {"prefill": "Prefill", "generate": "Generation", "train": "Training step"}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bench_tables import tables
 
-from hf_twell.benchmark_plot import AXES, plot
+from hf_twell.bench.plot import AXES, plot
 
 HERE = Path(__file__).resolve().parent.parent
 

@@ -6,20 +6,20 @@ __version__ = "0.1.0"
 
 # Loaded at first use, so that `hf-twell --help` does not wait for PyTorch and Transformers.
 _MODULE_OF = {
-    "L1Penalty": "penalty",
-    "SparsityCallback": "callbacks",
-    "TwellLlamaForCausalLM": "custom_models",
-    "TwellQwen2ForCausalLM": "custom_models",
-    "TwellQwen3ForCausalLM": "custom_models",
-    "evaluate": "evaluation",
-    "last_checkpoint": "checkpoints",
-    "load_adapter": "adapters",
-    "measure_sparsity": "measurement",
-    "push_to_hub": "hub",
-    "save_adapter": "adapters",
-    "sparsify": "convert",
-    "unpatch": "convert",
-    "use_model_card": "trainer_card",
+    "L1Penalty": "train.penalty",
+    "SparsityCallback": "train.callbacks",
+    "TwellLlamaForCausalLM": "models.custom",
+    "TwellQwen2ForCausalLM": "models.custom",
+    "TwellQwen3ForCausalLM": "models.custom",
+    "evaluate": "evaluation.harness",
+    "last_checkpoint": "files.checkpoints",
+    "load_adapter": "models.adapters",
+    "measure_sparsity": "measure.sparsity",
+    "push_to_hub": "publish.hub",
+    "save_adapter": "models.adapters",
+    "sparsify": "convert.sparsify",
+    "unpatch": "convert.sparsify",
+    "use_model_card": "train.trainer_card",
 }
 __all__ = ["__version__", "ops", *_MODULE_OF]
 

@@ -16,13 +16,15 @@ from pathlib import Path
 
 import matplotlib
 import torch
-from finetune import finetune, measure
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, logging
 
 import hf_twell
-from hf_twell.packing import PackedText
-from hf_twell.tables import percent, text_table
-from hf_twell.training import Recipe, load_recipe, training_arguments
+from hf_twell.files.tables import percent, text_table
+from hf_twell.recipe.arguments import training_arguments
+from hf_twell.recipe.finetune import finetune
+from hf_twell.recipe.measured import measure
+from hf_twell.recipe.packing import PackedText
+from hf_twell.recipe.schema import Recipe, load_recipe
 
 PROMPT = "Once upon a time, there was a little girl"
 PLAIN_TRANSFORMERS = """

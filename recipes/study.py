@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 import yaml
-from finetune import finetune
 from pretrain import pack, read_documents, train_tokenizer
 from study_measure import measure
 from study_report import report
@@ -27,10 +26,11 @@ from study_sharing import Turn, alone, next_turn, read_rows
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import hf_twell
-from hf_twell.architectures import find_ffns
-from hf_twell.benchmark_environment import commit
-from hf_twell.packing import PackedText
-from hf_twell.training import Recipe
+from hf_twell.bench.environment import commit
+from hf_twell.blocks.architectures import find_ffns
+from hf_twell.recipe.finetune import finetune
+from hf_twell.recipe.packing import PackedText
+from hf_twell.recipe.schema import Recipe
 
 
 class FatRelu(torch.nn.Module):

@@ -13,9 +13,9 @@ from study import run_folder
 from study_report import against, control_of
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_twell.card import L1_CLAUSE, fill, loading, score, sparsity_section
-from hf_twell.tables import markdown_table, percent
-from hf_twell.training import Recipe
+from hf_twell.files.tables import markdown_table, percent
+from hf_twell.models.cards import L1_CLAUSE, fill, loading, score, sparsity_section
+from hf_twell.recipe.schema import Recipe
 
 TARGETS = (0.01, 0.005)
 NEEDED = {"id", "family", "name", "start", "seed", "tokens", "density", "loss"}
@@ -33,7 +33,7 @@ SOURCES = {
 }
 RECIPE = """## Recipe
 
-The keys are those of `hf_twell/training.py`; `recipes/study.py` adds the text.
+The keys are those of `hf_twell/recipe/schema.py`; `recipes/study.py` adds the text.
 
 ```yaml
 {recipe}```
@@ -73,7 +73,7 @@ def card_name(row: dict) -> str:
 
 
 def study_card(row: dict, control: dict, rows: list[dict], study: dict) -> str:
-    """The card of one row, in the form of `hf_twell.card.model_card`."""
+    """The card of one row, in the form of `hf_twell.models.cards.model_card`."""
     family = study["families"].get(row["family"], {})
     kind = family.get("model_type", row["family"])
     metadata = {"license": "mit", "language": "en", "model-index": _model_index(row)}
@@ -90,7 +90,8 @@ def study_card(row: dict, control: dict, rows: list[dict], study: dict) -> str:
         _facts(row, control, rows, study),
         name=card_name(row),
         architecture=MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, kind),
-        method_clause=L1_CLAUSE,
+        method_clause=L1_CLAUSE + ", so that few of a block's neurons are active for a token",
+        warning="",
         sparsity=_sparsity(row, family.get("intermediate_size")),
         evaluation="\n".join(sections) + "\n",
         **loading(),

@@ -9,10 +9,10 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import hf_twell
-from hf_twell.inference import evaluation_mode
-from hf_twell.packing import PackedText
-from hf_twell.tasks import DATA_FILES
-from hf_twell.text import read_text
+from hf_twell.evaluation.tasks import DATA_FILES
+from hf_twell.files.text import read_text
+from hf_twell.measure.inference import evaluation_mode
+from hf_twell.recipe.packing import PackedText
 
 TASKS = ("arc_easy", "hellaswag")
 TRAINING_TOKENS = 2**20  # as many as the paper's steps have, over which it says which neurons are dead

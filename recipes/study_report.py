@@ -9,7 +9,7 @@ from pathlib import Path
 
 import matplotlib
 
-from hf_twell.tables import markdown_table, percent
+from hf_twell.files.tables import markdown_table, percent
 
 TASKS = ("lambada", "arc_easy", "hellaswag")
 

@@ -14,11 +14,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hf_twell import _density_cpu, ops
+from hf_twell.ops import api, policy_cpu
 
 COMMAND = [sys.executable, "-m", "hf_twell"]  # `hf-twell` in a process of its own
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 needs_lm_eval = pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="needs lm-eval")
+
+
+def one_of(fast, cases) -> list:
+    """Parameters of a test of which one is in `make test` and the others are in `make test-all` alone."""
+    assert fast in cases
+    return [case if case == fast else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def shared_path(relative: str) -> Path:
@@ -32,8 +38,8 @@ def shared_path(relative: str) -> Path:
 @pytest.fixture(autouse=True)
 def kernels_at_every_size(monkeypatch):
     """Tests' blocks are smaller than those that "auto" leaves to plain matmuls; `monkeypatch.undo()` leaves these."""
-    monkeypatch.setattr(_density_cpu, "CACHED_ELEMENTS", 0)
-    monkeypatch.setattr(ops, "SMALLEST_H_ELEMENTS", 0)
+    monkeypatch.setattr(policy_cpu, "CACHED_ELEMENTS", 0)
+    monkeypatch.setattr(api, "SMALLEST_H_ELEMENTS", 0)
 
 
 @pytest.fixture
@@ -44,9 +50,9 @@ def poisoned_buffers():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def fresh_compiler():
-    """What a module's tests compile counts towards the limit of compilations of one function, in one process."""
+    """What one test compiles would count towards the next one's limit of compilations, in any order of tests."""
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
@@ -66,7 +72,7 @@ def isa(request, monkeypatch):
     """The CPU kernels of one instruction set, by indirect parameter; a skip where this processor lacks it."""
     monkeypatch.setenv("HF_TWELL_CPU_ISA", request.param)
     try:
-        ops.ffn(torch.zeros(1, 8), torch.zeros(4, 8), torch.zeros(8, 4), backend="cpu")
+        api.ffn(torch.zeros(1, 8), torch.zeros(4, 8), torch.zeros(8, 4), backend="cpu")
     except RuntimeError as error:
         if "cannot run here" not in str(error):
             raise

@@ -3,7 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_twell import ops, reference
+from hf_twell.ops import api, reference
 
 ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -13,7 +13,7 @@ KINDS = 8  # tokens differ in kind, and a neuron's gate is far from zero for eac
 
 
 def make_case(tokens, hidden, intermediate, density, dtype, *, gated=True, biases=False, seed=0):
-    """Arguments of `ops.ffn` by name. density: a share of the pairs, or "one" for a single active pair.
+    """Arguments of `api.ffn` by name. density: a share of the pairs, or "one" for a single active pair.
 
     Shapes: x (T, D) with D > KINDS; w_up, w_gate (F, D); w_down (D, F).
     """
@@ -71,7 +71,7 @@ def relative_rms(value, truth):
 
 
 def cpu_ffn(*args, **options):
-    return ops.ffn(*args, **options, backend="cpu")
+    return api.ffn(*args, **options, backend="cpu")
 
 
 def assert_as_good_as_eager(function, case, **options):

@@ -11,7 +11,8 @@ import sys
 import torch
 
 import hf_twell
-from hf_twell import L1Penalty, ops
+from hf_twell import L1Penalty
+from hf_twell.ops import api
 from tests.conftest import tiny_llama
 
 WORDS, SUCCESSORS, LENGTH = 96, 8, 64
@@ -36,12 +37,12 @@ def count_kernels(train):
 
     @functools.wraps(train)
     def counted(*args, **options):
-        calls, fused = [], ops.ffn
-        ops.ffn = lambda *a, **k: calls.append(1) or fused(*a, **k)
+        calls, fused = [], api.ffn
+        api.ffn = lambda *a, **k: calls.append(1) or fused(*a, **k)
         try:
             return {**train(*args, **options), "calls": len(calls)}
         finally:
-            ops.ffn = fused
+            api.ffn = fused
 
     return counted
 

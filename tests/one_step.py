@@ -11,7 +11,7 @@ import torch
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
 from hf_twell import L1Penalty, SparsityCallback, sparsify
-from hf_twell.distillation import Distillation
+from hf_twell.train.distillation import Distillation
 from tests.conftest import tiny_llama
 
 LENGTHS = (5, 23, 9, 31, 3, 17, 12, 8)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from hf_twell import L1Penalty, TwellLlamaForCausalLM, measure_sparsity, sparsify
-from hf_twell.modeling import sparse_ffns
+from hf_twell.blocks.modeling import sparse_ffns
 from tests.conftest import ids, logits
 
 PLAN = {"gate_proj": ColwiseParallel, "up_proj": ColwiseParallel, "down_proj": RowwiseParallel}

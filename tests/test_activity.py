@@ -6,7 +6,9 @@ import numpy
 import pytest
 import torch
 
-from hf_twell.activity import LayerActivity
+from hf_twell.measure.activity import LayerActivity
+
+pytestmark = pytest.mark.numeric
 
 
 def sparse_h(batch, length, width, density, dtype=torch.float32, seed=0) -> torch.Tensor:

@@ -31,14 +31,18 @@ from hf_twell import (
     L1Penalty,
     SparsityCallback,
     TwellLlamaForCausalLM,
+    evaluate,
     load_adapter,
     measure_sparsity,
     save_adapter,
     sparsify,
 )
-from hf_twell.hub import folder_card
-from hf_twell.modeling import sparse_ffns
+from hf_twell.blocks.modeling import sparse_ffns
+from hf_twell.cli import main
+from hf_twell.publish.hub import folder_card
 from tests.conftest import ids, logits, relu_llama, tiny_llama
+
+pytestmark = pytest.mark.numeric
 
 peft = pytest.importorskip("peft")
 
@@ -170,7 +174,8 @@ def test_what_peft_itself_saves_bears_the_tag(base, tmp_path):
     assert torch.equal(logits(load_adapter(tmp_path / "adapter", backend="reference")), logits(model))
 
 
-def test_a_mistyped_folder_is_named_as_such(tmp_path):
+def test_a_mistyped_folder_is_named_as_such(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(
         OSError, match=r"no folder at /absent/adapter; give an adapter's folder, or its name on the Hub"
     ):
@@ -178,6 +183,24 @@ def test_a_mistyped_folder_is_named_as_such(tmp_path):
     for name in ("runs-absent", "out/checkpoint-1"):
         with pytest.raises((OSError, ValueError), match=f"there is no folder {name} here, and as a name on the Hub"):
             load_adapter(name, cache_dir=tmp_path, local_files_only=True)
+
+
+def test_commands_load_an_adapter_onto_its_base(tmp_path, capsys):
+    """Saved without a tokenizer, it gets the base's. Commands that convert say how to make a whole model of it."""
+    model = with_lora(sparsify(AutoModelForCausalLM.from_pretrained(DEMO)))
+    save_adapter(model, tmp_path / "adapter")
+    text = tmp_path / "text.txt"
+    text.write_text("The cell is the smallest unit of life.")
+    expected = evaluate(model, AutoTokenizer.from_pretrained(DEMO), text=text)["text"][str(text)]
+    arguments = [str(tmp_path / "adapter"), "--text", str(text), "--json"]
+    assert main(["eval", *arguments]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["model"] == str(tmp_path / "adapter")
+    assert result["text"][str(text)]["nats_per_token"] == expected["nats_per_token"]
+    assert main(["inspect", *arguments]) == 0
+    assert json.loads(capsys.readouterr().out)["model"] == str(tmp_path / "adapter")
+    assert main(["sparsify", str(tmp_path / "adapter"), str(tmp_path / "out")]) == 1
+    assert "it is an adapter's; merge it into its base first" in capsys.readouterr().err
 
 
 def test_adapters_of_a_dense_base_are_refused(base, tmp_path):

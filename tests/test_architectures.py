@@ -10,8 +10,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_twell import sparsify
-from hf_twell.architectures import activation_keys, find_ffns
+from hf_twell.blocks.architectures import activation_keys, find_ffns
 from tests.conftest import tiny_llama
+
+pytestmark = pytest.mark.numeric
 
 TEXT = {
     "vocab_size": 64,

@@ -11,26 +11,19 @@ from types import SimpleNamespace
 import matplotlib.pyplot
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_twell import (
-    benchmark,
-    benchmark_backward,
-    benchmark_check,
-    benchmark_generate,
-    benchmark_models,
-    benchmark_train,
-    ops,
-    reference,
-    timing,
-    workload,
-    workload_llama,
-)
-from hf_twell.benchmark_plot import plot
-from hf_twell.benchmark_progress import silent
+import hf_twell
+from hf_twell.bench import block, block_backward, check, generate, models, timing, train, workload, workload_llama
+from hf_twell.bench.plot import plot
+from hf_twell.bench.progress import silent
+from hf_twell.bench.workload import make_ffn, patched_block
 from hf_twell.cli import bench, main
 from hf_twell.cli.bench_table import CELLS
-from hf_twell.workload import make_ffn, patched_block
+from hf_twell.files.folders import save_model
+from hf_twell.ops import api, reference
 
+DEMO = Path(__file__).parents[1] / "recipes" / "demo"
 TINY = {"hidden": 128, "intermediate": 512, "layers": 2, "vocabulary": 2048}
 
 
@@ -92,9 +85,9 @@ def test_layers_unlike_the_workload_are_refused(llama):
     with pytest.raises(ValueError, match="distinct in 64"):
         workload_llama.check_layers(layers, 12.0, 1.3 * distinct)
     with pytest.raises(ValueError, match="where the workload has 14;"):
-        benchmark_models.describe(model, model, text, 14.0, distinct, "float32")
+        models.describe(model, model, text, 14.0, distinct, "float32")
     with pytest.raises(ValueError, match="active neurons where 30 were asked for; decode more tokens"):
-        benchmark_generate._typical_texts(model, 2, 40, 30.0, text.device)
+        generate._typical_texts(model, 2, 40, 30.0, text.device)
 
 
 @pytest.mark.parametrize("extra", [[], ["--backward"], ["--dtype", "float32"]])
@@ -117,7 +110,7 @@ def test_bench_ffn_writes_rows_and_a_plot(tmp_path, capsys, extra):
         assert row["took"] in ("kernels", "plain matmuls")
         assert row["commit"] in (None, revision.stdout.strip())
         if "--backward" in extra:
-            assert list(row["errors"]) == list(benchmark_backward.TENSORS)
+            assert list(row["errors"]) == list(block_backward.TENSORS)
             assert row["took"] == ("kernels" if row["backend"] == "cpu" else "plain matmuls")
         else:
             assert row["down_stored_by"] == "columns"
@@ -125,6 +118,7 @@ def test_bench_ffn_writes_rows_and_a_plot(tmp_path, capsys, extra):
     assert (tmp_path / "bench.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_rows_without_kernels_say_so(tmp_path):
     command = [sys.executable, "-m", "hf_twell", "bench", "ffn", "--device", "cpu", "--no-compile", "--json"]
     sizes = ["--tokens", "1", "--l0", "8", "--hidden", "64", "--intermediate", "344", "--repeats", "1"]
@@ -143,6 +137,8 @@ def test_shapes_of_models_keep_the_density(capsys):
     )
     assert (rows[0]["hidden"], rows[0]["intermediate"]) == (576, 1536)
     assert rows[0]["requested_l0"] == pytest.approx(30 * 1536 / 5632, abs=1e-3)
+    head, (cells,) = CELLS["ffn"](rows)
+    assert dict(zip(head, cells, strict=True))["L0 asked"] == "30 of 5,632 = 8.18"
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -150,28 +146,26 @@ def test_weights_take_turns_and_gradients_begin_at_none(monkeypatch, backward):
     """So that no cache holds the next call's weights; what has a gradient already would be added to."""
     x, *weights = workload.make_ffn(8, 64, 344, 8)
     size = sum(weight.nbytes for weight in weights)
-    copies = benchmark._copies(weights, 1)
-    assert (copies - 1) * size >= benchmark.COLD_BYTES, "between two calls with the same weights"
-    monkeypatch.setattr(benchmark, "COLD_BYTES", 2 * size)
+    copies = block._copies(weights, 1)
+    assert (copies - 1) * size >= block.COLD_BYTES, "between two calls with the same weights"
+    monkeypatch.setattr(block, "COLD_BYTES", 2 * size)
     seen = {"eager": [], "sparse": []}
 
     def eager(x, w_gate, w_up, w_down, *l1_scale):
         seen["eager"].append((w_up.data_ptr(), x.grad is w_up.grad is w_down.grad is None))
-        return benchmark_backward.dense(x, w_gate, w_up, w_down, *l1_scale or (None,))
+        return block_backward.dense(x, w_gate, w_up, w_down, *l1_scale or (None,))
 
     def sparse(x, w_up, w_down, *rest, **options):
         seen["sparse"].append((w_up.data_ptr(), x.grad is w_up.grad is w_down.grad is None))
         return ffn(x, w_up, w_down, *rest, **options)
 
-    ffn = ops.ffn
-    monkeypatch.setattr(ops, "ffn", sparse)
+    ffn = api.ffn
+    monkeypatch.setattr(api, "ffn", sparse)
     if backward:
-        benchmark_backward.measure_backward(
-            {"eager": eager}, x, weights, benchmark._copies(weights, 1), 4, False, 64, silent
-        )
+        block_backward.measure_backward({"eager": eager}, x, weights, block._copies(weights, 1), 4, False, 64, silent)
     else:
         active = workload.active_neurons(x, weights[0])
-        benchmark._measure({"eager": eager}, [x], weights, active, False, 4, False, silent)
+        block._measure({"eager": eager}, [x], weights, active, False, 4, False, silent)
     for name, calls in seen.items():
         places, fresh = zip(*calls[-6:], strict=True)  # two turns of warming up and four that are timed
         assert len(set(places)) == 3, name
@@ -185,8 +179,8 @@ def test_a_wrong_block_is_not_timed(monkeypatch, backward):
         y = reference.ffn(x, w_up, w_down, w_gate)
         return y + 0.02 * y.detach().roll(1, 0) if not backward else reference.ffn(1.02 * x, w_up, w_down, w_gate)
 
-    monkeypatch.setattr(ops, "ffn", wrong)
-    rows = benchmark.bench_ffn([64], [8], hidden=64, intermediate=344, compile_dense=False, backward=backward)
+    monkeypatch.setattr(api, "ffn", wrong)
+    rows = block.bench_ffn([64], [8], hidden=64, intermediate=344, compile_dense=False, backward=backward)
     with pytest.raises(ValueError, match="no speed"):
         next(rows)
 
@@ -195,8 +189,8 @@ def test_a_row_names_the_sparse_blocks_own_error(monkeypatch):
     def better(x, w_up, w_down, w_gate, **options):
         return reference.ffn(*(tensor.double() for tensor in (x, w_up, w_down, w_gate))).to(x.dtype)
 
-    monkeypatch.setattr(ops, "ffn", better)
-    (row,) = benchmark.bench_ffn([64], [8], hidden=64, intermediate=344, compile_dense=False, repeats=1)
+    monkeypatch.setattr(api, "ffn", better)
+    (row,) = block.bench_ffn([64], [8], hidden=64, intermediate=344, compile_dense=False, repeats=1)
     assert 0 < row["error"] < 0.8 * row["error_eager"]
 
 
@@ -204,15 +198,16 @@ def test_a_block_without_its_l1_term_is_not_timed(monkeypatch):
     def forgetful(*args, l1_scale=None, **options):
         return reference.ffn(*args)
 
-    monkeypatch.setattr(ops, "ffn", forgetful)
-    rows = benchmark.bench_ffn([64], [8], hidden=64, intermediate=344, compile_dense=False, backward=True)
+    monkeypatch.setattr(api, "ffn", forgetful)
+    rows = block.bench_ffn([64], [8], hidden=64, intermediate=344, compile_dense=False, backward=True)
     with pytest.raises(ValueError, match="gradient of x of the sparse block is off"):
         next(rows)
 
 
+@pytest.mark.slow
 def test_compiled_dense_training_has_the_l1_term():
     x, *weights = (t.requires_grad_() for t in workload.make_ffn(64, 64, 344, 8, dtype=torch.float32))
-    function = benchmark_backward.dense
+    function = block_backward.dense
 
     def gradients(function, scale):
         y = function(x, *weights, torch.tensor(scale))
@@ -221,27 +216,28 @@ def test_compiled_dense_training_has_the_l1_term():
     compiled = gradients(torch.compile(function, dynamic=False, fullgraph=True), 0.125)
     for value, wanted in zip(compiled, gradients(function, 0.125), strict=True):
         torch.testing.assert_close(value, wanted)
-    assert benchmark_check.relative_error(gradients(function, 0.0)[0], compiled[0]) > 0.1
+    assert check.relative_error(gradients(function, 0.0)[0], compiled[0]) > 0.1
 
 
 def test_what_is_all_zero_must_come_out_zero():
     zero = torch.zeros(3)
-    assert benchmark_check.relative_error(zero, zero) == 0
-    assert benchmark_check.relative_error(torch.tensor([0.0, 1e-9, 0.0]), zero) == float("inf")
-    assert not benchmark_check.relative_error(torch.full((3,), float("nan")), zero) <= 1
+    assert check.relative_error(zero, zero) == 0
+    assert check.relative_error(torch.tensor([0.0, 1e-9, 0.0]), zero) == float("inf")
+    assert not check.relative_error(torch.full((3,), float("nan")), zero) <= 1
 
 
 def test_inputs_of_several_blocks_are_strangers_or_runs():
     x, w_gate, _, _ = workload.make_ffn(16384, 32, 128, 8, dtype=torch.float32)
     place = {tuple(row): index for index, row in enumerate(x[:, 2:6].tolist())}
     for count, neighbours in ((16, False), (256, True)):
-        xs, active = benchmark._draw(x, w_gate, count, 8, 28)
+        xs, active = block._draw(x, w_gate, count, 8, 28)
         assert [some.shape for some in xs] == [(count, 32)] * 28
         assert active.sum(1).float().mean().item() == pytest.approx(8, rel=0.1)
         places = torch.tensor([[place[tuple(row)] for row in some[:, 2:6].tolist()] for some in xs])
         assert bool((places.diff() == 1).all()) == neighbours
 
 
+@pytest.mark.slow
 def test_bench_prefill_writes_rows_and_a_plot(tmp_path, capsys):
     sizes = [item for name, value in TINY.items() for item in (f"--{name}", value)]
     rows = run(
@@ -264,7 +260,7 @@ def test_bench_prefill_writes_rows_and_a_plot(tmp_path, capsys):
 
 
 def test_bench_generate_gives_the_same_tokens_in_fp32():
-    row = benchmark_generate.bench_generate(l0=12, batch=2, new_tokens=16, dtype="float32", repeats=1, **TINY)
+    row = generate.bench_generate(l0=12, batch=2, new_tokens=16, dtype="float32", repeats=1, **TINY)
     assert row["same_tokens"]
     assert row["recited"] == 1
     assert row["logits_difference"] < 1e-5
@@ -286,6 +282,57 @@ def test_bench_generate_of_steps_alone_draws_its_figure(tmp_path, capsys):
     assert (row["heads"], row["kv_heads"], row["new_tokens"], row["batch"]) == (4, 2, 32, 1)
     assert "speedup" not in row
     assert (tmp_path / "generate.png").stat().st_size > 1000
+
+
+@pytest.fixture
+def own(tmp_path) -> list[str]:
+    """A sparse checkpoint on disk, and a text for it."""
+    model = hf_twell.sparsify(AutoModelForCausalLM.from_pretrained(DEMO / "model", dtype="float32"))
+    save_model(model, tmp_path / "own", AutoTokenizer.from_pretrained(DEMO / "model"))
+    return [str(tmp_path / "own"), "--text", str(DEMO / "text" / "heldout.txt"), "--repeats", "1", "--device", "cpu"]
+
+
+def test_bench_generate_of_ones_own_model(own, capsys):
+    (row,) = run(capsys, "generate", *own, "--new-tokens", 8)
+    assert (row["model"], row["layers"], row["batch"], row["new_tokens"]) == (own[0], 4, 1, 8)
+    assert row["dtype"] == "float32", "as stored"
+    assert row["same_tokens"]
+    assert row["error_dense_step"] < 1e-5
+    assert row["density"] == pytest.approx(row["l0"] / row["intermediate"], rel=0.01)
+    assert row["speedup"] == pytest.approx(row["sparse_tokens_per_s"] / row["dense_tokens_per_s"], rel=0.01)
+    assert 0 <= row["sparse_layers_on_kernels"] <= 4
+    head, (cells,) = CELLS["generate"]([row])
+    assert dict(zip(head, cells, strict=True))["density"] == f"{100 * row['density']:.2f} %"
+
+
+def test_bench_prefill_of_ones_own_model(own, tmp_path, capsys):
+    rows = run(
+        capsys, "prefill", *own, "--length", 32, "--batch", 1, 2, "--no-compile", "--output", tmp_path,
+        "--dtype", "bfloat16",
+    )  # fmt: skip
+    assert [row["batch"] for row in rows] == [1, 2]
+    assert {row["dtype"] for row in rows} == {"bfloat16"}
+    assert all(row["speedup"] == pytest.approx(row["eager_ms"] / row["sparse_ms"], rel=0.01) for row in rows)
+    assert (tmp_path / "prefill.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["prefill", "{own}"], "needs --text FILE"),
+        (["prefill", "{own}", "--text", "{text}", "--l0", "3"], "--l0 is for random models; leave it out for "),
+        (["generate", "--text", "{text}"], "--text goes with a MODEL"),
+        (["generate", "{dense}", "--text", "{text}"], "is not sparse (activation: silu); convert it with hf-twell"),
+        (
+            ["prefill", "{own}", "--text", "{text}", "--batch", "90"],
+            "90 sequences of 512 take 46,080; give more",
+        ),
+    ],
+)
+def test_own_models_that_cannot_be_measured_are_refused(own, arguments, says, capsys):
+    names = {"own": own[0], "text": own[2], "dense": str(DEMO / "model")}
+    assert main(["bench", *(argument.format(**names) for argument in arguments), "--device", "cpu"]) == 1
+    assert says in capsys.readouterr().err
 
 
 def test_the_bar_says_what_is_being_done(capsys):
@@ -334,7 +381,7 @@ def test_a_steps_time_is_the_mean_over_its_positions(wait):
 
 def test_generations_speed_is_all_sequences_tokens(monkeypatch, wait):
     """Stand-ins for models, of 2 and 4 seconds; of three turns one is disturbed."""
-    monkeypatch.setattr(benchmark_generate, "time", timing.time)
+    monkeypatch.setattr(generate, "time", timing.time)
     text = torch.arange(60).view(3, 20)  # three sequences of 16 + 4 tokens
 
     class Model:
@@ -346,7 +393,7 @@ def test_generations_speed_is_all_sequences_tokens(monkeypatch, wait):
             return text[:, : prompt.shape[1] + max_new_tokens]
 
     models = {"eager": Model([4, 100, 4]), "sparse": Model([2, 2, 100])}
-    speed, tokens = benchmark_generate._generate(models, text, False, 3, silent)
+    speed, tokens = generate._generate(models, text, False, 3, silent)
     assert speed == {"eager": 12 / 4, "sparse": 12 / 2}
     assert torch.equal(tokens["sparse"], text)
 
@@ -354,26 +401,26 @@ def test_generations_speed_is_all_sequences_tokens(monkeypatch, wait):
 def test_errors_of_more_than_twice_eagers_are_refused():
     truth = {"y": torch.ones(4, 4, dtype=torch.float64)}
 
-    def check(eager, sparse, pairs, dtype=torch.bfloat16):
+    def error(eager, sparse, pairs, dtype=torch.bfloat16):
         outputs = {name: {"y": (1 + share) * truth["y"]} for name, share in (("eager", eager), ("sparse", sparse))}
-        return benchmark_check.check_block(outputs, truth, dtype, 4, pairs)["y"]["sparse"]
+        return check.check_block(outputs, truth, dtype, 4, pairs)["y"]["sparse"]
 
-    assert check(0.01, 0.0199, 64) == pytest.approx(0.0199)
-    assert check(0.0, 0.007, 63) == pytest.approx(0.007), "a few elements' luck"
+    assert error(0.01, 0.0199, 64) == pytest.approx(0.0199)
+    assert error(0.0, 0.007, 63) == pytest.approx(0.007), "a few elements' luck"
     for wrong in (
         *((0.01, 0.0201, pairs) for pairs in (63, 64)),
         *((0.0, 0.007, 64), (0.0, 0.008, 63), (0.0, 1e-9, 63, torch.float32)),
         *((0.01, float("nan"), 64), (float("nan"), 0.01, 64)),
     ):
         with pytest.raises(ValueError, match="y of the sparse block is off"):
-            check(*wrong)
+            error(*wrong)
 
 
 def test_logits_of_a_wrong_model_are_refused():
     truth = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
     right = torch.cat([truth, truth + 1])  # higher precision knows the first sequences alone
     outputs = {"eager": 1.001 * right, "sparse": 1.0019 * right, "sparse_compiled": 1.001 * right}
-    errors = benchmark_check.check_logits(outputs, truth)
+    errors = check.check_logits(outputs, truth)
     assert errors["error_sparse"] == pytest.approx(0.0019, rel=0.01)
     assert errors["logits_difference"] == pytest.approx(0.0009, rel=0.01)
     late, nowhere = right.clone(), right.clone()
@@ -382,17 +429,17 @@ def test_logits_of_a_wrong_model_are_refused():
     for name in ("sparse", "sparse_compiled"):
         for wrong in (1.0021 * right, late, nowhere, float("nan") * right):
             with pytest.raises(ValueError, match=f"logits of {name} are off"):
-                benchmark_check.check_logits({**outputs, name: wrong}, truth)
+                check.check_logits({**outputs, name: wrong}, truth)
 
 
 def test_bench_train_writes_rows_and_a_plot(tmp_path, capsys, monkeypatch):
-    scales, ffn = [], ops.ffn
+    scales, ffn = [], api.ffn
 
     def recording(*args, l1_scale=None, **options):
         scales.append(None if l1_scale is None else float(l1_scale))
         return ffn(*args, l1_scale=l1_scale, **options)
 
-    monkeypatch.setattr(ops, "ffn", recording)
+    monkeypatch.setattr(api, "ffn", recording)
     sizes = [item for name, value in TINY.items() for item in (f"--{name}", value)]
     (row,) = run(
         capsys, "train", *sizes, "--l0", 12, "--batch", 2, "--length", 256, "--repeats", 1, "--device", "cpu",
@@ -406,16 +453,17 @@ def test_bench_train_writes_rows_and_a_plot(tmp_path, capsys, monkeypatch):
     timed = [scale for scale in scales if scale is not None][-2 * 2 * 3 :]  # 2 layers, each timed after an untimed step
     assert row["l1_weight"] > 0
     assert min(timed) > 0, "the L1 term is in what is timed"
-    assert row["sparse_layers_on_kernels"] == (2 if ops.resolve("auto", "cpu") == "cpu" else 0)
+    assert row["sparse_layers_on_kernels"] == (2 if api.resolve("auto", "cpu") == "cpu" else 0)
     assert row["layer_l0"] == pytest.approx([12.0] * 2, rel=0.1)
     assert row["absent"] == {"liger": "its kernels need a GPU"}
     assert json.loads((tmp_path / "bench.jsonl").read_text()) == row
     assert (tmp_path / "train.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_bench_train_compiles_dense_and_sparse():
     sizes = {"hidden": 64, "intermediate": 256, "layers": 1, "vocabulary": 2048}
-    row = benchmark_train.bench_train(l0=12, batch=1, length=128, repeats=1, **sizes)
+    row = train.bench_train(l0=12, batch=1, length=128, repeats=1, **sizes)
     assert row["absent"].keys() == {"liger"}
     for name in ("eager", "compiled", "sparse", "sparse_compiled"):
         assert row[f"{name}_ms"] > 0
@@ -438,14 +486,14 @@ def test_wrong_training_is_refused():
     errors = {"eager": {"up_proj": 0.01}, "liger": {"up_proj": 0.1}}
     errors |= {name: {"up_proj": 0.019} for name in ("sparse", "sparse_compiled")}
     losses = dict.fromkeys(errors, 3.01)
-    benchmark_check.check_training(losses, errors, 3.0, torch.bfloat16)
+    check.check_training(losses, errors, 3.0, torch.bfloat16)
     for name in ("sparse", "sparse_compiled"):
         for wrong in (0.021, float("nan")):
             with pytest.raises(ValueError, match=f"gradients of up_proj in {name} are off"):
-                benchmark_check.check_training(losses, {**errors, name: {"up_proj": wrong}}, 3.0, torch.bfloat16)
+                check.check_training(losses, {**errors, name: {"up_proj": wrong}}, 3.0, torch.bfloat16)
     for wrong in (3.1, float("nan")):
         with pytest.raises(ValueError, match="the loss of liger is"):
-            benchmark_check.check_training({**losses, "liger": wrong}, errors, 3.0, torch.bfloat16)
+            check.check_training({**losses, "liger": wrong}, errors, 3.0, torch.bfloat16)
 
 
 def test_a_wrong_step_of_training_is_not_timed(monkeypatch):
@@ -453,9 +501,9 @@ def test_a_wrong_step_of_training_is_not_timed(monkeypatch):
         y = reference.ffn(x, w_up, w_down, w_gate, **options)
         return y + 0.01 * (y - y.detach())  # in its gradients alone
 
-    monkeypatch.setattr(ops, "ffn", wrong)
+    monkeypatch.setattr(api, "ffn", wrong)
     with pytest.raises(ValueError, match=r"gradients of .* in sparse are off"):
-        benchmark_train.bench_train(l0=12, batch=2, length=128, dtype="float32", repeats=1, compile=False, **TINY)
+        train.bench_train(l0=12, batch=2, length=128, dtype="float32", repeats=1, compile=False, **TINY)
 
 
 @pytest.mark.parametrize(
@@ -560,6 +608,7 @@ def test_the_figure_has_a_line_for_each_setting(tmp_path, monkeypatch):
     matplotlib.pyplot.close(figure)
 
 
+@pytest.mark.slow
 def test_bench_ffn_of_an_odd_hidden_size(capsys):
     arguments = (
         "bench ffn --hidden 63 --intermediate 128 --l0 5 --tokens 1 --no-compile --repeats 1 --json --device cpu"

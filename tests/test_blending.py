@@ -6,12 +6,14 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_twell import SparsityCallback, sparsify
-from hf_twell.blending import Blend
-from hf_twell.checkpoints import read_state
-from hf_twell.loading import load_model
-from hf_twell.modeling import sparse_ffns
+from hf_twell.blocks.modeling import sparse_ffns
+from hf_twell.convert.blending import Blend
+from hf_twell.files.checkpoints import read_state
+from hf_twell.models.loading import load_model
 from tests import one_step
 from tests.conftest import tiny_llama, training_rows
+
+pytestmark = pytest.mark.numeric
 
 IDS = torch.arange(3, 19).view(2, 8)
 STEPS, BLEND_STEPS = 6, 4

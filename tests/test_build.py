@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_twell import _toolchain, build
+from hf_twell.ops import build, toolchain
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 USE = """
 import warnings, torch
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    from hf_twell import build, ops
+    from hf_twell.ops import api, build
     for _ in range(3):
-        y = ops.ffn(torch.ones(2, 8), torch.ones(4, 8), torch.ones(8, 4))
+        y = api.ffn(torch.ones(2, 8), torch.ones(4, 8), torch.ones(8, 4))
     assert y.tolist() == [[32.0] * 8] * 2
     for warning in caught:
         if "hf_twell" in str(warning.message):
@@ -53,11 +53,12 @@ def output_of(process: subprocess.Popen) -> str:
 
 def has_compiler() -> bool:
     try:
-        return bool(_toolchain.compiler())
-    except _toolchain.BuildError:
+        return bool(toolchain.compiler())
+    except toolchain.BuildError:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler or ninja")
 def test_two_processes_compile_once_and_later_ones_need_no_compiler(tmp_path):
     first, second = start(tmp_path), start(tmp_path)
@@ -75,6 +76,7 @@ def test_two_processes_compile_once_and_later_ones_need_no_compiler(tmp_path):
     assert "available=True" in output_of(start(tmp_path, CXX="/nowhere/g++", PATH="/nowhere"))
 
 
+@pytest.mark.slow
 def test_without_a_compiler_one_warning_gives_reason_and_fix(tmp_path):
     out = output_of(start(tmp_path, CXX="/nowhere/g++"))
     assert out.count("warning:") == 1
@@ -82,6 +84,7 @@ def test_without_a_compiler_one_warning_gives_reason_and_fix(tmp_path):
     assert "available=False" in out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler or ninja")
 def test_a_cache_that_is_no_directory_is_named(tmp_path):
     (tmp_path / "file").write_text("in the way")
@@ -104,6 +107,7 @@ def test_status_alone_sees_a_cache_that_cannot_be_written(tmp_path, monkeypatch)
     assert not (tmp_path / "to").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler or ninja")
 def test_a_failed_compilation_leaves_its_log(tmp_path):
     broken = tmp_path / "broken-g++"
@@ -117,6 +121,7 @@ def test_a_failed_compilation_leaves_its_log(tmp_path):
     assert "this compiler is broken" in log.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler or ninja")
 def test_a_damaged_library_warns_and_falls_back(tmp_path):
     (tmp_path / build.file_name("cpu")).write_bytes(b"not a library")
@@ -125,6 +130,7 @@ def test_a_damaged_library_warns_and_falls_back(tmp_path):
     assert "available=False" in out
 
 
+@pytest.mark.slow
 def test_a_package_without_kernels_warns_and_falls_back(tmp_path):
     """As of an installation that lost files."""
     shutil.copytree(REPOSITORY / "hf_twell", tmp_path / "hf_twell", ignore=shutil.ignore_patterns("__pycache__"))
@@ -148,33 +154,36 @@ def test_status_alone_compiles_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["cpu", "cuda"])
 def test_every_kernel_source_is_listed_and_there_is_no_package_marker(name):
-    folder = _toolchain.kernels_dir()
-    listed = {Path(source) for source in _toolchain.sources(name)}
-    on_disk = {path.relative_to(folder) for path in (folder / f"twell_{name}").glob("*")}
+    folder = toolchain.kernels_dir()
+    listed = {Path(source) for source in toolchain.sources(name)}
+    places = [*(folder / f"twell_{name}").glob("**/*"), *(folder / "shared").glob("**/*")]
+    on_disk = {path.relative_to(folder) for path in places if path.parent.name != "tests"}
     assert {path for path in on_disk if path.suffix in (".cpp", ".cu", ".h", ".cuh")} == listed
     assert not (folder / "__init__.py").exists(), "it would shadow the kernels package"
 
 
-@pytest.mark.parametrize("source", sorted(path.name for path in (REPOSITORY / "kernels" / "twell_cpu").glob("*.cpp")))
+@pytest.mark.parametrize("source", toolchain.compiled(toolchain.sources("cpu")))
 def test_sources_compile_for_aarch64(source):
     compiler = shutil.which("aarch64-linux-gnu-g++")
     if compiler is None:
         pytest.skip("needs aarch64-linux-gnu-g++ (Debian: g++-aarch64-linux-gnu)")
     torch_headers = Path(torch.__file__).parent / "include"
     command = [compiler, "-std=c++17", "-fsyntax-only", "-Wall", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
-    path = REPOSITORY / "kernels" / "twell_cpu" / source
-    done = subprocess.run([*command, f"-I{torch_headers}", path], capture_output=True, text=True)
+    folders = [f"-I{path}" for path in (*toolchain.includes("cpu"), torch_headers)]
+    path = REPOSITORY / "kernels" / source
+    done = subprocess.run([*command, *folders, path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler or ninja")
 def test_sources_under_a_path_with_blanks_compile(tmp_path):
     place = tmp_path / "my $folder"
     for name in ("hf_twell", "kernels"):
-        shutil.copytree(REPOSITORY / name, place / name, ignore=shutil.ignore_patterns("__pycache__", "prebuilt"))
+        shutil.copytree(REPOSITORY / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
     environment = {**os.environ, "HF_TWELL_CACHE": str(place / "cache"), "PYTHONPATH": str(place)}
     code = (
-        "from hf_twell import _toolchain, build; print(_toolchain.kernels_dir()); print(build.compile_library('ops'))"
+        "from hf_twell.ops import toolchain, build; print(toolchain.kernels_dir()); print(build.compile_library('ops'))"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=place, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -185,15 +194,15 @@ def test_sources_under_a_path_with_blanks_compile(tmp_path):
 
 def test_a_library_for_another_torch_processor_or_of_other_sources_has_another_name(tmp_path, monkeypatch):
     changed = tmp_path / "kernels"
-    shutil.copytree(_toolchain.kernels_dir(), changed)
-    with open(changed / _toolchain.sources("cpu")[-1], "a") as source:
+    shutil.copytree(toolchain.kernels_dir(), changed)
+    with open(changed / toolchain.sources("cpu")[-1], "a") as source:
         source.write("// changed")
     names = [build.file_name("cpu")]
     for module, attribute, value in (
         (torch, "__version__", "2.99.0"),
         (build.platform, "machine", lambda: "AMD64"),  # with the flags of x86_64
-        (_toolchain, "STABLE_ABI_TARGET", "0x0263000000000000"),
-        (_toolchain, "kernels_dir", lambda: changed),
+        (toolchain, "STABLE_ABI_TARGET", "0x0263000000000000"),
+        (toolchain, "kernels_dir", lambda: changed),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(module, attribute, value)
@@ -203,9 +212,9 @@ def test_a_library_for_another_torch_processor_or_of_other_sources_has_another_n
 
 def test_instruction_sets_are_asked_for_where_there_are_such(monkeypatch):
     for machine, expected in (("x86_64", True), ("aarch64", False)):
-        monkeypatch.setattr(_toolchain.platform, "machine", lambda machine=machine: machine)
-        assert ("-mavx2" in _toolchain.flags("cpu", "twell_cpu/isa_avx2.cpp")) == expected
-        assert "-mavx2" not in _toolchain.flags("cpu", "twell_cpu/forward.cpp")
+        monkeypatch.setattr(toolchain.platform, "machine", lambda machine=machine: machine)
+        assert ("-mavx2" in toolchain.flags("cpu", "twell_cpu/isa/avx2.cpp")) == expected
+        assert "-mavx2" not in toolchain.flags("cpu", "twell_cpu/forward/forward.cpp")
 
 
 def test_where_the_cache_is(tmp_path, monkeypatch):
@@ -228,14 +237,14 @@ def test_a_missing_ninja_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(_toolchain.BuildError, match="ninja is missing; install it with `pip install ninja`"):
-        _toolchain.compiler()
+    with pytest.raises(toolchain.BuildError, match="ninja is missing; install it with `pip install ninja`"):
+        toolchain.compiler()
 
 
 def has_nvcc() -> bool:
     try:
-        return bool(_toolchain.nvcc_version())
-    except _toolchain.BuildError:
+        return bool(toolchain.nvcc_version())
+    except toolchain.BuildError:
         return False
 
 
@@ -245,22 +254,24 @@ def cuda_capabilities() -> list[str]:
     return [f"sm_{name.replace('.', '')}" for name in table["kernel"]["twell_cuda"]["cuda-capabilities"]]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_nvcc(), reason="no nvcc (the CUDA toolkit), on PATH, in $CUDA_HOME or /usr/local/cuda")
 @pytest.mark.timeout(900)  # half a minute of processor time each, which takes minutes on a busy machine
 @pytest.mark.parametrize("architecture", cuda_capabilities())
 def test_cuda_sources_compile_without_warnings(architecture, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TWELL_CUDA_ARCH", architecture)
-    folder, torch_headers = _toolchain.kernels_dir(), Path(torch.__file__).parent / "include"
+    folder, torch_headers = toolchain.kernels_dir(), Path(torch.__file__).parent / "include"
 
     def compile_one(source):
         # Device code to machine code; host code, which does not depend on the architecture, for one of them.
         kind = ["-cubin"] if source.endswith(".cu") else ["-c"]
-        command = [_toolchain.nvcc(), *_toolchain.flags("cuda", source), f"-I{torch_headers}", *kind, folder / source]
-        command += ["-o", tmp_path / f"{Path(source).name}.out"]
+        include = [f"-I{path}" for path in (*toolchain.includes("cuda"), torch_headers)]
+        command = [toolchain.nvcc(), *toolchain.flags("cuda", source), *include, *kind, folder / source]
+        command += ["-o", tmp_path / f"{source.replace('/', '-')}.out"]
         done = subprocess.run(command, capture_output=True, text=True)
         return source, done.returncode, done.stdout + done.stderr
 
-    files = _toolchain.compiled(_toolchain.sources("cuda"))
+    files = toolchain.compiled(toolchain.sources("cuda"))
     if architecture != cuda_capabilities()[0]:
         files = [file for file in files if file.endswith(".cu")]
     with ThreadPoolExecutor(2) as pool:
@@ -285,13 +296,13 @@ def test_a_missing_or_broken_nvcc_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TWELL_CUDA_ARCH", "sm_80")
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
     with pytest.raises(
-        _toolchain.BuildError, match=r"no nvcc found \(looked for /nowhere/bin/nvcc\); install the CUDA toolkit"
+        toolchain.BuildError, match=r"no nvcc found \(looked for /nowhere/bin/nvcc\); install the CUDA toolkit"
     ):
         build.compile_library("cuda")
     home = fake_nvcc(tmp_path / "toolkit", "13.0.88")
     monkeypatch.setenv("CUDA_HOME", str(home))
     with pytest.raises(
-        _toolchain.BuildError, match=f"compiling the cuda kernels with {home}/bin/nvcc failed; the compiler's messages"
+        toolchain.BuildError, match=f"compiling the cuda kernels with {home}/bin/nvcc failed; the compiler's messages"
     ):
         build.compile_library("cuda")
     logs = [path.read_text() for path in (tmp_path / "cache").glob("*.log")]
@@ -301,17 +312,17 @@ def test_a_missing_or_broken_nvcc_is_named(tmp_path, monkeypatch):
     for names in ("hopper", "sm_80,hopper"):
         monkeypatch.setenv("HF_TWELL_CUDA_ARCH", names)
         with pytest.raises(
-            _toolchain.BuildError,
+            toolchain.BuildError,
             match=f"HF_TWELL_CUDA_ARCH is '{names}'; expected names such as sm_80 or sm_80,sm_90a",
         ):
             build.file_name("cuda")
     monkeypatch.setenv("HF_TWELL_CUDA_ARCH", "sm_80")
     monkeypatch.setenv("CUDA_HOME", str(fake_nvcc(tmp_path / "untold", "")))
-    with pytest.raises(_toolchain.BuildError, match=r"nvcc --version tells no version .*; repair the CUDA toolkit"):
+    with pytest.raises(toolchain.BuildError, match=r"nvcc --version tells no version .*; repair the CUDA toolkit"):
         build.file_name("cuda")
     monkeypatch.setenv("CUDA_HOME", str(home))
     monkeypatch.setattr(Path, "write_text", raise_full_disk)
-    with pytest.raises(_toolchain.BuildError, match=r"No space left on device.*; set HF_TWELL_CACHE elsewhere"):
+    with pytest.raises(toolchain.BuildError, match=r"No space left on device.*; set HF_TWELL_CACHE elsewhere"):
         build.compile_library("cuda")
     assert not list((tmp_path / "cache").glob("build-*"))
 

@@ -18,9 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 
 from hf_twell import SparsityCallback, last_checkpoint, sparsify
-from hf_twell.checkpoints import STATE_NAME, read_state, write_json, write_state
-from hf_twell.resuming import CompleteCheckpoints
-from hf_twell.whole_folders import clear_dead_savings, save_model, whole_folder
+from hf_twell.files.checkpoints import STATE_NAME, read_state, write_json, write_state
+from hf_twell.files.folders import clear_dead_savings, save_model, whole_folder
+from hf_twell.train.resuming import CompleteCheckpoints
 from tests.conftest import tiny_llama, training_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -131,6 +131,7 @@ def test_every_node_that_saves_gets_the_state(tmp_path, monkeypatch):
     assert Path(last_checkpoint(tmp_path)).name == "checkpoint-3"
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_exactly(torn, whole_run):
     assert (torn / "checkpoint-6" / "model.safetensors").is_file(), "the trainer itself had finished it"
     assert last_checkpoint(torn) == str(torn / "checkpoint-3")
@@ -415,7 +416,7 @@ def test_whole_folder_keeps_what_came_while_it_was_written(tmp_path):
 
 SAVING = """
 import sys
-from hf_twell.whole_folders import whole_folder
+from hf_twell.files.folders import whole_folder
 with whole_folder(sys.argv[1], overwrite=True) as folder:
     (folder / "model.safetensors").write_text("half")
     print("writing", flush=True)

@@ -20,17 +20,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
-from hf_twell.checkpoints import finished_checkpoints, write_state
 from hf_twell.cli import COMMANDS, main
 from hf_twell.cli.output import write_json
-from hf_twell.packing import PackedText
-from hf_twell.runs import check_run
-from hf_twell.training import load_recipe
-from tests.conftest import COMMAND, needs_lm_eval
+from hf_twell.files.checkpoints import finished_checkpoints, write_state
+from hf_twell.recipe.packing import PackedText
+from hf_twell.recipe.runs import check_run
+from hf_twell.recipe.schema import load_recipe
+from tests.conftest import COMMAND, needs_lm_eval, one_of
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "recipes" / "demo"
-ROWS = str(ROOT / "kernels" / "twell_cpu" / "bench" / "bench.jsonl")
+ROWS = str(ROOT / "kernels" / "twell_cpu" / "bench" / "epyc-2026-11-21" / "bench.jsonl")
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def recipe(tmp_path) -> Path:
     path.write_text(
         f"model: {DEMO / 'model'}\noutput_dir: out\ntrain: train.txt\nheldout: [heldout.txt]\nsequence_length: 32\n"
         "l1_weight: 1e-1\nwarmup_steps: 2\ntraining: {max_steps: 4, per_device_train_batch_size: 2, logging_steps: 1, "
-        "save_steps: 2, use_cpu: true}\n"
+        "save_steps: 2, use_cpu: true}\nsave_dtype: float32\n"
     )
     return path
 
@@ -132,6 +132,7 @@ def test_sparsify_writes_a_stock_model_and_measures_it(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["sparse"]
 
 
+@pytest.mark.slow
 def test_stdout_carries_json_alone(tmp_path):
     done = run_cli("sparsify", DEMO / "model", tmp_path / "out", "--json", timeout=120)
     assert done.returncode == 0, done.stderr
@@ -155,7 +156,9 @@ def test_stdout_carries_json_alone(tmp_path):
         (["eval", str(DEMO / "model"), "--text", str(DEMO / "text" / "heldout.txt"), "--device", "mps"], "give cpu"),
         (["eval", "no/such/folder", "--text", str(DEMO / "text" / "heldout.txt")], "no/such/folder"),
         pytest.param(["eval", "x", "--tasks", "arc_easy", "--data-dir", "absent"], "absent", marks=needs_lm_eval),
-        pytest.param(["eval", str(DEMO / "model"), "--tasks", "arc_eazy"], "arc_easy", marks=needs_lm_eval),
+        pytest.param(
+            ["eval", str(DEMO / "model"), "--tasks", "arc_eazy"], "arc_easy", marks=[needs_lm_eval, pytest.mark.slow]
+        ),
     ],
 )
 def test_mistakes_end_in_one_line(arguments, says, tmp_path, capsys, monkeypatch):
@@ -305,6 +308,7 @@ def test_one_process_alone(command, capsys, monkeypatch):
     assert "absent" in error_line(capsys), "torchrun's only process goes on"
 
 
+@pytest.mark.slow
 def test_training_in_two_processes_prints_once(recipe):
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "-m", "hf_twell"]
     done = subprocess.run(
@@ -351,12 +355,13 @@ def test_train_reports_a_model_that_was_sharded(recipe, capsys, monkeypatch):
     """It cannot be measured before its training begins."""
     layer = {"name": "mlp", "intermediate_size": 8, "l0": 1.0, "density": 0.125, "dead": 0.0}
     after = {"loss": 3.25, "sparsity": {**layer, "layers": [layer]}}
-    result = {"model": "final", "before": None, "after": after, "logs": []}
-    monkeypatch.setattr("runpy.run_path", lambda path: {"finetune": lambda recipe, **options: result})
+    result = {"model": "final", "dense": None, "before": None, "after": after, "logs": []}
+    monkeypatch.setattr("hf_twell.recipe.finetune.finetune", lambda recipe, **options: result)
     assert main(["train", str(recipe)]) == 0
     assert "3.25" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("relu", ["true", "false"])
 def test_a_killed_training_resumes_to_the_same_model(recipe, relu, capsys):
     whole = recipe.parent / "whole"
@@ -395,6 +400,7 @@ def test_a_killed_training_resumes_to_the_same_model(recipe, relu, capsys):
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_a_run_that_went_on_and_was_killed_before_its_new_model_makes_it(recipe, capsys):
     """The final model of its first steps still lies there."""
     final = recipe.parent / "out" / "final"
@@ -411,6 +417,7 @@ def test_a_run_that_went_on_and_was_killed_before_its_new_model_makes_it(recipe,
     assert "finished: 4 of 4" in error_line(capsys)
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_final_model_makes_it_of_the_best_checkpoint(recipe):
     changes = ["training.eval_strategy=steps", "training.eval_steps=2", "training.load_best_model_at_end=true"]
     changes += ["training.learning_rate=1e-2", "training.lr_scheduler_type=constant"]  # too high: it gets worse
@@ -423,6 +430,7 @@ def test_a_run_killed_before_its_final_model_makes_it_of_the_best_checkpoint(rec
         shutil.rmtree(out / "final")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator, for which memory is pinned")
 def test_training_on_a_cpu_warns_of_no_pinned_memory(recipe):
     done = run_cli("train", recipe, "training.max_steps=1", "training.use_cpu=false", "training.save_strategy=no")
@@ -478,6 +486,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_nothing_behind(tmp_path):
     arguments = ["sparsify", str(DEMO / "model"), str(tmp_path / "out")]
     done = subprocess.run(
@@ -492,6 +501,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("full_at", [1_000_000, 25_000_000], ids=["weights", "optimizer"])
 def test_a_full_disk_ends_training_in_one_line(full_at, recipe):
     arguments = ["train", str(recipe), "training.max_steps=1", "training.save_steps=1"]
@@ -524,6 +534,7 @@ def test_figures_that_json_has_no_form_for_are_not_written(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_measured_rows_are_shown_though_a_full_disk_does_not_take_them(tmp_path, capsys):
     (tmp_path / "bench.jsonl").symlink_to("/dev/full")
     sizes = ["--tokens", "1", "--l0", "8", "--hidden", "64", "--intermediate", "172", "--no-compile", "--repeats", "1"]
@@ -536,6 +547,7 @@ def test_measured_rows_are_shown_though_a_full_disk_does_not_take_them(tmp_path,
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("taker", ["a reader that went away", "a full disk"])
 def test_output_that_is_not_taken(taker):
     """Little of it waits in a buffer until the end; where Python keeps none, it fails earlier."""
@@ -572,6 +584,7 @@ def wait_for_steps(training: subprocess.Popen) -> None:
         seen += training.stderr.read1()
 
 
+@pytest.mark.slow
 def test_a_folder_takes_one_training_at_a_time(recipe, capsys):
     first = subprocess.Popen(
         [*COMMAND, "train", str(recipe), "training.max_steps=100000", "training.save_strategy='no'"],
@@ -618,6 +631,7 @@ def test_a_damaged_checkpoint_still_keeps_a_new_run_out(recipe, capsys):
     assert "checkpoint-2 is from an earlier run" in error_line(capsys)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_that_is_changed_is_refused_or_told(recipe, capsys, caplog):
     """Trainer takes the optimizer's figures from the checkpoint, whatever the recipe says by then."""
     assert main(["train", str(recipe), "training.max_steps=2"]) == 0
@@ -664,7 +678,7 @@ def test_a_run_that_diverges_ends_and_keeps_its_last_good_checkpoint(recipe, cap
         assert all(weight.isfinite().all() for weight in weights.values()), step
 
 
-@pytest.mark.parametrize("lacking", [["pad_token"], ["pad_token", "eos_token"]])
+@pytest.mark.parametrize("lacking", one_of(["pad_token"], [["pad_token"], ["pad_token", "eos_token"]]))
 def test_a_tokenizer_without_a_padding_token(recipe, lacking, capsys):
     """As Llama 3.2's: packed sequences need none."""
     model = Path(shutil.copytree(DEMO / "model", recipe.parent / "model"))
@@ -688,6 +702,7 @@ def test_resuming_a_mistyped_folder_does_not_make_it(recipe, capsys):
     assert not (recipe.parent / "mistyped").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing_behind(recipe):
     output = recipe.parent / "out"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -712,9 +727,14 @@ def test_ctrl_c_leaves_nothing_behind(recipe):
     "arguments",
     [
         ["sparsify", "{model}", "{locked}/new"],
-        ["eval", "{model}", "--text", "{text}", "--output", "{locked}/new"],
-        ["eval", "{model}", "--text", "{text}", "--output", "{locked}/old"],
-        ["inspect", "{model}", "--text", "{text}", "--html", "{locked}/new"],
+        *(
+            pytest.param(arguments, marks=pytest.mark.slow)
+            for arguments in (
+                ["eval", "{model}", "--text", "{text}", "--output", "{locked}/new"],
+                ["eval", "{model}", "--text", "{text}", "--output", "{locked}/old"],
+                ["inspect", "{model}", "--text", "{text}", "--html", "{locked}/new"],
+            )
+        ),
     ],
 )
 def test_places_that_cannot_be_written_to_are_refused_before_the_work(tmp_path, arguments):
@@ -742,6 +762,7 @@ def test_page_and_figures_need_two_files(tmp_path, capsys):
     assert "--html and --output name the same file" in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [[*COMMAND, "train"], [sys.executable, ROOT / "recipes" / "finetune.py"]])
 def test_a_missing_recipe_is_all_that_is_asked_for(command):
     done = subprocess.run(command, capture_output=True, text=True)

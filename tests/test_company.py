@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 from hf_twell import L1Penalty, TwellLlamaForCausalLM, measure_sparsity, sparsify
-from hf_twell.modeling import sparse_ffns
-from hf_twell.weight_files import check_finite
+from hf_twell.blocks.modeling import sparse_ffns
+from hf_twell.files.weights import check_finite
 from tests.conftest import ids, logits, relu_llama, tiny_llama
+
+pytestmark = pytest.mark.numeric
 
 
 def refused(model, message: str):
@@ -212,6 +214,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 def test_ligers_swiglu_after_sparsify_is_refused(run):
     model = sparsify(tiny_llama().eval())
@@ -221,6 +224,7 @@ def test_ligers_swiglu_after_sparsify_is_refused(run):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_ligers_swiglu_under_a_compiled_model_is_seen():
     model = sparsify(tiny_llama().eval())
     compiled = torch.compile(model, backend="eager")
@@ -328,6 +332,7 @@ def test_liger_without_swiglu():
 # Compilers and caches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_compile_fullgraph(backend):
     model = sparsify(tiny_llama().eval(), backend=backend)
@@ -356,6 +361,7 @@ def test_what_is_done_to_a_compiled_model_is_seen(change):
     assert not torch.allclose(logits(twin), logits(relu_llama()), atol=1e-3)
 
 
+@pytest.mark.slow
 def test_compiled_training_step():
     gradients = []
     for compile_model in (False, True):
@@ -367,6 +373,7 @@ def test_compiled_training_step():
         torch.testing.assert_close(compiled, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(tmp_path, backend, strict):

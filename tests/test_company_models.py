@@ -22,8 +22,9 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_twell import L1Penalty, SparsityCallback, TwellLlamaForCausalLM, ops, sparsify
-from hf_twell.modeling import sparse_ffns
+from hf_twell import L1Penalty, SparsityCallback, TwellLlamaForCausalLM, sparsify
+from hf_twell.blocks.modeling import sparse_ffns
+from hf_twell.ops import api
 from tests.conftest import ids, logits, tiny_llama
 
 
@@ -53,7 +54,7 @@ def other_weights():
 def test_by_columns():
     """The tests below begin with what is special in an evaluated model, where kernels can be had."""
     model, _ = pair()
-    if ops.resolve("auto", "cpu") != "cpu":
+    if api.resolve("auto", "cpu") != "cpu":
         pytest.skip("needs the CPU kernels")
     assert model.model.layers[0].mlp.down_proj.weight.stride() == (1, 32)
 
@@ -182,7 +183,7 @@ def test_functional_call(gradients):
     model, twin = pair()
     given = other_weights()
     for layer in model.model.layers:
-        layer.mlp.twell.calls = 0  # the next call looks at the density
+        layer.mlp.twell_state.calls = 0  # the next call looks at the density
     with torch.set_grad_enabled(gradients):
         ours, theirs = (
             torch.func.functional_call(each, given, (), {"input_ids": ids()}).logits for each in (model, twin)
@@ -310,6 +311,7 @@ def test_other_ways_to_generate(options):
     assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_generate_batch():
     """Continuous batching, with its paged attention."""
     options = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -355,6 +357,7 @@ def test_early_stopping_and_the_best_model(tmp_path):
     torch.testing.assert_close(logits(model.eval()), logits(twin.eval()))
 
 
+@pytest.mark.slow
 def test_auto_find_batch_size(tmp_path):
     """Steps that ran out of memory leave nothing behind: the run is the one with the size that was found."""
 
@@ -378,6 +381,7 @@ def test_auto_find_batch_size(tmp_path):
 # Models split over processes
 
 
+@pytest.mark.slow
 def test_split_over_two_processes(tmp_path):
     """By tensors, by layers, and by FSDP: `tests/split_models.py` says what each process computed."""
     sparsify(few_active()).save_pretrained(tmp_path / "sparse")

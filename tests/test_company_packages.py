@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, BitsAnd
 from transformers.models.llama import modeling_llama
 
 from hf_twell import L1Penalty, TwellLlamaForCausalLM, load_adapter, save_adapter, sparsify
-from hf_twell.modeling import sparse_ffns
+from hf_twell.blocks.modeling import sparse_ffns
 from tests.conftest import ids, logits, relu_llama, tiny_llama
 from tests.test_company import RUNS, refused
 

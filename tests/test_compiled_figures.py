@@ -6,9 +6,12 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
 from hf_twell import L1Penalty, sparsify
-from hf_twell.distillation import Distillation
+from hf_twell.train.distillation import Distillation
 from tests import one_step
 from tests.conftest import tiny_llama
+from tests.rounding import rounding
+
+pytestmark = pytest.mark.numeric
 
 
 def replayed(graph, inputs):
@@ -50,9 +53,28 @@ def counted(compiled: bool) -> dict:
 
 
 def test_counts_outlive_the_memory_of_a_replayed_graph():
-    expected = counted(compiled=False)
-    for key, value in counted(compiled=True).items():
-        assert value == expected[key], key
+    """Another micro-batch's counts would differ; sums of activations differ by the order of their sums alone."""
+    expected, report = counted(compiled=False), counted(compiled=True)
+    assert report.keys() == expected.keys()
+    assert_same_figures(report, expected)
+
+
+def assert_same_figures(mine: dict, other: dict) -> None:
+    """Counts are the same numbers; `l1` is within what the order of sums changes.
+
+    Compiled graphs leave norms and softmax to other kernels. Below an activation of the last of 3 blocks are, each in
+    every block, sums over 32 (norm, q/k/v/o, norm, gate, up: 5), 11 (softmax) and 52 (down) terms; `l1` adds 52 of them
+    over 22 x 3 tokens.
+    """
+    terms = 3 * (5 * 32 + 11 + 52) + 52 * 22 * 3
+    for key, value in mine.items():
+        if key == "layers":
+            for layer, expected in zip(value, other[key], strict=True):
+                assert_same_figures(layer, expected)
+        elif key == "l1":
+            assert value == pytest.approx(other[key], rel=rounding(terms))
+        else:
+            assert value == other[key], key
 
 
 def taught(compiled: bool) -> list[dict]:
@@ -70,10 +92,12 @@ def taught(compiled: bool) -> list[dict]:
     return reports
 
 
+@pytest.mark.slow
 def test_errors_outlive_the_memory_of_a_replayed_graph_and_an_earlier_run():
     assert taught(compiled=True) == taught(compiled=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["compiled", "backward inside"])
 @pytest.mark.parametrize("masked", [True, False])
 def test_counts_are_exact_under_autocast(how, masked):

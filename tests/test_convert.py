@@ -19,8 +19,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_twell import L1Penalty, measure_sparsity, sparsify, unpatch
-from hf_twell.modeling import SparseFfn, sparse_ffns
+from hf_twell.blocks.modeling import SparseFfn, sparse_ffns
 from tests.conftest import ids, logits, tiny_llama
+
+pytestmark = pytest.mark.numeric
 
 
 def dense_relu(model) -> LlamaForCausalLM:
@@ -274,8 +276,8 @@ class Counter:
     ("how", "when"),
     [
         ("wrapped", "before"),
-        ("wrapped", "after"),
-        ("in place", "before"),
+        pytest.param("wrapped", "after", marks=pytest.mark.slow),
+        pytest.param("in place", "before", marks=pytest.mark.slow),
         ("blocks in place", "before"),
         ("blocks wrapped", "before"),
     ],
@@ -324,6 +326,7 @@ for folder in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_saved_model_is_a_stock_one(stories_model, tmp_path):
     tiny_llama().save_pretrained(tmp_path / "dense")
     half = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.bfloat16)

@@ -7,8 +7,8 @@ import torch
 from torch import library
 
 import hf_twell
-from hf_twell import build, ops, reference
-from hf_twell.modeling import L1Inputs
+from hf_twell.blocks.modeling import L1Inputs
+from hf_twell.ops import api, build, reference
 from tests.conftest import tiny_llama
 from tests.ffn_cases import DTYPES, ISAS, assert_as_good_as_eager, make_case, relative_rms, run
 
@@ -126,7 +126,7 @@ def test_the_sparse_operator_leaves_padding_out_of_its_report_too(density):
     tally, weight = torch.zeros(173, requires_grad=True), torch.ones(40)
     weight[2] = 0
     weights = case["w_up"], case["w_down"], case["w_gate"]
-    y = ops.ffn(
+    y = api.ffn(
         case["x"], *weights, l1_scale=torch.tensor(0.1), token_weight=weight, tally=tally, capacity=172, backend="cpu"
     )
     y[weight > 0].sum().backward()
@@ -168,8 +168,8 @@ def test_tensors_that_do_not_fit_together_are_refused():
 @pytest.mark.parametrize("tokens", [0, 3, 199])
 def test_a_dense_block_is_as_good_as_eager(dtype, gated, biases, tokens):
     case = make_case(tokens, 40, 172, 0.9, dtype, gated=gated, biases=biases)
-    assert_as_good_as_eager(ops.dense_ffn, case)
-    mine, eager = (run(function, case, dtype, l1=False) for function in (ops.dense_ffn, reference.ffn))
+    assert_as_good_as_eager(api.dense_ffn, case)
+    mine, eager = (run(function, case, dtype, l1=False) for function in (api.dense_ffn, reference.ffn))
     for name, value in mine.items():
         assert relative_rms(value, eager[name]) <= 4 * ROUNDING[dtype] or tokens == 0, name
 
@@ -188,7 +188,7 @@ def _dense_block(dtype=torch.float32):
 def activations(monkeypatch):
     """One entry for each call of a dense block."""
     calls = []
-    monkeypatch.setattr(ops, "dense_ffn", lambda *a, _f=ops.dense_ffn, **k: calls.append(1) or _f(*a, **k))
+    monkeypatch.setattr(api, "dense_ffn", lambda *a, _f=api.dense_ffn, **k: calls.append(1) or _f(*a, **k))
     return calls
 
 
@@ -200,7 +200,7 @@ def test_a_dense_block_trains_as_the_reference_does(autocast, activations):
         block.twell.backend = backend
         block.zero_grad()
         tally = torch.zeros(689, requires_grad=True)
-        block.twell.l1 = L1Inputs(torch.tensor(1e-3), None, tally)
+        block.twell_state.l1 = L1Inputs(torch.tensor(1e-3), None, tally)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             y = block(x)
             y.float().square().sum().backward()

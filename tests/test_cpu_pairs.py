@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_twell import build
+from hf_twell.ops import build
 from tests.ffn_cases import DTYPES, ISAS, KINDS, assert_as_good_as_eager, cpu_ffn, make_case
 
 pytestmark = [
@@ -12,7 +12,7 @@ pytestmark = [
 ]
 # Of values, which are summed in fp32 and rounded to the dtype.
 CLOSE = {torch.float32: 2**-19, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-DENSE = -2  # State::kDense of kernels/twell_cpu/pairs.h
+DENSE = -2  # State::kDense of kernels/twell_cpu/common/pairs.h
 
 
 def saved_pairs(case):
@@ -22,12 +22,13 @@ def saved_pairs(case):
     state = torch.ops.hf_twell.ffn(*(case[name] for name in order), None, None, None, width)[2]
     parts, start, slots = [], 0, tokens * width
     gated = case["w_gate"] is not None
-    for kind, size in ((torch.int32, tokens), (torch.uint16, slots), *[(dtype, slots)] * (1 + gated)):
+    for kind, size in ((torch.int32, tokens), *[(dtype, slots)] * (1 + gated), (torch.uint16, slots)):
         bytes_of = size * kind.itemsize
         parts.append(state[start : start + bytes_of].view(kind))
-        start += (bytes_of + 7) // 8 * 8
+        start += bytes_of
     assert start == state.numel()
-    counts, *lists = parts
+    counts, *values, neurons = parts
+    lists = neurons, *values
     assert not counts.eq(DENSE).any(), "sparse inputs took the dense path, which is right whatever the kernels find"
     return counts, *(part[: counts.sum()] for part in lists)
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import library
 
-from hf_twell import build, ops, reference
-from hf_twell.modeling import L1Inputs
-from hf_twell.workload import make_ffn, patched_block
+from hf_twell.bench.workload import make_ffn, patched_block
+from hf_twell.blocks.modeling import L1Inputs
+from hf_twell.ops import api, build, reference
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -78,9 +78,9 @@ def test_a_dense_block_trains_as_the_reference_does():
         tally = torch.zeros(1025, device="cuda", requires_grad=True)
         scale = torch.tensor(1e-3, device="cuda")
         if dense:
-            block.twell.l1 = L1Inputs(scale, None, tally)
+            block.twell_state.l1 = L1Inputs(scale, None, tally)
             y = block(x)
-            assert block.twell.on_kernels is (False if ops.kernels_train(x) else None)
+            assert block.twell_state.on_kernels is (False if api.kernels_train(x) else None)
         else:
             weights = [block.up_proj.weight, block.down_proj.weight, block.gate_proj.weight]
             y = reference.ffn(x, *weights, l1_scale=scale, tally=tally)
@@ -88,4 +88,4 @@ def test_a_dense_block_trains_as_the_reference_does():
         outputs.append([y, *(p.grad for p in block.parameters()), tally.grad])
     for ours, theirs in zip(*outputs, strict=True):
         assert (ours.float() - theirs.float()).norm() <= 2**-7 * theirs.float().norm()
-    assert ops.dense_takes(x)
+    assert api.dense_takes(x)

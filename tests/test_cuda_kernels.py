@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import library
 
-from hf_twell import _toolchain, build, ops, reference
+from hf_twell.ops import api, build, reference, toolchain
 from tests.ffn_cases import FEW_PAIRS, make_case, relative_rms
 
 
@@ -17,8 +17,8 @@ def _missing() -> str:
         return "PyTorch sees no CUDA GPU"
     try:
         if build.find_library("cuda") is None:
-            _toolchain.nvcc()
-    except _toolchain.BuildError as error:
+            toolchain.nvcc()
+    except toolchain.BuildError as error:
         return str(error)
     return ""
 
@@ -114,7 +114,7 @@ def poison():
 
 @torch.no_grad()
 def cuda_ffn(case):
-    return ops.ffn(**case, backend="cuda")
+    return api.ffn(**case, backend="cuda")
 
 
 @torch.no_grad()
@@ -403,7 +403,7 @@ def test_opcheck(gated, dtype):
 def test_what_cannot_be_computed_is_refused_before_any_launch(monkeypatch):
     case = gpu_case(70, 40, 172, 0.05, torch.bfloat16)
     with pytest.raises(ValueError, match="x is on cpu and w_up on cuda:0; move them to one device"):
-        ops.ffn(**(case | {"x": case["x"].cpu()}))
+        api.ffn(**(case | {"x": case["x"].cpu()}))
     with pytest.raises(ValueError, match=r"dtype torch\.float64; the kernels take float32, bfloat16 and float16"):
         cuda_ffn({name: None if t is None else t.double() for name, t in case.items()})
     monkeypatch.setenv("HF_TWELL_CUDA_PATH", "decode")

@@ -7,7 +7,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import hf_twell
-from hf_twell import _density, ops, reference
+from hf_twell.blocks import density_watch
+from hf_twell.ops import api, reference
 from tests.conftest import tiny_llama
 from tests.ffn_cases import relative_rms
 from tests.test_cuda_kernels import pytestmark  # noqa: F401
@@ -52,8 +53,8 @@ def tokens_of(*shape):
 
 def watch(monkeypatch) -> list:
     """One entry for each call of the kernels from now on, and a failure where one falls back to plain PyTorch."""
-    calls, fused = [], ops.ffn
-    monkeypatch.setattr(ops, "ffn", lambda *args, **options: calls.append(1) or fused(*args, **options))
+    calls, fused = [], api.ffn
+    monkeypatch.setattr(api, "ffn", lambda *args, **options: calls.append(1) or fused(*args, **options))
     monkeypatch.setattr(reference, "ffn", lambda *args, **options: pytest.fail("the reference ran"))
     return calls
 
@@ -129,7 +130,7 @@ def test_a_forward_never_waits_for_the_device():
         sparse_model(backend="auto").model.layers[0].mlp,
         torch.randn(2, 50, 64, device="cuda", dtype=torch.bfloat16),
     )
-    ops.resolve("auto", "cuda")
+    api.resolve("auto", "cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
         block(x)
@@ -214,7 +215,7 @@ def test_training_takes_the_reference():
 @torch.no_grad()
 def test_a_dense_block_moves_to_plain_matmuls(monkeypatch):
     """Once a sample of its density has arrived, and back when it is sparse again; never in deterministic mode."""
-    monkeypatch.setattr(_density, "EVERY", 2)
+    monkeypatch.setattr(density_watch, "SAMPLE_EVERY_CALLS", 2)
     block = hf_twell.sparsify(MODELS["llama"]().eval().to("cuda", torch.bfloat16)).model.layers[0].mlp
     x = torch.randn(300, 64, device="cuda", dtype=torch.bfloat16)
     calls = watch(monkeypatch)
@@ -236,4 +237,4 @@ def test_a_dense_block_moves_to_plain_matmuls(monkeypatch):
         torch.use_deterministic_algorithms(False)
     block.gate_proj.weight.zero_()
     assert [took_kernels()[0] for _ in range(4)][-1]
-    assert copy.deepcopy(block).twell.watch.density is None
+    assert copy.deepcopy(block).twell_state.watch.density is None

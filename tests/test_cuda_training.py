@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hf_twell import ops, reference
+from hf_twell.ops import api, reference
 from tests.ffn_cases import FEW_PAIRS, GRADIENTS, assert_gradients_are_not_copied, relative_rms
 from tests.test_cuda_kernels import (
     NAMES,
@@ -67,7 +67,7 @@ def run(function, case, dtype=None, *, l1="weighted", grad_y=None, **options):
     return {name: results[name].detach() for name in GRADIENTS if name in results}
 
 
-cuda_ffn = functools.partial(ops.ffn, backend="cuda")
+cuda_ffn = functools.partial(api.ffn, backend="cuda")
 
 
 def assert_as_good_as_eager(case, ours=None, *, certain=True, **options):
@@ -220,7 +220,7 @@ def test_padding_counts_nothing_in_the_report():
     case = gpu_case(300, 72, 344, 0.05, torch.bfloat16)
     extra = l1_inputs(case)
     extra["token_weight"] = (torch.arange(300, device="cuda") % 3 > 0).float()
-    ops.ffn(**leaves_of(case), **extra, backend="cuda").sum().backward()
+    api.ffn(**leaves_of(case), **extra, backend="cuda").sum().backward()
     h = torch.relu(case["x"].double() @ case["w_gate"].double().t()) * (case["x"].double() @ case["w_up"].double().t())
     truth = reference.count(h, extra["token_weight"])
     torch.testing.assert_close(extra["tally"].grad, truth, rtol=2**-8, atol=1e-4)
@@ -236,7 +236,7 @@ def test_each_subset_of_gradients(tokens):
             leaves = leaves_of(case, wanted=wanted)
             extra = l1_inputs(case, weighted=False)
             extra["tally"].requires_grad_(count % 2 == 0)
-            ops.ffn(**leaves, **extra, backend="cuda").backward(grad_y)
+            api.ffn(**leaves, **extra, backend="cuda").backward(grad_y)
             for name, leaf in leaves.items():
                 assert (leaf.grad is not None) == (name in wanted)
                 if name in wanted:
@@ -299,9 +299,9 @@ def test_a_graph_kept_for_another_backward():
 
 def test_a_bare_call_under_auto_trains_by_kernels_and_fp32_by_pytorch():
     case = gpu_case(300, 72, 344, 0.05, torch.bfloat16)
-    assert_equal(run(ops.ffn, case), run(cuda_ffn, case))
+    assert_equal(run(api.ffn, case), run(cuda_ffn, case))
     wide = {name: None if t is None else t.float() for name, t in case.items()}
-    assert_equal(run(ops.ffn, wide), run(reference.ffn, wide))
+    assert_equal(run(api.ffn, wide), run(reference.ffn, wide))
     with pytest.raises(ValueError, match=r"gradients are wanted in torch\.float32; its training kernels take bfloat16"):
         run(cuda_ffn, wide)
 

@@ -14,7 +14,8 @@ import torch
 from torch import library
 from torch.utils.checkpoint import checkpoint
 
-from hf_twell import _density, ops, reference
+from hf_twell.blocks import density_watch
+from hf_twell.ops import api, policy_cuda, reference
 from tests import loss_curves
 from tests.ffn_cases import FEW_PAIRS, make_case, relative_rms
 from tests.test_cuda_kernels import (
@@ -42,14 +43,14 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 
 
 def state_bytes(*sizes) -> int:
-    from hf_twell import _kernel_ops  # which can only be imported once the operators are there
+    from hf_twell.ops import kernel_ops  # which can only be imported once the operators are there
 
-    return _kernel_ops.cuda_state_bytes(*sizes)
+    return kernel_ops.cuda_state_bytes(*sizes)
 
 
 @pytest.fixture(autouse=True)
 def loaded():
-    ops.resolve("cuda", "cuda")
+    api.resolve("cuda", "cuda")
 
 
 @pytest.fixture
@@ -295,7 +296,7 @@ def test_what_is_kept_is_compact():
 
 
 def few_tokens_pay(monkeypatch):
-    monkeypatch.setattr(_density, "LIMITS_TRAINING", ((8, 0.0), (math.inf, 0.1)))
+    monkeypatch.setattr(policy_cuda, "LIMITS_TRAINING", ((8, 0.0), (math.inf, 0.1)))
 
 
 def gradients_of(block, x):
@@ -313,16 +314,16 @@ def test_a_block_moves_over_when_it_is_sparse_and_back(monkeypatch):
     block, x = first_block_and_input()
     block.train()
     ways = []
-    for step in range(6 * _density.STEPS):
-        if step == 3 * _density.STEPS:
+    for step in range(6 * density_watch.SAMPLE_EVERY_STEPS):
+        if step == 3 * density_watch.SAMPLE_EVERY_STEPS:
             with torch.no_grad():
                 block.gate_proj.weight.copy_(torch.randn_like(block.gate_proj.weight))
         found, expected = gradients_of(block, x), gradients_of(on_reference(block), x)
         assert all(relative_rms(mine, theirs) <= 2**-6 for mine, theirs in zip(found, expected, strict=True))
         torch.cuda.synchronize()
-        ways.append(block.twell.on_kernels)
+        ways.append(block.twell_state.on_kernels)
     assert [now for before, now in itertools.pairwise(ways) if now != before] == [True, False], ways
-    assert copy.deepcopy(block).twell.training.density is None
+    assert copy.deepcopy(block).twell_state.step_choice.density is None
 
 
 def test_a_training_step_of_a_block_never_waits(monkeypatch):
@@ -334,11 +335,11 @@ def test_a_training_step_of_a_block_never_waits(monkeypatch):
     gradients_of(block, x)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(2 * _density.STEPS):
+        for _ in range(2 * density_watch.SAMPLE_EVERY_STEPS):
             gradients_of(block, x)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert block.twell.on_kernels
+    assert block.twell_state.on_kernels
 
 
 def test_a_compiled_block_trains_by_kernels():

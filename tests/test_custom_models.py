@@ -19,9 +19,11 @@ from transformers import (
 )
 
 from hf_twell import TwellLlamaForCausalLM, TwellQwen2ForCausalLM, TwellQwen3ForCausalLM, sparsify, unpatch
-from hf_twell.modeling import SparseFfn, sparse_ffns
+from hf_twell.blocks.modeling import SparseFfn, sparse_ffns
 from tests import authors
 from tests.conftest import TINY, ids, logits
+
+pytestmark = pytest.mark.numeric
 
 FAMILIES = {
     "llama": (TwellLlamaForCausalLM, LlamaForCausalLM, LlamaConfig),

@@ -19,10 +19,13 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_twell import SparsityCallback, distillation, sparsify
-from hf_twell.distillation import Distillation
+from hf_twell import SparsityCallback, sparsify
+from hf_twell.train import distillation
+from hf_twell.train.distillation import Distillation
 from tests import one_step
 from tests.conftest import TINY, tiny_llama
+
+pytestmark = pytest.mark.numeric
 
 LOGITS, LAYERS = 0.6, 0.7
 
@@ -60,6 +63,9 @@ def truth():
     return one_step.flat_gradient(model), kl.item(), error.item()
 
 
+COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+
+
 @pytest.mark.parametrize(
     ("layout", "arguments"),
     [
@@ -67,8 +73,8 @@ def truth():
         ("padding_free", {}),
         ("padded", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
         ("padded", {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}),
-        ("padded", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
-        ("padding_free", {"torch_compile": True, "torch_compile_backend": "aot_eager", "gradient_checkpointing": True}),
+        pytest.param("padded", COMPILED, marks=pytest.mark.slow),
+        pytest.param("padding_free", {**COMPILED, "gradient_checkpointing": True}, marks=pytest.mark.slow),
     ],
 )
 def test_gradient_and_figures(truth, layout, arguments):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_twell.cli import main
 from tests.conftest import shared_path
@@ -17,20 +18,30 @@ from tests.hub_server import HubServer
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "recipes" / "demo"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-# What a page may leave to its reader: a model folder, text, lm-eval's rows.
+LINKED = [*PAGES, *ROOT.glob("*.md"), *ROOT.glob("kernels/*/*.md"), *ROOT.glob("model_cards/**/README.md")]
+LINKED += ROOT.glob("recipes/demo/*/README.md")
+# What a page may leave to its reader: a model folder, text, lm-eval's rows, an optimizer.
 PREAMBLE = """
 import sys, torch
 sys.path.insert(0, {root!r})
 from transformers import AutoTokenizer
+optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
 tokenizer = AutoTokenizer.from_pretrained({model!r})
 ids = tokenizer(open({text!r}).read()[:3000], return_tensors="pt")["input_ids"][0]
 dataset = [dict(input_ids=row, labels=row) for row in ids[: len(ids) // 32 * 32].view(-1, 32)]
 batches = [row["input_ids"][None] for row in dataset[:2]]
+optimizer_steps = [[dict(input_ids=rows, labels=rows) for rows in batches]] * 2
 """
 
 
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Those of `hf-twell`; test_readme.py runs the others."""
+    lines = [line.split("#")[0].strip() for block in blocks(page, "bash") for line in block.splitlines()]
+    return [shlex.split(line) for line in lines if line.startswith("hf-twell")]
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
@@ -42,11 +53,21 @@ def test_no_block_of_another_kind(page):
     assert len(fences) == 2 * (len(blocks(page, "python")) + len(blocks(page, "bash")))
 
 
-@pytest.mark.parametrize("page", [*PAGES, *ROOT.glob("*.md")], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page):
-    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
-    inside = [link for link in links if link and not link.startswith("http")]
-    assert not [link for link in inside if not (page.parent / link).exists()]
+    """And to headings of pages."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        name, _, heading = link.partition("#")
+        if not link.startswith("http"):
+            target = page.parent / name if name else page
+            assert target.exists(), link
+            assert not heading or heading in headings(target), link
+
+
+def headings(page: Path) -> list[str]:
+    """As GitHub writes them in addresses."""
+    lines = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in lines]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
@@ -55,6 +76,7 @@ def test_python(page, tmp_path, monkeypatch):
         pytest.importorskip(needed)
     code = PREAMBLE.format(root=str(ROOT), model=str(DEMO / "model"), text=str(DEMO / "text" / "heldout.txt"))
     code += "\n".join(blocks(page, "python"))
+    assert page.stem != "training" or ("SparsityCallback" in code and "L1Penalty" in code)
     code = code.replace('"meta-llama/Llama-3.2-1B"', repr(str(DEMO / "model")))
     code = code.replace("max_steps=1000", "max_steps=1, use_cpu=True, report_to=[], save_strategy='no'")
     monkeypatch.chdir(tmp_path)
@@ -70,19 +92,22 @@ def test_python(page, tmp_path, monkeypatch):
         assert "L1 term" in hub.repos["me/llama-relu"]["README.md"].decode()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "bash")], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
 def test_commands(page, tmp_path, monkeypatch, capsys):
     pytest.importorskip("lm_eval")
-    lines = [line.split("#")[0].strip() for block in blocks(page, "bash") for line in block.splitlines()]
-    commands = [shlex.split(line) for line in lines if line]
-    assert all(command[0] == "hf-twell" for command in commands)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     Path("notes.txt").write_text((DEMO / "text" / "heldout.txt").read_text()[:4000])
     assert main(["sparsify", str(DEMO / "model"), "my-model"]) == 0
-    if any("eval-data" in command for command in commands):
+    if any("eval-data" in command for command in commands(page)):
         os.symlink(shared_path("data/eval"), "eval-data")
-    for command in commands:
+    for name in {argument for command in commands(page) for argument in command if argument.endswith(".gguf")}:
+        pytest.importorskip("gguf")
+        from tests.gguf_files import write_gguf
+
+        model = AutoModelForCausalLM.from_pretrained(DEMO / "model")
+        write_gguf(name, model, AutoTokenizer.from_pretrained(DEMO / "model"), kind="Q8_0")
+    for command in commands(page):
         names = {"MODEL": "my-model", "FILE...": "notes.txt"}
         command = [names.get(argument, argument) for argument in command]
         if "--tasks" in command:
@@ -91,6 +116,7 @@ def test_commands(page, tmp_path, monkeypatch, capsys):
         assert main(command[1:]) == 0, (command, capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_figures_are_drawn_from_the_rows_alone(tmp_path):
     root = Path(__file__).parents[1]
     for rows in [*root.glob("kernels/*/bench/**/*.jsonl"), *root.glob("model_cards/**/*.jsonl")]:
@@ -161,10 +187,3 @@ def test_energy_is_a_power_that_the_board_has():
                 watts.append(row[key] * tokens / row[key.replace("mj_per_token", "ms")])
     assert len(watts) > 10
     assert all(300 < power < 800 for power in watts)
-
-
-def test_the_map_names_every_module():
-    places = (ROOT / "CONTRIBUTING.md").read_text().partition("## Finding your way")[2]
-    named = set(re.findall(r"`(?:hf_twell/)?(\w+\.py)`", places))
-    modules = {path.name for path in (ROOT / "hf_twell").glob("*.py")} - {"__init__.py", "__main__.py"}
-    assert modules == named

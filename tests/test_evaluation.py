@@ -30,14 +30,15 @@ from transformers import (
 )
 
 import hf_twell
-from hf_twell import evaluation, perplexity
 from hf_twell.cli import main
 from hf_twell.cli.eval import format_table
-from hf_twell.inference import model_context
-from hf_twell.passages import read_pieces
-from hf_twell.tasks import _check_examples, _choose_split, _read_rows
-from hf_twell.text import read_documents
-from hf_twell.whole_folders import save_model
+from hf_twell.evaluation import harness
+from hf_twell.evaluation.tasks import _check_examples, _choose_split, _read_rows
+from hf_twell.files.folders import save_model
+from hf_twell.files.text import read_documents
+from hf_twell.inspection.passages import read_pieces
+from hf_twell.measure import perplexity
+from hf_twell.measure.inference import model_context
 from tests.conftest import needs_lm_eval
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -119,7 +120,7 @@ def log_likelihood(model, tokenizer, prompt, continuation):
 
 @needs_lm_eval
 def test_three_tasks_from_local_files(model, tokenizer, data_dir):
-    result = evaluation.evaluate(model, tokenizer, data_dir=data_dir, batch_size=3, log_samples=True)
+    result = harness.evaluate(model, tokenizer, data_dir=data_dir, batch_size=3, log_samples=True)
     assert json.loads(json.dumps(result, allow_nan=False)) == result
     tasks = result["tasks"]
     counts = {name: (task["n_samples"], task["split"], task["num_fewshot"]) for name, task in tasks.items()}
@@ -161,7 +162,7 @@ def test_model_keeps_its_state(model, tokenizer, data_dir, tmp_path):
     numpy.random.seed(3)
     states = random.getstate(), torch.get_rng_state(), numpy.random.get_state()[1].tolist()
     (tmp_path / "text.txt").write_text(TEXT)
-    evaluation.evaluate(model, tokenizer, ["arc_easy"], data_dir=data_dir, text=[tmp_path / "text.txt"])
+    harness.evaluate(model, tokenizer, ["arc_easy"], data_dir=data_dir, text=[tmp_path / "text.txt"])
     assert [module.training for module in model.modules()] == before["flags"]
     assert all(torch.equal(value, before["weights"][name]) for name, value in model.state_dict().items())
     assert all(now is then and now.grad is None for now, then in zip(model.parameters(), parameters, strict=True))
@@ -172,16 +173,16 @@ def test_model_keeps_its_state(model, tokenizer, data_dir, tmp_path):
     assert torch.equal(torch.get_rng_state(), states[1])
     assert numpy.random.get_state()[1].tolist() == states[2]
     with pytest.raises(ValueError, match="the model's own context"):
-        evaluation.evaluate(model, tokenizer, (), text=[tmp_path / "text.txt"], context=257)
+        harness.evaluate(model, tokenizer, (), text=[tmp_path / "text.txt"], context=257)
     assert [module.training for module in model.modules()] == before["flags"]
 
 
 @needs_lm_eval
 def test_split_limit_and_folders_of_the_same_file_names(model, tokenizer, data_dir, tmp_path, monkeypatch):
-    validation = evaluation.evaluate(model, tokenizer, "arc_easy", data_dir=data_dir, split="validation")
+    validation = harness.evaluate(model, tokenizer, "arc_easy", data_dir=data_dir, split="validation")
     assert validation["tasks"]["arc_easy"]["n_samples"] == 2
     assert validation["tasks"]["arc_easy"]["split"] == "validation"
-    one = evaluation.evaluate(model, tokenizer, ["arc_easy", "arc_easy"], data_dir=data_dir, limit=1)
+    one = harness.evaluate(model, tokenizer, ["arc_easy", "arc_easy"], data_dir=data_dir, limit=1)
     assert one["tasks"]["arc_easy"]["n_samples"] == 1
     assert one["tasks"]["arc_easy"]["metrics"]["acc"]["stderr"] is None
 
@@ -191,7 +192,7 @@ def test_split_limit_and_folders_of_the_same_file_names(model, tokenizer, data_d
     other.chmod(0o500)
     monkeypatch.chdir(other.parent)
     options = {"data_dir": "data", "log_samples": True}
-    samples = evaluation.evaluate(model, tokenizer, ["arc_easy"], **options)["tasks"]["arc_easy"]["samples"]
+    samples = harness.evaluate(model, tokenizer, ["arc_easy"], **options)["tasks"]["arc_easy"]["samples"]
     assert [len(sample["responses"]) for sample in samples] == [4, 3, 4]
 
 
@@ -235,7 +236,7 @@ def test_refusals_name_what_is_wrong(model, tokenizer, data_dir, tmp_path, monke
     Path("nul.txt").write_bytes(b"a\0b")
     Path("cut.txt.xz").write_bytes(lzma.compress(b"text" * 99)[:-20])
     with pytest.raises(ValueError) as caught:
-        evaluation.evaluate(model, tokenizer, **arguments)
+        harness.evaluate(model, tokenizer, **arguments)
     assert "\n" not in str(caught.value)
     for word in words:
         assert word in str(caught.value)
@@ -247,11 +248,11 @@ def test_missing_files_and_models_are_named(model, tokenizer, data_dir, tmp_path
     with pytest.raises(
         FileNotFoundError, match=r"arc_easy needs ARC-Easy-Test.jsonl or ARC-Easy-Test.jsonl.xz in .*data"
     ):
-        evaluation.evaluate(model, tokenizer, data_dir=data_dir)
+        harness.evaluate(model, tokenizer, data_dir=data_dir)
     with pytest.raises(OSError, match=r"cannot load a model from .*absent"):
-        evaluation.evaluate(tmp_path / "absent", tasks=["hellaswag"], data_dir=data_dir)
+        harness.evaluate(tmp_path / "absent", tasks=["hellaswag"], data_dir=data_dir)
     with pytest.raises(FileNotFoundError, match=r"absent.txt"):
-        evaluation.evaluate(model, tokenizer, (), text=[tmp_path / "absent.txt"])
+        harness.evaluate(model, tokenizer, (), text=[tmp_path / "absent.txt"])
 
 
 @needs_lm_eval
@@ -259,7 +260,7 @@ def test_rows_end_at_newlines_alone(model, tokenizer, data_dir):
     """JSON allows Unicode's other ends of lines inside a string; blank lines are none."""
     row = json.dumps(arc_row("Which\u2028is a\u0085star?", ["the Sun", "the Moon"], "A"), ensure_ascii=False)
     (data_dir / "ARC-Easy-Test.jsonl").write_text(f"{row}\n\n{row}\n \n", encoding="utf-8")
-    task = evaluation.evaluate(model, tokenizer, "arc_easy", data_dir=data_dir)["tasks"]["arc_easy"]
+    task = harness.evaluate(model, tokenizer, "arc_easy", data_dir=data_dir)["tasks"]["arc_easy"]
     assert task["n_samples"] == 2
 
 
@@ -330,7 +331,7 @@ def test_a_groups_mean_stands_beside_its_tasks(model, tokenizer, data_dir, mean)
     for task in manager.load([local_task(name, data_dir) for name in ("one", "two")])["tasks"].values():
         group.add(task)
     options = {"limit": None, "batch_size": 2, "log_samples": False}
-    results = evaluation._run_tasks(model, tokenizer, manager.load([group]), {}, 0, **options)
+    results = harness._run_tasks(model, tokenizer, manager.load([group]), {}, 0, **options)
     assert set(results) == {"one", "two", *(["both"] if mean else [])}
     assert results["one"]["n_samples"] == results["two"]["n_samples"] == 5
     if mean:
@@ -343,17 +344,17 @@ def test_another_tokenizer_generates_nothing(model, tokenizer, data_dir):
     generates |= {"generation_kwargs": {"until": ["."], "max_gen_toks": 1}, "metric_list": [{"metric": "bypass"}]}
     loaded = {"tasks": {"some": load_local(local_task("some", data_dir, **generates))}}
     options = {"limit": None, "batch_size": 2, "log_samples": True}
-    assert evaluation._run_tasks(model, tokenizer, loaded, {}, 0, **options)["some"]["n_samples"] == 5
+    assert harness._run_tasks(model, tokenizer, loaded, {}, 0, **options)["some"]["n_samples"] == 5
     larger = copy.deepcopy(tokenizer)
     larger.add_tokens(["star"])
     with pytest.raises(ValueError, match="makes token 320, but the model has only 320 embeddings"):
-        evaluation._run_tasks(model, larger, loaded, {}, 0, **options)
+        harness._run_tasks(model, larger, loaded, {}, 0, **options)
 
 
 def test_metrics_of_several_filters_keep_apart():
     values = {"alias": "gsm8k", "exact_match,strict-match": 0.5, "exact_match_stderr,strict-match": 0.1}
     values |= {"exact_match,none": 0.25, "exact_match_stderr,none": "N/A"}
-    assert evaluation._metrics(values) == {
+    assert harness._metrics(values) == {
         "exact_match,strict-match": {"value": 0.5, "stderr": 0.1},
         "exact_match": {"value": 0.25, "stderr": None},
     }
@@ -367,25 +368,25 @@ def test_a_tokenizer_by_its_path(model, tokenizer, data_dir, tmp_path):
             some.add_tokens(["Question"])
         some.save_pretrained(tmp_path / name)
     model.config._name_or_path = str(tmp_path / "own")
-    assert evaluation.evaluate(model, tasks="arc_easy", data_dir=data_dir, limit=1)["tasks"]
+    assert harness.evaluate(model, tasks="arc_easy", data_dir=data_dir, limit=1)["tasks"]
     with pytest.raises(ValueError, match="makes token 320"):
-        evaluation.evaluate(model, tmp_path / "other", "arc_easy", data_dir=data_dir, limit=1)
+        harness.evaluate(model, tmp_path / "other", "arc_easy", data_dir=data_dir, limit=1)
 
 
 @needs_lm_eval
 def test_old_lm_eval_is_refused(model, tokenizer, data_dir, monkeypatch):
-    monkeypatch.setattr(evaluation.importlib.metadata, "version", lambda name: "0.4.11")
+    monkeypatch.setattr(harness.importlib.metadata, "version", lambda name: "0.4.11")
     with pytest.raises(ValueError, match=r"lm-eval 0.4.11 is too old: pip install 'lm-eval>=0.4.12'"):
-        evaluation.evaluate(model, tokenizer, data_dir=data_dir)
+        harness.evaluate(model, tokenizer, data_dir=data_dir)
 
 
 def test_without_lm_eval_only_text_is_scored(model, tokenizer, data_dir, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "lm_eval.tasks", raising=False)
     with pytest.raises(ValueError, match=r"pip install 'hf_twell\[eval\]'"):
-        evaluation.evaluate(model, tokenizer, ["arc_easy"], data_dir=data_dir)
+        harness.evaluate(model, tokenizer, ["arc_easy"], data_dir=data_dir)
     (tmp_path / "text.txt").write_text(TEXT)
-    result = evaluation.evaluate(model, tokenizer, (), text=tmp_path / "text.txt")
+    result = harness.evaluate(model, tokenizer, (), text=tmp_path / "text.txt")
     assert result["text"][str(tmp_path / "text.txt")]["documents"] == 1
 
 
@@ -394,14 +395,14 @@ def test_models_and_tokenizers_that_do_not_fit(model, tokenizer, data_dir):
     larger = copy.deepcopy(tokenizer)
     larger.add_tokens(["Question"])
     with pytest.raises(ValueError, match="makes token 320, but the model has only 320 embeddings"):
-        evaluation.evaluate(model, larger, ["arc_easy"], data_dir=data_dir)
+        harness.evaluate(model, larger, ["arc_easy"], data_dir=data_dir)
     with pytest.raises(ValueError, match="give the tokenizer too"):
-        evaluation.evaluate(model, None, ["arc_easy"], data_dir=data_dir)
+        harness.evaluate(model, None, ["arc_easy"], data_dir=data_dir)
     with pytest.raises(ValueError, match="LlamaModel predicts no tokens; load the model by AutoModelForCausalLM"):
-        evaluation.evaluate(model.model, tokenizer, ["arc_easy"], data_dir=data_dir)
+        harness.evaluate(model.model, tokenizer, ["arc_easy"], data_dir=data_dir)
     accelerate = pytest.importorskip("accelerate")
     with pytest.raises(ValueError, match="whose embeddings are offloaded"):
-        evaluation.evaluate(
+        harness.evaluate(
             accelerate.cpu_offload(model, execution_device="cpu"), tokenizer, ["arc_easy"], data_dir=data_dir
         )
 
@@ -412,7 +413,7 @@ def test_no_scores_from_nan(model, tokenizer, data_dir):
     model.model.layers[1].mlp.down_proj.weight.data[0, 0] = math.nan
     says = "arc_easy: 20 of 20 log-likelihoods are NaN in float32, .*; load the model in bfloat16 or float32"
     with pytest.raises(ValueError, match=says):
-        evaluation.evaluate(model, tokenizer, ["arc_easy"], data_dir=data_dir)
+        harness.evaluate(model, tokenizer, ["arc_easy"], data_dir=data_dir)
 
 
 @pytest.mark.parametrize("length", [1, 2, 8, 9, 10, 11, 13, 40, 41])
@@ -484,7 +485,7 @@ def test_text_loss_of_special_models(model, tokenizer):
     with pytest.raises(ValueError, match="neither a BOS nor an EOS"):
         perplexity.text_loss(model, without_bos, [TEXT])
     model.lm_head.weight.data.fill_(math.nan)
-    assert evaluation._plain(perplexity.text_loss(model, tokenizer, [TEXT]))["nats_per_token"] is None
+    assert harness._plain(perplexity.text_loss(model, tokenizer, [TEXT]))["nats_per_token"] is None
 
 
 def test_documents_are_split_at_lines_of_end_of_text(tmp_path):
@@ -507,7 +508,7 @@ def test_texts_of_any_line_ends_are_one_text(newline, tmp_path):
 def test_limit_is_of_each_files_documents_and_stands_in_the_result(model, tokenizer, tmp_path):
     path = tmp_path / "text.txt"
     path.write_text(f"{TEXT}\n<|endoftext|>\nfly\n<|endoftext|>\n{TEXT[:40]}")
-    result = evaluation.evaluate(model, tokenizer, text=path, limit=2, batch_size=3)
+    result = harness.evaluate(model, tokenizer, text=path, limit=2, batch_size=3)
     assert (result["limit"], result["batch_size"], result["tasks"]) == (2, 3, {})
     assert result["text"][str(path)] == perplexity.text_loss(model, tokenizer, [TEXT, "fly"], batch_size=3)
     assert "Only the first 2 rows or documents of each" in format_table(result)
@@ -541,10 +542,10 @@ def test_a_loss_that_has_no_perplexity(model, tokenizer):
 
 CLI = """
 import argparse, sys
-from hf_twell.whole_folders import save_model
+from hf_twell.files.folders import save_model
 from hf_twell.cli import eval as cli
 from hf_twell.cli import main
-from hf_twell.text import read_documents
+from hf_twell.files.text import read_documents
 assert "torch" not in sys.modules
 parser = argparse.ArgumentParser()
 cli.add_arguments(parser)
@@ -567,7 +568,7 @@ def test_command_line_offline_without_any_cache(model, tokenizer, data_dir, tmp_
     assert json.loads((tmp_path / "scores.json").read_text()) == result
     assert "Running loglikelihood requests" in done.stderr
     arguments = {"data_dir": data_dir, "batch_size": 3, "text": [tmp_path / "text.txt"]}
-    live = evaluation.evaluate(model, tokenizer, ["arc_easy", "hellaswag"], **arguments)
+    live = harness.evaluate(model, tokenizer, ["arc_easy", "hellaswag"], **arguments)
     assert result["tasks"] == live["tasks"]
     assert list(result["text"].values()) == list(live["text"].values())
     assert result["backend"] is None
@@ -621,6 +622,7 @@ OWN_TASKS = [
 ]
 
 
+@pytest.mark.slow
 @needs_lm_eval
 def test_tasks_of_your_own_by_lm_eval_itself(model, tokenizer, tmp_path):
     """It takes a sparse model in hand, which runs on the kernels there."""
@@ -666,6 +668,7 @@ test_split: null
 MISSING = [f"../shared/data/{name}" for name in ("eval", "stories260K-hf") if not (DATA / name).is_dir()]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(MISSING), reason=f"missing beside the repository: {', '.join(MISSING)}")
 @needs_lm_eval
 def test_scores_equal_the_lm_eval_command(tmp_path, capsys):

@@ -15,13 +15,14 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
-from hf_twell import evaluation, sparsify
+from hf_twell import sparsify
+from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.cli import eval as cli_eval
 from hf_twell.cli import main
-from hf_twell.flips import answer_flips, answers, differing
-from hf_twell.modeling import sparse_ffns
-from hf_twell.perplexity import METRIC_PATH, token_log_likelihoods
-from hf_twell.tasks import _check_examples, _read_rows
+from hf_twell.evaluation import harness
+from hf_twell.evaluation.flips import answer_flips, answers, differing
+from hf_twell.evaluation.tasks import _check_examples, _read_rows
+from hf_twell.measure.perplexity import METRIC_PATH, token_log_likelihoods
 from tests.conftest import needs_lm_eval, shared_path, tiny_llama
 from tests.test_evaluation import ARC_ROWS, OFFLINE, arc_row, log_likelihood, write_rows
 
@@ -53,7 +54,7 @@ def data_dir(tmp_path):
 def test_examples_are_validation_rows(demo, data_dir):
     """Prompts written by hand: lm-eval's sampler with its seed, over the validation rows."""
     options = {"data_dir": data_dir, "num_fewshot": 2, "log_samples": True}
-    task = evaluation.evaluate(*demo, ["arc_easy"], **options)["tasks"]["arc_easy"]
+    task = harness.evaluate(*demo, ["arc_easy"], **options)["tasks"]["arc_easy"]
     assert (task["num_fewshot"], task["split"], task["n_samples"]) == (2, "test", len(ARC_ROWS))
     draw = random.Random(1234)
     for (question, choices, _), sample in zip(ARC_ROWS, task["samples"], strict=True):
@@ -70,14 +71,14 @@ def test_examples_are_validation_rows(demo, data_dir):
 def test_examples_need_their_file(demo, data_dir):
     (data_dir / "ARC-Easy-Validation.jsonl.xz").unlink()
     with pytest.raises(FileNotFoundError, match=r"ARC-Easy-Validation\.jsonl or ARC-Easy-Validation\.jsonl\.xz"):
-        evaluation.evaluate(*demo, ["arc_easy"], data_dir=data_dir, num_fewshot=2)
+        harness.evaluate(*demo, ["arc_easy"], data_dir=data_dir, num_fewshot=2)
 
 
 @needs_lm_eval
 def test_too_few_examples(demo, data_dir):
     with pytest.raises(ValueError, match="num_fewshot=4: arc_easy has 3 rows"):
-        evaluation.evaluate(*demo, ["arc_easy"], data_dir=data_dir, num_fewshot=4)
-    (task,) = evaluation.evaluate(*demo, ["arc_easy"], data_dir=data_dir, num_fewshot=3, limit=1)["tasks"].values()
+        harness.evaluate(*demo, ["arc_easy"], data_dir=data_dir, num_fewshot=4)
+    (task,) = harness.evaluate(*demo, ["arc_easy"], data_dir=data_dir, num_fewshot=3, limit=1)["tasks"].values()
     assert task["num_fewshot"] == 3
 
 
@@ -113,6 +114,7 @@ training_split: null
 """
 
 
+@pytest.mark.slow
 @needs_lm_eval
 def test_scores_are_those_of_the_command(tmp_path, capsys):
     """The same rows, model and number of examples, through `lm_eval` itself."""
@@ -223,6 +225,7 @@ def test_metric_by_hand(metric):
 # Answers that flip
 
 
+@pytest.mark.slow
 @needs_lm_eval
 def test_scores_of_backends_in_fp32(demo):
     model, tokenizer = demo
@@ -230,7 +233,7 @@ def test_scores_of_backends_in_fp32(demo):
     results = {}
     for backend in ("reference", "auto"):
         sparsify(model, backend=backend)
-        results[backend] = evaluation.evaluate(model, tokenizer, ["arc_easy", "hellaswag"], **options)["tasks"]
+        results[backend] = harness.evaluate(model, tokenizer, ["arc_easy", "hellaswag"], **options)["tasks"]
     for name, truth in results["reference"].items():
         mine = results["auto"][name]
         assert mine["metrics"] == truth["metrics"]
@@ -239,6 +242,7 @@ def test_scores_of_backends_in_fp32(demo):
             assert ours == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 @needs_lm_eval
 def test_flips(tmp_path, capsys):
     assert main(["sparsify", str(DEMO), str(tmp_path / "model")]) == 0
@@ -287,17 +291,19 @@ def test_the_dense_path_is_run_at_another_batch_size(demo, data_dir, batch_size,
 def test_flips_are_of_the_rows_and_examples_that_are_scored(data_dir):
     """The command passes on what it was given: here, what is refused."""
     given = {"model": DEMO, "dtype": "auto", "device": "cpu", "data_dir": data_dir, "limit": 2, "batch_size": 2}
+    given |= {"chat_template": False, "backend": "reference"}
     for own, says in (
         ({"num_fewshot": 4, "split": None}, "num_fewshot=4: arc_easy has 3 rows"),
         ({"num_fewshot": 1, "split": "validation"}, "the validation rows that are scored"),
     ):
         with pytest.raises(ValueError, match=says):
-            cli_eval._flips(argparse.Namespace(**given, **own, backend="reference"), ["arc_easy"])
+            cli_eval._flips(argparse.Namespace(**given, **own), ["arc_easy"])
 
 
 def test_the_table_of_flips():
     task = {"num_fewshot": 2, "split": "test", "n_samples": 24, "metrics": {"acc": {"value": 0.25, "stderr": None}}}
     result = {"model": "me/x", "dtype": "bfloat16", "device": "cpu", "batch_size": 8, "limit": None, "text": {}}
+    result["chat_template"] = False
     result["flips"] = {"arc_easy": {"rows": 24, "kernels_vs_dense": 2, "dense_vs_dense": 3}}
     lines = cli_eval.format_table({**result, "tasks": {"arc_easy": task}}).splitlines()
     assert lines[0] == "me/x (bfloat16, cpu, batch size 8, 2-shot)"
@@ -315,11 +321,11 @@ def test_the_table_of_flips():
 
 @needs_lm_eval
 def test_a_wrong_backend_would_show(demo, data_dir, monkeypatch):
-    from hf_twell import ops
+    from hf_twell.ops import api
 
     model, tokenizer = demo
-    real = ops.ffn
-    monkeypatch.setattr(ops, "ffn", lambda x, up, down, *a, **k: real(x, -up, down, *a, **k))
+    real = api.ffn
+    monkeypatch.setattr(api, "ffn", lambda x, up, down, *a, **k: real(x, -up, down, *a, **k))
     flips = answer_flips(model, tokenizer, ["arc_easy"], data_dir=data_dir, backend="cpu")["arc_easy"]
     assert flips["kernels_vs_dense"] > 0
     assert flips["dense_vs_dense"] == 0

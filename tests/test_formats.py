@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from hf_twell import reference
-from hf_twell.formats import Hybrid, Twell
+from hf_twell.ops import reference
 from tests.ffn_cases import make_case
+from tests.twell_formats import Hybrid, Twell
+
+pytestmark = pytest.mark.numeric
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PACKERS = {

@@ -9,6 +9,8 @@ from transformers import StaticCache
 
 from tests.test_custom_models import FAMILIES, config_of, relu_twin
 
+pytestmark = pytest.mark.numeric
+
 NEW = 6
 EVERYTHING = {
     "return_dict_in_generate": True,
@@ -169,6 +171,7 @@ def test_parts_of_forward(pair):
             torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_compiled_with_a_static_cache(pair):
     """One graph for the prompt and one for the tokens after it; the second call compiles nothing."""
     model = copy.deepcopy(pair[0])

@@ -29,10 +29,10 @@ from transformers import (
 )
 
 import hf_twell
-from hf_twell import card
 from hf_twell.cli import main
-from hf_twell.hub import folder_card
-from hf_twell.whole_folders import save_model
+from hf_twell.files.folders import save_model
+from hf_twell.models import cards
+from hf_twell.publish.hub import folder_card
 from tests.conftest import TINY, ids, logits, tiny_llama
 from tests.hub_server import HubServer
 
@@ -89,7 +89,7 @@ assert "hf_twell" not in sys.modules
 words = transformers.AutoTokenizer.from_pretrained("me/demo-relu")("The cell")["input_ids"]
 import hf_twell
 model = hf_twell.TwellLlamaForCausalLM.from_pretrained("me/demo-relu", backend="reference")
-assert len(hf_twell.modeling.sparse_ffns(model)) == 4
+assert len(hf_twell.blocks.modeling.sparse_ffns(model)) == 4
 assert torch.equal(logits(model), plain)
 torch.save((plain, words), "loaded.pt")
 """
@@ -174,6 +174,7 @@ hf_twell.sparsify(stock).push_to_hub("me/unpatched")
 """
 
 
+@pytest.mark.slow
 def test_trainer_models_and_adapters(hub, tmp_path):
     done = run(hub, tmp_path, PUSH_ALL.format(root=str(Path(__file__).parents[1]), demo=str(DEMO)))
     assert done.returncode == 0, done.stderr
@@ -218,13 +219,14 @@ def test_trainer_models_and_adapters(hub, tmp_path):
         assert json.loads(published["adapter_config.json"])["base_sparsified_by_hf_twell"]["version"] == 1
         assert str(tmp_path) not in published["README.md"].decode()
     code = 'import hf_twell; model = hf_twell.load_adapter("me/trained-lora", "dense")'
-    done = run(hub, tmp_path, f"{code}; print(len(hf_twell.modeling.sparse_ffns(model)))")
+    done = run(hub, tmp_path, f"{code}; print(len(hf_twell.blocks.modeling.sparse_ffns(model)))")
     assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
     code = 'import hf_twell; model = hf_twell.load_adapter("me/lora")'  # as its card says, with the base that it names
-    done = run(hub, tmp_path, f"{code}; print(len(hf_twell.modeling.sparse_ffns(model)))")
+    done = run(hub, tmp_path, f"{code}; print(len(hf_twell.blocks.modeling.sparse_ffns(model)))")
     assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_a_checkpoint_leaves_its_training_behind(hub, sparse, tmp_path):
     """Its optimizer and pickles, its own README.md, and what is hidden; on the branch and with the words asked for."""
     folder = tmp_path / "checkpoint-2"
@@ -249,6 +251,7 @@ def test_a_checkpoint_leaves_its_training_behind(hub, sparse, tmp_path):
     assert done.stdout == f"{hub.endpoint}/me/checkpoint: {len(published)} files, commit {commit}\n"
 
 
+@pytest.mark.slow
 def test_every_chat_template_is_published(hub, tmp_path):
     """Transformers writes all but the first into a folder of their own."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
@@ -284,6 +287,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 def test_the_active_adapter_is_published(hub, tmp_path):
     done = run(hub, tmp_path, PUSH_NAMED.format(root=str(Path(__file__).parents[1])))
     assert done.returncode == 0, done.stderr
@@ -300,6 +304,7 @@ def test_the_active_adapter_is_published(hub, tmp_path):
         assert f'load_adapter("me/{name}")' in published["README.md"].decode()
 
 
+@pytest.mark.slow
 def test_an_upload_that_breaks_off(hub, sparse, tmp_path):
     before = contents(sparse)
     hub.fail = ("POST", "/commit/", 507)
@@ -321,9 +326,10 @@ def test_an_upload_that_breaks_off(hub, sparse, tmp_path):
     assert "model.safetensors" in hub.repos["me/broken"]
 
 
-PUSH_FOLDER = "from hf_twell.hub import push_folder; push_folder({folder!r}, 'me/refused')"
+PUSH_FOLDER = "from hf_twell.publish.hub import push_folder; push_folder({folder!r}, 'me/refused')"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "advice"), [(401, "hf auth login"), (403, "hf auth login"), (500, "the same again")]
 )
@@ -339,6 +345,7 @@ def test_a_refusal_does_not_show_the_token(hub, sparse, tmp_path, status, advice
     assert "me/refused" not in hub.repos
 
 
+@pytest.mark.slow
 def test_no_server(hub, sparse, tmp_path):
     done = hf_twell_command(hub, tmp_path, "push", sparse, "me/x", HF_ENDPOINT="http://127.0.0.1:9")
     assert done.returncode == 1
@@ -371,6 +378,7 @@ def tiny_model(cls, act="silu"):
     return cls(LlavaConfig(vision_config=CLIPVisionConfig(**sizes, num_hidden_layers=4), text_config=text)).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [LlamaModel, LlamaForSequenceClassification, LlavaForConditionalGeneration])
 def test_models_of_other_tasks_are_checked_and_loaded_as_what_they_are(cls, hub, tmp_path):
     """AutoModelForCausalLM would drop a reward model's head, and knows no models that see."""
@@ -402,10 +410,10 @@ def test_what_was_not_measured_is_absent():
         "hidden_size": 64,
         "intermediate_size": 1000,
     }
-    bare = card.model_card("me/x", config)
+    bare = cards.model_card("me/x", config)
     for absent in ("## Sparsity", "## Evaluation", "base model", "L1 term", "base_model", "None", "$"):
         assert absent not in bare
-    text = card.model_card("me/x", config, sparsity=figures_of_sparsity(), scores=figures_of_scores())
+    text = cards.model_card("me/x", config, sparsity=figures_of_sparsity(), scores=figures_of_scores())
     assert "Measured on 1,234 tokens of `notes.txt`." in text
     assert text.count("| 12.5 |") == 1
     assert "acc_norm" not in text
@@ -416,17 +424,17 @@ def test_what_was_not_measured_is_absent():
     assert "In bfloat16, batch size 8." in text
     partial = {**figures_of_sparsity(), "partial": True}
     limited = {**figures_of_scores(), "dtype": "float32", "limit": 20}
-    text = card.model_card("me/x", config, sparsity=partial, scores=limited)
+    text = cards.model_card("me/x", config, sparsity=partial, scores=limited)
     assert "Measured on 1,234 tokens of `notes.txt`, reading only part of it." in text
     assert "In float32, batch size 8; only the first 20 rows or documents of each." in text
     assert "| shape | 4 layers, D=64, F=1,000 |" in text
     whole = {"text_config": config, "twell": {"layers": [0, 3]}, "architectures": ["Gemma3ForConditionalGeneration"]}
-    text = card.model_card("me/x", whole)
+    text = cards.model_card("me/x", whole)
     assert "| shape | 4 layers, D=64, F=1,000 |" in text
     assert "| kernels and L1 term on layers | 0, 3 |" in text
-    assert card.L1_CLAUSE not in card.model_card("me/x", config, method={"step": 10}), "nor was it trained so"
+    assert cards.L1_CLAUSE not in cards.model_card("me/x", config, method={"step": 10}), "nor was it trained so"
     method = {"l1_weight": 2e-4, "step": 1000, "warmup_steps": 50, "warmup": "sine"}
-    assert "| coefficient of the L1 term | 0.0002 after a sine warm-up over 50 |" in card.model_card(
+    assert "| coefficient of the L1 term | 0.0002 after a sine warm-up over 50 |" in cards.model_card(
         "me/x", config, method=method
     )
 
@@ -436,16 +444,16 @@ def test_names_in_a_card_are_the_hubs_and_break_no_table(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "their" / "demo").mkdir(parents=True)
     for base, named in (("their/base", True), ("their/demo", False), ("/their/base", False), ("./base", False)):
-        for text in (card.model_card("me/x", {}, base_model=base), card.adapter_card(base, "me/x")):
+        for text in (cards.model_card("me/x", {}, base_model=base), cards.adapter_card(base, "me/x")):
             assert metadata(text).get("base_model") == (base if named else None)
             assert (base in text) == named
     scores = {**figures_of_scores(), "text": {}}
     scores["tasks"]["a|b"] = scores["tasks"].pop("arc_easy")
-    assert "| a\\|b | test | 5 |" in card.model_card("me/x", {}, scores=scores)
+    assert "| a\\|b | test | 5 |" in cards.model_card("me/x", {}, scores=scores)
 
 
 def test_the_card_warns_of_engines_that_assume_silu():
-    text = card.model_card("me/x", {"architectures": ["LlamaForCausalLM"]})
+    text = cards.model_card("me/x", {"architectures": ["LlamaForCausalLM"]})
     warning = " ".join(line.removeprefix("> ") for line in text.splitlines() if line.startswith("> "))
     assert "need ReLU" in warning
     assert "wrong outputs without an error" in warning
@@ -464,7 +472,7 @@ def test_the_card_of_a_run_to_a_density_says_so(tmp_path):
     trainer.train()
     trainer.create_model_card(model_name="me/x")
     for text in ((tmp_path / "README.md").read_text(), folder_card(tmp_path / "checkpoint-2", "me/x")):
-        assert card.L1_CLAUSE in text
+        assert cards.L1_CLAUSE in text
         assert "| density aimed at | 2.00 % after a linear warm-up over 0.1 |" in text
 
 

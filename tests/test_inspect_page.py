@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_twell
-from hf_twell.inspection import inspect_text
-from hf_twell.report.findings import findings, headline, percent
-from hf_twell.report.page import render
-from hf_twell.savings import ffn_savings
+from hf_twell.inspection.inspecting import inspect_text
+from hf_twell.inspection.report.findings import findings, headline, percent
+from hf_twell.inspection.report.page import render
+from hf_twell.inspection.savings import ffn_savings
 from tests.browser import Browser, find_chromium
 
 ROOT = Path(__file__).parents[1]
@@ -284,7 +284,8 @@ def test_rendering_needs_no_torch(results, tmp_path):
     path = tmp_path / "result.json"
     path.write_text(json.dumps(results["sparse"]))
     code = (
-        "import json, sys; from hf_twell.report.page import render; from hf_twell.cli.inspect import summary\n"
+        "import json, sys; from hf_twell.cli.inspect import summary\n"
+        "from hf_twell.inspection.report.page import render\n"
         f"result = json.load(open({str(path)!r})); render(result); summary(result)\n"
         "assert 'torch' not in sys.modules"
     )

@@ -1,19 +1,21 @@
 """What the commands load: stock models, the paper authors' checkpoints, and nothing that is damaged or brings code."""
 
+import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
 from hf_twell import sparsify
+from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.cli import main
-from hf_twell.loading import load_causal_lm, load_model
-from hf_twell.modeling import sparse_ffns
+from hf_twell.models.loading import load_causal_lm, load_model, load_tokenizer
 from tests.authors import SparseLlamaConfig, SparseLlamaForCausalLM
-from tests.conftest import tiny_llama
+from tests.conftest import TINY, tiny_llama
 from tests.test_custom_models import damage_config, damage_weights, logits, nan, pickled
 
 DEMO = Path(__file__).parents[1] / "recipes" / "demo" / "model"
@@ -94,6 +96,58 @@ def test_authors_checkpoint_through_the_commands(tmp_path, capsys):
     assert json.loads((ours / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     torch.testing.assert_close(logits(plain), truth, atol=1e-4, rtol=1e-4)
     assert main(["inspect", str(theirs), "--text", str(DEMO.parent / "text" / "heldout.txt"), "--tokens", "500"]) == 0
+
+
+@pytest.mark.parametrize("name", ["models/absent", "some/deep/path", r"C:\models\llama"])
+@pytest.mark.parametrize("load", [load_causal_lm, load_tokenizer])
+def test_what_can_only_be_a_path_does_not_go_to_the_hub(name, load, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("models").mkdir()
+    with pytest.raises(
+        OSError, match=rf"no folder at {re.escape(name)}; give a (model|tokenizer)'s folder, or its name"
+    ):
+        load(name)
+
+
+def test_a_name_on_the_hub_goes_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OSError, match=r"couldn't connect|offline"):
+        load_causal_lm("some-org/some-model", cache_dir=tmp_path)
+
+
+QUANTIZED = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["by its config", "two values a byte"])
+def test_quantized_weights_say_that_they_are_not_converted(folder, packed):
+    damage_config(folder, quantization_config=QUANTIZED)
+    if packed:
+        damage_weights(folder, UP, lambda w: torch.zeros(w.numel() // 2, 1, dtype=torch.uint8))
+    elif importlib.util.find_spec("bitsandbytes"):
+        pytest.skip("bitsandbytes, which is installed, loads it")
+    with pytest.raises(
+        ValueError, match=r"quantized \(bitsandbytes\), and these are not converted; give the model that"
+    ):
+        load_causal_lm(folder)
+
+
+def test_what_is_wrong_with_a_model_is_said_before_what_its_tokenizer_lacks(tmp_path, capsys):
+    """A mixture of experts, and nothing at all; neither has a tokenizer."""
+    torch.manual_seed(0)
+    sizes = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    MixtralForCausalLM(MixtralConfig(**TINY, **sizes)).save_pretrained(tmp_path / "moe")
+    (tmp_path / "text.txt").write_text("some words")
+    (tmp_path / "recipe.yaml").write_text(
+        "model: moe\noutput_dir: out\ntrain: text.txt\nheldout: text.txt\ntraining: {use_cpu: true}\n"
+    )
+    assert main(["train", str(tmp_path / "recipe.yaml")]) == 1
+    assert "is a mixture of experts" in capsys.readouterr().err.splitlines()[-1]
+    (tmp_path / "empty").mkdir()
+    for name, says in (("moe", "is a mixture of experts"), ("empty", "has no config.json")):
+        assert main(["sparsify", str(tmp_path / name), str(tmp_path / "converted")]) == 1
+        printed = capsys.readouterr().err
+        assert says in printed
+        assert "no tokenizer" not in printed
 
 
 UP = "model.layers.2.mlp.up_proj.weight"

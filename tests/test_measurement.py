@@ -11,9 +11,11 @@ from torch import nn
 from transformers import AutoTokenizer, BatchEncoding, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from hf_twell import measure_sparsity, sparsify, unpatch
-from hf_twell.architectures import find_ffns
-from hf_twell.penalty import L1Penalty
+from hf_twell.blocks.architectures import find_ffns
+from hf_twell.train.penalty import L1Penalty
 from tests.conftest import shared_path, tiny_llama
+
+pytestmark = pytest.mark.numeric
 
 DEMO = Path(__file__).parents[1] / "recipes" / "demo"
 

@@ -1,4 +1,4 @@
-"""`ops.ffn` as users and patched modules call it: the choice of a backend, autocast, checkpointing, compilation."""
+"""`api.ffn` as users and patched modules call it: the choice of a backend, autocast, checkpointing, compilation."""
 
 import contextlib
 import re
@@ -12,9 +12,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 import hf_twell
-from hf_twell import _density, _density_cpu, _layout, build, ops, reference
+from hf_twell.blocks import layout
+from hf_twell.ops import api, build, policy_cpu, reference, sampling
 from tests.conftest import tiny_llama
 from tests.ffn_cases import KINDS, Operators, assert_as_good_as_eager, make_case, relative_rms, run
+
+pytestmark = pytest.mark.numeric
 
 needs_cpu_kernels = pytest.mark.skipif(
     not build.status("cpu", build=True).available, reason=build.status("cpu", build=True).reason
@@ -33,20 +36,20 @@ def sparse_block(hidden=48, intermediate=688, density=0.03, dtype=torch.float32,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_reference_backend_is_within_its_own_bound(dtype):
-    assert_as_good_as_eager(lambda *a, **k: ops.ffn(*a, **k, backend="reference"), make_case(63, 40, 172, 0.05, dtype))
+    assert_as_good_as_eager(lambda *a, **k: api.ffn(*a, **k, backend="reference"), make_case(63, 40, 172, 0.05, dtype))
 
 
 @needs_cpu_kernels
 @pytest.mark.parametrize("density", [0.02, 0.9])
 def test_auto_runs_the_kernels_where_they_pay(density, monkeypatch):
     case, calls = make_case(64, 40, 688, density, torch.bfloat16), []
-    monkeypatch.setattr(ops, "dense_ffn", lambda *a, _f=ops.dense_ffn, **k: calls.append(1) or _f(*a, **k))
-    run(ops.ffn, case, torch.bfloat16)
+    monkeypatch.setattr(api, "dense_ffn", lambda *a, _f=api.dense_ffn, **k: calls.append(1) or _f(*a, **k))
+    run(api.ffn, case, torch.bfloat16)
     assert len(calls) == (density > 0.5)
-    run(ops.ffn, case, torch.bfloat16, backend="cpu")
+    run(api.ffn, case, torch.bfloat16, backend="cpu")
     assert len(calls) == (density > 0.5), "a backend by name insists"
     monkeypatch.undo()
-    assert_as_good_as_eager(ops.ffn, case)
+    assert_as_good_as_eager(api.ffn, case)
 
 
 @needs_cpu_kernels
@@ -55,8 +58,8 @@ def test_biases_count_where_density_decides(gated, monkeypatch):
     """Without them nine in ten neurons would be active."""
     case, calls = make_case(64, 40, 688, 0.9, torch.float32, gated=gated, biases=True), []
     case["b_gate" if gated else "b_up"] -= 9
-    monkeypatch.setattr(ops, "dense_ffn", lambda *a, _f=ops.dense_ffn, **k: calls.append(1) or _f(*a, **k))
-    run(ops.ffn, case, torch.float32)
+    monkeypatch.setattr(api, "dense_ffn", lambda *a, _f=api.dense_ffn, **k: calls.append(1) or _f(*a, **k))
+    run(api.ffn, case, torch.float32)
     assert not calls
 
 
@@ -66,7 +69,7 @@ def test_dense_evaluation_of_few_tokens_is_plain(monkeypatch):
     case = make_case(200, 40, 688, 0.9, torch.float32)
     for tokens, one_pass in ((2, False), (200, True)):
         with torch.no_grad(), Operators() as ran:
-            ops.dense_ffn(**(case | {"x": case["x"][:tokens]}))
+            api.dense_ffn(**(case | {"x": case["x"][:tokens]}))
         assert ("hf_twell.activation.default" in ran.names) == one_pass
 
 
@@ -76,7 +79,7 @@ def test_nothing_is_kept_for_a_backward_that_cannot_come():
     case["w_up"].requires_grad_()
     for grad, operator in ((torch.no_grad, "infer"), (torch.inference_mode, "infer"), (torch.enable_grad, "ffn")):
         with grad(), Operators() as ran:
-            ops.ffn(**case, backend="cpu")
+            api.ffn(**case, backend="cpu")
         assert ran.names == [f"hf_twell.{operator}.default"]
 
 
@@ -94,30 +97,30 @@ def test_without_kernels_auto_falls_back_and_a_name_insists(monkeypatch):
     monkeypatch.setitem(build._outcomes, "cpu", broken)
     case = make_case(5, 40, 172, 0.05, torch.float32)
     expected = run(reference.ffn, case, torch.float32)
-    for name, value in run(ops.ffn, case, torch.float32).items():
+    for name, value in run(api.ffn, case, torch.float32).items():
         assert torch.equal(value, expected[name])
     with pytest.raises(ValueError, match=r"backend 'cpu' does not work here: no C\+\+ compiler found"):
-        ops.ffn(case["x"], case["w_up"], case["w_down"], backend="cpu")
+        api.ffn(case["x"], case["w_up"], case["w_down"], backend="cpu")
 
 
 @needs_cpu_kernels
 def test_what_the_kernels_cannot_take_is_refused_by_name_and_falls_back_under_auto():
     x, w = torch.randn(3, 8).double(), torch.randn(4, 8).double()
     with pytest.raises(ValueError, match=r"dtype torch\.float64; the kernels take float32, bfloat16 and float16"):
-        ops.ffn(x, w, w.t(), backend="cpu")
-    ops._warn_once.cache_clear()  # whatever tests came before
+        api.ffn(x, w, w.t(), backend="cpu")
+    api._warn_once.cache_clear()  # whatever tests came before
     with pytest.warns(UserWarning, match=r"computes with plain PyTorch: dtype torch\.float64"):
-        ops.ffn(x, w, w.t())
+        api.ffn(x, w, w.t())
     with pytest.raises(ValueError, match=re.escape("x has shape (3, 7); its last size must be 8")):
-        ops.ffn(torch.randn(3, 7), w, w.t())
+        api.ffn(torch.randn(3, 7), w, w.t())
     with pytest.raises(ValueError, match="'cuda'"):
-        ops.ffn(x.float(), w.float(), w.float().t(), backend="cuda")
+        api.ffn(x.float(), w.float(), w.float().t(), backend="cuda")
     with pytest.raises(
         ValueError, match="backend 'cpu' was asked to compute tensors on 'meta'; move them, or use 'auto'"
     ):
-        ops.ffn(x.to("meta"), w.to("meta"), w.t().to("meta"), backend="cpu")
+        api.ffn(x.to("meta"), w.to("meta"), w.t().to("meta"), backend="cpu")
     with pytest.raises(ValueError, match="x is on cpu and w_up on meta; move them to one device"):
-        ops.ffn(x, w.to("meta"), w.t())
+        api.ffn(x, w.to("meta"), w.t())
 
 
 @needs_cpu_kernels
@@ -196,7 +199,7 @@ def test_function_transforms_and_forward_mode_are_exact(density):
         "vmap": lambda f: torch.func.vmap(f)(x),
         "vmap of grad": lambda f: torch.func.vmap(torch.func.grad(lambda x: f(x).sum()))(x),
     }
-    blocks = {"block": block, "ffn": lambda x: ops.ffn(x, *weights)}
+    blocks = {"block": block, "ffn": lambda x: api.ffn(x, *weights)}
     for training in (True, False):
         block.train(training)
         for transform, apply in functions.items():
@@ -210,7 +213,7 @@ def test_function_transforms_and_forward_mode_are_exact(density):
         assert torch.equal(compiled(block), functions["jvp"](block))
         assert relative_rms(torch.compile(block, backend="aot_eager", fullgraph=True)(x), block(x)) < 1e-6
     with pytest.raises(ValueError, match=r"no rules for torch\.func"):
-        torch.func.jvp(lambda x: ops.ffn(x, *weights, backend="cpu"), (x,), (x,))
+        torch.func.jvp(lambda x: api.ffn(x, *weights, backend="cpu"), (x,), (x,))
 
 
 @needs_cpu_kernels
@@ -236,9 +239,9 @@ def test_the_l1_term_takes_one_number(density):
     tally = torch.zeros(101, requires_grad=True)
     for scale in (0.1, torch.full((2,), 0.1)):
         with pytest.raises(ValueError, match="give a tensor of one element"):
-            ops.ffn(**case, l1_scale=scale, tally=tally)
+            api.ffn(**case, l1_scale=scale, tally=tally)
     with pytest.raises(ValueError, match="tally was given without l1_scale"):
-        ops.ffn(**case, tally=tally)
+        api.ffn(**case, tally=tally)
 
 
 @needs_cpu_kernels
@@ -269,7 +272,7 @@ def test_the_l1_term_takes_masks_and_numbers_of_other_dtypes(density, monkeypatc
     mask = torch.arange(20) % 3 > 0
     for scale, weight in ((torch.tensor(0.5), mask.float()), (torch.tensor(0.5, dtype=torch.float64), mask.long())):
         x, tally = case["x"].clone().requires_grad_(), torch.zeros(101, requires_grad=True)
-        y = ops.ffn(**(case | {"x": x}), l1_scale=scale, token_weight=weight, tally=tally)
+        y = api.ffn(**(case | {"x": x}), l1_scale=scale, token_weight=weight, tally=tally)
         results.append((y.detach(), *torch.autograd.grad(y.sum(), (x, tally))))
     assert all(map(torch.equal, *results))
 
@@ -283,9 +286,9 @@ def test_mixed_dtypes_are_refused_except_under_autocast(name, backend):
     tensors = {key: value.bfloat16() for key, value in tensors.items()} | {name: tensors[name]}
     x = torch.randn(3, 8, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=f"x is torch.bfloat16 and {name} is torch.float32; give both one dtype"):
-        ops.ffn(x, **tensors, backend=backend)
+        api.ffn(x, **tensors, backend=backend)
     with torch.autocast("cpu", torch.bfloat16):
-        assert ops.ffn(x, **tensors, backend=backend).dtype == torch.bfloat16
+        assert api.ffn(x, **tensors, backend=backend).dtype == torch.bfloat16
 
 
 @needs_cpu_kernels
@@ -295,19 +298,19 @@ def test_shapes_that_do_not_fit_are_refused_by_name(name, backend):
     x, w = torch.randn(3, 8), torch.randn(16, 8)
     tensors = {"w_up": w, "w_down": w.t(), "w_gate": w, "b_up": w[:, 0], "b_down": w[0], "b_gate": w[:, 0]}
     tensors |= {"l1_scale": torch.tensor(0.1), "tally": torch.zeros(17), "token_weight": torch.ones(3)}
-    ops.ffn(x, **tensors, backend=backend)
+    api.ffn(x, **tensors, backend=backend)
     right, wrong = tensors[name].shape, tensors[name][1:].shape
     with pytest.raises(ValueError, match=re.escape(f"{name} has shape {tuple(wrong)}; expected {tuple(right)}")):
-        ops.ffn(x, **(tensors | {name: tensors[name][1:]}), backend=backend)
+        api.ffn(x, **(tensors | {name: tensors[name][1:]}), backend=backend)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_what_is_no_matrix_or_has_no_size_is_refused(backend):
     w = torch.randn(16, 8)
     with pytest.raises(ValueError, match=re.escape("w_up has shape (8,); expected (F, D)")):
-        ops.ffn(torch.randn(3, 8), w[0], w.t(), backend=backend)
+        api.ffn(torch.randn(3, 8), w[0], w.t(), backend=backend)
     with pytest.raises(ValueError, match=re.escape("x has shape (); its last size must be 8")):
-        ops.ffn(torch.tensor(1.0), w, w.t(), backend=backend)
+        api.ffn(torch.tensor(1.0), w, w.t(), backend=backend)
 
 
 @needs_cpu_kernels
@@ -316,10 +319,10 @@ def test_sizes_beyond_the_kernels_are_refused_by_name_and_fall_back_under_auto(h
     x, w_up, w_down = torch.randn(3, hidden), torch.randn(intermediate, hidden), torch.randn(hidden, intermediate)
     says = f"D = {hidden}, F = {intermediate}; the kernels take 1..16384 and 1..65536"
     with pytest.raises(ValueError, match=f"backend 'cpu' cannot compute this: {says}"):
-        ops.ffn(x, w_up, w_down, backend="cpu")
-    ops._warn_once.cache_clear()  # whatever tests came before
+        api.ffn(x, w_up, w_down, backend="cpu")
+    api._warn_once.cache_clear()  # whatever tests came before
     with pytest.warns(UserWarning, match=says) as caught:
-        results = [ops.ffn(x, w_up, w_down) for _ in range(2)]
+        results = [api.ffn(x, w_up, w_down) for _ in range(2)]
     assert len(caught) == 1, "once"
     assert all(torch.equal(y, reference.ffn(x, w_up, w_down)) for y in results)
 
@@ -359,7 +362,7 @@ def test_autocast_casts_weights_once_where_stock_blocks_do(tokens, frozen, kerne
 @needs_cpu_kernels
 @pytest.mark.parametrize("amx", [True, False])
 def test_density_decides_in_the_dtype_of_autocast(amx, monkeypatch):
-    monkeypatch.setattr(_density_cpu, "_has_amx", lambda: amx)
+    monkeypatch.setattr(policy_cpu, "_has_amx", lambda: amx)
     block, _ = sparse_block(density=0.1)
     x = make_case(800, 48, 688, 0.1, torch.float32)["x"]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), Operators() as ran:
@@ -417,7 +420,7 @@ def test_down_proj_lies_by_columns_in_evaluation_only(tmp_path):
     block(x).sum().backward()
     assert weight.stride() == weight.grad.stride() == (688, 1)
     assert torch.equal(weight, values)
-    block.eval().twell.calls = 0  # the next call looks at the density
+    block.eval().twell_state.calls = 0  # the next call looks at the density
     with torch.no_grad():
         block(x)
     assert weight.stride() == (688, 1), "a gradient waits for its optimizer step"
@@ -469,10 +472,10 @@ def test_between_sparse_and_dense_down_proj_keeps_its_order():
     orders = []
     for percent in (14, 3, 14, 97, 14):
         set_density(block.eval(), percent)
-        block.twell.calls = 0  # the next call looks at the density
+        block.twell_state.calls = 0  # the next call looks at the density
         with torch.no_grad():
             block(x)
-        assert block.twell.density == pytest.approx(percent / 100, abs=0.02)
+        assert block.twell_state.density == pytest.approx(percent / 100, abs=0.02)
         orders.append(block.down_proj.weight.stride())
     assert orders == [(688, 1), (1, 48), (1, 48), (688, 1), (688, 1)]
 
@@ -488,7 +491,7 @@ def test_a_density_that_eager_calls_sampled_compiles_nothing_anew():
     with torch._dynamo.config.patch(error_on_recompile=True):
         for percent in (14, 97):
             set_density(block, percent)
-            block.twell.calls = 0  # the next call looks at the density
+            block.twell_state.calls = 0  # the next call looks at the density
             truth = block(x)
             assert relative_rms(compiled(x), truth) < 1e-6
 
@@ -512,7 +515,7 @@ def test_small_blocks_keep_plain_matmuls_in_evaluation(backend, dtype, monkeypat
     plain = backend == "auto" and dtype == torch.float32
     block.eval().twell.backend = backend
     calls = []
-    monkeypatch.setattr(ops, "ffn", lambda *a, _f=ops.ffn, **k: calls.append(1) or _f(*a, **k))
+    monkeypatch.setattr(api, "ffn", lambda *a, _f=api.ffn, **k: calls.append(1) or _f(*a, **k))
     with torch.no_grad():
         y = block(x[:, :1])
     assert (len(calls), block.down_proj.weight.stride()) == ((0, (688, 1)) if plain else (1, (1, 48)))
@@ -525,7 +528,7 @@ def test_small_blocks_keep_plain_matmuls_in_evaluation(backend, dtype, monkeypat
 
 def test_the_density_up_to_which_cpu_kernels_pay(monkeypatch):
     monkeypatch.undo()
-    limit = _density_cpu.max_density
+    limit = policy_cpu.max_density
     assert [limit(1, elements, torch.float32) for elements in (64 * 172, 288 * 768, 2048 * 5632)] == [0, 0.1, 1]
     assert [limit(tokens, 192 * 512, torch.float32) for tokens in (1, 4, 16)] == [0, 0, 0.1]
     assert limit(256, 64 * 172, torch.float32) == 0
@@ -533,12 +536,12 @@ def test_the_density_up_to_which_cpu_kernels_pay(monkeypatch):
     assert limit(1, 64 * 172, torch.bfloat16) == 1
     x, gate = torch.ones(32, 8), torch.where(torch.arange(256) % 10 == 0, 1.0, -1.0)[:, None].expand(-1, 8)
     for amx in (True, False):
-        monkeypatch.setattr(_density_cpu, "_has_amx", lambda amx=amx: amx)
+        monkeypatch.setattr(policy_cpu, "_has_amx", lambda amx=amx: amx)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             faster = amx and dtype == torch.bfloat16  # dense matmuls
             expected = [1, 0.075, 0.075, 0.035] if faster else [1, 0.18, 0.18, 0.18]
             assert [limit(tokens, 2048 * 5632, dtype) for tokens in (2, 3, 64, 65)] == expected
-            assert _density_cpu.too_dense_to_train(x.to(dtype), gate.to(dtype)) == faster
+            assert api._too_dense_to_train(x.to(dtype), gate.to(dtype)) == faster
 
 
 @needs_cpu_kernels
@@ -600,7 +603,7 @@ def test_down_proj_lies_by_rows_where_tokens_are_dense(repeats):
         block(many)
         assert block.down_proj.weight.stride() == (1, 48)
         block.gate_proj.weight.neg_()  # 3 % active before, 97 % now
-        for _ in range(_layout.EVERY):  # the density is sampled now and then
+        for _ in range(layout.SAMPLE_EVERY_CPU_CALLS):  # the density is sampled now and then
             y = block(many)
         assert block.down_proj.weight.stride() == (688, 1)
         truth = reference.ffn(many, block.up_proj.weight, block.down_proj.weight, block.gate_proj.weight)
@@ -610,21 +613,21 @@ def test_down_proj_lies_by_rows_where_tokens_are_dense(repeats):
 @needs_cpu_kernels
 @torch.no_grad()
 def test_a_block_that_is_too_dense_looks_again_at_each_sample_and_for_another_shape(monkeypatch):
-    monkeypatch.setattr(ops, "SMALLEST_H_ELEMENTS", 1 << 17)  # as users have it
+    monkeypatch.setattr(api, "SMALLEST_H_ELEMENTS", 1 << 17)  # as users have it
     block, x = sparse_block()
     many, gate = x.repeat(2, 2, 1), block.eval().gate_proj.weight
     gate.neg_()  # 97 % active
-    for _ in range(2 * _layout.EVERY):
+    for _ in range(2 * layout.SAMPLE_EVERY_CPU_CALLS):
         block(many)
-    assert block.twell.too_dense_at == many.shape
-    assert block.twell.calls == 2 * _layout.EVERY
+    assert block.twell_state.too_dense_at == many.shape
+    assert block.twell_state.calls == 2 * layout.SAMPLE_EVERY_CPU_CALLS
     block(x)
-    assert block.twell.too_dense_at == x.shape
+    assert block.twell_state.too_dense_at == x.shape
     gate.neg_()
-    for _ in range(_layout.EVERY):
+    for _ in range(layout.SAMPLE_EVERY_CPU_CALLS):
         y = block(many)
-    assert block.twell.density < 0.1
-    assert block.twell.too_dense_at is None
+    assert block.twell_state.density < 0.1
+    assert block.twell_state.too_dense_at is None
     assert relative_rms(y, reference.ffn(many, block.up_proj.weight, block.down_proj.weight, gate)) < 1e-6
 
 
@@ -635,9 +638,9 @@ def test_a_block_first_called_with_too_few_tokens_for_kernels_is_sampled_once_th
     block, x = sparse_block()
     for _ in range(3):
         block.eval()(x[:1, :1])
-    assert block.twell.density is None
+    assert block.twell_state.density is None
     block(x.repeat(2, 2, 1))
-    assert block.twell.density == pytest.approx(0.03, abs=0.02)
+    assert block.twell_state.density == pytest.approx(0.03, abs=0.02)
 
 
 @needs_cpu_kernels
@@ -675,7 +678,7 @@ def test_a_model_saves_and_reloads_alike_after_evaluation(tmp_path):
 @needs_cpu_kernels
 def test_a_hooked_or_replaced_projection_is_not_fused(monkeypatch):
     block, x = sparse_block()
-    monkeypatch.setattr(ops, "ffn", lambda *a, **k: pytest.fail("the fused path ran"))
+    monkeypatch.setattr(api, "ffn", lambda *a, **k: pytest.fail("the fused path ran"))
     handle = block.up_proj.register_forward_hook(lambda module, args, output: output * 0)
     assert not block(x).any()
     handle.remove()
@@ -689,5 +692,5 @@ def test_the_sampled_density_is_not_that_of_first_tokens(sequences, length):
     x = torch.full((sequences, length, 1), -1.0)
     x.view(-1, 1)[torch.arange(sequences * length) % min(length, 1024) < length // 64] = 1.0
     truth = (x > 0).float().mean().item()
-    estimate = _density.active_share(x, torch.ones(256, 1), None, 64, 256).item()
+    estimate = sampling.active_share(x, torch.ones(256, 1), None, 64, 256).item()
     assert abs(estimate - truth) <= 3 / 64

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from hf_twell.report.findings import findings, headline, savings_sentence
+from hf_twell.inspection.report.findings import findings, headline, savings_sentence
 
 
 def layer(l0: float, dead: int = 10, always: int = 1) -> dict:

@@ -9,11 +9,13 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.optimization import Adafactor
 
 from hf_twell import SparsityCallback, sparsify
-from hf_twell.checkpoints import read_state
-from hf_twell.revival import Revival
-from hf_twell.variants import Adapters
+from hf_twell.files.checkpoints import read_state
+from hf_twell.recipe.variants import LoraOutsideFfns
+from hf_twell.train.revival import Revival
 from tests import one_step
 from tests.conftest import tiny_llama, training_rows
+
+pytestmark = pytest.mark.numeric
 
 DEAD = [3, 17, 40]
 TOKENS = sum(one_step.LENGTHS)  # of each optimizer step
@@ -251,4 +253,4 @@ def test_what_cannot_be_reached_is_refused(tmp_path):
         SparsityCallback(trainer, 0.0, revive_after=TOKENS)
     pytest.importorskip("peft")
     with pytest.raises(ValueError, match="feed-forward blocks, which are trained in full"):
-        Adapters(trainer.model, {"target_modules": ["gate_proj", "q_proj"]})
+        LoraOutsideFfns(trainer.model, {"target_modules": ["gate_proj", "q_proj"]})

@@ -20,10 +20,11 @@ ONLY = ["qwen/dense/", "llama/swap/", "llama/logits + layers + L1/0.01", "llama/
 def script(monkeypatch):
     monkeypatch.syspath_prepend(str(RECIPES))  # as `python recipes/study.py` has it
     yield runpy.run_path(str(RECIPES / "study.py"))
-    for name in ("finetune", "pretrain", "study_measure", "study_report", "study_sharing"):
+    for name in ("pretrain", "study_measure", "study_report", "study_sharing"):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 def test_it_runs_skips_what_is_done_and_draws(script, tmp_path, capsys):
     (tmp_path / "eval").mkdir()
     with (tmp_path / "eval" / "lambada_openai-test.jsonl").open("w") as file:
@@ -101,6 +102,7 @@ def test_no_run_begins_after_the_time_is_over(script, tmp_path, capsys):
     assert "0 minutes are over; the same command goes on with llama/dense/seed0" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_processes_share_a_folder(tmp_path):
     command = [sys.executable, str(RECIPES / "study.py"), str(RECIPES / "study.yaml"), "--smoke"]
     command += ["--output", str(tmp_path), "--only", "llama/dense", "llama/swap/", "llama/FATReLU on swap/0.2"]
@@ -114,6 +116,7 @@ def test_processes_share_a_folder(tmp_path):
     assert len((tmp_path / "study.md").read_text().splitlines()) == 2 + len(rows)
 
 
+@pytest.mark.slow
 def test_a_run_without_its_parent_says_so(tmp_path):
     command = [sys.executable, str(RECIPES / "study.py"), str(RECIPES / "study.yaml"), "--smoke"]
     done = subprocess.run([*command, "--output", str(tmp_path), "--only", "qwen/swap/"], capture_output=True, text=True)

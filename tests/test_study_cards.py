@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 import hf_twell
-from hf_twell.training import Recipe
+from hf_twell.recipe.schema import Recipe
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "recipes" / "demo" / "model"
@@ -27,7 +27,7 @@ CARDS = sorted((COMMITTED / "cards").glob("*.md"))
 def cards(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "recipes"))
     yield runpy.run_path(str(ROOT / "recipes" / "study_cards.py"))
-    for name in ("finetune", "pretrain", "study", "study_report"):
+    for name in ("pretrain", "study", "study_report"):
         sys.modules.pop(name, None)
 
 
@@ -214,6 +214,7 @@ def test_the_method_in_words(cards, row, words):
     assert cards["_method"](row) == words.format(controlled)
 
 
+@pytest.mark.slow
 def test_a_missing_field_is_absent_from_the_card(cards, tmp_path):
     needed = cards["NEEDED"]
     for key in dict.fromkeys(key for row in ROWS for key in row):

@@ -1,4 +1,4 @@
-"""The tables of the study's README, and the ranges that README.md quotes of it, are its rows'."""
+"""The tables of the study's README, and the ranges that other pages quote of it, are its rows'."""
 
 import json
 import re
@@ -69,8 +69,11 @@ def test_each_method_at_each_density():
                     assert quoted in [f"{above(row):.2f}" for row in rows(family, name, target)], cells
 
 
-def test_the_ranges_of_the_front_page():
-    for (_, quoted), run in zip(table(ROOT / "README.md", "| way | above the dense parent |"), RANGES, strict=True):
+def test_the_ranges_of_the_ways_to_convert():
+    lines = table(ROOT / "docs" / "converting.md", "| way | above the dense parent |")
+    for (_, quoted), run in zip(lines, RANGES, strict=True):
         shares = [above(row) for family in ("llama", "qwen") for row in rows(family, *run)]
         least, *_, most = 2 * figures(quoted.partition(" (")[0])
         assert (least, most) == (f"{min(shares):.1f}", f"{max(shares):.1f}"), quoted
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert all(quoted.strip("*") in readme for _, quoted in lines[:2])

@@ -9,10 +9,12 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_twell import SparsityCallback, sparsify
-from hf_twell.checkpoints import read_state
-from hf_twell.controller import DensityController
-from hf_twell.step_counts import StepCounts
+from hf_twell.files.checkpoints import read_state
+from hf_twell.train.controller import DensityController
+from hf_twell.train.step_counts import StepCounts
 from tests.conftest import tiny_llama, training_rows
+
+pytestmark = pytest.mark.numeric
 
 TEXT = Path(__file__).parents[1] / "recipes" / "demo" / "text" / "train.txt"
 STEPS, WARMUP_STEPS, SAVE_STEPS = 240, 96, 200
@@ -167,6 +169,7 @@ def test_no_weight_exceeds_its_bound_where_l1_falls_or_differs():
     assert weights.tolist() == pytest.approx([4 / 20] * 2), "one weight for all layers"
 
 
+@pytest.mark.slow
 def test_a_run_that_misses_its_target_says_so(tmp_path, caplog):
     trainer = make_trainer(tmp_path, target_density=0.001, warmup_steps=WARMUP_STEPS)
     trainer.train()
@@ -175,6 +178,7 @@ def test_a_run_that_misses_its_target_says_so(tmp_path, caplog):
     assert "shorter" not in line, "what is said of a layer at its bound asks for a longer warm-up"
 
 
+@pytest.mark.slow
 def test_a_run_whose_layers_share_the_target_misses_it_in_their_mean(tmp_path, caplog):
     make_trainer(tmp_path, target_density=0.001, warmup_steps=WARMUP_STEPS, layer_shares="free").train()
     (line,) = [record.getMessage() for record in caplog.records if "was missed" in record.getMessage()]
@@ -185,6 +189,7 @@ def bound_lines(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if " bound" in record.getMessage()]
 
 
+@pytest.mark.slow
 def test_a_weight_at_its_bound_is_told_while_it_happens_and_once(tmp_path, caplog):
     told_at = {}
 
@@ -211,6 +216,7 @@ def test_layers_that_share_the_target_are_told_of_as_one(tmp_path, caplog):
     assert re.match(r"step \d+: the L1 weight of all layers \(0\.02\) is at its upper bound", line)
 
 
+@pytest.mark.slow
 def test_bounds_are_recorded_and_new_ones_are_told_and_used(tmp_path, caplog):
     options = {"target_density": 0.05, "warmup_steps": 2}
     first = make_trainer(tmp_path, **options, l1_bounds=(1e-3, 2e-2))
@@ -233,6 +239,7 @@ def test_bounds_are_recorded_and_new_ones_are_told_and_used(tmp_path, caplog):
     assert "trained with" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_real_run_is_steered_logged_and_resumed(tmp_path, caplog):
     whole = make_trainer(tmp_path, target_density=0.1, warmup_steps=WARMUP_STEPS)
     whole.train()

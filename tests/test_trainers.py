@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from hf_twell import L1Penalty, SparsityCallback, measure_sparsity, sparsify
-from tests.conftest import TINY, relu_llama, tiny_llama
+from tests.conftest import TINY, one_of, relu_llama, tiny_llama
 from tests.one_step import L1_WEIGHT, ONE_STEP, KeepGradient, pad, rows
 
 COMMON = {**ONE_STEP, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
@@ -146,7 +146,7 @@ TRANSFORMERS = {
 }
 
 
-@pytest.mark.parametrize("case", TRANSFORMERS)
+@pytest.mark.parametrize("case", one_of("flattened", TRANSFORMERS))
 def test_trainer(case):
     check_exact(transformers_trainer(**TRANSFORMERS[case]))
 
@@ -168,11 +168,13 @@ def with_images(features):
     return {**pad(rows), "pixel_values": images}
 
 
+@pytest.mark.slow
 def test_images():
     data = [{key: [min(i, 94) for i in values] for key, values in row.items()} for row in rows()]
     check_exact(transformers_trainer(dataset=data, collator=with_images), tiny_llava)
 
 
+@pytest.mark.slow
 def test_token_classification():
     def dense(**changes):
         torch.manual_seed(0)
@@ -195,6 +197,7 @@ def words_without_mask(features):
     return {key: value[:, :3] for key, value in pad(features).items() if key != "attention_mask"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_model_that_runs_twice_is_refused(checkpointing):
     """The term would be twice as strong, and the density above 1."""
@@ -208,6 +211,7 @@ def test_a_batch_that_the_trainer_changes_is_refused(collator):
     check_refused(transformers_trainer(Half, collator=collator), "pass the batch that the model really receives")
 
 
+@pytest.mark.slow
 def test_virtual_tokens_are_refused():
     peft = pytest.importorskip("peft")
     for collator in (pad, words_without_mask):
@@ -307,17 +311,19 @@ SFT = {
 }
 
 
-@pytest.mark.parametrize("case", SFT)
+@pytest.mark.parametrize("case", one_of("packing", SFT))
 def test_sft(case, trl):
     check_exact(trl_trainer(trl, "SFT", rows(), **{"max_length": None, **SFT[case]}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padding_free", [False, True])
 def test_sft_on_completions_alone(padding_free, trl):
     arguments = {"completion_only_loss": True, "padding_free": padding_free, "max_length": None}
     check_exact(trl_trainer(trl, "SFT", completions(), **arguments))
 
 
+@pytest.mark.slow
 def test_sft_on_the_assistant_alone(trl):
     roles = ("user", "assistant")
     texts = [(row["prompt"], row["completion"].strip()) for row in judged()]
@@ -325,6 +331,7 @@ def test_sft_on_the_assistant_alone(trl):
     check_exact(trl_trainer(trl, "SFT", rows, assistant_only_loss=True))
 
 
+@pytest.mark.slow
 def test_sft_loss_function(trl):
     check_exact(trl_trainer(trl, "SFT", rows(), options=lambda model: {"compute_loss_func": loss_of_words}))
 
@@ -342,20 +349,24 @@ DPO = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", DPO)
 def test_dpo(case, trl):
     check_exact(trl_trainer(trl, "DPO", pairs(), options=reference, **DPO[case]))
 
 
+@pytest.mark.slow
 def test_dpo_with_the_reference_computed_before(trl):
     check_exact(trl_trainer(trl, "DPO", pairs(), precompute_ref_log_probs=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
 def test_kto(loss_type, trl):
     check_exact(trl_trainer(trl, "KTO", judged(), options=reference, loss_type=loss_type))
 
 
+@pytest.mark.slow
 def test_reward(trl):
     def scorer(**changes):
         config = tiny_llama(**changes).config
@@ -381,6 +392,7 @@ def test_a_dense_reference_is_told(name, trl, tmp_path):
         SparsityCallback(trainer, 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
 def test_trainers_that_generate_are_refused(name, trl):
     def rewards(completions, **_):

@@ -14,12 +14,15 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_twell import L1Penalty, SparsityCallback, reference, sparsify, unpatch
-from hf_twell.batches import token_weight
-from hf_twell.inference import evaluation_mode
-from hf_twell.modeling import L1Inputs
+from hf_twell import L1Penalty, SparsityCallback, sparsify, unpatch
+from hf_twell.blocks.batches import token_weight
+from hf_twell.blocks.modeling import L1Inputs
+from hf_twell.measure.inference import evaluation_mode
+from hf_twell.ops import reference
 from tests import one_step
 from tests.conftest import tiny_llama
+
+pytestmark = pytest.mark.numeric
 
 HAS_TRL = all(importlib.util.find_spec(name) for name in ("trl", "datasets"))
 needs_trl = pytest.mark.skipif(not HAS_TRL, reason="needs trl and datasets")
@@ -111,6 +114,7 @@ def test_layers_with_weights_of_their_own():
     assert report["l1_weight"] == sum(weights) / 3
 
 
+@pytest.mark.slow
 def test_two_processes(truth, tmp_path):
     kinds = ["Trainer", *(["SFTTrainer"] if HAS_TRL else [])]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
@@ -217,6 +221,7 @@ def test_loss_scaling_is_undone_by_the_scaler(truth):
     assert_same_gradient(gradient / 1024.0, truth)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"compiled": True}, {"training": False}], ids=["compiled", "evaluation mode"])
 def test_a_compiled_model_and_one_in_evaluation_mode_count_too(truth, options):
     gradient, report = one_step.loop_gradient(1, **options)
@@ -268,10 +273,11 @@ def test_training_begins_with_weights_in_stock_order(tmp_path):
     assert not torch.equal(down, expected), "it was trained"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["train and eval", "evaluation_mode"])
 def test_compiled_training_with_evaluations_between(monkeypatch, how):
     """An evaluation may store down_proj by columns, which a compiled forward cannot turn back."""
-    monkeypatch.setattr("hf_twell._layout.SPARSE", 1.0)
+    monkeypatch.setattr("hf_twell.blocks.layout.MAX_DENSITY_COLUMNS", 1.0)
     ids = torch.arange(3, 19).view(2, 8)
 
     def weights(evaluated: bool):
@@ -507,7 +513,7 @@ def test_the_report_comes_back_from_the_activations_device():
     """As where FSDP2 offloads parameters to the CPU, and with them the tallies."""
     block = sparsify(tiny_llama()).model.layers[0].mlp.to("meta")
     tally = torch.zeros(1 + 52, requires_grad=True)
-    block.twell.l1 = L1Inputs(torch.ones(()), torch.ones(1, 3), tally)
+    block.twell_state.l1 = L1Inputs(torch.ones(()), torch.ones(1, 3), tally)
     y = block(torch.ones(1, 3, 32, device="meta"))
     nodes = [y.grad_fn]
     for node in nodes:

@@ -14,11 +14,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_twell
-from hf_twell import L1Penalty, SparsityCallback, _density, build, ops
-from hf_twell._density import BACK, STEPS, Block, ModelChoice, TrainingChoice
+from hf_twell import L1Penalty, SparsityCallback
+from hf_twell.blocks import density_watch
+from hf_twell.blocks.density_watch import SAMPLE_EVERY_STEPS, Block, ModelChoice, TrainingChoice
+from hf_twell.ops import api, build, policy_cuda
 from tests import one_step
 from tests.conftest import tiny_llama
 from tests.ffn_cases import make_case, run
+
+pytestmark = pytest.mark.numeric
 
 needs_cpu_kernels = pytest.mark.skipif(
     not build.status("cpu", build=True).available, reason=build.status("cpu", build=True).reason
@@ -30,7 +34,7 @@ LIMIT = 0.02
 @pytest.fixture(autouse=True)
 def limits(monkeypatch):
     """Few tokens pay, so that tests stay small."""
-    monkeypatch.setattr(_density, "LIMITS_TRAINING", ((8, 0.0), (math.inf, LIMIT)))
+    monkeypatch.setattr(policy_cuda, "LIMITS_TRAINING", ((8, 0.0), (math.inf, LIMIT)))
 
 
 class Run:
@@ -50,13 +54,13 @@ class Run:
         assert len(ways) == 1
         return ways.pop()
 
-    def steps(self, density: float, count: int = 2 * STEPS) -> list[bool]:
+    def steps(self, density: float, count: int = 2 * SAMPLE_EVERY_STEPS) -> list[bool]:
         return [self.step(density, 3) for _ in range(count)]
 
 
 def count_samples(monkeypatch) -> list:
-    taken, sample = [], _density.Sample
-    monkeypatch.setattr(_density, "Sample", lambda *args: taken.append(1) or sample(*args))
+    taken, sample = [], density_watch.Sample
+    monkeypatch.setattr(density_watch, "Sample", lambda *args: taken.append(1) or sample(*args))
     return taken
 
 
@@ -68,8 +72,8 @@ def test_an_evaluated_block_is_too_dense_by_its_tokens_and_size(monkeypatch, tok
     gate = torch.where(torch.arange(INTERMEDIATE) < INTERMEDIATE / 2, 1.0, -1.0)[:, None].expand(-1, HIDDEN)
     n, x = gate.numel(), torch.ones(tokens, HIDDEN)
     for sizes, expected in zip(((n + 1, n + 1), (n, n + 1), (n, n)), too_dense, strict=True):
-        monkeypatch.setattr(_density, "SIZES", sizes)
-        watch = _density.DensityWatch()
+        monkeypatch.setattr(policy_cuda, "SIZES", sizes)
+        watch = density_watch.DensityWatch()
         watch.too_dense(x, gate)
         assert watch.too_dense(x, gate) == expected
         assert watch.density == 0.5
@@ -81,12 +85,12 @@ def test_dense_until_it_is_known_to_be_sparse():
     assert run.choice.density is None
     assert not run.step(0.005)
     assert run.choice.density == pytest.approx(6 / 1024)
-    assert Run().steps(0.5) == [True] * 2 * STEPS
+    assert Run().steps(0.5) == [True] * 2 * SAMPLE_EVERY_STEPS
 
 
 def test_one_sample_in_some_steps_however_many_micro_batches(monkeypatch):
     run, taken = Run(), count_samples(monkeypatch)
-    run.steps(0.005, count=4 * STEPS)
+    run.steps(0.005, count=4 * SAMPLE_EVERY_STEPS)
     assert len(taken) == 4
 
 
@@ -94,18 +98,18 @@ def test_it_changes_between_steps_alone():
     run = Run()
     run.steps(0.005)
     dense_x = -run.x
-    assert not any(run.choice.too_dense(dense_x, run.gate) for _ in range(5 * STEPS))
-    assert all(run.steps(0.5)[STEPS:])
+    assert not any(run.choice.too_dense(dense_x, run.gate) for _ in range(5 * SAMPLE_EVERY_STEPS))
+    assert all(run.steps(0.5)[SAMPLE_EVERY_STEPS:])
 
 
 def test_it_does_not_flap():
     run = Run()
-    between = LIMIT * (1 + BACK) / 2
+    between = LIMIT * (1 + policy_cuda.BACK) / 2
     assert all(run.steps(between)), "not sparse enough to move over"
     assert not run.steps(0.9 * LIMIT)[-1]
     assert not any(run.steps(between)), "not dense enough to move back"
-    assert run.steps(1.1 * BACK * LIMIT)[-1]
-    assert all(run.steps(between)[STEPS:])
+    assert run.steps(1.1 * policy_cuda.BACK * LIMIT)[-1]
+    assert all(run.steps(between)[SAMPLE_EVERY_STEPS:])
 
 
 def test_few_tokens_never_pay():
@@ -123,11 +127,11 @@ def test_few_tokens_never_pay():
     [(0.0, 2048, 64), (0.0208, 2048, 64), (0.0211, 2048, 128), (0.02, 5632, 256), (0.9, 5632, 5632), (0.5, 40, 40)],
 )
 def test_capacity_is_a_power_of_two_that_holds_half_as_many_neurons_again(density, intermediate, capacity):
-    assert _density.needed_capacity(density, intermediate) == capacity
+    assert policy_cuda.needed_capacity(density, intermediate) == capacity
 
 
 def test_a_late_sample_counts_when_it_arrives_and_in_deterministic_mode_is_waited_for(monkeypatch):
-    monkeypatch.setattr(_density.Sample, "arrived", lambda sample: False)
+    monkeypatch.setattr(density_watch.Sample, "arrived", lambda sample: False)
     assert all(Run().steps(0.005))
     torch.use_deterministic_algorithms(True)
     try:
@@ -158,7 +162,7 @@ def test_copies_and_pickles_start_anew():
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(ops, "kernels_train", lambda x: True)
+    monkeypatch.setattr(api, "kernels_train", lambda x: True)
 
 
 def patched_model(density=0.005, backend="auto"):
@@ -172,8 +176,8 @@ def patched_model(density=0.005, backend="auto"):
 
 def watch(monkeypatch) -> list:
     """The capacity of each call of the operator from now on."""
-    calls, fused = [], ops.ffn
-    monkeypatch.setattr(ops, "ffn", lambda *a, **k: calls.append(k["capacity"]) or fused(*a, **k))
+    calls, fused = [], api.ffn
+    monkeypatch.setattr(api, "ffn", lambda *a, **k: calls.append(k["capacity"]) or fused(*a, **k))
     return calls
 
 
@@ -196,10 +200,10 @@ def test_a_block_moves_over_and_evaluation_is_left_alone(monkeypatch):
     calls.clear()
     train(block.train(), x, 1)
     assert calls == []
-    assert block.twell.on_kernels is False
+    assert block.twell_state.on_kernels is False
     train(block, x, 2)
     assert calls == [64, 64]
-    assert block.twell.on_kernels is True
+    assert block.twell_state.on_kernels is True
     with torch.no_grad():  # as re-entrant checkpointing runs it
         block(x)
         assert len(calls) == 3
@@ -215,9 +219,9 @@ def test_a_block_moves_over_and_evaluation_is_left_alone(monkeypatch):
 def test_where_nothing_learns_there_is_no_choice(monkeypatch):
     block, calls = patched_model().model.layers[0].mlp, watch(monkeypatch)
     block.requires_grad_(False)(torch.randn(4, 16, 32))
-    assert (len(calls), block.twell.on_kernels) == (1, None)
+    assert (len(calls), block.twell_state.on_kernels) == (1, None)
     block(torch.randn(4, 16, 32, requires_grad=True))
-    assert (len(calls), block.twell.on_kernels) == (1, False)
+    assert (len(calls), block.twell_state.on_kernels) == (1, False)
 
 
 @needs_cpu_kernels
@@ -300,7 +304,7 @@ class Together:
         self.blocks = [Block(layer, INTERMEDIATE, TrainingChoice()) for layer in range(layers)]
         self.sampled = 0
 
-    def steps(self, *densities: float, tokens=TOKENS, count=STEPS) -> tuple[bool, ...]:
+    def steps(self, *densities: float, tokens=TOKENS, count=SAMPLE_EVERY_STEPS) -> tuple[bool, ...]:
         """Which blocks go to the kernels after so many steps."""
 
         def density():
@@ -319,9 +323,9 @@ def test_compiled_blocks_follow_their_mean_all_together():
     run = Together()
     assert run.steps(0.001, 2 * LIMIT) == (False, False)
     assert run.steps(0.001, 1.9 * LIMIT) == (True, True)
-    assert run.steps(LIMIT, BACK * LIMIT) == (True, True), "not dense enough to move back"
+    assert run.steps(LIMIT, policy_cuda.BACK * LIMIT) == (True, True), "not dense enough to move back"
     assert run.steps(LIMIT, 1.6 * LIMIT) == (False, False)
-    assert run.steps(LIMIT, BACK * LIMIT) == (False, False)
+    assert run.steps(LIMIT, policy_cuda.BACK * LIMIT) == (False, False)
     assert run.sampled == 5, "one in eight steps"
     assert run.steps(0.0, 0.0, tokens=8) == (False, False)
 
@@ -332,14 +336,14 @@ def test_a_few_dense_layers_do_not_keep_a_compiled_model_from_the_kernels():
 
 
 def test_the_step_after_decides_in_every_mode(monkeypatch):
-    monkeypatch.setattr(_density.Sample, "arrived", lambda sample: pytest.fail("depends on time"))
+    monkeypatch.setattr(density_watch.Sample, "arrived", lambda sample: pytest.fail("depends on time"))
     run = Together()
     assert run.steps(0.001, 0.001, count=1) == (False, False)
     assert run.steps(1.0, 1.0, count=1) == (True, True)
 
 
 def test_a_capacity_that_a_graph_was_made_for_is_kept_while_it_fits(monkeypatch):
-    monkeypatch.setattr(_density, "LIMITS_TRAINING", ((math.inf, 0.03),))
+    monkeypatch.setattr(policy_cuda, "LIMITS_TRAINING", ((math.inf, 0.03),))
     run = Together()
     run.steps(0.015, 0.003)  # L0 of 31 and 6
     assert run.capacities() == (64, 64)
@@ -365,7 +369,7 @@ class FallsSilent(TrainerCallback):
                 layer.mlp.gate_proj.weight.data[3:] = 0
 
 
-def train_until_silent(folder, compiled: bool, callbacks=(), steps=2 * STEPS, **arguments):
+def train_until_silent(folder, compiled: bool, callbacks=(), steps=2 * SAMPLE_EVERY_STEPS, **arguments):
     """The log of a run that starts dense and is at 0.4 % after the fourth step; kernels in each graph it compiled."""
     model, graphs, compile_model = hf_twell.sparsify(tiny_llama(intermediate_size=688)), [], torch.compile
 
@@ -391,6 +395,7 @@ def train_until_silent(folder, compiled: bool, callbacks=(), steps=2 * STEPS, **
     return [row for row in trainer.state.log_history if "loss" in row], graphs
 
 
+@pytest.mark.slow
 @needs_cpu_kernels
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -400,7 +405,7 @@ def test_a_compiled_model_moves_over_at_once_and_the_log_says_so(tmp_path, monke
     assert [row["twell/layers_on_kernels"] for row in rows] == [0] * 10 + [3] * 6
     assert [row["twell/layer_01/on_kernels"] for row in rows] == [0] * 10 + [1] * 6
     assert graphs == [0, 3], "compiled for each way, all layers at once"
-    monkeypatch.setattr(ops, "kernels_train", lambda x: False)
+    monkeypatch.setattr(api, "kernels_train", lambda x: False)
     plain, _ = train_until_silent(tmp_path, compiled=False)
     for mine, theirs in zip(rows, plain, strict=True):
         for key in ("loss", "grad_norm", "twell/density", "twell/l1"):
@@ -419,15 +424,17 @@ class WakesUp(TrainerCallback):
                 layer.mlp.gate_proj.weight.data[rows] = layer.mlp.up_proj.weight.data[rows]
 
 
+@pytest.mark.slow
 @needs_cpu_kernels
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_compiled_model_gets_more_capacity_and_goes_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(_density, "LIMITS_TRAINING", ((math.inf, 0.2),))
-    rows, graphs = train_until_silent(tmp_path, compiled=True, callbacks=[WakesUp()], steps=6 * STEPS)
+    monkeypatch.setattr(policy_cuda, "LIMITS_TRAINING", ((math.inf, 0.2),))
+    rows, graphs = train_until_silent(tmp_path, compiled=True, callbacks=[WakesUp()], steps=6 * SAMPLE_EVERY_STEPS)
     assert [row["twell/layers_on_kernels"] for row in rows] == [0] * 10 + [3] * 24 + [0] * 14
     assert graphs == [0, 3, 3], "for another capacity; plain matmuls are compiled already"
 
 
+@pytest.mark.slow
 @needs_cpu_kernels
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_hand_written_loop_follows_too_and_layers_compiled_one_by_one(monkeypatch):
@@ -440,17 +447,18 @@ def test_a_hand_written_loop_follows_too_and_layers_compiled_one_by_one(monkeypa
     for _ in range(4):
         for micro_batch in penalty.micro_batches([batch]):
             model(**micro_batch).logits.square().mean().backward()
-        ways.append([layer.mlp.twell.on_kernels for layer in model.model.layers])
+        ways.append([layer.mlp.twell_state.on_kernels for layer in model.model.layers])
     assert ways == [[False] * 3] * 2 + [[True] * 3] * 2
 
 
+@pytest.mark.slow
 @needs_cpu_kernels
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("backend", ["cpu", "auto"])
 def test_compiled_blocks_that_have_no_choice(tmp_path, monkeypatch, backend):
     """A backend by name is never compiled anew; where no kernels train, nothing is logged."""
     if backend == "auto":
-        monkeypatch.setattr(ops, "kernels_train", lambda x: False)
+        monkeypatch.setattr(api, "kernels_train", lambda x: False)
     model, batch = patched_model(backend=backend), {"input_ids": torch.arange(64).view(4, 16)}
     torch._dynamo.reset()
     compiled, penalty = torch.compile(model, backend="aot_eager"), L1Penalty(model, 0.0)
@@ -458,7 +466,7 @@ def test_compiled_blocks_that_have_no_choice(tmp_path, monkeypatch, backend):
         for _ in range(4):
             for micro_batch in penalty.micro_batches([batch]):
                 compiled(**micro_batch).logits.square().mean().backward()
-    assert {layer.mlp.twell.on_kernels for layer in model.model.layers} == {True if backend == "cpu" else None}
+    assert {layer.mlp.twell_state.on_kernels for layer in model.model.layers} == {True if backend == "cpu" else None}
 
 
 # The operator
@@ -467,17 +475,17 @@ def test_compiled_blocks_that_have_no_choice(tmp_path, monkeypatch, backend):
 @needs_cpu_kernels
 def test_capacity_changes_no_result():
     case = make_case(70, 40, 172, 0.06, torch.float32, biases=True)
-    expected = run(ops.ffn, case, torch.float32, backend="cpu")
+    expected = run(api.ffn, case, torch.float32, backend="cpu")
     for capacity in (1, 7, 172, 100_000):
-        for name, value in run(ops.ffn, case, torch.float32, backend="cpu", capacity=capacity).items():
+        for name, value in run(api.ffn, case, torch.float32, backend="cpu", capacity=capacity).items():
             torch.testing.assert_close(value, expected[name])
     with pytest.raises(ValueError, match="capacity=0; give a number of neurons of at least 1"):
-        ops.ffn(**case, capacity=0)
+        api.ffn(**case, capacity=0)
 
 
 @pytest.mark.parametrize(("intermediate", "capacity"), [(8, 8), (1376, 64), (5632, 128), (8192, 192), (14336, 352)])
 def test_the_default_capacity_on_a_gpu(intermediate, capacity):
-    assert ops.saved_capacity_cuda(intermediate) == capacity
+    assert policy_cuda.saved_capacity(intermediate) == capacity
 
 
 @needs_cpu_kernels
@@ -502,7 +510,7 @@ def test_shapes_without_data(device, gated, by_columns):
         assert state.dtype == torch.uint8
         entries = 3 * 192  # 172 rounded up: less than 256 + 20 * 16
         pairs = 3 * 128 * capacity * 2
-        expected = 256 + 256 + 16 * entries + 256 + 1280 + pairs * (2 if gated else 1)
+        expected = 3 * (32 + 32 + 32) + 18 * entries + pairs * (2 if gated else 1)  # 6 groups of entries take 24 of 32
         if device == "cpu":
             expected = 4 * 300 + 2 * 300 * 16 * (3 if gated else 2)
         assert state.shape == (expected,)
@@ -526,14 +534,14 @@ def test_shapes_without_data(device, gated, by_columns):
     ],
 )
 def test_training_that_cuda_kernels_do_not_take_is_refused_by_name(monkeypatch, dtype, capability, message):
-    monkeypatch.setattr(ops, "_compute_capability", lambda index: "{}.{}".format(*capability))
+    monkeypatch.setattr(api, "_compute_capability", lambda index: "{}.{}".format(*capability))
     x, w = torch.zeros(3, 8, dtype=dtype), torch.zeros(4, 8, dtype=dtype)
     with pytest.raises(ValueError, match=f"backend 'cuda' cannot compute this: gradients are wanted {message}"):
-        ops._kernels_take("cuda", "cuda", True, x, w)
-    assert ops._kernels_take("cuda", "cuda", False, x, w)
-    ops._warn_once.cache_clear()
+        api._kernels_take("cuda", "cuda", True, x, w)
+    assert api._kernels_take("cuda", "cuda", False, x, w)
+    api._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="plain PyTorch") as caught:
-        assert not any(ops._kernels_take("auto", "cuda", True, x, w) for _ in range(3))
+        assert not any(api._kernels_take("auto", "cuda", True, x, w) for _ in range(3))
     (warning,) = [str(entry.message) for entry in caught]
     assert re.match(f"hf_twell trains with plain PyTorch: gradients are wanted {message}", warning)
     assert "torch.no_grad()" in warning
@@ -541,13 +549,13 @@ def test_training_that_cuda_kernels_do_not_take_is_refused_by_name(monkeypatch, 
 
 @pytest.mark.parametrize("set_up", ["evaluation", "compiling", "by name"])
 def test_fallbacks_that_are_no_surprise_are_not_told(monkeypatch, set_up):
-    monkeypatch.setattr(ops, "_compute_capability", lambda index: "8.0")
+    monkeypatch.setattr(api, "_compute_capability", lambda index: "8.0")
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: set_up == "compiling")
     x, w = torch.zeros(3, 8, dtype=torch.bfloat16), torch.zeros(4, 8, dtype=torch.bfloat16)
-    ops._warn_once.cache_clear()
+    api._warn_once.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         if set_up == "by name":
-            ops.ffn(x, w, w.t().contiguous().requires_grad_(), backend="reference")
+            api.ffn(x, w, w.t().contiguous().requires_grad_(), backend="reference")
         else:
-            assert ops._kernels_take("auto", "cuda", set_up != "evaluation", x, w) == (set_up == "evaluation")
+            assert api._kernels_take("auto", "cuda", set_up != "evaluation", x, w) == (set_up == "evaluation")

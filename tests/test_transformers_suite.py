@@ -38,6 +38,7 @@ def unpack(folder: Path) -> Path:
     return source
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CHECKOUT and not ARCHIVE.is_file(), reason="needs Transformers' source, see above")
 @pytest.mark.timeout(3600 if CHECKOUT else 300)
 def test_model_and_generation_suites(tmp_path):

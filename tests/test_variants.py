@@ -1,7 +1,6 @@
 """Which weights a recipe trains, and text that is read as training goes on."""
 
 import json
-import runpy
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from hf_twell import sparsify
 from hf_twell.cli import main
-from hf_twell.loading import load_model
-from hf_twell.packing import PackedText, StreamedText, check_length
-from hf_twell.training import load_recipe, training_arguments
-from hf_twell.variants import Adapters, train_ffns_alone
+from hf_twell.models.loading import load_model
+from hf_twell.recipe import finetune
+from hf_twell.recipe.arguments import training_arguments
+from hf_twell.recipe.packing import PackedText, StreamedText, check_length
+from hf_twell.recipe.schema import load_recipe
+from hf_twell.recipe.variants import LoraOutsideFfns, train_ffns_alone
 from tests.conftest import tiny_llama
 
 DEMO = Path(__file__).parents[1] / "recipes" / "demo"
@@ -84,6 +85,7 @@ def test_a_blend_and_adapters_each_take_off_their_own_mark(recipe, capsys):
     assert AutoConfig.from_pretrained(folder).twell == {"version": 1, "layers": [3]}
 
 
+@pytest.mark.slow
 def test_two_runs_with_adapters_are_alike(recipe, capsys):
     """They begin at random."""
     pytest.importorskip("peft")
@@ -101,7 +103,7 @@ def test_two_runs_with_adapters_are_alike(recipe, capsys):
 def test_adapters_are_merged_exactly():
     pytest.importorskip("peft")
     model = sparsify(tiny_llama(), backend="reference").eval()
-    adapters = Adapters(model, {"r": 2})
+    adapters = LoraOutsideFfns(model, {"r": 2})
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == ("lora_" in name or ".mlp." in name), name
         if "lora_B" in name:
@@ -122,7 +124,7 @@ def test_adapters_in_the_blocks_are_refused(targets):
     pytest.importorskip("peft")
     model = sparsify(tiny_llama())
     with pytest.raises(ValueError, match=r"lora: .*_proj is in the feed-forward blocks"):
-        Adapters(model, {"target_modules": targets})
+        LoraOutsideFfns(model, {"target_modules": targets})
     assert {name for name, _ in model.named_parameters()} == {name for name, _ in tiny_llama().named_parameters()}
     sparsify(model)
 
@@ -150,6 +152,7 @@ def test_a_stream_gives_the_sequences_of_the_packed_text(recipe):
         PackedText(tokenizer, {**source, "column": "text"}, 32)
 
 
+@pytest.mark.slow
 def test_a_recipe_trains_on_local_parquet_as_on_the_same_rows_elsewhere(recipe, capsys):
     datasets = pytest.importorskip("datasets")
     path = recipe.parent / "rows.parquet"
@@ -167,6 +170,7 @@ def test_a_recipe_trains_on_local_parquet_as_on_the_same_rows_elsewhere(recipe, 
     assert logs[0] == logs[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainable", ["all", "ffn+lora"])
 def test_a_streamed_run_resumes_to_the_same_model(recipe, trainable, capsys):
     pytest.importorskip("datasets")
@@ -259,16 +263,15 @@ def test_recipes_that_lack_keys(recipe):
     ],
 )
 def test_the_teacher_that_a_recipe_asks_for(recipe, changes, expected):
-    script = runpy.run_path(str(DEMO.parent / "finetune.py"))
     model = sparsify(AutoModelForCausalLM.from_pretrained(DEMO / "model"))
-    assert script["teacher"](load_recipe(recipe), model) is None
+    assert finetune.teacher(load_recipe(recipe), model) is None
     other = AutoModelForCausalLM.from_pretrained(DEMO / "model")
     other.model.norm.weight.data += 0.5
     other.save_pretrained(recipe.parent / "other")
     AutoTokenizer.from_pretrained(DEMO / "model").save_pretrained(recipe.parent / "other")
     for parent in (DEMO / "model", recipe.parent / "other"):
         more = [] if parent == DEMO / "model" else [f"distill.parent={parent}"]
-        teacher = script["teacher"](load_recipe(recipe, [*changes, *more]), model)
+        teacher = finetune.teacher(load_recipe(recipe, [*changes, *more]), model)
         dtype = expected[2]
         assert (teacher.logits, teacher.layers, teacher.parent.dtype) == (*expected[:2], dtype)
         theirs = AutoModelForCausalLM.from_pretrained(parent, dtype=dtype)

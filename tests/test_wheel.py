@@ -22,7 +22,7 @@ DEMO = ROOT / "recipes" / "demo"
 def sdist(tmp_path_factory) -> Path:
     """The source distribution, unpacked."""
     tree, folder = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("sdist")
-    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     for name in ("hf_twell", "kernels", "model_cards", "recipes", "tests"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -67,9 +67,14 @@ def run(installed, *arguments, cwd):
 
 def test_no_recipe_comes_without_its_data(installed):
     package = installed / "hf_twell"
-    assert (package / "recipes" / "finetune.py").is_file()
     assert (package / "model_cards" / "model.md").is_file()
-    assert [path.name for path in (package / "recipes").rglob("*") if path.is_file()] == ["finetune.py"]
+    assert not (package / "recipes").exists()
+
+
+def test_every_module_comes_along(installed):
+    """Packages are listed by hand in pyproject.toml."""
+    modules = [path.relative_to(ROOT) for path in (ROOT / "hf_twell").rglob("*.py")]
+    assert [path for path in modules if not (installed / path).is_file()] == []
 
 
 def test_kernels_come_whole_and_without_their_tests_notes_and_rows(installed):
@@ -77,7 +82,7 @@ def test_kernels_come_whole_and_without_their_tests_notes_and_rows(installed):
     kinds = tomllib.loads((kernels / "build.toml").read_text())
     listed = {*kinds["torch"]["src"], *(file for kernel in kinds["kernel"].values() for file in kernel["src"])}
     here = {str(path.relative_to(kernels)) for path in kernels.rglob("*") if path.is_file()}
-    assert here - {"twell_cuda/generate_wgmma.py"} == {"build.toml", *listed}
+    assert here - {"twell_cuda/sm90/common/generate_wgmma.py"} == {"build.toml", *listed}
 
 
 def test_the_source_distribution_has_no_tests_that_cannot_run(sdist):
@@ -85,6 +90,22 @@ def test_the_source_distribution_has_no_tests_that_cannot_run(sdist):
     assert (sdist / "LICENSE").is_file()
 
 
+@pytest.mark.slow
+def test_an_editable_install_is_found_beside_the_clone(sdist, tmp_path):
+    """Where Python starts in the folder that holds the clone, whose own folder has the package's name."""
+    clone, site = tmp_path / "hf_twell", tmp_path / "site"
+    shutil.copytree(sdist, clone)
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--target", site]
+    done = subprocess.run([*pip, "--editable", clone], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Warning" not in done.stderr
+    code = f"import site; site.addsitedir({str(site)!r}); import hf_twell; print(hf_twell.__version__)"
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.slow
 def test_train_runs_from_it(installed, tmp_path):
     done = run(installed, "train", "recipes/demo.yaml", cwd=tmp_path)
     assert done.returncode == 1

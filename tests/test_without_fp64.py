@@ -6,8 +6,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Trainer, TrainingArguments
 
-from hf_twell import SparsityCallback, activity, reference, sparsify, step_counts
+from hf_twell import SparsityCallback, sparsify
+from hf_twell.measure import activity
+from hf_twell.ops import reference
+from hf_twell.train import step_counts
 from tests.conftest import tiny_llama
+
+pytestmark = pytest.mark.numeric
 
 
 class NoFp64(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import logging
 import os
 import sys
 
@@ -36,13 +37,15 @@ def main(argv: list[str] | None = None) -> int:
         args.changes += rest
     elif rest:
         args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    # DeepSpeed, where it is installed, warns each command on a CPU, which asks nothing of it.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to" not in record.getMessage())
     try:
         _check_one_process(args.command)
         code = args.run(args)
         sys.stdout.flush()  # a full disk, or a reader that went away, shows here at the latest
         return code
-    except KeyboardInterrupt:
-        print("\nhf-twell: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print("; ".join(["\nhf-twell: interrupted", *map(str, error.args)]), file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader of our output went away (`| head`); nothing is wrong, and nobody is left to tell.

@@ -8,6 +8,7 @@ examples:
   hf-twell bench ffn --backward --tokens 128 1024
   hf-twell bench prefill --layers 28 --batch 64 --length 2048 --energy
   hf-twell bench generate --layers 28 --batch 1 16 64
+  hf-twell bench generate ./my-sparse-model --text notes.txt
   hf-twell bench train --layers 8 28 --batch 8 --length 2048 --energy --output out/bench
 """
 
@@ -16,10 +17,12 @@ import itertools
 import json
 import sys
 from functools import partial
+from pathlib import Path
 
+from hf_twell.cli.bench_own import add_own_model, check_own_model, own_rows
 from hf_twell.cli.bench_table import CELLS
 from hf_twell.cli.output import print_json, stdout_for_result, writing
-from hf_twell.tables import text_table
+from hf_twell.files.tables import text_table
 
 SHAPES = {  # D, F
     "smollm2-135m": (576, 1536),
@@ -31,6 +34,8 @@ SHAPES = {  # D, F
     "llama-70b": (8192, 28672),
 }
 SHAPE_L0_OF = 5632  # neurons for which --l0 is given when --shape scales it
+BATCH = {"prefill": 64, "generate": 1, "train": 8}  # of random models; of the user's own, 1
+LENGTH = 2048
 CPU_TOKENS = [1, 4, 16, 128, 1024]
 CUDA_TOKENS = [1, 16, 64, 256, 1024, 4096, 16384, 65536]
 
@@ -65,14 +70,22 @@ def _add_ffn_options(parser):
 
 
 def _add_generate_options(parser):
-    _add_model_options(parser, batch=1, repeats=3)
+    add_own_model(parser)
+    _add_model_options(parser, BATCH["generate"], repeats=3)
     parser.add_argument("--new-tokens", type=_count, default=128, help="tokens of each sequence (default: 128)")
     parser.add_argument("--steps-only", action="store_true", help="time decoding steps, not `generate` itself")
 
 
+def _add_prefill_options(parser):
+    add_own_model(parser)
+    _add_sequence_options(parser, BATCH["prefill"])
+
+
 def _add_sequence_options(parser, batch):
     _add_model_options(parser, batch, repeats=5)
-    parser.add_argument("--length", type=_count, default=2048, help="tokens of each sequence (default: 2048)")
+    parser.add_argument(
+        "--length", type=_count, help=f"tokens of each sequence (default: {LENGTH}, or MODEL's context)"
+    )
 
 
 def _add_model_options(parser, batch, repeats):
@@ -80,7 +93,7 @@ def _add_model_options(parser, batch, repeats):
     parser.add_argument("--heads", type=_count, help="attention heads (default: D / 64)")
     parser.add_argument("--kv-heads", type=_count, help="key-value heads (default: as many as heads)")
     parser.add_argument("--vocabulary", type=_count, default=32768, help="default: 32768")
-    parser.add_argument("--batch", type=_count, nargs="+", default=[batch], help=f"sequences (default: {batch})")
+    parser.add_argument("--batch", type=_count, nargs="+", help=f"sequences (default: {batch}; of MODEL: 1)")
     parser.add_argument("--repeats", type=_count, default=repeats, help=f"timed turns (default: {repeats})")
 
 
@@ -89,7 +102,9 @@ def _add_common_options(parser):
     parser.add_argument("--l0", type=float, nargs="+", default=[30.0], help="active neurons per token (default: 30)")
     parser.add_argument("--hidden", type=_count, default=2048, metavar="D", help="hidden size (default: 2048)")
     parser.add_argument("--intermediate", type=_count, default=5632, metavar="F", help="FFN width (default: 5632)")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float16", "float32"], help="default: bfloat16; of MODEL: as stored"
+    )
     parser.add_argument("--threads", type=_count, help="PyTorch threads (default: as PyTorch chooses)")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--energy", action="store_true", help="CUDA: also energy per token, 2 s more for each variant")
@@ -102,11 +117,14 @@ def _add_common_options(parser):
 _MODES = {  # what each measures, and the options that it alone reads
     "ffn": ("one block over tokens and L0", _add_ffn_options),
     "prefill": (
-        "one forward pass of a random Llama, calibrated to the workload",
-        partial(_add_sequence_options, batch=64),
+        "one forward pass of a random Llama, calibrated to the workload, or of MODEL",
+        _add_prefill_options,
     ),
-    "generate": ("decoding by a random Llama, calibrated to the workload", _add_generate_options),
-    "train": ("training steps of a random Llama, calibrated to the workload", partial(_add_sequence_options, batch=8)),
+    "generate": ("decoding by a random Llama, calibrated to the workload, or by MODEL", _add_generate_options),
+    "train": (
+        "training steps of a random Llama, calibrated to the workload",
+        partial(_add_sequence_options, batch=BATCH["train"]),
+    ),
 }
 
 
@@ -132,32 +150,34 @@ def _show(rows: list[dict], args) -> None:
 
 def _measure(args, rows: list[dict]) -> None:
     """Append to `rows` what is measured, one by one."""
-    from pathlib import Path
-
     import torch
     from tqdm.auto import tqdm
 
-    from hf_twell.benchmark_progress import shown_on
-    from hf_twell.timing import check_energy
+    from hf_twell.bench.progress import shown_on
+    from hf_twell.bench.timing import check_energy
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but PyTorch sees no GPU here; take --device cpu")
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    _check_sizes(args)
+    own = getattr(args, "model", None) is not None
+    (check_own_model if own else _check_sizes)(args)
     if args.energy:
         check_energy(torch.device(device))
     common = {"dtype": args.dtype, "device": device, "repeats": args.repeats, "energy": args.energy}
+    if not own:
+        common["dtype"] = args.dtype or "bfloat16"
     output = None
     if args.output:
-        from hf_twell.benchmark_plot import plot
+        from hf_twell.bench.plot import plot
 
         output = Path(args.output) / "bench.jsonl"
         output.parent.mkdir(parents=True, exist_ok=True)
     with tqdm(file=sys.stderr, unit="row") as bar:
         common["report"] = shown_on(bar)
-        source, bar.total = (_ffn_rows if args.what == "ffn" else _model_rows)(args, common)
+        make_rows = _ffn_rows if args.what == "ffn" else own_rows if own else _model_rows
+        source, bar.total = make_rows(args, common)
         for row in source:
             bar.update()
             rows.append(row)
@@ -176,6 +196,8 @@ def _check_sizes(args) -> None:
     Raises:
         ValueError: naming the option.
     """
+    if getattr(args, "text", None):
+        raise ValueError("--text goes with a MODEL; random models make their own")
     shaped = args.what == "ffn" and args.shape
     width = SHAPE_L0_OF if shaped else args.intermediate
     for l0 in args.l0:
@@ -196,31 +218,34 @@ def _check_sizes(args) -> None:
 
 
 def _ffn_rows(args, common):
-    from hf_twell.benchmark import bench_ffn
+    from hf_twell.bench.block import bench_ffn
 
     tokens = args.tokens or (CUDA_TOKENS if common["device"] == "cuda" else CPU_TOKENS)
-    if args.shape:
-        shapes = [(*SHAPES[name], [l0 * SHAPES[name][1] / SHAPE_L0_OF for l0 in args.l0]) for name in args.shape]
-    else:
-        shapes = [(args.hidden, args.intermediate, args.l0)]
+    sizes = [SHAPES[name] for name in args.shape or ()] or [(args.hidden, args.intermediate)]
     common |= {"backward": args.backward, "compile_dense": not args.no_compile, "max_autotune": args.max_autotune}
-    source = (
-        row
-        for hidden, intermediate, l0s in shapes
-        for row in bench_ffn(tokens, l0s, hidden=hidden, intermediate=intermediate, **common)
-    )
-    return source, len(tokens) * len(args.l0) * len(shapes)
+
+    def rows():
+        for hidden, intermediate in sizes:
+            l0s = [l0 * intermediate / SHAPE_L0_OF if args.shape else l0 for l0 in args.l0]
+            # Each number of tokens with every L0.
+            asked = itertools.cycle(dict.fromkeys(args.l0))
+            for row in bench_ffn(tokens, l0s, hidden=hidden, intermediate=intermediate, **common):
+                yield row | ({"asked_l0": next(asked), "asked_l0_of": SHAPE_L0_OF} if args.shape else {})
+
+    return rows(), len(tokens) * len(args.l0) * len(sizes)
 
 
 def _model_rows(args, common):
-    from hf_twell.benchmark_generate import bench_generate
-    from hf_twell.benchmark_models import bench_prefill
-    from hf_twell.benchmark_train import bench_train
+    from hf_twell.bench.generate import bench_generate
+    from hf_twell.bench.models import bench_prefill
+    from hf_twell.bench.train import bench_train
 
     bench = {"prefill": bench_prefill, "generate": bench_generate, "train": bench_train}[args.what]
     own = ("new_tokens", "steps_only") if args.what == "generate" else ("length",)
     names = (*own, "hidden", "intermediate", "vocabulary", "heads", "kv_heads")
     common |= {name: getattr(args, name) for name in names} | {"compile": not args.no_compile}
-    settings = list(itertools.product(args.layers, args.l0, args.batch))
+    if args.what != "generate":
+        common["length"] = args.length or LENGTH
+    settings = list(itertools.product(args.layers, args.l0, args.batch or [BATCH[args.what]]))
     source = (bench(layers=layers, l0=l0, batch=batch, **common) for layers, l0, batch in settings)
     return source, len(settings)

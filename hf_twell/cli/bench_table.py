@@ -1,14 +1,18 @@
 """The table of `hf-twell bench`: which of a row's figures are shown for each mode."""
 
+from hf_twell.files.tables import percent
+
 
 def _ffn_cells(rows):
     names = ("eager_ms", "compiled_ms", "autotuned_ms", "sparse_ms", "eager_peak_mib", "compiled_peak_mib")
     names = [name for name in (*names, "sparse_peak_mib", "sparse_held_mib", "took") if name in rows[0]]
     names += [name for name in rows[0] if name.endswith("_mj_per_token")]
+    scaled = any("asked_l0" in row for row in rows)  # by --shape
     cells = [
         [
             f"{row['hidden']} x {row['intermediate']}",
             row["tokens"],
+            *([f"{row['asked_l0']:g} of {row['asked_l0_of']:,} = {row['requested_l0']:.3g}"] if scaled else []),
             row["l0"],
             row["distinct_64"],
             f"{row['error']:.2g} / {row['error_eager']:.2g}",
@@ -17,7 +21,15 @@ def _ffn_cells(rows):
         ]
         for row in rows
     ]
-    head = ["D x F", "tokens", "L0", "distinct in 64", "error / eager's", *(name.replace("_", " ") for name in names)]
+    head = [
+        "D x F",
+        "tokens",
+        *(["L0 asked"] if scaled else []),
+        "L0",
+        "distinct in 64",
+        "error / eager's",
+        *(name.replace("_", " ") for name in names),
+    ]
     return [*head, "speed-up"], cells
 
 
@@ -26,20 +38,28 @@ def _model_cells(keys):
         # A variant may be absent from some rows.
         found = dict.fromkeys(name for row in rows for name in row)
         names = [name for name in (*keys, *(n for n in found if n.endswith("_mj_per_token"))) if name in found]
-        head = ["layers", "batch", "L0 of layers", "distinct in 64 (workload)", *(n.replace("_", " ") for n in names)]
+        activity = "density" if "model" in found else "distinct in 64 (workload)"
+        head = ["layers", "batch", "L0 of layers", activity, *(name.replace("_", " ") for name in names)]
         return head, [
             [
                 row["layers"],
                 row["batch"],
                 f"{min(row['layer_l0']):.3g} to {max(row['layer_l0']):.3g}",
-                f"{min(row['layer_distinct_64']):.0f} to {max(row['layer_distinct_64']):.0f} "
-                f"({row['workload_distinct_64']:.0f})",
+                _activity(row),
                 *(row.get(name, "") for name in names),
             ]
             for row in rows
         ]
 
     return cells
+
+
+def _activity(row) -> str:
+    """What there is besides L0: of a user's own model its density, of a random one how alike it is to the workload."""
+    if "model" in row:
+        return percent(row["density"])
+    distinct = row["layer_distinct_64"]
+    return f"{min(distinct):.0f} to {max(distinct):.0f} ({row['workload_distinct_64']:.0f})"
 
 
 _PREFILL = (
@@ -50,9 +70,10 @@ _PREFILL = (
     "eager_peak_mib",
     "sparse_peak_mib",
     "speedup",
+    "sparse_layers_on_kernels",
 )
 _GENERATE = ("decoded_l0", "dense_step_ms", "sparse_step_ms", "step_speedup")
-_GENERATE += ("dense_tokens_per_s", "sparse_tokens_per_s", "speedup", "same_tokens")
+_GENERATE += ("dense_tokens_per_s", "sparse_tokens_per_s", "speedup", "same_tokens", "sparse_layers_on_kernels")
 _VARIANTS = ("eager", "compiled", "liger", "sparse", "sparse_compiled")
 _TRAIN = ("sparse_layers_on_kernels", *(f"{name}_ms" for name in _VARIANTS), "speedup")
 _TRAIN += ("sparse_tokens_per_s", "sparse_compiled_tokens_per_s", *(f"{name}_peak_mib" for name in _VARIANTS))

@@ -7,7 +7,7 @@ example:
 import argparse
 
 from hf_twell.cli.output import print_json
-from hf_twell.tables import text_table
+from hf_twell.files.tables import text_table
 
 PACKAGES = {  # and what pip installs for each
     "torch": "torch",
@@ -18,6 +18,7 @@ PACKAGES = {  # and what pip installs for each
     "trl": "trl",
     "lm_eval": "hf_twell[eval]",
     "evaluate": "hf_twell[eval]",
+    "gguf": "hf_twell[gguf]",
     "matplotlib": "hf_twell[bench]",
 }
 
@@ -69,6 +70,6 @@ def _devices() -> list[str]:
 
 
 def _backends() -> dict:
-    from hf_twell import build
+    from hf_twell.ops import build
 
     return {name: build.status(name)._asdict() for name in build.BACKENDS}

@@ -7,6 +7,7 @@ examples:
   hf-twell eval ./my-model
   hf-twell eval ./my-model --tasks arc_easy --data-dir data/eval --split validation --json > scores.json
   hf-twell eval ./my-model --tasks arc_challenge --num-fewshot 25
+  hf-twell eval ./my-chat-model --tasks arc_easy --chat-template
   hf-twell eval ./my-model --tasks arc_easy --dtype bfloat16 --flips
   hf-twell eval ./my-model --text book.txt stories.txt.xz
 """
@@ -15,11 +16,11 @@ import argparse
 from pathlib import Path
 
 from hf_twell.cli.output import DTYPES, check_output, print_json, stdout_for_result, write_json
-from hf_twell.tables import text_table
+from hf_twell.files.tables import text_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder or Hub name of a model")
+    parser.add_argument("model", metavar="MODEL", help="a model's folder, an adapter's, a GGUF file or a Hub name")
     parser.add_argument(
         "--tasks",
         nargs="+",
@@ -36,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--split", choices=("validation", "test"), help="rows to score (default: what lm-eval scores)")
     parser.add_argument("--num-fewshot", type=int, default=0, metavar="N", help="examples before each row (default: 0)")
+    parser.add_argument(
+        "--chat-template", action="store_true", help="put the tasks' prompts through the tokenizer's chat template"
+    )
     parser.add_argument(
         "--flips",
         action="store_true",
@@ -75,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> dict:
-    from hf_twell import evaluation
+    from hf_twell.evaluation import harness
 
     tasks = args.tasks and [name for item in args.tasks for name in item.split(",") if name]
     converted = []
@@ -96,7 +100,7 @@ def _evaluate(args: argparse.Namespace) -> dict:
         converted.append(args.backend)
         return hf_twell.sparsify(model, backend=args.backend)
 
-    result = evaluation.evaluate(
+    result = harness.evaluate(
         args.model,
         tasks=tasks,
         data_dir=args.data_dir,
@@ -106,6 +110,7 @@ def _evaluate(args: argparse.Namespace) -> dict:
         batch_size=args.batch_size,
         context=args.context,
         num_fewshot=args.num_fewshot,
+        chat_template=args.chat_template,
         log_samples=args.log_samples,
         dtype=args.dtype,
         device=args.device,
@@ -118,12 +123,13 @@ def _evaluate(args: argparse.Namespace) -> dict:
 
 
 def _flips(args, tasks) -> dict:
-    from hf_twell.flips import answer_flips
-    from hf_twell.loading import load_model
-    from hf_twell.tasks import DEFAULT_TASKS
+    from hf_twell.evaluation.flips import answer_flips
+    from hf_twell.evaluation.tasks import DEFAULT_TASKS
+    from hf_twell.models.adapters import load_with_adapter
+    from hf_twell.models.loading import load_model
 
-    model, tokenizer = load_model(args.model, dtype=args.dtype, device=args.device)
-    names = ("data_dir", "split", "limit", "batch_size", "num_fewshot", "backend")
+    model, tokenizer = load_model(args.model, dtype=args.dtype, device=args.device, load=load_with_adapter)
+    names = ("data_dir", "split", "limit", "batch_size", "num_fewshot", "chat_template", "backend")
     return answer_flips(model, tokenizer, tasks or DEFAULT_TASKS, **{name: getattr(args, name) for name in names})
 
 
@@ -131,6 +137,7 @@ def format_table(result: dict) -> str:
     """The results for people: one row per metric of a task, and one per text file."""
     shots = {entry["num_fewshot"] for entry in result["tasks"].values()} - {0}
     how = f"{shots.pop()}-shot" if shots else "zero-shot"
+    how += ", chat template" if result["tasks"] and result["chat_template"] else ""
     parts = [f"{result['model']} ({result['dtype']}, {result['device']}, batch size {result['batch_size']}, {how})"]
     if result["limit"]:
         parts.append(f"Only the first {result['limit']} rows or documents of each: not comparable with full scores.")

@@ -1,7 +1,8 @@
 """See where a model thinks: how many neurons fire, by layer, position and token, and what sparsity would buy here.
 
-Works on dense and sparse models. Prints a summary; --html writes one page that needs no network, --output the figures
-as JSON. Ctrl-C stops reading and reports what has been seen, marked partial; a second one ends at once.
+Works on dense and sparse models; of a dense one, it also says what a conversion would cost before any training. Prints
+a summary; --html writes one page that needs no network, --output the figures as JSON. Ctrl-C stops reading and reports
+what has been seen, marked partial; a second one ends at once.
 
 examples:
   hf-twell inspect qwen3-relu --text notes.txt --html qwen3.html
@@ -16,11 +17,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hf_twell.cli.output import DTYPES, check_output, print_json, stdout_for_result, write_json, writing
-from hf_twell.tables import text_table
+from hf_twell.files.tables import text_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder or Hub name of a model")
+    parser.add_argument("model", metavar="MODEL", help="a model's folder, an adapter's, a GGUF file or a Hub name")
     parser.add_argument("--text", nargs="+", required=True, metavar="FILE", help="text files (.txt, .xz) to read")
     parser.add_argument("--html", metavar="FILE", help="write the page to FILE")
     parser.add_argument("--output", metavar="FILE", help="write the JSON to FILE")
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--html and --output name the same file, {args.output}; give each its own")
     with stdout_for_result():
         result = _inspect(args)
-        from hf_twell.report.page import render
+        from hf_twell.inspection.report.page import render
     try:
         if args.output:
             write_json(result, args.output)
@@ -62,12 +63,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _inspect(args) -> dict:
     _check_texts(args.text)
-    from hf_twell.inspection import inspect_text, passage_ids
-    from hf_twell.loading import load_model, load_tokenizer
-    from hf_twell.savings import ffn_savings
+    from hf_twell.inspection.inspecting import inspect_text, passage_ids
+    from hf_twell.inspection.savings import ffn_savings
+    from hf_twell.models.adapters import load_with_adapter
+    from hf_twell.models.loading import load_model, load_tokenizer
 
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
-    model, tokenizer = load_model(args.model, tokenizer, dtype=args.dtype, device=args.device)
+    model, tokenizer = load_model(args.model, tokenizer, dtype=args.dtype, device=args.device, load=load_with_adapter)
     with _asked_to_stop() as stop:
         result = inspect_text(
             model,
@@ -79,19 +81,33 @@ def _inspect(args) -> dict:
             progress=True,
             stop=stop,
         )
-    result["savings"] = None
+    result["conversion"] = result["savings"] = None
     if not result["partial"]:
         ids = passage_ids(tokenizer, args.text, result["context"])
         try:
             result["savings"] = ffn_savings(model, ids, result["layers"], measure=args.measure)
+            if result["activation"] != "relu":
+                result["conversion"] = _cost(model, tokenizer, args, result["warnings"])
         except KeyboardInterrupt:
             result["partial"] = True
     return result
 
 
+def _cost(model, tokenizer, args, warnings: list[str]) -> dict | None:
+    """What a conversion would cost a dense model; None, and a warning that says why, where there can be none."""
+    from hf_twell.inspection.conversion_cost import conversion_cost
+
+    limits = {"context": args.context, "max_tokens": args.tokens}
+    try:
+        return conversion_cost(model, tokenizer, args.text, **limits, progress=True)
+    except ValueError as error:
+        warnings.append(f"What a conversion would cost is not known: {error}")
+        return None
+
+
 def _check_texts(files: list[str]) -> None:
     """What can be wrong with them at first sight, before a model is loaded."""
-    from hf_twell.passages import read_pieces
+    from hf_twell.inspection.passages import read_pieces
 
     for path in files:
         if not Path(path).is_file():
@@ -119,7 +135,7 @@ def _asked_to_stop() -> Iterator[Callable[[], bool]]:
 
 def summary(result: dict) -> str:
     """The inspection for a terminal: headline, a line a layer, what stands out, what it would buy."""
-    from hf_twell.report.findings import findings, headline, number, percent, savings_sentence
+    from hf_twell.inspection.report.findings import findings, headline, number, percent, savings_sentence
 
     rows = []
     for index, layer in enumerate(result["layers"]):
@@ -127,13 +143,18 @@ def summary(result: dict) -> str:
         quantiles = [layer["l0_quantiles"][name] for name in ("p10", "p50", "p90")]
         row = [index, number(layer["l0"]), percent(layer["density"]), *quantiles, layer["dead_neurons"]]
         rows.append([*row, layer["always_on_neurons"], "n/a" if runs is None else number(runs), percent(shares)])
+        if result.get("conversion"):
+            rows[-1].append(percent(layer["negative_share"]))
     headers = ["layer", "L0", "density", "p10", "p50", "p90", "dead", "always on", "distinct in 64", "top 10 % carry"]
+    headers += ["negative gates carry"] if result.get("conversion") else []
     parts = [headline(result)]
     if result["partial"]:
         parts.insert(0, "PARTIAL: interrupted; the figures are for what has been read.")
     parts += [f"Warning: {warning}" for warning in result["warnings"]]
     parts.append(f"{result['tokens']:,} tokens, windows of {result['context']:,}:\n{text_table(headers, rows)}")
     parts.append("\n".join(f"- {found['title']}. {found['text']}" for found in findings(result)))
+    if result.get("conversion"):
+        parts.append(_conversion(result))
     if result["savings"]:
         parts.append(savings_sentence(result["savings"]))
         if not result["savings"]["relu"]:
@@ -141,9 +162,21 @@ def summary(result: dict) -> str:
     return "\n\n".join(parts)
 
 
+def _conversion(result: dict) -> str:
+    """What a dense model loses by the swap to ReLU, and by fewer neurons, before any training."""
+    from hf_twell.inspection.report.findings import changes, conversion_sentence, increase
+
+    cost = result["conversion"]
+    rows = [["all, dense", cost["loss"], ""]]
+    for name, row in changes(cost):
+        rows.append([name, "n/a" if row["loss"] is None else row["loss"], increase(row["increase"])])
+    where = f"Loss before any training, on the first {cost['tokens']:,} tokens"
+    return f"{where}:\n{text_table(['neurons', 'loss', 'change'], rows)}\n\n{conversion_sentence(result)}"
+
+
 def _if_sparse(savings: dict) -> str:
     """What a dense model's blocks would gain at lower densities."""
-    from hf_twell.report.findings import percent
+    from hf_twell.inspection.report.findings import percent
 
     how = "measured on synthetic activations" if savings["if_density"][0]["measured"] else "predicted, not measured"
     headers = ["density", "decode, 1 token", f"prefill of {savings['tokens']['prefill']:,} tokens"]

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hf_twell.tables import percent, text_table
+from hf_twell.files.tables import percent, text_table
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")  # of --dtype, how a model is loaded
 

@@ -3,8 +3,9 @@
 The activation alone changes, so the model needs fine-tuning after (hf-twell train). The folder appears whole or not
 at all.
 
-example:
+examples:
   hf-twell sparsify meta-llama/Llama-3.2-1B llama-3.2-1b-relu --dtype bfloat16 --text notes.txt
+  hf-twell sparsify llama-3.2-1b-q8_0.gguf llama-3.2-1b-relu --dtype bfloat16
 """
 
 import argparse
@@ -12,11 +13,11 @@ import sys
 from pathlib import Path
 
 from hf_twell.cli.output import DTYPES, print_json, sparsity_table, stdout_for_result
-from hf_twell.tables import percent
+from hf_twell.files.tables import percent
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="a model folder or a Hub name")
+    parser.add_argument("model", help="a model folder, a GGUF file or a Hub name")
     parser.add_argument("output", help="the folder to write; it must not exist")
     parser.add_argument(
         "--layers", type=int, nargs="+", help="for kernels and the L1 term (default: as saved, else all)"
@@ -53,11 +54,11 @@ def _convert(args) -> dict:
     import torch
 
     import hf_twell
-    from hf_twell.architectures import find_ffns
-    from hf_twell.inference import check_ids
-    from hf_twell.loading import has_tokenizer, load_model
-    from hf_twell.packing import check_file, token_ids
-    from hf_twell.whole_folders import check_target, save_model
+    from hf_twell.blocks.architectures import find_ffns
+    from hf_twell.files.folders import check_target, save_model
+    from hf_twell.measure.inference import check_ids
+    from hf_twell.models.loading import has_tokenizer, load_model
+    from hf_twell.recipe.packing import check_file, token_ids
 
     output = check_target(args.output, overwrite=args.overwrite)
     if output.exists() and Path(args.model).exists() and output.samefile(args.model):
@@ -69,17 +70,27 @@ def _convert(args) -> dict:
     tokenizer = None
     if not args.text and not has_tokenizer(args.model):
         tokenizer = False
-        print(f"{args.model} holds no tokenizer (tokenizer.json, say); the converted model gets none", file=sys.stderr)
     model, tokenizer = load_model(args.model, tokenizer, dtype=args.dtype, device="cpu")
     already = getattr(model.config, "twell", None) is not None
+    swapped = not all(isinstance(site.activation, torch.nn.ReLU) for site in find_ffns(model))
     hf_twell.sparsify(model, layers=args.layers)
+    if tokenizer is None:
+        print(f"{args.model} holds no tokenizer (tokenizer.json, say); the converted model gets none", file=sys.stderr)
     sparsity = None
     if args.text:
         length = min(512, getattr(model.config.get_text_config(), "max_position_embeddings", 512))
         ids = torch.tensor(token_ids(tokenizer, args.text)[: args.tokens])
         check_ids(model, tokenizer, ids)
         sparsity = hf_twell.measure_sparsity(model, [part[None] for part in ids.split(length)], progress=True)
-    save_model(model, args.output, tokenizer, overwrite=args.overwrite)
+    heldout = [Path(name).name for name in args.text]
+    save_model(
+        model,
+        args.output,
+        tokenizer,
+        overwrite=args.overwrite,
+        method={"step": 0} if swapped else None,
+        measured={"heldout": heldout, "before": {"sparsity": sparsity}} if sparsity else None,
+    )
     return {
         "class": type(model).__name__,
         "blocks": len(find_ffns(model)),

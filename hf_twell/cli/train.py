@@ -1,4 +1,4 @@
-"""Fine-tune a model to few active neurons, as a recipe (YAML) says. Runs recipes/finetune.py.
+"""Fine-tune a model to few active neurons, as a recipe (YAML) says. The loop is in hf_twell/recipe/finetune.py.
 
 Any key of the recipe can be changed on the command line. An interrupted run goes on with --resume, from its last
 complete checkpoint. Paths in a recipe start from its folder, those of KEY=VALUE from the working directory. Example
@@ -11,15 +11,13 @@ examples (in a checkout):
 
 import argparse
 import os
-import runpy
 
-from hf_twell._carried import carried_folder
 from hf_twell.cli.output import print_json, sparsity_table, stdout_for_result
-from hf_twell.tables import percent, text_table
+from hf_twell.files.tables import percent, text_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", help="a YAML file; its keys are the fields of hf_twell.training.Recipe")
+    parser.add_argument("recipe", help="a YAML file; its keys are the fields of hf_twell.recipe.schema.Recipe")
     parser.add_argument(
         "changes", nargs="*", default=[], metavar="KEY=VALUE", help="in place of the recipe's own values"
     )
@@ -30,10 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with stdout_for_result():
-        from hf_twell.training import load_recipe
+        from hf_twell.recipe.schema import load_recipe
 
-        recipe = load_recipe(args.recipe, args.changes)
-        finetune = runpy.run_path(str(carried_folder("recipes", holds="finetune.py") / "finetune.py"))["finetune"]
+        recipe = load_recipe(args.recipe, args.changes)  # its mistakes are told before the long imports
+        from hf_twell.recipe.finetune import finetune
+
         result = finetune(recipe, resume=args.resume, overwrite=args.overwrite)
     if int(os.environ.get("RANK", 0)) != 0:  # of several processes the first one prints
         return 0
@@ -45,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
         for name, stage in (("before", result["before"]), ("fine-tuned", result["after"]))
         if stage is not None  # "before" is, of a model that is sharded
     ]
+    if result["dense"] is not None:
+        rows.insert(0, ["dense parent", result["dense"]["loss"], "", ""])
     print(text_table(["", "held-out loss", "active per token (L0)", "density"], rows), end="\n\n")
     print(sparsity_table(result["after"]["sparsity"]))
     print(f"\nsaved to {result['model']}")

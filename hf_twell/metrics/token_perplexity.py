@@ -1,6 +1,6 @@
 """Perplexity of a causal language model, as a module of Hugging Face `evaluate`; load it by its path:
 
-perplexity = evaluate.load(hf_twell.perplexity.METRIC_PATH)
+perplexity = evaluate.load(hf_twell.measure.perplexity.METRIC_PATH)
 """
 
 import math

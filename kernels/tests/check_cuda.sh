@@ -5,27 +5,29 @@
 #   check_cuda.sh            builds and runs           check_cuda.sh build FOLDER      builds only, into FOLDER
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
-sources="$here/../twell_cuda"
+sources=$(cd "$here/../twell_cuda" && pwd)
 run=yes
 if [ "${1:-}" = build ]; then
-  out=$2 run=
-  mkdir -p "$out"
+  run=
+  mkdir -p "$2"
+  out=$(cd "$2" && pwd)
 else
   out=$(mktemp -d)
   trap 'rm -rf "$out"' EXIT
 fi
-nvcc="${NVCC:-nvcc} -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I$sources"
+nvcc="${NVCC:-nvcc} -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I. -I../shared"
 jobs=$(getconf _NPROCESSORS_ONLN)
 
-# launch*.cpp bind the kernels to torch; the programs call what lies below them.
-find "$sources" -name '*.cu' -o -name '*.cpp' ! -name 'launch*.cpp' | grep -v /bench/ \
-  | xargs -P "$jobs" -I{} sh -c '$1 -c "$2" -o "$3/$(basename "$2").o"' sh "$nvcc" {} "$out"
-checks=$(cd "$sources/tests" && ls ./*_check.cu | sed 's|^\./||; s|\.cu$||')
+# host/bind_*.cpp bind the kernels to torch; the programs call what lies below them. Objects lie in folders as sources do.
+cd "$sources"
+find . -name '*.cu' -o -name '*.cpp' ! -name 'bind_*.cpp' \
+  | xargs -P "$jobs" -I{} sh -c 'mkdir -p "$3/${2%/*}" && $1 -c "$2" -o "$3/$2.o"' sh "$nvcc" {} "$out"
+checks=$(cd tests && ls ./*_check.cu | sed 's|^\./||; s|\.cu$||')
 rm -f "$out/kernels.a"
 objects=$(find "$out" -name '*.o' ! -name '*_check.cu.o')
 # An archive leaves out what a program does not call.
 ar qc "$out/kernels.a" $objects
-echo "$checks" | xargs -P "$jobs" -I{} sh -c '$1 -o "$2/$3" "$2/$3.cu.o" "$2/kernels.a"' sh "$nvcc" "$out" {}
+echo "$checks" | xargs -P "$jobs" -I{} sh -c '$1 -o "$2/$3" "$2/tests/$3.cu.o" "$2/kernels.a"' sh "$nvcc" "$out" {}
 [ -n "$run" ] || exit 0
 
 failed=

@@ -10,9 +10,9 @@
 #include <thread>
 #include <vector>
 
-#include "../twell_cpu/backward.h"
-#include "../twell_cpu/dense.h"
-#include "../twell_cpu/forward.h"
+#include "backward/backward.h"
+#include "common/dense.h"
+#include "forward/forward.h"
 
 namespace {
 

@@ -1,6 +1,6 @@
 """Small calls of every CUDA path, for compute-sanitizer (`make sanitize`): each buffer is an allocation of its own, so
 that an access past its end is seen. Prints the number of calls; results are checked too, against plain PyTorch.
-Paths named as arguments alone, without gradients: racecheck cannot follow Hopper's kernels (twell_cuda/NOTES.md)."""
+Paths named as arguments alone, without gradients: racecheck cannot follow Hopper's kernels (twell_cuda/LOG.md)."""
 
 import functools
 import itertools
@@ -11,7 +11,7 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
 import torch
 
-from hf_twell import ops, reference
+from hf_twell.ops import api, reference
 from tests.ffn_cases import make_case
 
 TOKENS = {"decode": (1, 2, 3, 4, 17, 64), "sm90": (1, 65, 130, 300, 2100), "portable": (1, 65, 130, 300)}
@@ -39,7 +39,7 @@ def infer(paths) -> int:
             if tokens > 1:
                 case["x"][tokens // 2] = float("nan")  # active for every neuron there is, and for none besides
             with torch.no_grad():
-                y, truth = ops.ffn(**case, backend="cuda"), reference.ffn(**case)
+                y, truth = api.ffn(**case, backend="cuda"), reference.ffn(**case)
             torch.testing.assert_close(y, truth, rtol=0.05, atol=0.05, equal_nan=True)
             calls += 1
     return calls
@@ -55,7 +55,7 @@ def train() -> int:
         case = on_gpu(tokens, hidden, width, density, dtype, gated=gated, biases=biases)
         l1 = {"l1_scale": torch.tensor(0.01, device="cuda"), "token_weight": torch.ones(tokens, device="cuda")}
         gradients = []
-        for ffn in (functools.partial(ops.ffn, backend="cuda", capacity=capacity), reference.ffn):
+        for ffn in (functools.partial(api.ffn, backend="cuda", capacity=capacity), reference.ffn):
             leaves = {name: None if t is None else t.clone().requires_grad_() for name, t in case.items()}
             tally = torch.zeros(1 + width, device="cuda", requires_grad=True)
             ffn(**leaves, **l1, tally=tally).float().square().sum().backward()

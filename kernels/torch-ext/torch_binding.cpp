@@ -1,14 +1,30 @@
 // The operators' definitions, shared by every backend. Each backend's library adds its implementation for its own
-// dispatch key; hf_twell/_kernel_ops.py adds shape inference and autograd. Meaning of every argument: hf_twell/ops.py,
+// dispatch key; hf_twell/ops/kernel_ops.py adds shape inference and autograd. Meaning of every argument: hf_twell/ops/api.py,
 // which refuses with ValueError what it can. What is left the implementations throw as std::runtime_error: of
 // std::invalid_argument PyTorch makes a ValueError up to 2.14, and a RuntimeError from 2.15 on (pytorch#193451).
 
 #include <torch/csrc/stable/library.h>
 
+#include <tuple>
+
+#include "twell_state.h"
+
+namespace {
+
+std::tuple<int64_t, int64_t> cpu_state_block(int64_t capacity, int64_t element_size, bool gated) {
+  return {twell::CpuStateLayout::kBlockTokens, twell::cpu_state_layout(capacity, element_size, gated).bytes()};
+}
+
+std::tuple<int64_t, int64_t> cuda_state_block(int64_t width, int64_t capacity, bool gated) {
+  return {twell::CudaStateLayout::kBlockTokens, twell::cuda_state_layout(width, capacity, gated).bytes()};
+}
+
+}  // namespace
+
 STABLE_TORCH_LIBRARY(hf_twell, m) {
   // report: (1 + F) fp32, the token-weighted sum of |h| and then each neuron's token-weighted activity (their sum is
   // L0's); empty without `tally`. state: bytes that only this backend's ffn_backward reads; empty when capacity is 0.
-  // Its size depends on T, D, F, the dtype and `capacity` (active neurons per token, on average) alone.
+  // Its size depends on T, F, the dtype and `capacity` (active neurons per token, on average) alone: see below.
   m.def(
       "ffn(Tensor x, Tensor w_up, Tensor w_down, Tensor? w_gate, Tensor? b_up, Tensor? b_down, Tensor? b_gate, "
       "Tensor? l1_scale, Tensor? token_weight, Tensor? tally, int capacity) "
@@ -17,6 +33,9 @@ STABLE_TORCH_LIBRARY(hf_twell, m) {
   m.def(
       "infer(Tensor x, Tensor w_up, Tensor w_down, Tensor? w_gate, Tensor? b_up, Tensor? b_down, Tensor? b_gate) "
       "-> Tensor");
+  // Tokens and bytes of one block of the state, which has whole blocks.
+  m.def("cpu_state_block(int capacity, int element_size, bool gated) -> (int, int)");
+  m.def("cuda_state_block(int width, int capacity, bool gated) -> (int, int)");
   // needs: bit i asks for the i-th gradient, in the order returned; the others come back empty.
   m.def(
       "ffn_backward(Tensor grad_y, Tensor state, Tensor x, Tensor w_up, Tensor w_down, Tensor? w_gate, Tensor? b_up, "
@@ -29,4 +48,9 @@ STABLE_TORCH_LIBRARY(hf_twell, m) {
   m.def(
       "activation_backward(Tensor grad_h, Tensor gate, Tensor? up, Tensor? l1_scale, Tensor? token_weight, "
       "bool reports) -> (Tensor grad_gate, Tensor grad_up, Tensor report)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hf_twell, CompositeExplicitAutograd, m) {
+  m.impl("cpu_state_block", TORCH_BOX(&cpu_state_block));
+  m.impl("cuda_state_block", TORCH_BOX(&cuda_state_block));
 }

@@ -1,7 +1,7 @@
 // What a graph leaves, compared on the device after each replay, so that no wrong value of an earlier one goes unseen.
 #pragma once
 
-#include "check.cuh"
+#include "tests/check.cuh"
 
 namespace checks {
 

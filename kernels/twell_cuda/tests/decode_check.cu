@@ -2,8 +2,7 @@
 // types, densities and biases, with poisoned memory; then times the choices side by side inside captured graphs over 28
 // sets of weights, so that weights come from device memory.
 //
-//   nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a -o decode_check tests/decode_check.cu *decode_*.cu \
-//     sm90_few_*.cu sm90_mid_*.cu sm90_{forward,gate,list,up,down}.cu
+// Built by kernels/tests/check_cuda.sh.
 //   ./decode_check          checks, then timings      ./decode_check check | verbose | time | few | fused | spaced | large
 //
 // "few" times 1 to 64 tokens of several shapes alone. Built with -DTWELL_FEW_TRACE it also says when Hopper's kernels
@@ -25,11 +24,12 @@
 #include <string>
 #include <vector>
 
-#include "../decode_plan.cuh"
-#include "../sm90_decode_fused.cuh"
-#include "../sm90_few.cuh"
-#include "compare.cuh"
-#include "graph.cuh"
+#include "decode/decode.h"
+#include "host/dispatch.h"
+#include "sm90/decode/few.cuh"
+#include "sm90/decode/fused.cuh"
+#include "tests/compare.cuh"
+#include "tests/graph.cuh"
 
 namespace {
 
@@ -80,12 +80,12 @@ __global__ void naive_products(const Ffn f, float* h, unsigned long long* active
   if (warp >= f.tokens * f.width) return;
   const int64_t t = warp / f.width, n = warp % f.width;
   const Half* x = static_cast<const Half*>(f.x) + t * f.hidden;
-  float g = dot(x, static_cast<const Half*>(f.gate) + n * f.hidden, f.hidden);
+  float g = dot(x, static_cast<const Half*>(f.gate.data) + n * f.hidden, f.hidden);
   if (f.b_gate) g += to_float(static_cast<const Half*>(f.b_gate)[n]);
   g = g <= 0.f ? 0.f : g;
   float v = g;
-  if (f.up != nullptr && g != 0.f) {
-    float u = dot(x, static_cast<const Half*>(f.up) + n * f.hidden, f.hidden);
+  if (f.up.data != nullptr && g != 0.f) {
+    float u = dot(x, static_cast<const Half*>(f.up.data) + n * f.hidden, f.hidden);
     if (f.b_up) u += to_float(static_cast<const Half*>(f.b_up)[n]);
     v = g * u;
   }
@@ -103,7 +103,7 @@ __global__ void naive_outputs(const Ffn f, const float* h, float* y) {
   float s = 0.f;
   for (int n = 0; n < f.width; ++n) {
     const float v = h[t * f.width + n];
-    if (v != 0.f) s += v * to_float(static_cast<const Half*>(f.down)[static_cast<int64_t>(n) * f.hidden + d]);
+    if (v != 0.f) s += v * to_float(static_cast<const Half*>(f.down.data)[static_cast<int64_t>(n) * f.hidden + d]);
   }
   if (f.b_down) s += to_float(static_cast<const Half*>(f.b_down)[d]);
   y[t * f.hidden + d] = s;
@@ -158,7 +158,7 @@ Kernels few_kernels(bool overlap) {
 // Down in clusters of `splits`, whatever the shape.
 Kernels few_in_clusters(int splits, bool overlap = true) {
   Kernels k = few_kernels(overlap);
-  k.few_splits = splits;
+  k.forced_splits = splits;
   return k;
 }
 
@@ -290,7 +290,7 @@ bool check(const Case& c, const Device& device, const char* type, double toleran
   Ffn f{};
   f.dtype = sizeof(Half) == 2 && std::strcmp(type, "bf16") == 0 ? DType::kBFloat16 : DType::kFloat16;
   f.tokens = c.tokens, f.hidden = c.hidden, f.width = c.width;
-  f.x = x, f.gate = w.gate, f.up = w.up, f.down = w.down;
+  f.x = x, f.gate.data = w.gate, f.up.data = w.up, f.down.data = w.down;
   f.b_gate = w.b_gate, f.b_up = w.b_up, f.b_down = w.b_down;
   const int64_t outputs = int64_t{c.tokens} * c.hidden;
   const int64_t workspace_bytes = decode_workspace_bytes(f);
@@ -308,7 +308,7 @@ bool check(const Case& c, const Device& device, const char* type, double toleran
       CHECK(cudaMemset(workspace, poison, workspace_bytes + kGuard));
       CHECK(cudaMemset(y, poison, 2 * outputs + kGuard));
       poison_shared(device);
-      CHECK(i == 0 ? decode(f, device, workspace, nullptr) : run(f, variants[i].kernels, device, workspace, nullptr));
+      CHECK(i == 0 ? decode(f, choose_kernels(f, device), device, workspace, nullptr) : run(f, variants[i].kernels, device, workspace, nullptr));
       CHECK(cudaDeviceSynchronize());
       std::vector<uint8_t> bytes(2 * outputs + kGuard), guard(kGuard);
       CHECK(cudaMemcpy(bytes.data(), y, bytes.size(), cudaMemcpyDeviceToHost));
@@ -426,9 +426,9 @@ bool check_all(const Device& device, bool verbose) {
 
   Ffn bad{};
   bad.dtype = DType::kBFloat16, bad.tokens = 65, bad.hidden = 64, bad.width = 64;
-  ok &= decode(bad, device, nullptr, nullptr) == cudaErrorInvalidValue;
+  ok &= decode(bad, {}, device, nullptr, nullptr) == cudaErrorInvalidValue;
   bad.tokens = 1, bad.hidden = 63;
-  ok &= decode(bad, device, nullptr, nullptr) == cudaErrorInvalidValue;
+  ok &= decode(bad, {}, device, nullptr, nullptr) == cudaErrorInvalidValue;
   std::printf("%d cases: %s\n", cases, ok ? "all right" : "FAILED");
   return ok;
 }
@@ -670,7 +670,7 @@ bool check_chains(const Device& device, const std::vector<Chain>& chains) {
         const Layer<Half>& w = weights[i];
         Ffn f{};
         f.dtype = DType::kBFloat16, f.tokens = tokens, f.hidden = kHidden, f.width = kWidth;
-        f.x = x + i * values, f.y = x + (i + 1) * values, f.gate = w.gate, f.up = w.up, f.down = w.down;
+        f.x = x + i * values, f.y = x + (i + 1) * values, f.gate.data = w.gate, f.up.data = w.up, f.down.data = w.down;
         f.b_gate = w.b_gate, f.b_up = w.b_up, f.b_down = w.b_down;
         return f;
       };
@@ -812,7 +812,7 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     for (const auto& w : weights) {
       Ffn f{};
       f.dtype = DType::kBFloat16, f.tokens = row.tokens, f.hidden = hidden, f.width = width;
-      f.x = spaced ? next_x : x, f.gate = w.gate, f.up = w.up, f.down = w.down, f.y = y;
+      f.x = spaced ? next_x : x, f.gate.data = w.gate, f.up.data = w.up, f.down.data = w.down, f.y = y;
       calls.push_back(f);
     }
     CHECK(cudaMemcpy(next_x, x, 128 * int64_t{hidden}, cudaMemcpyDeviceToDevice));

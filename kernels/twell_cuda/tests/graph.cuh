@@ -3,7 +3,7 @@
 
 #include <functional>
 
-#include "check.cuh"
+#include "tests/check.cuh"
 
 namespace checks {
 

@@ -1,8 +1,7 @@
 // Checks the portable prefill against plain fp32 loops, then times its three kernels. Leaves with 1 where anything is
 // wrong.
 //
-//   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I.. -o portable_check portable_check.cu
-//        ../portable_forward.cpp ../portable_pack.cu ../portable_up.cu ../portable_down.cu
+// Built by kernels/tests/check_cuda.sh.
 //   ./portable_check [--no-times]
 #include <algorithm>
 #include <cmath>
@@ -11,10 +10,10 @@
 #include <cstring>
 #include <vector>
 
-#include "portable.h"
-#include "portable_chunk.h"
-#include "portable_element.cuh"
-#include "check.cuh"
+#include "portable/chunk.h"
+#include "portable/element.cuh"
+#include "portable/portable.h"
+#include "tests/check.cuh"
 
 namespace {
 
@@ -99,10 +98,10 @@ __global__ void reference_h(Ffn ffn, const void* gate, float* h, int64_t first, 
   if (value <= 0.0f) return;
   atomicAdd(pairs, 1.0);
   float factor = 1.0f;
-  if (ffn.up != nullptr) {
+  if (ffn.up.data != nullptr) {
     factor = ffn.b_up == nullptr ? 0.0f : load(ffn.dtype, ffn.b_up, neuron);
     for (int d = 0; d < ffn.hidden; ++d) {
-      factor += load(ffn.dtype, ffn.x, token * ffn.hidden + d) * load(ffn.dtype, ffn.up, neuron * ffn.hidden + d);
+      factor += load(ffn.dtype, ffn.x, token * ffn.hidden + d) * load(ffn.dtype, ffn.up.data, neuron * ffn.hidden + d);
     }
   }
   h[i] = value * factor;
@@ -115,7 +114,7 @@ __global__ void reference_y(Ffn ffn, const float* h, float* y, int64_t count) {
   float sum = ffn.b_down == nullptr ? 0.0f : load(ffn.dtype, ffn.b_down, d);
   for (int f = 0; f < ffn.width; ++f) {
     const float value = h[token * ffn.width + f];
-    if (value != 0.0f) sum += value * load(ffn.dtype, ffn.down, f * int64_t{ffn.hidden} + d);
+    if (value != 0.0f) sum += value * load(ffn.dtype, ffn.down.data, f * int64_t{ffn.hidden} + d);
   }
   y[i] = sum;
 }
@@ -189,9 +188,9 @@ struct Call {
               c.hidden,
               c.width,
               x.data,
-              nullptr,
-              c.gated ? up.data : nullptr,
-              down.data,
+              {},
+              {c.gated ? up.data : nullptr},
+              {down.data},
               nullptr,
               c.gated && c.biased ? b_up.data : nullptr,
               c.biased ? b_down.data : nullptr,

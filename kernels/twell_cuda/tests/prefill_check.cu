@@ -1,9 +1,8 @@
-// Checks sm90_forward() for 65 to 2,048 tokens, with every way to share out the neurons and with the kernels for more
+// Checks sm90::forward() for 65 to 2,048 tokens, with every way to share out the neurons and with the kernels for more
 // tokens, against plain fp32 loops over awkward shapes, densities and biases, with poisoned memory; then times the
 // parts and the whole inside captured graphs over several sets of weights, so that weights come from device memory.
 //
-//   nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a -o prefill_check tests/prefill_check.cu sm90_mid_*.cu \
-//     sm90_{forward,gate,list,up,down}.cu
+// Built by kernels/tests/check_cuda.sh.
 //   ./prefill_check          checks, then timings      ./prefill_check check | verbose | time | long
 //
 // Built with -DTWELL_MID_TRACE, the timings also say when thread blocks reach each of their phases.
@@ -20,11 +19,12 @@
 #include <string>
 #include <type_traits>
 
-#include "../sm90.h"
-#include "../sm90_launch.h"
-#include "../sm90_mid.h"
-#include "../sm90_workspace.h"
-#include "graph.cuh"
+#include "host/dispatch.h"
+#include "sm90/common/launch.h"
+#include "sm90/common/workspace.h"
+#include "sm90/mid/mid.h"
+#include "sm90/prefill/prefill.h"
+#include "tests/graph.cuh"
 
 namespace {
 
@@ -63,12 +63,12 @@ __global__ void naive_products(const Ffn f, float* h, unsigned long long* active
   if (warp >= f.tokens * f.width) return;
   const int64_t t = warp / f.width, n = warp % f.width;
   const Half* x = static_cast<const Half*>(f.x) + t * f.hidden;
-  float g = dot(x, static_cast<const Half*>(f.gate) + n * f.hidden, f.hidden);
+  float g = dot(x, static_cast<const Half*>(f.gate.data) + n * f.hidden, f.hidden);
   if (f.b_gate) g += static_cast<float>(static_cast<const Half*>(f.b_gate)[n]);
   g = g <= 0.f ? 0.f : g;
   float v = g;
-  if (f.up != nullptr && g != 0.f) {
-    float u = dot(x, static_cast<const Half*>(f.up) + n * f.hidden, f.hidden);
+  if (f.up.data != nullptr && g != 0.f) {
+    float u = dot(x, static_cast<const Half*>(f.up.data) + n * f.hidden, f.hidden);
     if (f.b_up) u += static_cast<float>(static_cast<const Half*>(f.b_up)[n]);
     v = g * u;
   }
@@ -86,7 +86,7 @@ __global__ void naive_outputs(const Ffn f, const float* h, float* y) {
   float s = 0.f;
   for (int n = 0; n < f.width; ++n) {
     const float v = h[t * f.width + n];
-    if (v != 0.f) s += v * static_cast<float>(static_cast<const Half*>(f.down)[static_cast<int64_t>(n) * f.hidden + d]);
+    if (v != 0.f) s += v * static_cast<float>(static_cast<const Half*>(f.down.data)[static_cast<int64_t>(n) * f.hidden + d]);
   }
   if (f.b_down) s += static_cast<float>(static_cast<const Half*>(f.b_down)[d]);
   y[t * f.hidden + d] = s;
@@ -129,7 +129,7 @@ struct Layer {
     Ffn f{};
     f.dtype = std::is_same<Half, __half>::value ? DType::kFloat16 : DType::kBFloat16;
     f.tokens = tokens, f.hidden = hidden, f.width = width;
-    f.x = x, f.gate = gate.data, f.up = gated ? up.data : nullptr, f.down = down.data, f.y = y;
+    f.x = x, f.gate.data = gate.data, f.up.data = gated ? up.data : nullptr, f.down.data = down.data, f.y = y;
     if (biases) f.b_gate = b_gate.data, f.b_up = gated ? b_up.data : nullptr, f.b_down = b_down.data;
     return f;
   }
@@ -168,7 +168,7 @@ cudaError_t run_long(const Ffn& f, const Device& device, void* workspace, cudaSt
     sm90::fit(f, blocks, &chunk);
     TWELL_RETURN_IF_ERROR(sm90::launch_gate(f, chunk, device, stream));
     TWELL_RETURN_IF_ERROR(sm90::launch_list(f, chunk, device, stream));
-    if (f.up != nullptr) TWELL_RETURN_IF_ERROR(up(f, chunk, device, stream));
+    if (f.up.data != nullptr) TWELL_RETURN_IF_ERROR(up(f, chunk, device, stream));
     TWELL_RETURN_IF_ERROR(sm90::launch_down(f, chunk, device, stream));
   }
   return cudaSuccess;
@@ -208,7 +208,7 @@ cudaError_t run_mid_guessing_wrong(const Ffn& f, const sm90::MidPlan& plan, cons
 
 std::vector<Variant> variants_of(const Ffn& f, const Device& device, bool every_plan, bool nan_token) {
   std::vector<Variant> all{
-      {"chosen", [=](const Ffn& g, void* workspace) { return sm90_forward(g, device, workspace, nullptr); }}};
+      {"chosen", [=](const Ffn& g, void* workspace) { return sm90::forward(g, device, workspace, nullptr); }}};
   if (!nan_token || f.width % 32 == 0) {  // a NaN token wakes neurons past the last there
     for (const auto& [name, up] : ways_up()) {
       all.push_back({std::string("for more tokens, up ") + name,
@@ -216,7 +216,7 @@ std::vector<Variant> variants_of(const Ffn& f, const Device& device, bool every_
     }
   }
   sm90::MidPlan chosen{};
-  if (!sm90::plan_mid(f, device, &chosen)) return all;
+  if (!sm90::choose_mid(f, device, &chosen)) return all;
   if (chosen.half) {
     all.push_back({"64 tokens, wrong guesses",
                    [=](const Ffn& g, void* w) { return run_mid_guessing_wrong(g, chosen, device, w); }});
@@ -266,7 +266,7 @@ bool check(const Case& c, const Device& device, const char* type, double toleran
   const int64_t outputs = int64_t{c.tokens} * c.hidden;
   Buffer<char> y(2 * outputs + kGuard);
   const Ffn f = w.ffn(c.tokens, x.data, y.data, c.gated, c.biases);
-  const int64_t workspace_bytes = sm90_workspace_bytes(f, device);
+  const int64_t workspace_bytes = sm90::prefill_workspace_bytes(f, device);
   Buffer<char> workspace(workspace_bytes + kGuard);
 
   Buffer<float> h(size_t(c.tokens) * c.width), y_float(outputs);
@@ -444,7 +444,7 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
   Buffer<Half> x(size_t(most) * hidden), y(size_t(most) * hidden);
   Layer<Half>::fill(x, 77, 1.f);
   Layer<Half>::set_column(x.data, most, hidden, {1.f});
-  const Buffer<char> workspace(sm90_workspace_bytes(weights[0]->ffn(most, x.data, y.data, true, false), device));
+  const Buffer<char> workspace(sm90::prefill_workspace_bytes(weights[0]->ffn(most, x.data, y.data, true, false), device));
   for (const Row& row : rows) {
     for (int i = 0; i < layers; ++i) {
       Layer<Half>::set_column(weights[i]->gate.data, width, hidden,
@@ -455,7 +455,7 @@ void time_shape(int hidden, int width, int layers, const std::vector<Row>& rows,
     const sm90::Chunk chunk = chunk_of(calls[0], workspace.data);
 
     sm90::MidPlan plan{};
-    const bool takes_mid = sm90::plan_mid(calls[0], device, &plan);
+    const bool takes_mid = sm90::choose_mid(calls[0], device, &plan);
     std::printf("%d x %d T=%d L0=%d", hidden, width, row.tokens, row.active);
     if (row.bar > 0) std::printf(" (bar %.1f)", row.bar);
     if (takes_mid) {

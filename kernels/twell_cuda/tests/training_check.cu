@@ -1,19 +1,16 @@
 // Checks whole training steps (forward, backward) against plain matrix products, with blocks of tokens that are kept,
 // that are not, and some of both; or times the steps and what they are made of. Leaves with 1 where anything is wrong.
 //
-//   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I.. -o training_check training_check.cu ../sm90_sort.cu
-//        ../sm90_weights.cu ../sm90_weights_plan.cu ../sm90_weights_spread.cu ../sm90_weights_heavy.cu
-//        ../sm90_add_weights.cu ../sm90_forward.cu ../sm90_gate.cu ../sm90_list.cu ../sm90_up.cu ../sm90_up_beside.cu ../sm90_down.cu ../sm90_dh.cu
-//        ../sm90_pair_dh.cu ../sm90_pair_dx.cu ../sm90_save.cu ../sm90_up_save.cu ../sm90_report.cu ../transpose.cu
+// Built by kernels/tests/check_cuda.sh.
 //   ./training_check [time]
 #include <cstring>
 #include <iterator>
 #include <string>
 
-#include "../sm90_training.cu"  // with what it keeps to itself
+#include "sm90/training/step.cu"  // with what it keeps to itself
 
-#include "check.cuh"
-#include "transpose.h"
+#include "common/transpose.h"
+#include "tests/check.cuh"
 
 namespace training_check {
 
@@ -23,7 +20,7 @@ using checks::hash;
 using Bytes = checks::Buffer<char>;
 using Floats = checks::Buffer<float>;
 
-constexpr int kSequence = 1024, kTopic = 256, kVocabulary = 4096;  // as in hf_twell/workload.py
+constexpr int kSequence = 1024, kTopic = 256, kVocabulary = 4096;  // as in hf_twell/bench/workload.py
 
 struct Case {
   int tokens, hidden, width;
@@ -98,7 +95,7 @@ struct Setup {
   static Ffn make_ffn(const Case& c) {
     Ffn ffn{};
     ffn.dtype = DType::kBFloat16, ffn.tokens = c.tokens, ffn.hidden = c.hidden, ffn.width = c.width;
-    ffn.up = c.gated ? &ffn : nullptr;  // only whether there is one
+    ffn.up.data = c.gated ? &ffn : nullptr;  // only whether there is one
     return ffn;
   }
 
@@ -120,7 +117,7 @@ struct Setup {
     CHECK(transpose(down_rows(), Start::kAlone, nullptr));
     CHECK(cudaDeviceSynchronize());
     ffn = make_ffn(c);
-    ffn.x = x.data, ffn.gate = gate.data, ffn.up = c.gated ? up.data : nullptr, ffn.down = down.data, ffn.y = y.data;
+    ffn.x = x.data, ffn.gate.data = gate.data, ffn.up.data = c.gated ? up.data : nullptr, ffn.down.data = down.data, ffn.y = y.data;
     forward_l1.report = report.data;
     backward_l1.scale = scale.data;
     gradients = {dy.data, dx.data, d_gate.data, c.gated ? d_up.data : nullptr, d_down.data, b_gate.data,
@@ -366,9 +363,9 @@ void launch_parts(Setup& s, Stages& stages) {
   stages.end("transpose");
   Chunk chunk{};
   Saving saving;
-  Cutter cutter(s.workspace.data), state_cutter(s.state.data);
+  Cutter cutter(s.workspace.data);
   place_forward(ffn, cutter, &chunk.active, &saving);
-  const State state = place_state(ffn, c.capacity, state_cutter);
+  const State state = place_state(ffn, c.capacity, s.state.data);
   const Training training{nullptr, nullptr, s.report.data, state};
   for (; chunk.first < ffn.tokens; chunk.first += chunk.tokens) {
     fit(ffn, forward_blocks(ffn), &chunk);

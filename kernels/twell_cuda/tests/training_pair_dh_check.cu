@@ -1,9 +1,7 @@
 // Checks the gradients of h at pairs (launch_pair_dh) on compute capability 9.0 against plain loops on the host. Leaves
 // with 1 where anything is wrong.
 //
-//   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I.. -o training_pair_dh_check
-//        training_pair_dh_check.cu ../sm90_pair_dh.cu ../sm90_forward.cu ../sm90_gate.cu ../sm90_list.cu ../sm90_up.cu
-//        ../sm90_down.cu
+// Built by kernels/tests/check_cuda.sh.
 //   ./training_pair_dh_check [time]
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -15,8 +13,8 @@
 #include <cstring>
 #include <vector>
 
-#include "sm90_training.h"
-#include "check.cuh"
+#include "sm90/training/training.h"
+#include "tests/check.cuh"
 
 namespace {
 
@@ -252,8 +250,8 @@ class Run {
     ffn.tokens = c_.tokens;
     ffn.hidden = c_.hidden;
     ffn.width = c_.width;
-    ffn.up = c_.gated ? down.data : nullptr;  // never read
-    ffn.down = down.data;
+    ffn.up.data = c_.gated ? down.data : nullptr;  // never read
+    ffn.down.data = down.data;
     Training training{};
     if (c_.l1 != L1::kNone) training.l1_scale = l1_scale.data;
     if (c_.l1 == L1::kWeights) training.token_weight = weights.data;
@@ -448,7 +446,7 @@ void time(const Device& device, const char* what, const Pattern& pattern) {
   ffn.tokens = kTokens;
   ffn.hidden = kHidden;
   ffn.width = kWidth;
-  ffn.up = ffn.down = down.data;
+  ffn.up.data = ffn.down.data = down.data;
   Training training{};
   training.l1_scale = l1.data;
   training.state = State{totals.data,  block_states.data, tokens.data, first_pairs.data,

@@ -1,8 +1,7 @@
 // Checks the gradient of x from the pairs of kept blocks against plain loops in double. Leaves with 1 where anything is
 // wrong.
 //
-//   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I.. -o training_pair_dx_check training_pair_dx_check.cu
-//        ../sm90_pair_dx.cu
+// Built by kernels/tests/check_cuda.sh.
 //   ./training_pair_dx_check [random cases, or time]
 //
 #include <algorithm>
@@ -16,8 +15,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "sm90_pair_dx_kernel.cuh"
-#include "check.cuh"
+#include "sm90/training/pair_dx_kernel.cuh"
+#include "tests/check.cuh"
 
 namespace {
 
@@ -189,8 +188,8 @@ struct Setup {
     ffn.tokens = c.tokens;
     ffn.hidden = c.hidden;
     ffn.width = c.width;
-    ffn.gate = gate_rows.data;
-    ffn.up = c.gated ? up_rows.data : nullptr;
+    ffn.gate.data = gate_rows.data;
+    ffn.up.data = c.gated ? up_rows.data : nullptr;
     state.totals = totals.data;
     state.blocks = blocks.data;
     state.tokens = tokens.data;

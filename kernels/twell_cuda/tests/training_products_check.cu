@@ -1,9 +1,7 @@
 // Checks the products of training on compute capability 9.0 (up, up beside relu(gate), dh, dx), and gate, list and
 // down, against plain loops in double. Leaves with 1 where anything is wrong.
 //
-//   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I.. -o training_products_check
-//        training_products_check.cu ../sm90_forward.cu ../sm90_gate.cu ../sm90_list.cu ../sm90_up.cu ../sm90_up_beside.cu ../sm90_down.cu
-//        ../sm90_dh.cu
+// Built by kernels/tests/check_cuda.sh.
 //   ./training_products_check [time]
 #include <algorithm>
 #include <cmath>
@@ -12,9 +10,9 @@
 #include <cstring>
 #include <vector>
 
-#include "portable_element.cuh"
-#include "sm90_training.h"
-#include "check.cuh"
+#include "portable/element.cuh"
+#include "sm90/training/training.h"
+#include "tests/check.cuh"
 
 namespace {
 
@@ -141,12 +139,12 @@ __global__ void check_columns(Given a, Step step, const uint16_t* columns, const
     bool good = written || (columns[i] == 0xffff && (ups == nullptr || ups[i] == 0xffff));
     if (step == Step::kGate) {
       Sum sum;
-      if (inside) sum = dot(ffn, ffn.x, t, ffn.gate, n);
+      if (inside) sum = dot(ffn, ffn.x, t, ffn.gate.data, n);
       if (inside && ffn.b_gate != nullptr) sum.add(load(ffn.dtype, ffn.b_gate, n));
       good = good && close(ffn.dtype, written ? result(columns) : 0.0f, fmax(sum.value, 0.0), sum.size);
     } else if (written && step != Step::kDh) {
       Sum sum;
-      if (inside) sum = dot(ffn, ffn.x, t, ffn.up, n);
+      if (inside) sum = dot(ffn, ffn.x, t, ffn.up.data, n);
       if (ffn.b_up != nullptr) sum.add(load(ffn.dtype, ffn.b_up, n));
       if (step == Step::kBeside) {
         good = columns[i] == a.g[i] && close(ffn.dtype, result(ups), sum.value, sum.size);
@@ -155,17 +153,17 @@ __global__ void check_columns(Given a, Step step, const uint16_t* columns, const
         good = close(ffn.dtype, result(columns), g * sum.value, g * sum.size);
       }
     } else if (written) {
-      const float g = load(ffn.dtype, a.g, i), u = ffn.up == nullptr ? 1.0f : load(ffn.dtype, a.u, i);
-      const float h = ffn.up == nullptr ? g : rounded(ffn.dtype, g * u);
+      const float g = load(ffn.dtype, a.g, i), u = ffn.up.data == nullptr ? 1.0f : load(ffn.dtype, a.u, i);
+      const float h = ffn.up.data == nullptr ? g : rounded(ffn.dtype, g * u);
       Sum dh;
-      if (inside) dh = dot(ffn, a.dy, t, ffn.down, n);
+      if (inside) dh = dot(ffn, a.dy, t, ffn.down.data, n);
       if (inside && a.training.l1_scale != nullptr) {
         const float weight = a.training.token_weight == nullptr ? 1.0f : a.training.token_weight[t];
         dh.add(double{*a.training.l1_scale} * weight * (h > 0.0f ? 1.0 : h < 0.0f ? -1.0 : 0.0));
       }
       const bool active = g != 0.0f;
       good = close(ffn.dtype, result(columns), active ? dh.value * u : 0.0, active ? fabs(dh.size * u) : 0.0);
-      if (ffn.up != nullptr) good = good && close(ffn.dtype, result(ups), dh.value * g, dh.size * g);
+      if (ffn.up.data != nullptr) good = good && close(ffn.dtype, result(ups), dh.value * g, dh.size * g);
     }
     if (!good) faults->add(i);
   }
@@ -266,9 +264,9 @@ class Chain {  // all kernels of one chunk, each checked
                c.hidden,
                c.width,
                p_.x.data,
-               p_.gate.data,
-               c.gated ? p_.up.data : nullptr,
-               p_.down.data,
+               {p_.gate.data},
+               {c.gated ? p_.up.data : nullptr},
+               {p_.down.data},
                by_kernels ? p_.b_gate.data : nullptr,
                c.gated && c.biased ? p_.b_up.data : nullptr,
                c.biased ? p_.b_down.data : nullptr,
@@ -307,14 +305,14 @@ class Chain {  // all kernels of one chunk, each checked
       columns(Step::kUp, true, "up");
     }
     CHECK(launch_down(ffn_, chunk_, device_, nullptr));
-    rows({p_.columns.data, ffn_.down}, {}, ffn_.b_down, p_.y, "down");
+    rows({p_.columns.data, ffn_.down.data}, {}, ffn_.b_down, p_.y, "down");
 
     copy(p_.columns, p_.g);
     CHECK(launch_dh(ffn_, chunk_, training_, gradients_, device_, nullptr));
     columns(Step::kDh, true, "dh");
     CHECK(launch_dx(ffn_, chunk_, gradients_, device_, nullptr));
-    const Term second = c_.gated ? Term{p_.ups.data, ffn_.up} : Term{};
-    rows({p_.columns.data, ffn_.gate}, second, nullptr, p_.dx, "dx");
+    const Term second = c_.gated ? Term{p_.ups.data, ffn_.up.data} : Term{};
+    rows({p_.columns.data, ffn_.gate.data}, second, nullptr, p_.dx, "dx");
 
     // Again, one after the other.
     copy(p_.dg, p_.columns);
@@ -552,8 +550,8 @@ void time(const Device& device, float share, int chunk_blocks) {
     fill<<<kGrid, kThreads>>>(DType::kBFloat16, values->data, count, ++seed, 0.0f, 0.05f);
     CHECK(cudaGetLastError());
   }
-  const Ffn ffn{DType::kBFloat16, kTokens, kHidden, kWidth,  x.data,  gate.data,
-                up.data,          down.data, nullptr, nullptr, nullptr, out.data};
+  const Ffn ffn{DType::kBFloat16, kTokens, kHidden, kWidth,  x.data,  {gate.data},
+                {up.data},        {down.data}, nullptr, nullptr, nullptr, out.data};
   const auto part = [&](int64_t first_block, int64_t blocks) {
     const Active active{masks.data + first_block * 2 * (kWidth / 32),
                         counts.data + first_block,

@@ -1,8 +1,7 @@
 // Checks what training keeps of forward, and its report, against plain loops on the host. Leaves with 1 where anything
 // is wrong.
 //
-//   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I.. -o training_state_check training_state_check.cu
-//        ../sm90_save.cu ../sm90_up_save.cu ../sm90_report.cu ../sm90_forward.cu
+// Built by kernels/tests/check_cuda.sh.
 //   ./training_state_check [time]
 #include <algorithm>
 #include <cmath>
@@ -15,8 +14,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "sm90_training.h"
-#include "check.cuh"
+#include "sm90/training/training.h"
+#include "tests/check.cuh"
 
 namespace {
 
@@ -301,7 +300,7 @@ struct Run {
       upload(to, values);
       return to;
     };
-    ffn.x = bring(x), ffn.up = bring(up), ffn.b_up = problem.biased() ? bring(bias) : nullptr;
+    ffn.x = bring(x), ffn.up.data = bring(up), ffn.b_up = problem.biased() ? bring(bias) : nullptr;
   }
 
   Chunk chunk(int64_t first_block, int blocks) const {

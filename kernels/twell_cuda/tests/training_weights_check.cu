@@ -1,9 +1,7 @@
 // Checks the weights' gradients (sorting, sums of kept blocks' pairs, products of the other blocks) against sums in
 // double; or times them. Leaves with 1 where anything is wrong.
 //
-//   nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -I.. -o training_weights_check training_weights_check.cu
-//        ../sm90_sort.cu ../sm90_weights.cu ../sm90_weights_plan.cu ../sm90_weights_spread.cu
-//        ../sm90_weights_heavy.cu ../sm90_add_weights.cu ../sm90_forward.cu ../sm90_gate.cu ../sm90_list.cu ../sm90_up.cu ../sm90_down.cu
+// Built by kernels/tests/check_cuda.sh.
 //   ./training_weights_check [time]
 #include <algorithm>
 #include <cmath>
@@ -17,8 +15,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "sm90_weights.h"
-#include "check.cuh"
+#include "sm90/training/weights.h"
+#include "tests/check.cuh"
 
 namespace {
 
@@ -230,7 +228,7 @@ struct Setup {
     Ffn made{};
     made.dtype = c.dtype, made.tokens = c.tokens, made.hidden = c.hidden, made.width = c.width;
     made.x = x.data;
-    made.up = c.gated ? x.data : nullptr;  // only whether there is one matters here
+    made.up.data = c.gated ? x.data : nullptr;  // only whether there is one matters here
     return made;
   }
   int64_t partial_bytes() const { return weights_partial_bytes(make_ffn(), room()); }

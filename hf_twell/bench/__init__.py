@@ -1,0 +1,1 @@
+"""What `hf-twell bench` times."""

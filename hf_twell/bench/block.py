@@ -1,0 +1,196 @@
+"""What `hf-twell bench ffn` measures: correctness first, then interleaved medians against the dense alternatives."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+
+from hf_twell.bench import block_backward, workload
+from hf_twell.bench.check import check_block, wider_dtype
+from hf_twell.bench.environment import DTYPES, environment
+from hf_twell.bench.progress import Report, silent
+from hf_twell.bench.timing import Captured, interleaved_ms, millijoules, peak_mib
+from hf_twell.blocks.choice import takes_kernels
+from hf_twell.blocks.layout import MAX_DENSITY_COLUMNS
+from hf_twell.ops import api
+
+COLD_BYTES = 256 << 20  # rotated weights take at least this much on a CPU, so that no cache holds the next call's
+GRAPH_TOKENS, GRAPH_BLOCKS = 256, 28  # up to so many tokens, CUDA times a graph over so many blocks' own weights
+DECODE_TOKENS, DECODE_POOL = 64, 16384  # up to so many tokens are strangers, drawn from so many workload tokens
+MAX_AUTOTUNE = {"max_autotune": True, "coordinate_descent_tuning": True}
+
+
+def bench_ffn(
+    tokens: list[int],
+    l0s: list[float],
+    *,
+    hidden: int = 2048,
+    intermediate: int = 5632,
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+    backward: bool = False,
+    repeats: int | None = None,
+    compile_dense: bool = True,
+    max_autotune: bool = False,
+    energy: bool = False,
+    report: Report = silent,
+) -> Iterator[dict]:
+    """One row for each number of tokens and L0: times of eager, compiled and sparse FFNs, and the sparse one's error.
+
+    Forward on CUDA at 256 tokens or fewer: one captured graph over 28 blocks with weights of their own, each with its
+    own tokens, and time per block; at 64 or fewer, the tokens are strangers to each other, as in a decode batch.
+    Otherwise neighbours, and one call at a time: on a CPU the weights rotate, on CUDA the L2 is flushed before each.
+
+    Args:
+        backward: forward and backward, `.grad` None before each; else forward alone under inference mode.
+        max_autotune: also `torch.compile` with max-autotune and coordinate descent; reported beside, not in `speedup`.
+        energy: also millijoules per token.
+        report: told of what is being done.
+
+    Raises:
+        ValueError: a result less accurate than DESIGN allows (twice eager PyTorch's error); no speed is given then.
+    """
+    device = torch.device(device)
+    pools = {}
+    report("making the workload")
+    for l0 in l0s:
+        count = max(DECODE_POOL if device.type == "cuda" else 1024, *tokens)
+        x, *weights = workload.make_ffn(count, hidden, intermediate, l0, dtype=DTYPES[dtype], device=device)
+        pools[l0] = x, weights
+    for count in tokens:
+        function = block_backward.dense if backward else _dense
+        dense: dict[str, Callable] = {"eager": function}
+        # Recompiling for each shape would end at PyTorch's limit.
+        torch._dynamo.reset()
+        if compile_dense:
+            dense["compiled"] = torch.compile(function, dynamic=False)
+        if max_autotune:
+            dense["autotuned"] = torch.compile(function, dynamic=False, options=MAX_AUTOTUNE)
+        for l0, (pool, weights) in pools.items():
+            captured = device.type == "cuda" and count <= GRAPH_TOKENS and not backward
+            xs, active = _draw(pool, weights[0], count, l0, GRAPH_BLOCKS if captured else 1)
+            turns = repeats or (25 if device.type == "cuda" else 11)
+            if backward:
+                copies, pairs = _copies(weights, 1), active.sum().item()
+                result = block_backward.measure_backward(dense, xs[0], weights, copies, turns, energy, pairs, report)
+            else:
+                result = _measure(dense, xs, weights, active, captured, turns, energy, report)
+            errors, times = result.pop("errors"), result.pop("times")
+            yield {
+                "bench": "ffn",
+                "tokens": count,
+                "hidden": hidden,
+                "intermediate": intermediate,
+                "dtype": dtype,
+                "requested_l0": round(l0, 3),
+                "pass": "forward+backward" if backward else "forward",
+                "backend": api.resolve("auto", device.type),
+                **_activity(active, count, captured),
+                "error": errors["y"]["sparse"],
+                "error_eager": errors["y"]["eager"],
+                **({"errors": errors} if backward else {}),
+                **{f"{name}_ms": round(value, 5) for name, value in times.items()},
+                "speedup": round(min(times[n] for n in ("eager", "compiled") if n in times) / times["sparse"], 3),
+                **result,
+                **environment(device),
+            }
+
+
+def _copies(weights, inputs) -> int:
+    """Sets of weights that take turns."""
+    if weights[0].is_cuda:
+        return inputs
+    return -(-COLD_BYTES // sum(weight.nbytes for weight in weights)) + 1
+
+
+def _activity(active, count, captured) -> dict:
+    l0 = active.sum(1).double().mean().item()
+    return {
+        "l0": round(l0, 2),
+        "density": round(l0 / active.shape[1], 5),
+        "neighbours": not (captured and count <= DECODE_TOKENS),
+        "distinct_64": round(workload.distinct_neurons(active, min(DECODE_TOKENS, count)), 1),
+    }
+
+
+def _measure(dense, xs, weights, active, captured, repeats, energy, report) -> dict:
+    """Times, errors and memory of the forward pass alone."""
+    device, dtype, count = xs[0].device, xs[0].dtype, len(xs[0])
+    density = active.double().mean().item()
+    by_columns = device.type == "cuda" or density < MAX_DENSITY_COLUMNS  # as a patched module would keep down_proj
+    copies = _copies(weights, len(xs))
+    stock = [[w.clone() for w in weights] for _ in range(copies)]
+    ours = [[gate, up, down.t().contiguous().t() if by_columns else down] for gate, up, down in stock]
+    blocks = [workload.patched_block(*some) for some in ours]  # which follow their density
+    names = [*dense, "sparse"]
+    report("checking")
+
+    @torch.inference_mode()
+    def once(name, turn=0):
+        x, index = xs[turn % len(xs)], turn % copies
+        return blocks[index](x) if name == "sparse" else dense[name](x, *stock[index])
+
+    def block_by_block(name):
+        return [once(name, turn) for turn in range(len(xs))]
+
+    calls = {name: Captured(lambda name=name: block_by_block(name), device) for name in names} if captured else {}
+    outputs = {name: {"y": torch.cat(calls[name]() if captured else block_by_block(name))} for name in names}
+    wide = [w.to(wider_dtype(dtype)) for w in stock[0]]
+    # A whole fp32 h of the longest inputs would take gigabytes.
+    truth = {"y": torch.cat([_dense(part.to(wide[0].dtype), *wide) for x in xs for part in x.split(8192)])}
+    errors = check_block(outputs, truth, dtype, count, active.sum().item() / len(xs))
+    del outputs, truth, wide
+
+    def timed(name):
+        return (lambda turn: calls[name]()) if captured else (lambda turn: once(name, turn))
+
+    for turn in range(0 if captured else copies):
+        once("sparse", turn)  # a block's first call looks at its density
+    times = interleaved_ms({name: timed(name) for name in names}, repeats, device, head_start=True, report=report)
+    result = {
+        "timed": f"captured graph of {len(xs)} blocks" if captured else "single calls",
+        "took": _taken(blocks[0], xs[0]),
+        "down_stored_by": "columns" if by_columns else "rows",
+        "errors": errors,
+        "times": {name: value / len(xs) for name, value in times.items()},
+    }
+    for name in names:
+        if device.type == "cuda":
+            report("memory and energy", name)
+            result[f"{name}_peak_mib"] = peak_mib(lambda name=name: once(name), device)
+        if energy:
+            result[f"{name}_mj_per_token"] = millijoules(timed(name), device) / (len(xs) * count)
+    return result
+
+
+def _taken(block, x) -> str:
+    """Which way a patched block goes with x, now that it has seen some calls."""
+    with torch.inference_mode():
+        return "kernels" if takes_kernels(block, x) else "plain matmuls"
+
+
+def _dense(x, w_gate, w_up, w_down):
+    return F.linear(torch.relu(F.linear(x, w_gate)) * F.linear(x, w_up), w_down)
+
+
+def _draw(pool, w_gate, count, l0, sets) -> tuple[list, torch.Tensor]:
+    """`sets` inputs of `count` tokens whose mean L0 is as near to `l0` as chance allows, and their active neurons.
+
+    Several sets: strangers, or runs of neighbours above 64 tokens; the nearest of 64 draws. One set: the run of
+    neighbours that is nearest, because few tokens vary widely.
+    """
+    per_token = torch.cat([workload.active_neurons(part, w_gate).sum(1) for part in pool.split(8192)]).double()
+    total = torch.cat([per_token.new_zeros(1), per_token.cumsum(0)])
+    if sets == 1:
+        starts = ((total[count:] - total[:-count]) / count - l0).abs().argmin().view(1)
+        rows = starts[:, None] + torch.arange(count, device=pool.device)
+    else:
+        g = torch.Generator().manual_seed(1)
+        if count <= DECODE_TOKENS:
+            draws = torch.randint(DECODE_POOL, (64, sets, count), generator=g).to(pool.device)
+        else:
+            starts = torch.randint(len(pool) - count + 1, (64, sets, 1), generator=g).to(pool.device)
+            draws = starts + torch.arange(count, device=pool.device)
+        rows = draws[(per_token[draws].mean((1, 2)) - l0).abs().argmin()]
+    xs = [pool[some].contiguous() for some in rows]
+    return xs, torch.cat([workload.active_neurons(x, w_gate) for x in xs])

@@ -1,0 +1,104 @@
+"""What `hf-twell bench ffn --backward` measures: one block in training, L1 term included, correctness first.
+
+Dense variants compute y, all gradients and the L1 term. Ours is a patched block in training as `SparsityCallback` runs
+it, so it also counts what is active, and follows its density: each of its steps sees weights of a new version, as after
+an optimizer step.
+"""
+
+import torch
+
+from hf_twell.bench import workload
+from hf_twell.bench.check import check_block, kernel_calls, wider_dtype
+from hf_twell.bench.timing import held_mib, interleaved_ms, millijoules, peak_mib
+from hf_twell.blocks.modeling import L1Inputs
+from hf_twell.ops import reference
+
+# Of dL/dh, whose elements are about 0.6 for the workload's dy: a lost L1 term must show. Exact in bf16 and fp16.
+L1_SCALE = 0.125
+WARM_UP = 4  # steps until the block's path is chosen: its density is known only after a step
+TENSORS = ("y", "gradient of x", "gradient of w_gate", "gradient of w_up", "gradient of w_down")
+
+
+def dense(x, w_gate, w_up, w_down, l1_scale):
+    return reference.ffn(x, w_up, w_down, w_gate, l1_scale=l1_scale)
+
+
+def measure_backward(variants, x, weights, copies, repeats, energy, pairs, report) -> dict:
+    """Times, errors and memory of forward and backward, `.grad` None before each.
+
+    Args:
+        variants: {name: a function like `dense`}.
+        x: (T, D). weights: gate, up, down. copies: so many sets of weights take turns.
+        pairs: active neurons of x, over all tokens. report: told of what is being done.
+    """
+    device = x.device
+    x, grad_y = x.requires_grad_(), torch.randn_like(x)
+    l1_scale = torch.tensor(L1_SCALE, device=device)
+    sets = [[weight.clone().requires_grad_() for weight in weights] for _ in range(copies)]
+    blocks = [_training_block(some, l1_scale) for some in sets]  # over the same memory
+    names = [*variants, "sparse"]
+
+    def forward(name, turn=0):
+        if name == "sparse":
+            return blocks[turn % copies](x)
+        return variants[name](x, *sets[turn % copies], l1_scale)
+
+    def step(name, turn=0):
+        forward(name, turn).backward(grad_y)
+
+    def prepare(_name, turn=0):
+        block = blocks[turn % copies]
+        for leaf in (x, *sets[turn % copies], block.twell_state.l1.tally, *block.parameters()):
+            leaf.grad = None
+        for parameter in block.parameters():
+            torch.autograd.graph.increment_version(parameter)  # as an optimizer step does
+
+    def outputs(name):
+        leaves = list(blocks[0].parameters()) if name == "sparse" else sets[0]
+        return _with_gradients(lambda: forward(name), (x, *leaves), grad_y)
+
+    def prepared_step(name, turn=0):
+        prepare(name, turn)
+        step(name, turn)
+
+    report("checking")
+    for _ in range(WARM_UP):
+        prepared_step("sparse")
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # what the block learns of its density has arrived
+    wide = wider_dtype(x.dtype)
+    wide_leaves = [tensor.detach().to(wide).requires_grad_() for tensor in (x, *weights)]
+    truth = _with_gradients(lambda: dense(*wide_leaves, l1_scale), wide_leaves, grad_y.to(wide))
+    errors = check_block({name: outputs(name) for name in names}, truth, x.dtype, len(x), pairs)
+    truth = wide_leaves = None  # gigabytes, which no measurement below should find
+    result = {
+        "timed": "single calls",
+        "took": "kernels" if kernel_calls(forward("sparse")) else "plain matmuls",
+        "l1_scale": L1_SCALE,
+        "errors": {tensor: {name: error[name] for name in ("sparse", "eager")} for tensor, error in errors.items()},
+    }
+    calls = {name: lambda turn, name=name: step(name, turn) for name in names}
+    result["times"] = interleaved_ms(calls, repeats, device, prepare, head_start=True, report=report)
+    for name in names:
+        prepare(name)
+        if device.type == "cuda":
+            report("memory and energy", name)
+            result[f"{name}_held_mib"] = held_mib(lambda name=name: forward(name), device)
+            result[f"{name}_peak_mib"] = peak_mib(lambda name=name: step(name), device)
+        if energy:
+            millijoules_of_step = millijoules(lambda turn, name=name: prepared_step(name, turn), device)
+            result[f"{name}_mj_per_token"] = millijoules_of_step / len(x)
+    return result
+
+
+def _training_block(weights, l1_scale):
+    gate, up, down = (weight.detach() for weight in weights)
+    block = workload.patched_block(gate, up, down).train().requires_grad_()
+    tally = torch.zeros(1 + len(gate), device=gate.device, requires_grad=True)
+    block.twell_state.l1 = L1Inputs(l1_scale, None, tally)
+    return block
+
+
+def _with_gradients(forward, leaves, grad_y) -> dict:
+    y = forward()
+    return dict(zip(TENSORS, (y.detach(), *torch.autograd.grad(y, leaves, grad_y)), strict=True))

@@ -1,0 +1,199 @@
+"""What `hf-twell bench generate` measures: decoding of the same Llama, dense and sparse, results checked first."""
+
+import statistics
+import time
+
+import torch
+from transformers import StaticCache
+
+from hf_twell.bench.check import check_logits
+from hf_twell.bench.environment import environment
+from hf_twell.bench.models import CHECKED_SEQUENCES, describe, make_models, wider
+from hf_twell.bench.progress import silent
+from hf_twell.bench.timing import Captured, mean_ms, millijoules
+from hf_twell.bench.workload_llama import TOLERANCE, layer_statistics, make_text
+
+PROMPT_TOKENS = 16
+CANDIDATES = 32  # texts among which those with typical L0 are decoded
+
+
+@torch.no_grad()
+def bench_generate(
+    *,
+    l0=30.0,
+    batch=1,
+    new_tokens=128,
+    dtype="bfloat16",
+    device="cpu",
+    repeats=3,
+    compile=True,
+    energy=False,
+    steps_only=False,
+    report=silent,
+    **shape,
+) -> dict:
+    """Greedy decoding of workload text, dense and sparse in turns: tokens per second, and one step's own time.
+
+    `generate` has a static cache on CUDA, and compiles as Transformers does for one (mode reduce-overhead). A step is
+    one forward of `batch` tokens over a static cache, averaged over the positions after the prompt; on CUDA it is a
+    captured graph of the model compiled in the default mode. On a CPU nothing is compiled.
+
+    Args:
+        energy: also millijoules per token of the steps.
+        steps_only: leave `generate` out, whose compilation takes as long again.
+        report: told of what is being done.
+        shape: of the model, for `make_llama`.
+
+    Raises:
+        ValueError: blocks without the workload's statistics, or logits less accurate than twice eager PyTorch's.
+    """
+    device = torch.device(device)
+    model, dense, distinct = make_models(l0, dtype, device, shape, report)
+    report("choosing texts")
+    held_out = make_text(model.config.vocab_size, 8 if device.type == "cuda" else 4, 1024, seed=2, device=device)
+    description = describe(model, dense, held_out, l0, distinct, dtype)
+    text, decoded = _typical_texts(dense, batch, PROMPT_TOKENS + new_tokens, l0, device)
+    options = {"repeats": repeats, "compile": compile, "energy": energy, "steps_only": steps_only, "report": report}
+    return {
+        "bench": "generate",
+        "batch": batch,
+        "new_tokens": new_tokens,
+        **description,
+        **decoded,
+        **time_generate(model, dense, text, **options),
+        **environment(device),
+    }
+
+
+def time_generate(model, dense, text, *, repeats, compile, energy, steps_only, report) -> dict:
+    """How fast a sparse model and its dense twin decode a text (batch, tokens), results checked first.
+
+    Steps read the text's own tokens after the prompt; `generate` goes on by itself from there.
+    """
+    batch, compile = len(text), compile and text.device.type == "cuda"
+    report("checking")
+    models = {"eager": dense, "sparse": model}
+    # Eager calls come first: they settle the memory order of down_proj, which compiled graphs take as it is.
+    outputs = {name: _decoded_logits(some, text) for name, some in models.items()}
+    truth = _decoded_logits(wider(dense), text[:CHECKED_SEQUENCES])
+    torch._dynamo.reset()
+    steps = {
+        "dense_step": _Step(dense, torch.compile(dense, dynamic=False) if compile else dense, text),
+        "sparse_step": _Step(model, torch.compile(model, dynamic=False) if compile else model, text),
+    }
+    outputs |= {name: step.logits() for name, step in steps.items()}
+    errors = check_logits(outputs, truth)
+    del outputs, truth
+    times = {name: [] for name in steps}
+    for turn in range(repeats + 1):
+        for name, step in steps.items():
+            report("timing", f"{name}, turn {turn + 1} of {repeats + 1}")
+            times[name].append(step.milliseconds())
+    times = {name: statistics.median(values[1:]) for name, values in times.items()}
+    joules = {f"{name}_mj_per_token": step.millijoules() / batch for name, step in steps.items() if energy}
+    steps.clear()
+    torch._dynamo.reset()
+    whole = {}
+    if not steps_only:
+        per_second, tokens = _generate(models, text, compile, repeats, report)
+        whole = {
+            "dense_tokens_per_s": round(per_second["eager"], 3),
+            "sparse_tokens_per_s": round(per_second["sparse"], 3),
+            "speedup": round(per_second["sparse"] / per_second["eager"], 3),
+            "same_tokens": torch.equal(tokens["eager"], tokens["sparse"]),
+            "recited": round((tokens["sparse"] == text).double().mean().item(), 4),
+        }
+    return {
+        "compiled": compile,
+        **errors,
+        **{f"{name}_ms": round(value, 4) for name, value in times.items()},
+        "step_speedup": round(times["dense_step"] / times["sparse_step"], 3),
+        **whole,
+        **joules,
+    }
+
+
+class _Step:
+    """One decoding step over a static cache, fed with the tokens of a text one position after the other."""
+
+    def __init__(self, model, function, text):
+        self.text, self.device = text, text.device
+        # Warming up before the capture goes a few positions further than the text.
+        self.cache = StaticCache(config=model.config, max_cache_len=text.shape[1] + 4)
+        model(text[:, :PROMPT_TOKENS], past_key_values=self.cache, use_cache=True)
+        self.token = text[:, :1].clone()
+        self.call = Captured(
+            lambda: function(self.token, past_key_values=self.cache, use_cache=True).logits, self.device
+        )
+
+    def _positions(self):
+        """Make the next call one for each position after the prompt, in order."""
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(PROMPT_TOKENS)
+        for position in range(PROMPT_TOKENS, self.text.shape[1]):
+            self.token.copy_(self.text[:, position : position + 1])
+            yield
+
+    def logits(self):
+        return torch.cat([self.call().clone() for _ in self._positions()], 1)
+
+    def milliseconds(self) -> float:
+        return mean_ms(self.call, self._positions(), self.device)
+
+    def millijoules(self) -> float:
+        def all_positions(turn):
+            for _ in self._positions():
+                self.call()
+
+        return millijoules(all_positions, self.device) / (self.text.shape[1] - PROMPT_TOKENS)
+
+
+def _generate(models, text, compile, repeats, report) -> tuple[dict, dict]:
+    """Tokens per second of each model's `generate` (median, all taking turns after two of warming up), and tokens."""
+    prompt, new_tokens = text[:, :PROMPT_TOKENS], text.shape[1] - PROMPT_TOKENS
+    options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+    options |= {"attention_mask": torch.ones_like(prompt)}
+    warm_up = 0
+    if text.device.type == "cuda":
+        options |= {"cache_implementation": "static", "disable_compile": not compile}
+        warm_up = 2
+    seconds, tokens = {name: [] for name in models}, {}
+    for turn in range(repeats + warm_up):
+        for name, model in models.items():
+            report("timing generate,", f"{name}, turn {turn + 1} of {repeats + warm_up}")
+            start = time.perf_counter()
+            # Copied, because a compiled step's graph writes its tensors again.
+            tokens[name] = model.generate(prompt, **options).clone()
+            if text.device.type == "cuda":
+                torch.cuda.synchronize(text.device)
+            seconds[name].append(time.perf_counter() - start)
+    per_run = len(text) * new_tokens
+    return {name: per_run / statistics.median(values[warm_up:]) for name, values in seconds.items()}, tokens
+
+
+def _typical_texts(model, batch, length, l0, device) -> tuple[torch.Tensor, dict]:
+    """Texts from anywhere in the workload whose mean L0 after the prompt is as near to `l0` as chance allows.
+
+    Raises:
+        ValueError: it is over 10 % away.
+    """
+    texts = make_text(
+        model.config.vocab_size, max(CANDIDATES, batch), length, seed=3, device=device, starts_of_sequences=False
+    )
+    each = torch.stack([s["sequence_l0"] for s in layer_statistics(model, texts, slice(PROMPT_TOKENS, None))]).mean(0)
+    order = each.argsort()
+    means = each[order].unfold(0, batch, 1).mean(1)
+    start = (means - l0).abs().argmin().item()
+    text = texts[order[start : start + batch]]
+    layers = layer_statistics(model, text, slice(PROMPT_TOKENS, None))
+    mean = {key: statistics.mean(layer[key] for layer in layers) for key in ("l0", "distinct_step")}
+    if not abs(mean["l0"] - l0) <= TOLERANCE * l0:
+        raise ValueError(
+            f"the decoded tokens have {mean['l0']:.4g} active neurons where {l0:g} were asked for; decode more tokens "
+            "(--new-tokens) or a larger batch."
+        )
+    return text, {"decoded_l0": round(mean["l0"], 2), "decoded_distinct_in_batch": round(mean["distinct_step"], 1)}
+
+
+def _decoded_logits(model, text):
+    return model(text, use_cache=False).logits[:, PROMPT_TOKENS:]

@@ -1,0 +1,98 @@
+"""Benchmark inputs with the statistics of really sparse models.
+
+Random weights with random tokens are half active, and thinned out evenly they make neighbouring tokens share nothing.
+In sparse models, neurons fire at very unequal rates, neighbouring tokens share neurons, and some tokens, the first ones
+of a sequence above all, are many times denser than the median. `make_ffn` builds that in at any mean L0.
+"""
+
+import functools
+import math
+
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from hf_twell.blocks.architectures import FORMS
+from hf_twell.blocks.modeling import FfnSettings, FfnState, sparse_class
+
+SEQUENCE = 1024  # tokens; the first ones of each are dense
+TOPIC = 256  # neighbouring tokens with a common topic
+VOCABULARY = 4096
+WORD_SHARE, TOPIC_SHARE = 0.40, 0.25  # of a token's variance
+THRESHOLD_SPREAD, DENSITY_SPREAD = 0.45, 0.28
+
+
+@torch.no_grad()
+def make_ffn(tokens, hidden=2048, intermediate=5632, l0=30.0, *, dtype=torch.bfloat16, device="cpu", seed=0):
+    """x (T, D), w_gate (F, D), w_up (F, D), w_down (D, F) with `l0` active neurons a token on average.
+
+    The first coordinate of x is constant, so that a gate weight on it is a threshold; the second raises all neurons of
+    a token at once.
+    """
+    g = torch.Generator(device=device).manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=g, device=device)
+
+    frequency = 1.0 / torch.arange(1, VOCABULARY + 1, device=device, dtype=torch.float32)
+    words = torch.multinomial(frequency, tokens, replacement=True, generator=g)
+    topic = torch.arange(tokens, device=device) // TOPIC
+    x = math.sqrt(WORD_SHARE) * randn(VOCABULARY, hidden)[words]
+    x += math.sqrt(TOPIC_SHARE) * randn(-(-tokens // TOPIC), hidden)[topic]
+    x += math.sqrt(1 - WORD_SHARE - TOPIC_SHARE) * randn(tokens, hidden)
+    place = torch.arange(tokens, device=device) % SEQUENCE
+    x[:, 0] = 8.0
+    x[:, 1] = DENSITY_SPREAD * randn(tokens) + 1.1 * torch.exp(-place / 6.0)
+
+    w_gate, w_up = randn(intermediate, hidden) / hidden**0.5, randn(intermediate, hidden) / hidden**0.5
+    w_down = randn(hidden, intermediate) / intermediate**0.5
+    w_gate[:, 0], w_gate[:, 1] = 0.0, 1.0
+    own = THRESHOLD_SPREAD * randn(intermediate)
+    w_gate[:, 0] = -(own + threshold_for(x[:8192] @ w_gate.T - own, l0)) / 8.0
+    return tuple(t.to(dtype).contiguous() for t in (x, w_gate, w_up, w_down))
+
+
+def threshold_for(gate_TF, l0) -> float:
+    """The value that `l0` neurons of a token exceed on average."""
+    low, high = gate_TF.min().item() - 1, gate_TF.max().item() + 1
+    for _ in range(24):
+        middle = (low + high) / 2
+        # Per token in 32 bits, which is several times as fast on a CPU.
+        if (gate_TF > middle).sum(1, dtype=torch.int32).sum() > l0 * len(gate_TF):
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+@torch.no_grad()
+def active_neurons(x_TD, w_gate, chunk=4096) -> torch.Tensor:
+    """Which gates are positive, computed in fp32: (T, F) bool."""
+    gate = w_gate.float().t()
+    return torch.cat([part.float() @ gate > 0 for part in x_TD.split(chunk)])
+
+
+def distinct_neurons(active_TF, run=64) -> float:
+    """Neurons active in at least one of `run` consecutive tokens (or all, if fewer), averaged over runs."""
+    run = min(run, len(active_TF))
+    runs = len(active_TF) // run
+    return active_TF[: runs * run].view(runs, run, -1).any(1).sum(1).double().mean().item()
+
+
+def patched_block(w_gate, w_up, w_down) -> torch.nn.Module:
+    """A patched Llama feed-forward block in evaluation mode that holds these very weights."""
+    intermediate, hidden = w_gate.shape
+    with torch.device("meta"):
+        block = LlamaMLP(_block_config(hidden, intermediate)).eval()
+    for name, weight in (("gate_proj", w_gate), ("up_proj", w_up), ("down_proj", w_down)):
+        getattr(block, name).weight = torch.nn.Parameter(weight, requires_grad=False)
+    block.__class__ = sparse_class(LlamaMLP)
+    block.twell, block.twell_state = FfnSettings("block", layer=0, form=FORMS[0], backend="auto"), FfnState()
+    return block
+
+
+@functools.cache  # a small block's thousands of cold copies would take longer to configure than to measure
+def _block_config(hidden: int, intermediate: int) -> LlamaConfig:
+    # Heads do not matter here, but a config refuses sizes that do not fit D.
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate}
+    return LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1, head_dim=64, hidden_act="relu")

@@ -1,0 +1,193 @@
+"""Where a model's feed-forward blocks are: each is found by the names of its linear layers, one row of FORMS."""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+class FfnForm(NamedTuple):
+    """The attribute names of one kind of feed-forward block."""
+
+    gate: str | None
+    up: str
+    down: str
+    activation: str
+
+    @property
+    def first(self) -> str:
+        """The projection before the activation, whose sign says which neurons are active."""
+        return self.gate or self.up
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.gate, self.up, self.down) if name)
+
+
+FORMS = (
+    FfnForm("gate_proj", "up_proj", "down_proj", "act_fn"),  # Llama, Qwen2, Qwen3, Mistral, Gemma, SmolLM3, OLMo
+    FfnForm(None, "up_proj", "down_proj", "act_fn"),  # Nemotron, Arcee
+    FfnForm(None, "c_fc", "c_proj", "act"),  # StarCoder2
+    FfnForm(None, "fc1", "fc2", "activation_fn"),  # Phi
+    FfnForm(None, "dense_h_to_4h", "dense_4h_to_h", "act"),  # GPT-NeoX, Pythia
+)
+
+# The names under which configs keep the activation of the feed-forward block.
+ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")
+
+SUPPORTED = (
+    "Supported are Llama, Qwen2, Qwen3, Mistral and stock models whose every layer has one dense feed-forward block of "
+    "linears named " + ", ".join("/".join(form.linears) for form in FORMS)
+)
+
+
+class FfnSite(NamedTuple):
+    """One feed-forward block of a model: its dotted name, the module, and its form."""
+
+    name: str
+    module: nn.Module
+    form: FfnForm
+
+    def linear(self, which: str) -> nn.Module:
+        return getattr(self.module, getattr(self.form, which))
+
+    @property
+    def activation(self):
+        return getattr(self.module, self.form.activation)
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.linear("up").out_features
+
+    def blocks(self) -> list["FfnSite"]:
+        """The block itself; what PEFT's `modules_to_save` makes of one: the original and a copy for each adapter."""
+        copies = self.module._modules.get("modules_to_save")
+        if copies is None:
+            return [self]
+        return [self._replace(module=module) for module in (self.module.original_module, *copies.values())]
+
+
+def find_ffns(model: nn.Module) -> list[FfnSite]:
+    """The feed-forward blocks of the model's text decoder, in layer order.
+
+    Raises:
+        ValueError: naming the module and its class, where a layer has no block that can be made sparse.
+    """
+    if not isinstance(model, nn.Module) or not isinstance(getattr(model, "config", None), PreTrainedConfig):
+        raise ValueError(
+            f"{type(model).__name__} is no Transformers model; load one with from_pretrained. {SUPPORTED}."
+        )
+    sites = []
+    for name, module in _decoder_modules(model):
+        if "_orig_mod" in module._modules or any(name.startswith(site.name + ".") for site in sites):
+            continue  # what torch.compile wraps around a module, or a part of a block that was found
+        if hasattr(module, "experts") or hasattr(module, "router"):
+            raise ValueError(f"{name} ({type(module).__name__}) is a mixture of experts. {SUPPORTED}.")
+        form = _form_of(module)
+        if form:
+            sites.append(FfnSite(name, module, form))
+    _check_complete(model, sites)
+    return sites
+
+
+def activation_keys(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[str]]:
+    """The part of a model's config that holds its blocks' activation (a composite model's is nested), and its keys.
+
+    Raises:
+        ValueError: it holds none.
+    """
+    config = config.get_text_config()
+    keys = [key for key in ACTIVATION_KEYS if isinstance(getattr(config, key, None), str)]
+    if not keys:
+        raise ValueError(
+            f"{type(config).__name__} names no activation under {', '.join(ACTIVATION_KEYS)}, so a converted model "
+            f"could not be saved. {SUPPORTED}."
+        )
+    return config, keys
+
+
+def other_activations(config: PreTrainedConfig) -> set[str]:
+    """The activations besides ReLU that a model's config names for its blocks."""
+    config = config.get_text_config()
+    return {getattr(config, key, None) for key in ACTIVATION_KEYS} - {"relu", None}
+
+
+def loading_class(config: Mapping) -> type:
+    """What loads a checkpoint with this config.json: the stock class of another task, or AutoModelForCausalLM."""
+    name = (config.get("architectures") or [""])[0]
+    cls = getattr(transformers, name, None)
+    stock = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
+    return cls if stock and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else AutoModelForCausalLM
+
+
+def stock_class(module: nn.Module) -> type:
+    """The module's own class, without the subclass that `sparsify` gives it."""
+    return getattr(type(module), "stock_class", type(module))
+
+
+def base_layer(linear):
+    """What an adapter (LoRA) wraps, or what PEFT's `modules_to_save` trains a copy of; else the linear itself."""
+    if "modules_to_save" in getattr(linear, "_modules", ()):
+        linear = linear.original_module
+    while hasattr(linear, "base_layer"):
+        linear = linear.base_layer
+    return linear
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    return model.get_decoder() if hasattr(model, "get_decoder") else model
+
+
+def _decoder_modules(model: nn.Module, *, every_name: bool = False) -> Iterator[tuple[str, nn.Module]]:
+    """The decoder and everything in it, each under its full name in the model, or under every name that it has."""
+    decoder = decoder_of(model)
+    prefix = next((name for name, module in model.named_modules() if module is decoder), "")
+    return decoder.named_modules(prefix=prefix, remove_duplicate=not every_name)
+
+
+def _form_of(module: nn.Module) -> FfnForm | None:
+    for form in FORMS:
+        if hasattr(module, form.activation) and all(_is_linear(getattr(module, name, None)) for name in form.linears):
+            return form
+    return None
+
+
+def _is_linear(module) -> bool:
+    return isinstance(base_layer(module), nn.Linear)
+
+
+def _check_complete(model, sites):
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    if sites and layers in (None, len(sites)):
+        return
+    modules = dict(_decoder_modules(model))
+    named = [name for name in modules if name.rpartition(".")[2] in ("mlp", "ffn", "feed_forward")]
+    # Some have no block of their own: their linears lie in the layer.
+    places = named or [
+        name for name, module in modules.items() if isinstance(modules.get(name.rpartition(".")[0]), nn.ModuleList)
+    ]
+    unread = next((name for name in places if modules[name] not in [site.module for site in sites]), None)
+    where = f"; {unread} ({_parts(modules[unread])}) cannot be read" if unread else ""
+    if shared := _shared(model, sites):
+        where += "; {} is the same block as {}, and layers may not share one".format(*shared)
+    advice = f"{SUPPORTED}."
+    if unread and type(modules[unread]).__name__.startswith("Liger"):
+        advice = "Liger's SwiGLU computes SiLU always; in a new process, apply Liger with swiglu=False."
+    blocks = f"{len(sites)} feed-forward blocks of a known form"
+    raise ValueError(f"{type(model).__name__} has {layers} layers but {blocks}{where}. {advice}")
+
+
+def _shared(model, sites) -> tuple[str, str] | None:
+    """Two names of one block, where there is such a block: the second is that of its site."""
+    names = {site.module: site.name for site in sites}
+    every_name = _decoder_modules(model, every_name=True)
+    return next(((name, names[module]) for name, module in every_name if name != names.get(module, name)), None)
+
+
+def _parts(module: nn.Module) -> str:
+    """What an unknown block is made of, so that a fused, quantized or renamed projection shows in the message."""
+    children = ", ".join(f"{name}: {type(child).__name__}" for name, child in module.named_children())
+    return f"{type(module).__name__} of {children}" if children else type(module).__name__

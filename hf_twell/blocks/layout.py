@@ -1,0 +1,94 @@
+"""The memory order of down_proj: by columns in evaluation, where kernels gather them; as it was, in training.
+
+The parameter stays the same object with the same shape and values; only its strides change, so it computes, saves and
+reloads alike. No copy is kept, hence none can go stale when an adapter is merged into the weight or it is replaced.
+"""
+
+import torch
+
+from hf_twell.ops.limits import limit
+from hf_twell.ops.sampling import sampled_density
+
+# Below this density columns pay at any number of tokens; above the kernels' kCpuMaxDensity rows do.
+MAX_DENSITY_COLUMNS = 0.1
+SAMPLE_EVERY_CPU_CALLS = 32  # of a block in evaluation
+
+
+def settle_down(ffn: torch.nn.Module, weight: torch.Tensor, x: torch.Tensor) -> None:
+    """Give down's (D, F) weight the strides (1, D) in evaluation, and (F, 1) again where its gradient is wanted.
+
+    The order stays as it is
+    - in compiled graphs (their guards hold the strides), and in calls of neither kind;
+    - on a CPU, where the block is too dense for columns to pay;
+    - where others may reach the weight by its memory: shared storage, a gradient that waits for an optimizer step, a
+      captured CUDA graph, a process group (FSDP2 gathers each forward's weights into the memory it remembers), and in
+      evaluation a view or a state dict that somebody keeps.
+    """
+    if torch.compiler.is_compiling() or x.device.type not in ("cpu", "cuda") or x.numel() == 0:
+        return
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        ffn.twell_state.captured = True
+    elif torch.is_grad_enabled() and weight.requires_grad:
+        if _by_column(weight) and _swappable(ffn, weight):
+            _swap(weight, weight.detach().contiguous())
+    elif not (ffn.training or torch.is_grad_enabled()):
+        _settle_evaluated(ffn, weight, x)
+
+
+def _settle_evaluated(ffn, weight, x) -> None:
+    if x.is_cuda:
+        # At any density: kernels would transpose rows in every call, dense matmuls read either order equally fast, and
+        # sampling the density here would wait for the device.
+        wants_columns, wants_rows = True, False
+    else:
+        state = ffn.twell_state
+        state.calls += 1
+        # A sample costs as much as a small call.
+        if state.calls % SAMPLE_EVERY_CPU_CALLS != 1 and state.density is not None:
+            return
+        first = getattr(ffn, ffn.twell.form.first)
+        density = state.density = sampled_density(x, first.weight, first.bias)
+        wants_columns, wants_rows = density < MAX_DENSITY_COLUMNS, density > limit("kCpuMaxDensity")
+    to_columns, to_rows = wants_columns and weight.is_contiguous(), wants_rows and _by_column(weight)
+    if not (to_columns or to_rows) or _distributed() or not _swappable(ffn, weight) or _held(weight):
+        return  # nearly always for the first reason, so the cheapest test comes first
+    _swap(weight, weight.detach().t().contiguous().t() if to_columns else weight.detach().contiguous())
+
+
+def restore_down(ffn: torch.nn.Module) -> None:
+    """Give the weight the memory order in which stock models hold it."""
+    weight = getattr(getattr(ffn, ffn.twell.form.down), "weight", None)
+    if type(weight) is torch.nn.Parameter and not weight.is_contiguous() and _swappable(ffn, weight):
+        _swap(weight, weight.detach().contiguous())
+
+
+def _by_column(weight: torch.Tensor) -> bool:
+    return weight.stride() == (1, weight.shape[0])
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _swappable(ffn: torch.nn.Module, weight: torch.Tensor) -> bool:
+    alone = weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
+    alone &= not (weight.is_cpu and weight.is_shared())  # with other processes
+    plain = min(weight.shape) > 1 and weight.grad is None and type(weight) is torch.nn.Parameter
+    return alone and plain and not ffn.twell_state.captured
+
+
+def _held(weight: torch.Tensor) -> bool:
+    """Whether others hold its memory, and may write to it: a state dict, `.data`, a view, a thread that computes."""
+    return _users(weight) > _users(torch.nn.Parameter(weight.new_empty(0), requires_grad=False))
+
+
+def _users(weight: torch.nn.Parameter) -> int:
+    return torch._C._storage_Use_Count(weight.untyped_storage()._cdata)
+
+
+def _swap(weight: torch.nn.Parameter, value: torch.Tensor) -> None:
+    # Both are inference tensors or neither is: a mixture could never be trained, or used at all, again.
+    inference = weight.is_inference()
+    with torch.inference_mode(inference), torch.no_grad():
+        alike = value.is_inference() == inference
+        weight.data = value if alike else value.clone(memory_format=torch.preserve_format)

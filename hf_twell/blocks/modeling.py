@@ -1,0 +1,267 @@
+"""The class that a sparse feed-forward block gets: a subclass of its own class, so the model stays what it was."""
+
+import functools
+import types
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from hf_twell.blocks import choice
+from hf_twell.blocks.architectures import FfnForm
+from hf_twell.blocks.density_watch import DensityWatch, TrainingChoice
+from hf_twell.blocks.layout import restore_down
+from hf_twell.ops import api, reference
+
+
+@dataclass
+class L1Inputs:
+    """What one layer needs to add the L1 gradient while a micro-batch runs; see `hf_twell.ops.reference.inject_l1`.
+
+    `tokens` is how many the micro-batch holds, where no `token_weight` says so by its shape.
+    """
+
+    scale: torch.Tensor
+    token_weight: torch.Tensor | None
+    tally: torch.Tensor
+    tokens: int | None = None
+
+    def to(self, device: torch.device) -> "L1Inputs":
+        """The same on x's device: where FSDP2 offloads parameters to the CPU, these were made there, too."""
+        weight = None if self.token_weight is None else self.token_weight.to(device)
+        return L1Inputs(self.scale.to(device), weight, self.tally.to(device), self.tokens)
+
+
+@dataclass
+class FfnSettings:
+    """What `sparsify` decided for a block: its name in the model, its layer, its form and the backend asked for."""
+
+    name: str
+    layer: int
+    form: FfnForm
+    backend: str
+
+
+@dataclass(eq=False)
+class FfnState:
+    """What a block's calls leave behind for the next ones.
+
+    Attributes:
+        l1: set while a micro-batch of sparse training runs.
+        step_choice: how the block trains.
+        on_kernels: which way the last forward of training on a GPU went; None where there was none, or no choice.
+        watch: of the density in evaluation on a GPU.
+        captured: whether a CUDA graph may hold the weights' addresses: their memory then stays where it is.
+        calls: in evaluation on a CPU.
+        density: sampled there, see `hf_twell.blocks.layout`.
+        too_dense_at: there, the last x's shape, if plain matmuls were faster for it.
+        awaited: the mark of a call of a forward that others put on the block, until that comes to the block's own.
+    """
+
+    l1: L1Inputs | None = None
+    step_choice: TrainingChoice = field(default_factory=TrainingChoice)
+    on_kernels: bool | None = None
+    watch: DensityWatch = field(default_factory=DensityWatch)
+    captured: bool = False
+    calls: int = 0
+    density: float | None = None
+    too_dense_at: torch.Size | None = None
+    awaited: list | None = None
+
+
+class SparseFfn(nn.Module):
+    """Mixin put before a block's own class, which is `stock_class`."""
+
+    stock_class: type
+    twell: FfnSettings
+    twell_state: FfnState
+
+    def __call__(self, *args, **kwargs):
+        if _has_forward_of(SparseFfn, self):
+            return super().__call__(*args, **kwargs)
+        # The forward that replaced ours calls it (Accelerate's hooks, wrappers, compilers) or does not (Liger's SwiGLU,
+        # which computes SiLU). The mark is of this call alone, as other threads may be in theirs, and a list because
+        # Dynamo cannot make an object().
+        state, mark = self.twell_state, []
+        state.awaited = mark
+        try:
+            y = super().__call__(*args, **kwargs)
+            missed = state.awaited is mark
+        finally:
+            state.awaited = None
+        if missed:
+            raise ValueError(
+                f"the forward of {self.twell.name} was replaced after sparsify by one that does not call it (Liger's "
+                "SwiGLU patch does that, and computes SiLU); leave that patch out: "
+                "TrainingArguments(liger_kernel_config={'swiglu': False}), or apply_liger_kernel_to_...(swiglu=False)"
+            )
+        return y
+
+    def train(self, mode=True):
+        if mode:  # a compiled forward does not, and fused optimizers pair weights with states of the stock order
+            restore_down(self)
+        return super().train(mode)
+
+    def forward(self, x):
+        compiling = torch.compiler.is_compiling()
+        if not (compiling and _has_forward_of(SparseFfn, self)):  # where __call__ left no mark, as its own guards say
+            self.twell_state.awaited = None
+        form = self.twell.form
+        if not compiling and choice.still_too_dense(self, x):
+            return self._through_submodules(x, None)
+        # Without gradients (text generated inside a training step) the batch need not be the step's.
+        l1 = self.twell_state.l1 if torch.is_grad_enabled() else None
+        if l1 is not None and l1.tally.device != x.device:
+            l1 = l1.to(x.device)
+        if l1 is not None:
+            _check_tokens(self.twell.name, x.shape[:-1], l1)
+        if _all_modules_are_hooked() or not _is_bare_relu(self._modules[form.activation]):
+            return self._through_submodules(x, l1)
+        if api.resolve(self.twell.backend, x.device.type) != "reference" and not api.transformed():
+            parameters = self._plain_parameters()
+            if parameters is not None:
+                return self._fused(x, l1, *parameters)
+        return self._through_submodules(x, l1)
+
+    def _through_submodules(self, x, l1):
+        """Adapters, hooks and replaced linears or activations all count here."""
+        form = self.twell.form
+        activation, up, down = getattr(self, form.activation), getattr(self, form.up), getattr(self, form.down)
+        h = activation(up(x)) if form.gate is None else activation(getattr(self, form.gate)(x)) * up(x)
+        if l1 is not None:
+            check_whole(h, len(l1.tally) - 1, self.twell.name)
+            h = reference.inject_l1(h, l1.scale, l1.token_weight, l1.tally)
+        return down(h)
+
+    def _fused(self, x, l1, up, down, gate):
+        """`up`, `down` and `gate` are (weight, bias), both None where there is no gate."""
+        too_dense = choice.settle(self, x, *(up if gate[0] is None else gate), down[0])
+        if x.is_cpu and not torch.compiler.is_compiling():
+            # Another thread may give the parameter new memory while this one computes, or before its backward does.
+            if not torch.is_grad_enabled():
+                held = down[0].detach()
+                if not torch.is_autocast_enabled("cpu"):  # which knows its cast of a parameter by the parameter itself
+                    down = held, down[1]
+            elif not self.training:
+                down = down[0].view_as(down[0]), down[1]
+        if not too_dense:
+            capacity = self.twell_state.step_choice.capacity if torch.is_grad_enabled() else None
+            compute, options = api.ffn, {"capacity": capacity, "backend": self.twell.backend}
+        elif api.dense_takes(x) and not torch.compiler.is_compiling():
+            compute, options = api.dense_ffn, {}
+        else:
+            return self._through_submodules(x, l1)
+        if l1 is not None:
+            options |= {"l1_scale": l1.scale, "token_weight": l1.token_weight, "tally": l1.tally}
+        return compute(x, up[0], down[0], gate[0], b_up=up[1], b_down=down[1], b_gate=gate[1], **options)
+
+    def _plain_parameters(self):
+        """(weight, bias) of up, down and gate; None unless all are plain linears, neither hooked nor replaced."""
+        modules, form = self._modules, self.twell.form
+        up, down = _plain_parameters(modules[form.up]), _plain_parameters(modules[form.down])
+        gate = (None, None) if form.gate is None else _plain_parameters(modules[form.gate])
+        return None if up is None or down is None or gate is None else (up, down, gate)
+
+    def __reduce_ex__(self, protocol):
+        # The subclass is made at run time, so pickle and deepcopy rebuild it from the class it was made of.
+        return _new_instance, (self.stock_class,), self.__dict__.copy()
+
+
+# These run in every call, and what they read is read again by the guards of a compiled model: 28 layers had guards of
+# 0.4 ms a call, where stock blocks have 0.24, and have 0.33 now. So no more is read than decides, and of attributes
+# only a module's own: its parameters as attributes would take an uncompiled call as long as a small matmul.
+def _plain_parameters(linear: nn.Module):
+    """(weight, bias) where the projection is what they say; else None."""
+    parameters = linear._parameters
+    weight = parameters.get("weight")
+    plain = (
+        type(linear) is nn.Linear
+        and not _is_hooked(nn.Linear, linear)
+        and type(weight) in (nn.Parameter, torch.Tensor)
+        and not weight.is_meta
+        and weight.ndim == 2  # what ZeRO-3 has not gathered, or FSDP has flattened, is a vector
+        and "bias" in parameters
+    )
+    return (weight, parameters["bias"]) if plain else None
+
+
+def _is_bare_relu(activation) -> bool:
+    """Whether it computes ReLU unwatched: nobody has put in another one, replaced its forward or hooked it."""
+    return type(activation) is nn.ReLU and not _is_hooked(nn.ReLU, activation)
+
+
+def _is_hooked(cls: type, module: nn.Module) -> bool:
+    if not _has_forward_of(cls, module):
+        return True
+    # By length, and not by attribute: of those Dynamo guards neither, and would reuse its code for a layer with hooks.
+    own = vars(module)
+    if torch.is_grad_enabled() and (len(own["_backward_hooks"]) or len(own["_backward_pre_hooks"])):
+        return True
+    return bool(len(own["_forward_hooks"]) or len(own["_forward_pre_hooks"]))
+
+
+def _all_modules_are_hooked() -> bool:
+    """Whether somebody watches every module, as `register_module_forward_hook` and FlopCounterMode let them."""
+    return not torch.compiler.is_compiling() and bool(torch.nn.modules.module._has_any_global_hook())
+
+
+def _has_forward_of(cls: type, module: nn.Module) -> bool:
+    """Whether the module's forward is its class's `cls.forward`: nobody has put another one on the instance."""
+    if torch.compiler.is_compiling():  # where a dictionary's keys are not guarded either, but attributes are
+        forward = module.forward
+        return isinstance(forward, types.MethodType) and forward.__code__ is cls.forward.__code__
+    return "forward" not in vars(module)
+
+
+def _check_tokens(name: str, shape: torch.Size, l1: L1Inputs) -> None:
+    """Refuse hidden states that are not those of the micro-batch whose tokens were counted."""
+    if l1.token_weight is not None:
+        if l1.token_weight.shape == shape:
+            return
+        counted = f"attention_mask has shape {tuple(l1.token_weight.shape)}"
+    elif torch.compiler.is_compiling() or l1.tokens in (None, shape.numel()):  # a graph would be guarded by the number
+        return
+    else:
+        counted = f"input_ids hold {l1.tokens}, without an attention_mask"
+    raise ValueError(
+        f"{name} got hidden states for {tuple(shape)} tokens, but the batch's {counted}; the L1 term counts the "
+        "batch's tokens: pass the batch that the model really receives, with no virtual tokens added to it (prompt "
+        "tuning: use LoRA or prefix tuning) and no part of it left out."
+    )
+
+
+@functools.cache
+def sparse_class(stock_class: type) -> type:
+    """The sparse subclass of a feed-forward block's class; always the same one for the same class."""
+    attributes = {"stock_class": stock_class, "__doc__": f"{stock_class.__name__} computed over its active neurons."}
+    return type(f"Sparse{stock_class.__name__}", (SparseFfn, stock_class), attributes)
+
+
+def _new_instance(stock_class: type) -> nn.Module:
+    cls = sparse_class(stock_class)
+    return cls.__new__(cls)
+
+
+def check_whole(h: torch.Tensor, width: int, name: str) -> None:
+    """Refuse the part of a block's h (..., F) that tensor parallelism leaves to one process.
+
+    Raises:
+        ValueError: naming the block.
+    """
+    if h.shape[-1] != width:
+        raise ValueError(
+            f"{name} has {h.shape[-1]} of its {width} neurons in this process (tensor parallelism); the L1 term and "
+            "the measures of sparsity need whole blocks: load the model without tp_plan, and train with DDP or FSDP2"
+        )
+
+
+def sparse_ffns(model: nn.Module) -> list[nn.Module]:
+    """The model's sparse blocks, in layer order."""
+    idle = set()
+    for module in model.modules():
+        # PEFT's `modules_to_save` keeps a block and a copy of it for each adapter; the active adapter's computes.
+        copies = module._modules.get("modules_to_save")
+        if copies is not None:
+            active = [copies[name] for name in module.active_adapters if name in copies] or [module.original_module]
+            idle |= {module.original_module, *copies.values()} - set(active)
+    return [module for module in model.modules() if isinstance(module, SparseFfn) and module not in idle]

@@ -1,0 +1,53 @@
+"""`hf-twell bench prefill MODEL` and `generate MODEL`: a sparse checkpoint of the user's in place of a random one."""
+
+import argparse
+from pathlib import Path
+
+RANDOM_ONLY = ("layers", "heads", "kv_heads", "vocabulary", "l0", "hidden", "intermediate")
+
+
+def add_own_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a sparse model's folder or Hub name; needs --text")
+    parser.add_argument("--text", nargs="+", default=[], metavar="FILE", help="text files that MODEL reads")
+
+
+def check_own_model(args) -> None:
+    """Refuse what goes with random models alone, and a model without text.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    for name in RANDOM_ONLY:
+        if getattr(args, name) != args.parser.get_default(name):
+            raise ValueError(f"--{name.replace('_', '-')} is for random models; leave it out for {args.model}")
+    if not args.text:
+        raise ValueError(f"{args.model} needs --text FILE: what it reads decides its activity, and so its speed")
+
+
+def own_rows(args, common):
+    """An iterator of MODEL's rows, and how many there will be."""
+    import torch
+
+    from hf_twell.bench.own import bench_own_generate, bench_own_prefill
+    from hf_twell.blocks.architectures import other_activations
+    from hf_twell.convert.sparsify import sparsify
+    from hf_twell.measure.inference import check_ids
+    from hf_twell.models.loading import load_model
+    from hf_twell.recipe.packing import check_file, token_ids
+
+    for path in args.text:
+        check_file(Path(path))
+    common["report"]("loading", args.model)
+    model, tokenizer = load_model(args.model, dtype=common.pop("dtype"), device=common.pop("device"))
+    if others := other_activations(model.config):
+        raise ValueError(f"{args.model} is not sparse (activation: {others.pop()}); convert it with hf-twell sparsify")
+    sparsify(model.eval())
+    ids = torch.tensor(token_ids(tokenizer, args.text))
+    check_ids(model, tokenizer, ids)
+    if args.what == "generate":
+        bench, own = bench_own_generate, ("new_tokens", "steps_only")
+    else:
+        bench, own = bench_own_prefill, ("length",)
+    common |= {name: getattr(args, name) for name in own} | {"compile": not args.no_compile}
+    batches = args.batch or [1]
+    return (bench(model, ids, batch=batch, **common) for batch in batches), len(batches)

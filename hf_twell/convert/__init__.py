@@ -1,0 +1,1 @@
+"""From a dense model to ReLU blocks, in place."""

@@ -1,0 +1,135 @@
+"""Whether a model's feed-forward blocks can be made sparse exactly.
+
+Each is checked by running its own forward on tiny weights: whatever its class is called, it must compute
+down(relu(gate) * up) or down(relu(up)), and nothing else.
+"""
+
+import copy
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_twell.blocks.architectures import (
+    SUPPORTED,
+    FfnSite,
+    activation_keys,
+    base_layer,
+    decoder_of,
+    stock_class,
+)
+from hf_twell.files.weights import DTYPES, is_plain
+from hf_twell.ops import reference
+
+
+def check_convertible(model: nn.Module, sites: list[FfnSite]) -> None:
+    """Refuse a model whose blocks hold something that cannot be converted exactly.
+
+    Raises:
+        ValueError: quantized or meta-device weights, a replaced forward, or a block that computes something else.
+    """
+    sites = [block for site in sites for block in site.blocks()]
+    _check_other_activations(model, sites)
+    for site in sites:
+        where = f"{site.name} ({type(site.module).__name__})"
+        if "forward" in vars(site.module):
+            raise ValueError(
+                f"{where} has its forward replaced on the instance (by accelerate's offloading, Liger or another "
+                "patch), which would bypass the sparse block. Load the model without it."
+            )
+        activation = site.activation
+        if isinstance(activation, nn.Module) and activation.state_dict():
+            raise ValueError(
+                f"{site.name}.{site.form.activation} ({type(activation).__name__}) has parameters of its own, which "
+                f"ReLU would drop from the checkpoint. {SUPPORTED}."
+            )
+        for name in site.form.linears:
+            # A block that computes ReLU already keeps computing through its linears, whatever they are.
+            converts = not isinstance(activation, nn.ReLU)
+            _check_linear(getattr(site.module, name), f"{site.name}.{name}", converts)
+        _check_formula(site, where)
+
+
+def _check_other_activations(model, sites):
+    """The config entry must belong to the blocks alone: what else follows it (a state space, a projector) would change
+    when the converted model is loaded again."""
+    config, keys = activation_keys(model.config)
+    kinds = {type(site.activation) for site in sites} - {nn.ReLU}
+    if not kinds:
+        return
+    entries = {getattr(config, key) for key in keys}
+    # A vision or audio tower has a config of its own.
+    decoder = set(decoder_of(model).modules())
+    towers = [
+        module
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel) and module not in decoder and decoder.isdisjoint(module.modules())
+    ]
+    apart = {inner for outer in (*towers, *(site.module for site in sites)) for inner in outer.modules()}
+    for name, module in model.named_modules():
+        if module in apart:
+            continue
+        # Some keep the name and look the function up when they run.
+        named = any(isinstance(value, str) and value in entries for value in vars(module).values())
+        if named or type(module) in kinds:
+            raise ValueError(
+                f"{name} ({type(module).__name__}) lies outside the feed-forward blocks but follows the same config "
+                f"entry, so converting the config would change it too. {SUPPORTED}."
+            )
+
+
+def _check_linear(linear: nn.Module, name: str, converts: bool):
+    weight = base_layer(linear).weight
+    if weight.is_meta:
+        raise ValueError(
+            f"{name} ({type(linear).__name__}) has its weight on the meta device; load the weights before converting "
+            "(without init_empty_weights, and with a device_map that offloads nothing)."
+        )
+    # Eight-bit floats count as floating point too.
+    if converts and (weight.dtype not in DTYPES or not is_plain(weight)):
+        raise ValueError(
+            f"{name} ({type(linear).__name__}) is quantized ({weight.dtype}, {type(weight.data).__name__}); convert "
+            "the model in bfloat16, float16 or float32 and quantize the result."
+        )
+
+
+def _check_formula(site: FfnSite, where: str):
+    """Run the block's own forward on tiny weights with ReLU, in both modes, and compare with the reference."""
+    tiny = object.__new__(stock_class(site.module))
+    replaced = (*site.form.linears, site.form.activation)
+    others = {name: child for name, child in site.module._modules.items() if name not in replaced}
+    tiny.__dict__ = {**vars(site.module), "_modules": copy.deepcopy(others)}
+    # Whatever the caller's default dtype and device are.
+    cpu = {"device": "cpu", "dtype": torch.float32}
+    generator = torch.Generator("cpu").manual_seed(0)
+    hidden, intermediate = 8, 24
+    weights = {}
+    for key, rows, columns in (
+        ("gate", intermediate, hidden),
+        ("up", intermediate, hidden),
+        ("down", hidden, intermediate),
+    ):
+        name = getattr(site.form, key)
+        if name is None:
+            continue
+        bias = base_layer(getattr(site.module, name)).bias is not None
+        linear = nn.utils.skip_init(nn.Linear, columns, rows, bias=bias, **cpu)
+        for parameter in linear.parameters():
+            parameter.data.normal_(generator=generator)
+        tiny._modules[name] = linear
+        weights |= {f"w_{key}": linear.weight, f"b_{key}": linear.bias}
+    setattr(tiny, site.form.activation, nn.ReLU())
+    x = torch.randn(2, 3, hidden, generator=generator, **cpu)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
+        expected = reference.ffn(x, **weights)
+        for mode in (True, False):
+            nn.Module.train(tiny, mode)
+            try:
+                exact = torch.allclose(tiny.forward(x), expected, rtol=1e-4, atol=1e-4)
+            except Exception as error:
+                raise ValueError(f"{where} takes more than hidden states through its linears. {SUPPORTED}.") from error
+            if not exact:
+                raise ValueError(
+                    f"{where} does more than down(relu(gate) * up) (dropout, a norm, a scale, ...), so it cannot be "
+                    f"replaced exactly. {SUPPORTED}."
+                )

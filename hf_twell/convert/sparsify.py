@@ -1,0 +1,192 @@
+"""`sparsify` and `unpatch`: from a pretrained dense model to ReLU feed-forward blocks, in place."""
+
+import weakref
+from collections.abc import Iterable
+from numbers import Integral
+
+from torch import nn
+
+import hf_twell
+from hf_twell.blocks.architectures import FfnSite, activation_keys, find_ffns, other_activations, stock_class
+from hf_twell.blocks.layout import restore_down
+from hf_twell.blocks.modeling import FfnSettings, FfnState, SparseFfn, sparse_class
+from hf_twell.convert.convertible import check_convertible
+from hf_twell.ops import api
+
+FORMAT_VERSION = 1
+TAG = "hf_twell"  # on the Hub, and in the card that PEFT writes beside a saved adapter
+
+
+def sparsify(model: nn.Module, *, backend: str = "auto", layers: Iterable[int] | None = None) -> nn.Module:
+    """Turn every feed-forward block's activation into ReLU, and let sparse kernels and the L1 term act on `layers`.
+
+    Config and live modules both change, in place; parameters, their names and the model's class stay, so the model
+    saves as its stock architecture with `hidden_act: "relu"`. Calling again changes nothing but `backend` and `layers`.
+
+    Args:
+        model: a Transformers causal language model (or its decoder), on any device, in float32, bfloat16 or float16.
+        backend: "auto" takes the fastest backend at each call; "reference", "cpu" or "cuda" insist on one.
+        layers: indices of the layers on which kernels and the L1 term act (negative ones count from the end). None
+            keeps those that an earlier call or the checkpoint chose (`config.twell`), else means all; `range(n)` brings
+            all n back. The activation converts everywhere: a stock config has one.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: a model that cannot be converted exactly (mixture of experts, quantized or meta-device weights, an
+            unknown block), naming the module, or a `twell` entry in the config that cannot be true; nothing has
+            changed then.
+
+    Source: arXiv 2603.23198, section 2.
+    """
+    sites = find_ffns(model)
+    check_convertible(model, sites)
+    config, keys = activation_keys(model.config)
+    check_entry(model.config)
+    api.resolve(backend, sites[0].linear("up").weight.device.type)
+    chosen = chosen_layers(model, layers, len(sites))
+
+    for key in keys:
+        setattr(config, key, "relu")
+    patch(model, sites, chosen, backend)
+    return model
+
+
+def patch(model: nn.Module, sites: list[FfnSite], chosen: list[int], backend: str) -> None:
+    """Make the chosen blocks sparse ones and the others stock ones with ReLU, and say so in the config."""
+    for index, site in enumerate(sites):
+        for block in site.blocks():
+            _use_relu(block)
+            if index in chosen:
+                _make_sparse(block, index, backend)
+            else:
+                _restore_stock(block.module)
+    model.config.twell = {"version": FORMAT_VERSION, "layers": chosen if len(chosen) < len(sites) else None}
+    if hasattr(model, "add_model_tags"):
+        model.add_model_tags(TAG)
+    if hasattr(model, "push_to_hub"):
+        model.push_to_hub = PushToHub(model)
+
+
+class PushToHub:
+    """The `push_to_hub` that a sparsified model gets: Transformers' own would publish a card of its own.
+
+    It holds the model weakly: a cycle would keep the weights in memory until the next garbage collection.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = weakref.ref(model)
+
+    def __call__(self, repo_id: str, **options) -> dict:
+        """`hf_twell.push_to_hub(model, repo_id, ...)`."""
+        return hf_twell.push_to_hub(self._model(), repo_id, **options)  # by its public name: `publish` is above us
+
+    def __reduce__(self):
+        return PushToHub, (self._model(),)
+
+
+def unpatch(model: nn.Module) -> nn.Module:
+    """Give every block its stock forward again, in place. The activation stays ReLU, in the config too.
+
+    Returns:
+        The same model; one that was never patched comes back unchanged.
+    """
+    for module in model.modules():
+        if isinstance(module, SparseFfn):
+            _restore_stock(module)
+        if isinstance(vars(module).get("push_to_hub"), PushToHub):
+            del module.push_to_hub
+    return model
+
+
+def check_entry(config) -> dict | None:
+    """The config's `twell` entry, or None.
+
+    Raises:
+        ValueError: an entry that is none of ours, of a newer version, of an unfinished conversion, or beside another
+            activation than ReLU.
+    """
+    entry = getattr(config, "twell", None)
+    if entry is None:
+        return None
+    version = entry.get("version") if isinstance(entry, dict) else None
+    if not isinstance(version, int) or version is True or version < 1:
+        raise ValueError(f"the config's twell entry is {entry!r}; this package writes {{'version': 1, 'layers': ...}}")
+    if version > FORMAT_VERSION:
+        raise ValueError(
+            f"the config's twell entry has version {version}, this package knows {FORMAT_VERSION}; upgrade it"
+        )
+    if "unfinished" in entry:
+        reasons = entry["unfinished"]
+        reasons = "; ".join(map(str, reasons.values())) if isinstance(reasons, dict) else reasons
+        raise ValueError(
+            f"the conversion of this {config.model_type} model is unfinished: {reasons}. Go on with the "
+            "training that saved it (`hf-twell train RECIPE --resume`)."
+        )
+    others = other_activations(config)
+    if others:
+        raise ValueError(
+            f"the config's twell entry says that the model is sparse, but its activation is {others.pop()!r} and not "
+            "'relu'; correct the config, or remove its twell entry to convert the model"
+        )
+    return entry
+
+
+def mark_unfinished(config, part: str, reason: str | None) -> None:
+    """Say in the config's `twell` entry why a part of the conversion is not done; with None, that it is.
+
+    `check_entry` refuses a model until every part is.
+    """
+    entry = dict(config.twell)
+    reasons = {key: value for key, value in entry.pop("unfinished", {}).items() if key != part}
+    if reason is not None:
+        reasons[part] = reason
+    config.twell = entry | ({"unfinished": reasons} if reasons else {})
+
+
+def chosen_layers(model, layers: Iterable[int] | None, count: int) -> list[int]:
+    """Indices, from 0 and rising, of the layers that `sparsify` was asked for in a model of `count` layers.
+
+    Raises:
+        ValueError: indices that the model does not have, or none.
+    """
+    source = ";"
+    if layers is None:
+        layers = (check_entry(model.config) or {}).get("layers")
+        source = f", from the config's twell entry; pass layers=range({count}) for all of them, or"
+    if layers is None:
+        return list(range(count))
+    indices = list(layers) if isinstance(layers, Iterable) else []
+    bad = [i for i in indices if not isinstance(i, Integral) or isinstance(i, bool) or not -count <= i < count]
+    if bad or not indices:
+        raise ValueError(
+            f"layers={layers!r} for a model of {count} layers{source} give integers from {-count} to {count - 1}"
+        )
+    return sorted({int(index) % count for index in indices})
+
+
+def _use_relu(site: FfnSite) -> None:
+    old = site.activation
+    if isinstance(old, nn.ReLU):
+        return
+    relu = nn.ReLU()
+    relu.train(site.module.training)
+    if isinstance(old, nn.Module):
+        # Hooks that a user registered on the activation go on, and their handles still remove them.
+        relu.__dict__.update({key: value for key, value in vars(old).items() if "hook" in key})
+    setattr(site.module, site.form.activation, relu)
+
+
+def _make_sparse(site: FfnSite, index: int, backend: str) -> None:
+    site.module.twell, site.module.twell_state = FfnSettings(site.name, index, site.form, backend), FfnState()
+    # A sparse one may have become a subclass since (FSDP2 makes one), and stays it.
+    if not isinstance(site.module, SparseFfn):
+        site.module.__class__ = sparse_class(type(site.module))
+
+
+def _restore_stock(module: nn.Module) -> None:
+    if isinstance(module, SparseFfn):
+        restore_down(module)
+        module.__class__ = stock_class(module)
+        del module.twell, module.twell_state

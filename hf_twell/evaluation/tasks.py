@@ -1,0 +1,187 @@
+"""lm-eval's task definitions, with rows from the Hub or from local files."""
+
+import contextlib
+import difflib
+import functools
+import importlib.metadata
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from packaging.version import Version
+
+from hf_twell.files.configs import one_line
+from hf_twell.files.text import read_text
+
+# The files of `data_dir`, one JSON object a line; a task's first split is the one that lm-eval scores by default.
+DATA_FILES = {
+    "arc_easy": {"test": "ARC-Easy-Test.jsonl", "validation": "ARC-Easy-Validation.jsonl"},
+    "arc_challenge": {"test": "ARC-Challenge-Test.jsonl", "validation": "ARC-Challenge-Validation.jsonl"},
+    "hellaswag": {"validation": "hellaswag-validation.jsonl"},
+}
+_ARC_FIELDS = {"question", "choices", "answerKey"}
+_FIELDS = {
+    "arc_easy": _ARC_FIELDS,
+    "arc_challenge": _ARC_FIELDS,
+    "hellaswag": {"activity_label", "ctx_a", "ctx_b", "endings", "label"},
+}
+DEFAULT_TASKS = tuple(DATA_FILES)
+
+
+def load_tasks(
+    tasks: Sequence[str], data_dir: str | Path | None = None, split: str | None = None, num_fewshot: int = 0
+) -> tuple[dict, dict]:
+    """lm-eval's tasks as `TaskManager.load` returns them, and the local file behind each task (with `data_dir`).
+
+    Raises:
+        ValueError: unknown task or split, a task without local files, unusable rows, examples that could only be drawn
+            from the rows that are scored or that the task takes none of, or lm-eval is not installed.
+        OSError: a local file is missing, or a data set cannot be fetched.
+    """
+    try:
+        import lm_eval.tasks
+    except ImportError as error:
+        raise ValueError(f"tasks need lm-eval ({error}): pip install 'hf_twell[eval]'") from error
+    version = importlib.metadata.version("lm_eval")
+    if Version(version) < Version("0.4.12"):
+        raise ValueError(f"lm-eval {version} is too old: pip install 'lm-eval>=0.4.12'")
+    files = _find_files(tasks, data_dir, split) if data_dir is not None else {}
+    examples = {name: _find_examples(name, Path(data_dir), *files[name]) for name in files} if num_fewshot else {}
+    if set(tasks) <= set(DATA_FILES):
+        # Indexing all of lm-eval's tasks takes seconds; these three are in two folders.
+        folder = Path(lm_eval.tasks.__file__).parent
+        manager = lm_eval.tasks.TaskManager(include_path=[folder / "arc", folder / "hellaswag"], include_defaults=False)
+    else:
+        manager = lm_eval.tasks.TaskManager()
+    for name in tasks:
+        if name not in manager.all_tasks:
+            near = difflib.get_close_matches(name, manager.all_tasks, n=4, cutoff=0.5)
+            hint = f" (near: {', '.join(near)})" if near else ""
+            raise ValueError(
+                f"lm-eval knows no task {name!r}{hint}; `lm_eval ls tasks` lists all; for a YAML of your own, call "
+                "lm_eval.simple_evaluate with HFLM(pretrained=model)"
+            )
+    try:
+        with quiet_logs():
+            if files:
+                # A group with overrides: each task keeps its stock definition and only gets its rows from elsewhere.
+                members = [_local_task(name, *files[name], examples.get(name)) for name in tasks]
+                loaded = {"tasks": manager.load([{"group": "local files", "task": members}])["tasks"]}
+            else:
+                loaded = manager.load(list(tasks))
+    except OSError as error:
+        reason = f"the data of {', '.join(tasks)} cannot be loaded: {one_line(error)}"
+        raise OSError(
+            reason if files else f"{reason}; data_dir gives {', '.join(DATA_FILES)} without network"
+        ) from error
+    for name, task in loaded["tasks"].items():
+        _choose_split(name, task, split)
+        if num_fewshot:
+            _check_examples(name, task)
+    return loaded, {name: str(path) for name, (path, _) in files.items()}
+
+
+def _find_files(tasks, data_dir, split) -> dict[str, tuple[Path, str]]:
+    folder = Path(data_dir).resolve()
+    if not folder.is_dir():
+        raise ValueError(f"data_dir {data_dir} is no folder; give the one that holds the .jsonl files")
+    found = {}
+    for name in tasks:
+        if name not in DATA_FILES:
+            raise ValueError(
+                f"no local files for task {name!r}; with data_dir use {', '.join(DATA_FILES)}, or drop data_dir"
+            )
+        splits = DATA_FILES[name]
+        chosen = split or next(iter(splits))
+        if chosen not in splits:
+            raise ValueError(f"{name} has no {chosen} rows with answers; use split={' or '.join(splits)}")
+        found[name] = (_find_file(name, folder, splits[chosen]), chosen)
+    return found
+
+
+def _find_file(name: str, folder: Path, file: str) -> Path:
+    candidates = [folder / file, folder / f"{file}.xz"]
+    path = next((path for path in candidates if path.is_file()), None)
+    if path is None:
+        raise FileNotFoundError(f"{name} needs {' or '.join(path.name for path in candidates)} in {folder}")
+    return path
+
+
+def _find_examples(name: str, folder: Path, _: Path, scored: str) -> Path:
+    """The file of the rows that few-shot examples are drawn from: validation rows, where test rows are scored."""
+    if scored != "test":
+        advice = "score the test rows" if "test" in DATA_FILES[name] else "use num_fewshot=0, or drop data_dir"
+        raise ValueError(
+            f"{name}: few-shot examples could only be drawn from the {scored} rows that are scored, because its train "
+            f"rows are not among the local files; {advice}"
+        )
+    return _find_file(name, folder.resolve(), DATA_FILES[name]["validation"])
+
+
+def _check_examples(name: str, task) -> None:
+    """lm-eval draws from train rows, else validation rows, else in silence from the rows that it scores.
+
+    Its command passes over a number of examples in silence where the task's own definition says 0.
+    """
+    if task.get_config("num_fewshot") == 0:
+        raise ValueError(f"{name} is zero-shot by lm-eval's definition; use num_fewshot=0 for it")
+    if task.fewshot_cfg.split is not None or task.has_training_docs():
+        return
+    if not (task.has_validation_docs() and task.has_test_docs()):
+        raise ValueError(
+            f"{name} has no rows for few-shot examples but those that are scored; use num_fewshot=0 for it"
+        )
+
+
+def _local_task(name: str, path: Path, split: str, examples: Path | None) -> dict:
+    # Rows are held in memory and not read by the "json" builder of datasets: that one writes a cache, which collides
+    # or fails on a read-only machine.
+    files = {split: path} | ({"validation": examples} if examples else {})
+    splits = {f"{kind}_split": kind if kind in files else None for kind in ("validation", "test")}
+    dataset = functools.partial(_read_splits, files, _FIELDS[name])
+    return {"task": name, "training_split": None, **splits, "custom_dataset": dataset}
+
+
+def _read_splits(files: dict[str, Path], fields: set[str], **_) -> dict:
+    """{split: Dataset} of JSON-lines files. lm-eval also passes the task's metadata, which nothing here needs."""
+    return {split: _read_rows(path, fields) for split, path in files.items()}
+
+
+def _read_rows(path: Path, fields: set[str]):
+    import datasets
+
+    rows = []
+    # Not splitlines(): that also splits at Unicode line ends, which JSON allows inside a string.
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is no JSON: {error}") from error
+        if not isinstance(row, dict) or not fields <= row.keys():
+            raise ValueError(f"{path}, line {number} is no object with the fields {', '.join(sorted(fields))}")
+        rows.append(row)
+    return datasets.Dataset.from_list(rows)
+
+
+def _choose_split(name: str, task, split: str | None):
+    if split is None:
+        return
+    if task.get_config(f"{split}_split") is None:
+        raise ValueError(f"task {name} has no {split} split; leave split unset, or use the other one")
+    if split == "validation":
+        task.set_config("test_split", None)  # lm-eval scores the test split where there is one
+
+
+@contextlib.contextmanager
+def quiet_logs() -> Iterator[None]:
+    """Mute lm-eval's notes on live models and custom data: they speak of arguments that its own command has."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

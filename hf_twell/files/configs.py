@@ -1,0 +1,122 @@
+"""A checkpoint's configs, read as what a stranger wrote: plain data, and errors of one line."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, PreTrainedConfig
+
+from hf_twell.files.weights import DTYPES
+
+MOST_LABELS = 1_000_000  # a config names each; ours have no use for them
+
+
+def check_folder(path: str | Path, what: str) -> None:
+    """Refuse what can only be the path of a folder, and is none; the Hub would only speak of its rules for names.
+
+    Raises:
+        OSError: naming the path.
+    """
+    if _looks_local(str(path)) and not Path(path).is_dir():
+        raise OSError(f"no folder at {path}; give {what}'s folder, or its name on the Hub")
+
+
+def read_config(path: str | Path, **hub) -> dict:
+    """The content of a model folder's or Hub name's config.json.
+
+    Raises:
+        OSError: there is none, or no JSON.
+        ValueError: it holds no mapping, a dtype that no model computes in, attention code to be fetched, more labels
+            than fit into memory, or a name for the file of weights.
+    """
+    check_folder(path, "a model")
+    try:
+        raw, _ = PreTrainedConfig.get_config_dict(path, **hub)
+        kind = raw.get("model_type")
+    except (AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path}: its config.json holds no mapping; fetch it again") from error
+    except OSError as error:
+        if "/" in str(path) or Path(path).is_dir():
+            raise
+        # A few models on the Hub have such a name; most often, a folder's is mistyped.
+        raise OSError(f"there is no folder {path} here, and as a name on the Hub: {error}") from error
+    if not isinstance(kind, str | None):
+        raise ValueError(f"{path}: config.json has model_type={kind!r}; it must be a name, such as 'llama'")
+    dtype = raw.get("dtype", raw.get("torch_dtype"))
+    known = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype or torch.float32
+    if not isinstance(known, torch.dtype) or known not in DTYPES:
+        raise ValueError(f"{path}: config.json has dtype={dtype!r}; it must be float32, bfloat16 or float16")
+    names = raw.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError(f"{path}: config.json has architectures={names!r}; it must be a list of names")
+    labels = raw.get("num_labels")
+    if labels is not None and (not isinstance(labels, int) or labels > MOST_LABELS):
+        raise ValueError(f"{path}: config.json has num_labels={labels!r}; a language model needs none, remove it")
+    for key in ("attn_implementation", "_attn_implementation"):
+        if "/" in str(raw.get(key)):  # the name of a Hub repository, whose code Transformers would run
+            raise ValueError(
+                f"{path}: config.json asks for attention code from {raw[key]!r}; remove that entry, and give "
+                "attn_implementation yourself if you trust it"
+            )
+    if raw.get("transformers_weights") is not None:  # another file than those that are checked, pickled too
+        raise ValueError(
+            f"{path}: config.json has transformers_weights={raw['transformers_weights']!r}; remove that entry, and "
+            "name the file model.safetensors"
+        )
+    return raw
+
+
+@contextmanager
+def saying_quantized(path: str | Path, config: dict) -> Iterator[None]:
+    """Where a checkpoint with this config.json does not load, and is quantized, that is the reason to tell.
+
+    Raises:
+        ValueError: in place of what other checks, or a missing package, say of such weights.
+    """
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        quantization = config.get("quantization_config")
+        if quantization is None:
+            raise
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise ValueError(
+            f"{path} holds weights that are quantized ({method}), and these are not converted; give the model that "
+            f"they were made from, and quantize the result. As they are they do not load here either: {one_line(error)}"
+        ) from error
+
+
+def check_generation_config(path: str | Path, **hub) -> None:
+    """Read generation_config.json as Transformers will, which passes over one that is absent or no JSON.
+
+    Raises:
+        ValueError: what it holds makes no generation config.
+    """
+    with one_line_errors(f"{path}: its generation_config.json cannot be used"), suppress(OSError):
+        GenerationConfig.from_pretrained(path, **hub)
+
+
+@contextmanager
+def one_line_errors(claim: str) -> Iterator[None]:
+    """One line for whatever other libraries raise on files that a stranger wrote.
+
+    Raises:
+        ValueError: saying `claim` and the reason, in place of errors of kinds that no caller would expect.
+    """
+    try:
+        yield
+    except (ValueError, OSError, ImportError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(f"{claim} ({type(error).__name__}: {one_line(error)})") from error
+
+
+def _looks_local(path: str) -> bool:
+    """Whether a name is a path rather than one on the Hub, which takes half a minute to say that it has none."""
+    parent, slash, _ = path.rpartition("/")
+    return path.startswith((".", "/", "~")) or "\\" in path or "/" in parent or bool(slash and Path(parent).is_dir())
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

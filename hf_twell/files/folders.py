@@ -1,0 +1,200 @@
+"""Model folders that are whole or absent: written aside, and renamed."""
+
+import errno
+import fcntl
+import glob
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from fnmatch import fnmatch
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from hf_twell.files.checkpoints import STATE_NAME, write_json
+
+MEASURED_NAME = "twell_measured.json"
+
+# What `save_pretrained` and this package write into a model's folder; --overwrite replaces a folder of these alone.
+TOKENIZER_FILES = ("tokenizer*", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "*_tokens*.json")
+MODEL_FILES = ("config.json", "generation_config.json", "*processor_config.json", STATE_NAME, MEASURED_NAME)
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
+TRAINER_FILES = ("training_args.bin", ".gitattributes")  # of Trainer.save_model, of the Hub
+KNOWN_FILES = (*MODEL_FILES, *WEIGHT_FILES, *TRAINER_FILES, *TOKENIZER_FILES, "chat_template.*")
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "README.md")
+CHAT_TEMPLATES = "additional_chat_templates"
+
+
+def check_target(path: str | Path, *, overwrite: bool = False) -> Path:
+    """The real path of a folder that may be written; call it before long work, whose result needs a place.
+
+    Raises:
+        ValueError: `path` exists and `overwrite` is false, it is no model folder or holds other things too; or its
+            parent is not a folder, or not one that can be written to.
+    """
+    path = Path(path).resolve()
+    if not path.parent.is_dir():
+        raise ValueError(f"{path.parent} is not a folder; create it, or choose another place to save to")
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{path.parent} cannot be written to; choose another place to save to")
+    if path.exists() and not overwrite:
+        raise ValueError(f"{path} exists; choose another name, or allow it to be overwritten (--overwrite)")
+    if path.exists() and not _may_be_replaced(path):
+        raise ValueError(f"{path} is no model folder (or holds the working directory); only those are overwritten")
+    if path.exists() and (others := _others(path)):
+        named = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+        raise ValueError(f"{path} holds more than a model, and would lose {named}; move that, or choose another name")
+    return path
+
+
+@contextmanager
+def whole_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary folder beside `path` that takes its name if the body ends well, and is removed if it does not.
+
+    Raises:
+        ValueError: as `check_target`; after the body the error names the folder in which its result is kept.
+    """
+    path = check_target(path, overwrite=overwrite)
+    clear_dead_savings(path)
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    old = aside.with_suffix(".old")
+    aside.mkdir()
+    with ExitStack() as locks:
+        try:
+            _lock(aside, locks)
+            yield aside
+            try:
+                check_target(path, overwrite=overwrite)  # something may have come to be there since
+            except ValueError as error:
+                raise _kept(aside, path, error) from error
+            if overwrite and path.exists():
+                _lock(path, locks)
+                path.rename(old)
+            try:
+                aside.rename(path)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                raise _kept(aside, path, f"{path} was made by others meanwhile") from error
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            if old.exists() and not path.exists():
+                old.rename(path)
+            raise
+        if old.exists():
+            shutil.rmtree(old)
+
+
+def clear_dead_savings(path: str | Path) -> None:
+    """Remove what killed processes left of `whole_folder(path)`; the model that one was about to replace comes back.
+
+    Folders of living processes are locked. Where the file system has no locks, and where a folder is empty (its process
+    may be about to lock it), it is left alone.
+    """
+    path = Path(path).resolve()
+    for kind in ("old", "partial"):
+        for rest in path.parent.glob(f".{glob.escape(path.name)}.{8 * '[0-9a-f]'}.{kind}"):
+            with ExitStack() as locks, suppress(OSError):
+                _lock(rest, locks, wait=False)
+                if kind == "old" and not path.exists():
+                    rest.rename(path)
+                elif any(rest.iterdir()):
+                    shutil.rmtree(rest)
+
+
+def _lock(folder: Path, locks: ExitStack, *, wait: bool = True) -> None:
+    """Lock a folder, which keeps the lock under another name too, until `locks` is closed or the process ends.
+
+    Raises:
+        OSError: without `wait`, another process has the lock; or the file system has none.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    locks.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        if not wait:
+            raise
+
+
+def save_model(
+    model,
+    path: str | Path,
+    tokenizer=None,
+    *,
+    overwrite: bool = False,
+    state_dict=None,
+    method: dict | None = None,
+    measured: dict | None = None,
+    **options,
+) -> None:
+    """`model.save_pretrained` and the tokenizer's, into a folder that is whole or absent.
+
+    `state_dict` holds the weights of a model that is sharded over processes, gathered by all of them; `method` is what
+    `hf_twell.train.resuming.method_of` says of the model's training, and `measured` the figures that
+    `hf_twell.recipe.finetune.finetune` returns ("dense", "before", "after"; "heldout": names of the text), for its
+    card; `options` are further ones of `save_pretrained`.
+
+    Raises:
+        ValueError: as `whole_folder`, or what the model cannot be saved for, in one line.
+        OSError: the disk is full.
+    """
+    from hf_twell.files.configs import one_line_errors  # imports torch, which the command line's start does without
+
+    if state_dict is not None:  # its copies of tied weights share no memory, by which Transformers would know them
+        tied = getattr(model, "all_tied_weights_keys", {})
+        state_dict = {name: weights for name, weights in state_dict.items() if name not in tied}
+    with whole_folder(path, overwrite=overwrite) as folder:
+        with one_line_errors(f"could not write {path}"), full_disks_as_os_errors(path):
+            model.save_pretrained(folder, state_dict=state_dict, **options)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        if method is not None:
+            write_json(folder / STATE_NAME, method)
+        if measured is not None:
+            write_json(folder / MEASURED_NAME, measured)
+
+
+@contextmanager
+def full_disks_as_os_errors(path: str | Path) -> Iterator[None]:
+    """What safetensors and `torch.save` raise where they cannot write is no OSError.
+
+    Raises:
+        OSError: in one line, in place of those.
+    """
+    try:
+        yield
+    except (SafetensorError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        if not any(sign in reason for sign in ("Error while serializing", "PytorchStreamWriter", "unexpected pos")):
+            raise
+        raise OSError(f"could not write {path}; is the disk full? ({reason})") from error
+
+
+def _kept(aside: Path, path: Path, why) -> ValueError:
+    """Work that is done outlasts its name's being taken."""
+    kept = aside.rename(path.with_name(f"{path.name}-{secrets.token_hex(2)}"))
+    return ValueError(f"{why}. What was to lie there is in {kept}")
+
+
+def _may_be_replaced(path: Path) -> bool:
+    if not path.is_dir() or Path.cwd().is_relative_to(path):
+        return False
+    config = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
+    weights = any(next(path.glob(pattern), None) for pattern in WEIGHT_FILES)
+    return (config and weights) or not any(path.iterdir())
+
+
+def _others(path: Path) -> list[str]:
+    """What a model's folder holds besides the model, its tokenizer and its adapters."""
+    known = ("*.jinja",) if path.name == CHAT_TEMPLATES else KNOWN_FILES
+    known += ADAPTER_FILES if (path / "adapter_config.json").is_file() else ()
+    others = []
+    for item in sorted(path.iterdir()):
+        if item.is_dir() and (item.name == CHAT_TEMPLATES or (item / "adapter_config.json").is_file()):
+            others += [f"{item.name}/{name}" for name in _others(item)]
+        elif item.is_dir() or not any(fnmatch(item.name, pattern) for pattern in known):
+            others.append(item.name)
+    return others

@@ -1,0 +1,1 @@
+"""What `hf_twell.inspection.inspecting` found, in words and as a page."""

@@ -1,0 +1,1 @@
+"""How sparse a model is, and how well it predicts text."""

@@ -1,0 +1,77 @@
+"""A model that is run and not trained: its mode, its device, its context, the tokens it knows, its name in results."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import transformers
+
+import hf_twell
+
+# Logits take batch x context x vocabulary values, so the whole context of a long-context model would not fit.
+MAX_DEFAULT_CONTEXT = 2048
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards each module has the training flag that it had."""
+    flags = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(flags[0][1])  # for those that do something then
+        for module, training in flags:
+            module.training = training
+
+
+def input_device(model: torch.nn.Module) -> torch.device:
+    """Where to put a model's inputs: of weights that accelerate offloads, only the meta device is seen."""
+    return next((weight.device for weight in model.parameters() if not weight.is_meta), torch.device("cpu"))
+
+
+def model_context(model, context: int | None = None) -> int:
+    """The window length in tokens: `context`, or by default the model's own, at most 2,048.
+
+    Raises:
+        ValueError: `context` is not between 1 and the model's own context.
+    """
+    config = model.config.get_text_config()
+    names = ("max_position_embeddings", "n_positions", "n_ctx")
+    own = next((value for name in names if isinstance(value := getattr(config, name, None), int) and value > 0), None)
+    if context is None:
+        return min(own or MAX_DEFAULT_CONTEXT, MAX_DEFAULT_CONTEXT)
+    if context < 1 or (own and context > own):
+        raise ValueError(
+            f"context={context}: give 1 or more tokens, up to the model's own context ({own or 'unknown'})"
+        )
+    return context
+
+
+def check_ids(model, tokenizer, ids: torch.Tensor) -> None:
+    """Refuse tokens that the model has no embedding for.
+
+    Raises:
+        ValueError: the tokenizer is another model's.
+    """
+    known = model.get_input_embeddings().num_embeddings
+    if ids.numel() and int(ids.max()) >= known:
+        raise ValueError(
+            f"the tokenizer ({len(tokenizer):,} pieces) makes token {int(ids.max())}, but the model has only {known:,} "
+            "embeddings, so the tokenizer does not match; give the model's own"
+        )
+
+
+def describe(model) -> dict[str, object]:
+    """The model, dtype, device and versions that figures belong to."""
+    return {
+        "model": str(getattr(model, "name_or_path", "") or model.config._name_or_path) or type(model).__name__,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "versions": {
+            "hf_twell": hf_twell.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }

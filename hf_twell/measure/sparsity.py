@@ -1,0 +1,179 @@
+"""`measure_sparsity`: how many neurons of each layer a model really uses on given batches."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from hf_twell.blocks.architectures import FfnSite, find_ffns
+from hf_twell.blocks.batches import batch_size_tokens, check_one_stream, token_weight
+from hf_twell.blocks.modeling import check_whole
+from hf_twell.measure.activity import LayerActivity
+from hf_twell.measure.inference import evaluation_mode, input_device
+from hf_twell.measure.negative_gates import NegativeGates
+
+CPU_TOKENS = 2048  # of h, counted at a time
+
+
+def measure_sparsity(
+    model: nn.Module, batches: Iterable[Mapping | torch.Tensor], *, progress: bool = False
+) -> dict[str, object]:
+    """L0, density, L1 and dead neurons of every feed-forward block, and how its activity is spread.
+
+    Works on dense, sparsified and unpatched models alike; the model's mode and weights stay as they are. A layer's
+    neuron is active for a token where h, the input of its down projection, is not zero. Memory does not grow with the
+    number of batches.
+
+    Args:
+        model: a Transformers model.
+        batches: what the model is called with: mappings with `input_ids` and, where there is padding,
+            `attention_mask`; or tensors of token ids, (batch, sequence).
+        progress: show a progress bar on stderr.
+
+    Returns:
+        {"tokens", "l0", "density", "l1", "dead" (share of neurons never active), "negative_share", "layers": [...]};
+        the top figures are layer means, and those of a layer are means over non-padding tokens. A layer is a dict of
+        "name", "intermediate_size", "l0", "density", "l1", "dead", "dead_neurons";
+        "always_on_neurons": active for every token;
+        "l0_quantiles": {"min", "p1", "p10", "p50", "p90", "p99", "max"} of L0 over tokens;
+        "effective_neurons": (sum |h|)^2 / sum h^2, how many equally strong neurons would carry a token as unevenly;
+        "hottest_share": {"1%": share of all firings that the 1 % of neurons firing most often have, ...};
+        "distinct": {"16": {"neurons": active in at least one of 16 neighbouring tokens, "if_independent": the same if
+        tokens were strangers to each other, "runs"}, "64", "128"};
+        "magnitude_share": {"1%": share of a token's sum |h| that its strongest 1 % of neurons carry, "5%", "10%"}, over
+        "magnitude_sample" tokens, an even sample;
+        "negative_share": share of the block's output energy, sum of (h_j ||Wd_:,j||)^2, that comes from neurons whose
+        gate (without one, whose up projection) is negative: what ReLU would silence, and 0 in a model that has it.
+        What cannot be known (no whole run; the weight of a quantized, offloaded or adapted down projection) is None.
+
+    Raises:
+        ValueError: no tokens, a mask of another shape than the batch, an encoder-decoder, a model whose blocks cannot
+            be read or see other positions than the batch has (prompt tuning), or an h that is not finite.
+    """
+    sites, tokens = find_ffns(model), 0
+    activity = ModelActivity(sites)
+    shape = valid = None
+
+    def see(index: int, h: torch.Tensor) -> None:
+        if h.numel() != shape.numel() * h.shape[-1]:
+            raise ValueError(
+                f"{sites[index].name} sees {h.numel() // h.shape[-1]} positions where the batch has {shape.numel()}; "
+                "what adds positions (prompt tuning) cannot be measured: measure the base model"
+            )
+        activity.add(index, h.reshape(*shape, h.shape[-1]), valid)
+
+    check_one_stream(model)
+    device = input_device(model)
+    with watching(model, activity, see):
+        for batch in tqdm(batches, desc="measuring sparsity", disable=not progress):
+            batch = _inputs(batch, device)
+            weight = token_weight(batch)
+            positions = batch_size_tokens(batch)
+            counted = positions if weight is None else int(weight.sum())
+            if counted:
+                ids = batch.get("input_ids")
+                shape = (batch["inputs_embeds"] if ids is None else ids).shape[:2]
+                if weight is not None and weight.shape != shape:
+                    raise ValueError(
+                        f"attention_mask has shape {tuple(weight.shape)}, the batch {tuple(shape)}; give one of the "
+                        "batch's shape, and no past_key_values"
+                    )
+                valid = None if weight is None else weight > 0
+                model(**batch)
+                tokens += counted
+    if not tokens:
+        raise ValueError("no tokens to measure on: the batches are empty or all padding")
+    return activity.report(tokens)
+
+
+@contextlib.contextmanager
+def watching(model: nn.Module, activity: "ModelActivity", see: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
+    """Evaluation mode without gradients in which `see(index, h)` gets each block's h, (..., F), in layer order.
+
+    Before that, `activity` gets the signs of what the block's activation gets.
+    """
+
+    def hook(index):
+        # A hook on the down projection also sends a sparse block through its submodules, where h exists.
+        return lambda _, args: see(index, args[0])
+
+    handles = []
+    try:
+        for index, (site, gates) in enumerate(zip(activity.sites, activity.gates, strict=True)):
+            handles.append(site.linear("down").register_forward_pre_hook(hook(index)))
+            if not gates.relu:
+                handles.append(site.linear("first").register_forward_hook(gates.hook))
+        # Compiled code may not notice the hooks.
+        with evaluation_mode(model), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class ModelActivity:
+    """What the neurons of all of a model's blocks do: a `LayerActivity` and a `NegativeGates` for each of `sites`."""
+
+    def __init__(self, sites: list[FfnSite]):
+        self.sites = sites
+        self.gates = [NegativeGates(site) for site in sites]
+        self._layers: dict[int, LayerActivity] = {}
+
+    def add(self, index: int, h: torch.Tensor, valid: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Count one block's h (B, S, F) in; returns L0 and effective neurons, (B, S) each.
+
+        Raises:
+            ValueError: a part of h, as tensor parallelism leaves to one process.
+        """
+        site = self.sites[index]
+        check_whole(h, site.intermediate_size, site.name)
+        if index not in self._layers:
+            self._layers[index] = LayerActivity(site.intermediate_size, h.device)
+        layer = self._layers[index]
+        valid = None if valid is None else valid.to(h.device)
+        everywhere = torch.ones(h.shape[:-1], dtype=torch.bool, device=h.device) if valid is None else valid
+        self.gates[index].add(h.flatten(0, 1), everywhere.flatten())
+        if h.device.type != "cpu":
+            return layer.add(h, valid)
+        # Some sequences at a time: the copies stay small, and the calls few.
+        size = max(1, CPU_TOKENS // h.shape[1])
+        masks = [None] * len(h) if valid is None else valid.split(size)
+        rows = [layer.add(part, mask) for part, mask in zip(h.split(size), masks, strict=False)]
+        l0, effective = zip(*rows, strict=True)
+        return torch.cat(l0), torch.cat(effective)
+
+    def report(self, tokens: int) -> dict[str, object]:
+        """What `measure_sparsity` returns.
+
+        Raises:
+            ValueError: an h that is not finite.
+        """
+        layers = [{"name": site.name, **self._layers[index].report()} for index, site in enumerate(self.sites)]
+        for layer in layers:
+            if not math.isfinite(layer["l1"]):  # infinite and NaN neurons would count as active
+                raise ValueError(
+                    f"{layer['name']}: h is not finite, so figures of its activity would mean nothing; where float16 "
+                    "overflows, load the model in bfloat16 or float32"
+                )
+        mean = {key: sum(layer[key] for layer in layers) / len(layers) for key in ("l0", "density", "l1", "dead")}
+        for layer, gates in zip(layers, self.gates, strict=True):
+            layer["negative_share"] = gates.report()
+        shares = [layer["negative_share"] for layer in layers]
+        negative = None if None in shares else sum(shares) / len(shares)
+        return {"tokens": tokens, **mean, "negative_share": negative, "layers": layers}
+
+
+def _inputs(batch, device) -> dict:
+    if isinstance(batch, torch.Tensor) and batch.ndim == 2:
+        batch = {"input_ids": batch}
+    if not isinstance(batch, Mapping):
+        raise ValueError(
+            f"a batch of type {type(batch).__name__}; batches holds mappings with input_ids, or tensors of token ids "
+            "(batch, sequence). Put a single batch into a list."
+        )
+    moved = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+    moved.pop("labels", None)
+    return {**moved, "use_cache": False}

@@ -1,0 +1,233 @@
+"""Model cards: the templates in `model_cards/`, filled from measured figures alone. What was not measured is absent."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from string import Template
+
+import yaml
+from transformers import AutoModelForCausalLM
+
+from hf_twell.blocks.architectures import loading_class
+from hf_twell.files.tables import markdown_table, percent
+from hf_twell.ops.carried import carried_folder
+
+L1_CLAUSE = " and were trained with an L1 term on their activations"
+BARE_DENSITY = 0.25  # that of a bare swap to ReLU is higher
+WARNING = """> **Warning.** {recorded} A model that was pretrained with another activation loses most of its quality by
+> the swap alone: fine-tune it before you use it (`hf-twell train`).
+
+"""
+REPO_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # and no path such as ./model
+
+
+def model_card(
+    repo_id: str,
+    config: Mapping,
+    *,
+    base_model: str | None = None,
+    method: Mapping | None = None,
+    measured: Mapping | None = None,
+    sparsity: Mapping | None = None,
+    scores: Mapping | None = None,
+) -> str:
+    """The card of a whole sparse model.
+
+    Args:
+        repo_id: where it will be loaded from.
+        config: its config.json.
+        base_model: Hub name of the dense model that it was made from.
+        method: what `hf_twell.train.resuming.method_of` says of a trainer, or the `twell_state.json` of a checkpoint or
+            a recipe's final model: l1_weight or target_density, step, warmup_steps, warmup.
+        measured: the `twell_measured.json` of a final model: its losses and, in place of `sparsity`, its sparsity.
+        sparsity: what `hf_twell.measure_sparsity` returned or `hf-twell inspect --json` printed.
+        scores: what `hf_twell.evaluate` returned or `hf-twell eval --json` printed.
+
+    Raises:
+        ValueError: figures that are not such results, or that are of another model's size.
+    """
+    facts = {"base model": _link(base_model)}
+    text_config = config.get("text_config", config)
+    sizes = (text_config.get("num_hidden_layers"), text_config.get("hidden_size"), text_config.get("intermediate_size"))
+    if None not in sizes:
+        facts["shape"] = "{} layers, D={:,}, F={:,}".format(*sizes)
+    layers = (config.get("twell") or {}).get("layers")
+    if layers:
+        facts["kernels and L1 term on layers"] = ", ".join(map(str, layers))
+    sparsity = sparsity or measured_sparsity(measured)
+    active = ""
+    if method:
+        facts |= _method(method)
+    if sparsity and isinstance(sparsity.get("density"), float):
+        facts["density measured"] = percent(sparsity["density"])
+        active = f", so that {facts['density measured']} of a block's neurons are active for a token"
+    facts |= _losses(measured or {})
+    trained = L1_CLAUSE if method and (method.get("l1_weight") or method.get("target_density")) else ""
+    metadata = {"base_model": base_model} if is_repo(base_model) else {}
+    return fill(
+        "model.md",
+        repo_id,
+        metadata,
+        facts,
+        architecture=(config.get("architectures") or [config.get("model_type", "model")])[0],
+        **loading(loading_class(config)),
+        method_clause=trained + active,
+        warning=WARNING.format(recorded=recorded) if (recorded := untrained(method, sparsity)) else "",
+        sparsity=sparsity_section(sparsity, sizes[0]) if sparsity else "",
+        evaluation=_evaluation(scores) if scores else "",
+    )
+
+
+def untrained(method: Mapping | None, sparsity: Mapping | None) -> str | None:
+    """What says that a sparse model may be a bare swap to ReLU, or None; arguments as in `model_card`."""
+    if method and method.get("step") == 0:
+        return "This is the bare swap to ReLU, without any fine-tuning."
+    if method or (sparsity and sparsity.get("density", 1.0) < BARE_DENSITY):
+        return None
+    return "No fine-tuning after the swap to ReLU is recorded here."
+
+
+def measured_sparsity(measured: Mapping | None) -> dict | None:
+    """The sparsity of a final model as a card gives it, from its `twell_measured.json`."""
+    last = measured and (measured.get("after") or measured.get("before"))
+    return {**last["sparsity"], "files": measured.get("heldout")} if last and last.get("sparsity") else None
+
+
+def loading(loader: type = AutoModelForCausalLM) -> dict[str, str]:
+    """The sections of a card that go by what loads the model, or an adapter's base."""
+    task = "pipeline_tag: text-generation\n" if loader is AutoModelForCausalLM else ""
+    return {"loader": loader.__name__, "task": task}
+
+
+def adapter_card(base: str | None, repo_id: str | None = None, *, loader: type = AutoModelForCausalLM) -> str:
+    """The card of an adapter of a sparsified base that `loader` loads: how to load the adapter, and how not to."""
+    repo_id = repo_id or "this/adapter"
+    metadata = {"base_model": base} if is_repo(base) else {}
+    facts = {"base model, before `hf_twell.sparsify`": _link(base)}
+    base = base if is_repo(base) else "the/base"
+    load = f'\nmodel = hf_twell.load_adapter("{repo_id}")  # sparsifies the base, then loads the adapter onto it'
+    if loader is not AutoModelForCausalLM:  # which is what `load_adapter` loads by itself
+        name = loader.__name__
+        labels = "  # with num_labels, as in training" if "Classification" in name else ""
+        load = (
+            f'from transformers import {name}\n\nbase = {name}.from_pretrained("{base}"){labels}\n'
+            f'model = hf_twell.load_adapter("{repo_id}", base)  # sparsifies the base'
+        )
+    return fill("adapter.md", repo_id, metadata, facts, base=base, load=load, **loading(loader))
+
+
+def read_result(path: str | Path) -> dict:
+    """A result that one of the commands wrote with --json or --output.
+
+    Raises:
+        ValueError: no file, or no JSON object.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"no file at {path}; write one with `hf-twell inspect --output` or `hf-twell eval --output`")
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error})") from error
+    if not isinstance(result, dict):
+        raise ValueError(f"{path} holds no JSON object; give what `hf-twell inspect` or `hf-twell eval` wrote")
+    return result
+
+
+def fill(template: str, repo_id: str, metadata: dict, facts: dict, *, name: str | None = None, **sections: str) -> str:
+    """A template with its YAML, its table of facts (None: absent) and its sections; `repo_id` may be a local folder."""
+    rows = [[fact, value] for fact, value in facts.items() if value is not None]
+    text = (carried_folder("model_cards", holds=template) / template).read_text(encoding="utf-8")
+    return Template(text).substitute(
+        repo_id=repo_id,
+        name=name or repo_id.rpartition("/")[2],
+        metadata=yaml.safe_dump(metadata) if metadata else "",
+        facts=markdown_table(["", ""], rows) if rows else "",
+        **sections,
+    )
+
+
+def _method(method: Mapping) -> dict:
+    warmup = f" after a {method['warmup']} warm-up over {method['warmup_steps']}" if method.get("warmup_steps") else ""
+    steps = method.get("step")
+    return {
+        "coefficient of the L1 term": f"{method['l1_weight']:g}{warmup}" if "l1_weight" in method else None,
+        "density aimed at": f"{percent(method['target_density'])}{warmup}" if "target_density" in method else None,
+        "optimizer steps": f"{steps:,}" if steps is not None else None,
+    }
+
+
+def _losses(measured: Mapping) -> dict:
+    names = {"dense": "dense parent", "before": "before training", "after": "after it"}
+    losses = {name: (measured.get(key) or {}).get("loss") for key, name in names.items()}
+    told = ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items() if loss is not None)
+    return {"held-out loss (nats per token)": told or None}
+
+
+def sparsity_section(sparsity: Mapping, layers: int | None) -> str:
+    """L0, density and dead neurons of each layer; `layers` is how many there must be (None: any)."""
+    rows = sparsity.get("layers")
+    if not isinstance(rows, list) or not rows or not all({"l0", "density", "dead"} <= row.keys() for row in rows):
+        raise ValueError("these are no figures of sparsity: give what measure_sparsity or `hf-twell inspect` returned")
+    if layers is not None and len(rows) != layers:
+        raise ValueError(f"the figures of sparsity are of {len(rows)} layers, the model has {layers}; measure it again")
+    layers_table = markdown_table(
+        ["layer", "active neurons per token (L0)", "of", "density", "dead"],
+        [
+            [index, f"{row['l0']:.1f}", row["intermediate_size"], percent(row["density"]), percent(row["dead"])]
+            for index, row in enumerate(rows)
+        ]
+        + [["mean", f"{sparsity['l0']:.1f}", "", percent(sparsity["density"]), percent(sparsity["dead"])]],
+    )
+    return f"## Sparsity\n\n{sparsity.get('where') or _where(sparsity)}\n\n{layers_table}\n"
+
+
+def _where(sparsity: Mapping) -> str:
+    files = ", ".join(f"`{Path(str(name)).name}`" for name in sparsity.get("files") or ())
+    partial = ", reading only part of it" if sparsity.get("partial") else ""
+    return f"Measured on {sparsity['tokens']:,} tokens{f' of {files}' if files else ''}{partial}."
+
+
+def _evaluation(scores: Mapping) -> str:
+    tasks, text = scores.get("tasks"), scores.get("text")
+    if not isinstance(tasks, dict) or not isinstance(text, dict):
+        raise ValueError("these are no scores: give what evaluate or `hf-twell eval` returned")
+    parts = []
+    rows = [
+        [name, entry.get("split"), entry.get("num_fewshot"), entry.get("n_samples"), metric, score(figure)]
+        for name, entry in tasks.items()
+        for metric, figure in entry["metrics"].items()
+        if figure["value"] is not None
+    ]
+    if rows:
+        parts.append(markdown_table(["task", "split", "shots", "rows", "metric", "value"], rows))
+    rows = [
+        [Path(name).name, f"{entry['tokens']:,}", *(f"{entry[key]:.4g}" for key in keys)]
+        for keys in [("nats_per_token", "perplexity", "bits_per_byte")]
+        for name, entry in text.items()
+        if None not in [entry[key] for key in keys]
+    ]
+    if rows:
+        parts.append(markdown_table(["text", "tokens", "loss (nats per token)", "perplexity", "bits per byte"], rows))
+    if not parts:
+        return ""
+    limit = f"; only the first {scores['limit']} rows or documents of each" if scores.get("limit") else ""
+    chat = ", tasks' prompts through the chat template" if scores.get("chat_template") and tasks else ""
+    how = f"In {scores['dtype']}, batch size {scores['batch_size']}{chat}{limit}."
+    return "\n".join(["## Evaluation\n", f"{how}\n", *parts])
+
+
+def score(figure: Mapping) -> str:
+    """Its value ± its stderr."""
+    return f"{figure['value']:.4f}" + (f" ± {figure['stderr']:.4f}" if figure.get("stderr") is not None else "")
+
+
+def is_repo(name) -> bool:
+    """Whether a name can be that of a model on the Hub, and is no folder here."""
+    return bool(name) and REPO_ID.fullmatch(name) is not None and not Path(name).exists()
+
+
+def _link(name: str | None) -> str | None:
+    # A folder's path means nothing to others, and tells them of this machine.
+    return f"[{name}](https://huggingface.co/{name})" if is_repo(name) else None

@@ -1,0 +1,231 @@
+"""Models in GGUF files, as llama.cpp's converter writes them: checked, dequantized by Transformers, in stock form.
+
+What Transformers would drop in silence is refused, or read here (Llama 3's scaled rotary embedding).
+"""
+
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from hf_twell.files.configs import one_line, one_line_errors
+from hf_twell.files.weights import Shape, check_complete, check_finite
+
+logger = logging.getLogger(__name__)
+
+# `general.architecture` of the families that Transformers rebuilds exactly; "llama" stands for Mistral too.
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+ROPE_FACTORS = "rope_freqs.weight"
+
+
+class GgufFile(NamedTuple):
+    """What a GGUF file says about itself."""
+
+    path: Path
+    architecture: str
+    settings: dict  # the metadata under the architecture's name
+    types: dict[str, str]  # of each tensor
+    shapes: dict[str, Shape]
+    rope_factors: torch.Tensor | None
+    tokenizer: dict | None  # special tokens, as a tokenizer's attributes
+
+    @property
+    def quantized(self) -> list[str]:
+        return sorted(set(self.types.values()) - set(FLOATS))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the weights are as stored: small tensors are in F32 beside those in F16 or BF16."""
+        halves = set(self.types.values()) - {"F32"}
+        return FLOATS[halves.pop()] if len(halves) == 1 and halves <= set(FLOATS) else torch.float32
+
+
+def is_gguf(path: str | Path) -> bool:
+    return str(path).endswith(".gguf") and not Path(path).is_dir()
+
+
+def read_gguf(path: str | Path) -> GgufFile:
+    """Read all but the weights.
+
+    Raises:
+        OSError: no such file.
+        ValueError: no GGUF file, one that is not whole, a part of several, or another architecture.
+        ImportError: the package `gguf` is not installed.
+    """
+    path = Path(path).absolute()
+    if not path.is_file():
+        raise OSError(f"no file at {path}; a GGUF file on the Hub must be fetched first (hf download REPO FILE)")
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ValueError(f"{path} is no GGUF file (it does not begin with GGUF); fetch it again")
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise ImportError(f"{path}: GGUF files need the package gguf: pip install 'hf_twell[gguf]'") from error
+    try:
+        reader = GGUFReader(path)
+    except Exception as error:  # whatever the ends of cut files make of it
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise ValueError(f"{path} is no whole GGUF file ({reason}); fetch it again") from error
+
+    def value(key: str):
+        return reader.fields[key].contents() if key in reader.fields else None
+
+    architecture = value("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"{path} has the architecture {architecture!r}; {', '.join(ARCHITECTURES)} (Mistral too) are read from "
+            "GGUF files. Give the model's folder, or its name on the Hub"
+        )
+    if (value("split.count") or 1) > 1:
+        raise ValueError(f"{path} is one of {value('split.count')} parts; join them with llama-gguf-split --merge")
+    prefix = f"{architecture}."
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    factors = tensors.get(ROPE_FACTORS)
+    return GgufFile(
+        path,
+        architecture,
+        {key.removeprefix(prefix): value(key) for key in reader.fields if key.startswith(prefix)},
+        {name: tensor.tensor_type.name for name, tensor in tensors.items()},
+        {name: tuple(map(int, reversed(tensor.shape))) for name, tensor in tensors.items()},
+        None if factors is None else torch.tensor(factors.data),
+        _special_tokens(reader) if "tokenizer.ggml.tokens" in reader.fields else None,
+    )
+
+
+def load_gguf(load: Callable, file: GgufFile, *, dtype=None, **options) -> tuple:
+    """What `load`, a `from_pretrained`, makes of a GGUF file: (model, loading info).
+
+    Args:
+        dtype: None or "auto" is as stored, and float32 where weights are quantized.
+
+    Raises:
+        ValueError: metadata that make no model, tensors that a stock model has no place for, lacks, or has in other
+            shapes, weights that are not finite, types that cannot be dequantized.
+    """
+    path = file.path
+    with one_line_errors(f"{path}: its metadata makes no model"):
+        config = _config(file)
+        _check_tensors(file, config)
+    dtype = file.dtype if dtype in (None, "auto") else dtype
+    if file.quantized:
+        logger.warning(
+            "%s: its weights are quantized (%s); they are dequantized, and what quantization lost stays lost",
+            path,
+            ", ".join(file.quantized),
+        )
+    if hasattr(transformers, "GgufConfig"):  # else Transformers always dequantizes
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    options |= {"config": config, "dtype": dtype, "output_loading_info": True}
+    with one_line_errors(f"{path} does not load"), _alone(path) as where:
+        model, info = load(**where, **options)
+    check_complete(path, info["missing_keys"])
+    check_finite(path, model.named_parameters())
+    model.name_or_path = model.config._name_or_path = str(path)
+    return model, info
+
+
+def load_gguf_tokenizer(path: str | Path):
+    """The tokenizer that a GGUF file describes.
+
+    Raises:
+        ValueError, OSError, ImportError: as `read_gguf`; or the file describes none that Transformers can build.
+    """
+    file = read_gguf(path)
+    if file.tokenizer is None:
+        raise ValueError("the file holds none; give another tokenizer")
+    with _alone(file.path) as where:
+        tokenizer = AutoTokenizer.from_pretrained(**where, trust_remote_code=False)
+    for name, value in file.tokenizer.items():  # some versions of Transformers pass over these
+        setattr(tokenizer, name, value)
+    tokenizer.name_or_path = str(file.path)
+    return tokenizer
+
+
+def _special_tokens(reader) -> dict:
+    fields, tokens = reader.fields, reader.fields["tokenizer.ggml.tokens"]
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    ids = {name: fields.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
+    found = {f"{name}_token": tokens.contents(field.contents()) for name, field in ids.items() if field is not None}
+    for name in ("add_bos_token", "add_eos_token"):
+        if f"tokenizer.ggml.{name}" in fields:
+            found[name] = fields[f"tokenizer.ggml.{name}"].contents()
+    return found
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[dict]:
+    """`from_pretrained`'s arguments for a GGUF file in a folder of its own: what lies beside it would be read too, and
+    a file of its name in the working directory in its place."""
+    with tempfile.TemporaryDirectory() as folder:
+        link = Path(folder, "model.gguf")
+        link.symlink_to(path)
+        yield {"pretrained_model_name_or_path": folder, "gguf_file": str(link)}
+
+
+def _config(file: GgufFile) -> PreTrainedConfig:
+    with _alone(file.path) as where:
+        config = AutoConfig.from_pretrained(**where, trust_remote_code=False)
+    if "attention.key_length" in file.settings:
+        config.head_dim = file.settings["attention.key_length"]
+    kind = file.settings.get("rope.scaling.type", "none")
+    if kind != "none":
+        raise ValueError(
+            f"{file.path} scales its rotary embedding (rope.scaling.type={kind!r}), which Transformers does not read "
+            "from GGUF files; give the model's folder, or its name on the Hub"
+        )
+    if file.rope_factors is not None:
+        _restore_llama3_rope(file, config)
+    return config
+
+
+def _restore_llama3_rope(file: GgufFile, config: PreTrainedConfig) -> None:
+    """Llama 3.1 and later: the file holds what each frequency is divided by, the config how that is computed.
+
+    Raises:
+        ValueError: the factors are not those of Llama 3's models.
+    """
+    factors, theta = file.rope_factors.float(), config.rope_parameters["rope_theta"]
+    config.rope_parameters = {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": round(factors.max().item(), 4),  # 8 or 32; the file may hold a quotient
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = theta ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
+    if factors.shape != plain.shape or not torch.allclose(plain / scaled, factors, rtol=1e-4):
+        raise ValueError(
+            f"{file.path} scales its rotary embedding by {ROPE_FACTORS}, otherwise than Llama 3 does; give the model's "
+            "folder, or its name on the Hub"
+        )
+
+
+def _check_tensors(file: GgufFile, config: PreTrainedConfig) -> None:
+    """Compare names and shapes with a model without weights, before any is dequantized."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    path = file.path
+    layers = len({name.split(".")[1] for name in file.shapes if name.startswith("blk.")})
+    if layers != config.num_hidden_layers:  # before a model of so many layers is built
+        raise ValueError(f"{path}: its metadata has {config.num_hidden_layers} layers, but its weights have {layers}")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    architecture = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == file.architecture)
+    names = get_tensor_name_map(architecture, layers)
+    expected = {names.get_name(name, (".weight", ".bias")): weight.shape for name, weight in model.state_dict().items()}
+    for name, shape in file.shapes.items():
+        if name not in expected and name != ROPE_FACTORS:
+            raise ValueError(f"{path}: {name} has no place in a stock {type(model).__name__}, so it cannot be exact")
+        if shape != expected.get(name, shape):
+            raise ValueError(f"{path}: {name} has shape {shape}, but its metadata makes it {tuple(expected[name])}")

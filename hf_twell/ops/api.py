@@ -1,0 +1,245 @@
+"""The sparse feed-forward operator and the choice of the backend that computes it."""
+
+import functools
+import warnings
+
+import torch
+
+from hf_twell.ops import build, policy, policy_cpu, policy_cuda, reference, sampling
+from hf_twell.ops.limits import limit
+
+SMALLEST_H_ELEMENTS = 1 << 17  # of h, (T, F): below, calling one kernel takes longer than several of PyTorch's
+
+
+def ffn(
+    x,
+    w_up,
+    w_down,
+    w_gate=None,
+    *,
+    b_up=None,
+    b_down=None,
+    b_gate=None,
+    l1_scale=None,
+    token_weight=None,
+    tally=None,
+    capacity=None,
+    backend="auto",
+):
+    """ReLU feed-forward block, exact at every density.
+
+    Formula: h = relu(x Wg^T + bg) * (x Wu^T + bu), or relu(x Wu^T + bu) without a gate; y = h Wd^T + bd.
+    Where a neuron is inactive, 0 times an infinite or NaN weight may give 0 in place of dense arithmetic's NaN.
+    With `l1_scale`, backward adds the L1 term's gradient and reports sparsity: see `hf_twell.ops.reference.inject_l1`.
+
+    Shapes:
+        x (..., D); w_up, w_gate (F, D); w_down (D, F); b_up, b_gate (F,); b_down (D,); returns (..., D).
+        l1_scale () fp32; token_weight x.shape[:-1] fp32, None for ones; tally (1 + F,) fp32 leaf, or None.
+
+    Args:
+        capacity: active neurons per token, on average, that forward keeps for backward; a matter of memory and speed
+            alone, since backward computes again what did not fit. By default F / 16 on a CPU, F / 44 on a GPU.
+        backend: "auto" takes the fastest backend that can compute this call; "reference", "cpu" or "cuda" insist.
+            "cuda" computes gradients in bfloat16 and float16 on GPUs of compute capability 9.0; under "auto", calls
+            that need others go to "reference", with one warning.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit together, a capacity below 1, or a backend that was asked
+            for by name and cannot compute this.
+
+    Source: arXiv 2603.23198, sections 2 and 3.
+    """
+    _check_tensors(x, w_up, w_down, w_gate, b_up, b_down, b_gate, token_weight, tally)
+    _check_l1_scale(l1_scale, tally)
+    if capacity is not None and capacity < 1:
+        raise ValueError(f"capacity={capacity}; give a number of neurons of at least 1, or None for the default")
+    inputs = (x, w_up, w_down, w_gate, b_up, b_down, b_gate)
+    biases = {"b_up": b_up, "b_down": b_down, "b_gate": b_gate}
+    l1 = {"l1_scale": l1_scale, "token_weight": token_weight, "tally": tally}
+    kernels = resolve(backend, x.device.type)
+    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, tally))
+    if kernels == "reference" or not _kernels_take(backend, x.device.type, needs_grad, *inputs):
+        return reference.ffn(x, w_up, w_down, w_gate, **biases, **l1)
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        inputs = tuple(None if tensor is None else tensor.to(dtype) for tensor in inputs)
+    if not needs_grad:  # nothing reads the report, and the L1 term changes gradients alone
+        return torch.ops.hf_twell.infer(*inputs)
+    if backend == "auto" and x.is_cpu:
+        x, w_up, w_down, w_gate, b_up, b_down, b_gate = inputs
+        if _too_dense_to_train(x, *((w_up, b_up) if w_gate is None else (w_gate, b_gate))):
+            # Kernels' forward would be as fast, but their backward computes again what plain matmuls keep.
+            return dense_ffn(x, w_up, w_down, w_gate, b_up=b_up, b_down=b_down, b_gate=b_gate, **l1)
+    l1_scale, token_weight = (None if t is None else t.to(torch.float32) for t in (l1_scale, token_weight))
+    if capacity is None:
+        capacity = (policy_cuda if x.is_cuda else policy_cpu).saved_capacity(w_up.shape[0])
+    return torch.ops.hf_twell.ffn(*inputs, l1_scale, token_weight, tally, min(capacity, w_up.shape[0]))[0]
+
+
+def dense_ffn(
+    x, w_up, w_down, w_gate=None, *, b_up=None, b_down=None, b_gate=None, l1_scale=None, token_weight=None, tally=None
+):
+    """The same block by PyTorch's matmuls, and one kernel each way for all that lies between them.
+
+    For blocks too dense for `ffn` to pay, in a dtype that `dense_takes`. It is no slower than compiled PyTorch.
+    Arguments as in `ffn`.
+    """
+    if dense_is_plain(x, w_up):
+        return reference.ffn(x, w_up, w_down, w_gate, b_up=b_up, b_down=b_down, b_gate=b_gate)
+    linear = torch.nn.functional.linear
+    gate, up = linear(x, w_up, b_up), None
+    if w_gate is not None:
+        gate, up = linear(x, w_gate, b_gate), gate
+    l1_scale, token_weight = (None if t is None else t.to(torch.float32) for t in (l1_scale, token_weight))
+    return linear(torch.ops.hf_twell.activation(gate, up, l1_scale, token_weight, tally), w_down, b_down)
+
+
+@torch.compiler.assume_constant_result  # Dynamo's own guards trace a graph anew when the answer changes
+def transformed() -> bool:
+    """Whether torch.func or forward-mode AD is at work: the operators have no rules for them, and lose tangents."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def kernels_train(x) -> bool:
+    """Whether x is on a GPU whose kernels also compute gradients in x's dtype, or in autocast's."""
+    return x.is_cuda and _training_problem(x) is None
+
+
+def dense_takes(x) -> bool:
+    """Whether kernels compute what lies between a dense block's matmuls, in x's dtype or autocast's."""
+    return dtype_of(x) in (torch.bfloat16, torch.float16, *(() if x.is_cuda else (torch.float32,)))
+
+
+def dense_is_plain(x, w_up) -> bool:
+    """Whether `dense_ffn` calls no kernel: on a CPU without gradients, where h is so small that none would pay."""
+    intermediate, hidden = w_up.shape
+    return x.is_cpu and not torch.is_grad_enabled() and x.numel() * intermediate < SMALLEST_H_ELEMENTS * hidden
+
+
+def dtype_of(x) -> torch.dtype:
+    """What a block computes x in: its own dtype, or autocast's."""
+    device = x.device.type
+    autocast = torch.is_autocast_enabled(device) and x.dtype != torch.float64  # which autocast leaves alone
+    return torch.get_autocast_dtype(device) if autocast else x.dtype
+
+
+def _training_problem(x) -> str | None:
+    """Why the CUDA kernels compute no gradients for x, or None: the end of a sentence "gradients are wanted ..."."""
+    dtype = dtype_of(x)
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"in {dtype}; its training kernels take bfloat16 and float16: cast the model or use torch.autocast"
+    capability = _compute_capability(x.device.index)
+    if capability != "9.0":
+        return f"on a GPU of compute capability {capability}; its training kernels need 9.0"
+    return None
+
+
+@torch.compiler.assume_constant_result
+def _compute_capability(device_index: int) -> str:
+    return "{}.{}".format(*torch.cuda.get_device_capability(device_index))
+
+
+@torch.compiler.assume_constant_result
+def resolve(backend: str, device_type: str) -> str:
+    """The name of the backend that serves `backend` for tensors on `device_type`; compiles it at first use.
+
+    Raises:
+        ValueError: an unknown name, or a backend asked for by name that does not work here.
+    """
+    if backend == "auto":
+        for name, device in build.DEVICE_OF.items():  # in every call of a block: no list, no generator
+            if device == device_type and build.status(name, build=True).available:
+                return name
+        return "reference"
+    status = build.status(backend, build=True)
+    if not status.available:
+        raise ValueError(f"backend {backend!r} does not work here: {status.reason}. Use backend='auto' to fall back.")
+    if backend != "reference" and device_type != build.DEVICE_OF[backend]:
+        raise ValueError(
+            f"backend {backend!r} was asked to compute tensors on {device_type!r}; move them, or use 'auto'"
+        )
+    return backend
+
+
+def _kernels_take(backend, device_type, needs_grad, x, *weights) -> bool:
+    """Whether the device's kernels can compute these tensors; if not, "auto" says so once and any other name raises."""
+    training_problem = _training_problem(x) if needs_grad and device_type == "cuda" else None
+    if training_problem and backend == "auto":
+        if not torch.compiler.is_compiling():  # where plain PyTorch is compiled, and training seldom takes kernels
+            _warn_once(
+                f"hf_twell trains with plain PyTorch: gradients are wanted {training_problem}. Where none are wanted, "
+                "use torch.no_grad(); backend='reference' asks for plain PyTorch, without this warning."
+            )
+        return False
+    problem = None
+    dtypes = {tensor.dtype for tensor in (x, *weights) if tensor is not None}
+    intermediate, hidden = weights[0].shape
+    if not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
+        problem = f"dtype {x.dtype}; the kernels take float32, bfloat16 and float16"
+    elif not (0 < hidden <= limit("kMaxHidden") and 0 < intermediate <= limit("kMaxWidth")):
+        largest = limit("kMaxHidden"), limit("kMaxWidth")
+        problem = f"D = {hidden}, F = {intermediate}; the kernels take 1..{largest[0]} and 1..{largest[1]}"
+    elif transformed():
+        problem = "the kernels have no rules for torch.func and forward-mode AD"
+    elif training_problem:
+        problem = f"gradients are wanted {training_problem}; or train with backend='auto', which uses plain PyTorch"
+    if problem is None:
+        return True
+    if backend != "auto":
+        raise ValueError(f"backend {backend!r} cannot compute this: {problem}")
+    _warn_once(f"hf_twell computes with plain PyTorch: {problem}.")
+    return False
+
+
+def _too_dense_to_train(x, w_gate, b_gate=None) -> bool:
+    """Whether plain matmuls train faster on a CPU. Equal inputs get equal answers, so recomputation repeats the choice.
+
+    Always False in a compiled graph, which cannot sample the density.
+    """
+    if torch.compiler.is_compiling() or x.numel() == 0:
+        return False
+    tokens, density = x.numel() // x.shape[-1], sampling.sampled_density(x, w_gate, b_gate)
+    return not policy.takes_kernels(tokens, w_gate.numel(), x.dtype, "cpu", density, training=True)
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=3)
+
+
+def _check_tensors(x, w_up, w_down, w_gate, b_up, b_down, b_gate, token_weight, tally):
+    if w_up.ndim != 2:
+        raise ValueError(f"w_up has shape {tuple(w_up.shape)}; expected (F, D), as nn.Linear stores it")
+    intermediate, hidden = w_up.shape
+    if x.ndim == 0 or x.shape[-1] != hidden:
+        raise ValueError(f"x has shape {tuple(x.shape)}; its last size must be {hidden}, the columns of w_up")
+    device = x.device
+    for name, tensor, shape in (
+        ("w_up", w_up, (intermediate, hidden)),
+        ("w_down", w_down, (hidden, intermediate)),
+        ("w_gate", w_gate, (intermediate, hidden)),
+        ("b_up", b_up, (intermediate,)),
+        ("b_gate", b_gate, (intermediate,)),
+        ("b_down", b_down, (hidden,)),
+        ("tally", tally, (1 + intermediate,)),
+        ("token_weight", token_weight, x.shape[:-1]),
+    ):
+        if tensor is None:
+            continue
+        if tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {tuple(shape)}")
+        if tensor.device != device:
+            raise ValueError(f"x is on {device} and {name} on {tensor.device}; move them to one device")
+        # Autocast casts all of them; the report and the tokens' weights are float32 beside any dtype.
+        mixed = tensor.dtype != x.dtype and name not in ("tally", "token_weight")
+        if mixed and not torch.is_autocast_enabled(device.type):
+            raise ValueError(f"x is {x.dtype} and {name} is {tensor.dtype}; give both one dtype, or use autocast")
+
+
+def _check_l1_scale(l1_scale, tally):
+    if l1_scale is None:
+        if tally is not None:
+            raise ValueError("tally was given without l1_scale; to count alone, give l1_scale=torch.zeros(())")
+    elif not isinstance(l1_scale, torch.Tensor) or l1_scale.numel() != 1:
+        raise ValueError(f"l1_scale is {l1_scale!r}; give a tensor of one element")

@@ -1,0 +1,16 @@
+"""The folders at the top of the repository that a wheel carries inside the package: kernels, model cards."""
+
+from pathlib import Path
+
+
+def carried_folder(name: str, holds: str) -> Path:
+    """The folder of this name in which the file `holds` lies: of the installed package, else of the checkout.
+
+    Raises:
+        FileNotFoundError: it is in neither.
+    """
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / name, package.parent / name):
+        if (folder / holds).is_file():
+            return folder
+    raise FileNotFoundError(f"{name}/{holds} is neither in {package} nor in {package.parent}; install hf_twell again")

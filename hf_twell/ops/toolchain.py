@@ -1,0 +1,184 @@
+"""The compilers on this machine, and the ninja file that makes a kernel library of its sources."""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import torch
+
+from hf_twell.ops.carried import carried_folder
+
+STABLE_ABI_TARGET = "0x020a000000000000"  # torch 2.10
+OLDEST_GPU = (8, 0)  # compute capability; before it there is no bf16
+
+_HOST_FLAGS = ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+_HOST_FLAGS += ["-Wno-unused-parameter", "-pthread"]
+_AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"]
+# One instruction set per source file, chosen when the program runs: only these files may hold its instructions.
+_ISA_FLAGS = {
+    "twell_cpu/isa/avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
+    "twell_cpu/isa/avx512.cpp": _AVX512,
+    "twell_cpu/isa/avx512_bf16.cpp": [*_AVX512, "-mavx512bf16"],
+    "twell_cpu/isa/amx.cpp": [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+}
+
+
+class BuildError(RuntimeError):
+    """A library could not be had; the message says why, and what would change it."""
+
+
+def kernels_dir() -> Path:
+    """The kernel sources.
+
+    Raises:
+        BuildError: they are not there.
+    """
+    try:
+        return carried_folder("kernels", holds="build.toml")
+    except FileNotFoundError as error:
+        raise BuildError(str(error)) from None
+
+
+def sources(name: str) -> list[str]:
+    """The files of one library, headers too, relative to `kernels_dir()`; "ops" is the operators' definitions."""
+    return _table(name)["src"]
+
+
+def includes(name: str) -> list[Path]:
+    """The folders from which the sources of one library name their headers."""
+    return [kernels_dir() / folder for folder in _table(name).get("include", [])]
+
+
+def _table(name: str) -> dict:
+    table = tomllib.loads((kernels_dir() / "build.toml").read_text())
+    return table["torch"] if name == "ops" else table["kernel"][f"twell_{name}"]
+
+
+def compiler() -> str:
+    """The C++ compiler: `$CXX`, or the first of g++, clang++ and c++.
+
+    Raises:
+        BuildError: there is none, or no ninja.
+    """
+    wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+    found = next(filter(None, map(shutil.which, wanted)), None)
+    if found is None:
+        raise BuildError(f"no C++ compiler found (looked for {', '.join(wanted)}); install g++, or set CXX to one")
+    ninja()
+    return found
+
+
+def nvcc() -> str:
+    """The CUDA compiler: of `$CUDA_HOME` where that is set, else on PATH, else in /usr/local/cuda.
+
+    Raises:
+        BuildError: there is none.
+    """
+    home = os.environ.get("CUDA_HOME")
+    wanted = [f"{home}/bin/nvcc"] if home else ["nvcc", "/usr/local/cuda/bin/nvcc"]
+    found = next(filter(None, map(shutil.which, wanted)), None)
+    if found is None:
+        raise BuildError(f"no nvcc found (looked for {', '.join(wanted)}); install the CUDA toolkit, or set CUDA_HOME")
+    return found
+
+
+def nvcc_version() -> str:
+    """For instance "13.0.88".
+
+    Raises:
+        BuildError: there is no nvcc, or it does not run.
+    """
+    path = nvcc()
+    try:
+        run = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
+        return re.search(r"\bV(\d+(?:\.\d+)+)", run.stdout)[1]
+    except (OSError, subprocess.CalledProcessError, TypeError) as error:
+        raise BuildError(f"{path} --version tells no version ({error}); repair the CUDA toolkit") from error
+
+
+def architectures() -> list[str]:
+    """What nvcc compiles for, such as "sm_90a": `$HF_TWELL_CUDA_ARCH` (several with commas), or the visible GPUs.
+
+    Raises:
+        BuildError: a name that is none, no GPU, or one that is too old.
+    """
+    wanted = os.environ.get("HF_TWELL_CUDA_ARCH")
+    if wanted:
+        names = sorted({name.strip() for name in wanted.split(",")})
+        if not all(re.fullmatch(r"sm_\d+[af]?", name) for name in names):
+            raise BuildError(f"HF_TWELL_CUDA_ARCH is {wanted!r}; expected names such as sm_80 or sm_80,sm_90a")
+        return names
+    found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    if not found:
+        raise BuildError("PyTorch sees no CUDA GPU to compile for; name an architecture in HF_TWELL_CUDA_ARCH")
+    if min(found) < OLDEST_GPU:
+        raise BuildError(
+            f"a visible GPU has compute capability {'.'.join(map(str, min(found)))}; the kernels need "
+            f"{'.'.join(map(str, OLDEST_GPU))} or newer; hide older GPUs with CUDA_VISIBLE_DEVICES"
+        )
+    # Hopper's matrix and copy instructions exist in its own feature set alone.
+    return sorted("sm_90a" if pair == (9, 0) else f"sm_{pair[0]}{pair[1]}" for pair in found)
+
+
+def flags(name: str, source: str) -> list[str]:
+    """The compiler's flags for one source of one library.
+
+    Raises:
+        BuildError: as `architectures`, for "cuda".
+    """
+    common = ["-std=c++17", "-O3", f"-DTORCH_TARGET_VERSION={STABLE_ABI_TARGET}"]
+    if name != "cuda":
+        isa = _ISA_FLAGS.get(source, []) if platform.machine() in ("x86_64", "AMD64") else []
+        return [*common, *_HOST_FLAGS, *isa]
+    codes = [f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in architectures()]
+    return [*common, *codes, "-lineinfo", "--expt-relaxed-constexpr", f"-Xcompiler={','.join(_HOST_FLAGS)}"]
+
+
+def ninja_file(name: str) -> str:
+    """What `ninja` reads to make library.so. nvcc compiles and links all of the CUDA library: it knows its folders."""
+    folder, torch_dir = kernels_dir(), Path(torch.__file__).parent
+    tool = f"'{nvcc()}' -ccbin '{compiler()}'" if name == "cuda" else f"'{compiler()}'"
+    include = " ".join(f"'-I{path}'" for path in [*includes(name), torch_dir / "include"]).replace("$", "$$")
+    libraries = "-ltorch -ltorch_cpu -lc10" + (" -ltorch_cuda" if name == "cuda" else " -pthread")
+    lines = [
+        "rule compile",
+        f"  command = {tool} $flags {include} -c $in -o $out",
+        "rule link",
+        f"  command = {tool} -shared $in -o $out '-L{torch_dir / 'lib'}' {libraries}",
+    ]
+    objects = []
+    for source in compiled(sources(name)):
+        objects.append(f"{source}.o")  # in folders as the sources are, whose file names repeat
+        lines += [
+            f"build {objects[-1]}: compile {_escaped(folder / source)}",
+            f"  flags = {' '.join(flags(name, source))}",
+        ]
+    lines += [f"build library.so: link {' '.join(objects)}", ""]
+    return "\n".join(lines)
+
+
+def _escaped(path: Path) -> str:
+    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def compiled(files: list[str]) -> list[str]:
+    """The files that the compiler is given: all but headers."""
+    return [file for file in files if file.endswith((".cpp", ".cu"))]
+
+
+def ninja() -> str:
+    """The path of ninja.
+
+    Raises:
+        BuildError: there is none.
+    """
+    beside = Path(sys.executable).parent / "ninja"  # of the same environment, whether or not it is on PATH
+    found = str(beside) if beside.is_file() else shutil.which("ninja")
+    if found is None:
+        raise BuildError("ninja is missing; install it with `pip install ninja`")
+    return found

@@ -1,0 +1,66 @@
+"""Conversations as training tokens: through the tokenizer's chat template, and which of them the assistant says."""
+
+from hf_twell.files.configs import one_line
+
+IGNORED = -100  # the label of a token that the loss leaves out
+
+
+def is_chat(value) -> bool:
+    """Whether a row's value is a list of messages: {"role": ..., "content": a text}."""
+    return isinstance(value, list) and bool(value) and all(_is_message(item) for item in value)
+
+
+def chat_tokens(tokenizer, messages: list[dict], *, assistant_only: bool = False) -> tuple[list[int], list[int]]:
+    """The token ids of a conversation and their labels: the ids, or with `assistant_only` -100 for others' tokens.
+
+    What the assistant says runs from the template's generation prompt to the end of its turn, end marker included.
+
+    Raises:
+        ValueError: no chat template, or one that does not take these messages; with `assistant_only`, one that changes
+            earlier turns when later ones come, or a tokenizer that does not say where in the text its tokens lie.
+    """
+    text = _render(tokenizer, messages)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=assistant_only, verbose=False)
+    ids = encoded["input_ids"]
+    if not assistant_only:
+        return ids, ids
+    spans = _assistant_spans(tokenizer, messages, text)
+    places = encoded["offset_mapping"]
+    said = [any(start <= first and last <= end for start, end in spans) for first, last in places]
+    return ids, [token if own else IGNORED for token, own in zip(ids, said, strict=True)]
+
+
+def _assistant_spans(tokenizer, messages, text) -> list[tuple[int, int]]:
+    """Where in the rendered conversation each of the assistant's turns begins and ends."""
+    if not tokenizer.is_fast:
+        raise ValueError(f"assistant_only_loss needs a fast tokenizer, and this is a {type(tokenizer).__name__}")
+    spans = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = _render(tokenizer, messages[:index], add_generation_prompt=True)
+        turn = _render(tokenizer, messages[: index + 1])
+        if not (text.startswith(turn) and turn.startswith(prompt)):
+            raise ValueError(
+                "assistant_only_loss: the chat template writes earlier turns in another way when later ones follow, so "
+                "where the assistant speaks cannot be told; leave it out, cut conversations after their first answer, "
+                "or train with trl's SFTTrainer"
+            )
+        spans.append((len(prompt), len(turn)))
+    return spans
+
+
+def _render(tokenizer, messages, **options) -> str:
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"{tokenizer.name_or_path or 'the tokenizer'} has no chat template to read messages by; take an instruct "
+            "model's, set tokenizer.chat_template and save it with the model, or give rows of text"
+        )
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except Exception as error:  # a template raises what it likes
+        raise ValueError(f"the chat template does not take {str(messages)[:80]}...: {one_line(error)}") from error
+
+
+def _is_message(item) -> bool:
+    return isinstance(item, dict) and all(isinstance(item.get(key), str) for key in ("role", "content"))

@@ -1,0 +1,59 @@
+"""What a run will take, told before it starts; Trainer's bar tells the time."""
+
+import math
+import shutil
+
+import torch
+from torch import nn
+from transformers import TrainingArguments
+
+OPTIMIZER_VALUES = 2  # of Adam, for each trained weight and in its dtype
+
+
+def estimate(
+    args: TrainingArguments, model: nn.Module, *, sequences: int | None, length: int, dtype: torch.dtype
+) -> str:
+    """One line of steps, tokens and room on disk.
+
+    Args:
+        sequences: of the training text; None where it is streamed, and `max_steps` given.
+        length: tokens of a sequence.
+        dtype: of the final model.
+    """
+    steps, tokens = count_steps(args, sequences), sequences_of_step(args) * length
+    sizes = [(weight.numel(), weight.nbytes, weight.requires_grad) for weight in model.parameters()]
+    checkpoint = sum(nbytes for _, nbytes, _ in sizes)
+    if not args.save_only_model:
+        checkpoint += OPTIMIZER_VALUES * sum(nbytes for _, nbytes, trained in sizes if trained)
+    kept, final = count_checkpoints(args, steps), dtype.itemsize * sum(count for count, _, _ in sizes)
+    saved = f"{kept} checkpoint{'s' if kept > 1 else ''} of {_size(checkpoint)} and " if kept else ""
+    return (
+        f"{steps:,} steps of {tokens:,} tokens, {steps * tokens:,} in all; on disk {saved}a final model of "
+        f"{_size(final)}: {_size(kept * checkpoint + final)}, where {_size(shutil.disk_usage(args.output_dir).free)} "
+        "are free"
+    )
+
+
+def sequences_of_step(args: TrainingArguments) -> int:
+    return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+
+
+def count_steps(args: TrainingArguments, sequences: int | None) -> int:
+    """Trainer's own count, which it makes when training has begun."""
+    if args.max_steps > 0:
+        return args.max_steps
+    batches = sequences / (args.train_batch_size * args.world_size)
+    batches = math.floor(batches) if args.dataloader_drop_last else math.ceil(batches)
+    return math.ceil(args.num_train_epochs * max(1, math.ceil(batches / args.gradient_accumulation_steps)))
+
+
+def count_checkpoints(args: TrainingArguments, steps: int) -> int:
+    """How many checkpoints lie on disk at most: one is deleted when a newer one is complete."""
+    every = math.ceil(args.save_steps * steps) if args.save_steps < 1 else args.save_steps
+    made = {"no": 0, "steps": math.ceil(steps / every), "epoch": math.ceil(args.num_train_epochs)}
+    count = made.get(str(args.save_strategy.value), 2)  # "best": the last one and it
+    return count if args.save_total_limit is None else min(count, args.save_total_limit + 1)
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

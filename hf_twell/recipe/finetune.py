@@ -1,0 +1,153 @@
+"""Fine-tune a pretrained model to sparse feed-forward blocks, as a recipe says."""
+
+import contextlib
+import sys
+from pathlib import Path
+
+import torch
+from transformers import ProgressCallback, Trainer, TrainingArguments, default_data_collator, set_seed
+
+from hf_twell.convert.blending import Blend
+from hf_twell.convert.sparsify import sparsify
+from hf_twell.files.checkpoints import last_checkpoint
+from hf_twell.files.folders import full_disks_as_os_errors, save_model
+from hf_twell.models.loading import load_model, load_tokenizer, stored_dtype
+from hf_twell.recipe.arguments import CompactProgress, training_arguments
+from hf_twell.recipe.estimate import estimate
+from hf_twell.recipe.measured import measure, measure_start, names_of, parent_activations
+from hf_twell.recipe.packing import PackedText, StreamedText, check_length
+from hf_twell.recipe.runs import (
+    FiniteWeights,
+    NothingLeft,
+    check_changes,
+    check_run,
+    identity,
+    interruptible,
+    only_run,
+    settings,
+)
+from hf_twell.recipe.schema import Distill, Recipe
+from hf_twell.recipe.sources import is_streamed
+from hf_twell.recipe.variants import LoraOutsideFfns, train_ffns_alone
+from hf_twell.train.callbacks import SparsityCallback
+from hf_twell.train.distillation import Distillation
+from hf_twell.train.resuming import CompleteCheckpoints, method_of
+
+
+def finetune(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, train=None, heldout=None) -> dict:
+    """Run a recipe; the result holds held-out loss and sparsity before and after, and the log rows of each step.
+
+    "dense" of it is the dense parent's held-out loss; None of a model that had ReLU, or that is sharded.
+
+    `train` and `heldout` may give the sequences of the recipe's texts where these are packed already.
+    """
+    args = training_arguments(recipe)
+    with interruptible(recipe.output_dir), only_run(args, resume=resume):
+        check_run(recipe.output_dir, args, resume=resume, overwrite=overwrite)
+        if resume:
+            check_changes(recipe, args)
+        return five_steps(recipe, args, resume, train, heldout)
+
+
+def five_steps(recipe: Recipe, args: TrainingArguments, resume: bool, train, heldout) -> dict:
+    """What `finetune` returns."""
+    # 1. A pretrained model whose feed-forward blocks become ReLU ones, at once or by and by.
+    model, _ = load_model(recipe.model, False, dtype=recipe.dtype, device="cpu")
+    dtype, parent = final_dtype(recipe), parent_activations(model)
+    blend = adapters = None
+    if recipe.relu and recipe.blend_steps:
+        blend = Blend(model, layers=recipe.layers)
+    elif recipe.relu:
+        sparsify(model, layers=recipe.layers)
+    if recipe.trainable == "ffn":
+        train_ffns_alone(model)
+    elif recipe.trainable == "ffn+lora":
+        set_seed(args.seed)  # as Trainer will; adapters begin at random
+        adapters = LoraOutsideFfns(model, recipe.lora)
+
+    # 2. Text, packed into sequences of one length.
+    tokenizer = load_tokenizer(recipe.model)
+    length = recipe.sequence_length
+    check_length(model, length)
+    if train is None and is_streamed(recipe.train):
+        train = StreamedText(tokenizer, recipe.train, length, assistant_only=recipe.assistant_only_loss)
+    elif train is None:
+        options = {"assistant_only": recipe.assistant_only_loss, "description": "tokenizing training text"}
+        train = PackedText(tokenizer, recipe.train, length, **options)
+    if heldout is None:
+        options = {"assistant_only": recipe.assistant_only_loss, "description": "tokenizing held-out text"}
+        heldout = PackedText(tokenizer, recipe.heldout, length, **options)
+
+    # 3. Transformers' own Trainer, with the L1 term as a callback, and the dense parent as a teacher.
+    use_cache = getattr(model.config, "use_cache", True)  # Trainer turns it off
+    # Trainer's own collator asks for a padding token, which packed sequences do not need.
+    collator = default_data_collator if tokenizer.pad_token is None else None
+    trainer = Trainer(model, args, collator, train_dataset=train, eval_dataset=heldout, processing_class=tokenizer)
+    callback = None
+    if recipe.relu:
+        options = recipe.sparsity | ({} if blend is None else {"blend": blend, "blend_steps": recipe.blend_steps})
+        callback = SparsityCallback(trainer, distillation=teacher(recipe, model), **options)
+        trainer.add_callback(callback)
+        checkpoints = callback.checkpoints
+    else:
+        checkpoints = CompleteCheckpoints(trainer, {"relu": False})
+    checkpoints.state["settings"] = settings(recipe, args)
+    trainer.add_callback(FiniteWeights)
+    if resume:
+        trainer.add_callback(NothingLeft(trainer))
+    if not args.disable_tqdm:
+        trainer.pop_callback(ProgressCallback)
+        trainer.add_callback(CompactProgress)
+
+    # 4. Training, from the start or from the last complete checkpoint.
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    if trainer.is_world_process_zero():
+        count = None if isinstance(train, StreamedText) else len(train)
+        print(estimate(args, model, sequences=count, length=length, dtype=dtype), file=sys.stderr)
+    start = {"dense": None, "before": None}
+    if not sharded:  # which a model becomes when its training begins
+        text = {"heldout": identity(recipe.heldout), "sequence_length": length}
+        start = measure_start(trainer, heldout, parent, text, last_checkpoint(recipe.output_dir) if resume else None)
+        checkpoints.state["measured"] = start
+    if callback is not None and start["dense"] is not None:
+        callback.parent_loss = start["dense"]["loss"]
+    with contextlib.suppress(NothingLeft.Finished), full_disks_as_os_errors(args.output_dir):
+        trainer.train(resume_from_checkpoint=resume or None)
+    if not trainer.state.global_step:
+        raise ValueError("no step of training was made: the text has too few sequences for one")
+    measured = {"dense": start["dense"], "before": start["before"], "after": measure(trainer, heldout)}
+
+    # 5. The model in stock form: plain Transformers loads it, without this package.
+    final = Path(recipe.output_dir) / "final"
+    model.config.use_cache = use_cache
+    if adapters is not None:
+        adapters.merge()
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded else None
+    if trainer.is_world_process_zero():
+        whole, method = trainer.accelerator.unwrap_model(model), method_of(trainer)
+        if dtype != getattr(torch, recipe.dtype):
+            whole = whole.to(dtype)
+            weights = weights and {k: w.to(dtype) if w.is_floating_point() else w for k, w in weights.items()}
+        figures = {"heldout": names_of(recipe.heldout), **measured}
+        save_model(whole, final, tokenizer, overwrite=True, state_dict=weights, method=method, measured=figures)
+    logs = [row for row in trainer.state.log_history if "loss" in row]
+    return {"model": str(final), **measured, "logs": logs}
+
+
+def final_dtype(recipe: Recipe) -> torch.dtype:
+    """What `save_dtype` says; by default the parent's own, if that takes less space than the one of the training."""
+    if recipe.save_dtype is not None:
+        return getattr(torch, recipe.save_dtype)
+    dtype = getattr(torch, recipe.dtype)
+    return min(dtype, stored_dtype(recipe.model) or dtype, key=lambda dtype: dtype.itemsize)
+
+
+def teacher(recipe: Recipe, model) -> Distillation | None:
+    """The dense parent, frozen, as the recipe's `distill` says."""
+    if recipe.distill is None:
+        return None
+    settings = Distill(**recipe.distill)
+    # Its forward is outside the trainer's autocast, and in float32 would take as long as the whole step.
+    dtype = settings.dtype or ("bfloat16" if recipe.training.get("bf16") else recipe.dtype)
+    parent, _ = load_model(settings.parent or recipe.model, False, dtype=dtype, device="cpu")
+    return Distillation(model, parent, logits=settings.logits, layers=settings.layers)

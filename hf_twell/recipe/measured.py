@@ -1,0 +1,90 @@
+"""What a run measures on held-out text: its dense parent, the model that it begins with, and the result."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from hf_twell.blocks.architectures import FfnSite, find_ffns
+from hf_twell.files.checkpoints import read_state
+from hf_twell.measure.inference import evaluation_mode
+from hf_twell.measure.sparsity import measure_sparsity
+from hf_twell.recipe.chat import IGNORED
+from hf_twell.recipe.packing import PackedText
+
+
+def measure(trainer, heldout: PackedText) -> dict:
+    """Held-out loss in nats per token, and the sparsity of every layer on the same text; every process reads all of it.
+
+    Not by `trainer.evaluate()`: called before training under several processes, it marks the model as prepared, and
+    `train` would then leave out the exchange of gradients.
+    """
+    loss = _loss(trainer, heldout, "measuring held-out loss")
+    batches = torch.split(heldout.sequences, trainer.args.per_device_eval_batch_size)
+    return {"loss": loss, "sparsity": measure_sparsity(trainer.model, batches, progress=_shows_bars(trainer))}
+
+
+def measure_start(trainer, heldout: PackedText, parent: list, text: dict, checkpoint: str | None) -> dict:
+    """Held-out figures of the dense parent ("dense": its loss) and of the model that the run begins with ("before").
+
+    Those that `checkpoint`, from which a run goes on, has of the same `text` are taken from there.
+
+    Args:
+        parent: what `parent_activations` returned.
+        text: what tells one held-out text from another.
+    """
+    saved = read_state(checkpoint).get("measured") if checkpoint else None
+    if saved is not None and saved["text"] == text:
+        return saved
+    dense = None
+    if any(activation is not site.activation for site, activation in parent):
+        with _activations(parent):
+            dense = {"loss": _loss(trainer, heldout, "measuring the dense parent's loss")}
+    return {"text": text, "dense": dense, "before": measure(trainer, heldout)}
+
+
+def parent_activations(model: nn.Module) -> list[tuple[FfnSite, nn.Module]]:
+    """The blocks of a model and their activations, for `measure_start` once others have taken their place."""
+    return [(site, site.activation) for site in find_ffns(model)]
+
+
+def names_of(source: list | dict | str) -> list[str]:
+    """What to call a text where others read it: files without their folders, which tell of this machine."""
+    if isinstance(source, dict):
+        return [source["hub"]]
+    return [Path(name).name for name in ([source] if isinstance(source, str) else source)]
+
+
+@contextlib.contextmanager
+def _activations(chosen: list[tuple[FfnSite, nn.Module]]) -> Iterator[None]:
+    """A block that has another activation than ReLU computes through its submodules, like the dense one it was."""
+    present = [(site, site.activation) for site, _ in chosen]
+    try:
+        for site, activation in chosen:
+            setattr(site.module, site.form.activation, activation)
+        yield
+    finally:
+        for site, activation in present:
+            setattr(site.module, site.form.activation, activation)
+
+
+def _loss(trainer, heldout: PackedText, description: str) -> float:
+    model, total, tokens = trainer.model, 0.0, 0
+    batches, labels = (
+        torch.split(part, trainer.args.per_device_eval_batch_size) for part in (heldout.sequences, heldout.labels)
+    )
+    pairs = tqdm(zip(batches, labels, strict=True), description, len(batches), disable=not _shows_bars(trainer))
+    with evaluation_mode(model), trainer.compute_loss_context_manager():
+        for batch, wanted in pairs:
+            inputs = {"input_ids": batch.to(trainer.args.device), "labels": wanted.to(trainer.args.device)}
+            count = int((wanted[:, 1:] != IGNORED).sum())
+            total += model(**inputs, use_cache=False).loss.item() * count
+            tokens += count
+    return total / tokens
+
+
+def _shows_bars(trainer) -> bool:
+    return trainer.is_world_process_zero() and not trainer.args.disable_tqdm

@@ -1,0 +1,176 @@
+"""Text as training sequences of one length: from files, Hub datasets, and streams read as they go."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+
+from hf_twell.files.configs import one_line_errors
+from hf_twell.files.text import read_documents
+from hf_twell.recipe.chat import IGNORED, chat_tokens, is_chat
+from hf_twell.recipe.sources import ROW_FILES, check_file
+
+
+def documents_of(source: list | dict | str) -> Iterator[str | list[dict]]:
+    """The documents of text files or of a Hub dataset: texts, and conversations as lists of messages.
+
+    A .txt file's documents end with a line `<|endoftext|>`; .jsonl and .parquet rows, and those of a Hub dataset
+    ({"hub": name, "config": ..., "split": "train", "column": "text", "skip": rows left out at the start, "take": rows
+    read at most, and any option of `datasets.load_dataset`, such as "streaming": true), are one document each. Rows
+    without a column "text" that have "messages" are conversations.
+
+    Raises:
+        ValueError: a missing file, an unknown kind of file, or a file that is not text.
+    """
+    if isinstance(source, dict):
+        yield from _rows(**source)
+        return
+    for name in [source] if isinstance(source, str) else source:
+        path = Path(name)
+        check_file(path)
+        if path.suffix in ROW_FILES:
+            yield from _rows(ROW_FILES[path.suffix], data_files=str(path.absolute()))
+        else:
+            yield from read_documents(path)
+
+
+def token_ids(tokenizer, source: list | dict | str, *, description: str = "tokenizing") -> list[int]:
+    """The token ids of all documents, each ended by the end-of-sequence token, or as the chat template ends it."""
+    return _tokens_and_labels(tokenizer, source, False, description)[0]
+
+
+def _tokens_and_labels(tokenizer, source, assistant_only, description) -> tuple[list[int], list[int]]:
+    ids = []
+    labels = [] if assistant_only else ids  # else a large text would be in memory twice
+    for document in tqdm(documents_of(source), desc=description, unit=" documents"):
+        more, their_labels = _document_tokens(tokenizer, document, assistant_only)
+        ids += more
+        if assistant_only:
+            labels += their_labels
+    return ids, labels
+
+
+class PackedText(torch.utils.data.Dataset):
+    """Documents as token ids, each ended by the end-of-sequence token, cut into sequences of one length.
+
+    With `assistant_only` the documents are conversations, and the labels of all but the assistant's tokens are -100.
+
+    Raises:
+        ValueError: less text than one sequence, or with `assistant_only` no conversations.
+    """
+
+    def __init__(
+        self,
+        tokenizer,
+        source: list | dict | str,
+        sequence_length: int,
+        *,
+        assistant_only: bool = False,
+        description: str = "tokenizing",
+    ):
+        ids, labels = _tokens_and_labels(tokenizer, source, assistant_only, description)
+        count = len(ids) // sequence_length
+        if not count:
+            raise ValueError(f"{source} has {len(ids)} tokens, less than one sequence of {sequence_length}")
+        self.sequences = self.labels = torch.tensor(ids[: count * sequence_length]).view(count, sequence_length)
+        if assistant_only:
+            labels = torch.tensor(labels[: count * sequence_length]).view(count, sequence_length)
+            taught = [_has_labels(row) for row in labels]
+            self.sequences, self.labels = self.sequences[taught], labels[taught]
+        if not len(self.sequences):
+            raise ValueError(f"{source} has no sequence of {sequence_length} tokens in which the assistant speaks")
+
+    @classmethod
+    def of(cls, sequences: torch.Tensor) -> "PackedText":
+        """The same from token ids that are cut already, (sequences, tokens) int64."""
+        packed = cls.__new__(cls)
+        packed.sequences = packed.labels = sequences
+        return packed
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.sequences[index], "labels": self.labels[index]}
+
+
+class StreamedText(torch.utils.data.IterableDataset):
+    """The same sequences as `PackedText`, from documents that are read and tokenized when they are asked for.
+
+    A resumed run reads on from the start and leaves out what was trained on. Under several processes, the first one
+    reads and hands each its part.
+    """
+
+    def __init__(self, tokenizer, source: dict, sequence_length: int, *, assistant_only: bool = False):
+        self.tokenizer, self.source, self.sequence_length = tokenizer, source, sequence_length
+        self.assistant_only = assistant_only
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        ids, labels, length = [], [], self.sequence_length
+        for document in documents_of(self.source):
+            more, their_labels = _document_tokens(self.tokenizer, document, self.assistant_only)
+            ids, labels = ids + more, labels + their_labels
+            while len(ids) >= length:
+                sequence = {"input_ids": torch.tensor(ids[:length]), "labels": torch.tensor(labels[:length])}
+                ids, labels = ids[length:], labels[length:]
+                if _has_labels(sequence["labels"]):
+                    yield sequence
+
+
+def check_length(model, sequence_length: int) -> None:
+    """Refuse sequences with positions that the model has never seen.
+
+    Raises:
+        ValueError: naming its own length.
+    """
+    own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if own and sequence_length > own:
+        raise ValueError(
+            f"sequence_length: {sequence_length} is more than the {own} positions of the model; give at most that (or "
+            "more max_position_embeddings in its config.json)"
+        )
+
+
+def _document_tokens(tokenizer, document: str | list[dict], assistant_only: bool) -> tuple[list[int], list[int]]:
+    """Token ids and labels."""
+    if not isinstance(document, str):
+        return chat_tokens(tokenizer, document, assistant_only=assistant_only)
+    if assistant_only:
+        raise ValueError(
+            "assistant_only_loss needs rows of messages, and this is text; leave it out, or give such rows"
+        )
+    ids = tokenizer(document, verbose=False)["input_ids"]
+    end = tokenizer.eos_token_id
+    if end is not None and (not ids or ids[-1] != end):
+        ids = [*ids, end]
+    return ids, ids
+
+
+def _has_labels(labels: torch.Tensor) -> bool:
+    """Whether a sequence has a token to predict; the mean loss over none is NaN."""
+    return bool((labels[1:] != IGNORED).any())
+
+
+def _rows(
+    hub: str, config: str | None = None, split: str = "train", column: str | None = None, skip=0, take=None, **options
+):
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ValueError("reading datasets needs the package datasets: pip install 'hf_twell[train]'") from None
+    name = options.get("data_files", hub)
+    with one_line_errors(f"{name} cannot be read as rows"):
+        rows = load_dataset(hub, config, split=split, **options)
+    # A stream may learn its columns from its first row only.
+    for row in itertools.islice(rows, skip, None if take is None else skip + take):
+        chosen = column or ("messages" if "messages" in row and "text" not in row else "text")
+        if chosen not in row:
+            raise ValueError(f"{name} has no column {chosen!r}; it has {', '.join(row)}")
+        if not isinstance(row[chosen], str) and not is_chat(row[chosen]):
+            raise ValueError(
+                f"{name}: column {chosen!r} holds {row[chosen]!r:.40}, which is no text, nor a list of messages "
+                '({"role": ..., "content": a text}); leave such rows out'
+            )
+        yield row[chosen]

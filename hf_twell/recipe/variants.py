@@ -1,0 +1,64 @@
+"""Which of a model's weights are trained: all, the feed-forward blocks alone, or these beside LoRA adapters."""
+
+from torch import nn
+
+from hf_twell.blocks.architectures import find_ffns
+from hf_twell.convert.sparsify import mark_unfinished
+
+LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+
+
+class LoraOutsideFfns:
+    """LoRA on linears outside the feed-forward blocks, of a model whose blocks are trained in full.
+
+    The adapters live in the model itself, so that its checkpoints hold blocks and adapters alike; until `merge`, its
+    config says that it is unfinished.
+
+    Args:
+        model: a sparsified model.
+        settings: arguments of `peft.LoraConfig` in place of `LORA`.
+
+    Raises:
+        ValueError: peft is not installed, or an adapter would lie in a feed-forward block.
+    """
+
+    def __init__(self, model: nn.Module, settings: dict | None = None):
+        try:
+            from peft import LoraConfig, LoraModel
+        except ImportError:
+            raise ValueError("LoRA adapters need the package peft: pip install 'hf_twell[train]'") from None
+        try:
+            config = LoraConfig(**{**LORA, **(settings or {})})
+        except TypeError as error:
+            raise ValueError(f"lora: {error}") from error
+        sites = find_ffns(model)
+        parameters = [parameter for site in sites for parameter in site.module.parameters()]
+        self.model = model
+        self._tuner = LoraModel(model, config, "default")
+        # Names, parts of names, patterns and "all-linear" may all reach them.
+        linears = [(name, getattr(site.module, name)) for site in sites for name in site.form.linears]
+        inside = sorted({name for name, linear in linears if hasattr(linear, "base_layer")})
+        if inside:
+            self._tuner.unload()
+            model.requires_grad_(True)
+            raise ValueError(f"lora: {', '.join(inside)} is in the feed-forward blocks, which are trained in full")
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        self._marked = getattr(model.config, "twell", None) is not None
+        if self._marked:
+            mark_unfinished(model.config, "adapters", "its LoRA adapters are not merged")
+
+    def merge(self) -> None:
+        """Add the adapters to the weights and take them off."""
+        self._tuner.merge_and_unload()
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(True)
+        if self._marked:
+            mark_unfinished(self.model.config, "adapters", None)
+
+
+def train_ffns_alone(model: nn.Module) -> None:
+    """Freeze everything but the feed-forward blocks."""
+    model.requires_grad_(False)
+    for site in find_ffns(model):
+        site.module.requires_grad_(True)

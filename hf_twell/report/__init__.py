@@ -1,1 +1,0 @@
-"""What `hf_twell.inspection` found, in words and as a page."""

@@ -1,0 +1,297 @@
+"""`SparsityCallback`: the L1 term in Transformers' Trainer and everything derived from it (SFTTrainer among them)."""
+
+import functools
+from collections.abc import Sequence
+
+from safetensors.torch import load_file, save_file
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+
+from hf_twell.blocks.modeling import sparse_ffns
+from hf_twell.convert.blending import Blend
+from hf_twell.files.checkpoints import read_state
+from hf_twell.models.adapters import record_base
+from hf_twell.train.controller import DensityController
+from hf_twell.train.distillation import Distillation
+from hf_twell.train.logs import (
+    log_without_layers,
+    rows_of_report,
+    warn_of_bounds,
+    warn_of_few_tokens,
+    warn_of_loss,
+    warn_of_miss,
+)
+from hf_twell.train.penalty import L1Penalty
+from hf_twell.train.resuming import CompleteCheckpoints, unwrap, wrap
+from hf_twell.train.revival import Revival, check_optimizer
+from hf_twell.train.schedule import WARMUPS, check_schedule, whole_steps
+from hf_twell.train.trainer_card import use_model_card
+from hf_twell.train.trainers import check_batches, check_trainer
+
+IDLE_NAME = "twell_idle.safetensors"
+REVIVE_UNTIL = 0.8  # of a run: what revives later is not trained any more, and only makes the model denser
+
+
+class SparsityCallback(TrainerCallback):
+    """Trains a sparsified model to few active neurons, and logs how few.
+
+        trainer.add_callback(hf_twell.SparsityCallback(trainer, target_density=0.01))
+        trainer.add_callback(hf_twell.SparsityCallback(trainer, l1_weight=2e-4))
+
+    The objective becomes the task loss plus `l1_weight` times the mean over layers of L1 (see `L1Penalty`), the same
+    for any gradient accumulation, number of processes, padding or gradient checkpointing. The logged `loss` stays the
+    task loss. Each training log also gets `twell/l0`, `twell/density`, `twell/l1`, `twell/dead`, `twell/l1_weight`, and
+    `twell/layer_NN/...` of these for each layer (kept off the console), over all tokens since the log before
+    (or since the run was resumed); on a GPU whose kernels train, `twell/layers_on_kernels`, how many layers they take
+    now (the others are still too dense; those of a compiled model move all at once); with the matching arguments,
+    `twell/target` (the density that the controller steers to now), `twell/revived`, `twell/blend`, `twell/kl` and
+    `twell/layer_error`.
+
+    Its `CompleteCheckpoints` marks the trainer's checkpoints: `trainer.train(resume_from_checkpoint=True)` passes over
+    those whose saving was interrupted.
+
+    Args:
+        trainer: the trainer; its model must be sparsified.
+        l1_weight: the coefficient after the warm-up. 2e-4 gave about 100 and 1e-3 about 23 active neurons of 3,072 on a
+            model of 88M parameters trained from scratch. 0 measures only.
+        target_density: in place of `l1_weight`: the share of active neurons that is wanted, such as 0.01; a
+            `DensityController` finds each layer's coefficient.
+        warmup_steps: optimizer steps over which the coefficient rises from 0 (default 0), or the density falls to its
+            target (default 0.1; 0.4 is better for a hundred steps to 1 %); a float under 1 is a share of all steps.
+        warmup: "linear", or "sine" (flat at both ends).
+        layer_shares: "equal": every layer reaches the target; "free": their mean does, with one coefficient for all.
+        l1_bounds: lowest and highest coefficient that the controller may choose; a layer that comes to one, by default
+            (see `DensityController`) or as given, is named once in a warning.
+        revive_after: tokens without an activation after which a neuron is dead, and is revived (see `Revival`), in the
+            first 80 % of the run.
+        blend: the model's `Blend`: its activation becomes ReLU over `blend_steps`, and then the L1 term begins.
+        distillation: a `Distillation` from the dense parent.
+        parent_loss: of the dense parent on such text, in nats per token; from a quarter of the run on, one warning says
+            where the loss is far above it. (Another tells of many dead neurons, or of a run too short for its target.)
+        log_layers: log the per-layer figures too.
+
+    Raises:
+        ValueError: a model without sparse blocks, a trainer in which the L1 term could not be right (`trainers.py` says
+            which), or arguments that do not go together.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        l1_weight: float | None = None,
+        *,
+        target_density: float | None = None,
+        warmup_steps: int | float | None = None,
+        warmup: str = "linear",
+        layer_shares: str = "equal",
+        l1_bounds: Sequence[float] | None = None,
+        revive_after: int | None = None,
+        blend: Blend | None = None,
+        blend_steps: int | float = 0.2,
+        distillation: Distillation | None = None,
+        parent_loss: float | None = None,
+        log_layers: bool = True,
+    ):
+        check_trainer(trainer)
+        if warmup_steps is None:
+            warmup_steps = 0 if target_density is None else 0.1
+        check_schedule(
+            l1_weight=l1_weight,
+            target_density=target_density,
+            warmup_steps=warmup_steps,
+            warmup=warmup,
+            layer_shares=layer_shares,
+            l1_bounds=l1_bounds,
+            blend_steps=blend_steps,
+        )
+        if revive_after is not None and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+            raise ValueError("revive_after: under FSDP or DeepSpeed the rows' optimizer state is sharded; leave it out")
+        self.trainer = trainer
+        self.penalty = L1Penalty(trainer.model, 0.0 if l1_weight is None else l1_weight)
+        self.l1_weight = l1_weight
+        self.target_density = target_density
+        self.warmup_steps = warmup_steps
+        self.warmup = warmup
+        self.layer_shares = layer_shares
+        self.l1_bounds = list(l1_bounds) if isinstance(l1_bounds, tuple) else l1_bounds  # as a checkpoint gives them
+        self.revive_after = revive_after
+        self.blend = blend
+        self.blend_steps = blend_steps
+        self.distillation = distillation
+        if distillation is not None and trainer.args.torch_compile:
+            distillation.compile(backend=trainer.args.torch_compile_backend)
+        self.parent_loss = parent_loss
+        self.log_layers = log_layers
+        self.controller: DensityController | None = None  # made when a run begins, whose steps it needs
+        self.revival = None
+        self._revived = 0.0  # share of neurons, in the last step
+        if revive_after is not None:
+            sigma = getattr(trainer.model.config.get_text_config(), "initializer_range", 0.02)
+            self.revival = Revival(self.penalty.ffns, revive_after, sigma=sigma, seed=trainer.args.seed)
+        self._told: set = set()
+        self._begun = 0  # step
+        wrap(trainer, self, ("get_batch_samples", "training_step", "log"))
+        self.checkpoints = CompleteCheckpoints(trainer, self.schedule())
+        self._card = None
+        if "create_model_card" not in vars(trainer):
+            use_model_card(trainer)
+            self._card = trainer.create_model_card
+
+    def detach(self) -> None:
+        """Give the trainer its own methods back and leave its callbacks; a new SparsityCallback does so to the last."""
+        if vars(self.trainer).get("create_model_card") is self._card:  # and not one that the user asked for
+            vars(self.trainer).pop("create_model_card", None)
+        self.penalty.detach()
+        self.checkpoints.detach()
+        unwrap(self.trainer, self)
+
+    def progress(self, step: int) -> float:
+        """How far the warm-up is, from 0 to 1, when `step` optimizer steps are finished; it begins after the blend."""
+        step, steps = step - self._blend_length(), whole_steps(self.warmup_steps, self.trainer.state.max_steps)
+        return WARMUPS[self.warmup](max(0, step) / steps) if step < steps else 1.0
+
+    def weight_at(self, step: int) -> float:
+        """The coefficient of the optimizer step that follows `step` finished ones, where `l1_weight` was given."""
+        return self.l1_weight * self.progress(step) if step >= self._blend_length() else 0.0
+
+    def schedule(self) -> dict:
+        """The arguments that a checkpoint records, and a model card tells."""
+        names = ["l1_weight"] if self.target_density is None else ["target_density", "layer_shares", "l1_bounds"]
+        names += ["warmup_steps", "warmup"]
+        names += ["blend_steps"] if self.blend is not None else []
+        names += ["revive_after"] if self.revival is not None else []
+        return {name: getattr(self, name) for name in names}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state is not self.trainer.state:
+            raise ValueError(
+                "this SparsityCallback was made for another trainer, so this one would train without the L1 term; make "
+                "one for it: trainer.add_callback(SparsityCallback(trainer, ...))"
+            )
+        if sparse_ffns(self.trainer.model) != self.penalty.ffns:
+            raise ValueError(
+                "the trainer's model has other sparse blocks than this SparsityCallback was made for (a Trainer with "
+                "model_init makes a new model for each run; sparsify, unpatch and copies of blocks change them): give "
+                "Trainer the model itself, and make the callback last"
+            )
+        for callback in self.trainer.callback_handler.callbacks:
+            if isinstance(callback, ProgressCallback | PrinterCallback) and "on_log" not in vars(callback):
+                callback.on_log = functools.partial(log_without_layers, callback.on_log)
+        if self.blend is not None and self._blend_length() >= state.max_steps:
+            raise ValueError(
+                f"blend_steps={self.blend_steps} of {state.max_steps} steps leaves none for the ReLU model; give fewer"
+            )
+        self._begin_run(state.global_step)
+
+    def _begin_run(self, step: int) -> None:
+        resumed = self.checkpoints.resumed
+        saved = read_state(resumed) if resumed else {}
+        self._told, self._begun = set(), step
+        self.penalty.report()  # what a run that broke off left uncounted
+        if self.target_density is not None:
+            self.controller = DensityController(
+                self.target_density,
+                steps=self.trainer.state.max_steps - self._blend_length(),
+                layer_shares=self.layer_shares,
+                l1_bounds=self.l1_bounds,
+            )
+            self.penalty.layer_weights = None
+            if saved.get("controller"):
+                self.controller.load_state(saved["controller"], self.penalty.device)
+                self.penalty.layer_weights = self.controller.weights()
+        if self.revival is not None:
+            check_optimizer(self.trainer.optimizer, self.revival)
+            idle = resumed / IDLE_NAME if resumed else None
+            self.revival.load_state(load_file(idle) if idle and idle.is_file() else {}, self.penalty.device)
+        if self.blend is not None:
+            self.blend.set(step / self._blend_length())
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        counts, step = self.penalty.end_step(), state.global_step
+        if counts is None or step < self._blend_length():
+            return
+        if self.controller is not None:
+            self.penalty.layer_weights = self.controller.update(counts.density(), counts.l1(), self.progress(step + 1))
+        if self.revival is not None:
+            self.revival.count(counts.tokens, [layer[1:] for layer in counts.layers])
+            revives = step < REVIVE_UNTIL * state.max_steps
+            self._revived = self.revival.revive(self.trainer.optimizer, step) if revives else 0.0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.blend is not None and self.blend.share < 1:
+            self.blend.set(state.global_step / self._blend_length())
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.controller is not None and state.is_world_process_zero:
+            warn_of_miss(self.controller, self.penalty.ffns)
+
+    def on_save(self, args, state, control, **kwargs):
+        if not args.should_save:
+            return
+        folder = self.checkpoints.folder()
+        record_base(self.trainer.accelerator.unwrap_model(self.trainer.model), folder)
+        if self.revival is not None:
+            save_file(self.revival.state(), folder / IDLE_NAME)
+        if self.controller is not None:
+            self.checkpoints.state["controller"] = self.controller.state()
+
+    def _blend_length(self) -> int:
+        return 0 if self.blend is None else max(1, whole_steps(self.blend_steps, self.trainer.state.max_steps))
+
+    def _get_batch_samples(self, get_batch_samples, *args, **kwargs):
+        if self not in self.trainer.callback_handler.callbacks:
+            raise ValueError(
+                "a SparsityCallback was made for this trainer but is not among its callbacks; add it with "
+                "trainer.add_callback(callback), or call callback.detach() to train without it"
+            )
+        batches, num_items_in_batch = get_batch_samples(*args, **kwargs)
+        if batches:
+            check_batches(self.trainer, batches)
+            if self.target_density is None:
+                self.penalty.l1_weight = self.weight_at(self.trainer.state.global_step)
+            self.penalty.begin_step(batches, scaler=self.trainer.accelerator.scaler)
+        return batches, num_items_in_batch
+
+    def _training_step(self, training_step, model, inputs, *args, **kwargs):
+        with self.penalty.micro_batch(inputs):
+            if self.distillation is None:
+                return training_step(model, inputs, *args, **kwargs)
+            with self.distillation.micro_batch(inputs, self.penalty.token_scale):
+                return training_step(model, inputs, *args, **kwargs)
+
+    def _log(self, log, logs, *args, **kwargs):
+        if "loss" in logs:
+            report = self.penalty.report()
+            if report is not None:
+                logs = {**logs, **self._rows(report)}
+                if self.trainer.is_world_process_zero() and self.l1_weight != 0:
+                    self._warn(logs, report)
+        return log(logs, *args, **kwargs)
+
+    def _warn(self, logs: dict, report: dict) -> None:
+        state = self.trainer.state
+        if self.target_density is not None and "tokens" not in self._told:
+            self._told.add("tokens")
+            warn_of_few_tokens(
+                report["tokens"] / (state.global_step - self._begun) * state.max_steps, self.target_density
+            )
+        steered = None if self.target_density is None else self.layer_shares
+        if "loss" not in self._told and warn_of_loss(
+            self.trainer, logs, report, parent_loss=self.parent_loss, steered=steered
+        ):
+            self._told.add("loss")
+
+    def _rows(self, report: dict) -> dict[str, float]:
+        steered = self.controller is not None and self.controller.started
+        rows = rows_of_report(report, self.penalty.ffns, layer_weights=steered, layers=self.log_layers)
+        if steered:
+            setpoint = self.controller.setpoint(self.progress(self.trainer.state.global_step))
+            rows["twell/target"] = setpoint.mean().item()
+            if self.trainer.is_world_process_zero():
+                warn_of_bounds(self.controller, self._told, self.penalty.ffns, self.trainer.state.global_step)
+        if self.revival is not None:
+            rows["twell/revived"] = self._revived
+        if self.blend is not None:
+            rows["twell/blend"] = self.blend.share
+        if self.distillation is not None:
+            rows |= self.distillation.report()
+        return rows

@@ -1,0 +1,146 @@
+"""`DensityController`: the L1 weights that bring layers to a chosen density and keep them there."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from hf_twell.train.schedule import check_target
+
+WEIGHT_RANGE = (1e-3, 1e5)  # of the first weight; L1 falls with the density and with the activations' size
+FIRST_TERM = 0.03  # nats: what the L1 term of the first weight comes to
+# Nats: what a layer's weight times its L1 may come to. As much as the task's loss; with more, a layer that lags behind
+# the path is driven so hard that the model breaks.
+LARGEST_TERM = 4.0
+PROPORTIONAL = 4.0
+INTEGRAL = 24.0  # over the whole run
+LARGEST_INTEGRAL = 0.4  # a step, in very short ones
+SMOOTHED = 0.02  # share of the run
+FAR = math.log(1.1)  # a tenth
+
+
+class DensityController:
+    """Raises or lowers L1 weights until densities follow a path from where they start to the target, and hold it.
+
+    Formula: with e = log(density / setpoint), smoothed over 2 % of the steps and clamped to [-1, 1], each step adds
+    4 * (e - e_before) + 24 / steps * e to the logarithm of a layer's weight: a proportional-integral controller. The
+    setpoint goes from the first step's density to the target, evenly in its logarithm, while `progress` goes from 0
+    to 1. The first weight is the one that makes the L1 term 0.03 nats, whatever the model's activations measure; no
+    layer's weight times its L1 comes to more than 4 nats, unless `l1_bounds` are given.
+
+    Args:
+        target_density: of every layer (`layer_shares="equal"`), or of their mean ("free": one weight for all layers).
+        steps: optimizer steps of the run in which the controller works.
+        layer_shares: "equal" or "free".
+        l1_bounds: lowest and highest weight; by default a thousandth and 100,000 times the first one, within 4 nats.
+
+    Raises:
+        ValueError: a target outside (0, 1), unknown `layer_shares`, or bounds that are not two rising positive numbers.
+    """
+
+    def __init__(
+        self,
+        target_density: float,
+        *,
+        steps: int,
+        layer_shares: str = "equal",
+        l1_bounds: Sequence[float] | None = None,
+    ):
+        check_target(target_density, layer_shares=layer_shares, l1_bounds=l1_bounds)
+        self.target_density = target_density
+        self.steps = steps
+        self.layer_shares = layer_shares
+        self.l1_bounds = l1_bounds
+        self._start: torch.Tensor | None = None
+        self._density: torch.Tensor | None = None
+        self._error: torch.Tensor | None = None
+        self._log_weight: torch.Tensor | None = None
+        self._log_first: torch.Tensor | None = None
+        self._limits: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @torch.no_grad()
+    def update(self, density: torch.Tensor, l1: torch.Tensor, progress: float) -> torch.Tensor:
+        """The weights of the next optimizer step; without host synchronisation after the first one.
+
+        A step whose L1 is not finite changes nothing: its forward overflowed (in float16, the loss scaler passes over
+        it too), or all of it was padding.
+
+        Shapes: density and l1 (L,) fp32, of the step that has run; returns (L,) fp32.
+        """
+        density, valid = density.clamp(min=1e-7), l1.isfinite().all()
+        if self._density is None:
+            if not valid:
+                return torch.zeros_like(l1)
+            self._begin(density, l1)
+        else:
+            rate = 1 / max(1.0, SMOOTHED * self.steps)
+            self._density = torch.where(valid, self._density + rate * (density - self._density), self._density)
+        error = torch.where(valid, (self._seen() / self.setpoint(progress)).log().clamp(-1, 1), self._error)
+        change = PROPORTIONAL * (error - self._error) + min(INTEGRAL / self.steps, LARGEST_INTEGRAL) * error
+        self._limits = self._log_bounds(l1)
+        self._log_weight = torch.where(valid, (self._log_weight + change).clamp(*self._limits), self._log_weight)
+        self._error = error
+        return self.weights()
+
+    def weights(self) -> torch.Tensor:
+        return self._log_weight.exp()
+
+    @property
+    def started(self) -> bool:
+        return self._density is not None
+
+    def setpoint(self, progress: float) -> torch.Tensor:
+        """The density that the path has now, (L,)."""
+        target = math.log(self.target_density)
+        return (self._start.log() * (1 - progress) + target * progress).exp()
+
+    def held(self) -> dict[str, list[int]]:
+        """Layers whose weight is at its "upper" or "lower" bound, while they are more than a tenth off the path."""
+        if self._limits is None:
+            return {}
+        low, high = self._limits
+        sides = {
+            "upper": (self._log_weight >= high) & (self._error > FAR),
+            "lower": (self._log_weight <= low) & (self._error < -FAR),
+        }
+        return {side: [layer for layer, is_held in enumerate(held.tolist()) if is_held] for side, held in sides.items()}
+
+    def missed(self) -> dict[int, float]:
+        """Densities, as smoothed, of the layers more than a tenth off the target; with "free", of none or of all."""
+        if not self.started:
+            return {}
+        far = ((self._seen() / self.target_density).log().abs() > FAR).tolist()
+        return {layer: density for layer, density in enumerate(self._density.tolist()) if far[layer]}
+
+    def state(self) -> dict:
+        """What a resumed run needs, as plain data."""
+        if not self.started:
+            return {}
+        names = ("_start", "_density", "_error", "_log_weight", "_log_first")
+        return {name.lstrip("_"): getattr(self, name).tolist() for name in names}
+
+    def load_state(self, state: dict, device: torch.device) -> None:
+        for name, values in state.items():
+            setattr(self, f"_{name}", torch.tensor(values, device=device))
+
+    def _begin(self, density, l1) -> None:
+        self._log_first = (FIRST_TERM / l1.mean().clamp(min=1e-12)).log()
+        self._log_weight = self._log_first.expand_as(density).clamp(*self._log_bounds(l1))
+        self._density = density.clone()
+        self._start = self._seen()
+        self._error = torch.zeros_like(density)
+
+    def _log_bounds(self, l1) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the logarithm of each layer's weight, (L,) each."""
+        if self.l1_bounds is not None:
+            low, high = (torch.full_like(l1, math.log(bound)) for bound in self.l1_bounds)
+            return low, high
+        low, high = (self._log_first.expand_as(l1) + math.log(factor) for factor in WEIGHT_RANGE)
+        return low, torch.minimum(high, (LARGEST_TERM / self._shared(l1).clamp(min=1e-12)).log())
+
+    def _seen(self) -> torch.Tensor:
+        return self._shared(self._density)
+
+    def _shared(self, values: torch.Tensor) -> torch.Tensor:
+        """Each layer's own, or the mean where layers share the target freely."""
+        return values.clone() if self.layer_shares == "equal" else values.mean().expand_as(values).clone()

@@ -1,0 +1,266 @@
+"""`Distillation`: a dense parent in the same process teaches the sparse model, through gradients alone."""
+
+import functools
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from hf_twell.blocks.architectures import find_ffns
+from hf_twell.blocks.batches import token_weight
+from hf_twell.ops.reference import new_tally
+
+CHUNK = 2**24  # logits computed at a time: 64 MiB in float32, of which a few such tensors exist at once
+
+
+class Distillation:
+    """Adds what a dense parent knows to each gradient: its logits, its feed-forward outputs, or both.
+
+    Formula: the objective becomes (1 - logits) * task loss + logits * KL(parent || model) + layers * E. KL is averaged
+    over the non-padding tokens of the optimizer step; E is the mean over layers of the squared error of the block's
+    output over the parent's squared output, both averaged over the same tokens (a micro-batch's own, for the latter).
+
+    Like the L1 term, both enter in backward, at the logits and at each block's output: the logged loss stays the task
+    loss, and accumulation, processes, gradient checkpointing and torch.compile change nothing.
+
+    Memory: the parent's weights and, for a micro-batch, its last hidden states (B, S, D); for `layers`, each block's
+    output (B, S, D) of the parent and of the model. With `logits` above 0 the model's logits (B, S, V) are kept for
+    backward, which makes one gradient of that size beside the one that it gets, both in the logits' dtype. The
+    parent's logits exist a few tokens at a time.
+
+    Args:
+        model: the model to train.
+        parent: the dense model it was converted from, or another with the same vocabulary; it is frozen. With `layers`,
+            as many layers and the same hidden size.
+        logits: share of the parent's logits in the objective, 0 to 1.
+        layers: weight of the feed-forward outputs' error.
+
+    Raises:
+        ValueError: shares out of range, or two models that do not fit together.
+    """
+
+    def __init__(self, model: nn.Module, parent: nn.Module, *, logits: float = 0.5, layers: float = 0.0):
+        if not 0 <= logits <= 1 or layers < 0 or not (logits or layers):
+            raise ValueError(
+                f"distillation with logits={logits} and layers={layers}; give logits from 0 to 1, layers of at least "
+                "0, and one of them above 0"
+            )
+        self.logits, self.layers = logits, layers
+        self.parent = parent.eval().requires_grad_(False)
+        self._handles: list = []
+        mine, theirs = find_ffns(model), find_ffns(parent)
+        if logits:
+            _check_heads(model, parent)
+            self._handles.append(model.get_output_embeddings().register_forward_hook(self._see_logits))
+        if layers:
+            shapes = [(len(sites), sites[0].linear("down").out_features) for sites in (mine, theirs)]
+            if shapes[0] != shapes[1]:
+                raise ValueError(
+                    f"distillation of layers needs as many layers of one size; the model has {shapes[0]}, the parent "
+                    f"{shapes[1]} (layers, hidden size)"
+                )
+            for index, (student, teacher) in enumerate(zip(mine, theirs, strict=True)):
+                self._handles.append(student.module.register_forward_hook(_Layer(self, index)))
+                self._handles.append(teacher.module.register_forward_hook(self._see_parent_layer))
+        torch.compiler.reset()  # what was compiled for models without these hooks would be taken, and pass over them
+        self._batch: _Batch | None = None
+        self._outputs: list[torch.Tensor] = []
+        self._ran = False  # since the last report
+        self._backend: str | None = None
+        # Backward adds to the gradient of each: the total, and the tokens or blocks that it is of. So nothing but
+        # autograd is needed to report, in compiled models too.
+        self._sums = {"kl": new_tally(2), "layer_error": new_tally(2)}
+
+    def compile(self, backend: str = "inductor") -> None:
+        """Compile the parent and what is done to each token's logits; the model to train is compiled by others."""
+        self.parent.get_decoder().compile(backend=backend)
+        self._backend = backend
+
+    def detach(self) -> None:
+        """Take it off the model, which until then holds the parent in memory, in its copies and pickles too."""
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def micro_batch(self, batch: Mapping, scale: torch.Tensor) -> Iterator[None]:
+        """The parent reads the batch now; what the model computes inside learns from it.
+
+        Args:
+            batch: as the model receives it.
+            scale: (); world size over the step's tokens (times an fp16 loss scale).
+
+        Raises:
+            ValueError: the model made no logits for them to learn from.
+        """
+        self.parent.to(scale.device)
+        if any(slot.device != scale.device for slot in self._sums.values()):
+            self._sums = {name: new_tally(2, scale.device) for name in self._sums}
+        reads = {
+            key: value for key, value in batch.items() if not key.startswith(("labels", "shift_labels", "num_items"))
+        }
+        reads = {k: v.to(scale.device) if isinstance(v, torch.Tensor) else v for k, v in reads.items()}
+        weight = token_weight(reads)
+        self._outputs = []
+        with torch.no_grad():
+            hidden = self.parent.get_decoder()(**reads, use_cache=False).last_hidden_state
+        weight = torch.ones(hidden.shape[:2], device=hidden.device) if weight is None else weight.to(hidden.device)
+        self._batch = _Batch(hidden, self._outputs, weight, scale, self._factors(weight, scale))
+        self._ran = True
+        try:
+            yield
+            if self.logits and not self._batch.made_logits:
+                raise ValueError(
+                    "distilling logits needs those of the model, but its loss was computed without them, by a fused "
+                    "output head (SFTTrainer's own; Liger's, unless fused_linear_cross_entropy is False); use Trainer "
+                    "or give SFTTrainer a compute_loss_func, or distil layers alone: logits=0"
+                )
+        finally:
+            self._batch, self._outputs = None, []
+
+    def report(self) -> dict[str, float]:
+        """KL in nats per token and the layers' relative error since the last report, over this process's tokens."""
+        sums = {name: slot.grad.tolist() for name, slot in self._sums.items()}
+        if self.layers and self._ran and not sums["layer_error"][1]:
+            warnings.warn(
+                "distilled layers taught nothing: the blocks that Distillation was given are not those that train. "
+                "Make it after what replaces or copies blocks, such as PEFT's modules_to_save",
+                stacklevel=2,
+            )
+        self._ran = False
+        for slot in self._sums.values():
+            slot.grad.zero_()
+        return {f"twell/{name}": total / count for name, (total, count) in sums.items() if count}
+
+    def _factors(self, weight: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
+        """For each block (2): what multiplies the difference in its gradient, and the square of it in its error."""
+        tokens = weight.sum().clamp(min=1)
+        factors = []
+        for output in self._outputs:
+            weight, tokens = weight.to(output.device), tokens.to(output.device)
+            power = torch.where(weight.unsqueeze(-1) > 0, output, 0).float().square().sum() / tokens
+            power = power.clamp(min=1e-12)
+            gradient = 2 * self.layers / len(self._outputs) * scale.to(output.device) / power
+            factors.append(torch.stack([gradient, 1 / (power * tokens)]))
+        return factors
+
+    def _see_parent_layer(self, module, args, output):
+        self._outputs.append(output)
+
+    # A compiler would unroll backward's loop over the tokens.
+    @torch.compiler.disable(reason="distillation goes through the logits a few tokens at a time")
+    def _see_logits(self, module, args, logits):
+        batch = self._batch
+        if batch is None or not torch.is_grad_enabled():
+            return None
+        batch.made_logits = True
+        return _InjectKl.apply(logits, self._sums["kl"].to(logits.device), batch, self)
+
+
+class _Batch:
+    """What a micro-batch's gradients need of the parent.
+
+    Shapes: hidden and each of outputs (B, S, D), weight (B, S), scale (), each of factors (2).
+    """
+
+    def __init__(self, hidden, outputs, weight, scale, factors):
+        self.hidden, self.outputs, self.weight, self.scale = hidden, outputs, weight, scale
+        self.factors = factors
+        self.made_logits = False
+
+
+class _Layer:
+    """The hook of one block, picklable: its output learns from the parent's."""
+
+    def __init__(self, distillation: Distillation, index: int):
+        self.distillation, self.index = distillation, index
+
+    def __call__(self, module, args, output):
+        batch = self.distillation._batch
+        if batch is None or not output.requires_grad:
+            return None
+        target, factors = batch.outputs[self.index], batch.factors[self.index]
+        given = (target, batch.weight, factors, self.distillation._sums["layer_error"])
+        return _InjectError.apply(output, *(each.to(output.device) for each in given))
+
+
+class _InjectKl(torch.autograd.Function):
+    """Logits unchanged; backward mixes in the gradient of KL(parent || model), softmax(model) - softmax(parent)."""
+
+    @staticmethod
+    def forward(ctx, logits, sums, batch, distillation):
+        ctx.save_for_backward(logits)
+        ctx.batch, ctx.distillation = batch, distillation
+        return logits.view_as(logits)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logits):
+        (logits,) = ctx.saved_tensors
+        batch, owner = ctx.batch, ctx.distillation
+        head, share = owner.parent.get_output_embeddings(), owner.logits
+        # Not in place: the gradient that comes in belongs to autograd. A loss of transposed logits gives one whose
+        # tokens are no rows, which `flatten` would copy.
+        grad = (grad_logits * (1 - share)).contiguous()
+        grad_TV, logits_TV = grad.flatten(0, 1), logits.flatten(0, 1)
+        hidden_TD, weight_T = batch.hidden.flatten(0, 1), batch.weight.flatten()
+        kl = torch.zeros((), device=logits.device)
+        tokens = max(1, CHUNK // logits.shape[-1])
+        divergence = _kl if owner._backend is None else _compiled_kl(owner._backend)
+        for at in range(0, len(logits_TV), tokens):
+            rows = slice(at, at + tokens)
+            some_kl, step = divergence(logits_TV[rows], head(hidden_TD[rows]), weight_T[rows], share * batch.scale)
+            kl += some_kl
+            grad_TV[rows] += step
+        return grad, torch.stack([kl, weight_T.sum()]), None, None
+
+
+def _kl(logits_TV, parent_TV, weight_T, factor):
+    """The sum over T tokens of weight * KL(parent || model), and `factor` times its gradient by the model's logits."""
+    mine, theirs = F.log_softmax(logits_TV.float(), -1), F.log_softmax(parent_TV.float(), -1)
+    weight = weight_T.unsqueeze(1)
+    kl = torch.where(weight > 0, weight * theirs.exp() * (theirs - mine), 0).sum()
+    return kl, torch.where(weight > 0, factor * weight * (mine.exp() - theirs.exp()), 0)
+
+
+@functools.cache
+def _compiled_kl(backend: str):
+    return torch.compile(_kl, backend=backend)
+
+
+class _InjectError(torch.autograd.Function):
+    """A block's output unchanged; backward adds the gradient of its relative squared error against the parent's."""
+
+    @staticmethod
+    def forward(ctx, y, target, weight, factors, sums):
+        ctx.save_for_backward(y, target, weight, factors)
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_y):
+        y, target, weight, factors = ctx.saved_tensors
+        difference = torch.where(weight.unsqueeze(-1) > 0, y.float() - target.float(), 0)
+        error = difference.square().sum() * factors[1]
+        grad = grad_y + (factors[0] * difference).to(y.dtype)
+        return grad, None, None, None, torch.stack([error, torch.ones_like(error)])
+
+
+def _check_heads(model, parent) -> None:
+    for each in (model, parent):
+        config = each.config.get_text_config()
+        if each.get_output_embeddings() is None:
+            raise ValueError(f"{type(each).__name__} has no output embeddings whose logits could be distilled")
+        for key in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+            if getattr(config, key, None) not in (None, 1, 1.0):
+                raise ValueError(
+                    f"{type(each).__name__} changes its logits after the head ({key}); distil layers alone: logits=0"
+                )
+    sizes = [each.get_output_embeddings().weight.shape[0] for each in (model, parent)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"the model has {sizes[0]} output words and the parent {sizes[1]}; distilling logits needs the same"
+        )

@@ -1,0 +1,120 @@
+"""The rows that `SparsityCallback` adds to a trainer's logs, and what it says of its controller."""
+
+import logging
+
+logger = logging.getLogger(__name__)
+
+JUDGED_FROM = 0.25  # of a run: before, the swap to ReLU and the way to the target show, which training mends
+LOST = 1.25  # times the dense parent's loss; our study's conversions ended within 1.06
+MANY_DEAD = 0.2  # share of neurons; our study's conversions had at most 0.04
+DEAD_TOKENS = 16_384  # of fewer, neurons that are rarely needed may all lack
+TOKENS_TIMES_TARGET = 200_000  # 20 million tokens to 1 %, 2 million to 10 %; judgement, the study took 26 million
+
+LAYER_PREFIX = "twell/layer_"
+AT_BOUND = {
+    "upper": "upper bound, with more active neurons than the path to the target has; give more steps, a "
+    "longer warmup_steps, a higher learning rate or l1_bounds with a higher second number",
+    "lower": "lower bound, with fewer active neurons than the path to the target has; give a lower "
+    "target_density, layer_shares='free' or l1_bounds with a lower first number",
+}
+
+
+def rows_of_report(report: dict, ffns: list, *, layer_weights: bool, layers: bool) -> dict[str, float]:
+    """`L1Penalty.report()` as log rows, and the way that blocks on a GPU take where they have a choice.
+
+    Args:
+        layer_weights: whether layers have weights of their own.
+        layers: whether to give each layer's figures too.
+    """
+    keys = ("l0", "density", "l1", "dead")
+    rows = {f"twell/{key}": report[key] for key in (*keys, "l1_weight")}
+    on_kernels = [ffn.twell_state.on_kernels for ffn in ffns]
+    if any(way is not None for way in on_kernels):
+        rows["twell/layers_on_kernels"] = float(sum(map(bool, on_kernels)))
+    if not layers:
+        return rows
+    keys = (*keys, "l1_weight") if layer_weights else keys
+    for ffn, layer, way in zip(ffns, report["layers"], on_kernels, strict=True):
+        row = {key: layer[key] for key in keys} | ({} if way is None else {"on_kernels": float(way)})
+        rows |= {layer_prefix(ffn) + key: value for key, value in row.items()}
+    return rows
+
+
+def layer_prefix(ffn) -> str:
+    """How the names of one block's rows begin."""
+    return f"{LAYER_PREFIX}{ffn.twell.layer:02d}/"
+
+
+def log_without_layers(on_log, args, state, control, logs=None, **kwargs):
+    """`on_log` of a callback for the console, where every layer's figures would bury the loss."""
+    logs = {key: value for key, value in (logs or {}).items() if not key.startswith(LAYER_PREFIX)}
+    return on_log(args, state, control, logs=logs, **kwargs)
+
+
+def warn_of_bounds(controller, told: set, ffns: list, step: int) -> None:
+    """Log which layers' coefficients have come to a bound, each once; `told` remembers them."""
+    held, weights = controller.held(), controller.weights().tolist()
+    for side, layers in held.items():
+        new = [layer for layer in layers if (side, layer) not in told]
+        told.update((side, layer) for layer in new)
+        if new:
+            names = ", ".join(f"{ffns[layer].twell.name} ({weights[layer]:.3g})" for layer in new)
+            if controller.layer_shares == "free":
+                names = f"all layers ({weights[0]:.3g})"
+            logger.warning("step %d: the L1 weight of %s is at its %s", step, names, AT_BOUND[side])
+
+
+def warn_of_miss(controller, ffns: list) -> None:
+    """Log which layers ended more than a tenth off the target."""
+    missed = controller.missed()
+    if not missed:
+        return
+    names = [f"{ffns[layer].twell.name} {density:.2%}" for layer, density in missed.items()]
+    if controller.layer_shares == "free":
+        names = [f"the layers' mean is {sum(missed.values()) / len(missed):.2%}"]
+    logger.warning(
+        "target_density=%g was missed by more than a tenth: %s; give more steps, a higher learning rate or "
+        "another warmup_steps (0.1 of many steps, 0.4 of about a hundred)",
+        controller.target_density,
+        ", ".join(names),
+    )
+
+
+def warn_of_few_tokens(tokens: float, target_density: float) -> None:
+    """Log that a run is too short for its target; `tokens` are those of all its steps."""
+    if tokens * target_density < TOKENS_TIMES_TARGET:
+        logger.warning(
+            "this run reads %s tokens, few for target_density=%g (in our study a target of 0.01 took 26 million); give "
+            "more steps or a higher target_density",
+            f"{tokens:,.0f}", target_density,
+        )  # fmt: skip
+
+
+def warn_of_loss(trainer, logs: dict, report: dict, *, parent_loss: float | None, steered: str | None) -> bool:
+    """Log, from a quarter of the run on, that a pretrained model is being lost, and what to change.
+
+    Args:
+        logs: of this step, with the task's loss.
+        report: what `L1Penalty.report` returned with it.
+        parent_loss: of the dense parent; None where it is not known.
+        steered: `layer_shares` of a run to a target density; None of one with an `l1_weight`.
+
+    Returns:
+        Whether there was something to warn of.
+    """
+    if trainer.state.global_step < JUDGED_FROM * trainer.state.max_steps:
+        return False
+    signs = []
+    if parent_loss is not None and logs["loss"] > LOST * parent_loss:
+        signs.append(f"a training loss of {logs['loss']:.2f}, where the dense parent has {parent_loss:.2f}")
+    if report["tokens"] >= DEAD_TOKENS and report["dead"] > MANY_DEAD:
+        signs.append(f"{report['dead']:.0%} of neurons not active for any of {report['tokens']:,.0f} tokens")
+    if signs:
+        changes = ["more steps", f"a higher learning rate than {trainer.args.learning_rate:g}"]
+        changes += ["layer_shares='free'"] if steered == "equal" else []
+        changes += ["a lower l1_weight" if steered is None else "a higher target_density"]
+        logger.warning(
+            "step %d: the pretrained model is being lost: %s; give %s or %s",
+            trainer.state.global_step, " and ".join(signs), ", ".join(changes[:-1]), changes[-1],
+        )  # fmt: skip
+    return bool(signs)

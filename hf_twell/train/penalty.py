@@ -1,0 +1,259 @@
+"""The L1 term of sparse training: what it adds to each gradient, and what it sees of the model's sparsity."""
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.utils import is_accelerate_available
+
+from hf_twell.blocks.batches import batch_size_tokens, check_one_stream, token_weight
+from hf_twell.blocks.density_watch import Block, ModelChoice
+from hf_twell.blocks.modeling import L1Inputs, sparse_ffns
+from hf_twell.ops.reference import new_tally
+from hf_twell.train.step_counts import StepCounts
+
+
+class L1Penalty:
+    """Adds `l1_weight` times the mean over layers of L1 to the objective, by its gradient alone.
+
+    Formula: L1 of a layer = sum over neurons of |h|, averaged over all non-padding tokens of the optimizer step, that
+    is over all its micro-batches and ranks. The gradient enters in the blocks' own backward, never through a returned
+    loss, so it is exact whatever the trainer does with losses, and under gradient checkpointing.
+
+    A hand-written loop needs two lines of it:
+
+        penalty = L1Penalty(model, l1_weight=2e-4)
+        for batches in optimizer_steps:
+            for batch in penalty.micro_batches(batches):
+                (model(**batch).loss / len(batches)).backward()
+            optimizer.step()
+
+    A model that is trained without them, and so without the term, warns once.
+
+    Under DistributedDataParallel every rank calls it alike, with tokens of its own: gradients are taken to be averaged
+    over ranks.
+
+    Args:
+        model: a sparsified model, or that in DistributedDataParallel.
+        l1_weight: the coefficient; may be changed between optimizer steps. 0 only measures.
+
+    Attributes:
+        layer_weights: in place of `l1_weight`, a coefficient for each layer, (L,) fp32; None for one.
+        token_scale: (), what turns a token's term into its share of the step's mean: ranks over tokens, times the
+            fp16 loss scale.
+
+    Raises:
+        ValueError: a model without sparse blocks, an encoder-decoder, or context or sequence parallelism, where ranks
+            share sequences; after the first step, if the model ran more than once in a micro-batch, or `micro_batches`
+            saw no backward.
+
+    Source: arXiv 2603.23198, section 2 (the sum over neurons instead of their mean).
+    """
+
+    def __init__(self, model: nn.Module, l1_weight: float):
+        self.ffns = sparse_ffns(model)
+        if not self.ffns:
+            raise ValueError(f"{type(model).__name__} has no sparse blocks; call hf_twell.sparsify(model) first")
+        if not isinstance(l1_weight, int | float) or not 0 <= l1_weight < math.inf:
+            raise ValueError(f"l1_weight={l1_weight!r}; give a finite number of at least 0")
+        check_one_stream(model)
+        _check_ranks_share_no_sequence()
+        self.l1_weight = l1_weight
+        self.layer_weights: torch.Tensor | None = None
+        self.token_scale: torch.Tensor | None = None
+        self._scale = None
+        self._tallies = None
+        self._step_tokens = None
+        self._checked = False
+        self._window: StepCounts | None = None
+        self._choice = ModelChoice()
+        self._batch_tokens = 0.0  # of a micro-batch of this rank, padding included
+        self._model = model
+        _unwatch(model)
+        model.register_forward_pre_hook(_warn_of_no_step)
+
+    def detach(self) -> None:
+        """The model trains without the term from here on, and nothing warns of it."""
+        _unwatch(self._model)
+
+    def begin_step(self, batches: Iterable[Mapping], *, scaler: torch.amp.GradScaler | None = None) -> None:
+        """Count the tokens of an optimizer step: all micro-batches of this rank, and of the others.
+
+        Args:
+            batches: the micro-batches as the model receives them (`attention_mask` marks padding by 0).
+            scaler: the fp16 gradient scaler, where one is used; its factor is divided out again by the optimizer step.
+        """
+        _check_ranks_share_no_sequence()
+        if sparse_ffns(self._model) != self.ffns:
+            raise ValueError(
+                "layers of this L1Penalty are not sparse any more, or not the model's; after unpatch or sparsify, and "
+                "after blocks are replaced, cut off or copied by an adapter, make a new one"
+            )
+        _unwatch(self._model)
+        self.end_step()
+        device = self.device
+        tokens, sizes = torch.zeros((), device=device), []
+        for batch in batches:
+            weight = token_weight(batch)
+            sizes.append(batch_size_tokens(batch) if weight is None else weight.numel())
+            tokens += sizes[-1] if weight is None else weight.sum().to(device)
+        self._batch_tokens = sum(sizes) / max(1, len(sizes))
+        world_size = 1
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(tokens)
+            world_size = dist.get_world_size()
+        self._step_tokens = tokens
+        self.token_scale = world_size / tokens.clamp(min=1)
+        if scaler is not None:
+            self.token_scale = scaler.scale(self.token_scale)
+        weights = self.l1_weight if self.layer_weights is None else self.layer_weights.to(device)
+        self._scale = (weights / len(self.ffns) * self.token_scale).expand(len(self.ffns))
+        if self._tallies is None:
+            self._tallies = [self._new_tally(ffn) for ffn in self.ffns]
+        for ffn in self.ffns:
+            ffn.twell_state.step_choice.begin_step()
+
+    @contextmanager
+    def micro_batch(self, batch: Mapping) -> Iterator[None]:
+        """Forward and backward of one micro-batch of the step run inside; outside, the model is as if untouched."""
+        if self._scale is None:
+            raise ValueError(
+                "begin_step(batches) must come before micro_batch(batch): the step's tokens are not counted"
+            )
+        weight = token_weight(batch)
+        for ffn, scale, tally in zip(self.ffns, self._scale, self._tallies, strict=True):
+            ffn.twell_state.l1 = L1Inputs(
+                scale.to(tally.device),
+                None if weight is None else weight.to(tally.device, torch.float32, non_blocking=True),
+                tally,
+                batch_size_tokens(batch) if weight is None else None,
+            )
+        try:
+            yield
+        finally:
+            for ffn in self.ffns:
+                ffn.twell_state.l1 = None
+
+    def micro_batches(self, batches: Iterable[Mapping], *, scaler=None) -> Iterator[Mapping]:
+        """Yield the micro-batches of one optimizer step, each with the L1 term switched on."""
+        if isinstance(batches, Mapping):
+            raise ValueError("micro_batches takes the micro-batches of an optimizer step; put a single one into a list")
+        batches = list(batches)
+        self.begin_step(batches, scaler=scaler)
+        for batch in batches:
+            with self.micro_batch(batch):
+                yield batch
+        self._end_step(must_count=True)
+
+    def end_step(self) -> StepCounts | None:
+        """Count the step that has run into the next report, once; None if there was none since the last call.
+
+        Every rank must call it alike. `begin_step` and `report` do, so only who needs the counts has to.
+        """
+        return self._end_step()
+
+    def _end_step(self, *, must_count: bool = False) -> StepCounts | None:
+        if self._step_tokens is None:
+            return None
+        counts = [tally.grad for tally in self._tallies]
+        flat = torch.cat([count.to(self.device) for count in counts])
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(flat)
+        step = StepCounts(self._step_tokens, list(flat.split([len(count) for count in counts])))
+        self._step_tokens = None
+        for count in counts:
+            count.zero_()
+        if not self._checked:  # the first step alone: it waits for the device
+            step.check_counted_once()
+            if must_count:
+                step.check_counted()
+            self._checked = True
+        self._window = step.added_to(self._window)
+        self._choose_for_compiled(step)
+        return step
+
+    def report(self) -> dict | None:
+        """Sparsity of all tokens since the last report, over all ranks (each must call it); None if there were none.
+
+        Only `micro_batches` (or `begin_step` and `micro_batch`) counts: None comes back of training outside it, too,
+        which has no L1 term.
+
+        Returns:
+            l0, density, l1 (means over layers), dead (share of neurons that no token activated), tokens, l1_weight
+            (mean), and `layers`: the same figures, but tokens, for each sparse layer.
+        """
+        self.end_step()
+        if self._window is None:
+            return None
+        window, self._window = self._window, None
+        weights = self.layer_weights.tolist() if self.layer_weights is not None else [self.l1_weight] * len(self.ffns)
+        return window.figures(weights)
+
+    def _choose_for_compiled(self, step: StepCounts) -> None:
+        """Blocks of a compiled model cannot choose for themselves; `ModelChoice` does it by the step's counts."""
+        compiled = [
+            (ffn, Block(layer, len(counts) - 1, ffn.twell_state.step_choice))
+            for layer, (ffn, counts) in enumerate(zip(self.ffns, step.layers, strict=True))
+            if not ffn.twell_state.step_choice.chose
+        ]
+        # Layers that are compiled one by one share the graph that the first was traced for.
+        if not any(block.choice.traced for _, block in compiled):
+            return
+        for ffn, block in compiled:
+            ffn.twell_state.on_kernels = block.choice.sparse or ffn.twell.backend != "auto"
+        blocks = [block for ffn, block in compiled if ffn.twell.backend == "auto"]
+        if blocks:
+            self._choice.end_step(blocks, self._batch_tokens, step.density)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the counts of all layers come together."""
+        return self._device(self.ffns[0])
+
+    def _new_tally(self, ffn) -> torch.Tensor:
+        width = getattr(ffn, ffn.twell.form.up).out_features
+        return new_tally(1 + width, self._device(ffn))
+
+    @staticmethod
+    def _device(ffn) -> torch.device:
+        return next(ffn.parameters()).device
+
+
+# A function of the module, which copies and pickles of a model hold by its name.
+def _warn_of_no_step(model: nn.Module, args) -> None:
+    """A hook that a model has until the first step of its penalty begins."""
+    if not (model.training and torch.is_grad_enabled()):
+        return
+    ffns = sparse_ffns(model)
+    if ffns and all(ffn.twell_state.l1 is None for ffn in ffns):
+        _unwatch(model)
+        warnings.warn(
+            f"{type(model).__name__} has an L1Penalty, but trains without the L1 term: no step was begun. Take each "
+            "micro-batch from penalty.micro_batches([...]), or call begin_step and micro_batch",
+            stacklevel=2,
+        )
+
+
+def _unwatch(model: nn.Module) -> None:
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if hook is _warn_of_no_step:
+            del model._forward_pre_hooks[key]
+
+
+def _check_ranks_share_no_sequence() -> None:
+    if not is_accelerate_available():
+        return
+    from accelerate.state import AcceleratorState, is_initialized
+
+    config = getattr(AcceleratorState(), "parallelism_config", None) if is_initialized() else None
+    for name in ("cp_size", "sp_size"):
+        size = getattr(config, name, 1)
+        if size > 1:
+            raise ValueError(
+                f"accelerate's {name}={size} cuts each sequence over {size} ranks, and the L1 term would count it on "
+                f"every one of them, {size} times too weak; set {name}=1 and use FSDP2 or gradient checkpointing"
+            )

@@ -1,0 +1,130 @@
+"""`CompleteCheckpoints`: which of a trainer's checkpoints are whole, so that training goes on from one of them."""
+
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from transformers import Trainer, TrainerCallback
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_utils import rotate_checkpoints
+
+from hf_twell.files.checkpoints import STATE_NAME, last_checkpoint, read_state, write_state
+
+logger = logging.getLogger(__name__)
+
+
+class CompleteCheckpoints(TrainerCallback):
+    """Each checkpoint of a trainer gets `twell_state.json`, after everything else that is written into it.
+
+    `trainer.train(resume_from_checkpoint=True)` passes over checkpoints that lack it, because their saving was
+    interrupted, and those of which a file is shorter than the size that it records. The object adds itself to the
+    trainer's callbacks; another one made for the same trainer replaces it.
+
+    Args:
+        trainer: the trainer.
+        method: how the run trains, which the file records; a resume with another is told.
+
+    Attributes:
+        state: what the file records besides, as it stands at the next saving.
+        resumed: the checkpoint that the run goes on from, or None.
+    """
+
+    def __init__(self, trainer: Trainer, method: Mapping):
+        self.trainer = trainer
+        self.method = dict(method)
+        self.state: dict = {}
+        self.resumed: Path | None = None
+        # The last only words a warning: a Transformers without it needs no correction.
+        names = ("train", "_save_checkpoint", "_issue_warnings_after_load")
+        wrap(trainer, self, [name for name in names if hasattr(trainer, name)])
+        trainer.add_callback(self)
+
+    def detach(self) -> None:
+        """Give the trainer its own methods back and leave its callbacks."""
+        unwrap(self.trainer, self)
+
+    def folder(self) -> Path:
+        """Where the trainer saves at its present step."""
+        return Path(self.trainer._get_output_dir(trial=None)) / f"checkpoint-{self.trainer.state.global_step}"
+
+    def on_save(self, args, state, control, **kwargs):
+        # Other processes may still be writing their part of the checkpoint.
+        self.trainer.accelerator.wait_for_everyone()
+        if args.should_save:
+            if args.save_total_limit is not None:  # held back while the trainer wrote them
+                torch.save(args, self.folder() / TRAINING_ARGS_NAME)
+            write_state(self.folder(), {**method_of(self.trainer), **self.state})
+            best = self.trainer.state.best_model_checkpoint
+            rotate_checkpoints(str(self.folder().parent), args.save_total_limit, best, use_mtime=True)
+
+    def _save_checkpoint(self, save_checkpoint, *args, **kwargs):
+        # The folder may hold the complete checkpoint of another run; it is not complete while it is written over.
+        if self.trainer.args.should_save:
+            (self.folder() / STATE_NAME).unlink(missing_ok=True)
+        # The trainer would delete the last complete checkpoint before this one is complete: `on_save` does it after.
+        limit, self.trainer.args.save_total_limit = self.trainer.args.save_total_limit, None
+        try:
+            return save_checkpoint(*args, **kwargs)
+        finally:
+            self.trainer.args.save_total_limit = limit
+
+    def _issue_warnings_after_load(self, issue_warnings, load_result):
+        # Tied weights are saved once, under the name of the first: the others are not missing.
+        tied = getattr(self.trainer.model, "all_tied_weights_keys", {})
+        missing = [key for key in load_result.missing_keys if tied.get(key, key) in load_result.missing_keys]
+        issue_warnings(load_result._replace(missing_keys=missing))
+
+    def _train(self, train, resume_from_checkpoint=None, *args, **kwargs):
+        handler = self.trainer.callback_handler
+        handler.callbacks = [callback for callback in handler.callbacks if callback is not self] + [self]  # saves last
+        if resume_from_checkpoint is True:
+            output_dir = self.trainer.args.output_dir
+            resume_from_checkpoint = last_checkpoint(output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(f"{output_dir} holds no complete checkpoint (one with {STATE_NAME}) to resume from")
+        self.resumed = Path(resume_from_checkpoint) if resume_from_checkpoint else None
+        if self.resumed:
+            saved = read_state(self.resumed)
+            for key, value in self.method.items():
+                if saved.get(key) != value:
+                    logger.warning(
+                        "%s was trained with %s=%s and goes on with %s", self.resumed, key, saved.get(key), value
+                    )
+        return train(resume_from_checkpoint, *args, **kwargs)
+
+
+def method_of(trainer: Trainer) -> dict:
+    """How a trainer's model came to be, for its card: its steps, and what `CompleteCheckpoints` was told."""
+    callbacks = trainer.callback_handler.callbacks
+    ours = next((callback for callback in callbacks if isinstance(callback, CompleteCheckpoints)), None)
+    return {"step": steps_of(trainer), **(ours.method if ours else {})}
+
+
+def steps_of(trainer: Trainer) -> int:
+    """Optimizer steps behind the weights that the model has now: at the end perhaps those of the best checkpoint."""
+    best = trainer.state.best_global_step if trainer.args.load_best_model_at_end and not trainer.is_in_train else None
+    return trainer.state.global_step if best is None else best
+
+
+def wrap(trainer: Trainer, owner: TrainerCallback, names: Sequence[str]) -> None:
+    """Put `owner`'s methods of these names around the trainer's; an earlier owner of the same class is detached.
+
+    For what no event tells: events carry no batches, and come after the reporters and the saving.
+    """
+    earlier = getattr(getattr(vars(trainer).get(names[0]), "func", None), "__self__", None)
+    if isinstance(earlier, type(owner)):
+        earlier.detach()
+    for name in names:
+        method = getattr(owner, f"_{name.lstrip('_')}")
+        setattr(trainer, name, functools.partial(method, getattr(trainer, name)))
+
+
+def unwrap(trainer: Trainer, owner: TrainerCallback) -> None:
+    """Take `owner` and its methods off the trainer."""
+    for name, method in list(vars(trainer).items()):
+        if getattr(getattr(method, "func", None), "__self__", None) is owner:
+            delattr(trainer, name)
+    if owner in trainer.callback_handler.callbacks:
+        trainer.remove_callback(owner)

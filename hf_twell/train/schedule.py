@@ -1,0 +1,75 @@
+"""What the L1 term of a run works towards, and in how many steps: the values that `SparsityCallback` takes."""
+
+import math
+from collections.abc import Sequence
+
+LAYER_SHARES = ("equal", "free")
+WARMUPS = {
+    "linear": lambda progress: progress,
+    "sine": lambda progress: math.sin(progress * math.pi / 2) ** 2,
+}
+
+
+def check_schedule(
+    *,
+    l1_weight: float | None,
+    target_density: float | None,
+    warmup_steps: int | float,
+    warmup: str,
+    layer_shares: str,
+    l1_bounds: Sequence[float] | None,
+    blend_steps: int | float,
+) -> None:
+    """Refuse what no run can follow.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if (l1_weight is None) == (target_density is None):
+        raise ValueError(
+            f"l1_weight={l1_weight!r} and target_density={target_density!r}; give one of them: the coefficient "
+            "(0 measures only), or the share of active neurons that it shall lead to"
+        )
+    if l1_bounds is not None and target_density is None:
+        raise ValueError(f"l1_bounds={l1_bounds!r} goes with target_density alone; leave it out")
+    if warmup not in WARMUPS:
+        raise ValueError(f"warmup={warmup!r}; choose one of {', '.join(map(repr, WARMUPS))}")
+    check_steps("warmup_steps", warmup_steps)
+    check_steps("blend_steps", blend_steps)
+    if target_density is not None:
+        check_target(target_density, layer_shares=layer_shares, l1_bounds=l1_bounds)
+
+
+def check_target(target_density: float, *, layer_shares: str, l1_bounds: Sequence[float] | None) -> None:
+    """Refuse what a `DensityController` cannot steer to.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if not isinstance(target_density, float) or not 0 < target_density < 1:
+        raise ValueError(f"target_density={target_density!r}; give a share between 0 and 1, such as 0.005")
+    if layer_shares not in LAYER_SHARES:
+        raise ValueError(f"layer_shares={layer_shares!r}; choose one of {', '.join(map(repr, LAYER_SHARES))}")
+    if l1_bounds is not None and not _are_bounds(l1_bounds):
+        raise ValueError(f"l1_bounds={l1_bounds!r}; give the lowest and the highest weight, two rising numbers above 0")
+
+
+def check_steps(name: str, value: int | float) -> None:
+    """Refuse what is neither a number of optimizer steps nor a share of them.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0 or (value >= 1 and value % 1):
+        raise ValueError(f"{name}={value!r}; give a whole number of steps, or a share between 0 and 1")
+
+
+def whole_steps(value: int | float, max_steps: int) -> int:
+    """The optimizer steps that a number or a share of all of them comes to."""
+    return math.ceil(value * max_steps) if value < 1 else int(value)
+
+
+def _are_bounds(bounds) -> bool:
+    if not isinstance(bounds, list | tuple) or not all(isinstance(bound, int | float) for bound in bounds):
+        return False
+    return len(bounds) == 2 and 0 < bounds[0] < bounds[1] < math.inf

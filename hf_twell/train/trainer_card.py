@@ -1,0 +1,55 @@
+"""The model card of `trainer.push_to_hub()`: ours, with what the trainer knows, in place of Trainer's."""
+
+import functools
+from pathlib import Path
+
+from hf_twell.blocks.modeling import sparse_ffns
+from hf_twell.models.adapters import loader_of_base, record_base
+from hf_twell.models.cards import adapter_card, model_card
+from hf_twell.train.logs import layer_prefix
+from hf_twell.train.resuming import method_of, steps_of
+
+
+def use_model_card(trainer, *, base_model: str | None = None, sparsity=None, scores=None) -> None:
+    """Let `trainer.push_to_hub()` publish our model card in place of Trainer's; its figures as in `push_to_hub`.
+
+    Without `sparsity`, L0 of each layer is what `SparsityCallback` logged last.
+    """
+    figures = {"base_model": base_model, "sparsity": sparsity, "scores": scores}
+    trainer.create_model_card = functools.partial(_write_card, trainer, figures)
+
+
+def _write_card(trainer, figures, model_name=None, **_):
+    if not trainer.is_world_process_zero():
+        return
+    folder, model = Path(trainer.args.output_dir), trainer.accelerator.unwrap_model(trainer.model)
+    repo_id = trainer.hub_model_id or model_name or folder.name
+    base_model = figures["base_model"] or model.config._name_or_path
+    folder.mkdir(parents=True, exist_ok=True)  # trl's trainers write a card before their first checkpoint
+    if hasattr(model, "peft_config"):
+        record_base(model, folder)
+        card = adapter_card(base_model, repo_id, loader=loader_of_base(model))
+    else:
+        sparsity = figures["sparsity"] or _logged_sparsity(trainer, model)
+        config = model.config.to_dict() | {"architectures": [type(model).__name__.removeprefix("FSDP")]}
+        given = {"base_model": base_model, "sparsity": sparsity, "scores": figures["scores"]}
+        card = model_card(repo_id, config, method=method_of(trainer), **given)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def _logged_sparsity(trainer, model) -> dict | None:
+    """The figures of the last log before the weights were as they are, if they are there for every layer."""
+    logs = [row for row in trainer.state.log_history if "twell/l0" in row and row["step"] <= steps_of(trainer)]
+    row = logs[-1] if logs else None
+    ffns = sparse_ffns(model)
+    if row is None or len(ffns) != model.config.get_text_config().num_hidden_layers:
+        return None
+    layers = []
+    for ffn in ffns:
+        prefix = layer_prefix(ffn)
+        if f"{prefix}l0" not in row:
+            return None
+        figures = {key: row[prefix + key] for key in ("l0", "density", "dead")}
+        layers.append({**figures, "intermediate_size": getattr(ffn, ffn.twell.form.up).out_features})
+    where = f"Measured in training, over the tokens of the last log (step {row['step']})."
+    return {**{key: row[f"twell/{key}"] for key in ("l0", "density", "dead")}, "layers": layers, "where": where}

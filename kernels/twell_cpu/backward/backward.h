@@ -1,0 +1,24 @@
+// Backward of the feed-forward block over the active pairs that forward saved.
+#pragma once
+
+#include "forward/forward.h"
+
+namespace twell {
+
+// Each null where it is not wanted. Without a gate, `gate` is the up projection's gradient and `up` null.
+struct Gradients {
+  void* x;     // (T, D)
+  void* gate;  // (F, D)
+  void* up;    // (F, D)
+  void* down;  // (D, F) if block.down is stored by rows, else the same by columns
+  float* b_gate;
+  float* b_up;
+};
+
+// Writes every wanted gradient whole, as the sum over all tokens but the dense ones; those are handed back as ranges, for the
+// caller to add. token_scale (T,): l1_scale * token_weight, or null.
+std::vector<std::pair<int64_t, int64_t>> backward(const Block& block, const Kernels& kernels, const Threads& threads,
+                                                  const void* grad_y, const State& state, const float* token_scale,
+                                                  const Gradients& gradients);
+
+}  // namespace twell

@@ -1,0 +1,98 @@
+// The active (token, neuron) pairs of a feed-forward block, in the two orders that its products need.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "twell_state.h"
+
+namespace twell {
+
+// Token-major (compressed rows): neurons ascend within a token. h = gate * up; up is 1 in a block without a gate.
+struct TokenPairs {
+  std::vector<int64_t> begin;  // tokens + 1
+  std::vector<uint32_t> neuron;
+  std::vector<float> gate, up;
+};
+
+// Neuron-major: tokens ascend within a neuron. `source` is the pair's place in the token-major order.
+struct NeuronPairs {
+  std::vector<int64_t> begin;  // neurons + 1
+  std::vector<uint32_t> token;
+  std::vector<int64_t> source;
+};
+
+// Memory that is never filled before it is written.
+class Bytes {
+ public:
+  void reserve(int64_t size) {
+    if (size <= size_) return;
+    memory_.reset(new char[static_cast<size_t>(size)]);
+    size_ = size;
+  }
+  char* data() {
+    return memory_.get();
+  }
+
+ private:
+  std::unique_ptr<char[]> memory_;
+  int64_t size_ = 0;
+};
+
+// What one thread has packed: TwELL with tiles of neurons, its slots in a pool that grows instead of overflowing.
+struct LanePairs {
+  struct Run {
+    uint32_t neuron;
+    int64_t begin;
+    int64_t count;
+  };
+  std::vector<Run> runs;
+  std::vector<uint32_t> token;
+  std::vector<float> gate, up;
+  int64_t used = 0;
+
+  void clear() {
+    runs.clear();
+    used = 0;
+  }
+  void reserve(int64_t extra) {
+    if (used + extra <= static_cast<int64_t>(token.size())) return;
+    const size_t size = static_cast<size_t>(2 * (used + extra));
+    token.resize(size);
+    gate.resize(size);
+    up.resize(size);
+  }
+};
+
+// The saved state: per token a count (or why there is none) and, behind one another, its pairs.
+//
+// Layout: int32 count[tokens] | element gate[slots] | element up[slots] (gated only) | uint16 neuron[slots], of the sizes
+// in twell_state.h. slots = tokens * capacity.
+struct State {
+  static constexpr int32_t kRecompute = -1;  // more pairs than slots: backward computes them again from x
+  static constexpr int32_t kDense = -2;      // so many pairs that the dense products are faster
+
+  int32_t* count = nullptr;
+  uint16_t* neuron = nullptr;
+  char* gate = nullptr;
+  char* up = nullptr;
+  int64_t slots = 0;
+
+  static int64_t bytes(int64_t tokens, int64_t capacity, int64_t element, bool gated) {
+    return tokens * cpu_state_layout(capacity, element, gated).bytes();
+  }
+  static State at(void* memory, int64_t tokens, int64_t capacity, int64_t element, bool gated) {
+    const CpuStateLayout layout = cpu_state_layout(capacity, element, gated);
+    State state;
+    char* next = static_cast<char*>(memory);
+    state.slots = tokens * capacity;
+    state.count = reinterpret_cast<int32_t*>(next);
+    state.gate = next += tokens * layout.count;
+    state.up = gated ? next + tokens * layout.gate : nullptr;
+    state.neuron = reinterpret_cast<uint16_t*>(next + tokens * (layout.gate + layout.up));
+    return state;
+  }
+};
+
+}  // namespace twell

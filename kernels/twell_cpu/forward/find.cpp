@@ -1,0 +1,169 @@
+#include <algorithm>
+#include <cstring>
+
+#include "forward/forward.h"
+
+namespace twell {
+namespace {
+
+constexpr size_t kTileRows = 16;  // of matrix units; half of them empty still pay
+
+inline void prefetch(const char* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+}
+
+}  // namespace
+
+PairFinder::PairFinder(const Block& block, const Kernels& kernels, const Threads& threads)
+    : block_(block),
+      kernels_(kernels),
+      threads_(threads),
+      lanes_(static_cast<size_t>(threads.count)),
+      scratch_(static_cast<size_t>(threads.count)) {}
+
+// The up product of a lane's runs from `first_run` on, whose tokens are `tokens` from `first_token` on. `x` holds the rows
+// that pairs number; `panels`, if any, those of these tokens.
+void PairFinder::up_products(LanePairs& lane, size_t first_run, int64_t first_token, int64_t tokens, const char* x,
+                             const char* panels, Scratch& scratch) {
+  const int64_t hidden = block_.hidden, row_bytes = hidden * element_bytes(block_.dtype);
+  const auto up_row = [&](size_t run) { return at(block_.up, lane.runs[run].neuron * hidden, block_.dtype); };
+  std::vector<size_t>& shared = scratch.shared;
+  shared.clear();
+  if (panels != nullptr && kernels_.matmul_pairs != nullptr) {
+    for (size_t r = first_run; r < lane.runs.size(); ++r) {
+      if (worth_a_row(lane.runs[r].count, tokens)) shared.push_back(r);
+    }
+    if (shared.size() < kTileRows / 2) shared.clear();
+  }
+  if (!shared.empty()) {
+    const int64_t count = static_cast<int64_t>(shared.size()), stride = hidden + 32;  // rows in different cache sets
+    scratch.rows.reserve(count * stride * element_bytes(block_.dtype));
+    for (int64_t i = 0; i < count; ++i) {
+      if (i + 1 < count) prefetch(up_row(shared[i + 1]), row_bytes);
+      std::memcpy(at(scratch.rows.data(), i * stride, block_.dtype), up_row(shared[i]), row_bytes);
+    }
+    scratch.up.resize(static_cast<size_t>(count * tokens));
+    kernels_.gate_panels(panels, static_cast<int>(tokens), scratch.rows.data(), stride, static_cast<int>(count), hidden,
+                         nullptr, scratch.up.data(), tokens);
+    for (int64_t i = 0; i < count; ++i) {
+      const auto& run = lane.runs[shared[i]];
+      const float* values = scratch.up.data() + i * tokens - first_token;
+      for (int64_t p = run.begin; p < run.begin + run.count; ++p) lane.up[p] = values[lane.token[p]];
+    }
+  }
+  size_t next_shared = 0;
+  for (size_t r = first_run; r < lane.runs.size(); ++r) {
+    if (next_shared < shared.size() && shared[next_shared] == r) {
+      ++next_shared;
+      continue;
+    }
+    const auto& run = lane.runs[r];
+    if (r + 1 < lane.runs.size()) prefetch(up_row(r + 1), row_bytes);
+    kernels_.gather_dot(up_row(r), x, hidden, lane.token.data() + run.begin, run.count, hidden, lane.up.data() + run.begin);
+  }
+  if (block_.b_up == nullptr) return;
+  for (size_t r = first_run; r < lane.runs.size(); ++r) {
+    const auto& run = lane.runs[r];
+    for (int64_t i = run.begin; i < run.begin + run.count; ++i) lane.up[i] += block_.b_up[run.neuron];
+  }
+}
+
+bool PairFinder::find(int64_t first, int64_t last, double max_density, TokenPairs* pairs) {
+  struct Tile {
+    int lane;
+    size_t begin, end;
+  };
+  const int64_t tokens = last - first, hidden = block_.hidden, element = element_bytes(block_.dtype);
+  const char* x = at(block_.x, first * hidden, block_.dtype);
+  const int64_t width = tokens > kPanel ? kernels_.tile_neurons : kernels_.few_tile_neurons;
+  const int64_t tile_count = (block_.width + width - 1) / width;
+  const int64_t step = block_tokens(block_, kernels_), steps = (tokens + step - 1) / step;
+  std::vector<Tile> tiles(static_cast<size_t>(steps * tile_count));
+  for (auto& lane : lanes_) lane.clear();
+
+  const bool use_panels = kernels_.gate_panels != nullptr && tokens >= kernels_.panels_from;
+  const int64_t panel_count = (tokens + kPanel - 1) / kPanel, bytes = panel_bytes(hidden * element);
+  if (use_panels) {
+    panels_.reserve(panel_count * bytes);
+    for_items(threads_, panel_count, [&](int, int64_t panel) {
+      kernels_.pack_panel(x + panel * kPanel * hidden * element, hidden,
+                          static_cast<int>(std::min<int64_t>(kPanel, tokens - panel * kPanel)), hidden,
+                          panels_.data() + panel * bytes);
+    });
+  }
+
+  std::atomic<bool> too_dense{false};
+  std::vector<int64_t> seen(static_cast<size_t>(threads_.count) * 8, 0);
+  const double allowance = 0.02 * static_cast<double>(tokens * block_.width) + static_cast<double>(tokens) * 4;
+  // One parallel pass over all tokens: a step's tokens meet every tile of neurons while they are in cache.
+  for_items(threads_, steps * tile_count, [&](int lane_index, int64_t tile) {
+    if (too_dense.load(std::memory_order_relaxed)) return;
+    LanePairs& lane = lanes_[lane_index];
+    Scratch& scratch = scratch_[lane_index];
+    const int64_t t0 = tile / tile_count * step, count = std::min(step, tokens - t0);
+    scratch.gate.resize(static_cast<size_t>(width * count));
+    float* values = scratch.gate.data();
+    const int64_t f0 = tile % tile_count * width;
+    const int neurons = static_cast<int>(std::min(width, block_.width - f0));
+    const float* bias = block_.b_gate ? block_.b_gate + f0 : nullptr;
+    const char* w = at(block_.gate, f0 * hidden, block_.dtype);
+    const char* panels = use_panels ? panels_.data() + t0 / kPanel * bytes : nullptr;
+    if (use_panels) {
+      kernels_.gate_panels(panels, static_cast<int>(count), w, hidden, neurons, hidden, bias, values, count);
+    } else {
+      kernels_.gate(x + t0 * hidden * element, hidden, static_cast<int>(count), w, hidden, neurons, hidden, bias, values,
+                    count);
+    }
+
+    tiles[tile] = {lane_index, lane.runs.size(), 0};
+    for (int n = 0; n < neurons; ++n) {
+      lane.reserve(count);
+      const float* row = values + n * count;
+      if (count == 1 && row[0] <= 0.0f) continue;
+      const int64_t begin = lane.used;
+      const int kept = kernels_.pack(row, static_cast<int>(count), static_cast<uint32_t>(t0), lane.token.data() + begin, lane.gate.data() + begin);
+      if (kept == 0) continue;
+      lane.runs.push_back({static_cast<uint32_t>(f0 + n), begin, kept});
+      lane.used += kept;
+    }
+    seen[lane_index * 8] += neurons * count;
+    if (static_cast<double>(lane.used) > max_density * static_cast<double>(seen[lane_index * 8]) + allowance) {
+      too_dense.store(true, std::memory_order_relaxed);
+      return;
+    }
+    if (block_.up != nullptr) {
+      up_products(lane, tiles[tile].begin, t0, count, x, panels, scratch);
+    } else {
+      for (size_t r = tiles[tile].begin; r < lane.runs.size(); ++r) std::fill_n(lane.up.data() + lane.runs[r].begin, lane.runs[r].count, 1.0f);
+    }
+    tiles[tile].end = lane.runs.size();
+  });
+  if (too_dense) return false;
+
+  pairs->begin.assign(static_cast<size_t>(tokens) + 1, 0);
+  int64_t total = 0;
+  for (const auto& lane : lanes_) {
+    total += lane.used;
+    for (int64_t i = 0; i < lane.used; ++i) ++pairs->begin[lane.token[i] + 1];
+  }
+  for (int64_t t = 0; t < tokens; ++t) pairs->begin[t + 1] += pairs->begin[t];
+  pairs->neuron.resize(static_cast<size_t>(total));
+  pairs->gate.resize(static_cast<size_t>(total));
+  pairs->up.resize(static_cast<size_t>(total));
+  std::vector<int64_t> next(pairs->begin.begin(), pairs->begin.end() - 1);
+  for (const Tile& tile : tiles) {  // in order of neurons, whichever lane had them
+    const LanePairs& lane = lanes_[tile.lane];
+    for (size_t r = tile.begin; r < tile.end; ++r) {
+      const auto& run = lane.runs[r];
+      for (int64_t i = run.begin; i < run.begin + run.count; ++i) {
+        const int64_t place = next[lane.token[i]]++;
+        pairs->neuron[place] = run.neuron;
+        pairs->gate[place] = lane.gate[i];
+        pairs->up[place] = lane.up[i];
+      }
+    }
+  }
+  return true;
+}
+
+}  // namespace twell

@@ -1,0 +1,121 @@
+#include "forward/forward.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "forward/down.h"
+#include "twell_limits.h"
+
+namespace twell {
+namespace {
+
+constexpr int64_t kStepsAtOnce = 8;  // blocks of tokens between two barriers
+constexpr int64_t kTileNeurons = 48;  // of the sample
+
+// A dense call would waste the first blocks on finding out, so a sample of its tokens and neurons decides.
+bool sample_is_dense(const Block& block, const Kernels& kernels) {
+  constexpr int64_t kMaxSample = 16;
+  if (max_density(block.tokens) >= 1) return false;
+  const int64_t sample = std::min(kMaxSample, block.tokens);
+  const int64_t groups = std::min<int64_t>(block.width / kTileNeurons, block.tokens < 64 ? 3 : 6);
+  if (groups == 0) return false;
+  const int64_t row_bytes = block.hidden * element_bytes(block.dtype);
+  std::vector<char> rows(static_cast<size_t>(sample * row_bytes));
+  for (int64_t i = 0; i < sample; ++i) {
+    const int64_t token = (2 * i + 1) * block.tokens / (2 * sample);
+    std::memcpy(rows.data() + i * row_bytes, at(block.x, token * block.hidden, block.dtype), row_bytes);
+  }
+  float values[kTileNeurons * kMaxSample];
+  uint32_t position[kTileNeurons * kMaxSample];
+  float kept[kTileNeurons * kMaxSample];
+  int64_t active = 0;
+  for (int64_t group = 0; group < groups; ++group) {
+    const int64_t f = group * (block.width - kTileNeurons) / std::max<int64_t>(groups - 1, 1);
+    kernels.gate(rows.data(), block.hidden, sample, at(block.gate, f * block.hidden, block.dtype), block.hidden,
+                 kTileNeurons, block.hidden, block.b_gate ? block.b_gate + f : nullptr, values, sample);
+    active += kernels.pack(values, kTileNeurons * sample, 0, position, kept);
+  }
+  return static_cast<double>(active) > max_density(block.tokens) * static_cast<double>(groups * kTileNeurons * sample);
+}
+
+void count_pairs(const Part& part, Report* report) {
+  const TokenPairs& pairs = part.pairs;
+  for (size_t token = 0; token + 1 < pairs.begin.size(); ++token) {
+    const float weight = report->token_weight ? report->token_weight[part.first + static_cast<int64_t>(token)] : 1.0f;
+    if (!(weight > 0)) continue;  // padding may hold NaN, and 0 * NaN would count it
+    double l1 = 0;
+    for (int64_t i = pairs.begin[token]; i < pairs.begin[token + 1]; ++i) {
+      l1 += std::fabs(part.h[i]);
+      if (part.h[i] != 0.0f) report->active[pairs.neuron[i]] += weight;
+    }
+    report->l1 += weight * l1;
+  }
+}
+
+}  // namespace
+
+int64_t block_tokens(const Block& block, const Kernels& kernels) {
+  const int64_t bytes = std::max<int64_t>(block.hidden * element_bytes(block.dtype), 1);
+  return std::clamp<int64_t>(kernels.block_bytes / bytes / kPanel * kPanel, kPanel, 4 * kPanel);
+}
+
+double max_density(int64_t tokens) {
+  // Few tokens are bound by weight traffic, which active rows always save; many by arithmetic, which matmuls do
+  // about five times as fast for each pair.
+  if (tokens <= 2) return 1.0;
+  if (tokens <= 8) return 0.3;
+  if (tokens <= 32) return 0.2;
+  return kCpuMaxDensity;
+}
+
+int64_t save_pairs(const State& state, const TokenPairs& pairs, int64_t first_token, int64_t slot,
+                   const Kernels& kernels, int64_t element) {
+  for (size_t token = 0; token + 1 < pairs.begin.size(); ++token) {
+    const int64_t begin = pairs.begin[token], count = pairs.begin[token + 1] - begin;
+    int32_t& saved = state.count[first_token + static_cast<int64_t>(token)];
+    if (slot + count > state.slots) {
+      saved = State::kRecompute;
+      continue;
+    }
+    saved = static_cast<int32_t>(count);
+    for (int64_t i = 0; i < count; ++i) state.neuron[slot + i] = static_cast<uint16_t>(pairs.neuron[begin + i]);
+    kernels.round(pairs.gate.data() + begin, count, state.gate + slot * element);
+    if (state.up) kernels.round(pairs.up.data() + begin, count, state.up + slot * element);
+    slot += count;
+  }
+  return slot;
+}
+
+void forward(const Block& block, const Kernels& kernels, const Threads& threads, void* y, Report* report,
+             const State* state, const DenseRange& dense) {
+  const auto go_dense = [&](int64_t first, int64_t last) {
+    if (state) std::fill(state->count + first, state->count + last, State::kDense);
+    dense(first, last);
+  };
+  if (block.tokens == 0) return;
+  if (sample_is_dense(block, kernels)) return go_dense(0, block.tokens);
+
+  PairFinder finder(block, kernels, threads);
+  int64_t slot = 0;
+  const int64_t step = kStepsAtOnce * block_tokens(block, kernels);
+  const double limit = max_density(block.tokens);
+  for (int64_t first = 0; first < block.tokens; first += step) {
+    const int64_t last = std::min(block.tokens, first + step);
+    Part part;
+    part.first = first;
+    if (!finder.find(first, last, limit, &part.pairs)) {
+      go_dense(first, last);
+      continue;
+    }
+    const TokenPairs& pairs = part.pairs;
+    const int64_t total = pairs.begin.back();
+    part.h.resize(static_cast<size_t>(total));
+    for (int64_t i = 0; i < total; ++i) part.h[i] = pairs.gate[i] * pairs.up[i];
+    if (report->active) count_pairs(part, report);
+    if (state) slot = save_pairs(*state, pairs, first, slot, kernels, element_bytes(block.dtype));
+    down_product(block, kernels, threads, part, y);
+  }
+}
+
+}  // namespace twell

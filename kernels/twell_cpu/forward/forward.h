@@ -1,0 +1,91 @@
+// Forward of the feed-forward block over its active pairs; every pointer is to contiguous rows unless a stride is given.
+#pragma once
+
+#include <functional>
+
+#include "common/pairs.h"
+#include "common/parallel.h"
+#include "isa/kernels.h"
+
+namespace twell {
+
+// Shapes: x (T, D); gate, up (F, D); down (D, F) in either memory order.
+struct Block {
+  DType dtype;
+  int64_t tokens, hidden, width;
+  const void* x;
+  const void* gate;      // without a gate: the up projection, and `up` null
+  const void* up;
+  const void* down;
+  int64_t down_row, down_column;  // strides of `down`; one of them is 1
+  const float* b_gate;
+  const float* b_up;
+  const float* b_down;
+};
+
+struct Report {
+  const float* token_weight;  // null for ones
+  double l1 = 0;
+  double* active;  // (F,), or null where nothing is counted; fp32 sums over 65,537 tokens lose digits
+};
+
+// Tokens [first, last) computed densely by the caller.
+using DenseRange = std::function<void(int64_t first, int64_t last)>;
+
+// Pairs of the tokens [first, last) (numbered from 0); false once they are so many that dense products are faster.
+class PairFinder {
+ public:
+  PairFinder(const Block& block, const Kernels& kernels, const Threads& threads);
+  bool find(int64_t first, int64_t last, double max_density, TokenPairs* pairs);
+
+ private:
+  // What one thread reuses from item to item.
+  struct Scratch {
+    std::vector<float> gate, up;
+    std::vector<size_t> shared;
+    Bytes rows;
+  };
+  void up_products(LanePairs& lane, size_t first_run, int64_t first_token, int64_t tokens, const char* x,
+                   const char* panels, Scratch& scratch);
+
+  const Block& block_;
+  const Kernels& kernels_;
+  const Threads& threads_;
+  std::vector<LanePairs> lanes_;
+  std::vector<Scratch> scratch_;
+  Bytes panels_;
+};
+
+inline const char* at(const void* base, int64_t elements, DType dtype) {
+  return static_cast<const char*>(base) + elements * element_bytes(dtype);
+}
+
+inline char* at(void* base, int64_t elements, DType dtype) {
+  return static_cast<char*>(base) + elements * element_bytes(dtype);
+}
+
+// Whether a matrix product over `tokens` beats one gather for each of the `pairs` of a row's tokens, where there is a unit
+// for it: a pair costs 24 of its cells, and a row 40 to be put in place.
+inline bool worth_a_row(int64_t pairs, int64_t tokens) {
+  return 24 * pairs > 40 + tokens;
+}
+
+// Whether `down` lies in memory by columns, as the products over active pairs read it.
+inline bool down_by_column(const Block& block) {
+  return block.down_row == 1;
+}
+
+// Tokens that are processed together, so that their rows of x stay in the second-level cache.
+int64_t block_tokens(const Block& block, const Kernels& kernels);
+
+// The density above which dense products are faster than the sparse ones, at this many tokens.
+double max_density(int64_t tokens);
+
+// Pairs behind one another from `slot` on; rows that do not fit are marked. Returns the next free slot.
+int64_t save_pairs(const State& state, const TokenPairs& pairs, int64_t first_token, int64_t slot,
+                   const Kernels& kernels, int64_t element);
+
+void forward(const Block& block, const Kernels& kernels, const Threads& threads, void* y, Report* report,
+             const State* state, const DenseRange& dense);
+
+}  // namespace twell

@@ -1,0 +1,283 @@
+// The block for tensors: checks, allocates, and hands raw pointers to the kernels.
+
+#include <algorithm>
+#include <array>
+#include <numeric>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "backward/backward.h"
+#include "common/dense.h"
+#include "forward/forward.h"
+#include "host/tensors.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using twell::MaybeTensor;
+using twell::Tensor;
+
+// torch 2.11's name for it.
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK
+#define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
+#endif
+
+Tensor linear(const Tensor& x, const Tensor& weight, const MaybeTensor& bias) {
+  std::array<StableIValue, 3> stack{torch::stable::detail::from(x), torch::stable::detail::from(weight),
+                                    torch::stable::detail::from(bias)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+Tensor rows_of(Tensor tensor, int64_t first, int64_t last) {
+  return torch::stable::narrow(tensor, 0, first, last - first);
+}
+
+Tensor transposed(const Tensor& tensor) {
+  return torch::stable::transpose(tensor, 0, 1);
+}
+
+// One call's tensors, made contiguous where the kernels need it, and the same as raw pointers.
+struct Call {
+  Tensor x_TD, w_up, w_down;
+  MaybeTensor w_gate, b_up, b_gate;
+  twell::Threads threads;
+  const twell::Kernels& kernels;
+  twell::Block block;
+  std::vector<float> biases[3];
+
+  Call(const Tensor& x, const Tensor& up, const Tensor& down, const MaybeTensor& gate, const MaybeTensor& bias_up,
+       const MaybeTensor& bias_down, const MaybeTensor& bias_gate)
+      : x_TD(flat(x, up.size(1))),
+        w_up(torch::stable::contiguous(up)),
+        w_down(down.stride(0) == 1 || down.stride(1) == 1 ? down : torch::stable::contiguous(down)),
+        w_gate(gate ? MaybeTensor(torch::stable::contiguous(*gate)) : std::nullopt),
+        b_up(bias_up),
+        b_gate(bias_gate),
+        threads(twell::thread_pool()),
+        kernels(twell::select_kernels(twell::dtype_of(x))) {
+    block.dtype = twell::dtype_of(x);
+    block.tokens = x_TD.size(0);
+    block.hidden = w_up.size(1);
+    block.width = w_up.size(0);
+    block.x = x_TD.const_data_ptr();
+    block.gate = (w_gate ? *w_gate : w_up).const_data_ptr();
+    block.up = w_gate ? w_up.const_data_ptr() : nullptr;
+    block.down = w_down.const_data_ptr();
+    block.down_row = w_down.stride(0);
+    block.down_column = w_down.stride(1);
+    block.b_gate = widened(w_gate ? bias_gate : bias_up, 0);
+    block.b_up = w_gate ? widened(bias_up, 1) : nullptr;
+    block.b_down = widened(bias_down, 2);
+  }
+  Call(const Call&) = delete;
+
+  // (T, D) whatever the leading sizes, none of which may be known from a size of zero.
+  static Tensor flat(const Tensor& tensor, int64_t columns) {
+    const int64_t rows = columns == 0 ? 0 : tensor.numel() / columns;
+    return torch::stable::reshape(torch::stable::contiguous(tensor), std::vector<int64_t>{rows, columns});
+  }
+
+  // Gate (up where there is none) and up projections of some tokens, dense.
+  std::pair<Tensor, MaybeTensor> project(const Tensor& x) const {
+    if (!w_gate) return {linear(x, w_up, b_up), std::nullopt};
+    return {linear(x, *w_gate, b_gate), linear(x, w_up, b_up)};
+  }
+
+  twell::Activation activation(int64_t tokens, const Tensor& gate_rows, const MaybeTensor& up_rows) const {
+    const void* up = up_rows ? up_rows->const_data_ptr() : nullptr;
+    return {block.dtype, tokens, block.width, gate_rows.const_data_ptr(), up};
+  }
+
+ private:
+  const float* widened(const MaybeTensor& bias, int slot) {
+    if (!bias) return nullptr;
+    const Tensor contiguous = torch::stable::contiguous(*bias);
+    biases[slot].resize(static_cast<size_t>(contiguous.numel()) + 1);
+    kernels.widen(contiguous.const_data_ptr(), contiguous.numel(), biases[slot].data());
+    return biases[slot].data();
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up,
+                                       MaybeTensor b_down, MaybeTensor b_gate, MaybeTensor /*l1_scale*/,
+                                       MaybeTensor token_weight, MaybeTensor tally, int64_t capacity) {
+  const Call call(x, w_up, w_down, w_gate, b_up, b_down, b_gate);
+  const twell::Block& block = call.block;
+  const int64_t element = twell::element_bytes(block.dtype);
+  Tensor y = torch::stable::new_empty(x, x.sizes());
+  Tensor report_tensor = torch::stable::new_zeros(x, {tally ? 1 + block.width : 0}, ScalarType::Float);
+  const int64_t bytes = capacity > 0 ? twell::State::bytes(block.tokens, capacity, element, block.up != nullptr) : 0;
+  Tensor state_tensor = torch::stable::new_empty(x, {bytes}, ScalarType::Byte);
+  Tensor y_TD = torch::stable::view(y, std::vector<int64_t>{block.tokens, block.hidden});
+
+  MaybeTensor keep_weight;
+  std::vector<double> active(tally ? static_cast<size_t>(block.width) : 0);
+  twell::Report report{twell::fp32_pointer(token_weight, &keep_weight), 0, tally ? active.data() : nullptr};
+  twell::State state;
+  if (capacity > 0) {
+    state = twell::State::at(state_tensor.mutable_data_ptr(), block.tokens, capacity, element, block.up != nullptr);
+  }
+  twell::forward(block, call.kernels, call.threads, y.mutable_data_ptr(), &report, capacity > 0 ? &state : nullptr,
+                 [&](int64_t first, int64_t last) {
+                   auto [gate, up] = call.project(rows_of(call.x_TD, first, last));
+                   twell::activation(call.kernels, call.threads, call.activation(last - first, gate, up),
+                                     gate.mutable_data_ptr());
+                   if (report.active) {
+                     twell::dense_count(call.kernels, block.dtype, last - first, block.width, gate.const_data_ptr(),
+                                        report.token_weight ? report.token_weight + first : nullptr, &report.l1,
+                                        report.active);
+                   }
+                   Tensor rows = rows_of(y_TD, first, last);
+                   torch::stable::copy_(rows, linear(gate, call.w_down, b_down));
+                 });
+  if (tally) {
+    float* counts = static_cast<float*>(report_tensor.mutable_data_ptr());
+    counts[0] = static_cast<float>(report.l1);
+    std::copy(active.begin(), active.end(), counts + 1);
+  }
+  return {y, report_tensor, state_tensor};
+}
+
+Tensor infer(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up, MaybeTensor b_down,
+             MaybeTensor b_gate) {
+  return std::get<0>(ffn(x, w_up, w_down, w_gate, b_up, b_down, b_gate, std::nullopt, std::nullopt, std::nullopt, 0));
+}
+
+enum Need { kX, kUp, kDown, kGate, kBiasUp, kBiasDown, kBiasGate };
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ffn_backward(
+    Tensor grad_y, Tensor state_tensor, Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up,
+    MaybeTensor b_gate, MaybeTensor l1_scale, MaybeTensor token_weight, int64_t capacity, int64_t needs) {
+  const Call call(x, w_up, w_down, w_gate, b_up, std::nullopt, b_gate);
+  const twell::Block& block = call.block;
+  const bool gated = block.up != nullptr;
+  const Tensor grad_TD = Call::flat(grad_y, block.hidden);
+  const Tensor state_bytes = torch::stable::contiguous(state_tensor);
+  const twell::State state = twell::State::at(const_cast<void*>(state_bytes.const_data_ptr()), block.tokens, capacity,
+                                              twell::element_bytes(block.dtype), gated);
+  const auto wanted = [&](int need) { return (needs >> need & 1) != 0; };
+  const auto grad_like = [&](const Tensor& tensor, int need) {
+    return wanted(need) ? torch::stable::new_empty(tensor, tensor.sizes()) : torch::stable::new_empty(tensor, {0});
+  };
+  Tensor grad_x = grad_like(x, kX), grad_up = grad_like(w_up, kUp);
+  Tensor grad_gate = gated ? grad_like(*w_gate, kGate) : torch::stable::new_empty(x, {0});
+  // As down_proj is stored, so that autograd takes the gradient over without a copy.
+  const bool down_by_column = call.w_down.stride(0) == 1;
+  Tensor grad_down = torch::stable::new_empty(x, {0});
+  if (wanted(kDown)) {
+    grad_down = down_by_column ? transposed(torch::stable::new_empty(w_down, {block.width, block.hidden}))
+                               : torch::stable::new_empty(w_down, {block.hidden, block.width});
+  }
+  MaybeTensor keep_weight;
+  const float l1_factor = l1_scale ? *static_cast<const float*>(l1_scale->const_data_ptr()) : 0.0f;
+  const float* weight = twell::fp32_pointer(token_weight, &keep_weight);
+  std::vector<float> token_scale;
+  if (l1_scale) {
+    token_scale.assign(static_cast<size_t>(block.tokens) + 1, l1_factor);
+    for (int64_t t = 0; weight && t < block.tokens; ++t) token_scale[t] *= weight[t];
+  }
+  const float* scale = l1_scale ? token_scale.data() : nullptr;
+  std::vector<float> bias_gate(static_cast<size_t>(block.width) + 1), bias_up(static_cast<size_t>(block.width) + 1);
+  const auto pointer = [&](Tensor& tensor, int need) { return wanted(need) ? tensor.mutable_data_ptr() : nullptr; };
+  twell::Gradients gradients{};
+  gradients.x = pointer(grad_x, kX);
+  gradients.gate = gated ? pointer(grad_gate, kGate) : pointer(grad_up, kUp);
+  gradients.up = gated ? pointer(grad_up, kUp) : nullptr;
+  gradients.down = pointer(grad_down, kDown);
+  gradients.b_gate = bias_gate.data();
+  gradients.b_up = bias_up.data();
+
+  const auto dense = twell::backward(block, call.kernels, call.threads, grad_TD.const_data_ptr(), state, scale, gradients);
+
+  bool whole = dense.size() == 1 && dense[0].first == 0 && dense[0].second == block.tokens;
+  const auto add = [&](Tensor& sums, const Tensor& terms) {
+    if (whole) {
+      sums = terms;
+    } else {
+      twell::add_in_place(call.kernels, call.threads, block.dtype, sums.numel(), terms.const_data_ptr(),
+                          sums.mutable_data_ptr());
+    }
+  };
+  for (const auto& [first, last] : dense) {
+    const int64_t tokens = last - first;
+    const Tensor x_rows = rows_of(call.x_TD, first, last), grad_rows = rows_of(grad_TD, first, last);
+    auto [gate, up] = call.project(x_rows);
+    Tensor grad_h = torch::stable::matmul(grad_rows, call.w_down);
+    Tensor h = torch::stable::empty_like(gate);
+    // Gradients take the places of what they come from.
+    twell::activation_backward(call.kernels, call.threads, call.activation(tokens, gate, up), grad_h.const_data_ptr(),
+                               {l1_factor, weight ? weight + first : nullptr, nullptr}, gate.mutable_data_ptr(),
+                               gated ? grad_h.mutable_data_ptr() : nullptr, h.mutable_data_ptr());
+    const Tensor& grad_up_rows = gated ? grad_h : gate;
+    if (wanted(kDown)) {
+      if (down_by_column) {
+        Tensor sums = transposed(grad_down);
+        add(sums, torch::stable::matmul(transposed(h), grad_rows));
+        grad_down = transposed(sums);
+      } else {
+        add(grad_down, torch::stable::matmul(transposed(grad_rows), h));
+      }
+    }
+    if (wanted(kUp)) add(grad_up, torch::stable::matmul(transposed(grad_up_rows), x_rows));
+    if (gated && wanted(kGate)) add(grad_gate, torch::stable::matmul(transposed(gate), x_rows));
+    if (wanted(kX)) {
+      Tensor grad = torch::stable::matmul(gate, gated ? *call.w_gate : call.w_up);
+      if (gated) {
+        const Tensor more = torch::stable::matmul(grad_h, call.w_up);
+        twell::add_in_place(call.kernels, call.threads, block.dtype, grad.numel(), more.const_data_ptr(),
+                            grad.mutable_data_ptr());
+      }
+      Tensor rows = rows_of(torch::stable::view(grad_x, std::vector<int64_t>{block.tokens, block.hidden}), first, last);
+      torch::stable::copy_(rows, grad);
+    }
+    const auto add_rows = [&](const Tensor& terms, std::vector<float>& sums) {
+      std::vector<float> row(static_cast<size_t>(block.width) + 1);
+      const char* from = static_cast<const char*>(terms.const_data_ptr());
+      for (int64_t t = 0; t < tokens; ++t) {
+        call.kernels.widen(from + t * block.width * twell::element_bytes(block.dtype), block.width, row.data());
+        for (int64_t f = 0; f < block.width; ++f) sums[f] += row[f];
+      }
+    };
+    if (wanted(kBiasGate) || (!gated && wanted(kBiasUp))) add_rows(gate, bias_gate);
+    if (gated && wanted(kBiasUp)) add_rows(grad_h, bias_up);
+  }
+
+  const auto bias_gradient = [&](int need, int64_t count, const std::vector<float>& sums) {
+    Tensor out = torch::stable::new_empty(x, {wanted(need) ? count : 0});
+    if (wanted(need)) call.kernels.round(sums.data(), count, out.mutable_data_ptr());
+    return out;
+  };
+  std::vector<float> bias_down(static_cast<size_t>(block.hidden) + 1);
+  if (wanted(kBiasDown)) {
+    // In runs, so that the error does not grow with the number of tokens.
+    constexpr int64_t kRun = 64;
+    std::vector<uint32_t> index(kRun);
+    std::iota(index.begin(), index.end(), 0u);
+    const std::vector<float> ones(kRun, 1.0f);
+    std::vector<float> part(bias_down.size());
+    const char* rows = static_cast<const char*>(grad_TD.const_data_ptr());
+    for (int64_t t = 0; t < block.tokens; t += kRun) {
+      std::fill(part.begin(), part.end(), 0.0f);
+      call.kernels.gather_sum(rows + t * block.hidden * twell::element_bytes(block.dtype), block.hidden, index.data(),
+                              ones.data(), std::min(kRun, block.tokens - t), block.hidden, part.data());
+      for (size_t d = 0; d < part.size(); ++d) bias_down[d] += part[d];
+    }
+  }
+  return {grad_x,
+          grad_up,
+          grad_down,
+          grad_gate,
+          bias_gradient(kBiasUp, block.width, gated ? bias_up : bias_gate),
+          bias_gradient(kBiasDown, block.hidden, bias_down),
+          bias_gradient(kBiasGate, block.width, bias_gate)};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(hf_twell, CPU, m) {
+  m.impl("ffn", TORCH_BOX(&ffn));
+  m.impl("infer", TORCH_BOX(&infer));
+  m.impl("ffn_backward", TORCH_BOX(&ffn_backward));
+}

@@ -1,0 +1,42 @@
+// What the files that see tensors share.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <stdexcept>
+
+#include "common/parallel.h"
+#include "isa/kernels.h"
+
+namespace twell {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+inline DType dtype_of(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float: return DType::kFloat32;
+    case ScalarType::BFloat16: return DType::kBFloat16;
+    case ScalarType::Half: return DType::kFloat16;
+    default: throw std::runtime_error("hf_twell takes float32, bfloat16 or float16 tensors");
+  }
+}
+
+inline Threads thread_pool() {
+  return {static_cast<int>(torch::stable::get_num_threads()),
+          [](int64_t count, void (*body)(int64_t, int64_t, void*), void* context) {
+            torch::stable::parallel_for(0, count, 1, [=](int64_t begin, int64_t end) { body(begin, end, context); });
+          }};
+}
+
+inline const float* fp32_pointer(const MaybeTensor& tensor, MaybeTensor* keep) {
+  if (!tensor) return nullptr;
+  *keep = torch::stable::contiguous(*tensor);
+  return static_cast<const float*>((*keep)->const_data_ptr());
+}
+
+}  // namespace twell

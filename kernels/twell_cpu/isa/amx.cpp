@@ -1,0 +1,26 @@
+// AVX-512 with AMX tiles for products of many bf16 tokens; all else is that of AVX-512 with BF16.
+#include "isa/kernels.h"
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#include "simd/amx.h"
+
+const twell::Kernels* twell::kernels_amx(DType dtype) {
+  if (dtype != DType::kBFloat16) return kernels_avx512_bf16(dtype);
+  static const Kernels kBf16 = [] {
+    Kernels table = *kernels_avx512_bf16(DType::kBFloat16);
+    table.gate_panels = gate_amx;
+    table.pair_rows = pair_rows_amx;
+    table.matmul_pairs = matmul_pairs_amx;
+    table.panels_from = 8;
+    table.tile_neurons = 96;
+    table.few_tile_neurons = 192;
+    table.block_bytes = 1 << 20;
+    return table;
+  }();
+  return &kBf16;
+}
+#else
+const twell::Kernels* twell::kernels_amx(DType) {
+  return nullptr;
+}
+#endif

@@ -1,0 +1,45 @@
+// AVX-512 with BF16 products; the other element types are those of plain AVX-512.
+#include "isa/kernels.h"
+
+#if defined(__AVX512BF16__)
+#include "isa/table.h"
+#include "simd/avx512.h"
+#include "simd/gate_panel.h"
+
+namespace {
+
+// 32 products a step, summed pairwise into 16 fp32 lanes.
+struct Bf16Dot {
+  using Element = BFloat16;
+  using Vector = __m512;
+  using Operand = __m512i;
+  static constexpr int kStep = 32;
+  static inline Operand load(const BFloat16* from) {
+    return _mm512_loadu_si512(from);
+  }
+  static inline Operand load(const BFloat16* from, int count) {
+    return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << count) - 1u), from);
+  }
+  static inline Vector accumulate(Vector sum, Operand a, Operand b) {
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+  }
+};
+
+struct Bf16Unit {
+  using Element = BFloat16;
+  static inline __m512 accumulate(__m512 sum, __m512i a, __m512i b) {
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+  }
+};
+
+}  // namespace
+
+const twell::Kernels* twell::kernels_avx512_bf16(DType dtype) {
+  static constexpr Kernels kBf16 = with_panels<Bf16Unit>(make_table<Avx512, Bf16Dot>());
+  return dtype == DType::kBFloat16 ? &kBf16 : kernels_avx512(dtype);
+}
+#else
+const twell::Kernels* twell::kernels_avx512_bf16(DType) {
+  return nullptr;
+}
+#endif

@@ -1,0 +1,38 @@
+// Gathers the kernels of one instruction set and element type into a table.
+#pragma once
+
+#include "isa/kernels.h"
+#include "simd/activation.h"
+#include "simd/gate.h"
+#include "simd/gather_dot.h"
+#include "simd/gather_sum.h"
+#include "simd/pack.h"
+#include "simd/transpose.h"
+
+namespace {
+
+template <class Simd, class Dot>
+constexpr twell::Kernels make_table() {
+  using T = typename Dot::Element;
+  return twell::Kernels{
+      gate<Simd, Dot>,      nullptr,          nullptr,
+      pack<Simd>,           gather_dot<Simd, Dot>, gather_sum<Simd, T>,
+      gather_sum2<Simd, T>, nullptr,          nullptr,
+      round<Simd, T>,       widen<Simd, T>,   activation<Simd, T>,
+      activation_backward<Simd, T>, transpose<T>,
+      32,                   48,               48,
+      512 << 10,
+  };
+}
+
+template <class Simd>
+const twell::Kernels* widening_table(twell::DType dtype) {
+  static constexpr twell::Kernels kTables[] = {
+      make_table<Simd, WideningDot<Simd, float>>(),
+      make_table<Simd, WideningDot<Simd, BFloat16>>(),
+      make_table<Simd, WideningDot<Simd, Half>>(),
+  };
+  return &kTables[static_cast<int>(dtype)];
+}
+
+}  // namespace

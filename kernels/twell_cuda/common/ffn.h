@@ -1,0 +1,47 @@
+// One feed-forward call as raw pointers and sizes: all that the kernels' launchers know of it.
+//
+// T tokens, D hidden size, F FFN width. h = relu(x Wg^T + bg) * (x Wu^T + bu), or relu(x Wu^T + bu) without a gate;
+// y = h Wd^T + bd.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/operand.h"
+
+namespace twell {
+
+struct Ffn {
+  DType dtype;
+  int64_t tokens;  // T
+  int hidden;      // D, a multiple of 8: rows start at 16-byte borders
+  int width;       // F
+  const void* x;  // (T, D); like all other pointers to contiguous rows, its base 16-byte aligned
+  // One row of D for each of the F neurons. Kernels read the plain form (is_plain).
+  Operand gate;  // gate_proj, or up_proj where the block has no gate
+  Operand up;    // up_proj, or no data where the block has no gate
+  Operand down;  // down_proj by columns
+  // Of `dtype`, or null. b_gate goes with `gate`, b_up with `up`.
+  const void* b_gate;  // (F)
+  const void* b_up;    // (F)
+  const void* b_down;  // (D)
+  void* y;             // (T, D)
+
+  bool gated() const { return up.data != nullptr; }
+};
+
+// The form that today's kernels read: contiguous rows of the call's own type at a 16-byte border, without scales.
+inline Operand plain(const void* data, DType dtype, int64_t columns) { return {data, dtype, columns, 1, nullptr}; }
+inline bool is_plain(const Operand& weight, const Ffn& ffn) {
+  return weight.dtype == ffn.dtype && weight.row_stride == ffn.hidden && weight.column_stride == 1 &&
+         weight.scales == nullptr && reinterpret_cast<uintptr_t>(weight.data) % 16 == 0;
+}
+
+// What a path needs to know of the GPU; read once for each device.
+struct Device {
+  int sm_count;
+  int major, minor;  // compute capability
+};
+
+}  // namespace twell

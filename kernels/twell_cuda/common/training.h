@@ -1,0 +1,27 @@
+// What a training step has beyond Ffn: the L1 term and the gradients.
+#pragma once
+
+#include "common/ffn.h"
+
+namespace twell {
+
+// The L1 term: its gradient is scale * token_weight * sign(h).
+struct L1 {
+  const float* scale;         // one, or null
+  const float* token_weight;  // (T), or null for ones
+  float* report;              // (1 + F): sum of token_weight * |h|, then each neuron's active tokens by weight; or null
+};
+
+// Null where not wanted. Matrices are (F, D), one row a neuron; `gate` and `b_gate` are those of Ffn::gate.
+struct Gradients {
+  const void* dy;  // (T, D)
+  void* x;         // (T, D)
+  void* gate;
+  void* up;
+  void* down;
+  void* b_gate;  // (F)
+  void* b_up;    // (F)
+  bool weights() const { return gate || up || down || b_gate || b_up; }
+};
+
+}  // namespace twell

@@ -1,0 +1,41 @@
+// A decode call: its two halves, by the kernels it is given.
+
+#include "decode/decode.h"
+
+#include "twell_limits.h"
+
+namespace twell {
+namespace decoding {
+
+cudaError_t launch_gate_up(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
+                           cudaStream_t stream) {
+  if (plan.kernels.fused.use) return launch_fused(ffn, plan, device, workspace, stream);
+  if (plan.kernels.few) return launch_few_gate_up(ffn, plan, device, workspace, stream);
+  return plan.kernels.bulk_gate ? launch_bulk_gate_up(ffn, plan, device, workspace, stream)
+                                : launch_portable_gate_up(ffn, plan, workspace, stream);
+}
+
+cudaError_t launch_down(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
+                        cudaStream_t stream) {
+  if (plan.kernels.fused.use) return cudaSuccess;
+  return plan.kernels.few || plan.kernels.bulk_gate ? launch_few_down(ffn, plan, device, workspace, stream)
+                                                    : launch_portable_down(ffn, plan, workspace, stream);
+}
+
+}  // namespace decoding
+
+int64_t decode_workspace_bytes(const Ffn& ffn) { return decoding::plan_decode(ffn).bytes; }
+
+cudaError_t decode(const Ffn& ffn, const decoding::Kernels& kernels, const Device& device, void* workspace,
+                   cudaStream_t stream) {
+  if (ffn.tokens < 1 || ffn.tokens > kDecodeMaxTokens || ffn.hidden < 8 || ffn.hidden > kMaxHidden ||
+      ffn.hidden % 8 != 0 || ffn.width < 1 || ffn.width > kMaxWidth) {
+    return cudaErrorInvalidValue;
+  }
+  decoding::DecodePlan plan = decoding::plan_decode(ffn);
+  plan.kernels = kernels;
+  const cudaError_t error = decoding::launch_gate_up(ffn, plan, device, workspace, stream);
+  return error != cudaSuccess ? error : decoding::launch_down(ffn, plan, device, workspace, stream);
+}
+
+}  // namespace twell

@@ -1,0 +1,78 @@
+// What both gate and up kernels share: parameters, the activation, and how sums lie in shared memory.
+#pragma once
+
+#include "common/mma.cuh"
+#include "decode/plan.h"
+
+namespace twell::decoding {
+
+struct GateUpParams {
+  const char* x;
+  const char* gate;
+  const char* up;    // null: no gate
+  const char* down;  // rows to bring into L2
+  const void* b_gate;
+  const void* b_up;
+  uint16_t* masks;
+  uint32_t* arrivals;
+  uint2* products;
+  int tokens, width, blocks, slices;
+  uint32_t row_bytes;       // of x, gate, up and down
+  int prefetch_max_active;  // active neurons of a block up to which all of down's active rows can wait in L2 together
+};
+
+// Down rows fetched ahead of the second kernel may take about half of the smallest L2 among GPUs for data centres.
+constexpr int64_t kPrefetchBytes = 24 << 20;
+
+inline GateUpParams gate_up_params(const Ffn& ffn, const DecodePlan& plan, void* workspace) {
+  char* const base = static_cast<char*>(workspace);
+  GateUpParams params{};
+  params.x = static_cast<const char*>(ffn.x);
+  params.gate = static_cast<const char*>(ffn.gate.data);
+  params.up = static_cast<const char*>(ffn.up.data);
+  params.down = static_cast<const char*>(ffn.down.data);
+  params.b_gate = ffn.b_gate;
+  params.b_up = ffn.b_up;
+  params.masks = reinterpret_cast<uint16_t*>(base + plan.masks);
+  params.arrivals = reinterpret_cast<uint32_t*>(base + plan.arrivals);
+  params.products = reinterpret_cast<uint2*>(base + plan.products);
+  params.tokens = static_cast<int>(ffn.tokens);
+  params.width = ffn.width;
+  params.blocks = plan.blocks;
+  params.slices = plan.slices;
+  params.row_bytes = 2u * static_cast<uint32_t>(ffn.hidden);
+  const int64_t matrix_bytes = int64_t{2} * ffn.hidden * ffn.width;
+  const int64_t most = kPrefetchBytes * kBlockNeurons / matrix_bytes;
+  params.prefetch_max_active = static_cast<int>(most < kBlockNeurons ? most : kBlockNeurons);
+  return params;
+}
+
+// Bit i of the result: whether any of lanes 4i..4i+3 says so.
+__device__ __forceinline__ uint32_t any_of_four(bool predicate) {
+  uint32_t m = __ballot_sync(0xffffffffu, predicate);
+  m |= m >> 1;
+  m = (m | m >> 2) & 0x11111111u;
+  m = (m | m >> 3) & 0x03030303u;
+  m = (m | m >> 6) & 0x000f000fu;
+  return (m | m >> 12) & 0xffu;
+}
+
+// relu that keeps NaN, and 0 outside of the call's tokens and neurons.
+__device__ __forceinline__ float activate(float v, float bias, bool inside) {
+  v += bias;
+  return inside && !(v <= 0.f) ? v : 0.f;
+}
+
+// Row `row`, column `token` of a sum as the products leave it: tiles of 16 rows and groups of 8 columns.
+template <int kGroups>
+__device__ __forceinline__ float sum_at(const float4* sums, int row, int token) {
+  const int element = (row / 16 * kGroups + token / 8) * 32 + row % 8 * 4 + token % 8 / 2;
+  return reinterpret_cast<const float*>(sums)[element * 4 + row % 16 / 8 * 2 + token % 2];
+}
+
+template <typename Half>
+__device__ __forceinline__ float bias_of(const void* bias, int neuron, int width) {
+  return bias != nullptr && neuron < width ? to_float(static_cast<const Half*>(bias)[neuron]) : 0.f;
+}
+
+}  // namespace twell::decoding

@@ -1,0 +1,84 @@
+// The elementwise middle of a dense block for tensors.
+
+#include "common/activation.h"
+#include "host/tensors.h"
+
+namespace twell {
+namespace {
+
+constexpr int64_t kColumns = 8;  // F is padded to a multiple of it
+
+struct Inputs {
+  int64_t width, tokens, padded;
+  Tensor gate;
+  MaybeTensor up;
+
+  Inputs(const Tensor& first, const MaybeTensor& second)
+      : width(first.size(first.dim() - 1)),
+        tokens(first.numel() / width),
+        padded((width + kColumns - 1) / kColumns * kColumns),
+        gate(prepared(first, padded)),
+        up(second ? MaybeTensor(prepared(*second, padded)) : std::nullopt) {
+    if (first.scalar_type() != ScalarType::BFloat16 && first.scalar_type() != ScalarType::Half) {
+      throw std::runtime_error("hf_twell::activation takes bfloat16 and float16 tensors");
+    }
+  }
+  Activation activation() const {
+    return {dtype_of(gate), tokens, static_cast<int>(padded), gate.const_data_ptr(), pointer(up)};
+  }
+  Tensor rows() const { return torch::stable::new_empty(gate, {tokens, padded}); }
+  Tensor cut(const Tensor& rows, const Tensor& like) const {
+    Tensor whole = rows;
+    if (padded != width) whole = as_contiguous(torch::stable::narrow(whole, 1, 0, width));
+    return torch::stable::reshape(whole, like.sizes());
+  }
+};
+
+Tensor activate(Tensor gate, MaybeTensor up, MaybeTensor, MaybeTensor, MaybeTensor) {
+  const torch::stable::accelerator::DeviceGuard guard(gate.get_device_index());
+  if (gate.numel() == 0) return torch::stable::new_empty(gate, gate.sizes());
+  const Inputs inputs(gate, up);
+  Tensor h = inputs.rows();
+  const int device = gate.get_device_index();
+  check_launch(activation(inputs.activation(), h.mutable_data_ptr(), device_of(device), current_stream(device)),
+               "activation");
+  return inputs.cut(h, gate);
+}
+
+std::tuple<Tensor, Tensor, Tensor> activate_backward(Tensor grad_h, Tensor gate, MaybeTensor up, MaybeTensor l1_scale,
+                                                     MaybeTensor token_weight, bool reports) {
+  const torch::stable::accelerator::DeviceGuard guard(gate.get_device_index());
+  const int64_t width = gate.size(gate.dim() - 1);
+  const auto empty = [&] { return torch::stable::new_empty(gate, {0}); };
+  if (gate.numel() == 0) {
+    return {torch::stable::new_empty(gate, gate.sizes()), up ? torch::stable::new_empty(gate, gate.sizes()) : empty(),
+            torch::stable::new_zeros(gate, {reports ? 1 + width : 0}, ScalarType::Float)};
+  }
+  const Inputs inputs(gate, up);
+  const Activation a = inputs.activation();
+  const Tensor dh = prepared(grad_h, inputs.padded);
+  Tensor grad_gate = inputs.rows(), grad_up = up ? inputs.rows() : empty();
+  // The report has room for padded neurons, which are never active.
+  Tensor report = torch::stable::new_empty(gate, {reports ? 1 + inputs.padded : 0}, ScalarType::Float);
+  Tensor partials = bytes_like(gate, reports ? activation_partial_bytes(a) : 0);
+  const MaybeTensor scale = as_contiguous(l1_scale), weight = as_contiguous(token_weight);
+  const L1 l1{fp32_pointer(scale), fp32_pointer(weight),
+              reports ? static_cast<float*>(report.mutable_data_ptr()) : nullptr};
+  const int device = gate.get_device_index();
+  check_launch(activation_backward(a, dh.const_data_ptr(), l1, grad_gate.mutable_data_ptr(),
+                                   up ? grad_up.mutable_data_ptr() : nullptr, partials.mutable_data_ptr(),
+                                   device_of(device), current_stream(device)),
+               "activation backward");
+  if (reports && inputs.padded != width) {
+    report = as_contiguous(torch::stable::narrow(report, 0, 0, 1 + width));
+  }
+  return {inputs.cut(grad_gate, gate), up ? inputs.cut(grad_up, gate) : grad_up, report};
+}
+
+}  // namespace
+}  // namespace twell
+
+STABLE_TORCH_LIBRARY_IMPL(hf_twell, CUDA, m) {
+  m.impl("activation", TORCH_BOX(&twell::activate));
+  m.impl("activation_backward", TORCH_BOX(&twell::activate_backward));
+}

@@ -1,0 +1,106 @@
+// Forward for tensors: allocates, and hands raw pointers to the kernels.
+
+#include "host/tensors.h"
+
+namespace twell {
+namespace {
+
+// Float32 has no kernel of its own: PyTorch's are used.
+Tensor dense(const Tensor& x, const Tensor& w_up, const Tensor& w_down, const MaybeTensor& w_gate,
+             const MaybeTensor& b_up, const MaybeTensor& b_down, const MaybeTensor& b_gate) {
+  Tensor h = w_gate ? aten("aten::mul", "Tensor", aten("aten::relu", "", linear(x, *w_gate, b_gate)), linear(x, w_up, b_up))
+                    : aten("aten::relu", "", linear(x, w_up, b_up));
+  return as_contiguous(linear(h, w_down, b_down));
+}
+
+// Lets `compute` fill y (T, padded D); returns it in x's shape.
+template <typename Compute>
+Tensor computed(const Tensor& x, const Operands& operands, Compute compute) {
+  Tensor y = torch::stable::new_empty(x, x.sizes());
+  if (operands.padded == operands.hidden) {
+    compute(y.mutable_data_ptr());
+    return y;
+  }
+  Tensor y_TD = torch::stable::new_empty(x, {operands.tokens, operands.padded});
+  compute(y_TD.mutable_data_ptr());
+  Tensor rows = torch::stable::view(y, std::vector<int64_t>{operands.tokens, operands.hidden});
+  torch::stable::copy_(rows, torch::stable::narrow(y_TD, 1, 0, operands.hidden));
+  return y;
+}
+
+Tensor sparse(const Tensor& x, const Operands& operands) {
+  return computed(x, operands, [&](void* y) {
+    Ffn ffn = operands.ffn();
+    ffn.y = y;
+    // The allocator gives freed memory to later work of the same stream only, so both may go when this function returns.
+    MaybeTensor workspace, gate;
+    Services services;
+    services.workspace = [&](int64_t bytes) {
+      workspace = bytes_like(x, bytes);
+      return workspace->mutable_data_ptr();
+    };
+    services.dense_gate = [&](int64_t begin, int64_t count) {
+      gate.reset();
+      Tensor rows = torch::stable::reshape(operands.x, {operands.tokens, operands.padded});
+      gate = linear(torch::stable::narrow(rows, 0, begin, count), operands.first, operands.b_first);
+      return gate->const_data_ptr();
+    };
+    const int device = x.get_device_index();
+    forward(ffn, device_of(device), current_stream(device), services);
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor> train(const Tensor& x, const Operands& operands, const MaybeTensor& token_weight,
+                                         bool tally, int64_t capacity) {
+  Ffn ffn = operands.ffn();
+  Tensor report = torch::stable::new_empty(x, {tally ? 1 + operands.width : 0}, ScalarType::Float);
+  Tensor state = bytes_like(x, sm90_state_bytes(ffn, capacity)), workspace = bytes_like(x, sm90_training_bytes(ffn));
+  const MaybeTensor weight = as_contiguous(token_weight);
+  const L1 l1{nullptr, fp32_pointer(weight), tally ? static_cast<float*>(report.mutable_data_ptr()) : nullptr};
+  const int device = x.get_device_index();
+  Tensor y = computed(x, operands, [&](void* rows) {
+    ffn.y = rows;
+    check_launch(sm90_training_forward(ffn, operands.down.later, l1, capacity, state.mutable_data_ptr(),
+                                       workspace.mutable_data_ptr(), device_of(device), current_stream(device)),
+                 "training forward");
+  });
+  return {y, report, state};
+}
+
+Tensor evaluate(const Tensor& x, const Tensor& w_up, const Tensor& w_down, const MaybeTensor& w_gate,
+                const MaybeTensor& b_up, const MaybeTensor& b_down, const MaybeTensor& b_gate) {
+  if (x.numel() == 0) return torch::stable::new_empty(x, x.sizes());
+  if (!has_kernels(dtype_of(x))) return dense(x, w_up, w_down, w_gate, b_up, b_down, b_gate);
+  return sparse(x, Operands(x, w_up, w_down, w_gate, b_up, b_down, b_gate));
+}
+
+std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up,
+                                       MaybeTensor b_down, MaybeTensor b_gate, MaybeTensor /*l1_scale*/,
+                                       MaybeTensor token_weight, MaybeTensor tally, int64_t capacity) {
+  check_sizes(x, w_up);
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const bool training = capacity != 0 || tally;
+  if (training) check_training(x, w_up, capacity);
+  if (training && x.numel() > 0) {
+    const Operands operands(x, w_up, w_down, w_gate, b_up, b_down, b_gate, true);
+    return train(x, operands, token_weight, tally.has_value(), capacity);
+  }
+  const int64_t reported = tally ? 1 + w_up.size(0) : 0;
+  return {evaluate(x, w_up, w_down, w_gate, b_up, b_down, b_gate),
+          torch::stable::new_zeros(x, {reported}, ScalarType::Float), bytes_like(x, 0)};
+}
+
+Tensor infer(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up, MaybeTensor b_down,
+             MaybeTensor b_gate) {
+  check_sizes(x, w_up);
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  return evaluate(x, w_up, w_down, w_gate, b_up, b_down, b_gate);
+}
+
+}  // namespace
+}  // namespace twell
+
+STABLE_TORCH_LIBRARY_IMPL(hf_twell, CUDA, m) {
+  m.impl("ffn", TORCH_BOX(&twell::ffn));
+  m.impl("infer", TORCH_BOX(&twell::infer));
+}

@@ -1,0 +1,75 @@
+"""Write wgmma.cuh: one inline-assembly function for each width of the warpgroup matrix instruction.
+
+Run it after a change: python3 kernels/twell_cuda/sm90/common/generate_wgmma.py
+"""
+
+from pathlib import Path
+
+WIDTHS = (16, 32, 48, 64, 96, 112, 128, 176, 192, 208, 256)
+HEAD = """\
+// Written by generate_wgmma.py; do not edit. PTX ISA, wgmma.mma_async: D (64 x N, fp32) += A (64 x 16) B (16 x N), both
+// operands in shared memory, bf16 or fp16. Trans: 0 where K is contiguous, 1 where M (of A) or N (of B) is.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace twell::sm90 {
+
+template <typename T, int N, int TransA, int TransB>
+struct Wgmma;
+"""
+BODY = """
+template <int TransA, int TransB>
+struct Wgmma<{type}, {n}, TransA, TransB> {{
+  static __device__ __forceinline__ void multiply(float* d, uint64_t a, uint64_t b, int accumulate) {{
+    asm volatile(
+        "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{acc}, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{ptx}.{ptx} "
+{operands}
+        ", %{a}, %{b}, p, 1, 1, %{ta}, %{tb};\\n}}\\n"
+        : {outputs}
+        : "l"(a), "l"(b), "r"(accumulate), "n"(TransA), "n"(TransB));
+  }}
+}};
+"""
+
+
+def lines_of(items, width, indent, first=""):
+    lines, line = [], first
+    for i, item in enumerate(items):
+        piece = item + (", " if i + 1 < len(items) else "")
+        if line and len(indent + line + piece.rstrip()) > width:
+            lines.append(line)
+            line = ""
+        line += piece
+    return [*lines, line]
+
+
+def body(type_name, ptx, n):
+    count = n // 2
+    registers = lines_of([f"%{i}" for i in range(count)], 112, "        ")
+    registers[0] = "{" + registers[0]
+    registers[-1] += "}"
+    operands = "\n".join(f'        "{line}"' for line in registers)
+    outputs = lines_of([f'"+f"(d[{i}])' for i in range(count)], 118, "          ")
+    return BODY.format(
+        type=type_name,
+        ptx=ptx,
+        n=n,
+        operands=operands,
+        outputs="\n          ".join(line.rstrip() for line in outputs),
+        a=count,
+        b=count + 1,
+        acc=count + 2,
+        ta=count + 3,
+        tb=count + 4,
+    )
+
+
+if __name__ == "__main__":
+    types = (("__nv_bfloat16", "bf16"), ("__half", "f16"))
+    text = HEAD + "".join(body(name, ptx, n) for name, ptx in types for n in WIDTHS) + "\n}  // namespace twell::sm90\n"
+    Path(__file__).with_name("wgmma.cuh").write_text(text)

@@ -1,0 +1,200 @@
+// The product of x and rows of weights that the thread blocks of sm90/decode/few_gate_up.cu form.
+//
+// Four warpgroups share it out: each takes every fourth step of 64 hidden units, and then a share of the columns of
+// their sums. Loops over steps stay rolled: these kernels are short, and instructions that are not in the cache cost
+// more than they save.
+#pragma once
+
+#include "sm90/decode/few.cuh"
+
+namespace twell::decoding::few {
+
+constexpr int kWarpgroups = 4;  // multiplying warpgroups
+constexpr int kMultipliers = kWarpgroups * 128, kFetchers = 128;  // threads; then a warp for boxes of x
+constexpr int kThreads = kMultipliers + kFetchers + 32;
+constexpr int kMaxStages = 32;
+constexpr int kTileBarrier = 1, kListBarrier = 2, kSumBarrier = 3, kAskedBarrier = 4;  // named
+constexpr int kXRingBytes = 64 * 1024;  // of shared memory, for boxes of x
+
+// How many stages fit. A multiple of the warpgroups, so that each stage is always the same one's: another could be
+// there a whole turn too early, and a barrier's parity would not tell.
+constexpr int stages_in(int bytes, int stage) {
+  const int stages = bytes / stage / kWarpgroups * kWarpgroups;
+  return stages < kMaxStages ? stages : kMaxStages;
+}
+
+// What a warpgroup leaves for the others to add: eight columns' sums of its 128 threads, from each of three warpgroups.
+constexpr uint32_t kBoundBytes = 128 * 16;
+constexpr uint32_t kSlotsBytes = (kWarpgroups - 1) * kBoundBytes;
+// The same of 16 tokens, from each warp.
+constexpr int kWarps = kMultipliers / 32;
+constexpr uint32_t kWarpBytes = 32 * 16;
+
+// What is exchanged of a product, where its rows were.
+template <int kColumns, bool kSixteen>
+constexpr uint32_t kExchangeBytes = kColumns / 8 * (kSixteen ? kWarps * kWarpBytes : kSlotsBytes);
+
+#if defined(TWELL_SM90_DEVICE)
+
+using sm90::Ring;
+
+// By no more than there are stages.
+__device__ __forceinline__ void advance(Ring& ring, int count) {
+  ring.stage += count;
+  if (ring.stage >= ring.stages) {
+    ring.stage -= ring.stages;
+    ring.phase ^= 1;
+  }
+}
+
+// What a thread has of a product in the end: tokens `token` and + 8, columns 8 j + `column` and + 1 for j = `group` and
+// `group` + 4.
+template <int kColumns>
+struct Sums {
+  static constexpr int kBounds = kColumns / 8, kOwn = (kBounds + kWarpgroups - 1) / kWarpgroups;
+  int group = threadIdx.x / 128;
+  int token = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+  int column = threadIdx.x % 4 * 2;
+  float values[kOwn][4];  // (token, column), (token, column + 1), (token + 8, column), (token + 8, column + 1)
+
+  // Whether there is a bound of columns in place i, for this warp's tokens.
+  __device__ __forceinline__ bool has(int i, int tokens) const {
+    return bound(i) < kBounds && token / 16 * 16 < tokens;
+  }
+  __device__ __forceinline__ int bound(int i) const { return group + kWarpgroups * i; }
+  __device__ __forceinline__ int first(int i) const { return 8 * bound(i) + column; }
+  // Adds what others left in shared memory, one after the other.
+  template <int kCount>
+  __device__ __forceinline__ void add(int i, uint32_t slots, uint32_t stride) {
+#pragma unroll(kCount <= 4 ? kCount : 4)
+    for (int s = 0; s < kCount; ++s) {
+      const uint4 v = sm90::load_shared_16(slots + s * stride);
+      values[i][0] += __uint_as_float(v.x), values[i][1] += __uint_as_float(v.y);
+      values[i][2] += __uint_as_float(v.z), values[i][3] += __uint_as_float(v.w);
+    }
+  }
+};
+
+// One operand of a product: stages of rows, from where their ring stands.
+struct Operand {
+  Ring ring;
+  uint32_t base, stage_bytes;
+};
+
+// sum += x times rows over a stage's 64 hidden units, by a warpgroup's four warps together.
+template <typename Half, int kColumns>
+__device__ __forceinline__ void multiply_stage(float* sum, uint32_t x, uint32_t rows) {
+  sm90::wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kStepBytes / 32; ++k) {
+    sm90::Wgmma<Half, kColumns, 0, 0>::multiply(sum, sm90::matrix_descriptor(x + k * 32, 16),
+                                                sm90::matrix_descriptor(rows + k * 32, 16), 1);
+  }
+  sm90::wgmma_commit();
+  sm90::wgmma_wait<0>();  // at once: what is held back is not fetched
+}
+
+// The same of 16 tokens, where wgmma would read four times as many from shared memory: each warp takes 16 hidden units.
+template <typename Half, int kColumns>
+__device__ __forceinline__ void multiply_stage_16(float* sum, uint32_t x, uint32_t rows) {
+  const int lane = threadIdx.x % 32, first_piece = threadIdx.x / 32 % 4 * 2;
+  const auto at = [](uint32_t base, int row, int piece) { return base + row * 128 + ((piece ^ (row & 7)) << 4); };
+  uint32_t a[4];
+  load_matrices(a, at(x, lane % 16, first_piece + lane / 16));
+#pragma unroll
+  for (int j = 0; j < kColumns / 16; ++j) {
+    uint32_t b[4];
+    load_matrices(b, at(rows, 16 * j + lane / 16 * 8 + lane % 8, first_piece + lane / 8 % 2));
+    mma<Half>(reinterpret_cast<float(&)[4]>(sum[8 * j]), a[0], a[1], a[2], a[3], b[0], b[1]);
+    mma<Half>(reinterpret_cast<float(&)[4]>(sum[8 * j + 4]), a[0], a[1], a[2], a[3], b[2], b[3]);
+  }
+}
+
+// Sums over the warpgroups.
+template <int kColumns>
+__device__ __forceinline__ void add_warpgroups(Sums<kColumns>& own, const float* sum, uint32_t shared, int tokens) {
+  const bool has_tokens = own.token / 16 * 16 < tokens;
+  const uint32_t exchange = shared + threadIdx.x % 128 * 16;
+  if (has_tokens) {
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      const int slot = own.group < j % kWarpgroups ? own.group : own.group - 1;
+      if (own.group != j % kWarpgroups) store_shared_16(exchange + j * kSlotsBytes + slot * kBoundBytes, sum + 4 * j);
+    }
+  }
+  sm90::named_barrier<kMultipliers>(kSumBarrier);
+#pragma unroll
+  for (int i = 0; i < own.kOwn; ++i) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      uint32_t v = 0;  // by masks: registers have no index
+#pragma unroll
+      for (int g = 0; g < kWarpgroups && kWarpgroups * i + g < own.kBounds; ++g) {
+        v |= __float_as_uint(sum[4 * (kWarpgroups * i + g) + e]) & (own.group == g ? ~0u : 0u);
+      }
+      own.values[i][e] = __uint_as_float(v);
+    }
+    if (!own.has(i, tokens)) continue;
+    own.template add<kWarpgroups - 1>(i, exchange + own.bound(i) * kSlotsBytes, kBoundBytes);
+  }
+}
+
+// Sums of 16 tokens over all warps.
+template <int kColumns>
+__device__ __forceinline__ void add_warps(Sums<kColumns>& own, const float* sum, uint32_t shared, int tokens) {
+  const uint32_t exchange = shared + threadIdx.x % 32 * 16;
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; ++j) {
+    store_shared_16(exchange + (j * kWarps + threadIdx.x / 32) * kWarpBytes, sum + 4 * j);
+  }
+  sm90::named_barrier<kMultipliers>(kSumBarrier);
+#pragma unroll
+  for (int i = 0; i < own.kOwn; ++i) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) own.values[i][e] = 0.f;
+    if (own.has(i, tokens)) own.template add<kWarps>(i, exchange + own.bound(i) * kWarps * kWarpBytes, kWarpBytes);
+  }
+}
+
+// x times kColumns rows. The stages of `rows` are overwritten, those of x kept from the step `kept` on.
+template <typename Half, int kColumns, bool kSixteen>
+__device__ __forceinline__ Sums<kColumns> multiply(Operand x, Operand rows, int steps, int kept, bool copied,
+                                                   int tokens) {
+  Sums<kColumns> own;
+  const bool releases = threadIdx.x % 32 == 0;
+  Ring x_ring = x.ring, ring = rows.ring;
+  advance(x_ring, own.group);
+  advance(ring, own.group);
+  float sum[kColumns / 2];
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; ++i) sum[i] = 0.f;
+#pragma unroll 1
+  for (int step = own.group; step < steps; step += kWarpgroups) {
+    ring.wait_full();
+    x_ring.wait_full();
+    const uint32_t x_stage = x.base + x_ring.stage * x.stage_bytes, stage = rows.base + ring.stage * rows.stage_bytes;
+    if constexpr (kSixteen) {
+      multiply_stage_16<Half, kColumns>(sum, x_stage, stage);
+    } else {
+      if (copied) sm90::fence_async_proxy();  // cp.async wrote, tensor cores read
+      multiply_stage<Half, kColumns>(sum, x_stage, stage);
+    }
+    if (releases) {
+      if (step < kept) sm90::barrier_arrive(x_ring.empty + x_ring.stage);
+      sm90::barrier_arrive(ring.empty + ring.stage);
+    }
+    advance(x_ring, kWarpgroups);
+    advance(ring, kWarpgroups);
+  }
+  sm90::named_barrier<kMultipliers>(kSumBarrier);  // the rows are free
+  if constexpr (kSixteen) {
+    add_warps(own, sum, rows.base, tokens);
+  } else {
+    add_warpgroups(own, sum, rows.base, tokens);
+  }
+  return own;
+}
+
+#endif
+
+}  // namespace twell::decoding::few

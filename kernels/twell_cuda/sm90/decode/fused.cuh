@@ -1,0 +1,247 @@
+// What Hopper's fused decode kernel (sm90/decode/fused.cu) is made of: parameters, products over rows in shared memory,
+// timestamps.
+#pragma once
+
+#include <type_traits>
+
+#include "decode/gate.cuh"
+#include "sm90/common/primitives.cuh"
+
+namespace twell::decoding::fused {
+
+constexpr int kThreads = kDecodeThreads;
+constexpr int kHeldRows = kFusedHeldRows;  // of the gate, as tensor-core operands in registers
+constexpr int kTiles = kFusedMaxRows / 16;
+constexpr int kRunRows = kFusedRunRows, kRuns = kFusedMaxRows / kRunRows, kHeldRuns = kHeldRows / kRunRows;
+constexpr int kStageRows = 8;  // of up and down, at most
+constexpr int kMaxStages = 8;
+constexpr int kSteps = 8;  // of a row
+constexpr uint32_t kPieceBytes = 64;                         // 32 consecutive k
+constexpr uint32_t kStepBytes = kDecodeWarps * kPieceBytes;  // a piece for each warp
+constexpr uint32_t kMaxRowBytes = 2 * kFusedMaxHidden;
+static_assert(kMaxRowBytes == kSteps * kStepBytes);
+constexpr int kThreadColumns = kFusedMaxHidden / kThreads;
+static_assert(kThreadColumns == 8, "a thread reads 16 bytes of a row");
+template <int kTokens>
+constexpr bool kQuiet = kTokens > 2;  // a share of zeros is announced, not stored
+
+// With this macro each thread block notes when it reaches each phase; decode_check.cu prints them.
+#if defined(TWELL_FUSED_TRACE)
+constexpr int kPhases = 12, kTracedBlocks = 160;
+inline uint64_t* trace = nullptr;  // (calls so far, kTracedBlocks, kPhases), advanced by each launch
+#endif
+
+enum Phase {
+  kStarted, kHeld, kWeights, kCallBefore, kTokensThere, kGateSums, kListed, kRowsThere, kUpSums, kGiven, kTaken, kStored
+};
+
+struct Trace {
+#if defined(TWELL_FUSED_TRACE)
+  uint64_t* times = nullptr;
+  static Trace next() {
+    Trace t{trace};
+    if (trace != nullptr) trace += kTracedBlocks * kPhases;
+    return t;
+  }
+  __device__ __forceinline__ void mark(Phase phase) const {
+    if (times == nullptr || threadIdx.x != 0 || blockIdx.x >= kTracedBlocks) return;
+    uint64_t now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+    times[blockIdx.x * kPhases + phase] = now;
+  }
+#else
+  static Trace next() { return {}; }
+  __device__ __forceinline__ void mark(Phase) const {}
+#endif
+};
+
+struct FusedParams {
+  const char* x;
+  const char* gate;
+  const char* up;  // null: no gate
+  const char* down;
+  const void* b_gate;
+  const void* b_up;
+  const void* b_down;
+  uint4* shares;  // (thread blocks, tokens, D / 2): two columns of a share of y, and the call's seal
+  uint64_t* silences;  // (tokens, thread blocks), of quiet kernels: the call's seal where a share is zeros
+  void* y;
+  int tokens, hidden, width;
+  uint32_t row_bytes;   // of x, gate, up and down
+  uint32_t run_stride;  // of gate rows in shared memory: 64 modulo 128
+  uint32_t row_stride;  // of rows of up and down there, 64 modulo 128: 16-byte reads of two rows meet no bank twice
+  int block_rows, longer_blocks;  // neurons of a thread block; how many of the blocks, the first ones, have one more
+  int window;           // runs on their way before the kernels ahead have ended: more would queue in front of them
+  int held_at;          // where runs that go on into registers land, among the places of runs
+  int row_places;       // of rows of up and down, behind Sums
+  int units;            // pairs of columns that a thread block adds up: a power of two
+  bool warm;            // shares' lines are written before there is anything to say
+  uint32_t meeting;
+  int patience;
+  Trace trace;
+};
+
+struct Control {
+  uint64_t gate[kRuns];  // a barrier for each run, used once
+  uint64_t full[kMaxStages], empty[kMaxStages];  // up and down
+  uint64_t seal;
+  float b_gate[kFusedMaxRows], b_up[kFusedMaxRows];
+  uint16_t list[kFusedMaxRows];  // of active neurons
+  int kernels_ahead_ended;       // from the start or since
+  int left_over;  // thread blocks that gave up waiting
+  int all_in;
+};
+static_assert(sizeof(Control) <= kFusedControlBytes);
+
+// Rows of Wu, then of Wd, of the active neurons: in tiles of two stages (the second may be empty), and stage by stage.
+struct ActiveRows {
+  int active, per, tiles, up_stages, stages;  // per: rows of a stage
+  __device__ __forceinline__ ActiveRows(int neurons, bool has_up, int places) : active(neurons) {
+    // All of them at once where few neurons are active.
+    per = active <= 2 * kStageRows && 2 * active <= places ? max(1, (active + 1) / 2) : kStageRows;
+    tiles = has_up ? (active + 2 * per - 1) / (2 * per) : 0;
+    up_stages = 2 * tiles;
+    stages = up_stages + down_stages();
+  }
+  __device__ __forceinline__ int down_stages() const { return (active + per - 1) / per; }
+  __device__ __forceinline__ int first_row(int stage) const {
+    return (stage < up_stages ? stage : stage - up_stages) * per;
+  }
+  __device__ __forceinline__ int rows(int stage) const { return max(0, min(per, active - first_row(stage))); }
+};
+
+#if defined(TWELL_SM90_DEVICE)
+
+// What a lane needs to find its operands: within each 32 consecutive k, lane q of four takes 8 consecutive ones.
+struct Lane {
+  int warp, lane, row;  // row: lane / 4, of eight of a product's operand; of x the token
+  uint32_t offset;      // of its 16 bytes in a step
+};
+
+__device__ __forceinline__ Lane this_lane() {
+  Lane l;
+  l.warp = threadIdx.x / 32, l.lane = threadIdx.x % 32;
+  l.row = l.lane / 4;
+  l.offset = l.warp * kPieceBytes + l.lane % 4 * 16;
+  return l;
+}
+
+// A thread block's.
+struct Neurons {
+  int first, count;
+  __device__ __forceinline__ int tiles() const { return (count + 15) / 16; }
+};
+
+__device__ __forceinline__ Neurons neurons_of(const FusedParams& p, int block) {
+  return {block * p.block_rows + min(block, p.longer_blocks), p.block_rows + (block < p.longer_blocks)};
+}
+
+// Which neuron of eight is row `row` of a product's operand. Neighbouring rows are of two runs, so of different banks.
+__device__ __forceinline__ int neuron_of_row(int row) { return row % 2 * kRunRows + row / 2; }
+
+__device__ __forceinline__ const char* row_of(const char* matrix, int neuron, const FusedParams& p) {
+  return matrix + static_cast<int64_t>(neuron) * p.row_bytes;
+}
+
+__device__ __forceinline__ void load_x(uint4 (&x)[kSteps], const Lane& l, const FusedParams& p) {
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    const uint32_t k = l.offset + i * kStepBytes;
+    load_tokens_once(x[i], p.x + l.row * p.row_bytes + k, l.row < p.tokens && k < p.row_bytes);
+  }
+}
+
+// One step of k of a tile. Products that follow each other in one sum wait for each other: two sums, joined at the end.
+template <typename Half>
+__device__ __forceinline__ void multiply_step(float (&part)[2][4], const uint4& low, const uint4& high,
+                                              const uint4& x) {
+  mma<Half>(part[0], low.x, high.x, low.y, high.y, x.x, x.y);
+  mma<Half>(part[1], low.z, high.z, low.w, high.w, x.z, x.w);
+}
+
+__device__ __forceinline__ void join(float (&sum)[4], const float (&part)[2][4]) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) sum[j] += part[0][j] + part[1][j];
+}
+
+// The warp has read all that it wants of a stage.
+__device__ __forceinline__ void release(uint64_t* empty, int lane) {
+  __syncwarp();
+  if (lane == 0) sm90::barrier_arrive(empty);
+}
+
+// sum += 16 rows x^T over this warp's pieces of k; `low` and `high` are where the lane's two rows begin.
+template <typename Half, bool kMayBeWhole = true>
+__device__ __forceinline__ void multiply_rows(float (&sum)[4], const uint4 (&x)[kSteps], const Lane& l, const char* low,
+                                              const char* high, uint32_t row_bytes) {
+  float part[2][4] = {};
+  const auto multiply = [&](auto whole) {  // without branches loads run ahead of products
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const uint32_t k = l.offset + i * kStepBytes;
+      if (!whole.value && i * kStepBytes + l.warp * kPieceBytes >= row_bytes) break;  // the same for the whole warp
+      const bool inside = whole.value || k < row_bytes;
+      uint4 a{}, b{};
+      if (inside) a = *reinterpret_cast<const uint4*>(low + k);
+      if (inside) b = *reinterpret_cast<const uint4*>(high + k);
+      multiply_step<Half>(part, a, b, x[i]);
+    }
+  };
+  if (kMayBeWhole && row_bytes == kMaxRowBytes) {
+    multiply(std::integral_constant<bool, kMayBeWhole>{});
+  } else {
+    multiply(std::false_type{});
+  }
+  join(sum, part);
+}
+
+// The same of whole rows, but the lower ones are loaded while the upper ones come: `wait` waits for either, 0 or 1.
+template <typename Half, typename Wait>
+__device__ __forceinline__ void multiply_halves(float (&sum)[4], const uint4 (&x)[kSteps], const Lane& l,
+                                                const char* low, const char* high, const Wait& wait) {
+  float part[2][4] = {};
+  uint4 rows[kSteps];
+  wait(0);
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) rows[i] = *reinterpret_cast<const uint4*>(low + l.offset + i * kStepBytes);
+  wait(1);
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    const uint4 upper = *reinterpret_cast<const uint4*>(high + l.offset + i * kStepBytes);
+    multiply_step<Half>(part, rows[i], upper, x[i]);
+  }
+  join(sum, part);
+}
+
+// sum += the next two stages' rows x^T.
+template <typename Half>
+__device__ __forceinline__ void multiply_stages(float (&sum)[4], const uint4 (&x)[kSteps], const Lane& l,
+                                                sm90::Ring& ring, const char* stages, const ActiveRows& active,
+                                                int tile, const FusedParams& p) {
+  const char* at[2];
+  uint64_t* empty[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    ring.wait_full();
+    // Where a stage has no such row, a row that another lane reads anyway: the sums are then not used.
+    const bool has_row = l.row < active.rows(2 * tile + i);
+    at[i] = has_row || i == 0 ? stages + (ring.stage * active.per + (has_row ? l.row : 0)) * p.row_stride : at[0];
+    empty[i] = ring.empty + ring.stage;
+    ring.advance();
+  }
+  multiply_rows<Half>(sum, x, l, at[0], at[1], p.row_bytes);
+  release(empty[0], l.lane);
+  release(empty[1], l.lane);
+}
+
+// For a whole warp: the lane's `row`, for lanes below `rows`.
+__device__ __forceinline__ void ask_for(uint64_t* full, char* to, const char* row, int rows, const FusedParams& p) {
+  const int lane = threadIdx.x % 32;
+  if (lane == 0) sm90::barrier_arrive_expect(full, rows * p.row_bytes);
+  __syncwarp();
+  if (lane < rows) sm90::load_bytes(to + lane * p.row_stride, row, p.row_bytes, full);
+}
+
+#endif
+
+}  // namespace twell::decoding::fused

@@ -1,0 +1,23 @@
+// A training step on compute capability 9.0: forward that keeps what backward needs, and backward from it.
+#pragma once
+
+#include "common/training.h"
+#include "common/transpose.h"
+
+namespace twell {
+
+// `capacity`: active neurons per token, on average, for which the state has room. Where tokens have more, backward
+// computes some of them again from x. The layout is in twell_state.h.
+int64_t sm90_state_bytes(const Ffn& ffn, int64_t capacity);
+
+// Where `down` has a `from`, Ffn::down is its `to` and is written first: down_proj as it is stored in training, which is
+// transposed beside kernels that leave room.
+int64_t sm90_training_bytes(const Ffn& ffn);  // of the workspace of sm90_training_forward
+cudaError_t sm90_training_forward(const Ffn& ffn, const Transposition& down, const L1& l1, int64_t capacity, void* state,
+                                  void* workspace, const Device& device, cudaStream_t stream);
+
+int64_t sm90_backward_bytes(const Ffn& ffn, int64_t capacity, bool weights);  // of its workspace
+cudaError_t sm90_backward(const Ffn& ffn, const Transposition& down, const L1& l1, int64_t capacity, const void* state,
+                          const Gradients& gradients, void* workspace, const Device& device, cudaStream_t stream);
+
+}  // namespace twell

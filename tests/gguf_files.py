@@ -1,0 +1,68 @@
+"""GGUF files of small models, as llama.cpp's convert_hf_to_gguf.py writes them."""
+
+import json
+from pathlib import Path
+
+import gguf
+
+
+def write_gguf(path, model, tokenizer=None, *, kind="F32", tensors=None, change=None) -> Path:
+    """Write a model, and its tokenizer of byte-level BPE.
+
+    Args:
+        kind: the type of matrices; vectors are in F32.
+        tensors: further ones, or others in place of the model's (None: left out).
+        change: called with the writer, to add metadata or replace it.
+    """
+    config, kind = model.config, gguf.GGMLQuantizationType[kind]
+    architecture = config.model_type
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    if architecture == "llama":
+        writer.add_rope_dimension_count(config.head_dim)
+    else:
+        writer.add_key_length(config.head_dim)
+    if tokenizer is not None:
+        add_tokenizer(writer, tokenizer)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
+    weights = {}
+    for name, weight in model.state_dict().items():
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+        if architecture == "llama" and heads:  # the halves of a head, which Llama rotates, become pairs
+            weight = weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
+        if name != "lm_head.weight" or not config.tie_word_embeddings:
+            weights[names.get_name(name, (".weight", ".bias"))] = weight
+    for name, weight in {**weights, **(tensors or {})}.items():
+        if weight is not None:
+            its = kind if weight.ndim == 2 else gguf.GGMLQuantizationType.F32
+            writer.add_tensor(name, gguf.quantize(weight.float().numpy(), its), raw_dtype=its)
+    if change:
+        change(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add_tokenizer(writer, tokenizer) -> None:
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    special = set(tokenizer.all_special_tokens)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL if t in special else gguf.TokenType.NORMAL for t in tokens])
+    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+    writer.add_bos_token_id(tokenizer.bos_token_id)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_pad_token_id(tokenizer.pad_token_id)
+    writer.add_add_bos_token(True)
