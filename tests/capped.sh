@@ -9,6 +9,11 @@ none="ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIO
 has_avx2=$(grep -qsw avx2 /proc/cpuinfo && echo yes || echo no)
 which=$1
 shift
+# Inductor finds what it compiled by the graph alone: code for one cap would be taken under another, and fail.
+caches=$(mktemp -d)
+trap 'rm -rf "$caches"' EXIT
+avx2="$avx2 TORCHINDUCTOR_CACHE_DIR=$caches/avx2"
+none="$none TORCHINDUCTOR_CACHE_DIR=$caches/none"
 case "$which" in
   quick)
     echo "PyTorch as on AVX2, our kernels as on any processor:"
