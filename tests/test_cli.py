@@ -114,7 +114,8 @@ def test_sparsify_writes_a_stock_model_and_measures_it(tmp_path, capsys):
     config = json.loads((output / "config.json").read_text())
     assert (config["hidden_act"], config["architectures"]) == ("relu", ["LlamaForCausalLM"])
     assert config["dtype"] == "bfloat16"
-    assert AutoModelForCausalLM.from_pretrained(output).config.twell["version"] == 1
+    entry = AutoModelForCausalLM.from_pretrained(output).config.twell
+    assert entry["density"] == pytest.approx([layer["density"] for layer in result["sparsity"]["layers"]], abs=1e-6)
 
     assert main(command) == 1
     assert "exists" in error_line(capsys)

@@ -237,6 +237,7 @@ def test_model_stays_as_it_was():
     before, whole = state(model), pickle.dumps(model)
     measure_sparsity(model, batches())
     assert state(model) == before
+    assert len(model.config.twell.pop("density")) == 3, "the one thing that it keeps"
     assert pickle.dumps(model) == whole
     assert not [name for name, parameter in model.named_parameters() if parameter.grad is not None]
     assert torch.is_grad_enabled()

@@ -62,6 +62,8 @@ def test_a_run_tells_the_dense_parents_loss_and_keeps_what_it_measured(recipe, c
         assert shown in told
     assert "4 steps of 64 tokens, 256 in all; on disk 2 checkpoints of 54 MiB and a final model of 9 MiB" in told
     assert told.index("4 steps of 64") < told.index("measuring the dense parent's loss")
+    saved = AutoModelForCausalLM.from_pretrained(whole["model"]).config.twell["density"]
+    assert saved == pytest.approx([layer["density"] for layer in whole["after"]["sparsity"]["layers"]], abs=1e-6)
 
     # A resumed run does not measure its start again.
     out = recipe.parent / "out"

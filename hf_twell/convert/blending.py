@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from hf_twell.blocks.architectures import activation_keys, find_ffns
-from hf_twell.convert.sparsify import mark_unfinished, sparsify
+from hf_twell.convert.entry import mark_unfinished
+from hf_twell.convert.sparsify import sparsify
 
 
 class BlendedActivation(nn.Module):

@@ -7,13 +7,13 @@ from numbers import Integral
 from torch import nn
 
 import hf_twell
-from hf_twell.blocks.architectures import FfnSite, activation_keys, find_ffns, other_activations, stock_class
+from hf_twell.blocks.architectures import FfnSite, activation_keys, find_ffns, stock_class
 from hf_twell.blocks.layout import restore_down
 from hf_twell.blocks.modeling import FfnSettings, FfnState, SparseFfn, sparse_class
 from hf_twell.convert.convertible import check_convertible
+from hf_twell.convert.entry import check_entry, new_entry
 from hf_twell.ops import api
 
-FORMAT_VERSION = 1
 TAG = "hf_twell"  # on the Hub, and in the card that PEFT writes beside a saved adapter
 
 
@@ -62,7 +62,7 @@ def patch(model: nn.Module, sites: list[FfnSite], chosen: list[int], backend: st
                 _make_sparse(block, index, backend)
             else:
                 _restore_stock(block.module)
-    model.config.twell = {"version": FORMAT_VERSION, "layers": chosen if len(chosen) < len(sites) else None}
+    model.config.twell = new_entry(model.config, chosen if len(chosen) < len(sites) else None)
     if hasattr(model, "add_model_tags"):
         model.add_model_tags(TAG)
     if hasattr(model, "push_to_hub"):
@@ -98,51 +98,6 @@ def unpatch(model: nn.Module) -> nn.Module:
         if isinstance(vars(module).get("push_to_hub"), PushToHub):
             del module.push_to_hub
     return model
-
-
-def check_entry(config) -> dict | None:
-    """The config's `twell` entry, or None.
-
-    Raises:
-        ValueError: an entry that is none of ours, of a newer version, of an unfinished conversion, or beside another
-            activation than ReLU.
-    """
-    entry = getattr(config, "twell", None)
-    if entry is None:
-        return None
-    version = entry.get("version") if isinstance(entry, dict) else None
-    if not isinstance(version, int) or version is True or version < 1:
-        raise ValueError(f"the config's twell entry is {entry!r}; this package writes {{'version': 1, 'layers': ...}}")
-    if version > FORMAT_VERSION:
-        raise ValueError(
-            f"the config's twell entry has version {version}, this package knows {FORMAT_VERSION}; upgrade it"
-        )
-    if "unfinished" in entry:
-        reasons = entry["unfinished"]
-        reasons = "; ".join(map(str, reasons.values())) if isinstance(reasons, dict) else reasons
-        raise ValueError(
-            f"the conversion of this {config.model_type} model is unfinished: {reasons}. Go on with the "
-            "training that saved it (`hf-twell train RECIPE --resume`)."
-        )
-    others = other_activations(config)
-    if others:
-        raise ValueError(
-            f"the config's twell entry says that the model is sparse, but its activation is {others.pop()!r} and not "
-            "'relu'; correct the config, or remove its twell entry to convert the model"
-        )
-    return entry
-
-
-def mark_unfinished(config, part: str, reason: str | None) -> None:
-    """Say in the config's `twell` entry why a part of the conversion is not done; with None, that it is.
-
-    `check_entry` refuses a model until every part is.
-    """
-    entry = dict(config.twell)
-    reasons = {key: value for key, value in entry.pop("unfinished", {}).items() if key != part}
-    if reason is not None:
-        reasons[part] = reason
-    config.twell = entry | ({"unfinished": reasons} if reasons else {})
 
 
 def chosen_layers(model, layers: Iterable[int] | None, count: int) -> list[int]:

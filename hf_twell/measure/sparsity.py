@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 from hf_twell.blocks.architectures import FfnSite, find_ffns
 from hf_twell.blocks.batches import batch_size_tokens, check_one_stream, token_weight
 from hf_twell.blocks.modeling import check_whole
+from hf_twell.convert.entry import record_density
 from hf_twell.measure.activity import LayerActivity
 from hf_twell.measure.inference import evaluation_mode, input_device
 from hf_twell.measure.negative_gates import NegativeGates
@@ -23,7 +24,8 @@ def measure_sparsity(
 ) -> dict[str, object]:
     """L0, density, L1 and dead neurons of every feed-forward block, and how its activity is spread.
 
-    Works on dense, sparsified and unpatched models alike; the model's mode and weights stay as they are. A layer's
+    Works on dense, sparsified and unpatched models alike; the model's mode and weights stay as they are, and the config
+    of a sparsified one keeps each layer's density (`config.twell`), which `save_pretrained` then saves. A layer's
     neuron is active for a token where h, the input of its down projection, is not zero. Memory does not grow with the
     number of batches.
 
@@ -86,7 +88,9 @@ def measure_sparsity(
                 tokens += counted
     if not tokens:
         raise ValueError("no tokens to measure on: the batches are empty or all padding")
-    return activity.report(tokens)
+    report = activity.report(tokens)
+    record_density(getattr(model, "config", None), [layer["density"] for layer in report["layers"]])
+    return report
 
 
 @contextlib.contextmanager

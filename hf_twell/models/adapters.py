@@ -21,7 +21,8 @@ from transformers.utils.hub import cached_file
 
 from hf_twell.blocks.architectures import loading_class
 from hf_twell.blocks.modeling import sparse_ffns
-from hf_twell.convert.sparsify import FORMAT_VERSION, TAG, sparsify
+from hf_twell.convert.entry import FORMAT_VERSION
+from hf_twell.convert.sparsify import TAG, sparsify
 from hf_twell.files.configs import check_folder, one_line_errors
 from hf_twell.files.folders import whole_folder
 from hf_twell.files.weights import check_complete, check_finite, hub_options, tensor_shapes
@@ -72,15 +73,17 @@ def save_adapter(model: nn.Module, path: str | Path, tokenizer=None, *, overwrit
 def record_base(model: nn.Module, folder: Path) -> None:
     """Write into all of a model's adapters that are saved in `folder` that their base is sparsified.
 
-    The record (`base_sparsified_by_hf_twell` in adapter_config.json) holds the base's `twell` entry.
+    The record (`base_sparsified_by_hf_twell` in adapter_config.json) holds the base's `twell` entry, without the density,
+    which is that of base and adapter together.
     """
     if not hasattr(model, "peft_config"):
         return
+    entry = {key: value for key, value in model.config.twell.items() if key != "density"}
     for part in ("", *model.peft_config):  # peft gives named adapters folders of their own
         path = folder / part / ADAPTER_CONFIG
         if path.is_file():
             config = json.loads(path.read_text())
-            path.write_text(json.dumps({**config, RECORD: model.config.twell}, indent=2, sort_keys=True))
+            path.write_text(json.dumps({**config, RECORD: entry}, indent=2, sort_keys=True))
 
 
 def load_adapter(

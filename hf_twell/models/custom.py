@@ -20,7 +20,8 @@ from transformers import (
 from transformers.utils.hub import cached_file
 
 from hf_twell.blocks.architectures import activation_keys, find_ffns
-from hf_twell.convert.sparsify import check_entry, chosen_layers, patch
+from hf_twell.convert.entry import check_entry
+from hf_twell.convert.sparsify import chosen_layers, patch
 from hf_twell.files.configs import check_generation_config, one_line_errors, read_config
 from hf_twell.files.weights import (
     check_complete,

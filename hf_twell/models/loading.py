@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from hf_twell.blocks.architectures import loading_class
-from hf_twell.convert.sparsify import check_entry, chosen_layers
+from hf_twell.convert.entry import check_entry
+from hf_twell.convert.sparsify import chosen_layers
 from hf_twell.files.configs import (
     check_folder,
     check_generation_config,

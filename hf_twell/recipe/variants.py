@@ -3,7 +3,7 @@
 from torch import nn
 
 from hf_twell.blocks.architectures import find_ffns
-from hf_twell.convert.sparsify import mark_unfinished
+from hf_twell.convert.entry import mark_unfinished
 
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 

@@ -13,6 +13,7 @@ from transformers.utils import is_accelerate_available
 from hf_twell.blocks.batches import batch_size_tokens, check_one_stream, token_weight
 from hf_twell.blocks.density_watch import Block, ModelChoice
 from hf_twell.blocks.modeling import L1Inputs, sparse_ffns
+from hf_twell.convert.entry import record_density
 from hf_twell.ops.reference import new_tally
 from hf_twell.train.step_counts import StepCounts
 
@@ -73,6 +74,7 @@ class L1Penalty:
         self._choice = ModelChoice()
         self._batch_tokens = 0.0  # of a micro-batch of this rank, padding included
         self._model = model
+        self._config = next((module.config for module in model.modules() if hasattr(module, "config")), None)
         _unwatch(model)
         model.register_forward_pre_hook(_warn_of_no_step)
 
@@ -94,6 +96,7 @@ class L1Penalty:
                 "after blocks are replaced, cut off or copied by an adapter, make a new one"
             )
         _unwatch(self._model)
+        record_density(self._config, None)  # what was measured is not true of what the step makes
         self.end_step()
         device = self.device
         tokens, sizes = torch.zeros((), device=device), []

@@ -1,0 +1,90 @@
+"""The `twell` entry of a model's config: what this package knows of a sparse model, and saves with it."""
+
+from collections.abc import Sequence
+from numbers import Real
+
+from hf_twell.blocks.architectures import other_activations
+
+FORMAT_VERSION = 1
+
+
+def new_entry(config, layers: list[int] | None) -> dict:
+    """The entry of a model that kernels and the L1 term act on in `layers` (None: all); a density recorded stays."""
+    old = getattr(config, "twell", None) or {}
+    return {"version": FORMAT_VERSION, "layers": layers} | {key: old[key] for key in ("density",) if key in old}
+
+
+def check_entry(config) -> dict | None:
+    """The config's `twell` entry, or None.
+
+    Raises:
+        ValueError: an entry that is none of ours, of a newer version, of an unfinished conversion, or beside another
+            activation than ReLU.
+    """
+    entry = getattr(config, "twell", None)
+    if entry is None:
+        return None
+    version = entry.get("version") if isinstance(entry, dict) else None
+    if not isinstance(version, int) or version is True or version < 1:
+        raise ValueError(f"the config's twell entry is {entry!r}; this package writes {{'version': 1, 'layers': ...}}")
+    if version > FORMAT_VERSION:
+        raise ValueError(
+            f"the config's twell entry has version {version}, this package knows {FORMAT_VERSION}; upgrade it"
+        )
+    _check_density(entry, config)
+    if "unfinished" in entry:
+        reasons = entry["unfinished"]
+        reasons = "; ".join(map(str, reasons.values())) if isinstance(reasons, dict) else reasons
+        raise ValueError(
+            f"the conversion of this {config.model_type} model is unfinished: {reasons}. Go on with the "
+            "training that saved it (`hf-twell train RECIPE --resume`)."
+        )
+    others = other_activations(config)
+    if others:
+        raise ValueError(
+            f"the config's twell entry says that the model is sparse, but its activation is {others.pop()!r} and not "
+            "'relu'; correct the config, or remove its twell entry to convert the model"
+        )
+    return entry
+
+
+def mark_unfinished(config, part: str, reason: str | None) -> None:
+    """Say in the config's `twell` entry why a part of the conversion is not done; with None, that it is.
+
+    `check_entry` refuses a model until every part is.
+    """
+    entry = dict(config.twell)
+    reasons = {key: value for key, value in entry.pop("unfinished", {}).items() if key != part}
+    if reason is not None:
+        reasons[part] = reason
+    config.twell = entry | ({"unfinished": reasons} if reasons else {})
+
+
+def record_density(config, density: Sequence[float] | None) -> None:
+    """Keep each layer's measured density in a sparse model's config; None: it is not known (any more).
+
+    An engine that must choose between kernels and matmuls before it sees a token reads it there. A config without an
+    entry gets none, nor does one whose activation is not ReLU yet.
+    """
+    entry = getattr(config, "twell", None)
+    if not isinstance(entry, dict):
+        return
+    entry = {key: value for key, value in entry.items() if key != "density"}
+    if density is not None and not other_activations(config):
+        entry["density"] = [round(layer, 6) for layer in density]
+    if entry != config.twell:
+        config.twell = entry
+
+
+def _check_density(entry: dict, config) -> None:
+    if "density" not in entry:
+        return
+    density, layers = entry["density"], getattr(config.get_text_config(), "num_hidden_layers", None)
+    shares = isinstance(density, list) and all(
+        isinstance(share, Real) and not isinstance(share, bool) and 0 <= share <= 1 for share in density
+    )
+    if not shares or layers not in (None, len(density)):
+        raise ValueError(
+            f"the density in the config's twell entry is {density!r}; expected a number from 0 to 1 for each of "
+            f"{layers} layers. Remove it, or measure it anew (hf_twell.measure_sparsity)"
+        )

@@ -1,0 +1,81 @@
+"""The density of each layer in the `twell` entry of a config: measured, saved, and gone once the model is trained."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from hf_twell import L1Penalty, TwellLlamaForCausalLM, measure_sparsity, sparsify
+from hf_twell.convert.blending import Blend
+from hf_twell.convert.entry import check_entry
+from hf_twell.models.adapters import RECORD, save_adapter
+from tests.conftest import ids, tiny_llama
+
+
+def measured(model) -> list[float]:
+    return [layer["density"] for layer in measure_sparsity(model, [ids()])["layers"]]
+
+
+@pytest.mark.parametrize("load", [AutoModelForCausalLM, TwellLlamaForCausalLM])
+def test_it_is_saved_and_outlives_loading_and_another_choice_of_layers(load, tmp_path):
+    model = sparsify(tiny_llama())
+    assert "density" not in model.config.twell
+    expected = measured(model)
+    assert len(set(expected)) == 3
+    model.save_pretrained(tmp_path)
+    loaded = sparsify(load.from_pretrained(tmp_path), layers=[1])
+    assert loaded.config.twell["density"] == pytest.approx(expected, abs=1e-6)
+    assert loaded.config.twell["layers"] == [1]
+    assert check_entry(loaded.config) == loaded.config.twell
+
+
+def test_a_dense_model_and_an_unfinished_blend_get_none():
+    dense = tiny_llama()
+    measured(dense)
+    assert not hasattr(dense.config, "twell")
+    model = tiny_llama()
+    blend = Blend(model)
+    blend.set(0.5)
+    measured(model)
+    assert "density" not in model.config.twell
+    blend.set(1.0)
+    expected = measured(model)
+    assert model.config.twell["density"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_step_of_training_takes_it_out():
+    model = sparsify(tiny_llama())
+    measured(model)
+    batch = {"input_ids": ids(), "labels": ids()}
+    for inputs in L1Penalty(model, 1e-3).micro_batches([batch]):
+        model(**inputs).loss.backward()
+    assert model.config.twell == {"version": 1, "layers": None}
+
+
+def test_an_adapters_record_has_none(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(sparsify(tiny_llama()), LoraConfig(target_modules=["q_proj"]))
+    measured(model)
+    assert "density" in model.config.twell
+    save_adapter(model, tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())[RECORD] == {
+        "version": 1,
+        "layers": None,
+    }
+
+
+@pytest.mark.parametrize("density", [0.1, [0.1, 0.2], [0.1, 0.2, 1.5], [0.1, 0.2, "0.3"], [0.1, 0.2, True], [0.1] * 4])
+def test_one_that_cannot_be_true_is_refused(density):
+    model = sparsify(tiny_llama())
+    model.config.twell["density"] = density
+    with pytest.raises(ValueError, match=r"density in the config's twell entry.*for each of 3 layers"):
+        sparsify(model)
+
+
+def test_nan_is_refused():
+    config = LlamaConfig(hidden_act="relu", num_hidden_layers=1)
+    config.twell = {"version": 1, "layers": None, "density": [torch.nan]}
+    with pytest.raises(ValueError, match="density"):
+        check_entry(config)
