@@ -135,6 +135,26 @@ def test_the_table_quotes_rows():
         assert quoted in [best(row, key, unit, quoted) for row in rows], line
 
 
+SPEEDUPS = [  # for each column of the table of densities after the losses: the backend, and its rows
+    ("twell_cuda", {"tokens": 1}),
+    ("twell_cuda", {"tokens": 16}),
+    ("twell_cuda", {"tokens": 16384}),
+    ("twell_cuda", {"tokens": 16384, "pass": "forward+backward"}),
+    ("twell_cpu", {"tokens": 1, "dtype": "bfloat16"}),
+]
+
+
+def test_the_table_of_densities_quotes_rows():
+    lines = README.split("| density | loss of SmolLM2 |")[1].split("\n\n")[0].splitlines()[2:]
+    assert len(lines) == 5
+    for line in lines:
+        density, _, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        for cell, (backend, settings) in zip(cells, SPEEDUPS, strict=True):
+            rows = bench_rows(backend, {"bench": "ffn", "requested_l0": None, **settings})
+            rows = [row for row in rows if f"{100 * row['density']:.{1 if '.' in density else 0}f} %" == density]
+            assert (cell == "\u2013" and not rows) or cell in [f"{row['speedup']:.2f}" for row in rows], (line, cell)
+
+
 ROWS = {"twell_cpu": "epyc-2026-11-21/bench.jsonl", "twell_cuda": "h200-2026-11-23/bench.jsonl"}  # that are quoted
 
 
@@ -142,6 +162,7 @@ def bench_rows(backend: str, settings: dict) -> list[dict]:
     if settings["bench"] == "ffn":
         settings = {"requested_l0": 30, "pass": "forward", **settings}
     lines = (ROOT / "kernels" / backend / "bench" / ROWS[backend]).read_text().splitlines()
+    settings = {name: value for name, value in settings.items() if value is not None}  # None: any
     return [row for row in map(json.loads, lines) if all(row.get(name) == value for name, value in settings.items())]
 
 
