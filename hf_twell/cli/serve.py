@@ -52,9 +52,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError, ImportError: in one line, what was given and what is wrong with it.
     """
-    with stdout_for_result():
-        from hf_twell.serving import vllm_engine
+    from hf_twell.serving import vllm_engine
 
+    with stdout_for_result():
         missing = vllm_engine.why_not(args.engine, args.model)
     if missing is None:
         return _run_vllm(args)
@@ -80,17 +80,18 @@ def _run_vllm(args) -> int:
 def _run_transformers(args) -> int:
     for package in PACKAGES:
         importlib.import_module(package)
+    from hf_twell.serving import server
+
+    listener = server.bind(args.host, args.port)  # which fails at once, and PyTorch's import takes seconds
     with stdout_for_result():
         import transformers
 
         from hf_twell.models.adapters import load_with_adapter
         from hf_twell.models.loading import load_model
-        from hf_twell.serving import server
         from hf_twell.serving.app import build_app
         from hf_twell.serving.one_model import Generation
         from hf_twell.serving.sparse import prepare
 
-        listener = server.bind(args.host, args.port)
         transformers.logging.set_verbosity_error()  # Transformers' handlers warn of each request
         model, tokenizer = load_model(args.model, dtype=args.dtype, device=args.device, load=load_with_adapter)
         model.eval()

@@ -5,10 +5,6 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from hf_twell.files.configs import read_config
-from hf_twell.models.adapters import ADAPTER_CONFIG
-from hf_twell.models.gguf_files import is_gguf
-
 PLUGINS = "vllm.general_plugins"  # the entry points that vLLM loads
 
 
@@ -26,7 +22,7 @@ def why_not(engine: str, model: str) -> str | None:
         return "vLLM is not installed"
     if engine == "vllm":
         return None
-    if is_gguf(model) or Path(model, ADAPTER_CONFIG).is_file():
+    if model.endswith(".gguf") or Path(model, "adapter_config.json").is_file():
         return "vLLM is given neither GGUF files nor adapters here"
     if _is_sparse(model) and not _has_plugin():
         return "vLLM here lacks the plugin of hf_twell, and refuses ReLU"
@@ -53,6 +49,8 @@ def command(model: str, host: str, port: int, dtype: str, arguments: list[str]) 
 
 
 def _is_sparse(model: str) -> bool:
+    from hf_twell.files.configs import read_config  # which imports PyTorch, for what most callers need not know
+
     return read_config(model).get("twell") is not None
 
 
