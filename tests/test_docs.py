@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_twell.cli import main
 from tests.conftest import shared_path
 from tests.hub_server import HubServer
+from tests.servers import serving
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "recipes" / "demo"
@@ -112,6 +113,10 @@ def test_commands(page, tmp_path, monkeypatch, capsys):
         command = [names.get(argument, argument) for argument in command]
         if "--tasks" in command:
             command += ["--limit", "4"]
+        if command[1] == "serve":
+            with serving(tmp_path, *command[2:], "--port", "0") as server:
+                assert server.ask("/v1/completions", {"prompt": "The cell is", "max_tokens": 4})["choices"]
+            continue
         capsys.readouterr()
         assert main(command[1:]) == 0, (command, capsys.readouterr().err)
 

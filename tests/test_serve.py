@@ -115,7 +115,6 @@ def test_the_one_model_and_no_other(server, sparse):
     ("body", "says"),
     [
         ({"prompt": ["a"]}, "prompt must be a string"),
-        ({}, "the prompt is empty"),
         ({"prompt": "a", "max_tokens": 0}, "must be greater than 0"),
         ({"prompt": "a", "nonsense": 1}, "nonsense"),
         ({"prompt": "a " * 600}, "the model's context 512"),
@@ -128,8 +127,8 @@ def test_mistakes_of_a_client_are_told(server, body, says):
 
 
 def test_an_answer_ends_with_the_context(server):
-    usage = server.ask("/v1/completions", {"prompt": "a " * 230})["usage"]
-    assert 512 - 230 < usage["prompt_tokens"] < usage["total_tokens"] <= 512
+    usage = server.ask("/v1/completions", {"prompt": "a " * 480})["usage"]
+    assert 480 < usage["prompt_tokens"] < usage["total_tokens"] <= 512
 
 
 @pytest.mark.slow
