@@ -93,7 +93,16 @@ def test_python(page, tmp_path, monkeypatch):
         assert "L1 term" in hub.repos["me/llama-relu"]["README.md"].decode()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
+def with_commands() -> list:
+    """Pages; one that starts a server takes its time."""
+    starts = {page: [command[1] for command in commands(page)] for page in PAGES if commands(page)}
+    return [
+        pytest.param(page, marks=pytest.mark.slow if "serve" in names else (), id=page.stem)
+        for page, names in starts.items()
+    ]
+
+
+@pytest.mark.parametrize("page", with_commands())
 def test_commands(page, tmp_path, monkeypatch, capsys):
     pytest.importorskip("lm_eval")
     monkeypatch.chdir(tmp_path)

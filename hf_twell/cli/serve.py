@@ -13,6 +13,7 @@ examples:
 import argparse
 import importlib
 import json
+import logging
 import os
 import shlex
 import sys
@@ -54,8 +55,9 @@ def run(args: argparse.Namespace) -> int:
     """
     from hf_twell.serving import vllm_engine
 
+    asked = "transformers" if args.engine == "auto" and _for_transformers(args) else args.engine
     with stdout_for_result():
-        missing = vllm_engine.why_not(args.engine, args.model)
+        missing = vllm_engine.why_not(asked, args.model)
     if missing is None:
         return _run_vllm(args)
     if args.passed_on:
@@ -64,10 +66,14 @@ def run(args: argparse.Namespace) -> int:
     return _run_transformers(args)
 
 
+def _for_transformers(args) -> bool:
+    return args.device is not None or args.backend != "auto"
+
+
 def _run_vllm(args) -> int:
     from hf_twell.serving import server, vllm_engine
 
-    if args.device or args.backend != "auto":
+    if _for_transformers(args):
         raise ValueError("--device and --backend are for --engine transformers; vLLM's own options follow after --")
     server.bind(args.host, args.port).close()
     with stdout_for_result():
@@ -84,15 +90,13 @@ def _run_transformers(args) -> int:
 
     listener = server.bind(args.host, args.port)  # which fails at once, and PyTorch's import takes seconds
     with stdout_for_result():
-        import transformers
-
         from hf_twell.models.adapters import load_with_adapter
         from hf_twell.models.loading import load_model
         from hf_twell.serving.app import build_app
         from hf_twell.serving.one_model import Generation
         from hf_twell.serving.sparse import prepare
 
-        transformers.logging.set_verbosity_error()  # Transformers' handlers warn of each request
+        logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)  # they warn of each request
         model, tokenizer = load_model(args.model, dtype=args.dtype, device=args.device, load=load_with_adapter)
         model.eval()
         computes = prepare(args.model, model, tokenizer, args.backend)

@@ -31,13 +31,16 @@ def prepare(name: str, model, tokenizer, backend: str) -> str:
     ids = tokenizer(WARM_UP, return_tensors="pt")["input_ids"].to(model.device)
     model.generate(ids, max_new_tokens=WARM_UP_TOKENS, do_sample=False)
     count, kernels = len(sparse_ffns(model)), blocks_on_kernels(model, ids[:, -1:])
-    if kernels == count:
-        how = f"{used} kernels"
-    elif kernels == 0:
-        how = "plain matmuls, "
-        how += "as asked" if backend == "reference" else "which are faster for blocks this small or dense"
-        if backend == "auto" and used == "reference":
-            how = "plain matmuls, as kernels do not work here (`hf-twell doctor` says why)"
-    else:
-        how = f"{used} kernels in {kernels} of them; the others are so dense that plain matmuls are faster"
-    return f"{kind} is sparse: its {count} blocks decode by {how}"
+    return f"{kind} is sparse: its {count} blocks decode by {_how(kernels, count, used, backend)}"
+
+
+def _how(kernels: int, count: int, used: str, backend: str) -> str:
+    if kernels:
+        return f"{used} kernels" + (
+            "" if kernels == count else f" in {kernels} of them, by plain matmuls in the others"
+        )
+    if backend == "reference":
+        return "plain matmuls, as asked"
+    if used == "reference":
+        return "plain matmuls, as kernels do not work here (`hf-twell doctor` says why)"
+    return "plain matmuls: adapters are on them, or they are too small or too dense for kernels to be faster"
