@@ -22,6 +22,7 @@ pytest.importorskip("fastapi")
 from fastapi import HTTPException
 
 from hf_twell.serving.one_model import StoppableGeneration
+from hf_twell.serving.sparse import prepare
 
 DEMO = ROOT / "recipes" / "demo" / "model"
 VLLM = Path(f"{sys.prefix}-vllm") / "bin" / "python"
@@ -151,6 +152,10 @@ def test_a_client_that_goes_away_leaves_the_server_to_others(server, sparse):
 def test_an_answer_ends_with_the_context(server):
     usage = server.ask("/v1/completions", {"prompt": "a " * 480})["usage"]
     assert 480 < usage["prompt_tokens"] < usage["total_tokens"] <= 512
+
+
+def test_a_gguf_file_is_said_to_be_dense():
+    assert "GGUF files do not tell sparse models" in prepare("model.gguf", tiny_llama(), None, "auto")
 
 
 def test_a_prompt_without_tokens_is_refused():

@@ -5,6 +5,7 @@ import torch
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.convert.sparsify import sparsify
 from hf_twell.measure.inference import blocks_on_kernels
+from hf_twell.models.gguf_files import is_gguf
 from hf_twell.ops import api
 
 WARM_UP = "The cell is the smallest unit of life."
@@ -24,6 +25,10 @@ def prepare(name: str, model, tokenizer, backend: str) -> str:
             raise ValueError(
                 f"--backend {backend}: {name} is no converted model (its config has no `twell` entry); convert it with "
                 "`hf-twell sparsify` or leave that out"
+            )
+        if is_gguf(name):
+            return (
+                f"{kind} is served densely: GGUF files do not tell sparse models; convert it with `hf-twell sparsify`"
             )
         return f"{kind} is dense (no `twell` entry in its config): served as it is, without sparse kernels"
     sparsify(model, backend=backend)
