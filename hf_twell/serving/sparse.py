@@ -27,9 +27,7 @@ def prepare(name: str, model, tokenizer, backend: str) -> str:
                 "`hf-twell sparsify` or leave that out"
             )
         if is_gguf(name):
-            return (
-                f"{kind} is served densely: GGUF files do not tell sparse models; convert it with `hf-twell sparsify`"
-            )
+            return f"{kind} is served densely: GGUF files do not tell sparse models; `hf-twell sparsify` converts"
         return f"{kind} is dense (no `twell` entry in its config): served as it is, without sparse kernels"
     sparsify(model, backend=backend)
     used = api.resolve(backend, model.device.type)
