@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_twell.cli import main
 from tests.conftest import shared_path
 from tests.hub_server import HubServer
+from tests.servers import serving
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "recipes" / "demo"
@@ -92,7 +93,16 @@ def test_python(page, tmp_path, monkeypatch):
         assert "L1 term" in hub.repos["me/llama-relu"]["README.md"].decode()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
+def with_commands() -> list:
+    """Pages; one that starts a server takes its time."""
+    starts = {page: [command[1] for command in commands(page)] for page in PAGES if commands(page)}
+    return [
+        pytest.param(page, marks=pytest.mark.slow if "serve" in names else (), id=page.stem)
+        for page, names in starts.items()
+    ]
+
+
+@pytest.mark.parametrize("page", with_commands())
 def test_commands(page, tmp_path, monkeypatch, capsys):
     pytest.importorskip("lm_eval")
     monkeypatch.chdir(tmp_path)
@@ -112,6 +122,10 @@ def test_commands(page, tmp_path, monkeypatch, capsys):
         command = [names.get(argument, argument) for argument in command]
         if "--tasks" in command:
             command += ["--limit", "4"]
+        if command[1] == "serve":
+            with serving(tmp_path, *command[2:], "--port", "0") as server:
+                assert server.ask("/v1/completions", {"prompt": "The cell is", "max_tokens": 4})["choices"]
+            continue
         capsys.readouterr()
         assert main(command[1:]) == 0, (command, capsys.readouterr().err)
 

@@ -38,7 +38,7 @@ def test_every_room_has_its_layer():
         ("train/new.py", "def late():\n    import hf_twell.measure.activity", "import hf_twell.measure"),
         ("convert/new.py", "def late():\n    from hf_twell import train", "import hf_twell.train"),
         ("ops/new.py", "import transformers", "hf_twell.ops is not allowed to import transformers"),
-        ("serving/__init__.py", "", "- hf_twell.serving"),
+        ("attic/__init__.py", "", "- hf_twell.attic"),
     ],
 )
 def test_what_breaks_a_contract_is_told(tmp_path, module, code, says):

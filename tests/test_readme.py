@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from hf_twell.recipe.schema import load_recipe
 from tests.conftest import COMMAND, shared_path
+from tests.servers import serving
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "recipes" / "demo"
@@ -50,6 +51,7 @@ def test_commands(tmp_path):
         "inspect",
         "train",
         "eval",
+        "serve",
         "push",
         "bench",
         "doctor",
@@ -65,10 +67,15 @@ def test_commands(tmp_path):
         arguments = [str(ROOT / a) if a.startswith("recipes/") else a for a in arguments]
         if name == "eval":  # ARC's answers stand in two splits, HellaSwag's in one
             arguments = [argument for argument in arguments if argument != "hellaswag"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+        if name == "serve":
+            with serving(tmp_path, tmp_path / arguments[0], "--port", "0", CUDA_VISIBLE_DEVICES="") as server:
+                assert any("is sparse" in line for line in server.lines)
+            continue
         done = subprocess.run(
             [*COMMAND, name, *arguments, *extra.get(name, [])],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+            env=environment,
             capture_output=True,
             text=True,
             timeout=200,

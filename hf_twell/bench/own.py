@@ -11,10 +11,8 @@ from hf_twell.bench.environment import environment
 from hf_twell.bench.generate import PROMPT_TOKENS, time_generate
 from hf_twell.bench.models import time_prefill
 from hf_twell.bench.progress import silent
-from hf_twell.blocks.choice import takes_kernels
-from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.convert.sparsify import unpatch
-from hf_twell.measure.inference import model_context
+from hf_twell.measure.inference import blocks_on_kernels, model_context
 from hf_twell.measure.sparsity import measure_sparsity
 from hf_twell.ops import api
 
@@ -44,7 +42,7 @@ def bench_own_prefill(
         **_describe(model, dense, text),
         "kv_cache": False,
         **time_prefill(model, dense, text, repeats=repeats, compile=compile, energy=energy, report=report),
-        "sparse_layers_on_kernels": _on_kernels(model, text),
+        "sparse_layers_on_kernels": blocks_on_kernels(model, text),
         **environment(model.device),
     }
 
@@ -75,7 +73,7 @@ def bench_own_generate(
         "new_tokens": new_tokens,
         **_describe(model, dense, text),
         **time_generate(model, dense, text, **options),
-        "sparse_layers_on_kernels": _on_kernels(model, text[:, -1:]),
+        "sparse_layers_on_kernels": blocks_on_kernels(model, text[:, -1:]),
         **environment(model.device),
     }
     row.pop("recited", None)  # random models alone have a text to recite
@@ -107,19 +105,3 @@ def _describe(model, dense, text) -> dict:
         "density": round(sparsity["density"], 5),
         "layer_l0": [round(layer["l0"], 2) for layer in sparsity["layers"]],
     }
-
-
-def _on_kernels(model, ids: torch.Tensor) -> int:
-    """How many sparse blocks go by kernels, now that they have seen some calls: those too dense take plain matmuls."""
-    ways = []
-
-    def note(ffn, args):
-        ways.append(takes_kernels(ffn, args[0]))
-
-    hooks = [block.register_forward_pre_hook(note) for block in sparse_ffns(model)]
-    try:
-        model(ids, use_cache=False, logits_to_keep=1)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return sum(ways)

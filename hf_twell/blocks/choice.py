@@ -41,9 +41,11 @@ def still_too_dense(ffn, x) -> bool:
 
 def takes_kernels(ffn, x: torch.Tensor) -> bool:
     """Which way a block would go with x after the calls it has seen: kernels, or plain matmuls."""
-    first, down = getattr(ffn, ffn.twell.form.first), getattr(ffn, ffn.twell.form.down)
     if api.resolve(ffn.twell.backend, x.device.type) == "reference":  # asked for, or no kernels could be had
         return False
+    if ffn._plain_parameters() is None:  # adapters, say, which the submodules compute
+        return False
+    first, down = getattr(ffn, ffn.twell.form.first), getattr(ffn, ffn.twell.form.down)
     return not _too_dense(ffn, x, first.weight, first.bias, _max_density_cpu(ffn, x, down.weight))
 
 

@@ -14,6 +14,7 @@ COMMANDS = {
     "eval": "score a model on ARC, HellaSwag and other lm-eval tasks, and on text files",
     "inspect": "see where a model thinks, by layer, position and token, and what sparsity would buy here",
     "bench": "measure the sparse feed-forward block, or decoding, against dense PyTorch on this machine",
+    "serve": "answer requests in OpenAI's form with one model, by its sparse kernels or by vLLM",
     "push": "publish a sparse model on the Hub, with a model card of what was measured",
     "doctor": "say which backends work on this machine, and why the others do not",
 }
@@ -31,7 +32,12 @@ def main(argv: list[str] | None = None) -> int:
         )
         module.add_arguments(subparser)
         subparser.set_defaults(run=module.run, parser=subparser)
+    argv = sys.argv[1:] if argv is None else argv
+    passed_on = []
+    if argv[:1] == ["serve"] and "--" in argv:  # which argparse would mix with what stands before it
+        argv, passed_on = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
     args, rest = parser.parse_known_args(argv)
+    args.passed_on = passed_on
     if rest and hasattr(args, "changes") and not any(item.startswith("-") for item in rest):
         # argparse gives up positional arguments that follow an option.
         args.changes += rest

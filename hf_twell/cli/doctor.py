@@ -20,6 +20,9 @@ PACKAGES = {  # and what pip installs for each
     "evaluate": "hf_twell[eval]",
     "gguf": "hf_twell[gguf]",
     "matplotlib": "hf_twell[bench]",
+    "fastapi": "hf_twell[serve]",
+    "openai": "hf_twell[serve]",
+    "uvicorn": "hf_twell[serve]",
 }
 
 

@@ -7,6 +7,8 @@ import torch
 import transformers
 
 import hf_twell
+from hf_twell.blocks.choice import takes_kernels
+from hf_twell.blocks.modeling import sparse_ffns
 
 # Logits take batch x context x vocabulary values, so the whole context of a long-context model would not fit.
 MAX_DEFAULT_CONTEXT = 2048
@@ -37,9 +39,7 @@ def model_context(model, context: int | None = None) -> int:
     Raises:
         ValueError: `context` is not between 1 and the model's own context.
     """
-    config = model.config.get_text_config()
-    names = ("max_position_embeddings", "n_positions", "n_ctx")
-    own = next((value for name in names if isinstance(value := getattr(config, name, None), int) and value > 0), None)
+    own = own_context(model)
     if context is None:
         return min(own or MAX_DEFAULT_CONTEXT, MAX_DEFAULT_CONTEXT)
     if context < 1 or (own and context > own):
@@ -47,6 +47,33 @@ def model_context(model, context: int | None = None) -> int:
             f"context={context}: give 1 or more tokens, up to the model's own context ({own or 'unknown'})"
         )
     return context
+
+
+def own_context(model) -> int | None:
+    """How many tokens a model takes, as its config says, or None where it says nothing."""
+    config = model.config.get_text_config()
+    names = ("max_position_embeddings", "n_positions", "n_ctx")
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int) and value > 0), None)
+
+
+def blocks_on_kernels(model, ids: torch.Tensor) -> int:
+    """How many sparse blocks go by kernels, now that they have seen some calls: those too dense take plain matmuls.
+
+    Shapes:
+        ids (B, T): tokens, of which as many at a time as are to be asked about.
+    """
+    ways = []
+
+    def note(ffn, args):
+        ways.append(takes_kernels(ffn, args[0]))
+
+    hooks = [block.register_forward_pre_hook(note) for block in sparse_ffns(model)]
+    try:
+        model(ids, use_cache=False, logits_to_keep=1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sum(ways)
 
 
 def check_ids(model, tokenizer, ids: torch.Tensor) -> None:

@@ -1,0 +1,1 @@
+"""`hf-twell serve`: one model behind OpenAI's API, by Transformers' own handlers of requests or by vLLM's server."""

@@ -1,0 +1,93 @@
+"""The HTTP routes around one model: Transformers' handlers of OpenAI's requests, and errors in OpenAI's form.
+
+Transformers' own application has routes that load other models, by any client; none is here.
+"""
+
+import contextlib
+import uuid
+from collections.abc import AsyncIterator
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from jinja2 import TemplateError
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+
+from hf_twell.serving.one_model import Generation, OneModel
+
+
+def build_app(name: str, model, tokenizer, generation: Generation) -> FastAPI:
+    """The application that answers as `name`."""
+    manager = OneModel(name, model, tokenizer)
+    chat, completion = Chat(manager, generation), Completion(manager, generation)
+    app = FastAPI(openapi_url=None, exception_handlers=dict.fromkeys(_MISTAKES, _answer_mistake))
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: dict):
+        if tokenizer.chat_template is None:
+            raise HTTPException(400, f"the tokenizer of {name} has no chat template; use /v1/completions")
+        return _closed(await chat.handle_request(body, f"chatcmpl-{uuid.uuid4().hex}"))
+
+    @app.post("/v1/completions")
+    async def completions(body: dict):
+        return _closed(await completion.handle_request(body, f"cmpl-{uuid.uuid4().hex}"))
+
+    @app.get("/v1/models")
+    async def models():
+        return {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "hf_twell"}]}
+
+    @app.get("/health")
+    async def health():
+        return {"status": "ok"}
+
+    return app
+
+
+class _Sampling:
+    """Transformers' handlers take a temperature, and still decode greedily unless the checkpoint asks for sampling."""
+
+    def _build_generation_config(self, body: dict, *args, **options):
+        config = super()._build_generation_config(body, *args, **options)
+        if body.get("temperature"):
+            config.do_sample = True
+        return config
+
+
+class Chat(_Sampling, ChatCompletionHandler):
+    pass
+
+
+class Completion(_Sampling, CompletionHandler):
+    pass
+
+
+def _closed(response: JSONResponse | StreamingResponse) -> JSONResponse | StreamingResponse:
+    """With the last event of OpenAI's streams, which Transformers leaves out and some clients wait for."""
+    if isinstance(response, StreamingResponse):
+        response.body_iterator = _with_done(response.body_iterator)
+    return response
+
+
+async def _with_done(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    async with contextlib.aclosing(events):
+        async for event in events:
+            yield event
+    yield "data: [DONE]\n\n"
+
+
+# What a request that is no good raises, in our routes, in Transformers' handlers, and in chat templates.
+_MISTAKES = (StarletteHTTPException, RequestValidationError, TemplateError, ValueError, KeyError, TypeError)
+
+
+async def _answer_mistake(_: Request, error: Exception) -> JSONResponse:
+    """In OpenAI's form, which its clients read."""
+    status, message = 400, str(error)
+    if isinstance(error, StarletteHTTPException):
+        status, message = error.status_code, error.detail
+    elif isinstance(error, RequestValidationError):
+        message = "the body is no JSON object"
+    elif isinstance(error, KeyError):
+        message = f"the request lacks {error}"
+    return JSONResponse({"error": {"message": message, "type": "invalid_request_error", "code": status}}, status)

@@ -1,0 +1,311 @@
+"""`hf-twell serve`: what its clients get, and what it says to the one who starts it."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+import hf_twell
+from hf_twell.cli import main
+from tests.conftest import tiny_llama
+from tests.servers import ROOT, Server, serving
+
+pytest.importorskip("fastapi")
+from fastapi import HTTPException
+
+from hf_twell.serving.one_model import StoppableGeneration
+from hf_twell.serving.sparse import prepare
+
+DEMO = ROOT / "recipes" / "demo" / "model"
+VLLM = Path(f"{sys.prefix}-vllm") / "bin" / "python"
+PROMPTS = ("The cell is", "Once upon a time")
+NEW_TOKENS = 24
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
+    "{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
+)
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory) -> Path:
+    """The demo model as a sparse checkpoint, in float32, with a chat template."""
+    folder = tmp_path_factory.mktemp("sparse")
+    hf_twell.sparsify(AutoModelForCausalLM.from_pretrained(DEMO, dtype="float32")).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(sparse, tmp_path_factory):
+    arguments = ("--engine", "transformers", "--port", "0", "--device", "cpu", "--backend", "cpu")
+    with serving(tmp_path_factory.mktemp("server"), sparse, *arguments) as server:
+        yield server
+
+
+def greedy(folder: Path, prompt: str | list[dict]) -> str:
+    """What plain Transformers writes after a text or messages, in float32, by the stock class and its plain matmuls."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    encode = tokenizer if isinstance(prompt, str) else tokenizer.apply_chat_template
+    options = {} if isinstance(prompt, str) else {"add_generation_prompt": True, "return_dict": True}
+    ids = encode(prompt, return_tensors="pt", **options)["input_ids"]
+    written = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0, ids.shape[1] :]
+    return tokenizer.decode(written, skip_special_tokens=True)
+
+
+def completion(server: Server, **body) -> str:
+    (choice,) = server.ask("/v1/completions", {"max_tokens": NEW_TOKENS, **body})["choices"]
+    return choice["text"]
+
+
+def events(server: Server, route: str, body: dict) -> list[str]:
+    """The data of a stream's events, as they come."""
+    with server.open(route, {**body, "stream": True}) as answer:
+        lines = [line.decode().strip() for line in answer]
+    assert all(line.startswith("data: ") for line in lines if line)
+    return [line.removeprefix("data: ") for line in lines if line]
+
+
+def test_a_sparse_model_answers_as_in_transformers(server, sparse):
+    assert any("is sparse: its 4 blocks decode by cpu kernels" in line for line in server.lines)
+    expected = greedy(sparse, PROMPTS[0])
+    assert len(expected) > NEW_TOKENS
+    assert completion(server, model=str(sparse), prompt=PROMPTS[0]) == expected
+
+    *parts, done = events(server, "/v1/completions", {"prompt": PROMPTS[0], "max_tokens": NEW_TOKENS})
+    assert done == "[DONE]"
+    texts = [json.loads(part)["choices"][0]["text"] for part in parts]
+    assert len(texts) > 10
+    assert "".join(texts) == expected
+
+
+def test_chat_goes_through_the_template(server, sparse):
+    messages = [{"role": "user", "content": "What is a cell?"}]
+    expected = greedy(sparse, messages)
+    body = {"messages": messages, "max_tokens": NEW_TOKENS}
+    (choice,) = server.ask("/v1/chat/completions", body)["choices"]
+    assert choice["message"] == {"role": "assistant", "content": expected}
+    *parts, _ = events(server, "/v1/chat/completions", body)
+    deltas = [json.loads(part)["choices"][0]["delta"] for part in parts]
+    assert "".join(delta.get("content", "") for delta in deltas) == expected
+
+
+def test_requests_at_the_same_time(server, sparse):
+    with ThreadPoolExecutor(4) as pool:
+        texts = pool.map(lambda prompt: completion(server, prompt=prompt), PROMPTS * 2)
+    assert list(texts) == [greedy(sparse, prompt) for prompt in PROMPTS] * 2
+
+
+def test_a_temperature_samples_and_a_seed_repeats(server, sparse):
+    body = {"prompt": PROMPTS[0], "temperature": 1.5, "seed": 3}
+    first = completion(server, **body)
+    assert first == completion(server, **body)
+    assert first != greedy(sparse, PROMPTS[0])
+    assert completion(server, prompt=PROMPTS[0], temperature=0) == greedy(sparse, PROMPTS[0])
+
+
+def test_the_one_model_and_no_other(server, sparse):
+    assert [row["id"] for row in server.ask("/v1/models")["data"]] == [str(sparse)]
+    assert server.ask("/health") == {"status": "ok"}
+    message = server.ask("/v1/completions", {"model": "gpt2", "prompt": "a"})
+    assert f"pinned to '{sparse}'" in message
+    assert "gpt2" in message
+    for route in ("/load_model", "/reset"):  # of Transformers' own server
+        assert server.ask(route, {"model": "gpt2"}) == "Not Found"
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"prompt": ["a"]}, "prompt must be a string"),
+        ({"prompt": "a", "max_tokens": 0}, "must be greater than 0"),
+        ({"prompt": "a", "nonsense": 1}, "nonsense"),
+        ({"prompt": "a " * 600}, "the model's context 512"),
+        ([], "no JSON object"),
+    ],
+)
+def test_mistakes_of_a_client_are_told(server, body, says):
+    assert says in server.ask("/v1/completions", body)
+
+
+def test_mistakes_in_messages_are_told(server):
+    assert "lacks 'messages'" in server.ask("/v1/chat/completions", {})
+    assert server.ask("/v1/chat/completions", {"messages": [{"role": "robot", "content": "a"}]}) == "no robots"
+
+
+def test_a_client_that_goes_away_leaves_the_server_to_others(server, sparse):
+    with server.open("/v1/completions", {"prompt": PROMPTS[0], "max_tokens": 400, "stream": True}) as answer:
+        next(answer)
+    assert completion(server, prompt=PROMPTS[0]) == greedy(sparse, PROMPTS[0])
+
+
+def test_an_answer_ends_with_the_context(server):
+    usage = server.ask("/v1/completions", {"prompt": "a " * 480})["usage"]
+    assert 480 < usage["prompt_tokens"] < usage["total_tokens"] <= 512
+
+
+def test_a_gguf_file_is_said_to_be_dense():
+    assert "GGUF files do not tell sparse models" in prepare("model.gguf", tiny_llama(), None, "auto")
+
+
+def test_a_prompt_without_tokens_is_refused():
+    """Of a tokenizer that adds none of its own."""
+    tokens = {"input_ids": torch.zeros(1, 0, dtype=torch.long)}
+    with pytest.raises(HTTPException, match="the prompt is empty"):
+        StoppableGeneration().generate_streaming(tiny_llama(), None, tokens, GenerationConfig(), "id")
+
+
+@pytest.mark.slow
+def test_openais_own_client(server, sparse):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    options = {"model": str(sparse), "prompt": PROMPTS[0], "max_tokens": NEW_TOKENS}
+    assert client.completions.create(**options).choices[0].text == greedy(sparse, PROMPTS[0])
+    parts = client.completions.create(**options, stream=True)
+    assert "".join(part.choices[0].text for part in parts) == greedy(sparse, PROMPTS[0])
+    with pytest.raises(openai.BadRequestError, match="pinned to"):
+        client.completions.create(**{**options, "model": "gpt2"})
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_what_is_being_written(sparse, tmp_path):
+    """A stream, and an answer in one piece that waits its turn behind the stream."""
+    body = {"prompt": PROMPTS[0], "max_tokens": 500}
+    with serving(tmp_path, sparse, "--engine", "transformers", "--port", "0", "--device", "cpu") as server:
+        with server.open("/v1/completions", {**body, "stream": True}) as answer, ThreadPoolExecutor(1) as pool:
+            next(answer)
+            behind = pool.submit(server.ask, "/v1/completions", body)
+            time.sleep(0.2)  # for it to arrive
+            server.stop()
+            *_, usage, done = (line.decode().removeprefix("data: ") for line in answer if line.strip())
+            assert done.strip() == "[DONE]"
+            assert json.loads(usage)["usage"]["completion_tokens"] < 500
+            assert behind.result()["usage"]["completion_tokens"] < 500
+        server.process.wait(timeout=10)
+
+
+@pytest.mark.slow
+def test_its_blocks_call_the_kernels(sparse, tmp_path):
+    """An instruction set that no processor has breaks the kernels, and so the server, and plain matmuls alone go on."""
+    arguments = [str(sparse), "--engine", "transformers", "--port", "0", "--device", "cpu"]
+    with pytest.raises(AssertionError, match="cannot run here"):  # noqa: SIM117
+        with serving(tmp_path, *arguments, "--backend", "cpu", HF_TWELL_CPU_ISA="none"):
+            pass
+    with serving(tmp_path, *arguments, "--backend", "reference", HF_TWELL_CPU_ISA="none") as server:
+        assert any("its 4 blocks decode by plain matmuls, as asked" in line for line in server.lines)
+        assert completion(server, prompt=PROMPTS[0]) == greedy(sparse, PROMPTS[0])
+
+
+@pytest.mark.slow
+def test_an_adapter_is_served_on_its_sparse_base(sparse, tmp_path):
+    peft = pytest.importorskip("peft")
+    model = hf_twell.sparsify(AutoModelForCausalLM.from_pretrained(sparse))
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    hf_twell.save_adapter(peft.get_peft_model(model, config), tmp_path / "adapter")
+    merged = hf_twell.load_adapter(tmp_path / "adapter", sparse).merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    AutoTokenizer.from_pretrained(sparse).save_pretrained(tmp_path / "merged")
+    with serving(
+        tmp_path, tmp_path / "adapter", "--engine", "transformers", "--port", "0", "--device", "cpu"
+    ) as server:
+        assert any("decode by plain matmuls: adapters are on them" in line for line in server.lines)
+        written = completion(server, prompt=PROMPTS[0])
+        assert written == greedy(tmp_path / "merged", PROMPTS[0])
+        assert written != greedy(sparse, PROMPTS[0])
+
+
+@pytest.mark.slow
+def test_a_dense_model_is_served_and_said_so(tmp_path):
+    with serving(tmp_path, DEMO, "--engine", "transformers", "--port", "0", "--dtype", "float32") as server:
+        assert any("float32" in line and "is dense" in line for line in server.lines)
+        assert any("no chat template" in line for line in server.lines)
+        message = server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
+        assert "no chat template; use /v1/completions" in message
+        assert completion(server, prompt=PROMPTS[0]) == greedy(DEMO, PROMPTS[0])
+
+
+def test_a_port_in_use_is_told(sparse, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        assert main(["serve", str(sparse), "--engine", "transformers", "--port", port]) == 1
+    assert f"cannot serve on 127.0.0.1 port {port}: Address already in use; give another --port" in last(capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["{folder}/absent"], "no folder at"),
+        (["{folder}"], "config.json"),
+        ([str(DEMO), "--host", "192.0.2.1"], "give an address of this machine"),
+        ([str(DEMO), "--backend", "cpu"], "is no converted model"),
+        ([str(DEMO), "--", "--max-model-len", "64"], "arguments after -- are for vLLM"),
+        ([str(DEMO), "--device", "tpu"], "give cpu, cuda or cuda:N"),
+    ],
+)
+def test_mistakes_of_the_one_who_starts_it_are_told(arguments, says, tmp_path, capsys):
+    model, *rest = (argument.format(folder=tmp_path) for argument in arguments)
+    assert main(["serve", model, "--engine", "transformers", "--port", "0", *rest]) == 1
+    assert says in last(capsys)
+
+
+def last(capsys) -> str:
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("hf-twell: error: ")
+    return line
+
+
+@pytest.mark.slow
+def test_a_missing_package_is_named_with_what_installs_it():
+    code = "import sys\nsys.modules['uvicorn'] = None\nfrom hf_twell.cli import main\nsys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "serve", str(DEMO), "--engine", "transformers"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    assert done.stderr == "hf-twell: error: this needs the package uvicorn: pip install 'hf_twell[serve]'\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VLLM.exists(), reason=f"needs vLLM in {VLLM.parents[1].name}/")
+def test_vllm_serves_what_it_takes(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+    own = {"PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    command = [str(VLLM), "-m", "hf_twell", "serve", str(DEMO), "--port", port, "--dtype", "float32"]
+    with (tmp_path / "output").open("w+") as output:
+        process = subprocess.Popen(
+            [*command, "--", "--max-model-len", "64", "--enforce-eager"],
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **own},
+        )
+        server = Server(process, f"http://127.0.0.1:{port}", [])
+        try:
+            while not is_up(server):
+                assert process.poll() is None, (tmp_path / "output").read_text()[-3000:]
+                time.sleep(1)
+            assert completion(server, model=str(DEMO), prompt=PROMPTS[0], temperature=0) == greedy(DEMO, PROMPTS[0])
+            assert "does not exist" in server.ask("/v1/completions", {"model": "gpt2", "prompt": "a"})
+            assert "maximum context length is 64" in server.ask("/v1/completions", {"prompt": "a " * 80})
+            server.stop()
+            process.wait(timeout=60)
+        finally:
+            process.kill()
+    assert (tmp_path / "output").read_text().splitlines()[0] == "engine: vLLM"
+
+
+def is_up(server: Server) -> bool:
+    try:
+        server.open("/health").close()
+    except OSError:
+        return False
+    return True
