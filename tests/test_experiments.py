@@ -137,6 +137,33 @@ def test_density_follows_its_path(lab, context, settings):
     assert all(0.85 < ratio < 1.15 for ratio in ratios), ratios
 
 
+def test_always_on_neurons_stand_in_for_what_relu_takes(lab, context):
+    context.parent["embed_tokens.weight"] += 0.5  # streams of trained models have a mean, too
+    teacher, swapped = context.load(None), context.load(None)
+    swapped.set_blocks(activation="relu")
+    row = run(lab, context, "on0", always_on={"neurons": 16})
+    student, tokens = context.load("on0"), context.windows[32:].long()
+    assert student.layers[0].mlp.gate_proj.out_features == 128 + 16
+    assert min(row["filled"]) > 0
+    assert row["density"] > 16 / 144
+
+    with torch.no_grad():
+        truth, far, near = (model.logits(model(tokens)[0]) for model in (teacher, swapped, student))
+    assert (near - truth).norm() < 0.8 * (far - truth).norm(), "on text that they were not fitted on"
+    whole = run(lab, context, "on0", name="all", always_on={"neurons": 64})
+    assert sum(whole["filled"]) > sum(row["filled"])
+
+    mlp = student.layers[1].mlp
+    mlp.penalty = "contribution"
+    x = torch.randn(5, 64)
+    mlp(x)[1][1].backward()
+    assert not mlp.gate_proj.weight.grad[128:].any(), "nothing presses on them"
+    assert mlp.gate_proj.weight.grad[:128].any()
+    with pytest.raises(ValueError, match=r"always on are 0\.1111 of all"):
+        run(lab, context, "on64", always_on={"neurons": 16}, target=0.1)
+    assert math.isfinite(run(lab, context, "kd", start_from="on0", target=0.3)["losses"]["openstax"])
+
+
 def test_a_job_waits_for_what_it_builds_on(lab, tmp_path):
     queue = lab("lab")
     for name in ("queue", "taken", "status"):

@@ -26,6 +26,10 @@ PRESETS = {
     "muon": {**_AT_TEN, "muon": True},
     "lr1e3": {**_AT_TEN, "lr": 1e-3},
     "bias": {**_AT_TEN, "bias": "fit"},
+    "on64": {**_AT_TEN, "always_on": {"neurons": 64}},
+    "on128": {**_AT_TEN, "always_on": {"neurons": 128}},
+    "onswap": {"tokens": 8 * MILLION, "ce": 0.5, "kl": 0.5, **_STEP, "always_on": {"neurons": 128}},
+    "on0": {"tokens": 0, "always_on": {"neurons": 128}},  # what the closed form alone gives
     "fade": {**_AT_TEN, "fade": {"kind": "mix", "end": 0.4}},
     "sharpen": {**_AT_TEN, "fade": {"kind": "sharpen", "end": 0.4}},
     "hold": {**_AT_TEN, "path": [0.0, 0.4]},

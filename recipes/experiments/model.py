@@ -81,6 +81,7 @@ class FeedForward(nn.Module):
         self.up_proj = nn.Linear(shape.width, shape.hidden, bias=False)
         self.down_proj = nn.Linear(shape.hidden, shape.width, bias=False)
         self.activation, self.penalty, self.temperature = "silu", "", 0.1
+        self.always_on = 0  # the last so many neurons are those of `always_on.py`, and no penalty is on them
         self.register_buffer("relu_share", torch.zeros(()), persistent=False)
 
     def activate(self, gate):
@@ -104,6 +105,8 @@ class FeedForward(nn.Module):
         """Mean over tokens; what SiLU's negative lobe adds during a fade is not pressed on."""
         if not self.penalty:
             return torch.zeros((), device=gate.device)
+        pressed = slice(gate.shape[-1] - self.always_on)
+        gate, up, h = gate[..., pressed], up[..., pressed], h[..., pressed]
         if self.penalty == "sigmoid_count":
             return torch.sigmoid(gate.float() / self.temperature).mean()
         if self.penalty == "hinge":
@@ -112,7 +115,7 @@ class FeedForward(nn.Module):
         active = h if self.activation == "relu" else F.relu(gate) * up
         if self.penalty == "l1":
             return active.float().abs().mean()
-        columns = self.down_proj.weight.detach().norm(dim=0)
+        columns = self.down_proj.weight.detach().norm(dim=0)[pressed]
         size = y.detach().float().norm(dim=-1).clamp(min=1e-6)
         return ((active.float().abs() * columns).sum(-1) / size).mean()
 

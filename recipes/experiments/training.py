@@ -2,11 +2,12 @@
 
 import copy
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from always_on import add_always_on
 from batches import Batches
 from graphs import capture
 from model import HeadLoss, Llama, Shape, add_biases, chunk_loss, fit_biases
@@ -24,6 +25,7 @@ DEFAULTS = {
     "activation": "relu",  # or "silu"
     "fade": None,  # {"kind": "mix" or "sharpen", "end": share of the run}: SiLU becomes ReLU along the way
     "bias": None,  # "zero" or "fit"
+    "always_on": None,  # {"neurons": how many a block gets, "windows": those they are fitted on}
     "tokens": 8_000_000,
     "batch": 65_536,
     "micro_batch": 32,  # windows
@@ -73,11 +75,12 @@ class Context:
         saved = {"state": self.parent, "activation": "silu"}
         if name is not None:
             saved = torch.load(self.folder / f"{name}.pt", map_location=self.device)
-        model = Llama(self.shape, self.dtype).to(self.device)
+        hidden, _ = saved["state"]["layers.0.mlp.gate_proj.weight"].shape
+        model = Llama(replace(self.shape, hidden=hidden), self.dtype).to(self.device)
         if any(key.endswith("proj.bias") for key in saved["state"]):
             add_biases(model)
         model.load_state_dict(saved["state"])
-        model.set_blocks(activation=saved["activation"])
+        model.set_blocks(activation=saved["activation"], always_on=saved.get("always_on", 0))
         return model
 
 
@@ -93,16 +96,21 @@ class Run:
         if unknown:
             raise ValueError(f"unknown settings {sorted(unknown)}: {', '.join(DEFAULTS)}")
         self.settings = settings = {**DEFAULTS, **settings}
-        self.context, self.report, self.curve, self.read = context, report, [], 0
+        self.context, self.report, self.curve, self.read, self.filled = context, report, [], 0, []
         torch.manual_seed(settings["seed"])
         self.batches = Batches(context, settings)
         self.student = context.load(settings["start_from"])
-        needs_teacher = settings["kl"] or settings["hidden"] or settings["local_tokens"] or settings["bias"] == "fit"
+        needs_teacher = any(settings[key] for key in ("kl", "hidden", "local_tokens", "always_on"))
+        needs_teacher |= settings["bias"] == "fit"
         self.teacher = context.load(settings["teacher"]).requires_grad_(False) if needs_teacher else None
         if settings["bias"]:
             add_biases(self.student)
         if settings["bias"] == "fit":
             fit_biases(self.student, self.teacher, self.batches.windows[:8].long())
+        if settings["always_on"]:
+            self.student.set_blocks(activation="relu")
+            tokens = self.batches.windows[: settings["always_on"].get("windows", 32)].long()
+            self.filled = add_always_on(self.student, self.teacher, tokens, settings["always_on"]["neurons"])
         fade = settings["fade"]
         self.student.set_blocks(
             activation=fade["kind"] if fade else settings["activation"],
@@ -160,6 +168,10 @@ class Run:
         settings = self.settings
         loss, _, figures = self.end_to_end_loss(self.batches.windows[:16].long(), fast=False)
         natural = figures[:, 0].detach()
+        mlp = self.student.layers[0].mlp
+        least = mlp.always_on / mlp.gate_proj.out_features
+        if settings["target"] <= least:
+            raise ValueError(f"target {settings['target']}: the neurons that are always on are {least:.4f} of all")
         shares = layer_shares(settings["per_layer"], natural)
         arguments = (settings["target"], settings["path"], natural, shares)
         self.controller = Controller(*arguments, steps=steps, **settings["controller"])
@@ -257,9 +269,12 @@ def run_job(job: dict, context: Context, report) -> dict:
             parameter.data.copy_(average)
     run.student.set_blocks(penalty="")
     row = {"job": job, "tokens": run.read, "train_seconds": round(trained, 1), **score(run.student, context.evaluation)}
+    if run.filled:
+        row["filled"] = [round(share, 3) for share in run.filled]
     if settings["save"]:
         state = {name: tensor.bfloat16() for name, tensor in run.student.state_dict().items()}
-        torch.save({"state": state, "activation": settings["activation"]}, context.folder / f"{settings['name']}.pt")
+        kept = {"activation": settings["activation"], "always_on": run.student.layers[0].mlp.always_on}
+        torch.save({"state": state, **kept}, context.folder / f"{settings['name']}.pt")
     return {**row, "seconds": round(time.time() - began, 1), "curve": copy.copy(run.curve)}
 
 
