@@ -1,0 +1,125 @@
+"""Which way each layer of a sparse model goes in vLLM, decided once, before anything is compiled or captured.
+
+A layer whose density is known goes by the operator, which takes kernels at the numbers of tokens where they are faster.
+One that nothing can be gained for stays vLLM's own block, with ReLU: it then quantizes, takes adapters and adds biases
+as vLLM does.
+"""
+
+import math
+import numbers
+from dataclasses import dataclass
+
+import torch
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+import hf_twell
+from hf_twell.ops import api, policy
+
+HOW_TO_CHANGE = (
+    "to use kernels, store it with `hf-twell sparsify MODEL OUT --text FILE`, or give it: "
+    """--additional-config '{"hf_twell": {"density": 0.01}}'"""
+)
+
+
+@dataclass
+class Plan:
+    """Attributes:
+    densities: of each layer index that was asked about, what its operator gets, or None for the plain way.
+    summary: one line that says so.
+    """
+
+    densities: dict[int, float | None]
+    summary: str
+
+    def key(self) -> list:
+        """As JSON, for the key of a cache of compiled code."""
+        return [hf_twell.__version__, sorted(self.densities.items())]
+
+
+def decide(vllm_config, blocks: dict[int, torch.nn.Module]) -> Plan:
+    """The way of each of these stock blocks, by layer index, their weights not being loaded yet.
+
+    Raises:
+        ValueError: a density in `additional_config` or in the checkpoint's `twell` entry that cannot be one.
+    """
+    config = vllm_config.model_config.hf_config
+    entry = getattr(config, "twell", None) or {}
+    known, source = known_densities(vllm_config.additional_config, entry, config.num_hidden_layers)
+    layers = entry.get("layers")
+    densities, reasons = {}, []
+    for index, block in blocks.items():
+        problem = "LoRA is on" if vllm_config.lora_config is not None else _problem(block)
+        if problem is None and layers is not None and index not in layers:
+            problem = "the checkpoint's twell entry leaves it out"
+        if problem is None and known is None:
+            problem = f"the density is not known; {HOW_TO_CHANGE}"
+        densities[index] = None
+        if problem is None:
+            weight = block.gate_up_proj.weight
+            shape = weight.numel() // 2, weight.dtype, weight.device.type
+            density = policy.same_answers(known[index], *shape)
+            densities[index] = density if density < math.inf else None
+            problem = None if density < math.inf else "they are too dense for kernels to be faster"
+        reasons += [] if problem in (None, *reasons) else [problem]
+    return Plan(densities, _summary(densities, known, source, reasons))
+
+
+def known_densities(additional_config, entry: dict, layers: int) -> tuple[list[float] | None, str]:
+    """Each layer's share of active neurons, and where it is from; None where nothing says it.
+
+    Args:
+        additional_config: vLLM's; `{"hf_twell": {"density": 0.01}}` or a list of a number a layer comes first.
+        entry: the `twell` entry of the checkpoint's config, whose `density` is such a list.
+
+    Raises:
+        ValueError: other settings, and what cannot be densities.
+    """
+    settings = additional_config.get("hf_twell", {}) if isinstance(additional_config, dict) else {}
+    if not isinstance(settings, dict) or set(settings) - {"density"}:
+        raise ValueError(
+            f"additional_config['hf_twell'] is {settings!r}; it takes {{'density': 0.01}}, or a list of one a layer"
+        )
+    for source, value in (
+        ("additional_config['hf_twell']['density']", settings.get("density")),
+        ("the checkpoint's twell entry", entry.get("density")),
+    ):
+        if value is not None:
+            values = [value] * layers if isinstance(value, numbers.Real) else value
+            if not isinstance(values, list | tuple) or len(values) != layers or not all(map(_is_share, values)):
+                raise ValueError(
+                    f"{source} gives the density as {value!r}; give a number from 0 to 1, or a list of {layers}"
+                )
+            return list(values), source
+    return None, ""
+
+
+def _is_share(value) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= value <= 1
+
+
+def _problem(block) -> str | None:
+    """Why the kernels cannot compute this block as vLLM has built it, or None."""
+    linears = block.gate_up_proj, block.down_proj
+    if not all(type(linear.quant_method) is UnquantizedLinearMethod for linear in linears):
+        return "its weights are quantized, for which there are no kernels"
+    if any(linear.bias is not None for linear in linears):
+        return "it has biases"
+    weight = block.gate_up_proj.weight
+    device, dtype = weight.device.type, weight.dtype
+    allowed = (torch.bfloat16, torch.float16, *([torch.float32] if device == "cpu" else []))
+    if dtype not in allowed:
+        return f"its weights are {dtype} on {device}"
+    if api.resolve("auto", device) == "reference":  # compiles them now, not in a capture; says why it cannot
+        return f"no compiled kernels could be had for {device}"
+    return None
+
+
+def _summary(densities, known, source, reasons) -> str:
+    total, sparse = len(densities), sum(density is not None for density in densities.values())
+    parts = [f"{sparse} of {total} feed-forward blocks use the sparse kernels where these are faster"]
+    if sparse:
+        shares = [known[index] for index, density in densities.items() if density is not None]
+        parts.append(f"at densities of {min(shares):.2%} to {max(shares):.2%}, from {source}")
+    if reasons:
+        parts.append(f"{'the others are' if sparse else 'they are'} plain ReLU blocks: {'; '.join(reasons)}")
+    return "hf_twell: " + ", ".join(parts)
