@@ -13,7 +13,7 @@ from hf_twell.convert.sparsify import check_entry
 from hf_twell.vllm_plugin import plan
 from hf_twell.vllm_plugin.blocks import ReluAndMul, SparseFfn
 
-logger = init_logger(f"vllm.{__name__}")  # a child of vLLM's logger, which alone has a handler
+logger = init_logger("vllm.hf_twell")  # a child of the logger that has a handler
 
 
 class SparseBlocks:
