@@ -1,127 +1,35 @@
 """The vLLM plugin against Transformers: vLLM runs in an environment of its own, which `make test-all` makes."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from peft import LoraConfig, get_peft_model
 
 import hf_twell
 from hf_twell.vllm_plugin.density import known_densities
+from tests.vllm_engines import FAMILIES, TIMEOUT_S, distance, expected, needs_vllm, prompts, run, save, tiny
 
 ROOT = Path(__file__).parents[1]
-VLLM_PYTHON = Path(f"{sys.prefix}-vllm") / "bin" / "python"
-needs_vllm = pytest.mark.skipif(
-    not VLLM_PYTHON.exists(), reason=f"needs vLLM in {VLLM_PYTHON.parents[1].name}/, where make test-all installs it"
-)
-RUNS_TIMEOUT_S = 600
-FAMILIES = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-}
-# In float32 a block of these sizes takes kernels for two tokens, and from four tokens on.
-SIZES = {
-    "vocab_size": 256,
-    "hidden_size": 256,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.1,
-    "tie_word_embeddings": False,
-}
-SPARSE, DENSE = "hf_twell::infer", "hf_twell_vllm::ffn"
-EAGER = {"enforce_eager": True}
-FP32 = {"dtype": "float32"}
+EAGER, FP32, BF16 = {"enforce_eager": True}, {"dtype": "float32"}, {"dtype": "bfloat16"}
+SEVERAL, ONE = prompts(7, 16, 21, 30), prompts(25)  # the former come to the blocks in one call of 74 tokens
+SPARSE_LINE = "hf_twell: 2 of 2 feed-forward blocks use the sparse kernels where these are faster, at densities of "
+PLAIN_LINE = "hf_twell: 0 of 2 feed-forward blocks use the sparse kernels where these are faster, they are plain ReLU "
+slow = [pytest.mark.slow, pytest.mark.timeout(TIMEOUT_S), needs_vllm]
 
 
-def tiny(family="llama", dtype=torch.float32, **changes):
-    config, model = FAMILIES[family]
-    torch.manual_seed(0)
-    changes = {"head_dim": 64, **changes} if family == "qwen3" else changes
-    return model(config(**{**SIZES, **changes})).to(dtype).eval()
+def in_vllm(test):
+    for mark in slow:
+        test = mark(test)
+    return test
 
 
-def save(model, folder, density=0.05) -> str:
-    """A sparse checkpoint of the model with an entry of each layer's density, or one without."""
-    hf_twell.unpatch(hf_twell.sparsify(model)).save_pretrained(folder)
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config["twell"].pop("density", None)
-    if density is not None:
-        config["twell"]["density"] = [density] * config["num_hidden_layers"]
-    path.write_text(json.dumps(config))
-    return str(folder)
-
-
-def prompts(*lengths) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, 256, (length,), generator=generator).tolist() for length in lengths]
-
-
-@torch.no_grad()
-def expected(model, prompts, new_tokens=8) -> dict:
-    """Greedy tokens and the prompts' log-probabilities by Transformers."""
-    tokens, logprobs = [], []
-    for ids in prompts:
-        ids = torch.tensor([ids])
-        length = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
-        tokens.append(model.generate(ids, do_sample=False, pad_token_id=0, **length)[0, ids.shape[1] :].tolist())
-        log_p = model(ids).logits[0, :-1].float().log_softmax(-1)
-        logprobs.append(log_p.gather(1, ids[0, 1:, None])[:, 0].tolist())
-    return {"tokens": tokens, "logprobs": logprobs}
-
-
-def distance(logprobs, others) -> float:
-    """Root mean square of their differences, in nats."""
-    pairs = zip(sum(logprobs, []), sum(others, []), strict=True)
-    return torch.tensor([a - b for a, b in pairs]).square().mean().sqrt().item()
-
-
-def environment(folder, **changes) -> dict:
-    return {
-        **os.environ,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else engine and caller are two processes, and start twice as long
-        "VLLM_CACHE_ROOT": str(folder / "vllm-cache"),
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "OMP_NUM_THREADS": "1",
-        **changes,
-    }
-
-
-def run(folder, runs, **changes) -> list[dict]:
-    (folder / "runs.json").write_text(json.dumps(runs))
-    command = [str(VLLM_PYTHON), str(ROOT / "tests" / "vllm_runs.py"), "runs.json", "results.json"]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment(folder, **changes),
-        capture_output=True,
-        text=True,
-        timeout=RUNS_TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads((folder / "results.json").read_text())
+def kernel_rows(result) -> list[list[int]]:
+    """Of each call, the numbers of tokens that came to the kernels."""
+    return [call["rows"]["hf_twell::infer"] for call in result["calls"]]
 
 
 def test_the_plugin_imports_neither_torch_nor_vllm():
@@ -154,27 +62,147 @@ def test_what_can_be_no_density_is_refused(settings, entry, says):
         known_densities({"hf_twell": settings}, entry, 2)
 
 
-@pytest.mark.slow
-@needs_vllm
-@pytest.mark.timeout(RUNS_TIMEOUT_S)
+@in_vllm
 def test_families_give_the_tokens_of_transformers(tmp_path):
-    """Compiled and eager; at once four prompts, whose 74 tokens come in one call, then one alone."""
-    several, one = prompts(7, 16, 21, 30), prompts(25)
+    """Two compiled, two eager, and beside them a model with SiLU, which stays vLLM's own."""
     runs, references = [], []
     for family in FAMILIES:
         model = tiny(family)
         path = save(model, tmp_path / family)
-        references.append([expected(model, several), expected(model, one)])
-        calls = [{"prompts": several, "logprobs": True}, {"prompts": one}]
-        runs.append({"model": path, "options": FP32 | ({} if family in ("llama", "qwen3") else EAGER), "calls": calls})
-    for result, (first, second) in zip(run(tmp_path, runs), references, strict=True):
+        references.append([expected(model, SEVERAL), expected(model, ONE)])
+        options = FP32 if family in ("llama", "qwen3") else FP32 | EAGER
+        runs.append(
+            {"model": path, "options": options, "calls": [{"prompts": SEVERAL, "logprobs": True}, {"prompts": ONE}]}
+        )
+    silu = tiny()
+    silu.save_pretrained(tmp_path / "silu")
+    runs.append({"model": str(tmp_path / "silu"), "options": FP32 | EAGER, "calls": [{"prompts": SEVERAL}]})
+    *results, untouched = run(tmp_path, runs)
+    for result, (first, second) in zip(results, references, strict=True):
         assert "error" not in result, result
+        assert result["lines"] == [SPARSE_LINE + "5.00% to 5.00%, from the checkpoint's twell entry"]
         assert result["blocks"] == ["SparseFfn"] * 2
-        assert result["lines"] == [
-            "hf_twell: 2 of 2 feed-forward blocks use the sparse kernels where these are faster, "
-            "at densities of 5.00% to 5.00%, from the checkpoint's twell entry"
-        ]
         assert result["calls"][0]["tokens"] == first["tokens"]
         assert result["calls"][1]["tokens"] == second["tokens"]
         assert distance(result["calls"][0]["logprobs"], first["logprobs"]) < 2e-5
-        assert [each["rows"][SPARSE] for each in result["calls"]] == [[4, 74], [1, 25]]
+        assert kernel_rows(result) == [[4, 74], [1, 25]]
+    assert (untouched["lines"], untouched["blocks"]) == ([], ["LlamaMLP"] * 2)
+    assert untouched["activations"] == ["SiluAndMul"] * 2
+    assert untouched["calls"][0]["tokens"] == expected(silu, SEVERAL)["tokens"]
+
+
+@in_vllm
+def test_the_density_decides_which_way_a_block_goes(tmp_path):
+    model = tiny()
+    path, unknown = save(model, tmp_path / "sparse"), save(model, tmp_path / "unknown", density=None)
+    second = save(model, tmp_path / "second", layers=[1])
+    tokens = expected(model, ONE)["tokens"]
+
+    def override(density):
+        return {"additional_config": {"hf_twell": {"density": density}}}
+
+    cases = [
+        # What is given, the line's end, the blocks, and the tokens of one call after the other that kernels see.
+        (path, FP32 | override(0.5), "blocks: they are too dense for kernels to be faster", [], []),
+        (path, BF16 | override(0.5), "50.00% to 50.00%, from additional_config['hf_twell']['density']", [0, 1], [1]),
+        (path, BF16 | override([0.5, 0.01]), "1.00% to 50.00%, from additional_config", [0, 1], [1, 25]),
+        (unknown, FP32, "density is not known; to use kernels, store it with `hf-twell sparsify MODEL OUT", [], []),
+        (unknown, FP32 | override(0), "0.00% to 0.00%, from additional_config", [0, 1], [1, 25]),
+        (second, FP32, "the others are plain ReLU blocks: the checkpoint's twell entry leaves them out", [1], [1, 25]),
+    ]
+    runs = [{"model": where, "options": options | EAGER, "calls": [{"prompts": ONE}]} for where, options, *_ in cases]
+    results = run(tmp_path, [*runs, {"model": path, "options": FP32 | EAGER | override([0.5]), "calls": []}])
+    for (_, options, line, sparse, rows), result in zip(cases, results, strict=False):
+        assert "error" not in result, result
+        assert line in result["lines"][0]
+        blocks = ["SparseFfn" if layer in sparse else "LlamaMLP" for layer in range(2)]
+        activations = ["NoneType" if layer in sparse else "ReluAndMul" for layer in range(2)]
+        assert (result["blocks"], result["activations"]) == (blocks, activations)
+        assert kernel_rows(result) == [rows]
+        if options["dtype"] == "float32":
+            assert result["calls"][0]["tokens"] == tokens
+    assert "gives the density as [0.5]; give a number from 0 to 1, or a list of 2" in results[-1]["error"]
+
+
+@in_vllm
+def test_bfloat16_is_as_near_to_float32_as_vllms_own_path(tmp_path):
+    """Which is what runs where no kernels can be had."""
+    model = tiny().bfloat16()
+    path = save(model, tmp_path / "model", density=0.01)
+    truth = expected(model.float(), SEVERAL)["logprobs"]
+    runs = [{"model": path, "options": BF16 | EAGER, "calls": [{"prompts": SEVERAL, "logprobs": True}]}]
+    (tmp_path / "file").touch()
+    (dense,) = run(tmp_path, runs, HF_TWELL_CACHE=str(tmp_path / "file" / "no-folder"))
+    (sparse,) = run(tmp_path, runs)
+    assert "blocks: no compiled kernels could be had for cpu" in dense["lines"][0]
+    assert (dense["blocks"], sparse["blocks"]) == (["LlamaMLP"] * 2, ["SparseFfn"] * 2)
+    assert (kernel_rows(dense), kernel_rows(sparse)) == ([[]], [[4, 74]])
+    errors = [distance(result["calls"][0]["logprobs"], truth) for result in (dense, sparse)]
+    assert 0 < errors[1] < 1.25 * errors[0], errors
+
+
+@in_vllm
+def test_what_vllm_does_beside(tmp_path):
+    """LoRA, biases, new weights, the prefix cache, speculation: right, by kernels or without."""
+    model, other, biased = tiny(), tiny(seed=5), tiny(mlp_bias=True)
+    for layer in biased.model.layers:
+        for linear in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
+            torch.nn.init.normal_(linear.bias, std=0.3)
+    path, other_path, biased_path = (
+        save(each, tmp_path / name) for name, each in (("model", model), ("other", other), ("biased", biased))
+    )
+    targets = ["gate_proj", "up_proj", "down_proj", "q_proj"]
+    lora = LoraConfig(r=8, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = get_peft_model(tiny(hidden_act="relu"), lora).eval()
+    adapted.save_pretrained(tmp_path / "lora")
+    (tmp_path / "lying").mkdir()
+    config = json.loads(Path(path, "config.json").read_text()) | {"hidden_act": "silu"}
+    (tmp_path / "lying" / "config.json").write_text(json.dumps(config))
+
+    long = prompts(200)
+    both = [{"prompts": SEVERAL}, {"prompts": SEVERAL, "lora": str(tmp_path / "lora")}]
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    repeating = [prompts(6)[0] * 5]
+    runs = [
+        (path, {"enable_lora": True, "max_lora_rank": 8}, both),
+        (biased_path, {}, [{"prompts": SEVERAL}]),
+        (path, {}, [{"prompts": SEVERAL}, {"prompts": SEVERAL, "reload": other_path}]),
+        (path, {}, [{"prompts": long}, {"prompts": long}]),
+        (str(tmp_path / "lying"), {}, []),
+        (path, {"speculative_config": ngram}, [{"prompts": repeating, "new_tokens": 24}]),
+    ]
+    runs = [{"model": where, "options": FP32 | EAGER | options, "calls": calls} for where, options, calls in runs]
+    adapter, biases, reloaded, cached, lying, speculated = run(tmp_path, runs)
+    tokens = expected(model, SEVERAL)["tokens"]
+
+    assert adapter["lines"] == [PLAIN_LINE + "blocks: LoRA is on"]
+    assert [call["tokens"] for call in adapter["calls"]] == [tokens, expected(adapted, SEVERAL)["tokens"]]
+    assert biases["lines"] == [PLAIN_LINE + "blocks: they have biases"]
+    assert biases["calls"][0]["tokens"] == expected(biased, SEVERAL)["tokens"]
+    assert [call["tokens"] for call in reloaded["calls"]] == [tokens, expected(other, SEVERAL)["tokens"]]
+    assert kernel_rows(reloaded) == [[4, 74]] * 2
+    assert [call["tokens"] for call in cached["calls"]] == [expected(model, long)["tokens"]] * 2
+    assert (cached["calls"][1]["cached"], kernel_rows(cached)) == ([128], [[1, 200], [1, 72]])
+    assert "its activation is 'silu' and not 'relu'" in lying["error"]
+    assert speculated["calls"][0]["tokens"] == expected(model, repeating, 24)["tokens"]
+    assert max(kernel_rows(speculated)[0][:-1]) > 1  # the drafts were checked in calls of several tokens
+
+
+@in_vllm
+def test_two_ranks_of_tensor_parallelism(tmp_path):
+    """Each with half of the neurons."""
+    model = tiny()
+    options = FP32 | EAGER | {"tensor_parallel_size": 2}
+    (result,) = run(
+        tmp_path,
+        [{"model": save(model, tmp_path / "model"), "options": options, "calls": [{"prompts": SEVERAL}]}],
+    )
+    assert "error" not in result, result
+    assert result["blocks"] == ["SparseFfn"] * 2
+    assert result["calls"][0]["tokens"] == expected(model, SEVERAL)["tokens"]
+
+
+def test_the_model_stays_what_it_was_for_transformers(tmp_path):
+    """A density in the entry disturbs nobody else."""
+    path = save(tiny(), tmp_path / "model")
+    assert hf_twell.TwellLlamaForCausalLM.from_pretrained(path).config.twell["density"] == [0.05, 0.05]

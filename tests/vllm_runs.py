@@ -1,4 +1,4 @@
-"""Runs engines in the environment that has vLLM, one after the other in one process: `python vllm_runs.py RUNS RESULTS`.
+"""Runs engines one after the other, in the environment that has vLLM: `python vllm_runs.py RUNS RESULTS`.
 
 RUNS is a JSON file with a list of `{"model": path, "options": LLM's, "calls": [...]}`; a call has the `prompts` (lists
 of ids), and at will `new_tokens`, `logprobs`, `lora` or `reload` (paths). RESULTS gets a list of what came out:
@@ -21,18 +21,16 @@ OPERATORS = ("hf_twell_vllm::ffn", "hf_twell::infer")
 
 @contextlib.contextmanager
 def kept_lines():
-    """What the plugin logs. Not by a handler: vLLM takes those away when it sets up its own."""
-    lines, make = [], logging.getLogRecordFactory()
+    """What the plugin logs; by a filter, as vLLM takes handlers away when it sets up its own."""
+    lines, logger = [], logging.getLogger("vllm.hf_twell")
 
-    def record(*arguments, **options):
-        made = make(*arguments, **options)
-        if made.name.startswith("vllm.hf_twell"):
-            lines.append(made.getMessage())
-        return made
+    def keep(record) -> bool:
+        lines.append(record.getMessage())
+        return True
 
-    logging.setLogRecordFactory(record)
+    logger.addFilter(keep)
     yield lines
-    logging.setLogRecordFactory(make)
+    logger.removeFilter(keep)
 
 
 def blocks(model) -> list[str]:
@@ -64,10 +62,8 @@ def call(llm, prompts, new_tokens=8, logprobs=False, lora=None, reload=None) -> 
     result["rows"] = {name: sorted(counts) for name, counts in rows.items()}
     result["cached"] = [output.num_cached_tokens for output in done]
     if logprobs:
-        result["logprobs"] = [
-            [step[token].logprob for token, step in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:])]
-            for output in done
-        ]
+        pairs = [zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True) for output in done]
+        result["logprobs"] = [[step[token].logprob for token, step in each] for each in pairs]
     return result
 
 

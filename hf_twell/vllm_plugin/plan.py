@@ -50,7 +50,7 @@ def decide(vllm_config, blocks: dict[int, torch.nn.Module]) -> Plan:
     for index, block in blocks.items():
         problem = "LoRA is on" if vllm_config.lora_config is not None else _problem(block)
         if problem is None and layers is not None and index not in layers:
-            problem = "the checkpoint's twell entry leaves it out"
+            problem = "the checkpoint's twell entry leaves them out"
         if problem is None and known is None:
             problem = f"the density is not known; {HOW_TO_CHANGE}"
         densities[index] = None
@@ -68,14 +68,14 @@ def _problem(block) -> str | None:
     """Why the kernels cannot compute this block as vLLM has built it, or None."""
     linears = block.gate_up_proj, block.down_proj
     if not all(type(linear.quant_method) is UnquantizedLinearMethod for linear in linears):
-        return "its weights are quantized, for which there are no kernels"
+        return "their weights are quantized, for which there are no kernels"
     if any(linear.bias is not None for linear in linears):
-        return "it has biases"
+        return "they have biases"
     weight = block.gate_up_proj.weight
     device, dtype = weight.device.type, weight.dtype
     allowed = (torch.bfloat16, torch.float16, *([torch.float32] if device == "cpu" else []))
     if dtype not in allowed:
-        return f"its weights are {dtype} on {device}"
+        return f"their weights are {dtype} on {device}"
     if api.resolve("auto", device) == "reference":  # compiles them now, not in a capture; says why it cannot
         return f"no compiled kernels could be had for {device}"
     return None
