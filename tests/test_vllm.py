@@ -11,7 +11,18 @@ from peft import LoraConfig, get_peft_model
 
 import hf_twell
 from hf_twell.vllm_plugin.density import known_densities
-from tests.vllm_engines import FAMILIES, TIMEOUT_S, distance, expected, needs_vllm, prompts, run, save, tiny
+from tests.vllm_engines import (
+    FAMILIES,
+    TIMEOUT_S,
+    distance,
+    expected,
+    needs_vllm,
+    prompts,
+    run,
+    save,
+    save_quantized,
+    tiny,
+)
 
 ROOT = Path(__file__).parents[1]
 EAGER, FP32, BF16 = {"enforce_eager": True}, {"dtype": "float32"}, {"dtype": "bfloat16"}
@@ -80,7 +91,7 @@ def test_families_give_the_tokens_of_transformers(tmp_path):
     *results, untouched = run(tmp_path, runs)
     for result, (first, second) in zip(results, references, strict=True):
         assert "error" not in result, result
-        assert result["lines"] == [SPARSE_LINE + "5.00% to 5.00%, from the checkpoint's twell entry"]
+        assert result["lines"] == [SPARSE_LINE + "3.00% to 3.00%, from the checkpoint's twell entry"]
         assert result["blocks"] == ["SparseFfn"] * 2
         assert result["calls"][0]["tokens"] == first["tokens"]
         assert result["calls"][1]["tokens"] == second["tokens"]
@@ -96,31 +107,33 @@ def test_the_density_decides_which_way_a_block_goes(tmp_path):
     model = tiny()
     path, unknown = save(model, tmp_path / "sparse"), save(model, tmp_path / "unknown", density=None)
     second = save(model, tmp_path / "second", layers=[1])
-    tokens = expected(model, ONE)["tokens"]
+    three = prompts(3)  # at three tokens no kernels pay in blocks of this size, at one they do
+    tokens = expected(model, three)["tokens"]
 
     def override(density):
         return {"additional_config": {"hf_twell": {"density": density}}}
 
+    sparse = [0, 1]
     cases = [
-        # What is given, the line's end, the blocks, and the tokens of one call after the other that kernels see.
-        (path, FP32 | override(0.5), "blocks: they are too dense for kernels to be faster", [], []),
-        (path, BF16 | override(0.5), "50.00% to 50.00%, from additional_config['hf_twell']['density']", [0, 1], [1]),
-        (path, BF16 | override([0.5, 0.01]), "1.00% to 50.00%, from additional_config", [0, 1], [1, 25]),
-        (unknown, FP32, "density is not known; to use kernels, store it with `hf-twell sparsify MODEL OUT", [], []),
-        (unknown, FP32 | override(0), "0.00% to 0.00%, from additional_config", [0, 1], [1, 25]),
-        (second, FP32, "the others are plain ReLU blocks: the checkpoint's twell entry leaves them out", [1], [1, 25]),
+        # What is given, what the line says, and which blocks are sparse.
+        (path, {}, "at densities of 3.00% to 3.00%, from the checkpoint's twell entry", sparse),
+        (path, override(0.5), "they are plain ReLU blocks: they are too dense for kernels to be faster", []),
+        (path, override([0.5, 0.01]), "at densities of 1.00% to 1.00%, from additional_config['hf_twell']", [1]),
+        (unknown, {}, "density is not known; to use kernels, store it with `hf-twell sparsify MODEL OUT --text", []),
+        (unknown, override(0), "at densities of 0.00% to 0.00%, from additional_config['hf_twell']", sparse),
+        (second, {}, "the others are plain ReLU blocks: the checkpoint's twell entry leaves them out", [1]),
     ]
-    runs = [{"model": where, "options": options | EAGER, "calls": [{"prompts": ONE}]} for where, options, *_ in cases]
+    runs = [{"model": each[0], "options": FP32 | EAGER | each[1], "calls": [{"prompts": three}]} for each in cases]
     results = run(tmp_path, [*runs, {"model": path, "options": FP32 | EAGER | override([0.5]), "calls": []}])
-    for (_, options, line, sparse, rows), result in zip(cases, results, strict=False):
+    for (*_, line, sparse), result in zip(cases, results, strict=False):
         assert "error" not in result, result
         assert line in result["lines"][0]
         blocks = ["SparseFfn" if layer in sparse else "LlamaMLP" for layer in range(2)]
         activations = ["NoneType" if layer in sparse else "ReluAndMul" for layer in range(2)]
         assert (result["blocks"], result["activations"]) == (blocks, activations)
-        assert kernel_rows(result) == [rows]
-        if options["dtype"] == "float32":
-            assert result["calls"][0]["tokens"] == tokens
+        asked, kernels = ([1, 3], [1]) if sparse else ([], [])
+        assert result["calls"][0]["rows"] == {"hf_twell_vllm::ffn": asked, "hf_twell::infer": kernels}
+        assert result["calls"][0]["tokens"] == tokens
     assert "gives the density as [0.5]; give a number from 0 to 1, or a list of 2" in results[-1]["error"]
 
 
@@ -128,7 +141,7 @@ def test_the_density_decides_which_way_a_block_goes(tmp_path):
 def test_bfloat16_is_as_near_to_float32_as_vllms_own_path(tmp_path):
     """Which is what runs where no kernels can be had."""
     model = tiny().bfloat16()
-    path = save(model, tmp_path / "model", density=0.01)
+    path = save(model, tmp_path / "model")
     truth = expected(model.float(), SEVERAL)["logprobs"]
     runs = [{"model": path, "options": BF16 | EAGER, "calls": [{"prompts": SEVERAL, "logprobs": True}]}]
     (tmp_path / "file").touch()
@@ -143,7 +156,7 @@ def test_bfloat16_is_as_near_to_float32_as_vllms_own_path(tmp_path):
 
 @in_vllm
 def test_what_vllm_does_beside(tmp_path):
-    """LoRA, biases, new weights, the prefix cache, speculation: right, by kernels or without."""
+    """LoRA, biases, quantized weights, new weights, the prefix cache, speculation: right, by kernels or without."""
     model, other, biased = tiny(), tiny(seed=5), tiny(mlp_bias=True)
     for layer in biased.model.layers:
         for linear in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
@@ -159,33 +172,38 @@ def test_what_vllm_does_beside(tmp_path):
     config = json.loads(Path(path, "config.json").read_text()) | {"hidden_act": "silu"}
     (tmp_path / "lying" / "config.json").write_text(json.dumps(config))
 
+    quantized_path = save_quantized(tiny().bfloat16(), tmp_path / "quantized")
     long = prompts(200)
     both = [{"prompts": SEVERAL}, {"prompts": SEVERAL, "lora": str(tmp_path / "lora")}]
-    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
-    repeating = [prompts(6)[0] * 5]
+    # Any token that was seen before gets the three after it as a draft.
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 1}
     runs = [
         (path, {"enable_lora": True, "max_lora_rank": 8}, both),
         (biased_path, {}, [{"prompts": SEVERAL}]),
+        (quantized_path, BF16, [{"prompts": SEVERAL, "logprobs": True}]),
         (path, {}, [{"prompts": SEVERAL}, {"prompts": SEVERAL, "reload": other_path}]),
         (path, {}, [{"prompts": long}, {"prompts": long}]),
         (str(tmp_path / "lying"), {}, []),
-        (path, {"speculative_config": ngram}, [{"prompts": repeating, "new_tokens": 24}]),
+        (path, {"speculative_config": ngram}, [{"prompts": long, "new_tokens": 24}]),
     ]
     runs = [{"model": where, "options": FP32 | EAGER | options, "calls": calls} for where, options, calls in runs]
-    adapter, biases, reloaded, cached, lying, speculated = run(tmp_path, runs)
+    adapter, biases, quantized, reloaded, cached, lying, speculated = run(tmp_path, runs)
     tokens = expected(model, SEVERAL)["tokens"]
 
     assert adapter["lines"] == [PLAIN_LINE + "blocks: LoRA is on"]
     assert [call["tokens"] for call in adapter["calls"]] == [tokens, expected(adapted, SEVERAL)["tokens"]]
     assert biases["lines"] == [PLAIN_LINE + "blocks: they have biases"]
     assert biases["calls"][0]["tokens"] == expected(biased, SEVERAL)["tokens"]
+    assert quantized["lines"] == [PLAIN_LINE + "blocks: their weights are quantized, for which there are no kernels"]
+    # 0.4 from the same weights with SiLU.
+    assert distance(quantized["calls"][0]["logprobs"], expected(model, SEVERAL)["logprobs"]) < 0.12
     assert [call["tokens"] for call in reloaded["calls"]] == [tokens, expected(other, SEVERAL)["tokens"]]
     assert kernel_rows(reloaded) == [[4, 74]] * 2
     assert [call["tokens"] for call in cached["calls"]] == [expected(model, long)["tokens"]] * 2
     assert (cached["calls"][1]["cached"], kernel_rows(cached)) == ([128], [[1, 200], [1, 72]])
     assert "its activation is 'silu' and not 'relu'" in lying["error"]
-    assert speculated["calls"][0]["tokens"] == expected(model, repeating, 24)["tokens"]
-    assert max(kernel_rows(speculated)[0][:-1]) > 1  # the drafts were checked in calls of several tokens
+    assert speculated["calls"][0]["tokens"] == expected(model, long, 24)["tokens"]
+    assert 4 in kernel_rows(speculated)[0]  # one token and three drafts
 
 
 @in_vllm
@@ -205,4 +223,4 @@ def test_two_ranks_of_tensor_parallelism(tmp_path):
 def test_the_model_stays_what_it_was_for_transformers(tmp_path):
     """A density in the entry disturbs nobody else."""
     path = save(tiny(), tmp_path / "model")
-    assert hf_twell.TwellLlamaForCausalLM.from_pretrained(path).config.twell["density"] == [0.05, 0.05]
+    assert hf_twell.TwellLlamaForCausalLM.from_pretrained(path).config.twell["density"] == [0.03, 0.03]

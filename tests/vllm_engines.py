@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -54,7 +55,7 @@ def tiny(family="llama", seed=0, **changes):
     return model(config(**{**SIZES, **changes})).eval()
 
 
-def save(model, folder, density=0.05, **entry) -> str:
+def save(model, folder, density=0.03, **entry) -> str:
     """Make it a sparse checkpoint whose `twell` entry holds each layer's density, or none."""
     hf_twell.unpatch(hf_twell.sparsify(model)).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -64,6 +65,34 @@ def save(model, folder, density=0.05, **entry) -> str:
     config["twell"] |= entry
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
+
+
+def save_quantized(model, folder) -> str:
+    """A sparse checkpoint in int8, as compressed-tensors writes it: scales by row, activations rounded as they come."""
+    path, state = save(model, folder), {}
+    for name, tensor in model.state_dict().items():
+        state[name] = tensor.clone()
+        if "_proj" in name:
+            scale = tensor.float().abs().amax(1, keepdim=True) / 127
+            state[name] = (tensor.float() / scale).round().to(torch.int8)
+            state[f"{name}_scale"] = scale.to(tensor.dtype)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    integers = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": integers | {"strategy": "channel", "dynamic": False},
+        "input_activations": integers | {"strategy": "token", "dynamic": True},
+    }
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return path
 
 
 def prompts(*lengths) -> list[list[int]]:

@@ -1,4 +1,8 @@
-"""vLLM's models with ReLU blocks. A model with another activation is left as it is."""
+"""vLLM's models with ReLU blocks. A model with another activation is left as it is.
+
+What is used of vLLM is alike in 0.26 and 0.32: the models' classes, `mlp` with `gate_up_proj`, `act_fn` and `down_proj`
+in their layers, and `UnquantizedLinearMethod`. A version that differs gets its case here.
+"""
 
 import contextlib
 
@@ -9,7 +13,7 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.utils import PPMissingLayer
 
-from hf_twell.convert.sparsify import check_entry
+from hf_twell.convert.sparsify import check_entry, chosen_layers
 from hf_twell.vllm_plugin import plan
 from hf_twell.vllm_plugin.blocks import ReluAndMul, SparseFfn
 
@@ -22,7 +26,7 @@ class SparseBlocks:
     def __init__(self, *, vllm_config, prefix: str = "", **options):
         config = vllm_config.model_config.hf_config
         check_entry(config)
-        if config.hidden_act != "relu":
+        if getattr(config, "hidden_act", None) != "relu":
             super().__init__(vllm_config=vllm_config, prefix=prefix, **options)
             return
         with _called_silu(config):
@@ -30,7 +34,7 @@ class SparseBlocks:
         blocks = {
             index: layer.mlp for index, layer in enumerate(self.model.layers) if not isinstance(layer, PPMissingLayer)
         }
-        decided = plan.decide(vllm_config, blocks)
+        decided = plan.decide(vllm_config, blocks, chosen_layers(self, None, config.num_hidden_layers))
         for index, block in blocks.items():
             density = decided.densities[index]
             if density is None:
@@ -38,7 +42,8 @@ class SparseBlocks:
             else:
                 self.model.layers[index].mlp = SparseFfn(block, density)
         # The key of vLLM's compile cache reads this, but neither the environment nor what a package decides.
-        vllm_config.additional_config = {**vllm_config.additional_config, "hf_twell_plan": decided.key()}
+        if isinstance(vllm_config.additional_config, dict):  # an object of a platform's plugin has a key of its own
+            vllm_config.additional_config = {**vllm_config.additional_config, "hf_twell_plan": decided.key()}
         logger.info("%s", decided.summary)
 
 

@@ -15,6 +15,10 @@ import hf_twell
 from hf_twell.ops import api, policy
 from hf_twell.vllm_plugin.density import known_densities
 
+# On a CPU a weight lies either as kernels read it or packed for vLLM's matmuls, at all numbers of tokens. Those matmuls
+# are faster than PyTorch's, by which the policy's limits were measured: two cores with AVX-512 BF16, D=2048, F=5632,
+# bfloat16, 64 to 1,024 tokens, break even between 5 and 10 %.
+MAX_DENSITY_CPU, MANY_TOKENS = 0.05, 1 << 20
 HOW_TO_CHANGE = (
     "to use kernels, store it with `hf-twell sparsify MODEL OUT --text FILE`, or give it: "
     """--additional-config '{"hf_twell": {"density": 0.01}}'"""
@@ -36,8 +40,11 @@ class Plan:
         return [hf_twell.__version__, sorted(self.densities.items())]
 
 
-def decide(vllm_config, blocks: dict[int, torch.nn.Module]) -> Plan:
+def decide(vllm_config, blocks: dict[int, torch.nn.Module], chosen: list[int]) -> Plan:
     """The way of each of these stock blocks, by layer index, their weights not being loaded yet.
+
+    Args:
+        chosen: indices of the layers that kernels may compute.
 
     Raises:
         ValueError: a density in `additional_config` or in the checkpoint's `twell` entry that cannot be one.
@@ -45,23 +52,28 @@ def decide(vllm_config, blocks: dict[int, torch.nn.Module]) -> Plan:
     config = vllm_config.model_config.hf_config
     entry = getattr(config, "twell", None) or {}
     known, source = known_densities(vllm_config.additional_config, entry, config.num_hidden_layers)
-    layers = entry.get("layers")
     densities, reasons = {}, []
     for index, block in blocks.items():
         problem = "LoRA is on" if vllm_config.lora_config is not None else _problem(block)
-        if problem is None and layers is not None and index not in layers:
+        if problem is None and index not in chosen:
             problem = "the checkpoint's twell entry leaves them out"
         if problem is None and known is None:
             problem = f"the density is not known; {HOW_TO_CHANGE}"
         densities[index] = None
         if problem is None:
-            weight = block.gate_up_proj.weight
-            shape = weight.numel() // 2, weight.dtype, weight.device.type
-            density = policy.same_answers(known[index], *shape)
-            densities[index] = density if density < math.inf else None
-            problem = None if density < math.inf else "they are too dense for kernels to be faster"
+            densities[index] = _operator_density(known[index], block.gate_up_proj.weight)
+            problem = None if densities[index] is not None else "they are too dense for kernels to be faster"
         reasons += [] if problem in (None, *reasons) else [problem]
     return Plan(densities, _summary(densities, known, source, reasons))
+
+
+def _operator_density(density: float, gate_up: torch.Tensor) -> float | None:
+    """What the operator gets in place of a block's density; None where the block should not use it."""
+    block = gate_up.numel() // 2, gate_up.dtype, gate_up.device.type
+    if gate_up.is_cpu and density > min(MAX_DENSITY_CPU, policy.max_density(MANY_TOKENS, *block)):
+        return None
+    same = policy.same_answers(density, *block)
+    return same if same < math.inf else None
 
 
 def _problem(block) -> str | None:
