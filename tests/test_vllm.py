@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 
-import hf_twell
 from hf_twell.vllm_plugin.density import known_densities
 from tests.vllm_engines import (
     FAMILIES,
@@ -157,6 +155,7 @@ def test_bfloat16_is_as_near_to_float32_as_vllms_own_path(tmp_path):
 @in_vllm
 def test_what_vllm_does_beside(tmp_path):
     """LoRA, biases, quantized weights, new weights, the prefix cache, speculation: right, by kernels or without."""
+    peft = pytest.importorskip("peft")
     model, other, biased = tiny(), tiny(seed=5), tiny(mlp_bias=True)
     for layer in biased.model.layers:
         for linear in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
@@ -165,8 +164,8 @@ def test_what_vllm_does_beside(tmp_path):
         save(each, tmp_path / name) for name, each in (("model", model), ("other", other), ("biased", biased))
     )
     targets = ["gate_proj", "up_proj", "down_proj", "q_proj"]
-    lora = LoraConfig(r=8, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
-    adapted = get_peft_model(tiny(hidden_act="relu"), lora).eval()
+    lora = peft.LoraConfig(r=8, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(tiny(hidden_act="relu"), lora).eval()
     adapted.save_pretrained(tmp_path / "lora")
     (tmp_path / "lying").mkdir()
     config = json.loads(Path(path, "config.json").read_text()) | {"hidden_act": "silu"}
@@ -218,9 +217,3 @@ def test_two_ranks_of_tensor_parallelism(tmp_path):
     assert "error" not in result, result
     assert result["blocks"] == ["SparseFfn"] * 2
     assert result["calls"][0]["tokens"] == expected(model, SEVERAL)["tokens"]
-
-
-def test_the_model_stays_what_it_was_for_transformers(tmp_path):
-    """A density in the entry disturbs nobody else."""
-    path = save(tiny(), tmp_path / "model")
-    assert hf_twell.TwellLlamaForCausalLM.from_pretrained(path).config.twell["density"] == [0.03, 0.03]
