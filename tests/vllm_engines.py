@@ -106,7 +106,8 @@ def expected(model, prompts, new_tokens=8) -> dict:
     tokens, logprobs = [], []
     for ids in prompts:
         ids = torch.tensor([ids])
-        generated = model.generate(ids, do_sample=False, max_new_tokens=new_tokens, pad_token_id=0)
+        options = {"do_sample": False, "max_new_tokens": new_tokens, "attention_mask": torch.ones_like(ids)}
+        generated = model.generate(ids, **options)
         tokens.append(generated[0, ids.shape[1] :].tolist())
         log_p = model(ids).logits[0, :-1].float().log_softmax(-1)
         logprobs.append(log_p.gather(1, ids[0, 1:, None])[:, 0].tolist())
