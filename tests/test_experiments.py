@@ -99,13 +99,13 @@ def test_every_kind_of_job_leaves_a_finite_row(lab, context):
     run(lab, context, "sample8", tokens=128, batch=4)
     trials = {preset: {} for preset in lab("jobs").PRESETS if preset != "sample8"}
     trials["local"] = {"local_tokens": 512}
+    trials["parent"] = trials["on0"] = {"tokens": 0}
+    trials["on64"] = trials["on128"] = {"always_on": {"neurons": 4}}
     for preset, settings in trials.items():
-        if preset == "parent":
-            settings = {"tokens": 0}
         row = run(lab, context, preset, **settings)
         assert all(math.isfinite(loss) for loss in row["losses"].values()), preset
         assert set(row["tasks"]) == set(lab("scoring").TASKS)
-        assert row["tokens"] == (0 if preset == "parent" else 1024 + 512 * (preset == "local"))
+        assert row["tokens"] == settings.get("tokens", 1024) + 512 * (preset == "local")
         assert all(math.isfinite(point["loss"]) for point in row["curve"])
     rows = lab("lab").read_rows(context.folder)
     assert len(rows) == len(trials) + 1

@@ -87,3 +87,22 @@ def test_an_engine_asks_without_transformers_and_without_a_compiled_library(tmp_
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.stdout.split() == ["True", "False"], done.stderr
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(("elements", "device"), [(SMALL, "cuda"), (LARGE, "cuda"), (SMALL, "cpu"), (1 << 18, "cpu")])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_the_density_in_compiled_code_gets_the_answers_of_the_layers_own(monkeypatch, elements, device, dtype):
+    monkeypatch.setattr(policy_cpu, "CACHED_ELEMENTS", 1 << 19)  # which conftest.py makes 0
+    known = set()
+    for density in (0.0, 0.001, 0.012, 0.0121, 0.05, 0.18, 0.3, 1.0):
+        same = policy.same_answers(density, elements, dtype, device)
+        known.add(same)
+        assert same >= density
+        for tokens in (*range(1, 70), 511, 512, 513, 1023, 1025, 2048, 2049, 65537):
+            answers = [policy.takes_kernels(tokens, elements, dtype, device, each) for each in (density, same)]
+            assert answers[0] == answers[1], (tokens, density, same)
+    assert len(known) < 8
+
+
+def test_on_a_device_without_kernels_no_density_gets_them():
+    assert policy.same_answers(0.0, SMALL, BF16, "mps") == float("inf")

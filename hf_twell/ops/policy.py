@@ -3,6 +3,8 @@
 `hf_twell`'s own blocks ask here, and so can an engine that has no such blocks.
 """
 
+import math
+
 import torch
 
 from hf_twell.ops import policy_cpu, policy_cuda
@@ -54,3 +56,14 @@ def takes_kernels(
     """
     limit = max_density(tokens, elements, dtype, device_type, training=training, by_kernels=by_kernels)
     return limit > 0 and density <= limit
+
+
+def same_answers(density: float, elements: int, dtype: torch.dtype, device_type: str) -> float:
+    """The highest density to which `takes_kernels` gives the same answers in evaluation, at every number of tokens.
+
+    It is one of the limits, or infinite where kernels pay at no number of tokens. For an engine that writes the density
+    into compiled code: layers of different densities then mostly share their code.
+    """
+    # Limits change at powers of two alone.
+    limits = {max_density(1 << power, elements, dtype, device_type) for power in range(24)}
+    return min((limit for limit in limits if density <= limit > 0), default=math.inf)

@@ -1,0 +1,53 @@
+"""What stands in vLLM's layers in place of their feed-forward blocks, and in these in place of SiLU."""
+
+import torch
+from torch import nn
+from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+from hf_twell.vllm_plugin import operator  # noqa: F401  defines torch.ops.hf_twell_vllm.ffn
+
+
+class ReluAndMul(nn.Module):
+    """Formula: h = relu(gate) * up. Shapes: (..., 2F), gate before up; returns (..., F)."""
+
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.relu(gate) * up
+
+
+class SparseFfn(nn.Module):
+    """A block by the kernels, on the stock block's own linears, so that weights load under their names as before.
+
+    Each rank of tensor parallelism computes its F / tp neurons, and what they give is summed.
+
+    Args:
+        stock: vLLM's block with plain linears `gate_up_proj` and `down_proj`, whose weights are not loaded yet.
+        density: by which the kernels are chosen; see `hf_twell.vllm_plugin.plan`.
+    """
+
+    def __init__(self, stock: nn.Module, density: float):
+        super().__init__()
+        self.gate_up_proj, self.down_proj, self.density = stock.gate_up_proj, stock.down_proj, density
+        for linear in (self.gate_up_proj, self.down_proj):
+            linear.quant_method = WeightAsLoaded()
+        # By columns, which kernels read: the same shape, so weights are copied into it as into the stock one.
+        weight = self.down_proj.weight
+        weight.data = torch.empty_like(weight.t(), memory_format=torch.contiguous_format).t()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.gate_up_proj.weight, self.down_proj.weight
+        y = torch.ops.hf_twell_vllm.ffn(x, *weights, self.density)
+        if self.down_proj.reduce_results and self.down_proj.tp_size > 1:
+            y = tensor_model_parallel_all_reduce(y)
+        return y
+
+
+class WeightAsLoaded(UnquantizedLinearMethod):
+    """A linear whose weight stays a matrix: on a CPU vLLM packs it anew after loading, and drops the matrix."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        pass
+
+    def apply(self, layer, x, bias=None):
+        return nn.functional.linear(x, layer.weight, bias)

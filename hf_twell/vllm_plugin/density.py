@@ -1,0 +1,36 @@
+"""What is known of a sparse model's densities before it runs: by vLLM's settings, or by its own config."""
+
+import numbers
+
+
+def known_densities(additional_config, entry: dict, layers: int) -> tuple[list[float] | None, str]:
+    """Each layer's share of active neurons, and where it is from; None where nothing says it.
+
+    Args:
+        additional_config: vLLM's; `{"hf_twell": {"density": 0.01}}` or a list of a number a layer comes first.
+        entry: the `twell` entry of the checkpoint's config, whose `density` is such a list.
+
+    Raises:
+        ValueError: other settings, and what cannot be densities.
+    """
+    settings = additional_config.get("hf_twell", {}) if isinstance(additional_config, dict) else {}
+    if not isinstance(settings, dict) or set(settings) - {"density"}:
+        raise ValueError(
+            f"additional_config['hf_twell'] is {settings!r}; it takes {{'density': 0.01}}, or a list of one a layer"
+        )
+    for source, value in (
+        ("additional_config['hf_twell']['density']", settings.get("density")),
+        ("the checkpoint's twell entry", entry.get("density")),
+    ):
+        if value is not None:
+            values = [value] * layers if isinstance(value, numbers.Real) else value
+            if not isinstance(values, list | tuple) or len(values) != layers or not all(map(_is_share, values)):
+                raise ValueError(
+                    f"{source} gives the density as {value!r}; give a number from 0 to 1, or a list of {layers}"
+                )
+            return list(values), source
+    return None, ""
+
+
+def _is_share(value) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= value <= 1

@@ -1,0 +1,33 @@
+"""The block as one operator that vLLM's compiler does not look into.
+
+vLLM traces a model once for all numbers of tokens, so what depends on them is asked in here: when a CUDA graph is
+captured, or in each call.
+"""
+
+import torch
+
+from hf_twell.ops import api, policy
+
+
+def _ffn(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, density: float) -> torch.Tensor:
+    """ReLU feed-forward block, by kernels where these are faster at the given density, else by plain matmuls.
+
+    Formula: y = (relu(x Wg^T) * (x Wu^T)) Wd^T, with [Wg; Wu] = gate_up.
+
+    Shapes:
+        x (..., D); gate_up (2F, D); down (D, F), best by columns; returns (..., D).
+    """
+    hidden = x.shape[-1]
+    gate, up = gate_up.chunk(2)
+    takes = policy.takes_kernels(x.numel() // hidden, up.numel(), x.dtype, x.device.type, density)
+    return (api.ffn if takes else api.dense_ffn)(x, up, down, gate)
+
+
+def _ffn_fake(x, gate_up, down, density):
+    return x.new_empty(x.shape)
+
+
+# Not torch.library.custom_op: its calls take longer, and a small block on a CPU feels it.
+torch.library.define("hf_twell_vllm::ffn", "(Tensor x, Tensor gate_up, Tensor down, float density) -> Tensor")
+torch.library.impl("hf_twell_vllm::ffn", "CompositeExplicitAutograd", _ffn)
+torch.library.register_fake("hf_twell_vllm::ffn", _ffn_fake)

@@ -1,0 +1,104 @@
+"""Which way each layer of a sparse model goes in vLLM, decided once, before anything is compiled or captured.
+
+A layer whose density is known goes by the operator, which takes kernels at the numbers of tokens where they are faster.
+One that nothing can be gained for stays vLLM's own block, with ReLU: it then quantizes, takes adapters and adds biases
+as vLLM does.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+import hf_twell
+from hf_twell.ops import api, policy
+from hf_twell.vllm_plugin.density import known_densities
+
+# On a CPU a weight lies either as kernels read it or packed for vLLM's matmuls, at all numbers of tokens. Those matmuls
+# are faster than PyTorch's, by which the policy's limits were measured: two cores with AVX-512 BF16, D=2048, F=5632,
+# bfloat16, 64 to 1,024 tokens, break even between 5 and 10 %.
+MAX_DENSITY_CPU, MANY_TOKENS = 0.05, 1 << 20
+HOW_TO_CHANGE = (
+    "to use kernels, store it with `hf-twell sparsify MODEL OUT --text FILE`, or give it: "
+    """--additional-config '{"hf_twell": {"density": 0.01}}'"""
+)
+
+
+@dataclass
+class Plan:
+    """Attributes:
+    densities: of each layer index that was asked about, what its operator gets, or None for the plain way.
+    summary: one line that says so.
+    """
+
+    densities: dict[int, float | None]
+    summary: str
+
+    def key(self) -> list:
+        """As JSON, for the key of a cache of compiled code."""
+        return [hf_twell.__version__, sorted(self.densities.items())]
+
+
+def decide(vllm_config, blocks: dict[int, torch.nn.Module], chosen: list[int]) -> Plan:
+    """The way of each of these stock blocks, by layer index, their weights not being loaded yet.
+
+    Args:
+        chosen: indices of the layers that kernels may compute.
+
+    Raises:
+        ValueError: a density in `additional_config` or in the checkpoint's `twell` entry that cannot be one.
+    """
+    config = vllm_config.model_config.hf_config
+    entry = getattr(config, "twell", None) or {}
+    known, source = known_densities(vllm_config.additional_config, entry, config.num_hidden_layers)
+    densities, reasons = {}, []
+    for index, block in blocks.items():
+        problem = "LoRA is on" if vllm_config.lora_config is not None else _problem(block)
+        if problem is None and index not in chosen:
+            problem = "the checkpoint's twell entry leaves them out"
+        if problem is None and known is None:
+            problem = f"the density is not known; {HOW_TO_CHANGE}"
+        densities[index] = None
+        if problem is None:
+            densities[index] = _operator_density(known[index], block.gate_up_proj.weight)
+            problem = None if densities[index] is not None else "they are too dense for kernels to be faster"
+        reasons += [] if problem in (None, *reasons) else [problem]
+    return Plan(densities, _summary(densities, known, source, reasons))
+
+
+def _operator_density(density: float, gate_up: torch.Tensor) -> float | None:
+    """What the operator gets in place of a block's density; None where the block should not use it."""
+    block = gate_up.numel() // 2, gate_up.dtype, gate_up.device.type
+    if gate_up.is_cpu and density > min(MAX_DENSITY_CPU, policy.max_density(MANY_TOKENS, *block)):
+        return None
+    same = policy.same_answers(density, *block)
+    return same if same < math.inf else None
+
+
+def _problem(block) -> str | None:
+    """Why the kernels cannot compute this block as vLLM has built it, or None."""
+    linears = block.gate_up_proj, block.down_proj
+    if not all(type(linear.quant_method) is UnquantizedLinearMethod for linear in linears):
+        return "their weights are quantized, for which there are no kernels"
+    if any(linear.bias is not None for linear in linears):
+        return "they have biases"
+    weight = block.gate_up_proj.weight
+    device, dtype = weight.device.type, weight.dtype
+    allowed = (torch.bfloat16, torch.float16, *([torch.float32] if device == "cpu" else []))
+    if dtype not in allowed:
+        return f"their weights are {dtype} on {device}"
+    if api.resolve("auto", device) == "reference":  # compiles them now, not in a capture; says why it cannot
+        return f"no compiled kernels could be had for {device}"
+    return None
+
+
+def _summary(densities, known, source, reasons) -> str:
+    total, sparse = len(densities), sum(density is not None for density in densities.values())
+    parts = [f"{sparse} of {total} feed-forward blocks use the sparse kernels where these are faster"]
+    if sparse:
+        shares = [known[index] for index, density in densities.items() if density is not None]
+        parts.append(f"at densities of {min(shares):.2%} to {max(shares):.2%}, from {source}")
+    if reasons:
+        parts.append(f"{'the others are' if sparse else 'they are'} plain ReLU blocks: {'; '.join(reasons)}")
+    return "hf_twell: " + ", ".join(parts)

@@ -1,0 +1,145 @@
+"""Tiny sparse checkpoints, what Transformers computes with them, and engines of vLLM in an environment of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import hf_twell
+
+PYTHON = Path(f"{sys.prefix}-vllm") / "bin" / "python"
+needs_vllm = pytest.mark.skipif(
+    not PYTHON.exists(), reason=f"needs vLLM in {PYTHON.parents[1].name}/, where `make test-all` installs it"
+)
+TIMEOUT_S = 900  # of several engines on two cores that others use, too
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+# In float32 and at a low density, a block of these sizes takes kernels for one token, two, and from four on.
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+}
+
+
+def tiny(family="llama", seed=0, **changes):
+    config, model = FAMILIES[family]
+    torch.manual_seed(seed)
+    changes = {"head_dim": 64, **changes} if family == "qwen3" else changes
+    return model(config(**{**SIZES, **changes})).eval()
+
+
+def save(model, folder, density=0.03, **entry) -> str:
+    """Make it a sparse checkpoint whose `twell` entry holds each layer's density, or none."""
+    hf_twell.unpatch(hf_twell.sparsify(model)).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["twell"].pop("density", None)
+    if density is not None:
+        config["twell"]["density"] = [density] * config["num_hidden_layers"]
+    config["twell"] |= entry
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def save_quantized(model, folder) -> str:
+    """A sparse checkpoint in int8, as compressed-tensors writes it: scales by row, activations rounded as they come."""
+    path, state = save(model, folder), {}
+    for name, tensor in model.state_dict().items():
+        state[name] = tensor.clone()
+        if "_proj" in name:
+            scale = tensor.float().abs().amax(1, keepdim=True) / 127
+            state[name] = (tensor.float() / scale).round().to(torch.int8)
+            state[f"{name}_scale"] = scale.to(tensor.dtype)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    integers = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": integers | {"strategy": "channel", "dynamic": False},
+        "input_activations": integers | {"strategy": "token", "dynamic": True},
+    }
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def prompts(*lengths) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 256, (length,), generator=generator).tolist() for length in lengths]
+
+
+@torch.no_grad()
+def expected(model, prompts, new_tokens=8) -> dict:
+    """Greedy tokens, and the log-probabilities of the prompts' own, by Transformers."""
+    tokens, logprobs = [], []
+    for ids in prompts:
+        ids = torch.tensor([ids])
+        options = {"do_sample": False, "max_new_tokens": new_tokens, "attention_mask": torch.ones_like(ids)}
+        generated = model.generate(ids, **options)
+        tokens.append(generated[0, ids.shape[1] :].tolist())
+        log_p = model(ids).logits[0, :-1].float().log_softmax(-1)
+        logprobs.append(log_p.gather(1, ids[0, 1:, None])[:, 0].tolist())
+    return {"tokens": tokens, "logprobs": logprobs}
+
+
+def distance(logprobs, others) -> float:
+    """Root mean square of their differences, in nats."""
+    flat, flat_others = (torch.tensor([value for row in rows for value in row]) for rows in (logprobs, others))
+    return (flat - flat_others).square().mean().sqrt().item()
+
+
+def environment(folder, **changes) -> dict:
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function may ask the workers for the classes of their blocks
+        "VLLM_CACHE_ROOT": str(folder / "vllm-cache"),
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else the engine is a process of its own, and starts twice as long
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NO_USAGE_STATS": "1",
+        **changes,
+    }
+
+
+def run(folder, runs, **changes) -> list[dict]:
+    """What tests/vllm_runs.py says of these runs, in an environment with these changes."""
+    (folder / "runs.json").write_text(json.dumps(runs))
+    command = [str(PYTHON), str(Path(__file__).parent / "vllm_runs.py"), "runs.json", "results.json"]
+    options = {"capture_output": True, "text": True, "timeout": TIMEOUT_S, "check": False}
+    done = subprocess.run(command, cwd=folder, env=environment(folder, **changes), **options)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return json.loads((folder / "results.json").read_text())
