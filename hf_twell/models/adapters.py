@@ -73,8 +73,8 @@ def save_adapter(model: nn.Module, path: str | Path, tokenizer=None, *, overwrit
 def record_base(model: nn.Module, folder: Path) -> None:
     """Write into all of a model's adapters that are saved in `folder` that their base is sparsified.
 
-    The record (`base_sparsified_by_hf_twell` in adapter_config.json) holds the base's `twell` entry, without the density,
-    which is that of base and adapter together.
+    The record (`base_sparsified_by_hf_twell` in adapter_config.json) holds the base's `twell` entry, but not the
+    density, which is that of base and adapter together.
     """
     if not hasattr(model, "peft_config"):
         return
