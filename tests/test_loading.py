@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
-from hf_twell import sparsify
+from hf_twell import TwellLlamaForCausalLM, load_adapter, sparsify
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.cli import main
 from hf_twell.models.loading import load_causal_lm, load_model, load_tokenizer
@@ -19,6 +20,7 @@ from tests.conftest import TINY, tiny_llama
 from tests.test_custom_models import damage_config, damage_weights, logits, nan, pickled
 
 DEMO = Path(__file__).parents[1] / "recipes" / "demo" / "model"
+UNREACHABLE = "http://127.0.0.1:9"
 
 
 @pytest.fixture
@@ -98,7 +100,7 @@ def test_authors_checkpoint_through_the_commands(tmp_path, capsys):
     assert main(["inspect", str(theirs), "--text", str(DEMO.parent / "text" / "heldout.txt"), "--tokens", "500"]) == 0
 
 
-@pytest.mark.parametrize("name", ["models/absent", "some/deep/path", r"C:\models\llama"])
+@pytest.mark.parametrize("name", ["models/absent", "absent/", "some/deep/path", r"C:\models\llama"])
 @pytest.mark.parametrize("load", [load_causal_lm, load_tokenizer])
 def test_what_can_only_be_a_path_does_not_go_to_the_hub(name, load, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -113,6 +115,19 @@ def test_a_name_on_the_hub_goes_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(OSError, match=r"couldn't connect|offline"):
         load_causal_lm("some-org/some-model", cache_dir=tmp_path)
+
+
+@pytest.mark.parametrize("load", [load_causal_lm, load_tokenizer, load_adapter, TwellLlamaForCausalLM])
+def test_the_hub_is_asked_once_where_it_cannot_be_reached(load, tmp_path, monkeypatch, caplog):
+    """A folder's name with a letter missing might be one on the Hub, which Transformers asks for half a minute."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    for name in ("ENDPOINT", "HUGGINGFACE_CO_URL_TEMPLATE"):
+        monkeypatch.setattr(constants, name, getattr(constants, name).replace("https://huggingface.co", UNREACHABLE))
+    with pytest.raises(OSError, match=f"no folder smol-rel here, and the Hub .{UNREACHABLE}.* cannot be reached"):
+        getattr(load, "from_pretrained", load)("smol-rel")
+    assert "Retrying" not in caplog.text
 
 
 QUANTIZED = {"quant_method": "bitsandbytes", "load_in_4bit": True}

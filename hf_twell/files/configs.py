@@ -5,11 +5,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.file_download import repo_folder_name
 from transformers import GenerationConfig, PreTrainedConfig
 
 from hf_twell.files.weights import DTYPES
 
 MOST_LABELS = 1_000_000  # a config names each; ours have no use for them
+HUB_SECONDS = 10  # to wait for the Hub's first answer
 
 
 def check_folder(path: str | Path, what: str) -> None:
@@ -22,6 +26,30 @@ def check_folder(path: str | Path, what: str) -> None:
         raise OSError(f"no folder at {path}; give {what}'s folder, or its name on the Hub")
 
 
+def check_hub(path: str | Path, *, revision=None, token=None, cache_dir=None, local_files_only=False, **hub) -> None:
+    """Ask the Hub once for what is no folder: Transformers asks six times, half a minute, where it cannot be reached.
+
+    What the Hub itself answers, and names that are in its cache, are left to Transformers.
+
+    Raises:
+        OSError: no answer.
+    """
+    if Path(path).is_dir() or local_files_only or constants.HF_HUB_OFFLINE:
+        return
+    try:
+        cached = repo_folder_name(repo_id=str(path), repo_type="model")
+        if not Path(cache_dir or constants.HF_HUB_CACHE, cached).is_dir():
+            url = hf_hub_url(str(path), "config.json", revision=revision)
+            get_hf_file_metadata(url, token=token, timeout=HUB_SECONDS)
+    except (HfHubHTTPError, ValueError):
+        return
+    except Exception as error:  # which kind depends on the HTTP client that the Hub's library has
+        raise OSError(
+            f"there is no folder {path} here, and the Hub ({constants.ENDPOINT}), on which a model might be called so, "
+            f"cannot be reached: {one_line(error)}"
+        ) from error
+
+
 def read_config(path: str | Path, **hub) -> dict:
     """The content of a model folder's or Hub name's config.json.
 
@@ -31,6 +59,7 @@ def read_config(path: str | Path, **hub) -> dict:
             than fit into memory, or a name for the file of weights.
     """
     check_folder(path, "a model")
+    check_hub(path, **hub)
     try:
         raw, _ = PreTrainedConfig.get_config_dict(path, **hub)
         kind = raw.get("model_type")
@@ -115,7 +144,9 @@ def one_line_errors(claim: str) -> Iterator[None]:
 def _looks_local(path: str) -> bool:
     """Whether a name is a path rather than one on the Hub, which takes half a minute to say that it has none."""
     parent, slash, _ = path.rpartition("/")
-    return path.startswith((".", "/", "~")) or "\\" in path or "/" in parent or bool(slash and Path(parent).is_dir())
+    if path.startswith((".", "/", "~")) or path.endswith("/") or "\\" in path or "/" in parent:
+        return True
+    return bool(slash and Path(parent).is_dir())
 
 
 def one_line(error: Exception) -> str:

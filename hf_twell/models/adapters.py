@@ -23,7 +23,7 @@ from hf_twell.blocks.architectures import loading_class
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.convert.entry import FORMAT_VERSION
 from hf_twell.convert.sparsify import TAG, sparsify
-from hf_twell.files.configs import check_folder, one_line_errors
+from hf_twell.files.configs import check_folder, check_hub, one_line_errors
 from hf_twell.files.folders import whole_folder
 from hf_twell.files.weights import check_complete, check_finite, hub_options, tensor_shapes
 from hf_twell.models.cards import adapter_card
@@ -215,6 +215,7 @@ def read_adapter_config(path: str | Path, **hub) -> dict:
         ValueError: there is none, or it holds no mapping of finite numbers and texts.
     """
     check_folder(path, "an adapter")
+    check_hub(path, **hub)
     found = _file(path, ADAPTER_CONFIG, hub)
     if found is None and not Path(path).is_dir():
         raise ValueError(f"there is no folder {path} here, and as a name on the Hub it gives no {ADAPTER_CONFIG}")

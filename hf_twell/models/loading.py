@@ -15,6 +15,7 @@ from hf_twell.convert.sparsify import chosen_layers
 from hf_twell.files.configs import (
     check_folder,
     check_generation_config,
+    check_hub,
     one_line,
     one_line_errors,
     read_config,
@@ -70,6 +71,7 @@ def load_tokenizer(path: str | Path):
         load, options = load_gguf_tokenizer, {}
     else:
         check_folder(path, "a tokenizer")
+        check_hub(path)
         if not has_tokenizer(path):
             raise ValueError(f"cannot load a tokenizer from {str(path)!r}: the folder holds none (tokenizer.json, say)")
     with one_line_errors(f"{path}: its files make no tokenizer"):
