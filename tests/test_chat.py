@@ -98,6 +98,12 @@ def test_rows_of_neither_are_refused(tokenizer, tmp_path):
     path.write_text(json.dumps({"messages": [{"role": "user", "content": ["an image"]}]}) + "\n")
     with pytest.raises(ValueError, match=r"which is no text, nor a list of messages"):
         PackedText(tokenizer, str(path), 8)
+    path.write_text(json.dumps({"messages": json.dumps(TALK)}) + "\n")
+    with pytest.raises(ValueError, match=r"which is no text, nor a list of messages"):
+        PackedText(tokenizer, str(path), 8)
+    path.write_text(json.dumps({"question": "What?", "answer": "That."}) + "\n")
+    with pytest.raises(ValueError, match="neither a column 'text' nor 'messages'; it has question, answer; rename one"):
+        PackedText(tokenizer, str(path), 8)
     path.write_text(json.dumps({"text": "some words"}) + "\n")
     with pytest.raises(ValueError, match="assistant_only_loss needs rows of messages, and this is text"):
         PackedText(tokenizer, str(path), 8, assistant_only=True)

@@ -279,7 +279,7 @@ def test_bf16_needs_a_gpu_or_use_cpu(recipe, capsys):
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
-        ('{"words": "a"}', "rows.jsonl has no column 'text'; it has words"),
+        ('{"words": "a"}', "rows.jsonl has neither a column 'text' nor 'messages'; it has words; rename one"),
         ('{"text": "a"}\n{"text": null}', "rows.jsonl: column 'text' holds None, which is no text"),
         ('{"text": 3}', "rows.jsonl: column 'text' holds 3, which is no text"),
         ('{"text": "a"}\n{"te', "rows.jsonl cannot be read as rows"),

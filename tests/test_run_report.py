@@ -176,7 +176,8 @@ def test_an_interrupted_run_says_how_it_goes_on(recipe, capsys, monkeypatch, sav
     assert main(["train", str(recipe)]) == 130
     last = capsys.readouterr().err.splitlines()[-1]
     path = recipe.parent / "out" / "checkpoint-4"
-    assert last == "hf-twell: interrupted" + (f"; go on from {path} with --resume" if saved else "")
+    how = f"go on from {path} with --resume" if saved else "it had no complete checkpoint yet (training.save_steps)"
+    assert last == f"hf-twell: interrupted; {how}"
 
 
 @pytest.mark.parametrize(

@@ -167,8 +167,11 @@ def _rows(
     for row in itertools.islice(rows, skip, None if take is None else skip + take):
         chosen = column or ("messages" if "messages" in row and "text" not in row else "text")
         if chosen not in row:
-            raise ValueError(f"{name} has no column {chosen!r}; it has {', '.join(row)}")
-        if not isinstance(row[chosen], str) and not is_chat(row[chosen]):
+            wanted = f"no column {column!r}" if column else "neither a column 'text' nor 'messages'"
+            how = "rename one" if "data_files" in options else "name one beside hub: column"
+            raise ValueError(f"{name} has {wanted}; it has {', '.join(row)}; {how}")
+        as_text = isinstance(row[chosen], str) and (column or chosen == "text")  # messages may be JSON in a text
+        if not as_text and not is_chat(row[chosen]):
             raise ValueError(
                 f"{name}: column {chosen!r} holds {row[chosen]!r:.40}, which is no text, nor a list of messages "
                 '({"role": ..., "content": a text}); leave such rows out'

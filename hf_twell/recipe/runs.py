@@ -149,12 +149,13 @@ def make_output_dir(output_dir: str) -> None:
 
 @contextlib.contextmanager
 def interruptible(output_dir: str) -> Iterator[None]:
-    """Let Ctrl-C say how the run goes on, where it has a checkpoint."""
+    """Let Ctrl-C say how the run goes on, or that it has no checkpoint yet."""
     try:
         yield
     except KeyboardInterrupt as error:
         checkpoints = finished_checkpoints(output_dir)
-        raise KeyboardInterrupt(*[f"go on from {path} with --resume" for path in checkpoints[:1]]) from error
+        how = [f"go on from {path} with --resume" for path in checkpoints[:1]]
+        raise KeyboardInterrupt(*how or ["it had no complete checkpoint yet (training.save_steps)"]) from error
 
 
 class NothingLeft(TrainerCallback):
