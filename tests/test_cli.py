@@ -394,7 +394,7 @@ def test_a_killed_training_resumes_to_the_same_model(recipe, relu, capsys):
     if relu == "true":
         assert main(["push", again["model"], "me/x", "--dry-run"]) == 0
         card = capsys.readouterr().out
-        assert "| coefficient of the L1 term | 0.1 after a linear warm-up over 2 |" in card
+        assert "| coefficient of the L1 term | 0.1 after a linear warm-up over 2 steps |" in card
         assert "| optimizer steps | 4 |" in card
     model = AutoModelForCausalLM.from_pretrained(again["model"])
     for one, other in zip(model.parameters(), models[0].parameters(), strict=True):

@@ -125,6 +125,17 @@ def test_the_card_tells_what_a_run_measured(recipe, capsys):
     assert "| density measured | 1.00 % |" in capsys.readouterr().out, "figures that are given come first"
 
 
+def test_a_model_that_lost_much_is_published_with_a_warning(recipe, capsys, caplog):
+    result, _ = train(recipe, capsys, "training.max_steps=1")
+    path = Path(result["model"], MEASURED_NAME)
+    figures = json.loads(path.read_text())
+    figures["after"]["loss"] = 1.5 * figures["dense"]["loss"]
+    path.write_text(json.dumps(figures))
+    assert main(["push", result["model"], "me/x", "--dry-run"]) == 0
+    assert "> **Warning.** Its held-out loss is 50 % above that of its dense parent." in capsys.readouterr().out
+    assert "held-out loss is 50 % above" in caplog.text
+
+
 def other_figures(recipe: Path, result: dict) -> Path:
     path = recipe.parent / "sparsity.json"
     path.write_text(json.dumps({**result["after"]["sparsity"], "density": 0.01}))

@@ -15,10 +15,10 @@ from hf_twell.ops.carried import carried_folder
 
 L1_CLAUSE = " and were trained with an L1 term on their activations"
 BARE_DENSITY = 0.25  # that of a bare swap to ReLU is higher
-WARNING = """> **Warning.** {recorded} A model that was pretrained with another activation loses most of its quality by
-> the swap alone: fine-tune it before you use it (`hf-twell train`).
-
-"""
+MUCH = 1.25  # times the dense parent's loss, from which on a card warns; `train/logs.py` warns from there on too
+UNTRAINED = """A model that was pretrained with another activation loses most of its quality by
+> the swap alone: fine-tune it before you use it (`hf-twell train`)."""
+COSTLY = "Compare it with that parent before you use it; more tokens or a higher density cost less."
 REPO_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # and no path such as ./model
 
 
@@ -73,7 +73,7 @@ def model_card(
         architecture=(config.get("architectures") or [config.get("model_type", "model")])[0],
         **loading(loading_class(config)),
         method_clause=trained + active,
-        warning=WARNING.format(recorded=recorded) if (recorded := untrained(method, sparsity)) else "",
+        warning=_warning(method, sparsity, measured),
         sparsity=sparsity_section(sparsity, sizes[0]) if sparsity else "",
         evaluation=_evaluation(scores) if scores else "",
     )
@@ -86,6 +86,20 @@ def untrained(method: Mapping | None, sparsity: Mapping | None) -> str | None:
     if method or (sparsity and sparsity.get("density", 1.0) < BARE_DENSITY):
         return None
     return "No fine-tuning after the swap to ReLU is recorded here."
+
+
+def costly(measured: Mapping | None) -> str | None:
+    """What says that a conversion took much of a model, or None; of a final model's `twell_measured.json`."""
+    dense, after = ((measured or {}).get(key) for key in ("dense", "after"))
+    if not dense or not after or after["loss"] <= MUCH * dense["loss"]:
+        return None
+    return f"Its held-out loss is {100 * (after['loss'] / dense['loss'] - 1):.0f} % above that of its dense parent."
+
+
+def _warning(method, sparsity, measured) -> str:
+    if recorded := untrained(method, sparsity):
+        return f"> **Warning.** {recorded} {UNTRAINED}\n\n"
+    return f"> **Warning.** {cost} {COSTLY}\n\n" if (cost := costly(measured)) else ""
 
 
 def measured_sparsity(measured: Mapping | None) -> dict | None:
@@ -149,8 +163,10 @@ def fill(template: str, repo_id: str, metadata: dict, facts: dict, *, name: str 
 
 
 def _method(method: Mapping) -> dict:
-    warmup = f" after a {method['warmup']} warm-up over {method['warmup_steps']}" if method.get("warmup_steps") else ""
-    steps = method.get("step")
+    steps, over, warmup = method.get("step"), method.get("warmup_steps"), ""
+    if over:
+        unit = "of the steps" if over < 1 else "steps" if over > 1 else "step"
+        warmup = f" after a {method['warmup']} warm-up over {over} {unit}"
     return {
         "coefficient of the L1 term": f"{method['l1_weight']:g}{warmup}" if "l1_weight" in method else None,
         "density aimed at": f"{percent(method['target_density'])}{warmup}" if "target_density" in method else None,

@@ -24,7 +24,7 @@ from hf_twell.models.adapters import (
     save_adapter,
     sparse_base,
 )
-from hf_twell.models.cards import adapter_card, is_repo, measured_sparsity, model_card, untrained
+from hf_twell.models.cards import adapter_card, costly, is_repo, measured_sparsity, model_card, untrained
 from hf_twell.models.loading import check_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -186,6 +186,8 @@ def folder_card(folder: str | Path, repo_id: str, *, base_model=None, sparsity=N
     )
     if recorded := untrained(method, sparsity or measured_sparsity(measured)):
         logger.warning("%s: %s Fine-tune it before others use it: hf-twell train", folder, recorded)
+    elif cost := costly(measured):
+        logger.warning("%s: %s The card says so", folder, cost)
     figures = {"method": method, "measured": measured, "sparsity": sparsity, "scores": scores}
     return model_card(repo_id, config, base_model=base_model, **figures)
 
