@@ -215,7 +215,7 @@ def test_custom_classes_refuse_other_families(file, tmp_path):
         TwellLlamaForCausalLM.from_pretrained(tmp_path, gguf_file="qwen.gguf")
     with pytest.raises(ValueError, match="a GGUF file is its own config; leave config out"):
         TwellLlamaForCausalLM.from_pretrained(file, config=qwen.config)
-    with pytest.raises(OSError, match=r"absent\.gguf"):
+    with pytest.raises(OSError, match=r"no file at .*absent\.gguf; GGUF files there: qwen\.gguf"):
         TwellLlamaForCausalLM.from_pretrained(tmp_path, gguf_file="absent.gguf")
 
 

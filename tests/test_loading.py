@@ -140,10 +140,11 @@ def test_quantized_weights_say_that_they_are_not_converted(folder, packed):
         damage_weights(folder, UP, lambda w: torch.zeros(w.numel() // 2, 1, dtype=torch.uint8))
     elif importlib.util.find_spec("bitsandbytes"):
         pytest.skip("bitsandbytes, which is installed, loads it")
-    with pytest.raises(
-        ValueError, match=r"quantized \(bitsandbytes\), and these are not converted; give the model that"
-    ):
-        load_causal_lm(folder)
+    for load in (load_causal_lm, TwellLlamaForCausalLM.from_pretrained):
+        with pytest.raises(
+            ValueError, match=r"quantized \(bitsandbytes\), and these are not converted; give the model that"
+        ):
+            load(folder)
 
 
 def test_what_is_wrong_with_a_model_is_said_before_what_its_tokenizer_lacks(tmp_path, capsys):

@@ -22,7 +22,7 @@ from transformers.utils.hub import cached_file
 from hf_twell.blocks.architectures import activation_keys, find_ffns
 from hf_twell.convert.entry import check_entry
 from hf_twell.convert.sparsify import chosen_layers, patch
-from hf_twell.files.configs import check_generation_config, one_line_errors, read_config
+from hf_twell.files.configs import check_generation_config, one_line_errors, read_config, saying_quantized
 from hf_twell.files.weights import (
     check_complete,
     check_finite,
@@ -63,7 +63,7 @@ class TwellModel:
         wants_info = options.pop("output_loading_info", False)
         gguf_file = options.pop("gguf_file", None)
         if gguf_file is not None or is_gguf(path):
-            file = path if gguf_file is None else cached_file(str(path), str(gguf_file), **hub)
+            file = path if gguf_file is None else _gguf_of(path, str(gguf_file), hub)
             model, info = cls._from_gguf(file, config, options)
             return (model, info) if wants_info else model
         raw = read_config(path, **hub)
@@ -76,10 +76,11 @@ class TwellModel:
             model, info = cls._from_published(path, raw, files, shapes, config, options)
         elif given_type == stock_type:
             if not isinstance(config, PreTrainedConfig) and not options.get("ignore_mismatched_sizes"):
-                with one_line_errors(f"{path}: its config.json makes no model"):
+                with saying_quantized(path, raw), one_line_errors(f"{path}: its config.json makes no model"):
                     cls._check_config(path, cls.config_class.from_dict(copy.deepcopy(raw)), shapes)
             options |= {"use_safetensors": True, "output_loading_info": True}
-            model, info = super().from_pretrained(path, *model_args, config=config, **options)
+            with saying_quantized(path, raw):
+                model, info = super().from_pretrained(path, *model_args, config=config, **options)
         else:
             raise ValueError(f"{path} is a {given_type!r} model; {cls.__qualname__} takes {', '.join(cls._types())}")
         check_finite(path, model.named_parameters())
@@ -208,6 +209,18 @@ def published_weights(raw: dict, files: list[Path], shapes: dict, config) -> dic
                         tensor = tensor.t().contiguous()
                 weights[name] = tensor
     return weights
+
+
+def _gguf_of(path, name: str, hub: dict) -> str:
+    """The path of a GGUF file in a folder, or from the Hub.
+
+    Raises:
+        OSError: there is none of that name.
+    """
+    if Path(path).is_dir() and not Path(path, name).is_file():
+        found = ", ".join(sorted(file.name for file in Path(path).glob("*.gguf"))) or "none"
+        raise OSError(f"no file at {Path(path, name)}; GGUF files there: {found}")
+    return cached_file(str(path), name, **hub)
 
 
 def _upright_shapes(shapes, config):
