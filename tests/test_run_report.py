@@ -1,7 +1,9 @@
 """What a fine-tuning run tells of itself: estimate, figures beside the dense parent's, warnings, its model's card."""
 
+import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,8 +20,9 @@ from hf_twell.files.folders import MEASURED_NAME, check_target
 from hf_twell.publish.hub import folder_card
 from hf_twell.recipe import finetune, measured
 from hf_twell.recipe.checks import training_keys
-from hf_twell.recipe.estimate import count_checkpoints, count_steps
+from hf_twell.recipe.estimate import count_checkpoints, count_steps, estimate_time
 from hf_twell.recipe.packing import PackedText
+from hf_twell.recipe.schema import load_recipe
 from tests.conftest import COMMAND, tiny_llama
 
 ROOT = Path(__file__).parents[1]
@@ -62,6 +65,7 @@ def test_a_run_tells_the_dense_parents_loss_and_keeps_what_it_measured(recipe, c
         assert shown in told
     assert "4 steps of 64 tokens, 256 in all; on disk 2 checkpoints of 54 MiB and a final model of 9 MiB" in told
     assert told.index("4 steps of 64") < told.index("measuring the dense parent's loss")
+    assert re.search(r"training takes about \d+ (seconds|minutes), beside saving\n.*0/4", told, re.DOTALL)
     saved = AutoModelForCausalLM.from_pretrained(whole["model"]).config.twell["density"]
     assert saved == pytest.approx([layer["density"] for layer in whole["after"]["sparsity"]["layers"]], abs=1e-6)
 
@@ -209,6 +213,19 @@ def test_the_estimate_counts_as_the_trainer_does(tmp_path, options, rows, checkp
     trainer.train()
     assert count_steps(args, rows) == trainer.state.max_steps
     assert len(list(tmp_path.glob("checkpoint-*"))) == min(checkpoints, args.save_total_limit or checkpoints)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "says"),
+    [
+        ({}, {}, "about 10 minutes"),  # 2 ms a token and pass, 3 passes, 100,000 tokens
+        ({"distill": {"logits": 1.0}}, {"gradient_checkpointing": True}, "about 17 minutes"),
+    ],
+)
+def test_the_time_is_told_by_that_of_measuring(recipe, tmp_path, changes, options, says):
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **options)
+    given = dataclasses.replace(load_recipe(recipe), **changes)
+    assert says in estimate_time(args, given, 100_000, 6.0, passes=3, measured=1000)
 
 
 def run_of(tmp_path, rows: int = 64, **options) -> Trainer:

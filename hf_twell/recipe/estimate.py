@@ -1,4 +1,4 @@
-"""What a run will take, told before it starts; Trainer's bar tells the time."""
+"""What a run will take, told before it starts."""
 
 import math
 import shutil
@@ -8,6 +8,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 OPTIMIZER_VALUES = 2  # of Adam, for each trained weight and in its dtype
+PASSES = 3  # forward passes that forward and backward take as long as
 
 
 def estimate(
@@ -34,6 +35,17 @@ def estimate(
     )
 
 
+def estimate_time(args: TrainingArguments, recipe, tokens: int, seconds: float, *, passes: int, measured: int) -> str:
+    """One line of how long a run will take, by how long it took to measure its start; `tokens` are those of all steps.
+
+    Args:
+        passes: forward passes over the `measured` tokens, which every process reads all, that took the `seconds`.
+    """
+    each = PASSES + (recipe.distill is not None) + bool(args.gradient_checkpointing)
+    took = seconds / (passes * measured) * each * tokens / args.world_size
+    return f"at the speed of this measuring, training takes about {_duration(took)}, beside saving"
+
+
 def sequences_of_step(args: TrainingArguments) -> int:
     return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
 
@@ -53,6 +65,13 @@ def count_checkpoints(args: TrainingArguments, steps: int) -> int:
     made = {"no": 0, "steps": math.ceil(steps / every), "epoch": math.ceil(args.num_train_epochs)}
     count = made.get(str(args.save_strategy.value), 2)  # "best": the last one and it
     return count if args.save_total_limit is None else min(count, args.save_total_limit + 1)
+
+
+def _duration(seconds: float) -> str:
+    for name, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {name}"
+    return f"{max(1.0, seconds):.0f} seconds"
 
 
 def _size(count: int) -> str:

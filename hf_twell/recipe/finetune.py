@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from hf_twell.files.checkpoints import last_checkpoint
 from hf_twell.files.folders import full_disks_as_os_errors, save_model
 from hf_twell.models.loading import load_model, load_tokenizer, stored_dtype
 from hf_twell.recipe.arguments import CompactProgress, training_arguments
-from hf_twell.recipe.estimate import estimate
+from hf_twell.recipe.estimate import count_steps, estimate, estimate_time, sequences_of_step
 from hf_twell.recipe.measured import measure, measure_start, names_of, parent_activations
 from hf_twell.recipe.packing import PackedText, StreamedText, check_length
 from hf_twell.recipe.runs import (
@@ -101,14 +102,19 @@ def five_steps(recipe: Recipe, args: TrainingArguments, resume: bool, train, hel
 
     # 4. Training, from the start or from the last complete checkpoint.
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    count = None if isinstance(train, StreamedText) else len(train)
     if trainer.is_world_process_zero():
-        count = None if isinstance(train, StreamedText) else len(train)
         print(estimate(args, model, sequences=count, length=length, dtype=dtype), file=sys.stderr)
     start = {"dense": None, "before": None}
     if not sharded:  # which a model becomes when its training begins
         text = {"heldout": identity(recipe.heldout), "sequence_length": length}
+        began = time.perf_counter()
         start = measure_start(trainer, heldout, parent, text, last_checkpoint(recipe.output_dir) if resume else None)
         checkpoints.state["measured"] = start
+        if not resume and trainer.is_world_process_zero():
+            tokens = count_steps(args, count) * sequences_of_step(args) * length
+            done = {"passes": 2 + (start["dense"] is not None), "measured": heldout.sequences.numel()}
+            print(estimate_time(args, recipe, tokens, time.perf_counter() - began, **done), file=sys.stderr)
     if callback is not None and start["dense"] is not None:
         callback.parent_loss = start["dense"]["loss"]
     with contextlib.suppress(NothingLeft.Finished), full_disks_as_os_errors(args.output_dir):
