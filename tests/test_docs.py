@@ -93,6 +93,15 @@ def test_python(page, tmp_path, monkeypatch):
         assert "L1 term" in hub.repos["me/llama-relu"]["README.md"].decode()
 
 
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
+def test_trainings_that_are_copied_have_a_learning_rate(page):
+    """With Trainer's default, 5e-5, a pretrained model neither becomes sparse nor keeps what it knows."""
+    for code in blocks(page, "python"):
+        if "SparsityCallback(" in code:
+            assert "learning_rate=" in code
+            assert "target_density=" in code
+
+
 def with_commands() -> list:
     """Pages; one that starts a server takes its time."""
     starts = {page: [command[1] for command in commands(page)] for page in PAGES if commands(page)}
