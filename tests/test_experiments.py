@@ -143,9 +143,9 @@ def test_always_on_neurons_stand_in_for_what_relu_takes(lab, context):
     swapped.set_blocks(activation="relu")
     row = run(lab, context, "on0", always_on={"neurons": 16})
     student, tokens = context.load("on0"), context.windows[32:].long()
-    assert student.layers[0].mlp.gate_proj.out_features == 128 + 16
+    assert student.layers[0].mlp.gate_proj.out_features == 128
     assert min(row["filled"]) > 0
-    assert row["density"] > 16 / 144
+    assert row["density"] > 16 / 128
 
     with torch.no_grad():
         truth, far, near = (model.logits(model(tokens)[0]) for model in (teacher, swapped, student))
@@ -157,9 +157,9 @@ def test_always_on_neurons_stand_in_for_what_relu_takes(lab, context):
     mlp.penalty = "contribution"
     x = torch.randn(5, 64)
     mlp(x)[1][1].backward()
-    assert not mlp.gate_proj.weight.grad[128:].any(), "nothing presses on them"
-    assert mlp.gate_proj.weight.grad[:128].any()
-    with pytest.raises(ValueError, match=r"always on are 0\.1111 of all"):
+    assert not mlp.gate_proj.weight.grad[-16:].any(), "nothing presses on them"
+    assert mlp.gate_proj.weight.grad[:-16].any()
+    with pytest.raises(ValueError, match=r"always on are 0\.1250 of all"):
         run(lab, context, "on64", always_on={"neurons": 16}, target=0.1)
     assert math.isfinite(run(lab, context, "kd", start_from="on0", target=0.3)["losses"]["openstax"])
 
