@@ -206,6 +206,9 @@ RECIPE_MISTAKES = [
     (["l1_weight=much"], "a number of at least 0"),
     (["l1_weight=-1"], "a number of at least 0"),
     (["target_density=0.1"], "give one of them"),
+    (["l1_weight=null"], "neither target_density nor l1_weight; give the share of active neurons to reach"),
+    (["term=count"], "term: 'count', which goes with target_density alone"),
+    (["term=l0"], "term: 'l0'; choose one of 'l1', 'count'"),
     (["l1_weight=null", "target_density=2.5"], "target_density=2.5; give a share between 0 and 1"),
     (["layer_shares=some"], "'equal', 'free'"),
     (["l1_bounds=[1, 2]"], "go with target_density alone"),
@@ -259,6 +262,7 @@ def test_mistakes_that_the_text_shows_end_in_one_line(recipe, change, says, caps
     monkeypatch.chdir(recipe.parent)
     Path("short.txt").write_text("one word or two")
     assert main(["train", str(recipe), change]) == 1
+    assert not Path("out").exists(), "a run that failed before its first step leaves no folder"
     assert says in error_line(capsys)
 
 

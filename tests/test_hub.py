@@ -432,7 +432,7 @@ def test_what_was_not_measured_is_absent():
     text = cards.model_card("me/x", whole)
     assert "| shape | 4 layers, D=64, F=1,000 |" in text
     assert "| kernels and L1 term on layers | 0, 3 |" in text
-    assert cards.L1_CLAUSE not in cards.model_card("me/x", config, method={"step": 10}), "nor was it trained so"
+    assert cards.CLAUSES["l1"] not in cards.model_card("me/x", config, method={"step": 10}), "nor was it trained so"
     method = {"l1_weight": 2e-4, "step": 1000, "warmup_steps": 50, "warmup": "sine"}
     assert "| coefficient of the L1 term | 0.0002 after a sine warm-up over 50 steps |" in cards.model_card(
         "me/x", config, method=method
@@ -472,7 +472,7 @@ def test_the_card_of_a_run_to_a_density_says_so(tmp_path):
     trainer.train()
     trainer.create_model_card(model_name="me/x")
     for text in ((tmp_path / "README.md").read_text(), folder_card(tmp_path / "checkpoint-2", "me/x")):
-        assert cards.L1_CLAUSE in text
+        assert cards.CLAUSES["l1"] in text
         assert "| density aimed at | 2.00 % after a linear warm-up over 0.1 of the steps |" in text
 
 
