@@ -32,7 +32,7 @@ import hf_twell
 from hf_twell.cli import main
 from hf_twell.files.folders import save_model
 from hf_twell.models import cards
-from hf_twell.publish.hub import folder_card
+from hf_twell.models.hub import folder_card
 from tests.conftest import TINY, ids, logits, tiny_llama
 from tests.hub_server import HubServer
 
@@ -326,7 +326,7 @@ def test_an_upload_that_breaks_off(hub, sparse, tmp_path):
     assert "model.safetensors" in hub.repos["me/broken"]
 
 
-PUSH_FOLDER = "from hf_twell.publish.hub import push_folder; push_folder({folder!r}, 'me/refused')"
+PUSH_FOLDER = "from hf_twell.models.hub import push_folder; push_folder({folder!r}, 'me/refused')"
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 import hf_twell
 from hf_twell.cli import main
 from hf_twell.files.folders import MEASURED_NAME, check_target
-from hf_twell.publish.hub import folder_card
+from hf_twell.models.hub import folder_card
 from hf_twell.recipe import finetune, measured
 from hf_twell.recipe.checks import training_keys
 from hf_twell.recipe.estimate import count_checkpoints, count_steps, estimate_time

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_twell.vllm_plugin.density import known_densities
+from hf_twell.serving.vllm_plugin.density import known_densities
 from tests.vllm_engines import (
     FAMILIES,
     TIMEOUT_S,
@@ -42,7 +42,8 @@ def kernel_rows(result) -> list[list[int]]:
 
 
 def test_the_plugin_imports_neither_torch_nor_vllm():
-    code = "import sys, hf_twell.vllm_plugin; sys.exit(bool({'torch', 'transformers', 'vllm'} & set(sys.modules)))"
+    heavy = {"torch", "transformers", "vllm"}
+    code = f"import sys, hf_twell.serving.vllm_plugin; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
