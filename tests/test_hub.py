@@ -95,7 +95,7 @@ torch.save((plain, words), "loaded.pt")
 """
 
 
-def test_push_then_load_by_hub_id(hub, sparse, tmp_path):
+def test_push(hub, sparse, tmp_path):
     before = contents(sparse)
     (tmp_path / "sparsity.json").write_text(json.dumps(figures_of_sparsity()))
     (tmp_path / "scores.json").write_text(json.dumps(figures_of_scores()))
@@ -123,6 +123,11 @@ def test_push_then_load_by_hub_id(hub, sparse, tmp_path):
     ):
         assert needed in text
 
+
+@pytest.mark.slow
+def test_push_then_load_by_hub_id(hub, sparse, tmp_path):
+    done = hf_twell_command(hub, tmp_path, "push", sparse, "me/demo-relu")
+    assert done.returncode == 0, done.stderr
     done = run(hub, tmp_path, LOAD)
     assert done.returncode == 0, done.stderr
     plain, words = torch.load(tmp_path / "loaded.pt")
