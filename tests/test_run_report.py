@@ -239,7 +239,7 @@ def run_of(tmp_path, rows: int = 64, **options) -> Trainer:
         report_to=[], disable_tqdm=True,
     )  # fmt: skip
     trainer = Trainer(
-        hf_twell.sparsify(tiny_llama(max_position_embeddings=256)),
+        hf_twell.sparsify(tiny_llama(max_position_embeddings=256, num_hidden_layers=1)),
         args,
         train_dataset=[{"input_ids": row, "labels": row} for row in ids],
     )
