@@ -1,13 +1,16 @@
 """The vLLM plugin against Transformers: vLLM runs in an environment of its own, which `make test-all` makes."""
 
 import json
+import pkgutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 
+from hf_twell.serving import vllm_plugin
 from hf_twell.serving.vllm_plugin.density import known_densities
 from tests.vllm_engines import (
     FAMILIES,
@@ -39,6 +42,11 @@ def in_vllm(test):
 def kernel_rows(result) -> list[list[int]]:
     """Of each call, the numbers of tokens that came to the kernels."""
     return [call["rows"]["hf_twell::infer"] for call in result["calls"]]
+
+
+def test_vllm_finds_the_plugin():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert pkgutil.resolve_name(project["entry-points"]["vllm.general_plugins"]["hf_twell"]) is vllm_plugin.register
 
 
 def test_the_plugin_imports_neither_torch_nor_vllm():
