@@ -32,7 +32,7 @@ import hf_twell
 from hf_twell.cli import main
 from hf_twell.files.folders import save_model
 from hf_twell.models import cards
-from hf_twell.publish.hub import folder_card
+from hf_twell.models.hub import folder_card
 from tests.conftest import TINY, ids, logits, tiny_llama
 from tests.hub_server import HubServer
 
@@ -95,7 +95,7 @@ torch.save((plain, words), "loaded.pt")
 """
 
 
-def test_push_then_load_by_hub_id(hub, sparse, tmp_path):
+def test_push(hub, sparse, tmp_path):
     before = contents(sparse)
     (tmp_path / "sparsity.json").write_text(json.dumps(figures_of_sparsity()))
     (tmp_path / "scores.json").write_text(json.dumps(figures_of_scores()))
@@ -123,6 +123,11 @@ def test_push_then_load_by_hub_id(hub, sparse, tmp_path):
     ):
         assert needed in text
 
+
+@pytest.mark.slow
+def test_push_then_load_by_hub_id(hub, sparse, tmp_path):
+    done = hf_twell_command(hub, tmp_path, "push", sparse, "me/demo-relu")
+    assert done.returncode == 0, done.stderr
     done = run(hub, tmp_path, LOAD)
     assert done.returncode == 0, done.stderr
     plain, words = torch.load(tmp_path / "loaded.pt")
@@ -326,7 +331,7 @@ def test_an_upload_that_breaks_off(hub, sparse, tmp_path):
     assert "model.safetensors" in hub.repos["me/broken"]
 
 
-PUSH_FOLDER = "from hf_twell.publish.hub import push_folder; push_folder({folder!r}, 'me/refused')"
+PUSH_FOLDER = "from hf_twell.models.hub import push_folder; push_folder({folder!r}, 'me/refused')"
 
 
 @pytest.mark.slow
