@@ -612,3 +612,14 @@ def test_folders_that_are_refused(sparse, tmp_path, capsys):
     for model in (tiny_llama(), AutoTokenizer.from_pretrained(DEMO)):
         with pytest.raises(ValueError, match="has no sparse blocks"):
             hf_twell.push_to_hub(model, "me/x")
+
+
+def test_a_model_is_checked_before_anything_is_sent():
+    """And an adapter."""
+    peft = pytest.importorskip("peft")
+    model = hf_twell.sparsify(tiny_llama())
+    with pytest.raises(ValueError, match="write USER/mine"):
+        hf_twell.push_to_hub(model, "mine")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["up_proj"]))
+    with pytest.raises(ValueError, match="is no name on the Hub"):
+        hf_twell.push_to_hub(adapted, "me/mine", AutoTokenizer.from_pretrained(DEMO))

@@ -56,6 +56,7 @@ def server(sparse):
     model, tokenizer = load_model(str(sparse), device="cpu")
     prepare(str(sparse), model.eval(), tokenizer, "cpu")
     app, listener = build_app(str(sparse), model, tokenizer, Generation()), bind("127.0.0.1", 0)
+    listener.listen()  # requests wait from now on, and are not refused before the thread runs
     answering = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
     thread = threading.Thread(target=answering.run, args=([listener],))
     thread.start()
