@@ -58,6 +58,15 @@ struct Kernels {
   void (*gather_sum2)(const void* rows, int64_t ld_rows, const uint32_t* index, const float* scale_a,
                       const float* scale_b, int64_t count, int64_t width, float* sums_a, float* sums_b);
 
+  // Of int8 weights, whose scales are the caller's to apply. As `gate`, for few tokens and without a bias; as
+  // `gather_sum`; and int8 in the element type, which holds it exactly. `ahead`: fetches also what lies so many bytes
+  // behind each value.
+  void (*gate_int8)(const void* x, int64_t ld_x, int tokens, const int8_t* w, int64_t ld_w, int neurons, int64_t hidden,
+                    float* out, int64_t ld_out);
+  void (*gather_sum_int8)(const int8_t* rows, int64_t ld_rows, const uint32_t* index, const float* scale, int64_t count,
+                          int64_t width, float* sums);
+  void (*widen_int8)(const int8_t* values, int64_t count, void* out, int64_t ahead);
+
   // sums[t, d] += sum_i scale[t, i] * rows[i, d] on a matrix unit, for up to kPairColumns columns d; null where this set
   // has none. `pair_rows` puts rows (index[i], or i where index is null) into the form that `matmul_pairs` takes:
   // count padded to 32 rows x kPairColumns elements. `scale` lies at [i / 32][t][i % 32], t padded to a multiple of 16,
