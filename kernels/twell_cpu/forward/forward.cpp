@@ -34,7 +34,7 @@ bool sample_is_dense(const Block& block, const Kernels& kernels) {
   int64_t active = 0;
   for (int64_t group = 0; group < groups; ++group) {
     const int64_t f = group * (block.width - kTileNeurons) / std::max<int64_t>(groups - 1, 1);
-    rows_product(gate_rows(block), block.dtype, kernels, {rows.data(), nullptr, static_cast<int>(sample)}, f, kTileNeurons,
+    rows_product(gate_rows(block), block.dtype, kernels, {rows.data(), nullptr, static_cast<int>(sample)}, f, kTileNeurons, f,
                  &scratch, values);
     active += kernels.pack(values, kTileNeurons * sample, 0, position, kept);
   }

@@ -42,8 +42,9 @@ struct TokenRows {
 };
 
 // out[n * count + t] = bias[first + n] + scale[first + n] * sum over c of w[first + n, c] * x[t, c], for n < neurons.
+// `next`: the row from which this thread is likely to go on.
 void rows_product(const WeightRows& w, DType dtype, const Kernels& kernels, const TokenRows& x, int64_t first, int neurons,
-                  Bytes* scratch, float* out);
+                  int64_t next, Bytes* scratch, float* out);
 
 // int8 rows [first, first + count) in the block's type, without their scales, `ld` elements from one to the next.
 void widen_rows(const WeightRows& w, DType dtype, const Kernels& kernels, int64_t first, int64_t count, char* out, int64_t ld);

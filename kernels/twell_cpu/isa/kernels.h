@@ -66,6 +66,10 @@ struct Kernels {
   void (*gather_sum_int8)(const int8_t* rows, int64_t ld_rows, const uint32_t* index, const float* scale, int64_t count,
                           int64_t width, float* sums);
   void (*widen_int8)(const int8_t* values, int64_t count, void* out, int64_t ahead);
+  // gate_panels of rows that were widened, without a bias; fetches meanwhile the int8 rows `next`. Null where the set's
+  // gate_panels serves them as well.
+  void (*gate_panels_widened)(const void* panels, int tokens, const void* w, int64_t ld_w, int neurons, int64_t hidden,
+                              const int8_t* next, int64_t ld_next, float* out, int64_t ld_out);
 
   // sums[t, d] += sum_i scale[t, i] * rows[i, d] on a matrix unit, for up to kPairColumns columns d; null where this set
   // has none. `pair_rows` puts rows (index[i], or i where index is null) into the form that `matmul_pairs` takes:
@@ -90,6 +94,7 @@ struct Kernels {
                     bool past_caches);
 
   int64_t panels_from;   // tokens from which panels are faster than rows
+  int64_t int8_panels_from;  // the same for int8 weights
   int64_t tile_neurons;  // neurons of one work item
   int64_t few_tile_neurons;  // the same in calls of up to kPanel tokens: each item starts its stream of weights anew
   int64_t block_bytes;   // of x that the items of one block share in the second-level cache

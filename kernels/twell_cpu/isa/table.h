@@ -19,10 +19,10 @@ constexpr twell::Kernels make_table() {
       gate<Simd, Dot>,      nullptr,          nullptr,
       pack<Simd>,           gather_dot<Simd, Dot>, gather_sum<Simd, T>,
       gather_sum2<Simd, T>, gate_int8<Simd, T>, gather_sum_int8<Simd>,
-      widen_int8<Simd, T>,  nullptr,          nullptr,
+      widen_int8<Simd, T>,  nullptr,          nullptr,          nullptr,
       round<Simd, T>,       widen<Simd, T>,   activation<Simd, T>,
       activation_backward<Simd, T>, transpose<T>,
-      32,                   48,               48,
+      32,                   32,               48,               48,
       512 << 10,
   };
 }
