@@ -74,13 +74,14 @@ def assert_same_but_for_rounding(values, stock):
     assert 0 < relative_rms(values, stock) < 3 * 2**-7
 
 
-def test_loaded_by_transformers_and_sparsified(folder, kernel_calls):
+def test_loaded_by_transformers_and_sparsified(folder, kernel_calls, caplog):
     stock, model = load(folder), sparsify(load(folder))
     before = [p.data_ptr() for layer in model.model.layers for p in (layer.mlp.gate_proj.weight.qdata,)]
     weights = [int8_values(layer.mlp.up_proj.weight)[1].dtype for layer in model.model.layers]
     assert weights == [torch.float32] * 3
     assert_same_but_for_rounding(logits(model), logits(stock))
     assert kernel_calls == [0, 1, 2]
+    assert not [record for record in caplog.records if record.name.startswith("hf_twell")]
     assert [layer.mlp.gate_proj.weight.qdata.data_ptr() for layer in model.model.layers] == before
     for ffn in sparse_ffns(model):  # nothing beside torchao's own tensors, and these by columns
         held = ffn.down_proj.weight
@@ -174,13 +175,15 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_other_formats_go_through_the_submodules(folder, kernel_calls, kind):
+def test_other_formats_go_through_the_submodules(folder, kernel_calls, kind, caplog):
     options = {"quantization_config": TorchAoConfig(OTHERS[kind], modules_to_not_convert=["lm_head"])}
     folder = folder if kind != "groups" else _padded(folder)
     stock, model = load(folder, **options), sparsify(load(folder, **options))
     assert torch.equal(logits(model), logits(stock))
     assert kernel_calls == []
     assert not takes_kernels(sparse_ffns(model)[0], torch.ones(1, 64, dtype=torch.bfloat16))
+    (record,) = [record for record in caplog.records if record.name == "hf_twell.convert.sparsify"]
+    assert "no kernel reads these quantized weights (" in record.getMessage()
 
 
 def _padded(folder):
