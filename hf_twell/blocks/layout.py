@@ -84,8 +84,9 @@ def _swappable(ffn: torch.nn.Module, weight: torch.Tensor) -> bool:
 
 def _held(weight: torch.Tensor) -> bool:
     """Whether others hold its memory, and may write to it: a state dict, `.data`, a view, a thread that computes."""
-    fresh = weight.new_empty(0)
-    return _users(weight) > _users(fresh if _kind(weight) is torch.Tensor else torch.nn.Parameter(fresh, False))
+    if _kind(weight) is torch.Tensor:
+        return _users(weight) > _users(weight.new_empty(0))
+    return _users(weight) > _users(torch.nn.Parameter(weight.new_empty(0), requires_grad=False))
 
 
 def _kind(weight: torch.Tensor) -> type:
