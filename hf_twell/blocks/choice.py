@@ -46,7 +46,7 @@ def takes_kernels(ffn, x: torch.Tensor) -> bool:
     """Which way a block would go with x after the calls it has seen: kernels, or plain matmuls."""
     if api.resolve(ffn.twell.backend, x.device.type) == "reference":  # asked for, or no kernels could be had
         return False
-    int8 = x.is_cpu and all(int8_parameters(getattr(ffn, name)) for name in ffn.twell.form.linears)
+    int8 = x.is_cpu and ffn._parameters_by(int8_parameters) is not None
     if ffn._plain_parameters() is None and not int8:  # adapters, say, which the submodules compute
         return False
     first, down = getattr(ffn, ffn.twell.form.first), getattr(ffn, ffn.twell.form.down)

@@ -76,22 +76,20 @@ def _distributed() -> bool:
 
 
 def _swappable(ffn: torch.nn.Module, weight: torch.Tensor) -> bool:
+    # A parameter, or the int8 values within one; other kinds (DTensor, say) need not even have memory of their own.
+    kind = torch.Tensor if weight.dtype == torch.int8 else torch.nn.Parameter
+    if type(weight) is not kind or min(weight.shape) <= 1 or weight.grad is not None or ffn.twell_state.captured:
+        return False
     alone = weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
-    alone &= not (weight.is_cpu and weight.is_shared())  # with other processes
-    plain = min(weight.shape) > 1 and weight.grad is None and type(weight) is _kind(weight)
-    return alone and plain and not ffn.twell_state.captured
+    return alone and not (weight.is_cpu and weight.is_shared())  # with other processes
 
 
 def _held(weight: torch.Tensor) -> bool:
     """Whether others hold its memory, and may write to it: a state dict, `.data`, a view, a thread that computes."""
-    if _kind(weight) is torch.Tensor:
+    if weight.dtype == torch.int8:
         return _users(weight) > _users(weight.new_empty(0))
+    # In one expression: a name for the empty tensor would count as a user of the parameter's memory.
     return _users(weight) > _users(torch.nn.Parameter(weight.new_empty(0), requires_grad=False))
-
-
-def _kind(weight: torch.Tensor) -> type:
-    """Of the tensor whose memory a module alone has: a parameter, or the int8 values within one."""
-    return torch.Tensor if weight.dtype == torch.int8 else torch.nn.Parameter
 
 
 def _users(weight: torch.Tensor) -> int:

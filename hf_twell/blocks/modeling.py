@@ -142,7 +142,7 @@ class SparseFfn(nn.Module):
 
     def _fused(self, x, l1, up, down, gate):
         """`up`, `down` and `gate` are (weight, bias), Nones where there is no gate."""
-        too_dense = choice.settle(self, x, *(up if gate[0] is None else gate)[:2], down[0])
+        too_dense = choice.settle(self, x, *(up if gate[0] is None else gate), down[0])
         if x.is_cpu and not torch.compiler.is_compiling():
             # Another thread may give the parameter new memory while this one computes, or before its backward does.
             if not torch.is_grad_enabled():

@@ -37,7 +37,7 @@ def quantize_int8(path: str | Path):
         )
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError(f"{path} is quantized already; give the model that it was made from")
-    blocks = {linear for site in sites for name in site.form.linears for linear in [getattr(site.module, name)]}
+    blocks = {getattr(site.module, name) for site in sites for name in site.form.linears}
     others = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module not in blocks]
     config = TorchAoConfig(Int8WeightOnlyConfig(set_inductor_config=False), modules_to_not_convert=_patterns(others))
     del model, sites, blocks

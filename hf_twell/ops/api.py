@@ -183,7 +183,7 @@ def _kernels_take(backend, device_type, needs_grad, x, *weights) -> bool:
     dtypes = {tensor.dtype for tensor in (x, *weights) if tensor is not None}
     intermediate, hidden = weights[0].shape
     int8 = weights[0].dtype == torch.int8  # and so are the others
-    if not dtypes - ({torch.int8} if int8 else set()) <= {torch.float32, torch.bfloat16, torch.float16}:
+    if not dtypes <= {torch.float32, torch.bfloat16, torch.float16, *((torch.int8,) if int8 else ())}:
         problem = f"dtype {x.dtype}; the kernels take float32, bfloat16 and float16"
     elif int8 and device_type != "cpu":
         problem = "int8 weights; the CPU's kernels take them, and CUDA's do not yet"

@@ -34,11 +34,7 @@ def ffn(
 
 
 def linear(x, w, scale=None, bias=None):
-    """x w^T + bias; of an int8 w with a scale for each row, of the dequantized weights in x's dtype, rounded once.
-
-    Formula: x (scale_n w_nk)^T + bias. The products are exact before they are rounded: int8 has 8 bits and a float32
-    scale 24.
-    """
+    """x w^T + bias; an int8 w with a scale for each row is dequantized in x's dtype: x (scale_n w_nk)^T + bias."""
     return F.linear(x, w if scale is None else dequantized(w, scale, x.dtype), bias)
 
 
