@@ -18,9 +18,10 @@ from tests.ffn_cases import relative_rms
 from tests.test_company import refused
 
 quantization = pytest.importorskip("torchao.quantization")
-pytestmark = pytest.mark.skipif(
-    not build.status("cpu", build=True).available, reason=build.status("cpu", build=True).reason
-)
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.skipif(not build.status("cpu", build=True).available, reason=build.status("cpu", build=True).reason),
+]
 CONFIG = quantization.Int8WeightOnlyConfig(set_inductor_config=False)
 OPTIONS = {"quantization_config": TorchAoConfig(CONFIG)}
 
