@@ -8,11 +8,12 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_twell import SparsityCallback, sparsify
+from hf_twell import L1Penalty, SparsityCallback, sparsify
 from hf_twell.files.checkpoints import read_state
 from hf_twell.train.controller import DensityController
 from hf_twell.train.step_counts import StepCounts
 from tests.conftest import tiny_llama, training_rows
+from tests.rounding import rounding
 
 pytestmark = pytest.mark.numeric
 
@@ -339,3 +340,57 @@ def test_limits_are_refused_themselves(density, bounds):
         DensityController(density, steps=10)
     with pytest.raises(ValueError, match="lowest and the highest"):
         DensityController(0.1, steps=10, l1_bounds=bounds)
+
+
+def test_the_count_term_is_a_smooth_count_of_active_neurons():
+    """The gradient that is added is that of sum over neurons of tanh(a / 0.2), written as a loss."""
+    torch.manual_seed(0)
+    model = sparsify(tiny_llama(intermediate_size=40, num_hidden_layers=2).double())
+    batches = [{"input_ids": torch.randint(96, (2, 7)), "attention_mask": torch.ones(2, 7)} for _ in range(2)]
+    batches[1]["attention_mask"][1, 4:] = 0
+    for batch in batches:
+        batch["labels"] = batch["input_ids"]
+    penalty = L1Penalty(model, 0.3, term="count")
+    for batch in penalty.micro_batches(batches):
+        model(**batch).loss.backward()
+    parameters = list(model.parameters())
+    found = [parameter.grad.clone() for parameter in parameters]
+    penalty.detach()
+    model.zero_grad()
+
+    gates, outputs = [], []
+    handles = [ffn.gate_proj.register_forward_hook(lambda _, __, y: gates.append(y)) for ffn in penalty.ffns]
+    for batch in batches:
+        gates.clear()
+        outputs.append(model(**batch).loss)
+        counts = [torch.tanh(gate.relu() / 0.2).sum(-1) * batch["attention_mask"] for gate in gates]
+        (0.3 / 2 * sum(count.sum() for count in counts) / 25).backward(retain_graph=True)
+    for handle in handles:
+        handle.remove()
+    magnitudes = [0 if parameter.grad is None else parameter.grad.abs().max().item() for parameter in parameters]
+    assert max(magnitudes) > 0
+    sum(outputs).backward()
+    for mine, magnitude, parameter in zip(found, magnitudes, parameters, strict=True):
+        # In float32 are a token's coefficient (a product and two quotients) and five norms of 32 channels.
+        torch.testing.assert_close(mine, parameter.grad, rtol=1e-12, atol=rounding(3 + 5 * 32, magnitude) + 1e-15)
+    report = penalty.report()
+    assert report["tokens"] == 25
+    assert 0 < report["density"] < 1
+
+
+@pytest.mark.slow
+def test_the_count_term_reaches_and_holds_its_target(tmp_path):
+    trainer = make_trainer(tmp_path, target_density=0.05, term="count", layer_shares="free", warmup_steps=WARMUP_STEPS)
+    trainer.train()
+    late = [row for row in trainer.state.log_history if "loss" in row and row["step"] > 180]
+    densities = [row["twell/density"] for row in late]
+    assert all(0.04 < density < 0.06 for density in densities), densities
+    state = read_state(tmp_path / f"checkpoint-{SAVE_STEPS}")
+    assert state["term"] == "count"
+
+
+def test_a_count_goes_with_a_target_alone(tmp_path):
+    with pytest.raises(ValueError, match="term='count' goes with target_density alone"):
+        make_trainer(tmp_path, l1_weight=0.1, term="count")
+    with pytest.raises(ValueError, match="term='l0'; choose one of 'l1', 'count'"):
+        make_trainer(tmp_path, target_density=0.1, term="l0")

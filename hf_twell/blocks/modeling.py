@@ -1,7 +1,7 @@
 """The class that a sparse feed-forward block gets: a subclass of its own class, so the model stays what it was."""
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -18,18 +18,20 @@ from hf_twell.ops import api, reference
 class L1Inputs:
     """What one layer needs to add the L1 gradient while a micro-batch runs; see `hf_twell.ops.reference.inject_l1`.
 
-    `tokens` is how many the micro-batch holds, where no `token_weight` says so by its shape.
+    `tokens` is how many the micro-batch holds, where no `token_weight` says so by its shape. With `counts` it is the
+    gradient of the count term (`inject_count`) that is added.
     """
 
     scale: torch.Tensor
     token_weight: torch.Tensor | None
     tally: torch.Tensor
     tokens: int | None = None
+    counts: bool = False
 
     def to(self, device: torch.device) -> "L1Inputs":
         """The same on x's device: where FSDP2 offloads parameters to the CPU, these were made there, too."""
         weight = None if self.token_weight is None else self.token_weight.to(device)
-        return L1Inputs(self.scale.to(device), weight, self.tally.to(device), self.tokens)
+        return replace(self, scale=self.scale.to(device), token_weight=weight, tally=self.tally.to(device))
 
 
 @dataclass
@@ -117,6 +119,8 @@ class SparseFfn(nn.Module):
             _check_tokens(self.twell.name, x.shape[:-1], l1)
         if _all_modules_are_hooked() or not _is_bare_relu(self._modules[form.activation]):
             return self._through_submodules(x, l1)
+        if l1 is not None and l1.counts:  # which the kernels' backward does not know
+            return self._through_submodules(x, l1)
         if api.resolve(self.twell.backend, x.device.type) != "reference" and not api.transformed():
             parameters = self._plain_parameters()
             if parameters is not None:
@@ -131,10 +135,13 @@ class SparseFfn(nn.Module):
         """Adapters, hooks and replaced linears or activations all count here."""
         form = self.twell.form
         activation, up, down = getattr(self, form.activation), getattr(self, form.up), getattr(self, form.down)
-        h = activation(up(x)) if form.gate is None else activation(getattr(self, form.gate)(x)) * up(x)
+        active = activation(getattr(self, form.first)(x))
+        if l1 is not None and l1.counts:
+            active = reference.inject_count(active, l1.scale, l1.token_weight)
+        h = active if form.gate is None else active * up(x)
         if l1 is not None:
             check_whole(h, len(l1.tally) - 1, self.twell.name)
-            h = reference.inject_l1(h, l1.scale, l1.token_weight, l1.tally)
+            h = reference.inject_l1(h, None if l1.counts else l1.scale, l1.token_weight, l1.tally)
         if torch.compiler.is_compiling() and not reads_any_order(down):
             values, bias, scale = int8_parameters(down)
             return reference.linear(h, values, scale, bias)

@@ -44,13 +44,27 @@ def dequantized(w, scale, dtype: torch.dtype) -> torch.Tensor:
     return (w.to(wide) * scale.reshape(-1, 1).to(wide)).to(dtype)
 
 
+COUNT_WIDTH = 0.1  # of a gate: within a few such of zero, the count term pushes a neuron off; far above, it lets it be
+
+
+def inject_count(active, scale, token_weight=None):
+    """Return the ReLU's output unchanged; in backward add the gradient of the count term to it.
+
+    Formula: dL/da += scale * token_weight * p'(a) for a > 0, where p(a) = tanh(a / (2 * 0.1)). The sum of p over
+    neurons is a smooth count of the active ones. Unlike L1, it does not press on a neuron that is far from off.
+
+    Shapes: active (..., F); scale () fp32; token_weight (...) fp32 or None for ones.
+    """
+    return _InjectCount.apply(active, scale, token_weight)
+
+
 def inject_l1(h, l1_scale, token_weight=None, tally=None):
     """Return h unchanged; in backward add the L1 gradient to it, and report what was active.
 
-    Formula: dL/dh += l1_scale * token_weight * sign(h). The report is the "gradient" of `tally`, so autograd itself
-    sums it over micro-batches, exactly once for each backward: tally.grad[0] += sum(token_weight * |h|) and
-    tally.grad[1 + f] += sum over tokens of token_weight * [h_f != 0]. A recomputed forward (gradient checkpointing, of
-    either kind) therefore counts nothing twice.
+    Formula: dL/dh += l1_scale * token_weight * sign(h); nothing with an `l1_scale` of None. The report is the
+    "gradient" of `tally`, so autograd itself sums it over micro-batches, exactly once for each backward:
+    tally.grad[0] += sum(token_weight * |h|) and tally.grad[1 + f] += sum over tokens of token_weight * [h_f != 0]. A
+    recomputed forward (gradient checkpointing, of either kind) therefore counts nothing twice.
 
     Shapes: h (..., F); l1_scale () fp32; token_weight (...) fp32 or None for ones; tally (1 + F,) fp32 leaf or None.
     """
@@ -73,6 +87,21 @@ def new_tally(size: int, device: torch.device | str = "cpu") -> torch.Tensor:
     return tally
 
 
+class _InjectCount(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, active, scale, token_weight):
+        ctx.save_for_backward(active, scale, token_weight)  # as the product with up does, so it costs no memory
+        return active.view_as(active)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        active, scale, token_weight = ctx.saved_tensors
+        scale = scale if token_weight is None else (scale * token_weight).unsqueeze(-1)
+        slope = (1 - torch.tanh(active / (2 * COUNT_WIDTH)).square()) / (2 * COUNT_WIDTH)
+        return grad + torch.where(active > 0, scale.to(active.dtype) * slope, 0), None, None
+
+
 class _InjectL1(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, l1_scale, token_weight, tally):
@@ -84,8 +113,9 @@ class _InjectL1(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_h):
         h, l1_scale, token_weight = ctx.saved_tensors
-        scale = l1_scale if token_weight is None else (l1_scale * token_weight).unsqueeze(-1)
-        grad_h = grad_h + scale.to(h.dtype) * h.sign()
+        if l1_scale is not None:
+            scale = l1_scale if token_weight is None else (l1_scale * token_weight).unsqueeze(-1)
+            grad_h = grad_h + scale.to(h.dtype) * h.sign()
         return grad_h, None, None, count(h, token_weight) if ctx.needs_input_grad[3] else None
 
 

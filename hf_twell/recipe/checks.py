@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_twell.recipe.sources import ROW_FILES, check_file, is_streamed
-from hf_twell.train.schedule import LAYER_SHARES, WARMUPS, check_steps, check_target
+from hf_twell.train.schedule import LAYER_SHARES, TERMS, WARMUPS, check_steps, check_target
 
 CHOICES = {
+    "term": TERMS,
     "warmup": tuple(WARMUPS),
     "layer_shares": LAYER_SHARES,
     "trainable": ("all", "ffn", "ffn+lora"),
@@ -110,6 +111,8 @@ def _check_objective(recipe, path: Path) -> None:
         raise ValueError(f"{path} has revive_after: {recipe.revive_after!r}; give a whole number of tokens")
     if recipe.l1_bounds is not None and recipe.target_density is None:
         raise ValueError(f"{path} has l1_bounds: {recipe.l1_bounds!r}, which go with target_density alone")
+    if recipe.term != "l1" and recipe.target_density is None:
+        raise ValueError(f"{path} has term: {recipe.term!r}, which goes with target_density alone")
     if recipe.l1_weight is not None and recipe.target_density is not None:
         raise ValueError(f"{path} has l1_weight and target_density; give one of them, and null for the other")
 

@@ -37,6 +37,8 @@ class Recipe:
             the L1 term and `distill` act on all tokens.
         relu: false trains the dense parent as it is, as a control; the keys from here to `distill` then have no effect.
         target_density: share of active neurons to reach; null where `l1_weight` is given.
+        term: "l1", or with `target_density` also "count": what is pressed on, the size of what active neurons add or
+            how many they are.
         l1_weight: coefficient of the L1 term (default 2e-4); 0 trains the ReLU model without it.
         warmup_steps: optimizer steps (or share of them, under 1) over which the coefficient rises, or the density
             falls to its target.
@@ -65,6 +67,7 @@ class Recipe:
     assistant_only_loss: bool = False
     relu: bool = True
     target_density: float | None = None
+    term: str = "l1"
     l1_weight: float | None = None
     warmup_steps: float | None = None
     warmup: str = "linear"
@@ -86,7 +89,7 @@ class Recipe:
         l1_weight = self.l1_weight
         if l1_weight is None and self.target_density is None:
             l1_weight = DEFAULT_L1_WEIGHT
-        names = ("target_density", "warmup_steps", "warmup", "layer_shares", "l1_bounds", "revive_after")
+        names = ("target_density", "term", "warmup_steps", "warmup", "layer_shares", "l1_bounds", "revive_after")
         return {"l1_weight": l1_weight, **{name: getattr(self, name) for name in names}}
 
 

@@ -55,6 +55,7 @@ class SparsityCallback(TrainerCallback):
             model of 88M parameters trained from scratch. 0 measures only.
         target_density: in place of `l1_weight`: the share of active neurons that is wanted, such as 0.01; a
             `DensityController` finds each layer's coefficient.
+        term: "l1", or with `target_density` also "count", a smooth count of active neurons (see `L1Penalty`).
         warmup_steps: optimizer steps over which the coefficient rises from 0 (default 0), or the density falls to its
             target (default 0.1; 0.4 is better for a hundred steps to 1 %); a float under 1 is a share of all steps.
         warmup: "linear", or "sine" (flat at both ends).
@@ -80,6 +81,7 @@ class SparsityCallback(TrainerCallback):
         l1_weight: float | None = None,
         *,
         target_density: float | None = None,
+        term: str = "l1",
         warmup_steps: int | float | None = None,
         warmup: str = "linear",
         layer_shares: str = "equal",
@@ -97,6 +99,7 @@ class SparsityCallback(TrainerCallback):
         check_schedule(
             l1_weight=l1_weight,
             target_density=target_density,
+            term=term,
             warmup_steps=warmup_steps,
             warmup=warmup,
             layer_shares=layer_shares,
@@ -106,16 +109,14 @@ class SparsityCallback(TrainerCallback):
         if revive_after is not None and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
             raise ValueError("revive_after: under FSDP or DeepSpeed the rows' optimizer state is sharded; leave it out")
         self.trainer = trainer
-        self.penalty = L1Penalty(trainer.model, 0.0 if l1_weight is None else l1_weight)
+        self.penalty = L1Penalty(trainer.model, 0.0 if l1_weight is None else l1_weight, term=term)
         self.l1_weight = l1_weight
-        self.target_density = target_density
-        self.warmup_steps = warmup_steps
-        self.warmup = warmup
+        self.target_density, self.term = target_density, term
+        self.warmup_steps, self.warmup = warmup_steps, warmup
         self.layer_shares = layer_shares
         self.l1_bounds = list(l1_bounds) if isinstance(l1_bounds, tuple) else l1_bounds  # as a checkpoint gives them
         self.revive_after = revive_after
-        self.blend = blend
-        self.blend_steps = blend_steps
+        self.blend, self.blend_steps = blend, blend_steps
         self.distillation = distillation
         if distillation is not None and trainer.args.torch_compile:
             distillation.compile(backend=trainer.args.torch_compile_backend)
@@ -156,6 +157,7 @@ class SparsityCallback(TrainerCallback):
     def schedule(self) -> dict:
         """The arguments that a checkpoint records, and a model card tells."""
         names = ["l1_weight"] if self.target_density is None else ["target_density", "layer_shares", "l1_bounds"]
+        names += ["term"] if self.term != "l1" else []
         names += ["warmup_steps", "warmup"]
         names += ["blend_steps"] if self.blend is not None else []
         names += ["revive_after"] if self.revival is not None else []
@@ -210,7 +212,8 @@ class SparsityCallback(TrainerCallback):
         if counts is None or step < self._blend_length():
             return
         if self.controller is not None:
-            self.penalty.layer_weights = self.controller.update(counts.density(), counts.l1(), self.progress(step + 1))
+            measured = counts.density(), counts.size(self.term)
+            self.penalty.layer_weights = self.controller.update(*measured, self.progress(step + 1))
         if self.revival is not None:
             self.revival.count(counts.tokens, [layer[1:] for layer in counts.layers])
             revives = step < REVIVE_UNTIL * state.max_steps

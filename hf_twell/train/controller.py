@@ -65,7 +65,8 @@ class DensityController:
         A step whose L1 is not finite changes nothing: its forward overflowed (in float16, the loss scaler passes over
         it too), or all of it was padding.
 
-        Shapes: density and l1 (L,) fp32, of the step that has run; returns (L,) fp32.
+        Shapes: density and l1 (L,) fp32, of the step that has run (with the count term, L0 in place of L1); returns
+        (L,) fp32.
         """
         density, valid = density.clamp(min=1e-7), l1.isfinite().all()
         if self._density is None:

@@ -1,4 +1,4 @@
-"""The L1 term of sparse training: what it adds to each gradient, and what it sees of the model's sparsity."""
+"""The term of sparse training, L1 or a count: what it adds to each gradient, and what it sees of the sparsity."""
 
 import math
 import warnings
@@ -15,6 +15,7 @@ from hf_twell.blocks.density_watch import Block, ModelChoice
 from hf_twell.blocks.modeling import L1Inputs, sparse_ffns
 from hf_twell.convert.entry import record_density
 from hf_twell.ops.reference import new_tally
+from hf_twell.train.schedule import TERMS
 from hf_twell.train.step_counts import StepCounts
 
 
@@ -41,6 +42,8 @@ class L1Penalty:
     Args:
         model: a sparsified model, or that in DistributedDataParallel.
         l1_weight: the coefficient; may be changed between optimizer steps. 0 only measures.
+        term: "l1", or "count": in place of |h|, the smooth count of active neurons of
+            `hf_twell.ops.reference.inject_count`. The blocks then train by plain matmuls, whatever their density.
 
     Attributes:
         layer_weights: in place of `l1_weight`, a coefficient for each layer, (L,) fp32; None for one.
@@ -55,15 +58,17 @@ class L1Penalty:
     Source: arXiv 2603.23198, section 2 (the sum over neurons instead of their mean).
     """
 
-    def __init__(self, model: nn.Module, l1_weight: float):
+    def __init__(self, model: nn.Module, l1_weight: float, *, term: str = "l1"):
         self.ffns = sparse_ffns(model)
         if not self.ffns:
             raise ValueError(f"{type(model).__name__} has no sparse blocks; call hf_twell.sparsify(model) first")
         if not isinstance(l1_weight, int | float) or not 0 <= l1_weight < math.inf:
             raise ValueError(f"l1_weight={l1_weight!r}; give a finite number of at least 0")
+        if term not in TERMS:
+            raise ValueError(f"term={term!r}; choose one of {', '.join(map(repr, TERMS))}")
         check_one_stream(model)
         _check_ranks_share_no_sequence()
-        self.l1_weight = l1_weight
+        self.l1_weight, self.term = l1_weight, term
         self.layer_weights: torch.Tensor | None = None
         self.token_scale: torch.Tensor | None = None
         self._scale = None
@@ -134,6 +139,7 @@ class L1Penalty:
                 None if weight is None else weight.to(tally.device, torch.float32, non_blocking=True),
                 tally,
                 batch_size_tokens(batch) if weight is None else None,
+                counts=self.term == "count",
             )
         try:
             yield

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 LAYER_SHARES = ("equal", "free")
+TERMS = ("l1", "count")
 WARMUPS = {
     "linear": lambda progress: progress,
     "sine": lambda progress: math.sin(progress * math.pi / 2) ** 2,
@@ -14,6 +15,7 @@ def check_schedule(
     *,
     l1_weight: float | None,
     target_density: float | None,
+    term: str,
     warmup_steps: int | float,
     warmup: str,
     layer_shares: str,
@@ -30,6 +32,10 @@ def check_schedule(
             f"l1_weight={l1_weight!r} and target_density={target_density!r}; give one of them: the coefficient "
             "(0 measures only), or the share of active neurons that it shall lead to"
         )
+    if term not in TERMS:
+        raise ValueError(f"term={term!r}; choose one of {', '.join(map(repr, TERMS))}")
+    if term != "l1" and target_density is None:
+        raise ValueError(f"term={term!r} goes with target_density alone; leave it out")
     if l1_bounds is not None and target_density is None:
         raise ValueError(f"l1_bounds={l1_bounds!r} goes with target_density alone; leave it out")
     if warmup not in WARMUPS:

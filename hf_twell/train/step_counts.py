@@ -21,6 +21,13 @@ class StepCounts(NamedTuple):
         """L1 of each layer, (L,); NaN where all was padding."""
         return torch.stack([layer[0] for layer in self.layers]) / self.tokens
 
+    def size(self, term: str) -> torch.Tensor:
+        """How large each layer's term is, (L,): L1, or with "count" L0, which is not finite either where L1 is not."""
+        l1 = self.l1()
+        if term == "l1":
+            return l1
+        return torch.where(l1.isfinite(), torch.stack([layer[1:].sum() for layer in self.layers]) / self.tokens, l1)
+
     def density(self) -> torch.Tensor:
         """Share of active neurons of each layer, (L,)."""
         return torch.stack([layer[1:].mean() for layer in self.layers]) / self.tokens.clamp(min=1)

@@ -109,6 +109,11 @@ class FeedForward(nn.Module):
         gate, up, h = gate[..., pressed], up[..., pressed], h[..., pressed]
         if self.penalty == "sigmoid_count":
             return torch.sigmoid(gate.float() / self.temperature).mean()
+        if self.penalty == "active_count":
+            return torch.tanh(F.relu(gate.float()) / (2 * self.temperature)).mean()
+        if self.penalty == "rational":
+            active = F.relu(gate.float())
+            return (active / (active + self.temperature)).mean()
         if self.penalty == "hinge":
             gate = gate.float()
             return (F.relu(gate) / gate.detach().pow(2).mean(-1, keepdim=True).sqrt()).mean()

@@ -274,7 +274,9 @@ def run_job(job: dict, context: Context, report) -> dict:
     if settings["save"]:
         state = {name: tensor.bfloat16() for name, tensor in run.student.state_dict().items()}
         kept = {"activation": settings["activation"], "always_on": run.student.layers[0].mlp.always_on}
-        torch.save({"state": state, **kept}, context.folder / f"{settings['name']}.pt")
+        path = context.folder / f"{settings['name']}.part"
+        torch.save({"state": state, **kept}, path)
+        path.rename(path.with_suffix(".pt"))  # whole at once: another worker may wait for it
     return {**row, "seconds": round(time.time() - began, 1), "curve": copy.copy(run.curve)}
 
 
