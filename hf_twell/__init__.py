@@ -15,7 +15,7 @@ _MODULE_OF = {
     "last_checkpoint": "files.checkpoints",
     "load_adapter": "models.adapters",
     "measure_sparsity": "measure.sparsity",
-    "push_to_hub": "publish.hub",
+    "push_to_hub": "models.hub",
     "save_adapter": "models.adapters",
     "sparsify": "convert.sparsify",
     "unpatch": "convert.sparsify",

@@ -14,7 +14,7 @@ from study_report import against, control_of
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_twell.files.tables import markdown_table, percent
-from hf_twell.models.cards import L1_CLAUSE, fill, loading, score, sparsity_section
+from hf_twell.models.cards import CLAUSES, fill, loading, score, sparsity_section
 from hf_twell.recipe.schema import Recipe
 
 TARGETS = (0.01, 0.005)
@@ -90,7 +90,7 @@ def study_card(row: dict, control: dict, rows: list[dict], study: dict) -> str:
         _facts(row, control, rows, study),
         name=card_name(row),
         architecture=MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, kind),
-        method_clause=L1_CLAUSE + ", so that few of a block's neurons are active for a token",
+        method_clause=CLAUSES["l1"] + ", so that few of a block's neurons are active for a token",
         warning="",
         sparsity=_sparsity(row, family.get("intermediate_size")),
         evaluation="\n".join(sections) + "\n",

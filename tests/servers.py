@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Server(NamedTuple):
-    process: subprocess.Popen
+    process: subprocess.Popen | None  # of its own
     url: str
     lines: list[str]  # what it printed until it was ready
 

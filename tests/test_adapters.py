@@ -39,7 +39,7 @@ from hf_twell import (
 )
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.cli import main
-from hf_twell.publish.hub import folder_card
+from hf_twell.models.hub import folder_card
 from tests.conftest import ids, logits, relu_llama, tiny_llama
 
 pytestmark = pytest.mark.numeric

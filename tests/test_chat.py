@@ -114,16 +114,17 @@ def test_train_on_conversations(tokenizer, rows, tmp_path, capsys):
     model = AutoModelForCausalLM.from_pretrained(DEMO / "model")
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "heldout.jsonl").write_text("\n".join(Path(rows).read_text().splitlines()[:4]))
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        "model: model\noutput_dir: out\ntrain: rows.jsonl\nheldout: rows.jsonl\nsequence_length: 48\n"
+        "model: model\noutput_dir: out\ntrain: rows.jsonl\nheldout: heldout.jsonl\nsequence_length: 48\n"
         "assistant_only_loss: true\nl1_weight: 0.1\nsave_dtype: float32\n"
         "training: {max_steps: 1, per_device_train_batch_size: 2, use_cpu: true, save_strategy: 'no'}\n"
     )
     assert main(["train", str(recipe), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     trained = AutoModelForCausalLM.from_pretrained(result["model"])
-    heldout = PackedText(tokenizer, rows, 48, assistant_only=True)
+    heldout = PackedText(tokenizer, str(tmp_path / "heldout.jsonl"), 48, assistant_only=True)
     with torch.no_grad():
         logits = trained(heldout.sequences).logits[:, :-1]
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), heldout.labels[:, 1:].flatten())

@@ -36,9 +36,9 @@ ROWS = str(ROOT / "kernels" / "twell_cpu" / "bench" / "epyc-2026-11-21" / "bench
 @pytest.fixture
 def recipe(tmp_path) -> Path:
     """A recipe of four short steps on the demo model and text of its own."""
-    for name, count in (("train", 40), ("heldout", 8)):
+    for name, count, length in (("train", 40, 1500), ("heldout", 2, 600)):
         documents = (DEMO / "text" / "heldout.txt").read_text().split("<|endoftext|>\n")[:count]
-        (tmp_path / f"{name}.txt").write_text("<|endoftext|>\n".join(text[:1500] for text in documents))
+        (tmp_path / f"{name}.txt").write_text("<|endoftext|>\n".join(text[:length] for text in documents))
     path = tmp_path / "recipe.yaml"
     path.write_text(
         f"model: {DEMO / 'model'}\noutput_dir: out\ntrain: train.txt\nheldout: [heldout.txt]\nsequence_length: 32\n"
@@ -206,6 +206,9 @@ RECIPE_MISTAKES = [
     (["l1_weight=much"], "a number of at least 0"),
     (["l1_weight=-1"], "a number of at least 0"),
     (["target_density=0.1"], "give one of them"),
+    (["l1_weight=null"], "neither target_density nor l1_weight; give the share of active neurons to reach"),
+    (["term=count"], "term: 'count', which goes with target_density alone"),
+    (["term=l0"], "term: 'l0'; choose one of 'l1', 'count'"),
     (["l1_weight=null", "target_density=2.5"], "target_density=2.5; give a share between 0 and 1"),
     (["layer_shares=some"], "'equal', 'free'"),
     (["l1_bounds=[1, 2]"], "go with target_density alone"),
@@ -259,6 +262,7 @@ def test_mistakes_that_the_text_shows_end_in_one_line(recipe, change, says, caps
     monkeypatch.chdir(recipe.parent)
     Path("short.txt").write_text("one word or two")
     assert main(["train", str(recipe), change]) == 1
+    assert not Path("out").exists(), "a run that failed before its first step leaves no folder"
     assert says in error_line(capsys)
 
 
@@ -724,18 +728,14 @@ def test_ctrl_c_leaves_nothing_behind(recipe):
     assert not (output / "final").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
         ["sparsify", "{model}", "{locked}/new"],
-        *(
-            pytest.param(arguments, marks=pytest.mark.slow)
-            for arguments in (
-                ["eval", "{model}", "--text", "{text}", "--output", "{locked}/new"],
-                ["eval", "{model}", "--text", "{text}", "--output", "{locked}/old"],
-                ["inspect", "{model}", "--text", "{text}", "--html", "{locked}/new"],
-            )
-        ),
+        ["eval", "{model}", "--text", "{text}", "--output", "{locked}/new"],
+        ["eval", "{model}", "--text", "{text}", "--output", "{locked}/old"],
+        ["inspect", "{model}", "--text", "{text}", "--html", "{locked}/new"],
     ],
 )
 def test_places_that_cannot_be_written_to_are_refused_before_the_work(tmp_path, arguments):

@@ -275,7 +275,7 @@ class Counter:
 @pytest.mark.parametrize(
     ("how", "when"),
     [
-        ("wrapped", "before"),
+        pytest.param("wrapped", "before", marks=pytest.mark.slow),
         pytest.param("wrapped", "after", marks=pytest.mark.slow),
         pytest.param("in place", "before", marks=pytest.mark.slow),
         ("blocks in place", "before"),

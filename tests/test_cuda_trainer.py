@@ -29,6 +29,7 @@ def train(folder, backend: str, steps=STEPS, distil=None, **arguments) -> list[d
         per_device_train_batch_size=BATCH, gradient_accumulation_steps=ACCUMULATION, lr_scheduler_type="constant",
         learning_rate=loss_curves.LEARNING_RATE, **arguments,
     )  # fmt: skip
+    args._n_gpu = 1  # of several Trainer would make DataParallel, which the callback refuses
     words = loss_curves.markov_batches(steps, ACCUMULATION * BATCH, seed=1).flatten(0, 1)
     trainer = Trainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in words])
     teacher = distil and Distillation(model, tiny_llama(**loss_curves.SIZES, initializer_range=0.1), **distil)

@@ -1,5 +1,6 @@
 """What the dense parent adds is the gradient of the objective as it is defined, in every set-up."""
 
+import functools
 import gc
 import warnings
 import weakref
@@ -86,9 +87,15 @@ def test_gradient_and_figures(truth, layout, arguments):
     assert logs["twell/layer_error"] == pytest.approx(error, rel=1e-5)
 
 
+@functools.cache
+def by_logits() -> tuple[torch.Tensor, dict]:
+    """By the logits alone, all rows at once: gradient and log. No fixture, as those of a module find no kernels."""
+    return one_step.trainer_gradient(l1_weight=0.0, distil={"logits": LOGITS})
+
+
 def test_accumulation_does_not_change_what_the_logits_teach():
     """Only the layers' error is relative to a micro-batch's own outputs."""
-    whole, logs = one_step.trainer_gradient(l1_weight=0.0, distil={"logits": LOGITS})
+    whole, logs = by_logits()
     for accumulation in (2, 4):
         gradient, parts = one_step.trainer_gradient(accumulation=accumulation, l1_weight=0.0, distil={"logits": LOGITS})
         assert (gradient - whole).norm() <= 1e-5 * whole.norm()
@@ -129,7 +136,7 @@ def test_distilling_logits_costs_one_tensor_of_them_kept_and_one_made(monkeypatc
 
 @pytest.mark.parametrize("chunk", [1, 5 * 96 + 7, 10**9])
 def test_the_size_of_chunks_changes_no_gradient(monkeypatch, chunk):
-    whole, logs = one_step.trainer_gradient(l1_weight=0.0, distil={"logits": LOGITS})
+    whole, logs = by_logits()
     monkeypatch.setattr(distillation, "CHUNK", chunk)
     gradient, parts = one_step.trainer_gradient(l1_weight=0.0, distil={"logits": LOGITS})
     assert (gradient - whole).norm() <= 1e-6 * whole.norm()

@@ -71,7 +71,13 @@ def headings(page: Path) -> list[str]:
     return [re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in lines]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+def with_python() -> list:
+    """Pages; that of the Hub needs a process of its own."""
+    pages = [page for page in PAGES if blocks(page, "python")]
+    return [pytest.param(page, marks=pytest.mark.slow if page.stem == "hub" else (), id=page.stem) for page in pages]
+
+
+@pytest.mark.parametrize("page", with_python())
 def test_python(page, tmp_path, monkeypatch):
     for needed in ("peft", "evaluate", "accelerate"):
         pytest.importorskip(needed)

@@ -553,6 +553,7 @@ sys.exit(cli.run(parser.parse_args()))
 """
 
 
+@pytest.mark.slow
 @needs_lm_eval
 def test_command_line_offline_without_any_cache(model, tokenizer, data_dir, tmp_path):
     model.save_pretrained(tmp_path / "model")

@@ -95,6 +95,7 @@ def test_head_loss_has_the_gradients_of_the_whole(lab):
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(chunked, whole, strict=True))
 
 
+@pytest.mark.slow
 def test_every_kind_of_job_leaves_a_finite_row(lab, context):
     run(lab, context, "sample8", tokens=128, batch=4)
     trials = {preset: {} for preset in lab("jobs").PRESETS if preset != "sample8"}

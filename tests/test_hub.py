@@ -32,7 +32,7 @@ import hf_twell
 from hf_twell.cli import main
 from hf_twell.files.folders import save_model
 from hf_twell.models import cards
-from hf_twell.publish.hub import folder_card
+from hf_twell.models.hub import folder_card
 from tests.conftest import TINY, ids, logits, tiny_llama
 from tests.hub_server import HubServer
 
@@ -95,7 +95,7 @@ torch.save((plain, words), "loaded.pt")
 """
 
 
-def test_push_then_load_by_hub_id(hub, sparse, tmp_path):
+def test_push(hub, sparse, tmp_path):
     before = contents(sparse)
     (tmp_path / "sparsity.json").write_text(json.dumps(figures_of_sparsity()))
     (tmp_path / "scores.json").write_text(json.dumps(figures_of_scores()))
@@ -123,6 +123,11 @@ def test_push_then_load_by_hub_id(hub, sparse, tmp_path):
     ):
         assert needed in text
 
+
+@pytest.mark.slow
+def test_push_then_load_by_hub_id(hub, sparse, tmp_path):
+    done = hf_twell_command(hub, tmp_path, "push", sparse, "me/demo-relu")
+    assert done.returncode == 0, done.stderr
     done = run(hub, tmp_path, LOAD)
     assert done.returncode == 0, done.stderr
     plain, words = torch.load(tmp_path / "loaded.pt")
@@ -326,7 +331,7 @@ def test_an_upload_that_breaks_off(hub, sparse, tmp_path):
     assert "model.safetensors" in hub.repos["me/broken"]
 
 
-PUSH_FOLDER = "from hf_twell.publish.hub import push_folder; push_folder({folder!r}, 'me/refused')"
+PUSH_FOLDER = "from hf_twell.models.hub import push_folder; push_folder({folder!r}, 'me/refused')"
 
 
 @pytest.mark.slow
@@ -432,7 +437,7 @@ def test_what_was_not_measured_is_absent():
     text = cards.model_card("me/x", whole)
     assert "| shape | 4 layers, D=64, F=1,000 |" in text
     assert "| kernels and L1 term on layers | 0, 3 |" in text
-    assert cards.L1_CLAUSE not in cards.model_card("me/x", config, method={"step": 10}), "nor was it trained so"
+    assert cards.CLAUSES["l1"] not in cards.model_card("me/x", config, method={"step": 10}), "nor was it trained so"
     method = {"l1_weight": 2e-4, "step": 1000, "warmup_steps": 50, "warmup": "sine"}
     assert "| coefficient of the L1 term | 0.0002 after a sine warm-up over 50 steps |" in cards.model_card(
         "me/x", config, method=method
@@ -472,7 +477,7 @@ def test_the_card_of_a_run_to_a_density_says_so(tmp_path):
     trainer.train()
     trainer.create_model_card(model_name="me/x")
     for text in ((tmp_path / "README.md").read_text(), folder_card(tmp_path / "checkpoint-2", "me/x")):
-        assert cards.L1_CLAUSE in text
+        assert cards.CLAUSES["l1"] in text
         assert "| density aimed at | 2.00 % after a linear warm-up over 0.1 of the steps |" in text
 
 

@@ -37,6 +37,7 @@ def test_every_room_has_its_layer():
         ("ops/new.py", "import hf_twell.files.text", "hf_twell.ops is not allowed to import hf_twell.files"),
         ("train/new.py", "def late():\n    import hf_twell.measure.activity", "import hf_twell.measure"),
         ("convert/new.py", "def late():\n    from hf_twell import train", "import hf_twell.train"),
+        ("serving/vllm_plugin/new.py", "import hf_twell.serving.server", "import hf_twell.serving.server"),
         ("ops/new.py", "import transformers", "hf_twell.ops is not allowed to import transformers"),
         ("attic/__init__.py", "", "- hf_twell.attic"),
     ],

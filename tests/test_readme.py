@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -155,11 +156,33 @@ def test_the_table_of_densities_quotes_rows():
     lines = README.split("| density | loss of SmolLM2 |")[1].split("\n\n")[0].splitlines()[2:]
     assert len(lines) == 5
     for line in lines:
-        density, _, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        density, _, _, *cells = (cell.strip() for cell in line.strip("|").split("|"))
         for cell, (backend, settings) in zip(cells, SPEEDUPS, strict=True):
             rows = bench_rows(backend, {"bench": "ffn", "requested_l0": None, **settings})
             rows = [row for row in rows if f"{100 * row['density']:.{1 if '.' in density else 0}f} %" == density]
             assert (cell == "\u2013" and not rows) or cell in [f"{row['speedup']:.2f}" for row in rows], (line, cell)
+
+
+def test_the_table_of_densities_quotes_experiments():
+    """Loss above the better of parent and control, mean of three texts; and what is kept of the tasks above chance."""
+    lines = (ROOT / "recipes" / "experiments" / "rows.jsonl").read_text().splitlines()
+    rows = {row["job"]["name"]: row for row in map(json.loads, lines) if "losses" in row and row["gpu"] == "H100"}
+    parent, control = rows["parent"], rows["control"]
+
+    def quoted(name: str) -> tuple[str, str]:
+        row = rows[name]
+        best = {text: min(parent["losses"][text], control["losses"][text]) for text in row["losses"]}
+        excess = statistics.mean(loss / best[text] - 1 for text, loss in row["losses"].items())
+        mean, ceiling = (statistics.mean(found["tasks"].values()) - 0.1875 for found in (row, control))
+        return f"+{excess:.1%}".replace("%", " %"), f"{mean / ceiling:.0%}".replace("%", " %")
+
+    table = README.split("| density | loss of SmolLM2 |")[1].split("\n\n")[0].splitlines()[2:]
+    for line, name in zip(table, ("Hnat", "H10", "H5", "H2"), strict=False):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert (cells[1].split(" (")[0], cells[2]) == quoted(name), line
+        assert cells[1].split(" (")[1] == f"{100 * rows[name]['density']:.0f} %)", line
+    assert quoted("H20") == ("+9.7 %", "80 %")
+    assert "20 % cost 9.7 % and kept 80 %" in README
 
 
 ROWS = {"twell_cpu": "epyc-2026-11-21/bench.jsonl", "twell_cuda": "h200-2026-11-23/bench.jsonl"}  # that are quoted

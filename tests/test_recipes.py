@@ -109,7 +109,9 @@ def test_every_recipe_runs_two_steps(name, text, tmp_path, capsys):
     recipe, model = ROOT / "recipes" / f"{name}.yaml", ROOT / "recipes" / "demo" / "model"
     if "lora" in name:
         pytest.importorskip("peft")
-    assert main(["train", str(recipe), "--json", f"model={model}", *small(text, tmp_path / "out", 2, 2)]) == 0
+    (tmp_path / "heldout.txt").write_text(text.read_text()[:1200])
+    changes = [f"model={model}", *small(text, tmp_path / "out", 2, 2), f"heldout={tmp_path / 'heldout.txt'}"]
+    assert main(["train", str(recipe), "--json", *changes]) == 0
     result = json.loads(capsys.readouterr().out)
     assert [row["step"] for row in result["logs"]] == [1, 2]
     assert result["after"]["loss"] < 8

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,9 +20,13 @@ from tests.conftest import tiny_llama
 from tests.servers import ROOT, Server, serving
 
 pytest.importorskip("fastapi")
+import uvicorn
 from fastapi import HTTPException
 
-from hf_twell.serving.one_model import StoppableGeneration
+from hf_twell.models.loading import load_model
+from hf_twell.serving.app import build_app
+from hf_twell.serving.one_model import Generation, StoppableGeneration
+from hf_twell.serving.server import bind, url
 from hf_twell.serving.sparse import prepare
 
 DEMO = ROOT / "recipes" / "demo" / "model"
@@ -46,10 +51,17 @@ def sparse(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(sparse, tmp_path_factory):
-    arguments = ("--engine", "transformers", "--port", "0", "--device", "cpu", "--backend", "cpu")
-    with serving(tmp_path_factory.mktemp("server"), sparse, *arguments) as server:
-        yield server
+def server(sparse):
+    """What the command serves, in a thread of the tests: a process of its own takes seconds to start."""
+    model, tokenizer = load_model(str(sparse), device="cpu")
+    prepare(str(sparse), model.eval(), tokenizer, "cpu")
+    app, listener = build_app(str(sparse), model, tokenizer, Generation()), bind("127.0.0.1", 0)
+    answering = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+    thread = threading.Thread(target=answering.run, args=([listener],))
+    thread.start()
+    yield Server(None, url(listener), [])
+    answering.should_exit = True
+    thread.join()
 
 
 def greedy(folder: Path, prompt: str | list[dict]) -> str:
@@ -76,8 +88,14 @@ def events(server: Server, route: str, body: dict) -> list[str]:
     return [line.removeprefix("data: ") for line in lines if line]
 
 
+def test_the_command_serves_a_sparse_model(sparse, tmp_path):
+    arguments = ("--engine", "transformers", "--port", "0", "--device", "cpu", "--backend", "cpu")
+    with serving(tmp_path, sparse, *arguments) as server:
+        assert any("is sparse: its 4 blocks decode by cpu kernels" in line for line in server.lines)
+        assert completion(server, model=str(sparse), prompt=PROMPTS[0]) == greedy(sparse, PROMPTS[0])
+
+
 def test_a_sparse_model_answers_as_in_transformers(server, sparse):
-    assert any("is sparse: its 4 blocks decode by cpu kernels" in line for line in server.lines)
     expected = greedy(sparse, PROMPTS[0])
     assert len(expected) > NEW_TOKENS
     assert completion(server, model=str(sparse), prompt=PROMPTS[0]) == expected

@@ -25,7 +25,7 @@ IDS = torch.arange(3, 19).view(2, 8)
 @pytest.fixture
 def recipe(tmp_path) -> Path:
     documents = (DEMO / "text" / "heldout.txt").read_text().split("<|endoftext|>\n")
-    (tmp_path / "heldout.txt").write_text("<|endoftext|>\n".join(text[:800] for text in documents[:6]))
+    (tmp_path / "heldout.txt").write_text("<|endoftext|>\n".join(text[:800] for text in documents[:2]))
     with (tmp_path / "rows.jsonl").open("w") as file:
         file.writelines(json.dumps({"words": text[:800]}) + "\n" for text in documents[6:40])
     path = tmp_path / "recipe.yaml"

@@ -1,14 +1,17 @@
 """The vLLM plugin against Transformers: vLLM runs in an environment of its own, which `make test-all` makes."""
 
 import json
+import pkgutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 
-from hf_twell.vllm_plugin.density import known_densities
+from hf_twell.serving import vllm_plugin
+from hf_twell.serving.vllm_plugin.density import known_densities
 from tests.vllm_engines import (
     FAMILIES,
     TIMEOUT_S,
@@ -41,8 +44,14 @@ def kernel_rows(result) -> list[list[int]]:
     return [call["rows"]["hf_twell::infer"] for call in result["calls"]]
 
 
+def test_vllm_finds_the_plugin():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert pkgutil.resolve_name(project["entry-points"]["vllm.general_plugins"]["hf_twell"]) is vllm_plugin.register
+
+
 def test_the_plugin_imports_neither_torch_nor_vllm():
-    code = "import sys, hf_twell.vllm_plugin; sys.exit(bool({'torch', 'transformers', 'vllm'} & set(sys.modules)))"
+    heavy = {"torch", "transformers", "vllm"}
+    code = f"import sys, hf_twell.serving.vllm_plugin; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 

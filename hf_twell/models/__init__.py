@@ -1,1 +1,1 @@
-"""Sparse models as they are loaded: custom classes, adapters, and what a card says of them."""
+"""Sparse models as they are loaded and published: custom classes, adapters, what a card says of them, the Hub."""

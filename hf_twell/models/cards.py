@@ -13,9 +13,12 @@ from hf_twell.blocks.architectures import loading_class
 from hf_twell.files.tables import markdown_table, percent
 from hf_twell.ops.carried import carried_folder
 
-L1_CLAUSE = " and were trained with an L1 term on their activations"
+CLAUSES = {  # by `term`
+    "l1": " and were trained with an L1 term on their activations",
+    "count": " and were trained with a penalty on how many of them are active",
+}
 BARE_DENSITY = 0.25  # that of a bare swap to ReLU is higher
-MUCH = 1.25  # times the dense parent's loss, from which on a card warns; `train/logs.py` warns from there on too
+LOST = 1.25  # times the dense parent's loss, from which on a card and a training warn; our study ended within 1.06
 UNTRAINED = """A model that was pretrained with another activation loses most of its quality by
 > the swap alone: fine-tune it before you use it (`hf-twell train`)."""
 COSTLY = "Compare it with that parent before you use it; more tokens or a higher density cost less."
@@ -63,7 +66,8 @@ def model_card(
         facts["density measured"] = percent(sparsity["density"])
         active = f", so that {facts['density measured']} of a block's neurons are active for a token"
     facts |= _losses(measured or {})
-    trained = L1_CLAUSE if method and (method.get("l1_weight") or method.get("target_density")) else ""
+    pressed = method and (method.get("l1_weight") or method.get("target_density"))
+    trained = CLAUSES[method.get("term", "l1")] if pressed else ""
     metadata = {"base_model": base_model} if is_repo(base_model) else {}
     return fill(
         "model.md",
@@ -91,7 +95,7 @@ def untrained(method: Mapping | None, sparsity: Mapping | None) -> str | None:
 def costly(measured: Mapping | None) -> str | None:
     """What says that a conversion took much of a model, or None; of a final model's `twell_measured.json`."""
     dense, after = ((measured or {}).get(key) for key in ("dense", "after"))
-    if not dense or not after or after["loss"] <= MUCH * dense["loss"]:
+    if not dense or not after or after["loss"] <= LOST * dense["loss"]:
         return None
     return f"Its held-out loss is {100 * (after['loss'] / dense['loss'] - 1):.0f} % above that of its dense parent."
 

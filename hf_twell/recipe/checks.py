@@ -111,6 +111,11 @@ def _check_objective(recipe, path: Path) -> None:
         raise ValueError(f"{path} has revive_after: {recipe.revive_after!r}; give a whole number of tokens")
     if recipe.l1_bounds is not None and recipe.target_density is None:
         raise ValueError(f"{path} has l1_bounds: {recipe.l1_bounds!r}, which go with target_density alone")
+    if recipe.relu and recipe.l1_weight is None and recipe.target_density is None:
+        raise ValueError(
+            f"{path} has neither target_density nor l1_weight; give the share of active neurons to reach, such as "
+            "target_density: 0.1, or l1_weight: 0 for the bare swap"
+        )
     if recipe.term != "l1" and recipe.target_density is None:
         raise ValueError(f"{path} has term: {recipe.term!r}, which goes with target_density alone")
     if recipe.l1_weight is not None and recipe.target_density is not None:

@@ -37,8 +37,13 @@ def only_run(args: TrainingArguments, *, resume: bool) -> Iterator[None]:
     if mistyped or args.process_index != 0:  # of a run's processes the first one holds it for all
         yield
         return
+    folder = Path(args.output_dir)
+    is_new = not folder.exists()
     make_output_dir(args.output_dir)
-    with Path(args.output_dir, LOCK_NAME).open("a") as file:
+    with contextlib.ExitStack() as stack:
+        if is_new:
+            stack.callback(_remove_if_empty, folder)
+        file = stack.enter_context(Path(folder, LOCK_NAME).open("a"))
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, workers do not inherit it
         except OSError as error:
@@ -47,6 +52,13 @@ def only_run(args: TrainingArguments, *, resume: bool) -> Iterator[None]:
                     f"another run is training into {args.output_dir}; wait until it ends, or choose another output_dir"
                 ) from error
         yield
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Remove what a run made and left nothing in but its lock, as one that fails before its first step does."""
+    if [path.name for path in folder.iterdir()] == [LOCK_NAME]:
+        (folder / LOCK_NAME).unlink()
+        folder.rmdir()
 
 
 def check_run(output_dir: str, args: TrainingArguments, *, resume: bool, overwrite: bool) -> None:

@@ -8,8 +8,6 @@ from pathlib import Path
 from hf_twell.recipe.checks import check_keys, check_recipe
 from hf_twell.recipe.yaml12 import read_yaml
 
-DEFAULT_L1_WEIGHT = 2e-4
-
 
 @dataclasses.dataclass(frozen=True)
 class Distill:
@@ -36,10 +34,10 @@ class Recipe:
         assistant_only_loss: true trains on what the assistant says in rows of `messages`, false on all of their tokens;
             the L1 term and `distill` act on all tokens.
         relu: false trains the dense parent as it is, as a control; the keys from here to `distill` then have no effect.
-        target_density: share of active neurons to reach; null where `l1_weight` is given.
+        target_density: share of active neurons to reach; this or `l1_weight` must be given.
         term: "l1", or with `target_density` also "count": what is pressed on, the size of what active neurons add or
             how many they are.
-        l1_weight: coefficient of the L1 term (default 2e-4); 0 trains the ReLU model without it.
+        l1_weight: coefficient of the L1 term; 0 trains the ReLU model without it.
         warmup_steps: optimizer steps (or share of them, under 1) over which the coefficient rises, or the density
             falls to its target.
         warmup: "linear" or "sine".
@@ -86,11 +84,8 @@ class Recipe:
     @property
     def sparsity(self) -> dict:
         """Arguments of `SparsityCallback`."""
-        l1_weight = self.l1_weight
-        if l1_weight is None and self.target_density is None:
-            l1_weight = DEFAULT_L1_WEIGHT
         names = ("target_density", "term", "warmup_steps", "warmup", "layer_shares", "l1_bounds", "revive_after")
-        return {"l1_weight": l1_weight, **{name: getattr(self, name) for name in names}}
+        return {name: getattr(self, name) for name in ("l1_weight", *names)}
 
 
 def load_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:

@@ -2,10 +2,11 @@
 
 import logging
 
+from hf_twell.models.cards import LOST
+
 logger = logging.getLogger(__name__)
 
 JUDGED_FROM = 0.25  # of a run: before, the swap to ReLU and the way to the target show, which training mends
-LOST = 1.25  # times the dense parent's loss; our study's conversions ended within 1.06
 MANY_DEAD = 0.2  # share of neurons; our study's conversions had at most 0.04
 DEAD_TOKENS = 16_384  # of fewer, neurons that are rarely needed may all lack
 TOKENS_TIMES_TARGET = 200_000  # 20 million tokens to 1 %, 2 million to 10 %; judgement, the study took 26 million

@@ -5,6 +5,7 @@ import json
 MILLION = 1_000_000
 _STEP = {"batch": 16_384, "micro_batch": 16}
 _AT_TEN = {"target": 0.1, "tokens": 8 * MILLION, "ce": 0.5, "kl": 0.5, **_STEP}
+_TAUGHT = {"ce": 0.0, "kl": 1.0, "start_from": "control", "teacher": "control", "micro_batch": 8}
 
 PRESETS = {
     "parent": {"activation": "silu", "tokens": 0, "kl": 0.0, "save": False},
@@ -38,7 +39,8 @@ PRESETS = {
     "self": {**_AT_TEN, "self_text": {"from": "sample8", "ratio": 0.5}},
     "wsd": {**_AT_TEN, "schedule": "wsd", "path": [0.0, 0.6]},
     "ema": {**_AT_TEN, "ema": 0.95},
-    "fromcontrol": {**_AT_TEN, "ce": 0.0, "kl": 1.0, "start_from": "control", "teacher": "control"},
+    "count": {**_AT_TEN, **_TAUGHT, "penalty": "active_count", "lr": 2e-3},
+    "fromcontrol": {**_AT_TEN, **_TAUGHT},
 }
 
 

@@ -111,6 +111,14 @@ class FeedForward(nn.Module):
             return torch.sigmoid(gate.float() / self.temperature).mean()
         if self.penalty == "active_count":
             return torch.tanh(F.relu(gate.float()) / (2 * self.temperature)).mean()
+        if self.penalty == "relative_count":  # as wide as a tenth of what active gates measure
+            active = F.relu(gate.float())
+            size = active.detach().pow(2).sum() / (active > 0).sum().clamp(min=1)
+            return torch.tanh(active / (2 * self.temperature * size.sqrt())).mean()
+        if self.penalty == "weighted_count":  # what adds little is pressed on more
+            added = h.detach().float().abs() * self.down_proj.weight.detach().norm(dim=0)[pressed]
+            mean = added.sum() / (added > 0).sum().clamp(min=1)
+            return (torch.tanh(F.relu(gate.float()) / (2 * self.temperature)) * 2 / (1 + added / mean)).mean()
         if self.penalty == "rational":
             active = F.relu(gate.float())
             return (active / (active + self.temperature)).mean()

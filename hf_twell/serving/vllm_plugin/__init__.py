@@ -13,4 +13,4 @@ def register() -> None:
     from vllm import ModelRegistry
 
     for name in ARCHITECTURES:
-        ModelRegistry.register_model(name, f"hf_twell.vllm_plugin.models:Sparse{name}")
+        ModelRegistry.register_model(name, f"hf_twell.serving.vllm_plugin.models:Sparse{name}")

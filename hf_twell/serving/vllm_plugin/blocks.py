@@ -5,7 +5,7 @@ from torch import nn
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-from hf_twell.vllm_plugin import operator  # noqa: F401  defines torch.ops.hf_twell_vllm.ffn
+from hf_twell.serving.vllm_plugin import operator  # noqa: F401  defines torch.ops.hf_twell_vllm.ffn
 
 
 class ReluAndMul(nn.Module):
@@ -23,7 +23,7 @@ class SparseFfn(nn.Module):
 
     Args:
         stock: vLLM's block with plain linears `gate_up_proj` and `down_proj`, whose weights are not loaded yet.
-        density: by which the kernels are chosen; see `hf_twell.vllm_plugin.plan`.
+        density: by which the kernels are chosen; see `hf_twell.serving.vllm_plugin.plan`.
     """
 
     def __init__(self, stock: nn.Module, density: float):

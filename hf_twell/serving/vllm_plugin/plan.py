@@ -13,7 +13,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 import hf_twell
 from hf_twell.ops import api, policy
-from hf_twell.vllm_plugin.density import known_densities
+from hf_twell.serving.vllm_plugin.density import known_densities
 
 # On a CPU a weight lies either as kernels read it or packed for vLLM's matmuls, at all numbers of tokens. Those matmuls
 # are faster than PyTorch's, by which the policy's limits were measured: two cores with AVX-512 BF16, D=2048, F=5632,

@@ -14,8 +14,8 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from hf_twell.convert.sparsify import check_entry, chosen_layers
-from hf_twell.vllm_plugin import plan
-from hf_twell.vllm_plugin.blocks import ReluAndMul, SparseFfn
+from hf_twell.serving.vllm_plugin import plan
+from hf_twell.serving.vllm_plugin.blocks import ReluAndMul, SparseFfn
 
 logger = init_logger("vllm.hf_twell")  # a child of the logger that has a handler
 
