@@ -146,7 +146,7 @@ def test_weights_take_turns_and_gradients_begin_at_none(monkeypatch, backward):
     """So that no cache holds the next call's weights; what has a gradient already would be added to."""
     x, *weights = workload.make_ffn(8, 64, 344, 8)
     size = sum(weight.nbytes for weight in weights)
-    copies = block._copies(weights, 1)
+    copies = block.copies(weights, 1)
     assert (copies - 1) * size >= block.COLD_BYTES, "between two calls with the same weights"
     monkeypatch.setattr(block, "COLD_BYTES", 2 * size)
     seen = {"eager": [], "sparse": []}
@@ -162,7 +162,7 @@ def test_weights_take_turns_and_gradients_begin_at_none(monkeypatch, backward):
     ffn = api.ffn
     monkeypatch.setattr(api, "ffn", sparse)
     if backward:
-        block_backward.measure_backward({"eager": eager}, x, weights, block._copies(weights, 1), 4, False, 64, silent)
+        block_backward.measure_backward({"eager": eager}, x, weights, block.copies(weights, 1), 4, False, 64, silent)
     else:
         active = workload.active_neurons(x, weights[0])
         block._measure({"eager": eager}, [x], weights, active, False, 4, False, silent)
@@ -230,7 +230,7 @@ def test_inputs_of_several_blocks_are_strangers_or_runs():
     x, w_gate, _, _ = workload.make_ffn(16384, 32, 128, 8, dtype=torch.float32)
     place = {tuple(row): index for index, row in enumerate(x[:, 2:6].tolist())}
     for count, neighbours in ((16, False), (256, True)):
-        xs, active = block._draw(x, w_gate, count, 8, 28)
+        xs, active = block.draw(x, w_gate, count, 8, 28)
         assert [some.shape for some in xs] == [(count, 32)] * 28
         assert active.sum(1).float().mean().item() == pytest.approx(8, rel=0.1)
         places = torch.tensor([[place[tuple(row)] for row in some[:, 2:6].tolist()] for some in xs])
@@ -648,3 +648,17 @@ def test_bench_on_a_gpu(tmp_path, capsys):
 def test_a_block_of_any_hidden_size():
     x, *weights = make_ffn(4, 288, 768, l0=30, dtype=torch.float32)  # 288 / 32 heads would be an odd size
     torch.testing.assert_close(patched_block(*weights)(x), reference.ffn(x, weights[1], weights[2], weights[0]))
+
+
+def test_bench_ffn_in_int8(capsys):
+    """Beside the plain block and torchao's own matmuls, in one row; what it cannot measure it refuses."""
+    pytest.importorskip("torchao.quantization")
+    command = ["bench", "ffn", "--weights", "int8", "--hidden", "64", "--intermediate", "344", "--l0", "8"]
+    assert main([*command, "--tokens", "3", "--repeats", "1", "--no-compile", "--device", "cpu", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert (row["weights"], row["took"], row["down_stored_by"]) == ("int8", "kernels", "columns")
+    for name in ("eager_ms", "torchao_ms", "sparse_plain_ms", "sparse_ms", "speedup_same_weights", "speedup_plain"):
+        assert row[name] > 0
+    assert row["error"] <= max(2 * row["error_eager"], 2**-7)
+    assert main([*command, "--backward"]) == 1
+    assert "--weights int8 measures forward alone" in capsys.readouterr().err

@@ -126,6 +126,8 @@ def test_commands(page, tmp_path, monkeypatch, capsys):
     assert main(["sparsify", str(DEMO / "model"), "my-model"]) == 0
     if any("eval-data" in command for command in commands(page)):
         os.symlink(shared_path("data/eval"), "eval-data")
+    if any(command[1] == "quantize" for command in commands(page)):
+        pytest.importorskip("torchao")
     for name in {argument for command in commands(page) for argument in command if argument.endswith(".gguf")}:
         pytest.importorskip("gguf")
         from tests.gguf_files import write_gguf

@@ -58,23 +58,23 @@ def bench_ffn(
         x, *weights = workload.make_ffn(count, hidden, intermediate, l0, dtype=DTYPES[dtype], device=device)
         pools[l0] = x, weights
     for count in tokens:
-        function = block_backward.dense if backward else _dense
-        dense: dict[str, Callable] = {"eager": function}
+        function = block_backward.dense if backward else dense
+        variants: dict[str, Callable] = {"eager": function}
         # Recompiling for each shape would end at PyTorch's limit.
         torch._dynamo.reset()
         if compile_dense:
-            dense["compiled"] = torch.compile(function, dynamic=False)
+            variants["compiled"] = torch.compile(function, dynamic=False)
         if max_autotune:
-            dense["autotuned"] = torch.compile(function, dynamic=False, options=MAX_AUTOTUNE)
+            variants["autotuned"] = torch.compile(function, dynamic=False, options=MAX_AUTOTUNE)
         for l0, (pool, weights) in pools.items():
             captured = device.type == "cuda" and count <= GRAPH_TOKENS and not backward
-            xs, active = _draw(pool, weights[0], count, l0, GRAPH_BLOCKS if captured else 1)
+            xs, active = draw(pool, weights[0], count, l0, GRAPH_BLOCKS if captured else 1)
             turns = repeats or (25 if device.type == "cuda" else 11)
             if backward:
-                copies, pairs = _copies(weights, 1), active.sum().item()
-                result = block_backward.measure_backward(dense, xs[0], weights, copies, turns, energy, pairs, report)
+                sets, pairs = copies(weights, 1), active.sum().item()
+                result = block_backward.measure_backward(variants, xs[0], weights, sets, turns, energy, pairs, report)
             else:
-                result = _measure(dense, xs, weights, active, captured, turns, energy, report)
+                result = _measure(variants, xs, weights, active, captured, turns, energy, report)
             errors, times = result.pop("errors"), result.pop("times")
             yield {
                 "bench": "ffn",
@@ -85,7 +85,7 @@ def bench_ffn(
                 "requested_l0": round(l0, 3),
                 "pass": "forward+backward" if backward else "forward",
                 "backend": api.resolve("auto", device.type),
-                **_activity(active, count, captured),
+                **activity(active, count, captured),
                 "error": errors["y"]["sparse"],
                 "error_eager": errors["y"]["eager"],
                 **({"errors": errors} if backward else {}),
@@ -96,14 +96,14 @@ def bench_ffn(
             }
 
 
-def _copies(weights, inputs) -> int:
+def copies(weights, inputs) -> int:
     """Sets of weights that take turns."""
     if weights[0].is_cuda:
         return inputs
     return -(-COLD_BYTES // sum(weight.nbytes for weight in weights)) + 1
 
 
-def _activity(active, count, captured) -> dict:
+def activity(active, count, captured) -> dict:
     l0 = active.sum(1).double().mean().item()
     return {
         "l0": round(l0, 2),
@@ -113,22 +113,22 @@ def _activity(active, count, captured) -> dict:
     }
 
 
-def _measure(dense, xs, weights, active, captured, repeats, energy, report) -> dict:
+def _measure(variants, xs, weights, active, captured, repeats, energy, report) -> dict:
     """Times, errors and memory of the forward pass alone."""
     device, dtype, count = xs[0].device, xs[0].dtype, len(xs[0])
     density = active.double().mean().item()
     by_columns = device.type == "cuda" or density < MAX_DENSITY_COLUMNS  # as a patched module would keep down_proj
-    copies = _copies(weights, len(xs))
-    stock = [[w.clone() for w in weights] for _ in range(copies)]
+    sets = copies(weights, len(xs))
+    stock = [[w.clone() for w in weights] for _ in range(sets)]
     ours = [[gate, up, down.t().contiguous().t() if by_columns else down] for gate, up, down in stock]
     blocks = [workload.patched_block(*some) for some in ours]  # which follow their density
-    names = [*dense, "sparse"]
+    names = [*variants, "sparse"]
     report("checking")
 
     @torch.inference_mode()
     def once(name, turn=0):
-        x, index = xs[turn % len(xs)], turn % copies
-        return blocks[index](x) if name == "sparse" else dense[name](x, *stock[index])
+        x, index = xs[turn % len(xs)], turn % sets
+        return blocks[index](x) if name == "sparse" else variants[name](x, *stock[index])
 
     def block_by_block(name):
         return [once(name, turn) for turn in range(len(xs))]
@@ -137,19 +137,19 @@ def _measure(dense, xs, weights, active, captured, repeats, energy, report) -> d
     outputs = {name: {"y": torch.cat(calls[name]() if captured else block_by_block(name))} for name in names}
     wide = [w.to(wider_dtype(dtype)) for w in stock[0]]
     # A whole fp32 h of the longest inputs would take gigabytes.
-    truth = {"y": torch.cat([_dense(part.to(wide[0].dtype), *wide) for x in xs for part in x.split(8192)])}
+    truth = {"y": torch.cat([dense(part.to(wide[0].dtype), *wide) for x in xs for part in x.split(8192)])}
     errors = check_block(outputs, truth, dtype, count, active.sum().item() / len(xs))
     del outputs, truth, wide
 
     def timed(name):
         return (lambda turn: calls[name]()) if captured else (lambda turn: once(name, turn))
 
-    for turn in range(0 if captured else copies):
+    for turn in range(0 if captured else sets):
         once("sparse", turn)  # a block's first call looks at its density
     times = interleaved_ms({name: timed(name) for name in names}, repeats, device, head_start=True, report=report)
     result = {
         "timed": f"captured graph of {len(xs)} blocks" if captured else "single calls",
-        "took": _taken(blocks[0], xs[0]),
+        "took": taken(blocks[0], xs[0]),
         "down_stored_by": "columns" if by_columns else "rows",
         "errors": errors,
         "times": {name: value / len(xs) for name, value in times.items()},
@@ -163,17 +163,17 @@ def _measure(dense, xs, weights, active, captured, repeats, energy, report) -> d
     return result
 
 
-def _taken(block, x) -> str:
+def taken(block, x) -> str:
     """Which way a patched block goes with x, now that it has seen some calls."""
     with torch.inference_mode():
         return "kernels" if takes_kernels(block, x) else "plain matmuls"
 
 
-def _dense(x, w_gate, w_up, w_down):
+def dense(x, w_gate, w_up, w_down):
     return F.linear(torch.relu(F.linear(x, w_gate)) * F.linear(x, w_up), w_down)
 
 
-def _draw(pool, w_gate, count, l0, sets) -> tuple[list, torch.Tensor]:
+def draw(pool, w_gate, count, l0, sets) -> tuple[list, torch.Tensor]:
     """`sets` inputs of `count` tokens whose mean L0 is as near to `l0` as chance allows, and their active neurons.
 
     Several sets: strangers, or runs of neighbours above 64 tokens; the nearest of 64 draws. One set: the run of

@@ -3,19 +3,22 @@
 import torch
 
 from hf_twell.blocks.layout import SAMPLE_EVERY_CPU_CALLS, settle_down
+from hf_twell.blocks.operands import int8_parameters
 from hf_twell.ops import api, policy, policy_cpu
 
 
-def settle(ffn: torch.nn.Module, x, weight, bias, down) -> bool:
+def settle(ffn: torch.nn.Module, x, weight, bias, down, scale=None) -> bool:
     """Bring `down`'s memory into the order that x wants, and say whether plain matmuls are faster for x.
 
     Args:
         ffn: a `hf_twell.blocks.modeling.SparseFfn`.
-        weight, bias: of the projection that decides which neurons are active; `down`: the weight of the last.
+        weight, bias: of the projection that decides which neurons are active; `down`: the weight of the last. Of int8
+            weights, their values.
+        scale: of the rows of an int8 `weight`.
     """
     limit = _max_density_cpu(ffn, x, down)
     if limit > 0:
-        settle_down(ffn, down, x)
+        settle_down(ffn, down, x, (weight, bias, scale))
     else:
         ffn.twell_state.calls += 1
     too_dense = _too_dense(ffn, x, weight, bias, limit)
@@ -43,7 +46,8 @@ def takes_kernels(ffn, x: torch.Tensor) -> bool:
     """Which way a block would go with x after the calls it has seen: kernels, or plain matmuls."""
     if api.resolve(ffn.twell.backend, x.device.type) == "reference":  # asked for, or no kernels could be had
         return False
-    if ffn._plain_parameters() is None:  # adapters, say, which the submodules compute
+    int8 = x.is_cpu and ffn._parameters_by(int8_parameters) is not None
+    if ffn._plain_parameters() is None and not int8:  # adapters, say, which the submodules compute
         return False
     first, down = getattr(ffn, ffn.twell.form.first), getattr(ffn, ffn.twell.form.down)
     return not _too_dense(ffn, x, first.weight, first.bias, _max_density_cpu(ffn, x, down.weight))

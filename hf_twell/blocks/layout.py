@@ -6,6 +6,7 @@ reloads alike. No copy is kept, hence none can go stale when an adapter is merge
 
 import torch
 
+from hf_twell.blocks.operands import int8_values
 from hf_twell.ops.limits import limit
 from hf_twell.ops.sampling import sampled_density
 
@@ -14,8 +15,11 @@ MAX_DENSITY_COLUMNS = 0.1
 SAMPLE_EVERY_CPU_CALLS = 32  # of a block in evaluation
 
 
-def settle_down(ffn: torch.nn.Module, weight: torch.Tensor, x: torch.Tensor) -> None:
+def settle_down(ffn: torch.nn.Module, weight: torch.Tensor, x: torch.Tensor, first: tuple) -> None:
     """Give down's (D, F) weight the strides (1, D) in evaluation, and (F, 1) again where its gradient is wanted.
+
+    `weight` is the parameter, or the values that torchao's int8 tensor holds; `first` are the (weight, bias, scales or
+    None) that decide which neurons are active.
 
     The order stays as it is
     - in compiled graphs (their guards hold the strides), and in calls of neither kind;
@@ -32,10 +36,10 @@ def settle_down(ffn: torch.nn.Module, weight: torch.Tensor, x: torch.Tensor) -> 
         if _by_column(weight) and _swappable(ffn, weight):
             _swap(weight, weight.detach().contiguous())
     elif not (ffn.training or torch.is_grad_enabled()):
-        _settle_evaluated(ffn, weight, x)
+        _settle_evaluated(ffn, weight, x, first)
 
 
-def _settle_evaluated(ffn, weight, x) -> None:
+def _settle_evaluated(ffn, weight, x, first) -> None:
     if x.is_cuda:
         # At any density: kernels would transpose rows in every call, dense matmuls read either order equally fast, and
         # sampling the density here would wait for the device.
@@ -46,8 +50,7 @@ def _settle_evaluated(ffn, weight, x) -> None:
         # A sample costs as much as a small call.
         if state.calls % SAMPLE_EVERY_CPU_CALLS != 1 and state.density is not None:
             return
-        first = getattr(ffn, ffn.twell.form.first)
-        density = state.density = sampled_density(x, first.weight, first.bias)
+        density = state.density = sampled_density(x, *first)
         wants_columns, wants_rows = density < MAX_DENSITY_COLUMNS, density > limit("kCpuMaxDensity")
     to_columns, to_rows = wants_columns and weight.is_contiguous(), wants_rows and _by_column(weight)
     if not (to_columns or to_rows) or _distributed() or not _swappable(ffn, weight) or _held(weight):
@@ -58,7 +61,9 @@ def _settle_evaluated(ffn, weight, x) -> None:
 def restore_down(ffn: torch.nn.Module) -> None:
     """Give the weight the memory order in which stock models hold it."""
     weight = getattr(getattr(ffn, ffn.twell.form.down), "weight", None)
-    if type(weight) is torch.nn.Parameter and not weight.is_contiguous() and _swappable(ffn, weight):
+    held = int8_values(weight)
+    weight = weight if held is None else held[0]
+    if isinstance(weight, torch.Tensor) and not weight.is_contiguous() and _swappable(ffn, weight):
         _swap(weight, weight.detach().contiguous())
 
 
@@ -71,18 +76,23 @@ def _distributed() -> bool:
 
 
 def _swappable(ffn: torch.nn.Module, weight: torch.Tensor) -> bool:
+    # A parameter, or the int8 values within one; other kinds (DTensor, say) need not even have memory of their own.
+    kind = torch.Tensor if weight.dtype == torch.int8 else torch.nn.Parameter
+    if type(weight) is not kind or min(weight.shape) <= 1 or weight.grad is not None or ffn.twell_state.captured:
+        return False
     alone = weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
-    alone &= not (weight.is_cpu and weight.is_shared())  # with other processes
-    plain = min(weight.shape) > 1 and weight.grad is None and type(weight) is torch.nn.Parameter
-    return alone and plain and not ffn.twell_state.captured
+    return alone and not (weight.is_cpu and weight.is_shared())  # with other processes
 
 
 def _held(weight: torch.Tensor) -> bool:
     """Whether others hold its memory, and may write to it: a state dict, `.data`, a view, a thread that computes."""
+    if weight.dtype == torch.int8:
+        return _users(weight) > _users(weight.new_empty(0))
+    # In one expression: a name for the empty tensor would count as a user of the parameter's memory.
     return _users(weight) > _users(torch.nn.Parameter(weight.new_empty(0), requires_grad=False))
 
 
-def _users(weight: torch.nn.Parameter) -> int:
+def _users(weight: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(weight.untyped_storage()._cdata)
 
 

@@ -1,7 +1,6 @@
 """The class that a sparse feed-forward block gets: a subclass of its own class, so the model stays what it was."""
 
 import functools
-import types
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,6 +10,7 @@ from hf_twell.blocks import choice
 from hf_twell.blocks.architectures import FfnForm
 from hf_twell.blocks.density_watch import DensityWatch, TrainingChoice
 from hf_twell.blocks.layout import restore_down
+from hf_twell.blocks.operands import has_forward_of, int8_parameters, is_hooked, plain_parameters, reads_any_order
 from hf_twell.ops import api, reference
 
 
@@ -79,7 +79,7 @@ class SparseFfn(nn.Module):
     twell_state: FfnState
 
     def __call__(self, *args, **kwargs):
-        if _has_forward_of(SparseFfn, self):
+        if has_forward_of(SparseFfn, self):
             return super().__call__(*args, **kwargs)
         # The forward that replaced ours calls it (Accelerate's hooks, wrappers, compilers) or does not (Liger's SwiGLU,
         # which computes SiLU). The mark is of this call alone, as other threads may be in theirs, and a list because
@@ -106,7 +106,7 @@ class SparseFfn(nn.Module):
 
     def forward(self, x):
         compiling = torch.compiler.is_compiling()
-        if not (compiling and _has_forward_of(SparseFfn, self)):  # where __call__ left no mark, as its own guards say
+        if not (compiling and has_forward_of(SparseFfn, self)):  # where __call__ left no mark, as its own guards say
             self.twell_state.awaited = None
         form = self.twell.form
         if not compiling and choice.still_too_dense(self, x):
@@ -125,6 +125,10 @@ class SparseFfn(nn.Module):
             parameters = self._plain_parameters()
             if parameters is not None:
                 return self._fused(x, l1, *parameters)
+            if x.is_cpu and not torch.is_grad_enabled():
+                parameters = self._parameters_by(int8_parameters)
+                if parameters is not None:
+                    return self._fused_int8(x, *parameters)
         return self._through_submodules(x, l1)
 
     def _through_submodules(self, x, l1):
@@ -138,10 +142,13 @@ class SparseFfn(nn.Module):
         if l1 is not None:
             check_whole(h, len(l1.tally) - 1, self.twell.name)
             h = reference.inject_l1(h, None if l1.counts else l1.scale, l1.token_weight, l1.tally)
+        if torch.compiler.is_compiling() and not reads_any_order(down):
+            values, bias, scale = int8_parameters(down)
+            return reference.linear(h, values, scale, bias)
         return down(h)
 
     def _fused(self, x, l1, up, down, gate):
-        """`up`, `down` and `gate` are (weight, bias), both None where there is no gate."""
+        """`up`, `down` and `gate` are (weight, bias), Nones where there is no gate."""
         too_dense = choice.settle(self, x, *(up if gate[0] is None else gate), down[0])
         if x.is_cpu and not torch.compiler.is_compiling():
             # Another thread may give the parameter new memory while this one computes, or before its backward does.
@@ -162,11 +169,26 @@ class SparseFfn(nn.Module):
             options |= {"l1_scale": l1.scale, "token_weight": l1.token_weight, "tally": l1.tally}
         return compute(x, up[0], down[0], gate[0], b_up=up[1], b_down=down[1], b_gate=gate[1], **options)
 
+    def _fused_int8(self, x, up, down, gate):
+        """`up`, `down` and `gate` are (int8 values, bias, scales), Nones where there is no gate."""
+        first = up if gate[0] is None else gate
+        if choice.settle(self, x, first[0], first[1], down[0], first[2]):
+            return self._through_submodules(x, None)
+        # Another thread may give the values new memory while this one computes.
+        w_down = down[0] if torch.compiler.is_compiling() else down[0].detach()
+        biases = {"b_up": up[1], "b_down": down[1], "b_gate": gate[1]}
+        scales = {"s_up": up[2], "s_down": down[2], "s_gate": gate[2]}
+        return api.ffn(x, up[0], w_down, gate[0], **biases, **scales, backend=self.twell.backend)
+
     def _plain_parameters(self):
         """(weight, bias) of up, down and gate; None unless all are plain linears, neither hooked nor replaced."""
+        return self._parameters_by(plain_parameters)
+
+    def _parameters_by(self, read):
+        """What `read` gives of up, down and gate (Nones where there is none); None unless it reads all of them."""
         modules, form = self._modules, self.twell.form
-        up, down = _plain_parameters(modules[form.up]), _plain_parameters(modules[form.down])
-        gate = (None, None) if form.gate is None else _plain_parameters(modules[form.gate])
+        up, down = read(modules[form.up]), read(modules[form.down])
+        gate = (None, None, None) if form.gate is None else read(modules[form.gate])
         return None if up is None or down is None or gate is None else (up, down, gate)
 
     def __reduce_ex__(self, protocol):
@@ -174,50 +196,14 @@ class SparseFfn(nn.Module):
         return _new_instance, (self.stock_class,), self.__dict__.copy()
 
 
-# These run in every call, and what they read is read again by the guards of a compiled model: 28 layers had guards of
-# 0.4 ms a call, where stock blocks have 0.24, and have 0.33 now. So no more is read than decides, and of attributes
-# only a module's own: its parameters as attributes would take an uncompiled call as long as a small matmul.
-def _plain_parameters(linear: nn.Module):
-    """(weight, bias) where the projection is what they say; else None."""
-    parameters = linear._parameters
-    weight = parameters.get("weight")
-    plain = (
-        type(linear) is nn.Linear
-        and not _is_hooked(nn.Linear, linear)
-        and type(weight) in (nn.Parameter, torch.Tensor)
-        and not weight.is_meta
-        and weight.ndim == 2  # what ZeRO-3 has not gathered, or FSDP has flattened, is a vector
-        and "bias" in parameters
-    )
-    return (weight, parameters["bias"]) if plain else None
-
-
 def _is_bare_relu(activation) -> bool:
     """Whether it computes ReLU unwatched: nobody has put in another one, replaced its forward or hooked it."""
-    return type(activation) is nn.ReLU and not _is_hooked(nn.ReLU, activation)
-
-
-def _is_hooked(cls: type, module: nn.Module) -> bool:
-    if not _has_forward_of(cls, module):
-        return True
-    # By length, and not by attribute: of those Dynamo guards neither, and would reuse its code for a layer with hooks.
-    own = vars(module)
-    if torch.is_grad_enabled() and (len(own["_backward_hooks"]) or len(own["_backward_pre_hooks"])):
-        return True
-    return bool(len(own["_forward_hooks"]) or len(own["_forward_pre_hooks"]))
+    return type(activation) is nn.ReLU and not is_hooked(nn.ReLU, activation)
 
 
 def _all_modules_are_hooked() -> bool:
     """Whether somebody watches every module, as `register_module_forward_hook` and FlopCounterMode let them."""
     return not torch.compiler.is_compiling() and bool(torch.nn.modules.module._has_any_global_hook())
-
-
-def _has_forward_of(cls: type, module: nn.Module) -> bool:
-    """Whether the module's forward is its class's `cls.forward`: nobody has put another one on the instance."""
-    if torch.compiler.is_compiling():  # where a dictionary's keys are not guarded either, but attributes are
-        forward = module.forward
-        return isinstance(forward, types.MethodType) and forward.__code__ is cls.forward.__code__
-    return "forward" not in vars(module)
 
 
 def _check_tokens(name: str, shape: torch.Size, l1: L1Inputs) -> None:

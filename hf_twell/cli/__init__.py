@@ -11,6 +11,7 @@ import hf_twell
 COMMANDS = {
     "sparsify": "convert a pretrained model to ReLU feed-forward blocks and save it",
     "train": "fine-tune a model to few active neurons, as a recipe says",
+    "quantize": "store a sparse model's feed-forward weights in int8, as torchao does",
     "eval": "score a model on ARC, HellaSwag and other lm-eval tasks, and on text files",
     "inspect": "see where a model thinks, by layer, position and token, and what sparsity would buy here",
     "bench": "measure the sparse feed-forward block, or decoding, against dense PyTorch on this machine",
@@ -43,8 +44,13 @@ def main(argv: list[str] | None = None) -> int:
         args.changes += rest
     elif rest:
         args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    # DeepSpeed, where it is installed, warns each command on a CPU, which asks nothing of it.
-    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to" not in record.getMessage())
+    # DeepSpeed and torchao, where they are installed, warn each command on a CPU, which asks nothing of them.
+    for name, words in (
+        ("DeepSpeed", "Setting accelerator to"),
+        ("torchao", "Failed to load"),
+        ("torch.utils._pytree", "Enum subclass"),
+    ):
+        logging.getLogger(name).addFilter(lambda record, words=words: words not in record.getMessage())
     try:
         _check_one_process(args.command)
         code = args.run(args)

@@ -6,6 +6,7 @@ examples:
   hf-twell bench ffn --tokens 1 16 128 1024 --l0 30 300 --output out/bench
   hf-twell bench ffn --shape llama-3.2-1b qwen2.5-7b --tokens 1 16384
   hf-twell bench ffn --backward --tokens 128 1024
+  hf-twell bench ffn --weights int8 --tokens 1 16
   hf-twell bench prefill --layers 28 --batch 64 --length 2048 --energy
   hf-twell bench generate --layers 28 --batch 1 16 64
   hf-twell bench generate ./my-sparse-model --text notes.txt
@@ -65,6 +66,11 @@ def _add_ffn_options(parser):
         help=f"D and F of {', '.join(SHAPES)}; --l0 then means that many of {SHAPE_L0_OF} and scales with F",
     )
     parser.add_argument("--backward", action="store_true", help="forward and backward with the L1 term, in training")
+    parser.add_argument(
+        "--weights",
+        choices=["int8"],
+        help="CPU: the block in torchao's int8, beside --dtype's own and torchao's",
+    )
     parser.add_argument("--max-autotune", action="store_true", help="also max-autotune with coordinate descent (slow)")
     parser.add_argument("--repeats", type=_count, help="timed turns (default: 11, on CUDA 25)")
 
@@ -204,6 +210,8 @@ def _check_sizes(args) -> None:
         if not 0 < l0 <= width:
             raise ValueError(f"--l0 {l0:g} of {width:,} neurons; give more than 0 and at most {width:,}")
     if args.what == "ffn":
+        if args.weights and (args.backward or args.max_autotune or args.energy):
+            raise ValueError("--weights int8 measures forward alone; leave --backward, --max-autotune and --energy out")
         if args.hidden < 2:
             raise ValueError(f"--hidden {args.hidden}; give at least 2, the workload's thresholds take two columns")
         return
@@ -219,10 +227,18 @@ def _check_sizes(args) -> None:
 
 def _ffn_rows(args, common):
     from hf_twell.bench.block import bench_ffn
+    from hf_twell.bench.block_int8 import bench_ffn_int8
 
     tokens = args.tokens or (CUDA_TOKENS if common["device"] == "cuda" else CPU_TOKENS)
     sizes = [SHAPES[name] for name in args.shape or ()] or [(args.hidden, args.intermediate)]
-    common |= {"backward": args.backward, "compile_dense": not args.no_compile, "max_autotune": args.max_autotune}
+    common |= {"compile_dense": not args.no_compile}
+    if args.weights:
+        if common.pop("device") != "cpu":
+            raise ValueError("--weights int8 is measured on a CPU, whose kernels take it; add --device cpu")
+        del common["energy"]
+        bench_ffn = bench_ffn_int8
+    else:
+        common |= {"backward": args.backward, "max_autotune": args.max_autotune}
 
     def rows():
         for hidden, intermediate in sizes:

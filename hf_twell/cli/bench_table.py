@@ -4,8 +4,9 @@ from hf_twell.files.tables import percent
 
 
 def _ffn_cells(rows):
-    names = ("eager_ms", "compiled_ms", "autotuned_ms", "sparse_ms", "eager_peak_mib", "compiled_peak_mib")
-    names = [name for name in (*names, "sparse_peak_mib", "sparse_held_mib", "took") if name in rows[0]]
+    names = ("eager_ms", "compiled_ms", "autotuned_ms", "torchao_ms", "torchao_compiled_ms", "sparse_plain_ms")
+    names += ("sparse_ms", "eager_peak_mib", "compiled_peak_mib", "sparse_peak_mib", "sparse_held_mib", "took")
+    names = [name for name in (*names, "speedup_same_weights", "speedup_plain") if name in rows[0]]
     names += [name for name in rows[0] if name.endswith("_mj_per_token")]
     scaled = any("asked_l0" in row for row in rows)  # by --shape
     cells = [

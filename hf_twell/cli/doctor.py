@@ -21,6 +21,7 @@ PACKAGES = {  # and what pip installs for each
     "evaluate": "hf_twell[eval]",
     "gguf": "hf_twell[gguf]",
     "matplotlib": "hf_twell[bench]",
+    "torchao": "hf_twell[int8]",
     "fastapi": "hf_twell[serve]",
     "openai": "hf_twell[serve]",
     "uvicorn": "hf_twell[serve]",

@@ -1,5 +1,6 @@
 """`sparsify` and `unpatch`: from a pretrained dense model to ReLU feed-forward blocks, in place."""
 
+import logging
 import weakref
 from collections.abc import Iterable
 from numbers import Integral
@@ -7,12 +8,16 @@ from numbers import Integral
 from torch import nn
 
 import hf_twell
-from hf_twell.blocks.architectures import FfnSite, activation_keys, find_ffns, stock_class
+from hf_twell.blocks.architectures import FfnSite, activation_keys, base_layer, find_ffns, stock_class
 from hf_twell.blocks.layout import restore_down
 from hf_twell.blocks.modeling import FfnSettings, FfnState, SparseFfn, sparse_class
+from hf_twell.blocks.operands import int8_parameters
 from hf_twell.convert.convertible import check_convertible
 from hf_twell.convert.entry import check_entry, new_entry
+from hf_twell.files.weights import is_plain
 from hf_twell.ops import api
+
+logger = logging.getLogger(__name__)
 
 TAG = "hf_twell"  # on the Hub, and in the card that PEFT writes beside a saved adapter
 
@@ -50,7 +55,25 @@ def sparsify(model: nn.Module, *, backend: str = "auto", layers: Iterable[int] |
     for key in keys:
         setattr(config, key, "relu")
     patch(model, sites, chosen, backend)
+    _tell_of_dense_blocks(sites[index] for index in chosen)
     return model
+
+
+def _tell_of_dense_blocks(sites: Iterable[FfnSite]) -> None:
+    """One line for quantized weights that no kernel reads."""
+    kinds = set()
+    for site in sites:
+        linears = [site.linear(key) for key in ("gate", "up", "down") if getattr(site.form, key)]
+        quantized = [linear for linear in linears if not is_plain(base_layer(linear).weight)]
+        by_kernels = all(int8_parameters(linear) and linear.weight.device.type == "cpu" for linear in linears)
+        if quantized and not by_kernels:
+            kinds |= {type(base_layer(linear).weight.data).__name__ for linear in quantized}
+    if kinds:
+        logger.warning(
+            "no kernel reads these quantized weights (%s); their blocks are computed by their own linears, as exact "
+            "and as fast as dense ones (docs/company.md)",
+            ", ".join(sorted(kinds)),
+        )
 
 
 def patch(model: nn.Module, sites: list[FfnSite], chosen: list[int], backend: str) -> None:

@@ -6,6 +6,7 @@ import warnings
 import torch
 
 from hf_twell.ops import build, policy, policy_cpu, policy_cuda, reference, sampling
+from hf_twell.ops.checks import check_l1_scale, check_tensors
 from hf_twell.ops.limits import limit
 
 SMALLEST_H_ELEMENTS = 1 << 17  # of h, (T, F): below, calling one kernel takes longer than several of PyTorch's
@@ -20,6 +21,9 @@ def ffn(
     b_up=None,
     b_down=None,
     b_gate=None,
+    s_up=None,
+    s_down=None,
+    s_gate=None,
     l1_scale=None,
     token_weight=None,
     tally=None,
@@ -30,10 +34,12 @@ def ffn(
 
     Formula: h = relu(x Wg^T + bg) * (x Wu^T + bu), or relu(x Wu^T + bu) without a gate; y = h Wd^T + bd.
     Where a neuron is inactive, 0 times an infinite or NaN weight may give 0 in place of dense arithmetic's NaN.
+    int8 weights have a scale for each row: the block is that of the weights s_n w_nk, and x stays as it is.
     With `l1_scale`, backward adds the L1 term's gradient and reports sparsity: see `hf_twell.ops.reference.inject_l1`.
 
     Shapes:
         x (..., D); w_up, w_gate (F, D); w_down (D, F); b_up, b_gate (F,); b_down (D,); returns (..., D).
+        s_up, s_gate (F,) or (F, 1), s_down (D,) or (D, 1), float32: where the weights are int8, all of them.
         l1_scale () fp32; token_weight x.shape[:-1] fp32, None for ones; tally (1 + F,) fp32 leaf, or None.
 
     Args:
@@ -41,7 +47,8 @@ def ffn(
             alone, since backward computes again what did not fit. By default F / 16 on a CPU, F / 44 on a GPU.
         backend: "auto" takes the fastest backend that can compute this call; "reference", "cpu" or "cuda" insist.
             "cuda" computes gradients in bfloat16 and float16 on GPUs of compute capability 9.0; under "auto", calls
-            that need others go to "reference", with one warning.
+            that need others go to "reference", with one warning. int8 weights: "cpu" takes them where no gradients
+            are wanted; "reference" dequantizes them in each call.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together, a capacity below 1, or a backend that was asked
@@ -49,22 +56,23 @@ def ffn(
 
     Source: arXiv 2603.23198, sections 2 and 3.
     """
-    _check_tensors(x, w_up, w_down, w_gate, b_up, b_down, b_gate, token_weight, tally)
-    _check_l1_scale(l1_scale, tally)
+    scales = (s_up, s_down, s_gate)
+    check_tensors(x, w_up, w_down, w_gate, b_up, b_down, b_gate, *scales, token_weight, tally)
+    check_l1_scale(l1_scale, tally)
     if capacity is not None and capacity < 1:
         raise ValueError(f"capacity={capacity}; give a number of neurons of at least 1, or None for the default")
     inputs = (x, w_up, w_down, w_gate, b_up, b_down, b_gate)
-    biases = {"b_up": b_up, "b_down": b_down, "b_gate": b_gate}
+    beside = {"b_up": b_up, "b_down": b_down, "b_gate": b_gate, "s_up": s_up, "s_down": s_down, "s_gate": s_gate}
     l1 = {"l1_scale": l1_scale, "token_weight": token_weight, "tally": tally}
     kernels = resolve(backend, x.device.type)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, tally))
     if kernels == "reference" or not _kernels_take(backend, x.device.type, needs_grad, *inputs):
-        return reference.ffn(x, w_up, w_down, w_gate, **biases, **l1)
+        return reference.ffn(x, w_up, w_down, w_gate, **beside, **l1)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        inputs = tuple(None if tensor is None else tensor.to(dtype) for tensor in inputs)
+        inputs = tuple(t if t is None or t.dtype == torch.int8 else t.to(dtype) for t in inputs)
     if not needs_grad:  # nothing reads the report, and the L1 term changes gradients alone
-        return torch.ops.hf_twell.infer(*inputs)
+        return torch.ops.hf_twell.infer(*inputs, *scales)
     if backend == "auto" and x.is_cpu:
         x, w_up, w_down, w_gate, b_up, b_down, b_gate = inputs
         if _too_dense_to_train(x, *((w_up, b_up) if w_gate is None else (w_gate, b_gate))):
@@ -174,8 +182,13 @@ def _kernels_take(backend, device_type, needs_grad, x, *weights) -> bool:
     problem = None
     dtypes = {tensor.dtype for tensor in (x, *weights) if tensor is not None}
     intermediate, hidden = weights[0].shape
-    if not dtypes <= {torch.float32, torch.bfloat16, torch.float16}:
+    int8 = weights[0].dtype == torch.int8  # and so are the others
+    if not dtypes <= {torch.float32, torch.bfloat16, torch.float16, *((torch.int8,) if int8 else ())}:
         problem = f"dtype {x.dtype}; the kernels take float32, bfloat16 and float16"
+    elif int8 and device_type != "cpu":
+        problem = "int8 weights; the CPU's kernels take them, and CUDA's do not yet"
+    elif int8 and needs_grad:
+        problem = "gradients are wanted through int8 weights; the kernels compute none: use torch.no_grad()"
     elif not (0 < hidden <= limit("kMaxHidden") and 0 < intermediate <= limit("kMaxWidth")):
         largest = limit("kMaxHidden"), limit("kMaxWidth")
         problem = f"D = {hidden}, F = {intermediate}; the kernels take 1..{largest[0]} and 1..{largest[1]}"
@@ -206,40 +219,3 @@ def _too_dense_to_train(x, w_gate, b_gate=None) -> bool:
 @functools.cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=3)
-
-
-def _check_tensors(x, w_up, w_down, w_gate, b_up, b_down, b_gate, token_weight, tally):
-    if w_up.ndim != 2:
-        raise ValueError(f"w_up has shape {tuple(w_up.shape)}; expected (F, D), as nn.Linear stores it")
-    intermediate, hidden = w_up.shape
-    if x.ndim == 0 or x.shape[-1] != hidden:
-        raise ValueError(f"x has shape {tuple(x.shape)}; its last size must be {hidden}, the columns of w_up")
-    device = x.device
-    for name, tensor, shape in (
-        ("w_up", w_up, (intermediate, hidden)),
-        ("w_down", w_down, (hidden, intermediate)),
-        ("w_gate", w_gate, (intermediate, hidden)),
-        ("b_up", b_up, (intermediate,)),
-        ("b_gate", b_gate, (intermediate,)),
-        ("b_down", b_down, (hidden,)),
-        ("tally", tally, (1 + intermediate,)),
-        ("token_weight", token_weight, x.shape[:-1]),
-    ):
-        if tensor is None:
-            continue
-        if tensor.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {tuple(shape)}")
-        if tensor.device != device:
-            raise ValueError(f"x is on {device} and {name} on {tensor.device}; move them to one device")
-        # Autocast casts all of them; the report and the tokens' weights are float32 beside any dtype.
-        mixed = tensor.dtype != x.dtype and name not in ("tally", "token_weight")
-        if mixed and not torch.is_autocast_enabled(device.type):
-            raise ValueError(f"x is {x.dtype} and {name} is {tensor.dtype}; give both one dtype, or use autocast")
-
-
-def _check_l1_scale(l1_scale, tally):
-    if l1_scale is None:
-        if tally is not None:
-            raise ValueError("tally was given without l1_scale; to count alone, give l1_scale=torch.zeros(())")
-    elif not isinstance(l1_scale, torch.Tensor) or l1_scale.numel() != 1:
-        raise ValueError(f"l1_scale is {l1_scale!r}; give a tensor of one element")

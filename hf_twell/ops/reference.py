@@ -1,6 +1,7 @@
 """The sparse feed-forward block in plain PyTorch: the truth that every kernel is compared with.
 
 Shapes: x (..., D); w_up, w_gate (F, D); w_down (D, F); biases (F,), (D,), (F,). T is the product of x's leading sizes.
+int8 weights have scales, one for each row: (F,), (D,), (F,), or the same with a last size of 1.
 """
 
 import torch
@@ -9,14 +10,38 @@ from torch.autograd.function import once_differentiable
 
 
 def ffn(
-    x, w_up, w_down, w_gate=None, *, b_up=None, b_down=None, b_gate=None, l1_scale=None, token_weight=None, tally=None
+    x,
+    w_up,
+    w_down,
+    w_gate=None,
+    *,
+    b_up=None,
+    b_down=None,
+    b_gate=None,
+    s_up=None,
+    s_down=None,
+    s_gate=None,
+    l1_scale=None,
+    token_weight=None,
+    tally=None,
 ):
     """ReLU feed-forward block, dense arithmetic; see `hf_twell.ops.ffn` for formula and arguments."""
-    up = F.linear(x, w_up, b_up)
-    h = torch.relu(up) if w_gate is None else torch.relu(F.linear(x, w_gate, b_gate)) * up
+    up = linear(x, w_up, s_up, b_up)
+    h = torch.relu(up) if w_gate is None else torch.relu(linear(x, w_gate, s_gate, b_gate)) * up
     if l1_scale is not None:
         h = inject_l1(h, l1_scale, token_weight, tally)
-    return F.linear(h, w_down, b_down)
+    return linear(h, w_down, s_down, b_down)
+
+
+def linear(x, w, scale=None, bias=None):
+    """x w^T + bias; an int8 w with a scale for each row is dequantized in x's dtype: x (scale_n w_nk)^T + bias."""
+    return F.linear(x, w if scale is None else dequantized(w, scale, x.dtype), bias)
+
+
+def dequantized(w, scale, dtype: torch.dtype) -> torch.Tensor:
+    """scale_n w_nk in `dtype`, (N, K); scale (N,) or (N, 1)."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return (w.to(wide) * scale.reshape(-1, 1).to(wide)).to(dtype)
 
 
 COUNT_WIDTH = 0.1  # of a gate: within a few such of zero, the count term pushes a neuron off; far above, it lets it be

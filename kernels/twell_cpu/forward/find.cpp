@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "forward/forward.h"
+#include "forward/weight_rows.h"
 
 namespace twell {
 namespace {
@@ -25,8 +26,12 @@ PairFinder::PairFinder(const Block& block, const Kernels& kernels, const Threads
 // that pairs number; `panels`, if any, those of these tokens.
 void PairFinder::up_products(LanePairs& lane, size_t first_run, int64_t first_token, int64_t tokens, const char* x,
                              const char* panels, Scratch& scratch) {
-  const int64_t hidden = block_.hidden, row_bytes = hidden * element_bytes(block_.dtype);
-  const auto up_row = [&](size_t run) { return at(block_.up, lane.runs[run].neuron * hidden, block_.dtype); };
+  const WeightRows up = up_rows(block_);
+  const int64_t hidden = block_.hidden, row_bytes = up.row_bytes(block_.dtype);
+  const auto up_row = [&](size_t run) { return up.row(lane.runs[run].neuron, block_.dtype); };
+  const auto widen = [&](size_t run, char* to) {
+    kernels_.widen_int8(reinterpret_cast<const int8_t*>(up_row(run)), hidden, to, 0);
+  };
   std::vector<size_t>& shared = scratch.shared;
   shared.clear();
   if (panels != nullptr && kernels_.matmul_pairs != nullptr) {
@@ -40,7 +45,12 @@ void PairFinder::up_products(LanePairs& lane, size_t first_run, int64_t first_to
     scratch.rows.reserve(count * stride * element_bytes(block_.dtype));
     for (int64_t i = 0; i < count; ++i) {
       if (i + 1 < count) prefetch(up_row(shared[i + 1]), row_bytes);
-      std::memcpy(at(scratch.rows.data(), i * stride, block_.dtype), up_row(shared[i]), row_bytes);
+      char* row = at(scratch.rows.data(), i * stride, block_.dtype);
+      if (up.scales) {
+        widen(shared[i], row);
+      } else {
+        std::memcpy(row, up_row(shared[i]), row_bytes);
+      }
     }
     scratch.up.resize(static_cast<size_t>(count * tokens));
     kernels_.gate_panels(panels, static_cast<int>(tokens), scratch.rows.data(), stride, static_cast<int>(count), hidden,
@@ -59,12 +69,21 @@ void PairFinder::up_products(LanePairs& lane, size_t first_run, int64_t first_to
     }
     const auto& run = lane.runs[r];
     if (r + 1 < lane.runs.size()) prefetch(up_row(r + 1), row_bytes);
-    kernels_.gather_dot(up_row(r), x, hidden, lane.token.data() + run.begin, run.count, hidden, lane.up.data() + run.begin);
+    const void* row = up_row(r);
+    if (up.scales) {
+      scratch.row.reserve(hidden * element_bytes(block_.dtype));
+      widen(r, scratch.row.data());
+      row = scratch.row.data();
+    }
+    kernels_.gather_dot(row, x, hidden, lane.token.data() + run.begin, run.count, hidden, lane.up.data() + run.begin);
   }
-  if (block_.b_up == nullptr) return;
-  for (size_t r = first_run; r < lane.runs.size(); ++r) {
+  for (size_t r = first_run; up.scales && r < lane.runs.size(); ++r) {
     const auto& run = lane.runs[r];
-    for (int64_t i = run.begin; i < run.begin + run.count; ++i) lane.up[i] += block_.b_up[run.neuron];
+    for (int64_t i = run.begin; i < run.begin + run.count; ++i) lane.up[i] *= up.scales[run.neuron];
+  }
+  for (size_t r = first_run; up.bias && r < lane.runs.size(); ++r) {
+    const auto& run = lane.runs[r];
+    for (int64_t i = run.begin; i < run.begin + run.count; ++i) lane.up[i] += up.bias[run.neuron];
   }
 }
 
@@ -81,7 +100,8 @@ bool PairFinder::find(int64_t first, int64_t last, double max_density, TokenPair
   std::vector<Tile> tiles(static_cast<size_t>(steps * tile_count));
   for (auto& lane : lanes_) lane.clear();
 
-  const bool use_panels = kernels_.gate_panels != nullptr && tokens >= kernels_.panels_from;
+  const int64_t panels_from = block_.s_gate ? kernels_.int8_panels_from : kernels_.panels_from;
+  const bool use_panels = kernels_.gate_panels != nullptr && tokens >= panels_from;
   const int64_t panel_count = (tokens + kPanel - 1) / kPanel, bytes = panel_bytes(hidden * element);
   if (use_panels) {
     panels_.reserve(panel_count * bytes);
@@ -105,15 +125,10 @@ bool PairFinder::find(int64_t first, int64_t last, double max_density, TokenPair
     float* values = scratch.gate.data();
     const int64_t f0 = tile % tile_count * width;
     const int neurons = static_cast<int>(std::min(width, block_.width - f0));
-    const float* bias = block_.b_gate ? block_.b_gate + f0 : nullptr;
-    const char* w = at(block_.gate, f0 * hidden, block_.dtype);
     const char* panels = use_panels ? panels_.data() + t0 / kPanel * bytes : nullptr;
-    if (use_panels) {
-      kernels_.gate_panels(panels, static_cast<int>(count), w, hidden, neurons, hidden, bias, values, count);
-    } else {
-      kernels_.gate(x + t0 * hidden * element, hidden, static_cast<int>(count), w, hidden, neurons, hidden, bias, values,
-                    count);
-    }
+    const TokenRows some{x + t0 * hidden * element, panels, static_cast<int>(count)};
+    const int64_t next = (tile + threads_.count) % tile_count * width;
+    rows_product(gate_rows(block_), block_.dtype, kernels_, some, f0, neurons, next, &scratch.rows, values);
 
     tiles[tile] = {lane_index, lane.runs.size(), 0};
     for (int n = 0; n < neurons; ++n) {

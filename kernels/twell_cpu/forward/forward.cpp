@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "forward/down.h"
+#include "forward/weight_rows.h"
 #include "twell_limits.h"
 
 namespace twell {
@@ -26,14 +27,15 @@ bool sample_is_dense(const Block& block, const Kernels& kernels) {
     const int64_t token = (2 * i + 1) * block.tokens / (2 * sample);
     std::memcpy(rows.data() + i * row_bytes, at(block.x, token * block.hidden, block.dtype), row_bytes);
   }
+  Bytes scratch;
   float values[kTileNeurons * kMaxSample];
   uint32_t position[kTileNeurons * kMaxSample];
   float kept[kTileNeurons * kMaxSample];
   int64_t active = 0;
   for (int64_t group = 0; group < groups; ++group) {
     const int64_t f = group * (block.width - kTileNeurons) / std::max<int64_t>(groups - 1, 1);
-    kernels.gate(rows.data(), block.hidden, sample, at(block.gate, f * block.hidden, block.dtype), block.hidden,
-                 kTileNeurons, block.hidden, block.b_gate ? block.b_gate + f : nullptr, values, sample);
+    rows_product(gate_rows(block), block.dtype, kernels, {rows.data(), nullptr, static_cast<int>(sample)}, f, kTileNeurons, f,
+                 &scratch, values);
     active += kernels.pack(values, kTileNeurons * sample, 0, position, kept);
   }
   return static_cast<double>(active) > max_density(block.tokens) * static_cast<double>(groups * kTileNeurons * sample);

@@ -21,6 +21,10 @@ struct Block {
   const float* b_gate;
   const float* b_up;
   const float* b_down;
+  // Of int8 weights, all three of which it then holds: each row's scale. Null: the weights are of `dtype`.
+  const float* s_gate = nullptr;
+  const float* s_up = nullptr;
+  const float* s_down = nullptr;
 };
 
 struct Report {
@@ -43,7 +47,7 @@ class PairFinder {
   struct Scratch {
     std::vector<float> gate, up;
     std::vector<size_t> shared;
-    Bytes rows;
+    Bytes rows, row;
   };
   void up_products(LanePairs& lane, size_t first_run, int64_t first_token, int64_t tokens, const char* x,
                    const char* panels, Scratch& scratch);

@@ -10,6 +10,7 @@
 #include "backward/backward.h"
 #include "common/dense.h"
 #include "forward/forward.h"
+#include "host/int8.h"
 #include "host/tensors.h"
 
 namespace {
@@ -42,13 +43,14 @@ Tensor transposed(const Tensor& tensor) {
 struct Call {
   Tensor x_TD, w_up, w_down;
   MaybeTensor w_gate, b_up, b_gate;
+  twell::Scales scales;
   twell::Threads threads;
   const twell::Kernels& kernels;
   twell::Block block;
   std::vector<float> biases[3];
 
   Call(const Tensor& x, const Tensor& up, const Tensor& down, const MaybeTensor& gate, const MaybeTensor& bias_up,
-       const MaybeTensor& bias_down, const MaybeTensor& bias_gate)
+       const MaybeTensor& bias_down, const MaybeTensor& bias_gate, const twell::Scales& of_int8 = {})
       : x_TD(flat(x, up.size(1))),
         w_up(torch::stable::contiguous(up)),
         w_down(down.stride(0) == 1 || down.stride(1) == 1 ? down : torch::stable::contiguous(down)),
@@ -70,6 +72,11 @@ struct Call {
     block.b_gate = widened(w_gate ? bias_gate : bias_up, 0);
     block.b_up = w_gate ? widened(bias_up, 1) : nullptr;
     block.b_down = widened(bias_down, 2);
+    twell::check_scales(up, down, gate, of_int8);
+    const float* of_up = twell::fp32_pointer(of_int8.up, &scales.up);
+    block.s_down = twell::fp32_pointer(of_int8.down, &scales.down);
+    block.s_gate = gate ? twell::fp32_pointer(of_int8.gate, &scales.gate) : of_up;
+    block.s_up = gate ? of_up : nullptr;
   }
   Call(const Call&) = delete;
 
@@ -79,10 +86,16 @@ struct Call {
     return torch::stable::reshape(torch::stable::contiguous(tensor), std::vector<int64_t>{rows, columns});
   }
 
+  // linear(x, weight, bias), where `of_rows` are the weight's scales or null.
+  Tensor product(const Tensor& x, const Tensor& weight, const float* of_rows, const MaybeTensor& bias) const {
+    if (of_rows == nullptr) return linear(x, weight, bias);
+    return linear(x, twell::dequantized(kernels, threads, x, weight, of_rows, block.dtype), bias);
+  }
+
   // Gate (up where there is none) and up projections of some tokens, dense.
   std::pair<Tensor, MaybeTensor> project(const Tensor& x) const {
-    if (!w_gate) return {linear(x, w_up, b_up), std::nullopt};
-    return {linear(x, *w_gate, b_gate), linear(x, w_up, b_up)};
+    if (!w_gate) return {product(x, w_up, block.s_gate, b_up), std::nullopt};
+    return {product(x, *w_gate, block.s_gate, b_gate), product(x, w_up, block.s_up, b_up)};
   }
 
   twell::Activation activation(int64_t tokens, const Tensor& gate_rows, const MaybeTensor& up_rows) const {
@@ -100,10 +113,8 @@ struct Call {
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up,
-                                       MaybeTensor b_down, MaybeTensor b_gate, MaybeTensor /*l1_scale*/,
-                                       MaybeTensor token_weight, MaybeTensor tally, int64_t capacity) {
-  const Call call(x, w_up, w_down, w_gate, b_up, b_down, b_gate);
+std::tuple<Tensor, Tensor, Tensor> forward(const Call& call, const Tensor& x, const MaybeTensor& b_down,
+                                           const MaybeTensor& token_weight, const MaybeTensor& tally, int64_t capacity) {
   const twell::Block& block = call.block;
   const int64_t element = twell::element_bytes(block.dtype);
   Tensor y = torch::stable::new_empty(x, x.sizes());
@@ -130,7 +141,7 @@ std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, May
                                         report.active);
                    }
                    Tensor rows = rows_of(y_TD, first, last);
-                   torch::stable::copy_(rows, linear(gate, call.w_down, b_down));
+                   torch::stable::copy_(rows, call.product(gate, call.w_down, block.s_down, b_down));
                  });
   if (tally) {
     float* counts = static_cast<float*>(report_tensor.mutable_data_ptr());
@@ -140,9 +151,16 @@ std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, May
   return {y, report_tensor, state_tensor};
 }
 
+std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up,
+                                       MaybeTensor b_down, MaybeTensor b_gate, MaybeTensor /*l1_scale*/,
+                                       MaybeTensor token_weight, MaybeTensor tally, int64_t capacity) {
+  return forward(Call(x, w_up, w_down, w_gate, b_up, b_down, b_gate), x, b_down, token_weight, tally, capacity);
+}
+
 Tensor infer(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up, MaybeTensor b_down,
-             MaybeTensor b_gate) {
-  return std::get<0>(ffn(x, w_up, w_down, w_gate, b_up, b_down, b_gate, std::nullopt, std::nullopt, std::nullopt, 0));
+             MaybeTensor b_gate, MaybeTensor s_up, MaybeTensor s_down, MaybeTensor s_gate) {
+  const Call call(x, w_up, w_down, w_gate, b_up, b_down, b_gate, {s_up, s_down, s_gate});
+  return std::get<0>(forward(call, x, b_down, std::nullopt, std::nullopt, 0));
 }
 
 enum Need { kX, kUp, kDown, kGate, kBiasUp, kBiasDown, kBiasGate };

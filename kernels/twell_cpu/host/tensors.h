@@ -7,6 +7,7 @@
 
 #include <optional>
 #include <stdexcept>
+#include <string>
 
 #include "common/parallel.h"
 #include "isa/kernels.h"

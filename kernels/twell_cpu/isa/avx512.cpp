@@ -5,6 +5,7 @@
 #include "isa/table.h"
 #include "simd/avx512.h"
 #include "simd/gate_panel.h"
+#include "simd/gate_panel_int8.h"
 
 namespace {
 
@@ -18,7 +19,8 @@ struct Fp32Unit {
 }  // namespace
 
 const twell::Kernels* twell::kernels_avx512(DType dtype) {
-  static constexpr Kernels kFp32 = with_panels<Fp32Unit>(make_table<Avx512, WideningDot<Avx512, float>>());
+  static constexpr Kernels kFp32 =
+      with_widened_panels<Fp32Unit>(with_panels<Fp32Unit>(make_table<Avx512, WideningDot<Avx512, float>>()));
   return dtype == DType::kFloat32 ? &kFp32 : widening_table<Avx512>(dtype);
 }
 #else

@@ -5,6 +5,7 @@
 #include "isa/table.h"
 #include "simd/avx512.h"
 #include "simd/gate_panel.h"
+#include "simd/gate_panel_int8.h"
 
 namespace {
 
@@ -35,7 +36,8 @@ struct Bf16Unit {
 }  // namespace
 
 const twell::Kernels* twell::kernels_avx512_bf16(DType dtype) {
-  static constexpr Kernels kBf16 = with_panels<Bf16Unit>(make_table<Avx512, Bf16Dot>());
+  static constexpr Kernels kBf16 =
+      with_widened_panels<Bf16Unit>(with_panels<Bf16Unit>(make_table<Avx512, Bf16Dot>()));
   return dtype == DType::kBFloat16 ? &kBf16 : kernels_avx512(dtype);
 }
 #else

@@ -58,6 +58,19 @@ struct Kernels {
   void (*gather_sum2)(const void* rows, int64_t ld_rows, const uint32_t* index, const float* scale_a,
                       const float* scale_b, int64_t count, int64_t width, float* sums_a, float* sums_b);
 
+  // Of int8 weights, whose scales are the caller's to apply. As `gate`, for few tokens and without a bias; as
+  // `gather_sum`; and int8 in the element type, which holds it exactly. `ahead`: fetches also what lies so many bytes
+  // behind each value.
+  void (*gate_int8)(const void* x, int64_t ld_x, int tokens, const int8_t* w, int64_t ld_w, int neurons, int64_t hidden,
+                    float* out, int64_t ld_out);
+  void (*gather_sum_int8)(const int8_t* rows, int64_t ld_rows, const uint32_t* index, const float* scale, int64_t count,
+                          int64_t width, float* sums);
+  void (*widen_int8)(const int8_t* values, int64_t count, void* out, int64_t ahead);
+  // gate_panels of rows that were widened, without a bias; fetches meanwhile the int8 rows `next`. Null where the set's
+  // gate_panels serves them as well.
+  void (*gate_panels_widened)(const void* panels, int tokens, const void* w, int64_t ld_w, int neurons, int64_t hidden,
+                              const int8_t* next, int64_t ld_next, float* out, int64_t ld_out);
+
   // sums[t, d] += sum_i scale[t, i] * rows[i, d] on a matrix unit, for up to kPairColumns columns d; null where this set
   // has none. `pair_rows` puts rows (index[i], or i where index is null) into the form that `matmul_pairs` takes:
   // count padded to 32 rows x kPairColumns elements. `scale` lies at [i / 32][t][i % 32], t padded to a multiple of 16,
@@ -81,6 +94,7 @@ struct Kernels {
                     bool past_caches);
 
   int64_t panels_from;   // tokens from which panels are faster than rows
+  int64_t int8_panels_from;  // the same for int8 weights
   int64_t tile_neurons;  // neurons of one work item
   int64_t few_tile_neurons;  // the same in calls of up to kPanel tokens: each item starts its stream of weights anew
   int64_t block_bytes;   // of x that the items of one block share in the second-level cache

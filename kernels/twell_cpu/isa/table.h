@@ -6,6 +6,7 @@
 #include "simd/gate.h"
 #include "simd/gather_dot.h"
 #include "simd/gather_sum.h"
+#include "simd/int8.h"
 #include "simd/pack.h"
 #include "simd/transpose.h"
 
@@ -17,10 +18,11 @@ constexpr twell::Kernels make_table() {
   return twell::Kernels{
       gate<Simd, Dot>,      nullptr,          nullptr,
       pack<Simd>,           gather_dot<Simd, Dot>, gather_sum<Simd, T>,
-      gather_sum2<Simd, T>, nullptr,          nullptr,
+      gather_sum2<Simd, T>, gate_int8<Simd, T>, gather_sum_int8<Simd>,
+      widen_int8<Simd, T>,  nullptr,          nullptr,          nullptr,
       round<Simd, T>,       widen<Simd, T>,   activation<Simd, T>,
       activation_backward<Simd, T>, transpose<T>,
-      32,                   48,               48,
+      32,                   32,               48,               48,
       512 << 10,
   };
 }

@@ -27,6 +27,9 @@ struct Avx2 {
   static inline Vector load(const Half* from) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   }
+  static inline Vector load(const int8_t* from) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+  }
   template <class T>
   static inline Vector load(const T* from, int count) {
     T padded[kLanes] = {};
@@ -54,6 +57,13 @@ struct Avx2 {
     T padded[kLanes];
     store(padded, value);
     std::memcpy(to, padded, sizeof(T) * static_cast<size_t>(count));
+  }
+  // Two vectors whose values bfloat16 holds exactly.
+  static inline void store_exact(BFloat16* to, Vector first, Vector second) {
+    const __m256i low = _mm256_srli_epi32(_mm256_castps_si256(first), 16);
+    const __m256i high = _mm256_srli_epi32(_mm256_castps_si256(second), 16);
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), packed);
   }
   static inline Vector multiply_add(Vector a, Vector b, Vector c) {
     return _mm256_fmadd_ps(a, b, c);

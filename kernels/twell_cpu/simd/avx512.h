@@ -32,6 +32,12 @@ struct Avx512 {
   static inline Vector load(const Half* from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   }
+  static inline Vector load(const int8_t* from) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+  }
+  static inline Vector load(const int8_t* from, int count) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first(count), from)));
+  }
   static inline Vector load(const float* from, int count) {
     return _mm512_maskz_loadu_ps(first(count), from);
   }
@@ -66,6 +72,14 @@ struct Avx512 {
   }
   static inline void store(Half* to, Vector value, int count) {
     _mm256_mask_storeu_epi16(to, first(count), _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+  }
+  // Two vectors whose values bfloat16 holds exactly.
+  static inline void store_exact(BFloat16* to, Vector first, Vector second) {
+    constexpr uint64_t kOdd = 0x0007000500030001, kNext = 0x0008000800080008;  // the upper 16 bits of each lane
+    const __m512i upper = _mm512_set_epi64(kOdd + 7 * kNext, kOdd + 6 * kNext, kOdd + 5 * kNext, kOdd + 4 * kNext,
+                                           kOdd + 3 * kNext, kOdd + 2 * kNext, kOdd + kNext, kOdd);
+    const __m512i packed = _mm512_permutex2var_epi16(_mm512_castps_si512(first), upper, _mm512_castps_si512(second));
+    _mm512_storeu_si512(to, packed);
   }
   static inline Vector multiply_add(Vector a, Vector b, Vector c) {
     return _mm512_fmadd_ps(a, b, c);

@@ -31,6 +31,10 @@ inline float to_float(float value) {
   return value;
 }
 
+inline float to_float(int8_t value) {
+  return static_cast<float>(value);
+}
+
 inline float to_float(BFloat16 value) {
   return bits_to_float(static_cast<uint32_t>(value.bits) << 16);
 }
@@ -107,6 +111,13 @@ struct Portable {
   template <class T>
   static inline void store(T* to, const Vector& value, int count) {
     for (int i = 0; i < count; ++i) from_float(value.lane[i], to + i);
+  }
+  // Two vectors whose values bfloat16 holds exactly.
+  static inline void store_exact(BFloat16* to, const Vector& first, const Vector& second) {
+    for (int i = 0; i < kLanes; ++i) {
+      to[i].bits = static_cast<uint16_t>(float_to_bits(first.lane[i]) >> 16);
+      to[kLanes + i].bits = static_cast<uint16_t>(float_to_bits(second.lane[i]) >> 16);
+    }
   }
   static inline Vector multiply_add(const Vector& a, const Vector& b, const Vector& c) {
     Vector out;

@@ -91,7 +91,10 @@ std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, May
 }
 
 Tensor infer(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up, MaybeTensor b_down,
-             MaybeTensor b_gate) {
+             MaybeTensor b_gate, MaybeTensor s_up, MaybeTensor s_down, MaybeTensor s_gate) {
+  if (s_up || s_down || s_gate) {
+    throw std::runtime_error("hf_twell's CUDA kernels take no int8 weights yet; compute them with plain PyTorch");
+  }
   check_sizes(x, w_up);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   return evaluate(x, w_up, w_down, w_gate, b_up, b_down, b_gate);

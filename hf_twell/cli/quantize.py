@@ -1,0 +1,57 @@
+"""Store a sparse model's feed-forward weights in int8, as torchao does through Transformers.
+
+Plain Transformers with torchao loads the result and computes it densely; hf_twell's CPU kernels read it as it lies.
+The folder appears whole or not at all.
+
+example:
+  hf-twell quantize my-sparse-model my-sparse-model-int8 --weights int8
+"""
+
+import argparse
+from pathlib import Path
+
+from hf_twell.cli.output import print_json, stdout_for_result
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="the folder of a sparse model")
+    parser.add_argument("output", help="the folder to write; it must not exist")
+    parser.add_argument("--weights", required=True, choices=["int8"], help="int8: one scale for each row, x as it is")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output folder, if it holds a model alone")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    with stdout_for_result():
+        result = _quantize(args)
+    if args.json:
+        print_json(result)
+        return 0
+    print(
+        f"{result['class']}: {result['blocks']} feed-forward blocks in {args.weights}, {result['block_bytes']:,} bytes "
+        f"of weights where there were {result['block_bytes_before']:,}; saved to {args.output}"
+    )
+    return 0
+
+
+def _quantize(args) -> dict:
+    from hf_twell.blocks.architectures import find_ffns
+    from hf_twell.blocks.operands import int8_parameters
+    from hf_twell.files.folders import check_target, save_model
+    from hf_twell.models.quantizing import quantize_int8
+
+    output = check_target(args.output, overwrite=args.overwrite)
+    if output.exists() and Path(args.model).exists() and output.samefile(args.model):
+        raise ValueError(f"{args.output} is the model itself, whose weights would be lost; choose another output")
+    model, tokenizer = quantize_int8(args.model)
+    sites = find_ffns(model)
+    linears = [getattr(site.module, name) for site in sites for name in site.form.linears]
+    save_model(model, args.output, tokenizer, overwrite=args.overwrite)
+    return {
+        "class": type(model).__name__,
+        "weights": args.weights,
+        "blocks": len(sites),
+        "block_bytes": sum(tensor.nbytes for linear in linears for tensor in int8_parameters(linear)[::2]),
+        "block_bytes_before": sum(linear.weight.numel() * linear.weight.element_size() for linear in linears),
+        "output": args.output,
+    }

@@ -1,0 +1,84 @@
+"""What `hf_twell.ops.ffn` refuses before any backend is asked."""
+
+import torch
+
+
+def check_tensors(x, w_up, w_down, w_gate, b_up, b_down, b_gate, s_up, s_down, s_gate, token_weight, tally) -> None:
+    """Shapes, devices and dtypes that belong together.
+
+    Raises:
+        ValueError: naming what does not fit, and what would.
+    """
+    if w_up.ndim != 2:
+        raise ValueError(f"w_up has shape {tuple(w_up.shape)}; expected (F, D), as nn.Linear stores it")
+    intermediate, hidden = w_up.shape
+    if x.ndim == 0 or x.shape[-1] != hidden:
+        raise ValueError(f"x has shape {tuple(x.shape)}; its last size must be {hidden}, the columns of w_up")
+    device = x.device
+    int8 = check_scales(w_up, w_down, w_gate, s_up, s_down, s_gate)
+    for name, tensor, shape in (
+        ("w_up", w_up, (intermediate, hidden)),
+        ("w_down", w_down, (hidden, intermediate)),
+        ("w_gate", w_gate, (intermediate, hidden)),
+        ("b_up", b_up, (intermediate,)),
+        ("b_gate", b_gate, (intermediate,)),
+        ("b_down", b_down, (hidden,)),
+        ("s_up", s_up, None),
+        ("s_down", s_down, None),
+        ("s_gate", s_gate, None),
+        ("tally", tally, (1 + intermediate,)),
+        ("token_weight", token_weight, x.shape[:-1]),
+    ):
+        if tensor is None:
+            continue
+        if shape is not None and tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {tuple(shape)}")
+        if tensor.device != device:
+            raise ValueError(f"x is on {device} and {name} on {tensor.device}; move them to one device")
+        # Autocast casts all of them; the report, the tokens' weights and scales are float32 beside any dtype.
+        own = name in ("tally", "token_weight") or name.startswith("s_") or (int8 and name.startswith("w_"))
+        mixed = tensor.dtype != x.dtype and not own
+        if mixed and not torch.is_autocast_enabled(device.type):
+            raise ValueError(f"x is {x.dtype} and {name} is {tensor.dtype}; give both one dtype, or use autocast")
+
+
+def check_l1_scale(l1_scale, tally) -> None:
+    """The L1 term's factor, and no tally without one.
+
+    Raises:
+        ValueError: naming what was given, and what is allowed.
+    """
+    if l1_scale is None:
+        if tally is not None:
+            raise ValueError("tally was given without l1_scale; to count alone, give l1_scale=torch.zeros(())")
+    elif not isinstance(l1_scale, torch.Tensor) or l1_scale.numel() != 1:
+        raise ValueError(f"l1_scale is {l1_scale!r}; give a tensor of one element")
+
+
+def check_scales(w_up, w_down, w_gate, s_up, s_down, s_gate) -> bool:
+    """Whether the weights are int8: then all of them are, with one float32 scale for each row.
+
+    Raises:
+        ValueError: naming a weight that has no such scales, or scales that belong to no int8 weight.
+    """
+    given = {"up": (w_up, s_up), "down": (w_down, s_down), "gate": (w_gate, s_gate)}
+    int8 = w_up.dtype == torch.int8
+    for name, (weight, scale) in given.items():
+        if weight is None and scale is None:
+            continue
+        if scale is None:
+            if int8 or weight.dtype == torch.int8:
+                raise ValueError(
+                    f"w_{name} is {weight.dtype} and s_{name} is None; give int8 for all weights, with scales"
+                )
+        elif weight is None or weight.dtype != torch.int8 or not int8:
+            kind = None if weight is None else weight.dtype
+            raise ValueError(
+                f"s_{name} was given, and w_{name} is {kind}; scales go with int8, for all weights or for none"
+            )
+        elif scale.dtype != torch.float32 or tuple(scale.shape) not in ((len(weight),), (len(weight), 1)):
+            raise ValueError(
+                f"s_{name} is {scale.dtype} of shape {tuple(scale.shape)}; give float32, one for each of w_{name}'s "
+                f"{len(weight)} rows"
+            )
+    return int8

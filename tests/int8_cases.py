@@ -1,0 +1,59 @@
+"""int8 feed-forward blocks for the operator's tests: quantized from `make_case`, whose masks no rounding changes."""
+
+import torch
+
+from hf_twell.ops import reference
+from tests.ffn_cases import FEW_PAIRS, make_case, relative_rms
+
+WEIGHTS = ("w_up", "w_down", "w_gate")
+
+
+def quantize(weight):
+    """int8 and float32 scales (N, 1), symmetric and by rows, as torchao's Int8WeightOnlyConfig makes them."""
+    scale = weight.float().abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).eps) / 127.5
+    return (weight.float() / scale).round().clamp(-128, 127).to(torch.int8), scale
+
+
+def int8_case(tokens, hidden, intermediate, density, dtype, *, by_column=False, **options):
+    """`make_case` with int8 weights and their scales, `w_down` by columns if asked."""
+    case = make_case(tokens, hidden, intermediate, density, dtype, **options)
+    for name in WEIGHTS:
+        if case[name] is not None:
+            case[name], case[f"s_{name[2:]}"] = quantize(case[name])
+    if by_column:
+        case["w_down"] = case["w_down"].t().contiguous().t()
+    return case
+
+
+def dense_in(case, dtype):
+    """The same block of plain weights in `dtype`, for an arithmetic of another precision."""
+    plain = {name: None if t is None else t.to(dtype) for name, t in case.items() if name[:2] != "s_"}
+    for name in WEIGHTS:
+        if case[name] is not None:
+            plain[name] = reference.dequantized(case[name], case[f"s_{name[2:]}"], dtype)
+    return plain
+
+
+def assert_as_good_as_eager(function, case):
+    """At most twice the error of eager PyTorch in x's dtype, against fp64 arithmetic on the dequantized weights."""
+    dtype = case["x"].dtype
+    truth = reference.ffn(**dense_in(case, torch.float64))
+    eager, ours = reference.ffn(**case), function(**case)
+    assert (ours.shape, ours.dtype) == (truth.shape, dtype)
+    if not truth.any():
+        assert not ours.any(), "y must be exactly zero"
+        return
+    bound = max(2 * relative_rms(eager, truth), 2**-21)
+    if case["b_down"] is None:
+        up = reference.linear(case["x"].double(), case["w_up"], case["s_up"], _wide(case["b_up"]))
+        gate = up
+        if case["w_gate"] is not None:
+            gate = reference.linear(case["x"].double(), case["w_gate"], case["s_gate"], _wide(case["b_gate"]))
+        if (gate > 0).any(0).sum() < 64:
+            bound = max(bound, FEW_PAIRS[dtype])
+    error = relative_rms(ours, truth)
+    assert error <= bound, f"error {error:.2e}, at most {bound:.2e} is allowed"
+
+
+def _wide(tensor):
+    return None if tensor is None else tensor.double()

@@ -1,0 +1,181 @@
+"""The CPU kernels on int8 weights: every instruction set, dtype, size and density against fp64 on dequantized ones."""
+
+import itertools
+
+import pytest
+import torch
+from torch import library
+
+from hf_twell.ops import api, build, reference
+from tests.ffn_cases import DTYPES, ISAS, cpu_ffn
+from tests.int8_cases import assert_as_good_as_eager, int8_case
+
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_buffers"),
+    pytest.mark.skipif(not build.status("cpu", build=True).available, reason=build.status("cpu", build=True).reason),
+]
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("density", [0.0, "one", 0.01, 0.5, 1.0])
+def test_every_path_is_as_good_as_eager(isa, dtype, density):
+    for tokens, by_column in itertools.product((0, 1, 2, 3, 5, 63, 199), (True, False)):
+        assert_as_good_as_eager(cpu_ffn, int8_case(tokens, 40, 172, density, dtype, by_column=by_column))
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+def test_odd_sizes_biases_and_no_gate(isa, dtype, gated):
+    # 37 and 133 are multiples of no vector, tile, panel or cache line.
+    cases = itertools.product((1, 3, 70), (0.05, 1.0), (True, False), (True, False))
+    for tokens, density, biases, by_column in cases:
+        case = int8_case(tokens, 37, 133, density, dtype, gated=gated, biases=biases, by_column=by_column)
+        assert_as_good_as_eager(cpu_ffn, case)
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("by_column", [True, False])
+def test_rows_longer_than_a_slice_in_threads(isa, by_column):
+    """2,085 columns are several of every slice that kernels cut rows into, with something left over."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for tokens in (1, 4, 70):
+            case = int8_case(tokens, 2085, 172, 0.06, torch.bfloat16, biases=True, by_column=by_column)
+            assert_as_good_as_eager(cpu_ffn, case)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_wide_blocks_and_many_tokens():
+    assert_as_good_as_eager(cpu_ffn, int8_case(63, 48, 18944, 0.01, torch.bfloat16, by_column=True))
+    for by_column in (True, False):
+        assert_as_good_as_eager(cpu_ffn, int8_case(2304, 40, 172, 0.02, torch.bfloat16, by_column=by_column))
+        case = int8_case(2304, 40, 172, 0.01, torch.bfloat16, biases=True, by_column=by_column)
+        case["x"][256:512, :8] *= -1  # one block of tokens takes the dense path, its neighbours the sparse one
+        assert_as_good_as_eager(cpu_ffn, case)
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("tokens", [1, 5, 70])
+def test_every_int8_value_is_itself(isa, tokens):
+    """Also -128, which has no positive counterpart."""
+    q = torch.arange(-128, 128, dtype=torch.int8)
+    w_up = q.repeat(3, 1)
+    x = torch.zeros(tokens, 256, dtype=torch.bfloat16)
+    x[torch.arange(tokens), (torch.arange(tokens) * 7) % 256] = 1.0
+    one = torch.ones(3)
+    identity = torch.eye(256, 3).to(torch.int8)
+    y = cpu_ffn(x, w_up, identity, s_up=one, s_down=torch.ones(256))
+    expected = torch.relu(x.float() @ q.float())
+    assert torch.equal(y[:, :3].float(), expected[:, None].expand(-1, 3))
+    assert torch.equal(
+        cpu_ffn(x, -w_up.clamp_min(-127), identity, s_up=one, s_down=torch.ones(256))[:, 0].float(),
+        torch.relu(-(x.float() @ q.clamp_min(-127).float())),
+    )
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("tokens", [1, 4, 70])
+@pytest.mark.parametrize("by_column", [True, False])
+def test_scales_of_zero_nan_and_infinity(isa, tokens, by_column):
+    case = int8_case(tokens, 40, 172, 0.06, torch.bfloat16, by_column=by_column)
+    for name in ("up", "gate"):
+        case[f"s_{name}"][::3] = 0
+        case[f"w_{name}"][::3] = 0
+    case["s_down"][::5] = 0
+    assert_as_good_as_eager(cpu_ffn, case)
+    plain = cpu_ffn(**case)
+    for value in (float("nan"), float("inf")):
+        # A column of y follows its row of down_proj, and no other.
+        broken = case | {"s_down": case["s_down"].clone()}
+        broken["s_down"][7] = value
+        y = cpu_ffn(**broken)
+        assert not y[:, 7].isfinite().any()
+        kept = torch.arange(40) != 7
+        assert torch.equal(y[:, kept], plain[:, kept])
+    # A NaN gate counts as active, as relu keeps it.
+    broken = case | {"s_gate": case["s_gate"].clone()}
+    broken["s_gate"][5] = float("nan")
+    assert cpu_ffn(**broken).isnan().any(1).all()
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_inputs_stay_with_their_token(isa, dtype):
+    case = int8_case(70, 40, 172, 0.01, dtype)
+    case["x"][5] = float("nan")
+    y = cpu_ffn(**case)
+    assert y[5].isnan().all()
+    assert not torch.cat([y[:5], y[6:]]).isnan().any()
+
+
+def test_noncontiguous_x_scales_and_weights():
+    case = int8_case(60, 40, 172, 0.05, torch.bfloat16, biases=True)
+    flat = cpu_ffn(**case)
+    x = case["x"].view(3, 4, 5, 40)
+    case["x"] = x.transpose(0, 2).contiguous().transpose(0, 2)
+    case["w_up"] = torch.stack([case["w_up"]] * 2, 1)[:, 0]
+    case["w_down"] = torch.cat([case["w_down"]] * 2, 1)[:, :172]
+    case["s_down"] = torch.stack([case["s_down"].flatten()] * 2, 1)[:, 0]
+    case["s_up"] = case["s_up"].flatten()
+    assert torch.equal(cpu_ffn(**case), flat.view(3, 4, 5, 40))
+
+
+def test_autocast_leaves_weights_and_scales_alone():
+    case = int8_case(20, 40, 172, 0.05, torch.float32, biases=True)
+    expected = cpu_ffn(**{name: t.bfloat16() if name[:2] in ("x", "b_") else t for name, t in case.items()})
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(cpu_ffn(**case), expected)
+
+
+def test_opcheck_and_compilation():
+    case = int8_case(10, 40, 172, 0.05, torch.float32, biases=True)
+    order = ("x", "w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate", "s_up", "s_down", "s_gate")
+    library.opcheck(torch.ops.hf_twell.infer.default, [case[name] for name in order])
+    compiled = torch.compile(lambda **inputs: cpu_ffn(**inputs), fullgraph=True)
+    assert torch.equal(compiled(**case), cpu_ffn(**case))
+
+
+def test_what_is_refused():
+    case = int8_case(4, 40, 172, 0.05, torch.bfloat16)
+
+    def refused(message, **changes):
+        with pytest.raises(ValueError, match=message):
+            api.ffn(**(case | changes))
+
+    refused("w_up is torch.int8 and s_up is None; give int8 for all weights, with scales", s_up=None)
+    refused("s_gate was given, and w_gate is torch.bfloat16", w_gate=case["w_gate"].bfloat16())
+    refused("w_gate is torch.bfloat16 and s_gate is None", w_gate=case["w_gate"].bfloat16(), s_gate=None)
+    refused("s_gate was given, and w_gate is None", w_gate=None)
+    refused(
+        r"s_down is torch.float32 of shape \(20, 2\); give float32, one for each of w_down's 40 rows",
+        s_down=case["s_down"].view(20, 2),
+    )
+    refused("s_down is torch.bfloat16", s_down=case["s_down"].bfloat16())
+    with pytest.raises(ValueError, match="'cpu' cannot compute this: gradients are wanted through int8 weights"):
+        cpu_ffn(**(case | {"x": case["x"].requires_grad_()}))
+
+
+def test_gradients_go_through_plain_pytorch():
+    case = int8_case(4, 40, 172, 0.05, torch.float32)
+    x = case["x"].requires_grad_()
+    with pytest.warns(UserWarning, match="plain PyTorch: gradients are wanted through int8 weights"):
+        api.ffn(**case).sum().backward()
+    found, x.grad = x.grad, None
+    reference.ffn(**case).sum().backward()
+    assert torch.equal(found, x.grad)
+
+
+def test_operators_refuse_what_python_would():
+    case = int8_case(4, 40, 172, 0.05, torch.bfloat16)
+    x, w_up, w_down, w_gate = (case[name] for name in ("x", "w_up", "w_down", "w_gate"))
+    nothing = (None, None, None)
+    with pytest.raises(RuntimeError, match=r"int8 weights with one float32 scale for each row.*look at w_up and s_up"):
+        torch.ops.hf_twell.infer(x, w_up, w_down, w_gate, *nothing)
+    with pytest.raises(RuntimeError, match="look at w_down and s_down"):
+        torch.ops.hf_twell.infer(x, w_up, w_down, w_gate, *nothing, case["s_up"], case["s_up"], case["s_gate"])
+    with pytest.raises(RuntimeError, match="look at w_up"):
+        torch.ops.hf_twell.ffn(x, w_up, w_down, w_gate, *nothing, *nothing, 0)

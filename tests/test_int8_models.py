@@ -1,0 +1,281 @@
+"""Models whose weights torchao holds in int8: kernels read them where they lie, all else is as torchao computes it."""
+
+import copy
+import json
+import subprocess
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, TorchAoConfig
+
+from hf_twell import L1Penalty, TwellLlamaForCausalLM, measure_sparsity, sparsify, unpatch
+from hf_twell.blocks.choice import takes_kernels
+from hf_twell.blocks.modeling import SparseFfn, sparse_ffns
+from hf_twell.blocks.operands import int8_values
+from hf_twell.ops import build, reference
+from tests.conftest import COMMAND, ids, tiny_llama
+from tests.ffn_cases import relative_rms
+from tests.test_company import refused
+
+quantization = pytest.importorskip("torchao.quantization")
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.skipif(not build.status("cpu", build=True).available, reason=build.status("cpu", build=True).reason),
+]
+CONFIG = quantization.Int8WeightOnlyConfig(set_inductor_config=False)
+OPTIONS = {"quantization_config": TorchAoConfig(CONFIG)}
+
+
+def few_active(model):
+    """The model with a constant in its hidden states, by which gates keep all but a few neurons off."""
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 2.0
+        for layer in model.model.layers:
+            for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                linear.weight *= 0.1
+                linear.weight[0] *= 1e-3
+            layer.mlp.gate_proj.weight[:, 0] = -0.6
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A sparse model in bfloat16, about 5 % of whose neurons are active."""
+    path = tmp_path_factory.mktemp("int8") / "sparse"
+    model = few_active(tiny_llama(hidden_size=64, intermediate_size=300))
+    sparsify(model.bfloat16()).save_pretrained(path)
+    return path
+
+
+def load(folder, cls=AutoModelForCausalLM, **options):
+    return cls.from_pretrained(folder, dtype="bfloat16", **OPTIONS | options).eval()
+
+
+def down_values(model):
+    return model.model.layers[0].mlp.down_proj.weight.qdata
+
+
+@torch.no_grad()
+def logits(model):
+    return model(input_ids=ids()).logits
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch):
+    """The blocks that took kernels with int8 weights, call by call."""
+    calls, forward = [], SparseFfn._fused_int8
+    monkeypatch.setattr(
+        SparseFfn, "_fused_int8", lambda self, *args: calls.append(self.twell.layer) or forward(self, *args)
+    )
+    return calls
+
+
+def assert_same_but_for_rounding(values, stock):
+    """bfloat16 through three layers: a few of its steps apart, and not all equal, as another way was taken."""
+    assert 0 < relative_rms(values, stock) < 3 * 2**-7
+
+
+def test_loaded_by_transformers_and_sparsified(folder, kernel_calls, caplog):
+    stock, model = load(folder), sparsify(load(folder))
+    before = [p.data_ptr() for layer in model.model.layers for p in (layer.mlp.gate_proj.weight.qdata,)]
+    weights = [int8_values(layer.mlp.up_proj.weight)[1].dtype for layer in model.model.layers]
+    assert weights == [torch.float32] * 3
+    assert_same_but_for_rounding(logits(model), logits(stock))
+    assert kernel_calls == [0, 1, 2]
+    assert not [record for record in caplog.records if record.name.startswith("hf_twell")]
+    assert [layer.mlp.gate_proj.weight.qdata.data_ptr() for layer in model.model.layers] == before
+    for ffn in sparse_ffns(model):  # nothing beside torchao's own tensors, and these by columns
+        held = ffn.down_proj.weight
+        assert held.qdata.stride() == (1, 64)
+        assert held.qdata.untyped_storage().nbytes() == held.qdata.numel()
+        assert takes_kernels(ffn, torch.ones(1, 64, dtype=torch.bfloat16))
+    assert torch.equal(logits(model), logits(model))
+
+
+def test_as_exact_as_torchao_itself(folder):
+    """Against fp64 arithmetic on the dequantized weights: at most twice the error of torchao's own linears."""
+    model = sparsify(load(folder))
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x[:, 0] = 6.0
+    for ffn in sparse_ffns(model):
+        weights = {}
+        for name in ("up", "down", "gate"):
+            weights[f"w_{name}"], weights[f"s_{name}"] = int8_values(getattr(ffn, f"{name}_proj").weight)
+        truth = reference.ffn(x.double(), **weights)
+        with torch.no_grad():
+            assert relative_rms(ffn(x), truth) <= 2 * relative_rms(ffn._through_submodules(x, None), truth)
+
+
+@pytest.mark.parametrize("cls", [AutoModelForCausalLM, TwellLlamaForCausalLM])
+def test_saved_and_loaded_again(folder, tmp_path, cls):
+    """Also from evaluation, when down_proj lies by columns; plain Transformers computes the same numbers densely."""
+    stock, model = load(folder), sparsify(load(folder, cls))
+    values = logits(model)
+    assert down_values(model).stride() == (1, 64)
+    model.save_pretrained(tmp_path / "int8")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "int8").eval()
+    assert torch.equal(logits(plain), logits(stock))
+    for again in (sparsify(plain), TwellLlamaForCausalLM.from_pretrained(tmp_path / "int8").eval()):
+        assert torch.equal(logits(again), values)
+    assert json.loads((tmp_path / "int8" / "config.json").read_text())["hidden_act"] == "relu"
+
+
+def test_copies_and_ways_back(folder):
+    stock, model = load(folder), sparsify(load(folder))
+    values = logits(model)
+    assert torch.equal(logits(copy.deepcopy(model)), values)
+    state = model.state_dict()
+    assert torch.equal(logits(model), values)  # somebody holds the memory now: it stays where it is
+    assert state["model.layers.0.mlp.down_proj.weight"].qdata.data_ptr() == down_values(model).data_ptr()
+    del state
+    model.train()
+    assert down_values(model).is_contiguous()
+    assert torch.equal(logits(model.eval()), values)
+    unpatch(model)
+    assert down_values(model).is_contiguous()
+    assert torch.equal(logits(model), logits(stock))
+
+
+def test_quantized_after_sparsify(folder, kernel_calls):
+    model = sparsify(AutoModelForCausalLM.from_pretrained(folder).eval())
+    logits(model)
+    quantization.quantize_(model.model, CONFIG)
+    assert torch.equal(logits(model), logits(sparsify(load(folder))))
+    assert kernel_calls == [0, 1, 2] * 2
+
+
+def test_gradients_go_through_the_submodules(folder, kernel_calls):
+    stock, model = load(folder), sparsify(load(folder))
+    batch = {"input_ids": ids(), "labels": ids()}
+    for each in (stock, model):
+        each(**batch).loss.backward()
+    assert kernel_calls == []
+    for name in ("model.embed_tokens.weight", "model.norm.weight"):
+        assert torch.equal(model.get_parameter(name).grad, stock.get_parameter(name).grad)
+    model.zero_grad()
+    for each in L1Penalty(model.train(), l1_weight=0.5).micro_batches([batch]):
+        model(**each).loss.backward()
+    assert kernel_calls == []
+    assert not torch.equal(model.model.norm.weight.grad, torch.zeros(64))
+    logits(model.eval())
+    assert kernel_calls == [0, 1, 2]
+
+
+def test_measured_as_any_other(folder):
+    measured = [measure_sparsity(sparsify(load(folder), backend=name), [ids()]) for name in ("auto", "reference")]
+    assert 0.01 < measured[0]["density"] < 0.1
+    assert abs(measured[0]["density"] - measured[1]["density"]) < 1e-3
+
+
+OTHERS = {
+    "groups": quantization.Int8WeightOnlyConfig(granularity=quantization.PerGroup(32), set_inductor_config=False),
+    "one scale": quantization.Int8WeightOnlyConfig(granularity=quantization.PerTensor(), set_inductor_config=False),
+    "int8 activations": quantization.Int8DynamicActivationInt8WeightConfig(set_inductor_config=False),
+    "float8": quantization.Float8WeightOnlyConfig(set_inductor_config=False),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_formats_go_through_the_submodules(folder, kernel_calls, kind, caplog):
+    options = {"quantization_config": TorchAoConfig(OTHERS[kind], modules_to_not_convert=["lm_head"])}
+    folder = folder if kind != "groups" else _padded(folder)
+    stock, model = load(folder, **options), sparsify(load(folder, **options))
+    assert torch.equal(logits(model), logits(stock))
+    assert kernel_calls == []
+    assert not takes_kernels(sparse_ffns(model)[0], torch.ones(1, 64, dtype=torch.bfloat16))
+    (record,) = [record for record in caplog.records if record.name == "hf_twell.convert.sparsify"]
+    assert "no kernel reads these quantized weights (" in record.getMessage()
+
+
+def _padded(folder):
+    """A model whose rows groups of 32 divide."""
+    path = folder.parent / "padded"
+    sparsify(few_active(tiny_llama(hidden_size=64, intermediate_size=320)).bfloat16()).save_pretrained(path)
+    return path
+
+
+def test_one_projection_left_out(folder, kernel_calls):
+    options = {"quantization_config": TorchAoConfig(CONFIG, modules_to_not_convert=["lm_head", ".*down_proj"])}
+    stock, model = load(folder, **options), sparsify(load(folder, **options))
+    assert torch.equal(logits(model), logits(stock))
+    assert kernel_calls == []
+
+
+def test_silu_in_int8_is_refused(tmp_path):
+    tiny_llama().save_pretrained(tmp_path)
+    refused(AutoModelForCausalLM.from_pretrained(tmp_path, **OPTIONS), "is quantized (torch.float32, Int8Tensor)")
+
+
+def test_hooks_on_projections_count(folder, kernel_calls):
+    model, seen = sparsify(load(folder)), []
+    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *args: seen.append(1))
+    logits(model)
+    assert seen == [1]
+    assert kernel_calls == [0, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["compiled first", "evaluated first"])
+def test_compiled_without_breaks(folder, order):
+    """Whatever order down_proj had when the graph was made, and has when it runs; with gradients, too."""
+    model, stock = sparsify(load(folder)), logits(load(folder))
+    compiled = torch.compile(model, fullgraph=True)
+    for first in (order == "compiled first", order != "compiled first"):
+        if first:
+            with torch.no_grad():
+                assert relative_rms(compiled(input_ids=ids()).logits, stock) < 3 * 2**-7
+            assert relative_rms(compiled(input_ids=ids()).logits.detach(), stock) < 3 * 2**-7
+        else:
+            logits(model)
+            assert down_values(model).stride() == (1, 64)
+    with torch.no_grad():
+        assert relative_rms(compiled(input_ids=ids()).logits, stock) < 3 * 2**-7
+
+
+@pytest.mark.slow
+def test_inductors_int8_matmul_wants_rows():
+    """What a block computes by its submodules in a compiled graph, after evaluation has given columns to down_proj."""
+    model = sparsify(few_active(tiny_llama(hidden_size=64, intermediate_size=320)).bfloat16()).eval()
+    quantization.quantize_(model, CONFIG)
+    block = model.model.layers[0].mlp
+    x = torch.randn(1, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x[:, 0] = 6.0
+    with torch.no_grad():
+        truth = block(x)
+    assert block.down_proj.weight.qdata.stride() == (1, 64)
+    by_submodules = torch.compile(lambda x: block._through_submodules(x, None), fullgraph=True)
+    with torch.inference_mode():
+        assert relative_rms(by_submodules(x), truth) < 2**-6
+
+
+def run(*arguments):
+    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True)
+
+
+def test_the_command(folder, tmp_path, kernel_calls):
+    done = run("quantize", folder, tmp_path / "int8", "--weights", "int8", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["blocks"] == 3
+    scales = 3 * (300 + 300 + 64) * 4
+    assert result["block_bytes"] == result["block_bytes_before"] / 2 + scales
+    model = sparsify(AutoModelForCausalLM.from_pretrained(tmp_path / "int8").eval())
+    assert type(model.model.layers[0].self_attn.q_proj.weight) is torch.nn.Parameter
+    logits(model)
+    assert kernel_calls == [0, 1, 2]
+
+
+@pytest.mark.slow
+def test_what_the_command_refuses(folder, tmp_path):
+    def refused(message, *arguments):
+        done = run("quantize", *arguments, "--weights", "int8")
+        assert done.returncode == 1
+        (line,) = [line for line in done.stderr.splitlines() if line.startswith("hf-twell: error: ")]
+        assert message in line
+
+    tiny_llama().save_pretrained(tmp_path / "silu")
+    refused("does not compute ReLU", tmp_path / "silu", tmp_path / "out")
+    sparsify(load(folder)).save_pretrained(tmp_path / "int8")
+    refused("is quantized already", tmp_path / "int8", tmp_path / "out")
+    refused("is the model itself", folder, folder, "--overwrite")
+    assert not (tmp_path / "out").exists()
