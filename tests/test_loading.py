@@ -154,7 +154,7 @@ def test_what_is_wrong_with_a_model_is_said_before_what_its_tokenizer_lacks(tmp_
     MixtralForCausalLM(MixtralConfig(**TINY, **sizes)).save_pretrained(tmp_path / "moe")
     (tmp_path / "text.txt").write_text("some words")
     (tmp_path / "recipe.yaml").write_text(
-        "model: moe\noutput_dir: out\ntrain: text.txt\nheldout: text.txt\ntraining: {use_cpu: true}\n"
+        "model: moe\noutput_dir: out\ntrain: text.txt\nheldout: text.txt\nl1_weight: 0\ntraining: {use_cpu: true}\n"
     )
     assert main(["train", str(tmp_path / "recipe.yaml")]) == 1
     assert "is a mixture of experts" in capsys.readouterr().err.splitlines()[-1]
