@@ -225,22 +225,24 @@ def test_sequences_as_long_as_the_model_reads():
 
 def test_paths_of_a_recipe_start_from_its_folder_and_changes_do_not(recipe, monkeypatch):
     (recipe.parent / "parent").mkdir()
-    recipe.write_text("model: some/name\noutput_dir: out\ntrain: heldout.txt\nheldout: [heldout.txt]\n")
+    recipe.write_text(
+        "model: some/name\noutput_dir: out\ntrain: heldout.txt\nheldout: [heldout.txt]\nl1_weight: 2e-4\n"
+    )
     monkeypatch.chdir(DEMO)
     text = str(recipe.parent / "heldout.txt")
     read = load_recipe(recipe, ["distill.logits=0.25"])
     assert (read.model, read.output_dir) == ("some/name", str(recipe.parent / "out"))
     assert (read.train, read.heldout) == ([text], [text])
     assert read.distill == {"logits": 0.25}
-    assert read.sparsity["l1_weight"] == 2e-4, "where neither a coefficient nor a density is given"
+    assert (read.sparsity["l1_weight"], read.sparsity["target_density"]) == (2e-4, None)
     args = training_arguments(read)
     assert (args.output_dir, args.report_to, args.logging_steps) == (read.output_dir, [], 10)
     read = load_recipe(recipe, ["training.max_steps=5", "training.max_steps=null", "training.num_train_epochs=2"])
     args = training_arguments(read)
     assert (args.max_steps, args.num_train_epochs) == (-1, 2), "null is as if it was not there"
     with recipe.open("a") as file:
-        file.write("distill: {parent: parent}\nl1_weight: 0\n")
-    read = load_recipe(recipe, ["model=./model", "train=text/heldout.txt", "distill.layers=1"])
+        file.write("distill: {parent: parent}\n")
+    read = load_recipe(recipe, ["model=./model", "train=text/heldout.txt", "distill.layers=1", "l1_weight=0"])
     assert (read.model, read.train) == ("./model", "text/heldout.txt")
     assert read.distill == {"parent": str(recipe.parent / "parent"), "layers": 1}
     assert read.sparsity["l1_weight"] == 0
