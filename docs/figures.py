@@ -47,7 +47,7 @@ def main(root: Path) -> list[Path]:
         report(rows_of(path), path.parent)
         drawn += [path.with_name("study.md"), path.with_name("study.png")]
         drawn += write_cards(rows_of(path), path.parent / "cards")
-    for path in sorted(root.glob("model_cards/**/pretrained.jsonl")):
+    for path in sorted((root / "model_cards").glob("**/pretrained.jsonl")):
         report_pretrained(rows_of(path), path.parent)
         drawn += [path.with_name("study.md"), path.with_name("study.png")]
     return drawn

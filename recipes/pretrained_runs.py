@@ -113,6 +113,8 @@ def train(run: dict, study: dict, model: str, output: Path, text: dict) -> dict:
     settings = recipe.training
     batch = settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"]
     facts = {
+        "sequence_length": recipe.sequence_length,
+        "settings": settings,
         "tokens_read": settings["max_steps"] * batch * recipe.sequence_length,
         "minutes": round((time.perf_counter() - started) / 60, 2),  # since the last start
         "resumed": resumed,

@@ -63,4 +63,4 @@ def _keep_rows(eval_dir: Path, folder: Path) -> None:
     for name in TASK_FILES.values():
         found = rows_file(eval_dir, name)
         if found is not None and rows_file(folder, name) is None:
-            shutil.copy(found, folder / found.name)
+            shutil.copyfile(found, folder / found.name)
