@@ -81,6 +81,7 @@ def draw(rows: list[dict], path: Path) -> None:
     """Excess and kept, in percent, against density; the control is a line in each panel."""
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     sparse = [row for row in rows if "start" in row and row.get("relu") is not False]
     names = list(dict.fromkeys(_label(row) for row in sparse))
@@ -101,6 +102,9 @@ def draw(rows: list[dict], path: Path) -> None:
                 axis.errorbar(*zip(*points, strict=True), markersize=5, linewidth=1, label=name, **styles[name])
         finish_density_axis(axis, "no row to compare with parent and control yet")
         axis.set(ylabel=words)
+        if axis.containers:
+            axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.xaxis.set_minor_formatter(NullFormatter())
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

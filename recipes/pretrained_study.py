@@ -1,7 +1,7 @@
 """What sparsity costs a really pretrained model: a parent, its dense control, and conversions that the control teaches.
 
     python recipes/pretrained_study.py recipes/pretrained_study.yaml --model MODEL --text DIR --eval DIR --output DIR
-    ... --smoke      # few steps on the demo's text, on a CPU, in a minute; any MODEL, --eval may be left out
+    ... --smoke      # few steps on the demo's text, on a CPU, in minutes; any MODEL, --eval may be left out
     ... --list       # which rows are there and which are missing
     ... --score      # trains nothing: adds the tasks that rows lack, of models that are still in the folder
 
