@@ -3,7 +3,7 @@
     python docs/figures.py [ROOT]
 
 `bench.jsonl` under kernels/ gives tables and a figure for each kind of bench beside it, `study.jsonl` the study's
-table, plot and model cards.
+table, plot and model cards, `pretrained.jsonl` table and plot of the pretrained parent's study.
 """
 
 import json
@@ -39,6 +39,7 @@ def main(root: Path) -> list[Path]:
             drawn.append(path.with_name(f"{name}.png"))
             plot(rows, drawn[-1])
     sys.path.insert(0, str(HERE / "recipes"))
+    from pretrained_report import report as report_pretrained
     from study_cards import write_cards
     from study_report import report
 
@@ -46,6 +47,9 @@ def main(root: Path) -> list[Path]:
         report(rows_of(path), path.parent)
         drawn += [path.with_name("study.md"), path.with_name("study.png")]
         drawn += write_cards(rows_of(path), path.parent / "cards")
+    for path in sorted((root / "model_cards").glob("**/pretrained.jsonl")):
+        report_pretrained(rows_of(path), path.parent)
+        drawn += [path.with_name("study.md"), path.with_name("study.png")]
     return drawn
 
 

@@ -109,9 +109,12 @@ def train_tokenizer(texts: list[str], vocab_size: int, context: int) -> PreTrain
 
 
 def pack(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> torch.Tensor:
-    """All documents as one stream of N token ids, each document between a start and an end token; (N,), int32."""
-    ids = [i for e in tokenizer.backend_tokenizer.encode_batch_fast(documents) for i in [*e.ids, EOS_ID]]
-    return torch.tensor(ids, dtype=torch.int32)
+    """All documents as one stream of N token ids, each as the tokenizer begins it and an end token; (N,), int32."""
+    parts = [torch.empty(0, dtype=torch.int32)]
+    for start in range(0, len(documents), 64):  # an encoding takes many times the room of its ids
+        encoded = tokenizer.backend_tokenizer.encode_batch_fast(documents[start : start + 64])
+        parts += [torch.tensor([*e.ids, tokenizer.eos_token_id], dtype=torch.int32) for e in encoded]
+    return torch.cat(parts)
 
 
 def token_loss(model: torch.nn.Module, window_BT: torch.Tensor, reduction: str = "mean") -> torch.Tensor:

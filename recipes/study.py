@@ -11,22 +11,19 @@ same command may be started several times at once, on one GPU or more: the proce
 run that nobody has begun.
 """
 
-import argparse
-import json
-import math
 import time
 from pathlib import Path
 
 import torch
 import yaml
-from pretrain import pack, read_documents, train_tokenizer
-from study_measure import measure
+from pretrain import pack, train_tokenizer
+from study_loop import list_runs, make_rows, merged, missing_runs, study_arguments
+from study_measure import measure, provenance
 from study_report import report
-from study_sharing import Turn, alone, next_turn, read_rows
+from study_sharing import alone, read_rows
+from study_text import cut, kept_in, split_documents, spread
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-import hf_twell
-from hf_twell.bench.environment import commit
 from hf_twell.blocks.architectures import find_ffns
 from hf_twell.recipe.finetune import finetune
 from hf_twell.recipe.packing import PackedText
@@ -62,30 +59,20 @@ def plan(study: dict) -> list[dict]:
 
 def prepare(study: dict, text: Path | None, output: Path) -> tuple[Path, PackedText, PackedText]:
     """The tokenizer, and the training and held-out sequences; kept in the output folder."""
-    with alone(output / "text.lock"):
-        return _prepare(study, text, output)
+    length = study["sequence_length"]
 
-
-def _prepare(study: dict, text: Path | None, output: Path) -> tuple[Path, PackedText, PackedText]:
-    length, kept = study["sequence_length"], output / "text.pt"
-    if not kept.is_file():
+    def make() -> dict:
         training, held = [], []
         for source in study["sources"]:
-            for i, document in enumerate(read_documents(text, source)):
-                (held if i % study["held_out_every"] == study["held_out_every"] - 1 else training).append(document)
+            read, unread = split_documents(text, source, study["held_out_every"])
+            training, held = training + read, held + unread
         tokenizer = train_tokenizer(training, study["vocab_size"], length)
         tokenizer.save_pretrained(output / "tokenizer")
-        cut = {}
-        for name, documents in (("train", training), ("heldout", held)):
-            stream = pack(tokenizer, documents).long()
-            cut[name] = stream[: len(stream) // length * length].view(-1, length)
-        # Spread over all held-out documents, which lie one after another.
-        every = max(1, len(cut["heldout"]) // study["heldout_sequences"])
-        cut["heldout"] = cut["heldout"][::every][: study["heldout_sequences"]].clone()
-        torch.save(cut, kept.with_suffix(".begun"))
-        kept.with_suffix(".begun").rename(kept)
-    cut = torch.load(kept)
-    return output / "tokenizer", PackedText.of(cut["train"]), PackedText.of(cut["heldout"])
+        sequences, heldout = (cut(pack(tokenizer, documents).long(), length) for documents in (training, held))
+        return {"train": sequences, "heldout": spread(heldout, study["heldout_sequences"])}
+
+    kept = kept_in(output, make)
+    return output / "tokenizer", PackedText.of(kept["train"]), PackedText.of(kept["heldout"])
 
 
 def start_of(run: dict, study: dict, output: Path, tokenizer: Path) -> str:
@@ -171,61 +158,38 @@ def run_one(run: dict, study: dict, output: Path, data: tuple, eval_dir: Path | 
         # Which parent: one trained again elsewhere differs, and has controls of its own.
         "parent_loss": parent and parent["loss"],
         "parameters": sum(p.numel() for p in model.parameters()),
-        "hardware": torch.cuda.get_device_name() if device == "cuda" else "CPU",
-        "versions": {"torch": torch.__version__, "hf_twell": hf_twell.__version__},
-        "commit": commit(),
+        **provenance(device),
     }
     return {**run, **figures, **facts, **about}
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", type=Path, help="a YAML file such as recipes/study.yaml")
-    parser.add_argument("--text", type=Path, help="folder with the text sources")
-    parser.add_argument("--eval", type=Path, help="folder with the tasks' rows; without it only losses are measured")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--only", nargs="+", default=[""], help="only runs whose id contains one of these")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run later than this")
-    parser.add_argument("--smoke", action="store_true", help="tiny models on the demo's text, on a CPU")
-    parser.add_argument("--list", action="store_true", help="say which rows are missing, and stop")
+    parser = study_arguments(__doc__)
     args = parser.parse_args(argv)
-    study, started = yaml.safe_load(args.study.read_text()), time.monotonic()
-    text = args.text
+    study, text, started = yaml.safe_load(args.study.read_text()), args.text, time.monotonic()
     if args.smoke:
-        study = _merged(study, study.pop("smoke"))
+        study = merged(study, study.pop("smoke"))
         text, study["sources"], study["held_out_every"] = Path(__file__).parent / "demo" / "text", ["heldout"], 10
     args.output.mkdir(parents=True, exist_ok=True)
     path = args.output / "study.jsonl"
     rows = read_rows(path)
-    missing = [run for run in plan(study) if run["id"] not in {row["id"] for row in rows}]
-    missing = [run for run in missing if any(part in run["id"] for part in args.only)]
+    missing = missing_runs(plan(study), rows, args.only)
     if args.list:
-        print("\n".join([f"done    {row['id']}" for row in rows] + [f"missing {run['id']}" for run in missing]))
+        list_runs(rows, missing)
         return rows
     if text is None and not (args.output / "text.pt").is_file():
         parser.error("--text is needed: the folder with " + ", ".join(study["sources"]))
     data = prepare(study, text, args.output)
-    turns = [Turn(run["id"], needs(run, study)) for run in missing]
-    while (taken := next_turn(turns, path, args.output / "turns")) is not None:
-        run = next(run for run in missing if run["id"] == taken.id)
-        with taken:
-            if time.monotonic() - started > 60 * args.minutes:
-                print(f"{args.minutes:g} minutes are over; the same command goes on with {run['id']}")
-                break
-            print(f"--- {run['id']}", flush=True)
-            row = run_one(run, study, args.output, data, args.eval)
-            with path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-        with alone(args.output / "report.lock"):
-            report(read_rows(path), args.output)
+    make_rows(
+        missing,
+        path,
+        needs=lambda run: needs(run, study),
+        make=lambda run: run_one(run, study, args.output, data, args.eval),
+        report=report,
+        minutes=args.minutes,
+        started=started,
+    )
     return read_rows(path)
-
-
-def _merged(study: dict, changes: dict) -> dict:
-    return {
-        key: _merged(value, changes[key]) if isinstance(value, dict) and key in changes else changes.get(key, value)
-        for key, value in {**changes, **study}.items()
-    }
 
 
 if __name__ == "__main__":

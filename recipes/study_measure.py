@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -9,12 +10,16 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import hf_twell
+from hf_twell.bench.environment import commit
 from hf_twell.evaluation.tasks import DATA_FILES
 from hf_twell.files.text import read_text
 from hf_twell.measure.inference import evaluation_mode
 from hf_twell.recipe.packing import PackedText
 
-TASKS = ("arc_easy", "hellaswag")
+TASKS = ("lambada", "arc_easy", "hellaswag")
+TASK_FILES = {task: next(iter(files.values())) for task, files in DATA_FILES.items()}
+TASK_FILES["lambada"] = "lambada_openai-test.jsonl"
+METRICS = {"arc_easy": "acc", "arc_challenge": "acc_norm", "hellaswag": "acc_norm"}  # of lm-eval
 TRAINING_TOKENS = 2**20  # as many as the paper's steps have, over which it says which neurons are dead
 
 
@@ -30,10 +35,10 @@ def sequence_losses(model, sequences: torch.Tensor, batch_size: int = 32) -> tor
     return torch.cat(losses)
 
 
-def lambada(model, tokenizer, folder: Path, limit: int, batch_size: int = 32) -> dict:
+def lambada(model, tokenizer, folder: Path, limit: int | None, batch_size: int = 32) -> dict:
     """Share of passages whose last word the model predicts greedily (lm-eval's lambada_openai), with standard error."""
-    name = "lambada_openai-test.jsonl"
-    text = read_text(folder / name if (folder / name).is_file() else folder / f"{name}.xz")
+    name = TASK_FILES["lambada"]
+    text = read_text(rows_file(folder, name) or folder / name)
     passages = []  # token ids, and those of the last word
     for line in text.splitlines()[:limit]:
         context, _, word = json.loads(line)["text"].rpartition(" ")
@@ -58,34 +63,56 @@ def measure(
 ) -> dict:
     """Everything that a row says of a model; with `training`, also its sparsity on a million tokens of that."""
     losses = sequence_losses(model, heldout.sequences)
-    sparsity = hf_twell.measure_sparsity(model, heldout.sequences.split(32))
     row = {
         "loss": losses.double().mean().item(),
-        "loss_stderr": losses.double().std().item() / math.sqrt(len(losses)),
+        "loss_stderr": standard_error(losses),
         "heldout_tokens": heldout.sequences.numel(),
-        "density": sparsity["density"],
-        "l0": sparsity["l0"],
-        "dead": sparsity["dead"],
-        "layers": _layers(sparsity),
+        **sparsity(model, heldout.sequences),
         "tasks": {},
     }
     if training is not None:
         sample = evenly(training.sequences, TRAINING_TOKENS)
-        sparsity = hf_twell.measure_sparsity(model, sample.split(32))
-        row["training_text"] = {"tokens": sample.numel(), "density": sparsity["density"], "layers": _layers(sparsity)}
+        found = sparsity(model, sample)
+        row["training_text"] = {"tokens": sample.numel(), "density": found["density"], "layers": found["layers"]}
     if eval_dir is not None:
-        row["tasks"]["lambada"] = lambada(model, tokenizer, eval_dir, limit)
-        found = [task for task in TASKS if _has_rows(eval_dir, task)]
-        if found:
-            scores = hf_twell.evaluate(model, tokenizer, found, data_dir=eval_dir, limit=limit, batch_size=64)["tasks"]
-            for task in found:
-                metric = scores[task]["metrics"]["acc_norm" if task == "hellaswag" else "acc"]
-                row["tasks"][task] = {
-                    "acc": metric["value"],
-                    "stderr": metric["stderr"],
-                    "rows": scores[task]["n_samples"],
-                }
+        row["tasks"] = task_scores(model, tokenizer, TASKS, eval_dir, limit)
     return row
+
+
+def standard_error(losses: torch.Tensor) -> float:
+    """Of their mean, over sequences."""
+    return losses.double().std().item() / math.sqrt(len(losses))
+
+
+def sparsity(model, sequences: torch.Tensor) -> dict:
+    """Density, L0 and dead neurons: means of the layers, and of each layer."""
+    found = hf_twell.measure_sparsity(model, sequences.split(32))
+    layers = [{key: layer[key] for key in ("l0", "density", "dead")} for layer in found["layers"]]
+    return {"density": found["density"], "l0": found["l0"], "dead": found["dead"], "layers": layers}
+
+
+def task_scores(model, tokenizer, tasks: Sequence[str], eval_dir: Path, limit: int | None) -> dict:
+    """Zero-shot accuracy with standard error in each task whose rows are there, on its first `limit` rows.
+
+    Whole words in LAMBADA; of the choices, the likeliest (for `METRICS` "acc_norm": by character) elsewhere.
+    """
+    scores = {"lambada": lambada(model, tokenizer, eval_dir, limit)} if "lambada" in tasks else {}
+    found = [task for task in tasks if task in METRICS and rows_file(eval_dir, TASK_FILES[task])]
+    if found:
+        measured = hf_twell.evaluate(model, tokenizer, found, data_dir=eval_dir, limit=limit, batch_size=64)["tasks"]
+        for task in found:
+            metric, rows = measured[task]["metrics"][METRICS[task]], measured[task]["n_samples"]
+            scores[task] = {"acc": metric["value"], "stderr": metric["stderr"], "rows": rows}
+    return scores
+
+
+def provenance(device: str) -> dict:
+    """On what, and with what, a row was made."""
+    return {
+        "hardware": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+        "versions": {"torch": torch.__version__, "hf_twell": hf_twell.__version__},
+        "commit": commit(),
+    }
 
 
 def evenly(sequences: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -94,10 +121,6 @@ def evenly(sequences: torch.Tensor, tokens: int) -> torch.Tensor:
     return sequences[torch.linspace(0, len(sequences) - 1, count).long()]
 
 
-def _layers(sparsity: dict) -> list[dict]:
-    return [{key: layer[key] for key in ("l0", "density", "dead")} for layer in sparsity["layers"]]
-
-
-def _has_rows(folder: Path, task: str) -> bool:
-    name = next(iter(DATA_FILES[task].values()))
-    return any((folder / file).is_file() for file in (name, f"{name}.xz"))
+def rows_file(folder: Path, name: str) -> Path | None:
+    """The file of that name in a folder, packed by xz or not; None where it is not there."""
+    return next((path for path in (folder / name, folder / f"{name}.xz") if path.is_file()), None)

@@ -75,7 +75,7 @@ def draw(rows: list[dict], path: Path) -> None:
 
     families = list(dict.fromkeys(row["family"] for row in rows))
     names = list(dict.fromkeys(row["name"] for row in rows if row.get("relu") is not False))
-    styles = {name: {"color": f"C{i % 10}", "marker": "os^Dv*PX<>"[i // 10 + i % 5]} for i, name in enumerate(names)}
+    styles = styles_of(names)
     figure, axes = plt.subplots(
         1, len(families), figsize=(6.5 * len(families), 4.6), squeeze=False, sharey=True, layout="constrained"
     )
@@ -90,16 +90,27 @@ def draw(rows: list[dict], path: Path) -> None:
             if points:
                 x, y, error = zip(*sorted(points), strict=True)
                 axis.errorbar(x, y, yerr=error, markersize=5, linewidth=1, label=name, **styles[name])
-        if axis.containers:
-            axis.set_xscale("log")
-            axis.xaxis.set_major_formatter("{x:g}")
-            axis.legend(fontsize=7, ncols=2)
-        else:
-            axis.text(0.5, 0.5, "no row with a dense control yet", ha="center", transform=axis.transAxes)
-        axis.set(xlabel="density on held-out text (%)", title=family)
+        finish_density_axis(axis, "no row with a dense control yet")
+        axis.set(title=family)
     axes[0][0].set_ylabel("held-out loss above the dense control's (%)")
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def styles_of(names: list[str]) -> dict[str, dict]:
+    """A colour and a marker for each line of a plot."""
+    return {name: {"color": f"C{i % 10}", "marker": "os^Dv*PX<>"[i // 10 + i % 5]} for i, name in enumerate(names)}
+
+
+def finish_density_axis(axis, without_rows: str) -> None:
+    """Densities in percent on a logarithmic axis and a legend, or words where no row was drawn."""
+    if axis.containers:
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.legend(fontsize=7, ncols=2)
+    else:
+        axis.text(0.5, 0.5, without_rows, ha="center", transform=axis.transAxes)
+    axis.set(xlabel="density on held-out text (%)")
 
 
 def report(rows: list[dict], folder: Path) -> None:

@@ -20,7 +20,7 @@ ONLY = ["qwen/dense/", "llama/swap/", "llama/logits + layers + L1/0.01", "llama/
 def script(monkeypatch):
     monkeypatch.syspath_prepend(str(RECIPES))  # as `python recipes/study.py` has it
     yield runpy.run_path(str(RECIPES / "study.py"))
-    for name in ("pretrain", "study_measure", "study_report", "study_sharing"):
+    for name in ("pretrain", "study_loop", "study_measure", "study_report", "study_sharing", "study_text"):
         sys.modules.pop(name, None)
 
 

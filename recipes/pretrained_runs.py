@@ -1,0 +1,146 @@
+"""The runs of pretrained_study.py: what is planned, the recipe of each, and its training."""
+
+import dataclasses
+import json
+import shutil
+import time
+from itertools import product
+from pathlib import Path
+
+import torch
+from study_text import spread
+
+from hf_twell.files.checkpoints import finished_checkpoints, last_checkpoint
+from hf_twell.recipe.checks import check_keys, check_recipe
+from hf_twell.recipe.finetune import finetune
+from hf_twell.recipe.packing import PackedText
+from hf_twell.recipe.schema import Recipe
+
+APART = ("id", "name", "start", "seed", "tokens", "tokens_per_step", "training")  # of a run, and not of its recipe
+MEASURED_SEQUENCES = 64  # of each held-out text, on which a training itself measures
+
+
+def plan(study: dict) -> list[dict]:
+    """Every run, each with a unique `id` (name/target/tokens/seed), in the order in which they run."""
+    runs = []
+    for entry in study["runs"]:
+        many = [_listed(entry.get(key)) for key in ("tokens", "target_density")]
+        for tokens, target, seed in product(*many, entry.get("seeds", [0])):
+            run = {key: value for key, value in entry.items() if key != "seeds"}
+            if "start" in entry:
+                run |= {"tokens": tokens, "seed": seed}
+            if target is not None:
+                run["target_density"] = target
+            millions = None if tokens is None else f"{tokens / 1e6:g}M"
+            shown = [None if target is None else f"{target:g}", millions, f"seed{seed}" if "start" in run else None]
+            runs.append({**run, "id": "/".join([run["name"], *filter(None, shown)])})
+    return runs
+
+
+def needs(run: dict, study: dict) -> str | None:
+    """The id of the run whose model this one begins with; None for the parent's.
+
+    Raises:
+        ValueError: no run has the name that `start` gives.
+    """
+    return None if run.get("start", "parent") == "parent" else _named(run["start"], study)["id"]
+
+
+def folder_of(run: dict, output: Path) -> Path:
+    """Where a run's checkpoints and final model lie."""
+    return output / "runs" / run["id"].replace(" ", "_").replace("/", "_")
+
+
+def recipe_of(run: dict, study: dict, model: str, output: Path) -> Recipe:
+    """What a run trains, but for its text.
+
+    Raises:
+        ValueError: keys that a recipe does not have, values that it cannot run, tokens that make no whole steps.
+    """
+    where = f"run {run['id']}"
+    settings = {**study["training"], **run.get("training", {}), "seed": run["seed"], "report_to": []}
+    step = run.get("tokens_per_step", study["tokens_per_step"])
+    batch = settings["per_device_train_batch_size"] * study["sequence_length"]
+    if step % batch or not isinstance(run["tokens"], int) or run["tokens"] < step:
+        raise ValueError(
+            f"{where} has tokens: {run['tokens']!r} and tokens_per_step: {step!r}; give tokens of one step at least, "
+            f"and a multiple of {batch} a step (per_device_train_batch_size x sequence_length)"
+        )
+    settings |= {"gradient_accumulation_steps": step // batch, "max_steps": run["tokens"] // step}
+    keys = {key: value for key, value in run.items() if key not in APART}
+    check_keys(keys, [field.name for field in dataclasses.fields(Recipe)], where)
+    if run.get("distill"):
+        keys["distill"] = {
+            **run["distill"],
+            "parent": _model(run["distill"].get("parent", "parent"), study, model, output),
+        }
+    recipe = Recipe(
+        model=_model(run["start"], study, model, output),
+        output_dir=str(folder_of(run, output)),
+        train=[],
+        heldout=[],
+        sequence_length=study["sequence_length"],
+        training=settings,
+        **keys,
+    )
+    check_recipe(recipe, where)
+    return recipe
+
+
+def train(run: dict, study: dict, model: str, output: Path, text: dict) -> dict:
+    """Train, or go on from the last checkpoint, or nothing where it is done; what the training itself tells."""
+    folder = folder_of(run, output)
+    done = folder / "trained.json"  # written last
+    if done.is_file():
+        return json.loads(done.read_text())
+    recipe = recipe_of(run, study, model, output)
+    needed = needs(run, study)
+    if needed is not None and not Path(recipe.model, "config.json").is_file():
+        raise FileNotFoundError(
+            f"{run['id']} begins with the model of {needed}, and {recipe.model} is not there; bring it, or take out "
+            "the row of that run and train it again"
+        )
+    resumed = last_checkpoint(recipe.output_dir) is not None
+    if resumed:  # with all steps done, it is made from the last checkpoint
+        shutil.rmtree(folder / "final", ignore_errors=True)
+    heldout = torch.cat([spread(sequences, MEASURED_SEQUENCES) for sequences in text["texts"].values()])
+    packed = {"train": PackedText.of(text["train"]), "heldout": PackedText.of(heldout)}
+    torch.compiler.reset()  # what earlier runs compiled would count towards the limit of compilations
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    result = finetune(recipe, resume=resumed, overwrite=not resumed, **packed)
+    settings = recipe.training
+    batch = settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"]
+    facts = {
+        "sequence_length": recipe.sequence_length,
+        "settings": settings,
+        "tokens_read": settings["max_steps"] * batch * recipe.sequence_length,
+        "minutes": round((time.perf_counter() - started) / 60, 2),  # since the last start
+        "resumed": resumed,
+        "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20) if torch.cuda.is_available() else None,
+        "loss_before": result["before"]["loss"],
+        "last_log": {key: value for key, value in result["logs"][-1].items() if "layer_" not in key},
+    }
+    done.write_text(json.dumps(facts))
+    for checkpoint in finished_checkpoints(recipe.output_dir):
+        shutil.rmtree(checkpoint)
+    return facts
+
+
+def _listed(value) -> list:
+    return value if isinstance(value, list) else [value]
+
+
+def _named(name: str, study: dict) -> dict:
+    run = next((run for run in plan(study) if run["name"] == name and "start" in run), None)
+    if run is None:
+        raise ValueError(
+            f"no run that trains has the name {name!r}, which another one begins with; write parent or one of `runs`"
+        )
+    return run
+
+
+def _model(start: str, study: dict, model: str, output: Path) -> str:
+    """The folder of a run's final model, or the parent."""
+    return model if start == "parent" else str(folder_of(_named(start, study), output) / "final")

@@ -1,0 +1,66 @@
+"""The text of pretrained_study.py, as the parent's tokens, and the tasks' rows; kept in the output folder."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from pretrain import pack
+from study_measure import TASK_FILES, rows_file
+from study_sharing import alone
+from study_text import cut, kept_in, split_documents, spread
+
+from hf_twell.files.text import read_text
+from hf_twell.models.loading import load_tokenizer
+
+ROWS_FOLDER = "eval"
+WIKITEXT = "wikitext2_raw_test_documents.jsonl"
+
+
+def prepare(study: dict, model: str, text: Path | None, eval_dir: Path | None, output: Path) -> dict:
+    """Training sequences ("train") and, by name, those of the held-out texts ("texts"); made once.
+
+    Held-out documents of each source and, where `eval_dir` is given, WikiText-2's test documents.
+
+    Shapes: (sequences, sequence_length) each, int64.
+    """
+    if eval_dir is not None:
+        with alone(output / "text.lock"):
+            _keep_rows(eval_dir, output / ROWS_FOLDER)
+
+    def make() -> dict:
+        tokenizer, length = load_tokenizer(model), study["sequence_length"]
+        training, texts = [], {}
+        for source in study["sources"]:
+            read, held = split_documents(text, source, study["held_out_every"])
+            training.append(pack(tokenizer, read))
+            texts[source] = pack(tokenizer, held)
+        if eval_dir is not None:
+            found = rows_file(eval_dir, WIKITEXT)
+            if found is None:
+                raise FileNotFoundError(f"{eval_dir} has no {WIKITEXT} (or .xz); --eval must hold WikiText-2's test")
+            lines = read_text(found).split("\n")
+            texts["wikitext"] = pack(tokenizer, [json.loads(line)["page"] for line in lines if line])
+        texts = {name: spread(cut(stream, length), study["heldout_sequences"]) for name, stream in texts.items()}
+        for name, sequences in texts.items():
+            if not len(sequences):
+                raise ValueError(f"{name} has not one held-out sequence of {length} tokens; lower held_out_every")
+        # In half the room, for carrying; no vocabulary of today has more words than 32 bits count.
+        dtype = torch.uint16 if len(tokenizer) <= 2**16 else torch.int32
+        return {
+            "train": cut(torch.cat(training), length).to(dtype),
+            "texts": {name: sequences.to(dtype) for name, sequences in texts.items()},
+        }
+
+    kept = kept_in(output, make)
+    texts = {name: sequences.long() for name, sequences in kept["texts"].items()}
+    return {"train": kept["train"].long(), "texts": texts}
+
+
+def _keep_rows(eval_dir: Path, folder: Path) -> None:
+    """Copy the tasks' files that are in `eval_dir` and not yet in `folder`."""
+    folder.mkdir(exist_ok=True)
+    for name in TASK_FILES.values():
+        found = rows_file(eval_dir, name)
+        if found is not None and rows_file(folder, name) is None:
+            shutil.copyfile(found, folder / found.name)

@@ -1,0 +1,271 @@
+"""The study of a pretrained parent at its smallest: rows, tasks, a report, and second starts that go on."""
+
+import json
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import needs_lm_eval, tiny_llama
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+YAML = RECIPES / "pretrained_study.yaml"
+TASKS = ("lambada", "arc_easy", "arc_challenge", "hellaswag")
+TEXT = "the cell is a small unit of life and light moves through water in every green leaf "
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """A script's names, by that of its file; as `python recipes/pretrained_study.py` has them."""
+    monkeypatch.syspath_prepend(str(RECIPES))
+    ours = [path.stem for path in RECIPES.glob("*.py")]
+    yield lambda name: runpy.run_path(str(RECIPES / f"{name}.py"))
+    for name in ours:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def parent(scripts, tmp_path) -> Path:
+    """A random Llama with 3 layers and a tokenizer of its own."""
+    tokenizer = scripts("pretrain")["train_tokenizer"]([(RECIPES / "demo/text/heldout.txt").read_text()], 400, 128)
+    tiny_llama(vocab_size=400, tie_word_embeddings=True).save_pretrained(tmp_path / "parent")
+    tokenizer.save_pretrained(tmp_path / "parent")
+    return tmp_path / "parent"
+
+
+@pytest.fixture
+def eval_dir(tmp_path) -> Path:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    question = {"choices": {"text": ["air", "a leaf", "water", "light"], "label": list("ABCD")}, "answerKey": "B"}
+    ending = {"activity_label": "Tea", "ctx_a": "A cup stands.", "ctx_b": "it", "endings": ["a", "b", "c", "d"]}
+    rows = {
+        "lambada_openai-test": {"text": "She saw the sea"},
+        "ARC-Easy-Test": {"id": "1", "question": "What is green?", **question},
+        "ARC-Challenge-Test": {"id": "2", "question": "What grows?", **question},
+        "hellaswag-validation": {"ind": 1, "split_type": "indomain", "source_id": "x", "label": "1", **ending},
+        "wikitext2_raw_test_documents": {"page": TEXT * 30},
+    }
+    for name, row in rows.items():
+        (folder / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 5)
+    return folder
+
+
+@pytest.fixture
+def arguments(parent, tmp_path) -> list[str]:
+    return [str(YAML), "--smoke", "--model", str(parent), "--output", str(tmp_path / "out")]
+
+
+def full_plan(scripts) -> tuple[dict, list[dict]]:
+    study = yaml.safe_load(YAML.read_text())
+    return study, scripts("pretrained_runs")["plan"](study)
+
+
+def test_what_is_planned(scripts, tmp_path):
+    """Control and conversions as recipes, each with a name of its own; whole steps, the curve last."""
+    study, runs = full_plan(scripts)
+    assert len({run["id"] for run in runs}) == len(runs) == 19
+    assert [run["id"] for run in runs[:5]] == [
+        "parent",
+        "dense/20M/seed0",
+        "natural/36M/seed0",
+        "count/0.2/36M/seed0",
+        "count/0.1/36M/seed0",
+    ]
+    assert runs[-1]["id"] == "count/0.02/400M/seed0"
+    functions = scripts("pretrained_runs")
+    recipes = {r["id"]: functions["recipe_of"](r, study, "parent.gguf", tmp_path) for r in runs if "start" in r}
+    control, count = recipes["dense/20M/seed0"], recipes["count/0.02/36M/seed0"]
+    assert (control.model, control.relu, control.distill) == ("parent.gguf", False, None)
+    assert control.training["max_steps"] == 20_000_000 // 65_536
+    assert control.training["gradient_accumulation_steps"] == 4
+    assert count.model == count.distill["parent"] == str(tmp_path / "runs" / "dense_20M_seed0" / "final")
+    assert (count.term, count.layer_shares, count.distill["logits"]) == ("count", "free", 1.0)
+    assert count.training["max_steps"] == 36_000_000 // 16_384
+    assert count.training["gradient_accumulation_steps"] == 1
+    assert (recipes["natural/36M/seed0"].l1_weight, recipes["natural/36M/seed0"].target_density) == (0.0, None)
+    earlier = recipes["earlier method/0.1/56M/seed0"]
+    assert (earlier.model, earlier.distill, earlier.term) == ("parent.gguf", None, "l1")
+    assert {functions["needs"](run, study) for run in runs} == {None, "dense/20M/seed0"}
+
+
+def test_what_cannot_be_run_is_said(scripts, tmp_path):
+    study, runs = full_plan(scripts)
+    recipe_of, count = scripts("pretrained_runs")["recipe_of"], runs[3]
+    for change, message in (
+        ({"target_densty": 0.1}, "unknown key 'target_densty'; did you mean 'target_density'"),
+        ({"term": "l0"}, "choose one of 'l1', 'count'"),
+        ({"tokens_per_step": 20_000}, "a multiple of 16384 a step"),
+        ({"tokens": 1000}, "give tokens of one step at least"),
+        ({"start": "dens"}, "no run that trains has the name 'dens'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            recipe_of({**count, **change}, study, "parent.gguf", tmp_path)
+
+
+def test_what_is_needed_is_asked_for(scripts, tmp_path, capsys):
+    main = scripts("pretrained_study")["main"]
+    output = ["--output", str(tmp_path)]
+    main([str(YAML), *output, "--list"])
+    assert len(capsys.readouterr().out.splitlines()) == 19
+    for given, wanted in (([], "--model is needed"), (["--model", "m"], "--text is needed")):
+        with pytest.raises(SystemExit):
+            main([str(YAML), *output, *given])
+        assert wanted in capsys.readouterr().err
+
+
+def row(name: str, losses: tuple, accuracy: float | None = None, **more) -> dict:
+    """A row by hand; the four tasks have one accuracy."""
+    tasks = {} if accuracy is None else {task: {"acc": accuracy, "stderr": 0.01, "rows": 9} for task in TASKS}
+    start = {} if name == "parent" else {"start": "dense", "seed": 0}
+    density = more.get("density", 1.0)
+    measured = {"density": density, "layers": [{"density": density / 2}, {"density": density * 1.5}]}
+    losses = dict(zip(("a", "b"), losses, strict=True))
+    return {"id": name, "name": name, **start, "losses": losses, "tasks": tasks, "tokens_read": 5, "minutes": 1} | (
+        measured | more
+    )
+
+
+def test_excess_and_kept(scripts, tmp_path):
+    report = scripts("pretrained_report")
+    parent, control = row("parent", (2.0, 4.0), 0.4), row("dense", (3.0, 3.0), 0.4375, relu=False)
+    count = row("count", (2.2, 3.6), 0.3125, density=0.1, target_density=0.1)
+    unscored = row("natural", (2.1, 3.0), density=0.4)
+    rows = [parent, control, count, unscored]
+    excess, kept = ([report[key](each, rows) for each in rows] for key in ("excess", "kept"))
+    assert excess == pytest.approx([(0 + 1 / 3) / 2, (0.5 + 0) / 2, (0.1 + 0.2) / 2, (0.05 + 0) / 2])
+    assert kept[:3] == pytest.approx([(0.4 - 0.1875) / 0.25, 1.0, 0.5])
+    assert kept[3] is None
+    few = json.loads(json.dumps(count))
+    few["tasks"]["hellaswag"]["rows"] = 5
+    assert report["kept"](few, rows) is None, "on other rows than the control"
+    assert report["excess"](count, [count, parent]) is report["kept"](count, [count, parent]) is None
+
+    report["report"](rows, tmp_path)
+    table = (tmp_path / "study.md").read_text().splitlines()
+    assert len(table) == 2 + len(rows)
+    assert "| +15.00 % |" in table[4]
+    assert "| 50.0 % |" in table[4]
+    assert "5.00 % to 15.00 %" in table[4]
+    with_points = (tmp_path / "study.png").stat().st_size
+    report["report"]([parent], tmp_path)
+    assert 5000 < (tmp_path / "study.png").stat().st_size != with_points
+
+
+def test_figures_are_drawn_from_rows(scripts, tmp_path, monkeypatch):
+    """`make figures` draws what lies in model_cards/ too."""
+    monkeypatch.syspath_prepend(str(RECIPES.parent / "docs"))
+    folder = tmp_path / "model_cards" / "smollm2"
+    folder.mkdir(parents=True)
+    (folder / "pretrained.jsonl").write_text(json.dumps(row("parent", (2.0, 4.0), 0.4)) + "\n")
+    drawn = runpy.run_path(str(RECIPES.parent / "docs" / "figures.py"))["main"](tmp_path)
+    assert drawn == [folder / "study.md", folder / "study.png"]
+    assert all(path.is_file() for path in drawn)
+
+
+@pytest.mark.slow
+@needs_lm_eval
+def test_it_runs_skips_what_is_done_and_draws(scripts, arguments, eval_dir, tmp_path, capsys):
+    main, output = scripts("pretrained_study")["main"], tmp_path / "out"
+    rows = main([*arguments, "--eval", str(eval_dir)])
+    assert [row["id"] for row in rows] == [
+        "parent",
+        "dense/0.001024M/seed0",
+        "natural/0.000512M/seed0",
+        "count/0.1/0.000512M/seed0",
+        "count/0.1/0.001024M/seed0",
+        "earlier method/0.1/0.000512M/seed0",
+    ]
+    parent, dense, natural, count, _, earlier = rows
+    assert min(parent["density"], dense["density"]) > 0.98, "SiLU of random weights is seldom exactly 0"
+    assert 0.3 < natural["density"] < 0.7
+    assert [row["tokens_read"] for row in rows] == [0, 1024, 1536, 1536, 2048, 512]
+    assert count["loss_before"] > 0
+    assert {"twell/kl", "twell/density"} <= count["last_log"].keys()
+    assert "twell/kl" not in earlier["last_log"]
+    for row in rows:
+        assert row["losses"].keys() == row["heldout_tokens"].keys() == {"heldout", "wikitext"}
+        assert all(3 < loss < 20 for loss in row["losses"].values())
+        assert {task: score["rows"] for task, score in row["tasks"].items()} == dict.fromkeys(TASKS, 4)
+        assert row["unscored"] == []
+        assert len(row["layers"]) == 3
+        assert row["hardware"] == "CPU"
+    assert count["settings"]["max_steps"] == count["last_log"]["step"] == 4
+    assert not list(output.glob("runs/*/checkpoint-*"))
+    assert [json.loads(line) for line in (output / "pretrained.jsonl").read_text().splitlines()] == rows
+    assert len((output / "study.md").read_text().splitlines()) == 2 + len(rows)
+    assert (output / "study.png").stat().st_size > 5000
+    capsys.readouterr()
+    assert main(arguments) == rows
+    assert "---" not in capsys.readouterr().out, "nothing is trained again"
+    main([*arguments, "--list"])
+    assert capsys.readouterr().out.count("done ") == len(rows)
+
+
+@pytest.mark.slow
+@needs_lm_eval
+def test_tasks_are_scored_later(scripts, arguments, eval_dir, tmp_path, monkeypatch, capsys):
+    """On a machine without lm-eval LAMBADA alone; the folder has all that another machine needs."""
+    main, arguments = scripts("pretrained_study")["main"], [*arguments, "--only", "parent", "dense"]
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "lm_eval", None)
+        rows = main([*arguments, "--eval", str(eval_dir)])
+        assert [row["unscored"] for row in rows] == [list(TASKS[1:])] * 2
+        with pytest.raises(SystemExit):
+            main([*arguments, "--score"])
+        assert "--score needs lm-eval" in capsys.readouterr().err
+    shutil.rmtree(eval_dir)
+    (tmp_path / "out").rename(tmp_path / "carried")
+    arguments[arguments.index("--output") + 1] = str(tmp_path / "carried")
+    scored = main([*arguments, "--score"])
+    for before, after in zip(rows, scored, strict=True):
+        assert {task: score["rows"] for task, score in after["tasks"].items()} == dict.fromkeys(TASKS, 4)
+        assert after["unscored"] == []
+        assert after["scored_later"]["hardware"] == "CPU"
+        assert {key: after[key] for key in before.keys() - {"tasks", "unscored"}} == {
+            key: before[key] for key in before.keys() - {"tasks", "unscored"}
+        }
+    assert main(arguments) == scored
+    shutil.rmtree(tmp_path / "carried" / "runs")
+    (tmp_path / "carried" / "pretrained.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row["unscored"] for row in main([*arguments, "--score"])] == [[], list(TASKS[1:])]
+    assert "dense/0.001024M/seed0: its model is no longer in" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_one_that_fails_leaves_the_others(scripts, arguments, tmp_path, capsys):
+    """Without --eval: losses on the sources alone; a run that fails is named, those without it go on."""
+    study = yaml.safe_load(YAML.read_text())
+    study["smoke"]["runs"][1]["training"]["learning_rate"] = 1e30
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
+    main = scripts("pretrained_study")["main"]
+    with pytest.raises(SystemExit, match=r"dense/0\.001024M/seed0; the same command tries again"):
+        main([str(tmp_path / "study.yaml"), *arguments[1:]])
+    rows = [json.loads(line) for line in (tmp_path / "out" / "pretrained.jsonl").read_text().splitlines()]
+    assert [row["name"] for row in rows] == ["parent", "earlier method"]
+    assert rows[0]["unscored"] == list(TASKS)
+    assert rows[0]["losses"].keys() == {"heldout"}
+    assert "training diverged" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_from_its_checkpoint(scripts, arguments, tmp_path):
+    study = yaml.safe_load(YAML.read_text())
+    study["smoke"]["runs"][1]["tokens"] = 256 * 100
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
+    arguments = [str(tmp_path / "study.yaml"), *arguments[1:], "--only", "dense"]
+    process = subprocess.Popen([sys.executable, str(RECIPES / "pretrained_study.py"), *arguments])
+    checkpoints = tmp_path / "out" / "runs"
+    while process.poll() is None and not list(checkpoints.glob("*/checkpoint-*/twell_state.json")):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    (row,) = scripts("pretrained_study")["main"](arguments)
+    assert row["resumed"]
+    assert row["last_log"]["step"] == 100
