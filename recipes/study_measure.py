@@ -13,7 +13,7 @@ import hf_twell
 from hf_twell.bench.environment import commit
 from hf_twell.evaluation.tasks import DATA_FILES
 from hf_twell.files.text import read_text
-from hf_twell.measure.inference import evaluation_mode
+from hf_twell.models.modes import evaluation_mode
 from hf_twell.recipe.packing import PackedText
 
 TASKS = ("lambada", "arc_easy", "hellaswag")

@@ -23,7 +23,9 @@ from hf_twell.recipe.checks import training_keys
 from hf_twell.recipe.estimate import count_checkpoints, count_steps, estimate_time
 from hf_twell.recipe.packing import PackedText
 from hf_twell.recipe.schema import load_recipe
+from hf_twell.train.parent_loss import parent_loss
 from tests.conftest import COMMAND, tiny_llama
+from tests.rounding import rounding
 
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "recipes" / "demo"
@@ -76,7 +78,7 @@ def test_a_resumed_run_does_not_measure_its_start_again(recipe, capsys, monkeypa
     shutil.rmtree(out / "checkpoint-4")
     shutil.rmtree(out / "final")
     with monkeypatch.context() as patch:
-        patch.setattr(measured, "_activations", None)
+        patch.setattr(measured, "with_activations", None)
         resumed, told = train(recipe, capsys, "--resume")
     assert told.count("measuring held-out loss:   0%") == 1, "that of the end"
     assert [resumed[key] for key in ("dense", "before", "after")] == [
@@ -258,6 +260,39 @@ def test_a_model_that_is_being_lost_is_told_once(tmp_path, caplog):
     assert "layer_shares='free' or a higher target_density" in line
     (line,) = lines_with(caplog, "few for target_density=0.3")
     assert "this run reads 65,536 tokens" in line
+
+
+def test_a_trainer_knows_the_loss_of_the_parent_that_was_converted(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("hf_twell.train.logs.LOST", 0.5)
+    models = [tiny_llama(max_position_embeddings=256, num_hidden_layers=1, hidden_act=act) for act in ("silu", "relu")]
+    trainer = run_of(tmp_path / "told", rows=64, target_density=0.3)  # each step reads all of them
+    ids = torch.stack([row["input_ids"] for row in trainer.train_dataset])
+    with torch.no_grad():
+        loss, of_relu = (model(input_ids=ids, labels=ids).loss.item() for model in models)
+    assert abs(of_relu - loss) > 1e-3
+    trainer.train()
+    assert trainer.model.training
+    (line,) = lines_with(caplog, "is being lost")
+    assert f"where the dense parent has {loss:.2f}" in line
+    callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, hf_twell.SparsityCallback))
+    assert abs(callback.parent_loss - loss) <= rounding(64 * 255, loss)
+
+    other = run_of(tmp_path / "given", rows=64, target_density=0.3, parent_loss=loss)
+    other.train()
+    pairs = zip(trainer.model.parameters(), other.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs), "to know it changes nothing"
+
+
+def test_a_model_that_came_with_relu_has_no_parent_to_know(tmp_path):
+    hf_twell.sparsify(tiny_llama()).save_pretrained(tmp_path)
+    trainer = Trainer(
+        hf_twell.sparsify(AutoModelForCausalLM.from_pretrained(tmp_path)),
+        TrainingArguments(str(tmp_path / "out"), report_to=[], use_cpu=True),
+    )
+    ids = torch.randint(3, 90, (2, 8))
+    assert parent_loss(trainer, [{"input_ids": ids, "labels": ids}]) is None
+    trainer.model = hf_twell.sparsify(tiny_llama())
+    assert parent_loss(trainer, [{"input_ids": ids}]) is None, "no labels, no loss"
 
 
 def test_dead_neurons_are_told(tmp_path, caplog):

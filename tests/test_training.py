@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_twell import L1Penalty, SparsityCallback, sparsify, unpatch
 from hf_twell.blocks.batches import token_weight
 from hf_twell.blocks.modeling import L1Inputs
-from hf_twell.measure.inference import evaluation_mode
+from hf_twell.models.modes import evaluation_mode
 from hf_twell.ops import reference
 from tests import one_step
 from tests.conftest import tiny_llama

@@ -153,6 +153,7 @@ def _use_relu(site: FfnSite) -> None:
     if isinstance(old, nn.Module):
         # Hooks that a user registered on the activation go on, and their handles still remove them.
         relu.__dict__.update({key: value for key, value in vars(old).items() if "hook" in key})
+        relu.replaces = (old,)  # for the parent's loss; in a tuple, as it is no submodule
     setattr(site.module, site.form.activation, relu)
 
 

@@ -13,10 +13,11 @@ import torch
 
 from hf_twell.evaluation.tasks import DATA_FILES, DEFAULT_TASKS, load_tasks, quiet_logs
 from hf_twell.files.text import read_documents
-from hf_twell.measure.inference import check_ids, describe, evaluation_mode
+from hf_twell.measure.inference import check_ids, describe
 from hf_twell.measure.perplexity import text_loss
 from hf_twell.models.adapters import load_with_adapter
 from hf_twell.models.loading import load_model, load_tokenizer
+from hf_twell.models.modes import evaluation_mode
 
 
 @contextlib.contextmanager

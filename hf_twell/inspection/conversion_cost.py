@@ -12,9 +12,10 @@ from tqdm.auto import tqdm
 from hf_twell.blocks.architectures import find_ffns
 from hf_twell.convert.convertible import check_convertible
 from hf_twell.inspection.passages import batches, windows
-from hf_twell.measure.inference import check_ids, evaluation_mode, input_device, model_context
+from hf_twell.measure.inference import check_ids, input_device, model_context
 from hf_twell.measure.negative_gates import column_norms
 from hf_twell.measure.perplexity import token_log_likelihoods
+from hf_twell.models.modes import evaluation_mode
 
 DENSITIES = (0.50, 0.30, 0.20, 0.10, 0.05, 0.02)
 MAX_TOKENS = 4096

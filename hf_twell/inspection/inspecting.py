@@ -12,8 +12,9 @@ from tqdm.auto import tqdm
 from hf_twell.blocks.architectures import activation_keys, find_ffns
 from hf_twell.inspection.passages import batches, windows
 from hf_twell.inspection.places import Tables
-from hf_twell.measure.inference import check_ids, describe, evaluation_mode, input_device, model_context
+from hf_twell.measure.inference import check_ids, describe, input_device, model_context
 from hf_twell.measure.sparsity import ModelActivity, watching
+from hf_twell.models.modes import evaluation_mode
 
 FORMAT_VERSION = 1
 DENSE = 0.9  # from this density on, L0 says nothing: SiLU is zero almost nowhere

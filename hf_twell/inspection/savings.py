@@ -10,7 +10,7 @@ from hf_twell.bench.block import bench_ffn
 from hf_twell.bench.environment import DTYPES, environment
 from hf_twell.blocks.architectures import activation_keys, find_ffns
 from hf_twell.convert.sparsify import chosen_layers, sparsify, unpatch
-from hf_twell.measure.inference import evaluation_mode
+from hf_twell.models.modes import evaluation_mode
 from hf_twell.ops import api, build, policy
 
 IF_DENSITIES = (0.10, 0.05, 0.02, 0.01, 0.005)

@@ -1,8 +1,5 @@
 """A model that is run and not trained: its mode, its device, its context, the tokens it knows, its name in results."""
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 import transformers
 
@@ -12,20 +9,6 @@ from hf_twell.blocks.modeling import sparse_ffns
 
 # Logits take batch x context x vocabulary values, so the whole context of a long-context model would not fit.
 MAX_DEFAULT_CONTEXT = 2048
-
-
-@contextlib.contextmanager
-def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards each module has the training flag that it had."""
-    flags = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(flags[0][1])  # for those that do something then
-        for module, training in flags:
-            module.training = training
 
 
 def input_device(model: torch.nn.Module) -> torch.device:

@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from hf_twell.measure.inference import check_ids, evaluation_mode, input_device, model_context
+from hf_twell.measure.inference import check_ids, input_device, model_context
+from hf_twell.models.modes import evaluation_mode
 
 # A module for `evaluate.load`.
 METRIC_PATH = str(Path(__file__).parents[1] / "metrics" / "token_perplexity.py")

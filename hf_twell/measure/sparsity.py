@@ -13,8 +13,9 @@ from hf_twell.blocks.batches import batch_size_tokens, check_one_stream, token_w
 from hf_twell.blocks.modeling import check_whole
 from hf_twell.convert.entry import record_density
 from hf_twell.measure.activity import LayerActivity
-from hf_twell.measure.inference import evaluation_mode, input_device
+from hf_twell.measure.inference import input_device
 from hf_twell.measure.negative_gates import NegativeGates
+from hf_twell.models.modes import evaluation_mode
 
 CPU_TOKENS = 2048  # of h, counted at a time
 

@@ -1,7 +1,5 @@
 """What a run measures on held-out text: its dense parent, the model that it begins with, and the result."""
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -10,10 +8,11 @@ from tqdm.auto import tqdm
 
 from hf_twell.blocks.architectures import FfnSite, find_ffns
 from hf_twell.files.checkpoints import read_state
-from hf_twell.measure.inference import evaluation_mode
 from hf_twell.measure.sparsity import measure_sparsity
+from hf_twell.models.modes import evaluation_mode
 from hf_twell.recipe.chat import IGNORED
 from hf_twell.recipe.packing import PackedText
+from hf_twell.train.parent_loss import with_activations
 
 
 def measure(trainer, heldout: PackedText) -> dict:
@@ -41,7 +40,7 @@ def measure_start(trainer, heldout: PackedText, parent: list, text: dict, checkp
         return saved
     dense = None
     if any(activation is not site.activation for site, activation in parent):
-        with _activations(parent):
+        with with_activations(parent):
             dense = {"loss": _loss(trainer, heldout, "measuring the dense parent's loss")}
     return {"text": text, "dense": dense, "before": measure(trainer, heldout)}
 
@@ -56,19 +55,6 @@ def names_of(source: list | dict | str) -> list[str]:
     if isinstance(source, dict):
         return [source["hub"]]
     return [Path(name).name for name in ([source] if isinstance(source, str) else source)]
-
-
-@contextlib.contextmanager
-def _activations(chosen: list[tuple[FfnSite, nn.Module]]) -> Iterator[None]:
-    """A block that has another activation than ReLU computes through its submodules, like the dense one it was."""
-    present = [(site, site.activation) for site, _ in chosen]
-    try:
-        for site, activation in chosen:
-            setattr(site.module, site.form.activation, activation)
-        yield
-    finally:
-        for site, activation in present:
-            setattr(site.module, site.form.activation, activation)
 
 
 def _loss(trainer, heldout: PackedText, description: str) -> float:

@@ -20,6 +20,7 @@ from hf_twell.train.logs import (
     warn_of_loss,
     warn_of_miss,
 )
+from hf_twell.train.parent_loss import parent_loss
 from hf_twell.train.penalty import L1Penalty
 from hf_twell.train.resuming import CompleteCheckpoints, unwrap, wrap
 from hf_twell.train.revival import Revival, check_optimizer
@@ -66,8 +67,8 @@ class SparsityCallback(TrainerCallback):
             first 80 % of the run.
         blend: the model's `Blend`: its activation becomes ReLU over `blend_steps`, and then the L1 term begins.
         distillation: a `Distillation` from the dense parent.
-        parent_loss: of the dense parent on such text, in nats per token; from a quarter of the run on, one warning says
-            where the loss is far above it. (Another tells of many dead neurons, or of a run too short for its target.)
+        parent_loss: the dense parent's on such text (default: of the first step, if the model was converted now).
+            Warnings tell where the loss stays far above it, many neurons die, or a run is short for its target.
         log_layers: log the per-layer figures too.
 
     Raises:
@@ -108,20 +109,18 @@ class SparsityCallback(TrainerCallback):
         )
         if revive_after is not None and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
             raise ValueError("revive_after: under FSDP or DeepSpeed the rows' optimizer state is sharded; leave it out")
-        self.trainer = trainer
+        self.trainer, self._begun = trainer, 0  # the step at which the run began
         self.penalty = L1Penalty(trainer.model, 0.0 if l1_weight is None else l1_weight, term=term)
         self.l1_weight = l1_weight
         self.target_density, self.term = target_density, term
         self.warmup_steps, self.warmup = warmup_steps, warmup
         self.layer_shares = layer_shares
         self.l1_bounds = list(l1_bounds) if isinstance(l1_bounds, tuple) else l1_bounds  # as a checkpoint gives them
-        self.revive_after = revive_after
-        self.blend, self.blend_steps = blend, blend_steps
+        self.revive_after, self.blend, self.blend_steps = revive_after, blend, blend_steps
         self.distillation = distillation
         if distillation is not None and trainer.args.torch_compile:
             distillation.compile(backend=trainer.args.torch_compile_backend)
-        self.parent_loss = parent_loss
-        self.log_layers = log_layers
+        self.parent_loss, self.log_layers = parent_loss, log_layers
         self.controller: DensityController | None = None  # made when a run begins, whose steps it needs
         self.revival = None
         self._revived = 0.0  # share of neurons, in the last step
@@ -129,7 +128,6 @@ class SparsityCallback(TrainerCallback):
             sigma = getattr(trainer.model.config.get_text_config(), "initializer_range", 0.02)
             self.revival = Revival(self.penalty.ffns, revive_after, sigma=sigma, seed=trainer.args.seed)
         self._told: set = set()
-        self._begun = 0  # step
         wrap(trainer, self, ("get_batch_samples", "training_step", "log"))
         self.checkpoints = CompleteCheckpoints(trainer, self.schedule())
         self._card = None
@@ -249,6 +247,8 @@ class SparsityCallback(TrainerCallback):
         batches, num_items_in_batch = get_batch_samples(*args, **kwargs)
         if batches:
             check_batches(self.trainer, batches)
+            if self.parent_loss is None and self.l1_weight != 0 and not self.trainer.state.global_step:
+                self.parent_loss = parent_loss(self.trainer, batches)
             if self.target_density is None:
                 self.penalty.l1_weight = self.weight_at(self.trainer.state.global_step)
             self.penalty.begin_step(batches, scaler=self.trainer.accelerator.scaler)
