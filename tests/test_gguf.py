@@ -185,6 +185,8 @@ def test_train_from_a_recipe_beside_the_file(model, tokenizer, text, tmp_path):
         "train": str(text),
         "heldout": str(text),
         "sequence_length": 32,
+        "target_density": 0.3,
+        "term": "count",
         "training": {"max_steps": 2, "per_device_train_batch_size": 2, "use_cpu": True},
     }
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))

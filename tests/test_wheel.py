@@ -116,7 +116,7 @@ def test_train_runs_from_it(installed, tmp_path):
     (tmp_path / "text.txt").write_text(text)
     (tmp_path / "recipe.yaml").write_text(
         f"model: {DEMO / 'model'}\noutput_dir: out\ntrain: text.txt\nheldout: text.txt\nsequence_length: 32\n"
-        "training: {max_steps: 1, per_device_train_batch_size: 2, use_cpu: true, save_strategy: 'no'}\n"
+        "l1_weight: 0\ntraining: {max_steps: 1, per_device_train_batch_size: 2, use_cpu: true, save_strategy: 'no'}\n"
     )
     done = run(installed, "train", "recipe.yaml", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
