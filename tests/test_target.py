@@ -394,3 +394,25 @@ def test_a_count_goes_with_a_target_alone(tmp_path):
         make_trainer(tmp_path, l1_weight=0.1, term="count")
     with pytest.raises(ValueError, match="term='l0'; choose one of 'l1', 'count'"):
         make_trainer(tmp_path, target_density=0.1, term="l0")
+
+
+@pytest.mark.slow
+def test_the_count_term_is_the_same_compiled_and_checkpointed():
+    def step(prepare) -> tuple[list[torch.Tensor], dict]:
+        model = sparsify(tiny_llama()).train()
+        penalty, run = L1Penalty(model, 0.5, term="count"), prepare(model)
+        words = torch.arange(3, 43).view(2, 20)
+        for batch in penalty.micro_batches([{"input_ids": words, "labels": words}]):
+            run(**batch).loss.backward()
+        return [parameter.grad for parameter in model.parameters()], penalty.report()
+
+    def checkpointed(model):
+        model.gradient_checkpointing_enable()
+        return model
+
+    (eager, counted), *others = (step(prepare) for prepare in (lambda model: model, torch.compile, checkpointed))
+    for gradients, report in others:
+        assert report["l0"] == counted["l0"]
+        for mine, theirs in zip(eager, gradients, strict=True):
+            # Sums over 40 tokens and, through two blocks, over at most 96 neurons or channels each time.
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=rounding(40 + 4 * 96, mine.abs().max().item()))
