@@ -414,5 +414,5 @@ def test_the_count_term_is_the_same_compiled_and_checkpointed():
     for gradients, report in others:
         assert report["l0"] == counted["l0"]
         for mine, theirs in zip(eager, gradients, strict=True):
-            # Sums over 40 tokens and, through two blocks, over at most 96 neurons or channels each time.
+            # Sums over 40 tokens, and over at most 96 neurons or words in each of the products on the way.
             torch.testing.assert_close(mine, theirs, rtol=0, atol=rounding(40 + 4 * 96, mine.abs().max().item()))
