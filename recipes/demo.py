@@ -14,6 +14,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from hf_twell.cli.output import quiet_others
+
+quiet_others()  # before the imports that would warn
+
 import matplotlib
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, logging

@@ -2,11 +2,11 @@
 
 import argparse
 import importlib
-import logging
 import os
 import sys
 
 import hf_twell
+from hf_twell.cli.output import quiet_others
 
 COMMANDS = {
     "sparsify": "convert a pretrained model to ReLU feed-forward blocks and save it",
@@ -44,13 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         args.changes += rest
     elif rest:
         args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    # DeepSpeed and torchao, where they are installed, warn each command on a CPU, which asks nothing of them.
-    for name, words in (
-        ("DeepSpeed", "Setting accelerator to"),
-        ("torchao", "Failed to load"),
-        ("torch.utils._pytree", "Enum subclass"),
-    ):
-        logging.getLogger(name).addFilter(lambda record, words=words: words not in record.getMessage())
+    quiet_others()
     try:
         _check_one_process(args.command)
         code = args.run(args)

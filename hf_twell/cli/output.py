@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -71,3 +72,13 @@ def sparsity_table(sparsity: dict) -> str:
     ]
     rows.append(["mean", "", sparsity["l0"], percent(sparsity["density"]), percent(sparsity["dead"])])
     return text_table(["feed-forward block", "neurons", "active per token (L0)", "density", "dead"], rows)
+
+
+def quiet_others() -> None:
+    """Leave out what DeepSpeed and torchao, where they are installed, tell every program, which asks nothing of them."""
+    for name, words in (
+        ("DeepSpeed", "Setting accelerator to"),
+        ("torchao", "Failed to load"),
+        ("torch.utils._pytree", "Enum subclass"),
+    ):
+        logging.getLogger(name).addFilter(lambda record, words=words: words not in record.getMessage())
