@@ -75,7 +75,7 @@ def sparsity_table(sparsity: dict) -> str:
 
 
 def quiet_others() -> None:
-    """Leave out what DeepSpeed and torchao, where they are installed, tell every program, which asks nothing of them."""
+    """Leave out what DeepSpeed and torchao, where installed, warn every program of, which asks nothing of them."""
     for name, words in (
         ("DeepSpeed", "Setting accelerator to"),
         ("torchao", "Failed to load"),
