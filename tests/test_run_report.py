@@ -281,6 +281,8 @@ def test_a_trainer_knows_the_loss_of_the_parent_that_was_converted(tmp_path, cap
     other.train()
     pairs = zip(trainer.model.parameters(), other.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs), "to know it changes nothing"
+    batch = {"input_ids": ids, "labels": ids}
+    assert parent_loss(trainer, [batch]) is None, "these weights are no dense parent's any more"
 
 
 def test_a_model_that_came_with_relu_has_no_parent_to_know(tmp_path):

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
 from torch import nn
 from transformers import Trainer
 
@@ -24,17 +23,21 @@ def with_activations(chosen: Sequence[tuple[FfnSite, nn.Module]]) -> Iterator[No
             setattr(site.module, site.form.activation, activation)
 
 
-@torch.no_grad()
 def parent_loss(trainer: Trainer, batches: Sequence[Mapping]) -> float | None:
     """Mean loss of the micro-batches by the weights that a training begins with and its parent's activations.
 
-    Nats per token. None where that is not to be had: the model came with ReLU, is sharded or was compiled in place, or
-    its batches have no labels.
+    Nats per token. None where that is not to be had: the model came with ReLU or was trained since, is sharded or was
+    compiled in place, or its batches have no labels.
     """
     model = trainer.model
-    sites = [(site, getattr(site.activation, "replaces", ())) for site in find_ffns(model)]
-    dense = [(site, replaced[0]) for site, replaced in sites if replaced]
-    if not dense or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or model._compiled_call_impl is not None:
+    sites = find_ffns(model)
+    dense = [(site, *getattr(site.activation, "replaces", ())) for site in sites]
+    if (
+        any(len(pair) == 1 for pair in dense)
+        or trainer.is_fsdp_enabled
+        or trainer.is_deepspeed_enabled
+        or model._compiled_call_impl is not None
+    ):
         return None
     losses = []
     with with_activations(dense), evaluation_mode(model), trainer.compute_loss_context_manager():

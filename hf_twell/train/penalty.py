@@ -102,6 +102,8 @@ class L1Penalty:
             )
         _unwatch(self._model)
         record_density(self._config, None)  # what was measured is not true of what the step makes
+        for ffn in self.ffns:
+            vars(getattr(ffn, ffn.twell.form.activation)).pop("replaces", None)  # nor is it a dense parent's any more
         self.end_step()
         device = self.device
         tokens, sizes = torch.zeros((), device=device), []

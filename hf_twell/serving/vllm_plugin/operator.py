@@ -5,6 +5,7 @@ captured, or in each call.
 """
 
 import torch
+from torch import library
 
 from hf_twell.ops import api, policy
 
@@ -27,7 +28,7 @@ def _ffn_fake(x, gate_up, down, density):
     return x.new_empty(x.shape)
 
 
-# Not torch.library.custom_op: its calls take longer, and a small block on a CPU feels it.
-torch.library.define("hf_twell_vllm::ffn", "(Tensor x, Tensor gate_up, Tensor down, float density) -> Tensor")
-torch.library.impl("hf_twell_vllm::ffn", "CompositeExplicitAutograd", _ffn)
-torch.library.register_fake("hf_twell_vllm::ffn", _ffn_fake)
+# Not library.custom_op: its calls take longer, and a small block on a CPU feels it.
+library.define("hf_twell_vllm::ffn", "(Tensor x, Tensor gate_up, Tensor down, float density) -> Tensor")
+library.impl("hf_twell_vllm::ffn", "CompositeExplicitAutograd", _ffn)
+library.register_fake("hf_twell_vllm::ffn", _ffn_fake)
