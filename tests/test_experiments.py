@@ -98,9 +98,10 @@ def test_head_loss_has_the_gradients_of_the_whole(lab):
 @pytest.mark.slow
 def test_every_kind_of_job_leaves_a_finite_row(lab, context):
     run(lab, context, "sample8", tokens=128, batch=4)
-    trials = {preset: {} for preset in lab("jobs").PRESETS if preset != "sample8"}
+    run(lab, context, "free", tokens=128, batch=4, sample_length=16)
+    trials = {preset: {} for preset in lab("jobs").PRESETS if preset not in ("sample8", "free")}
     trials["local"] = {"local_tokens": 512}
-    trials["parent"] = trials["on0"] = {"tokens": 0}
+    trials["parent"] = trials["on0"] = trials["soup"] = {"tokens": 0}
     trials["on64"] = trials["on128"] = {"always_on": {"neurons": 4}}
     for preset, settings in trials.items():
         row = run(lab, context, preset, **settings)
@@ -109,7 +110,7 @@ def test_every_kind_of_job_leaves_a_finite_row(lab, context):
         assert row["tokens"] == settings.get("tokens", 1024) + 512 * (preset == "local")
         assert all(math.isfinite(point["loss"]) for point in row["curve"])
     rows = lab("lab").read_rows(context.folder)
-    assert len(rows) == len(trials) + 1
+    assert len(rows) == len(trials) + 2
     assert "excess" in lab("lab").describe(rows[-1], rows)
 
 

@@ -14,6 +14,7 @@ import traceback
 from pathlib import Path
 
 import numpy as np
+from batches import sources
 from jobs import find_job
 from prepare import WINDOW
 from scoring import TASKS, TEXTS, excess_and_kept
@@ -55,8 +56,8 @@ def load_context(folder: Path):
 def is_ready(job: dict, folder: Path) -> bool:
     """Whether the jobs that this one builds on have left their files."""
     models = [job.get(key) for key in ("start_from", "teacher")]
-    texts = [(job.get("self_text") or {}).get("from")]
-    files = [f"{name}.pt" for name in models if name] + [f"{name}.npy" for name in texts if name]
+    texts = sources(job["self_text"]) if job.get("self_text") else []
+    files = [f"{name}.pt" for name in models if name] + [f"{name}.npy" for name in texts]
     return all((folder / file).exists() for file in files)
 
 

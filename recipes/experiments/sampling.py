@@ -1,4 +1,4 @@
-"""The parent's own text: many sequences at once with a static cache of keys and values, temperature 1."""
+"""A model's own text: many sequences at once with a static cache of keys and values, temperature 1."""
 
 import torch
 import torch.nn.functional as F

@@ -16,10 +16,13 @@ from sampling import sample
 from scoring import score
 from sparsity import Controller, first_coefficient, layer_shares
 
+SEPARATOR = 0  # SmolLM2's <|endoftext|>, between the documents it was pretrained on
+
 # Every setting of a job, with its default; jobs.py says what is tried.
 DEFAULTS = {
     "name": None,
-    "kind": "train",  # or "sample": `tokens` of the model's own text, `batch` windows at a time
+    # or "sample": `tokens` of the model's own text, `batch` sequences at a time; or "average": of a job and the parent
+    "kind": "train",
     "start_from": None,  # another job's name; None: the parent
     "teacher": None,  # another job's name; None: the parent
     "activation": "relu",  # or "silu"
@@ -30,7 +33,7 @@ DEFAULTS = {
     "batch": 65_536,
     "micro_batch": 32,  # windows
     "skip": 0,  # training windows passed over at the start
-    "self_text": None,  # {"from": a "sample" job, "ratio": share of the windows}
+    "self_text": None,  # {"from": a "sample" job or several, "ratio": share of the windows}
     "local_tokens": 0,  # a first phase: each feed-forward block alone on the teacher's inputs
     "local_lr": 1e-3,
     "lr": 5e-4,  # or {"ffn": ..., "attention": ..., "rest": ...}
@@ -50,7 +53,9 @@ DEFAULTS = {
     "temperature": 0.1,
     "per_layer": None,
     "controller": {},
-    "prefix": 8,
+    "prefix": 8,  # tokens of a training window that a sample begins with; 0: the document separator alone
+    "sample_length": 1024,  # tokens of a sample; several make a window
+    "share": 0.5,  # of the parent, in an "average"
     "seed": 0,
     "compile": True,
     "graph": True,  # on a GPU, a step's forward and backward are one CUDA graph: small batches wait for no launches
@@ -252,11 +257,11 @@ def run_job(job: dict, context: Context, report) -> dict:
     """A row: the job, tokens read, seconds, scores and curve; weights or samples are left in the folder."""
     began = time.time()
     if job.get("kind") == "sample":
-        return {
-            "job": job,
-            "sampled": write_samples({**DEFAULTS, **job}, context, report),
-            "seconds": time.time() - began,
-        }
+        sampled = write_samples({**DEFAULTS, **job}, context, report)
+        return {"job": job, "sampled": sampled, "seconds": time.time() - began}
+    if job.get("kind") == "average":
+        scores = write_average({**DEFAULTS, **job}, context)
+        return {"job": job, "tokens": 0, **scores, "seconds": round(time.time() - began, 1), "curve": []}
     run = Run(job, context, report)
     settings = run.settings
     run.train("local", settings["local_tokens"], settings["local_lr"])
@@ -272,24 +277,45 @@ def run_job(job: dict, context: Context, report) -> dict:
     if run.filled:
         row["filled"] = [round(share, 3) for share in run.filled]
     if settings["save"]:
-        state = {name: tensor.bfloat16() for name, tensor in run.student.state_dict().items()}
-        kept = {"activation": settings["activation"], "always_on": run.student.layers[0].mlp.always_on}
-        path = context.folder / f"{settings['name']}.part"
-        torch.save({"state": state, **kept}, path)
-        path.rename(path.with_suffix(".pt"))  # whole at once: another worker may wait for it
+        save(run.student, settings, context)
     return {**row, "seconds": round(time.time() - began, 1), "curve": copy.copy(run.curve)}
 
 
 def write_samples(settings: dict, context: Context, report) -> int:
-    model, length = context.load(settings["start_from"]), context.windows.shape[1]
+    model, window, length = context.load(settings["start_from"]), context.windows.shape[1], settings["sample_length"]
     torch.manual_seed(settings["seed"])
-    batch, parts = settings["batch"], []
-    while sum(len(part) for part in parts) * length < settings["tokens"]:
-        rows = torch.randint(len(context.windows), (batch,), device=context.device)
-        begins = torch.randint(length - settings["prefix"], (batch, 1), device=context.device)
-        columns = begins + torch.arange(settings["prefix"], device=context.device)
-        prefixes = context.windows[rows[:, None], columns].long()
-        parts.append(sample(model, prefixes, length).cpu().numpy().astype(np.uint16))
-        report(f"{settings['name']} sample {sum(len(part) for part in parts) * length} tokens")
-    np.save(context.folder / f"{settings['name']}.npy", np.concatenate(parts))
+    parts = []
+    while sum(part.size for part in parts) < settings["tokens"]:
+        prefixes = draw_prefixes(settings, context)
+        parts.append(sample(model, prefixes, length).cpu().numpy().astype(np.uint16).reshape(-1, window))
+        report(f"{settings['name']} sample {sum(part.size for part in parts)} tokens")
+    np.save(context.folder / f"{settings['name']}.part.npy", np.concatenate(parts))
+    (context.folder / f"{settings['name']}.part.npy").rename(context.folder / f"{settings['name']}.npy")
     return sum(part.size for part in parts)
+
+
+def draw_prefixes(settings: dict, context: Context) -> torch.Tensor:
+    """[batch, n]: what samples begin with."""
+    batch, count = settings["batch"], settings["prefix"]
+    if not count:
+        return torch.full((batch, 1), SEPARATOR, device=context.device)
+    rows = torch.randint(len(context.windows), (batch,), device=context.device)
+    begins = torch.randint(context.windows.shape[1] - count, (batch, 1), device=context.device)
+    return context.windows[rows[:, None], begins + torch.arange(count, device=context.device)].long()
+
+
+def write_average(settings: dict, context: Context) -> dict:
+    """The mean of another job's weights and the parent's, with the parent's activation; returns its scores."""
+    model, parent = context.load(settings["start_from"]), context.load(None)
+    for found, other in zip(model.parameters(), parent.parameters(), strict=True):
+        found.data.lerp_(other.data, settings["share"])
+    save(model, settings, context)
+    return score(model, context.evaluation)
+
+
+def save(model: Llama, settings: dict, context: Context) -> None:
+    state = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+    kept = {"activation": settings["activation"], "always_on": model.layers[0].mlp.always_on}
+    path = context.folder / f"{settings['name']}.part"
+    torch.save({"state": state, **kept}, path)
+    path.rename(path.with_suffix(".pt"))  # whole at once: another worker may wait for it
