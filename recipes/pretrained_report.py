@@ -83,7 +83,7 @@ def draw(rows: list[dict], path: Path) -> None:
     import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    sparse = [row for row in rows if "start" in row and row.get("relu") is not False]
+    sparse = [row for row in rows if "start" in row and "average" not in row and row.get("relu") is not False]
     names = list(dict.fromkeys(_label(row) for row in sparse))
     styles = styles_of(names)
     figure, axes = plt.subplots(1, 2, figsize=(13, 4.6), layout="constrained")

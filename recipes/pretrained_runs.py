@@ -8,15 +8,19 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from average import average
+from pretrained_text import with_own_text
 from study_text import spread
 
 from hf_twell.files.checkpoints import finished_checkpoints, last_checkpoint
+from hf_twell.files.folders import save_model
 from hf_twell.recipe.checks import check_keys, check_recipe
 from hf_twell.recipe.finetune import finetune
 from hf_twell.recipe.packing import PackedText
 from hf_twell.recipe.schema import Recipe
 
-APART = ("id", "name", "start", "seed", "tokens", "tokens_per_step", "training")  # of a run, and not of its recipe
+# Of a run, and not of its recipe.
+APART = ("id", "name", "start", "average", "own_text", "seed", "tokens", "tokens_per_step", "training")
 MEASURED_SEQUENCES = 64  # of each held-out text, on which a training itself measures
 
 
@@ -27,14 +31,19 @@ def plan(study: dict) -> list[dict]:
         many = [_listed(entry.get(key)) for key in ("tokens", "target_density")]
         for tokens, target, seed in product(*many, entry.get("seeds", [0])):
             run = {key: value for key, value in entry.items() if key != "seeds"}
-            if "start" in entry:
+            if is_trained(entry):
                 run |= {"tokens": tokens, "seed": seed}
             if target is not None:
                 run["target_density"] = target
             millions = None if tokens is None else f"{tokens / 1e6:g}M"
-            shown = [None if target is None else f"{target:g}", millions, f"seed{seed}" if "start" in run else None]
+            shown = [None if target is None else f"{target:g}", millions, f"seed{seed}" if is_trained(run) else None]
             runs.append({**run, "id": "/".join([run["name"], *filter(None, shown)])})
     return runs
+
+
+def is_trained(run: dict) -> bool:
+    """Neither only scored, nor the mean of two models."""
+    return "start" in run and "average" not in run
 
 
 def needs(run: dict, study: dict) -> str | None:
@@ -93,16 +102,20 @@ def train(run: dict, study: dict, model: str, output: Path, text: dict) -> dict:
     done = folder / "trained.json"  # written last
     if done.is_file():
         return json.loads(done.read_text())
-    recipe = recipe_of(run, study, model, output)
-    needed = needs(run, study)
-    if needed is not None and not Path(recipe.model, "config.json").is_file():
+    needed, begin = needs(run, study), _model(run["start"], study, model, output)
+    if needed is not None and not Path(begin, "config.json").is_file():
         raise FileNotFoundError(
-            f"{run['id']} begins with the model of {needed}, and {recipe.model} is not there; bring it, or take out "
+            f"{run['id']} begins with the model of {needed}, and {begin} is not there; bring it, or take out "
             "the row of that run and train it again"
         )
+    if "average" in run:
+        return _average(begin, model, run["average"], folder)
+    recipe = recipe_of(run, study, model, output)
     resumed = last_checkpoint(recipe.output_dir) is not None
     if resumed:  # with all steps done, it is made from the last checkpoint
         shutil.rmtree(folder / "final", ignore_errors=True)
+    if run.get("own_text"):
+        text = {**text, "train": with_own_text(text["train"], study, model, output)}
     heldout = torch.cat([spread(sequences, MEASURED_SEQUENCES) for sequences in text["texts"].values()])
     packed = {"train": PackedText.of(text["train"]), "heldout": PackedText.of(heldout)}
     torch.compiler.reset()  # what earlier runs compiled would count towards the limit of compilations
@@ -120,11 +133,22 @@ def train(run: dict, study: dict, model: str, output: Path, text: dict) -> dict:
         "resumed": resumed,
         "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20) if torch.cuda.is_available() else None,
         "loss_before": result["before"]["loss"],
-        "last_log": {key: value for key, value in result["logs"][-1].items() if "layer_" not in key},
+        "last_log": {key: value for row in result["logs"][-1:] for key, value in row.items() if "layer_" not in key},
     }
     done.write_text(json.dumps(facts))
     for checkpoint in finished_checkpoints(recipe.output_dir):
         shutil.rmtree(checkpoint)
+    return facts
+
+
+def _average(begin: str, model: str, share: float, folder: Path) -> dict:
+    """The mean of a run's model and the parent, whose share is given, as the final model; what `train` returns."""
+    started = time.perf_counter()
+    folder.mkdir(parents=True, exist_ok=True)
+    mean, tokenizer = average(begin, model, share)
+    save_model(mean, folder / "final", tokenizer, overwrite=True)
+    facts = {"tokens_read": 0, "minutes": round((time.perf_counter() - started) / 60, 2)}
+    (folder / "trained.json").write_text(json.dumps(facts))
     return facts
 
 
@@ -136,7 +160,7 @@ def _named(name: str, study: dict) -> dict:
     run = next((run for run in plan(study) if run["name"] == name and "start" in run), None)
     if run is None:
         raise ValueError(
-            f"no run that trains has the name {name!r}, which another one begins with; write parent or one of `runs`"
+            f"no run with a model has the name {name!r}, which another one begins with; write parent or one of `runs`"
         )
     return run
 

@@ -10,8 +10,9 @@ MODEL is a folder, a Hub name or a GGUF file. Each run appends one row to `pretr
 goes on from its last checkpoint, so the same command goes on where it was stopped. The same command may be started
 several times at once: the processes share the folder, and each takes a run that nobody has begun.
 
-Tokenized text and the tasks' rows are kept in the output folder: that folder, carried to another machine, needs neither
---text nor --eval there. Without lm-eval, LAMBADA is the only task that is scored; a row's `unscored` names the others.
+Tokenized text, the parent's own text and the tasks' rows are kept in the output folder: that folder, carried to another
+machine, needs neither --text nor --eval there. Without lm-eval, LAMBADA is the only task that is scored; a row's
+`unscored` names the others.
 """
 
 import importlib.util
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch
 import yaml
 from pretrained_report import TASKS, report
-from pretrained_runs import folder_of, needs, plan, recipe_of, train
+from pretrained_runs import folder_of, is_trained, needs, plan, recipe_of, train
 from pretrained_text import ROWS_FOLDER, prepare
 from study_loop import list_runs, make_rows, merged, missing_runs, study_arguments
 from study_measure import (
@@ -134,7 +135,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         )
     if args.score and not importlib.util.find_spec("lm_eval"):
         parser.error("--score needs lm-eval: pip install 'hf_twell[eval]'")
-    for run in (run for run in runs if "start" in run):
+    for run in (run for run in runs if is_trained(run)):
         recipe_of(run, study, args.model, output)  # what is wrong in the YAML is said before hours of work
     text = prepare(study, args.model, text, args.eval, output)
     if args.score:

@@ -11,7 +11,8 @@ from study_sharing import alone
 from study_text import cut, kept_in, split_documents, spread
 
 from hf_twell.files.text import read_text
-from hf_twell.models.loading import load_tokenizer
+from hf_twell.models.loading import load_model, load_tokenizer
+from hf_twell.recipe.own_text import sample_text
 
 ROWS_FOLDER = "eval"
 WIKITEXT = "wikitext2_raw_test_documents.jsonl"
@@ -55,6 +56,37 @@ def prepare(study: dict, model: str, text: Path | None, eval_dir: Path | None, o
     kept = kept_in(output, make)
     texts = {name: sequences.long() for name, sequences in kept["texts"].items()}
     return {"train": kept["train"].long(), "texts": texts}
+
+
+def with_own_text(train: torch.Tensor, study: dict, model: str, output: Path) -> torch.Tensor:
+    """`train` and the parent's own text, which is repeated until it is `share` of all sequences.
+
+    The text is sampled by the first process that needs it, and kept in the output folder.
+
+    Shapes: `train` and what is returned (sequences, sequence_length).
+    """
+    settings = dict(study["own_text"])
+    share = settings.pop("share")
+    file, kept = output / "own.jsonl", output / "own.pt"
+    with alone(output / "own.lock"):
+        if not kept.is_file():
+            on_cuda = torch.cuda.is_available() and not study["training"].get("use_cpu")
+            device, dtype = ("cuda", "bfloat16") if on_cuda else ("cpu", "float32")
+            parent, tokenizer = load_model(model, dtype=dtype, device=device)
+            print(f"{model} writes text of its own: {sample_text(parent, tokenizer, file, **settings)}", flush=True)
+            del parent
+            if on_cuda:
+                torch.cuda.empty_cache()  # other processes share the device
+            documents = [json.loads(line)["text"] for line in file.read_text().splitlines()]
+            _save(cut(pack(tokenizer, documents), train.shape[1]), kept)
+    own = torch.load(kept).long()
+    count = round(len(train) * share / (1 - share))
+    return torch.cat([train, own.repeat(-(-count // len(own)), 1)[:count]])
+
+
+def _save(sequences: torch.Tensor, kept: Path) -> None:
+    torch.save(sequences, kept.with_suffix(".begun"))
+    kept.with_suffix(".begun").rename(kept)
 
 
 def _keep_rows(eval_dir: Path, folder: Path) -> None:

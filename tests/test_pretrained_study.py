@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
+from hf_twell.models.loading import load_model
 from tests.conftest import needs_lm_eval, tiny_llama
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -70,29 +72,30 @@ def full_plan(scripts) -> tuple[dict, list[dict]]:
 def test_what_is_planned(scripts, tmp_path):
     """Control and conversions as recipes, each with a name of its own; whole steps, the curve last."""
     study, runs = full_plan(scripts)
-    assert len({run["id"] for run in runs}) == len(runs) == 19
+    assert len({run["id"] for run in runs}) == len(runs) == 21
     assert [run["id"] for run in runs[:5]] == [
         "parent",
         "dense/20M/seed0",
-        "natural/36M/seed0",
-        "count/0.2/36M/seed0",
-        "count/0.1/36M/seed0",
+        "averaged",
+        "count/0.335/60M/seed0",
+        "count/0.2/60M/seed0",
     ]
     assert runs[-1]["id"] == "count/0.02/400M/seed0"
     functions = scripts("pretrained_runs")
-    recipes = {r["id"]: functions["recipe_of"](r, study, "parent.gguf", tmp_path) for r in runs if "start" in r}
-    control, count = recipes["dense/20M/seed0"], recipes["count/0.02/36M/seed0"]
+    trained = [run for run in runs if functions["is_trained"](run)]
+    recipes = {run["id"]: functions["recipe_of"](run, study, "parent.gguf", tmp_path) for run in trained}
+    assert len(recipes) == 19
+    control, count = recipes["dense/20M/seed0"], recipes["count/0.02/60M/seed0"]
     assert (control.model, control.relu, control.distill) == ("parent.gguf", False, None)
     assert control.training["max_steps"] == 20_000_000 // 65_536
     assert control.training["gradient_accumulation_steps"] == 4
-    assert count.model == count.distill["parent"] == str(tmp_path / "runs" / "dense_20M_seed0" / "final")
+    assert count.model == count.distill["parent"] == str(tmp_path / "runs" / "averaged" / "final")
     assert (count.term, count.layer_shares, count.distill["logits"]) == ("count", "free", 1.0)
-    assert count.training["max_steps"] == 36_000_000 // 16_384
+    assert count.training["max_steps"] == 60_000_000 // 16_384
     assert count.training["gradient_accumulation_steps"] == 1
-    assert (recipes["natural/36M/seed0"].l1_weight, recipes["natural/36M/seed0"].target_density) == (0.0, None)
-    earlier = recipes["earlier method/0.1/56M/seed0"]
+    earlier = recipes["earlier method/0.1/80M/seed0"]
     assert (earlier.model, earlier.distill, earlier.term) == ("parent.gguf", None, "l1")
-    assert {functions["needs"](run, study) for run in runs} == {None, "dense/20M/seed0"}
+    assert {functions["needs"](run, study) for run in runs} == {None, "dense/20M/seed0", "averaged"}
 
 
 def test_what_cannot_be_run_is_said(scripts, tmp_path):
@@ -103,7 +106,7 @@ def test_what_cannot_be_run_is_said(scripts, tmp_path):
         ({"term": "l0"}, "choose one of 'l1', 'count'"),
         ({"tokens_per_step": 20_000}, "a multiple of 16384 a step"),
         ({"tokens": 1000}, "give tokens of one step at least"),
-        ({"start": "dens"}, "no run that trains has the name 'dens'"),
+        ({"start": "dens"}, "no run with a model has the name 'dens'"),
     ):
         with pytest.raises(ValueError, match=message):
             recipe_of({**count, **change}, study, "parent.gguf", tmp_path)
@@ -113,7 +116,7 @@ def test_what_is_needed_is_asked_for(scripts, tmp_path, capsys):
     main = scripts("pretrained_study")["main"]
     output = ["--output", str(tmp_path)]
     main([str(YAML), *output, "--list"])
-    assert len(capsys.readouterr().out.splitlines()) == 19
+    assert len(capsys.readouterr().out.splitlines()) == 21
     for given, wanted in (([], "--model is needed"), (["--model", "m"], "--text is needed")):
         with pytest.raises(SystemExit):
             main([str(YAML), *output, *given])
@@ -169,6 +172,39 @@ def test_figures_are_drawn_from_rows(scripts, tmp_path, monkeypatch):
     assert all(path.is_file() for path in drawn)
 
 
+def test_own_text_is_a_share_of_all(scripts, parent, tmp_path):
+    study = {"training": {"use_cpu": True}, "own_text": {"tokens": 200, "length": 16, "batch_size": 4, "share": 0.25}}
+    train = torch.full((30, 16), 7)
+    with_own_text = scripts("pretrained_text")["with_own_text"]
+    mixed = with_own_text(train, study, str(parent), tmp_path)
+    assert mixed.shape == (40, 16)
+    assert torch.equal(mixed[:30], train)
+    (tmp_path / "own.jsonl").unlink()
+    assert torch.equal(with_own_text(train, study, str(parent), tmp_path), mixed), "made once"
+
+
+def test_the_mean_of_two_models(scripts, parent, tmp_path):
+    average, main = (scripts("average")[name] for name in ("average", "main"))
+    other = tiny_llama(vocab_size=400, tie_word_embeddings=True)
+    for weight in other.parameters():
+        weight.data.mul_(3)
+    other.save_pretrained(tmp_path / "other")
+    shutil.copy(parent / "tokenizer.json", tmp_path / "other")
+    main([str(tmp_path / "other"), str(parent), str(tmp_path / "mean"), "--share", "0.25"])
+    saved, _ = load_model(tmp_path / "mean", device="cpu")
+    first, _ = load_model(parent, device="cpu")
+    for weight, mean in zip(first.parameters(), saved.parameters(), strict=True):
+        torch.testing.assert_close(mean, 2.5 * weight)
+    tiny_llama(vocab_size=400, num_hidden_layers=2).save_pretrained(tmp_path / "small")
+    shutil.copy(parent / "tokenizer.json", tmp_path / "small")
+    for arguments, message in (
+        ((tmp_path / "small", parent), "are unlike models: .* differ; average two alike"),
+        ((parent, parent, 2.0), "share=2.0; give the parent's share, from 0 to 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            average(*arguments)
+
+
 @pytest.mark.slow
 @needs_lm_eval
 def test_it_runs_skips_what_is_done_and_draws(scripts, arguments, eval_dir, tmp_path, capsys):
@@ -177,15 +213,17 @@ def test_it_runs_skips_what_is_done_and_draws(scripts, arguments, eval_dir, tmp_
     assert [row["id"] for row in rows] == [
         "parent",
         "dense/0.001024M/seed0",
-        "natural/0.000512M/seed0",
+        "averaged",
         "count/0.1/0.000512M/seed0",
         "count/0.1/0.001024M/seed0",
         "earlier method/0.1/0.000512M/seed0",
     ]
-    parent, dense, natural, count, _, earlier = rows
-    assert min(parent["density"], dense["density"]) > 0.98, "SiLU of random weights is seldom exactly 0"
-    assert 0.3 < natural["density"] < 0.7
-    assert [row["tokens_read"] for row in rows] == [0, 1024, 1536, 1536, 2048, 512]
+    parent, dense, averaged, count, _, earlier = rows
+    dense_ones = (parent, dense, averaged)
+    assert min(row["density"] for row in dense_ones) > 0.98, "SiLU of random weights is seldom exactly 0"
+    assert [row["tokens_read"] for row in rows] == [0, 1024, 1024, 1536, 2048, 512]
+    own = [json.loads(line) for line in (output / "own.jsonl").read_text().splitlines()]
+    assert sum(row["tokens"] for row in own) >= 500
     assert count["loss_before"] > 0
     assert {"twell/kl", "twell/density"} <= count["last_log"].keys()
     assert "twell/kl" not in earlier["last_log"]

@@ -61,6 +61,26 @@ def test_what_is_trained_and_what_is_saved(recipe, trainable, capsys):
         assert "LoRA" in twell["unfinished"]["adapters"], "they are not merged there"
 
 
+def test_what_is_frozen_stays(recipe, capsys):
+    pytest.importorskip("datasets")
+    changes = ["freeze=[embed_tokens, norm]", "training.learning_rate=1e-3"]
+    assert main(["train", str(recipe), "--json", *changes]) == 0
+    folder = json.loads(capsys.readouterr().out)["model"]
+    before, after = weights_of(DEMO / "model"), weights_of(folder)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "proj" in name}
+    changes += ["training.max_steps=6"]
+    assert main(["train", str(recipe), "--resume", *changes, "freeze=[norm]"]) == 1
+    assert "was trained with freeze=['embed_tokens', 'norm'], which a resumed run keeps" in capsys.readouterr().err
+    assert main(["train", str(recipe), "--resume", *changes]) == 0
+
+
+def test_what_cannot_be_frozen_is_said(recipe, capsys):
+    for value, message in (("norm", "give a list of parts of weights' names"), ("[embd]", "freeze has 'embd'")):
+        assert main(["train", str(recipe), f"freeze={value}"]) == 1
+        assert message in capsys.readouterr().err
+
+
 def test_a_blend_and_adapters_each_take_off_their_own_mark(recipe, capsys):
     pytest.importorskip("peft")
     pytest.importorskip("datasets")

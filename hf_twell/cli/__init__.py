@@ -10,6 +10,7 @@ from hf_twell.cli.output import quiet_others
 
 COMMANDS = {
     "sparsify": "convert a pretrained model to ReLU feed-forward blocks and save it",
+    "sample": "let a model write text of its own, to train its conversion on",
     "train": "fine-tune a model to few active neurons, as a recipe says",
     "quantize": "store a sparse model's feed-forward weights in int8, as torchao does",
     "eval": "score a model on ARC, HellaSwag and other lm-eval tasks, and on text files",

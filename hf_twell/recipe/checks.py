@@ -41,6 +41,8 @@ def check_recipe(recipe, path: Path) -> None:
         value = getattr(recipe, key)
         if not isinstance(value, dict) and (value is not None or key != "distill"):
             raise ValueError(f"{path} has {key}: {value!r}; give a mapping")
+    if not isinstance(recipe.freeze, list) or not all(isinstance(part, str) and part for part in recipe.freeze):
+        raise ValueError(f"{path} has freeze: {recipe.freeze!r}; give a list of parts of weights' names")
     check_training(recipe.training)
     _check_text(recipe, path)
     _check_objective(recipe, path)

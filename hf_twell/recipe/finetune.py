@@ -29,7 +29,7 @@ from hf_twell.recipe.runs import (
 )
 from hf_twell.recipe.schema import Distill, Recipe
 from hf_twell.recipe.sources import is_streamed
-from hf_twell.recipe.variants import LoraOutsideFfns, train_ffns_alone
+from hf_twell.recipe.variants import LoraOutsideFfns, freeze, train_ffns_alone
 from hf_twell.train.callbacks import SparsityCallback
 from hf_twell.train.distillation import Distillation
 from hf_twell.train.resuming import CompleteCheckpoints, method_of
@@ -65,6 +65,7 @@ def five_steps(recipe: Recipe, args: TrainingArguments, resume: bool, train, hel
     elif recipe.trainable == "ffn+lora":
         set_seed(args.seed)  # as Trainer will; adapters begin at random
         adapters = LoraOutsideFfns(model, recipe.lora)
+    freeze(model, recipe.freeze)
 
     # 2. Text, packed into sequences of one length.
     tokenizer = load_tokenizer(recipe.model)

@@ -19,7 +19,7 @@ from hf_twell.files.folders import check_target, clear_dead_savings
 logger = logging.getLogger(__name__)
 
 # What a checkpoint's optimizer and blocks are made of: Trainer keeps the optimizer's figures without a word.
-KEPT = ("layers", "trainable", "lora")
+KEPT = ("layers", "trainable", "freeze", "lora")
 KEPT_BY_OPTIMIZER = (
     "optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"
 )  # fmt: skip

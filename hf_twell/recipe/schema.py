@@ -50,6 +50,7 @@ class Recipe:
             has `bf16`, else `dtype`).
         layers: layers on which the L1 term and kernels act; null for all.
         trainable: "all", "ffn" (feed-forward blocks alone) or "ffn+lora" (LoRA on the attention besides).
+        freeze: parts of the names of weights that are left as they are, such as [embed_tokens, norm].
         lora: arguments of `peft.LoraConfig` for "ffn+lora"; merged into the final model.
         dtype: of the weights that are trained. Use float32 with `bf16: true` in `training` on a GPU.
         save_dtype: of the final model's weights; null for that of `model` itself, or for `dtype` if that takes less
@@ -76,6 +77,7 @@ class Recipe:
     distill: dict | None = None
     layers: list | None = None
     trainable: str = "all"
+    freeze: list = dataclasses.field(default_factory=list)
     lora: dict = dataclasses.field(default_factory=dict)
     dtype: str = "float32"
     save_dtype: str | None = None

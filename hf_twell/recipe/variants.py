@@ -1,4 +1,4 @@
-"""Which of a model's weights are trained: all, the feed-forward blocks alone, or these beside LoRA adapters."""
+"""Which of a model's weights are trained: all, some, the feed-forward blocks alone, or these beside LoRA adapters."""
 
 from torch import nn
 
@@ -62,3 +62,20 @@ def train_ffns_alone(model: nn.Module) -> None:
     model.requires_grad_(False)
     for site in find_ffns(model):
         site.module.requires_grad_(True)
+
+
+def freeze(model: nn.Module, parts: list[str]) -> None:
+    """Freeze the weights whose names have one of the parts in them.
+
+    Raises:
+        ValueError: a part that is in no name.
+    """
+    named = dict(model.named_parameters())
+    for part in parts:
+        found = [parameter for name, parameter in named.items() if part in name]
+        if not found:
+            raise ValueError(
+                f"freeze has {part!r}, and no weight has it in its name; the model's are {', '.join(named)}"
+            )
+        for parameter in found:
+            parameter.requires_grad_(False)

@@ -1,0 +1,55 @@
+"""Let a model write text of its own, to train its conversion on beside real text.
+
+A conversion forgets what its training text lacks. What the dense parent writes when nothing is asked is of every kind
+that it was pretrained on: name the file in a recipe's `train`. An interrupted command goes on where it stopped.
+
+examples:
+  hf-twell sample Qwen/Qwen3-0.6B own.jsonl --tokens 10_000_000 --batch 512
+  hf-twell sample smollm2.gguf own.jsonl --tokens 100_000
+"""
+
+import argparse
+from pathlib import Path
+
+from hf_twell.cli.output import DTYPES, print_json, stdout_for_result
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a model folder, a GGUF file or a Hub name: the dense parent")
+    parser.add_argument("output", help="the .jsonl file to write, or to go on with")
+    parser.add_argument("--tokens", type=int, required=True, help="how many to have in all, such as 10_000_000")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a sample (default: 512)")
+    parser.add_argument("--batch", type=int, help="samples at a time (default: 16, on CUDA 256)")
+    parser.add_argument(
+        "--start", help="the special token that a sample begins with (default: <|endoftext|>, else BOS, else EOS)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    parser.add_argument("--device", help="default: cuda where there is one")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: as stored, on CUDA bfloat16")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    if Path(args.output).suffix != ".jsonl":  # by which `train` knows rows
+        raise ValueError(f"{args.output} does not end in .jsonl; name the file so, as rows are written")
+    with stdout_for_result():
+        result = _sample(args)
+    if args.json:
+        print_json({**result, "output": args.output})
+        return 0
+    print(f"{result['documents']} documents of {result['tokens']} tokens, begun after {result['start']}: {args.output}")
+    return 0
+
+
+def _sample(args) -> dict:
+    import torch
+
+    from hf_twell.models.loading import load_model
+    from hf_twell.recipe.own_text import sample_text
+
+    on_cuda = torch.cuda.is_available() if args.device is None else args.device.startswith("cuda")
+    dtype = args.dtype or ("bfloat16" if on_cuda else "auto")
+    model, tokenizer = load_model(args.model, dtype=dtype, device=args.device)
+    batch_size = args.batch or (256 if on_cuda else 16)
+    sizes = {"tokens": args.tokens, "length": args.length, "batch_size": batch_size}
+    return sample_text(model, tokenizer, args.output, **sizes, start=args.start, seed=args.seed)

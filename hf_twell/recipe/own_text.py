@@ -1,0 +1,149 @@
+"""A model's own text: what it writes when nothing is asked, as documents to train on.
+
+A conversion that learns from its dense parent on one kind of text forgets the others. What the parent writes by itself
+is of every kind that it was pretrained on, and nothing has to be collected for it.
+"""
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+from transformers import GenerationConfig
+
+from hf_twell.files.text import END_OF_TEXT
+
+
+def sample_text(
+    model,
+    tokenizer,
+    path: str | Path,
+    *,
+    tokens: int,
+    length: int = 512,
+    batch_size: int = 64,
+    start: str | None = None,
+    seed: int = 0,
+) -> dict:
+    """Write documents that the model samples, at temperature 1 and from all of its words, as rows of a .jsonl file.
+
+    Each sample begins with `start` alone and has `length` tokens; where the model ends a document in it, another row
+    begins. A file that is there is gone on with, to `tokens` in all; rows of one batch are written at once.
+
+    Args:
+        tokens: of all rows, at least.
+        length: tokens of a sample, with its start.
+        batch_size: samples at a time. Each needs room for its keys and values, and for one row of logits in float32.
+        start: a special token of the tokenizer; by default what stood between the documents of pretraining
+            (`document_start`).
+        seed: batches of another seed differ.
+
+    Returns:
+        {"documents": rows in the file, "tokens": their tokens, "start": the token that samples begin with}
+
+    Raises:
+        ValueError: sizes that cannot be, a start that is no token, a file of other rows.
+    """
+    path = Path(path)
+    for name, value, least in (("tokens", tokens, 1), ("length", length, 2), ("batch_size", batch_size, 1)):
+        if value < least:
+            raise ValueError(f"{name}={value}; give at least {least}")
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", length)
+    if length > most:
+        raise ValueError(f"length={length}, and the model reads at most {most} tokens; give a smaller length")
+    begin = document_start(tokenizer, start)
+    documents, done, batch = _rows_of(path)
+    with path.open("a", encoding="utf-8") as file, tqdm(total=tokens, initial=done, unit=" tokens") as bar:
+        while done < tokens:
+            ids_BL = sample_ids(model, begin, length, batch_size, seed=seed + batch)
+            rows = documents_in(ids_BL, tokenizer, begin)
+            file.write("".join(json.dumps({**row, "batch": batch}, ensure_ascii=False) + "\n" for row in rows))
+            file.flush()
+            added = sum(row["tokens"] for row in rows)
+            if not added:
+                raise ValueError(
+                    f"the model wrote nothing after {tokenizer.convert_ids_to_tokens(begin)!r}; give another start"
+                )
+            documents, done, batch = documents + len(rows), done + added, batch + 1
+            bar.update(added)
+    return {"documents": documents, "tokens": done, "start": tokenizer.convert_ids_to_tokens(begin)}
+
+
+def document_start(tokenizer, start: str | None = None) -> int:
+    """The token that a document of pretraining began after: <|endoftext|> where there is one, else BOS, else EOS.
+
+    A chat model's BOS and EOS are often those of its messages (SmolLM2-Instruct, Qwen), hence the order.
+
+    Raises:
+        ValueError: `start` is no special token, or there is none at all.
+    """
+    known = tokenizer.get_added_vocab()
+    if start is not None:
+        if start not in known:
+            raise ValueError(f"start={start!r} is no special token of this tokenizer; it has {', '.join(known)}")
+        return known[start]
+    for token in (known.get(END_OF_TEXT), tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return token
+    raise ValueError("this tokenizer has no <|endoftext|>, BOS or EOS to begin a document with; give start")
+
+
+@torch.no_grad()
+def sample_ids(model, begin: int, length: int, batch_size: int, *, seed: int) -> torch.Tensor:
+    """Token ids, (batch_size, length), that begin with `begin`; sampling goes on after an end of a document."""
+    devices = [model.device] if model.device.type == "cuda" else []
+    first_B1 = torch.full((batch_size, 1), begin, device=model.device)
+    with torch.random.fork_rng(devices), _plain_sampling(model, length):
+        torch.manual_seed(seed)
+        return model.generate(first_B1, attention_mask=torch.ones_like(first_B1))
+
+
+@contextmanager
+def _plain_sampling(model, length: int):
+    """The model's own distribution to the full length: `generate` fills what is not given from the model's config."""
+    before, training = model.generation_config, model.training
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_length=length, pad_token_id=0
+    )
+    model.eval()
+    try:
+        yield
+    finally:
+        model.generation_config = before
+        model.train(training)
+
+
+def documents_in(ids_BL: torch.Tensor, tokenizer, begin: int) -> list[dict]:
+    """Rows {"text", "tokens"} of what lies between the ends of documents, without blank ones."""
+    ends = {begin, tokenizer.eos_token_id}
+    rows = []
+    for sample in ids_BL.tolist():
+        cuts = [at for at, token in enumerate(sample) if token in ends]
+        for left, right in zip(cuts, [*cuts[1:], len(sample)], strict=True):
+            text = tokenizer.decode(
+                sample[left + 1 : right], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            if text.strip():
+                rows.append({"text": text, "tokens": right - left - 1})
+    return rows
+
+
+def _rows_of(path: Path) -> tuple[int, int, int]:
+    """(documents, tokens, next batch) of a file; a last line that a kill has cut is taken off.
+
+    Raises:
+        ValueError: rows that `sample_text` did not write.
+    """
+    if not path.exists():
+        return 0, 0, 0
+    raw = path.read_bytes()
+    whole = raw[: raw.rfind(b"\n") + 1]
+    try:
+        rows = [json.loads(line) for line in whole.decode().splitlines()]
+        figures = len(rows), sum(row["tokens"] for row in rows), max((row["batch"] + 1 for row in rows), default=0)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds other rows than sampled ones; choose another file") from error
+    if whole != raw:
+        path.write_bytes(whole)
+    return figures

@@ -1,0 +1,118 @@
+"""A model's own text: drawn from its whole distribution, split where documents end, and gone on with."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from hf_twell.cli import main
+from hf_twell.models.loading import load_model, load_tokenizer
+from hf_twell.recipe.own_text import document_start, documents_in, sample_ids, sample_text
+from hf_twell.recipe.packing import PackedText
+from tests.conftest import tiny_llama
+
+DEMO = str(Path(__file__).parents[1] / "recipes" / "demo" / "model")
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return load_model(DEMO, device="cpu")
+
+
+def test_tokens_are_drawn_from_the_models_whole_distribution():
+    """Also where its own config asks for greedy decoding, and past an end of a document."""
+    model = tiny_llama(vocab_size=24, eos_token_id=2)
+    model.generation_config = before = GenerationConfig(do_sample=False, top_k=3, eos_token_id=2)
+    count = 4000
+    ids_BL = sample_ids(model.train(), 5, 3, count, seed=0)
+    assert ids_BL.shape == (count, 3), "an end of a document ends no sample"
+    assert (ids_BL[:, 0] == 5).all()
+    with torch.no_grad():
+        expected = model(torch.tensor([[5]])).logits[0, -1].double().softmax(-1)
+    found = torch.bincount(ids_BL[:, 1], minlength=24) / count
+    # Five standard deviations of a share of `count` draws.
+    assert (found - expected).abs().le(5 * (expected * (1 - expected) / count).sqrt() + 1e-9).all()
+    assert model.generation_config is before
+    assert model.training
+    again, other = sample_ids(model, 5, 3, count, seed=0), sample_ids(model, 5, 3, count, seed=1)
+    assert torch.equal(ids_BL, again)
+    assert not torch.equal(ids_BL, other)
+
+
+def test_sampling_leaves_the_generators_of_others_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    sample_ids(tiny_llama(vocab_size=24), 5, 2, 2, seed=0)
+    torch.manual_seed(3)
+    model = tiny_llama(vocab_size=24)
+    torch.manual_seed(3)
+    sample_ids(model, 5, 2, 2, seed=0)
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_documents_end_where_the_model_ends_them(demo):
+    _, tokenizer = demo
+    begin, end = document_start(tokenizer), tokenizer.eos_token_id
+    first, second = (tokenizer(text, add_special_tokens=False).input_ids for text in ("The cell is small.", "Light"))
+    sample = torch.tensor([[begin, *first, end, end, *second]])
+    rows = documents_in(sample, tokenizer, begin)
+    assert [row["text"] for row in rows] == ["The cell is small.", "Light"]
+    assert [row["tokens"] for row in rows] == [len(first), len(second)]
+
+
+def test_what_begins_a_document(demo):
+    _, tokenizer = demo
+    assert tokenizer.convert_ids_to_tokens(document_start(tokenizer)) == "<|endoftext|>"
+    assert document_start(tokenizer, "<|endoftext|>") == document_start(tokenizer)
+    with pytest.raises(ValueError, match=r"start='<s>' is no special token of this tokenizer; it has <\|"):
+        document_start(tokenizer, "<s>")
+
+
+def test_a_file_is_gone_on_with(demo, tmp_path):
+    """To the same rows as in one go, after a kill in the middle of a line."""
+    model, tokenizer = demo
+    sizes = {"length": 16, "batch_size": 2}
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    result = sample_text(model, tokenizer, whole, tokens=100, **sizes)
+    rows = [json.loads(line) for line in whole.read_text().splitlines()]
+    assert result == {"documents": len(rows), "tokens": sum(row["tokens"] for row in rows), "start": "<|endoftext|>"}
+    assert 100 <= result["tokens"] < 100 + 2 * 16
+    assert all(row["text"].strip() and "<|" not in row["text"] for row in rows)
+    sample_text(model, tokenizer, parts, tokens=40, **sizes)
+    with parts.open("a") as file:
+        file.write('{"text": "cut o')
+    assert sample_text(model, tokenizer, parts, tokens=100, **sizes) == result
+    assert parts.read_text() == whole.read_text()
+    assert sample_text(model, tokenizer, parts, tokens=50, **sizes) == result, "it has them"
+
+
+def test_what_cannot_be_sampled_is_said(demo, tmp_path):
+    model, tokenizer = demo
+    for changes, message in (
+        ({"tokens": 0}, "tokens=0; give at least 1"),
+        ({"length": 1}, "length=1; give at least 2"),
+        ({"length": 10**6}, "the model reads at most"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sample_text(model, tokenizer, tmp_path / "own.jsonl", **{"tokens": 10, **changes})
+    assert not (tmp_path / "own.jsonl").exists()
+    (tmp_path / "rows.jsonl").write_text('{"text": "mine"}\n')
+    with pytest.raises(ValueError, match="holds other rows than sampled ones; choose another file"):
+        sample_text(model, tokenizer, tmp_path / "rows.jsonl", tokens=10, length=8)
+    assert (tmp_path / "rows.jsonl").read_text() == '{"text": "mine"}\n'
+
+
+def test_the_command_writes_what_a_recipe_reads(tmp_path, capsys):
+    file = tmp_path / "own.jsonl"
+    command = ["sample", DEMO, str(file), "--tokens", "1_00", "--length", "16", "--batch", "4", "--device", "cpu"]
+    assert main([*command, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["output"] == str(file)
+    assert len(PackedText(load_tokenizer(DEMO), [str(file)], 16)) > 3
+    assert main(command) == 0
+    assert capsys.readouterr().out.startswith(f"{result['documents']} documents of {result['tokens']} tokens")
+    assert main(["sample", DEMO, str(tmp_path / "own.txt"), "--tokens", "5"]) == 1
+    assert "does not end in .jsonl" in capsys.readouterr().err
