@@ -117,6 +117,13 @@ def with_commands() -> list:
     ]
 
 
+# What a command of a page gets besides, which comes last and so holds.
+SHORTER = {
+    "sample": ["--tokens", "100", "--length", "16", "--batch", "4"],
+    "train": ["output_dir=trained", "heldout=[notes.txt]", "training={max_steps: 1, use_cpu: true}"],
+}
+
+
 @pytest.mark.parametrize("page", with_commands())
 def test_commands(page, tmp_path, monkeypatch, capsys):
     pytest.importorskip("lm_eval")
@@ -135,8 +142,8 @@ def test_commands(page, tmp_path, monkeypatch, capsys):
         model = AutoModelForCausalLM.from_pretrained(DEMO / "model")
         write_gguf(name, model, AutoTokenizer.from_pretrained(DEMO / "model"), kind="Q8_0")
     for command in commands(page):
-        names = {"MODEL": "my-model", "FILE...": "notes.txt"}
-        command = [names.get(argument, argument) for argument in command]
+        names = {"MODEL": "my-model", "FILE...": "notes.txt", "RECIPE": str(DEMO.parent / "demo.yaml")}
+        command = [names.get(argument, argument) for argument in command] + SHORTER.get(command[1], [])
         if "--tasks" in command:
             command += ["--limit", "4"]
         if command[1] == "serve":

@@ -165,24 +165,27 @@ def test_the_table_of_densities_quotes_rows():
 
 def test_the_table_of_densities_quotes_experiments():
     """Loss above the better of parent and control, mean of three texts; and what is kept of the tasks above chance."""
-    lines = (ROOT / "recipes" / "experiments" / "rows.jsonl").read_text().splitlines()
-    rows = {row["job"]["name"]: row for row in map(json.loads, lines) if "losses" in row and row["gpu"] == "H100"}
-    parent, control = rows["parent"], rows["control"]
 
-    def quoted(name: str) -> tuple[str, str]:
-        row = rows[name]
+    def rows_of(file: str) -> dict[str, dict]:
+        lines = (ROOT / "recipes" / "experiments" / file).read_text().splitlines()
+        return {row["job"]["name"]: row for row in map(json.loads, lines) if "losses" in row}
+
+    def quoted(rows: dict[str, dict], name: str) -> tuple[str, str]:
+        row, parent, control = rows[name], rows["parent"], rows["control"]
         best = {text: min(parent["losses"][text], control["losses"][text]) for text in row["losses"]}
         excess = statistics.mean(loss / best[text] - 1 for text, loss in row["losses"].items())
         mean, ceiling = (statistics.mean(found["tasks"].values()) - 0.1875 for found in (row, control))
         return f"+{excess:.1%}".replace("%", " %"), f"{mean / ceiling:.0%}".replace("%", " %")
 
+    rows = rows_of("rows_32m.jsonl")
     table = README.split("| density | loss of SmolLM2 |")[1].split("\n\n")[0].splitlines()[2:]
-    for line, name in zip(table, ("Hnat", "H10", "H5", "H2"), strict=False):
+    for line, name in zip(table, ("Lnat", "L10", "L5", "L2"), strict=False):
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        assert (cells[1].split(" (")[0], cells[2]) == quoted(name), line
+        assert (cells[1].split(" (")[0], cells[2]) == quoted(rows, name), line
         assert cells[1].split(" (")[1] == f"{100 * rows[name]['density']:.0f} %)", line
-    assert quoted("H20") == ("+9.7 %", "80 %")
-    assert "20 % cost 9.7 % and kept 80 %" in README
+        assert rows[name]["tokens"] == pytest.approx(32e6, rel=0.01)
+    assert quoted(rows_of("rows_own_text.jsonl"), "r_rest")[0] == "+13.1 %"
+    assert "a quarter of them cost 13.1 % at 10 %" in README
 
 
 ROWS = {"twell_cpu": "epyc-2026-11-21/bench.jsonl", "twell_cuda": "h200-2026-11-23/bench.jsonl"}  # that are quoted

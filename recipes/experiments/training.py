@@ -12,11 +12,9 @@ from batches import Batches
 from graphs import capture
 from model import HeadLoss, Llama, Shape, add_biases, chunk_loss, fit_biases
 from optimizers import Optimizers, rate
-from sampling import sample
+from sampling import write_samples
 from scoring import score
 from sparsity import Controller, first_coefficient, layer_shares
-
-SEPARATOR = 0  # SmolLM2's <|endoftext|>, between the documents it was pretrained on
 
 # Every setting of a job, with its default; jobs.py says what is tried.
 DEFAULTS = {
@@ -279,29 +277,6 @@ def run_job(job: dict, context: Context, report) -> dict:
     if settings["save"]:
         save(run.student, settings, context)
     return {**row, "seconds": round(time.time() - began, 1), "curve": copy.copy(run.curve)}
-
-
-def write_samples(settings: dict, context: Context, report) -> int:
-    model, window, length = context.load(settings["start_from"]), context.windows.shape[1], settings["sample_length"]
-    torch.manual_seed(settings["seed"])
-    parts = []
-    while sum(part.size for part in parts) < settings["tokens"]:
-        prefixes = draw_prefixes(settings, context)
-        parts.append(sample(model, prefixes, length).cpu().numpy().astype(np.uint16).reshape(-1, window))
-        report(f"{settings['name']} sample {sum(part.size for part in parts)} tokens")
-    np.save(context.folder / f"{settings['name']}.part.npy", np.concatenate(parts))
-    (context.folder / f"{settings['name']}.part.npy").rename(context.folder / f"{settings['name']}.npy")
-    return sum(part.size for part in parts)
-
-
-def draw_prefixes(settings: dict, context: Context) -> torch.Tensor:
-    """[batch, n]: what samples begin with."""
-    batch, count = settings["batch"], settings["prefix"]
-    if not count:
-        return torch.full((batch, 1), SEPARATOR, device=context.device)
-    rows = torch.randint(len(context.windows), (batch,), device=context.device)
-    begins = torch.randint(context.windows.shape[1] - count, (batch, 1), device=context.device)
-    return context.windows[rows[:, None], begins + torch.arange(count, device=context.device)].long()
 
 
 def write_average(settings: dict, context: Context) -> dict:
