@@ -87,6 +87,17 @@ def test_gradient_and_figures(truth, layout, arguments):
     assert logs["twell/layer_error"] == pytest.approx(error, rel=1e-5)
 
 
+@pytest.mark.slow
+def test_layers_that_accelerate_compiles_one_by_one_learn_alike(truth, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true")
+    distil = {"logits": LOGITS, "layers": LAYERS}
+    gradient, logs = one_step.trainer_gradient(l1_weight=0.0, distil=distil, **COMPILED)
+    expected, kl, error = truth
+    assert (gradient - expected).norm() <= 1e-5 * expected.norm()
+    assert logs["twell/kl"] == pytest.approx(kl, rel=1e-5)
+    assert logs["twell/layer_error"] == pytest.approx(error, rel=1e-5)
+
+
 @functools.cache
 def by_logits() -> tuple[torch.Tensor, dict]:
     """By the logits alone, all rows at once: gradient and log. No fixture, as those of a module find no kernels."""
