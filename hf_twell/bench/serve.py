@@ -15,6 +15,7 @@ from hf_twell.bench.serve_summary import summary
 
 CHECKED_PROMPTS, CHECKED_TOKENS = 4, 32
 WARM_UP_TOKENS = 8
+COUNTS = ("prompt_tokens_read", "new_tokens_written", "pieces")  # of an answer, given as means over the turns
 COMPUTES = {  # where a server says what computes its blocks
     "transformers": r"is sparse: (its \d+ blocks decode by .*)",
     "vllm": r"hf_twell: (\d+ of \d+ feed-forward blocks use the sparse kernels.*)",
@@ -107,22 +108,22 @@ def write_texts(side: Side, prompts: Prompts, load: Load, report: Report = silen
         side.texts.append(answer.text)
 
 
-def compare_texts(side: Side, baseline: list[str], tokenizer) -> dict:
-    """How many tokens of its greedy answers are those of the first server, up to each answer's first difference.
+def compare_texts(texts: list[str], baseline: list[str], tokenizer, dtype: str | None) -> dict:
+    """How many tokens of greedy answers are those of the first server, up to each answer's first difference.
 
     Raises:
         ValueError: not all of them, in float32. In fewer digits two tokens may be as likely as each other.
     """
     total = same = 0
-    for ours, theirs in zip(side.texts, baseline, strict=True):
+    for ours, theirs in zip(texts, baseline, strict=True):
         ids, others = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (ours, theirs))
         total += max(len(ids), len(others))
         differ = (index for index, pair in enumerate(zip(ids, others, strict=False)) if pair[0] != pair[1])
         same += next(differ, min(len(ids), len(others)))
-    if side.dtype() == "float32" and side.texts != baseline:
+    if dtype == "float32" and texts != baseline:
         raise ValueError(
-            f"the {side.name} server's greedy answers agree with the first dense server's in {same} of {total} tokens, "
-            "and in float32 they must in all. A wrong result has no speed; please report it."
+            f"the server's greedy answers agree with those of the first, dense one in {same} of {total} tokens, and in "
+            "float32 they must in all. A wrong result has no speed; please report it."
         )
     return {"checked_tokens": total, "same_tokens": same}
 
@@ -150,15 +151,19 @@ def measure(
             texts = prompts.make(load.concurrency, load.prompt_tokens, f"{number} {turn} {load}")
             report("timing", f"{where}, turn {turn + 1} of {repeats}")
             turns.append(_figures(load, side.ask(texts, load.new_tokens)))
-        counts = ("prompt_tokens_read", "new_tokens_written")
         yield {
             "measured": load.measured,
             "concurrency": load.concurrency,
             "prompt_tokens": load.prompt_tokens,
             "new_tokens": load.new_tokens,
-            **{name: statistics.mean(turn[name] for turn in turns) for name in counts},
-            **{name: summary(turn[name] for turn in turns) for name in turns[0] if name not in counts},
+            **{name: statistics.mean(turn[name] for turn in turns) for name in COUNTS},
+            **{name: summary(turn[name] for turn in turns) for name in turns[0] if name not in COUNTS},
         }
+
+
+def in_bursts(row: dict) -> bool:
+    """Whether text came in so few pieces that times to and between tokens say little; tokens per second still do."""
+    return row["new_tokens_written"] > 1 and row["pieces"] < row["new_tokens_written"] / 2
 
 
 def _figures(load: Load, answers: list[Answer]) -> dict:
@@ -169,6 +174,7 @@ def _figures(load: Load, answers: list[Answer]) -> dict:
     figures = {
         "prompt_tokens_read": read / len(answers),
         "new_tokens_written": written / len(answers),
+        "pieces": statistics.median(answer.pieces for answer in answers),
         "tokens_per_s": (read if load.measured == "prefill" else written) / (last - first),
         "ttft_ms": 1e3 * statistics.median(answer.first - answer.started for answer in answers),
         "request_ms": 1e3 * statistics.median(answer.last - answer.started for answer in answers),

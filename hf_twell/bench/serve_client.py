@@ -24,12 +24,15 @@ class Answer(NamedTuple):
 
     Attributes:
         first, last: when the first and the last piece of text came.
+        pieces: at how many times text came; far fewer than tokens where the server or this client had to wait for a
+            processor.
         prompt_tokens, new_tokens: as the server counts them.
     """
 
     started: float
     first: float
     last: float
+    pieces: int
     text: str
     prompt_tokens: int
     new_tokens: int
@@ -114,8 +117,8 @@ def read_answer(started: float, pieces: list[tuple[float, bytes]]) -> Answer:
     if usage is None:
         raise BrokenAnswer("an answer ended before its last event")
     (first, _), (last, _) = (texts[0], texts[-1]) if texts else [(times[-1], "")] * 2
-    text = "".join(text for _, text in texts)
-    return Answer(started, first, last, text, usage["prompt_tokens"], usage["completion_tokens"])
+    pieces, text = len({at for at, _ in texts}), "".join(text for _, text in texts)
+    return Answer(started, first, last, pieces, text, usage["prompt_tokens"], usage["completion_tokens"])
 
 
 def _events(body: bytes):

@@ -95,7 +95,7 @@ def serving(
     report: Report = silent,
     tell: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
 ) -> Iterator[Server]:
-    """A server that is ready, in a session of its own, so that Ctrl-C in the terminal is not its.
+    """A server that is ready, in a process group of its own, so that Ctrl-C in the terminal is not its.
 
     Args:
         name: of the side it computes, for people.
@@ -108,7 +108,7 @@ def serving(
     """
     with log.open("wb") as output, _exit_at_sigterm():
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0
         )
         try:
             server = Server(name, process, port, log, tell)

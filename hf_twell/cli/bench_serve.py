@@ -1,6 +1,7 @@
 """`hf-twell bench serve MODEL`: its options, the commands that serve both sides, and the order in which they run."""
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -81,12 +82,26 @@ def prepare_serve(args) -> tuple[Callable, dict]:
 
 def serve_rows(args, common) -> tuple[Iterator[dict], int]:
     """An iterator of rows, and how many there will be."""
-    from hf_twell.bench.serve import Load, check_load
     from hf_twell.bench.serve_prompts import Prompts
     from hf_twell.models.loading import load_tokenizer
     from hf_twell.recipe.packing import check_file
 
-    engine, context = common["engine"], common["config"].get("max_position_embeddings")
+    loads = _loads(args, common["engine"], common["config"].get("max_position_embeddings"))
+    for path in args.text or ():
+        check_file(Path(path))
+    text = "\n".join(Path(path).read_text(encoding="utf-8") for path in args.text) if args.text else None
+    prompts = Prompts(load_tokenizer(args.model), text)
+    return _all_servers(args, common, prompts), args.rounds * len(SIDES) * len(loads)
+
+
+def _loads(args, engine: str, context: int | None) -> list:
+    """What is sent to each server.
+
+    Raises:
+        ValueError: more tokens than the context has.
+    """
+    from hf_twell.bench.serve import Load, check_load
+
     counts = args.concurrency or CONCURRENCY[engine]
     loads = [Load("decode", n, args.prompt_tokens, args.new_tokens) for n in counts]
     if args.prefill_prompts > 0:
@@ -94,56 +109,59 @@ def serve_rows(args, common) -> tuple[Iterator[dict], int]:
         loads.append(Load("prefill", args.prefill_prompts, tokens, 1))
     for load in loads:
         check_load(load, context)
-    for path in args.text or ():
-        check_file(Path(path))
-    text = "\n".join(Path(path).read_text(encoding="utf-8") for path in args.text) if args.text else None
-    prompts = Prompts(load_tokenizer(args.model), text)
-    return _rounds(args, common, loads, prompts), args.rounds * len(SIDES) * len(loads)
+    return loads
 
 
-def _rounds(args, common, loads, prompts) -> Iterator[dict]:
-    from hf_twell.bench.serve import Side, check_load, compare_texts, measure, server_environment, write_texts
+def _all_servers(args, common, prompts) -> Iterator[dict]:
+    from hf_twell.bench.serve import Side
     from hf_twell.bench.serve_process import free_port, serving
 
-    engine, report, tell = common["engine"], common["report"], common["tell"]
-    baseline = None  # the first server's answers
+    engine, baseline = common["engine"], []  # the first server's answers
     with tempfile.TemporaryDirectory(prefix="hf-twell-bench-") as folder:
-        for number in range(1, args.rounds + 1):
-            for name in SIDES:
-                port, log = free_port(), Path(folder) / f"{name}-{number}.log"
-                with serving(name, command(args, engine, name, port), port, log, report, tell) as server:
-                    side = Side(name, engine, server)
-                    says = side.describe()
-                    tell(f"{name} server, {engine}: {says['computes'] or 'ready'}")
-                    if name == "sparse" and says["kernels"] is False:
-                        tell("warning: the sparse server uses no sparse kernels either, so both sides compute the same")
-                    for load in loads:
-                        check_load(load, server.context)
-                    write_texts(side, prompts, loads[0], report)
-                    same = {}
-                    if baseline is None:
-                        baseline = side.texts
-                    else:
-                        same = compare_texts(side, baseline, prompts.tokenizer)
-                        tell("its greedy answers agree in {same_tokens} of {checked_tokens} tokens".format(**same))
-                    described = {
-                        "bench": "serve",
-                        "side": name,
-                        "engine": engine,
-                        "engine_version": _version(engine, server),
-                        "model": args.model,
-                        "density": density(common["config"], args.passed_on),
-                        "dtype": side.dtype(),
-                        "round": number,
-                        "repeats": args.repeats,
-                        "options": args.passed_on,
-                        "text": args.text or "random words",
-                        **says,
-                        **same,
-                    }
-                    around = server_environment(engine, server, args.device)
-                    for row in measure(side, loads, prompts, args.repeats, number, report):
-                        yield described | row | around
+        for number, name in itertools.product(range(1, args.rounds + 1), SIDES):
+            port, log = free_port(), Path(folder) / f"{name}-{number}.log"
+            arguments = command(args, engine, name, port)
+            with serving(name, arguments, port, log, common["report"], common["tell"]) as server:
+                yield from _one_server(args, common, Side(name, engine, server), number, prompts, baseline)
+
+
+def _one_server(args, common, side, number: int, prompts, baseline: list[str]) -> Iterator[dict]:
+    from hf_twell.bench.serve import compare_texts, in_bursts, measure, server_environment, write_texts
+
+    report, tell, server = common["report"], common["tell"], side.server
+    loads = _loads(args, side.engine, server.context or common["config"].get("max_position_embeddings"))
+    described = side.describe()
+    tell(f"{side.name} server, {side.engine}: {described['computes'] or 'ready'}")
+    if side.name == "sparse" and described["kernels"] is False:
+        tell("warning: the sparse server uses no sparse kernels either, so both sides compute the same")
+    write_texts(side, prompts, loads[0], report)
+    if baseline:
+        described |= compare_texts(side.texts, baseline, prompts.tokenizer, side.dtype())
+        tell(f"its greedy answers agree in {described['same_tokens']} of {described['checked_tokens']} tokens")
+    else:
+        baseline += side.texts
+    described = {
+        "bench": "serve",
+        "side": side.name,
+        "engine": side.engine,
+        "engine_version": _version(side.engine, server),
+        "model": args.model,
+        "density": density(common["config"], args.passed_on),
+        "dtype": side.dtype(),
+        "round": number,
+        "repeats": args.repeats,
+        "options": args.passed_on,
+        "text": args.text or "random words",
+        **described,
+    }
+    around = server_environment(side.engine, server, args.device)
+    for row in measure(side, loads, prompts, args.repeats, number, report):
+        if in_bursts(row):
+            tell(
+                f"warning: text came in {row['pieces']:.0f} pieces for {row['new_tokens']} tokens, as processors were "
+                "busy: times to and between tokens say little here"
+            )
+        yield described | row | around
 
 
 def command(args, engine: str, side: str, port: int) -> list[str]:
