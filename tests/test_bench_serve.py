@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -347,6 +348,15 @@ def test_a_server_that_cannot_start_is_told(sparse, tmp_path):
     assert "none" in ways[0]
     assert "ended (exit code 0) while it started; above are its last lines" in ways[1]
     assert told[-1] == "  }"
+    code = "print('[worker] ValueError: too little memory; take less'); raise RuntimeError('see root cause above')"
+    with (
+        pytest.raises(
+            ValueError, match=r"ended \(exit code 1\) while it started \(ValueError: too little memory; take"
+        ),
+        serving("sparse", [sys.executable, "-c", code], free_port(), tmp_path / "log", tell=told.append),
+    ):
+        pass
+    assert told[-1] == "  RuntimeError: see root cause above"
 
 
 @pytest.mark.slow

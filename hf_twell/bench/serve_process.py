@@ -70,7 +70,10 @@ class Server:
         return found and found[1]
 
     def failure(self, when: str) -> ValueError:
-        """The error to raise for a server that ended by itself; its last lines are told, unless one says it all."""
+        """The error to raise for a server that ended by itself; its last lines are told, unless one says it all.
+
+        Of errors that follow from each other, the first is named.
+        """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)  # its connections end before it does
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
@@ -80,9 +83,10 @@ class Server:
             self.tell(f"  {line}")
         code = self.process.poll()
         how = "broke off" if code is None else f"ended (exit code {code})"
+        first = self.says(r"\b([A-Z]\w*Error: .+)")
         return ValueError(
-            f"the {self.name} server {how} {when}; above are its last lines. `hf-twell serve` with the same MODEL and "
-            "options shows all of them"
+            f"the {self.name} server {how} {when}{f' ({first})' if first else ''}; above are its last lines. "
+            "`hf-twell serve` with the same MODEL and options shows all of them"
         )
 
 
