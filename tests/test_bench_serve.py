@@ -202,7 +202,7 @@ def test_answers_must_be_the_same_in_float32_alone(tokenizer):
 # The servers.
 
 
-def arguments(sparse, *more):
+def options_of(sparse, *more):
     """The options as the parser gives them."""
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
@@ -213,19 +213,19 @@ def arguments(sparse, *more):
 
 
 def test_both_sides_are_one_command_but_for_the_kernels():
-    args = arguments("model", "--dtype", "float32", "--device", "cpu")
+    args = options_of("model", "--dtype", "float32", "--device", "cpu")
     plain, kernels = (command(args, "transformers", side, 7) for side in ("dense", "sparse"))
     assert plain == [*kernels, "--backend", "reference"]
     assert kernels[4:8] == ["model", "--engine", "transformers", "--host"]
     assert kernels[-6:] == ["--port", "7", "--dtype", "float32", "--device", "cpu"]
     given = '{"hf_twell": {"density": 0.02}, "other": 1}'
-    args = arguments("model", "--", "--max-model-len", "64", f"--additional-config={given}", "--enforce-eager")
+    args = options_of("model", "--", "--max-model-len", "64", f"--additional-config={given}", "--enforce-eager")
     plain, kernels = (command(args, "vllm", side, 7) for side in ("dense", "sparse"))
     assert plain[:-1] == kernels[:-1]
     assert kernels[-4:-1] == ["64", "--enforce-eager", "--additional-config"]
     assert json.loads(kernels[-1]) == json.loads(given)
     assert json.loads(plain[-1]) == {"hf_twell": {"density": 0.02, "kernels": False}, "other": 1}
-    assert "--additional-config" not in command(arguments("model"), "vllm", "sparse", 7)
+    assert "--additional-config" not in command(options_of("model"), "vllm", "sparse", 7)
 
 
 @pytest.mark.parametrize(
@@ -357,6 +357,22 @@ def test_a_server_that_cannot_start_is_told(sparse, tmp_path):
     ):
         pass
     assert told[-1] == "  RuntimeError: see root cause above"
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_while_it_answers_is_told(sparse, tmp_path):
+    pytest.importorskip("fastapi")
+    told, port = [], free_port()
+    arguments = command(options_of(sparse, "--device", "cpu"), "transformers", "sparse", port)
+    with serving("sparse", arguments, port, tmp_path / "log", tell=told.append) as server:
+        killing = threading.Timer(0.3, server.process.kill)
+        killing.start()
+        with pytest.raises(ValueError, match=r"the sparse server ended \(exit code -9\) while it answered; above are"):
+            Side("sparse", "transformers", server).ask(["The cell is"], 400)
+        with pytest.raises(ValueError, match="while it answered"):
+            Side("sparse", "transformers", server).ask(["The cell is"], 4)
+        killing.join()
+    assert any("is sparse: its 4 blocks decode by" in line for line in told)
 
 
 @pytest.mark.slow

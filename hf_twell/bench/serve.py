@@ -193,5 +193,8 @@ def server_environment(engine: str, server: Server, device: str | None) -> dict:
 
     kind = server.says(PLATFORM) if engine == "vllm" else None
     kind = kind or device or ("cuda" if torch.cuda.is_available() else "cpu")
+    found = environment(torch.device(kind))
+    if engine == "vllm":  # which chooses its own number of threads
+        del found["threads"]
     variable = os.environ.get("OMP_NUM_THREADS")
-    return environment(torch.device(kind)) | ({"omp_num_threads": variable} if variable else {})
+    return found | ({"omp_num_threads": variable} if variable else {})

@@ -103,7 +103,7 @@ def _loads(args, engine: str, context: int | None) -> list:
     from hf_twell.bench.serve import Load, check_load
 
     counts = args.concurrency or CONCURRENCY[engine]
-    loads = [Load("decode", n, args.prompt_tokens, args.new_tokens) for n in counts]
+    loads = [Load("decode", n, args.prompt_tokens, args.new_tokens) for n in dict.fromkeys(counts)]
     if args.prefill_prompts > 0:
         tokens = args.prefill_tokens or min(PREFILL_TOKENS, (context or PREFILL_TOKENS + 1) - 1)
         loads.append(Load("prefill", args.prefill_prompts, tokens, 1))
