@@ -412,19 +412,7 @@ def test_vllm_serves_both_sides(sparse, tmp_path):
     options = [*SMALL, "--engine", "vllm", "--concurrency", "1", "2", "--dtype", "float32", "--json"]
     options += ["--", "--max-model-len", "64", "--enforce-eager"]
     done = subprocess.run(
-        [
-            str(PYTHON),
-            "-m",
-            "hf_twell",
-            "bench",
-            "serve",
-            str(sparse),
-            *options,
-            "--",
-            "--max-model-len",
-            "64",
-            "--enforce-eager",
-        ],
+        [str(PYTHON), "-m", "hf_twell", "bench", "serve", str(sparse), *options],
         env=environment(tmp_path, PYTHONPATH=str(ROOT)),
         capture_output=True,
         text=True,

@@ -83,7 +83,7 @@ class Server:
             self.tell(f"  {line}")
         code = self.process.poll()
         how = "broke off" if code is None else f"ended (exit code {code})"
-        first = self.says(r"\b([A-Z]\w*Error: .+)")
+        first = self.says(r"\b([A-Z]\w*Error: .+|error: .+)")
         return ValueError(
             f"the {self.name} server {how} {when}{f' ({first})' if first else ''}; above are its last lines. "
             "`hf-twell serve` with the same MODEL and options shows all of them"
