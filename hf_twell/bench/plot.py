@@ -16,7 +16,7 @@ LABELS = {
     "speedup": "speed-up over dense (the best of its variants)",
     "step_speedup": "speed-up over dense (the best of its variants)",
     "peak_share": "peak memory, share of dense (the best of its variants)",
-    "tokens_per_s": "tokens/s of all requests: median, least and most",
+    "tokens_per_s": "tokens/s: median, least and most",
 }
 
 
