@@ -51,7 +51,7 @@ def add_serve_options(parser: argparse.ArgumentParser, count: Callable[[str], in
     parser.add_argument("--rounds", type=count, default=1, help="times each server is started (default: 1)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: as stored, or as vLLM chooses")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="of Transformers (default: cuda where there is one)")
-    parser.epilog = "arguments after -- go to vLLM's server as they are; what is read decides the activity, so give --text"
+    parser.epilog = "arguments after -- go to vLLM's server as they are; --text decides the activity"
 
 
 def prepare_serve(args) -> tuple[Callable, dict]:
