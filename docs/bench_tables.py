@@ -2,6 +2,7 @@
 
 from itertools import groupby
 
+from hf_twell.cli.bench_table import CELLS
 from hf_twell.files.tables import markdown_table
 
 PASSES = {"forward": "One block, forward", "forward+backward": "One block, forward and backward"}
@@ -16,6 +17,8 @@ def tables(rows: list[dict]) -> str:
         of_bench = [row for row in rows if row["bench"] == bench]
         if of_bench:
             sections.append(_models(title, of_bench))
+    served = sorted((row for row in rows if row["bench"] == "serve"), key=_served)
+    sections += [_servers(list(group)) for _, group in groupby(served, key=_served)]
     head = (
         "# Measured\n\nWritten by `make figures` from the rows of `bench.jsonl` beside it. Speed-ups are over the "
         "better of eager and compiled PyTorch in the same run; in brackets the sparse block's time; *italic* where the "
@@ -61,6 +64,15 @@ def _setting(row) -> str:
     kept = ("layers", "batch", "length", "l0", "dtype")
     words = [f"{key} {row[key]}" for key in kept if key in row]  # older rows lack some
     return ", ".join(words + ["Inductor's programmatic launch"] * bool(row.get("inductor_pdl")))
+
+
+def _served(row):
+    return row["engine"], row["engine_version"], row["model"], row["dtype"]
+
+
+def _servers(rows) -> str:
+    head, lines = CELLS["serve"](rows)
+    return f"## Served: {', '.join(map(str, _served(rows[0])))}\n\n{markdown_table(head, lines)}"
 
 
 def _joined(rows, key: str) -> str:

@@ -150,6 +150,8 @@ def test_commands(page, tmp_path, monkeypatch, capsys):
             with serving(tmp_path, *command[2:], "--port", "0") as server:
                 assert server.ask("/v1/completions", {"prompt": "The cell is", "max_tokens": 4})["choices"]
             continue
+        if command[1:3] == ["bench", "serve"]:
+            command += ["--repeats", "1", "--new-tokens", "4", "--prefill-tokens", "200"]
         capsys.readouterr()
         assert main(command[1:]) == 0, (command, capsys.readouterr().err)
 
@@ -185,6 +187,8 @@ def test_tables_hold_every_row():
         for row in map(json.loads, rows.read_text().splitlines()):
             if row["bench"] == "ffn":
                 assert f"{row['speedup']:.2f}x" in table
+            elif row["bench"] == "serve":
+                assert f"| {row['tokens_per_s']['median']:g} (" in table
             else:
                 assert f"| {row.get('speedup', row.get('step_speedup'))} |" in table
 
@@ -201,6 +205,8 @@ def test_ratios_are_of_their_rows():
     """Dense over sparse, the best of either's variants; of generation, the variants that it names."""
     dense, sparse = ("eager", "compiled", "liger"), ("sparse", "sparse_compiled")
     for row in bench_rows():
+        if row["bench"] == "serve":  # a row for each side
+            continue
         if row["bench"] == "generate":
             if "step_speedup" in row:
                 assert row["step_speedup"] == pytest.approx(row["dense_step_ms"] / row["sparse_step_ms"], rel=0.005)

@@ -72,6 +72,7 @@ def test_the_known_density_is_the_settings_else_the_checkpoints():
         ({"density": [0.1]}, {}, r"\['density'\] gives the density as \[0.1\]; .* a list of 2"),
         ({"density": True}, {}, "gives the density as True"),
         ({"density": "0.1"}, {}, "gives the density as '0.1'"),
+        ({"kernels": "no"}, {}, r"\['kernels'\] is 'no'; give true or false"),
         ({}, {"density": [0.1, float("nan")]}, "the checkpoint's twell entry gives the density"),
     ],
 )

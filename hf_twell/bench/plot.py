@@ -10,19 +10,22 @@ AXES = {
     "prefill": ("layers", ("batch", "length", "dtype", "l0"), ("speedup",)),
     "generate": ("batch", ("layers", "dtype", "l0", "inductor_pdl"), ("step_speedup",)),
     "train": ("layers", ("batch", "length", "dtype", "l0"), ("speedup", "peak_share")),
+    "serve": ("concurrency", ("side", "round", "engine", "dtype", "prompt_tokens", "new_tokens"), ("tokens_per_s",)),
 }
 LABELS = {
     "speedup": "speed-up over dense (the best of its variants)",
     "step_speedup": "speed-up over dense (the best of its variants)",
     "peak_share": "peak memory, share of dense (the best of its variants)",
+    "tokens_per_s": "tokens/s: median, least and most",
 }
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Each ratio to the better dense variant, one line for each setting; rows of one kind."""
+    """Each ratio to the better dense variant, or of a server each side, one line for each setting; rows of one kind."""
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    rows = [row for row in rows if row.get("measured") != "prefill"] or rows  # tokens of prompts are no decoded ones
     horizontal, settings, ratios = AXES[rows[0]["bench"]]
     ratios = [ratio for ratio in ratios if ratio in rows[0]]
     # What is the same everywhere goes into the title.
@@ -34,8 +37,9 @@ def plot(rows: list[dict], path: Path) -> None:
             lines.setdefault(tuple(row.get(key) for key in varying), []).append((row[horizontal], row[ratio]))
         for values, points in sorted(lines.items(), key=str):
             label = ", ".join(f"{key} {value}" for key, value in zip(varying, values, strict=True))
-            axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label or "hf_twell")
-        axes.axhline(1, color="gray", linewidth=1)
+            _line(axes, sorted(points, key=lambda point: point[0]), label or "hf_twell")
+        if ratio != "tokens_per_s":
+            axes.axhline(1, color="gray", linewidth=1)
         axes.set(xlabel=horizontal, ylabel=LABELS[ratio])
         axes.set_xscale("log", base=2)
         axes.legend(fontsize=8)
@@ -44,3 +48,15 @@ def plot(rows: list[dict], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)
+
+
+def _line(axes, points: list[tuple], label: str) -> None:
+    """Of values, or of medians with their ranges."""
+    places, values = zip(*points, strict=True)
+    if not isinstance(values[0], dict):
+        axes.plot(places, values, marker="o", label=label)
+        return
+    medians = [value["median"] for value in values]
+    below = [value["median"] - value["min"] for value in values]
+    above = [value["max"] - value["median"] for value in values]
+    axes.errorbar(places, medians, (below, above), marker="o", capsize=3, label=label)

@@ -36,7 +36,8 @@ def main(argv: list[str] | None = None) -> int:
         subparser.set_defaults(run=module.run, parser=subparser)
     argv = sys.argv[1:] if argv is None else argv
     passed_on = []
-    if argv[:1] == ["serve"] and "--" in argv:  # which argparse would mix with what stands before it
+    serves = argv[:1] == ["serve"] or argv[:2] == ["bench", "serve"]
+    if serves and "--" in argv:  # which argparse would mix with what stands before it
         argv, passed_on = argv[: argv.index("--")], argv[argv.index("--") + 1 :]
     args, rest = parser.parse_known_args(argv)
     args.passed_on = passed_on

@@ -1,4 +1,4 @@
-"""Measure the sparse feed-forward block, or a whole model's prefill, decoding or training, against dense PyTorch.
+"""Measure the sparse feed-forward block, or a whole model in prefill, decoding, training or served, against dense.
 
 Results are checked before they are timed; the variants take turns, and no cache holds one call's weights for the next.
 
@@ -10,10 +10,12 @@ examples:
   hf-twell bench prefill --layers 28 --batch 64 --length 2048 --energy
   hf-twell bench generate --layers 28 --batch 1 16 64
   hf-twell bench generate ./my-sparse-model --text notes.txt
+  hf-twell bench serve ./my-sparse-model --text notes.txt --concurrency 1 16 --rounds 2
   hf-twell bench train --layers 8 28 --batch 8 --length 2048 --energy --output out/bench
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import sys
@@ -21,6 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from hf_twell.cli.bench_own import add_own_model, check_own_model, own_rows
+from hf_twell.cli.bench_serve import add_serve_options, prepare_serve
 from hf_twell.cli.bench_table import CELLS
 from hf_twell.cli.output import print_json, stdout_for_result, writing
 from hf_twell.files.tables import text_table
@@ -52,7 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (summary, add_options) in _MODES.items():
         mode = modes.add_parser(name, help=summary, description=f"Measure {summary}, against dense PyTorch.")
         add_options(mode)
-        _add_common_options(mode)
+        if name != "serve":
+            _add_common_options(mode)
+        _add_output_options(mode)
         mode.set_defaults(parser=mode)
 
 
@@ -114,6 +119,9 @@ def _add_common_options(parser):
     parser.add_argument("--threads", type=_count, help="PyTorch threads (default: as PyTorch chooses)")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--energy", action="store_true", help="CUDA: also energy per token, 2 s more for each variant")
+
+
+def _add_output_options(parser):
     parser.add_argument(
         "--output", metavar="FOLDER", help="append rows to bench.jsonl there, and draw a figure from this run's rows"
     )
@@ -131,6 +139,7 @@ _MODES = {  # what each measures, and the options that it alone reads
         "training steps of a random Llama, calibrated to the workload",
         partial(_add_sequence_options, batch=BATCH["train"]),
     ),
+    "serve": ("MODEL behind OpenAI's API, under requests at once", partial(add_serve_options, count=_count)),
 }
 
 
@@ -156,10 +165,39 @@ def _show(rows: list[dict], args) -> None:
 
 def _measure(args, rows: list[dict]) -> None:
     """Append to `rows` what is measured, one by one."""
-    import torch
     from tqdm.auto import tqdm
 
     from hf_twell.bench.progress import shown_on
+
+    make_rows, common = prepare_serve(args) if args.what == "serve" else _prepare(args)
+    output = None
+    if args.output:
+        from hf_twell.bench.plot import plot
+
+        output = Path(args.output) / "bench.jsonl"
+        output.parent.mkdir(parents=True, exist_ok=True)
+    with tqdm(file=sys.stderr, unit="row") as bar:
+        common |= {"report": shown_on(bar)}
+        if args.what == "serve":
+            common |= {"tell": partial(bar.write, file=sys.stderr)}
+        source, bar.total = make_rows(args, common)
+        with contextlib.closing(source):
+            for row in source:
+                bar.update()
+                rows.append(row)
+                if output is not None:
+                    with writing(output), output.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+    if output is not None:
+        figure = output.with_name("bench.png" if args.what == "ffn" else f"{args.what}.png")
+        with writing(figure):
+            plot(rows, figure)
+
+
+def _prepare(args):
+    """What makes the rows of the other modes, and what it takes, checked."""
+    import torch
+
     from hf_twell.bench.timing import check_energy
 
     if args.threads is not None:
@@ -174,26 +212,7 @@ def _measure(args, rows: list[dict]) -> None:
     common = {"dtype": args.dtype, "device": device, "repeats": args.repeats, "energy": args.energy}
     if not own:
         common["dtype"] = args.dtype or "bfloat16"
-    output = None
-    if args.output:
-        from hf_twell.bench.plot import plot
-
-        output = Path(args.output) / "bench.jsonl"
-        output.parent.mkdir(parents=True, exist_ok=True)
-    with tqdm(file=sys.stderr, unit="row") as bar:
-        common["report"] = shown_on(bar)
-        make_rows = _ffn_rows if args.what == "ffn" else own_rows if own else _model_rows
-        source, bar.total = make_rows(args, common)
-        for row in source:
-            bar.update()
-            rows.append(row)
-            if output is not None:
-                with writing(output), output.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-    if output is not None:
-        figure = output.with_name("bench.png" if args.what == "ffn" else f"{args.what}.png")
-        with writing(figure):
-            plot(rows, figure)
+    return _ffn_rows if args.what == "ffn" else own_rows if own else _model_rows, common
 
 
 def _check_sizes(args) -> None:

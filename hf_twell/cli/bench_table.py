@@ -1,5 +1,6 @@
 """The table of `hf-twell bench`: which of a row's figures are shown for each mode."""
 
+from hf_twell.bench.serve_summary import overlap, pairs, ratio
 from hf_twell.files.tables import percent
 
 
@@ -63,6 +64,39 @@ def _activity(row) -> str:
     return f"{min(distinct):.0f} to {max(distinct):.0f} ({row['workload_distinct_64']:.0f})"
 
 
+def _serve_cells(rows):
+    lines = pairs(rows)
+    several = any(setting["round"] == "all" for setting, *_ in lines)
+    head = ["measured", "at once", "prompt", "new", *(["round"] if several else [])]
+    head += ["dense tokens/s", "sparse tokens/s", "sparse / dense", "ranges overlap"]
+    times = ("ttft_ms", "tpot_ms")
+    head += [f"{side} {name.replace('_', ' ')}" for name in times for side in ("dense", "sparse")]
+    return head, [
+        [
+            setting["measured"],
+            setting["concurrency"],
+            setting["prompt_tokens"],
+            setting["new_tokens"],
+            *([setting["round"]] if several else []),
+            *(_range(side, "tokens_per_s") for side in (dense, sparse)),
+            *_compared(sparse, dense),
+            *(side[name]["median"] if side and name in side else "" for name in times for side in (dense, sparse)),
+        ]
+        for setting, sparse, dense in lines
+    ]
+
+
+def _range(row, name) -> str:
+    return f"{row[name]['median']:g} ({row[name]['min']:g} to {row[name]['max']:g})" if row else ""
+
+
+def _compared(sparse, dense) -> list[str]:
+    if not sparse or not dense:
+        return ["", ""]
+    rates = sparse["tokens_per_s"], dense["tokens_per_s"]
+    return [f"{ratio(*rates):.2f}x", "yes" if overlap(*rates) else "no"]
+
+
 _PREFILL = (
     "eager_ms",
     "compiled_ms",
@@ -83,4 +117,5 @@ CELLS = {
     "prefill": _model_cells(_PREFILL),
     "generate": _model_cells(_GENERATE),
     "train": _model_cells(_TRAIN),
+    "serve": _serve_cells,
 }

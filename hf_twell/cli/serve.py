@@ -75,11 +75,17 @@ def _run_vllm(args) -> int:
 
     if _for_transformers(args):
         raise ValueError("--device and --backend are for --engine transformers; vLLM's own options follow after --")
-    server.bind(args.host, args.port).close()
+    with server.bind(args.host, args.port) as listener:
+        url, port = server.url(listener), listener.getsockname()[1]
     with stdout_for_result():
         kind = vllm_engine.describe(args.model)
     print(f"engine: vLLM\n{args.model} {kind}", flush=True)
-    command = vllm_engine.command(args.model, args.host, args.port, args.dtype, args.passed_on)
+    memory = vllm_engine.memory_options(args.passed_on)
+    if memory:
+        print(f"little memory is free, so vLLM gets {' '.join(memory)}; other values go after --", flush=True)
+    body = {"prompt": "Once upon a time", "max_tokens": 32}
+    print(f"when vLLM says that its startup is complete, try\n{_curl(url, 'completions', body)}", flush=True)
+    command = vllm_engine.command(args.model, args.host, port, args.dtype, [*memory, *args.passed_on])
     os.execv(command[0], command)
 
 
@@ -120,8 +126,8 @@ def _ready(url: str, model: str, tokenizer) -> str:
         messages = [{"role": "user", "content": "Tell me a story."}]
         route, body = "chat/completions", {"model": model, "messages": messages, "max_tokens": 32}
         notes = ""
-    data = shlex.quote(json.dumps(body))
-    return (
-        f"{notes}ready at {url}/v1 (Ctrl-C stops it); try\n"
-        f"  curl {url}/v1/{route} -H 'Content-Type: application/json' -d {data}"
-    )
+    return f"{notes}ready at {url}/v1 (Ctrl-C stops it); try\n{_curl(url, route, body)}"
+
+
+def _curl(url: str, route: str, body: dict) -> str:
+    return f"  curl {url}/v1/{route} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"

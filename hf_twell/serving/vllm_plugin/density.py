@@ -1,6 +1,23 @@
-"""What is known of a sparse model's densities before it runs: by vLLM's settings, or by its own config."""
+"""What is known of a sparse model before it runs: vLLM's settings for us, and densities by these or its own config."""
 
 import numbers
+
+
+def known_settings(additional_config) -> dict:
+    """What vLLM's `additional_config` holds for us: `{"hf_twell": {"density": 0.01, "kernels": True}}`, both optional.
+
+    Raises:
+        ValueError: other settings; a density is looked at by `known_densities`.
+    """
+    settings = additional_config.get("hf_twell", {}) if isinstance(additional_config, dict) else {}
+    if not isinstance(settings, dict) or set(settings) - {"density", "kernels"}:
+        raise ValueError(
+            f"additional_config['hf_twell'] is {settings!r}; it takes {{'density': 0.01}}, or a list of one a layer, "
+            "and {'kernels': False}"
+        )
+    if not isinstance(settings.get("kernels", True), bool):
+        raise ValueError(f"additional_config['hf_twell']['kernels'] is {settings['kernels']!r}; give true or false")
+    return settings
 
 
 def known_densities(additional_config, entry: dict, layers: int) -> tuple[list[float] | None, str]:
@@ -13,11 +30,7 @@ def known_densities(additional_config, entry: dict, layers: int) -> tuple[list[f
     Raises:
         ValueError: other settings, and what cannot be densities.
     """
-    settings = additional_config.get("hf_twell", {}) if isinstance(additional_config, dict) else {}
-    if not isinstance(settings, dict) or set(settings) - {"density"}:
-        raise ValueError(
-            f"additional_config['hf_twell'] is {settings!r}; it takes {{'density': 0.01}}, or a list of one a layer"
-        )
+    settings = known_settings(additional_config)
     for source, value in (
         ("additional_config['hf_twell']['density']", settings.get("density")),
         ("the checkpoint's twell entry", entry.get("density")),

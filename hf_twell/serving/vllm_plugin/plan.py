@@ -13,7 +13,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 import hf_twell
 from hf_twell.ops import api, policy
-from hf_twell.serving.vllm_plugin.density import known_densities
+from hf_twell.serving.vllm_plugin.density import known_densities, known_settings
 
 # On a CPU a weight lies either as kernels read it or packed for vLLM's matmuls, at all numbers of tokens. Those matmuls
 # are faster than PyTorch's, by which the policy's limits were measured: two cores with AVX-512 BF16, D=2048, F=5632,
@@ -52,9 +52,14 @@ def decide(vllm_config, blocks: dict[int, torch.nn.Module], chosen: list[int]) -
     config = vllm_config.model_config.hf_config
     entry = getattr(config, "twell", None) or {}
     known, source = known_densities(vllm_config.additional_config, entry, config.num_hidden_layers)
+    off = None
+    if not known_settings(vllm_config.additional_config).get("kernels", True):
+        off = "additional_config turns the kernels off"
+    elif vllm_config.lora_config is not None:
+        off = "LoRA is on"
     densities, reasons = {}, []
     for index, block in blocks.items():
-        problem = "LoRA is on" if vllm_config.lora_config is not None else _problem(block)
+        problem = off or _problem(block)
         if problem is None and index not in chosen:
             problem = "the checkpoint's twell entry leaves them out"
         if problem is None and known is None:
