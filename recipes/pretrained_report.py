@@ -4,6 +4,8 @@ python recipes/pretrained_report.py DIR      # DIR holds pretrained.jsonl; write
 """
 
 import json
+import math
+import statistics
 import sys
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from study_report import finish_density_axis, styles_of
 from hf_twell.files.tables import markdown_table, percent
 
 TASKS = ("lambada", "arc_easy", "arc_challenge", "hellaswag")
+ASKED = 0.02  # the excess for which a fit over tokens says how many it would take
 CHANCE = (0 + 0.25 + 0.25 + 0.25) / 4  # what guessing comes to in the mean of the four
 
 
@@ -77,8 +80,49 @@ def table(rows: list[dict]) -> str:
     return markdown_table(head, lines)
 
 
+def token_fits(rows: list[dict]) -> list[dict]:
+    """How a method's excess falls with the tokens T of its conversion, excess = factor * (T / 1M) ** power.
+
+    Least squares in logarithms, for each name and target of which three different T were run; `needed` is the T of an
+    excess of `ASKED`, and None where it does not fall.
+    """
+    found: dict[tuple, list] = {}
+    for row in (row for row in rows if row.get("target_density") is not None and row.get("tokens")):
+        above = excess(row, rows)
+        if above is not None and above > 0:
+            found.setdefault((row["name"], row["target_density"]), []).append((row["tokens"] / 1e6, above))
+    fits = []
+    for (name, target), points in found.items():
+        if len({tokens for tokens, _ in points}) < 3:
+            continue
+        power, log = statistics.linear_regression(
+            *([math.log(value) for value in axis] for axis in zip(*points, strict=True))
+        )
+        needed = 1e6 * math.exp((math.log(ASKED) - log) / power) if power < 0 else None
+        fits.append(
+            {"name": name, "target": target, "points": sorted(points), "factor": math.exp(log), "power": power}
+            | {"needed": needed}
+        )
+    return fits
+
+
+def fit_lines(rows: list[dict]) -> str:
+    """The fits in words, a line each."""
+    lines = []
+    for fit in token_fits(rows):
+        tokens = ", ".join(f"{tokens:g}" for tokens in sorted({tokens for tokens, _ in fit["points"]}))
+        needed = (
+            "does not fall" if fit["needed"] is None else f"{100 * ASKED:g} % would take {fit['needed'] / 1e6:,.0f}M"
+        )
+        lines.append(
+            f"- {fit['name']} at {fit['target']:g}, {tokens} million tokens of its own: excess "
+            f"{100 * fit['factor']:.1f} % x (T / 1M)^{fit['power']:.2f}; {needed}\n"
+        )
+    return "\n" + "".join(lines) if lines else ""
+
+
 def draw(rows: list[dict], path: Path) -> None:
-    """Excess and kept, in percent, against density; the control is a line in each panel."""
+    """Excess and kept, in percent, against density; the control is a line in each panel. With fits, excess over T too."""
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator, NullFormatter
@@ -86,13 +130,15 @@ def draw(rows: list[dict], path: Path) -> None:
     sparse = [row for row in rows if "start" in row and "average" not in row and row.get("relu") is not False]
     names = list(dict.fromkeys(_label(row) for row in sparse))
     styles = styles_of(names)
-    figure, axes = plt.subplots(1, 2, figsize=(13, 4.6), layout="constrained")
+    fits = token_fits(rows)
+    count = 3 if fits else 2
+    figure, axes = plt.subplots(1, count, figsize=(6.5 * count, 4.6), layout="constrained")
     control = control_of(rows)
     panels = (
         (excess, "loss above the better of parent and control (%)"),
         (kept, "task accuracy kept above chance (%)"),
     )
-    for axis, (figure_of, words) in zip(axes, panels, strict=True):
+    for axis, (figure_of, words) in zip(axes, panels, strict=False):
         if control is not None and (level := figure_of(control, rows)) is not None:
             axis.axhline(100 * level, color="gray", linewidth=0.8, linestyle=":", label="dense control")
         for name in names:
@@ -105,13 +151,32 @@ def draw(rows: list[dict], path: Path) -> None:
         if axis.containers:
             axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.xaxis.set_minor_formatter(NullFormatter())
+    if fits:
+        _draw_fits(axes[2], fits)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
+def _draw_fits(axis, fits: list[dict]) -> None:
+    for number, fit in enumerate(fits):
+        tokens, values = zip(*fit["points"], strict=True)
+        axis.loglog(tokens, [100 * value for value in values], "o", color=f"C{number}")
+        ends = [min(tokens), max(tokens)]
+        line = [100 * fit["factor"] * end ** fit["power"] for end in ends]
+        axis.loglog(
+            ends,
+            line,
+            color=f"C{number}",
+            linewidth=1,
+            label=f"{fit['name']} at {fit['target']:g}: T^{fit['power']:.2f}",
+        )
+    axis.set(xlabel="tokens T of the conversion (millions)", ylabel="loss above the better of parent and control (%)")
+    axis.legend(fontsize=7)
+
+
 def report(rows: list[dict], folder: Path) -> None:
     """Write study.md and study.png."""
-    (folder / "study.md").write_text(table(rows))
+    (folder / "study.md").write_text(table(rows) + fit_lines(rows))
     draw(rows, folder / "study.png")
 
 

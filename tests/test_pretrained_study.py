@@ -161,6 +161,31 @@ def test_excess_and_kept(scripts, tmp_path):
     assert 5000 < (tmp_path / "study.png").stat().st_size != with_points
 
 
+def test_what_more_tokens_buy_is_fitted(scripts, tmp_path):
+    report = scripts("pretrained_report")
+    rows = [row("parent", (2.0, 4.0)), row("dense", (2.5, 3.0), relu=False)]
+    for tokens in (4, 16, 64):
+        above = 1 + 0.4 * tokens**-0.5
+        rows.append(row("count", (2 * above, 3 * above), density=0.1, target_density=0.1, tokens=tokens * 10**6))
+    rows.append(row("count", (2.1, 3.1), density=0.05, target_density=0.05, tokens=10**6))
+    (fit,) = report["token_fits"](rows)
+    assert (fit["factor"], fit["power"], fit["needed"]) == pytest.approx((0.4, -0.5, 400e6))
+    report["report"](rows, tmp_path)
+    assert (
+        "- count at 0.1, 4, 16, 64 million tokens of its own: excess 40.0 % x (T / 1M)^-0.50; 2 % would take 400M\n"
+        in (tmp_path / "study.md").read_text()
+    )
+    three_panels = (tmp_path / "study.png").stat().st_size
+    report["report"](rows[:4], tmp_path)
+    assert not report["token_fits"](rows[:4])
+    assert (tmp_path / "study.png").stat().st_size < three_panels
+    for each, loss in zip(rows[2:5], (2.2, 2.3, 2.4), strict=True):
+        each["losses"]["a"] = loss
+        each["losses"]["b"] = 1.5 * loss
+    assert "(T / 1M)^0" in report["fit_lines"](rows)
+    assert "does not fall" in report["fit_lines"](rows)
+
+
 def test_figures_are_drawn_from_rows(scripts, tmp_path, monkeypatch):
     """`make figures` draws what lies in model_cards/ too."""
     monkeypatch.syspath_prepend(str(RECIPES.parent / "docs"))
