@@ -122,7 +122,7 @@ def fit_lines(rows: list[dict]) -> str:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Excess and kept, in percent, against density; the control is a line in each panel. With fits, excess over T too."""
+    """Excess and kept, in percent, against density, with the control as a line; with fits, excess over T besides."""
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from matplotlib.ticker import LogLocator, NullFormatter
