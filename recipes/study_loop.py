@@ -77,7 +77,7 @@ def make_rows(
             except Exception:
                 traceback.print_exc()
                 failed.append(taken.id)
-                turns = [turn for turn in turns if taken.id not in (turn.id, turn.needs)]
+                turns = _without(taken.id, turns)
                 continue
             with alone(output / "rows.lock"), path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -85,3 +85,11 @@ def make_rows(
             report(read_rows(path), output)
     if failed:
         raise SystemExit(f"failed, for what stands above: {', '.join(failed)}; the same command tries again")
+
+
+def _without(id: str, turns: list[Turn]) -> list[Turn]:
+    """The turns but that of a run, and of those that begin with its model or with that of one of these."""
+    gone = {id}
+    while more := {turn.id for turn in turns if turn.needs in gone} - gone:
+        gone |= more
+    return [turn for turn in turns if turn.id not in gone]
