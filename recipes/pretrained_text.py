@@ -77,7 +77,7 @@ def with_own_text(train: torch.Tensor, study: dict, model: str, output: Path) ->
             del parent
             if on_cuda:
                 torch.cuda.empty_cache()  # other processes share the device
-            documents = [json.loads(line)["text"] for line in file.read_text().splitlines()]
+            documents = [json.loads(line)["text"] for line in file.read_text().split("\n") if line]
             _save(cut(pack(tokenizer, documents), train.shape[1]), kept)
     own = torch.load(kept).long()
     count = round(len(train) * share / (1 - share))

@@ -69,4 +69,4 @@ def alone(path: Path):
 
 
 def read_rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return [json.loads(line) for line in path.read_text().split("\n") if line] if path.is_file() else []

@@ -64,7 +64,11 @@ def flat_gradient(model) -> torch.Tensor:
 def trainer_gradient(
     kind="Trainer", layout="padded", accumulation=1, processes=1, l1_weight=L1_WEIGHT, distil=None, **arguments
 ):
-    """The gradient just before the optimizer step, and the log row of that step."""
+    """The gradient just before the optimizer step, and the log row of that step.
+
+    Args:
+        kind: "Trainer", "SFTTrainer", or a class derived from Trainer.
+    """
     common = {
         **ONE_STEP,
         "output_dir": tempfile.mkdtemp(),
@@ -72,9 +76,11 @@ def trainer_gradient(
         "gradient_accumulation_steps": accumulation,
     }
     model = sparsify(tiny_llama())
-    if kind == "Trainer":
+    if kind != "SFTTrainer":
         args = TrainingArguments(**common, **arguments)
-        trainer = Trainer(model, args, train_dataset=rows(), data_collator=COLLATORS[layout])
+        trainer = (Trainer if kind == "Trainer" else kind)(
+            model, args, train_dataset=rows(), data_collator=COLLATORS[layout]
+        )
     else:
         trainer = sft_trainer(model, layout, {**common, "bf16": False, "gradient_checkpointing": False, **arguments})
     keep = KeepGradient()

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     Gemma2Config,
@@ -21,7 +22,7 @@ from transformers import (
 )
 
 from hf_twell import SparsityCallback, sparsify
-from hf_twell.train import distillation
+from hf_twell.train import divergence
 from hf_twell.train.distillation import Distillation
 from tests import one_step
 from tests.conftest import TINY, tiny_llama
@@ -29,6 +30,7 @@ from tests.conftest import TINY, tiny_llama
 pytestmark = pytest.mark.numeric
 
 LOGITS, LAYERS = 0.6, 0.7
+ALONE = {"logits": 1.0}
 
 
 def captured(model, batch, **options):
@@ -98,6 +100,58 @@ def test_layers_that_accelerate_compiles_one_by_one_learn_alike(truth, monkeypat
     assert logs["twell/layer_error"] == pytest.approx(error, rel=1e-5)
 
 
+@pytest.mark.slow
+def test_layers_compiled_one_by_one_share_their_graphs(monkeypatch, tmp_path):
+    """One that is compiled for each layer is none after the eighth, where PyTorch gives up and leaves them eager."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true")
+    graphs = []
+    for layers in (2, 4):
+        torch.compiler.reset()
+        counters.clear()
+        model, parent = sparsify(tiny_llama(num_hidden_layers=layers)), tiny_llama(num_hidden_layers=layers)
+        args = TrainingArguments(str(tmp_path), **one_step.ONE_STEP, **COMPILED)
+        trainer = Trainer(model, args, train_dataset=one_step.rows()[:1])
+        options = {"target_density": 0.1, "term": "count", "distillation": Distillation(model, parent, logits=1.0)}
+        trainer.add_callback(SparsityCallback(trainer, **options))
+        trainer.train()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1]
+
+
+@pytest.mark.parametrize("layout", ["padded", "padding_free"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_task_loss_that_teaches_nothing_is_logged_and_no_more(layout, accumulation):
+    """`logits=1`: the same gradient and log as by the model's own loss, which a loss function of the user's brings."""
+    found, logs = one_step.trainer_gradient(layout=layout, accumulation=accumulation, l1_weight=0.0, distil=ALONE)
+    taken = []
+
+    class OwnLoss(Trainer):
+        def compute_loss(self, *args, **options):
+            taken.append(self.compute_loss_func)
+            return super().compute_loss(*args, **options)
+
+    expected, others = one_step.trainer_gradient(
+        OwnLoss, layout=layout, accumulation=accumulation, l1_weight=0.0, distil=ALONE
+    )
+    assert set(taken) == {None}
+    assert (found - expected).norm() <= 1e-6 * expected.norm()
+    assert logs["loss"] == pytest.approx(others["loss"], abs=1e-4)
+    assert logs["twell/kl"] == pytest.approx(others["twell/kl"], rel=1e-6)
+
+
+def test_no_task_loss_is_spared_in_evaluation_and_after(tmp_path):
+    model = sparsify(tiny_llama())
+    args = TrainingArguments(str(tmp_path), **one_step.ONE_STEP)
+    trainer = Trainer(model, args, one_step.pad, train_dataset=one_step.rows(), eval_dataset=one_step.rows())
+    expected = trainer.evaluate()["eval_loss"]
+    callback = SparsityCallback(trainer, 0.0, distillation=Distillation(model, one_step.parent(), **ALONE))
+    trainer.add_callback(callback)
+    assert trainer.compute_loss_func is not None
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    callback.detach()
+    assert trainer.compute_loss_func is None
+
+
 @functools.cache
 def by_logits() -> tuple[torch.Tensor, dict]:
     """By the logits alone, all rows at once: gradient and log. No fixture, as those of a module find no kernels."""
@@ -138,7 +192,7 @@ def logits_made_and_kept(monkeypatch, distil) -> tuple[list[str], int]:
 
 
 def test_distilling_logits_costs_one_tensor_of_them_kept_and_one_made(monkeypatch):
-    monkeypatch.setattr(distillation, "CHUNK", 20 * TINY["vocab_size"])
+    monkeypatch.setattr(divergence, "CHUNK", 20 * TINY["vocab_size"])
     plain, kept = logits_made_and_kept(monkeypatch, {"logits": 0.0, "layers": 1.0})
     made, kept_too = logits_made_and_kept(monkeypatch, {"logits": LOGITS})
     assert kept_too == kept + 1
@@ -148,7 +202,7 @@ def test_distilling_logits_costs_one_tensor_of_them_kept_and_one_made(monkeypatc
 @pytest.mark.parametrize("chunk", [1, 5 * 96 + 7, 10**9])
 def test_the_size_of_chunks_changes_no_gradient(monkeypatch, chunk):
     whole, logs = by_logits()
-    monkeypatch.setattr(distillation, "CHUNK", chunk)
+    monkeypatch.setattr(divergence, "CHUNK", chunk)
     gradient, parts = one_step.trainer_gradient(l1_weight=0.0, distil={"logits": LOGITS})
     assert (gradient - whole).norm() <= 1e-6 * whole.norm()
     assert parts["twell/kl"] == pytest.approx(logs["twell/kl"], rel=1e-6)

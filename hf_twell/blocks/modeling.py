@@ -116,7 +116,7 @@ class SparseFfn(nn.Module):
         if l1 is not None and l1.tally.device != x.device:
             l1 = l1.to(x.device)
         if l1 is not None:
-            _check_tokens(self.twell.name, x.shape[:-1], l1)
+            _check_tokens(self, x.shape[:-1], l1)
         if _all_modules_are_hooked() or not _is_bare_relu(self._modules[form.activation]):
             return self._through_submodules(x, l1)
         if l1 is not None and l1.counts:  # which the kernels' backward does not know
@@ -140,7 +140,7 @@ class SparseFfn(nn.Module):
             active = reference.inject_count(active, l1.scale, l1.token_weight)
         h = active if form.gate is None else active * up(x)
         if l1 is not None:
-            check_whole(h, len(l1.tally) - 1, self.twell.name)
+            check_whole(h, len(l1.tally) - 1, self.twell)
             h = reference.inject_l1(h, None if l1.counts else l1.scale, l1.token_weight, l1.tally)
         if torch.compiler.is_compiling() and not reads_any_order(down):
             values, bias, scale = int8_parameters(down)
@@ -206,8 +206,11 @@ def _all_modules_are_hooked() -> bool:
     return not torch.compiler.is_compiling() and bool(torch.nn.modules.module._has_any_global_hook())
 
 
-def _check_tokens(name: str, shape: torch.Size, l1: L1Inputs) -> None:
-    """Refuse hidden states that are not those of the micro-batch whose tokens were counted."""
+def _check_tokens(ffn: SparseFfn, shape: torch.Size, l1: L1Inputs) -> None:
+    """Refuse hidden states that are not those of the micro-batch whose tokens were counted.
+
+    It takes the block and not its name: a compiled layer that reads its name is compiled anew for each layer.
+    """
     if l1.token_weight is not None:
         if l1.token_weight.shape == shape:
             return
@@ -217,8 +220,8 @@ def _check_tokens(name: str, shape: torch.Size, l1: L1Inputs) -> None:
     else:
         counted = f"input_ids hold {l1.tokens}, without an attention_mask"
     raise ValueError(
-        f"{name} got hidden states for {tuple(shape)} tokens, but the batch's {counted}; the L1 term counts the "
-        "batch's tokens: pass the batch that the model really receives, with no virtual tokens added to it (prompt "
+        f"{ffn.twell.name} got hidden states for {tuple(shape)} tokens, but the batch's {counted}; the L1 term counts "
+        "the batch's tokens: pass the batch that the model really receives, with no virtual tokens added to it (prompt "
         "tuning: use LoRA or prefix tuning) and no part of it left out."
     )
 
@@ -235,16 +238,19 @@ def _new_instance(stock_class: type) -> nn.Module:
     return cls.__new__(cls)
 
 
-def check_whole(h: torch.Tensor, width: int, name: str) -> None:
+def check_whole(h: torch.Tensor, width: int, block) -> None:
     """Refuse the part of a block's h (..., F) that tensor parallelism leaves to one process.
+
+    Args:
+        block: what has the block's `name`, which is read for the error alone (as in `_check_tokens`).
 
     Raises:
         ValueError: naming the block.
     """
     if h.shape[-1] != width:
         raise ValueError(
-            f"{name} has {h.shape[-1]} of its {width} neurons in this process (tensor parallelism); the L1 term and "
-            "the measures of sparsity need whole blocks: load the model without tp_plan, and train with DDP or FSDP2"
+            f"{block.name} has {h.shape[-1]} of its {width} neurons in this process (tensor parallelism); L1 term "
+            "and measures of sparsity need whole blocks: load the model without tp_plan, and train with DDP or FSDP2"
         )
 
 

@@ -134,7 +134,7 @@ class ModelActivity:
             ValueError: a part of h, as tensor parallelism leaves to one process.
         """
         site = self.sites[index]
-        check_whole(h, site.intermediate_size, site.name)
+        check_whole(h, site.intermediate_size, site)
         if index not in self._layers:
             self._layers[index] = LayerActivity(site.intermediate_size, h.device)
         layer = self._layers[index]

@@ -140,7 +140,7 @@ def _rows_of(path: Path) -> tuple[int, int, int]:
     raw = path.read_bytes()
     whole = raw[: raw.rfind(b"\n") + 1]
     try:
-        rows = [json.loads(line) for line in whole.decode().splitlines()]
+        rows = [json.loads(line) for line in whole.splitlines()]  # bytes: a str would also split at U+2028
         figures = len(rows), sum(row["tokens"] for row in rows), max((row["batch"] + 1 for row in rows), default=0)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} holds other rows than sampled ones; choose another file") from error

@@ -111,16 +111,14 @@ class SparsityCallback(TrainerCallback):
             raise ValueError("revive_after: under FSDP or DeepSpeed the rows' optimizer state is sharded; leave it out")
         self.trainer, self._begun = trainer, 0  # the step at which the run began
         self.penalty = L1Penalty(trainer.model, 0.0 if l1_weight is None else l1_weight, term=term)
-        self.l1_weight = l1_weight
-        self.target_density, self.term = target_density, term
+        self.l1_weight, self.target_density, self.term = l1_weight, target_density, term
         self.warmup_steps, self.warmup = warmup_steps, warmup
         self.layer_shares = layer_shares
         self.l1_bounds = list(l1_bounds) if isinstance(l1_bounds, tuple) else l1_bounds  # as a checkpoint gives them
         self.revive_after, self.blend, self.blend_steps = revive_after, blend, blend_steps
-        self.distillation = distillation
-        if distillation is not None and trainer.args.torch_compile:
-            distillation.compile(backend=trainer.args.torch_compile_backend)
-        self.parent_loss, self.log_layers = parent_loss, log_layers
+        self.distillation, self.parent_loss, self.log_layers = distillation, parent_loss, log_layers
+        if distillation is not None:
+            distillation.join(trainer)
         self.controller: DensityController | None = None  # made when a run begins, whose steps it needs
         self.revival = None
         self._revived = 0.0  # share of neurons, in the last step
@@ -141,6 +139,8 @@ class SparsityCallback(TrainerCallback):
             vars(self.trainer).pop("create_model_card", None)
         self.penalty.detach()
         self.checkpoints.detach()
+        if self.distillation is not None:
+            self.distillation.leave(self.trainer)
         unwrap(self.trainer, self)
 
     def progress(self, step: int) -> float:

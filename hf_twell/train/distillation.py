@@ -1,20 +1,18 @@
 """`Distillation`: a dense parent in the same process teaches the sparse model, through gradients alone."""
 
-import functools
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
+from transformers import Trainer
 
 from hf_twell.blocks.architectures import find_ffns
 from hf_twell.blocks.batches import token_weight
 from hf_twell.ops.reference import new_tally
-
-CHUNK = 2**24  # logits computed at a time: 64 MiB in float32, of which a few such tensors exist at once
+from hf_twell.train.divergence import InjectKl, KlAlone, divergence_of
 
 
 class Distillation:
@@ -25,7 +23,8 @@ class Distillation:
     output over the parent's squared output, both averaged over the same tokens (a micro-batch's own, for the latter).
 
     Like the L1 term, both enter in backward, at the logits and at each block's output: the logged loss stays the task
-    loss, and accumulation, processes, gradient checkpointing and torch.compile change nothing.
+    loss, and accumulation, processes, gradient checkpointing and torch.compile change nothing. With `logits=1` the task
+    loss teaches nothing, and `join` spares its backward.
 
     Memory: the parent's weights and, for a micro-batch, its last hidden states (B, S, D); for `layers`, each block's
     output (B, S, D) of the parent and of the model. With `logits` above 0 the model's logits (B, S, V) are kept for
@@ -71,14 +70,43 @@ class Distillation:
         self._outputs: list[torch.Tensor] = []
         self._ran = False  # since the last report
         self._backend: str | None = None
+        self._task_loss = None  # the model's own, where `_loss` stands in for it
         # Backward adds to the gradient of each: the total, and the tokens or blocks that it is of. So nothing but
         # autograd is needed to report, in compiled models too.
         self._sums = {"kl": new_tally(2), "layer_error": new_tally(2)}
 
-    def compile(self, backend: str = "inductor") -> None:
-        """Compile the parent and what is done to each token's logits; the model to train is compiled by others."""
-        self.parent.get_decoder().compile(backend=backend)
-        self._backend = backend
+    def join(self, trainer: Trainer) -> None:
+        """Fit in with how a trainer computes: compile what it compiles, and spare a task loss that teaches nothing.
+
+        With `logits=1` that loss is computed for the log alone, together with the divergence: its backward over all
+        logits would take a fifth of a small model's step. It stays where the trainer has a loss of its own.
+        """
+        args, plugin = trainer.args, trainer.accelerator.state.dynamo_plugin
+        if args.torch_compile:
+            decoder = self.parent.get_decoder()
+            for part in decoder.layers if plugin.use_regional_compilation else [decoder]:
+                part.compile(backend=args.torch_compile_backend)
+            self._backend = args.torch_compile_backend
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        plain = trainer.compute_loss_func is None and trainer.label_smoother is None
+        plain = plain and type(trainer).compute_loss is Trainer.compute_loss and trainer.model_accepts_loss_kwargs
+        if self.logits == 1 and plain and getattr(model, "loss_type", None) == "ForCausalLM":
+            self._task_loss, trainer.compute_loss_func = model.loss_function, self._loss
+
+    def leave(self, trainer: Trainer) -> None:
+        """Give the trainer its own loss back."""
+        if trainer.compute_loss_func == self._loss:
+            self._task_loss = trainer.compute_loss_func = None
+
+    def _loss(self, outputs, labels, num_items_in_batch=None) -> torch.Tensor:
+        """Trainer's `compute_loss_func`: the task loss; in training its gradient is the divergence's."""
+        batch = self._batch
+        if batch is None or batch.logits is None:  # in evaluation
+            logits = outputs["logits"]
+            options = {"vocab_size": logits.shape[-1], "num_items_in_batch": num_items_in_batch}
+            return self._task_loss(logits=logits, labels=labels, **options)
+        kept = self._sums["kl"].to(batch.logits.device)
+        return KlAlone.apply(batch.logits, kept, labels, num_items_in_batch, batch, divergence_of(self._backend))
 
     def detach(self) -> None:
         """Take it off the model, which until then holds the parent in memory, in its copies and pickles too."""
@@ -108,7 +136,8 @@ class Distillation:
         with torch.no_grad():
             hidden = self.parent.get_decoder()(**reads, use_cache=False).last_hidden_state
         weight = torch.ones(hidden.shape[:2], device=hidden.device) if weight is None else weight.to(hidden.device)
-        self._batch = _Batch(hidden, self._outputs, weight, scale, self._factors(weight, scale))
+        head = self.parent.get_output_embeddings()
+        self._batch = _Batch(hidden, self._outputs, weight, scale, self._factors(weight, scale), head, self.logits)
         self._ran = True
         try:
             yield
@@ -157,19 +186,22 @@ class Distillation:
         if batch is None or not torch.is_grad_enabled():
             return None
         batch.made_logits = True
-        return _InjectKl.apply(logits, self._sums["kl"].to(logits.device), batch, self)
+        if self._task_loss is not None:
+            batch.logits = logits  # before they are turned to float32 for the loss
+            return None
+        return InjectKl.apply(logits, self._sums["kl"].to(logits.device), batch, divergence_of(self._backend))
 
 
 class _Batch:
-    """What a micro-batch's gradients need of the parent.
+    """What a micro-batch's gradients need of the parent, and the model's logits where the task loss is spared.
 
-    Shapes: hidden and each of outputs (B, S, D), weight (B, S), scale (), each of factors (2).
+    Shapes: hidden and each of outputs (B, S, D), weight (B, S), scale (), each of factors (2), logits (B, S, V).
     """
 
-    def __init__(self, hidden, outputs, weight, scale, factors):
+    def __init__(self, hidden, outputs, weight, scale, factors, head, share):
         self.hidden, self.outputs, self.weight, self.scale = hidden, outputs, weight, scale
-        self.factors = factors
-        self.made_logits = False
+        self.factors, self.head, self.share = factors, head, share
+        self.made_logits, self.logits = False, None
 
 
 class _Layer:
@@ -185,50 +217,6 @@ class _Layer:
         target, factors = batch.outputs[self.index], batch.factors[self.index]
         given = (target, batch.weight, factors, self.distillation._sums["layer_error"])
         return _InjectError.apply(output, *(each.to(output.device) for each in given))
-
-
-class _InjectKl(torch.autograd.Function):
-    """Logits unchanged; backward mixes in the gradient of KL(parent || model), softmax(model) - softmax(parent)."""
-
-    @staticmethod
-    def forward(ctx, logits, sums, batch, distillation):
-        ctx.save_for_backward(logits)
-        ctx.batch, ctx.distillation = batch, distillation
-        return logits.view_as(logits)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_logits):
-        (logits,) = ctx.saved_tensors
-        batch, owner = ctx.batch, ctx.distillation
-        head, share = owner.parent.get_output_embeddings(), owner.logits
-        # Not in place: the gradient that comes in belongs to autograd. A loss of transposed logits gives one whose
-        # tokens are no rows, which `flatten` would copy.
-        grad = (grad_logits * (1 - share)).contiguous()
-        grad_TV, logits_TV = grad.flatten(0, 1), logits.flatten(0, 1)
-        hidden_TD, weight_T = batch.hidden.flatten(0, 1), batch.weight.flatten()
-        kl = torch.zeros((), device=logits.device)
-        tokens = max(1, CHUNK // logits.shape[-1])
-        divergence = _kl if owner._backend is None else _compiled_kl(owner._backend)
-        for at in range(0, len(logits_TV), tokens):
-            rows = slice(at, at + tokens)
-            some_kl, step = divergence(logits_TV[rows], head(hidden_TD[rows]), weight_T[rows], share * batch.scale)
-            kl += some_kl
-            grad_TV[rows] += step
-        return grad, torch.stack([kl, weight_T.sum()]), None, None
-
-
-def _kl(logits_TV, parent_TV, weight_T, factor):
-    """The sum over T tokens of weight * KL(parent || model), and `factor` times its gradient by the model's logits."""
-    mine, theirs = F.log_softmax(logits_TV.float(), -1), F.log_softmax(parent_TV.float(), -1)
-    weight = weight_T.unsqueeze(1)
-    kl = torch.where(weight > 0, weight * theirs.exp() * (theirs - mine), 0).sum()
-    return kl, torch.where(weight > 0, factor * weight * (mine.exp() - theirs.exp()), 0)
-
-
-@functools.cache
-def _compiled_kl(backend: str):
-    return torch.compile(_kl, backend=backend)
 
 
 class _InjectError(torch.autograd.Function):
