@@ -24,14 +24,20 @@ def parent_of(rows: list[dict]) -> dict | None:
     return next((row for row in rows if "start" not in row), None)
 
 
-def control_of(rows: list[dict]) -> dict | None:
-    """The parent trained on as it is."""
-    return next((row for row in rows if row.get("relu") is False), None)
+def control_of(rows: list[dict], row: dict | None = None) -> dict | None:
+    """The parent trained on as it is: of several, the one that read the number of tokens nearest to `row`'s.
+
+    Without a row, or with one that read nothing, the first.
+    """
+    controls = [each for each in rows if each.get("relu") is False]
+    if len(controls) < 2 or row is None or not row["tokens_read"]:
+        return next(iter(controls), None)
+    return min(controls, key=lambda each: abs(math.log(each["tokens_read"] / row["tokens_read"])))
 
 
 def excess(row: dict, rows: list[dict]) -> float | None:
     """Mean over the texts of loss / (the lower of the parent's and the control's) - 1; None before both are there."""
-    parent, control = parent_of(rows), control_of(rows)
+    parent, control = parent_of(rows), control_of(rows, row)
     if parent is None or control is None:
         return None
     shares = [loss / min(parent["losses"][text], control["losses"][text]) - 1 for text, loss in row["losses"].items()]
@@ -43,7 +49,7 @@ def kept(row: dict, rows: list[dict]) -> float | None:
 
     None before both are scored, and where they were scored on other numbers of rows.
     """
-    control = control_of(rows)
+    control = control_of(rows, row)
     if control is None or any(_rows_of(row, task) is None for task in TASKS):
         return None
     if any(_rows_of(row, task) != _rows_of(control, task) for task in TASKS):
@@ -190,4 +196,4 @@ def _rows_of(row: dict, task: str) -> int | None:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    report([json.loads(line) for line in (folder / "pretrained.jsonl").read_text().splitlines()], folder)
+    report([json.loads(line) for line in (folder / "pretrained.jsonl").read_text().split("\n") if line], folder)

@@ -21,6 +21,7 @@ from hf_twell.recipe.schema import Recipe
 
 # Of a run, and not of its recipe.
 APART = ("id", "name", "start", "average", "own_text", "seed", "tokens", "tokens_per_step", "training")
+FACTS = "trained.json"  # in a run's folder, written last
 MEASURED_SEQUENCES = 64  # of each held-out text, on which a training itself measures
 
 
@@ -55,9 +56,14 @@ def needs(run: dict, study: dict) -> str | None:
     return None if run.get("start", "parent") == "parent" else _named(run["start"], study)["id"]
 
 
-def folder_of(run: dict, output: Path) -> Path:
-    """Where a run's checkpoints and final model lie."""
-    return output / "runs" / run["id"].replace(" ", "_").replace("/", "_")
+def folder_of(id: str, output: Path) -> Path:
+    """Where the checkpoints and the final model of the run with that id lie."""
+    return output / "runs" / id.replace(" ", "_").replace("/", "_")
+
+
+def is_made(id: str, output: Path) -> bool:
+    """Whether its final model is there, and what its training told."""
+    return (folder_of(id, output) / FACTS).is_file()
 
 
 def recipe_of(run: dict, study: dict, model: str, output: Path) -> Recipe:
@@ -85,7 +91,7 @@ def recipe_of(run: dict, study: dict, model: str, output: Path) -> Recipe:
         }
     recipe = Recipe(
         model=_model(run["start"], study, model, output),
-        output_dir=str(folder_of(run, output)),
+        output_dir=str(folder_of(run["id"], output)),
         train=[],
         heldout=[],
         sequence_length=study["sequence_length"],
@@ -97,19 +103,23 @@ def recipe_of(run: dict, study: dict, model: str, output: Path) -> Recipe:
 
 
 def train(run: dict, study: dict, model: str, output: Path, text: dict) -> dict:
-    """Train, or go on from the last checkpoint, or nothing where it is done; what the training itself tells."""
-    folder = folder_of(run, output)
-    done = folder / "trained.json"  # written last
+    """Train, or go on from the last checkpoint, or nothing where it is done; what the training itself tells.
+
+    `tokens_read` of it is of all phases: with what the model that it begins with had read.
+    """
+    folder = folder_of(run["id"], output)
+    done = folder / FACTS
     if done.is_file():
         return json.loads(done.read_text())
     needed, begin = needs(run, study), _model(run["start"], study, model, output)
-    if needed is not None and not Path(begin, "config.json").is_file():
+    if needed is not None and not (is_made(needed, output) and Path(begin, "config.json").is_file()):
         raise FileNotFoundError(
             f"{run['id']} begins with the model of {needed}, and {begin} is not there; bring it, or take out "
             "the row of that run and train it again"
         )
+    read = 0 if needed is None else json.loads((folder_of(needed, output) / FACTS).read_text())["tokens_read"]
     if "average" in run:
-        return _average(begin, model, run["average"], folder)
+        return _average(begin, model, run["average"], folder, read)
     recipe = recipe_of(run, study, model, output)
     resumed = last_checkpoint(recipe.output_dir) is not None
     if resumed:  # with all steps done, it is made from the last checkpoint
@@ -128,7 +138,7 @@ def train(run: dict, study: dict, model: str, output: Path, text: dict) -> dict:
     facts = {
         "sequence_length": recipe.sequence_length,
         "settings": settings,
-        "tokens_read": settings["max_steps"] * batch * recipe.sequence_length,
+        "tokens_read": read + settings["max_steps"] * batch * recipe.sequence_length,
         "minutes": round((time.perf_counter() - started) / 60, 2),  # since the last start
         "resumed": resumed,
         "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20) if torch.cuda.is_available() else None,
@@ -141,14 +151,14 @@ def train(run: dict, study: dict, model: str, output: Path, text: dict) -> dict:
     return facts
 
 
-def _average(begin: str, model: str, share: float, folder: Path) -> dict:
+def _average(begin: str, model: str, share: float, folder: Path, read: int) -> dict:
     """The mean of a run's model and the parent, whose share is given, as the final model; what `train` returns."""
     started = time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
     mean, tokenizer = average(begin, model, share)
     save_model(mean, folder / "final", tokenizer, overwrite=True)
-    facts = {"tokens_read": 0, "minutes": round((time.perf_counter() - started) / 60, 2)}
-    (folder / "trained.json").write_text(json.dumps(facts))
+    facts = {"tokens_read": read, "minutes": round((time.perf_counter() - started) / 60, 2)}
+    (folder / FACTS).write_text(json.dumps(facts))
     return facts
 
 
@@ -167,4 +177,4 @@ def _named(name: str, study: dict) -> dict:
 
 def _model(start: str, study: dict, model: str, output: Path) -> str:
     """The folder of a run's final model, or the parent."""
-    return model if start == "parent" else str(folder_of(_named(start, study), output) / "final")
+    return model if start == "parent" else str(folder_of(_named(start, study)["id"], output) / "final")

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import yaml
 from pretrained_report import TASKS, report
-from pretrained_runs import folder_of, is_trained, needs, plan, recipe_of, train
+from pretrained_runs import folder_of, is_made, is_trained, needs, plan, recipe_of, train
 from pretrained_text import ROWS_FOLDER, prepare
 from study_loop import list_runs, make_rows, merged, missing_runs, study_arguments
 from study_measure import (
@@ -48,7 +48,7 @@ LOSS_BATCH = 8  # sequences; their logits in float32 are 1.6 GB for 1,024 tokens
 def load(run: dict, study: dict, model: str, output: Path):
     """A run's finished model in float32, its tokenizer, and the device on which they are scored."""
     device = "cuda" if torch.cuda.is_available() and not study["training"].get("use_cpu") else "cpu"
-    path = folder_of(run, output) / "final" if "start" in run else model
+    path = folder_of(run["id"], output) / "final" if "start" in run else model
     return *load_model(path, dtype=torch.float32, device=device), device
 
 
@@ -65,9 +65,6 @@ def run_one(run: dict, study: dict, model: str, output: Path, text: dict) -> dic
     facts = {"tokens_read": 0, "minutes": 0.0}
     if "start" in run:
         facts = train(run, study, model, output, text)
-        rows = {row["id"]: row for row in read_rows(output / ROWS)}
-        needed = needs(run, study)
-        facts["tokens_read"] += rows[needed]["tokens_read"] if needed else 0
     finished, tokenizer, device = load(run, study, model, output)
     losses = {name: sequence_losses(finished, part, LOSS_BATCH) for name, part in text["texts"].items()}
     tasks, unscored = scores(finished, tokenizer, study, output, list(TASKS))
@@ -90,8 +87,9 @@ def score_rows(runs: list[dict], study: dict, model: str, output: Path, *, ends:
     """Add the tasks that rows lack; a row whose model is gone, or under way elsewhere, is left as it is."""
     lacking = {row["id"]: row["unscored"] for row in read_rows(output / ROWS) if row["unscored"]}
     for run in (run for run in runs if run["id"] in lacking):
-        if "start" in run and not (folder_of(run, output) / "final" / "config.json").is_file():
-            print(f"{run['id']}: its model is no longer in {folder_of(run, output)}; the row stays as it is")
+        folder = folder_of(run["id"], output)
+        if "start" in run and not (folder / "final" / "config.json").is_file():
+            print(f"{run['id']}: its model is no longer in {folder}; the row stays as it is")
             continue
         turn = Turn(f"score {run['id']}", None)
         if time.monotonic() > ends or not turn.take(output / "turns"):
@@ -153,6 +151,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         report=report,
         minutes=args.minutes,
         started=started,
+        is_made=lambda id: is_made(id, output),
     )
     return read_rows(output / ROWS)
 

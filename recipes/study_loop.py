@@ -52,6 +52,7 @@ def make_rows(
     report: Callable[[list[dict], Path], None],
     minutes: float,
     started: float,
+    is_made: Callable[[str], bool] = lambda id: False,
 ) -> None:
     """Make the row of each run that no other process makes, append it to `path`, and draw the report beside that.
 
@@ -60,13 +61,14 @@ def make_rows(
     Args:
         needs: the id of the run whose model one begins with.
         minutes: after which no run begins, counted from `started` (of `time.monotonic()`).
+        is_made: whether a run's model is there before its row, so that others begin with it while it is scored.
 
     Raises:
         SystemExit: at the end, naming the runs that failed.
     """
     failed, output = [], path.parent
     turns = [Turn(run["id"], needs(run)) for run in runs]
-    while (taken := next_turn(turns, path, output / "turns")) is not None:
+    while (taken := next_turn(turns, path, output / "turns", is_made)) is not None:
         with taken:
             if time.monotonic() - started > 60 * minutes:
                 print(f"{minutes:g} minutes are over; the same command goes on with {taken.id}")

@@ -5,6 +5,7 @@ import fcntl
 import json
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 WAIT_S = 2.0
@@ -38,8 +39,11 @@ class Turn:
         self.leave()
 
 
-def next_turn(turns: list[Turn], rows: Path, folder: Path) -> Turn | None:
+def next_turn(turns: list[Turn], rows: Path, folder: Path, is_made: Callable[[str], bool]) -> Turn | None:
     """The first run that is not done, not under way and has what it needs; waits for one; None once all are done.
+
+    Args:
+        is_made: whether the model of the run with that id is there already, though its row may not be.
 
     Raises:
         SystemExit: a run needs another one that is neither done nor among `turns`.
@@ -48,7 +52,7 @@ def next_turn(turns: list[Turn], rows: Path, folder: Path) -> Turn | None:
         done = {row["id"] for row in read_rows(rows)}
         left = [turn for turn in turns if turn.id not in done]
         for turn in left:
-            if turn.needs is not None and turn.needs not in done:
+            if turn.needs is not None and turn.needs not in done and not is_made(turn.needs):
                 if all(turn.needs != other.id for other in left):
                     raise SystemExit(f"{turn.id} begins with the model of {turn.needs}; run that first")
             elif turn.take(folder):

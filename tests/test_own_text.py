@@ -71,6 +71,13 @@ def test_what_begins_a_document(demo):
         document_start(tokenizer, "<s>")
 
 
+def test_line_separators_within_a_document_end_no_row(demo, tmp_path):
+    path, row = tmp_path / "own.jsonl", {"text": "a\u2028b\u0085c", "tokens": 100, "batch": 0}
+    path.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    result = sample_text(*demo, path, tokens=100)
+    assert (result["documents"], result["tokens"]) == (1, 100)
+
+
 def test_a_file_is_gone_on_with(demo, tmp_path):
     """To the same rows as in one go, after a kill in the middle of a line."""
     model, tokenizer = demo

@@ -150,6 +150,12 @@ def test_excess_and_kept(scripts, tmp_path):
     assert report["kept"](few, rows) is None, "on other rows than the control"
     assert report["excess"](count, [count, parent]) is report["kept"](count, [count, parent]) is None
 
+    longer = row("dense longer", (2.0, 2.4), 0.5, relu=False, tokens_read=100)
+    many = {**count, "tokens_read": 80}
+    assert report["excess"](many, [*rows, longer]) == pytest.approx((0.1 + 0.5) / 2), "of as many tokens"
+    assert report["kept"](many, [*rows, longer]) == pytest.approx(0.4)
+    assert report["excess"](count, [*rows, longer]) == excess[2]
+
     report["report"](rows, tmp_path)
     table = (tmp_path / "study.md").read_text().splitlines()
     assert len(table) == 2 + len(rows)
@@ -197,9 +203,22 @@ def test_figures_are_drawn_from_rows(scripts, tmp_path, monkeypatch):
     assert all(path.is_file() for path in drawn)
 
 
+def test_a_run_begins_when_the_model_that_it_needs_is_made(scripts, tmp_path):
+    """Before that one's row, which waits for its tasks' scores."""
+    sharing = scripts("study_sharing")
+    turns = [sharing["Turn"]("dense", None), sharing["Turn"]("mean", "dense")]
+    rows, folder = tmp_path / "rows.jsonl", tmp_path / "turns"
+    with sharing["next_turn"](turns, rows, folder, lambda id: False) as first:
+        assert first.id == "dense"
+        with sharing["next_turn"](turns, rows, folder, lambda id: id == "dense") as second:
+            assert second.id == "mean"
+
+
 def test_own_text_is_a_share_of_all(scripts, parent, tmp_path):
     study = {"training": {"use_cpu": True}, "own_text": {"tokens": 200, "length": 16, "batch_size": 4, "share": 0.25}}
     train = torch.full((30, 16), 7)
+    begun = json.dumps({"text": "one\u2028document", "tokens": 10, "batch": 0}, ensure_ascii=False)
+    (tmp_path / "own.jsonl").write_text(f"{begun}\n", encoding="utf-8")
     with_own_text = scripts("pretrained_text")["with_own_text"]
     mixed = with_own_text(train, study, str(parent), tmp_path)
     assert mixed.shape == (40, 16)
