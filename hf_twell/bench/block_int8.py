@@ -1,5 +1,6 @@
 """What `hf-twell bench ffn --weights int8` measures: the block in torchao's int8, by our kernels and by torchao."""
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -8,7 +9,7 @@ from hf_twell.bench import block, workload
 from hf_twell.bench.check import check_block, wider_dtype
 from hf_twell.bench.environment import DTYPES, environment
 from hf_twell.bench.progress import Report, silent
-from hf_twell.bench.timing import interleaved_ms
+from hf_twell.bench.timing import Captured, interleaved_ms
 from hf_twell.blocks.operands import int8_values
 from hf_twell.ops import api, reference
 
@@ -22,15 +23,17 @@ def bench_ffn_int8(
     hidden: int = 2048,
     intermediate: int = 5632,
     dtype: str = "bfloat16",
+    device: str = "cpu",
     repeats: int | None = None,
     compile_dense: bool = True,
     report: Report = silent,
 ) -> Iterator[dict]:
-    """One row for each number of tokens and L0, on a CPU, forward under inference mode; all variants take turns.
+    """One row for each number of tokens and L0, forward under inference mode; all variants take turns.
 
     `eager` and `compiled` are dense in `dtype`, `torchao` and `torchao_compiled` dense in int8, `sparse` is our block
     in int8 and `sparse_plain` our block in `dtype`. `speedup` is over the better of the first two, as in other rows,
-    `speedup_same_weights` over the better of torchao's, and `speedup_plain` over our own block in `dtype`.
+    `speedup_same_weights` over the better of torchao's, and `speedup_plain` over our own block in `dtype`. Blocks are
+    timed as `bench_ffn` times them: on CUDA at 256 tokens or fewer, 28 in a captured graph.
 
     Raises:
         ValueError: a result less accurate than DESIGN allows (twice torchao's own error); no speed is given then.
@@ -38,45 +41,63 @@ def bench_ffn_int8(
     """
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    config = Int8WeightOnlyConfig(set_inductor_config=False)
+    config, device = Int8WeightOnlyConfig(set_inductor_config=False), torch.device(device)
     report("making the workload")
-    made = [workload.make_ffn(max(1024, *tokens), hidden, intermediate, l0, dtype=DTYPES[dtype]) for l0 in l0s]
+    count = max(block.DECODE_POOL if device.type == "cuda" else 1024, *tokens)
+    made = [workload.make_ffn(count, hidden, intermediate, l0, dtype=DTYPES[dtype], device=device) for l0 in l0s]
     for count in tokens:
         torch._dynamo.reset()  # recompiling for each shape would end at PyTorch's limit
+        captured = device.type == "cuda" and count <= block.GRAPH_TOKENS
         for l0, (pool, *weights) in zip(l0s, made, strict=True):
-            (x,), active = block.draw(pool, weights[0], count, l0, 1)
-            plain = [weights, *([w.clone() for w in weights] for _ in range(block.copies(weights, 1) - 1))]
+            xs, active = block.draw(pool, weights[0], count, l0, block.GRAPH_BLOCKS if captured else 1)
+            plain = [weights, *([w.clone() for w in weights] for _ in range(block.copies(weights, len(xs)) - 1))]
             ours = [workload.patched_block(*(w.clone() for w in some)) for some in plain]
-            quantized = [workload.patched_block(*(w.clone() for w in some)) for some in (*plain, *plain)]
-            stored = [workload.patched_block(*(w.clone() for w in some)) for some in (*plain, *plain)]  # by rows
+            twice = plain if device.type == "cuda" else (*plain, *plain)  # half the bytes are cold after twice the sets
+            quantized = [workload.patched_block(*(w.clone() for w in some)) for some in twice]
+            stored = [workload.patched_block(*(w.clone() for w in some)) for some in twice]  # by rows
             for each in (*quantized, *stored):
                 quantize_(each, config)
-            calls = {
-                "eager": lambda turn, x=x, sets=plain: block.dense(x, *sets[turn % len(sets)]),
-                "torchao": lambda turn, x=x, sets=stored: block.dense(x, *_weights(sets[turn % len(sets)])),
-                "sparse": lambda turn, x=x, sets=quantized: sets[turn % len(sets)](x),
-                "sparse_plain": lambda turn, x=x, sets=ours: sets[turn % len(sets)](x),
+            variants = {
+                "eager": (block.dense, plain),
+                "torchao": (block.dense, [_weights(each) for each in stored]),
+                "sparse": (lambda x, ffn: ffn(x), [(each,) for each in quantized]),
+                "sparse_plain": (lambda x, ffn: ffn(x), [(each,) for each in ours]),
             }
             if compile_dense:
                 compiled = torch.compile(block.dense, dynamic=False)
-                calls["compiled"] = lambda turn, x=x, f=compiled, sets=plain: f(x, *sets[turn % len(sets)])
-                calls["torchao_compiled"] = lambda turn, x=x, f=compiled, sets=stored: f(
-                    x, *_weights(sets[turn % len(sets)])
-                )
+                variants["compiled"] = compiled, variants["eager"][1]
+                variants["torchao_compiled"] = compiled, variants["torchao"][1]
             with torch.inference_mode():
-                yield _row(calls, x, active, quantized, count, l0, dtype, repeats or 11, report)
+                yield _row(variants, xs, active, quantized, captured, count, l0, dtype, repeats, report)
 
 
-def _row(calls, x, active, quantized, count, l0, dtype, repeats, report) -> dict:
+def _row(variants, xs, active, quantized, captured, count, l0, dtype, repeats, report) -> dict:
     report("checking")
+    device = xs[0].device
+
+    def call(name, turn):
+        function, sets = variants[name]
+        return function(xs[turn % len(xs)], *sets[turn % len(sets)])
+
     for turn in range(len(quantized)):
-        calls["sparse"](turn), calls["sparse_plain"](turn)  # a block's first call looks at its density
-    outputs = {"eager": {"y": calls["torchao"](0)}, "sparse": {"y": calls["sparse"](0)}}
+        call("sparse", turn), call("sparse_plain", turn)  # a block's first call looks at its density
+    calls = {name: functools.partial(call, name) for name in variants}
+    if captured:
+        graphs = {
+            name: Captured(lambda one=one: [one(i) for i in range(len(xs))], device) for name, one in calls.items()
+        }
+        calls = {name: lambda turn, graph=graph: graph() for name, graph in graphs.items()}
+    outputs = {
+        "eager": {"y": call("torchao", 0)},
+        "sparse": {"y": calls["sparse"](0)[0] if captured else call("sparse", 0)},
+    }
     gate, up, down = (int8_values(weight) for weight in _weights(quantized[0]))
     scales = {"s_up": up[1], "s_down": down[1], "s_gate": gate[1]}
-    truth = reference.ffn(x.to(wider_dtype(x.dtype)), up[0], down[0], gate[0], **scales)
-    errors = check_block(outputs, {"y": truth}, x.dtype, count, active.sum().item())
-    times = interleaved_ms(calls, repeats, x.device, report=report)
+    wide = [part.to(wider_dtype(xs[0].dtype)) for part in xs[0].split(8192)]  # a whole h would take gigabytes
+    truth = torch.cat([reference.ffn(part, up[0], down[0], gate[0], **scales) for part in wide])
+    errors = check_block(outputs, {"y": truth}, xs[0].dtype, count, active.sum().item())
+    turns = repeats or (25 if device.type == "cuda" else 11)
+    times = {name: time / len(xs) for name, time in interleaved_ms(calls, turns, device, report=report).items()}
 
     def speedup(*names):
         return round(min(times[name] for name in names if name in times) / times["sparse"], 3)
@@ -91,18 +112,18 @@ def _row(calls, x, active, quantized, count, l0, dtype, repeats, report) -> dict
         "weights": "int8",
         "requested_l0": round(l0, 3),
         "pass": "forward",
-        "backend": api.resolve("auto", "cpu"),
-        **block.activity(active, count, False),
+        "backend": api.resolve("auto", device.type),
+        **block.activity(active, count, captured),
         "error": errors["y"]["sparse"],
         "error_eager": errors["y"]["eager"],
         **{f"{name}_ms": round(value, 5) for name, value in times.items()},
         "speedup": speedup("eager", "compiled"),
         "speedup_same_weights": speedup("torchao", "torchao_compiled"),
         "speedup_plain": speedup("sparse_plain"),
-        "timed": "single calls",
-        "took": block.taken(quantized[0], x),
+        "timed": f"captured graph of {len(xs)} blocks" if captured else "single calls",
+        "took": block.taken(quantized[0], xs[0]),
         "down_stored_by": "rows" if down[0].is_contiguous() else "columns",
-        **environment(x.device),
+        **environment(device),
     }
 
 

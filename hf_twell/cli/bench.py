@@ -252,7 +252,7 @@ def _ffn_rows(args, common):
     sizes = [SHAPES[name] for name in args.shape or ()] or [(args.hidden, args.intermediate)]
     common |= {"compile_dense": not args.no_compile}
     if args.weights:
-        if common.pop("device") != "cpu":
+        if common["device"] != "cpu":
             raise ValueError("--weights int8 is measured on a CPU, whose kernels take it; add --device cpu")
         del common["energy"]
         bench_ffn = bench_ffn_int8

@@ -186,7 +186,7 @@ def _kernels_take(backend, device_type, needs_grad, x, *weights) -> bool:
     if not dtypes <= {torch.float32, torch.bfloat16, torch.float16, *((torch.int8,) if int8 else ())}:
         problem = f"dtype {x.dtype}; the kernels take float32, bfloat16 and float16"
     elif int8 and device_type != "cpu":
-        problem = "int8 weights; the CPU's kernels take them, and CUDA's do not yet"
+        problem = "int8 weights; the CPU's kernels take them, and CUDA's have yet to be measured"
     elif int8 and needs_grad:
         problem = "gradients are wanted through int8 weights; the kernels compute none: use torch.no_grad()"
     elif not (0 < hidden <= limit("kMaxHidden") and 0 < intermediate <= limit("kMaxWidth")):

@@ -13,6 +13,7 @@ import torch
 
 from hf_twell.ops import api, reference
 from tests.ffn_cases import make_case
+from tests.int8_cases import int8_case
 
 TOKENS = {"decode": (1, 2, 3, 4, 17, 64), "sm90": (1, 65, 130, 300, 2100), "portable": (1, 65, 130, 300)}
 TRAINED = ((1, 64), (300, 64), (300, 4), (130, 1))  # tokens, capacity
@@ -25,6 +26,14 @@ CALLS = (
     (136, 1001, 0.3, False, False, torch.float16),
     (264, 1536, 1.0, True, False, torch.bfloat16),
     (1032, 2100, 0.02, True, True, torch.bfloat16),  # large enough for one kernel to decode up to four tokens
+)
+ORDER = ("x", "w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate", "s_up", "s_down", "s_gate")
+INT8_CALLS = (
+    (16, 16, 1.0, True, True, torch.bfloat16),
+    (33, 70, 0.1, True, False, torch.float16),
+    (80, 344, 0.02, True, True, torch.bfloat16),
+    (144, 1001, 0.3, False, False, torch.float16),
+    (1040, 2100, 0.02, True, True, torch.bfloat16),
 )
 
 
@@ -41,6 +50,21 @@ def infer(paths) -> int:
             with torch.no_grad():
                 y, truth = api.ffn(**case, backend="cuda"), reference.ffn(**case)
             torch.testing.assert_close(y, truth, rtol=0.05, atol=0.05, equal_nan=True)
+            calls += 1
+    return calls
+
+
+def infer_int8() -> int:
+    """The kernels that read int8, and what dequantizes it for the others."""
+    os.environ.pop("HF_TWELL_CUDA_PATH", None)
+    calls = 0
+    for (hidden, width, density, gated, biases, dtype), by_column in itertools.product(INT8_CALLS, (True, False)):
+        for tokens in (1, 9, 17, 64, 65):
+            case = int8_case(tokens, hidden, width, density, dtype, gated=gated, biases=biases, by_column=by_column)
+            case = {name: None if tensor is None else tensor.cuda() for name, tensor in case.items()}
+            with torch.no_grad():
+                y, truth = torch.ops.hf_twell.infer(*(case.get(name) for name in ORDER)), reference.ffn(**case)
+            torch.testing.assert_close(y, truth, rtol=0.05, atol=0.05)
             calls += 1
     return calls
 
@@ -72,7 +96,9 @@ def on_gpu(*args, **kwargs) -> dict:
 
 def main() -> None:
     paths = sys.argv[1:]
-    print(f"{infer(paths or TOKENS)} calls without gradients, {0 if paths else train()} with")
+    plain = infer(paths or TOKENS)
+    int8 = 0 if paths else infer_int8()
+    print(f"{plain} calls without gradients, {int8} of int8 weights, {0 if paths else train()} with gradients")
 
 
 main()

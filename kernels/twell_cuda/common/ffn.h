@@ -18,7 +18,7 @@ struct Ffn {
   int hidden;      // D, a multiple of 8: rows start at 16-byte borders
   int width;       // F
   const void* x;  // (T, D); like all other pointers to contiguous rows, its base 16-byte aligned
-  // One row of D for each of the F neurons. Kernels read the plain form (is_plain).
+  // One row of D for each of the F neurons, all in one of the two forms of is_readable.
   Operand gate;  // gate_proj, or up_proj where the block has no gate
   Operand up;    // up_proj, or no data where the block has no gate
   Operand down;  // down_proj by columns
@@ -29,13 +29,16 @@ struct Ffn {
   void* y;             // (T, D)
 
   bool gated() const { return up.data != nullptr; }
+  bool int8() const { return gate.dtype == DType::kInt8; }
 };
 
-// The form that today's kernels read: contiguous rows of the call's own type at a 16-byte border, without scales.
+// The two forms that kernels read: contiguous rows at a 16-byte border, of the call's own type, or int8 with scales.
 inline Operand plain(const void* data, DType dtype, int64_t columns) { return {data, dtype, columns, 1, nullptr}; }
-inline bool is_plain(const Operand& weight, const Ffn& ffn) {
-  return weight.dtype == ffn.dtype && weight.row_stride == ffn.hidden && weight.column_stride == 1 &&
-         weight.scales == nullptr && reinterpret_cast<uintptr_t>(weight.data) % 16 == 0;
+inline bool is_readable(const Operand& weight, const Ffn& ffn) {
+  const bool scaled = weight.dtype == DType::kInt8;
+  return (scaled || weight.dtype == ffn.dtype) && scaled == (weight.scales != nullptr) &&
+         weight.row_stride == ffn.hidden && weight.column_stride == 1 &&
+         reinterpret_cast<uintptr_t>(weight.data) % 16 == 0;
 }
 
 // What a path needs to know of the GPU; read once for each device.

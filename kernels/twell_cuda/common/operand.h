@@ -6,14 +6,17 @@
 
 namespace twell {
 
-// kFloat32 has no kernels here: PyTorch's matmuls take it (host/dispatch.h).
-enum class DType : int { kBFloat16, kFloat16, kFloat32 };
+// kFloat32 has no kernels here: PyTorch's matmuls take it (host/dispatch.h). kInt8 is of weights alone.
+enum class DType : int { kBFloat16, kFloat16, kFloat32, kInt8 };
+
+constexpr int bytes_of(DType dtype) { return dtype == DType::kInt8 ? 1 : dtype == DType::kFloat32 ? 4 : 2; }
 
 struct Operand {
   const void* data = nullptr;  // null: the call has no such weight
   DType dtype = DType::kBFloat16;
   int64_t row_stride = 0, column_stride = 1;  // in elements
-  const void* scales = nullptr;  // null: elements are the weights themselves
+  // Null: elements are the weights themselves. Else one for each row of the stock weight: of down, for each of D.
+  const float* scales = nullptr;
 };
 
 }  // namespace twell

@@ -9,6 +9,7 @@ namespace decoding {
 
 cudaError_t launch_gate_up(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
                            cudaStream_t stream) {
+  if (ffn.int8()) return launch_int8_gate_up(ffn, plan, workspace, stream);
   if (plan.kernels.fused.use) return launch_fused(ffn, plan, device, workspace, stream);
   if (plan.kernels.few) return launch_few_gate_up(ffn, plan, device, workspace, stream);
   return plan.kernels.bulk_gate ? launch_bulk_gate_up(ffn, plan, device, workspace, stream)
@@ -17,6 +18,7 @@ cudaError_t launch_gate_up(const Ffn& ffn, const DecodePlan& plan, const Device&
 
 cudaError_t launch_down(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
                         cudaStream_t stream) {
+  if (ffn.int8()) return launch_int8_down(ffn, plan, workspace, stream);
   if (plan.kernels.fused.use) return cudaSuccess;
   return plan.kernels.few || plan.kernels.bulk_gate ? launch_few_down(ffn, plan, device, workspace, stream)
                                                     : launch_portable_down(ffn, plan, workspace, stream);
@@ -29,7 +31,7 @@ int64_t decode_workspace_bytes(const Ffn& ffn) { return decoding::plan_decode(ff
 cudaError_t decode(const Ffn& ffn, const decoding::Kernels& kernels, const Device& device, void* workspace,
                    cudaStream_t stream) {
   if (ffn.tokens < 1 || ffn.tokens > kDecodeMaxTokens || ffn.hidden < 8 || ffn.hidden > kMaxHidden ||
-      ffn.hidden % 8 != 0 || ffn.width < 1 || ffn.width > kMaxWidth) {
+      ffn.hidden % (ffn.int8() ? 16 : 8) != 0 || ffn.width < 1 || ffn.width > kMaxWidth) {
     return cudaErrorInvalidValue;
   }
   decoding::DecodePlan plan = decoding::plan_decode(ffn);

@@ -25,6 +25,9 @@ cudaError_t launch_down(const Ffn&, const DecodePlan&, const Device&, void* work
 // h into the workspace (decode/gate_up.cu), then y from it (decode/down.cu): the portable kernels.
 cudaError_t launch_portable_gate_up(const Ffn&, const DecodePlan&, void* workspace, cudaStream_t);
 cudaError_t launch_portable_down(const Ffn&, const DecodePlan&, void* workspace, cudaStream_t);
+// The same of int8 weights, D a multiple of 16 (decode/gate_up_int8.cu, decode/down_int8.cu).
+cudaError_t launch_int8_gate_up(const Ffn&, const DecodePlan&, void* workspace, cudaStream_t);
+cudaError_t launch_int8_down(const Ffn&, const DecodePlan&, void* workspace, cudaStream_t);
 // Hopper's first half for few tokens and large matrices (sm90/decode/bulk_gate_up.cu).
 cudaError_t launch_bulk_gate_up(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
 // All of the call at once (sm90/decode/fused.cu); both halves (sm90/decode/few_gate_up.cu, few_down.cu).

@@ -13,11 +13,13 @@ struct GateUpParams {
   const char* down;  // rows to bring into L2
   const void* b_gate;
   const void* b_up;
+  const float* s_gate;  // of int8 weights, one a row
+  const float* s_up;
   uint16_t* masks;
   uint32_t* arrivals;
   uint2* products;
   int tokens, width, blocks, slices;
-  uint32_t row_bytes;       // of x, gate, up and down
+  uint32_t row_bytes;       // of gate, up and down, and of x where they have its type
   int prefetch_max_active;  // active neurons of a block up to which all of down's active rows can wait in L2 together
 };
 
@@ -33,6 +35,8 @@ inline GateUpParams gate_up_params(const Ffn& ffn, const DecodePlan& plan, void*
   params.down = static_cast<const char*>(ffn.down.data);
   params.b_gate = ffn.b_gate;
   params.b_up = ffn.b_up;
+  params.s_gate = ffn.gate.scales;
+  params.s_up = ffn.up.scales;
   params.masks = reinterpret_cast<uint16_t*>(base + plan.masks);
   params.arrivals = reinterpret_cast<uint32_t*>(base + plan.arrivals);
   params.products = reinterpret_cast<uint2*>(base + plan.products);
@@ -40,8 +44,8 @@ inline GateUpParams gate_up_params(const Ffn& ffn, const DecodePlan& plan, void*
   params.width = ffn.width;
   params.blocks = plan.blocks;
   params.slices = plan.slices;
-  params.row_bytes = 2u * static_cast<uint32_t>(ffn.hidden);
-  const int64_t matrix_bytes = int64_t{2} * ffn.hidden * ffn.width;
+  params.row_bytes = static_cast<uint32_t>(bytes_of(ffn.gate.dtype) * ffn.hidden);
+  const int64_t matrix_bytes = int64_t{params.row_bytes} * ffn.width;
   const int64_t most = kPrefetchBytes * kBlockNeurons / matrix_bytes;
   params.prefetch_max_active = static_cast<int>(most < kBlockNeurons ? most : kBlockNeurons);
   return params;
@@ -73,6 +77,10 @@ __device__ __forceinline__ float sum_at(const float4* sums, int row, int token) 
 template <typename Half>
 __device__ __forceinline__ float bias_of(const void* bias, int neuron, int width) {
   return bias != nullptr && neuron < width ? to_float(static_cast<const Half*>(bias)[neuron]) : 0.f;
+}
+
+__device__ __forceinline__ float scale_of(const float* scales, int neuron, int width) {
+  return neuron < width ? scales[neuron] : 0.f;
 }
 
 }  // namespace twell::decoding

@@ -6,6 +6,9 @@
 // free, so the lane keeps neighbouring columns throughout and no data moves between lanes.
 #pragma once
 
+#include <type_traits>
+
+#include "common/int8.cuh"
 #include "common/mma.cuh"
 #include "decode/plan.h"
 
@@ -14,6 +17,7 @@ namespace twell::decoding {
 struct DownParams {
   const char* down;
   const void* b_down;
+  const float* s_down;      // of int8 weights, one a column
   const uint32_t* masks;  // of two blocks each
   const char* products;
   float4* partials;
@@ -27,6 +31,7 @@ inline DownParams down_params(const Ffn& ffn, const DecodePlan& plan, void* work
   DownParams params{};
   params.down = static_cast<const char*>(ffn.down.data);
   params.b_down = ffn.b_down;
+  params.s_down = ffn.down.scales;
   params.masks = reinterpret_cast<const uint32_t*>(base + plan.masks);
   params.products = base + plan.products;
   params.partials = reinterpret_cast<float4*>(base + plan.partials);
@@ -57,22 +62,37 @@ __device__ __forceinline__ int list_quads(uint32_t* list, int at, uint32_t mask,
   return at;
 }
 
-template <int kColumns, int kGroups>
+template <typename Weight, int kColumns, int kGroups>
 struct Piece {  // what a lane multiplies in one step: four rows' columns, and h
-  uint32_t row[4][kColumns / 2];
+  uint32_t row[4][kColumns * sizeof(Weight) / 4];
   uint2 h[kGroups];
 };
 
+// Operands of columns 2i and 2i + 1 of a piece's rows: (rows 0 and 1 of the first, of the second, rows 2 and 3 alike).
+template <typename Half, typename Weight, typename Rows>
+__device__ __forceinline__ void operands(uint32_t (&a)[4], const Rows& row, int i) {
+  if constexpr (std::is_same_v<Weight, int8_t>) {
+    const uint32_t bytes = i % 2 == 0 ? 0x5140 : 0x7362;  // of two rows in turn: columns 0 and 1, or 2 and 3
+    expand<Half>(__byte_perm(row[0][i / 2], row[1][i / 2], bytes), a[0], a[1]);
+    expand<Half>(__byte_perm(row[2][i / 2], row[3][i / 2], bytes), a[2], a[3]);
+  } else {
+    a[0] = __byte_perm(row[0][i], row[1][i], 0x5410);
+    a[1] = __byte_perm(row[0][i], row[1][i], 0x7632);
+    a[2] = __byte_perm(row[2][i], row[3][i], 0x5410);
+    a[3] = __byte_perm(row[2][i], row[3][i], 0x7632);
+  }
+}
+
 // sum[columns / 2 * kGroups + group] += rows h over the neurons of mask pairs `first`, `first` + `stride`, ...; the
 // lane's columns start at `column`. `list` is the warp's own, kMaxQuads long.
-template <typename Half, int kColumns, int kGroups, int kDepth>
+template <typename Half, typename Weight, int kColumns, int kGroups, int kDepth>
 __device__ __forceinline__ void multiply_quads(float (&sum)[kColumns / 2 * kGroups][4], const DownParams& p,
                                                uint32_t* list, int first, int stride, int column) {
-  using Step = Piece<kColumns, kGroups>;
+  using Step = Piece<Weight, kColumns, kGroups>;
   const int lane = threadIdx.x % 32;
   const bool inside = column < p.hidden;
-  const int64_t row_bytes = int64_t{2} * p.hidden;
-  const char* const rows = p.down + 2 * column;
+  const int64_t row_bytes = int64_t{sizeof(Weight)} * p.hidden;
+  const char* const rows = p.down + sizeof(Weight) * column;
   for (int base = first; base < p.mask_pairs; base += 32 * stride) {
     const int pair = base + lane * stride;
     const uint32_t mask = pair < p.mask_pairs ? __ldcg(p.masks + pair) : 0;
@@ -115,18 +135,23 @@ __device__ __forceinline__ void multiply_quads(float (&sum)[kColumns / 2 * kGrou
         Step& s = steps[u];
 #pragma unroll
         for (int i = 0; i < kColumns / 2; ++i) {
-          const uint32_t a0 = __byte_perm(s.row[0][i], s.row[1][i], 0x5410);
-          const uint32_t a1 = __byte_perm(s.row[0][i], s.row[1][i], 0x7632);
-          const uint32_t a2 = __byte_perm(s.row[2][i], s.row[3][i], 0x5410);
-          const uint32_t a3 = __byte_perm(s.row[2][i], s.row[3][i], 0x7632);
+          uint32_t a[4];
+          operands<Half, Weight>(a, s.row, i);
 #pragma unroll
-          for (int n = 0; n < kGroups; ++n) mma<Half>(sum[i * kGroups + n], a0, a1, a2, a3, s.h[n].x, s.h[n].y);
+          for (int n = 0; n < kGroups; ++n) mma<Half>(sum[i * kGroups + n], a[0], a[1], a[2], a[3], s.h[n].x, s.h[n].y);
         }
         load(s, start + 4 * (u + kDepth) + mine);
       }
     }
     __syncwarp();  // the list is free again
   }
+}
+
+// What is summed for columns d and d + 1, times their scales.
+__device__ __forceinline__ void scale_outputs(float4& v, const DownParams& p, int d) {
+  if (d >= p.hidden) return;
+  const float low = p.s_down[d], high = p.s_down[d + 1];
+  v.x *= low, v.y *= low, v.z *= high, v.w *= high;
 }
 
 // Columns d and d + 1 of y for tokens `token` and `token` + 1.

@@ -74,6 +74,17 @@ Tensor evaluate(const Tensor& x, const Tensor& w_up, const Tensor& w_down, const
   return sparse(x, Operands(x, w_up, w_down, w_gate, b_up, b_down, b_gate));
 }
 
+// Whether kernels read int8 weights themselves for such a call.
+bool reads_int8(const Tensor& x, const Tensor& w_up) {
+  Ffn ffn{};
+  ffn.dtype = dtype_of(x);
+  ffn.hidden = static_cast<int>(w_up.size(1));
+  ffn.width = static_cast<int>(w_up.size(0));
+  ffn.tokens = x.numel() / w_up.size(1);
+  ffn.gate.dtype = DType::kInt8;
+  return has_kernels(ffn.dtype) && has_row(ffn, device_of(x.get_device_index()));
+}
+
 std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up,
                                        MaybeTensor b_down, MaybeTensor b_gate, MaybeTensor /*l1_scale*/,
                                        MaybeTensor token_weight, MaybeTensor tally, int64_t capacity) {
@@ -92,12 +103,17 @@ std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, May
 
 Tensor infer(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up, MaybeTensor b_down,
              MaybeTensor b_gate, MaybeTensor s_up, MaybeTensor s_down, MaybeTensor s_gate) {
-  if (s_up || s_down || s_gate) {
-    throw std::runtime_error("hf_twell's CUDA kernels take no int8 weights yet; compute them with plain PyTorch");
-  }
   check_sizes(x, w_up);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  return evaluate(x, w_up, w_down, w_gate, b_up, b_down, b_gate);
+  if (!s_up || x.numel() == 0) return evaluate(x, w_up, w_down, w_gate, b_up, b_down, b_gate);
+  if (reads_int8(x, w_up)) {
+    return sparse(x, Operands(x, w_up, w_down, w_gate, b_up, b_down, b_gate, false, {s_up, s_down, s_gate}));
+  }
+  const auto plain = [&](const Tensor& matrix, const MaybeTensor& scales) {
+    return dequantized(matrix, *scales, x.scalar_type());
+  };
+  const MaybeTensor gate = w_gate ? MaybeTensor(plain(*w_gate, s_gate)) : std::nullopt;
+  return evaluate(x, plain(w_up, s_up), plain(w_down, s_down), gate, b_up, b_down, b_gate);
 }
 
 }  // namespace

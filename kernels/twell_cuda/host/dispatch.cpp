@@ -25,6 +25,7 @@ bool mid_half(const Ffn& ffn, const Device& device, sm90::MidPlan* plan) {
 }
 bool mid(const Ffn& ffn, const Device& device, sm90::MidPlan* plan) { return sm90::plan_mid(ffn, device, plan); }
 bool always(const Ffn&, const Device&, sm90::MidPlan*) { return true; }
+bool sixteens(const Ffn& ffn, const Device&, sm90::MidPlan*) { return ffn.hidden % 16 == 0; }  // 16 bytes of int8
 
 struct Row {
   const char* path;  // its name in HF_TWELL_CUDA_PATH
@@ -33,6 +34,7 @@ struct Row {
   double millions;                                           // of elements of one matrix, D x F / 2^20, at least
   bool (*fits)(const Ffn&, const Device&, sm90::MidPlan*);   // whether D and F suit how these kernels share out work
   Kernels kernels;
+  bool int8 = false;  // the weights that they read: int8 ones, or those of the call's own type
 };
 
 constexpr int64_t kMany = std::numeric_limits<int64_t>::max();
@@ -48,6 +50,7 @@ constexpr Row kTable[] = {
     {"decode",   Gpu::kHopper, 3, 8,                           2,     always,    Kernels::kFew},
     {"decode",   Gpu::kHopper, 9, kDecodeMaxTokens,            0,     always,    Kernels::kFew},
     {"decode",   Gpu::kAny,    1, kDecodeMaxTokens,            0,     always,    Kernels::kMma},
+    {"decode",   Gpu::kAny,    1, kDecodeMaxTokens,            0,     sixteens,  Kernels::kMma, true},
     {"sm90",     Gpu::kHopper, 1, sm90::kMidMaxHalfTokens,     0,     mid_half,  Kernels::kMidHalf},
     {"sm90",     Gpu::kHopper, 1, sm90::kMidMaxTokens,         0,     mid,       Kernels::kMid},
     {"sm90",     Gpu::kHopper, 1, kMany,                       0,     always,    Kernels::kPrefill},
@@ -57,7 +60,7 @@ constexpr Row kTable[] = {
 bool is_hopper(const Device& device) { return device.major == 9 && device.minor == 0; }
 
 bool takes(const Row& row, const Ffn& ffn, const Device& device, sm90::MidPlan* plan) {
-  return (row.gpu == Gpu::kAny || is_hopper(device)) && row.least_tokens <= ffn.tokens &&
+  return row.int8 == ffn.int8() && (row.gpu == Gpu::kAny || is_hopper(device)) && row.least_tokens <= ffn.tokens &&
          ffn.tokens <= row.most_tokens && static_cast<double>(ffn.hidden) * ffn.width >= row.millions * (1 << 20) &&
          row.fits(ffn, device, plan);
 }
@@ -129,20 +132,33 @@ std::string allowed_paths(const Ffn& ffn, const Device& device) {
 }
 
 void check_weights(const Ffn& ffn) {
-  if (!is_plain(ffn.gate, ffn) || !is_plain(ffn.down, ffn) || (ffn.gated() && !is_plain(ffn.up, ffn))) {
+  const auto readable = [&](const Operand& weight) {
+    return is_readable(weight, ffn) && weight.dtype == ffn.gate.dtype;
+  };
+  if (!readable(ffn.gate) || !readable(ffn.down) || (ffn.gated() && !readable(ffn.up))) {
     throw std::runtime_error(
-        "hf_twell's CUDA kernels read weights in contiguous rows of the activations' type, without scales");
+        "hf_twell's CUDA kernels read weights in contiguous rows, all of the activations' type, or all int8 with scales");
   }
+}
+
+// What HF_TWELL_CUDA_PATH asks for; null where it does not.
+const char* wanted_path() {
+  const char* wanted = std::getenv("HF_TWELL_CUDA_PATH");
+  return wanted && *wanted ? wanted : nullptr;
 }
 
 }  // namespace
 
 bool has_kernels(DType dtype) { return dtype != DType::kFloat32; }
 
+bool has_row(const Ffn& ffn, const Device& device) {
+  sm90::MidPlan plan{};
+  return first_row(kTable, wanted_path(), ffn, device, &plan) != nullptr;
+}
+
 void forward(const Ffn& ffn, const Device& device, cudaStream_t stream, const Services& services) {
   check_weights(ffn);
-  const char* wanted = std::getenv("HF_TWELL_CUDA_PATH");
-  if (wanted && !*wanted) wanted = nullptr;
+  const char* const wanted = wanted_path();
   sm90::MidPlan plan{};
   const Row* const row = first_row(kTable, wanted, ffn, device, &plan);
   if (row == nullptr) {

@@ -20,6 +20,7 @@
 #include <tuple>
 #include <vector>
 
+#include "common/dequantize.h"
 #include "common/ffn.h"
 #include "common/training.h"
 #include "common/transpose.h"
@@ -82,6 +83,7 @@ inline DType dtype_of(const Tensor& tensor) {
     case ScalarType::Float: return DType::kFloat32;
     case ScalarType::BFloat16: return DType::kBFloat16;
     case ScalarType::Half: return DType::kFloat16;
+    case ScalarType::Char: return DType::kInt8;
     default: throw std::runtime_error("hf_twell takes float32, bfloat16 or float16 tensors");
   }
 }
@@ -115,14 +117,14 @@ inline void check_launch(cudaError_t error, const char* what) {
 // Whether our kernel transposes it: a matrix of 2-byte elements.
 inline bool transposable(const Tensor& matrix) {
   const int64_t rows = matrix.size(0), columns = matrix.size(1);
-  return matrix.stride(1) == 1 && matrix.stride(0) == columns && rows % 8 == 0 && columns % 8 == 0 && aligned(matrix);
+  return bytes_of(dtype_of(matrix)) == 2 && matrix.stride(1) == 1 && matrix.stride(0) == columns && rows % 8 == 0 && columns % 8 == 0 && aligned(matrix);
 }
 
 inline Transposition transposition(const Tensor& matrix, Tensor& out) {
   return {matrix.const_data_ptr(), matrix.size(0), matrix.size(1), out.mutable_data_ptr()};
 }
 
-// Of a matrix of 2-byte elements, as a contiguous one; PyTorch's copy takes five times as long.
+// As a contiguous one; of 2-byte elements, for which PyTorch's copy takes five times as long, by our kernel.
 inline Tensor transposed(const Tensor& matrix, Start start) {
   if (!transposable(matrix)) return as_contiguous(torch::stable::transpose(matrix, 0, 1));
   Tensor out = torch::stable::new_empty(matrix, {matrix.size(1), matrix.size(0)});
@@ -158,15 +160,33 @@ inline Tensor bytes_like(const Tensor& tensor, int64_t bytes) {
   return torch::stable::new_empty(tensor, {bytes}, ScalarType::Byte);
 }
 
+// Of int8 weights: float32, one for each row. None where weights are of the call's own type.
+struct Scales {
+  MaybeTensor up, down, gate;
+};
+
+// An int8 matrix with a scale for each row as one of another type, in the same order of memory.
+inline Tensor dequantized(const Tensor& matrix, const Tensor& scales, ScalarType type) {
+  const bool by_column = matrix.stride(0) == 1 && matrix.stride(1) == matrix.size(0);
+  const Tensor rows = by_column ? torch::stable::transpose(matrix, 0, 1) : as_contiguous(matrix);
+  const Tensor factors = as_contiguous(scales);
+  Tensor out = torch::stable::new_empty(rows, {rows.size(0), rows.size(1)}, type);
+  const Dequantization work{static_cast<const int8_t*>(rows.const_data_ptr()), rows.size(0), rows.size(1),
+                            static_cast<const float*>(factors.const_data_ptr()), by_column, out.mutable_data_ptr()};
+  check_launch(dequantize(work, dtype_of(out), current_stream(matrix.get_device_index())), "dequantize");
+  return by_column ? torch::stable::transpose(out, 0, 1) : out;
+}
+
 // The operands of one call, padded and contiguous (x of any leading sizes), and what kernels see of them.
 struct Operands {
   int64_t hidden, width, tokens, padded;
   Tensor x, first;
   Down down;
-  MaybeTensor up, b_first, b_up, b_down;
+  MaybeTensor up, b_first, b_up, b_down, s_first, s_up, s_down;
 
   Operands(const Tensor& input, const Tensor& w_up, const Tensor& w_down, const MaybeTensor& w_gate,
-           const MaybeTensor& bias_up, const MaybeTensor& bias_down, const MaybeTensor& bias_gate, bool training = false)
+           const MaybeTensor& bias_up, const MaybeTensor& bias_down, const MaybeTensor& bias_gate, bool training = false,
+           const Scales& scales = {})
       : hidden(w_up.size(1)),
         width(w_up.size(0)),
         tokens(input.numel() / hidden),
@@ -177,10 +197,15 @@ struct Operands {
         up(prepared(w_gate ? MaybeTensor(w_up) : std::nullopt, padded)),
         b_first(prepared(w_gate ? bias_gate : bias_up, width)),
         b_up(prepared(w_gate ? bias_up : std::nullopt, width)),
-        b_down(prepared(bias_down, padded)) {}
+        b_down(prepared(bias_down, padded)),
+        s_first(as_contiguous(w_gate ? scales.gate : scales.up)),
+        s_up(as_contiguous(w_gate ? scales.up : std::nullopt)),
+        s_down(as_contiguous(scales.down)) {}
 
   // Of a matrix that `prepared` has made.
-  Operand operand(const Tensor& matrix) const { return plain(matrix.const_data_ptr(), dtype_of(matrix), padded); }
+  Operand operand(const Tensor& matrix, const MaybeTensor& scales) const {
+    return {matrix.const_data_ptr(), dtype_of(matrix), padded, 1, fp32_pointer(scales)};
+  }
 
   Ffn ffn() const {
     Ffn ffn{};
@@ -189,9 +214,9 @@ struct Operands {
     ffn.hidden = static_cast<int>(padded);
     ffn.width = static_cast<int>(width);
     ffn.x = x.const_data_ptr();
-    ffn.gate = operand(first);
-    if (up) ffn.up = operand(*up);
-    ffn.down = operand(down.rows);
+    ffn.gate = operand(first, s_first);
+    if (up) ffn.up = operand(*up, s_up);
+    ffn.down = operand(down.rows, s_down);
     ffn.b_gate = pointer(b_first);
     ffn.b_up = pointer(b_up);
     ffn.b_down = pointer(b_down);
