@@ -10,9 +10,6 @@
 // type, or int8_t, of which each 16 bytes meet 32 of activations.
 #pragma once
 
-#include <type_traits>
-
-#include "common/int8.cuh"
 #include "decode/decode.h"
 #include "decode/gate.cuh"
 #include "decode/launch.h"
@@ -39,10 +36,6 @@ __device__ __forceinline__ int thread_index() {
   return index;
 }
 
-// Bytes of activations for each byte of weights.
-template <typename Half, typename Weight>
-constexpr int kRatio = sizeof(Half) / sizeof(Weight);
-
 // Pieces of k in flight for weights and for activations, within the registers that the tile leaves.
 template <int kTiles, int kGroups, int kPerByte>
 struct Depth {
@@ -50,17 +43,6 @@ struct Depth {
   static constexpr int tokens = kGroups == 8 ? 1 : kGroups == 1 ? 4 / kPerByte : 2 / kPerByte;
   static_assert(weights % tokens == 0);
 };
-
-// Of a lane's 16 bytes, what meets the `part`-th 16 bytes of activations, as tensor-core operands.
-template <typename Half, typename Weight>
-__device__ __forceinline__ void unpack(uint32_t (&to)[4], const uint4& from, int part) {
-  if constexpr (std::is_same_v<Weight, int8_t>) {
-    expand<Half>(part == 0 ? from.x : from.z, to[0], to[1]);
-    expand<Half>(part == 0 ? from.y : from.w, to[2], to[3]);
-  } else {
-    to[0] = from.x, to[1] = from.y, to[2] = from.z, to[3] = from.w;
-  }
-}
 
 // The two rows of each tile that a lane reads: lane / 4 and lane / 4 + 8. Where a tile has no such row, a row that
 // another lane reads anyway: the sums are then not used, and the requests of a warp fall together.
@@ -169,7 +151,6 @@ __global__ void __launch_bounds__(kDecodeThreads, resident_blocks(kTiles, kGroup
   constexpr int kElements = kTiles * kGroups * 32;  // of four sums
   constexpr int kNeurons = kTiles * kBlockNeurons;
   constexpr int kTokens = 8 * kGroups;
-  constexpr bool kScaled = std::is_same_v<Weight, int8_t>;
   static_assert(kNeurons <= kDecodeThreads);
   extern __shared__ float4 shared[];
   float4* const gate = shared;  // after the activation
@@ -219,7 +200,7 @@ __global__ void __launch_bounds__(kDecodeThreads, resident_blocks(kTiles, kGroup
     const int token = e / 32 % kGroups * 8 + lane % 4 * 2;
     const float low_bias = bias_of<Half>(p.b_gate, neuron, p.width);
     const float high_bias = bias_of<Half>(p.b_gate, neuron + 8, p.width);
-    if constexpr (kScaled) {
+    if constexpr (kScaled<Weight>) {
       const float low = scale_of(p.s_gate, neuron, p.width), high = scale_of(p.s_gate, neuron + 8, p.width);
       v.x *= low, v.y *= low, v.z *= high, v.w *= high;
     }
@@ -305,7 +286,7 @@ __global__ void __launch_bounds__(kDecodeThreads, resident_blocks(kTiles, kGroup
         float up = sum_at<kGroups>(slots, rank + j, token);
 #pragma unroll
         for (int s = 1; s < kSlots; ++s) up += sum_at<kGroups>(slots + s * up_elements, rank + j, token);
-        if constexpr (kScaled) up *= scale_of(p.s_up, first + neuron, p.width);
+        if constexpr (kScaled<Weight>) up *= scale_of(p.s_up, first + neuron, p.width);
         h[j] *= up + bias_of<Half>(p.b_up, first + neuron, p.width);
       }
     }

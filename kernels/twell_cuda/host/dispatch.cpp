@@ -26,6 +26,9 @@ bool mid_half(const Ffn& ffn, const Device& device, sm90::MidPlan* plan) {
 bool mid(const Ffn& ffn, const Device& device, sm90::MidPlan* plan) { return sm90::plan_mid(ffn, device, plan); }
 bool always(const Ffn&, const Device&, sm90::MidPlan*) { return true; }
 bool sixteens(const Ffn& ffn, const Device&, sm90::MidPlan*) { return ffn.hidden % 16 == 0; }  // 16 bytes of int8
+bool fused_sixteens(const Ffn& ffn, const Device& device, sm90::MidPlan*) {
+  return ffn.hidden % 16 == 0 && decoding::takes_fused(ffn, device);
+}
 
 struct Row {
   const char* path;  // its name in HF_TWELL_CUDA_PATH
@@ -50,6 +53,7 @@ constexpr Row kTable[] = {
     {"decode",   Gpu::kHopper, 3, 8,                           2,     always,    Kernels::kFew},
     {"decode",   Gpu::kHopper, 9, kDecodeMaxTokens,            0,     always,    Kernels::kFew},
     {"decode",   Gpu::kAny,    1, kDecodeMaxTokens,            0,     always,    Kernels::kMma},
+    {"decode",   Gpu::kHopper, 1, 2,                           2,     fused_sixteens, Kernels::kFused, true},
     {"decode",   Gpu::kAny,    1, kDecodeMaxTokens,            0,     sixteens,  Kernels::kMma, true},
     {"sm90",     Gpu::kHopper, 1, sm90::kMidMaxHalfTokens,     0,     mid_half,  Kernels::kMidHalf},
     {"sm90",     Gpu::kHopper, 1, sm90::kMidMaxTokens,         0,     mid,       Kernels::kMid},

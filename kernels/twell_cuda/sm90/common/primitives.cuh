@@ -146,6 +146,17 @@ __device__ __forceinline__ void copy_16(uint32_t shared, const void* global, boo
                : "memory");
 }
 
+// 16 bytes, or 8, which go through L1.
+template <int kBytes>
+__device__ __forceinline__ void copy(uint32_t shared, const void* global) {
+  static_assert(kBytes == 16 || kBytes == 8);
+  if constexpr (kBytes == 16) {
+    copy_16(shared, global);
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared), "l"(global) : "memory");
+  }
+}
+
 // This thread's copies have landed.
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

@@ -9,8 +9,9 @@
 // (sm90/decode/fused_own.cuh), else in stages (sm90/decode/fused_staged.cuh). Each thread then owns eight columns of y,
 // and the blocks add up their shares (sm90/decode/fused_sum.cuh).
 //
-// Within each 32 consecutive k, lane q of four takes 8 consecutive ones (16 bytes) of weights and activations alike:
-// both operands see the same permutation of k, so no data moves between lanes.
+// Within each 64 consecutive bytes of weights, lane q of four takes 16 consecutive ones, and the activations of the same
+// k: both operands see the same permutation of k, so no data moves between lanes. `Weight` is the call's own type, or
+// int8_t.
 
 #include <mutex>
 #include <unordered_map>
@@ -26,7 +27,7 @@ namespace {
 
 using namespace fused;
 
-template <typename Half, int kTokens>
+template <typename Half, typename Weight, int kTokens>
 __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constant__ FusedParams p) {
 #if defined(TWELL_SM90_DEVICE)
   extern __shared__ __align__(128) char shared[];
@@ -41,14 +42,14 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
   uint32_t loud;
   {
     float sum[kTiles][4] = {};
-    uint4 x[kSteps];
-    multiply_gate<Half, kTokens == 2>(p, c, Sums<kTokens>::kOverGate ? shared : rows, l, own, sum, x);
+    uint4 x[kXPieces];
+    multiply_gate<Half, Weight, kTokens == 2>(p, c, Sums<kTokens>::kOverGate ? shared : rows, l, own, sum, x);
     if (Sums<kTokens>::kOverGate) __syncthreads();  // all have read the rows there
     // Whoever passes its barrier may write where the gate's rows were, by bulk copies too: each warp has left sums
     // that need all that it read.
     leave_sums(sums, sum, own.tiles(), l);
     p.trace.mark(kGateSums);
-    const Active<kTokens> active = find_active(p, c, sums, own.count);
+    const Active<kTokens> active = find_active<Weight>(p, c, sums, own.count);
     loud = active.loud;
     if (kQuiet<kTokens> && threadIdx.x < p.tokens && (loud >> threadIdx.x & 1) == 0) {
       store_silence(p.silences + threadIdx.x * gridDim.x + blockIdx.x, c.seal);
@@ -56,9 +57,9 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
     if (active.count() == 0) {
       if constexpr (kQuiet<kTokens>) silence = ask_early<kTokens>(p);
     } else if (active.count() <= kOwnRows) {
-      multiply_own<Half>(y, p, c, rows, l, own, x, active, silence);
+      multiply_own<Half, Weight>(y, p, c, rows, l, own, x, active, silence);
     } else {
-      multiply_staged<Half>(y, p, c, sums, rows, l, own, x, active, silence);
+      multiply_staged<Half, Weight>(y, p, c, sums, rows, l, own, x, active, silence);
     }
   }
 #pragma unroll
@@ -66,7 +67,7 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
     if (t < p.tokens && (loud >> t & 1) != 0) store_share(p, t, y[t], c.seal);
   }
   p.trace.mark(kGiven);
-  add_up_all<Half, kTokens>(p, c, reinterpret_cast<float2*>(shared), silence);
+  add_up_all<Half, Weight, kTokens>(p, c, reinterpret_cast<float2*>(shared), silence);
   p.trace.mark(kStored);
 #endif
 }
@@ -87,8 +88,11 @@ cudaError_t launch_for(const Ffn& ffn, FusedParams p, const Launch& launch, cons
                        cudaStream_t stream) {
   p.row_places = (kFusedSharedBytes - static_cast<int>(sizeof(Sums<kTokens>))) / static_cast<int>(p.row_stride);
   const bool bfloat16 = ffn.dtype == DType::kBFloat16;
-  return launch_decode_kernel(bfloat16 ? fused_kernel<__nv_bfloat16, kTokens> : fused_kernel<__half, kTokens>, launch, p,
-                       kernels, stream);
+  const auto kernel =
+      ffn.int8() ? bfloat16 ? fused_kernel<__nv_bfloat16, int8_t, kTokens> : fused_kernel<__half, int8_t, kTokens>
+      : bfloat16 ? fused_kernel<__nv_bfloat16, __nv_bfloat16, kTokens>
+                 : fused_kernel<__half, __half, kTokens>;
+  return launch_decode_kernel(kernel, launch, p, kernels, stream);
 }
 
 }  // namespace
@@ -108,9 +112,10 @@ cudaError_t launch_fused(const Ffn& ffn, const DecodePlan& plan, const Device& d
   p.up = static_cast<const char*>(ffn.up.data);
   p.down = static_cast<const char*>(ffn.down.data);
   p.b_gate = ffn.b_gate, p.b_up = ffn.b_up, p.b_down = ffn.b_down;
+  p.s_gate = ffn.gate.scales, p.s_up = ffn.up.scales, p.s_down = ffn.down.scales;
   p.shares = static_cast<uint4*>(workspace);
   p.tokens = static_cast<int>(ffn.tokens), p.hidden = ffn.hidden, p.width = ffn.width;
-  p.row_bytes = 2u * static_cast<uint32_t>(ffn.hidden);
+  p.row_bytes = static_cast<uint32_t>(fused_row_bytes(ffn));
   p.run_stride = static_cast<uint32_t>(fused_run_stride(ffn));
   p.row_stride = static_cast<uint32_t>(round_up(p.row_bytes, 128)) + 64;
   const int grid = fused_blocks(ffn, device.sm_count);

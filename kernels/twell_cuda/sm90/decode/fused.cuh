@@ -2,8 +2,6 @@
 // timestamps.
 #pragma once
 
-#include <type_traits>
-
 #include "decode/gate.cuh"
 #include "sm90/common/primitives.cuh"
 
@@ -15,13 +13,17 @@ constexpr int kTiles = kFusedMaxRows / 16;
 constexpr int kRunRows = kFusedRunRows, kRuns = kFusedMaxRows / kRunRows, kHeldRuns = kHeldRows / kRunRows;
 constexpr int kStageRows = 8;  // of up and down, at most
 constexpr int kMaxStages = 8;
-constexpr int kSteps = 8;  // of a row
-constexpr uint32_t kPieceBytes = 64;                         // 32 consecutive k
+constexpr uint32_t kPieceBytes = 64;                         // of weights: 32 consecutive k, or 64 of int8
 constexpr uint32_t kStepBytes = kDecodeWarps * kPieceBytes;  // a piece for each warp
-constexpr uint32_t kMaxRowBytes = 2 * kFusedMaxHidden;
-static_assert(kMaxRowBytes == kSteps * kStepBytes);
+template <typename Weight>
+constexpr uint32_t kMaxRowBytes = sizeof(Weight) * kFusedMaxHidden;
+template <typename Weight>
+constexpr int kSteps = kMaxRowBytes<Weight> / kStepBytes;  // of a row
+constexpr int kXPieces = 2 * kFusedMaxHidden / kStepBytes;  // 16 bytes of x each: one for a step, or two with int8
 constexpr int kThreadColumns = kFusedMaxHidden / kThreads;
-static_assert(kThreadColumns == 8, "a thread reads 16 bytes of a row");
+static_assert(kThreadColumns == 8, "a thread reads 16 bytes of a row, or 8");
+template <typename Weight>
+constexpr int kColumnBytes = kThreadColumns * static_cast<int>(sizeof(Weight));
 template <int kTokens>
 constexpr bool kQuiet = kTokens > 2;  // a share of zeros is announced, not stored
 
@@ -63,11 +65,14 @@ struct FusedParams {
   const void* b_gate;
   const void* b_up;
   const void* b_down;
+  const float* s_gate;  // of int8 weights
+  const float* s_up;
+  const float* s_down;
   uint4* shares;  // (thread blocks, tokens, D / 2): two columns of a share of y, and the call's seal
   uint64_t* silences;  // (tokens, thread blocks), of quiet kernels: the call's seal where a share is zeros
   void* y;
   int tokens, hidden, width;
-  uint32_t row_bytes;   // of x, gate, up and down
+  uint32_t row_bytes;   // of gate, up and down
   uint32_t run_stride;  // of gate rows in shared memory: 64 modulo 128
   uint32_t row_stride;  // of rows of up and down there, 64 modulo 128: 16-byte reads of two rows meet no bank twice
   int block_rows, longer_blocks;  // neurons of a thread block; how many of the blocks, the first ones, have one more
@@ -86,6 +91,7 @@ struct Control {
   uint64_t full[kMaxStages], empty[kMaxStages];  // up and down
   uint64_t seal;
   float b_gate[kFusedMaxRows], b_up[kFusedMaxRows];
+  float s_gate[kFusedMaxRows], s_up[kFusedMaxRows];  // of int8 weights
   uint16_t list[kFusedMaxRows];  // of active neurons
   int kernels_ahead_ended;       // from the start or since
   int left_over;  // thread blocks that gave up waiting
@@ -112,7 +118,7 @@ struct ActiveRows {
 
 #if defined(TWELL_SM90_DEVICE)
 
-// What a lane needs to find its operands: within each 32 consecutive k, lane q of four takes 8 consecutive ones.
+// What a lane needs to find its operands: within each 64 bytes of weights, lane q of four takes 16 consecutive ones.
 struct Lane {
   int warp, lane, row;  // row: lane / 4, of eight of a product's operand; of x the token
   uint32_t offset;      // of its 16 bytes in a step
@@ -143,20 +149,31 @@ __device__ __forceinline__ const char* row_of(const char* matrix, int neuron, co
   return matrix + static_cast<int64_t>(neuron) * p.row_bytes;
 }
 
-__device__ __forceinline__ void load_x(uint4 (&x)[kSteps], const Lane& l, const FusedParams& p) {
+template <typename Half, typename Weight>
+__device__ __forceinline__ void load_x(uint4 (&x)[kXPieces], const Lane& l, const FusedParams& p) {
+  constexpr int kPerByte = kRatio<Half, Weight>;
 #pragma unroll
-  for (int i = 0; i < kSteps; ++i) {
-    const uint32_t k = l.offset + i * kStepBytes;
-    load_tokens_once(x[i], p.x + l.row * p.row_bytes + k, l.row < p.tokens && k < p.row_bytes);
+  for (int i = 0; i < kXPieces; ++i) {
+    const uint32_t k = l.offset + i / kPerByte * kStepBytes;  // of weights
+    const char* const from = p.x + (l.row * p.row_bytes + k) * kPerByte + i % kPerByte * 16;
+    load_tokens_once(x[i], from, l.row < p.tokens && k < p.row_bytes);
   }
 }
 
-// One step of k of a tile. Products that follow each other in one sum wait for each other: two sums, joined at the end.
-template <typename Half>
+// Step `i` of k of a tile. Products that follow each other in one sum wait for each other: two sums, joined at the end.
+template <typename Half, typename Weight>
 __device__ __forceinline__ void multiply_step(float (&part)[2][4], const uint4& low, const uint4& high,
-                                              const uint4& x) {
-  mma<Half>(part[0], low.x, high.x, low.y, high.y, x.x, x.y);
-  mma<Half>(part[1], low.z, high.z, low.w, high.w, x.z, x.w);
+                                              const uint4 (&x)[kXPieces], int i) {
+  constexpr int kPerByte = kRatio<Half, Weight>;
+#pragma unroll
+  for (int r = 0; r < kPerByte; ++r) {
+    uint32_t a[4], b[4];
+    unpack<Half, Weight>(a, low, r);
+    unpack<Half, Weight>(b, high, r);
+    const uint4& t = x[i * kPerByte + r];
+    mma<Half>(part[0], a[0], b[0], a[1], b[1], t.x, t.y);
+    mma<Half>(part[1], a[2], b[2], a[3], b[3], t.z, t.w);
+  }
 }
 
 __device__ __forceinline__ void join(float (&sum)[4], const float (&part)[2][4]) {
@@ -171,23 +188,23 @@ __device__ __forceinline__ void release(uint64_t* empty, int lane) {
 }
 
 // sum += 16 rows x^T over this warp's pieces of k; `low` and `high` are where the lane's two rows begin.
-template <typename Half, bool kMayBeWhole = true>
-__device__ __forceinline__ void multiply_rows(float (&sum)[4], const uint4 (&x)[kSteps], const Lane& l, const char* low,
-                                              const char* high, uint32_t row_bytes) {
+template <typename Half, typename Weight, bool kMayBeWhole = true>
+__device__ __forceinline__ void multiply_rows(float (&sum)[4], const uint4 (&x)[kXPieces], const Lane& l,
+                                              const char* low, const char* high, uint32_t row_bytes) {
   float part[2][4] = {};
   const auto multiply = [&](auto whole) {  // without branches loads run ahead of products
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
+    for (int i = 0; i < kSteps<Weight>; ++i) {
       const uint32_t k = l.offset + i * kStepBytes;
       if (!whole.value && i * kStepBytes + l.warp * kPieceBytes >= row_bytes) break;  // the same for the whole warp
       const bool inside = whole.value || k < row_bytes;
       uint4 a{}, b{};
       if (inside) a = *reinterpret_cast<const uint4*>(low + k);
       if (inside) b = *reinterpret_cast<const uint4*>(high + k);
-      multiply_step<Half>(part, a, b, x[i]);
+      multiply_step<Half, Weight>(part, a, b, x, i);
     }
   };
-  if (kMayBeWhole && row_bytes == kMaxRowBytes) {
+  if (kMayBeWhole && row_bytes == kMaxRowBytes<Weight>) {
     multiply(std::integral_constant<bool, kMayBeWhole>{});
   } else {
     multiply(std::false_type{});
@@ -196,26 +213,26 @@ __device__ __forceinline__ void multiply_rows(float (&sum)[4], const uint4 (&x)[
 }
 
 // The same of whole rows, but the lower ones are loaded while the upper ones come: `wait` waits for either, 0 or 1.
-template <typename Half, typename Wait>
-__device__ __forceinline__ void multiply_halves(float (&sum)[4], const uint4 (&x)[kSteps], const Lane& l,
+template <typename Half, typename Weight, typename Wait>
+__device__ __forceinline__ void multiply_halves(float (&sum)[4], const uint4 (&x)[kXPieces], const Lane& l,
                                                 const char* low, const char* high, const Wait& wait) {
   float part[2][4] = {};
-  uint4 rows[kSteps];
+  uint4 rows[kSteps<Weight>];
   wait(0);
 #pragma unroll
-  for (int i = 0; i < kSteps; ++i) rows[i] = *reinterpret_cast<const uint4*>(low + l.offset + i * kStepBytes);
+  for (int i = 0; i < kSteps<Weight>; ++i) rows[i] = *reinterpret_cast<const uint4*>(low + l.offset + i * kStepBytes);
   wait(1);
 #pragma unroll
-  for (int i = 0; i < kSteps; ++i) {
+  for (int i = 0; i < kSteps<Weight>; ++i) {
     const uint4 upper = *reinterpret_cast<const uint4*>(high + l.offset + i * kStepBytes);
-    multiply_step<Half>(part, rows[i], upper, x[i]);
+    multiply_step<Half, Weight>(part, rows[i], upper, x, i);
   }
   join(sum, part);
 }
 
 // sum += the next two stages' rows x^T.
-template <typename Half>
-__device__ __forceinline__ void multiply_stages(float (&sum)[4], const uint4 (&x)[kSteps], const Lane& l,
+template <typename Half, typename Weight>
+__device__ __forceinline__ void multiply_stages(float (&sum)[4], const uint4 (&x)[kXPieces], const Lane& l,
                                                 sm90::Ring& ring, const char* stages, const ActiveRows& active,
                                                 int tile, const FusedParams& p) {
   const char* at[2];
@@ -229,7 +246,7 @@ __device__ __forceinline__ void multiply_stages(float (&sum)[4], const uint4 (&x
     empty[i] = ring.empty + ring.stage;
     ring.advance();
   }
-  multiply_rows<Half>(sum, x, l, at[0], at[1], p.row_bytes);
+  multiply_rows<Half, Weight>(sum, x, l, at[0], at[1], p.row_bytes);
   release(empty[0], l.lane);
   release(empty[1], l.lane);
 }

@@ -61,9 +61,9 @@ struct Runs {
 
 // Starts the kernel: barriers, rows, biases; waits for the kernel ahead; leaves x and each warp's part of the sums. The
 // last thread checks in and numbers the call. With kHalves half of a tile is loaded while the other half comes.
-template <typename Half, bool kHalves>
+template <typename Half, typename Weight, bool kHalves>
 __device__ __forceinline__ void multiply_gate(const FusedParams& p, Control& c, char* places, const Lane& l,
-                                              const Neurons& own, float (&sum)[kTiles][4], uint4 (&x)[kSteps]) {
+                                              const Neurons& own, float (&sum)[kTiles][4], uint4 (&x)[kXPieces]) {
   sm90::launch_dependents();
   p.trace.mark(kStarted);
   const int thread = threadIdx.x;
@@ -97,20 +97,24 @@ __device__ __forceinline__ void multiply_gate(const FusedParams& p, Control& c, 
   if (thread >= 32 && thread < 32 + own.count) {
     c.b_gate[thread - 32] = bias_of<Half>(p.b_gate, own.first + thread - 32, p.width);
     c.b_up[thread - 32] = bias_of<Half>(p.b_up, own.first + thread - 32, p.width);
+    if constexpr (kScaled<Weight>) {
+      c.s_gate[thread - 32] = p.s_gate[own.first + thread - 32];
+      if (p.up != nullptr) c.s_up[thread - 32] = p.s_up[own.first + thread - 32];
+    }
   }
   // The lane's rows: of an even or an odd run.
   const int lane_neuron = neuron_of_row(l.row), odd = l.row % 2;
   const uint32_t lane_at = odd * p.run_stride + l.row / 2 * p.row_bytes;
   unsigned long long meeting_before = 0;
   {
-    uint4 held[kSteps][2];
+    uint4 held[kSteps<Weight>][2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       runs.wait<2>(2 * j, runs.held);
       const char* const from = places + (p.held_at + 2 * j) * p.run_stride + lane_at;
       uint32_t words = 0;
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
+      for (int i = 0; i < kSteps<Weight>; ++i) {
         const uint32_t k = l.offset + i * kStepBytes;
         held[i][j] = uint4{};
         if (8 * j + lane_neuron < own.count && k < p.row_bytes) held[i][j] = *reinterpret_cast<const uint4*>(from + k);
@@ -124,12 +128,12 @@ __device__ __forceinline__ void multiply_gate(const FusedParams& p, Control& c, 
     sm90::wait_for_previous();
     p.trace.mark(kCallBefore);
     if (thread == 32) *static_cast<volatile int*>(&c.kernels_ahead_ended) = 1;
-    load_x(x, l, p);
+    load_x<Half, Weight>(x, l, p);
     if (thread == kThreads - 1) meeting_before = check_in(p);
     if (p.warm) warm_share(p);
     float part[2][4] = {};
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) multiply_step<Half>(part, held[i][0], held[i][1], x[i]);
+    for (int i = 0; i < kSteps<Weight>; ++i) multiply_step<Half, Weight>(part, held[i][0], held[i][1], x, i);
     join(sum[0], part);
   }
   p.trace.mark(kTokensThere);
@@ -143,13 +147,13 @@ __device__ __forceinline__ void multiply_gate(const FusedParams& p, Control& c, 
     const char* const tile = places + (first_run - kHeldRuns) * p.run_stride;
     const char* const low = m * 16 + lane_neuron < own.count ? tile + lane_at : tile;
     const char* const high = m * 16 + 8 + lane_neuron < own.count ? tile + 2 * p.run_stride + lane_at : tile;
-    if (kHalves && p.row_bytes == kMaxRowBytes) {
-      multiply_halves<Half>(sum[m], x, l, low, high, [&](int half) {
+    if (kHalves && p.row_bytes == kMaxRowBytes<Weight>) {
+      multiply_halves<Half, Weight>(sum[m], x, l, low, high, [&](int half) {
         runs.wait<8 / kRunRows>(first_run + half * 8 / kRunRows, runs.all);
       });
     } else {
       runs.wait<16 / kRunRows>(first_run, runs.all);
-      multiply_rows<Half, !kHalves>(sum[m], x, l, low, high, p.row_bytes);
+      multiply_rows<Half, Weight, !kHalves>(sum[m], x, l, low, high, p.row_bytes);
     }
   }
   if (own.tiles() < kTiles && thread == kThreads - 1) number_call(p, c, meeting_before);

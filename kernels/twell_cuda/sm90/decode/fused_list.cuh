@@ -50,7 +50,7 @@ struct Active {
   __device__ static __forceinline__ int low_of(int lane) { return lane / 8 * 16 + neuron_of_row(lane % 8); }
 };
 
-template <int kTokens>
+template <typename Weight, int kTokens>
 __device__ __forceinline__ Active<kTokens> find_active(const FusedParams& p, const Control& c,
                                                        const Sums<kTokens>& sums, int count) {
   constexpr int kPairs = Sums<kTokens>::kPairs;
@@ -65,6 +65,10 @@ __device__ __forceinline__ Active<kTokens> find_active(const FusedParams& p, con
       for (int s = 1; s < kDecodeWarps; ++s) {
         const float4 other = sums.slots[s][q][at];
         v.x += other.x, v.y += other.y, v.z += other.z, v.w += other.w;
+      }
+      if constexpr (kScaled<Weight>) {
+        const float of_low = c.s_gate[low], of_high = c.s_gate[min(high, count - 1)];
+        v.x *= of_low, v.y *= of_low, v.z *= of_high, v.w *= of_high;
       }
       const bool first = q == 0 || 2 * q < p.tokens, second = 2 * q + 1 < p.tokens;
       v.x = activate(v.x, c.b_gate[low], first);

@@ -10,9 +10,16 @@ namespace twell::decoding::fused {
 constexpr int kOwnRows = 8;  // active neurons, at most: rows of one product's operand
 
 // y += a row of Wd times h, for the thread's eight columns.
-template <typename Half, int kTokens, typename Values>
+template <typename Half, typename Weight, int kTokens, typename Values>
 __device__ __forceinline__ void add_row(float (&y)[kTokens][kThreadColumns], const char* row, const Values& h) {
-  const uint4 words = *reinterpret_cast<const uint4*>(row);
+  uint4 words;
+  if constexpr (kScaled<Weight>) {
+    const uint2 bytes = *reinterpret_cast<const uint2*>(row);
+    expand<Half>(bytes.x, words.x, words.y);
+    expand<Half>(bytes.y, words.z, words.w);
+  } else {
+    words = *reinterpret_cast<const uint4*>(row);
+  }
   const float2 column[4] = {sm90::unpack<Half>(words.x), sm90::unpack<Half>(words.y), sm90::unpack<Half>(words.z),
                             sm90::unpack<Half>(words.w)};
 #pragma unroll
@@ -65,23 +72,24 @@ __device__ __forceinline__ float gate_of(const Active<kTokens>& a, const Lane& l
 }
 
 // y += h Wd^T of up to kOwnRows active neurons. `rows`: shared memory that nobody uses.
-template <typename Half, int kTokens>
+template <typename Half, typename Weight, int kTokens>
 __device__ __forceinline__ void multiply_own(float (&y)[kTokens][kThreadColumns], const FusedParams& p,
                                              const Control& c, char* rows, const Lane& l, const Neurons& own,
-                                             const uint4 (&x)[kSteps], const Active<kTokens>& a, uint64_t& silence) {
+                                             const uint4 (&x)[kXPieces], const Active<kTokens>& a, uint64_t& silence) {
   constexpr int kPairs = kTokens / 2;
   using UpSums = float2[kDecodeWarps][kPairs][kOwnRows];
   auto& up_sums = *reinterpret_cast<UpSums*>(rows);
   const int active = a.count();
   const bool has_columns = threadIdx.x < p.hidden / kThreadColumns;
-  char* const mine = rows + sizeof(UpSums) + threadIdx.x * 16;  // of each row of Wd: no other thread's
+  constexpr int kBytes = kColumnBytes<Weight>;
+  char* const mine = rows + sizeof(UpSums) + threadIdx.x * kBytes;  // of each row of Wd: no other thread's
   const OwnNeuron v = own_neuron(a, l, active);
 
-  uint4 up[kSteps];
+  uint4 up[kSteps<Weight>];
   if (p.up != nullptr) {
     const char* const row = row_of(p.up, own.first + v.neuron, p) + l.offset;
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
+    for (int i = 0; i < kSteps<Weight>; ++i) {
       load_weights(up[i], row + i * kStepBytes, l.row < active && l.offset + i * kStepBytes < p.row_bytes);
     }
   }
@@ -90,8 +98,8 @@ __device__ __forceinline__ void multiply_own(float (&y)[kTokens][kThreadColumns]
     if (i >= active) break;
     const int neuron = __shfl_sync(0xffffffffu, v.neuron, 4 * i);
     if (has_columns) {
-      sm90::copy_16(sm90::smem_address(mine + i * kMaxRowBytes),
-                    row_of(p.down, own.first + neuron, p) + threadIdx.x * 16);
+      sm90::copy<kBytes>(sm90::smem_address(mine + i * kMaxRowBytes<Weight>),
+                         row_of(p.down, own.first + neuron, p) + threadIdx.x * kBytes);
     }
   }
   const float gate = gate_of(a, l, v);  // once all is asked for
@@ -101,9 +109,9 @@ __device__ __forceinline__ void multiply_own(float (&y)[kTokens][kThreadColumns]
     const uint4 none{};
     float even[2][4] = {}, odd[2][4] = {}, sum[4] = {};  // all operands come at once, so these products wait for sums
 #pragma unroll
-    for (int i = 0; i < kSteps; i += 2) {
-      multiply_step<Half>(even, up[i], none, x[i]);
-      multiply_step<Half>(odd, up[i + 1], none, x[i + 1]);
+    for (int i = 0; i < kSteps<Weight>; i += 2) {
+      multiply_step<Half, Weight>(even, up[i], none, x, i);
+      multiply_step<Half, Weight>(odd, up[i + 1], none, x, i + 1);
     }
     join(sum, even);
     join(sum, odd);
@@ -116,6 +124,7 @@ __device__ __forceinline__ void multiply_own(float (&y)[kTokens][kThreadColumns]
     for (int s = 0; s < kDecodeWarps; ++s) {
       u += reinterpret_cast<const float*>(&up_sums[s][token / 2][l.row])[token % 2];
     }
+    if constexpr (kScaled<Weight>) u *= c.s_up[v.neuron];
     h = gate == 0.f ? 0.f : gate * (u + c.b_up[v.neuron]);
     p.trace.mark(kUpSums);
   }
@@ -127,7 +136,7 @@ __device__ __forceinline__ void multiply_own(float (&y)[kTokens][kThreadColumns]
     float of_row[kTokens];
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) of_row[t] = __shfl_sync(0xffffffffu, h, 4 * i + t);
-    if (has_columns) add_row<Half>(y, mine + i * kMaxRowBytes, [&](int t) { return of_row[t]; });
+    if (has_columns) add_row<Half, Weight>(y, mine + i * kMaxRowBytes<Weight>, [&](int t) { return of_row[t]; });
   }
 }
 

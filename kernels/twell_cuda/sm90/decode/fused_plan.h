@@ -19,11 +19,12 @@ inline int fused_blocks(const Ffn& ffn, int most) {
   most = most < kFusedMaxBlocks ? most : kFusedMaxBlocks;
   return ffn.width < most ? ffn.width : most;
 }
+inline int64_t fused_row_bytes(const Ffn& ffn) { return int64_t{bytes_of(ffn.gate.dtype)} * ffn.hidden; }
 // From run to run: 64 modulo 128, so that 16-byte reads of two runs' rows meet no bank twice.
-inline int64_t fused_run_stride(const Ffn& ffn) { return round_up(2 * int64_t{ffn.hidden} * kFusedRunRows, 128) + 64; }
+inline int64_t fused_run_stride(const Ffn& ffn) { return round_up(fused_row_bytes(ffn) * kFusedRunRows, 128) + 64; }
 // What this many gate rows take in shared memory.
 inline int64_t fused_gate_bytes(const Ffn& ffn, int rows) {
-  return rows / kFusedRunRows * fused_run_stride(ffn) + rows % kFusedRunRows * 2 * int64_t{ffn.hidden};
+  return rows / kFusedRunRows * fused_run_stride(ffn) + rows % kFusedRunRows * fused_row_bytes(ffn);
 }
 // Pairs of columns that a thread block adds up: a power of two.
 inline int fused_units(const Ffn& ffn, int blocks) {

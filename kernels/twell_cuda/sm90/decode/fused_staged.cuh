@@ -24,10 +24,10 @@ __device__ __forceinline__ void list_active(Control& c, Sums<kTokens>& sums, con
 }
 
 // y += h Wd^T. Nobody reads `sums` or `rows` any more, but this warp's `a` is its own.
-template <typename Half, int kTokens>
+template <typename Half, typename Weight, int kTokens>
 __device__ __forceinline__ void multiply_staged(float (&y)[kTokens][kThreadColumns], const FusedParams& p, Control& c,
                                                 Sums<kTokens>& sums, char* rows, const Lane& l, const Neurons& own,
-                                                const uint4 (&x)[kSteps], const Active<kTokens>& a, uint64_t& silence) {
+                                                const uint4 (&x)[kXPieces], const Active<kTokens>& a, uint64_t& silence) {
   const int thread = threadIdx.x;
   const ActiveRows active(a.count(), p.up != nullptr, p.row_places);
   sm90::Ring ring(c.full, c.empty, min(kMaxStages, p.row_places / active.per)), ring_out = ring;
@@ -52,7 +52,7 @@ __device__ __forceinline__ void multiply_staged(float (&y)[kTokens][kThreadColum
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
       if (m >= active.tiles) break;
-      multiply_stages<Half>(sum[m], x, l, ring, rows, active, m, p);
+      multiply_stages<Half, Weight>(sum[m], x, l, ring, rows, active, m, p);
       for (int i = 0; i < 2; ++i) {
         if (l.warp == 0 && supplied < active.stages) supply_row();
       }
@@ -71,6 +71,7 @@ __device__ __forceinline__ void multiply_staged(float (&y)[kTokens][kThreadColum
       for (int s = 0; s < kDecodeWarps; ++s) {
         u += reinterpret_cast<const float*>(sums.slots[s][token / 2] + element)[2 * high + token % 2];
       }
+      if constexpr (kScaled<Weight>) u *= c.s_up[neuron];
       *value *= u + c.b_up[neuron];
     };
 #pragma unroll
@@ -82,10 +83,10 @@ __device__ __forceinline__ void multiply_staged(float (&y)[kTokens][kThreadColum
   if constexpr (kQuiet<kTokens>) silence = ask_early<kTokens>(p);
   for (int begin = 0; begin < active.active; begin += active.per) {
     ring.wait_full();
-    const char* at = rows + ring.stage * active.per * p.row_stride + thread * 16;
+    const char* at = rows + ring.stage * active.per * p.row_stride + thread * kColumnBytes<Weight>;
     const auto multiply_row = [&](int r) {
       const auto h = sums.values[c.list[r]];
-      add_row<Half>(y, at, [&](int t) { return t % 2 == 0 ? h.pair[t / 2].x : h.pair[t / 2].y; });
+      add_row<Half, Weight>(y, at, [&](int t) { return t % 2 == 0 ? h.pair[t / 2].x : h.pair[t / 2].y; });
       at += p.row_stride;
     };
     const int end = thread < p.hidden / kThreadColumns ? min(active.active, begin + active.per) : begin;

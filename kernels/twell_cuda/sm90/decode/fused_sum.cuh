@@ -59,7 +59,7 @@ __device__ __forceinline__ uint64_t ask_early(const FusedParams& p) {
 
 // Adds up the columns of thread block `block` and stores them, if all shares arrive before `patience` looks at each;
 // the same answer for all threads. `scratch` holds kThreads of two; `silence` is what ask_early() said.
-template <typename Half, int kTokens>
+template <typename Half, typename Weight, int kTokens>
 __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, float2* scratch, int block,
                                        int patience, uint64_t silence) {
   const int thread = threadIdx.x, shares = gridDim.x;
@@ -74,9 +74,11 @@ __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, f
     const uint4* const from = p.shares + unit;
     int at_y = 0;
     Half bias[2] = {Half(0.f), Half(0.f)};
+    float2 scale = make_float2(1.f, 1.f);
     const auto find_place = [&] {
       const int t = token_of<kTokens>(p, unit), column = column_of(p, unit - t * pairs);
       at_y = (t * p.hidden + column) / 2;
+      if constexpr (kScaled<Weight>) scale = make_float2(p.s_down[column], p.s_down[column + 1]);
       if (p.b_down == nullptr) return;
       bias[0] = static_cast<const Half*>(p.b_down)[column], bias[1] = static_cast<const Half*>(p.b_down)[column + 1];
     };
@@ -140,6 +142,7 @@ __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, f
       for (int q = 1; q < kDecodeWarps; ++q) {
         if (q < groups) v.x += others[q].x, v.y += others[q].y;
       }
+      if constexpr (kScaled<Weight>) v.x *= scale.x, v.y *= scale.y;
       static_cast<uint32_t*>(p.y)[at_y] = pack<Half>(v.x + to_float(bias[0]), v.y + to_float(bias[1]));
     }
     __syncthreads();  // `scratch` is free again
@@ -148,7 +151,7 @@ __device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, f
 }
 
 // y, once this block has left its share.
-template <typename Half, int kTokens>
+template <typename Half, typename Weight, int kTokens>
 __device__ __forceinline__ void add_up_all(const FusedParams& p, Control& c, float2* scratch, uint64_t silence) {
   constexpr int kForEver = 0x7fffffff;
   const int units = p.tokens * (p.hidden / 2);
@@ -157,7 +160,7 @@ __device__ __forceinline__ void add_up_all(const FusedParams& p, Control& c, flo
 #pragma unroll 1
   while (true) {
     if (static_cast<int64_t>(block) * p.units < units &&
-        !add_up<Half, kTokens>(p, c, scratch, block, patience, silence)) {
+        !add_up<Half, Weight, kTokens>(p, c, scratch, block, patience, silence)) {
       if (threadIdx.x == 0) c.all_in = may_wait_on(p, c);
       __syncthreads();
       if (!c.all_in) return;
