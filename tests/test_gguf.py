@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 from hf_twell import TwellLlamaForCausalLM, sparsify
 from hf_twell.blocks.modeling import sparse_ffns
@@ -69,6 +77,13 @@ def test_float32_weights_come_unchanged(changes, tmp_path):
     for name, weight in source.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], weight), name
     torch.testing.assert_close(logits(loaded), logits(source), rtol=0, atol=0)
+
+
+def test_what_was_dequantized_trains(file, tmp_path):
+    """Transformers' own loading leaves a mark on such a model, by which Trainer refuses it."""
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    Trainer(load_model(file, device="cpu")[0], args)
+    Trainer(TwellLlamaForCausalLM.from_pretrained(file.parent, gguf_file=file.name), args)
 
 
 def test_qwen3_has_heads_of_its_own_size(tmp_path):
