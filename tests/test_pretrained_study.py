@@ -77,23 +77,23 @@ def test_what_is_planned(scripts, tmp_path):
         "parent",
         "dense/20M/seed0",
         "averaged",
-        "count/0.335/60M/seed0",
-        "count/0.2/60M/seed0",
+        "count/0.335/80M/seed0",
+        "count/0.2/80M/seed0",
     ]
     assert runs[-1]["id"] == "count/0.02/400M/seed0"
     functions = scripts("pretrained_runs")
     trained = [run for run in runs if functions["is_trained"](run)]
     recipes = {run["id"]: functions["recipe_of"](run, study, "parent.gguf", tmp_path) for run in trained}
     assert len(recipes) == 19
-    control, count = recipes["dense/20M/seed0"], recipes["count/0.02/60M/seed0"]
+    control, count = recipes["dense/20M/seed0"], recipes["count/0.02/80M/seed0"]
     assert (control.model, control.relu, control.distill) == ("parent.gguf", False, None)
     assert control.training["max_steps"] == 20_000_000 // 65_536
     assert control.training["gradient_accumulation_steps"] == 4
     assert count.model == count.distill["parent"] == str(tmp_path / "runs" / "averaged" / "final")
     assert (count.term, count.layer_shares, count.distill["logits"]) == ("count", "free", 1.0)
-    assert count.training["max_steps"] == 60_000_000 // 16_384
+    assert count.training["max_steps"] == 80_000_000 // 16_384
     assert count.training["gradient_accumulation_steps"] == 1
-    earlier = recipes["earlier method/0.1/80M/seed0"]
+    earlier = recipes["earlier method/0.1/100M/seed0"]
     assert (earlier.model, earlier.distill, earlier.term) == ("parent.gguf", None, "l1")
     assert {functions["needs"](run, study) for run in runs} == {None, "dense/20M/seed0", "averaged"}
 
