@@ -265,6 +265,23 @@ def test_the_command(folder, tmp_path, kernel_calls):
     assert kernel_calls == [0, 1, 2]
 
 
+def test_the_command_in_fp8(folder, tmp_path, kernel_calls, caplog):
+    """As torchao computes it, before and after `sparsify`, which says that no kernel reads it."""
+    done = run("quantize", folder, tmp_path / "fp8", "--weights", "fp8", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["block_bytes"] == result["block_bytes_before"] / 2 + 3 * (300 + 300 + 64) * 4
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8").eval()
+    assert stock.model.layers[0].mlp.up_proj.weight.qdata.dtype == torch.float8_e4m3fn
+    expected = logits(stock)
+    caplog.clear()
+    assert torch.equal(logits(sparsify(stock)), expected)
+    assert kernel_calls == []
+    assert any("no kernel reads these quantized weights" in record.getMessage() for record in caplog.records)
+    plain = logits(AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16").eval())
+    assert relative_rms(expected, plain) < 0.1  # e4m3 has 3 bits behind the first one
+
+
 @pytest.mark.slow
 def test_what_the_command_refuses(folder, tmp_path):
     def refused(message, *arguments):

@@ -12,7 +12,7 @@ COMMANDS = {
     "sparsify": "convert a pretrained model to ReLU feed-forward blocks and save it",
     "sample": "let a model write text of its own, to train its conversion on",
     "train": "fine-tune a model to few active neurons, as a recipe says",
-    "quantize": "store a sparse model's feed-forward weights in int8, as torchao does",
+    "quantize": "store a sparse model's feed-forward weights in int8 or fp8, as torchao does",
     "eval": "score a model on ARC, HellaSwag and other lm-eval tasks, and on text files",
     "inspect": "see where a model thinks, by layer, position and token, and what sparsity would buy here",
     "bench": "measure the sparse feed-forward block, or decoding, against dense PyTorch on this machine",

@@ -1,7 +1,7 @@
-"""Store a sparse model's feed-forward weights in int8, as torchao does through Transformers.
+"""Store a sparse model's feed-forward weights in int8 or fp8, as torchao does through Transformers.
 
-Plain Transformers with torchao loads the result and computes it densely; hf_twell's CPU kernels read it as it lies.
-The folder appears whole or not at all.
+Plain Transformers with torchao loads the result and computes it densely. hf_twell's CPU kernels read int8 as it lies;
+fp8 saves memory alone, as no kernel reads it yet. The folder appears whole or not at all.
 
 example:
   hf-twell quantize my-sparse-model my-sparse-model-int8 --weights int8
@@ -16,7 +16,9 @@ from hf_twell.cli.output import print_json, stdout_for_result
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="the folder of a sparse model")
     parser.add_argument("output", help="the folder to write; it must not exist")
-    parser.add_argument("--weights", required=True, choices=["int8"], help="int8: one scale for each row, x as it is")
+    parser.add_argument(
+        "--weights", required=True, choices=["int8", "fp8"], help="one scale for each row, x as it is; fp8: e4m3"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the output folder, if it holds a model alone")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -36,14 +38,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _quantize(args) -> dict:
     from hf_twell.blocks.architectures import find_ffns
-    from hf_twell.blocks.operands import int8_parameters
     from hf_twell.files.folders import check_target, save_model
-    from hf_twell.models.quantizing import quantize_int8
+    from hf_twell.models.quantizing import quantize
 
     output = check_target(args.output, overwrite=args.overwrite)
     if output.exists() and Path(args.model).exists() and output.samefile(args.model):
         raise ValueError(f"{args.output} is the model itself, whose weights would be lost; choose another output")
-    model, tokenizer = quantize_int8(args.model)
+    model, tokenizer = quantize(args.model, args.weights)
     sites = find_ffns(model)
     linears = [getattr(site.module, name) for site in sites for name in site.form.linears]
     save_model(model, args.output, tokenizer, overwrite=args.overwrite)
@@ -51,7 +52,7 @@ def _quantize(args) -> dict:
         "class": type(model).__name__,
         "weights": args.weights,
         "blocks": len(sites),
-        "block_bytes": sum(tensor.nbytes for linear in linears for tensor in int8_parameters(linear)[::2]),
+        "block_bytes": sum(part.nbytes for linear in linears for part in (linear.weight.qdata, linear.weight.scale)),
         "block_bytes_before": sum(linear.weight.numel() * linear.weight.element_size() for linear in linears),
         "output": args.output,
     }

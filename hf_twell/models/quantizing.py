@@ -1,4 +1,4 @@
-"""Sparse models in int8, by torchao through Transformers: what both load again, and our kernels read where it lies."""
+"""Sparse models in int8 or fp8, by torchao through Transformers: what both load again; kernels read int8 as it lies."""
 
 from pathlib import Path
 
@@ -6,24 +6,28 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_twell.blocks.architectures import find_ffns, loading_class
-from hf_twell.blocks.operands import int8_parameters
 from hf_twell.convert.sparsify import sparsify
 from hf_twell.files.configs import read_config
 from hf_twell.models.loading import has_tokenizer, load_model
 
+CONFIGS = {"int8": "Int8WeightOnlyConfig", "fp8": "Float8WeightOnlyConfig"}  # torchao's
 
-def quantize_int8(path: str | Path):
-    """(model, tokenizer or None) of a sparse model, with int8 weights in its feed-forward blocks.
 
-    Each row of a weight gets one float32 scale (torchao's Int8WeightOnlyConfig). The other linears stay as they are:
-    no kernel of ours reads them, and torchao's own widen int8 in each call on a CPU.
+def quantize(path: str | Path, weights: str):
+    """(model, tokenizer or None) of a sparse model, with quantized weights in its feed-forward blocks.
+
+    Each row of a weight gets one float32 scale, and x stays as it is. The other linears stay as they are: no kernel of
+    ours reads them, and torchao's own widen such weights in each call on a CPU.
+
+    Args:
+        weights: "int8", or "fp8" (e4m3, which no kernel reads yet: torchao computes the blocks densely).
 
     Raises:
         ValueError, OSError: in one line; blocks that do not compute ReLU, weights that are quantized already, a file
             or an adapter in place of a model, or what `load_model` refuses.
         ImportError: torchao is missing.
     """
-    from torchao.quantization import Int8WeightOnlyConfig  # also tells that it is missing before anything is loaded
+    from torchao import quantization  # also tells that it is missing before anything is loaded
     from transformers import TorchAoConfig
 
     model, tokenizer = load_model(path, None if has_tokenizer(path) else False, device="cpu")  # checked as any other
@@ -39,12 +43,13 @@ def quantize_int8(path: str | Path):
         raise ValueError(f"{path} is quantized already; give the model that it was made from")
     blocks = {getattr(site.module, name) for site in sites for name in site.form.linears}
     others = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module not in blocks]
-    config = TorchAoConfig(Int8WeightOnlyConfig(set_inductor_config=False), modules_to_not_convert=_patterns(others))
+    kind = getattr(quantization, CONFIGS[weights])(set_inductor_config=False)
+    config = TorchAoConfig(kind, modules_to_not_convert=_patterns(others))
     del model, sites, blocks
     quantized = AutoModelForCausalLM.from_pretrained(path, dtype="auto", quantization_config=config)
     for site in find_ffns(quantized):
         for name in site.form.linears:
-            assert int8_parameters(getattr(site.module, name)) is not None, f"{site.name}.{name}"
+            assert hasattr(getattr(site.module, name).weight, "qdata"), f"{site.name}.{name}"
     return sparsify(quantized), tokenizer
 
 
