@@ -35,14 +35,14 @@ struct GateUpParams {
   const char* down;  // rows to bring into L2
   const void* b_gate;
   const void* b_up;
-  const float* s_gate;  // of int8 weights, one a row
-  const float* s_up;
   uint16_t* masks;
   uint32_t* arrivals;
   uint2* products;
   int tokens, width, blocks, slices;
   uint32_t row_bytes;       // of gate, up and down, and of x where they have its type
   int prefetch_max_active;  // active neurons of a block up to which all of down's active rows can wait in L2 together
+  const float* s_gate;  // of int8 weights, one a row
+  const float* s_up;
 };
 
 // Down rows fetched ahead of the second kernel may take about half of the smallest L2 among GPUs for data centres.

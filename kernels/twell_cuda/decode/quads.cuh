@@ -17,13 +17,13 @@ namespace twell::decoding {
 struct DownParams {
   const char* down;
   const void* b_down;
-  const float* s_down;      // of int8 weights, one a column
   const uint32_t* masks;  // of two blocks each
   const char* products;
   float4* partials;
   uint32_t* arrivals;
   void* y;
   int tokens, hidden, mask_pairs;
+  const float* s_down;  // of int8 weights, one a column
 };
 
 inline DownParams down_params(const Ffn& ffn, const DecodePlan& plan, void* workspace) {
@@ -91,8 +91,9 @@ __device__ __forceinline__ void multiply_quads(float (&sum)[kColumns / 2 * kGrou
   using Step = Piece<Weight, kColumns, kGroups>;
   const int lane = threadIdx.x % 32;
   const bool inside = column < p.hidden;
-  const int64_t row_bytes = int64_t{sizeof(Weight)} * p.hidden;
-  const char* const rows = p.down + sizeof(Weight) * column;
+  constexpr int kBytes = sizeof(Weight);
+  const int64_t row_bytes = int64_t{kBytes} * p.hidden;
+  const char* const rows = p.down + kBytes * column;
   for (int base = first; base < p.mask_pairs; base += 32 * stride) {
     const int pair = base + lane * stride;
     const uint32_t mask = pair < p.mask_pairs ? __ldcg(p.masks + pair) : 0;

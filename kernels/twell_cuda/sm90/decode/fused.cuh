@@ -65,9 +65,6 @@ struct FusedParams {
   const void* b_gate;
   const void* b_up;
   const void* b_down;
-  const float* s_gate;  // of int8 weights
-  const float* s_up;
-  const float* s_down;
   uint4* shares;  // (thread blocks, tokens, D / 2): two columns of a share of y, and the call's seal
   uint64_t* silences;  // (tokens, thread blocks), of quiet kernels: the call's seal where a share is zeros
   void* y;
@@ -84,6 +81,9 @@ struct FusedParams {
   uint32_t meeting;
   int patience;
   Trace trace;
+  const float* s_gate;  // of int8 weights
+  const float* s_up;
+  const float* s_down;
 };
 
 struct Control {
@@ -91,11 +91,11 @@ struct Control {
   uint64_t full[kMaxStages], empty[kMaxStages];  // up and down
   uint64_t seal;
   float b_gate[kFusedMaxRows], b_up[kFusedMaxRows];
-  float s_gate[kFusedMaxRows], s_up[kFusedMaxRows];  // of int8 weights
   uint16_t list[kFusedMaxRows];  // of active neurons
   int kernels_ahead_ended;       // from the start or since
   int left_over;  // thread blocks that gave up waiting
   int all_in;
+  float s_gate[kFusedMaxRows], s_up[kFusedMaxRows];  // of int8 weights
 };
 static_assert(sizeof(Control) <= kFusedControlBytes);
 
@@ -155,8 +155,8 @@ __device__ __forceinline__ void load_x(uint4 (&x)[kXPieces], const Lane& l, cons
 #pragma unroll
   for (int i = 0; i < kXPieces; ++i) {
     const uint32_t k = l.offset + i / kPerByte * kStepBytes;  // of weights
-    const char* const from = p.x + (l.row * p.row_bytes + k) * kPerByte + i % kPerByte * 16;
-    load_tokens_once(x[i], from, l.row < p.tokens && k < p.row_bytes);
+    const char* const row = p.x + l.row * p.row_bytes * kPerByte;
+    load_tokens_once(x[i], row + k * kPerByte + i % kPerByte * 16, l.row < p.tokens && k < p.row_bytes);
   }
 }
 
