@@ -84,7 +84,8 @@ class Distillation:
         args, plugin = trainer.args, trainer.accelerator.state.dynamo_plugin
         if args.torch_compile:
             decoder = self.parent.get_decoder()
-            for part in decoder.layers if plugin.use_regional_compilation else [decoder]:
+            layers = getattr(decoder, "layers", [decoder])  # some families name them otherwise
+            for part in layers if plugin.use_regional_compilation else [decoder]:
                 part.compile(backend=args.torch_compile_backend)
             self._backend = args.torch_compile_backend
         model = trainer.accelerator.unwrap_model(trainer.model)

@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(const __grid_const
       return static_cast<To>(m.scales[m.by_column ? column + j : line] * static_cast<float>(v));
     };
     if (whole) {
-      int8_t values[kVector];
+      alignas(8) int8_t values[kVector];
       *reinterpret_cast<uint2*>(values) = __ldcs(reinterpret_cast<const uint2*>(from));
       Values<To> out;
 #pragma unroll

@@ -14,8 +14,8 @@ struct Dequantization {
   const int8_t* from;
   int64_t lines, columns;
   const float* scales;
-  bool by_column;      // a scale for each column, or one for each line
-  void* to;  // at a 16-byte border
+  bool by_column;  // a scale for each column, or one for each line
+  void* to;        // at a 16-byte border
 };
 
 cudaError_t dequantize(const Dequantization& matrix, DType to, cudaStream_t stream);

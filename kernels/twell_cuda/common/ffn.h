@@ -33,7 +33,6 @@ struct Ffn {
 };
 
 // The two forms that kernels read: contiguous rows at a 16-byte border, of the call's own type, or int8 with scales.
-inline Operand plain(const void* data, DType dtype, int64_t columns) { return {data, dtype, columns, 1, nullptr}; }
 inline bool is_readable(const Operand& weight, const Ffn& ffn) {
   const bool scaled = weight.dtype == DType::kInt8;
   return (scaled || weight.dtype == ffn.dtype) && scaled == (weight.scales != nullptr) &&
