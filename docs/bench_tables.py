@@ -28,7 +28,7 @@ def tables(rows: list[dict]) -> str:
 
 
 def _block(row):
-    return row["pass"], row["hidden"], row["intermediate"], row["dtype"]
+    return row["pass"], row["hidden"], row["intermediate"], row["dtype"]  # int8's rows lie in folders of their own
 
 
 def _blocks(rows) -> str:
@@ -36,7 +36,8 @@ def _blocks(rows) -> str:
     found = {(row["tokens"], row["requested_l0"]): row for row in rows}
     tokens, l0s = (sorted(set(values)) for values in zip(*found, strict=True))
     lines = [[f"{count:,}", *(_cell(found.get((count, l0))) for l0 in l0s)] for count in tokens]
-    title = f"## {PASSES[direction]}: D={hidden}, F={intermediate}, {dtype}"
+    weights = f", weights in {rows[0]['weights']}" if rows[0].get("weights") else ""
+    title = f"## {PASSES[direction]}: D={hidden}, F={intermediate}, {dtype}{weights}"
     return f"{title}\n\n{markdown_table(['tokens', *(f'L0 = {l0:g}' for l0 in l0s)], lines)}"
 
 

@@ -44,9 +44,10 @@ def excess(row: dict, rows: list[dict]) -> float | None:
     return sum(shares) / len(shares)
 
 
-def kept(row: dict, rows: list[dict]) -> float | None:
+def kept(row: dict, rows: list[dict], accuracy: str = "acc") -> float | None:
     """(mean of the four tasks - 0.1875) / (the control's mean - 0.1875).
 
+    With "first_acc" on the first rows of each task alone (`study_measure.FIRST_ROWS`), or all that it has.
     None before both are scored, and where they were scored on other numbers of rows.
     """
     control = control_of(rows, row)
@@ -54,7 +55,10 @@ def kept(row: dict, rows: list[dict]) -> float | None:
         return None
     if any(_rows_of(row, task) != _rows_of(control, task) for task in TASKS):
         return None
-    mean, ceiling = (sum(each["tasks"][task]["acc"] for task in TASKS) / len(TASKS) for each in (row, control))
+    scores = [[each["tasks"][task] for task in TASKS] for each in (row, control)]
+    if accuracy != "acc" and not all(any(accuracy in score for score in of_one) for of_one in scores):
+        return None
+    mean, ceiling = (sum(score.get(accuracy, score["acc"]) for score in of_one) / len(TASKS) for of_one in scores)
     return (mean - CHANCE) / (ceiling - CHANCE)
 
 
@@ -62,10 +66,10 @@ def table(rows: list[dict]) -> str:
     """A Markdown table, one line a row."""
     texts = list(dict.fromkeys(text for row in rows for text in row["losses"]))
     head = ["run", "target", "seed", "Mtokens in all phases", "density", "density of the layers"]
-    head += [*(f"loss: {text}" for text in texts), "excess", *TASKS, "kept", "minutes"]
+    head += [*(f"loss: {text}" for text in texts), "excess", *TASKS, "kept", "kept, first rows", "minutes"]
     lines = []
     for row in rows:
-        above, share = excess(row, rows), kept(row, rows)
+        above, shares = excess(row, rows), (kept(row, rows), kept(row, rows, "first_acc"))
         layers = [layer["density"] for layer in row["layers"]]
         scores = [row["tasks"].get(task) for task in TASKS]
         lines.append(
@@ -79,7 +83,7 @@ def table(rows: list[dict]) -> str:
                 *(f"{row['losses'][text]:.4f}" if text in row["losses"] else None for text in texts),
                 None if above is None else f"{100 * above:+.2f} %",
                 *(score and f"{100 * score['acc']:.1f} ± {100 * score['stderr']:.1f}" for score in scores),
-                None if share is None else f"{100 * share:.1f} %",
+                *(None if share is None else f"{100 * share:.1f} %" for share in shares),
                 f"{row['minutes']:.1f}",
             ]
         )

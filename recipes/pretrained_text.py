@@ -46,11 +46,9 @@ def prepare(study: dict, model: str, text: Path | None, eval_dir: Path | None, o
         for name, sequences in texts.items():
             if not len(sequences):
                 raise ValueError(f"{name} has not one held-out sequence of {length} tokens; lower held_out_every")
-        # In half the room, for carrying; no vocabulary of today has more words than 32 bits count.
-        dtype = torch.uint16 if len(tokenizer) <= 2**16 else torch.int32
         return {
-            "train": cut(torch.cat(training), length).to(dtype),
-            "texts": {name: sequences.to(dtype) for name, sequences in texts.items()},
+            "train": _narrow(cut(torch.cat(training), length), tokenizer),
+            "texts": {name: _narrow(sequences, tokenizer) for name, sequences in texts.items()},
         }
 
     kept = kept_in(output, make)
@@ -78,10 +76,15 @@ def with_own_text(train: torch.Tensor, study: dict, model: str, output: Path) ->
             if on_cuda:
                 torch.cuda.empty_cache()  # other processes share the device
             documents = [json.loads(line)["text"] for line in file.read_text().split("\n") if line]
-            _save(cut(pack(tokenizer, documents), train.shape[1]), kept)
+            _save(_narrow(cut(pack(tokenizer, documents), train.shape[1]), tokenizer), kept)
     own = torch.load(kept).long()
     count = round(len(train) * share / (1 - share))
     return torch.cat([train, own.repeat(-(-count // len(own)), 1)[:count]])
+
+
+def _narrow(sequences: torch.Tensor, tokenizer) -> torch.Tensor:
+    """In half the room or less, for carrying; no vocabulary of today has more words than 32 bits count."""
+    return sequences.to(torch.uint16 if len(tokenizer) <= 2**16 else torch.int32)
 
 
 def _save(sequences: torch.Tensor, kept: Path) -> None:

@@ -20,6 +20,7 @@ TASKS = ("lambada", "arc_easy", "hellaswag")
 TASK_FILES = {task: next(iter(files.values())) for task, files in DATA_FILES.items()}
 TASK_FILES["lambada"] = "lambada_openai-test.jsonl"
 METRICS = {"arc_easy": "acc", "arc_challenge": "acc_norm", "hellaswag": "acc_norm"}  # of lm-eval
+FIRST_ROWS = 2000  # of a task; HellaSwag's first 3,000 or so are captions of videos, the others are how-to articles
 TRAINING_TOKENS = 2**20  # as many as the paper's steps have, over which it says which neurons are dead
 
 
@@ -44,7 +45,8 @@ def lambada(model, tokenizer, folder: Path, limit: int | None, batch_size: int =
         context, _, word = json.loads(line)["text"].rpartition(" ")
         answer = tokenizer(" " + word, add_special_tokens=False)["input_ids"]
         passages.append(((tokenizer(context)["input_ids"] + answer)[-model.config.max_position_embeddings :], answer))
-    passages.sort(key=lambda passage: len(passage[0]))
+    order = sorted(range(len(passages)), key=lambda i: len(passages[i][0]))
+    passages = [passages[i] for i in order]
     hits = []
     with evaluation_mode(model):
         for start in tqdm(range(0, len(passages), batch_size), desc="lambada"):
@@ -55,7 +57,8 @@ def lambada(model, tokenizer, folder: Path, limit: int | None, batch_size: int =
             for guess, (ids, answer) in zip(guesses, batch, strict=True):
                 hits.append(float(guess[len(ids) - len(answer) - 1 : len(ids) - 1] == answer))
     mean = sum(hits) / len(hits)
-    return {"acc": mean, "stderr": math.sqrt(mean * (1 - mean) / max(1, len(hits) - 1)), "rows": len(hits)}
+    score = {"acc": mean, "stderr": math.sqrt(mean * (1 - mean) / max(1, len(hits) - 1)), "rows": len(hits)}
+    return {**score, **_first([hit for _, hit in sorted(zip(order, hits, strict=True))])}
 
 
 def measure(
@@ -94,16 +97,24 @@ def sparsity(model, sequences: torch.Tensor) -> dict:
 def task_scores(model, tokenizer, tasks: Sequence[str], eval_dir: Path, limit: int | None) -> dict:
     """Zero-shot accuracy with standard error in each task whose rows are there, on its first `limit` rows.
 
+    With more than `FIRST_ROWS` rows also "first_acc", that on the first of them.
     Whole words in LAMBADA; of the choices, the likeliest (for `METRICS` "acc_norm": by character) elsewhere.
     """
     scores = {"lambada": lambada(model, tokenizer, eval_dir, limit)} if "lambada" in tasks else {}
     found = [task for task in tasks if task in METRICS and rows_file(eval_dir, TASK_FILES[task])]
     if found:
-        measured = hf_twell.evaluate(model, tokenizer, found, data_dir=eval_dir, limit=limit, batch_size=64)["tasks"]
+        options = {"data_dir": eval_dir, "limit": limit, "batch_size": 64, "log_samples": True}
+        measured = hf_twell.evaluate(model, tokenizer, found, **options)["tasks"]
         for task in found:
             metric, rows = measured[task]["metrics"][METRICS[task]], measured[task]["n_samples"]
-            scores[task] = {"acc": metric["value"], "stderr": metric["stderr"], "rows": rows}
+            first = _first([sample["metrics"][METRICS[task]] for sample in measured[task]["samples"]])
+            scores[task] = {"acc": metric["value"], "stderr": metric["stderr"], "rows": rows, **first}
     return scores
+
+
+def _first(hits: list[float]) -> dict:
+    """Of a task with more rows than `FIRST_ROWS`, the accuracy on these alone."""
+    return {"first_acc": sum(hits[:FIRST_ROWS]) / FIRST_ROWS} if len(hits) > FIRST_ROWS else {}
 
 
 def provenance(device: str) -> dict:

@@ -1,15 +1,18 @@
-"""The CUDA kernels on int8 weights, on a GPU: against fp64 on dequantized ones, as the CPU's are tested.
+"""The CUDA kernels on int8 weights, on a GPU: against fp64 on dequantized ones, as the CPU's are tested."""
 
-They are called as they are: `hf_twell.ops.ffn` and patched blocks pass over them until they have been measured.
-"""
+import copy
 
 import pytest
 import torch
 from torch import library
 
-from hf_twell.ops import build
+from hf_twell.bench.workload import make_ffn, patched_block
+from hf_twell.blocks.choice import takes_kernels
+from hf_twell.blocks.modeling import SparseFfn
+from hf_twell.ops import api, build, reference
 from tests import test_cuda_kernels
-from tests.int8_cases import assert_as_good_as_eager, int8_case
+from tests.ffn_cases import make_case, relative_rms
+from tests.int8_cases import assert_as_good_as_eager, dense_in, int8_case, quantize
 from tests.test_cuda_kernels import DTYPES, on_gpu, path, poison, sizes  # noqa: F401
 
 pytestmark = test_cuda_kernels.pytestmark
@@ -25,8 +28,7 @@ ORDER = ("x", "w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate", "s_up", "s
 
 @torch.no_grad()
 def cuda_ffn(*args, **case):
-    case |= dict(zip(ORDER, args, strict=False))
-    return torch.ops.hf_twell.infer(*(case.get(name) for name in ORDER))
+    return api.ffn(*args, **case, backend="cuda")
 
 
 def case_of(*args, **options):
@@ -130,6 +132,30 @@ def test_noncontiguous_x_scales_and_weights():
     assert torch.equal(cuda_ffn(**case), flat.view(3, 4, 5, 48))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [1, 20, 64, 65, 300, 1500])
+@pytest.mark.parametrize("biases", [True, False])
+def test_gates_that_are_differences_of_large_terms(tokens, biases):
+    """As good as torchao's own product, of exact int8 values, which are scaled at the end."""
+    x, *weights = make_ffn(tokens, 256, 1024, 12, dtype=torch.bfloat16, device=torch.device("cuda"))
+    (w_gate, s_gate), (w_up, s_up), (w_down, s_down) = (quantize(weight) for weight in weights)
+    case = {"x": x, "w_up": w_up, "w_down": w_down, "w_gate": w_gate, "s_up": s_up, "s_down": s_down, "s_gate": s_gate}
+    bias = None
+    if biases:
+        bias = torch.randn(1024, device="cuda", dtype=x.dtype)
+        case |= {"b_gate": bias}
+
+    def stock(x, values, scale, bias=None):
+        y = torch.nn.functional.linear(x, values.to(x.dtype)) * scale.flatten().to(x.dtype)
+        return y if bias is None else y + bias
+
+    h = stock(x, w_gate, s_gate, bias).relu() * stock(x, w_up, s_up)
+    wide = dense_in({"b_up": None, "b_down": None, "b_gate": None, **case}, torch.float64)
+    truth = reference.ffn(**wide)
+    ours, theirs = cuda_ffn(**case), stock(h, w_down, s_down)
+    assert relative_rms(ours, truth) <= 2 * relative_rms(theirs, truth)
+
+
 def test_float32():
     assert_right(case_of(20, 48, 172, 0.05, torch.float32, biases=True))
 
@@ -137,7 +163,7 @@ def test_float32():
 @pytest.mark.parametrize("tokens", [1, 33, 130])
 def test_opcheck_compilation_and_graphs(tokens):
     case = case_of(tokens, 48, 172, 0.05, torch.bfloat16, biases=True, by_column=True)
-    library.opcheck(torch.ops.hf_twell.infer.default, [case[name] for name in ORDER])
+    library.opcheck(torch.ops.hf_twell.infer.default, [case.get(name) for name in ORDER])
     expected = cuda_ffn(**case)
     assert torch.equal(torch.compile(lambda **inputs: cuda_ffn(**inputs), fullgraph=True)(**case), expected)
     graph = torch.cuda.CUDAGraph()
@@ -147,3 +173,62 @@ def test_opcheck_compilation_and_graphs(tokens):
         case["x"] *= factor
         graph.replay()
         assert torch.equal(y, cuda_ffn(**case))
+
+
+def test_gradients_are_refused_by_name():
+    case = case_of(20, 48, 172, 0.05, torch.bfloat16)
+    with pytest.raises(ValueError, match="gradients are wanted through int8 weights"):
+        api.ffn(**case | {"x": case["x"].requires_grad_()}, backend="cuda")
+
+
+@pytest.fixture
+def block():
+    """A block in torchao's int8, 5 % of whose 520 neurons are active, and an x of 300 tokens."""
+    quantization = pytest.importorskip("torchao.quantization")
+    case = on_gpu(make_case(300, 80, 520, 0.05, torch.bfloat16))
+    ffn = patched_block(case["w_gate"], case["w_up"], case["w_down"])
+    quantization.quantize_(ffn, quantization.Int8WeightOnlyConfig(set_inductor_config=False))
+    return ffn.eval(), case["x"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [1, 20, 64])
+def test_a_block_of_torchao(block, tokens, monkeypatch):
+    """Kernels read its values where they lie, by columns from the first call on; the answers are its own."""
+    ffn, x = block
+    x, calls, fused = x[:tokens], [], SparseFfn._fused_int8
+    monkeypatch.setattr(SparseFfn, "_fused_int8", lambda *args: calls.append(1) or fused(*args))
+    stock = ffn.down_proj(torch.relu(ffn.gate_proj(x)) * ffn.up_proj(x))
+    read = {name: getattr(ffn, name).weight for name in ("gate_proj", "up_proj", "down_proj")}
+    values = [read[name].qdata.clone() for name in ("up_proj", "down_proj", "gate_proj")]
+    scales = {f"s_{name}": read[f"{name}_proj"].scale for name in ("up", "down", "gate")}
+    truth = reference.ffn(x.float(), *values, **scales)
+    for _ in range(3):
+        y = ffn(x)
+    assert calls
+    assert takes_kernels(ffn, x)
+    assert read["down_proj"].qdata.stride() == (1, 80)
+    ours, theirs = ((each.float() - truth).norm() for each in (y, stock))
+    assert ours <= 2 * theirs
+    graph, captured = torch.cuda.CUDAGraph(), copy.deepcopy(ffn)
+    captured(x)
+    with torch.cuda.graph(graph):
+        y_graph = captured(x)
+    graph.replay()
+    torch.testing.assert_close(y_graph, y, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_a_block_that_became_dense_goes_by_its_linears(block):
+    ffn, x = block
+    for _ in range(3):
+        ffn(x)
+    assert takes_kernels(ffn, x[:8])
+    busy = x.clone()
+    busy[:, 0] = 0  # the column that holds gates down
+    ffn.gate_proj.weight.qdata.abs_()
+    busy.abs_()
+    for _ in range(200):
+        ffn(busy)
+        torch.cuda.synchronize()
+    assert not takes_kernels(ffn, busy)

@@ -21,7 +21,7 @@ def settle(ffn: torch.nn.Module, x, weight, bias, down, scale=None) -> bool:
         settle_down(ffn, down, x, (weight, bias, scale))
     else:
         ffn.twell_state.calls += 1
-    too_dense = _too_dense(ffn, x, weight, bias, limit)
+    too_dense = _too_dense(ffn, x, weight, bias, limit, scale)
     if x.is_cpu and not torch.compiler.is_compiling():
         plain = too_dense and not ffn.training and api.dense_is_plain(x, weight)
         ffn.twell_state.too_dense_at = x.shape if plain else None
@@ -46,14 +46,15 @@ def takes_kernels(ffn, x: torch.Tensor) -> bool:
     """Which way a block would go with x after the calls it has seen: kernels, or plain matmuls."""
     if api.resolve(ffn.twell.backend, x.device.type) == "reference":  # asked for, or no kernels could be had
         return False
-    int8 = x.is_cpu and ffn._parameters_by(int8_parameters) is not None
-    if ffn._plain_parameters() is None and not int8:  # adapters, say, which the submodules compute
+    parameters = ffn._plain_parameters() or ffn._parameters_by(int8_parameters)
+    if parameters is None:  # adapters, say, which the submodules compute
         return False
-    first, down = getattr(ffn, ffn.twell.form.first), getattr(ffn, ffn.twell.form.down)
-    return not _too_dense(ffn, x, first.weight, first.bias, _max_density_cpu(ffn, x, down.weight))
+    up, down, gate = parameters
+    weight, bias, *scale = up if gate[0] is None else gate
+    return not _too_dense(ffn, x, weight, bias, _max_density_cpu(ffn, x, down[0]), *scale)
 
 
-def _too_dense(ffn, x, weight, bias, limit_cpu) -> bool:
+def _too_dense(ffn, x, weight, bias, limit_cpu, scale=None) -> bool:
     """Whether plain matmuls are faster; False in compiled evaluation, where the operator itself follows the density."""
     # In training mode without gradients, too: so runs the forward of re-entrant checkpointing.
     if (torch.is_grad_enabled() or ffn.training) and _trains(ffn, x):
@@ -64,7 +65,7 @@ def _too_dense(ffn, x, weight, bias, limit_cpu) -> bool:
         return too_dense
     if x.is_cuda:
         chooses = not torch.is_grad_enabled() and not torch.compiler.is_compiling() and ffn.twell.backend == "auto"
-        return chooses and ffn.twell_state.watch.too_dense(x, weight, bias)
+        return chooses and ffn.twell_state.watch.too_dense(x, weight, bias, scale)
     if limit_cpu in (0, 1):  # the same at every density, which a compiled graph must not read
         return limit_cpu == 0
     density = ffn.twell_state.density

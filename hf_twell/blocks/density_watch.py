@@ -41,9 +41,9 @@ class Sample:
         return self._values.tolist()
 
 
-def sample_density(x, w_gate, b_gate=None) -> Sample:
+def sample_density(x, w_gate, b_gate=None, s_gate=None) -> Sample:
     """The share of active pairs among some of x's tokens and of the neurons."""
-    return Sample(active_share(x, w_gate, b_gate, SAMPLE_TOKENS, SAMPLE_NEURONS))
+    return Sample(active_share(x, w_gate, b_gate, SAMPLE_TOKENS, SAMPLE_NEURONS, s_gate))
 
 
 class DensityWatch:
@@ -57,7 +57,7 @@ class DensityWatch:
     def __reduce__(self):
         return type(self), ()
 
-    def too_dense(self, x, w_gate, b_gate=None) -> bool:
+    def too_dense(self, x, w_gate, b_gate=None, s_gate=None) -> bool:
         """Whether plain matmuls would be faster for x, by the latest sample that has arrived.
 
         In deterministic mode always False: what has arrived depends on timing, and the two ways round differently.
@@ -68,7 +68,7 @@ class DensityWatch:
             if self._sample is not None and self._sample.arrived():
                 self.density, self._sample = self._sample.values(), None
             if self._calls % SAMPLE_EVERY_CALLS == 0 and self._sample is None:
-                self._sample = sample_density(x, w_gate, b_gate)
+                self._sample = sample_density(x, w_gate, b_gate, s_gate)
             self._calls += 1
         if self.density is None:
             return False

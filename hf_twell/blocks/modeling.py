@@ -125,7 +125,7 @@ class SparseFfn(nn.Module):
             parameters = self._plain_parameters()
             if parameters is not None:
                 return self._fused(x, l1, *parameters)
-            if x.is_cpu and not torch.is_grad_enabled():
+            if not torch.is_grad_enabled():
                 parameters = self._parameters_by(int8_parameters)
                 if parameters is not None:
                     return self._fused_int8(x, *parameters)

@@ -74,7 +74,7 @@ def _add_ffn_options(parser):
     parser.add_argument(
         "--weights",
         choices=["int8"],
-        help="CPU: the block in torchao's int8, beside --dtype's own and torchao's",
+        help="the block in torchao's int8, beside --dtype's own and torchao's",
     )
     parser.add_argument("--max-autotune", action="store_true", help="also max-autotune with coordinate descent (slow)")
     parser.add_argument("--repeats", type=_count, help="timed turns (default: 11, on CUDA 25)")
@@ -252,8 +252,6 @@ def _ffn_rows(args, common):
     sizes = [SHAPES[name] for name in args.shape or ()] or [(args.hidden, args.intermediate)]
     common |= {"compile_dense": not args.no_compile}
     if args.weights:
-        if common["device"] != "cpu":
-            raise ValueError("--weights int8 is measured on a CPU, whose kernels take it; add --device cpu")
         del common["energy"]
         bench_ffn = bench_ffn_int8
     else:

@@ -65,7 +65,7 @@ def _tell_of_dense_blocks(sites: Iterable[FfnSite]) -> None:
     for site in sites:
         linears = [site.linear(key) for key in ("gate", "up", "down") if getattr(site.form, key)]
         quantized = [linear for linear in linears if not is_plain(base_layer(linear).weight)]
-        by_kernels = all(int8_parameters(linear) and linear.weight.device.type == "cpu" for linear in linears)
+        by_kernels = all(int8_parameters(linear) and linear.weight.device.type in ("cpu", "cuda") for linear in linears)
         if quantized and not by_kernels:
             kinds |= {type(base_layer(linear).weight.data).__name__ for linear in quantized}
     if kinds:

@@ -47,8 +47,8 @@ def ffn(
             alone, since backward computes again what did not fit. By default F / 16 on a CPU, F / 44 on a GPU.
         backend: "auto" takes the fastest backend that can compute this call; "reference", "cpu" or "cuda" insist.
             "cuda" computes gradients in bfloat16 and float16 on GPUs of compute capability 9.0; under "auto", calls
-            that need others go to "reference", with one warning. int8 weights: "cpu" takes them where no gradients
-            are wanted; "reference" dequantizes them in each call.
+            that need others go to "reference", with one warning. int8 weights: the kernels take them where no
+            gradients are wanted, "cuda" for more than 64 tokens by dequantizing them in each call, as "reference" does.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together, a capacity below 1, or a backend that was asked
@@ -185,8 +185,6 @@ def _kernels_take(backend, device_type, needs_grad, x, *weights) -> bool:
     int8 = weights[0].dtype == torch.int8  # and so are the others
     if not dtypes <= {torch.float32, torch.bfloat16, torch.float16, *((torch.int8,) if int8 else ())}:
         problem = f"dtype {x.dtype}; the kernels take float32, bfloat16 and float16"
-    elif int8 and device_type != "cpu":
-        problem = "int8 weights; the CPU's kernels take them, and CUDA's have yet to be measured"
     elif int8 and needs_grad:
         problem = "gradients are wanted through int8 weights; the kernels compute none: use torch.no_grad()"
     elif not (0 < hidden <= limit("kMaxHidden") and 0 < intermediate <= limit("kMaxWidth")):

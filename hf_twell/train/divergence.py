@@ -79,12 +79,17 @@ def divergence_of(backend: str | None) -> Callable:
 
 
 def _divergence(logits_TV, parent_TV, weight_T, factor, labels_T=None):
-    """Of T tokens: the sum of weight * KL(parent || model), that of the task loss, `factor` * the KL's gradient."""
+    """Of T tokens: the sum of weight * KL(parent || model), that of the task loss, `factor` * the KL's gradient.
+
+    The gradient is in the logits' dtype where it is alone, which is with labels; else it is added to another first.
+    """
     mine, theirs = F.log_softmax(logits_TV.float(), -1), F.log_softmax(parent_TV.float(), -1)
     weight = weight_T.unsqueeze(1)
     kl = torch.where(weight > 0, weight * theirs.exp() * (theirs - mine), 0).sum()
-    loss = 0.0 if labels_T is None else F.nll_loss(mine, labels_T, ignore_index=IGNORED, reduction="sum")
-    return kl, loss, torch.where(weight > 0, factor * weight * (mine.exp() - theirs.exp()), 0)
+    grad = torch.where(weight > 0, factor * weight * (mine.exp() - theirs.exp()), 0)
+    if labels_T is None:
+        return kl, 0.0, grad
+    return kl, F.nll_loss(mine, labels_T, ignore_index=IGNORED, reduction="sum"), grad.to(logits_TV.dtype)
 
 
 @functools.cache

@@ -15,6 +15,18 @@ struct alignas(16) Values {
   To at[kVector];
 };
 
+__device__ __forceinline__ float part_of(float scale, Part part) {
+  if (part == Part::kWhole) return scale;
+  const float power = __uint_as_float(__float_as_uint(scale) & 0xff800000u);
+  const bool splits = isfinite(scale) && power != 0.f;
+  if (part == Part::kPower) return splits ? power : scale;
+  return splits ? scale / power : 1.f;
+}
+
+__device__ __forceinline__ float factor(const Factors& factors, int64_t i) {
+  return factors.scales == nullptr ? 1.f : part_of(factors.scales[i], factors.part);
+}
+
 template <typename To>
 __global__ void __launch_bounds__(kThreads) dequantize_kernel(const __grid_constant__ Dequantization m, bool whole) {
   const int64_t pieces = (m.columns + kVector - 1) / kVector, total = m.lines * pieces;
@@ -23,8 +35,9 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(const __grid_const
     const int64_t line = i / pieces, column = i % pieces * kVector;
     const int8_t* const from = m.from + line * m.columns + column;
     To* const to = static_cast<To*>(m.to) + line * m.columns + column;
+    const float of_line = factor(m.line, line);
     const auto value = [&](int j, int8_t v) {
-      return static_cast<To>(m.scales[m.by_column ? column + j : line] * static_cast<float>(v));
+      return static_cast<To>(of_line * factor(m.column, column + j) * static_cast<float>(v));
     };
     if (whole) {
       alignas(8) int8_t values[kVector];
@@ -39,6 +52,13 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(const __grid_const
   }
 }
 
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    divide_kernel(const T* __restrict__ values, const float* __restrict__ scales, int64_t count, T* __restrict__ to) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i < count) to[i] = static_cast<T>(static_cast<float>(values[i]) / part_of(scales[i], Part::kMantissa));
+}
+
 template <typename To>
 cudaError_t launch(const Dequantization& matrix, cudaStream_t stream) {
   const int64_t pieces = (matrix.columns + kVector - 1) / kVector * matrix.lines;
@@ -49,7 +69,24 @@ cudaError_t launch(const Dequantization& matrix, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+template <typename T>
+cudaError_t launch_divide(const void* values, const float* scales, int64_t count, void* to, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>((count + kThreads - 1) / kThreads);
+  divide_kernel<T><<<blocks, kThreads, 0, stream>>>(static_cast<const T*>(values), scales, count, static_cast<T*>(to));
+  return cudaGetLastError();
+}
+
 }  // namespace
+
+cudaError_t divide_by_mantissas(const void* values, const float* scales, int64_t count, void* to, DType dtype,
+                                cudaStream_t stream) {
+  switch (dtype) {
+    case DType::kBFloat16: return launch_divide<__nv_bfloat16>(values, scales, count, to, stream);
+    case DType::kFloat16: return launch_divide<__half>(values, scales, count, to, stream);
+    case DType::kFloat32: return launch_divide<float>(values, scales, count, to, stream);
+    default: return cudaErrorInvalidValue;
+  }
+}
 
 cudaError_t dequantize(const Dequantization& matrix, DType to, cudaStream_t stream) {
   switch (to) {

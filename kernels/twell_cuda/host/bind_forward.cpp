@@ -85,6 +85,25 @@ bool reads_int8(const Tensor& x, const Tensor& w_up) {
   return has_kernels(ffn.dtype) && has_row(ffn, device_of(x.get_device_index()));
 }
 
+// By kernels that read weights of x's type. What decides which neurons are active is not rounded: of its scales it gets
+// the powers of two alone, and the rows of down get the mantissas, which go through ReLU as they are positive. (Gates
+// are often small differences of large terms, so that rounded weights would move them far.)
+Tensor dequantized_first(const Tensor& x, const Tensor& w_up, const Tensor& w_down, const MaybeTensor& w_gate,
+                         const MaybeTensor& b_up, const MaybeTensor& b_down, const MaybeTensor& b_gate,
+                         const Tensor& s_up, const Tensor& s_down, const MaybeTensor& s_gate) {
+  const ScalarType type = x.scalar_type();
+  const Tensor ups = as_contiguous(s_up), downs = as_contiguous(s_down);
+  const Tensor firsts = s_gate ? as_contiguous(*s_gate) : ups;
+  const auto factors = [](const Tensor& scales, Part part) {
+    return Factors{static_cast<const float*>(scales.const_data_ptr()), part};
+  };
+  const Tensor first = dequantized(w_gate ? *w_gate : w_up, factors(firsts, Part::kPower), {}, type);
+  const MaybeTensor b_first = divided(w_gate ? b_gate : b_up, firsts);
+  const Tensor down = dequantized(w_down, factors(downs, Part::kWhole), factors(firsts, Part::kMantissa), type);
+  if (!w_gate) return evaluate(x, first, down, std::nullopt, b_first, b_down, std::nullopt);
+  return evaluate(x, dequantized(w_up, factors(ups, Part::kWhole), {}, type), down, first, b_up, b_down, b_first);
+}
+
 std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up,
                                        MaybeTensor b_down, MaybeTensor b_gate, MaybeTensor /*l1_scale*/,
                                        MaybeTensor token_weight, MaybeTensor tally, int64_t capacity) {
@@ -109,11 +128,7 @@ Tensor infer(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTens
   if (reads_int8(x, w_up)) {
     return sparse(x, Operands(x, w_up, w_down, w_gate, b_up, b_down, b_gate, false, {s_up, s_down, s_gate}));
   }
-  const auto plain = [&](const Tensor& matrix, const MaybeTensor& scales) {
-    return dequantized(matrix, *scales, x.scalar_type());
-  };
-  const MaybeTensor gate = w_gate ? MaybeTensor(plain(*w_gate, s_gate)) : std::nullopt;
-  return evaluate(x, plain(w_up, s_up), plain(w_down, s_down), gate, b_up, b_down, b_gate);
+  return dequantized_first(x, w_up, w_down, w_gate, b_up, b_down, b_gate, *s_up, *s_down, s_gate);
 }
 
 }  // namespace

@@ -18,6 +18,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "common/dequantize.h"
@@ -165,16 +166,28 @@ struct Scales {
   MaybeTensor up, down, gate;
 };
 
-// An int8 matrix with a scale for each row as one of another type, in the same order of memory.
-inline Tensor dequantized(const Tensor& matrix, const Tensor& scales, ScalarType type) {
+// An int8 matrix (N, K), with factors for its rows and its columns, as one of another type in the same order of memory.
+inline Tensor dequantized(const Tensor& matrix, Factors of_rows, Factors of_columns, ScalarType type) {
   const bool by_column = matrix.stride(0) == 1 && matrix.stride(1) == matrix.size(0);
   const Tensor rows = by_column ? torch::stable::transpose(matrix, 0, 1) : as_contiguous(matrix);
-  const Tensor factors = as_contiguous(scales);
+  if (by_column) std::swap(of_rows, of_columns);
   Tensor out = torch::stable::new_empty(rows, {rows.size(0), rows.size(1)}, type);
-  const Dequantization work{static_cast<const int8_t*>(rows.const_data_ptr()), rows.size(0), rows.size(1),
-                            static_cast<const float*>(factors.const_data_ptr()), by_column, out.mutable_data_ptr()};
+  const Dequantization work{static_cast<const int8_t*>(rows.const_data_ptr()), rows.size(0), rows.size(1), of_rows,
+                            of_columns, out.mutable_data_ptr()};
   check_launch(dequantize(work, dtype_of(out), current_stream(matrix.get_device_index())), "dequantize");
   return by_column ? torch::stable::transpose(out, 0, 1) : out;
+}
+
+// A bias (N) over the mantissas of scales.
+inline MaybeTensor divided(const MaybeTensor& bias, const Tensor& scales) {
+  if (!bias) return std::nullopt;
+  const Tensor from = as_contiguous(*bias);
+  Tensor out = torch::stable::new_empty(from, from.sizes());
+  check_launch(divide_by_mantissas(from.const_data_ptr(), static_cast<const float*>(scales.const_data_ptr()),
+                                   from.numel(), out.mutable_data_ptr(), dtype_of(from),
+                                   current_stream(from.get_device_index())),
+               "bias");
+  return out;
 }
 
 // The operands of one call, padded and contiguous (x of any leading sizes), and what kernels see of them.
