@@ -41,6 +41,15 @@ def test_tokens_are_drawn_from_the_models_whole_distribution():
     assert not torch.equal(ids_BL, other)
 
 
+def test_a_lower_temperature_makes_likelier_words_likelier():
+    model, count = tiny_llama(vocab_size=24), 4000
+    ids_BL = sample_ids(model, 5, 2, count, seed=0, temperature=0.5)
+    with torch.no_grad():
+        expected = (model(torch.tensor([[5]])).logits[0, -1].double() / 0.5).softmax(-1)
+    found = torch.bincount(ids_BL[:, 1], minlength=24) / count
+    assert (found - expected).abs().le(5 * (expected * (1 - expected) / count).sqrt() + 1e-9).all()
+
+
 def test_sampling_leaves_the_generators_of_others_alone():
     torch.manual_seed(3)
     expected = torch.rand(2)
@@ -61,6 +70,22 @@ def test_documents_end_where_the_model_ends_them(demo):
     rows = documents_in(sample, tokenizer, begin)
     assert [row["text"] for row in rows] == ["The cell is small.", "Light"]
     assert [row["tokens"] for row in rows] == [len(first), len(second)]
+
+
+def test_turns_of_a_chat_stay_together_and_are_read_back_as_they_were():
+    tokenizer = load_tokenizer(DEMO)
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.chat_template = "{{ messages }}"
+    begin, turn_end = document_start(tokenizer), tokenizer.eos_token_id
+    assert begin != turn_end
+    said = tokenizer(
+        "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\nLight.", add_special_tokens=False
+    ).input_ids
+    assert said.count(turn_end) == 1
+    rows = documents_in(torch.tensor([[begin, *said, turn_end, begin, *said]]), tokenizer, begin)
+    assert len(rows) == 2
+    assert all(tokenizer(row["text"], add_special_tokens=False).input_ids == said for row in rows)
+    assert all(row["tokens"] == len(said) for row in rows)
 
 
 def test_what_begins_a_document(demo):
@@ -101,6 +126,7 @@ def test_what_cannot_be_sampled_is_said(demo, tmp_path):
     for changes, message in (
         ({"tokens": 0}, "tokens=0; give at least 1"),
         ({"length": 1}, "length=1; give at least 2"),
+        ({"temperature": 0.0}, "temperature=0.0; give a number above 0"),
         ({"length": 10**6}, "the model reads at most"),
     ):
         with pytest.raises(ValueError, match=message):

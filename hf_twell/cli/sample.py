@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--start", help="the special token that a sample begins with (default: <|endoftext|>, else BOS, else EOS)"
     )
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    parser.add_argument("--temperature", type=float, default=1.0, help="default: 1, the model's own distribution")
     parser.add_argument("--device", help="default: cuda where there is one")
     parser.add_argument("--dtype", choices=DTYPES, help="default: as stored, on CUDA bfloat16")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -52,4 +53,5 @@ def _sample(args) -> dict:
     model, tokenizer = load_model(args.model, dtype=dtype, device=args.device)
     batch_size = args.batch or (256 if on_cuda else 16)
     sizes = {"tokens": args.tokens, "length": args.length, "batch_size": batch_size}
-    return sample_text(model, tokenizer, args.output, **sizes, start=args.start, seed=args.seed)
+    options = {"start": args.start, "seed": args.seed, "temperature": args.temperature}
+    return sample_text(model, tokenizer, args.output, **sizes, **options)

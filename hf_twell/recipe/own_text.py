@@ -25,11 +25,13 @@ def sample_text(
     batch_size: int = 64,
     start: str | None = None,
     seed: int = 0,
+    temperature: float = 1.0,
 ) -> dict:
-    """Write documents that the model samples, at temperature 1 and from all of its words, as rows of a .jsonl file.
+    """Write documents that the model samples, from all of its words, as rows of a .jsonl file.
 
     Each sample begins with `start` alone and has `length` tokens; where the model ends a document in it, another row
     begins. A file that is there is gone on with, to `tokens` in all; rows of one batch are written at once.
+    What a chat model writes keeps the special tokens that begin and end its turns.
 
     Args:
         tokens: of all rows, at least.
@@ -38,6 +40,7 @@ def sample_text(
         start: a special token of the tokenizer; by default what stood between the documents of pretraining
             (`document_start`).
         seed: batches of another seed differ.
+        temperature: logits are divided by it. 1 is the model's own distribution; below, likelier words get likelier.
 
     Returns:
         {"documents": rows in the file, "tokens": their tokens, "start": the token that samples begin with}
@@ -46,6 +49,8 @@ def sample_text(
         ValueError: sizes that cannot be, a start that is no token, a file of other rows.
     """
     path = Path(path)
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature}; give a number above 0")
     for name, value, least in (("tokens", tokens, 1), ("length", length, 2), ("batch_size", batch_size, 1)):
         if value < least:
             raise ValueError(f"{name}={value}; give at least {least}")
@@ -56,7 +61,7 @@ def sample_text(
     documents, done, batch = _rows_of(path)
     with path.open("a", encoding="utf-8") as file, tqdm(total=tokens, initial=done, unit=" tokens") as bar:
         while done < tokens:
-            ids_BL = sample_ids(model, begin, length, batch_size, seed=seed + batch)
+            ids_BL = sample_ids(model, begin, length, batch_size, seed=seed + batch, temperature=temperature)
             rows = documents_in(ids_BL, tokenizer, begin)
             file.write("".join(json.dumps({**row, "batch": batch}, ensure_ascii=False) + "\n" for row in rows))
             file.flush()
@@ -90,21 +95,21 @@ def document_start(tokenizer, start: str | None = None) -> int:
 
 
 @torch.no_grad()
-def sample_ids(model, begin: int, length: int, batch_size: int, *, seed: int) -> torch.Tensor:
+def sample_ids(model, begin: int, length: int, batch_size: int, *, seed: int, temperature: float = 1.0) -> torch.Tensor:
     """Token ids, (batch_size, length), that begin with `begin`; sampling goes on after an end of a document."""
     devices = [model.device] if model.device.type == "cuda" else []
     first_B1 = torch.full((batch_size, 1), begin, device=model.device)
-    with torch.random.fork_rng(devices), _plain_sampling(model, length):
+    with torch.random.fork_rng(devices), _plain_sampling(model, length, temperature):
         torch.manual_seed(seed)
         return model.generate(first_B1, attention_mask=torch.ones_like(first_B1))
 
 
 @contextmanager
-def _plain_sampling(model, length: int):
-    """The model's own distribution to the full length: `generate` fills what is not given from the model's config."""
+def _plain_sampling(model, length: int, temperature: float):
+    """From all words, to the full length: `generate` fills what is not given from the model's config."""
     before, training = model.generation_config, model.training
     model.generation_config = GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_length=length, pad_token_id=0
+        do_sample=True, temperature=temperature, top_k=0, top_p=1.0, max_length=length, pad_token_id=0
     )
     model.eval()
     try:
@@ -115,14 +120,19 @@ def _plain_sampling(model, length: int):
 
 
 def documents_in(ids_BL: torch.Tensor, tokenizer, begin: int) -> list[dict]:
-    """Rows {"text", "tokens"} of what lies between the ends of documents, without blank ones."""
-    ends = {begin, tokenizer.eos_token_id}
-    rows = []
+    """Rows {"text", "tokens"} of what lies between the ends of documents, without blank ones.
+
+    EOS ends a document, but in a chat model, where it ends a turn: turns stay together, with their special tokens.
+    """
+    eos, rows = tokenizer.eos_token_id, []
+    chat = tokenizer.chat_template is not None and eos != begin
+    ends = {begin} if chat else {begin, eos}
     for sample in ids_BL.tolist():
         cuts = [at for at, token in enumerate(sample) if token in ends]
         for left, right in zip(cuts, [*cuts[1:], len(sample)], strict=True):
+            right -= chat and sample[right - 1] == eos  # which stands at the end of every packed document
             text = tokenizer.decode(
-                sample[left + 1 : right], skip_special_tokens=True, clean_up_tokenization_spaces=False
+                sample[left + 1 : right], skip_special_tokens=not chat, clean_up_tokenization_spaces=False
             )
             if text.strip():
                 rows.append({"text": text, "tokens": right - left - 1})
