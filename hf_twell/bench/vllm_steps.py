@@ -1,0 +1,220 @@
+"""What the GPU itself takes for a step of vLLM, which tokens a second of a server hide: sparse against dense.
+
+    python -m hf_twell.bench.vllm_steps MODEL --prompts ids.json --batch 1 16 64 --prefill 8 --output FOLDER
+
+In vLLM's environment, on one GPU. Each side is an engine in a process of its own, one after the other: first dense
+(the plugin's kernels off: vLLM's own matmuls and ReLU), then sparse. A decode step is one CUDA graph; its time is the
+span from its first kernel's start to its last one's end, by PyTorch's profiler, the median over the steps of an answer.
+A prefill is all prompts at once, answered by one token; its time is that in which at least one kernel runs. ids.json
+holds lists of token ids, which decide how many neurons are active.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from hf_twell.files.tables import text_table
+
+SIDES = ("dense", "sparse")
+PROFILED_TOKENS, WARM_UP_TOKENS = 48, 16
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}  # the profiler sees this process
+
+
+def graph_spans_us(trace: dict) -> list[float]:
+    """The span of each CUDA graph launch in a profiler's trace that ran as many kernels as the largest one did.
+
+    Smaller graphs (a sampler's, pieces of a model) are other steps than a decode step.
+    """
+    events = trace["traceEvents"]
+    launches = {
+        event["args"]["correlation"]
+        for event in events
+        if event.get("cat") == "cuda_runtime" and event["name"].startswith("cudaGraphLaunch")
+    }
+    kernels = defaultdict(list)
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and event["args"].get("correlation") in launches:
+            kernels[event["args"]["correlation"]].append((event["ts"], event["ts"] + event["dur"]))
+    most = max(map(len, kernels.values()), default=0)
+    whole = [spans for spans in kernels.values() if len(spans) == most]
+    return [max(end for _, end in spans) - min(start for start, _ in spans) for spans in whole]
+
+
+def busy_us(trace: dict) -> float:
+    """For how long at least one kernel ran."""
+    total, until = 0.0, float("-inf")
+    spans = [(e["ts"], e["ts"] + e["dur"]) for e in trace["traceEvents"] if e.get("cat") == "kernel"]
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def measure(args, side: str) -> list[dict]:
+    """One engine: a row for each batch, and one for the prefill."""
+    from vllm import LLM
+
+    prompts = [{"prompt_token_ids": ids} for ids in json.loads(Path(args.prompts).read_text())]
+    settings = {"kernels": side == "sparse"}
+    if args.density is not None:
+        settings["density"] = args.density
+    most = max([*args.batch, args.prefill])
+    if len(prompts) < most:
+        raise SystemExit(f"{args.prompts} has {len(prompts)} prompts; give {most}")
+    engine = LLM(
+        args.model,
+        dtype=args.dtype,
+        skip_tokenizer_init=True,
+        additional_config={"hf_twell": settings},
+        max_model_len=args.context,
+        max_num_seqs=most,
+        max_num_batched_tokens=max(args.context, 16_384),
+        gpu_memory_utilization=args.memory,
+        enable_prefix_caching=False,
+    )
+    rows = [_decode(engine, prompts[:batch], args) for batch in args.batch]
+    if args.prefill:
+        rows.append(_prefill(engine, prompts[: args.prefill], args))
+    return [{"side": side, **row} for row in rows]
+
+
+def _decode(engine, prompts, args) -> dict:
+    short = [{"prompt_token_ids": prompt["prompt_token_ids"][: args.prompt_tokens]} for prompt in prompts]
+    _generate(engine, short, WARM_UP_TOKENS)
+    tokens, trace = _profiled(engine, short, PROFILED_TOKENS)
+    spans = graph_spans_us(trace)
+    seconds = [_seconds(engine, short, args.new_tokens) for _ in range(args.repeats)]
+    return {
+        "measured": "decode",
+        "batch": len(short),
+        "step_us": round(statistics.median(spans), 2) if spans else None,
+        "steps": len(spans),
+        "tokens_per_s": [round(len(short) * args.new_tokens / each, 2) for each in seconds],
+        "tokens": [list(ids) for ids in tokens[:4]],
+    }
+
+
+def _prefill(engine, prompts, args) -> dict:
+    count = sum(len(prompt["prompt_token_ids"]) for prompt in prompts)
+    _generate(engine, prompts, 1)
+    _, trace = _profiled(engine, prompts, 1)
+    seconds = [_seconds(engine, prompts, 1) for _ in range(args.repeats)]
+    return {
+        "measured": "prefill",
+        "batch": len(prompts),
+        "prompt_tokens": count,
+        "step_us": round(busy_us(trace), 2),
+        "tokens_per_s": [round(count / each, 1) for each in seconds],
+    }
+
+
+def _generate(engine, prompts, new_tokens: int) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    return [list(answer.outputs[0].token_ids) for answer in engine.generate(prompts, params, use_tqdm=False)]
+
+
+def _seconds(engine, prompts, new_tokens: int) -> float:
+    started = time.perf_counter()
+    _generate(engine, prompts, new_tokens)
+    return time.perf_counter() - started
+
+
+def _profiled(engine, prompts, new_tokens: int) -> tuple[list[list[int]], dict]:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        tokens = _generate(engine, prompts, new_tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        profiler.export_chrome_trace(f"{folder}/trace.json")
+        return tokens, json.loads(Path(folder, "trace.json").read_text())
+
+
+def table(rows: list[dict]) -> str:
+    """A line for each load: the GPU's time and the tokens a second of both sides, and their ratios."""
+    lines = []
+    dense, sparse = ([row for row in rows if row["side"] == side] for side in SIDES)
+    for theirs, ours in zip(dense, sparse, strict=True):
+        medians = [statistics.median(row["tokens_per_s"]) for row in (theirs, ours)]
+        same = [a == b for a, b in zip(theirs.get("tokens", []), ours.get("tokens", []), strict=True)]
+        known = theirs["step_us"] and ours["step_us"]
+        lines.append(
+            [
+                f"{ours['measured']} {ours['batch']}",
+                *(row["step_us"] for row in (theirs, ours)),
+                f"{theirs['step_us'] / ours['step_us']:.3f}x" if known else None,
+                *(f"{rate:.1f} ({min(row['tokens_per_s']):.1f} to {max(row['tokens_per_s']):.1f})"
+                  for rate, row in zip(medians, (theirs, ours), strict=True)),
+                f"{medians[1] / medians[0]:.3f}x",
+                f"{sum(same)} of {len(same)}" if same else None,
+            ]
+        )  # fmt: skip
+    head = [
+        "load",
+        "dense, us on the GPU",
+        "sparse",
+        "speed-up",
+        "dense, tokens/s",
+        "sparse",
+        "speed-up",
+        "same answers",
+    ]
+    return text_table(head, lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a sparse checkpoint's folder")
+    parser.add_argument("--prompts", required=True, help="a JSON file of lists of token ids")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 128], help="sequences in a decode step")
+    parser.add_argument("--prefill", type=int, default=8, help="whole prompts at once; 0: none (default: 8)")
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="of a prompt in decoding (default: 128)")
+    parser.add_argument("--new-tokens", type=int, default=512, help="of each timed answer (default: 512)")
+    parser.add_argument("--repeats", type=int, default=7, help="timed answers (default: 7)")
+    parser.add_argument("--density", type=float, help="of every layer, in place of the checkpoint's own")
+    parser.add_argument("--dtype", default="auto", help="as vLLM takes it; auto: 16 bits of float32 models, too")
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--memory", type=float, default=0.6, help="share of the GPU's (default: 0.6)")
+    parser.add_argument("--output", help="append rows to vllm_steps.jsonl in this folder")
+    parser.add_argument(
+        "--side", nargs=2, help=argparse.SUPPRESS
+    )  # in the engine's own process; and a file for its rows
+    args = parser.parse_args(argv)
+    if args.side:
+        side, path = args.side
+        Path(path).write_text(json.dumps(measure(args, side)))
+        return
+    rows = [row for side in SIDES for row in _in_own_process(side, sys.argv[1:] if argv is None else argv)]
+    print(table(rows))
+    if args.output:
+        Path(args.output).mkdir(parents=True, exist_ok=True)
+        with (Path(args.output) / "vllm_steps.jsonl").open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def _in_own_process(side: str, arguments: list[str]) -> list[dict]:
+    """
+    Raises:
+        SystemExit: the engine failed; what it said stands above.
+    """
+    with tempfile.TemporaryDirectory(prefix="hf-twell-steps-") as folder:
+        path = Path(folder) / "rows.json"
+        command = [sys.executable, "-m", "hf_twell.bench.vllm_steps", *arguments, "--side", side, str(path)]
+        # What vLLM logs goes to stdout. The key of its cache of compiled code sees no environment variables.
+        environment = os.environ | ENVIRONMENT | {"VLLM_CACHE_ROOT": f"{folder}/vllm"}
+        done = subprocess.run(command, env=environment, stdout=sys.stderr.fileno())
+        if done.returncode or not path.is_file():
+            raise SystemExit(f"the {side} engine ended with {done.returncode}; its last lines are above")
+        return json.loads(path.read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Steps of vLLM: the spans of graphs in a trace, and both engines end to end (on a CPU: without the times of a GPU)."""
+
+import json
+import os
+import subprocess
+
+import pytest
+
+from hf_twell.bench.vllm_steps import busy_us, graph_spans_us, table
+from tests.vllm_engines import PYTHON, TIMEOUT_S, environment, needs_vllm, prompts, save, tiny
+
+
+def kernel(start, duration, correlation):
+    return {"cat": "kernel", "name": "k", "ts": start, "dur": duration, "args": {"correlation": correlation}}
+
+
+def launch(correlation, name="cudaGraphLaunch"):
+    return {"cat": "cuda_runtime", "name": name, "ts": 0, "dur": 1, "args": {"correlation": correlation}}
+
+
+def test_a_steps_time_is_its_graphs_span():
+    """Not that of a smaller graph, nor of kernels that were launched one by one."""
+    events = [
+        *(launch(1), kernel(10, 5, 1), kernel(18, 4, 1)),
+        *(launch(2), kernel(30, 5, 2), kernel(33, 7, 2)),
+        *(launch(3), kernel(50, 100, 3)),
+        *(launch(4, "cudaLaunchKernel"), kernel(200, 1, 4), kernel(300, 1, 4)),
+        {"name": "thread_name", "ph": "M", "args": {}},
+    ]
+    assert graph_spans_us({"traceEvents": events}) == [12, 10]
+    assert graph_spans_us({"traceEvents": events[-4:]}) == []
+
+
+def test_the_gpu_is_busy_while_any_kernel_runs():
+    assert busy_us({"traceEvents": [kernel(0, 10, 1), kernel(5, 10, 2), kernel(20, 5, 3), launch(1)]}) == 20
+
+
+def test_the_table_compares_both_sides():
+    row = {"measured": "decode", "batch": 16, "tokens": [[1, 2], [3, 4]]}
+    dense = {**row, "side": "dense", "step_us": 30.0, "tokens_per_s": [100.0, 90.0, 110.0]}
+    sparse = {**row, "side": "sparse", "step_us": 20.0, "tokens_per_s": [120.0], "tokens": [[1, 2], [3, 5]]}
+    line = table([dense, sparse]).splitlines()[-1]
+    for part in ("decode 16", "1.500x", "100.0 (90.0 to 110.0)", "1.200x", "1 of 2"):
+        assert part in line
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_both_engines(tmp_path):
+    model = save(tiny(), tmp_path / "model")
+    (tmp_path / "ids.json").write_text(json.dumps(prompts(40, 50, 30)))
+    options = ["--batch", "1", "2", "--prefill", "2", "--prompt-tokens", "20", "--new-tokens", "8", "--repeats", "2"]
+    command = [str(PYTHON), "-m", "hf_twell.bench.vllm_steps", model, "--prompts", "ids.json", "--output", "out"]
+    done = subprocess.run(
+        [*command, *options, "--context", "128", "--dtype", "float32"],
+        cwd=tmp_path,
+        env=environment(tmp_path, PYTHONPATH=os.getcwd()),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "out" / "vllm_steps.jsonl").read_text().splitlines()]
+    loads = [("decode", 1), ("decode", 2), ("prefill", 2)]
+    assert [(row["side"], row["measured"], row["batch"]) for row in rows] == [
+        (side, *load) for side in ("dense", "sparse") for load in loads
+    ]
+    assert all(len(row["tokens_per_s"]) == 2 for row in rows)
+    assert rows[1]["tokens"] == rows[4]["tokens"], "float32"
+    assert done.stdout.count("2 of 2") == 1
+    assert "2 of 2 feed-forward blocks use the sparse kernels" in done.stderr, "what each engine says of its blocks"
