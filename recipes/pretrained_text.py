@@ -59,23 +59,29 @@ def prepare(study: dict, model: str, text: Path | None, eval_dir: Path | None, o
 def with_own_text(train: torch.Tensor, study: dict, model: str, output: Path) -> torch.Tensor:
     """`train` and the parent's own text, which is repeated until it is `share` of all sequences.
 
-    The text is sampled by the first process that needs it, and kept in the output folder.
+    The text is sampled by the first process that needs it, and kept in the output folder. What `hf-twell sample` has
+    written there before (own.0.jsonl, own.1.jsonl and so on, by several processes, with seeds far apart) counts.
 
     Shapes: `train` and what is returned (sequences, sequence_length).
     """
     settings = dict(study["own_text"])
-    share = settings.pop("share")
+    share, wanted = settings.pop("share"), settings.pop("tokens")
     file, kept = output / "own.jsonl", output / "own.pt"
     with alone(output / "own.lock"):
         if not kept.is_file():
-            on_cuda = torch.cuda.is_available() and not study["training"].get("use_cpu")
-            device, dtype = ("cuda", "bfloat16") if on_cuda else ("cpu", "float32")
-            parent, tokenizer = load_model(model, dtype=dtype, device=device)
-            print(f"{model} writes text of its own: {sample_text(parent, tokenizer, file, **settings)}", flush=True)
-            del parent
-            if on_cuda:
-                torch.cuda.empty_cache()  # other processes share the device
-            documents = [json.loads(line)["text"] for line in file.read_text().split("\n") if line]
+            rows = [row for other in sorted(output.glob("own.[0-9]*.jsonl")) for row in _rows(other)]
+            wanted -= sum(row["tokens"] for row in rows)
+            if wanted > 0:
+                on_cuda = torch.cuda.is_available() and not study["training"].get("use_cpu")
+                device, dtype = ("cuda", "bfloat16") if on_cuda else ("cpu", "float32")
+                parent, tokenizer = load_model(model, dtype=dtype, device=device)
+                said = sample_text(parent, tokenizer, file, tokens=wanted, **settings)
+                print(f"{model} writes text of its own: {said}", flush=True)
+                del parent
+                if on_cuda:
+                    torch.cuda.empty_cache()  # other processes share the device
+                rows += _rows(file)
+            tokenizer, documents = load_tokenizer(model), [row["text"] for row in rows]
             _save(_narrow(cut(pack(tokenizer, documents), train.shape[1]), tokenizer), kept)
     own = torch.load(kept).long()
     count = round(len(train) * share / (1 - share))
@@ -85,6 +91,10 @@ def with_own_text(train: torch.Tensor, study: dict, model: str, output: Path) ->
 def _narrow(sequences: torch.Tensor, tokenizer) -> torch.Tensor:
     """In half the room or less, for carrying; no vocabulary of today has more words than 32 bits count."""
     return sequences.to(torch.uint16 if len(tokenizer) <= 2**16 else torch.int32)
+
+
+def _rows(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
 
 
 def _save(sequences: torch.Tensor, kept: Path) -> None:

@@ -75,8 +75,8 @@ def test_what_is_planned(scripts, tmp_path):
     assert len({run["id"] for run in runs}) == len(runs) == 20
     assert [run["id"] for run in runs[:5]] == [
         "parent",
-        "dense/100M/seed0",
-        "dense/200M/seed0",
+        "dense/60M/seed0",
+        "dense/160M/seed0",
         "averaged",
         "count/0.335/100M/seed0",
     ]
@@ -85,9 +85,9 @@ def test_what_is_planned(scripts, tmp_path):
     trained = [run for run in runs if functions["is_trained"](run)]
     recipes = {run["id"]: functions["recipe_of"](run, study, "parent.gguf", tmp_path) for run in trained}
     assert len(recipes) == 18
-    control, count = recipes["dense/100M/seed0"], recipes["count/0.02/100M/seed0"]
+    control, count = recipes["dense/60M/seed0"], recipes["count/0.02/100M/seed0"]
     assert (control.model, control.relu, control.distill) == ("parent.gguf", False, None)
-    assert control.training["max_steps"] == 100_000_000 // 65_536
+    assert control.training["max_steps"] == 60_000_000 // 65_536
     assert control.training["gradient_accumulation_steps"] == 4
     assert count.model == count.distill["parent"] == str(tmp_path / "runs" / "averaged" / "final")
     assert (count.term, count.layer_shares, count.distill["logits"]) == ("count", "free", 1.0)
@@ -95,7 +95,7 @@ def test_what_is_planned(scripts, tmp_path):
     assert count.training["gradient_accumulation_steps"] == 1
     earlier = recipes["earlier method/0.1/100M/seed0"]
     assert (earlier.model, earlier.distill, earlier.term) == ("parent.gguf", None, "l1")
-    assert {functions["needs"](run, study) for run in runs} == {None, "dense/100M/seed0", "averaged"}
+    assert {functions["needs"](run, study) for run in runs} == {None, "dense/60M/seed0", "averaged"}
 
 
 def test_what_cannot_be_run_is_said(scripts, tmp_path):
@@ -351,3 +351,22 @@ def test_a_killed_run_goes_on_from_its_checkpoint(scripts, arguments, tmp_path):
     (row,) = scripts("pretrained_study")["main"](arguments)
     assert row["resumed"]
     assert row["last_log"]["step"] == 100
+
+
+def test_own_text_that_several_processes_have_written(scripts, parent, tmp_path):
+    """It counts: only what is missing is sampled, and all of it is read."""
+    with_own_text = scripts("pretrained_text")["with_own_text"]
+    settings = {"tokens": 300, "length": 32, "batch_size": 4, "share": 0.5}
+    study = {"own_text": settings, "training": {"use_cpu": True}}
+    for part in ("a", "b"):
+        (tmp_path / part).mkdir()
+        rows = [{"text": TEXT * 2, "tokens": 100, "batch": 0}] * (2 if part == "a" else 1)
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / part / "own.0.jsonl").write_text(text)
+        (tmp_path / part / "own.1.jsonl").write_text(text)
+        train = torch.zeros(8, 16, dtype=torch.long)
+        mixed = with_own_text(train, study, str(parent), tmp_path / part)
+        assert mixed.shape == (16, 16)
+    assert not (tmp_path / "a" / "own.jsonl").exists(), "400 tokens were there"
+    missing = [json.loads(line) for line in (tmp_path / "b" / "own.jsonl").read_text().splitlines()]
+    assert 100 <= sum(row["tokens"] for row in missing) < 100 + 4 * 32
