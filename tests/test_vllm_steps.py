@@ -3,9 +3,12 @@
 import json
 import os
 import subprocess
+from itertools import pairwise
 
 import pytest
+from transformers import LlamaForCausalLM
 
+from hf_twell.bench import save_llama
 from hf_twell.bench.vllm_steps import busy_us, graph_spans_us, table
 from tests.vllm_engines import PYTHON, TIMEOUT_S, environment, needs_vllm, prompts, save, tiny
 
@@ -70,3 +73,14 @@ def test_both_engines(tmp_path):
     assert rows[1]["tokens"] == rows[4]["tokens"], "float32"
     assert done.stdout.count("2 of 2") == 1
     assert "2 of 2 feed-forward blocks use the sparse kernels" in done.stderr, "what each engine says of its blocks"
+
+
+def test_the_benchmarks_llama_is_saved_for_engines(tmp_path):
+    sizes = ["--hidden", "64", "--intermediate", "256", "--vocabulary", "2048", "--layers", "2", "--l0", "12"]
+    save_llama.main([str(tmp_path / "model"), *sizes, "--prompts", "3", "--length", "40"])
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    assert (model.config.hidden_act, model.config.num_hidden_layers) == ("relu", 2)
+    assert model.config.twell["density"] == pytest.approx([12 / 256] * 2, rel=0.5)
+    ids = json.loads((tmp_path / "model" / "ids.json").read_text())
+    assert [len(row) for row in ids] == [40] * 3
+    assert all(after == (before + 1) % 2048 for row in ids for before, after in pairwise(row)), "the workload's text"
