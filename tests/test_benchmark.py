@@ -650,6 +650,7 @@ def test_a_block_of_any_hidden_size():
     torch.testing.assert_close(patched_block(*weights)(x), reference.ffn(x, weights[1], weights[2], weights[0]))
 
 
+@pytest.mark.slow
 def test_bench_ffn_in_int8(capsys):
     """Beside the plain block and torchao's own matmuls, in one row; what it cannot measure it refuses."""
     pytest.importorskip("torchao.quantization")

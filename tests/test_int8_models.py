@@ -265,6 +265,7 @@ def test_the_command(folder, tmp_path, kernel_calls):
     assert kernel_calls == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_the_command_in_fp8(folder, tmp_path, kernel_calls, caplog):
     """As torchao computes it, before and after `sparsify`, which says that no kernel reads it."""
     done = run("quantize", folder, tmp_path / "fp8", "--weights", "fp8", "--json")

@@ -72,6 +72,7 @@ def test_a_run_tells_the_dense_parents_loss(recipe, capsys):
     assert saved == pytest.approx([layer["density"] for layer in whole["after"]["sparsity"]["layers"]], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_does_not_measure_its_start_again(recipe, capsys, monkeypatch):
     whole, _ = train(recipe, capsys)
     out = recipe.parent / "out"
