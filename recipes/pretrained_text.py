@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from pretrain import pack
 from study_measure import TASK_FILES, rows_file
-from study_sharing import alone
+from study_sharing import alone, read_rows
 from study_text import cut, kept_in, split_documents, spread
 
 from hf_twell.files.text import read_text
@@ -69,7 +69,7 @@ def with_own_text(train: torch.Tensor, study: dict, model: str, output: Path) ->
     file, kept = output / "own.jsonl", output / "own.pt"
     with alone(output / "own.lock"):
         if not kept.is_file():
-            rows = [row for other in sorted(output.glob("own.[0-9]*.jsonl")) for row in _rows(other)]
+            rows = [row for other in sorted(output.glob("own.[0-9]*.jsonl")) for row in read_rows(other)]
             wanted -= sum(row["tokens"] for row in rows)
             if wanted > 0:
                 on_cuda = torch.cuda.is_available() and not study["training"].get("use_cpu")
@@ -80,7 +80,7 @@ def with_own_text(train: torch.Tensor, study: dict, model: str, output: Path) ->
                 del parent
                 if on_cuda:
                     torch.cuda.empty_cache()  # other processes share the device
-                rows += _rows(file)
+                rows += read_rows(file)
             tokenizer, documents = load_tokenizer(model), [row["text"] for row in rows]
             _save(_narrow(cut(pack(tokenizer, documents), train.shape[1]), tokenizer), kept)
     own = torch.load(kept).long()
@@ -91,10 +91,6 @@ def with_own_text(train: torch.Tensor, study: dict, model: str, output: Path) ->
 def _narrow(sequences: torch.Tensor, tokenizer) -> torch.Tensor:
     """In half the room or less, for carrying; no vocabulary of today has more words than 32 bits count."""
     return sequences.to(torch.uint16 if len(tokenizer) <= 2**16 else torch.int32)
-
-
-def _rows(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
 
 
 def _save(sequences: torch.Tensor, kept: Path) -> None:

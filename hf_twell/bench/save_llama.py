@@ -31,7 +31,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt")
     args = parser.parse_args(argv)
-    check_target(args.folder)
+    try:
+        check_target(args.folder)
+    except ValueError as error:
+        parser.error(str(error))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = {key: getattr(args, key) for key in ("hidden", "intermediate", "layers", "vocabulary", "heads", "kv_heads")}
     model, _ = make_llama(args.l0, **sizes, device=device, report=lambda *words: print(*words, file=sys.stderr))

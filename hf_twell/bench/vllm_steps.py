@@ -10,6 +10,7 @@ holds lists of token ids, which decide how many neurons are active.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -66,8 +67,6 @@ def measure(args, side: str) -> list[dict]:
     if args.density is not None:
         settings["density"] = args.density
     most = max([*args.batch, args.prefill])
-    if len(prompts) < most:
-        raise SystemExit(f"{args.prompts} has {len(prompts)} prompts; give {most}")
     engine = LLM(
         args.model,
         dtype=args.dtype,
@@ -184,14 +183,20 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--memory", type=float, default=0.6, help="share of the GPU's (default: 0.6)")
     parser.add_argument("--output", help="append rows to vllm_steps.jsonl in this folder")
-    parser.add_argument(
-        "--side", nargs=2, help=argparse.SUPPRESS
-    )  # in the engine's own process; and a file for its rows
+    # In an engine's own process: its side, and a file for its rows.
+    parser.add_argument("--side", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.side:
         side, path = args.side
         Path(path).write_text(json.dumps(measure(args, side)))
         return
+    if importlib.util.find_spec("vllm") is None:
+        parser.error("vLLM is not installed in this Python; run it in vLLM's own environment")
+    if not Path(args.model, "config.json").is_file() or not Path(args.prompts).is_file():
+        parser.error(f"{args.model} must be a checkpoint's folder, and {args.prompts} a file of prompts")
+    count, most = len(json.loads(Path(args.prompts).read_text())), max([*args.batch, args.prefill])
+    if count < most:
+        parser.error(f"{args.prompts} has {count} prompts; give {most}")
     rows = [row for side in SIDES for row in _in_own_process(side, sys.argv[1:] if argv is None else argv)]
     print(table(rows))
     if args.output:
