@@ -72,30 +72,30 @@ def full_plan(scripts) -> tuple[dict, list[dict]]:
 def test_what_is_planned(scripts, tmp_path):
     """Control and conversions as recipes, each with a name of its own; whole steps, the curve last."""
     study, runs = full_plan(scripts)
-    assert len({run["id"] for run in runs}) == len(runs) == 20
+    assert len({run["id"] for run in runs}) == len(runs) == 19
     assert [run["id"] for run in runs[:5]] == [
         "parent",
-        "dense/60M/seed0",
-        "dense/160M/seed0",
+        "books/30M/seed0",
         "averaged",
-        "count/0.335/100M/seed0",
+        "dense/150M/seed0",
+        "count/0.335/120M/seed0",
     ]
-    assert runs[-1]["id"] == "count/0.02/400M/seed0"
+    assert runs[-1]["id"] == "count/0.0195/370M/seed0"
     functions = scripts("pretrained_runs")
     trained = [run for run in runs if functions["is_trained"](run)]
     recipes = {run["id"]: functions["recipe_of"](run, study, "parent.gguf", tmp_path) for run in trained}
-    assert len(recipes) == 18
-    control, count = recipes["dense/60M/seed0"], recipes["count/0.02/100M/seed0"]
+    assert len(recipes) == 17
+    control, count = recipes["books/30M/seed0"], recipes["count/0.0195/120M/seed0"]
     assert (control.model, control.relu, control.distill) == ("parent.gguf", False, None)
-    assert control.training["max_steps"] == 60_000_000 // 65_536
+    assert control.training["max_steps"] == 30_000_000 // 65_536
     assert control.training["gradient_accumulation_steps"] == 4
     assert count.model == count.distill["parent"] == str(tmp_path / "runs" / "averaged" / "final")
     assert (count.term, count.layer_shares, count.distill["logits"]) == ("count", "free", 1.0)
-    assert count.training["max_steps"] == 100_000_000 // 16_384
+    assert count.training["max_steps"] == 120_000_000 // 16_384
     assert count.training["gradient_accumulation_steps"] == 1
     earlier = recipes["earlier method/0.1/100M/seed0"]
     assert (earlier.model, earlier.distill, earlier.term) == ("parent.gguf", None, "l1")
-    assert {functions["needs"](run, study) for run in runs} == {None, "dense/60M/seed0", "averaged"}
+    assert {functions["needs"](run, study) for run in runs} == {None, "books/30M/seed0", "averaged"}
 
 
 def test_what_cannot_be_run_is_said(scripts, tmp_path):
@@ -116,7 +116,7 @@ def test_what_is_needed_is_asked_for(scripts, tmp_path, capsys):
     main = scripts("pretrained_study")["main"]
     output = ["--output", str(tmp_path)]
     main([str(YAML), *output, "--list"])
-    assert len(capsys.readouterr().out.splitlines()) == 20
+    assert len(capsys.readouterr().out.splitlines()) == 19
     for given, wanted in (([], "--model is needed"), (["--model", "m"], "--text is needed")):
         with pytest.raises(SystemExit):
             main([str(YAML), *output, *given])
