@@ -1,5 +1,6 @@
 """The study of a pretrained parent at its smallest: rows, tasks, a report, and second starts that go on."""
 
+import dataclasses
 import json
 import runpy
 import shutil
@@ -14,6 +15,7 @@ import torch
 import yaml
 
 from hf_twell.models.loading import load_model
+from hf_twell.recipe.schema import load_recipe
 from tests.conftest import needs_lm_eval, tiny_llama
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -96,6 +98,21 @@ def test_what_is_planned(scripts, tmp_path):
     earlier = recipes["earlier method/0.1/100M/seed0"]
     assert (earlier.model, earlier.distill, earlier.term) == ("parent.gguf", None, "l1")
     assert {functions["needs"](run, study) for run in runs} == {None, "books/30M/seed0", "averaged"}
+
+
+def test_the_recipe_is_the_row_of_the_study(scripts, tmp_path):
+    """recipes/smollm2-135m.yaml says that it has run: as the study's row, which it must be but for places and text."""
+    study, runs = full_plan(scripts)
+    run = next(run for run in runs if run["id"] == "count/0.098/120M/seed0")
+    row = scripts("pretrained_runs")["recipe_of"](run, study, "parent.gguf", tmp_path)
+    text = RECIPES / "demo" / "text" / "heldout.txt"
+    recipe = load_recipe(RECIPES / "smollm2-135m.yaml", [f"{name}=[{text}]" for name in ("train", "heldout")])
+    row = dataclasses.replace(
+        row, **{name: getattr(recipe, name) for name in ("model", "output_dir", "train", "heldout")}
+    )
+    assert row.distill.pop("parent") == str(tmp_path / "runs" / "averaged" / "final"), "which it begins with, too"
+    assert (row.training.pop("seed"), row.training.pop("report_to")) == (0, [])
+    assert recipe == row
 
 
 def test_what_cannot_be_run_is_said(scripts, tmp_path):
