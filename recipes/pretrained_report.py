@@ -27,12 +27,12 @@ def parent_of(rows: list[dict]) -> dict | None:
 def control_of(rows: list[dict], row: dict | None = None) -> dict | None:
     """The parent trained on as it is: of several, the one that read the number of tokens nearest to `row`'s.
 
-    Without a row, or with one that read nothing, the first.
+    Without a row, or with one that read nothing, the one that read most.
     """
     controls = [each for each in rows if each.get("relu") is False]
-    if len(controls) < 2 or row is None or not row["tokens_read"]:
-        return next(iter(controls), None)
-    return min(controls, key=lambda each: abs(math.log(each["tokens_read"] / row["tokens_read"])))
+    if row is None or not row["tokens_read"]:
+        return max(controls, key=lambda each: each["tokens_read"], default=None)
+    return min(controls, key=lambda each: abs(math.log(each["tokens_read"] / row["tokens_read"])), default=None)
 
 
 def excess(row: dict, rows: list[dict]) -> float | None:
