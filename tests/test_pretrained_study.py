@@ -172,7 +172,10 @@ def test_excess_and_kept(scripts, tmp_path):
     assert report["excess"](many, [*rows, longer]) == pytest.approx((0.1 + 0.5) / 2), "of as many tokens"
     assert report["kept"](many, [*rows, longer]) == pytest.approx(0.4)
     assert report["excess"](count, [*rows, longer]) == excess[2]
-    assert report["kept"](parent, [*rows, longer]) == pytest.approx(0.68), "read nothing: beside the longest control"
+    unread = {**parent, "tokens_read": 0}
+    assert report["kept"](unread, [*rows, longer]) == pytest.approx(0.2125 / 0.3125), (
+        "read nothing: beside the longest control"
+    )
 
     report["report"](rows, tmp_path)
     table = (tmp_path / "study.md").read_text().splitlines()
