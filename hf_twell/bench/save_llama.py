@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from hf_twell.bench.workload_llama import make_llama, make_text
-from hf_twell.files.folders import check_target, save_model
+from hf_twell.files.folders import save_model
 from hf_twell.measure.sparsity import measure_sparsity
 
 
@@ -31,10 +31,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt")
     args = parser.parse_args(argv)
-    try:
-        check_target(args.folder)
-    except ValueError as error:
-        parser.error(str(error))
+    if Path(args.folder).exists():
+        parser.error(f"{args.folder} exists; choose another folder")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = {key: getattr(args, key) for key in ("hidden", "intermediate", "layers", "vocabulary", "heads", "kv_heads")}
     model, _ = make_llama(args.l0, **sizes, device=device, report=lambda *words: print(*words, file=sys.stderr))
