@@ -10,7 +10,10 @@ namespace decoding {
 cudaError_t launch_gate_up(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
                            cudaStream_t stream) {
   if (plan.kernels.fused.use) return launch_fused(ffn, plan, device, workspace, stream);
-  if (ffn.int8()) return launch_int8_gate_up(ffn, plan, workspace, stream);
+  if (ffn.int8()) {
+    return plan.kernels.few ? launch_int8_few_gate_up(ffn, plan, device, workspace, stream)
+                            : launch_int8_gate_up(ffn, plan, workspace, stream);
+  }
   if (plan.kernels.few) return launch_few_gate_up(ffn, plan, device, workspace, stream);
   return plan.kernels.bulk_gate ? launch_bulk_gate_up(ffn, plan, device, workspace, stream)
                                 : launch_portable_gate_up(ffn, plan, workspace, stream);
@@ -19,7 +22,10 @@ cudaError_t launch_gate_up(const Ffn& ffn, const DecodePlan& plan, const Device&
 cudaError_t launch_down(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
                         cudaStream_t stream) {
   if (plan.kernels.fused.use) return cudaSuccess;
-  if (ffn.int8()) return launch_int8_down(ffn, plan, workspace, stream);
+  if (ffn.int8()) {
+    return plan.kernels.few ? launch_int8_few_down(ffn, plan, device, workspace, stream)
+                            : launch_int8_down(ffn, plan, workspace, stream);
+  }
   return plan.kernels.few || plan.kernels.bulk_gate ? launch_few_down(ffn, plan, device, workspace, stream)
                                                     : launch_portable_down(ffn, plan, workspace, stream);
 }

@@ -34,6 +34,9 @@ cudaError_t launch_bulk_gate_up(const Ffn&, const DecodePlan&, const Device&, vo
 cudaError_t launch_fused(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
 cudaError_t launch_few_gate_up(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
 cudaError_t launch_few_down(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
+// The same two of int8 weights (sm90/decode/few_gate_up_int8.cu, few_down_int8.cu).
+cudaError_t launch_int8_few_gate_up(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
+cudaError_t launch_int8_few_down(const Ffn&, const DecodePlan&, const Device&, void* workspace, cudaStream_t);
 
 }  // namespace decoding
 }  // namespace twell

@@ -54,6 +54,8 @@ constexpr Row kTable[] = {
     {"decode",   Gpu::kHopper, 9, kDecodeMaxTokens,            0,     always,    Kernels::kFew},
     {"decode",   Gpu::kAny,    1, kDecodeMaxTokens,            0,     always,    Kernels::kMma},
     {"decode",   Gpu::kHopper, 1, 2,                           2,     fused_sixteens, Kernels::kFused, true},
+    {"decode",   Gpu::kHopper, 3, 8,                           2,     sixteens,  Kernels::kFew, true},
+    {"decode",   Gpu::kHopper, 9, kDecodeMaxTokens,            0,     sixteens,  Kernels::kFew, true},
     {"decode",   Gpu::kAny,    1, kDecodeMaxTokens,            0,     sixteens,  Kernels::kMma, true},
     {"sm90",     Gpu::kHopper, 1, sm90::kMidMaxHalfTokens,     0,     mid_half,  Kernels::kMidHalf},
     {"sm90",     Gpu::kHopper, 1, sm90::kMidMaxTokens,         0,     mid,       Kernels::kMid},

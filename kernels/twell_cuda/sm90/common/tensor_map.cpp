@@ -17,12 +17,16 @@ cudaError_t make_tensor_map(CUtensorMap* map, DType dtype, const void* base, int
   }();
   if (encode == nullptr) return cudaErrorInsufficientDriver;
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * 2};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * bytes_of(dtype)};
   const cuuint32_t box[2] = {64, static_cast<cuuint32_t>(box_rows)}, steps[2] = {1, 1};
-  const CUresult result =
-      encode(map, dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
-             const_cast<void*>(base), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const bool narrow = dtype == DType::kInt8;
+  const CUtensorMapDataType type = narrow                      ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                   : dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                               : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const CUresult result = encode(map, type, 2, const_cast<void*>(base), sizes, strides, box, steps,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                 narrow ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -1,9 +1,9 @@
-// What the thread blocks of sm90/decode/few_down.cu have in shared memory, and which neurons each of them takes.
+// What the thread blocks of sm90/decode/few_down.cuh have in shared memory, and which neurons each of them takes.
 #pragma once
 
 #include "decode/quads.cuh"
 #include "sm90/common/prefix_sum.cuh"
-#include "sm90/decode/few.cuh"
+#include "sm90/decode/few_int8.cuh"
 
 namespace twell::decoding::few::down {
 
@@ -12,12 +12,15 @@ constexpr int kColumns = kFewColumns, kBounds = kColumns / 8;
 constexpr int kDepth = kDownDepth;
 constexpr int kPartBytes = kDepth * kStepBytes, kMaxStages = down_stages(true, true);
 constexpr int kListed = 1904;  // neurons at a time
-constexpr int kAll = 1;        // named barrier
+constexpr int kAll = 1, kWidenBarrier = 2;  // named
 
 // Up to 16 tokens are multiplied by mma, a warp for 16 columns, instead of by wgmma, a warp for 16 of 64 tokens.
-template <bool kSixteen>
+template <typename Weight, bool kSixteen>
 struct Form {
-  static constexpr int kProductBytes = kSixteen ? kDepth * 32 : kPartBytes, kStageBytes = kProductBytes + kPartBytes;
+  static constexpr int kProductBytes = kSixteen ? kDepth * 32 : kPartBytes;
+  static constexpr int kStageBytes = kProductBytes + kDepth * kRowStep<Weight>;
+  // Behind the ring: two stages' columns of int8 as 16-bit values.
+  static constexpr int kWideBytes = kScaled<Weight> && !kSixteen ? 2 * kPartBytes : 0;
   static constexpr int kBoundThreads = kSixteen ? 32 : kMultipliers;  // that have sums of the same eight columns
   static constexpr int kBoundBytes = kBoundThreads * 16;
   static constexpr int kOwn = kSixteen ? 8 : kColumns / 2;  // sums of a thread
@@ -37,12 +40,29 @@ struct Control {
   uint64_t full[kMaxStages], empty[kMaxStages], sums;
 };
 
-static_assert(Form<false>::kBoundBytes <= kListed * 2 && kListed * 2 % 16 == 0);
+// The same with the scales of the block's columns.
+struct ScaledControl : Control {
+  float scales[kColumns];
+};
+template <typename Weight>
+using ControlOf = std::conditional_t<kScaled<Weight>, ScaledControl, Control>;
+
+static_assert(Form<uint16_t, false>::kBoundBytes <= kListed * 2 && kListed * 2 % 16 == 0);
 static_assert(sizeof(Control) == kDownControl);
 template <bool kSixteen>
-constexpr bool kAsPlanned = Form<kSixteen>::kStageBytes == down_stage_bytes(kSixteen) &&
-                            Form<kSixteen>::kExchangeBytes == down_exchange_bytes(kSixteen);
+constexpr bool kAsPlanned = Form<uint16_t, kSixteen>::kStageBytes == down_stage_bytes(kSixteen) &&
+                            Form<uint16_t, kSixteen>::kExchangeBytes == down_exchange_bytes(kSixteen);
 static_assert(kAsPlanned<true> && kAsPlanned<false>);
+
+// Of a thread block. Beside one of the first kernel int8 takes no more than was planned.
+template <typename Weight, bool kSixteen>
+constexpr int shared_bytes(bool beside) {
+  using F = Form<Weight, kSixteen>;
+  return down_stages(kSixteen, beside) * F::kStageBytes + F::kWideBytes + F::kExchangeBytes +
+         static_cast<int>(sizeof(ControlOf<Weight>));
+}
+static_assert(shared_bytes<int8_t, true>(true) <= down_shared(true, true));
+static_assert(shared_bytes<int8_t, false>(true) <= down_shared(false, true));
 
 #if defined(TWELL_SM90_DEVICE)
 

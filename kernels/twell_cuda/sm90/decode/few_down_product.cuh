@@ -21,20 +21,23 @@ __device__ __forceinline__ uint32_t products_at(int row, int piece) {
 
 // Listed neurons' columns and h, kDepth a stage; past the last, zeros. Little is left in the loop: a thread's rows lie
 // alike in a stage, and each next stage's neurons are looked up ahead.
-template <bool kSixteen>
+template <typename Weight, bool kSixteen>
 __device__ __forceinline__ void fetch(const FewDownParams& p, const Control& c, Ring& ring, uint32_t stages, int slice,
                                       int listed) {
   constexpr int kApart = kFetchers / 8, kRows = kDepth / kApart;  // of a thread
+  using F = Form<Weight, kSixteen>;
   constexpr uint32_t kProductsApart = kApart * (kSixteen ? 32 : kStepBytes);
   static_assert(kApart % 8 == 0);  // so its rows are swizzled alike
   const int index = threadIdx.x - kMultipliers, piece = index % 8, row = index / 8;
-  const int column = slice * kColumns + piece * 8;
-  const bool has_columns = column < p.hidden, has_tokens = piece < p.groups;
-  const char* const down = p.down + (has_columns ? 2 * column : 0);
+  constexpr int kBytes = sizeof(Weight), kPieces = kRowStep<Weight> / 16;
+  const int column = slice * kColumns + piece * (16 / kBytes);
+  const bool has_columns = piece < kPieces && column < p.hidden, has_tokens = piece < p.groups;
+  const char* const down = p.down + (has_columns ? kBytes * column : 0);
   const char* const products = p.products + (has_tokens ? piece * 16 : 0);
-  const uint32_t row_bytes = 2u * p.hidden, product_bytes = 16u * p.groups;
+  const uint32_t row_bytes = static_cast<uint32_t>(kBytes) * p.hidden, product_bytes = 16u * p.groups;
   const uint32_t products_to = stages + (kSixteen ? products_at(row, piece) : columns_at(row, piece));
-  const uint32_t columns_to = stages + Form<kSixteen>::kProductBytes + columns_at(row, piece);
+  const uint32_t columns_to =
+      stages + F::kProductBytes + (kScaled<Weight> ? narrow_at(row, piece) : columns_at(row, piece));
   uint32_t neurons[kRows];
   const auto look_up = [&](int start) {
 #pragma unroll
@@ -46,7 +49,7 @@ __device__ __forceinline__ void fetch(const FewDownParams& p, const Control& c, 
   look_up(0);
 #pragma unroll 1
   for (int start = 0; start < listed; start += kDepth, ring.advance()) {
-    const uint32_t stage = ring.stage * Form<kSixteen>::kStageBytes;
+    const uint32_t stage = ring.stage * F::kStageBytes;
     ring.wait_empty();
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -54,8 +57,10 @@ __device__ __forceinline__ void fetch(const FewDownParams& p, const Control& c, 
       if (has_tokens) {
         sm90::copy_16(products_to + stage + i * kProductsApart, products + uint64_t{neurons[i]} * product_bytes, valid);
       }
-      sm90::copy_16(columns_to + stage + i * kApart * kStepBytes, down + uint64_t{neurons[i]} * row_bytes,
-                    valid && has_columns);
+      if (piece < kPieces) {
+        sm90::copy_16(columns_to + stage + i * kApart * kRowStep<Weight>, down + uint64_t{neurons[i]} * row_bytes,
+                      valid && has_columns);
+      }
     }
     sm90::barrier_arrive_on_copies(ring.full + ring.stage);
     look_up(start + kDepth);
@@ -71,7 +76,7 @@ __device__ __forceinline__ void multiply(float (&sum)[kColumns / 2], Ring& ring,
   for (int start = 0; start < listed; start += kDepth, ring.advance()) {
     ring.wait_full();
     sm90::fence_async_proxy();  // cp.async wrote, tensor cores read
-    const uint32_t stage = stages + ring.stage * Form<false>::kStageBytes;
+    const uint32_t stage = stages + ring.stage * Form<Half, false>::kStageBytes;
     sm90::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kDepth / 16; ++k) {
@@ -95,7 +100,8 @@ __device__ __forceinline__ void multiply(float (&sum)[8], Ring& ring, uint32_t s
 #pragma unroll 1
   for (int start = 0; start < listed; start += kDepth, ring.advance()) {
     ring.wait_full();
-    const uint32_t h = stages + ring.stage * Form<true>::kStageBytes, columns = h + Form<true>::kProductBytes;
+    using F = Form<Half, true>;
+    const uint32_t h = stages + ring.stage * F::kStageBytes, columns = h + F::kProductBytes;
     uint32_t a[kDepth / 16][4], b[kDepth / 16][4];
 #pragma unroll
     for (int k = 0; k < kDepth / 16; ++k) {
@@ -115,6 +121,95 @@ __device__ __forceinline__ void multiply(float (&sum)[8], Ring& ring, uint32_t s
   }
 }
 
+// The first of int8 columns, which become 16-bit ones at `wide`: those of one stage while the one before is multiplied.
+template <typename Half>
+__device__ __forceinline__ void multiply_widened(float (&sum)[kColumns / 2], Ring& ring, uint32_t stages, uint32_t wide,
+                                                 int listed) {
+  using F = Form<int8_t, false>;
+  const bool releases = threadIdx.x % 32 == 0;
+  int held = -1;
+  uint32_t columns = wide;
+#pragma unroll 1
+  for (int start = 0; start < listed; start += kDepth, ring.advance()) {
+    ring.wait_full();
+    const uint32_t stage = stages + ring.stage * F::kStageBytes;
+    Widened<Half, kDepth> values;
+    values.load(stage + F::kProductBytes);
+    values.store(columns);
+    sm90::wgmma_wait<0>();
+    if (held >= 0 && releases) sm90::barrier_arrive(ring.empty + held);
+    sm90::fence_async_proxy();  // cp.async and the stores above wrote, tensor cores read
+    sm90::named_barrier<kMultipliers>(kWidenBarrier);
+    sm90::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k) {
+      sm90::Wgmma<Half, kColumns, 1, 1>::multiply(sum, sm90::matrix_descriptor(stage + k * 2048, kPartBytes),
+                                                  sm90::matrix_descriptor(columns + k * 2048, kPartBytes), 1);
+    }
+    sm90::wgmma_commit();
+    held = ring.stage;
+    columns = 2 * wide + kPartBytes - columns;  // the other place: its products ended before the barrier
+  }
+  sm90::wgmma_wait<0>();
+  if (held >= 0 && releases) sm90::barrier_arrive(ring.empty + held);
+}
+
+// The second of int8 columns. A transposed load gives a lane two neighbouring columns' bytes of two neurons, so a warp's
+// even columns form one operand and its odd ones the other.
+template <typename Half>
+__device__ __forceinline__ void multiply_narrow(float (&sum)[8], Ring& ring, uint32_t stages, int listed) {
+  using F = Form<int8_t, true>;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int start = 0; start < listed; start += kDepth, ring.advance()) {
+    ring.wait_full();
+    const uint32_t h = stages + ring.stage * F::kStageBytes, columns = h + F::kProductBytes;
+    uint32_t a[kDepth / 16][4], bytes[kDepth / 16][2];
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k) {
+      sm90::load_matrices_transposed(a[k], h + products_at(16 * k + lane / 16 * 8 + lane % 8, lane / 8 % 2));
+      load_two_matrices_transposed(bytes[k], columns + narrow_at(16 * k + lane % 16, warp));
+    }
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        uint32_t b[2];
+        expand<Half>(__byte_perm(bytes[k][0], bytes[k][1], j == 0 ? 0x6420 : 0x7531), b[0], b[1]);
+        mma<Half>(reinterpret_cast<float(&)[4]>(sum[4 * j]), a[k][0], a[k][1], a[k][2], a[k][3], b[0], b[1]);
+      }
+    }
+    if (lane == 0) sm90::barrier_arrive(ring.empty + ring.stage);
+  }
+}
+
+// Sums of even and of odd columns as two bounds of neighbouring ones (`column_of`).
+__device__ __forceinline__ void join_columns(float (&sum)[8]) {
+  const float odd = sum[1], odd_below = sum[3];
+  sum[1] = sum[4], sum[3] = sum[6];
+  sum[4] = odd, sum[6] = odd_below;
+}
+__device__ __forceinline__ void join_columns(float (&)[kColumns / 2]) {}
+
+template <typename Half, typename Weight, int kOwn>
+__device__ __forceinline__ void multiply_listed(float (&sum)[kOwn], Ring& ring, uint32_t stages, uint32_t wide,
+                                                int listed) {
+  if constexpr (!kScaled<Weight>) {
+    multiply<Half>(sum, ring, stages, listed);
+  } else if constexpr (kOwn == 8) {
+    multiply_narrow<Half>(sum, ring, stages, listed);
+  } else {
+    multiply_widened<Half>(sum, ring, stages, wide, listed);
+  }
+}
+
 #endif
+
+// Where the columns of a thread's sums of a bound begin, of the block's.
+template <typename Weight, bool kSixteen>
+__device__ __forceinline__ int column_of(int bound, int thread) {
+  if (kScaled<Weight> && kSixteen) return bound / 2 * 16 + thread % 4 * 4 + bound % 2 * 2;
+  return bound * 8 + thread % 4 * 2;
+}
 
 }  // namespace twell::decoding::few::down

@@ -1,11 +1,11 @@
-// The product of x and rows of weights that the thread blocks of sm90/decode/few_gate_up.cu form.
+// The product of x and rows of weights that the thread blocks of sm90/decode/few_gate_up.cuh form.
 //
 // Four warpgroups share it out: each takes every fourth step of 64 hidden units, and then a share of the columns of
 // their sums. Loops over steps stay rolled: these kernels are short, and instructions that are not in the cache cost
 // more than they save.
 #pragma once
 
-#include "sm90/decode/few.cuh"
+#include "sm90/decode/few_int8.cuh"
 
 namespace twell::decoding::few {
 
@@ -14,6 +14,7 @@ constexpr int kMultipliers = kWarpgroups * 128, kFetchers = 128;  // threads; th
 constexpr int kThreads = kMultipliers + kFetchers + 32;
 constexpr int kMaxStages = 32;
 constexpr int kTileBarrier = 1, kListBarrier = 2, kSumBarrier = 3, kAskedBarrier = 4;  // named
+constexpr int kWidenBarriers = 5;  // one for each warpgroup
 constexpr int kXRingBytes = 64 * 1024;  // of shared memory, for boxes of x
 
 // How many stages fit. A multiple of the warpgroups, so that each stage is always the same one's: another could be
@@ -110,6 +111,49 @@ __device__ __forceinline__ void multiply_stage_16(float* sum, uint32_t x, uint32
   }
 }
 
+// The warps of a warpgroup meet. By four constants: with a number that is not one the kernel would take all barriers.
+__device__ __forceinline__ void meet_in_warpgroup() {
+  switch (threadIdx.x / 128) {
+    case 0: return sm90::named_barrier<128>(kWidenBarriers);
+    case 1: return sm90::named_barrier<128>(kWidenBarriers + 1);
+    case 2: return sm90::named_barrier<128>(kWidenBarriers + 2);
+    default: return sm90::named_barrier<128>(kWidenBarriers + 3);
+  }
+}
+
+// The same of int8 rows and up to 64 tokens, through `wide`, the warpgroup's own place for rows of 16-bit values.
+template <typename Half, int kColumns>
+__device__ __forceinline__ void multiply_stage_widened(float* sum, uint32_t x, uint32_t rows, uint32_t wide) {
+  Widened<Half, kColumns> values;
+  values.load(rows);
+  meet_in_warpgroup();  // each warp has multiplied what lay there before
+  values.store(wide);
+  sm90::fence_async_proxy();
+  meet_in_warpgroup();
+  multiply_stage<Half, kColumns>(sum, x, wide);
+}
+
+// The same of int8 rows and 16 tokens. Of a warp's 16 hidden units a lane takes four neighbouring ones of both operands,
+// so that one word of a row is all that it wants of it.
+template <typename Half, int kColumns>
+__device__ __forceinline__ void multiply_narrow_16(float* sum, uint32_t x, uint32_t rows) {
+  const int lane = threadIdx.x % 32, row = lane / 4, piece = threadIdx.x / 32 % 4;
+  const uint32_t low_row = x + row * kStepBytes + (((2 * piece + lane % 4 / 2) ^ row) << 4) + lane % 2 * 8;
+  const uint2 low = load_shared_8(low_row), high = load_shared_8(low_row + 8 * kStepBytes);
+  const uint32_t from = rows + narrow_at(lane % 16, piece);
+#pragma unroll
+  for (int j = 0; j < kColumns / 16; ++j) {
+    uint32_t words[2];
+    load_two_matrices(words, from + 16 * j * kNarrowBytes);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32_t b[2];
+      expand<Half>(words[i], b[0], b[1]);
+      mma<Half>(reinterpret_cast<float(&)[4]>(sum[8 * j + 4 * i]), low.x, high.x, low.y, high.y, b[0], b[1]);
+    }
+  }
+}
+
 // Sums over the warpgroups.
 template <int kColumns>
 __device__ __forceinline__ void add_warpgroups(Sums<kColumns>& own, const float* sum, uint32_t shared, int tokens) {
@@ -156,10 +200,11 @@ __device__ __forceinline__ void add_warps(Sums<kColumns>& own, const float* sum,
   }
 }
 
-// x times kColumns rows. The stages of `rows` are overwritten, those of x kept from the step `kept` on.
-template <typename Half, int kColumns, bool kSixteen>
-__device__ __forceinline__ Sums<kColumns> multiply(Operand x, Operand rows, int steps, int kept, bool copied,
-                                                   int tokens) {
+// x times kColumns rows. The stages of `rows` are overwritten, those of x kept from the step `kept` on. `wide`: of int8
+// and more than 16 tokens, a place for kColumns rows of 16-bit values for each warpgroup.
+template <typename Half, typename Weight, int kColumns, bool kSixteen>
+__device__ __forceinline__ Sums<kColumns> multiply(Operand x, Operand rows, uint32_t wide, int steps, int kept,
+                                                   bool copied, int tokens) {
   Sums<kColumns> own;
   const bool releases = threadIdx.x % 32 == 0;
   Ring x_ring = x.ring, ring = rows.ring;
@@ -173,8 +218,12 @@ __device__ __forceinline__ Sums<kColumns> multiply(Operand x, Operand rows, int 
     ring.wait_full();
     x_ring.wait_full();
     const uint32_t x_stage = x.base + x_ring.stage * x.stage_bytes, stage = rows.base + ring.stage * rows.stage_bytes;
-    if constexpr (kSixteen) {
+    if constexpr (kSixteen && kScaled<Weight>) {
+      multiply_narrow_16<Half, kColumns>(sum, x_stage, stage);
+    } else if constexpr (kSixteen) {
       multiply_stage_16<Half, kColumns>(sum, x_stage, stage);
+    } else if constexpr (kScaled<Weight>) {
+      multiply_stage_widened<Half, kColumns>(sum, x_stage, stage, wide + own.group * (kColumns * kStepBytes));
     } else {
       if (copied) sm90::fence_async_proxy();  // cp.async wrote, tensor cores read
       multiply_stage<Half, kColumns>(sum, x_stage, stage);

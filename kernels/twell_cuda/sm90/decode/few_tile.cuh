@@ -1,4 +1,4 @@
-// What the thread blocks of sm90/decode/few_gate_up.cu do with a tile: shared memory, copies, lists, the activation.
+// What the thread blocks of sm90/decode/few_gate_up.cuh do with a tile: shared memory, copies, lists, the activation.
 #pragma once
 
 #include "sm90/decode/few_product.cuh"
@@ -48,18 +48,28 @@ struct Control {
 template <int kNeurons>
 constexpr int kGateRow = kNeurons + 4;
 
+// The same with the scales of int8 rows.
+template <int kNeurons>
+struct ScaledControl : Control<kNeurons> {
+  float gate_scale[kNeurons], up_scale[kNeurons];
+};
+template <typename Weight, int kNeurons>
+using ControlOf = std::conditional_t<kScaled<Weight>, ScaledControl<kNeurons>, Control<kNeurons>>;
+
 // A thread block's shared memory: the rings of x and of weights, relu(gate) of 16 or 64 tokens, Control.
-template <int kNeurons, bool kSixteen>
+template <typename Weight, int kNeurons, bool kSixteen>
 struct Shared {
   static constexpr int kGateBytes = (kSixteen ? 16 : kRows) * kGateRow<kNeurons> * 4;
-  static constexpr int kRest = kGateBytes + static_cast<int>(sizeof(Control<kNeurons>));
+  static constexpr int kRest = kGateBytes + static_cast<int>(sizeof(ControlOf<Weight, kNeurons>));
   static constexpr int kBeside =
       (kBothShared - in_shared_units(down_shared(kSixteen, true)) - in_shared_units(kRest)) / 1024 * 1024;
   static constexpr int kRings = kNeurons <= kFewNeurons ? kBeside : 144 * 1024;
-  static constexpr int kWeightRing = kRings - kXRingBytes;
+  // Behind the ring of weights, rows of int8 as 16-bit values, for each warpgroup.
+  static constexpr int kWideBytes = kScaled<Weight> && !kSixteen ? kWarpgroups * kNeurons * kStepBytes : 0;
+  static constexpr int kWeightRing = kRings - kXRingBytes - kWideBytes;
   static constexpr int kBytes = kRings + kRest;
-  static_assert(kExchangeBytes<kNeurons, kSixteen> <= kWeightRing);
-  static_assert(stages_in(kWeightRing, kNeurons * kStepBytes) >= kBoxesAhead);
+  static_assert(kExchangeBytes<kNeurons, kSixteen> <= kWeightRing + kWideBytes);
+  static_assert(stages_in(kWeightRing, kNeurons * kRowStep<Weight>) >= kBoxesAhead);
 };
 // Gate rows that may be on their way to a thread block before x is there.
 constexpr int window_bytes(bool sixteen) { return (sixteen ? 12 : 24) * 1024; }
@@ -140,33 +150,46 @@ struct Active {
 };
 
 // Rows of Wu that stand first in the list, in x's order. Each warp takes every fourth step.
-template <int kNeurons>
+template <typename Weight, int kNeurons>
 __device__ __forceinline__ void copy_rows(Ring ring, uint32_t stages, uint32_t stage, const FewParams& p,
                                           const Control<kNeurons>& c, int first, int rows, int steps) {
-  constexpr int kRowsEach = (kNeurons * 3 / 4 + 3) / 4;
-  const int warp = (threadIdx.x - kMultipliers) / 32, row = threadIdx.x % 32 / 8, piece = threadIdx.x % 8;
+  constexpr int kPieces = kRowStep<Weight> / 16, kApart = 32 / kPieces;
+  constexpr int kRowsEach = (kNeurons * 3 / 4 + kApart - 1) / kApart;
+  const int warp = (threadIdx.x - kMultipliers) / 32, row = threadIdx.x % 32 / kPieces, piece = threadIdx.x % kPieces;
   advance(ring, warp);
   const char* from[kRowsEach];
 #pragma unroll
   for (int i = 0; i < kRowsEach; ++i) {
-    const int neuron = first + (row + 4 * i < rows ? c.list[row + 4 * i] : 0);
+    const int neuron = first + (row + kApart * i < rows ? c.list[row + kApart * i] : 0);
     from[i] = p.up + static_cast<int64_t>(neuron) * p.row_bytes + piece * 16;
   }
 #pragma unroll 1
   for (int step = warp; step < steps; step += kFetchers / 32) {
     ring.wait_empty();
     const int turned = step < p.kept_steps ? step + steps - p.kept_steps : step - p.kept_steps;
-    const uint32_t to = stages + ring.stage * stage, byte = turned * kStepBytes;
+    const uint32_t to = stages + ring.stage * stage, byte = turned * kRowStep<Weight>;
     const bool inside = byte + piece * 16 < p.row_bytes;
 #pragma unroll
     for (int i = 0; i < kRowsEach; ++i) {
-      const int r = row + 4 * i;
-      if (4 * i >= rows) break;
+      const int r = row + kApart * i;
+      if (kApart * i >= rows) break;
       if (r >= rows) continue;
-      sm90::copy_16(to + r * kStepBytes + ((piece ^ (r & 7)) << 4), inside ? from[i] + byte : p.up, inside);
+      const uint32_t place = kScaled<Weight> ? narrow_at(r, piece) : r * kStepBytes + ((piece ^ (r & 7)) << 4);
+      sm90::copy_16(to + place, inside ? from[i] + byte : p.up, inside);
     }
     sm90::barrier_arrive_on_copies(ring.full + ring.stage);
     advance(ring, kFetchers / 32);
+  }
+}
+
+// Sums of int8 columns times `scale` of each column.
+template <int kColumns, typename Scale>
+__device__ __forceinline__ void scale_sums(Sums<kColumns>& sums, int tokens, Scale scale) {
+#pragma unroll
+  for (int i = 0; i < sums.kOwn; ++i) {
+    if (!sums.has(i, tokens)) continue;
+    const float even = scale(sums.first(i)), odd = scale(sums.first(i) + 1);
+    sums.values[i][0] *= even, sums.values[i][1] *= odd, sums.values[i][2] *= even, sums.values[i][3] *= odd;
   }
 }
 

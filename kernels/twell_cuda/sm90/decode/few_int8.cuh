@@ -1,0 +1,77 @@
+// int8 weights in the shared memory of the kernels for 3 to 64 tokens: 64 bytes a row, as boxes with 64-byte swizzle
+// leave them, and how they become operands.
+#pragma once
+
+#include "common/int8.cuh"
+#include "sm90/decode/few.cuh"
+
+namespace twell::decoding::few {
+
+constexpr int kNarrowBytes = kStepBytes / 2;  // of a row: 64 elements
+
+// Bytes of a row's 64 elements.
+template <typename Weight>
+constexpr int kRowStep = kScaled<Weight> ? kNarrowBytes : kStepBytes;
+
+#if defined(TWELL_SM90_DEVICE)
+
+// Where a row's 16 bytes `piece` lie: those of eight neighbouring rows meet no bank twice.
+__device__ __forceinline__ uint32_t narrow_at(int row, int piece) {
+  return row * kNarrowBytes + ((piece ^ (row >> 1 & 3)) << 4);
+}
+
+__device__ __forceinline__ uint2 load_shared_8(uint32_t shared) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(shared) : "memory");
+  return v;
+}
+
+// Two 8 x 8 matrices of 2-byte elements; lane 8 m + i, of the first 16, gives matrix m's row i.
+__device__ __forceinline__ void load_two_matrices(uint32_t (&r)[2], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(shared)
+               : "memory");
+}
+__device__ __forceinline__ void load_two_matrices_transposed(uint32_t (&r)[2], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(shared)
+               : "memory");
+}
+
+// Rows of bytes on their way to rows of 16-bit values, which wgmma reads, by the 128 threads of a warpgroup: each takes
+// eight bytes of every 16th row.
+template <typename Half, int kRowCount>
+struct Widened {
+  static constexpr int kEach = kRowCount / 16;
+  static_assert(kRowCount % 16 == 0);  // so a thread's rows are swizzled alike
+  uint4 values[kEach];
+
+  __device__ __forceinline__ void load(uint32_t narrow) {
+    const int row = threadIdx.x % 128 / 8, eighth = threadIdx.x % 8;
+    const uint32_t from = narrow + narrow_at(row, eighth / 2) + eighth % 2 * 8;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const uint2 bytes = load_shared_8(from + i * 16 * kNarrowBytes);
+      expand<Half>(bytes.x, values[i].x, values[i].y);
+      expand<Half>(bytes.y, values[i].z, values[i].w);
+    }
+  }
+
+  // With 128-byte swizzle.
+  __device__ __forceinline__ void store(uint32_t wide) const {
+    const int row = threadIdx.x % 128 / 8, eighth = threadIdx.x % 8;
+    const uint32_t to = wide + row * kStepBytes + ((eighth ^ (row & 7)) << 4);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to + i * 16 * kStepBytes), "r"(values[i].x),
+                   "r"(values[i].y), "r"(values[i].z), "r"(values[i].w)
+                   : "memory");
+    }
+  }
+};
+
+#endif
+
+}  // namespace twell::decoding::few
