@@ -16,12 +16,18 @@ def quantize(weight):
 
 def int8_case(tokens, hidden, intermediate, density, dtype, *, by_column=False, **options):
     """`make_case` with int8 weights and their scales, `w_down` by columns if asked."""
-    case = make_case(tokens, hidden, intermediate, density, dtype, **options)
+    case = quantized(make_case(tokens, hidden, intermediate, density, dtype, **options))
+    if by_column:
+        case["w_down"] = case["w_down"].t().contiguous().t()
+    return case
+
+
+def quantized(case):
+    """The same block with int8 weights and their scales."""
+    case = dict(case)
     for name in WEIGHTS:
         if case[name] is not None:
             case[name], case[f"s_{name[2:]}"] = quantize(case[name])
-    if by_column:
-        case["w_down"] = case["w_down"].t().contiguous().t()
     return case
 
 

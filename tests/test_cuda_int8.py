@@ -12,8 +12,17 @@ from hf_twell.blocks.modeling import SparseFfn
 from hf_twell.ops import api, build, reference
 from tests import test_cuda_kernels
 from tests.ffn_cases import make_case, relative_rms
-from tests.int8_cases import assert_as_good_as_eager, dense_in, int8_case, quantize
-from tests.test_cuda_kernels import DTYPES, on_gpu, path, poison, sizes  # noqa: F401
+from tests.int8_cases import assert_as_good_as_eager, dense_in, int8_case, quantize, quantized
+from tests.test_cuda_kernels import (  # noqa: F401
+    DTYPES,
+    by_columns,
+    on_gpu,
+    path,
+    patterned_case,
+    poison,
+    scattered_case,
+    sizes,
+)
 
 pytestmark = test_cuda_kernels.pytestmark
 
@@ -61,13 +70,55 @@ def test_awkward_sizes_biases_no_gate_and_both_orders_of_down(dtype, hidden, wid
 
 @pytest.mark.parametrize(("hidden", "width"), [(2048, 5632), (112, 65536), (16384, 520), (4096, 14336)])
 def test_wide_blocks(hidden, width):
-    case = case_of(300, hidden, width, 0.01, torch.bfloat16, by_column=True)
-    for tokens in (1, 2, 16, 40, 64, 300):
-        assert_right(case | {"x": case["x"][:tokens]})
+    for density in (0.01, 0.3):
+        case = case_of(300, hidden, width, density, torch.bfloat16, by_column=True)
+        for tokens in (1, 2, 3, 8, 9, 16, 40, 64, 300):
+            assert_right(case | {"x": case["x"][:tokens]})
+
+
+# Hopper's kernels for 3 to 8 tokens take blocks from 2M elements a matrix on.
+FEW = (3, 5, 8, 9, 16, 17, 33, 64)
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(1040, 2101), (2096, 1101)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("density", ["one", 0.02, 0.1, 1.0])
+def test_few_tokens_of_awkward_blocks(dtype, hidden, width, density):
+    for gated, biases in ((True, True), (True, False), (False, True)):
+        case = case_of(64, hidden, width, density, dtype, gated=gated, biases=biases, by_column=True)
+        for tokens in FEW:
+            if density != "one":
+                assert_right(case | {"x": case["x"][:tokens]})
+            elif tokens > 1:
+                assert_right(case_of(tokens, hidden, width, density, dtype, gated=gated, biases=biases))
+
+
+@pytest.mark.parametrize("density", [0.005, 0.02, 0.2, 0.5])
+def test_tokens_that_share_no_neurons(density):
+    for dtype in DTYPES:
+        for tokens in FEW:
+            assert_right(quantized(by_columns(scattered_case(tokens, 1024, 3072, density, dtype))))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 5, 20, 64, 70])
+@pytest.mark.parametrize("hidden", [912, 2048, 4096])
+def test_tiles_at_the_borders_of_how_they_are_multiplied(dtype, hidden):
+    """As of 16-bit weights: by pairs (64 of a tile), active neurons (16 and 32) and their share (three quarters)."""
+    g = torch.Generator("cuda").manual_seed(0)
+
+    def chosen(*shape, share):
+        return torch.rand(*shape, generator=g, device="cuda") < share
+
+    for tokens in (5, 16, 33, 64):
+        patterns = [chosen(tokens, 5632, share=64 / (tokens * 43))]
+        for share in (0.35, 0.55, 0.75):
+            patterns.append(chosen(tokens, 5632, share=0.5) & chosen(5632, share=share))
+        for active_TF in patterns:
+            assert_right(quantized(patterned_case(active_TF, hidden, dtype)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 5, 9, 16, 20, 64, 70])
 def test_every_int8_value_is_itself(dtype, tokens):
     """Also -128, which has no positive counterpart: as gate, as up and as down."""
     q = torch.arange(-128, 128, dtype=torch.int8, device="cuda")
@@ -89,10 +140,13 @@ def test_every_int8_value_is_itself(dtype, tokens):
     assert torch.equal(y.float(), q.float().expand(tokens, -1)), "as down"
 
 
-@pytest.mark.parametrize("tokens", [1, 20, 70])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "width"),
+    [(1, 48, 172), (5, 1040, 2101), (9, 48, 172), (16, 1040, 2101), (20, 48, 172), (64, 1040, 2101), (70, 48, 172)],
+)
 @pytest.mark.parametrize("by_column", [True, False])
-def test_scales_of_zero_nan_and_infinity(tokens, by_column):
-    case = case_of(tokens, 48, 172, 0.06, torch.bfloat16, by_column=by_column)
+def test_scales_of_zero_nan_and_infinity(tokens, hidden, width, by_column):
+    case = case_of(tokens, hidden, width, 0.06, torch.bfloat16, by_column=by_column)
     for name in ("up", "gate"):
         case[f"s_{name}"][::3] = 0
         case[f"w_{name}"][::3] = 0
@@ -104,14 +158,14 @@ def test_scales_of_zero_nan_and_infinity(tokens, by_column):
         broken["s_down"][7] = value
         y = cuda_ffn(**broken)
         assert not y[:, 7].isfinite().any()
-        kept = torch.arange(48) != 7
+        kept = torch.arange(hidden) != 7
         assert torch.equal(y[:, kept], plain[:, kept])
     broken = case | {"s_gate": case["s_gate"].clone()}
     broken["s_gate"][5] = float("nan")
     assert cuda_ffn(**broken).isnan().any(1).all(), "a NaN gate counts as active"
 
 
-@pytest.mark.parametrize("tokens", [20, 70])
+@pytest.mark.parametrize("tokens", [9, 20, 70])
 def test_nan_inputs_stay_with_their_token(tokens):
     case = case_of(tokens, 48, 172, 0.01, torch.bfloat16)
     case["x"][5] = float("nan")
@@ -133,7 +187,7 @@ def test_noncontiguous_x_scales_and_weights():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("tokens", [1, 20, 64, 65, 300, 1500])
+@pytest.mark.parametrize("tokens", [1, 9, 16, 20, 64, 65, 300, 1500])
 @pytest.mark.parametrize("biases", [True, False])
 def test_gates_that_are_differences_of_large_terms(tokens, biases):
     """As good as torchao's own product, of exact int8 values, which are scaled at the end."""

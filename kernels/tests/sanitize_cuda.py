@@ -59,7 +59,7 @@ def infer_int8() -> int:
     os.environ.pop("HF_TWELL_CUDA_PATH", None)
     calls = 0
     for (hidden, width, density, gated, biases, dtype), by_column in itertools.product(INT8_CALLS, (True, False)):
-        for tokens in (1, 9, 17, 64, 65):
+        for tokens in (1, 3, 9, 16, 17, 64, 65):
             case = int8_case(tokens, hidden, width, density, dtype, gated=gated, biases=biases, by_column=by_column)
             case = {name: None if tensor is None else tensor.cuda() for name, tensor in case.items()}
             with torch.no_grad():
