@@ -154,8 +154,8 @@ __device__ __forceinline__ void multiply_widened(float (&sum)[kColumns / 2], Rin
   if (held >= 0 && releases) sm90::barrier_arrive(ring.empty + held);
 }
 
-// The second of int8 columns. A transposed load gives a lane two neighbouring columns' bytes of two neurons, so a warp's
-// even columns form one operand and its odd ones the other.
+// The second of int8 columns. A transposed load gives a lane two neighbouring columns' bytes of two neurons, so a
+// warp's even columns form one operand and its odd ones the other.
 template <typename Half>
 __device__ __forceinline__ void multiply_narrow(float (&sum)[8], Ring& ring, uint32_t stages, int listed) {
   using F = Form<int8_t, true>;

@@ -185,7 +185,8 @@ __global__ void __launch_bounds__(kNeurons <= kFewNeurons ? 1024 : kThreads, 1)
   if (gated) {
     const Ring boxes_again = ring_after(box_ring, p.box_stages[kind]);
     const int rows_octets = active.boxes ? octets : active.copy_octets();
-    const Operand rows{active.boxes ? boxes_again : copy_ring(rows_octets), weights, rows_octets * 8u * kRowStep<Weight>};
+    const Operand rows{active.boxes ? boxes_again : copy_ring(rows_octets), weights,
+                       rows_octets * 8u * kRowStep<Weight>};
     const Operand x_again{ring_after(x_ring, p.x_stages), x, x_stage};
 #if defined(TWELL_FEW_TRACE)
     rows.ring.wait_full();

@@ -1,4 +1,5 @@
-// Up of few pairs of a neuron and a token that activates it, for which sm90/decode/few_gate_up.cuh would read all of x again.
+// Up of few pairs of a neuron and a token that activates it, for which sm90/decode/few_gate_up.cuh would read all of x
+// again.
 #pragma once
 
 #include "sm90/decode/few_tile.cuh"
