@@ -154,7 +154,7 @@ SPEEDUPS = [  # for each column of the table of densities after the losses: the 
 
 def test_the_table_of_densities_quotes_rows():
     lines = README.split("| density | loss of SmolLM2 |")[1].split("\n\n")[0].splitlines()[2:]
-    assert len(lines) == 5
+    assert len(lines) == 6
     for line in lines:
         density, _, _, *cells = (cell.strip() for cell in line.strip("|").split("|"))
         for cell, (backend, settings) in zip(cells, SPEEDUPS, strict=True):
@@ -181,17 +181,18 @@ def test_the_table_of_densities_quotes_conversions():
         return [json.loads(line) for line in ROOT.joinpath(*path).read_text().splitlines()]
 
     study = {row["id"]: row for row in read("model_cards", "smollm2", "pretrained.jsonl")}
-    lab = {row["job"]["name"]: row for row in read("recipes", "experiments", "rows_32m.jsonl") if "losses" in row}
-    expected = [quoted(lab["Lnat"], lab["parent"], lab["control"])]
-    sources = study["parent"], study["dense/100M/seed0"]
-    expected += [quoted(study[f"count/{target}/100M/seed0"], *sources) for target in ("0.1", "0.05", "0.02")]
+    sources = study["parent"], study["dense/150M/seed0"]
+    targets = "0.335", "0.195", "0.098", "0.049", "0.0195"
+    expected = [quoted(study[f"count/{target}/120M/seed0"], *sources) for target in targets]
     table = README.split("| density | loss of SmolLM2 |")[1].split("\n\n")[0].splitlines()[2:]
     for line, figures in zip(table, expected, strict=False):
         cells = [cell.strip().replace("*", "") for cell in line.strip("|").split("|")]
         excess, density = cells[1].strip(")").split(" (")
         assert (excess, density, cells[2]) == figures, line
-    quarter = quoted(study["count/0.1/25M/seed0"], *sources)[0]
-    assert f"a quarter of them cost {quarter[1:]} at 10 %" in README
+    fewer = study["count/0.098/25M/seed0"]
+    assert round(fewer["tokens_read"] / 1e6) == 55
+    excess = quoted(fewer, study["parent"], study["books/30M/seed0"])[0]
+    assert f"with 55M it was {excess} at 10 %" in README
 
 
 ROWS = {"twell_cpu": "epyc-2026-11-21/bench.jsonl", "twell_cuda": "h200-2026-11-23/bench.jsonl"}  # that are quoted
