@@ -2,8 +2,9 @@
 
     python docs/figures.py [ROOT]
 
-`bench.jsonl` under kernels/ gives tables and a figure for each kind of bench beside it, `study.jsonl` the study's
-table, plot and model cards, `pretrained.jsonl` table and plot of the pretrained parent's study.
+`bench.jsonl` under kernels/ gives tables and a figure for each kind of bench beside it, `vllm_steps.jsonl` a table and
+a figure, `study.jsonl` the study's table, plot and model cards, `pretrained.jsonl` table and plot of the pretrained
+parent's study.
 """
 
 import json
@@ -12,6 +13,7 @@ from itertools import groupby
 from pathlib import Path
 
 from bench_tables import tables
+from vllm_figure import draw_steps
 
 from hf_twell.bench.plot import AXES, plot
 
@@ -38,6 +40,8 @@ def main(root: Path) -> list[Path]:
             name = "bench" if bench == "ffn" and direction == "forward" else bench if bench != "ffn" else "backward"
             drawn.append(path.with_name(f"{name}.png"))
             plot(rows, drawn[-1])
+    for path in sorted(root.glob("kernels/*/bench/**/vllm_steps.jsonl")):
+        drawn += draw_steps(rows_of(path), path.parent)
     sys.path.insert(0, str(HERE / "recipes"))
     from pretrained_report import report as report_pretrained
     from study_cards import write_cards
