@@ -50,6 +50,16 @@ def test_a_lower_temperature_makes_likelier_words_likelier():
     assert (found - expected).abs().le(5 * (expected * (1 - expected) / count).sqrt() + 1e-9).all()
 
 
+def test_words_are_drawn_from_the_likeliest_that_make_up_a_share():
+    model, share = tiny_llama(vocab_size=24), 0.6
+    ids_BL = sample_ids(model, 5, 2, 4000, seed=0, top_p=share)
+    with torch.no_grad():
+        likely, words = model(torch.tensor([[5]])).logits[0, -1].softmax(-1).sort(descending=True)
+    drawn = words[likely.cumsum(0) - likely < share]  # as many as it takes to reach the share
+    assert 1 < len(drawn) < 24
+    assert set(ids_BL[:, 1].tolist()) == set(drawn.tolist())
+
+
 def test_sampling_leaves_the_generators_of_others_alone():
     torch.manual_seed(3)
     expected = torch.rand(2)
@@ -127,6 +137,7 @@ def test_what_cannot_be_sampled_is_said(demo, tmp_path):
         ({"tokens": 0}, "tokens=0; give at least 1"),
         ({"length": 1}, "length=1; give at least 2"),
         ({"temperature": 0.0}, "temperature=0.0; give a number above 0"),
+        ({"top_p": 1.5}, "top_p=1.5; give a number above 0, and at most 1"),
         ({"length": 10**6}, "the model reads at most"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
     parser.add_argument("--temperature", type=float, default=1.0, help="default: 1, the model's own distribution")
+    parser.add_argument("--top-p", type=float, default=1.0, help="share of each distribution to draw from (default: 1)")
     parser.add_argument("--device", help="default: cuda where there is one")
     parser.add_argument("--dtype", choices=DTYPES, help="default: as stored, on CUDA bfloat16")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -53,5 +54,5 @@ def _sample(args) -> dict:
     model, tokenizer = load_model(args.model, dtype=dtype, device=args.device)
     batch_size = args.batch or (256 if on_cuda else 16)
     sizes = {"tokens": args.tokens, "length": args.length, "batch_size": batch_size}
-    options = {"start": args.start, "seed": args.seed, "temperature": args.temperature}
+    options = {"start": args.start, "seed": args.seed, "temperature": args.temperature, "top_p": args.top_p}
     return sample_text(model, tokenizer, args.output, **sizes, **options)

@@ -26,6 +26,7 @@ def sample_text(
     start: str | None = None,
     seed: int = 0,
     temperature: float = 1.0,
+    top_p: float = 1.0,
 ) -> dict:
     """Write documents that the model samples, from all of its words, as rows of a .jsonl file.
 
@@ -41,6 +42,7 @@ def sample_text(
             (`document_start`).
         seed: batches of another seed differ.
         temperature: logits are divided by it. 1 is the model's own distribution; below, likelier words get likelier.
+        top_p: of each next word's distribution only the likeliest ones that make up this share are drawn from.
 
     Returns:
         {"documents": rows in the file, "tokens": their tokens, "start": the token that samples begin with}
@@ -51,6 +53,8 @@ def sample_text(
     path = Path(path)
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}; give a number above 0")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p}; give a number above 0, and at most 1")
     for name, value, least in (("tokens", tokens, 1), ("length", length, 2), ("batch_size", batch_size, 1)):
         if value < least:
             raise ValueError(f"{name}={value}; give at least {least}")
@@ -61,7 +65,8 @@ def sample_text(
     documents, done, batch = _rows_of(path)
     with path.open("a", encoding="utf-8") as file, tqdm(total=tokens, initial=done, unit=" tokens") as bar:
         while done < tokens:
-            ids_BL = sample_ids(model, begin, length, batch_size, seed=seed + batch, temperature=temperature)
+            drawn = {"seed": seed + batch, "temperature": temperature, "top_p": top_p}
+            ids_BL = sample_ids(model, begin, length, batch_size, **drawn)
             rows = documents_in(ids_BL, tokenizer, begin)
             file.write("".join(json.dumps({**row, "batch": batch}, ensure_ascii=False) + "\n" for row in rows))
             file.flush()
@@ -95,21 +100,23 @@ def document_start(tokenizer, start: str | None = None) -> int:
 
 
 @torch.no_grad()
-def sample_ids(model, begin: int, length: int, batch_size: int, *, seed: int, temperature: float = 1.0) -> torch.Tensor:
+def sample_ids(
+    model, begin: int, length: int, batch_size: int, *, seed: int, temperature: float = 1.0, top_p: float = 1.0
+) -> torch.Tensor:
     """Token ids, (batch_size, length), that begin with `begin`; sampling goes on after an end of a document."""
     devices = [model.device] if model.device.type == "cuda" else []
     first_B1 = torch.full((batch_size, 1), begin, device=model.device)
-    with torch.random.fork_rng(devices), _plain_sampling(model, length, temperature):
+    with torch.random.fork_rng(devices), _plain_sampling(model, length, temperature, top_p):
         torch.manual_seed(seed)
         return model.generate(first_B1, attention_mask=torch.ones_like(first_B1))
 
 
 @contextmanager
-def _plain_sampling(model, length: int, temperature: float):
-    """From all words, to the full length: `generate` fills what is not given from the model's config."""
+def _plain_sampling(model, length: int, temperature: float, top_p: float):
+    """By nothing but these, to the full length: `generate` fills what is not given from the model's config."""
     before, training = model.generation_config, model.training
     model.generation_config = GenerationConfig(
-        do_sample=True, temperature=temperature, top_k=0, top_p=1.0, max_length=length, pad_token_id=0
+        do_sample=True, temperature=temperature, top_k=0, top_p=top_p, max_length=length, pad_token_id=0
     )
     model.eval()
     try:
