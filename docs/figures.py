@@ -3,8 +3,7 @@
     python docs/figures.py [ROOT]
 
 `bench.jsonl` under kernels/ gives tables and a figure for each kind of bench beside it, `vllm_steps.jsonl` a table and
-a figure, `study.jsonl` the study's table, plot and model cards, `pretrained.jsonl` table and plot of the pretrained
-parent's study.
+a figure, `study.jsonl` and `pretrained.jsonl` (of the pretrained parent) a study's table, plot and model cards.
 """
 
 import json
@@ -43,6 +42,7 @@ def main(root: Path) -> list[Path]:
     for path in sorted(root.glob("kernels/*/bench/**/vllm_steps.jsonl")):
         drawn += draw_steps(rows_of(path), path.parent)
     sys.path.insert(0, str(HERE / "recipes"))
+    from pretrained_cards import write_cards as write_pretrained_cards
     from pretrained_report import report as report_pretrained
     from study_cards import write_cards
     from study_report import report
@@ -54,6 +54,7 @@ def main(root: Path) -> list[Path]:
     for path in sorted((root / "model_cards").glob("**/pretrained.jsonl")):
         report_pretrained(rows_of(path), path.parent)
         drawn += [path.with_name("study.md"), path.with_name("study.png")]
+        drawn += write_pretrained_cards(rows_of(path), path.parent / "cards")
     return drawn
 
 

@@ -195,7 +195,7 @@ def _sparsity(row: dict, intermediate_size: int | None) -> str:
 def _evaluation(row: dict, control: dict) -> str:
     figures = [("held-out loss (nats per token)", None, _loss(row), _loss(control))]
     for task, (name, metric, *_) in TASKS.items():
-        mine, other = (_task(r, task) for r in (row, control))
+        mine, other = (task_figure(r, task) for r in (row, control))
         if mine:
             figures.append((f"{name}, {metric}", row["tasks"][task].get("rows"), score(mine), other and score(other)))
     what = markdown_table(["", "rows", "this model", "dense control"], figures)
@@ -211,7 +211,7 @@ def _loss(row: dict) -> str:
     return score({"value": row["loss"], "stderr": row.get("loss_stderr")})
 
 
-def _task(row: dict, task: str) -> dict | None:
+def task_figure(row: dict, task: str) -> dict | None:
     found = row.get("tasks", {}).get(task) or {}
     return {"value": found["acc"], "stderr": found.get("stderr")} if found.get("acc") is not None else None
 
@@ -219,18 +219,18 @@ def _task(row: dict, task: str) -> dict | None:
 def _model_index(row: dict) -> list[dict]:
     own = {"name": "held-out books, textbooks and stories of the study", "type": "text"}
     loss = {"value": row["loss"], "stderr": row.get("loss_stderr")}
-    results = [_result(own, "loss", "held-out loss (nats per token)", loss)]
+    results = [index_result(own, "loss", "held-out loss (nats per token)", loss)]
     for task, (name, words, metric, (repo, config, split)) in TASKS.items():
-        figure = _task(row, task)
+        figure = task_figure(row, task)
         if figure:
             dataset = {"name": name, "type": repo, "config": config, "split": split, "args": {"num_few_shot": 0}}
             if row["tasks"][task].get("rows"):
                 dataset["args"]["rows"] = row["tasks"][task]["rows"]
-            results.append(_result(dataset, metric, words, figure))
+            results.append(index_result(dataset, metric, words, figure))
     return [{"name": card_name(row), "results": results}]
 
 
-def _result(dataset: dict, metric: str, words: str, figure: dict) -> dict:
+def index_result(dataset: dict, metric: str, words: str, figure: dict) -> dict:
     # A model index has no place for a standard error; as a metric of its own, named as lm-eval does, the Hub shows it.
     metrics = [{"type": metric, "name": words, "value": round(figure["value"], 4)}]
     if figure["stderr"] is not None:
