@@ -1,4 +1,4 @@
-"""What sparsity costs a really pretrained model: a parent, its dense control, and conversions that the control teaches.
+"""What sparsity costs a really pretrained model: a parent, its dense control, and conversions.
 
     python recipes/pretrained_study.py recipes/pretrained_study.yaml --model MODEL --text DIR --eval DIR --output DIR
     ... --smoke      # few steps on the demo's text, on a CPU, in minutes; any MODEL, --eval may be left out
