@@ -2,11 +2,12 @@
 
     python -m hf_twell.bench.vllm_steps MODEL --prompts ids.json --batch 1 16 64 --prefill 8 --output FOLDER
 
-In vLLM's environment, on one GPU. Each side is an engine in a process of its own, one after the other: first dense
-(the plugin's kernels off: vLLM's own matmuls and ReLU), then sparse. A decode step is one CUDA graph; its time is the
-span from its first kernel's start to its last one's end, by PyTorch's profiler, the median over the steps of an answer.
-A prefill is all prompts at once, answered by one token; its time is that in which at least one kernel runs. ids.json
-holds lists of token ids, which decide how many neurons are active.
+In vLLM's environment, on one GPU. First dense (the plugin's kernels off: vLLM's own matmuls and ReLU), then sparse,
+each in two engines, one after the other: one whose steps the profiler sees, and one, left as vLLM starts it, for tokens
+a second. A decode step is one CUDA graph; its time is the span from its first kernel's start to its last one's end, by
+PyTorch's profiler, the median over the steps of an answer. A prefill is all prompts at once, answered by one token; its
+time is that in which at least one kernel runs. ids.json holds lists of token ids, which decide how many neurons are
+active.
 """
 
 import argparse
@@ -25,7 +26,8 @@ from hf_twell.files.tables import text_table
 
 SIDES = ("dense", "sparse")
 PROFILED_TOKENS, WARM_UP_TOKENS = 48, 16
-ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}  # the profiler sees this process
+# Of each engine's process. The profiler sees its own process alone; vLLM's scheduler otherwise has one beside it.
+PARTS = {"steps": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, "answers": {}}
 
 
 def graph_spans_us(trace: dict) -> list[float]:
@@ -61,13 +63,13 @@ def busy_us(trace: dict) -> float:
     return total
 
 
-def measure(args, side: str) -> list[dict]:
-    """One engine: a row for each batch, and one for the prefill."""
+def measure(args, side: str, part: str) -> list[dict]:
+    """Of one engine: what the part tells of each batch, and of the prefill."""
     import torch
     import vllm
     from vllm import LLM
 
-    prompts = [{"prompt_token_ids": ids} for ids in json.loads(Path(args.prompts).read_text())]
+    prompts = json.loads(Path(args.prompts).read_text())
     settings = {"kernels": side == "sparse"}
     if args.density is not None:
         settings["density"] = args.density
@@ -83,41 +85,35 @@ def measure(args, side: str) -> list[dict]:
         gpu_memory_utilization=args.memory,
         enable_prefix_caching=False,
     )
-    rows = [_decode(engine, prompts[:batch], args) for batch in args.batch]
-    if args.prefill:
-        rows.append(_prefill(engine, prompts[: args.prefill], args))
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return [{"side": side, **row, "gpu": gpu, "vllm": vllm.__version__} for row in rows]
+    about = {"gpu": gpu, "vllm": vllm.__version__}
+    measure_load = {"steps": _steps, "answers": _answers}[part]
+    rows = []
+    for kind, batch in [("decode", batch) for batch in args.batch] + [("prefill", args.prefill)] * bool(args.prefill):
+        ids = [prompt[: args.prompt_tokens] if kind == "decode" else prompt for prompt in prompts[:batch]]
+        given = [{"prompt_token_ids": each} for each in ids]
+        _generate(engine, given, WARM_UP_TOKENS if kind == "decode" else 1)
+        count = {"prompt_tokens": sum(map(len, ids))} if kind == "prefill" else {}
+        row = {"side": side, "measured": kind, "batch": batch, **count}
+        rows.append({**row, **measure_load(engine, given, kind, args), **about})
+    return rows
 
 
-def _decode(engine, prompts, args) -> dict:
-    short = [{"prompt_token_ids": prompt["prompt_token_ids"][: args.prompt_tokens]} for prompt in prompts]
-    _generate(engine, short, WARM_UP_TOKENS)
-    tokens, trace = _profiled(engine, short, PROFILED_TOKENS)
+def _steps(engine, given, kind: str, args) -> dict:
+    tokens, trace = _profiled(engine, given, PROFILED_TOKENS if kind == "decode" else 1)
+    if kind == "prefill":
+        return {"step_us": round(busy_us(trace), 2)}
     spans = graph_spans_us(trace)
-    seconds = [_seconds(engine, short, args.new_tokens) for _ in range(args.repeats)]
-    return {
-        "measured": "decode",
-        "batch": len(short),
-        "step_us": round(statistics.median(spans), 2) if spans else None,
-        "steps": len(spans),
-        "tokens_per_s": [round(len(short) * args.new_tokens / each, 2) for each in seconds],
-        "tokens": [list(ids) for ids in tokens[:4]],
-    }
+    median = round(statistics.median(spans), 2) if spans else None
+    return {"step_us": median, "steps": len(spans), "tokens": [list(ids) for ids in tokens[:4]]}
 
 
-def _prefill(engine, prompts, args) -> dict:
-    count = sum(len(prompt["prompt_token_ids"]) for prompt in prompts)
-    _generate(engine, prompts, 1)
-    _, trace = _profiled(engine, prompts, 1)
-    seconds = [_seconds(engine, prompts, 1) for _ in range(args.repeats)]
-    return {
-        "measured": "prefill",
-        "batch": len(prompts),
-        "prompt_tokens": count,
-        "step_us": round(busy_us(trace), 2),
-        "tokens_per_s": [round(count / each, 1) for each in seconds],
-    }
+def _answers(engine, given, kind: str, args) -> dict:
+    """Tokens a second: of the answers, and in a prefill of the prompts."""
+    new_tokens = args.new_tokens if kind == "decode" else 1
+    count = len(given) * new_tokens if kind == "decode" else sum(len(each["prompt_token_ids"]) for each in given)
+    seconds = [_seconds(engine, given, new_tokens) for _ in range(args.repeats)]
+    return {"tokens_per_s": [round(count / each, 2) for each in seconds]}
 
 
 def _generate(engine, prompts, new_tokens: int) -> list[list[int]]:
@@ -176,18 +172,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prefill", type=int, default=8, help="whole prompts at once; 0: none (default: 8)")
     parser.add_argument("--prompt-tokens", type=int, default=128, help="of a prompt in decoding (default: 128)")
     parser.add_argument("--new-tokens", type=int, default=512, help="of each timed answer (default: 512)")
-    parser.add_argument("--repeats", type=int, default=7, help="timed answers (default: 7)")
+    parser.add_argument("--repeats", type=int, default=7, help="timed answers, at least 1 (default: 7)")
     parser.add_argument("--density", type=float, help="of every layer, in place of the checkpoint's own")
     parser.add_argument("--dtype", default="auto", help="as vLLM takes it; auto: 16 bits of float32 models, too")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--memory", type=float, default=0.6, help="share of the GPU's (default: 0.6)")
     parser.add_argument("--output", help="append rows to vllm_steps.jsonl in this folder")
-    # In an engine's own process: its side, and a file for its rows.
-    parser.add_argument("--side", nargs=2, help=argparse.SUPPRESS)
+    # In an engine's own process: its side and part, and a file for what it tells.
+    parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.side:
-        side, path = args.side
-        Path(path).write_text(json.dumps(measure(args, side)))
+    if args.part:
+        side, part, path = args.part
+        Path(path).write_text(json.dumps(measure(args, side, part)))
         return
     if importlib.util.find_spec("vllm") is None:
         parser.error("vLLM is not installed in this Python; run it in vLLM's own environment")
@@ -196,7 +192,7 @@ def main(argv: list[str] | None = None) -> None:
     count, most = len(json.loads(Path(args.prompts).read_text())), max([*args.batch, args.prefill])
     if count < most:
         parser.error(f"{args.prompts} has {count} prompts; give {most}")
-    rows = [row for side in SIDES for row in _in_own_process(side, sys.argv[1:] if argv is None else argv)]
+    rows = [row for side in SIDES for row in _rows_of(side, sys.argv[1:] if argv is None else argv)]
     print(text_table(HEAD, cells(rows)))
     if args.output:
         Path(args.output).mkdir(parents=True, exist_ok=True)
@@ -204,20 +200,24 @@ def main(argv: list[str] | None = None) -> None:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def _in_own_process(side: str, arguments: list[str]) -> list[dict]:
-    """
+def _rows_of(side: str, arguments: list[str]) -> list[dict]:
+    """What all of a side's engines tell of each load.
+
     Raises:
-        SystemExit: the engine failed; what it said stands above.
+        SystemExit: an engine failed; what it said stands above.
     """
+    told = []
     with tempfile.TemporaryDirectory(prefix="hf-twell-steps-") as folder:
-        path = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "hf_twell.bench.vllm_steps", *arguments, "--side", side, str(path)]
-        # What vLLM logs goes to stdout. The key of its cache of compiled code sees no environment variables.
-        environment = os.environ | ENVIRONMENT | {"VLLM_CACHE_ROOT": f"{folder}/vllm"}
-        done = subprocess.run(command, env=environment, stdout=sys.stderr.fileno())
-        if done.returncode or not path.is_file():
-            raise SystemExit(f"the {side} engine ended with {done.returncode}; its last lines are above")
-        return json.loads(path.read_text())
+        for part, variables in PARTS.items():
+            path = Path(folder) / f"{part}.json"
+            command = [sys.executable, "-m", "hf_twell.bench.vllm_steps", *arguments, "--part", side, part, str(path)]
+            # The key of vLLM's cache of compiled code sees no environment variables, so each side has its own.
+            environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "VLLM_CACHE_ROOT": f"{folder}/vllm"} | variables
+            done = subprocess.run(command, env=environment, stdout=sys.stderr.fileno())  # vLLM logs to stdout
+            if done.returncode or not path.is_file():
+                raise SystemExit(f"the {side} engine ended with {done.returncode}; its last lines are above")
+            told.append(json.loads(path.read_text()))
+    return [{**steps, **answers} for steps, answers in zip(*told, strict=True)]
 
 
 if __name__ == "__main__":
