@@ -195,6 +195,17 @@ def test_the_table_of_densities_quotes_conversions():
     assert f"with 55M it was {excess} at 10 %" in README
 
 
+def test_what_vllm_gains_stands_in_rows():
+    path = ROOT / "kernels" / "twell_cuda" / "bench" / "h200-vllm-2026-11-26" / "vllm_steps.jsonl"
+    times = {
+        (row["side"], row["measured"], row["batch"]): row["step_us"]
+        for row in map(json.loads, path.open(encoding="utf-8"))
+    }
+    loads = ("decode", 1), ("decode", 16), ("prefill", 8)
+    one, sixteen, prefill = (f"{times['dense', *load] / times['sparse', *load]:.2f}" for load in loads)
+    assert f"{one} times as fast for one sequence, {sixteen} for 16, and prefill {prefill} (" in README
+
+
 ROWS = {"twell_cpu": "epyc-2026-11-21/bench.jsonl", "twell_cuda": "h200-2026-11-23/bench.jsonl"}  # that are quoted
 
 
