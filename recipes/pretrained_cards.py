@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 from pretrained_report import TASKS, control_of, excess, kept, parent_of
 from pretrained_runs import APART, folder_of, needs, plan
-from study_cards import SOURCES, index_result, task_figure
+from study_cards import SOURCES, index_result, keep_cards, task_figure
 
 from hf_twell.files.tables import markdown_table, percent
 from hf_twell.models.cards import CLAUSES, fill, loading, score, sparsity_section
@@ -110,15 +110,7 @@ def pretrained_card(row: dict, rows: list[dict], study: dict) -> str:
 def write_cards(rows: list[dict], folder: Path) -> list[Path]:
     """Write the cards of the best rows into a folder of their own; cards of rows that are no longer best go."""
     study = yaml.safe_load(Path(__file__).with_name("pretrained_study.yaml").read_text())
-    cards = {f"{card_name(row)}.md": pretrained_card(row, rows, study) for row in best_rows(rows)}
-    for path in folder.glob("*.md"):
-        if path.name not in cards:
-            path.unlink()
-    if cards:
-        folder.mkdir(exist_ok=True)
-    for name, text in cards.items():
-        (folder / name).write_text(text)
-    return [folder / name for name in cards]
+    return keep_cards({card_name(row): pretrained_card(row, rows, study) for row in best_rows(rows)}, folder)
 
 
 def _facts(row: dict, rows: list[dict], study: dict) -> dict:

@@ -74,6 +74,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     parser.add_argument("--limit", type=int, help="rows of each task, and sequences of each text")
     parser.add_argument("--rows", type=Path, required=True, help="append rows to this file")
     args = parser.parse_args(argv)
+    if not (args.study / "text.pt").is_file():
+        parser.error(f"{args.study} holds no text.pt; give the output folder of pretrained_study.py")
     device, rows = "cuda" if torch.cuda.is_available() else "cpu", []
     for weights in args.weights:
         row = measure(args.model, weights, args.study, args.limit, device)

@@ -103,15 +103,20 @@ def write_cards(rows: list[dict], folder: Path) -> list[Path]:
     study = yaml.safe_load(Path(__file__).with_name("study.yaml").read_text())
     rows = [{key: value for key, value in row.items() if value is not None} for row in rows]
     rows = [row for row in rows if row.keys() >= NEEDED]
-    cards = {f"{card_name(row)}.md": study_card(row, control, rows, study) for row, control in best_rows(rows)}
-    for path in folder.glob("*.md"):
-        if path.name not in cards:
-            path.unlink()
-    if cards:
+    return keep_cards(
+        {card_name(row): study_card(row, control, rows, study) for row, control in best_rows(rows)}, folder
+    )
+
+
+def keep_cards(cards: dict[str, str], folder: Path) -> list[Path]:
+    """Write texts by their names, and take away those of other names; the paths of what is there then."""
+    files = {folder / f"{name}.md": text for name, text in cards.items()}
+    for path in set(folder.glob("*.md")) - files.keys():
+        path.unlink()
+    for path, text in files.items():
         folder.mkdir(exist_ok=True)
-    for name, text in cards.items():
-        (folder / name).write_text(text)
-    return [folder / name for name in cards]
+        path.write_text(text)
+    return list(files)
 
 
 def _facts(row: dict, control: dict, rows: list[dict], study: dict) -> dict:

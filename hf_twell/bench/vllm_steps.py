@@ -189,6 +189,8 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("vLLM is not installed in this Python; run it in vLLM's own environment")
     if not Path(args.model, "config.json").is_file() or not Path(args.prompts).is_file():
         parser.error(f"{args.model} must be a checkpoint's folder, and {args.prompts} a file of prompts")
+    if args.repeats < 1:
+        parser.error(f"--repeats {args.repeats}; give at least 1")
     count, most = len(json.loads(Path(args.prompts).read_text())), max([*args.batch, args.prefill])
     if count < most:
         parser.error(f"{args.prompts} has {count} prompts; give {most}")
