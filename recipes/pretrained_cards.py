@@ -120,7 +120,7 @@ def _facts(row: dict, rows: list[dict], study: dict) -> dict:
         "parameters": f"{row['parameters'] / 1e6:.0f}M",
         "base model": f"[{BASE}](https://huggingface.co/{BASE}), dequantized from {row['model']}",
         "method": "a count of active neurons as penalty, whose coefficient a controller finds for the target density; "
-        "the mean of the parent and a dense control begins and teaches",
+        "the mean of the parent and a dense model that read the books begins and teaches",
         "text": "; ".join([*text, "what the parent writes by itself"]),
         "tokens of this run": f"{row['tokens']:,}",
         "tokens in all phases": f"{row['tokens_read']:,}",

@@ -34,7 +34,7 @@ PARTS = {"steps": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, "answers": {}}
 def graph_steps(trace: dict) -> list[list[tuple[float, float, str]]]:
     """(start, end, name) of the kernels of each CUDA graph launch that was a decode step of all sequences, in us.
 
-    Those run one graph, so as many kernels each. Steps of fewer sequences, at the begin or the end of an answer, run
+    Those run one graph, so as many kernels each. Steps of fewer sequences, as an answer begins or ends, run
     another one, which may have more kernels, but seldomer; a sampler's graphs and pieces of a model have far fewer.
     """
     events = trace["traceEvents"]
