@@ -10,7 +10,13 @@ from hf_twell.blocks import choice
 from hf_twell.blocks.architectures import FfnForm
 from hf_twell.blocks.density_watch import DensityWatch, TrainingChoice
 from hf_twell.blocks.layout import restore_down
-from hf_twell.blocks.operands import has_forward_of, int8_parameters, is_hooked, plain_parameters, reads_any_order
+from hf_twell.blocks.operands import (
+    has_forward_of,
+    is_hooked,
+    plain_parameters,
+    quantized_parameters,
+    reads_any_order,
+)
 from hf_twell.ops import api, reference
 
 
@@ -126,9 +132,9 @@ class SparseFfn(nn.Module):
             if parameters is not None:
                 return self._fused(x, l1, *parameters)
             if not torch.is_grad_enabled():
-                parameters = self._parameters_by(int8_parameters)
+                parameters = self._parameters_by(quantized_parameters)
                 if parameters is not None:
-                    return self._fused_int8(x, *parameters)
+                    return self._fused_quantized(x, *parameters)
         return self._through_submodules(x, l1)
 
     def _through_submodules(self, x, l1):
@@ -143,7 +149,7 @@ class SparseFfn(nn.Module):
             check_whole(h, len(l1.tally) - 1, self.twell)
             h = reference.inject_l1(h, None if l1.counts else l1.scale, l1.token_weight, l1.tally)
         if torch.compiler.is_compiling() and not reads_any_order(down):
-            values, bias, scale = int8_parameters(down)
+            values, bias, scale = quantized_parameters(down)
             return reference.linear(h, values, scale, bias)
         return down(h)
 
@@ -169,8 +175,8 @@ class SparseFfn(nn.Module):
             options |= {"l1_scale": l1.scale, "token_weight": l1.token_weight, "tally": l1.tally}
         return compute(x, up[0], down[0], gate[0], b_up=up[1], b_down=down[1], b_gate=gate[1], **options)
 
-    def _fused_int8(self, x, up, down, gate):
-        """`up`, `down` and `gate` are (int8 values, bias, scales), Nones where there is no gate."""
+    def _fused_quantized(self, x, up, down, gate):
+        """`up`, `down` and `gate` are (8-bit values, bias, scales), Nones where there is no gate."""
         first = up if gate[0] is None else gate
         if choice.settle(self, x, first[0], first[1], down[0], first[2]):
             return self._through_submodules(x, None)

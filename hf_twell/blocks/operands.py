@@ -1,9 +1,15 @@
-"""A projection's weight as the operator takes it: a plain one, or torchao's int8 values and their scales."""
+"""A projection's weight as the operator takes it: a plain one, or torchao's 8-bit values and their scales."""
 
 import types
 
 import torch
 from torch import nn
+
+# torchao's classes whose values some kernel reads: of which type these are, and on which devices it does.
+_READ = {
+    "Int8Tensor": (torch.int8, ("cpu", "cuda")),
+    "Float8Tensor": (torch.float8_e4m3fn, ("cuda",)),
+}
 
 
 # These run in every call, and what they read is read again by the guards of a compiled model: 28 layers had guards of
@@ -24,32 +30,39 @@ def plain_parameters(linear: nn.Module):
     return (weight, parameters["bias"]) if plain else None
 
 
-def int8_parameters(linear: nn.Module):
-    """(int8 values (N, K), bias, float32 scales (N, 1)) of a weight by torchao's Int8WeightOnlyConfig; else None.
+def quantized_parameters(linear: nn.Module):
+    """(values (N, K), bias, float32 scales (N, 1)) of a weight that torchao has quantized by rows; else None.
 
-    They are what torchao's tensor holds, and no copies. Its own linear layers compute x values^T times the scales, too.
+    By its Int8WeightOnlyConfig or, on CUDA, its Float8WeightOnlyConfig, where CPU kernels read int8 alone. They are
+    what torchao's tensor holds, and no copies.
     """
     parameters = linear._parameters
     if type(linear) is not nn.Linear or is_hooked(nn.Linear, linear) or "bias" not in parameters:
         return None
-    held = int8_values(parameters.get("weight"))
+    held = quantized_values(parameters.get("weight"))
     return None if held is None else (held[0], parameters["bias"], held[1])
 
 
-def int8_values(weight):
-    """(values, scales) of torchao's int8 tensor that has one float32 scale a row and leaves x as it is; else None."""
+def quantized_values(weight):
+    """(values, scales) of a tensor of torchao's that kernels read on its device; else None.
+
+    It has one float32 scale a row, and leaves x as it is.
+    """
     kind = type(weight)
-    if kind.__name__ != "Int8Tensor" or kind.__module__ != "torchao.quantization":
+    if kind.__name__ not in _READ or kind.__module__ != "torchao.quantization":
         return None
+    dtype, devices = _READ[kind.__name__]
     values, scale = weight.qdata, weight.scale
-    rows = values.ndim == 2 and values.dtype == torch.int8 and scale.shape == (values.shape[0], 1)
-    weight_only = weight.act_quant_kwargs is None and weight.act_pre_scale is None
-    return (values, scale) if rows and weight_only and scale.dtype == torch.float32 and not values.is_meta else None
+    rows = values.ndim == 2 and values.dtype == dtype and scale.shape == (values.shape[0], 1)
+    # fp8 has no scales of x beside those of its quantization.
+    weight_only = weight.act_quant_kwargs is None and (dtype != torch.int8 or weight.act_pre_scale is None)
+    read = rows and weight_only and scale.dtype == torch.float32 and values.device.type in devices
+    return (values, scale) if read else None
 
 
 def reads_any_order(linear: nn.Module) -> bool:
-    """False for int8 values that lie by columns, which Inductor's own int8 matmul does not take."""
-    held = int8_parameters(linear)
+    """False for 8-bit values that lie by columns: Inductor's own int8 matmul does not take them."""
+    held = quantized_parameters(linear)
     return held is None or held[0].is_contiguous()
 
 

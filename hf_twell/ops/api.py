@@ -6,7 +6,7 @@ import warnings
 import torch
 
 from hf_twell.ops import build, policy, policy_cpu, policy_cuda, reference, sampling
-from hf_twell.ops.checks import check_l1_scale, check_tensors
+from hf_twell.ops.checks import QUANTIZED, check_l1_scale, check_tensors, name_of
 from hf_twell.ops.limits import limit
 
 SMALLEST_H_ELEMENTS = 1 << 17  # of h, (T, F): below, calling one kernel takes longer than several of PyTorch's
@@ -34,12 +34,13 @@ def ffn(
 
     Formula: h = relu(x Wg^T + bg) * (x Wu^T + bu), or relu(x Wu^T + bu) without a gate; y = h Wd^T + bd.
     Where a neuron is inactive, 0 times an infinite or NaN weight may give 0 in place of dense arithmetic's NaN.
-    int8 weights have a scale for each row: the block is that of the weights s_n w_nk, and x stays as it is.
+    8-bit weights (int8 or float8_e4m3fn, all of one) have a scale for each row: the block is that of the weights
+    s_n w_nk, and x stays as it is.
     With `l1_scale`, backward adds the L1 term's gradient and reports sparsity: see `hf_twell.ops.reference.inject_l1`.
 
     Shapes:
         x (..., D); w_up, w_gate (F, D); w_down (D, F); b_up, b_gate (F,); b_down (D,); returns (..., D).
-        s_up, s_gate (F,) or (F, 1), s_down (D,) or (D, 1), float32: where the weights are int8, all of them.
+        s_up, s_gate (F,) or (F, 1), s_down (D,) or (D, 1), float32: where the weights are 8-bit, all of them.
         l1_scale () fp32; token_weight x.shape[:-1] fp32, None for ones; tally (1 + F,) fp32 leaf, or None.
 
     Args:
@@ -47,8 +48,9 @@ def ffn(
             alone, since backward computes again what did not fit. By default F / 16 on a CPU, F / 44 on a GPU.
         backend: "auto" takes the fastest backend that can compute this call; "reference", "cpu" or "cuda" insist.
             "cuda" computes gradients in bfloat16 and float16 on GPUs of compute capability 9.0; under "auto", calls
-            that need others go to "reference", with one warning. int8 weights: the kernels take them where no
-            gradients are wanted, "cuda" for more than 64 tokens by dequantizing them in each call, as "reference" does.
+            that need others go to "reference", with one warning. 8-bit weights: the kernels take them where no
+            gradients are wanted, "cpu" int8 alone, "cuda" for more than 64 tokens by dequantizing them in each call,
+            as "reference" does.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together, a capacity below 1, or a backend that was asked
@@ -70,7 +72,7 @@ def ffn(
         return reference.ffn(x, w_up, w_down, w_gate, **beside, **l1)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        inputs = tuple(t if t is None or t.dtype == torch.int8 else t.to(dtype) for t in inputs)
+        inputs = tuple(t if t is None or t.dtype in QUANTIZED else t.to(dtype) for t in inputs)
     if not needs_grad:  # nothing reads the report, and the L1 term changes gradients alone
         return torch.ops.hf_twell.infer(*inputs, *scales)
     if backend == "auto" and x.is_cpu:
@@ -182,11 +184,14 @@ def _kernels_take(backend, device_type, needs_grad, x, *weights) -> bool:
     problem = None
     dtypes = {tensor.dtype for tensor in (x, *weights) if tensor is not None}
     intermediate, hidden = weights[0].shape
-    int8 = weights[0].dtype == torch.int8  # and so are the others
-    if not dtypes <= {torch.float32, torch.bfloat16, torch.float16, *((torch.int8,) if int8 else ())}:
+    kind = weights[0].dtype  # where it is an 8-bit one, the others' too
+    quantized = kind in QUANTIZED
+    if not dtypes <= {torch.float32, torch.bfloat16, torch.float16, *((kind,) if quantized else ())}:
         problem = f"dtype {x.dtype}; the kernels take float32, bfloat16 and float16"
-    elif int8 and needs_grad:
-        problem = "gradients are wanted through int8 weights; the kernels compute none: use torch.no_grad()"
+    elif kind == torch.float8_e4m3fn and device_type == "cpu":
+        problem = "float8_e4m3fn weights on a CPU; the kernels there take int8"
+    elif quantized and needs_grad:
+        problem = f"gradients are wanted through {name_of(kind)} weights; the kernels compute none: use torch.no_grad()"
     elif not (0 < hidden <= limit("kMaxHidden") and 0 < intermediate <= limit("kMaxWidth")):
         largest = limit("kMaxHidden"), limit("kMaxWidth")
         problem = f"D = {hidden}, F = {intermediate}; the kernels take 1..{largest[0]} and 1..{largest[1]}"

@@ -1,7 +1,7 @@
 """The sparse feed-forward block in plain PyTorch: the truth that every kernel is compared with.
 
 Shapes: x (..., D); w_up, w_gate (F, D); w_down (D, F); biases (F,), (D,), (F,). T is the product of x's leading sizes.
-int8 weights have scales, one for each row: (F,), (D,), (F,), or the same with a last size of 1.
+int8 and float8_e4m3fn weights have scales, one for each row: (F,), (D,), (F,), or the same with a last size of 1.
 """
 
 import torch
@@ -34,7 +34,7 @@ def ffn(
 
 
 def linear(x, w, scale=None, bias=None):
-    """x w^T + bias; an int8 w with a scale for each row is dequantized in x's dtype: x (scale_n w_nk)^T + bias."""
+    """x w^T + bias; a w with a scale for each row is dequantized in x's dtype: x (scale_n w_nk)^T + bias."""
     return F.linear(x, w if scale is None else dequantized(w, scale, x.dtype), bias)
 
 

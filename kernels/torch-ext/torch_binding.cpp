@@ -30,7 +30,7 @@ STABLE_TORCH_LIBRARY(hf_twell, m) {
       "Tensor? l1_scale, Tensor? token_weight, Tensor? tally, int capacity) "
       "-> (Tensor y, Tensor report, Tensor state)");
   // y alone, for calls without gradients: an operator that has none costs 10 us less a call. With scales, one fp32 for
-  // each row of a weight, the weights are of another type than x (int8) and mean themselves times their scales.
+  // each row of a weight, the weights are all int8 or all float8_e4m3fn and mean themselves times their scales.
   m.def(
       "infer(Tensor x, Tensor w_up, Tensor w_down, Tensor? w_gate, Tensor? b_up, Tensor? b_down, Tensor? b_gate, "
       "Tensor? s_up=None, Tensor? s_down=None, Tensor? s_gate=None) -> Tensor");

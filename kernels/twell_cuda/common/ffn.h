@@ -29,12 +29,12 @@ struct Ffn {
   void* y;             // (T, D)
 
   bool gated() const { return up.data != nullptr; }
-  bool int8() const { return gate.dtype == DType::kInt8; }
+  bool scaled() const { return is_scaled(gate.dtype); }
 };
 
-// The two forms that kernels read: contiguous rows at a 16-byte border, of the call's own type, or int8 with scales.
+// The two forms that kernels read: contiguous rows at a 16-byte border, of the call's own type, or 8-bit with scales.
 inline bool is_readable(const Operand& weight, const Ffn& ffn) {
-  const bool scaled = weight.dtype == DType::kInt8;
+  const bool scaled = is_scaled(weight.dtype);
   return (scaled || weight.dtype == ffn.dtype) && scaled == (weight.scales != nullptr) &&
          weight.row_stride == ffn.hidden && weight.column_stride == 1 &&
          reinterpret_cast<uintptr_t>(weight.data) % 16 == 0;

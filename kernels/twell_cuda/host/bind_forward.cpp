@@ -74,14 +74,14 @@ Tensor evaluate(const Tensor& x, const Tensor& w_up, const Tensor& w_down, const
   return sparse(x, Operands(x, w_up, w_down, w_gate, b_up, b_down, b_gate));
 }
 
-// Whether kernels read int8 weights themselves for such a call.
-bool reads_int8(const Tensor& x, const Tensor& w_up) {
+// Whether kernels read 8-bit weights themselves for such a call.
+bool reads_scaled(const Tensor& x, const Tensor& w_up) {
   Ffn ffn{};
   ffn.dtype = dtype_of(x);
   ffn.hidden = static_cast<int>(w_up.size(1));
   ffn.width = static_cast<int>(w_up.size(0));
   ffn.tokens = x.numel() / w_up.size(1);
-  ffn.gate.dtype = DType::kInt8;
+  ffn.gate.dtype = dtype_of(w_up);
   return has_kernels(ffn.dtype) && has_row(ffn, device_of(x.get_device_index()));
 }
 
@@ -125,7 +125,7 @@ Tensor infer(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTens
   check_sizes(x, w_up);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   if (!s_up || x.numel() == 0) return evaluate(x, w_up, w_down, w_gate, b_up, b_down, b_gate);
-  if (reads_int8(x, w_up)) {
+  if (reads_scaled(x, w_up)) {
     return sparse(x, Operands(x, w_up, w_down, w_gate, b_up, b_down, b_gate, false, {s_up, s_down, s_gate}));
   }
   return dequantized_first(x, w_up, w_down, w_gate, b_up, b_down, b_gate, *s_up, *s_down, s_gate);

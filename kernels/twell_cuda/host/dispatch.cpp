@@ -25,7 +25,7 @@ bool mid_half(const Ffn& ffn, const Device& device, sm90::MidPlan* plan) {
 }
 bool mid(const Ffn& ffn, const Device& device, sm90::MidPlan* plan) { return sm90::plan_mid(ffn, device, plan); }
 bool always(const Ffn&, const Device&, sm90::MidPlan*) { return true; }
-bool sixteens(const Ffn& ffn, const Device&, sm90::MidPlan*) { return ffn.hidden % 16 == 0; }  // 16 bytes of int8
+bool sixteens(const Ffn& ffn, const Device&, sm90::MidPlan*) { return ffn.hidden % 16 == 0; }  // 16 bytes of 8-bit ones
 bool fused_sixteens(const Ffn& ffn, const Device& device, sm90::MidPlan*) {
   return ffn.hidden % 16 == 0 && decoding::takes_fused(ffn, device);
 }
@@ -37,7 +37,7 @@ struct Row {
   double millions;                                           // of elements of one matrix, D x F / 2^20, at least
   bool (*fits)(const Ffn&, const Device&, sm90::MidPlan*);   // whether D and F suit how these kernels share out work
   Kernels kernels;
-  bool int8 = false;  // the weights that they read: int8 ones, or those of the call's own type
+  bool scaled = false;  // the weights that they read: 8-bit ones with scales, or those of the call's own type
 };
 
 constexpr int64_t kMany = std::numeric_limits<int64_t>::max();
@@ -66,7 +66,7 @@ constexpr Row kTable[] = {
 bool is_hopper(const Device& device) { return device.major == 9 && device.minor == 0; }
 
 bool takes(const Row& row, const Ffn& ffn, const Device& device, sm90::MidPlan* plan) {
-  return row.int8 == ffn.int8() && (row.gpu == Gpu::kAny || is_hopper(device)) && row.least_tokens <= ffn.tokens &&
+  return row.scaled == ffn.scaled() && (row.gpu == Gpu::kAny || is_hopper(device)) && row.least_tokens <= ffn.tokens &&
          ffn.tokens <= row.most_tokens && static_cast<double>(ffn.hidden) * ffn.width >= row.millions * (1 << 20) &&
          row.fits(ffn, device, plan);
 }
@@ -143,7 +143,8 @@ void check_weights(const Ffn& ffn) {
   };
   if (!readable(ffn.gate) || !readable(ffn.down) || (ffn.gated() && !readable(ffn.up))) {
     throw std::runtime_error(
-        "hf_twell's CUDA kernels read weights in contiguous rows, all of the activations' type, or all int8 with scales");
+        "hf_twell's CUDA kernels read weights in contiguous rows, all of the activations' type, or all int8 or all "
+        "float8_e4m3fn with scales");
   }
 }
 

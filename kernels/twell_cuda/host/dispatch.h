@@ -29,8 +29,8 @@ bool has_kernels(DType dtype);
 // Throws where no such row takes the call, for weights in a form that no kernel reads, and for a CUDA error.
 void forward(const Ffn& ffn, const Device& device, cudaStream_t stream, const Services& services);
 
-// Whether a row of the table takes a call of this type, these sizes and this type of weights. int8 weights of which none
-// does have to be dequantized.
+// Whether a row of the table takes a call of this type, these sizes and this type of weights. 8-bit weights have to be
+// dequantized where none does.
 bool has_row(const Ffn& ffn, const Device& device);
 
 // Throws where no kernels train: on other GPUs, in other types, or with room for no or too many pairs.

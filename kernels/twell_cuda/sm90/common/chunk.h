@@ -60,7 +60,7 @@ cudaError_t launch_up(const Ffn&, const Chunk&, const Device&, cudaStream_t);
 cudaError_t launch_up_as(const Ffn&, const Chunk&, const Device&, cudaStream_t, bool many);
 cudaError_t launch_down(const Ffn&, const Chunk&, const Device&, cudaStream_t);
 
-// A row-major (rows, columns) matrix of 2-byte elements or of int8, read in boxes of `box_rows` x 64 with 128-byte or
+// A row-major (rows, columns) matrix of 2-byte elements or of bytes, read in boxes of `box_rows` x 64 with 128-byte or
 // 64-byte swizzle; what lies outside the matrix reads as zero.
 cudaError_t make_tensor_map(CUtensorMap*, DType, const void* base, int64_t rows, int columns, int box_rows);
 
