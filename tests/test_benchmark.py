@@ -651,15 +651,18 @@ def test_a_block_of_any_hidden_size():
 
 
 @pytest.mark.slow
-def test_bench_ffn_in_int8(capsys):
+@pytest.mark.parametrize(
+    ("weights", "took", "order"), [("int8", "kernels", "columns"), ("fp8", "plain matmuls", "rows")]
+)
+def test_bench_ffn_in_eight_bits(capsys, weights, took, order):
     """Beside the plain block and torchao's own matmuls, in one row; what it cannot measure it refuses."""
     pytest.importorskip("torchao.quantization")
-    command = ["bench", "ffn", "--weights", "int8", "--hidden", "64", "--intermediate", "344", "--l0", "8"]
+    command = ["bench", "ffn", "--weights", weights, "--hidden", "64", "--intermediate", "344", "--l0", "8"]
     assert main([*command, "--tokens", "3", "--repeats", "1", "--no-compile", "--device", "cpu", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
-    assert (row["weights"], row["took"], row["down_stored_by"]) == ("int8", "kernels", "columns")
+    assert (row["weights"], row["took"], row["down_stored_by"]) == (weights, took, order)
     for name in ("eager_ms", "torchao_ms", "sparse_plain_ms", "sparse_ms", "speedup_same_weights", "speedup_plain"):
         assert row[name] > 0
     assert row["error"] <= max(2 * row["error_eager"], 2**-7)
     assert main([*command, "--backward"]) == 1
-    assert "--weights int8 measures forward alone" in capsys.readouterr().err
+    assert f"--weights {weights} measures forward alone" in capsys.readouterr().err

@@ -7,6 +7,7 @@ examples:
   hf-twell bench ffn --shape llama-3.2-1b qwen2.5-7b --tokens 1 16384
   hf-twell bench ffn --backward --tokens 128 1024
   hf-twell bench ffn --weights int8 --tokens 1 16
+  hf-twell bench ffn --weights fp8 --tokens 1 16
   hf-twell bench prefill --layers 28 --batch 64 --length 2048 --energy
   hf-twell bench generate --layers 28 --batch 1 16 64
   hf-twell bench generate ./my-sparse-model --text notes.txt
@@ -73,8 +74,8 @@ def _add_ffn_options(parser):
     parser.add_argument("--backward", action="store_true", help="forward and backward with the L1 term, in training")
     parser.add_argument(
         "--weights",
-        choices=["int8"],
-        help="the block in torchao's int8, beside --dtype's own and torchao's",
+        choices=["int8", "fp8"],
+        help="the block in torchao's int8 or fp8 (e4m3), beside --dtype's own and torchao's",
     )
     parser.add_argument("--max-autotune", action="store_true", help="also max-autotune with coordinate descent (slow)")
     parser.add_argument("--repeats", type=_count, help="timed turns (default: 11, on CUDA 25)")
@@ -230,7 +231,9 @@ def _check_sizes(args) -> None:
             raise ValueError(f"--l0 {l0:g} of {width:,} neurons; give more than 0 and at most {width:,}")
     if args.what == "ffn":
         if args.weights and (args.backward or args.max_autotune or args.energy):
-            raise ValueError("--weights int8 measures forward alone; leave --backward, --max-autotune and --energy out")
+            raise ValueError(
+                f"--weights {args.weights} measures forward alone; leave --backward, --max-autotune and --energy out"
+            )
         if args.hidden < 2:
             raise ValueError(f"--hidden {args.hidden}; give at least 2, the workload's thresholds take two columns")
         return
@@ -246,14 +249,14 @@ def _check_sizes(args) -> None:
 
 def _ffn_rows(args, common):
     from hf_twell.bench.block import bench_ffn
-    from hf_twell.bench.block_int8 import bench_ffn_int8
+    from hf_twell.bench.block_quantized import bench_ffn_quantized
 
     tokens = args.tokens or (CUDA_TOKENS if common["device"] == "cuda" else CPU_TOKENS)
     sizes = [SHAPES[name] for name in args.shape or ()] or [(args.hidden, args.intermediate)]
     common |= {"compile_dense": not args.no_compile}
     if args.weights:
         del common["energy"]
-        bench_ffn = bench_ffn_int8
+        bench_ffn = partial(bench_ffn_quantized, args.weights)
     else:
         common |= {"backward": args.backward, "max_autotune": args.max_autotune}
 

@@ -1,7 +1,7 @@
 """Store a sparse model's feed-forward weights in int8 or fp8, as torchao does through Transformers.
 
-Plain Transformers with torchao loads the result and computes it densely. hf_twell's kernels read int8 as it lies;
-fp8 saves memory alone, as no kernel reads it yet. The folder appears whole or not at all.
+Plain Transformers with torchao loads the result and computes it densely. hf_twell's kernels read int8 as it lies, and
+fp8 on a GPU; on a CPU fp8 saves memory alone. The folder appears whole or not at all.
 
 example:
   hf-twell quantize my-sparse-model my-sparse-model-int8 --weights int8

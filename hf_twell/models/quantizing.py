@@ -1,4 +1,4 @@
-"""Sparse models in int8 or fp8, by torchao through Transformers: what both load again; kernels read int8 as it lies."""
+"""Sparse models in int8 or fp8, by torchao through Transformers: what both load again; kernels read it as it lies."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def quantize(path: str | Path, weights: str):
     ours reads them, and torchao's own widen such weights in each call on a CPU.
 
     Args:
-        weights: "int8", or "fp8" (e4m3, which no kernel reads yet: torchao computes the blocks densely).
+        weights: "int8", or "fp8" (e4m3, which no CPU kernel reads: torchao computes the blocks densely there).
 
     Raises:
         ValueError, OSError: in one line; blocks that do not compute ReLU, weights that are quantized already, a file

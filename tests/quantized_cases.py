@@ -1,4 +1,4 @@
-"""int8 feed-forward blocks for the operator's tests: quantized from `make_case`, whose masks no rounding changes."""
+"""Feed-forward blocks in int8 and fp8 for the operator's tests: of `make_case`, whose masks no rounding changes."""
 
 import torch
 
@@ -6,28 +6,33 @@ from hf_twell.ops import reference
 from tests.ffn_cases import FEW_PAIRS, make_case, relative_rms
 
 WEIGHTS = ("w_up", "w_down", "w_gate")
+KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
-def quantize(weight):
-    """int8 and float32 scales (N, 1), symmetric and by rows, as torchao's Int8WeightOnlyConfig makes them."""
-    scale = weight.float().abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).eps) / 127.5
-    return (weight.float() / scale).round().clamp(-128, 127).to(torch.int8), scale
+def quantize(weight, kind="int8"):
+    """8-bit values and float32 scales (N, 1), symmetric and by rows, as torchao's weight-only configs make them."""
+    largest = weight.float().abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).eps)
+    if kind == "fp8":
+        scale = largest / 448
+        return (weight.float() / scale).clamp(-448, 448).to(KINDS[kind]), scale
+    scale = largest / 127.5
+    return (weight.float() / scale).round().clamp(-128, 127).to(KINDS[kind]), scale
 
 
-def int8_case(tokens, hidden, intermediate, density, dtype, *, by_column=False, **options):
-    """`make_case` with int8 weights and their scales, `w_down` by columns if asked."""
-    case = quantized(make_case(tokens, hidden, intermediate, density, dtype, **options))
+def quantized_case(tokens, hidden, intermediate, density, dtype, *, kind="int8", by_column=False, **options):
+    """`make_case` with 8-bit weights and their scales, `w_down` by columns if asked."""
+    case = quantized(make_case(tokens, hidden, intermediate, density, dtype, **options), kind)
     if by_column:
         case["w_down"] = case["w_down"].t().contiguous().t()
     return case
 
 
-def quantized(case):
-    """The same block with int8 weights and their scales."""
+def quantized(case, kind="int8"):
+    """The same block with 8-bit weights and their scales."""
     case = dict(case)
     for name in WEIGHTS:
         if case[name] is not None:
-            case[name], case[f"s_{name[2:]}"] = quantize(case[name])
+            case[name], case[f"s_{name[2:]}"] = quantize(case[name], kind)
     return case
 
 

@@ -1,4 +1,4 @@
-"""What `hf-twell bench ffn --weights int8` measures: the block in torchao's int8, by our kernels and by torchao."""
+"""What `hf-twell bench ffn --weights` measures: the block in torchao's int8 or fp8, by our kernels and by torchao."""
 
 import functools
 from collections.abc import Iterator
@@ -10,13 +10,14 @@ from hf_twell.bench.check import check_block, wider_dtype
 from hf_twell.bench.environment import DTYPES, environment
 from hf_twell.bench.progress import Report, silent
 from hf_twell.bench.timing import Captured, interleaved_ms
-from hf_twell.blocks.operands import int8_values
+from hf_twell.models.quantizing import CONFIGS
 from hf_twell.ops import api, reference
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
-def bench_ffn_int8(
+def bench_ffn_quantized(
+    weights: str,
     tokens: list[int],
     l0s: list[float],
     *,
@@ -30,33 +31,35 @@ def bench_ffn_int8(
 ) -> Iterator[dict]:
     """One row for each number of tokens and L0, forward under inference mode; all variants take turns.
 
-    `eager` and `compiled` are dense in `dtype`, `torchao` and `torchao_compiled` dense in int8, `sparse` is our block
-    in int8 and `sparse_plain` our block in `dtype`. `speedup` is over the better of the first two, as in other rows,
-    `speedup_same_weights` over the better of torchao's, and `speedup_plain` over our own block in `dtype`. Blocks are
-    timed as `bench_ffn` times them: on CUDA at 256 tokens or fewer, 28 in a captured graph.
+    `eager` and `compiled` are dense in `dtype`, `torchao` and `torchao_compiled` dense in `weights` ("int8" or "fp8"),
+    `sparse` is our block in `weights` and `sparse_plain` our block in `dtype`. `speedup` is over the better of the
+    first two, as in other rows, `speedup_same_weights` over the better of torchao's, and `speedup_plain` over our own
+    block in `dtype`. Blocks are timed as `bench_ffn` times them: on CUDA at 256 tokens or fewer, 28 in a captured
+    graph. What is active is counted in `dtype`.
 
     Raises:
         ValueError: a result less accurate than DESIGN allows (twice torchao's own error); no speed is given then.
         ImportError: torchao is missing.
     """
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    from torchao import quantization
 
-    config, device = Int8WeightOnlyConfig(set_inductor_config=False), torch.device(device)
+    config = getattr(quantization, CONFIGS[weights])(set_inductor_config=False)
+    device = torch.device(device)
     report("making the workload")
     count = max(block.DECODE_POOL if device.type == "cuda" else 1024, *tokens)
     made = [workload.make_ffn(count, hidden, intermediate, l0, dtype=DTYPES[dtype], device=device) for l0 in l0s]
     for count in tokens:
         torch._dynamo.reset()  # recompiling for each shape would end at PyTorch's limit
         captured = device.type == "cuda" and count <= block.GRAPH_TOKENS
-        for l0, (pool, *weights) in zip(l0s, made, strict=True):
-            xs, active = block.draw(pool, weights[0], count, l0, block.GRAPH_BLOCKS if captured else 1)
-            plain = [weights, *([w.clone() for w in weights] for _ in range(block.copies(weights, len(xs)) - 1))]
+        for l0, (pool, *matrices) in zip(l0s, made, strict=True):
+            xs, active = block.draw(pool, matrices[0], count, l0, block.GRAPH_BLOCKS if captured else 1)
+            plain = [matrices, *([w.clone() for w in matrices] for _ in range(block.copies(matrices, len(xs)) - 1))]
             ours = [workload.patched_block(*(w.clone() for w in some)) for some in plain]
             twice = plain if device.type == "cuda" else (*plain, *plain)  # half the bytes are cold after twice the sets
             quantized = [workload.patched_block(*(w.clone() for w in some)) for some in twice]
             stored = [workload.patched_block(*(w.clone() for w in some)) for some in twice]  # by rows
             for each in (*quantized, *stored):
-                quantize_(each, config)
+                quantization.quantize_(each, config)
             variants = {
                 "eager": (block.dense, plain),
                 "torchao": (block.dense, [_weights(each) for each in stored]),
@@ -68,10 +71,10 @@ def bench_ffn_int8(
                 variants["compiled"] = compiled, variants["eager"][1]
                 variants["torchao_compiled"] = compiled, variants["torchao"][1]
             with torch.inference_mode():
-                yield _row(variants, xs, active, quantized, captured, count, l0, dtype, repeats, report)
+                yield _row(variants, xs, active, quantized, captured, count, l0, dtype, weights, repeats, report)
 
 
-def _row(variants, xs, active, quantized, captured, count, l0, dtype, repeats, report) -> dict:
+def _row(variants, xs, active, quantized, captured, count, l0, dtype, weights, repeats, report) -> dict:
     report("checking")
     device = xs[0].device
 
@@ -91,7 +94,7 @@ def _row(variants, xs, active, quantized, captured, count, l0, dtype, repeats, r
         "eager": {"y": call("torchao", 0)},
         "sparse": {"y": calls["sparse"](0)[0] if captured else call("sparse", 0)},
     }
-    gate, up, down = (int8_values(weight) for weight in _weights(quantized[0]))
+    gate, up, down = ((weight.qdata, weight.scale) for weight in _weights(quantized[0]))
     scales = {"s_up": up[1], "s_down": down[1], "s_gate": gate[1]}
     wide = [part.to(wider_dtype(xs[0].dtype)) for part in xs[0].split(8192)]  # a whole h would take gigabytes
     truth = torch.cat([reference.ffn(part, up[0], down[0], gate[0], **scales) for part in wide])
@@ -109,7 +112,7 @@ def _row(variants, xs, active, quantized, captured, count, l0, dtype, repeats, r
         "hidden": hidden,
         "intermediate": intermediate,
         "dtype": dtype,
-        "weights": "int8",
+        "weights": weights,
         "requested_l0": round(l0, 3),
         "pass": "forward",
         "backend": api.resolve("auto", device.type),
