@@ -67,7 +67,8 @@ def _tell_of_dense_blocks(sites: Iterable[FfnSite]) -> None:
         quantized = [linear for linear in linears if not is_plain(base_layer(linear).weight)]
         by_kernels = all(map(quantized_parameters, linears))
         if quantized and not by_kernels:
-            kinds |= {type(base_layer(linear).weight.data).__name__ for linear in quantized}
+            weights = [base_layer(linear).weight for linear in quantized]
+            kinds |= {f"{type(weight.data).__name__} on {weight.device.type}" for weight in weights}
     if kinds:
         logger.warning(
             "no kernel reads these quantized weights (%s); their blocks are computed by their own linears, as exact "
