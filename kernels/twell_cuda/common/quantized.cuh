@@ -57,7 +57,8 @@ __device__ __forceinline__ void expand<__half, int8_t>(uint32_t word, uint32_t& 
   high = values(__byte_perm(word, 0x64646464u, 0x4342));
 }
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+// TWELL_E4M3_BY_BITS keeps to bits, to time one against the other.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890 && !defined(TWELL_E4M3_BY_BITS)
 
 // By an instruction of Ada and later.
 template <>
