@@ -99,9 +99,10 @@ bool check(const Case& c, const Device& device, bool verbose) {
   const int64_t column_count = int64_t{chunk.active.blocks} * c.width * sm90::kBlockTokens;
   bool ok = true;
   for (const Way& way : ways_of<Half>(c.every_way)) {
-    // The largest sum on the way is at most the sum of sizes; twice the cut that gate_fp8.h names is allowed.
+    // No sum on the way exceeds the sum of sizes, and an instruction cuts off 2^-13 of it from several addends. What
+    // shows that sums are right is the error of all together; kExact leaves no room at all.
     const float cuts = static_cast<float>(way.promote ? 4 : (c.hidden + 31) / 32);
-    const float slack = c.data == Data::kNormal ? (cuts + 1) * 2 / 8192.f : 0.f;
+    const float slack = c.data == Data::kNormal ? (cuts + 1) * 8 / 8192.f : 0.f;
     Found found;
     bool same = true, intact = true;
     std::vector<uint32_t> masks[2];
@@ -121,7 +122,7 @@ bool check(const Case& c, const Device& device, bool verbose) {
     const double relative = found.norm > 0 ? std::sqrt(found.error / found.norm) : 0;
     // Nearly full tiles are called full; of sparse ones only the last, of few neurons, can be.
     const bool sparse = c.biases && c.data == Data::kExact && c.width >= 64;
-    const bool right = found.wrong == 0 && found.touched == 0 && same && intact && relative < 1. / 64 &&
+    const bool right = found.wrong == 0 && found.touched == 0 && same && intact && relative < 1. / 32 &&
                        (!sparse || found.extra <= int64_t{8} * chunk.active.blocks);
     if (verbose || !right || c.report) {
       std::printf("%-4s %s T=%-4d D=%-4d F=%-4d %s%s: wrong %lld, touched %lld, extra %lld%s%s", right ? "ok" : "BAD",
@@ -165,7 +166,7 @@ bool check_all(const Device& device, bool verbose) {
   both({4096, 48, 5632, Data::kNormal, false});
   // How accurate sums are, with and without promotion, at the depth of a model.
   for (const int hidden : {2048, 4096}) both({256, hidden, 512, Data::kNormal, false, false, true});
-  for (const int tokens : {1, 129, 300, 17000}) {
+  for (const int tokens : {1, 129, 300, 34000}) {  // the last in two chunks
     for (const bool gated : {false, true}) {
       const double bf16 = prefill_error<__nv_bfloat16>(tokens, gated, device);
       const double fp16 = prefill_error<__half>(tokens, gated, device);

@@ -9,13 +9,13 @@ namespace twell::sm90 {
 
 // Whether sums leave the tensor cores every 128 products, to be added up in fp32.
 //
-// Hopper adds e4m3 products to about 14 bits: each instruction (32 products) aligns them and the sum so far to the
-// largest of them, and cuts off what lies below about 2^-13 of that. So a sum over D is off by at most D / 32 x 2^-13 of
-// the largest sum on the way, 0.8 % at D = 2048, and by about a quarter of that as a rule. With parts of 128 it would be
-// 4 x 2^-13 of each part, 0.05 %. But e4m3 itself, with 4 bits a value, moves a sum of products by 3.7 % of the root of
-// their squares' sum; and torch._scaled_mm, as torchao calls it (use_fast_accum), does not promote either, so with false
-// the gate has the errors of the dense block that it takes the place of. Promoting also needs two sets of sums, so tiles
-// of 128 neurons at most, whose products read and write 1.25 times as many bytes of shared memory.
+// Hopper adds e4m3 products to about 14 bits: each instruction aligns its 32 products and the sum so far to the largest
+// of them, and cuts off what lies below about 2^-13 of that. What is cut off has both signs, so over D = 2048 a sum is
+// expected to be off by about 0.1 % of the root of its products' squares' sum, and by 0.03 % with promotion. But e4m3
+// itself, with 4 bits a value, is worth 3.7 % of that root. And torch._scaled_mm, as torchao calls it (use_fast_accum),
+// does not promote: with false the sums are those of the same instructions in the same order of k, so the gate has the
+// errors of the dense block that it takes the place of. Promoting also needs two sets of sums, so tiles of 128 neurons
+// at most, which move 1.25 times as many bytes through shared memory. fp8_gate_check measures both.
 constexpr bool kPromoteSums = false;
 
 // The bulk copies' unit: rows of e4m3 start at multiples of it.
@@ -30,13 +30,14 @@ struct QuantizedRows {
 
 inline int64_t quantized_stride(int columns) { return round_up(columns, kE4m3Border); }
 
-constexpr int kQuantizeMaxColumns = 16384;
+constexpr int kQuantizeMaxColumns = 16384;  // and the longest stride
 
 // Quantizes (rows, columns) of bf16 or fp16, contiguous, columns a multiple of 8. A row's values and scale are those of
-// torchao 0.18 in eager mode on CUDA, bit by bit, but for zero rows:
+// torchao 0.18 in eager mode (Float8Tensor.from_hp by its torch path, which runs where MSLK is not installed), bit by
+// bit, but for zero rows:
 //   max   = the largest |x|                                       NaN if one is
-//   scale = max * (1 / 448), in fp32, rounded to x's type         no epsilon, no clamp; fp32 where that would be 0
-//   value = x / scale in fp32, rounded to nearest even, of at most +-448: as a rounded scale may be too small
+//   scale = max * (1 / 448) in fp32, rounded to x's type          no epsilon, no clamp; not rounded where it would be 0
+//   value = x / scale in fp32, clamped to +-448, rounded to nearest even; a rounded scale may be too small by 0.2 %
 // A row of zeros has scale 0 and values 0 (0 / 0 in torchao: NaN). A row that holds NaN: scale and values are NaN. One
 // that holds infinity, but no NaN: scale infinity, NaN where x is infinite and 0 elsewhere. So all of such a token's
 // gates are NaN, and active, as in torchao's product.

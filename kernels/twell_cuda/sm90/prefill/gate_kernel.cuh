@@ -7,7 +7,7 @@
 // tile for both: without that, the L2 cache could not keep the tensor cores busy.
 //
 // T is the type of g and bg. x and Wg are of type E: T, or e4m3 with a scale for each of their rows. A step takes 128
-// bytes of a row, so it has the same copies and takes the same cycles in both forms, and twice as many products in e4m3.
+// bytes of a row, so in both forms it has the same copies and the same cycles, with e4m3 for twice as many products.
 #pragma once
 
 #include "sm90/common/chunk.h"

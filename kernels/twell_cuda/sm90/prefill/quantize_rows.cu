@@ -111,9 +111,9 @@ cudaError_t launch(const void* x, int64_t rows, int columns, const QuantizedRows
 
 template <typename T>
 cudaError_t launch_type(const void* x, int64_t rows, int columns, const QuantizedRows& to, cudaStream_t stream) {
-  if (columns <= kWarpColumns) return launch<T, 1>(x, rows, columns, to, stream);
-  if (columns <= 2 * kWarpColumns) return launch<T, 2>(x, rows, columns, to, stream);
-  if (columns <= 4 * kWarpColumns) return launch<T, 4>(x, rows, columns, to, stream);
+  if (to.stride <= kWarpColumns) return launch<T, 1>(x, rows, columns, to, stream);
+  if (to.stride <= 2 * kWarpColumns) return launch<T, 2>(x, rows, columns, to, stream);
+  if (to.stride <= 4 * kWarpColumns) return launch<T, 4>(x, rows, columns, to, stream);
   return launch<T, 8>(x, rows, columns, to, stream);
 }
 
@@ -123,9 +123,8 @@ cudaError_t launch_quantize_rows(DType dtype, const void* x, int64_t rows, int c
                                  cudaStream_t stream) {
   static_assert(8 * kWarpColumns == kQuantizeMaxColumns);
   if (rows == 0) return cudaSuccess;
-  if (columns % 8 != 0 || columns > kQuantizeMaxColumns || to.stride < columns || to.stride % kE4m3Border != 0) {
-    return cudaErrorInvalidValue;
-  }
+  const bool fits = columns <= to.stride && to.stride <= kQuantizeMaxColumns;
+  if (!fits || columns % 8 != 0 || to.stride % kE4m3Border != 0) return cudaErrorInvalidValue;
   return dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(x, rows, columns, to, stream)
                                    : launch_type<__half>(x, rows, columns, to, stream);
 }
