@@ -3,7 +3,7 @@
 //
 // Built by kernels/tests/check_cuda.sh. Exits 1 on any mismatch or CUDA error.
 
-#include "sm90/prefill/gate_fp8.h"
+#include "sm90/prefill/prefill_fp8.h"
 #include "tests/fp8.cuh"
 
 namespace {

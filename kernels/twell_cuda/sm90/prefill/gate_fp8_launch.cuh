@@ -2,7 +2,7 @@
 #pragma once
 
 #include "sm90/common/wgmma_e4m3.cuh"
-#include "sm90/prefill/gate_fp8.h"
+#include "sm90/prefill/prefill_fp8.h"
 #include "sm90/prefill/gate_launch.cuh"
 
 namespace twell::sm90::gate {

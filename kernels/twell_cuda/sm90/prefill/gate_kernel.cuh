@@ -62,7 +62,7 @@ __device__ __forceinline__ Tile tile_at(int item, const Arguments& a) {
   return {block, rest / groups * a.unit + part, min(kNeurons, a.unit - part)};
 }
 
-// kPromote: sums of 128 products are added up in fp32 outside the tensor cores (gate_fp8.h).
+// kPromote: sums of 128 products are added up in fp32 outside the tensor cores (prefill_fp8.h).
 template <typename T, typename E, int kNeurons, int kCluster, bool kPromote>
 __global__ void __launch_bounds__(kThreads, 1)
     gate_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap gate_map,

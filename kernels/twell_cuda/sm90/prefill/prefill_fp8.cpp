@@ -1,8 +1,8 @@
-// The launches of a prefill whose gate is e4m3.
+// The launches of a prefill by e4m3 products.
 
 #include "sm90/common/launch.h"
 #include "sm90/common/workspace.h"
-#include "sm90/prefill/gate_fp8.h"
+#include "sm90/prefill/prefill_fp8.h"
 #include "sm90/prefill/prefill.h"
 
 namespace twell::sm90 {
@@ -37,7 +37,7 @@ cudaError_t prefill_fp8_forward(const Ffn& ffn, const Device& device, void* work
     TWELL_RETURN_IF_ERROR(launch_quantize_rows(ffn.dtype, x, chunk.tokens, ffn.hidden, rows, stream));
     TWELL_RETURN_IF_ERROR(launch_gate_fp8(ffn, rows, chunk, device, stream));
     TWELL_RETURN_IF_ERROR(launch_list(ffn, chunk, device, stream));
-    if (ffn.gated()) TWELL_RETURN_IF_ERROR(launch_up(ffn, chunk, device, stream));
+    if (ffn.gated()) TWELL_RETURN_IF_ERROR(launch_up_fp8(ffn, rows, chunk, device, stream));
     TWELL_RETURN_IF_ERROR(launch_down(ffn, chunk, device, stream));
   }
   return cudaSuccess;

@@ -1,11 +1,11 @@
-// Rows of 16-bit values as e4m3 with a scale a row (gate_fp8.h has the formula).
+// Rows of 16-bit values as e4m3 with a scale a row (prefill_fp8.h has the formula).
 //
 // A row stays in the registers of one warp, or of two, four or eight where it is longer: it is read once, and nothing
 // but the bytes moved bounds the kernel.
 
 #include "sm90/common/launch.h"
 #include "sm90/common/primitives.cuh"
-#include "sm90/prefill/gate_fp8.h"
+#include "sm90/prefill/prefill_fp8.h"
 
 namespace twell::sm90 {
 namespace {

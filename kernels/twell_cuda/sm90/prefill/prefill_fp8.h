@@ -1,5 +1,6 @@
-// The gate by e4m3 products: x is quantized in each call, a scale a token; Wg was before, a scale a neuron (torchao's
-// Float8DynamicActivationFloat8WeightConfig with PerRow). Up and down stay 16-bit, over the active neurons.
+// Prefill by e4m3 products: x is quantized in each call, a scale a token; Wg and Wu were before, a scale a neuron
+// (torchao's Float8DynamicActivationFloat8WeightConfig with PerRow). Activations between the kernels are of the call's
+// 16-bit type, and so is down, over the active neurons.
 #pragma once
 
 #include "common/round_up.h"
@@ -49,7 +50,16 @@ cudaError_t launch_quantize_rows(DType, const void* x, int64_t rows, int columns
 cudaError_t launch_gate_fp8(const Ffn& ffn, const QuantizedRows& x, const Chunk& chunk, const Device& device,
                             cudaStream_t stream);
 
-// As prefill_forward, with ffn.gate as launch_gate_fp8 takes it and ffn.up and ffn.down of the call's type.
+// As launch_up, over the list of the chunk's active neurons, for D a multiple of kE4m3Border. ffn.up is e4m3 as ffn.gate
+// is for the gate. Sums times both scales, then bias, then times relu(gate): a scale or a value that is infinite or NaN
+// reaches h as it would in plain arithmetic, and a token or neuron of zeros has the bias alone.
+cudaError_t launch_up_fp8(const Ffn& ffn, const QuantizedRows& x, const Chunk& chunk, const Device& device,
+                          cudaStream_t stream);
+// As for many blocks of tokens or for few, whatever their number.
+cudaError_t launch_up_fp8_as(const Ffn& ffn, const QuantizedRows& x, const Chunk& chunk, const Device& device,
+                             cudaStream_t stream, bool many);
+
+// As prefill_forward, with ffn.gate and ffn.up (or the one that there is) e4m3 and ffn.down of the call's type.
 int64_t prefill_fp8_workspace_bytes(const Ffn& ffn, const Device& device);
 cudaError_t prefill_fp8_forward(const Ffn& ffn, const Device& device, void* workspace, cudaStream_t stream);
 
