@@ -27,6 +27,9 @@ struct Ffn {
   const void* b_up;    // (F)
   const void* b_down;  // (D)
   void* y;             // (T, D)
+  // Of e4m3 weights alone. Calls of more than kDecodeMaxTokens (decode/decode.h) quantize x too, a scale a token, and
+  // multiply e4m3 by e4m3 in gate and up (sm90/prefill/prefill_fp8.h). In others x stays as it is.
+  bool quantize_x = false;
 
   bool gated() const { return up.data != nullptr; }
   bool scaled() const { return is_scaled(gate.dtype); }

@@ -2,6 +2,8 @@
 
 #include "decode/decode.h"
 
+#include <algorithm>
+
 #include "twell_limits.h"
 
 namespace twell {
@@ -42,7 +44,43 @@ cudaError_t launch_down(const Ffn& ffn, const DecodePlan& plan, const Device& de
 
 }  // namespace decoding
 
+namespace {
+
+// Calls `take` with each of a call's pieces, which have equally many tokens or one fewer.
+template <typename Take>
+cudaError_t for_each_piece(const Ffn& ffn, Take take) {
+  const int64_t pieces = (ffn.tokens + kDecodeMaxTokens - 1) / kDecodeMaxTokens;
+  int64_t first = 0;
+  for (int64_t i = 0; i < pieces; ++i) {
+    const int64_t offset = first * ffn.hidden * bytes_of(ffn.dtype);
+    Ffn piece = ffn;
+    piece.tokens = (ffn.tokens - first) / (pieces - i);
+    piece.x = static_cast<const char*>(ffn.x) + offset;
+    piece.y = static_cast<char*>(ffn.y) + offset;
+    first += piece.tokens;
+    const cudaError_t error = take(piece);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace
+
 int64_t decode_workspace_bytes(const Ffn& ffn) { return decoding::plan_decode(ffn).bytes; }
+
+int64_t pieces_workspace_bytes(const Ffn& ffn) {
+  int64_t bytes = 0;
+  for_each_piece(ffn, [&](const Ffn& piece) {
+    bytes = std::max(bytes, decode_workspace_bytes(piece));
+    return cudaSuccess;
+  });
+  return bytes;
+}
+
+cudaError_t decode_pieces(const Ffn& ffn, const decoding::Kernels& kernels, const Device& device, void* workspace,
+                          cudaStream_t stream) {
+  return for_each_piece(ffn, [&](const Ffn& piece) { return decode(piece, kernels, device, workspace, stream); });
+}
 
 cudaError_t decode(const Ffn& ffn, const decoding::Kernels& kernels, const Device& device, void* workspace,
                    cudaStream_t stream) {

@@ -16,6 +16,12 @@ int64_t decode_workspace_bytes(const Ffn& ffn);
 cudaError_t decode(const Ffn& ffn, const decoding::Kernels& kernels, const Device& device, void* workspace,
                    cudaStream_t stream);
 
+// The same for more tokens, in pieces of at most kDecodeMaxTokens. They share one workspace, as a piece's kernels write
+// there only when those of the piece before have ended.
+int64_t pieces_workspace_bytes(const Ffn& ffn);
+cudaError_t decode_pieces(const Ffn& ffn, const decoding::Kernels& kernels, const Device& device, void* workspace,
+                          cudaStream_t stream);
+
 namespace decoding {
 
 // The two halves of a call by plan.kernels; the first does all of it where that is the fused kernel.

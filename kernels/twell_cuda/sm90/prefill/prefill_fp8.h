@@ -50,9 +50,9 @@ cudaError_t launch_quantize_rows(DType, const void* x, int64_t rows, int columns
 cudaError_t launch_gate_fp8(const Ffn& ffn, const QuantizedRows& x, const Chunk& chunk, const Device& device,
                             cudaStream_t stream);
 
-// As launch_up, over the list of the chunk's active neurons, for D a multiple of kE4m3Border. ffn.up is e4m3 as ffn.gate
-// is for the gate. Sums times both scales, then bias, then times relu(gate): a scale or a value that is infinite or NaN
-// reaches h as it would in plain arithmetic, and a token or neuron of zeros has the bias alone.
+// As launch_up, for D a multiple of kE4m3Border. ffn.up is e4m3 as ffn.gate is for the gate. Sums times both scales, then
+// bias, then times relu(gate): a scale that is infinite or NaN reaches h as it would in plain arithmetic, and a token or
+// neuron of zeros has its bias alone.
 cudaError_t launch_up_fp8(const Ffn& ffn, const QuantizedRows& x, const Chunk& chunk, const Device& device,
                           cudaStream_t stream);
 // As for many blocks of tokens or for few, whatever their number.

@@ -83,7 +83,8 @@ __device__ __forceinline__ void multiply(const ArgumentsOf<E>& a, ControlOf<E>& 
           load_matrices_transposed(gate, at);
 #pragma unroll
           for (int m = 0; m < 4; ++m) {
-            const int i = 4 * (j + m / 2) + m % 2 * 2, column = low + 8 * (j + m / 2) + (kScaled<E> ? pair : lane % 4 * 2);
+            const int i = 4 * (j + m / 2) + m % 2 * 2;
+            const int column = low + 8 * (j + m / 2) + (kScaled<E> ? pair : lane % 4 * 2);
             const float2 g = unpack<T>(gate[m]);
             float2 u{sum[i], sum[i + 1]}, bias{};
             if constexpr (kScaled<E>) {

@@ -32,8 +32,7 @@ using ArgumentsOf = std::conditional_t<kScaled<E>, ScaledUpArguments, UpArgument
 __device__ __forceinline__ int row_stride(const UpArguments& a) { return a.hidden; }
 __device__ __forceinline__ int row_stride(const ScaledUpArguments& a) { return a.row_bytes; }
 
-// The scales of a tile's sums, by the fetching warpgroup: they are there when the next barrier is that its threads arrive
-// at on their copies.
+// The scales of a tile's sums, by the fetching warpgroup; there with the next stage that its threads fill.
 __device__ __forceinline__ void fetch_scales(const ScaledUpArguments& a, const Item& item, const uint16_t* list,
                                              ScaledControl& c) {
 #pragma unroll

@@ -39,8 +39,8 @@ template <typename E>
 constexpr bool kScaled = sizeof(E) == 1;
 
 // What the sums of a tile of e4m3 are multiplied by. One place is enough: the fetching warpgroup writes it with the
-// tile's first stage of relu(gate), and a ring of at most steps + 1 stages has that stage free only once the tile before
-// has given back its last one.
+// tile's first stage of relu(gate), and in a ring of at most steps + 1 stages that one is free only once the tile
+// before has given back its last.
 struct ScaledControl : Control {
   alignas(16) float neuron_scales[kMaxNeurons];
   alignas(16) float token_scales[kBlockTokens];  // 0 past the last token
