@@ -1,4 +1,4 @@
-// Inputs of the e4m3 gate, what plain double loops make of them, and ways to launch it.
+// Inputs of the e4m3 gate and up, what plain double loops make of the gate's, and ways to launch it.
 #pragma once
 
 #include <functional>
@@ -77,8 +77,8 @@ struct Rows {
   Buffer<uint8_t> values;
   Buffer<float> scales;
 
-  Rows(int64_t count, int columns)
-      : rows(count), stride(sm90::quantized_stride(columns)), values(count * stride), scales(count) {}
+  Rows(int64_t count, int columns, int further = 0)
+      : rows(count), stride(sm90::quantized_stride(columns) + further), values(count * stride), scales(count) {}
   sm90::QuantizedRows view() const { return {values.data, scales.data, stride}; }
 
   // Of `choices`, and scales of 0.5, 1 and 2.
@@ -160,7 +160,7 @@ struct Call {
   Ffn ffn() const {
     Ffn f{};
     f.dtype = dtype_of<Half>(), f.tokens = c.tokens, f.hidden = c.hidden, f.width = c.width;
-    f.gate.data = w.values.data, f.gate.row_stride = w.stride, f.gate.scales = w.scales.data;
+    f.gate = {w.values.data, DType::kE4m3, w.stride, 1, w.scales.data};
     f.b_gate = c.biases ? bias.data : nullptr;
     return f;
   }
