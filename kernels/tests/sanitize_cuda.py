@@ -13,7 +13,7 @@ import torch
 
 from hf_twell.ops import api, reference
 from tests.ffn_cases import make_case
-from tests.quantized_cases import KINDS, quantized_case
+from tests.quantized_cases import KINDS, quantized_case, truth_of
 
 TOKENS = {"decode": (1, 2, 3, 4, 17, 64), "sm90": (1, 65, 130, 300, 2100), "portable": (1, 65, 130, 300)}
 TRAINED = ((1, 64), (300, 64), (300, 4), (130, 1))  # tokens, capacity
@@ -61,12 +61,35 @@ def infer_quantized() -> int:
     for kind, sizes, by_column in itertools.product(KINDS, QUANTIZED_CALLS, (True, False)):
         *sizes, density, gated, biases, dtype = sizes
         options = {"kind": kind, "gated": gated, "biases": biases, "by_column": by_column}
-        for tokens in (1, 3, 9, 16, 17, 64, 65):
+        for tokens in (1, 3, 9, 16, 17, 64, 65, 130, 192, 193):
             case = quantized_case(tokens, *sizes, density, dtype, **options)
             case = {name: None if tensor is None else tensor.cuda() for name, tensor in case.items()}
             with torch.no_grad():
                 y, truth = torch.ops.hf_twell.infer(*(case.get(name) for name in ORDER)), reference.ffn(**case)
             torch.testing.assert_close(y, truth, rtol=0.05, atol=0.05)
+            calls += 1
+    return calls
+
+
+def infer_quantized_x() -> int:
+    """Calls that quantize x, one of its tokens NaN, and those of so few tokens that they do not."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        return 0
+    os.environ.pop("HF_TWELL_CUDA_PATH", None)
+    calls = 0
+    for (hidden, width, density, gated, biases, dtype), by_column in itertools.product(QUANTIZED_CALLS, (True, False)):
+        if hidden % 16 != 0:
+            continue
+        options = {"kind": "fp8", "gated": gated, "biases": biases, "by_column": by_column}
+        for tokens in (1, 64, 65, 128, 130, 300, 2100):
+            case = quantized_case(tokens, hidden, width, density, dtype, **options)
+            case = {name: None if tensor is None else tensor.cuda() for name, tensor in case.items()}
+            if tokens > 64:
+                case["x"][tokens // 2] = float("nan")
+            with torch.no_grad():
+                y = torch.ops.hf_twell.infer(*(case.get(name) for name in ORDER), True)
+                truth = truth_of(case, quantize_x=True).to(dtype)
+            torch.testing.assert_close(y, truth, rtol=0.05, atol=0.05, equal_nan=True)
             calls += 1
     return calls
 
@@ -99,8 +122,12 @@ def on_gpu(*args, **kwargs) -> dict:
 def main() -> None:
     paths = sys.argv[1:]
     plain = infer(paths or TOKENS)
-    quantized = 0 if paths else infer_quantized()
-    print(f"{plain} calls without gradients, {quantized} of 8-bit weights, {0 if paths else train()} with gradients")
+    quantized, quantizing = (0, 0) if paths else (infer_quantized(), infer_quantized_x())
+    trained = 0 if paths else train()
+    print(
+        f"{plain} calls without gradients, {quantized} of 8-bit weights, {quantizing} that quantize x, "
+        f"{trained} with gradients"
+    )
 
 
 main()
