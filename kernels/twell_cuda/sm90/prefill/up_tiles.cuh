@@ -15,8 +15,7 @@ using tiles::kBoxRows, tiles::kConsumerWarps, tiles::kDepth, tiles::kFetchers, t
     tiles::multiply_stage, tiles::stage_bytes;
 
 constexpr int kRingBytes = 216 * 1024;
-constexpr int kRowBytes = 128;     // of a row, in a step: kDepth 16-bit values, or twice as many of e4m3
-static_assert(kRowBytes == kDepth * 2);
+constexpr int kRowBytes = kDepth * 2;  // of a row in a step: kDepth 16-bit values, or twice as many of e4m3
 constexpr int kUnit = 16;          // widths are multiples of it
 constexpr int kTurnNeurons = 128;  // columns of relu(gate) in a stage: 256 bytes each
 constexpr int kWarps = kThreads / 32;
@@ -32,7 +31,6 @@ struct Control {
 };
 static_assert(offsetof(Control, neurons) % 16 == 0);
 static_assert(sizeof(Control) >= 64 * kDepth * 2);  // products read up to 63 rows past the last stage
-
 
 // Operands are of the type of activations, or e4m3 with scales (prefill_fp8.h).
 template <typename E>
