@@ -3,7 +3,6 @@
 import torch
 
 from hf_twell.blocks.layout import SAMPLE_EVERY_CPU_CALLS, settle_down
-from hf_twell.blocks.operands import quantized_parameters
 from hf_twell.ops import api, policy, policy_cpu
 
 
@@ -46,7 +45,7 @@ def takes_kernels(ffn, x: torch.Tensor) -> bool:
     """Which way a block would go with x after the calls it has seen: kernels, or plain matmuls."""
     if api.resolve(ffn.twell.backend, x.device.type) == "reference":  # asked for, or no kernels could be had
         return False
-    parameters = ffn._plain_parameters() or ffn._parameters_by(quantized_parameters)
+    parameters = ffn._plain_parameters() or ffn._quantized_parameters()
     if parameters is None:  # adapters, say, which the submodules compute
         return False
     up, down, gate = parameters

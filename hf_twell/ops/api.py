@@ -126,6 +126,14 @@ def kernels_train(x) -> bool:
     return x.is_cuda and _training_problem(x) is None
 
 
+def linears_quantize(x) -> bool:
+    """Whether an x on a GPU that is to be quantized is best left to torchao's linears.
+
+    No kernel of ours quantizes it, but there are tensor cores for e4m3, which plain PyTorch's matmuls leave idle.
+    """
+    return _quantizing_problem(x) is not None and float(_compute_capability(x.device.index)) >= 8.9
+
+
 def dense_takes(x) -> bool:
     """Whether kernels compute what lies between a dense block's matmuls, in x's dtype or autocast's."""
     return dtype_of(x) in (torch.bfloat16, torch.float16, *(() if x.is_cuda else (torch.float32,)))
@@ -160,13 +168,14 @@ def _quantizing_problem(x) -> str | None:
 
     How many tokens there are is asked last: a compiled graph is not guarded by it where the answer would be the same.
     """
-    capability, hidden, most = _compute_capability(x.device.index), x.shape[-1], reference.MAX_TOKENS_PLAIN_X
-    if capability == "9.0" and hidden % 16 == 0 and x.dtype in (torch.bfloat16, torch.float16):
+    capability, dtype = _compute_capability(x.device.index), dtype_of(x)
+    hidden, most = x.shape[-1], reference.MAX_TOKENS_PLAIN_X
+    if capability == "9.0" and hidden % 16 == 0 and dtype in (torch.bfloat16, torch.float16):
         return None
     if x.numel() <= most * hidden:
         return None
     return (
-        f"x of more than {most} tokens is to be quantized, in {x.dtype} with D = {hidden} on a GPU of compute "
+        f"x of more than {most} tokens is to be quantized, in {dtype} with D = {hidden} on a GPU of compute "
         f"capability {capability}; the kernels quantize bfloat16 and float16 with D a multiple of 16 on 9.0"
     )
 

@@ -64,7 +64,7 @@ def quantized_rows(x) -> tuple[torch.Tensor, torch.Tensor]:
     largest = x.abs().amax(-1, keepdim=True)
     scale = (largest / E4M3_MAX).float()
     scale = torch.where(scale == 0, largest.float() / E4M3_MAX, scale)
-    values = torch.where(scale == 0, 0.0, x.float() / scale)
+    values = x.float() / torch.where(scale == 0, 1.0, scale)
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 
 
