@@ -3,6 +3,7 @@
 import torch
 
 from hf_twell.blocks.layout import SAMPLE_EVERY_CPU_CALLS, settle_down
+from hf_twell.blocks.operands import quantizes_x
 from hf_twell.ops import api, policy, policy_cpu
 
 
@@ -54,7 +55,13 @@ def takes_kernels(ffn, x: torch.Tensor) -> bool:
 
 
 def _too_dense(ffn, x, weight, bias, limit_cpu, scale=None) -> bool:
-    """Whether plain matmuls are faster; False in compiled evaluation, where the operator itself follows the density."""
+    """Whether plain matmuls are faster; False in compiled evaluation, where the operator itself follows the density.
+
+    On a GPU without kernels that quantize x they are at any density, and compiled, too.
+    """
+    quantize_x = scale is not None and quantizes_x(ffn._modules[ffn.twell.form.up])
+    if quantize_x and ffn.twell.backend == "auto" and api.linears_quantize(x):
+        return True
     # In training mode without gradients, too: so runs the forward of re-entrant checkpointing.
     if (torch.is_grad_enabled() or ffn.training) and _trains(ffn, x):
         state = ffn.twell_state

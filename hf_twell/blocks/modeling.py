@@ -181,15 +181,13 @@ class SparseFfn(nn.Module):
     def _fused_quantized(self, x, up, down, gate):
         """`up`, `down` and `gate` are (8-bit values, bias, scales), Nones where there is no gate."""
         first = up if gate[0] is None else gate
-        too_dense = choice.settle(self, x, first[0], first[1], down[0], first[2])
-        quantize_x = quantizes_x(self._modules[self.twell.form.up])
-        if too_dense or (quantize_x and self.twell.backend == "auto" and api.linears_quantize(x)):
+        if choice.settle(self, x, first[0], first[1], down[0], first[2]):
             return self._through_submodules(x, None)
         # Another thread may give the values new memory while this one computes.
         w_down = down[0] if torch.compiler.is_compiling() else down[0].detach()
         biases = {"b_up": up[1], "b_down": down[1], "b_gate": gate[1]}
         scales = {"s_up": up[2], "s_down": down[2], "s_gate": gate[2]}
-        options = {"quantize_x": quantize_x, "backend": self.twell.backend}
+        options = {"quantize_x": quantizes_x(self._modules[self.twell.form.up]), "backend": self.twell.backend}
         return api.ffn(x, up[0], w_down, gate[0], **biases, **scales, **options)
 
     def _plain_parameters(self):

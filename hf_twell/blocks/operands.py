@@ -93,7 +93,7 @@ def linear_of(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return y
     bias = linear._parameters["bias"]
     nothing = y.new_zeros(()) if bias is None else bias.to(y.dtype)
-    return torch.where((x != 0).any(-1, keepdim=True), y, nothing)
+    return torch.where(x.abs().amax(-1, keepdim=True) != 0, y, nothing)
 
 
 def reads_any_order(linear: nn.Module) -> bool:
