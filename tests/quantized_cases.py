@@ -58,6 +58,27 @@ def truth_of(case, quantize_x=False):
     return reference.ffn(**dense_in(case, torch.float64) | {"x": wide_x(case, quantize_x)})
 
 
+def eager_by_rows(x, w_up, w_down, w_gate=None, *, b_up=None, b_down=None, b_gate=None, s_up, s_down, s_gate=None):
+    """The block of a quantized x by PyTorch's product of e4m3, whose sums have the tensor cores' precision on a GPU.
+
+    h and down are as in eager PyTorch with dequantized weights. D is a multiple of 16.
+    """
+    values, scales = reference.quantized_rows(x.reshape(-1, x.shape[-1]))
+    one = torch.ones((), device=x.device)
+
+    def product(w, scale, bias):
+        padded = torch.zeros(-(-len(w) // 16) * 16, w.shape[1], dtype=torch.int8, device=x.device)  # as it wants F
+        padded[: len(w)] = w.view(torch.int8)
+        padded = padded.view(w.dtype).t()
+        sums = torch._scaled_mm(values, padded, one, one, out_dtype=torch.float32, use_fast_accum=True)
+        y = sums[:, : len(w)] * scale.flatten() * scales
+        return (y if bias is None else y + bias.float()).to(x.dtype)
+
+    up = product(w_up, s_up, b_up)
+    h = torch.relu(up) if w_gate is None else torch.relu(product(w_gate, s_gate, b_gate)) * up
+    return reference.linear(h, w_down, s_down, b_down).view(x.shape)
+
+
 def assert_as_good_as_eager(function, case, quantize_x=False, other_eager=None):
     """At most twice the error of eager PyTorch in x's dtype, against fp64 arithmetic on the dequantized weights.
 

@@ -6,7 +6,7 @@ import torch
 from hf_twell.ops import api, build, reference
 from hf_twell.ops.reference import MAX_TOKENS_PLAIN_X, dequantized_rows, quantized_rows
 from tests.ffn_cases import DTYPES, make_case
-from tests.quantized_cases import assert_as_good_as_eager, quantized, quantized_case, truth_of
+from tests.quantized_cases import assert_as_good_as_eager, eager_by_rows, quantized, quantized_case, truth_of
 
 TINY = {torch.float32: 1e-44, torch.bfloat16: 1e-39, torch.float16: 6e-8}  # subnormal
 
@@ -104,6 +104,19 @@ def test_the_block_is_that_of_what_torchaos_rows_stand_for(dtype, gated, biases)
     assert_as_good_as_eager(
         lambda **given: api.ffn(**given, quantize_x=True, backend="reference"), case, quantize_x=True
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+def test_as_good_as_eager_by_pytorchs_product_of_rows(dtype, gated):
+    """What the kernels' tests compare with on a GPU, and the reference with it."""
+    for biases in (True, False):
+        case = quantized_case(300, 48, 173, 0.05, dtype, kind="fp8", gated=gated, biases=biases)
+        assert_as_good_as_eager(eager_by_rows, case, quantize_x=True)
+        case["x"] = case["x"].view(3, 100, 48)
+        assert_as_good_as_eager(
+            lambda **given: reference.ffn(**given, quantize_x=True), case, quantize_x=True, other_eager=eager_by_rows
+        )
 
 
 def test_few_tokens_stay_as_they_are():
