@@ -135,7 +135,7 @@ def test_gates_are_of_the_quantized_x():
     w_down = torch.eye(256, width, device="cuda").to(torch.float8_e4m3fn)
     case = {"x": x, "w_up": w_gate.to(torch.float8_e4m3fn), "s_up": ones, "w_down": w_down, "s_down": ones[:256]}
     y = dynamic_ffn(**case)
-    torch.testing.assert_close(y.double(), gate.relu()[:, :256], rtol=2**-7, atol=2**-8)
+    torch.testing.assert_close(y.double(), gate.relu()[:, :256], rtol=2**-7, atol=2**-6)
     assert torch.equal(y[gate[:, :256] == 0], torch.zeros_like(y[gate[:, :256] == 0])), "differences of equal values"
 
 
@@ -167,14 +167,14 @@ def test_every_value_is_itself(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_on_a_gpu_are_torchaos_and_a_cpus(dtype):
     quantization = pytest.importorskip("torchao.quantization")
+    from torchao.quantization.quantize_.common import KernelPreference
+
     x = awkward_rows(dtype)
     values, scales = quantized_rows(x.cuda())
     on_cpu = quantized_rows(x)
     assert same(values.cpu(), on_cpu[0])
     assert same(scales.cpu(), on_cpu[1])
-    theirs = quantization.Float8Tensor.from_hp(
-        x.cuda(), kernel_preference=quantization.quantize_.common.KernelPreference.TORCH
-    )
+    theirs = quantization.Float8Tensor.from_hp(x.cuda(), kernel_preference=KernelPreference.TORCH)
     ordinary = theirs.scale.flatten() != 0
     assert same(values[ordinary].cpu(), theirs.qdata[ordinary].cpu())
     assert same(scales[ordinary].cpu(), theirs.scale[ordinary].cpu())
@@ -465,13 +465,14 @@ def test_whole_models(name, dynamic_down):
         by_reference = _by_reference(model, tokens_of(*shape))
         assert relative_rms(found, by_reference) < 0.03
     prompt = tokens_of(2, 50)
-    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
-    generated = model.generate(prompt, **options)
+    options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    generated = model.generate(prompt, **options, attention_mask=torch.ones_like(prompt))
     assert generated.shape == (2, 62)
     steps = model(input_ids=generated).logits[:, 49:-1]
+    steps[..., model.generation_config.eos_token_id] = -float("inf")  # which nothing may be before so many
     best = steps.max(-1).values
     chosen = steps.gather(-1, generated[:, 50:, None]).squeeze(-1)
-    assert (best - chosen).max() <= 0.1 * best.abs().max(), "what was decoded is what prefill finds likely"
+    assert (best - chosen).max() <= 0.1 * best.max(), "what was decoded is what prefill finds likely"
 
 
 def _by_reference(model, ids):

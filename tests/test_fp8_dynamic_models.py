@@ -217,6 +217,23 @@ def test_saved_and_loaded_again(folder, tmp_path, gpu, kernel_calls):  # noqa: F
     assert torch.equal(logits(unpatch(again.eval())), values)
 
 
+@pytest.mark.parametrize("weights", ["fp8", "fp8-dynamic"])
+def test_pruned_neurons_are_no_nan(tmp_path, weights):
+    """Rows of zeros in a weight, which torchao makes NaN of."""
+    model = sparsify(few_active(tiny_llama(hidden_size=64, intermediate_size=304)).bfloat16())
+    with torch.no_grad():
+        model.model.layers[1].mlp.gate_proj.weight[::3] = 0
+        model.model.layers[2].mlp.down_proj.weight[5] = 0
+    model.save_pretrained(tmp_path / "pruned")
+    assert logits(load(tmp_path / "pruned", ())).isnan().any()
+    quantized, _ = quantize(tmp_path / "pruned", weights)
+    found = logits(quantized)
+    assert found.isfinite().all()
+    assert relative_rms(found, logits(model)) < 0.15
+    quantized.save_pretrained(tmp_path / "out")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()), found)
+
+
 def test_what_quantize_refuses(folder, tmp_path):
     sparsify(tiny_llama(hidden_size=64, intermediate_size=304)).save_pretrained(tmp_path / "fp32")
     with pytest.raises(ValueError, match=r"fp32 is in torch.float32; torchao's fp8-dynamic takes bfloat16 alone"):

@@ -61,6 +61,7 @@ def quantize(path: str | Path, weights: str):
         for name in site.form.linears:
             weight = getattr(site.module, name).weight
             assert hasattr(weight, "qdata"), f"{site.name}.{name}"
+            _mend_zeros(weight)
             if weights == "fp8-dynamic" and name != site.form.down:
                 make_dynamic(weight)
     if weights == "fp8-dynamic":  # each tensor in the file says for itself whether x is quantized for it
@@ -75,6 +76,7 @@ def quantize_block(block: nn.Module, form: FfnForm, weights: str) -> None:
     for name in form.linears:
         linear = getattr(block, name)
         quantization.quantize_(linear, _weight_only(weights))
+        _mend_zeros(linear.weight)
         if weights == "fp8-dynamic" and name != form.down:
             make_dynamic(linear.weight)
 
@@ -103,6 +105,12 @@ def make_dynamic(weight) -> None:
     weight.act_quant_kwargs = QuantizeTensorToFloat8Kwargs(
         config.activation_dtype, config.granularity[0], kernel_preference=config.kernel_preference
     )
+
+
+def _mend_zeros(weight) -> None:
+    """Rows of zeros (pruned neurons) are 0 / 0 in torchao's e4m3: NaN, for every token, with a scale of 0."""
+    if weight.qdata.dtype == torch.float8_e4m3fn:
+        weight.qdata.view(torch.int8).masked_fill_(weight.scale == 0, 0)
 
 
 def _check_dynamic(path, linears) -> None:
