@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, needs_lm_eval]
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_rows_of_three_kinds_of_weights(sparse, scripts, eval_dir, tmp_path):  # noqa: F811
+def test_rows_of_each_kind_of_weights(sparse, scripts, eval_dir, tmp_path):  # noqa: F811
     tokenizer = scripts("pretrain")["train_tokenizer"](["some words, and more of them. " * 200], 300, 128)
     torch.manual_seed(0)
     model = tiny_llama(vocab_size=300, hidden_size=64, intermediate_size=128)
@@ -28,10 +28,11 @@ def test_rows_of_three_kinds_of_weights(sparse, scripts, eval_dir, tmp_path):  #
     torch.save({"train": sequences, "texts": {"books": sequences}}, study / "text.pt")
     eval_dir.rename(study / "eval")
     main = scripts("quantized_quality")["main"]
-    rows = main(
-        [str(tmp_path / "model"), "--study", str(study), "--limit", "2", "--rows", str(tmp_path / "rows.jsonl")]
-    )
-    assert [row["weights"] for row in rows] == ["bf16", "int8", "fp8"]
+    # Of a padding token without an embedding, torchao's dynamic fp8 makes NaN in a block that is not ours.
+    kinds = ["bf16", "int8", "fp8", *(["fp8-dynamic"] if sparse else [])]
+    options = ["--study", str(study), "--limit", "2", "--rows", str(tmp_path / "rows.jsonl")]
+    rows = main([str(tmp_path / "model"), *options, "--weights", *kinds])
+    assert [row["weights"] for row in rows] == kinds
     assert [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == rows
     plain, *quantized = (row["losses"]["books"] for row in rows)
     assert all(loss != plain and abs(loss / plain - 1) < 0.02 for loss in quantized), "other weights, nearly the same"
