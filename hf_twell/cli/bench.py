@@ -247,11 +247,7 @@ def _check_sizes(args) -> None:
 
 
 def _check_weights(args) -> None:
-    """Refuse what blocks in 8 bits are not measured in.
-
-    Raises:
-        ValueError: naming the option.
-    """
+    """Refuse, by a ValueError that names the option, what blocks in 8 bits are not measured in."""
     if args.weights is None:
         return
     named = f"--weights {' '.join(args.weights)}"
