@@ -50,7 +50,7 @@ def quantize(path: str | Path, weights: str):
         )
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError(f"{path} is quantized already; give the model that it was made from")
-    blocks = {getattr(site.module, name) for site in sites for name in site.form.linears}
+    blocks = [getattr(site.module, name) for site in sites for name in site.form.linears]  # in order, for errors
     if weights == "fp8-dynamic":
         _check_dynamic(path, blocks)
     others = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module not in blocks]
