@@ -45,21 +45,63 @@ def dense_in(case, dtype):
     return plain
 
 
-def assert_as_good_as_eager(function, case):
-    """At most twice the error of eager PyTorch in x's dtype, against fp64 arithmetic on the dequantized weights."""
+def wide_x(case, quantize_x):
+    """x in fp64, or what its quantized rows stand for."""
+    x = case["x"]
+    if quantize_x and x.numel() > reference.MAX_TOKENS_PLAIN_X * x.shape[-1]:
+        return reference.dequantized_rows(*reference.quantized_rows(x), torch.float64)
+    return x.double()
+
+
+def truth_of(case, quantize_x=False):
+    """fp64 arithmetic on the dequantized weights."""
+    return reference.ffn(**dense_in(case, torch.float64) | {"x": wide_x(case, quantize_x)})
+
+
+def eager_by_rows(x, w_up, w_down, w_gate=None, *, b_up=None, b_down=None, b_gate=None, s_up, s_down, s_gate=None):
+    """The block of a quantized x by PyTorch's product of e4m3, whose sums have the tensor cores' precision on a GPU.
+
+    h and down are as in eager PyTorch with dequantized weights. D is a multiple of 16.
+    """
+    values, scales = reference.quantized_rows(x.reshape(-1, x.shape[-1]))
+    one = torch.ones((), device=x.device)
+
+    def product(w, scale, bias):
+        padded = torch.zeros(-(-len(w) // 16) * 16, w.shape[1], dtype=torch.int8, device=x.device)  # as it wants F
+        padded[: len(w)] = w.view(torch.int8)
+        padded = padded.view(w.dtype).t()
+        sums = torch._scaled_mm(values, padded, one, one, out_dtype=torch.float32, use_fast_accum=True)
+        y = sums[:, : len(w)] * scale.flatten() * scales
+        return (y if bias is None else y + bias.float()).to(x.dtype)
+
+    up = product(w_up, s_up, b_up)
+    h = torch.relu(up) if w_gate is None else torch.relu(product(w_gate, s_gate, b_gate)) * up
+    return reference.linear(h, w_down, s_down, b_down).view(x.shape)
+
+
+def assert_as_good_as_eager(function, case, quantize_x=False, other_eager=None):
+    """At most twice the error of eager PyTorch in x's dtype, against fp64 arithmetic on the dequantized weights.
+
+    Args:
+        quantize_x: the block of a quantized x, which `function` computes.
+        other_eager: another function of PyTorch's in x's dtype for it; twice its error is allowed, too.
+    """
     dtype = case["x"].dtype
-    truth = reference.ffn(**dense_in(case, torch.float64))
-    eager, ours = reference.ffn(**case), function(**case)
+    truth, ours = truth_of(case, quantize_x), function(**case)
     assert (ours.shape, ours.dtype) == (truth.shape, dtype)
     if not truth.any():
         assert not ours.any(), "y must be exactly zero"
         return
-    bound = max(2 * relative_rms(eager, truth), 2**-21)
+    eager = relative_rms(reference.ffn(**case, quantize_x=quantize_x), truth)
+    if other_eager is not None:
+        eager = max(eager, relative_rms(other_eager(**case), truth))
+    bound = max(2 * eager, 2**-21)
     if case["b_down"] is None:
-        up = reference.linear(case["x"].double(), case["w_up"], case["s_up"], _wide(case["b_up"]))
+        x = wide_x(case, quantize_x)
+        up = reference.linear(x, case["w_up"], case["s_up"], _wide(case["b_up"]))
         gate = up
         if case["w_gate"] is not None:
-            gate = reference.linear(case["x"].double(), case["w_gate"], case["s_gate"], _wide(case["b_gate"]))
+            gate = reference.linear(x, case["w_gate"], case["s_gate"], _wide(case["b_gate"]))
         if (gate > 0).any(0).sum() < 64:
             bound = max(bound, FEW_PAIRS[dtype])
     error = relative_rms(ours, truth)

@@ -191,7 +191,7 @@ def test_other_formats_go_through_the_submodules(folder, kernel_calls, kind, cap
 def test_fp8_goes_as_int8_does_where_kernels_read_it(folder, tmp_path, kernel_calls, monkeypatch, caplog):
     """As on a GPU; plain PyTorch stands in for its kernels, and computes what torchao does."""
     monkeypatch.setitem(operands._READ, "Float8Tensor", (torch.float8_e4m3fn, ("cpu",)))
-    monkeypatch.setattr(api, "_kernels_take", lambda *args: False)
+    monkeypatch.setattr(api, "_kernels_take", lambda *args, **options: False)
     options = {"quantization_config": TorchAoConfig(OTHERS["float8"], modules_to_not_convert=["lm_head"])}
     stock, model = load(folder, **options), sparsify(load(folder, **options))
     expected = logits(stock)

@@ -33,8 +33,8 @@ def plain_parameters(linear: nn.Module):
 def quantized_parameters(linear: nn.Module):
     """(values (N, K), bias, float32 scales (N, 1)) of a weight that torchao has quantized by rows; else None.
 
-    By its Int8WeightOnlyConfig or, on CUDA, its Float8WeightOnlyConfig, where CPU kernels read int8 alone. They are
-    what torchao's tensor holds, and no copies.
+    By its Int8WeightOnlyConfig or, on CUDA, its Float8WeightOnlyConfig or Float8DynamicActivationFloat8WeightConfig
+    (`quantizes_x` tells which), where CPU kernels read int8 alone. They are what torchao's tensor holds, and no copies.
     """
     parameters = linear._parameters
     if type(linear) is not nn.Linear or is_hooked(nn.Linear, linear) or "bias" not in parameters:
@@ -46,7 +46,7 @@ def quantized_parameters(linear: nn.Module):
 def quantized_values(weight):
     """(values, scales) of a tensor of torchao's that kernels read on its device; else None.
 
-    It has one float32 scale a row, and leaves x as it is.
+    It has one float32 scale a row, and leaves x as it is, or asks for e4m3 with a scale a token.
     """
     kind = type(weight)
     if kind.__name__ not in _READ or kind.__module__ != "torchao.quantization":
@@ -54,16 +54,52 @@ def quantized_values(weight):
     dtype, devices = _READ[kind.__name__]
     values, scale = weight.qdata, weight.scale
     rows = values.ndim == 2 and values.dtype == dtype and scale.shape == (values.shape[0], 1)
+    asked, int8 = weight.act_quant_kwargs, dtype == torch.int8
     # fp8 has no scales of x beside those of its quantization.
-    weight_only = weight.act_quant_kwargs is None and (dtype != torch.int8 or weight.act_pre_scale is None)
-    read = rows and weight_only and scale.dtype == torch.float32 and values.device.type in devices
+    x_as_read = (asked is None and weight.act_pre_scale is None) if int8 else (asked is None or _by_token(asked))
+    read = rows and x_as_read and scale.dtype == torch.float32 and values.device.type in devices
     return (values, scale) if read else None
 
 
+def _by_token(asked) -> bool:
+    """Whether what torchao is to do with x is what `hf_twell.ops.ffn` does with `quantize_x`."""
+    rows = type(asked.granularity).__name__ == "PerRow" and asked.granularity.dim == -1
+    bounds = asked.hp_value_lb is not None or asked.hp_value_ub is not None
+    return rows and not bounds and asked.float8_dtype == torch.float8_e4m3fn
+
+
+def quantizes_x(linear: nn.Module) -> bool:
+    """Whether x is to be quantized for a projection that `quantized_parameters` reads."""
+    return linear._parameters["weight"].act_quant_kwargs is not None
+
+
+def quantize_x_alike(*linears: nn.Module) -> bool:
+    """Whether one kernel can read the x of all of these, as `quantized_parameters` reads each: (gate,) up and down.
+
+    Gate and up want it quantized or neither does. Down may want its own, h, quantized too, which kernels leave out.
+    """
+    *first, down = map(quantizes_x, linears)
+    return all(first) or not (any(first) or down)
+
+
+def linear_of(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The projection's own result, but for rows of zeros that torchao quantizes: 0 / 0 makes NaN of them, not 0.
+
+    A token without active neurons is such a row of down's input.
+    """
+    y = linear(x)
+    weight = linear._parameters.get("weight") if type(linear) is nn.Linear else None
+    if type(weight).__name__ != "Float8Tensor" or weight.act_quant_kwargs is None:
+        return y
+    bias = linear._parameters["bias"]
+    nothing = y.new_zeros(()) if bias is None else bias.to(y.dtype)
+    return torch.where(x.abs().amax(-1, keepdim=True) != 0, y, nothing)
+
+
 def reads_any_order(linear: nn.Module) -> bool:
-    """False for 8-bit values that lie by columns: Inductor's own int8 matmul does not take them."""
+    """False for int8 values that lie by columns: Inductor's own matmul does not take them."""
     held = quantized_parameters(linear)
-    return held is None or held[0].is_contiguous()
+    return held is None or held[0].dtype != torch.int8 or held[0].is_contiguous()
 
 
 def is_hooked(cls: type, module: nn.Module) -> bool:

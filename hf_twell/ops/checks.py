@@ -58,6 +58,23 @@ def check_l1_scale(l1_scale, tally) -> None:
         raise ValueError(f"l1_scale is {l1_scale!r}; give a tensor of one element")
 
 
+def check_quantize_x(w_up, needs_grad: bool) -> None:
+    """x is quantized for e4m3 weights alone, and has no gradient then, as torchao's has none.
+
+    Raises:
+        ValueError: naming what was given, and what to do.
+    """
+    if w_up.dtype != torch.float8_e4m3fn:
+        raise ValueError(
+            f"quantize_x=True, and w_up is {w_up.dtype}; x is quantized beside float8_e4m3fn weights alone: give "
+            "those, with scales, or leave quantize_x out"
+        )
+    if needs_grad:
+        raise ValueError(
+            "quantize_x=True, and gradients are wanted; rounding x has none: use torch.no_grad(), or leave it out"
+        )
+
+
 def check_scales(w_up, w_down, w_gate, s_up, s_down, s_gate) -> bool:
     """Whether the weights are int8 or float8_e4m3fn: then all of them are, with one float32 scale for each row.
 
