@@ -9,7 +9,7 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from hf_twell.bench import save_llama
-from hf_twell.bench.vllm_steps import busy_us, cells, graph_spans_us
+from hf_twell.bench.vllm_steps import busy_us, cells, graph_steps, kernels_us, span_us
 from tests.vllm_engines import PYTHON, TIMEOUT_S, environment, needs_vllm, prompts, save, tiny
 
 
@@ -30,10 +30,15 @@ def test_a_steps_time_is_its_graphs_span():
         *(launch(4, "cudaLaunchKernel"), kernel(200, 1, 4), kernel(300, 1, 4)),
         {"name": "thread_name", "ph": "M", "args": {}},
     ]
-    assert graph_spans_us({"traceEvents": events}) == [12, 10]
-    assert graph_spans_us({"traceEvents": events[-4:]}) == []
+    steps = graph_steps({"traceEvents": events})
+    assert list(map(span_us, steps)) == [12, 10]
+    assert kernels_us(steps) == [{"kernel": "k", "count": 2, "us": 10.5}], "(5 + 4 + 5 + 7) / 2"
+    assert graph_steps({"traceEvents": events[-4:]}) == kernels_us([]) == []
     fewer = [launch(5), *(kernel(400 + 2 * place, 1, 5) for place in range(3))]
-    assert graph_spans_us({"traceEvents": events + fewer}) == [12, 10], "one step of fewer sequences: more kernels"
+    assert list(map(span_us, graph_steps({"traceEvents": events + fewer}))) == [
+        12,
+        10,
+    ]  # one step of fewer sequences, of more kernels
 
 
 def test_the_gpu_is_busy_while_any_kernel_runs():

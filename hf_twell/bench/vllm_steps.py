@@ -5,13 +5,14 @@
 In vLLM's environment, on one GPU. First dense (the plugin's kernels off: vLLM's own matmuls and ReLU), then sparse,
 each in two engines, one after the other: one whose steps the profiler sees, and one, left as vLLM starts it, for tokens
 a second. A decode step is one CUDA graph; its time is the span from its first kernel's start to its last one's end, by
-PyTorch's profiler, the median over the steps of an answer. A prefill is all prompts at once, answered by one token; its
-time is that in which at least one kernel runs. ids.json holds lists of token ids, which decide how many neurons are
-active.
+PyTorch's profiler, the median over the steps of an answer; rows tell its kernels, too. A prefill is all prompts at
+once, answered by one token; its time is that in which at least one kernel runs. ids.json holds lists of token ids,
+which decide how many neurons are active.
 """
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import statistics
@@ -30,8 +31,8 @@ PROFILED_TOKENS, WARM_UP_TOKENS = 48, 16
 PARTS = {"steps": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, "answers": {}}
 
 
-def graph_spans_us(trace: dict) -> list[float]:
-    """The span of each CUDA graph launch that was a decode step of all sequences.
+def graph_steps(trace: dict) -> list[list[tuple[float, float, str]]]:
+    """(start, end, name) of the kernels of each CUDA graph launch that was a decode step of all sequences, in us.
 
     Those run one graph, so as many kernels each. Steps of fewer sequences, at the begin or the end of an answer, run
     another one, which may have more kernels, but seldomer; a sampler's graphs and pieces of a model have far fewer.
@@ -42,15 +43,31 @@ def graph_spans_us(trace: dict) -> list[float]:
         for event in events
         if event.get("cat") == "cuda_runtime" and event["name"].startswith("cudaGraphLaunch")
     }
-    kernels = defaultdict(list)
+    graphs = defaultdict(list)
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and event["args"].get("correlation") in launches:
-            kernels[event["args"]["correlation"]].append((event["ts"], event["ts"] + event["dur"]))
-    most = max(map(len, kernels.values()), default=0)
-    counts = Counter(len(spans) for spans in kernels.values() if 2 * len(spans) >= most)
+            graphs[event["args"]["correlation"]].append((event["ts"], event["ts"] + event["dur"], event["name"]))
+    most = max(map(len, graphs.values()), default=0)
+    counts = Counter(len(kernels) for kernels in graphs.values() if 2 * len(kernels) >= most)
     chosen = max(counts, key=lambda count: (counts[count], count), default=0)
-    whole = [spans for spans in kernels.values() if len(spans) == chosen]
-    return [max(end for _, end in spans) - min(start for start, _ in spans) for spans in whole]
+    return [kernels for kernels in graphs.values() if len(kernels) == chosen]
+
+
+def span_us(kernels: list[tuple[float, float, str]]) -> float:
+    """From the first kernel's start to the last one's end."""
+    return max(end for _, end, _ in kernels) - min(start for start, _, _ in kernels)
+
+
+def kernels_us(steps: list[list[tuple[float, float, str]]], most: int = 24) -> list[dict]:
+    """Which kernels take a step's time: how often each runs in it, and for how long in all; the longest first."""
+    count, total = Counter(), Counter()
+    for start, end, name in itertools.chain.from_iterable(steps):
+        count[name] += 1
+        total[name] += end - start
+    return [
+        {"kernel": name[:120], "count": round(count[name] / len(steps), 2), "us": round(us / len(steps), 2)}
+        for name, us in total.most_common(most)
+    ]
 
 
 def busy_us(trace: dict) -> float:
@@ -103,9 +120,10 @@ def _steps(engine, given, kind: str, args) -> dict:
     tokens, trace = _profiled(engine, given, PROFILED_TOKENS if kind == "decode" else 1)
     if kind == "prefill":
         return {"step_us": round(busy_us(trace), 2)}
-    spans = graph_spans_us(trace)
-    median = round(statistics.median(spans), 2) if spans else None
-    return {"step_us": median, "steps": len(spans), "tokens": [list(ids) for ids in tokens[:4]]}
+    steps = graph_steps(trace)
+    median = round(statistics.median(map(span_us, steps)), 2) if steps else None
+    told = {"step_us": median, "steps": len(steps), "kernels": kernels_us(steps)}
+    return {**told, "tokens": [list(ids) for ids in tokens[:4]]}
 
 
 def _answers(engine, given, kind: str, args) -> dict:

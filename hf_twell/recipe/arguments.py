@@ -29,8 +29,11 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
             "float32, or training.use_cpu=true for bfloat16 on the CPU"
         )
     defaults = {"report_to": [], "logging_steps": 10, "disable_tqdm": False}
-    defaults["dataloader_pin_memory"] = torch.accelerator.is_available()  # without one PyTorch only warns of it
     given = {key: value for key, value in recipe.training.items() if value is not None}
+    on_gpu = torch.accelerator.is_available() and not given.get("use_cpu")
+    defaults["dataloader_pin_memory"] = on_gpu  # elsewhere PyTorch only warns of it
+    if given.get("dataloader_pin_memory", on_gpu):
+        defaults["accelerator_config"] = {"non_blocking": True}  # else each batch's copy waits for the step before it
     try:
         return TrainingArguments(**{**defaults, **given, "output_dir": recipe.output_dir})
     except TypeError as error:

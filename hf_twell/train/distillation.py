@@ -67,6 +67,7 @@ class Distillation:
                 self._handles.append(teacher.module.register_forward_hook(self._see_parent_layer))
         torch.compiler.reset()  # what was compiled for models without these hooks would be taken, and pass over them
         self._batch: _Batch | None = None
+        self._parent_on: torch.device | None = None
         self._outputs: list[torch.Tensor] = []
         self._ran = False  # since the last report
         self._backend: str | None = None
@@ -125,7 +126,9 @@ class Distillation:
         Raises:
             ValueError: the model made no logits for them to learn from.
         """
-        self.parent.to(scale.device)
+        if self._parent_on != scale.device:  # going through all its modules takes the host 5 ms
+            self.parent.to(scale.device)
+            self._parent_on = scale.device
         if any(slot.device != scale.device for slot in self._sums.values()):
             self._sums = {name: new_tally(2, scale.device) for name in self._sums}
         reads = {
