@@ -273,7 +273,8 @@ def test_paths_of_a_recipe_start_from_its_folder_and_changes_do_not(recipe, monk
 def test_batches_are_copied_to_a_gpu_without_waiting_for_the_step_before(recipe, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     args = training_arguments(load_recipe(recipe, ["training.use_cpu=null"]))
-    assert args.accelerator_config.non_blocking and args.dataloader_pin_memory
+    assert args.accelerator_config.non_blocking
+    assert args.dataloader_pin_memory
     for change in ("use_cpu=true", "dataloader_pin_memory=false", "accelerator_config={non_blocking: false}"):
         args = training_arguments(load_recipe(recipe, ["training.use_cpu=null", f"training.{change}"]))
         assert not args.accelerator_config.non_blocking, change
