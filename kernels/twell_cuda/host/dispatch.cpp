@@ -223,7 +223,7 @@ void forward(const Ffn& ffn, const Device& device, cudaStream_t stream, const Se
                              std::to_string(ffn.tokens) + " tokens on a GPU of compute capability " +
                              std::to_string(device.major) + "." + std::to_string(device.minor) + "; allowed here: " +
                              allowed_paths(ffn, device) + " (decode takes up to " + std::to_string(kDecodeMaxTokens) +
-                             " tokens, sm90 needs 9.0)");
+                             " tokens, of 8-bit weights " + std::to_string(kPiecesMaxTokens) + "; sm90 needs 9.0)");
   }
   const cudaError_t error = run(*row, plan, ffn, device, stream, services);
   if (error != cudaSuccess) {

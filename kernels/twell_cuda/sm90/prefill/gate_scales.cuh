@@ -21,8 +21,8 @@ struct TileScales {
   __device__ __forceinline__ void load(const RowScales& scales, int first_token, int tokens, int first_neuron,
                                        int width) {
     const int lane = threadIdx.x % 32, token = first_token + lane / 4;
-    low = token < tokens ? scales.tokens[token] : 0.0f;
-    high = token + 8 < tokens ? scales.tokens[token + 8] : 0.0f;
+    low = token < tokens ? __ldcg(scales.tokens + token) : 0.0f;  // from L2: L1 may hold an earlier chunk's
+    high = token + 8 < tokens ? __ldcg(scales.tokens + token + 8) : 0.0f;
 #pragma unroll
     for (int i = 0; i < kNeurons / 32; ++i) {
       const int neuron = first_neuron + i * 32 + lane;

@@ -38,7 +38,8 @@ constexpr int kQuantizeMaxColumns = 16384;  // and the longest stride
 // bit, but for zero rows:
 //   max   = the largest |x|                                       NaN if one is
 //   scale = max * (1 / 448) in fp32, rounded to x's type          no epsilon, no clamp; not rounded where it would be 0
-//   value = x / scale in fp32, clamped to +-448, rounded to nearest even; a rounded scale may be too small by 0.2 %
+//   value = x / scale in fp32, clamped to +-448, rounded to nearest even; a rounded scale may be too small by 0.2 %,
+//           and by more in fp16 where it is subnormal (largest |x| below 0.027)
 // A row of zeros has scale 0 and values 0 (0 / 0 in torchao: NaN). A row that holds NaN: scale and values are NaN. One
 // that holds infinity, but no NaN: scale infinity, NaN where x is infinite and 0 elsewhere. So all of such a token's
 // gates are NaN, and active, as in torchao's product.
