@@ -103,7 +103,8 @@ def assert_as_good_as_eager(function, case, quantize_x=False, other_eager=None):
         if case["w_gate"] is not None:
             gate = reference.linear(x, case["w_gate"], case["s_gate"], _wide(case["b_gate"]))
         if (gate > 0).any(0).sum() < 64:
-            bound = max(bound, FEW_PAIRS[dtype])
+            # Beside h and y, the rows of down are rounded where a path dequantizes them first: 3 roundings for 2.
+            bound = max(bound, 1.5 * FEW_PAIRS[dtype])
     error = relative_rms(ours, truth)
     assert error <= bound, f"error {error:.2e}, at most {bound:.2e} is allowed"
 

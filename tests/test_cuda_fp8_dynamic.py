@@ -180,6 +180,12 @@ def test_rows_on_a_gpu_are_torchaos_and_a_cpus(dtype):
     assert same(scales[ordinary].cpu(), theirs.scale[ordinary].cpu())
 
 
+def assert_same_but_order(y, expected):
+    """Equal but for a rare rounding: y's sums run over all neurons that any of 128 tokens activates, in their order."""
+    assert y.isfinite().all()
+    assert relative_rms(y, expected) < torch.finfo(y.dtype).eps / 16
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_awkward_tokens(dtype):
     """Zeros, tiny and huge rows beside ordinary ones: each token as accurate as if it were alone with its like."""
@@ -193,7 +199,7 @@ def test_awkward_tokens(dtype):
     assert y[0, ~finite].isnan().all(), "NaN and infinity reach all of their token"
     assert y[0, [4, 5]].isfinite().all(), "tokens of zeros have their biases alone"
     alone = case | {"x": case["x"][60:]}
-    assert torch.equal(y[1:].reshape(180, 272), dynamic_ffn(**alone)), "and none of another's"
+    assert_same_but_order(y[1:].reshape(180, 272), dynamic_ffn(**alone))  # and none of another's
     truth = truth_of(case | {"x": x}, quantize_x=True)
     eager = eager_by_rows(**case | {"x": x})
     for row in torch.arange(60)[finite.cpu()].tolist():
@@ -226,7 +232,7 @@ def test_nan_and_infinite_tokens_stay_alone(value, gated):
         y = dynamic_ffn(**broken)
         assert y[token].isnan().all()
         kept = torch.arange(300) != token
-        assert torch.equal(y[kept], plain[kept])
+        assert_same_but_order(y[kept], plain[kept])
 
 
 @pytest.mark.parametrize("by_column", [True, False])
@@ -396,11 +402,11 @@ def test_what_kernels_do_not_take():
 
 
 def block_of(dynamic_down):
-    """A block in torchao's dynamic fp8, 5 % of whose 528 neurons are active, and an x of 300 tokens."""
+    """A block in torchao's dynamic fp8 and an x of 300 tokens, so sparse that kernels are chosen for 65 tokens, too."""
     pytest.importorskip("torchao.quantization")
     from hf_twell.bench.workload import patched_block
 
-    case = on_gpu(make_case(300, 80, 528, 0.05, torch.bfloat16))
+    case = on_gpu(make_case(300, 80, 528, 0.005, torch.bfloat16))
     ffn = patched_block(case["w_gate"], case["w_up"], case["w_down"])
     quantize_block(ffn, ffn.twell.form, "fp8-dynamic")
     if dynamic_down:  # as torchao's own config has it
@@ -469,7 +475,8 @@ def test_whole_models(name, dynamic_down):
     generated = model.generate(prompt, **options, attention_mask=torch.ones_like(prompt))
     assert generated.shape == (2, 62)
     steps = model(input_ids=generated).logits[:, 49:-1]
-    steps[..., model.generation_config.eos_token_id] = -float("inf")  # which nothing may be before so many
+    if (eos := model.generation_config.eos_token_id) is not None:
+        steps[..., eos] = -float("inf")  # which nothing may be before so many
     best = steps.max(-1).values
     chosen = steps.gather(-1, generated[:, 50:, None]).squeeze(-1)
     assert (best - chosen).max() <= 0.1 * best.max(), "what was decoded is what prefill finds likely"
