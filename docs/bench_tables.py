@@ -28,16 +28,16 @@ def tables(rows: list[dict]) -> str:
 
 
 def _block(row):
-    return row["pass"], row["hidden"], row["intermediate"], row["dtype"]  # int8's rows lie in folders of their own
+    return row["pass"], row["hidden"], row["intermediate"], row["dtype"], row.get("weights") or ""
 
 
 def _blocks(rows) -> str:
-    direction, hidden, intermediate, dtype = _block(rows[0])
+    direction, hidden, intermediate, dtype, weights = _block(rows[0])
     found = {(row["tokens"], row["requested_l0"]): row for row in rows}
     tokens, l0s = (sorted(set(values)) for values in zip(*found, strict=True))
     lines = [[f"{count:,}", *(_cell(found.get((count, l0))) for l0 in l0s)] for count in tokens]
-    weights = f", weights in {rows[0]['weights']}" if rows[0].get("weights") else ""
-    title = f"## {PASSES[direction]}: D={hidden}, F={intermediate}, {dtype}{weights}"
+    held = f", weights in {weights}" if weights else ""
+    title = f"## {PASSES[direction]}: D={hidden}, F={intermediate}, {dtype}{held}"
     return f"{title}\n\n{markdown_table(['tokens', *(f'L0 = {l0:g}' for l0 in l0s)], lines)}"
 
 

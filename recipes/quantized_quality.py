@@ -16,13 +16,12 @@ import torch
 from pretrained_study import LOSS_BATCH
 from pretrained_text import ROWS_FOLDER
 from study_measure import METRICS, provenance, sequence_losses, task_scores
-from torchao import quantization
 
 from hf_twell.blocks.architectures import find_ffns
 from hf_twell.files.folders import save_model
 from hf_twell.files.tables import text_table
 from hf_twell.models.loading import load_model
-from hf_twell.models.quantizing import CONFIGS, quantize
+from hf_twell.models.quantizing import CONFIGS, quantize, quantize_block
 
 TASKS = ["lambada", *METRICS]
 
@@ -33,9 +32,8 @@ def load_quantized(model: str, weights: str, folder: Path, device: str):
     if weights == "bf16":
         return given.to(device), tokenizer
     if given.config.hidden_act != "relu":
-        blocks = {getattr(site.module, name) for site in find_ffns(given) for name in site.form.linears}
-        kind = getattr(quantization, CONFIGS[weights])(set_inductor_config=False)
-        quantization.quantize_(given, kind, filter_fn=lambda module, name: module in blocks)
+        for site in find_ffns(given):
+            quantize_block(site.module, site.form, weights)
         return given.to(device), tokenizer
     save_model(given, folder / "bf16", tokenizer)
     quantized, tokenizer = quantize(folder / "bf16", weights)
@@ -69,7 +67,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a folder or a GGUF file")
     parser.add_argument("--study", type=Path, required=True, help="the output folder of pretrained_study.py")
-    parser.add_argument("--weights", nargs="+", choices=["bf16", "int8", "fp8"], default=["bf16", "int8", "fp8"])
+    parser.add_argument("--weights", nargs="+", choices=["bf16", *CONFIGS], default=["bf16", "int8", "fp8"])
     parser.add_argument("--name", help="of the model in rows (default: its path)")
     parser.add_argument("--limit", type=int, help="rows of each task, and sequences of each text")
     parser.add_argument("--rows", type=Path, required=True, help="append rows to this file")

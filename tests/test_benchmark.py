@@ -651,15 +651,40 @@ def test_a_block_of_any_hidden_size():
 
 
 @pytest.mark.slow
-def test_bench_ffn_in_int8(capsys):
+@pytest.mark.parametrize(
+    ("weights", "took", "order"),
+    [("int8", "kernels", "columns"), ("fp8", "plain matmuls", "rows"), ("fp8-dynamic", "plain matmuls", "rows")],
+)
+def test_bench_ffn_in_eight_bits(capsys, weights, took, order):
     """Beside the plain block and torchao's own matmuls, in one row; what it cannot measure it refuses."""
     pytest.importorskip("torchao.quantization")
-    command = ["bench", "ffn", "--weights", "int8", "--hidden", "64", "--intermediate", "344", "--l0", "8"]
+    command = ["bench", "ffn", "--weights", weights, "--hidden", "512", "--intermediate", "1408", "--l0", "8"]
     assert main([*command, "--tokens", "3", "--repeats", "1", "--no-compile", "--device", "cpu", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
-    assert (row["weights"], row["took"], row["down_stored_by"]) == ("int8", "kernels", "columns")
+    assert (row["weights"], row["took"], row["down_stored_by"]) == (weights, took, order)
     for name in ("eager_ms", "torchao_ms", "sparse_plain_ms", "sparse_ms", "speedup_same_weights", "speedup_plain"):
         assert row[name] > 0
     assert row["error"] <= max(2 * row["error_eager"], 2**-7)
+    assert ("scaled_mm_ms" in row) == (weights == "fp8-dynamic")
     assert main([*command, "--backward"]) == 1
-    assert "--weights int8 measures forward alone" in capsys.readouterr().err
+    assert f"--weights {weights} measures forward alone" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_bench_ffn_of_several_kinds_of_weights(capsys, tmp_path):
+    """One table and one figure; bf16 are the rows that come without the option."""
+    pytest.importorskip("torchao.quantization")
+    sizes = ["--hidden", "512", "--intermediate", "1408", "--l0", "20", "--tokens", "70", "--repeats", "1"]
+    command = ["bench", "ffn", *sizes, "--no-compile", "--device", "cpu", "--weights", "bf16", "fp8-dynamic"]
+    assert main([*command, "--output", str(tmp_path)]) == 0
+    head, _, plain, dynamic = capsys.readouterr().out.strip().splitlines()
+    assert "weights" in head.split()
+    assert (plain.split()[3], dynamic.split()[3]) == ("bfloat16", "fp8-dynamic")
+    rows = [json.loads(line) for line in (tmp_path / "bench.jsonl").read_text().splitlines()]
+    assert [row.get("weights") for row in rows] == [None, "fp8-dynamic"]
+    assert "scaled_mm_ms" in rows[1]
+    assert (tmp_path / "bench.png").stat().st_size > 0
+    assert main([*command, "--dtype", "float16"]) == 1
+    assert "--weights bf16 fp8-dynamic with --dtype float16" in capsys.readouterr().err
+    assert main([*command[:-2], "fp8-dynamic", "--hidden", "500"]) == 1
+    assert "torchao takes bfloat16 and multiples of 16" in capsys.readouterr().err

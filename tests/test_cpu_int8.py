@@ -8,12 +8,14 @@ from torch import library
 
 from hf_twell.ops import api, build, reference
 from tests.ffn_cases import DTYPES, ISAS, cpu_ffn
-from tests.int8_cases import assert_as_good_as_eager, int8_case
+from tests.quantized_cases import assert_as_good_as_eager, dense_in
+from tests.quantized_cases import quantized_case as int8_case
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_buffers"),
     pytest.mark.skipif(not build.status("cpu", build=True).available, reason=build.status("cpu", build=True).reason),
 ]
+ORDER = ("x", "w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate", "s_up", "s_down", "s_gate")
 
 
 @pytest.mark.parametrize("isa", ISAS, indirect=True)
@@ -133,8 +135,7 @@ def test_autocast_leaves_weights_and_scales_alone():
 
 def test_opcheck_and_compilation():
     case = int8_case(10, 40, 172, 0.05, torch.float32, biases=True)
-    order = ("x", "w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate", "s_up", "s_down", "s_gate")
-    library.opcheck(torch.ops.hf_twell.infer.default, [case[name] for name in order])
+    library.opcheck(torch.ops.hf_twell.infer.default, [case[name] for name in ORDER])
     compiled = torch.compile(lambda **inputs: cpu_ffn(**inputs), fullgraph=True)
     assert torch.equal(compiled(**case), cpu_ffn(**case))
 
@@ -157,6 +158,22 @@ def test_what_is_refused():
     refused("s_down is torch.bfloat16", s_down=case["s_down"].bfloat16())
     with pytest.raises(ValueError, match="'cpu' cannot compute this: gradients are wanted through int8 weights"):
         cpu_ffn(**(case | {"x": case["x"].requires_grad_()}))
+
+
+def test_fp8_is_left_to_plain_pytorch():
+    """It means the block of the dequantized weights there, too."""
+    case = int8_case(4, 40, 172, 0.05, torch.bfloat16, kind="fp8")
+    with pytest.raises(ValueError, match="'cpu' cannot compute this: float8_e4m3fn weights on a CPU"):
+        cpu_ffn(**case)
+    api._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="plain PyTorch: float8_e4m3fn weights on a CPU; the kernels there take int8"):
+        y = api.ffn(**case)
+    assert torch.equal(y, reference.ffn(**dense_in(case, torch.bfloat16)))
+    mixed = case | {"w_gate": case["w_gate"].view(torch.int8)}
+    with pytest.raises(ValueError, match=r"w_gate is torch.int8; scales go with float8_e4m3fn, for all weights"):
+        api.ffn(**mixed)
+    with pytest.raises(RuntimeError):
+        torch.ops.hf_twell.infer(*(case[name] for name in ORDER))
 
 
 def test_gradients_go_through_plain_pytorch():

@@ -9,10 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from hf_twell import L1Penalty, TwellLlamaForCausalLM, measure_sparsity, sparsify, unpatch
+from hf_twell.blocks import operands
 from hf_twell.blocks.choice import takes_kernels
 from hf_twell.blocks.modeling import SparseFfn, sparse_ffns
-from hf_twell.blocks.operands import int8_values
-from hf_twell.ops import build, reference
+from hf_twell.blocks.operands import quantized_values
+from hf_twell.ops import api, build, reference
 from tests.conftest import COMMAND, ids, tiny_llama
 from tests.ffn_cases import relative_rms
 from tests.test_company import refused
@@ -63,9 +64,9 @@ def logits(model):
 @pytest.fixture
 def kernel_calls(monkeypatch):
     """The blocks that took kernels with int8 weights, call by call."""
-    calls, forward = [], SparseFfn._fused_int8
+    calls, forward = [], SparseFfn._fused_quantized
     monkeypatch.setattr(
-        SparseFfn, "_fused_int8", lambda self, *args: calls.append(self.twell.layer) or forward(self, *args)
+        SparseFfn, "_fused_quantized", lambda self, *args: calls.append(self.twell.layer) or forward(self, *args)
     )
     return calls
 
@@ -78,7 +79,7 @@ def assert_same_but_for_rounding(values, stock):
 def test_loaded_by_transformers_and_sparsified(folder, kernel_calls, caplog):
     stock, model = load(folder), sparsify(load(folder))
     before = [p.data_ptr() for layer in model.model.layers for p in (layer.mlp.gate_proj.weight.qdata,)]
-    weights = [int8_values(layer.mlp.up_proj.weight)[1].dtype for layer in model.model.layers]
+    weights = [quantized_values(layer.mlp.up_proj.weight)[1].dtype for layer in model.model.layers]
     assert weights == [torch.float32] * 3
     assert_same_but_for_rounding(logits(model), logits(stock))
     assert kernel_calls == [0, 1, 2]
@@ -100,7 +101,7 @@ def test_as_exact_as_torchao_itself(folder):
     for ffn in sparse_ffns(model):
         weights = {}
         for name in ("up", "down", "gate"):
-            weights[f"w_{name}"], weights[f"s_{name}"] = int8_values(getattr(ffn, f"{name}_proj").weight)
+            weights[f"w_{name}"], weights[f"s_{name}"] = quantized_values(getattr(ffn, f"{name}_proj").weight)
         truth = reference.ffn(x.double(), **weights)
         with torch.no_grad():
             assert relative_rms(ffn(x), truth) <= 2 * relative_rms(ffn._through_submodules(x, None), truth)
@@ -185,6 +186,27 @@ def test_other_formats_go_through_the_submodules(folder, kernel_calls, kind, cap
     assert not takes_kernels(sparse_ffns(model)[0], torch.ones(1, 64, dtype=torch.bfloat16))
     (record,) = [record for record in caplog.records if record.name == "hf_twell.convert.sparsify"]
     assert "no kernel reads these quantized weights (" in record.getMessage()
+
+
+def test_fp8_goes_as_int8_does_where_kernels_read_it(folder, tmp_path, kernel_calls, monkeypatch, caplog):
+    """As on a GPU; plain PyTorch stands in for its kernels, and computes what torchao does."""
+    monkeypatch.setitem(operands._READ, "Float8Tensor", (torch.float8_e4m3fn, ("cpu",)))
+    monkeypatch.setattr(api, "_kernels_take", lambda *args, **options: False)
+    options = {"quantization_config": TorchAoConfig(OTHERS["float8"], modules_to_not_convert=["lm_head"])}
+    stock, model = load(folder, **options), sparsify(load(folder, **options))
+    expected = logits(stock)
+    assert torch.equal(logits(model), expected)
+    assert kernel_calls == [0, 1, 2]
+    assert not [record for record in caplog.records if record.name.startswith("hf_twell")]
+    assert down_values(model).dtype == torch.float8_e4m3fn
+    assert down_values(model).stride() == (1, 64)
+    assert torch.equal(logits(copy.deepcopy(model)), expected)
+    model.save_pretrained(tmp_path / "fp8")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8").eval()
+    assert torch.equal(logits(plain), expected)
+    model.train()
+    assert down_values(model).is_contiguous()
+    assert torch.equal(logits(unpatch(model.eval())), expected)
 
 
 def _padded(folder):

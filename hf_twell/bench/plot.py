@@ -6,7 +6,7 @@ import matplotlib
 
 # For each kind of row: the horizontal axis, what tells lines apart, and the ratios that are drawn.
 AXES = {
-    "ffn": ("tokens", ("hidden", "intermediate", "dtype", "pass", "requested_l0"), ("speedup",)),
+    "ffn": ("tokens", ("hidden", "intermediate", "dtype", "weights", "pass", "requested_l0"), ("speedup",)),
     "prefill": ("layers", ("batch", "length", "dtype", "l0"), ("speedup",)),
     "generate": ("batch", ("layers", "dtype", "l0", "inductor_pdl"), ("step_speedup",)),
     "train": ("layers", ("batch", "length", "dtype", "l0"), ("speedup", "peak_share")),
@@ -36,14 +36,14 @@ def plot(rows: list[dict], path: Path) -> None:
         for row in rows:
             lines.setdefault(tuple(row.get(key) for key in varying), []).append((row[horizontal], row[ratio]))
         for values, points in sorted(lines.items(), key=str):
-            label = ", ".join(f"{key} {value}" for key, value in zip(varying, values, strict=True))
+            label = ", ".join(f"{key} {value}" for key, value in zip(varying, values, strict=True) if value is not None)
             _line(axes, sorted(points, key=lambda point: point[0]), label or "hf_twell")
         if ratio != "tokens_per_s":
             axes.axhline(1, color="gray", linewidth=1)
         axes.set(xlabel=horizontal, ylabel=LABELS[ratio])
         axes.set_xscale("log", base=2)
         axes.legend(fontsize=8)
-    same = ", ".join(f"{key} {rows[0].get(key)}" for key in settings if key not in varying)
+    same = ", ".join(f"{key} {rows[0][key]}" for key in settings if key not in varying and key in rows[0])
     figure.suptitle(f"{rows[0]['bench']}, {same}\n{rows[0]['processor']}", fontsize=8)
     figure.tight_layout()
     figure.savefig(path)

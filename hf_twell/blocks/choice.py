@@ -3,7 +3,7 @@
 import torch
 
 from hf_twell.blocks.layout import SAMPLE_EVERY_CPU_CALLS, settle_down
-from hf_twell.blocks.operands import int8_parameters
+from hf_twell.blocks.operands import quantizes_x
 from hf_twell.ops import api, policy, policy_cpu
 
 
@@ -12,9 +12,9 @@ def settle(ffn: torch.nn.Module, x, weight, bias, down, scale=None) -> bool:
 
     Args:
         ffn: a `hf_twell.blocks.modeling.SparseFfn`.
-        weight, bias: of the projection that decides which neurons are active; `down`: the weight of the last. Of int8
+        weight, bias: of the projection that decides which neurons are active; `down`: the weight of the last. Of 8-bit
             weights, their values.
-        scale: of the rows of an int8 `weight`.
+        scale: of the rows of an 8-bit `weight`.
     """
     limit = _max_density_cpu(ffn, x, down)
     if limit > 0:
@@ -46,7 +46,7 @@ def takes_kernels(ffn, x: torch.Tensor) -> bool:
     """Which way a block would go with x after the calls it has seen: kernels, or plain matmuls."""
     if api.resolve(ffn.twell.backend, x.device.type) == "reference":  # asked for, or no kernels could be had
         return False
-    parameters = ffn._plain_parameters() or ffn._parameters_by(int8_parameters)
+    parameters = ffn._plain_parameters() or ffn._quantized_parameters()
     if parameters is None:  # adapters, say, which the submodules compute
         return False
     up, down, gate = parameters
@@ -55,7 +55,13 @@ def takes_kernels(ffn, x: torch.Tensor) -> bool:
 
 
 def _too_dense(ffn, x, weight, bias, limit_cpu, scale=None) -> bool:
-    """Whether plain matmuls are faster; False in compiled evaluation, where the operator itself follows the density."""
+    """Whether plain matmuls are faster; False in compiled evaluation, where the operator itself follows the density.
+
+    On a GPU without kernels that quantize x they are at any density, and compiled, too.
+    """
+    quantize_x = scale is not None and quantizes_x(ffn._modules[ffn.twell.form.up])
+    if quantize_x and ffn.twell.backend == "auto" and api.linears_quantize(x):
+        return True
     # In training mode without gradients, too: so runs the forward of re-entrant checkpointing.
     if (torch.is_grad_enabled() or ffn.training) and _trains(ffn, x):
         state = ffn.twell_state

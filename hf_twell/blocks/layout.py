@@ -6,7 +6,8 @@ reloads alike. No copy is kept, hence none can go stale when an adapter is merge
 
 import torch
 
-from hf_twell.blocks.operands import int8_values
+from hf_twell.blocks.operands import quantized_values
+from hf_twell.ops.checks import QUANTIZED
 from hf_twell.ops.limits import limit
 from hf_twell.ops.sampling import sampled_density
 
@@ -18,7 +19,7 @@ SAMPLE_EVERY_CPU_CALLS = 32  # of a block in evaluation
 def settle_down(ffn: torch.nn.Module, weight: torch.Tensor, x: torch.Tensor, first: tuple) -> None:
     """Give down's (D, F) weight the strides (1, D) in evaluation, and (F, 1) again where its gradient is wanted.
 
-    `weight` is the parameter, or the values that torchao's int8 tensor holds; `first` are the (weight, bias, scales or
+    `weight` is the parameter, or the values that a tensor of torchao's holds; `first` are the (weight, bias, scales or
     None) that decide which neurons are active.
 
     The order stays as it is
@@ -61,7 +62,7 @@ def _settle_evaluated(ffn, weight, x, first) -> None:
 def restore_down(ffn: torch.nn.Module) -> None:
     """Give the weight the memory order in which stock models hold it."""
     weight = getattr(getattr(ffn, ffn.twell.form.down), "weight", None)
-    held = int8_values(weight)
+    held = quantized_values(weight)
     weight = weight if held is None else held[0]
     if isinstance(weight, torch.Tensor) and not weight.is_contiguous() and _swappable(ffn, weight):
         _swap(weight, weight.detach().contiguous())
@@ -76,8 +77,8 @@ def _distributed() -> bool:
 
 
 def _swappable(ffn: torch.nn.Module, weight: torch.Tensor) -> bool:
-    # A parameter, or the int8 values within one; other kinds (DTensor, say) need not even have memory of their own.
-    kind = torch.Tensor if weight.dtype == torch.int8 else torch.nn.Parameter
+    # A parameter, or the 8-bit values within one; other kinds (DTensor, say) need not even have memory of their own.
+    kind = torch.Tensor if weight.dtype in QUANTIZED else torch.nn.Parameter
     if type(weight) is not kind or min(weight.shape) <= 1 or weight.grad is not None or ffn.twell_state.captured:
         return False
     alone = weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
@@ -86,7 +87,7 @@ def _swappable(ffn: torch.nn.Module, weight: torch.Tensor) -> bool:
 
 def _held(weight: torch.Tensor) -> bool:
     """Whether others hold its memory, and may write to it: a state dict, `.data`, a view, a thread that computes."""
-    if weight.dtype == torch.int8:
+    if weight.dtype in QUANTIZED:
         return _users(weight) > _users(weight.new_empty(0))
     # In one expression: a name for the empty tensor would count as a user of the parameter's memory.
     return _users(weight) > _users(torch.nn.Parameter(weight.new_empty(0), requires_grad=False))

@@ -10,7 +10,16 @@ from hf_twell.blocks import choice
 from hf_twell.blocks.architectures import FfnForm
 from hf_twell.blocks.density_watch import DensityWatch, TrainingChoice
 from hf_twell.blocks.layout import restore_down
-from hf_twell.blocks.operands import has_forward_of, int8_parameters, is_hooked, plain_parameters, reads_any_order
+from hf_twell.blocks.operands import (
+    has_forward_of,
+    is_hooked,
+    linear_of,
+    plain_parameters,
+    quantize_x_alike,
+    quantized_parameters,
+    quantizes_x,
+    reads_any_order,
+)
 from hf_twell.ops import api, reference
 
 
@@ -126,26 +135,26 @@ class SparseFfn(nn.Module):
             if parameters is not None:
                 return self._fused(x, l1, *parameters)
             if not torch.is_grad_enabled():
-                parameters = self._parameters_by(int8_parameters)
+                parameters = self._quantized_parameters()
                 if parameters is not None:
-                    return self._fused_int8(x, *parameters)
+                    return self._fused_quantized(x, *parameters)
         return self._through_submodules(x, l1)
 
     def _through_submodules(self, x, l1):
         """Adapters, hooks and replaced linears or activations all count here."""
         form = self.twell.form
         activation, up, down = getattr(self, form.activation), getattr(self, form.up), getattr(self, form.down)
-        active = activation(getattr(self, form.first)(x))
+        active = activation(linear_of(getattr(self, form.first), x))
         if l1 is not None and l1.counts:
             active = reference.inject_count(active, l1.scale, l1.token_weight)
-        h = active if form.gate is None else active * up(x)
+        h = active if form.gate is None else active * linear_of(up, x)
         if l1 is not None:
             check_whole(h, len(l1.tally) - 1, self.twell)
             h = reference.inject_l1(h, None if l1.counts else l1.scale, l1.token_weight, l1.tally)
         if torch.compiler.is_compiling() and not reads_any_order(down):
-            values, bias, scale = int8_parameters(down)
+            values, bias, scale = quantized_parameters(down)
             return reference.linear(h, values, scale, bias)
-        return down(h)
+        return linear_of(down, h)
 
     def _fused(self, x, l1, up, down, gate):
         """`up`, `down` and `gate` are (weight, bias), Nones where there is no gate."""
@@ -169,8 +178,8 @@ class SparseFfn(nn.Module):
             options |= {"l1_scale": l1.scale, "token_weight": l1.token_weight, "tally": l1.tally}
         return compute(x, up[0], down[0], gate[0], b_up=up[1], b_down=down[1], b_gate=gate[1], **options)
 
-    def _fused_int8(self, x, up, down, gate):
-        """`up`, `down` and `gate` are (int8 values, bias, scales), Nones where there is no gate."""
+    def _fused_quantized(self, x, up, down, gate):
+        """`up`, `down` and `gate` are (8-bit values, bias, scales), Nones where there is no gate."""
         first = up if gate[0] is None else gate
         if choice.settle(self, x, first[0], first[1], down[0], first[2]):
             return self._through_submodules(x, None)
@@ -178,11 +187,19 @@ class SparseFfn(nn.Module):
         w_down = down[0] if torch.compiler.is_compiling() else down[0].detach()
         biases = {"b_up": up[1], "b_down": down[1], "b_gate": gate[1]}
         scales = {"s_up": up[2], "s_down": down[2], "s_gate": gate[2]}
-        return api.ffn(x, up[0], w_down, gate[0], **biases, **scales, backend=self.twell.backend)
+        options = {"quantize_x": quantizes_x(self._modules[self.twell.form.up]), "backend": self.twell.backend}
+        return api.ffn(x, up[0], w_down, gate[0], **biases, **scales, **options)
 
     def _plain_parameters(self):
         """(weight, bias) of up, down and gate; None unless all are plain linears, neither hooked nor replaced."""
         return self._parameters_by(plain_parameters)
+
+    def _quantized_parameters(self):
+        """(values, bias, scales) of up, down and gate; None unless kernels read all of them, with one x."""
+        parameters = self._parameters_by(quantized_parameters)
+        if parameters is None or not quantize_x_alike(*(self._modules[name] for name in self.twell.form.linears)):
+            return None
+        return parameters
 
     def _parameters_by(self, read):
         """What `read` gives of up, down and gate (Nones where there is none); None unless it reads all of them."""

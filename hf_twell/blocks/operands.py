@@ -1,9 +1,15 @@
-"""A projection's weight as the operator takes it: a plain one, or torchao's int8 values and their scales."""
+"""A projection's weight as the operator takes it: a plain one, or torchao's 8-bit values and their scales."""
 
 import types
 
 import torch
 from torch import nn
+
+# torchao's classes whose values some kernel reads: of which type these are, and on which devices it does.
+_READ = {
+    "Int8Tensor": (torch.int8, ("cpu", "cuda")),
+    "Float8Tensor": (torch.float8_e4m3fn, ("cuda",)),
+}
 
 
 # These run in every call, and what they read is read again by the guards of a compiled model: 28 layers had guards of
@@ -24,33 +30,76 @@ def plain_parameters(linear: nn.Module):
     return (weight, parameters["bias"]) if plain else None
 
 
-def int8_parameters(linear: nn.Module):
-    """(int8 values (N, K), bias, float32 scales (N, 1)) of a weight by torchao's Int8WeightOnlyConfig; else None.
+def quantized_parameters(linear: nn.Module):
+    """(values (N, K), bias, float32 scales (N, 1)) of a weight that torchao has quantized by rows; else None.
 
-    They are what torchao's tensor holds, and no copies. Its own linear layers compute x values^T times the scales, too.
+    By its Int8WeightOnlyConfig or, on CUDA, its Float8WeightOnlyConfig or Float8DynamicActivationFloat8WeightConfig
+    (`quantizes_x` tells which), where CPU kernels read int8 alone. They are what torchao's tensor holds, and no copies.
     """
     parameters = linear._parameters
     if type(linear) is not nn.Linear or is_hooked(nn.Linear, linear) or "bias" not in parameters:
         return None
-    held = int8_values(parameters.get("weight"))
+    held = quantized_values(parameters.get("weight"))
     return None if held is None else (held[0], parameters["bias"], held[1])
 
 
-def int8_values(weight):
-    """(values, scales) of torchao's int8 tensor that has one float32 scale a row and leaves x as it is; else None."""
+def quantized_values(weight):
+    """(values, scales) of a tensor of torchao's that kernels read on its device; else None.
+
+    It has one float32 scale a row, and leaves x as it is, or asks for e4m3 with a scale a token.
+    """
     kind = type(weight)
-    if kind.__name__ != "Int8Tensor" or kind.__module__ != "torchao.quantization":
+    if kind.__name__ not in _READ or kind.__module__ != "torchao.quantization":
         return None
+    dtype, devices = _READ[kind.__name__]
     values, scale = weight.qdata, weight.scale
-    rows = values.ndim == 2 and values.dtype == torch.int8 and scale.shape == (values.shape[0], 1)
-    weight_only = weight.act_quant_kwargs is None and weight.act_pre_scale is None
-    return (values, scale) if rows and weight_only and scale.dtype == torch.float32 and not values.is_meta else None
+    rows = values.ndim == 2 and values.dtype == dtype and scale.shape == (values.shape[0], 1)
+    asked, int8 = weight.act_quant_kwargs, dtype == torch.int8
+    # fp8 has no scales of x beside those of its quantization.
+    x_as_read = (asked is None and weight.act_pre_scale is None) if int8 else (asked is None or _by_token(asked))
+    read = rows and x_as_read and scale.dtype == torch.float32 and values.device.type in devices
+    return (values, scale) if read else None
+
+
+def _by_token(asked) -> bool:
+    """Whether what torchao is to do with x is what `hf_twell.ops.ffn` does with `quantize_x`."""
+    rows = type(asked.granularity).__name__ == "PerRow" and asked.granularity.dim == -1
+    bounds = asked.hp_value_lb is not None or asked.hp_value_ub is not None
+    return rows and not bounds and asked.float8_dtype == torch.float8_e4m3fn
+
+
+def quantizes_x(linear: nn.Module) -> bool:
+    """Whether x is to be quantized for a projection that `quantized_parameters` reads."""
+    return linear._parameters["weight"].act_quant_kwargs is not None
+
+
+def quantize_x_alike(*linears: nn.Module) -> bool:
+    """Whether one kernel can read the x of all of these, as `quantized_parameters` reads each: (gate,) up and down.
+
+    Gate and up want it quantized or neither does. Down may want its own, h, quantized too, which kernels leave out.
+    """
+    *first, down = map(quantizes_x, linears)
+    return all(first) or not (any(first) or down)
+
+
+def linear_of(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The projection's own result, but for rows of zeros that torchao quantizes: 0 / 0 makes NaN of them, not 0.
+
+    A token without active neurons is such a row of down's input.
+    """
+    y = linear(x)
+    weight = linear._parameters.get("weight") if type(linear) is nn.Linear else None
+    if type(weight).__name__ != "Float8Tensor" or weight.act_quant_kwargs is None:
+        return y
+    bias = linear._parameters["bias"]
+    nothing = y.new_zeros(()) if bias is None else bias.to(y.dtype)
+    return torch.where(x.abs().amax(-1, keepdim=True) != 0, y, nothing)
 
 
 def reads_any_order(linear: nn.Module) -> bool:
-    """False for int8 values that lie by columns, which Inductor's own int8 matmul does not take."""
-    held = int8_parameters(linear)
-    return held is None or held[0].is_contiguous()
+    """False for int8 values that lie by columns: Inductor's own matmul does not take them."""
+    held = quantized_parameters(linear)
+    return held is None or held[0].dtype != torch.int8 or held[0].is_contiguous()
 
 
 def is_hooked(cls: type, module: nn.Module) -> bool:

@@ -7,6 +7,7 @@ examples:
   hf-twell bench ffn --shape llama-3.2-1b qwen2.5-7b --tokens 1 16384
   hf-twell bench ffn --backward --tokens 128 1024
   hf-twell bench ffn --weights int8 --tokens 1 16
+  hf-twell bench ffn --weights bf16 fp8 fp8-dynamic --tokens 1 16 4096
   hf-twell bench prefill --layers 28 --batch 64 --length 2048 --energy
   hf-twell bench generate --layers 28 --batch 1 16 64
   hf-twell bench generate ./my-sparse-model --text notes.txt
@@ -73,8 +74,10 @@ def _add_ffn_options(parser):
     parser.add_argument("--backward", action="store_true", help="forward and backward with the L1 term, in training")
     parser.add_argument(
         "--weights",
-        choices=["int8"],
-        help="the block in torchao's int8, beside --dtype's own and torchao's",
+        nargs="+",
+        choices=["bf16", "int8", "fp8", "fp8-dynamic"],
+        help="the block in torchao's int8 or fp8 (e4m3), also with x quantized in each call (fp8-dynamic), beside "
+        "--dtype's own and torchao's; bf16: as without this option",
     )
     parser.add_argument("--max-autotune", action="store_true", help="also max-autotune with coordinate descent (slow)")
     parser.add_argument("--repeats", type=_count, help="timed turns (default: 11, on CUDA 25)")
@@ -229,8 +232,7 @@ def _check_sizes(args) -> None:
         if not 0 < l0 <= width:
             raise ValueError(f"--l0 {l0:g} of {width:,} neurons; give more than 0 and at most {width:,}")
     if args.what == "ffn":
-        if args.weights and (args.backward or args.max_autotune or args.energy):
-            raise ValueError("--weights int8 measures forward alone; leave --backward, --max-autotune and --energy out")
+        _check_weights(args)
         if args.hidden < 2:
             raise ValueError(f"--hidden {args.hidden}; give at least 2, the workload's thresholds take two columns")
         return
@@ -244,28 +246,40 @@ def _check_sizes(args) -> None:
         raise ValueError(f"--kv-heads {args.kv_heads} with attention heads: {heads}; give a divisor of {heads}")
 
 
+def _check_weights(args) -> None:
+    """Refuse, by a ValueError that names the option, what blocks in 8 bits are not measured in."""
+    if args.weights is None:
+        return
+    named = f"--weights {' '.join(args.weights)}"
+    if args.backward or args.max_autotune or args.energy:
+        raise ValueError(f"{named} measures forward alone; leave --backward, --max-autotune and --energy out")
+    if "bf16" in args.weights and args.dtype not in (None, "bfloat16"):
+        raise ValueError(f"{named} with --dtype {args.dtype}; leave one of the two out")
+
+
 def _ffn_rows(args, common):
     from hf_twell.bench.block import bench_ffn
-    from hf_twell.bench.block_int8 import bench_ffn_int8
+    from hf_twell.bench.block_quantized import bench_ffn_quantized
 
     tokens = args.tokens or (CUDA_TOKENS if common["device"] == "cuda" else CPU_TOKENS)
     sizes = [SHAPES[name] for name in args.shape or ()] or [(args.hidden, args.intermediate)]
     common |= {"compile_dense": not args.no_compile}
-    if args.weights:
-        del common["energy"]
-        bench_ffn = bench_ffn_int8
-    else:
-        common |= {"backward": args.backward, "max_autotune": args.max_autotune}
+    plain = common | {"backward": args.backward, "max_autotune": args.max_autotune}
+    del common["energy"]
+    benches = {
+        kind: partial(bench_ffn, **plain) if kind == "bf16" else partial(bench_ffn_quantized, kind, **common)
+        for kind in args.weights or ["bf16"]
+    }
 
     def rows():
-        for hidden, intermediate in sizes:
+        for (hidden, intermediate), bench in itertools.product(sizes, benches.values()):
             l0s = [l0 * intermediate / SHAPE_L0_OF if args.shape else l0 for l0 in args.l0]
             # Each number of tokens with every L0.
             asked = itertools.cycle(dict.fromkeys(args.l0))
-            for row in bench_ffn(tokens, l0s, hidden=hidden, intermediate=intermediate, **common):
+            for row in bench(tokens, l0s, hidden=hidden, intermediate=intermediate):
                 yield row | ({"asked_l0": next(asked), "asked_l0_of": SHAPE_L0_OF} if args.shape else {})
 
-    return rows(), len(tokens) * len(args.l0) * len(sizes)
+    return rows(), len(tokens) * len(args.l0) * len(sizes) * len(benches)
 
 
 def _model_rows(args, common):

@@ -5,26 +5,37 @@ from hf_twell.files.tables import percent
 
 
 def _ffn_cells(rows):
-    names = ("eager_ms", "compiled_ms", "autotuned_ms", "torchao_ms", "torchao_compiled_ms", "sparse_plain_ms")
-    names += ("sparse_ms", "eager_peak_mib", "compiled_peak_mib", "sparse_peak_mib", "sparse_held_mib", "took")
-    names = [name for name in (*names, "speedup_same_weights", "speedup_plain") if name in rows[0]]
+    names = ("eager_ms", "compiled_ms", "autotuned_ms", "torchao_ms", "torchao_compiled_ms", "scaled_mm_ms")
+    names += (
+        "sparse_plain_ms",
+        "sparse_ms",
+        "eager_peak_mib",
+        "compiled_peak_mib",
+        "sparse_peak_mib",
+        "sparse_held_mib",
+        "took",
+    )
+    names = [name for name in (*names, "speedup_same_weights", "speedup_plain") if any(name in row for row in rows)]
     names += [name for name in rows[0] if name.endswith("_mj_per_token")]
+    held = any("weights" in row for row in rows)
     scaled = any("asked_l0" in row for row in rows)  # by --shape
     cells = [
         [
             f"{row['hidden']} x {row['intermediate']}",
+            *([row.get("weights", row["dtype"])] if held else []),
             row["tokens"],
             *([f"{row['asked_l0']:g} of {row['asked_l0_of']:,} = {row['requested_l0']:.3g}"] if scaled else []),
             row["l0"],
             row["distinct_64"],
             f"{row['error']:.2g} / {row['error_eager']:.2g}",
-            *(row[n] for n in names),
+            *(row.get(n, "") for n in names),
             f"{row['speedup']:.2f}x",
         ]
         for row in rows
     ]
     head = [
         "D x F",
+        *(["weights"] if held else []),
         "tokens",
         *(["L0 asked"] if scaled else []),
         "L0",

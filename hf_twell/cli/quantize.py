@@ -1,7 +1,8 @@
 """Store a sparse model's feed-forward weights in int8 or fp8, as torchao does through Transformers.
 
-Plain Transformers with torchao loads the result and computes it densely. hf_twell's kernels read int8 as it lies;
-fp8 saves memory alone, as no kernel reads it yet. The folder appears whole or not at all.
+Plain Transformers with torchao loads the result and computes it densely. hf_twell's kernels read int8 as it lies, and
+fp8 on a GPU; on a CPU fp8 saves memory alone. fp8-dynamic quantizes what the weights are multiplied with, too, for the
+e4m3 tensor cores of GPUs. The folder appears whole or not at all.
 
 example:
   hf-twell quantize my-sparse-model my-sparse-model-int8 --weights int8
@@ -17,7 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="the folder of a sparse model")
     parser.add_argument("output", help="the folder to write; it must not exist")
     parser.add_argument(
-        "--weights", required=True, choices=["int8", "fp8"], help="one scale for each row, x as it is; fp8: e4m3"
+        "--weights",
+        required=True,
+        choices=["int8", "fp8", "fp8-dynamic"],
+        help="one scale for each row; fp8: e4m3; x stays as it is, but with fp8-dynamic gets a scale for each token",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the output folder, if it holds a model alone")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -11,7 +11,7 @@ import hf_twell
 from hf_twell.blocks.architectures import FfnSite, activation_keys, base_layer, find_ffns, stock_class
 from hf_twell.blocks.layout import restore_down
 from hf_twell.blocks.modeling import FfnSettings, FfnState, SparseFfn, sparse_class
-from hf_twell.blocks.operands import int8_parameters
+from hf_twell.blocks.operands import quantize_x_alike, quantized_parameters
 from hf_twell.convert.convertible import check_convertible
 from hf_twell.convert.entry import check_entry, new_entry
 from hf_twell.files.weights import is_plain
@@ -65,9 +65,10 @@ def _tell_of_dense_blocks(sites: Iterable[FfnSite]) -> None:
     for site in sites:
         linears = [site.linear(key) for key in ("gate", "up", "down") if getattr(site.form, key)]
         quantized = [linear for linear in linears if not is_plain(base_layer(linear).weight)]
-        by_kernels = all(int8_parameters(linear) and linear.weight.device.type in ("cpu", "cuda") for linear in linears)
+        by_kernels = all(map(quantized_parameters, linears)) and quantize_x_alike(*linears)
         if quantized and not by_kernels:
-            kinds |= {type(base_layer(linear).weight.data).__name__ for linear in quantized}
+            weights = [base_layer(linear).weight for linear in quantized]
+            kinds |= {f"{type(weight.data).__name__} on {weight.device.type}" for weight in weights}
     if kinds:
         logger.warning(
             "no kernel reads these quantized weights (%s); their blocks are computed by their own linears, as exact "

@@ -6,7 +6,7 @@ import warnings
 import torch
 
 from hf_twell.ops import build, policy, policy_cpu, policy_cuda, reference, sampling
-from hf_twell.ops.checks import check_l1_scale, check_tensors
+from hf_twell.ops.checks import QUANTIZED, check_l1_scale, check_quantize_x, check_tensors, name_of
 from hf_twell.ops.limits import limit
 
 SMALLEST_H_ELEMENTS = 1 << 17  # of h, (T, F): below, calling one kernel takes longer than several of PyTorch's
@@ -28,51 +28,64 @@ def ffn(
     token_weight=None,
     tally=None,
     capacity=None,
+    quantize_x=False,
     backend="auto",
 ):
     """ReLU feed-forward block, exact at every density.
 
     Formula: h = relu(x Wg^T + bg) * (x Wu^T + bu), or relu(x Wu^T + bu) without a gate; y = h Wd^T + bd.
     Where a neuron is inactive, 0 times an infinite or NaN weight may give 0 in place of dense arithmetic's NaN.
-    int8 weights have a scale for each row: the block is that of the weights s_n w_nk, and x stays as it is.
+    8-bit weights (int8 or float8_e4m3fn, all of one) have a scale for each row: the block is that of the weights
+    s_n w_nk, and x stays as it is, unless `quantize_x` asks for x_t = s_t v_t in gate and up, as torchao's
+    Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()) has it: v_t the e4m3 values and s_t = max|x_t| / 448
+    the scale of token t (`hf_twell.ops.reference.quantized_rows`). h is not quantized, as torchao's is.
     With `l1_scale`, backward adds the L1 term's gradient and reports sparsity: see `hf_twell.ops.reference.inject_l1`.
 
     Shapes:
         x (..., D); w_up, w_gate (F, D); w_down (D, F); b_up, b_gate (F,); b_down (D,); returns (..., D).
-        s_up, s_gate (F,) or (F, 1), s_down (D,) or (D, 1), float32: where the weights are int8, all of them.
+        s_up, s_gate (F,) or (F, 1), s_down (D,) or (D, 1), float32: where the weights are 8-bit, all of them.
         l1_scale () fp32; token_weight x.shape[:-1] fp32, None for ones; tally (1 + F,) fp32 leaf, or None.
 
     Args:
         capacity: active neurons per token, on average, that forward keeps for backward; a matter of memory and speed
             alone, since backward computes again what did not fit. By default F / 16 on a CPU, F / 44 on a GPU.
+        quantize_x: whether x is quantized, in calls of more than 64 tokens: a matmul of fewer is bound by the bytes of
+            its weights, so nothing would be gained there. For float8_e4m3fn weights, and without gradients. "cuda"
+            does so on GPUs of compute capability 9.0, for an x in bfloat16 or float16 and D a multiple of 16.
         backend: "auto" takes the fastest backend that can compute this call; "reference", "cpu" or "cuda" insist.
             "cuda" computes gradients in bfloat16 and float16 on GPUs of compute capability 9.0; under "auto", calls
-            that need others go to "reference", with one warning. int8 weights: the kernels take them where no
-            gradients are wanted, "cuda" for more than 64 tokens by dequantizing them in each call, as "reference" does.
+            that need others go to "reference", with one warning. 8-bit weights: the kernels take them where no
+            gradients are wanted, "cpu" int8 alone, "cuda" for more than 64 tokens by dequantizing them in each call,
+            as "reference" does.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit together, a capacity below 1, or a backend that was asked
-            for by name and cannot compute this.
+        ValueError: shapes, dtypes or devices that do not fit together, a capacity below 1, quantize_x beside other
+            weights than float8_e4m3fn or where gradients are wanted, or a backend that was asked for by name and
+            cannot compute this.
 
-    Source: arXiv 2603.23198, sections 2 and 3.
+    Source: arXiv 2603.23198, sections 2 and 3; of quantized x, torchao 0.18.
     """
     scales = (s_up, s_down, s_gate)
     check_tensors(x, w_up, w_down, w_gate, b_up, b_down, b_gate, *scales, token_weight, tally)
     check_l1_scale(l1_scale, tally)
     if capacity is not None and capacity < 1:
         raise ValueError(f"capacity={capacity}; give a number of neurons of at least 1, or None for the default")
+    if quantize_x:
+        x = x.to(dtype_of(x))  # autocast's, before anything is quantized
     inputs = (x, w_up, w_down, w_gate, b_up, b_down, b_gate)
     beside = {"b_up": b_up, "b_down": b_down, "b_gate": b_gate, "s_up": s_up, "s_down": s_down, "s_gate": s_gate}
     l1 = {"l1_scale": l1_scale, "token_weight": token_weight, "tally": tally}
     kernels = resolve(backend, x.device.type)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, tally))
-    if kernels == "reference" or not _kernels_take(backend, x.device.type, needs_grad, *inputs):
-        return reference.ffn(x, w_up, w_down, w_gate, **beside, **l1)
+    if quantize_x:
+        check_quantize_x(w_up, needs_grad)
+    if kernels == "reference" or not _kernels_take(backend, x.device.type, needs_grad, *inputs, quantize_x=quantize_x):
+        return reference.ffn(x, w_up, w_down, w_gate, **beside, **l1, quantize_x=quantize_x)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        inputs = tuple(t if t is None or t.dtype == torch.int8 else t.to(dtype) for t in inputs)
+        inputs = tuple(t if t is None or t.dtype in QUANTIZED else t.to(dtype) for t in inputs)
     if not needs_grad:  # nothing reads the report, and the L1 term changes gradients alone
-        return torch.ops.hf_twell.infer(*inputs, *scales)
+        return torch.ops.hf_twell.infer(*inputs, *scales, *((True,) if quantize_x else ()))
     if backend == "auto" and x.is_cpu:
         x, w_up, w_down, w_gate, b_up, b_down, b_gate = inputs
         if _too_dense_to_train(x, *((w_up, b_up) if w_gate is None else (w_gate, b_gate))):
@@ -113,6 +126,14 @@ def kernels_train(x) -> bool:
     return x.is_cuda and _training_problem(x) is None
 
 
+def linears_quantize(x) -> bool:
+    """Whether an x on a GPU that is to be quantized is best left to torchao's linears.
+
+    No kernel of ours quantizes it, but there are tensor cores for e4m3, which plain PyTorch's matmuls leave idle.
+    """
+    return _quantizing_problem(x) is not None and float(_compute_capability(x.device.index)) >= 8.9
+
+
 def dense_takes(x) -> bool:
     """Whether kernels compute what lies between a dense block's matmuls, in x's dtype or autocast's."""
     return dtype_of(x) in (torch.bfloat16, torch.float16, *(() if x.is_cuda else (torch.float32,)))
@@ -142,6 +163,23 @@ def _training_problem(x) -> str | None:
     return None
 
 
+def _quantizing_problem(x) -> str | None:
+    """Why the CUDA kernels do not quantize x, or None.
+
+    How many tokens there are is asked last: a compiled graph is not guarded by it where the answer would be the same.
+    """
+    capability, dtype = _compute_capability(x.device.index), dtype_of(x)
+    hidden, most = x.shape[-1], reference.MAX_TOKENS_PLAIN_X
+    if capability == "9.0" and hidden % 16 == 0 and dtype in (torch.bfloat16, torch.float16):
+        return None
+    if x.numel() <= most * hidden:
+        return None
+    return (
+        f"x of more than {most} tokens is to be quantized, in {dtype} with D = {hidden} on a GPU of compute "
+        f"capability {capability}; the kernels quantize bfloat16 and float16 with D a multiple of 16 on 9.0"
+    )
+
+
 @torch.compiler.assume_constant_result
 def _compute_capability(device_index: int) -> str:
     return "{}.{}".format(*torch.cuda.get_device_capability(device_index))
@@ -169,7 +207,7 @@ def resolve(backend: str, device_type: str) -> str:
     return backend
 
 
-def _kernels_take(backend, device_type, needs_grad, x, *weights) -> bool:
+def _kernels_take(backend, device_type, needs_grad, x, *weights, quantize_x=False) -> bool:
     """Whether the device's kernels can compute these tensors; if not, "auto" says so once and any other name raises."""
     training_problem = _training_problem(x) if needs_grad and device_type == "cuda" else None
     if training_problem and backend == "auto":
@@ -182,14 +220,19 @@ def _kernels_take(backend, device_type, needs_grad, x, *weights) -> bool:
     problem = None
     dtypes = {tensor.dtype for tensor in (x, *weights) if tensor is not None}
     intermediate, hidden = weights[0].shape
-    int8 = weights[0].dtype == torch.int8  # and so are the others
-    if not dtypes <= {torch.float32, torch.bfloat16, torch.float16, *((torch.int8,) if int8 else ())}:
+    kind = weights[0].dtype  # where it is an 8-bit one, the others' too
+    quantized = kind in QUANTIZED
+    if not dtypes <= {torch.float32, torch.bfloat16, torch.float16, *((kind,) if quantized else ())}:
         problem = f"dtype {x.dtype}; the kernels take float32, bfloat16 and float16"
-    elif int8 and needs_grad:
-        problem = "gradients are wanted through int8 weights; the kernels compute none: use torch.no_grad()"
+    elif kind == torch.float8_e4m3fn and device_type == "cpu":
+        problem = "float8_e4m3fn weights on a CPU; the kernels there take int8"
+    elif quantized and needs_grad:
+        problem = f"gradients are wanted through {name_of(kind)} weights; the kernels compute none: use torch.no_grad()"
     elif not (0 < hidden <= limit("kMaxHidden") and 0 < intermediate <= limit("kMaxWidth")):
         largest = limit("kMaxHidden"), limit("kMaxWidth")
         problem = f"D = {hidden}, F = {intermediate}; the kernels take 1..{largest[0]} and 1..{largest[1]}"
+    elif quantize_x and (quantizing_problem := _quantizing_problem(x)):
+        problem = quantizing_problem
     elif transformed():
         problem = "the kernels have no rules for torch.func and forward-mode AD"
     elif training_problem:

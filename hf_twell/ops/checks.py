@@ -2,6 +2,9 @@
 
 import torch
 
+# Types of weights that have scales. Values in them are read where they lie: autocast leaves them alone, too.
+QUANTIZED = (torch.int8, torch.float8_e4m3fn)
+
 
 def check_tensors(x, w_up, w_down, w_gate, b_up, b_down, b_gate, s_up, s_down, s_gate, token_weight, tally) -> None:
     """Shapes, devices and dtypes that belong together.
@@ -15,7 +18,7 @@ def check_tensors(x, w_up, w_down, w_gate, b_up, b_down, b_gate, s_up, s_down, s
     if x.ndim == 0 or x.shape[-1] != hidden:
         raise ValueError(f"x has shape {tuple(x.shape)}; its last size must be {hidden}, the columns of w_up")
     device = x.device
-    int8 = check_scales(w_up, w_down, w_gate, s_up, s_down, s_gate)
+    quantized = check_scales(w_up, w_down, w_gate, s_up, s_down, s_gate)
     for name, tensor, shape in (
         ("w_up", w_up, (intermediate, hidden)),
         ("w_down", w_down, (hidden, intermediate)),
@@ -36,7 +39,7 @@ def check_tensors(x, w_up, w_down, w_gate, b_up, b_down, b_gate, s_up, s_down, s
         if tensor.device != device:
             raise ValueError(f"x is on {device} and {name} on {tensor.device}; move them to one device")
         # Autocast casts all of them; the report, the tokens' weights and scales are float32 beside any dtype.
-        own = name in ("tally", "token_weight") or name.startswith("s_") or (int8 and name.startswith("w_"))
+        own = name in ("tally", "token_weight") or name.startswith("s_") or (quantized and name.startswith("w_"))
         mixed = tensor.dtype != x.dtype and not own
         if mixed and not torch.is_autocast_enabled(device.type):
             raise ValueError(f"x is {x.dtype} and {name} is {tensor.dtype}; give both one dtype, or use autocast")
@@ -55,30 +58,54 @@ def check_l1_scale(l1_scale, tally) -> None:
         raise ValueError(f"l1_scale is {l1_scale!r}; give a tensor of one element")
 
 
-def check_scales(w_up, w_down, w_gate, s_up, s_down, s_gate) -> bool:
-    """Whether the weights are int8: then all of them are, with one float32 scale for each row.
+def check_quantize_x(w_up, needs_grad: bool) -> None:
+    """x is quantized for e4m3 weights alone, and has no gradient then, as torchao's has none.
 
     Raises:
-        ValueError: naming a weight that has no such scales, or scales that belong to no int8 weight.
+        ValueError: naming what was given, and what to do.
+    """
+    if w_up.dtype != torch.float8_e4m3fn:
+        raise ValueError(
+            f"quantize_x=True, and w_up is {w_up.dtype}; x is quantized beside float8_e4m3fn weights alone: give "
+            "those, with scales, or leave quantize_x out"
+        )
+    if needs_grad:
+        raise ValueError(
+            "quantize_x=True, and gradients are wanted; rounding x has none: use torch.no_grad(), or leave it out"
+        )
+
+
+def check_scales(w_up, w_down, w_gate, s_up, s_down, s_gate) -> bool:
+    """Whether the weights are int8 or float8_e4m3fn: then all of them are, with one float32 scale for each row.
+
+    Raises:
+        ValueError: naming a weight that has no such scales, or scales that belong to no such weight.
     """
     given = {"up": (w_up, s_up), "down": (w_down, s_down), "gate": (w_gate, s_gate)}
-    int8 = w_up.dtype == torch.int8
+    quantized = w_up.dtype in QUANTIZED
     for name, (weight, scale) in given.items():
         if weight is None and scale is None:
             continue
         if scale is None:
-            if int8 or weight.dtype == torch.int8:
+            if quantized or weight.dtype in QUANTIZED:
+                kind = name_of(w_up.dtype if quantized else weight.dtype)
                 raise ValueError(
-                    f"w_{name} is {weight.dtype} and s_{name} is None; give int8 for all weights, with scales"
+                    f"w_{name} is {weight.dtype} and s_{name} is None; give {kind} for all weights, with scales"
                 )
-        elif weight is None or weight.dtype != torch.int8 or not int8:
-            kind = None if weight is None else weight.dtype
+        elif weight is None or not quantized or weight.dtype != w_up.dtype:
+            kinds = " or ".join(map(name_of, (w_up.dtype,) if quantized else QUANTIZED))
             raise ValueError(
-                f"s_{name} was given, and w_{name} is {kind}; scales go with int8, for all weights or for none"
+                f"s_{name} was given, and w_{name} is {None if weight is None else weight.dtype}; scales go with "
+                f"{kinds}, for all weights or for none"
             )
         elif scale.dtype != torch.float32 or tuple(scale.shape) not in ((len(weight),), (len(weight), 1)):
             raise ValueError(
                 f"s_{name} is {scale.dtype} of shape {tuple(scale.shape)}; give float32, one for each of w_{name}'s "
                 f"{len(weight)} rows"
             )
-    return int8
+    return quantized
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Without "torch."."""
+    return str(dtype).removeprefix("torch.")

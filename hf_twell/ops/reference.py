@@ -1,12 +1,15 @@
 """The sparse feed-forward block in plain PyTorch: the truth that every kernel is compared with.
 
 Shapes: x (..., D); w_up, w_gate (F, D); w_down (D, F); biases (F,), (D,), (F,). T is the product of x's leading sizes.
-int8 weights have scales, one for each row: (F,), (D,), (F,), or the same with a last size of 1.
+int8 and float8_e4m3fn weights have scales, one for each row: (F,), (D,), (F,), or the same with a last size of 1.
 """
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+
+MAX_TOKENS_PLAIN_X = 64  # in a call: above, `quantize_x` quantizes x
+E4M3_MAX = 448.0
 
 
 def ffn(
@@ -24,8 +27,11 @@ def ffn(
     l1_scale=None,
     token_weight=None,
     tally=None,
+    quantize_x=False,
 ):
     """ReLU feed-forward block, dense arithmetic; see `hf_twell.ops.ffn` for formula and arguments."""
+    if quantize_x and x.numel() > MAX_TOKENS_PLAIN_X * x.shape[-1]:
+        x = dequantized_rows(*quantized_rows(x), x.dtype)
     up = linear(x, w_up, s_up, b_up)
     h = torch.relu(up) if w_gate is None else torch.relu(linear(x, w_gate, s_gate, b_gate)) * up
     if l1_scale is not None:
@@ -34,7 +40,7 @@ def ffn(
 
 
 def linear(x, w, scale=None, bias=None):
-    """x w^T + bias; an int8 w with a scale for each row is dequantized in x's dtype: x (scale_n w_nk)^T + bias."""
+    """x w^T + bias; a w with a scale for each row is dequantized in x's dtype: x (scale_n w_nk)^T + bias."""
     return F.linear(x, w if scale is None else dequantized(w, scale, x.dtype), bias)
 
 
@@ -42,6 +48,31 @@ def dequantized(w, scale, dtype: torch.dtype) -> torch.Tensor:
     """scale_n w_nk in `dtype`, (N, K); scale (N,) or (N, 1)."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return (w.to(wide) * scale.reshape(-1, 1).to(wide)).to(dtype)
+
+
+def quantized_rows(x) -> tuple[torch.Tensor, torch.Tensor]:
+    """float8_e4m3fn values (..., D) and float32 scales (..., 1) of x, a scale a row.
+
+    Formula: scale_t = max_k |x_tk| / 448, rounded to x's dtype, but not to 0; value_tk = x_tk / scale_t in float32,
+    clamped to +-448 and rounded to the nearest e4m3, even ones where two are as near.
+    A row of zeros has scale 0 and values 0 (torchao's are 0 / 0: NaN). One that holds NaN is NaN throughout; one that
+    holds infinity has an infinite scale, NaN in its place and 0 elsewhere, so that all it stands for is NaN.
+
+    Source: torchao 0.18, `Float8Tensor.from_hp` with PerRow in eager mode without MSLK; bit by bit but for rows of
+    zeros, and for those of float16 below 448 * 2^-25, whose scale torchao rounds to 0.
+    """
+    largest = x.abs().amax(-1, keepdim=True)
+    scale = (largest / E4M3_MAX).float()
+    scale = torch.where(scale == 0, largest.float() / E4M3_MAX, scale)
+    values = x.float() / torch.where(scale == 0, 1.0, scale)
+    return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
+
+
+def dequantized_rows(values, scales, dtype: torch.dtype) -> torch.Tensor:
+    """What `quantized_rows` stand for, scale_t value_tk, in `dtype`: (..., D)."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    # A rounded scale may take a row's largest past float16's own, but what is finite stays so.
+    return (values.to(wide) * scales.to(wide)).clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
 
 
 COUNT_WIDTH = 0.1  # of a gate: within a few such of zero, the count term pushes a neuron off; far above, it lets it be

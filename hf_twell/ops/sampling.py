@@ -14,7 +14,7 @@ def active_share(x, w_gate, b_gate, tokens: int, neurons: int, s_gate=None) -> t
     """Share of active pairs, (), among at most `tokens` of x's tokens and about `neurons` neurons.
 
     Shapes:
-        x (..., D); w_gate (F, D); b_gate (F,) or None; s_gate (F, 1), the scales of an int8 w_gate, or None.
+        x (..., D); w_gate (F, D); b_gate (F,) or None; s_gate (F, 1), the scales of an 8-bit w_gate, or None.
     """
     x_TD = x.reshape(-1, x.shape[-1])
     # Spread by the golden ratio: an even stride can meet one position of every sequence, and first ones are densest.

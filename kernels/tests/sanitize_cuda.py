@@ -13,7 +13,7 @@ import torch
 
 from hf_twell.ops import api, reference
 from tests.ffn_cases import make_case
-from tests.int8_cases import int8_case
+from tests.quantized_cases import KINDS, quantized_case, truth_of
 
 TOKENS = {"decode": (1, 2, 3, 4, 17, 64), "sm90": (1, 65, 130, 300, 2100), "portable": (1, 65, 130, 300)}
 TRAINED = ((1, 64), (300, 64), (300, 4), (130, 1))  # tokens, capacity
@@ -28,7 +28,7 @@ CALLS = (
     (1032, 2100, 0.02, True, True, torch.bfloat16),  # large enough for one kernel to decode up to four tokens
 )
 ORDER = ("x", "w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate", "s_up", "s_down", "s_gate")
-INT8_CALLS = (
+QUANTIZED_CALLS = (
     (16, 16, 1.0, True, True, torch.bfloat16),
     (33, 70, 0.1, True, False, torch.float16),
     (80, 344, 0.02, True, True, torch.bfloat16),
@@ -54,17 +54,42 @@ def infer(paths) -> int:
     return calls
 
 
-def infer_int8() -> int:
-    """The kernels that read int8, and what dequantizes it for the others."""
+def infer_quantized() -> int:
+    """The kernels that read int8 and fp8, and what dequantizes them for the others."""
     os.environ.pop("HF_TWELL_CUDA_PATH", None)
     calls = 0
-    for (hidden, width, density, gated, biases, dtype), by_column in itertools.product(INT8_CALLS, (True, False)):
-        for tokens in (1, 3, 9, 16, 17, 64, 65):
-            case = int8_case(tokens, hidden, width, density, dtype, gated=gated, biases=biases, by_column=by_column)
+    for kind, sizes, by_column in itertools.product(KINDS, QUANTIZED_CALLS, (True, False)):
+        *sizes, density, gated, biases, dtype = sizes
+        options = {"kind": kind, "gated": gated, "biases": biases, "by_column": by_column}
+        for tokens in (1, 3, 9, 16, 17, 64, 65, 130, 192, 193):
+            case = quantized_case(tokens, *sizes, density, dtype, **options)
             case = {name: None if tensor is None else tensor.cuda() for name, tensor in case.items()}
             with torch.no_grad():
                 y, truth = torch.ops.hf_twell.infer(*(case.get(name) for name in ORDER)), reference.ffn(**case)
             torch.testing.assert_close(y, truth, rtol=0.05, atol=0.05)
+            calls += 1
+    return calls
+
+
+def infer_quantized_x() -> int:
+    """Calls that quantize x, one of its tokens NaN, and those of so few tokens that they do not."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        return 0
+    os.environ.pop("HF_TWELL_CUDA_PATH", None)
+    calls = 0
+    for (hidden, width, density, gated, biases, dtype), by_column in itertools.product(QUANTIZED_CALLS, (True, False)):
+        if hidden % 16 != 0:
+            continue
+        options = {"kind": "fp8", "gated": gated, "biases": biases, "by_column": by_column}
+        for tokens in (1, 64, 65, 128, 130, 300, 2100):
+            case = quantized_case(tokens, hidden, width, density, dtype, **options)
+            case = {name: None if tensor is None else tensor.cuda() for name, tensor in case.items()}
+            if tokens > 64:
+                case["x"][tokens // 2] = float("nan")
+            with torch.no_grad():
+                y = torch.ops.hf_twell.infer(*(case.get(name) for name in ORDER), True)
+                truth = truth_of(case, quantize_x=True).to(dtype)
+            torch.testing.assert_close(y, truth, rtol=0.05, atol=0.05, equal_nan=True)
             calls += 1
     return calls
 
@@ -97,8 +122,12 @@ def on_gpu(*args, **kwargs) -> dict:
 def main() -> None:
     paths = sys.argv[1:]
     plain = infer(paths or TOKENS)
-    int8 = 0 if paths else infer_int8()
-    print(f"{plain} calls without gradients, {int8} of int8 weights, {0 if paths else train()} with gradients")
+    quantized, quantizing = (0, 0) if paths else (infer_quantized(), infer_quantized_x())
+    trained = 0 if paths else train()
+    print(
+        f"{plain} calls without gradients, {quantized} of 8-bit weights, {quantizing} that quantize x, "
+        f"{trained} with gradients"
+    )
 
 
 main()

@@ -4,6 +4,7 @@
 #include <array>
 #include <numeric>
 #include <optional>
+#include <stdexcept>
 #include <tuple>
 #include <vector>
 
@@ -158,7 +159,8 @@ std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, May
 }
 
 Tensor infer(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up, MaybeTensor b_down,
-             MaybeTensor b_gate, MaybeTensor s_up, MaybeTensor s_down, MaybeTensor s_gate) {
+             MaybeTensor b_gate, MaybeTensor s_up, MaybeTensor s_down, MaybeTensor s_gate, bool quantize_x) {
+  if (quantize_x) throw std::runtime_error("hf_twell's CPU kernels do not quantize x: they read int8 weights, not fp8");
   const Call call(x, w_up, w_down, w_gate, b_up, b_down, b_gate, {s_up, s_down, s_gate});
   return std::get<0>(forward(call, x, b_down, std::nullopt, std::nullopt, 0));
 }

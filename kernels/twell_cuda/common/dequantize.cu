@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "common/quantized.cuh"
+
 namespace twell {
 namespace {
 
@@ -27,20 +29,20 @@ __device__ __forceinline__ float factor(const Factors& factors, int64_t i) {
   return factors.scales == nullptr ? 1.f : part_of(factors.scales[i], factors.part);
 }
 
-template <typename To>
+template <typename To, typename From>
 __global__ void __launch_bounds__(kThreads) dequantize_kernel(const __grid_constant__ Dequantization m, bool whole) {
   const int64_t pieces = (m.columns + kVector - 1) / kVector, total = m.lines * pieces;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < total; i += stride) {
     const int64_t line = i / pieces, column = i % pieces * kVector;
-    const int8_t* const from = m.from + line * m.columns + column;
+    const From* const from = static_cast<const From*>(m.from) + line * m.columns + column;
     To* const to = static_cast<To*>(m.to) + line * m.columns + column;
     const float of_line = factor(m.line, line);
-    const auto value = [&](int j, int8_t v) {
-      return static_cast<To>(of_line * factor(m.column, column + j) * static_cast<float>(v));
+    const auto value = [&](int j, From v) {
+      return static_cast<To>(of_line * factor(m.column, column + j) * value_of(v));
     };
     if (whole) {
-      alignas(8) int8_t values[kVector];
+      alignas(8) From values[kVector];
       *reinterpret_cast<uint2*>(values) = __ldcs(reinterpret_cast<const uint2*>(from));
       Values<To> out;
 #pragma unroll
@@ -65,7 +67,8 @@ cudaError_t launch(const Dequantization& matrix, cudaStream_t stream) {
   if (pieces == 0) return cudaSuccess;
   const int64_t blocks = std::min<int64_t>((pieces + kThreads - 1) / kThreads, 1 << 16);
   const bool whole = matrix.columns % kVector == 0 && reinterpret_cast<uintptr_t>(matrix.from) % kVector == 0;
-  dequantize_kernel<To><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(matrix, whole);
+  const auto kernel = matrix.type == DType::kInt8 ? dequantize_kernel<To, int8_t> : dequantize_kernel<To, E4m3>;
+  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(matrix, whole);
   return cudaGetLastError();
 }
 
@@ -89,6 +92,7 @@ cudaError_t divide_by_mantissas(const void* values, const float* scales, int64_t
 }
 
 cudaError_t dequantize(const Dequantization& matrix, DType to, cudaStream_t stream) {
+  if (!is_scaled(matrix.type)) return cudaErrorInvalidValue;
   switch (to) {
     case DType::kBFloat16: return launch<__nv_bfloat16>(matrix, stream);
     case DType::kFloat16: return launch<__half>(matrix, stream);

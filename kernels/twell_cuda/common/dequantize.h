@@ -1,4 +1,4 @@
-// int8 matrices with scales as ones of another type.
+// 8-bit matrices with scales as ones of another type.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,7 +20,8 @@ struct Factors {
 // to[l, c] = line[l] * column[c] * from[l, c], rounded once; not at all where factors are powers. Lines lie one after
 // another, in both.
 struct Dequantization {
-  const int8_t* from;
+  const void* from;
+  DType type;  // an 8-bit one
   int64_t lines, columns;
   Factors line, column;
   void* to;  // at a 16-byte border

@@ -27,14 +27,17 @@ struct Ffn {
   const void* b_up;    // (F)
   const void* b_down;  // (D)
   void* y;             // (T, D)
+  // Of e4m3 weights alone. Calls of more than kDecodeMaxTokens (decode/decode.h) quantize x too, a scale a token, and
+  // multiply e4m3 by e4m3 in gate and up (sm90/prefill/prefill_fp8.h). In others x stays as it is.
+  bool quantize_x = false;
 
   bool gated() const { return up.data != nullptr; }
-  bool int8() const { return gate.dtype == DType::kInt8; }
+  bool scaled() const { return is_scaled(gate.dtype); }
 };
 
-// The two forms that kernels read: contiguous rows at a 16-byte border, of the call's own type, or int8 with scales.
+// The two forms that kernels read: contiguous rows at a 16-byte border, of the call's own type, or 8-bit with scales.
 inline bool is_readable(const Operand& weight, const Ffn& ffn) {
-  const bool scaled = weight.dtype == DType::kInt8;
+  const bool scaled = is_scaled(weight.dtype);
   return (scaled || weight.dtype == ffn.dtype) && scaled == (weight.scales != nullptr) &&
          weight.row_stride == ffn.hidden && weight.column_stride == 1 &&
          reinterpret_cast<uintptr_t>(weight.data) % 16 == 0;

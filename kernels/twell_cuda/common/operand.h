@@ -6,10 +6,14 @@
 
 namespace twell {
 
-// kFloat32 has no kernels here: PyTorch's matmuls take it (host/dispatch.h). kInt8 is of weights alone.
-enum class DType : int { kBFloat16, kFloat16, kFloat32, kInt8 };
+// kFloat32 has no kernels here: PyTorch's matmuls take it (host/dispatch.h). kInt8 and kE4m3 are of
+// weights alone.
+enum class DType : int { kBFloat16, kFloat16, kFloat32, kInt8, kE4m3 };
 
-constexpr int bytes_of(DType dtype) { return dtype == DType::kInt8 ? 1 : dtype == DType::kFloat32 ? 4 : 2; }
+// Whether such numbers mean themselves times scales.
+constexpr bool is_scaled(DType dtype) { return dtype == DType::kInt8 || dtype == DType::kE4m3; }
+
+constexpr int bytes_of(DType dtype) { return is_scaled(dtype) ? 1 : dtype == DType::kFloat32 ? 4 : 2; }
 
 struct Operand {
   const void* data = nullptr;  // null: the call has no such weight

@@ -3,7 +3,7 @@
 // A thread block owns a slice of y's columns and, with `splits` of them to a slice, its own share of the neurons. Each
 // of its warps takes masks in a fixed stride, lists their quads of active neurons, and multiplies the columns of those
 // neurons' rows (gathered straight into registers) with h. Columns are the rows of the product, tokens its columns.
-// `Weight` is the call's own type, or int8_t.
+// `Weight` is the call's own type, or an 8-bit one.
 #pragma once
 
 #include "decode/decode.h"
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kDecodeThreads, kGroups <= 2 ? (kColumns == 2 
     const int tile = e / 32;
     const int d = column + tile / kGroups * 2;  // this lane's columns: e % 32 == lane
     const int token = tile % kGroups * 8 + lane % 4 * 2;
-    if constexpr (std::is_same_v<Weight, int8_t>) scale_outputs(v, p, d);
+    if constexpr (kScaled<Weight>) scale_outputs(v, p, d);
     write_outputs<Half>(v, p, d, token);
   }
 }

@@ -1,10 +1,8 @@
 // What both gate and up kernels share: parameters, the activation, and how sums lie in shared memory.
 #pragma once
 
-#include <type_traits>
-
-#include "common/int8.cuh"
 #include "common/mma.cuh"
+#include "common/quantized.cuh"
 #include "decode/plan.h"
 
 namespace twell::decoding {
@@ -13,16 +11,12 @@ namespace twell::decoding {
 template <typename Half, typename Weight>
 constexpr int kRatio = static_cast<int>(sizeof(Half) / sizeof(Weight));
 
-// Whether sums of such weights have to be multiplied by scales.
-template <typename Weight>
-constexpr bool kScaled = std::is_same_v<Weight, int8_t>;
-
 // Of a lane's 16 bytes of weights, what meets the `part`-th 16 bytes of activations, as tensor-core operands.
 template <typename Half, typename Weight>
 __device__ __forceinline__ void unpack(uint32_t (&to)[4], const uint4& from, int part) {
-  if constexpr (std::is_same_v<Weight, int8_t>) {
-    expand<Half>(part == 0 ? from.x : from.z, to[0], to[1]);
-    expand<Half>(part == 0 ? from.y : from.w, to[2], to[3]);
+  if constexpr (kScaled<Weight>) {
+    expand<Half, Weight>(part == 0 ? from.x : from.z, to[0], to[1]);
+    expand<Half, Weight>(part == 0 ? from.y : from.w, to[2], to[3]);
   } else {
     to[0] = from.x, to[1] = from.y, to[2] = from.z, to[3] = from.w;
   }
@@ -41,7 +35,7 @@ struct GateUpParams {
   int tokens, width, blocks, slices;
   uint32_t row_bytes;       // of gate, up and down, and of x where they have its type
   int prefetch_max_active;  // active neurons of a block up to which all of down's active rows can wait in L2 together
-  const float* s_gate;  // of int8 weights, one a row
+  const float* s_gate;  // of 8-bit weights, one a row
   const float* s_up;
 };
 

@@ -7,7 +7,7 @@
 //
 // Within each 64 consecutive bytes of a weight's row, lane q of four takes 16 consecutive ones, and the activations of
 // the same k: both operands see the same permutation of k, so no data moves between lanes. `Weight` is the call's own
-// type, or int8_t, of which each 16 bytes meet 32 of activations.
+// type, or an 8-bit one, of which each 16 bytes meet 32 of activations.
 #pragma once
 
 #include "decode/decode.h"
@@ -21,7 +21,7 @@ namespace {
 // Gate rows fetched into L2 while an earlier kernel still runs: this many times 256 bytes for each row and warp.
 constexpr int kPrefetchGate = 2;
 
-constexpr uint32_t kPieceBytes = 64;  // of a weight's row: 32 consecutive k, or 64 of int8
+constexpr uint32_t kPieceBytes = 64;  // of a weight's row: 32 consecutive k, or 64 of 8-bit ones
 
 // First byte of a row that is the warp's: rows are shared out by whole pieces. At warp = kDecodeWarps, the row's end
 // rounded up to a piece.
@@ -134,7 +134,7 @@ struct Count {
 };
 
 // Thread blocks that a multiprocessor must have room for. Three of 16 neurons: an H200 then holds all of F = 5632 at
-// once. Two groups of tokens fit in the registers that this leaves on Hopper, but not with int8; elsewhere, too, the
+// once. Two groups of tokens fit in the registers that this leaves on Hopper, but not with bytes; elsewhere, too, the
 // compiler would spill.
 __host__ __device__ constexpr int resident_blocks(int tiles, int groups, int per_byte) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900

@@ -59,10 +59,10 @@ inline DecodePlan plan_decode(const Ffn& ffn) {
   if (p.groups >= 4) {
     p.lane_columns = 4;
   } else {
-    p.lane_columns = ffn.hidden >= 8192 ? 8 : ffn.hidden >= 4096 || ffn.int8() ? 4 : 2;  // of int8, 4 bytes at least
+    p.lane_columns = ffn.hidden >= 8192 ? 8 : ffn.hidden >= 4096 || ffn.scaled() ? 4 : 2;  // 4 bytes at least
   }
   p.slices = (ffn.hidden + 8 * p.lane_columns - 1) / (8 * p.lane_columns);
-  p.splits = (p.groups < 4 && !ffn.int8()) || p.slices > 64 ? 1 : p.slices > 32 ? 2 : 4;
+  p.splits = (p.groups < 4 && !ffn.scaled()) || p.slices > 64 ? 1 : p.slices > 32 ? 2 : 4;
   const int64_t tokens = 8 * p.groups;
   p.masks = 0;
   p.arrivals = round_up(p.masks + 2 * round_up(p.blocks, 2), 256);

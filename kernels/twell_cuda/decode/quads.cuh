@@ -6,10 +6,8 @@
 // free, so the lane keeps neighbouring columns throughout and no data moves between lanes.
 #pragma once
 
-#include <type_traits>
-
-#include "common/int8.cuh"
 #include "common/mma.cuh"
+#include "common/quantized.cuh"
 #include "decode/plan.h"
 
 namespace twell::decoding {
@@ -23,7 +21,7 @@ struct DownParams {
   uint32_t* arrivals;
   void* y;
   int tokens, hidden, mask_pairs;
-  const float* s_down;  // of int8 weights, one a column
+  const float* s_down;  // of 8-bit weights, one a column
 };
 
 inline DownParams down_params(const Ffn& ffn, const DecodePlan& plan, void* workspace) {
@@ -71,10 +69,10 @@ struct Piece {  // what a lane multiplies in one step: four rows' columns, and h
 // Operands of columns 2i and 2i + 1 of a piece's rows: (rows 0 and 1 of the first, of the second, rows 2 and 3 alike).
 template <typename Half, typename Weight, typename Rows>
 __device__ __forceinline__ void operands(uint32_t (&a)[4], const Rows& row, int i) {
-  if constexpr (std::is_same_v<Weight, int8_t>) {
+  if constexpr (kScaled<Weight>) {
     const uint32_t bytes = i % 2 == 0 ? 0x5140 : 0x7362;  // of two rows in turn: columns 0 and 1, or 2 and 3
-    expand<Half>(__byte_perm(row[0][i / 2], row[1][i / 2], bytes), a[0], a[1]);
-    expand<Half>(__byte_perm(row[2][i / 2], row[3][i / 2], bytes), a[2], a[3]);
+    expand<Half, Weight>(__byte_perm(row[0][i / 2], row[1][i / 2], bytes), a[0], a[1]);
+    expand<Half, Weight>(__byte_perm(row[2][i / 2], row[3][i / 2], bytes), a[2], a[3]);
   } else {
     a[0] = __byte_perm(row[0][i], row[1][i], 0x5410);
     a[1] = __byte_perm(row[0][i], row[1][i], 0x7632);

@@ -28,10 +28,11 @@ Tensor computed(const Tensor& x, const Operands& operands, Compute compute) {
   return y;
 }
 
-Tensor sparse(const Tensor& x, const Operands& operands) {
+Tensor sparse(const Tensor& x, const Operands& operands, bool quantize_x = false) {
   return computed(x, operands, [&](void* y) {
     Ffn ffn = operands.ffn();
     ffn.y = y;
+    ffn.quantize_x = quantize_x;
     // The allocator gives freed memory to later work of the same stream only, so both may go when this function returns.
     MaybeTensor workspace, gate;
     Services services;
@@ -74,15 +75,18 @@ Tensor evaluate(const Tensor& x, const Tensor& w_up, const Tensor& w_down, const
   return sparse(x, Operands(x, w_up, w_down, w_gate, b_up, b_down, b_gate));
 }
 
-// Whether kernels read int8 weights themselves for such a call.
-bool reads_int8(const Tensor& x, const Tensor& w_up) {
+// Whether kernels read 8-bit weights themselves for such a call. Throws where they would have to quantize x and cannot.
+bool reads_scaled(const Tensor& x, const Tensor& w_up, bool quantize_x) {
   Ffn ffn{};
   ffn.dtype = dtype_of(x);
   ffn.hidden = static_cast<int>(w_up.size(1));
   ffn.width = static_cast<int>(w_up.size(0));
   ffn.tokens = x.numel() / w_up.size(1);
-  ffn.gate.dtype = DType::kInt8;
-  return has_kernels(ffn.dtype) && has_row(ffn, device_of(x.get_device_index()));
+  ffn.gate.dtype = dtype_of(w_up);
+  ffn.quantize_x = quantize_x;
+  const Device& device = device_of(x.get_device_index());
+  check_quantize_x(ffn, device);
+  return has_kernels(ffn.dtype) && has_row(ffn, device);
 }
 
 // By kernels that read weights of x's type. What decides which neurons are active is not rounded: of its scales it gets
@@ -121,12 +125,14 @@ std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, May
 }
 
 Tensor infer(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up, MaybeTensor b_down,
-             MaybeTensor b_gate, MaybeTensor s_up, MaybeTensor s_down, MaybeTensor s_gate) {
+             MaybeTensor b_gate, MaybeTensor s_up, MaybeTensor s_down, MaybeTensor s_gate, bool quantize_x) {
   check_sizes(x, w_up);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const bool reads = (s_up || quantize_x) && reads_scaled(x, w_up, quantize_x);
   if (!s_up || x.numel() == 0) return evaluate(x, w_up, w_down, w_gate, b_up, b_down, b_gate);
-  if (reads_int8(x, w_up)) {
-    return sparse(x, Operands(x, w_up, w_down, w_gate, b_up, b_down, b_gate, false, {s_up, s_down, s_gate}));
+  if (reads) {
+    const Operands operands(x, w_up, w_down, w_gate, b_up, b_down, b_gate, false, {s_up, s_down, s_gate});
+    return sparse(x, operands, quantize_x);
   }
   return dequantized_first(x, w_up, w_down, w_gate, b_up, b_down, b_gate, *s_up, *s_down, s_gate);
 }

@@ -8,16 +8,27 @@
 #include <stdexcept>
 #include <string>
 
+#include "common/dequantize.h"
 #include "decode/decode.h"
 #include "portable/portable.h"
 #include "sm90/prefill/prefill.h"
+#include "sm90/prefill/prefill_fp8.h"
 
 namespace twell {
 namespace {
 
 enum class Gpu { kAny, kHopper };  // compute capability 8.0 or later; 9.0 alone
 
-enum class Kernels { kFused, kBulk, kFew, kMma, kMidHalf, kMid, kPrefill, kPortable };
+enum class Kernels { kFused, kBulk, kFew, kFewPieces, kMma, kMidHalf, kMid, kPrefill, kPrefillFp8, kPortable };
+
+// What kernels multiply: weights of the call's own type; 8-bit ones with scales, as they lie; or e4m3 ones by
+// quantized x.
+enum class Weights { kPlain, kScaled, kFp8 };
+
+Weights weights_of(const Ffn& ffn) {
+  if (!ffn.scaled()) return Weights::kPlain;
+  return ffn.quantize_x && ffn.tokens > kDecodeMaxTokens ? Weights::kFp8 : Weights::kScaled;
+}
 
 bool fused(const Ffn& ffn, const Device& device, sm90::MidPlan*) { return decoding::takes_fused(ffn, device); }
 bool mid_half(const Ffn& ffn, const Device& device, sm90::MidPlan* plan) {
@@ -25,7 +36,7 @@ bool mid_half(const Ffn& ffn, const Device& device, sm90::MidPlan* plan) {
 }
 bool mid(const Ffn& ffn, const Device& device, sm90::MidPlan* plan) { return sm90::plan_mid(ffn, device, plan); }
 bool always(const Ffn&, const Device&, sm90::MidPlan*) { return true; }
-bool sixteens(const Ffn& ffn, const Device&, sm90::MidPlan*) { return ffn.hidden % 16 == 0; }  // 16 bytes of int8
+bool sixteens(const Ffn& ffn, const Device&, sm90::MidPlan*) { return ffn.hidden % 16 == 0; }  // 16 bytes of 8-bit ones
 bool fused_sixteens(const Ffn& ffn, const Device& device, sm90::MidPlan*) {
   return ffn.hidden % 16 == 0 && decoding::takes_fused(ffn, device);
 }
@@ -37,10 +48,14 @@ struct Row {
   double millions;                                           // of elements of one matrix, D x F / 2^20, at least
   bool (*fits)(const Ffn&, const Device&, sm90::MidPlan*);   // whether D and F suit how these kernels share out work
   Kernels kernels;
-  bool int8 = false;  // the weights that they read: int8 ones, or those of the call's own type
+  Weights weights = Weights::kPlain;
 };
 
 constexpr int64_t kMany = std::numeric_limits<int64_t>::max();
+
+// Up to so many tokens 8-bit weights are read as they lie, by the kernels for few, at most 64 tokens at a time: these
+// take 21 us, where a call that dequantizes first takes about 80 (LOG.md).
+constexpr int64_t kAboveDecode = kDecodeMaxTokens + 1, kPiecesMaxTokens = 3 * kDecodeMaxTokens;
 
 // The first row that takes a call computes it. Where one gives way to the next was measured on an H200 (DESIGN.md): few
 // tokens are bound by the weights' traffic, many by arithmetic.
@@ -53,10 +68,12 @@ constexpr Row kTable[] = {
     {"decode",   Gpu::kHopper, 3, 8,                           2,     always,    Kernels::kFew},
     {"decode",   Gpu::kHopper, 9, kDecodeMaxTokens,            0,     always,    Kernels::kFew},
     {"decode",   Gpu::kAny,    1, kDecodeMaxTokens,            0,     always,    Kernels::kMma},
-    {"decode",   Gpu::kHopper, 1, 2,                           2,     fused_sixteens, Kernels::kFused, true},
-    {"decode",   Gpu::kHopper, 3, 8,                           2,     sixteens,  Kernels::kFew, true},
-    {"decode",   Gpu::kHopper, 9, kDecodeMaxTokens,            0,     sixteens,  Kernels::kFew, true},
-    {"decode",   Gpu::kAny,    1, kDecodeMaxTokens,            0,     sixteens,  Kernels::kMma, true},
+    {"decode",   Gpu::kHopper, 1, 2,                           2,    fused_sixteens, Kernels::kFused, Weights::kScaled},
+    {"decode",   Gpu::kHopper, 3, 8,                           2,     sixteens,  Kernels::kFew,      Weights::kScaled},
+    {"decode",   Gpu::kHopper, 9, kDecodeMaxTokens,            0,     sixteens,  Kernels::kFew,      Weights::kScaled},
+    {"decode",   Gpu::kHopper, kAboveDecode, kPiecesMaxTokens, 0,     sixteens,  Kernels::kFewPieces, Weights::kScaled},
+    {"decode",   Gpu::kAny,    1, kDecodeMaxTokens,            0,     sixteens,  Kernels::kMma,      Weights::kScaled},
+    {"sm90",     Gpu::kHopper, kAboveDecode, kMany,            0,     sixteens,  Kernels::kPrefillFp8, Weights::kFp8},
     {"sm90",     Gpu::kHopper, 1, sm90::kMidMaxHalfTokens,     0,     mid_half,  Kernels::kMidHalf},
     {"sm90",     Gpu::kHopper, 1, sm90::kMidMaxTokens,         0,     mid,       Kernels::kMid},
     {"sm90",     Gpu::kHopper, 1, kMany,                       0,     always,    Kernels::kPrefill},
@@ -66,9 +83,9 @@ constexpr Row kTable[] = {
 bool is_hopper(const Device& device) { return device.major == 9 && device.minor == 0; }
 
 bool takes(const Row& row, const Ffn& ffn, const Device& device, sm90::MidPlan* plan) {
-  return row.int8 == ffn.int8() && (row.gpu == Gpu::kAny || is_hopper(device)) && row.least_tokens <= ffn.tokens &&
-         ffn.tokens <= row.most_tokens && static_cast<double>(ffn.hidden) * ffn.width >= row.millions * (1 << 20) &&
-         row.fits(ffn, device, plan);
+  return row.weights == weights_of(ffn) && (row.gpu == Gpu::kAny || is_hopper(device)) &&
+         row.least_tokens <= ffn.tokens && ffn.tokens <= row.most_tokens &&
+         static_cast<double>(ffn.hidden) * ffn.width >= row.millions * (1 << 20) && row.fits(ffn, device, plan);
 }
 
 // From `row` on, of `path` if one is given; null where there is none.
@@ -92,8 +109,22 @@ decoding::Kernels kernels_of(const Row& row, const Ffn& ffn, const Device& devic
     } while (two->kernels == Kernels::kFused);
   }
   kernels.bulk_gate = two->kernels == Kernels::kBulk;
-  kernels.few = two->kernels == Kernels::kFew;
+  kernels.few = two->kernels == Kernels::kFew || two->kernels == Kernels::kFewPieces;
   return kernels;
+}
+
+// The down kernel reads rows of the call's type, so e4m3 ones become such, once a call.
+cudaError_t run_prefill_fp8(const Ffn& ffn, const Device& device, cudaStream_t stream, const Services& services) {
+  const int64_t bytes = sm90::prefill_fp8_workspace_bytes(ffn, device);  // a multiple of 256
+  const int64_t row_bytes = int64_t{ffn.hidden} * bytes_of(ffn.dtype);
+  char* const workspace = static_cast<char*>(services.workspace(bytes + ffn.width * row_bytes));
+  const Dequantization down{ffn.down.data, ffn.down.dtype,    ffn.width,        ffn.hidden,
+                            {},            {ffn.down.scales}, workspace + bytes};
+  const cudaError_t error = dequantize(down, ffn.dtype, stream);
+  if (error != cudaSuccess) return error;
+  Ffn call = ffn;
+  call.down = {down.to, ffn.dtype, ffn.hidden};
+  return sm90::prefill_fp8_forward(call, device, workspace, stream);
 }
 
 cudaError_t run_portable(const Ffn& ffn, const Device& device, cudaStream_t stream, const Services& services) {
@@ -116,11 +147,15 @@ cudaError_t run(const Row& row, const sm90::MidPlan& plan, const Ffn& ffn, const
     case Kernels::kFew:
     case Kernels::kMma:
       return decode(ffn, kernels_of(row, ffn, device), device, services.workspace(decode_workspace_bytes(ffn)), stream);
+    case Kernels::kFewPieces:
+      return decode_pieces(ffn, kernels_of(row, ffn, device), device, services.workspace(pieces_workspace_bytes(ffn)),
+                           stream);
     case Kernels::kMidHalf:
     case Kernels::kMid:
       return sm90::mid_forward(ffn, plan, device, services.workspace(sm90::prefill_workspace_bytes(ffn, device)), stream);
     case Kernels::kPrefill:
       return sm90::prefill_forward(ffn, device, services.workspace(sm90::prefill_workspace_bytes(ffn, device)), stream);
+    case Kernels::kPrefillFp8: return run_prefill_fp8(ffn, device, stream, services);
     case Kernels::kPortable: return run_portable(ffn, device, stream, services);
   }
   return cudaErrorInvalidValue;
@@ -143,7 +178,8 @@ void check_weights(const Ffn& ffn) {
   };
   if (!readable(ffn.gate) || !readable(ffn.down) || (ffn.gated() && !readable(ffn.up))) {
     throw std::runtime_error(
-        "hf_twell's CUDA kernels read weights in contiguous rows, all of the activations' type, or all int8 with scales");
+        "hf_twell's CUDA kernels read weights in contiguous rows, all of the activations' type, or all int8 or all "
+        "float8_e4m3fn with scales");
   }
 }
 
@@ -162,8 +198,23 @@ bool has_row(const Ffn& ffn, const Device& device) {
   return first_row(kTable, wanted_path(), ffn, device, &plan) != nullptr;
 }
 
+void check_quantize_x(const Ffn& ffn, const Device& device) {
+  if (!ffn.quantize_x) return;
+  if (ffn.gate.dtype != DType::kE4m3) {
+    throw std::runtime_error("quantize_x is for float8_e4m3fn weights with scales; leave it out for others");
+  }
+  if (ffn.tokens <= kDecodeMaxTokens || (has_kernels(ffn.dtype) && has_row(ffn, device))) return;
+  const char* const wanted = wanted_path();
+  throw std::runtime_error(
+      "hf_twell's CUDA kernels quantize x on compute capability 9.0, in bfloat16 and float16, with D a multiple of 16" +
+      std::string(wanted ? ", by HF_TWELL_CUDA_PATH=sm90 and not " + std::string(wanted) : "") + "; here D is " +
+      std::to_string(ffn.hidden) + ", on " + std::to_string(device.major) + "." + std::to_string(device.minor) +
+      "; use backend='reference'");
+}
+
 void forward(const Ffn& ffn, const Device& device, cudaStream_t stream, const Services& services) {
   check_weights(ffn);
+  check_quantize_x(ffn, device);
   const char* const wanted = wanted_path();
   sm90::MidPlan plan{};
   const Row* const row = first_row(kTable, wanted, ffn, device, &plan);
@@ -172,7 +223,7 @@ void forward(const Ffn& ffn, const Device& device, cudaStream_t stream, const Se
                              std::to_string(ffn.tokens) + " tokens on a GPU of compute capability " +
                              std::to_string(device.major) + "." + std::to_string(device.minor) + "; allowed here: " +
                              allowed_paths(ffn, device) + " (decode takes up to " + std::to_string(kDecodeMaxTokens) +
-                             " tokens, sm90 needs 9.0)");
+                             " tokens, of 8-bit weights " + std::to_string(kPiecesMaxTokens) + "; sm90 needs 9.0)");
   }
   const cudaError_t error = run(*row, plan, ffn, device, stream, services);
   if (error != cudaSuccess) {
@@ -208,7 +259,7 @@ namespace sm90 {
 
 bool choose_mid(const Ffn& ffn, const Device& device, MidPlan* plan) {
   const Row* const row = first_row(kTable, "sm90", ffn, device, plan);
-  return row != nullptr && row->kernels != twell::Kernels::kPrefill;
+  return row != nullptr && (row->kernels == twell::Kernels::kMid || row->kernels == twell::Kernels::kMidHalf);
 }
 
 cudaError_t forward(const Ffn& ffn, const Device& device, void* workspace, cudaStream_t stream) {

@@ -29,9 +29,12 @@ bool has_kernels(DType dtype);
 // Throws where no such row takes the call, for weights in a form that no kernel reads, and for a CUDA error.
 void forward(const Ffn& ffn, const Device& device, cudaStream_t stream, const Services& services);
 
-// Whether a row of the table takes a call of this type, these sizes and this type of weights. int8 weights of which none
-// does have to be dequantized.
+// Whether a row of the table takes a call of this type, these sizes and this type of weights. 8-bit weights have to be
+// dequantized where none does; but for calls that quantize x.
 bool has_row(const Ffn& ffn, const Device& device);
+
+// Throws where x is to be quantized and no row of the table does so for such a call.
+void check_quantize_x(const Ffn& ffn, const Device& device);
 
 // Throws where no kernels train: on other GPUs, in other types, or with room for no or too many pairs.
 void check_training(const Device& device, DType dtype, int64_t tokens, int64_t capacity);

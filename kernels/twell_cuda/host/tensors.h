@@ -85,6 +85,7 @@ inline DType dtype_of(const Tensor& tensor) {
     case ScalarType::BFloat16: return DType::kBFloat16;
     case ScalarType::Half: return DType::kFloat16;
     case ScalarType::Char: return DType::kInt8;
+    case ScalarType::Float8_e4m3fn: return DType::kE4m3;
     default: throw std::runtime_error("hf_twell takes float32, bfloat16 or float16 tensors");
   }
 }
@@ -161,19 +162,19 @@ inline Tensor bytes_like(const Tensor& tensor, int64_t bytes) {
   return torch::stable::new_empty(tensor, {bytes}, ScalarType::Byte);
 }
 
-// Of int8 weights: float32, one for each row. None where weights are of the call's own type.
+// Of 8-bit weights: float32, one for each row. None where weights are of the call's own type.
 struct Scales {
   MaybeTensor up, down, gate;
 };
 
-// An int8 matrix (N, K), with factors for its rows and its columns, as one of another type in the same order of memory.
+// An 8-bit matrix (N, K), with factors for its rows and its columns, as one of another type in the same memory order.
 inline Tensor dequantized(const Tensor& matrix, Factors of_rows, Factors of_columns, ScalarType type) {
   const bool by_column = matrix.stride(0) == 1 && matrix.stride(1) == matrix.size(0);
   const Tensor rows = by_column ? torch::stable::transpose(matrix, 0, 1) : as_contiguous(matrix);
   if (by_column) std::swap(of_rows, of_columns);
   Tensor out = torch::stable::new_empty(rows, {rows.size(0), rows.size(1)}, type);
-  const Dequantization work{static_cast<const int8_t*>(rows.const_data_ptr()), rows.size(0), rows.size(1), of_rows,
-                            of_columns, out.mutable_data_ptr()};
+  const Dequantization work{rows.const_data_ptr(), dtype_of(rows), rows.size(0), rows.size(1),
+                            of_rows,               of_columns,     out.mutable_data_ptr()};
   check_launch(dequantize(work, dtype_of(out), current_stream(matrix.get_device_index())), "dequantize");
   return by_column ? torch::stable::transpose(out, 0, 1) : out;
 }

@@ -60,8 +60,12 @@ cudaError_t launch_up(const Ffn&, const Chunk&, const Device&, cudaStream_t);
 cudaError_t launch_up_as(const Ffn&, const Chunk&, const Device&, cudaStream_t, bool many);
 cudaError_t launch_down(const Ffn&, const Chunk&, const Device&, cudaStream_t);
 
-// A row-major (rows, columns) matrix of 2-byte elements or of int8, read in boxes of `box_rows` x 64 with 128-byte or
+// A row-major (rows, columns) matrix of 2-byte elements or of bytes, read in boxes of `box_rows` x 64 with 128-byte or
 // 64-byte swizzle; what lies outside the matrix reads as zero.
 cudaError_t make_tensor_map(CUtensorMap*, DType, const void* base, int64_t rows, int columns, int box_rows);
+
+// A (rows, columns) matrix of bytes whose rows lie `stride` apart, a multiple of 16, read in boxes of `box_rows` x 128
+// with 128-byte swizzle; what lies outside the matrix reads as zero.
+cudaError_t make_byte_map(CUtensorMap*, const void* base, int64_t rows, int columns, int64_t stride, int box_rows);
 
 }  // namespace twell::sm90

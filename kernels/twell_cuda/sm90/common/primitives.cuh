@@ -146,6 +146,12 @@ __device__ __forceinline__ void copy_16(uint32_t shared, const void* global, boo
                : "memory");
 }
 
+// 4 bytes by cp.async, through L1; zeros where `valid` is false.
+__device__ __forceinline__ void copy_4(uint32_t shared, const void* global, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(valid ? 4 : 0)
+               : "memory");
+}
+
 // 16 bytes, or 8, which go through L1.
 template <int kBytes>
 __device__ __forceinline__ void copy(uint32_t shared, const void* global) {

@@ -6,28 +6,49 @@
 
 namespace twell::sm90 {
 
-cudaError_t make_tensor_map(CUtensorMap* map, DType dtype, const void* base, int64_t rows, int columns, int box_rows) {
+namespace {
+
+struct Matrix {
+  CUtensorMapDataType type;
+  const void* base;
+  int64_t rows, stride;  // stride in bytes
+  int columns;
+};
+
+cudaError_t encode(CUtensorMap* map, const Matrix& m, int box_rows, int box_columns, CUtensorMapSwizzle swizzle) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   // The driver is not linked against: its library is there only where a GPU is.
-  static const Encode encode = [] {
-    void* function = nullptr;
+  static const Encode function = [] {
+    void* found_function = nullptr;
     cudaDriverEntryPointQueryResult found;
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
-    return found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found_function, 12000, cudaEnableDefault, &found);
+    return found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(found_function) : nullptr;
   }();
-  if (encode == nullptr) return cudaErrorInsufficientDriver;
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns) * bytes_of(dtype)};
-  const cuuint32_t box[2] = {64, static_cast<cuuint32_t>(box_rows)}, steps[2] = {1, 1};
-  const bool narrow = dtype == DType::kInt8;
+  if (function == nullptr) return cudaErrorInsufficientDriver;
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(m.columns), static_cast<cuuint64_t>(m.rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(m.stride)};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t steps[2] = {1, 1};
+  const CUresult result =
+      function(map, m.type, 2, const_cast<void*>(m.base), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+               swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+cudaError_t make_tensor_map(CUtensorMap* map, DType dtype, const void* base, int64_t rows, int columns, int box_rows) {
+  const bool narrow = bytes_of(dtype) == 1;
   const CUtensorMapDataType type = narrow                      ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                                    : dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                                : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const CUresult result = encode(map, type, 2, const_cast<void*>(base), sizes, strides, box, steps,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                 narrow ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  return encode(map, {type, base, rows, int64_t{columns} * bytes_of(dtype), columns}, box_rows, 64,
+                narrow ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+cudaError_t make_byte_map(CUtensorMap* map, const void* base, int64_t rows, int columns, int64_t stride, int box_rows) {
+  return encode(map, {CU_TENSOR_MAP_DATA_TYPE_UINT8, base, rows, stride, columns}, box_rows, 128,
+                CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 }  // namespace twell::sm90

@@ -4,7 +4,7 @@
 // A thread block owns 64 columns of y and, with `splits` of them to a cluster, its own share of the active neurons. All
 // threads list those; then one warpgroup multiplies and the others gather columns of Wd and h. The blocks of a cluster
 // add up through each other's shared memory: each finishes some of the columns. `Weight` is the call's own type, or
-// int8_t, whose scales belong to the columns.
+// an 8-bit one, whose scales belong to the columns.
 #pragma once
 
 #include "decode/decode.h"

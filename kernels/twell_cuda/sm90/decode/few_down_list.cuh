@@ -1,9 +1,11 @@
 // What the thread blocks of sm90/decode/few_down.cuh have in shared memory, and which neurons each of them takes.
 #pragma once
 
+#include <type_traits>
+
 #include "decode/quads.cuh"
 #include "sm90/common/prefix_sum.cuh"
-#include "sm90/decode/few_int8.cuh"
+#include "sm90/decode/few_narrow.cuh"
 
 namespace twell::decoding::few::down {
 
@@ -19,7 +21,7 @@ template <typename Weight, bool kSixteen>
 struct Form {
   static constexpr int kProductBytes = kSixteen ? kDepth * 32 : kPartBytes;
   static constexpr int kStageBytes = kProductBytes + kDepth * kRowStep<Weight>;
-  // Behind the ring: two stages' columns of int8 as 16-bit values.
+  // Behind the ring: two stages' 8-bit columns as 16-bit values.
   static constexpr int kWideBytes = kScaled<Weight> && !kSixteen ? 2 * kPartBytes : 0;
   static constexpr int kBoundThreads = kSixteen ? 32 : kMultipliers;  // that have sums of the same eight columns
   static constexpr int kBoundBytes = kBoundThreads * 16;
@@ -54,7 +56,7 @@ constexpr bool kAsPlanned = Form<uint16_t, kSixteen>::kStageBytes == down_stage_
                             Form<uint16_t, kSixteen>::kExchangeBytes == down_exchange_bytes(kSixteen);
 static_assert(kAsPlanned<true> && kAsPlanned<false>);
 
-// Of a thread block. Beside one of the first kernel int8 takes no more than was planned.
+// Of a thread block. Beside one of the first kernel 8-bit weights take no more than was planned.
 template <typename Weight, bool kSixteen>
 constexpr int shared_bytes(bool beside) {
   using F = Form<Weight, kSixteen>;

@@ -121,11 +121,11 @@ __device__ __forceinline__ void multiply(float (&sum)[8], Ring& ring, uint32_t s
   }
 }
 
-// The first of int8 columns, which become 16-bit ones at `wide`: those of one stage while the one before is multiplied.
-template <typename Half>
+// The first of 8-bit columns, which become 16-bit ones at `wide`: a stage of them while the one before is multiplied.
+template <typename Half, typename Weight>
 __device__ __forceinline__ void multiply_widened(float (&sum)[kColumns / 2], Ring& ring, uint32_t stages, uint32_t wide,
                                                  int listed) {
-  using F = Form<int8_t, false>;
+  using F = Form<Weight, false>;
   const bool releases = threadIdx.x % 32 == 0;
   int held = -1;
   uint32_t columns = wide;
@@ -133,7 +133,7 @@ __device__ __forceinline__ void multiply_widened(float (&sum)[kColumns / 2], Rin
   for (int start = 0; start < listed; start += kDepth, ring.advance()) {
     ring.wait_full();
     const uint32_t stage = stages + ring.stage * F::kStageBytes;
-    Widened<Half, kDepth> values;
+    Widened<Half, Weight, kDepth> values;
     values.load(stage + F::kProductBytes);
     values.store(columns);
     sm90::wgmma_wait<0>();
@@ -154,11 +154,11 @@ __device__ __forceinline__ void multiply_widened(float (&sum)[kColumns / 2], Rin
   if (held >= 0 && releases) sm90::barrier_arrive(ring.empty + held);
 }
 
-// The second of int8 columns. A transposed load gives a lane two neighbouring columns' bytes of two neurons, so a
+// The second of 8-bit columns. A transposed load gives a lane two neighbouring columns' bytes of two neurons, so a
 // warp's even columns form one operand and its odd ones the other.
-template <typename Half>
+template <typename Half, typename Weight>
 __device__ __forceinline__ void multiply_narrow(float (&sum)[8], Ring& ring, uint32_t stages, int listed) {
-  using F = Form<int8_t, true>;
+  using F = Form<Weight, true>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int start = 0; start < listed; start += kDepth, ring.advance()) {
@@ -175,7 +175,7 @@ __device__ __forceinline__ void multiply_narrow(float (&sum)[8], Ring& ring, uin
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         uint32_t b[2];
-        expand<Half>(__byte_perm(bytes[k][0], bytes[k][1], j == 0 ? 0x6420 : 0x7531), b[0], b[1]);
+        expand<Half, Weight>(__byte_perm(bytes[k][0], bytes[k][1], j == 0 ? 0x6420 : 0x7531), b[0], b[1]);
         mma<Half>(reinterpret_cast<float(&)[4]>(sum[4 * j]), a[k][0], a[k][1], a[k][2], a[k][3], b[0], b[1]);
       }
     }
@@ -197,9 +197,9 @@ __device__ __forceinline__ void multiply_listed(float (&sum)[kOwn], Ring& ring, 
   if constexpr (!kScaled<Weight>) {
     multiply<Half>(sum, ring, stages, listed);
   } else if constexpr (kOwn == 8) {
-    multiply_narrow<Half>(sum, ring, stages, listed);
+    multiply_narrow<Half, Weight>(sum, ring, stages, listed);
   } else {
-    multiply_widened<Half>(sum, ring, stages, wide, listed);
+    multiply_widened<Half, Weight>(sum, ring, stages, wide, listed);
   }
 }
 

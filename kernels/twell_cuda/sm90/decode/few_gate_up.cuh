@@ -7,7 +7,7 @@
 // ended. Tokens are the 64 rows of the product, whose steps four warpgroups share out. Once it is known which neurons
 // any token activates, their rows of Wu follow over the same x, from the steps on that are still in its ring: gathered,
 // or by boxes where most are active. Of few pairs of a neuron and a token each is multiplied by itself
-// (sm90/decode/few_pairs.cuh). `Weight` is the call's own type, or int8_t (sm90/decode/few_int8.cuh).
+// (sm90/decode/few_pairs.cuh). `Weight` is the call's own type, or an 8-bit one (sm90/decode/few_narrow.cuh).
 #pragma once
 
 #include <algorithm>

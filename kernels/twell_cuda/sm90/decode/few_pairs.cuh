@@ -19,20 +19,20 @@ __device__ __forceinline__ bool takes_pairs(const FewParams& p, const Control<kN
   return p.up != nullptr && c.pair_count <= kMaxPairs;
 }
 
-// Eight weights of a row: 16 bytes, or 8 of int8.
+// Eight weights of a row: 16 bytes, or 8 of 8-bit ones.
 template <typename Weight>
 using Eight = std::conditional_t<kScaled<Weight>, uint2, uint4>;
 
-template <typename Half>
-__device__ __forceinline__ uint4 as_halves(const uint4& weights) {
-  return weights;
-}
-template <typename Half>
-__device__ __forceinline__ uint4 as_halves(const uint2& weights) {
-  uint4 v;
-  expand<Half>(weights.x, v.x, v.y);
-  expand<Half>(weights.y, v.z, v.w);
-  return v;
+template <typename Half, typename Weight>
+__device__ __forceinline__ uint4 as_halves(const Eight<Weight>& weights) {
+  if constexpr (kScaled<Weight>) {
+    uint4 v;
+    expand<Half, Weight>(weights.x, v.x, v.y);
+    expand<Half, Weight>(weights.y, v.z, v.w);
+    return v;
+  } else {
+    return weights;
+  }
 }
 
 template <typename Row>
@@ -58,8 +58,9 @@ __device__ __forceinline__ float multiply_add(const uint4& a, const uint4& b, fl
 }
 
 // A lane's part of the product of two rows of up to kHeld * 32 pieces, all of them on their way at once in registers.
-template <typename Half, typename Row>
-__device__ __forceinline__ float multiply_held(const uint4* x, const Row* row, int pieces) {
+template <typename Half, typename Weight>
+__device__ __forceinline__ float multiply_held(const uint4* x, const Eight<Weight>* row, int pieces) {
+  using Row = Eight<Weight>;
   const int lane = threadIdx.x % 32;
   uint4 a[kHeld];
   Row b[kHeld];
@@ -71,14 +72,15 @@ __device__ __forceinline__ float multiply_held(const uint4* x, const Row* row, i
   }
   float sum = 0.f;
 #pragma unroll
-  for (int k = 0; k < kHeld; ++k) sum = multiply_add<Half>(a[k], as_halves<Half>(b[k]), sum);
+  for (int k = 0; k < kHeld; ++k) sum = multiply_add<Half>(a[k], as_halves<Half, Weight>(b[k]), sum);
   return sum;
 }
 
 // The same of longer rows, through shared memory, which has place for more than registers: at `place` the lane's first
 // piece. It reads but what it has copied itself.
-template <typename Half, typename Row>
-__device__ __forceinline__ float multiply_staged(const uint4* x, const Row* row, int pieces, uint32_t place) {
+template <typename Half, typename Weight>
+__device__ __forceinline__ float multiply_staged(const uint4* x, const Eight<Weight>* row, int pieces, uint32_t place) {
+  using Row = Eight<Weight>;
   constexpr uint32_t kApart = 32 * 16;
   float sum = 0.f;
 #pragma unroll 1
@@ -88,7 +90,7 @@ __device__ __forceinline__ float multiply_staged(const uint4* x, const Row* row,
       const bool inside = at + k * 32 < pieces;
       if constexpr (sizeof(Row) == 16) {
         sm90::copy_16(place + 2 * k * kApart, row + (inside ? at + k * 32 : 0), inside);
-      } else {  // any bytes are numbers, and those outside meet zeros
+      } else {  // those outside are the row's first ones again and meet zeros: no NaN that the sum has not without them
         sm90::copy<8>(place + 2 * k * kApart, row + (inside ? at + k * 32 : 0));
       }
       sm90::copy_16(place + (2 * k + 1) * kApart, x + (inside ? at + k * 32 : 0), inside);
@@ -97,7 +99,7 @@ __device__ __forceinline__ float multiply_staged(const uint4* x, const Row* row,
 #pragma unroll
     for (int k = 0; k < kStaged; ++k) {
       sum = multiply_add<Half>(sm90::load_shared_16(place + (2 * k + 1) * kApart),
-                               as_halves<Half>(load_shared<Row>(place + 2 * k * kApart)), sum);
+                               as_halves<Half, Weight>(load_shared<Row>(place + 2 * k * kApart)), sum);
     }
   }
   return sum;
@@ -118,8 +120,8 @@ __device__ __forceinline__ void multiply_pairs(const FewParams& p, const Control
     const char* const x_row = p.x + static_cast<int64_t>(token) * (p.row_bytes * kRatio<Half, Weight>);
     const uint4* const x = reinterpret_cast<const uint4*>(x_row);
     const Row* const row = reinterpret_cast<const Row*>(p.up + static_cast<int64_t>(first + n) * p.row_bytes);
-    float sum = pieces <= kHeld * 32 ? multiply_held<Half>(x, row, pieces)
-                                     : multiply_staged<Half>(x, row, pieces, place);
+    float sum = pieces <= kHeld * 32 ? multiply_held<Half, Weight>(x, row, pieces)
+                                     : multiply_staged<Half, Weight>(x, row, pieces, place);
 #pragma unroll
     for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
     if constexpr (kScaled<Weight>) sum *= c.up_scale[n];

@@ -5,7 +5,7 @@
 // more than they save.
 #pragma once
 
-#include "sm90/decode/few_int8.cuh"
+#include "sm90/decode/few_narrow.cuh"
 
 namespace twell::decoding::few {
 
@@ -121,10 +121,10 @@ __device__ __forceinline__ void meet_in_warpgroup() {
   }
 }
 
-// The same of int8 rows and up to 64 tokens, through `wide`, the warpgroup's own place for rows of 16-bit values.
-template <typename Half, int kColumns>
+// The same of 8-bit rows and up to 64 tokens, through `wide`, the warpgroup's own place for rows of 16-bit values.
+template <typename Half, typename Weight, int kColumns>
 __device__ __forceinline__ void multiply_stage_widened(float* sum, uint32_t x, uint32_t rows, uint32_t wide) {
-  Widened<Half, kColumns> values;
+  Widened<Half, Weight, kColumns> values;
   values.load(rows);
   meet_in_warpgroup();  // each warp has multiplied what lay there before
   values.store(wide);
@@ -133,9 +133,9 @@ __device__ __forceinline__ void multiply_stage_widened(float* sum, uint32_t x, u
   multiply_stage<Half, kColumns>(sum, x, wide);
 }
 
-// The same of int8 rows and 16 tokens. Of a warp's 16 hidden units a lane takes four neighbouring ones of both operands,
-// so that one word of a row is all that it wants of it.
-template <typename Half, int kColumns>
+// The same of 8-bit rows and 16 tokens. Of a warp's 16 hidden units a lane takes four neighbouring ones of both
+// operands, so that one word of a row is all that it wants of it.
+template <typename Half, typename Weight, int kColumns>
 __device__ __forceinline__ void multiply_narrow_16(float* sum, uint32_t x, uint32_t rows) {
   const int lane = threadIdx.x % 32, row = lane / 4, piece = threadIdx.x / 32 % 4;
   const uint32_t low_row = x + row * kStepBytes + (((2 * piece + lane % 4 / 2) ^ row) << 4) + lane % 2 * 8;
@@ -148,7 +148,7 @@ __device__ __forceinline__ void multiply_narrow_16(float* sum, uint32_t x, uint3
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       uint32_t b[2];
-      expand<Half>(words[i], b[0], b[1]);
+      expand<Half, Weight>(words[i], b[0], b[1]);
       mma<Half>(reinterpret_cast<float(&)[4]>(sum[8 * j + 4 * i]), low.x, high.x, low.y, high.y, b[0], b[1]);
     }
   }
@@ -200,8 +200,8 @@ __device__ __forceinline__ void add_warps(Sums<kColumns>& own, const float* sum,
   }
 }
 
-// x times kColumns rows. The stages of `rows` are overwritten, those of x kept from the step `kept` on. `wide`: of int8
-// and more than 16 tokens, a place for kColumns rows of 16-bit values for each warpgroup.
+// x times kColumns rows. The stages of `rows` are overwritten, those of x kept from the step `kept` on. `wide`: of
+// 8-bit rows and more than 16 tokens, a place for kColumns rows of 16-bit values for each warpgroup.
 template <typename Half, typename Weight, int kColumns, bool kSixteen>
 __device__ __forceinline__ Sums<kColumns> multiply(Operand x, Operand rows, uint32_t wide, int steps, int kept,
                                                    bool copied, int tokens) {
@@ -219,11 +219,11 @@ __device__ __forceinline__ Sums<kColumns> multiply(Operand x, Operand rows, uint
     x_ring.wait_full();
     const uint32_t x_stage = x.base + x_ring.stage * x.stage_bytes, stage = rows.base + ring.stage * rows.stage_bytes;
     if constexpr (kSixteen && kScaled<Weight>) {
-      multiply_narrow_16<Half, kColumns>(sum, x_stage, stage);
+      multiply_narrow_16<Half, Weight, kColumns>(sum, x_stage, stage);
     } else if constexpr (kSixteen) {
       multiply_stage_16<Half, kColumns>(sum, x_stage, stage);
     } else if constexpr (kScaled<Weight>) {
-      multiply_stage_widened<Half, kColumns>(sum, x_stage, stage, wide + own.group * (kColumns * kStepBytes));
+      multiply_stage_widened<Half, Weight, kColumns>(sum, x_stage, stage, wide + own.group * (kColumns * kStepBytes));
     } else {
       if (copied) sm90::fence_async_proxy();  // cp.async wrote, tensor cores read
       multiply_stage<Half, kColumns>(sum, x_stage, stage);

@@ -1,6 +1,8 @@
 // What the thread blocks of sm90/decode/few_gate_up.cuh do with a tile: shared memory, copies, lists, the activation.
 #pragma once
 
+#include <type_traits>
+
 #include "sm90/decode/few_product.cuh"
 
 namespace twell::decoding::few {
@@ -48,7 +50,7 @@ struct Control {
 template <int kNeurons>
 constexpr int kGateRow = kNeurons + 4;
 
-// The same with the scales of int8 rows.
+// The same with the scales of 8-bit rows.
 template <int kNeurons>
 struct ScaledControl : Control<kNeurons> {
   float gate_scale[kNeurons], up_scale[kNeurons];
@@ -64,7 +66,7 @@ struct Shared {
   static constexpr int kBeside =
       (kBothShared - in_shared_units(down_shared(kSixteen, true)) - in_shared_units(kRest)) / 1024 * 1024;
   static constexpr int kRings = kNeurons <= kFewNeurons ? kBeside : 144 * 1024;
-  // Behind the ring of weights, rows of int8 as 16-bit values, for each warpgroup.
+  // Behind the ring of weights, 8-bit rows as 16-bit values, for each warpgroup.
   static constexpr int kWideBytes = kScaled<Weight> && !kSixteen ? kWarpgroups * kNeurons * kStepBytes : 0;
   static constexpr int kWeightRing = kRings - kXRingBytes - kWideBytes;
   static constexpr int kBytes = kRings + kRest;
@@ -182,7 +184,7 @@ __device__ __forceinline__ void copy_rows(Ring ring, uint32_t stages, uint32_t s
   }
 }
 
-// Sums of int8 columns times `scale` of each column.
+// Sums of 8-bit columns times `scale` of each column.
 template <int kColumns, typename Scale>
 __device__ __forceinline__ void scale_sums(Sums<kColumns>& sums, int tokens, Scale scale) {
 #pragma unroll

@@ -11,7 +11,7 @@
 //
 // Within each 64 consecutive bytes of weights, lane q of four takes 16 consecutive ones, and the activations of the same
 // k: both operands see the same permutation of k, so no data moves between lanes. `Weight` is the call's own type, or
-// int8_t.
+// an 8-bit one.
 
 #include <mutex>
 #include <unordered_map>
@@ -83,15 +83,21 @@ int meeting_of(const void* workspace) {
   return next < kMeetings ? known.emplace(workspace, next).first->second : -1;
 }
 
+template <typename Half, int kTokens>
+auto kernel_of(DType weights) {
+  switch (weights) {
+    case DType::kInt8: return fused_kernel<Half, int8_t, kTokens>;
+    case DType::kE4m3: return fused_kernel<Half, E4m3, kTokens>;
+    default: return fused_kernel<Half, Half, kTokens>;
+  }
+}
+
 template <int kTokens>
 cudaError_t launch_for(const Ffn& ffn, FusedParams p, const Launch& launch, const Kernels& kernels,
                        cudaStream_t stream) {
   p.row_places = (kFusedSharedBytes - static_cast<int>(sizeof(Sums<kTokens>))) / static_cast<int>(p.row_stride);
-  const bool bfloat16 = ffn.dtype == DType::kBFloat16;
-  const auto kernel =
-      ffn.int8() ? bfloat16 ? fused_kernel<__nv_bfloat16, int8_t, kTokens> : fused_kernel<__half, int8_t, kTokens>
-      : bfloat16 ? fused_kernel<__nv_bfloat16, __nv_bfloat16, kTokens>
-                 : fused_kernel<__half, __half, kTokens>;
+  const auto kernel = ffn.dtype == DType::kBFloat16 ? kernel_of<__nv_bfloat16, kTokens>(ffn.gate.dtype)
+                                                    : kernel_of<__half, kTokens>(ffn.gate.dtype);
   return launch_decode_kernel(kernel, launch, p, kernels, stream);
 }
 

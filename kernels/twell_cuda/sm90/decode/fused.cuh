@@ -2,6 +2,8 @@
 // timestamps.
 #pragma once
 
+#include <type_traits>
+
 #include "decode/gate.cuh"
 #include "sm90/common/primitives.cuh"
 
@@ -13,13 +15,13 @@ constexpr int kTiles = kFusedMaxRows / 16;
 constexpr int kRunRows = kFusedRunRows, kRuns = kFusedMaxRows / kRunRows, kHeldRuns = kHeldRows / kRunRows;
 constexpr int kStageRows = 8;  // of up and down, at most
 constexpr int kMaxStages = 8;
-constexpr uint32_t kPieceBytes = 64;                         // of weights: 32 consecutive k, or 64 of int8
+constexpr uint32_t kPieceBytes = 64;                         // of weights: 32 consecutive k, or 64 of 8-bit ones
 constexpr uint32_t kStepBytes = kDecodeWarps * kPieceBytes;  // a piece for each warp
 template <typename Weight>
 constexpr uint32_t kMaxRowBytes = sizeof(Weight) * kFusedMaxHidden;
 template <typename Weight>
 constexpr int kSteps = kMaxRowBytes<Weight> / kStepBytes;  // of a row
-constexpr int kXPieces = 2 * kFusedMaxHidden / kStepBytes;  // 16 bytes of x each: one for a step, or two with int8
+constexpr int kXPieces = 2 * kFusedMaxHidden / kStepBytes;  // 16 bytes of x each: one for a step, or two
 constexpr int kThreadColumns = kFusedMaxHidden / kThreads;
 static_assert(kThreadColumns == 8, "a thread reads 16 bytes of a row, or 8");
 template <typename Weight>
@@ -81,7 +83,7 @@ struct FusedParams {
   uint32_t meeting;
   int patience;
   Trace trace;
-  const float* s_gate;  // of int8 weights
+  const float* s_gate;  // of 8-bit weights
   const float* s_up;
   const float* s_down;
 };
@@ -95,7 +97,7 @@ struct Control {
   int kernels_ahead_ended;       // from the start or since
   int left_over;  // thread blocks that gave up waiting
   int all_in;
-  float s_gate[kFusedMaxRows], s_up[kFusedMaxRows];  // of int8 weights
+  float s_gate[kFusedMaxRows], s_up[kFusedMaxRows];  // of 8-bit weights
 };
 static_assert(sizeof(Control) <= kFusedControlBytes);
 

@@ -15,8 +15,8 @@ __device__ __forceinline__ void add_row(float (&y)[kTokens][kThreadColumns], con
   uint4 words;
   if constexpr (kScaled<Weight>) {
     const uint2 bytes = *reinterpret_cast<const uint2*>(row);
-    expand<Half>(bytes.x, words.x, words.y);
-    expand<Half>(bytes.y, words.z, words.w);
+    expand<Half, Weight>(bytes.x, words.x, words.y);
+    expand<Half, Weight>(bytes.y, words.z, words.w);
   } else {
     words = *reinterpret_cast<const uint4*>(row);
   }

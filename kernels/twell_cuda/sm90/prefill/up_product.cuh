@@ -18,14 +18,45 @@ struct UpArguments {
   bool turned;
 };
 
+// Of e4m3 operands besides.
+struct ScaledUpArguments : UpArguments {
+  int row_bytes;               // from row to row of Wu, a multiple of 16
+  int tokens;                  // of the chunk
+  const float* neuron_scales;  // (F)
+  const float* token_scales;   // (tokens)
+};
+template <typename E>
+using ArgumentsOf = std::conditional_t<kScaled<E>, ScaledUpArguments, UpArguments>;
+
+// From row to row of Wu, in its values.
+__device__ __forceinline__ int row_stride(const UpArguments& a) { return a.hidden; }
+__device__ __forceinline__ int row_stride(const ScaledUpArguments& a) { return a.row_bytes; }
+
+// The scales of a tile's sums, by the fetching warpgroup; there with the next stage that its threads fill.
+__device__ __forceinline__ void fetch_scales(const ScaledUpArguments& a, const Item& item, const uint16_t* list,
+                                             ScaledControl& c) {
+#pragma unroll
+  for (int i = 0; i < kMaxNeurons / kFetchers; ++i) {
+    const int n = threadIdx.x + i * kFetchers;
+    if (n < item.count) copy_4(smem_address(c.neuron_scales + n), a.neuron_scales + list[n], true);
+  }
+  static_assert(kFetchers == kBlockTokens);
+  const int token = item.block * kBlockTokens + threadIdx.x;
+  const bool inside = token < a.tokens;
+  copy_4(smem_address(c.token_scales + threadIdx.x), a.token_scales + (inside ? token : 0), inside);
+}
+
 // kMany: rows of Wu are copied one by one, else in batches whose addresses lie in registers before their first copy:
 // one by one, each copy waits for branches and until the copy before has read its address.
-template <typename T, bool kMany>
-__device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x_map, const CUtensorMap* up_map,
-                                      Control& c, uint8_t* shared, Ring ring) {
+//
+// T is the type of relu(gate), E of x and Wu.
+template <typename T, bool kMany, typename E = T>
+__device__ __forceinline__ void fetch(const ArgumentsOf<E>& a, const CUtensorMap* x_map, const CUtensorMap* up_map,
+                                      ControlOf<E>& c, uint8_t* shared, Ring ring) {
+  constexpr int kDepth = kRowBytes / int{sizeof(E)}, kPiece = 16 / int{sizeof(E)};  // values of 128 and of 16 bytes
   constexpr int kRows = kFetchers / 8, kShare = kMaxNeurons / kRows, kBatch = 4;
   static_assert(kShare % kBatch == 0);
-  const int thread = threadIdx.x, steps = (a.hidden + kDepth - 1) / kDepth, blocks = a.active.blocks;
+  const int thread = threadIdx.x, steps = steps_of<E>(a.hidden), blocks = a.active.blocks;
   const int all_tiles = c.first_tile[blocks], stride = gridDim.x;
   // Eight threads copy 128 bytes of a row of Wu; every kRows-th row is theirs.
   const int row = thread / 8, chunk = thread % 8, bytes = stage_bytes(c.tile);
@@ -50,7 +81,7 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
 #pragma unroll
     for (int i = 0; i < kShare; ++i) {
       rows[i] = list[max(min(row + kRows * i, item.count - 1), 0)];
-      if constexpr (!kMany) rows[i] *= a.hidden / 8;
+      if constexpr (!kMany) rows[i] *= row_stride(a) / kPiece;
     }
     Item next = item;
     for (int step = 0; step < steps; ++step, ring.advance()) {
@@ -58,10 +89,10 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
       uint64_t* full = ring.full + ring.stage;
       if (thread == 0) {
         uint8_t* stage = shared + ring.stage * bytes;
-        barrier_arrive_expect(full, kTokenBytes + (neighbours ? item.count * kDepth * 2 : 0));
+        barrier_arrive_expect(full, kTokenBytes + (neighbours ? item.count * kRowBytes : 0));
         load_box(stage, x_map, step * kDepth, item.block * kBlockTokens, full);
         for (int n = 0; neighbours && n < item.count; n += kBoxRows) {
-          load_box(stage + kTokenBytes + n * kDepth * 2, up_map, step * kDepth, lowest + n, full);
+          load_box(stage + kTokenBytes + n * kRowBytes, up_map, step * kDepth, lowest + n, full);
         }
       }
       if (neighbours) {
@@ -69,17 +100,17 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
       } else {
         const uint32_t to = stages + ring.stage * bytes + place;
         if constexpr (kMany) {
-          const int column = step * kDepth + chunk * 8;
+          const int column = step * kDepth + chunk * kPiece;
           const bool inside = column < a.hidden;
-          const T* from = static_cast<const T*>(a.up) + (inside ? column : 0);
+          const E* from = static_cast<const E*>(a.up) + (inside ? column : 0);
 #pragma unroll
           for (int i = 0; i < kShare; ++i) {
             if (kRows * i < item.count) {
-              copy_16(to + i * kRows * 128, from + static_cast<int64_t>(rows[i]) * a.hidden, inside);
+              copy_16(to + i * kRows * 128, from + static_cast<int64_t>(rows[i]) * row_stride(a), inside);
             }
           }
         } else {
-          const uint32_t eighth = step * (kDepth / 8) + chunk, eighths = a.hidden / 8;
+          const uint32_t eighth = step * (kRowBytes / 16) + chunk, eighths = a.hidden / kPiece;
           const bool inside = eighth < eighths;
           const uint32_t added = inside ? eighth : 0;
 #pragma unroll
@@ -112,6 +143,9 @@ __device__ __forceinline__ void fetch(const UpArguments& a, const CUtensorMap* x
     for (int start = 0; start < kMaxNeurons; start += kTurnNeurons) {
       if (start >= item.width) break;
       ring.wait_empty();
+      if constexpr (kScaled<E>) {
+        if (start == 0) fetch_scales(a, item, list, c);
+      }
       const uint32_t to = stages + ring.stage * bytes + row * 256 + ((chunk ^ (row & 7)) << 4);
 #pragma unroll
       for (int i = 0; i < kTurnNeurons / kRows; ++i) {
@@ -138,8 +172,9 @@ __device__ __forceinline__ void wait_for_half(int warpgroup) {
   }
 }
 
-// A whole product. Where the next stage is not there yet, this one's is waited for, so that it is free sooner.
-template <typename T, int N>
+// A whole product of operands of type E. Where the next stage is not there yet, this one's is waited for, so that it is
+// free sooner.
+template <typename E, int N>
 __device__ __forceinline__ void multiply_tile(float* sum, Ring& ring, uint32_t stages, int bytes, int skipped,
                                               int steps, int warpgroup) {
   bool held = false;  // the stage before
@@ -149,7 +184,7 @@ __device__ __forceinline__ void multiply_tile(float* sum, Ring& ring, uint32_t s
       __syncwarp();  // nobody's lanes may still wait for what is released
       release(ring, ring.stage);
     } else {
-      multiply_stage<T, N>(sum, stages + ring.stage * bytes, skipped, step, warpgroup);
+      multiply_stage<E, N>(sum, stages + ring.stage * bytes, skipped, step, warpgroup);
       wgmma_wait<1>();
       if (held) release(ring, ring.previous());
       held = true;

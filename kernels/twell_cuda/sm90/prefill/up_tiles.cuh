@@ -1,6 +1,8 @@
 // How up's tiles are cut: all of a block's are equally wide, so that no thread block gets the narrow ones alone.
 #pragma once
 
+#include <type_traits>
+
 #include "sm90/common/chunk.h"
 #include "sm90/common/primitives.cuh"
 #include "sm90/common/tiles.cuh"
@@ -13,6 +15,7 @@ using tiles::kBoxRows, tiles::kConsumerWarps, tiles::kDepth, tiles::kFetchers, t
     tiles::multiply_stage, tiles::stage_bytes;
 
 constexpr int kRingBytes = 216 * 1024;
+constexpr int kRowBytes = kDepth * 2;  // of a row in a step: kDepth 16-bit values, or twice as many of e4m3
 constexpr int kUnit = 16;          // widths are multiples of it
 constexpr int kTurnNeurons = 128;  // columns of relu(gate) in a stage: 256 bytes each
 constexpr int kWarps = kThreads / 32;
@@ -28,8 +31,37 @@ struct Control {
 };
 static_assert(offsetof(Control, neurons) % 16 == 0);
 static_assert(sizeof(Control) >= 64 * kDepth * 2);  // products read up to 63 rows past the last stage
-constexpr int kShared = 1024 + kRingBytes + sizeof(Control);
-static_assert(kShared <= 227 * 1024);
+
+// Operands are of the type of activations, or e4m3 with scales (prefill_fp8.h).
+template <typename E>
+constexpr bool kScaled = sizeof(E) == 1;
+
+// What the sums of a tile of e4m3 are multiplied by. One place is enough: the fetching warpgroup writes it with the
+// tile's first stage of relu(gate), and in a ring of at most steps + 1 stages that one is free only once the tile
+// before has given back its last.
+struct ScaledControl : Control {
+  alignas(16) float neuron_scales[kMaxNeurons];
+  alignas(16) float token_scales[kBlockTokens];  // 0 past the last token
+};
+template <typename E>
+using ControlOf = std::conditional_t<kScaled<E>, ScaledControl, Control>;
+template <typename E>
+constexpr int kShared = 1024 + kRingBytes + static_cast<int>(sizeof(ControlOf<E>));
+static_assert(kShared<uint16_t> <= 227 * 1024 && kShared<uint8_t> <= 227 * 1024);
+
+// A ring needs three stages, as two of relu(gate) may be held at once: so e4m3 has two steps at least, of which the
+// second may be zeros.
+template <typename E>
+__device__ __forceinline__ int steps_of(int hidden) {
+  constexpr int kValues = kRowBytes / static_cast<int>(sizeof(E));
+  const int steps = (hidden + kValues - 1) / kValues;
+  return kScaled<E> ? max(steps, 2) : steps;
+}
+template <typename E>
+__device__ __forceinline__ int stages_of(const Control& c, int hidden) {
+  const int stages = min(kMaxStages, kRingBytes / stage_bytes(c.tile));
+  return kScaled<E> ? min(stages, steps_of<E>(hidden) + 1) : stages;
+}
 
 struct Item {
   int block, first, count, width;  // `count` of the block's active neurons, from its `first` on; at most its `width`

@@ -1,8 +1,8 @@
-// int8 weights in the shared memory of the kernels for 3 to 64 tokens: 64 bytes a row, as boxes with 64-byte swizzle
+// 8-bit weights in the shared memory of the kernels for 3 to 64 tokens: 64 bytes a row, as boxes with 64-byte swizzle
 // leave them, and how they become operands.
 #pragma once
 
-#include "common/int8.cuh"
+#include "common/quantized.cuh"
 #include "sm90/decode/few.cuh"
 
 namespace twell::decoding::few {
@@ -42,7 +42,7 @@ __device__ __forceinline__ void load_two_matrices_transposed(uint32_t (&r)[2], u
 
 // Rows of bytes on their way to rows of 16-bit values, which wgmma reads, by the 128 threads of a warpgroup: each takes
 // eight bytes of every 16th row.
-template <typename Half, int kRowCount>
+template <typename Half, typename Weight, int kRowCount>
 struct Widened {
   static constexpr int kEach = kRowCount / 16;
   static_assert(kRowCount % 16 == 0);  // so a thread's rows are swizzled alike
@@ -54,8 +54,8 @@ struct Widened {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const uint2 bytes = load_shared_8(from + i * 16 * kNarrowBytes);
-      expand<Half>(bytes.x, values[i].x, values[i].y);
-      expand<Half>(bytes.y, values[i].z, values[i].w);
+      expand<Half, Weight>(bytes.x, values[i].x, values[i].y);
+      expand<Half, Weight>(bytes.y, values[i].z, values[i].w);
     }
   }
 
