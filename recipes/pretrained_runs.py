@@ -20,7 +20,7 @@ from hf_twell.recipe.packing import PackedText
 from hf_twell.recipe.schema import Recipe
 
 # Of a run, and not of its recipe.
-APART = ("id", "name", "start", "average", "own_text", "seed", "tokens", "tokens_per_step", "training")
+APART = ("id", "name", "start", "average", "own_text", "chats", "seed", "tokens", "tokens_per_step", "training")
 FACTS = "trained.json"  # in a run's folder, written last
 MEASURED_SEQUENCES = 64  # of each held-out text, on which a training itself measures
 
@@ -125,7 +125,7 @@ def train(run: dict, study: dict, model: str, output: Path, text: dict) -> dict:
     if resumed:  # with all steps done, it is made from the last checkpoint
         shutil.rmtree(folder / "final", ignore_errors=True)
     if run.get("own_text"):
-        text = {**text, "train": with_own_text(text["train"], study, model, output)}
+        text = {**text, "train": with_own_text(text["train"], study, model, output, run.get("chats", 0.0))}
     heldout = torch.cat([spread(sequences, MEASURED_SEQUENCES) for sequences in text["texts"].values()])
     packed = {"train": PackedText.of(text["train"]), "heldout": PackedText.of(heldout)}
     torch.compiler.reset()  # what earlier runs compiled would count towards the limit of compilations

@@ -25,7 +25,7 @@ import torch
 import yaml
 from pretrained_report import TASKS, report
 from pretrained_runs import folder_of, is_made, is_trained, needs, plan, recipe_of, train
-from pretrained_text import ROWS_FOLDER, prepare
+from pretrained_text import ROWS_FOLDER, heldout_chats, prepare
 from study_loop import list_runs, make_rows, merged, missing_runs, study_arguments
 from study_measure import (
     METRICS,
@@ -67,6 +67,8 @@ def run_one(run: dict, study: dict, model: str, output: Path, text: dict) -> dic
         facts = train(run, study, model, output, text)
     finished, tokenizer, device = load(run, study, model, output)
     losses = {name: sequence_losses(finished, part, LOSS_BATCH) for name, part in text["texts"].items()}
+    chats = heldout_chats(study, output)
+    own = {} if chats is None else {"chats_loss": sequence_losses(finished, chats, LOSS_BATCH).double().mean().item()}
     tasks, unscored = scores(finished, tokenizer, study, output, list(TASKS))
     return {
         **run,
@@ -74,6 +76,7 @@ def run_one(run: dict, study: dict, model: str, output: Path, text: dict) -> dic
         "losses": {name: part.double().mean().item() for name, part in losses.items()},
         "loss_stderr": {name: standard_error(part) for name, part in losses.items()},
         "heldout_tokens": {name: part.numel() for name, part in text["texts"].items()},
+        **own,
         **sparsity(finished, torch.cat(list(text["texts"].values()))),
         "tasks": tasks,
         "unscored": unscored,

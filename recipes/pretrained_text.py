@@ -12,10 +12,12 @@ from study_text import cut, kept_in, split_documents, spread
 
 from hf_twell.files.text import read_text
 from hf_twell.models.loading import load_model, load_tokenizer
+from hf_twell.recipe.chat import chat_tokens
 from hf_twell.recipe.own_text import sample_text
 
 ROWS_FOLDER = "eval"
 WIKITEXT = "wikitext2_raw_test_documents.jsonl"
+HELD_OUT = 50  # one of so many sequences of conversations
 
 
 def prepare(study: dict, model: str, text: Path | None, eval_dir: Path | None, output: Path) -> dict:
@@ -56,36 +58,67 @@ def prepare(study: dict, model: str, text: Path | None, eval_dir: Path | None, o
     return {"train": kept["train"].long(), "texts": texts}
 
 
-def with_own_text(train: torch.Tensor, study: dict, model: str, output: Path) -> torch.Tensor:
+def with_own_text(train: torch.Tensor, study: dict, model: str, output: Path, chats: float = 0.0) -> torch.Tensor:
     """`train` and the parent's own text, which is repeated until it is `share` of all sequences.
 
-    The text is sampled by the first process that needs it, and kept in the output folder. What `hf-twell sample` has
-    written there before (own.0.jsonl, own.1.jsonl and so on, by several processes, with seeds far apart) counts.
+    `chats` is the part of that share which is conversations: but for those that `heldout_chats` returns.
 
     Shapes: `train` and what is returned (sequences, sequence_length).
     """
-    settings = dict(study["own_text"])
-    share, wanted = settings.pop("share"), settings.pop("tokens")
-    file, kept = output / "own.jsonl", output / "own.pt"
-    with alone(output / "own.lock"):
+    share, length = study["own_text"]["share"], train.shape[1]
+    count = round(len(train) * share / (1 - share))
+    parts = [train]
+    for kind, wanted in (("own", count - round(chats * count)), ("chats", round(chats * count))):
+        if wanted:
+            own = _own(kind, study, model, output, length)
+            own = own[_heldout(own) :] if kind == "chats" else own
+            parts.append(own.repeat(-(-wanted // len(own)), 1)[:wanted])
+    return torch.cat(parts)
+
+
+def heldout_chats(study: dict, output: Path) -> torch.Tensor | None:
+    """Conversations of the parent that nothing is trained on, or None where none have been sampled."""
+    if not (output / "chats.pt").is_file():
+        return None
+    own = torch.load(output / "chats.pt").long()
+    return spread(own[: _heldout(own)], study["heldout_sequences"])
+
+
+def _heldout(sequences: torch.Tensor) -> int:
+    return -(-len(sequences) // HELD_OUT)
+
+
+def _own(kind: str, study: dict, model: str, output: Path, length: int) -> torch.Tensor:
+    """What the parent writes, its documents ("own") or conversations ("chats"), (sequences, length); made once.
+
+    The text is sampled by the first process that needs it, and kept in the output folder. What `hf-twell sample` has
+    written there before (own.0.jsonl, own.1.jsonl and so on, by several processes, with seeds far apart) counts.
+    """
+    settings = dict(study["own_text" if kind == "own" else "chats"])
+    settings.pop("share", None)
+    wanted, kept = settings.pop("tokens"), output / f"{kind}.pt"
+    with alone(output / f"{kind}.lock"):
         if not kept.is_file():
-            rows = [row for other in sorted(output.glob("own.[0-9]*.jsonl")) for row in read_rows(other)]
+            rows = [row for other in sorted(output.glob(f"{kind}.[0-9]*.jsonl")) for row in read_rows(other)]
             wanted -= sum(row["tokens"] for row in rows)
             if wanted > 0:
                 on_cuda = torch.cuda.is_available() and not study["training"].get("use_cpu")
                 device, dtype = ("cuda", "bfloat16") if on_cuda else ("cpu", "float32")
                 parent, tokenizer = load_model(model, dtype=dtype, device=device)
-                said = sample_text(parent, tokenizer, file, tokens=wanted, **settings)
+                file = output / f"{kind}.jsonl"
+                said = sample_text(parent, tokenizer, file, tokens=wanted, chats=kind == "chats", **settings)
                 print(f"{model} writes text of its own: {said}", flush=True)
                 del parent
                 if on_cuda:
                     torch.cuda.empty_cache()  # other processes share the device
                 rows += read_rows(file)
-            tokenizer, documents = load_tokenizer(model), [row["text"] for row in rows]
-            _save(_narrow(cut(pack(tokenizer, documents), train.shape[1]), tokenizer), kept)
-    own = torch.load(kept).long()
-    count = round(len(train) * share / (1 - share))
-    return torch.cat([train, own.repeat(-(-count // len(own)), 1)[:count]])
+            tokenizer = load_tokenizer(model)
+            if kind == "chats":
+                tokens = torch.tensor([token for row in rows for token in chat_tokens(tokenizer, row["messages"])[0]])
+            else:
+                tokens = pack(tokenizer, [row["text"] for row in rows])
+            _save(_narrow(cut(tokens, length), tokenizer), kept)
+    return torch.load(kept).long()
 
 
 def _narrow(sequences: torch.Tensor, tokenizer) -> torch.Tensor:

@@ -14,7 +14,8 @@ import pytest
 import torch
 import yaml
 
-from hf_twell.models.loading import load_model
+from hf_twell.models.loading import load_model, load_tokenizer
+from hf_twell.recipe.chat import chat_tokens
 from hf_twell.recipe.schema import load_recipe
 from tests.conftest import needs_lm_eval, tiny_llama
 
@@ -74,7 +75,7 @@ def full_plan(scripts) -> tuple[dict, list[dict]]:
 def test_what_is_planned(scripts, tmp_path):
     """Control and conversions as recipes, each with a name of its own; whole steps, the curve last."""
     study, runs = full_plan(scripts)
-    assert len({run["id"] for run in runs}) == len(runs) == 24
+    assert len({run["id"] for run in runs}) == len(runs) == 26
     assert [run["id"] for run in runs[:5]] == [
         "parent",
         "books/30M/seed0",
@@ -86,7 +87,7 @@ def test_what_is_planned(scripts, tmp_path):
     functions = scripts("pretrained_runs")
     trained = [run for run in runs if functions["is_trained"](run)]
     recipes = {run["id"]: functions["recipe_of"](run, study, "parent.gguf", tmp_path) for run in trained}
-    assert len(recipes) == 22
+    assert len(recipes) == 24
     control, count = recipes["books/30M/seed0"], recipes["count/0.0195/120M/seed0"]
     assert (control.model, control.relu, control.distill) == ("parent.gguf", False, None)
     assert control.training["max_steps"] == 30_000_000 // 65_536
@@ -133,7 +134,7 @@ def test_what_is_needed_is_asked_for(scripts, tmp_path, capsys):
     main = scripts("pretrained_study")["main"]
     output = ["--output", str(tmp_path)]
     main([str(YAML), *output, "--list"])
-    assert len(capsys.readouterr().out.splitlines()) == 24
+    assert len(capsys.readouterr().out.splitlines()) == 26
     for given, wanted in (([], "--model is needed"), (["--model", "m"], "--text is needed")):
         with pytest.raises(SystemExit):
             main([str(YAML), *output, *given])
@@ -246,6 +247,33 @@ def test_own_text_is_a_share_of_all(scripts, parent, tmp_path):
     assert torch.equal(mixed[:30], train)
     (tmp_path / "own.jsonl").unlink()
     assert torch.equal(with_own_text(train, study, str(parent), tmp_path), mixed), "made once"
+
+
+def test_conversations_are_a_share_of_own_text_and_some_are_held_out(scripts, parent, tmp_path):
+    tokenizer = load_tokenizer(parent)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(parent)
+    own = {"length": 16, "batch_size": 4}
+    study = {"training": {"use_cpu": True}, "heldout_sequences": 100}
+    study |= {"own_text": {"tokens": 200, "share": 0.5, **own}, "chats": {"tokens": 900, **own}}
+    words = [
+        {"role": "user", "content": "light"},
+        {"role": "assistant", "content": "moves through water in every leaf"},
+    ]
+    row = json.dumps({"messages": words, "tokens": 10, "batch": 0})
+    (tmp_path / "chats.0.jsonl").write_text(f"{row}\n" * 90)
+    functions = scripts("pretrained_text")
+    assert functions["heldout_chats"](study, tmp_path) is None
+    train = torch.full((40, 16), 7)
+    mixed = functions["with_own_text"](train, study, str(parent), tmp_path, 0.25)
+    assert mixed.shape == (80, 16)
+    assert torch.equal(mixed[:40], train)
+    said = chat_tokens(tokenizer, words)[0] * 90
+    chats = torch.tensor(said[: len(said) // 16 * 16]).view(-1, 16)
+    held = functions["heldout_chats"](study, tmp_path)
+    count = -(-len(chats) // 50)
+    assert torch.equal(held, chats[:count])
+    assert torch.equal(mixed[70:], chats[count : count + 10])
 
 
 def test_the_mean_of_two_models(scripts, parent, tmp_path):

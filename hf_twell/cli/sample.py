@@ -1,10 +1,12 @@
 """Let a model write text of its own, to train its conversion on beside real text.
 
 A conversion forgets what its training text lacks. What the dense parent writes when nothing is asked is of every kind
-that it was pretrained on: name the file in a recipe's `train`. An interrupted command goes on where it stopped.
+that it was pretrained on: name the file in a recipe's `train`. A chat model loses most where it answers: give it its
+own conversations, too (--chats). An interrupted command goes on where it stopped.
 
 examples:
   hf-twell sample Qwen/Qwen3-0.6B own.jsonl --tokens 10_000_000 --batch 512
+  hf-twell sample Qwen/Qwen3-0.6B chats.jsonl --tokens 10_000_000 --batch 512 --chats
   hf-twell sample smollm2.gguf own.jsonl --tokens 100_000
 """
 
@@ -23,6 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--start", help="the special token that a sample begins with (default: <|endoftext|>, else BOS, else EOS)"
     )
+    parser.add_argument(
+        "--chats",
+        action="store_true",
+        help="conversations: questions that it makes up, and its answers, by its template",
+    )
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
     parser.add_argument("--temperature", type=float, default=1.0, help="default: 1, the model's own distribution")
     parser.add_argument("--top-p", type=float, default=1.0, help="share of each distribution to draw from (default: 1)")
@@ -39,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({**result, "output": args.output})
         return 0
-    print(f"{result['documents']} documents of {result['tokens']} tokens, begun after {result['start']}: {args.output}")
+    rows = "conversations" if args.chats else "documents"
+    print(f"{result['documents']} {rows} of {result['tokens']} tokens, begun after {result['start']}: {args.output}")
     return 0
 
 
@@ -54,5 +62,6 @@ def _sample(args) -> dict:
     model, tokenizer = load_model(args.model, dtype=dtype, device=args.device)
     batch_size = args.batch or (256 if on_cuda else 16)
     sizes = {"tokens": args.tokens, "length": args.length, "batch_size": batch_size}
-    options = {"start": args.start, "seed": args.seed, "temperature": args.temperature, "top_p": args.top_p}
+    options = {"start": args.start, "chats": args.chats, "seed": args.seed}
+    options |= {"temperature": args.temperature, "top_p": args.top_p}
     return sample_text(model, tokenizer, args.output, **sizes, **options)

@@ -19,7 +19,7 @@ def chat_tokens(tokenizer, messages: list[dict], *, assistant_only: bool = False
         ValueError: no chat template, or one that does not take these messages; with `assistant_only`, one that changes
             earlier turns when later ones come, or a tokenizer that does not say where in the text its tokens lie.
     """
-    text = _render(tokenizer, messages)
+    text = render(tokenizer, messages)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=assistant_only, verbose=False)
     ids = encoded["input_ids"]
     if not assistant_only:
@@ -38,8 +38,8 @@ def _assistant_spans(tokenizer, messages, text) -> list[tuple[int, int]]:
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = _render(tokenizer, messages[:index], add_generation_prompt=True)
-        turn = _render(tokenizer, messages[: index + 1])
+        prompt = render(tokenizer, messages[:index], add_generation_prompt=True)
+        turn = render(tokenizer, messages[: index + 1])
         if not (text.startswith(turn) and turn.startswith(prompt)):
             raise ValueError(
                 "assistant_only_loss: the chat template writes earlier turns in another way when later ones follow, so "
@@ -50,7 +50,12 @@ def _assistant_spans(tokenizer, messages, text) -> list[tuple[int, int]]:
     return spans
 
 
-def _render(tokenizer, messages, **options) -> str:
+def render(tokenizer, messages: list[dict], **options) -> str:
+    """A conversation as the tokenizer's chat template writes it.
+
+    Raises:
+        ValueError: no template, or one that does not take these messages.
+    """
     if not tokenizer.chat_template:
         raise ValueError(
             f"{tokenizer.name_or_path or 'the tokenizer'} has no chat template to read messages by; take an instruct "

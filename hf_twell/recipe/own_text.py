@@ -5,14 +5,14 @@ is of every kind that it was pretrained on, and nothing has to be collected for 
 """
 
 import json
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
-from transformers import GenerationConfig
 
 from hf_twell.files.text import END_OF_TEXT
+from hf_twell.recipe.own_chats import sample_conversations
+from hf_twell.recipe.sampling import sample_after
 
 
 def sample_text(
@@ -24,6 +24,7 @@ def sample_text(
     length: int = 512,
     batch_size: int = 64,
     start: str | None = None,
+    chats: bool = False,
     seed: int = 0,
     temperature: float = 1.0,
     top_p: float = 1.0,
@@ -32,7 +33,8 @@ def sample_text(
 
     Each sample begins with `start` alone and has `length` tokens; where the model ends a document in it, another row
     begins. A file that is there is gone on with, to `tokens` in all; rows of one batch are written at once.
-    What a chat model writes keeps the special tokens that begin and end its turns.
+    What a chat model writes keeps the special tokens that begin and end its turns. With `chats` it is asked for
+    nothing else: rows are conversations, {"messages": [...]}, of a question that it makes up and its answer.
 
     Args:
         tokens: of all rows, at least.
@@ -40,15 +42,17 @@ def sample_text(
         batch_size: samples at a time. Each needs room for its keys and values, and for one row of logits in float32.
         start: a special token of the tokenizer; by default what stood between the documents of pretraining
             (`document_start`).
+        chats: conversations through the tokenizer's chat template, instead of documents; needs no start.
         seed: batches of another seed differ.
         temperature: logits are divided by it. 1 is the model's own distribution; below, likelier words get likelier.
         top_p: of each next word's distribution only the likeliest ones that make up this share are drawn from.
 
     Returns:
-        {"documents": rows in the file, "tokens": their tokens, "start": the token that samples begin with}
+        {"documents": rows in the file, "tokens": theirs, "start": what samples begin with, a token or "a question"}
 
     Raises:
-        ValueError: sizes that cannot be, a start that is no token, a file of other rows.
+        ValueError: sizes that cannot be, a start that is no token, a file of other rows, chats of a model that has no
+            chat template.
     """
     path = Path(path)
     if not temperature > 0:
@@ -61,23 +65,30 @@ def sample_text(
     most = getattr(model.config.get_text_config(), "max_position_embeddings", length)
     if length > most:
         raise ValueError(f"length={length}, and the model reads at most {most} tokens; give a smaller length")
-    begin = document_start(tokenizer, start)
+    if chats and start is not None:
+        raise ValueError(f"start={start!r}, and conversations begin as the chat template does; leave one of them out")
+    begin = None if chats else document_start(tokenizer, start)
+    begun_after = "a question" if chats else tokenizer.convert_ids_to_tokens(begin)
     documents, done, batch = _rows_of(path)
     with path.open("a", encoding="utf-8") as file, tqdm(total=tokens, initial=done, unit=" tokens") as bar:
         while done < tokens:
             drawn = {"seed": seed + batch, "temperature": temperature, "top_p": top_p}
-            ids_BL = sample_ids(model, begin, length, batch_size, **drawn)
-            rows = documents_in(ids_BL, tokenizer, begin)
+            if chats:
+                rows = sample_conversations(model, tokenizer, length, batch_size, **drawn)
+            else:
+                rows = documents_in(sample_ids(model, begin, length, batch_size, **drawn), tokenizer, begin)
             file.write("".join(json.dumps({**row, "batch": batch}, ensure_ascii=False) + "\n" for row in rows))
             file.flush()
             added = sum(row["tokens"] for row in rows)
-            if not added:
+            if not added and not documents:
                 raise ValueError(
-                    f"the model wrote nothing after {tokenizer.convert_ids_to_tokens(begin)!r}; give another start"
+                    "the model asked nothing that ends in time; give a greater length, or do without chats"
+                    if chats
+                    else f"the model wrote nothing after {begun_after!r}; give another start"
                 )
             documents, done, batch = documents + len(rows), done + added, batch + 1
             bar.update(added)
-    return {"documents": documents, "tokens": done, "start": tokenizer.convert_ids_to_tokens(begin)}
+    return {"documents": documents, "tokens": done, "start": begun_after}
 
 
 def document_start(tokenizer, start: str | None = None) -> int:
@@ -99,31 +110,13 @@ def document_start(tokenizer, start: str | None = None) -> int:
     raise ValueError("this tokenizer has no <|endoftext|>, BOS or EOS to begin a document with; give start")
 
 
-@torch.no_grad()
 def sample_ids(
     model, begin: int, length: int, batch_size: int, *, seed: int, temperature: float = 1.0, top_p: float = 1.0
 ) -> torch.Tensor:
     """Token ids, (batch_size, length), that begin with `begin`; sampling goes on after an end of a document."""
-    devices = [model.device] if model.device.type == "cuda" else []
     first_B1 = torch.full((batch_size, 1), begin, device=model.device)
-    with torch.random.fork_rng(devices), _plain_sampling(model, length, temperature, top_p):
-        torch.manual_seed(seed)
-        return model.generate(first_B1, attention_mask=torch.ones_like(first_B1))
-
-
-@contextmanager
-def _plain_sampling(model, length: int, temperature: float, top_p: float):
-    """By nothing but these, to the full length: `generate` fills what is not given from the model's config."""
-    before, training = model.generation_config, model.training
-    model.generation_config = GenerationConfig(
-        do_sample=True, temperature=temperature, top_k=0, top_p=top_p, max_length=length, pad_token_id=0
-    )
-    model.eval()
-    try:
-        yield
-    finally:
-        model.generation_config = before
-        model.train(training)
+    drawn = {"seed": seed, "temperature": temperature, "top_p": top_p}
+    return sample_after(model, first_B1, torch.ones_like(first_B1), length - 1, **drawn)
 
 
 def documents_in(ids_BL: torch.Tensor, tokenizer, begin: int) -> list[dict]:

@@ -1,0 +1,85 @@
+"""Conversations that a chat model has with itself: it asks in the user's place, then answers.
+
+A conversion that reads no conversations unlearns to answer: of all that an instruct model does, it loses most there.
+Nothing is asked of the model but to go on after the template's opening of a user's turn (Magpie, Xu et al. 2024).
+"""
+
+import torch
+
+from hf_twell.recipe.chat import render
+from hf_twell.recipe.sampling import sample_after
+
+MARK = "\u2042"  # stands where a user's words go, to find what the template writes around them
+QUESTION_SHARE = 0.25  # of a conversation's tokens, at most
+
+
+class Turns:
+    """What a chat template writes around a user's words, as tokens.
+
+    Raises:
+        ValueError: no chat template, or one that does not write the words once, as they are.
+    """
+
+    def __init__(self, tokenizer):
+        text = render(tokenizer, [{"role": "user", "content": MARK}], add_generation_prompt=True)
+        if text.count(MARK) != 1:
+            raise ValueError(f"the chat template writes a user's words {text.count(MARK)} times, not once")
+        self.opening, self.closing = (tokenizer(part, add_special_tokens=False).input_ids for part in text.split(MARK))
+        if not (self.opening and self.closing):
+            raise ValueError("the chat template writes nothing before or nothing after a user's words")
+        self.special = set(tokenizer.all_special_ids) | {self.closing[0]}
+
+    def question(self, words: list[int]) -> list[int]:
+        """Up to the end of the user's turn; empty where it does not end, or other marks come first."""
+        end = self._first_special(words)
+        return words[:end] if end < len(words) and words[end] == self.closing[0] else []
+
+    def answer(self, words: list[int]) -> list[int]:
+        """Up to its end, or as far as it goes."""
+        return words[: self._first_special(words)]
+
+    def _first_special(self, words: list[int]) -> int:
+        return next((at for at, word in enumerate(words) if word in self.special), len(words))
+
+
+def sample_conversations(
+    model, tokenizer, length: int, batch_size: int, *, seed: int, temperature: float = 1.0, top_p: float = 1.0
+) -> list[dict]:
+    """Rows {"messages": a question and its answer, "tokens"} of at most `length` tokens with what the template writes.
+
+    There are `batch_size` or fewer: a question that does not end in a quarter of `length` is left out, an answer that
+    does not end is cut.
+
+    Raises:
+        ValueError: a chat template that sampling cannot go by, or longer than `length` leaves room for.
+    """
+    turns, drawn = Turns(tokenizer), {"temperature": temperature, "top_p": top_p}
+    around, most = len(turns.opening) + len(turns.closing), int(QUESTION_SHARE * length)
+    if most < 1 or around + most >= length:
+        raise ValueError(f"length={length}; the chat template alone takes {around} tokens: give more")
+    opening_BL = torch.tensor([turns.opening], device=model.device).expand(batch_size, -1)
+    asked = sample_after(model, opening_BL, torch.ones_like(opening_BL), most + 1, seed=seed, **drawn)
+    questions = [turns.question(words) for words in asked[:, len(turns.opening) :].tolist()]
+    questions = [words for words in questions if tokenizer.decode(words).strip()]
+    if not questions:
+        return []
+    longest = around + max(map(len, questions))
+    prompts_BL = torch.zeros(len(questions), longest, dtype=torch.int64)
+    mask_BL = torch.zeros_like(prompts_BL)
+    for row, words in enumerate(questions):
+        prompt = [*turns.opening, *words, *turns.closing]
+        prompts_BL[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask_BL[row, longest - len(prompt) :] = 1
+    # Another seed than any batch's questions have.
+    prompts_BL, mask_BL, answering = prompts_BL.to(model.device), mask_BL.to(model.device), 2**32 + seed
+    said = sample_after(model, prompts_BL, mask_BL, length - longest, seed=answering, **drawn)[:, longest:].tolist()
+    rows = []
+    for question, words in zip(questions, said, strict=True):
+        answer = turns.answer(words)
+        texts = [tokenizer.decode(part).strip() for part in (question, answer)]
+        if all(texts):
+            messages = [
+                {"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)
+            ]
+            rows.append({"messages": messages, "tokens": around + len(question) + len(answer)})
+    return rows

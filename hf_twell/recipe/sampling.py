@@ -1,0 +1,45 @@
+"""Words drawn from a model's own distribution, after prompts of one length."""
+
+from contextlib import contextmanager
+
+import torch
+from transformers import GenerationConfig
+
+
+@torch.no_grad()
+def sample_after(
+    model,
+    prompts_BL: torch.Tensor,
+    mask_BL: torch.Tensor,
+    new_tokens: int,
+    *,
+    seed: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+) -> torch.Tensor:
+    """Token ids, (B, L + new_tokens), that begin with the prompts; sampling goes on after an end of a document.
+
+    Args:
+        mask_BL: 1 for a prompt's own tokens, 0 for the padding on its left.
+        temperature: logits are divided by it.
+        top_p: of each next word's distribution only the likeliest ones that make up this share are drawn from.
+    """
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), _plain_sampling(model, new_tokens, temperature, top_p):
+        torch.manual_seed(seed)
+        return model.generate(prompts_BL, attention_mask=mask_BL)
+
+
+@contextmanager
+def _plain_sampling(model, new_tokens: int, temperature: float, top_p: float):
+    """By nothing but these, to the full length: `generate` fills what is not given from the model's config."""
+    before, training = model.generation_config, model.training
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=temperature, top_k=0, top_p=top_p, max_new_tokens=new_tokens, pad_token_id=0
+    )
+    model.eval()
+    try:
+        yield
+    finally:
+        model.generation_config = before
+        model.train(training)

@@ -1,0 +1,143 @@
+"""A chat model's conversations with itself: by its template, from its own distribution, read back as messages."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hf_twell.cli import main
+from hf_twell.recipe.chat import chat_tokens
+from hf_twell.recipe.own_chats import Turns, sample_conversations
+from hf_twell.recipe.own_text import sample_text
+from hf_twell.recipe.packing import PackedText
+from hf_twell.recipe.sampling import sample_after
+from tests.conftest import tiny_llama
+
+SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+WORDS = [*SPECIAL, "user", "assistant", "be", "kind", *(f"w{i}" for i in range(16))]
+TEMPLATE = (
+    "<|im_start|> be kind <|im_end|>{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
+)
+END = WORDS.index("<|im_end|>")
+
+
+@pytest.fixture
+def tokenizer():
+    """Of words, with a template that has a system's turn, as SmolLM2's has."""
+    words = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="<|pad|>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens(SPECIAL)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|im_end|>", pad_token="<|pad|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[1:2] + SPECIAL[3:]})
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture
+def model():
+    return tiny_llama(vocab_size=len(WORDS))
+
+
+def ids(text: str) -> list[int]:
+    return [WORDS.index(word) for word in text.split()]
+
+
+def test_what_a_template_writes_around_a_question(tokenizer):
+    turns = Turns(tokenizer)
+    assert turns.opening == ids("<|im_start|> be kind <|im_end|> <|im_start|> user")
+    assert turns.closing == ids("<|im_end|> <|im_start|> assistant")
+    assert turns.question(ids("w1 w2 <|im_end|> w3")) == ids("w1 w2")
+    assert turns.question(ids("w1 w2")) == [], "a question that does not end"
+    assert turns.question(ids("w1 <|endoftext|> w2 <|im_end|>")) == [], "no turn of a user"
+    assert turns.answer(ids("w1 w2 <|endoftext|> w3")) == ids("w1 w2")
+    assert turns.answer(ids("w1 w2")) == ids("w1 w2"), "cut where the sample is"
+
+
+def test_conversations_are_the_models_own(model, tokenizer):
+    rows = sample_conversations(model, tokenizer, 40, 1000, seed=0)
+    assert 20 < len(rows) < 500, "questions that do not end are left out"
+    for row in rows:
+        question, answer = row["messages"]
+        assert (question["role"], answer["role"]) == ("user", "assistant")
+        assert question["content"]
+        assert answer["content"]
+        assert "<|" not in question["content"] + answer["content"]
+        said = chat_tokens(tokenizer, row["messages"])[0]
+        assert said[-1] == END
+        assert len(said) == row["tokens"] + 1 <= 41, "with the end of the answer"
+    assert len({row["messages"][0]["content"] for row in rows}) > 10
+    assert sample_conversations(model, tokenizer, 40, 1000, seed=0) == rows
+    assert sample_conversations(model, tokenizer, 40, 1000, seed=1) != rows
+
+
+def test_first_words_have_the_models_probabilities(model, tokenizer):
+    """Of the questions whose second word ends them: the first word's share is its own probability."""
+    opening = torch.tensor([Turns(tokenizer).opening])
+    with torch.no_grad():
+        first = model(opening).logits[0, -1].double().softmax(-1)
+        pairs = torch.cat([opening.expand(len(WORDS), -1), torch.arange(len(WORDS))[:, None]], 1)
+        ends = model(pairs).logits[:, -1].double().softmax(-1)[:, END]
+    expected = first * ends
+    count = 4000
+    rows = sample_conversations(model, tokenizer, 24, count, seed=0)
+    asked = [row["messages"][0]["content"].split() for row in rows]
+    for word in range(len(SPECIAL), len(WORDS)):
+        share = sum(words == [WORDS[word]] for words in asked) / count
+        # Five standard deviations; an empty answer takes a few of them away.
+        assert share <= expected[word] + 5 * (expected[word] / count).sqrt()
+        assert share >= 0.8 * expected[word] - 5 * (expected[word] / count).sqrt()
+
+
+def test_padding_on_the_left_changes_nothing(model):
+    """All but greedy: each row goes on as its prompt alone does."""
+    prompts = [ids("w1"), ids("w2 w3 w4 w5"), ids("user w9")]
+    longest = max(map(len, prompts))
+    padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    found = sample_after(model, padded, mask, 6, seed=0, temperature=1e-6)
+    for prompt, row in zip(prompts, found, strict=True):
+        alone = sample_after(model, torch.tensor([prompt]), torch.ones(1, len(prompt)), 6, seed=1, temperature=1e-6)
+        assert row[longest:].tolist() == alone[0, len(prompt) :].tolist()
+
+
+def test_a_file_of_conversations_is_gone_on_with_and_trained_on(model, tokenizer, tmp_path):
+    sizes = {"length": 40, "batch_size": 200, "chats": True}
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    result = sample_text(model, tokenizer, whole, tokens=600, **sizes)
+    rows = [json.loads(line) for line in whole.read_text().splitlines()]
+    assert result == {"documents": len(rows), "tokens": sum(row["tokens"] for row in rows), "start": "a question"}
+    sample_text(model, tokenizer, parts, tokens=100, **sizes)
+    assert sample_text(model, tokenizer, parts, tokens=600, **sizes) == result
+    assert parts.read_text() == whole.read_text()
+    packed = PackedText(tokenizer, [str(whole)], 20, assistant_only=True)
+    assert len(packed) > 10
+    assert (packed.labels == -100).any()
+
+
+def test_what_holds_no_conversations_is_said(model, tokenizer, tmp_path):
+    file = tmp_path / "chats.jsonl"
+    with pytest.raises(ValueError, match=r"start='<\|endoftext\|>', and conversations begin as the chat template does"):
+        sample_text(model, tokenizer, file, tokens=9, length=40, chats=True, start="<|endoftext|>")
+    with pytest.raises(ValueError, match="length=10; the chat template alone takes 9 tokens"):
+        sample_text(model, tokenizer, file, tokens=9, length=10, chats=True)
+    with pytest.raises(ValueError, match="the model asked nothing that ends in time; give a greater length"):
+        sample_text(model, tokenizer, file, tokens=9, length=14, chats=True, temperature=1e-6)
+    tokenizer.chat_template = "{{ messages[0].content }}{{ messages[0].content }}"
+    with pytest.raises(ValueError, match="writes a user's words 2 times, not once"):
+        sample_text(model, tokenizer, file, tokens=9, length=40, chats=True)
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="no chat template to read messages by"):
+        sample_text(model, tokenizer, file, tokens=9, length=40, chats=True)
+
+
+def test_the_command_samples_conversations(model, tokenizer, tmp_path, capsys):
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    file = tmp_path / "chats.jsonl"
+    command = ["sample", str(tmp_path / "model"), str(file), "--tokens", "300", "--length", "40", "--batch", "200"]
+    assert main([*command, "--device", "cpu", "--chats"]) == 0
+    assert "conversations of" in capsys.readouterr().out
+    assert all(json.loads(line)["messages"] for line in file.read_text().splitlines())
