@@ -117,8 +117,6 @@ def main(argv: list[str] | None = None) -> list[dict]:
     parser.add_argument("--model", help="the pretrained parent: a folder, a Hub name or a GGUF file")
     parser.add_argument("--score", action="store_true", help="train nothing; add the tasks that rows lack")
     args = parser.parse_args(argv)
-    # A deep model compiles layer by layer in a third of the time (docs/training.md).
-    os.environ.setdefault("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true")
     study, text, started = yaml.safe_load(args.study.read_text()), args.text, time.monotonic()
     if args.smoke:
         study = merged(study, study.pop("smoke"))
@@ -160,4 +158,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
 
 if __name__ == "__main__":
+    # A deep model compiles layer by layer in a third of the time (docs/training.md). Of this process alone: who calls
+    # `main` from another has a say in how its models compile.
+    os.environ.setdefault("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true")
     main()
