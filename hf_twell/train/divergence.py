@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 CHUNK = 2**24  # logits computed at a time: 64 MiB in float32, of which a few such tensors exist at once
-# At most: each costs the host what a layer's forward does. As float32 such a part of the logits is an eighth of what
-# these and their gradient are in bfloat16.
+# At most, as each costs the host half of what a layer's forward does. In float32 such a part of the logits takes a
+# sixteenth of what all of them and their gradient take in bfloat16.
 PARTS = 16
 IGNORED = -100  # a label that asks for nothing, as Transformers' losses have it
 
