@@ -111,7 +111,7 @@ def test_a_step_that_overflowed_changes_no_weight(overflowed, layer_shares, l1):
 
 def test_a_step_of_padding_alone_changes_no_weight():
     controller = DensityController(0.01, steps=100)
-    padding = StepCounts(torch.tensor(0.0), [torch.zeros(1 + 8), torch.zeros(1 + 8)])
+    padding = StepCounts(torch.tensor(0.0), torch.zeros(2, 1 + 8), (8, 8))
     assert not controller.update(padding.density(), padding.l1(), 0.0).any()
     assert not controller.started
     weights = controller.update(torch.tensor([0.5, 0.3]), torch.tensor([20.0, 10.0]), 0.01)
@@ -119,15 +119,24 @@ def test_a_step_of_padding_alone_changes_no_weight():
 
 
 def test_counts_of_steps_add_up():
-    step = StepCounts(torch.tensor(4.0), [torch.tensor([6.0, 4.0, 0.0, 2.0])])
+    step = StepCounts(torch.tensor(4.0), torch.tensor([[6.0, 4.0, 0.0, 2.0]]), (3,))
     step.check_counted_once()  # a neuron may be active for every token
     total = step.added_to(step.added_to(None))
     layer = {"l0": 1.5, "density": 0.5, "l1": 1.5, "dead": 1 / 3, "l1_weight": 0.25}
     assert total.figures([0.25]) == {**layer, "tokens": 8, "layers": [layer]}
-    assert total.tokens.dtype == total.layers[0].dtype == torch.float64
-    padding = StepCounts(torch.tensor(0.0), [torch.zeros(4)])
+    assert total.tokens.dtype == total.table.dtype == torch.float64
+    padding = StepCounts(torch.tensor(0.0), torch.zeros(1, 4), (3,))
     assert padding.density().tolist() == [0.0]
     assert padding.figures([0.25]) is None
+
+
+def test_counts_of_a_narrower_layer():
+    step = StepCounts(torch.tensor(4.0), torch.tensor([[6.0, 4.0, 0.0, 2.0], [1.0, 3.0, 0.0, 0.0]]), (3, 2))
+    assert step.density().tolist() == [0.5, 0.375]
+    assert step.size("count").tolist() == [1.5, 0.75]
+    assert [layer.tolist() for layer in step.active] == [[4.0, 0.0, 2.0], [3.0, 0.0]]
+    narrower = step.figures([0.25, 0.25])["layers"][1]
+    assert narrower == {"l0": 0.75, "density": 0.375, "l1": 0.25, "dead": 0.5, "l1_weight": 0.25}
 
 
 @pytest.mark.parametrize("share", ["equal", "free"])

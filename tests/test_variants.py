@@ -6,17 +6,27 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from hf_twell import sparsify
 from hf_twell.cli import main
+from hf_twell.models.attention import WITHOUT_MASK, without_masks
 from hf_twell.models.loading import load_model
 from hf_twell.recipe import finetune
 from hf_twell.recipe.arguments import training_arguments
 from hf_twell.recipe.packing import PackedText, StreamedText, check_length
 from hf_twell.recipe.schema import load_recipe
+from hf_twell.recipe.trainer import PackedTrainer
 from hf_twell.recipe.variants import LoraOutsideFfns, train_ffns_alone
-from tests.conftest import tiny_llama
+from tests.conftest import TINY, logits, tiny_llama
 
 DEMO = Path(__file__).parents[1] / "recipes" / "demo"
 IDS = torch.arange(3, 19).view(2, 8)
@@ -278,6 +288,52 @@ def test_batches_are_copied_to_a_gpu_without_waiting_for_the_step_before(recipe,
     for change in ("use_cpu=true", "dataloader_pin_memory=false", "accelerator_config={non_blocking: false}"):
         args = training_arguments(load_recipe(recipe, ["training.use_cpu=null", f"training.{change}"]))
         assert not args.accelerator_config.non_blocking, change
+
+
+class Reads(TorchDispatchMode):
+    """Counts the values that the host reads, for which it would wait on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+def test_whole_sequences_are_not_searched_for_padding():
+    model = tiny_llama()
+    expected = logits(model)
+    with without_masks(model), Reads() as reads:
+        assert torch.equal(logits(model), expected)
+    assert not reads.count
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("case", ["sliding window", "eager"])
+def test_models_that_need_masks_keep_them(case):
+    torch.manual_seed(0)
+    model = tiny_llama() if case == "eager" else MistralForCausalLM(MistralConfig(**TINY, sliding_window=4))
+    if case == "eager":
+        model.set_attn_implementation("eager")
+    expected, before = logits(model), model.config._attn_implementation
+    with without_masks(model):
+        assert torch.equal(logits(model), expected)
+    assert model.config._attn_implementation == before
+
+
+def test_a_recipe_trains_without_masks(recipe, monkeypatch):
+    pytest.importorskip("datasets")
+    seen, step = [], PackedTrainer.training_step
+
+    def look(self, model, inputs, *args, **kwargs):
+        parent = next(c for c in self.callback_handler.callbacks if hasattr(c, "distillation")).distillation.parent
+        seen.append((set(inputs), *(each.config._attn_implementation for each in (model, parent))))
+        return step(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(PackedTrainer, "training_step", look)
+    finetune.finetune(load_recipe(recipe, ["distill={logits: 1.0}", f"output_dir={recipe.parent / 'out'}"]))
+    assert seen == [({"input_ids", "labels"}, WITHOUT_MASK, WITHOUT_MASK)] * 4
+    assert WITHOUT_MASK not in (recipe.parent / "out/checkpoint-2/config.json").read_text()
 
 
 def test_recipes_that_lack_keys(recipe):

@@ -6,8 +6,6 @@ import math
 from collections import defaultdict
 
 import torch
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from hf_twell.bench.check import check_training, kernel_calls
@@ -18,13 +16,11 @@ from hf_twell.bench.timing import interleaved_ms, millijoules, peak_mib
 from hf_twell.bench.workload_llama import check_layers, layer_statistics, make_llama, make_text
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.convert.sparsify import unpatch
+from hf_twell.models.attention import WITHOUT_MASK
 from hf_twell.train.penalty import L1Penalty
 
 L1_WEIGHT = 2e-4
 WARM_UP = 4  # steps until every sparse block's path is chosen: its density is known only after a step
-# PyTorch's attention under a name for which Transformers makes no mask: nothing is padded here, and a mask, which some
-# versions make when compiled, would keep every variant from flash attention.
-ATTENTION = "sdpa_without_mask"
 
 
 def bench_train(
@@ -59,8 +55,8 @@ def bench_train(
     device = torch.device(device)
     model, distinct = make_llama(l0, dtype=DTYPES[dtype], device=device, report=report, **shape)
     report("looking at its sparsity")
-    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, sdpa_attention_forward)
-    model.set_attn_implementation(ATTENTION)
+    # Nothing is padded, and a mask, which some versions make when compiled, would keep them from flash attention.
+    model.set_attn_implementation(WITHOUT_MASK)
     text = make_text(model.config.vocab_size, batch, length, seed=2, device=device)
     model.train()
     dense = unpatch(sharing_copy(model))

@@ -273,11 +273,13 @@ def check_whole(h: torch.Tensor, width: int, block) -> None:
 
 def sparse_ffns(model: nn.Module) -> list[nn.Module]:
     """The model's sparse blocks, in layer order."""
-    idle = set()
-    for module in model.modules():
+    idle, found = set(), []
+    for module in model.modules():  # once: a step of training comes here, and the walk takes longer than the rest
+        if isinstance(module, SparseFfn):
+            found.append(module)
         # PEFT's `modules_to_save` keeps a block and a copy of it for each adapter; the active adapter's computes.
         copies = module._modules.get("modules_to_save")
         if copies is not None:
             active = [copies[name] for name in module.active_adapters if name in copies] or [module.original_module]
             idle |= {module.original_module, *copies.values()} - set(active)
-    return [module for module in model.modules() if isinstance(module, SparseFfn) and module not in idle]
+    return [ffn for ffn in found if ffn not in idle]

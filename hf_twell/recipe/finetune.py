@@ -6,12 +6,13 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import ProgressCallback, Trainer, TrainingArguments, default_data_collator, set_seed
+from transformers import ProgressCallback, TrainingArguments, default_data_collator, set_seed
 
 from hf_twell.convert.blending import Blend
 from hf_twell.convert.sparsify import sparsify
 from hf_twell.files.checkpoints import last_checkpoint
 from hf_twell.files.folders import full_disks_as_os_errors, save_model
+from hf_twell.models.attention import without_masks
 from hf_twell.models.loading import load_model, load_tokenizer, stored_dtype
 from hf_twell.recipe.arguments import CompactProgress, training_arguments
 from hf_twell.recipe.estimate import count_steps, estimate, estimate_time, sequences_of_step
@@ -29,6 +30,7 @@ from hf_twell.recipe.runs import (
 )
 from hf_twell.recipe.schema import Distill, Recipe
 from hf_twell.recipe.sources import is_streamed
+from hf_twell.recipe.trainer import PackedTrainer
 from hf_twell.recipe.variants import LoraOutsideFfns, freeze, train_ffns_alone
 from hf_twell.train.callbacks import SparsityCallback
 from hf_twell.train.distillation import Distillation
@@ -82,9 +84,9 @@ def five_steps(recipe: Recipe, args: TrainingArguments, resume: bool, train, hel
 
     # 3. Transformers' own Trainer, with the L1 term as a callback, and the dense parent as a teacher.
     use_cache = getattr(model.config, "use_cache", True)  # Trainer turns it off
-    # Trainer's own collator asks for a padding token, which packed sequences do not need.
-    collator = default_data_collator if tokenizer.pad_token is None else None
-    trainer = Trainer(model, args, collator, train_dataset=train, eval_dataset=heldout, processing_class=tokenizer)
+    # Trainer's own collator asks for a padding token and makes masks, neither of which packed sequences need.
+    options = {"train_dataset": train, "eval_dataset": heldout, "processing_class": tokenizer}
+    trainer = PackedTrainer(model, args, default_data_collator, **options)
     callback = None
     if recipe.relu:
         options = recipe.sparsity | ({} if blend is None else {"blend": blend, "blend_steps": recipe.blend_steps})
@@ -118,7 +120,8 @@ def five_steps(recipe: Recipe, args: TrainingArguments, resume: bool, train, hel
             print(estimate_time(args, recipe, tokens, time.perf_counter() - began, **done), file=sys.stderr)
     if callback is not None and start["dense"] is not None:
         callback.parent_loss = start["dense"]["loss"]
-    with contextlib.suppress(NothingLeft.Finished), full_disks_as_os_errors(args.output_dir):
+    models = [model] if callback is None or callback.distillation is None else [model, callback.distillation.parent]
+    with contextlib.suppress(NothingLeft.Finished), full_disks_as_os_errors(args.output_dir), without_masks(*models):
         trainer.train(resume_from_checkpoint=resume or None)
     if not trainer.state.global_step:
         raise ValueError("no step of training was made: the text has too few sequences for one")

@@ -213,7 +213,7 @@ class SparsityCallback(TrainerCallback):
             measured = counts.density(), counts.size(self.term)
             self.penalty.layer_weights = self.controller.update(*measured, self.progress(step + 1))
         if self.revival is not None:
-            self.revival.count(counts.tokens, [layer[1:] for layer in counts.layers])
+            self.revival.count(counts.tokens, counts.active)
             revives = step < REVIVE_UNTIL * state.max_steps
             self._revived = self.revival.revive(self.trainer.optimizer, step) if revives else 0.0
 

@@ -29,7 +29,7 @@ class Distillation:
     Memory: the parent's weights and, for a micro-batch, its last hidden states (B, S, D); for `layers`, each block's
     output (B, S, D) of the parent and of the model. With `logits` above 0 the model's logits (B, S, V) are kept for
     backward, which makes one gradient of that size beside the one that it gets, both in the logits' dtype. The
-    parent's logits exist a few tokens at a time.
+    parent's logits exist for a sixteenth of the tokens at a time (or 64 MiB of them in float32, where that is more).
 
     Args:
         model: the model to train.

@@ -8,6 +8,9 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 CHUNK = 2**24  # logits computed at a time: 64 MiB in float32, of which a few such tensors exist at once
+# At most, as each costs the host half of what a layer's forward does. In float32 such a part of the logits takes a
+# sixteenth of what all of them and their gradient take in bfloat16.
+PARTS = 16
 IGNORED = -100  # a label that asks for nothing, as Transformers' losses have it
 
 
@@ -65,7 +68,7 @@ class KlAlone(torch.autograd.Function):
 def _chunks(logits, labels_T, batch, divergence):
     """For some rows at a time: which, their KL, their task loss (0 without labels), the gradient of their logits."""
     logits_TV, hidden_TD, weight_T = logits.flatten(0, 1), batch.hidden.flatten(0, 1), batch.weight.flatten()
-    tokens = max(1, CHUNK // logits.shape[-1])
+    tokens = max(1, CHUNK // logits.shape[-1], -(-len(logits_TV) // PARTS))
     for at in range(0, len(logits_TV), tokens):
         rows = slice(at, at + tokens)
         some = None if labels_T is None else labels_T[rows]

@@ -72,7 +72,9 @@ class L1Penalty:
         self.layer_weights: torch.Tensor | None = None
         self.token_scale: torch.Tensor | None = None
         self._scale = None
-        self._tallies = None
+        self._tallies: list[torch.Tensor] | None = None
+        self._rows: list[torch.Tensor] = []  # the tallies' gradients, each of its device's table
+        self._tables: dict[torch.device, torch.Tensor] = {}
         self._step_tokens = None
         self._checked = False
         self._window: StepCounts | None = None
@@ -123,7 +125,7 @@ class L1Penalty:
         weights = self.l1_weight if self.layer_weights is None else self.layer_weights.to(device)
         self._scale = (weights / len(self.ffns) * self.token_scale).expand(len(self.ffns))
         if self._tallies is None:
-            self._tallies = [self._new_tally(ffn) for ffn in self.ffns]
+            self._make_tallies()
         for ffn in self.ffns:
             ffn.twell_state.step_choice.begin_step()
 
@@ -170,14 +172,16 @@ class L1Penalty:
     def _end_step(self, *, must_count: bool = False) -> StepCounts | None:
         if self._step_tokens is None:
             return None
-        counts = [tally.grad for tally in self._tallies]
-        flat = torch.cat([count.to(self.device) for count in counts])
+        for tally, row in zip(self._tallies, self._rows, strict=True):
+            if tally.grad is not row:  # backward under create_graph has put another in its place
+                tally.grad = row.copy_(tally.grad.detach())
+        table = sum(table.to(self.device) for table in self._tables.values())
         if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(flat)
-        step = StepCounts(self._step_tokens, list(flat.split([len(count) for count in counts])))
+            dist.all_reduce(table)
+        step = StepCounts(self._step_tokens, table, self._widths)
         self._step_tokens = None
-        for count in counts:
-            count.zero_()
+        for table in self._tables.values():
+            table.zero_()
         if not self._checked:  # the first step alone: it waits for the device
             step.check_counted_once()
             if must_count:
@@ -207,8 +211,8 @@ class L1Penalty:
     def _choose_for_compiled(self, step: StepCounts) -> None:
         """Blocks of a compiled model cannot choose for themselves; `ModelChoice` does it by the step's counts."""
         compiled = [
-            (ffn, Block(layer, len(counts) - 1, ffn.twell_state.step_choice))
-            for layer, (ffn, counts) in enumerate(zip(self.ffns, step.layers, strict=True))
+            (ffn, Block(layer, width, ffn.twell_state.step_choice))
+            for layer, (ffn, width) in enumerate(zip(self.ffns, step.widths, strict=True))
             if not ffn.twell_state.step_choice.chose
         ]
         # Layers that are compiled one by one share the graph that the first was traced for.
@@ -225,9 +229,16 @@ class L1Penalty:
         """Where the counts of all layers come together."""
         return self._device(self.ffns[0])
 
-    def _new_tally(self, ffn) -> torch.Tensor:
-        width = getattr(ffn, ffn.twell.form.up).out_features
-        return new_tally(1 + width, self._device(ffn))
+    def _make_tallies(self) -> None:
+        """A block's gradient is a row of its device's table, so that all are read and set to zero at once."""
+        self._widths = tuple(getattr(ffn, ffn.twell.form.up).out_features for ffn in self.ffns)
+        shape, devices = (len(self.ffns), 1 + max(self._widths)), [self._device(ffn) for ffn in self.ffns]
+        self._tables = {device: torch.zeros(shape, device=device) for device in devices}
+        places = enumerate(zip(self._widths, devices, strict=True))
+        self._rows = [self._tables[device][layer, : 1 + width] for layer, (width, device) in places]
+        self._tallies = [new_tally(len(row), row.device) for row in self._rows]
+        for tally, row in zip(self._tallies, self._rows, strict=True):
+            tally.grad = row
 
     @staticmethod
     def _device(ffn) -> torch.device:

@@ -10,47 +10,58 @@ from hf_twell.ops.reference import long_sum_dtype
 class StepCounts(NamedTuple):
     """What one optimizer step saw, over all its micro-batches and ranks; or several of them, as a sum.
 
-    Shapes: tokens () fp32, the non-padding ones; layers: for each sparse layer (1 + F,) fp32, the sum of |h| and then
-    each neuron's active tokens; all on the device of the first layer. Of a sum, in `long_sum_dtype`.
+    One table for all layers: thirty tensors would each take the host an operation for each figure.
+
+    Shapes: tokens () fp32, the non-padding ones; table (L, 1 + F) fp32, for each sparse layer the sum of |h| and then
+    each neuron's active tokens, with zeros after those of a layer narrower than the widest; widths: each layer's
+    neurons; all on the device of the first layer. Of a sum, in `long_sum_dtype`.
     """
 
     tokens: torch.Tensor
-    layers: list[torch.Tensor]
+    table: torch.Tensor
+    widths: tuple[int, ...]
+
+    @property
+    def active(self) -> list[torch.Tensor]:
+        """For each layer, every neuron's active tokens, (F,)."""
+        return [row[1 : 1 + width] for row, width in zip(self.table, self.widths, strict=True)]
 
     def l1(self) -> torch.Tensor:
         """L1 of each layer, (L,); NaN where all was padding."""
-        return torch.stack([layer[0] for layer in self.layers]) / self.tokens
+        return self.table[:, 0] / self.tokens
 
     def size(self, term: str) -> torch.Tensor:
         """How large each layer's term is, (L,): L1, or with "count" L0, which is not finite either where L1 is not."""
         l1 = self.l1()
-        if term == "l1":
-            return l1
-        return torch.where(l1.isfinite(), torch.stack([layer[1:].sum() for layer in self.layers]) / self.tokens, l1)
+        return l1 if term == "l1" else torch.where(l1.isfinite(), self.table[:, 1:].sum(1) / self.tokens, l1)
 
     def density(self) -> torch.Tensor:
         """Share of active neurons of each layer, (L,)."""
-        return torch.stack([layer[1:].mean() for layer in self.layers]) / self.tokens.clamp(min=1)
+        # A tensor of the widths would be copied to the device, which the host waits for.
+        same = len(set(self.widths)) == 1
+        widths = self.widths[0] if same else self.table.new_tensor(self.widths)
+        return self.table[:, 1:].sum(1) / widths / self.tokens.clamp(min=1)
 
     def added_to(self, earlier: "StepCounts | None") -> "StepCounts":
         """The sum of this step and earlier ones, which may pass 2^24, where fp32 stops counting."""
         dtype = long_sum_dtype(self.tokens.device)
-        tokens, layers = self.tokens.to(dtype), [layer.to(dtype) for layer in self.layers]
-        if earlier is None:
-            return StepCounts(tokens, layers)
-        total = [before + new for before, new in zip(earlier.layers, layers, strict=True)]
-        return StepCounts(earlier.tokens + tokens, total)
+        tokens, table = self.tokens.to(dtype), self.table.to(dtype)
+        if earlier is not None:
+            tokens, table = earlier.tokens + tokens, earlier.table + table
+        return StepCounts(tokens, table, self.widths)
 
     def figures(self, l1_weights: list[float]) -> dict | None:
         """What `L1Penalty.report` returns, with each layer's weight; None where all was padding."""
         tokens = self.tokens.item()
         if not tokens:
             return None
+        active = self.table[:, 1:]
+        fired = (active != 0).sum(1).to(self.table.dtype)
+        columns = torch.stack([self.table[:, 0], active.sum(1), fired]).tolist()  # the host waits for them once
         layers = []
-        for counts, weight in zip(self.layers, l1_weights, strict=True):
-            l1, active = counts[0].item() / tokens, counts[1:]
-            l0, dead = active.sum().item() / tokens, (active == 0).sum().item() / len(active)
-            layers.append({"l0": l0, "density": l0 / len(active), "l1": l1, "dead": dead, "l1_weight": weight})
+        for l1, l0, fired, width, weight in zip(*columns, self.widths, l1_weights, strict=True):
+            l1, l0, dead = l1 / tokens, l0 / tokens, (width - fired) / width
+            layers.append({"l0": l0, "density": l0 / width, "l1": l1, "dead": dead, "l1_weight": weight})
         mean = {key: sum(layer[key] for layer in layers) / len(layers) for key in layers[0]}
         return {**mean, "tokens": int(tokens), "layers": layers}
 
@@ -62,7 +73,7 @@ class StepCounts(NamedTuple):
         Raises:
             ValueError: saying what to do.
         """
-        tokens, most = self.tokens.item(), max(layer[1:].max().item() for layer in self.layers)
+        tokens, most = self.tokens.item(), self.table[:, 1:].max().item()
         if most > 1.001 * tokens:  # beyond 2^24 tokens fp32 rounds
             raise ValueError(
                 f"a neuron was active for {most:.0f} of the {tokens:.0f} tokens of the first optimizer step: its "
@@ -77,7 +88,7 @@ class StepCounts(NamedTuple):
         Raises:
             ValueError: saying what to do.
         """
-        if self.tokens.item() and not any(layer[1:].any().item() for layer in self.layers):
+        if self.tokens.item() and not self.table[:, 1:].any().item():
             raise ValueError(
                 f"no backward came to the sparse blocks in the first optimizer step ({self.tokens.item():.0f} tokens), "
                 "or every neuron of theirs is dead; call backward on each micro-batch's loss inside the loop over "
