@@ -10,7 +10,10 @@
 namespace twell {
 namespace {
 
-constexpr int kThreads = 256, kVector = 8;  // values a thread writes at a time
+constexpr int kThreads = 256, kLines = kThreads / 32;
+constexpr int kVector = 8;    // values that a thread writes at a time
+constexpr int kBatch = 4;     // lines that it reads at a time
+constexpr int kBlocks = 512;  // as many run at once on a large GPU
 
 template <typename To>
 struct alignas(16) Values {
@@ -29,27 +32,45 @@ __device__ __forceinline__ float factor(const Factors& factors, int64_t i) {
   return factors.scales == nullptr ? 1.f : part_of(factors.scales[i], factors.part);
 }
 
+// A warp takes 256 columns of one line after another, whose factors it reads once; kBatch lines are read before any is
+// written.
 template <typename To, typename From>
 __global__ void __launch_bounds__(kThreads) dequantize_kernel(const __grid_constant__ Dequantization m, bool whole) {
-  const int64_t pieces = (m.columns + kVector - 1) / kVector, total = m.lines * pieces;
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < total; i += stride) {
-    const int64_t line = i / pieces, column = i % pieces * kVector;
-    const From* const from = static_cast<const From*>(m.from) + line * m.columns + column;
-    To* const to = static_cast<To*>(m.to) + line * m.columns + column;
-    const float of_line = factor(m.line, line);
-    const auto value = [&](int j, From v) {
-      return static_cast<To>(of_line * factor(m.column, column + j) * value_of(v));
-    };
-    if (whole) {
-      alignas(8) From values[kVector];
-      *reinterpret_cast<uint2*>(values) = __ldcs(reinterpret_cast<const uint2*>(from));
+  const int64_t column = (int64_t{blockIdx.x} * 32 + threadIdx.x % 32) * kVector;
+  if (column >= m.columns) return;
+  float of_column[kVector];
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) of_column[j] = column + j < m.columns ? factor(m.column, column + j) : 0.f;
+  const int64_t stride = int64_t{gridDim.y} * kLines;
+  int64_t line = int64_t{blockIdx.y} * kLines + threadIdx.x / 32;
+  for (; line < m.lines; line += kBatch * stride) {
+    alignas(8) From values[kBatch][kVector];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int64_t at = line + i * stride;
+      if (at >= m.lines) break;
+      const From* const from = static_cast<const From*>(m.from) + at * m.columns + column;
+      if (whole) {
+        *reinterpret_cast<uint2*>(values[i]) = __ldcs(reinterpret_cast<const uint2*>(from));
+      } else {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) values[i][j] = column + j < m.columns ? from[j] : From{};
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int64_t at = line + i * stride;
+      if (at >= m.lines) break;
+      To* const to = static_cast<To*>(m.to) + at * m.columns + column;
+      const float of_line = factor(m.line, at);
       Values<To> out;
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) out.at[j] = value(j, values[j]);
-      *reinterpret_cast<Values<To>*>(to) = out;
-    } else {
-      for (int j = 0; j < kVector && column + j < m.columns; ++j) to[j] = value(j, from[j]);
+      for (int j = 0; j < kVector; ++j) out.at[j] = static_cast<To>(of_line * of_column[j] * value_of(values[i][j]));
+      if (whole) {
+        *reinterpret_cast<Values<To>*>(to) = out;
+      } else {
+        for (int j = 0; j < kVector && column + j < m.columns; ++j) to[j] = out.at[j];
+      }
     }
   }
 }
@@ -63,12 +84,13 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename To>
 cudaError_t launch(const Dequantization& matrix, cudaStream_t stream) {
-  const int64_t pieces = (matrix.columns + kVector - 1) / kVector * matrix.lines;
-  if (pieces == 0) return cudaSuccess;
-  const int64_t blocks = std::min<int64_t>((pieces + kThreads - 1) / kThreads, 1 << 16);
+  if (matrix.lines == 0 || matrix.columns == 0) return cudaSuccess;
+  const int64_t across = (matrix.columns + 32 * kVector - 1) / (32 * kVector);
+  const int64_t down = std::min((matrix.lines + kLines - 1) / kLines, std::max<int64_t>(kBlocks / across, 1));
   const bool whole = matrix.columns % kVector == 0 && reinterpret_cast<uintptr_t>(matrix.from) % kVector == 0;
   const auto kernel = matrix.type == DType::kInt8 ? dequantize_kernel<To, int8_t> : dequantize_kernel<To, E4m3>;
-  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(matrix, whole);
+  const dim3 blocks(static_cast<unsigned>(across), static_cast<unsigned>(down));
+  kernel<<<blocks, kThreads, 0, stream>>>(matrix, whole);
   return cudaGetLastError();
 }
 
