@@ -66,7 +66,9 @@ def table(rows: list[dict]) -> str:
     """A Markdown table, one line a row."""
     texts = list(dict.fromkeys(text for row in rows for text in row["losses"]))
     head = ["run", "target", "seed", "Mtokens in all phases", "density", "density of the layers"]
-    head += [*(f"loss: {text}" for text in texts), "excess", *TASKS, "kept", "kept, first rows", "minutes"]
+    chats = any("chats_loss" in row for row in rows)  # of which `excess` knows nothing
+    head += [*(f"loss: {text}" for text in texts), "excess", *(["loss: the parent's conversations"] if chats else [])]
+    head += [*TASKS, "kept", "kept, first rows", "minutes"]
     lines = []
     for row in rows:
         above, shares = excess(row, rows), (kept(row, rows), kept(row, rows, "first_acc"))
@@ -82,6 +84,7 @@ def table(rows: list[dict]) -> str:
                 f"{percent(min(layers))} to {percent(max(layers))}",
                 *(f"{row['losses'][text]:.4f}" if text in row["losses"] else None for text in texts),
                 None if above is None else f"{100 * above:+.2f} %",
+                *([f"{row['chats_loss']:.4f}" if "chats_loss" in row else None] if chats else []),
                 *(score and f"{100 * score['acc']:.1f} ± {100 * score['stderr']:.1f}" for score in scores),
                 *(None if share is None else f"{100 * share:.1f} %" for share in shares),
                 f"{row['minutes']:.1f}",

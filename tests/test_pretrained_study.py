@@ -184,6 +184,12 @@ def test_excess_and_kept(scripts, tmp_path):
     assert "| +15.00 % |" in table[4]
     assert "| 50.0 % |" in table[4]
     assert "5.00 % to 15.00 %" in table[4]
+    assert "conversations" not in table[0]
+    rows[2]["chats_loss"] = 1.25
+    chats = report["table"](rows).splitlines()
+    assert "| loss: the parent's conversations |" in chats[0]
+    assert "| +15.00 % | 1.2500 |" in chats[4]
+    del rows[2]["chats_loss"]
     with_points = (tmp_path / "study.png").stat().st_size
     report["report"]([parent], tmp_path)
     assert 5000 < (tmp_path / "study.png").stat().st_size != with_points
