@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -21,6 +21,7 @@ from transformers import (
 )
 
 import hf_twell
+from hf_twell.bench.compressed import quantize_folder
 
 PYTHON = Path(f"{sys.prefix}-vllm") / "bin" / "python"
 needs_vllm = pytest.mark.skipif(
@@ -67,31 +68,24 @@ def save(model, folder, density=0.03, **entry) -> str:
     return str(folder)
 
 
-def save_quantized(model, folder) -> str:
-    """A sparse checkpoint in int8, as compressed-tensors writes it: scales by row, activations rounded as they come."""
-    path, state = save(model, folder), {}
-    for name, tensor in model.state_dict().items():
-        state[name] = tensor.clone()
-        if "_proj" in name:
-            scale = tensor.float().abs().amax(1, keepdim=True) / 127
-            state[name] = (tensor.float() / scale).round().to(torch.int8)
-            state[f"{name}_scale"] = scale.to(tensor.dtype)
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    integers = {"num_bits": 8, "type": "int", "symmetric": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": integers | {"strategy": "channel", "dynamic": False},
-        "input_activations": integers | {"strategy": "token", "dynamic": True},
-    }
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": group},
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+def save_quantized(model, folder, kind="int8", **options) -> str:
+    """A sparse checkpoint in int8 or fp8, as `quantize_folder` writes it. The model gets what its weights stand for."""
+    density = {key: options.pop(key) for key in ("density",) if key in options}
+    path = save(model, folder, **density)
+    quantize_folder(model, folder, kind, **options)
+    state = load_file(folder / "model.safetensors")
+    scales = {name: state.pop(f"{name}_scale") for name in list(state) if f"{name}_scale" in state}
+    model.float()
+    model.load_state_dict({n: t.float() * scales[n].float() if n in scales else t.float() for n, t in state.items()})
+    return path
+
+
+def change_config(path, change) -> str:
+    """The checkpoint, after `change` did something to its config's dictionary."""
+    file = Path(path) / "config.json"
+    config = json.loads(file.read_text())
+    change(config)
+    file.write_text(json.dumps(config))
     return path
 
 

@@ -13,6 +13,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 import hf_twell
 from hf_twell.ops import api, policy
+from hf_twell.serving.vllm_plugin import quantized
 from hf_twell.serving.vllm_plugin.density import known_densities, known_settings
 
 # On a CPU a weight lies either as kernels read it or packed for vLLM's matmuls, at all numbers of tokens. Those matmuls
@@ -66,16 +67,16 @@ def decide(vllm_config, blocks: dict[int, torch.nn.Module], chosen: list[int]) -
             problem = f"the density is not known; {HOW_TO_CHANGE}"
         densities[index] = None
         if problem is None:
-            densities[index] = _operator_density(known[index], block.gate_up_proj.weight)
+            densities[index] = _operator_density(known[index], block.gate_up_proj)
             problem = None if densities[index] is not None else "they are too dense for kernels to be faster"
         reasons += [] if problem in (None, *reasons) else [problem]
     return Plan(densities, _summary(densities, known, source, reasons))
 
 
-def _operator_density(density: float, gate_up: torch.Tensor) -> float | None:
+def _operator_density(density: float, gate_up: torch.nn.Module) -> float | None:
     """What the operator gets in place of a block's density; None where the block should not use it."""
-    block = gate_up.numel() // 2, gate_up.dtype, gate_up.device.type
-    if gate_up.is_cpu and density > min(MAX_DENSITY_CPU, policy.max_density(MANY_TOKENS, *block)):
+    block = gate_up.weight.numel() // 2, gate_up.params_dtype, gate_up.weight.device.type
+    if gate_up.weight.is_cpu and density > min(MAX_DENSITY_CPU, policy.max_density(MANY_TOKENS, *block)):
         return None
     same = policy.same_answers(density, *block)
     return same if same < math.inf else None
@@ -84,15 +85,20 @@ def _operator_density(density: float, gate_up: torch.Tensor) -> float | None:
 def _problem(block) -> str | None:
     """Why the kernels cannot compute this block as vLLM has built it, or None."""
     linears = block.gate_up_proj, block.down_proj
-    if not all(type(linear.quant_method) is UnquantizedLinearMethod for linear in linears):
-        return "their weights are quantized, for which there are no kernels"
     if any(linear.bias is not None for linear in linears):
         return "they have biases"
-    weight = block.gate_up_proj.weight
-    device, dtype = weight.device.type, weight.dtype
+    if quantized.is_quantized(block):
+        if problem := quantized.problem(block):
+            return f"their weights are quantized, and {problem}"
+    elif not all(type(linear.quant_method) is UnquantizedLinearMethod for linear in linears):
+        return "their weights are quantized in a way for which there are no kernels"
+    device, dtype = block.gate_up_proj.weight.device.type, block.gate_up_proj.params_dtype
     allowed = (torch.bfloat16, torch.float16, *([torch.float32] if device == "cpu" else []))
     if dtype not in allowed:
-        return f"their weights are {dtype} on {device}"
+        return f"they compute in {dtype} on {device}"
+    width, hidden = block.gate_up_proj.weight.shape
+    if problem := api.too_large(width // 2, hidden):
+        return f"they have {problem}"
     if api.resolve("auto", device) == "reference":  # compiles them now, not in a capture; says why it cannot
         return f"no compiled kernels could be had for {device}"
     return None
