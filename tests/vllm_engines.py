@@ -1,5 +1,6 @@
 """Tiny sparse checkpoints, what Transformers computes with them, and engines of vLLM in an environment of its own."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -24,6 +25,8 @@ import hf_twell
 from hf_twell.bench.compressed import quantize_folder
 
 PYTHON = Path(f"{sys.prefix}-vllm") / "bin" / "python"
+if not PYTHON.exists() and importlib.util.find_spec("vllm"):
+    PYTHON = Path(sys.executable)
 needs_vllm = pytest.mark.skipif(
     not PYTHON.exists(), reason=f"needs vLLM in {PYTHON.parents[1].name}/, where `make test-all` installs it"
 )
@@ -77,15 +80,6 @@ def save_quantized(model, folder, kind="int8", **options) -> str:
     scales = {name: state.pop(f"{name}_scale") for name in list(state) if f"{name}_scale" in state}
     model.float()
     model.load_state_dict({n: t.float() * scales[n].float() if n in scales else t.float() for n, t in state.items()})
-    return path
-
-
-def change_config(path, change) -> str:
-    """The checkpoint, after `change` did something to its config's dictionary."""
-    file = Path(path) / "config.json"
-    config = json.loads(file.read_text())
-    change(config)
-    file.write_text(json.dumps(config))
     return path
 
 

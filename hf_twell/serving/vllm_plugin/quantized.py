@@ -145,26 +145,25 @@ class WithRows(CompressedTensorsLinearMethod):
     keeps_columns = False
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        rows, columns = layer.weight.shape
+        (rows, columns), dtype = layer.weight.shape, layer.weight.dtype
         if self.keeps_columns:
             layer.weight_by_column = nn.Parameter(layer.weight.data.t().contiguous(), requires_grad=False)
         super().process_weights_after_loading(layer)
-        weight, scale = layer.weight, layer.weight_scale
-        layer.kernels_read = (
-            weight.shape == (columns, rows)
-            and weight.t().is_contiguous()
-            and (scale.shape, scale.dtype) == ((rows, 1), torch.float32)
-        )
+        expected = ((columns, rows), (1, columns), dtype), ((rows, 1), (1, 1), torch.float32)
+        kept = tuple(map(_layout, (layer.weight, layer.weight_scale)))
+        layer.kernels_read = kept == expected
         if not layer.kernels_read:
             logger.warning(
-                "hf_twell: the block of %s stays plain: vLLM keeps its weight as %s with strides %s and its scale as "
-                "%s %s, where kernels read (%d, %d) with strides (1, %d), and (%d, 1) torch.float32",
-                *(layer.prefix, tuple(weight.shape), weight.stride(), tuple(scale.shape), scale.dtype),
-                *(columns, rows, columns, rows),
+                "hf_twell: the block of %s stays plain: vLLM keeps its weight and scale as %s, and kernels read %s",
+                *(layer.prefix, kept, expected),
             )
 
     def rows(self, layer: nn.Module) -> torch.Tensor:
         return layer.weight.t()
+
+
+def _layout(tensor: torch.Tensor | None) -> tuple:
+    return () if tensor is None else (tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def _quantized_ffn(x: torch.Tensor, name: LayerNameType) -> torch.Tensor:
