@@ -29,7 +29,7 @@ def test_int8_blocks_are_those_of_the_weights_that_int8_stands_for(tmp_path):
     for result in results:
         assert "error" not in result, result
     compiled, ranks, reloaded, dense = results
-    assert compiled["lines"] == [SPARSE_LINE + "3.00% to 3.00%, from the checkpoint's twell entry"]
+    assert compiled["lines"] == [SPARSE_LINE + "1.00% to 1.00%, from the checkpoint's twell entry"]
     for result in (compiled, ranks):
         assert result["blocks"] == ["SparseQuantizedFfn"] * 2
         assert [call["tokens"] for call in result["calls"]] == [several["tokens"], one["tokens"]]
@@ -91,7 +91,7 @@ def test_what_kernels_do_not_read_stays_plain(tmp_path):
             {"kind": "fp8"},
         ),
         ("they have biases", tiny(mlp_bias=True), {}),
-        ("they are too dense for kernels to be faster", tiny(), {"density": 0.5}),
+        ("they are too dense for kernels to be faster", tiny(), {"density": 0.03}),
     ):
         paths.append(save_quantized(model, tmp_path / str(len(paths)), **options))
         reasons.append(reason)
@@ -111,7 +111,7 @@ def test_on_a_gpu_blocks_are_as_near_to_their_weights_as_vllms_own(tmp_path, kin
     """Eager, in CUDA graphs, and with new weights. Of more than 64 tokens, fp8 quantizes x, and int8 is vLLM's own."""
     model, other = tiny().bfloat16(), tiny(seed=5).bfloat16()
     path, other_path = (
-        save_quantized(each, tmp_path / name, kind, density=0.01, **BLOCKS_ALONE)
+        save_quantized(each, tmp_path / name, kind, **BLOCKS_ALONE)
         for name, each in (("model", model), ("other", other))
     )
     few = SEVERAL[:3]  # 44 tokens

@@ -71,10 +71,9 @@ def save(model, folder, density=0.03, **entry) -> str:
     return str(folder)
 
 
-def save_quantized(model, folder, kind="int8", **options) -> str:
+def save_quantized(model, folder, kind="int8", density=0.01, **options) -> str:
     """A sparse checkpoint in int8 or fp8, as `quantize_folder` writes it. The model gets what its weights stand for."""
-    density = {key: options.pop(key) for key in ("density",) if key in options}
-    path = save(model, folder, **density)
+    path = save(model, folder, density)
     quantize_folder(model, folder, kind, **options)
     state = load_file(folder / "model.safetensors")
     scales = {name: state.pop(f"{name}_scale") for name in list(state) if f"{name}_scale" in state}
