@@ -6,9 +6,12 @@ import subprocess
 from itertools import pairwise
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from hf_twell.bench import save_llama
+from hf_twell.bench.compressed import KINDS
 from hf_twell.bench.vllm_steps import busy_us, cells, graph_steps, kernels_us, span_us
 from tests.vllm_engines import PYTHON, TIMEOUT_S, environment, needs_vllm, prompts, save, tiny
 
@@ -91,3 +94,23 @@ def test_the_benchmarks_llama_is_saved_for_engines(tmp_path):
     ids = json.loads((tmp_path / "model" / "ids.json").read_text())
     assert [len(row) for row in ids] == [40] * 3
     assert all(after == (before + 1) % 2048 for row in ids for before, after in pairwise(row)), "the workload's text"
+
+
+@pytest.mark.parametrize("weights", KINDS)
+def test_the_benchmarks_llama_in_8_bits(tmp_path, weights):
+    sizes = ["--hidden", "64", "--intermediate", "256", "--vocabulary", "2048", "--layers", "1", "--l0", "12"]
+    options = [*sizes, "--prompts", "1", "--length", "8"]
+    for name, more in (("plain", []), ("quantized", ["--weights", weights])):
+        save_llama.main([str(tmp_path / name), *options, *more])
+    plain, quantized = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "quantized"))
+    scales = {name for name in quantized if name.endswith("_scale")}
+    assert {name.removesuffix("_scale") for name in scales} == {name for name in plain if "_proj" in name}
+    step = {"int8": 1 / 127, "fp8": 1 / 16}[weights]  # of a row's largest; of a value itself
+    for name, weight in plain.items():
+        if f"{name}_scale" not in scales:
+            assert torch.equal(quantized[name], weight)
+            continue
+        assert quantized[name].dtype == KINDS[weights][0]
+        meant = quantized[name].float() * quantized[f"{name}_scale"].float()
+        allowed = step * weight.float().abs().amax(1, keepdim=True)
+        assert ((meant - weight.float()).abs() <= allowed).all()

@@ -1,5 +1,6 @@
 """Tiny sparse checkpoints, what Transformers computes with them, and engines of vLLM in an environment of its own."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -21,8 +22,11 @@ from transformers import (
 )
 
 import hf_twell
+from hf_twell.bench.compressed import quantize_folder
 
 PYTHON = Path(f"{sys.prefix}-vllm") / "bin" / "python"
+if not PYTHON.exists() and importlib.util.find_spec("vllm"):
+    PYTHON = Path(sys.executable)
 needs_vllm = pytest.mark.skipif(
     not PYTHON.exists(), reason=f"needs vLLM in {PYTHON.parents[1].name}/, where `make test-all` installs it"
 )
@@ -67,31 +71,14 @@ def save(model, folder, density=0.03, **entry) -> str:
     return str(folder)
 
 
-def save_quantized(model, folder) -> str:
-    """A sparse checkpoint in int8, as compressed-tensors writes it: scales by row, activations rounded as they come."""
-    path, state = save(model, folder), {}
-    for name, tensor in model.state_dict().items():
-        state[name] = tensor.clone()
-        if "_proj" in name:
-            scale = tensor.float().abs().amax(1, keepdim=True) / 127
-            state[name] = (tensor.float() / scale).round().to(torch.int8)
-            state[f"{name}_scale"] = scale.to(tensor.dtype)
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    integers = {"num_bits": 8, "type": "int", "symmetric": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": integers | {"strategy": "channel", "dynamic": False},
-        "input_activations": integers | {"strategy": "token", "dynamic": True},
-    }
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": group},
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+def save_quantized(model, folder, kind="int8", density=0.01, **options) -> str:
+    """A sparse checkpoint in int8 or fp8, as `quantize_folder` writes it. The model gets what its weights stand for."""
+    path = save(model, folder, density)
+    quantize_folder(model, folder, kind, **options)
+    state = load_file(folder / "model.safetensors")
+    scales = {name: state.pop(f"{name}_scale") for name in list(state) if f"{name}_scale" in state}
+    model.float()
+    model.load_state_dict({n: t.float() * scales[n].float() if n in scales else t.float() for n, t in state.items()})
     return path
 
 

@@ -16,7 +16,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
 
-OPERATORS = ("hf_twell_vllm::ffn", "hf_twell::infer")
+OPERATORS = ("hf_twell_vllm::ffn", "hf_twell_vllm::quantized_ffn", "hf_twell::infer")
 
 
 @contextlib.contextmanager

@@ -152,6 +152,14 @@ def dtype_of(x) -> torch.dtype:
     return torch.get_autocast_dtype(device) if autocast else x.dtype
 
 
+def too_large(intermediate: int, hidden: int) -> str | None:
+    """Why a block of these sizes is too large for the kernels of any device, or None."""
+    largest = limit("kMaxHidden"), limit("kMaxWidth")
+    if 0 < hidden <= largest[0] and 0 < intermediate <= largest[1]:
+        return None
+    return f"D = {hidden}, F = {intermediate}; the kernels take 1..{largest[0]} and 1..{largest[1]}"
+
+
 def _training_problem(x) -> str | None:
     """Why the CUDA kernels compute no gradients for x, or None: the end of a sentence "gradients are wanted ..."."""
     dtype = dtype_of(x)
@@ -228,9 +236,8 @@ def _kernels_take(backend, device_type, needs_grad, x, *weights, quantize_x=Fals
         problem = "float8_e4m3fn weights on a CPU; the kernels there take int8"
     elif quantized and needs_grad:
         problem = f"gradients are wanted through {name_of(kind)} weights; the kernels compute none: use torch.no_grad()"
-    elif not (0 < hidden <= limit("kMaxHidden") and 0 < intermediate <= limit("kMaxWidth")):
-        largest = limit("kMaxHidden"), limit("kMaxWidth")
-        problem = f"D = {hidden}, F = {intermediate}; the kernels take 1..{largest[0]} and 1..{largest[1]}"
+    elif sizes_problem := too_large(intermediate, hidden):
+        problem = sizes_problem
     elif quantize_x and (quantizing_problem := _quantizing_problem(x)):
         problem = quantizing_problem
     elif transformed():

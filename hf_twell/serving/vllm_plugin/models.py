@@ -14,7 +14,7 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.utils import PPMissingLayer
 
 from hf_twell.convert.sparsify import check_entry, chosen_layers
-from hf_twell.serving.vllm_plugin import plan
+from hf_twell.serving.vllm_plugin import plan, quantized
 from hf_twell.serving.vllm_plugin.blocks import ReluAndMul, SparseFfn
 
 logger = init_logger("vllm.hf_twell")  # a child of the logger that has a handler
@@ -40,7 +40,8 @@ class SparseBlocks:
             if density is None:
                 block.act_fn = ReluAndMul()
             else:
-                self.model.layers[index].mlp = SparseFfn(block, density)
+                sparse = quantized.SparseQuantizedFfn if quantized.is_quantized(block) else SparseFfn
+                self.model.layers[index].mlp = sparse(block, density)
         # The key of vLLM's compile cache reads this, but neither the environment nor what a package decides.
         if isinstance(vllm_config.additional_config, dict):  # an object of a platform's plugin has a key of its own
             vllm_config.additional_config = {**vllm_config.additional_config, "hf_twell_plan": decided.key()}
