@@ -11,7 +11,7 @@ from tests.vllm_engines import distance, expected, run, save_quantized, tiny
 
 # What is left in 16 or 32 bits, so that vLLM's own rounding of activations is nowhere but in the blocks.
 BLOCKS_ALONE = {"part": "mlp", "ignore": ("lm_head", "re:.*self_attn.*")}
-OFF = {"additional_config": {"hf_twell": {"kernels": False}}}
+OFF, ON = ({"additional_config": {"hf_twell": {"kernels": taken}}} for taken in (False, True))
 
 
 @in_vllm
@@ -119,7 +119,7 @@ def test_on_a_gpu_blocks_are_as_near_to_their_weights_as_vllms_own(tmp_path, kin
     calls.append({"prompts": few, "logprobs": True, "reload": other_path})
     truths = [expected(model, few), expected(model, SEVERAL), expected(other, few)]
     options = BF16 | {"kv_cache_memory_bytes": 1 << 28}
-    runs = [{"model": path, "options": options | each, "calls": calls} for each in (EAGER | OFF, EAGER, {})]
+    runs = [{"model": path, "options": options | each, "calls": calls} for each in (EAGER | OFF, EAGER | ON, ON)]
     results = run(tmp_path, runs)
     for result in results:
         assert "error" not in result, result

@@ -26,6 +26,11 @@ HOW_TO_CHANGE = (
     """--additional-config '{"hf_twell": {"density": 0.01}}'"""
 )
 
+UNTRIED = (
+    "and kernels for them have not been run in vLLM on a GPU yet; to use them, give "
+    """--additional-config '{"hf_twell": {"kernels": true}}'"""
+)
+
 
 @dataclass
 class Plan:
@@ -54,14 +59,14 @@ def decide(vllm_config, blocks: dict[int, torch.nn.Module], chosen: list[int]) -
     config = vllm_config.model_config.hf_config
     entry = getattr(config, "twell", None) or {}
     known, source = known_densities(vllm_config.additional_config, entry, config.num_hidden_layers)
-    off = None
-    if not known_settings(vllm_config.additional_config).get("kernels", True):
+    off, asked = None, known_settings(vllm_config.additional_config).get("kernels")
+    if asked is False:
         off = "additional_config turns the kernels off"
     elif vllm_config.lora_config is not None:
         off = "LoRA is on"
     densities, reasons = {}, []
     for index, block in blocks.items():
-        problem = off or _problem(block)
+        problem = off or _problem(block, asked is True)
         if problem is None and index not in chosen:
             problem = "the checkpoint's twell entry leaves them out"
         if problem is None and known is None:
@@ -84,14 +89,16 @@ def _operator_density(density: float, gate_up: torch.nn.Module) -> float | None:
     return same if same < math.inf else None
 
 
-def _problem(block) -> str | None:
-    """Why the kernels cannot compute this block as vLLM has built it, or None."""
+def _problem(block, asked: bool) -> str | None:
+    """Why the kernels do not compute this block as vLLM has built it, or None; `asked`: whether they are asked for."""
     linears = block.gate_up_proj, block.down_proj
     if any(linear.bias is not None for linear in linears):
         return "they have biases"
     if quantized.is_quantized(block):
         if problem := quantized.problem(block):
             return f"their weights are quantized, and {problem}"
+        if block.gate_up_proj.weight.is_cuda and not asked:
+            return f"their weights are quantized, {UNTRIED}"
     elif not all(type(linear.quant_method) is UnquantizedLinearMethod for linear in linears):
         return "their weights are quantized in a way for which there are no kernels"
     device, dtype = block.gate_up_proj.weight.device.type, block.gate_up_proj.params_dtype
