@@ -10,7 +10,7 @@ its case here.
 """
 
 import torch
-from torch import nn
+from torch import library, nn
 from vllm.config import get_current_vllm_config
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.forward_context import get_forward_context
@@ -177,5 +177,5 @@ def _quantized_ffn_fake(x: torch.Tensor, name: LayerNameType) -> torch.Tensor:
 
 
 # As vLLM's attention: the operator finds its block by name, and all layers share their compiled code.
-_library = torch.library.Library("hf_twell_vllm", "FRAGMENT")
-direct_register_custom_op("quantized_ffn", _quantized_ffn, fake_impl=_quantized_ffn_fake, target_lib=_library)
+_operators = library.Library("hf_twell_vllm", "FRAGMENT")
+direct_register_custom_op("quantized_ffn", _quantized_ffn, fake_impl=_quantized_ffn_fake, target_lib=_operators)
