@@ -53,11 +53,11 @@ inline sm90::Chunk chunk_of(const Ffn& f, void* workspace) {
   return chunk;
 }
 
-// gates (T, F): relu of sums times scales, plus bias. sizes (T, F): the same of magnitudes, which no sum on the way
-// exceeds.
+// values (T, F): sums times scales, plus bias, or relu of that. sizes (T, F): the same of magnitudes, which no sum on the
+// way exceeds.
 template <typename Half>
-__global__ void plain_gates(const sm90::QuantizedRows x, const sm90::QuantizedRows w, const Half* bias, int64_t tokens,
-                            int hidden, int width, double* gates, double* sizes) {
+__global__ void plain_sums(const sm90::QuantizedRows x, const sm90::QuantizedRows w, const Half* bias, int64_t tokens,
+                           int hidden, int width, bool relu, double* values, double* sizes) {
   const int64_t i = blockIdx.x * int64_t{256} + threadIdx.x, t = i / width, n = i % width;
   if (t >= tokens) return;
   double sum = 0, size = 0;
@@ -67,7 +67,7 @@ __global__ void plain_gates(const sm90::QuantizedRows x, const sm90::QuantizedRo
   }
   sum = sum * w.scales[n] * x.scales[t], size *= fabs(double{w.scales[n]} * x.scales[t]);
   if (bias != nullptr) sum += static_cast<float>(bias[n]), size += fabs(static_cast<float>(bias[n]));
-  gates[i] = sum <= 0 ? 0 : sum;  // NaN stays
+  values[i] = relu && sum <= 0 ? 0 : sum;  // NaN stays
   sizes[i] = size;
 }
 
@@ -134,8 +134,8 @@ struct Call {
     neuron_scales = w.scales.get();
     const int64_t count = int64_t{c.tokens} * c.width;
     Buffer<double> gates_there(count), sizes_there(count);
-    plain_gates<Half><<<static_cast<unsigned>((count + 255) / 256), 256>>>(
-        x.view(), w.view(), c.biases ? bias.data : nullptr, c.tokens, c.hidden, c.width, gates_there.data,
+    plain_sums<Half><<<static_cast<unsigned>((count + 255) / 256), 256>>>(
+        x.view(), w.view(), c.biases ? bias.data : nullptr, c.tokens, c.hidden, c.width, true, gates_there.data,
         sizes_there.data);
     CHECK(cudaGetLastError());
     gates = gates_there.get(), sizes = sizes_there.get();

@@ -6,22 +6,6 @@
 
 namespace checks {
 
-// ups (T, F): sums times scales, plus bias. sizes (T, F): the same of magnitudes, which no sum on the way exceeds.
-template <typename Half>
-__global__ void plain_ups(const sm90::QuantizedRows x, const sm90::QuantizedRows w, const Half* bias, int64_t tokens,
-                          int hidden, int width, double* ups, double* sizes) {
-  const int64_t i = blockIdx.x * int64_t{256} + threadIdx.x, t = i / width, n = i % width;
-  if (t >= tokens) return;
-  double sum = 0, size = 0;
-  for (int k = 0; k < hidden; ++k) {
-    const double product = double{e4m3_value(x.values[t * x.stride + k])} * e4m3_value(w.values[n * w.stride + k]);
-    sum += product, size += fabs(product);
-  }
-  sum = sum * w.scales[n] * x.scales[t], size *= fabs(double{w.scales[n]} * x.scales[t]);
-  if (bias != nullptr) sum += static_cast<float>(bias[n]), size += fabs(static_cast<float>(bias[n]));
-  ups[i] = sum, sizes[i] = size;
-}
-
 // A gate's operands, and beside them up's. Of exact data rows of Wu lie further apart than they are long.
 template <typename Half>
 struct UpCall {
@@ -49,8 +33,8 @@ struct UpCall {
     neuron_scales = w.scales.get();
     const int64_t count = int64_t{c.tokens} * c.width;
     Buffer<double> ups_there(count), sizes_there(count);
-    plain_ups<Half><<<static_cast<unsigned>((count + 255) / 256), 256>>>(
-        gate.x.view(), w.view(), c.biases ? bias.data : nullptr, c.tokens, c.hidden, c.width, ups_there.data,
+    plain_sums<Half><<<static_cast<unsigned>((count + 255) / 256), 256>>>(
+        gate.x.view(), w.view(), c.biases ? bias.data : nullptr, c.tokens, c.hidden, c.width, false, ups_there.data,
         sizes_there.data);
     CHECK(cudaGetLastError());
     ups = ups_there.get(), sizes = sizes_there.get();
