@@ -53,8 +53,8 @@ inline sm90::Chunk chunk_of(const Ffn& f, void* workspace) {
   return chunk;
 }
 
-// values (T, F): sums times scales, plus bias, or relu of that. sizes (T, F): the same of magnitudes, which no sum on the
-// way exceeds.
+// values (T, F): sums times scales, plus bias, or relu of that. sizes (T, F): the same of magnitudes, which no sum on
+// the way exceeds.
 template <typename Half>
 __global__ void plain_sums(const sm90::QuantizedRows x, const sm90::QuantizedRows w, const Half* bias, int64_t tokens,
                            int hidden, int width, bool relu, double* values, double* sizes) {
