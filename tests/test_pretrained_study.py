@@ -83,7 +83,7 @@ def test_what_is_planned(scripts, tmp_path):
         "dense/150M/seed0",
         "count/0.335/120M/seed0",
     ]
-    assert runs[-1]["id"] == "count/0.0195/370M/seed0"
+    assert runs[-1]["id"] == "count/0.0195/340M/seed0"
     functions = scripts("pretrained_runs")
     trained = [run for run in runs if functions["is_trained"](run)]
     recipes = {run["id"]: functions["recipe_of"](run, study, "parent.gguf", tmp_path) for run in trained}
