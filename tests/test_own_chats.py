@@ -24,15 +24,20 @@ TEMPLATE = (
 END = WORDS.index("<|im_end|>")
 
 
-@pytest.fixture
-def tokenizer():
-    """Of words, with a template that has a system's turn, as SmolLM2's has."""
+def tokenizer_of_words():
+    """With a template that has a system's turn, as SmolLM2's has; of its marks only two have names of their own."""
     words = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="<|pad|>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.add_special_tokens(SPECIAL)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|im_end|>", pad_token="<|pad|>")
-    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[1:2] + SPECIAL[3:]})
     tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture
+def tokenizer():
+    tokenizer = tokenizer_of_words()
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[1:2] + SPECIAL[3:]})
     return tokenizer
 
 
@@ -54,6 +59,28 @@ def test_what_a_template_writes_around_a_question(tokenizer):
     assert turns.question(ids("w1 <|endoftext|> w2 <|im_end|>")) == [], "no turn of a user"
     assert turns.answer(ids("w1 w2 <|endoftext|> w3")) == ids("w1 w2")
     assert turns.answer(ids("w1 w2")) == ids("w1 w2"), "cut where the sample is"
+
+
+def test_marks_that_only_the_vocabulary_calls_special_end_a_question():
+    """As Llama 3's headers."""
+    tokenizer = tokenizer_of_words()
+    assert WORDS.index("<|im_start|>") not in tokenizer.all_special_ids
+    assert Turns(tokenizer).question(ids("w1 <|im_start|> w2 <|im_end|>")) == []
+
+
+def test_a_turn_that_ends_by_ordinary_words_is_refused(tokenizer):
+    """What the model writes may hold them."""
+    tokenizer.chat_template = "{% for m in messages %}user {{ m.content }} {% endfor %}assistant "
+    with pytest.raises(ValueError, match="by 'assistant', which is no special token"):
+        Turns(tokenizer)
+
+
+def test_answers_are_drawn_anew(model):
+    """A CPU's generator keeps 32 bits of a seed, and an answer's are others than its question's."""
+    drawn = {"seed": 7}, {"seed": 7 ^ 1 << 31}
+    first_BL = torch.full((4, 1), END)
+    one, other = (sample_after(model, first_BL, torch.ones_like(first_BL), 20, **seed) for seed in drawn)
+    assert not torch.equal(one, other)
 
 
 def test_conversations_are_the_models_own(model, tokenizer):

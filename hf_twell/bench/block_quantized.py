@@ -33,9 +33,9 @@ def bench_ffn_quantized(
 
     `eager` and `compiled` are dense in `dtype`, `torchao` and `torchao_compiled` dense in `weights` (one of
     `hf_twell.models.quantizing.CONFIGS`), `sparse` is our block in `weights` and `sparse_plain` our block in `dtype`.
-    `speedup` is over the better of the first two, as in other rows, `speedup_same_weights` over the best of torchao's,
-    and `speedup_plain` over our own block in `dtype`. Blocks are timed as `bench_ffn` times them: on CUDA at 256 tokens
-    or fewer, 28 in a captured graph. What is active is counted in `dtype`.
+    `speedup` is over the better of the first two, as in other rows, `speedup_same_weights` over the best of torchao's
+    and `scaled_mm`, and `speedup_plain` over our own block in `dtype`. Blocks are timed as `bench_ffn` times them: on
+    CUDA at 256 tokens or fewer, 28 in a captured graph. What is active is counted in `dtype`.
 
     In "fp8-dynamic", torchao's blocks quantize h, too, by which they save time, and ours do not. Beside them
     `scaled_mm` is the same dense block by PyTorch's own product of such rows, compiled, with x quantized only once.
@@ -95,6 +95,8 @@ def _row(variants, xs, active, quantized, captured, count, l0, dtype, weights, r
 
     for turn in range(len(quantized)):
         call("sparse", turn), call("sparse_plain", turn)  # a block's first call looks at its density
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # and its next one finds what that saw
     calls = {name: functools.partial(call, name) for name in variants}
     if captured:
         graphs = {

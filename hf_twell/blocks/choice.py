@@ -63,7 +63,7 @@ def _too_dense(ffn, x, weight, bias, limit_cpu, scale=None) -> bool:
     if quantize_x and ffn.twell.backend == "auto" and api.linears_quantize(x):
         return True
     # In training mode without gradients, too: so runs the forward of re-entrant checkpointing.
-    if (torch.is_grad_enabled() or ffn.training) and _trains(ffn, x):
+    if scale is None and (torch.is_grad_enabled() or ffn.training) and _trains(ffn, x):
         state = ffn.twell_state
         too_dense = state.step_choice.too_dense(x, weight, bias) and ffn.twell.backend == "auto"
         if not torch.compiler.is_compiling():

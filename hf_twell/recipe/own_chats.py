@@ -17,7 +17,7 @@ class Turns:
     """What a chat template writes around a user's words, as tokens.
 
     Raises:
-        ValueError: no chat template, or one that does not write the words once, as they are.
+        ValueError: no chat template, or one that does not write the words once, as they are, and a special token after.
     """
 
     def __init__(self, tokenizer):
@@ -27,7 +27,11 @@ class Turns:
         self.opening, self.closing = (tokenizer(part, add_special_tokens=False).input_ids for part in text.split(MARK))
         if not (self.opening and self.closing):
             raise ValueError("the chat template writes nothing before or nothing after a user's words")
-        self.special = set(tokenizer.all_special_ids) | {self.closing[0]}
+        added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.special = set(tokenizer.all_special_ids) | added
+        if self.closing[0] not in self.special:  # what is written may hold it, so nothing tells where a turn ends
+            ends = tokenizer.decode(self.closing[:1])
+            raise ValueError(f"the chat template ends a user's words by {ends!r}, which is no special token")
 
     def question(self, words: list[int]) -> list[int]:
         """Up to the end of the user's turn; empty where it does not end, or other marks come first."""
@@ -70,8 +74,8 @@ def sample_conversations(
         prompt = [*turns.opening, *words, *turns.closing]
         prompts_BL[row, longest - len(prompt) :] = torch.tensor(prompt)
         mask_BL[row, longest - len(prompt) :] = 1
-    # Another seed than any batch's questions have.
-    prompts_BL, mask_BL, answering = prompts_BL.to(model.device), mask_BL.to(model.device), 2**32 + seed
+    # Another seed than any batch's questions have, in the 32 bits that a CPU's generator keeps.
+    prompts_BL, mask_BL, answering = prompts_BL.to(model.device), mask_BL.to(model.device), seed ^ 1 << 31
     said = sample_after(model, prompts_BL, mask_BL, length - longest, seed=answering, **drawn)[:, longest:].tolist()
     rows = []
     for question, words in zip(questions, said, strict=True):
