@@ -29,7 +29,7 @@ SCHEMES = {
     "CompressedTensorsW8A8Fp8": (torch.float8_e4m3fn, ("Cutlass", "ChannelWiseTorch")),
     "CompressedTensorsW8A8Int8": (torch.int8, ("Cutlass", "Triton")),
 }
-# In calls of more tokens the CUDA kernels read int8 weights several times, or dequantize them first: vLLM's own are faster.
+# In calls of more tokens the CUDA kernels read int8 weights again or dequantize them: vLLM's own matmuls are faster.
 MAX_TOKENS_INT8_CUDA = 64
 
 
