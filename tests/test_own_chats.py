@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_twell.cli import main
+from hf_twell.recipe import own_text
 from hf_twell.recipe.chat import chat_tokens
 from hf_twell.recipe.own_chats import Turns, sample_conversations
 from hf_twell.recipe.own_text import sample_text
@@ -158,6 +159,23 @@ def test_what_holds_no_conversations_is_said(model, tokenizer, tmp_path):
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template to read messages by"):
         sample_text(model, tokenizer, file, tokens=9, length=40, chats=True)
+
+
+def test_one_batch_without_conversations_is_not_the_end(model, tokenizer, tmp_path, monkeypatch):
+    """Of few samples none may ask something; then others are drawn, 64 and more before a model is given up."""
+    row, seeds = {"messages": [{"role": "user", "content": "w1"}], "tokens": 9}, []
+
+    def unlucky(*args, seed, **drawn):
+        seeds.append(seed)
+        return [row] if len(seeds) == 4 else []
+
+    monkeypatch.setattr(own_text, "sample_conversations", unlucky)
+    sizes = {"tokens": 9, "length": 40, "batch_size": 21, "chats": True}
+    assert sample_text(model, tokenizer, tmp_path / "few.jsonl", **sizes)["documents"] == 1
+    assert seeds == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="the model asked nothing that ends in time"):
+        sample_text(model, tokenizer, tmp_path / "none.jsonl", **sizes)
+    assert len(seeds) == 8
 
 
 def test_the_command_samples_conversations(model, tokenizer, tmp_path, capsys):

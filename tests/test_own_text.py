@@ -131,6 +131,20 @@ def test_a_file_is_gone_on_with(demo, tmp_path):
     assert sample_text(model, tokenizer, parts, tokens=50, **sizes) == result, "it has them"
 
 
+def test_it_is_told_after_each_word(demo):
+    told = []
+    sample_ids(demo[0], 5, 9, 2, seed=0, tell=lambda *how_far: told.append(how_far))
+    assert told == [(words, 8) for words in range(1, 9)]
+
+
+def test_the_command_samples_no_more_at_a_time_than_asked_for(tmp_path, capsys):
+    command = ["sample", DEMO, str(tmp_path / "own.jsonl"), "--tokens", "20", "--length", "16", "--device", "cpu"]
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] <= 32
+    assert main(["sample", DEMO, str(tmp_path / "none.jsonl"), "--tokens", "0", "--device", "cpu"]) == 1
+    assert "tokens=0; give at least 1" in capsys.readouterr().err
+
+
 def test_what_cannot_be_sampled_is_said(demo, tmp_path):
     model, tokenizer = demo
     for changes, message in (

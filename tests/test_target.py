@@ -213,7 +213,7 @@ def test_a_weight_at_its_bound_is_told_while_it_happens_and_once(tmp_path, caplo
     lines = bound_lines(caplog)
     assert sorted(re.findall(r"model\.layers\.\d\.mlp", " ".join(lines))) == [f"model.layers.{i}.mlp" for i in range(3)]
     for line in lines:
-        assert re.match(r"step \d+: the L1 weight of .*\.mlp \(0\.02\).* is at its upper bound", line)
+        assert re.match(r"step \d+: the penalty's weight of .*\.mlp \(0\.02\).* is at its upper bound", line)
         assert "l1_bounds" in line
     assert told_at[1] < STEPS / 2, "not only at the end"
 
@@ -223,7 +223,7 @@ def test_layers_that_share_the_target_are_told_of_as_one(tmp_path, caplog):
     trainer.args.max_steps = 10
     trainer.train()
     (line,) = bound_lines(caplog)
-    assert re.match(r"step \d+: the L1 weight of all layers \(0\.02\) is at its upper bound", line)
+    assert re.match(r"step \d+: the penalty's weight of all layers \(0\.02\) is at its upper bound", line)
 
 
 @pytest.mark.slow

@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", help="the .jsonl file to write, or to go on with")
     parser.add_argument("--tokens", type=int, required=True, help="how many to have in all, such as 10_000_000")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sample (default: 512)")
-    parser.add_argument("--batch", type=int, help="samples at a time (default: 16, on CUDA 256)")
+    parser.add_argument(
+        "--batch", type=int, help="samples at a time (default: as many as --tokens needs, up to 16, on CUDA 256)"
+    )
     parser.add_argument(
         "--start", help="the special token that a sample begins with (default: <|endoftext|>, else BOS, else EOS)"
     )
@@ -60,7 +62,8 @@ def _sample(args) -> dict:
     on_cuda = torch.cuda.is_available() if args.device is None else args.device.startswith("cuda")
     dtype = args.dtype or ("bfloat16" if on_cuda else "auto")
     model, tokenizer = load_model(args.model, dtype=dtype, device=args.device)
-    batch_size = args.batch or (256 if on_cuda else 16)
+    few = max(1, -(-args.tokens // args.length)) if args.length > 0 else 1
+    batch_size = args.batch or min(few, 256 if on_cuda else 16)
     sizes = {"tokens": args.tokens, "length": args.length, "batch_size": batch_size}
     options = {"start": args.start, "chats": args.chats, "seed": args.seed}
     options |= {"temperature": args.temperature, "top_p": args.top_p}

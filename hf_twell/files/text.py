@@ -17,6 +17,8 @@ def read_text(path: str | Path) -> str:
         OSError: the file cannot be read.
     """
     path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no text file at {path}; give the path of one (.txt, .xz)")
     raw = path.read_bytes()
     try:
         text = (lzma.decompress(raw) if path.suffix == ".xz" else raw).decode("utf-8-sig")

@@ -39,6 +39,8 @@ def quantize(path: str | Path, weights: str):
     kind = _weight_only(weights)  # which also tells that torchao is missing before anything is loaded
     from transformers import TorchAoConfig
 
+    if Path(path).is_file():
+        raise ValueError(f"{path} is no folder of a model in stock form; save one with `hf-twell sparsify`")
     model, tokenizer = load_model(path, None if has_tokenizer(path) else False, device="cpu")  # checked as any other
     sites = find_ffns(model)
     if not Path(path).is_dir() or loading_class(read_config(path)) is not AutoModelForCausalLM:

@@ -5,6 +5,8 @@ is of every kind that it was pretrained on, and nothing has to be collected for 
 """
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,6 +15,9 @@ from tqdm.auto import tqdm
 from hf_twell.files.text import END_OF_TEXT
 from hf_twell.recipe.own_chats import sample_conversations
 from hf_twell.recipe.sampling import sample_after
+
+MOST_TRIED = 64  # samples without a row before a model is said to write none
+TELL_EVERY_S = 0.5
 
 
 def sample_text(
@@ -70,17 +75,19 @@ def sample_text(
     begin = None if chats else document_start(tokenizer, start)
     begun_after = "a question" if chats else tokenizer.convert_ids_to_tokens(begin)
     documents, done, batch = _rows_of(path)
+    tried = 0
     with path.open("a", encoding="utf-8") as file, tqdm(total=tokens, initial=done, unit=" tokens") as bar:
+        drawn = {"temperature": temperature, "top_p": top_p, "tell": _teller(bar)}
         while done < tokens:
-            drawn = {"seed": seed + batch, "temperature": temperature, "top_p": top_p}
+            drawn["seed"] = seed + batch
             if chats:
                 rows = sample_conversations(model, tokenizer, length, batch_size, **drawn)
             else:
                 rows = documents_in(sample_ids(model, begin, length, batch_size, **drawn), tokenizer, begin)
             file.write("".join(json.dumps({**row, "batch": batch}, ensure_ascii=False) + "\n" for row in rows))
             file.flush()
-            added = sum(row["tokens"] for row in rows)
-            if not added and not documents:
+            added, tried = sum(row["tokens"] for row in rows), tried + batch_size
+            if not added and not documents and tried >= MOST_TRIED:
                 raise ValueError(
                     "the model asked nothing that ends in time; give a greater length, or do without chats"
                     if chats
@@ -89,6 +96,19 @@ def sample_text(
             documents, done, batch = documents + len(rows), done + added, batch + 1
             bar.update(added)
     return {"documents": documents, "tokens": done, "start": begun_after}
+
+
+def _teller(bar):
+    """Says how far a batch is, as its rows come all at once and a large one takes minutes."""
+    told = 0.0
+
+    def tell(words: int, of: int) -> None:
+        nonlocal told
+        if time.monotonic() - told > TELL_EVERY_S:
+            told = time.monotonic()
+            bar.set_postfix_str(f"word {words} of {of} of each sample of a batch")
+
+    return tell
 
 
 def document_start(tokenizer, start: str | None = None) -> int:
@@ -111,11 +131,19 @@ def document_start(tokenizer, start: str | None = None) -> int:
 
 
 def sample_ids(
-    model, begin: int, length: int, batch_size: int, *, seed: int, temperature: float = 1.0, top_p: float = 1.0
+    model,
+    begin: int,
+    length: int,
+    batch_size: int,
+    *,
+    seed: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    tell: Callable[[int, int], None] | None = None,
 ) -> torch.Tensor:
     """Token ids, (batch_size, length), that begin with `begin`; sampling goes on after an end of a document."""
     first_B1 = torch.full((batch_size, 1), begin, device=model.device)
-    drawn = {"seed": seed, "temperature": temperature, "top_p": top_p}
+    drawn = {"seed": seed, "temperature": temperature, "top_p": top_p, "tell": tell}
     return sample_after(model, first_B1, torch.ones_like(first_B1), length - 1, **drawn)
 
 

@@ -62,7 +62,7 @@ def warn_of_bounds(controller, told: set, ffns: list, step: int) -> None:
             names = ", ".join(f"{ffns[layer].twell.name} ({weights[layer]:.3g})" for layer in new)
             if controller.layer_shares == "free":
                 names = f"all layers ({weights[0]:.3g})"
-            logger.warning("step %d: the L1 weight of %s is at its %s", step, names, AT_BOUND[side])
+            logger.warning("step %d: the penalty's weight of %s is at its %s", step, names, AT_BOUND[side])
 
 
 def warn_of_miss(controller, ffns: list) -> None:
