@@ -150,9 +150,11 @@ def test_commands(page, tmp_path, monkeypatch, capsys):
             with serving(tmp_path, *command[2:], "--port", "0") as server:
                 assert server.ask("/v1/completions", {"prompt": "The cell is", "max_tokens": 4})["choices"]
             continue
-        if "--chats" in command:  # to a model that is none: a sentence is its question
-            template = "{% for m in messages %}On: {{ m.content }}. And{% endfor %}"
-            Path("my-model", "chat_template.jinja").write_text(template)
+        if "--chats" in command:  # to a model that is none: a sentence is its question, and a full stop is special
+            tokenizer = AutoTokenizer.from_pretrained("my-model")
+            tokenizer.add_special_tokens({"additional_special_tokens": ["."]})
+            tokenizer.chat_template = "{% for m in messages %}On: {{ m.content }}. And{% endfor %}"
+            tokenizer.save_pretrained("my-model")
             command += ["--length", "96", "--batch", "64"]
         if command[1:3] == ["bench", "serve"]:
             command += ["--repeats", "1", "--new-tokens", "4", "--prefill-tokens", "200"]
