@@ -75,7 +75,7 @@ def full_plan(scripts) -> tuple[dict, list[dict]]:
 def test_what_is_planned(scripts, tmp_path):
     """Control and conversions as recipes, each with a name of its own; whole steps, the curve last."""
     study, runs = full_plan(scripts)
-    assert len({run["id"] for run in runs}) == len(runs) == 27
+    assert len({run["id"] for run in runs}) == len(runs) == 28
     assert [run["id"] for run in runs[:5]] == [
         "parent",
         "books/30M/seed0",
@@ -87,7 +87,7 @@ def test_what_is_planned(scripts, tmp_path):
     functions = scripts("pretrained_runs")
     trained = [run for run in runs if functions["is_trained"](run)]
     recipes = {run["id"]: functions["recipe_of"](run, study, "parent.gguf", tmp_path) for run in trained}
-    assert len(recipes) == 25
+    assert len(recipes) == 26
     control, count = recipes["books/30M/seed0"], recipes["count/0.0195/120M/seed0"]
     assert (control.model, control.relu, control.distill) == ("parent.gguf", False, None)
     assert control.training["max_steps"] == 30_000_000 // 65_536
@@ -134,7 +134,7 @@ def test_what_is_needed_is_asked_for(scripts, tmp_path, capsys):
     main = scripts("pretrained_study")["main"]
     output = ["--output", str(tmp_path)]
     main([str(YAML), *output, "--list"])
-    assert len(capsys.readouterr().out.splitlines()) == 27
+    assert len(capsys.readouterr().out.splitlines()) == 28
     for given, wanted in (([], "--model is needed"), (["--model", "m"], "--text is needed")):
         with pytest.raises(SystemExit):
             main([str(YAML), *output, *given])
