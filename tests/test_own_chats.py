@@ -84,9 +84,10 @@ def test_answers_are_drawn_anew(model):
     assert not torch.equal(one, other)
 
 
-def test_conversations_are_the_models_own(model, tokenizer):
-    rows = sample_conversations(model, tokenizer, 40, 1000, seed=0)
-    assert 20 < len(rows) < 500, "questions that do not end are left out"
+@pytest.mark.parametrize("length", [40, 24])
+def test_conversations_are_the_models_own(model, tokenizer, length):
+    rows = sample_conversations(model, tokenizer, length, 1000, seed=0)
+    assert length / 2 < len(rows) < 500, "questions that do not end are left out"
     for row in rows:
         question, answer = row["messages"]
         assert (question["role"], answer["role"]) == ("user", "assistant")
@@ -94,11 +95,19 @@ def test_conversations_are_the_models_own(model, tokenizer):
         assert answer["content"]
         assert "<|" not in question["content"] + answer["content"]
         said = chat_tokens(tokenizer, row["messages"])[0]
-        assert said[-1] == END
-        assert len(said) == row["tokens"] + 1 <= 41, "with the end of the answer"
+        assert (said[-1] != END) == answer.get("unfinished", False), "the end of an answer that was cut is not taught"
+        assert len(said) == row["tokens"] + (said[-1] == END) <= length + 1
+    assert length == 40 or 0 < sum("unfinished" in row["messages"][1] for row in rows) < len(rows)
     assert len({row["messages"][0]["content"] for row in rows}) > 10
-    assert sample_conversations(model, tokenizer, 40, 1000, seed=0) == rows
-    assert sample_conversations(model, tokenizer, 40, 1000, seed=1) != rows
+    assert sample_conversations(model, tokenizer, length, 1000, seed=0) == rows
+    assert sample_conversations(model, tokenizer, length, 1000, seed=1) != rows
+
+
+def test_of_an_unfinished_answer_all_words_are_the_assistants(tokenizer):
+    messages = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2 w3", "unfinished": True}]
+    tokens, labels = chat_tokens(tokenizer, messages, assistant_only=True)
+    assert tokens == ids(f"{TEMPLATE.split('{%')[0]} <|im_start|> user w1 <|im_end|> <|im_start|> assistant w2 w3")
+    assert [label for label in labels if label != -100] == ids("w2 w3")
 
 
 def test_first_words_have_the_models_probabilities(model, tokenizer):

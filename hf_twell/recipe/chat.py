@@ -13,13 +13,14 @@ def is_chat(value) -> bool:
 def chat_tokens(tokenizer, messages: list[dict], *, assistant_only: bool = False) -> tuple[list[int], list[int]]:
     """The token ids of a conversation and their labels: the ids, or with `assistant_only` -100 for others' tokens.
 
-    What the assistant says runs from the template's generation prompt to the end of its turn, end marker included.
+    What the assistant says runs from the template's generation prompt to the end of its turn, end marker included. A
+    last message with a true "unfinished" was cut, and gets no end marker.
 
     Raises:
         ValueError: no chat template, or one that does not take these messages; with `assistant_only`, one that changes
             earlier turns when later ones come, or a tokenizer that does not say where in the text its tokens lie.
     """
-    text = render(tokenizer, messages)
+    text = _whole(tokenizer, messages)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=assistant_only, verbose=False)
     ids = encoded["input_ids"]
     if not assistant_only:
@@ -39,7 +40,7 @@ def _assistant_spans(tokenizer, messages, text) -> list[tuple[int, int]]:
         if message["role"] != "assistant":
             continue
         prompt = render(tokenizer, messages[:index], add_generation_prompt=True)
-        turn = render(tokenizer, messages[: index + 1])
+        turn = _whole(tokenizer, messages[: index + 1])
         if not (text.startswith(turn) and turn.startswith(prompt)):
             raise ValueError(
                 "assistant_only_loss: the chat template writes earlier turns in another way when later ones follow, so "
@@ -48,6 +49,10 @@ def _assistant_spans(tokenizer, messages, text) -> list[tuple[int, int]]:
             )
         spans.append((len(prompt), len(turn)))
     return spans
+
+
+def _whole(tokenizer, messages) -> str:
+    return render(tokenizer, messages, **({"continue_final_message": True} if messages[-1].get("unfinished") else {}))
 
 
 def render(tokenizer, messages: list[dict], **options) -> str:

@@ -61,8 +61,9 @@ def sample_conversations(
 ) -> list[dict]:
     """Rows {"messages": a question and its answer, "tokens"} of at most `length` tokens with what the template writes.
 
-    There are `batch_size` or fewer: a question that does not end in a quarter of `length` is left out, an answer that
-    does not end is cut. `tell` is as for `sample_after`, of questions and then of answers.
+    There are `batch_size` or fewer: a question that does not end in a quarter of `length` is left out; an answer that
+    does not end is cut, and its message says "unfinished", which `hf_twell.recipe.chat.chat_tokens` reads. `tell` is
+    as for `sample_after`, of questions and then of answers.
 
     Raises:
         ValueError: a chat template that sampling cannot go by, or longer than `length` leaves room for.
@@ -95,5 +96,7 @@ def sample_conversations(
             messages = [
                 {"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)
             ]
+            if len(answer) == len(words):
+                messages[1]["unfinished"] = True
             rows.append({"messages": messages, "tokens": around + len(question) + len(answer)})
     return rows
