@@ -84,7 +84,7 @@ def test_answers_are_drawn_anew(model):
     assert not torch.equal(one, other)
 
 
-@pytest.mark.parametrize("length", [40, 24])
+@pytest.mark.parametrize("length", [40, 16])
 def test_conversations_are_the_models_own(model, tokenizer, length):
     rows = sample_conversations(model, tokenizer, length, 1000, seed=0)
     assert length / 2 < len(rows) < 500, "questions that do not end are left out"
