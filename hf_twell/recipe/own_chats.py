@@ -4,8 +4,6 @@ A conversion that reads no conversations unlearns to answer: of all that an inst
 Nothing is asked of the model but to go on after the template's opening of a user's turn (Magpie, Xu et al. 2024).
 """
 
-from collections.abc import Callable
-
 import torch
 
 from hf_twell.recipe.chat import render
@@ -48,27 +46,17 @@ class Turns:
         return next((at for at, word in enumerate(words) if word in self.special), len(words))
 
 
-def sample_conversations(
-    model,
-    tokenizer,
-    length: int,
-    batch_size: int,
-    *,
-    seed: int,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    tell: Callable[[int, int], None] | None = None,
-) -> list[dict]:
+def sample_conversations(model, tokenizer, length: int, batch_size: int, *, seed: int, **drawn) -> list[dict]:
     """Rows {"messages": a question and its answer, "tokens"} of at most `length` tokens with what the template writes.
 
     There are `batch_size` or fewer: a question that does not end in a quarter of `length` is left out; an answer that
-    does not end is cut, and its message says "unfinished", which `hf_twell.recipe.chat.chat_tokens` reads. `tell` is
-    as for `sample_after`, of questions and then of answers.
+    does not end is cut, and its message says "unfinished", which `hf_twell.recipe.chat.chat_tokens` reads. `drawn`
+    are options of `sample_after`, for questions and for answers.
 
     Raises:
         ValueError: a chat template that sampling cannot go by, or longer than `length` leaves room for.
     """
-    turns, drawn = Turns(tokenizer), {"temperature": temperature, "top_p": top_p, "tell": tell}
+    turns = Turns(tokenizer)
     around, most = len(turns.opening) + len(turns.closing), int(QUESTION_SHARE * length)
     if most < 1 or around + most >= length:
         raise ValueError(f"length={length}; the chat template alone takes {around} tokens: give more")

@@ -6,7 +6,6 @@ is of every kind that it was pretrained on, and nothing has to be collected for 
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -130,20 +129,12 @@ def document_start(tokenizer, start: str | None = None) -> int:
     raise ValueError("this tokenizer has no <|endoftext|>, BOS or EOS to begin a document with; give start")
 
 
-def sample_ids(
-    model,
-    begin: int,
-    length: int,
-    batch_size: int,
-    *,
-    seed: int,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    tell: Callable[[int, int], None] | None = None,
-) -> torch.Tensor:
-    """Token ids, (batch_size, length), that begin with `begin`; sampling goes on after an end of a document."""
+def sample_ids(model, begin: int, length: int, batch_size: int, **drawn) -> torch.Tensor:
+    """Token ids, (batch_size, length), that begin with `begin`; sampling goes on after an end of a document.
+
+    `drawn` are options of `hf_twell.recipe.sampling.sample_after`.
+    """
     first_B1 = torch.full((batch_size, 1), begin, device=model.device)
-    drawn = {"seed": seed, "temperature": temperature, "top_p": top_p, "tell": tell}
     return sample_after(model, first_B1, torch.ones_like(first_B1), length - 1, **drawn)
 
 
