@@ -141,7 +141,7 @@ def test_the_command_samples_no_more_at_a_time_than_asked_for(tmp_path, capsys):
     command = ["sample", DEMO, str(tmp_path / "own.jsonl"), "--tokens", "20", "--length", "16", "--device", "cpu"]
     assert main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] <= 32
-    assert main(["sample", DEMO, str(tmp_path / "none.jsonl"), "--tokens", "0", "--device", "cpu"]) == 1
+    assert main(["sample", "absent", str(tmp_path / "none.jsonl"), "--tokens", "0"]) == 1, "before a model is loaded"
     assert "tokens=0; give at least 1" in capsys.readouterr().err
 
 

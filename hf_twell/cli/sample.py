@@ -57,14 +57,14 @@ def _sample(args) -> dict:
     import torch
 
     from hf_twell.models.loading import load_model
-    from hf_twell.recipe.own_text import sample_text
+    from hf_twell.recipe.own_text import check_options, sample_text
 
+    drawn = {"temperature": args.temperature, "top_p": args.top_p}
+    check_options(args.tokens, args.length, args.batch or 1, **drawn)  # before a model is loaded
     on_cuda = torch.cuda.is_available() if args.device is None else args.device.startswith("cuda")
     dtype = args.dtype or ("bfloat16" if on_cuda else "auto")
     model, tokenizer = load_model(args.model, dtype=dtype, device=args.device)
-    few = max(1, -(-args.tokens // args.length)) if args.length > 0 else 1
-    batch_size = args.batch or min(few, 256 if on_cuda else 16)
+    batch_size = args.batch or min(-(-args.tokens // args.length), 256 if on_cuda else 16)
     sizes = {"tokens": args.tokens, "length": args.length, "batch_size": batch_size}
     options = {"start": args.start, "chats": args.chats, "seed": args.seed}
-    options |= {"temperature": args.temperature, "top_p": args.top_p}
-    return sample_text(model, tokenizer, args.output, **sizes, **options)
+    return sample_text(model, tokenizer, args.output, **sizes, **options, **drawn)

@@ -39,12 +39,13 @@ def quantize(path: str | Path, weights: str):
     kind = _weight_only(weights)  # which also tells that torchao is missing before anything is loaded
     from transformers import TorchAoConfig
 
-    if Path(path).is_file():
-        raise ValueError(f"{path} is no folder of a model in stock form; save one with `hf-twell sparsify`")
+    not_stock = f"{path} is not the folder of a model in stock form; save one with `hf-twell sparsify`"
+    if Path(path).is_file():  # a GGUF, say, which would be dequantized for nothing
+        raise ValueError(not_stock)
     model, tokenizer = load_model(path, None if has_tokenizer(path) else False, device="cpu")  # checked as any other
     sites = find_ffns(model)
     if not Path(path).is_dir() or loading_class(read_config(path)) is not AutoModelForCausalLM:
-        raise ValueError(f"{path} is not the folder of a model in stock form; save one with `hf-twell sparsify`")
+        raise ValueError(not_stock)
     if any(not isinstance(site.activation, nn.ReLU) for site in sites):
         raise ValueError(
             f"{path} does not compute ReLU, and quantized weights are not converted; make it sparse first (hf-twell "

@@ -59,13 +59,7 @@ def sample_text(
             chat template.
     """
     path = Path(path)
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature}; give a number above 0")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p}; give a number above 0, and at most 1")
-    for name, value, least in (("tokens", tokens, 1), ("length", length, 2), ("batch_size", batch_size, 1)):
-        if value < least:
-            raise ValueError(f"{name}={value}; give at least {least}")
+    check_options(tokens, length, batch_size, temperature, top_p)
     most = getattr(model.config.get_text_config(), "max_position_embeddings", length)
     if length > most:
         raise ValueError(f"length={length}, and the model reads at most {most} tokens; give a smaller length")
@@ -95,6 +89,21 @@ def sample_text(
             documents, done, batch = documents + len(rows), done + added, batch + 1
             bar.update(added)
     return {"documents": documents, "tokens": done, "start": begun_after}
+
+
+def check_options(tokens: int, length: int, batch_size: int, temperature: float, top_p: float) -> None:
+    """What of `sample_text`'s arguments can be wrong whatever the model is.
+
+    Raises:
+        ValueError: numbers that cannot be.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature}; give a number above 0")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p}; give a number above 0, and at most 1")
+    for name, value, least in (("tokens", tokens, 1), ("length", length, 2), ("batch_size", batch_size, 1)):
+        if value < least:
+            raise ValueError(f"{name}={value}; give at least {least}")
 
 
 def _teller(bar):
