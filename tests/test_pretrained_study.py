@@ -96,7 +96,7 @@ def test_what_is_planned(scripts, tmp_path):
     assert (count.term, count.layer_shares, count.distill["logits"]) == ("count", "free", 1.0)
     assert count.training["max_steps"] == 120_000_000 // 16_384
     assert count.training["gradient_accumulation_steps"] == 1
-    earlier = recipes["earlier method/0.1/100M/seed0"]
+    earlier = recipes["earlier method/0.1/30M/seed0"]
     assert (earlier.model, earlier.distill, earlier.term) == ("parent.gguf", None, "l1")
     assert {functions["needs"](run, study) for run in runs} == {None, "books/30M/seed0", "averaged"}
 
