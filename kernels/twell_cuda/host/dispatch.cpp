@@ -8,7 +8,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "common/dequantize.h"
 #include "decode/decode.h"
 #include "portable/portable.h"
 #include "sm90/prefill/prefill.h"
@@ -113,20 +112,6 @@ decoding::Kernels kernels_of(const Row& row, const Ffn& ffn, const Device& devic
   return kernels;
 }
 
-// The down kernel reads rows of the call's type, so e4m3 ones become such, once a call.
-cudaError_t run_prefill_fp8(const Ffn& ffn, const Device& device, cudaStream_t stream, const Services& services) {
-  const int64_t bytes = sm90::prefill_fp8_workspace_bytes(ffn, device);  // a multiple of 256
-  const int64_t row_bytes = int64_t{ffn.hidden} * bytes_of(ffn.dtype);
-  char* const workspace = static_cast<char*>(services.workspace(bytes + ffn.width * row_bytes));
-  const Dequantization down{ffn.down.data, ffn.down.dtype,    ffn.width,        ffn.hidden,
-                            {},            {ffn.down.scales}, workspace + bytes};
-  const cudaError_t error = dequantize(down, ffn.dtype, stream);
-  if (error != cudaSuccess) return error;
-  Ffn call = ffn;
-  call.down = {down.to, ffn.dtype, ffn.hidden};
-  return sm90::prefill_fp8_forward(call, device, workspace, stream);
-}
-
 cudaError_t run_portable(const Ffn& ffn, const Device& device, cudaStream_t stream, const Services& services) {
   void* workspace = services.workspace(portable_workspace_bytes(ffn));
   const int64_t chunk = portable_chunk_tokens(ffn);
@@ -155,7 +140,9 @@ cudaError_t run(const Row& row, const sm90::MidPlan& plan, const Ffn& ffn, const
       return sm90::mid_forward(ffn, plan, device, services.workspace(sm90::prefill_workspace_bytes(ffn, device)), stream);
     case Kernels::kPrefill:
       return sm90::prefill_forward(ffn, device, services.workspace(sm90::prefill_workspace_bytes(ffn, device)), stream);
-    case Kernels::kPrefillFp8: return run_prefill_fp8(ffn, device, stream, services);
+    case Kernels::kPrefillFp8:
+      return sm90::prefill_fp8_forward(ffn, device, services.workspace(sm90::prefill_fp8_workspace_bytes(ffn, device)),
+                                       stream);
     case Kernels::kPortable: return run_portable(ffn, device, stream, services);
   }
   return cudaErrorInvalidValue;

@@ -1,4 +1,4 @@
-"""Write wgmma.cuh and wgmma_e4m3.cuh: one inline-assembly function for each width of the warpgroup matrix instruction.
+"""Write wgmma.cuh, wgmma_e4m3.cuh and wgmma_registers.cuh: one inline-assembly function for each width of the warpgroup matrix instruction.
 
 Run it after a change: python3 kernels/twell_cuda/sm90/common/generate_wgmma.py
 """
@@ -7,6 +7,7 @@ from pathlib import Path
 
 WIDTHS = (16, 32, 48, 64, 96, 112, 128, 176, 192, 208, 256)
 E4M3_WIDTHS = (64, 96, 128, 192, 256)
+REGISTER_WIDTHS = (64,)
 HEAD = """\
 // Written by generate_wgmma.py; do not edit. PTX ISA, wgmma.mma_async: D (64 x N, fp32) += A (64 x 16) B (16 x N), both
 // operands in shared memory, bf16 or fp16. Trans: 0 where K is contiguous, 1 where M (of A) or N (of B) is.
@@ -61,6 +62,34 @@ struct Wgmma<__nv_fp8_e4m3, {n}, 0, 0> {{
   }}
 }};
 """
+REGISTERS_HEAD = """\
+// Written by generate_wgmma.py; do not edit. PTX ISA, wgmma.mma_async: D (64 x N, fp32) += A (64 x 16) B (16 x N), bf16
+// or fp16. A is in registers, laid out as that of mma.m16n8k16 for each warp's 16 rows; B in shared memory, N contiguous.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace twell::sm90 {
+
+template <typename T, int N>
+struct WgmmaOfRegisters;
+"""
+REGISTERS_BODY = """
+template <>
+struct WgmmaOfRegisters<{type}, {n}> {{
+  static __device__ __forceinline__ void multiply(float* d, const uint32_t (&a)[4], uint64_t b) {{
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{ptx}.{ptx} "
+{operands}
+        ", {{%{a}, %{b}, %{acc}, %{ta}}}, %{tb}, 1, 1, 1, 1;\\n"
+        : {outputs}
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  }}
+}};
+"""
 TAIL = "\n}  // namespace twell::sm90\n"
 
 
@@ -99,5 +128,7 @@ if __name__ == "__main__":
     types = (("__nv_bfloat16", "bf16"), ("__half", "f16"))
     text = "".join(body(BODY, n, type=name, ptx=ptx) for name, ptx in types for n in WIDTHS)
     Path(__file__).with_name("wgmma.cuh").write_text(HEAD + text + TAIL)
+    text = "".join(body(REGISTERS_BODY, n, type=name, ptx=ptx) for name, ptx in types for n in REGISTER_WIDTHS)
+    Path(__file__).with_name("wgmma_registers.cuh").write_text(REGISTERS_HEAD + text + TAIL)
     text = "".join(body(E4M3_BODY, n) for n in E4M3_WIDTHS)
     Path(__file__).with_name("wgmma_e4m3.cuh").write_text(E4M3_HEAD + text + TAIL)

@@ -208,6 +208,13 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint3
                : "r"(shared)
                : "memory");
 }
+// Two of them; lane 8 m + i, of the first 16, gives matrix m's row i.
+__device__ __forceinline__ void load_two_matrices_transposed(uint32_t (&r)[2], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(shared)
+               : "memory");
+}
 
 __device__ __forceinline__ uint4 load_shared_16(uint32_t shared) {
   uint4 v;

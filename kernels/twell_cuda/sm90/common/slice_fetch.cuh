@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstddef>
+#include <type_traits>
 
+#include "common/quantized.cuh"
 #include "sm90/common/chunk.h"
 #include "sm90/common/primitives.cuh"
 #include "sm90/common/store.cuh"
@@ -10,16 +12,17 @@
 namespace twell::sm90::slices {
 
 constexpr int kFetchers = 128, kThreads = kFetchers + 256, kConsumerWarps = 8, kDepth = 64;
-constexpr int kPartBytes = 64 * kDepth * 2;  // 64 tokens or hidden units x 64 neurons
+constexpr int kPartBytes = 64 * kDepth * 2;  // 64 tokens or hidden units x 64 neurons; of bytes 128 hidden units
 constexpr int kRingBytes = 4 * 6 * kPartBytes, kMaxStages = 8;
 constexpr int kListed = 2048;           // neurons in shared memory at a time
 
 constexpr int kFetchRegisters = 72, kMultiplyRegisters = 216;
 static_assert(check_registers(kFetchRegisters, kMultiplyRegisters));
 
-template <int kHidden>
+template <typename Weight, int kHidden>
 struct Shape {
-  static constexpr int kStageBytes = 2 * kPartBytes + kHidden * kDepth * 2;
+  static constexpr int kPartHidden = 128 / sizeof(Weight), kParts = kHidden / kPartHidden;
+  static constexpr int kStageBytes = (2 + kParts) * kPartBytes;
   static constexpr int kStages = kRingBytes / kStageBytes < kMaxStages ? kRingBytes / kStageBytes : kMaxStages;
 };
 
@@ -53,11 +56,18 @@ struct Output {
   int hidden, slices;
 };
 
+// The same of 8-bit rows.
+struct ScaledOutput : Output {
+  const float* scales;  // (D)
+};
+template <typename Weight>
+using OutputOf = std::conditional_t<kScaled<Weight>, ScaledOutput, Output>;
+
 // y = bias + the sum of all terms.
-template <int kTerms>
+template <int kTerms, typename Out = Output>
 struct Arguments {
   Term terms[kTerms];
-  Output out;
+  Out out;
   Chunk chunk;
   int width;
 };
@@ -109,10 +119,12 @@ struct Lists {
   }
 };
 
-template <typename T, int kTerms, int kHidden>
-__device__ __forceinline__ void fetch(const Arguments<kTerms>& a, const Maps<kTerms>& maps, Control& c, uint8_t* shared,
-                                      Ring ring) {
-  constexpr int kRows = kFetchers / 8, kBytes = Shape<kHidden>::kStageBytes;
+// Columns are of type T, rows of Weight.
+template <typename T, typename Weight, int kTerms, int kHidden, typename Out>
+__device__ __forceinline__ void fetch(const Arguments<kTerms, Out>& a, const Maps<kTerms>& maps, Control& c,
+                                      uint8_t* shared, Ring ring) {
+  using S = Shape<Weight, kHidden>;
+  constexpr int kRows = kFetchers / 8, kBytes = S::kStageBytes, kCopied = 16 / sizeof(Weight);
   // Eight threads copy 128 bytes; every kRows-th row is theirs.
   const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
   const uint32_t stages = smem_address(shared), place = row * 128 + ((chunk ^ (row & 7)) << 4);
@@ -142,8 +154,9 @@ __device__ __forceinline__ void fetch(const Arguments<kTerms>& a, const Maps<kTe
             for (int half = 0; half < 2; ++half) {
               load_box(stage + half * kPartBytes, maps.columns + t, half * 64, block * a.width + lowest, full);
             }
-            for (int part = 0; part < kHidden / 64; ++part) {
-              load_box(stage + (2 + part) * kPartBytes, maps.rows + t, first_hidden + part * 64, lowest, full);
+            for (int part = 0; part < S::kParts; ++part) {
+              load_box(stage + (2 + part) * kPartBytes, maps.rows + t, first_hidden + part * S::kPartHidden, lowest,
+                       full);
             }
           } else {
             barrier_arrive(full);
@@ -152,20 +165,20 @@ __device__ __forceinline__ void fetch(const Arguments<kTerms>& a, const Maps<kTe
         }
         const uint32_t to = stages + ring.stage * kBytes + place;
         const T* columns = static_cast<const T*>(a.terms[t].columns) + first_column;
-        const T* rows = static_cast<const T*>(a.terms[t].rows) + first_hidden + chunk * 8;
+        const Weight* rows = static_cast<const Weight*>(a.terms[t].rows) + first_hidden + chunk * kCopied;
 #pragma unroll
         for (int i = 0; i < kDepth / kRows; ++i) {
           const int n = start + row + kRows * i;
           const bool valid = n < listed;
           const int neuron = valid ? neurons[n] : 0;
           const T* column = columns + static_cast<int64_t>(neuron) * kBlockTokens;
-          const T* from = rows + static_cast<int64_t>(neuron) * a.out.hidden;
+          const Weight* from = rows + static_cast<int64_t>(neuron) * a.out.hidden;
           copy_16(to + i * kRows * 128, column, valid && w.start + n < first_end);
           copy_16(to + kPartBytes + i * kRows * 128, column + 64, valid && w.start + n >= counts.first_only);
 #pragma unroll
-          for (int part = 0; part < kHidden / 64; ++part) {  // where nothing is valid the address is not read
-            copy_16(to + (2 + part) * kPartBytes + i * kRows * 128, from + part * 64,
-                    valid && part * 64 + chunk * 8 < hidden_left);
+          for (int part = 0; part < S::kParts; ++part) {  // where nothing is valid the address is not read
+            copy_16(to + (2 + part) * kPartBytes + i * kRows * 128, from + part * S::kPartHidden,
+                    valid && part * S::kPartHidden + chunk * kCopied < hidden_left);
           }
         }
         barrier_arrive_on_copies(full);

@@ -3,11 +3,13 @@
 //
 // A persistent thread block of three warpgroups an SM. The first gathers columns and rows with cp.async, or with bulk
 // copies where they are neighbours; the other two multiply half of the tokens each. Both operands lie in shared memory
-// as they do in global memory, tokens and hidden units contiguous, and the tensor cores read them transposed.
+// as they do in global memory, tokens and hidden units contiguous, and the tensor cores read them transposed. Rows of
+// bytes are multiplied otherwise: slice_narrow.cuh.
 #pragma once
 
 #include "sm90/common/launch.h"
 #include "sm90/common/slice_fetch.cuh"
+#include "sm90/common/slice_narrow.cuh"
 #include "sm90/common/wgmma.cuh"
 
 namespace twell::sm90::slices {
@@ -16,7 +18,7 @@ namespace twell::sm90::slices {
 template <typename T, int kTerms, int kHidden, typename CountsOf>
 __device__ __forceinline__ void multiply(const Output& out, int blocks, const CountsOf& counts_of, uint8_t* shared,
                                          Ring ring) {
-  constexpr int kBytes = Shape<kHidden>::kStageBytes;
+  constexpr int kBytes = Shape<T, kHidden>::kStageBytes;
   const int lane = threadIdx.x % 32, warp = (threadIdx.x - kFetchers) / 32, warpgroup = warp / 4;
   const uint32_t stages = smem_address(shared), turn = stages + kRingBytes + warp * kTurnBytes;
   for (int item = blockIdx.x; item < blocks * out.slices; item += gridDim.x) {
@@ -57,9 +59,10 @@ __device__ __forceinline__ void multiply(const Output& out, int blocks, const Co
   }
 }
 
-template <typename T, int kTerms, int kHidden>
+// `Weight` is T, or an 8-bit type.
+template <typename T, typename Weight, int kTerms, int kHidden>
 __global__ void __launch_bounds__(kThreads, 1)
-    product_kernel(const __grid_constant__ Maps<kTerms> maps, const Arguments<kTerms> a) {
+    product_kernel(const __grid_constant__ Maps<kTerms> maps, const Arguments<kTerms, OutputOf<Weight>> a) {
 #if defined(TWELL_SM90_DEVICE)
   if (a.chunk.known_skipped()) {
     launch_dependents();
@@ -69,12 +72,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ uint8_t raw_shared[];
   uint8_t* shared = raw_shared + (-smem_address(raw_shared) & 1023);
   Control& c = *reinterpret_cast<Control*>(shared + kRingBytes + kConsumerWarps * kTurnBytes);
+  constexpr int kStages = Shape<Weight, kHidden>::kStages;
   if (threadIdx.x == 0) {
     for (int t = 0; t < kTerms; ++t) {
       prefetch_map(maps.columns + t);
       prefetch_map(maps.rows + t);
     }
-    for (int s = 0; s < Shape<kHidden>::kStages; ++s) {
+    for (int s = 0; s < kStages; ++s) {
       barrier_init(c.full + s, kFetchers);
       barrier_init(c.empty + s, kConsumerWarps);
     }
@@ -88,13 +92,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int blocks = a.chunk.active.blocks;
   for (int b = threadIdx.x; b < blocks; b += kThreads) c.counts[b] = a.chunk.active.counts[b];
   __syncthreads();
-  const Ring ring(c.full, c.empty, Shape<kHidden>::kStages);
+  const auto counts_of = [&](int block) { return c.counts[block]; };
+  const Ring ring(c.full, c.empty, kStages);
   if (threadIdx.x < kFetchers) {
     give_registers<kFetchRegisters>();
-    fetch<T, kTerms, kHidden>(a, maps, c, shared, ring);
+    fetch<T, Weight, kTerms, kHidden>(a, maps, c, shared, ring);
   } else {
     take_registers<kMultiplyRegisters>();
-    multiply<T, kTerms, kHidden>(a.out, blocks, [&](int block) { return c.counts[block]; }, shared, ring);
+    if constexpr (kScaled<Weight>) {
+      static_assert(kTerms == 1);
+      multiply_narrow<T, Weight, kHidden>(a.out, blocks, counts_of, shared, ring);
+    } else {
+      multiply<T, kTerms, kHidden>(a.out, blocks, counts_of, shared, ring);
+    }
   }
 #endif
 }
@@ -112,26 +122,29 @@ inline int best_slice(int blocks, int hidden, const Device& device) {
   return best;
 }
 
-template <typename T, int kTerms, int kHidden>
-cudaError_t launch_slice(DType dtype, Arguments<kTerms> a, const Device& device, cudaStream_t stream) {
+template <typename T, typename Weight, int kHidden, int kTerms, typename Out>
+cudaError_t launch_slice(DType dtype, Arguments<kTerms, Out> a, const Device& device, cudaStream_t stream) {
   const int blocks = a.chunk.active.blocks;
   a.out.slices = (a.out.hidden + kHidden - 1) / kHidden;
   Maps<kTerms> maps;
   for (int t = 0; t < kTerms; ++t) {
     TWELL_RETURN_IF_ERROR(make_tensor_map(maps.columns + t, dtype, a.terms[t].columns, int64_t{blocks} * a.width,
                                           kBlockTokens, kDepth));
-    TWELL_RETURN_IF_ERROR(make_tensor_map(maps.rows + t, dtype, a.terms[t].rows, a.width, a.out.hidden, kDepth));
+    const void* rows = a.terms[t].rows;
+    const int hidden = a.out.hidden;
+    TWELL_RETURN_IF_ERROR(kScaled<Weight> ? make_byte_map(maps.rows + t, rows, a.width, hidden, hidden, kDepth)
+                                          : make_tensor_map(maps.rows + t, dtype, rows, a.width, hidden, kDepth));
   }
   const int grid = min(device.sm_count, blocks * a.out.slices);
-  return launch_kernel(product_kernel<T, kTerms, kHidden>, grid, kThreads, 1, kShared, stream, maps, a);
+  return launch_kernel(product_kernel<T, Weight, kTerms, kHidden>, grid, kThreads, 1, kShared, stream, maps, a);
 }
 
-template <typename T, int kTerms>
-cudaError_t launch_type(DType dtype, const Arguments<kTerms>& a, const Device& device, cudaStream_t stream) {
+template <typename T, typename Weight, int kTerms, typename Out>
+cudaError_t launch_type(DType dtype, const Arguments<kTerms, Out>& a, const Device& device, cudaStream_t stream) {
   switch (best_slice(a.chunk.active.blocks, a.out.hidden, device)) {
-    case 64: return launch_slice<T, kTerms, 64>(dtype, a, device, stream);
-    case 128: return launch_slice<T, kTerms, 128>(dtype, a, device, stream);
-    default: return launch_slice<T, kTerms, 256>(dtype, a, device, stream);
+    case 64: return launch_slice<T, Weight, kScaled<Weight> ? 128 : 64>(dtype, a, device, stream);
+    case 128: return launch_slice<T, Weight, 128>(dtype, a, device, stream);
+    default: return launch_slice<T, Weight, 256>(dtype, a, device, stream);
   }
 }
 
@@ -148,8 +161,8 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Term (&terms)[kTerm
   a.out = output_of(ffn, chunk, bias, y);
   a.chunk = chunk;
   a.width = ffn.width;
-  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn.dtype, a, device, stream)
-                                       : launch_type<__half>(ffn.dtype, a, device, stream);
+  return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16, __nv_bfloat16>(ffn.dtype, a, device, stream)
+                                       : launch_type<__half, __half>(ffn.dtype, a, device, stream);
 }
 
 }  // namespace twell::sm90::slices

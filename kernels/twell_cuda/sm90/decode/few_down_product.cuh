@@ -168,7 +168,7 @@ __device__ __forceinline__ void multiply_narrow(float (&sum)[8], Ring& ring, uin
 #pragma unroll
     for (int k = 0; k < kDepth / 16; ++k) {
       sm90::load_matrices_transposed(a[k], h + products_at(16 * k + lane / 16 * 8 + lane % 8, lane / 8 % 2));
-      load_two_matrices_transposed(bytes[k], columns + narrow_at(16 * k + lane % 16, warp));
+      sm90::load_two_matrices_transposed(bytes[k], columns + narrow_at(16 * k + lane % 16, warp));
     }
 #pragma unroll
     for (int k = 0; k < kDepth / 16; ++k) {

@@ -33,12 +33,6 @@ __device__ __forceinline__ void load_two_matrices(uint32_t (&r)[2], uint32_t sha
                : "r"(shared)
                : "memory");
 }
-__device__ __forceinline__ void load_two_matrices_transposed(uint32_t (&r)[2], uint32_t shared) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-               : "=r"(r[0]), "=r"(r[1])
-               : "r"(shared)
-               : "memory");
-}
 
 // Rows of bytes on their way to rows of 16-bit values, which wgmma reads, by the 128 threads of a warpgroup: each takes
 // eight bytes of every 16th row.

@@ -38,7 +38,7 @@ cudaError_t prefill_fp8_forward(const Ffn& ffn, const Device& device, void* work
     TWELL_RETURN_IF_ERROR(launch_gate_fp8(ffn, rows, chunk, device, stream));
     TWELL_RETURN_IF_ERROR(launch_list(ffn, chunk, device, stream));
     if (ffn.gated()) TWELL_RETURN_IF_ERROR(launch_up_fp8(ffn, rows, chunk, device, stream));
-    TWELL_RETURN_IF_ERROR(launch_down(ffn, chunk, device, stream));
+    TWELL_RETURN_IF_ERROR(launch_down_fp8(ffn, chunk, device, stream));
   }
   return cudaSuccess;
 }

@@ -1,6 +1,6 @@
 // Prefill by e4m3 products: x is quantized in each call, a scale a token; Wg and Wu were before, a scale a neuron
 // (torchao's Float8DynamicActivationFloat8WeightConfig with PerRow). Activations between the kernels are of the call's
-// 16-bit type, and so is down, over the active neurons.
+// 16-bit type, and so are down's products, over the active neurons: Wd's values become such as they are multiplied.
 #pragma once
 
 #include "common/round_up.h"
@@ -60,7 +60,11 @@ cudaError_t launch_up_fp8(const Ffn& ffn, const QuantizedRows& x, const Chunk& c
 cudaError_t launch_up_fp8_as(const Ffn& ffn, const QuantizedRows& x, const Chunk& chunk, const Device& device,
                              cudaStream_t stream, bool many);
 
-// As prefill_forward, with ffn.gate and ffn.up (or the one that there is) e4m3 and ffn.down of the call's type.
+// As launch_down, for D a multiple of kE4m3Border. ffn.down is e4m3, its rows D apart, with a scale for each column of y:
+// sums times scales, then bias, rounded once. So a scale that is infinite or NaN makes its column so.
+cudaError_t launch_down_fp8(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream);
+
+// As prefill_forward, of e4m3 weights.
 int64_t prefill_fp8_workspace_bytes(const Ffn& ffn, const Device& device);
 cudaError_t prefill_fp8_forward(const Ffn& ffn, const Device& device, void* workspace, cudaStream_t stream);
 
