@@ -7,6 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_twell import L1Penalty, TwellLlamaForCausalLM, measure_sparsity, sparsify
+from hf_twell.blocks import stored_density
+from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.convert.blending import Blend
 from hf_twell.convert.entry import check_entry
 from hf_twell.models.adapters import RECORD, save_adapter
@@ -17,16 +19,28 @@ def measured(model) -> list[float]:
     return [layer["density"] for layer in measure_sparsity(model, [ids()])["layers"]]
 
 
+def known(model) -> dict[int, dict | None]:
+    """What each layer's sparse block knows of its density, for compiled evaluation."""
+    return {ffn.twell.layer: ffn.twell.pays for ffn in sparse_ffns(model)}
+
+
+def pays(model, density) -> list:
+    ffn = sparse_ffns(model)[0]
+    return [stored_density.pays(share, ffn.up_proj.weight.numel()) for share in density]
+
+
 @pytest.mark.parametrize("load", [AutoModelForCausalLM, TwellLlamaForCausalLM])
 def test_it_is_saved_and_outlives_loading_and_another_choice_of_layers(load, tmp_path):
     model = sparsify(tiny_llama())
     assert "density" not in model.config.twell
     expected = measured(model)
     assert len(set(expected)) == 3
+    assert [known(model)[layer] for layer in range(3)] == pays(model, expected) != [None] * 3
     model.save_pretrained(tmp_path)
     loaded = sparsify(load.from_pretrained(tmp_path), layers=[1])
     assert loaded.config.twell["density"] == pytest.approx(expected, abs=1e-6)
     assert loaded.config.twell["layers"] == [1]
+    assert known(loaded) == {1: pays(model, expected)[1]}
     assert check_entry(loaded.config) == loaded.config.twell
 
 
@@ -42,6 +56,7 @@ def test_a_dense_model_and_an_unfinished_blend_get_none():
     blend.set(1.0)
     expected = measured(model)
     assert model.config.twell["density"] == pytest.approx(expected, abs=1e-6)
+    assert None not in known(model).values()
 
 
 def test_a_step_of_training_takes_it_out():
@@ -51,6 +66,17 @@ def test_a_step_of_training_takes_it_out():
     for inputs in L1Penalty(model, 1e-3).micro_batches([batch]):
         model(**inputs).loss.backward()
     assert model.config.twell == {"version": 1, "layers": None}
+    assert known(model) == dict.fromkeys(range(3))
+
+
+def test_layers_that_are_cut_off_keep_what_they_know():
+    model = sparsify(tiny_llama())
+    measured(model)
+    before = known(model)
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:2], 2
+    assert known(model) == {layer: before[layer] for layer in range(2)}
+    measured(model)
+    assert None not in known(model).values()
 
 
 def test_an_adapters_record_has_none(tmp_path):

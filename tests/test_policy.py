@@ -6,7 +6,9 @@ import sys
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
+from hf_twell.blocks import stored_density
 from hf_twell.blocks.density_watch import DensityWatch
 from hf_twell.ops import limits, policy, policy_cpu, policy_cuda, toolchain
 
@@ -75,6 +77,63 @@ def test_a_block_on_a_gpu_has_the_same_answer():
         watch.too_dense(x, gate)
         too_dense = watch.too_dense(x, gate)
         assert too_dense != policy.takes_kernels(tokens, gate.numel(), x.dtype, "cuda", watch.density)
+
+
+DENSITIES = (0.0, 0.005, 0.012, 0.0121, 0.015, 0.03, 0.05, 0.1, 0.25, 0.6, 1.0)
+
+
+@pytest.mark.parametrize("elements", [SMALL, MEDIUM, LARGE])
+@pytest.mark.parametrize("density", DENSITIES)
+def test_a_block_of_a_compiled_model_has_the_same_answer(elements, density):
+    pays = stored_density.pays(density, elements)
+    assert (pays is None) == (density <= 0.012)
+    for tokens in (*range(1, 70), 511, 512, 513, 1024, 1025, 2048, 2049, 1 << 20):
+        answer = policy.takes_kernels(tokens, elements, BF16, "cuda", density)
+        assert stored_density.takes_kernels(pays, tokens) == answer, tokens
+
+
+class Chooses(torch.nn.Module):
+    def __init__(self, density, elements):
+        super().__init__()
+        self.pays = stored_density.pays(density, elements)
+
+    def forward(self, x):
+        return x + 1 if stored_density.takes_kernels(self.pays, x.shape[0] * x.shape[1]) else x - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("density", "elements", "changes"),
+    [(0.005, LARGE, 0), (0.6, LARGE, 0), (0.6, SMALL, 1), (0.05, LARGE, 2), (0.015, SMALL, 2), (0.25, MEDIUM, 3)],
+)
+def test_compiled_code_has_a_graph_for_each_answer_in_turn(density, elements, changes):
+    """Beside the graph for the first number of tokens, and the one that Dynamo makes for a single token."""
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+    compiled = torch.compile(Chooses(density, elements), backend=graphs, fullgraph=True)
+    for tokens in (40, 50, 1, 3, 5, 9, 12, 17, 33, 40, 64, 65, 100, 512, 513, 1024, 1025, 2048, 2049, 5000, 40, 1, 65):
+        answer = policy.takes_kernels(tokens, elements, BF16, "cuda", density)
+        assert (compiled(torch.zeros(1, tokens)) > 0).all() == answer, tokens
+    assert graphs.frame_count == 3 + changes
+
+
+@pytest.mark.slow
+def test_layers_of_any_density_share_code_where_they_go_the_same_way():
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+    for density in DENSITIES:
+        torch.compile(Chooses(density, LARGE), backend=graphs, fullgraph=True, dynamic=False)(torch.zeros(2, 512))
+    assert graphs.frame_count == 3  # one is of layers that take kernels at every number of tokens
+
+
+@pytest.mark.slow
+def test_tokens_that_no_guard_may_count_are_few():
+    torch._dynamo.reset()
+    x = torch.zeros(4, 100)
+    torch._dynamo.decorators.mark_unbacked(x, 1)
+    for density, kernels in ((0.05, True), (0.6, False)):
+        compiled = torch.compile(Chooses(density, LARGE), backend="eager", fullgraph=True)
+        assert (compiled(x) > 0).all() == kernels
 
 
 @pytest.mark.slow

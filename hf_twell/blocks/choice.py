@@ -2,6 +2,7 @@
 
 import torch
 
+from hf_twell.blocks import stored_density
 from hf_twell.blocks.layout import SAMPLE_EVERY_CPU_CALLS, settle_down
 from hf_twell.blocks.operands import quantizes_x
 from hf_twell.ops import api, policy, policy_cpu
@@ -55,9 +56,11 @@ def takes_kernels(ffn, x: torch.Tensor) -> bool:
 
 
 def _too_dense(ffn, x, weight, bias, limit_cpu, scale=None) -> bool:
-    """Whether plain matmuls are faster; False in compiled evaluation, where the operator itself follows the density.
+    """Whether plain matmuls are faster.
 
-    On a GPU without kernels that quantize x they are at any density, and compiled, too.
+    In compiled evaluation a GPU's block goes by the density that its model's config stores. Elsewhere it is False
+    there, as on a CPU the operator itself follows the density, and an exported graph is for every number of tokens.
+    On a GPU without kernels that quantize x plain matmuls are faster at any density, and compiled, too.
     """
     quantize_x = scale is not None and quantizes_x(ffn._modules[ffn.twell.form.up])
     if quantize_x and ffn.twell.backend == "auto" and api.linears_quantize(x):
@@ -70,8 +73,11 @@ def _too_dense(ffn, x, weight, bias, limit_cpu, scale=None) -> bool:
             state.on_kernels = not too_dense
         return too_dense
     if x.is_cuda:
-        chooses = not torch.is_grad_enabled() and not torch.compiler.is_compiling() and ffn.twell.backend == "auto"
-        return chooses and ffn.twell_state.watch.too_dense(x, weight, bias, scale)
+        if torch.is_grad_enabled() or torch.compiler.is_exporting() or ffn.twell.backend != "auto":
+            return False
+        if torch.compiler.is_compiling():
+            return not stored_density.takes_kernels(ffn.twell.pays, _tokens(x))
+        return ffn.twell_state.watch.too_dense(x, weight, bias, scale)
     if limit_cpu in (0, 1):  # the same at every density, which a compiled graph must not read
         return limit_cpu == 0
     density = ffn.twell_state.density

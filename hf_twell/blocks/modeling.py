@@ -45,12 +45,16 @@ class L1Inputs:
 
 @dataclass
 class FfnSettings:
-    """What `sparsify` decided for a block: its name in the model, its layer, its form and the backend asked for."""
+    """What `sparsify` decided for a block: its name in the model, its layer, its form and the backend asked for.
+
+    `pays` is what is known of its density, for compiled evaluation: see `hf_twell.blocks.stored_density`.
+    """
 
     name: str
     layer: int
     form: FfnForm
     backend: str
+    pays: dict[float, bool] | None = None
 
 
 @dataclass(eq=False)

@@ -1,8 +1,11 @@
 """The `twell` entry of a model's config: what this package knows of a sparse model, and saves with it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
 
+from torch import nn
+
+from hf_twell.blocks import stored_density
 from hf_twell.blocks.architectures import other_activations
 
 FORMAT_VERSION = 1
@@ -60,11 +63,12 @@ def mark_unfinished(config, part: str, reason: str | None) -> None:
     config.twell = entry | ({"unfinished": reasons} if reasons else {})
 
 
-def record_density(config, density: Sequence[float] | None) -> None:
+def record_density(config, ffns: Iterable[nn.Module], density: Sequence[float] | None) -> None:
     """Keep each layer's measured density in a sparse model's config; None: it is not known (any more).
 
-    An engine that must choose between kernels and matmuls before it sees a token reads it there. A config without an
-    entry gets none, nor does one whose activation is not ReLU yet.
+    An engine that must choose between kernels and matmuls before it sees a token reads it there, and the model's sparse
+    blocks, `ffns`, go by it where they are compiled. A config without an entry gets none, nor does one whose activation
+    is not ReLU yet.
     """
     entry = getattr(config, "twell", None)
     if not isinstance(entry, dict):
@@ -74,6 +78,7 @@ def record_density(config, density: Sequence[float] | None) -> None:
         entry["density"] = [round(layer, 6) for layer in density]
     if entry != config.twell:
         config.twell = entry
+    stored_density.store(ffns, entry.get("density"))
 
 
 def _check_density(entry: dict, config) -> None:

@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 
 from hf_twell.blocks.architectures import FfnSite, find_ffns
 from hf_twell.blocks.batches import batch_size_tokens, check_one_stream, token_weight
-from hf_twell.blocks.modeling import check_whole
+from hf_twell.blocks.modeling import check_whole, sparse_ffns
 from hf_twell.convert.entry import record_density
 from hf_twell.measure.activity import LayerActivity
 from hf_twell.measure.inference import input_device
@@ -90,7 +90,8 @@ def measure_sparsity(
     if not tokens:
         raise ValueError("no tokens to measure on: the batches are empty or all padding")
     report = activity.report(tokens)
-    record_density(getattr(model, "config", None), [layer["density"] for layer in report["layers"]])
+    density = [layer["density"] for layer in report["layers"]]
+    record_density(getattr(model, "config", None), sparse_ffns(model), density)
     return report
 
 

@@ -103,7 +103,7 @@ class L1Penalty:
                 "after blocks are replaced, cut off or copied by an adapter, make a new one"
             )
         _unwatch(self._model)
-        record_density(self._config, None)  # what was measured is not true of what the step makes
+        record_density(self._config, self.ffns, None)  # what was measured is not true of what the step makes
         for ffn in self.ffns:
             vars(getattr(ffn, ffn.twell.form.activation)).pop("replaces", None)  # nor is it a dense parent's any more
         self.end_step()
