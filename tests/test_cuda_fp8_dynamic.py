@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import library
 
+from hf_twell.blocks import stored_density
 from hf_twell.blocks.choice import takes_kernels
 from hf_twell.blocks.modeling import SparseFfn, sparse_ffns
 from hf_twell.models.quantizing import make_dynamic, quantize_block
@@ -21,7 +22,7 @@ from tests.conftest import tiny_llama
 from tests.ffn_cases import make_case, relative_rms
 from tests.quantized_cases import assert_as_good_as_eager, eager_by_rows, quantized, quantized_case, truth_of
 from tests.test_cuda_kernels import DTYPES, by_columns, on_gpu, poison, scattered_case
-from tests.test_cuda_models import on_reference, sparse_model, tokens_of
+from tests.test_cuda_models import on_reference, runs_kernels, sparse_model, tokens_of
 from tests.test_quantized_x import awkward_rows, same
 
 pytestmark = [
@@ -443,6 +444,27 @@ def test_a_block_of_torchao(dynamic_down, tokens, monkeypatch):
         y_graph = captured(x)
     graph.replay()
     assert torch.equal(y_graph, y)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("evaluated", [False, True])
+@pytest.mark.parametrize("dynamic_down", [True, False])
+def test_a_compiled_block_goes_by_its_stored_density(dynamic_down, evaluated):
+    """`evaluated`: down_proj lies by columns, as an eager call has left it."""
+    torch._dynamo.reset()
+    ffn, x = block_of(dynamic_down)
+    if evaluated:
+        ffn(x)
+    plain = copy.deepcopy(ffn)
+    plain.twell.backend = "reference"
+    stored_density.store([ffn], [0.5])
+    compiled, compiled_plain = (torch.compile(each, fullgraph=True, dynamic=False) for each in (ffn, plain))
+    for tokens in (20, 65, 300):
+        part = x[:tokens]
+        y, y_plain = compiled(part), compiled_plain(part)
+        assert tokens == 20 or torch.equal(y, y_plain)
+        assert runs_kernels(lambda part=part: compiled(part)) == (tokens == 20)
+        assert not runs_kernels(lambda part=part: compiled_plain(part))
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import hf_twell
-from hf_twell.blocks import density_watch
+from hf_twell.blocks import density_watch, stored_density
 from hf_twell.ops import api, reference
 from tests.conftest import tiny_llama
 from tests.ffn_cases import relative_rms
@@ -122,6 +122,82 @@ def test_a_compiled_model_has_no_breaks():
     model(tokens)
     compiled = torch.compile(model, fullgraph=True)
     assert_logits_as_good(compiled(tokens, use_cache=False).logits, model, tokens)
+
+
+LARGE = {  # matrices so large that a density above 55 % is too much for kernels even at one token
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.035,
+}
+
+
+def with_stored_density(model, density):
+    """The same model, as if it had been measured so."""
+    model.config.twell = model.config.twell | {"density": [density] * model.config.num_hidden_layers}
+    return hf_twell.sparsify(model)
+
+
+def runs_kernels(call) -> bool:
+    """Whether the profiler sees our operator or our kernels, a CUDA graph's too."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        call()
+        torch.cuda.synchronize()
+    return any("twell" in event.key for event in profiler.key_averages())
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize(("density", "kernels"), [(0.6, False), (0.005, True)])
+@torch.no_grad()
+def test_a_compiled_model_goes_by_its_stored_density(density, kernels, mode):
+    torch._dynamo.reset()
+    model = tiny_llama(**SIZES | LARGE).eval().to("cuda", torch.bfloat16)
+    model = with_stored_density(hf_twell.sparsify(model), density)
+    plain = on_reference(model)
+    compiled, compiled_plain = (torch.compile(each, fullgraph=True, mode=mode) for each in (model, plain))
+    for tokens in (1024, 64, 1):
+        ids = tokens_of(1, tokens)
+        for _ in range(3):  # a CUDA graph is recorded in the second call
+            y, y_plain = (each(ids, use_cache=False).logits.clone() for each in (compiled, compiled_plain))
+        if kernels:
+            assert_logits_as_good(y, model, ids)
+        else:
+            assert torch.equal(y, y_plain)
+        for each, expected in ((compiled, kernels), (compiled_plain, False)):
+            assert runs_kernels(lambda each=each, ids=ids: each(ids, use_cache=False)) == expected, tokens
+
+
+@pytest.mark.parametrize(
+    ("density", "graphs", "at"),  # `at`: the numbers of tokens at which kernels run
+    [(0.005, 3, {200, 300, 64, 20, 1, 100, 30}), (0.1, 4, {64, 20, 1, 30})],
+)
+@torch.no_grad()
+def test_a_compiled_block_makes_a_graph_for_each_answer(density, graphs, at):
+    """One for the first number of tokens, one for others, one for a single token; and where the answer is another."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    block = with_stored_density(sparse_model(backend="auto"), density).model.layers[0].mlp
+    compiled = torch.compile(block, fullgraph=True)
+    for tokens in (200, 300, 64, 20, 1, 100, 30, 200, 64):
+        x = torch.randn(1, tokens, 64, device="cuda", dtype=torch.bfloat16)
+        compiled(x)
+        assert runs_kernels(lambda x=x: compiled(x)) == (tokens in at), tokens
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+@torch.no_grad()
+def test_a_compiled_block_that_is_asked_for_kernels_or_knows_no_density_takes_them():
+    for backend, density in (("cuda", 0.6), ("auto", None)):
+        torch._dynamo.reset()
+        model = sparse_model(backend=backend)
+        stored_density.store([model.model.layers[0].mlp], density and [density] * 2)
+        compiled = torch.compile(model.model.layers[0].mlp, fullgraph=True)
+        x = torch.randn(1, 200, 64, device="cuda", dtype=torch.bfloat16)
+        compiled(x)
+        assert runs_kernels(lambda compiled=compiled, x=x: compiled(x))
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ import torch
 from torch import library
 
 from hf_twell.bench.workload import make_ffn, patched_block
+from hf_twell.blocks import stored_density
 from hf_twell.blocks.choice import takes_kernels
 from hf_twell.blocks.modeling import SparseFfn
 from hf_twell.models.quantizing import CONFIGS
@@ -25,6 +26,7 @@ from tests.test_cuda_kernels import (  # noqa: F401
     scattered_case,
     sizes,
 )
+from tests.test_cuda_models import runs_kernels
 
 pytestmark = test_cuda_kernels.pytestmark
 
@@ -335,3 +337,24 @@ def test_a_block_that_became_dense_goes_by_its_linears(kind, block):
         ffn(busy)
         torch.cuda.synchronize()
     assert not takes_kernels(ffn, busy)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_a_compiled_block_goes_by_its_stored_density(block, evaluated):
+    """`evaluated`: down_proj lies by columns, as an eager call has left it."""
+    torch._dynamo.reset()
+    ffn, x = block
+    if evaluated:
+        ffn(x)
+    plain = copy.deepcopy(ffn)
+    plain.twell.backend = "reference"
+    stored_density.store([ffn], [0.5])
+    compiled, compiled_plain = (torch.compile(each, fullgraph=True, dynamic=False) for each in (ffn, plain))
+    for tokens in (1, 64, 65, 300):
+        part = x[:tokens]
+        y, y_plain = compiled(part), compiled_plain(part)
+        few = tokens <= 64
+        assert few or torch.equal(y, y_plain)
+        assert runs_kernels(lambda part=part: compiled(part)) == few
+        assert not runs_kernels(lambda part=part: compiled_plain(part))
