@@ -166,6 +166,26 @@ def test_every_value_is_itself(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "hidden"), [(65, 16), (300, 144), (300, 272), (8400, 272), (8400, 1040)])
+def test_down_is_rounded_once(tokens, hidden, dtype):
+    """One neuron a token, whose h is 1.75: y is its column of w_down times scales, of which many leave fp16's range."""
+    g = torch.Generator("cuda").manual_seed(hidden)
+    codes = torch.randint(-128, 128, (hidden, hidden), generator=g, device="cuda").to(torch.int8)
+    codes[codes & 0x7F == 0x7F] = 0
+    scales = torch.randn(hidden, 1, generator=g, device="cuda").mul(8).exp2() * 2.0**-12
+    rows = torch.arange(tokens, device="cuda")
+    x = torch.zeros(tokens, hidden, dtype=dtype, device="cuda")
+    x[rows, rows % hidden] = 28.0
+    w_up = (torch.eye(hidden, device="cuda") / 16).to(torch.float8_e4m3fn)
+    case = {"x": x, "w_up": w_up, "s_up": torch.ones(hidden, device="cuda"), "s_down": scales}
+    w_down = codes.view(torch.float8_e4m3fn)
+    expected = ((1.75 * w_down.float()) * scales).to(dtype).t()[rows % hidden]
+    for stored in (w_down, w_down.t().contiguous().t()):
+        poison()
+        assert torch.equal(dynamic_ffn(**case, w_down=stored), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_on_a_gpu_are_torchaos_and_a_cpus(dtype):
     quantization = pytest.importorskip("torchao.quantization")
     from torchao.quantization.quantize_.common import KernelPreference

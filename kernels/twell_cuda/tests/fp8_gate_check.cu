@@ -1,6 +1,6 @@
 // Checks the e4m3 gate against plain double loops over the quantized values, in poisoned memory: sums that the tensor
 // cores hold exactly, bit by bit, with every tile width; scales of 0, infinity and NaN; and ordinary values, whose sums
-// they round, with and without promotion. Or times it, and up and what goes with them, beside the 16-bit kernels.
+// they round, with and without promotion. Or times it, up, down and what goes with them, beside the 16-bit kernels.
 //
 // Built by kernels/tests/check_cuda.sh.
 //   ./fp8_gate_check         checks      ./fp8_gate_check time      times      ./fp8_gate_check verbose
@@ -175,7 +175,7 @@ int main(int argc, char** argv) {
   const Device device = read_device();
   const std::string mode = argc > 1 ? argv[1] : "";
   if (mode == "time") {
-    time_gates(4096, device), time_gates(16384, device);
+    for (const int tokens : {1024, 4096, 16384}) time_gates(tokens, device);
     return 0;
   }
   return check_all(device, mode == "verbose") ? 0 : 1;

@@ -1,9 +1,8 @@
-// Times of the e4m3 gate and up and of what goes with them, beside the 16-bit ones in the same run.
+// Times of the e4m3 gate, up and down and of what goes with them, beside the 16-bit ones in the same run.
 #pragma once
 
 #include <memory>
 
-#include "common/dequantize.h"
 #include "tests/fp8_gate_data.cuh"
 #include "tests/graph.cuh"
 
@@ -42,17 +41,17 @@ inline std::vector<float> thresholds(int width, double density, uint64_t seed) {
 struct TimedSet {
   static constexpr int kHidden = 2048, kWidth = 5632, kActive = 30;
   Buffer<__nv_bfloat16> x, gate, up, down, y;
-  Rows x_rows, gate_rows, up_rows;
+  Rows x_rows, gate_rows, up_rows, down_rows;
 
   TimedSet(int tokens, uint64_t seed)
       : x(size_t(tokens) * kHidden), gate(size_t(kWidth) * kHidden), up(size_t(kWidth) * kHidden),
         down(size_t(kWidth) * kHidden), y(size_t(tokens) * kHidden), x_rows(tokens, kHidden),
-        gate_rows(kWidth, kHidden), up_rows(kWidth, kHidden) {
+        gate_rows(kWidth, kHidden), up_rows(kWidth, kHidden), down_rows(kWidth, kHidden) {
     fill(x, seed, 1.f), fill(gate, seed + 1, 1.f / std::sqrt(float(kHidden)));
     fill(up, seed + 2, 1.f / std::sqrt(float(kHidden))), fill(down, seed + 3, 1.f / std::sqrt(float(kWidth)));
     set(x, {1.f}), set(gate, thresholds(kWidth, double{kActive} / kWidth, seed));
     x_rows.quantize(x.data, kHidden), gate_rows.quantize(gate.data, kHidden);
-    up_rows.quantize(up.data, kHidden);
+    up_rows.quantize(up.data, kHidden), down_rows.quantize(down.data, kHidden);
   }
   static void fill(Buffer<__nv_bfloat16>& out, uint64_t seed, float deviation) {
     fill_normal<<<1024, 256>>>(out.data, static_cast<int64_t>(out.bytes / 2), seed, deviation);
@@ -73,7 +72,8 @@ struct TimedSet {
                   : Operand{plain.data, DType::kBFloat16, kHidden};
     };
     f.x = x.data, f.y = y.data, f.gate = weight(gate, gate_rows), f.up = weight(up, up_rows);
-    f.down = {down.data, DType::kBFloat16, kHidden};
+    f.down = weight(down, down_rows);
+    if (e4m3) f.down.scales = gate_rows.scales.data;  // any: rows here are neurons, and each of D wants one
     return f;
   }
 };
@@ -122,7 +122,7 @@ inline void time_gates(int tokens, const Device& device) {
     TWELL_RETURN_IF_ERROR(quantize(set, s));
     return gate_fp8(set, s);
   });
-  // Up alone, over the lists of the first set.
+  // Up and down alone, over the lists of the first set.
   CHECK(sm90::launch_gate(sets[0]->ffn(false), chunk, device, nullptr));
   CHECK(sm90::launch_list(first, chunk, device, nullptr));
   CHECK(cudaDeviceSynchronize());
@@ -135,10 +135,11 @@ inline void time_gates(int tokens, const Device& device) {
       return sm90::launch_up_fp8_as(set.ffn(true), set.x_rows.view(), chunk, device, s, many);
     });
   }
-  Buffer<__nv_bfloat16> plain_down(size_t(TimedSet::kWidth) * TimedSet::kHidden);
-  add("Wd of e4m3 to bf16", 0, [&](const TimedSet& set, cudaStream_t s) {  // of as many bytes: Wu's
-    return dequantize({set.up_rows.values.data, DType::kE4m3, TimedSet::kWidth, TimedSet::kHidden, {},
-                       {set.x_rows.scales.data}, plain_down.data}, DType::kBFloat16, s);
+  add("down bf16", 0, [&](const TimedSet& set, cudaStream_t s) {
+    return sm90::launch_down(set.ffn(false), chunk, device, s);
+  });
+  add("down e4m3", 0, [&](const TimedSet& set, cudaStream_t s) {
+    return sm90::launch_down_fp8(set.ffn(true), chunk, device, s);
   });
   add("prefill bf16", 0, [&](const TimedSet& set, cudaStream_t s) {
     return sm90::prefill_forward(set.ffn(false), device, workspace.data, s);

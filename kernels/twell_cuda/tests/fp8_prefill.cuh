@@ -85,15 +85,14 @@ struct WholeCall {
     f.quantize_x = quantize_x;
     return f;
   }
-  // Up to 64 tokens are never quantized; where they are, Wd's rows are of the call's type.
+  // Up to 64 tokens are never quantized.
   std::vector<double> want() const {
     const bool quantizes = quantize_x && tokens > kDecodeMaxTokens;
     Rows x_rows(tokens, kHidden);
     if (quantizes) x_rows.quantize(x.data, kHidden);
     std::vector<float> down_values(down_codes.size());
     for (size_t i = 0; i < down_codes.size(); ++i) {
-      const float value = down_scales[i % kHidden] * e4m3_value(down_codes[i]);
-      down_values[i] = quantizes ? static_cast<float>(Half(value)) : value;
+      down_values[i] = down_scales[i % kHidden] * e4m3_value(down_codes[i]);
     }
     const Buffer<float> xs(quantizes ? floats_of(x_rows) : floats_of(x_values)), gates(floats_of(gate)),
         ups(floats_of(up)), downs(down_values);

@@ -153,6 +153,14 @@ inline Output output_of(const Ffn& ffn, const Chunk& chunk, const void* bias, vo
   return {bias, static_cast<uint16_t*>(y) + chunk.first * ffn.hidden, chunk.tokens, ffn.hidden, 0};
 }
 
+// Of down, whose rows are 8-bit.
+inline Arguments<1, ScaledOutput> scaled_arguments(const Ffn& ffn, const Chunk& chunk) {
+  return {{{chunk.active.columns, ffn.down.data}},
+          {output_of(ffn, chunk, ffn.b_down, ffn.y), ffn.down.scales},
+          chunk,
+          ffn.width};
+}
+
 template <int kTerms>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Term (&terms)[kTerms], const void* bias, void* y,
                    const Device& device, cudaStream_t stream) {
