@@ -73,7 +73,7 @@ def _too_dense(ffn, x, weight, bias, limit_cpu, scale=None) -> bool:
             state.on_kernels = not too_dense
         return too_dense
     if x.is_cuda:
-        if torch.is_grad_enabled() or torch.compiler.is_exporting() or ffn.twell.backend != "auto":
+        if torch.is_grad_enabled() or _exports() or ffn.twell.backend != "auto":
             return False
         if torch.compiler.is_compiling():
             return not stored_density.takes_kernels(ffn.twell.pays, _tokens(x))
@@ -82,6 +82,11 @@ def _too_dense(ffn, x, weight, bias, limit_cpu, scale=None) -> bool:
         return limit_cpu == 0
     density = ffn.twell_state.density
     return density is not None and density > limit_cpu
+
+
+@torch.compiler.assume_constant_result  # asked while tracing; Dynamo itself answers True in any graph before PyTorch 2.13
+def _exports() -> bool:
+    return torch.compiler.is_exporting()
 
 
 def _max_density_cpu(ffn, x, weight) -> float:
