@@ -1,4 +1,6 @@
-"""Write wgmma.cuh, wgmma_e4m3.cuh and wgmma_registers.cuh: one inline-assembly function for each width of the warpgroup matrix instruction.
+"""Write wgmma.cuh, wgmma_e4m3.cuh and wgmma_registers.cuh.
+
+They have one inline-assembly function for each width of the warpgroup matrix instruction.
 
 Run it after a change: python3 kernels/twell_cuda/sm90/common/generate_wgmma.py
 """
@@ -64,7 +66,7 @@ struct Wgmma<__nv_fp8_e4m3, {n}, 0, 0> {{
 """
 REGISTERS_HEAD = """\
 // Written by generate_wgmma.py; do not edit. PTX ISA, wgmma.mma_async: D (64 x N, fp32) += A (64 x 16) B (16 x N), bf16
-// or fp16. A is in registers, laid out as that of mma.m16n8k16 for each warp's 16 rows; B in shared memory, N contiguous.
+// or fp16. A is in registers, each warp's 16 rows as those of mma.m16n8k16; B in shared memory, N contiguous.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,8 +1,8 @@
 // Products over neurons of 8-bit rows: the warpgroups that multiply.
 //
-// Here hidden units are the product's rows and tokens its columns: wgmma takes its rows' operand from registers, so that
-// bytes become 16-bit values there, on their way from shared memory. Each warpgroup has half of a slice's hidden units,
-// and all tokens. Scales belong to the hidden units, and meet the sums.
+// Here hidden units are the product's rows and tokens its columns, as wgmma takes the rows' operand from registers:
+// bytes become 16-bit values there, and need no other place. Each warpgroup has half of a slice's hidden units, and all
+// tokens. Scales belong to the hidden units, and meet the sums.
 #pragma once
 
 #include "sm90/common/slice_fetch.cuh"
@@ -53,8 +53,8 @@ __device__ __forceinline__ void store_scaled(const ScaledOutput& out, const floa
   }
 }
 
-// A warp's hidden units of 16 neurons: bytes that lie with 128-byte swizzle, then operands. A transposed load of pairs of
-// bytes gives a lane two neighbouring hidden units of two neighbouring neurons in one word.
+// A warp's hidden units of 16 neurons: bytes that lie with 128-byte swizzle, then operands. A transposed load of pairs
+// of bytes gives a lane two neighbouring hidden units of two neighbouring neurons in one word.
 template <int kTiles>
 __device__ __forceinline__ void load_words(uint32_t (&words)[2 * kTiles], uint32_t rows) {
   if constexpr (kTiles == 2) {
@@ -102,8 +102,7 @@ __device__ __forceinline__ void multiply_narrow(const ScaledOutput& out, int blo
   const int lane = threadIdx.x % 32, own = (threadIdx.x - kFetchers) / 32 * 16 * kTiles;  // of a slice's hidden units
   const int chunk = own % 128 / 16 + (kTiles == 2 ? lane / 16 : 0);  // whose rows the lane points to
   const uint32_t stages = smem_address(shared);
-  const uint32_t rows =
-      stages + (2 + own / 128) * kPartBytes + lane % 16 * 128 + ((chunk ^ (lane & 7)) << 4);
+  const uint32_t rows = stages + (2 + own / 128) * kPartBytes + lane % 16 * 128 + ((chunk ^ (lane & 7)) << 4);
   for (int item = blockIdx.x; item < blocks * out.slices; item += gridDim.x) {
     const int block = item / out.slices, hidden = item % out.slices * kHidden + own + lane / 4 * 2;
     const Scaling<T, kTiles> scaling(out, hidden);

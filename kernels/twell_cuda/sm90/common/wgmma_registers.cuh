@@ -1,5 +1,5 @@
 // Written by generate_wgmma.py; do not edit. PTX ISA, wgmma.mma_async: D (64 x N, fp32) += A (64 x 16) B (16 x N), bf16
-// or fp16. A is in registers, laid out as that of mma.m16n8k16 for each warp's 16 rows; B in shared memory, N contiguous.
+// or fp16. A is in registers, each warp's 16 rows as those of mma.m16n8k16; B in shared memory, N contiguous.
 #pragma once
 
 #include <cuda_bf16.h>

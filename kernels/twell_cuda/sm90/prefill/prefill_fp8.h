@@ -60,8 +60,8 @@ cudaError_t launch_up_fp8(const Ffn& ffn, const QuantizedRows& x, const Chunk& c
 cudaError_t launch_up_fp8_as(const Ffn& ffn, const QuantizedRows& x, const Chunk& chunk, const Device& device,
                              cudaStream_t stream, bool many);
 
-// As launch_down, for D a multiple of kE4m3Border. ffn.down is e4m3, its rows D apart, with a scale for each column of y:
-// sums times scales, then bias, rounded once. So a scale that is infinite or NaN makes its column so.
+// As launch_down, for D a multiple of kE4m3Border. ffn.down is e4m3, its rows D apart, with a scale for each column of
+// y: sums times scales, then bias, rounded once. So a column whose scale is NaN or infinite is NaN, or infinite.
 cudaError_t launch_down_fp8(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream);
 
 // As prefill_forward, of e4m3 weights.
