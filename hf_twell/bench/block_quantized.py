@@ -10,6 +10,7 @@ from hf_twell.bench.check import check_block, wider_dtype
 from hf_twell.bench.environment import DTYPES, environment
 from hf_twell.bench.progress import Report, silent
 from hf_twell.bench.timing import Captured, interleaved_ms
+from hf_twell.blocks import stored_density
 from hf_twell.models.quantizing import make_dynamic, quantize_block
 from hf_twell.ops import api, reference
 
@@ -39,6 +40,9 @@ def bench_ffn_quantized(
 
     In "fp8-dynamic", torchao's blocks quantize h, too, by which they save time, and ours do not. Beside them
     `scaled_mm` is the same dense block by PyTorch's own product of such rows, compiled, with x quantized only once.
+
+    Where a block is too dense for kernels, `sparse_compiled` is ours compiled, its density being stored, and
+    `speedup_compiled` is over the best of torchao's and `scaled_mm`.
 
     Raises:
         ValueError: a result less accurate than DESIGN allows (twice the error of torchao's own, with h as it is; no
@@ -78,6 +82,10 @@ def bench_ffn_quantized(
                 compiled = torch.compile(block.dense, dynamic=False)
                 variants["compiled"] = compiled, variants["eager"][1]
                 variants["torchao_compiled"] = compiled, variants["torchao"][1]
+                stored_density.store(quantized, [l0 / intermediate])
+                if device.type == "cuda" and not stored_density.takes_kernels(quantized[0].twell.pays, count):
+                    each_compiled = [(torch.compile(each, dynamic=False),) for each in quantized]
+                    variants["sparse_compiled"] = variants["sparse"][0], each_compiled
             if dynamic:
                 by_rows = torch.compile(_scaled_mm_block, dynamic=False) if compile_dense else _scaled_mm_block
                 variants["scaled_mm"] = by_rows, [_values(each) for each in stored]
@@ -124,8 +132,12 @@ def _row(variants, xs, active, quantized, captured, count, l0, dtype, weights, r
     passed = interleaved_ms(calls, turns, device, head_start=not captured, report=report)
     times = {name: time / len(xs) for name, time in passed.items()}
 
-    def speedup(*names):
-        return round(min(times[name] for name in names if name in times) / times["sparse"], 3)
+    def speedup(*names, ours="sparse"):
+        return round(min(times[name] for name in names if name in times) / times[ours], 3)
+
+    same_weights, by_stored = ("torchao", "torchao_compiled", "scaled_mm"), {}
+    if "sparse_compiled" in times:
+        by_stored = {"speedup_compiled": speedup(*same_weights, ours="sparse_compiled")}
 
     intermediate, hidden = gate[0].shape
     return {
@@ -143,7 +155,8 @@ def _row(variants, xs, active, quantized, captured, count, l0, dtype, weights, r
         "error_eager": errors["y"]["eager"],
         **{f"{name}_ms": round(value, 5) for name, value in times.items()},
         "speedup": speedup("eager", "compiled"),
-        "speedup_same_weights": speedup("torchao", "torchao_compiled", "scaled_mm"),
+        "speedup_same_weights": speedup(*same_weights),
+        **by_stored,
         "speedup_plain": speedup("sparse_plain"),
         "timed": f"captured graph of {len(xs)} blocks" if captured else "single calls",
         "took": took,
