@@ -84,7 +84,7 @@ def _too_dense(ffn, x, weight, bias, limit_cpu, scale=None) -> bool:
     return density is not None and density > limit_cpu
 
 
-@torch.compiler.assume_constant_result  # asked while tracing; Dynamo itself answers True in any graph before PyTorch 2.13
+@torch.compiler.assume_constant_result  # else Dynamo answers True in any graph before PyTorch 2.13
 def _exports() -> bool:
     return torch.compiler.is_exporting()
 
