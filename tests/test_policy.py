@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from hf_twell.blocks import stored_density
+from hf_twell.blocks import choice, stored_density
 from hf_twell.blocks.density_watch import DensityWatch
 from hf_twell.ops import limits, policy, policy_cpu, policy_cuda, toolchain
 
@@ -124,6 +124,20 @@ def test_layers_of_any_density_share_code_where_they_go_the_same_way():
     for density in DENSITIES:
         torch.compile(Chooses(density, LARGE), backend=graphs, fullgraph=True, dynamic=False)(torch.zeros(2, 512))
     assert graphs.frame_count == 3  # one is of layers that take kernels at every number of tokens
+
+
+class Exports(torch.nn.Module):
+    def forward(self, x):
+        return x + 1 if choice._exports() else x - 1
+
+
+@pytest.mark.slow
+def test_a_compiled_graph_is_not_an_exported_one():
+    """Before PyTorch 2.13 `torch.compiler.is_exporting()` is True in any graph that Dynamo traces."""
+    x, zeros = torch.zeros(1), torch.zeros(1)
+    assert torch.compile(Exports(), backend="eager", fullgraph=True)(x) < zeros
+    for strict in (True, False):
+        assert torch.export.export(Exports(), (x,), strict=strict).module()(x) > zeros
 
 
 @pytest.mark.slow
