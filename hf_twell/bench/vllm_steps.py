@@ -165,7 +165,8 @@ def cells(rows: list[dict]) -> list[list]:
     lines = []
     dense, sparse = ([row for row in rows if row["side"] == side] for side in SIDES)
     for theirs, ours in zip(dense, sparse, strict=True):
-        medians = [statistics.median(row["tokens_per_s"]) for row in (theirs, ours)]
+        rates = [row.get("tokens_per_s") for row in (theirs, ours)]
+        medians = [statistics.median(rate) for rate in rates if rate]
         same = [a == b for a, b in zip(theirs.get("tokens", []), ours.get("tokens", []), strict=True)]
         known = theirs["step_us"] and ours["step_us"]
         lines.append(
@@ -173,9 +174,8 @@ def cells(rows: list[dict]) -> list[list]:
                 f"{ours['measured']} {ours['batch']}",
                 *(row["step_us"] for row in (theirs, ours)),
                 f"{theirs['step_us'] / ours['step_us']:.3f}x" if known else None,
-                *(f"{rate:.1f} ({min(row['tokens_per_s']):.1f} to {max(row['tokens_per_s']):.1f})"
-                  for rate, row in zip(medians, (theirs, ours), strict=True)),
-                f"{medians[1] / medians[0]:.3f}x",
+                *(rate and f"{statistics.median(rate):.1f} ({min(rate):.1f} to {max(rate):.1f})" for rate in rates),
+                f"{medians[1] / medians[0]:.3f}x" if len(medians) == 2 else None,
                 f"{sum(same)} of {len(same)}" if same else None,
             ]
         )  # fmt: skip
@@ -191,6 +191,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128, help="of a prompt in decoding (default: 128)")
     parser.add_argument("--new-tokens", type=int, default=512, help="of each timed answer (default: 512)")
     parser.add_argument("--repeats", type=int, default=7, help="timed answers, at least 1 (default: 7)")
+    parser.add_argument("--steps-only", action="store_true", help="no tokens a second: two engines, not four")
     parser.add_argument("--density", type=float, help="of every layer, in place of the checkpoint's own")
     parser.add_argument("--dtype", default="auto", help="as vLLM takes it; auto: 16 bits of float32 models, too")
     parser.add_argument("--context", type=int, default=4096)
@@ -212,7 +213,8 @@ def main(argv: list[str] | None = None) -> None:
     count, most = len(json.loads(Path(args.prompts).read_text())), max([*args.batch, args.prefill])
     if count < most:
         parser.error(f"{args.prompts} has {count} prompts; give {most}")
-    rows = [row for side in SIDES for row in _rows_of(side, sys.argv[1:] if argv is None else argv)]
+    parts = [part for part in PARTS if part == "steps" or not args.steps_only]
+    rows = [row for side in SIDES for row in _rows_of(side, parts, sys.argv[1:] if argv is None else argv)]
     print(text_table(HEAD, cells(rows)))
     if args.output:
         Path(args.output).mkdir(parents=True, exist_ok=True)
@@ -220,24 +222,24 @@ def main(argv: list[str] | None = None) -> None:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def _rows_of(side: str, arguments: list[str]) -> list[dict]:
-    """What all of a side's engines tell of each load.
+def _rows_of(side: str, parts: list[str], arguments: list[str]) -> list[dict]:
+    """What a side's engines, one for each part, tell of each load.
 
     Raises:
         SystemExit: an engine failed; what it said stands above.
     """
     told = []
     with tempfile.TemporaryDirectory(prefix="hf-twell-steps-") as folder:
-        for part, variables in PARTS.items():
+        for part in parts:
             path = Path(folder) / f"{part}.json"
             command = [sys.executable, "-m", "hf_twell.bench.vllm_steps", *arguments, "--part", side, part, str(path)]
             # The key of vLLM's cache of compiled code sees no environment variables, so each side has its own.
-            environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "VLLM_CACHE_ROOT": f"{folder}/vllm"} | variables
+            environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "VLLM_CACHE_ROOT": f"{folder}/vllm"} | PARTS[part]
             done = subprocess.run(command, env=environment, stdout=sys.stderr.fileno())  # vLLM logs to stdout
             if done.returncode or not path.is_file():
                 raise SystemExit(f"the {side} engine ended with {done.returncode}; its last lines are above")
             told.append(json.loads(path.read_text()))
-    return [{**steps, **answers} for steps, answers in zip(*told, strict=True)]
+    return [{key: value for part in rows for key, value in part.items()} for rows in zip(*told, strict=True)]
 
 
 if __name__ == "__main__":
