@@ -196,7 +196,7 @@ def test_the_table_of_densities_quotes_conversions():
 
 
 def test_what_vllm_gains_stands_in_rows():
-    path = ROOT / "kernels" / "twell_cuda" / "bench" / "h200-vllm-2026-11-26" / "vllm_steps.jsonl"
+    path = ROOT / "kernels" / "twell_cuda" / "bench" / "h200-vllm-l0-2026-11-26" / "l0-30" / "vllm_steps.jsonl"
     times = {
         (row["side"], row["measured"], row["batch"]): row["step_us"]
         for row in map(json.loads, path.open(encoding="utf-8"))
