@@ -118,6 +118,7 @@ def environment(folder, **changes) -> dict:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else the engine is a process of its own, and starts twice as long
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # a package that not every machine with a GPU has
         **changes,
     }
 
