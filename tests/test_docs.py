@@ -228,6 +228,28 @@ def test_ratios_are_of_their_rows():
             assert row["peak_share"] == pytest.approx(share, rel=0.005)
 
 
+def test_what_8_bits_gain_stands_in_rows():
+    """The table of docs/quantization.md, to the digits that it shows."""
+    path = ROOT / "kernels" / "twell_cuda" / "bench" / "h200-fp8-2026-11-26" / "bench.jsonl"
+    rows = {(row["weights"], row["tokens"]): row for row in map(json.loads, path.open()) if row["requested_l0"] == 30}
+    table = (
+        (ROOT / "docs" / "quantization.md").read_text().split("| tokens, H200 |")[1].split("\n\n")[0].splitlines()[2:]
+    )
+    assert len(table) == 7
+    for line in table:
+        tokens, *cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
+        count = int(tokens.replace(",", ""))
+        kinds = ("fp8", "int8") if count <= 64 else ("fp8-dynamic",)
+        row = rows[kinds[0], count]
+        expected = [least(row, "ms", ("eager", "compiled")), row["sparse_plain_ms"]]
+        expected += [rows[kind, count]["sparse_ms"] for kind in reversed(kinds)]
+        expected.append(least(row, "ms", ("torchao", "torchao_compiled", "scaled_mm")))
+        shown = [cell.split(" ")[0].replace(",", "") for cell in cells if cell[0].isdigit()]
+        for text, ms in zip(shown, expected, strict=True):
+            digits = len(text.partition(".")[2])
+            assert float(text) == pytest.approx(1000 * ms, abs=0.51 * 10**-digits), (line, text)
+
+
 def test_energy_is_a_power_that_the_board_has():
     """Of these cards, which take 700 W at most; a figure for a batch, or of several blocks, would be far from it."""
     watts = []
