@@ -60,10 +60,10 @@ A model trained again on another machine differs a little: compare it with the c
 
 
 def best_rows(rows: list[dict]) -> list[dict]:
-    """Of each target's conversions those that read most, and of these the one with the least loss."""
+    """Of each target those that read most, of all that every task scored; of these the one with the least loss."""
     best = {}
     for row in rows:
-        if row.get("target_density") is not None and excess(row, rows) is not None:
+        if row.get("target_density") is not None and excess(row, rows) is not None and not row["unscored"]:
             rank = (-row["tokens_read"], excess(row, rows))
             if row["target_density"] not in best or rank < best[row["target_density"]][0]:
                 best[row["target_density"]] = rank, row
