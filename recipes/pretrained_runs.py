@@ -63,7 +63,17 @@ def folder_of(id: str, output: Path) -> Path:
 
 def is_made(id: str, output: Path) -> bool:
     """Whether its final model is there, and what its training told."""
-    return (folder_of(id, output) / FACTS).is_file()
+    folder = folder_of(id, output)
+    return (folder / FACTS).is_file() and (folder / "final" / "config.json").is_file()
+
+
+def missing_models(runs: list[dict], study: dict, only: list[str], output: Path) -> list[dict]:
+    """Runs with a model that is not there: whose id contains one of `only`, or which such a one begins with."""
+    missing = {run["id"]: needs(run, study) for run in runs if "start" in run and not is_made(run["id"], output)}
+    wanted = {id for id in missing if any(part in id for part in only)}
+    while more := {missing[id] for id in wanted} & missing.keys() - wanted:
+        wanted |= more
+    return [run for run in runs if run["id"] in wanted]
 
 
 def recipe_of(run: dict, study: dict, model: str, output: Path) -> Recipe:
@@ -109,13 +119,13 @@ def train(run: dict, study: dict, model: str, output: Path, text: dict) -> dict:
     """
     folder = folder_of(run["id"], output)
     done = folder / FACTS
-    if done.is_file():
+    if is_made(run["id"], output):
         return json.loads(done.read_text())
     needed, begin = needs(run, study), _model(run["start"], study, model, output)
-    if needed is not None and not (is_made(needed, output) and Path(begin, "config.json").is_file()):
+    if needed is not None and not is_made(needed, output):
         raise FileNotFoundError(
-            f"{run['id']} begins with the model of {needed}, and {begin} is not there; bring it, or take out "
-            "the row of that run and train it again"
+            f"{run['id']} begins with the model of {needed}, and {begin} is not there; bring it, or make it with "
+            f"--models-only --only {needed}"
         )
     read = 0 if needed is None else json.loads((folder_of(needed, output) / FACTS).read_text())["tokens_read"]
     if "average" in run:

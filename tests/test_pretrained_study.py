@@ -21,6 +21,7 @@ from tests.conftest import needs_lm_eval, tiny_llama
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 YAML = RECIPES / "pretrained_study.yaml"
+DENSE = "dense/0.001024M/seed0"
 TASKS = ("lambada", "arc_easy", "arc_challenge", "hellaswag")
 TEXT = "the cell is a small unit of life and light moves through water in every green leaf "
 
@@ -235,11 +236,50 @@ def test_a_run_begins_when_the_model_that_it_needs_is_made(scripts, tmp_path):
     """Before that one's row, which waits for its tasks' scores."""
     sharing = scripts("study_sharing")
     turns = [sharing["Turn"]("dense", None), sharing["Turn"]("mean", "dense")]
-    rows, folder = tmp_path / "rows.jsonl", tmp_path / "turns"
-    with sharing["next_turn"](turns, rows, folder, lambda id: False) as first:
+    with sharing["next_turn"](turns, set, tmp_path / "turns", lambda id: False) as first:
         assert first.id == "dense"
-        with sharing["next_turn"](turns, rows, folder, lambda id: id == "dense") as second:
+        with sharing["next_turn"](turns, set, tmp_path / "turns", lambda id: id == "dense") as second:
             assert second.id == "mean"
+
+
+def test_a_model_that_another_process_makes_is_waited_for(scripts, tmp_path):
+    """And not made twice: neither while it is under way there, nor once it is there."""
+    loop = scripts("study_loop")
+    sys.modules["study_sharing"].WAIT_S = 0
+    elsewhere, looks, made = sys.modules["study_sharing"].Turn("books", None), iter([set(), {"books"}]), []
+    assert elsewhere.take(tmp_path / "turns")
+    options = {"needs": lambda run: None, "is_made": lambda id: False, "minutes": 1, "started": time.monotonic()}
+    loop["in_turns"]([{"id": "books"}], tmp_path, made.append, done=lambda: next(looks), **options)
+    elsewhere.leave()
+    looks = iter([set(), {"books"}, {"books"}])  # made between the first look and the turn
+    loop["in_turns"]([{"id": "books"}], tmp_path, made.append, done=lambda: next(looks), **options)
+    assert made == []
+
+
+@pytest.mark.slow
+def test_models_are_made_without_rows(scripts, arguments, tmp_path, capsys):
+    """Where their rows are there already, too; what begins with one then runs."""
+    main, output, averaged = scripts("pretrained_study")["main"], tmp_path / "out", tmp_path / "out/runs/averaged"
+    output.mkdir()
+    known = [{**row(name, (3.0, 4.0)), "id": id} for name, id in (("dense", DENSE), ("averaged", "averaged"))]
+    for each in known:
+        each["losses"] = {"heldout": 3.0}
+    (output / "pretrained.jsonl").write_text("".join(json.dumps(each) + "\n" for each in known))
+    count = ["--only", "count/0.1/0.000512M"]
+    with pytest.raises(SystemExit, match="failed, for what stands above: count"):
+        main([*arguments, *count])
+    assert "make it with --models-only --only averaged" in capsys.readouterr().err
+    models = ["--models-only", "--only", "averaged"]
+    for again, made in ((False, [DENSE, "averaged"]), (False, []), (True, ["averaged"])):
+        if again:
+            shutil.rmtree(averaged / "final")
+        assert main([*arguments, *models]) == known
+        assert [line[4:] for line in capsys.readouterr().out.splitlines() if line.startswith("---")] == made
+        assert (averaged / "final" / "config.json").is_file()
+    assert not list(output.glob("runs/*/checkpoint-*"))
+    rows = main([*arguments, *count])
+    assert rows[:2] == known
+    assert [each["tokens_read"] for each in rows[2:]] == [1536]
 
 
 def test_own_text_is_a_share_of_all(scripts, parent, tmp_path):
@@ -311,7 +351,7 @@ def test_it_runs_skips_what_is_done_and_draws(scripts, arguments, eval_dir, tmp_
     rows = main([*arguments, "--eval", str(eval_dir)])
     assert [row["id"] for row in rows] == [
         "parent",
-        "dense/0.001024M/seed0",
+        DENSE,
         "averaged",
         "count/0.1/0.000512M/seed0",
         "count/0.1/0.001024M/seed0",
