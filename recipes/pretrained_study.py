@@ -25,8 +25,9 @@ from pathlib import Path
 
 import torch
 import yaml
+from pretrained_plan import folder_of, is_made, is_trained, missing_models, needs, plan
 from pretrained_report import TASKS, report
-from pretrained_runs import folder_of, is_made, is_trained, missing_models, needs, plan, recipe_of, train
+from pretrained_runs import recipe_of, train
 from pretrained_text import ROWS_FOLDER, heldout_chats, prepare
 from study_loop import in_turns, list_runs, make_rows, merged, missing_runs, study_arguments
 from study_measure import (
