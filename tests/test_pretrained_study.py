@@ -503,6 +503,9 @@ def chained(parent, tmp_path):
 @pytest.mark.slow
 def test_a_chain_from_pieces_to_rows(scripts, chained, tmp_path):
     """On another machine, with one command and one that waits; a row was there, and its model was not."""
+    with pytest.raises(subprocess.CalledProcessError) as early:
+        chained("chain", "0", "count")
+    assert "still to come" in early.value.output
     chained("unpack", str(tmp_path / "pieces"))
     chained("chain", "0,1", "count")
     told = chained("watch", "100")

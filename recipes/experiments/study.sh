@@ -52,6 +52,10 @@ open(sys.argv[2], 'wb').write(wheel.read(name))" parent.whl "$model"
     mkdir -p "$LAB/mps" && nvidia-cuda-mps-control -d ;;
   chain)
     if running chain; then echo "a chain is under way: study.sh watch"; exit 1; fi
+    for piece in "$model" "$LAB/out/text.pt"; do
+      if [ ! -e "$piece" ]; then echo "still to come: $piece"; exit 1; fi
+    done
+    if [ ! -e "$LAB/out/eval" ]; then echo "no eval/ came along: rows will have no tasks"; fi
     if command -v nvidia-cuda-mps-control >/dev/null && [ ! -e "$LAB/mps" ]; then
       "$0" mps || echo "without MPS: processes take turns on a GPU"
     fi
