@@ -7,8 +7,9 @@ import dataclasses
 from pathlib import Path
 
 import yaml
+from pretrained_plan import folder_of, needs, plan
 from pretrained_report import TASKS, control_of, excess, kept, parent_of
-from pretrained_runs import APART, folder_of, needs, plan
+from pretrained_runs import APART
 from study_cards import SOURCES, index_result, keep_cards, task_figure
 
 from hf_twell.files.tables import markdown_table, percent

@@ -1,14 +1,14 @@
-"""The runs of pretrained_study.py: what is planned, the recipe of each, and its training."""
+"""The runs of pretrained_study.py: the recipe of each, and its training."""
 
 import dataclasses
 import json
 import shutil
 import time
-from itertools import product
 from pathlib import Path
 
 import torch
 from average import average
+from pretrained_plan import FACTS, folder_of, is_made, named, needs
 from pretrained_text import with_own_text
 from study_text import spread
 
@@ -21,49 +21,7 @@ from hf_twell.recipe.schema import Recipe
 
 # Of a run, and not of its recipe.
 APART = ("id", "name", "start", "average", "own_text", "chats", "seed", "tokens", "tokens_per_step", "training")
-FACTS = "trained.json"  # in a run's folder, written last
 MEASURED_SEQUENCES = 64  # of each held-out text, on which a training itself measures
-
-
-def plan(study: dict) -> list[dict]:
-    """Every run, each with a unique `id` (name/target/tokens/seed), in the order in which they run."""
-    runs = []
-    for entry in study["runs"]:
-        many = [_listed(entry.get(key)) for key in ("tokens", "target_density")]
-        for tokens, target, seed in product(*many, entry.get("seeds", [0])):
-            run = {key: value for key, value in entry.items() if key != "seeds"}
-            if is_trained(entry):
-                run |= {"tokens": tokens, "seed": seed}
-            if target is not None:
-                run["target_density"] = target
-            millions = None if tokens is None else f"{tokens / 1e6:g}M"
-            shown = [None if target is None else f"{target:g}", millions, f"seed{seed}" if is_trained(run) else None]
-            runs.append({**run, "id": "/".join([run["name"], *filter(None, shown)])})
-    return runs
-
-
-def is_trained(run: dict) -> bool:
-    """Neither only scored, nor the mean of two models."""
-    return "start" in run and "average" not in run
-
-
-def needs(run: dict, study: dict) -> str | None:
-    """The id of the run whose model this one begins with; None for the parent's.
-
-    Raises:
-        ValueError: no run has the name that `start` gives.
-    """
-    return None if run.get("start", "parent") == "parent" else _named(run["start"], study)["id"]
-
-
-def folder_of(id: str, output: Path) -> Path:
-    """Where the checkpoints and the final model of the run with that id lie."""
-    return output / "runs" / id.replace(" ", "_").replace("/", "_")
-
-
-def is_made(id: str, output: Path) -> bool:
-    """Whether its final model is there, and what its training told."""
-    return (folder_of(id, output) / FACTS).is_file()
 
 
 def recipe_of(run: dict, study: dict, model: str, output: Path) -> Recipe:
@@ -109,13 +67,13 @@ def train(run: dict, study: dict, model: str, output: Path, text: dict) -> dict:
     """
     folder = folder_of(run["id"], output)
     done = folder / FACTS
-    if done.is_file():
+    if is_made(run["id"], output):
         return json.loads(done.read_text())
     needed, begin = needs(run, study), _model(run["start"], study, model, output)
-    if needed is not None and not (is_made(needed, output) and Path(begin, "config.json").is_file()):
+    if needed is not None and not is_made(needed, output):
         raise FileNotFoundError(
-            f"{run['id']} begins with the model of {needed}, and {begin} is not there; bring it, or take out "
-            "the row of that run and train it again"
+            f"{run['id']} begins with the model of {needed}, and {begin} is not there; bring it, or make it with "
+            f"--models-only --only {needed}"
         )
     read = 0 if needed is None else json.loads((folder_of(needed, output) / FACTS).read_text())["tokens_read"]
     if "average" in run:
@@ -162,19 +120,6 @@ def _average(begin: str, model: str, share: float, folder: Path, read: int) -> d
     return facts
 
 
-def _listed(value) -> list:
-    return value if isinstance(value, list) else [value]
-
-
-def _named(name: str, study: dict) -> dict:
-    run = next((run for run in plan(study) if run["name"] == name and "start" in run), None)
-    if run is None:
-        raise ValueError(
-            f"no run with a model has the name {name!r}, which another one begins with; write parent or one of `runs`"
-        )
-    return run
-
-
 def _model(start: str, study: dict, model: str, output: Path) -> str:
     """The folder of a run's final model, or the parent."""
-    return model if start == "parent" else str(folder_of(_named(start, study)["id"], output) / "final")
+    return model if start == "parent" else str(folder_of(named(start, study)["id"], output) / "final")

@@ -4,6 +4,7 @@
     ... --smoke      # few steps on the demo's text, on a CPU, in minutes; any MODEL, --eval may be left out
     ... --list       # which rows are there and which are missing
     ... --score      # trains nothing: adds the tasks that rows lack, of models that are still in the folder
+    ... --models-only --only averaged    # makes no row: only that model where it is missing, and what it begins with
 
 MODEL is a folder, a Hub name or a GGUF file. Each run appends one row to `pretrained.jsonl` in the output folder, and
 `study.md` and `study.png` are drawn from the rows alone. A run whose row is there is skipped, and one that was killed
@@ -19,14 +20,16 @@ import importlib.util
 import json
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 import yaml
+from pretrained_plan import folder_of, is_made, is_trained, missing_models, needs, plan
 from pretrained_report import TASKS, report
-from pretrained_runs import folder_of, is_made, is_trained, needs, plan, recipe_of, train
+from pretrained_runs import recipe_of, train
 from pretrained_text import ROWS_FOLDER, heldout_chats, prepare
-from study_loop import list_runs, make_rows, merged, missing_runs, study_arguments
+from study_loop import in_turns, list_runs, make_rows, merged, missing_runs, study_arguments
 from study_measure import (
     METRICS,
     TASK_FILES,
@@ -115,7 +118,13 @@ def score_rows(runs: list[dict], study: dict, model: str, output: Path, *, ends:
 def main(argv: list[str] | None = None) -> list[dict]:
     parser = study_arguments(__doc__)
     parser.add_argument("--model", help="the pretrained parent: a folder, a Hub name or a GGUF file")
-    parser.add_argument("--score", action="store_true", help="train nothing; add the tasks that rows lack")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--score", action="store_true", help="train nothing; add the tasks that rows lack")
+    instead.add_argument(
+        "--models-only",
+        action="store_true",
+        help="make no row; train what --only names where its model is missing, whether its row is there or not",
+    )
     args = parser.parse_args(argv)
     study, text, started = yaml.safe_load(args.study.read_text()), args.text, time.monotonic()
     if args.smoke:
@@ -144,16 +153,23 @@ def main(argv: list[str] | None = None) -> list[dict]:
         chosen = [run for run in runs if any(part in run["id"] for part in args.only)]
         score_rows(chosen, study, args.model, output, ends=started + 60 * args.minutes)
         return read_rows(output / ROWS)
-    make_rows(
-        missing,
-        output / ROWS,
-        needs=lambda run: needs(run, study),
-        make=lambda run: run_one(run, study, args.model, output, text),
-        report=report,
-        minutes=args.minutes,
-        started=started,
-        is_made=lambda id: is_made(id, output),
-    )
+    common = {
+        "needs": lambda run: needs(run, study),
+        "is_made": lambda id: is_made(id, output),
+        "minutes": args.minutes,
+        "started": started,
+    }
+    if args.models_only:
+        in_turns(
+            missing_models(runs, study, args.only, output),
+            output,
+            lambda run: train(run, study, args.model, output, text),
+            done=lambda: {run["id"] for run in runs if is_made(run["id"], output)},
+            **common,
+        )
+    else:
+        make = partial(run_one, study=study, model=args.model, output=output, text=text)
+        make_rows(missing, output / ROWS, make=make, report=report, **common)
     return read_rows(output / ROWS)
 
 

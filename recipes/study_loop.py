@@ -56,35 +56,62 @@ def make_rows(
 ) -> None:
     """Make the row of each run that no other process makes, append it to `path`, and draw the report beside that.
 
+    Of the arguments, and of a run that fails, see `in_turns`. As soon as a run's model is there (`is_made`), others
+    begin with it, while it is scored.
+    """
+    output = path.parent
+
+    def make_row(run: dict) -> None:
+        row = make(run)
+        with alone(output / "rows.lock"), path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        with alone(output / "report.lock"):
+            report(read_rows(path), output)
+
+    def done() -> set[str]:
+        return {row["id"] for row in read_rows(path)}
+
+    in_turns(runs, output, make_row, done=done, needs=needs, is_made=is_made, minutes=minutes, started=started)
+
+
+def in_turns(
+    runs: list[dict],
+    output: Path,
+    make: Callable[[dict], object],
+    *,
+    done: Callable[[], set[str]],
+    needs: Callable[[dict], str | None],
+    is_made: Callable[[str], bool],
+    minutes: float,
+    started: float,
+) -> None:
+    """Make each run that is not done and that no other process makes; wait for what others make.
+
     A run that fails says why and leaves those that need it out; the others go on.
 
     Args:
+        done: ids of runs of which nothing is left to make, by now.
         needs: the id of the run whose model one begins with.
+        is_made: whether the model of the run with that id is there.
         minutes: after which no run begins, counted from `started` (of `time.monotonic()`).
-        is_made: whether a run's model is there before its row, so that others begin with it while it is scored.
 
     Raises:
         SystemExit: at the end, naming the runs that failed.
     """
-    failed, output = [], path.parent
+    failed = []
     turns = [Turn(run["id"], needs(run)) for run in runs]
-    while (taken := next_turn(turns, path, output / "turns", is_made)) is not None:
+    while (taken := next_turn(turns, done, output / "turns", is_made)) is not None:
         with taken:
             if time.monotonic() - started > 60 * minutes:
                 print(f"{minutes:g} minutes are over; the same command goes on with {taken.id}")
                 break
             print(f"--- {taken.id}", flush=True)
             try:
-                row = make(next(run for run in runs if run["id"] == taken.id))
+                make(next(run for run in runs if run["id"] == taken.id))
             except Exception:
                 traceback.print_exc()
                 failed.append(taken.id)
                 turns = _without(taken.id, turns)
-                continue
-            with alone(output / "rows.lock"), path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-        with alone(output / "report.lock"):
-            report(read_rows(path), output)
     if failed:
         raise SystemExit(f"failed, for what stands above: {', '.join(failed)}; the same command tries again")
 

@@ -39,24 +39,27 @@ class Turn:
         self.leave()
 
 
-def next_turn(turns: list[Turn], rows: Path, folder: Path, is_made: Callable[[str], bool]) -> Turn | None:
+def next_turn(
+    turns: list[Turn], done: Callable[[], set[str]], folder: Path, is_made: Callable[[str], bool]
+) -> Turn | None:
     """The first run that is not done, not under way and has what it needs; waits for one; None once all are done.
 
     Args:
+        done: ids of runs of which nothing is left to do, by now.
         is_made: whether the model of the run with that id is there already, though its row may not be.
 
     Raises:
         SystemExit: a run needs another one that is neither done nor among `turns`.
     """
     while True:
-        done = {row["id"] for row in read_rows(rows)}
-        left = [turn for turn in turns if turn.id not in done]
+        finished = done()
+        left = [turn for turn in turns if turn.id not in finished]
         for turn in left:
-            if turn.needs is not None and turn.needs not in done and not is_made(turn.needs):
+            if turn.needs is not None and turn.needs not in finished and not is_made(turn.needs):
                 if all(turn.needs != other.id for other in left):
                     raise SystemExit(f"{turn.id} begins with the model of {turn.needs}; run that first")
             elif turn.take(folder):
-                if turn.id not in {row["id"] for row in read_rows(rows)}:
+                if turn.id not in done():
                     return turn
                 turn.leave()  # done since
         if not left:

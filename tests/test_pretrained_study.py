@@ -1,7 +1,11 @@
 """The study of a pretrained parent at its smallest: rows, tasks, a report, and second starts that go on."""
 
+import argparse
 import dataclasses
+import io
 import json
+import lzma
+import os
 import runpy
 import shutil
 import signal
@@ -21,6 +25,7 @@ from tests.conftest import needs_lm_eval, tiny_llama
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 YAML = RECIPES / "pretrained_study.yaml"
+DENSE = "dense/0.001024M/seed0"
 TASKS = ("lambada", "arc_easy", "arc_challenge", "hellaswag")
 TEXT = "the cell is a small unit of life and light moves through water in every green leaf "
 
@@ -69,7 +74,7 @@ def arguments(parent, tmp_path) -> list[str]:
 
 def full_plan(scripts) -> tuple[dict, list[dict]]:
     study = yaml.safe_load(YAML.read_text())
-    return study, scripts("pretrained_runs")["plan"](study)
+    return study, scripts("pretrained_plan")["plan"](study)
 
 
 def test_what_is_planned(scripts, tmp_path):
@@ -84,7 +89,7 @@ def test_what_is_planned(scripts, tmp_path):
         "count/0.335/120M/seed0",
     ]
     assert runs[-1]["id"] == "count/0.0195/340M/seed0"
-    functions = scripts("pretrained_runs")
+    functions = {**scripts("pretrained_plan"), **scripts("pretrained_runs")}
     trained = [run for run in runs if functions["is_trained"](run)]
     recipes = {run["id"]: functions["recipe_of"](run, study, "parent.gguf", tmp_path) for run in trained}
     assert len(recipes) == 28
@@ -234,11 +239,50 @@ def test_a_run_begins_when_the_model_that_it_needs_is_made(scripts, tmp_path):
     """Before that one's row, which waits for its tasks' scores."""
     sharing = scripts("study_sharing")
     turns = [sharing["Turn"]("dense", None), sharing["Turn"]("mean", "dense")]
-    rows, folder = tmp_path / "rows.jsonl", tmp_path / "turns"
-    with sharing["next_turn"](turns, rows, folder, lambda id: False) as first:
+    with sharing["next_turn"](turns, set, tmp_path / "turns", lambda id: False) as first:
         assert first.id == "dense"
-        with sharing["next_turn"](turns, rows, folder, lambda id: id == "dense") as second:
+        with sharing["next_turn"](turns, set, tmp_path / "turns", lambda id: id == "dense") as second:
             assert second.id == "mean"
+
+
+def test_a_model_that_another_process_makes_is_waited_for(scripts, tmp_path):
+    """And not made twice: neither while it is under way there, nor once it is there."""
+    loop = scripts("study_loop")
+    sys.modules["study_sharing"].WAIT_S = 0
+    elsewhere, looks, made = sys.modules["study_sharing"].Turn("books", None), iter([set(), {"books"}]), []
+    assert elsewhere.take(tmp_path / "turns")
+    options = {"needs": lambda run: None, "is_made": lambda id: False, "minutes": 1, "started": time.monotonic()}
+    loop["in_turns"]([{"id": "books"}], tmp_path, made.append, done=lambda: next(looks), **options)
+    elsewhere.leave()
+    looks = iter([set(), {"books"}, {"books"}])  # made between the first look and the turn
+    loop["in_turns"]([{"id": "books"}], tmp_path, made.append, done=lambda: next(looks), **options)
+    assert made == []
+
+
+@pytest.mark.slow
+def test_models_are_made_without_rows(scripts, arguments, tmp_path, capsys):
+    """Where their rows are there already, too; what begins with one then runs."""
+    main, output, averaged = scripts("pretrained_study")["main"], tmp_path / "out", tmp_path / "out/runs/averaged"
+    output.mkdir()
+    known = [{**row(name, (3.0, 4.0)), "id": id} for name, id in (("dense", DENSE), ("averaged", "averaged"))]
+    for each in known:
+        each["losses"] = {"heldout": 3.0}
+    (output / "pretrained.jsonl").write_text("".join(json.dumps(each) + "\n" for each in known))
+    count = ["--only", "count/0.1/0.000512M"]
+    with pytest.raises(SystemExit, match="failed, for what stands above: count"):
+        main([*arguments, *count])
+    assert "make it with --models-only --only averaged" in capsys.readouterr().err
+    models = ["--models-only", "--only", "averaged"]
+    for again, made in ((False, [DENSE, "averaged"]), (False, []), (True, ["averaged"])):
+        if again:
+            shutil.rmtree(averaged / "final")
+        assert main([*arguments, *models]) == known
+        assert [line[4:] for line in capsys.readouterr().out.splitlines() if line.startswith("---")] == made
+        assert (averaged / "final" / "config.json").is_file()
+    assert not list(output.glob("runs/*/checkpoint-*"))
+    rows = main([*arguments, *count])
+    assert rows[:2] == known
+    assert [each["tokens_read"] for each in rows[2:]] == [1536]
 
 
 def test_own_text_is_a_share_of_all(scripts, parent, tmp_path):
@@ -310,7 +354,7 @@ def test_it_runs_skips_what_is_done_and_draws(scripts, arguments, eval_dir, tmp_
     rows = main([*arguments, "--eval", str(eval_dir)])
     assert [row["id"] for row in rows] == [
         "parent",
-        "dense/0.001024M/seed0",
+        DENSE,
         "averaged",
         "count/0.1/0.000512M/seed0",
         "count/0.1/0.001024M/seed0",
@@ -424,3 +468,71 @@ def test_own_text_that_several_processes_have_written(scripts, parent, tmp_path)
     assert not (tmp_path / "a" / "own.jsonl").exists(), "400 tokens were there"
     missing = [json.loads(line) for line in (tmp_path / "b" / "own.jsonl").read_text().splitlines()]
     assert 100 <= sum(row["tokens"] for row in missing) < 100 + 4 * 32
+
+
+@pytest.fixture
+def chained(parent, tmp_path):
+    """What `study.sh COMMAND...` prints, for a small study on a CPU whose pieces lie in tmp_path/pieces."""
+    study = yaml.safe_load(YAML.read_text())
+    study |= {**study.pop("smoke"), "sources": ["books"], "sequence_length": 32}
+    count = {**study.pop("conversion"), "name": "count", "target_density": 0.1, "tokens": 256}
+    books = {**study.pop("control"), "name": "books", "tokens": 512, "tokens_per_step": 256}
+    study["runs"] = [books, {"name": "averaged", "start": "books", "average": 0.3}, count]
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
+    (tmp_path / "pieces").mkdir()
+    text = io.BytesIO()
+    tokens = torch.randint(0, 400, (60, 32), dtype=torch.int32)
+    torch.save({"train": tokens, "texts": {"books": tokens[:8]}}, text)
+    (tmp_path / "pieces" / "text.pt.xz").write_bytes(lzma.compress(text.getvalue()))
+    known = {**row("averaged", (3.0, 4.0)), "losses": {"books": 3.0}}
+    (tmp_path / "pieces" / "pretrained.jsonl").write_text(json.dumps(known) + "\n")
+    places = {"LAB": tmp_path, "STUDY": tmp_path / "study.yaml", "MODEL": parent, "OUT": tmp_path, "SAMPLERS": 1}
+    environment = {**os.environ, **{name: str(value) for name, value in places.items()}}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+
+    def run(*command: str) -> str:
+        script = [str(RECIPES / "experiments" / "study.sh"), *command]
+        return subprocess.run(
+            script, cwd=RECIPES.parent, env=environment, check=True, stdout=subprocess.PIPE, text=True
+        ).stdout
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_chain_from_pieces_to_rows(scripts, chained, tmp_path):
+    """On another machine, with one command and one that waits; a row was there, and its model was not."""
+    with pytest.raises(subprocess.CalledProcessError) as early:
+        chained("chain", "0", "count")
+    assert "still to come" in early.value.output
+    chained("unpack", str(tmp_path / "pieces"))
+    chained("chain", "0,1", "count")
+    told = chained("watch", "100")
+    known, count = [json.loads(line) for line in (tmp_path / "pretrained.jsonl").read_text().splitlines()]
+    assert (known["id"], count["id"], count["tokens_read"]) == ("averaged", "count/0.1/0.000256M/seed0", 512 + 256)
+    log = (tmp_path / "logs" / "chain").read_text().splitlines()
+    milestones = [line.split(" ", 1)[1].split(" after")[0] for line in log]
+    assert milestones[:2] == ["own.0: begun on GPU 1", "models: begun on GPU 0"]
+    assert set(milestones[2:4]) == {"own.0: done", "models: done"}
+    assert milestones[4:] == ["count: begun on GPU 0", "count: done", "all have ended"]
+    assert all(line in told for line in log)
+    assert "failed" not in told
+    assert not (tmp_path / "out" / "own.jsonl").exists(), "the samplers wrote all"
+    functions, study = scripts("pretrained_chain"), yaml.safe_load((tmp_path / "study.yaml").read_text())
+    args = argparse.Namespace(gpus=["0", "1"], samplers=2, model="m", study="s", output=tmp_path / "out")
+    args.rows = ["count", "averaged"]
+    assert functions["stages"](study, args) == [], "all is there"
+    (tmp_path / "out" / "pretrained.jsonl").unlink()
+    assert [[step[:2] for step in stage] for stage in functions["stages"](study, args)] == [
+        [("count", "0"), ("averaged", "1")]
+    ]
+    (tmp_path / "out" / "own.pt").unlink()
+    shutil.rmtree(tmp_path / "out" / "runs")
+    first, _ = functions["stages"](study, args)
+    assert [step[:2] for step in first] == [("own.0", "1"), ("own.1", "1"), ("models", "0")]
+    assert first[2][2][-2:] == ["books/0.000512M/seed0", "averaged"]
+    study["runs"][0]["own_text"] = True
+    assert [len(stage) for stage in functions["stages"](study, args)] == [2, 1, 2], "the books' model reads it, too"
+    args.rows = ["cuont"]
+    with pytest.raises(SystemExit, match="no run's id contains 'cuont'"):
+        functions["stages"](study, args)
