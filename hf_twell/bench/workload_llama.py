@@ -10,6 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_twell.bench import workload
 from hf_twell.bench.progress import silent
+from hf_twell.blocks.modeling import sparse_ffns
+from hf_twell.convert.entry import record_density
 from hf_twell.convert.sparsify import sparsify
 
 ATTENTION_SHARE, FFN_SHARE = 0.04, 0.16  # of the residual stream's variance, all layers together
@@ -68,6 +70,7 @@ def make_llama(
     same = workload.distinct_neurons(workload.active_neurons(x[text.flatten()], w_gate))
     report("calibrating the model")
     _calibrate(model, text, l0, same)
+    record_density(config, sparse_ffns(model), [l0 / intermediate] * layers)  # by which compiled blocks go
     return model, distinct
 
 
