@@ -20,9 +20,10 @@ def store(ffns: Iterable[nn.Module], density: Sequence[float] | None) -> None:
     """Tell sparse blocks the density of every layer of their model; None: it is not known (any more)."""
     known = dict(enumerate(density or ()))
     for ffn in ffns:
-        up = getattr(ffn, ffn.twell.form.up)
-        share = known.get(ffn.twell.layer)
-        ffn.twell.pays = None if share is None else pays(share, up.in_features * up.out_features)
+        share, ffn.twell.pays = known.get(ffn.twell.layer), None
+        if share is not None:
+            up = getattr(ffn, ffn.twell.form.up)
+            ffn.twell.pays = pays(share, up.in_features * up.out_features)
 
 
 def pays(density: float, elements: int) -> dict[float, bool] | None:
