@@ -48,6 +48,27 @@ def test_one_pass_gives_what_the_reference_gives(shape, gated, dtype):
     torch.testing.assert_close(results[0][-1], results[1][-1], rtol=2 * rounding, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 8), (63, 176), (4097, 1024), (130, 172), (17, 5632)])
+def test_halves_of_one_matrix_are_read_where_they_lie(tokens, width, dtype):
+    """But for widths that are no multiple of 8. Other elements than theirs are NaN."""
+    whole = torch.full((tokens, 2 * width + 24), torch.nan, device="cuda", dtype=dtype)
+    halves = whole[:, 8 : 8 + width], whole[:, 16 + width : 16 + 2 * width]
+    for half in halves:
+        half.copy_(torch.randn(tokens, width, device="cuda"))
+    h = torch.ops.hf_twell.activation(*halves, None, None, None)
+    assert torch.equal(h, torch.ops.hf_twell.activation(*(half.contiguous() for half in halves), None, None, None))
+    assert torch.equal(h, torch.relu(halves[0]) * halves[1])
+    merged = torch.randn(tokens, 2 * width, device="cuda").to(dtype)
+    gate, up = merged.chunk(2, -1)
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    h = torch.ops.hf_twell.activation(gate, up, None, None, None)
+    if width % 8 == 0:
+        assert torch.cuda.max_memory_allocated() - held < 2 * h.nbytes + 4096, "no copies"
+    assert torch.equal(h, torch.relu(gate) * up)
+
+
 def test_a_padded_token_may_hold_nan():
     gate = torch.randn(4, 16, device="cuda", dtype=torch.bfloat16)
     gate[2] = torch.nan

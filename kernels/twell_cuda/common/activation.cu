@@ -31,12 +31,13 @@ __device__ __forceinline__ uint4 load(const void* base, int64_t index) {
   return __ldg(static_cast<const uint4*>(base) + index);
 }
 
-template <typename Half>
+template <typename Half, bool kApart>
 __global__ void __launch_bounds__(kThreads) forward_kernel(const Activation a, uint4* h, int64_t vectors) {
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < vectors; i += int64_t{gridDim.x} * kThreads) {
     float gate[kVector], up[kVector];
-    widen<Half>(load(a.gate, i), gate);
-    if (a.up != nullptr) widen<Half>(load(a.up, i), up);
+    const int64_t of_row = a.width / kVector, from = kApart ? i / of_row * (a.stride / kVector) + i % of_row : i;
+    widen<Half>(load(a.gate, from), gate);
+    if (a.up != nullptr) widen<Half>(load(a.up, from), up);
 #pragma unroll
     for (int k = 0; k < kVector; ++k) gate[k] = a.up == nullptr ? relu(gate[k]) : relu(gate[k]) * up[k];
     h[i] = narrow<Half>(gate);
@@ -156,11 +157,10 @@ cudaError_t activation(const Activation& a, void* h, const Device& device, cudaS
   const int64_t vectors = a.tokens * a.width / kVector, blocks = (vectors + kThreads - 1) / kThreads;
   const int64_t most = int64_t{device.sm_count} * 16;
   const unsigned grid = static_cast<unsigned>(blocks < most ? blocks : most);
-  if (a.dtype == DType::kBFloat16) {
-    forward_kernel<__nv_bfloat16><<<grid, kThreads, 0, stream>>>(a, static_cast<uint4*>(h), vectors);
-  } else {
-    forward_kernel<__half><<<grid, kThreads, 0, stream>>>(a, static_cast<uint4*>(h), vectors);
-  }
+  const bool bf16 = a.dtype == DType::kBFloat16, apart = a.stride != a.width;
+  const auto kernel = bf16 ? apart ? forward_kernel<__nv_bfloat16, true> : forward_kernel<__nv_bfloat16, false>
+                           : apart ? forward_kernel<__half, true> : forward_kernel<__half, false>;
+  kernel<<<grid, kThreads, 0, stream>>>(a, static_cast<uint4*>(h), vectors);
   return cudaGetLastError();
 }
 

@@ -7,10 +7,12 @@
 namespace twell {
 
 // Shapes (T, F), row-major, 16-byte aligned, F a multiple of 8; `gate` and `up` before relu, `up` null without a gate.
+// Forward, their rows may lie apart: `stride` elements, a multiple of 8, from one to the next; backward it is F.
 struct Activation {
   DType dtype;
   int64_t tokens;
   int width;
+  int64_t stride;
   const void* gate;
   const void* up;
 };

@@ -8,23 +8,32 @@ namespace {
 
 constexpr int64_t kColumns = 8;  // F is padded to a multiple of it
 
+// Whether the kernel that goes forward reads its rows where they lie: a matrix whose rows lie apart.
+bool apart(const Tensor& tensor) {
+  return tensor.dim() == 2 && tensor.stride(1) == 1 && tensor.stride(0) > tensor.size(1) &&
+         tensor.stride(0) % kColumns == 0 && tensor.size(1) % kColumns == 0 && aligned(tensor);
+}
+
 struct Inputs {
   int64_t width, tokens, padded;
+  bool halves;  // of one matrix, as merged projections give them
   Tensor gate;
   MaybeTensor up;
 
-  Inputs(const Tensor& first, const MaybeTensor& second)
+  Inputs(const Tensor& first, const MaybeTensor& second, bool forward)
       : width(first.size(first.dim() - 1)),
         tokens(first.numel() / width),
         padded((width + kColumns - 1) / kColumns * kColumns),
-        gate(prepared(first, padded)),
-        up(second ? MaybeTensor(prepared(*second, padded)) : std::nullopt) {
+        halves(forward && second && apart(first) && apart(*second) && first.stride(0) == second->stride(0)),
+        gate(halves ? first : prepared(first, padded)),
+        up(halves || !second ? second : MaybeTensor(prepared(*second, padded))) {
     if (first.scalar_type() != ScalarType::BFloat16 && first.scalar_type() != ScalarType::Half) {
       throw std::runtime_error("hf_twell::activation takes bfloat16 and float16 tensors");
     }
   }
   Activation activation() const {
-    return {dtype_of(gate), tokens, static_cast<int>(padded), gate.const_data_ptr(), pointer(up)};
+    const int64_t stride = halves ? gate.stride(0) : padded;
+    return {dtype_of(gate), tokens, static_cast<int>(padded), stride, gate.const_data_ptr(), pointer(up)};
   }
   Tensor rows() const { return torch::stable::new_empty(gate, {tokens, padded}); }
   Tensor cut(const Tensor& rows, const Tensor& like) const {
@@ -37,7 +46,7 @@ struct Inputs {
 Tensor activate(Tensor gate, MaybeTensor up, MaybeTensor, MaybeTensor, MaybeTensor) {
   const torch::stable::accelerator::DeviceGuard guard(gate.get_device_index());
   if (gate.numel() == 0) return torch::stable::new_empty(gate, gate.sizes());
-  const Inputs inputs(gate, up);
+  const Inputs inputs(gate, up, true);
   Tensor h = inputs.rows();
   const int device = gate.get_device_index();
   check_launch(activation(inputs.activation(), h.mutable_data_ptr(), device_of(device), current_stream(device)),
@@ -54,7 +63,7 @@ std::tuple<Tensor, Tensor, Tensor> activate_backward(Tensor grad_h, Tensor gate,
     return {torch::stable::new_empty(gate, gate.sizes()), up ? torch::stable::new_empty(gate, gate.sizes()) : empty(),
             torch::stable::new_zeros(gate, {reports ? 1 + width : 0}, ScalarType::Float)};
   }
-  const Inputs inputs(gate, up);
+  const Inputs inputs(gate, up, false);
   const Activation a = inputs.activation();
   const Tensor dh = prepared(grad_h, inputs.padded);
   Tensor grad_gate = inputs.rows(), grad_up = up ? inputs.rows() : empty();
