@@ -645,6 +645,18 @@ def test_bench_on_a_gpu(tmp_path, capsys):
     assert row["sparse_step_ms"] > 0
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_bench_of_a_dynamic_block_that_is_too_dense_for_kernels(capsys):
+    """Compiled, with h in 16 bits and, as torchao's own config has it, in 8."""
+    pytest.importorskip("torchao.quantization")
+    sizes = ["--hidden", "512", "--intermediate", "1408", "--l0", "700", "--tokens", "1024", "--repeats", "1"]
+    assert main(["bench", "ffn", "--weights", "fp8-dynamic", *sizes, "--device", "cuda", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["took"] == "plain matmuls"
+    assert min(row["sparse_compiled_ms"], row["sparse_h_compiled_ms"]) > 0
+
+
 def test_a_block_of_any_hidden_size():
     x, *weights = make_ffn(4, 288, 768, l0=30, dtype=torch.float32)  # 288 / 32 heads would be an odd size
     torch.testing.assert_close(patched_block(*weights)(x), reference.ffn(x, weights[1], weights[2], weights[0]))

@@ -161,11 +161,8 @@ def test_a_compiled_model_goes_by_its_stored_density(density, kernels, mode):
     for tokens in (1024, 64, 1):
         ids = tokens_of(1, tokens)
         for _ in range(3):  # a CUDA graph is recorded in the second call
-            y, y_plain = (each(ids, use_cache=False).logits.clone() for each in (compiled, compiled_plain))
-        if kernels:
-            assert_logits_as_good(y, model, ids)
-        else:
-            assert torch.equal(y, y_plain)
+            y, _ = (each(ids, use_cache=False).logits.clone() for each in (compiled, compiled_plain))
+        assert_logits_as_good(y, model, ids)  # two compiled models may differ in the last bit, plain or not
         for each, expected in ((compiled, kernels), (compiled_plain, False)):
             assert runs_kernels(lambda each=each, ids=ids: each(ids, use_cache=False)) == expected, tokens
 

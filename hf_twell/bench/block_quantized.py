@@ -42,7 +42,7 @@ def bench_ffn_quantized(
     `scaled_mm` is the same dense block by PyTorch's own product of such rows, compiled, with x quantized only once.
 
     Where a block is too dense for kernels, `sparse_compiled` is ours compiled, its density being stored; the better of
-    both is compared.
+    both is compared. `sparse_h_compiled` is one that torchao's own dynamic config quantized, h too, as in its blocks.
 
     Raises:
         ValueError: a result less accurate than DESIGN allows (twice the error of torchao's own, with h as it is; no
@@ -84,8 +84,14 @@ def bench_ffn_quantized(
                 variants["torchao_compiled"] = compiled, variants["torchao"][1]
                 stored_density.store(quantized, [l0 / intermediate])
                 if device.type == "cuda" and not stored_density.takes_kernels(quantized[0].twell.pays, count):
-                    each_compiled = [(torch.compile(each, dynamic=False),) for each in quantized]
-                    variants["sparse_compiled"] = variants["sparse"][0], each_compiled
+                    variants["sparse_compiled"] = variants["sparse"][0], _compiled(quantized)
+                    if dynamic:
+                        with_h = [workload.patched_block(*(w.clone() for w in some)) for some in twice]
+                        for each in with_h:
+                            quantize_block(each, each.twell.form, weights)
+                            make_dynamic(each.down_proj.weight)
+                        stored_density.store(with_h, [l0 / intermediate])
+                        variants["sparse_h_compiled"] = variants["sparse"][0], _compiled(with_h)
             if dynamic:
                 by_rows = torch.compile(_scaled_mm_block, dynamic=False) if compile_dense else _scaled_mm_block
                 variants["scaled_mm"] = by_rows, [_values(each) for each in stored]
@@ -127,6 +133,9 @@ def _row(variants, xs, active, quantized, captured, count, l0, dtype, weights, r
         ]
     )
     errors = check_block(outputs, {"y": truth}, xs[0].dtype, count, active.sum().item())
+    if "sparse_h_compiled" in variants:
+        with_h = {"eager": {"y": call("torchao", 0)}, "sparse": {"y": call("sparse_h_compiled", 0)}}
+        check_block(with_h, {"y": truth}, xs[0].dtype, count, active.sum().item())
     turns = repeats or (25 if device.type == "cuda" else 11)
     # torchao's eager linears take the host milliseconds, others' single calls longer than the flush of L2.
     passed = interleaved_ms(calls, turns, device, head_start=not captured, report=report)
@@ -159,6 +168,10 @@ def _row(variants, xs, active, quantized, captured, count, l0, dtype, weights, r
         "down_stored_by": "rows" if down[0].is_contiguous() else "columns",
         **environment(device),
     }
+
+
+def _compiled(ffns) -> list[tuple]:
+    return [(torch.compile(ffn, dynamic=False),) for ffn in ffns]
 
 
 def _weights(ffn) -> list[torch.Tensor]:

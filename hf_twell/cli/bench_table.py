@@ -10,6 +10,7 @@ def _ffn_cells(rows):
         "sparse_plain_ms",
         "sparse_ms",
         "sparse_compiled_ms",
+        "sparse_h_compiled_ms",
         "eager_peak_mib",
         "compiled_peak_mib",
         "sparse_peak_mib",
