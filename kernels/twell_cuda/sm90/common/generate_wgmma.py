@@ -66,7 +66,8 @@ struct Wgmma<__nv_fp8_e4m3, {n}, 0, 0> {{
 """
 REGISTERS_HEAD = """\
 // Written by generate_wgmma.py; do not edit. PTX ISA, wgmma.mma_async: D (64 x N, fp32) += A (64 x 16) B (16 x N), bf16
-// or fp16. A is in registers, each warp's 16 rows as those of mma.m16n8k16; B in shared memory, N contiguous.
+// or fp16. A is in registers, each warp's 16 rows as those of mma.m16n8k16; B in shared memory. TransB: 0 where K is
+// contiguous, 1 where N is.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -76,19 +77,19 @@ REGISTERS_HEAD = """\
 
 namespace twell::sm90 {
 
-template <typename T, int N>
+template <typename T, int N, int TransB>
 struct WgmmaOfRegisters;
 """
 REGISTERS_BODY = """
-template <>
-struct WgmmaOfRegisters<{type}, {n}> {{
+template <int TransB>
+struct WgmmaOfRegisters<{type}, {n}, TransB> {{
   static __device__ __forceinline__ void multiply(float* d, const uint32_t (&a)[4], uint64_t b) {{
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{ptx}.{ptx} "
 {operands}
-        ", {{%{a}, %{b}, %{acc}, %{ta}}}, %{tb}, 1, 1, 1, 1;\\n"
+        ", {{%{a}, %{b}, %{acc}, %{ta}}}, %{tb}, 1, 1, 1, %{trans};\\n"
         : {outputs}
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TransB));
   }}
 }};
 """
@@ -123,6 +124,7 @@ def body(form, n, **names):
         acc=count + 2,
         ta=count + 3,
         tb=count + 4,
+        trans=count + 5,
     )
 
 

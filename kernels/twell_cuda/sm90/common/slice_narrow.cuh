@@ -87,7 +87,7 @@ __device__ __forceinline__ void multiply_stage(float (&sum)[kTiles][2][32], uint
     for (int half = kFirst ? 0 : 1; half < (kSecond ? 2 : 1); ++half) {
       const uint64_t columns = matrix_descriptor(stage + half * kPartBytes + k * 2048, kPartBytes);
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t) WgmmaOfRegisters<T, 64>::multiply(sum[t][half], a[t], columns);
+      for (int t = 0; t < kTiles; ++t) WgmmaOfRegisters<T, 64, 1>::multiply(sum[t][half], a[t], columns);
     }
     wgmma_commit();
   }

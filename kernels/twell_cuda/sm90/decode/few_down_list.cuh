@@ -56,15 +56,15 @@ constexpr bool kAsPlanned = Form<uint16_t, kSixteen>::kStageBytes == down_stage_
                             Form<uint16_t, kSixteen>::kExchangeBytes == down_exchange_bytes(kSixteen);
 static_assert(kAsPlanned<true> && kAsPlanned<false>);
 
-// Of a thread block. Beside one of the first kernel 8-bit weights take no more than was planned.
+// Of a thread block. Beside one of the first kernel 8-bit weights take what was planned.
 template <typename Weight, bool kSixteen>
 constexpr int shared_bytes(bool beside) {
   using F = Form<Weight, kSixteen>;
   return down_stages(kSixteen, beside) * F::kStageBytes + F::kWideBytes + F::kExchangeBytes +
          static_cast<int>(sizeof(ControlOf<Weight>));
 }
-static_assert(shared_bytes<int8_t, true>(true) <= down_shared(true, true));
-static_assert(shared_bytes<int8_t, false>(true) <= down_shared(false, true));
+static_assert(shared_bytes<int8_t, true>(true) == down_shared(true, true, true));
+static_assert(shared_bytes<int8_t, false>(true) == down_shared(false, true, true));
 
 #if defined(TWELL_SM90_DEVICE)
 

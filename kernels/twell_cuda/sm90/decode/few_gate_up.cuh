@@ -7,7 +7,8 @@
 // ended. Tokens are the 64 rows of the product, whose steps four warpgroups share out. Once it is known which neurons
 // any token activates, their rows of Wu follow over the same x, from the steps on that are still in its ring: gathered,
 // or by boxes where most are active. Of few pairs of a neuron and a token each is multiplied by itself
-// (sm90/decode/few_pairs.cuh). `Weight` is the call's own type, or an 8-bit one (sm90/decode/few_narrow.cuh).
+// (sm90/decode/few_pairs.cuh). `Weight` is the call's own type, or an 8-bit one, for which neurons are a product's rows
+// and tokens its columns (sm90/decode/few_rows.cuh).
 #pragma once
 
 #include <algorithm>
@@ -29,10 +30,10 @@ __global__ void __launch_bounds__(kNeurons <= kFewNeurons ? 1024 : kThreads, 1)
 #if defined(TWELL_SM90_DEVICE)
   extern __shared__ __align__(1024) uint8_t x_bytes[];
   using S = Shared<Weight, kNeurons, kSixteen>;
-  uint8_t* const weight_bytes = x_bytes + kXRingBytes;
+  uint8_t* const weight_bytes = x_bytes + S::kXRing;
   float* const gate = reinterpret_cast<float*>(x_bytes + S::kRings);  // (16 or 64 tokens, kGateRow)
   auto& c = *reinterpret_cast<ControlOf<Weight, kNeurons>*>(x_bytes + S::kRings + S::kGateBytes);
-  const uint32_t x = smem_address(x_bytes), weights = smem_address(weight_bytes), wide = weights + S::kWeightRing;
+  const uint32_t x = smem_address(x_bytes), weights = smem_address(weight_bytes);
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0), lane = thread % 32;
   const int block = blockIdx.x, kind = block < p.larger ? 0 : 1, octets = p.octets_each + 1 - kind;
   const int first_octet = p.octets_each * block + min(block, p.larger);
@@ -153,9 +154,9 @@ __global__ void __launch_bounds__(kNeurons <= kFewNeurons ? 1024 : kThreads, 1)
   x_ring.wait_full();
   if (thread == 0) p.trace.mark(2);
 #endif
-  auto sums = multiply<Half, Weight, kNeurons, kSixteen>({x_ring, x, x_stage}, {box_ring, weights, box_stage}, wide,
+  auto sums = multiply<Half, Weight, kNeurons, kSixteen>({x_ring, x, x_stage}, {box_ring, weights, box_stage}, weights,
                                                          steps, steps - p.kept_steps, false, p.tokens);
-  if constexpr (kScaled<Weight>) scale_sums(sums, p.tokens, [&](int n) { return c.gate_scale[n]; });
+  if constexpr (kScaled<Weight>) sums.scale([&](int n) { return c.gate_scale[n]; });
   if (thread == 0) p.trace.mark(3);
   activate_tile(sums, c, gate, p.tokens, inside, gated);
   sm90::fence_async_proxy();  // boxes may follow where sums were exchanged
@@ -193,9 +194,9 @@ __global__ void __launch_bounds__(kNeurons <= kFewNeurons ? 1024 : kThreads, 1)
     if (thread == 0) p.trace.mark(8);
 #endif
     const auto up = [&](auto columns) {
-      auto products = multiply<Half, Weight, decltype(columns)::value, kSixteen>(x_again, rows, wide, steps, steps,
+      auto products = multiply<Half, Weight, decltype(columns)::value, kSixteen>(x_again, rows, weights, steps, steps,
                                                                                  !active.boxes, p.tokens);
-      if constexpr (kScaled<Weight>) scale_sums(products, p.tokens, [&](int row) { return c.up_scale[c.list[row]]; });
+      if constexpr (kScaled<Weight>) products.scale([&](int row) { return c.up_scale[c.list[row]]; });
       if (thread == 0) p.trace.mark(5);
       leave_products<Half>(products, x_bytes, c, gate, p.tokens, true);
     };
@@ -229,7 +230,7 @@ cudaError_t launch(const Ffn& ffn, const DecodePlan& plan, int grid, FewParams& 
   };
   cudaError_t error = sm90::make_tensor_map(&p.x_map, ffn.dtype, ffn.x, ffn.tokens, ffn.hidden, 8 * p.groups);
   p.steps = (static_cast<int>(p.row_bytes) + kRowBytes - 1) / kRowBytes;
-  const int x_count = stages_in(kXRingBytes, p.groups * 8 * kStepBytes), weight_bytes = S::kWeightRing;
+  const int x_count = stages_in(S::kXRing, p.groups * 8 * kStepBytes), weight_bytes = S::kWeightRing;
   p.kept_steps = std::min(p.steps, x_count);
   p.x_stages = stages_of(x_count, p.steps - p.kept_steps);
   for (int i = 0; i < 2; ++i) {

@@ -5,6 +5,8 @@
 // more than they save.
 #pragma once
 
+#include <type_traits>
+
 #include "sm90/decode/few_narrow.cuh"
 
 namespace twell::decoding::few {
@@ -14,8 +16,10 @@ constexpr int kMultipliers = kWarpgroups * 128, kFetchers = 128;  // threads; th
 constexpr int kThreads = kMultipliers + kFetchers + 32;
 constexpr int kMaxStages = 32;
 constexpr int kTileBarrier = 1, kListBarrier = 2, kSumBarrier = 3, kAskedBarrier = 4;  // named
-constexpr int kWidenBarriers = 5;  // one for each warpgroup
-constexpr int kXRingBytes = 64 * 1024;  // of shared memory, for boxes of x
+// Of shared memory, for boxes of x. For more than 16 tokens they are most of what a multiprocessor takes in, and 8-bit
+// weights leave room for twelve stages, so that x comes in three turns for D = 2048 and not four.
+template <bool kWide>
+constexpr int kXRingBytes = (kWide ? 96 : 64) * 1024;
 
 // How many stages fit. A multiple of the warpgroups, so that each stage is always the same one's: another could be
 // there a whole turn too early, and a barrier's parity would not tell.
@@ -64,6 +68,8 @@ struct Sums {
   }
   __device__ __forceinline__ int bound(int i) const { return group + kWarpgroups * i; }
   __device__ __forceinline__ int first(int i) const { return 8 * bound(i) + column; }
+  __device__ __forceinline__ int neuron(int i, int e) const { return first(i) + e % 2; }
+  __device__ __forceinline__ int token_at(int, int e) const { return token + e / 2 * 8; }
   // Adds what others left in shared memory, one after the other.
   template <int kCount>
   __device__ __forceinline__ void add(int i, uint32_t slots, uint32_t stride) {
@@ -108,49 +114,6 @@ __device__ __forceinline__ void multiply_stage_16(float* sum, uint32_t x, uint32
     load_matrices(b, at(rows, 16 * j + lane / 16 * 8 + lane % 8, first_piece + lane / 8 % 2));
     mma<Half>(reinterpret_cast<float(&)[4]>(sum[8 * j]), a[0], a[1], a[2], a[3], b[0], b[1]);
     mma<Half>(reinterpret_cast<float(&)[4]>(sum[8 * j + 4]), a[0], a[1], a[2], a[3], b[2], b[3]);
-  }
-}
-
-// The warps of a warpgroup meet. By four constants: with a number that is not one the kernel would take all barriers.
-__device__ __forceinline__ void meet_in_warpgroup() {
-  switch (threadIdx.x / 128) {
-    case 0: return sm90::named_barrier<128>(kWidenBarriers);
-    case 1: return sm90::named_barrier<128>(kWidenBarriers + 1);
-    case 2: return sm90::named_barrier<128>(kWidenBarriers + 2);
-    default: return sm90::named_barrier<128>(kWidenBarriers + 3);
-  }
-}
-
-// The same of 8-bit rows and up to 64 tokens, through `wide`, the warpgroup's own place for rows of 16-bit values.
-template <typename Half, typename Weight, int kColumns>
-__device__ __forceinline__ void multiply_stage_widened(float* sum, uint32_t x, uint32_t rows, uint32_t wide) {
-  Widened<Half, Weight, kColumns> values;
-  values.load(rows);
-  meet_in_warpgroup();  // each warp has multiplied what lay there before
-  values.store(wide);
-  sm90::fence_async_proxy();
-  meet_in_warpgroup();
-  multiply_stage<Half, kColumns>(sum, x, wide);
-}
-
-// The same of 8-bit rows and 16 tokens. Of a warp's 16 hidden units a lane takes four neighbouring ones of both
-// operands, so that one word of a row is all that it wants of it.
-template <typename Half, typename Weight, int kColumns>
-__device__ __forceinline__ void multiply_narrow_16(float* sum, uint32_t x, uint32_t rows) {
-  const int lane = threadIdx.x % 32, row = lane / 4, piece = threadIdx.x / 32 % 4;
-  const uint32_t low_row = x + row * kStepBytes + (((2 * piece + lane % 4 / 2) ^ row) << 4) + lane % 2 * 8;
-  const uint2 low = load_shared_8(low_row), high = load_shared_8(low_row + 8 * kStepBytes);
-  const uint32_t from = rows + narrow_at(lane % 16, piece);
-#pragma unroll
-  for (int j = 0; j < kColumns / 16; ++j) {
-    uint32_t words[2];
-    load_two_matrices(words, from + 16 * j * kNarrowBytes);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      uint32_t b[2];
-      expand<Half, Weight>(words[i], b[0], b[1]);
-      mma<Half>(reinterpret_cast<float(&)[4]>(sum[8 * j + 4 * i]), low.x, high.x, low.y, high.y, b[0], b[1]);
-    }
   }
 }
 
@@ -200,10 +163,10 @@ __device__ __forceinline__ void add_warps(Sums<kColumns>& own, const float* sum,
   }
 }
 
-// x times kColumns rows. The stages of `rows` are overwritten, those of x kept from the step `kept` on. `wide`: of
-// 8-bit rows and more than 16 tokens, a place for kColumns rows of 16-bit values for each warpgroup.
-template <typename Half, typename Weight, int kColumns, bool kSixteen>
-__device__ __forceinline__ Sums<kColumns> multiply(Operand x, Operand rows, uint32_t wide, int steps, int kept,
+// x times kColumns rows. The stages of x are kept from the step `kept` on; `exchange`: where those of `rows` lie, which
+// are overwritten.
+template <typename Half, typename Weight, int kColumns, bool kSixteen, std::enable_if_t<!kScaled<Weight>, int> = 0>
+__device__ __forceinline__ Sums<kColumns> multiply(Operand x, Operand rows, uint32_t exchange, int steps, int kept,
                                                    bool copied, int tokens) {
   Sums<kColumns> own;
   const bool releases = threadIdx.x % 32 == 0;
@@ -218,12 +181,8 @@ __device__ __forceinline__ Sums<kColumns> multiply(Operand x, Operand rows, uint
     ring.wait_full();
     x_ring.wait_full();
     const uint32_t x_stage = x.base + x_ring.stage * x.stage_bytes, stage = rows.base + ring.stage * rows.stage_bytes;
-    if constexpr (kSixteen && kScaled<Weight>) {
-      multiply_narrow_16<Half, Weight, kColumns>(sum, x_stage, stage);
-    } else if constexpr (kSixteen) {
+    if constexpr (kSixteen) {
       multiply_stage_16<Half, kColumns>(sum, x_stage, stage);
-    } else if constexpr (kScaled<Weight>) {
-      multiply_stage_widened<Half, Weight, kColumns>(sum, x_stage, stage, wide + own.group * (kColumns * kStepBytes));
     } else {
       if (copied) sm90::fence_async_proxy();  // cp.async wrote, tensor cores read
       multiply_stage<Half, kColumns>(sum, x_stage, stage);
@@ -237,9 +196,9 @@ __device__ __forceinline__ Sums<kColumns> multiply(Operand x, Operand rows, uint
   }
   sm90::named_barrier<kMultipliers>(kSumBarrier);  // the rows are free
   if constexpr (kSixteen) {
-    add_warps(own, sum, rows.base, tokens);
+    add_warps(own, sum, exchange, tokens);
   } else {
-    add_warpgroups(own, sum, rows.base, tokens);
+    add_warpgroups(own, sum, exchange, tokens);
   }
   return own;
 }

@@ -1,9 +1,10 @@
 // What the thread blocks of sm90/decode/few_gate_up.cuh do with a tile: shared memory, copies, lists, the activation.
 #pragma once
 
+#include <cstddef>
 #include <type_traits>
 
-#include "sm90/decode/few_product.cuh"
+#include "sm90/decode/few_rows.cuh"
 
 namespace twell::decoding::few {
 
@@ -63,15 +64,20 @@ template <typename Weight, int kNeurons, bool kSixteen>
 struct Shared {
   static constexpr int kGateBytes = (kSixteen ? 16 : kRows) * kGateRow<kNeurons> * 4;
   static constexpr int kRest = kGateBytes + static_cast<int>(sizeof(ControlOf<Weight, kNeurons>));
-  static constexpr int kBeside =
-      (kBothShared - in_shared_units(down_shared(kSixteen, true)) - in_shared_units(kRest)) / 1024 * 1024;
+  static constexpr int kDown = down_shared(kSixteen, true, kScaled<Weight>);
+  static constexpr int kBeside = (kBothShared - in_shared_units(kDown) - in_shared_units(kRest)) / 1024 * 1024;
   static constexpr int kRings = kNeurons <= kFewNeurons ? kBeside : 144 * 1024;
-  // Behind the ring of weights, 8-bit rows as 16-bit values, for each warpgroup.
-  static constexpr int kWideBytes = kScaled<Weight> && !kSixteen ? kWarpgroups * kNeurons * kStepBytes : 0;
-  static constexpr int kWeightRing = kRings - kXRingBytes - kWideBytes;
+  static constexpr int kXRing = kXRingBytes<kScaled<Weight> && !kSixteen>;
+  static constexpr int kWeightRing = kRings - kXRing;
   static constexpr int kBytes = kRings + kRest;
-  static_assert(kExchangeBytes<kNeurons, kSixteen> <= kWeightRing + kWideBytes);
+  static constexpr int kExchange =
+      kScaled<Weight> ? kRowExchangeBytes<kNeurons, kSixteen> : kExchangeBytes<kNeurons, kSixteen>;
+  static_assert(kExchange <= kWeightRing);
   static_assert(stages_in(kWeightRing, kNeurons * kRowStep<Weight>) >= kBoxesAhead);
+  using Barriers = Control<kNeurons>;
+  static_assert(offsetof(Barriers, x_empty) - offsetof(Barriers, x_full) == kEmptyApart);
+  static_assert(offsetof(Barriers, box_empty) - offsetof(Barriers, box_full) == kEmptyApart);
+  static_assert(offsetof(Barriers, copy_empty) - offsetof(Barriers, copy_full) == kEmptyApart);
 };
 // Gate rows that may be on their way to a thread block before x is there.
 constexpr int window_bytes(bool sixteen) { return (sixteen ? 12 : 24) * 1024; }
@@ -184,17 +190,6 @@ __device__ __forceinline__ void copy_rows(Ring ring, uint32_t stages, uint32_t s
   }
 }
 
-// Sums of 8-bit columns times `scale` of each column.
-template <int kColumns, typename Scale>
-__device__ __forceinline__ void scale_sums(Sums<kColumns>& sums, int tokens, Scale scale) {
-#pragma unroll
-  for (int i = 0; i < sums.kOwn; ++i) {
-    if (!sums.has(i, tokens)) continue;
-    const float even = scale(sums.first(i)), odd = scale(sums.first(i) + 1);
-    sums.values[i][0] *= even, sums.values[i][1] *= odd, sums.values[i][2] *= even, sums.values[i][3] *= odd;
-  }
-}
-
 // relu(sum + bias) into shared memory; which neurons are active, and the pairs.
 template <int kNeurons>
 __device__ __forceinline__ void activate_tile(const Sums<kNeurons>& sums, Control<kNeurons>& c, float* gate, int tokens,
@@ -240,16 +235,56 @@ __device__ __forceinline__ void activate_tile(const Sums<kNeurons>& sums, Contro
   }
 }
 
+// The same of a product whose rows are neurons.
+template <int kNeurons, bool kSixteen>
+__device__ __forceinline__ void activate_tile(const RowSums<kNeurons, kSixteen>& sums, Control<kNeurons>& c,
+                                              float* gate, int tokens, int inside, bool lists_pairs) {
+  uint32_t lanes[sums.kOwn][4] = {}, bits = 0;
+  int found = 0;
+#pragma unroll
+  for (int i = 0; i < sums.kOwn; ++i) {
+    if (!sums.has(i, tokens)) continue;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int n = sums.neuron(i, e), token = sums.token_at(i, e);
+      const float v = activate(sums.values[i][e], c.gate_bias[n], n < inside && token < tokens);
+      gate[token * kGateRow<kNeurons> + n] = v;
+      bits |= (v != 0.f ? 1u : 0u) << (n % 32);
+      lanes[i][e] = __ballot_sync(~0u, v != 0.f);
+      found += __popc(lanes[i][e]);
+    }
+  }
+  if (found == 0) return;
+  bits = __reduce_or_sync(~0u, bits);
+  if (sums.lane == 0) atomicOr(c.active + sums.tile / 2, bits);
+  if (!lists_pairs) return;
+  int at = sums.lane == 0 ? atomicAdd(&c.pair_count, found) : 0;
+  at = __shfl_sync(~0u, at, 0);
+  if (at + found > kMaxPairs) return;
+#pragma unroll
+  for (int i = 0; i < sums.kOwn; ++i) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const uint32_t has = lanes[i][e];
+      if (has >> sums.lane & 1) {
+        c.pairs[at + __popc(has & ((1u << sums.lane) - 1))] =
+            static_cast<uint16_t>(sums.token_at(i, e) * 64 + sums.neuron(i, e));
+      }
+      at += __popc(has);
+    }
+  }
+}
+
 // h = relu(gate) * up, or relu(gate) itself, of the neurons that stand first in the list, into rows of 64 tokens.
-template <typename Half, int kColumns, int kNeurons>
-__device__ __forceinline__ void leave_products(const Sums<kColumns>& up, uint8_t* rows, const Control<kNeurons>& c,
+template <typename Half, int kNeurons, typename Own>
+__device__ __forceinline__ void leave_products(const Own& up, uint8_t* rows, const Control<kNeurons>& c,
                                                const float* gate, int tokens, bool gated) {
 #pragma unroll
-  for (int i = 0; i < up.kOwn; ++i) {
+  for (int i = 0; i < Own::kOwn; ++i) {
     if (!up.has(i, tokens)) continue;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int row = up.first(i) + e % 2, token = up.token + e / 2 * 8, n = c.list[row];
+      const int row = up.neuron(i, e), token = up.token_at(i, e), n = c.list[row];
       const float g = gate[token * kGateRow<kNeurons> + n];
       const float h = gated && g != 0.f ? g * (up.values[i][e] + c.up_bias[n]) : g;
       *reinterpret_cast<Half*>(rows + row * 128 + ((token / 8 ^ (row & 7)) << 4) + token % 8 * 2) = Half(h);
