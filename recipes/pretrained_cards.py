@@ -61,10 +61,15 @@ A model trained again on another machine differs a little: compare it with the c
 
 
 def best_rows(rows: list[dict]) -> list[dict]:
-    """Of each target those that read most, of all that every task scored; of these the one with the least loss."""
+    """Of each target those that read most, of all that every task scored; of these the one with the least loss.
+
+    What begins with the parent itself is there to compare with.
+    """
     best = {}
     for row in rows:
-        if row.get("target_density") is not None and excess(row, rows) is not None and not row["unscored"]:
+        if row.get("target_density") is None or row["start"] == "parent":
+            continue
+        if excess(row, rows) is not None and not row["unscored"]:
             rank = (-row["tokens_read"], excess(row, rows))
             if row["target_density"] not in best or rank < best[row["target_density"]][0]:
                 best[row["target_density"]] = rank, row

@@ -11,7 +11,7 @@ from tests.vllm_engines import distance, expected, prompts, run, save_quantized,
 
 # What is left in 16 or 32 bits, so that vLLM's own rounding of activations is nowhere but in the blocks.
 BLOCKS_ALONE = {"part": "mlp", "ignore": ("lm_head", "re:.*self_attn.*")}
-OFF, ON = ({"additional_config": {"hf_twell": {"kernels": taken}}} for taken in (False, True))
+OFF = {"additional_config": {"hf_twell": {"kernels": False}}}
 
 
 @in_vllm
@@ -122,10 +122,16 @@ def test_on_a_gpu_blocks_are_as_near_to_their_weights_as_vllms_own(tmp_path, kin
     calls.append({"prompts": few, "logprobs": True, "reload": other_path})
     truths = [expected(model, few), expected(model, many), expected(other, few)]
     options = BF16 | {"kv_cache_memory_bytes": 1 << 28}
-    runs = [{"model": path, "options": options | each, "calls": calls} for each in (EAGER | OFF, EAGER | ON, ON)]
-    results = run(tmp_path, runs)
-    for result in results:
+    runs = [{"model": path, "options": options | each, "calls": calls} for each in (EAGER | OFF, EAGER, {})]
+    denser = {"density": 0.02}, {"density": 0.02, "kernels": True}
+    for settings in denser:
+        more = EAGER | {"additional_config": {"hf_twell": settings}}
+        runs.append({"model": path, "options": options | more, "calls": []})
+    *results, plain, asked = run(tmp_path, runs)
+    for result in (*results, plain, asked):
         assert "error" not in result, result
+    assert plain["lines"] == [f"{PLAIN_LINE}blocks: they are too dense for kernels to be faster"]
+    assert asked["blocks"] == ["SparseQuantizedFfn"] * 2
     dense, eager, _ = results
     assert [result["blocks"] for result in results] == [["LlamaMLP"] * 2, *[["SparseQuantizedFfn"] * 2] * 2]
     assert kernel_rows(dense) == [[]] * 3
