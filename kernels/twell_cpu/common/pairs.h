@@ -24,7 +24,7 @@ struct NeuronPairs {
   std::vector<int64_t> source;
 };
 
-// Memory that is never filled before it is written, from a cache line's begin on: a vector that lies across two loads twice.
+// Memory that is never filled before it is written. It starts with a cache line: a vector across two takes two loads.
 class Bytes {
  public:
   void reserve(int64_t size) {

@@ -40,8 +40,8 @@ struct FixedPointKernels {
   // False where the digits are not as good as the elements.
   bool (*digits)(const void* x, int64_t hidden, uint8_t* high, uint8_t* low, float* step);
   // As `gate_int8`. `next`: the rows from which this thread is likely to go on.
-  void (*gate)(const uint8_t* digits, int64_t ld, const float* steps, int tokens, const int8_t* w, int64_t ld_w, int neurons,
-               int64_t hidden, const int8_t* next, float* out, int64_t ld_out);
+  void (*gate)(const uint8_t* digits, int64_t ld, const float* steps, int tokens, const int8_t* w, int64_t ld_w,
+               int neurons, int64_t hidden, const int8_t* next, float* out, int64_t ld_out);
 };
 constexpr int64_t kFixedColumns = 65536;  // 255 * 128 * 65,536 < 2^31
 

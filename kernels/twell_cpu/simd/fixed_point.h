@@ -1,7 +1,7 @@
 // Tokens in fixed point, for products with int8 weights that processors compute in integers.
 //
-// x = step * (256 * (high - 128) + low), with a power of two as the token's step and bytes as its digits. So bfloat16 is
-// exact down to 2^-8 of the token's largest element, float16 to 2^-5, and smaller elements are off by half a step.
+// x = step * (256 * (high - 128) + low), with a power of two as the token's step and bytes as its digits. So bfloat16
+// is exact down to 2^-7 of the token's largest element, float16 to 2^-4; smaller ones are off by half a step at most.
 #pragma once
 
 #include <immintrin.h>
@@ -12,8 +12,8 @@
 
 namespace {
 
-// One token's digits, and whether they are as good as its elements. They are not where that is not finite, and where few
-// elements are so large that the others lose digits: these may be all that a neuron's weights see.
+// One token's digits, and whether they are as good as its elements. They are not where one is not finite, or where a
+// few are so large that the others lose digits: these may be all that a neuron's weights see.
 template <class T>
 bool fixed_point(const void* x, int64_t hidden, uint8_t* high, uint8_t* low, float* step) {
   constexpr int kBits = 14;  // of the integer part's leading one

@@ -1,6 +1,7 @@
 // Rows of int8 weights, as they lie, against tokens in fixed point: integer products, whose sums are exact.
 //
-// Processors multiply unsigned digits by signed weights, so 128 of every high digit come off again: 128 times the row's sum.
+// Processors multiply unsigned digits by signed weights. So 128 of every high digit come off again: 128 times the row's
+// sum.
 #pragma once
 
 #include <immintrin.h>
@@ -24,7 +25,9 @@ template <int kCount>
 inline void lane_sums(const Int32Lanes* vectors, int32_t* out) {
   for (int first = 0; first < kCount; first += 16) {
     __m512i a[8], b[4];
-    const auto in = [&](int i) { return first + i < kCount ? reinterpret_cast<__m512i>(vectors[first + i]) : __m512i{}; };
+    const auto in = [&](int i) {
+      return reinterpret_cast<__m512i>(first + i < kCount ? vectors[first + i] : Int32Lanes{});
+    };
     for (int i = 0; i < 8; ++i) {
       const __m512i x = in(2 * i), y = in(2 * i + 1);
       a[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(x, y), _mm512_unpackhi_epi32(x, y));
@@ -57,11 +60,12 @@ inline void row_sums(const int8_t* w, int64_t ld_w, int64_t hidden, int32_t* out
   lane_sums<kF>(sum, out);
 }
 
-// kF rows and kT tokens. Fetches meanwhile `rows_ahead` rows from `ahead` on into the second-level cache, whose queue holds
-// more than the first-level's.
+// kF rows and kT tokens. Fetches meanwhile `rows_ahead` rows from `ahead` on, into the second-level cache, whose queue
+// holds more than the first-level's.
 template <int kF, int kT>
-inline void fixed_tile(const uint8_t* digits, int64_t ld, const float* steps, const int8_t* w, int64_t ld_w, int64_t hidden,
-                       const int32_t* of_row, const int8_t* ahead, int rows_ahead, float* out, int64_t ld_out) {
+inline void fixed_tile(const uint8_t* digits, int64_t ld, const float* steps, const int8_t* w, int64_t ld_w,
+                       int64_t hidden, const int32_t* of_row, const int8_t* ahead, int rows_ahead, float* out,
+                       int64_t ld_out) {
   Int32Lanes sum[kF * 2 * kT];  // of each token's high and low digits
   for (int i = 0; i < kF * 2 * kT; ++i) sum[i] = Int32Lanes{};
   const auto step = [&](int64_t d, auto load) {
@@ -107,8 +111,8 @@ inline void fixed_rows(const uint8_t* digits, int64_t ld, const float* steps, in
   if (tokens % 2 > 0) tile(tokens / 2, std::integral_constant<int, 1>{});
 }
 
-void gate_fixed(const uint8_t* digits, int64_t ld, const float* steps, int tokens, const int8_t* w, int64_t ld_w, int neurons,
-                int64_t hidden, const int8_t* next, float* out, int64_t ld_out) {
+void gate_fixed(const uint8_t* digits, int64_t ld, const float* steps, int tokens, const int8_t* w, int64_t ld_w,
+                int neurons, int64_t hidden, const int8_t* next, float* out, int64_t ld_out) {
   int f = 0;
   // As many as 64 KB hold: time enough for memory to answer.
   const int rows = static_cast<int>(std::clamp<int64_t>((64 << 10) / std::max<int64_t>(ld_w, 1), 4, 32));
