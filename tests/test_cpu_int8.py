@@ -136,9 +136,9 @@ def test_every_number_of_few_tokens(isa, dtype, hidden):
 @pytest.mark.parametrize("seen", [True, False])
 def test_outliers_leave_the_other_elements_their_precision(isa, dtype, seen):
     """Also where the weights see only the others."""
-    for tokens, times in itertools.product((1, 3, 20), (16, 40, 100, 150, 200, 300, 1000)):
-        case = plain_case(tokens, 512, 101, dtype)
-        case["x"][0, 5] = times
+    for tokens, hidden, times in itertools.product((1, 3, 20), (65, 512), (16, 40, 100, 200, 300, 1000, 30000)):
+        case = plain_case(tokens, hidden, 101, dtype)
+        case["x"][0, 5] = times if dtype != torch.float16 or not seen else min(times, 300)  # y is finite
         if not seen:
             case["w_gate"][:, 5] = case["w_up"][:, 5] = 0
         assert_as_good_as_eager(cpu_ffn, case)

@@ -6,6 +6,8 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
+#include <cmath>
 #include <type_traits>
 
 #include "simd/avx512.h"
@@ -18,6 +20,8 @@ template <class T>
 bool fixed_point(const void* x, int64_t hidden, uint8_t* high, uint8_t* low, float* step) {
   constexpr int kBits = 14;  // of the integer part's leading one
   constexpr float kTolerance = std::is_same_v<T, Half> ? 0x1p-12f : 0x1p-9f;  // as one more rounding of x at its worst
+  // Larger elements are outliers and do not count. Eight just below it weigh as much as half a step off in all others.
+  const float outlier = std::min(0x1p12f, std::sqrt(static_cast<float>(hidden) / 96) / kTolerance);
   const T* from = static_cast<const T*>(x);
   const auto each = [&](const auto& body) {
     int64_t d = 0;
@@ -40,9 +44,9 @@ bool fixed_point(const void* x, int64_t hidden, uint8_t* high, uint8_t* low, flo
     const __m512 wanted = _mm512_mul_ps(value, factor);
     const __m512i steps = _mm512_cvtps_epi32(wanted), digits = _mm512_add_epi32(steps, _mm512_set1_epi32(1 << 15));
     const __m512 off = _mm512_sub_ps(wanted, _mm512_cvtepi32_ps(steps));
-    const __m512 capped = _mm512_min_ps(_mm512_abs_ps(wanted), _mm512_set1_ps(0x1p11f));  // outliers count for little
+    const __mmask16 counts = _mm512_cmp_ps_mask(_mm512_abs_ps(wanted), _mm512_set1_ps(outlier), _CMP_LT_OQ);
     error = _mm512_fmadd_ps(off, off, error);
-    size = _mm512_fmadd_ps(capped, capped, size);
+    size = _mm512_mask3_fmadd_ps(wanted, wanted, size, counts);
     _mm512_mask_cvtepi32_storeu_epi8(high + d, lanes, _mm512_srli_epi32(digits, 8));
     _mm512_mask_cvtepi32_storeu_epi8(low + d, lanes, digits);
   });
