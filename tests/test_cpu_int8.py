@@ -8,7 +8,7 @@ from torch import library
 
 from hf_twell.ops import api, build, reference
 from tests.ffn_cases import DTYPES, ISAS, cpu_ffn
-from tests.quantized_cases import assert_as_good_as_eager, dense_in
+from tests.quantized_cases import assert_as_good_as_eager, dense_in, quantize
 from tests.quantized_cases import quantized_case as int8_case
 
 pytestmark = [
@@ -102,6 +102,101 @@ def test_scales_of_zero_nan_and_infinity(isa, tokens, by_column):
     broken = case | {"s_gate": case["s_gate"].clone()}
     broken["s_gate"][5] = float("nan")
     assert cpu_ffn(**broken).isnan().any(1).all()
+
+
+def plain_case(tokens, hidden, intermediate, dtype, *, x=None, bias=-1.0, seed=3):
+    """Normal x and weights; `bias` of the gate says how many neurons are active."""
+    g = torch.Generator().manual_seed(seed)
+
+    def weight(rows, columns):
+        return quantize(torch.randn(rows, columns, generator=g) / columns**0.5)
+
+    x = torch.randn(tokens, hidden, generator=g) if x is None else x
+    case = {"x": x.to(dtype), "b_up": None, "b_down": None, "b_gate": torch.full((intermediate,), bias, dtype=dtype)}
+    for name, shape in (
+        ("up", (intermediate, hidden)),
+        ("gate", (intermediate, hidden)),
+        ("down", (hidden, intermediate)),
+    ):
+        case[f"w_{name}"], case[f"s_{name}"] = weight(*shape)
+    return case
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [1, 17, 63, 65, 130])
+def test_every_number_of_few_tokens(isa, dtype, hidden):
+    # 101 neurons are no multiple of a register tile.
+    for tokens in (*range(1, 18), 33, 47):
+        assert_as_good_as_eager(cpu_ffn, plain_case(tokens, hidden, 101, dtype))
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seen", [True, False])
+def test_outliers_leave_the_other_elements_their_precision(isa, dtype, seen):
+    """Also where the weights see only the others."""
+    for tokens, hidden, times in itertools.product((1, 3, 20), (65, 512), (16, 40, 100, 200, 300, 1000, 30000)):
+        case = plain_case(tokens, hidden, 101, dtype)
+        case["x"][0, 5] = times if dtype != torch.float16 or not seen else min(times, 300)  # y is finite
+        if not seen:
+            case["w_gate"][:, 5] = case["w_up"][:, 5] = 0
+        assert_as_good_as_eager(cpu_ffn, case)
+        one = {name: t[:1] if name == "x" else t for name, t in case.items()}
+        assert_as_good_as_eager(cpu_ffn, one)
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [2.0**-24, 2.0**-14, 1.0, 2.0**6])
+def test_tokens_of_every_size(isa, dtype, size):
+    """Down to the smallest numbers of float16, and to bfloat16's that no power of two of float32 makes large."""
+    case = plain_case(5, 130, 101, dtype, bias=0.0)
+    case["x"] = case["x"].sign() * size
+    assert_as_good_as_eager(cpu_ffn, case)
+    if dtype != torch.float16 and size < 1:
+        case["x"] = (case["x"].float() * 2.0**-106).to(dtype)  # y is below float32's numbers
+        assert cpu_ffn(**case).isfinite().all()
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 2, 6, 20])
+def test_zero_tokens_and_inactive_ones_are_zero(isa, dtype, tokens):
+    case = plain_case(tokens, 65, 101, dtype, bias=0.0)
+    case["x"][tokens // 2] = 0
+    y = cpu_ffn(**case)
+    assert not y[tokens // 2].any()
+    assert y.any() == (tokens > 1)
+    assert not cpu_ffn(**plain_case(tokens, 65, 101, dtype, bias=-100.0)).any()
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_nonfinite_elements_give_what_a_dense_block_gives(isa, dtype, value):
+    for tokens in (1, 2, 7, 20):
+        case = plain_case(tokens, 65, 101, dtype)
+        others = torch.arange(tokens) != tokens // 2
+        expected = cpu_ffn(**case)[others]
+        case["x"][tokens // 2, 7] = value
+        y, dense = cpu_ffn(**case), reference.ffn(**dense_in(case, torch.float32) | {"x": case["x"].float()})
+        assert torch.equal(y.isnan(), dense.isnan())
+        assert torch.allclose(y[others].float(), expected.float(), rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("hidden", [16384, 65536, 65600])
+def test_sums_as_large_as_they_get(isa, hidden):
+    """65,536 products of 255 by -128 are what 32 bits hold."""
+    for value, weight in itertools.product((255.0, -256.0), (-128, 127)):
+        x = torch.full((2, hidden), value, dtype=torch.bfloat16)
+        w_up = torch.full((5, hidden), weight, dtype=torch.int8)
+        w_down = torch.zeros(hidden, 5, dtype=torch.int8)
+        w_down[0, 0] = 1
+        one = torch.ones(5)
+        y = torch.ops.hf_twell.infer(x, w_up, w_down, None, None, None, None, one, torch.ones(hidden), None)
+        assert y[0, 0].item() == torch.tensor(max(value * weight * hidden, 0.0)).bfloat16().item()
 
 
 @pytest.mark.parametrize("isa", ISAS, indirect=True)

@@ -23,6 +23,7 @@ _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mf
 _ISA_FLAGS = {
     "twell_cpu/isa/avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
     "twell_cpu/isa/avx512.cpp": _AVX512,
+    "twell_cpu/isa/avx512_vnni.cpp": [*_AVX512, "-mavx512vnni"],
     "twell_cpu/isa/avx512_bf16.cpp": [*_AVX512, "-mavx512bf16"],
     "twell_cpu/isa/amx.cpp": [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
 }

@@ -196,7 +196,7 @@ double allowed(DType dtype) {
 
 int main() {
   int checked = 0;
-  for (const char* isa : {"portable", "avx2", "avx512", "avx512_bf16", "amx"}) {
+  for (const char* isa : {"portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"}) {
     setenv("HF_TWELL_CPU_ISA", isa, 1);
     try {
       select_kernels(DType::kFloat32);

@@ -13,6 +13,7 @@ for source in $(cd "$sources" && find . -name '*.cpp' ! -name 'bind_*.cpp'); do
   case "$source" in
     */isa/avx2.cpp) flags=${avx512:+-mavx2 -mfma -mf16c} ;;
     */isa/avx512.cpp) flags=$avx512 ;;
+    */isa/avx512_vnni.cpp) flags="$avx512 ${avx512:+-mavx512vnni}" ;;
     */isa/avx512_bf16.cpp) flags="$avx512 ${avx512:+-mavx512bf16}" ;;
     */isa/amx.cpp) flags="$avx512 ${avx512:+-mavx512bf16 -mamx-tile -mamx-bf16}" ;;
     *) flags= ;;

@@ -100,8 +100,10 @@ bool PairFinder::find(int64_t first, int64_t last, double max_density, TokenPair
   std::vector<Tile> tiles(static_cast<size_t>(steps * tile_count));
   for (auto& lane : lanes_) lane.clear();
 
+  const bool use_fixed = block_.s_gate && kernels_.fixed && tokens < kernels_.fixed_until && hidden <= kFixedColumns &&
+                         fixed_.make(*kernels_.fixed, threads_, x, hidden * element, tokens, hidden);
   const int64_t panels_from = block_.s_gate ? kernels_.int8_panels_from : kernels_.panels_from;
-  const bool use_panels = kernels_.gate_panels != nullptr && tokens >= panels_from;
+  const bool use_panels = !use_fixed && kernels_.gate_panels != nullptr && tokens >= panels_from;
   const int64_t panel_count = (tokens + kPanel - 1) / kPanel, bytes = panel_bytes(hidden * element);
   if (use_panels) {
     panels_.reserve(panel_count * bytes);
@@ -126,7 +128,8 @@ bool PairFinder::find(int64_t first, int64_t last, double max_density, TokenPair
     const int64_t f0 = tile % tile_count * width;
     const int neurons = static_cast<int>(std::min(width, block_.width - f0));
     const char* panels = use_panels ? panels_.data() + t0 / kPanel * bytes : nullptr;
-    const TokenRows some{x + t0 * hidden * element, panels, static_cast<int>(count)};
+    const TokenRows some{x + t0 * hidden * element, panels, static_cast<int>(count),
+                         use_fixed ? fixed_.from(t0) : FixedRows{}};
     const int64_t next = (tile + threads_.count) % tile_count * width;
     rows_product(gate_rows(block_), block_.dtype, kernels_, some, f0, neurons, next, &scratch.rows, values);
 

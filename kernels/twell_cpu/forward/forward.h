@@ -5,6 +5,7 @@
 
 #include "common/pairs.h"
 #include "common/parallel.h"
+#include "forward/fixed_tokens.h"
 #include "isa/kernels.h"
 
 namespace twell {
@@ -58,6 +59,7 @@ class PairFinder {
   std::vector<LanePairs> lanes_;
   std::vector<Scratch> scratch_;
   Bytes panels_;
+  FixedTokens fixed_;
 };
 
 inline const char* at(const void* base, int64_t elements, DType dtype) {

@@ -1,6 +1,7 @@
 // Rows of a weight matrix against tokens, whether the weights are of the tokens' type or int8 with a scale for each row.
 #pragma once
 
+#include "forward/fixed_tokens.h"
 #include "forward/forward.h"
 
 namespace twell {
@@ -34,11 +35,12 @@ inline WeightRows down_rows(const Block& block) {
   return {block.down, block.down_row, block.width, block.s_down, block.b_down};
 }
 
-// Some tokens: rows of `columns` elements behind one another and, or else null, the same as panels.
+// Some tokens: rows of `columns` elements behind one another and, or else null, the same as panels, or in fixed point.
 struct TokenRows {
   const void* rows;
   const char* panels;
   int count;
+  FixedRows fixed = {};
 };
 
 // out[n * count + t] = bias[first + n] + scale[first + n] * sum over c of w[first + n, c] * x[t, c], for n < neurons.

@@ -1,4 +1,4 @@
-// AVX-512 with BF16 products; the other element types are those of plain AVX-512.
+// AVX-512 with BF16 products; all else is that of AVX-512 with VNNI, which these processors have.
 #include "isa/kernels.h"
 
 #if defined(__AVX512BF16__)
@@ -36,9 +36,13 @@ struct Bf16Unit {
 }  // namespace
 
 const twell::Kernels* twell::kernels_avx512_bf16(DType dtype) {
-  static constexpr Kernels kBf16 =
-      with_widened_panels<Bf16Unit>(with_panels<Bf16Unit>(make_table<Avx512, Bf16Dot>()));
-  return dtype == DType::kBFloat16 ? &kBf16 : kernels_avx512(dtype);
+  static const Kernels kBf16 = [] {
+    Kernels table = with_widened_panels<Bf16Unit>(with_panels<Bf16Unit>(make_table<Avx512, Bf16Dot>()));
+    table.fixed = kernels_avx512_vnni(DType::kBFloat16)->fixed;
+    table.fixed_until = 45;
+    return table;
+  }();
+  return dtype == DType::kBFloat16 ? &kBf16 : kernels_avx512_vnni(dtype);
 }
 #else
 const twell::Kernels* twell::kernels_avx512_bf16(DType) {

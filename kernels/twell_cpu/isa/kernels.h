@@ -8,7 +8,7 @@
 namespace twell {
 
 enum class DType { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
-enum class Isa { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kAmx = 4 };
+enum class Isa { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Vnni = 3, kAvx512Bf16 = 4, kAmx = 5 };
 
 // Tokens that share one pass over the gate matrix are handed over as panels of this many.
 constexpr int kPanel = 64;
@@ -33,6 +33,17 @@ struct ActivationRow {
   float weight;    // added to `active` where h is not zero
   float* active;   // null where nothing is counted
 };
+
+// Of int8 weights and tokens in fixed point (simd/fixed_point.h): two rows of digits for each token, high and low, `ld`
+// bytes from one to the next. hidden <= kFixedColumns.
+struct FixedPointKernels {
+  // False where the digits are not as good as the elements.
+  bool (*digits)(const void* x, int64_t hidden, uint8_t* high, uint8_t* low, float* step);
+  // As `gate_int8`. `next`: the rows from which this thread is likely to go on.
+  void (*gate)(const uint8_t* digits, int64_t ld, const float* steps, int tokens, const int8_t* w, int64_t ld_w,
+               int neurons, int64_t hidden, const int8_t* next, float* out, int64_t ld_out);
+};
+constexpr int64_t kFixedColumns = 65536;  // 255 * 128 * 65,536 < 2^31
 
 struct Kernels {
   // out[f * ld_out + t] = bias[f] + sum_d w[f, d] * x[t, d], for f < neurons and t < tokens; bias may be null.
@@ -93,6 +104,9 @@ struct Kernels {
   void (*transpose)(const void* in, int64_t ld_in, int64_t rows, int64_t columns, void* out, int64_t ld_out,
                     bool past_caches);
 
+  const FixedPointKernels* fixed;  // null where this set or element type has none
+  int64_t fixed_until;             // tokens from which the other kernels are faster
+
   int64_t panels_from;   // tokens from which panels are faster than rows
   int64_t int8_panels_from;  // the same for int8 weights
   int64_t tile_neurons;  // neurons of one work item
@@ -104,6 +118,7 @@ struct Kernels {
 const Kernels* kernels_portable(DType dtype);
 const Kernels* kernels_avx2(DType dtype);
 const Kernels* kernels_avx512(DType dtype);
+const Kernels* kernels_avx512_vnni(DType dtype);
 const Kernels* kernels_avx512_bf16(DType dtype);
 const Kernels* kernels_amx(DType dtype);
 

@@ -35,7 +35,9 @@ bool processor_has(Isa isa) {
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (isa == Isa::kAvx2) return avx2;
   if (isa == Isa::kAvx512) return avx512;
-  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+  if (isa == Isa::kAvx512Vnni) return vnni;
+  const bool bf16 = vnni && __builtin_cpu_supports("avx512bf16");
   if (isa == Isa::kAvx512Bf16) return bf16;
   static const bool amx = amx_works();
   return bf16 && amx;
@@ -50,26 +52,27 @@ const Kernels* table(Isa isa, DType dtype) {
     case Isa::kPortable: return kernels_portable(dtype);
     case Isa::kAvx2: return kernels_avx2(dtype);
     case Isa::kAvx512: return kernels_avx512(dtype);
+    case Isa::kAvx512Vnni: return kernels_avx512_vnni(dtype);
     case Isa::kAvx512Bf16: return kernels_avx512_bf16(dtype);
     case Isa::kAmx: return kernels_amx(dtype);
   }
   return nullptr;
 }
 
-constexpr const char* kNames[] = {"portable", "avx2", "avx512", "avx512_bf16", "amx"};
+constexpr const char* kNames[] = {"portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"};
 
 }  // namespace
 
 const Kernels& select_kernels(DType dtype) {
   const char* forced = std::getenv("HF_TWELL_CPU_ISA");
   if (forced == nullptr || *forced == '\0') {
-    for (int isa = 4; isa > 0; --isa) {
+    for (int isa = 5; isa > 0; --isa) {
       if (const Kernels* found = table(static_cast<Isa>(isa), dtype)) return *found;
     }
     return *table(Isa::kPortable, dtype);
   }
   std::string works;
-  for (int isa = 0; isa < 5; ++isa) {
+  for (int isa = 0; isa < 6; ++isa) {
     const Kernels* found = table(static_cast<Isa>(isa), dtype);
     if (found != nullptr && std::string(forced) == kNames[isa]) return *found;
     if (found != nullptr) works += (works.empty() ? "" : ", ") + std::string(kNames[isa]);

@@ -21,7 +21,7 @@ constexpr twell::Kernels make_table() {
       gather_sum2<Simd, T>, gate_int8<Simd, T>, gather_sum_int8<Simd>,
       widen_int8<Simd, T>,  nullptr,          nullptr,          nullptr,
       round<Simd, T>,       widen<Simd, T>,   activation<Simd, T>,
-      activation_backward<Simd, T>, transpose<T>,
+      activation_backward<Simd, T>, transpose<T>,     nullptr,          0,
       32,                   32,               48,               48,
       512 << 10,
   };
