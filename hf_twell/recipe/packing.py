@@ -1,7 +1,7 @@
 """Text as training sequences of one length: from files, Hub datasets, and streams read as they go."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -44,11 +44,12 @@ def token_ids(tokenizer, source: list | dict | str, *, description: str = "token
 def _tokens_and_labels(tokenizer, source, assistant_only, description) -> tuple[list[int], list[int]]:
     ids = []
     labels = [] if assistant_only else ids  # else a large text would be in memory twice
-    for document in tqdm(documents_of(source), desc=description, unit=" documents"):
-        more, their_labels = _document_tokens(tokenizer, document, assistant_only)
-        ids += more
-        if assistant_only:
-            labels += their_labels
+    documents = tqdm(documents_of(source), desc=description, unit=" documents")
+    for batch in _batches(documents):
+        for more, their_labels in _batch_tokens(tokenizer, batch, assistant_only):
+            ids += more
+            if assistant_only:
+                labels += their_labels
     return ids, labels
 
 
@@ -110,7 +111,7 @@ class StreamedText(torch.utils.data.IterableDataset):
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         ids, labels, length = [], [], self.sequence_length
         for document in documents_of(self.source):
-            more, their_labels = _document_tokens(self.tokenizer, document, self.assistant_only)
+            ((more, their_labels),) = _batch_tokens(self.tokenizer, [document], self.assistant_only)
             ids, labels = ids + more, labels + their_labels
             while len(ids) >= length:
                 sequence = {"input_ids": torch.tensor(ids[:length]), "labels": torch.tensor(labels[:length])}
@@ -133,19 +134,35 @@ def check_length(model, sequence_length: int) -> None:
         )
 
 
-def _document_tokens(tokenizer, document: str | list[dict], assistant_only: bool) -> tuple[list[int], list[int]]:
-    """Token ids and labels."""
-    if not isinstance(document, str):
-        return chat_tokens(tokenizer, document, assistant_only=assistant_only)
-    if assistant_only:
+def _batches(documents: Iterable[str | list[dict]]) -> Iterator[list]:
+    """Documents that are tokenized together: not too many, as an encoding takes many times the room of its ids."""
+    batch, characters = [], 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document) if isinstance(document, str) else 0
+        if len(batch) == 256 or characters > 1 << 20:
+            yield batch
+            batch, characters = [], 0
+    yield batch
+
+
+def _batch_tokens(tokenizer, documents: list, assistant_only: bool) -> Iterator[tuple[list[int], list[int]]]:
+    """Token ids and labels of each. A fast tokenizer spreads texts that it gets together over all cores."""
+    texts = [document for document in documents if isinstance(document, str)]
+    if texts and assistant_only:
         raise ValueError(
             "assistant_only_loss needs rows of messages, and this is text; leave it out, or give such rows"
         )
-    ids = tokenizer(document, verbose=False)["input_ids"]
+    encoded = iter(tokenizer(texts, verbose=False)["input_ids"] if texts else ())
     end = tokenizer.eos_token_id
-    if end is not None and (not ids or ids[-1] != end):
-        ids = [*ids, end]
-    return ids, ids
+    for document in documents:
+        if not isinstance(document, str):
+            yield chat_tokens(tokenizer, document, assistant_only=assistant_only)
+            continue
+        ids = next(encoded)
+        if end is not None and (not ids or ids[-1] != end):
+            ids = [*ids, end]
+        yield ids, ids
 
 
 def _has_labels(labels: torch.Tensor) -> bool:
