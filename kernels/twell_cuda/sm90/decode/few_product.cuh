@@ -70,17 +70,18 @@ struct Sums {
   __device__ __forceinline__ int first(int i) const { return 8 * bound(i) + column; }
   __device__ __forceinline__ int neuron(int i, int e) const { return first(i) + e % 2; }
   __device__ __forceinline__ int token_at(int, int e) const { return token + e / 2 * 8; }
-  // Adds what others left in shared memory, one after the other.
-  template <int kCount>
-  __device__ __forceinline__ void add(int i, uint32_t slots, uint32_t stride) {
-#pragma unroll(kCount <= 4 ? kCount : 4)
-    for (int s = 0; s < kCount; ++s) {
-      const uint4 v = sm90::load_shared_16(slots + s * stride);
-      values[i][0] += __uint_as_float(v.x), values[i][1] += __uint_as_float(v.y);
-      values[i][2] += __uint_as_float(v.z), values[i][3] += __uint_as_float(v.w);
-    }
-  }
 };
+
+// Adds what others left in shared memory, one after the other.
+template <int kCount>
+__device__ __forceinline__ void add_slots(float (&values)[4], uint32_t slots, uint32_t stride) {
+#pragma unroll(kCount <= 4 ? kCount : 4)
+  for (int s = 0; s < kCount; ++s) {
+    const uint4 v = sm90::load_shared_16(slots + s * stride);
+    values[0] += __uint_as_float(v.x), values[1] += __uint_as_float(v.y);
+    values[2] += __uint_as_float(v.z), values[3] += __uint_as_float(v.w);
+  }
+}
 
 // One operand of a product: stages of rows, from where their ring stands.
 struct Operand {
@@ -142,7 +143,7 @@ __device__ __forceinline__ void add_warpgroups(Sums<kColumns>& own, const float*
       own.values[i][e] = __uint_as_float(v);
     }
     if (!own.has(i, tokens)) continue;
-    own.template add<kWarpgroups - 1>(i, exchange + own.bound(i) * kSlotsBytes, kBoundBytes);
+    add_slots<kWarpgroups - 1>(own.values[i], exchange + own.bound(i) * kSlotsBytes, kBoundBytes);
   }
 }
 
@@ -159,7 +160,7 @@ __device__ __forceinline__ void add_warps(Sums<kColumns>& own, const float* sum,
   for (int i = 0; i < own.kOwn; ++i) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) own.values[i][e] = 0.f;
-    if (own.has(i, tokens)) own.template add<kWarps>(i, exchange + own.bound(i) * kWarps * kWarpBytes, kWarpBytes);
+    if (own.has(i, tokens)) add_slots<kWarps>(own.values[i], exchange + own.bound(i) * kWarps * kWarpBytes, kWarpBytes);
   }
 }
 

@@ -55,16 +55,6 @@ struct RowSums {
       values[i][0] *= low, values[i][1] *= low, values[i][2] *= high, values[i][3] *= high;
     }
   }
-  // Adds what others left in shared memory, one after the other.
-  template <int kCount>
-  __device__ __forceinline__ void add(int i, uint32_t slots, uint32_t stride) {
-#pragma unroll(kCount <= 4 ? kCount : 4)
-    for (int s = 0; s < kCount; ++s) {
-      const uint4 v = sm90::load_shared_16(slots + s * stride);
-      values[i][0] += __uint_as_float(v.x), values[i][1] += __uint_as_float(v.y);
-      values[i][2] += __uint_as_float(v.z), values[i][3] += __uint_as_float(v.w);
-    }
-  }
 };
 
 // A warpgroup's stages of a ring, every fourth from its own on. Addresses are worked out once: instructions between
@@ -175,7 +165,7 @@ __device__ __forceinline__ void add_tiles(RowSums<kRowCount, false>& own, const 
       own.values[i][e] = __uint_as_float(v);
     }
     if (!own.has(i, tokens)) continue;
-    own.template add<kWarpgroups - 1>(i, exchange + (kWarpgroups * i + group) * 3 * kSlot, kSlot);
+    add_slots<kWarpgroups - 1>(own.values[i], exchange + (kWarpgroups * i + group) * 3 * kSlot, kSlot);
   }
 }
 
@@ -192,7 +182,7 @@ __device__ __forceinline__ void add_tiles(RowSums<kRowCount, true>& own, const f
   sm90::named_barrier<kMultipliers>(kSumBarrier);
 #pragma unroll
   for (int e = 0; e < 4; ++e) own.values[0][e] = 0.f;
-  if (own.has(0, tokens)) own.template add<kWarps>(0, exchange + own.warp * kSlots, kTileBytes);
+  if (own.has(0, tokens)) add_slots<kWarps>(own.values[0], exchange + own.warp * kSlots, kTileBytes);
 }
 
 // kRowCount rows times x, as of 16-bit rows.
