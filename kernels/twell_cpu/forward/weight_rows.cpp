@@ -25,7 +25,8 @@ void rows_product(const WeightRows& w, DType dtype, const Kernels& kernels, cons
     } else if (x.panels) {
       kernels.gate_panels(x.panels, x.count, rows, ld, some, columns, bias, to, count);
     } else {
-      kernels.gate(x.rows, columns, x.count, rows, ld, some, columns, bias, to, count);
+      const void* ahead = w.scales ? nullptr : w.row(next, dtype);
+      kernels.gate(x.rows, columns, x.count, rows, ld, some, columns, bias, ahead, to, count);
     }
   };
   if (w.scales == nullptr) return product(w.row(first, dtype), w.ld, neurons, w.bias ? w.bias + first : nullptr, out);

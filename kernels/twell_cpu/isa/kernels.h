@@ -39,16 +39,17 @@ struct ActivationRow {
 struct FixedPointKernels {
   // False where the digits are not as good as the elements.
   bool (*digits)(const void* x, int64_t hidden, uint8_t* high, uint8_t* low, float* step);
-  // As `gate_int8`. `next`: the rows from which this thread is likely to go on.
+  // As `gate_int8`; `next` as of `gate`.
   void (*gate)(const uint8_t* digits, int64_t ld, const float* steps, int tokens, const int8_t* w, int64_t ld_w,
                int neurons, int64_t hidden, const int8_t* next, float* out, int64_t ld_out);
 };
 constexpr int64_t kFixedColumns = 65536;  // 255 * 128 * 65,536 < 2^31
 
 struct Kernels {
-  // out[f * ld_out + t] = bias[f] + sum_d w[f, d] * x[t, d], for f < neurons and t < tokens; bias may be null.
+  // out[f * ld_out + t] = bias[f] + sum_d w[f, d] * x[t, d], for f < neurons and t < tokens; bias may be null. `next`: the
+  // rows from which this thread is likely to go on, or null.
   void (*gate)(const void* x, int64_t ld_x, int tokens, const void* w, int64_t ld_w, int neurons, int64_t hidden,
-               const float* bias, float* out, int64_t ld_out);
+               const float* bias, const void* next, float* out, int64_t ld_out);
 
   // The same from panels that `pack_panel` made of kPanel tokens each; null where this set has no use for panels.
   void (*gate_panels)(const void* panels, int tokens, const void* w, int64_t ld_w, int neurons, int64_t hidden,

@@ -6,9 +6,10 @@
 
 #include <immintrin.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <type_traits>
+
+#include "simd/rows_ahead.h"
 
 namespace {
 
@@ -60,12 +61,10 @@ inline void row_sums(const int8_t* w, int64_t ld_w, int64_t hidden, int32_t* out
   lane_sums<kF>(sum, out);
 }
 
-// kF rows and kT tokens. Fetches meanwhile `rows_ahead` rows from `ahead` on, into the second-level cache, whose queue
-// holds more than the first-level's.
+// kF rows and kT tokens.
 template <int kF, int kT>
 inline void fixed_tile(const uint8_t* digits, int64_t ld, const float* steps, const int8_t* w, int64_t ld_w,
-                       int64_t hidden, const int32_t* of_row, const int8_t* ahead, int rows_ahead, float* out,
-                       int64_t ld_out) {
+                       int64_t hidden, const int32_t* of_row, const RowsAhead ahead, float* out, int64_t ld_out) {
   Int32Lanes sum[kF * 2 * kT];  // of each token's high and low digits
   for (int i = 0; i < kF * 2 * kT; ++i) sum[i] = Int32Lanes{};
   const auto step = [&](int64_t d, auto load) {
@@ -78,7 +77,7 @@ inline void fixed_tile(const uint8_t* digits, int64_t ld, const float* steps, co
   };
   int64_t d = 0;
   for (; d + 64 <= hidden; d += 64) {
-    for (int f = 0; f < rows_ahead; ++f) __builtin_prefetch(ahead + f * ld_w + d, 0, 2);
+    ahead.fetch(d);
     step(d, [](const int8_t* from) { return _mm512_loadu_si512(from); });
   }
   if (d < hidden) {
@@ -97,15 +96,15 @@ inline void fixed_tile(const uint8_t* digits, int64_t ld, const float* steps, co
 
 template <int kF>
 inline void fixed_rows(const uint8_t* digits, int64_t ld, const float* steps, int tokens, const int8_t* w, int64_t ld_w,
-                       int64_t hidden, const int8_t* ahead, float* out, int64_t ld_out) {
+                       int64_t hidden, const RowsAhead ahead, float* out, int64_t ld_out) {
   int32_t of_row[kF];
   row_sums<kF>(w, ld_w, hidden, of_row);
   const int tiles = (tokens + 1) / 2;
   const auto tile = [&](int i, auto of) {
     constexpr int kT = decltype(of)::value;
     const int t = 2 * i;
-    fixed_tile<kF, kT>(digits + 2 * t * ld, ld, steps + t, w, ld_w, hidden, of_row, ahead + i * kF / tiles * ld_w,
-                       (i + 1) * kF / tiles - i * kF / tiles, out + t, ld_out);
+    fixed_tile<kF, kT>(digits + 2 * t * ld, ld, steps + t, w, ld_w, hidden, of_row, ahead.part(i, tiles), out + t,
+                       ld_out);
   };
   for (int i = 0; i < tokens / 2; ++i) tile(i, std::integral_constant<int, 2>{});
   if (tokens % 2 > 0) tile(tokens / 2, std::integral_constant<int, 1>{});
@@ -114,14 +113,13 @@ inline void fixed_rows(const uint8_t* digits, int64_t ld, const float* steps, in
 void gate_fixed(const uint8_t* digits, int64_t ld, const float* steps, int tokens, const int8_t* w, int64_t ld_w,
                 int neurons, int64_t hidden, const int8_t* next, float* out, int64_t ld_out) {
   int f = 0;
-  // As many as 64 KB hold: time enough for memory to answer.
-  const int rows = static_cast<int>(std::clamp<int64_t>((64 << 10) / std::max<int64_t>(ld_w, 1), 4, 32));
-  const auto ahead = [&] { return f + rows < neurons ? w + (f + rows) * ld_w : next + (f + rows - neurons) * ld_w; };
   for (; f + 4 <= neurons; f += 4) {
-    fixed_rows<4>(digits, ld, steps, tokens, w + f * ld_w, ld_w, hidden, ahead(), out + f * ld_out, ld_out);
+    fixed_rows<4>(digits, ld, steps, tokens, w + f * ld_w, ld_w, hidden, rows_ahead(w, next, ld_w, f, 4, neurons),
+                  out + f * ld_out, ld_out);
   }
   for (; f < neurons; ++f) {
-    fixed_rows<1>(digits, ld, steps, tokens, w + f * ld_w, ld_w, hidden, ahead(), out + f * ld_out, ld_out);
+    fixed_rows<1>(digits, ld, steps, tokens, w + f * ld_w, ld_w, hidden, rows_ahead(w, next, ld_w, f, 1, neurons),
+                  out + f * ld_out, ld_out);
   }
 }
 
