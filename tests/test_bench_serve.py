@@ -348,7 +348,8 @@ def test_a_server_that_cannot_start_is_told(sparse, tmp_path):
     assert "none" in ways[0]
     assert "ended (exit code 0) while it started; above are its last lines" in ways[1]
     assert told[-1] == "  }"
-    code = "print('[worker] ValueError: too little memory; take less'); raise RuntimeError('see root cause above')"
+    worker = "print('[worker] ValueError: too little memory; take less', flush=True)"
+    code = f"{worker}; raise RuntimeError('see root cause above')"
     with (
         pytest.raises(
             ValueError, match=r"ended \(exit code 1\) while it started \(ValueError: too little memory; take"
