@@ -30,6 +30,10 @@ HOW_TO_CHANGE = (
 # for 1, 16, 64 and 128 sequences: of 0.5 % active neurons 1.25, 1.05, 1.00 and 0.96 times its speed in fp8, and 1.28,
 # 1.10, 1.01 and 1.00 in int8; of 2.1 % 1.23, 0.99, 0.95 and 0.96, and 1.27, 1.03, 0.95 and 0.99.
 MAX_DENSITY_CUDA_8BIT = 0.01
+NOT_TIMED = (
+    "and kernels for them have been timed on GPUs of compute capability 9.0 alone; to use them, give "
+    """--additional-config '{"hf_twell": {"kernels": true}}'"""
+)
 
 
 @dataclass
@@ -66,7 +70,7 @@ def decide(vllm_config, blocks: dict[int, torch.nn.Module], chosen: list[int]) -
         off = "LoRA is on"
     densities, reasons = {}, []
     for index, block in blocks.items():
-        problem = off or _problem(block)
+        problem = off or _problem(block, asked is True)
         if problem is None and index not in chosen:
             problem = "the checkpoint's twell entry leaves them out"
         if problem is None and known is None:
@@ -96,14 +100,17 @@ def _operator_density(density: float, gate_up: torch.nn.Module, asked: bool) -> 
     return same if same < math.inf else None
 
 
-def _problem(block) -> str | None:
-    """Why the kernels do not compute this block as vLLM has built it, or None."""
+def _problem(block, asked: bool) -> str | None:
+    """Why the kernels do not compute this block as vLLM has built it, or None; `asked`: whether they are asked for."""
     linears = block.gate_up_proj, block.down_proj
     if any(linear.bias is not None for linear in linears):
         return "they have biases"
     if quantized.is_quantized(block):
         if problem := quantized.problem(block):
             return f"their weights are quantized, and {problem}"
+        weight = block.gate_up_proj.weight
+        if weight.is_cuda and not asked and torch.cuda.get_device_capability(weight.device) != (9, 0):
+            return f"their weights are quantized, {NOT_TIMED}"
     elif not all(type(linear.quant_method) is UnquantizedLinearMethod for linear in linears):
         return "their weights are quantized in a way for which there are no kernels"
     device, dtype = block.gate_up_proj.weight.device.type, block.gate_up_proj.params_dtype
