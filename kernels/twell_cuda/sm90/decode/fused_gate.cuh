@@ -59,15 +59,17 @@ struct Runs {
   }
 };
 
-// Starts the kernel: barriers, rows, biases; waits for the kernel ahead; leaves x and each warp's part of the sums. The
-// last thread checks in and numbers the call. With kHalves half of a tile is loaded while the other half comes.
-template <typename Half, typename Weight, bool kHalves>
-__device__ __forceinline__ void multiply_gate(const FusedParams& p, Control& c, char* places, const Lane& l,
-                                              const Neurons& own, float (&sum)[kTiles][4], uint4 (&x)[kXPieces]) {
-  sm90::launch_dependents();
-  p.trace.mark(kStarted);
+// For warp 0, in one thread: asks for the runs below `until`.
+__device__ __forceinline__ void ask(Runs& runs, const Lane& l, int until) {
+  if (l.warp != 0) return;
+  if (l.lane == 0) runs.ask(until);
+  __syncwarp();
+}
+
+// Starts the kernel, before x: barriers, rows, and what is constant.
+template <typename Half, typename Weight>
+__device__ __forceinline__ void start(const FusedParams& p, Control& c, const Lane& l, const Neurons& own, Runs& runs) {
   const int thread = threadIdx.x;
-  Runs runs(p, c, places, own);
   // One thread readies what it needs and asks for rows at once. Threads with a barrier each would take turns, as the
   // barrier's address is the same for a whole warp in these instructions.
   if (thread == 0) {
@@ -86,14 +88,7 @@ __device__ __forceinline__ void multiply_gate(const FusedParams& p, Control& c, 
     sm90::fence_barrier_init();
   }
   __syncthreads();
-
-  // Before x: what is constant.
-  const auto ask = [&](int until) {
-    if (l.warp != 0) return;
-    if (l.lane == 0) runs.ask(until);
-    __syncwarp();
-  };
-  ask(runs.held + p.held_at);  // whose places are free from the start
+  ask(runs, l, runs.held + p.held_at);  // whose places are free from the start
   if (thread >= 32 && thread < 32 + own.count) {
     c.b_gate[thread - 32] = bias_of<Half>(p.b_gate, own.first + thread - 32, p.width);
     c.b_up[thread - 32] = bias_of<Half>(p.b_up, own.first + thread - 32, p.width);
@@ -102,6 +97,18 @@ __device__ __forceinline__ void multiply_gate(const FusedParams& p, Control& c, 
       if (p.up != nullptr) c.s_up[thread - 32] = p.s_up[own.first + thread - 32];
     }
   }
+}
+
+// Starts the kernel, waits for the kernel ahead; leaves x and each warp's part of the sums. The last thread checks in
+// and numbers the call. With kHalves half of a tile is loaded while the other half comes.
+template <typename Half, typename Weight, bool kHalves>
+__device__ __forceinline__ void multiply_gate(const FusedParams& p, Control& c, char* places, const Lane& l,
+                                              const Neurons& own, float (&sum)[kTiles][4], uint4 (&x)[kXPieces]) {
+  sm90::launch_dependents();
+  p.trace.mark(kStarted);
+  const int thread = threadIdx.x;
+  Runs runs(p, c, places, own);
+  start<Half, Weight>(p, c, l, own, runs);
   // The lane's rows: of an even or an odd run.
   const int lane_neuron = neuron_of_row(l.row), odd = l.row % 2;
   const uint32_t lane_at = odd * p.run_stride + l.row / 2 * p.row_bytes;
@@ -122,7 +129,7 @@ __device__ __forceinline__ void multiply_gate(const FusedParams& p, Control& c, 
       }
       meet_with(words);
       p.trace.mark(kHeld);
-      ask(j == 0 ? runs.held + p.held_at + 2 : runs.all);
+      ask(runs, l, j == 0 ? runs.held + p.held_at + 2 : runs.all);
     }
     p.trace.mark(kWeights);
     sm90::wait_for_previous();
