@@ -3,11 +3,11 @@
 //
 // A thread block owns neighbouring neurons. Their gate rows do not depend on the kernel ahead, so they come before it
 // has ended: by bulk copies, a few at a time, into shared memory; the first 16 go on into registers, as tensor-core
-// operands (sm90/decode/fused_gate.cuh). So two blocks share a multiprocessor, this call's and the next one's. Once x
-// is there, eight warps share out k and add up through shared memory. Rows of Wu and Wd of the active neurons are asked
-// for together, so that one latency covers both: by each thread for itself where they are few
-// (sm90/decode/fused_own.cuh), else in stages (sm90/decode/fused_staged.cuh). Each thread then owns eight columns of y,
-// and the blocks add up their shares (sm90/decode/fused_sum.cuh).
+// operands (sm90/decode/fused_gate.cuh; of 8-bit weights fused_gate_narrow.cuh). So two blocks share a multiprocessor,
+// this call's and the next one's. Once x is there, eight warps share out k and add up through shared memory. Rows of Wu
+// and Wd of the active neurons are asked for together, so that one latency covers both: by each thread for itself where
+// they are few (sm90/decode/fused_own.cuh), else in stages (sm90/decode/fused_staged.cuh). Each thread then owns eight
+// columns of y, and the blocks add up their shares (sm90/decode/fused_sum.cuh).
 //
 // Within each 64 consecutive bytes of weights, lane q of four takes 16 consecutive ones, and the activations of the same
 // k: both operands see the same permutation of k, so no data moves between lanes. `Weight` is the call's own type, or
@@ -18,7 +18,7 @@
 
 #include "decode/decode.h"
 #include "decode/launch.h"
-#include "sm90/decode/fused_gate.cuh"
+#include "sm90/decode/fused_gate_narrow.cuh"
 #include "sm90/decode/fused_own.cuh"
 #include "sm90/decode/fused_staged.cuh"
 
@@ -43,7 +43,11 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
   {
     float sum[kTiles][4] = {};
     uint4 x[kXPieces];
-    multiply_gate<Half, Weight, kTokens == 2>(p, c, Sums<kTokens>::kOverGate ? shared : rows, l, own, sum, x);
+    if constexpr (kScaled<Weight>) {
+      multiply_narrow_gate<Half, Weight>(p, c, rows, l, own, sum, x);
+    } else {
+      multiply_gate<Half, Weight, kTokens == 2>(p, c, Sums<kTokens>::kOverGate ? shared : rows, l, own, sum, x);
+    }
     if (Sums<kTokens>::kOverGate) __syncthreads();  // all have read the rows there
     // Whoever passes its barrier may write where the gate's rows were, by bulk copies too: each warp has left sums
     // that need all that it read.
@@ -85,11 +89,11 @@ int meeting_of(const void* workspace) {
 
 template <typename Half, int kTokens>
 auto kernel_of(DType weights) {
-  switch (weights) {
-    case DType::kInt8: return fused_kernel<Half, int8_t, kTokens>;
-    case DType::kE4m3: return fused_kernel<Half, E4m3, kTokens>;
-    default: return fused_kernel<Half, Half, kTokens>;
+  if constexpr (kTokens <= kFusedMaxNarrowTokens) {
+    if (weights == DType::kInt8) return fused_kernel<Half, int8_t, kTokens>;
+    if (weights == DType::kE4m3) return fused_kernel<Half, E4m3, kTokens>;
   }
+  return fused_kernel<Half, Half, kTokens>;
 }
 
 template <int kTokens>

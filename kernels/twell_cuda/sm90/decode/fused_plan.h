@@ -9,6 +9,7 @@ namespace twell::decoding {
 // The fused kernel: its thread blocks all run at once, two calls' on a multiprocessor; a block's gate rows find room in
 // registers (16) and shared memory, and their shares of y stay in L2.
 constexpr int kFusedMaxBlocks = 144, kFusedMaxTokens = 4, kFusedMaxHidden = 2048, kFusedMaxRows = 48;
+constexpr int kFusedMaxNarrowTokens = 2;  // of 8-bit weights
 // Gate rows come in runs of neighbours, one bulk copy each; the first ones go on into registers.
 constexpr int kFusedRunRows = 4, kFusedHeldRows = 16;
 // A thread block's shared memory: barriers and the like; sums of up to two tokens; gate rows.
@@ -37,6 +38,7 @@ inline bool takes_fused(const Ffn& ffn, const Device& device) {
   if (!has_fused_shares(ffn) || blocks == 0) return false;
   // Above 2 tokens a warp must have pairs of one token.
   if (ffn.tokens > 2 && (fused_units(ffn, blocks) < 32 || ffn.hidden % 64 != 0)) return false;
+  if (ffn.scaled() && ffn.tokens > kFusedMaxNarrowTokens) return false;
   const int rows = (ffn.width + blocks - 1) / blocks;
   const int beside = rows > kFusedHeldRows ? rows - kFusedHeldRows : 0;
   return rows <= kFusedMaxRows && fused_gate_bytes(ffn, beside) <= kFusedGateBytes;
