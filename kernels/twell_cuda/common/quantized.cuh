@@ -31,17 +31,18 @@ __device__ __forceinline__ float value_of(E4m3 v) {
 template <typename Half, typename Weight>
 __device__ __forceinline__ void expand(uint32_t word, uint32_t& low, uint32_t& high);
 
-// 128 + (b & 127) less 128 or, of a negative b, 256: bfloat16 has 7 bits behind its first one, so both are whole.
+// b + 128 as a bfloat16's lowest byte is as many times 2^-133: up to 127 without a first bit, from 128 on with one.
 template <>
 __device__ __forceinline__ void expand<__nv_bfloat16, int8_t>(uint32_t word, uint32_t& low, uint32_t& high) {
-  const auto values = [](uint32_t pair) {  // two bytes, 0x43 above each
-    const uint32_t sum = pair & 0xff7fff7fu, base = pair & 0xff80ff80u;
-    const __nv_bfloat162 difference = __hsub2(reinterpret_cast<const __nv_bfloat162&>(sum),
-                                              reinterpret_cast<const __nv_bfloat162&>(base));
-    return reinterpret_cast<const uint32_t&>(difference);
+  word ^= 0x80808080u;
+  const auto values = [](uint32_t pair) {  // two bytes, 0 above each
+    const uint32_t factor = 0x7f007f00u, base = 0xc000c000u, unit = 0x42804280u;  // 2^127, -128 / 64, 64
+    const auto of = [](const uint32_t& v) { return reinterpret_cast<const __nv_bfloat162&>(v); };
+    const __nv_bfloat162 v = __hmul2(__hfma2(of(pair), of(factor), of(base)), of(unit));
+    return reinterpret_cast<const uint32_t&>(v);
   };
-  low = values(__byte_perm(word, 0x43434343u, 0x4140));
-  high = values(__byte_perm(word, 0x43434343u, 0x4342));
+  low = values(__byte_perm(word, 0, 0x4140));
+  high = values(__byte_perm(word, 0, 0x4342));
 }
 
 // 1024 + (b + 128) less 1152: fp16 has 10 bits behind its first one.
