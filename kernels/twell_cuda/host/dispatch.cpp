@@ -101,6 +101,8 @@ decoding::Kernels kernels_of(const Row& row, const Ffn& ffn, const Device& devic
   kernels.overlap = device.major >= 9;
   kernels.fused.use = row.kernels == Kernels::kFused;
   kernels.fused.warm = ffn.tokens <= 2;  // as a model's other weights pass through L2 between two calls
+  // 8-bit rows need half the rate for the same time, and what a call asks for stands behind the next one's rows.
+  if (ffn.scaled()) kernels.fused.window_bytes /= 2;
   const Row* two = &row;
   if (kernels.fused.use) {
     do {
