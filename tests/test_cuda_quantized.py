@@ -107,6 +107,16 @@ def test_few_tokens_of_awkward_blocks(kind, dtype, hidden, width, density):
                 assert_right(case_of(kind, tokens, hidden, width, density, dtype, gated=gated, biases=biases))
 
 
+@pytest.mark.parametrize(("hidden", "width"), [(1088, 2101), (1984, 6300), (2048, 1100), (2048, 5632)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_and_two_tokens_of_awkward_blocks(kind, dtype, hidden, width):
+    """Where one kernel takes them on 9.0: rows that end early, 9 to 48 neurons a thread block, few or all active."""
+    for density, gated in ((0.0, True), (0.003, True), (0.05, False), (1.0, True)):
+        case = case_of(kind, 2, hidden, width, density, dtype, gated=gated, biases=gated, by_column=True)
+        for tokens in (1, 2):
+            assert_right(case | {"x": case["x"][:tokens]})
+
+
 @pytest.mark.parametrize("density", [0.005, 0.02, 0.2, 0.5])
 def test_tokens_that_share_no_neurons(kind, density):
     for dtype in DTYPES:
@@ -185,7 +195,7 @@ def test_scales_of_zero_nan_and_infinity(kind, tokens, hidden, width, by_column)
 
 @pytest.mark.parametrize(
     ("tokens", "hidden", "width"),
-    [(1, 48, 172), (2, 1040, 2101), (5, 1040, 2101), (9, 48, 172), (20, 48, 172), (64, 1040, 2101), (70, 33, 172)],
+    [(1, 48, 172), (2, 1088, 2101), (5, 1040, 2101), (9, 48, 172), (20, 48, 172), (64, 1040, 2101), (70, 33, 172)],
 )
 def test_nan_weights_reach_what_they_are_summed_with(tokens, hidden, width):
     case = case_of("fp8", tokens, hidden, width, 0.06, torch.bfloat16)
