@@ -206,13 +206,14 @@ def test_what_vllm_gains_stands_in_rows():
     assert f"{one} times as fast for one sequence, {sixteen} for 16, and prefill {prefill} (" in README
 
 
-ROWS = {"twell_cpu": "epyc-2026-11-21/bench.jsonl", "twell_cuda": "h200-2026-11-23/bench.jsonl"}  # that are quoted
+ROWS = {"twell_cpu": ("epyc-2026-11-21",), "twell_cuda": ("h200-2026-11-23", "h200-density-2026-11-27")}  # that are quoted
 
 
 def bench_rows(backend: str, settings: dict) -> list[dict]:
     if settings["bench"] == "ffn":
         settings = {"requested_l0": 30, "pass": "forward", **settings}
-    lines = (ROOT / "kernels" / backend / "bench" / ROWS[backend]).read_text().splitlines()
+    bench = ROOT / "kernels" / backend / "bench"
+    lines = [line for folder in ROWS[backend] for line in (bench / folder / "bench.jsonl").read_text().splitlines()]
     settings = {name: value for name, value in settings.items() if value is not None}  # None: any
     return [row for row in map(json.loads, lines) if all(row.get(name) == value for name, value in settings.items())]
 
