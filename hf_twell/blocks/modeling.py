@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from hf_twell.blocks import choice
+from hf_twell.blocks import choice, known_way
 from hf_twell.blocks.architectures import FfnForm
 from hf_twell.blocks.density_watch import DensityWatch, TrainingChoice
 from hf_twell.blocks.layout import restore_down
@@ -70,6 +70,7 @@ class FfnState:
         calls: in evaluation on a CPU.
         density: sampled there, see `hf_twell.blocks.layout`.
         too_dense_at: there, the last x's shape, if plain matmuls were faster for it.
+        known: in evaluation on a CPU, what the last call found out, if it took kernels.
         awaited: the mark of a call of a forward that others put on the block, until that comes to the block's own.
     """
 
@@ -82,6 +83,7 @@ class FfnState:
     density: float | None = None
     too_dense_at: torch.Size | None = None
     awaited: list | None = None
+    known: known_way.KnownWay | None = None
 
 
 class SparseFfn(nn.Module):
@@ -92,6 +94,10 @@ class SparseFfn(nn.Module):
     twell_state: FfnState
 
     def __call__(self, *args, **kwargs):
+        if len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
+            y = known_way.through(self, args[0])
+            if y is not None:
+                return y
         if has_forward_of(SparseFfn, self):
             return super().__call__(*args, **kwargs)
         # The forward that replaced ours calls it (Accelerate's hooks, wrappers, compilers) or does not (Liger's SwiGLU,
@@ -180,7 +186,8 @@ class SparseFfn(nn.Module):
             return self._through_submodules(x, l1)
         if l1 is not None:
             options |= {"l1_scale": l1.scale, "token_weight": l1.token_weight, "tally": l1.tally}
-        return compute(x, up[0], down[0], gate[0], b_up=up[1], b_down=down[1], b_gate=gate[1], **options)
+        y = compute(x, up[0], down[0], gate[0], b_up=up[1], b_down=down[1], b_gate=gate[1], **options)
+        return y if too_dense else known_way.note(self, x, (up[0], down[0], gate[0]), y)
 
     def _fused_quantized(self, x, up, down, gate):
         """`up`, `down` and `gate` are (8-bit values, bias, scales), Nones where there is no gate."""
@@ -192,7 +199,8 @@ class SparseFfn(nn.Module):
         biases = {"b_up": up[1], "b_down": down[1], "b_gate": gate[1]}
         scales = {"s_up": up[2], "s_down": down[2], "s_gate": gate[2]}
         options = {"quantize_x": quantizes_x(self._modules[self.twell.form.up]), "backend": self.twell.backend}
-        return api.ffn(x, up[0], w_down, gate[0], **biases, **scales, **options)
+        y = api.ffn(x, up[0], w_down, gate[0], **biases, **scales, **options)
+        return y if options["quantize_x"] else known_way.note(self, x, (up[0], w_down, gate[0]), y)
 
     def _plain_parameters(self):
         """(weight, bias) of up, down and gate; None unless all are plain linears, neither hooked nor replaced."""

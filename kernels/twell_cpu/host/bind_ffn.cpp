@@ -42,7 +42,7 @@ Tensor transposed(const Tensor& tensor) {
 
 // One call's tensors, made contiguous where the kernels need it, and the same as raw pointers.
 struct Call {
-  Tensor x_TD, w_up, w_down;
+  Tensor x, w_up, w_down;
   MaybeTensor w_gate, b_up, b_gate;
   twell::Scales scales;
   twell::Threads threads;
@@ -50,21 +50,21 @@ struct Call {
   twell::Block block;
   std::vector<float> biases[3];
 
-  Call(const Tensor& x, const Tensor& up, const Tensor& down, const MaybeTensor& gate, const MaybeTensor& bias_up,
+  Call(const Tensor& given_x, const Tensor& up, const Tensor& down, const MaybeTensor& gate, const MaybeTensor& bias_up,
        const MaybeTensor& bias_down, const MaybeTensor& bias_gate, const twell::Scales& of_int8 = {})
-      : x_TD(flat(x, up.size(1))),
-        w_up(torch::stable::contiguous(up)),
-        w_down(down.stride(0) == 1 || down.stride(1) == 1 ? down : torch::stable::contiguous(down)),
-        w_gate(gate ? MaybeTensor(torch::stable::contiguous(*gate)) : std::nullopt),
+      : x(twell::as_contiguous(given_x)),
+        w_up(twell::as_contiguous(up)),
+        w_down(down.stride(0) == 1 || down.stride(1) == 1 ? down : twell::as_contiguous(down)),
+        w_gate(gate ? MaybeTensor(twell::as_contiguous(*gate)) : std::nullopt),
         b_up(bias_up),
         b_gate(bias_gate),
         threads(twell::thread_pool()),
         kernels(twell::select_kernels(twell::dtype_of(x))) {
     block.dtype = twell::dtype_of(x);
-    block.tokens = x_TD.size(0);
     block.hidden = w_up.size(1);
+    block.tokens = block.hidden == 0 ? 0 : x.numel() / block.hidden;
     block.width = w_up.size(0);
-    block.x = x_TD.const_data_ptr();
+    block.x = x.const_data_ptr();
     block.gate = (w_gate ? *w_gate : w_up).const_data_ptr();
     block.up = w_gate ? w_up.const_data_ptr() : nullptr;
     block.down = w_down.const_data_ptr();
@@ -82,9 +82,8 @@ struct Call {
   Call(const Call&) = delete;
 
   // (T, D) whatever the leading sizes, none of which may be known from a size of zero.
-  static Tensor flat(const Tensor& tensor, int64_t columns) {
-    const int64_t rows = columns == 0 ? 0 : tensor.numel() / columns;
-    return torch::stable::reshape(torch::stable::contiguous(tensor), std::vector<int64_t>{rows, columns});
+  Tensor flat(const Tensor& tensor) const {
+    return torch::stable::view(twell::as_contiguous(tensor), std::vector<int64_t>{block.tokens, block.hidden});
   }
 
   // linear(x, weight, bias), where `of_rows` are the weight's scales or null.
@@ -107,22 +106,40 @@ struct Call {
  private:
   const float* widened(const MaybeTensor& bias, int slot) {
     if (!bias) return nullptr;
-    const Tensor contiguous = torch::stable::contiguous(*bias);
-    biases[slot].resize(static_cast<size_t>(contiguous.numel()) + 1);
-    kernels.widen(contiguous.const_data_ptr(), contiguous.numel(), biases[slot].data());
+    const Tensor values = twell::as_contiguous(*bias);
+    biases[slot].resize(static_cast<size_t>(values.numel()) + 1);
+    kernels.widen(values.const_data_ptr(), values.numel(), biases[slot].data());
     return biases[slot].data();
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor> forward(const Call& call, const Tensor& x, const MaybeTensor& b_down,
-                                           const MaybeTensor& token_weight, const MaybeTensor& tally, int64_t capacity) {
+// y, like `x`; nothing else is allocated for a call that needs nothing else.
+Tensor forward(const Call& call, const MaybeTensor& b_down, twell::Report* report, const twell::State* state) {
+  const twell::Block& block = call.block;
+  Tensor y = torch::stable::new_empty(call.x, call.x.sizes());
+  const auto dense = [&](int64_t first, int64_t last) {
+    auto [gate, up] = call.project(rows_of(call.flat(call.x), first, last));
+    twell::activation(call.kernels, call.threads, call.activation(last - first, gate, up), gate.mutable_data_ptr());
+    if (report->active) {
+      twell::dense_count(call.kernels, block.dtype, last - first, block.width, gate.const_data_ptr(),
+                         report->token_weight ? report->token_weight + first : nullptr, &report->l1, report->active);
+    }
+    Tensor rows = rows_of(call.flat(y), first, last);
+    torch::stable::copy_(rows, call.product(gate, call.w_down, block.s_down, b_down));
+  };
+  twell::forward(block, call.kernels, call.threads, y.mutable_data_ptr(), report, state, dense);
+  return y;
+}
+
+std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up,
+                                       MaybeTensor b_down, MaybeTensor b_gate, MaybeTensor /*l1_scale*/,
+                                       MaybeTensor token_weight, MaybeTensor tally, int64_t capacity) {
+  const Call call(x, w_up, w_down, w_gate, b_up, b_down, b_gate);
   const twell::Block& block = call.block;
   const int64_t element = twell::element_bytes(block.dtype);
-  Tensor y = torch::stable::new_empty(x, x.sizes());
   Tensor report_tensor = torch::stable::new_zeros(x, {tally ? 1 + block.width : 0}, ScalarType::Float);
   const int64_t bytes = capacity > 0 ? twell::State::bytes(block.tokens, capacity, element, block.up != nullptr) : 0;
   Tensor state_tensor = torch::stable::new_empty(x, {bytes}, ScalarType::Byte);
-  Tensor y_TD = torch::stable::view(y, std::vector<int64_t>{block.tokens, block.hidden});
 
   MaybeTensor keep_weight;
   std::vector<double> active(tally ? static_cast<size_t>(block.width) : 0);
@@ -131,19 +148,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Call& call, const Tensor& x, co
   if (capacity > 0) {
     state = twell::State::at(state_tensor.mutable_data_ptr(), block.tokens, capacity, element, block.up != nullptr);
   }
-  twell::forward(block, call.kernels, call.threads, y.mutable_data_ptr(), &report, capacity > 0 ? &state : nullptr,
-                 [&](int64_t first, int64_t last) {
-                   auto [gate, up] = call.project(rows_of(call.x_TD, first, last));
-                   twell::activation(call.kernels, call.threads, call.activation(last - first, gate, up),
-                                     gate.mutable_data_ptr());
-                   if (report.active) {
-                     twell::dense_count(call.kernels, block.dtype, last - first, block.width, gate.const_data_ptr(),
-                                        report.token_weight ? report.token_weight + first : nullptr, &report.l1,
-                                        report.active);
-                   }
-                   Tensor rows = rows_of(y_TD, first, last);
-                   torch::stable::copy_(rows, call.product(gate, call.w_down, block.s_down, b_down));
-                 });
+  Tensor y = forward(call, b_down, &report, capacity > 0 ? &state : nullptr);
   if (tally) {
     float* counts = static_cast<float*>(report_tensor.mutable_data_ptr());
     counts[0] = static_cast<float>(report.l1);
@@ -152,17 +157,12 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Call& call, const Tensor& x, co
   return {y, report_tensor, state_tensor};
 }
 
-std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up,
-                                       MaybeTensor b_down, MaybeTensor b_gate, MaybeTensor /*l1_scale*/,
-                                       MaybeTensor token_weight, MaybeTensor tally, int64_t capacity) {
-  return forward(Call(x, w_up, w_down, w_gate, b_up, b_down, b_gate), x, b_down, token_weight, tally, capacity);
-}
-
 Tensor infer(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up, MaybeTensor b_down,
              MaybeTensor b_gate, MaybeTensor s_up, MaybeTensor s_down, MaybeTensor s_gate, bool quantize_x) {
   if (quantize_x) throw std::runtime_error("hf_twell's CPU kernels do not quantize x: they read int8 weights, not fp8");
   const Call call(x, w_up, w_down, w_gate, b_up, b_down, b_gate, {s_up, s_down, s_gate});
-  return std::get<0>(forward(call, x, b_down, std::nullopt, std::nullopt, 0));
+  twell::Report report{nullptr, 0, nullptr};
+  return forward(call, b_down, &report, nullptr);
 }
 
 enum Need { kX, kUp, kDown, kGate, kBiasUp, kBiasDown, kBiasGate };
@@ -173,7 +173,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ffn_backward(
   const Call call(x, w_up, w_down, w_gate, b_up, std::nullopt, b_gate);
   const twell::Block& block = call.block;
   const bool gated = block.up != nullptr;
-  const Tensor grad_TD = Call::flat(grad_y, block.hidden);
+  const Tensor grad_TD = call.flat(grad_y), x_TD = call.flat(call.x);
   const Tensor state_bytes = torch::stable::contiguous(state_tensor);
   const twell::State state = twell::State::at(const_cast<void*>(state_bytes.const_data_ptr()), block.tokens, capacity,
                                               twell::element_bytes(block.dtype), gated);
@@ -222,7 +222,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ffn_backward(
   };
   for (const auto& [first, last] : dense) {
     const int64_t tokens = last - first;
-    const Tensor x_rows = rows_of(call.x_TD, first, last), grad_rows = rows_of(grad_TD, first, last);
+    const Tensor x_rows = rows_of(x_TD, first, last), grad_rows = rows_of(grad_TD, first, last);
     auto [gate, up] = call.project(x_rows);
     Tensor grad_h = torch::stable::matmul(grad_rows, call.w_down);
     Tensor h = torch::stable::empty_like(gate);

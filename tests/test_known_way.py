@@ -1,0 +1,97 @@
+"""Blocks in evaluation on a CPU: a call that goes the way of the last one, and all that makes it look again."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from hf_twell.bench import workload
+from hf_twell.blocks import known_way
+from hf_twell.models.quantizing import quantize_block
+from hf_twell.ops import build
+
+pytestmark = pytest.mark.skipif(not build.status("cpu", build=True).available, reason="needs the CPU kernels")
+CHANGES = ("hook", "pre hook", "block hook", "forward", "activation", "weight", "dtype", "training", "backend", "size")
+
+
+@pytest.fixture(params=["plain", "int8"])
+def block(request):
+    x, *weights = workload.make_ffn(8, 64, 300, 6.0)
+    ffn = workload.patched_block(*weights)
+    if request.param == "int8":
+        pytest.importorskip("torchao")
+        quantize_block(ffn, ffn.twell.form, "int8")
+    return ffn, x[:2]
+
+
+@torch.no_grad()
+def test_later_calls_are_the_first_one_again(block):
+    ffn, x = block
+    first = ffn(x)
+    assert ffn.twell_state.known is not None
+    for calls in range(2, 70):  # past samples of the density
+        assert torch.equal(ffn(x), first)
+        assert ffn.twell_state.known is not None
+        assert ffn.twell_state.calls == calls
+    assert torch.equal(known_way.through(ffn, x), first)
+    with torch.enable_grad():
+        assert known_way.through(ffn, x) is None
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
+def test_looks_again(block, change):
+    ffn, x = block
+    ffn(x)
+    seen = []
+    if change == "hook":
+        ffn.up_proj.register_forward_hook(lambda *_: seen.append(1))
+    elif change == "pre hook":
+        ffn.act_fn.register_forward_pre_hook(lambda *_: seen.append(1))
+    elif change == "block hook":
+        ffn.register_forward_hook(lambda *_: seen.append(1))
+    elif change == "forward":
+        old = ffn.forward
+        ffn.forward = lambda x: seen.append(1) or old(x)
+    elif change == "activation":
+        ffn.act_fn = nn.ReLU6()
+    elif change == "weight":
+        ffn.up_proj.weight = nn.Parameter(torch.zeros(300, 64), requires_grad=False)
+    elif change == "dtype":
+        x = x.half()
+    elif change == "training":
+        ffn.train()
+    elif change == "backend":
+        ffn.twell.backend = "reference"
+    elif change == "size":
+        x = x[:1]
+    assert known_way.through(ffn, x) is None
+    assert ffn.twell_state.known is None
+    if change not in ("dtype", "weight"):  # which mix types
+        ffn(x)
+    assert seen == [1] * (change in ("hook", "pre hook", "block hook", "forward"))
+
+
+@torch.no_grad()
+def test_copies_know_nothing(block):
+    ffn, x = block
+    y = ffn(x)
+    other = copy.deepcopy(ffn)
+    assert other.twell_state.known is None
+    assert torch.equal(other(x), y)
+    assert pickle.loads(pickle.dumps(ffn.twell_state)).known is None
+
+
+@torch.no_grad()
+def test_new_values_are_read(block):
+    """A weight that is written in place, or gets new memory, is the one that the next call computes with."""
+    ffn, x = block
+    y = ffn(x)
+    held = ffn.down_proj.weight
+    values = held if type(held) is nn.Parameter else held.qdata
+    values.data = torch.zeros_like(values)
+    assert known_way.through(ffn, x) is not None
+    assert y.any()
+    assert not ffn(x).any()
