@@ -18,6 +18,7 @@ from hf_twell.bench import block, block_backward, check, generate, models, timin
 from hf_twell.bench.plot import plot
 from hf_twell.bench.progress import silent
 from hf_twell.bench.workload import make_ffn, patched_block
+from hf_twell.blocks.modeling import SparseFfn
 from hf_twell.cli import bench, main
 from hf_twell.cli.bench_table import CELLS
 from hf_twell.files.folders import save_model
@@ -159,11 +160,16 @@ def test_weights_take_turns_and_gradients_begin_at_none(monkeypatch, backward):
         seen["sparse"].append((w_up.data_ptr(), x.grad is w_up.grad is w_down.grad is None))
         return ffn(x, w_up, w_down, *rest, **options)
 
-    ffn = api.ffn
-    monkeypatch.setattr(api, "ffn", sparse)
+    def sparse_block(self, x):
+        seen["sparse"].append((self.up_proj.weight.data_ptr(), x.grad is None))
+        return call(self, x)
+
+    ffn, call = api.ffn, SparseFfn.__call__
     if backward:
+        monkeypatch.setattr(api, "ffn", sparse)
         block_backward.measure_backward({"eager": eager}, x, weights, block.copies(weights, 1), 4, False, 64, silent)
-    else:
+    else:  # a block's later calls need not come to api.ffn
+        monkeypatch.setattr(SparseFfn, "__call__", sparse_block)
         active = workload.active_neurons(x, weights[0])
         block._measure({"eager": eager}, [x], weights, active, False, 4, False, silent)
     for name, calls in seen.items():
