@@ -206,7 +206,7 @@ def test_what_vllm_gains_stands_in_rows():
     assert f"{one} times as fast for one sequence, {sixteen} for 16, and prefill {prefill} (" in README
 
 
-ROWS = {"twell_cpu": ("epyc-2026-11-21",), "twell_cuda": ("h200-2026-11-23", "h200-density-2026-11-27")}  # that are quoted
+ROWS = {"twell_cpu": ("epyc-2026-11-21",), "twell_cuda": ("h200-2026-11-23", "h200-density-2026-11-27")}  # quoted
 
 
 def bench_rows(backend: str, settings: dict) -> list[dict]:
