@@ -13,7 +13,8 @@ from hf_twell.models.quantizing import quantize_block
 from hf_twell.ops import build
 
 pytestmark = pytest.mark.skipif(not build.status("cpu", build=True).available, reason="needs the CPU kernels")
-CHANGES = ("hook", "pre hook", "block hook", "forward", "activation", "weight", "dtype", "training", "backend", "size")
+SEEN = ("hook", "pre hook", "block hook", "forward", "class")  # changes that tell when they come to be called
+CHANGES = (*SEEN, "activation", "weight", "dtype", "training", "backend", "size")
 
 
 @pytest.fixture(params=["plain", "int8"])
@@ -42,7 +43,7 @@ def test_later_calls_are_the_first_one_again(block):
 
 @pytest.mark.parametrize("change", CHANGES)
 @torch.no_grad()
-def test_looks_again(block, change):
+def test_looks_again(block, change, monkeypatch):
     ffn, x = block
     ffn(x)
     seen = []
@@ -55,6 +56,9 @@ def test_looks_again(block, change):
     elif change == "forward":
         old = ffn.forward
         ffn.forward = lambda x: seen.append(1) or old(x)
+    elif change == "class":
+        stock = type(ffn).forward
+        monkeypatch.setattr(type(ffn), "forward", lambda self, x: seen.append(1) or stock(self, x))
     elif change == "activation":
         ffn.act_fn = nn.ReLU6()
     elif change == "weight":
@@ -71,7 +75,7 @@ def test_looks_again(block, change):
     assert ffn.twell_state.known is None
     if change not in ("dtype", "weight"):  # which mix types
         ffn(x)
-    assert seen == [1] * (change in ("hook", "pre hook", "block hook", "forward"))
+    assert seen == [1] * (change in SEEN)
 
 
 @torch.no_grad()

@@ -25,11 +25,12 @@ class KnownWay:
     It holds no tensor and no module, so what is replaced is freed. Copies and pickles of it are None.
     """
 
-    __slots__ = ("backend", "block", "dtype", "form", "kind", "operator", "settings", "shape", "sizes")
+    __slots__ = ("backend", "block", "dtype", "form", "forward", "kind", "operator", "settings", "shape", "sizes")
 
     def __init__(self, ffn, x, up: torch.Tensor):
         self.block, self.settings, self.backend, self.form = type(ffn), ffn.twell, ffn.twell.backend, ffn.twell.form
-        self.shape, self.dtype, self.operator = x.shape, x.dtype, torch.ops.hf_twell.infer
+        self.forward, self.operator = self.block.forward, torch.ops.hf_twell.infer
+        self.shape, self.dtype = x.shape, x.dtype
         # Parameters hold the values themselves, or torchao's tensors do.
         self.kind, self.sizes = type(ffn._modules[self.form.up]._parameters["weight"]), (up.shape, up.shape[::-1])
 
@@ -82,6 +83,7 @@ def _operands(own, state, way, block, x):
         or forward_ad._current_level >= 0
         or _has_any_global_hook()
         or block is not way.block
+        or block.forward is not way.forward
         or own["twell"] is not way.settings
         or way.settings.backend != way.backend
         or own.get("_compiled_call_impl") is not None
