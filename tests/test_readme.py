@@ -60,7 +60,11 @@ def test_commands(tmp_path):
     (tmp_path / "notes.txt").write_text((DEMO / "text" / "heldout.txt").read_text()[:8000])
     extra = {
         "push": ["--dry-run"],
-        "train": [f"output_dir={tmp_path / 'out' / 'demo'}", f"heldout={tmp_path / 'notes.txt'}", "training.max_steps=1"],
+        "train": [
+            f"output_dir={tmp_path / 'out' / 'demo'}",
+            f"heldout={tmp_path / 'notes.txt'}",
+            "training.max_steps=1",
+        ],
         "eval": ["--data-dir", str(shared_path("data/eval")), "--limit", "2", "--split", "validation"],
     }
     for command in commands:
