@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_twell.cli import main
+from hf_twell.models.cards import CLAUSES
 from tests.conftest import shared_path
 from tests.hub_server import HubServer
 from tests.servers import serving
@@ -96,7 +97,9 @@ def test_python(page, tmp_path, monkeypatch):
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
         assert "model.safetensors" in hub.repos["me/llama-relu"]
-        assert "L1 term" in hub.repos["me/llama-relu"]["README.md"].decode()
+        card = hub.repos["me/llama-relu"]["README.md"].decode()
+        assert CLAUSES["count"] in card, "what the page's last training was told"
+        assert "| density aimed at | 10.00 % after" in card
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
