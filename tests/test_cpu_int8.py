@@ -201,6 +201,47 @@ def test_sums_as_large_as_they_get(isa, hidden):
 
 @pytest.mark.parametrize("isa", ISAS, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [8, 21, 70])
+def test_no_gate_near_zero_gets_the_wrong_sign(isa, dtype, tokens):
+    """Sums of whole numbers, as exact as kernels must be: -1, 0 or 1 for one token of each neuron, else far below."""
+    hidden, neurons, own = 300, 150, torch.arange(150) % tokens
+    g = torch.Generator().manual_seed(5)
+    x = torch.randint(-100, 101, (tokens, hidden), generator=g).float()
+    x[:, :4] = torch.tensor([4096.0, 1, 64, 4096])
+    x[:, 4:74] = 0
+    x[torch.arange(tokens), 4 + torch.arange(tokens)] = 4096
+    w = torch.randint(-128, 128, (neurons, hidden), generator=g).float()
+    w[:, :74] = 0
+    w[:, 0] = -100
+    w[torch.arange(neurons), 4 + own] = 100
+    wanted = torch.randint(-1, 2, (neurons,), generator=g).float()
+    rest = wanted - (w @ x.T)[torch.arange(neurons), own]
+    for column, size in ((3, 4096), (2, 64), (1, 1)):
+        w[:, column] = (rest / size).round()
+        rest -= w[:, column] * size
+    assert w.abs().max() <= 128
+    gate = w @ x.T
+    assert torch.equal(gate[torch.arange(neurons), own], wanted)
+    one = torch.ones(neurons)
+    y = cpu_ffn(x.to(dtype), w.to(torch.int8), torch.eye(hidden, neurons).to(torch.int8), s_up=one, s_down=torch.ones(hidden))
+    assert torch.equal(y[:, :neurons].float(), torch.relu(gate).T)
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("tokens", [8, 70])
+def test_scales_of_either_sign_and_biases_may_turn_a_gate(isa, tokens):
+    case = int8_case(tokens, 65, 101, 0.05, torch.bfloat16)
+    turned = case | {"w_gate": -case["w_gate"].clamp_min(-127), "s_gate": -case["s_gate"]}
+    assert torch.equal(cpu_ffn(**turned), cpu_ffn(**case | {"w_gate": case["w_gate"].clamp_min(-127)}))
+    some = case | {"s_gate": case["s_gate"].clone(), "w_gate": case["w_gate"].clone()}
+    some["s_gate"][7] *= -1
+    some["w_gate"][7] = -some["w_gate"][7].clamp_min(-127)
+    assert_as_good_as_eager(cpu_ffn, some)
+    assert_as_good_as_eager(cpu_ffn, case | {"b_gate": torch.full((101,), 0.5, dtype=torch.bfloat16)})
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_inputs_stay_with_their_token(isa, dtype):
     case = int8_case(70, 40, 172, 0.01, dtype)
     case["x"][5] = float("nan")

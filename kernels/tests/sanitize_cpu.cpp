@@ -152,6 +152,67 @@ double check_int8(DType dtype, int64_t tokens, int64_t hidden, int64_t width, bo
   return relative_error(truth, result);
 }
 
+// Digits of tokens, and elements by high digits alone, against exact sums. In every second row these are near zero and
+// low digits point the same way as the weights, so that only the last of them tells the sign. Returns what is wrong.
+const char* check_screened(const Kernels& kernels, DType dtype, int64_t tokens, int64_t hidden, int64_t width) {
+  if (kernels.fixed == nullptr) return nullptr;
+  std::mt19937 engine(11);
+  std::vector<float> some = random(engine, tokens * hidden, 1);
+  for (float& value : some) value = std::nearbyint(64 * value) / 64;  // which digits hold exactly, among outliers too
+  for (int64_t t = 0; t < tokens; ++t) some[t * hidden] = 6;  // where weights make sums negative
+  const Buffer x(kernels, dtype, some);
+  const int64_t ld = (hidden + 63) / 64 * 64;
+  std::vector<uint8_t> digits(static_cast<size_t>(2 * tokens * ld));
+  std::vector<float> step(tokens), base(tokens), norm(tokens);
+  std::vector<int32_t> largest(tokens), beyond(tokens);
+  std::vector<int64_t> whole(static_cast<size_t>(tokens * hidden));
+  for (int64_t t = 0; t < tokens; ++t) {
+    uint8_t *high = digits.data() + 2 * t * ld, *low = high + ld;
+    FixedScale scale;
+    if (!kernels.fixed->digits(x.bytes.data() + 2 * t * hidden, hidden, true, high, low, &scale)) return "no digits";
+    step[t] = scale.step;
+    base[t] = scale.base;
+    norm[t] = scale.low_norm;
+    largest[t] = scale.largest;
+    beyond[t] = scale.beyond;
+    double squares = 0;
+    for (int64_t d = 0; d < hidden; ++d) {
+      int64_t& value = whole[t * hidden + d];
+      value = static_cast<int64_t>(scale.base) * (high[d] - 128) + low[d] + (d == scale.largest ? scale.beyond : 0);
+      if (static_cast<double>(value) * scale.step != x.values[t * hidden + d]) return "a digit";
+      squares += std::pow(low[d] - std::floor(scale.base / 2), 2);
+    }
+    if (scale.base > 256 || scale.low_norm < std::sqrt(squares)) return "a norm";
+  }
+  std::vector<int8_t> w(static_cast<size_t>(width * hidden));
+  std::normal_distribution<float> normal(0, 30);
+  for (int64_t f = 0; f < width; ++f) {
+    const int64_t t = f % tokens, middle = static_cast<int64_t>(base[t] / 2);
+    const uint8_t* low = digits.data() + (2 * t + 1) * ld;
+    int64_t sum = 0;
+    for (int64_t d = 1; d < hidden; ++d) {
+      const double wanted = f % 2 ? (low[d] - middle) : normal(engine);
+      w[f * hidden + d] = static_cast<int8_t>(std::min(std::max(std::nearbyint(wanted), -128.0), 127.0));
+      sum += whole[t * hidden + d] * w[f * hidden + d];
+    }
+    const int64_t shift = f % 2 ? -sum / whole[t * hidden] : -static_cast<int64_t>(14 * std::sqrt(static_cast<double>(hidden)));
+    w[f * hidden] = static_cast<int8_t>(std::min<int64_t>(std::max<int64_t>(shift, -128), 127));
+  }
+  std::vector<float> out(static_cast<size_t>(width * tokens), std::nanf(""));
+  const FixedRows rows{digits.data(), ld, step.data(), base.data(), norm.data(), largest.data(), beyond.data()};
+  const int64_t computed = kernels.fixed->screened_gate(rows, static_cast<int>(tokens), w.data(), hidden, static_cast<int>(width),
+                                                        hidden, nullptr, out.data(), tokens);
+  for (int64_t f = 0; f < width; ++f) {
+    for (int64_t t = 0; t < tokens; ++t) {
+      int64_t sum = 0;
+      for (int64_t d = 0; d < hidden; ++d) sum += whole[t * hidden + d] * w[f * hidden + d];
+      const float value = out[f * tokens + t];
+      if (sum > 0 ? value != static_cast<float>(sum) * step[t] : !(value <= 0)) return "an element";
+    }
+  }
+  return hidden >= 64 && computed > width * tokens * 3 / 5 ? "it screens nothing" : nullptr;
+}
+
 // Forward and backward of a dense block's activation, with the L1 term and the report.
 double check_activation(DType dtype, int64_t tokens, int64_t width, bool gated) {
   const Kernels& kernels = select_kernels(dtype);
@@ -215,6 +276,16 @@ int main() {
                           static_cast<long>(tokens), static_cast<long>(width), gated, error);
               return 1;
             }
+          }
+        }
+        for (auto [hidden, width] : {std::pair<int64_t, int64_t>{1, 1}, {37, 133}, {64, 96}, {130, 50}, {2048, 23}}) {
+          const Kernels& kernels = select_kernels(static_cast<DType>(dtype));
+          const char* wrong = check_screened(kernels, static_cast<DType>(dtype), tokens, hidden, width);
+          ++checked;
+          if (wrong) {
+            std::printf("screened gate, %s, dtype %d, T %ld, D %ld, F %ld: %s\n", isa, dtype, static_cast<long>(tokens),
+                        static_cast<long>(hidden), static_cast<long>(width), wrong);
+            return 1;
           }
         }
         for (auto [hidden, width] : {std::pair<int64_t, int64_t>{1, 1}, {37, 133}, {64, 96}, {130, 50}, {300, 260}}) {

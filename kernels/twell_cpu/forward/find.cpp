@@ -8,9 +8,25 @@ namespace twell {
 namespace {
 
 constexpr size_t kTileRows = 16;  // of matrix units; half of them empty still pay
+constexpr int64_t kScreenedFrom = 8;  // tokens; for fewer, the rows' norms cost what low digits do
 
 inline void prefetch(const char* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+}
+
+// Whether products of high digits tell the sign of most elements, by a sample. Not where a bias or a scale may turn it.
+bool screening_pays(const FixedPointKernels& kernels, const WeightRows& gate, int64_t neurons, const FixedRows& x,
+                    int64_t tokens) {
+  constexpr int64_t kRows = 16, kTokens = 64;
+  constexpr double kMost = 0.25;
+  const auto keeps_sign = [](float scale) { return scale >= 0.0f; };
+  if (gate.bias || !std::all_of(gate.scales, gate.scales + neurons, keeps_sign)) return false;
+  const int64_t rows = std::min(kRows, neurons), count = std::min(kTokens, tokens);
+  float values[kRows * kTokens];
+  const int64_t whole =
+      kernels.screened_gate(x.from((tokens - count) / 2), static_cast<int>(count), static_cast<const int8_t*>(gate.data),
+                            neurons / rows * gate.ld, static_cast<int>(rows), gate.columns, nullptr, values, count);
+  return static_cast<double>(whole) < kMost * static_cast<double>(rows * count);
 }
 
 }  // namespace
@@ -100,8 +116,13 @@ bool PairFinder::find(int64_t first, int64_t last, double max_density, TokenPair
   std::vector<Tile> tiles(static_cast<size_t>(steps * tile_count));
   for (auto& lane : lanes_) lane.clear();
 
-  const bool use_fixed = block_.s_gate && kernels_.fixed && tokens < kernels_.fixed_until && hidden <= kFixedColumns &&
-                         fixed_.make(*kernels_.fixed, threads_, x, hidden * element, tokens, hidden);
+  const auto make_fixed = [&](bool small_low) {
+    return block_.s_gate && kernels_.fixed && hidden <= kFixedColumns &&
+           fixed_.make(*kernels_.fixed, threads_, x, hidden * element, tokens, hidden, small_low);
+  };
+  const bool screened = tokens >= kScreenedFrom && tokens < kernels_.screened_until && make_fixed(true) &&
+                        screening_pays(*kernels_.fixed, gate_rows(block_), block_.width, fixed_.rows(), tokens);
+  const bool use_fixed = screened || (tokens < kernels_.fixed_until && make_fixed(false));
   const int64_t panels_from = block_.s_gate ? kernels_.int8_panels_from : kernels_.panels_from;
   const bool use_panels = !use_fixed && kernels_.gate_panels != nullptr && tokens >= panels_from;
   const int64_t panel_count = (tokens + kPanel - 1) / kPanel, bytes = panel_bytes(hidden * element);
@@ -129,7 +150,7 @@ bool PairFinder::find(int64_t first, int64_t last, double max_density, TokenPair
     const int neurons = static_cast<int>(std::min(width, block_.width - f0));
     const char* panels = use_panels ? panels_.data() + t0 / kPanel * bytes : nullptr;
     const TokenRows some{x + t0 * hidden * element, panels, static_cast<int>(count),
-                         use_fixed ? fixed_.from(t0) : FixedRows{}};
+                         use_fixed ? fixed_.rows().from(t0) : FixedRows{}, screened};
     const int64_t next = (tile + threads_.count) % tile_count * width;
     rows_product(gate_rows(block_), block_.dtype, kernels_, some, f0, neurons, next, &scratch.rows, values);
 

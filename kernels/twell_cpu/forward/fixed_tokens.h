@@ -9,25 +9,19 @@
 
 namespace twell {
 
-// Some tokens, as FixedPointKernels takes them; or none, without `steps`.
-struct FixedRows {
-  const float* steps = nullptr;
-  const uint8_t* digits = nullptr;
-  int64_t ld = 0;
-};
-
 class FixedTokens {
  public:
-  // False where a token has no digits that are as good as its elements.
+  // False where a token has no digits that are as good as its elements. `small_low` as of FixedPointKernels::digits.
   bool make(const FixedPointKernels& kernels, const Threads& threads, const char* x, int64_t row_bytes, int64_t tokens,
-            int64_t hidden);
-  FixedRows from(int64_t token) const {
-    return {steps_.data() + token, digits_ + 2 * token * ld_, ld_};
+            int64_t hidden, bool small_low);
+  FixedRows rows() const {
+    return {digits_, ld_, step_.data(), base_.data(), low_norm_.data(), largest_.data(), beyond_.data()};
   }
 
  private:
   int64_t ld_ = 0;
-  std::vector<float> steps_;
+  std::vector<float> step_, base_, low_norm_;
+  std::vector<int32_t> largest_, beyond_;
   Bytes memory_;
   uint8_t* digits_ = nullptr;
 };

@@ -31,10 +31,14 @@ void rows_product(const WeightRows& w, DType dtype, const Kernels& kernels, cons
   };
   if (w.scales == nullptr) return product(w.row(first, dtype), w.ld, neurons, w.bias ? w.bias + first : nullptr, out);
 
-  if (x.fixed.steps) {
+  if (x.fixed.digits) {
     const int8_t* rows = reinterpret_cast<const int8_t*>(w.row(first, dtype));
-    kernels.fixed->gate(x.fixed.digits, x.fixed.ld, x.fixed.steps, x.count, rows, w.ld, neurons, columns,
-                        reinterpret_cast<const int8_t*>(w.row(next, dtype)), out, count);
+    const int8_t* ahead = reinterpret_cast<const int8_t*>(w.row(next, dtype));
+    if (x.screened) {
+      kernels.fixed->screened_gate(x.fixed, x.count, rows, w.ld, neurons, columns, ahead, out, count);
+    } else {
+      kernels.fixed->gate(x.fixed, x.count, rows, w.ld, neurons, columns, ahead, out, count);
+    }
   } else if (x.panels == nullptr && count <= kFewTokens) {
     const int8_t* rows = reinterpret_cast<const int8_t*>(w.row(first, dtype));
     kernels.gate_int8(x.rows, columns, x.count, rows, w.ld, neurons, columns, out, count);

@@ -41,6 +41,7 @@ struct TokenRows {
   const char* panels;
   int count;
   FixedRows fixed = {};
+  bool screened = false;  // in fixed point, and what relu surely does not keep need only be negative
 };
 
 // out[n * count + t] = bias[first + n] + scale[first + n] * sum over c of w[first + n, c] * x[t, c], for n < neurons.

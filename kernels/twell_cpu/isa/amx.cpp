@@ -12,7 +12,7 @@ const twell::Kernels* twell::kernels_amx(DType dtype) {
     table.pair_rows = pair_rows_amx;
     table.matmul_pairs = matmul_pairs_amx;
     table.gate_panels_widened = nullptr;
-    table.panels_from = table.int8_panels_from = table.fixed_until = 8;
+    table.panels_from = table.int8_panels_from = table.fixed_until = table.screened_until = 8;
     table.tile_neurons = 96;
     table.few_tile_neurons = 192;
     table.block_bytes = 1 << 20;

@@ -40,6 +40,7 @@ const twell::Kernels* twell::kernels_avx512_bf16(DType dtype) {
     Kernels table = with_widened_panels<Bf16Unit>(with_panels<Bf16Unit>(make_table<Avx512, Bf16Dot>()));
     table.fixed = kernels_avx512_vnni(DType::kBFloat16)->fixed;
     table.fixed_until = 45;
+    table.screened_until = INT64_MAX;
     return table;
   }();
   return dtype == DType::kBFloat16 ? &kBf16 : kernels_avx512_vnni(dtype);

@@ -4,14 +4,15 @@
 #if defined(__AVX512VNNI__)
 #include "simd/fixed_point.h"
 #include "simd/gate_fixed.h"
+#include "simd/gate_screened.h"
 
 namespace {
 
 template <class T>
 twell::Kernels with_fixed_point(twell::Kernels table) {
-  static constexpr twell::FixedPointKernels kFixed{fixed_point<T>, gate_fixed};
+  static constexpr twell::FixedPointKernels kFixed{fixed_point<T>, gate_fixed, screened_gate};
   table.fixed = &kFixed;
-  table.fixed_until = INT64_MAX;
+  table.fixed_until = table.screened_until = INT64_MAX;
   return table;
 }
 

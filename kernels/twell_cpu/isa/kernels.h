@@ -34,14 +34,39 @@ struct ActivationRow {
   float* active;   // null where nothing is counted
 };
 
-// Of int8 weights and tokens in fixed point (simd/fixed_point.h): two rows of digits for each token, high and low, `ld`
-// bytes from one to the next. hidden <= kFixedColumns.
+// What a token's digits mean: an element is step * (base * (high - 128) + low), and the largest step * beyond more.
+struct FixedScale {
+  float step;
+  float base;       // a whole number, at most 256
+  float low_norm;   // no less than the Euclidean norm of (low - base / 2, rounded down)
+  int32_t largest;  // its column
+  int32_t beyond;
+};
+
+// Tokens in fixed point: two rows of digits for each, high and low, `ld` bytes from one to the next; all else is (T,).
+struct FixedRows {
+  const uint8_t* digits = nullptr;
+  int64_t ld = 0;
+  const float *step = nullptr, *base = nullptr, *low_norm = nullptr;
+  const int32_t *largest = nullptr, *beyond = nullptr;
+
+  FixedRows from(int64_t token) const {
+    return {digits + 2 * token * ld, ld, step + token, base + token, low_norm + token, largest + token, beyond + token};
+  }
+};
+
+// Of int8 weights and tokens in fixed point. hidden <= kFixedColumns.
 struct FixedPointKernels {
-  // False where the digits are not as good as the elements.
-  bool (*digits)(const void* x, int64_t hidden, uint8_t* high, uint8_t* low, float* step);
-  // As `gate_int8`; `next` as of `gate`.
-  void (*gate)(const uint8_t* digits, int64_t ld, const float* steps, int tokens, const int8_t* w, int64_t ld_w,
-               int neurons, int64_t hidden, const int8_t* next, float* out, int64_t ld_out);
+  // False where the digits are not as good as the elements. `small_low`: with a base for `screened_gate`, which keeps
+  // low digits small; else with 256, and nothing beyond.
+  bool (*digits)(const void* x, int64_t hidden, bool small_low, uint8_t* high, uint8_t* low, FixedScale* scale);
+  // As `gate_int8`; `next` as of `gate`. The base is 256.
+  void (*gate)(const FixedRows& x, int tokens, const int8_t* w, int64_t ld_w, int neurons, int64_t hidden,
+               const int8_t* next, float* out, int64_t ld_out);
+  // The same for any base, but an element that high digits alone show to be negative is some negative number (or zero).
+  // Returns how many others there were.
+  int64_t (*screened_gate)(const FixedRows& x, int tokens, const int8_t* w, int64_t ld_w, int neurons, int64_t hidden,
+                           const int8_t* next, float* out, int64_t ld_out);
 };
 constexpr int64_t kFixedColumns = 65536;  // 255 * 128 * 65,536 < 2^31
 
@@ -106,7 +131,8 @@ struct Kernels {
                     bool past_caches);
 
   const FixedPointKernels* fixed;  // null where this set or element type has none
-  int64_t fixed_until;             // tokens from which the other kernels are faster
+  int64_t fixed_until;             // tokens from which the other kernels are faster than `gate`
+  int64_t screened_until;          // the same for `screened_gate`
 
   int64_t panels_from;   // tokens from which panels are faster than rows
   int64_t int8_panels_from;  // the same for int8 weights

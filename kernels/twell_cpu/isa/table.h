@@ -22,8 +22,8 @@ constexpr twell::Kernels make_table() {
       widen_int8<Simd, T>,  nullptr,          nullptr,          nullptr,
       round<Simd, T>,       widen<Simd, T>,   activation<Simd, T>,
       activation_backward<Simd, T>, transpose<T>,     nullptr,          0,
-      32,                   32,               48,               48,
-      512 << 10,
+      0,                    32,               32,               48,
+      48,                   512 << 10,
   };
 }
 

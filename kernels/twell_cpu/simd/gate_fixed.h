@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "isa/kernels.h"
 #include "simd/rows_ahead.h"
 
 namespace {
@@ -110,15 +111,15 @@ inline void fixed_rows(const uint8_t* digits, int64_t ld, const float* steps, in
   if (tokens % 2 > 0) tile(tokens / 2, std::integral_constant<int, 1>{});
 }
 
-void gate_fixed(const uint8_t* digits, int64_t ld, const float* steps, int tokens, const int8_t* w, int64_t ld_w,
-                int neurons, int64_t hidden, const int8_t* next, float* out, int64_t ld_out) {
+void gate_fixed(const twell::FixedRows& x, int tokens, const int8_t* w, int64_t ld_w, int neurons, int64_t hidden,
+                const int8_t* next, float* out, int64_t ld_out) {
   int f = 0;
   for (; f + 4 <= neurons; f += 4) {
-    fixed_rows<4>(digits, ld, steps, tokens, w + f * ld_w, ld_w, hidden, rows_ahead(w, next, ld_w, f, 4, neurons),
+    fixed_rows<4>(x.digits, x.ld, x.step, tokens, w + f * ld_w, ld_w, hidden, rows_ahead(w, next, ld_w, f, 4, neurons),
                   out + f * ld_out, ld_out);
   }
   for (; f < neurons; ++f) {
-    fixed_rows<1>(digits, ld, steps, tokens, w + f * ld_w, ld_w, hidden, rows_ahead(w, next, ld_w, f, 1, neurons),
+    fixed_rows<1>(x.digits, x.ld, x.step, tokens, w + f * ld_w, ld_w, hidden, rows_ahead(w, next, ld_w, f, 1, neurons),
                   out + f * ld_out, ld_out);
   }
 }
