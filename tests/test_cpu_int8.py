@@ -222,8 +222,8 @@ def test_no_gate_near_zero_gets_the_wrong_sign(isa, dtype, tokens):
     assert w.abs().max() <= 128
     gate = w @ x.T
     assert torch.equal(gate[torch.arange(neurons), own], wanted)
-    one = torch.ones(neurons)
-    y = cpu_ffn(x.to(dtype), w.to(torch.int8), torch.eye(hidden, neurons).to(torch.int8), s_up=one, s_down=torch.ones(hidden))
+    ones = {"s_up": torch.ones(neurons), "s_down": torch.ones(hidden)}
+    y = cpu_ffn(x.to(dtype), w.to(torch.int8), torch.eye(hidden, neurons).to(torch.int8), **ones)
     assert torch.equal(y[:, :neurons].float(), torch.relu(gate).T)
 
 
