@@ -14,13 +14,17 @@ inline void prefetch(const char* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }
 
-// Whether products of high digits tell the sign of most elements, by a sample. Not where a bias or a scale may turn it.
+// Whether a product's sign is the element's: no bias and no scale turns it.
+bool sign_stays(const WeightRows& gate, int64_t neurons) {
+  const auto keeps_sign = [](float scale) { return scale >= 0.0f; };
+  return !gate.bias && std::all_of(gate.scales, gate.scales + neurons, keeps_sign);
+}
+
+// Whether products of high digits tell the sign of most elements, by a sample.
 bool screening_pays(const FixedPointKernels& kernels, const WeightRows& gate, int64_t neurons, const FixedRows& x,
                     int64_t tokens) {
   constexpr int64_t kRows = 16, kTokens = 64;
   constexpr double kMost = 0.25;
-  const auto keeps_sign = [](float scale) { return scale >= 0.0f; };
-  if (gate.bias || !std::all_of(gate.scales, gate.scales + neurons, keeps_sign)) return false;
   const int64_t rows = std::min(kRows, neurons), count = std::min(kTokens, tokens);
   float values[kRows * kTokens];
   const int64_t whole =
@@ -116,13 +120,14 @@ bool PairFinder::find(int64_t first, int64_t last, double max_density, TokenPair
   std::vector<Tile> tiles(static_cast<size_t>(steps * tile_count));
   for (auto& lane : lanes_) lane.clear();
 
+  const bool may_fix = block_.s_gate && kernels_.fixed && hidden <= kFixedColumns;
   const auto make_fixed = [&](bool small_low) {
-    return block_.s_gate && kernels_.fixed && hidden <= kFixedColumns &&
-           fixed_.make(*kernels_.fixed, threads_, x, hidden * element, tokens, hidden, small_low);
+    return fixed_.make(*kernels_.fixed, threads_, x, hidden * element, tokens, hidden, small_low);
   };
-  const bool screened = tokens >= kScreenedFrom && tokens < kernels_.screened_until && make_fixed(true) &&
+  const bool screened = may_fix && tokens >= kScreenedFrom && tokens < kernels_.screened_until &&
+                        sign_stays(gate_rows(block_), block_.width) && make_fixed(true) &&
                         screening_pays(*kernels_.fixed, gate_rows(block_), block_.width, fixed_.rows(), tokens);
-  const bool use_fixed = screened || (tokens < kernels_.fixed_until && make_fixed(false));
+  const bool use_fixed = screened || (may_fix && tokens < kernels_.fixed_until && make_fixed(false));
   const int64_t panels_from = block_.s_gate ? kernels_.int8_panels_from : kernels_.panels_from;
   const bool use_panels = !use_fixed && kernels_.gate_panels != nullptr && tokens >= panels_from;
   const int64_t panel_count = (tokens + kPanel - 1) / kPanel, bytes = panel_bytes(hidden * element);
