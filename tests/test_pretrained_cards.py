@@ -47,9 +47,9 @@ def test_they_are_drawn_from_the_committed_rows(cards, tmp_path):
 def test_of_each_target_the_row_that_read_most_is_shown(cards):
     rows = {row["id"]: row for row in ROWS}
     best = cards["best_rows"]([*ROWS, {**rows["count/0.098/25M/seed0"], "losses": rows["parent"]["losses"]}])
-    assert [row["id"] for row in best if row["target_density"] == 0.098] == ["count/0.098/120M/seed0"]
-    better = {text: loss - 0.1 for text, loss in rows["count/0.098/120M/seed0"]["losses"].items()}
-    seed = {**rows["count/0.098/120M/seed0"], "id": "count/0.098/120M/seed1", "losses": better}
+    assert [row["id"] for row in best if row["target_density"] == 0.098] == ["count/0.098/350M/seed0"]
+    better = {text: loss - 0.1 for text, loss in rows["count/0.098/350M/seed0"]["losses"].items()}
+    seed = {**rows["count/0.098/350M/seed0"], "id": "count/0.098/350M/seed1", "losses": better}
     assert seed in cards["best_rows"]([*ROWS, seed]), "of two seeds the one of less loss"
     assert rows["count/0.335/210M/seed0"]["unscored"] == ["hellaswag"]
     assert rows["count/0.335/120M/seed0"] in best, "scored in all tasks"

@@ -78,7 +78,7 @@ def full_plan(scripts) -> tuple[dict, list[dict]]:
 
 
 def test_what_is_planned(scripts, tmp_path):
-    """Control and conversions as recipes, each with a name of its own; whole steps, the curve last."""
+    """Control and conversions as recipes, each with a name of its own; whole steps, what has not run last."""
     study, runs = full_plan(scripts)
     assert len({run["id"] for run in runs}) == len(runs) == 30
     assert [run["id"] for run in runs[:5]] == [
@@ -88,7 +88,7 @@ def test_what_is_planned(scripts, tmp_path):
         "dense/150M/seed0",
         "count/0.335/120M/seed0",
     ]
-    assert runs[-1]["id"] == "count/0.0195/340M/seed0"
+    assert runs[-1]["id"] == "chats of the parent/0.098/25M/seed0"
     functions = {**scripts("pretrained_plan"), **scripts("pretrained_runs")}
     trained = [run for run in runs if functions["is_trained"](run)]
     recipes = {run["id"]: functions["recipe_of"](run, study, "parent.gguf", tmp_path) for run in trained}

@@ -186,16 +186,18 @@ def test_the_table_of_densities_quotes_conversions():
 
     study = {row["id"]: row for row in read("model_cards", "smollm2", "pretrained.jsonl")}
     sources = study["parent"], study["dense/150M/seed0"]
-    targets = "0.335", "0.195", "0.098", "0.049", "0.0195"
-    expected = [quoted(study[f"count/{target}/120M/seed0"], *sources) for target in targets]
+    shown = ("0.345/350M", "0.194/350M", "0.098/350M", "0.049/120M", "0.0195/120M")
+    expected = [quoted(study[f"count/{run}/seed0"], *sources) for run in shown]
     table = README.split("| density | loss of SmolLM2 |")[1].split("\n\n")[0].splitlines()[2:]
-    for line, figures in zip(table, expected, strict=False):
-        cells = [cell.strip().replace("*", "") for cell in line.strip("|").split("|")]
-        excess, density = cells[1].strip(")").split(" (")
+    for line, run, figures in zip(table, shown, expected, strict=False):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert cells[1].endswith("*") == run.endswith("/120M"), line
+        excess, density = cells[1].strip(")*").split(" (")
         assert (excess, density, cells[2]) == figures, line
-    fewer = study["count/0.098/25M/seed0"]
-    excess = quoted(fewer, study["parent"], study["books/30M/seed0"])[0]
-    assert f"with 25M it was {excess} at 10 %" in README
+    few = quoted(study["count/0.098/120M/seed0"], *sources)[0]
+    fewer = quoted(study["count/0.098/25M/seed0"], study["parent"], study["books/30M/seed0"])[0]
+    assert f"at 10 % it was {few} with 120M" in README
+    assert f"\nand {fewer} with 25M." in README
 
 
 def test_what_vllm_gains_stands_in_rows():
