@@ -258,7 +258,7 @@ def test_a_missing_vllm_is_told(sparse, capsys):
     if importlib.util.find_spec("vllm"):
         pytest.skip("vLLM is installed here")
     assert main(["bench", "serve", str(sparse), "--engine", "vllm"]) == 1
-    assert "--engine vllm, but vLLM is not installed: pip install" in capsys.readouterr().err
+    assert "--engine vllm, but vLLM is not installed: pip install 'hf_twell[vllm]'" in capsys.readouterr().err
 
 
 def test_a_server_under_requests_at_once(sparse, tokenizer, tmp_path):

@@ -81,6 +81,13 @@ def test_a_missing_package_is_named_with_what_installs_it(tmp_path):
     assert not done.stdout, "said before anything is measured"
 
 
+def test_bench_speaks_of_a_model_where_it_takes_one(capsys):
+    for mode in ("ffn", "prefill", "generate", "train"):
+        with pytest.raises(SystemExit):
+            main(["bench", mode, "--help"])
+        assert ("of MODEL" in capsys.readouterr().out) == (mode in ("prefill", "generate"))
+
+
 def test_help_does_not_wait_for_torch():
     code = "import sys\nfrom hf_twell.cli import main\ntry: main(['train', '--help'])\nexcept SystemExit: pass\n"
     done = subprocess.run(
@@ -236,6 +243,12 @@ RECIPE_MISTAKES = [
     (["training.save_strategy=sometimes"], "sometimes"),
     (["training={max_steps: 1, eval_strategy: steps, eval_steps: abc}"], "training: '>' not supported"),
     (["training.output_dir=elsewhere"], "write output_dir alone"),
+    (["training.bogus=1"], "'bogus'; known keys: per_device_train_batch_size, "),
+    (["training.max_steps=0"], "max_steps: 0; give at least 1, or null"),
+    (
+        ["training.push_to_hub=true"],
+        "push_to_hub, and a run publishes nothing; leave it out, and publish its final model",
+    ),
     (
         ["training.resume_from_checkpoint=out/checkpoint-2"],
         "resume_from_checkpoint, which Trainer passes over; leave it out and add --resume",

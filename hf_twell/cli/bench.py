@@ -23,7 +23,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from hf_twell.cli.bench_own import add_own_model, check_own_model, own_rows
+from hf_twell.cli.bench_own import add_own_model, check_own_model, default_of, own_rows
 from hf_twell.cli.bench_serve import add_serve_options, prepare_serve
 from hf_twell.cli.bench_table import CELLS
 from hf_twell.cli.output import print_json, stdout_for_result, writing
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         mode = modes.add_parser(name, help=summary, description=f"Measure {summary}, against dense PyTorch.")
         add_options(mode)
         if name != "serve":
-            _add_common_options(mode)
+            _add_common_options(mode, name)
         _add_output_options(mode)
         mode.set_defaults(parser=mode)
 
@@ -85,40 +85,38 @@ def _add_ffn_options(parser):
 
 def _add_generate_options(parser):
     add_own_model(parser)
-    _add_model_options(parser, BATCH["generate"], repeats=3)
+    _add_model_options(parser, "generate", repeats=3)
     parser.add_argument("--new-tokens", type=_count, default=128, help="tokens of each sequence (default: 128)")
     parser.add_argument("--steps-only", action="store_true", help="time decoding steps, not `generate` itself")
 
 
 def _add_prefill_options(parser):
     add_own_model(parser)
-    _add_sequence_options(parser, BATCH["prefill"])
+    _add_sequence_options(parser, "prefill")
 
 
-def _add_sequence_options(parser, batch):
-    _add_model_options(parser, batch, repeats=5)
-    parser.add_argument(
-        "--length", type=_count, help=f"tokens of each sequence (default: {LENGTH}, or MODEL's context)"
-    )
+def _add_sequence_options(parser, what):
+    _add_model_options(parser, what, repeats=5)
+    default = default_of(what, LENGTH, "its context")
+    parser.add_argument("--length", type=_count, help=f"tokens of each sequence ({default})")
 
 
-def _add_model_options(parser, batch, repeats):
+def _add_model_options(parser, what, repeats):
     parser.add_argument("--layers", type=_count, nargs="+", default=[8], help="default: 8; also 18, 28, 38: 0.5B to 2B")
     parser.add_argument("--heads", type=_count, help="attention heads (default: D / 64)")
     parser.add_argument("--kv-heads", type=_count, help="key-value heads (default: as many as heads)")
     parser.add_argument("--vocabulary", type=_count, default=32768, help="default: 32768")
-    parser.add_argument("--batch", type=_count, nargs="+", help=f"sequences (default: {batch}; of MODEL: 1)")
+    parser.add_argument("--batch", type=_count, nargs="+", help=f"sequences ({default_of(what, BATCH[what], 1)})")
     parser.add_argument("--repeats", type=_count, default=repeats, help=f"timed turns (default: {repeats})")
 
 
-def _add_common_options(parser):
+def _add_common_options(parser, what):
     parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
     parser.add_argument("--l0", type=float, nargs="+", default=[30.0], help="active neurons per token (default: 30)")
     parser.add_argument("--hidden", type=_count, default=2048, metavar="D", help="hidden size (default: 2048)")
     parser.add_argument("--intermediate", type=_count, default=5632, metavar="F", help="FFN width (default: 5632)")
-    parser.add_argument(
-        "--dtype", choices=["bfloat16", "float16", "float32"], help="default: bfloat16; of MODEL: as stored"
-    )
+    dtypes = ["bfloat16", "float16", "float32"]
+    parser.add_argument("--dtype", choices=dtypes, help=default_of(what, "bfloat16", "as stored"))
     parser.add_argument("--threads", type=_count, help="PyTorch threads (default: as PyTorch chooses)")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--energy", action="store_true", help="CUDA: also energy per token, 2 s more for each variant")
@@ -140,7 +138,7 @@ _MODES = {  # what each measures, and the options that it alone reads
     "generate": ("decoding by a random Llama, calibrated to the workload, or by MODEL", _add_generate_options),
     "train": (
         "training steps of a random Llama, calibrated to the workload",
-        partial(_add_sequence_options, batch=BATCH["train"]),
+        partial(_add_sequence_options, what="train"),
     ),
     "serve": ("MODEL behind OpenAI's API, under requests at once", partial(add_serve_options, count=_count)),
 }

@@ -3,12 +3,18 @@
 import argparse
 from pathlib import Path
 
+OWN_MODES = ("prefill", "generate")
 RANDOM_ONLY = ("layers", "heads", "kv_heads", "vocabulary", "l0", "hidden", "intermediate")
 
 
 def add_own_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a sparse model's folder or Hub name; needs --text")
     parser.add_argument("--text", nargs="+", default=[], metavar="FILE", help="text files that MODEL reads")
+
+
+def default_of(what: str, default, of_model) -> str:
+    """What help says of an option's default, which is another for a MODEL, where the mode takes one."""
+    return f"default: {default}" + (f"; of MODEL: {of_model}" if what in OWN_MODES else "")
 
 
 def check_own_model(args) -> None:

@@ -4,12 +4,17 @@ import ast
 import difflib
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hf_twell.recipe.sources import ROW_FILES, check_file, is_streamed
 from hf_twell.train.schedule import LAYER_SHARES, TERMS, WARMUPS, check_steps, check_target
 
+REFUSED = {  # keys of `training`, and what to do
+    "output_dir": "which is a key of the recipe: write output_dir alone",
+    "resume_from_checkpoint": "which Trainer passes over; leave it out and add --resume",
+    "push_to_hub": "and a run publishes nothing; leave it out, and publish its final model: hf-twell push",
+}
 CHOICES = {
     "term": TERMS,
     "warmup": tuple(WARMUPS),
@@ -58,13 +63,13 @@ def check_training(training: dict) -> None:
     Raises:
         ValueError: naming the key.
     """
-    check_keys(training, training_keys(), "training")
-    if "output_dir" in training:
-        raise ValueError("training has output_dir; it is a key of the recipe: write output_dir alone")
-    if training.get("resume_from_checkpoint"):
-        raise ValueError(
-            "training has resume_from_checkpoint, which Trainer passes over; leave it out and add --resume"
-        )
+    known = [key for key in training_keys() if key not in REFUSED]
+    check_keys([key for key in training if key not in REFUSED], known, "training")
+    for key, why in REFUSED.items():
+        if training.get(key):
+            raise ValueError(f"training has {key}, {why}")
+    if training.get("max_steps") == 0:  # of which Trainer makes one
+        raise ValueError("training has max_steps: 0; give at least 1, or null for as many as num_train_epochs takes")
     for key in ("gradient_accumulation_steps", "per_device_train_batch_size", "per_device_eval_batch_size"):
         if isinstance(training.get(key), int | float) and training[key] < 1:
             raise ValueError(f"training has {key}: {training[key]!r}; give at least 1")
@@ -124,7 +129,7 @@ def _check_objective(recipe, path: Path) -> None:
         raise ValueError(f"{path} has l1_weight and target_density; give one of them, and null for the other")
 
 
-def check_keys(data: dict, known: Sequence[str], where: str) -> None:
+def check_keys(data: Iterable[str], known: Sequence[str], where: str) -> None:
     """Refuse unknown keys.
 
     Raises:
@@ -134,7 +139,7 @@ def check_keys(data: dict, known: Sequence[str], where: str) -> None:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-            if known is not training_keys() and key in training_keys():
+            if key in training_keys():
                 hint = f"it belongs to Trainer: write training.{key}"
             raise ValueError(f"{where} has an unknown key {key!r}; {hint}")
 

@@ -28,7 +28,7 @@ def why_not(engine: str, model: str) -> str | None:
         return "as asked"
     if importlib.util.find_spec("vllm") is None:
         if engine == "vllm":
-            raise ValueError("--engine vllm, but vLLM is not installed: pip install vllm")
+            raise ValueError("--engine vllm, but vLLM is not installed: pip install 'hf_twell[vllm]'")
         return "vLLM is not installed"
     if engine == "vllm":
         return None
