@@ -152,6 +152,12 @@ def test_the_one_model_and_no_other(server, sparse):
         ({"prompt": "a", "max_tokens": 0}, "must be greater than 0"),
         ({"prompt": "a", "nonsense": 1}, "nonsense"),
         ({"prompt": "a " * 600}, "the model's context 512"),
+        ({}, "lacks 'prompt'"),
+        ({"prompt": "a", "n": 2}, "n=2 is not supported; leave n out"),
+        ({"prompt": "a", "logprobs": 0}, "logprobs=0 is not supported"),
+        ({"prompt": "a", "best_of": 3}, "best_of=3"),
+        ({"prompt": "a", "echo": True}, "echo=true"),
+        ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty=0.5"),
         ([], "no JSON object"),
     ],
 )
@@ -162,6 +168,24 @@ def test_mistakes_of_a_client_are_told(server, body, says):
 def test_mistakes_in_messages_are_told(server):
     assert "lacks 'messages'" in server.ask("/v1/chat/completions", {})
     assert server.ask("/v1/chat/completions", {"messages": [{"role": "robot", "content": "a"}]}) == "no robots"
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    for field, value in (
+        ("n", 2),
+        ("logprobs", True),
+        ("top_logprobs", 3),
+        ("response_format", {"type": "json_object"}),
+    ):
+        message = server.ask("/v1/chat/completions", {**body, field: value})
+        assert message == f"{field}={json.dumps(value)} is not supported; leave {field} out"
+
+
+def test_fields_that_ask_for_nothing_are_answered(server):
+    """As clients send them, which fill in defaults."""
+    plain = {"n": 1, "presence_penalty": 0.0, "logprobs": None, "user": "me"}
+    assert completion(server, prompt=PROMPTS[0], echo=False, best_of=1, max_tokens=1, **plain)
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "response_format": {"type": "text"}}
+    for given in (plain, {**plain, "logprobs": False, "top_logprobs": 0}):
+        assert len(server.ask("/v1/chat/completions", {**body, **given})["choices"]) == 1
 
 
 def test_a_client_that_goes_away_leaves_the_server_to_others(server, sparse):

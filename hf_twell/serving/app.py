@@ -4,6 +4,7 @@ Transformers' own application has routes that load other models, by any client; 
 """
 
 import contextlib
+import json
 import uuid
 from collections.abc import AsyncIterator
 
@@ -16,6 +17,17 @@ from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 
 from hf_twell.serving.one_model import Generation, OneModel
+
+# Fields that Transformers' handlers pass over though the answer should be another, and what asks for no other.
+PASSED_OVER = {
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "presence_penalty": (None, 0, 0.0),
+    "response_format": (None, {"type": "text"}),
+}
 
 
 def build_app(name: str, model, tokenizer, generation: Generation) -> FastAPI:
@@ -45,22 +57,32 @@ def build_app(name: str, model, tokenizer, generation: Generation) -> FastAPI:
     return app
 
 
-class _Sampling:
-    """Transformers' handlers take a temperature, and still decode greedily unless the checkpoint asks for sampling."""
+class _Exact:
+    """Transformers' handlers, but for what they pass over in silence."""
+
+    def _validate_request(self, body: dict) -> None:
+        super()._validate_request(body)
+        for field, harmless in PASSED_OVER.items():
+            given = body.get(field)
+            if not any(given == value and type(given) is type(value) for value in harmless):  # 0 is not False
+                raise HTTPException(400, f"{field}={json.dumps(given)} is not supported; leave {field} out")
 
     def _build_generation_config(self, body: dict, *args, **options):
         config = super()._build_generation_config(body, *args, **options)
-        if body.get("temperature"):
+        if body.get("temperature"):  # they take it, and still decode greedily unless the checkpoint asks for sampling
             config.do_sample = True
         return config
 
 
-class Chat(_Sampling, ChatCompletionHandler):
+class Chat(_Exact, ChatCompletionHandler):
     pass
 
 
-class Completion(_Sampling, CompletionHandler):
-    pass
+class Completion(_Exact, CompletionHandler):
+    def _validate_request(self, body: dict) -> None:
+        super()._validate_request(body)
+        if "prompt" not in body:  # they would answer the empty one
+            raise HTTPException(400, "the request lacks 'prompt'")
 
 
 def _closed(response: JSONResponse | StreamingResponse) -> JSONResponse | StreamingResponse:
