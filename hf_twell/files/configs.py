@@ -1,5 +1,6 @@
 """A checkpoint's configs, read as what a stranger wrote: plain data, and errors of one line."""
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -102,14 +103,17 @@ def saying_quantized(path: str | Path, config: dict) -> Iterator[None]:
 
     Raises:
         ValueError: in place of what other checks, or a missing package, say of such weights.
+        ImportError: torchao is missing, which reads what `hf-twell quantize` writes.
     """
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if method == "torchao" and importlib.util.find_spec("torchao") is None:
+        raise ImportError(f"{path} holds weights that torchao reads, which is missing: pip install 'hf_twell[int8]'")
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
-        quantization = config.get("quantization_config")
         if quantization is None:
             raise
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise ValueError(
             f"{path} holds weights that are quantized ({method}), and these are not converted; give the model that "
             f"they were made from, and quantize the result. As they are they do not load here either: {one_line(error)}"
