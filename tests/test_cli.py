@@ -23,6 +23,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 from hf_twell.cli import COMMANDS, main
 from hf_twell.cli.output import write_json
 from hf_twell.files.checkpoints import finished_checkpoints, write_state
+from hf_twell.files.folders import training_record
 from hf_twell.recipe.packing import PackedText
 from hf_twell.recipe.runs import check_run
 from hf_twell.recipe.schema import load_recipe
@@ -138,6 +139,33 @@ def test_sparsify_writes_a_stock_model_and_measures_it(tmp_path, capsys):
     assert "LlamaForCausalLM: 4 feed-forward blocks" in printed
     assert "kernels and the L1 term act on 2 of them: layers 0, 3\n" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["sparse"]
+
+
+def test_a_model_that_had_relu_keeps_what_is_recorded_of_it(recipe, capsys):
+    """And one that gets ReLU does not: its record is of another model."""
+    folder, text = recipe.parent, recipe.parent / "heldout.txt"
+    assert main(["train", str(recipe), f"output_dir={folder / 'out'}", "training.max_steps=1"]) == 0
+    trained = training_record(folder / "out" / "final")
+    assert trained["method"]["step"] == 1
+    assert trained["measured"]["after"]["loss"] > 0
+    assert main(["sparsify", str(folder / "out" / "final"), str(folder / "same")]) == 0
+    assert training_record(folder / "same") == trained
+    capsys.readouterr()
+    assert main(["sparsify", str(folder / "same"), str(folder / "measured"), "--text", str(text), "--json"]) == 0
+    sparsity = json.loads(capsys.readouterr().out)["sparsity"]
+    again = training_record(folder / "measured")
+    assert again["method"] == trained["method"]
+    after = {"loss": trained["measured"]["after"]["loss"], "sparsity": sparsity}
+    assert again["measured"] == {**trained["measured"], "after": after}
+
+    shutil.copytree(DEMO / "model", folder / "dense")
+    for name in ("twell_state.json", "twell_measured.json"):
+        shutil.copy(folder / "same" / name, folder / "dense")
+    assert main(["sparsify", str(folder / "dense"), str(folder / "swapped")]) == 0
+    assert training_record(folder / "swapped") == {"method": {"step": 0}, "measured": None}
+    (folder / "same" / "twell_state.json").write_text("[]")
+    assert main(["sparsify", str(folder / "same"), str(folder / "broken")]) == 1
+    assert "twell_state.json holds no JSON object; copy it again, or remove it" in error_line(capsys)
 
 
 @pytest.mark.slow

@@ -438,6 +438,9 @@ def test_what_was_not_measured_is_absent():
     assert "| shape | 4 layers, D=64, F=1,000 |" in text
     assert "| kernels and L1 term on layers | 0, 3 |" in text
     assert cards.CLAUSES["l1"] not in cards.model_card("me/x", config, method={"step": 10}), "nor was it trained so"
+    text = cards.model_card("me/x", {**config, "quantization_config": {"quant_method": "bitsandbytes"}})
+    assert "| quantized weights | bitsandbytes |" in text
+    assert "it needs what reads bitsandbytes, and no remote code:" in text
     method = {"l1_weight": 2e-4, "step": 1000, "warmup_steps": 50, "warmup": "sine"}
     assert "| coefficient of the L1 term | 0.0002 after a sine warm-up over 50 steps |" in cards.model_card(
         "me/x", config, method=method

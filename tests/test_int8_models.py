@@ -2,7 +2,10 @@
 
 import copy
 import json
+import os
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,9 @@ from hf_twell.blocks import operands
 from hf_twell.blocks.choice import takes_kernels
 from hf_twell.blocks.modeling import SparseFfn, sparse_ffns
 from hf_twell.blocks.operands import quantized_values
+from hf_twell.cli import main
+from hf_twell.files.folders import save_model, training_record
+from hf_twell.models.hub import folder_card
 from hf_twell.ops import api, build, reference
 from tests.conftest import COMMAND, ids, tiny_llama
 from tests.ffn_cases import relative_rms
@@ -285,6 +291,63 @@ def test_the_command(folder, tmp_path, kernel_calls):
     assert type(model.model.layers[0].self_attn.q_proj.weight) is torch.nn.Parameter
     logits(model)
     assert kernel_calls == [0, 1, 2]
+
+
+@pytest.mark.parametrize("weights", ["int8", "fp8"])
+def test_the_card_of_a_trained_model_that_was_quantized(folder, tmp_path, caplog, weights):
+    """It has what was recorded of the training, said to be of the weights before; figures of its own are not."""
+    model = sparsify(AutoModelForCausalLM.from_pretrained(folder))
+    sparsity = measure_sparsity(model, [ids()])
+    density = f"{100 * sparsity['density']:.2f} %"
+    loss = {"dense": {"loss": 2.0}, "before": {"loss": 9.0}, "after": {"loss": 2.7, "sparsity": sparsity}}
+    method, measured = {"target_density": 0.05, "step": 7}, {"heldout": ["a.txt"], **loss}
+    save_model(model, tmp_path / "trained", method={**method, "files": {"optimizer.pt": 3}}, measured=measured)
+    quantized = tmp_path / "quantized"
+    assert main(["quantize", str(tmp_path / "trained"), str(quantized), "--weights", weights]) == 0
+    assert training_record(quantized) == {"method": method, "measured": json.loads(json.dumps(measured))}
+    caplog.clear()
+    card = folder_card(quantized, "me/x")
+    (record,) = caplog.records
+    assert "Its held-out loss before the weights were quantized is 35 % above that of its dense" in record.getMessage()
+    assert f"| feed-forward weights | {weights}, torchao |" in card
+    assert "computes it densely; it needs torchao (`pip install torchao`), and no remote code:" in card
+    assert "| optimizer steps | 7 |" in card
+    assert f"| density measured before the weights were quantized | {density} |" in card
+    assert f"so that {density} of a block's neurons were active for a token before the weights were quantized." in card
+    assert "| held-out loss (nats per token) before the weights were quantized | dense parent 2.000, " in card
+    assert "tokens of `a.txt` before the weights were quantized." in card
+    own = folder_card(quantized, "me/x", sparsity=sparsity)
+    assert f"| density measured | {density} |" in own
+    assert f"so that {density} of a block's neurons are active for a token." in own
+    plain = folder_card(tmp_path / "trained", "me/x")
+    assert "computes it densely; nothing else is needed, and no remote code:" in plain
+    assert "quantized" not in plain
+    assert "torchao" not in plain
+
+
+def test_quantized_models_are_not_converted_again(folder, tmp_path, capsys):
+    sparsify(load(folder)).save_pretrained(tmp_path / "int8")
+    capsys.readouterr()
+    assert main(["sparsify", str(tmp_path / "int8"), str(tmp_path / "out")]) == 1
+    (line,) = capsys.readouterr().err.splitlines()  # and no bar: nothing was loaded
+    assert "int8 is quantized already, and can be neither converted nor saved again; copy the folder" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_torchao_is_named_with_what_installs_it(folder, tmp_path):
+    sparsify(load(folder)).save_pretrained(tmp_path / "int8")
+    (tmp_path / "text.txt").write_text("some words")
+    code = "import sys\nsys.modules['torchao'] = None\nfrom hf_twell.cli import main\nsys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "eval", "int8", "--text", "text.txt"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )
+    assert done.returncode == 1
+    says = "int8 holds weights that torchao reads, which is missing: pip install 'hf_twell[int8]'"
+    assert done.stderr.splitlines()[-1] == f"hf-twell: error: {says}"
 
 
 @pytest.mark.slow

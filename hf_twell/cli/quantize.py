@@ -42,16 +42,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _quantize(args) -> dict:
     from hf_twell.blocks.architectures import find_ffns
-    from hf_twell.files.folders import check_target, save_model
+    from hf_twell.files.folders import check_target, save_model, training_record
     from hf_twell.models.quantizing import quantize
 
     output = check_target(args.output, overwrite=args.overwrite)
     if output.exists() and Path(args.model).exists() and output.samefile(args.model):
         raise ValueError(f"{args.output} is the model itself, whose weights would be lost; choose another output")
+    record = training_record(args.model)
     model, tokenizer = quantize(args.model, args.weights)
     sites = find_ffns(model)
     linears = [getattr(site.module, name) for site in sites for name in site.form.linears]
-    save_model(model, args.output, tokenizer, overwrite=args.overwrite)
+    save_model(model, args.output, tokenizer, overwrite=args.overwrite, **record)
     return {
         "class": type(model).__name__,
         "weights": args.weights,

@@ -55,7 +55,7 @@ def _convert(args) -> dict:
 
     import hf_twell
     from hf_twell.blocks.architectures import find_ffns
-    from hf_twell.files.folders import check_target, save_model
+    from hf_twell.files.folders import check_target, save_model, training_record
     from hf_twell.measure.inference import check_ids
     from hf_twell.models.loading import has_tokenizer, load_model
     from hf_twell.recipe.packing import check_file, token_ids
@@ -67,6 +67,7 @@ def _convert(args) -> dict:
         raise ValueError(f"--tokens {args.tokens}; give at least 1")
     for path in args.text:
         check_file(Path(path))
+    _check_unquantized(args.model)
     tokenizer = None
     if not args.text and not has_tokenizer(args.model):
         tokenizer = False
@@ -82,15 +83,17 @@ def _convert(args) -> dict:
         ids = torch.tensor(token_ids(tokenizer, args.text)[: args.tokens])
         check_ids(model, tokenizer, ids)
         sparsity = hf_twell.measure_sparsity(model, [part[None] for part in ids.split(length)], progress=True)
-    heldout = [Path(name).name for name in args.text]
-    save_model(
-        model,
-        args.output,
-        tokenizer,
-        overwrite=args.overwrite,
-        method={"step": 0} if swapped else None,
-        measured={"heldout": heldout, "before": {"sparsity": sparsity}} if sparsity else None,
-    )
+    # What was recorded of a model that had another activation does not hold of this one.
+    record = {"method": {"step": 0}, "measured": None} if swapped else training_record(args.model)
+    if sparsity:
+        measured = record["measured"] or {}
+        last = "after" if measured.get("after") else "before"
+        figures = {
+            "heldout": [Path(name).name for name in args.text],
+            last: {**(measured.get(last) or {}), "sparsity": sparsity},
+        }
+        record["measured"] = measured | figures
+    save_model(model, args.output, tokenizer, overwrite=args.overwrite, **record)
     return {
         "class": type(model).__name__,
         "blocks": len(find_ffns(model)),
@@ -99,3 +102,17 @@ def _convert(args) -> dict:
         "config": {"hidden_act": "relu", "twell": model.config.twell},
         "sparsity": sparsity,
     }
+
+
+def _check_unquantized(path: str) -> None:
+    """Refuse, by a ValueError and before weights are loaded, what Transformers could not save again."""
+    from hf_twell.files.configs import read_config
+    from hf_twell.models.gguf_files import is_gguf
+
+    if is_gguf(path) or (Path(path).is_dir() and not Path(path, "config.json").is_file()):
+        return  # which has no such entry, or is refused in other words
+    if read_config(path).get("quantization_config") is not None:
+        raise ValueError(
+            f"{path} is quantized already, and can be neither converted nor saved again; copy the folder if it is a "
+            "sparse model's, else give the model that it was made from"
+        )

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import glob
+import json
 import os
 import secrets
 import shutil
@@ -155,6 +156,26 @@ def save_model(
             write_json(folder / STATE_NAME, method)
         if measured is not None:
             write_json(folder / MEASURED_NAME, measured)
+
+
+def training_record(path: str | Path) -> dict[str, dict | None]:
+    """What a model's folder says of its training: "method" and "measured", as `save_model` takes them; None: nothing.
+
+    Raises:
+        ValueError: one of its files holds no JSON object.
+    """
+    record = {}
+    for key, name in (("method", STATE_NAME), ("measured", MEASURED_NAME)):
+        file = Path(path, name)
+        try:
+            record[key] = json.loads(file.read_text()) if file.is_file() else None
+        except ValueError as error:
+            raise ValueError(f"{file} is no JSON ({error}); copy it again, or remove it") from error
+        if not isinstance(record[key], dict | None):
+            raise ValueError(f"{file} holds no JSON object; copy it again, or remove it")
+    if record["method"]:
+        record["method"].pop("files", None)  # the sizes of a checkpoint's own files
+    return record
 
 
 @contextmanager

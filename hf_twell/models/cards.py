@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_twell.blocks.architectures import loading_class
 from hf_twell.files.tables import markdown_table, percent
+from hf_twell.models.quantizing import CONFIGS
 from hf_twell.ops.carried import carried_folder
 
 CLAUSES = {  # by `term`
@@ -58,14 +59,16 @@ def model_card(
     layers = (config.get("twell") or {}).get("layers")
     if layers:
         facts["kernels and L1 term on layers"] = ", ".join(map(str, layers))
-    sparsity = sparsity or measured_sparsity(measured)
+    facts |= _quantization(config)
+    sparsity = sparsity or measured_sparsity(measured, _earlier(config))
     active = ""
     if method:
         facts |= _method(method)
     if sparsity and isinstance(sparsity.get("density"), float):
-        facts["density measured"] = percent(sparsity["density"])
-        active = f", so that {facts['density measured']} of a block's neurons are active for a token"
-    facts |= _losses(measured or {})
+        density, earlier = percent(sparsity["density"]), sparsity.get("earlier", "")
+        facts[f"density measured{earlier}"] = density
+        active = f", so that {density} of a block's neurons {'were' if earlier else 'are'} active for a token{earlier}"
+    facts |= _losses(measured or {}, _earlier(config))
     pressed = method and (method.get("l1_weight") or method.get("target_density"))
     trained = CLAUSES[method.get("term", "l1")] if pressed else ""
     metadata = {"base_model": base_model} if is_repo(base_model) else {}
@@ -75,9 +78,9 @@ def model_card(
         metadata,
         facts,
         architecture=(config.get("architectures") or [config.get("model_type", "model")])[0],
-        **loading(loading_class(config)),
+        **loading(loading_class(config), config),
         method_clause=trained + active,
-        warning=_warning(method, sparsity, measured),
+        warning=_warning(config, method, sparsity, measured),
         sparsity=sparsity_section(sparsity, sizes[0]) if sparsity else "",
         evaluation=_evaluation(scores) if scores else "",
     )
@@ -92,30 +95,37 @@ def untrained(method: Mapping | None, sparsity: Mapping | None) -> str | None:
     return "No fine-tuning after the swap to ReLU is recorded here."
 
 
-def costly(measured: Mapping | None) -> str | None:
-    """What says that a conversion took much of a model, or None; of a final model's `twell_measured.json`."""
+def costly(measured: Mapping | None, config: Mapping) -> str | None:
+    """What says that a conversion took much of a model, or None; of its `twell_measured.json` and config.json."""
     dense, after = ((measured or {}).get(key) for key in ("dense", "after"))
     if not dense or not after or after["loss"] <= LOST * dense["loss"]:
         return None
-    return f"Its held-out loss is {100 * (after['loss'] / dense['loss'] - 1):.0f} % above that of its dense parent."
+    above = f"{100 * (after['loss'] / dense['loss'] - 1):.0f} %"
+    return f"Its held-out loss{_earlier(config)} is {above} above that of its dense parent."
 
 
-def _warning(method, sparsity, measured) -> str:
+def _warning(config, method, sparsity, measured) -> str:
     if recorded := untrained(method, sparsity):
         return f"> **Warning.** {recorded} {UNTRAINED}\n\n"
-    return f"> **Warning.** {cost} {COSTLY}\n\n" if (cost := costly(measured)) else ""
+    return f"> **Warning.** {cost} {COSTLY}\n\n" if (cost := costly(measured, config)) else ""
 
 
-def measured_sparsity(measured: Mapping | None) -> dict | None:
-    """The sparsity of a final model as a card gives it, from its `twell_measured.json`."""
+def measured_sparsity(measured: Mapping | None, earlier: str = "") -> dict | None:
+    """The sparsity of a final model as a card gives it, from its `twell_measured.json`; `earlier` is added to where."""
     last = measured and (measured.get("after") or measured.get("before"))
-    return {**last["sparsity"], "files": measured.get("heldout")} if last and last.get("sparsity") else None
+    if not last or not last.get("sparsity"):
+        return None
+    return {**last["sparsity"], "files": measured.get("heldout"), "earlier": earlier}
 
 
-def loading(loader: type = AutoModelForCausalLM) -> dict[str, str]:
+def loading(loader: type = AutoModelForCausalLM, config: Mapping | None = None) -> dict[str, str]:
     """The sections of a card that go by what loads the model, or an adapter's base."""
     task = "pipeline_tag: text-generation\n" if loader is AutoModelForCausalLM else ""
-    return {"loader": loader.__name__, "task": task}
+    quantization, needs = (config or {}).get("quantization_config"), "nothing else is needed"
+    if quantization:
+        method = quantization.get("quant_method")
+        needs = "it needs torchao (`pip install torchao`)" if method == "torchao" else f"it needs what reads {method}"
+    return {"loader": loader.__name__, "task": task, "needs": needs}
 
 
 def adapter_card(base: str | None, repo_id: str | None = None, *, loader: type = AutoModelForCausalLM) -> str:
@@ -178,11 +188,27 @@ def _method(method: Mapping) -> dict:
     }
 
 
-def _losses(measured: Mapping) -> dict:
+def _earlier(config: Mapping) -> str:
+    """Of what a folder records of its training: quantized models are not trained, and so were quantized after it."""
+    return " before the weights were quantized" if config.get("quantization_config") else ""
+
+
+def _quantization(config: Mapping) -> dict:
+    quantization = config.get("quantization_config")
+    if not quantization:
+        return {}
+    method, made_by = quantization.get("quant_method"), str(quantization.get("quant_type"))
+    for weights, name in CONFIGS.items():
+        if method == "torchao" and name in made_by:
+            return {"feed-forward weights": f"{weights}, {method}"}
+    return {"quantized weights": method}
+
+
+def _losses(measured: Mapping, earlier: str) -> dict:
     names = {"dense": "dense parent", "before": "before training", "after": "after it"}
     losses = {name: (measured.get(key) or {}).get("loss") for key, name in names.items()}
     told = ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items() if loss is not None)
-    return {"held-out loss (nats per token)": told or None}
+    return {f"held-out loss (nats per token){earlier}": told or None}
 
 
 def sparsity_section(sparsity: Mapping, layers: int | None) -> str:
@@ -206,7 +232,8 @@ def sparsity_section(sparsity: Mapping, layers: int | None) -> str:
 def _where(sparsity: Mapping) -> str:
     files = ", ".join(f"`{Path(str(name)).name}`" for name in sparsity.get("files") or ())
     partial = ", reading only part of it" if sparsity.get("partial") else ""
-    return f"Measured on {sparsity['tokens']:,} tokens{f' of {files}' if files else ''}{partial}."
+    of = f" of {files}" if files else ""
+    return f"Measured on {sparsity['tokens']:,} tokens{of}{partial}{sparsity.get('earlier', '')}."
 
 
 def _evaluation(scores: Mapping) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.files.checkpoints import STATE_NAME
 from hf_twell.files.configs import read_config
-from hf_twell.files.folders import CHAT_TEMPLATES, MEASURED_NAME, save_model
+from hf_twell.files.folders import CHAT_TEMPLATES, MEASURED_NAME, save_model, training_record
 from hf_twell.models.adapters import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -180,16 +180,12 @@ def folder_card(folder: str | Path, repo_id: str, *, base_model=None, sparsity=N
     if config.get("twell") is None:
         raise ValueError(f"{folder} is no sparse model (its config has no twell entry); convert it: hf-twell sparsify")
     check_checkpoint(folder)
-    method, measured = (
-        json.loads(path.read_text()) if path.is_file() else None
-        for path in (folder / STATE_NAME, folder / MEASURED_NAME)
-    )
-    if recorded := untrained(method, sparsity or measured_sparsity(measured)):
+    record = training_record(folder)
+    if recorded := untrained(record["method"], sparsity or measured_sparsity(record["measured"])):
         logger.warning("%s: %s Fine-tune it before others use it: hf-twell train", folder, recorded)
-    elif cost := costly(measured):
+    elif cost := costly(record["measured"], config):
         logger.warning("%s: %s The card says so", folder, cost)
-    figures = {"method": method, "measured": measured, "sparsity": sparsity, "scores": scores}
-    return model_card(repo_id, config, base_model=base_model, **figures)
+    return model_card(repo_id, config, base_model=base_model, sparsity=sparsity, scores=scores, **record)
 
 
 def _active_adapter(model: nn.Module) -> str:
