@@ -171,6 +171,6 @@ def test_the_command_writes_what_a_recipe_reads(tmp_path, capsys):
     assert result["output"] == str(file)
     assert len(PackedText(load_tokenizer(DEMO), [str(file)], 16)) > 3
     assert main(command) == 0
-    assert capsys.readouterr().out.startswith(f"{result['documents']} documents of {result['tokens']} tokens")
+    assert capsys.readouterr().out.startswith(f"{result['documents']} documents, {result['tokens']:,} tokens in all, ")
     assert main(["sample", DEMO, str(tmp_path / "own.txt"), "--tokens", "5"]) == 1
     assert "does not end in .jsonl" in capsys.readouterr().err

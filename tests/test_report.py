@@ -64,13 +64,13 @@ def test_what_stands_out(result):
             "64 have 22.5 (2.00x).",
         ),
         (
-            "Middle layers are busiest",
+            "Layer 2 is busiest",
             "Layer 2 has most active neurons (4.0 % of its neurons), layer 0 fewest (1.0 %).",
         ),
         (
             "2 of 4 layers are mostly dead",
-            "More than half of the neurons of layers 0, 2 never fired, on 5,000 tokens; 7 neurons fired for every "
-            "token.",
+            "More than half of the neurons of layers 0, 2 never fired, on 5,000 tokens; 7 neurons of all layers "
+            "fired for every token.",
         ),
         (
             "Rare tokens are busier",
@@ -102,7 +102,7 @@ def test_the_opposite_is_said(result):
     result["vocabulary"]["by_count"][0]["l0"] = 10.0
     assert titles(result) == [
         "First tokens are quieter",
-        "Early layers are busiest",
+        "Layer 0 is busiest",
         "No layer is mostly dead",
         "Rare tokens are quieter",
         "Neighbouring tokens share hardly more neurons than strangers",
@@ -142,6 +142,14 @@ def test_a_dense_model_is_told_by_effective_neurons(result):
     )
     assert "have 2 effective neurons" in findings(dense)[0]["text"]
     assert not any("firing" in title or "Neighbouring" in title for title in titles(dense))
+
+
+def test_the_busiest_layer_may_lie_beside_the_quietest(result):
+    result["layers"] = [layer(190), layer(360), layer(300), layer(290)]
+    assert tuple(findings(result)[1].values()) == (
+        "Layer 1 is busiest",
+        "Layer 1 has most active neurons (36 % of its neurons), layer 0 fewest (19 %).",
+    )
 
 
 def test_what_sparsity_buys():

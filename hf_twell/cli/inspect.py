@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="FILE", help="write the JSON to FILE")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else on standard output")
     parser.add_argument("--measure", action="store_true", help="time the sparse blocks here; else they are predicted")
-    parser.add_argument("--tokens", type=int, metavar="N", help="read about N tokens at most (default: all)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="read N tokens at most (default: all)")
     parser.add_argument("--context", type=int, metavar="N", help="window in tokens (default: the model's, <= 2048)")
     parser.add_argument("--batch-tokens", type=int, default=4096, metavar="N", help="per forward pass (default: 4096)")
     parser.add_argument("--tokenizer", metavar="MODEL", help="folder or Hub name of the tokenizer (default: MODEL's)")

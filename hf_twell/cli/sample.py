@@ -49,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
         print_json({**result, "output": args.output})
         return 0
     rows = "conversations" if args.chats else "documents"
-    print(f"{result['documents']} {rows} of {result['tokens']} tokens, begun after {result['start']}: {args.output}")
+    counts = f"{result['documents']:,} {rows}, {result['tokens']:,} tokens in all"
+    print(f"{counts}, begun after {result['start']}: {args.output}")
     return 0
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from hf_twell.blocks.architectures import find_ffns
 from hf_twell.convert.convertible import check_convertible
-from hf_twell.inspection.passages import batches, windows
+from hf_twell.inspection.passages import batches, first_tokens, windows
 from hf_twell.measure.inference import check_ids, input_device, model_context
 from hf_twell.measure.negative_gates import column_norms
 from hf_twell.measure.perplexity import token_log_likelihoods
@@ -75,7 +75,7 @@ def conversion_cost(
             raise ValueError(f"density {density}: give a share of the neurons above 0, up to 1")
 
     context = min(model_context(model, context), MAX_CONTEXT)
-    passages = list(_first(windows(tokenizer, files, context), min(max_tokens or MAX_TOKENS, MAX_TOKENS)))
+    passages = list(first_tokens(windows(tokenizer, files, context), min(max_tokens or MAX_TOKENS, MAX_TOKENS)))
     tokens = sum(map(len, passages))
     if tokens == len(passages):
         raise ValueError("the text has no token to score: the first one of a window is given")
@@ -101,15 +101,6 @@ def conversion_cost(
         "relu": _against(dense, relu),
         "oracle": oracle,
     }
-
-
-def _first(source: Iterable[list[int]], tokens: int) -> Iterator[list[int]]:
-    """The windows that hold the first `tokens` tokens."""
-    for window in source:
-        yield window[:tokens]
-        tokens -= len(window)
-        if tokens <= 0:
-            break
 
 
 def _padded(batch: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:

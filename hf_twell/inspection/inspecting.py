@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 
 from hf_twell.blocks.architectures import activation_keys, find_ffns
-from hf_twell.inspection.passages import batches, windows
+from hf_twell.inspection.passages import batches, first_tokens, windows
 from hf_twell.inspection.places import Tables
 from hf_twell.measure.inference import check_ids, describe, input_device, model_context
 from hf_twell.measure.sparsity import ModelActivity, watching
@@ -40,7 +40,7 @@ def inspect_text(
     Args:
         files: UTF-8 text files, packed by xz or not.
         context: window length in tokens; by default the model's own, at most 2,048.
-        max_tokens: stop after about so many tokens (the last batch is finished).
+        max_tokens: read no more than the first so many tokens.
         batch_tokens: tokens in a forward pass, in windows of similar length.
         progress: show a progress bar on stderr.
         stop: asked before each batch; once it says True, the result covers what has been read and says "partial".
@@ -81,7 +81,7 @@ def inspect_text(
         watching(model, activity, see),
     ):
         source = windows(tokenizer, files, context, on_bytes=bar.update)
-        for batch in batches(source, max(1, batch_tokens // context)):
+        for batch in batches(first_tokens(source, max_tokens), max(1, batch_tokens // context)):
             length = torch.tensor([len(window) for window in batch])
             padded = bool((length != length.max()).any())
             valid = (torch.arange(int(length.max())) < length.unsqueeze(1)).to(device)
@@ -96,7 +96,7 @@ def inspect_text(
             tokens += int(length.sum())
             bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
             partial = stop()
-            if partial or (max_tokens is not None and tokens >= max_tokens):
+            if partial:
                 break
     if not tokens:
         raise ValueError("no tokens to measure on: the tokenizer makes none of this text")

@@ -83,6 +83,18 @@ def windows(tokenizer, files: Iterable[str | Path], length: int, **options) -> I
                 ids = []
 
 
+def first_tokens(source: Iterable[list[int]], tokens: int | None) -> Iterator[list[int]]:
+    """The windows that hold the first `tokens` tokens; all of them for None."""
+    if tokens is None:
+        yield from source
+        return
+    for window in source:
+        yield window[:tokens]
+        tokens -= len(window)
+        if tokens <= 0:
+            break
+
+
 def batches(source: Iterable[list[int]], size: int) -> Iterator[list[list[int]]]:
     """Windows of similar length together, longest first, out of a few batches read ahead."""
     ahead = []

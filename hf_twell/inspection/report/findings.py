@@ -138,10 +138,8 @@ def _layers(result):
     values = [layer[key] / layer["intermediate_size"] for layer in layers]
     busiest, quietest = max(values), min(values)
     at = values.index(busiest)
-    third = ("Early", "Middle", "Late")[min(2, 3 * at // len(layers))]
-    title = f"{third} layers are busiest" if quietest * MANY <= busiest else "Layers are about equally busy"
     return {
-        "title": title,
+        "title": f"Layer {at} is busiest" if quietest * MANY <= busiest else "Layers are about equally busy",
         "text": f"Layer {at} has most {name} ({percent(busiest)} of its neurons), "
         f"layer {values.index(quietest)} fewest ({percent(quietest)}).",
     }
@@ -160,7 +158,7 @@ def _dead(result):
     always = sum(layer["always_on_neurons"] for layer in layers)
     return {
         "title": title,
-        "text": f"{text}, on {result['tokens']:,} tokens; {always:,} neurons fired for every token.",
+        "text": f"{text}, on {result['tokens']:,} tokens; {always:,} neurons of all layers fired for every token.",
     }
 
 
