@@ -5,39 +5,28 @@
     accelerate launch recipes/finetune.py recipes/demo.yaml       # one process a GPU
     accelerate launch --config_file recipes/accelerate/fsdp2.yaml recipes/finetune.py RECIPE.yaml revive_after=null
 
-`hf-twell train recipes/demo.yaml` does the same. What a run does is in hf_twell/recipe/finetune.py: `five_steps` is all
-there is to it. To train in your own way, copy that file beside this script, as my_loop.py, say, change it there, and
-write `from my_loop import finetune` below.
+It is `hf-twell train`, also for several processes. What a run does is in hf_twell/recipe/finetune.py: `five_steps` is
+all there is to it. To train in your own way, copy that file beside this script, as my_loop.py, say, change it there,
+and below, in place of `train.run(arguments)`, call its `finetune(load_recipe(arguments.recipe, arguments.changes))`;
+`load_recipe` is of hf_twell.recipe.schema.
 """
 
 import argparse
-import json
-import os
 import sys
 
-from hf_twell.recipe.schema import load_recipe
+from hf_twell.cli import train
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", help="a YAML file")
-    parser.add_argument(
-        "changes", nargs="*", default=[], metavar="KEY=VALUE", help="in place of the recipe's own values"
-    )
-    parser.add_argument("--resume", action="store_true", help="go on from the last complete checkpoint in output_dir")
-    parser.add_argument("--overwrite", action="store_true", help="replace the final model of a run without checkpoints")
+    train.add_arguments(parser)
     arguments = parser.parse_intermixed_args()
     try:
-        recipe = load_recipe(arguments.recipe, arguments.changes)  # its mistakes are told before the long imports
-        from hf_twell.recipe.finetune import finetune
-
-        result = finetune(recipe, resume=arguments.resume, overwrite=arguments.overwrite)
+        train.run(arguments)
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"finetune.py: error: {error}")
     except KeyboardInterrupt as interrupted:
         print("; ".join(["\nfinetune.py: interrupted", *map(str, interrupted.args)]), file=sys.stderr)
         sys.exit(130)
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(json.dumps({key: result[key] for key in ("model", "dense", "before", "after")}, indent=2))
     from accelerate import PartialState
 
     processes = PartialState()

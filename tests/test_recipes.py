@@ -139,6 +139,18 @@ def run_processes(launch: list, *changes) -> str:
 
 
 @pytest.mark.slow
+def test_the_script_prints_what_the_command_does(text, tmp_path, capsys):
+    changes = small(text, tmp_path / "out", 2, 2)
+    assert main(["train", str(ROOT / "recipes" / "demo-target.yaml"), *changes]) == 0
+    table = capsys.readouterr().out
+    assert "held-out loss" in table
+    shutil.rmtree(tmp_path / "out")
+    assert run_processes([], *changes) == table
+    shutil.rmtree(tmp_path / "out")
+    assert json.loads(run_processes([], *changes, "--json"))["model"] == str(tmp_path / "out" / "final")
+
+
+@pytest.mark.slow
 def test_a_mistake_in_two_processes_is_told_without_a_traceback(tmp_path):
     launch = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     done = start_processes(launch, f"output_dir={tmp_path / 'out'}", "target_density=5")
@@ -173,8 +185,8 @@ def test_two_processes_train_as_one(text, tmp_path, streamed):
     for processes in (1, 2):
         output = tmp_path / str(processes)
         launch = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
-        printed = run_processes(launch, *small(text, output, 4, 4 // processes), *changes)
-        assert printed.count('"after"') == 1, "one process prints the result"
+        printed = run_processes(launch, *small(text, output, 4, 4 // processes), *changes, "--json")
+        assert json.loads(printed)["logs"], "one process prints the result, and nothing else is printed"
         logs.append(logs_of(output / "checkpoint-4"))
     assert streamed or any(row["twell/revived"] > 0 for row in logs[0])
     assert_same_rows(logs[1], logs[0])
