@@ -7,6 +7,10 @@ from hf_twell.cli.bench_table import CELLS
 from hf_twell.files.tables import markdown_table
 
 PASSES = {"forward": "One block, forward", "forward+backward": "One block, forward and backward"}
+PLAIN = (
+    "Beside each cell: our block with weights in {}, and how many times as long it took. Only these two were timed in "
+    "turn; all other cells were timed at other moments.\n\n"
+)
 MODELS = {"prefill": "Prefill", "generate": "Generation", "train": "Training step"}
 
 
@@ -36,10 +40,21 @@ def _blocks(rows) -> str:
     direction, hidden, intermediate, dtype, weights = _block(rows[0])
     found = {(row["tokens"], row["requested_l0"]): row for row in rows}
     tokens, l0s = (sorted(set(values)) for values in zip(*found, strict=True))
-    lines = [[f"{count:,}", *(_cell(found.get((count, l0))) for l0 in l0s)] for count in tokens]
     held = f", weights in {weights}" if weights else ""
     title = f"## {PASSES[direction]}: D={hidden}, F={intermediate}, {dtype}{held}"
-    return f"{title}\n\n{markdown_table(['tokens', *(f'L0 = {l0:g}' for l0 in l0s)], lines)}"
+    cells, plain = {"": _cell}, ""
+    if any("sparse_plain_ms" in row for row in rows):
+        cells[f", {dtype}"], plain = _plain, PLAIN.format(dtype)
+    columns = [(f"L0 = {l0:g}{name}", l0, cell) for l0 in l0s for name, cell in cells.items()]
+    lines = [[f"{count:,}", *(cell(found.get((count, l0))) for _, l0, cell in columns)] for count in tokens]
+    return f"{title}\n\n{plain}{markdown_table(['tokens', *(name for name, *_ in columns)], lines)}"
+
+
+def _plain(row: dict | None) -> str | None:
+    """Our block in 16 bits, of a row whose weights are in 8."""
+    if row is None or "sparse_plain_ms" not in row:
+        return None
+    return f"{_duration(row['sparse_plain_ms'])} ({row['speedup_plain']:.2f}x)"
 
 
 def _cell(row: dict | None) -> str | None:

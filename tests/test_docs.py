@@ -197,6 +197,10 @@ def test_tables_hold_every_row():
         for row in map(json.loads, rows.read_text().splitlines()):
             if row["bench"] == "ffn":
                 assert f"{row['speedup']:.2f}x" in table
+                if "sparse_plain_ms" in row:  # of rows in 8 bits, whose own pair alone was timed in turn
+                    ms = row["sparse_plain_ms"]
+                    plain = f"{ms:.3g} ms" if ms >= 1 else f"{1000 * ms:.3g} µs"
+                    assert f"| {plain} ({row['speedup_plain']:.2f}x) |" in table
             elif row["bench"] == "serve":
                 assert f"| {row['tokens_per_s']['median']:g} (" in table
             else:
@@ -257,6 +261,21 @@ def test_what_8_bits_gain_stands_in_rows():
         for text, ms in zip(shown, expected, strict=True):
             digits = len(text.partition(".")[2])
             assert float(text) == pytest.approx(1000 * ms, abs=0.51 * 10**-digits), (line, text)
+
+
+def test_what_int8_gains_on_a_cpu_stands_in_rows():
+    """The other table of docs/quantization.md; each of its lines is one row, whose figures were timed in turn."""
+    path = ROOT / "kernels/twell_cpu/bench/epyc-int8-2026-11-27/bench.jsonl"
+    rows = {row["tokens"]: row for row in map(json.loads, path.open()) if "weights" in row}
+    page = (ROOT / "docs" / "quantization.md").read_text()
+    lines = page.split("| tokens | dense bf16 | our bf16 | int8 |")[1].split("\n\n")[0].splitlines()[2:]
+    assert len(lines) == 4
+    for line in lines:
+        tokens, *shown = [cell.strip(" *").replace(",", "") for cell in line.strip("|").split("|")]
+        row = rows[int(tokens)]
+        expected = [least(row, "ms", ("eager", "compiled")), row["sparse_plain_ms"], row["sparse_ms"]]
+        for text, ms in zip(shown, expected, strict=True):
+            assert float(text) == pytest.approx(ms, abs=0.51 * 10 ** -len(text.partition(".")[2])), line
 
 
 def test_energy_is_a_power_that_the_board_has():
