@@ -60,12 +60,13 @@ def model_card(
     if layers:
         facts["kernels and L1 term on layers"] = ", ".join(map(str, layers))
     facts |= _quantization(config)
-    sparsity = sparsity or measured_sparsity(measured, _earlier(config))
+    earlier = "" if sparsity else _earlier(config)  # figures that are given are of the model as it is
+    sparsity = sparsity or measured_sparsity(measured)
     active = ""
     if method:
         facts |= _method(method)
     if sparsity and isinstance(sparsity.get("density"), float):
-        density, earlier = percent(sparsity["density"]), sparsity.get("earlier", "")
+        density = percent(sparsity["density"])
         facts[f"density measured{earlier}"] = density
         active = f", so that {density} of a block's neurons {'were' if earlier else 'are'} active for a token{earlier}"
     facts |= _losses(measured or {}, _earlier(config))
@@ -81,7 +82,7 @@ def model_card(
         **loading(loading_class(config), config),
         method_clause=trained + active,
         warning=_warning(config, method, sparsity, measured),
-        sparsity=sparsity_section(sparsity, sizes[0]) if sparsity else "",
+        sparsity=sparsity_section(sparsity, sizes[0], earlier) if sparsity else "",
         evaluation=_evaluation(scores) if scores else "",
     )
 
@@ -110,12 +111,10 @@ def _warning(config, method, sparsity, measured) -> str:
     return f"> **Warning.** {cost} {COSTLY}\n\n" if (cost := costly(measured, config)) else ""
 
 
-def measured_sparsity(measured: Mapping | None, earlier: str = "") -> dict | None:
-    """The sparsity of a final model as a card gives it, from its `twell_measured.json`; `earlier` is added to where."""
+def measured_sparsity(measured: Mapping | None) -> dict | None:
+    """The sparsity of a final model as a card gives it, from its `twell_measured.json`."""
     last = measured and (measured.get("after") or measured.get("before"))
-    if not last or not last.get("sparsity"):
-        return None
-    return {**last["sparsity"], "files": measured.get("heldout"), "earlier": earlier}
+    return {**last["sparsity"], "files": measured.get("heldout")} if last and last.get("sparsity") else None
 
 
 def loading(loader: type = AutoModelForCausalLM, config: Mapping | None = None) -> dict[str, str]:
@@ -211,8 +210,8 @@ def _losses(measured: Mapping, earlier: str) -> dict:
     return {f"held-out loss (nats per token){earlier}": told or None}
 
 
-def sparsity_section(sparsity: Mapping, layers: int | None) -> str:
-    """L0, density and dead neurons of each layer; `layers` is how many there must be (None: any)."""
+def sparsity_section(sparsity: Mapping, layers: int | None, earlier: str = "") -> str:
+    """L0, density and dead neurons of each layer; `layers`: how many there must be (None: any), `earlier`: what says when."""
     rows = sparsity.get("layers")
     if not isinstance(rows, list) or not rows or not all({"l0", "density", "dead"} <= row.keys() for row in rows):
         raise ValueError("these are no figures of sparsity: give what measure_sparsity or `hf-twell inspect` returned")
@@ -226,14 +225,14 @@ def sparsity_section(sparsity: Mapping, layers: int | None) -> str:
         ]
         + [["mean", f"{sparsity['l0']:.1f}", "", percent(sparsity["density"]), percent(sparsity["dead"])]],
     )
-    return f"## Sparsity\n\n{sparsity.get('where') or _where(sparsity)}\n\n{layers_table}\n"
+    return f"## Sparsity\n\n{sparsity.get('where') or _where(sparsity, earlier)}\n\n{layers_table}\n"
 
 
-def _where(sparsity: Mapping) -> str:
+def _where(sparsity: Mapping, earlier: str) -> str:
     files = ", ".join(f"`{Path(str(name)).name}`" for name in sparsity.get("files") or ())
     partial = ", reading only part of it" if sparsity.get("partial") else ""
     of = f" of {files}" if files else ""
-    return f"Measured on {sparsity['tokens']:,} tokens{of}{partial}{sparsity.get('earlier', '')}."
+    return f"Measured on {sparsity['tokens']:,} tokens{of}{partial}{earlier}."
 
 
 def _evaluation(scores: Mapping) -> str:
