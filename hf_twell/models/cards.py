@@ -211,7 +211,10 @@ def _losses(measured: Mapping, earlier: str) -> dict:
 
 
 def sparsity_section(sparsity: Mapping, layers: int | None, earlier: str = "") -> str:
-    """L0, density and dead neurons of each layer; `layers`: how many there must be (None: any), `earlier`: what says when."""
+    """L0, density and dead neurons of each layer; `layers` is how many there must be (None: any).
+
+    `earlier` says when they were measured, where that was before the model became what it is.
+    """
     rows = sparsity.get("layers")
     if not isinstance(rows, list) or not rows or not all({"l0", "density", "dead"} <= row.keys() for row in rows):
         raise ValueError("these are no figures of sparsity: give what measure_sparsity or `hf-twell inspect` returned")
