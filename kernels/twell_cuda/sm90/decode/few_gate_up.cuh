@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kNeurons <= kFewNeurons ? 1024 : kThreads, 1)
   if (thread == 0) p.trace.mark(4);
   if (active.count == 0) return;
   if (takes_pairs(p, c)) {
-    static_assert(kWarps * kPairBytes <= S::kRings);
+    static_assert(kWarps * kPairSteps * kPairStepBytes<Weight> <= S::kRings);
     multiply_pairs<Half, Weight, kNeurons>(p, c, gate, first, x);
     __syncwarp();
     sm90::named_arrive<kMultipliers + kFetchers>(kListBarrier);

@@ -6,9 +6,11 @@
 
 namespace twell::decoding::few {
 
-// Pieces of eight numbers, of both rows of a pair, that a lane has on their way: in registers, or in shared memory.
-constexpr int kHeld = 4, kStaged = 8;
-constexpr int kPairBytes = 2 * kStaged * 32 * 16;  // for each warp
+// Hidden units of both rows of a pair that a warp asks for at a time, and how many such steps are on their way to it,
+// of this pair or of its next one.
+constexpr int kPairStep = 1024, kPairSteps = 2;
+template <typename Weight>
+constexpr uint32_t kPairStepBytes = kPairStep * (2 + sizeof(Weight));  // weights, then x
 
 #if defined(TWELL_SM90_DEVICE)
 
@@ -19,113 +21,100 @@ __device__ __forceinline__ bool takes_pairs(const FewParams& p, const Control<kN
   return p.up != nullptr && c.pair_count <= kMaxPairs;
 }
 
-// Eight weights of a row: 16 bytes, or 8 of 8-bit ones.
-template <typename Weight>
-using Eight = std::conditional_t<kScaled<Weight>, uint2, uint4>;
-
+// Eight weights of a row as 16-bit values.
 template <typename Half, typename Weight>
-__device__ __forceinline__ uint4 as_halves(const Eight<Weight>& weights) {
+__device__ __forceinline__ uint4 load_eight(uint32_t shared) {
   if constexpr (kScaled<Weight>) {
+    const uint2 bytes = load_shared_8(shared);
     uint4 v;
-    expand<Half, Weight>(weights.x, v.x, v.y);
-    expand<Half, Weight>(weights.y, v.z, v.w);
+    expand<Half, Weight>(bytes.x, v.x, v.y);
+    expand<Half, Weight>(bytes.y, v.z, v.w);
     return v;
   } else {
-    return weights;
-  }
-}
-
-template <typename Row>
-__device__ __forceinline__ Row load_shared(uint32_t shared) {
-  if constexpr (sizeof(Row) == 16) {
     return sm90::load_shared_16(shared);
-  } else {
-    return load_shared_8(shared);
   }
 }
 
-// The sum of the products of eight numbers each.
-template <typename Half>
-__device__ __forceinline__ float multiply_add(const uint4& a, const uint4& b, float sum) {
-  const uint32_t x[4] = {a.x, a.y, a.z, a.w}, w[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 v = sm90::unpack<Half>(x[i]), u = sm90::unpack<Half>(w[i]);
-    sum = fmaf(v.x, u.x, sum);
-    sum = fmaf(v.y, u.y, sum);
-  }
-  return sum;
-}
-
-// A lane's part of the product of two rows of up to kHeld * 32 pieces, all of them on their way at once in registers.
+// A warp's product of two rows. Tensor cores multiply each lane's numbers by those of eight groups of lanes, and only
+// the diagonal is looked at: still far fewer instructions than ordinary cores take. Of a lane's eight numbers words 0
+// and 2 lie in a product's first rows and 1 and 3 in its last, so each half is multiplied by its own weights.
 template <typename Half, typename Weight>
-__device__ __forceinline__ float multiply_held(const uint4* x, const Eight<Weight>* row, int pieces) {
-  using Row = Eight<Weight>;
-  const int lane = threadIdx.x % 32;
-  uint4 a[kHeld];
-  Row b[kHeld];
-#pragma unroll
-  for (int k = 0; k < kHeld; ++k) {
-    const bool inside = lane + k * 32 < pieces;
-    a[k] = inside ? __ldcg(x + lane + k * 32) : uint4{};
-    b[k] = inside ? __ldg(row + lane + k * 32) : Row{};
-  }
-  float sum = 0.f;
-#pragma unroll
-  for (int k = 0; k < kHeld; ++k) sum = multiply_add<Half>(a[k], as_halves<Half, Weight>(b[k]), sum);
-  return sum;
-}
+struct PairSum {
+  float even[4] = {}, odd[4] = {};
 
-// The same of longer rows, through shared memory, which has place for more than registers: at `place` the lane's first
-// piece. It reads but what it has copied itself.
-template <typename Half, typename Weight>
-__device__ __forceinline__ float multiply_staged(const uint4* x, const Eight<Weight>* row, int pieces, uint32_t place) {
-  using Row = Eight<Weight>;
-  constexpr uint32_t kApart = 32 * 16;
-  float sum = 0.f;
-#pragma unroll 1
-  for (int at = threadIdx.x % 32; at < pieces; at += kStaged * 32) {
+  // A step's numbers; a lane reads what others have copied.
+  __device__ __forceinline__ void add(uint32_t step) {
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t row = step + lane * (8 * sizeof(Weight)), x = step + kPairStep * sizeof(Weight) + lane * 16;
 #pragma unroll
-    for (int k = 0; k < kStaged; ++k) {
-      const bool inside = at + k * 32 < pieces;
-      if constexpr (sizeof(Row) == 16) {
-        sm90::copy_16(place + 2 * k * kApart, row + (inside ? at + k * 32 : 0), inside);
-      } else {  // those outside are the row's first ones again and meet zeros: no NaN that the sum has not without them
-        sm90::copy<8>(place + 2 * k * kApart, row + (inside ? at + k * 32 : 0));
-      }
-      sm90::copy_16(place + (2 * k + 1) * kApart, x + (inside ? at + k * 32 : 0), inside);
-    }
-    asm volatile("cp.async.wait_all;" ::: "memory");
-#pragma unroll
-    for (int k = 0; k < kStaged; ++k) {
-      sum = multiply_add<Half>(sm90::load_shared_16(place + (2 * k + 1) * kApart),
-                               as_halves<Half, Weight>(load_shared<Row>(place + 2 * k * kApart)), sum);
+    for (int k = 0; k < kPairStep / 256; ++k) {
+      const uint4 a = sm90::load_shared_16(x + k * 512);
+      const uint4 w = load_eight<Half, Weight>(row + k * 256 * sizeof(Weight));
+      mma<Half>(even, a.x, a.y, a.z, a.w, w.x, w.z);
+      mma<Half>(odd, a.x, a.y, a.z, a.w, w.y, w.w);
     }
   }
-  return sum;
+  __device__ __forceinline__ float total() const {
+    const int lane = threadIdx.x % 32, group = lane / 4;  // whose numbers are row and column `group` (`mma`)
+    float sum = group % 2 == 0 ? even[0] + odd[2] : even[1] + odd[3];
+    if (lane % 4 != group / 2) sum = 0.f;
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+    return sum;
+  }
+};
+
+// kBytes of a row from `from` on, of which the lane copies every 32nd piece of 16; past the row's end, where `left`
+// bytes are, zeros.
+template <int kBytes>
+__device__ __forceinline__ void copy_step(uint32_t to, const char* from, int left) {
+  const int own = threadIdx.x % 32 * 16;
+  to += own, from += own, left -= own;
+  asm volatile("" : "+r"(to), "+l"(from));  // one address, and copies at fixed distances from it
+#pragma unroll
+  for (int k = 0; k < kBytes; k += 512) sm90::copy_16(to + k, from + k, k < left);
 }
 
-// relu(gate) becomes h, a pair for each warp. Long rows come where the rings were: a block that takes pairs has read
-// all that it asked for there, and asks for nothing more.
+// relu(gate) becomes h, a pair for each warp; while it is summed the next one's rows are on their way. They come where
+// the rings were: a block that takes pairs has read all that it asked for there, and asks for nothing more.
 template <typename Half, typename Weight, int kNeurons>
 __device__ __forceinline__ void multiply_pairs(const FewParams& p, const ControlOf<Weight, kNeurons>& c, float* gate,
                                                int first, uint32_t shared) {
-  using Row = Eight<Weight>;
   constexpr int kBytes = sizeof(Weight);
-  const int lane = threadIdx.x % 32, pieces = static_cast<int>(p.row_bytes / (8 * kBytes));
-  const uint32_t place = shared + threadIdx.x / 32 * kPairBytes + lane * 16;
+  constexpr uint32_t kStep = kPairStepBytes<Weight>;
+  const int warp = threadIdx.x / 32, count = c.pair_count, hidden = static_cast<int>(p.row_bytes / kBytes);
+  const uint32_t steps = shared + warp * kPairSteps * kStep;
+  int asked = warp, unit = 0;  // the pair and its hidden unit that are asked for next
+  const auto ask = [&](uint32_t step) {
+    if (asked < count) {
+      const int token = c.pairs[asked] / 64, n = c.pairs[asked] % 64, left = hidden - unit;
+      const char* const row = p.up + (static_cast<int64_t>(first + n) * hidden + unit) * kBytes;
+      copy_step<kPairStep * kBytes>(step, row, left * kBytes);
+      copy_step<kPairStep * 2>(step + kPairStep * kBytes, p.x + (token * hidden + unit) * 2, left * 2);
+      unit += kPairStep;
+      if (unit >= hidden) unit = 0, asked += kWarps;
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
 #pragma unroll 1
-  for (int i = threadIdx.x / 32; i < c.pair_count; i += kWarps) {
+  for (int k = 0; k < kPairSteps; ++k) ask(steps + k * kStep);
+  uint32_t step = steps;
+#pragma unroll 1
+  for (int i = warp; i < count; i += kWarps) {
+    PairSum<Half, Weight> sums;
+#pragma unroll 1
+    for (int summed = 0; summed < hidden; summed += kPairStep) {
+      asm volatile("cp.async.wait_group %0;" ::"n"(kPairSteps - 1) : "memory");
+      __syncwarp();
+      sums.add(step);
+      __syncwarp();
+      ask(step);
+      step = 2 * steps + kStep - step;  // the other one
+    }
     const int token = c.pairs[i] / 64, n = c.pairs[i] % 64;
-    const char* const x_row = p.x + static_cast<int64_t>(token) * (p.row_bytes * kRatio<Half, Weight>);
-    const uint4* const x = reinterpret_cast<const uint4*>(x_row);
-    const Row* const row = reinterpret_cast<const Row*>(p.up + static_cast<int64_t>(first + n) * p.row_bytes);
-    float sum = pieces <= kHeld * 32 ? multiply_held<Half, Weight>(x, row, pieces)
-                                     : multiply_staged<Half, Weight>(x, row, pieces, place);
-#pragma unroll
-    for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+    float sum = sums.total();
     if constexpr (kScaled<Weight>) sum *= c.up_scale[n];
-    if (lane == 0) gate[token * kGateRow<kNeurons> + n] *= sum + c.up_bias[n];
+    if (threadIdx.x % 32 == 0) gate[token * kGateRow<kNeurons> + n] *= sum + c.up_bias[n];
   }
 }
 
