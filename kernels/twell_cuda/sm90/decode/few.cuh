@@ -24,13 +24,14 @@ constexpr int kDownDepth = 48;  // neurons of a stage of the second
 constexpr int kDownControl = 3984;
 constexpr int down_stage_bytes(bool sixteen) { return kDownDepth * ((sixteen ? 32 : kStepBytes) + kStepBytes); }
 constexpr int down_exchange_bytes(bool sixteen) { return kFewColumns * (sixteen ? 16 : kRows) * 4; }
-// Where a multiprocessor has no place for a block of the first kernel too, three blocks of four stages fit.
-constexpr int down_stages(bool sixteen, bool beside) { return sixteen ? 8 : beside ? 5 : 4; }
-// `narrow`: of 8-bit weights, whose columns take half as many bytes of a stage. For more than 16 tokens two stages of
-// them lie there as 16-bit values too.
+// Where a multiprocessor has no place for a block of the first kernel too, three blocks of four stages fit, or of six
+// of 8-bit weights (`narrow`), whose columns take half as many bytes.
+constexpr int down_stages(bool sixteen, bool beside, bool narrow) {
+  return sixteen ? 8 : narrow ? 6 : beside ? 5 : 4;
+}
 constexpr int down_shared(bool sixteen, bool beside, bool narrow) {
-  const int columns = narrow ? kStepBytes / 2 : 0, wide = narrow && !sixteen ? 2 * kDownDepth * kStepBytes : 0;
-  return down_stages(sixteen, beside) * (down_stage_bytes(sixteen) - kDownDepth * columns) + wide +
+  const int columns = narrow ? kStepBytes / 2 : 0;
+  return down_stages(sixteen, beside, narrow) * (down_stage_bytes(sixteen) - kDownDepth * columns) +
          down_exchange_bytes(sixteen) + kDownControl + (narrow ? kFewColumns * 4 : 0);
 }
 

@@ -2,7 +2,7 @@
 // (sm90/decode/few_gate_up.cuh).
 //
 // A thread block owns 64 columns of y and, with `splits` of them to a cluster, its own share of the active neurons. All
-// threads list those; then one warpgroup multiplies and the others gather columns of Wd and h. The blocks of a cluster
+// threads list those; then some warps multiply and the others gather columns of Wd and h. The blocks of a cluster
 // add up through each other's shared memory: each finishes some of the columns. `Weight` is the call's own type, or
 // an 8-bit one, whose scales belong to the columns.
 #pragma once
@@ -20,7 +20,7 @@ using namespace few::down;
 
 #if defined(TWELL_SM90_DEVICE)
 
-// Which bounds of eight columns each block of a cluster finishes, and where it finds what block `from` has of them.
+// Which bounds each block of a cluster finishes, and where it finds what block `from` has of them.
 template <int kSplits>
 struct Shares {
   static __device__ __forceinline__ int first(int owner) { return kBounds * owner / kSplits; }
@@ -40,6 +40,7 @@ __device__ __forceinline__ void finish(const FewDownParams& p, const ControlOf<W
   using Share = Shares<kSplits>;
   using F = Form<Weight, kSixteen>;
   constexpr int kBoundThreads = F::kBoundThreads, kBoundBytes = F::kBoundBytes;
+  constexpr int kApart = kTokensApart<Weight, kSixteen>;
 #pragma unroll 1
   for (int item = threadIdx.x; item < kBoundThreads * Share::count(split); item += kThreads) {
     const int bound = item / kBoundThreads, thread = item % kBoundThreads;
@@ -50,7 +51,7 @@ __device__ __forceinline__ void finish(const FewDownParams& p, const ControlOf<W
       v.x += __uint_as_float(part.x), v.y += __uint_as_float(part.y);
       v.z += __uint_as_float(part.z), v.w += __uint_as_float(part.w);
     }
-    const int token = thread / 32 * 16 + thread % 32 / 4;
+    const int token = token_of<Weight, kSixteen>(Share::first(split) + bound, thread);
     const int place = column_of<Weight, kSixteen>(Share::first(split) + bound, thread);
     const int column = slice * kColumns + place;
     if (token >= p.tokens || column >= p.hidden) continue;
@@ -62,7 +63,7 @@ __device__ __forceinline__ void finish(const FewDownParams& p, const ControlOf<W
     if (p.b_down != nullptr) bias = sm90::unpack<Half>(static_cast<const uint32_t*>(p.b_down)[column / 2]);
     uint32_t* const y = static_cast<uint32_t*>(p.y) + (token * p.hidden + column) / 2;
     y[0] = sm90::pack<Half>(v.x + bias.x, v.y + bias.y);
-    if (token + 8 < p.tokens) y[4 * p.hidden] = sm90::pack<Half>(v.z + bias.x, v.w + bias.y);
+    if (token + kApart < p.tokens) y[p.hidden * kApart / 2] = sm90::pack<Half>(v.z + bias.x, v.w + bias.y);
   }
 }
 
@@ -76,23 +77,29 @@ __global__ void __launch_bounds__(kThreads, 3) few_down_kernel(const __grid_cons
   using F = Form<Weight, kSixteen>;
   extern __shared__ __align__(1024) uint8_t stage_bytes[];
   const int ring_bytes = p.stages * F::kStageBytes;
-  const uint32_t stages = smem_address(stage_bytes), wide = stages + ring_bytes, exchange = wide + F::kWideBytes;
-  auto& c = *reinterpret_cast<ControlOf<Weight>*>(stage_bytes + ring_bytes + F::kWideBytes + F::kExchangeBytes);
+  const uint32_t stages = smem_address(stage_bytes), exchange = stages + ring_bytes;
+  auto& c = *reinterpret_cast<ControlOf<Weight>*>(stage_bytes + ring_bytes + F::kExchangeBytes);
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
   const int slice = blockIdx.x / kSplits, split = blockIdx.x % kSplits;
   constexpr bool kSends = kSplits > 1;  // st.async wants a launch in clusters
+  const int multiplying = F::kByTokens && p.tokens <= 32 ? 4 : F::kMultipliers / 32;  // warps
   sm90::launch_dependents();
   if (thread == 0) {
     p.trace.start();
 #pragma unroll
     for (int s = 0; s < kMaxStages; ++s) {
-      sm90::barrier_init(c.full + s, kFetchers);
-      sm90::barrier_init(c.empty + s, kMultipliers / 32);
+      sm90::barrier_init(c.full + s, F::kFetchers);
+      sm90::barrier_init(c.empty + s, multiplying);
     }
     sm90::barrier_init(&c.sums, 1);
     sm90::fence_barrier_init();
-    // From the whole cluster what this block finishes: sums of 16 tokens a warp.
-    sm90::barrier_arrive_expect(&c.sums, kSplits * Share::count(split) * ((p.tokens + 15) / 16) * 32 * 16);
+    // From the whole cluster what this block finishes: sums of 16 tokens a warp, or bounds that have tokens.
+    if constexpr (F::kByTokens) {
+      const int bounds = min(max((p.tokens + 7) / 8 - Share::first(split), 0), Share::count(split));
+      sm90::barrier_arrive_expect(&c.sums, kSplits * bounds * F::kBoundBytes);
+    } else {
+      sm90::barrier_arrive_expect(&c.sums, kSplits * Share::count(split) * ((p.tokens + 15) / 16) * 32 * 16);
+    }
   }
   __syncthreads();
   cluster_arrive();  // who has started may be written to
@@ -106,11 +113,18 @@ __global__ void __launch_bounds__(kThreads, 3) few_down_kernel(const __grid_cons
   neurons.find(p, c);
   Ring ring(c.full, c.empty, p.stages);
 
-  if (warp >= kMultipliers / 32) {
+  if (warp >= F::kMultipliers / 32) {
 #pragma unroll 1
     for (int from = 0; from < neurons.count; from += kListed) {
       neurons.list(p, c, from);
-      fetch<Weight, kSixteen>(p, c, ring, stages, slice, min(kListed, neurons.count - from));
+      const int listed = min(kListed, neurons.count - from);
+      if constexpr (F::kByTokens) {
+        const int first = from == 0 ? F::kFirstStages : 0;
+        ring.stage += first;
+        fetch_narrow<Weight>(p, c, ring, stages, slice, first * kDepth, listed);
+      } else {
+        fetch<Weight, kSixteen>(p, c, ring, stages, slice, listed);
+      }
     }
     __syncwarp();
     cluster_wait();
@@ -122,20 +136,32 @@ __global__ void __launch_bounds__(kThreads, 3) few_down_kernel(const __grid_cons
     for (int from = 0; from < neurons.count; from += kListed) {
       neurons.list(p, c, from);
       if (thread == 0) p.trace.mark(2);
+      if constexpr (F::kByTokens) {
+        if (from == 0) {
+          const int stage = warp / (F::kFetchers / 32), first = stage * kDepth;
+          Ring own = ring;
+          own.stage = stage;
+          fetch_narrow<Weight>(p, c, own, stages, slice, first, min(neurons.count, first + kDepth));
+          __syncwarp();
+        }
+      }
 #if defined(TWELL_FEW_TRACE)
       ring.wait_full();
       if (thread == 0) p.trace.mark(3);
 #endif
-      multiply_listed<Half, Weight>(sum, ring, stages, wide, min(kListed, neurons.count - from));
+      if (!F::kByTokens || warp < multiplying) {
+        multiply_listed<Half, Weight>(sum, ring, stages, min(kListed, neurons.count - from));
+      }
     }
     if (thread == 0) p.trace.mark(4);
     if constexpr (kScaled<Weight>) join_columns(sum);
     __syncwarp();
     cluster_wait();
-    if (kSixteen || warp * 16 < p.tokens) {
+    if (kSixteen || F::kByTokens || warp * 16 < p.tokens) {
 #pragma unroll
       for (int i = 0; i < F::kOwn / 4; ++i) {
-        const int j = kSixteen ? 2 * warp + i : i, owner = Share::owner(j);
+        const int j = kSixteen ? 2 * warp + i : F::kByTokens ? warp / 4 * 4 + i : i, owner = Share::owner(j);
+        if (F::kByTokens && 8 * j >= p.tokens) break;
         const uint32_t to = exchange + Share::slot(owner, split, j - Share::first(owner)) * F::kBoundBytes +
                             thread % F::kBoundThreads * 16;
         if constexpr (kSends) {
@@ -172,7 +198,7 @@ cudaError_t launch_for(const Ffn& ffn, const DecodePlan& plan, const Device& dev
   const bool beside = fits_beside(ffn, device);
   const int bytes = shared_bytes<Weight, kSixteen>(beside);
   const int splits = plan.kernels.forced_splits > 0 ? plan.kernels.forced_splits : few_splits(ffn, device);
-  p.stages = down_stages(kSixteen, beside);
+  p.stages = down_stages(kSixteen, beside, kScaled<Weight>);
   if (splits == 1) return launch<Half, Weight, 1, kSixteen>(plan, p, bytes, stream);
   if (splits == 2) return launch<Half, Weight, 2, kSixteen>(plan, p, bytes, stream);
   if (splits == 3) return launch<Half, Weight, 3, kSixteen>(plan, p, bytes, stream);

@@ -9,23 +9,26 @@
 
 namespace twell::decoding::few::down {
 
-constexpr int kMultipliers = 128, kFetchers = 192, kThreads = kMultipliers + kFetchers;
+constexpr int kThreads = 320;
 constexpr int kColumns = kFewColumns, kBounds = kColumns / 8;
 constexpr int kDepth = kDownDepth;
-constexpr int kPartBytes = kDepth * kStepBytes, kMaxStages = down_stages(true, true);
+constexpr int kPartBytes = kDepth * kStepBytes, kMaxStages = down_stages(true, true, false);
 constexpr int kListed = 1904;  // neurons at a time
-constexpr int kAll = 1, kWidenBarrier = 2;  // named
+constexpr int kAll = 1;  // named
 
-// Up to 16 tokens are multiplied by mma, a warp for 16 columns, instead of by wgmma, a warp for 16 of 64 tokens.
+// Up to 16 tokens are multiplied by mma, a warp for 16 columns, and more by wgmma, a warp for 16 of 64 tokens. With
+// 8-bit weights more are multiplied by mma too, a warp for 16 columns and 32 tokens. A bound is what a cluster's blocks
+// share out: eight columns of all tokens, or, there, eight tokens of all columns.
 template <typename Weight, bool kSixteen>
 struct Form {
+  static constexpr bool kByTokens = kScaled<Weight> && !kSixteen;
+  static constexpr int kMultipliers = kByTokens ? 256 : 128, kFetchers = kThreads - kMultipliers;
+  static constexpr int kFirstStages = kMultipliers / kFetchers;  // that those who multiply ask for, where they are more
   static constexpr int kProductBytes = kSixteen ? kDepth * 32 : kPartBytes;
   static constexpr int kStageBytes = kProductBytes + kDepth * kRowStep<Weight>;
-  // Behind the ring: two stages' 8-bit columns as 16-bit values.
-  static constexpr int kWideBytes = kScaled<Weight> && !kSixteen ? 2 * kPartBytes : 0;
-  static constexpr int kBoundThreads = kSixteen ? 32 : kMultipliers;  // that have sums of the same eight columns
+  static constexpr int kBoundThreads = kSixteen ? 32 : 128;  // that have sums of the same bound
   static constexpr int kBoundBytes = kBoundThreads * 16;
-  static constexpr int kOwn = kSixteen ? 8 : kColumns / 2;  // sums of a thread
+  static constexpr int kOwn = kSixteen ? 8 : kByTokens ? 16 : kColumns / 2;  // sums of a thread
   // From each block of the cluster what this one finishes; of three blocks' sums one more comes where the list was.
   static constexpr int kExchangeBytes = kBounds * kBoundBytes;
 };
@@ -60,9 +63,10 @@ static_assert(kAsPlanned<true> && kAsPlanned<false>);
 template <typename Weight, bool kSixteen>
 constexpr int shared_bytes(bool beside) {
   using F = Form<Weight, kSixteen>;
-  return down_stages(kSixteen, beside) * F::kStageBytes + F::kWideBytes + F::kExchangeBytes +
+  return down_stages(kSixteen, beside, kScaled<Weight>) * F::kStageBytes + F::kExchangeBytes +
          static_cast<int>(sizeof(ControlOf<Weight>));
 }
+static_assert(Form<int8_t, false>::kFirstStages < down_stages(false, false, true));
 static_assert(shared_bytes<int8_t, true>(true) == down_shared(true, true, true));
 static_assert(shared_bytes<int8_t, false>(true) == down_shared(false, true, true));
 

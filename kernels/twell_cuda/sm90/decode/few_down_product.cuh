@@ -24,11 +24,11 @@ __device__ __forceinline__ uint32_t products_at(int row, int piece) {
 template <typename Weight, bool kSixteen>
 __device__ __forceinline__ void fetch(const FewDownParams& p, const Control& c, Ring& ring, uint32_t stages, int slice,
                                       int listed) {
-  constexpr int kApart = kFetchers / 8, kRows = kDepth / kApart;  // of a thread
   using F = Form<Weight, kSixteen>;
+  constexpr int kApart = F::kFetchers / 8, kRows = kDepth / kApart;  // of a thread
   constexpr uint32_t kProductsApart = kApart * (kSixteen ? 32 : kStepBytes);
-  static_assert(kApart % 8 == 0);  // so its rows are swizzled alike
-  const int index = threadIdx.x - kMultipliers, piece = index % 8, row = index / 8;
+  static_assert(kApart % 8 == 0 && kDepth % kApart == 0);  // so its rows are swizzled alike
+  const int index = threadIdx.x - F::kMultipliers, piece = index % 8, row = index / 8;
   constexpr int kBytes = sizeof(Weight), kPieces = kRowStep<Weight> / 16;
   const int column = slice * kColumns + piece * (16 / kBytes);
   const bool has_columns = piece < kPieces && column < p.hidden, has_tokens = piece < p.groups;
@@ -64,6 +64,50 @@ __device__ __forceinline__ void fetch(const FewDownParams& p, const Control& c, 
     }
     sm90::barrier_arrive_on_copies(ring.full + ring.stage);
     look_up(start + kDepth);
+  }
+}
+
+// The same of 8-bit columns for more than 16 tokens, from the neuron `first` on, by any kFetchers threads. Columns have
+// half as many pieces as h, so a thread's rows of them are others.
+template <typename Weight>
+__device__ __forceinline__ void fetch_narrow(const FewDownParams& p, const Control& c, Ring& ring, uint32_t stages,
+                                             int slice, int first, int listed) {
+  using F = Form<Weight, false>;
+  constexpr int kPieces = kNarrowBytes / 16, kApart = F::kFetchers / 8, kColumnsApart = F::kFetchers / kPieces;
+  static_assert(kApart % 8 == 0 && kDepth % kApart == 0 && kDepth % kColumnsApart == 0);
+  const int index = threadIdx.x % F::kFetchers, piece = index % 8, row = index / 8;
+  const int column_piece = index % kPieces, column_row = index / kPieces;
+  const int column = slice * kColumns + column_piece * 16;
+  const bool has_columns = column < p.hidden, has_tokens = piece < p.groups;
+  const char* const down = p.down + (has_columns ? column : 0);
+  const char* const products = p.products + (has_tokens ? piece * 16 : 0);
+  const uint32_t row_bytes = p.hidden, product_bytes = 16u * p.groups;
+  const uint32_t products_to = stages + columns_at(row, piece);
+  const uint32_t columns_to = stages + F::kProductBytes + narrow_at(column_row, column_piece);
+#pragma unroll 1
+  for (int start = first; start < listed; start += kDepth, ring.advance()) {
+    const uint32_t stage = ring.stage * F::kStageBytes;
+    const int left = listed - start;
+    uint32_t of_columns[kDepth / kColumnsApart], of_products[kDepth / kApart];
+    const auto look_up = [&](int at) { return at < left ? c.list[start + at] : 0; };
+#pragma unroll
+    for (int i = 0; i < kDepth / kColumnsApart; ++i) of_columns[i] = look_up(column_row + i * kColumnsApart);
+    ring.wait_empty();
+#pragma unroll
+    for (int i = 0; i < kDepth / kApart; ++i) of_products[i] = look_up(row + i * kApart);
+#pragma unroll
+    for (int i = 0; i < kDepth / kColumnsApart; ++i) {
+      sm90::copy_16(columns_to + stage + i * kColumnsApart * kNarrowBytes, down + uint64_t{of_columns[i]} * row_bytes,
+                    has_columns && column_row + i * kColumnsApart < left);
+    }
+    if (has_tokens) {
+#pragma unroll
+      for (int i = 0; i < kDepth / kApart; ++i) {
+        sm90::copy_16(products_to + stage + i * kApart * kStepBytes,
+                      products + uint64_t{of_products[i]} * product_bytes, row + i * kApart < left);
+      }
+    }
+    sm90::barrier_arrive_on_copies(ring.full + ring.stage);
   }
 }
 
@@ -121,37 +165,43 @@ __device__ __forceinline__ void multiply(float (&sum)[8], Ring& ring, uint32_t s
   }
 }
 
-// The first of 8-bit columns, which become 16-bit ones at `wide`: a stage of them while the one before is multiplied.
+// The first of 8-bit columns, which are the product's rows here and tokens its columns: bytes become operands in
+// registers, each warp's 16 columns. A transposed load gives a lane two neighbouring ones' bytes of two neurons, rows
+// lane / 4 and lane / 4 + 8. By mma, eight warps of 32 tokens each: a warp that has 64 tokens' sums has no registers
+// left to ask ahead, nor for wgmma's operands.
 template <typename Half, typename Weight>
-__device__ __forceinline__ void multiply_widened(float (&sum)[kColumns / 2], Ring& ring, uint32_t stages, uint32_t wide,
-                                                 int listed) {
+__device__ __forceinline__ void multiply_rows(float (&sum)[16], Ring& ring, uint32_t stages, int listed) {
   using F = Form<Weight, false>;
-  const bool releases = threadIdx.x % 32 == 0;
-  int held = -1;
-  uint32_t columns = wide;
+  constexpr int kParts = kDepth / 16;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32_t first_h = columns_at(lane % 16, warp / 4 * 4 + lane / 16);
+  const uint32_t first_columns = F::kProductBytes + narrow_at(lane % 16, warp % 4);
 #pragma unroll 1
   for (int start = 0; start < listed; start += kDepth, ring.advance()) {
     ring.wait_full();
     const uint32_t stage = stages + ring.stage * F::kStageBytes;
-    Widened<Half, Weight, kDepth> values;
-    values.load(stage + F::kProductBytes);
-    values.store(columns);
-    sm90::wgmma_wait<0>();
-    if (held >= 0 && releases) sm90::barrier_arrive(ring.empty + held);
-    sm90::fence_async_proxy();  // cp.async and the stores above wrote, tensor cores read
-    sm90::named_barrier<kMultipliers>(kWidenBarrier);
-    sm90::wgmma_fence();
+    uint32_t words[kParts][2], h[kParts][2][4];
 #pragma unroll
-    for (int k = 0; k < kDepth / 16; ++k) {
-      sm90::Wgmma<Half, kColumns, 1, 1>::multiply(sum, sm90::matrix_descriptor(stage + k * 2048, kPartBytes),
-                                                  sm90::matrix_descriptor(columns + k * 2048, kPartBytes), 1);
+    for (int k = 0; k < kParts; ++k) {
+      sm90::load_two_matrices_transposed(words[k], stage + first_columns + k * 16 * kNarrowBytes);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {  // 16 tokens each
+        sm90::load_matrices_transposed(h[k][i], (stage + first_h + k * 16 * kStepBytes) ^ i << 5);
+      }
     }
-    sm90::wgmma_commit();
-    held = ring.stage;
-    columns = 2 * wide + kPartBytes - columns;  // the other place: its products ended before the barrier
+#pragma unroll
+    for (int k = 0; k < kParts; ++k) {
+      uint32_t a[4];
+      expand<Half, Weight>(__byte_perm(words[k][0], 0, 0x3120), a[0], a[1]);
+      expand<Half, Weight>(__byte_perm(words[k][1], 0, 0x3120), a[2], a[3]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        mma<Half>(reinterpret_cast<float(&)[4]>(sum[4 * j]), a[0], a[1], a[2], a[3], h[k][j / 2][j % 2 * 2],
+                  h[k][j / 2][j % 2 * 2 + 1]);
+      }
+    }
+    if (lane == 0) sm90::barrier_arrive(ring.empty + ring.stage);
   }
-  sm90::wgmma_wait<0>();
-  if (held >= 0 && releases) sm90::barrier_arrive(ring.empty + held);
 }
 
 // The second of 8-bit columns. A transposed load gives a lane two neighbouring columns' bytes of two neurons, so a
@@ -183,32 +233,45 @@ __device__ __forceinline__ void multiply_narrow(float (&sum)[8], Ring& ring, uin
   }
 }
 
-// Sums of even and of odd columns as two bounds of neighbouring ones (`column_of`).
+// A thread's sums as `column_of` has them: of 16 tokens those of even and of odd columns become two bounds of
+// neighbouring ones, of more those of two tokens and two columns change places.
 __device__ __forceinline__ void join_columns(float (&sum)[8]) {
   const float odd = sum[1], odd_below = sum[3];
   sum[1] = sum[4], sum[3] = sum[6];
   sum[4] = odd, sum[6] = odd_below;
 }
-__device__ __forceinline__ void join_columns(float (&)[kColumns / 2]) {}
+__device__ __forceinline__ void join_columns(float (&sum)[16]) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const float second = sum[4 * j + 1];
+    sum[4 * j + 1] = sum[4 * j + 2], sum[4 * j + 2] = second;
+  }
+}
 
 template <typename Half, typename Weight, int kOwn>
-__device__ __forceinline__ void multiply_listed(float (&sum)[kOwn], Ring& ring, uint32_t stages, uint32_t wide,
-                                                int listed) {
+__device__ __forceinline__ void multiply_listed(float (&sum)[kOwn], Ring& ring, uint32_t stages, int listed) {
   if constexpr (!kScaled<Weight>) {
     multiply<Half>(sum, ring, stages, listed);
   } else if constexpr (kOwn == 8) {
     multiply_narrow<Half, Weight>(sum, ring, stages, listed);
   } else {
-    multiply_widened<Half, Weight>(sum, ring, stages, wide, listed);
+    multiply_rows<Half, Weight>(sum, ring, stages, listed);
   }
 }
 
 #endif
 
-// Where the columns of a thread's sums of a bound begin, of the block's.
+// A thread's sums of a bound: two neighbouring columns of the block's, of two tokens that are `kTokensApart`.
+template <typename Weight, bool kSixteen>
+constexpr int kTokensApart = Form<Weight, kSixteen>::kByTokens ? 1 : 8;
+template <typename Weight, bool kSixteen>
+__device__ __forceinline__ int token_of(int bound, int thread) {
+  return Form<Weight, kSixteen>::kByTokens ? bound * 8 + thread % 4 * 2 : thread / 32 * 16 + thread % 32 / 4;
+}
 template <typename Weight, bool kSixteen>
 __device__ __forceinline__ int column_of(int bound, int thread) {
-  if (kScaled<Weight> && kSixteen) return bound / 2 * 16 + thread % 4 * 4 + bound % 2 * 2;
+  if (Form<Weight, kSixteen>::kByTokens) return thread / 4 * 2;
+  if (kScaled<Weight>) return bound / 2 * 16 + thread % 4 * 4 + bound % 2 * 2;
   return bound * 8 + thread % 4 * 2;
 }
 

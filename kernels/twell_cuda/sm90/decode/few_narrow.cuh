@@ -34,38 +34,6 @@ __device__ __forceinline__ void load_two_matrices(uint32_t (&r)[2], uint32_t sha
                : "memory");
 }
 
-// Rows of bytes on their way to rows of 16-bit values, which wgmma reads, by the 128 threads of a warpgroup: each takes
-// eight bytes of every 16th row.
-template <typename Half, typename Weight, int kRowCount>
-struct Widened {
-  static constexpr int kEach = kRowCount / 16;
-  static_assert(kRowCount % 16 == 0);  // so a thread's rows are swizzled alike
-  uint4 values[kEach];
-
-  __device__ __forceinline__ void load(uint32_t narrow) {
-    const int row = threadIdx.x % 128 / 8, eighth = threadIdx.x % 8;
-    const uint32_t from = narrow + narrow_at(row, eighth / 2) + eighth % 2 * 8;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const uint2 bytes = load_shared_8(from + i * 16 * kNarrowBytes);
-      expand<Half, Weight>(bytes.x, values[i].x, values[i].y);
-      expand<Half, Weight>(bytes.y, values[i].z, values[i].w);
-    }
-  }
-
-  // With 128-byte swizzle.
-  __device__ __forceinline__ void store(uint32_t wide) const {
-    const int row = threadIdx.x % 128 / 8, eighth = threadIdx.x % 8;
-    const uint32_t to = wide + row * kStepBytes + ((eighth ^ (row & 7)) << 4);
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to + i * 16 * kStepBytes), "r"(values[i].x),
-                   "r"(values[i].y), "r"(values[i].z), "r"(values[i].w)
-                   : "memory");
-    }
-  }
-};
-
 #endif
 
 }  // namespace twell::decoding::few
