@@ -101,8 +101,7 @@ decoding::Kernels kernels_of(const Row& row, const Ffn& ffn, const Device& devic
   kernels.overlap = device.major >= 9;
   kernels.fused.use = row.kernels == Kernels::kFused;
   kernels.fused.warm = ffn.tokens <= 2;  // as a model's other weights pass through L2 between two calls
-  // 8-bit rows need half the rate for the same time, and what a call asks for stands behind the next one's rows.
-  if (ffn.scaled()) kernels.fused.window_bytes /= 2;
+  if (ffn.tokens <= 2) kernels.fused.window_bytes = 48 << 10;  // for more 64 KiB, as nothing else was timed there
   const Row* two = &row;
   if (kernels.fused.use) {
     do {

@@ -236,7 +236,7 @@ cudaError_t launch(const Ffn& ffn, const DecodePlan& plan, int grid, FewParams& 
   for (int i = 0; i < 2; ++i) {
     const int rows = 8 * (p.octets_each + 1 - i), stage = rows * kRowBytes;
     p.box_stages[i] = stages_of(stages_in(weight_bytes, stage), p.steps);
-    p.first_boxes[i] = (window_bytes(kSixteen) + stage - 1) / stage;
+    p.first_boxes[i] = (kWindowBytes + stage - 1) / stage;
     if (i == 0 && p.larger == 0) continue;
     if (error == cudaSuccess) error = map(p.gate_maps + i, ffn.gate.data, rows);
     if (error == cudaSuccess) error = map(p.up_maps + i, ffn.gated() ? ffn.up.data : ffn.gate.data, rows);
