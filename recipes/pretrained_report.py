@@ -27,11 +27,16 @@ def parent_of(rows: list[dict]) -> dict | None:
 def control_of(rows: list[dict], row: dict | None = None) -> dict | None:
     """The parent trained on as it is: of several, the one that read the number of tokens nearest to `row`'s.
 
-    Without a row, or with one that read nothing, the one that read most.
+    One that a shorter one beats in the mean of the losses does not count: whoever trains would have stopped there.
+    Without a row, or with one that read nothing, the one that read most of those that count.
     """
-    controls = [each for each in rows if each.get("relu") is False]
+    controls, lowest = [], math.inf
+    for each in sorted((each for each in rows if each.get("relu") is False), key=lambda each: each["tokens_read"]):
+        mean = statistics.mean(each["losses"].values())
+        if mean <= lowest:
+            controls, lowest = [*controls, each], mean
     if row is None or not row["tokens_read"]:
-        return max(controls, key=lambda each: each["tokens_read"], default=None)
+        return controls[-1] if controls else None
     return min(controls, key=lambda each: abs(math.log(each["tokens_read"] / row["tokens_read"])), default=None)
 
 
@@ -143,13 +148,17 @@ def fit_lines(rows: list[dict]) -> str:
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """Excess and kept, in percent, against density, with the control as a line; with fits, excess over T besides."""
+    """Excess and kept, in percent, against density, with control and parent as lines; with fits, excess over T besides.
+
+    A marker for each method, and a colour for how many tokens were read in all phases.
+    """
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.colors import LogNorm
     from matplotlib.ticker import LogLocator, NullFormatter
 
     sparse = [row for row in rows if "start" in row and "average" not in row and row.get("relu") is not False]
-    names = list(dict.fromkeys(_label(row) for row in sparse))
+    names = list(dict.fromkeys(row["name"] for row in sparse))
     styles = styles_of(names)
     fits = token_fits(rows)
     count = 3 if fits else 2
@@ -159,19 +168,29 @@ def draw(rows: list[dict], path: Path) -> None:
         (excess, "loss above the better of parent and control (%)"),
         (kept, "task accuracy kept above chance (%)"),
     )
+    read = [row["tokens_read"] / 1e6 for row in sparse]
+    colors = LogNorm(min(read), max(read)) if read else None
+    points = None
     for axis, (figure_of, words) in zip(axes, panels, strict=False):
-        if control is not None and (level := figure_of(control, rows)) is not None:
-            axis.axhline(100 * level, color="gray", linewidth=0.8, linestyle=":", label="dense control")
+        for dense, label, style in ((control, "dense control", ":"), (parent_of(rows), "parent", "--")):
+            if dense is not None and (level := figure_of(dense, rows)) is not None:
+                axis.axhline(100 * level, color="gray", linewidth=0.8, linestyle=style, label=label)
         for name in names:
-            found = [(row["density"], figure_of(row, rows)) for row in sparse if _label(row) == name]
-            points = [(100 * density, 100 * value) for density, value in sorted(found) if value is not None]
-            if points:
-                axis.errorbar(*zip(*points, strict=True), markersize=5, linewidth=1, label=name, **styles[name])
+            found = [(row, figure_of(row, rows)) for row in sparse if row["name"] == name]
+            found = [(100 * row["density"], 100 * of, row["tokens_read"] / 1e6) for row, of in found if of is not None]
+            if found:
+                densities, values, tokens = zip(*found, strict=True)
+                marker = {"marker": styles[name]["marker"], "label": name, "cmap": "viridis_r", "norm": colors}
+                points = axis.scatter(densities, values, c=tokens, s=28, edgecolors="black", linewidths=0.4, **marker)
         finish_density_axis(axis, "no row to compare with parent and control yet")
         axis.set(ylabel=words)
-        if axis.containers:
+        if axis.collections:
             axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.xaxis.set_minor_formatter(NullFormatter())
+    if points is not None:
+        bar = figure.colorbar(points, ax=axes[1], label="tokens read in all phases (millions)", format="{x:g}")
+        bar.ax.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        bar.ax.yaxis.set_minor_formatter(NullFormatter())
     if fits:
         _draw_fits(axes[2], fits)
     figure.savefig(path, dpi=120)
@@ -205,10 +224,6 @@ def report(rows: list[dict], folder: Path) -> None:
     """Write study.md and study.png."""
     (folder / "study.md").write_text(table(rows) + fit_lines(rows))
     draw(rows, folder / "study.png")
-
-
-def _label(row: dict) -> str:
-    return f"{row['name']}, {row['tokens_read'] / 1e6:.3g}M tokens"
 
 
 def _rows_of(row: dict, task: str) -> int | None:

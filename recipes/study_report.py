@@ -104,7 +104,7 @@ def styles_of(names: list[str]) -> dict[str, dict]:
 
 def finish_density_axis(axis, without_rows: str) -> None:
     """Densities in percent on a logarithmic axis and a legend, or words where no row was drawn."""
-    if axis.containers:
+    if axis.containers or axis.collections:
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter("{x:g}")
         axis.legend(fontsize=7, ncols=2)

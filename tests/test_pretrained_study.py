@@ -185,6 +185,10 @@ def test_excess_and_kept(scripts, tmp_path):
         "read nothing: beside the longest control"
     )
 
+    worse = {**longer, "id": "dense longest", "losses": {"a": 2.0, "b": 2.5}, "tokens_read": 120}
+    assert report["control_of"]([*rows, worse, longer], {**count, "tokens_read": 115}) == longer, "worse by more tokens"
+    assert report["excess"](worse, [*rows, longer, worse]) == pytest.approx((0 + 0.1 / 2.4) / 2)
+
     report["report"](rows, tmp_path)
     table = (tmp_path / "study.md").read_text().splitlines()
     assert len(table) == 2 + len(rows)
