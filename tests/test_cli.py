@@ -22,6 +22,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from hf_twell.cli import COMMANDS, main
 from hf_twell.cli.output import write_json
+from hf_twell.cli.train import result_tables
 from hf_twell.files.checkpoints import finished_checkpoints, write_state
 from hf_twell.files.folders import training_record
 from hf_twell.recipe.packing import PackedText
@@ -397,14 +398,13 @@ def test_train_reads_jsonl_and_reports(recipe, capsys):
     assert "l1_weight=" in printed.err, "the progress bar shows the figures"
 
 
-def test_train_reports_a_model_that_was_sharded(recipe, capsys, monkeypatch):
+def test_train_reports_a_model_that_was_sharded():
     """It cannot be measured before its training begins."""
     layer = {"name": "mlp", "intermediate_size": 8, "l0": 1.0, "density": 0.125, "dead": 0.0}
     after = {"loss": 3.25, "sparsity": {**layer, "layers": [layer]}}
-    result = {"model": "final", "dense": None, "before": None, "after": after, "logs": []}
-    monkeypatch.setattr("hf_twell.recipe.finetune.finetune", lambda recipe, **options: result)
-    assert main(["train", str(recipe)]) == 0
-    assert "3.25" in capsys.readouterr().out
+    tables = result_tables({"model": "final", "dense": None, "before": None, "after": after, "logs": []})
+    assert "before" not in tables
+    assert re.search(r"fine-tuned +3\.25 +1 +12\.50 %", tables)
 
 
 @pytest.mark.slow

@@ -149,7 +149,7 @@ class _Step:
 
 
 def _generate(models, text, compile, repeats, report) -> tuple[dict, dict]:
-    """Tokens per second of each model's `generate` (median, all taking turns after two of warming up), and tokens."""
+    """Tokens per second of each model's `generate` (median, all in turn; on a GPU after two to warm up), and tokens."""
     prompt, new_tokens = text[:, :PROMPT_TOKENS], text.shape[1] - PROMPT_TOKENS
     options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
     options |= {"attention_mask": torch.ones_like(prompt)}

@@ -39,7 +39,8 @@ def own_rows(args, common):
     from hf_twell.convert.sparsify import sparsify
     from hf_twell.measure.inference import check_ids
     from hf_twell.models.loading import load_model
-    from hf_twell.recipe.packing import check_file, token_ids
+    from hf_twell.recipe.packing import token_ids
+    from hf_twell.recipe.sources import check_file
 
     for path in args.text:
         check_file(Path(path))

@@ -38,7 +38,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.json:
         print_json(result)
-        return 0
+    else:
+        print(result_tables(result))
+    return 0
+
+
+def result_tables(result: dict) -> str:
+    """What `finetune` measured before and after, and each layer's sparsity after."""
     rows = [
         [name, stage["loss"], stage["sparsity"]["l0"], percent(stage["sparsity"]["density"])]
         for name, stage in (("before", result["before"]), ("fine-tuned", result["after"]))
@@ -46,7 +52,5 @@ def run(args: argparse.Namespace) -> int:
     ]
     if result["dense"] is not None:
         rows.insert(0, ["dense parent", result["dense"]["loss"], "", ""])
-    print(text_table(["", "held-out loss", "active per token (L0)", "density"], rows), end="\n\n")
-    print(sparsity_table(result["after"]["sparsity"]))
-    print(f"\nsaved to {result['model']}")
-    return 0
+    losses = text_table(["", "held-out loss", "active per token (L0)", "density"], rows)
+    return f"{losses}\n\n{sparsity_table(result['after']['sparsity'])}\n\nsaved to {result['model']}"

@@ -1,4 +1,4 @@
-"""A model that is run and not trained: its mode, its device, its context, the tokens it knows, its name in results."""
+"""A model that is run and not trained: its device, its context, its blocks' ways, the tokens it knows, its versions."""
 
 import torch
 import transformers
