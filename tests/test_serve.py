@@ -33,8 +33,10 @@ from hf_twell.serving.sparse import prepare
 
 DEMO = ROOT / "recipes" / "demo" / "model"
 VLLM = Path(f"{sys.prefix}-vllm") / "bin" / "python"
+MESSAGES = [{"role": "user", "content": "What is a cell?"}]
 PROMPTS = ("The cell is", "Once upon a time")
 NEW_TOKENS = 24
+ROUTES = pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
     "{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
@@ -111,9 +113,8 @@ def test_a_sparse_model_answers_as_in_transformers(server, sparse):
 
 
 def test_chat_goes_through_the_template(server, sparse):
-    messages = [{"role": "user", "content": "What is a cell?"}]
-    expected = greedy(sparse, messages)
-    body = {"messages": messages, "max_tokens": NEW_TOKENS}
+    expected = greedy(sparse, MESSAGES)
+    body = {"messages": MESSAGES, "max_tokens": NEW_TOKENS}
     (choice,) = server.ask("/v1/chat/completions", body)["choices"]
     assert choice["message"] == {"role": "assistant", "content": expected}
     *parts, _ = events(server, "/v1/chat/completions", body)
@@ -133,6 +134,45 @@ def test_a_temperature_samples_and_a_seed_repeats(server, sparse):
     assert first == completion(server, **body)
     assert first != greedy(sparse, PROMPTS[0])
     assert completion(server, prompt=PROMPTS[0], temperature=0) == greedy(sparse, PROMPTS[0])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_seed_repeats_whatever_else_is_asked(server, stream):
+    """Also where other seeds arrive while it is answered, or before its turn comes."""
+
+    def seeded(seed: int) -> str:
+        body = {"prompt": PROMPTS[1], "temperature": 1.0, "seed": seed, "max_tokens": 60}
+        if not stream:
+            return completion(server, **body)
+        *parts, _ = events(server, "/v1/completions", body)
+        return "".join(json.loads(part)["choices"][0]["text"] for part in parts)
+
+    alone = [seeded(seed) for seed in range(4)]
+    assert len(set(alone)) == 4
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(seeded, range(4))) == alone
+
+
+def write(server: Server, route: str, **body) -> str:
+    """By one of the two routes."""
+    words = {"prompt": PROMPTS[0]} if route == "/v1/completions" else {"messages": MESSAGES}
+    (choice,) = server.ask(route, {**words, "max_tokens": NEW_TOKENS, **body})["choices"]
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
+@ROUTES
+def test_a_top_p_samples(server, route):
+    best, sampled = write(server, route), write(server, route, top_p=0.95, seed=3)
+    assert sampled == write(server, route, top_p=0.95, temperature=1, seed=3) != best
+    for harmless in ({"top_p": 1}, {"top_p": 0}, {"top_p": 0.95, "temperature": 0}):
+        assert write(server, route, seed=3, **harmless) == best
+
+
+@ROUTES
+def test_a_bias_is_added(server, route, sparse):
+    tokenizer = AutoTokenizer.from_pretrained(sparse)
+    (token,) = tokenizer(" the", add_special_tokens=False)["input_ids"]
+    assert write(server, route, logit_bias={str(token): 100}) == " the" * NEW_TOKENS
 
 
 def test_the_one_model_and_no_other(server, sparse):
@@ -158,6 +198,11 @@ def test_the_one_model_and_no_other(server, sparse):
         ({"prompt": "a", "best_of": 3}, "best_of=3"),
         ({"prompt": "a", "echo": True}, "echo=true"),
         ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty=0.5"),
+        ({"prompt": "a", "top_p": 7}, "top_p=7; give a number from 0 to 1"),
+        ({"prompt": "a", "top_p": "0.5"}, 'top_p="0.5"; give a number'),
+        ({"prompt": "a", "temperature": -1}, "temperature=-1; give a number from 0 to 2"),
+        ({"prompt": "a", "seed": "one"}, 'seed="one"; give a whole number'),
+        ({"prompt": "a", "seed": 1 << 64}, "of at most 64 bits"),
         ([], "no JSON object"),
     ],
 )
@@ -174,6 +219,7 @@ def test_mistakes_in_messages_are_told(server):
         ("logprobs", True),
         ("top_logprobs", 3),
         ("response_format", {"type": "json_object"}),
+        ("reasoning_effort", "low"),
     ):
         message = server.ask("/v1/chat/completions", {**body, field: value})
         assert message == f"{field}={json.dumps(value)} is not supported; leave {field} out"
@@ -181,7 +227,7 @@ def test_mistakes_in_messages_are_told(server):
 
 def test_fields_that_ask_for_nothing_are_answered(server):
     """As clients send them, which fill in defaults."""
-    plain = {"n": 1, "presence_penalty": 0.0, "logprobs": None, "user": "me"}
+    plain = {"n": 1, "presence_penalty": 0.0, "logprobs": None, "user": "me", "top_p": 1, "logit_bias": {}}
     assert completion(server, prompt=PROMPTS[0], echo=False, best_of=1, max_tokens=1, **plain)
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "response_format": {"type": "text"}}
     for given in (plain, {**plain, "logprobs": False, "top_logprobs": 0}):

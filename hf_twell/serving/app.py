@@ -27,7 +27,10 @@ PASSED_OVER = {
     "top_logprobs": (None, 0),
     "presence_penalty": (None, 0, 0.0),
     "response_format": (None, {"type": "text"}),
+    "reasoning_effort": (None,),
 }
+RANGES = {"temperature": (0, 2), "top_p": (0, 1)}  # OpenAI's
+SEEDS = range(-(2**63), 2**64)  # PyTorch's
 
 
 def build_app(name: str, model, tokenizer, generation: Generation) -> FastAPI:
@@ -66,10 +69,24 @@ class _Exact:
             given = body.get(field)
             if not any(given == value and type(given) is type(value) for value in harmless):  # 0 is not False
                 raise HTTPException(400, f"{field}={json.dumps(given)} is not supported; leave {field} out")
+        for field, (least, most) in RANGES.items():
+            given = body.get(field)
+            if given is not None and not (type(given) in (int, float) and least <= given <= most):
+                raise HTTPException(400, f"{field}={json.dumps(given)}; give a number from {least} to {most}")
+        seed = body.get("seed")
+        if seed is not None and not (type(seed) is int and seed in SEEDS):
+            raise HTTPException(400, f"seed={json.dumps(seed)}; give a whole number of at most 64 bits")
 
     def _build_generation_config(self, body: dict, *args, **options):
-        config = super()._build_generation_config(body, *args, **options)
-        if body.get("temperature"):  # they take it, and still decode greedily unless the checkpoint asks for sampling
+        # Without the seed: they would set it now, under a request that is still being answered. The bias they know in
+        # chats alone, and there no whole numbers.
+        config = super()._build_generation_config({**body, "seed": None, "logit_bias": None}, *args, **options)
+        config.seed = body.get("seed")  # for StoppableGeneration
+        if body.get("logit_bias"):
+            config.sequence_bias = {(int(token),): float(bias) for token, bias in body["logit_bias"].items()}
+        temperature, top_p = body.get("temperature"), body.get("top_p")
+        # They take both, and still decode greedily unless the checkpoint asks for sampling. A top_p of 1 asks for none.
+        if temperature or (temperature is None and top_p is not None and top_p < 1):
             config.do_sample = True
         return config
 

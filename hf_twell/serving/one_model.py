@@ -39,7 +39,7 @@ class Generation(GenerationState):
 
 
 class StoppableGeneration(GenerateManager):
-    """One request after the other, each within the model's context."""
+    """One request after the other, each from its own seed and within the model's context."""
 
     def __init__(self):
         super().__init__()
@@ -47,11 +47,19 @@ class StoppableGeneration(GenerateManager):
 
     def generate_streaming(self, model, processor, inputs, gen_config, *args, **options):
         inputs = self._checked(model, processor, inputs, gen_config)
+        self._seed(gen_config)
         return super().generate_streaming(model, processor, inputs, gen_config, *args, **options)
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, *args, **options):
         inputs = self._checked(model, processor, inputs, gen_config)
+        self._seed(gen_config)
         return await super().generate_non_streaming(model, processor, inputs, gen_config, *args, **options)
+
+    def _seed(self, generation_config) -> None:
+        """Seed the generation that is submitted next, right before it: the thread takes both in this order."""
+        seed = generation_config.__dict__.pop("seed", None)  # `generate` knows no such key
+        if seed is not None:
+            self.submit(torch.manual_seed, seed)  # nothing comes between, as no caller awaits before it submits
 
     def _checked(self, model, tokenizer, inputs, generation_config) -> dict:
         """What `generate` gets, and in `generation_config` no more new tokens than the context has room for.
