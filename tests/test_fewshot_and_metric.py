@@ -24,7 +24,7 @@ from hf_twell.evaluation.flips import answer_flips, answers, differing
 from hf_twell.evaluation.tasks import _check_examples, _read_rows
 from hf_twell.measure.perplexity import METRIC_PATH, token_log_likelihoods
 from tests.conftest import needs_lm_eval, shared_path, tiny_llama
-from tests.test_evaluation import ARC_ROWS, OFFLINE, arc_row, log_likelihood, write_rows
+from tests.test_evaluation import ARC_ROWS, OFFLINE, arc_row, load_local, local_task, log_likelihood, write_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -298,6 +298,37 @@ def test_flips_are_of_the_rows_and_examples_that_are_scored(data_dir):
     ):
         with pytest.raises(ValueError, match=says):
             cli_eval._flips(argparse.Namespace(**given, **own), ["arc_easy"])
+
+
+@needs_lm_eval
+def test_flips_of_tasks_without_choices_are_refused_at_once(demo, data_dir, monkeypatch, capsys):
+    """Before a model is loaded, or computes."""
+    changes = {"output_type": "generate_until", "doc_to_target": "{{answerKey}}", "doc_to_choice": None}
+    changes |= {"generation_kwargs": {"until": ["."]}, "metric_list": [{"metric": "bypass"}]}
+    task = load_local(local_task("arc_easy", data_dir, **changes))  # in the place of lm-eval's, which is on the Hub
+    monkeypatch.setattr(harness, "load_tasks", lambda *_: ({"tasks": {"arc_easy": task}}, {}))
+    assert main(["eval", "absent/model", "--tasks", "arc_easy", "--flips"]) == 1
+    assert "multiple-choice tasks alone, such as arc_easy or hellaswag; arc_easy is none" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="arc_easy is none"):
+        answer_flips(*demo, ["arc_easy"])
+
+
+@needs_lm_eval
+def test_scores_are_kept_where_the_flips_fail(demo, data_dir, tmp_path, monkeypatch, capsys):
+    for part in demo:
+        part.save_pretrained(tmp_path / "model")
+
+    def fail(*_, **__):
+        raise ValueError("out of memory")
+
+    monkeypatch.setattr(cli_eval, "_flips", fail)
+    options = ["--tasks", "arc_easy", "--data-dir", str(data_dir), "--device", "cpu", "--json", "--flips"]
+    assert main(["eval", str(tmp_path / "model"), *options, "--output", str(tmp_path / "scores.json")]) == 1
+    said = capsys.readouterr()
+    assert "out of memory" in said.err
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert scores == json.loads(said.out)
+    assert scores["tasks"]["arc_easy"]["n_samples"] == len(ARC_ROWS)
 
 
 def test_the_table_of_flips():

@@ -65,12 +65,18 @@ def run(args: argparse.Namespace) -> int:
         ValueError, OSError: in one line, what was given and what is wrong with it.
     """
     check_output("--output", args.output, args.text)
+    tasks = args.tasks and [name for item in args.tasks for name in item.split(",") if name]
     with stdout_for_result():
-        result = _evaluate(args)
+        result = _evaluate(args, tasks)
     try:
         if args.output:
             write_json(result, args.output)
-    finally:  # what took hours is shown even where a full disk does not take it
+        if args.flips:
+            with stdout_for_result():
+                result["flips"] = _flips(args, tasks)
+            if args.output:
+                write_json(result, args.output)
+    finally:  # what took hours is shown even where a full disk does not take it, or the flips end in an error
         if args.json:
             print_json(result)
         else:
@@ -78,10 +84,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _evaluate(args: argparse.Namespace) -> dict:
-    from hf_twell.evaluation import harness
+def _evaluate(args: argparse.Namespace, tasks: list[str] | None) -> dict:
+    from hf_twell.evaluation import flips, harness
 
-    tasks = args.tasks and [name for item in args.tasks for name in item.split(",") if name]
     converted = []
     if args.flips and args.text and not tasks and not args.data_dir:
         raise ValueError("--flips counts answers: name multiple-choice tasks with --tasks")
@@ -115,10 +120,9 @@ def _evaluate(args: argparse.Namespace) -> dict:
         dtype=args.dtype,
         device=args.device,
         on_load=on_load,
+        on_tasks=flips.check_choices if args.flips else None,
     )
     result["backend"] = converted[0] if converted else None
-    if args.flips:
-        result["flips"] = _flips(args, tasks)
     return result
 
 

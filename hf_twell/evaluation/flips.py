@@ -21,11 +21,14 @@ def answer_flips(
 
     Returns:
         {task: {"rows", "kernels_vs_dense", "dense_vs_dense"}}; an answer is the choice of highest log-likelihood.
+
+    Raises:
+        ValueError: tasks that are not multiple choice, before anything is computed.
     """
 
     def samples(backend, batch_size):
         sparsify(model, backend=backend)
-        result = evaluate(model, tokenizer, tasks, batch_size=batch_size, log_samples=True, **options)
+        result = evaluate(model, tokenizer, tasks, batch_size=batch_size, log_samples=True, on_tasks=check_choices, **options)
         return {name: entry["samples"] for name, entry in result["tasks"].items() if "samples" in entry}
 
     dense = samples("reference", batch_size)
@@ -39,6 +42,19 @@ def answer_flips(
         }
         for name, rows in dense.items()
     }
+
+
+def check_choices(tasks: Mapping) -> None:
+    """Refuse lm-eval's tasks, by name, whose answers are no choices.
+
+    Raises:
+        ValueError: naming one.
+    """
+    for name, task in tasks.items():
+        if task.OUTPUT_TYPE != "multiple_choice":
+            raise ValueError(
+                f"flips are counted on multiple-choice tasks alone, such as arc_easy or hellaswag; {name} is none"
+            )
 
 
 def answers(samples: Sequence[Mapping]) -> list[int]:

@@ -51,6 +51,7 @@ def evaluate(
     dtype: str | torch.dtype | None = None,
     device: str | None = None,
     on_load: Callable | None = None,
+    on_tasks: Callable[[dict], None] | None = None,
 ) -> dict:
     """Score a model on lm-eval tasks and on text files, and leave it as it was.
 
@@ -77,6 +78,7 @@ def evaluate(
         log_samples: also return, for each row, the log-likelihood (nats) of every choice and the metrics.
         dtype, device: how to load a model given by path; by default the checkpoint's dtype, and CUDA if there is one.
         on_load: applied to a model given by path once it is loaded; returns the model to score.
+        on_tasks: applied to lm-eval's tasks, by name, before a model is loaded; may refuse them.
 
     Returns:
         Plain data: `tasks[name]` = {version, num_fewshot, split, n_samples, data_file, metrics: {metric: {value,
@@ -96,6 +98,8 @@ def evaluate(
     # Everything cheap that can be wrong is read before the model.
     documents = {str(path): read_documents(path)[:limit] for path in text}
     loaded, files = load_tasks(tasks, data_dir, split, num_fewshot) if tasks else ({}, {})
+    if loaded and on_tasks:
+        on_tasks(loaded["tasks"])
     if isinstance(model, str | Path):
         model, tokenizer = load_model(model, tokenizer, dtype=dtype, device=device, load=load_with_adapter)
         model = on_load(model) if on_load else model
