@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import lzma
 import os
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from hf_twell.bench.serve_process import Server, free_port, serving
 from hf_twell.bench.serve_prompts import Prompts
 from hf_twell.bench.serve_summary import overlap, pairs, ratio, summary
 from hf_twell.cli import bench, main
-from hf_twell.cli.bench_serve import command
+from hf_twell.cli.bench_serve import command, prompts_of
 from hf_twell.cli.bench_table import CELLS
 from hf_twell.models.loading import load_model
 from tests.conftest import COMMAND
@@ -239,6 +240,7 @@ def test_both_sides_are_one_command_but_for_the_kernels():
         ),
         (["{sparse}", "--prefill-tokens", "512"], "--prefill-tokens 512 and 1 new tokens"),
         (["{sparse}", "--text", "{absent}"], "absent"),
+        (["{sparse}", "--text", "rows.jsonl"], "rows.jsonl holds rows, and only plain text is read here"),
         (["{sparse}", "--", "--enforce-eager"], "arguments after -- are for vLLM, and the engine is Transformers"),
     ],
 )
@@ -251,6 +253,14 @@ def test_mistakes_are_told_before_a_server_starts(more, says, sparse, tmp_path, 
     assert line.startswith("hf-twell: error: ")
     assert says in line
     assert time.monotonic() - begun < 8
+
+
+def test_prompts_are_of_the_documents_of_packed_texts_too(sparse, tmp_path):
+    words = "The cell is the smallest unit of life.\n<|endoftext|>\nA lake has ice.\n"
+    (tmp_path / "plain.txt").write_text(words)
+    (tmp_path / "packed.txt.xz").write_bytes(lzma.compress(words.encode()))
+    plain, packed = (prompts_of(options_of(sparse, "--text", str(file))) for file in sorted(tmp_path.iterdir())[::-1])
+    assert plain.words == packed.words == words.replace("<|endoftext|>", "").split()
 
 
 def test_a_missing_vllm_is_told(sparse, capsys):

@@ -46,7 +46,9 @@ def add_serve_options(parser: argparse.ArgumentParser, count: Callable[[str], in
         metavar="N",
         help=f"long prompts at once, answered by one token (default: {PREFILL_PROMPTS}; 0 leaves that row out)",
     )
-    parser.add_argument("--text", nargs="+", metavar="FILE", help="files of prompts (default: random words)")
+    parser.add_argument(
+        "--text", nargs="+", metavar="FILE", help="text files (.txt, .xz) of prompts (default: random words)"
+    )
     parser.add_argument("--repeats", type=count, default=7, help="timed turns (default: 7)")
     parser.add_argument("--rounds", type=count, default=1, help="times each server is started (default: 1)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: as stored, or as vLLM chooses")
@@ -82,16 +84,22 @@ def prepare_serve(args) -> tuple[Callable, dict]:
 
 def serve_rows(args, common) -> tuple[Iterator[dict], int]:
     """An iterator of rows, and how many there will be."""
-    from hf_twell.bench.serve_prompts import Prompts
-    from hf_twell.models.loading import load_tokenizer
-    from hf_twell.recipe.packing import check_file
-
     loads = _loads(args, common["engine"], common["config"].get("max_position_embeddings"))
-    for path in args.text or ():
-        check_file(Path(path))
-    text = "\n".join(Path(path).read_text(encoding="utf-8") for path in args.text) if args.text else None
-    prompts = Prompts(load_tokenizer(args.model), text)
-    return _all_servers(args, common, prompts), args.rounds * len(SIDES) * len(loads)
+    return _all_servers(args, common, prompts_of(args)), args.rounds * len(SIDES) * len(loads)
+
+
+def prompts_of(args):
+    """Passages of --text, or random words.
+
+    Raises:
+        ValueError, OSError: files that hold no plain text.
+    """
+    from hf_twell.bench.serve_prompts import Prompts
+    from hf_twell.files.text import read_documents
+    from hf_twell.models.loading import load_tokenizer
+
+    text = "\n".join(itertools.chain(*map(read_documents, args.text))) if args.text else None
+    return Prompts(load_tokenizer(args.model), text)
 
 
 def _loads(args, engine: str, context: int | None) -> list:

@@ -28,7 +28,9 @@ def answer_flips(
 
     def samples(backend, batch_size):
         sparsify(model, backend=backend)
-        result = evaluate(model, tokenizer, tasks, batch_size=batch_size, log_samples=True, on_tasks=check_choices, **options)
+        result = evaluate(
+            model, tokenizer, tasks, batch_size=batch_size, log_samples=True, on_tasks=check_choices, **options
+        )
         return {name: entry["samples"] for name, entry in result["tasks"].items() if "samples" in entry}
 
     dense = samples("reference", batch_size)
