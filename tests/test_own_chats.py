@@ -155,6 +155,18 @@ def test_a_file_of_conversations_is_gone_on_with_and_trained_on(model, tokenizer
     assert (packed.labels == -100).any()
 
 
+def test_documents_and_conversations_are_not_mixed(model, tokenizer, tmp_path):
+    """No training would read the file."""
+    sizes = {"tokens": 100, "length": 40, "batch_size": 200}
+    for chats, other in ((True, "documents"), (False, "conversations")):
+        file = tmp_path / f"{other}.jsonl"
+        sample_text(model, tokenizer, file, chats=chats, **sizes)
+        written = file.read_bytes()
+        with pytest.raises(ValueError, match=f"{other}.jsonl holds other rows than sampled {other}; choose another"):
+            sample_text(model, tokenizer, file, chats=not chats, **sizes | {"tokens": 10_000})
+        assert file.read_bytes() == written
+
+
 def test_what_holds_no_conversations_is_said(model, tokenizer, tmp_path):
     file = tmp_path / "chats.jsonl"
     with pytest.raises(ValueError, match=r"start='<\|endoftext\|>', and conversations begin as the chat template does"):

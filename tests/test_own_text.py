@@ -158,7 +158,7 @@ def test_what_cannot_be_sampled_is_said(demo, tmp_path):
             sample_text(model, tokenizer, tmp_path / "own.jsonl", **{"tokens": 10, **changes})
     assert not (tmp_path / "own.jsonl").exists()
     (tmp_path / "rows.jsonl").write_text('{"text": "mine"}\n')
-    with pytest.raises(ValueError, match="holds other rows than sampled ones; choose another file"):
+    with pytest.raises(ValueError, match="holds other rows than sampled documents; choose another file"):
         sample_text(model, tokenizer, tmp_path / "rows.jsonl", tokens=10, length=8)
     assert (tmp_path / "rows.jsonl").read_text() == '{"text": "mine"}\n'
 

@@ -67,7 +67,7 @@ def sample_text(
         raise ValueError(f"start={start!r}, and conversations begin as the chat template does; leave one of them out")
     begin = None if chats else document_start(tokenizer, start)
     begun_after = "a question" if chats else tokenizer.convert_ids_to_tokens(begin)
-    documents, done, batch = _rows_of(path)
+    documents, done, batch = _rows_of(path, chats)
     tried = 0
     with path.open("a", encoding="utf-8") as file, tqdm(total=tokens, initial=done, unit=" tokens") as bar:
         drawn = {"temperature": temperature, "top_p": top_p, "tell": _teller(bar)}
@@ -167,11 +167,11 @@ def documents_in(ids_BL: torch.Tensor, tokenizer, begin: int) -> list[dict]:
     return rows
 
 
-def _rows_of(path: Path) -> tuple[int, int, int]:
+def _rows_of(path: Path, chats: bool) -> tuple[int, int, int]:
     """(documents, tokens, next batch) of a file; a last line that a kill has cut is taken off.
 
     Raises:
-        ValueError: rows that `sample_text` did not write.
+        ValueError: rows that `sample_text` did not write, or documents beside conversations, which no training reads.
     """
     if not path.exists():
         return 0, 0, 0
@@ -179,9 +179,12 @@ def _rows_of(path: Path) -> tuple[int, int, int]:
     whole = raw[: raw.rfind(b"\n") + 1]
     try:
         rows = [json.loads(line) for line in whole.splitlines()]  # bytes: a str would also split at U+2028
+        if not all(("messages" if chats else "text") in row for row in rows):
+            raise KeyError
         figures = len(rows), sum(row["tokens"] for row in rows), max((row["batch"] + 1 for row in rows), default=0)
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} holds other rows than sampled ones; choose another file") from error
+        kind = "conversations" if chats else "documents"
+        raise ValueError(f"{path} holds other rows than sampled {kind}; choose another file") from error
     if whole != raw:
         path.write_bytes(whole)
     return figures
