@@ -26,6 +26,7 @@ from hf_twell.recipe.packing import PackedText, StreamedText, check_length
 from hf_twell.recipe.schema import load_recipe
 from hf_twell.recipe.trainer import PackedTrainer
 from hf_twell.recipe.variants import LoraOutsideFfns, train_ffns_alone
+from hf_twell.recipe.yaml12 import read_yaml
 from tests.conftest import TINY, logits, tiny_llama
 
 DEMO = Path(__file__).parents[1] / "recipes" / "demo"
@@ -278,6 +279,45 @@ def test_paths_of_a_recipe_start_from_its_folder_and_changes_do_not(recipe, monk
     assert read.sparsity["l1_weight"] == 0
     recipe.write_text(recipe.read_text().replace("some/name", "./absent"))
     assert load_recipe(recipe).model == str(recipe.parent / "absent"), "a folder, though not there, and no name"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0100", 100),
+        ("-07", -7),
+        ("0o17", 15),
+        ("0x1F", 31),
+        ("1_000", 1000),
+        ("0b11", "0b11"),
+        ("1:30", "1:30"),
+        ("1:30.5", "1:30.5"),
+        ("2e-4", 2e-4),
+        (".5", 0.5),
+        ("-.5e3", -500.0),
+        ("1.", 1.0),
+        ("-.inf", -float("inf")),
+        ("no", "no"),
+        ("true", True),
+        ("2026-11-23", "2026-11-23"),
+        ("~", None),
+        ("", None),
+        ("1.2.3", "1.2.3"),
+        ("{a: &a {b: 1}, c: {<<: *a, b: 2}}", {"a": {"b": 1}, "c": {"b": 2}}),
+    ],
+)
+def test_scalars_are_those_of_yaml_12(text, value):
+    read = read_yaml(text, "here")
+    assert (read, type(read)) == (value, type(value))
+
+
+def test_a_key_that_is_there_twice_is_told(recipe):
+    with recipe.open("a") as file:
+        file.write("training: {max_steps: 5, max_steps: 6}\n")
+    with pytest.raises(ValueError, match=r"recipe.yaml is not readable as YAML: the key 'max_steps' is there twice"):
+        load_recipe(recipe)
+    with pytest.raises(ValueError, match=r"here is not readable as YAML: invalid literal for int\(\)"):
+        read_yaml("!!int five", "here")
 
 
 def test_batches_are_copied_to_a_gpu_without_waiting_for_the_step_before(recipe, monkeypatch):
