@@ -79,6 +79,10 @@ def _check_text(recipe, path: Path) -> None:
     for key in ("train", "heldout"):
         value = getattr(recipe, key)
         if isinstance(value, dict) and isinstance(value.get("hub"), str):
+            skip, take = value.get("skip", 0), value.get("take")
+            for rows, given, least in (("skip", skip, 0), ("take", 1 if take is None else take, 1)):
+                if type(given) is not int or given < least:
+                    raise ValueError(f"{path}: {key} has {rows}: {given!r}; give a whole number of at least {least}")
             continue
         names = [value] if isinstance(value, str) else value
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -98,7 +102,7 @@ def _check_text(recipe, path: Path) -> None:
     ):
         # Each worker would do so with the shards that it reads.
         raise ValueError(f"{path} skips or takes rows of a stream; give at most one of dataloader_num_workers")
-    if is_streamed(recipe.heldout) and "take" not in recipe.heldout:
+    if is_streamed(recipe.heldout) and recipe.heldout.get("take") is None:
         raise ValueError(f"{path} streams its held-out text; say how many rows to take, such as take: 200")
 
 
