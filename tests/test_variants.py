@@ -1,6 +1,8 @@
 """Which weights a recipe trains, and text that is read as training goes on."""
 
+import itertools
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -246,6 +248,25 @@ def test_every_document_ends_once(tmp_path, ends_itself):
     assert len(PackedText(words(), str(path), 9)) == 1
     with pytest.raises(ValueError, match="9 tokens, less than one sequence of 10"):
         PackedText(words(), str(path), 10)
+
+
+class Book:
+    """A tokenizer to which every document has 2,000,000 tokens."""
+
+    eos_token_id = None
+
+    def __call__(self, texts, **_):
+        return {"input_ids": [list(range(2_000_000)) for _ in texts]}
+
+
+def test_each_sequence_of_a_long_document_takes_the_same_time(tmp_path):
+    (tmp_path / "book.txt").write_text("a book")
+    sequences = iter(StreamedText(Book(), [str(tmp_path / "book.txt")], 8))
+    next(sequences)  # which reads it
+    begun = time.monotonic()
+    following = [sequence["input_ids"].tolist() for sequence in itertools.islice(sequences, 1000)]
+    assert time.monotonic() - begun < 2, "10 ms each and more where all that follows is copied for it"
+    assert following == [list(range(start, start + 8)) for start in range(8, 8008, 8)]
 
 
 def test_sequences_as_long_as_the_model_reads():

@@ -113,11 +113,13 @@ class StreamedText(torch.utils.data.IterableDataset):
         for document in documents_of(self.source):
             ((more, their_labels),) = _batch_tokens(self.tokenizer, [document], self.assistant_only)
             ids, labels = ids + more, labels + their_labels
-            while len(ids) >= length:
-                sequence = {"input_ids": torch.tensor(ids[:length]), "labels": torch.tensor(labels[:length])}
-                ids, labels = ids[length:], labels[length:]
+            end = len(ids) - len(ids) % length
+            for start in range(0, end, length):  # the rest is copied once, as a document may be a whole book
+                part = slice(start, start + length)
+                sequence = {"input_ids": torch.tensor(ids[part]), "labels": torch.tensor(labels[part])}
                 if _has_labels(sequence["labels"]):
                     yield sequence
+            ids, labels = ids[end:], labels[end:]
 
 
 def check_length(model, sequence_length: int) -> None:
