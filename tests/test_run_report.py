@@ -298,6 +298,20 @@ def test_a_model_that_came_with_relu_has_no_parent_to_know(tmp_path):
     assert parent_loss(trainer, [{"input_ids": ids}]) is None, "no labels, no loss"
 
 
+def test_the_parents_loss_is_the_mean_over_labels(tmp_path):
+    """Trainer's own: a micro-batch of a prompt alone has no label, and one of few labels counts less."""
+    model = hf_twell.sparsify(tiny_llama())
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), report_to=[], use_cpu=True))
+    ids = torch.randint(3, 90, (3, 9), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[0, 2:], labels[1, 1:] = -100, -100  # one label; the second row's is the first word, which nothing predicts
+    with torch.no_grad():
+        expected = tiny_llama()(input_ids=ids, labels=labels).loss.item()  # over all rows at once
+    batches = [{"input_ids": i[None], "labels": row[None]} for i, row in zip(ids, labels, strict=True)]
+    assert abs(parent_loss(trainer, batches) - expected) <= rounding(9, expected)
+    assert parent_loss(trainer, batches[1:2]) is None
+
+
 def test_dead_neurons_are_told(tmp_path, caplog):
     trainer = run_of(tmp_path, l1_weight=1e-3)
     with torch.no_grad():

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 from transformers import Trainer
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_twell.blocks.architectures import FfnSite, find_ffns
 from hf_twell.models.modes import evaluation_mode
@@ -24,10 +25,11 @@ def with_activations(chosen: Sequence[tuple[FfnSite, nn.Module]]) -> Iterator[No
 
 
 def parent_loss(trainer: Trainer, batches: Sequence[Mapping]) -> float | None:
-    """Mean loss of the micro-batches by the weights that a training begins with and its parent's activations.
+    """Loss of the step whose micro-batches these are, by the model's weights and its parent's activations.
 
-    Nats per token. None where that is not to be had: the model came with ReLU or was trained since, is sharded or was
-    compiled in place, or its batches have no labels.
+    Nats per label. None where that is not to be had: the model came with ReLU, has begun a step of an `L1Penalty`
+    since, is converted by a `Blend`, is sharded or was compiled in place, or the batches have no labels. A training
+    without an `L1Penalty` is not noticed: after one, it is the loss of the weights as trained.
     """
     model = trainer.model
     sites = find_ffns(model)
@@ -39,11 +41,25 @@ def parent_loss(trainer: Trainer, batches: Sequence[Mapping]) -> float | None:
         or model._compiled_call_impl is not None
     ):
         return None
-    losses = []
+    total, count = 0.0, 0
     with with_activations(dense), evaluation_mode(model), trainer.compute_loss_context_manager():
         for batch in batches:
-            loss = getattr(model(**trainer._prepare_inputs(batch)), "loss", None)
+            inputs = trainer._prepare_inputs(batch)
+            labels = _count_labels(model, inputs)
+            if not labels:  # the mean over none is NaN
+                continue
+            loss = getattr(model(**inputs), "loss", None)
             if loss is None:
                 return None
-            losses.append(loss.mean().item())
-    return sum(losses) / len(losses)
+            total, count = total + loss.mean().item() * labels, count + labels
+    return total / count if count else None
+
+
+def _count_labels(model: nn.Module, batch: Mapping) -> int:
+    """How many labels the model's loss of a batch is the mean over; the first of a sequence is no word to predict."""
+    labels = batch.get("shift_labels")
+    if labels is None:
+        labels = batch.get("labels")
+        if labels is not None and getattr(model, "loss_function", None) is ForCausalLMLoss:
+            labels = labels[..., 1:]
+    return 0 if labels is None else int((labels != -100).sum())
