@@ -157,10 +157,17 @@ def test_a_torn_checkpoint_is_refused_by_path(torn):
         make_trainer(torn).train(resume_from_checkpoint=str(torn / "nowhere"))
 
 
-@pytest.mark.parametrize("damage", ["shortened", "removed", "no JSON", "no object"])
-def test_a_damaged_checkpoint_is_passed_over_and_named(whole_run, tmp_path, damage):
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        *(("optimizer.pt", damage) for damage in ("shortened", "removed")),
+        *((STATE_NAME, damage) for damage in ("shortened", "no object")),
+        *(("trainer_state.json", damage) for damage in ("shortened", "removed")),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_and_named(whole_run, tmp_path, name, damage):
     run = Path(shutil.copytree(whole_run[0].args.output_dir, tmp_path / "run"))
-    file = run / "checkpoint-10" / (STATE_NAME if damage.startswith("no ") else "optimizer.pt")
+    file = run / "checkpoint-10" / name
     if damage == "removed":
         file.unlink()
     elif damage == "no object":
@@ -188,19 +195,38 @@ def test_nothing_to_resume_from(tmp_path):
 def test_last_checkpoint_goes_by_number(tmp_path):
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint-100", "checkpoint-x", "other-200", "checkpoint-300.old"):
         (tmp_path / name).mkdir()
-        write_json(tmp_path / name / STATE_NAME, {})
+        for file in (STATE_NAME, "trainer_state.json"):
+            write_json(tmp_path / name / file, {})
     (tmp_path / "checkpoint-100" / STATE_NAME).unlink()
     (tmp_path / "checkpoint-500").touch()
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
 
 
 def test_files_that_people_change_in_a_checkpoint(tmp_path):
-    for name in ("trainer_state.json", "README.md"):
-        (tmp_path / name).write_text("as it was")
+    (tmp_path / "trainer_state.json").write_text('{"save_steps": 500}')
+    (tmp_path / "README.md").write_text("as it was")
     write_state(tmp_path, {"step": 3})
-    (tmp_path / "trainer_state.json").write_text("short")
+    (tmp_path / "trainer_state.json").write_text('{"save_steps": 5}')
     (tmp_path / "README.md").write_text("more than there was")
     assert read_state(tmp_path) == {"step": 3}
+
+
+def test_a_state_whose_writing_was_killed_is_no_file_of_the_next(tmp_path):
+    """It was listed, and then gone: the checkpoint was damaged for ever."""
+    (tmp_path / "trainer_state.json").write_text("{}")
+    (tmp_path / f".{STATE_NAME}.partial").write_text('{"step"')
+    write_state(tmp_path, {"step": 3})
+    assert read_state(tmp_path) == {"step": 3}
+
+
+def test_a_run_clears_a_killed_state_before_it_saves(torn):
+    partial = torn / "checkpoint-6" / f".{STATE_NAME}.partial"
+    partial.write_text('{"step"')
+    found = []
+    before = AtSave(6, lambda folder: found.append(partial.exists()))
+    make_trainer(torn, before, max_steps=6).train(resume_from_checkpoint=True)
+    assert found == [False]
+    assert last_checkpoint(torn) == str(torn / "checkpoint-6")
 
 
 def test_a_changed_schedule_is_told(torn, caplog):

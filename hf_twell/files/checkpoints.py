@@ -7,11 +7,12 @@ import warnings
 from pathlib import Path
 
 STATE_NAME = "twell_state.json"
+TRAINER_STATE_NAME = "trainer_state.json"  # Trainer's own; people edit it, to save at other steps, say
 
 
 def write_json(path: Path, data: dict) -> None:
     """Write a JSON file that other processes see whole or not at all."""
-    aside = path.with_name(f".{path.name}.partial")
+    aside = _aside(path)
     with open(aside, "w") as file:
         try:
             json.dump(data, file, indent=2)
@@ -25,10 +26,23 @@ def write_json(path: Path, data: dict) -> None:
 
 def write_state(checkpoint: Path, state: dict) -> None:
     """Mark a Trainer checkpoint as complete, with the size of each file that it holds."""
-    # People edit trainer_state.json, to save at other steps, say.
-    paths = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != "trainer_state.json"]
+    state_path = checkpoint / STATE_NAME
+    # What a killed process left of the state itself is written over below, and gone.
+    others = (TRAINER_STATE_NAME, STATE_NAME, _aside(state_path).name)
+    paths = [path for path in checkpoint.rglob("*") if path.is_file() and path.name not in others]
     files = {str(path.relative_to(checkpoint)): path.stat().st_size for path in paths}
-    write_json(checkpoint / STATE_NAME, {**state, "files": files})
+    write_json(state_path, {**state, "files": files})
+
+
+def clear_state(checkpoint: Path) -> None:
+    """Mark a checkpoint as incomplete, before it is written over."""
+    for path in (checkpoint / STATE_NAME, _aside(checkpoint / STATE_NAME)):
+        path.unlink(missing_ok=True)
+
+
+def _aside(path: Path) -> Path:
+    """Where a file is written before it gets its name; a killed process leaves it there."""
+    return path.with_name(f".{path.name}.partial")
 
 
 def read_state(checkpoint: str | Path) -> dict:
@@ -36,7 +50,7 @@ def read_state(checkpoint: str | Path) -> dict:
 
     Raises:
         ValueError: the folder has none, so its saving was interrupted, or it is from another kind of training; or one
-            of its files is shorter than it was, or missing.
+            of its files is shorter than it was, or missing; or Trainer's own state is no JSON.
     """
     path = Path(checkpoint) / STATE_NAME
     if not path.is_file():
@@ -57,6 +71,13 @@ def read_state(checkpoint: str | Path) -> dict:
                 f"{file} has {left:,} of {size:,} bytes; copy it again, resume from another checkpoint, or, if that is "
                 f"meant, remove its line from {path}"
             )
+    own = Path(checkpoint) / TRAINER_STATE_NAME
+    try:
+        json.loads(own.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{own} is missing or holds no JSON; copy it again, or resume from another checkpoint"
+        ) from error
     return state
 
 

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
-from hf_twell.files.checkpoints import STATE_NAME, last_checkpoint, read_state, write_state
+from hf_twell.files.checkpoints import STATE_NAME, clear_state, last_checkpoint, read_state, write_state
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class CompleteCheckpoints(TrainerCallback):
     def _save_checkpoint(self, save_checkpoint, *args, **kwargs):
         # The folder may hold the complete checkpoint of another run; it is not complete while it is written over.
         if self.trainer.args.should_save:
-            (self.folder() / STATE_NAME).unlink(missing_ok=True)
+            clear_state(self.folder())
         # The trainer would delete the last complete checkpoint before this one is complete: `on_save` does it after.
         limit, self.trainer.args.save_total_limit = self.trainer.args.save_total_limit, None
         try:
