@@ -224,7 +224,7 @@ def test_a_loss_of_transposed_logits_is_taught_too():
 
 def test_a_parent_that_is_the_model_teaches_nothing(tmp_path):
     model, parent = sparsify(tiny_llama()), sparsify(tiny_llama())
-    before = {name: weights.clone() for name, weights in model.named_parameters()}
+    before = {name for name, _ in model.named_parameters()}
     args = TrainingArguments(
         str(tmp_path), max_steps=1, logging_steps=1, use_cpu=True, report_to=[], save_strategy="no", weight_decay=0.0
     )
@@ -238,7 +238,7 @@ def test_a_parent_that_is_the_model_teaches_nothing(tmp_path):
     assert keep.gradient.abs().max() < 1e-6
     assert not any(weights.requires_grad for weights in parent.parameters())
     assert not any(module.training for module in parent.modules())
-    assert {name for name, _ in model.named_parameters()} == set(before), "the parent is no part of the model"
+    assert {name for name, _ in model.named_parameters()} == before, "the parent is no part of the model"
 
 
 def taught(teacher, model, batch, scale) -> torch.Tensor:
@@ -265,6 +265,26 @@ def test_nothing_of_a_micro_batch_is_left_after_it():
     assert block() is hidden() is cache is None
     model(**batch).loss.backward()
     assert torch.equal(one_step.flat_gradient(model), alone)
+
+
+def test_a_parent_that_others_run_keeps_nothing_of_it():
+    """As who scores it on held-out text in the middle of a training."""
+    model, parent, seen = sparsify(tiny_llama()).train(), one_step.parent(), []
+    teacher = Distillation(model, parent, layers=LAYERS)
+    parent.model.layers[0].mlp.register_forward_hook(lambda _, args, output: seen.append(weakref.ref(output)))
+    batch = one_step.pad(one_step.rows())
+    before = taught(teacher, model, batch, 1.0)
+    with torch.no_grad():
+        parent(**batch)
+    breaks_off = parent.model.norm.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        taught(teacher, model, batch, 1.0)
+    breaks_off.remove()
+    with torch.no_grad():
+        parent(**batch)
+    gc.collect()
+    assert [output() for output in seen] == [None] * len(seen)
+    assert torch.equal(taught(teacher, model, batch, 1.0), before)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

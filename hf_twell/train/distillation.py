@@ -68,7 +68,7 @@ class Distillation:
         torch.compiler.reset()  # what was compiled for models without these hooks would be taken, and pass over them
         self._batch: _Batch | None = None
         self._parent_on: torch.device | None = None
-        self._outputs: list[torch.Tensor] = []
+        self._outputs: list[torch.Tensor] | None = None  # of the parent's blocks, while it reads a micro-batch
         self._ran = False  # since the last report
         self._backend: str | None = None
         self._task_loss = None  # the model's own, where `_loss` stands in for it
@@ -136,12 +136,16 @@ class Distillation:
         }
         reads = {k: v.to(scale.device) if isinstance(v, torch.Tensor) else v for k, v in reads.items()}
         weight = token_weight(reads)
-        self._outputs = []
-        with torch.no_grad():
-            hidden = self.parent.get_decoder()(**reads, use_cache=False).last_hidden_state
+        self._outputs = outputs = []
+        try:
+            with torch.no_grad():
+                hidden = self.parent.get_decoder()(**reads, use_cache=False).last_hidden_state
+        finally:
+            self._outputs = None
         weight = torch.ones(hidden.shape[:2], device=hidden.device) if weight is None else weight.to(hidden.device)
         head = self.parent.get_output_embeddings()
-        self._batch = _Batch(hidden, self._outputs, weight, scale, self._factors(weight, scale), head, self.logits)
+        factors = self._factors(outputs, weight, scale)
+        self._batch = _Batch(hidden, outputs, weight, scale, factors, head, self.logits)
         self._ran = True
         try:
             yield
@@ -152,7 +156,7 @@ class Distillation:
                     "or give SFTTrainer a compute_loss_func, or distil layers alone: logits=0"
                 )
         finally:
-            self._batch, self._outputs = None, []
+            self._batch = None
 
     def report(self) -> dict[str, float]:
         """KL in nats per token and the layers' relative error since the last report, over this process's tokens."""
@@ -168,20 +172,21 @@ class Distillation:
             slot.grad.zero_()
         return {f"twell/{name}": total / count for name, (total, count) in sums.items() if count}
 
-    def _factors(self, weight: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
+    def _factors(self, outputs: list[torch.Tensor], weight: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
         """For each block (2): what multiplies the difference in its gradient, and the square of it in its error."""
         tokens = weight.sum().clamp(min=1)
         factors = []
-        for output in self._outputs:
+        for output in outputs:
             weight, tokens = weight.to(output.device), tokens.to(output.device)
             power = torch.where(weight.unsqueeze(-1) > 0, output, 0).float().square().sum() / tokens
             power = power.clamp(min=1e-12)
-            gradient = 2 * self.layers / len(self._outputs) * scale.to(output.device) / power
+            gradient = 2 * self.layers / len(outputs) * scale.to(output.device) / power
             factors.append(torch.stack([gradient, 1 / (power * tokens)]))
         return factors
 
     def _see_parent_layer(self, module, args, output):
-        self._outputs.append(output)
+        if self._outputs is not None:  # others may run the parent too, to score it
+            self._outputs.append(output)
 
     # A compiler would unroll backward's loop over the tokens.
     @torch.compiler.disable(reason="distillation goes through the logits a few tokens at a time")
