@@ -19,6 +19,7 @@ from hf_twell.blocks.batches import token_weight
 from hf_twell.blocks.modeling import L1Inputs
 from hf_twell.models.modes import evaluation_mode
 from hf_twell.ops import reference
+from hf_twell.train.distillation import Distillation
 from tests import one_step
 from tests.conftest import tiny_llama
 
@@ -254,6 +255,45 @@ def test_a_new_callback_replaces_the_last_and_can_be_taken_off(tmp_path):
     assert not trainer.model._forward_pre_hooks, "nothing warns of a term that is not wanted any more"
     with pytest.raises(ValueError, match="takes the trainer first"):
         SparsityCallback(trainer.model, 1.0)
+
+
+def test_a_new_callback_keeps_what_it_brings(tmp_path):
+    """The last one is detached first: it would take the new hook and the new loss off again."""
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], save_strategy="no")
+    trainer = Trainer(sparsify(tiny_llama()), args, train_dataset=one_step.rows(), data_collator=one_step.pad)
+    teacher = Distillation(trainer.model, one_step.parent(), logits=1.0)
+    for _ in range(2):
+        callback = SparsityCallback(trainer, 0.0, distillation=teacher)
+        assert len(trainer.model._forward_pre_hooks) == 1, "which warns of a training without the term"
+        assert trainer.compute_loss_func == teacher._loss
+    callback.detach()
+    assert not trainer.model._forward_pre_hooks
+    assert trainer.compute_loss_func is None
+
+
+def test_a_trainer_without_the_callback_is_as_it_was(tmp_path):
+    args = TrainingArguments(
+        str(tmp_path), max_steps=1, logging_steps=1, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True
+    )
+    trainer = Trainer(sparsify(tiny_llama()), args, train_dataset=one_step.rows(), data_collator=one_step.pad)
+    seen, log = [], trainer.log
+
+    def own_log(logs, *args, **kwargs):
+        seen.append(logs)
+        log(logs, *args, **kwargs)
+
+    trainer.log = own_log
+    callbacks = list(trainer.callback_handler.callbacks)
+    for _ in range(2):
+        callback = SparsityCallback(trainer, 0.0)
+        trainer.add_callback(callback)
+        trainer.train()
+    assert all("twell/l0" in logs for logs in seen if "loss" in logs)
+    callback.detach()
+    assert trainer.log is own_log
+    assert not vars(trainer).keys() & {"get_batch_samples", "training_step", "train", "_save_checkpoint"}
+    assert trainer.callback_handler.callbacks == callbacks
+    assert not any("on_log" in vars(callback) for callback in callbacks), "the console's"
 
 
 def test_training_begins_with_weights_in_stock_order(tmp_path):

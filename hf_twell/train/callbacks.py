@@ -1,10 +1,9 @@
 """`SparsityCallback`: the L1 term in Transformers' Trainer and everything derived from it (SFTTrainer among them)."""
 
-import functools
 from collections.abc import Sequence
 
 from safetensors.torch import load_file, save_file
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.convert.blending import Blend
@@ -13,8 +12,9 @@ from hf_twell.models.adapters import record_base
 from hf_twell.train.controller import DensityController
 from hf_twell.train.distillation import Distillation
 from hf_twell.train.logs import (
-    log_without_layers,
+    hide_layers,
     rows_of_report,
+    show_layers,
     warn_of_bounds,
     warn_of_few_tokens,
     warn_of_loss,
@@ -22,7 +22,7 @@ from hf_twell.train.logs import (
 )
 from hf_twell.train.parent_loss import parent_loss
 from hf_twell.train.penalty import L1Penalty
-from hf_twell.train.resuming import CompleteCheckpoints, unwrap, wrap
+from hf_twell.train.resuming import CompleteCheckpoints, detach_earlier, unwrap, wrap
 from hf_twell.train.revival import Revival, check_optimizer
 from hf_twell.train.schedule import WARMUPS, check_schedule, whole_steps
 from hf_twell.train.trainer_card import use_model_card
@@ -109,6 +109,7 @@ class SparsityCallback(TrainerCallback):
         )
         if revive_after is not None and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
             raise ValueError("revive_after: under FSDP or DeepSpeed the rows' optimizer state is sharded; leave it out")
+        detach_earlier(trainer, SparsityCallback)  # else it would take off what follows
         self.trainer, self._begun = trainer, 0  # the step at which the run began
         self.penalty = L1Penalty(trainer.model, 0.0 if l1_weight is None else l1_weight, term=term)
         self.l1_weight, self.target_density, self.term = l1_weight, target_density, term
@@ -137,6 +138,7 @@ class SparsityCallback(TrainerCallback):
         """Give the trainer its own methods back and leave its callbacks; a new SparsityCallback does so to the last."""
         if vars(self.trainer).get("create_model_card") is self._card:  # and not one that the user asked for
             vars(self.trainer).pop("create_model_card", None)
+        show_layers(self.trainer.callback_handler.callbacks)
         self.penalty.detach()
         self.checkpoints.detach()
         if self.distillation is not None:
@@ -173,9 +175,7 @@ class SparsityCallback(TrainerCallback):
                 "model_init makes a new model for each run; sparsify, unpatch and copies of blocks change them): give "
                 "Trainer the model itself, and make the callback last"
             )
-        for callback in self.trainer.callback_handler.callbacks:
-            if isinstance(callback, ProgressCallback | PrinterCallback) and "on_log" not in vars(callback):
-                callback.on_log = functools.partial(log_without_layers, callback.on_log)
+        hide_layers(self.trainer.callback_handler.callbacks)
         if self.blend is not None and self._blend_length() >= state.max_steps:
             raise ValueError(
                 f"blend_steps={self.blend_steps} of {state.max_steps} steps leaves none for the ReLU model; give fewer"

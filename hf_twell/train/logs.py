@@ -1,6 +1,9 @@
 """The rows that `SparsityCallback` adds to a trainer's logs, and what it says of its controller."""
 
+import functools
 import logging
+
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from hf_twell.models.cards import LOST
 
@@ -46,8 +49,21 @@ def layer_prefix(ffn) -> str:
     return f"{LAYER_PREFIX}{ffn.twell.layer:02d}/"
 
 
-def log_without_layers(on_log, args, state, control, logs=None, **kwargs):
-    """`on_log` of a callback for the console, where every layer's figures would bury the loss."""
+def hide_layers(callbacks: list[TrainerCallback]) -> None:
+    """Keep the layers' rows off the console, where they would bury the loss."""
+    for callback in callbacks:
+        if isinstance(callback, ProgressCallback | PrinterCallback) and "on_log" not in vars(callback):
+            callback.on_log = functools.partial(_log_without_layers, callback.on_log)
+
+
+def show_layers(callbacks: list[TrainerCallback]) -> None:
+    """Undo `hide_layers`."""
+    for callback in callbacks:
+        if getattr(vars(callback).get("on_log"), "func", None) is _log_without_layers:
+            del callback.on_log
+
+
+def _log_without_layers(on_log, args, state, control, logs=None, **kwargs):
     logs = {key: value for key, value in (logs or {}).items() if not key.startswith(LAYER_PREFIX)}
     return on_log(args, state, control, logs=logs, **kwargs)
 

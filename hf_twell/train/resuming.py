@@ -32,6 +32,7 @@ class CompleteCheckpoints(TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer, method: Mapping):
+        detach_earlier(trainer, CompleteCheckpoints)
         self.trainer = trainer
         self.method = dict(method)
         self.state: dict = {}
@@ -109,13 +110,10 @@ def steps_of(trainer: Trainer) -> int:
 
 
 def wrap(trainer: Trainer, owner: TrainerCallback, names: Sequence[str]) -> None:
-    """Put `owner`'s methods of these names around the trainer's; an earlier owner of the same class is detached.
+    """Put `owner`'s methods of these names around the trainer's.
 
     For what no event tells: events carry no batches, and come after the reporters and the saving.
     """
-    earlier = getattr(getattr(vars(trainer).get(names[0]), "func", None), "__self__", None)
-    if isinstance(earlier, type(owner)):
-        earlier.detach()
     for name in names:
         method = getattr(owner, f"_{name.lstrip('_')}")
         setattr(trainer, name, functools.partial(method, getattr(trainer, name)))
@@ -124,7 +122,22 @@ def wrap(trainer: Trainer, owner: TrainerCallback, names: Sequence[str]) -> None
 def unwrap(trainer: Trainer, owner: TrainerCallback) -> None:
     """Take `owner` and its methods off the trainer."""
     for name, method in list(vars(trainer).items()):
-        if getattr(getattr(method, "func", None), "__self__", None) is owner:
+        if _owner(method) is owner:
             delattr(trainer, name)
+            (wrapped,) = method.args
+            if getattr(trainer, name) != wrapped:  # one that the user had set on this trainer
+                setattr(trainer, name, wrapped)
     if owner in trainer.callback_handler.callbacks:
         trainer.remove_callback(owner)
+
+
+def detach_earlier(trainer: Trainer, kind: type[TrainerCallback]) -> None:
+    """Detach the callback of this class that has methods around the trainer's, before another takes its place."""
+    for method in list(vars(trainer).values()):
+        if isinstance(_owner(method), kind):
+            _owner(method).detach()
+            return
+
+
+def _owner(method) -> TrainerCallback | None:
+    return getattr(getattr(method, "func", None), "__self__", None)
