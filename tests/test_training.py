@@ -1,5 +1,6 @@
 """One optimizer step has one gradient, however it is cut into micro-batches, processes, layouts and checkpoints."""
 
+import contextlib
 import copy
 import functools
 import importlib.util
@@ -499,6 +500,73 @@ def test_a_refused_first_step_is_in_no_report(backwards):
     step(penalty, 1)
     step(fresh, 1)
     assert penalty.report() == fresh.report()
+
+
+@pytest.mark.parametrize("when", ["first", "last", "by hand"])
+def test_a_step_that_broke_off_is_in_no_report(when):
+    """Its tokens were counted in full, and diluted every figure."""
+    model, rows = sparsify(tiny_llama()).train(), one_step.rows()
+    batches = [one_step.pad(rows[:4]), one_step.pad(rows[4:])]
+    penalty, fresh = L1Penalty(model, 1.0), L1Penalty(model, 1.0)
+
+    def step(penalty, fails=None):
+        micro_batches = penalty.micro_batches(batches)
+        for number, batch in enumerate(micro_batches):
+            model(**batch).loss.backward()
+            if number == fails:
+                raise MemoryError
+
+    def step_by_hand():
+        penalty.begin_step(batches)
+        for batch in batches:
+            with contextlib.suppress(MemoryError), penalty.micro_batch(batch):  # passes over the first
+                model(**batch).loss.backward()
+                if batch is batches[0]:
+                    raise MemoryError
+
+    if when == "by hand":
+        step_by_hand()
+    else:
+        with pytest.raises(MemoryError):
+            step(penalty, fails=0 if when == "first" else 1)
+    assert penalty.report() is None
+    step(penalty)
+    step(fresh)
+    assert penalty.report() == fresh.report()
+    unchecked = L1Penalty(model, 1.0)
+    for _ in unchecked.micro_batches(batches):
+        break
+    with pytest.raises(ValueError, match="no backward"):  # of the first whole step
+        list(unchecked.micro_batches(batches))
+
+
+def reports_of_one_rank(rank: int, folder: Path) -> None:
+    """Of a step of which rank 1 loses a micro-batch, of a whole one, and of both."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+    model, rows, reports = sparsify(tiny_llama()).train(), one_step.rows(), []
+    penalty, mine = L1Penalty(model, 1.0), rows[4 * rank : 4 * rank + 4]
+    batches = [one_step.pad(mine[:2]), one_step.pad(mine[2:])]
+    for losing in ([True], [False], [False, True]):
+        for loses in losing:
+            penalty.begin_step(batches)
+            for batch in batches:
+                with contextlib.suppress(MemoryError), penalty.micro_batch(batch):
+                    if loses and rank == 1 and batch is batches[1]:
+                        raise MemoryError
+                    model(**batch).loss.backward()
+        reports.append(penalty.report())
+    torch.save(reports, folder / f"{rank}.pt")
+
+
+@pytest.mark.slow
+def test_a_step_that_broke_off_on_one_rank_is_in_no_report_of_any(tmp_path):
+    torch.multiprocessing.spawn(reports_of_one_rank, (tmp_path,), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2))
+    assert first == second
+    broken, whole, both = first
+    assert broken is None
+    assert whole == both
+    assert whole["tokens"] == sum(one_step.LENGTHS)
 
 
 def test_a_penalty_takes_the_model_as_distributed_data_parallel_wraps_it(truth, tmp_path):

@@ -75,7 +75,8 @@ class L1Penalty:
         self._tallies: list[torch.Tensor] | None = None
         self._rows: list[torch.Tensor] = []  # the tallies' gradients, each of its device's table
         self._tables: dict[torch.device, torch.Tensor] = {}
-        self._step_tokens = None
+        self._step_tokens: torch.Tensor | None = None
+        self._broke_off = False  # a micro-batch of the step, which is then not counted
         self._checked = False
         self._window: StepCounts | None = None
         self._choice = ModelChoice()
@@ -118,7 +119,7 @@ class L1Penalty:
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(tokens)
             world_size = dist.get_world_size()
-        self._step_tokens = tokens
+        self._step_tokens, self._broke_off = tokens, False
         self.token_scale = world_size / tokens.clamp(min=1)
         if scaler is not None:
             self.token_scale = scaler.scale(self.token_scale)
@@ -131,12 +132,15 @@ class L1Penalty:
 
     @contextmanager
     def micro_batch(self, batch: Mapping) -> Iterator[None]:
-        """Forward and backward of one micro-batch of the step run inside; outside, the model is as if untouched."""
+        """Forward and backward of one micro-batch of the step run inside; outside, the model is as if untouched.
+
+        A step of which one breaks off, by an exception on any rank, is in no report: not all its tokens were read.
+        """
         if self._scale is None:
             raise ValueError(
                 "begin_step(batches) must come before micro_batch(batch): the step's tokens are not counted"
             )
-        weight = token_weight(batch)
+        weight, step = token_weight(batch), self._step_tokens
         for ffn, scale, tally in zip(self.ffns, self._scale, self._tallies, strict=True):
             ffn.twell_state.l1 = L1Inputs(
                 scale.to(tally.device),
@@ -147,12 +151,19 @@ class L1Penalty:
             )
         try:
             yield
+        except BaseException:
+            # A loop over `micro_batches` that is kept in a variable may be closed in a later step.
+            self._broke_off |= self._step_tokens is step
+            raise
         finally:
             for ffn in self.ffns:
                 ffn.twell_state.l1 = None
 
     def micro_batches(self, batches: Iterable[Mapping], *, scaler=None) -> Iterator[Mapping]:
-        """Yield the micro-batches of one optimizer step, each with the L1 term switched on."""
+        """Yield the micro-batches of one optimizer step, each with the L1 term switched on.
+
+        A step whose loop is left before its end is in no report, as for `micro_batch`.
+        """
         if isinstance(batches, Mapping):
             raise ValueError("micro_batches takes the micro-batches of an optimizer step; put a single one into a list")
         batches = list(batches)
@@ -176,9 +187,13 @@ class L1Penalty:
             if tally.grad is not row:  # backward under create_graph has put another in its place
                 tally.grad = row.copy_(tally.grad.detach())
         table = sum(table.to(self.device) for table in self._tables.values())
+        if self._broke_off:  # all ranks are to know, without another exchange or waiting for the device
+            table.fill_(torch.nan)
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(table)
-        step = StepCounts(self._step_tokens, table, self._widths)
+        whole = table[0, 1].isfinite()  # a count, which is NaN for no other reason
+        tokens, table = (torch.where(whole, each, 0) for each in (self._step_tokens, table))
+        step = StepCounts(tokens, table, self._widths)
         self._step_tokens = None
         for table in self._tables.values():
             table.zero_()
@@ -186,7 +201,7 @@ class L1Penalty:
             step.check_counted_once()
             if must_count:
                 step.check_counted()
-            self._checked = True
+            self._checked = not self._broke_off
         self._window = step.added_to(self._window)
         self._choose_for_compiled(step)
         return step
