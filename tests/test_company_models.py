@@ -84,14 +84,38 @@ def with_a_tensor_for_bias(linear):
     linear.bias = bias
 
 
+def with_a_tensor_for_weight(linear):
+    weight = 2 * linear.weight.detach()
+    del linear.weight
+    linear.weight = weight
+
+
+def with_lora(linear):
+    peft, holder = pytest.importorskip("peft"), nn.ModuleDict({"linear": linear})
+    torch.manual_seed(0)
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["linear"], init_lora_weights=False), holder)
+    return holder["linear"].eval()
+
+
+def quantized_when_called(linear):
+    holder = nn.ModuleDict({"linear": linear})
+    linear.weight.data *= 1.5  # what rounding does may be too little to see
+    return torch.ao.quantization.quantize_dynamic(holder, {nn.Linear}, inplace=True)["linear"]
+
+
 def with_weight_norm(linear):
     parametrizations.weight_norm(linear).parametrizations.weight.original0.data *= 2
+
+
+def with_weight_norm_by_hooks(linear):
+    nn.utils.weight_norm(linear).weight_g.data *= 2
 
 
 def pruned_for_good(linear):
     prune.remove(prune.l1_unstructured(linear, "weight", 0.3), "weight")
 
 
+# Each returns the module that is to be in the linear's place, or None: the same one.
 TRICKS = {
     "parametrized": lambda linear: parametrize.register_parametrization(linear, "weight", Twice()),
     "a tensor for bias": with_a_tensor_for_bias,
@@ -99,18 +123,36 @@ TRICKS = {
     "pruned": lambda linear: prune.l1_unstructured(linear, "weight", 0.3),
     "pruned for good": pruned_for_good,
     "another class": of_another_class,
+    "a tensor for weight": with_a_tensor_for_weight,
+    "weight norm by hooks": with_weight_norm_by_hooks,
+    "spectral norm": lambda linear: parametrizations.spectral_norm(linear).eval(),
+    "spectral norm by hooks": lambda linear: nn.utils.spectral_norm(linear).eval(),
+    "LoRA": with_lora,
 }
+# Modules of which `sparsify` would say that they cannot be read.
+REPLACEMENTS = {
+    "in a sequence": lambda linear: nn.Sequential(linear, nn.Tanh()),
+    "quantized when called": quantized_when_called,
+}
+ONCE = "without sparsify again"
+WAYS = [(trick, when) for trick in TRICKS for when in ("before", "after", ONCE)]
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
-@pytest.mark.parametrize("trick", TRICKS)
+@pytest.mark.parametrize(("trick", "when"), [*WAYS, *((trick, ONCE) for trick in REPLACEMENTS)])
 def test_tricks_on_projections(trick, name, when):
-    model, twin = pair() if when == "after" else (few_active(), few_active(hidden_act="relu"))
-    for each in (model.train(), twin):  # in training mode down_proj is contiguous, which pruning wants
+    model, twin = (few_active(), few_active(hidden_act="relu")) if when == "before" else pair()
+    for each in (model.train(), twin.train()):  # where down_proj is contiguous, which pruning wants
+        torch.manual_seed(0)
         for layer in each.model.layers:
-            TRICKS[trick](layer.mlp.get_submodule(name))
-    same_but_moved(sparsify(model).eval(), twin)
+            linear = layer.mlp.get_submodule(name)
+            setattr(layer.mlp, name, (TRICKS | REPLACEMENTS)[trick](linear) or linear)
+    if when != ONCE:
+        sparsify(model)
+    model.eval(), twin.eval()
+    for _ in range(2):
+        same_but_moved(model, twin)
     assert len(sparse_ffns(model)) == 3
 
 

@@ -101,9 +101,14 @@ def _operands(own, state, way, block, x):
             weights.append(None), biases.append(None), scales.append(None)
             continue
         linear = modules[name]
+        if type(linear) is not _Linear or _watched(linear.__dict__):
+            return None
         parameters = linear._parameters
-        weight, bias, scale, of = parameters["weight"], parameters["bias"], None, dtype
-        if type(linear) is not _Linear or type(weight) is not kind or _watched(linear.__dict__):
+        try:
+            weight, bias, scale, of = parameters["weight"], parameters["bias"], None, dtype
+        except KeyError:  # pruned or weight-normed, or a tensor that is no parameter took its place
+            return None
+        if type(weight) is not kind:
             return None
         if kind is not nn.Parameter and kind is not _Tensor:
             if weight.act_quant_kwargs is not None or weight.act_pre_scale is not None:
