@@ -1,18 +1,22 @@
 """The density of each layer in the `twell` entry of a config: measured, saved, and gone once the model is trained."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from hf_twell import L1Penalty, TwellLlamaForCausalLM, measure_sparsity, sparsify
 from hf_twell.blocks import stored_density
 from hf_twell.blocks.modeling import sparse_ffns
+from hf_twell.cli import main
 from hf_twell.convert.blending import Blend
 from hf_twell.convert.entry import check_entry
 from hf_twell.models.adapters import RECORD, save_adapter
-from tests.conftest import ids, tiny_llama
+from tests.conftest import ids, logits, tiny_llama
+
+DEMO = Path(__file__).parents[1] / "recipes" / "demo" / "model"
 
 
 def measured(model) -> list[float]:
@@ -92,7 +96,39 @@ def test_an_adapters_record_has_none(tmp_path):
     }
 
 
-@pytest.mark.parametrize("density", [0.1, [0.1, 0.2], [0.1, 0.2, 1.5], [0.1, 0.2, "0.3"], [0.1, 0.2, True], [0.1] * 4])
+@pytest.mark.parametrize("load", [AutoModelForCausalLM, TwellLlamaForCausalLM])
+@pytest.mark.parametrize("cut", ["before saving", "by an argument"])
+def test_that_of_layers_cut_off_counts_as_not_measured(load, cut, tmp_path):
+    model, options = sparsify(tiny_llama()), {}
+    measured(model)
+    if cut == "before saving":
+        model.model.layers, model.config.num_hidden_layers = model.model.layers[:2], 2
+    else:
+        options = {"num_hidden_layers": 2}
+    model.save_pretrained(tmp_path)
+    loaded = sparsify(load.from_pretrained(tmp_path, **options).eval())
+    assert loaded.config.twell == {"version": 1, "layers": None}
+    assert known(loaded) == dict.fromkeys(range(2))
+    expected = measured(loaded)
+    assert loaded.config.twell["density"] == pytest.approx(expected, abs=1e-6)
+    if cut == "before saving":
+        assert sparsify(model).config.twell == {"version": 1, "layers": None}
+        torch.testing.assert_close(logits(loaded), logits(model.eval()))
+
+
+def test_commands_take_a_model_of_fewer_layers(tmp_path, capsys):
+    model = sparsify(AutoModelForCausalLM.from_pretrained(DEMO), layers=[2, 3])
+    measured(model)
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:2], 2
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(DEMO).save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("The cell is the smallest unit of life.")
+    for command in ("eval", "inspect"):
+        assert main([command, str(tmp_path / "model"), "--text", str(tmp_path / "text.txt"), "--json"]) == 0
+        json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("density", [0.1, [0.1, 0.2, 1.5], [0.1, 0.2, "0.3"], [0.1, 0.2, True], [0.1, -0.1], {}])
 def test_one_that_cannot_be_true_is_refused(density):
     model = sparsify(tiny_llama())
     model.config.twell["density"] = density

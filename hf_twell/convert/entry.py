@@ -12,9 +12,13 @@ FORMAT_VERSION = 1
 
 
 def new_entry(config, layers: list[int] | None) -> dict:
-    """The entry of a model that kernels and the L1 term act on in `layers` (None: all); a density recorded stays."""
-    old = getattr(config, "twell", None) or {}
-    return {"version": FORMAT_VERSION, "layers": layers} | {key: old[key] for key in ("density",) if key in old}
+    """The entry of a model that kernels and the L1 term act on in `layers` (None: all); a density recorded stays.
+
+    Except one of another number of layers: some were cut off, and it does not say which.
+    """
+    density = (getattr(config, "twell", None) or {}).get("density")
+    stays = density is not None and _layers_of(config) in (None, len(density))
+    return {"version": FORMAT_VERSION, "layers": layers} | ({"density": density} if stays else {})
 
 
 def check_entry(config) -> dict | None:
@@ -84,12 +88,17 @@ def record_density(config, ffns: Iterable[nn.Module], density: Sequence[float] |
 def _check_density(entry: dict, config) -> None:
     if "density" not in entry:
         return
-    density, layers = entry["density"], getattr(config.get_text_config(), "num_hidden_layers", None)
+    density = entry["density"]
+    # Of another number of layers it may be: layers were cut off since, and it decides nothing but speed.
     shares = isinstance(density, list) and all(
         isinstance(share, Real) and not isinstance(share, bool) and 0 <= share <= 1 for share in density
     )
-    if not shares or layers not in (None, len(density)):
+    if not shares:
         raise ValueError(
             f"the density in the config's twell entry is {density!r}; expected a number from 0 to 1 for each of "
-            f"{layers} layers. Remove it, or measure it anew (hf_twell.measure_sparsity)"
+            f"{_layers_of(config)} layers. Remove it, or measure it anew (hf_twell.measure_sparsity)"
         )
+
+
+def _layers_of(config) -> int | None:
+    return getattr(config.get_text_config(), "num_hidden_layers", None)
