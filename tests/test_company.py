@@ -120,6 +120,28 @@ def test_eight_bits_of_a_relu_model_are_taken():
     assert len(sparse_ffns(model)) == 3
 
 
+@pytest.mark.parametrize("how", ["evaluation", "compiled", "training"])
+@pytest.mark.parametrize("patched", [nn.Linear, nn.ReLU])
+def test_a_forward_that_is_put_on_pytorchs_class(patched, how, monkeypatch):
+    """As tools for calibration and for quantization-aware training do it, for all modules at once."""
+    model, twin = sparsify(tiny_llama().eval()), relu_llama()
+    run = torch.compile(model, fullgraph=True, backend="eager") if how == "compiled" else model
+    for _ in range(1 if how == "compiled" else 2):  # the second goes the way of the first
+        before = logits(model)
+    plain = patched.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(patched, "forward", lambda self, x: plain(self, x.to(torch.bfloat16).float()) + 0.125)
+        if how == "training":
+            for each in (model, twin):
+                each.train()(input_ids=ids(), labels=ids()).loss.backward()
+            for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, theirs.grad)
+        else:
+            torch.testing.assert_close(logits(run), logits(twin), atol=0, rtol=0)
+            assert not torch.allclose(logits(twin), before, atol=1e-2)
+    torch.testing.assert_close(logits(model.eval()), before)
+
+
 def test_eight_bits_before_are_refused():
     refused(in_eight_bits(tiny_llama()), "gate_proj (EightBitLinear) is quantized (torch.int8")
 
