@@ -1,5 +1,6 @@
 """Every stock architecture either converts exactly, or is refused with nothing changed."""
 
+import inspect
 import re
 from pathlib import Path
 
@@ -173,6 +174,33 @@ def assert_refused(model, *words, **arguments):
         assert after["parameters"][name][1] == version, name
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("name", CONVERTIBLE)
+def test_blocks_take_their_input_by_its_name(name):
+    """The stock block's, which is hidden_states in some families; and refuse what that refuses."""
+    model_class, config = CONVERTIBLE[name]
+    model = build(model_class, config())
+    block = find_ffns(model)[0].module
+    own = next(iter(inspect.signature(block.forward).parameters))
+    sparsify(model)
+    x = torch.randn(2, next(iter(block.parameters())).shape[1])
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(block(**{own: x}), block(x))
+        assert torch.equal(block.forward(**{own: x}), block(x))
+    for args, named in (((), {}), ((x,), {own: x}), ((x,), {"other": 1}), ((), {"other": x})):
+        with pytest.raises(TypeError, match=own):
+            block(*args, **named)
+
+
+def test_a_compiled_block_takes_its_input_by_its_name():
+    model_class, config = CONVERTIBLE["phi"]
+    block = find_ffns(sparsify(build(model_class, config())))[0].module
+    x = torch.randn(2, 32)
+    with torch.no_grad():
+        compiled = torch.compile(lambda x: block(hidden_states=x), fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(x), block(x))
 
 
 @pytest.mark.parametrize("name", CONVERTIBLE)

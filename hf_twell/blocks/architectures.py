@@ -1,5 +1,6 @@
 """Where a model's feed-forward blocks are: each is found by the names of its linear layers, one row of FORMS."""
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -126,6 +127,22 @@ def loading_class(config: Mapping) -> type:
 def stock_class(module: nn.Module) -> type:
     """The module's own class, without the subclass that `sparsify` gives it."""
     return getattr(type(module), "stock_class", type(module))
+
+
+def input_name(cls: type) -> str:
+    """What a block's class calls the hidden states that its forward takes."""
+    return list(inspect.signature(cls.forward).parameters)[1]  # after self
+
+
+def only_input(ffn: nn.Module, x, named: dict):
+    """The hidden states of a sparse block's call that gave them by their name in the stock block.
+
+    Raises:
+        TypeError: a call that the stock block does not take either.
+    """
+    if x is not None or named.keys() != {ffn.twell_input}:
+        raise TypeError(f"{type(ffn).__name__} takes hidden states, {ffn.twell_input}, and nothing else")
+    return named[ffn.twell_input]
 
 
 def base_layer(linear):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hf_twell.blocks import choice, known_way
-from hf_twell.blocks.architectures import FfnForm
+from hf_twell.blocks.architectures import FfnForm, input_name, only_input
 from hf_twell.blocks.density_watch import DensityWatch, TrainingChoice
 from hf_twell.blocks.layout import restore_down
 from hf_twell.blocks.operands import (
@@ -87,7 +87,7 @@ class FfnState:
 
 
 class SparseFfn(nn.Module):
-    """Mixin put before a block's own class, which is `stock_class`."""
+    """Mixin put before a block's own class, which is `stock_class` and calls its x `twell_input`."""
 
     stock_class: type
     twell: FfnSettings
@@ -123,7 +123,9 @@ class SparseFfn(nn.Module):
             restore_down(self)
         return super().train(mode)
 
-    def forward(self, x):
+    def forward(self, x=None, **named):
+        if x is None or named:
+            x = only_input(self, x, named)
         compiling = torch.compiler.is_compiling()
         if not (compiling and has_forward_of(SparseFfn, self)):  # where __call__ left no mark, as its own guards say
             self.twell_state.awaited = None
@@ -258,7 +260,8 @@ def _check_tokens(ffn: SparseFfn, shape: torch.Size, l1: L1Inputs) -> None:
 @functools.cache
 def sparse_class(stock_class: type) -> type:
     """The sparse subclass of a feed-forward block's class; always the same one for the same class."""
-    attributes = {"stock_class": stock_class, "__doc__": f"{stock_class.__name__} computed over its active neurons."}
+    doc = f"{stock_class.__name__} computed over its active neurons."
+    attributes = {"stock_class": stock_class, "twell_input": input_name(stock_class), "__doc__": doc}
     return type(f"Sparse{stock_class.__name__}", (SparseFfn, stock_class), attributes)
 
 
