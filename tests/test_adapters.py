@@ -352,6 +352,18 @@ def test_hostile_adapters(base, tmp_path, damage):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("damage", ["NaN", "of another class"])
+def test_a_base_in_hand_is_what_it_was_after_a_refusal(base, tmp_path, damage):
+    save_adapter(with_lora(sparsify(AutoModelForCausalLM.from_pretrained(base))), tmp_path / "adapter")
+    if damage == "NaN":
+        change_weights(tmp_path / "adapter", lambda w: w * float("nan"))
+    dense = (AutoModelForCausalLM if damage == "NaN" else AutoModel).from_pretrained(base)
+    before = [(name, type(module)) for name, module in dense.named_modules()], dense.config.to_dict()
+    with pytest.raises(ValueError, match=r"NaN or infinite|for which LlamaModel has no place"):
+        load_adapter(tmp_path / "adapter", dense)
+    assert ([(name, type(module)) for name, module in dense.named_modules()], dense.config.to_dict()) == before
+
+
 # Sparse training with adapters.
 
 

@@ -6,9 +6,11 @@ model, without an error and with wrong outputs.
 
 import json
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 from huggingface_hub import ModelCard
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoModel,
@@ -111,7 +113,9 @@ def load_adapter(
 
     Raises:
         ValueError: no adapter, one that does not say that its base is sparsified, pickled, missing, mis-shaped or
-            non-finite adapter weights, a base that cannot be converted, or one of another task that is not in hand.
+            non-finite adapter weights, a base that cannot be converted, or one of another task that is not in hand. A
+            base in hand has not changed then, but where tensors are missing or mis-shaped, or peft refuses the config:
+            that shows only once peft has put its modules into the base. Load such a base anew.
         OSError: no folder of that path, or the base that it names is not to be had.
     """
     from peft import PeftModel, get_peft_model_state_dict
@@ -138,6 +142,9 @@ def load_adapter(
                 f"by {loader.__name__}, and give it: load_adapter(path, base)"
             )
         base = _load_base(path, base, dtype, device)
+    _check_places(path, base, saved)
+    with safe_open(weights, "pt") as file:
+        check_finite(path, ((name, file.get_tensor(name)) for name in saved))
     sparsify(base, backend=backend, layers=entry.get("layers"))
     with warnings.catch_warnings(), one_line_errors(f"{path} does not fit its base"):
         warnings.filterwarnings("ignore", message=rf"Unexpected keyword arguments \['{RECORD}'\]")
@@ -146,13 +153,29 @@ def load_adapter(
     loaded = get_peft_model_state_dict(model, save_embedding_layers=False)
     strange = saved.keys() - get_peft_model_state_dict(model, save_embedding_layers=True).keys()
     if strange:
-        raise ValueError(
-            f"{path} holds {min(strange)}, for which {type(base).__name__} has no place; load the class that it was "
-            "trained on, and give that: load_adapter(path, base)"
-        )
+        raise _no_place(path, base, min(strange))
     check_complete(path, loaded.keys() - saved.keys())
     check_finite(path, loaded.items())
     return model.train(trainable)
+
+
+def _check_places(path, base: nn.Module, names: Iterable[str]) -> None:
+    """Refuse tensors for parts that the base does not have, as those of an adapter of another class are.
+
+    What peft makes of the parts that are there, it says only once it has changed them.
+    """
+    prefix = "base_model.model."
+    parts = {name: name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)}
+    strange = [name for name, part in parts.items() if not hasattr(base, part)]
+    if strange:
+        raise _no_place(path, base, min(strange))
+
+
+def _no_place(path, base: nn.Module, name: str) -> ValueError:
+    return ValueError(
+        f"{path} holds {name}, for which {type(base).__name__} has no place; load the class that it was trained on, "
+        "and give that: load_adapter(path, base)"
+    )
 
 
 def load_with_adapter(path: str | Path, *, dtype=None, device="cpu") -> nn.Module:
