@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
 from hf_twell.cli import COMMANDS, main
@@ -140,6 +140,19 @@ def test_sparsify_writes_a_stock_model_and_measures_it(tmp_path, capsys):
     assert "LlamaForCausalLM: 4 feed-forward blocks" in printed
     assert "kernels and the L1 term act on 2 of them: layers 0, 3\n" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["sparse"]
+
+
+def test_a_model_that_was_made_with_relu_is_told_so(tmp_path, capsys):
+    """It has no twell entry, but no quality is lost either."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(DEMO / "model", hidden_act="relu"))
+    model.save_pretrained(tmp_path / "native")
+    assert main(["sparsify", str(tmp_path / "native"), str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "4 feed-forward blocks used ReLU already" in printed
+    assert "costs quality" not in printed
+    assert main(["sparsify", str(DEMO / "model"), str(tmp_path / "swapped")]) == 0
+    assert "blocks now use ReLU" in (printed := capsys.readouterr().out)
+    assert "The swap alone costs quality" in printed
 
 
 def test_a_model_that_had_relu_keeps_what_is_recorded_of_it(recipe, capsys):

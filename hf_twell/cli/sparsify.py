@@ -72,7 +72,6 @@ def _convert(args) -> dict:
     if not args.text and not has_tokenizer(args.model):
         tokenizer = False
     model, tokenizer = load_model(args.model, tokenizer, dtype=args.dtype, device="cpu")
-    already = getattr(model.config, "twell", None) is not None
     swapped = not all(isinstance(site.activation, torch.nn.ReLU) for site in find_ffns(model))
     hf_twell.sparsify(model, layers=args.layers)
     if tokenizer is None:
@@ -97,7 +96,7 @@ def _convert(args) -> dict:
     return {
         "class": type(model).__name__,
         "blocks": len(find_ffns(model)),
-        "already_sparse": already,
+        "already_sparse": not swapped,
         "output": args.output,
         "config": {"hidden_act": "relu", "twell": model.config.twell},
         "sparsity": sparsity,
