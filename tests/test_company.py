@@ -14,6 +14,7 @@ from transformers.models.llama import modeling_llama
 from hf_twell import L1Penalty, TwellLlamaForCausalLM, measure_sparsity, sparsify
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.files.weights import check_finite
+from hf_twell.ops import build
 from tests.conftest import ids, logits, one_of, relu_llama, tiny_llama
 
 pytestmark = pytest.mark.numeric
@@ -406,6 +407,31 @@ def test_export(tmp_path, backend, strict):
         torch.export.save(program, tmp_path / "model.pt2")
         again = torch.export.load(tmp_path / "model.pt2").module()
         torch.testing.assert_close(again(input_ids=ids(), use_cache=False).logits, truth)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@torch.no_grad()
+def test_tracers_of_a_block():
+    block, x = sparsify(tiny_llama().eval()).model.layers[0].mlp, torch.randn(2, 32)
+    y = block(x)
+    torch.testing.assert_close(torch.jit.trace(block, x)(x), y)
+    with pytest.raises(torch.fx.proxy.TraceError):
+        torch.fx.symbolic_trace(block)
+
+
+@pytest.mark.skipif(not build.status("cpu", build=True).available, reason="needs the CPU kernels")
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj"])
+def test_a_bias_written_between_forward_and_backward_raises(name):
+    """Wrong gradients would be worse. A stock block does not read it again."""
+    model, twin = tiny_llama(mlp_bias=True), tiny_llama(mlp_bias=True, hidden_act="relu")
+    losses = []
+    for each in (sparsify(model, backend="cpu"), twin):
+        losses.append(each(input_ids=ids(), labels=ids()).loss)
+        with torch.no_grad():
+            each.model.layers[0].mlp.get_submodule(name).bias.add_(1)
+    losses[1].backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        losses[0].backward()
 
 
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
