@@ -389,7 +389,7 @@ DAMAGES = {
     ),
     "entry as text": (lambda f: damage_config(f, twell="yes"), "twell entry is 'yes'"),
     "entry of other layers": (
-        lambda f: damage_config(f, twell={"version": 1, "layers": [0, -7]}),
+        lambda f: damage_config(f, twell={"version": 1, "layers": [0, 7]}),
         "for a model of 3 layers",
     ),
     "layers as text": (lambda f: damage_config(f, twell={"version": 1, "layers": "all"}), "layers='all'"),
@@ -428,7 +428,7 @@ DAMAGES = {
         "num_hidden_layers=3, but the weights have 4",
     ),
     "layers beyond number": (
-        lambda f: damage_config(f, twell={"version": 1, "layers": [-(10**30)]}),
+        lambda f: damage_config(f, twell={"version": 1, "layers": [10**30]}),
         "for a model of 3 layers",
     ),
     "layers as a mapping": (lambda f: damage_config(f, twell={"version": 1, "layers": {}}), "layers={}"),

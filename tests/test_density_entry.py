@@ -117,7 +117,7 @@ def test_that_of_layers_cut_off_counts_as_not_measured(load, cut, tmp_path):
 
 
 def test_commands_take_a_model_of_fewer_layers(tmp_path, capsys):
-    model = sparsify(AutoModelForCausalLM.from_pretrained(DEMO), layers=[2, 3])
+    model = sparsify(AutoModelForCausalLM.from_pretrained(DEMO))
     measured(model)
     model.model.layers, model.config.num_hidden_layers = model.model.layers[:2], 2
     model.save_pretrained(tmp_path / "model")

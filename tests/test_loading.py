@@ -239,7 +239,7 @@ PUSHED = {
     "config of null": (lambda f: (f / "config.json").write_text("null"), "holds no mapping"),
     "class as a number": (lambda f: damage_config(f, architectures=5), "architectures=5"),
     "one layer less": (lambda f: damage_config(f, num_hidden_layers=2), "num_hidden_layers=2"),
-    "entry of other layers": (lambda f: damage_config(f, twell={"version": 1, "layers": [-7]}), "for a model of 3"),
+    "entry of other layers": (lambda f: damage_config(f, twell={"version": 1, "layers": [7]}), "for a model of 3"),
 }
 
 

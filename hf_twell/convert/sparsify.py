@@ -33,9 +33,8 @@ def sparsify(model: nn.Module, *, backend: str = "auto", layers: Iterable[int] |
         model: a Transformers causal language model (or its decoder), on any device, in float32, bfloat16 or float16.
         backend: "auto" takes the fastest backend at each call; "reference", "cpu" or "cuda" insist on one.
         layers: indices of the layers on which kernels and the L1 term act (negative ones count from the end). None
-            keeps those that an earlier call or the checkpoint chose (`config.twell`) and that were not cut off since;
-            else, and where none is left, it means all; `range(n)` brings all n back. The activation converts
-            everywhere: a stock config has one.
+            keeps those that an earlier call or the checkpoint chose (`config.twell`), else means all; `range(n)` brings
+            all n back. The activation converts everywhere: a stock config has one.
 
     Returns:
         The same model.
@@ -130,8 +129,6 @@ def unpatch(model: nn.Module) -> nn.Module:
 def chosen_layers(model, layers: Iterable[int] | None, count: int) -> list[int]:
     """Indices, from 0 and rising, of the layers that `sparsify` was asked for in a model of `count` layers.
 
-    Of what the config's entry chose, layers that were cut off since are passed over; where none is left, it is all.
-
     Raises:
         ValueError: indices that the model does not have, or none.
     """
@@ -139,8 +136,6 @@ def chosen_layers(model, layers: Iterable[int] | None, count: int) -> list[int]:
     if layers is None:
         layers = (check_entry(model.config) or {}).get("layers")
         source = f", from the config's twell entry; pass layers=range({count}) for all of them, or"
-        if isinstance(layers, list) and layers and all(type(index) is int for index in layers):
-            layers = [index for index in layers if index < count] or None
     if layers is None:
         return list(range(count))
     indices = list(layers) if isinstance(layers, Iterable) else []
