@@ -203,6 +203,10 @@ def test_the_one_model_and_no_other(server, sparse):
         ({"prompt": "a", "temperature": -1}, "temperature=-1; give a number from 0 to 2"),
         ({"prompt": "a", "seed": "one"}, 'seed="one"; give a whole number'),
         ({"prompt": "a", "seed": 1 << 64}, "of at most 64 bits"),
+        ({"prompt": "a", "logit_bias": [1]}, "logit_bias=[1]; give numbers from -100 to 100 by token"),
+        ({"prompt": "a", "logit_bias": {"the": 1}}, 'logit_bias={"the": 1}; give numbers'),
+        ({"prompt": "a", "logit_bias": {"5": "1"}}, 'logit_bias={"5": "1"}; give numbers'),
+        ({"prompt": "a", "logit_bias": {"5": 101}}, 'logit_bias={"5": 101}; give numbers'),
         ([], "no JSON object"),
     ],
 )

@@ -58,7 +58,8 @@ def _convert(args) -> dict:
     from hf_twell.files.folders import check_target, save_model, training_record
     from hf_twell.measure.inference import check_ids
     from hf_twell.models.loading import has_tokenizer, load_model
-    from hf_twell.recipe.packing import check_file, token_ids
+    from hf_twell.recipe.packing import token_ids
+    from hf_twell.recipe.sources import check_file
 
     output = check_target(args.output, overwrite=args.overwrite)
     if output.exists() and Path(args.model).exists() and output.samefile(args.model):

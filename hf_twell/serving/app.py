@@ -76,6 +76,10 @@ class _Exact:
         seed = body.get("seed")
         if seed is not None and not (type(seed) is int and seed in SEEDS):
             raise HTTPException(400, f"seed={json.dumps(seed)}; give a whole number of at most 64 bits")
+        bias = body.get("logit_bias") or {}
+        if not (isinstance(bias, dict) and all(map(_is_bias, bias.items()))):
+            wanted = 'numbers from -100 to 100 by token, such as {"5": -100}'
+            raise HTTPException(400, f"logit_bias={json.dumps(bias)}; give {wanted}")
 
     def _build_generation_config(self, body: dict, *args, **options):
         # Without the seed: they would set it now, under a request that is still being answered. The bias they know in
@@ -100,6 +104,11 @@ class Completion(_Exact, CompletionHandler):
         super()._validate_request(body)
         if "prompt" not in body:  # they would answer the empty one
             raise HTTPException(400, "the request lacks 'prompt'")
+
+
+def _is_bias(item: tuple) -> bool:
+    token, value = item
+    return token.isdecimal() and type(value) in (int, float) and -100 <= value <= 100  # OpenAI's range, too
 
 
 def _closed(response: JSONResponse | StreamingResponse) -> JSONResponse | StreamingResponse:

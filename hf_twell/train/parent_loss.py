@@ -9,6 +9,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_twell.blocks.architectures import FfnSite, find_ffns
 from hf_twell.models.modes import evaluation_mode
+from hf_twell.train.divergence import IGNORED
 
 
 @contextlib.contextmanager
@@ -62,4 +63,4 @@ def _count_labels(model: nn.Module, batch: Mapping) -> int:
         labels = batch.get("labels")
         if labels is not None and getattr(model, "loss_function", None) is ForCausalLMLoss:
             labels = labels[..., 1:]
-    return 0 if labels is None else int((labels != -100).sum())
+    return 0 if labels is None else int((labels != IGNORED).sum())
