@@ -158,6 +158,7 @@ def test_bfloat16_is_as_near_to_float32_as_vllms_own_path(tmp_path):
     assert "blocks: no compiled kernels could be had for cpu" in dense["lines"][0]
     assert (dense["blocks"], sparse["blocks"]) == (["LlamaMLP"] * 2, ["SparseFfn"] * 2)
     assert (kernel_rows(dense), kernel_rows(sparse)) == ([[]], [[4, 74]])
+    assert sparse["norms"] == ["RMSNorm"] * 5, "on a CPU no norms are exchanged"
     errors = [distance(result["calls"][0]["logprobs"], truth) for result in (dense, sparse)]
     assert 0 < errors[1] < 1.25 * errors[0], errors
 

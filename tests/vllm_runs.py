@@ -2,7 +2,7 @@
 
 RUNS is a JSON file with a list of `{"model": path, "options": LLM's, "calls": [...]}`; a call has the `prompts` (lists
 of ids), and at will `new_tokens`, `logprobs`, `lora` or `reload` (paths). RESULTS gets a list of what came out:
-`{"lines", "blocks", "activations", "calls"}`, or `{"error"}`.
+`{"lines", "blocks", "activations", "norms", "calls"}`, or `{"error"}`.
 """
 
 import contextlib
@@ -41,6 +41,12 @@ def activations(model) -> list[str]:
     return [type(getattr(layer.mlp, "act_fn", None)).__name__ for layer in model.model.layers]
 
 
+def norms(model) -> list[str]:
+    """Of the norms of every layer, and of the last."""
+    each = [norm for layer in model.model.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+    return [type(norm).__name__ for norm in (*each, model.model.norm)]
+
+
 def call(llm, prompts, new_tokens=8, logprobs=False, lora=None, reload=None) -> dict:
     """`tokens` of every prompt, and by operator of ours the token counts it was called with (`rows`).
 
@@ -74,6 +80,7 @@ def run(model, options, calls) -> dict:
             llm = LLM(model, max_model_len=256, skip_tokenizer_init=True, **options)
         result = {"lines": lines}
         result["blocks"], result["activations"] = llm.apply_model(blocks)[0], llm.apply_model(activations)[0]
+        result["norms"] = llm.apply_model(norms)[0]
         result["calls"] = [call(llm, **arguments) for arguments in calls]
         return result
     except Exception as error:

@@ -51,6 +51,8 @@ STABLE_TORCH_LIBRARY(hf_twell, m) {
   m.def(
       "activation_backward(Tensor grad_h, Tensor gate, Tensor? up, Tensor? l1_scale, Tensor? token_weight, "
       "bool reports) -> (Tensor grad_gate, Tensor grad_up, Tensor report)");
+  // sum = x + residual, and y = sum / sqrt(mean(sum^2) + epsilon) * weight: the norm ahead of a block, of CUDA alone.
+  m.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float epsilon) -> (Tensor y, Tensor sum)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(hf_twell, CompositeExplicitAutograd, m) {

@@ -16,6 +16,7 @@ from vllm.model_executor.models.utils import PPMissingLayer
 from hf_twell.convert.sparsify import check_entry, chosen_layers
 from hf_twell.serving.vllm_plugin import plan, quantized
 from hf_twell.serving.vllm_plugin.blocks import ReluAndMul, SparseFfn
+from hf_twell.serving.vllm_plugin.norms import replace_norms
 
 logger = init_logger("vllm.hf_twell")  # a child of the logger that has a handler
 
@@ -42,9 +43,10 @@ class SparseBlocks:
             else:
                 sparse = quantized.SparseQuantizedFfn if quantized.is_quantized(block) else SparseFfn
                 self.model.layers[index].mlp = sparse(block, density)
+        norms = replace_norms(self.model, [index for index in blocks if decided.densities[index] is not None])
         # The key of vLLM's compile cache reads this, but neither the environment nor what a package decides.
         if isinstance(vllm_config.additional_config, dict):  # an object of a platform's plugin has a key of its own
-            vllm_config.additional_config = {**vllm_config.additional_config, "hf_twell_plan": decided.key()}
+            vllm_config.additional_config = {**vllm_config.additional_config, "hf_twell_plan": [decided.key(), norms]}
         logger.info("%s", decided.summary)
 
 
