@@ -6,8 +6,8 @@ In vLLM's environment, on one GPU. First dense (the plugin's kernels off: vLLM's
 each in two engines, one after the other: one whose steps the profiler sees, and one, left as vLLM starts it, for tokens
 a second. A decode step is one CUDA graph; its time is the span from its first kernel's start to its last one's end, by
 PyTorch's profiler, the median over the steps of an answer; rows tell its kernels, too. A prefill is all prompts at
-once, answered by one token; its time is that in which at least one kernel runs. ids.json holds lists of token ids,
-which decide how many neurons are active.
+once, answered by one token; its time is that in which at least one kernel runs, the median of three. ids.json holds
+lists of token ids, which decide how many neurons are active.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from pathlib import Path
 from hf_twell.files.tables import text_table
 
 SIDES = ("dense", "sparse")
-PROFILED_TOKENS, WARM_UP_TOKENS = 48, 16
+PROFILED_TOKENS, PROFILED_PREFILLS, WARM_UP_TOKENS = 48, 3, 16
 # Of each engine's process. The profiler sees its own process alone; vLLM's scheduler otherwise has one beside it.
 PARTS = {"steps": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, "answers": {}}
 
@@ -117,9 +117,10 @@ def measure(args, side: str, part: str) -> list[dict]:
 
 
 def _steps(engine, given, kind: str, args) -> dict:
-    tokens, trace = _profiled(engine, given, PROFILED_TOKENS if kind == "decode" else 1)
     if kind == "prefill":
-        return {"step_us": round(busy_us(trace), 2)}
+        busy = [busy_us(_profiled(engine, given, 1)[1]) for _ in range(PROFILED_PREFILLS)]
+        return {"step_us": round(statistics.median(busy), 2), "steps": len(busy)}
+    tokens, trace = _profiled(engine, given, PROFILED_TOKENS)
     steps = graph_steps(trace)
     median = round(statistics.median(map(span_us, steps)), 2) if steps else None
     told = {"step_us": median, "steps": len(steps), "kernels": kernels_us(steps)}

@@ -1,4 +1,4 @@
-"""The norms on both sides of a sparse block, by a kernel of ours: beside it the block's start, and it starts beside them.
+"""The norms on both sides of a sparse block, by a kernel of ours that overlaps with the block's.
 
 Between attention and a block of few tokens the GPU waits for one kernel after the other. A norm of vLLM's starts when
 the kernel ahead has ended, and the next one when the norm has. This one's launch is programmatic: it starts while the
