@@ -60,6 +60,8 @@ def test_the_known_density_is_the_settings_else_the_checkpoints():
     for given, values in ((0.5, [0.5, 0.5]), ([0, 1], [0, 1])):
         assert known_densities({"hf_twell": {"density": given}}, entry, 2)[0] == values
     assert known_densities({"other": 1}, {}, 2)[0] is None
+    assert known_densities({}, entry, 3) == (None, ""), "layers were added since, or cut off"
+    assert known_densities({"hf_twell": {"density": 0.5}}, entry, 3)[0] == [0.5] * 3
 
 
 @pytest.mark.parametrize(
@@ -73,6 +75,7 @@ def test_the_known_density_is_the_settings_else_the_checkpoints():
         ({"density": "0.1"}, {}, "gives the density as '0.1'"),
         ({"kernels": "no"}, {}, r"\['kernels'\] is 'no'; give true or false"),
         ({}, {"density": [0.1, float("nan")]}, "the checkpoint's twell entry gives the density"),
+        ({}, {"density": [0.1, 0.1, 2]}, r"as \[0.1, 0.1, 2\]; give a number from 0 to 1, or a list of 2"),
     ],
 )
 def test_what_can_be_no_density_is_refused(settings, entry, says):

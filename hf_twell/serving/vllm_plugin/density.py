@@ -23,6 +23,8 @@ def known_settings(additional_config) -> dict:
 def known_densities(additional_config, entry: dict, layers: int) -> tuple[list[float] | None, str]:
     """Each layer's share of active neurons, and where it is from; None where nothing says it.
 
+    A checkpoint's list of another length is of layers that were added or cut off since, and says nothing.
+
     Args:
         additional_config: vLLM's; `{"hf_twell": {"density": 0.01}}` or a list of a number a layer comes first.
         entry: the `twell` entry of the checkpoint's config, whose `density` is such a list.
@@ -30,19 +32,17 @@ def known_densities(additional_config, entry: dict, layers: int) -> tuple[list[f
     Raises:
         ValueError: other settings, and what cannot be densities.
     """
-    settings = known_settings(additional_config)
-    for source, value in (
-        ("additional_config['hf_twell']['density']", settings.get("density")),
-        ("the checkpoint's twell entry", entry.get("density")),
-    ):
-        if value is not None:
-            values = [value] * layers if isinstance(value, numbers.Real) else value
-            if not isinstance(values, list | tuple) or len(values) != layers or not all(map(_is_share, values)):
-                raise ValueError(
-                    f"{source} gives the density as {value!r}; give a number from 0 to 1, or a list of {layers}"
-                )
-            return list(values), source
-    return None, ""
+    given, source = known_settings(additional_config).get("density"), "additional_config['hf_twell']['density']"
+    if given is None:
+        given, source = entry.get("density"), "the checkpoint's twell entry"
+        if isinstance(given, list) and len(given) != layers and all(map(_is_share, given)):
+            given = None
+    if given is None:
+        return None, ""
+    values = [given] * layers if isinstance(given, numbers.Real) else given
+    if not isinstance(values, list | tuple) or len(values) != layers or not all(map(_is_share, values)):
+        raise ValueError(f"{source} gives the density as {given!r}; give a number from 0 to 1, or a list of {layers}")
+    return list(values), source
 
 
 def _is_share(value) -> bool:

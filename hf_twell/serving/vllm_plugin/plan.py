@@ -27,8 +27,8 @@ HOW_TO_CHANGE = (
 )
 
 # On a GPU vLLM's 8-bit matmuls are faster than its 16-bit ones, by which the policy's limits were measured. One H200,
-# for 1, 16, 64 and 128 sequences: of 0.5 % active neurons 1.25, 1.05, 1.00 and 0.96 times its speed in fp8, and 1.28,
-# 1.10, 1.01 and 1.00 in int8; of 2.1 % 1.23, 0.99, 0.95 and 0.96, and 1.27, 1.03, 0.95 and 0.99.
+# for 1, 16, 64 and 128 sequences: of 0.5 % active neurons 1.32, 1.16, 1.04 and 0.97 times its speed in fp8, and 1.36,
+# 1.21, 1.07 and 1.00 in int8; of 2.1 %, before `norms`, 1.23, 0.99, 0.95 and 0.96, and 1.27, 1.03, 0.95 and 0.99.
 MAX_DENSITY_CUDA_8BIT = 0.01
 NOT_TIMED = (
     "and kernels for them have been timed on GPUs of compute capability 9.0 alone; to use them, give "
