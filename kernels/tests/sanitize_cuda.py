@@ -94,6 +94,23 @@ def infer_quantized_x() -> int:
     return calls
 
 
+def norms() -> int:
+    """The norm ahead of a block, in one and in two vectors a thread, one row NaN."""
+    calls = 0
+    for dtype, columns, rows in itertools.product(
+        (torch.bfloat16, torch.float16), (8, 72, 2048, 8192, 8200, 16384), (1, 3, 200)
+    ):
+        x, residual, weight = (torch.randn(s, device="cuda").to(dtype) for s in ((rows, columns),) * 2 + ((columns,),))
+        x[rows // 2] = float("nan")
+        y, total = torch.ops.hf_twell.add_rms_norm(x, residual, weight, 1e-5)
+        wide = x.double() + residual.double()
+        truth = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight
+        torch.testing.assert_close(y.double(), truth, rtol=0.01, atol=0.01, equal_nan=True)
+        torch.testing.assert_close(total, x + residual, rtol=0, atol=0, equal_nan=True)
+        calls += 1
+    return calls
+
+
 def train() -> int:
     """With room for all pairs, for some blocks' and for none."""
     if torch.cuda.get_device_capability() != (9, 0):
@@ -123,10 +140,10 @@ def main() -> None:
     paths = sys.argv[1:]
     plain = infer(paths or TOKENS)
     quantized, quantizing = (0, 0) if paths else (infer_quantized(), infer_quantized_x())
-    trained = 0 if paths else train()
+    normed, trained = (0, 0) if paths else (norms(), train())
     print(
         f"{plain} calls without gradients, {quantized} of 8-bit weights, {quantizing} that quantize x, "
-        f"{trained} with gradients"
+        f"{normed} norms, {trained} with gradients"
     )
 
 

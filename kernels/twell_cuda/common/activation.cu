@@ -3,26 +3,12 @@
 #include "common/activation.h"
 
 #include "common/l1.cuh"
-#include "common/mma.cuh"
+#include "common/vector.cuh"
 
 namespace twell {
 namespace {
 
-using decoding::pack;
-
-constexpr int kThreads = 128, kVector = 8;  // values a thread has of a row
-
-template <typename Half>
-__device__ __forceinline__ void widen(const uint4& from, float (&to)[kVector]) {
-  const Half* values = reinterpret_cast<const Half*>(&from);
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) to[i] = decoding::to_float(values[i]);
-}
-
-template <typename Half>
-__device__ __forceinline__ uint4 narrow(const float (&v)[kVector]) {
-  return {pack<Half>(v[0], v[1]), pack<Half>(v[2], v[3]), pack<Half>(v[4], v[5]), pack<Half>(v[6], v[7])};
-}
+constexpr int kThreads = 128;
 
 // Keeps NaN, as relu does.
 __device__ __forceinline__ float relu(float v) { return v <= 0.f ? 0.f : v; }

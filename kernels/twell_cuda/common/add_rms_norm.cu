@@ -3,27 +3,13 @@
 // its way alone, so it lets the block's kernel start at once: that one fetches weights while this one works.
 
 #include "common/add_rms_norm.h"
-#include "common/mma.cuh"
+#include "common/vector.cuh"
 #include "twell_limits.h"
 
 namespace twell {
 namespace {
 
-using decoding::pack;
-
-constexpr int kVector = 8, kMaxThreads = 1024;  // values of a 16-byte vector
-
-template <typename Half>
-__device__ __forceinline__ void widen(const uint4& from, float (&to)[kVector]) {
-  const Half* values = reinterpret_cast<const Half*>(&from);
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) to[i] = decoding::to_float(values[i]);
-}
-
-template <typename Half>
-__device__ __forceinline__ uint4 narrow(const float (&v)[kVector]) {
-  return {pack<Half>(v[0], v[1]), pack<Half>(v[2], v[3]), pack<Half>(v[4], v[5]), pack<Half>(v[6], v[7])};
-}
+constexpr int kMaxThreads = 1024;
 
 // The block's, in a fixed order.
 __device__ __forceinline__ float sum_of_all(float value) {
