@@ -67,10 +67,12 @@ def test_a_row_of_nan_leaves_the_others():
         assert torch.equal(ours[[0, 1, 3]], theirs[[0, 1, 3]])
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 4, 16, 64, 130])
-def test_between_blocks_in_a_graph_results_are_those_of_calls_one_by_one(tokens):
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "width"),
+    [*((tokens, 1024, 3072) for tokens in (1, 2, 4, 16, 64, 130, 300, 4096)), (4, 2048, 5632)],
+)
+def test_between_blocks_in_a_graph_results_are_those_of_calls_one_by_one(tokens, hidden, width):
     """Where the kernels around it start early: 12 layers, other values in each, and in each of 20 replays."""
-    hidden, width = 1024, 3072
     g = torch.Generator("cuda").manual_seed(1)
     randn = functools.partial(torch.randn, generator=g, device="cuda", dtype=torch.bfloat16)
     layers = [
@@ -111,6 +113,10 @@ def test_what_it_does_not_take():
         (x, residual.half(), weight),
         (x, residual, weight.float()),
         (x, residual[:2], weight),
+        (x, residual.view(6, 32), weight),
+        (x, residual, weight.view(2, 32)),
+        (x, residual.cpu(), weight),
+        (x, residual, weight.cpu()),
         (x, residual, weight[:32]),
         (x[:, :60], residual[:, :60], weight[:60]),
     ):

@@ -59,7 +59,10 @@ def span_us(kernels: list[tuple[float, float, str]]) -> float:
 
 
 def kernels_us(steps: list[list[tuple[float, float, str]]], most: int = 24) -> list[dict]:
-    """Which kernels take a step's time: how often each runs in it, and for how long in all; the longest first."""
+    """Which kernels run in a step: how often, and for how long in all; the longest first.
+
+    One that starts beside the kernel ahead counts its wait for that one, so their sum may exceed the step.
+    """
     count, total = Counter(), Counter()
     for start, end, name in itertools.chain.from_iterable(steps):
         count[name] += 1
