@@ -227,9 +227,8 @@ def bench_rows(backend: str, settings: dict) -> list[dict]:
     lines = [line for folder in ROWS[backend] for line in (bench / folder / "bench.jsonl").read_text().splitlines()]
     settings = {name: value for name, value in settings.items() if value is not None}  # None: any
     rows = [row for row in map(json.loads, lines) if all(row.get(name) == value for name, value in settings.items())]
-    if settings["bench"] == "ffn":
-        alike = ("tokens", "hidden", "intermediate", "dtype", "requested_l0", "pass", "neighbours", "threads")
-        alike = alike[:-1] if backend == "twell_cuda" else alike
+    if settings["bench"] == "ffn" and len(ROWS[backend]) > 1:
+        alike = ("tokens", "hidden", "intermediate", "dtype", "requested_l0", "pass", "neighbours")
         rows = list({tuple(row.get(name) for name in alike): row for row in rows}.values())
     return rows
 
