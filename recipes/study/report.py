@@ -1,0 +1,77 @@
+"""A table of a study's rows: what each run lost against the better of its parent and its dense controls.
+
+    python recipes/study/report.py out/qwen2.5-coder/rows.jsonl
+
+*Excess* is the mean over the texts of loss / (lowest loss of the parent and the controls) - 1. *Kept* is a model's
+accuracy above chance (mean of the tasks) over that of the parent or the best control. A control is a run with
+relu=false that read the recipe's texts. Density and union (the share of neurons that at least one of 64 neighbouring
+tokens activates) are of the held-out texts, and means over layers.
+"""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+from hf_twell.files.tables import markdown_table, percent
+
+METRICS = {"lambada_openai": "acc", "arc_easy": "acc", "arc_challenge": "acc_norm", "hellaswag": "acc_norm"}
+CHANCE = {"lambada_openai": 0.0, "arc_easy": 0.25, "arc_challenge": 0.25, "hellaswag": 0.25}
+
+
+def accuracy(row: dict, task: str) -> float:
+    return row["tasks"][task][METRICS[task]]["value"]
+
+
+def above_chance(row: dict) -> float:
+    """Mean of the tasks' accuracies, less that of guessing."""
+    return statistics.mean(accuracy(row, task) - CHANCE[task] for task in METRICS)
+
+
+def is_control(row: dict) -> bool:
+    """Trained dense, by the texts of the recipe."""
+    changes = row["changes"] or []
+    return "relu=false" in changes and not any(change.startswith("train=") for change in changes)
+
+
+def excess(row: dict, rows: list[dict]) -> float:
+    bases = [other["losses"] for other in rows if other["changes"] is None or is_control(other)]
+    return statistics.mean(loss / min(base[text] for base in bases) - 1 for text, loss in row["losses"].items())
+
+
+def kept(row: dict, rows: list[dict]) -> float:
+    return above_chance(row) / max(
+        above_chance(other) for other in rows if other["changes"] is None or is_control(other)
+    )
+
+
+def table(rows: list[dict]) -> str:
+    """A Markdown table, one line a row."""
+    texts = list(rows[0]["losses"])
+    head = ["run", "Mtokens", "learning rate", "density", "union of 64", *(f"loss: {text}" for text in texts), "excess"]
+    head += [*METRICS, "kept", "minutes"]
+    lines = []
+    for row in rows:
+        trained = row.get("training", {})
+        sparse = trained.get("density", 1) < 1
+        lines.append(
+            [
+                row["run"],
+                f"{trained['tokens'] / 1e6:.1f}" if trained else None,
+                f"{trained['learning_rate']:g}" if trained else None,
+                percent(trained["density"]) if sparse else None,
+                percent(trained["union"]["64"]) if sparse else None,
+                *(f"{loss:.4f}" for loss in row["losses"].values()),
+                f"{100 * excess(row, rows):+.1f} %",
+                *(f"{100 * accuracy(row, task):.1f}" for task in METRICS),
+                f"{100 * kept(row, rows):.0f} %",
+                f"{trained['minutes']:.1f}" if trained else None,
+            ]
+        )
+    return markdown_table(head, lines)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit(__doc__)
+    print(table([json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]))
