@@ -87,6 +87,7 @@ def data_dir(tmp_path):
     write_rows(folder / "ARC-Easy-Validation.jsonl", [arc_row(*row) for row in ARC_ROWS[:2]])
     write_rows(folder / "ARC-Challenge-Test.jsonl.xz", [arc_row(*row) for row in ARC_ROWS[1:]])
     write_rows(folder / "hellaswag-validation.jsonl.xz", [hellaswag_row(index) for index in range(6)])
+    write_rows(folder / "lambada_openai-test.jsonl", [{"text": TEXT}])
     return folder
 
 
@@ -143,6 +144,25 @@ def test_three_tasks_from_local_files(model, tokenizer, data_dir):
     prompt = "Playing ball: A man stands a field. He"
     reference = log_likelihood(model, tokenizer, prompt, " throws the ball 0 times.")
     assert tasks["hellaswag"]["samples"][0]["responses"][0][0] == pytest.approx(reference, abs=1e-4)
+
+
+@needs_lm_eval
+def test_lambada_from_a_local_file(model, tokenizer, data_dir):
+    """The last word of a passage, after all before it."""
+    passages = ["Ice is solid water.", "A bird can fly over the sand.", "What is 2 + 2? It is 4"]
+    write_rows(data_dir / "lambada_openai-test.jsonl", [{"text": text} for text in passages])
+    options = {"data_dir": data_dir, "batch_size": 2, "log_samples": True}
+    task = harness.evaluate(model, tokenizer, "lambada_openai", **options)["tasks"]["lambada_openai"]
+    assert (task["n_samples"], task["split"], task["version"]) == (3, "test", 1.0)
+    reference = []
+    for passage, sample in zip(passages, task["samples"], strict=True):
+        prompt, _, word = passage.rpartition(" ")
+        reference.append(log_likelihood(model, tokenizer, prompt, f" {word}"))
+        assert sample["responses"][0][0] == pytest.approx(reference[-1], abs=1e-4)
+    perplexity = task["metrics"]["perplexity"]
+    assert perplexity["value"] == pytest.approx(math.exp(-sum(reference) / 3), rel=1e-4)
+    assert perplexity["stderr"] > 0
+    assert set(task["metrics"]) == {"perplexity", "acc"}
 
 
 @needs_lm_eval
@@ -209,6 +229,8 @@ def test_split_limit_and_folders_of_the_same_file_names(model, tokenizer, data_d
         ({"data_dir": "data", "batch_size": "auto"}, ["batch_size='auto'", "1 or more"]),
         ({"data_dir": "data", "num_fewshot": -1}, ["num_fewshot=-1", "0 or more"]),
         ({"data_dir": "data", "num_fewshot": 2, "tasks": ["hellaswag"]}, ["hellaswag", "rows that are scored", "=0"]),
+        ({"data_dir": "data", "num_fewshot": 2, "tasks": ["lambada_openai"]}, ["lambada", "rows that are scored"]),
+        ({"data_dir": "data", "split": "validation", "tasks": ["lambada_openai"]}, ["no validation", "split=test"]),
         (
             {"data_dir": "data", "num_fewshot": 2, "tasks": ["arc_easy"], "split": "validation"},
             ["arc_easy", "rows that are scored", "score the test rows"],

@@ -19,14 +19,18 @@ DATA_FILES = {
     "arc_easy": {"test": "ARC-Easy-Test.jsonl", "validation": "ARC-Easy-Validation.jsonl"},
     "arc_challenge": {"test": "ARC-Challenge-Test.jsonl", "validation": "ARC-Challenge-Validation.jsonl"},
     "hellaswag": {"validation": "hellaswag-validation.jsonl"},
+    "lambada_openai": {"test": "lambada_openai-test.jsonl"},
 }
+# Their definitions are in these folders of lm-eval.
+_FOLDERS = ("arc", "hellaswag", "lambada")
 _ARC_FIELDS = {"question", "choices", "answerKey"}
 _FIELDS = {
     "arc_easy": _ARC_FIELDS,
     "arc_challenge": _ARC_FIELDS,
     "hellaswag": {"activity_label", "ctx_a", "ctx_b", "endings", "label"},
+    "lambada_openai": {"text"},
 }
-DEFAULT_TASKS = tuple(DATA_FILES)
+DEFAULT_TASKS = ("arc_easy", "arc_challenge", "hellaswag")
 
 
 def load_tasks(
@@ -49,9 +53,9 @@ def load_tasks(
     files = _find_files(tasks, data_dir, split) if data_dir is not None else {}
     examples = {name: _find_examples(name, Path(data_dir), *files[name]) for name in files} if num_fewshot else {}
     if set(tasks) <= set(DATA_FILES):
-        # Indexing all of lm-eval's tasks takes seconds; these three are in two folders.
-        folder = Path(lm_eval.tasks.__file__).parent
-        manager = lm_eval.tasks.TaskManager(include_path=[folder / "arc", folder / "hellaswag"], include_defaults=False)
+        # Indexing all of lm-eval's tasks takes seconds.
+        root = Path(lm_eval.tasks.__file__).parent
+        manager = lm_eval.tasks.TaskManager(include_path=[root / name for name in _FOLDERS], include_defaults=False)
     else:
         manager = lm_eval.tasks.TaskManager()
     for name in tasks:
@@ -110,13 +114,14 @@ def _find_file(name: str, folder: Path, file: str) -> Path:
 
 def _find_examples(name: str, folder: Path, _: Path, scored: str) -> Path:
     """The file of the rows that few-shot examples are drawn from: validation rows, where test rows are scored."""
-    if scored != "test":
-        advice = "score the test rows" if "test" in DATA_FILES[name] else "use num_fewshot=0, or drop data_dir"
+    splits = DATA_FILES[name]
+    if scored != "test" or "validation" not in splits:
+        advice = "score the test rows" if len(splits) > 1 else "use num_fewshot=0, or drop data_dir"
         raise ValueError(
             f"{name}: few-shot examples could only be drawn from the {scored} rows that are scored, because its train "
             f"rows are not among the local files; {advice}"
         )
-    return _find_file(name, folder.resolve(), DATA_FILES[name]["validation"])
+    return _find_file(name, folder.resolve(), splits["validation"])
 
 
 def _check_examples(name: str, task) -> None:
