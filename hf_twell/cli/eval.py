@@ -1,13 +1,15 @@
 """Score a model with lm-eval's own tasks, and by its loss on text files.
 
-The tasks are by default arc_easy, arc_challenge and hellaswag; with --data-dir these run without network. A model that
-`hf-twell sparsify` converted runs on its sparse kernels; any other model runs as it is.
+The tasks are by default arc_easy, arc_challenge and hellaswag; with --data-dir these, lambada_openai, gsm8k_cot,
+humaneval and humaneval_instruct run without network. A model that `hf-twell sparsify` converted runs on its sparse
+kernels; any other model runs as it is.
 
 examples:
   hf-twell eval ./my-model
   hf-twell eval ./my-model --tasks arc_easy --data-dir data/eval --split validation --json > scores.json
   hf-twell eval ./my-model --tasks arc_challenge --num-fewshot 25
   hf-twell eval ./my-chat-model --tasks arc_easy --chat-template
+  hf-twell eval ./my-chat-model --tasks gsm8k_cot humaneval_instruct --chat-template --run-code --batch-size 64
   hf-twell eval ./my-model --tasks arc_easy --dtype bfloat16 --flips
   hf-twell eval ./my-model --text book.txt stories.txt.xz
 """
@@ -30,15 +32,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data-dir",
         metavar="DIR",
-        help="folder with ARC-{Easy,Challenge}-{Test,Validation}.jsonl and hellaswag-validation.jsonl, or these as .xz",
+        help="folder with the tasks' rows: ARC-{Easy,Challenge}-{Test,Validation}, hellaswag-validation, "
+        "lambada_openai-test, gsm8k-test and humaneval, each as .jsonl or .jsonl.xz",
     )
     parser.add_argument(
         "--text", nargs="+", default=[], metavar="FILE", help="text files (.txt, .xz) to score the loss on"
     )
     parser.add_argument("--split", choices=("validation", "test"), help="rows to score (default: what lm-eval scores)")
-    parser.add_argument("--num-fewshot", type=int, default=0, metavar="N", help="examples before each row (default: 0)")
+    parser.add_argument(
+        "--num-fewshot", type=int, metavar="N", help="examples before each row (default: the task's own: 0 for most)"
+    )
     parser.add_argument(
         "--chat-template", action="store_true", help="put the tasks' prompts through the tokenizer's chat template"
+    )
+    parser.add_argument(
+        "--run-code",
+        action="store_true",
+        help="allow humaneval and humaneval_instruct, which run programs that the model writes (confined; Linux)",
     )
     parser.add_argument(
         "--flips",
@@ -54,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one)")
     parser.add_argument("--backend", default="auto", help="of the sparse kernels of a converted model (default: auto)")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else on standard output")
-    parser.add_argument("--log-samples", action="store_true", help="put each row's log-likelihoods into the JSON too")
+    parser.add_argument(
+        "--log-samples", action="store_true", help="put each row's log-likelihoods or texts into the JSON too"
+    )
     parser.add_argument("--output", metavar="FILE", help="also write the JSON to FILE")
 
 
@@ -116,6 +128,7 @@ def _evaluate(args: argparse.Namespace, tasks: list[str] | None) -> dict:
         context=args.context,
         num_fewshot=args.num_fewshot,
         chat_template=args.chat_template,
+        run_code=args.run_code,
         log_samples=args.log_samples,
         dtype=args.dtype,
         device=args.device,
@@ -139,8 +152,8 @@ def _flips(args, tasks) -> dict:
 
 def format_table(result: dict) -> str:
     """The results for people: one row per metric of a task, and one per text file."""
-    shots = {entry["num_fewshot"] for entry in result["tasks"].values()} - {0}
-    how = f"{shots.pop()}-shot" if shots else "zero-shot"
+    shots = sorted({entry["num_fewshot"] or 0 for entry in result["tasks"].values()}) or [0]
+    how = " and ".join(f"{number}-shot" if number else "zero-shot" for number in shots)
     how += ", chat template" if result["tasks"] and result["chat_template"] else ""
     parts = [f"{result['model']} ({result['dtype']}, {result['device']}, batch size {result['batch_size']}, {how})"]
     if result["limit"]:

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy
 import torch
 
+from hf_twell.evaluation.humaneval import CODE_TASKS
+from hf_twell.evaluation.sandbox import check_sandbox
 from hf_twell.evaluation.tasks import DATA_FILES, DEFAULT_TASKS, load_tasks, quiet_logs
 from hf_twell.files.text import read_documents
 from hf_twell.measure.inference import check_ids, describe
@@ -45,8 +47,9 @@ def evaluate(
     limit: int | None = None,
     batch_size: int = 8,
     context: int | None = None,
-    num_fewshot: int = 0,
+    num_fewshot: int | None = None,
     chat_template: bool = False,
+    run_code: bool = False,
     log_samples: bool = False,
     dtype: str | torch.dtype | None = None,
     device: str | None = None,
@@ -65,17 +68,21 @@ def evaluate(
         tokenizer: its tokenizer, or the path of one; by default the one saved beside the model.
         tasks: names of lm-eval tasks, groups or tags (`lm_eval ls tasks` lists them); by default arc_easy,
             arc_challenge and hellaswag, or none where `text` is given without `data_dir`.
-        data_dir: folder with the rows of arc_easy, arc_challenge and hellaswag as `.jsonl` or `.jsonl.xz`.
+        data_dir: folder with the rows of the tasks in DATA_FILES as `.jsonl` or `.jsonl.xz`.
         text: UTF-8 text files (also `.xz`), scored as `hf_twell.measure.perplexity.text_loss` says.
         split: "test" or "validation" rows; by default what lm-eval scores (ARC: test, HellaSwag: validation).
         limit: score only the first `limit` rows of each task and documents of each text file.
         batch_size: requests, or text windows, per forward pass.
         context: window length on text in tokens; by default the model's own, at most 2,048.
-        num_fewshot: examples before each row, drawn by lm-eval with its own seed: from train rows, or with `data_dir`
-            from ARC's validation rows. Never from the rows that are scored: HellaSwag is refused with `data_dir`.
+        num_fewshot: examples before each row; by default as many as the task's definition says (8 of its own for
+            gsm8k_cot, none for most). lm-eval draws them with its own seed: from train rows, or with `data_dir` from
+            ARC's validation rows. Never from the rows that are scored: HellaSwag is refused with `data_dir`.
         chat_template: put prompts, and examples as earlier turns, through the tokenizer's chat template, as lm-eval's
             `--apply_chat_template` does; text files are scored as they are.
-        log_samples: also return, for each row, the log-likelihood (nats) of every choice and the metrics.
+        run_code: allow humaneval and humaneval_instruct, which run programs that the model writes, confined as
+            `hf_twell.evaluation.sandbox` says. humaneval_instruct alone is meant for a chat template.
+        log_samples: also return, for each row, the log-likelihood (nats) of every choice, or the text that the model
+            wrote and what a filter of the task made of it, and the metrics.
         dtype, device: how to load a model given by path; by default the checkpoint's dtype, and CUDA if there is one.
         on_load: applied to a model given by path once it is loaded; returns the model to score.
         on_tasks: applied to lm-eval's tasks, by name, before a model is loaded; may refuse them.
@@ -95,6 +102,9 @@ def evaluate(
         tasks = () if text and data_dir is None else DEFAULT_TASKS
     tasks = list(dict.fromkeys([tasks] if isinstance(tasks, str) else tasks))
     _check_arguments(model, tasks, text, split, limit, batch_size, num_fewshot, dtype, device)
+    code_tasks = [name for name in tasks if name in CODE_TASKS]
+    if code_tasks:
+        _check_code(code_tasks, run_code, chat_template)
     # Everything cheap that can be wrong is read before the model.
     documents = {str(path): read_documents(path)[:limit] for path in text}
     loaded, files = load_tasks(tasks, data_dir, split, num_fewshot) if tasks else ({}, {})
@@ -124,33 +134,38 @@ def evaluate(
         if loaded:
             result["versions"]["lm_eval"] = importlib.metadata.version("lm_eval")
             options = {"limit": limit, "batch_size": batch_size, "log_samples": log_samples, "chat": chat_template}
-            result["tasks"] = _run_tasks(model, tokenizer, loaded, files, num_fewshot, **options)
+            options["run_code"] = run_code
+            result["tasks"] = _run_tasks(model, tokenizer, loaded, files, **options)
         for path, content in documents.items():
             options = {"batch_size": batch_size, "context": context, "name": Path(path).name}
             result["text"][path] = text_loss(model, tokenizer, content, **options)
     return _plain(result)
 
 
-def _run_tasks(model, tokenizer, loaded, files, num_fewshot, *, limit, batch_size, log_samples, chat=False) -> dict:
+def _run_tasks(model, tokenizer, loaded, files, *, limit, batch_size, log_samples, chat=False, run_code=False) -> dict:
     from lm_eval.evaluator import evaluate as run
-    from lm_eval.models.huggingface import HFLM
+
+    from hf_twell.evaluation.generation import StoppingRows
 
     for name, task in loaded["tasks"].items():
-        examples = len(task.sampler.df) if num_fewshot else 0
-        if num_fewshot > examples:
-            raise ValueError(f"num_fewshot={num_fewshot}: {name} has {examples} rows to draw examples from; give less")
-        task.set_config("num_fewshot", num_fewshot)
+        shots = task.get_config("num_fewshot") or 0
+        examples = len(task.sampler.df) if shots else 0
+        if shots > examples:
+            raise ValueError(f"num_fewshot={shots}: {name} has {examples} rows to draw examples from; give less")
         task.set_fewshot_seed(seed=1234)
     if model.device.type == "meta":
         raise ValueError("lm-eval cannot feed a model whose embeddings are offloaded; keep them on a device")
     with quiet_logs():
         # A copy, because lm-eval gives the tokenizer a padding token.
-        lm = HFLM(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
+        lm = StoppingRows(pretrained=model, tokenizer=copy.deepcopy(tokenizer), batch_size=batch_size)
+    for name, task in loaded["tasks"].items():
+        _check_room(name, task, lm)
     # Requests of every kind are put in order by it, so each prompt passes it before the model.
     lm.tok_encode = _refusing_strange_ids(lm.tok_encode, model, tokenizer)
     # Examples as earlier turns are the default of lm-eval's command.
     chat_options = {"apply_chat_template": chat, "fewshot_as_multiturn": chat}
-    raw = run(lm, loaded, limit=limit, log_samples=log_samples, **chat_options)
+    options = {"log_samples": log_samples, "confirm_run_unsafe_code": run_code}
+    raw = run(lm, loaded, limit=limit, **options, **chat_options)
     for name, task in loaded["tasks"].items():
         _check_finite(name, task, model.dtype)
     results = {}
@@ -158,13 +173,18 @@ def _run_tasks(model, tokenizer, loaded, files, num_fewshot, *, limit, batch_siz
         task = loaded["tasks"].get(name)
         if task is None and not any("," in key for key in values):
             continue  # a group that only lists its members
-        entry = {"version": raw["versions"].get(name), "num_fewshot": num_fewshot, "metrics": _metrics(values)}
+        entry = {
+            "version": raw["versions"].get(name),
+            "num_fewshot": raw["n-shot"].get(name),
+            "metrics": _metrics(values),
+        }
         if task is not None:
             entry["split"] = task.get_config("test_split") or task.get_config("validation_split")
             entry["n_samples"] = raw["n-samples"][name]["effective"]
             entry["data_file"] = files.get(name)
         if log_samples and task is not None:
-            entry["samples"] = [_sample(sample) for sample in raw["samples"][name]]
+            written = task.OUTPUT_TYPE == "generate_until"
+            entry["samples"] = [_sample(sample, written) for sample in raw["samples"][name]]
         results[name] = entry
     return results
 
@@ -179,6 +199,17 @@ def _refusing_strange_ids(encode: Callable, model, tokenizer) -> Callable:
         return ids
 
     return encode_checked
+
+
+def _check_room(name: str, task, lm) -> None:
+    """lm-eval keeps room for the longest answer, and cuts prompts to what is left of the model's context."""
+    if task.OUTPUT_TYPE == "generate_until":
+        longest = task.config.generation_kwargs.get("max_gen_toks", lm.max_gen_toks)
+        if longest >= lm.max_length:
+            raise ValueError(
+                f"{name} lets a model write {longest} tokens after the prompt, but this one's context is "
+                f"{lm.max_length} tokens; leave {name} out"
+            )
 
 
 def _check_finite(name: str, task, dtype: torch.dtype) -> None:
@@ -205,8 +236,10 @@ def _metrics(values: dict) -> dict:
     return metrics
 
 
-def _sample(sample: dict) -> dict:
+def _sample(sample: dict, written: bool) -> dict:
     return {
+        # A row whose text the model wrote stands there once for each of the task's filters.
+        **({"filter": sample["filter"], "text": sample["resps"][0][0]} if written else {}),
         "row": sample["doc_id"],
         "target": sample["target"],
         "responses": sample["filtered_resps"],
@@ -217,7 +250,8 @@ def _sample(sample: dict) -> dict:
 def _check_arguments(model, tasks, text, split, limit, batch_size, num_fewshot, dtype, device):
     if not tasks and not text:
         raise ValueError(f"nothing to evaluate: name tasks (such as {', '.join(DATA_FILES)}) or text files")
-    if not isinstance(num_fewshot, int) or isinstance(num_fewshot, bool) or num_fewshot < 0:
+    whole = isinstance(num_fewshot, int) and not isinstance(num_fewshot, bool)
+    if num_fewshot is not None and not (whole and num_fewshot >= 0):
         raise ValueError(f"num_fewshot={num_fewshot!r}: give a whole number, 0 or more")
     if split not in (None, "test", "validation"):
         raise ValueError(f"split={split!r}: use test or validation, or leave it unset")
@@ -226,6 +260,16 @@ def _check_arguments(model, tasks, text, split, limit, batch_size, num_fewshot, 
             raise ValueError(f"{name}={value!r}: give a whole number, 1 or more")
     if not isinstance(model, str | Path) and (dtype or device):
         raise ValueError("dtype and device are for a model given by path; move or cast this one with model.to(...)")
+
+
+def _check_code(tasks: Sequence[str], run_code: bool, chat_template: bool) -> None:
+    if not run_code:
+        raise ValueError(
+            f"{', '.join(tasks)}: these run programs that the model writes; allow it with run_code=True (--run-code)"
+        )
+    if chat_template and "humaneval" in tasks:
+        raise ValueError("humaneval is a text to continue; through a chat template use humaneval_instruct")
+    check_sandbox()
 
 
 def _plain(value):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from hf_twell.evaluation.humaneval import CODE_TASKS, with_own_metric
 from hf_twell.files.configs import one_line
 from hf_twell.files.text import read_text
 
@@ -20,23 +21,32 @@ DATA_FILES = {
     "arc_challenge": {"test": "ARC-Challenge-Test.jsonl", "validation": "ARC-Challenge-Validation.jsonl"},
     "hellaswag": {"validation": "hellaswag-validation.jsonl"},
     "lambada_openai": {"test": "lambada_openai-test.jsonl"},
+    "gsm8k_cot": {"test": "gsm8k-test.jsonl"},
+    "humaneval": {"test": "humaneval.jsonl"},
+    "humaneval_instruct": {"test": "humaneval.jsonl"},
 }
 # Their definitions are in these folders of lm-eval.
-_FOLDERS = ("arc", "hellaswag", "lambada")
+_FOLDERS = ("arc", "hellaswag", "lambada", "gsm8k", "humaneval")
 _ARC_FIELDS = {"question", "choices", "answerKey"}
+_HUMANEVAL_FIELDS = {"prompt", "test", "entry_point"}
 _FIELDS = {
     "arc_easy": _ARC_FIELDS,
     "arc_challenge": _ARC_FIELDS,
     "hellaswag": {"activity_label", "ctx_a", "ctx_b", "endings", "label"},
     "lambada_openai": {"text"},
+    "gsm8k_cot": {"question", "answer"},
+    "humaneval": _HUMANEVAL_FIELDS,
+    "humaneval_instruct": _HUMANEVAL_FIELDS,
 }
 DEFAULT_TASKS = ("arc_easy", "arc_challenge", "hellaswag")
 
 
 def load_tasks(
-    tasks: Sequence[str], data_dir: str | Path | None = None, split: str | None = None, num_fewshot: int = 0
+    tasks: Sequence[str], data_dir: str | Path | None = None, split: str | None = None, num_fewshot: int | None = None
 ) -> tuple[dict, dict]:
     """lm-eval's tasks as `TaskManager.load` returns them, and the local file behind each task (with `data_dir`).
+
+    Each is set to `num_fewshot` examples, or by default to as many as its definition says.
 
     Raises:
         ValueError: unknown task or split, a task without local files, unusable rows, examples that could only be drawn
@@ -68,21 +78,34 @@ def load_tasks(
             )
     try:
         with quiet_logs():
+            rows = {name: _local_rows(name, *files[name], examples.get(name)) for name in files}
+            # A group with overrides: each task keeps its stock definition and only gets its rows from elsewhere.
+            members = [{"task": name, **changes} for name, changes in rows.items() if name not in CODE_TASKS]
+            specs = [{"group": "local files", "task": members}] if members else []
+            specs += [name for name in tasks if name not in rows and name not in CODE_TASKS]
+            specs += [
+                with_own_metric(manager.task_index[name].cfg) | rows.get(name, {})
+                for name in tasks
+                if name in CODE_TASKS
+            ]
+            loaded = manager.load(specs)
             if files:
-                # A group with overrides: each task keeps its stock definition and only gets its rows from elsewhere.
-                members = [_local_task(name, *files[name], examples.get(name)) for name in tasks]
-                loaded = {"tasks": manager.load([{"group": "local files", "task": members}])["tasks"]}
-            else:
-                loaded = manager.load(list(tasks))
+                loaded = {"tasks": {name: loaded["tasks"][name] for name in tasks}}
     except OSError as error:
         reason = f"the data of {', '.join(tasks)} cannot be loaded: {one_line(error)}"
         raise OSError(
             reason if files else f"{reason}; data_dir gives {', '.join(DATA_FILES)} without network"
         ) from error
     for name, task in loaded["tasks"].items():
+        if getattr(task, "UNSAFE_CODE", False) and name not in CODE_TASKS:
+            raise ValueError(
+                f"{name} runs what a model writes, unconfined; here {', '.join(CODE_TASKS)} alone run code"
+            )
         _choose_split(name, task, split)
-        if num_fewshot:
+        shots = (task.get_config("num_fewshot") or 0) if num_fewshot is None else num_fewshot
+        if shots:
             _check_examples(name, task)
+        task.set_config("num_fewshot", shots)
     return loaded, {name: str(path) for name, (path, _) in files.items()}
 
 
@@ -112,8 +135,13 @@ def _find_file(name: str, folder: Path, file: str) -> Path:
     return path
 
 
-def _find_examples(name: str, folder: Path, _: Path, scored: str) -> Path:
-    """The file of the rows that few-shot examples are drawn from: validation rows, where test rows are scored."""
+def _find_examples(name: str, folder: Path, _: Path, scored: str) -> Path | None:
+    """The file of the rows that few-shot examples are drawn from: validation rows, where test rows are scored.
+
+    None where lm-eval's definition brings the examples itself.
+    """
+    if name == "gsm8k_cot":
+        return None
     splits = DATA_FILES[name]
     if scored != "test" or "validation" not in splits:
         advice = "score the test rows" if len(splits) > 1 else "use num_fewshot=0, or drop data_dir"
@@ -131,7 +159,7 @@ def _check_examples(name: str, task) -> None:
     """
     if task.get_config("num_fewshot") == 0:
         raise ValueError(f"{name} is zero-shot by lm-eval's definition; use num_fewshot=0 for it")
-    if task.fewshot_cfg.split is not None or task.has_training_docs():
+    if task.fewshot_cfg.split is not None or task.fewshot_cfg.samples is not None or task.has_training_docs():
         return
     if not (task.has_validation_docs() and task.has_test_docs()):
         raise ValueError(
@@ -139,13 +167,13 @@ def _check_examples(name: str, task) -> None:
         )
 
 
-def _local_task(name: str, path: Path, split: str, examples: Path | None) -> dict:
+def _local_rows(name: str, path: Path, split: str, examples: Path | None) -> dict:
     # Rows are held in memory and not read by the "json" builder of datasets: that one writes a cache, which collides
     # or fails on a read-only machine.
     files = {split: path} | ({"validation": examples} if examples else {})
     splits = {f"{kind}_split": kind if kind in files else None for kind in ("validation", "test")}
     dataset = functools.partial(_read_splits, files, _FIELDS[name])
-    return {"task": name, "training_split": None, **splits, "custom_dataset": dataset}
+    return {"training_split": None, **splits, "custom_dataset": dataset}
 
 
 def _read_splits(files: dict[str, Path], fields: set[str], **_) -> dict:
