@@ -353,7 +353,7 @@ def test_a_groups_mean_stands_beside_its_tasks(model, tokenizer, data_dir, mean)
     for task in manager.load([local_task(name, data_dir) for name in ("one", "two")])["tasks"].values():
         group.add(task)
     options = {"limit": None, "batch_size": 2, "log_samples": False}
-    results = harness._run_tasks(model, tokenizer, manager.load([group]), {}, 0, **options)
+    results = harness._run_tasks(model, tokenizer, manager.load([group]), {}, **options)
     assert set(results) == {"one", "two", *(["both"] if mean else [])}
     assert results["one"]["n_samples"] == results["two"]["n_samples"] == 5
     if mean:
@@ -366,11 +366,11 @@ def test_another_tokenizer_generates_nothing(model, tokenizer, data_dir):
     generates |= {"generation_kwargs": {"until": ["."], "max_gen_toks": 1}, "metric_list": [{"metric": "bypass"}]}
     loaded = {"tasks": {"some": load_local(local_task("some", data_dir, **generates))}}
     options = {"limit": None, "batch_size": 2, "log_samples": True}
-    assert harness._run_tasks(model, tokenizer, loaded, {}, 0, **options)["some"]["n_samples"] == 5
+    assert harness._run_tasks(model, tokenizer, loaded, {}, **options)["some"]["n_samples"] == 5
     larger = copy.deepcopy(tokenizer)
     larger.add_tokens(["star"])
     with pytest.raises(ValueError, match="makes token 320, but the model has only 320 embeddings"):
-        harness._run_tasks(model, larger, loaded, {}, 0, **options)
+        harness._run_tasks(model, larger, loaded, {}, **options)
 
 
 def test_metrics_of_several_filters_keep_apart():

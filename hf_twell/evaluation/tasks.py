@@ -144,7 +144,8 @@ def _find_examples(name: str, folder: Path, _: Path, scored: str) -> Path | None
         return None
     splits = DATA_FILES[name]
     if scored != "test" or "validation" not in splits:
-        advice = "score the test rows" if len(splits) > 1 else "use num_fewshot=0, or drop data_dir"
+        advice = "score the test rows" if len(splits) > 1 else "use num_fewshot=0"
+        advice += ", or drop data_dir" if name == "hellaswag" else ""  # the Hub has train rows of it
         raise ValueError(
             f"{name}: few-shot examples could only be drawn from the {scored} rows that are scored, because its train "
             f"rows are not among the local files; {advice}"
