@@ -136,6 +136,12 @@ def test_one_that_cannot_be_true_is_refused(density):
         sparsify(model)
 
 
+def test_null_counts_as_not_measured():
+    config = LlamaConfig(hidden_act="relu", num_hidden_layers=1)
+    config.twell = {"version": 1, "layers": None, "density": None}
+    assert check_entry(config) == config.twell
+
+
 def test_nan_is_refused():
     config = LlamaConfig(hidden_act="relu", num_hidden_layers=1)
     config.twell = {"version": 1, "layers": None, "density": [torch.nan]}

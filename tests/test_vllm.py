@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_twell.serving import vllm_plugin
-from hf_twell.serving.vllm_plugin.density import known_densities
+from hf_twell.serving.vllm_plugin.density import known_densities, known_settings
 from tests.vllm_engines import (
     FAMILIES,
     TIMEOUT_S,
@@ -59,9 +59,20 @@ def test_the_known_density_is_the_settings_else_the_checkpoints():
     assert known_densities({}, entry, 2) == ([0.01, 0.02], "the checkpoint's twell entry")
     for given, values in ((0.5, [0.5, 0.5]), ([0, 1], [0, 1])):
         assert known_densities({"hf_twell": {"density": given}}, entry, 2)[0] == values
-    assert known_densities({"other": 1}, {}, 2)[0] is None
-    assert known_densities({}, entry, 3) == (None, ""), "layers were added since, or cut off"
+    assert known_densities({"other": 1}, {}, 2) == (None, "the density is not known")
+    for values, layers in (([0.01, 0.02], 3), ([0.01, 0.02], 1), ([], 2)):  # some were added since, or cut off
+        says = f"the density in the checkpoint's twell entry has {len(values)} values for {layers} layers"
+        assert known_densities({}, entry | {"density": values}, layers) == (None, says)
     assert known_densities({"hf_twell": {"density": 0.5}}, entry, 3)[0] == [0.5] * 3
+
+
+def test_a_null_counts_as_not_given():
+    entry = {"version": 1, "density": [0.01, 0.02]}
+    for settings in (None, {"density": None}, {"density": None, "kernels": None}):
+        assert known_settings({"hf_twell": settings}) == {}
+        assert known_densities({"hf_twell": settings}, entry, 2)[0] == [0.01, 0.02]
+    assert known_settings({"hf_twell": {"density": None, "kernels": False}}) == {"kernels": False}
+    assert known_densities({}, entry | {"density": None}, 2) == (None, "the density is not known")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,13 @@ from hf_twell.bench.serve_client import HOST
 POLL_SECONDS = 0.2
 STOP_SECONDS = 30  # to end in, before it is killed
 LAST_LINES = 15  # shown of a server that ended by itself
+LOG_PREFIX = re.compile(r"^(?:\([^()]*\) )?(?:[A-Z]+ \S+ \S+ )?(?:\[[^\[\]]*\] )?", re.MULTILINE)  # of vLLM's processes
+# What ends a traceback, an error at the start of a line, or what argparse says; with the indented lines after it.
+RAISED = re.compile(
+    r"^(?:Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*|(?=[\w.]+Error\b)|[\w.-]+: (?=error: ))"
+    r"(\S.*(?:\n[ \t]+\S.*)*)",
+    re.MULTILINE,
+)
 
 
 def free_port() -> int:
@@ -70,10 +77,7 @@ class Server:
         return found and found[1]
 
     def failure(self, when: str) -> ValueError:
-        """The error to raise for a server that ended by itself; its last lines are told, unless one says it all.
-
-        Of errors that follow from each other, the first is named.
-        """
+        """The error to raise for a server that ended by itself; its last lines are told, unless one says it all."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)  # its connections end before it does
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
@@ -83,11 +87,22 @@ class Server:
             self.tell(f"  {line}")
         code = self.process.poll()
         how = "broke off" if code is None else f"ended (exit code {code})"
-        first = self.says(r"\b([A-Z]\w*Error: .+|error: .+)")
+        killed = code is not None and code < 0  # by a signal, which no log tells
+        because = None if killed else cause("\n".join(lines))
         return ValueError(
-            f"the {self.name} server {how} {when}{f' ({first})' if first else ''}; above are its last lines. "
+            f"the {self.name} server {how} {when}{f' ({because})' if because else ''}; above are its last lines. "
             "`hf-twell serve` with the same MODEL and options shows all of them"
         )
+
+
+def cause(log: str) -> str | None:
+    """Of a server that ended, the error that ended it, in one line; None where none was raised.
+
+    That is the last one: what its processes got over comes before. Those that only say that another process of theirs
+    failed name the "root cause" as being elsewhere, and are passed over.
+    """
+    raised = [" ".join(error.split()) for error in RAISED.findall(LOG_PREFIX.sub("", log))]
+    return next((error for error in reversed(raised) if "root cause" not in error), None)
 
 
 @contextlib.contextmanager

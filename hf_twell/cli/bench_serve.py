@@ -66,17 +66,17 @@ def prepare_serve(args) -> tuple[Callable, dict]:
     from hf_twell.serving import vllm_engine
 
     on_transformers = args.engine == "auto" and args.device is not None
-    missing = vllm_engine.why_not("transformers" if on_transformers else args.engine, args.model)
+    missing = vllm_engine.why_not("transformers" if on_transformers else args.engine, args.model, args.passed_on)
     config = read_config(args.model)
     if config.get("twell") is None:
         raise ValueError(f"{args.model} is not sparse (no `twell` entry in its config); convert it: hf-twell sparsify")
     if missing is None:
-        missing_plugin = vllm_engine.why_not("auto", args.model)
-        if missing_plugin is not None:
-            raise ValueError(f"{missing_plugin}; install hf_twell beside vLLM, or give --engine transformers")
         if args.device:
             raise ValueError("--device is for --engine transformers; vLLM's own options follow after --")
-        _settings(args.passed_on)
+        _, others = vllm_engine.additional_config(args.passed_on)
+        for argument in others:
+            if argument.replace("_", "-").startswith("--additional-config."):
+                raise ValueError(f"{argument}: give --additional-config as one JSON object")
     elif args.passed_on:
         raise ValueError(f"arguments after -- are for vLLM, and the engine is Transformers ({missing}); leave them out")
     return serve_rows, {"engine": "transformers" if missing else "vllm", "config": config}
@@ -174,46 +174,29 @@ def _one_server(args, common, side, number: int, prompts, baseline: list[str]) -
 
 def command(args, engine: str, side: str, port: int) -> list[str]:
     """What serves the checkpoint at `port`, with its kernels or with the engine's own matmuls and ReLU."""
+    from hf_twell.serving import vllm_engine
+    from hf_twell.serving.vllm_plugin.density import known_settings
+
     options = ["--engine", engine, "--host", "127.0.0.1", "--port", str(port), "--dtype", args.dtype]
     if engine == "transformers":
         options += ["--device", args.device] if args.device else []
         options += ["--backend", "reference"] if side == "dense" else []
     else:
-        settings, others = _settings(args.passed_on)
+        settings, others = vllm_engine.additional_config(args.passed_on)
         if side == "dense":
-            settings = settings | {"hf_twell": {**settings.get("hf_twell", {}), "kernels": False}}
+            settings = settings | {"hf_twell": {**known_settings(settings), "kernels": False}}
         options += ["--", *others, *(["--additional-config", json.dumps(settings)] if settings else [])]
     return [sys.executable, "-m", "hf_twell", "serve", args.model, *options]
 
 
-def _settings(passed_on: list[str]) -> tuple[dict, list[str]]:
-    """vLLM's additional config among its arguments, and the others.
-
-    Raises:
-        ValueError: it is no JSON mapping.
-    """
-    settings, others, arguments = {}, [], iter(passed_on)
-    for argument in arguments:
-        option, found, value = argument.partition("=")
-        if option.replace("_", "-") != "--additional-config":
-            if option.replace("_", "-").startswith("--additional-config."):
-                raise ValueError(f"{option}: give --additional-config as one JSON object")
-            others.append(argument)
-            continue
-        try:
-            settings = json.loads(value if found else next(arguments, ""))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"--additional-config is no JSON ({error}); give one JSON object") from error
-        if not isinstance(settings, dict) or not isinstance(settings.get("hf_twell", {}), dict):
-            raise ValueError("--additional-config and its hf_twell take one JSON object each")
-    return settings, others
-
-
 def density(config: dict, passed_on: list[str]) -> float | None:
     """The mean of layers that vLLM would go by, or None where nothing says it."""
-    settings, _ = _settings(passed_on)
-    value = settings.get("hf_twell", {}).get("density", config["twell"].get("density"))
-    return sum(value) / len(value) if isinstance(value, list) and value else value
+    from hf_twell.serving import vllm_engine
+    from hf_twell.serving.vllm_plugin.density import known_densities
+
+    settings, _ = vllm_engine.additional_config(passed_on)
+    known, _ = known_densities(settings, config["twell"], config["num_hidden_layers"])
+    return None if known is None else sum(known) / len(known)
 
 
 def _version(engine: str, server) -> str | None:

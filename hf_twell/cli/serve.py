@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
     asked = "transformers" if args.engine == "auto" and _for_transformers(args) else args.engine
     with stdout_for_result():
-        missing = vllm_engine.why_not(asked, args.model)
+        missing = vllm_engine.why_not(asked, args.model, args.passed_on)
     if missing is None:
         return _run_vllm(args)
     if args.passed_on:
@@ -78,7 +78,7 @@ def _run_vllm(args) -> int:
     with server.bind(args.host, args.port) as listener:
         url, port = server.url(listener), listener.getsockname()[1]
     with stdout_for_result():
-        kind = vllm_engine.describe(args.model)
+        kind = vllm_engine.describe(args.model, args.passed_on)
     print(f"engine: vLLM\n{args.model} {kind}", flush=True)
     memory = vllm_engine.memory_options(args.passed_on)
     if memory:

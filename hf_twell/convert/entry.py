@@ -86,9 +86,9 @@ def record_density(config, ffns: Iterable[nn.Module], density: Sequence[float] |
 
 
 def _check_density(entry: dict, config) -> None:
-    if "density" not in entry:
+    density = entry.get("density")
+    if density is None:
         return
-    density = entry["density"]
     # Of another number of layers it may be: layers were cut off since, and it decides nothing but speed.
     shares = isinstance(density, list) and all(
         isinstance(share, Real) and not isinstance(share, bool) and 0 <= share <= 1 for share in density

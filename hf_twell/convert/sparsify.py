@@ -51,7 +51,7 @@ def sparsify(model: nn.Module, *, backend: str = "auto", layers: Iterable[int] |
     config, keys = activation_keys(model.config)
     check_entry(model.config)
     api.resolve(backend, sites[0].linear("up").weight.device.type)
-    chosen = chosen_layers(model, layers, len(sites))
+    chosen = chosen_layers(model.config, layers, len(sites))
 
     for key in keys:
         setattr(config, key, "relu")
@@ -126,7 +126,7 @@ def unpatch(model: nn.Module) -> nn.Module:
     return model
 
 
-def chosen_layers(model, layers: Iterable[int] | None, count: int) -> list[int]:
+def chosen_layers(config, layers: Iterable[int] | None, count: int) -> list[int]:
     """Indices, from 0 and rising, of the layers that `sparsify` was asked for in a model of `count` layers.
 
     Raises:
@@ -134,7 +134,7 @@ def chosen_layers(model, layers: Iterable[int] | None, count: int) -> list[int]:
     """
     source = ";"
     if layers is None:
-        layers = (check_entry(model.config) or {}).get("layers")
+        layers = (check_entry(config) or {}).get("layers")
         source = f", from the config's twell entry; pass layers=range({count}) for all of them, or"
     if layers is None:
         return list(range(count))

@@ -56,7 +56,7 @@ def ffn_savings(model, ids: torch.Tensor, layers: list[dict], *, measure: bool =
     tokens = {"decode": 1, "prefill": ids.shape[1]}
     up = sites[0].linear("up").weight
     limits = {which: _max_density(backend, count, up.numel(), up.dtype) for which, count in tokens.items()}
-    chosen = chosen_layers(model, None, len(sites)) if relu else []
+    chosen = chosen_layers(model.config, None, len(sites)) if relu else []
     paths = [_paths(index in chosen, layer["density"], limits) for index, layer in enumerate(layers)]
 
     measured = measure and relu and backend != "reference"

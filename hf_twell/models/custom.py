@@ -52,7 +52,7 @@ class TwellModel:
         super().__init__(config)
         # The weights may not be there yet: from_pretrained builds on the meta device. Its blocks are known ones.
         sites = find_ffns(self)
-        patch(self, sites, chosen_layers(self, layers, len(sites)), backend)
+        patch(self, sites, chosen_layers(self.config, layers, len(sites)), backend)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **options):

@@ -141,7 +141,7 @@ def check_checkpoint(path: str | Path, **hub) -> None:
                 model = loader._from_config(config)
         check_shapes(path, model, shapes)
         if entry is not None:
-            chosen_layers(model, None, config.get_text_config().num_hidden_layers)
+            chosen_layers(config, None, config.get_text_config().num_hidden_layers)
     check_generation_config(path, **hub)
 
 

@@ -1,28 +1,45 @@
-"""vLLM's own server in place of ours: when it is taken, and the command that starts it."""
+"""vLLM's own server in place of ours: when it is taken, what it is asked before, and the command that starts it."""
 
 import contextlib
 import importlib.metadata
 import importlib.util
+import json
+import math
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-PLUGINS = "vllm.general_plugins"  # the entry points that vLLM loads
+from hf_twell.serving.vllm_plugin import ARCHITECTURES
+from hf_twell.serving.vllm_plugin.density import known_densities, known_settings
+
+PLUGINS, PLUGINS_VARIABLE = "vllm.general_plugins", "VLLM_PLUGINS"  # entry points that vLLM loads; the names of those
 # What says how much memory vLLM takes: its options, and on a CPU a variable. Without them it takes so large a share.
 MEMORY_OPTIONS, MEMORY_VARIABLE, MEMORY_SHARE = (
-    ("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--config"),
+    ("--gpu-memory-utilization", "--device-memory-utilization", "--kv-cache-memory-bytes", "--config"),
     "VLLM_CPU_KVCACHE_SPACE",
     0.92,
 )
-MEMORY_SPARED = 0.1  # of the machine's memory, where the free share is taken in place of that
+MEMORY_SPARED = 0.1  # of the memory, where what is free is taken in place of that
+# Three processes of vLLM have PyTorch in memory (2.1 GiB, 0.32) before the one that computes looks at what is free.
+MEMORY_OF_VLLM = 3 << 30
+# On a CPU that process looks at its NUMA node, and at its cgroup where that has less, by these functions.
+ASK_MEMORY = (
+    "from vllm.utils.cpu_resource_utils import get_memory_node_info as ask, get_visible_memory_node as nodes; "
+    "node = ask(nodes()[0]); print(node.available_memory, node.total_memory)"
+)
 
 
-def why_not(engine: str, model: str) -> str | None:
+def why_not(engine: str, model: str, arguments: Sequence[str] = ()) -> str | None:
     """The reason, if any, for which `--engine` leaves a model to Transformers.
 
+    Args:
+        arguments: vLLM's own.
+
     Raises:
-        ValueError, OSError: no such model, or vLLM was asked for and is not installed.
+        ValueError, OSError: no such model, a config that cannot be right, or vLLM was asked for and is not installed,
+            or does not take the model.
     """
     if engine == "transformers":
         return "as asked"
@@ -30,26 +47,66 @@ def why_not(engine: str, model: str) -> str | None:
         if engine == "vllm":
             raise ValueError("--engine vllm, but vLLM is not installed: pip install 'hf_twell[vllm]'")
         return "vLLM is not installed"
-    if engine == "vllm":
-        return None
-    if model.endswith(".gguf") or Path(model, "adapter_config.json").is_file():
-        return "vLLM is given neither GGUF files nor adapters here"
-    if _is_sparse(model) and not _has_plugin():
-        return "vLLM here lacks the plugin of hf_twell, and refuses ReLU"
+    problem = refusal(model, arguments)
+    if engine == "vllm" and problem is not None:
+        raise ValueError(f"--engine vllm, but {problem}")
+    if engine == "auto" and problem is None and _is_sparse(config := _config(model)) and not _is_ours(config):
+        return f"the plugin of hf_twell computes {', '.join(ARCHITECTURES)} alone in vLLM"
+    return problem
+
+
+def refusal(model: str, arguments: Sequence[str] = ()) -> str | None:
+    """Why vLLM would not serve a model, as its files and its config say; starting vLLM to hear so takes a minute.
+
+    Raises:
+        ValueError, OSError: no such model, or one that Transformers would not serve either; settings of the plugin, in
+            vLLM's arguments, that cannot be right.
+    """
+    from hf_twell.models.custom import published_class
+    from hf_twell.models.gguf_files import is_gguf
+
+    if is_gguf(model):
+        return "vLLM takes no GGUF file; `hf-twell sparsify` makes a model's folder of one"
+    if Path(model, "adapter_config.json").is_file() and not Path(model, "config.json").is_file():
+        return (
+            f"vLLM takes no adapter without its base, and {model} is one; merge it into its base first: "
+            "hf_twell.load_adapter(path).merge_and_unload(), and its save_pretrained"
+        )
+    config = _config(model)
+    if published_class(config.get("model_type")):
+        return f"vLLM knows no {config['model_type']}; `hf-twell sparsify` saves such a model in stock form"
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if method == "torchao":
+        return (
+            f"{model} holds weights of torchao, as `hf-twell quantize` writes them; of 8-bit checkpoints vLLM takes "
+            "those of compressed-tensors (W8A8 and FP8_DYNAMIC of llm-compressor)"
+        )
+    if _is_sparse(config):
+        _check_sparse(model, arguments)
+    needs_plugin = _is_ours(config) and (_is_sparse(config) or config.get("hidden_act") == "relu")
+    if needs_plugin and take_option(arguments, "--model-impl")[0] != "transformers":
+        return _no_plugin()
     return None
 
 
-def describe(model: str) -> str:
-    """In a line, what computes a model.
+def describe(model: str, arguments: Sequence[str] = ()) -> str:
+    """In a line, what computes a model that vLLM does not refuse.
 
     Raises:
         ValueError, OSError: no such model.
     """
-    if not _is_sparse(model):
+    config = _config(model)
+    if not _is_sparse(config):
         return "is dense (no `twell` entry in its config): served as it is, without sparse kernels"
-    if _has_plugin():
-        return "is sparse: the plugin of hf_twell computes its blocks"
-    return "is sparse, but vLLM here lacks the plugin of hf_twell: no sparse kernels"
+    if not _is_ours(config):
+        return f"is sparse, but the plugin of hf_twell computes {', '.join(ARCHITECTURES)} alone: no sparse kernels"
+    if take_option(arguments, "--model-impl")[0] == "transformers":
+        return "is sparse, but Transformers' code was asked for: no sparse kernels"
+    unknown = _check_sparse(model, arguments)
+    return "is sparse: the plugin of hf_twell computes its blocks" + (
+        f", without kernels, as {unknown}" if unknown else ""
+    )
 
 
 def command(model: str, host: str, port: int, dtype: str, arguments: list[str]) -> list[str]:
@@ -58,15 +115,57 @@ def command(model: str, host: str, port: int, dtype: str, arguments: list[str]) 
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options, *arguments]
 
 
+def take_option(arguments: Sequence[str], option: str) -> tuple[str | None, list[str]]:
+    """The value that one of vLLM's options has among its arguments, and the other arguments."""
+    value, others, rest = None, [], iter(arguments)
+    for argument in rest:
+        if _name(argument) == option:
+            _, given, value = argument.partition("=")
+            value = value if given else next(rest, "")
+        else:
+            others.append(argument)
+    return value, others
+
+
+def additional_config(arguments: Sequence[str]) -> tuple[dict, list[str]]:
+    """vLLM's additional config, which has the plugin's settings, among its arguments, and the other arguments.
+
+    Raises:
+        ValueError: it is no JSON mapping, or such settings cannot be.
+    """
+    text, others = take_option(arguments, "--additional-config")
+    try:
+        settings = {} if text is None else json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--additional-config is no JSON ({error}); give one JSON object") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"--additional-config is {text}; give one JSON object")
+    known_settings(settings)
+    return settings, others
+
+
 def memory_options(arguments: Sequence[str]) -> list[str]:
     """On a CPU, options for vLLM to take the memory that is free, if it would ask for more and then not start."""
-    given = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
-    if not _is_for_cpus() or given & set(MEMORY_OPTIONS) or MEMORY_VARIABLE in os.environ:
+    if not _is_for_cpus() or set(map(_name, arguments)) & set(MEMORY_OPTIONS) or os.environ.get(MEMORY_VARIABLE):
         return []
-    free = _free_share()
-    if free is None or free > MEMORY_SHARE:
+    # In a process of its own, as the import of vLLM changes the environment, which the server would inherit.
+    asked = subprocess.run([sys.executable, "-c", ASK_MEMORY], capture_output=True, text=True, check=False)
+    try:
+        available, total = map(int, asked.stdout.split()[-2:])
+    except ValueError:  # another version of vLLM asks in another way; if it asks for too much, it says so
         return []
-    return ["--gpu-memory-utilization", f"{max(free - MEMORY_SPARED, 0.05):.2f}"]
+    share = memory_share(available, total)
+    return [] if share is None else ["--gpu-memory-utilization", f"{share:.2f}"]
+
+
+def memory_share(available: int, total: int) -> float | None:
+    """The share of a memory that vLLM can have before it has started; None where that is as much as it asks for.
+
+    Args:
+        available, total: bytes, as vLLM counts them.
+    """
+    free = (available - MEMORY_OF_VLLM) / total
+    return None if free >= MEMORY_SHARE else max(math.floor(100 * (free - MEMORY_SPARED)) / 100, 0.05)
 
 
 def _is_for_cpus() -> bool:
@@ -77,22 +176,59 @@ def _is_for_cpus() -> bool:
     return False
 
 
-def _free_share() -> float | None:
-    """Of this machine's memory; None where Linux does not say it."""
-    try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        free, total = (int(lines[name].split()[0]) for name in ("MemAvailable", "MemTotal"))
-    except (OSError, KeyError, ValueError):
-        return None
-    return free / total
+def _name(argument: str) -> str:
+    """Of an option, as vLLM takes it: with underscores, too, and with its value after a sign of equality."""
+    return argument.partition("=")[0].replace("_", "-")
 
 
-def _is_sparse(model: str) -> bool:
+def _config(model: str) -> dict:
     from hf_twell.files.configs import read_config  # which imports PyTorch, for what most callers need not know
 
-    return read_config(model).get("twell") is not None
+    return read_config(model)
 
 
-def _has_plugin() -> bool:
-    """Whether vLLM finds ours, which brings the kernels into it."""
-    return any(point.value.startswith("hf_twell") for point in importlib.metadata.entry_points(group=PLUGINS))
+def _is_sparse(config: dict) -> bool:
+    return config.get("twell") is not None
+
+
+def _is_ours(config: dict) -> bool:
+    """Whether the plugin has vLLM load such a model by a class of ours."""
+    return bool(set(config.get("architectures") or ()) & set(ARCHITECTURES))
+
+
+def _check_sparse(model: str, arguments: Sequence[str]) -> str | None:
+    """Why no density is known of a sparse model's layers, without which none of its blocks uses kernels, or None.
+
+    Raises:
+        ValueError: what the plugin would raise of a sparse model's config and of its settings.
+    """
+    from transformers import AutoConfig
+
+    from hf_twell.convert.entry import check_entry
+    from hf_twell.convert.sparsify import chosen_layers
+    from hf_twell.files.configs import one_line_errors
+
+    settings, _ = additional_config(arguments)
+    with one_line_errors(f"{model}: its config.json makes no model"):
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    try:
+        layers = config.get_text_config().num_hidden_layers
+        entry = check_entry(config)
+        chosen_layers(config, None, layers)
+        known, source = known_densities(settings, entry, layers)
+    except ValueError as error:
+        raise ValueError(f"{model}: {error}") from error
+    return source if known is None else None
+
+
+def _no_plugin() -> str | None:
+    """Why vLLM would run without our plugin, which brings ReLU and the kernels into it, or None."""
+    names = [
+        point.name for point in importlib.metadata.entry_points(group=PLUGINS) if point.value.startswith("hf_twell")
+    ]
+    allowed = os.environ.get(PLUGINS_VARIABLE)
+    if not names:
+        return "vLLM here lacks the plugin of hf_twell, and refuses ReLU; install hf_twell beside it"
+    if allowed is not None and not set(names) & set(allowed.split(",")):
+        return f"{PLUGINS_VARIABLE}={allowed!r} leaves out the plugin of hf_twell, and without it vLLM refuses ReLU"
+    return None

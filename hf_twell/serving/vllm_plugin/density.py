@@ -6,22 +6,26 @@ import numbers
 def known_settings(additional_config) -> dict:
     """What vLLM's `additional_config` holds for us: `{"hf_twell": {"density": 0.01, "kernels": True}}`, both optional.
 
+    A null counts as not given, here as in a checkpoint's `twell` entry.
+
     Raises:
         ValueError: other settings; a density is looked at by `known_densities`.
     """
-    settings = additional_config.get("hf_twell", {}) if isinstance(additional_config, dict) else {}
+    settings = additional_config.get("hf_twell") if isinstance(additional_config, dict) else None
+    settings = {} if settings is None else settings
     if not isinstance(settings, dict) or set(settings) - {"density", "kernels"}:
         raise ValueError(
             f"additional_config['hf_twell'] is {settings!r}; it takes {{'density': 0.01}}, or a list of one a layer, "
             "and {'kernels': False}"
         )
+    settings = {key: value for key, value in settings.items() if value is not None}
     if not isinstance(settings.get("kernels", True), bool):
         raise ValueError(f"additional_config['hf_twell']['kernels'] is {settings['kernels']!r}; give true or false")
     return settings
 
 
 def known_densities(additional_config, entry: dict, layers: int) -> tuple[list[float] | None, str]:
-    """Each layer's share of active neurons, and where it is from; None where nothing says it.
+    """Each layer's share of active neurons, and where it is from; or None, and why it is not known.
 
     A checkpoint's list of another length is of layers that were added or cut off since, and says nothing.
 
@@ -35,10 +39,10 @@ def known_densities(additional_config, entry: dict, layers: int) -> tuple[list[f
     given, source = known_settings(additional_config).get("density"), "additional_config['hf_twell']['density']"
     if given is None:
         given, source = entry.get("density"), "the checkpoint's twell entry"
+        if given is None:
+            return None, "the density is not known"
         if isinstance(given, list) and len(given) != layers and all(map(_is_share, given)):
-            given = None
-    if given is None:
-        return None, ""
+            return None, f"the density in {source} has {len(given)} values for {layers} layers"
     values = [given] * layers if isinstance(given, numbers.Real) else given
     if not isinstance(values, list | tuple) or len(values) != layers or not all(map(_is_share, values)):
         raise ValueError(f"{source} gives the density as {given!r}; give a number from 0 to 1, or a list of {layers}")

@@ -35,7 +35,7 @@ class SparseBlocks:
         blocks = {
             index: layer.mlp for index, layer in enumerate(self.model.layers) if not isinstance(layer, PPMissingLayer)
         }
-        decided = plan.decide(vllm_config, blocks, chosen_layers(self, None, config.num_hidden_layers))
+        decided = plan.decide(vllm_config, blocks, chosen_layers(config, None, config.num_hidden_layers))
         for index, block in blocks.items():
             density = decided.densities[index]
             if density is None:

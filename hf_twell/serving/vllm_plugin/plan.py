@@ -74,7 +74,7 @@ def decide(vllm_config, blocks: dict[int, torch.nn.Module], chosen: list[int]) -
         if problem is None and index not in chosen:
             problem = "the checkpoint's twell entry leaves them out"
         if problem is None and known is None:
-            problem = f"the density is not known; {HOW_TO_CHANGE}"
+            problem = f"{source}; {HOW_TO_CHANGE}"
         densities[index] = None
         if problem is None:
             densities[index] = _operator_density(known[index], block.gate_up_proj, asked is True)
