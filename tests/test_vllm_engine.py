@@ -116,7 +116,7 @@ def test_what_vllm_does_not_take_is_told_or_left_to_transformers(tmp_path, capsy
     cases = {
         str(tmp_path / "lora"): "merge it into its base first",
         str(tmp_path / "model.gguf"): "vLLM takes no GGUF file",
-        str(tmp_path / "int8"): "of 8-bit checkpoints vLLM takes those of compressed-tensors",
+        str(tmp_path / "int8"): "checkpoints vLLM takes those of compressed-tensors (W8A8 and FP8_DYNAMIC",
         str(tmp_path / "published"): "vLLM knows no llama_sparse_relu",
     }
     for path, says in cases.items():
@@ -124,7 +124,11 @@ def test_what_vllm_does_not_take_is_told_or_left_to_transformers(tmp_path, capsy
         assert line.startswith("--engine vllm, but ")
         assert says in line
         assert says in vllm_engine.why_not("auto", path)
-    assert vllm_engine.why_not("vllm", model) is vllm_engine.why_not("auto", model) is None
+    raw = json.loads((tmp_path / "int8" / "config.json").read_text())
+    raw["quantization_config"]["modules_to_not_convert"] = ["lm_head"]
+    (tmp_path / "int8" / "config.json").write_text(json.dumps(raw))
+    for path in (model, str(tmp_path / "int8")):
+        assert vllm_engine.why_not("vllm", path) is vllm_engine.why_not("auto", path) is None
 
 
 @pytest.mark.usefixtures("vllm_installed")

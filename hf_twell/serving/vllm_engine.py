@@ -75,12 +75,10 @@ def refusal(model: str, arguments: Sequence[str] = ()) -> str | None:
     config = _config(model)
     if published_class(config.get("model_type")):
         return f"vLLM knows no {config['model_type']}; `hf-twell sparsify` saves such a model in stock form"
-    quantization = config.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if method == "torchao":
+    if _is_of_torchao(config):
         return (
-            f"{model} holds weights of torchao, as `hf-twell quantize` writes them; of 8-bit checkpoints vLLM takes "
-            "those of compressed-tensors (W8A8 and FP8_DYNAMIC of llm-compressor)"
+            f"vLLM does not load {model}, which holds weights of torchao as `hf-twell quantize` writes them; of 8-bit "
+            "checkpoints vLLM takes those of compressed-tensors (W8A8 and FP8_DYNAMIC of llm-compressor)"
         )
     if _is_sparse(config):
         _check_sparse(model, arguments)
@@ -194,6 +192,18 @@ def _is_sparse(config: dict) -> bool:
 def _is_ours(config: dict) -> bool:
     """Whether the plugin has vLLM load such a model by a class of ours."""
     return bool(set(config.get("architectures") or ()) & set(ARCHITECTURES))
+
+
+def _is_of_torchao(config: dict) -> bool:
+    """Whether vLLM would fail on weights of torchao: without that package, and where other linears are none of its.
+
+    It does not read the patterns that name these, and takes their weights for quantized ones.
+    """
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != "torchao":
+        return False
+    others = quantization.get("modules_to_not_convert") or ()
+    return importlib.util.find_spec("torchao") is None or any("*" in str(name) for name in others)
 
 
 def _check_sparse(model: str, arguments: Sequence[str]) -> str | None:
