@@ -2,7 +2,8 @@
 
 Plain Transformers with torchao loads the result and computes it densely. hf_twell's kernels read int8 as it lies, and
 fp8 on a GPU; on a CPU fp8 saves memory alone. fp8-dynamic quantizes what the weights are multiplied with, too, for the
-e4m3 tensor cores of GPUs. The folder appears whole or not at all.
+e4m3 tensor cores of GPUs. vLLM does not load such a folder: of 8-bit checkpoints it takes those of compressed-tensors
+(docs/serving.md). The folder appears whole or not at all.
 
 example:
   hf-twell quantize my-sparse-model my-sparse-model-int8 --weights int8
