@@ -49,7 +49,7 @@ def why_not(engine: str, model: str, arguments: Sequence[str] = ()) -> str | Non
         return "vLLM is not installed"
     problem = refusal(model, arguments)
     if engine == "vllm" and problem is not None:
-        raise ValueError(f"--engine vllm, but {problem}")
+        raise ValueError(f"--engine vllm, but {problem}; or give --engine transformers")
     if engine == "auto" and problem is None and _is_sparse(config := _config(model)) and not _is_ours(config):
         return f"the plugin of hf_twell computes {', '.join(ARCHITECTURES)} alone in vLLM"
     return problem
