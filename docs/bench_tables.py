@@ -27,7 +27,7 @@ def tables(rows: list[dict]) -> str:
     head = (
         "# Measured\n\nWritten by `make figures` from the rows of `bench.jsonl` beside it. Speed-ups are over the "
         "better of eager and compiled PyTorch in the same run; in brackets the sparse block's time; *italic* where the "
-        f"block chose plain matmuls. Processors: {_joined(rows, 'processor')}; commits: {_joined(rows, 'commit')}."
+        f"block chose plain matmuls. Processors: {_joined(rows, 'processor')}; commits: {commits(rows)}."
     )
     return "\n".join([head + "\n", *sections])
 
@@ -91,6 +91,15 @@ def _served(row):
 def _servers(rows) -> str:
     head, lines = CELLS["serve"](rows)
     return f"## Served: {', '.join(map(str, _served(rows[0])))}\n\n{markdown_table(head, lines)}"
+
+
+def commits(rows: list[dict]) -> str:
+    """Those whose code was measured; of rows that do not tell, those that brought the rows into the repository."""
+    told = dict.fromkeys(row["commit"] for row in rows if row.get("commit"))
+    added = dict.fromkeys(row["committed_with"] for row in rows if not row.get("commit") and "committed_with" in row)
+    return (
+        ", ".join([*told, *([f"not recorded (rows added by {', '.join(added)})"] if added else [])]) or "not recorded"
+    )
 
 
 def _joined(rows, key: str) -> str:

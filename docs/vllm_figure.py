@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import matplotlib
+from bench_tables import commits
 
 from hf_twell.bench.vllm_steps import HEAD, SIDES, cells
 from hf_twell.files.tables import markdown_table
@@ -16,7 +17,7 @@ def draw_steps(rows: list[dict], folder: Path) -> list[Path]:
     text = "# Steps of vLLM {}, {}\n\nWritten by `make figures` from the rows of `vllm_steps.jsonl` beside it. ".format(
         *found
     )
-    text += "In brackets the least and the most of several answers.\n\n"
+    text += f"In brackets the least and the most of several answers. Commits: {commits(rows)}.\n\n"
     table, picture = folder / "vllm_steps.md", folder / "vllm_steps.png"
     table.write_text(text + markdown_table(HEAD, cells(rows)))
 

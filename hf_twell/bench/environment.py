@@ -50,7 +50,12 @@ def _processor() -> str:
 
 
 def commit() -> str | None:
-    """Of the checkout that this package lies in; None outside one, or without git."""
+    """Of the checkout that this package lies in; None outside one, or without git.
+
+    A copy without its `.git` (on another machine, say) is told its commit by `HF_TWELL_COMMIT`.
+    """
+    if told := os.environ.get("HF_TWELL_COMMIT"):
+        return told
     folder = Path(__file__).resolve().parents[2]
     try:
         run = subprocess.run(

@@ -89,6 +89,8 @@ def measure(args, side: str, part: str) -> list[dict]:
     import vllm
     from vllm import LLM
 
+    from hf_twell.bench.environment import commit
+
     prompts = json.loads(Path(args.prompts).read_text())
     settings = {"kernels": side == "sparse"}
     if args.density is not None:
@@ -106,7 +108,7 @@ def measure(args, side: str, part: str) -> list[dict]:
         enable_prefix_caching=False,
     )
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    about = {"gpu": gpu, "vllm": vllm.__version__}
+    about = {"gpu": gpu, "vllm": vllm.__version__, "commit": commit()}
     measure_load = {"steps": _steps, "answers": _answers}[part]
     rows = []
     for kind, batch in [("decode", batch) for batch in args.batch] + [("prefill", args.prefill)] * bool(args.prefill):
