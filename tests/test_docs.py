@@ -238,49 +238,6 @@ def test_ratios_are_of_their_rows():
             assert row["peak_share"] == pytest.approx(share, rel=0.005)
 
 
-def test_what_8_bits_gain_stands_in_rows():
-    """The table of docs/quantization.md, to the digits that it shows."""
-    found, again = (
-        [json.loads(line) for line in (ROOT / "kernels/twell_cuda/bench" / folder / "bench.jsonl").open()]
-        for folder in ("h200-fp8-2026-11-26", "h200-fp8-few-2026-11-26")
-    )
-    rows = {(row["weights"], row["tokens"]): row for row in found if row["requested_l0"] == 30}
-    for row in again:  # our blocks alone were timed anew
-        if "weights" in row:
-            rows[row["weights"], row["tokens"]] |= {key: row[key] for key in ("sparse_ms", "sparse_plain_ms")}
-    table = (
-        (ROOT / "docs" / "quantization.md").read_text().split("| tokens, H200 |")[1].split("\n\n")[0].splitlines()[2:]
-    )
-    assert len(table) == 7
-    for line in table:
-        tokens, *cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
-        count = int(tokens.replace(",", ""))
-        kinds = ("fp8", "int8") if count <= 64 else ("fp8-dynamic",)
-        row = rows[kinds[0], count]
-        expected = [least(row, "ms", ("eager", "compiled")), row["sparse_plain_ms"]]
-        expected += [rows[kind, count]["sparse_ms"] for kind in reversed(kinds)]
-        expected.append(least(row, "ms", ("torchao", "torchao_compiled", "scaled_mm")))
-        shown = [cell.split(" ")[0].replace(",", "") for cell in cells if cell[0].isdigit()]
-        for text, ms in zip(shown, expected, strict=True):
-            digits = len(text.partition(".")[2])
-            assert float(text) == pytest.approx(1000 * ms, abs=0.51 * 10**-digits), (line, text)
-
-
-def test_what_int8_gains_on_a_cpu_stands_in_rows():
-    """The other table of docs/quantization.md; each of its lines is one row, whose figures were timed in turn."""
-    path = ROOT / "kernels/twell_cpu/bench/epyc-int8-2026-11-27/bench.jsonl"
-    rows = {row["tokens"]: row for row in map(json.loads, path.open()) if "weights" in row}
-    page = (ROOT / "docs" / "quantization.md").read_text()
-    lines = page.split("| tokens | dense bf16 | our bf16 | int8 |")[1].split("\n\n")[0].splitlines()[2:]
-    assert len(lines) == 4
-    for line in lines:
-        tokens, *shown = [cell.strip(" *").replace(",", "") for cell in line.strip("|").split("|")]
-        row = rows[int(tokens)]
-        expected = [least(row, "ms", ("eager", "compiled")), row["sparse_plain_ms"], row["sparse_ms"]]
-        for text, ms in zip(shown, expected, strict=True):
-            assert float(text) == pytest.approx(ms, abs=0.51 * 10 ** -len(text.partition(".")[2])), line
-
-
 def test_energy_is_a_power_that_the_board_has():
     """Of these cards, which take 700 W at most; a figure for a batch, or of several blocks, would be far from it."""
     watts = []

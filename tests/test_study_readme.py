@@ -1,4 +1,4 @@
-"""The tables of the study's README, and the ranges that other pages quote of it, are its rows'."""
+"""The tables of the study's README are its rows'; tests/test_quoted_figures.py has what other pages quote of it."""
 
 import json
 import re
@@ -20,7 +20,6 @@ LINES = [  # for each line of the first table: the rows' name and target
     ("FATReLU on swap", None),
 ]
 METHODS = ["swap + L1", "blend + L1", "logits + L1", "logits + layers + L1", "FFN + LoRA", "FFN only"]
-RANGES = [*LINES[:3], ("swap + L1", 0.01), ("blend + L1", 0.01), ("FFN + LoRA", 0.01), ("FFN only", 0.01)]
 report = runpy.run_path(str(ROOT / "recipes" / "study_report.py"))
 
 
@@ -67,13 +66,3 @@ def test_each_method_at_each_density():
             for pair, name in zip(pairs, (method, f"{method} early"), strict=False):
                 for quoted, family in zip(pair, ("llama", "qwen"), strict=True):
                     assert quoted in [f"{above(row):.2f}" for row in rows(family, name, target)], cells
-
-
-def test_the_ranges_of_the_ways_to_convert():
-    lines = table(ROOT / "docs" / "converting.md", "| way | above the dense parent |")
-    for (_, quoted), run in zip(lines, RANGES, strict=True):
-        shares = [above(row) for family in ("llama", "qwen") for row in rows(family, *run)]
-        least, *_, most = 2 * figures(quoted.partition(" (")[0])
-        assert (least, most) == (f"{min(shares):.1f}", f"{max(shares):.1f}"), quoted
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    assert all(quoted.strip("*") in readme for _, quoted in lines[:2])

