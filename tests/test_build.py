@@ -1,6 +1,7 @@
 """Finding, compiling and caching the kernel libraries, and what happens where that cannot work."""
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_twell.cli import main
 from hf_twell.ops import build, toolchain
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -70,8 +72,10 @@ def test_two_processes_compile_once_and_later_ones_need_no_compiler(tmp_path):
         assert "warning" not in out
         told += err
     assert told.count("compiling hf_twell's cpu library") == 1, "who waits is told for what"
-    libraries = sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".so")
-    assert libraries == sorted([build.file_name("cpu"), build.file_name("ops")])
+    for name in ("ops", "cpu"):
+        (library,) = tmp_path.glob(f"twell_{name}-*.so")
+        assert library.name == build.file_name(build.stem(name), library)
+    assert len(list(tmp_path.glob("*.so"))) == 2
     assert not [path for path in tmp_path.iterdir() if path.is_dir()], "no temporary folder is left"
     assert "available=True" in output_of(start(tmp_path, CXX="/nowhere/g++", PATH="/nowhere"))
 
@@ -123,11 +127,44 @@ def test_a_failed_compilation_leaves_its_log(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler or ninja")
-def test_a_damaged_library_warns_and_falls_back(tmp_path):
-    (tmp_path / build.file_name("cpu")).write_bytes(b"not a library")
-    out = output_of(start(tmp_path))
-    assert out.count("warning:") == 1
-    assert "available=False" in out
+def test_a_library_that_was_cut_short_is_compiled_anew(tmp_path, monkeypatch, capsys):
+    """The loader maps it, so that the process would end with a bus error."""
+    for name in ("ops", "cpu"):  # as every test's process has them
+        shutil.copy(build.find_library(name) or build.compile_library(name), tmp_path)
+    (library,) = tmp_path.glob("twell_ops-*.so")
+    whole = library.read_bytes()
+    os.truncate(library, 3000)
+    monkeypatch.setenv("HF_TWELL_CACHE", str(tmp_path))
+    assert main(["doctor", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["backends"]["cpu"]["reason"]
+    assert told == f"{library} is damaged; the first use compiles it into {tmp_path}"
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "_outcomes", {})
+        patch.setenv("CXX", "/nowhere/g++")
+        with pytest.warns(UserWarning, match=f"{library} is damaged; no C\\+\\+ compiler found") as warned:
+            works = [build.status("cpu", build=True).available for _ in range(2)]
+        assert (works, len(warned)) == ([False, False], 1)
+
+    process = start(tmp_path)
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert "available=True" in out
+    assert "warning" not in out
+    assert err.count(f"{library} is damaged; compiling") == err.count("compiling") == 1
+    assert build.find_library("ops").stat().st_size == len(whole)
+
+
+@pytest.mark.parametrize("damage", ["cut", "one bit", "longer", "empty"])
+def test_a_library_is_what_was_built_or_is_none(damage, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TWELL_CACHE", str(tmp_path))
+    built = tmp_path / "library.so"
+    built.write_bytes(bytes(range(256)) * 20)
+    library = built.rename(tmp_path / build.file_name(build.stem("cpu"), built))
+    assert build.find_library("cpu") == library
+    data = library.read_bytes()
+    flipped = data[:700] + bytes([data[700] ^ 8]) + data[701:]
+    library.write_bytes({"cut": data[:3000], "one bit": flipped, "longer": data + b"0", "empty": b""}[damage])
+    assert build.find_library("cpu") is None
 
 
 @pytest.mark.slow
@@ -197,7 +234,7 @@ def test_a_library_for_another_torch_processor_or_of_other_sources_has_another_n
     shutil.copytree(toolchain.kernels_dir(), changed)
     with open(changed / toolchain.sources("cpu")[-1], "a") as source:
         source.write("// changed")
-    names = [build.file_name("cpu")]
+    names = [build.stem("cpu")]
     for module, attribute, value in (
         (torch, "__version__", "2.99.0"),
         (build.platform, "machine", lambda: "AMD64"),  # with the flags of x86_64
@@ -206,7 +243,7 @@ def test_a_library_for_another_torch_processor_or_of_other_sources_has_another_n
     ):
         with monkeypatch.context() as patch:
             patch.setattr(module, attribute, value)
-            names.append(build.file_name("cpu"))
+            names.append(build.stem("cpu"))
     assert len(set(names)) == 5, names
 
 
@@ -315,11 +352,11 @@ def test_a_missing_or_broken_nvcc_is_named(tmp_path, monkeypatch):
             toolchain.BuildError,
             match=f"HF_TWELL_CUDA_ARCH is '{names}'; expected names such as sm_80 or sm_80,sm_90a",
         ):
-            build.file_name("cuda")
+            build.stem("cuda")
     monkeypatch.setenv("HF_TWELL_CUDA_ARCH", "sm_80")
     monkeypatch.setenv("CUDA_HOME", str(fake_nvcc(tmp_path / "untold", "")))
     with pytest.raises(toolchain.BuildError, match=r"nvcc --version tells no version .*; repair the CUDA toolkit"):
-        build.file_name("cuda")
+        build.stem("cuda")
     monkeypatch.setenv("CUDA_HOME", str(home))
     monkeypatch.setattr(Path, "write_text", raise_full_disk)
     with pytest.raises(toolchain.BuildError, match=r"No space left on device.*; set HF_TWELL_CACHE elsewhere"):
@@ -339,21 +376,24 @@ def test_a_cuda_library_fits_one_architecture_and_nvcc_and_is_found_without_nvcc
         monkeypatch.setenv("CUDA_HOME", str(fake_nvcc(tmp_path / version, version)))
         for architecture in ("sm_80", "sm_90a"):
             monkeypatch.setenv("HF_TWELL_CUDA_ARCH", architecture)
-            names[version, architecture] = build.file_name("cuda")
+            names[version, architecture] = build.stem("cuda")
             assert build.find_library("cuda") is None
     assert len(set(names.values())) == 4
     several = []
     for architectures in ("sm_80,sm_90a", "sm_90a, sm_80,sm_80"):
         monkeypatch.setenv("HF_TWELL_CUDA_ARCH", architectures)
-        several.append(build.file_name("cuda"))
+        several.append(build.stem("cuda"))
     assert several[0] == several[1]
     monkeypatch.setenv("HF_TWELL_CUDA_ARCH", "sm_90a")
-    made = tmp_path / "cache" / names["12.9.86", "sm_90a"]
+    empty = tmp_path / "empty"
+    empty.touch()
+    made, newer = (
+        tmp_path / "cache" / build.file_name(names[version, "sm_90a"], empty) for version in ("12.9.86", "13.0.88")
+    )
     made.touch()
     assert build.find_library("cuda") is None, "nvcc is newer than the library's"
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
     assert build.find_library("cuda") == made
-    newer = tmp_path / "cache" / names["13.0.88", "sm_90a"]
     newer.touch()
     assert build.find_library("cuda") == newer
     newer.unlink()

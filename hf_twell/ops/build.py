@@ -2,8 +2,9 @@
 
 One library defines the operators ("ops"), and each compiled backend adds its implementation with its own. A library is
 looked for in the user's cache, and is else compiled into it with ninja. Its name carries a hash of everything that it
-depends on, so a stale one is never loaded. The cache is `$HF_TWELL_CACHE`, or `hf_twell` under `$XDG_CACHE_HOME` or
-`~/.cache`.
+depends on, so a stale one is never loaded, and the hash of its own bytes, so a damaged one is not either: the loader
+would map it, and a file that was cut short ends the process. The cache is `$HF_TWELL_CACHE`, or `hf_twell` under
+`$XDG_CACHE_HOME` or `~/.cache`.
 """
 
 import fcntl
@@ -61,27 +62,38 @@ def status(name: str, *, build: bool = False) -> BackendStatus:
             if name not in _outcomes:
                 _outcomes[name] = _load(name)
         return _outcomes[name]
+    damage = ""
     try:
-        found = find_library(name)
-        if found is not None:
-            return BackendStatus(name, True, f"compiled: {found}")
+        found = [find_library(library) for library in _libraries(name)]
+        if all(found):
+            return BackendStatus(name, True, f"compiled: {found[-1]}")
+        damage = "".join(map(_damage, _libraries(name)))
         toolchain.compiler()
         if name == "cuda":
             toolchain.nvcc()
         _check_cache(cache_dir())
-    except BuildError as error:
-        return BackendStatus(name, False, str(error))
-    return BackendStatus(name, True, f"not compiled yet; the first use compiles it into {cache_dir()}")
+    except (BuildError, OSError) as error:
+        return BackendStatus(name, False, f"{damage}{error}")
+    return BackendStatus(name, True, f"{damage or 'not compiled yet; '}the first use compiles it into {cache_dir()}")
+
+
+def _libraries(name: str) -> tuple[str, str]:
+    """What a backend loads, in this order."""
+    return "ops", name
 
 
 def _load(name: str) -> BackendStatus:
+    damage = ""
     try:
-        for library in ("ops", name):
-            path = find_library(library) or compile_library(library)
+        for library in _libraries(name):
+            path = find_library(library)
+            if path is None:
+                damage = _damage(library)
+                path = compile_library(library)
             torch.ops.load_library(path)
         importlib.import_module("hf_twell.ops.kernel_ops")
     except (BuildError, OSError) as error:
-        reason = str(error)
+        reason = f"{damage}{error}"
         if isinstance(error, OSError) and error.__cause__:
             reason += f": {error.__cause__}"  # the linker's own words
         warnings.warn(f"hf_twell's {name} kernels are not used, plain PyTorch instead: {reason}", stacklevel=4)
@@ -117,8 +129,8 @@ def _check_cache(folder: Path) -> None:
         raise BuildError(f"the cache directory {folder} cannot be written; set HF_TWELL_CACHE to one that can")
 
 
-def file_name(name: str, nvcc_version: str | None = None) -> str:
-    """File name of a library, with a hash of its sources, flags (with the architecture), torch and processor family.
+def stem(name: str, nvcc_version: str | None = None) -> str:
+    """How the file name of a library begins: a hash of its sources, flags (with the architecture), torch and processor.
 
     nvcc's version stands beside the hash, so that a machine without nvcc finds a library that one with it made.
 
@@ -132,17 +144,43 @@ def file_name(name: str, nvcc_version: str | None = None) -> str:
     for file in files:
         digest.update(file.encode() + b"\0" + (folder / file).read_bytes())
     end = f"-nvcc{nvcc_version or toolchain.nvcc_version()}" if name == "cuda" else ""
-    return f"twell_{name}-{digest.hexdigest()[:20]}{end}.so"
+    return f"twell_{name}-{digest.hexdigest()[:20]}{end}"
+
+
+def file_name(stem: str, library: Path) -> str:
+    """What a compiled library is called in the cache: its stem and the hash of its bytes.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open(library, "rb") as file:
+        return f"{stem}-{hashlib.file_digest(file, 'sha256').hexdigest()[:20]}.so"
 
 
 def find_library(name: str) -> Path | None:
-    """A library that fits this torch, these sources and this GPU, or None."""
+    """A whole library that fits this torch, these sources and this GPU, or None."""
+    return next((path for path in _cached(name) if _is_whole(path)), None)
+
+
+def _damage(name: str) -> str:
+    """What is wrong with a library that `find_library` does not take; nothing of one that is not there."""
+    return "".join(f"{path} is damaged; " for path in _cached(name) if not _is_whole(path))
+
+
+def _cached(name: str) -> list[Path]:
+    """The libraries that fit by their names, the newest nvcc's first."""
     try:
-        pattern = file_name(name)
+        start = stem(name)
     except BuildError:
-        pattern = file_name(name, nvcc_version="*")
-    found = sorted(cache_dir().glob(pattern))
-    return found[-1] if found else None
+        start = stem(name, nvcc_version="*")
+    return sorted(cache_dir().glob(f"{start}-*.so"), reverse=True)
+
+
+def _is_whole(library: Path) -> bool:
+    try:
+        return library.name == file_name(library.name.rpartition("-")[0], library)
+    except FileNotFoundError:  # another process found it damaged, and removed it
+        return False
 
 
 def compile_library(name: str) -> Path:
@@ -152,40 +190,43 @@ def compile_library(name: str) -> Path:
         BuildError: no compiler, a cache directory that cannot be written, or a failed compilation (with its log).
     """
     toolchain.compiler()
-    target = cache_dir() / file_name(name)
+    folder, start = cache_dir(), stem(name)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(target.with_suffix(".lock"), "w")  # noqa: SIM115
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / f"{start}.lock", "w")  # noqa: SIM115
     except OSError as error:
         raise BuildError(
-            f"the cache directory {target.parent} cannot be written ({error.strerror}); "
-            "set HF_TWELL_CACHE to one that can"
+            f"the cache directory {folder} cannot be written ({error.strerror}); set HF_TWELL_CACHE to one that can"
         ) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if target.is_file():  # another process was first
-            return target
+        found = find_library(name)
+        if found is not None:  # another process was first
+            return found
         try:
-            logger.warning("compiling hf_twell's %s library into %s, once; it may take a minute", name, target.parent)
-            return _run_ninja(name, target)
+            message = "%scompiling hf_twell's %s library into %s, once; it may take a minute"
+            logger.warning(message, _damage(name), name, folder)
+            for path in _cached(name):  # damaged, all of them
+                path.unlink()
+            return _run_ninja(name, start)
         except OSError as error:
-            raise BuildError(
-                f"compiling into {target.parent} failed ({error}); set HF_TWELL_CACHE elsewhere"
-            ) from error
+            raise BuildError(f"compiling into {folder} failed ({error}); set HF_TWELL_CACHE elsewhere") from error
 
 
-def _run_ninja(name: str, target: Path) -> Path:
-    with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent, ignore_cleanup_errors=True) as path:
+def _run_ninja(name: str, start: str) -> Path:
+    cache = cache_dir()
+    with tempfile.TemporaryDirectory(prefix="build-", dir=cache, ignore_cleanup_errors=True) as path:
         folder = Path(path)
         (folder / "build.ninja").write_text(toolchain.ninja_file(name))
         run = subprocess.run([toolchain.ninja(), "-C", str(folder)], capture_output=True, text=True, check=False)
         if run.returncode != 0:
-            log = target.with_suffix(".log")
+            log = cache / f"{start}.log"
             log.write_text(run.stdout + run.stderr)
             tool = toolchain.nvcc() if name == "cuda" else toolchain.compiler()
             needed = "" if name == "cuda" else "; g++ has to be 11 or newer"  # -mamx-bf16
             raise BuildError(
                 f"compiling the {name} kernels with {tool} failed; the compiler's messages are in {log}{needed}"
             )
+        target = cache / file_name(start, folder / "library.so")
         os.replace(folder / "library.so", target)  # atomic: a reader sees the whole library or none
     return target
