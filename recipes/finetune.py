@@ -15,18 +15,15 @@ import argparse
 import sys
 
 from hf_twell.cli import train
+from hf_twell.cli.endings import ending_in_one_line
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     train.add_arguments(parser)
     arguments = parser.parse_intermixed_args()
-    try:
-        train.run(arguments)
-    except (ValueError, OSError, ImportError) as error:
-        sys.exit(f"finetune.py: error: {error}")
-    except KeyboardInterrupt as interrupted:
-        print("; ".join(["\nfinetune.py: interrupted", *map(str, interrupted.args)]), file=sys.stderr)
-        sys.exit(130)
+    code = ending_in_one_line("finetune.py", lambda: train.run(arguments))
+    if code:
+        sys.exit(code)
     from accelerate import PartialState
 
     processes = PartialState()

@@ -6,6 +6,7 @@ import os
 import sys
 
 import hf_twell
+from hf_twell.cli.endings import ending_in_one_line
 from hf_twell.cli.output import quiet_others
 
 COMMANDS = {
@@ -23,7 +24,11 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand; a user's mistake or a full disk ends in one line on stderr and exit code 1."""
+    """Run one subcommand; an error ends in one line on stderr and exit code 1."""
+    return ending_in_one_line("hf-twell", lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="hf-twell", description=hf_twell.__doc__)
     parser.add_argument("--version", action="version", version=f"hf_twell {hf_twell.__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -34,7 +39,6 @@ def main(argv: list[str] | None = None) -> int:
         )
         module.add_arguments(subparser)
         subparser.set_defaults(run=module.run, parser=subparser)
-    argv = sys.argv[1:] if argv is None else argv
     passed_on = []
     serves = argv[:1] == ["serve"] or argv[:2] == ["bench", "serve"]
     if serves and "--" in argv:  # which argparse would mix with what stands before it
@@ -47,43 +51,11 @@ def main(argv: list[str] | None = None) -> int:
     elif rest:
         args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     quiet_others()
-    try:
-        _check_one_process(args.command)
-        code = args.run(args)
-        sys.stdout.flush()  # a full disk, or a reader that went away, shows here at the latest
-        return code
-    except KeyboardInterrupt as error:
-        print("; ".join(["\nhf-twell: interrupted", *map(str, error.args)]), file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # The reader of our output went away (`| head`); nothing is wrong, and nobody is left to tell.
-        _finish_output()
-        return 0
-    except (ValueError, OSError, ImportError) as error:
-        print(f"hf-twell: error: {_one_line(error)}", file=sys.stderr)
-        _finish_output()
-        return 1
-
-
-def _finish_output() -> None:
-    """What stdout still holds and nobody takes must not fail once more, in Python's own words, when it exits."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _check_one_process(args.command)
+    return args.run(args)
 
 
 def _check_one_process(command: str) -> None:
     """Each process would do all of the work, on one device, and write the same files."""
     if command not in ("train", "doctor") and "LOCAL_RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError(f"{command} runs in one process; start it without torchrun or accelerate launch")
-
-
-def _one_line(error: Exception) -> str:
-    from hf_twell.cli.doctor import PACKAGES, how_to_install
-
-    if isinstance(error, ModuleNotFoundError) and error.name in PACKAGES:
-        return f"this needs the package {error.name}: {how_to_install(error.name)}"
-    # Transformers' messages for a wrong model name run over many lines; the first two say it.
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2]) or type(error).__name__

@@ -20,7 +20,7 @@ CHOICES = {
     "warmup": tuple(WARMUPS),
     "layer_shares": LAYER_SHARES,
     "trainable": ("all", "ffn", "ffn+lora"),
-    "dtype": ("float32", "bfloat16", "float16"),
+    "dtype": ("float32", "bfloat16"),
     "save_dtype": (None, "float32", "bfloat16", "float16"),
     "relu": (True, False),
     "assistant_only_loss": (True, False),
@@ -36,6 +36,11 @@ def check_recipe(recipe, path: Path) -> None:
     for key, what in (("model", "a folder or a Hub name, or a GGUF file"), ("output_dir", "a folder")):
         if not isinstance(getattr(recipe, key), str):
             raise ValueError(f"{path} has {key}: {getattr(recipe, key)!r}; give {what}")
+    if recipe.dtype == "float16":  # a step of Adam is less than its weights can hold, or more
+        raise ValueError(
+            f"{path} has dtype: 'float16', in which weights do not train; write dtype: float32, and fp16: true in "
+            "training to compute in it"
+        )
     for key, choices in CHOICES.items():
         if getattr(recipe, key) not in choices:
             listed = ", ".join(map(repr, choices))
@@ -141,7 +146,7 @@ def check_keys(data: Iterable[str], known: Sequence[str], where: str) -> None:
     """
     for key in data:
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
+            near = difflib.get_close_matches(str(key), known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
             if key in training_keys():
                 hint = f"it belongs to Trainer: write training.{key}"

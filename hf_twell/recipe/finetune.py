@@ -111,6 +111,7 @@ def five_steps(recipe: Recipe, args: TrainingArguments, resume: bool, train, hel
     start = {"dense": None, "before": None}
     if not sharded:  # which a model becomes when its training begins
         text = {"heldout": identity(recipe.heldout), "sequence_length": length}
+        text["assistant_only_loss"] = recipe.assistant_only_loss
         began = time.perf_counter()
         start = measure_start(trainer, heldout, parent, text, last_checkpoint(recipe.output_dir) if resume else None)
         checkpoints.state["measured"] = start

@@ -18,8 +18,8 @@ from hf_twell.files.folders import check_target, clear_dead_savings
 
 logger = logging.getLogger(__name__)
 
-# What a checkpoint's optimizer and blocks are made of: Trainer keeps the optimizer's figures without a word.
-KEPT = ("layers", "trainable", "freeze", "lora")
+# What a checkpoint's weights, blocks and optimizer are made of: Trainer keeps the optimizer's figures without a word.
+KEPT = ("relu", "blend_steps", "layers", "trainable", "freeze", "lora")
 KEPT_BY_OPTIMIZER = (
     "optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"
 )  # fmt: skip
@@ -102,9 +102,9 @@ def check_run(output_dir: str, args: TrainingArguments, *, resume: bool, overwri
 def settings(recipe, args: TrainingArguments) -> dict[str, dict]:
     """What a run's checkpoints record for `check_changes`: what a resumed run keeps, and what decides its text's order.
 
-    Text files are told by name and size, so that folders may move.
+    Text files and models are told by name and size, so that folders may move.
     """
-    kept = {key: getattr(recipe, key) for key in KEPT}
+    kept = {"model": model_identity(recipe.model), **{key: getattr(recipe, key) for key in KEPT}}
     kept |= {f"training.{key}": getattr(args, key) for key in KEPT_BY_OPTIMIZER}
     order = {
         "train": identity(recipe.train),
@@ -121,6 +121,14 @@ def identity(source: list | dict | str) -> list | dict:
     if isinstance(source, dict):
         return source
     return [[Path(name).name, Path(name).stat().st_size] for name in ([source] if isinstance(source, str) else source)]
+
+
+def model_identity(path: str) -> str:
+    """What tells one model from another: a GGUF file's or a folder's own name and its bytes of weights, or a Hub name."""
+    if not Path(path).exists():
+        return path
+    files = [Path(path)] if Path(path).is_file() else Path(path).glob("*.safetensors")
+    return f"{Path(path).resolve().name} ({sum(file.stat().st_size for file in files):,} bytes)"
 
 
 def check_changes(recipe, args: TrainingArguments) -> None:

@@ -52,7 +52,8 @@ class Recipe:
         trainable: "all", "ffn" (feed-forward blocks alone) or "ffn+lora" (LoRA on the attention besides).
         freeze: parts of the names of weights that are left as they are, such as [embed_tokens, norm].
         lora: arguments of `peft.LoraConfig` for "ffn+lora"; merged into the final model.
-        dtype: of the weights that are trained. Use float32 with `bf16: true` in `training` on a GPU.
+        dtype: of the weights that are trained, "float32" or "bfloat16". Use float32 with `bf16: true` (or `fp16: true`)
+            in `training` on a GPU.
         save_dtype: of the final model's weights; null for that of `model` itself, or for `dtype` if that takes less
             space. Figures are measured in `dtype`.
         training: arguments of `transformers.TrainingArguments`; null is as if one were left out.

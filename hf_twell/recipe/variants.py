@@ -4,6 +4,7 @@ from torch import nn
 
 from hf_twell.blocks.architectures import find_ffns
 from hf_twell.convert.entry import mark_unfinished
+from hf_twell.files.configs import one_line_errors
 
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 
@@ -19,7 +20,7 @@ class LoraOutsideFfns:
         settings: arguments of `peft.LoraConfig` in place of `LORA`.
 
     Raises:
-        ValueError: peft is not installed, or an adapter would lie in a feed-forward block.
+        ValueError: peft is not installed or takes no such settings, or an adapter would lie in a feed-forward block.
     """
 
     def __init__(self, model: nn.Module, settings: dict | None = None):
@@ -27,14 +28,11 @@ class LoraOutsideFfns:
             from peft import LoraConfig, LoraModel
         except ImportError:
             raise ValueError("LoRA adapters need the package peft: pip install 'hf_twell[train]'") from None
-        try:
-            config = LoraConfig(**{**LORA, **(settings or {})})
-        except TypeError as error:
-            raise ValueError(f"lora: {error}") from error
         sites = find_ffns(model)
         parameters = [parameter for site in sites for parameter in site.module.parameters()]
         self.model = model
-        self._tuner = LoraModel(model, config, "default")
+        with one_line_errors("lora gives no adapters"):
+            self._tuner = LoraModel(model, LoraConfig(**{**LORA, **(settings or {})}), "default")
         # Names, parts of names, patterns and "all-linear" may all reach them.
         linears = [(name, getattr(site.module, name)) for site in sites for name in site.form.linears]
         inside = sorted({name for name, linear in linears if hasattr(linear, "base_layer")})

@@ -22,10 +22,12 @@ def check_trainer(trainer) -> None:
             "whole step; start the script with `accelerate launch` (one process a GPU) or show it one GPU"
         )
     if trainer.accelerator.mixed_precision == "fp16" and trainer.accelerator.scaler is None:
-        raise ValueError(
-            "fp16 without accelerate's gradient scaler: DeepSpeed scales the loss itself, and would divide the L1 "
-            "term, which is no part of it, by a factor that it never had; train in bf16"
-        )
+        if trainer.is_deepspeed_enabled:
+            raise ValueError(
+                "fp16 without accelerate's gradient scaler: DeepSpeed scales the loss itself, and would divide the L1 "
+                "term, which is no part of it, by a factor that it never had; train in bf16"
+            )
+        raise ValueError(f"fp16 needs a GPU, and this trainer is on {trainer.args.device}; train in float32 or bf16")
     collator = trainer.data_collator
     multiple = getattr(collator, "pad_to_multiple_of", None)
     if getattr(collator, "padding_free", False) and multiple:
