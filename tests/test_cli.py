@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Traini
 from transformers.utils import is_torch_bf16_gpu_available
 
 from hf_twell.cli import COMMANDS, main
+from hf_twell.cli.endings import ending_in_one_line
 from hf_twell.cli.output import write_json
 from hf_twell.cli.train import result_tables
 from hf_twell.files.checkpoints import finished_checkpoints, write_state
@@ -280,15 +282,27 @@ RECIPE_MISTAKES = [
     (["training=3"], "a mapping"),
     (["training=[1]"], "give a mapping"),
     (["training.max_step=1"], "did you mean 'max_steps'"),
-    (["training.max_steps=abc"], "max_steps: 'abc'; give a number"),
-    (["training.max_steps=[2]"], "max_steps: [2]; give a number"),
+    (["training.max_steps=abc"], "max_steps: 'abc'; give a whole number"),
+    (["training.max_steps=[2]"], "max_steps: [2]; give a whole number"),
     (["training.max_steps=2.5"], "max_steps: 2.5; give a whole number"),
-    (["training.dataloader_num_workers=two"], "dataloader_num_workers: 'two'; give a number"),
+    (["training.dataloader_num_workers=two"], "dataloader_num_workers: 'two'; give a whole number"),
     (["training.gradient_accumulation_steps=0"], "gradient_accumulation_steps: 0; give at least 1"),
     (["training.per_device_eval_batch_size=0"], "per_device_eval_batch_size: 0; give at least 1"),
     (["training.gradient_checkpointing=no"], "gradient_checkpointing: 'no'; give true or false"),
     (["training.save_strategy=sometimes"], "sometimes"),
-    (["training={max_steps: 1, eval_strategy: steps, eval_steps: abc}"], "training: '>' not supported"),
+    (["training={max_steps: 1, eval_strategy: steps, eval_steps: abc}"], "eval_steps: 'abc'; give a number"),
+    (["training.save_total_limit=text"], "save_total_limit: 'text'; give a whole number"),
+    (["training.data_seed=true"], "data_seed: True; give a whole number"),
+    (["training.lr_scheduler_kwargs=3"], "lr_scheduler_kwargs: 3; give text or a mapping"),
+    (["training.metric_for_best_model=3"], "metric_for_best_model: 3; give text"),
+    (["training.log_level=loud"], "training makes no arguments of Trainer (KeyError: 'loud')"),
+    (["training.accelerator_config={a: 1}"], "training makes no arguments of Trainer (TypeError: Accelerator"),
+    (["training={1: 1}"], "training has an unknown key 1; known keys"),
+    (["training.report_to=clearml"], "report_to: clearml, which is not installed: pip install clearml, or leave it"),
+    (["training.report_to=[clearml]"], "report_to: clearml, which is not installed"),
+    (["training.report_to=paper"], "paper is not supported, only azure_ml"),
+    (["dtype=float16"], "'float16', in which weights do not train; write dtype: float32, and fp16: true in training"),
+    (["training.fp16=true"], "fp16: true, which needs a GPU, and this run is on a CPU; write training.fp16=false"),
     (["training.output_dir=elsewhere"], "write output_dir alone"),
     (["training.bogus=1"], "'bogus'; known keys: per_device_train_batch_size, "),
     (["training.max_steps=0"], "max_steps: 0; give at least 1, or null"),
@@ -323,6 +337,16 @@ def test_mistakes_that_the_text_shows_end_in_one_line(recipe, change, says, caps
     Path("short.txt").write_text("one word or two")
     assert main(["train", str(recipe), change]) == 1
     assert not Path("out").exists(), "a run that failed before its first step leaves no folder"
+    assert says in error_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [("lora.r=text", "lora gives no adapters (TypeError: "), ("lora.bias=text", "NotImplementedError: Requested bias")],
+)
+def test_settings_that_make_no_adapters_end_in_one_line(recipe, change, says, capsys):
+    pytest.importorskip("peft")
+    assert main(["train", str(recipe), "trainable=ffn+lora", change]) == 1
     assert says in error_line(capsys)
 
 
@@ -630,6 +654,71 @@ def test_output_that_is_not_taken(taker):
     assert (done.returncode, done.stderr) == expected
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_error(closed, tmp_path):
+    """Their descriptors would be those of the next files opened, which would get what is printed."""
+    code = (
+        "import os, sys\nfrom hf_twell.cli import main\ncode = main(['doctor', '--json'])\n"
+        "sys.exit(code or os.open(os.devnull, os.O_RDONLY) < 3)"
+    )
+    done = subprocess.run(
+        ["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.stdout == "") == (" >" in f" {closed}")
+
+
+def ending(tmp_path, monkeypatch, capsys, error: BaseException) -> tuple[int, str, list[str]]:
+    """The exit code of a command that raises this, the line that it prints, and the tracebacks that it keeps."""
+
+    def run():
+        raise error
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = ending_in_one_line("hf-twell", run)
+    (line,) = capsys.readouterr().err.splitlines()
+    return code, line, [path.read_text() for path in tmp_path.glob("hf-twell-*.txt")]
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("first\nsecond\nthird"), KeyError("first second"), BaseException("first second")]
+)
+def test_an_error_that_nobody_foresaw_ends_in_one_line_and_keeps_its_traceback(error, tmp_path, monkeypatch, capsys):
+    code, line, (kept,) = ending(tmp_path, monkeypatch, capsys, error)
+    assert code == 1
+    assert re.fullmatch(rf"hf-twell: error: {type(error).__name__}: '?first second'?; its traceback is in \S+", line)
+    assert Path(line.split()[-1]).read_text() == kept
+    assert "raise error" in kept
+
+
+def test_a_traceback_that_the_disk_does_not_take_is_left_out(tmp_path, monkeypatch, capsys):
+    code, line, kept = ending(tmp_path / "absent", monkeypatch, capsys, MemoryError())
+    assert (code, kept) == (1, [])
+    assert line == (
+        "hf-twell: error: MemoryError: MemoryError; there is no place for its traceback (No such file or directory)"
+    )
+
+
+def test_an_error_of_a_worker_process_is_told_in_its_own_words(tmp_path, monkeypatch, capsys):
+    """Its message is a whole traceback."""
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            raise ValueError("rows.jsonl has no text in row 1")
+
+    with pytest.raises(ValueError) as caught:
+        next(iter(torch.utils.data.DataLoader(Rows(), num_workers=1)))
+    code, line, kept = ending(tmp_path, monkeypatch, capsys, caught.value)
+    assert (code, line, kept) == (1, "hf-twell: error: ValueError: rows.jsonl has no text in row 1", [])
+
+
 def test_settings_may_follow_an_option_and_nothing_else_may(recipe, capsys):
     changes = ["training.max_steps=1", "training.save_strategy=no"]
     assert main(["train", str(recipe), changes[0], "--json", changes[1]]) == 0
@@ -700,8 +789,13 @@ def test_a_resumed_run_that_is_changed_is_refused_or_told(recipe, capsys, caplog
     """Trainer takes the optimizer's figures from the checkpoint, whatever the recipe says by then."""
     assert main(["train", str(recipe), "training.max_steps=2"]) == 0
     resume = ["train", str(recipe), "--resume", "--json"]
+    wider = recipe.parent / "wider"
+    config = AutoConfig.from_pretrained(DEMO / "model", intermediate_size=2048)
+    AutoModelForCausalLM.from_config(config).save_pretrained(wider)
+    AutoTokenizer.from_pretrained(DEMO / "model").save_pretrained(wider)
     for change in (
-        "training.learning_rate=1e-3", "training.optim=sgd", "trainable=ffn", "layers=[0, 1]", "lora={r: 4}"
+        "training.learning_rate=1e-3", "training.optim=sgd", "trainable=ffn", "layers=[0, 1]", "lora={r: 4}",
+        "relu=false", "blend_steps=3", "freeze=[norm]", f"model={wider}",
     ):  # fmt: skip
         assert main([*resume, change]) == 1
         line = error_line(capsys)
