@@ -445,7 +445,7 @@ def test_fp16_that_another_library_scales_is_refused(tmp_path, monkeypatch):
 def test_fp16_on_a_cpu_is_refused_for_that(tmp_path):
     args = TrainingArguments(str(tmp_path), use_cpu=True, fp16=True, report_to=[])
     trainer = Trainer(sparsify(tiny_llama()), args, train_dataset=one_step.rows())
-    with pytest.raises(ValueError, match="^fp16 needs a GPU, and this trainer is on cpu; train in float32 or bf16$"):
+    with pytest.raises(ValueError, match=r"^fp16 needs a GPU, and this trainer is on cpu; train in float32 or bf16$"):
         SparsityCallback(trainer, 0.1)
 
 

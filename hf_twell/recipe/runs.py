@@ -124,7 +124,7 @@ def identity(source: list | dict | str) -> list | dict:
 
 
 def model_identity(path: str) -> str:
-    """What tells one model from another: a GGUF file's or a folder's own name and its bytes of weights, or a Hub name."""
+    """What tells models apart: the name of a folder or GGUF file and its bytes of weights, or the name on the Hub."""
     if not Path(path).exists():
         return path
     files = [Path(path)] if Path(path).is_file() else Path(path).glob("*.safetensors")
