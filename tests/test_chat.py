@@ -129,6 +129,15 @@ def test_train_on_conversations(tokenizer, rows, tmp_path, capsys):
         logits = trained(heldout.sequences).logits[:, :-1]
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), heldout.labels[:, 1:].flatten())
     assert result["after"]["loss"] == pytest.approx(loss.item(), rel=1e-4)
+
+    saving = ["--json", f"output_dir={tmp_path / 'again'}", "training.save_strategy=steps", "training.save_steps=1"]
+    assert main(["train", str(recipe), *saving]) == 0
+    first = json.loads(capsys.readouterr().out)["before"]["loss"]
+    changes = ["--resume", "training.max_steps=2", "assistant_only_loss=false"]
+    assert main(["train", str(recipe), *saving, *changes]) == 0
+    all_tokens = json.loads(capsys.readouterr().out)["before"]["loss"]
+    assert abs(all_tokens - first) > 0.01, "measured again, as what it is the mean over has changed"
+
     (tmp_path / "text.txt").write_text("some words")
     assert main(["train", str(recipe), f"heldout={tmp_path / 'text.txt'}", "--overwrite"]) == 1
     assert "has assistant_only_loss, and" in capsys.readouterr().err

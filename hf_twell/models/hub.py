@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.files.checkpoints import STATE_NAME
-from hf_twell.files.configs import read_config
+from hf_twell.files.configs import one_line_errors, read_config
 from hf_twell.files.folders import CHAT_TEMPLATES, MEASURED_NAME, save_model, training_record
 from hf_twell.models.adapters import (
     ADAPTER_CONFIG,
@@ -158,8 +158,8 @@ def folder_card(folder: str | Path, repo_id: str, *, base_model=None, sparsity=N
     """The card of a folder's sparse model or adapter, which is checked first; a warning tells of a bare swap to ReLU.
 
     Raises:
-        ValueError: no such model, no name of a repository, an adapter whose base is not on the Hub, damaged weights, or
-            figures of another model.
+        ValueError: no such model, no name of a repository, an adapter whose base is not on the Hub, damaged weights,
+            figures of another model, or figures that are none.
     """
     validate_repo_id(repo_id)
     if "/" not in repo_id:  # the Hub would put the user before it, and the card name a repository that there is not
@@ -181,11 +181,12 @@ def folder_card(folder: str | Path, repo_id: str, *, base_model=None, sparsity=N
         raise ValueError(f"{folder} is no sparse model (its config has no twell entry); convert it: hf-twell sparsify")
     check_checkpoint(folder)
     record = training_record(folder)
-    if recorded := untrained(record["method"], sparsity or measured_sparsity(record["measured"])):
-        logger.warning("%s: %s Fine-tune it before others use it: hf-twell train", folder, recorded)
-    elif cost := costly(record["measured"], config):
-        logger.warning("%s: %s The card says so", folder, cost)
-    return model_card(repo_id, config, base_model=base_model, sparsity=sparsity, scores=scores, **record)
+    with one_line_errors(f"the figures that are given, or recorded in {folder}, make no card"):
+        if recorded := untrained(record["method"], sparsity or measured_sparsity(record["measured"])):
+            logger.warning("%s: %s Fine-tune it before others use it: hf-twell train", folder, recorded)
+        elif cost := costly(record["measured"], config):
+            logger.warning("%s: %s The card says so", folder, cost)
+        return model_card(repo_id, config, base_model=base_model, sparsity=sparsity, scores=scores, **record)
 
 
 def _active_adapter(model: nn.Module) -> str:
