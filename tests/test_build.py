@@ -135,11 +135,11 @@ def test_a_library_that_was_cut_short_is_compiled_anew(tmp_path, monkeypatch, ca
     whole = library.read_bytes()
     os.truncate(library, 3000)
     monkeypatch.setenv("HF_TWELL_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "_outcomes", {})
     assert main(["doctor", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["backends"]["cpu"]["reason"]
     assert told == f"{library} is damaged; the first use compiles it into {tmp_path}"
     with monkeypatch.context() as patch:
-        patch.setattr(build, "_outcomes", {})
         patch.setenv("CXX", "/nowhere/g++")
         with pytest.warns(UserWarning, match=f"{library} is damaged; no C\\+\\+ compiler found") as warned:
             works = [build.status("cpu", build=True).available for _ in range(2)]
