@@ -4,7 +4,6 @@ import contextlib
 import difflib
 import functools
 import importlib.metadata
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from packaging.version import Version
 
 from hf_twell.evaluation.humaneval import CODE_TASKS, with_own_metric
 from hf_twell.files.configs import one_line
-from hf_twell.files.text import read_text
+from hf_twell.files.rows import read_rows
 
 # The files of `data_dir`, one JSON object a line; a task's first split is the one that lm-eval scores by default.
 DATA_FILES = {
@@ -186,17 +185,10 @@ def _read_rows(path: Path, fields: set[str]):
     import datasets
 
     rows = []
-    # Not splitlines(): that also splits at Unicode line ends, which JSON allows inside a string.
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is no JSON: {error}") from error
-        if not isinstance(row, dict) or not fields <= row.keys():
-            raise ValueError(f"{path}, line {number} is no object with the fields {', '.join(sorted(fields))}")
-        rows.append(row)
+    for row in read_rows(path):
+        if missing := sorted(fields - row.values.keys()):
+            raise ValueError(f"{row.place} has no {', '.join(missing)}; give rows with {', '.join(sorted(fields))}")
+        rows.append(row.values)
     return datasets.Dataset.from_list(rows)
 
 

@@ -1,13 +1,39 @@
 """Conversations as training tokens: through the tokenizer's chat template, and which of them the assistant says."""
 
 from hf_twell.files.configs import one_line
+from hf_twell.files.rows import kind_of
 
 IGNORED = -100  # the label of a token that the loss leaves out
 
 
-def is_chat(value) -> bool:
-    """Whether a row's value is a list of messages: {"role": ..., "content": a text}."""
-    return isinstance(value, list) and bool(value) and all(_is_message(item) for item in value)
+def chat_fault(value) -> str | None:
+    """What keeps a row's value from being a list of messages, {"role": ..., "content": a text}; None where it is one.
+
+    The sentence goes on after the value's name: " is null, ...", "[1].content is null, ...".
+    """
+    if not isinstance(value, list) or not value:
+        return f" is {'an empty list' if value == [] else kind_of(value)}, and must be a list of messages"
+    for index, message in enumerate(value):
+        if not isinstance(message, dict):
+            return f"[{index}] is {kind_of(message)}, and must be a message" + ' ({"role": ..., "content": a text})'
+        for key in ("role", "content"):
+            if key not in message:
+                return f"[{index}] has no {key}"
+            if fault := text_fault(message[key]):
+                empty = ' (beside tool_calls "", if there is none)' if message.get("tool_calls") else ""
+                return f"[{index}].{key}{fault}{empty}"
+    return None
+
+
+def text_fault(value) -> str | None:
+    """What keeps a row's value from being text that can be tokenized; see `chat_fault`."""
+    if not isinstance(value, str):
+        return f" is {kind_of(value)}, and must be a text"
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        return f" holds half of a surrogate pair at character {error.start + 1}, which is no text"
+    return None
 
 
 def chat_tokens(tokenizer, messages: list[dict], *, assistant_only: bool = False) -> tuple[list[int], list[int]]:
@@ -59,18 +85,16 @@ def render(tokenizer, messages: list[dict], **options) -> str:
     """A conversation as the tokenizer's chat template writes it.
 
     Raises:
-        ValueError: no template, or one that does not take these messages.
+        ValueError: no template, or one that does not take these messages, or would leave their tool calls out.
     """
     if not tokenizer.chat_template:
         raise ValueError(
             f"{tokenizer.name_or_path or 'the tokenizer'} has no chat template to read messages by; take an instruct "
             "model's, set tokenizer.chat_template and save it with the model, or give rows of text"
         )
+    if any(message.get("tool_calls") for message in messages) and "tool_calls" not in str(tokenizer.chat_template):
+        raise ValueError("the chat template does not write tool_calls, which the messages have; leave such rows out")
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # a template raises what it likes
-        raise ValueError(f"the chat template does not take {str(messages)[:80]}...: {one_line(error)}") from error
-
-
-def _is_message(item) -> bool:
-    return isinstance(item, dict) and all(isinstance(item.get(key), str) for key in ("role", "content"))
+        raise ValueError(f"the chat template does not take these messages: {one_line(error)}") from error

@@ -1,20 +1,30 @@
 """Text as training sequences of one length: from files, Hub datasets, and streams read as they go."""
 
+import glob
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tqdm.auto import tqdm
 
-from hf_twell.files.configs import one_line_errors
+from hf_twell.files.configs import one_line
+from hf_twell.files.rows import Row, read_rows
 from hf_twell.files.text import read_documents
-from hf_twell.recipe.chat import IGNORED, chat_tokens, is_chat
+from hf_twell.recipe.chat import IGNORED, chat_fault, chat_tokens, text_fault
 from hf_twell.recipe.sources import ROW_FILES, check_file
 
 
-def documents_of(source: list | dict | str) -> Iterator[str | list[dict]]:
-    """The documents of text files or of a Hub dataset: texts, and conversations as lists of messages.
+class Document(NamedTuple):
+    """A text, or a conversation as a list of messages; and where it stands, for errors."""
+
+    content: str | list[dict]
+    place: str
+
+
+def documents_of(source: list | dict | str) -> Iterator[Document]:
+    """The documents of text files or of a Hub dataset.
 
     A .txt file's documents end with a line `<|endoftext|>`; .jsonl and .parquet rows, and those of a Hub dataset
     ({"hub": name, "config": ..., "split": "train", "column": "text", "skip": rows left out at the start, "take": rows
@@ -22,18 +32,21 @@ def documents_of(source: list | dict | str) -> Iterator[str | list[dict]]:
     without a column "text" that have "messages" are conversations.
 
     Raises:
-        ValueError: a missing file, an unknown kind of file, or a file that is not text.
+        ValueError: a missing file, an unknown kind of file, a file that is not text, or, by its place, a row that is
+            none or holds no document.
     """
     if isinstance(source, dict):
-        yield from _rows(**source)
+        source = dict(source)
+        column = source.pop("column", None)
+        yield from (_document(row, column, "name one beside hub: column") for row in _hub_rows(**source))
         return
     for name in [source] if isinstance(source, str) else source:
         path = Path(name)
         check_file(path)
         if path.suffix in ROW_FILES:
-            yield from _rows(ROW_FILES[path.suffix], data_files=str(path.absolute()))
+            yield from (_document(row) for row in read_rows(path))
         else:
-            yield from read_documents(path)
+            yield from (Document(text, str(path)) for text in read_documents(path))
 
 
 def token_ids(tokenizer, source: list | dict | str, *, description: str = "tokenizing") -> list[int]:
@@ -136,30 +149,35 @@ def check_length(model, sequence_length: int) -> None:
         )
 
 
-def _batches(documents: Iterable[str | list[dict]]) -> Iterator[list]:
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     """Documents that are tokenized together: not too many, as an encoding takes many times the room of its ids."""
     batch, characters = [], 0
     for document in documents:
         batch.append(document)
-        characters += len(document) if isinstance(document, str) else 0
+        characters += len(document.content) if isinstance(document.content, str) else 0
         if len(batch) == 256 or characters > 1 << 20:
             yield batch
             batch, characters = [], 0
     yield batch
 
 
-def _batch_tokens(tokenizer, documents: list, assistant_only: bool) -> Iterator[tuple[list[int], list[int]]]:
+def _batch_tokens(tokenizer, documents: list[Document], assistant_only: bool) -> Iterator[tuple[list[int], list[int]]]:
     """Token ids and labels of each. A fast tokenizer spreads texts that it gets together over all cores."""
-    texts = [document for document in documents if isinstance(document, str)]
+    texts = [document for document in documents if isinstance(document.content, str)]
     if texts and assistant_only:
         raise ValueError(
-            "assistant_only_loss needs rows of messages, and this is text; leave it out, or give such rows"
+            f"{texts[0].place}: assistant_only_loss needs rows of messages, and this is text; leave it out, or give "
+            "such rows"
         )
-    encoded = iter(tokenizer(texts, verbose=False)["input_ids"] if texts else ())
+    encoded = iter(tokenizer([text.content for text in texts], verbose=False)["input_ids"] if texts else ())
     end = tokenizer.eos_token_id
     for document in documents:
-        if not isinstance(document, str):
-            yield chat_tokens(tokenizer, document, assistant_only=assistant_only)
+        if not isinstance(document.content, str):
+            try:
+                tokens = chat_tokens(tokenizer, document.content, assistant_only=assistant_only)
+            except ValueError as error:
+                raise ValueError(f"{document.place}: {error}") from error
+            yield tokens
             continue
         ids = next(encoded)
         if end is not None and (not ids or ids[-1] != end):
@@ -172,27 +190,48 @@ def _has_labels(labels: torch.Tensor) -> bool:
     return bool((labels[1:] != IGNORED).any())
 
 
-def _rows(
-    hub: str, config: str | None = None, split: str = "train", column: str | None = None, skip=0, take=None, **options
-):
+def _document(row: Row, column: str | None = None, advice: str = "rename one") -> Document:
+    """The document in a row's `column`, or in its text, or in its messages."""
+    chosen = column or ("messages" if "messages" in row.values and "text" not in row.values else "text")
+    if chosen not in row.values:
+        wanted = f"no column {column!r}" if column else "neither a column 'text' nor 'messages'"
+        raise ValueError(f"{row.place} has {wanted}; it has {', '.join(row.values) or 'none'}; {advice}")
+    value = row.values[chosen]
+    is_chat = isinstance(value, list) or (chosen == "messages" and not column)  # which may be JSON in a text
+    if fault := chat_fault(value) if is_chat else text_fault(value):
+        raise ValueError(f"{row.place}: {chosen}{fault}; leave such rows out")
+    return Document(value, row.place)
+
+
+def _hub_rows(hub: str, config: str | None = None, split: str = "train", skip=0, take=None, **options) -> Iterator[Row]:
     try:
         from datasets import load_dataset
     except ImportError:
         raise ValueError("reading datasets needs the package datasets: pip install 'hf_twell[train]'") from None
-    name = options.get("data_files", hub)
-    with one_line_errors(f"{name} cannot be read as rows"):
+    for folder in (hub, options.get("data_dir")):
+        _check_no_pattern(folder)
+    name, number = options.get("data_files", hub), skip
+    try:
         rows = load_dataset(hub, config, split=split, **options)
-    # A stream may learn its columns from its first row only.
-    for row in itertools.islice(rows, skip, None if take is None else skip + take):
-        chosen = column or ("messages" if "messages" in row and "text" not in row else "text")
-        if chosen not in row:
-            wanted = f"no column {column!r}" if column else "neither a column 'text' nor 'messages'"
-            how = "rename one" if "data_files" in options else "name one beside hub: column"
-            raise ValueError(f"{name} has {wanted}; it has {', '.join(row)}; {how}")
-        as_text = isinstance(row[chosen], str) and (column or chosen == "text")  # messages may be JSON in a text
-        if not as_text and not is_chat(row[chosen]):
-            raise ValueError(
-                f"{name}: column {chosen!r} holds {row[chosen]!r:.40}, which is no text, nor a list of messages "
-                '({"role": ..., "content": a text}); leave such rows out'
-            )
-        yield row[chosen]
+        # A stream may learn its columns from its first row only.
+        for number, row in enumerate(itertools.islice(rows, skip, None if take is None else skip + take), skip + 1):
+            yield Row(f"{name}, row {number}", row)
+    except (OSError, ImportError):
+        raise
+    except Exception as error:
+        cause = error.__cause__ or error  # else only that "an error occurred while generating the dataset"
+        reason = "no file is called so" if isinstance(cause, StopIteration) else one_line(cause)
+        where = f" after row {number}" if number > skip else ""
+        raise ValueError(f"{name} cannot be read as rows{where} ({type(cause).__name__}: {reason})") from error
+
+
+def _check_no_pattern(folder) -> None:
+    """Refuse a folder of this machine that `datasets` would take for a pattern, and read others for.
+
+    Raises:
+        ValueError: naming the folder.
+    """
+    if isinstance(folder, str) and Path(folder).is_dir():
+        path = str(Path(folder).resolve())
+        if glob.has_magic(path) or "::" in path:
+            raise ValueError(f"hub: {folder} is the folder {path}, whose name is a pattern for datasets; rename it")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-ROW_FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+ROW_FILES = (".jsonl", ".json", ".parquet")
 KINDS = (".txt", ".txt.xz", *ROW_FILES)
 
 
