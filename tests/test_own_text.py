@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from hf_twell.cli import main
 from hf_twell.models.loading import load_model, load_tokenizer
-from hf_twell.recipe.own_text import document_start, documents_in, sample_ids, sample_text
+from hf_twell.recipe.own_text import ROW_BEGINS, document_start, documents_in, sample_ids, sample_text
 from hf_twell.recipe.packing import PackedText
 from tests.conftest import tiny_llama
 
@@ -108,7 +108,7 @@ def test_what_begins_a_document(demo):
 
 def test_line_separators_within_a_document_end_no_row(demo, tmp_path):
     path, row = tmp_path / "own.jsonl", {"text": "a\u2028b\u0085c", "tokens": 100, "batch": 0}
-    path.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(ROW_BEGINS + json.dumps(row, ensure_ascii=False)[1:] + "\n", encoding="utf-8")
     result = sample_text(*demo, path, tokens=100)
     assert (result["documents"], result["tokens"]) == (1, 100)
 
@@ -124,10 +124,16 @@ def test_a_file_is_gone_on_with(demo, tmp_path):
     assert 100 <= result["tokens"] < 100 + 2 * 16
     assert all(row["text"].strip() and "<|" not in row["text"] for row in rows)
     sample_text(model, tokenizer, parts, tokens=40, **sizes)
-    with parts.open("a") as file:
-        file.write('{"text": "cut o')
-    assert sample_text(model, tokenizer, parts, tokens=100, **sizes) == result
-    assert parts.read_text() == whole.read_text()
+    row = whole.read_bytes().splitlines()[-1]
+    written = parts.read_bytes()
+    for cut in (len(row), 40, 20, 1, 0):
+        parts.write_bytes(written + row[:cut])
+        assert sample_text(model, tokenizer, parts, tokens=100, **sizes) == result
+        assert parts.read_text() == whole.read_text(), cut
+    for cut in (len(row), 40, 0):
+        parts.write_bytes(row[:cut])
+        assert sample_text(model, tokenizer, parts, tokens=100, **sizes) == result
+        assert parts.read_text() == whole.read_text(), f"killed at the first row, {cut}"
     assert sample_text(model, tokenizer, parts, tokens=50, **sizes) == result, "it has them"
 
 
@@ -157,10 +163,41 @@ def test_what_cannot_be_sampled_is_said(demo, tmp_path):
         with pytest.raises(ValueError, match=message):
             sample_text(model, tokenizer, tmp_path / "own.jsonl", **{"tokens": 10, **changes})
     assert not (tmp_path / "own.jsonl").exists()
-    (tmp_path / "rows.jsonl").write_text('{"text": "mine"}\n')
-    with pytest.raises(ValueError, match="holds other rows than sampled documents; choose another file"):
-        sample_text(model, tokenizer, tmp_path / "rows.jsonl", tokens=10, length=8)
-    assert (tmp_path / "rows.jsonl").read_text() == '{"text": "mine"}\n'
+
+
+@pytest.mark.parametrize(
+    "mine",
+    [
+        '[{"text": "mine"}]',  # as json.dump writes it
+        '{"text": "mine"}',
+        '{"text": "mine"}\n',
+        '{"text": "mine", "tokens": 1, "batch": 0}\n{"text": "mi',
+        "written by hand",
+        "{",
+        "\n",
+        ROW_BEGINS[:-1],
+        f'{ROW_BEGINS}"text": "its own", "tokens": 2, "batch": 0}}\n{{"text": "mine"',
+        f'{{"text": "mine"}}\n{ROW_BEGINS}"text": "its own", "tokens": 2, "batch": 0}}\n',
+    ],
+)
+def test_a_file_of_ones_own_is_left_as_it_is(mine, demo, tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(mine)
+    with pytest.raises(
+        ValueError, match="holds what hf-twell sample did not write, and is left as it is; choose anoth"
+    ):
+        sample_text(*demo, path, tokens=10, length=8)
+    assert path.read_text() == mine
+    assert main(["sample", "absent", str(path), "--tokens", "10"]) == 1, "before a model is loaded"
+    assert "holds what hf-twell sample did not write" in capsys.readouterr().err
+    assert path.read_text() == mine
+
+
+def test_a_place_that_takes_no_file_is_refused_before_a_model_is_loaded(tmp_path, capsys):
+    (tmp_path / "folder.jsonl").mkdir()
+    for name, says in (("folder.jsonl", "is a folder; name a file"), ("none/own.jsonl", "its folder does not exist")):
+        assert main(["sample", "absent", str(tmp_path / name), "--tokens", "10"]) == 1
+        assert says in capsys.readouterr().err
 
 
 def test_the_command_writes_what_a_recipe_reads(tmp_path, capsys):

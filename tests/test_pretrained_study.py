@@ -22,6 +22,7 @@ import yaml
 from hf_twell.cli import main as hf_twell_main
 from hf_twell.models.loading import load_model, load_tokenizer
 from hf_twell.recipe.chat import chat_tokens
+from hf_twell.recipe.own_text import ROW_BEGINS
 from hf_twell.recipe.schema import load_recipe
 from tests.conftest import needs_lm_eval, tiny_llama
 
@@ -295,7 +296,7 @@ def test_own_text_is_a_share_of_all(scripts, parent, tmp_path):
     study = {"training": {"use_cpu": True}, "own_text": {"tokens": 200, "length": 16, "batch_size": 4, "share": 0.25}}
     train = torch.full((30, 16), 7)
     begun = json.dumps({"text": "one\u2028document", "tokens": 10, "batch": 0}, ensure_ascii=False)
-    (tmp_path / "own.jsonl").write_text(f"{begun}\n", encoding="utf-8")
+    (tmp_path / "own.jsonl").write_text(f"{ROW_BEGINS}{begun[1:]}\n", encoding="utf-8")
     with_own_text = scripts("pretrained_text")["with_own_text"]
     mixed = with_own_text(train, study, str(parent), tmp_path)
     assert mixed.shape == (40, 16)

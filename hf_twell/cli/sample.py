@@ -2,7 +2,8 @@
 
 A conversion forgets what its training text lacks. What the dense parent writes when nothing is asked is of every kind
 that it was pretrained on: name the file in a recipe's `train`. A chat model loses most where it answers: give it its
-own conversations, too (--chats). An interrupted command goes on where it stopped.
+own conversations, too (--chats). An interrupted command goes on where it stopped; a file that it did not write is
+refused.
 
 examples:
   hf-twell sample Qwen/Qwen3-0.6B own.jsonl --tokens 10_000_000 --batch 512
@@ -13,7 +14,7 @@ examples:
 import argparse
 from pathlib import Path
 
-from hf_twell.cli.output import DTYPES, print_json, stdout_for_result
+from hf_twell.cli.output import DTYPES, check_output, print_json, stdout_for_result
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if Path(args.output).suffix != ".jsonl":  # by which `train` knows rows
         raise ValueError(f"{args.output} does not end in .jsonl; name the file so, as rows are written")
+    check_output("output", args.output)
     with stdout_for_result():
         result = _sample(args)
     if args.json:
@@ -58,10 +60,11 @@ def _sample(args) -> dict:
     import torch
 
     from hf_twell.models.loading import load_model
-    from hf_twell.recipe.own_text import check_options, sample_text
+    from hf_twell.recipe.own_text import check_options, sample_text, written_before
 
     drawn = {"temperature": args.temperature, "top_p": args.top_p}
     check_options(args.tokens, args.length, args.batch or 1, **drawn)  # before a model is loaded
+    written_before(args.output, args.chats)
     on_cuda = torch.cuda.is_available() if args.device is None else args.device.startswith("cuda")
     dtype = args.dtype or ("bfloat16" if on_cuda else "auto")
     model, tokenizer = load_model(args.model, dtype=dtype, device=args.device)

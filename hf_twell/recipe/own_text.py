@@ -15,6 +15,8 @@ from hf_twell.files.text import END_OF_TEXT
 from hf_twell.recipe.own_chats import sample_conversations
 from hf_twell.recipe.sampling import sample_after
 
+# Every row begins so: by it a file is known that may be gone on with, down to a row that a kill has cut.
+ROW_BEGINS = '{"written_by": "hf-twell sample", '
 MOST_TRIED = 64  # samples without a row before a model is said to write none
 TELL_EVERY_S = 0.5
 
@@ -36,7 +38,7 @@ def sample_text(
     """Write documents that the model samples, from all of its words, as rows of a .jsonl file.
 
     Each sample begins with `start` alone and has `length` tokens; where the model ends a document in it, another row
-    begins. A file that is there is gone on with, to `tokens` in all; rows of one batch are written at once.
+    begins. A file that this wrote is gone on with, to `tokens` in all; rows of one batch are written at once.
     What a chat model writes keeps the special tokens that begin and end its turns. With `chats` it is asked for
     nothing else: rows are conversations, {"messages": [...]}, of a question that it makes up and its answer.
 
@@ -55,8 +57,8 @@ def sample_text(
         {"documents": rows in the file, "tokens": theirs, "start": what samples begin with, a token or "a question"}
 
     Raises:
-        ValueError: sizes that cannot be, a start that is no token, a file of other rows, chats of a model that has no
-            chat template.
+        ValueError: sizes that cannot be, a start that is no token, a file that this did not write, chats of a model
+            that has no chat template.
     """
     path = Path(path)
     check_options(tokens, length, batch_size, temperature, top_p)
@@ -67,9 +69,10 @@ def sample_text(
         raise ValueError(f"start={start!r}, and conversations begin as the chat template does; leave one of them out")
     begin = None if chats else document_start(tokenizer, start)
     begun_after = "a question" if chats else tokenizer.convert_ids_to_tokens(begin)
-    documents, done, batch = _rows_of(path, chats)
+    documents, done, batch, size = written_before(path, chats)
     tried = 0
-    with path.open("a", encoding="utf-8") as file, tqdm(total=tokens, initial=done, unit=" tokens") as bar:
+    with path.open("ab") as file, tqdm(total=tokens, initial=done, unit=" tokens") as bar:
+        file.truncate(size)
         drawn = {"temperature": temperature, "top_p": top_p, "tell": _teller(bar)}
         while done < tokens:
             drawn["seed"] = seed + batch
@@ -77,7 +80,7 @@ def sample_text(
                 rows = sample_conversations(model, tokenizer, length, batch_size, **drawn)
             else:
                 rows = documents_in(sample_ids(model, begin, length, batch_size, **drawn), tokenizer, begin)
-            file.write("".join(json.dumps({**row, "batch": batch}, ensure_ascii=False) + "\n" for row in rows))
+            file.write("".join(_line_of(row, batch) for row in rows).encode())
             file.flush()
             added, tried = sum(row["tokens"] for row in rows), tried + batch_size
             if not added and not documents and tried >= MOST_TRIED:
@@ -167,24 +170,31 @@ def documents_in(ids_BL: torch.Tensor, tokenizer, begin: int) -> list[dict]:
     return rows
 
 
-def _rows_of(path: Path, chats: bool) -> tuple[int, int, int]:
-    """(documents, tokens, next batch) of a file; a last line that a kill has cut is taken off.
+def written_before(path: str | Path, chats: bool) -> tuple[int, int, int, int]:
+    """(documents, tokens, next batch, bytes of whole rows) of a file that `sample_text` may go on with, or make.
 
     Raises:
-        ValueError: rows that `sample_text` did not write, or documents beside conversations, which no training reads.
+        ValueError: it holds what `sample_text` did not write, or documents beside conversations, which no training
+            reads.
     """
+    path = Path(path)
     if not path.exists():
-        return 0, 0, 0
-    raw = path.read_bytes()
-    whole = raw[: raw.rfind(b"\n") + 1]
+        return 0, 0, 0, 0
+    begins = ROW_BEGINS.encode()
+    *lines, cut = path.read_bytes().split(b"\n")  # bytes: a str would also be split at U+2028
+    whole_rows = all(line.startswith(begins) for line in lines)
+    if not whole_rows or not (cut.startswith(begins) or (begins.startswith(cut) and (lines or not cut))):
+        raise ValueError(f"{path} holds what hf-twell sample did not write, and is left as it is; choose another file")
     try:
-        rows = [json.loads(line) for line in whole.splitlines()]  # bytes: a str would also split at U+2028
+        rows = [json.loads(line) for line in lines]
         if not all(("messages" if chats else "text") in row for row in rows):
             raise KeyError
         figures = len(rows), sum(row["tokens"] for row in rows), max((row["batch"] + 1 for row in rows), default=0)
     except (ValueError, KeyError, TypeError) as error:
         kind = "conversations" if chats else "documents"
         raise ValueError(f"{path} holds other rows than sampled {kind}; choose another file") from error
-    if whole != raw:
-        path.write_bytes(whole)
-    return figures
+    return *figures, sum(len(line) + 1 for line in lines)
+
+
+def _line_of(row: dict, batch: int) -> str:
+    return ROW_BEGINS + json.dumps({**row, "batch": batch}, ensure_ascii=False)[1:] + "\n"
