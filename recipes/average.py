@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace the model in OUTPUT")
     args = parser.parse_args(argv)
     try:
-        check_target(args.output, overwrite=args.overwrite)
+        check_target(args.output, overwrite=args.overwrite, inputs=[args.trained, args.parent])
         model, tokenizer = average(args.trained, args.parent, args.share)
         save_model(model, args.output, tokenizer, overwrite=args.overwrite)
     except (ValueError, OSError, ImportError) as error:

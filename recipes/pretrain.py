@@ -232,6 +232,9 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--max-steps", type=int, help="train for at most this many steps")
     args = parser.parse_args(argv)
     recipe = yaml.safe_load(args.recipe.read_text())
+    for path in (args.output, *(args.bundle / f"{name}.txt" for name in recipe["bundle"] if args.bundle)):
+        if path.exists():
+            parser.error(f"{path} exists, and would be written over; move it, or name another folder")
     settings, sources = recipe["train"], recipe["sources"]
     if args.max_steps is not None:
         settings["steps"] = min(settings["steps"], args.max_steps)

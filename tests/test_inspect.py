@@ -391,7 +391,7 @@ def test_the_text_is_not_overwritten(arguments, tmp_path, capsys):
     command, option = arguments
     files = ["--text", str(tmp_path / "text.txt"), option, str(tmp_path / "link.txt")]
     assert main([command, str(DEMO / "model"), *files]) == 1
-    assert "is the text itself" in capsys.readouterr().err.splitlines()[-1]
+    assert "is read itself, and would be lost" in capsys.readouterr().err.splitlines()[-1]
     assert (tmp_path / "text.txt").read_bytes() == b"A few words."
 
 

@@ -176,7 +176,9 @@ def _measure(args, rows: list[dict]) -> None:
         from hf_twell.bench.plot import plot
 
         output = Path(args.output) / "bench.jsonl"
+        figure = output.with_name("bench.png" if args.what == "ffn" else f"{args.what}.png")
         output.parent.mkdir(parents=True, exist_ok=True)
+        _check_folder(output, figure)
     with tqdm(file=sys.stderr, unit="row") as bar:
         common |= {"report": shown_on(bar)}
         if args.what == "serve":
@@ -190,9 +192,26 @@ def _measure(args, rows: list[dict]) -> None:
                     with writing(output), output.open("a") as file:
                         file.write(json.dumps(row) + "\n")
     if output is not None:
-        figure = output.with_name("bench.png" if args.what == "ffn" else f"{args.what}.png")
         with writing(figure):
             plot(rows, figure)
+
+
+def _check_folder(output: Path, figure: Path) -> None:
+    """Refuse, before anything is measured, a folder whose rows and figure are none of `hf-twell bench`.
+
+    Raises:
+        ValueError: naming the file.
+    """
+    from hf_twell.files.rows import read_rows
+
+    if output.exists() and output.stat().st_size:
+        for row in read_rows(output):
+            if "bench" not in row.values:
+                raise ValueError(f"{row.place} is no row of hf-twell bench; name another folder for --output")
+        if not output.read_bytes().endswith(b"\n"):
+            raise ValueError(f"{output} ends within a line, as after a kill; mend it, or name another --output")
+    elif figure.exists():
+        raise ValueError(f"{figure} lies there without rows, so it is another's; name another folder for --output")
 
 
 def _prepare(args):

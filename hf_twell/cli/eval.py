@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: in one line, what was given and what is wrong with it.
     """
-    check_output("--output", args.output, args.text)
+    check_output("--output", args.output, [args.model, args.data_dir, *args.text])
     tasks = args.tasks and [name for item in args.tasks for name in item.split(",") if name]
     with stdout_for_result():
         result = _evaluate(args, tasks)

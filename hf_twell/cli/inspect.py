@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Inspect, write the files, then print a summary or JSON; 130 where Ctrl-C cut it short."""
     for name in ("html", "output"):
-        check_output(f"--{name}", getattr(args, name), args.text)
+        check_output(f"--{name}", getattr(args, name), [args.model, args.tokenizer, *args.text])
     if args.html and args.output and Path(args.html).resolve() == Path(args.output).resolve():
         raise ValueError(f"--html and --output name the same file, {args.output}; give each its own")
     with stdout_for_result():

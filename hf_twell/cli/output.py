@@ -6,8 +6,10 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
+from hf_twell.files.folders import ADAPTER_FILES, KNOWN_FILES
 from hf_twell.files.tables import percent, text_table
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")  # of --dtype, how a model is loaded
@@ -20,20 +22,37 @@ def stdout_for_result() -> Iterator[None]:
         yield
 
 
-def check_output(option: str, path: str | None, inputs: Sequence[str] = ()) -> None:
-    """Refuse, before long work, a file that could not be written after it.
+def check_output(option: str, path: str | None, inputs: Sequence[str | None] = ()) -> None:
+    """Refuse, before long work, a file that could not be written after it, or would be in the place of what is read.
+
+    Args:
+        inputs: files and folders that are read; other names and None are passed over. A file that is in such a folder
+            may be a result of before if its name ends in .json or .html, and it is no file of a model's.
 
     Raises:
-        ValueError: `path` is a folder, lies in none, may not be written, or is one of the files to read.
+        ValueError: `path` is a folder, lies in none, may not be written, or is an input.
     """
-    if path and Path(path).is_dir():
+    if not path:
+        return
+    if Path(path).is_dir():
         raise ValueError(f"{option} {path} is a folder; name a file")
-    if path and not Path(path).absolute().parent.is_dir():
+    if not Path(path).absolute().parent.is_dir():
         raise ValueError(f"{option} {path}: its folder does not exist; create it first")
-    if path and not os.access(path if Path(path).exists() else Path(path).absolute().parent, os.W_OK):
+    if not os.access(path if Path(path).exists() else Path(path).absolute().parent, os.W_OK):
         raise ValueError(f"{option} {path} cannot be written to; name another file")
-    if path and Path(path).exists() and any(Path(file).exists() and Path(path).samefile(file) for file in inputs):
-        raise ValueError(f"{option} {path} is the text itself, which would be lost; name another file")
+    for item in filter(None, inputs):
+        if Path(path).exists() and Path(item).exists() and _is_read(Path(path), Path(item)):
+            raise ValueError(f"{option} {path} is read itself, and would be lost; name another file")
+
+
+def _is_read(path: Path, item: Path) -> bool:
+    if not item.is_dir():
+        return path.samefile(item)
+    if not path.resolve().is_relative_to(item.resolve()):
+        return False
+    return path.suffix not in (".json", ".html") or any(
+        fnmatch(path.name, pattern) for pattern in (*KNOWN_FILES, *ADAPTER_FILES)
+    )
 
 
 @contextlib.contextmanager

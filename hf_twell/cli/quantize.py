@@ -10,7 +10,6 @@ example:
 """
 
 import argparse
-from pathlib import Path
 
 from hf_twell.cli.output import print_json, stdout_for_result
 
@@ -46,9 +45,7 @@ def _quantize(args) -> dict:
     from hf_twell.files.folders import check_target, save_model, training_record
     from hf_twell.models.quantizing import quantize
 
-    output = check_target(args.output, overwrite=args.overwrite)
-    if output.exists() and Path(args.model).exists() and output.samefile(args.model):
-        raise ValueError(f"{args.output} is the model itself, whose weights would be lost; choose another output")
+    check_target(args.output, overwrite=args.overwrite, inputs=[args.model])
     record = training_record(args.model)
     model, tokenizer = quantize(args.model, args.weights)
     sites = find_ffns(model)

@@ -61,9 +61,7 @@ def _convert(args) -> dict:
     from hf_twell.recipe.packing import token_ids
     from hf_twell.recipe.sources import check_file
 
-    output = check_target(args.output, overwrite=args.overwrite)
-    if output.exists() and Path(args.model).exists() and output.samefile(args.model):
-        raise ValueError(f"{args.output} is the model itself, whose weights would be lost; choose another output")
+    check_target(args.output, overwrite=args.overwrite, inputs=[args.model, *args.text])
     if args.tokens < 1:
         raise ValueError(f"--tokens {args.tokens}; give at least 1")
     for path in args.text:

@@ -5,9 +5,10 @@ import fcntl
 import glob
 import json
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
@@ -19,29 +20,47 @@ from hf_twell.files.checkpoints import STATE_NAME, write_json
 MEASURED_NAME = "twell_measured.json"
 
 # What `save_pretrained` and this package write into a model's folder; --overwrite replaces a folder of these alone.
-TOKENIZER_FILES = ("tokenizer*", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "*_tokens*.json")
+TOKENIZER_FILES = (
+    "tokenizer*.json", "tokenizer.model*", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken",
+    "tekken.json", "*_tokens*.json",
+)  # fmt: skip
 MODEL_FILES = ("config.json", "generation_config.json", "*processor_config.json", STATE_NAME, MEASURED_NAME)
-WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
+WEIGHT_FILES = (
+    "model*.safetensors", "model*.safetensors.index.json", "shard-*-model-*.safetensors", "adapter_model.safetensors",
+    "pytorch_model*.bin", "pytorch_model*.bin.index.json",
+)  # fmt: skip
 TRAINER_FILES = ("training_args.bin", ".gitattributes")  # of Trainer.save_model, of the Hub
 KNOWN_FILES = (*MODEL_FILES, *WEIGHT_FILES, *TRAINER_FILES, *TOKENIZER_FILES, "chat_template.*")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "README.md")
 CHAT_TEMPLATES = "additional_chat_templates"
 
 
-def check_target(path: str | Path, *, overwrite: bool = False) -> Path:
+def check_target(path: str | Path, *, overwrite: bool = False, inputs: Iterable[str | Path | None] = ()) -> Path:
     """The real path of a folder that may be written; call it before long work, whose result needs a place.
 
+    Args:
+        inputs: what the work reads, where that lies on this machine; other names and None are passed over.
+
     Raises:
-        ValueError: `path` exists and `overwrite` is false, it is no model folder or holds other things too; or its
-            parent is not a folder, or not one that can be written to.
+        ValueError: `path` exists and `overwrite` is false, it is no model folder, holds other things too, is the place
+            of another file system or holds an input; or its parent is not a folder, or not one that can be written to.
     """
     path = Path(path).resolve()
+    if _is_mount_point(path):
+        raise ValueError(
+            f"{path} is a mount point, which a whole folder cannot take the place of; name a folder in it, such as "
+            f"{path / 'model'}"
+        )
     if not path.parent.is_dir():
         raise ValueError(f"{path.parent} is not a folder; create it, or choose another place to save to")
     if not os.access(path.parent, os.W_OK):
         raise ValueError(f"{path.parent} cannot be written to; choose another place to save to")
     if path.exists() and not overwrite:
         raise ValueError(f"{path} exists; choose another name, or allow it to be overwritten (--overwrite)")
+    for item in inputs:
+        if path.exists() and item and Path(item).exists() and Path(item).resolve().is_relative_to(path):
+            what = "the model itself" if Path(item).resolve() == path else f"where {item} lies"
+            raise ValueError(f"{path} is {what}, which would be lost; choose another output")
     if path.exists() and not _may_be_replaced(path):
         raise ValueError(f"{path} is no model folder (or holds the working directory); only those are overwritten")
     if path.exists() and (others := _others(path)):
@@ -70,15 +89,15 @@ def whole_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]
                 check_target(path, overwrite=overwrite)  # something may have come to be there since
             except ValueError as error:
                 raise _kept(aside, path, error) from error
-            if overwrite and path.exists():
-                _lock(path, locks)
-                path.rename(old)
             try:
+                if overwrite and path.exists():
+                    _lock(path, locks)
+                    path.rename(old)
                 aside.rename(path)
             except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                    raise
-                raise _kept(aside, path, f"{path} was made by others meanwhile") from error
+                made = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+                why = f"{path} was made by others meanwhile" if made else f"{path} cannot be replaced: {error.strerror}"
+                raise _kept(aside, path, why) from error
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             if old.exists() and not path.exists():
@@ -198,6 +217,15 @@ def _kept(aside: Path, path: Path, why) -> ValueError:
     """Work that is done outlasts its name's being taken."""
     kept = aside.rename(path.with_name(f"{path.name}-{secrets.token_hex(2)}"))
     return ValueError(f"{why}. What was to lie there is in {kept}")
+
+
+def _is_mount_point(path: Path) -> bool:
+    """Also of a part of the same file system, which `os.path.ismount` does not know."""
+    mounts = Path("/proc/self/mountinfo")  # of Linux
+    if not mounts.is_file():
+        return path.is_mount()
+    name = re.sub(rb"[ \t\n\\]", lambda found: b"\\%03o" % ord(found[0]), os.fsencode(path))  # as it is written there
+    return any(line.split(b" ")[4] == name for line in mounts.read_bytes().splitlines())
 
 
 def _may_be_replaced(path: Path) -> bool:

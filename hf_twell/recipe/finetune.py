@@ -46,7 +46,10 @@ def finetune(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, t
     """
     args = training_arguments(recipe)
     with interruptible(recipe.output_dir), only_run(args, resume=resume):
-        check_run(recipe.output_dir, args, resume=resume, overwrite=overwrite)
+        inputs = [recipe.model, (recipe.distill or {}).get("parent")]
+        for source in (recipe.train, recipe.heldout):
+            inputs += [source] if isinstance(source, str) else source if isinstance(source, list) else []
+        check_run(recipe.output_dir, args, resume=resume, overwrite=overwrite, inputs=inputs)
         if resume:
             check_changes(recipe, args)
         return five_steps(recipe, args, resume, train, heldout)

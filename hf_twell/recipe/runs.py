@@ -7,13 +7,13 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_twell.files.checkpoints import STATE_NAME, finished_checkpoints, last_checkpoint, read_state
+from hf_twell.files.checkpoints import STATE_NAME, TRAINER_STATE_NAME, finished_checkpoints, last_checkpoint, read_state
 from hf_twell.files.folders import check_target, clear_dead_savings
 
 logger = logging.getLogger(__name__)
@@ -61,18 +61,26 @@ def _remove_if_empty(folder: Path) -> None:
         folder.rmdir()
 
 
-def check_run(output_dir: str, args: TrainingArguments, *, resume: bool, overwrite: bool) -> None:
+def check_run(
+    output_dir: str, args: TrainingArguments, *, resume: bool, overwrite: bool, inputs: Iterable[str | None] = ()
+) -> None:
     """Refuse, before any work, a run that would mix with an earlier one in its folder, or that has nothing to do.
 
     A run that ended between its last step and its final model may be resumed: `NothingLeft` makes the model then.
 
+    Args:
+        inputs: what the run reads; see `check_target`.
+
     Raises:
-        ValueError: an earlier run's checkpoints or final model without `resume` or `overwrite`; nothing to resume from;
-            a folder that cannot be made or written to; a final model with other things beside it.
+        ValueError: an earlier run's checkpoints or final model without `resume` or `overwrite`; checkpoints of another
+            training; nothing to resume from; a folder that cannot be made or written to; a final model with other
+            things beside it, or that is an input.
     """
     final = Path(output_dir, "final")
     if args.process_index == 0:
         clear_dead_savings(final)  # what a run left that was killed while it saved its model
+    if final.exists():
+        check_target(final, overwrite=True, inputs=inputs)
     if not resume:
         make_output_dir(output_dir)
         if earlier := finished_checkpoints(output_dir):
@@ -80,6 +88,12 @@ def check_run(output_dir: str, args: TrainingArguments, *, resume: bool, overwri
                 f"{earlier[0]} is from an earlier run; go on with --resume, or choose another output_dir (--overwrite "
                 "replaces the final model of a run without checkpoints)"
             )
+        for folder in Path(output_dir).glob("checkpoint-[0-9]*"):
+            if (folder / TRAINER_STATE_NAME).is_file():  # written last, so it is whole, and no torn one of a recipe's
+                raise ValueError(
+                    f"{folder} is from another training, which this one would write over or remove; move it, or choose "
+                    "another output_dir"
+                )
         if final.exists() and not overwrite:
             raise ValueError(f"{output_dir} holds the final model of an earlier run; replace it with --overwrite")
     else:
@@ -95,8 +109,6 @@ def check_run(output_dir: str, args: TrainingArguments, *, resume: bool, overwri
                 f"the run in {output_dir} is finished: {state['global_step']} of {steps} steps are done; give it more "
                 "steps, or choose another output_dir"
             )
-    if final.exists():
-        check_target(final, overwrite=True)
 
 
 def settings(recipe, args: TrainingArguments) -> dict[str, dict]:
