@@ -1,31 +1,25 @@
 """`hf-twell serve`: what its clients get, and what it says to the one who starts it."""
 
 import json
+import resource
 import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_twell
 from hf_twell.cli import main
 from tests.conftest import tiny_llama
-from tests.servers import ROOT, Server, serving
+from tests.servers import ROOT, Server, answering, serving
 
 pytest.importorskip("fastapi")
-import uvicorn
-from fastapi import HTTPException
-
 from hf_twell.models.loading import load_model
-from hf_twell.serving.app import build_app
-from hf_twell.serving.one_model import Generation, StoppableGeneration
-from hf_twell.serving.server import bind, url
 from hf_twell.serving.sparse import prepare
 
 DEMO = ROOT / "recipes" / "demo" / "model"
@@ -51,18 +45,17 @@ def sparse(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(sparse):
-    """What the command serves, in a thread of the tests: a process of its own takes seconds to start."""
+def model(sparse):
+    """What is served."""
     model, tokenizer = load_model(str(sparse), device="cpu")
     prepare(str(sparse), model.eval(), tokenizer, "cpu")
-    app, listener = build_app(str(sparse), model, tokenizer, Generation()), bind("127.0.0.1", 0)
-    listener.listen()  # requests wait from now on, and are not refused before the thread runs
-    answering = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
-    thread = threading.Thread(target=answering.run, args=([listener],))
-    thread.start()
-    yield Server(None, url(listener), [])
-    answering.should_exit = True
-    thread.join()
+    return model
+
+
+@pytest.fixture(scope="module")
+def server(sparse, model):
+    with answering(str(sparse), model, AutoTokenizer.from_pretrained(sparse)) as server:
+        yield server
 
 
 def greedy(folder: Path, prompt: str | list[dict]) -> str:
@@ -184,9 +177,9 @@ def test_the_one_model_and_no_other(server, sparse):
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({"prompt": ["a"]}, "prompt must be a string"),
-        ({"prompt": "a", "max_tokens": 0}, "must be greater than 0"),
-        ({"prompt": "a", "nonsense": 1}, "nonsense"),
+        ({"prompt": ["a"]}, 'prompt=["a"]; give one text'),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens=0; give a whole number of at least 1"),
+        ({"prompt": "a", "nonsense": 1}, "nonsense=1 is not supported; leave nonsense out"),
         ({"prompt": "a " * 600}, "the model's context 512"),
         ({}, "lacks 'prompt'"),
         ({"prompt": "a", "n": 2}, "n=2 is not supported; leave n out"),
@@ -240,6 +233,154 @@ def test_a_client_that_goes_away_leaves_the_server_to_others(server, sparse):
     assert completion(server, prompt=PROMPTS[0]) == greedy(sparse, PROMPTS[0])
 
 
+def answer(server: Server, route: str, stream: bool, **body) -> tuple[str, str, dict]:
+    """The text of an answer, why it ended, and its usage."""
+    words = {"prompt": PROMPTS[0]} if route == "/v1/completions" else {"messages": MESSAGES}
+    body = {**words, "max_tokens": NEW_TOKENS, **body}
+    if stream:
+        chunks = [json.loads(event) for event in events(server, route, body)[:-1]]
+    else:
+        chunks = [server.ask(route, body)]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    told = [choice.get("delta", choice.get("message", choice)) for choice in choices]
+    text = "".join(part.get("text", part.get("content", "")) for part in told)
+    return text, choices[-1]["finish_reason"], chunks[-1]["usage"]
+
+
+@ROUTES
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_sequence_is_left_out(server, sparse, route, stream):
+    """Wherever it begins and ends: in the middle of a token, or in another one than it began in."""
+    expected = greedy(sparse, PROMPTS[0] if route == "/v1/completions" else MESSAGES)
+    for begin, length in ((0, 2), (3, 1), (4, 9), (11, 3), (12, 30)):
+        stop = expected[begin : begin + length]
+        text, reason, usage = answer(server, route, stream, stop=["absent", stop])
+        assert (text, reason) == (expected[: expected.index(stop)], "stop")
+        assert 1 <= usage["completion_tokens"] == usage["total_tokens"] - usage["prompt_tokens"] < NEW_TOKENS
+    whole, reason, usage = answer(server, route, stream, stop=expected[-3:] + "absent")  # its beginning alone comes
+    assert (whole, reason, usage["completion_tokens"]) == (expected, "length", NEW_TOKENS)
+
+
+@ROUTES
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_end_at_the_last_token_is_no_cut(server, sparse, route, stream):
+    tokenizer = AutoTokenizer.from_pretrained(sparse)
+    end, other = tokenizer.eos_token_id, tokenizer.bos_token_id
+    for token, stop in ((end, []), (other, [tokenizer.bos_token])):  # a special token stops, too, and has no text
+        text, reason, usage = answer(server, route, stream, max_tokens=1, logit_bias={str(token): 100}, stop=stop)
+        assert (text, reason, usage["completion_tokens"]) == ("", "stop", 1)
+    _, reason, _ = answer(server, route, stream, max_tokens=1, logit_bias={str(other): 100})
+    assert reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "image_url"),
+        ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "input_audio"),
+        ({"type": "file", "file": {"file_id": "1"}}, "file"),
+        ({"type": "hologram"}, "hologram"),
+        ({"type": "text", "text": "a", "video_url": "b"}, "video_url"),
+        ("a", "content[1]"),
+    ],
+)
+def test_what_a_model_cannot_read_is_refused(server, part, named):
+    content = [{"type": "text", "text": "What is this?"}, part]
+    told = server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": content}], "max_tokens": 1})
+    assert "messages[0].content[1]" in told
+    assert named in told
+
+
+def test_all_of_a_message_reaches_the_template(server, sparse):
+    """The text beside a tool call, and the parts of a text; what clients send back empty is none."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    parts = [{"type": "text", "text": "What"}, {"type": "text", "text": "is a cell?"}]
+    written = [
+        {"role": "assistant", "content": "What is a cell?", "tool_calls": [call], "refusal": None, "audio": None}
+    ]
+    for messages in (written, [{"role": "assistant", "content": parts, "annotations": [], "tool_calls": None}]):
+        body = {"messages": messages, "max_tokens": NEW_TOKENS}
+        (choice,) = server.ask("/v1/chat/completions", body)["choices"]
+        plain = [{"role": "assistant", "content": "What is a cell?"}]
+        assert choice["message"]["content"] == greedy(sparse, plain)
+    told = server.ask("/v1/chat/completions", {"messages": [{**written[0], "audio": {"id": "1"}}]})
+    assert told.startswith('messages[0].audio={"id": "1"} is not supported')
+
+
+@pytest.fixture
+def calls(model):
+    """How often the model is called, each time for at least 2 ms."""
+    called = []
+
+    def note(*_):
+        called.append(time.sleep(0.002))
+
+    with model.register_forward_pre_hook(note):
+        yield called
+
+
+@ROUTES
+@pytest.mark.parametrize("stream", [False, True])
+def test_work_ends_when_its_client_has_gone(server, calls, route, stream):
+    """The one that is answered, and those that wait for their turn."""
+    words = {"prompt": PROMPTS[0]} if route == "/v1/completions" else {"messages": MESSAGES}
+    body = {**words, "stream": stream, "max_tokens": 400, "logit_bias": {"1": -100}}
+    clients = [send(server, route, body) for _ in range(6)]
+    while len(calls) < 5:
+        time.sleep(0.001)
+    for client in clients:
+        client.close()
+    assert completion(server, prompt=PROMPTS[0], max_tokens=2)
+    assert len(calls) < 400
+
+
+def send(server: Server, route: str, body: dict) -> socket.socket:
+    """A request whose answer nobody reads."""
+    data = json.dumps(body).encode()
+    host, port = server.url.removeprefix("http://").split(":")
+    client = socket.create_connection((host, int(port)))
+    client.sendall(f"POST {route} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    return client
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failure_is_told_and_the_next_is_answered(server, model, stream):
+    def fail(*_):
+        raise RuntimeError('no "memory"\nleft')
+
+    body = {"prompt": PROMPTS[0], "max_tokens": 2}
+    with model.register_forward_pre_hook(fail):
+        told = json.loads(events(server, "/v1/completions", body)[0])["error"]["message"] if stream else ""
+        told = told or server.ask("/v1/completions", body)
+    assert told == 'the answer failed: no "memory"\nleft'
+    assert completion(server, prompt=PROMPTS[0])
+
+
+@ROUTES
+def test_a_large_body_is_refused_early(server, route):
+    """In time (a minute before), in memory (3.7 GB), and by what it is too large for."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for size, status, says in (
+        (40_000_000, 413, "the body has more than 1,064,960 bytes"),
+        (1_000_000, 400, "the prompt has 1,000,0"),
+    ):
+        words = {"prompt": "a " * (size // 2)}
+        if route == "/v1/chat/completions":
+            words = {"messages": [{"role": "user", "content": words["prompt"]}]}
+        given, refusal = server.post(route, json.dumps(words).encode(), timeout=20)
+        assert given == status
+        assert says in refusal["error"]["message"]
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < 1000
+
+
+def test_a_body_needs_no_content_type(server):
+    status, told = server.post("/v1/completions", json.dumps({"prompt": "a", "max_tokens": 1}).encode())
+    assert (status, len(told["choices"])) == (200, 1)
+    status, told = server.post("/v1/completions", b'{"prompt": "a"')
+    assert status == 400
+    assert told["error"]["message"].startswith("the body is no JSON object: Invalid JSON: EOF")
+
+
 def test_an_answer_ends_with_the_context(server):
     usage = server.ask("/v1/completions", {"prompt": "a " * 480})["usage"]
     assert 480 < usage["prompt_tokens"] < usage["total_tokens"] <= 512
@@ -249,11 +390,12 @@ def test_a_gguf_file_is_said_to_be_dense():
     assert "GGUF files do not tell sparse models" in prepare("model.gguf", tiny_llama(), None, "auto")
 
 
-def test_a_prompt_without_tokens_is_refused():
+def test_a_prompt_without_tokens_is_refused(model, sparse):
     """Of a tokenizer that adds none of its own."""
-    tokens = {"input_ids": torch.zeros(1, 0, dtype=torch.long)}
-    with pytest.raises(HTTPException, match="the prompt is empty"):
-        StoppableGeneration().generate_streaming(tiny_llama(), None, tokens, GenerationConfig(), "id")
+    from hf_twell.serving.answers import Served
+
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        Served("m", model, AutoTokenizer.from_pretrained(sparse)).inputs("", add_special_tokens=False)
 
 
 @pytest.mark.slow

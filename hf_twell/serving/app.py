@@ -1,53 +1,55 @@
-"""The HTTP routes around one model: Transformers' handlers of OpenAI's requests, and errors in OpenAI's form.
+"""The HTTP routes around one model: bodies that are not too large, answers for as long as a client waits, and errors
+in OpenAI's form.
 
 Transformers' own application has routes that load other models, by any client; none is here.
 """
 
+import asyncio
 import contextlib
 import json
-import uuid
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
-from jinja2 import TemplateError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from transformers.cli.serving.chat_completion import ChatCompletionHandler
-from transformers.cli.serving.completion import CompletionHandler
+from starlette.requests import ClientDisconnect
 
-from hf_twell.serving.one_model import Generation, OneModel
+from hf_twell.serving.answers import Chat, Completion, Served
+from hf_twell.serving.one_model import Answer, Generation
+from hf_twell.serving.requests import BadRequest, read
 
-# Fields that Transformers' handlers pass over though the answer should be another, and what asks for no other.
-PASSED_OVER = {
-    "n": (None, 1),
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "presence_penalty": (None, 0, 0.0),
-    "response_format": (None, {"type": "text"}),
-    "reasoning_effort": (None,),
-}
-RANGES = {"temperature": (0, 2), "top_p": (0, 1)}  # OpenAI's
-SEEDS = range(-(2**63), 2**64)  # PyTorch's
+# Of a body: some for tools and the like, and for a prompt that fills the context, escaped as JSON in any script.
+BODY_BYTES, BYTES_PER_TOKEN, USUAL_CONTEXT = 2**20, 32, 2**17
+DROPPED_BYTES = 2**26  # of one that is too large, read and dropped, as most clients send all before they read
 
 
 def build_app(name: str, model, tokenizer, generation: Generation) -> FastAPI:
     """The application that answers as `name`."""
-    manager = OneModel(name, model, tokenizer)
-    chat, completion = Chat(manager, generation), Completion(manager, generation)
+    served = Served(name, model, tokenizer)
+    most = BODY_BYTES + BYTES_PER_TOKEN * (served.context or USUAL_CONTEXT)
     app = FastAPI(openapi_url=None, exception_handlers=dict.fromkeys(_MISTAKES, _answer_mistake))
 
+    async def answer(request: Request, kind: type[Chat] | type[Completion]) -> Response:
+        asked = read(kind.asked, await _body(request, most), name, served.vocabulary)
+        turn = Answer(generation, asked.seed, asked.stop)
+        handler = kind(served, turn)
+        events = handler.events(asked)
+        if asked.stream:
+            return _Stream(events, turn)
+        try:
+            return JSONResponse(await _while_waited_for(request, handler.whole(events)))
+        finally:
+            turn.cancel()
+
     @app.post("/v1/chat/completions")
-    async def chat_completions(body: dict):
-        if tokenizer.chat_template is None:
-            raise HTTPException(400, f"the tokenizer of {name} has no chat template; use /v1/completions")
-        return _closed(await chat.handle_request(body, f"chatcmpl-{uuid.uuid4().hex}"))
+    async def chat_completions(request: Request):
+        return await answer(request, Chat)
 
     @app.post("/v1/completions")
-    async def completions(body: dict):
-        return _closed(await completion.handle_request(body, f"cmpl-{uuid.uuid4().hex}"))
+    async def completions(request: Request):
+        return await answer(request, Completion)
 
     @app.get("/v1/models")
     async def models():
@@ -60,82 +62,91 @@ def build_app(name: str, model, tokenizer, generation: Generation) -> FastAPI:
     return app
 
 
-class _Exact:
-    """Transformers' handlers, but for what they pass over in silence."""
+async def _body(request: Request, most: int) -> bytes:
+    """Whatever its content type.
 
-    def _validate_request(self, body: dict) -> None:
-        super()._validate_request(body)
-        for field, harmless in PASSED_OVER.items():
-            given = body.get(field)
-            if not any(given == value and type(given) is type(value) for value in harmless):  # 0 is not False
-                raise HTTPException(400, f"{field}={json.dumps(given)} is not supported; leave {field} out")
-        for field, (least, most) in RANGES.items():
-            given = body.get(field)
-            if given is not None and not (type(given) in (int, float) and least <= given <= most):
-                raise HTTPException(400, f"{field}={json.dumps(given)}; give a number from {least} to {most}")
-        seed = body.get("seed")
-        if seed is not None and not (type(seed) is int and seed in SEEDS):
-            raise HTTPException(400, f"seed={json.dumps(seed)}; give a whole number of at most 64 bits")
-        bias = body.get("logit_bias") or {}
-        if not (isinstance(bias, dict) and all(map(_is_bias, bias.items()))):
-            wanted = 'numbers from -100 to 100 by token, such as {"5": -100}'
-            raise HTTPException(400, f"logit_bias={json.dumps(bias)}; give {wanted}")
-
-    def _build_generation_config(self, body: dict, *args, **options):
-        # Without the seed: they would set it now, under a request that is still being answered. The bias they know in
-        # chats alone, and there no whole numbers.
-        config = super()._build_generation_config({**body, "seed": None, "logit_bias": None}, *args, **options)
-        config.seed = body.get("seed")  # for StoppableGeneration
-        if body.get("logit_bias"):
-            config.sequence_bias = {(int(token),): float(bias) for token, bias in body["logit_bias"].items()}
-        temperature, top_p = body.get("temperature"), body.get("top_p")
-        # They take both, and still decode greedily unless the checkpoint asks for sampling. A top_p of 1 asks for none.
-        if temperature or (temperature is None and top_p is not None and top_p < 1):
-            config.do_sample = True
-        return config
+    Raises:
+        HTTPException: it is larger than `most` bytes; no more than that is kept.
+        ClientDisconnect: its client has gone.
+    """
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= most:
+            parts.append(part)
+        else:
+            parts.clear()
+        if size > most + DROPPED_BYTES:
+            break
+    if size > most:
+        raise HTTPException(413, f"the body has more than {most:,} bytes; give a shorter prompt")
+    return b"".join(parts)
 
 
-class Chat(_Exact, ChatCompletionHandler):
-    pass
+async def _while_waited_for(request: Request, answering: Coroutine) -> Any:
+    """What `answering` returns.
+
+    Raises:
+        ClientDisconnect: the client has gone before it did, and it is cancelled.
+    """
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in (answering, _gone(request))]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise ClientDisconnect
+        return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
-class Completion(_Exact, CompletionHandler):
-    def _validate_request(self, body: dict) -> None:
-        super()._validate_request(body)
-        if "prompt" not in body:  # they would answer the empty one
-            raise HTTPException(400, "the request lacks 'prompt'")
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
-def _is_bias(item: tuple) -> bool:
-    token, value = item
-    return token.isdecimal() and type(value) in (int, float) and -100 <= value <= 100  # OpenAI's range, too
+class _Stream(StreamingResponse):
+    """Events until the answer ends, or until its client goes, be it before the first."""
+
+    def __init__(self, events: AsyncIterator[str], turn: Answer):
+        super().__init__(_closed(events), media_type="text/event-stream")
+        self._turn = turn
+
+    async def __call__(self, *args) -> None:
+        try:
+            await super().__call__(*args)
+        finally:
+            self._turn.cancel()
 
 
-def _closed(response: JSONResponse | StreamingResponse) -> JSONResponse | StreamingResponse:
+async def _closed(events: AsyncIterator[str]) -> AsyncIterator[str]:
     """With the last event of OpenAI's streams, which Transformers leaves out and some clients wait for."""
-    if isinstance(response, StreamingResponse):
-        response.body_iterator = _with_done(response.body_iterator)
-    return response
-
-
-async def _with_done(events: AsyncIterator[str]) -> AsyncIterator[str]:
     async with contextlib.aclosing(events):
-        async for event in events:
-            yield event
+        try:
+            async for event in events:
+                yield event
+        except Exception as error:
+            logging.getLogger(__name__).exception("an answer failed")
+            yield f"data: {json.dumps(_told(error)[1])}\n\n"
     yield "data: [DONE]\n\n"
 
 
-# What a request that is no good raises, in our routes, in Transformers' handlers, and in chat templates.
-_MISTAKES = (StarletteHTTPException, RequestValidationError, TemplateError, ValueError, KeyError, TypeError)
+_MISTAKES = (BadRequest, StarletteHTTPException, ClientDisconnect, Exception)
 
 
 async def _answer_mistake(_: Request, error: Exception) -> JSONResponse:
-    """In OpenAI's form, which its clients read."""
-    status, message = 400, str(error)
-    if isinstance(error, StarletteHTTPException):
+    status, told = _told(error)
+    return JSONResponse(told, status)
+
+
+def _told(error: Exception) -> tuple[int, dict[str, Any]]:
+    """A status, and the error in OpenAI's form, which its clients read."""
+    status, message = 500, f"the answer failed: {error}"
+    if isinstance(error, BadRequest):
+        status, message = 400, str(error)
+    elif isinstance(error, StarletteHTTPException):
         status, message = error.status_code, error.detail
-    elif isinstance(error, RequestValidationError):
-        message = "the body is no JSON object"
-    elif isinstance(error, KeyError):
-        message = f"the request lacks {error}"
-    return JSONResponse({"error": {"message": message, "type": "invalid_request_error", "code": status}}, status)
+    elif isinstance(error, ClientDisconnect):
+        status, message = 400, "the client has gone"  # nobody reads it
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return status, {"error": {"message": message, "type": kind, "code": status}}
