@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import hf_twell
 from hf_twell.cli import main
@@ -237,10 +238,7 @@ def answer(server: Server, route: str, stream: bool, **body) -> tuple[str, str, 
     """The text of an answer, why it ended, and its usage."""
     words = {"prompt": PROMPTS[0]} if route == "/v1/completions" else {"messages": MESSAGES}
     body = {**words, "max_tokens": NEW_TOKENS, **body}
-    if stream:
-        chunks = [json.loads(event) for event in events(server, route, body)[:-1]]
-    else:
-        chunks = [server.ask(route, body)]
+    chunks = [json.loads(event) for event in events(server, route, body)[:-1]] if stream else [server.ask(route, body)]
     choices = [chunk["choices"][0] for chunk in chunks]
     told = [choice.get("delta", choice.get("message", choice)) for choice in choices]
     text = "".join(part.get("text", part.get("content", "")) for part in told)
@@ -338,8 +336,9 @@ def send(server: Server, route: str, body: dict) -> socket.socket:
     """A request whose answer nobody reads."""
     data = json.dumps(body).encode()
     host, port = server.url.removeprefix("http://").split(":")
+    head = f"Host: a\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
     client = socket.create_connection((host, int(port)))
-    client.sendall(f"POST {route} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    client.sendall(f"POST {route} HTTP/1.1\r\n{head}\r\n\r\n".encode() + data)
     return client
 
 
@@ -354,6 +353,36 @@ def test_a_failure_is_told_and_the_next_is_answered(server, model, stream):
         told = told or server.ask("/v1/completions", body)
     assert told == 'the answer failed: no "memory"\nleft'
     assert completion(server, prompt=PROMPTS[0])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_call_that_is_none_is_sent_as_text(model, sparse, stream):
+    tokenizer = AutoTokenizer.from_pretrained(sparse)
+    expected = greedy(sparse, MESSAGES)
+    assert " the cellar" in expected
+    call = {"open": " the", "close": "ar", "content": "json", "repeats": True}  # and " cell" is no JSON
+    fields = {"content": {"content": "text"}, "tool_calls": call}
+    tokenizer.response_template = {"defaults": {"role": "assistant"}, "start_anchor": "assistant:", "fields": fields}
+    with answering(str(sparse), model, tokenizer) as server:
+        text, reason, _ = answer(server, "/v1/chat/completions", stream)
+    assert (text.strip(), reason) == (expected.strip(), "length")
+
+
+def test_bytes_that_are_no_text_do_not_end_an_answer():
+    """Of a tokenizer that writes bytes where it knows no piece, as Llama 2's: cut between any two tokens."""
+    from hf_twell.serving.one_model import _Text
+
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581the", "a", "\u4e2d"]
+    backend = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, [], byte_fallback=True))
+    space = decoders.Replace("\u2581", " ")
+    backend.decoder = decoders.Sequence([space, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    text = "the \u4e2d\xe9 \U0001f600a"
+    tokens = [257, *(byte + 1 for byte in text.encode()[3:]), 259, 257]
+    reader = _Text(tokenizer)
+    assert "".join(reader.after([token]) for token in tokens) + reader.rest() == tokenizer.decode(tokens)
+    reader, broken = _Text(tokenizer), [257, 0xE4 + 1, 258, 0xC3 + 1, 257, 0x80 + 1]
+    assert "".join(reader.after([token]) for token in broken) + reader.rest() == tokenizer.decode(broken)
 
 
 @ROUTES

@@ -154,10 +154,10 @@ class Chat(_Answering, ChatCompletionHandler):
                 tokenize=False,
                 **(request.chat_template_kwargs or {}),
             )
-        except TemplateError as error:
-            raise BadRequest(str(error)) from None
         except Exception as error:  # whatever a template does with values that it does not expect
-            raise BadRequest(f"messages: the model's chat template cannot write them: {error}") from None
+            own = type(error) is TemplateError  # the template's own refusal
+            why = str(error) if own else f"messages: the model's chat template cannot write them: {error}"
+            raise BadRequest(why) from None
         return self._served.inputs(prompt, add_special_tokens=False), {"tools": tools}
 
     def _put_together(self, chunks: list[dict[str, Any]]) -> dict[str, Any]:
