@@ -267,8 +267,10 @@ def test_an_end_at_the_last_token_is_no_cut(server, sparse, route, stream):
     for token, stop in ((end, []), (other, [tokenizer.bos_token])):  # a special token stops, too, and has no text
         text, reason, usage = answer(server, route, stream, max_tokens=1, logit_bias={str(token): 100}, stop=stop)
         assert (text, reason, usage["completion_tokens"]) == ("", "stop", 1)
-    _, reason, _ = answer(server, route, stream, max_tokens=1, logit_bias={str(other): 100})
-    assert reason == "length"
+    for token, options in ((other, {}), (end, {"ignore_eos": True})):
+        bias = {str(token): 100}
+        _, reason, usage = answer(server, route, stream, max_tokens=2, logit_bias=bias, **options)
+        assert (reason, usage["completion_tokens"]) == ("length", 2)
 
 
 @pytest.mark.parametrize(
@@ -437,6 +439,24 @@ def test_openais_own_client(server, sparse):
     assert "".join(part.choices[0].text for part in parts) == greedy(sparse, PROMPTS[0])
     with pytest.raises(openai.BadRequestError, match="pinned to"):
         client.completions.create(**{**options, "model": "gpt2"})
+
+
+@pytest.mark.slow
+def test_lm_evals_own_client(server, sparse):
+    """It trims no stop sequence, and scores what it gets."""
+    pytest.importorskip("tenacity", reason="of lm_eval[api]")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    expected = greedy(sparse, PROMPTS[0])
+    url = f"{server.url}/v1/completions"
+    client = LocalCompletionsAPI(url, model=str(sparse), tokenizer_backend=None, tokenized_requests=False)
+    asked = [{"until": [expected[9:12]], "max_gen_toks": NEW_TOKENS}, {"until": [], "max_gen_toks": NEW_TOKENS}]
+    requests = [
+        Instance("generate_until", {}, (PROMPTS[0], {**options, "do_sample": False}), number)
+        for number, options in enumerate(asked)
+    ]
+    assert client.generate_until(requests) == [expected[: expected.index(expected[9:12])], expected]
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """What `hf-twell bench serve` measures of one server at a time: its answers first, then its speed under load."""
 
-import json
 import os
 import re
 import statistics
@@ -60,11 +59,7 @@ class Side:
         Raises:
             ValueError: the server refused them, or is no more.
         """
-        body = {"model": self.server.model, "max_tokens": new_tokens, "temperature": 0}
-        if self.engine == "vllm":
-            body["ignore_eos"] = True
-        else:  # whose handlers do not know that; no token has the number -1
-            body["generation_config"] = json.dumps({"eos_token_id": -1, "pad_token_id": 0, "do_sample": False})
+        body = {"model": self.server.model, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
         try:
             return ask_at_once(self.server.port, [body | {"prompt": prompt} for prompt in prompts])
         except BrokenAnswer as error:

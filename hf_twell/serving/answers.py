@@ -17,6 +17,7 @@ from hf_twell.serving.one_model import Answer
 from hf_twell.serving.requests import BadRequest, ChatRequest, CompletionRequest, Request
 
 NEW_TOKENS = 1024  # of an answer, unless the request or the checkpoint asks for more
+NO_TOKEN = -1  # for None `generate` takes the checkpoint's
 COLDEST = 1e-5  # a temperature below it makes infinities of scores; there the best token is taken, as near 0
 
 
@@ -85,9 +86,11 @@ class Served:
             config.temperature = temperature if config.do_sample else None
         if request.logit_bias:
             config.sequence_bias = {(token,): bias for token, bias in request.logit_bias.items()}
-        if stops := [self._special[stop] for stop in request.stop if stop in self._special]:  # their text is left out
-            own = config.eos_token_id
-            config.eos_token_id = [*stops, *([] if own is None else [own] if isinstance(own, int) else own)]
+        own = config.eos_token_id
+        ends = [] if own is None or request.ignore_eos else [own] if isinstance(own, int) else list(own)
+        ends += [self._special[stop] for stop in request.stop if stop in self._special]  # whose text is left out
+        config.eos_token_id = ends or NO_TOKEN
+        config.pad_token_id = config.pad_token_id or 0  # which nothing shows, and `generate` would warn without
         return config
 
 

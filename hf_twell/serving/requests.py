@@ -160,6 +160,7 @@ class Request(_Object):
         ],
         AfterValidator(_check_tokens),
     ] = None
+    ignore_eos: Truth = None  # vLLM's: the checkpoint's own tokens end no answer
     stream: Truth = None
     stream_options: Annotated[dict[str, Any] | None, _gives('an object, such as {"include_usage": true}')] = None
     generation_config: Json[GenerationFields] | None = None
