@@ -14,6 +14,7 @@ from study_text import spread
 
 from hf_twell.files.checkpoints import finished_checkpoints, last_checkpoint
 from hf_twell.files.folders import save_model
+from hf_twell.models.gguf_files import is_gguf
 from hf_twell.recipe.checks import check_keys, check_recipe
 from hf_twell.recipe.finetune import finetune
 from hf_twell.recipe.packing import PackedText
@@ -42,6 +43,8 @@ def recipe_of(run: dict, study: dict, model: str, output: Path) -> Recipe:
     settings |= {"gradient_accumulation_steps": step // batch, "max_steps": run["tokens"] // step}
     keys = {key: value for key, value in run.items() if key not in APART}
     check_keys(keys, [field.name for field in dataclasses.fields(Recipe)], where)
+    if is_gguf(model):  # whose weights are quantized, as SmolLM2's are: models of the study lose nothing when saved
+        keys.setdefault("save_dtype", keys.get("dtype", "float32"))
     if run.get("distill"):
         keys["distill"] = {
             **run["distill"],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -22,7 +23,7 @@ from hf_twell import TwellLlamaForCausalLM, sparsify
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.cli import main
 from hf_twell.measure.perplexity import text_loss
-from hf_twell.models.loading import load_causal_lm, load_model, load_tokenizer
+from hf_twell.models.loading import load_causal_lm, load_model, load_tokenizer, stored_dtype
 from tests.conftest import COMMAND, TINY, logits, tiny_llama
 from tests.rounding import rounding
 
@@ -172,10 +173,35 @@ def test_sparsify_writes_the_stock_form(file, model, text, tmp_path, capsys, cap
     assert (raw["hidden_act"], raw["architectures"]) == ("relu", ["LlamaForCausalLM"])
     assert "quantization_config" not in raw
     assert "gguf" not in (output / "tokenizer_config.json").read_text()
-    stock, dense = AutoModelForCausalLM.from_pretrained(output), load_causal_lm(file)
+    stock, dense = AutoModelForCausalLM.from_pretrained(output), load_causal_lm(file, dtype="bfloat16")
+    assert stock.dtype == torch.bfloat16
     for name, weight in dense.state_dict().items():
         assert torch.equal(stock.state_dict()[name], weight), name
     assert AutoTokenizer.from_pretrained(output)("in 1912").input_ids == load_tokenizer(file)("in 1912").input_ids
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "dtype"),
+    [
+        ("Q8_0", [], torch.bfloat16),
+        ("Q8_0", ["--dtype", "float32"], torch.float32),
+        ("F16", [], torch.float16),
+        ("BF16", [], torch.bfloat16),
+        ("F32", [], torch.float32),
+    ],
+)
+def test_sparsify_saves_quantized_weights_in_bfloat16_and_others_as_they_are(
+    kind, options, dtype, model, tokenizer, tmp_path, capsys
+):
+    file, output = tmp_path / "model.gguf", tmp_path / "relu"
+    write_gguf(file, model, tokenizer, kind=kind)
+    assert main(["sparsify", str(file), str(output), *options]) == 0
+    name = str(dtype).removeprefix("torch.")
+    line = f"weights in {name}, as those of {file} are quantized (--dtype chooses)"
+    assert (line in capsys.readouterr().out.splitlines()) == (kind == "Q8_0")
+    assert json.loads((output / "config.json").read_text())["dtype"] == name
+    assert {weight.dtype for weight in load_file(output / "model.safetensors").values()} == {dtype}
+    assert stored_dtype(file) == (torch.bfloat16 if kind == "Q8_0" else dtype), "the final model of a recipe, too"
 
 
 @pytest.mark.slow

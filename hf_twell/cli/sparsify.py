@@ -5,7 +5,7 @@ at all.
 
 examples:
   hf-twell sparsify meta-llama/Llama-3.2-1B llama-3.2-1b-relu --dtype bfloat16 --text notes.txt
-  hf-twell sparsify llama-3.2-1b-q8_0.gguf llama-3.2-1b-relu --dtype bfloat16
+  hf-twell sparsify llama-3.2-1b-q8_0.gguf llama-3.2-1b-relu
 """
 
 import argparse
@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layers", type=int, nargs="+", help="for kernels and the L1 term (default: as saved, else all)"
     )
-    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="default: as stored")
+    parser.add_argument(
+        "--dtype", default="auto", choices=DTYPES, help="default: as stored; of a quantized GGUF bfloat16"
+    )
     parser.add_argument("--text", nargs="+", default=[], metavar="FILE", help="measure sparsity on this text too")
     parser.add_argument("--tokens", type=int, default=16384, help="measure on so many tokens at most (default: 16384)")
     parser.add_argument("--overwrite", action="store_true", help="replace the output folder, if it holds a model alone")
@@ -37,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     use = "used ReLU already" if result["already_sparse"] else "now use ReLU"
     print(f"{result['class']}: {result['blocks']} feed-forward blocks {use}; saved to {result['output']}")
+    if result["quantized"]:
+        print(f"weights in {result['dtype']}, as those of {args.model} are quantized (--dtype chooses)")
     chosen = result["config"]["twell"]["layers"]
     if chosen is not None:
         print(f"kernels and the L1 term act on {len(chosen)} of them: layers {', '.join(map(str, chosen))}")
@@ -57,6 +61,7 @@ def _convert(args) -> dict:
     from hf_twell.blocks.architectures import find_ffns
     from hf_twell.files.folders import check_target, save_model, training_record
     from hf_twell.measure.inference import check_ids
+    from hf_twell.models.gguf_files import is_gguf, read_gguf
     from hf_twell.models.loading import has_tokenizer, load_model
     from hf_twell.recipe.packing import token_ids
     from hf_twell.recipe.sources import check_file
@@ -70,7 +75,9 @@ def _convert(args) -> dict:
     tokenizer = None
     if not args.text and not has_tokenizer(args.model):
         tokenizer = False
-    model, tokenizer = load_model(args.model, tokenizer, dtype=args.dtype, device="cpu")
+    file = read_gguf(args.model) if is_gguf(args.model) else None
+    dtype = file.saved_dtype if file and args.dtype == "auto" else args.dtype
+    model, tokenizer = load_model(args.model, tokenizer, dtype=dtype, device="cpu")
     swapped = not all(isinstance(site.activation, torch.nn.ReLU) for site in find_ffns(model))
     hf_twell.sparsify(model, layers=args.layers)
     if tokenizer is None:
@@ -97,6 +104,8 @@ def _convert(args) -> dict:
         "blocks": len(find_ffns(model)),
         "already_sparse": not swapped,
         "output": args.output,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantized": file.quantized if file else [],
         "config": {"hidden_act": "relu", "twell": model.config.twell},
         "sparsity": sparsity,
     }

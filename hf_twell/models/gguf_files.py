@@ -47,6 +47,11 @@ class GgufFile(NamedTuple):
         halves = set(self.types.values()) - {"F32"}
         return FLOATS[halves.pop()] if len(halves) == 1 and halves <= set(FLOATS) else torch.float32
 
+    @property
+    def saved_dtype(self) -> torch.dtype:
+        """In which a model made from it is saved: quantized weights in bfloat16, as float32 would give nothing back."""
+        return torch.bfloat16 if self.quantized else self.dtype
+
 
 def is_gguf(path: str | Path) -> bool:
     return str(path).endswith(".gguf") and not Path(path).is_dir()

@@ -146,9 +146,9 @@ def check_checkpoint(path: str | Path, **hub) -> None:
 
 
 def stored_dtype(path: str | Path) -> torch.dtype | None:
-    """In which a checkpoint's weights are stored, as its config says; float32 of a quantized GGUF file's."""
+    """In which a checkpoint's weights are stored, as its config says; of a GGUF file its `saved_dtype`."""
     if is_gguf(path):
-        return read_gguf(path).dtype
+        return read_gguf(path).saved_dtype
     config = read_config(path)
     name = config.get("dtype") or config.get("torch_dtype")
     return None if name is None else getattr(torch, name.removeprefix("torch."))

@@ -54,8 +54,8 @@ class Recipe:
         lora: arguments of `peft.LoraConfig` for "ffn+lora"; merged into the final model.
         dtype: of the weights that are trained, "float32" or "bfloat16". Use float32 with `bf16: true` (or `fp16: true`)
             in `training` on a GPU.
-        save_dtype: of the final model's weights; null for that of `model` itself, or for `dtype` if that takes less
-            space. Figures are measured in `dtype`.
+        save_dtype: of the final model's weights; null for that of `model` itself (bfloat16 for a quantized GGUF file),
+            or for `dtype` if that takes less space. Figures are measured in `dtype`.
         training: arguments of `transformers.TrainingArguments`; null is as if one were left out.
     """
 
