@@ -10,6 +10,10 @@ conversion better than either. Each model is a folder, a Hub name or a GGUF file
 import argparse
 import sys
 
+from hf_twell.cli.output import quiet_others
+
+quiet_others()  # before the imports that would warn
+
 import torch
 
 from hf_twell.blocks.architectures import other_activations

@@ -123,7 +123,11 @@ def check_reload(model: str, recipe: Recipe) -> None:
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         inputs, output = f"{folder}/ids.pt", f"{folder}/logits.pt"
         torch.save(ids, inputs)
-        subprocess.run([sys.executable, "-c", PLAIN_TRANSFORMERS, model, inputs, output], check=True)
+        # What other packages tell every program there is shown only where the program fails.
+        command = [sys.executable, "-c", PLAIN_TRANSFORMERS, model, inputs, output]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            raise SystemExit(f"plain Transformers does not load the saved model; it said:\n{done.stderr}")
         if not torch.equal(torch.load(output), ours(ids).logits):
             raise SystemExit("plain Transformers computes other logits from the saved model: please report this")
 

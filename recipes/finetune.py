@@ -16,11 +16,13 @@ import sys
 
 from hf_twell.cli import train
 from hf_twell.cli.endings import ending_in_one_line
+from hf_twell.cli.output import quiet_others
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     train.add_arguments(parser)
     arguments = parser.parse_intermixed_args()
+    quiet_others()
     code = ending_in_one_line("finetune.py", lambda: train.run(arguments))
     if code:
         sys.exit(code)

@@ -63,6 +63,9 @@ def test_a_trained_llama_becomes_sparse_and_comes_back_from_disk(stories, tmp_pa
         assert torch.equal(torch.load(tmp_path / "logits.pt"), model(ids).logits)
 
 
+WARNINGS = r"(?m)torchao|[Ww]arning|deprecated|^[WE]\d{4} |Failed to"
+
+
 @pytest.mark.slow
 def test_the_demo_runs_from_end_to_end(tmp_path):
     output, heldout = tmp_path / "demo", tmp_path / "heldout.txt"
@@ -85,6 +88,17 @@ def test_the_demo_runs_from_end_to_end(tmp_path):
         assert re.search(rf"{re.escape(row)} +\d\.\d+ +\d", done.stdout), row
     assert "equal logits, to the last bit" in done.stdout
     assert (output / "training.png").stat().st_size > 5000
+    assert not re.findall(WARNINGS, done.stderr), "a newcomer reads them as errors"
+
+
+@pytest.mark.slow
+def test_a_script_says_nothing_of_other_packages(tmp_path):
+    pytest.importorskip("torchao")
+    model, script = ROOT / "recipes" / "demo" / "model", ROOT / "recipes" / "average.py"
+    command = [sys.executable, script, model, model, tmp_path / "mean"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert not re.findall(WARNINGS, done.stderr)
 
 
 @pytest.fixture(scope="module")
