@@ -12,9 +12,9 @@ KINDS = "py|md|yaml|toml|sh|cpp|cu|cuh|h|jsonl|txt"
 FOLDERS = ("hf_twell", "kernels", "recipes", "docs", "tests", "model_cards")
 GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 CUDA = ROOT / "kernels" / "twell_cuda"
-DESIGNS = sorted(ROOT.glob("kernels/*/DESIGN.md"))
-# The history of the kernels names files as they were.
-HISTORY = [*ROOT.glob("kernels/*/LOG.md"), *ROOT.glob("kernels/*/bench/**/*")]
+KERNEL_PAGES = sorted([*ROOT.glob("kernels/*/DESIGN.md"), *ROOT.glob("kernels/*/LOG.md")])
+# Measured rows name files as they were.
+HISTORY = [*ROOT.glob("kernels/*/bench/**/*")]
 
 
 def named(text: str, folders: str) -> set[str]:
@@ -56,8 +56,8 @@ def test_names(page):
         pkgutil.resolve_name(name)
 
 
-@pytest.mark.parametrize("page", DESIGNS, ids=relative)
-def test_designs(page):
+@pytest.mark.parametrize("page", KERNEL_PAGES, ids=relative)
+def test_kernel_pages(page):
     """Kernel sources: from the backend's folder, or by their name alone, which some file below it has."""
     in_backticks = " ".join(re.findall(r"`([^`\n]+)`", page.read_text()))
     paths = set(re.findall(rf"[\w./*-]+\.(?:{KINDS})\b", in_backticks))
