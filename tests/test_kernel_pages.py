@@ -9,7 +9,7 @@ KERNELS = Path(__file__).parents[1] / "kernels"
 CUDA = KERNELS / "twell_cuda"
 DISPATCH = (CUDA / "host" / "dispatch.cpp").read_text()
 BACKENDS = ["twell_cpu", "twell_cuda"]
-UNITS = {"": 1, " KiB": 1 << 10, " MiB": 1 << 20, " %": 0.01}
+UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "%": 0.01}
 
 
 def constants(backend: str) -> dict[str, set[str]]:
@@ -38,7 +38,7 @@ def value_of(expression: str, known: dict[str, set[str]]) -> float:
 def test_constants(backend):
     """`kName` (VALUE), with a unit or none."""
     known = constants(backend)
-    named = re.findall(r"`(k[A-Z]\w+)`\s\(([\d,.]+)( KiB| MiB| %)?\)", (KERNELS / backend / "DESIGN.md").read_text())
+    named = re.findall(r"`(k[A-Z]\w+)`\s\(([\d,.]+)\s?(KiB|MiB|%|)\)", (KERNELS / backend / "DESIGN.md").read_text())
     assert named
     for name, number, unit in named:
         assert value_of(name, known) == pytest.approx(float(number.replace(",", "")) * UNITS[unit]), name
