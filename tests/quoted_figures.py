@@ -75,12 +75,16 @@ GIVEN = {
         "(default: 0.1 of all steps; 0.4 in the recipes",
         "0.7 in the README's short run",
     ),
+    "docs/evaluation.md": (
+        "It has 10 s of processor time, 60 s in all, 1 GiB of memory",  # evaluation/sandbox.py
+    ),
     "docs/inspect.md": (
         "its strongest 1, 5 and 10 % of neurons",
         "its 50, 30, 20, 10, 5 or 2 % of neurons",
         "where the swap adds 50 % or more",
     ),
     "docs/serving.md": (
+        "A body may have 1 MiB and 32",  # serving/requests.py
         "it asks for 92 % of the memory",  # vLLM's default
         "0.5 % active, bfloat16",
         "With 11 % active neurons",

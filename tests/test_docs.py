@@ -127,6 +127,16 @@ SHORTER = {
 }
 
 
+def make_chat_model(folder: str) -> None:
+    """The demo's model with a template, and room for eight examples in its words."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO / "model")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(DEMO / "model")
+    model.config.max_position_embeddings = 8192
+    model.save_pretrained(folder)
+
+
 @pytest.mark.parametrize("page", with_commands())
 def test_commands(page, tmp_path, monkeypatch, capsys):
     pytest.importorskip("lm_eval")
@@ -136,6 +146,8 @@ def test_commands(page, tmp_path, monkeypatch, capsys):
     assert main(["sparsify", str(DEMO / "model"), "my-model"]) == 0
     if any("eval-data" in command for command in commands(page)):
         os.symlink(shared_path("data/eval"), "eval-data")
+    if any("my-chat-model" in command for command in commands(page)):
+        make_chat_model("my-chat-model")
     if any(command[1] == "quantize" for command in commands(page)):
         pytest.importorskip("torchao")
     for name in {argument for command in commands(page) for argument in command if argument.endswith(".gguf")}:

@@ -378,9 +378,13 @@ def test_the_mean_is_refused_in_one_line(parent, tmp_path):
         assert done.returncode == 1
         assert re.match(f"average.py: error: .*{message}", done.stderr.splitlines()[-1])
         assert "Traceback" not in done.stderr
-    done = run(parent, parent, parent, "--overwrite")
+    shutil.copytree(parent, tmp_path / "mean")
+    done = run(parent, parent, tmp_path / "mean", "--overwrite")
     assert done.returncode == 0, done.stderr
-    load_model(parent, device="cpu")
+    load_model(tmp_path / "mean", device="cpu")
+    done = run(parent, parent, parent, "--overwrite")
+    assert done.returncode == 1
+    assert "is the model itself" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.slow

@@ -34,7 +34,12 @@ def recipe_of(name: str, study: dict, folder: Path, model: str, output: Path) ->
     Raises:
         ValueError: keys or values that a recipe cannot have, or a run OTHER whose model is not there.
     """
-    changes = [f"model={model}", f"output_dir={output / 'runs' / name}", *study["runs"][name]]
+    changes = [
+        f"model={model}",
+        f"output_dir={output / 'runs' / name}",
+        *study.get("changes", []),
+        *study["runs"][name],
+    ]
     for other in study["runs"]:
         final = output / "runs" / other / "final"
         if any(f"{{{other}}}" in change for change in changes) and not (final / "config.json").is_file():
