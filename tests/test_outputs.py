@@ -142,7 +142,10 @@ def test_a_run_leaves_the_checkpoints_of_another_training_alone(tmp_path, capsys
     make_model_folder(checkpoint)
     (checkpoint / "trainer_state.json").write_text("{}")
     assert main(["train", str(DEMO.with_suffix(".yaml")), f"output_dir={checkpoint.parent}", "--overwrite"]) == 1
-    assert "checkpoint-20 is from another training, which this one would write over or remove" in error_line(capsys)
+    assert (
+        "checkpoint-20 is from another training, or its saving was interrupted; this one would write over it"
+        in error_line(capsys)
+    )
 
 
 @pytest.mark.parametrize(

@@ -62,12 +62,14 @@ def test_a_folder_that_datasets_would_take_for_a_pattern_is_refused(tmp_path, mo
         with pytest.raises(ValueError, match="whose name is a pattern for datasets; rename it"):
             texts(source)
     assert texts({"hub": "json", "data_files": "runs?/x.jsonl"}) == ["runsa"], "its own patterns are patterns"
+    with pytest.raises(ValueError, match=r"data_files: runs\[ab\]/x.jsonl is a pattern .*; name the file itself"):
+        texts({"hub": "json", "data_files": "runs[ab]/x.jsonl"})
 
 
 def test_what_a_data_set_has_no_file_for_is_said(tmp_path, monkeypatch):
     pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"^none\*.jsonl cannot be read as rows \(StopIteration: no file is called so"):
+    with pytest.raises(ValueError, match=r"^none\*.jsonl cannot be read as rows \(no file is called so"):
         texts({"hub": "json", "data_files": "none*.jsonl"})
     (tmp_path / "torn.jsonl").write_text('{"text": "a"}\n{"text": "b')
     for streaming in (False, True):

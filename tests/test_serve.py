@@ -178,7 +178,7 @@ def test_the_one_model_and_no_other(server, sparse):
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({"prompt": ["a"]}, 'prompt=["a"]; give one text'),
+        ({"prompt": ["a", "b"]}, 'prompt=["a", "b"]; give one text'),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens=0; give a whole number of at least 1"),
         ({"prompt": "a", "nonsense": 1}, "nonsense=1 is not supported; leave nonsense out"),
         ({"prompt": "a " * 600}, "the model's context 512"),

@@ -1,6 +1,7 @@
 """`hf-twell serve` and whatever a client may send: an answer or a refusal in one line, and then the next answer."""
 
 import json
+import time
 import urllib.error
 import urllib.request
 
@@ -157,6 +158,10 @@ def ask(server: Server, route: str, body: bytes) -> tuple[int, str]:
         ('"stream": "yes"', 'stream="yes"; give true or false'),
         ('"generation_config": "{\\"do_sample\\": true, \\"transformers_version\\": \\"5\\"}"', None),
         ('"generation_config": "{\\"num_beams\\": 3}"', "generation_config.num_beams=3 is not supported"),
+        ('"generation_config": "{\\"num_beams\\": 1, \\"eos_token_id\\": 2}"', None),
+        ('"prompt": ["The cell is"]', None),
+        ('"prompt": [[5, 6]]', "prompt=[[5, 6]]; give one text"),
+        ('"unknown": null', None),
     ],
 )
 def test_a_field_is_told_with_what_it_may_be(server, given, says):
@@ -186,3 +191,36 @@ def test_a_field_of_a_chat_is_told_with_what_it_may_be(server, given, says):
     status, told = ask(server, "/v1/chat/completions", f"{{{given}}}".encode())
     assert status == 400
     assert told.startswith(says)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]},
+        {"content": [{"type": "output_text", "text": "a", "annotations": [], "logprobs": []}]},
+        {"content": "a", "id": "msg-1", "type": "message", "reasoning": "b", "provider_specific_fields": {}},
+        {"content": "a", "anything": None},
+    ],
+)
+def test_what_clients_add_to_messages_is_taken(server, given):
+    body = {
+        "messages": [{"role": "user", **given}],
+        "max_tokens": 1,
+        "tool_choice": "none",
+        "parallel_tool_calls": False,
+    }
+    assert ask(server, "/v1/chat/completions", json.dumps(body).encode())[0] == 200
+
+
+def test_a_call_without_arguments_has_none():
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": ""}}
+    message = Message.model_validate({"role": "assistant", "tool_calls": [call]})
+    assert message.for_template()["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_many_mistakes_are_refused_as_fast_as_one(server):
+    began = time.perf_counter()
+    for wrong in (1, {}):
+        status, told = ask(server, "/v1/chat/completions", json.dumps({"messages": [wrong] * 100_000}).encode())
+        assert (status, told[:11]) == (400, "messages[0]")
+    assert time.perf_counter() - began < 1.5, "pydantic tells of all of them, which took seconds"

@@ -50,7 +50,7 @@ def _is_read(path: Path, item: Path) -> bool:
         return path.samefile(item)
     if not path.resolve().is_relative_to(item.resolve()):
         return False
-    return path.suffix not in (".json", ".html") or any(
+    return path.suffix in (".jsonl", ".xz", ".gguf", ".safetensors") or any(
         fnmatch(path.name, pattern) for pattern in (*KNOWN_FILES, *ADAPTER_FILES)
     )
 

@@ -187,14 +187,14 @@ def main() -> None:
     try:
         confine(memory, seconds)
     except OSError as error:
-        say(answer, f"{secret} unconfined: {error}".encode())
+        say(answer, f"{secret} unconfined {error}".encode())
         leave(1)
     try:
         exec(compile(program, "program", "exec"), {"__name__": "program"})
         how = "passed"
     except BaseException as error:  # sys.exit and KeyboardInterrupt too: only a program that comes to its end passes
-        how = type(error).__name__
-    say(answer, f"{secret} {how}".encode()[:200])
+        how = f"raised {type(error).__name__}"
+    say(answer, f"{secret} {how}".encode())
     leave(0)
 
 

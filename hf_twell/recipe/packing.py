@@ -210,6 +210,12 @@ def _hub_rows(hub: str, config: str | None = None, split: str = "train", skip=0,
         raise ValueError("reading datasets needs the package datasets: pip install 'hf_twell[train]'") from None
     for folder in (hub, options.get("data_dir")):
         _check_no_pattern(folder)
+    inside = options.get("data_dir")
+    if isinstance(inside, str) and Path(hub).is_dir():
+        _check_no_pattern(str(Path(hub, inside)))
+    files = options.get("data_files")
+    if isinstance(files, str) and Path(files).is_file() and (glob.has_magic(files) or "::" in files):
+        raise ValueError(f"data_files: {files} is a pattern for datasets; name the file itself in place of hub: {hub}")
     name, number = options.get("data_files", hub), skip
     try:
         rows = load_dataset(hub, config, split=split, **options)
@@ -220,9 +226,10 @@ def _hub_rows(hub: str, config: str | None = None, split: str = "train", skip=0,
         raise
     except Exception as error:
         cause = error.__cause__ or error  # else only that "an error occurred while generating the dataset"
-        reason = "no file is called so" if isinstance(cause, StopIteration) else one_line(cause)
+        missing = isinstance(cause, StopIteration)
+        reason = "no file is called so" if missing else f"{type(cause).__name__}: {one_line(cause)}"
         where = f" after row {number}" if number > skip else ""
-        raise ValueError(f"{name} cannot be read as rows{where} ({type(cause).__name__}: {reason})") from error
+        raise ValueError(f"{name} cannot be read as rows{where} ({reason})") from error
 
 
 def _check_no_pattern(folder) -> None:

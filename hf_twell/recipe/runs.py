@@ -89,10 +89,10 @@ def check_run(
                 "replaces the final model of a run without checkpoints)"
             )
         for folder in Path(output_dir).glob("checkpoint-[0-9]*"):
-            if (folder / TRAINER_STATE_NAME).is_file():  # written last, so it is whole, and no torn one of a recipe's
+            if (folder / TRAINER_STATE_NAME).is_file():
                 raise ValueError(
-                    f"{folder} is from another training, which this one would write over or remove; move it, or choose "
-                    "another output_dir"
+                    f"{folder} is from another training, or its saving was interrupted; this one would write over it "
+                    "or remove it: move it, or choose another output_dir"
                 )
         if final.exists() and not overwrite:
             raise ValueError(f"{output_dir} holds the final model of an earlier run; replace it with --overwrite")

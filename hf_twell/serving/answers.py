@@ -70,8 +70,8 @@ class Served:
         config = copy.deepcopy(self.model.generation_config)
         config.num_beams = config.num_return_sequences = 1  # an answer is sent as it is written
         config.max_new_tokens = max(config.max_new_tokens or 0, NEW_TOKENS)
-        for name, value in request.generation_config or ():
-            if value is not None:
+        if request.generation_config is not None:
+            for name, value in request.generation_config.settings().items():
                 setattr(config, name, value)
         if request.limit is not None:
             config.max_new_tokens = request.limit

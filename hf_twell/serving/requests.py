@@ -19,6 +19,7 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     WrapValidator,
+    model_validator,
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 from transformers import PreTrainedTokenizerBase
@@ -103,6 +104,14 @@ class _Object(BaseModel):
     # Strict: "1" and true are no numbers. Other fields than those below are refused.
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """Clients fill in fields that nothing here knows; a null in one asks for nothing."""
+        if not isinstance(given, dict):
+            return given
+        return {key: value for key, value in given.items() if value is not None or key in cls.model_fields}
+
 
 def _check_name(asked: str | None, info: ValidationInfo) -> str | None:
     name = info.context["name"]
@@ -124,6 +133,10 @@ def _as_list(given: Any) -> Any:
     return [] if given is None else [given] if isinstance(given, str) else given
 
 
+def _alone(given: Any) -> Any:
+    return given[0] if isinstance(given, list) and len(given) == 1 else given
+
+
 class GenerationFields(_Object):
     """What `transformers chat` sends in one field, besides its messages."""
 
@@ -137,7 +150,18 @@ class GenerationFields(_Object):
     repetition_penalty: Annotated[
         Annotated[float, Field(ge=0.01, le=100)] | None, _gives("a number from 0.01 to 100")
     ] = None
-    transformers_version: Harmless = Field(None, exclude=True)
+    num_beams: Annotated[Literal[1] | None, _unsupported] = None
+
+    # The checkpoint's own count.
+    bos_token_id: Harmless = None
+    eos_token_id: Harmless = None
+    pad_token_id: Harmless = None
+    transformers_version: Harmless = None
+
+    def settings(self) -> dict[str, Any]:
+        """What a generation goes by, of what was given."""
+        kept = ("max_new_tokens", "do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        return {name: getattr(self, name) for name in kept if getattr(self, name) is not None}
 
 
 class Request(_Object):
@@ -149,7 +173,7 @@ class Request(_Object):
     top_p: Share = None
     seed: Seed = None
     stop: Annotated[
-        Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)],
+        Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS, fail_fast=True)],
         BeforeValidator(_as_list),
         _gives(f"a text or a list of up to {MAX_STOPS}, none of them empty"),
     ] = []
@@ -177,7 +201,7 @@ class Request(_Object):
 
 
 class CompletionRequest(Request):
-    prompt: Annotated[str, _gives("one text")]
+    prompt: Annotated[str, BeforeValidator(_alone), _gives("one text")]
 
     best_of: Annotated[Literal[1] | None, _unsupported] = None
     echo: Annotated[Literal[False] | None, _unsupported] = None
@@ -189,10 +213,18 @@ class Part(_Object):
     type: Annotated[Literal[TEXT_PARTS], _gives('"text", the one kind that this server reads')]
     text: Text
 
+    annotations: Annotated[Annotated[list, Field(max_length=0)] | None, _unsupported] = None
+    cache_control: Harmless = None
+    logprobs: Annotated[Annotated[list, Field(max_length=0)] | None, _unsupported] = None
+
 
 class Function(_Object):
     name: Text
-    arguments: Annotated[dict[str, Any] | Json[dict[str, Any]], _gives("a JSON object, as a text or as it is")]
+    arguments: Annotated[
+        dict[str, Any] | Json[dict[str, Any]],
+        BeforeValidator(lambda given: {} if given == "" else given),  # of a function that takes nothing
+        _gives("a JSON object, as a text or as it is"),
+    ]
 
 
 class ToolCall(_Object):
@@ -212,10 +244,10 @@ def _as_parts(given: Any) -> Any:
 
 class Message(_Object):
     role: Text
-    content: Annotated[list[Part], BeforeValidator(_as_parts)] = []
+    content: Annotated[list[Part], Field(fail_fast=True), BeforeValidator(_as_parts)] = []
     name: Annotated[str | None, _gives("a text")] = None
     reasoning_content: Annotated[str | None, _gives("a text")] = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: Annotated[str | None, _gives("a text")] = None
 
     # Of OpenAI's answers, which clients send back as they came.
@@ -223,6 +255,12 @@ class Message(_Object):
     audio: Unsupported = None
     function_call: Unsupported = None
     refusal: Unsupported = None
+
+    id: Harmless = Field(None, exclude=True)
+    parsed: Harmless = Field(None, exclude=True)
+    provider_specific_fields: Harmless = Field(None, exclude=True)
+    reasoning: Harmless = Field(None, exclude=True)
+    type: Harmless = Field(None, exclude=True)
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates of models that read text take it."""
@@ -249,9 +287,9 @@ def _check_variables(variables: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 class ChatRequest(Request):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Count = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     chat_template_kwargs: Annotated[
         Annotated[dict[str, Any] | None, _gives("an object")], AfterValidator(_check_variables)
     ] = None
@@ -277,6 +315,15 @@ class ChatRequest(Request):
     top_logprobs: Annotated[Annotated[int, Field(ge=0, le=0)] | None, _unsupported] = None
     verbosity: Unsupported = None
     web_search_options: Unsupported = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_tools(cls, given: Any) -> Any:
+        """How to call tools says nothing where there are none."""
+        if not isinstance(given, dict) or given.get("tools"):
+            return given
+        nothing = {"tool_choice": "none", "parallel_tool_calls": False}
+        return {key: value for key, value in given.items() if key not in nothing or value != nothing[key]}
 
     @property
     def limit(self) -> int | None:

@@ -55,7 +55,11 @@ def main(argv: list[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--characters", type=int, help="of each text to train on, at most")
     args = parser.parse_args(argv)
-    (args.output / "heldout").mkdir(parents=True, exist_ok=True)
+    if (args.output / "heldout").exists():
+        parser.error(f"{args.output} holds texts already; name another --output")
+    if args.output.resolve() in (args.text.resolve(), args.eval.resolve()):
+        parser.error(f"{args.output} is what is read, and would be written over; name another --output")
+    (args.output / "heldout").mkdir(parents=True)
     shuffle = random.Random(0).shuffle
 
     def write_both(name: str, training: list[str], held: list[str]) -> None:
