@@ -17,6 +17,7 @@ quiet_others()  # before the imports that would warn
 import torch
 
 from hf_twell.blocks.architectures import other_activations
+from hf_twell.cli.endings import ending_in_one_line
 from hf_twell.files.folders import check_target, save_model
 from hf_twell.models.loading import load_model
 
@@ -60,12 +61,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--share", type=float, default=0.5, help="the parent's share (default: 0.5)")
     parser.add_argument("--overwrite", action="store_true", help="replace the model in OUTPUT")
     args = parser.parse_args(argv)
-    try:
+
+    def run() -> int:
         check_target(args.output, overwrite=args.overwrite, inputs=[args.trained, args.parent])
         model, tokenizer = average(args.trained, args.parent, args.share)
         save_model(model, args.output, tokenizer, overwrite=args.overwrite)
-    except (ValueError, OSError, ImportError) as error:
-        sys.exit(f"average.py: error: {error}")
+        return 0
+
+    if code := ending_in_one_line("average.py", run):
+        sys.exit(code)
 
 
 if __name__ == "__main__":

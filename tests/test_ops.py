@@ -16,6 +16,7 @@ from hf_twell.blocks import layout
 from hf_twell.ops import api, build, policy_cpu, reference, sampling
 from tests.conftest import tiny_llama
 from tests.ffn_cases import KINDS, Operators, assert_as_good_as_eager, make_case, relative_rms, run
+from tests.rounding import rounding
 
 pytestmark = pytest.mark.numeric
 
@@ -207,7 +208,9 @@ def test_function_transforms_and_forward_mode_are_exact(density):
             for name, function in blocks.items():
                 for mode in (torch.enable_grad, torch.no_grad):
                     with mode():
-                        assert torch.equal(apply(function), truth), (transform, name, training, mode)
+                        # Not to the last bit: libraries order sums by shape and memory, on some processors alone.
+                        apart = relative_rms(apply(function), truth)
+                        assert apart <= rounding(2 * sum(weights[0].shape)), (transform, name, training, mode)
     compiled = torch.compile(functions["jvp"], backend="aot_eager")
     with torch.no_grad():
         assert torch.equal(compiled(block), functions["jvp"](block))
