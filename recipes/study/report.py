@@ -53,7 +53,7 @@ def table(rows: list[dict]) -> str:
     lines = []
     for row in rows:
         trained = row.get("training", {})
-        sparse = trained.get("density", 1) < 1
+        sparse = bool(trained) and "relu=false" not in row["changes"]
         lines.append(
             [
                 row["run"],
