@@ -21,6 +21,8 @@ from tests.servers import ROOT, Server, answering, serving
 
 pytest.importorskip("fastapi")
 from hf_twell.models.loading import load_model
+from hf_twell.serving.answers import Served
+from hf_twell.serving.requests import BadRequest
 from hf_twell.serving.sparse import prepare
 
 DEMO = ROOT / "recipes" / "demo" / "model"
@@ -404,6 +406,26 @@ def test_a_large_body_is_refused_early(server, route):
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < 1000
 
 
+def test_a_prompt_is_counted_no_further_than_the_context(model, sparse):
+    """And one of many characters that are few tokens is answered."""
+    tokenizer = AutoTokenizer.from_pretrained(sparse)
+    served, counted = Served("m", model, tokenizer), []
+    word = max((tokenizer.decode(token) for token in range(len(tokenizer))), key=len)
+    few = word * (2 * served.context // 3)
+    assert len(few) > 8 * served.context, "more than is looked at as a whole"
+    assert served.inputs(few)["input_ids"].shape[-1] < served.context
+
+    class Counting(type(tokenizer)):
+        def __call__(self, text, **options):
+            counted.append(len(text))
+            return super().__call__(text, **options)
+
+    tokenizer.__class__ = Counting
+    with pytest.raises(BadRequest, match=r"the prompt has 10,000,000 characters, more than the model's context of "):
+        served.inputs("a " * 5_000_000)
+    assert counted == [2**16]
+
+
 def test_a_body_needs_no_content_type(server):
     status, told = server.post("/v1/completions", json.dumps({"prompt": "a", "max_tokens": 1}).encode())
     assert (status, len(told["choices"])) == (200, 1)
@@ -423,8 +445,6 @@ def test_a_gguf_file_is_said_to_be_dense():
 
 def test_a_prompt_without_tokens_is_refused(model, sparse):
     """Of a tokenizer that adds none of its own."""
-    from hf_twell.serving.answers import Served
-
     with pytest.raises(ValueError, match="the prompt is empty"):
         Served("m", model, AutoTokenizer.from_pretrained(sparse)).inputs("", add_special_tokens=False)
 

@@ -16,6 +16,8 @@ from hf_twell.measure.inference import check_ids, own_context
 from hf_twell.serving.one_model import Answer
 from hf_twell.serving.requests import BadRequest, ChatRequest, CompletionRequest, Request
 
+USUAL_CHARACTERS = 8  # of a token of most texts, at most
+PART_CHARACTERS = 1 << 16
 NEW_TOKENS = 1024  # of an answer, unless the request or the checkpoint asks for more
 NO_TOKEN = -1  # for None `generate` takes the checkpoint's
 COLDEST = 1e-5  # a temperature below it makes infinities of scores; there the best token is taken, as near 0
@@ -46,10 +48,10 @@ class Served:
                 answer. On a GPU, positions past the context would end the whole process.
         """
         context = self.context
-        if context is not None and len(prompt) > context * self._longest:  # reading 40 MB into tokens takes a minute
+        if context is not None and self._is_far_too_long(prompt, context):
             raise BadRequest(
-                f"the prompt has {len(prompt):,} characters, more than the model's context {context:,} has room for at "
-                f"{self._longest} a token; give a shorter one"
+                f"the prompt has {len(prompt):,} characters, more than the model's context of {context:,} tokens has "
+                "room for; give a shorter one"
             )
         inputs = self.tokenizer(prompt, return_tensors="pt", **options)
         tokens = inputs["input_ids"].shape[-1]
@@ -64,6 +66,22 @@ class Served:
         except ValueError as error:
             raise BadRequest(str(error)) from None
         return dict(inputs.to(self.model.device))
+
+    def _is_far_too_long(self, prompt: str, context: int) -> bool:
+        """Whether a part of the prompt is more than the context, so that the rest need not become tokens.
+
+        Text of more characters than usual for the context is counted part by part. What is cut between two parts may
+        have been one token, so each cut counts less by the characters that a token has at most.
+        """
+        if len(prompt) <= USUAL_CHARACTERS * context:
+            return False
+        tokens = 0
+        for start in range(0, len(prompt), PART_CHARACTERS):
+            part = self.tokenizer(prompt[start : start + PART_CHARACTERS], add_special_tokens=False, verbose=False)
+            tokens += len(part["input_ids"]) - self._longest
+            if tokens > context:
+                return True
+        return False
 
     def generation_config(self, request: Request, prompt_tokens: int) -> GenerationConfig:
         """The checkpoint's own, but for what the request says and what fits into the context."""
@@ -101,14 +119,14 @@ class _Answering:
         super().__init__(None, None)  # they get their model below, and not from a manager of several
         self._served, self._answer = served, answer
 
-    def events(self, request: Request) -> AsyncIterator[str]:
+    def events(self, request: Request, prompt: tuple[dict[str, Any], dict[str, Any]]) -> AsyncIterator[str]:
         """The events of the answer as a stream, which the model begins now.
 
-        Raises:
-            BadRequest: see there.
+        Args:
+            prompt: what `prompt` made of the request. It takes a long one a second, in which others are answered.
         """
         served = self._served
-        inputs, options = self._prompt(request)
+        inputs, options = prompt
         config = served.generation_config(request, inputs["input_ids"].shape[-1])
         identity = f"{self.prefix}-{uuid.uuid4().hex}"
         model, tokenizer = served.model, served.tokenizer
@@ -132,7 +150,7 @@ class _Answering:
 class Completion(_Answering, CompletionHandler):
     asked, prefix = CompletionRequest, "cmpl"
 
-    def _prompt(self, request: CompletionRequest) -> tuple[dict[str, Any], dict[str, Any]]:
+    def prompt(self, request: CompletionRequest) -> tuple[dict[str, Any], dict[str, Any]]:
         return self._served.inputs(request.prompt), {}
 
     def _put_together(self, chunks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -144,7 +162,7 @@ class Completion(_Answering, CompletionHandler):
 class Chat(_Answering, ChatCompletionHandler):
     asked, prefix = ChatRequest, "chatcmpl"
 
-    def _prompt(self, request: ChatRequest) -> tuple[dict[str, Any], dict[str, Any]]:
+    def prompt(self, request: ChatRequest) -> tuple[dict[str, Any], dict[str, Any]]:
         tokenizer = self._served.tokenizer
         if tokenizer.chat_template is None:
             raise BadRequest(f"the tokenizer of {self._served.name} has no chat template; use /v1/completions")

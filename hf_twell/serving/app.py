@@ -35,7 +35,7 @@ def build_app(name: str, model, tokenizer, generation: Generation) -> FastAPI:
         asked = read(kind.asked, await _body(request, most), name, served.vocabulary)
         turn = Answer(generation, asked.seed, asked.stop)
         handler = kind(served, turn)
-        events = handler.events(asked)
+        events = handler.events(asked, await asyncio.to_thread(handler.prompt, asked))
         if asked.stream:
             return _Stream(events, turn)
         try:
