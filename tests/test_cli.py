@@ -695,6 +695,11 @@ def ending(tmp_path, monkeypatch, capsys, error: BaseException) -> tuple[int, st
     return code, line, [path.read_text() for path in tmp_path.glob("hf-twell-*.txt")]
 
 
+def test_a_pipe_that_is_not_our_output_breaks_as_an_error(tmp_path, monkeypatch, capsys):
+    code, line, kept = ending(tmp_path, monkeypatch, capsys, BrokenPipeError(32, "Broken pipe"))
+    assert (code, line, kept) == (1, "hf-twell: error: [Errno 32] Broken pipe", [])
+
+
 @pytest.mark.parametrize(
     "error", [RuntimeError("first\nsecond\nthird"), KeyError("first second"), BaseException("first second")]
 )

@@ -1,6 +1,7 @@
 """How a command ends: an exit code, and of whatever is raised one line on stderr."""
 
 import os
+import select
 import sys
 import tempfile
 import traceback
@@ -24,10 +25,11 @@ def ending_in_one_line(name: str, run: Callable[[], int]) -> int:
     except KeyboardInterrupt as error:
         print("; ".join([f"\n{name}: interrupted", *map(str, error.args)]), file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # The reader of our output went away (`| head`); nothing is wrong, and nobody is left to tell.
-        _finish_output()
-        return 0
+    except BrokenPipeError as error:
+        if _is_read_by_nobody():  # as of `| head`: nothing is wrong, and nobody is left to tell
+            _finish_output()
+            return 0
+        print(f"{name}: error: {_one_line(error)}", file=sys.stderr)  # another pipe's, such as a worker's
     except (ValueError, OSError, ImportError) as error:
         print(f"{name}: error: {_one_line(error)}", file=sys.stderr)
     except BaseException as error:  # as which a panic in Rust comes
@@ -45,6 +47,14 @@ def _open_closed_streams() -> None:
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
             setattr(sys, name, open(descriptor, "w" if descriptor else "r"))  # noqa: SIM115
+
+
+def _is_read_by_nobody() -> bool:
+    """Whether the reader of our output, or of our errors, went away: such a pipe polls as an error."""
+    polled = select.poll()
+    for descriptor in (1, 2):
+        polled.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in polled.poll(0))
 
 
 def _finish_output() -> None:
