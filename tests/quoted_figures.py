@@ -210,7 +210,7 @@ def quality() -> Entries:
     yield "in {:.0f} minutes of an H200: up to", tenth["minutes"]
     yield "10 % is at {:+.1f} % and keeps {:.0f} %.", above(tenth, *strictest), kept(tenth, *strictest[1:])
     yield "it was {:+.1f} % with 120M", above(smollm2("count/0.098/120M/seed0"), parent, control)
-    fewest = above(smollm2("count/0.098/25M/seed0"), parent, smollm2("books/30M/seed0"))
+    fewest = above(smollm2("count/0.098/25M/seed0"), parent, control)
     yield "recipes/smollm2-135m.yaml, and {:+.1f} % with 25M", fewest
     yield "at 5 % from {:.0f} to {:.0f} %; D=576", *span([100 * layer["density"] for layer in twentieth["layers"]])
 
@@ -341,7 +341,7 @@ def converting() -> Entries:
 
     parent, control, books = smollm2("parent"), smollm2("dense/150M/seed0"), smollm2("books/30M/seed0")
     few, some, many = (smollm2(f"count/0.098/{tokens}/seed0") for tokens in ("25M", "120M", "350M"))
-    yield "25M {:+.1f} % and {:.0f} % of the tasks kept", above(few, parent, books), kept(few, books)
+    yield "25M {:+.1f} % and {:.0f} % of the tasks kept", above(few, parent, control), kept(few, control)
     yield "120M {:+.1f} % and {:.0f} %", above(some, parent, control), kept(some, control)
     yield "350M {:+.1f} % and {:.0f} %", above(many, parent, control), kept(many, control)
     earlier, averaged = smollm2("earlier method/0.1/30M/seed0"), smollm2("averaged")

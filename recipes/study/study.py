@@ -1,7 +1,7 @@
 """What conversions cost a pretrained model: each run is a recipe that is trained and scored, and one line of JSON.
 
     python recipes/study/study.py recipes/study/qwen2.5-coder-0.5b.yaml --model MODEL --eval DIR --output DIR
-    ... --only parent "5 %"     # these runs alone; several commands, each with a GPU, may share an output folder
+    ... --only parent books     # these runs alone; commands of other runs, each with a GPU, may share the folder
 
 MODEL is the dense parent: a folder, a Hub name or a GGUF file. DIR of --eval holds the tasks' rows, as for `hf-twell
 eval --data-dir`. A run whose row is in OUTPUT/rows.jsonl is skipped; one that was killed goes on from its last
