@@ -85,7 +85,7 @@ GIVEN = {
         "where the swap adds 50 % or more",
     ),
     "docs/serving.md": (
-        "A body may have 1 MiB and 32",  # serving/requests.py
+        "A body may have 1 MiB, and 32",  # serving/requests.py
         "it asks for 92 % of the memory",  # vLLM's default
         "0.5 % active, bfloat16",
         "With 11 % active neurons",
