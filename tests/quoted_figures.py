@@ -7,9 +7,14 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 
+from hf_twell.blocks.density_watch import MOST, ROOM
+from hf_twell.evaluation.sandbox import CPU_SECONDS, MEMORY_BYTES, WALL_SECONDS
+from hf_twell.inspection.conversion_cost import DENSITIES
+from hf_twell.inspection.report.findings import MUCH
+from hf_twell.measure.activity import SHARES
 from hf_twell.models.cards import LOST
 from hf_twell.ops.policy_cuda import BACK, LIMITS, LIMITS_TRAINING
-from tests.quoting import ROOT, Quote, least, row, rows
+from tests.quoting import DENSE, ROOT, SPARSE, Quote, constant, least, row, rows, speedup
 
 H200, EPYC = "kernels/twell_cuda/bench/h200-{}/bench.jsonl", "kernels/twell_cpu/bench/epyc-{}/bench.jsonl"
 MAIN, FEW, DENSITY = (H200.format(run) for run in ("2026-11-23", "few-2026-11-27", "density-2026-11-27"))
@@ -24,7 +29,6 @@ TRIALS, SNIPPET, DEMO = (
 )
 QUANTIZED = "model_cards/smollm2/quantized.jsonl"
 
-DENSE, SPARSE = ("eager", "compiled", "dense", "liger"), ("sparse", "sparse_compiled")
 SAME_WEIGHTS = ("torchao", "torchao_compiled", "scaled_mm")
 SHAPES = {
     (576, 1536): "SmolLM2-135M",
@@ -40,10 +44,12 @@ TASKS, CHANCE = ("lambada", "arc_easy", "arc_challenge", "hellaswag"), 0.1875  #
 EARLY, EARLIER = ("swap + L1 early", 0.01), ("swap + L1 early", 0.005)  # of the study: name and target
 NONE = "\u2013"
 
-# Settings, limits, and the density at which something was measured.
+# Settings, and the density at which something was measured.
 GIVEN = {
     "README.md": (
-        "by 350M tokens (at 5 % 310M, at 2 % 120M)",
+        "default learning rate, 5e-5",
+        "(that to 5 % 310M, that to 2 % 120M)",
+        "was read up to six times",
         "each text and task, 10 % is",
         "differ (at 5 % from",
         "at 50 % and",
@@ -62,6 +68,25 @@ GIVEN = {
     "docs/converting.md": (
         "at 10 % active neurons with 8M tokens",
         "at 0.15 of the learning rate",
+        "(half of the objective",
+        "| half of the text",
+        "| four times the tokens (32M)",
+        "three quarters own text",
+        "the target after a tenth of the steps",
+        "of half an H200",
+        "(5e-5 is far too low)",
+        "At a third of the neurons",
+        "twice as many leave",
+        "some of them six times",
+        "read all six times",
+        "own text six times",
+        "Half as much of it",
+        "A quarter of such text",
+        "Where half of the own text",
+        "with twice the tokens",
+        "after two fifths of the steps, not a tenth",
+        "(twice the tokens",
+        "after two fifths)",
         "itself at 10 %",
         "temperature of 0.8",
         "of 0.8 reads better",
@@ -73,33 +98,33 @@ GIVEN = {
         "(10 %, 25M tokens)",
         "higher at 1 %",
         "% at 1 %)",
-        "(default: 0.1 of all steps; 0.4 in the recipes",
+        "(default: 0.1 of all steps; 0.4 in the recipes",  # train/callbacks.py
         "0.7 in the README's short run",
     ),
-    "docs/evaluation.md": (
-        "It has 10 s of processor time, 60 s in all, 1 GiB of memory",  # evaluation/sandbox.py
-    ),
-    "docs/inspect.md": (
-        "its strongest 1, 5 and 10 % of neurons",
-        "its 50, 30, 20, 10, 5 or 2 % of neurons",
-        "where the swap adds 50 % or more",
+    "docs/inspect.md": ("at least ten times", "a thousand times as strongly"),
+    "docs/quantization.md": (
+        "half of bfloat16's memory",
+        "at most twice as far from",  # tests/test_cuda_quantized.py
+        "| within a point",  # asserted below
     ),
     "docs/serving.md": (
-        "A body may have 1 MiB, and 32",  # serving/requests.py
-        "it asks for 92 % of the memory",  # vLLM's default
         "0.5 % active, bfloat16",
         "With 11 % active neurons",
         "random weights, 0.5 % active",
-        "densities of up to 5 % alone, in int8 of up to 2 %",  # serving/vllm_plugin/plan.py
-        "up to 1 % active or where",
-        "at most 1 % active neurons",
-        "by more than 0.01 with vLLM's own",  # tests/test_vllm_quantized.py
+        "a third of a block's 8-bit bytes",
         "rows at 0.5 % in fp8 and int8, at 2.1 % in fp8 and int8",
         "| sequences | 1 | 16 | 64 | 128 | prefill",
         *(f"| {kind}, {density} %" for kind in ("fp8", "int8") for density in (0.5, 2.1)),
         "The rows of 2.1 % are older",
     ),
-    "docs/training.md": ("up to 2,048, ", "up to 8,192, ", "passes 80 % of its own"),  # blocks/density_watch.py
+    "docs/training.md": (
+        "default learning rate, 5e-5",
+        "5e-2 is that of `recipes/demo.yaml`",
+        "with plain autograd, to 1e-5",  # tests/test_trainers.py, tests/test_training.py
+        "room for one and a half times",  # ops/policy_cuda.py
+        "up to 2,048, ",
+        "up to 8,192, ",
+    ),
 }
 
 
@@ -161,6 +186,10 @@ def kept(one: dict, *sources: dict) -> float:
     return 100 * (statistics.mean(accuracies(one)) - CHANCE) / (best - CHANCE)
 
 
+def exponential(value: float) -> str:
+    return f"{value:.0e}".replace("e-0", "e-")
+
+
 def span(values: list[float]) -> tuple[float, float]:
     return min(values), max(values)
 
@@ -207,7 +236,7 @@ def quality() -> Entries:
 
     _, _, tenth, twentieth, _ = conversions
     strictest = parent, control, smollm2("books/30M/seed0"), smollm2("averaged")
-    yield "in {:.0f} minutes of an H200: up to", tenth["minutes"]
+    yield "in {:.0f} minutes of an H200 (that", tenth["minutes"]
     yield "10 % is at {:+.1f} % and keeps {:.0f} %.", above(tenth, *strictest), kept(tenth, *strictest[1:])
     yield "it was {:+.1f} % with 120M", above(smollm2("count/0.098/120M/seed0"), parent, control)
     fewest = above(smollm2("count/0.098/25M/seed0"), parent, control)
@@ -226,13 +255,15 @@ def speed() -> Entries:
         cells = ["{:.1f} %" if density < 10 else "{:.0f} %", *["{:.2f}"] * 3]
         cells += ["{:.2f}" if found else NONE for found in (training, cpu)]
         found = [*few, block(path, 16_384, l0), *training, *cpu]
-        yield f"| {' | '.join(cells)} |", density, *(each["speedup"] for each in found)
+        yield f"| {' | '.join(cells)} |", density, *(speedup(each) for each in found)
     most = [3 / (1 + 2 * block(FEW, 1, l0)["density"]) for l0 in (2800, 30)]  # the gate, and a part of up and down
     yield "By bytes alone the GPU could gain {:.2f} at 50 % and {:.2f} at 0.5 %", *most
+    prefill, training = LIMITS[-1][1], LIMITS_TRAINING[-1][1]
+    yield "prefill above {:.0f} % active neurons, in such a training above {:.1f} %", 100 * prefill, 100 * training
     half, whole = block(CPU, 1, 2816), block(CPU, 1, 5600)
     text = "On the CPU the block is {:.2f} times as fast even at {:.0f} %, where {:.2f} stands at 50 %"
-    yield text, whole["speedup"], 100 * whole["density"], half["speedup"]
-    (alike,) = {f"{shape(hidden)['speedup']:.2f}" for hidden in (576, 2048, 4096)}
+    yield text, speedup(whole), 100 * whole["density"], speedup(half)
+    (alike,) = {f"{speedup(shape(hidden)):.2f}" for hidden in (576, 2048, 4096)}
     yield "gain less for one token: {} at 0.5 %", alike
 
 
@@ -306,22 +337,26 @@ def backends() -> Entries:
         assert {each["intermediate"] for each in found} == {intermediate}
         times = 1000 * least(found[0], "ms", *DENSE), 1000 * found[0]["sparse_ms"]
         text = f"| {hidden} x {intermediate} ({name}) | {{:.1f}} µs | {{:.1f}} µs |{' {:.2f}x |' * 3}"
-        yield text, *times, *(each["speedup"] for each in found)
+        yield text, *times, *(speedup(each) for each in found)
     ours = block(FEW, 1), block(FEW, 64), block(MAIN, 16_384)
-    yield "The README's shape gains {:.2f}, {:.2f} and {:.2f}.", *(each["speedup"] for each in ours)
+    yield "The README's shape gains {:.2f}, {:.2f} and {:.2f}.", *(speedup(each) for each in ours)
 
 
 def converting() -> Entries:
     yield "the swap to ReLU adds {:.0f} % to the loss", swap_of_smollm2()
     own_text = trial("parent", "rows_own_text"), trial("control", "rows_own_text")
+    for text, *jobs in (
+        ("| L1 on each neuron's output, learning rate {} | {:+.0f} % |", "fc_l1"),
+        ("learning rate {} (half of the objective the text's own) | {:+.0f} % |", "fc_ce"),
+        ("the whole objective, learning rate {} | {:+.0f} % |", "fc_lr1e3"),
+        ("| the same, {} or {} | {:+.0f} % |", "lr2e3", "lr3e3"),
+        ("| a hinge on the gates in place of L1, {} | {:+.0f} % |", "lr2e3_hinge"),
+        ("(`term: count`), {} | {:+.0f} % |", "sig"),
+    ):
+        rates = [exponential(trial(job, "rows")["job"].get("lr", 5e-4)) for job in jobs]  # experiments/training.py
+        for job in jobs:
+            yield text, *rates, above(trial(job, "rows"), trial("parent", "rows"), trial("control", "rows"))
     for text, file, job in (
-        ("| L1 on each neuron's output, learning rate 5e-4 | {:+.0f} % |", "rows", "fc_l1"),
-        ("(half of the objective the text's own) | {:+.0f} % |", "rows", "fc_ce"),
-        ("the whole objective, learning rate 1e-3 | {:+.0f} % |", "rows", "fc_lr1e3"),
-        ("| the same, 2e-3 or 3e-3 | {:+.0f} % |", "rows", "lr2e3"),
-        ("| the same, 2e-3 or 3e-3 | {:+.0f} % |", "rows", "lr3e3"),
-        ("| a hinge on the gates in place of L1, 2e-3 | {:+.0f} % |", "rows", "lr2e3_hinge"),
-        ("(`term: count`), 2e-3 | {:+.0f} % |", "rows", "sig"),
         ("(`term: count`), 2e-3 | {:+.0f} % |", "rows_own_text", "c_p4"),
         ("| half of the text the parent's own | {:+.1f} % |", "rows_own_text", "c_own"),
         ("the mean of parent and control | {:+.1f} % |", "rows_own_text", "s_p4"),
@@ -350,7 +385,9 @@ def converting() -> Entries:
     yield "its teacher {:.0f} minutes more", books["minutes"]
     third = smollm2("count/0.345/350M/seed0")
     yield "({:.0f} %) the loss ended {:.1f} % above with 350M", 100 * third["density"], above(third, parent, control)
-    fit = min(recipes("pretrained_report.py")["token_fits"](rows(SMOLLM2)), key=lambda fit: abs(fit["density"] - 0.1))
+    fits = recipes("pretrained_report.py")["token_fits"](rows(SMOLLM2))
+    yield "leave {:.0f} to {:.0f} % of the excess", *span([100 * 2 ** fit["power"] for fit in fits])
+    fit = min(fits, key=lambda fit: abs(fit["density"] - 0.1))
     yield "at 10 %, +2 % would take {:.1f} billion", fit["needed"] / 1e9
     yield "lost {:.2f} % less than the better of both", -above(averaged, parent, books)
     yield "and kept {:.0f} % of the tasks", kept(averaged, books)
@@ -381,7 +418,15 @@ def converting() -> Entries:
         yield text, *span(reached(*runs))
 
 
+def evaluation() -> Entries:
+    text = "It has {} s of processor time, {} s in all, {:.0f} GiB of memory"
+    yield text, CPU_SECONDS, WALL_SECONDS, MEMORY_BYTES / 2**30
+
+
 def inspect() -> Entries:
+    yield "its strongest {:.0f}, {:.0f} and {:.0f} % of neurons", *(100 * share for share in SHARES)
+    yield "its {:.0f}, {:.0f}, {:.0f}, {:.0f}, {:.0f} or {:.0f} % of neurons", *(100 * each for each in DENSITIES)
+    yield "where the swap adds {:.0f} % or more", 100 * MUCH
     swapped = [each for name in ("swap", "swap + L1 early") for each in rows(STUDY, name=name)]
     small = span([100 * (each["loss_before"] / each["parent_loss"] - 1) for each in swapped])
     yield "it adds {:.1f} to {:.1f} %, in SmolLM2-135M-Instruct {:.0f} %", *small, swap_of_smollm2()
@@ -392,6 +437,8 @@ def training() -> Entries:
     yield "{:.1f} % active up to 2,048, {:.1f} % up to 8,192, {:.1f} % for more", *limits
     yield "above {:.1f} times the limit it goes back", BACK
     yield "Above {:.1f} times the limit all go back", BACK
+    yield "counts for at most {} the limit", {2.0: "twice"}[MOST]
+    yield "passes {:.0f} % of its own", 100 / ROOM
 
 
 def quantization() -> Entries:
@@ -471,6 +518,26 @@ def serving() -> Entries:
     for density, parent in (("0.5", "h200-vllm-2026-11-27"), ("2.1", "h200-vllm-8bit-l0-120-2026-11-26")):
         for kind in ("fp8", "int8"):
             yield f"| {kind}, {density} % |{' {:.2f}x |' * 5}", *(ratio(steps(kind, parent)[load]) for load in loads)
+    app, engine, plan, vllm = (
+        "hf_twell/serving/app.py",
+        "hf_twell/serving/vllm_engine.py",
+        "hf_twell/serving/vllm_plugin/plan.py",
+        "tests/vllm_engines.py",
+    )
+    body = constant(app, "BODY_BYTES") / 2**20, constant(app, "BYTES_PER_TOKEN")
+    yield "A body may have {:.0f} MiB, and {} bytes", *body
+    yield "they are {:,}, or the checkpoint's own", constant("hf_twell/serving/answers.py", "NEW_TOKENS")
+    yield "it asks for {:.0f} % of the memory", 100 * constant(engine, "MEMORY_SHARE")
+    on_cpu = [100 * constant(plan, name) for name in ("MAX_DENSITY_CPU", "MAX_DENSITY_CPU_INT8")]
+    yield "densities of up to {:.0f} % alone, in int8 of up to {:.0f} %", *on_cpu
+    for text in ("up to {:.0f} % active or where", "at most {:.0f} % active neurons"):
+        yield text, 100 * constant(plan, "MAX_DENSITY_CUDA_8BIT")
+    same = exponential(constant(vllm, "SAME"))
+    yield "log-probabilities differ by less than {} (root mean square)", same
+    text = "by less than {} with the kernels and by more than {} with vLLM's own int8 matmuls"
+    yield text, same, constant(vllm, "ROUNDED")
+    yield "at most {} times as far from float32 as those of vLLM's own", constant(vllm, "AS_NEAR")
+
     demo = row(DEMO)
     yield "has a loss of {:.2f} on 16,384 tokens of its held-out text", demo["loss_of_16384"]
     yield "held-out text, and of {:.2f} with SiLU", demo["loss_of_16384_silu"]
@@ -485,16 +552,17 @@ def cuda_design() -> Entries:
     few = block(FEW, 64)
     yield "T = 64, L0 = 30: {:.1f} against dense {:.1f}", 1000 * few["sparse_ms"], 1000 * least(few, "ms", *DENSE)
     some, more = block(MAIN, 256), block(MAIN, 1024)
-    yield "{:.2f} and {:.2f} times dense at 256 and 1,024", some["speedup"], more["speedup"]
+    yield "{:.2f} and {:.2f} times dense at 256 and 1,024", speedup(some), speedup(more)
     for text, direction in (
         ("T = 16,384: {:.2f} at L0 = 30, {:.2f} at 120", "forward"),
         ("| {:.2f} at L0 = 30, {:.2f} at 120, T = 16,384;", "forward+backward"),
     ):
-        yield text, *(block(MAIN, 16_384, l0, **{"pass": direction})["speedup"] for l0 in (30, 120))
+        yield text, *(speedup(block(MAIN, 16_384, l0, **{"pass": direction})) for l0 in (30, 120))
     decode = row(MAIN, bench="generate", batch=1, inductor_pdl=False)
-    yield "decode step {:.2f}, `generate` {:.2f}", decode["step_speedup"], decode["speedup"]
+    generated = decode["sparse_tokens_per_s"] / decode["dense_tokens_per_s"]
+    yield "decode step {:.2f}, `generate` {:.2f}", speedup(decode, "step_ms"), generated
     models = row(MAIN, bench="prefill"), row(MAIN, bench="train", commit="ebf9822")
-    yield "prefill {:.2f}, training {:.2f} |", *(model["speedup"] for model in models)
+    yield "prefill {:.2f}, training {:.2f} |", *(speedup(model) for model in models)
 
 
 def cpu_design() -> Entries:
@@ -505,12 +573,12 @@ def cpu_design() -> Entries:
         ("the passes over them", amx, 1024, {"dtype": "bfloat16", "pass": "forward+backward"}),
         ("reading the gate", float32, 1, {"dtype": "float32"}),
     ):
-        yield f"{text} | {{:.1f}} | {{:.1f}} |", *(block(each, tokens, **settings)["speedup"] for each in (CPU, path))
+        yield f"{text} | {{:.1f}} | {{:.1f}} |", *(speedup(block(each, tokens, **settings)) for each in (CPU, path))
 
 
 def quotes() -> dict[str, list[Quote]]:
     """By page."""
-    docs = (backends, converting, inspect, training, quantization, serving, hub)
+    docs = (backends, converting, evaluation, inspect, training, quantization, serving, hub)
     pages = {"README.md": readme, **{f"docs/{page.__name__}.md": page for page in docs}}
     pages |= {f"kernels/twell_{name}/DESIGN.md": page for name, page in (("cuda", cuda_design), ("cpu", cpu_design))}
     return {page: [Quote(text, values) for text, *values in entries()] for page, entries in pages.items()}

@@ -1,9 +1,12 @@
 """Figures in Markdown pages, and the rows that they are of.
 
 A `Quote` is a sentence or a line of a table as it stands in a page, with `{}` for each figure in it, and what these
-must be. A figure is a number with a unit of measurement, a number with decimals, or one that has a cell to itself.
+must be. A figure is a number with a unit of measurement, with decimals or with an exponent, or one that has a cell to
+itself; in words, a number with a unit ("five minutes"), a fraction ("four fifths", "a third"), or "half" or "twice" of
+something. "One model" and "sent twice" are none.
 """
 
+import ast
 import json
 import re
 from collections.abc import Iterable
@@ -13,13 +16,20 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?"
 UNIT = (
-    r"(?:%|(?:[x\u00d7](?!\s?\d)|times|points?|[mµ]?s|seconds|minutes|[KMG]i?B|mJ|TB/s|tokens/s|tokens a second|"
+    r"(?:%|(?:[x\u00d7](?!\s?\d)|times|points?|[mµ]?s|seconds|minutes|[KMG]i?B|[mk]?[JW]|TB/s|tokens/s|tokens a second|"
     r"percent|per cent|hours?|T?FLOP/s|tokens per second|(?:micro|milli)seconds)(?!\w))"
 )
 CHAIN = rf"(?:(?:,? (?:to|and|or) |, | / |-|\u2013){NUMBER})*"  # of several numbers the last has the unit of all
+COUNT = (
+    "(?:an?|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|fifteen|twenty|thirty|forty|fifty|sixty|"
+    "hundred|thousand)"
+)
+PART = "(?:half|third|quarter|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s?"
+IN_WORDS = rf"(?i:{COUNT} (?:{UNIT}|and a half(?= )|{PART}\b)|(?:half|twice|thrice)(?= (?:as|the|of|an?)\b))"
 FIGURE = re.compile(
-    rf"(?<![\w.,/+=-])(?:{NUMBER}(?={CHAIN}\s?{UNIT})|(?<=\u00d7){NUMBER}|[-+]?\d[\d,]*\.\d+(?![\w.]*\d)|"
-    rf"(?<=\| ){NUMBER}(?= \|))"
+    rf"(?<![\w.,/+=-])(?:\d+(?:\.\d+)?e-?\d+|"
+    rf"{NUMBER}(?={CHAIN}\s?{UNIT})|(?<=\u00d7){NUMBER}|[-+]?\d[\d,]*\.\d+(?![\w.]*\d)|"
+    rf"(?<=\| ){NUMBER}(?= \|)|{IN_WORDS})"
 )
 NO_FIGURES = (
     r"`[^`]*`",
@@ -28,6 +38,8 @@ NO_FIGURES = (
     rf"llama-cpp-python|LM|CTranslate2|capability|GPUs before|on|arXiv) \d+\.\d+[\d.]*(?!\s?{UNIT})",
     r"\d+\.\d+[BM]\b",  # how large models are, and how many tokens were read
 )
+
+DENSE, SPARSE = ("eager", "compiled", "dense", "liger"), ("sparse", "sparse_compiled")  # sides of a row
 
 
 @dataclass
@@ -92,14 +104,17 @@ def unfounded(text: str, quotes: Iterable[Quote], given: Iterable[str]) -> list[
 
 
 def rows(path: str, **settings) -> list[dict]:
-    """Those of a file under the repository's root that have these settings; each names a commit."""
+    """Those of a file under the repository's root that have these settings; each names a commit.
+
+    They come without their ratios, which are rounded and would be rounded again: `speedup` divides the times.
+    """
     lines = [json.loads(line) for line in (ROOT / path).read_text().splitlines()]
     found = [row for row in lines if all(row.get(key) == value for key, value in settings.items())]
     for row in found:
         assert row.get("commit") or row.get("committed_with"), (
             f"{path}: a row that is quoted names no commit: {settings}"
         )
-    return found
+    return [{key: value for key, value in row.items() if "speedup" not in key} for row in found]
 
 
 def row(path: str, **settings) -> dict:
@@ -109,6 +124,23 @@ def row(path: str, **settings) -> dict:
     return found[0]
 
 
+def constant(path: str, name: str):
+    """What a source file assigns to a name, whatever it imports."""
+    for statement in ast.parse((ROOT / path).read_text()).body:
+        if isinstance(statement, ast.Assign):
+            (target,), value = statement.targets, statement.value
+            pairs = zip(target.elts, value.elts, strict=True) if isinstance(target, ast.Tuple) else [(target, value)]
+            for each, assigned in pairs:
+                if each.id == name:
+                    return eval(compile(ast.Expression(assigned), path, "eval"))
+    raise KeyError(f"{path} assigns nothing to {name}")
+
+
 def least(row: dict, key: str, *sides: str) -> float:
     """Of a row's sides (`eager`, `compiled`), as many as it has."""
     return min(row[f"{side}_{key}"] for side in sides if f"{side}_{key}" in row)
+
+
+def speedup(row: dict, key: str = "ms") -> float:
+    """The best dense side of a row over its best sparse one."""
+    return least(row, key, *DENSE) / least(row, key, *SPARSE)

@@ -8,7 +8,7 @@ import torch
 from hf_twell.bench.environment import environment
 from tests import quoting
 from tests.quoted_figures import GIVEN, quotes
-from tests.quoting import ROOT, differing, places, read, row, unfounded
+from tests.quoting import ROOT, constant, differing, places, read, row, speedup, unfounded
 
 PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
 QUOTES = quotes()
@@ -37,6 +37,10 @@ def test_every_figure_is_a_rows(page):
         ("The loss is 3.14.", 1),
         ("Attention 1.53 takes 20-30 percent, 5 hours and 540 TFLOP/s.", 4),
         ("| 2 | 31 | 9 |", 3),
+        ("It differs by 2e-5, or 1.5e-3; it draws 680 W and takes 2.5 J.", 4),
+        ("Four fifths of the excess stay, five minutes pass, and a third is lost.", 3),
+        ("It is twice as fast at half the memory; two and a half times.", 3),
+        ("One model is sent twice, in two ways, by a second command.", 0),
     ],
 )
 @pytest.mark.parametrize("page", ["README.md", "docs/serving.md"])
@@ -51,7 +55,8 @@ def test_a_figure_that_changes_is_found(page):
     for quote in QUOTES.get(page, []):
         for group in range(1, 1 + len(quote.values)):
             end = places(quote, text)[0].end(group)
-            altered = f"{text[: end - 1]}{(int(text[end - 1]) + 1) % 10}{text[end:]}"
+            last = text[end - 1]
+            altered = f"{text[: end - 1]}{(int(last) + 1) % 10 if last.isdigit() else 's'}{text[end:]}"
             assert len(places(quote, altered)) < len(places(quote, text)), quote.text
 
 
@@ -66,6 +71,24 @@ def test_a_row_without_a_commit_is_not_quoted(tmp_path, monkeypatch):
     assert [row("rows.jsonl", a=a)["a"] for a in (2, 3)] == [2, 3]
     with pytest.raises(AssertionError, match="names no commit"):
         row("rows.jsonl", a=1)
+
+
+def test_ratios_are_divided_anew(tmp_path, monkeypatch):
+    """A row's own are rounded: 1.4249 to 1.425, which rounds to 1.43."""
+    monkeypatch.setattr(quoting, "ROOT", tmp_path)
+    times = {"eager_ms": 5.15619, "compiled_ms": 4.49846, "sparse_ms": 3.15699}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(times | {"commit": "1234567", "speedup": 1.425}))
+    one = row("rows.jsonl")
+    assert not [key for key in one if "speedup" in key]
+    assert f"{speedup(one):.2f}" == "1.42"
+
+
+def test_a_limit_is_read_from_the_source(tmp_path, monkeypatch):
+    monkeypatch.setattr(quoting, "ROOT", tmp_path)
+    (tmp_path / "limits.py").write_text("import nowhere\nMOST, LEAST = 2**20, 0.5\nNEAR = 3\n")
+    assert [constant("limits.py", name) for name in ("MOST", "LEAST", "NEAR")] == [2**20, 0.5, 3]
+    with pytest.raises(KeyError, match="assigns nothing to FAR"):
+        constant("limits.py", "FAR")
 
 
 def test_a_copy_without_git_is_told_its_commit(monkeypatch):

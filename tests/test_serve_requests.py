@@ -1,6 +1,7 @@
 """`hf-twell serve` and whatever a client may send: an answer or a refusal in one line, and then the next answer."""
 
 import json
+import re
 import time
 import urllib.error
 import urllib.request
@@ -14,6 +15,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("hypothesis")
 import hypothesis
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from hf_twell.serving.requests import ChatRequest, CompletionRequest, Message, Part
 
@@ -216,6 +218,19 @@ def test_a_call_without_arguments_has_none():
     call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": ""}}
     message = Message.model_validate({"role": "assistant", "tool_calls": [call]})
     assert message.for_template()["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_the_page_names_every_field_that_is_refused():
+    page = (ROOT / "docs" / "serving.md").read_text()
+    table = page.split("| field | refused | do instead |")[1].split("\n\n")[0]
+    fields = "".join(re.findall(r"^\| (.*?) \|", table, re.MULTILINE))
+    refused = set()
+    for kind in (ChatRequest, CompletionRequest):
+        odd = {field: {"odd": 1} for field in kind.model_fields}
+        with pytest.raises(ValidationError) as error:
+            kind.model_validate(odd, context={"name": "demo", "vocabulary": 8})
+        refused |= {each["loc"][0] for each in error.value.errors() if each["type"] == "extra_forbidden"}
+    assert set(re.findall("`([^`]*)`", fields)) == refused | {"prompt"}
 
 
 def test_many_mistakes_are_refused_as_fast_as_one(server):

@@ -31,6 +31,9 @@ needs_vllm = pytest.mark.skipif(
     not PYTHON.exists(), reason=f"needs vLLM in {PYTHON.parents[1].name}/, where `make test-all` installs it"
 )
 TIMEOUT_S = 900  # of several engines on two cores that others use, too
+# Of prompts' log-probabilities (root mean square): by how much float32 may differ, and vLLM's int8 at least does.
+SAME, ROUNDED = 2e-5, 0.01
+AS_NEAR = 1.25  # in 16 and 8 bits: our error over that of vLLM's own blocks, at most
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
