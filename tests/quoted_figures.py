@@ -1,11 +1,8 @@
 """Every figure of README.md and docs/: of which rows it is (`quotes`), or that it is no measurement (`GIVEN`)."""
 
 import math
-import runpy
 import statistics
-import sys
 from collections.abc import Iterator
-from functools import cache
 
 from hf_twell.blocks.density_watch import MOST, ROOM
 from hf_twell.evaluation.sandbox import CPU_SECONDS, MEMORY_BYTES, WALL_SECONDS
@@ -15,6 +12,7 @@ from hf_twell.measure.activity import SHARES
 from hf_twell.models.cards import LOST
 from hf_twell.ops.policy_cuda import BACK, LIMITS, LIMITS_TRAINING
 from tests.quoting import DENSE, ROOT, SPARSE, Quote, constant, least, row, rows, speedup
+from tests.study_rows import above_control, power_of, tokens_for
 
 H200, EPYC = "kernels/twell_cuda/bench/h200-{}/bench.jsonl", "kernels/twell_cpu/bench/epyc-{}/bench.jsonl"
 MAIN, FEW, DENSITY = (H200.format(run) for run in ("2026-11-23", "few-2026-11-27", "density-2026-11-27"))
@@ -23,8 +21,8 @@ H100_FP8 = "kernels/twell_cuda/bench/h100-fp8-2026-11-26/bench.jsonl"
 CPU, CPU_INT8 = EPYC.format("2026-11-21"), EPYC.format("int8-2026-11-27")
 SMOLLM2, STUDY = "model_cards/smollm2/pretrained.jsonl", "model_cards/study/study.jsonl"
 TRIALS, SNIPPET, DEMO = (
-    "recipes/experiments/{}.jsonl",
-    "recipes/experiments/snippet.jsonl",
+    "model_cards/smollm2/experiments/{}.jsonl",
+    "model_cards/smollm2/snippet.jsonl",
     "recipes/demo/measured.jsonl",
 )
 QUANTIZED = "model_cards/smollm2/quantized.jsonl"
@@ -68,6 +66,7 @@ GIVEN = {
     "docs/converting.md": (
         "at 10 % active neurons with 8M tokens",
         "at 0.15 of the learning rate",
+        "over a fifth of the steps",
         "(half of the objective",
         "| half of the text",
         "| four times the tokens (32M)",
@@ -141,7 +140,7 @@ def shape(hidden: int, tokens: int = 1) -> dict:
 
 def steps(folder: str, parent: str = "h200-vllm-2026-11-27") -> dict[tuple, tuple[dict, dict]]:
     """vLLM's dense and sparse row of each load."""
-    path = f"kernels/twell_cuda/bench/{parent}/{folder}/vllm_steps.jsonl"
+    path = f"kernels/twell_cuda/bench/{parent}/{folder}/bench.jsonl"
     sides = (
         {(each["measured"], each["batch"]): each for each in rows(path, side=side)} for side in ("dense", "sparse")
     )
@@ -194,21 +193,10 @@ def span(values: list[float]) -> tuple[float, float]:
     return min(values), max(values)
 
 
-@cache
-def recipes(script: str) -> dict:
-    """A script's names."""
-    sys.path.insert(0, str(ROOT / "recipes"))
-    try:
-        return runpy.run_path(str(ROOT / "recipes" / script))
-    finally:
-        sys.path.remove(str(ROOT / "recipes"))
-
-
 def reached(*runs: tuple[str, float]) -> list[float]:
     """By how much the study's rows, Llama's and Qwen3's, are above their own controls, in percent."""
-    report, everything = recipes("study_report.py"), rows(STUDY)
     found = [each for name, target in runs for each in rows(STUDY, name=name, target_density=target)]
-    return sorted(100 * report["against"](each, report["control_of"](each, everything)) for each in found)
+    return sorted(above_control(each, rows(STUDY)) for each in found)
 
 
 def study_density(run: tuple[str, float]) -> float:
@@ -385,10 +373,17 @@ def converting() -> Entries:
     yield "its teacher {:.0f} minutes more", books["minutes"]
     third = smollm2("count/0.345/350M/seed0")
     yield "({:.0f} %) the loss ended {:.1f} % above with 350M", 100 * third["density"], above(third, parent, control)
-    fits = recipes("pretrained_report.py")["token_fits"](rows(SMOLLM2))
-    yield "leave {:.0f} to {:.0f} % of the excess", *span([100 * 2 ** fit["power"] for fit in fits])
-    fit = min(fits, key=lambda fit: abs(fit["density"] - 0.1))
-    yield "at 10 %, +2 % would take {:.1f} billion", fit["needed"] / 1e9
+
+    def nearest(one: dict) -> dict:
+        """The control whose tokens are nearest to the row's."""
+        return min(books, control, key=lambda each: abs(math.log(each["tokens_read"] / one["tokens_read"])))
+
+    points: dict[str, list] = {}
+    for each in rows(SMOLLM2, name="count"):
+        points.setdefault(f"{each['density']:.1g}", []).append((each["tokens"], above(each, parent, nearest(each))))
+    fitted = {density: found for density, found in points.items() if len({tokens for tokens, _ in found}) > 2}
+    yield "leave {:.0f} to {:.0f} % of the excess", *span([100 * 2 ** power_of(found)[0] for found in fitted.values()])
+    yield "at 10 %, +2 % would take {:.1f} billion", tokens_for(2, fitted["0.1"]) / 1e9
     yield "lost {:.2f} % less than the better of both", -above(averaged, parent, books)
     yield "and kept {:.0f} % of the tasks", kept(averaged, books)
     losses = few["chats_loss"], smollm2("chats/0.098/25M/seed0")["chats_loss"]
@@ -410,10 +405,10 @@ def converting() -> Entries:
     yield "not a tenth | {:.1f} to {:.1f} %, one of five {:.1f} %", least_, second, most
     yield "(twice the tokens: {:.1f} %)", *reached(("swap + L1 long", 0.01))
     for text, *runs in (
-        ("likewise after two fifths) | {:.1f} to {:.1f} % |", ("blend + L1", 0.01)),
-        ("| LoRA on the rest | {:.1f} to {:.1f} % |", ("FFN + LoRA", 0.01)),
+        ("likewise after two fifths) | {:.1f} to {:.1f} % |", ("FFN + LoRA", 0.01)),
         ("| the FFN alone | {:.1f} to {:.1f} % |", ("FFN only", 0.01)),
         ("as in the study ({:.1f} to {:.1f} % at 1 %)", ("logits + L1", 0.01), ("logits + layers + L1", 0.01)),
+        ("of the steps ended {:.1f} to {:.1f} % above", ("blend + L1", 0.01)),
     ):
         yield text, *span(reached(*runs))
 

@@ -1,4 +1,4 @@
-"""`hf-twell bench prefill MODEL` and `generate MODEL`: a sparse checkpoint of the user's in place of a random one."""
+"""`hf-twell bench prefill`, `generate` and `vllm` of MODEL: a sparse checkpoint of the user's, not a random one."""
 
 import argparse
 from pathlib import Path
@@ -32,14 +32,11 @@ def check_own_model(args) -> None:
 
 def own_rows(args, common):
     """An iterator of MODEL's rows, and how many there will be."""
-    import torch
-
     from hf_twell.bench.own import bench_own_generate, bench_own_prefill
     from hf_twell.blocks.architectures import other_activations
     from hf_twell.convert.sparsify import sparsify
     from hf_twell.measure.inference import check_ids
     from hf_twell.models.loading import load_model
-    from hf_twell.recipe.packing import token_ids
     from hf_twell.recipe.sources import check_file
 
     for path in args.text:
@@ -49,7 +46,7 @@ def own_rows(args, common):
     if others := other_activations(model.config):
         raise ValueError(f"{args.model} is not sparse (activation: {others.pop()}); convert it with hf-twell sparsify")
     sparsify(model.eval())
-    ids = torch.tensor(token_ids(tokenizer, args.text))
+    ids = load_ids(tokenizer, args.text)
     check_ids(model, tokenizer, ids)
     if args.what == "generate":
         bench, own = bench_own_generate, ("new_tokens", "steps_only")
@@ -58,3 +55,12 @@ def own_rows(args, common):
     common |= {name: getattr(args, name) for name in own} | {"compile": not args.no_compile}
     batches = args.batch or [1]
     return (bench(model, ids, batch=batch, **common) for batch in batches), len(batches)
+
+
+def load_ids(tokenizer, files: list[str]):
+    """The token ids of text files, (tokens,)."""
+    import torch
+
+    from hf_twell.recipe.packing import token_ids
+
+    return torch.tensor(token_ids(tokenizer, files))
