@@ -1,6 +1,7 @@
 """`SparsityCallback`: the L1 term in Transformers' Trainer and everything derived from it (SFTTrainer among them)."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainerCallback
@@ -32,6 +33,20 @@ IDLE_NAME = "twell_idle.safetensors"
 REVIVE_UNTIL = 0.8  # of a run: what revives later is not trained any more, and only makes the model denser
 
 
+class _MicroBatches(list):
+    """Those of a step. Whoever goes through them gets one after the other from `switched_on`, a generator's function.
+
+    A loop that an exception or a `break` ends lets go of the generator, and so ends the micro-batch that it was in.
+    """
+
+    def __init__(self, batches: list, switched_on: Callable[[Iterator], Iterator]):
+        super().__init__(batches)
+        self._switched_on = switched_on
+
+    def __iter__(self) -> Iterator:
+        return self._switched_on(super().__iter__())
+
+
 class SparsityCallback(TrainerCallback):
     """Trains a sparsified model to few active neurons, and logs how few.
 
@@ -49,6 +64,14 @@ class SparsityCallback(TrainerCallback):
 
     Its `CompleteCheckpoints` marks the trainer's checkpoints: `trainer.train(resume_from_checkpoint=True)` passes over
     those whose saving was interrupted.
+
+    All but four things are done at the trainer's events. Its methods, all of them public, are replaced on this trainer,
+    and come back with `detach`:
+
+    - `get_batch_samples`, because no event carries batches, and the term needs the tokens of a whole step before its
+      first backward. The list that it returns switches the term on for each micro-batch that the trainer takes out;
+    - `train` and `save_model`, by `CompleteCheckpoints`, which says why;
+    - `create_model_card`, by `use_model_card`, unless the trainer has one of its own already.
 
     Args:
         trainer: the trainer; its model must be sparsified.
@@ -127,7 +150,8 @@ class SparsityCallback(TrainerCallback):
             sigma = getattr(trainer.model.config.get_text_config(), "initializer_range", 0.02)
             self.revival = Revival(self.penalty.ffns, revive_after, sigma=sigma, seed=trainer.args.seed)
         self._told: set = set()
-        wrap(trainer, self, ("get_batch_samples", "training_step", "log"))
+        self._term = contextlib.ExitStack()  # what a micro-batch switches on
+        wrap(trainer, self, ["get_batch_samples"])
         self.checkpoints = CompleteCheckpoints(trainer, self.schedule())
         self._card = None
         if "create_model_card" not in vars(trainer):
@@ -175,7 +199,10 @@ class SparsityCallback(TrainerCallback):
                 "model_init makes a new model for each run; sparsify, unpatch and copies of blocks change them): give "
                 "Trainer the model itself, and make the callback last"
             )
-        hide_layers(self.trainer.callback_handler.callbacks)
+        handler = self.trainer.callback_handler
+        hide_layers(handler.callbacks)
+        # Before the reporters: what `on_log` adds is for them, too.
+        handler.callbacks = [self] + [callback for callback in handler.callbacks if callback is not self]
         if self.blend is not None and self._blend_length() >= state.max_steps:
             raise ValueError(
                 f"blend_steps={self.blend_steps} of {state.max_steps} steps leaves none for the ReLU model; give fewer"
@@ -205,6 +232,17 @@ class SparsityCallback(TrainerCallback):
         if self.blend is not None:
             self.blend.set(step / self._blend_length())
 
+    def on_substep_end(self, args, state, control, **kwargs):
+        self._term.close()
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if not self.penalty.is_on:
+            raise ValueError(
+                f"{type(self.trainer).__name__} takes a step's micro-batches out of the list of `get_batch_samples` "
+                "before it trains on them, so the L1 term was not on; loop over that list itself"
+            )
+        self._term.close()
+
     def on_optimizer_step(self, args, state, control, **kwargs):
         counts, step = self.penalty.end_step(), state.global_step
         if counts is None or step < self._blend_length():
@@ -228,7 +266,7 @@ class SparsityCallback(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         if not args.should_save:
             return
-        folder = self.checkpoints.folder()
+        folder = self.checkpoints.folder
         record_base(self.trainer.accelerator.unwrap_model(self.trainer.model), folder)
         if self.revival is not None:
             save_file(self.revival.state(), folder / IDLE_NAME)
@@ -252,23 +290,26 @@ class SparsityCallback(TrainerCallback):
             if self.target_density is None:
                 self.penalty.l1_weight = self.weight_at(self.trainer.state.global_step)
             self.penalty.begin_step(batches, scaler=self.trainer.accelerator.scaler)
-        return batches, num_items_in_batch
+        return _MicroBatches(batches, self._with_term), num_items_in_batch
 
-    def _training_step(self, training_step, model, inputs, *args, **kwargs):
-        with self.penalty.micro_batch(inputs):
-            if self.distillation is None:
-                return training_step(model, inputs, *args, **kwargs)
-            with self.distillation.micro_batch(inputs, self.penalty.token_scale):
-                return training_step(model, inputs, *args, **kwargs)
+    def _with_term(self, batches: Iterator[Mapping]) -> Iterator[Mapping]:
+        for batch in batches:
+            with self._term:
+                self._term.enter_context(self.penalty.micro_batch(batch))
+                if self.distillation is not None:
+                    self._term.enter_context(self.distillation.micro_batch(batch, self.penalty.token_scale))
+                yield batch
 
-    def _log(self, log, logs, *args, **kwargs):
-        if "loss" in logs:
-            report = self.penalty.report()
-            if report is not None:
-                logs = {**logs, **self._rows(report)}
-                if self.trainer.is_world_process_zero() and self.l1_weight != 0:
-                    self._warn(logs, report)
-        return log(logs, *args, **kwargs)
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" not in logs:
+            return
+        report = self.penalty.report()
+        if report is not None:
+            rows = self._rows(report)
+            logs.update(rows)
+            state.log_history[-1].update(rows)
+            if state.is_world_process_zero and self.l1_weight != 0:
+                self._warn(logs, report)
 
     def _warn(self, logs: dict, report: dict) -> None:
         state = self.trainer.state

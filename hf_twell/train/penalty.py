@@ -159,6 +159,11 @@ class L1Penalty:
             for ffn in self.ffns:
                 ffn.twell_state.l1 = None
 
+    @property
+    def is_on(self) -> bool:
+        """Whether a micro-batch runs."""
+        return self.ffns[0].twell_state.l1 is not None
+
     def micro_batches(self, batches: Iterable[Mapping], *, scaler=None) -> Iterator[Mapping]:
         """Yield the micro-batches of one optimizer step, each with the L1 term switched on.
 
