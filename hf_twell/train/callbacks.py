@@ -2,9 +2,10 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from safetensors.torch import load_file, save_file
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.convert.blending import Blend
@@ -144,7 +145,7 @@ class SparsityCallback(TrainerCallback):
         if distillation is not None:
             distillation.join(trainer)
         self.controller: DensityController | None = None  # made when a run begins, whose steps it needs
-        self.revival = None
+        self.revival: Revival | None = None
         self._revived = 0.0  # share of neurons, in the last step
         if revive_after is not None:
             sigma = getattr(trainer.model.config.get_text_config(), "initializer_range", 0.02)
@@ -176,7 +177,9 @@ class SparsityCallback(TrainerCallback):
 
     def weight_at(self, step: int) -> float:
         """The coefficient of the optimizer step that follows `step` finished ones, where `l1_weight` was given."""
-        return self.l1_weight * self.progress(step) if step >= self._blend_length() else 0.0
+        if self.l1_weight is None or step < self._blend_length():
+            return 0.0
+        return self.l1_weight * self.progress(step)
 
     def schedule(self) -> dict:
         """The arguments that a checkpoint records, and a model card tells."""
@@ -187,7 +190,9 @@ class SparsityCallback(TrainerCallback):
         names += ["revive_after"] if self.revival is not None else []
         return {name: getattr(self, name) for name in names}
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if state is not self.trainer.state:
             raise ValueError(
                 "this SparsityCallback was made for another trainer, so this one would train without the L1 term; make "
@@ -232,10 +237,14 @@ class SparsityCallback(TrainerCallback):
         if self.blend is not None:
             self.blend.set(step / self._blend_length())
 
-    def on_substep_end(self, args, state, control, **kwargs):
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._term.close()
 
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if not self.penalty.is_on:
             raise ValueError(
                 f"{type(self.trainer).__name__} takes a step's micro-batches out of the list of `get_batch_samples` "
@@ -243,7 +252,9 @@ class SparsityCallback(TrainerCallback):
             )
         self._term.close()
 
-    def on_optimizer_step(self, args, state, control, **kwargs):
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         counts, step = self.penalty.end_step(), state.global_step
         if counts is None or step < self._blend_length():
             return
@@ -255,15 +266,17 @@ class SparsityCallback(TrainerCallback):
             revives = step < REVIVE_UNTIL * state.max_steps
             self._revived = self.revival.revive(self.trainer.optimizer, step) if revives else 0.0
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.blend is not None and self.blend.share < 1:
             self.blend.set(state.global_step / self._blend_length())
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self.controller is not None and state.is_world_process_zero:
             warn_of_miss(self.controller, self.penalty.ffns)
 
-    def on_save(self, args, state, control, **kwargs):
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not args.should_save:
             return
         folder = self.checkpoints.folder
@@ -276,7 +289,7 @@ class SparsityCallback(TrainerCallback):
     def _blend_length(self) -> int:
         return 0 if self.blend is None else max(1, whole_steps(self.blend_steps, self.trainer.state.max_steps))
 
-    def _get_batch_samples(self, get_batch_samples, *args, **kwargs):
+    def _get_batch_samples(self, get_batch_samples: Callable, *args: Any, **kwargs: Any) -> tuple:
         if self not in self.trainer.callback_handler.callbacks:
             raise ValueError(
                 "a SparsityCallback was made for this trainer but is not among its callbacks; add it with "
@@ -300,7 +313,9 @@ class SparsityCallback(TrainerCallback):
                     self._term.enter_context(self.distillation.micro_batch(batch, self.penalty.token_scale))
                 yield batch
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
+    ) -> None:
         if "loss" not in logs:
             return
         report = self.penalty.report()
@@ -325,13 +340,13 @@ class SparsityCallback(TrainerCallback):
             self._told.add("loss")
 
     def _rows(self, report: dict) -> dict[str, float]:
-        steered = self.controller is not None and self.controller.started
-        rows = rows_of_report(report, self.penalty.ffns, layer_weights=steered, layers=self.log_layers)
-        if steered:
-            setpoint = self.controller.setpoint(self.progress(self.trainer.state.global_step))
+        controller = self.controller if self.controller is not None and self.controller.started else None
+        rows = rows_of_report(report, self.penalty.ffns, layer_weights=controller is not None, layers=self.log_layers)
+        if controller is not None:
+            setpoint = controller.setpoint(self.progress(self.trainer.state.global_step))
             rows["twell/target"] = setpoint.mean().item()
             if self.trainer.is_world_process_zero():
-                warn_of_bounds(self.controller, self._told, self.penalty.ffns, self.trainer.state.global_step)
+                warn_of_bounds(controller, self._told, self.penalty.ffns, self.trainer.state.global_step)
         if self.revival is not None:
             rows["twell/revived"] = self._revived
         if self.blend is not None:

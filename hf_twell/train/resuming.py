@@ -3,12 +3,13 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import nn
-from transformers import Trainer, TrainerCallback
-from transformers.trainer_utils import rotate_checkpoints
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 
 from hf_twell.files.checkpoints import STATE_NAME, clear_state, last_checkpoint, read_state, write_state
 
@@ -35,8 +36,10 @@ class CompleteCheckpoints(TrainerCallback):
     Attributes:
         state: what the file records besides, as it stands at the next saving.
         resumed: the checkpoint that the run goes on from, or None.
-        folder: the checkpoint that is being saved, or was saved last.
+        folder: the checkpoint that is being saved, or was saved last, if there was one.
     """
+
+    folder: Path
 
     def __init__(self, trainer: Trainer, method: Mapping):
         detach_earlier(trainer, CompleteCheckpoints)
@@ -44,7 +47,6 @@ class CompleteCheckpoints(TrainerCallback):
         self.method = dict(method)
         self.state: dict = {}
         self.resumed: Path | None = None
-        self.folder: Path | None = None
         self._saving = contextlib.ExitStack()  # what is undone when a checkpoint is complete
         wrap(trainer, self, ("train", "save_model"))
         trainer.add_callback(self)
@@ -53,7 +55,7 @@ class CompleteCheckpoints(TrainerCallback):
         """Give the trainer its methods back and leave its callbacks."""
         unwrap(self.trainer, self)
 
-    def on_save(self, args, state, control, **kwargs):
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # Other processes may still be writing their part of the checkpoint.
         self.trainer.accelerator.wait_for_everyone()
         self._saving.close()
@@ -63,9 +65,10 @@ class CompleteCheckpoints(TrainerCallback):
                 str(self.folder.parent), args.save_total_limit, state.best_model_checkpoint, use_mtime=True
             )
 
-    def _save_model(self, save_model, output_dir=None, _internal_call=False):
+    def _save_model(self, save_model: Callable, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not _internal_call or output_dir is None:  # asked for by the user, or for the Hub
-            return save_model(output_dir, _internal_call)
+            save_model(output_dir, _internal_call)
+            return
         self.folder, args = Path(output_dir), self.trainer.args
         if args.should_save:
             clear_state(self.folder)
@@ -74,7 +77,9 @@ class CompleteCheckpoints(TrainerCallback):
         self._saving.callback(setattr, args, "save_total_limit", args.save_total_limit)
         args.save_total_limit = None
 
-    def _train(self, train, resume_from_checkpoint=None, *args, **kwargs):
+    def _train(
+        self, train: Callable, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> TrainOutput:
         handler = self.trainer.callback_handler
         handler.callbacks = [callback for callback in handler.callbacks if callback is not self] + [self]  # saves last
         if resume_from_checkpoint is True:
@@ -96,7 +101,7 @@ class CompleteCheckpoints(TrainerCallback):
 
 @contextlib.contextmanager
 def _tied_weights_known(model: nn.Module) -> Iterator[None]:
-    """Weights that are tied are saved once: a trainer that loads a checkpoint does not warn of the others as missing."""
+    """Weights that are tied are saved once: the others are not missing when a trainer loads them."""
     weights = dict(model.named_parameters(remove_duplicate=False))
     pairs = getattr(model, "all_tied_weights_keys", {}).items()
     tied = {name for name, source in pairs if name in weights and weights[name] is weights.get(source)}
@@ -151,5 +156,5 @@ def detach_earlier(trainer: Trainer, kind: type[TrainerCallback]) -> None:
             return
 
 
-def _owner(method) -> TrainerCallback | None:
+def _owner(method: Any) -> Any:
     return getattr(getattr(method, "func", None), "__self__", None)
