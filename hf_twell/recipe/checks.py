@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hf_twell.recipe.sources import ROW_FILES, check_file, is_streamed
-from hf_twell.train.schedule import LAYER_SHARES, TERMS, WARMUPS, check_steps, check_target
+from hf_twell.train.schedule import LAYER_SHARES, REMOVED, TERMS, WARMUPS, check_steps, check_target
 
 REFUSED = {  # keys of `training`, and what to do
     "output_dir": "which is a key of the recipe: write output_dir alone",
@@ -112,15 +112,14 @@ def _check_text(recipe, path: Path) -> None:
 
 
 def _check_objective(recipe, path: Path) -> None:
-    for key in ("l1_weight", "warmup_steps", "target_density", "blend_steps", "revive_after"):
+    for key in ("l1_weight", "warmup_steps", "target_density", "revive_after"):
         value = getattr(recipe, key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
             raise ValueError(f"{path} has {key}: {value!r}; give a number of at least 0")
     try:
         if recipe.target_density is not None:
             check_target(recipe.target_density, layer_shares=recipe.layer_shares, l1_bounds=recipe.l1_bounds)
-        for key in ("warmup_steps", "blend_steps"):
-            check_steps(key, getattr(recipe, key) or 0)
+        check_steps("warmup_steps", recipe.warmup_steps or 0)
     except ValueError as error:
         raise ValueError(f"{path} has {error}") from error
     if recipe.revive_after is not None and (type(recipe.revive_after) is not int or recipe.revive_after < 1):
@@ -142,9 +141,11 @@ def check_keys(data: Iterable[str], known: Sequence[str], where: str) -> None:
     """Refuse unknown keys.
 
     Raises:
-        ValueError: naming the key, and the one that was meant.
+        ValueError: naming the key, and the one that was meant or takes its place.
     """
     for key in data:
+        if key in REMOVED:
+            raise ValueError(f"{where} has {key}, and {REMOVED[key]}")
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"

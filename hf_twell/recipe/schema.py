@@ -44,7 +44,6 @@ class Recipe:
         layer_shares: "equal" or "free": whether every layer reaches the target, or their mean.
         l1_bounds: lowest and highest coefficient that `target_density` may lead to; null for those of the controller.
         revive_after: tokens after which a neuron that was never active is revived; null leaves dead ones alone.
-        blend_steps: optimizer steps (or share of them) over which the activation becomes ReLU; null swaps it at once.
         distill: what the dense parent teaches: `logits` (share in the objective), `layers` (weight of its blocks'
             outputs), `parent` (default: `model`), `dtype` of the parent (default: bfloat16 if `training`
             has `bf16`, else `dtype`).
@@ -74,7 +73,6 @@ class Recipe:
     layer_shares: str = "equal"
     l1_bounds: list | None = None
     revive_after: int | None = None
-    blend_steps: float | None = None
     distill: dict | None = None
     layers: list | None = None
     trainable: str = "all"
