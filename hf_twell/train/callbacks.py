@@ -64,13 +64,13 @@ class SparsityCallback(TrainerCallback):
     Its `CompleteCheckpoints` marks the trainer's checkpoints: `trainer.train(resume_from_checkpoint=True)` passes over
     those whose saving was interrupted.
 
-    All but four things are done at the trainer's events. Its methods, all of them public, are replaced on this trainer,
-    and come back with `detach`:
+    It works at the trainer's events, as the first of its callbacks: reporters get its rows too. For what has no event,
+    it replaces four public methods of this trainer, until `detach`:
 
-    - `get_batch_samples`, because no event carries batches, and the term needs the tokens of a whole step before its
-      first backward. The list that it returns switches the term on for each micro-batch that the trainer takes out;
-    - `train` and `save_model`, by `CompleteCheckpoints`, which says why;
-    - `create_model_card`, by `use_model_card`, unless the trainer has one of its own already.
+    - `get_batch_samples`: the term needs the tokens of a whole step before its first backward. The list that comes back
+      switches the term on for each micro-batch that the trainer takes out of it;
+    - `train` and `save_model`: `CompleteCheckpoints` does so, and says why;
+    - `create_model_card`: `use_model_card` does so, unless the user has replaced it already.
 
     Args:
         trainer: the trainer; its model must be sparsified.
@@ -112,7 +112,7 @@ class SparsityCallback(TrainerCallback):
         distillation: Distillation | None = None,
         parent_loss: float | None = None,
         log_layers: bool = True,
-        **removed,
+        **removed: Any,
     ):
         for name in removed:
             if name in REMOVED:
