@@ -272,7 +272,7 @@ def score(figure: Mapping) -> str:
     return f"{figure['value']:.4f}" + (f" ± {figure['stderr']:.4f}" if figure.get("stderr") is not None else "")
 
 
-def is_repo(name) -> bool:
+def is_repo(name: object) -> bool:
     """Whether a name can be that of a model on the Hub, and is no folder here."""
     return bool(name) and REPO_ID.fullmatch(name) is not None and not Path(name).exists()
 
