@@ -37,10 +37,10 @@ def own_rows(args, common):
     from hf_twell.bench.own import bench_own_generate, bench_own_prefill
     from hf_twell.blocks.architectures import other_activations
     from hf_twell.convert.sparsify import sparsify
+    from hf_twell.files.text import check_file
     from hf_twell.measure.inference import check_ids
     from hf_twell.models.loading import load_model
     from hf_twell.recipe.packing import token_ids
-    from hf_twell.recipe.sources import check_file
 
     for path in args.text:
         check_file(Path(path))

@@ -28,8 +28,7 @@ from hf_twell.recipe.runs import (
     only_run,
     settings,
 )
-from hf_twell.recipe.schema import Distill, Recipe
-from hf_twell.recipe.sources import is_streamed
+from hf_twell.recipe.schema import Recipe, is_streamed
 from hf_twell.recipe.trainer import PackedTrainer
 from hf_twell.recipe.variants import LoraOutsideFfns, freeze, train_ffns_alone
 from hf_twell.train.callbacks import SparsityCallback
@@ -160,8 +159,8 @@ def teacher(recipe: Recipe, model) -> Distillation | None:
     """The dense parent, frozen, as the recipe's `distill` says."""
     if recipe.distill is None:
         return None
-    settings = Distill(**recipe.distill)
+    given = {key: value for key, value in recipe.distill.items() if value is not None}
     # Its forward is outside the trainer's autocast, and in float32 would take as long as the whole step.
-    dtype = settings.dtype or ("bfloat16" if recipe.training.get("bf16") else recipe.dtype)
-    parent, _ = load_model(settings.parent or recipe.model, False, dtype=dtype, device="cpu")
-    return Distillation(model, parent, logits=settings.logits, layers=settings.layers)
+    dtype = given.get("dtype") or ("bfloat16" if recipe.training.get("bf16") else recipe.dtype)
+    parent, _ = load_model(given.get("parent", recipe.model), False, dtype=dtype, device="cpu")
+    return Distillation(model, parent, logits=given.get("logits", 0.5), layers=given.get("layers", 0.0))

@@ -11,9 +11,8 @@ from tqdm.auto import tqdm
 
 from hf_twell.files.configs import one_line
 from hf_twell.files.rows import Row, read_rows
-from hf_twell.files.text import read_documents
+from hf_twell.files.text import ROW_FILES, check_file, read_documents
 from hf_twell.recipe.chat import IGNORED, chat_fault, chat_tokens, text_fault
-from hf_twell.recipe.sources import ROW_FILES, check_file
 
 
 class Document(NamedTuple):
