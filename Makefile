@@ -46,7 +46,7 @@ sanitize-cpu:
 bench: setup
 	$(BIN)/hf-twell bench ffn --output out/bench
 
-# Plots, tables and model cards of the rows in kernels/*/bench and model_cards/.
+# Plots and tables of the rows in kernels/*/bench.
 figures: setup
 	$(BIN)/python docs/figures.py
 

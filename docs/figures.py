@@ -1,9 +1,9 @@
-"""Every figure and table in the repository that rows stand for, drawn from those rows (`make figures`).
+"""Every figure and table of the benchmarks' rows, drawn from those rows alone (`make figures`).
 
     python docs/figures.py [ROOT]
 
 `bench.jsonl` under kernels/ gives tables and a figure for each kind of bench beside it, `vllm_steps.jsonl` a table and
-a figure, `study.jsonl` and `pretrained.jsonl` (of the pretrained parent) a study's table, plot and model cards.
+a figure.
 """
 
 import json
@@ -41,20 +41,6 @@ def main(root: Path) -> list[Path]:
             plot(rows, drawn[-1])
     for path in sorted(root.glob("kernels/*/bench/**/vllm_steps.jsonl")):
         drawn += draw_steps(rows_of(path), path.parent)
-    sys.path.insert(0, str(HERE / "recipes"))
-    from pretrained_cards import write_cards as write_pretrained_cards
-    from pretrained_report import report as report_pretrained
-    from study_cards import write_cards
-    from study_report import report
-
-    for path in sorted(root.glob("model_cards/**/study.jsonl")):
-        report(rows_of(path), path.parent)
-        drawn += [path.with_name("study.md"), path.with_name("study.png")]
-        drawn += write_cards(rows_of(path), path.parent / "cards")
-    for path in sorted((root / "model_cards").glob("**/pretrained.jsonl")):
-        report_pretrained(rows_of(path), path.parent)
-        drawn += [path.with_name("study.md"), path.with_name("study.png")]
-        drawn += write_pretrained_cards(rows_of(path), path.parent / "cards")
     return drawn
 
 

@@ -1,15 +1,13 @@
 """Every figure of README.md and docs/: of which rows it is (`quotes`), or that it is no measurement (`GIVEN`)."""
 
 import math
-import runpy
 import statistics
-import sys
 from collections.abc import Iterator
-from functools import cache
 
 from hf_twell.models.cards import LOST
 from hf_twell.ops.policy_cuda import BACK, LIMITS, LIMITS_TRAINING
-from tests.quoting import ROOT, Quote, least, row, rows
+from tests.quoting import Quote, least, row, rows
+from tests.study_rows import above_control, tokens_for
 
 H200, EPYC = "kernels/twell_cuda/bench/h200-{}/bench.jsonl", "kernels/twell_cpu/bench/epyc-{}/bench.jsonl"
 MAIN, FEW, DENSITY = (H200.format(run) for run in ("2026-11-23", "few-2026-11-27", "density-2026-11-27"))
@@ -18,8 +16,8 @@ H100_FP8 = "kernels/twell_cuda/bench/h100-fp8-2026-11-26/bench.jsonl"
 CPU, CPU_INT8 = EPYC.format("2026-11-21"), EPYC.format("int8-2026-11-27")
 SMOLLM2, STUDY = "model_cards/smollm2/pretrained.jsonl", "model_cards/study/study.jsonl"
 TRIALS, SNIPPET, DEMO = (
-    "recipes/experiments/{}.jsonl",
-    "recipes/experiments/snippet.jsonl",
+    "model_cards/smollm2/experiments/{}.jsonl",
+    "model_cards/smollm2/snippet.jsonl",
     "recipes/demo/measured.jsonl",
 )
 QUANTIZED = "model_cards/smollm2/quantized.jsonl"
@@ -165,21 +163,10 @@ def span(values: list[float]) -> tuple[float, float]:
     return min(values), max(values)
 
 
-@cache
-def recipes(script: str) -> dict:
-    """A script's names."""
-    sys.path.insert(0, str(ROOT / "recipes"))
-    try:
-        return runpy.run_path(str(ROOT / "recipes" / script))
-    finally:
-        sys.path.remove(str(ROOT / "recipes"))
-
-
 def reached(*runs: tuple[str, float]) -> list[float]:
     """By how much the study's rows, Llama's and Qwen3's, are above their own controls, in percent."""
-    report, everything = recipes("study_report.py"), rows(STUDY)
     found = [each for name, target in runs for each in rows(STUDY, name=name, target_density=target)]
-    return sorted(100 * report["against"](each, report["control_of"](each, everything)) for each in found)
+    return sorted(above_control(each, rows(STUDY)) for each in found)
 
 
 def study_density(run: tuple[str, float]) -> float:
@@ -350,8 +337,14 @@ def converting() -> Entries:
     yield "its teacher {:.0f} minutes more", books["minutes"]
     third = smollm2("count/0.345/350M/seed0")
     yield "({:.0f} %) the loss ended {:.1f} % above with 350M", 100 * third["density"], above(third, parent, control)
-    fit = min(recipes("pretrained_report.py")["token_fits"](rows(SMOLLM2)), key=lambda fit: abs(fit["density"] - 0.1))
-    yield "at 10 %, +2 % would take {:.1f} billion", fit["needed"] / 1e9
+    tenths = [each for each in rows(SMOLLM2, name="count") if f"{each['density']:.1g}" == "0.1"]
+
+    def nearest(one: dict) -> dict:
+        """The control whose tokens are nearest to the row's."""
+        return min(books, control, key=lambda each: abs(math.log(each["tokens_read"] / one["tokens_read"])))
+
+    points = [(each["tokens"], above(each, parent, nearest(each))) for each in tenths]
+    yield "at 10 %, +2 % would take {:.1f} billion", tokens_for(2, points) / 1e9
     yield "lost {:.2f} % less than the better of both", -above(averaged, parent, books)
     yield "and kept {:.0f} % of the tasks", kept(averaged, books)
     losses = few["chats_loss"], smollm2("chats/0.098/25M/seed0")["chats_loss"]
@@ -373,10 +366,10 @@ def converting() -> Entries:
     yield "not a tenth | {:.1f} to {:.1f} %, one of five {:.1f} %", least_, second, most
     yield "(twice the tokens: {:.1f} %)", *reached(("swap + L1 long", 0.01))
     for text, *runs in (
-        ("likewise after two fifths) | {:.1f} to {:.1f} % |", ("blend + L1", 0.01)),
-        ("| LoRA on the rest | {:.1f} to {:.1f} % |", ("FFN + LoRA", 0.01)),
+        ("likewise after two fifths) | {:.1f} to {:.1f} % |", ("FFN + LoRA", 0.01)),
         ("| the FFN alone | {:.1f} to {:.1f} % |", ("FFN only", 0.01)),
         ("as in the study ({:.1f} to {:.1f} % at 1 %)", ("logits + L1", 0.01), ("logits + layers + L1", 0.01)),
+        ("of the steps ended {:.1f} to {:.1f} % above", ("blend + L1", 0.01)),
     ):
         yield text, *span(reached(*runs))
 

@@ -289,7 +289,10 @@ RECIPE_MISTAKES = [
     ([*DENSITY, "l1_bounds=[2, 1]"], "l1_bounds=[2, 1]; give the lowest"),
     (["warmup=steep"], "'linear' or 'sine'"),
     (["warmup_steps=2.5"], "warmup_steps=2.5; give a whole number of steps, or a share"),
-    (["blend_steps=2.5"], "blend_steps=2.5; give a whole number of steps, or a share"),
+    (
+        ["blend_steps=0.2"],
+        "has blend_steps, and blending is gone; leave it out, and the activation becomes ReLU at once",
+    ),
     (["revive_after=soon"], "revive_after: 'soon'; give a whole number of tokens"),
     (["revive_after=0"], "a whole number of tokens"),
     (["revive_after=0.5"], "revive_after: 0.5; give a whole number of tokens"),
@@ -347,7 +350,7 @@ def test_recipe_mistakes_end_in_one_line_before_any_work(recipe, changes, says, 
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [("heldout=short.txt", "less than one sequence of 32"), ("blend_steps=4", "blend_steps=4 of 4 steps leaves none")],
+    [("heldout=short.txt", "less than one sequence of 32")],
 )
 def test_mistakes_that_the_text_shows_end_in_one_line(recipe, change, says, capsys, monkeypatch):
     monkeypatch.chdir(recipe.parent)
@@ -817,12 +820,20 @@ def test_a_resumed_run_that_is_changed_is_refused_or_told(recipe, capsys, caplog
     AutoTokenizer.from_pretrained(DEMO / "model").save_pretrained(wider)
     for change in (
         "training.learning_rate=1e-3", "training.optim=sgd", "trainable=ffn", "layers=[0, 1]", "lora={r: 4}",
-        "relu=false", "blend_steps=3", "freeze=[norm]", f"model={wider}",
+        "relu=false", "freeze=[norm]", f"model={wider}",
     ):  # fmt: skip
         assert main([*resume, change]) == 1
         line = error_line(capsys)
         assert change.partition("=")[0] in line
         assert "checkpoint-2 was trained with" in line
+    state = recipe.parent / "out" / "checkpoint-2" / "twell_state.json"
+    saved = json.loads(state.read_text())
+    for value in (0.2, None):  # as an earlier version saved it
+        saved["settings"]["kept"]["blend_steps"] = value
+        state.write_text(json.dumps(saved))
+        if value:
+            assert main(resume) == 1
+            assert "trained with blend_steps=0.2, and blending is gone; " in error_line(capsys)
     assert not (recipe.parent / "out" / "checkpoint-4").exists()
 
     shutil.copytree(recipe.parent, recipe.parent / "moved", ignore=shutil.ignore_patterns("moved"))

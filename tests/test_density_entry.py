@@ -11,7 +11,6 @@ from hf_twell import L1Penalty, TwellLlamaForCausalLM, measure_sparsity, sparsif
 from hf_twell.blocks import stored_density
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.cli import main
-from hf_twell.convert.blending import Blend
 from hf_twell.convert.entry import check_entry
 from hf_twell.models.adapters import RECORD, save_adapter
 from tests.conftest import ids, logits, tiny_llama
@@ -48,19 +47,10 @@ def test_it_is_saved_and_outlives_loading_and_another_choice_of_layers(load, tmp
     assert check_entry(loaded.config) == loaded.config.twell
 
 
-def test_a_dense_model_and_an_unfinished_blend_get_none():
+def test_a_dense_model_gets_none():
     dense = tiny_llama()
     measured(dense)
     assert not hasattr(dense.config, "twell")
-    model = tiny_llama()
-    blend = Blend(model)
-    blend.set(0.5)
-    measured(model)
-    assert "density" not in model.config.twell
-    blend.set(1.0)
-    expected = measured(model)
-    assert model.config.twell["density"] == pytest.approx(expected, abs=1e-6)
-    assert None not in known(model).values()
 
 
 def test_a_step_of_training_takes_it_out():

@@ -36,6 +36,18 @@ def test_stock_models_come_as_they_are(folder):
     assert load_causal_lm(folder, dtype="bfloat16").dtype == torch.bfloat16
 
 
+def test_a_model_in_the_midst_of_blending_is_refused(folder):
+    """Earlier versions saved such configs, of which Transformers knows no activation."""
+    reasons = {"activation": "its activation is silu blended with 0.2500 of relu"}
+    entry = {"version": 1, "layers": None, "unfinished": reasons}
+    damage_config(folder, hidden_act="unfinished blend of silu and 0.2500 relu", twell=entry)
+    with pytest.raises(
+        ValueError, match=r"in the midst of blending .*0.2500 of relu.*; convert its dense parent at once"
+    ):
+        load_causal_lm(folder)
+    assert main(["sparsify", str(folder), str(folder.parent / "out")]) == 1
+
+
 @pytest.mark.parametrize(
     ("device", "says"),
     [

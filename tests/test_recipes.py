@@ -16,11 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_twell
 from hf_twell.cli import main
 from hf_twell.files.text import read_documents
+from hf_twell.recipe.schema import load_recipe
 from tests.conftest import one_of, shared_path
 from tests.rounding import rounding
 
 ROOT = Path(__file__).parents[1]
-RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml") if "study" not in path.stem)
+RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 PLAIN_TRANSFORMERS = """
 import sys, torch
 sys.modules["hf_twell"] = None  # importing it would fail
@@ -131,11 +132,24 @@ def test_every_recipe_runs_two_steps(name, text, tmp_path, capsys):
     assert result["after"]["loss"] < 8
     assert AutoModelForCausalLM.from_pretrained(result["model"]).config.hidden_act == "relu"
     head = recipe.read_text().splitlines()[0]
-    if name == "smollm2-135m":  # the row itself is compared in test_pretrained_study.py
+    if name == "smollm2-135m":  # the row itself is compared below
         assert "row count/0.098/120M of model_cards/smollm2" in head
     elif not name.startswith("demo"):
         assert "NOT RUN" in head
         assert "streaming: true" in recipe.read_text() or name == "qwen2.5-coder-0.5b"  # of local text
+
+
+def test_the_recipe_is_the_row_of_the_study(text):
+    """recipes/smollm2-135m.yaml says that it has run: as the study's row, but for places and text."""
+    rows = [json.loads(line) for line in (ROOT / "model_cards" / "smollm2" / "pretrained.jsonl").open()]
+    (row,) = (row for row in rows if row["id"] == "count/0.098/120M/seed0")
+    recipe = load_recipe(ROOT / "recipes" / "smollm2-135m.yaml", [f"{key}=[{text}]" for key in ("train", "heldout")])
+    for key in ("sequence_length", "term", "layer_shares", "warmup_steps", "target_density", "freeze"):
+        assert getattr(recipe, key) == row[key], key
+    assert recipe.distill == {"logits": row["distill"]["logits"]}, "it begins with its teacher"
+    assert row["distill"]["parent"] == row["start"]
+    settings = {key: value for key, value in row["settings"].items() if key not in ("seed", "report_to")}
+    assert recipe.training == settings | {"logging_nan_inf_filter": False}, "which only spares time"
 
 
 def start_processes(launch: list, *changes) -> subprocess.CompletedProcess:

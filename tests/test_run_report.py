@@ -98,13 +98,9 @@ def test_the_table_has_the_dense_parents_row(recipe, capsys):
     assert rows == ["dense parent", "before", "fine-tuned"]
 
 
-@pytest.mark.parametrize("change", ["relu=false", "blend_steps=2"])
-def test_the_dense_parent_of_other_ways(recipe, capsys, change):
-    """A control is the dense parent itself; a blend begins as one."""
-    result, _ = train(recipe, capsys, change)
-    assert (result["dense"] is None) == (change == "relu=false")
-    if result["dense"] is not None:
-        assert result["dense"]["loss"] == pytest.approx(result["before"]["loss"], rel=1e-6)
+def test_a_control_is_the_dense_parent_itself(recipe, capsys):
+    result, _ = train(recipe, capsys, "relu=false")
+    assert result["dense"] is None
 
 
 def test_the_final_model_takes_no_more_space_than_its_parent(recipe, capsys):

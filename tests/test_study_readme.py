@@ -2,8 +2,9 @@
 
 import json
 import re
-import runpy
 from pathlib import Path
+
+from tests.study_rows import above_control
 
 ROOT = Path(__file__).parents[1]
 STUDY = ROOT / "model_cards" / "study"
@@ -20,7 +21,6 @@ LINES = [  # for each line of the first table: the rows' name and target
     ("FATReLU on swap", None),
 ]
 METHODS = ["swap + L1", "blend + L1", "logits + L1", "logits + layers + L1", "FFN + LoRA", "FFN only"]
-report = runpy.run_path(str(ROOT / "recipes" / "study_report.py"))
 
 
 def rows(family: str, name: str, target: float | None) -> list[dict]:
@@ -29,7 +29,7 @@ def rows(family: str, name: str, target: float | None) -> list[dict]:
 
 
 def above(row: dict) -> float:
-    return 100 * report["against"](row, report["control_of"](row, ROWS))
+    return above_control(row, ROWS)
 
 
 def table(path: Path, head: str) -> list[list[str]]:

@@ -313,11 +313,14 @@ def test_steps_of_a_warm_up(tmp_path):
         ("warmup_steps", -1),
         ("warmup_steps", True),
         ("warmup_steps", math.nan),
-        ("blend_steps", -0.5),
-        ("blend_steps", 1.5),
+        ("warmup_steps", 1.5),
     ):
         with pytest.raises(ValueError, match=f"{name}={value}; give a whole number of steps"):
             SparsityCallback(trainer, l1_weight=2.0, **{name: value})
+    with pytest.raises(ValueError, match=r"blend_steps: blending is gone; leave it out, .* ReLU at once; .* teacher"):
+        SparsityCallback(trainer, l1_weight=2.0, blend_steps=0.2)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'target_densty'"):
+        SparsityCallback(trainer, target_densty=0.05)
     with pytest.raises(ValueError, match="warmup='steep'; choose one of 'linear', 'sine'"):
         SparsityCallback(trainer, l1_weight=2.0, warmup="steep")
 

@@ -64,7 +64,7 @@ def refused(capsys, *arguments: str) -> str:
         ({"version": 2}, "has version 2, this package knows 1; upgrade it"),
         ({"layers": [7]}, "layers=[7] for a model of 3 layers"),
         ({"density": [0.1, 0.2, 7]}, "the density in the config's twell entry is [0.1, 0.2, 7]; expected a number"),
-        ({"unfinished": {"blend": "it is half blended"}}, "conversion of this llama model is unfinished"),
+        ({"unfinished": {"adapters": "not merged"}}, "conversion of this llama model is unfinished"),
     ],
 )
 @pytest.mark.usefixtures("vllm_installed")

@@ -41,6 +41,11 @@ def check_entry(config) -> dict | None:
     _check_density(entry, config)
     if "unfinished" in entry:
         reasons = entry["unfinished"]
+        if isinstance(reasons, dict) and "activation" in reasons:  # which blending wrote, by and by from SiLU to ReLU
+            raise ValueError(
+                f"this {config.model_type} model was saved in the midst of blending ({reasons['activation']}), which "
+                "is gone; convert its dense parent at once, best with the parent as a teacher (docs/converting.md)"
+            )
         reasons = "; ".join(map(str, reasons.values())) if isinstance(reasons, dict) else reasons
         raise ValueError(
             f"the conversion of this {config.model_type} model is unfinished: {reasons}. Go on with the "
@@ -71,14 +76,13 @@ def record_density(config, ffns: Iterable[nn.Module], density: Sequence[float] |
     """Keep each layer's measured density in a sparse model's config; None: it is not known (any more).
 
     An engine that must choose between kernels and matmuls before it sees a token reads it there, and the model's sparse
-    blocks, `ffns`, go by it where they are compiled. A config without an entry gets none, nor does one whose activation
-    is not ReLU yet.
+    blocks, `ffns`, go by it where they are compiled. A config without an entry gets none.
     """
     entry = getattr(config, "twell", None)
     if not isinstance(entry, dict):
         return
     entry = {key: value for key, value in entry.items() if key != "density"}
-    if density is not None and not other_activations(config):
+    if density is not None:
         entry["density"] = [round(layer, 6) for layer in density]
     if entry != config.twell:
         config.twell = entry

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from transformers import ProgressCallback, TrainingArguments, default_data_collator, set_seed
 
-from hf_twell.convert.blending import Blend
 from hf_twell.convert.sparsify import sparsify
 from hf_twell.files.checkpoints import last_checkpoint
 from hf_twell.files.folders import full_disks_as_os_errors, save_model
@@ -56,13 +55,11 @@ def finetune(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, t
 
 def five_steps(recipe: Recipe, args: TrainingArguments, resume: bool, train, heldout) -> dict:
     """What `finetune` returns."""
-    # 1. A pretrained model whose feed-forward blocks become ReLU ones, at once or by and by.
+    # 1. A pretrained model whose feed-forward blocks become ReLU ones.
     model, _ = load_model(recipe.model, False, dtype=recipe.dtype, device="cpu")
     dtype, parent = final_dtype(recipe), parent_activations(model)
-    blend = adapters = None
-    if recipe.relu and recipe.blend_steps:
-        blend = Blend(model, layers=recipe.layers)
-    elif recipe.relu:
+    adapters = None
+    if recipe.relu:
         sparsify(model, layers=recipe.layers)
     if recipe.trainable == "ffn":
         train_ffns_alone(model)
@@ -91,8 +88,7 @@ def five_steps(recipe: Recipe, args: TrainingArguments, resume: bool, train, hel
     trainer = PackedTrainer(model, args, default_data_collator, **options)
     callback = None
     if recipe.relu:
-        options = recipe.sparsity | ({} if blend is None else {"blend": blend, "blend_steps": recipe.blend_steps})
-        callback = SparsityCallback(trainer, distillation=teacher(recipe, model), **options)
+        callback = SparsityCallback(trainer, distillation=teacher(recipe, model), **recipe.sparsity)
         trainer.add_callback(callback)
         checkpoints = callback.checkpoints
     else:

@@ -15,11 +15,12 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_twell.files.checkpoints import STATE_NAME, TRAINER_STATE_NAME, finished_checkpoints, last_checkpoint, read_state
 from hf_twell.files.folders import check_target, clear_dead_savings
+from hf_twell.train.schedule import REMOVED
 
 logger = logging.getLogger(__name__)
 
 # What a checkpoint's weights, blocks and optimizer are made of: Trainer keeps the optimizer's figures without a word.
-KEPT = ("relu", "blend_steps", "layers", "trainable", "freeze", "lora")
+KEPT = ("relu", "layers", "trainable", "freeze", "lora")
 KEPT_BY_OPTIMIZER = (
     "optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"
 )  # fmt: skip
@@ -153,6 +154,8 @@ def check_changes(recipe, args: TrainingArguments) -> None:
     saved, now = read_state(checkpoint).get("settings", {}), settings(recipe, args)
     for key, value in saved.get("kept", {}).items():
         if now["kept"].get(key) != value:
+            if key in REMOVED:
+                raise ValueError(f"{checkpoint} was trained with {key}={value!r}, and {REMOVED[key]}; start a new run")
             raise ValueError(
                 f"{checkpoint} was trained with {key}={value!r}, which a resumed run keeps, and not "
                 f"{now['kept'][key]!r}; leave it so, or start a new run in another output_dir"

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from hf_twell.files.text import ROW_FILES, check_file
 from hf_twell.recipe.yaml12 import read_yaml
-from hf_twell.train.schedule import check_schedule
+from hf_twell.train.schedule import REMOVED, check_schedule
 
 # What is allowed, by the kind of pydantic's error.
 ALLOWED = {
@@ -104,7 +104,6 @@ class Recipe:
         layer_shares: "equal" or "free": whether every layer reaches the target, or their mean.
         l1_bounds: lowest and highest coefficient that `target_density` may lead to; null for those of the controller.
         revive_after: tokens after which a neuron that was never active is revived; null leaves dead ones alone.
-        blend_steps: optimizer steps (or share of them) over which the activation becomes ReLU; null swaps it at once.
         distill: what the dense parent teaches: `logits` (share in the objective, 0.5 if left out), `layers` (weight of
             its blocks' outputs, 0), `parent` (default: `model`), `dtype` of the parent (default: bfloat16 if `training`
             has `bf16`, else `dtype`).
@@ -137,7 +136,6 @@ class Recipe:
     layer_shares: Literal["equal", "free"] = "equal"
     l1_bounds: list[Number] | None = None
     revive_after: Annotated[int, Field(ge=1)] | None = None
-    blend_steps: Positive | None = None
     distill: Distill | None = None
     layers: list[int] | None = None
     trainable: Literal["all", "ffn", "ffn+lora"] = "all"
@@ -157,9 +155,8 @@ class Recipe:
     def _check_together(self) -> Self:
         """Refuse values that each may be, and that no run can have together."""
         if self.relu or self.l1_weight is not None or self.target_density is not None:
-            steps = {"warmup_steps": self.warmup_steps or 0, "blend_steps": self.blend_steps or 0}
             schedule = {key: value for key, value in self.sparsity.items() if key != "revive_after"}
-            check_schedule(**{**schedule, **steps})
+            check_schedule(**{**schedule, "warmup_steps": self.warmup_steps or 0})
         if self.assistant_only_loss:
             for name in (name for text in (self.train, self.heldout) for name in _names_in(text)):
                 if Path(name).suffix not in ROW_FILES:
@@ -227,9 +224,11 @@ def check_keys(data: Iterable, known: Sequence[str], where: str, other: str = ""
         other: what else is said of such a key.
 
     Raises:
-        ValueError: naming the key, and the one that was meant.
+        ValueError: naming the key, and the one that was meant or takes its place.
     """
     for key in data:
+        if key in REMOVED:
+            raise ValueError(f"{where} has {key}, and {REMOVED[key]}")
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"

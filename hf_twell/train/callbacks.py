@@ -6,7 +6,6 @@ from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainerCallback
 
 from hf_twell.blocks.modeling import sparse_ffns
-from hf_twell.convert.blending import Blend
 from hf_twell.files.checkpoints import read_state
 from hf_twell.models.adapters import record_base
 from hf_twell.train.controller import DensityController
@@ -24,7 +23,7 @@ from hf_twell.train.parent_loss import parent_loss
 from hf_twell.train.penalty import L1Penalty
 from hf_twell.train.resuming import CompleteCheckpoints, detach_earlier, unwrap, wrap
 from hf_twell.train.revival import Revival, check_optimizer
-from hf_twell.train.schedule import WARMUPS, check_schedule, whole_steps
+from hf_twell.train.schedule import REMOVED, WARMUPS, check_schedule, whole_steps
 from hf_twell.train.trainer_card import use_model_card
 from hf_twell.train.trainers import check_batches, check_trainer
 
@@ -44,8 +43,7 @@ class SparsityCallback(TrainerCallback):
     `twell/layer_NN/...` of these for each layer (kept off the console), over all tokens since the log before
     (or since the run was resumed); on a GPU whose kernels train, `twell/layers_on_kernels`, how many layers they take
     now (the others are still too dense; those of a compiled model move all at once); with the matching arguments,
-    `twell/target` (the density that the controller steers to now), `twell/revived`, `twell/blend`, `twell/kl` and
-    `twell/layer_error`.
+    `twell/target` (the density that the controller steers to now), `twell/revived`, `twell/kl` and `twell/layer_error`.
 
     Its `CompleteCheckpoints` marks the trainer's checkpoints: `trainer.train(resume_from_checkpoint=True)` passes over
     those whose saving was interrupted.
@@ -65,7 +63,6 @@ class SparsityCallback(TrainerCallback):
             (see `DensityController`) or as given, is named once in a warning.
         revive_after: tokens without an activation after which a neuron is dead, and is revived (see `Revival`), in the
             first 80 % of the run.
-        blend: the model's `Blend`: its activation becomes ReLU over `blend_steps`, and then the L1 term begins.
         distillation: a `Distillation` from the dense parent.
         parent_loss: the dense parent's on such text (default: of the first step, if the model was converted now).
             Warnings tell where the loss stays far above it, many neurons die, or a run is short for its target.
@@ -88,12 +85,15 @@ class SparsityCallback(TrainerCallback):
         layer_shares: str = "equal",
         l1_bounds: Sequence[float] | None = None,
         revive_after: int | None = None,
-        blend: Blend | None = None,
-        blend_steps: int | float = 0.2,
         distillation: Distillation | None = None,
         parent_loss: float | None = None,
         log_layers: bool = True,
+        **removed,
     ):
+        for name in removed:
+            if name in REMOVED:
+                raise ValueError(f"{name}: {REMOVED[name]}")
+            raise TypeError(f"SparsityCallback() got an unexpected keyword argument {name!r}")
         check_trainer(trainer)
         if warmup_steps is None:
             warmup_steps = 0 if target_density is None else 0.1
@@ -105,7 +105,6 @@ class SparsityCallback(TrainerCallback):
             warmup=warmup,
             layer_shares=layer_shares,
             l1_bounds=l1_bounds,
-            blend_steps=blend_steps,
         )
         if revive_after is not None and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
             raise ValueError("revive_after: under FSDP or DeepSpeed the rows' optimizer state is sharded; leave it out")
@@ -116,7 +115,7 @@ class SparsityCallback(TrainerCallback):
         self.warmup_steps, self.warmup = warmup_steps, warmup
         self.layer_shares = layer_shares
         self.l1_bounds = list(l1_bounds) if isinstance(l1_bounds, tuple) else l1_bounds  # as a checkpoint gives them
-        self.revive_after, self.blend, self.blend_steps = revive_after, blend, blend_steps
+        self.revive_after = revive_after
         self.distillation, self.parent_loss, self.log_layers = distillation, parent_loss, log_layers
         if distillation is not None:
             distillation.join(trainer)
@@ -146,20 +145,19 @@ class SparsityCallback(TrainerCallback):
         unwrap(self.trainer, self)
 
     def progress(self, step: int) -> float:
-        """How far the warm-up is, from 0 to 1, when `step` optimizer steps are finished; it begins after the blend."""
-        step, steps = step - self._blend_length(), whole_steps(self.warmup_steps, self.trainer.state.max_steps)
-        return WARMUPS[self.warmup](max(0, step) / steps) if step < steps else 1.0
+        """How far the warm-up is, from 0 to 1, when `step` optimizer steps are finished."""
+        steps = whole_steps(self.warmup_steps, self.trainer.state.max_steps)
+        return WARMUPS[self.warmup](step / steps) if step < steps else 1.0
 
     def weight_at(self, step: int) -> float:
         """The coefficient of the optimizer step that follows `step` finished ones, where `l1_weight` was given."""
-        return self.l1_weight * self.progress(step) if step >= self._blend_length() else 0.0
+        return self.l1_weight * self.progress(step)
 
     def schedule(self) -> dict:
         """The arguments that a checkpoint records, and a model card tells."""
         names = ["l1_weight"] if self.target_density is None else ["target_density", "layer_shares", "l1_bounds"]
         names += ["term"] if self.term != "l1" else []
         names += ["warmup_steps", "warmup"]
-        names += ["blend_steps"] if self.blend is not None else []
         names += ["revive_after"] if self.revival is not None else []
         return {name: getattr(self, name) for name in names}
 
@@ -176,10 +174,6 @@ class SparsityCallback(TrainerCallback):
                 "Trainer the model itself, and make the callback last"
             )
         hide_layers(self.trainer.callback_handler.callbacks)
-        if self.blend is not None and self._blend_length() >= state.max_steps:
-            raise ValueError(
-                f"blend_steps={self.blend_steps} of {state.max_steps} steps leaves none for the ReLU model; give fewer"
-            )
         self._begin_run(state.global_step)
 
     def _begin_run(self, step: int) -> None:
@@ -190,7 +184,7 @@ class SparsityCallback(TrainerCallback):
         if self.target_density is not None:
             self.controller = DensityController(
                 self.target_density,
-                steps=self.trainer.state.max_steps - self._blend_length(),
+                steps=self.trainer.state.max_steps,
                 layer_shares=self.layer_shares,
                 l1_bounds=self.l1_bounds,
             )
@@ -202,12 +196,10 @@ class SparsityCallback(TrainerCallback):
             check_optimizer(self.trainer.optimizer, self.revival)
             idle = resumed / IDLE_NAME if resumed else None
             self.revival.load_state(load_file(idle) if idle and idle.is_file() else {}, self.penalty.device)
-        if self.blend is not None:
-            self.blend.set(step / self._blend_length())
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         counts, step = self.penalty.end_step(), state.global_step
-        if counts is None or step < self._blend_length():
+        if counts is None:
             return
         if self.controller is not None:
             measured = counts.density(), counts.size(self.term)
@@ -216,10 +208,6 @@ class SparsityCallback(TrainerCallback):
             self.revival.count(counts.tokens, counts.active)
             revives = step < REVIVE_UNTIL * state.max_steps
             self._revived = self.revival.revive(self.trainer.optimizer, step) if revives else 0.0
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if self.blend is not None and self.blend.share < 1:
-            self.blend.set(state.global_step / self._blend_length())
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.controller is not None and state.is_world_process_zero:
@@ -234,9 +222,6 @@ class SparsityCallback(TrainerCallback):
             save_file(self.revival.state(), folder / IDLE_NAME)
         if self.controller is not None:
             self.checkpoints.state["controller"] = self.controller.state()
-
-    def _blend_length(self) -> int:
-        return 0 if self.blend is None else max(1, whole_steps(self.blend_steps, self.trainer.state.max_steps))
 
     def _get_batch_samples(self, get_batch_samples, *args, **kwargs):
         if self not in self.trainer.callback_handler.callbacks:
@@ -293,8 +278,6 @@ class SparsityCallback(TrainerCallback):
                 warn_of_bounds(self.controller, self._told, self.penalty.ffns, self.trainer.state.global_step)
         if self.revival is not None:
             rows["twell/revived"] = self._revived
-        if self.blend is not None:
-            rows["twell/blend"] = self.blend.share
         if self.distillation is not None:
             rows |= self.distillation.report()
         return rows

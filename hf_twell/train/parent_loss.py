@@ -29,7 +29,7 @@ def parent_loss(trainer: Trainer, batches: Sequence[Mapping]) -> float | None:
     """Loss of the step whose micro-batches these are, by the model's weights and its parent's activations.
 
     Nats per label. None where that is not to be had: the model came with ReLU, has begun a step of an `L1Penalty`
-    since, is converted by a `Blend`, is sharded or was compiled in place, or the batches have no labels. A training
+    since, is sharded or was compiled in place, or the batches have no labels. A training
     without an `L1Penalty` is not noticed: after one, it is the loss of the weights as trained.
     """
     model = trainer.model

@@ -9,6 +9,12 @@ WARMUPS = {
     "linear": lambda progress: progress,
     "sine": lambda progress: math.sin(progress * math.pi / 2) ** 2,
 }
+# Arguments and keys that are no more, and what takes their place.
+REMOVED = dict.fromkeys(
+    ("blend", "blend_steps"),
+    "blending is gone; leave it out, and the activation becomes ReLU at once; what keeps more of the parent is the "
+    "parent as a teacher (in a recipe distill: {logits: 1.0}; docs/converting.md)",
+)
 
 
 def check_schedule(
@@ -20,7 +26,6 @@ def check_schedule(
     warmup: str,
     layer_shares: str,
     l1_bounds: Sequence[float] | None,
-    blend_steps: int | float,
 ) -> None:
     """Refuse what no run can follow.
 
@@ -41,7 +46,6 @@ def check_schedule(
     if warmup not in WARMUPS:
         raise ValueError(f"warmup={warmup!r}; choose one of {', '.join(map(repr, WARMUPS))}")
     check_steps("warmup_steps", warmup_steps)
-    check_steps("blend_steps", blend_steps)
     if target_density is not None:
         check_target(target_density, layer_shares=layer_shares, l1_bounds=l1_bounds)
 
