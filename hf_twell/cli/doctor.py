@@ -20,6 +20,7 @@ PACKAGES = {  # and what pip installs for each
     "lm_eval": "hf_twell[eval]",
     "evaluate": "hf_twell[eval]",
     "gguf": "hf_twell[gguf]",
+    "aiohttp": "hf_twell[bench]",
     "matplotlib": "hf_twell[bench]",
     "torchao": "hf_twell[int8]",
     "fastapi": "hf_twell[serve]",
