@@ -5,12 +5,16 @@ import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from hf_twell.bench.progress import Report, silent
 from hf_twell.bench.serve_client import Answer, BrokenAnswer, ask_at_once
 from hf_twell.bench.serve_process import Server
 from hf_twell.bench.serve_prompts import Prompts
 from hf_twell.bench.serve_summary import summary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CHECKED_PROMPTS, CHECKED_TOKENS = 4, 32
 WARM_UP_TOKENS = 8
@@ -103,7 +107,9 @@ def write_texts(side: Side, prompts: Prompts, load: Load, report: Report = silen
         side.texts.append(answer.text)
 
 
-def compare_texts(texts: list[str], baseline: list[str], tokenizer, dtype: str | None) -> dict:
+def compare_texts(
+    texts: list[str], baseline: list[str], tokenizer: "PreTrainedTokenizerBase", dtype: str | None
+) -> dict:
     """How many tokens of greedy answers are those of the first server, up to each answer's first difference.
 
     Raises:

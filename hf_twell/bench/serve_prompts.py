@@ -1,6 +1,10 @@
 """Prompts of a given number of tokens, another for every request: an engine may keep what it has read before."""
 
 import random
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 WORDS = 4096  # drawn from a vocabulary
 TRIES = 100  # words to end a prompt with
@@ -13,7 +17,7 @@ class Prompts:
         text: whose passages are taken; None for random words, whose activity is no real text's.
     """
 
-    def __init__(self, tokenizer, text: str | None = None):
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", text: str | None = None):
         self.tokenizer, self.from_text = tokenizer, text is not None
         self.words = text.split() if text is not None else _vocabulary(tokenizer)
         if not self.words:

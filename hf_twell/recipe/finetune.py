@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import ProgressCallback, TrainingArguments, default_data_collator, set_seed
+from transformers import PreTrainedModel, ProgressCallback, TrainingArguments, default_data_collator, set_seed
 
 from hf_twell.convert.sparsify import sparsify
 from hf_twell.files.checkpoints import last_checkpoint
@@ -35,7 +35,14 @@ from hf_twell.train.distillation import Distillation
 from hf_twell.train.resuming import CompleteCheckpoints, method_of
 
 
-def finetune(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, train=None, heldout=None) -> dict:
+def finetune(
+    recipe: Recipe,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    train: PackedText | StreamedText | None = None,
+    heldout: PackedText | None = None,
+) -> dict:
     """Run a recipe; the result holds held-out loss and sparsity before and after, and the log rows of each step.
 
     "dense" of it is the dense parent's held-out loss; None of a model that had ReLU, or that is sharded.
@@ -53,7 +60,13 @@ def finetune(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, t
         return five_steps(recipe, args, resume, train, heldout)
 
 
-def five_steps(recipe: Recipe, args: TrainingArguments, resume: bool, train, heldout) -> dict:
+def five_steps(
+    recipe: Recipe,
+    args: TrainingArguments,
+    resume: bool,
+    train: PackedText | StreamedText | None,
+    heldout: PackedText | None,
+) -> dict:
     """What `finetune` returns."""
     # 1. A pretrained model whose feed-forward blocks become ReLU ones.
     model, _ = load_model(recipe.model, False, dtype=recipe.dtype, device="cpu")
@@ -151,7 +164,7 @@ def final_dtype(recipe: Recipe) -> torch.dtype:
     return min(dtype, stored_dtype(recipe.model) or dtype, key=lambda dtype: dtype.itemsize)
 
 
-def teacher(recipe: Recipe, model) -> Distillation | None:
+def teacher(recipe: Recipe, model: PreTrainedModel) -> Distillation | None:
     """The dense parent, frozen, as the recipe's `distill` says."""
     if recipe.distill is None:
         return None

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_twell.files.configs import one_line
 from hf_twell.files.rows import Row, read_rows
@@ -48,7 +49,9 @@ def documents_of(source: list | dict | str) -> Iterator[Document]:
             yield from (Document(text, str(path)) for text in read_documents(path))
 
 
-def token_ids(tokenizer, source: list | dict | str, *, description: str = "tokenizing") -> list[int]:
+def token_ids(
+    tokenizer: PreTrainedTokenizerBase, source: list | dict | str, *, description: str = "tokenizing"
+) -> list[int]:
     """The token ids of all documents, each ended by the end-of-sequence token, or as the chat template ends it."""
     return _tokens_and_labels(tokenizer, source, False, description)[0]
 
@@ -76,7 +79,7 @@ class PackedText(torch.utils.data.Dataset):
 
     def __init__(
         self,
-        tokenizer,
+        tokenizer: PreTrainedTokenizerBase,
         source: list | dict | str,
         sequence_length: int,
         *,
@@ -116,7 +119,9 @@ class StreamedText(torch.utils.data.IterableDataset):
     reads and hands each its part.
     """
 
-    def __init__(self, tokenizer, source: dict, sequence_length: int, *, assistant_only: bool = False):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, source: dict, sequence_length: int, *, assistant_only: bool = False
+    ):
         self.tokenizer, self.source, self.sequence_length = tokenizer, source, sequence_length
         self.assistant_only = assistant_only
 
@@ -134,16 +139,16 @@ class StreamedText(torch.utils.data.IterableDataset):
             ids, labels = ids[end:], labels[end:]
 
 
-def check_length(model, sequence_length: int) -> None:
+def check_length(model: PreTrainedModel, sequence_length: int) -> None:
     """Refuse sequences with positions that the model has never seen.
 
     Raises:
-        ValueError: naming its own length.
+        ValueError: naming the model's length.
     """
-    own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if own and sequence_length > own:
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most and sequence_length > most:
         raise ValueError(
-            f"sequence_length: {sequence_length} is more than the {own} positions of the model; give at most that (or "
+            f"sequence_length: {sequence_length} is more than the {most} positions of the model; give at most that (or "
             "more max_position_embeddings in its config.json)"
         )
 

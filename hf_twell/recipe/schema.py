@@ -160,7 +160,7 @@ class Recipe:
         if self.assistant_only_loss:
             for name in (name for text in (self.train, self.heldout) for name in _names_in(text)):
                 if Path(name).suffix not in ROW_FILES:
-                    raise ValueError(f"assistant_only_loss: {name} holds no messages; give rows that do")
+                    raise ValueError(f"assistant_only_loss: true, and {name} holds no messages; give rows that do")
         if is_streamed(self.train):
             steps, workers = (self.training.get(key) or 0 for key in ("max_steps", "dataloader_num_workers"))
             if isinstance(steps, int | float) and steps <= 0:

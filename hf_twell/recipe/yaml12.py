@@ -1,6 +1,7 @@
 """YAML as recipes have it: 1.2's scalars, not PyYAML's 1.1, and errors in one line."""
 
 import re
+from typing import Any
 
 import yaml
 
@@ -43,7 +44,7 @@ for _name, _pattern in _SCALARS.items():
 _Loader.add_constructor(f"{_TAG}int", _Loader.construct_int)
 
 
-def read_yaml(text: str | bytes, where: str):
+def read_yaml(text: str | bytes, where: str) -> Any:
     """What the text says.
 
     Raises:
