@@ -72,16 +72,25 @@ def test_help_shows_an_example(command, capsys):
     assert f"\n  hf-twell {command}" in capsys.readouterr().out
 
 
-def test_a_missing_package_is_named_with_what_installs_it(tmp_path):
-    code = "import sys\nsys.modules['matplotlib'] = None\nfrom hf_twell.cli import main\nsys.exit(main(sys.argv[1:]))"
+@pytest.mark.parametrize(
+    ("package", "extra", "options"),
+    [
+        ("matplotlib", "bench", ["ffn", "--tokens", "1", "--output", "{tmp_path}/out"]),
+        ("aiohttp", "serve", ["serve", "{tmp_path}", "--engine", "transformers"]),
+    ],
+)
+def test_a_missing_package_is_named_with_what_installs_it(package, extra, options, tmp_path):
+    code = f"import sys\nsys.modules['{package}'] = None\nfrom hf_twell.cli import main\nsys.exit(main(sys.argv[1:]))"
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "twell": {"version": 1}}')
     done = subprocess.run(
-        [sys.executable, "-c", code, "bench", "ffn", "--tokens", "1", "--output", tmp_path / "out"],
+        [sys.executable, "-c", code, "bench", *(option.format(tmp_path=tmp_path) for option in options)],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 1
-    assert done.stderr == "hf-twell: error: this needs the package matplotlib: pip install 'hf_twell[bench]'\n"
+    said = f"hf-twell: error: this needs the package {package}: pip install 'hf_twell[{extra}]'"
+    assert done.stderr.splitlines()[-1] == said
     assert not done.stdout, "said before anything is measured"
 
 
