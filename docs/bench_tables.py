@@ -24,6 +24,10 @@ def tables(rows: list[dict]) -> str:
             sections.append(_models(title, of_bench))
     served = sorted((row for row in rows if row["bench"] == "serve"), key=_served)
     sections += [_servers(list(group)) for _, group in groupby(served, key=_served)]
+    if steps := [row for row in rows if row["bench"] == "vllm"]:
+        title = "## Steps of vLLM " + " and ".join(sorted({row["vllm"] for row in steps}))
+        ranges = "Dense is the same engine without our kernels. In brackets the least and the most of several answers."
+        sections.append(f"{title}\n\n{ranges}\n\n{markdown_table(*CELLS['vllm'](steps))}")
     head = (
         "# Measured\n\nWritten by `make figures` from the rows of `bench.jsonl` beside it. Speed-ups are over the "
         "better of eager and compiled PyTorch in the same run; in brackets the sparse block's time; *italic* where the "

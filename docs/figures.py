@@ -2,8 +2,7 @@
 
     python docs/figures.py [ROOT]
 
-`bench.jsonl` under kernels/ gives tables and a figure for each kind of bench beside it, `vllm_steps.jsonl` a table and
-a figure.
+`bench.jsonl` under kernels/ gives tables and a figure for each kind of bench beside it.
 """
 
 import json
@@ -12,7 +11,6 @@ from itertools import groupby
 from pathlib import Path
 
 from bench_tables import tables
-from vllm_figure import draw_steps
 
 from hf_twell.bench.plot import AXES, plot
 
@@ -39,8 +37,6 @@ def main(root: Path) -> list[Path]:
             name = "bench" if bench == "ffn" and direction == "forward" else bench if bench != "ffn" else "backward"
             drawn.append(path.with_name(f"{name}.png"))
             plot(rows, drawn[-1])
-    for path in sorted(root.glob("kernels/*/bench/**/vllm_steps.jsonl")):
-        drawn += draw_steps(rows_of(path), path.parent)
     return drawn
 
 

@@ -114,7 +114,7 @@ def shape(hidden: int, tokens: int = 1) -> dict:
 
 def steps(folder: str, parent: str = "h200-vllm-2026-11-27") -> dict[tuple, tuple[dict, dict]]:
     """vLLM's dense and sparse row of each load."""
-    path = f"kernels/twell_cuda/bench/{parent}/{folder}/vllm_steps.jsonl"
+    path = f"kernels/twell_cuda/bench/{parent}/{folder}/bench.jsonl"
     sides = (
         {(each["measured"], each["batch"]): each for each in rows(path, side=side)} for side in ("dense", "sparse")
     )

@@ -216,6 +216,8 @@ def test_tables_hold_every_row():
                     ms = row["sparse_plain_ms"]
                     plain = f"{ms:.3g} ms" if ms >= 1 else f"{1000 * ms:.3g} µs"
                     assert f"| {plain} ({row['speedup_plain']:.2f}x) |" in table
+            elif row["bench"] == "vllm":
+                assert f"| {row['step_us']} |" in table
             elif row["bench"] == "serve":
                 assert f"| {row['tokens_per_s']['median']:g} (" in table
             else:
@@ -234,7 +236,7 @@ def test_ratios_are_of_their_rows():
     """Dense over sparse, the best of either's variants; of generation, the variants that it names."""
     dense, sparse = ("eager", "compiled", "liger"), ("sparse", "sparse_compiled")
     for row in bench_rows():
-        if row["bench"] == "serve":  # a row for each side
+        if row["bench"] in ("serve", "vllm"):  # a row for each side
             continue
         if row["bench"] == "generate":
             if "step_speedup" in row:
@@ -258,5 +260,5 @@ def test_energy_is_a_power_that_the_board_has():
             if key.endswith("_mj_per_token"):
                 tokens = row["batch"] * row.get("length", 1) if "batch" in row else row["tokens"]
                 watts.append(row[key] * tokens / row[key.replace("mj_per_token", "ms")])
-    assert len(watts) > 10
+    assert len(watts) >= 9, "of prefill and training, each variant"
     assert all(300 < power < 800 for power in watts)

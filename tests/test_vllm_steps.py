@@ -3,17 +3,21 @@
 import json
 import os
 import subprocess
-from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM
+from transformers import AutoTokenizer
 
-from hf_twell.bench import save_llama
-from hf_twell.bench.compressed import KINDS
-from hf_twell.bench.vllm_steps import busy_us, cells, graph_steps, kernels_us, span_us
-from tests.vllm_engines import PYTHON, TIMEOUT_S, environment, needs_vllm, prompts, save, tiny
+from hf_twell.bench.compressed import KINDS, quantize_folder
+from hf_twell.bench.plot import plot
+from hf_twell.bench.vllm_steps import busy_us, graph_steps, kernels_us, span_us
+from hf_twell.cli.bench_table import CELLS
+from tests.conftest import tiny_llama
+from tests.vllm_engines import PYTHON, TIMEOUT_S, environment, needs_vllm, save, tiny
+
+DEMO = Path(__file__).parents[1] / "recipes" / "demo"
 
 
 def kernel(start, duration, correlation):
@@ -48,28 +52,38 @@ def test_the_gpu_is_busy_while_any_kernel_runs():
     assert busy_us({"traceEvents": [kernel(0, 10, 1), kernel(5, 10, 2), kernel(20, 5, 3), launch(1)]}) == 20
 
 
-def test_the_table_compares_both_sides():
-    row = {"measured": "decode", "batch": 16, "tokens": [[1, 2], [3, 4]]}
+def test_the_table_and_the_figure_compare_both_sides(tmp_path):
+    row = {"bench": "vllm", "measured": "decode", "batch": 16, "tokens": [[1, 2], [3, 4]], "processor": "a GPU"}
     dense = {**row, "side": "dense", "step_us": 30.0, "tokens_per_s": [100.0, 90.0, 110.0]}
     sparse = {**row, "side": "sparse", "step_us": 20.0, "tokens_per_s": [120.0], "tokens": [[1, 2], [3, 5]]}
-    assert cells([dense, sparse]) == [
+    assert CELLS["vllm"]([dense, sparse])[1] == [
         ["decode 16", 30.0, 20.0, "1.500x", "100.0 (90.0 to 110.0)", "120.0 (120.0 to 120.0)", "1.200x", "1 of 2"]
     ]
+    plot([dense, sparse], tmp_path / "both.png")
     for side in (dense, sparse):
         del side["tokens_per_s"]
-    assert cells([dense, sparse]) == [["decode 16", 30.0, 20.0, "1.500x", None, None, None, "1 of 2"]], "--steps-only"
+    steps_only = CELLS["vllm"]([dense, sparse])[1]
+    assert steps_only == [["decode 16", 30.0, 20.0, "1.500x", None, None, None, "1 of 2"]], "--steps-only"
+    plot([dense, sparse], tmp_path / "one.png")
+    assert (tmp_path / "both.png").stat().st_size > (tmp_path / "one.png").stat().st_size
 
 
 @needs_vllm
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_both_engines(tmp_path):
-    model = save(tiny(), tmp_path / "model")
-    (tmp_path / "ids.json").write_text(json.dumps(prompts(40, 50, 30)))
-    options = ["--batch", "1", "2", "--prefill", "2", "--prompt-tokens", "20", "--new-tokens", "8", "--repeats", "2"]
-    command = [str(PYTHON), "-m", "hf_twell.bench.vllm_steps", model, "--prompts", "ids.json", "--output", "out"]
+@pytest.mark.parametrize("own", [True, False])
+def test_both_engines(own, tmp_path):
+    """Of a model of the user's on a text, and of a random one in 8 bits; without the times of a GPU."""
+    options = ["--batch", "1", "2", "--prefill", "2", "--prompt-tokens", "20", "--length", "50", "--new-tokens", "8"]
+    if own:
+        model = save(tiny(vocab_size=8192), tmp_path / "model")
+        AutoTokenizer.from_pretrained(DEMO / "model").save_pretrained(model)
+        options += [model, "--text", str(DEMO / "text" / "heldout.txt"), "--dtype", "float32"]
+    else:
+        options += ["--hidden", "256", "--intermediate", "1024", "--vocabulary", "2048", "--layers", "2", "--l0", "12"]
+        options += ["--weights", "int8", "--heads", "4"]
     done = subprocess.run(
-        [*command, *options, "--context", "128", "--dtype", "float32"],
+        [str(PYTHON), "-m", "hf_twell", "bench", "vllm", *options, "--repeats", "2", "--json"],
         cwd=tmp_path,
         env=environment(tmp_path, PYTHONPATH=os.getcwd()),
         capture_output=True,
@@ -77,34 +91,27 @@ def test_both_engines(tmp_path):
         timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    rows = [json.loads(line) for line in (tmp_path / "out" / "vllm_steps.jsonl").read_text().splitlines()]
+    rows = json.loads(done.stdout)["rows"]
     loads = [("decode", 1), ("decode", 2), ("prefill", 2)]
     assert [(row["side"], row["measured"], row["batch"]) for row in rows] == [
         (side, *load) for side in ("dense", "sparse") for load in loads
     ]
     assert all(len(row["tokens_per_s"]) == 2 for row in rows)
-    assert rows[1]["tokens"] == rows[4]["tokens"], "float32"
-    assert done.stdout.count("2 of 2") == 1
-    assert "2 of 2 feed-forward blocks use the sparse kernels" in done.stderr, "what each engine says of its blocks"
-
-
-def test_the_benchmarks_llama_is_saved_for_engines(tmp_path):
-    sizes = ["--hidden", "64", "--intermediate", "256", "--vocabulary", "2048", "--layers", "2", "--l0", "12"]
-    save_llama.main([str(tmp_path / "model"), *sizes, "--prompts", "3", "--length", "40"])
-    model = LlamaForCausalLM.from_pretrained(tmp_path / "model")
-    assert (model.config.hidden_act, model.config.num_hidden_layers) == ("relu", 2)
-    assert model.config.twell["density"] == pytest.approx([12 / 256] * 2, rel=0.5)
-    ids = json.loads((tmp_path / "model" / "ids.json").read_text())
-    assert [len(row) for row in ids] == [40] * 3
-    assert all(after == (before + 1) % 2048 for row in ids for before, after in pairwise(row)), "the workload's text"
+    if own:
+        assert rows[1]["tokens"] == rows[4]["tokens"], "float32"
+        assert "2 of 2 feed-forward blocks use the sparse kernels" in done.stderr, "what each engine says of its blocks"
+    else:
+        assert rows[0]["weights"] == "int8"
+        assert 12 <= rows[0]["l0"] < 30, "of short prompts, whose first tokens are dense"
 
 
 @pytest.mark.parametrize("weights", KINDS)
-def test_the_benchmarks_llama_in_8_bits(tmp_path, weights):
-    sizes = ["--hidden", "64", "--intermediate", "256", "--vocabulary", "2048", "--layers", "1", "--l0", "12"]
-    options = [*sizes, "--prompts", "1", "--length", "8"]
-    for name, more in (("plain", []), ("quantized", ["--weights", weights])):
-        save_llama.main([str(tmp_path / name), *options, *more])
+def test_a_checkpoint_in_8_bits(tmp_path, weights):
+    """One scale for each row of the linears' weights; nothing else changes."""
+    model = tiny_llama(hidden_size=64, intermediate_size=256, vocab_size=512)
+    for name in ("plain", "quantized"):
+        model.save_pretrained(tmp_path / name)
+    quantize_folder(model, tmp_path / "quantized", weights)
     plain, quantized = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "quantized"))
     scales = {name for name in quantized if name.endswith("_scale")}
     assert {name.removesuffix("_scale") for name in scales} == {name for name in plain if "_proj" in name}

@@ -41,7 +41,7 @@ def bench_checkpoint_prefill(
         ValueError: too little text, or logits less accurate than twice eager PyTorch's.
     """
     length = model_context(model, length)
-    text = _passages(ids, batch, length).to(model.device)
+    text = passages(ids, batch, length).to(model.device)
     report("checking")
     dense = unpatch(copy.deepcopy(model))
     return {
@@ -73,7 +73,7 @@ def bench_checkpoint_generate(
 
     Args, Raises: as `bench_checkpoint_prefill`.
     """
-    text = _passages(ids, batch, model_context(model, PROMPT_TOKENS + new_tokens)).to(model.device)
+    text = passages(ids, batch, model_context(model, PROMPT_TOKENS + new_tokens)).to(model.device)
     dense = unpatch(copy.deepcopy(model))
     options = {"repeats": repeats, "compile": compile, "energy": energy, "steps_only": steps_only, "report": report}
     row = {
@@ -89,7 +89,7 @@ def bench_checkpoint_generate(
     return row
 
 
-def _passages(ids: torch.Tensor, batch: int, length: int) -> torch.Tensor:
+def passages(ids: torch.Tensor, batch: int, length: int) -> torch.Tensor:
     """`batch` passages of `length` tokens, from places spread evenly over a text."""
     if len(ids) < batch * length:
         raise ValueError(

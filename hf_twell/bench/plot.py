@@ -1,5 +1,6 @@
 """The figure of `hf-twell bench`, drawn from its rows alone."""
 
+import statistics
 from pathlib import Path
 
 import matplotlib
@@ -10,6 +11,7 @@ AXES = {
     "prefill": ("layers", ("batch", "length", "dtype", "l0"), ("speedup",)),
     "generate": ("batch", ("layers", "dtype", "l0", "inductor_pdl"), ("step_speedup",)),
     "train": ("layers", ("batch", "length", "dtype", "l0"), ("speedup", "peak_share")),
+    "vllm": ("batch", ("side", "model", "layers", "l0", "weights"), ("step_us", "tokens_per_s")),
     "serve": ("concurrency", ("side", "round", "engine", "dtype", "prompt_tokens", "new_tokens"), ("tokens_per_s",)),
 }
 LABELS = {
@@ -17,6 +19,7 @@ LABELS = {
     "step_speedup": "speed-up over dense (the best of its variants)",
     "peak_share": "peak memory, share of dense (the best of its variants)",
     "tokens_per_s": "tokens/s: median, least and most",
+    "step_us": "time of a decode step on the GPU (us)",
 }
 
 
@@ -27,7 +30,7 @@ def plot(rows: list[dict], path: Path) -> None:
 
     rows = [row for row in rows if row.get("measured") != "prefill"] or rows  # tokens of prompts are no decoded ones
     horizontal, settings, ratios = AXES[rows[0]["bench"]]
-    ratios = [ratio for ratio in ratios if ratio in rows[0]]
+    ratios = [ratio for ratio in ratios if all(ratio in row for row in rows)]
     # What is the same everywhere goes into the title.
     varying = [key for key in settings if len({row.get(key) for row in rows}) > 1]  # older rows may lack one
     figure, panels = plt.subplots(1, len(ratios), figsize=(6 * len(ratios), 4), squeeze=False)
@@ -38,7 +41,7 @@ def plot(rows: list[dict], path: Path) -> None:
         for values, points in sorted(lines.items(), key=str):
             label = ", ".join(f"{key} {value}" for key, value in zip(varying, values, strict=True) if value is not None)
             _line(axes, sorted(points, key=lambda point: point[0]), label or "hf_twell")
-        if ratio != "tokens_per_s":
+        if "speedup" in ratio or "share" in ratio:
             axes.axhline(1, color="gray", linewidth=1)
         axes.set(xlabel=horizontal, ylabel=LABELS[ratio])
         axes.set_xscale("log", base=2)
@@ -53,6 +56,8 @@ def plot(rows: list[dict], path: Path) -> None:
 def _line(axes, points: list[tuple], label: str) -> None:
     """Of values, or of medians with their ranges."""
     places, values = zip(*points, strict=True)
+    if isinstance(values[0], list):
+        values = [{"median": statistics.median(each), "min": min(each), "max": max(each)} for each in values]
     if not isinstance(values[0], dict):
         axes.plot(places, values, marker="o", label=label)
         return

@@ -1,17 +1,12 @@
 """What the GPU itself takes for a step of vLLM, which tokens a second of a server hide: sparse against dense.
 
-    python -m hf_twell.bench.vllm_steps MODEL --prompts ids.json --batch 1 16 64 --prefill 8 --output FOLDER
-
-In vLLM's environment, on one GPU. First dense (the plugin's kernels off: vLLM's own matmuls and ReLU), then sparse,
-each in two engines, one after the other: one whose steps the profiler sees, and one, left as vLLM starts it, for tokens
-a second. A decode step is one CUDA graph; its time is the span from its first kernel's start to its last one's end, by
-PyTorch's profiler, the median over the steps of an answer; rows tell its kernels, too. A prefill is all prompts at
-once, answered by one token; its time is that in which at least one kernel runs, the median of three. ids.json holds
-lists of token ids, which decide how many neurons are active.
+On one GPU: first dense (the plugin's kernels off: vLLM's own matmuls and ReLU), then sparse, each in two engines, one
+after the other: one whose steps the profiler sees, and one, left as vLLM starts it, for tokens a second. A decode step
+is one CUDA graph; its time is the span from its first kernel's start to its last one's end, by PyTorch's profiler, the
+median over the steps of an answer; rows tell its kernels, too. A prefill is all prompts at once, answered by one token;
+its time is that in which at least one kernel runs, the median of three. Prompts decide how many neurons are active.
 """
 
-import argparse
-import importlib.util
 import itertools
 import json
 import os
@@ -21,14 +16,165 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hf_twell.files.tables import text_table
+from hf_twell.bench.progress import silent
 
 SIDES = ("dense", "sparse")
 PROFILED_TOKENS, PROFILED_PREFILLS, WARM_UP_TOKENS = 48, 3, 16
 # Of each engine's process. The profiler sees its own process alone; vLLM's scheduler otherwise has one beside it.
 PARTS = {"steps": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, "answers": {}}
+ENGINE = "import sys; from hf_twell.bench.vllm_steps import run_part; run_part(sys.argv[1])"
+
+
+@dataclass
+class Loads:
+    """What engines are given.
+
+    Attributes:
+        model: a sparse checkpoint's folder or Hub name.
+        prompts: lists of token ids; decoding takes the first `prompt_tokens` of each.
+        batches: sequences in a decode step. prefill: whole prompts at once; 0: none.
+        new_tokens: of each timed answer, of which there are `repeats`.
+        dtype: as vLLM takes it. memory: share of the GPU's.
+    """
+
+    model: str
+    prompts: list[list[int]]
+    batches: list[int]
+    prefill: int
+    prompt_tokens: int
+    new_tokens: int
+    repeats: int
+    dtype: str
+    memory: float
+
+
+def context_of(length: int, prompt_tokens: int, new_tokens: int) -> int:
+    """How many tokens the longest sequence comes to, of whole prompts and of answers."""
+    return max(length, prompt_tokens + max(new_tokens, PROFILED_TOKENS)) + 1
+
+
+def bench_vllm(loads: Loads, *, steps_only: bool = False, report=silent) -> Iterator[dict]:
+    """A row of each side for each load; dense ones first.
+
+    Raises:
+        ValueError: an engine failed; what it said stands above.
+    """
+    parts = [part for part in PARTS if part == "steps" or not steps_only]
+    sides = []
+    for side in SIDES:
+        told = []
+        for part in parts:
+            report(f"{side} engine, {part}")
+            told.append(_in_a_process(loads, side, part))
+        sides += [{key: value for part in rows for key, value in part.items()} for rows in zip(*told, strict=True)]
+    yield from sides
+
+
+def _in_a_process(loads: Loads, side: str, part: str) -> list[dict]:
+    with tempfile.TemporaryDirectory(prefix="hf-twell-steps-") as folder:
+        Path(folder, "part.json").write_text(json.dumps({"side": side, "part": part, "loads": asdict(loads)}))
+        # The key of vLLM's cache of compiled code sees no environment variables, so each side has its own.
+        environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "VLLM_CACHE_ROOT": f"{folder}/vllm"} | PARTS[part]
+        command = [sys.executable, "-c", ENGINE, folder]
+        done = subprocess.run(command, env=environment, stdout=sys.stderr.fileno())  # vLLM logs to stdout
+        if done.returncode:
+            raise ValueError(f"vLLM's {side} engine ended with {done.returncode}; its last lines are above")
+        return json.loads(Path(folder, "rows.json").read_text())
+
+
+def run_part(folder: str) -> None:
+    """In the engine's own process: measure what `part.json` in the folder says, and write `rows.json`."""
+    told = json.loads(Path(folder, "part.json").read_text())
+    rows = measure(Loads(**told["loads"]), told["side"], told["part"])
+    Path(folder, "rows.json").write_text(json.dumps(rows))
+
+
+def measure(loads: Loads, side: str, part: str) -> list[dict]:
+    """Of one engine: what the part tells of each batch, and of the prefill."""
+    import torch
+    import vllm
+    from vllm import LLM
+
+    from hf_twell.bench.environment import environment
+
+    context = context_of(max(map(len, loads.prompts)), loads.prompt_tokens, loads.new_tokens)
+    engine = LLM(
+        loads.model,
+        dtype=loads.dtype,
+        skip_tokenizer_init=True,
+        additional_config={"hf_twell": {"kernels": side == "sparse"}},
+        max_model_len=context,
+        max_num_seqs=max([*loads.batches, loads.prefill]),
+        max_num_batched_tokens=max(context, 16_384),
+        gpu_memory_utilization=loads.memory,
+        enable_prefix_caching=False,
+    )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    about = {"vllm": vllm.__version__, **environment(device)}
+    measure_load = {"steps": _steps, "answers": _answers}[part]
+    rows = []
+    kinds = [("decode", batch) for batch in loads.batches] + [("prefill", loads.prefill)] * bool(loads.prefill)
+    for kind, batch in kinds:
+        ids = [prompt[: loads.prompt_tokens] if kind == "decode" else prompt for prompt in loads.prompts[:batch]]
+        given = [{"prompt_token_ids": each} for each in ids]
+        _generate(engine, given, WARM_UP_TOKENS if kind == "decode" else 1)
+        count = {"prompt_tokens": sum(map(len, ids))} if kind == "prefill" else {}
+        row = {"bench": "vllm", "side": side, "measured": kind, "batch": batch, **count}
+        rows.append({**row, **measure_load(engine, given, kind, loads), **about})
+    return rows
+
+
+def _steps(engine, given, kind: str, loads: Loads) -> dict:
+    """Without a GPU, which has no kernels to time, the greedy tokens alone."""
+    if kind == "prefill":
+        busy = [busy_us(_profiled(engine, given, 1)[1]) for _ in range(PROFILED_PREFILLS)]
+        return {"step_us": round(statistics.median(busy), 2), "steps": len(busy)} if any(busy) else {}
+    tokens, trace = _profiled(engine, given, PROFILED_TOKENS)
+    steps = graph_steps(trace)
+    told = {"tokens": [list(ids) for ids in tokens[:4]]}
+    if not steps:
+        return told
+    return {
+        "step_us": round(statistics.median(map(span_us, steps)), 2),
+        "steps": len(steps),
+        "kernels": kernels_us(steps),
+        **told,
+    }
+
+
+def _answers(engine, given, kind: str, loads: Loads) -> dict:
+    """Tokens a second: of the answers, and in a prefill of the prompts."""
+    new_tokens = loads.new_tokens if kind == "decode" else 1
+    count = len(given) * new_tokens if kind == "decode" else sum(len(each["prompt_token_ids"]) for each in given)
+    seconds = [_seconds(engine, given, new_tokens) for _ in range(loads.repeats)]
+    return {"tokens_per_s": [round(count / each, 2) for each in seconds]}
+
+
+def _generate(engine, prompts, new_tokens: int) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    return [list(answer.outputs[0].token_ids) for answer in engine.generate(prompts, params, use_tqdm=False)]
+
+
+def _seconds(engine, prompts, new_tokens: int) -> float:
+    started = time.perf_counter()
+    _generate(engine, prompts, new_tokens)
+    return time.perf_counter() - started
+
+
+def _profiled(engine, prompts, new_tokens: int) -> tuple[list[list[int]], dict]:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        tokens = _generate(engine, prompts, new_tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        profiler.export_chrome_trace(f"{folder}/trace.json")
+        return tokens, json.loads(Path(folder, "trace.json").read_text())
 
 
 def graph_steps(trace: dict) -> list[list[tuple[float, float, str]]]:
@@ -81,172 +227,3 @@ def busy_us(trace: dict) -> float:
         total += max(0.0, end - max(start, until))
         until = max(until, end)
     return total
-
-
-def measure(args, side: str, part: str) -> list[dict]:
-    """Of one engine: what the part tells of each batch, and of the prefill."""
-    import torch
-    import vllm
-    from vllm import LLM
-
-    from hf_twell.bench.environment import commit
-
-    prompts = json.loads(Path(args.prompts).read_text())
-    settings = {"kernels": side == "sparse"}
-    if args.density is not None:
-        settings["density"] = args.density
-    most = max([*args.batch, args.prefill])
-    engine = LLM(
-        args.model,
-        dtype=args.dtype,
-        skip_tokenizer_init=True,
-        additional_config={"hf_twell": settings},
-        max_model_len=args.context,
-        max_num_seqs=most,
-        max_num_batched_tokens=max(args.context, 16_384),
-        gpu_memory_utilization=args.memory,
-        enable_prefix_caching=False,
-    )
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    about = {"gpu": gpu, "vllm": vllm.__version__, "commit": commit()}
-    measure_load = {"steps": _steps, "answers": _answers}[part]
-    rows = []
-    for kind, batch in [("decode", batch) for batch in args.batch] + [("prefill", args.prefill)] * bool(args.prefill):
-        ids = [prompt[: args.prompt_tokens] if kind == "decode" else prompt for prompt in prompts[:batch]]
-        given = [{"prompt_token_ids": each} for each in ids]
-        _generate(engine, given, WARM_UP_TOKENS if kind == "decode" else 1)
-        count = {"prompt_tokens": sum(map(len, ids))} if kind == "prefill" else {}
-        row = {"side": side, "measured": kind, "batch": batch, **count}
-        rows.append({**row, **measure_load(engine, given, kind, args), **about})
-    return rows
-
-
-def _steps(engine, given, kind: str, args) -> dict:
-    if kind == "prefill":
-        busy = [busy_us(_profiled(engine, given, 1)[1]) for _ in range(PROFILED_PREFILLS)]
-        return {"step_us": round(statistics.median(busy), 2), "steps": len(busy)}
-    tokens, trace = _profiled(engine, given, PROFILED_TOKENS)
-    steps = graph_steps(trace)
-    median = round(statistics.median(map(span_us, steps)), 2) if steps else None
-    told = {"step_us": median, "steps": len(steps), "kernels": kernels_us(steps)}
-    return {**told, "tokens": [list(ids) for ids in tokens[:4]]}
-
-
-def _answers(engine, given, kind: str, args) -> dict:
-    """Tokens a second: of the answers, and in a prefill of the prompts."""
-    new_tokens = args.new_tokens if kind == "decode" else 1
-    count = len(given) * new_tokens if kind == "decode" else sum(len(each["prompt_token_ids"]) for each in given)
-    seconds = [_seconds(engine, given, new_tokens) for _ in range(args.repeats)]
-    return {"tokens_per_s": [round(count / each, 2) for each in seconds]}
-
-
-def _generate(engine, prompts, new_tokens: int) -> list[list[int]]:
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-    return [list(answer.outputs[0].token_ids) for answer in engine.generate(prompts, params, use_tqdm=False)]
-
-
-def _seconds(engine, prompts, new_tokens: int) -> float:
-    started = time.perf_counter()
-    _generate(engine, prompts, new_tokens)
-    return time.perf_counter() - started
-
-
-def _profiled(engine, prompts, new_tokens: int) -> tuple[list[list[int]], dict]:
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        tokens = _generate(engine, prompts, new_tokens)
-    with tempfile.TemporaryDirectory() as folder:
-        profiler.export_chrome_trace(f"{folder}/trace.json")
-        return tokens, json.loads(Path(folder, "trace.json").read_text())
-
-
-HEAD = ["load", "dense, us on the GPU", "sparse", "speed-up", "dense, tokens/s", "sparse", "speed-up", "same answers"]
-
-
-def cells(rows: list[dict]) -> list[list]:
-    """Under `HEAD`, for each load: the GPU's time and the tokens a second of both sides, and their ratios."""
-    lines = []
-    dense, sparse = ([row for row in rows if row["side"] == side] for side in SIDES)
-    for theirs, ours in zip(dense, sparse, strict=True):
-        rates = [row.get("tokens_per_s") for row in (theirs, ours)]
-        medians = [statistics.median(rate) for rate in rates if rate]
-        same = [a == b for a, b in zip(theirs.get("tokens", []), ours.get("tokens", []), strict=True)]
-        known = theirs["step_us"] and ours["step_us"]
-        lines.append(
-            [
-                f"{ours['measured']} {ours['batch']}",
-                *(row["step_us"] for row in (theirs, ours)),
-                f"{theirs['step_us'] / ours['step_us']:.3f}x" if known else None,
-                *(rate and f"{statistics.median(rate):.1f} ({min(rate):.1f} to {max(rate):.1f})" for rate in rates),
-                f"{medians[1] / medians[0]:.3f}x" if len(medians) == 2 else None,
-                f"{sum(same)} of {len(same)}" if same else None,
-            ]
-        )  # fmt: skip
-    return lines
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a sparse checkpoint's folder")
-    parser.add_argument("--prompts", required=True, help="a JSON file of lists of token ids")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 128], help="sequences in a decode step")
-    parser.add_argument("--prefill", type=int, default=8, help="whole prompts at once; 0: none (default: 8)")
-    parser.add_argument("--prompt-tokens", type=int, default=128, help="of a prompt in decoding (default: 128)")
-    parser.add_argument("--new-tokens", type=int, default=512, help="of each timed answer (default: 512)")
-    parser.add_argument("--repeats", type=int, default=7, help="timed answers, at least 1 (default: 7)")
-    parser.add_argument("--steps-only", action="store_true", help="no tokens a second: two engines, not four")
-    parser.add_argument("--density", type=float, help="of every layer, in place of the checkpoint's own")
-    parser.add_argument("--dtype", default="auto", help="as vLLM takes it; auto: 16 bits of float32 models, too")
-    parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--memory", type=float, default=0.6, help="share of the GPU's (default: 0.6)")
-    parser.add_argument("--output", help="append rows to vllm_steps.jsonl in this folder")
-    # In an engine's own process: its side and part, and a file for what it tells.
-    parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.part:
-        side, part, path = args.part
-        Path(path).write_text(json.dumps(measure(args, side, part)))
-        return
-    if importlib.util.find_spec("vllm") is None:
-        parser.error("vLLM is not installed in this Python; run it in vLLM's own environment")
-    if not Path(args.model, "config.json").is_file() or not Path(args.prompts).is_file():
-        parser.error(f"{args.model} must be a checkpoint's folder, and {args.prompts} a file of prompts")
-    if args.repeats < 1:
-        parser.error(f"--repeats {args.repeats}; give at least 1")
-    count, most = len(json.loads(Path(args.prompts).read_text())), max([*args.batch, args.prefill])
-    if count < most:
-        parser.error(f"{args.prompts} has {count} prompts; give {most}")
-    parts = [part for part in PARTS if part == "steps" or not args.steps_only]
-    rows = [row for side in SIDES for row in _rows_of(side, parts, sys.argv[1:] if argv is None else argv)]
-    print(text_table(HEAD, cells(rows)))
-    if args.output:
-        Path(args.output).mkdir(parents=True, exist_ok=True)
-        with (Path(args.output) / "vllm_steps.jsonl").open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-def _rows_of(side: str, parts: list[str], arguments: list[str]) -> list[dict]:
-    """What a side's engines, one for each part, tell of each load.
-
-    Raises:
-        SystemExit: an engine failed; what it said stands above.
-    """
-    told = []
-    with tempfile.TemporaryDirectory(prefix="hf-twell-steps-") as folder:
-        for part in parts:
-            path = Path(folder) / f"{part}.json"
-            command = [sys.executable, "-m", "hf_twell.bench.vllm_steps", *arguments, "--part", side, part, str(path)]
-            # The key of vLLM's cache of compiled code sees no environment variables, so each side has its own.
-            environment = os.environ | {"VLLM_NO_USAGE_STATS": "1", "VLLM_CACHE_ROOT": f"{folder}/vllm"} | PARTS[part]
-            done = subprocess.run(command, env=environment, stdout=sys.stderr.fileno())  # vLLM logs to stdout
-            if done.returncode or not path.is_file():
-                raise SystemExit(f"the {side} engine ended with {done.returncode}; its last lines are above")
-            told.append(json.loads(path.read_text()))
-    return [{key: value for part in rows for key, value in part.items()} for rows in zip(*told, strict=True)]
-
-
-if __name__ == "__main__":
-    main()

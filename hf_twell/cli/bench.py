@@ -12,6 +12,7 @@ examples:
   hf-twell bench generate --layers 28 --batch 1 16 64
   hf-twell bench generate ./my-sparse-model --text notes.txt
   hf-twell bench serve ./my-sparse-model --text notes.txt --concurrency 1 16 --rounds 2
+  hf-twell bench vllm --layers 28 --weights fp8 --batch 1 16 64
   hf-twell bench train --layers 8 28 --batch 8 --length 2048 --energy --output out/bench
 """
 
@@ -26,6 +27,7 @@ from pathlib import Path
 from hf_twell.cli.bench_checkpoint import add_checkpoint, check_options, checkpoint_rows, default_of
 from hf_twell.cli.bench_serve import add_serve_options, prepare_serve
 from hf_twell.cli.bench_table import CELLS
+from hf_twell.cli.bench_vllm import add_vllm_options, prepare_vllm
 from hf_twell.cli.output import print_json, stdout_for_result, writing
 from hf_twell.files.tables import text_table
 
@@ -41,6 +43,7 @@ SHAPES = {  # D, F
 SHAPE_L0_OF = 5632  # neurons for which --l0 is given when --shape scales it
 BATCH = {"prefill": 64, "generate": 1, "train": 8}  # of random models; of the user's own, 1
 LENGTH = 2048
+ENGINES = ("serve", "vllm")  # modes that another engine computes
 CPU_TOKENS = [1, 4, 16, 128, 1024]
 CUDA_TOKENS = [1, 16, 64, 256, 1024, 4096, 16384, 65536]
 
@@ -54,9 +57,9 @@ def _count(text: str) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     modes = parser.add_subparsers(dest="what", required=True, metavar="MODE")
     for name, (summary, add_options) in _MODES.items():
-        mode = modes.add_parser(name, help=summary, description=f"Measure {summary}, against dense PyTorch.")
+        mode = modes.add_parser(name, help=summary, description=f"Measure {summary}, against dense.")
         add_options(mode)
-        if name != "serve":
+        if name not in ENGINES:
             _add_common_options(mode, name)
         _add_output_options(mode)
         mode.set_defaults(parser=mode)
@@ -101,25 +104,42 @@ def _add_sequence_options(parser, what):
     parser.add_argument("--length", type=_count, help=f"tokens of each sequence ({default})")
 
 
+def _add_vllm_mode(parser):
+    add_checkpoint(parser)
+    _add_model_sizes(parser)
+    _add_workload_sizes(parser)
+    parser.add_argument("--batch", type=_count, nargs="+", help="sequences in a decode step (default: 1 16 64 128)")
+    parser.add_argument("--repeats", type=_count, default=7, help="timed answers (default: 7)")
+    add_vllm_options(parser, _count)
+
+
 def _add_model_options(parser, what, repeats):
-    parser.add_argument("--layers", type=_count, nargs="+", default=[8], help="default: 8; also 18, 28, 38: 0.5B to 2B")
-    parser.add_argument("--heads", type=_count, help="attention heads (default: D / 64)")
-    parser.add_argument("--kv-heads", type=_count, help="key-value heads (default: as many as heads)")
-    parser.add_argument("--vocabulary", type=_count, default=32768, help="default: 32768")
+    _add_model_sizes(parser)
     parser.add_argument("--batch", type=_count, nargs="+", help=f"sequences ({default_of(what, BATCH[what], 1)})")
     parser.add_argument("--repeats", type=_count, default=repeats, help=f"timed turns (default: {repeats})")
 
 
+def _add_model_sizes(parser):
+    parser.add_argument("--layers", type=_count, nargs="+", default=[8], help="default: 8; also 18, 28, 38: 0.5B to 2B")
+    parser.add_argument("--heads", type=_count, help="attention heads (default: D / 64)")
+    parser.add_argument("--kv-heads", type=_count, help="key-value heads (default: as many as heads)")
+    parser.add_argument("--vocabulary", type=_count, default=32768, help="default: 32768")
+
+
 def _add_common_options(parser, what):
     parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
-    parser.add_argument("--l0", type=float, nargs="+", default=[30.0], help="active neurons per token (default: 30)")
-    parser.add_argument("--hidden", type=_count, default=2048, metavar="D", help="hidden size (default: 2048)")
-    parser.add_argument("--intermediate", type=_count, default=5632, metavar="F", help="FFN width (default: 5632)")
+    _add_workload_sizes(parser)
     dtypes = ["bfloat16", "float16", "float32"]
     parser.add_argument("--dtype", choices=dtypes, help=default_of(what, "bfloat16", "as stored"))
     parser.add_argument("--threads", type=_count, help="PyTorch threads (default: as PyTorch chooses)")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--energy", action="store_true", help="CUDA: also energy per token, 2 s more for each variant")
+
+
+def _add_workload_sizes(parser):
+    parser.add_argument("--l0", type=float, nargs="+", default=[30.0], help="active neurons per token (default: 30)")
+    parser.add_argument("--hidden", type=_count, default=2048, metavar="D", help="hidden size (default: 2048)")
+    parser.add_argument("--intermediate", type=_count, default=5632, metavar="F", help="FFN width (default: 5632)")
 
 
 def _add_output_options(parser):
@@ -141,6 +161,7 @@ _MODES = {  # what each measures, and the options that it alone reads
         partial(_add_sequence_options, what="train"),
     ),
     "serve": ("MODEL behind OpenAI's API, under requests at once", partial(add_serve_options, count=_count)),
+    "vllm": ("the GPU's time of vLLM's steps, of a random Llama or of MODEL", _add_vllm_mode),
 }
 
 
@@ -170,7 +191,8 @@ def _measure(args, rows: list[dict]) -> None:
 
     from hf_twell.bench.progress import shown_on
 
-    make_rows, common = prepare_serve(args) if args.what == "serve" else _prepare(args)
+    prepare = {"serve": prepare_serve, "vllm": partial(prepare_vllm, check_sizes=_check_sizes)}
+    make_rows, common = prepare.get(args.what, _prepare)(args)
     output = None
     if args.output:
         from hf_twell.bench.plot import plot

@@ -1,8 +1,13 @@
-"""`hf-twell bench prefill MODEL` and `generate MODEL`: a sparse checkpoint of the user's in place of a random one."""
+"""`hf-twell bench prefill`, `generate` and `vllm` of MODEL: a sparse checkpoint of the user's, not a random one."""
 
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
 
 CHECKPOINT_MODES = ("prefill", "generate")
 RANDOM_ONLY = ("layers", "heads", "kv_heads", "vocabulary", "l0", "hidden", "intermediate")
@@ -33,15 +38,12 @@ def check_options(args: argparse.Namespace) -> None:
 
 def checkpoint_rows(args: argparse.Namespace, common: dict) -> tuple[Iterator[dict], int]:
     """An iterator of MODEL's rows, and how many there will be."""
-    import torch
-
     from hf_twell.bench.checkpoint import bench_checkpoint_generate, bench_checkpoint_prefill
     from hf_twell.blocks.architectures import other_activations
     from hf_twell.convert.sparsify import sparsify
     from hf_twell.files.text import check_file
     from hf_twell.measure.inference import check_ids
     from hf_twell.models.loading import load_model
-    from hf_twell.recipe.packing import token_ids
 
     for path in args.text:
         check_file(Path(path))
@@ -50,7 +52,7 @@ def checkpoint_rows(args: argparse.Namespace, common: dict) -> tuple[Iterator[di
     if others := other_activations(model.config):
         raise ValueError(f"{args.model} is not sparse (activation: {others.pop()}); convert it with hf-twell sparsify")
     sparsify(model.eval())
-    ids = torch.tensor(token_ids(tokenizer, args.text))
+    ids = load_ids(tokenizer, args.text)
     check_ids(model, tokenizer, ids)
     if args.what == "generate":
         bench, more = bench_checkpoint_generate, ("new_tokens", "steps_only")
@@ -59,3 +61,12 @@ def checkpoint_rows(args: argparse.Namespace, common: dict) -> tuple[Iterator[di
     common |= {name: getattr(args, name) for name in more} | {"compile": not args.no_compile}
     batches = args.batch or [1]
     return (bench(model, ids, batch=batch, **common) for batch in batches), len(batches)
+
+
+def load_ids(tokenizer: "PreTrainedTokenizerBase", files: list[str]) -> "torch.Tensor":
+    """The token ids of text files, (tokens,)."""
+    import torch
+
+    from hf_twell.recipe.packing import token_ids
+
+    return torch.tensor(token_ids(tokenizer, files))

@@ -1,5 +1,7 @@
 """The table of `hf-twell bench`: which of a row's figures are shown for each mode."""
 
+import statistics
+
 from hf_twell.bench.serve_summary import overlap, pairs, ratio
 from hf_twell.files.tables import percent
 
@@ -110,6 +112,34 @@ def _compared(sparse, dense) -> list[str]:
     return [f"{ratio(*rates):.2f}x", "yes" if overlap(*rates) else "no"]
 
 
+def _vllm_cells(rows):
+    """For each load the GPU's time and the tokens a second of both sides, and their ratios."""
+    head = ["load", "dense, us on the GPU", "sparse", "speed-up", "dense, tokens/s", "sparse", "speed-up"]
+    several = len({_llama(row) for row in rows}) > 1
+    dense, sparse = ([row for row in rows if row["side"] == side] for side in ("dense", "sparse"))
+    lines = []
+    for theirs, ours in zip(dense, sparse, strict=True):
+        steps = [row.get("step_us") for row in (theirs, ours)]
+        rates = [row.get("tokens_per_s") for row in (theirs, ours)]
+        medians = [statistics.median(rate) for rate in rates if rate]
+        same = [a == b for a, b in zip(theirs.get("tokens", []), ours.get("tokens", []), strict=True)]
+        lines.append(
+            [
+                f"{ours['measured']} {ours['batch']}{_llama(ours) if several else ''}",
+                *steps,
+                f"{steps[0] / steps[1]:.3f}x" if all(steps) else None,
+                *(rate and f"{statistics.median(rate):.1f} ({min(rate):.1f} to {max(rate):.1f})" for rate in rates),
+                f"{medians[1] / medians[0]:.3f}x" if len(medians) == 2 else None,
+                f"{sum(same)} of {len(same)}" if same else None,
+            ]
+        )
+    return [*head, "same answers"], lines
+
+
+def _llama(row) -> str:
+    return f", {row['layers']} layers, L0 {row['l0']:g}" if "layers" in row else ""
+
+
 _PREFILL = (
     "eager_ms",
     "compiled_ms",
@@ -131,4 +161,5 @@ CELLS = {
     "generate": _model_cells(_GENERATE),
     "train": _model_cells(_TRAIN),
     "serve": _serve_cells,
+    "vllm": _vllm_cells,
 }
