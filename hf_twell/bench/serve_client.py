@@ -59,9 +59,11 @@ async def _exchange_all(port: int, bodies: list[dict]) -> list[tuple[float, int,
 
     trace.on_connection_create_end.append(wait_for_others)
     trace.on_request_headers_sent.append(note_time)
-    options = {"connector": aiohttp.TCPConnector(limit=0), "timeout": aiohttp.ClientTimeout(total=None)}
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
     try:
-        async with aiohttp.ClientSession(f"http://{HOST}:{port}", trace_configs=[trace], **options) as session:
+        async with aiohttp.ClientSession(
+            f"http://{HOST}:{port}", connector=connector, timeout=timeout, trace_configs=[trace]
+        ) as session:
             return await asyncio.gather(*(_exchange(session, body) for body in bodies))
     except aiohttp.ClientError as error:
         raise BrokenAnswer(str(error)) from error
@@ -69,7 +71,8 @@ async def _exchange_all(port: int, bodies: list[dict]) -> list[tuple[float, int,
 
 async def _exchange(session: aiohttp.ClientSession, body: dict) -> tuple[float, int, list[tuple[float, bytes]]]:
     """When the request was sent, the answer's status, and the pieces of its body with their times."""
-    asked, started = body | {"stream": True, "stream_options": {"include_usage": True}}, []
+    asked = body | {"stream": True, "stream_options": {"include_usage": True}}
+    started: list[float] = []  # filled when the request is sent
     async with session.post("/v1/completions", json=asked, trace_request_ctx=started) as response:
         pieces = [(time.perf_counter(), data) async for data in response.content.iter_any()]
         return started[0], response.status, pieces

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from string import Template
+from typing import TypeGuard
 
 from huggingface_hub import ModelCardData
 from transformers import AutoModelForCausalLM
@@ -71,7 +72,7 @@ def model_card(
         active = f", so that {density} of a block's neurons {'were' if earlier else 'are'} active for a token{earlier}"
     facts |= _losses(measured or {}, _earlier(config))
     pressed = method and (method.get("l1_weight") or method.get("target_density"))
-    trained = CLAUSES[method.get("term", "l1")] if pressed else ""
+    trained = CLAUSES[method.get("term", "l1")] if method and pressed else ""
     loader = loading_class(config)
     return _fill(
         "model.md",
@@ -114,7 +115,8 @@ def _warning(config, method, sparsity, measured) -> str:
 
 def measured_sparsity(measured: Mapping | None) -> dict | None:
     """The sparsity of a final model as a card gives it, from its `twell_measured.json`."""
-    last = measured and (measured.get("after") or measured.get("before"))
+    measured = measured or {}
+    last = measured.get("after") or measured.get("before")
     return {**last["sparsity"], "files": measured.get("heldout")} if last and last.get("sparsity") else None
 
 
@@ -274,9 +276,9 @@ def score(figure: Mapping) -> str:
     return f"{figure['value']:.4f}" + (f" ± {figure['stderr']:.4f}" if figure.get("stderr") is not None else "")
 
 
-def is_repo(name) -> bool:
+def is_repo(name: str | None) -> TypeGuard[str]:
     """Whether a name can be that of a model on the Hub, and is no folder here."""
-    return bool(name) and REPO_ID.fullmatch(name) is not None and not Path(name).exists()
+    return name is not None and REPO_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
 def _link(name: str | None) -> str | None:

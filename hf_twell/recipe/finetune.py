@@ -85,14 +85,15 @@ def five_steps(
     tokenizer = load_tokenizer(recipe.model)
     length = recipe.sequence_length
     check_length(model, length)
+    only = recipe.assistant_only_loss
     if train is None and is_streamed(recipe.train):
-        train = StreamedText(tokenizer, recipe.train, length, assistant_only=recipe.assistant_only_loss)
+        train = StreamedText(tokenizer, recipe.train, length, assistant_only=only)
     elif train is None:
-        options = {"assistant_only": recipe.assistant_only_loss, "description": "tokenizing training text"}
-        train = PackedText(tokenizer, recipe.train, length, **options)
+        what = "tokenizing training text"
+        train = PackedText(tokenizer, recipe.train, length, assistant_only=only, description=what)
     if heldout is None:
-        options = {"assistant_only": recipe.assistant_only_loss, "description": "tokenizing held-out text"}
-        heldout = PackedText(tokenizer, recipe.heldout, length, **options)
+        what = "tokenizing held-out text"
+        heldout = PackedText(tokenizer, recipe.heldout, length, assistant_only=only, description=what)
 
     # 3. Transformers' own Trainer, with the L1 term as a callback, and the dense parent as a teacher.
     use_cache = getattr(model.config, "use_cache", True)  # Trainer turns it off
@@ -168,8 +169,8 @@ def teacher(recipe: Recipe, model: PreTrainedModel) -> Distillation | None:
     """The dense parent, frozen, as the recipe's `distill` says."""
     if recipe.distill is None:
         return None
-    given = {key: value for key, value in recipe.distill.items() if value is not None}
+    given = recipe.distill
     # Its forward is outside the trainer's autocast, and in float32 would take as long as the whole step.
     dtype = given.get("dtype") or ("bfloat16" if recipe.training.get("bf16") else recipe.dtype)
-    parent, _ = load_model(given.get("parent", recipe.model), False, dtype=dtype, device="cpu")
+    parent, _ = load_model(given.get("parent") or recipe.model, False, dtype=dtype, device="cpu")
     return Distillation(model, parent, logits=given.get("logits", 0.5), layers=given.get("layers", 0.0))

@@ -57,7 +57,7 @@ def token_ids(
 
 
 def _tokens_and_labels(tokenizer, source, assistant_only, description) -> tuple[list[int], list[int]]:
-    ids = []
+    ids: list[int] = []
     labels = [] if assistant_only else ids  # else a large text would be in memory twice
     documents = tqdm(documents_of(source), desc=description, unit=" documents")
     for batch in _batches(documents):
@@ -126,7 +126,9 @@ class StreamedText(torch.utils.data.IterableDataset):
         self.assistant_only = assistant_only
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        ids, labels, length = [], [], self.sequence_length
+        ids: list[int] = []
+        labels: list[int] = []
+        length = self.sequence_length
         for document in documents_of(self.source):
             ((more, their_labels),) = _batch_tokens(self.tokenizer, [document], self.assistant_only)
             ids, labels = ids + more, labels + their_labels

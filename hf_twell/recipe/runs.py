@@ -152,6 +152,7 @@ def check_changes(recipe: Recipe, args: TrainingArguments) -> None:
         ValueError: a key that the checkpoint keeps has another value.
     """
     checkpoint = last_checkpoint(recipe.output_dir)
+    assert checkpoint is not None  # `check_run` found it
     saved, now = read_state(checkpoint).get("settings", {}), settings(recipe, args)
     for key, value in saved.get("kept", {}).items():
         if now["kept"].get(key) != value:

@@ -5,7 +5,7 @@ import difflib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeGuard
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator, model_validator
 from pydantic.dataclasses import dataclass
@@ -212,7 +212,7 @@ def load_recipe(path: str | Path, changes: Sequence[str] = ()) -> Recipe:
         raise ValueError(first_fault(error, str(path))) from None
 
 
-def is_streamed(source: list | dict | str) -> bool:
+def is_streamed(source: list | dict | str) -> TypeGuard[dict]:
     """Whether a recipe's text is a Hub dataset that is read as training goes on."""
     return isinstance(source, dict) and bool(source.get("streaming"))
 
@@ -242,12 +242,12 @@ def first_fault(error: ValidationError, where: str, key: str | None = None) -> s
         key: that the value belongs to, where no mapping was read.
     """
     faults = error.errors(include_url=False)
-    if missing := [fault["loc"][0] for fault in faults if fault["type"] == "missing"]:
+    if missing := [str(fault["loc"][0]) for fault in faults if fault["type"] == "missing"]:
         return f"{where} lacks {', '.join(missing)}"
     loc, given = faults[0]["loc"], faults[0]["input"]
     if not loc and key is None:
         return f"{where}: {faults[0]['ctx']['error']}"
-    name = key or ".".join(part for part in loc if isinstance(part, str))
+    name = key if key is not None else ".".join(str(part) for part in loc if not isinstance(part, int))
     same = {fault["type"]: fault for fault in faults if fault["input"] is given}  # one for each type that may be given
     words = [text.format(**same[kind].get("ctx", {})) for kind, text in ALLOWED.items() if kind in same]
     if "value_error" in same:

@@ -77,7 +77,7 @@ def sample_text(
         drawn = {"temperature": temperature, "top_p": top_p, "tell": _teller(bar)}
         while done < tokens:
             drawn["seed"] = seed + batch
-            if chats:
+            if begin is None:
                 rows = sample_conversations(model, tokenizer, length, batch_size, **drawn)
             else:
                 rows = documents_in(sample_ids(model, begin, length, batch_size, **drawn), tokenizer, begin)
