@@ -18,10 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_twell
 from hf_twell.bench.plot import plot
-from hf_twell.bench.serve import Load, Side, check_load, compare_texts, in_bursts, measure, write_texts
+from hf_twell.bench.serve import Load, Prompts, Side, check_load, compare_texts, in_bursts, measure, write_texts
 from hf_twell.bench.serve_client import BrokenAnswer, ask_at_once, read_answer
 from hf_twell.bench.serve_process import Server, free_port, serving
-from hf_twell.bench.serve_prompts import Prompts
 from hf_twell.bench.serve_summary import overlap, pairs, ratio, summary
 from hf_twell.cli import bench, main
 from hf_twell.cli.bench_serve import command, prompts_of

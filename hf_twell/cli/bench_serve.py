@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from hf_twell.cli.output import DTYPES
 
 if TYPE_CHECKING:
-    from hf_twell.bench.serve_prompts import Prompts
+    from hf_twell.bench.serve import Prompts
 
 CONCURRENCY = {"vllm": [1, 16, 64, 128], "transformers": [1]}  # whose requests wait for each other
 PREFILL_TOKENS, PREFILL_PROMPTS = 1024, 4
@@ -98,7 +98,7 @@ def prompts_of(args: argparse.Namespace) -> "Prompts":
     Raises:
         ValueError, OSError: files that hold no plain text.
     """
-    from hf_twell.bench.serve_prompts import Prompts
+    from hf_twell.bench.serve import Prompts
     from hf_twell.files.text import read_documents
     from hf_twell.models.loading import load_tokenizer
 
