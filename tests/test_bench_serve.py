@@ -6,6 +6,7 @@ import json
 import lzma
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,10 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_twell
 from hf_twell.bench.plot import plot
-from hf_twell.bench.serve import Load, Side, check_load, compare_texts, in_bursts, measure, write_texts
+from hf_twell.bench.serve import Load, Prompts, Side, check_load, compare_texts, in_bursts, measure, write_texts
 from hf_twell.bench.serve_client import BrokenAnswer, ask_at_once, read_answer
 from hf_twell.bench.serve_process import Server, free_port, serving
-from hf_twell.bench.serve_prompts import Prompts
 from hf_twell.bench.serve_summary import overlap, pairs, ratio, summary
 from hf_twell.cli import bench, main
 from hf_twell.cli.bench_serve import command, prompts_of
@@ -110,44 +110,54 @@ def event(text="", **more) -> bytes:
 
 
 EVENTS = [event("a"), event("b\n\nc") + event("é"), event(usage={"prompt_tokens": 3, "completion_tokens": 4})]
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 DONE = b"data: [DONE]\n\n"
 
 
-def chunk(data: bytes) -> bytes:
-    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
-
-
-def test_a_stream_in_chunks():
+def test_a_stream_in_pieces():
     """Each event has the time of the piece in which it ended."""
-    chunks = [HEAD + b"transfer-encoding: chunked\r\n\r\n", *map(chunk, [*EVENTS, DONE]), b"0\r\n\r\n"]
-    answer = read_answer(0.5, [(float(second), data) for second, data in enumerate(chunks)])
+    answer = read_answer(0.5, 200, [(1.0, EVENTS[0]), (2.0, EVENTS[1]), (3.0, EVENTS[2] + DONE)])
     assert answer == (0.5, 1.0, 2.0, 2, "ab\n\ncé", 3, 4)
-    whole = b"".join(chunks)
+    whole = b"".join([*EVENTS, DONE])
     for size in (1, 7, 50, len(whole)):
         pieces = [(float(at), whole[at : at + size]) for at in range(0, len(whole), size)]
-        again = read_answer(0.5, pieces)
+        again = read_answer(0.5, 200, pieces)
         assert (again.text, again.prompt_tokens, again.new_tokens) == ("ab\n\ncé", 3, 4)
         assert again.first <= again.last <= pieces[-1][0]
 
 
-def test_a_stream_that_ends_with_its_connection():
-    pieces = [(1.0, HEAD + b"\r\n" + EVENTS[0]), (2.0, EVENTS[1]), (3.0, EVENTS[2] + DONE)]
-    assert read_answer(0.5, pieces) == (0.5, 1.0, 2.0, 2, "ab\n\ncé", 3, 4)
-
-
-@pytest.mark.parametrize("pieces", [[], [(1.0, HEAD)], [(1.0, HEAD + b"\r\n" + EVENTS[0])]])
+@pytest.mark.parametrize("pieces", [[], [(1.0, EVENTS[0])]])
 def test_a_broken_stream_is_told(pieces):
     with pytest.raises(BrokenAnswer):
-        read_answer(0.0, pieces)
+        read_answer(0.0, 200, pieces)
 
 
 def test_refusals_are_told():
     body = json.dumps({"error": {"message": "too long"}}).encode()
     with pytest.raises(ValueError, match="the server refused a request: too long"):
-        read_answer(0.0, [(1.0, b"HTTP/1.1 400 Bad Request\r\n\r\n" + body)])
+        read_answer(0.0, 400, [(1.0, body)])
     with pytest.raises(ValueError, match="the server failed in an answer: out of memory"):
-        read_answer(0.0, [(1.0, HEAD + b"\r\n" + EVENTS[0] + b'data: {"error": "out of memory"}\n\n')])
+        read_answer(0.0, 200, [(1.0, EVENTS[0] + b'data: {"error": "out of memory"}\n\n')])
+
+
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n40\r\ndata: "])
+def test_a_connection_that_breaks_is_told(said):
+    """A server that says this much, to two requests at once, and hangs up."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def hang_up():
+            for connection in [listening.accept()[0] for _ in range(2)]:  # both are connected before one is sent
+                connection.recv(1 << 16)
+                connection.sendall(said)
+                connection.close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        port = listening.getsockname()[1]
+        with pytest.raises(BrokenAnswer):
+            ask_at_once(port, [{"prompt": "a"}] * 2)
+        thread.join()
+    with pytest.raises(BrokenAnswer):
+        ask_at_once(port, [{"prompt": "a"}] * 2)
 
 
 def test_text_in_few_pieces_is_a_burst():

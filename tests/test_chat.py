@@ -140,7 +140,7 @@ def test_train_on_conversations(tokenizer, rows, tmp_path, capsys):
 
     (tmp_path / "text.txt").write_text("some words")
     assert main(["train", str(recipe), f"heldout={tmp_path / 'text.txt'}", "--overwrite"]) == 1
-    assert "has assistant_only_loss, and" in capsys.readouterr().err
+    assert "assistant_only_loss: true, and" in capsys.readouterr().err
 
 
 @needs_lm_eval

@@ -72,16 +72,25 @@ def test_help_shows_an_example(command, capsys):
     assert f"\n  hf-twell {command}" in capsys.readouterr().out
 
 
-def test_a_missing_package_is_named_with_what_installs_it(tmp_path):
-    code = "import sys\nsys.modules['matplotlib'] = None\nfrom hf_twell.cli import main\nsys.exit(main(sys.argv[1:]))"
+@pytest.mark.parametrize(
+    ("package", "extra", "options"),
+    [
+        ("matplotlib", "bench", ["ffn", "--tokens", "1", "--output", "{tmp_path}/out"]),
+        ("aiohttp", "serve", ["serve", "{tmp_path}", "--engine", "transformers"]),
+    ],
+)
+def test_a_missing_package_is_named_with_what_installs_it(package, extra, options, tmp_path):
+    code = f"import sys\nsys.modules['{package}'] = None\nfrom hf_twell.cli import main\nsys.exit(main(sys.argv[1:]))"
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "twell": {"version": 1}}')
     done = subprocess.run(
-        [sys.executable, "-c", code, "bench", "ffn", "--tokens", "1", "--output", tmp_path / "out"],
+        [sys.executable, "-c", code, "bench", *(option.format(tmp_path=tmp_path) for option in options)],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 1
-    assert done.stderr == "hf-twell: error: this needs the package matplotlib: pip install 'hf_twell[bench]'\n"
+    said = f"hf-twell: error: this needs the package {package}: pip install 'hf_twell[{extra}]'"
+    assert done.stderr.splitlines()[-1] == said
     assert not done.stdout, "said before anything is measured"
 
 
@@ -255,39 +264,45 @@ RECIPE_MISTAKES = [
     (["heldout={split: test}"], "give text files"),
     (["heldout={hub: json, streaming: true}"], "how many rows to take"),
     (["heldout={hub: json, streaming: true, take: null}"], "how many rows to take"),
-    (["heldout={hub: json, take: '10'}"], "heldout has take: '10'; give a whole number of at least 1"),
-    (["train={hub: json, take: 0}"], "train has take: 0; give a whole number of at least 1"),
-    (["train={hub: json, skip: 1.5}"], "train has skip: 1.5; give a whole number of at least 0"),
-    (["train={hub: json, skip: null}"], "train has skip: None; give a whole number"),
+    (
+        ["heldout={hub: json, take: '10'}"],
+        "has heldout: {'hub': 'json', 'take': '10'}; take: '10'; give a whole number of at least 1",
+    ),
+    (
+        ["train={hub: json, take: 0}"],
+        "has train: {'hub': 'json', 'take': 0}; take: 0; give a whole number of at",
+    ),
+    (["train={hub: json, skip: 1.5}"], "; skip: 1.5; give a whole number of at least 0"),
+    (["train={hub: json, skip: null}"], "; skip: None; give a whole number"),
     ([STREAM, "training.max_steps=-1"], "give max_steps"),
     ([STREAM, "training.max_steps=null"], "give max_steps"),
-    ([STREAM, "training.dataloader_num_workers=2"], "at most one of dataloader_num_workers"),
+    ([STREAM, "training.dataloader_num_workers=2"], "at most one dataloader_num_workers"),
     (["sequence_length=0"], "at least 2"),
     (["sequence_length=1"], "at least 2"),
     (["sequence_length=2.5"], "at least 2"),
     (["sequence_length=513"], "sequence_length: 513 is more than the 512 positions of the model"),
-    (["relu=no"], "relu: 'no'; choose one of True, False"),
+    (["relu=no"], "relu: 'no'; give true or false"),
     (["trainable=most"], "'ffn+lora'"),
     (["dtype=float12"], "bfloat16"),
     (["save_dtype=bf16"], "bfloat16"),
-    (["l1_weight=much"], "a number of at least 0"),
-    (["l1_weight=-1"], "a number of at least 0"),
+    (["l1_weight=much"], "l1_weight: 'much'; give a number"),
+    (["l1_weight=-1"], "l1_weight: -1; give at least 0"),
     (["target_density=0.1"], "give one of them"),
-    (["l1_weight=null"], "neither target_density nor l1_weight; give the share of active neurons to reach"),
-    (["term=count"], "term: 'count', which goes with target_density alone"),
-    (["term=l0"], "term: 'l0'; choose one of 'l1', 'count'"),
+    (["l1_weight=null"], "l1_weight=None and target_density=None; give one of them"),
+    (["term=count"], "term='count' goes with target_density alone"),
+    (["term=l0"], "term: 'l0'; give 'l1' or 'count'"),
     (["l1_weight=null", "target_density=2.5"], "target_density=2.5; give a share between 0 and 1"),
-    (["layer_shares=some"], "'equal', 'free'"),
-    (["l1_bounds=[1, 2]"], "go with target_density alone"),
-    ([*DENSITY, "l1_bounds=0.5"], "l1_bounds=0.5; give the lowest and the highest"),
+    (["layer_shares=some"], "'equal' or 'free'"),
+    (["l1_bounds=[1, 2]"], "goes with target_density alone"),
+    ([*DENSITY, "l1_bounds=0.5"], "l1_bounds: 0.5; give the lowest and the highest"),
     ([*DENSITY, "l1_bounds=[2, 1]"], "l1_bounds=[2, 1]; give the lowest"),
-    (["warmup=steep"], "'linear', 'sine'"),
+    (["warmup=steep"], "'linear' or 'sine'"),
     (["warmup_steps=2.5"], "warmup_steps=2.5; give a whole number of steps, or a share"),
     (
         ["blend_steps=0.2"],
         "has blend_steps, and blending is gone; leave it out, and the activation becomes ReLU at once",
     ),
-    (["revive_after=soon"], "a number of at least 0"),
+    (["revive_after=soon"], "revive_after: 'soon'; give a whole number of tokens"),
     (["revive_after=0"], "a whole number of tokens"),
     (["revive_after=0.5"], "revive_after: 0.5; give a whole number of tokens"),
     (["distill=true"], "give a mapping"),
@@ -315,7 +330,7 @@ RECIPE_MISTAKES = [
     (["training.report_to=clearml"], "report_to: clearml, which is not installed: pip install clearml, or leave it"),
     (["training.report_to=[clearml]"], "report_to: clearml, which is not installed"),
     (["training.report_to=paper"], "paper is not supported, only azure_ml"),
-    (["dtype=float16"], "'float16', in which weights do not train; write dtype: float32, and fp16: true in training"),
+    (["dtype=float16"], "'float16'; weights do not train in it; write dtype: float32, and training.fp16=true"),
     (["training.fp16=true"], "fp16: true, which needs a GPU, and this run is on a CPU; write training.fp16=false"),
     (["training.output_dir=elsewhere"], "write output_dir alone"),
     (["training.bogus=1"], "'bogus'; known keys: per_device_train_batch_size, "),

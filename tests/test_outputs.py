@@ -157,7 +157,7 @@ def test_a_run_leaves_the_checkpoints_of_another_training_alone(tmp_path, capsys
         ("bench.png", "mine", "bench.png lies there without rows, so it is another's"),
     ],
 )
-def test_bench_adds_to_its_own_rows_alone(name, content, says, tmp_path, capsys):
+def test_bench_adds_to_its_checkpoint_rows_alone(name, content, says, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     (tmp_path / name).write_text(content)
     assert main(["bench", "ffn", "--tokens", "1", "--device", "cpu", "--output", str(tmp_path)]) == 1

@@ -9,12 +9,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_twell.cli import main
-from hf_twell.recipe import own_text
 from hf_twell.recipe.chat import chat_tokens
-from hf_twell.recipe.own_chats import Turns, sample_conversations
-from hf_twell.recipe.own_text import sample_text
 from hf_twell.recipe.packing import PackedText
-from hf_twell.recipe.sampling import sample_after
+from hf_twell.sampling import documents
+from hf_twell.sampling.conversations import Turns, sample_conversations
+from hf_twell.sampling.documents import sample_text
+from hf_twell.sampling.draw import sample_after
 from tests.conftest import tiny_llama
 
 SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
@@ -191,7 +191,7 @@ def test_one_batch_without_conversations_is_not_the_end(model, tokenizer, tmp_pa
         seeds.append(seed)
         return [row] if len(seeds) == 4 else []
 
-    monkeypatch.setattr(own_text, "sample_conversations", unlucky)
+    monkeypatch.setattr(documents, "sample_conversations", unlucky)
     sizes = {"tokens": 9, "length": 40, "batch_size": 21, "chats": True}
     assert sample_text(model, tokenizer, tmp_path / "few.jsonl", **sizes)["documents"] == 1
     assert seeds == [0, 1, 2, 3]

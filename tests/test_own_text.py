@@ -9,8 +9,8 @@ from transformers import GenerationConfig
 
 from hf_twell.cli import main
 from hf_twell.models.loading import load_model, load_tokenizer
-from hf_twell.recipe.own_text import ROW_BEGINS, document_start, documents_in, sample_ids, sample_text
 from hf_twell.recipe.packing import PackedText
+from hf_twell.sampling.documents import ROW_BEGINS, document_start, documents_in, sample_ids, sample_text
 from tests.conftest import tiny_llama
 
 DEMO = str(Path(__file__).parents[1] / "recipes" / "demo" / "model")

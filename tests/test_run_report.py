@@ -19,7 +19,6 @@ from hf_twell.cli import main
 from hf_twell.files.folders import MEASURED_NAME, check_target
 from hf_twell.models.hub import folder_card
 from hf_twell.recipe import finetune, measured
-from hf_twell.recipe.checks import training_keys
 from hf_twell.recipe.estimate import count_checkpoints, count_steps, estimate_time
 from hf_twell.recipe.packing import PackedText
 from hf_twell.recipe.schema import load_recipe
@@ -346,7 +345,6 @@ COMMANDS = {
     ("changes", "says"),
     [
         (["l1_wieght=1"], "did you mean 'l1_weight'"),
-        (["training.max_step=1"], "did you mean 'max_steps'"),
         (["learning_rate=1e-3"], "write training.learning_rate"),
         (["train=absent.txt"], "no text file at absent.txt"),
         (["target_density=5"], "give a share between 0 and 1"),
@@ -367,10 +365,6 @@ def test_mistakes_are_told_before_the_long_imports(recipe, changes, says, comman
     assert says in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert done.stdout == "\n", "neither was imported"
-
-
-def test_the_keys_of_training_are_those_of_trainer():
-    assert set(training_keys()) == set(TrainingArguments.__dataclass_fields__)
 
 
 DEEPSPEED = """

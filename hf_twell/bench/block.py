@@ -1,6 +1,6 @@
 """What `hf-twell bench ffn` measures: correctness first, then interleaved medians against the dense alternatives."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -96,14 +96,14 @@ def bench_ffn(
             }
 
 
-def copies(weights, inputs) -> int:
+def copies(weights: Sequence[torch.Tensor], inputs: int) -> int:
     """Sets of weights that take turns."""
     if weights[0].is_cuda:
         return inputs
     return -(-COLD_BYTES // sum(weight.nbytes for weight in weights)) + 1
 
 
-def activity(active, count, captured) -> dict:
+def activity(active: torch.Tensor, count: int, captured: bool) -> dict:
     l0 = active.sum(1).double().mean().item()
     return {
         "l0": round(l0, 2),
@@ -163,17 +163,17 @@ def _measure(variants, xs, weights, active, captured, repeats, energy, report) -
     return result
 
 
-def taken(block, x) -> str:
+def taken(block: torch.nn.Module, x: torch.Tensor) -> str:
     """Which way a patched block goes with x, now that it has seen some calls."""
     with torch.inference_mode():
         return "kernels" if takes_kernels(block, x) else "plain matmuls"
 
 
-def dense(x, w_gate, w_up, w_down):
+def dense(x: torch.Tensor, w_gate: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor) -> torch.Tensor:
     return F.linear(torch.relu(F.linear(x, w_gate)) * F.linear(x, w_up), w_down)
 
 
-def draw(pool, w_gate, count, l0, sets) -> tuple[list, torch.Tensor]:
+def draw(pool: torch.Tensor, w_gate: torch.Tensor, count: int, l0: float, sets: int) -> tuple[list, torch.Tensor]:
     """`sets` inputs of `count` tokens whose mean L0 is as near to `l0` as chance allows, and their active neurons.
 
     Several sets: strangers, or runs of neighbours above 64 tokens; the nearest of 64 draws. One set: the run of

@@ -5,10 +5,13 @@ it, so it also counts what is active, and follows its density: each of its steps
 an optimizer step.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 from hf_twell.bench import workload
 from hf_twell.bench.check import check_block, kernel_calls, wider_dtype
+from hf_twell.bench.progress import Report
 from hf_twell.bench.timing import held_mib, interleaved_ms, millijoules, peak_mib
 from hf_twell.blocks.modeling import L1Inputs
 from hf_twell.ops import reference
@@ -19,11 +22,22 @@ WARM_UP = 4  # steps until the block's path is chosen: its density is known only
 TENSORS = ("y", "gradient of x", "gradient of w_gate", "gradient of w_up", "gradient of w_down")
 
 
-def dense(x, w_gate, w_up, w_down, l1_scale):
+def dense(
+    x: torch.Tensor, w_gate: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, l1_scale: torch.Tensor
+) -> torch.Tensor:
     return reference.ffn(x, w_up, w_down, w_gate, l1_scale=l1_scale)
 
 
-def measure_backward(variants, x, weights, copies, repeats, energy, pairs, report) -> dict:
+def measure_backward(
+    variants: dict[str, Callable],
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    copies: int,
+    repeats: int,
+    energy: bool,
+    pairs: float,
+    report: Report,
+) -> dict:
     """Times, errors and memory of forward and backward, `.grad` None before each.
 
     Args:

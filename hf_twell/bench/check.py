@@ -12,7 +12,7 @@ def wider_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @torch.no_grad()
-def relative_error(value, truth) -> float:
+def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
     """||value - truth|| / ||truth||; infinite where the truth is all zero and the value is not."""
     size = truth.double().norm().item()
     difference = (value.double() - truth.double()).norm().item()
@@ -21,7 +21,9 @@ def relative_error(value, truth) -> float:
     return difference if difference == 0 else float("inf")
 
 
-def check_block(outputs: dict[str, dict], truth: dict, dtype, tokens: int, pairs: float) -> dict[str, dict]:
+def check_block(
+    outputs: dict[str, dict], truth: dict, dtype: torch.dtype, tokens: int, pairs: float
+) -> dict[str, dict]:
     """Relative RMS errors of one block's result and gradients: {tensor: {variant: error}}.
 
     Args:
@@ -46,7 +48,7 @@ def check_block(outputs: dict[str, dict], truth: dict, dtype, tokens: int, pairs
     return errors
 
 
-def check_logits(outputs, truth) -> dict:
+def check_logits(outputs: dict[str, torch.Tensor], truth: torch.Tensor) -> dict:
     """Errors against higher precision of the first sequences, and differences from eager PyTorch of all of them.
 
     Raises:
@@ -65,7 +67,7 @@ def check_logits(outputs, truth) -> dict:
     return {**{f"error_{name}": value for name, value in errors.items()}, "logits_difference": max(far.values())}
 
 
-def check_training(losses: dict[str, float], errors: dict[str, dict], loss: float, dtype) -> None:
+def check_training(losses: dict[str, float], errors: dict[str, dict], loss: float, dtype: torch.dtype) -> None:
     """Compare a training step's loss and gradients in each variant with those in higher precision.
 
     Args:
@@ -92,7 +94,7 @@ def check_training(losses: dict[str, float], errors: dict[str, dict], loss: floa
                 )
 
 
-def kernel_calls(result) -> int:
+def kernel_calls(result: torch.Tensor) -> int:
     """How many of the operations that made a differentiable result, outside compiled graphs, are our operator."""
     seen, waiting = set(), [result.grad_fn]
     while waiting:

@@ -4,12 +4,12 @@ import statistics
 import time
 
 import torch
-from transformers import StaticCache
+from transformers import PreTrainedModel, StaticCache
 
 from hf_twell.bench.check import check_logits
 from hf_twell.bench.environment import environment
 from hf_twell.bench.models import CHECKED_SEQUENCES, describe, make_models, wider
-from hf_twell.bench.progress import silent
+from hf_twell.bench.progress import Report, silent
 from hf_twell.bench.timing import Captured, mean_ms, millijoules
 from hf_twell.bench.workload_llama import TOLERANCE, layer_statistics, make_text
 
@@ -20,16 +20,16 @@ CANDIDATES = 32  # texts among which those with typical L0 are decoded
 @torch.no_grad()
 def bench_generate(
     *,
-    l0=30.0,
-    batch=1,
-    new_tokens=128,
-    dtype="bfloat16",
-    device="cpu",
-    repeats=3,
-    compile=True,
-    energy=False,
-    steps_only=False,
-    report=silent,
+    l0: float = 30.0,
+    batch: int = 1,
+    new_tokens: int = 128,
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+    repeats: int = 3,
+    compile: bool = True,
+    energy: bool = False,
+    steps_only: bool = False,
+    report: Report = silent,
     **shape,
 ) -> dict:
     """Greedy decoding of workload text, dense and sparse in turns: tokens per second, and one step's own time.
@@ -65,7 +65,17 @@ def bench_generate(
     }
 
 
-def time_generate(model, dense, text, *, repeats, compile, energy, steps_only, report) -> dict:
+def time_generate(
+    model: PreTrainedModel,
+    dense: PreTrainedModel,
+    text: torch.Tensor,
+    *,
+    repeats: int,
+    compile: bool,
+    energy: bool,
+    steps_only: bool,
+    report: Report,
+) -> dict:
     """How fast a sparse model and its dense twin decode a text (batch, tokens), results checked first.
 
     Steps read the text's own tokens after the prompt; `generate` goes on by itself from there.

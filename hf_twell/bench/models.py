@@ -3,10 +3,11 @@
 import copy
 
 import torch
+from transformers import PreTrainedModel
 
 from hf_twell.bench.check import check_logits, wider_dtype
 from hf_twell.bench.environment import DTYPES, environment
-from hf_twell.bench.progress import silent
+from hf_twell.bench.progress import Report, silent
 from hf_twell.bench.timing import interleaved_ms, millijoules, peak_mib
 from hf_twell.bench.workload_llama import check_layers, layer_statistics, make_llama, make_text
 from hf_twell.blocks.architectures import decoder_of
@@ -19,15 +20,15 @@ CHECKED_SEQUENCES = 4  # so many are also computed in higher precision
 @torch.no_grad()
 def bench_prefill(
     *,
-    l0=30.0,
-    batch=64,
-    length=2048,
-    dtype="bfloat16",
-    device="cpu",
-    repeats=5,
-    compile=True,
-    energy=False,
-    report=silent,
+    l0: float = 30.0,
+    batch: int = 64,
+    length: int = 2048,
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+    repeats: int = 5,
+    compile: bool = True,
+    energy: bool = False,
+    report: Report = silent,
     **shape,
 ) -> dict:
     """One forward pass over a batch of workload text, logits of the last position alone, no key-value cache kept.
@@ -59,7 +60,16 @@ def bench_prefill(
     }
 
 
-def time_prefill(model, dense, text, *, repeats, compile, energy, report) -> dict:
+def time_prefill(
+    model: PreTrainedModel,
+    dense: PreTrainedModel,
+    text: torch.Tensor,
+    *,
+    repeats: int,
+    compile: bool,
+    energy: bool,
+    report: Report,
+) -> dict:
     """What a sparse model and its dense twin take for a text (batch, length), results checked first."""
     device = text.device
     models = {"eager": dense, "sparse": model}
@@ -88,20 +98,24 @@ def time_prefill(model, dense, text, *, repeats, compile, energy, report) -> dic
     return row
 
 
-def make_models(l0, dtype, device, shape, report):
+def make_models(
+    l0: float, dtype: str, device: torch.device, shape: dict, report: Report
+) -> tuple[PreTrainedModel, PreTrainedModel, float]:
     """The sparse model, the same as stock code with weights of its own, and the workload's distinct neurons in 64."""
     model, distinct = make_llama(l0, dtype=DTYPES[dtype], device=device, report=report, **shape)
     return model, unpatch(copy.deepcopy(model)), distinct
 
 
-def telling(text, model):
+def telling(text: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
     """Enough of a text to tell a model's L0 by: a short batch's own says little."""
     if text.numel() >= 8192:
         return text[:8]
     return make_text(model.config.vocab_size, 8, 1024, seed=2, device=text.device)
 
 
-def describe(model, dense, text, l0, distinct, dtype) -> dict:
+def describe(
+    model: PreTrainedModel, dense: PreTrainedModel, text: torch.Tensor, l0: float, distinct: float, dtype: str
+) -> dict:
     layers = layer_statistics(dense, text)
     check_layers(layers, l0, distinct)
     config = model.config
@@ -132,12 +146,12 @@ def _last_logits(model, text):
     return model(text, use_cache=False, logits_to_keep=1).logits
 
 
-def wider(model):
+def wider(model: PreTrainedModel) -> PreTrainedModel:
     """A copy in higher precision."""
     return copy.deepcopy(model).to(wider_dtype(model.dtype))
 
 
-def sharing_copy(model):
+def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
     """The model's modules anew over the same parameters."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 

@@ -5,11 +5,11 @@ take processor time from the server, and be late for many streams.
 """
 
 import asyncio
-import bisect
-import itertools
 import json
 import time
 from typing import NamedTuple
+
+import aiohttp
 
 HOST = "127.0.0.1"
 END = b"\n\n"  # of an event
@@ -45,102 +45,63 @@ def ask_at_once(port: int, bodies: list[dict]) -> list[Answer]:
         BrokenAnswer: see there.
         ValueError: the server's own refusal.
     """
-    exchanges = asyncio.run(_exchange_all(port, [_request(port, body) for body in bodies]))
-    return [read_answer(exchange.started, exchange.pieces) for exchange in exchanges]
+    return [read_answer(*exchange) for exchange in asyncio.run(_exchange_all(port, bodies))]
 
 
-def _request(port: int, body: dict) -> bytes:
-    data = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}:{port}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n"
-    )
-    return head.encode() + data
+async def _exchange_all(port: int, bodies: list[dict]) -> list[tuple[float, int, list]]:
+    all_connected, trace = asyncio.Barrier(len(bodies)), aiohttp.TraceConfig()
 
+    async def wait_for_others(*_):
+        await all_connected.wait()
 
-async def _exchange_all(port: int, requests: list[bytes]) -> list["_Exchange"]:
-    loop = asyncio.get_running_loop()
-    try:  # all are connected before the first is sent
-        connected = [await loop.create_connection(_Exchange, HOST, port) for _ in requests]
-    except OSError as error:
+    async def note_time(session, context, _):
+        context.trace_request_ctx.append(time.perf_counter())
+
+    trace.on_connection_create_end.append(wait_for_others)
+    trace.on_request_headers_sent.append(note_time)
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
+    try:
+        async with aiohttp.ClientSession(
+            f"http://{HOST}:{port}", connector=connector, timeout=timeout, trace_configs=[trace]
+        ) as session:
+            return await asyncio.gather(*(_exchange(session, body) for body in bodies))
+    except aiohttp.ClientError as error:
         raise BrokenAnswer(str(error)) from error
-    exchanges = [exchange for _, exchange in connected]
-    for exchange, request in zip(exchanges, requests, strict=True):
-        exchange.send(request)
-    await asyncio.gather(*(exchange.closed for exchange in exchanges))
-    return exchanges
 
 
-class _Exchange(asyncio.Protocol):
-    """One request, and the pieces of its answer with their times."""
-
-    def __init__(self):
-        self.pieces: list[tuple[float, bytes]] = []
-        self.closed = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport):
-        self.transport = transport
-
-    def send(self, request: bytes) -> None:
-        self.started = time.perf_counter()
-        self.transport.write(request)
-
-    def data_received(self, data: bytes) -> None:
-        self.pieces.append((time.perf_counter(), data))
-
-    def connection_lost(self, error) -> None:
-        if not self.closed.done():  # as it is where Ctrl-C has cancelled it
-            self.closed.set_result(None)
+async def _exchange(session: aiohttp.ClientSession, body: dict) -> tuple[float, int, list[tuple[float, bytes]]]:
+    """When the request was sent, the answer's status, and the pieces of its body with their times."""
+    asked = body | {"stream": True, "stream_options": {"include_usage": True}}
+    started: list[float] = []  # filled when the request is sent
+    async with session.post("/v1/completions", json=asked, trace_request_ctx=started) as response:
+        pieces = [(time.perf_counter(), data) async for data in response.content.iter_any()]
+        return started[0], response.status, pieces
 
 
-def read_answer(started: float, pieces: list[tuple[float, bytes]]) -> Answer:
-    """The answer whose HTTP response came in these pieces.
+def read_answer(started: float, status: int, pieces: list[tuple[float, bytes]]) -> Answer:
+    """The answer of this status whose body came in these pieces; a text has the time of the piece that ends its event.
 
     Raises: as `ask_at_once`.
     """
-    times = [at for at, _ in pieces]
-    ends = list(itertools.accumulate(len(data) for _, data in pieces))
-    head, found, _ = (raw := b"".join(data for _, data in pieces)).partition(b"\r\n\r\n")
-    if not found:
-        raise BrokenAnswer("no answer")
-    body, raw_ends = _body(raw, len(head) + 4, b"transfer-encoding: chunked" in head.lower())
-    if head.split(b" ", 2)[1] != b"200":
-        raise ValueError(f"the server refused a request: {_message(body)}")
-    texts, usage = [], None
-    for event, end in _events(body):
-        if "error" in event:
-            raise ValueError(f"the server failed in an answer: {_message(json.dumps(event).encode())}")
-        usage = event.get("usage") or usage
-        text = "".join(choice.get("text") or "" for choice in event.get("choices", ()))
-        if text:
-            texts.append((times[bisect.bisect_left(ends, raw_ends(end))], text))
+    if status != 200:
+        raise ValueError(f"the server refused a request: {_message(b''.join(data for _, data in pieces))}")
+    texts, usage, rest = [], None, b""
+    for at, data in pieces:
+        *events, rest = (rest + data).split(END)
+        for event in (event.strip() for event in events):
+            if not event.startswith(b"data:") or event[5:].strip() == b"[DONE]":
+                continue
+            held = json.loads(event[5:])
+            if "error" in held:
+                raise ValueError(f"the server failed in an answer: {_message(event[5:])}")
+            usage = held.get("usage") or usage
+            if text := "".join(choice.get("text") or "" for choice in held.get("choices", ())):
+                texts.append((at, text))
     if usage is None:
         raise BrokenAnswer("an answer ended before its last event")
-    (first, _), (last, _) = (texts[0], texts[-1]) if texts else [(times[-1], "")] * 2
-    pieces, text = len({at for at, _ in texts}), "".join(text for _, text in texts)
-    return Answer(started, first, last, pieces, text, usage["prompt_tokens"], usage["completion_tokens"])
-
-
-def _events(body: bytes):
-    """(what an event holds, where it ends in the body) for each but the [DONE]."""
-    start = 0
-    while (end := body.find(END, start)) >= 0:
-        event, start = body[start:end].strip(), end + len(END)
-        if event.startswith(b"data:") and event[5:].strip() != b"[DONE]":
-            yield json.loads(event[5:]), start
-
-
-def _body(raw: bytes, start: int, chunked: bool):
-    """The body of a response that begins at `start`, and a function from a place in it to that in `raw`."""
-    if not chunked:
-        return raw[start:], lambda place: start + place
-    parts, places = [], [(0, start)]  # where each part begins: in the body, in `raw`
-    while (line := raw.find(b"\r\n", start)) >= 0 and (size := int(raw[start:line].split(b";")[0], 16)):
-        parts.append(raw[line + 2 : line + 2 + size])
-        places.append((places[-1][0] + len(parts[-1]), line + 2 + size))
-        start = line + 2 + size + 2
-    begins = [place for place, _ in places]
-    return b"".join(parts), lambda place: places[bisect.bisect_left(begins, place)][1]
+    (first, _), (last, _) = (texts[0], texts[-1]) if texts else [(pieces[-1][0], "")] * 2
+    times, text = len({at for at, _ in texts}), "".join(text for _, text in texts)
+    return Answer(started, first, last, times, text, usage["prompt_tokens"], usage["completion_tokens"])
 
 
 def _message(body: bytes) -> str:

@@ -56,7 +56,9 @@ class Server:
                 raise self.failure("while it started")
             report("starting", f"{self.name}, {time.monotonic() - begun:.0f} s")
             time.sleep(POLL_SECONDS)
-        (model, *_) = json.loads(self.get("/v1/models"))["data"]
+        if (models := self.get("/v1/models")) is None:
+            raise self.failure("while it started")
+        (model, *_) = json.loads(models)["data"]
         self.model, self.context = model["id"], model.get("max_model_len")
 
     def get(self, route: str) -> bytes | None:

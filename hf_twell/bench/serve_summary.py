@@ -32,10 +32,10 @@ def pairs(rows: Sequence[dict]) -> list[tuple[dict, dict | None, dict | None]]:
         found.setdefault((*(row[key] for key in SETTING), row["round"]), {})[row["side"]] = row
     lines = []
     for setting in dict.fromkeys(key[:-1] for key in found):
-        rounds = {key[-1]: sides for key, sides in found.items() if key[:-1] == setting}
+        rounds: dict[int | str, dict] = {key[-1]: sides for key, sides in found.items() if key[:-1] == setting}
         if len(rounds) > 1:
-            sides = dict.fromkeys(side for each in rounds.values() for side in each)
-            rounds["all"] = {side: _pooled([each[side] for each in rounds.values() if side in each]) for side in sides}
+            names = dict.fromkeys(side for each in rounds.values() for side in each)
+            rounds["all"] = {side: _pooled([each[side] for each in rounds.values() if side in each]) for side in names}
         for number, sides in rounds.items():
             named = dict(zip((*SETTING, "round"), (*setting, number), strict=True))
             lines.append((named, sides.get("sparse"), sides.get("dense")))

@@ -11,7 +11,7 @@ from transformers.models.llama import modeling_llama
 from hf_twell.bench.check import check_training, kernel_calls
 from hf_twell.bench.environment import DTYPES, environment
 from hf_twell.bench.models import best, describe, sharing_copy, telling, wider
-from hf_twell.bench.progress import silent
+from hf_twell.bench.progress import Report, silent
 from hf_twell.bench.timing import interleaved_ms, millijoules, peak_mib
 from hf_twell.bench.workload_llama import check_layers, layer_statistics, make_llama, make_text
 from hf_twell.blocks.modeling import sparse_ffns
@@ -25,15 +25,15 @@ WARM_UP = 4  # steps until every sparse block's path is chosen: its density is k
 
 def bench_train(
     *,
-    l0=30.0,
-    batch=8,
-    length=2048,
-    dtype="bfloat16",
-    device="cpu",
-    repeats=5,
-    compile=True,
-    energy=False,
-    report=silent,
+    l0: float = 30.0,
+    batch: int = 8,
+    length: int = 2048,
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+    repeats: int = 5,
+    compile: bool = True,
+    energy: bool = False,
+    report: Report = silent,
     **shape,
 ) -> dict:
     """One optimizer step of one micro-batch of workload text: forward, loss, backward, AdamW, gradients set to None.

@@ -23,7 +23,16 @@ THRESHOLD_SPREAD, DENSITY_SPREAD = 0.45, 0.28
 
 
 @torch.no_grad()
-def make_ffn(tokens, hidden=2048, intermediate=5632, l0=30.0, *, dtype=torch.bfloat16, device="cpu", seed=0):
+def make_ffn(
+    tokens: int,
+    hidden: int = 2048,
+    intermediate: int = 5632,
+    l0: float = 30.0,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+) -> tuple[torch.Tensor, ...]:
     """x (T, D), w_gate (F, D), w_up (F, D), w_down (D, F) with `l0` active neurons a token on average.
 
     The first coordinate of x is constant, so that a gate weight on it is a threshold; the second raises all neurons of
@@ -47,12 +56,12 @@ def make_ffn(tokens, hidden=2048, intermediate=5632, l0=30.0, *, dtype=torch.bfl
     w_gate, w_up = randn(intermediate, hidden) / hidden**0.5, randn(intermediate, hidden) / hidden**0.5
     w_down = randn(hidden, intermediate) / intermediate**0.5
     w_gate[:, 0], w_gate[:, 1] = 0.0, 1.0
-    own = THRESHOLD_SPREAD * randn(intermediate)
-    w_gate[:, 0] = -(own + threshold_for(x[:8192] @ w_gate.T - own, l0)) / 8.0
+    spread = THRESHOLD_SPREAD * randn(intermediate)
+    w_gate[:, 0] = -(spread + threshold_for(x[:8192] @ w_gate.T - spread, l0)) / 8.0
     return tuple(t.to(dtype).contiguous() for t in (x, w_gate, w_up, w_down))
 
 
-def threshold_for(gate_TF, l0) -> float:
+def threshold_for(gate_TF: torch.Tensor, l0: float) -> float:
     """The value that `l0` neurons of a token exceed on average."""
     low, high = gate_TF.min().item() - 1, gate_TF.max().item() + 1
     for _ in range(24):
@@ -66,20 +75,20 @@ def threshold_for(gate_TF, l0) -> float:
 
 
 @torch.no_grad()
-def active_neurons(x_TD, w_gate, chunk=4096) -> torch.Tensor:
+def active_neurons(x_TD: torch.Tensor, w_gate: torch.Tensor, chunk: int = 4096) -> torch.Tensor:
     """Which gates are positive, computed in fp32: (T, F) bool."""
     gate = w_gate.float().t()
     return torch.cat([part.float() @ gate > 0 for part in x_TD.split(chunk)])
 
 
-def distinct_neurons(active_TF, run=64) -> float:
+def distinct_neurons(active_TF: torch.Tensor, run: int = 64) -> float:
     """Neurons active in at least one of `run` consecutive tokens (or all, if fewer), averaged over runs."""
     run = min(run, len(active_TF))
     runs = len(active_TF) // run
     return active_TF[: runs * run].view(runs, run, -1).any(1).sum(1).double().mean().item()
 
 
-def patched_block(w_gate, w_up, w_down) -> torch.nn.Module:
+def patched_block(w_gate: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor) -> torch.nn.Module:
     """A patched Llama feed-forward block in evaluation mode that holds these very weights."""
     intermediate, hidden = w_gate.shape
     with torch.device("meta"):

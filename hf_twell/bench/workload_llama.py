@@ -5,11 +5,13 @@ the language-model head recites (after i comes i + 1), so generated text is work
 little to the residual stream, so that every layer's normed input keeps the words, topics and heavy tokens of the first.
 """
 
+from collections.abc import Sequence
+
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_twell.bench import workload
-from hf_twell.bench.progress import silent
+from hf_twell.bench.progress import Report, silent
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.convert.entry import record_density
 from hf_twell.convert.sparsify import sparsify
@@ -20,19 +22,19 @@ TOLERANCE = 0.10  # of L0 and of distinct neurons, beyond which a speed would me
 
 @torch.no_grad()
 def make_llama(
-    l0=30.0,
+    l0: float = 30.0,
     *,
-    hidden=2048,
-    intermediate=5632,
-    layers=8,
-    vocabulary=32768,
-    heads=None,
-    kv_heads=None,
-    dtype=torch.bfloat16,
-    device="cpu",
-    seed=0,
-    report=silent,
-):
+    hidden: int = 2048,
+    intermediate: int = 5632,
+    layers: int = 8,
+    vocabulary: int = 32768,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    report: Report = silent,
+) -> tuple[PreTrainedModel, float]:
     """A sparsified Llama with `l0` active neurons a token in every block, and the workload's sharing among neighbours.
 
     Args:
@@ -74,7 +76,15 @@ def make_llama(
     return model, distinct
 
 
-def make_text(vocabulary, batch, length, *, seed=0, device="cpu", starts_of_sequences=True):
+def make_text(
+    vocabulary: int,
+    batch: int,
+    length: int,
+    *,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    starts_of_sequences: bool = True,
+) -> torch.Tensor:
     """Token ids (batch, length): runs of the workload, from its sequences' dense first tokens or from anywhere."""
     g = torch.Generator().manual_seed(seed)
     step = workload.SEQUENCE if starts_of_sequences and vocabulary >= 2 * workload.SEQUENCE else 1
@@ -140,7 +150,7 @@ def _set_gates(block, x, l0, distinct) -> None:
 
 
 @torch.no_grad()
-def layer_statistics(model, text, counted=slice(None)) -> list[dict]:
+def layer_statistics(model: PreTrainedModel, text: torch.Tensor, counted: slice = slice(None)) -> list[dict]:
     """What each block sees on a text (batch, length), at the `counted` positions.
 
     L0; distinct neurons in 64 neighbours, and in one position of all texts; and each text's L0.
@@ -169,7 +179,7 @@ def layer_statistics(model, text, counted=slice(None)) -> list[dict]:
     return seen
 
 
-def check_layers(layers, l0, distinct) -> None:
+def check_layers(layers: Sequence[dict], l0: float, distinct: float) -> None:
     """Refuse blocks whose L0 or distinct neurons in 64 tokens are over 10 % from the workload's.
 
     Raises:

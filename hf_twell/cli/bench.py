@@ -24,7 +24,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from hf_twell.cli.bench_own import add_own_model, check_own_model, default_of, own_rows
+from hf_twell.cli.bench_checkpoint import add_checkpoint, check_options, checkpoint_rows, default_of
 from hf_twell.cli.bench_serve import add_serve_options, prepare_serve
 from hf_twell.cli.bench_table import CELLS
 from hf_twell.cli.bench_vllm import add_vllm_options, prepare_vllm
@@ -87,14 +87,14 @@ def _add_ffn_options(parser):
 
 
 def _add_generate_options(parser):
-    add_own_model(parser)
+    add_checkpoint(parser)
     _add_model_options(parser, "generate", repeats=3)
     parser.add_argument("--new-tokens", type=_count, default=128, help="tokens of each sequence (default: 128)")
     parser.add_argument("--steps-only", action="store_true", help="time decoding steps, not `generate` itself")
 
 
 def _add_prefill_options(parser):
-    add_own_model(parser)
+    add_checkpoint(parser)
     _add_sequence_options(parser, "prefill")
 
 
@@ -105,7 +105,7 @@ def _add_sequence_options(parser, what):
 
 
 def _add_vllm_mode(parser):
-    add_own_model(parser)
+    add_checkpoint(parser)
     _add_model_sizes(parser)
     _add_workload_sizes(parser)
     parser.add_argument("--batch", type=_count, nargs="+", help="sequences in a decode step (default: 1 16 64 128)")
@@ -247,14 +247,14 @@ def _prepare(args):
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but PyTorch sees no GPU here; take --device cpu")
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    own = getattr(args, "model", None) is not None
-    (check_own_model if own else _check_sizes)(args)
+    given = getattr(args, "model", None) is not None
+    (check_options if given else _check_sizes)(args)
     if args.energy:
         check_energy(torch.device(device))
     common = {"dtype": args.dtype, "device": device, "repeats": args.repeats, "energy": args.energy}
-    if not own:
+    if not given:
         common["dtype"] = args.dtype or "bfloat16"
-    return _ffn_rows if args.what == "ffn" else own_rows if own else _model_rows, common
+    return _ffn_rows if args.what == "ffn" else checkpoint_rows if given else _model_rows, common
 
 
 def _check_sizes(args) -> None:
@@ -327,8 +327,8 @@ def _model_rows(args, common):
     from hf_twell.bench.train import bench_train
 
     bench = {"prefill": bench_prefill, "generate": bench_generate, "train": bench_train}[args.what]
-    own = ("new_tokens", "steps_only") if args.what == "generate" else ("length",)
-    names = (*own, "hidden", "intermediate", "vocabulary", "heads", "kv_heads")
+    more = ("new_tokens", "steps_only") if args.what == "generate" else ("length",)
+    names = (*more, "hidden", "intermediate", "vocabulary", "heads", "kv_heads")
     common |= {name: getattr(args, name) for name in names} | {"compile": not args.no_compile}
     if args.what != "generate":
         common["length"] = args.length or LENGTH

@@ -7,8 +7,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hf_twell.cli.output import DTYPES
+
+if TYPE_CHECKING:
+    from hf_twell.bench.serve import Prompts
 
 CONCURRENCY = {"vllm": [1, 16, 64, 128], "transformers": [1]}  # whose requests wait for each other
 PREFILL_TOKENS, PREFILL_PROMPTS = 1024, 4
@@ -56,7 +60,7 @@ def add_serve_options(parser: argparse.ArgumentParser, count: Callable[[str], in
     parser.epilog = "arguments after -- go to vLLM's server as they are; --text decides the activity"
 
 
-def prepare_serve(args) -> tuple[Callable, dict]:
+def prepare_serve(args: argparse.Namespace) -> tuple[Callable, dict]:
     """`serve_rows` and what it takes, after what needs no server has been checked.
 
     Raises:
@@ -82,19 +86,19 @@ def prepare_serve(args) -> tuple[Callable, dict]:
     return serve_rows, {"engine": "transformers" if missing else "vllm", "config": config}
 
 
-def serve_rows(args, common) -> tuple[Iterator[dict], int]:
+def serve_rows(args: argparse.Namespace, common: dict) -> tuple[Iterator[dict], int]:
     """An iterator of rows, and how many there will be."""
     loads = _loads(args, common["engine"], common["config"].get("max_position_embeddings"))
     return _all_servers(args, common, prompts_of(args)), args.rounds * len(SIDES) * len(loads)
 
 
-def prompts_of(args):
+def prompts_of(args: argparse.Namespace) -> "Prompts":
     """Passages of --text, or random words.
 
     Raises:
         ValueError, OSError: files that hold no plain text.
     """
-    from hf_twell.bench.serve_prompts import Prompts
+    from hf_twell.bench.serve import Prompts
     from hf_twell.files.text import read_documents
     from hf_twell.models.loading import load_tokenizer
 
@@ -172,7 +176,7 @@ def _one_server(args, common, side, number: int, prompts, baseline: list[str]) -
         yield described | row | around
 
 
-def command(args, engine: str, side: str, port: int) -> list[str]:
+def command(args: argparse.Namespace, engine: str, side: str, port: int) -> list[str]:
     """What serves the checkpoint at `port`, with its kernels or with the engine's own matmuls and ReLU."""
     from hf_twell.serving import vllm_engine
     from hf_twell.serving.vllm_plugin.density import known_settings

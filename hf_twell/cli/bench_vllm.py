@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hf_twell.cli.bench_own import check_own_model, load_ids
+from hf_twell.cli.bench_checkpoint import check_options, load_ids
 from hf_twell.cli.output import DTYPES
 
 BATCHES = [1, 16, 64, 128]
@@ -28,7 +28,7 @@ def add_vllm_options(parser: argparse.ArgumentParser, count: Callable[[str], int
     parser.add_argument("--memory", type=float, default=0.6, help="share of the GPU's memory (default: 0.6)")
 
 
-def prepare_vllm(args, check_sizes: Callable) -> tuple[Callable, dict]:
+def prepare_vllm(args: argparse.Namespace, check_sizes: Callable) -> tuple[Callable, dict]:
     """`vllm_rows` and what it takes, after what needs no engine has been checked.
 
     Raises:
@@ -50,7 +50,7 @@ def prepare_vllm(args, check_sizes: Callable) -> tuple[Callable, dict]:
     if args.model is None:
         check_sizes(args)
         return vllm_rows, {}
-    check_own_model(args)
+    check_options(args)
     if args.weights:
         raise ValueError(f"--weights is for random models; leave it out for {args.model}")
     config = read_config(args.model)
@@ -62,7 +62,7 @@ def prepare_vllm(args, check_sizes: Callable) -> tuple[Callable, dict]:
     return vllm_rows, {}
 
 
-def vllm_rows(args, common) -> tuple[Iterator[dict], int]:
+def vllm_rows(args: argparse.Namespace, common: dict) -> tuple[Iterator[dict], int]:
     """An iterator of rows, and how many there will be."""
     batches = args.batch or BATCHES
     settings = [(None, None)] if args.model else list(itertools.product(args.layers, args.l0))
@@ -70,7 +70,7 @@ def vllm_rows(args, common) -> tuple[Iterator[dict], int]:
 
 
 def _rows(args, common, settings, batches) -> Iterator[dict]:
-    from hf_twell.bench.own import passages
+    from hf_twell.bench.checkpoint import passages
     from hf_twell.bench.vllm_steps import Loads, bench_vllm
     from hf_twell.models.loading import load_tokenizer
 

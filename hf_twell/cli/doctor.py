@@ -22,6 +22,7 @@ PACKAGES = {  # and what pip installs for each
     "gguf": "hf_twell[gguf]",
     "matplotlib": "hf_twell[bench]",
     "torchao": "hf_twell[int8]",
+    "aiohttp": "hf_twell[serve]",
     "fastapi": "hf_twell[serve]",
     "openai": "hf_twell[serve]",
     "uvicorn": "hf_twell[serve]",

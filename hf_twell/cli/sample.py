@@ -60,7 +60,7 @@ def _sample(args) -> dict:
     import torch
 
     from hf_twell.models.loading import load_model
-    from hf_twell.recipe.own_text import check_options, sample_text, written_before
+    from hf_twell.sampling.documents import check_options, sample_text, written_before
 
     drawn = {"temperature": args.temperature, "top_p": args.top_p}
     check_options(args.tokens, args.length, args.batch or 1, **drawn)  # before a model is loaded

@@ -60,11 +60,11 @@ def _convert(args) -> dict:
     import hf_twell
     from hf_twell.blocks.architectures import find_ffns
     from hf_twell.files.folders import check_target, save_model, training_record
+    from hf_twell.files.text import check_file
     from hf_twell.measure.inference import check_ids
     from hf_twell.models.gguf_files import is_gguf, read_gguf
     from hf_twell.models.loading import has_tokenizer, load_model
     from hf_twell.recipe.packing import token_ids
-    from hf_twell.recipe.sources import check_file
 
     check_target(args.output, overwrite=args.overwrite, inputs=[args.model, *args.text])
     if args.tokens < 1:

@@ -162,5 +162,5 @@ def _looks_local(path: str) -> bool:
     return bool(slash and Path(parent).is_dir())
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())

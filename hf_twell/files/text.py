@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 
 END_OF_TEXT = "<|endoftext|>"
+ROW_FILES = (".jsonl", ".json", ".parquet")
+KINDS = (".txt", ".txt.xz", *ROW_FILES)
 _ROWS = re.compile(r"\.(jsonl?|parquet)(\.xz)?$")
 END_OF_TEXT_LINE = re.compile(rf"^{re.escape(END_OF_TEXT)}[ \t]*(?:\n|\Z)", re.MULTILINE)
 
@@ -31,6 +33,18 @@ def read_text(path: str | Path) -> str:
     if not text.strip():
         raise ValueError(f"{path} holds no text; give a file that does")
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def check_file(path: Path) -> None:
+    """Refuse what is not a file of text or rows that can be read.
+
+    Raises:
+        ValueError: a missing file, or an unknown kind of file.
+    """
+    if not path.is_file():
+        raise ValueError(f"no text file at {path}; give the path of one ({', '.join(KINDS)})")
+    if not path.name.endswith(KINDS):
+        raise ValueError(f"{path} is not one of {', '.join(KINDS)}; write its text into such a file")
 
 
 def check_plain(path: str | Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch.utils.hooks import RemovableHandle
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_twell.blocks.architectures import find_ffns
 from hf_twell.convert.convertible import check_convertible
@@ -24,8 +25,8 @@ BATCH_TOKENS = 1024
 
 
 def conversion_cost(
-    model,
-    tokenizer,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     files: Sequence[str | Path],
     *,
     context: int | None = None,

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_twell.blocks.architectures import activation_keys, find_ffns
 from hf_twell.inspection.passages import batches, first_tokens, windows
@@ -22,8 +23,8 @@ MISMATCH_TOKENS = 128
 
 
 def inspect_text(
-    model,
-    tokenizer,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     files: Sequence[str | Path],
     *,
     context: int | None = None,
@@ -118,7 +119,7 @@ def inspect_text(
     }
 
 
-def passage_ids(tokenizer, files: Sequence[str | Path], context: int) -> torch.Tensor:
+def passage_ids(tokenizer: PreTrainedTokenizerBase, files: Sequence[str | Path], context: int) -> torch.Tensor:
     """The first window of the files, or the longest of the first few: (1, S)."""
     first = itertools.islice(windows(tokenizer, files, context), 8)
     return torch.tensor([max(first, key=len)])

@@ -5,6 +5,8 @@ import lzma
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from hf_twell.files.text import END_OF_TEXT, END_OF_TEXT_LINE, check_plain
 
 PIECE = 1 << 16  # characters tokenized at a time
@@ -52,7 +54,9 @@ def read_pieces(
         raise ValueError(f"{path} holds no text besides {END_OF_TEXT}; give a file that does")
 
 
-def windows(tokenizer, files: Iterable[str | Path], length: int, **options) -> Iterator[list[int]]:
+def windows(
+    tokenizer: PreTrainedTokenizerBase, files: Iterable[str | Path], length: int, **options
+) -> Iterator[list[int]]:
     """Windows of at most `length` token ids that hold every token of the files once.
 
     A document is tokenized without special tokens and cut into full windows and a last one; if the tokenizer itself
@@ -64,8 +68,8 @@ def windows(tokenizer, files: Iterable[str | Path], length: int, **options) -> I
     Raises:
         ValueError: windows of BOS alone.
     """
-    own = tokenizer("")["input_ids"]
-    start = own[:1] if own and own[0] == tokenizer.bos_token_id else []
+    added = tokenizer("")["input_ids"]
+    start = added[:1] if added and added[0] == tokenizer.bos_token_id else []
     step = length - len(start)
     if step < 1:
         raise ValueError(f"context={length} leaves no token beside the one that starts each window; give 2 or more")

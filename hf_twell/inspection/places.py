@@ -1,6 +1,7 @@
 """Activity by position in the window and by vocabulary item, and a passage token by token."""
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 LISTED_TOKENS = 20
 # A token seen less often is not listed among the quietest and busiest: its mean would be chance.
@@ -51,7 +52,7 @@ class Tables:
         for which in range(len(_MEASURES)):
             self.item_sum[which].index_add_(0, ids, self._sum[which][self._valid])
 
-    def report(self, tokenizer, rank_by: str) -> dict[str, object]:
+    def report(self, tokenizer: PreTrainedTokenizerBase, rank_by: str) -> dict[str, object]:
         """The positions, vocabulary and passage that `hf_twell.inspection.inspecting.inspect_text` describes."""
         return {
             "positions": self._positions(),
@@ -110,7 +111,7 @@ class Tables:
         return [row for row in rows if row["tokens"]]
 
 
-def readable(tokenizer, id_: int) -> str:
+def readable(tokenizer: PreTrainedTokenizerBase, id_: int) -> str:
     """A token as text; the tokenizer's own name of it where it is only a part of a character."""
     text, name = tokenizer.decode([id_]), str(tokenizer.convert_ids_to_tokens(id_))
     if name.startswith(_SPACE):

@@ -5,6 +5,7 @@ import statistics
 import time
 
 import torch
+from transformers import PreTrainedModel
 
 from hf_twell.bench.block import bench_ffn
 from hf_twell.bench.environment import DTYPES, environment
@@ -28,7 +29,9 @@ _BASIS = {
 
 
 @torch.no_grad()
-def ffn_savings(model, ids: torch.Tensor, layers: list[dict], *, measure: bool = False, rounds: int = 7) -> dict:
+def ffn_savings(
+    model: PreTrainedModel, ids: torch.Tensor, layers: list[dict], *, measure: bool = False, rounds: int = 7
+) -> dict:
     """Milliseconds of every block, dense and sparse, for one token (decode) and for all of `ids` at once (prefill).
 
     The blocks run one after another on the hidden states that they get for `ids`, with the model's weights, so caches

@@ -5,8 +5,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from string import Template
+from typing import TypeGuard
 
-import yaml
+from huggingface_hub import ModelCardData
 from transformers import AutoModelForCausalLM
 
 from hf_twell.blocks.architectures import loading_class
@@ -71,15 +72,16 @@ def model_card(
         active = f", so that {density} of a block's neurons {'were' if earlier else 'are'} active for a token{earlier}"
     facts |= _losses(measured or {}, _earlier(config))
     pressed = method and (method.get("l1_weight") or method.get("target_density"))
-    trained = CLAUSES[method.get("term", "l1")] if pressed else ""
-    metadata = {"base_model": base_model} if is_repo(base_model) else {}
-    return fill(
+    trained = CLAUSES[method.get("term", "l1")] if method and pressed else ""
+    loader = loading_class(config)
+    return _fill(
         "model.md",
         repo_id,
-        metadata,
+        _head("transformers", loader, base_model),
         facts,
         architecture=(config.get("architectures") or [config.get("model_type", "model")])[0],
-        **loading(loading_class(config), config),
+        loader=loader.__name__,
+        needs=_needs(config.get("quantization_config")),
         method_clause=trained + active,
         warning=_warning(config, method, sparsity, measured),
         sparsity=sparsity_section(sparsity, sizes[0], earlier) if sparsity else "",
@@ -113,25 +115,32 @@ def _warning(config, method, sparsity, measured) -> str:
 
 def measured_sparsity(measured: Mapping | None) -> dict | None:
     """The sparsity of a final model as a card gives it, from its `twell_measured.json`."""
-    last = measured and (measured.get("after") or measured.get("before"))
+    measured = measured or {}
+    last = measured.get("after") or measured.get("before")
     return {**last["sparsity"], "files": measured.get("heldout")} if last and last.get("sparsity") else None
 
 
-def loading(loader: type = AutoModelForCausalLM, config: Mapping | None = None) -> dict[str, str]:
-    """The sections of a card that go by what loads the model, or an adapter's base."""
-    task = "pipeline_tag: text-generation\n" if loader is AutoModelForCausalLM else ""
-    quantization, needs = (config or {}).get("quantization_config"), "nothing else is needed"
-    if quantization:
-        method = quantization.get("quant_method")
-        needs = "it needs torchao (`pip install torchao`)" if method == "torchao" else f"it needs what reads {method}"
-    return {"loader": loader.__name__, "task": task, "needs": needs}
+def _head(library: str, loader: type, base_model: str | None) -> ModelCardData:
+    """What the Hub reads of a card."""
+    return ModelCardData(
+        library_name=library,
+        pipeline_tag="text-generation" if loader is AutoModelForCausalLM else None,
+        tags=["hf_twell", "sparse", "relu"],
+        base_model=base_model if is_repo(base_model) else None,
+    )
+
+
+def _needs(quantization: Mapping | None) -> str:
+    method = (quantization or {}).get("quant_method")
+    if method == "torchao":
+        return "it needs torchao (`pip install torchao`)"
+    return f"it needs what reads {method}" if quantization else "nothing else is needed"
 
 
 def adapter_card(base: str | None, repo_id: str | None = None, *, loader: type = AutoModelForCausalLM) -> str:
     """The card of an adapter of a sparsified base that `loader` loads: how to load the adapter, and how not to."""
     repo_id = repo_id or "this/adapter"
-    metadata = {"base_model": base} if is_repo(base) else {}
-    facts = {"base model, before `hf_twell.sparsify`": _link(base)}
+    head, facts = _head("peft", loader, base), {"base model, before `hf_twell.sparsify`": _link(base)}
     base = base if is_repo(base) else "the/base"
     load = f'\nmodel = hf_twell.load_adapter("{repo_id}")  # sparsifies the base, then loads the adapter onto it'
     if loader is not AutoModelForCausalLM:  # which is what `load_adapter` loads by itself
@@ -141,7 +150,7 @@ def adapter_card(base: str | None, repo_id: str | None = None, *, loader: type =
             f'from transformers import {name}\n\nbase = {name}.from_pretrained("{base}"){labels}\n'
             f'model = hf_twell.load_adapter("{repo_id}", base)  # sparsifies the base'
         )
-    return fill("adapter.md", repo_id, metadata, facts, base=base, load=load, **loading(loader))
+    return _fill("adapter.md", repo_id, head, facts, base=base, load=load, loader=loader.__name__)
 
 
 def read_result(path: str | Path) -> dict:
@@ -162,17 +171,12 @@ def read_result(path: str | Path) -> dict:
     return result
 
 
-def fill(template: str, repo_id: str, metadata: dict, facts: dict, *, name: str | None = None, **sections: str) -> str:
-    """A template with its YAML, its table of facts (None: absent) and its sections; `repo_id` may be a local folder."""
+def _fill(template: str, repo_id: str, head: ModelCardData, facts: dict, **sections: str) -> str:
+    """A template with its head, its table of facts (None: absent) and its sections; `repo_id` may be a local folder."""
     rows = [[fact, value] for fact, value in facts.items() if value is not None]
     text = (carried_folder("model_cards", holds=template) / template).read_text(encoding="utf-8")
-    return Template(text).substitute(
-        repo_id=repo_id,
-        name=name or repo_id.rpartition("/")[2],
-        metadata=yaml.safe_dump(metadata) if metadata else "",
-        facts=markdown_table(["", ""], rows) if rows else "",
-        **sections,
-    )
+    sections |= {"name": repo_id.rpartition("/")[2], "facts": markdown_table(["", ""], rows) if rows else ""}
+    return f"---\n{head.to_yaml()}\n---\n\n{Template(text).substitute(repo_id=repo_id, **sections)}"
 
 
 def _method(method: Mapping) -> dict:
@@ -272,9 +276,9 @@ def score(figure: Mapping) -> str:
     return f"{figure['value']:.4f}" + (f" ± {figure['stderr']:.4f}" if figure.get("stderr") is not None else "")
 
 
-def is_repo(name: object) -> bool:
+def is_repo(name: str | None) -> TypeGuard[str]:
     """Whether a name can be that of a model on the Hub, and is no folder here."""
-    return bool(name) and REPO_ID.fullmatch(name) is not None and not Path(name).exists()
+    return name is not None and REPO_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
 def _link(name: str | None) -> str | None:

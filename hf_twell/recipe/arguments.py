@@ -1,27 +1,24 @@
 """The arguments of Trainer that a recipe gives, and the progress bar of its run."""
 
-import types
 import typing
 
 import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from transformers import ProgressCallback, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from hf_twell.files.configs import one_line_errors
-from hf_twell.recipe.checks import check_training
-from hf_twell.recipe.schema import Recipe
+from hf_twell.recipe.schema import Recipe, check_keys, first_fault
 
-WORDS = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    list: "a list",
-    dict: "a mapping",
+REFUSED = {  # keys of `training`, and what to do
+    "output_dir": "which is a key of the recipe: write output_dir alone",
+    "resume_from_checkpoint": "which Trainer passes over; leave it out and add --resume",
+    "push_to_hub": "and a run publishes nothing; leave it out, and publish its final model: hf-twell push",
 }
 # Reporters that Transformers has, and does not look for when it lists those that are installed.
 UNLISTED_REPORTERS = ("azure_ml", "flyte")
+_ANY_CLASS = ConfigDict(arbitrary_types_allowed=True)  # such as accelerate's ParallelismConfig
 
 
 def training_arguments(recipe: Recipe) -> TrainingArguments:
@@ -31,8 +28,7 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
         ValueError: arguments that TrainingArguments does not have, of another type, or that the recipe itself gives;
             bf16 or fp16 without a GPU for it; a reporter that is not installed.
     """
-    check_training(recipe.training)
-    _check_types(recipe.training)
+    _check_values(recipe.training)
     _check_precision(recipe.training)
     defaults = {"report_to": [], "logging_steps": 10, "disable_tqdm": False}
     given = {key: value for key, value in recipe.training.items() if value is not None}
@@ -47,19 +43,23 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     return args
 
 
-def _check_types(training: dict) -> None:
+def _check_values(training: dict) -> None:
     """Compare with the types that Trainer's arguments declare: Python takes any text for true, YAML's `no` too."""
-    for key, hint in typing.get_type_hints(TrainingArguments).items():
-        value, kinds = training.get(key), _yaml_types(hint)
-        if value is not None and type(value) not in kinds and not (type(value) is int and float in kinds):
-            wanted = " or ".join(words for kind, words in WORDS.items() if kind in kinds) or "null"
-            raise ValueError(f"training has {key}: {value!r}; give {wanted}")
-
-
-def _yaml_types(hint) -> set:
-    """Those that a declared type takes, such as {str, list} of `str | list[str] | None`."""
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return {typing.get_origin(part) or part for part in (typing.get_args(hint) if is_union else (hint,))}
+    hints = typing.get_type_hints(TrainingArguments)
+    given = {key: value for key, value in training.items() if value is not None and (value or key not in REFUSED)}
+    for key in given.keys() & REFUSED.keys():
+        raise ValueError(f"training has {key}, {REFUSED[key]}")
+    check_keys(training.keys() - REFUSED.keys(), [key for key in hints if key not in REFUSED], "training")
+    for key, value in given.items():
+        try:
+            TypeAdapter(hints[key], config=_ANY_CLASS).validate_python(value, strict=True)
+        except ValidationError as error:
+            raise ValueError(first_fault(error, "training", key)) from None
+    if given.get("max_steps") == 0:  # of which Trainer makes one
+        raise ValueError("training has max_steps: 0; give at least 1, or null for as many as num_train_epochs takes")
+    for key in ("gradient_accumulation_steps", "per_device_train_batch_size", "per_device_eval_batch_size"):
+        if given.get(key, 1) < 1:
+            raise ValueError(f"training has {key}: {given[key]!r}; give at least 1")
 
 
 def _check_precision(training: dict) -> None:

@@ -1,12 +1,14 @@
 """Conversations as training tokens: through the tokenizer's chat template, and which of them the assistant says."""
 
+from transformers import PreTrainedTokenizerBase
+
 from hf_twell.files.configs import one_line
 from hf_twell.files.rows import kind_of
 
 IGNORED = -100  # the label of a token that the loss leaves out
 
 
-def chat_fault(value) -> str | None:
+def chat_fault(value: object) -> str | None:
     """What keeps a row's value from being a list of messages, {"role": ..., "content": a text}; None where it is one.
 
     The sentence goes on after the value's name: " is null, ...", "[1].content is null, ...".
@@ -25,7 +27,7 @@ def chat_fault(value) -> str | None:
     return None
 
 
-def text_fault(value) -> str | None:
+def text_fault(value: object) -> str | None:
     """What keeps a row's value from being text that can be tokenized; see `chat_fault`."""
     if not isinstance(value, str):
         return f" is {kind_of(value)}, and must be a text"
@@ -36,7 +38,9 @@ def text_fault(value) -> str | None:
     return None
 
 
-def chat_tokens(tokenizer, messages: list[dict], *, assistant_only: bool = False) -> tuple[list[int], list[int]]:
+def chat_tokens(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], *, assistant_only: bool = False
+) -> tuple[list[int], list[int]]:
     """The token ids of a conversation and their labels: the ids, or with `assistant_only` -100 for others' tokens.
 
     What the assistant says runs from the template's generation prompt to the end of its turn, end marker included. A
@@ -54,7 +58,7 @@ def chat_tokens(tokenizer, messages: list[dict], *, assistant_only: bool = False
     spans = _assistant_spans(tokenizer, messages, text)
     places = encoded["offset_mapping"]
     said = [any(start <= first and last <= end for start, end in spans) for first, last in places]
-    return ids, [token if own else IGNORED for token, own in zip(ids, said, strict=True)]
+    return ids, [token if by_it else IGNORED for token, by_it in zip(ids, said, strict=True)]
 
 
 def _assistant_spans(tokenizer, messages, text) -> list[tuple[int, int]]:
@@ -81,7 +85,7 @@ def _whole(tokenizer, messages) -> str:
     return render(tokenizer, messages, **({"continue_final_message": True} if messages[-1].get("unfinished") else {}))
 
 
-def render(tokenizer, messages: list[dict], **options) -> str:
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **options) -> str:
     """A conversation as the tokenizer's chat template writes it.
 
     Raises:

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 
+from hf_twell.recipe.schema import Recipe
+
 OPTIMIZER_VALUES = 2  # of Adam, for each trained weight and in its dtype
 PASSES = 3  # forward passes that forward and backward take as long as
 
@@ -35,7 +37,9 @@ def estimate(
     )
 
 
-def estimate_time(args: TrainingArguments, recipe, tokens: int, seconds: float, *, passes: int, measured: int) -> str:
+def estimate_time(
+    args: TrainingArguments, recipe: Recipe, tokens: int, seconds: float, *, passes: int, measured: int
+) -> str:
     """One line of how long a run will take, by how long it took to measure its start; `tokens` are those of all steps.
 
     Args:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import ProgressCallback, TrainingArguments, default_data_collator, set_seed
+from transformers import PreTrainedModel, ProgressCallback, TrainingArguments, default_data_collator, set_seed
 
 from hf_twell.convert.sparsify import sparsify
 from hf_twell.files.checkpoints import last_checkpoint
@@ -27,8 +27,7 @@ from hf_twell.recipe.runs import (
     only_run,
     settings,
 )
-from hf_twell.recipe.schema import Distill, Recipe
-from hf_twell.recipe.sources import is_streamed
+from hf_twell.recipe.schema import Recipe, is_streamed
 from hf_twell.recipe.trainer import PackedTrainer
 from hf_twell.recipe.variants import LoraOutsideFfns, freeze, train_ffns_alone
 from hf_twell.train.callbacks import SparsityCallback
@@ -36,7 +35,14 @@ from hf_twell.train.distillation import Distillation
 from hf_twell.train.resuming import CompleteCheckpoints, method_of
 
 
-def finetune(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, train=None, heldout=None) -> dict:
+def finetune(
+    recipe: Recipe,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    train: PackedText | StreamedText | None = None,
+    heldout: PackedText | None = None,
+) -> dict:
     """Run a recipe; the result holds held-out loss and sparsity before and after, and the log rows of each step.
 
     "dense" of it is the dense parent's held-out loss; None of a model that had ReLU, or that is sharded.
@@ -54,7 +60,13 @@ def finetune(recipe: Recipe, *, resume: bool = False, overwrite: bool = False, t
         return five_steps(recipe, args, resume, train, heldout)
 
 
-def five_steps(recipe: Recipe, args: TrainingArguments, resume: bool, train, heldout) -> dict:
+def five_steps(
+    recipe: Recipe,
+    args: TrainingArguments,
+    resume: bool,
+    train: PackedText | StreamedText | None,
+    heldout: PackedText | None,
+) -> dict:
     """What `finetune` returns."""
     # 1. A pretrained model whose feed-forward blocks become ReLU ones.
     model, _ = load_model(recipe.model, False, dtype=recipe.dtype, device="cpu")
@@ -73,14 +85,15 @@ def five_steps(recipe: Recipe, args: TrainingArguments, resume: bool, train, hel
     tokenizer = load_tokenizer(recipe.model)
     length = recipe.sequence_length
     check_length(model, length)
+    only = recipe.assistant_only_loss
     if train is None and is_streamed(recipe.train):
-        train = StreamedText(tokenizer, recipe.train, length, assistant_only=recipe.assistant_only_loss)
+        train = StreamedText(tokenizer, recipe.train, length, assistant_only=only)
     elif train is None:
-        options = {"assistant_only": recipe.assistant_only_loss, "description": "tokenizing training text"}
-        train = PackedText(tokenizer, recipe.train, length, **options)
+        what = "tokenizing training text"
+        train = PackedText(tokenizer, recipe.train, length, assistant_only=only, description=what)
     if heldout is None:
-        options = {"assistant_only": recipe.assistant_only_loss, "description": "tokenizing held-out text"}
-        heldout = PackedText(tokenizer, recipe.heldout, length, **options)
+        what = "tokenizing held-out text"
+        heldout = PackedText(tokenizer, recipe.heldout, length, assistant_only=only, description=what)
 
     # 3. Transformers' own Trainer, with the L1 term as a callback, and the dense parent as a teacher.
     use_cache = getattr(model.config, "use_cache", True)  # Trainer turns it off
@@ -152,12 +165,12 @@ def final_dtype(recipe: Recipe) -> torch.dtype:
     return min(dtype, stored_dtype(recipe.model) or dtype, key=lambda dtype: dtype.itemsize)
 
 
-def teacher(recipe: Recipe, model) -> Distillation | None:
+def teacher(recipe: Recipe, model: PreTrainedModel) -> Distillation | None:
     """The dense parent, frozen, as the recipe's `distill` says."""
     if recipe.distill is None:
         return None
-    settings = Distill(**recipe.distill)
+    given = recipe.distill
     # Its forward is outside the trainer's autocast, and in float32 would take as long as the whole step.
-    dtype = settings.dtype or ("bfloat16" if recipe.training.get("bf16") else recipe.dtype)
-    parent, _ = load_model(settings.parent or recipe.model, False, dtype=dtype, device="cpu")
-    return Distillation(model, parent, logits=settings.logits, layers=settings.layers)
+    dtype = given.get("dtype") or ("bfloat16" if recipe.training.get("bf16") else recipe.dtype)
+    parent, _ = load_model(given.get("parent") or recipe.model, False, dtype=dtype, device="cpu")
+    return Distillation(model, parent, logits=given.get("logits", 0.5), layers=given.get("layers", 0.0))

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from tqdm.auto import tqdm
+from transformers import Trainer
 
 from hf_twell.blocks.architectures import FfnSite, find_ffns
 from hf_twell.files.checkpoints import read_state
@@ -15,7 +16,7 @@ from hf_twell.recipe.packing import PackedText
 from hf_twell.train.parent_loss import with_activations
 
 
-def measure(trainer, heldout: PackedText) -> dict:
+def measure(trainer: Trainer, heldout: PackedText) -> dict:
     """Held-out loss in nats per token, and the sparsity of every layer on the same text; every process reads all of it.
 
     Not by `trainer.evaluate()`: called before training under several processes, it marks the model as prepared, and
@@ -26,7 +27,7 @@ def measure(trainer, heldout: PackedText) -> dict:
     return {"loss": loss, "sparsity": measure_sparsity(trainer.model, batches, progress=_shows_bars(trainer))}
 
 
-def measure_start(trainer, heldout: PackedText, parent: list, text: dict, checkpoint: str | None) -> dict:
+def measure_start(trainer: Trainer, heldout: PackedText, parent: list, text: dict, checkpoint: str | None) -> dict:
     """Held-out figures of the dense parent ("dense": its loss) and of the model that the run begins with ("before").
 
     Those that `checkpoint`, from which a run goes on, has of the same `text` are taken from there.

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import torch
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_twell.files.configs import one_line
 from hf_twell.files.rows import Row, read_rows
-from hf_twell.files.text import read_documents
+from hf_twell.files.text import ROW_FILES, check_file, read_documents
 from hf_twell.recipe.chat import IGNORED, chat_fault, chat_tokens, text_fault
-from hf_twell.recipe.sources import ROW_FILES, check_file
 
 
 class Document(NamedTuple):
@@ -49,13 +49,15 @@ def documents_of(source: list | dict | str) -> Iterator[Document]:
             yield from (Document(text, str(path)) for text in read_documents(path))
 
 
-def token_ids(tokenizer, source: list | dict | str, *, description: str = "tokenizing") -> list[int]:
+def token_ids(
+    tokenizer: PreTrainedTokenizerBase, source: list | dict | str, *, description: str = "tokenizing"
+) -> list[int]:
     """The token ids of all documents, each ended by the end-of-sequence token, or as the chat template ends it."""
     return _tokens_and_labels(tokenizer, source, False, description)[0]
 
 
 def _tokens_and_labels(tokenizer, source, assistant_only, description) -> tuple[list[int], list[int]]:
-    ids = []
+    ids: list[int] = []
     labels = [] if assistant_only else ids  # else a large text would be in memory twice
     documents = tqdm(documents_of(source), desc=description, unit=" documents")
     for batch in _batches(documents):
@@ -77,7 +79,7 @@ class PackedText(torch.utils.data.Dataset):
 
     def __init__(
         self,
-        tokenizer,
+        tokenizer: PreTrainedTokenizerBase,
         source: list | dict | str,
         sequence_length: int,
         *,
@@ -117,12 +119,16 @@ class StreamedText(torch.utils.data.IterableDataset):
     reads and hands each its part.
     """
 
-    def __init__(self, tokenizer, source: dict, sequence_length: int, *, assistant_only: bool = False):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, source: dict, sequence_length: int, *, assistant_only: bool = False
+    ):
         self.tokenizer, self.source, self.sequence_length = tokenizer, source, sequence_length
         self.assistant_only = assistant_only
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        ids, labels, length = [], [], self.sequence_length
+        ids: list[int] = []
+        labels: list[int] = []
+        length = self.sequence_length
         for document in documents_of(self.source):
             ((more, their_labels),) = _batch_tokens(self.tokenizer, [document], self.assistant_only)
             ids, labels = ids + more, labels + their_labels
@@ -135,16 +141,16 @@ class StreamedText(torch.utils.data.IterableDataset):
             ids, labels = ids[end:], labels[end:]
 
 
-def check_length(model, sequence_length: int) -> None:
+def check_length(model: PreTrainedModel, sequence_length: int) -> None:
     """Refuse sequences with positions that the model has never seen.
 
     Raises:
-        ValueError: naming its own length.
+        ValueError: naming the model's length.
     """
-    own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if own and sequence_length > own:
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most and sequence_length > most:
         raise ValueError(
-            f"sequence_length: {sequence_length} is more than the {own} positions of the model; give at most that (or "
+            f"sequence_length: {sequence_length} is more than the {most} positions of the model; give at most that (or "
             "more max_position_embeddings in its config.json)"
         )
 

@@ -15,6 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_twell.files.checkpoints import STATE_NAME, TRAINER_STATE_NAME, finished_checkpoints, last_checkpoint, read_state
 from hf_twell.files.folders import check_target, clear_dead_savings
+from hf_twell.recipe.schema import Recipe
 from hf_twell.train.schedule import REMOVED
 
 logger = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ def check_run(
             )
 
 
-def settings(recipe, args: TrainingArguments) -> dict[str, dict]:
+def settings(recipe: Recipe, args: TrainingArguments) -> dict[str, dict]:
     """What a run's checkpoints record for `check_changes`: what a resumed run keeps, and what decides its text's order.
 
     Text files and models are told by name and size, so that folders may move.
@@ -144,13 +145,14 @@ def model_identity(path: str) -> str:
     return f"{Path(path).resolve().name} ({sum(file.stat().st_size for file in files):,} bytes)"
 
 
-def check_changes(recipe, args: TrainingArguments) -> None:
+def check_changes(recipe: Recipe, args: TrainingArguments) -> None:
     """Tell a resumed run that another order of the text follows, and refuse what could have no effect.
 
     Raises:
         ValueError: a key that the checkpoint keeps has another value.
     """
     checkpoint = last_checkpoint(recipe.output_dir)
+    assert checkpoint is not None  # `check_run` found it
     saved, now = read_state(checkpoint).get("settings", {}), settings(recipe, args)
     for key, value in saved.get("kept", {}).items():
         if now["kept"].get(key) != value:
@@ -218,9 +220,9 @@ class FiniteWeights(TrainerCallback):
 
     def on_log(self, args, state, control, model=None, **kwargs):
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        own = [w.to_local() if hasattr(w, "to_local") else w for w in trained.values()]  # the parts of this process
+        parts = [w.to_local() if hasattr(w, "to_local") else w for w in trained.values()]  # of this process
         # Stacked, so that the host waits for the device once, and not for each weight.
-        finite = torch.stack([part.isfinite().all().to(own[0].device) for part in own]).tolist()
+        finite = torch.stack([part.isfinite().all().to(parts[0].device) for part in parts]).tolist()
         for name, good in zip(trained, finite, strict=True):
             if not good:
                 raise ValueError(

@@ -1,8 +1,16 @@
 """YAML as recipes have it: 1.2's scalars, not PyYAML's 1.1, and errors in one line."""
 
 import re
+from typing import Any
 
 import yaml
+
+_TAG = "tag:yaml.org,2002:"
+_SCALARS = {  # in this order, as 1 is a float too
+    "bool": r"(true|True|TRUE|false|False|FALSE)$",
+    "int": r"([-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+)$",
+    "float": r"([-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$",
+}
 
 
 class _Loader(yaml.SafeLoader):
@@ -11,12 +19,17 @@ class _Loader(yaml.SafeLoader):
     Digits may be grouped by underscores, as in 1_000, which 1.2 itself does not have.
     """
 
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [(tag, pattern) for tag, pattern in resolvers if tag in (f"{_TAG}null", f"{_TAG}merge")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
     def compose_mapping_node(self, anchor):
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:  # before merge keys (<<) are resolved, whose keys may come again
             name = key.tag, str(key.value)
-            if name in seen and key.tag != _MERGE:
+            if name in seen and key.tag != f"{_TAG}merge":
                 raise yaml.composer.ComposerError(None, None, f"the key {key.value!r} is there twice", key.start_mark)
             seen.add(name)
         return node
@@ -26,27 +39,12 @@ class _Loader(yaml.SafeLoader):
         return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
 
 
-_TAG = "tag:yaml.org,2002:"
-_MERGE, _INT = f"{_TAG}merge", f"{_TAG}int"
-_SCALARS = {  # in this order, as 1 is a float too
-    "bool": (r"(true|True|TRUE|false|False|FALSE)$", "tTfF"),
-    "int": (r"([-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+)$", "-+0123456789"),
-    "float": (
-        r"([-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$",
-        "-+.0123456789",
-    ),
-}
-_REPLACED = {f"{_TAG}{name}" for name in (*_SCALARS, "timestamp")}
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-for _name, (_pattern, _first) in _SCALARS.items():
-    _Loader.add_implicit_resolver(f"{_TAG}{_name}", re.compile(_pattern), list(_first))
-_Loader.add_constructor(_INT, _Loader.construct_int)
+for _name, _pattern in _SCALARS.items():
+    _Loader.add_implicit_resolver(f"{_TAG}{_name}", re.compile(_pattern), None)
+_Loader.add_constructor(f"{_TAG}int", _Loader.construct_int)
 
 
-def read_yaml(text: str | bytes, where: str):
+def read_yaml(text: str | bytes, where: str) -> Any:
     """What the text says.
 
     Raises:

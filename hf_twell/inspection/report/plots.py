@@ -48,7 +48,9 @@ class Plot:
         for value, label in ticks[::every]:
             self.marks.append(_text(self.x(value), HEIGHT - BOTTOM + 16, label, "middle"))
 
-    def bars(self, values: Sequence[float], tips: Sequence[str], series: str = "a", place=(0, 1)) -> None:
+    def bars(
+        self, values: Sequence[float], tips: Sequence[str], series: str = "a", place: tuple[int, int] = (0, 1)
+    ) -> None:
         """A bar for each category; `place` = (index, count) puts several series side by side."""
         slots = len(values)
         self.x_scale = lambda x: (x + 0.5) / slots

@@ -5,9 +5,10 @@ Nothing is asked of the model but to go on after the template's opening of a use
 """
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_twell.recipe.chat import render
-from hf_twell.recipe.sampling import sample_after
+from hf_twell.sampling.draw import sample_after
 
 MARK = "\u2042"  # stands where a user's words go, to find what the template writes around them
 QUESTION_SHARE = 0.25  # of a conversation's tokens, at most
@@ -20,7 +21,7 @@ class Turns:
         ValueError: no chat template, or one that does not write the words once, as they are, and a special token after.
     """
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
         text = render(tokenizer, [{"role": "user", "content": MARK}], add_generation_prompt=True)
         if text.count(MARK) != 1:
             raise ValueError(f"the chat template writes a user's words {text.count(MARK)} times, not once")
@@ -46,7 +47,9 @@ class Turns:
         return next((at for at, word in enumerate(words) if word in self.special), len(words))
 
 
-def sample_conversations(model, tokenizer, length: int, batch_size: int, *, seed: int, **drawn) -> list[dict]:
+def sample_conversations(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int, batch_size: int, *, seed: int, **drawn
+) -> list[dict]:
     """Rows {"messages": a question and its answer, "tokens"} of at most `length` tokens with what the template writes.
 
     There are `batch_size` or fewer: a question that does not end in a quarter of `length` is left out; an answer that

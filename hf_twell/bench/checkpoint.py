@@ -6,11 +6,12 @@ Its sparse blocks stand beside the same weights in stock code; results are check
 import copy
 
 import torch
+from transformers import PreTrainedModel
 
 from hf_twell.bench.environment import environment
 from hf_twell.bench.generate import PROMPT_TOKENS, time_generate
 from hf_twell.bench.models import time_prefill
-from hf_twell.bench.progress import silent
+from hf_twell.bench.progress import Report, silent
 from hf_twell.convert.sparsify import unpatch
 from hf_twell.measure.inference import blocks_on_kernels, model_context
 from hf_twell.measure.sparsity import measure_sparsity
@@ -18,8 +19,16 @@ from hf_twell.ops import api
 
 
 @torch.no_grad()
-def bench_own_prefill(
-    model, ids, *, batch=1, length=None, repeats=5, compile=True, energy=False, report=silent
+def bench_checkpoint_prefill(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    *,
+    batch: int = 1,
+    length: int | None = None,
+    repeats: int = 5,
+    compile: bool = True,
+    energy: bool = False,
+    report: Report = silent,
 ) -> dict:
     """One forward pass over `batch` passages of a text, as `bench_prefill`.
 
@@ -48,21 +57,21 @@ def bench_own_prefill(
 
 
 @torch.no_grad()
-def bench_own_generate(
-    model,
-    ids,
+def bench_checkpoint_generate(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
     *,
-    batch=1,
-    new_tokens=128,
-    repeats=3,
-    compile=True,
-    energy=False,
-    steps_only=False,
-    report=silent,
+    batch: int = 1,
+    new_tokens: int = 128,
+    repeats: int = 3,
+    compile: bool = True,
+    energy: bool = False,
+    steps_only: bool = False,
+    report: Report = silent,
 ) -> dict:
     """Greedy decoding after the first tokens of `batch` passages, as `bench_generate`; steps read the passages' own.
 
-    Args, Raises: as `bench_own_prefill`.
+    Args, Raises: as `bench_checkpoint_prefill`.
     """
     text = passages(ids, batch, model_context(model, PROMPT_TOKENS + new_tokens)).to(model.device)
     dense = unpatch(copy.deepcopy(model))

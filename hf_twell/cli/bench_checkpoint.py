@@ -1,23 +1,29 @@
 """`hf-twell bench prefill`, `generate` and `vllm` of MODEL: a sparse checkpoint of the user's, not a random one."""
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-OWN_MODES = ("prefill", "generate")
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+CHECKPOINT_MODES = ("prefill", "generate")
 RANDOM_ONLY = ("layers", "heads", "kv_heads", "vocabulary", "l0", "hidden", "intermediate")
 
 
-def add_own_model(parser: argparse.ArgumentParser) -> None:
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a sparse model's folder or Hub name; needs --text")
     parser.add_argument("--text", nargs="+", default=[], metavar="FILE", help="text files that MODEL reads")
 
 
-def default_of(what: str, default, of_model) -> str:
+def default_of(what: str, default: object, of_model: object) -> str:
     """What help says of an option's default, which is another for a MODEL, where the mode takes one."""
-    return f"default: {default}" + (f"; of MODEL: {of_model}" if what in OWN_MODES else "")
+    return f"default: {default}" + (f"; of MODEL: {of_model}" if what in CHECKPOINT_MODES else "")
 
 
-def check_own_model(args) -> None:
+def check_options(args: argparse.Namespace) -> None:
     """Refuse what goes with random models alone, and a model without text.
 
     Raises:
@@ -30,14 +36,14 @@ def check_own_model(args) -> None:
         raise ValueError(f"{args.model} needs --text FILE: what it reads decides its activity, and so its speed")
 
 
-def own_rows(args, common):
+def checkpoint_rows(args: argparse.Namespace, common: dict) -> tuple[Iterator[dict], int]:
     """An iterator of MODEL's rows, and how many there will be."""
-    from hf_twell.bench.own import bench_own_generate, bench_own_prefill
+    from hf_twell.bench.checkpoint import bench_checkpoint_generate, bench_checkpoint_prefill
     from hf_twell.blocks.architectures import other_activations
     from hf_twell.convert.sparsify import sparsify
+    from hf_twell.files.text import check_file
     from hf_twell.measure.inference import check_ids
     from hf_twell.models.loading import load_model
-    from hf_twell.recipe.sources import check_file
 
     for path in args.text:
         check_file(Path(path))
@@ -49,15 +55,15 @@ def own_rows(args, common):
     ids = load_ids(tokenizer, args.text)
     check_ids(model, tokenizer, ids)
     if args.what == "generate":
-        bench, own = bench_own_generate, ("new_tokens", "steps_only")
+        bench, more = bench_checkpoint_generate, ("new_tokens", "steps_only")
     else:
-        bench, own = bench_own_prefill, ("length",)
-    common |= {name: getattr(args, name) for name in own} | {"compile": not args.no_compile}
+        bench, more = bench_checkpoint_prefill, ("length",)
+    common |= {name: getattr(args, name) for name in more} | {"compile": not args.no_compile}
     batches = args.batch or [1]
     return (bench(model, ids, batch=batch, **common) for batch in batches), len(batches)
 
 
-def load_ids(tokenizer, files: list[str]):
+def load_ids(tokenizer: "PreTrainedTokenizerBase", files: list[str]) -> "torch.Tensor":
     """The token ids of text files, (tokens,)."""
     import torch
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_twell.files.text import END_OF_TEXT
-from hf_twell.recipe.own_chats import sample_conversations
-from hf_twell.recipe.sampling import sample_after
+from hf_twell.sampling.conversations import sample_conversations
+from hf_twell.sampling.draw import sample_after
 
 # Every row begins so: by it a file is known that may be gone on with, down to a row that a kill has cut.
 ROW_BEGINS = '{"written_by": "hf-twell sample", '
@@ -22,8 +23,8 @@ TELL_EVERY_S = 0.5
 
 
 def sample_text(
-    model,
-    tokenizer,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     path: str | Path,
     *,
     tokens: int,
@@ -76,7 +77,7 @@ def sample_text(
         drawn = {"temperature": temperature, "top_p": top_p, "tell": _teller(bar)}
         while done < tokens:
             drawn["seed"] = seed + batch
-            if chats:
+            if begin is None:
                 rows = sample_conversations(model, tokenizer, length, batch_size, **drawn)
             else:
                 rows = documents_in(sample_ids(model, begin, length, batch_size, **drawn), tokenizer, begin)
@@ -122,7 +123,7 @@ def _teller(bar):
     return tell
 
 
-def document_start(tokenizer, start: str | None = None) -> int:
+def document_start(tokenizer: PreTrainedTokenizerBase, start: str | None = None) -> int:
     """The token that a document of pretraining began after: <|endoftext|> where there is one, else BOS, else EOS.
 
     A chat model's BOS and EOS are often those of its messages (SmolLM2-Instruct, Qwen), hence the order.
@@ -141,16 +142,16 @@ def document_start(tokenizer, start: str | None = None) -> int:
     raise ValueError("this tokenizer has no <|endoftext|>, BOS or EOS to begin a document with; give start")
 
 
-def sample_ids(model, begin: int, length: int, batch_size: int, **drawn) -> torch.Tensor:
+def sample_ids(model: PreTrainedModel, begin: int, length: int, batch_size: int, **drawn) -> torch.Tensor:
     """Token ids, (batch_size, length), that begin with `begin`; sampling goes on after an end of a document.
 
-    `drawn` are options of `hf_twell.recipe.sampling.sample_after`.
+    `drawn` are options of `hf_twell.sampling.draw.sample_after`.
     """
     first_B1 = torch.full((batch_size, 1), begin, device=model.device)
     return sample_after(model, first_B1, torch.ones_like(first_B1), length - 1, **drawn)
 
 
-def documents_in(ids_BL: torch.Tensor, tokenizer, begin: int) -> list[dict]:
+def documents_in(ids_BL: torch.Tensor, tokenizer: PreTrainedTokenizerBase, begin: int) -> list[dict]:
     """Rows {"text", "tokens"} of what lies between the ends of documents, without blank ones.
 
     EOS ends a document, but in a chat model, where it ends a turn: turns stay together, with their special tokens.

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from contextlib import contextmanager
 
 import torch
-from transformers import GenerationConfig, StoppingCriteria
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
 
 
 @torch.no_grad()
 def sample_after(
-    model,
+    model: PreTrainedModel,
     prompts_BL: torch.Tensor,
     mask_BL: torch.Tensor,
     new_tokens: int,
