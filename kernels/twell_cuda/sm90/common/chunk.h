@@ -56,8 +56,6 @@ struct Zeroed {
 };
 cudaError_t launch_list(const Ffn&, const Chunk&, const Device&, cudaStream_t, Zeroed = {}, Zeroed = {});
 cudaError_t launch_up(const Ffn&, const Chunk&, const Device&, cudaStream_t);
-// As for many blocks of tokens or for few, whatever their number.
-cudaError_t launch_up_as(const Ffn&, const Chunk&, const Device&, cudaStream_t, bool many);
 cudaError_t launch_down(const Ffn&, const Chunk&, const Device&, cudaStream_t);
 
 // A row-major (rows, columns) matrix of 2-byte elements or of bytes, read in boxes of `box_rows` x 64 with 128-byte or

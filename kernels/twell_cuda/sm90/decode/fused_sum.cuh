@@ -1,8 +1,8 @@
-// How the thread blocks of the fused decode kernel add up y: each some columns, always in the order of shares, looking at
+// The last part of the fused decode kernel: thread blocks add up y, each some columns, always in the order of shares, looking at
 // those that are missing until they are there.
 #pragma once
 
-#include "sm90/decode/fused_share.cuh"
+#include "sm90/decode/fused.cuh"
 
 namespace twell::decoding::fused {
 
@@ -165,7 +165,6 @@ __device__ __forceinline__ void add_up_all(const FusedParams& p, Control& c, flo
       __syncthreads();
       if (!c.all_in) return;
     } else {
-      p.trace.mark(kTaken);
       if (c.left_over == 0 || next == static_cast<int>(gridDim.x)) return;
       block = next++;
     }
