@@ -7,7 +7,6 @@
 #pragma once
 
 #include "common/ffn.h"
-#include "common/round_up.h"
 #include "sm90/decode/fused_plan.h"
 
 namespace twell::decoding {

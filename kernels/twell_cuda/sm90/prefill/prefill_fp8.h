@@ -3,7 +3,6 @@
 // 16-bit type, and so are down's products, over the active neurons: Wd's values become such as they are multiplied.
 #pragma once
 
-#include "common/round_up.h"
 #include "sm90/common/chunk.h"
 
 namespace twell::sm90 {
