@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := setup.py hf_twell recipes tests docs
+CPP_SOURCES = $(shell find kernels -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
 
 .PHONY: setup demo test test-all test-gpu check-portable sanitize sanitize-cpu bench figures screenshots style lint constraints clean
 
@@ -61,10 +62,12 @@ screenshots: setup
 style: setup
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/clang-format -i $(CPP_SOURCES)
 
 lint: setup
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/clang-format --dry-run --Werror $(CPP_SOURCES)
 	$(BIN)/lint-imports --no-cache --no-logo
 
 setup: $(VENV)/.complete
