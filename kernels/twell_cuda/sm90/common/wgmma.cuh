@@ -22,6 +22,8 @@ struct Wgmma;
 template <typename T, int N, int TransB>
 struct WgmmaOfRegisters;
 
+// clang-format off
+
 // The first 8, 16, ... of the sums, as assembly names them and as operands.
 #define TWELL_R8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define TWELL_R16 TWELL_R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
@@ -121,9 +123,6 @@ TWELL_WGMMA_E4M3(256, 128, 128, 129, 130)
 TWELL_WGMMA_OF_REGISTERS(__nv_bfloat16, "bf16", 64, 32, 32, 33, 34, 35, 36, 37)
 TWELL_WGMMA_OF_REGISTERS(__half, "f16", 64, 32, 32, 33, 34, 35, 36, 37)
 
-#undef TWELL_WGMMA
-#undef TWELL_WGMMA_16_BIT
-#undef TWELL_WGMMA_E4M3
-#undef TWELL_WGMMA_OF_REGISTERS
+// clang-format on
 
 }  // namespace twell::sm90

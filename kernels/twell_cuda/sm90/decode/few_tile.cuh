@@ -67,13 +67,14 @@ struct Shared {
   static constexpr int kDown = down_shared(kSixteen, true, kScaled<Weight>);
   static constexpr int kBeside = (kBothShared - in_shared_units(kDown) - in_shared_units(kRest)) / 1024 * 1024;
   static constexpr int kRings = kNeurons <= kFewNeurons ? kBeside : 144 * 1024;
-  static constexpr int kXRing = kXRingBytes<kScaled<Weight> && !kSixteen>;
+  static constexpr int kXRing = kXRingBytes<(kScaled<Weight> && !kSixteen)>;
   static constexpr int kWeightRing = kRings - kXRing;
   static constexpr int kBytes = kRings + kRest;
   static constexpr int kExchange =
       kScaled<Weight> ? kRowExchangeBytes<kNeurons, kSixteen> : kExchangeBytes<kNeurons, kSixteen>;
   static_assert(kExchange <= kWeightRing);
-  static_assert(stages_in(kWeightRing, kNeurons * kRowStep<Weight>) >= kBoxesAhead);
+  static constexpr int kBoxBytes = kNeurons * kRowStep<Weight>;
+  static_assert(stages_in(kWeightRing, kBoxBytes) >= kBoxesAhead);
   using Barriers = Control<kNeurons>;
   static_assert(offsetof(Barriers, x_empty) - offsetof(Barriers, x_full) == kEmptyApart);
   static_assert(offsetof(Barriers, box_empty) - offsetof(Barriers, box_full) == kEmptyApart);

@@ -299,7 +299,8 @@ __device__ __forceinline__ void gather(const Arguments<kTerms>& a, Control& c, c
         }
       }
     };
-    left >= kGroup && hidden_left >= kHidden ? copy(std::true_type()) : copy(std::false_type());  // most are whole
+    const bool whole = left >= kGroup && hidden_left >= kHidden;  // most are
+    whole ? copy(std::true_type()) : copy(std::false_type());
     barrier_arrive_on_copies(ring.full + ring.stage);
     ask(turn + kListLead);
   }

@@ -1,6 +1,7 @@
-// The pairs of a chunk's blocks are found: each warp finds those of its groups, then its thread block learns from the
-// others where they go. Entries of kept blocks go to the state. Without a gate the pairs do too, and the report's sums are
-// taken on the way; else up does both, and this clears the sums where there is no entry.
+// Finds the pairs of a chunk's blocks, and what of them is kept. Each warp finds those of its groups; then its thread
+// block learns from the others where they go in the state. Entries of kept blocks go there. Without a gate so do their
+// pairs, and the report's sums are taken on the way. With a gate up_save.cu does both, and this kernel clears the sums
+// where there is no entry.
 
 #include "sm90/common/launch.h"
 #include "sm90/training/pairs.cuh"
