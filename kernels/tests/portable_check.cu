@@ -10,12 +10,12 @@
 #include "portable/element.cuh"
 #include "portable/portable.h"
 
-#define CHECK(call)                                                                              \
-  do {                                                                                           \
-    const cudaError_t status = (call);                                                           \
-    if (status != cudaSuccess) {                                                                 \
+#define CHECK(call)                                                                             \
+  do {                                                                                          \
+    const cudaError_t status = (call);                                                          \
+    if (status != cudaSuccess) {                                                                \
       std::printf("%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(status)), std::exit(1); \
-    }                                                                                            \
+    }                                                                                           \
   } while (0)
 
 namespace {

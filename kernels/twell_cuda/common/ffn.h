@@ -36,7 +36,7 @@ struct Ffn {
   int64_t tokens;  // T
   int hidden;      // D, a multiple of 8: rows start at 16-byte borders
   int width;       // F
-  const void* x;  // (T, D); like all other pointers to contiguous rows, its base 16-byte aligned
+  const void* x;   // (T, D); like all other pointers to contiguous rows, its base 16-byte aligned
   // One row of D for each of the F neurons, all in one of the two forms of is_readable.
   Operand gate;  // gate_proj, or up_proj where the block has no gate
   Operand up;    // up_proj, or no data where the block has no gate

@@ -24,7 +24,7 @@ namespace twell::sm90::slices {
 constexpr int kFetchers = 128, kThreads = kFetchers + 256, kConsumerWarps = 8, kDepth = 64;
 constexpr int kPartBytes = 64 * kDepth * 2;  // 64 tokens or hidden units x 64 neurons; of bytes 128 hidden units
 constexpr int kRingBytes = 4 * 6 * kPartBytes, kMaxStages = 8;
-constexpr int kListed = 2048;           // neurons in shared memory at a time
+constexpr int kListed = 2048;  // neurons in shared memory at a time
 
 constexpr int kFetchRegisters = 72, kMultiplyRegisters = 216;
 static_assert(check_registers(kFetchRegisters, kMultiplyRegisters));
@@ -435,8 +435,8 @@ cudaError_t launch_slice(DType dtype, Arguments<kTerms, Out> a, const Device& de
   a.out.slices = (a.out.hidden + kHidden - 1) / kHidden;
   Maps<kTerms> maps;
   for (int t = 0; t < kTerms; ++t) {
-    TWELL_RETURN_IF_ERROR(make_tensor_map(maps.columns + t, dtype, a.terms[t].columns, int64_t{blocks} * a.width,
-                                          kBlockTokens, kDepth));
+    TWELL_RETURN_IF_ERROR(
+        make_tensor_map(maps.columns + t, dtype, a.terms[t].columns, int64_t{blocks} * a.width, kBlockTokens, kDepth));
     const void* rows = a.terms[t].rows;
     const int hidden = a.out.hidden;
     TWELL_RETURN_IF_ERROR(kScaled<Weight> ? make_byte_map(maps.rows + t, rows, a.width, hidden, hidden, kDepth)

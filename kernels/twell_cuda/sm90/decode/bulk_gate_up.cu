@@ -3,7 +3,8 @@
 //
 // A thread block owns neighbouring blocks of 16 neurons. One warp brings rows into a ring of stages in shared memory:
 // gate rows before the kernel ahead has ended, for they do not depend on it, and as much as shared memory holds; later
-// the up rows of active neurons. Eight warps share out k and add up through shared memory. sm90/decode/few_down.cu follows.
+// the up rows of active neurons. Eight warps share out k and add up through shared memory. sm90/decode/few_down.cu
+// follows.
 
 #include "decode/decode.h"
 #include "decode/gate.cuh"
@@ -13,15 +14,15 @@
 namespace twell::decoding::bulk {
 
 // The ring and the products: one warp brings rows of 16 neurons at a time through a ring of stages in shared
-// memory with bulk copies, one for each row, and eight warps multiply them with a few tokens. Neurons are the rows of the
-// product, tokens the columns.
+// memory with bulk copies, one for each row, and eight warps multiply them with a few tokens. Neurons are the rows of
+// the product, tokens the columns.
 //
 // Within each 32 consecutive k, lane q of four takes 8 consecutive ones (16 bytes) of weights and activations alike:
 // both operands see the same permutation of k, so no data moves between lanes.
 
 constexpr int kWorkers = kDecodeThreads + 32;  // eight warps that multiply, one that copies
 constexpr int kMaxStages = 8;
-constexpr uint32_t kPieceBytes = 64;                          // 32 consecutive k
+constexpr uint32_t kPieceBytes = 64;                         // 32 consecutive k
 constexpr uint32_t kStepBytes = kDecodeWarps * kPieceBytes;  // a piece for each warp
 
 struct BulkParams : GateUpParams {
@@ -78,8 +79,9 @@ __device__ __forceinline__ void release(uint64_t* empty, int lane) {
   if (lane == 0) sm90::barrier_arrive(empty);
 }
 
-// sum[block] = rows x^T over this warp's pieces of k, for `blocks` blocks of 16 rows as they come through the ring: chunk
-// by chunk of k, all blocks of a chunk in a row. `x` keeps what it holds if all of k fits in one chunk and `has_x`.
+// sum[block] = rows x^T over this warp's pieces of k, for `blocks` blocks of 16 rows as they come through the ring:
+// chunk by chunk of k, all blocks of a chunk in a row. `x` keeps what it holds if all of k fits in one chunk and
+// `has_x`.
 template <typename Half, int kBlocks>
 __device__ __forceinline__ void multiply(float (&sum)[kBlocks][4], int blocks, uint4 (&x)[kSteps], bool has_x,
                                          sm90::Ring& ring, const char* ring_bytes, const BulkParams& p) {
@@ -212,13 +214,13 @@ using namespace bulk;
 constexpr int kSharedBytes = 224 * 1024;
 
 template <typename Half, int kBlocks>
-__global__ void __launch_bounds__(kWorkers, kBlocks <= 3 ? 2 : 1) bulk_gate_up_kernel(
-    const __grid_constant__ BulkParams p) {
+__global__ void __launch_bounds__(kWorkers, kBlocks <= 3 ? 2 : 1)
+    bulk_gate_up_kernel(const __grid_constant__ BulkParams p) {
 #if defined(TWELL_SM90_DEVICE)
   constexpr int kElements = kBlocks * 32;
   extern __shared__ __align__(128) char shared[];
   char* const ring_bytes = shared;
-  float4* const slots = reinterpret_cast<float4*>(shared);  // in the ring, when no copies are under way
+  float4* const slots = reinterpret_cast<float4*>(shared);                // in the ring, when no copies are under way
   float4* const gate = reinterpret_cast<float4*>(shared + p.ring_bytes);  // after the activation
   __shared__ uint64_t barriers[2 * kMaxStages];
   __shared__ uint32_t masks[kBlocks];
@@ -337,8 +339,8 @@ cudaError_t launch(BulkParams params, const DecodePlan& plan, int grid, cudaStre
   const int ring = params.stages * stage_bytes;
   params.ring_bytes = static_cast<uint32_t>(ring > kSlotBytes ? ring : kSlotBytes);
   const int shared = static_cast<int>(params.ring_bytes) + kGateBytes;
-  return launch_decode_kernel(bulk_gate_up_kernel<Half, kBlocks>, {dim3(static_cast<unsigned>(grid)), kWorkers, shared}, params,
-                       plan.kernels, stream);
+  return launch_decode_kernel(bulk_gate_up_kernel<Half, kBlocks>, {dim3(static_cast<unsigned>(grid)), kWorkers, shared},
+                              params, plan.kernels, stream);
 }
 
 template <typename Half>

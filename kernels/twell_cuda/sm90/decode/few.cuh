@@ -12,7 +12,7 @@ namespace twell::decoding::few {
 
 using sm90::smem_address;
 
-constexpr int kRows = 64;       // of a product: tokens, those past the call's left as they are
+constexpr int kRows = 64;        // of a product: tokens, those past the call's left as they are
 constexpr int kStepBytes = 128;  // of a swizzled row: 64 elements
 
 // What the kernels may take of a multiprocessor's shared memory so that a thread block of each fits; the system takes
@@ -27,9 +27,7 @@ constexpr int down_stage_bytes(bool sixteen) { return kDownDepth * ((sixteen ? 3
 constexpr int down_exchange_bytes(bool sixteen) { return kFewColumns * (sixteen ? 16 : kRows) * 4; }
 // Where a multiprocessor has no place for a block of the first kernel too, three blocks of four stages fit, or of six
 // of 8-bit weights (`narrow`), whose columns take half as many bytes.
-constexpr int down_stages(bool sixteen, bool beside, bool narrow) {
-  return sixteen ? 8 : narrow ? 6 : beside ? 5 : 4;
-}
+constexpr int down_stages(bool sixteen, bool beside, bool narrow) { return sixteen ? 8 : narrow ? 6 : beside ? 5 : 4; }
 constexpr int down_shared(bool sixteen, bool beside, bool narrow) {
   const int columns = narrow ? kStepBytes / 2 : 0;
   return down_stages(sixteen, beside, narrow) * (down_stage_bytes(sixteen) - kDownDepth * columns) +

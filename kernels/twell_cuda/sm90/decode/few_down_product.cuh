@@ -18,7 +18,7 @@ constexpr int kColumns = kFewColumns, kBounds = kColumns / 8;
 constexpr int kDepth = kDownDepth;
 constexpr int kPartBytes = kDepth * kStepBytes, kMaxStages = down_stages(true, true, false);
 constexpr int kListed = 1904;  // neurons at a time
-constexpr int kAll = 1;  // named
+constexpr int kAll = 1;        // named
 
 // Up to 16 tokens are multiplied by mma, a warp for 16 columns, and more by wgmma, a warp for 16 of 64 tokens. With
 // 8-bit weights more are multiplied by mma too, a warp for 16 columns and 32 tokens. A bound is what a cluster's blocks
@@ -271,14 +271,14 @@ __device__ __forceinline__ void multiply(float (&sum)[8], Ring& ring, uint32_t s
 #pragma unroll
     for (int k = 0; k < kDepth / 16; ++k) {
       sm90::load_matrices_transposed(a[k], h + products_at(16 * k + lane / 16 * 8 + lane % 8, lane / 8 % 2));
-      sm90::load_matrices_transposed(
-          b[k], columns + columns_at(16 * k + lane / 8 % 2 * 8 + lane % 8, 2 * warp + lane / 16));
+      sm90::load_matrices_transposed(b[k],
+                                     columns + columns_at(16 * k + lane / 8 % 2 * 8 + lane % 8, 2 * warp + lane / 16));
     }
 #pragma unroll
     for (int k = 0; k < kDepth / 16; ++k) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        mma<Half>(reinterpret_cast<float(&)[4]>(sum[4 * j]), a[k][0], a[k][1], a[k][2], a[k][3], b[k][2 * j],
+        mma<Half>(reinterpret_cast<float (&)[4]>(sum[4 * j]), a[k][0], a[k][1], a[k][2], a[k][3], b[k][2 * j],
                   b[k][2 * j + 1]);
       }
     }
@@ -317,7 +317,7 @@ __device__ __forceinline__ void multiply_rows(float (&sum)[16], Ring& ring, uint
       expand<Half, Weight>(__byte_perm(words[k][1], 0, 0x3120), a[2], a[3]);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        mma<Half>(reinterpret_cast<float(&)[4]>(sum[4 * j]), a[0], a[1], a[2], a[3], h[k][j / 2][j % 2 * 2],
+        mma<Half>(reinterpret_cast<float (&)[4]>(sum[4 * j]), a[0], a[1], a[2], a[3], h[k][j / 2][j % 2 * 2],
                   h[k][j / 2][j % 2 * 2 + 1]);
       }
     }
@@ -347,7 +347,7 @@ __device__ __forceinline__ void multiply_narrow(float (&sum)[8], Ring& ring, uin
       for (int j = 0; j < 2; ++j) {
         uint32_t b[2];
         expand<Half, Weight>(__byte_perm(bytes[k][0], bytes[k][1], j == 0 ? 0x6420 : 0x7531), b[0], b[1]);
-        mma<Half>(reinterpret_cast<float(&)[4]>(sum[4 * j]), a[k][0], a[k][1], a[k][2], a[k][3], b[0], b[1]);
+        mma<Half>(reinterpret_cast<float (&)[4]>(sum[4 * j]), a[k][0], a[k][1], a[k][2], a[k][3], b[0], b[1]);
       }
     }
     if (lane == 0) sm90::barrier_arrive(ring.empty + ring.stage);

@@ -99,8 +99,8 @@ __global__ void __launch_bounds__(kNeurons <= kFewNeurons ? 1024 : kThreads, 1)
         prefetch_row(rows + static_cast<int64_t>(first + own) * p.row_bytes, p.row_bytes);
       }
     };
-    // Rows of Wd wait for those of Wu, which come the same way: until pairs are multiplied, until rows are there, or until
-    // boxes have all been asked for.
+    // Rows of Wd wait for those of Wu, which come the same way: until pairs are multiplied, until rows are there, or
+    // until boxes have all been asked for.
     const auto prefetch_down = [&] {
       if (active.count * kBlockNeurons <= p.prefetch_max_active * kNeurons) prefetch_own(p.down);
     };

@@ -12,7 +12,7 @@
 
 namespace twell::decoding::few {
 
-constexpr int kWarpgroups = 4;  // multiplying warpgroups
+constexpr int kWarpgroups = 4;                                    // multiplying warpgroups
 constexpr int kMultipliers = kWarpgroups * 128, kFetchers = 128;  // threads; then a warp for boxes of x
 constexpr int kThreads = kMultipliers + kFetchers + 32;
 constexpr int kMaxStages = 32;
@@ -114,8 +114,8 @@ __device__ __forceinline__ void multiply_stage_16(float* sum, uint32_t x, uint32
   for (int j = 0; j < kColumns / 16; ++j) {
     uint32_t b[4];
     load_matrices(b, at(rows, 16 * j + lane / 16 * 8 + lane % 8, first_piece + lane / 8 % 2));
-    mma<Half>(reinterpret_cast<float(&)[4]>(sum[8 * j]), a[0], a[1], a[2], a[3], b[0], b[1]);
-    mma<Half>(reinterpret_cast<float(&)[4]>(sum[8 * j + 4]), a[0], a[1], a[2], a[3], b[2], b[3]);
+    mma<Half>(reinterpret_cast<float (&)[4]>(sum[8 * j]), a[0], a[1], a[2], a[3], b[0], b[1]);
+    mma<Half>(reinterpret_cast<float (&)[4]>(sum[8 * j + 4]), a[0], a[1], a[2], a[3], b[2], b[3]);
   }
 }
 
@@ -209,9 +209,9 @@ __device__ __forceinline__ Sums<kColumns> multiply(Operand x, Operand rows, uint
 
 // The same of 8-bit rows.
 //
-// Neurons are the product's rows here and tokens its columns, as a product takes its rows from registers: bytes become operands
-// there and need no second place in shared memory, nor warps that meet for it. As with 16-bit rows
-// each of four warpgroups takes every fourth step.
+// Neurons are the product's rows here and tokens its columns, as a product takes its rows from registers: bytes become
+// operands there and need no second place in shared memory, nor warps that meet for it. As with 16-bit rows each of
+// four warpgroups takes every fourth step.
 
 // From a ring's full barriers to its empty ones.
 constexpr uint32_t kEmptyApart = kMaxStages * sizeof(uint64_t);
@@ -333,8 +333,8 @@ __device__ __forceinline__ void multiply_rows_stage(float (&sum)[8 * kTiles], ui
     load_two_matrices(words, rows + 16 * t * kNarrowBytes);
     expand<Half, Weight>(words[0], a[0], a[2]);
     expand<Half, Weight>(words[1], a[1], a[3]);
-    mma<Half>(reinterpret_cast<float(&)[4]>(sum[8 * t]), a[0], a[1], a[2], a[3], first.x, first.y);
-    mma<Half>(reinterpret_cast<float(&)[4]>(sum[8 * t + 4]), a[0], a[1], a[2], a[3], second.x, second.y);
+    mma<Half>(reinterpret_cast<float (&)[4]>(sum[8 * t]), a[0], a[1], a[2], a[3], first.x, first.y);
+    mma<Half>(reinterpret_cast<float (&)[4]>(sum[8 * t + 4]), a[0], a[1], a[2], a[3], second.x, second.y);
   }
 }
 

@@ -21,12 +21,12 @@ inline Stages stages_of(int count, int position) {
 
 struct FewParams : GateUpParams {
   CUtensorMap x_map, gate_maps[2], up_maps[2];  // boxes of all rows of a larger thread block, and of the others
-  int groups;       // tokens in eights: 1, 2, 4 or 8
-  int octets;       // ceil(F / 8)
-  int octets_each;  // of a thread block; the first `larger` have one more
+  int groups;                                   // tokens in eights: 1, 2, 4 or 8
+  int octets;                                   // ceil(F / 8)
+  int octets_each;                              // of a thread block; the first `larger` have one more
   int larger;
-  int steps;        // of a row
-  int kept_steps;   // of x, the last ones, which lie in its ring as up begins; it takes those first, then the others
+  int steps;       // of a row
+  int kept_steps;  // of x, the last ones, which lie in its ring as up begins; it takes those first, then the others
   Stages x_stages, box_stages[2];
   int first_boxes[2];      // that may be on their way before x is there
   uint8_t copy_stages[9];  // for gathered rows in eights
@@ -80,8 +80,8 @@ struct Shared {
   static_assert(offsetof(Barriers, box_empty) - offsetof(Barriers, box_full) == kEmptyApart);
   static_assert(offsetof(Barriers, copy_empty) - offsetof(Barriers, copy_full) == kEmptyApart);
 };
-// Gate rows that may be on their way to a thread block before x is there. Fewer make a chain of such calls up to 0.25 us
-// shorter at 16 tokens, and calls between other kernels 0.7 longer.
+// Gate rows that may be on their way to a thread block before x is there. Fewer make a chain of such calls up to 0.25
+// us shorter at 16 tokens, and calls between other kernels 0.7 longer.
 constexpr int kWindowBytes = 84 * 1024;
 
 #if defined(TWELL_SM90_DEVICE)
@@ -306,8 +306,8 @@ constexpr uint32_t kPairStepBytes = kPairStep * (2 + sizeof(Weight));  // weight
 
 #if defined(TWELL_SM90_DEVICE)
 
-// Whether there are few enough. Two rows a pair are then often more bytes than the active neurons' rows and x again, but
-// they come in one round or few, where a product over those waits for lists, stages and sums that meet.
+// Whether there are few enough. Two rows a pair are then often more bytes than the active neurons' rows and x again,
+// but they come in one round or few, where a product over those waits for lists, stages and sums that meet.
 template <int kNeurons>
 __device__ __forceinline__ bool takes_pairs(const FewParams& p, const Control<kNeurons>& c) {
   return p.up != nullptr && c.pair_count <= kMaxPairs;

@@ -9,9 +9,9 @@
 // they are few, else in stages (sm90/decode/fused_active.cuh). Each thread then owns eight
 // columns of y, and the blocks add up their shares (sm90/decode/fused_sum.cuh).
 //
-// Within each 64 consecutive bytes of weights, lane q of four takes 16 consecutive ones, and the activations of the same
-// k: both operands see the same permutation of k, so no data moves between lanes. `Weight` is the call's own type, or
-// an 8-bit one.
+// Within each 64 consecutive bytes of weights, lane q of four takes 16 consecutive ones, and the activations of the
+// same k: both operands see the same permutation of k, so no data moves between lanes. `Weight` is the call's own type,
+// or an 8-bit one.
 
 #include <mutex>
 #include <unordered_map>

@@ -20,7 +20,7 @@ constexpr uint32_t kStepBytes = kDecodeWarps * kPieceBytes;  // a piece for each
 template <typename Weight>
 constexpr uint32_t kMaxRowBytes = sizeof(Weight) * kFusedMaxHidden;
 template <typename Weight>
-constexpr int kSteps = kMaxRowBytes<Weight> / kStepBytes;  // of a row
+constexpr int kSteps = kMaxRowBytes<Weight> / kStepBytes;   // of a row
 constexpr int kXPieces = 2 * kFusedMaxHidden / kStepBytes;  // 16 bytes of x each: one for a step, or two
 constexpr int kThreadColumns = kFusedMaxHidden / kThreads;
 static_assert(kThreadColumns == 8, "a thread reads 16 bytes of a row, or 8");
@@ -37,7 +37,7 @@ struct FusedParams {
   const void* b_gate;
   const void* b_up;
   const void* b_down;
-  uint4* shares;  // (thread blocks, tokens, D / 2): two columns of a share of y, and the call's seal
+  uint4* shares;       // (thread blocks, tokens, D / 2): two columns of a share of y, and the call's seal
   uint64_t* silences;  // (tokens, thread blocks), of quiet kernels: the call's seal where a share is zeros
   void* y;
   int tokens, hidden, width;
@@ -45,11 +45,11 @@ struct FusedParams {
   uint32_t run_stride;  // of gate rows in shared memory: 64 modulo 128
   uint32_t row_stride;  // of rows of up and down there, 64 modulo 128: 16-byte reads of two rows meet no bank twice
   int block_rows, longer_blocks;  // neurons of a thread block; how many of the blocks, the first ones, have one more
-  int window;           // runs on their way before the kernels ahead have ended: more would queue in front of them
-  int held_at;          // where runs that go on into registers land, among the places of runs
-  int row_places;       // of rows of up and down, behind Sums
-  int units;            // pairs of columns that a thread block adds up: a power of two
-  bool warm;            // shares' lines are written before there is anything to say
+  int window;      // runs on their way before the kernels ahead have ended: more would queue in front of them
+  int held_at;     // where runs that go on into registers land, among the places of runs
+  int row_places;  // of rows of up and down, behind Sums
+  int units;       // pairs of columns that a thread block adds up: a power of two
+  bool warm;       // shares' lines are written before there is anything to say
   uint32_t meeting;
   int patience;
   const float* s_gate;  // of 8-bit weights
@@ -58,13 +58,13 @@ struct FusedParams {
 };
 
 struct Control {
-  uint64_t gate[kRuns];  // a barrier for each run, used once
+  uint64_t gate[kRuns];                          // a barrier for each run, used once
   uint64_t full[kMaxStages], empty[kMaxStages];  // up and down
   uint64_t seal;
   float b_gate[kFusedMaxRows], b_up[kFusedMaxRows];
   uint16_t list[kFusedMaxRows];  // of active neurons
   int kernels_ahead_ended;       // from the start or since
-  int left_over;  // thread blocks that gave up waiting
+  int left_over;                 // thread blocks that gave up waiting
   int all_in;
   float s_gate[kFusedMaxRows], s_up[kFusedMaxRows];  // of 8-bit weights
 };
@@ -232,10 +232,11 @@ __device__ __forceinline__ void ask_for(uint64_t* full, char* to, const char* ro
 
 #endif
 
-// What a thread block leaves for the others: its share of y in the workspace, 16 bytes at a time: two columns and the call's seal, 64 bits that no earlier call has used. Whoever reads waits for seals, so no
-// fence and no counter stand between a share and its readers (sm90/decode/fused_sum.cuh). The next call's blocks may be
-// there already, but write nothing before all of this one have ended: no share is overwritten while it is read. In a
-// quiet kernel a block stores no share of zeros, but its seal in a word of its own, as soon as it knows.
+// What a thread block leaves for the others: its share of y in the workspace, 16 bytes at a time: two columns and the
+// call's seal, 64 bits that no earlier call has used. Whoever reads waits for seals, so no fence and no counter stand
+// between a share and its readers (sm90/decode/fused_sum.cuh). The next call's blocks may be there already, but write
+// nothing before all of this one have ended: no share is overwritten while it is read. In a quiet kernel a block stores
+// no share of zeros, but its seal in a word of its own, as soon as it knows.
 //
 // Where other kernels have pushed the shares' lines out of L2, a look at one not yet written fetches it from memory. So
 // a block may write its lines ahead ("warm"): with no seal, once the kernels ahead have ended and so nobody reads them

@@ -249,7 +249,8 @@ __device__ __forceinline__ void list_active(Control& c, Sums<kTokens>& sums, con
 template <typename Half, typename Weight, int kTokens>
 __device__ __forceinline__ void multiply_staged(float (&y)[kTokens][kThreadColumns], const FusedParams& p, Control& c,
                                                 Sums<kTokens>& sums, char* rows, const Lane& l, const Neurons& own,
-                                                const uint4 (&x)[kXPieces], const Active<kTokens>& a, uint64_t& silence) {
+                                                const uint4 (&x)[kXPieces], const Active<kTokens>& a,
+                                                uint64_t& silence) {
   const int thread = threadIdx.x;
   const ActiveRows active(a.count(), p.up != nullptr, p.row_places);
   sm90::Ring ring(c.full, c.empty, min(kMaxStages, p.row_places / active.per)), ring_out = ring;

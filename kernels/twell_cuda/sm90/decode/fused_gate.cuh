@@ -27,7 +27,10 @@ struct Runs {
   int asked = 0;
 
   __device__ __forceinline__ Runs(const FusedParams& params, Control& control, char* rows, const Neurons& neurons)
-      : p(params), c(control), places(rows), own(neurons),
+      : p(params),
+        c(control),
+        places(rows),
+        own(neurons),
         held((min(neurons.count, kHeldRows) + kRunRows - 1) / kRunRows),
         all((neurons.count + kRunRows - 1) / kRunRows) {}
 

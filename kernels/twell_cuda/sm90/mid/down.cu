@@ -110,8 +110,9 @@ struct Neurons {
   }
 };
 
-// By the warps that gather: eight threads copy 128 bytes; past the last of the `listed` neurons, zeros. Neurons are looked
-// up a step ahead, and a full step asks of no neuron whether it is one: that is a quarter of the loop's instructions.
+// By the warps that gather: eight threads copy 128 bytes; past the last of the `listed` neurons, zeros. Neurons are
+// looked up a step ahead, and a full step asks of no neuron whether it is one: that is a quarter of the loop's
+// instructions.
 template <typename T, int kHidden>
 struct Fetcher {
   using S = Shape<kHidden>;
@@ -289,10 +290,10 @@ template <typename T, int kHidden>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const MidPlan& plan, cudaStream_t stream) {
   const int half_blocks = static_cast<int>((ffn.tokens + kHalfTokens - 1) / kHalfTokens);
   const int slices = (ffn.hidden + kHidden - 1) / kHidden;
-  const Arguments arguments{chunk.active, ffn.down.data,  ffn.b_down, ffn.y,     ffn.tokens,
-                            ffn.hidden,   ffn.width, slices,     plan.half};
-  return launch_with_carveout(kMidCarveout, mid_down_kernel<T, kHidden>, half_blocks * slices,
-                              Shape<kHidden>::kThreads, 1, Shape<kHidden>::kShared, stream, arguments);
+  const Arguments arguments{chunk.active, ffn.down.data, ffn.b_down, ffn.y,    ffn.tokens,
+                            ffn.hidden,   ffn.width,     slices,     plan.half};
+  return launch_with_carveout(kMidCarveout, mid_down_kernel<T, kHidden>, half_blocks * slices, Shape<kHidden>::kThreads,
+                              1, Shape<kHidden>::kShared, stream, arguments);
 }
 
 // Columns of y to a thread block, for the least time: rounds of what a step brings in.

@@ -23,13 +23,13 @@ constexpr int kWarps = 4, kMultipliers = kWarps * 32, kGatherers = 96, kThreads 
 constexpr int kDepth = 64, kRowBytes = kDepth * 2, kTokenBytes = kHalfTokens * kRowBytes;
 constexpr int kMaxStages = 6, kMaxUpStages = 10;
 constexpr int kMaxNeurons = 256;
-constexpr int kGatherRows = kGatherers / 8;         // rows at a time, eight threads each
+constexpr int kGatherRows = kGatherers / 8;        // rows at a time, eight threads each
 constexpr int kMaskBarrier = 1, kListBarrier = 2;  // named
 
 struct Control {
-  uint64_t full[kMaxStages], empty[kMaxStages];           // of the gate; a stage is free in all blocks of the cluster
+  uint64_t full[kMaxStages], empty[kMaxStages];  // of the gate; a stage is free in all blocks of the cluster
   uint64_t up_full[kMaxUpStages], up_empty[kMaxUpStages];
-  uint64_t gate_multiplied, listed;                       // the gate's stages are free; the list is made
+  uint64_t gate_multiplied, listed;  // the gate's stages are free; the list is made
   uint32_t warp_masks[kWarps][kMaxNeurons / 32];
   uint16_t list[kMaxNeurons];  // places of the active neurons among the thread block's, ascending
   int count;                   // of the list
@@ -56,12 +56,12 @@ struct UpRing {
 
 template <int kNeurons>
 __device__ __forceinline__ UpRing up_ring(int count) {
-  const int rows = count <= 32                     ? 32
-                   : count <= 48                   ? 48
-                   : count <= 64                   ? 64
-                   : count <= 96 && kNeurons > 96  ? 96
+  const int rows = count <= 32                      ? 32
+                   : count <= 48                    ? 48
+                   : count <= 64                    ? 64
+                   : count <= 96 && kNeurons > 96   ? 96
                    : count <= 128 && kNeurons > 128 ? 128
-                                                   : kNeurons;
+                                                    : kNeurons;
   return {rows, min(kMaxUpStages, Shape<kNeurons>::kRingBytes / (kTokenBytes + rows * kRowBytes))};
 }
 

@@ -19,7 +19,7 @@ constexpr int kCluster = 2, kDepth = 64;
 constexpr int kHalfBytes = kHalfTokens * kDepth * 2, kTokenBytes = 2 * kHalfBytes;
 constexpr int kMaxStages = 5;
 constexpr int kSharedLimit = 227 * 1024;
-constexpr int kGatherRows = kGatherers / 8;  // rows at a time, eight threads each
+constexpr int kGatherRows = kGatherers / 8;                          // rows at a time, eight threads each
 constexpr int kTileBarrier = 1, kMaskBarrier = 2, kListBarrier = 3;  // named
 
 // An entry of the list: which halves of the block activate a neuron, and its place among the thread block's.
@@ -63,23 +63,23 @@ struct Arguments {
 
 // x comes by boxes of half blocks, the gate by boxes of `neurons` rows.
 template <typename Kernel>
-cudaError_t launch_gate_up(Kernel kernel, int thread_blocks, int threads, int neurons, int shared_bytes,
-                           const Ffn& ffn, const Chunk& chunk, const MidPlan& plan, cudaStream_t stream) {
+cudaError_t launch_gate_up(Kernel kernel, int thread_blocks, int threads, int neurons, int shared_bytes, const Ffn& ffn,
+                           const Chunk& chunk, const MidPlan& plan, cudaStream_t stream) {
   CUtensorMap x_map, gate_map;
   TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, ffn.x, ffn.tokens, ffn.hidden, kHalfTokens));
   TWELL_RETURN_IF_ERROR(make_tensor_map(&gate_map, ffn.dtype, ffn.gate.data, ffn.width, ffn.hidden, neurons));
-  const Arguments arguments{ffn.up.data,     ffn.down.data,  ffn.b_gate,  ffn.b_up,    chunk.active,    ffn.tokens,
-                            ffn.hidden, ffn.width, plan.passes, plan.ranges};
+  const Arguments arguments{ffn.up.data, ffn.down.data, ffn.b_gate, ffn.b_up,    chunk.active,
+                            ffn.tokens,  ffn.hidden,    ffn.width,  plan.passes, plan.ranges};
   return launch_with_carveout(kMidCarveout, kernel, thread_blocks, threads, kCluster, shared_bytes, stream, x_map,
                               gate_map, arguments);
 }
 
 // For n < rows, without a branch: 16 bytes asked for in L2.
 __device__ __forceinline__ void ask_if(int n, int rows, const void* global) {
-  asm volatile("{\n.reg .pred wanted;\nsetp.lt.s32 wanted, %1, %2;\n@wanted prefetch.global.L2 [%0];\n}\n" ::"l"(
-                   global),
-               "r"(n), "r"(rows)
-               : "memory");
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.lt.s32 wanted, %1, %2;\n@wanted prefetch.global.L2 [%0];\n}\n" ::"l"(global), "r"(n),
+      "r"(rows)
+      : "memory");
 }
 
 // A step's 128 bytes of each of `rows` rows, eight threads a row; `offsets` of the thread's rows and `eighths`, a row's
@@ -246,7 +246,7 @@ __device__ __forceinline__ void multiply_gate(const Arguments& a, Control& c, ui
     uint32_t packed[kNeurons / 4];
     const int64_t token = static_cast<int64_t>(block) * kBlockTokens + warp * 16 + lane / 4;
     activate<T, kNeurons>(packed, sum, a, token, pass_first);
-    uint32_t(*const warp_masks)[6] = c.warp_masks[pass & 1];
+    uint32_t (*const warp_masks)[6] = c.warp_masks[pass & 1];
     find_active<kNeurons>(packed, warp_masks[warp]);
     named_barrier<kMultipliers>(kTileBarrier);
     uint32_t mask = 0;  // a lane for each word

@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   take_registers<kMultiplyRegisters>();
   const int warpgroup = group - 1, warp = threadIdx.x / 32 - 4;  // of the eight that multiply; 16 tokens each
-  const uint32_t rows = smem_address(turn) + warp * 32 * 32;  // one of 32 bytes for each of 32 neurons
+  const uint32_t rows = smem_address(turn) + warp * 32 * 32;     // one of 32 bytes for each of 32 neurons
   const auto release = [&](int stage) {
     if (lane < kCluster) {
       if constexpr (kCluster == 1) {
@@ -361,8 +361,8 @@ cudaError_t launch(const Ffn& ffn, const Factors& f, const Chunk& chunk, const D
   const Arguments arguments{ffn.b_gate, chunk, ffn.hidden, ffn.width, tiles,     groups,
                             begin,      items, unit,       parts,     begin > 0, f.scales};
   const int grid = min(device.sm_count / kCluster, items) * kCluster;
-  return launch_kernel(gate_kernel<T, E, kNeurons, kCluster>, grid, kThreads, kCluster,
-                       Shape<kNeurons>::kShared, stream, x_map, gate_map, arguments);
+  return launch_kernel(gate_kernel<T, E, kNeurons, kCluster>, grid, kThreads, kCluster, Shape<kNeurons>::kShared,
+                       stream, x_map, gate_map, arguments);
 }
 
 template <typename T, typename E, int kCluster>

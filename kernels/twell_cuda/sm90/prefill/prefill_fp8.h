@@ -7,11 +7,11 @@
 
 namespace twell::sm90 {
 
-// Sums stay in the tensor cores. Hopper adds e4m3 products to about 14 bits: each instruction aligns its 32 products and
-// the sum so far to the largest of them, and cuts off what lies below about 2^-13 of that. Over D = 2048 a sum is off by
-// about 0.1 % of the root of its products' squares' sum, while e4m3 itself, with 4 bits a value, is worth 3.7 % of that
-// root. torch._scaled_mm, as torchao calls it (use_fast_accum), does the same, so the gate has the errors of the dense
-// block that it takes the place of. Sums added up in fp32 every 128 products took 28 % longer (LOG.md).
+// Sums stay in the tensor cores. Hopper adds e4m3 products to about 14 bits: each instruction aligns its 32 products
+// and the sum so far to the largest of them, and cuts off what lies below about 2^-13 of that. Over D = 2048 a sum is
+// off by about 0.1 % of the root of its products' squares' sum, while e4m3 itself, with 4 bits a value, is worth 3.7 %
+// of that root. torch._scaled_mm, as torchao calls it (use_fast_accum), does the same, so the gate has the errors of
+// the dense block that it takes the place of. Sums added up in fp32 every 128 products took 28 % longer (LOG.md).
 
 // The bulk copies' unit: rows of e4m3 start at multiples of it.
 constexpr int kE4m3Border = 16;
@@ -45,9 +45,9 @@ cudaError_t launch_quantize_rows(DType, const void* x, int64_t rows, int columns
 cudaError_t launch_gate_fp8(const Ffn& ffn, const QuantizedRows& x, const Chunk& chunk, const Device& device,
                             cudaStream_t stream);
 
-// As launch_up, for D a multiple of kE4m3Border. ffn.up is e4m3 as ffn.gate is for the gate. Sums times both scales, then
-// bias, then times relu(gate): a scale that is infinite or NaN reaches h as it would in plain arithmetic, and a token or
-// neuron of zeros has its bias alone.
+// As launch_up, for D a multiple of kE4m3Border. ffn.up is e4m3 as ffn.gate is for the gate. Sums times both scales,
+// then bias, then times relu(gate): a scale that is infinite or NaN reaches h as it would in plain arithmetic, and a
+// token or neuron of zeros has its bias alone.
 cudaError_t launch_up_fp8(const Ffn& ffn, const QuantizedRows& x, const Chunk& chunk, const Device& device,
                           cudaStream_t stream);
 

@@ -20,8 +20,8 @@ using tiles::kBoxRows, tiles::kConsumerWarps, tiles::kDepth, tiles::kFetchers, t
 
 constexpr int kRingBytes = 216 * 1024;
 constexpr int kRowBytes = kDepth * 2;  // of a row in a step: kDepth 16-bit values, or twice as many of e4m3
-constexpr int kUnit = 16;          // widths are multiples of it
-constexpr int kTurnNeurons = 128;  // columns of relu(gate) in a stage: 256 bytes each
+constexpr int kUnit = 16;              // widths are multiples of it
+constexpr int kTurnNeurons = 128;      // columns of relu(gate) in a stage: 256 bytes each
 constexpr int kWarps = kThreads / 32;
 
 struct Control {
@@ -76,9 +76,7 @@ __device__ __forceinline__ void release(const Ring& ring, int stage) {
   if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + stage);
 }
 
-__device__ __forceinline__ int tiles_of(int neurons, int limit) {
-  return (neurons + limit - 1) / limit;
-}
+__device__ __forceinline__ int tiles_of(int neurons, int limit) { return (neurons + limit - 1) / limit; }
 __device__ __forceinline__ int width_of(int neurons, int limit) {
   const int tiles = max(tiles_of(neurons, limit), 1);
   return (neurons + tiles * kUnit - 1) / (tiles * kUnit) * kUnit;
@@ -98,7 +96,8 @@ __device__ __forceinline__ void make_plan(Control& c, int blocks, bool turned) {
   tiles = __reduce_add_sync(~0u, tiles);
   widest = __reduce_max_sync(~0u, widest);
   if (lane == 0) {
-    c.costs[warp] = (tiles + thread_blocks - 1) / thread_blocks * (widest + 96);  // x's share does not shrink with the tile
+    c.costs[warp] =
+        (tiles + thread_blocks - 1) / thread_blocks * (widest + 96);  // x's share does not shrink with the tile
     c.widest[warp] = widest;
   }
   __syncthreads();

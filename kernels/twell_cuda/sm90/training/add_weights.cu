@@ -85,8 +85,8 @@ __device__ __forceinline__ uint32_t keep_first(uint32_t word, int64_t count) {
 }
 
 template <typename T, bool kMultiplied>
-__device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* row_map, int first_block,
-                                      uint8_t* shared, Ring ring) {
+__device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* row_map, int first_block, uint8_t* shared,
+                                      Ring ring) {
   constexpr int kRows = kFetchers / 8, kShare = kNeurons / kRows;
   static_assert(kRows == 16);  // two share a word of bits
   // Eight threads copy a half block's column; every kRows-th neuron is theirs.
@@ -241,7 +241,7 @@ template <typename T, bool kMultiplied>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const State& state, const void* rows, const Product& first,
                    const Product& second, const Device& device, cudaStream_t stream) {
   const Active& active = chunk.active;
-  const Arguments arguments{{first, second}, active.masks, state.totals, chunk.known, chunk.first_block(),
+  const Arguments arguments{{first, second}, active.masks,  state.totals, chunk.known, chunk.first_block(),
                             chunk.tokens,    active.blocks, active.words, ffn.hidden,  ffn.width};
   const int items = (ffn.width + kNeurons - 1) / kNeurons * (first.slices + second.slices);
   CUtensorMap row_map;
@@ -264,7 +264,7 @@ cudaError_t launch_add_down(const Ffn& ffn, const Chunk& chunk, const State& sta
   const bool gated = ffn.gated(), bfloat = ffn.dtype == DType::kBFloat16;
   const void* ups = gated ? chunk.active.ups : nullptr;
   const Product h = make_product(ffn, chunk.active.columns, ups, gradients.down, nullptr);
-  const auto run = bfloat ? gated ? launch<__nv_bfloat16, true> : launch<__nv_bfloat16, false>
+  const auto run = bfloat  ? gated ? launch<__nv_bfloat16, true> : launch<__nv_bfloat16, false>
                    : gated ? launch<__half, true>
                            : launch<__half, false>;
   return run(ffn, chunk, state, gradients.dy, h, {}, device, stream);

@@ -12,7 +12,7 @@ namespace twell::sm90::dx {
 // An item is a block of tokens and a slice of hidden units; a step of it is a group of the block's entries, with all
 // terms (of the gate and of up) in one stage of the ring.
 
-constexpr int kWarps = 4;  // that gather, and that build
+constexpr int kWarps = 4;                                                             // that gather, and that build
 constexpr int kGatherers = kWarps * 32, kBuilders = kWarps * 32, kMultipliers = 256;  // threads
 constexpr int kHelpers = kGatherers + kBuilders, kThreads = kHelpers + kMultipliers;
 constexpr int kMultiplyWarps = kMultipliers / 32;
@@ -437,7 +437,7 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const State& state, const
 cudaError_t launch_pair_dx(const Ffn& ffn, const Chunk& chunk, const State& state, const PairGradients& pairs,
                            const Gradients& gradients, const Device& device, cudaStream_t stream) {
   return ffn.gated() ? launch<2>(ffn, chunk, state, pairs, gradients.x, device, stream)
-                           : launch<1>(ffn, chunk, state, pairs, gradients.x, device, stream);
+                     : launch<1>(ffn, chunk, state, pairs, gradients.x, device, stream);
 }
 
 }  // namespace twell::sm90

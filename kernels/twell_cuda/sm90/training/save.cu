@@ -106,8 +106,8 @@ __device__ __forceinline__ BlockPlace place_block(const State& state, const Bloc
                                                   int groups) {
   const int64_t first_entry = chunk.first_entry + int64_t{before.groups} * kGroup;
   const int64_t first_pair = chunk.first_pair + before.pairs;
-  const bool kept = chunk.kept && first_entry + int64_t{groups} * kGroup <= state.entries &&
-                    first_pair + before.block <= state.pairs;
+  const bool kept =
+      chunk.kept && first_entry + int64_t{groups} * kGroup <= state.entries && first_pair + before.block <= state.pairs;
   return {kept, first_entry, first_pair};
 }
 
@@ -150,7 +150,8 @@ __device__ __forceinline__ void clear_sums(const Active& a, const Saving& saving
       if (((first | second) >> lane & 1) == 0) saving.activity[row * width + neuron] = 0.0f;
     }
   }
-  for (int group = (kGated ? 0 : groups) + warp * 32 + lane; group < saving.groups; group += part.share * kSaveThreads) {
+  for (int group = (kGated ? 0 : groups) + warp * 32 + lane; group < saving.groups;
+       group += part.share * kSaveThreads) {
     saving.l1[row * saving.groups + group] = 0.0f;
   }
 }
@@ -301,8 +302,8 @@ template <typename T, bool kGated>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Saving& saving, const Training& training,
                    const Device& device, cudaStream_t stream) {
   const auto kernel = training.report != nullptr ? save_kernel<T, kGated, true> : save_kernel<T, kGated, false>;
-  TWELL_RETURN_IF_ERROR(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                             cudaSharedmemCarveoutMaxShared));
+  TWELL_RETURN_IF_ERROR(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
   return launch_kernel(kernel, save_grid(chunk.active, device), kSaveThreads, 1, 0, stream,
                        Arguments{chunk, saving, training, ffn.width});
 }
@@ -312,9 +313,7 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Saving& saving, con
 cudaError_t launch_save(const Ffn& ffn, const Chunk& chunk, const Saving& saving, const Training& training,
                         const Device& device, cudaStream_t stream) {
   const bool bfloat = ffn.dtype == DType::kBFloat16;  // where there is a gate only zeros are told from other values
-  const auto run = ffn.gated() ? launch<__half, true>
-                   : bfloat          ? launch<__nv_bfloat16, false>
-                                     : launch<__half, false>;
+  const auto run = ffn.gated() ? launch<__half, true> : bfloat ? launch<__nv_bfloat16, false> : launch<__half, false>;
   return run(ffn, chunk, saving, training, device, stream);
 }
 

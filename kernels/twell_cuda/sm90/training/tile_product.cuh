@@ -49,7 +49,7 @@ __device__ __forceinline__ void fetch(const Arguments& a, const Job& job, const 
     barrier_wait(c.listed + tiles % kLists, tiles / kLists & 1);
     const int lowest = list[0];
     const bool neighbours = are_neighbours(list, item, c.counts[item.block]);
-    int neurons[kFetchShare];  // rows past the last repeat it: what they give is not kept
+    int neurons[kFetchShare];       // rows past the last repeat it: what they give is not kept
     uint32_t offsets[kFetchShare];  // of their rows, in 16 bytes
 #pragma unroll
     for (int i = 0; i < kFetchShare; ++i) {
@@ -177,8 +177,8 @@ cudaError_t launch(const Ffn& ffn, const void* tokens, const Arguments& a, const
   const auto* first = static_cast<const typename Job::Element*>(tokens) + a.chunk.first * a.hidden;
   TWELL_RETURN_IF_ERROR(make_tensor_map(&token_map, ffn.dtype, first, a.chunk.tokens, a.hidden, kBlockTokens));
   TWELL_RETURN_IF_ERROR(make_tensor_map(&row_map, ffn.dtype, a.rows, a.width, a.hidden, kBoxRows));
-  return launch_kernel(product_kernel<Job>, device.sm_count, kThreads, 1, kSharedBytes<Job>, stream, token_map,
-                       row_map, a, given);
+  return launch_kernel(product_kernel<Job>, device.sm_count, kThreads, 1, kSharedBytes<Job>, stream, token_map, row_map,
+                       a, given);
 }
 
 }  // namespace twell::sm90::tiles

@@ -1,6 +1,6 @@
-// Up projection in training, by the tiles of prefill's (sm90/prefill/up.cu): u = x Wu^T + bu stays in registers and shared
-// memory. At each pair h = relu(gate) * u takes the place of relu(gate), (relu(gate), u) of kept blocks go to the state,
-// and the report's sums are taken on the way. Where there is no pair a column is zero already.
+// Up projection in training, by the tiles of prefill's (sm90/prefill/up.cu): u = x Wu^T + bu stays in registers and
+// shared memory. At each pair h = relu(gate) * u takes the place of relu(gate), (relu(gate), u) of kept blocks go to
+// the state, and the report's sums are taken on the way. Where there is no pair a column is zero already.
 
 #include "sm90/prefill/up_product.cuh"
 #include "sm90/training/pairs.cuh"
@@ -10,8 +10,8 @@ namespace twell::sm90::up {
 // The end of a tile: its pairs.
 //
 // Which pairs there are the kernel before has found. A warp has 16 of a block's tokens and shares its pairs out evenly
-// among its lanes, so that a neuron which most tokens activate does not keep one of them busy while the others wait. Warps
-// meet once a tile, for the report's sums.
+// among its lanes, so that a neuron which most tokens activate does not keep one of them busy while the others wait.
+// Warps meet once a tile, for the report's sums.
 
 // Of a tile's end: a warp's passes over so many neurons, two of them a lane's, whose u lies in its shared memory.
 constexpr int kPassNeurons = 64, kPasses = kMaxNeurons / kPassNeurons, kLaneNeurons = kPassNeurons / 32;
@@ -95,17 +95,18 @@ struct End {
         tokens[p][i] = tokens_of(p, n);
         places[p][i] = kept && p < wide && n < item.count ? reinterpret_cast<const uint32_t*>(listed + n)[half] : 0;
       }
-      own[i] = tokens_of(warp, neuron(warp, i));  // once more: an index that is known late would keep all in local memory
+      own[i] =
+          tokens_of(warp, neuron(warp, i));  // once more: an index that is known late would keep all in local memory
     }
   }
 
   // The lane's neurons, of the tile.
-  __device__ __forceinline__ int neuron(int p, int i) const {
-    return low + p * kPassNeurons + kLaneNeurons * lane + i;
-  }
+  __device__ __forceinline__ int neuron(int p, int i) const { return low + p * kPassNeurons + kLaneNeurons * lane + i; }
   __device__ __forceinline__ uint8_t* ups() const { return shared.ups[half * 4 + warp]; }
   // Of a neuron of the pass and eight of the warp's tokens: without conflicts for eight neurons in turn.
-  static __device__ __forceinline__ int up_at(int n, int eighth) { return n * kUpBytes + ((eighth ^ (n >> 2 & 1)) << 4); }
+  static __device__ __forceinline__ int up_at(int n, int eighth) {
+    return n * kUpBytes + ((eighth ^ (n >> 2 & 1)) << 4);
+  }
 
   // Pass p: relu(gate) of the tile lies in two stages, the pass's u in ups().
   template <typename T>
@@ -117,8 +118,8 @@ struct End {
     for (int i = 0; i < kLaneNeurons; ++i) {
       const uint2 t = tokens[p][i];
       const uint32_t word = warp < 2 ? t.x : t.y;
-      first[i] = places[p][i] - tile_place + __popc(word & ((1u << shift) - 1)) + (warp < 2 ? 0 : __popc(t.x)) -
-                 __popc(bits);
+      first[i] =
+          places[p][i] - tile_place + __popc(word & ((1u << shift) - 1)) + (warp < 2 ? 0 : __popc(t.x)) - __popc(bits);
       bits |= (word >> shift & 0xffff) << i * kWarpTokens;
     }
     const uint32_t count = __popc(bits), before = sum_before(count, lane);
@@ -150,8 +151,7 @@ struct End {
     const uint16_t gate = reinterpret_cast<const uint16_t*>(gates)[token % 8];
     const uint16_t up = reinterpret_cast<const uint16_t*>(ups() + up_at(in_pass, eighth))[token % 8];
     const uint16_t h = sm90::multiply<T>(gate, up);
-    uint16_t* columns =
-        static_cast<uint16_t*>(a.up.active.columns) + int64_t{item.block} * a.up.width * kBlockTokens;
+    uint16_t* columns = static_cast<uint16_t*>(a.up.active.columns) + int64_t{item.block} * a.up.width * kBlockTokens;
     columns[neurons[n] * kBlockTokens + half * kHalfTokens + of_half] = h;
     if (kept) {
       const int64_t pair = first_pair + tile_place + (code >> kPlaceShift);
@@ -169,8 +169,7 @@ struct End {
   // Of this half's tokens, or null for ones.
   __device__ __forceinline__ const float* token_weights() const {
     const float* weights = a.training.token_weight;
-    return weights == nullptr ? nullptr
-                              : weights + (a.first_block + item.block) * kBlockTokens + half * kHalfTokens;
+    return weights == nullptr ? nullptr : weights + (a.first_block + item.block) * kBlockTokens + half * kHalfTokens;
   }
 
   // The sum of weights of the half's tokens that count for a neuron.
@@ -344,8 +343,8 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Saving& saving, con
   TWELL_RETURN_IF_ERROR(make_tensor_map(&up_map, ffn.dtype, ffn.up.data, ffn.width, ffn.hidden, kBoxRows));
   const SaveArguments arguments{
       {ffn.up.data, ffn.b_up, chunk.active, ffn.hidden, ffn.width, kMany}, saving, training, chunk.first_block()};
-  return launch_kernel(up_save_kernel<T, kMany, kBias>, device.sm_count, kThreads, 1, kSavingShared, stream, x_map, up_map,
-                       arguments);
+  return launch_kernel(up_save_kernel<T, kMany, kBias>, device.sm_count, kThreads, 1, kSavingShared, stream, x_map,
+                       up_map, arguments);
 }
 
 template <typename T>
