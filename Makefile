@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := setup.py hf_twell recipes tests docs
+CPP_SOURCES = $(shell find kernels -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
 
-.PHONY: setup demo test test-all test-gpu check-cuda sanitize sanitize-cpu bench figures screenshots style lint constraints clean
+.PHONY: setup demo test test-all test-gpu check-portable sanitize sanitize-cpu bench figures screenshots style lint constraints clean
 
 demo: setup
 	$(BIN)/python recipes/demo.py
@@ -25,9 +26,13 @@ PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 test-gpu:
 	PYTHONPATH=$(CURDIR) $(PYTHON) -m pytest
 
-# Each CUDA kernel alone against plain loops, without PyTorch; needs a GPU of compute capability 9.0 and nvcc.
-check-cuda:
-	kernels/tests/check_cuda.sh
+# The portable CUDA prefill against plain loops, as GPUs with 99 KiB of shared memory and with few multiprocessors run
+# it; needs a GPU and nvcc.
+check-portable:
+	mkdir -p out
+	nvcc -std=c++17 -O3 -arch=native -Ikernels/twell_cuda -Ikernels/shared -o out/portable_check \
+	  kernels/tests/portable_check.cu kernels/twell_cuda/portable/*.cu kernels/twell_cuda/portable/chunk.cpp
+	out/portable_check
 
 # The CUDA kernels under compute-sanitizer, on a GPU machine as it is: accesses out of bounds; races in shared memory of
 # the portable kernels, as racecheck cannot follow Hopper's (kernels/twell_cuda/LOG.md).
@@ -57,10 +62,12 @@ screenshots: setup
 style: setup
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/clang-format -i $(CPP_SOURCES)
 
 lint: setup
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/clang-format --dry-run --Werror $(CPP_SOURCES)
 	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/mypy
 

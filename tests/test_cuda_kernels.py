@@ -1,6 +1,8 @@
 """The CUDA kernels on a GPU: every path, dtype, size and density against an exact result; streams, graphs, compile."""
 
 import functools
+import itertools
+import math
 import threading
 
 import pytest
@@ -105,7 +107,13 @@ def patterned_case(active_TF, hidden, dtype):
 
 
 def poison():
-    """Memory that the allocator hands out next, in large blocks and small, is full of NaN, or of -1 as integers."""
+    """Memory that the allocator hands out next, in large blocks and small, is full of NaN, or of -1 as integers.
+
+    So is shared memory, where a product of NaN matrices has lain on every multiprocessor.
+    """
+    nan = torch.full((4096, 4096), math.nan, dtype=torch.bfloat16, device="cuda")
+    torch.mm(nan, nan)
+    del nan
     torch.cuda.empty_cache()
     blocks = [torch.full((POISON_MIB << 20,), 255, dtype=torch.uint8, device="cuda")]
     blocks += [torch.full((1 << 19,), 255, dtype=torch.uint8, device="cuda") for _ in range(64)]
@@ -208,6 +216,16 @@ def test_tiles_at_the_borders_of_how_they_are_multiplied(path, dtype, hidden):
             case = patterned_case(active_TF, hidden, dtype)
             assert ((case["x"] @ case["w_gate"].t() > 0) == active_TF).all()
             assert_as_good_as_eager(case)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate"),
+    [(896, 4864), (2048, 5632), (4096, 3200), (16384, 520), (1536, 8960), (4096, 14336), (8192, 7000)],
+)
+def test_every_cluster_that_shares_down_proj(hidden, intermediate):
+    """Of 1, 2, 3, 4 and 8 thread blocks, which find room beside those of the kernel ahead or not (`few_splits`)."""
+    for tokens, dtype in itertools.product((3, 8, 9, 33, 64), DTYPES):
+        assert_as_good_as_eager(by_columns(scattered_case(tokens, hidden, intermediate, 0.05, dtype)))
 
 
 def test_the_largest_block(path):
@@ -370,6 +388,64 @@ def test_a_captured_graph_follows_its_inputs(path):
         again = y.clone()
         graph.replay()
         assert torch.equal(y, again)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "intermediate"),
+    [*((tokens, 2048, 5632) for tokens in (1, 2, 3, 4, 8, 9, 16, 64, 128)), (1, 4096, 4096), (300, 1024, 3072)],
+)
+def test_calls_of_a_chain_overlap_and_change_nothing(tokens, hidden, intermediate, threshold):
+    """Captured chains on four streams at a time: each replay gives bit by bit what single calls give.
+
+    A call's kernels start before those of the call ahead have ended, and share their workspace. With four streams they
+    also wait for multiprocessors, so that some thread blocks give up waiting for others that have not started.
+    """
+    layers, streams, replays = 24, 4, 60
+    g = torch.Generator("cuda").manual_seed(tokens)
+
+    def randn(*shape, scale):
+        return (torch.randn(*shape, generator=g, device="cuda") * scale).bfloat16()
+
+    blocks = [
+        {
+            "w_up": randn(intermediate, hidden, scale=hidden**-0.5),
+            "w_gate": randn(intermediate, hidden, scale=hidden**-0.5),
+            "w_down": randn(intermediate, hidden, scale=intermediate**-0.5).t(),
+            "b_up": randn(intermediate, scale=0.5),
+            "b_gate": randn(intermediate, scale=0.25) - threshold,
+            "b_down": randn(hidden, scale=0.01),
+        }
+        for _ in range(layers)
+    ]
+    x = randn(tokens, hidden, scale=1.0)
+    y, expected = x, []
+    for block in blocks:
+        y = cuda_ffn(block | {"x": y})
+        torch.cuda.synchronize()
+        expected.append(y)
+    assert y.isfinite().all()
+    expected = torch.stack(expected).view(torch.int16)
+    wrong = torch.zeros(streams, dtype=torch.int64, device="cuda")
+    graphs = []
+    for index in range(streams):
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            y, results = x, []
+            for block in blocks:
+                y = cuda_ffn(block | {"x": y})
+                results.append(y)
+            wrong[index].add_((torch.stack(results).view(torch.int16) != expected).sum())
+            for result in results:
+                result.fill_(math.nan)
+        graphs.append((stream, graph))
+    torch.cuda.synchronize()
+    for _ in range(replays):
+        for stream, graph in graphs:
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    assert wrong.tolist() == [0] * streams
 
 
 def test_compiles_without_breaks_and_recompiles():

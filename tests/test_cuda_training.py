@@ -16,6 +16,7 @@ from tests.test_cuda_kernels import (
     exact_fp32,  # noqa: F401
     first_tokens,
     gpu_case,
+    patterned_case,
     poison,
     scattered_case,
 )
@@ -208,6 +209,61 @@ def test_pairs_beyond_the_capacity_are_computed_again(dtype, capacity):
         case["x"][300:700, :8] *= -1
         assert_as_good_as_eager(case, capacity=capacity)
     assert_as_good_as_eager(scattered_case(1000, 256, 1024, 0.02, dtype), certain=False, capacity=capacity)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("capacity", [1, 4, 24])
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_state_lies_as_its_layout_says(dtype, capacity, gated):
+    """The first blocks that fit, whole, and nothing else (kernels/shared/twell_state.h)."""
+    tokens, width = 1000, 344
+    g = torch.Generator("cuda").manual_seed(0)
+    active_TF = torch.rand(tokens, width, generator=g, device="cuda") < 0.002
+    hot_F = torch.arange(width, device="cuda") % 5 == 0  # few: in nearly full tiles all neurons would be listed
+    active_TF[256:512] |= hot_F & (torch.rand(256, width, generator=g, device="cuda") < 0.25)
+    active_TF[600:620] = False
+    case = patterned_case(active_TF, 1024, dtype)
+    if not gated:
+        case |= {"w_up": case["w_gate"], "w_gate": None}
+    state = torch.ops.hf_twell.ffn(*(case[name] for name in NAMES), None, None, None, capacity)[2].cpu()
+    truth = [torch.nn.functional.linear(case["x"].float(), case["w_gate" if gated else "w_up"].float()).relu().cpu()]
+    if gated:
+        truth.append(torch.nn.functional.linear(case["x"].float(), case["w_up"].float()).cpu())
+
+    blocks, groups = math.ceil(tokens / 128), math.ceil(min(width, 256 + 20 * capacity) / 32)
+    sizes = (512 * groups, 256 * capacity * len(truth), 64 * groups, math.ceil(4 * groups / 32) * 32, 32, 32)
+    assert (128, sum(sizes)) == tuple(torch.ops.hf_twell.cuda_state_block(width, capacity, gated))
+    masks, values, neurons, first_pairs, totals, places = state.split([blocks * size for size in sizes])
+    bits = (masks.view(torch.int32)[:, None] >> torch.arange(32) & 1).bool().view(-1, 128)  # (entries, tokens)
+    values = values.view(dtype).view(-1, len(truth)).float()  # (pairs, relu(gate) and up)
+    neurons, first_pairs = neurons.view(torch.int16).int() & 0xFFFF, first_pairs.view(torch.int32)
+
+    kept = entries = pairs = 0
+    for block, rows in enumerate(active_TF.cpu().split(128)):
+        first, second = rows[:64].any(0), rows[64:].any(0)
+        classes = [part.nonzero().flatten() for part in (first & ~second, first & second, ~first & second)]
+        listed = torch.cat(classes)
+        room = math.ceil(len(listed) / 32) * 32
+        count = int(rows.sum())
+        if entries + room > blocks * groups * 32 or pairs + count > blocks * 128 * capacity:
+            break
+        place = places[32 * block : 32 * (block + 1)]
+        assert place.view(torch.int32)[:4].tolist() == [*map(len, classes), count]
+        assert place.view(torch.int64)[2:].tolist() == [entries, pairs]
+        assert torch.equal(neurons[entries : entries + len(listed)], listed.int())
+        of_entries = torch.zeros(room, 128, dtype=torch.bool)
+        of_entries[: len(listed), : len(rows)] = rows[:, listed].t()
+        assert torch.equal(bits[entries : entries + room], of_entries)
+        before = of_entries.view(-1, 32 * 128).sum(1).cumsum(0).roll(1)
+        before[:1] = 0
+        assert first_pairs[entries // 32 : (entries + room) // 32].tolist() == before.tolist()
+        entry, token = of_entries.nonzero(as_tuple=True)
+        for kind, wide in enumerate(truth):
+            expected = wide[128 * block + token, listed[entry]]
+            torch.testing.assert_close(values[pairs : pairs + count, kind], expected, rtol=2**-7, atol=2**-8)
+        kept, entries, pairs = kept + 1, entries + room, pairs + count
+    assert totals.view(torch.int64)[:3].tolist() == [kept, entries, pairs]
+    assert kept == {1: 2, 4: 3, 24: blocks}[capacity]
 
 
 @pytest.mark.parametrize("l1", ["plain", None])

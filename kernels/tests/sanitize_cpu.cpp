@@ -56,15 +56,28 @@ double check(DType dtype, int64_t tokens, int64_t hidden, int64_t width, bool ga
   const Kernels& kernels = select_kernels(dtype);
   const Threads threads{2, run_threads};
   std::mt19937 engine(7);
-  const Buffer x(kernels, dtype, random(engine, tokens * hidden, 1)), gate(kernels, dtype, random(engine, width * hidden, 0.3f)),
-      up(kernels, dtype, random(engine, width * hidden, 0.3f)), down(kernels, dtype, random(engine, width * hidden, 0.3f)),
+  const Buffer x(kernels, dtype, random(engine, tokens * hidden, 1)),
+      gate(kernels, dtype, random(engine, width * hidden, 0.3f)),
+      up(kernels, dtype, random(engine, width * hidden, 0.3f)),
+      down(kernels, dtype, random(engine, width * hidden, 0.3f)),
       grad(kernels, dtype, random(engine, tokens * hidden, 1));
   // About a tenth of the pairs is active: sparse enough for the kernels at any number of tokens.
   const float threshold = -0.39f * std::sqrt(static_cast<float>(hidden));
   std::vector<float> bias(static_cast<size_t>(width), threshold);
   std::vector<double> active(static_cast<size_t>(width));
-  Block block{dtype, tokens, hidden, width, x.bytes.data(), gate.bytes.data(), gated ? up.bytes.data() : nullptr,
-              down.bytes.data(), by_column ? 1 : width, by_column ? hidden : 1, bias.data(), nullptr, nullptr};
+  Block block{dtype,
+              tokens,
+              hidden,
+              width,
+              x.bytes.data(),
+              gate.bytes.data(),
+              gated ? up.bytes.data() : nullptr,
+              down.bytes.data(),
+              by_column ? 1 : width,
+              by_column ? hidden : 1,
+              bias.data(),
+              nullptr,
+              nullptr};
   const int64_t element = element_bytes(dtype);
   std::vector<char> y(x.bytes.size()), saved(static_cast<size_t>(State::bytes(tokens, capacity, element, gated)));
   Report report{nullptr, 0, active.data()};
@@ -72,10 +85,12 @@ double check(DType dtype, int64_t tokens, int64_t hidden, int64_t width, bool ga
   bool dense = false;
   forward(block, kernels, threads, y.data(), &report, &state, [&](int64_t, int64_t) { dense = true; });
   if (dense) return 0;  // the caller's matmuls would follow
-  std::vector<char> grad_x(x.bytes.size()), grad_gate(gate.bytes.size()), grad_up(gate.bytes.size()), grad_down(gate.bytes.size());
+  std::vector<char> grad_x(x.bytes.size()), grad_gate(gate.bytes.size()), grad_up(gate.bytes.size()),
+      grad_down(gate.bytes.size());
   std::vector<float> bias_gate(static_cast<size_t>(width)), bias_up(static_cast<size_t>(width));
   backward(block, kernels, threads, grad.bytes.data(), state, nullptr,
-           {grad_x.data(), grad_gate.data(), gated ? grad_up.data() : nullptr, grad_down.data(), bias_gate.data(), bias_up.data()});
+           {grad_x.data(), grad_gate.data(), gated ? grad_up.data() : nullptr, grad_down.data(), bias_gate.data(),
+            bias_up.data()});
 
   std::vector<double> truth(x.values.size(), 0), truth_grad(x.values.size(), 0);
   for (int64_t t = 0; t < tokens; ++t) {
@@ -123,9 +138,22 @@ double check_int8(DType dtype, int64_t tokens, int64_t hidden, int64_t width, bo
   const std::vector<float> s_gate = scales(width), s_up = scales(width), s_down = scales(hidden),
                            b_gate(static_cast<size_t>(width), bias * std::sqrt(static_cast<float>(hidden))),
                            b_up = random(engine, width, 1), b_down = random(engine, hidden, 1);
-  Block block{dtype, tokens, hidden, width, x.bytes.data(), gate.data(), gated ? up.data() : nullptr, down.data(),
-              by_column ? 1 : width, by_column ? hidden : 1, b_gate.data(), gated ? b_up.data() : nullptr, b_down.data(),
-              s_gate.data(), gated ? s_up.data() : nullptr, s_down.data()};
+  Block block{dtype,
+              tokens,
+              hidden,
+              width,
+              x.bytes.data(),
+              gate.data(),
+              gated ? up.data() : nullptr,
+              down.data(),
+              by_column ? 1 : width,
+              by_column ? hidden : 1,
+              b_gate.data(),
+              gated ? b_up.data() : nullptr,
+              b_down.data(),
+              s_gate.data(),
+              gated ? s_up.data() : nullptr,
+              s_down.data()};
   std::vector<char> y(x.bytes.size());
   Report report{nullptr, 0, nullptr};
   bool dense = false;
@@ -159,7 +187,7 @@ const char* check_screened(const Kernels& kernels, DType dtype, int64_t tokens, 
   std::mt19937 engine(11);
   std::vector<float> some = random(engine, tokens * hidden, 1);
   for (float& value : some) value = std::nearbyint(64 * value) / 64;  // which digits hold exactly, among outliers too
-  for (int64_t t = 0; t < tokens; ++t) some[t * hidden] = 6;  // where weights make sums negative
+  for (int64_t t = 0; t < tokens; ++t) some[t * hidden] = 6;          // where weights make sums negative
   const Buffer x(kernels, dtype, some);
   const int64_t ld = (hidden + 63) / 64 * 64;
   std::vector<uint8_t> digits(static_cast<size_t>(2 * tokens * ld));
@@ -195,13 +223,14 @@ const char* check_screened(const Kernels& kernels, DType dtype, int64_t tokens, 
       w[f * hidden + d] = static_cast<int8_t>(std::min(std::max(std::nearbyint(wanted), -128.0), 127.0));
       sum += whole[t * hidden + d] * w[f * hidden + d];
     }
-    const int64_t shift = f % 2 ? -sum / whole[t * hidden] : -static_cast<int64_t>(14 * std::sqrt(static_cast<double>(hidden)));
+    const int64_t shift =
+        f % 2 ? -sum / whole[t * hidden] : -static_cast<int64_t>(14 * std::sqrt(static_cast<double>(hidden)));
     w[f * hidden] = static_cast<int8_t>(std::min<int64_t>(std::max<int64_t>(shift, -128), 127));
   }
   std::vector<float> out(static_cast<size_t>(width * tokens), std::nanf(""));
   const FixedRows rows{digits.data(), ld, step.data(), base.data(), norm.data(), largest.data(), beyond.data()};
-  const int64_t computed = kernels.fixed->screened_gate(rows, static_cast<int>(tokens), w.data(), hidden, static_cast<int>(width),
-                                                        hidden, nullptr, out.data(), tokens);
+  const int64_t computed = kernels.fixed->screened_gate(rows, static_cast<int>(tokens), w.data(), hidden,
+                                                        static_cast<int>(width), hidden, nullptr, out.data(), tokens);
   for (int64_t f = 0; f < width; ++f) {
     for (int64_t t = 0; t < tokens; ++t) {
       int64_t sum = 0;
@@ -249,9 +278,7 @@ double check_activation(DType dtype, int64_t tokens, int64_t width, bool gated) 
   return error;
 }
 
-double allowed(DType dtype) {
-  return dtype == DType::kFloat32 ? 1e-5 : dtype == DType::kBFloat16 ? 2e-2 : 3e-3;
-}
+double allowed(DType dtype) { return dtype == DType::kFloat32 ? 1e-5 : dtype == DType::kBFloat16 ? 2e-2 : 3e-3; }
 
 }  // namespace
 
@@ -296,7 +323,8 @@ int main() {
             ++checked;
             if (!(error < allowed(static_cast<DType>(dtype)))) {
               std::printf("int8, %s, dtype %d, T %ld, D %ld, F %ld, variant %d: error %g\n", isa, dtype,
-                          static_cast<long>(tokens), static_cast<long>(hidden), static_cast<long>(width), variant, error);
+                          static_cast<long>(tokens), static_cast<long>(hidden), static_cast<long>(width), variant,
+                          error);
               return 1;
             }
           }
@@ -305,8 +333,9 @@ int main() {
                                        variant & 4 ? 2 : width);
             ++checked;
             if (!(error < allowed(static_cast<DType>(dtype)))) {
-              std::printf("%s, dtype %d, T %ld, D %ld, F %ld, variant %d: error %g\n", isa, dtype, static_cast<long>(tokens),
-                          static_cast<long>(hidden), static_cast<long>(width), variant, error);
+              std::printf("%s, dtype %d, T %ld, D %ld, F %ld, variant %d: error %g\n", isa, dtype,
+                          static_cast<long>(tokens), static_cast<long>(hidden), static_cast<long>(width), variant,
+                          error);
               return 1;
             }
           }

@@ -161,7 +161,8 @@ std::vector<std::pair<int64_t, int64_t>> backward(const Block& block, const Kern
     }
     if (my.shared.size() < 8) my.shared.clear();
     if (!my.shared.empty()) {
-      shared_gradients->add(my.shared, first, neurons, down, down_stride, &pairs, gradients, my.grad_down.data(), stride, &my.matrix);
+      shared_gradients->add(my.shared, first, neurons, down, down_stride, &pairs, gradients, my.grad_down.data(),
+                            stride, &my.matrix);
     }
     size_t next_shared = 0;
     for (int64_t f = first; f < last; ++f) {
@@ -200,11 +201,13 @@ std::vector<std::pair<int64_t, int64_t>> backward(const Block& block, const Kern
       if (gradients.b_up) gradients.b_up[f] = static_cast<float>(bias_up);
       if (gradients.gate && gradients.up) {
         std::fill_n(sum_gate, 2 * hidden, 0.0f);
-        kernels.gather_sum2(block.x, hidden, tokens, my.grad_gate.data(), my.grad_up.data(), count, hidden, sum_gate, sum_up);
+        kernels.gather_sum2(block.x, hidden, tokens, my.grad_gate.data(), my.grad_up.data(), count, hidden, sum_gate,
+                            sum_up);
       } else if (gradients.gate || gradients.up) {
         float* sum = gradients.gate ? sum_gate : sum_up;
         std::fill_n(sum, hidden, 0.0f);
-        kernels.gather_sum(block.x, hidden, tokens, (gradients.gate ? my.grad_gate : my.grad_up).data(), count, hidden, sum);
+        kernels.gather_sum(block.x, hidden, tokens, (gradients.gate ? my.grad_gate : my.grad_up).data(), count, hidden,
+                           sum);
       }
       if (gradients.gate) kernels.round(sum_gate, hidden, at(gradients.gate, f * hidden, dtype));
       if (gradients.up) kernels.round(sum_up, hidden, at(gradients.up, f * hidden, dtype));
@@ -216,11 +219,12 @@ std::vector<std::pair<int64_t, int64_t>> backward(const Block& block, const Kern
     }
     if (gradients.down && down_by_column(block)) {
       for (int64_t f = first; f < last; ++f) {
-        std::memcpy(at(gradients.down, f * hidden, dtype), my.grad_down.data() + (f - first) * stride * element, row_bytes);
+        std::memcpy(at(gradients.down, f * hidden, dtype), my.grad_down.data() + (f - first) * stride * element,
+                    row_bytes);
       }
     } else if (gradients.down) {
-      kernels.transpose(my.grad_down.data(), stride, last - first, hidden, at(gradients.down, first, dtype), block.width,
-                        true);
+      kernels.transpose(my.grad_down.data(), stride, last - first, hidden, at(gradients.down, first, dtype),
+                        block.width, true);
     }
     publish();
   });

@@ -15,8 +15,8 @@ struct Gradients {
   float* b_up;
 };
 
-// Writes every wanted gradient whole, as the sum over all tokens but the dense ones; those are handed back as ranges, for the
-// caller to add. token_scale (T,): l1_scale * token_weight, or null.
+// Writes every wanted gradient whole, as the sum over all tokens but the dense ones; those are handed back as ranges,
+// for the caller to add. token_scale (T,): l1_scale * token_weight, or null.
 std::vector<std::pair<int64_t, int64_t>> backward(const Block& block, const Kernels& kernels, const Threads& threads,
                                                   const void* grad_y, const State& state, const float* token_scale,
                                                   const Gradients& gradients);

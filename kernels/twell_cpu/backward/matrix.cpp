@@ -10,9 +10,7 @@ namespace {
 
 constexpr int64_t kValuesAtOnce = 256 << 10;  // of neurons x tokens, so that they stay in cache
 
-int64_t rounded_up(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
+int64_t rounded_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 }  // namespace
 
@@ -26,8 +24,9 @@ SharedNeuronGradients::SharedNeuronGradients(const Block& block, const Kernels& 
   x_pairs_.reserve(slices * padded_ * kPairColumns * 2);
   for_items(threads, panels, [&](int, int64_t panel) {
     const int64_t t = panel * kPanel;
-    kernels.pack_panel(at(grad_y, t * hidden, block.dtype), hidden, static_cast<int>(std::min<int64_t>(kPanel, tokens - t)),
-                       hidden, grad_panels_.data() + panel * bytes);
+    kernels.pack_panel(at(grad_y, t * hidden, block.dtype), hidden,
+                       static_cast<int>(std::min<int64_t>(kPanel, tokens - t)), hidden,
+                       grad_panels_.data() + panel * bytes);
   });
   for_items(threads, slices, [&](int, int64_t slice) {
     const int64_t d = slice * kPairColumns, width = std::min(kPairColumns, hidden - d), to = d * padded_ * 2;
@@ -48,8 +47,9 @@ void SharedNeuronGradients::add(const std::vector<int64_t>& shared, int64_t firs
 }
 
 void SharedNeuronGradients::add_some(const int64_t* shared, int64_t count, int64_t first, const NeuronPairs& neurons,
-                                     const char* down, int64_t down_stride, TokenPairs* pairs, const Gradients& gradients,
-                                     char* grad_down, int64_t grad_stride, Scratch* scratch) const {
+                                     const char* down, int64_t down_stride, TokenPairs* pairs,
+                                     const Gradients& gradients, char* grad_down, int64_t grad_stride,
+                                     Scratch* scratch) const {
   const int64_t hidden = block_.hidden, tokens = block_.tokens, row_bytes = hidden * 2;
   const int64_t stride = rounded_up(hidden, 32) + 32;  // rows in different cache sets
   scratch->rows.reserve(count * stride * 2);
@@ -100,15 +100,18 @@ void SharedNeuronGradients::add_some(const int64_t* shared, int64_t count, int64
   }
 
   float* sums = nullptr;
-  const auto multiply = [&](Bytes& pairs_of_rows, int64_t d, int64_t width, Bytes& scale, int64_t outputs, int64_t padded) {
+  const auto multiply = [&](Bytes& pairs_of_rows, int64_t d, int64_t width, Bytes& scale, int64_t outputs,
+                            int64_t padded) {
     scratch->sums.assign(static_cast<size_t>(padded * kPairColumns), 0.0f);
     sums = scratch->sums.data();
-    kernels_.matmul_pairs(pairs_of_rows.data() + d * padded_ * 2, tokens, width, scale.data(), static_cast<int>(outputs), sums,
-                          kPairColumns);
+    kernels_.matmul_pairs(pairs_of_rows.data() + d * padded_ * 2, tokens, width, scale.data(),
+                          static_cast<int>(outputs), sums, kPairColumns);
   };
   for (int64_t d = 0; d < hidden; d += kPairColumns) {
     const int64_t width = std::min(kPairColumns, hidden - d);
-    const auto write = [&](int64_t output, char* row) { kernels_.round(sums + output * kPairColumns, width, row + 2 * d); };
+    const auto write = [&](int64_t output, char* row) {
+      kernels_.round(sums + output * kPairColumns, width, row + 2 * d);
+    };
     if (x_outputs > 0) multiply(x_pairs_, d, width, scratch->x_scale, x_outputs, x_padded);
     for (int64_t i = 0; i < count; ++i) {
       if (gradients.gate) write(gate_at + i, static_cast<char*>(gradients.gate) + shared[i] * row_bytes);

@@ -17,11 +17,12 @@ class SharedNeuronGradients {
     std::vector<char> rounded;
   };
 
-  // Gradients of the weights of `shared` neurons (ascending), whole rows of each; those of down go to rows of `grad_down`,
-  // numbered from `first`. `down` holds rows of down's transpose, `down_stride` elements apart, numbered likewise. Each
-  // pair's factors become its gradients.
+  // Gradients of the weights of `shared` neurons (ascending), whole rows of each; those of down go to rows of
+  // `grad_down`, numbered from `first`. `down` holds rows of down's transpose, `down_stride` elements apart, numbered
+  // likewise. Each pair's factors become its gradients.
   void add(const std::vector<int64_t>& shared, int64_t first, const NeuronPairs& neurons, const char* down,
-           int64_t down_stride, TokenPairs* pairs, const Gradients& gradients, char* grad_down, int64_t grad_stride, Scratch* scratch) const;
+           int64_t down_stride, TokenPairs* pairs, const Gradients& gradients, char* grad_down, int64_t grad_stride,
+           Scratch* scratch) const;
 
  private:
   void add_some(const int64_t* shared, int64_t count, int64_t first, const NeuronPairs& neurons, const char* down,

@@ -13,9 +13,8 @@ constexpr int64_t kChunk = 4096;  // elements of one work item
 // body(begin, count) over [0, count) in chunks.
 template <class Body>
 void for_chunks(const Threads& threads, int64_t count, const Body& body) {
-  for_items(threads, (count + kChunk - 1) / kChunk, [&](int, int64_t item) {
-    body(item * kChunk, std::min(kChunk, count - item * kChunk));
-  });
+  for_items(threads, (count + kChunk - 1) / kChunk,
+            [&](int, int64_t item) { body(item * kChunk, std::min(kChunk, count - item * kChunk)); });
 }
 
 }  // namespace
@@ -43,10 +42,10 @@ void activation_backward(const Kernels& kernels, const Threads& threads, const A
       const float weight = l1.token_weight ? l1.token_weight[token] : 1.0f;
       // Padding may hold NaN, and 0 * NaN would count it.
       const bool counts = l1.report != nullptr && weight > 0;
-      const float sum = kernels.activation_backward(
-          {in(a.gate), in(a.up), in(grad_h), out(grad_gate), out(grad_up), out(h), l1.scale * weight, weight,
-           counts ? active.data() + block * a.width : nullptr},
-          a.width);
+      const float sum =
+          kernels.activation_backward({in(a.gate), in(a.up), in(grad_h), out(grad_gate), out(grad_up), out(h),
+                                       l1.scale * weight, weight, counts ? active.data() + block * a.width : nullptr},
+                                      a.width);
       if (counts) sums[block] += static_cast<double>(weight) * sum;
     }
   });

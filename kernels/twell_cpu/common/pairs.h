@@ -32,16 +32,12 @@ class Bytes {
     memory_.reset(static_cast<char*>(::operator new(static_cast<size_t>(size), kLine)));
     size_ = size;
   }
-  char* data() {
-    return memory_.get();
-  }
+  char* data() { return memory_.get(); }
 
  private:
   static constexpr std::align_val_t kLine{64};
   struct Free {
-    void operator()(char* memory) const {
-      ::operator delete(memory, kLine);
-    }
+    void operator()(char* memory) const { ::operator delete(memory, kLine); }
   };
   std::unique_ptr<char, Free> memory_;
   int64_t size_ = 0;
@@ -74,8 +70,8 @@ struct LanePairs {
 
 // The saved state: per token a count (or why there is none) and, behind one another, its pairs.
 //
-// Layout: int32 count[tokens] | element gate[slots] | element up[slots] (gated only) | uint16 neuron[slots], of the sizes
-// in twell_state.h. slots = tokens * capacity.
+// Layout: int32 count[tokens] | element gate[slots] | element up[slots] (gated only) | uint16 neuron[slots], of the
+// sizes in twell_state.h. slots = tokens * capacity.
 struct State {
   static constexpr int32_t kRecompute = -1;  // more pairs than slots: backward computes them again from x
   static constexpr int32_t kDense = -2;      // so many pairs that the dense products are faster

@@ -9,9 +9,7 @@ constexpr int64_t kBlock = 4 * kPanel;  // tokens that share the rows of one pro
 constexpr int64_t kRowsAtOnce = 512;    // of a product, so that their pairs stay in the second-level cache
 constexpr uint32_t kAlone = 0xffffffffu;
 
-int64_t rounded_up(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
+int64_t rounded_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 // A term's factors in one block of tokens.
 struct Factors {
@@ -20,10 +18,10 @@ struct Factors {
 };
 
 struct SharedBlock {
-  int64_t first, tokens;          // among the pairs' tokens
-  std::vector<uint32_t> neurons;  // that enough tokens share, ascending
-  std::vector<uint32_t> place;    // (F,) among `neurons`, or kAlone
-  std::vector<uint32_t> alone;    // the other pairs' neurons, by token
+  int64_t first, tokens;             // among the pairs' tokens
+  std::vector<uint32_t> neurons;     // that enough tokens share, ascending
+  std::vector<uint32_t> place;       // (F,) among `neurons`, or kAlone
+  std::vector<uint32_t> alone;       // the other pairs' neurons, by token
   std::vector<int64_t> alone_count;  // (tokens,)
   std::vector<Factors> factors;
 };
@@ -56,7 +54,8 @@ int64_t find_shared(const TokenPairs& pairs, int64_t width, SharedBlock* out) {
 // Factors of 16 tokens from `t0` on.
 void place_pairs(const TokenPairs& pairs, const Kernels& kernels, const std::vector<ScaledRows>& terms, int64_t t0,
                  std::vector<float>& row, SharedBlock* block) {
-  const int64_t columns = rounded_up(static_cast<int64_t>(block->neurons.size()), 32), padded = rounded_up(block->tokens, 16);
+  const int64_t columns = rounded_up(static_cast<int64_t>(block->neurons.size()), 32),
+                padded = rounded_up(block->tokens, 16);
   for (size_t term = 0; term < terms.size(); ++term) {
     Factors& factors = block->factors[term];
     for (int64_t t = t0; t < t0 + 16; ++t) {
@@ -84,8 +83,9 @@ void place_pairs(const TokenPairs& pairs, const Kernels& kernels, const std::vec
 }
 
 // Columns [d, d + width) of the block's sums.
-void sum_slice(const Block& block, const Kernels& kernels, const TokenPairs& pairs, const std::vector<ScaledRows>& terms,
-               SharedBlock& shared, int64_t d, int64_t width, float* sums, int64_t ld_sums) {
+void sum_slice(const Block& block, const Kernels& kernels, const TokenPairs& pairs,
+               const std::vector<ScaledRows>& terms, SharedBlock& shared, int64_t d, int64_t width, float* sums,
+               int64_t ld_sums) {
   const int64_t rows = static_cast<int64_t>(shared.neurons.size()), padded = rounded_up(shared.tokens, 16);
   alignas(64) char pairs_of_rows[kRowsAtOnce * kPairColumns * 2];
   for (size_t term = 0; term < terms.size(); ++term) {
@@ -93,8 +93,8 @@ void sum_slice(const Block& block, const Kernels& kernels, const TokenPairs& pai
       const int64_t count = std::min(kRowsAtOnce, rows - i);
       for (int64_t c = 0; c < width; c += kPairColumns) {
         const int64_t columns = std::min(kPairColumns, width - c);
-        kernels.pair_rows(at(terms[term].rows, d + c, block.dtype), terms[term].ld, shared.neurons.data() + i, count, columns,
-                          pairs_of_rows);
+        kernels.pair_rows(at(terms[term].rows, d + c, block.dtype), terms[term].ld, shared.neurons.data() + i, count,
+                          columns, pairs_of_rows);
         kernels.matmul_pairs(pairs_of_rows, count, columns, shared.factors[term].shared.data() + i * padded * 2,
                              static_cast<int>(shared.tokens), sums + c, ld_sums);
       }

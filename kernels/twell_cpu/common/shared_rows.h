@@ -12,9 +12,9 @@ struct ScaledRows {
   const float* scale;
 };
 
-// out[t] = bias + sum over t's pairs, and over `terms`, of scale[pair] * rows[neuron]; out (tokens, D), bias (D,) or null.
-// For each block of tokens a matrix product over the neurons that enough of them share; the other pairs one by one.
-// Returns false, and has written nothing, where no such product pays.
+// out[t] = bias + sum over t's pairs, and over `terms`, of scale[pair] * rows[neuron]; out (tokens, D), bias (D,) or
+// null. For each block of tokens a matrix product over the neurons that enough of them share; the other pairs one by
+// one. Returns false, and has written nothing, where no such product pays.
 bool sum_shared_rows(const Block& block, const Kernels& kernels, const Threads& threads, const TokenPairs& pairs,
                      const std::vector<ScaledRows>& terms, const float* bias, void* out);
 

@@ -21,7 +21,5 @@ const twell::Kernels* twell::kernels_amx(DType dtype) {
   return &kBf16;
 }
 #else
-const twell::Kernels* twell::kernels_amx(DType) {
-  return nullptr;
-}
+const twell::Kernels* twell::kernels_amx(DType) { return nullptr; }
 #endif

@@ -5,11 +5,7 @@
 #include "isa/table.h"
 #include "simd/avx2.h"
 
-const twell::Kernels* twell::kernels_avx2(DType dtype) {
-  return widening_table<Avx2>(dtype);
-}
+const twell::Kernels* twell::kernels_avx2(DType dtype) { return widening_table<Avx2>(dtype); }
 #else
-const twell::Kernels* twell::kernels_avx2(DType) {
-  return nullptr;
-}
+const twell::Kernels* twell::kernels_avx2(DType) { return nullptr; }
 #endif

@@ -24,7 +24,5 @@ const twell::Kernels* twell::kernels_avx512(DType dtype) {
   return dtype == DType::kFloat32 ? &kFp32 : widening_table<Avx512>(dtype);
 }
 #else
-const twell::Kernels* twell::kernels_avx512(DType) {
-  return nullptr;
-}
+const twell::Kernels* twell::kernels_avx512(DType) { return nullptr; }
 #endif

@@ -15,9 +15,7 @@ struct Bf16Dot {
   using Vector = __m512;
   using Operand = __m512i;
   static constexpr int kStep = 32;
-  static inline Operand load(const BFloat16* from) {
-    return _mm512_loadu_si512(from);
-  }
+  static inline Operand load(const BFloat16* from) { return _mm512_loadu_si512(from); }
   static inline Operand load(const BFloat16* from, int count) {
     return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((1ull << count) - 1u), from);
   }
@@ -46,7 +44,5 @@ const twell::Kernels* twell::kernels_avx512_bf16(DType dtype) {
   return dtype == DType::kBFloat16 ? &kBf16 : kernels_avx512_vnni(dtype);
 }
 #else
-const twell::Kernels* twell::kernels_avx512_bf16(DType) {
-  return nullptr;
-}
+const twell::Kernels* twell::kernels_avx512_bf16(DType) { return nullptr; }
 #endif

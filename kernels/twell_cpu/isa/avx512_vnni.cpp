@@ -25,7 +25,5 @@ const twell::Kernels* twell::kernels_avx512_vnni(DType dtype) {
   return dtype == DType::kBFloat16 ? &kBf16 : &kFp16;
 }
 #else
-const twell::Kernels* twell::kernels_avx512_vnni(DType) {
-  return nullptr;
-}
+const twell::Kernels* twell::kernels_avx512_vnni(DType) { return nullptr; }
 #endif

@@ -17,9 +17,7 @@ constexpr int kPanel = 64;
 constexpr int64_t kPairColumns = 64;
 
 // Size of a panel whose rows have `row_bytes`: whole cache lines of each.
-static inline int64_t panel_bytes(int64_t row_bytes) {
-  return kPanel * ((row_bytes + 63) / 64 * 64);
-}
+static inline int64_t panel_bytes(int64_t row_bytes) { return kPanel * ((row_bytes + 63) / 64 * 64); }
 
 // One token of a dense block's activation, elements behind one another; the outputs may be the inputs.
 struct ActivationRow {
@@ -27,11 +25,11 @@ struct ActivationRow {
   const void* up;    // null without a gate
   const void* grad_h;
   void* grad_gate;
-  void* grad_up;   // unused where `up` is null
-  void* h;         // receives the activation again; null where not wanted
-  float pull;      // the L1 term's gradient, times the sign of h
-  float weight;    // added to `active` where h is not zero
-  float* active;   // null where nothing is counted
+  void* grad_up;  // unused where `up` is null
+  void* h;        // receives the activation again; null where not wanted
+  float pull;     // the L1 term's gradient, times the sign of h
+  float weight;   // added to `active` where h is not zero
+  float* active;  // null where nothing is counted
 };
 
 // What a token's digits mean: an element is step * (base * (high - 128) + low), and the largest step * beyond more.
@@ -71,8 +69,8 @@ struct FixedPointKernels {
 constexpr int64_t kFixedColumns = 65536;  // 255 * 128 * 65,536 < 2^31
 
 struct Kernels {
-  // out[f * ld_out + t] = bias[f] + sum_d w[f, d] * x[t, d], for f < neurons and t < tokens; bias may be null. `next`: the
-  // rows from which this thread is likely to go on, or null.
+  // out[f * ld_out + t] = bias[f] + sum_d w[f, d] * x[t, d], for f < neurons and t < tokens; bias may be null. `next`:
+  // the rows from which this thread is likely to go on, or null.
   void (*gate)(const void* x, int64_t ld_x, int tokens, const void* w, int64_t ld_w, int neurons, int64_t hidden,
                const float* bias, const void* next, float* out, int64_t ld_out);
 
@@ -108,11 +106,12 @@ struct Kernels {
   void (*gate_panels_widened)(const void* panels, int tokens, const void* w, int64_t ld_w, int neurons, int64_t hidden,
                               const int8_t* next, int64_t ld_next, float* out, int64_t ld_out);
 
-  // sums[t, d] += sum_i scale[t, i] * rows[i, d] on a matrix unit, for up to kPairColumns columns d; null where this set
-  // has none. `pair_rows` puts rows (index[i], or i where index is null) into the form that `matmul_pairs` takes:
+  // sums[t, d] += sum_i scale[t, i] * rows[i, d] on a matrix unit, for up to kPairColumns columns d; null where this
+  // set has none. `pair_rows` puts rows (index[i], or i where index is null) into the form that `matmul_pairs` takes:
   // count padded to 32 rows x kPairColumns elements. `scale` lies at [i / 32][t][i % 32], t padded to a multiple of 16,
   // with zeros beyond `count`; `sums` is padded to 16 rows and 32 columns.
-  void (*pair_rows)(const void* rows, int64_t ld_rows, const uint32_t* index, int64_t count, int64_t width, void* pairs);
+  void (*pair_rows)(const void* rows, int64_t ld_rows, const uint32_t* index, int64_t count, int64_t width,
+                    void* pairs);
   void (*matmul_pairs)(const void* pairs, int64_t count, int64_t width, const void* scale, int outputs, float* sums,
                        int64_t ld_sums);
 
@@ -134,11 +133,11 @@ struct Kernels {
   int64_t fixed_until;             // tokens from which the other kernels are faster than `gate`
   int64_t screened_until;          // the same for `screened_gate`
 
-  int64_t panels_from;   // tokens from which panels are faster than rows
+  int64_t panels_from;       // tokens from which panels are faster than rows
   int64_t int8_panels_from;  // the same for int8 weights
-  int64_t tile_neurons;  // neurons of one work item
+  int64_t tile_neurons;      // neurons of one work item
   int64_t few_tile_neurons;  // the same in calls of up to kPanel tokens: each item starts its stream of weights anew
-  int64_t block_bytes;   // of x that the items of one block share in the second-level cache
+  int64_t block_bytes;       // of x that the items of one block share in the second-level cache
 };
 
 // Null where this build or processor lacks the instruction set.
@@ -152,8 +151,6 @@ const Kernels* kernels_amx(DType dtype);
 // The best set for this processor, or the one that HF_TWELL_CPU_ISA names; throws if that one cannot run here.
 const Kernels& select_kernels(DType dtype);
 
-inline int64_t element_bytes(DType dtype) {
-  return dtype == DType::kFloat32 ? 4 : 2;
-}
+inline int64_t element_bytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 }  // namespace twell

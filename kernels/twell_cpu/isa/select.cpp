@@ -77,8 +77,9 @@ const Kernels& select_kernels(DType dtype) {
     if (found != nullptr && std::string(forced) == kNames[isa]) return *found;
     if (found != nullptr) works += (works.empty() ? "" : ", ") + std::string(kNames[isa]);
   }
-  throw std::runtime_error("HF_TWELL_CPU_ISA=" + std::string(forced) + " cannot run here; this processor and build take " +
-                              works + ". Unset it to use the best of them.");
+  throw std::runtime_error("HF_TWELL_CPU_ISA=" + std::string(forced) +
+                           " cannot run here; this processor and build take " + works +
+                           ". Unset it to use the best of them.");
 }
 
 }  // namespace twell

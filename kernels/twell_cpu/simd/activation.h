@@ -27,9 +27,8 @@ void activation(const void* gate, const void* up, int64_t count, void* h) {
   const T *g = static_cast<const T*>(gate), *u = static_cast<const T*>(up);
   T* out = static_cast<T*>(h);
   if (u == nullptr) {
-    for_vectors<Simd>(count, [&](int64_t i, auto... rest) {
-      Simd::store(out + i, Simd::relu(Simd::load(g + i, rest...)), rest...);
-    });
+    for_vectors<Simd>(
+        count, [&](int64_t i, auto... rest) { Simd::store(out + i, Simd::relu(Simd::load(g + i, rest...)), rest...); });
     return;
   }
   for_vectors<Simd>(count, [&](int64_t i, auto... rest) {

@@ -12,7 +12,7 @@
 namespace {
 
 constexpr int kTileRows = 16;
-constexpr int64_t kTileBytes = 64;  // of a row: 32 bf16 or 16 fp32
+constexpr int64_t kTileBytes = 64;     // of a row: 32 bf16 or 16 fp32
 constexpr int64_t kStepsInCache = 64;  // tiles of one row that are multiplied before the next rows come
 
 class TileSetup {
@@ -29,9 +29,7 @@ class TileSetup {
     }
     asm volatile("ldtilecfg %0" ::"m"(config) : "memory");
   }
-  ~TileSetup() {
-    asm volatile("tilerelease" ::: "memory");
-  }
+  ~TileSetup() { asm volatile("tilerelease" ::: "memory"); }
   TileSetup(const TileSetup&) = delete;
 };
 
@@ -185,8 +183,8 @@ void gate_amx(const void* panels, int tokens, const void* w, int64_t ld_w, int n
 // Pairs of rows interleaved to 32 bits, as tiles want their second operand: pairs[i / 2][d] = (row i, row i + 1).
 void pair_rows_amx(const void* all_rows, int64_t ld_rows, const uint32_t* index, int64_t count, int64_t width,
                    void* pairs) {
-  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
-                                       36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                       5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
   const char* rows = static_cast<const char*>(all_rows);
   const auto row = [&](int64_t i) { return rows + 2 * ld_rows * (index ? static_cast<int64_t>(index[i]) : i); };

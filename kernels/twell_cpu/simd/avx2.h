@@ -11,15 +11,9 @@ struct Avx2 {
   static constexpr int kLanes = 8;
   using Vector = __m256;
 
-  static inline Vector zero() {
-    return _mm256_setzero_ps();
-  }
-  static inline Vector broadcast(float value) {
-    return _mm256_set1_ps(value);
-  }
-  static inline Vector load(const float* from) {
-    return _mm256_loadu_ps(from);
-  }
+  static inline Vector zero() { return _mm256_setzero_ps(); }
+  static inline Vector broadcast(float value) { return _mm256_set1_ps(value); }
+  static inline Vector load(const float* from) { return _mm256_loadu_ps(from); }
   static inline Vector load(const BFloat16* from) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
@@ -36,9 +30,7 @@ struct Avx2 {
     std::memcpy(padded, from, sizeof(T) * static_cast<size_t>(count));
     return load(padded);
   }
-  static inline void store(float* to, Vector value) {
-    _mm256_storeu_ps(to, value);
-  }
+  static inline void store(float* to, Vector value) { _mm256_storeu_ps(to, value); }
   static inline void store(BFloat16* to, Vector value) {
     const __m256i bits = _mm256_castps_si256(value);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -65,18 +57,10 @@ struct Avx2 {
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), packed);
   }
-  static inline Vector multiply_add(Vector a, Vector b, Vector c) {
-    return _mm256_fmadd_ps(a, b, c);
-  }
-  static inline Vector add(Vector a, Vector b) {
-    return _mm256_add_ps(a, b);
-  }
-  static inline Vector multiply(Vector a, Vector b) {
-    return _mm256_mul_ps(a, b);
-  }
-  static inline Vector absolute(Vector a) {
-    return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a);
-  }
+  static inline Vector multiply_add(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
+  static inline Vector add(Vector a, Vector b) { return _mm256_add_ps(a, b); }
+  static inline Vector multiply(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
+  static inline Vector absolute(Vector a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
   static inline Vector relu(Vector a) {
     return _mm256_max_ps(_mm256_setzero_ps(), a);  // the second operand where one is a NaN
   }

@@ -1,9 +1,10 @@
 // Tokens in fixed point, for products with int8 weights that processors compute in integers.
 //
 // An element is step * integer, with a power of two as the token's step and an integer of 16 bits. So bfloat16 is exact
-// down to 2^-7 of the token's largest element, float16 to 2^-4; smaller ones are off by half a step at most. Bytes are the
-// integer's digits: base * (high - 128) + low. The base is 256, or low digits are kept small (simd/gate_screened.h): then it
-// is as small as high digits allow, and the largest element, which may be many times the next one, is partly kept apart.
+// down to 2^-7 of the token's largest element, float16 to 2^-4; smaller ones are off by half a step at most. Bytes are
+// the integer's digits: base * (high - 128) + low. The base is 256, or low digits are kept small
+// (simd/gate_screened.h): then it is as small as high digits allow, and the largest element, which may be many times
+// the next one, is partly kept apart.
 #pragma once
 
 #include <immintrin.h>
@@ -21,7 +22,7 @@ namespace {
 // few are so large that the others lose digits: these may be all that a neuron's weights see.
 template <class T>
 bool fixed_point(const void* x, int64_t hidden, bool small_low, uint8_t* high, uint8_t* low, twell::FixedScale* scale) {
-  constexpr int kBits = 14;  // of the integer part's leading one
+  constexpr int kBits = 14;                                                   // of the integer part's leading one
   constexpr float kTolerance = std::is_same_v<T, Half> ? 0x1p-12f : 0x1p-9f;  // as one more rounding of x at its worst
   // Larger elements are outliers and do not count. Eight just below it weigh as much as half a step off in all others.
   const float outlier = std::min(0x1p12f, std::sqrt(static_cast<float>(hidden) / 96) / kTolerance);
@@ -82,7 +83,8 @@ bool fixed_point(const void* x, int64_t hidden, bool small_low, uint8_t* high, u
     }
     const __m512 rest = _mm512_sub_ps(of_low, middle);
     low_squares = _mm512_mask3_fmadd_ps(rest, rest, low_squares, lanes);
-    _mm512_mask_cvtepi32_storeu_epi8(high + d, lanes, _mm512_add_epi32(_mm512_cvtps_epi32(of_high), _mm512_set1_epi32(128)));
+    _mm512_mask_cvtepi32_storeu_epi8(high + d, lanes,
+                                     _mm512_add_epi32(_mm512_cvtps_epi32(of_high), _mm512_set1_epi32(128)));
     _mm512_mask_cvtepi32_storeu_epi8(low + d, lanes, _mm512_cvtps_epi32(of_low));
   });
   // No less than the norm by all roundings of it and of what it is compared with: 2^-12 of it, and 2^-8 a column.

@@ -20,15 +20,9 @@ struct WideningDot {
   using Vector = typename Simd::Vector;
   using Operand = typename Simd::Vector;
   static constexpr int kStep = Simd::kLanes;
-  static inline Operand load(const T* from) {
-    return Simd::load(from);
-  }
-  static inline Operand load(const T* from, int count) {
-    return Simd::load(from, count);
-  }
-  static inline Vector accumulate(Vector sum, Operand a, Operand b) {
-    return Simd::multiply_add(a, b, sum);
-  }
+  static inline Operand load(const T* from) { return Simd::load(from); }
+  static inline Operand load(const T* from, int count) { return Simd::load(from, count); }
+  static inline Vector accumulate(Vector sum, Operand a, Operand b) { return Simd::multiply_add(a, b, sum); }
 };
 
 template <class Simd, class Dot, int kF, int kT>
@@ -85,9 +79,8 @@ void gate(const void* x, int64_t ld_x, int tokens, const void* w, int64_t ld_w, 
   const auto rows = [&](int f, auto of) {
     constexpr int kF = decltype(of)::value;
     const T* from = static_cast<const T*>(w) + f * ld_w;
-    gate_rows<Simd, Dot, kF>(static_cast<const T*>(x), ld_x, tokens, from, ld_w, hidden,
-                             bias ? bias + f : nullptr, rows_ahead(w, next, row_bytes, f, kF, neurons),
-                             out + f * ld_out, ld_out);
+    gate_rows<Simd, Dot, kF>(static_cast<const T*>(x), ld_x, tokens, from, ld_w, hidden, bias ? bias + f : nullptr,
+                             rows_ahead(w, next, row_bytes, f, kF, neurons), out + f * ld_out, ld_out);
   };
   int f = 0;
   for (; f + kTileF <= neurons; f += kTileF) rows(f, std::integral_constant<int, kTileF>{});

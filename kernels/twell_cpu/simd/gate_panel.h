@@ -13,8 +13,8 @@
 namespace {
 
 constexpr int kPanelVectors = twell::kPanel / 16;
-constexpr int kPanelNeurons = 6;         // x kPanelVectors vectors = 24 accumulators
-constexpr int64_t kUnitsAtOnce = 256;    // of the panel, so that they stay in the first-level cache
+constexpr int kPanelNeurons = 6;       // x kPanelVectors vectors = 24 accumulators
+constexpr int64_t kUnitsAtOnce = 256;  // of the panel, so that they stay in the first-level cache
 
 inline uint32_t load_unit(const char* from, int64_t bytes) {
   uint32_t unit = 0;
@@ -55,7 +55,8 @@ void pack_panel(const void* x, int64_t ld_x, int tokens, int64_t hidden, void* p
   uint32_t* out = static_cast<uint32_t*>(panel);
   const char* rows = static_cast<const char*>(x);
   const int64_t stride = ld_x * static_cast<int64_t>(sizeof(T));
-  if (tokens < twell::kPanel || row_bytes % 64 != 0) std::memset(panel, 0, static_cast<size_t>(twell::panel_bytes(row_bytes)));
+  if (tokens < twell::kPanel || row_bytes % 64 != 0)
+    std::memset(panel, 0, static_cast<size_t>(twell::panel_bytes(row_bytes)));
   for (int t = 0; t < tokens; t += 16) {
     const int count = tokens - t < 16 ? tokens - t : 16;
     for (int64_t u = 0; u < whole; u += 16) {

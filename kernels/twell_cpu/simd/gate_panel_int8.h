@@ -13,9 +13,7 @@ template <int kUnit>
 struct NextRows {
   const char* rows;
   int64_t ld;
-  NextRows from(int64_t f, int64_t u) const {
-    return {rows + f * ld + kUnit * u, ld};
-  }
+  NextRows from(int64_t f, int64_t u) const { return {rows + f * ld + kUnit * u, ld}; }
   template <int kF>
   inline void fetch(int64_t u) const {
     if (u % (64 / kUnit) != 0) return;
@@ -25,8 +23,8 @@ struct NextRows {
 
 // Units of a row that is `last_bytes` short of whole ones; adds to `out` unless this is the first part of the rows.
 template <class Unit, int kF, int kV, class Next>
-inline void widened_tile(const uint32_t* panel, const char* w, int64_t w_stride, int64_t units, int64_t last_bytes, bool first,
-                         __mmask16 last_lanes, const Next next, float* out, int64_t ld_out) {
+inline void widened_tile(const uint32_t* panel, const char* w, int64_t w_stride, int64_t units, int64_t last_bytes,
+                         bool first, __mmask16 last_lanes, const Next next, float* out, int64_t ld_out) {
   __m512 sum[kF][kV];
   for (int f = 0; f < kF; ++f) {
     for (int v = 0; v < kV; ++v) sum[f][v] = _mm512_setzero_ps();
@@ -60,8 +58,8 @@ inline void widened_tile(const uint32_t* panel, const char* w, int64_t w_stride,
 }
 
 template <class Unit, int kF, int kV, class Next>
-inline void widened_rows(const uint32_t* panel, int tokens, const char* w, int64_t w_stride, int neurons, int64_t row_bytes,
-                         const Next& next, float* out, int64_t ld_out) {
+inline void widened_rows(const uint32_t* panel, int tokens, const char* w, int64_t w_stride, int neurons,
+                         int64_t row_bytes, const Next& next, float* out, int64_t ld_out) {
   const int64_t units = (row_bytes + 3) / 4;
   const __mmask16 last_lanes = static_cast<__mmask16>(0xffffu >> (16 * kV - tokens));
   for (int64_t u = 0; u < units; u += kUnitsAtOnce) {
@@ -69,7 +67,8 @@ inline void widened_rows(const uint32_t* panel, int tokens, const char* w, int64
     const int64_t last_bytes = u + count < units ? 4 : row_bytes - 4 * (units - 1);
     const auto tile = [&](int f, auto of) {
       widened_tile<Unit, decltype(of)::value, kV>(panel + u * twell::kPanel, w + f * w_stride + 4 * u, w_stride, count,
-                                                  last_bytes, u == 0, last_lanes, next.from(f, u), out + f * ld_out, ld_out);
+                                                  last_bytes, u == 0, last_lanes, next.from(f, u), out + f * ld_out,
+                                                  ld_out);
     };
     int f = 0;
     for (; f + kF <= neurons; f += kF) tile(f, std::integral_constant<int, kF>{});

@@ -1,8 +1,8 @@
 // Rows of int8 weights against tokens in fixed point, whose low digits are read only where relu may keep something.
 //
-// A sum over a row w is base * high + low, of the high and the low digits. With any middle m and the row's sum s, low is
-// m * s + (low digits - m) . w, and by Cauchy-Schwarz the last product is at most the norms of both multiplied. Where the
-// sum is negative whatever it is, half of the products suffice: so it is for most elements of a sparse block.
+// A sum over a row w is base * high + low, of the high and the low digits. With any middle m and the row's sum s, low
+// is m * s + (low digits - m) . w, and by Cauchy-Schwarz the last product is at most the norms of both multiplied.
+// Where the sum is negative whatever it is, half of the products suffice: so it is for most elements of a sparse block.
 #pragma once
 
 #include <immintrin.h>
@@ -41,8 +41,8 @@ struct ScreenedRows {
   float norm[kScreenRows];
 };
 
-// `count` <= kScreenRows rows; a row that is not there is the last one again. Squares are summed of 16-bit elements: 128 *
-// 128 does not fit where one factor is an unsigned byte and the other a signed.
+// `count` <= kScreenRows rows; a row that is not there is the last one again. Squares are summed of 16-bit elements:
+// 128 * 128 does not fit where one factor is an unsigned byte and the other a signed.
 inline ScreenedRows screened_rows(const int8_t* w, int64_t ld_w, int count, int64_t hidden) {
   ScreenedRows rows;
   for (int f = 0; f < kScreenRows; ++f) rows.row[f] = w + std::min(f, count - 1) * ld_w;
@@ -84,7 +84,8 @@ inline int32_t low_product(const uint8_t* low, const int8_t* w, int64_t hidden) 
   return _mm512_reduce_add_epi32(reinterpret_cast<__m512i>(sum[0] + sum[1]));
 }
 
-// Rows against the high digits of the `count` <= kScreenTokens tokens from `first` on. The sums, as integers, go to `out`.
+// Rows against the high digits of the `count` <= kScreenTokens tokens from `first` on. The sums, as integers, go to
+// `out`.
 inline void high_tile(const twell::FixedRows& x, int first, int count, const ScreenedRows& w, int rows, int64_t hidden,
                       const RowsAhead ahead, float* out, int64_t ld_out) {
   const uint8_t* high[kScreenTokens];  // a token that is not there is the last one again
@@ -139,7 +140,8 @@ inline int screen_row(const twell::FixedRows& x, int tokens, const int8_t* row, 
     _mm512_store_si512(high, sums);
     const __m512 base = _mm512_maskz_loadu_ps(lanes, x.base + t);
     const __m512 middle = _mm512_floor_ps(_mm512_mul_ps(base, _mm512_set1_ps(0.5f)));
-    const __m512 of_low = _mm512_fmadd_ps(middle, _mm512_set1_ps(static_cast<float>(row_sum)), _mm512_cvtepi32_ps(apart));
+    const __m512 of_low =
+        _mm512_fmadd_ps(middle, _mm512_set1_ps(static_cast<float>(row_sum)), _mm512_cvtepi32_ps(apart));
     const __m512 sum = _mm512_fmadd_ps(base, _mm512_cvtepi32_ps(sums), of_low);
     const __m512 at_most = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(lanes, x.low_norm + t), _mm512_set1_ps(row_norm), sum);
     _mm512_mask_storeu_ps(out + t, lanes, _mm512_mul_ps(sum, _mm512_maskz_loadu_ps(lanes, x.step + t)));

@@ -1,6 +1,7 @@
 // Rows of int8 weights against tokens of another type. The scale of a row is the caller's to apply.
 //
-// int8 is exact in every element type: a row that many tokens share is widened once, and goes to the kernels of that type.
+// int8 is exact in every element type: a row that many tokens share is widened once, and goes to the kernels of that
+// type.
 #pragma once
 
 #include <type_traits>
@@ -15,7 +16,8 @@ constexpr int kInt8Step = 64;  // weights in a cache line
 
 // One step of kF rows and kT tokens; `count` in place of a whole vector at the end of the rows.
 template <class Simd, class T, int kF, int kT, class... Count>
-inline void int8_step(const T* x, int64_t ld_x, const int8_t* w, int64_t ld_w, typename Simd::Vector* sum, Count... count) {
+inline void int8_step(const T* x, int64_t ld_x, const int8_t* w, int64_t ld_w, typename Simd::Vector* sum,
+                      Count... count) {
   typename Simd::Vector step[kT];
   for (int t = 0; t < kT; ++t) step[t] = Simd::load(x + t * ld_x, count...);
   for (int f = 0; f < kF; ++f) {
@@ -25,7 +27,8 @@ inline void int8_step(const T* x, int64_t ld_x, const int8_t* w, int64_t ld_w, t
 }
 
 template <class Simd, class T, int kF, int kT>
-inline void gate_int8_tile(const T* x, int64_t ld_x, const int8_t* w, int64_t ld_w, int64_t hidden, float* out, int64_t ld_out) {
+inline void gate_int8_tile(const T* x, int64_t ld_x, const int8_t* w, int64_t ld_w, int64_t hidden, float* out,
+                           int64_t ld_out) {
   typename Simd::Vector sum[kF * kT];
   for (int i = 0; i < kF * kT; ++i) sum[i] = Simd::zero();
   int64_t d = 0;
@@ -44,8 +47,8 @@ inline void gate_int8_tile(const T* x, int64_t ld_x, const int8_t* w, int64_t ld
 }
 
 template <class Simd, class T, int kF>
-inline void gate_int8_rows(const T* x, int64_t ld_x, int tokens, const int8_t* w, int64_t ld_w, int64_t hidden, float* out,
-                           int64_t ld_out) {
+inline void gate_int8_rows(const T* x, int64_t ld_x, int tokens, const int8_t* w, int64_t ld_w, int64_t hidden,
+                           float* out, int64_t ld_out) {
   int t = 0;
   if (tokens % 2 == 1 && tokens > 1) {
     gate_int8_tile<Simd, T, kF, 3>(x, ld_x, w, ld_w, hidden, out, ld_out);
@@ -56,14 +59,15 @@ inline void gate_int8_rows(const T* x, int64_t ld_x, int tokens, const int8_t* w
 }
 
 template <class Simd, class T>
-void gate_int8(const void* x, int64_t ld_x, int tokens, const int8_t* w, int64_t ld_w, int neurons, int64_t hidden, float* out,
-               int64_t ld_out) {
+void gate_int8(const void* x, int64_t ld_x, int tokens, const int8_t* w, int64_t ld_w, int neurons, int64_t hidden,
+               float* out, int64_t ld_out) {
   const T* from = static_cast<const T*>(x);
   int f = 0;
   for (; f + kInt8Rows <= neurons; f += kInt8Rows) {
     gate_int8_rows<Simd, T, kInt8Rows>(from, ld_x, tokens, w + f * ld_w, ld_w, hidden, out + f * ld_out, ld_out);
   }
-  for (; f < neurons; ++f) gate_int8_rows<Simd, T, 1>(from, ld_x, tokens, w + f * ld_w, ld_w, hidden, out + f * ld_out, ld_out);
+  for (; f < neurons; ++f)
+    gate_int8_rows<Simd, T, 1>(from, ld_x, tokens, w + f * ld_w, ld_w, hidden, out + f * ld_out, ld_out);
 }
 
 // `ahead`: also fetches what lies so many bytes behind each value; 0: nothing.

@@ -1,5 +1,5 @@
-// Stores that leave the caches out: for results that are large and not read soon. They spare the read of each line that a
-// plain store begins with, a third of the memory traffic.
+// Stores that leave the caches out: for results that are large and not read soon. They spare the read of each line that
+// a plain store begins with, a third of the memory traffic.
 #pragma once
 
 #include <cstdint>

@@ -27,17 +27,11 @@ inline uint32_t float_to_bits(float value) {
   return bits;
 }
 
-inline float to_float(float value) {
-  return value;
-}
+inline float to_float(float value) { return value; }
 
-inline float to_float(int8_t value) {
-  return static_cast<float>(value);
-}
+inline float to_float(int8_t value) { return static_cast<float>(value); }
 
-inline float to_float(BFloat16 value) {
-  return bits_to_float(static_cast<uint32_t>(value.bits) << 16);
-}
+inline float to_float(BFloat16 value) { return bits_to_float(static_cast<uint32_t>(value.bits) << 16); }
 
 inline float to_float(Half value) {
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
@@ -49,9 +43,7 @@ inline float to_float(Half value) {
   return bits_to_float(sign | float_to_bits(bits_to_float(magnitude << 13) * bits_to_float(0x77800000u)));
 }
 
-inline void from_float(float value, float* out) {
-  *out = value;
-}
+inline void from_float(float value, float* out) { *out = value; }
 
 inline void from_float(float value, BFloat16* out) {
   const uint32_t bits = float_to_bits(value);
@@ -83,9 +75,7 @@ struct Portable {
     float lane[kLanes];
   };
 
-  static inline Vector zero() {
-    return Vector{};
-  }
+  static inline Vector zero() { return Vector{}; }
   static inline Vector broadcast(float value) {
     Vector out;
     for (int i = 0; i < kLanes; ++i) out.lane[i] = value;

@@ -52,8 +52,8 @@ inline void transpose_32x8(const uint16_t* in, int64_t ld_in, uint16_t* out, int
 }
 
 #if defined(__AVX512BW__)
-// Up to 32 columns of 32 rows. Each line of either matrix is touched once: rows of 4,096 bytes meet in one cache set, which
-// would lose them between two visits.
+// Up to 32 columns of 32 rows. Each line of either matrix is touched once: rows of 4,096 bytes meet in one cache set,
+// which would lose them between two visits.
 template <bool kPastCaches>
 inline void transpose_32_rows(const uint16_t* in, int64_t ld_in, int64_t columns, uint16_t* out, int64_t ld_out) {
   if (columns < 32) {
@@ -125,7 +125,8 @@ inline void transpose_16bit(const uint16_t* in, int64_t ld_in, int64_t rows, int
     }
   }
   const auto copy = [](uint16_t value, uint16_t* to) { *to = value; };
-  transpose_blocks(in + whole_columns, ld_in, rows, columns - whole_columns, out + whole_columns * ld_out, ld_out, copy);
+  transpose_blocks(in + whole_columns, ld_in, rows, columns - whole_columns, out + whole_columns * ld_out, ld_out,
+                   copy);
   transpose_blocks(in + whole_rows * ld_in, ld_in, rows - whole_rows, whole_columns, out + whole_rows, ld_out, copy);
 }
 #endif
@@ -148,7 +149,8 @@ inline void transpose_32bit(const float* in, int64_t ld_in, int64_t rows, int64_
     }
   }
   const auto copy = [](float value, float* to) { *to = value; };
-  transpose_blocks(in + whole_columns, ld_in, rows, columns - whole_columns, out + whole_columns * ld_out, ld_out, copy);
+  transpose_blocks(in + whole_columns, ld_in, rows, columns - whole_columns, out + whole_columns * ld_out, ld_out,
+                   copy);
   transpose_blocks(in + whole_rows * ld_in, ld_in, rows - whole_rows, whole_columns, out + whole_rows, ld_out, copy);
 }
 #endif

@@ -19,7 +19,8 @@ __device__ __forceinline__ uint4 load(const void* base, int64_t index) {
 
 template <typename Half, bool kApart>
 __global__ void __launch_bounds__(kThreads) forward_kernel(const Activation a, uint4* h, int64_t vectors) {
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < vectors; i += int64_t{gridDim.x} * kThreads) {
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < vectors;
+       i += int64_t{gridDim.x} * kThreads) {
     float gate[kVector], up[kVector];
     const int64_t of_row = a.width / kVector, from = kApart ? i / of_row * (a.stride / kVector) + i % of_row : i;
     widen<Half>(load(a.gate, from), gate);
@@ -40,8 +41,9 @@ struct Partials {
 };
 
 template <typename Half>
-__global__ void __launch_bounds__(kThreads) backward_kernel(const Activation a, int rows, const void* grad_h, const L1 l1,
-                                                            uint4* grad_gate, uint4* grad_up, const Partials partials) {
+__global__ void __launch_bounds__(kThreads)
+    backward_kernel(const Activation a, int rows, const void* grad_h, const L1 l1, uint4* grad_gate, uint4* grad_up,
+                    const Partials partials) {
   __shared__ float warp_sums[kThreads / 32];
   const int column = (blockIdx.x * kThreads + threadIdx.x) * kVector;
   const int64_t first = int64_t{blockIdx.y} * rows, last = min(first + rows, a.tokens);
@@ -81,13 +83,14 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const Activation a, 
   if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = sum;
   __syncthreads();
   if (threadIdx.x == 0) {
-    partials.l1[int64_t{blockIdx.y} * gridDim.x + blockIdx.x] = warp_sums[0] + warp_sums[1] + warp_sums[2] + warp_sums[3];
+    partials.l1[int64_t{blockIdx.y} * gridDim.x + blockIdx.x] =
+        warp_sums[0] + warp_sums[1] + warp_sums[2] + warp_sums[3];
   }
 }
 
 // In a fixed order. The first thread block adds up |h|, the others a neuron a thread.
-__global__ void __launch_bounds__(kThreads) report_kernel(const Partials partials, int64_t row_blocks, int column_blocks,
-                                                          int width, float* report) {
+__global__ void __launch_bounds__(kThreads)
+    report_kernel(const Partials partials, int64_t row_blocks, int column_blocks, int width, float* report) {
   if (blockIdx.x == 0) {
     __shared__ double sums[kThreads];
     double sum = 0;
@@ -144,13 +147,16 @@ cudaError_t activation(const Activation& a, void* h, const Device& device, cudaS
   const int64_t most = int64_t{device.sm_count} * 16;
   const unsigned grid = static_cast<unsigned>(blocks < most ? blocks : most);
   const bool bf16 = a.dtype == DType::kBFloat16, apart = a.stride != a.width;
-  const auto kernel = bf16 ? apart ? forward_kernel<__nv_bfloat16, true> : forward_kernel<__nv_bfloat16, false>
-                           : apart ? forward_kernel<__half, true> : forward_kernel<__half, false>;
+  const auto kernel = bf16    ? apart ? forward_kernel<__nv_bfloat16, true> : forward_kernel<__nv_bfloat16, false>
+                      : apart ? forward_kernel<__half, true>
+                              : forward_kernel<__half, false>;
   kernel<<<grid, kThreads, 0, stream>>>(a, static_cast<uint4*>(h), vectors);
   return cudaGetLastError();
 }
 
-int64_t activation_partial_bytes(const Activation& a) { return row_blocks(a) * (column_blocks(a) + int64_t{a.width}) * 4; }
+int64_t activation_partial_bytes(const Activation& a) {
+  return row_blocks(a) * (column_blocks(a) + int64_t{a.width}) * 4;
+}
 
 cudaError_t activation_backward(const Activation& a, const void* grad_h, const L1& l1, void* grad_gate, void* grad_up,
                                 void* scratch, const Device&, cudaStream_t stream) {
@@ -163,8 +169,8 @@ cudaError_t activation_backward(const Activation& a, const void* grad_h, const L
                                 ? backward<__nv_bfloat16>(a, grad_h, l1, grad_gate, grad_up, partials, stream)
                                 : backward<__half>(a, grad_h, l1, grad_gate, grad_up, partials, stream);
   if (error != cudaSuccess || l1.report == nullptr) return error;
-  report_kernel<<<1 + (a.width + kThreads - 1) / kThreads, kThreads, 0, stream>>>(partials, row_blocks(a), column_blocks(a),
-                                                                                  a.width, l1.report);
+  report_kernel<<<1 + (a.width + kThreads - 1) / kThreads, kThreads, 0, stream>>>(partials, row_blocks(a),
+                                                                                  column_blocks(a), a.width, l1.report);
   return cudaGetLastError();
 }
 

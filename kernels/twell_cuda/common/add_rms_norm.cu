@@ -1,6 +1,6 @@
 // A thread block a row, which stays in registers: each value is read once, all at the same time, as few rows wait for
-// memory and for each other, not for bytes. Between attention's last product and a block of few tokens this kernel is on
-// its way alone, so it lets the block's kernel start at once: that one fetches weights while this one works.
+// memory and for each other, not for bytes. Between attention's last product and a block of few tokens this kernel is
+// on its way alone, so it lets the block's kernel start at once: that one fetches weights while this one works.
 
 #include "common/add_rms_norm.h"
 #include "common/vector.cuh"

@@ -17,8 +17,8 @@ struct AddRmsNorm {
 };
 
 // sum = x + residual, and y = sum / sqrt(mean(sum^2) + epsilon) * weight, of the sum in fp32, both rounded once.
-// A kernel after it that is launched programmatically may start once the kernel ahead of this one has ended; it must wait
-// (griddepcontrol.wait) before it reads y or sum.
+// A kernel after it that is launched programmatically may start once the kernel ahead of this one has ended; it must
+// wait (griddepcontrol.wait) before it reads y or sum.
 cudaError_t add_rms_norm(const AddRmsNorm&, void* y, void* sum, const Device&, cudaStream_t);
 
 }  // namespace twell

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "common/operand.h"
+#include "common/ffn.h"
 
 namespace twell {
 

@@ -4,8 +4,6 @@
 namespace twell {
 
 // pull * sign(h), and 0 where h is 0 or NaN; `pull` is the term's scale times the token's weight.
-__device__ __forceinline__ float l1_gradient(float pull, float h) {
-  return h > 0.0f ? pull : h < 0.0f ? -pull : 0.0f;
-}
+__device__ __forceinline__ float l1_gradient(float pull, float h) { return h > 0.0f ? pull : h < 0.0f ? -pull : 0.0f; }
 
 }  // namespace twell

@@ -35,7 +35,7 @@ __device__ __forceinline__ void expand(uint32_t word, uint32_t& low, uint32_t& h
 template <>
 __device__ __forceinline__ void expand<__nv_bfloat16, int8_t>(uint32_t word, uint32_t& low, uint32_t& high) {
   word ^= 0x80808080u;
-  const auto values = [](uint32_t pair) {  // two bytes, 0 above each
+  const auto values = [](uint32_t pair) {                                         // two bytes, 0 above each
     const uint32_t factor = 0x7f007f00u, base = 0xc000c000u, unit = 0x42804280u;  // 2^127, -128 / 64, 64
     const auto of = [](const uint32_t& v) { return reinterpret_cast<const __nv_bfloat162&>(v); };
     const __nv_bfloat162 v = __hmul2(__hfma2(of(pair), of(factor), of(base)), of(unit));

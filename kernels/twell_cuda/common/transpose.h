@@ -7,7 +7,8 @@
 
 namespace twell {
 
-// to (columns, rows) = from (rows, columns) transposed; both row-major, rows and columns multiples of 8, 16-byte aligned.
+// to (columns, rows) = from (rows, columns) transposed; both row-major, rows and columns multiples of 8, 16-byte
+// aligned.
 struct Transposition {
   const void* from;
   int64_t rows, columns;

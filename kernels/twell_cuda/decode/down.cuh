@@ -15,8 +15,8 @@ namespace twell::decoding {
 namespace {
 
 template <typename Half, typename Weight, int kColumns, int kGroups>
-__global__ void __launch_bounds__(kDecodeThreads, kGroups <= 2 ? (kColumns == 2 ? 3 : 2) : 1) down_kernel(
-    const __grid_constant__ DownParams p) {
+__global__ void __launch_bounds__(kDecodeThreads, kGroups <= 2 ? (kColumns == 2 ? 3 : 2) : 1)
+    down_kernel(const __grid_constant__ DownParams p) {
   constexpr int kTiles = kColumns / 2 * kGroups;
   constexpr int kSlots = kTiles >= 16 ? kDecodeWarps / 2 : kDecodeWarps;
   constexpr int kElements = kTiles * 32;
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kDecodeThreads, kGroups <= 2 ? (kColumns == 2 
 
   wait_for_previous_kernel();
   multiply_quads<Half, Weight, kColumns, kGroups, kDepth>(sum, p, lists[warp], split * kDecodeWarps + warp,
-                                                  splits * kDecodeWarps, column);
+                                                          splits * kDecodeWarps, column);
   leave_partials<kSlots>(slots, sum, warp, lane);
 
   if (splits > 1) {

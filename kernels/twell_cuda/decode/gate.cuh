@@ -35,7 +35,7 @@ struct GateUpParams {
   int tokens, width, blocks, slices;
   uint32_t row_bytes;       // of gate, up and down, and of x where they have its type
   int prefetch_max_active;  // active neurons of a block up to which all of down's active rows can wait in L2 together
-  const float* s_gate;  // of 8-bit weights, one a row
+  const float* s_gate;      // of 8-bit weights, one a row
   const float* s_up;
 };
 

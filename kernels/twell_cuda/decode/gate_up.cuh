@@ -54,8 +54,8 @@ struct Rows {
 // sum[tile * kGroups + group] = rows x^T over this warp's share of k. `before_x` runs once the first weights are on
 // their way; x is not read earlier.
 template <typename Half, typename Weight, int kTiles, int kGroups, typename BeforeX>
-__device__ __forceinline__ void multiply(float (&sum)[kTiles * kGroups][4], Rows<kTiles> rows,
-                                         const GateUpParams& p, BeforeX before_x) {
+__device__ __forceinline__ void multiply(float (&sum)[kTiles * kGroups][4], Rows<kTiles> rows, const GateUpParams& p,
+                                         BeforeX before_x) {
   constexpr int kPerByte = kRatio<Half, Weight>;
   constexpr int kWeights = Depth<kTiles, kGroups, kPerByte>::weights;
   constexpr int kTokens = Depth<kTiles, kGroups, kPerByte>::tokens;
@@ -74,13 +74,13 @@ __device__ __forceinline__ void multiply(float (&sum)[kTiles * kGroups][4], Rows
   uint4 a[kWeights][kTiles][2];
   uint4 b[kTokens][kGroups][kPerByte];
   // Piece `ahead` after k.
-  const auto load_a = [&](uint4 (&to)[kTiles][2], int ahead) {
+  const auto load_a = [&](uint4(&to)[kTiles][2], int ahead) {
 #pragma unroll
     for (int i = 0; i < 2 * kTiles; ++i) {
       load_weights(to[i / 2][i % 2], rows.at[i] + ahead * kPieceBytes, k + ahead * kPieceBytes < lane_end);
     }
   };
-  const auto load_b = [&](uint4 (&to)[kPerByte], int group, int ahead) {
+  const auto load_b = [&](uint4(&to)[kPerByte], int group, int ahead) {
     // With fewer than half of the groups in use, a smaller kGroups would have been taken.
     const bool is_token = group < kGroups / 2 || group * 8 + lane / 4 < p.tokens;
     const char* const from = x + group * group_bytes + ahead * kPieceBytes * kPerByte;
@@ -173,8 +173,8 @@ __global__ void __launch_bounds__(kDecodeThreads, resident_blocks(kTiles, kGroup
     multiply<Half, Weight, kTiles, kGroups>(sum, rows, p, [&] {
       // What comes before the wait overlaps the kernels before this one: it touches nothing but weights.
       const uint32_t end = min(share_of_k(p.row_bytes, warp + 1), p.row_bytes);
-      const uint32_t start =
-          share_of_k(p.row_bytes, warp) + Depth<kTiles, kGroups, kRatio<Half, Weight>>::weights * kPieceBytes + lane % 2 * 128;
+      const uint32_t start = share_of_k(p.row_bytes, warp) +
+                             Depth<kTiles, kGroups, kRatio<Half, Weight>>::weights * kPieceBytes + lane % 2 * 128;
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
         const int row = m * kBlockNeurons + lane / 2;

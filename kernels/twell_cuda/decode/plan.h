@@ -7,7 +7,6 @@
 #pragma once
 
 #include "common/ffn.h"
-#include "common/round_up.h"
 #include "sm90/decode/fused_plan.h"
 
 namespace twell::decoding {
@@ -27,8 +26,6 @@ struct Kernels {
     int patience = 1000;          // looks at what other thread blocks leave
     bool warm = false;            // brings the shares' lines into L2 ahead of them
   } fused;
-  // Thread blocks of a cluster of sm90/decode/few_down.cu on which a check insists: 1, 2, 3, 4 or 8; 0: few_splits().
-  int forced_splits = 0;
   bool overlap = false;    // programmatic dependent launch
 };
 

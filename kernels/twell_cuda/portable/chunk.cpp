@@ -1,7 +1,6 @@
 // Sizes and launches of the portable prefill.
 #include <algorithm>
 
-#include "common/round_up.h"
 #include "portable/chunk.h"
 #include "portable/portable.h"
 

@@ -2,8 +2,9 @@
 // where there are too few tiles to go round).
 //
 // Shared memory is a ring of stages; a stage holds kK of the summed dimension of both operands. The copies run ahead of
-// the sums by all stages but one, and straight on into the next tile: only a thread block's first tile waits for memory.
-// Each of eight warps owns 64 x 64 of the sums (32 x 32): 4 KiB read from shared memory feed 131,072 operations.
+// the sums by all stages but one, and straight on into the next tile: only a thread block's first tile waits for
+// memory. Each of eight warps owns 64 x 64 of the sums (32 x 32): 4 KiB read from shared memory feed 131,072
+// operations.
 #pragma once
 
 #include "portable/chunk.h"

@@ -17,9 +17,9 @@ struct Counts {
   __host__ __device__ int all() const { return first_only + both + second_only; }
 };
 
-// The activations of one chunk of tokens, tile by tile (TwELL). A half block has a bit for each neuron, set if any of its
-// 64 tokens activates it, and a column of 64 values for each neuron: only columns whose bit is set are ever written or
-// read, so the buffer's size is the chunk's and its traffic the active neurons'.
+// The activations of one chunk of tokens, tile by tile (TwELL). A half block has a bit for each neuron, set if any of
+// its 64 tokens activates it, and a column of 64 values for each neuron: only columns whose bit is set are ever written
+// or read, so the buffer's size is the chunk's and its traffic the active neurons'.
 struct Active {
   uint32_t* masks;    // (blocks, 2 halves, words): bit f % 32 of word f / 32
   Counts* counts;     // (blocks)
@@ -56,8 +56,6 @@ struct Zeroed {
 };
 cudaError_t launch_list(const Ffn&, const Chunk&, const Device&, cudaStream_t, Zeroed = {}, Zeroed = {});
 cudaError_t launch_up(const Ffn&, const Chunk&, const Device&, cudaStream_t);
-// As for many blocks of tokens or for few, whatever their number.
-cudaError_t launch_up_as(const Ffn&, const Chunk&, const Device&, cudaStream_t, bool many);
 cudaError_t launch_down(const Ffn&, const Chunk&, const Device&, cudaStream_t);
 
 // A row-major (rows, columns) matrix of 2-byte elements or of bytes, read in boxes of `box_rows` x 64 with 128-byte or

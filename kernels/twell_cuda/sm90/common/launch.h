@@ -3,18 +3,17 @@
 
 #include <cuda_runtime.h>
 
-#define TWELL_RETURN_IF_ERROR(...)                         \
-  do {                                                     \
-    const cudaError_t error_ = (__VA_ARGS__);              \
-    if (error_ != cudaSuccess) return error_;              \
+#define TWELL_RETURN_IF_ERROR(...)            \
+  do {                                        \
+    const cudaError_t error_ = (__VA_ARGS__); \
+    if (error_ != cudaSuccess) return error_; \
   } while (0)
 
 namespace twell::sm90 {
 
-// The kernel may start while the one before it finishes: it calls wait_for_previous() before it reads or writes anything
-// that another kernel touches.
-// Two kernels share a multiprocessor only where they agree on how it divides its memory: `carveout` is the percentage
-// that shared memory gets, or -1 for what the driver chooses.
+// The kernel may start while the one before it finishes: it calls wait_for_previous() before it reads or writes
+// anything that another kernel touches. Two kernels share a multiprocessor only where they agree on how it divides its
+// memory: `carveout` is the percentage that shared memory gets, or -1 for what the driver chooses.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_with_carveout(int carveout, void (*kernel)(Parameters...), int grid, int threads, int cluster,
                                  int shared_bytes, cudaStream_t stream, const Arguments&... arguments) {

@@ -62,7 +62,9 @@ __device__ __forceinline__ bool barrier_passed(uint64_t* barrier, uint32_t parit
 
 // Shared memory written by ordinary stores or cp.async, before tensor cores or bulk copies touch it.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 template <int Threads>
 __device__ __forceinline__ void named_barrier(int id) {
@@ -84,8 +86,8 @@ __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 
-// Of one fetching and two multiplying warpgroups: a block starts with what 384 threads of 168 registers have, and taking
-// more than that would wait for ever.
+// Of one fetching and two multiplying warpgroups: a block starts with what 384 threads of 168 registers have, and
+// taking more than that would wait for ever.
 constexpr bool check_registers(int fetch, int multiply) { return fetch + 2 * multiply <= 3 * 168; }
 
 // Programmatic dependent launch: the next kernel's blocks may start; and: the previous kernels' writes are visible.
@@ -218,7 +220,10 @@ __device__ __forceinline__ void load_two_matrices_transposed(uint32_t (&r)[2], u
 
 __device__ __forceinline__ uint4 load_shared_16(uint32_t shared) {
   uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared) : "memory");
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(shared)
+               : "memory");
   return v;
 }
 

@@ -7,8 +7,8 @@ namespace twell::sm90 {
 
 constexpr int kTurnBytes = 16 * 64 * 2;  // a warp's 16 tokens x 64 hidden units
 
-// A warp's sums, 16 tokens by kHidden columns, to y by way of its `turn` in shared memory. `out` has y (tokens, hidden),
-// and with kBias a bias (hidden) or null.
+// A warp's sums, 16 tokens by kHidden columns, to y by way of its `turn` in shared memory. `out` has y (tokens,
+// hidden), and with kBias a bias (hidden) or null.
 template <typename T, int kHidden, bool kBias, typename Output>
 __device__ __forceinline__ void store_sums(const Output& out, const float* sum, uint32_t turn, int64_t first_token,
                                            int first_hidden) {

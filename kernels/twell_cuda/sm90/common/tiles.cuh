@@ -114,7 +114,7 @@ __device__ __forceinline__ bool are_neighbours(const uint16_t* list, const Item&
 }
 
 // Begins one step of a product: this warpgroup's tokens by N of the tile's neurons, from the one at `skipped` bytes on.
-// T is the operands' type: 16-bit, or e4m3 (sm90/common/wgmma_e4m3.cuh), of which a step has twice as many.
+// T is the operands' type: 16-bit, or e4m3 (sm90/common/wgmma.cuh), of which a step has twice as many.
 template <typename T, int N>
 __device__ __forceinline__ void multiply_stage(float* sum, uint32_t stage, int skipped, int step, int warpgroup) {
   fence_async_proxy();  // cp.async wrote, tensor cores read

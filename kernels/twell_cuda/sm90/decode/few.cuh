@@ -1,6 +1,7 @@
-// What Hopper's two decode kernels for 3 to 64 tokens share: a cluster's shared memory, timestamps.
+// What Hopper's two decode kernels for 3 to 64 tokens share: a cluster's shared memory, and 8-bit weights as operands.
 #pragma once
 
+#include "common/quantized.cuh"
 #include "decode/gate.cuh"
 #include "sm90/common/chunk.h"
 #include "sm90/common/primitives.cuh"
@@ -11,7 +12,7 @@ namespace twell::decoding::few {
 
 using sm90::smem_address;
 
-constexpr int kRows = 64;       // of a product: tokens, those past the call's left as they are
+constexpr int kRows = 64;        // of a product: tokens, those past the call's left as they are
 constexpr int kStepBytes = 128;  // of a swizzled row: 64 elements
 
 // What the kernels may take of a multiprocessor's shared memory so that a thread block of each fits; the system takes
@@ -26,50 +27,12 @@ constexpr int down_stage_bytes(bool sixteen) { return kDownDepth * ((sixteen ? 3
 constexpr int down_exchange_bytes(bool sixteen) { return kFewColumns * (sixteen ? 16 : kRows) * 4; }
 // Where a multiprocessor has no place for a block of the first kernel too, three blocks of four stages fit, or of six
 // of 8-bit weights (`narrow`), whose columns take half as many bytes.
-constexpr int down_stages(bool sixteen, bool beside, bool narrow) {
-  return sixteen ? 8 : narrow ? 6 : beside ? 5 : 4;
-}
+constexpr int down_stages(bool sixteen, bool beside, bool narrow) { return sixteen ? 8 : narrow ? 6 : beside ? 5 : 4; }
 constexpr int down_shared(bool sixteen, bool beside, bool narrow) {
   const int columns = narrow ? kStepBytes / 2 : 0;
   return down_stages(sixteen, beside, narrow) * (down_stage_bytes(sixteen) - kDownDepth * columns) +
          down_exchange_bytes(sixteen) + kDownControl + (narrow ? kFewColumns * 4 : 0);
 }
-
-// With this macro each thread block notes when it reaches each phase, and at the last place its multiprocessor, call by
-// call; decode_check.cu prints them.
-#if defined(TWELL_FEW_TRACE)
-constexpr int kPhases = 10, kTracedBlocks = 512;
-inline uint64_t* trace = nullptr;  // (kernels launched so far, kTracedBlocks, kPhases), advanced by each launch
-#endif
-
-// Where a kernel's blocks note the time; nothing without TWELL_FEW_TRACE.
-struct Trace {
-#if defined(TWELL_FEW_TRACE)
-  uint64_t* times = nullptr;
-  static Trace next() {
-    Trace t{trace};
-    if (trace != nullptr) trace += kTracedBlocks * kPhases;
-    return t;
-  }
-  __device__ __forceinline__ void mark(int phase) const {
-    if (times == nullptr || blockIdx.x >= kTracedBlocks) return;
-    uint64_t now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
-    times[blockIdx.x * kPhases + phase] = now;
-  }
-  __device__ __forceinline__ void start() const {
-    mark(0);
-    if (times == nullptr || blockIdx.x >= kTracedBlocks) return;
-    uint32_t multiprocessor;
-    asm volatile("mov.u32 %0, %%smid;" : "=r"(multiprocessor));
-    times[blockIdx.x * kPhases + kPhases - 1] = multiprocessor + 1;
-  }
-#else
-  static Trace next() { return {}; }
-  __device__ __forceinline__ void start() const {}
-  __device__ __forceinline__ void mark(int) const {}
-#endif
-};
 
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -132,5 +95,37 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t shared)
 __device__ __forceinline__ void prefetch_row(const char* row, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row), "r"(bytes) : "memory");
 }
+
+// 8-bit weights in shared memory: 64 bytes a row, as boxes with 64-byte swizzle leave them, and how they become
+// operands.
+
+constexpr int kNarrowBytes = kStepBytes / 2;  // of a row: 64 elements
+
+// Bytes of a row's 64 elements.
+template <typename Weight>
+constexpr int kRowStep = kScaled<Weight> ? kNarrowBytes : kStepBytes;
+
+#if defined(TWELL_SM90_DEVICE)
+
+// Where a row's 16 bytes `piece` lie: those of eight neighbouring rows meet no bank twice.
+__device__ __forceinline__ uint32_t narrow_at(int row, int piece) {
+  return row * kNarrowBytes + ((piece ^ (row >> 1 & 3)) << 4);
+}
+
+__device__ __forceinline__ uint2 load_shared_8(uint32_t shared) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(shared) : "memory");
+  return v;
+}
+
+// Two 8 x 8 matrices of 2-byte elements; lane 8 m + i, of the first 16, gives matrix m's row i.
+__device__ __forceinline__ void load_two_matrices(uint32_t (&r)[2], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(shared)
+               : "memory");
+}
+
+#endif
 
 }  // namespace twell::decoding::few

@@ -5,7 +5,7 @@
 namespace twell::decoding {
 
 cudaError_t launch_few_down(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
-                              cudaStream_t stream) {
+                            cudaStream_t stream) {
   return ffn.dtype == DType::kBFloat16
              ? launch_few_down_of<__nv_bfloat16, __nv_bfloat16>(ffn, plan, device, workspace, stream)
              : launch_few_down_of<__half, __half>(ffn, plan, device, workspace, stream);

@@ -85,7 +85,6 @@ __global__ void __launch_bounds__(kThreads, 3) few_down_kernel(const __grid_cons
   const int multiplying = F::kByTokens && p.tokens <= 32 ? 4 : F::kMultipliers / 32;  // warps
   sm90::launch_dependents();
   if (thread == 0) {
-    p.trace.start();
 #pragma unroll
     for (int s = 0; s < kMaxStages; ++s) {
       sm90::barrier_init(c.full + s, F::kFetchers);
@@ -109,7 +108,6 @@ __global__ void __launch_bounds__(kThreads, 3) few_down_kernel(const __grid_cons
     if (thread < kColumns) c.scales[thread] = scale_of(p.s_down, column, p.hidden);
   }
   sm90::wait_for_previous();
-  if (thread == 0) p.trace.mark(1);
   neurons.find(p, c);
   Ring ring(c.full, c.empty, p.stages);
 
@@ -135,7 +133,6 @@ __global__ void __launch_bounds__(kThreads, 3) few_down_kernel(const __grid_cons
 #pragma unroll 1
     for (int from = 0; from < neurons.count; from += kListed) {
       neurons.list(p, c, from);
-      if (thread == 0) p.trace.mark(2);
       if constexpr (F::kByTokens) {
         if (from == 0) {
           const int stage = warp / (F::kFetchers / 32), first = stage * kDepth;
@@ -145,15 +142,10 @@ __global__ void __launch_bounds__(kThreads, 3) few_down_kernel(const __grid_cons
           __syncwarp();
         }
       }
-#if defined(TWELL_FEW_TRACE)
-      ring.wait_full();
-      if (thread == 0) p.trace.mark(3);
-#endif
       if (!F::kByTokens || warp < multiplying) {
         multiply_listed<Half, Weight>(sum, ring, stages, min(kListed, neurons.count - from));
       }
     }
-    if (thread == 0) p.trace.mark(4);
     if constexpr (kScaled<Weight>) join_columns(sum);
     __syncwarp();
     cluster_wait();
@@ -179,9 +171,7 @@ __global__ void __launch_bounds__(kThreads, 3) few_down_kernel(const __grid_cons
     cluster_arrive();
     cluster_wait();
   }
-  if (thread == 0) p.trace.mark(5);
   finish<Half, Weight, kSplits, kSixteen>(p, c, exchange, slice, split);
-  if (thread == 0) p.trace.mark(6);
 #endif
 }
 
@@ -197,7 +187,7 @@ cudaError_t launch_for(const Ffn& ffn, const DecodePlan& plan, const Device& dev
                        cudaStream_t stream) {
   const bool beside = fits_beside(ffn, device);
   const int bytes = shared_bytes<Weight, kSixteen>(beside);
-  const int splits = plan.kernels.forced_splits > 0 ? plan.kernels.forced_splits : few_splits(ffn, device);
+  const int splits = few_splits(ffn, device);
   p.stages = down_stages(kSixteen, beside, kScaled<Weight>);
   if (splits == 1) return launch<Half, Weight, 1, kSixteen>(plan, p, bytes, stream);
   if (splits == 2) return launch<Half, Weight, 2, kSixteen>(plan, p, bytes, stream);
@@ -212,7 +202,6 @@ cudaError_t launch_few_down_of(const Ffn& ffn, const DecodePlan& plan, const Dev
   FewDownParams p{};
   static_cast<DownParams&>(p) = down_params(ffn, plan, workspace);
   p.groups = plan.groups;
-  p.trace = Trace::next();
   return plan.groups <= 2 ? launch_for<Half, Weight, true>(ffn, plan, device, p, stream)
                           : launch_for<Half, Weight, false>(ffn, plan, device, p, stream);
 }

@@ -6,9 +6,8 @@ namespace twell::decoding {
 
 cudaError_t launch_int8_few_down(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
                                  cudaStream_t stream) {
-  return ffn.dtype == DType::kBFloat16
-             ? launch_few_down_of<__nv_bfloat16, int8_t>(ffn, plan, device, workspace, stream)
-             : launch_few_down_of<__half, int8_t>(ffn, plan, device, workspace, stream);
+  return ffn.dtype == DType::kBFloat16 ? launch_few_down_of<__nv_bfloat16, int8_t>(ffn, plan, device, workspace, stream)
+                                       : launch_few_down_of<__half, int8_t>(ffn, plan, device, workspace, stream);
 }
 
 }  // namespace twell::decoding

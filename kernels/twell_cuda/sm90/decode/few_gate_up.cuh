@@ -7,8 +7,8 @@
 // ended. Tokens are the 64 rows of the product, whose steps four warpgroups share out. Once it is known which neurons
 // any token activates, their rows of Wu follow over the same x, from the steps on that are still in its ring: gathered,
 // or by boxes where most are active. Of few pairs of a neuron and a token each is multiplied by itself
-// (sm90/decode/few_pairs.cuh). `Weight` is the call's own type, or an 8-bit one, for which neurons are a product's rows
-// and tokens its columns (sm90/decode/few_rows.cuh).
+// (multiply_pairs). `Weight` is the call's own type, or an 8-bit one, for which neurons are a product's rows
+// and tokens its columns (sm90/decode/few_product.cuh).
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 
 #include "decode/decode.h"
 #include "decode/launch.h"
-#include "sm90/decode/few_pairs.cuh"
+#include "sm90/decode/few_tile.cuh"
 
 namespace twell::decoding {
 namespace {
@@ -41,7 +41,6 @@ __global__ void __launch_bounds__(kNeurons <= kFewNeurons ? 1024 : kThreads, 1)
   const bool gated = p.up != nullptr;
   const uint32_t x_stage = p.groups * 8 * kStepBytes, box_stage = octets * 8 * kRowStep<Weight>;
   sm90::launch_dependents();
-  if (thread == 0) p.trace.start();
   Ring box_ring(c.box_full, c.box_empty, p.box_stages[kind].count);
   int asked = 0;  // boxes of the gate: the first ahead of all else
   if (thread == kMultipliers) {
@@ -100,8 +99,8 @@ __global__ void __launch_bounds__(kNeurons <= kFewNeurons ? 1024 : kThreads, 1)
         prefetch_row(rows + static_cast<int64_t>(first + own) * p.row_bytes, p.row_bytes);
       }
     };
-    // Rows of Wd wait for those of Wu, which come the same way: until pairs are multiplied, until rows are there, or until
-    // boxes have all been asked for.
+    // Rows of Wd wait for those of Wu, which come the same way: until pairs are multiplied, until rows are there, or
+    // until boxes have all been asked for.
     const auto prefetch_down = [&] {
       if (active.count * kBlockNeurons <= p.prefetch_max_active * kNeurons) prefetch_own(p.down);
     };
@@ -127,7 +126,6 @@ __global__ void __launch_bounds__(kNeurons <= kFewNeurons ? 1024 : kThreads, 1)
       const int octets_copied = active.copy_octets();
       copy_rows<Weight, kNeurons>(copy_ring(octets_copied), weights, octets_copied * 8 * kRowStep<Weight>, p, c, first,
                                   active.rows, steps);
-      if (index == 0) p.trace.mark(7);
       asm volatile("cp.async.wait_all;" ::: "memory");
     }
     if (active.boxes) {
@@ -149,15 +147,9 @@ __global__ void __launch_bounds__(kNeurons <= kFewNeurons ? 1024 : kThreads, 1)
     c.pair_count = 0;
   }
   sm90::wait_for_previous();
-  if (thread == 0) p.trace.mark(1);
-#if defined(TWELL_FEW_TRACE)
-  x_ring.wait_full();
-  if (thread == 0) p.trace.mark(2);
-#endif
   auto sums = multiply<Half, Weight, kNeurons, kSixteen>({x_ring, x, x_stage}, {box_ring, weights, box_stage}, weights,
                                                          steps, steps - p.kept_steps, false, p.tokens);
   if constexpr (kScaled<Weight>) sums.scale([&](int n) { return c.gate_scale[n]; });
-  if (thread == 0) p.trace.mark(3);
   activate_tile(sums, c, gate, p.tokens, inside, gated);
   sm90::fence_async_proxy();  // boxes may follow where sums were exchanged
   sm90::named_barrier<kThreads>(kTileBarrier);
@@ -167,17 +159,14 @@ __global__ void __launch_bounds__(kNeurons <= kFewNeurons ? 1024 : kThreads, 1)
     masks[first_octet + thread] = static_cast<uint8_t>(active.word(thread / 4) >> thread % 4 * 8);
   }
   if (blockIdx.x == gridDim.x - 1 && thread < (p.blocks + 1) / 2 * 4 - p.octets) masks[p.octets + thread] = 0;
-  if (thread == 0) p.trace.mark(4);
   if (active.count == 0) return;
   if (takes_pairs(p, c)) {
     static_assert(kWarps * kPairSteps * kPairStepBytes<Weight> <= S::kRings);
     multiply_pairs<Half, Weight, kNeurons>(p, c, gate, first, x);
     __syncwarp();
     sm90::named_arrive<kMultipliers + kFetchers>(kListBarrier);
-    if (thread == 0) p.trace.mark(5);
     sm90::named_barrier<kMultipliers>(kSumBarrier);
     store_pairs<Half>(p, active, gate, first);
-    if (thread == 0) p.trace.mark(6);
     return;
   }
   sm90::named_barrier<kMultipliers + kFetchers>(kListBarrier);
@@ -189,15 +178,10 @@ __global__ void __launch_bounds__(kNeurons <= kFewNeurons ? 1024 : kThreads, 1)
     const Operand rows{active.boxes ? boxes_again : copy_ring(rows_octets), weights,
                        rows_octets * 8u * kRowStep<Weight>};
     const Operand x_again{ring_after(x_ring, p.x_stages), x, x_stage};
-#if defined(TWELL_FEW_TRACE)
-    rows.ring.wait_full();
-    if (thread == 0) p.trace.mark(8);
-#endif
     const auto up = [&](auto columns) {
       auto products = multiply<Half, Weight, decltype(columns)::value, kSixteen>(x_again, rows, weights, steps, steps,
                                                                                  !active.boxes, p.tokens);
       if constexpr (kScaled<Weight>) products.scale([&](int row) { return c.up_scale[c.list[row]]; });
-      if (thread == 0) p.trace.mark(5);
       leave_products<Half>(products, x_bytes, c, gate, p.tokens, true);
     };
     if (kNeurons > 16 && active.rows <= 16) {
@@ -217,7 +201,6 @@ __global__ void __launch_bounds__(kNeurons <= kFewNeurons ? 1024 : kThreads, 1)
     *reinterpret_cast<uint4*>(products + (static_cast<int64_t>(first + c.list[i]) * p.groups + chunk) * 16) =
         sm90::load_shared_16(x + i * 128 + ((chunk ^ (i & 7)) << 4));
   }
-  if (thread == 0) p.trace.mark(6);
 #endif
 }
 
@@ -267,7 +250,6 @@ cudaError_t launch_few_gate_up_of(const Ffn& ffn, const DecodePlan& plan, const 
   const int rounds = (p.octets + 8 * device.sm_count - 1) / (8 * device.sm_count);
   const int grid = std::min(rounds * device.sm_count, p.octets);
   p.octets_each = p.octets / grid, p.larger = p.octets % grid;
-  p.trace = Trace::next();
   return p.groups <= 2 ? launch_for<Half, Weight, true>(ffn, plan, grid, p, stream)
                        : launch_for<Half, Weight, false>(ffn, plan, grid, p, stream);
 }

@@ -5,10 +5,10 @@
 
 namespace twell::decoding {
 
-// Thread blocks of a cluster of sm90/decode/few_down.cu, as measured (LOG.md). Beside a block of the first kernel, of up to
-// kFewNeurons neurons, one of them fits, so as many as find a multiprocessor each: clusters of four find only 30 places
-// on 132. After larger blocks three fit everywhere, clusters of three lose, and two to a multiprocessor win. Eight
-// blocks to a cluster are too many for up to 8 tokens.
+// Thread blocks of a cluster of sm90/decode/few_down.cu, as measured (LOG.md). Beside a block of the first kernel, of
+// up to kFewNeurons neurons, one of them fits, so as many as find a multiprocessor each: clusters of four find only 30
+// places on 132. After larger blocks three fit everywhere, clusters of three lose, and two to a multiprocessor win.
+// Eight blocks to a cluster are too many for up to 8 tokens.
 constexpr int kFewColumns = 64;  // of y, for each cluster
 constexpr int kFewNeurons = 48;
 constexpr double kFewPlaces = 0.9;  // of the multiprocessors, for clusters of three and more

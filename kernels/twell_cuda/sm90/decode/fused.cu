@@ -3,24 +3,23 @@
 //
 // A thread block owns neighbouring neurons. Their gate rows do not depend on the kernel ahead, so they come before it
 // has ended: by bulk copies, a few at a time, into shared memory; the first 16 go on into registers, as tensor-core
-// operands (sm90/decode/fused_gate.cuh; of 8-bit weights fused_gate_narrow.cuh). So two blocks share a multiprocessor,
+// operands (sm90/decode/fused_gate.cuh). So two blocks share a multiprocessor,
 // this call's and the next one's. Once x is there, eight warps share out k and add up through shared memory. Rows of Wu
 // and Wd of the active neurons are asked for together, so that one latency covers both: by each thread for itself where
-// they are few (sm90/decode/fused_own.cuh), else in stages (sm90/decode/fused_staged.cuh). Each thread then owns eight
+// they are few, else in stages (sm90/decode/fused_active.cuh). Each thread then owns eight
 // columns of y, and the blocks add up their shares (sm90/decode/fused_sum.cuh).
 //
-// Within each 64 consecutive bytes of weights, lane q of four takes 16 consecutive ones, and the activations of the same
-// k: both operands see the same permutation of k, so no data moves between lanes. `Weight` is the call's own type, or
-// an 8-bit one.
+// Within each 64 consecutive bytes of weights, lane q of four takes 16 consecutive ones, and the activations of the
+// same k: both operands see the same permutation of k, so no data moves between lanes. `Weight` is the call's own type,
+// or an 8-bit one.
 
 #include <mutex>
 #include <unordered_map>
 
 #include "decode/decode.h"
 #include "decode/launch.h"
-#include "sm90/decode/fused_gate_narrow.cuh"
-#include "sm90/decode/fused_own.cuh"
-#include "sm90/decode/fused_staged.cuh"
+#include "sm90/decode/fused_gate.cuh"
+#include "sm90/decode/fused_active.cuh"
 
 namespace twell::decoding {
 namespace {
@@ -52,7 +51,6 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
     // Whoever passes its barrier may write where the gate's rows were, by bulk copies too: each warp has left sums
     // that need all that it read.
     leave_sums(sums, sum, own.tiles(), l);
-    p.trace.mark(kGateSums);
     const Active<kTokens> active = find_active<Weight>(p, c, sums, own.count);
     loud = active.loud;
     if (kQuiet<kTokens> && threadIdx.x < p.tokens && (loud >> threadIdx.x & 1) == 0) {
@@ -70,9 +68,7 @@ __global__ void __launch_bounds__(kThreads, 2) fused_kernel(const __grid_constan
   for (int t = 0; t < kTokens; ++t) {
     if (t < p.tokens && (loud >> t & 1) != 0) store_share(p, t, y[t], c.seal);
   }
-  p.trace.mark(kGiven);
   add_up_all<Half, Weight, kTokens>(p, c, reinterpret_cast<float2*>(shared), silence);
-  p.trace.mark(kStored);
 #endif
 }
 
@@ -140,7 +136,6 @@ cudaError_t launch_fused(const Ffn& ffn, const DecodePlan& plan, const Device& d
   p.warm = how.warm;
   p.patience = how.patience;
   p.meeting = static_cast<uint32_t>(meeting);
-  p.trace = Trace::next();
   const Launch launch{dim3(static_cast<unsigned>(grid)), kThreads, kFusedSharedBytes};
   return (p.tokens <= 2 ? launch_for<2> : launch_for<4>)(ffn, p, launch, plan.kernels, stream);
 }

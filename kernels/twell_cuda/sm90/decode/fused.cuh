@@ -1,5 +1,5 @@
-// What Hopper's fused decode kernel (sm90/decode/fused.cu) is made of: parameters, products over rows in shared memory,
-// timestamps.
+// What all parts of Hopper's fused decode kernel (sm90/decode/fused.cu) use: parameters, products over rows in shared
+// memory, and the shares of y that thread blocks leave for each other.
 #pragma once
 
 #include <type_traits>
@@ -20,7 +20,7 @@ constexpr uint32_t kStepBytes = kDecodeWarps * kPieceBytes;  // a piece for each
 template <typename Weight>
 constexpr uint32_t kMaxRowBytes = sizeof(Weight) * kFusedMaxHidden;
 template <typename Weight>
-constexpr int kSteps = kMaxRowBytes<Weight> / kStepBytes;  // of a row
+constexpr int kSteps = kMaxRowBytes<Weight> / kStepBytes;   // of a row
 constexpr int kXPieces = 2 * kFusedMaxHidden / kStepBytes;  // 16 bytes of x each: one for a step, or two
 constexpr int kThreadColumns = kFusedMaxHidden / kThreads;
 static_assert(kThreadColumns == 8, "a thread reads 16 bytes of a row, or 8");
@@ -28,36 +28,6 @@ template <typename Weight>
 constexpr int kColumnBytes = kThreadColumns * static_cast<int>(sizeof(Weight));
 template <int kTokens>
 constexpr bool kQuiet = kTokens > 2;  // a share of zeros is announced, not stored
-
-// With this macro each thread block notes when it reaches each phase; decode_check.cu prints them.
-#if defined(TWELL_FUSED_TRACE)
-constexpr int kPhases = 12, kTracedBlocks = 160;
-inline uint64_t* trace = nullptr;  // (calls so far, kTracedBlocks, kPhases), advanced by each launch
-#endif
-
-enum Phase {
-  kStarted, kHeld, kWeights, kCallBefore, kTokensThere, kGateSums, kListed, kRowsThere, kUpSums, kGiven, kTaken, kStored
-};
-
-struct Trace {
-#if defined(TWELL_FUSED_TRACE)
-  uint64_t* times = nullptr;
-  static Trace next() {
-    Trace t{trace};
-    if (trace != nullptr) trace += kTracedBlocks * kPhases;
-    return t;
-  }
-  __device__ __forceinline__ void mark(Phase phase) const {
-    if (times == nullptr || threadIdx.x != 0 || blockIdx.x >= kTracedBlocks) return;
-    uint64_t now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
-    times[blockIdx.x * kPhases + phase] = now;
-  }
-#else
-  static Trace next() { return {}; }
-  __device__ __forceinline__ void mark(Phase) const {}
-#endif
-};
 
 struct FusedParams {
   const char* x;
@@ -67,7 +37,7 @@ struct FusedParams {
   const void* b_gate;
   const void* b_up;
   const void* b_down;
-  uint4* shares;  // (thread blocks, tokens, D / 2): two columns of a share of y, and the call's seal
+  uint4* shares;       // (thread blocks, tokens, D / 2): two columns of a share of y, and the call's seal
   uint64_t* silences;  // (tokens, thread blocks), of quiet kernels: the call's seal where a share is zeros
   void* y;
   int tokens, hidden, width;
@@ -75,27 +45,26 @@ struct FusedParams {
   uint32_t run_stride;  // of gate rows in shared memory: 64 modulo 128
   uint32_t row_stride;  // of rows of up and down there, 64 modulo 128: 16-byte reads of two rows meet no bank twice
   int block_rows, longer_blocks;  // neurons of a thread block; how many of the blocks, the first ones, have one more
-  int window;           // runs on their way before the kernels ahead have ended: more would queue in front of them
-  int held_at;          // where runs that go on into registers land, among the places of runs
-  int row_places;       // of rows of up and down, behind Sums
-  int units;            // pairs of columns that a thread block adds up: a power of two
-  bool warm;            // shares' lines are written before there is anything to say
+  int window;      // runs on their way before the kernels ahead have ended: more would queue in front of them
+  int held_at;     // where runs that go on into registers land, among the places of runs
+  int row_places;  // of rows of up and down, behind Sums
+  int units;       // pairs of columns that a thread block adds up: a power of two
+  bool warm;       // shares' lines are written before there is anything to say
   uint32_t meeting;
   int patience;
-  Trace trace;
   const float* s_gate;  // of 8-bit weights
   const float* s_up;
   const float* s_down;
 };
 
 struct Control {
-  uint64_t gate[kRuns];  // a barrier for each run, used once
+  uint64_t gate[kRuns];                          // a barrier for each run, used once
   uint64_t full[kMaxStages], empty[kMaxStages];  // up and down
   uint64_t seal;
   float b_gate[kFusedMaxRows], b_up[kFusedMaxRows];
   uint16_t list[kFusedMaxRows];  // of active neurons
   int kernels_ahead_ended;       // from the start or since
-  int left_over;  // thread blocks that gave up waiting
+  int left_over;                 // thread blocks that gave up waiting
   int all_in;
   float s_gate[kFusedMaxRows], s_up[kFusedMaxRows];  // of 8-bit weights
 };
@@ -259,6 +228,125 @@ __device__ __forceinline__ void ask_for(uint64_t* full, char* to, const char* ro
   if (lane == 0) sm90::barrier_arrive_expect(full, rows * p.row_bytes);
   __syncwarp();
   if (lane < rows) sm90::load_bytes(to + lane * p.row_stride, row, p.row_bytes, full);
+}
+
+#endif
+
+// What a thread block leaves for the others: its share of y in the workspace, 16 bytes at a time: two columns and the
+// call's seal, 64 bits that no earlier call has used. Whoever reads waits for seals, so no fence and no counter stand
+// between a share and its readers (sm90/decode/fused_sum.cuh). The next call's blocks may be there already, but write
+// nothing before all of this one have ended: no share is overwritten while it is read. In a quiet kernel a block stores
+// no share of zeros, but its seal in a word of its own, as soon as it knows.
+//
+// Where other kernels have pushed the shares' lines out of L2, a look at one not yet written fetches it from memory. So
+// a block may write its lines ahead ("warm"): with no seal, once the kernels ahead have ended and so nobody reads them
+// any more, and by the very threads that later store the share there. Two stores of one thread to one address take
+// effect in order, and 16 bytes are written and read as one: what a reader finds is an older call's seal, none, or this
+// call's with its columns. "None" is 0; of all 2^64 pairs of a word and a call one has that seal.
+//
+// A block that waits for others needs them to run. That is counted as they start; one that has waited for long while
+// others have not even started gives up, and the last block to start does the work of all that gave up. So nothing
+// hangs where other work holds multiprocessors.
+
+// One word for each workspace, as two calls under way at once have two: calls so far (32 bits), blocks of this call
+// that have started (16), blocks that gave up (16). Each call adds 65,536 to the blocks, so it leaves nothing to
+// reset.
+constexpr int kMeetings = 65536;
+constexpr int kCallShift = 32;
+constexpr unsigned long long kOneBlock = 1ull << 16, kGaveUp = 1;
+static __device__ unsigned long long meetings[kMeetings];
+
+#if defined(TWELL_SM90_DEVICE)
+
+// By the word's address, not its index: a process may have loaded this code twice.
+__device__ __forceinline__ uint64_t seal_of(const unsigned long long* word, uint32_t call) {
+  uint64_t v = (reinterpret_cast<uint64_t>(word) / sizeof *word << 32 | call) + 0x9e3779b97f4a7c15ull;
+  v = (v ^ v >> 30) * 0xbf58476d1ce4e5b9ull;
+  v = (v ^ v >> 27) * 0x94d049bb133111ebull;
+  return v ^ v >> 31;
+}
+
+// What a block that starts adds.
+__device__ __forceinline__ unsigned long long started_as(unsigned block, unsigned blocks) {
+  return block == 0 ? kOneBlock * (65536 - (blocks - 1)) : kOneBlock;
+}
+
+// This block has started; says what the word was before. The answer takes a while: number_call() reads it later.
+__device__ __forceinline__ unsigned long long check_in(const FusedParams& p) {
+  return atomicAdd(meetings + p.meeting, started_as(blockIdx.x, gridDim.x));
+}
+
+// The call's seal; and, for the last block to start, how many gave up before.
+__device__ __forceinline__ void number_call(const FusedParams& p, Control& c, unsigned long long before) {
+  const unsigned long long after = before + started_as(blockIdx.x, gridDim.x);
+  const bool last = after >> kCallShift != before >> kCallShift;
+  const int gave_up = last ? static_cast<int>(before & (kOneBlock - 1)) : 0;
+  if (gave_up > 0) atomicAdd(meetings + p.meeting, -(kGaveUp * gave_up));
+  c.left_over = gave_up;
+  c.seal = seal_of(meetings + p.meeting, static_cast<uint32_t>(before >> kCallShift));
+  c.all_in = static_cast<int>(before >> kCallShift);  // until may_wait_on(): the call's number
+}
+
+// Whether all blocks have started, so that waiting ends; if not, this one has given up.
+__device__ __forceinline__ bool may_wait_on(const FusedParams& p, const Control& c) {
+  const unsigned long long before = atomicAdd(meetings + p.meeting, kGaveUp);
+  const bool all = static_cast<int>(before >> kCallShift) != c.all_in;
+  if (all) atomicAdd(meetings + p.meeting, -kGaveUp);
+  return all;
+}
+
+__device__ __forceinline__ void store_sealed(uint4* to, float a, float b, uint64_t seal) {
+  asm volatile(
+      "{\n\t.reg .b64 v;\n\t.reg .b128 w;\n\tmov.b64 v, {%1, %2};\n\tmov.b128 w, {v, %3};\n\t"
+      "st.relaxed.gpu.global.b128 [%0], w;\n\t}" ::"l"(to),
+      "f"(a), "f"(b), "l"(seal)
+      : "memory");
+}
+
+__device__ __forceinline__ void store_silence(uint64_t* to, uint64_t seal) {
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(seal) : "memory");
+}
+
+__device__ __forceinline__ uint64_t load_silence(const uint64_t* from) {
+  uint64_t v;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
+  return v;
+}
+
+struct Sealed {
+  uint64_t columns, seal;
+};
+
+// Where `wanted`; else `v` stays.
+__device__ __forceinline__ void load_sealed(Sealed& v, const uint4* from, bool wanted) {
+  asm volatile(
+      "{\n\t.reg .pred p;\n\t.reg .b128 w;\n\tsetp.ne.b32 p, %3, 0;\n\tmov.b128 w, {%0, %1};\n\t"
+      "@p ld.relaxed.gpu.global.b128 w, [%2];\n\tmov.b128 {%0, %1}, w;\n\t}"
+      : "+l"(v.columns), "+l"(v.seal)
+      : "l"(from), "r"(static_cast<int>(wanted))
+      : "memory");
+}
+
+// Where a thread's columns of token `token` lie in its block's share: four times two, `hidden / kThreadColumns` apart.
+__device__ __forceinline__ uint4* share_of(const FusedParams& p, int token) {
+  return p.shares + (blockIdx.x * p.tokens + token) * (p.hidden / 2) + threadIdx.x;
+}
+
+__device__ __forceinline__ void store_share(const FusedParams& p, int token, const float (&y)[kThreadColumns],
+                                            uint64_t seal) {
+  const int threads = p.hidden / kThreadColumns;
+  if (threadIdx.x >= threads) return;
+#pragma unroll
+  for (int i = 0; i < kThreadColumns / 2; ++i) {
+    store_sealed(share_of(p, token) + i * threads, y[2 * i], y[2 * i + 1], seal);
+  }
+}
+
+__device__ __forceinline__ void warm_share(const FusedParams& p) {
+  constexpr uint64_t kNoSeal = 0;
+  const float none[kThreadColumns] = {};
+#pragma unroll 1
+  for (int t = 0; t < p.tokens; ++t) store_share(p, t, none, kNoSeal);
 }
 
 #endif

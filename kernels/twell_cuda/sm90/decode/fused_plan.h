@@ -2,7 +2,6 @@
 #pragma once
 
 #include "common/ffn.h"
-#include "common/round_up.h"
 
 namespace twell::decoding {
 

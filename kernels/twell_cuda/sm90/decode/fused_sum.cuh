@@ -1,8 +1,8 @@
-// How the thread blocks of the fused decode kernel add up y: each some columns, always in the order of shares, looking at
-// those that are missing until they are there.
+// The last part of the fused decode kernel: thread blocks add up y, each some columns, always in the order of shares,
+// looking at those that are missing until they are there.
 #pragma once
 
-#include "sm90/decode/fused_share.cuh"
+#include "sm90/decode/fused.cuh"
 
 namespace twell::decoding::fused {
 
@@ -60,8 +60,8 @@ __device__ __forceinline__ uint64_t ask_early(const FusedParams& p) {
 // Adds up the columns of thread block `block` and stores them, if all shares arrive before `patience` looks at each;
 // the same answer for all threads. `scratch` holds kThreads of two; `silence` is what ask_early() said.
 template <typename Half, typename Weight, int kTokens>
-__device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, float2* scratch, int block,
-                                       int patience, uint64_t silence) {
+__device__ __forceinline__ bool add_up(const FusedParams& p, const Control& c, float2* scratch, int block, int patience,
+                                       uint64_t silence) {
   const int thread = threadIdx.x, shares = gridDim.x;
   const int pairs = p.hidden / 2, all_units = p.tokens * pairs;
   const Places at(p);
@@ -165,7 +165,6 @@ __device__ __forceinline__ void add_up_all(const FusedParams& p, Control& c, flo
       __syncthreads();
       if (!c.all_in) return;
     } else {
-      p.trace.mark(kTaken);
       if (c.left_over == 0 || next == static_cast<int>(gridDim.x)) return;
       block = next++;
     }

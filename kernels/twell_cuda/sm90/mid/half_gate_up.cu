@@ -6,8 +6,216 @@
 // active neurons, and their rows of Wu follow over the same x, in the same shared memory but with more stages, as there
 // are few of them. Columns of relu(gate) stay in shared memory until they become h.
 
-#include "sm90/mid/half.cuh"
-#include "sm90/mid/half_up.cuh"
+#include <type_traits>
+
+#include "sm90/mid/tile.cuh"
+
+namespace twell::sm90::mid_half {
+
+// Shared memory, barriers, the list of active neurons.
+//
+// Four warps multiply, three gather rows of Wu, one fetches boxes: two warps for each quarter of the registers, so that
+// a block of the second kernel fits beside.
+
+using mid::activate, mid::Arguments, mid::find_active, mid::gather_rows, mid::kCluster, mid::launch_gate_up;
+
+constexpr int kWarps = 4, kMultipliers = kWarps * 32, kGatherers = 96, kThreads = kMultipliers + kGatherers + 32;
+constexpr int kDepth = 64, kRowBytes = kDepth * 2, kTokenBytes = kHalfTokens * kRowBytes;
+constexpr int kMaxStages = 6, kMaxUpStages = 10;
+constexpr int kMaxNeurons = 256;
+constexpr int kGatherRows = kGatherers / 8;        // rows at a time, eight threads each
+constexpr int kMaskBarrier = 1, kListBarrier = 2;  // named
+
+struct Control {
+  uint64_t full[kMaxStages], empty[kMaxStages];  // of the gate; a stage is free in all blocks of the cluster
+  uint64_t up_full[kMaxUpStages], up_empty[kMaxUpStages];
+  uint64_t gate_multiplied, listed;  // the gate's stages are free; the list is made
+  uint32_t warp_masks[kWarps][kMaxNeurons / 32];
+  uint16_t list[kMaxNeurons];  // places of the active neurons among the thread block's, ascending
+  int count;                   // of the list
+};
+
+template <int kNeurons>
+struct Shape {
+  static constexpr int kStageBytes = kTokenBytes + kNeurons * kRowBytes;
+  // 120 KiB leave room for a block of the second kernel.
+  static constexpr int kStages = kNeurons == 256 ? 4 : 120 * 1024 / kStageBytes;
+  static constexpr int kRingBytes = kStages * kStageBytes;
+  static constexpr int kTurnBytes = kNeurons * kHalfTokens * 2;  // columns of relu(gate), then of h
+  static constexpr int kWords = (kNeurons + 31) / 32, kPieces = kNeurons / 16;
+  static constexpr int kShared = 1024 + kRingBytes + kTurnBytes + static_cast<int>(sizeof(Control));
+  static_assert(kStages <= kMaxStages && kStageBytes % 1024 == 0 && kNeurons % 16 == 0);
+  static_assert(kShared <= mid::kSharedLimit);
+};
+
+// How up uses the gate's ring: all stages of x, then all stages of kRows rows of Wu.
+struct UpRing {
+  int rows, stages;
+  __device__ __forceinline__ int row_stage(int stage) const { return stages * kTokenBytes + stage * rows * kRowBytes; }
+};
+
+template <int kNeurons>
+__device__ __forceinline__ UpRing up_ring(int count) {
+  const int rows = count <= 32                      ? 32
+                   : count <= 48                    ? 48
+                   : count <= 64                    ? 64
+                   : count <= 96 && kNeurons > 96   ? 96
+                   : count <= 128 && kNeurons > 128 ? 128
+                                                    : kNeurons;
+  return {rows, min(kMaxUpStages, Shape<kNeurons>::kRingBytes / (kTokenBytes + rows * kRowBytes))};
+}
+
+// Where nothing is active only what was asked for ahead is taken from the ring.
+__device__ __forceinline__ int up_steps(int count, int early, int steps) { return count > 0 ? steps : early; }
+
+// By one warp, from what the multiplying warps have found: masks and list.
+template <int kNeurons>
+__device__ __forceinline__ void make_list(const Arguments& a, Control& c, int half, int first) {
+  using S = Shape<kNeurons>;
+  const int lane = threadIdx.x % 32;
+  uint32_t mask = 0;  // a lane for each word
+  if (lane < S::kWords) {
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) mask |= c.warp_masks[w][lane];
+    const int left = a.width - first - 32 * lane;  // nothing is active past the last: x may hold NaN
+    mask &= left >= 32 ? ~0u : left > 0 ? (1u << left) - 1 : 0;
+    uint16_t* const masks =
+        reinterpret_cast<uint16_t*>(a.active.masks) + static_cast<int64_t>(half) * 2 * a.active.words;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int piece = 2 * lane + i, at = first / 16 + piece;
+      if (piece < S::kPieces && at < 2 * a.active.words) masks[at] = static_cast<uint16_t>(mask >> (16 * i));
+    }
+  }
+  int count = 0;
+#pragma unroll
+  for (int w = 0; w < S::kWords; ++w) {
+    const uint32_t bits = __shfl_sync(~0u, mask, w);
+    if (bits >> lane & 1) c.list[count + __popc(bits & ((1u << lane) - 1))] = static_cast<uint16_t>(w * 32 + lane);
+    count += __popc(bits);
+  }
+  if (lane == 0) c.count = count;
+}
+
+// Where 16 bytes, tokens 8 `eighth` and on, of the n-th column lie in shared memory.
+__device__ __forceinline__ uint32_t turn_at(uint32_t turn, int n, int eighth) {
+  return turn + n * kRowBytes + ((eighth ^ (n & 7)) << 4);
+}
+
+// Columns of listed neurons to global memory, 16 tokens a warp; `row_of` says where each lies.
+template <typename T, int kNeurons, typename RowOf>
+__device__ __forceinline__ void store_columns(const Arguments& a, const Control& c, uint32_t turn, int half, int first,
+                                              RowOf row_of) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  T* const columns = static_cast<T*>(a.active.columns) +
+                     (static_cast<int64_t>(half / 2) * a.width + first) * kBlockTokens + half % 2 * kHalfTokens +
+                     warp * 16 + (lane & 1) * 8;
+  __syncwarp();
+  for (int n = lane / 2; n < c.count; n += 16) {
+    *reinterpret_cast<uint4*>(columns + static_cast<int64_t>(c.list[n]) * kBlockTokens) =
+        load_shared_16(turn_at(turn, row_of(n), 2 * warp + (lane & 1)));
+  }
+}
+
+// Up: products of the listed neurons, and their columns of h.
+
+// The three warps that gather rows of Wu.
+template <int kNeurons>
+__device__ __forceinline__ void gather(const Arguments& a, Control& c, uint32_t shared, int first, int early,
+                                       int all_steps) {
+  constexpr int kShare = (kNeurons + kGatherRows - 1) / kGatherRows;
+  const int thread = threadIdx.x - kMultipliers, row = thread / 8, eighths = a.hidden / 8;
+  const int rows = c.count, steps = up_steps(rows, early, all_steps);
+  const UpRing use = up_ring<kNeurons>(rows);
+  Ring ring(c.up_full, c.up_empty, use.stages);
+  const uint4 *const up = static_cast<const uint4*>(a.up), *const down = static_cast<const uint4*>(a.down);
+  uint32_t offsets[kShare];  // of their rows, in 16 bytes
+#pragma unroll
+  for (int i = 0; i < kShare; ++i) {
+    const int n = row + kGatherRows * i;
+    offsets[i] = n < rows ? static_cast<uint32_t>(first + c.list[n]) * eighths : 0;
+  }
+  for (int step = 0; step < steps; ++step, ring.advance()) {
+    ring.wait_empty();
+    const uint32_t to = shared + use.row_stage(ring.stage);
+    gather_rows(to, up, down, offsets, thread, step, eighths, rows);
+    barrier_arrive_on_copies(ring.full + ring.stage);
+  }
+}
+
+template <typename T, int kRows>
+__device__ __forceinline__ void multiply_rows(float* sum, Ring& ring, const UpRing& use, uint32_t shared, int steps) {
+  const bool releases = threadIdx.x % 32 == 0;
+  for (int step = 0; step < steps; ++step, ring.advance()) {
+    ring.wait_full();
+    fence_async_proxy();  // cp.async wrote, tensor cores read
+    const uint32_t tokens = shared + ring.stage * kTokenBytes, rows = shared + use.row_stage(ring.stage);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k) {
+      Wgmma<T, kRows, 0, 0>::multiply(sum, matrix_descriptor(tokens + k * 32, 16), matrix_descriptor(rows + k * 32, 16),
+                                      step + k);
+    }
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (step > 0 && releases) barrier_arrive(ring.empty + ring.previous());
+  }
+  wgmma_wait<0>();
+}
+
+// h = relu(gate) * (u + bias): the n-th listed neuron's column takes the n-th place, from where it goes to global
+// memory. Places are ascending, so what is overwritten has been read.
+template <typename T, int kNeurons>
+__device__ __forceinline__ void store_products(const float (&sum)[kNeurons / 2], const Arguments& a, const Control& c,
+                                               uint32_t turn, int half, int first) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = c.count;
+  const T* const bias = static_cast<const T*>(a.b_up);
+#pragma unroll
+  for (int j = 0; j < kNeurons / 8; j += 2) {  // 16 neurons
+    if (8 * j < rows) {
+      const int row = 8 * j + lane / 16 * 8 + lane % 8, eighth = 2 * warp + (lane / 8 & 1);
+      uint32_t gate[4];
+      load_matrices_transposed(gate, turn_at(turn, c.list[min(row, rows - 1)], eighth));
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        const int index = 4 * (j + m / 2) + m % 2 * 2, n = 8 * (j + m / 2) + lane % 4 * 2;
+        const float2 g = unpack<T>(gate[m]);
+        float2 b{};
+        if (bias != nullptr) {
+          b.x = widen(bias[first + c.list[min(n, rows - 1)]]);
+          b.y = widen(bias[first + c.list[min(n + 1, rows - 1)]]);
+        }
+        gate[m] = pack<T>(g.x * (sum[index] + b.x), g.y * (sum[index + 1] + b.y));
+      }
+      store_matrices_transposed(turn_at(turn, row, eighth), gate);
+    }
+  }
+  store_columns<T, kNeurons>(a, c, turn, half, first, [](int n) { return n; });
+}
+
+template <typename T, int kNeurons>
+__device__ __forceinline__ void multiply_up(const Arguments& a, Control& c, uint32_t shared, uint32_t turn, int half,
+                                            int first, int early, int all_steps) {
+  const int steps = up_steps(c.count, early, all_steps);
+  const UpRing use = up_ring<kNeurons>(c.count);
+  Ring ring(c.up_full, c.up_empty, use.stages);
+  float sum[kNeurons / 2];
+  const auto multiply = [&](auto count) {
+    constexpr int kRows = decltype(count)::value < kNeurons ? decltype(count)::value : kNeurons;
+    multiply_rows<T, kRows>(sum, ring, use, shared, steps);
+  };
+  switch (use.rows) {
+    case 32: multiply(std::integral_constant<int, 32>{}); break;
+    case 48: multiply(std::integral_constant<int, 48>{}); break;
+    case 64: multiply(std::integral_constant<int, 64>{}); break;
+    case 96: multiply(std::integral_constant<int, 96>{}); break;
+    case 128: multiply(std::integral_constant<int, 128>{}); break;
+    default: multiply(std::integral_constant<int, kNeurons>{});
+  }
+  store_products<T, kNeurons>(sum, a, c, turn, half, first);
+}
+
+}  // namespace twell::sm90::mid_half
 
 namespace twell::sm90 {
 namespace {
@@ -73,7 +281,6 @@ __device__ __forceinline__ void multiply_gate(const Arguments& a, Control& c, ui
   float sum[kNeurons / 2];
   for (int step = 0; step < steps; ++step, ring.advance()) {
     ring.wait_full();
-    if (threadIdx.x == 0 && step == 0) a.trace.mark(2);
     const uint32_t stage = stages + ring.stage * S::kStageBytes;
     wgmma_fence();
 #pragma unroll
@@ -121,7 +328,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   const bool fetches = thread == kThreads - 32;
   const Fetcher<kNeurons> fetcher{a, &x_map, &gate_map, c, stages, half, first, rank, steps, early};
   if (fetches) {
-    a.trace.mark(0);
     prefetch_map(&x_map);
     prefetch_map(&gate_map);
     for (int s = 0; s < S::kStages; ++s) {
@@ -144,15 +350,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (warp < kWarps) {
     multiply_gate<T, kNeurons>(a, c, shared, turn, half, first, steps);
-    if (thread == 0) a.trace.mark(3);
     named_barrier<kMultipliers + kGatherers>(kListBarrier);
-    if (thread == 0) a.trace.mark(4);
     if (a.up != nullptr) {
       multiply_up<T, kNeurons>(a, c, shared, turn, half, first, early, steps);
     } else {
       store_columns<T, kNeurons>(a, c, turn, half, first, [&](int n) { return static_cast<int>(c.list[n]); });
     }
-    if (thread == 0) a.trace.mark(6);
   } else if (!fetches && warp < kWarps + kGatherers / 32) {
     named_barrier<kMultipliers + kGatherers>(kMaskBarrier);
     if (warp == kWarps) make_list<kNeurons>(a, c, half, first);
@@ -165,7 +368,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     if (a.up != nullptr) gather<kNeurons>(a, c, shared, first, early, steps);
   } else if (fetches) {
-    a.trace.mark(1);
     fetcher.gate();
     if (a.up != nullptr) fetcher.up();
   }

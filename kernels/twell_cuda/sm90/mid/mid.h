@@ -33,36 +33,4 @@ cudaError_t launch_mid_gate_up(const Ffn&, const Chunk&, const MidPlan&, cudaStr
 cudaError_t launch_mid_half_gate_up(const Ffn&, const Chunk&, const MidPlan&, cudaStream_t);
 cudaError_t launch_mid_down(const Ffn&, const Chunk&, const Device&, const MidPlan&, cudaStream_t);
 
-// With this macro each thread block notes when it reaches each phase; prefill_check.cu prints them.
-#if defined(TWELL_MID_TRACE)
-constexpr int kMidPhases = 8, kMidTracedBlocks = 512;
-// (kernels launched so far, kMidTracedBlocks, kMidPhases), advanced by each launch.
-inline uint64_t* mid_trace = nullptr;
-#endif
-
-// Where a kernel's blocks note the time; nothing without TWELL_MID_TRACE.
-struct MidTrace {
-#if defined(TWELL_MID_TRACE)
-  uint64_t* times = nullptr;
-  static MidTrace next() {
-    MidTrace t{mid_trace};
-    if (mid_trace != nullptr) mid_trace += kMidTracedBlocks * kMidPhases;
-    return t;
-  }
-#if defined(__CUDACC__)
-  __device__ __forceinline__ void mark(int phase) const {
-    if (times == nullptr || blockIdx.x >= kMidTracedBlocks) return;
-    uint64_t now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
-    times[blockIdx.x * kMidPhases + phase] = now;
-  }
-#endif
-#else
-  static MidTrace next() { return {}; }
-#if defined(__CUDACC__)
-  __device__ __forceinline__ void mark(int) const {}
-#endif
-#endif
-};
-
 }  // namespace twell::sm90

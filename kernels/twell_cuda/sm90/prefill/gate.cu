@@ -1,6 +1,6 @@
 // The gate of operands of the call's own type.
 
-#include "sm90/prefill/gate_launch.cuh"
+#include "sm90/prefill/gate.cuh"
 
 namespace twell::sm90 {
 namespace {
@@ -9,7 +9,7 @@ template <typename T>
 cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
   const T* x = static_cast<const T*>(ffn.x) + chunk.first * ffn.hidden;
   const gate::Factors factors{x, ffn.gate.data, ffn.hidden, ffn.hidden, {}};
-  return gate::launch_type<T, T, false>(ffn, factors, chunk, device, stream);
+  return gate::launch_type<T, T>(ffn, factors, chunk, device, stream);
 }
 
 }  // namespace

@@ -19,8 +19,8 @@ __device__ __forceinline__ Counts counts_of(uint64_t sums) {
   return {static_cast<int>(sums & kMask), static_cast<int>(sums >> 21 & kMask), static_cast<int>(sums >> 42)};
 }
 
-// A thread block for each block of tokens; each warp lists a run of words, 32 at a time, and in each word a lane the bit
-// that is its own. Each lane keeps the first words that it counts.
+// A thread block for each block of tokens; each warp lists a run of words, 32 at a time, and in each word a lane the
+// bit that is its own. Each lane keeps the first words that it counts.
 __global__ void __launch_bounds__(kThreads)
     list_kernel(const Chunk chunk, const Zeroed first_zeroed, const Zeroed second_zeroed) {
 #if defined(TWELL_SM90_DEVICE)

@@ -3,21 +3,15 @@
 // 16-bit type, and so are down's products, over the active neurons: Wd's values become such as they are multiplied.
 #pragma once
 
-#include "common/round_up.h"
 #include "sm90/common/chunk.h"
 
 namespace twell::sm90 {
 
-// Whether sums leave the tensor cores every 128 products, to be added up in fp32.
-//
-// Hopper adds e4m3 products to about 14 bits: each instruction aligns its 32 products and the sum so far to the largest
-// of them, and cuts off what lies below about 2^-13 of that. What is cut off has both signs, so over D = 2048 a sum is
-// expected to be off by about 0.1 % of the root of its products' squares' sum, and by 0.03 % with promotion. But e4m3
-// itself, with 4 bits a value, is worth 3.7 % of that root. And torch._scaled_mm, as torchao calls it (use_fast_accum),
-// does not promote: with false the sums are those of the same instructions in the same order of k, so the gate has the
-// errors of the dense block that it takes the place of. Promoting also needs two sets of sums, so tiles of 128 neurons
-// at most, which move 1.25 times as many bytes through shared memory. fp8_gate_check measures both.
-constexpr bool kPromoteSums = false;
+// Sums stay in the tensor cores. Hopper adds e4m3 products to about 14 bits: each instruction aligns its 32 products
+// and the sum so far to the largest of them, and cuts off what lies below about 2^-13 of that. Over D = 2048 a sum is
+// off by about 0.1 % of the root of its products' squares' sum, while e4m3 itself, with 4 bits a value, is worth 3.7 %
+// of that root. torch._scaled_mm, as torchao calls it (use_fast_accum), does the same, so the gate has the errors of
+// the dense block that it takes the place of. Sums added up in fp32 every 128 products took 28 % longer (LOG.md).
 
 // The bulk copies' unit: rows of e4m3 start at multiples of it.
 constexpr int kE4m3Border = 16;
@@ -51,14 +45,11 @@ cudaError_t launch_quantize_rows(DType, const void* x, int64_t rows, int columns
 cudaError_t launch_gate_fp8(const Ffn& ffn, const QuantizedRows& x, const Chunk& chunk, const Device& device,
                             cudaStream_t stream);
 
-// As launch_up, for D a multiple of kE4m3Border. ffn.up is e4m3 as ffn.gate is for the gate. Sums times both scales, then
-// bias, then times relu(gate): a scale that is infinite or NaN reaches h as it would in plain arithmetic, and a token or
-// neuron of zeros has its bias alone.
+// As launch_up, for D a multiple of kE4m3Border. ffn.up is e4m3 as ffn.gate is for the gate. Sums times both scales,
+// then bias, then times relu(gate): a scale that is infinite or NaN reaches h as it would in plain arithmetic, and a
+// token or neuron of zeros has its bias alone.
 cudaError_t launch_up_fp8(const Ffn& ffn, const QuantizedRows& x, const Chunk& chunk, const Device& device,
                           cudaStream_t stream);
-// As for many blocks of tokens or for few, whatever their number.
-cudaError_t launch_up_fp8_as(const Ffn& ffn, const QuantizedRows& x, const Chunk& chunk, const Device& device,
-                             cudaStream_t stream, bool many);
 
 // As launch_down, for D a multiple of kE4m3Border. ffn.down is e4m3, its rows D apart, with a scale for each column of
 // y: sums times scales, then bias, rounded once. So a column whose scale is NaN or infinite is NaN, or infinite.

@@ -1,6 +1,6 @@
 // The up projection of 16-bit operands.
 
-#include "sm90/prefill/up_kernel.cuh"
+#include "sm90/prefill/up.cuh"
 
 namespace twell::sm90 {
 namespace {
@@ -18,10 +18,7 @@ cudaError_t launch_type(const Ffn& ffn, const Chunk& chunk, const Device& device
 }  // namespace
 
 cudaError_t launch_up(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream) {
-  return launch_up_as(ffn, chunk, device, stream, chunk.active.blocks >= up::kManyBlocks);
-}
-
-cudaError_t launch_up_as(const Ffn& ffn, const Chunk& chunk, const Device& device, cudaStream_t stream, bool many) {
+  const bool many = chunk.active.blocks >= up::kManyBlocks;
   return ffn.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(ffn, chunk, device, stream, many)
                                        : launch_type<__half>(ffn, chunk, device, stream, many);
 }

@@ -1,18 +1,13 @@
 // The up projection of e4m3 operands.
 
-#include "sm90/common/wgmma_e4m3.cuh"
 #include "sm90/prefill/prefill_fp8.h"
-#include "sm90/prefill/up_kernel.cuh"
+#include "sm90/prefill/up.cuh"
 
 namespace twell::sm90 {
 
 cudaError_t launch_up_fp8(const Ffn& ffn, const QuantizedRows& x, const Chunk& chunk, const Device& device,
                           cudaStream_t stream) {
-  return launch_up_fp8_as(ffn, x, chunk, device, stream, chunk.active.blocks >= up::kManyBlocks);
-}
-
-cudaError_t launch_up_fp8_as(const Ffn& ffn, const QuantizedRows& x, const Chunk& chunk, const Device& device,
-                             cudaStream_t stream, bool many) {
+  const bool many = chunk.active.blocks >= up::kManyBlocks;
   const int64_t row_bytes = ffn.up.row_stride;
   // A copy of 16 bytes of a row would take what lies past its end with it.
   if (ffn.hidden % kE4m3Border != 0 || row_bytes % kE4m3Border != 0) return cudaErrorInvalidValue;

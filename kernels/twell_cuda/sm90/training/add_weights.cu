@@ -4,7 +4,158 @@
 // A persistent thread block of three warpgroups an SM: the first fetches, the other two multiply 64 neurons each.
 
 #include "sm90/common/launch.h"
-#include "sm90/training/add_weights_fetch.cuh"
+#include "sm90/common/primitives.cuh"
+#include "sm90/training/neuron_product.cuh"
+#include "sm90/training/training.h"
+
+namespace twell::sm90::add {
+
+// What is multiplied, and how it comes: a stage has a tile of neurons' values of a half block, through
+// registers, because what is not active has to become zero and h is a product, and the half block's rows of x or dy, by
+// bulk tensor copies. The biases' gradients are summed on the way.
+
+constexpr int kFetchers = 128;  // threads
+
+// matrix (F, D) += values^T rows; values are (columns, times `factors` if there are any).
+struct Product {
+  const void* columns;
+  const void* factors;
+  void* matrix;  // or null
+  void* bias;    // (F), sums of values; or null
+  int slices;    // of the hidden size; one, for the bias, where no matrix is wanted
+};
+
+struct Arguments {
+  Product products[2];
+  const uint32_t* masks;
+  const int64_t* kept;
+  bool known;                   // as in Chunk
+  int64_t first_block, tokens;  // of the chunk
+  int blocks, words, hidden, width;
+};
+
+struct Tile {
+  Product product;
+  int neuron, hidden;  // the first
+};
+
+__device__ __forceinline__ int neuron_tiles(const Arguments& a) { return (a.width + kNeurons - 1) / kNeurons; }
+__device__ __forceinline__ int count_items(const Arguments& a) {
+  return neuron_tiles(a) * (a.products[0].slices + a.products[1].slices);
+}
+__device__ __forceinline__ Tile tile_at(const Arguments& a, int item) {
+  const int first_items = neuron_tiles(a) * a.products[0].slices;
+  const bool second = item >= first_items;
+  const Product product = second ? a.products[1] : a.products[0];
+  const int at = second ? item - first_items : item;
+  return {product, at / product.slices * kNeurons, at % product.slices * kHidden};
+}
+
+// Which of a tile's neurons a half block activates.
+struct Bits {
+  uint32_t words[kNeurons / 32];
+  __device__ __forceinline__ void load(const Arguments& a, int half_block, int neuron) {
+    const uint32_t* masks = a.masks + static_cast<int64_t>(half_block) * a.words;
+#pragma unroll
+    for (int i = 0; i < kNeurons / 32; ++i) {
+      const int word = neuron / 32 + i;
+      words[i] = word < a.words ? __ldcg(masks + word) : 0;
+    }
+  }
+};
+
+__device__ __forceinline__ void store_shared_16(uint32_t shared, const uint4& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t multiply_words(uint32_t a, uint32_t b) {
+  const float2 x = unpack<T>(a), y = unpack<T>(b);
+  return pack<T>(x.x * y.x, x.y * y.y);
+}
+template <typename T>
+__device__ __forceinline__ float sum_words(const uint4& v) {
+  const float2 a = unpack<T>(v.x), b = unpack<T>(v.y), c = unpack<T>(v.z), d = unpack<T>(v.w);
+  return ((a.x + a.y) + (b.x + b.y)) + ((c.x + c.y) + (d.x + d.y));
+}
+// Of a word's two values those among the first `count`.
+__device__ __forceinline__ uint32_t keep_first(uint32_t word, int64_t count) {
+  return count >= 2 ? word : count == 1 ? word & 0xFFFF : 0;
+}
+
+template <typename T, bool kMultiplied>
+__device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* row_map, int first_block, uint8_t* shared,
+                                      Ring ring) {
+  constexpr int kRows = kFetchers / 8, kShare = kNeurons / kRows;
+  static_assert(kRows == 16);  // two share a word of bits
+  // Eight threads copy a half block's column; every kRows-th neuron is theirs.
+  const int row = threadIdx.x / 8, chunk = threadIdx.x % 8, items = count_items(a);
+  const uint32_t stages = smem_address(shared), place = row * 128 + ((chunk ^ (row & 7)) << 4);
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    const Tile tile = tile_at(a, item);
+    const int64_t offset = int64_t{tile.neuron + row} * kBlockTokens + chunk * 8;
+    const T* columns = static_cast<const T*>(tile.product.columns) + offset;
+    const T* factors = static_cast<const T*>(tile.product.factors) + offset;
+    const bool with_bias = tile.hidden == 0 && tile.product.bias != nullptr;
+    float bias[kShare]{};
+    Bits bits;
+    bits.load(a, 2 * first_block, tile.neuron);
+    for (int half_block = 2 * first_block; half_block < 2 * a.blocks; ++half_block, ring.advance()) {
+      const int64_t from = int64_t{half_block / 2} * a.width * kBlockTokens + half_block % 2 * kHalfTokens;
+      uint4 values[kShare], others[kShare];
+#pragma unroll
+      for (int i = 0; i < kShare; ++i) {
+        const bool active = bits.words[i / 2] >> (row + i % 2 * kRows) & 1;
+        values[i] = others[i] = uint4{};
+        if (active && tile.neuron + row + kRows * i < a.width) {
+          const int64_t at = from + i * kRows * kBlockTokens;
+          values[i] = __ldcg(reinterpret_cast<const uint4*>(columns + at));
+          if constexpr (kMultiplied) others[i] = __ldcg(reinterpret_cast<const uint4*>(factors + at));
+        }
+      }
+      if (half_block + 1 < 2 * a.blocks) bits.load(a, half_block + 1, tile.neuron);
+      ring.wait_empty();
+      uint64_t* full = ring.full + ring.stage;
+      if (threadIdx.x == 0) {
+        barrier_arrive_expect(full, kParts * kPartBytes);
+        uint8_t* rows = shared + ring.stage * kStageBytes + kColumnBytes;
+        for (int part = 0; part < kParts; ++part) {
+          load_box(rows + part * kPartBytes, row_map, tile.hidden + part * 64, half_block * kHalfTokens, full);
+        }
+      }
+      const int64_t left = a.tokens - (int64_t{half_block} * kHalfTokens + chunk * 8);
+#pragma unroll
+      for (int i = 0; i < kShare; ++i) {
+        uint4& v = values[i];
+        if constexpr (kMultiplied) {
+          v = {multiply_words<T>(v.x, others[i].x), multiply_words<T>(v.y, others[i].y),
+               multiply_words<T>(v.z, others[i].z), multiply_words<T>(v.w, others[i].w)};
+        }
+        if (left < 8) {
+          v = {keep_first(v.x, left), keep_first(v.y, left - 2), keep_first(v.z, left - 4), keep_first(v.w, left - 6)};
+        }
+        if (with_bias) bias[i] += sum_words<T>(v);
+        store_shared_16(stages + ring.stage * kStageBytes + place + i * kRows * 128, v);
+      }
+      fence_async_proxy();  // ordinary stores here, tensor cores read
+      barrier_arrive(full);
+    }
+    if (!with_bias) continue;
+#pragma unroll
+    for (int i = 0; i < kShare; ++i) {
+#pragma unroll
+      for (int d = 1; d < 8; d *= 2) bias[i] += __shfl_xor_sync(~0u, bias[i], d);
+      const int neuron = tile.neuron + row + kRows * i;
+      if (chunk == 0 && neuron < a.width) {
+        uint16_t* const to = static_cast<uint16_t*>(tile.product.bias) + neuron;
+        *to = static_cast<uint16_t>(pack<T>(bias[i] + unpack<T>(__ldcg(to)).x, 0.0f));
+      }
+    }
+  }
+}
+
+}  // namespace twell::sm90::add
 
 namespace twell::sm90 {
 namespace {
@@ -90,7 +241,7 @@ template <typename T, bool kMultiplied>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const State& state, const void* rows, const Product& first,
                    const Product& second, const Device& device, cudaStream_t stream) {
   const Active& active = chunk.active;
-  const Arguments arguments{{first, second}, active.masks, state.totals, chunk.known, chunk.first_block(),
+  const Arguments arguments{{first, second}, active.masks,  state.totals, chunk.known, chunk.first_block(),
                             chunk.tokens,    active.blocks, active.words, ffn.hidden,  ffn.width};
   const int items = (ffn.width + kNeurons - 1) / kNeurons * (first.slices + second.slices);
   CUtensorMap row_map;
@@ -113,7 +264,7 @@ cudaError_t launch_add_down(const Ffn& ffn, const Chunk& chunk, const State& sta
   const bool gated = ffn.gated(), bfloat = ffn.dtype == DType::kBFloat16;
   const void* ups = gated ? chunk.active.ups : nullptr;
   const Product h = make_product(ffn, chunk.active.columns, ups, gradients.down, nullptr);
-  const auto run = bfloat ? gated ? launch<__nv_bfloat16, true> : launch<__nv_bfloat16, false>
+  const auto run = bfloat  ? gated ? launch<__nv_bfloat16, true> : launch<__nv_bfloat16, false>
                    : gated ? launch<__half, true>
                            : launch<__half, false>;
   return run(ffn, chunk, state, gradients.dy, h, {}, device, stream);

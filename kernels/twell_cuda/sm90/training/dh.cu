@@ -53,9 +53,8 @@ cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const L1Term& l1, const v
   using Plain = tiles::Columns<Gradient<T, false>>;
   const tiles::Arguments arguments{ffn.down.data, chunk, ffn.hidden, ffn.width};
   const Active& active = chunk.active;
-  return ffn.gated()
-             ? tiles::launch<Gated>(ffn, dy, arguments, {{active.columns, active.ups}, l1}, device, stream)
-             : tiles::launch<Plain>(ffn, dy, arguments, {{active.columns, nullptr}, l1}, device, stream);
+  return ffn.gated() ? tiles::launch<Gated>(ffn, dy, arguments, {{active.columns, active.ups}, l1}, device, stream)
+                     : tiles::launch<Plain>(ffn, dy, arguments, {{active.columns, nullptr}, l1}, device, stream);
 }
 
 }  // namespace

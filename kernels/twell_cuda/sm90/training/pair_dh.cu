@@ -24,9 +24,7 @@ __device__ __forceinline__ void copy_4(void* shared, const void* global) {
 // A warp's sums of one group of a tile's entries for some tokens, 32 bytes of them at a time swizzled by token.
 struct Sums {
   float values[kRoundTokens * kGroup];
-  static __device__ __forceinline__ int at(int token, int entry) {
-    return token * kGroup + (entry ^ (token & 3) * 8);
-  }
+  static __device__ __forceinline__ int at(int token, int entry) { return token * kGroup + (entry ^ (token & 3) * 8); }
 };
 
 template <typename T, bool kGated>
@@ -84,8 +82,8 @@ struct PairGradient {
   __device__ __forceinline__ void fetch_aside(const tiles::Item& item, const uint16_t* list, int tiles) const {
     const State& state = given.training.state;
     const int64_t first_entry = own.first_entry + own.first_entries[item.block] + item.first;
-    const int64_t first_pair = own.first_pair + own.first_pairs_of_blocks[item.block] +
-                               __ldcg(state.first_pairs + first_entry / kGroup);
+    const int64_t first_pair =
+        own.first_pair + own.first_pairs_of_blocks[item.block] + __ldcg(state.first_pairs + first_entry / kGroup);
     barrier_wait(&own.taken, (tiles & 1) ^ 1);
 #pragma unroll
     for (int i = threadIdx.x * kStep; i < kStagedPairs; i += tiles::kFetchers * kStep) {  // more than the tile's, maybe
@@ -242,10 +240,9 @@ template <typename T>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Training& training, const void* dy,
                    const PairGradients& gradients, const Sorted& sorted, const Device& device, cudaStream_t stream) {
   const tiles::Arguments arguments{ffn.down.data, chunk, ffn.hidden, ffn.width};
-  return ffn.gated() ? tiles::launch<PairGradient<T, true>>(ffn, dy, arguments, {training, gradients, sorted},
-                                                                  device, stream)
-                           : tiles::launch<PairGradient<T, false>>(ffn, dy, arguments, {training, gradients, sorted},
-                                                                   device, stream);
+  return ffn.gated()
+             ? tiles::launch<PairGradient<T, true>>(ffn, dy, arguments, {training, gradients, sorted}, device, stream)
+             : tiles::launch<PairGradient<T, false>>(ffn, dy, arguments, {training, gradients, sorted}, device, stream);
 }
 
 }  // namespace

@@ -135,8 +135,8 @@ int64_t sm90_training_bytes(const Ffn& ffn) {
   return cutter.used();
 }
 
-cudaError_t sm90_training_forward(const Ffn& ffn, const Transposition& down, const L1& l1, int64_t capacity, void* state,
-                                  void* workspace, const Device& device, cudaStream_t stream) {
+cudaError_t sm90_training_forward(const Ffn& ffn, const Transposition& down, const L1& l1, int64_t capacity,
+                                  void* state, void* workspace, const Device& device, cudaStream_t stream) {
   Chunk chunk{};
   Saving saving;
   Cutter cutter(workspace);

@@ -17,12 +17,12 @@ struct BlockState {
   int64_t first_entry, first_pair;  // in the pools
 };
 
-// What forward keeps for backward (DESIGN.md, "Training's state"). The pools' sizes follow from T, F and the capacity alone; the first
-// blocks that fit are kept, the others computed again from x.
+// What forward keeps for backward (DESIGN.md, "Training's state"). The pools' sizes follow from T, F and the capacity
+// alone; the first blocks that fit are kept, the others computed again from x.
 struct State {
-  int64_t* totals;        // (3): blocks kept, entries used, pairs used
-  BlockState* blocks;     // (all blocks); valid for those kept
-  uint4* tokens;          // (entries): bit t % 32 of word t / 32, x to w, of the block's tokens that activate the neuron
+  int64_t* totals;     // (3): blocks kept, entries used, pairs used
+  BlockState* blocks;  // (all blocks); valid for those kept
+  uint4* tokens;       // (entries): bit t % 32 of word t / 32, x to w, of the block's tokens that activate the neuron
   uint32_t* first_pairs;  // (entries / kGroup): pairs of the block before each group
   uint16_t* neurons;      // (entries)
   // (pairs): relu(gate), 16 bits; where the block has a gate 32 bits, above it x Wu^T + bu.
@@ -37,8 +37,8 @@ constexpr int kUpTileNeurons = 80;
 
 // Scratch of forward while pairs are saved, chunk by chunk; the report's sums wait until they are many.
 struct Saving {
-  // (blocks of a chunk, row): of each entry its tokens; then, of kept blocks with a gate (the state has their tokens), x
-  // and y: the block's pairs before those of its first half and of its second.
+  // (blocks of a chunk, row): of each entry its tokens; then, of kept blocks with a gate (the state has their tokens),
+  // x and y: the block's pairs before those of its first half and of its second.
   uint4* entries;
   uint64_t* slots;  // (kSlots): of each thread block its pairs, above them the last turn it took; zero before the first
   uint32_t turn;    // of the chunk: 1, 2, ...

@@ -10,7 +10,7 @@
 namespace twell::sm90 {
 namespace {
 
-constexpr int kThreads = 256, kBatch = 8;  // rows of each matrix under way in a warp
+constexpr int kThreads = 256, kBatch = 8;    // rows of each matrix under way in a warp
 constexpr int64_t kWideSliceTokens = 20480;  // of so many, pieces of 512 bytes of all rows lie in L2 together
 
 struct Arguments {
@@ -198,7 +198,8 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const Arguments a) {
 #endif
 }
 
-// Some of its rows are in L1 already, because another warp's neuron was active for the same token: all of it is asked for.
+// Some of its rows are in L1 already, because another warp's neuron was active for the same token: all of it is asked
+// for.
 template <typename T, int kLanes>
 cudaError_t launch_gather(const Arguments& a, const Device& device, cudaStream_t stream) {
   const auto kernel = a.scratch.matrices == 3 ? gather_kernel<T, kLanes, true> : gather_kernel<T, kLanes, false>;

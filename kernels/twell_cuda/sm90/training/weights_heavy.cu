@@ -116,8 +116,8 @@ __device__ __forceinline__ void fetch(const Arguments& a, const Maps& maps, int 
 }
 
 template <typename T>
-__device__ __forceinline__ void multiply(const Arguments& a, int tiles, int steps, int rank, int count,
-                                         uint8_t* shared, Ring ring) {
+__device__ __forceinline__ void multiply(const Arguments& a, int tiles, int steps, int rank, int count, uint8_t* shared,
+                                         Ring ring) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4, warpgroup = warp / 4;
   const uint32_t stages = smem_address(shared);
   const int items = count_items(a, tiles);
@@ -197,8 +197,7 @@ cudaError_t launch(const Ffn& ffn, const State& state, const Gradients& out, con
   const int stride = static_cast<int>(count_blocks(ffn) * kBlockTokens);
   for (int m = 0; m < 3; ++m) {
     const void* factors = heavy.factors[m] != nullptr ? heavy.factors[m] : heavy.factors[0];
-    TWELL_RETURN_IF_ERROR(
-        make_tensor_map(maps.factors + m, ffn.dtype, factors, heavy.rows(), stride, kBoxNeurons));
+    TWELL_RETURN_IF_ERROR(make_tensor_map(maps.factors + m, ffn.dtype, factors, heavy.rows(), stride, kBoxNeurons));
   }
   const void* dy = out.down != nullptr ? out.dy : ffn.x;
   TWELL_RETURN_IF_ERROR(make_tensor_map(&maps.x, ffn.dtype, ffn.x, ffn.tokens, ffn.hidden, kDepth));

@@ -17,8 +17,8 @@ constexpr int kClasses = 32 * (1 << kMantissa) + 1;
 constexpr float kTilePairs = 2.5f;
 constexpr int kMostTiles = 16;
 // Room for their rows: so many bytes for each pair that the state has room for, but for the first of a token. Where
-// tokens have so few active neurons hardly one is heavy; each 16 more make a tile of them, and chunks that were not kept
-// take as much room anyway where a token has 64.
+// tokens have so few active neurons hardly one is heavy; each 16 more make a tile of them, and chunks that were not
+// kept take as much room anyway where a token has 64.
 constexpr int kRowBytes = 48, kLightPairs = 24;
 
 // 0 for no pairs; the others by the leading bits of the number as float.
@@ -79,8 +79,8 @@ __device__ int find_threshold(const int* counts, int slots, int end, int lane) {
   return threshold;
 }
 
-__global__ void __launch_bounds__(kThreads) plan_kernel(const int64_t* first, const Scratch scratch, int width,
-                                                        int64_t tokens) {
+__global__ void __launch_bounds__(kThreads)
+    plan_kernel(const int64_t* first, const Scratch scratch, int width, int64_t tokens) {
 #if defined(TWELL_SM90_DEVICE)
   __shared__ int counts[kClasses], starts[kClasses], threshold, heavy_from, slots, splits, heavies;
   __shared__ uint32_t class_pairs[kClasses];

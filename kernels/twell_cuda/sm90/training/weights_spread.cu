@@ -112,9 +112,9 @@ cudaError_t launch(const Arguments& a, bool gated, const Device& device, cudaStr
 
 cudaError_t launch_spread(const Ffn& ffn, const State& state, const Sorted& sorted, const Gradients& out,
                           const Scratch& scratch, bool beside, const Device& device, cudaStream_t stream) {
-  const Arguments arguments{sorted,     scratch.heavy, scratch.plan,                     state.totals,
-                            out.b_gate, out.b_up,      count_blocks(ffn) * kBlockTokens, ffn.width,
-                            beside};
+  const Arguments arguments{
+      sorted,    scratch.heavy, scratch.plan, state.totals, out.b_gate, out.b_up, count_blocks(ffn) * kBlockTokens,
+      ffn.width, beside};
   const bool gated = ffn.gated();
   return ffn.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(arguments, gated, device, stream)
                                        : launch<__half>(arguments, gated, device, stream);

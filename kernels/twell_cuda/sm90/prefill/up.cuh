@@ -10,20 +10,17 @@
 #pragma once
 
 #include "sm90/common/launch.h"
-#include "sm90/mid/mid.h"
 #include "sm90/prefill/up_product.cuh"
 
 namespace twell::sm90::up {
 
 // kMany: h is stored by lines of 128 bytes, and stages of relu(gate) are given back one by one.
 template <typename T, typename E, bool kMany, bool kBias>
-__device__ __forceinline__ void multiply(const ArgumentsOf<E>& a, ControlOf<E>& c, uint8_t* shared, Ring ring,
-                                         const MidTrace& trace) {
+__device__ __forceinline__ void multiply(const ArgumentsOf<E>& a, ControlOf<E>& c, uint8_t* shared, Ring ring) {
   constexpr int kAtOnce = kMany ? 1 : 2;  // stages of relu(gate) that are worked on before any is released
   const int steps = steps_of<E>(a.hidden), lane = threadIdx.x % 32, blocks = a.active.blocks;
   const int warp = (threadIdx.x - kFetchers) / 32, warpgroup = warp / 4, bytes = stage_bytes(c.tile);
   const uint32_t stages = smem_address(shared);
-  const bool first_thread = threadIdx.x == kFetchers;
   int block = 0, tiles = 0;
   for (int index = blockIdx.x; index < c.first_tile[blocks]; index += gridDim.x, ++tiles) {
     const Item item = item_at(index, block, blocks, c);
@@ -36,7 +33,6 @@ __device__ __forceinline__ void multiply(const ArgumentsOf<E>& a, ControlOf<E>& 
     const int low = begin / 16 * 16, wide = max(end - low + 63, 0) / 64;
     float sum[kMaxNeurons / 2];
     const int skipped = low * kRowBytes;
-    if (first_thread && tiles == 1) trace.mark(2);
     switch (wide) {
       case 0: multiply_tile<E, 0>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
       case 1: multiply_tile<E, 64>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
@@ -44,7 +40,6 @@ __device__ __forceinline__ void multiply(const ArgumentsOf<E>& a, ControlOf<E>& 
       case 3: multiply_tile<E, 192>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
       default: multiply_tile<E, 256>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
     }
-    if (first_thread && tiles == 1) trace.mark(3);
     // relu(gate) fills one stage or two; h takes its place there, then in global memory.
     barrier_wait(c.listed + tiles % kLists, tiles / kLists & 1);
     const uint16_t* neurons = c.neurons[tiles % kLists];
@@ -61,7 +56,6 @@ __device__ __forceinline__ void multiply(const ArgumentsOf<E>& a, ControlOf<E>& 
         turns[i] = stages + filled.stage * bytes;
         filled.advance();
       }
-      if (first_thread && tiles == 1 && first == 0) trace.mark(4);
       [[maybe_unused]] int pair = 0;           // of eight neurons the first of the lane's two
       [[maybe_unused]] float token_scales[2];  // of its tokens; they have come with relu(gate)
       if constexpr (kScaled<E>) {
@@ -128,15 +122,13 @@ __device__ __forceinline__ void multiply(const ArgumentsOf<E>& a, ControlOf<E>& 
       __syncwarp();
       for (; ring.stage != filled.stage; ring.advance()) release(ring, ring.stage);
     }
-    if (first_thread && tiles == 1) trace.mark(5);
   }
-  if (first_thread) trace.mark(6);
 }
 
 template <typename T, typename E, bool kMany, bool kBias>
 __global__ void __launch_bounds__(kThreads, 1)
     up_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap up_map,
-              const ArgumentsOf<E> a, const MidTrace trace) {
+              const ArgumentsOf<E> a) {
 #if defined(TWELL_SM90_DEVICE)
   extern __shared__ uint8_t raw_shared[];
   uint8_t* shared = raw_shared + (-smem_address(raw_shared) & 1023);
@@ -153,18 +145,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   launch_dependents();
   wait_for_previous();
-  if (threadIdx.x == 0) trace.mark(0);
   for (int b = threadIdx.x; b < a.active.blocks; b += kThreads) c.counts[b] = a.active.counts[b];
   __syncthreads();
   make_plan(c, a.active.blocks, a.turned);
-  if (threadIdx.x == 0) trace.mark(1);
   const Ring ring(c.full, c.empty, stages_of<E>(c, a.hidden));
   if (threadIdx.x < kFetchers) {
     give_registers<kFetchRegisters>();
     fetch<T, kMany, E>(a, &x_map, &up_map, c, shared, ring);
   } else {
     take_registers<kMultiplyRegisters>();
-    multiply<T, E, kMany, kBias>(a, c, shared, ring, trace);
+    multiply<T, E, kMany, kBias>(a, c, shared, ring);
   }
 #endif
 }
@@ -173,7 +163,7 @@ template <typename T, typename E, bool kMany, bool kBias>
 cudaError_t launch(const CUtensorMap& x_map, const CUtensorMap& up_map, const ArgumentsOf<E>& arguments,
                    const Device& device, cudaStream_t stream) {
   return launch_kernel(up_kernel<T, E, kMany, kBias>, device.sm_count, kThreads, 1, kShared<E>, stream, x_map, up_map,
-                       arguments, MidTrace::next());
+                       arguments);
 }
 
 template <typename T, typename E>

@@ -10,12 +10,58 @@
 // bytes of a row, so in both forms it has the same copies and the same cycles, with e4m3 for twice as many products.
 #pragma once
 
+#include <type_traits>
+
 #include "sm90/common/chunk.h"
+#include "sm90/common/launch.h"
 #include "sm90/common/primitives.cuh"
 #include "sm90/common/wgmma.cuh"
-#include "sm90/prefill/gate_scales.cuh"
 
 namespace twell::sm90::gate {
+
+// What makes a tile's sums of e4m3 products those of the numbers they stand for.
+
+// Of e4m3 operands; the gate's sums are multiplied by both. Null where the operands are the numbers themselves.
+struct RowScales {
+  const float* tokens;   // (tokens of the chunk)
+  const float* neurons;  // (F)
+};
+
+// Scales of a warp's 16 tokens x kNeurons neurons: a lane's two tokens, and every 32nd neuron.
+template <int kNeurons>
+struct TileScales {
+  float low, high;  // of tokens lane / 4 and lane / 4 + 8
+  float neurons[kNeurons / 32];
+
+  // Past the end of either scales may be anything: 0.
+  __device__ __forceinline__ void load(const RowScales& scales, int first_token, int tokens, int first_neuron,
+                                       int width) {
+    const int lane = threadIdx.x % 32, token = first_token + lane / 4;
+    low = token < tokens ? __ldcg(scales.tokens + token) : 0.0f;  // from L2: L1 may hold an earlier chunk's
+    high = token + 8 < tokens ? __ldcg(scales.tokens + token + 8) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kNeurons / 32; ++i) {
+      const int neuron = first_neuron + i * 32 + lane;
+      neurons[i] = neuron < width ? scales.neurons[neuron] : 0.0f;
+    }
+  }
+
+  // A lane's sums are of two tokens and neurons 8 j + lane % 4 * 2 and + 1, so it reads other lanes' scales from the
+  // warp's `turn` (kNeurons).
+  __device__ __forceinline__ void apply(float (&sum)[kNeurons / 2], float* turn) const {
+    const int lane = threadIdx.x % 32;
+    __syncwarp();  // the tile before has been read from there
+#pragma unroll
+    for (int i = 0; i < kNeurons / 32; ++i) turn[i * 32 + lane] = neurons[i];
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < kNeurons / 8; ++j) {
+      const float2 pair = *reinterpret_cast<const float2*>(turn + 8 * j + lane % 4 * 2);
+      sum[4 * j] *= pair.x, sum[4 * j + 1] *= pair.y, sum[4 * j + 2] *= pair.x, sum[4 * j + 3] *= pair.y;
+      sum[4 * j] *= low, sum[4 * j + 1] *= low, sum[4 * j + 2] *= high, sum[4 * j + 3] *= high;
+    }
+  }
+};
 
 constexpr int kThreads = 384, kConsumerWarps = 8, kRowBytes = 128, kSharedLimit = 227 * 1024;
 constexpr float kFull = 0.8f;  // share of a tile's neurons
@@ -62,8 +108,7 @@ __device__ __forceinline__ Tile tile_at(int item, const Arguments& a) {
   return {block, rest / groups * a.unit + part, min(kNeurons, a.unit - part)};
 }
 
-// kPromote: sums of 128 products are added up in fp32 outside the tensor cores (prefill_fp8.h).
-template <typename T, typename E, int kNeurons, int kCluster, bool kPromote>
+template <typename T, typename E, int kNeurons, int kCluster>
 __global__ void __launch_bounds__(kThreads, 1)
     gate_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap gate_map,
                 const Arguments a) {
@@ -138,7 +183,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   take_registers<kMultiplyRegisters>();
   const int warpgroup = group - 1, warp = threadIdx.x / 32 - 4;  // of the eight that multiply; 16 tokens each
-  const uint32_t rows = smem_address(turn) + warp * 32 * 32;  // one of 32 bytes for each of 32 neurons
+  const uint32_t rows = smem_address(turn) + warp * 32 * 32;     // one of 32 bytes for each of 32 neurons
   const auto release = [&](int stage) {
     if (lane < kCluster) {
       if constexpr (kCluster == 1) {
@@ -159,36 +204,21 @@ __global__ void __launch_bounds__(kThreads, 1)
       scales.load(a.scales, first_token, tokens, tile.neuron, a.width);  // there by the time that the sums are
     }
     float sum[kNeurons / 2];
-    [[maybe_unused]] float part[kPromote ? kNeurons / 2 : 1];
-    if constexpr (kPromote) {
-#pragma unroll
-      for (float& value : sum) value = 0.0f;
-    }
     for (int step = 0; step < steps; ++step, ring.advance()) {
       ring.wait_full();
       const uint32_t stage = smem_address(shared) + ring.stage * S::kStageBytes;
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < kRowBytes / 32; ++k) {
-        Wgmma<E, kNeurons, 0, 0>::multiply(kPromote ? part : sum,
-                                           matrix_descriptor(stage + warpgroup * 8192 + k * 32, 16),
-                                           matrix_descriptor(stage + S::kTokenBytes + k * 32, 16),
-                                           kPromote ? k : step + k);
+        Wgmma<E, kNeurons, 0, 0>::multiply(sum, matrix_descriptor(stage + warpgroup * 8192 + k * 32, 16),
+                                           matrix_descriptor(stage + S::kTokenBytes + k * 32, 16), step + k);
       }
       wgmma_commit();
-      if constexpr (kPromote) {
-        wgmma_wait<0>();  // the other warpgroup keeps the tensor cores busy
-        release(ring.stage);
-        add_up(sum, part);
-      } else {
-        wgmma_wait<1>();
-        if (step > 0) release(ring.previous());
-      }
+      wgmma_wait<1>();
+      if (step > 0) release(ring.previous());
     }
-    if constexpr (!kPromote) {
-      wgmma_wait<0>();
-      release(ring.previous());
-    }
+    wgmma_wait<0>();
+    release(ring.previous());
     if constexpr (kScaled) scales.apply(sum, reinterpret_cast<float*>(turn + warp * 32 * 32));
 
     // Thread's values: tokens row and row + 8, neurons 8 j + column and + 1.
@@ -271,6 +301,106 @@ __global__ void __launch_bounds__(kThreads, 1)
   if constexpr (kCluster > 1) cluster_sync();
   if (a.beside) wait_for_previous();
 #endif
+}
+
+// How the gate's tiles are cut, and its launches.
+
+constexpr int64_t kLaunchCost = 160;  // of a second launch, in units of tile_cost, where a step is 64 of D
+
+// What the gate multiplies: x (chunk's tokens, D) and Wg (F, D), rows so many elements apart.
+struct Factors {
+  const void* x;
+  const void* gate;
+  int64_t x_stride, gate_stride;
+  RowScales scales;
+};
+
+// What shared memory takes for a step: 32 KiB of x, written once and read once, and 3 x 128 bytes a neuron.
+constexpr int64_t tile_cost(int neurons) { return 256 + 3 * neurons; }
+
+// The tile width of least time. Tiles of 256 that would make a poorly filled last round are cut into parts of `last`,
+// but for launches that mostly end at once.
+struct Cut {
+  int neurons, last;  // last == neurons: nothing is cut
+};
+
+inline Cut best_cut(const Ffn& ffn, int groups, int clusters, bool whole, int64_t launch_cost) {
+  const auto rounds = [&](int64_t items) { return (items + clusters - 1) / clusters; };
+  Cut best{};
+  int64_t best_cost = INT64_MAX;
+  const auto consider = [&](Cut cut, int64_t cost) {
+    if (cost < best_cost) best = cut, best_cost = cost;
+  };
+  for (const int neurons : {256, 192, 128, 96, 64}) {
+    const int64_t items = int64_t{groups} * ((ffn.width + neurons - 1) / neurons);
+    consider({neurons, neurons}, rounds(items) * tile_cost(neurons));
+    if (whole || neurons != 256 || items < clusters) continue;
+    for (const int last : {128, 96, 64}) {
+      const int64_t parts = items % clusters * ((256 + last - 1) / last);
+      consider({256, last}, items / clusters * tile_cost(256) + rounds(parts) * tile_cost(last) + launch_cost);
+    }
+  }
+  return best;
+}
+
+// Of the tiles of `unit` neurons those from `begin` to `end`, each in parts of kNeurons.
+template <typename T, typename E, int kNeurons, int kCluster>
+cudaError_t launch(const Ffn& ffn, const Factors& f, const Chunk& chunk, const Device& device, cudaStream_t stream,
+                   int unit, int begin, int end) {
+  CUtensorMap x_map, gate_map;
+  constexpr int kPart = kNeurons / kCluster;
+  if constexpr (sizeof(E) == 1) {
+    TWELL_RETURN_IF_ERROR(make_byte_map(&x_map, f.x, chunk.tokens, ffn.hidden, f.x_stride, kBlockTokens));
+    TWELL_RETURN_IF_ERROR(make_byte_map(&gate_map, f.gate, ffn.width, ffn.hidden, f.gate_stride, kPart));
+  } else {
+    TWELL_RETURN_IF_ERROR(make_tensor_map(&x_map, ffn.dtype, f.x, chunk.tokens, ffn.hidden, kBlockTokens));
+    TWELL_RETURN_IF_ERROR(make_tensor_map(&gate_map, ffn.dtype, f.gate, ffn.width, ffn.hidden, kPart));
+  }
+  const int groups = (chunk.active.blocks + kCluster - 1) / kCluster, tiles = (ffn.width + unit - 1) / unit;
+  const int parts = (unit + kNeurons - 1) / kNeurons, items = (end - begin) * parts;
+  const Arguments arguments{ffn.b_gate, chunk, ffn.hidden, ffn.width, tiles,     groups,
+                            begin,      items, unit,       parts,     begin > 0, f.scales};
+  const int grid = min(device.sm_count / kCluster, items) * kCluster;
+  return launch_kernel(gate_kernel<T, E, kNeurons, kCluster>, grid, kThreads, kCluster, Shape<kNeurons>::kShared,
+                       stream, x_map, gate_map, arguments);
+}
+
+template <typename T, typename E, int kCluster>
+cudaError_t launch_width(int neurons, const Ffn& ffn, const Factors& f, const Chunk& chunk, const Device& device,
+                         cudaStream_t stream, int unit, int begin, int end) {
+  const auto run = [&](auto width) {
+    return launch<T, E, decltype(width)::value, kCluster>(ffn, f, chunk, device, stream, unit, begin, end);
+  };
+  switch (neurons) {
+    case 64: return run(std::integral_constant<int, 64>());
+    case 96: return run(std::integral_constant<int, 96>());
+    case 128: return run(std::integral_constant<int, 128>());
+    case 192: return run(std::integral_constant<int, 192>());
+    default: return run(std::integral_constant<int, 256>());
+  }
+}
+
+template <typename T, typename E, int kCluster>
+cudaError_t launch_cluster(const Ffn& ffn, const Factors& f, const Chunk& chunk, const Device& device,
+                           cudaStream_t stream) {
+  const int groups = (chunk.active.blocks + kCluster - 1) / kCluster, clusters = device.sm_count / kCluster;
+  // A step of fewer bytes an element is more of D, and a launch so many times as long beside it.
+  const int64_t launch_cost = kLaunchCost * 2 / static_cast<int64_t>(sizeof(E));
+  const Cut cut = best_cut(ffn, groups, clusters, chunk.kept != nullptr, launch_cost);
+  const int tiles = groups * ((ffn.width + cut.neurons - 1) / cut.neurons);
+  const int whole = cut.last == cut.neurons ? tiles : tiles / clusters * clusters;
+  const auto run = [&](int neurons, int begin, int end) {
+    return launch_width<T, E, kCluster>(neurons, ffn, f, chunk, device, stream, cut.neurons, begin, end);
+  };
+  TWELL_RETURN_IF_ERROR(run(cut.neurons, 0, whole));
+  return whole == tiles ? cudaSuccess : run(cut.last, whole, tiles);
+}
+
+template <typename T, typename E>
+cudaError_t launch_type(const Ffn& ffn, const Factors& f, const Chunk& chunk, const Device& device,
+                        cudaStream_t stream) {
+  return chunk.active.blocks > 1 ? launch_cluster<T, E, 2>(ffn, f, chunk, device, stream)
+                                 : launch_cluster<T, E, 1>(ffn, f, chunk, device, stream);
 }
 
 }  // namespace twell::sm90::gate
