@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 
+from hf_twell.dispatch.limits import limit
 from hf_twell.models.cards import LOST
-from hf_twell.ops.policy_cuda import BACK, LIMITS, LIMITS_TRAINING
 from tests.quoting import ROOT, Quote, least, row, rows
 
 H200, EPYC = "kernels/twell_cuda/bench/h200-{}/bench.jsonl", "kernels/twell_cpu/bench/epyc-{}/bench.jsonl"
@@ -99,7 +99,7 @@ GIVEN = {
         *(f"| {kind}, {density} %" for kind in ("fp8", "int8") for density in (0.5, 2.1)),
         "The rows of 2.1 % are older",
     ),
-    "docs/training.md": ("up to 2,048, ", "up to 8,192, ", "passes 80 % of its own"),  # blocks/density_watch.py
+    "docs/training.md": ("up to 2,048, ", "up to 8,192, ", "passes 80 % of its own"),  # dispatch/training.py
 }
 
 
@@ -298,7 +298,10 @@ def backends() -> Entries:
     generated = model["sparse_tokens_per_s"], model["dense_tokens_per_s"]
     yield "generates {:.0f} tokens a second instead of {:.0f}", *generated
     yield "then keeps {:.0f} MiB", block(MAIN, 16_384, **{"pass": "forward+backward"})["sparse_held_mib"]
-    yield "At {:.1f} % active or fewer there is only one", 100 * min(most for _, *limits in LIMITS for most in limits)
+    yield (
+        "At {:.1f} % active or fewer there is only one",
+        100 * min(most for _, *limits in limit("kCudaLimits") for most in limits),
+    )
     overlapped = row(MAIN, bench="generate", inductor_pdl=True)
     yield "then takes {:.2f} ms, dense {:.2f}.", overlapped["sparse_step_ms"], overlapped["dense_step_ms"]
     for (hidden, intermediate), name in SHAPES.items():
@@ -388,10 +391,10 @@ def inspect() -> Entries:
 
 
 def training() -> Entries:
-    limits = [100 * most for _, most in LIMITS_TRAINING[1:]]
+    limits = [100 * most for _, most in limit("kCudaTrainingLimits")[1:]]
     yield "{:.1f} % active up to 2,048, {:.1f} % up to 8,192, {:.1f} % for more", *limits
-    yield "above {:.1f} times the limit it goes back", BACK
-    yield "Above {:.1f} times the limit all go back", BACK
+    yield "above {:.1f} times the limit it goes back", limit("kCudaTrainingBack")
+    yield "Above {:.1f} times the limit all go back", limit("kCudaTrainingBack")
 
 
 def quantization() -> Entries:

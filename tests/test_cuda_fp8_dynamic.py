@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import library
 
-from hf_twell.blocks import stored_density
-from hf_twell.blocks.choice import takes_kernels
+from hf_twell.blocks.calls import store_density, takes_kernels
 from hf_twell.blocks.modeling import SparseFfn, sparse_ffns
 from hf_twell.models.quantizing import make_dynamic, quantize_block
 from hf_twell.ops import api, build, reference
@@ -477,7 +476,7 @@ def test_a_compiled_block_goes_by_its_stored_density(dynamic_down, evaluated):
         ffn(x)
     plain = copy.deepcopy(ffn)
     plain.twell.backend = "reference"
-    stored_density.store([ffn], [0.5])
+    store_density([ffn], [0.5])
     compiled, compiled_plain = (torch.compile(each, fullgraph=True, dynamic=False) for each in (ffn, plain))
     for tokens in (20, 65, 300):
         part = x[:tokens]

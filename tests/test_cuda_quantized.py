@@ -7,8 +7,7 @@ import torch
 from torch import library
 
 from hf_twell.bench.workload import make_ffn, patched_block
-from hf_twell.blocks import stored_density
-from hf_twell.blocks.choice import takes_kernels
+from hf_twell.blocks.calls import store_density, takes_kernels
 from hf_twell.blocks.modeling import SparseFfn
 from hf_twell.models.quantizing import CONFIGS
 from hf_twell.ops import api, build, reference
@@ -359,7 +358,7 @@ def test_a_compiled_block_goes_by_its_stored_density(block, evaluated):
         ffn(x)
     plain = copy.deepcopy(ffn)
     plain.twell.backend = "reference"
-    stored_density.store([ffn], [0.5])
+    store_density([ffn], [0.5])
     compiled, compiled_plain = (torch.compile(each, fullgraph=True, dynamic=False) for each in (ffn, plain))
     for tokens in (1, 64, 65, 300):
         part = x[:tokens]

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from hf_twell import sparsify, unpatch
 from hf_twell.blocks import operands
-from hf_twell.blocks.choice import takes_kernels
+from hf_twell.blocks.calls import takes_kernels
 from hf_twell.blocks.modeling import sparse_ffns
+from hf_twell.dispatch import key
 from hf_twell.models.quantizing import make_dynamic, quantize, quantize_block, torchao_config
 from hf_twell.ops import api, build, reference
 from tests.conftest import ids, tiny_llama
@@ -56,7 +57,7 @@ def gpu(monkeypatch):
     def of(capability):
         monkeypatch.setitem(operands._READ, "Float8Tensor", (torch.float8_e4m3fn, ("cpu",)))
         monkeypatch.setattr(api, "_kernels_take", lambda *args, **options: False)
-        monkeypatch.setattr(api, "_compute_capability", lambda index: capability)
+        monkeypatch.setattr(key, "device_class", lambda kind, index=None: ("cuda", capability))
 
     return of
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from hf_twell import L1Penalty, TwellLlamaForCausalLM, measure_sparsity, sparsify, unpatch
 from hf_twell.blocks import operands
-from hf_twell.blocks.choice import takes_kernels
+from hf_twell.blocks.calls import takes_kernels
 from hf_twell.blocks.modeling import SparseFfn, sparse_ffns
 from hf_twell.blocks.operands import quantized_values
 from hf_twell.cli import main

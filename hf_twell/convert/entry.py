@@ -5,8 +5,8 @@ from numbers import Real
 
 from torch import nn
 
-from hf_twell.blocks import stored_density
 from hf_twell.blocks.architectures import other_activations
+from hf_twell.blocks.calls import store_density
 
 FORMAT_VERSION = 1
 
@@ -82,7 +82,7 @@ def record_density(config, ffns: Iterable[nn.Module], density: Sequence[float] |
         entry["density"] = [round(layer, 6) for layer in density]
     if entry != config.twell:
         config.twell = entry
-    stored_density.store(ffns, entry.get("density"))
+    store_density(ffns, entry.get("density"))
 
 
 def _check_density(entry: dict, config) -> None:

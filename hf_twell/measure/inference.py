@@ -4,7 +4,7 @@ import torch
 import transformers
 
 import hf_twell
-from hf_twell.blocks.choice import takes_kernels
+from hf_twell.blocks.calls import takes_kernels
 from hf_twell.blocks.modeling import sparse_ffns
 
 # Logits take batch x context x vocabulary values, so the whole context of a long-context model would not fit.

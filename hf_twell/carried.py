@@ -9,7 +9,7 @@ def carried_folder(name: str, holds: str) -> Path:
     Raises:
         FileNotFoundError: it is in neither.
     """
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parent
     for folder in (package / name, package.parent / name):
         if (folder / holds).is_file():
             return folder
