@@ -439,8 +439,8 @@ def block_of(dynamic_down):
 @pytest.mark.parametrize("tokens", [20, 65, 300])
 def test_a_block_of_torchao(dynamic_down, tokens, monkeypatch):
     ffn, x = block_of(dynamic_down)
-    x, calls, fused = x[:tokens], [], SparseFfn._fused_quantized
-    monkeypatch.setattr(SparseFfn, "_fused_quantized", lambda *args: calls.append(1) or fused(*args))
+    x, calls, fused = x[:tokens], [], SparseFfn._compute
+    monkeypatch.setattr(SparseFfn, "_compute", lambda *args: calls.append(1) or fused(*args))
     held = {name: getattr(ffn, f"{name}_proj").weight for name in ("gate", "up", "down")}
     case = {"x": x, "b_up": None, "b_gate": None, "b_down": None}
     case |= {f"w_{name}": weight.qdata.clone() for name, weight in held.items()}

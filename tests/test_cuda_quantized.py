@@ -309,8 +309,8 @@ def block(kind):
 def test_a_block_of_torchao(block, tokens, monkeypatch):
     """Kernels read its values where they lie, by columns from the first call on; the answers are its own."""
     ffn, x = block
-    x, calls, fused = x[:tokens], [], SparseFfn._fused_quantized
-    monkeypatch.setattr(SparseFfn, "_fused_quantized", lambda *args: calls.append(1) or fused(*args))
+    x, calls, fused = x[:tokens], [], SparseFfn._compute
+    monkeypatch.setattr(SparseFfn, "_compute", lambda *args: calls.append(1) or fused(*args))
     stock = ffn.down_proj(torch.relu(ffn.gate_proj(x)) * ffn.up_proj(x))
     read = {name: getattr(ffn, name).weight for name in ("gate_proj", "up_proj", "down_proj")}
     values = [read[name].qdata.clone() for name in ("up_proj", "down_proj", "gate_proj")]

@@ -70,10 +70,14 @@ def logits(model):
 @pytest.fixture
 def kernel_calls(monkeypatch):
     """The blocks that took kernels with int8 weights, call by call."""
-    calls, forward = [], SparseFfn._fused_quantized
-    monkeypatch.setattr(
-        SparseFfn, "_fused_quantized", lambda self, *args: calls.append(self.twell.layer) or forward(self, *args)
-    )
+    calls, forward = [], SparseFfn._compute
+
+    def compute(self, x, l1, operands):
+        if operands.s_up is not None:
+            calls.append(self.twell.layer)
+        return forward(self, x, l1, operands)
+
+    monkeypatch.setattr(SparseFfn, "_compute", compute)
     return calls
 
 
