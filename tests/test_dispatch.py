@@ -223,6 +223,9 @@ def test_blocks_too_small_for_kernels_go_the_same_way(monkeypatch):
         assert expected == (width * hidden * tokens < 1 << 20)
         for function in (block, compiled, lambda x, w=weights: api.ffn(x, *w)):
             assert by_matmuls(function, x) == expected
+    several = ({0: torch.export.Dim("tokens", min=2, max=99)},)
+    exported = torch.export.export(block, (x[:2],), dynamic_shapes=several, strict=True).module()
+    assert not by_matmuls(exported, x[:3]), "for every number of tokens"
 
 
 GRID = [
@@ -332,7 +335,7 @@ def test_layers_of_any_density_share_code_where_they_go_the_same_way():
 
 class Exports(torch.nn.Module):
     def forward(self, x):
-        return x + 1 if calls._exports() else x - 1
+        return x + 1 if dispatch_key.exports() else x - 1
 
 
 @pytest.mark.slow

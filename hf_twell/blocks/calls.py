@@ -150,7 +150,8 @@ def settle(ffn, x, operands: Operands) -> tuple[CallKey, Way]:
     key = _key(ffn, x, operands)
     activity = _activity(ffn, x, operands, key)
     state = ffn.twell_state
-    settle_down(ffn, operands.w_down, x, state.recent.density)
+    if not key.compiled:
+        settle_down(ffn, operands.w_down, x, state.recent.density)
     way = choose(key, activity)
     if key.training and key.device == "cuda" and not key.compiled:
         state.on_kernels = way == "kernels"
@@ -211,9 +212,8 @@ def _activity(ffn, x, operands, key) -> Activity:
         return ffn.twell_state.step_choice.activity(key, x, weight, bias) if on_gpu else UNKNOWN
     if torch.is_grad_enabled():
         return UNKNOWN
-    # On a CPU the operator itself follows the density; an exported graph is for every number of tokens.
-    if key.compiled:
-        return Activity(answers=ffn.twell.answers) if on_gpu and not _exports() else UNKNOWN
+    if key.compiled:  # on a CPU the operator itself follows the density
+        return Activity(answers=ffn.twell.answers) if on_gpu and not key.exported else UNKNOWN
     if too_small(key) and not key.asked:
         recent.look_in = EVERY_CPU_CALLS
         return UNKNOWN
@@ -222,8 +222,3 @@ def _activity(ffn, x, operands, key) -> Activity:
         return UNKNOWN
     recent.look(x, weight, bias, scale)
     return Activity(recent.density)
-
-
-@torch.compiler.assume_constant_result  # else Dynamo answers True in any graph before PyTorch 2.13
-def _exports() -> bool:
-    return torch.compiler.is_exporting()

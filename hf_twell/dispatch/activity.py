@@ -79,13 +79,14 @@ class RecentInputs:
         self.look_in -= 1
         if self.look_in >= 0 and self.density is not None:
             return False
-        if self._sample is None:
+        sample = self._sample  # by this name, as another thread may read it meanwhile
+        if sample is None:
             few = (CPU_TOKENS, CPU_NEURONS) if x.is_cpu else (CUDA_TOKENS, CUDA_NEURONS)
-            self._sample = Sample(active_share(x, weight, bias, *few, scale))
+            sample = self._sample = Sample(active_share(x, weight, bias, *few, scale))
         self.look_in = 0
-        if not self._sample.arrived():
+        if not sample.arrived():
             return False
-        self.density, self._sample = self._sample.values(), None
+        self.density, self._sample = sample.values(), None
         self.look_in = (EVERY_CPU_CALLS if x.is_cpu else EVERY_CUDA_CALLS) - 1
         return True
 

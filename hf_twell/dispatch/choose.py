@@ -89,7 +89,7 @@ def max_density(key: CallKey, on_kernels: bool = False) -> float:
 
 def too_small(key: CallKey) -> bool:
     """Whether a call without gradients is too small for a CPU's kernels to be faster at any density."""
-    if key.device != "cpu" or key.training:
+    if key.device != "cpu" or key.training or key.exported:
         return False
     if key.casts and key.tokens < limit(f"kCpuMinTokensCast{_amx(key)}"):
         return True
@@ -98,11 +98,22 @@ def too_small(key: CallKey) -> bool:
     elements = key.hidden * key.width
     if elements < limit("kCpuSmallestElements"):
         return True
-    return key.tokens * elements < limit("kCpuSmallestWorkFew" if key.tokens <= 2 else "kCpuSmallestWork")
+    few = _at_most(key.tokens, 2)
+    work = limit("kCpuSmallestWorkFew" if few else "kCpuSmallestWork")
+    return _at_most(key.tokens, (work - 1) // elements)
 
 
 def _in_cache(key: CallKey) -> bool:
     return key.dtype == torch.float32 and key.hidden * key.width < limit("kCpuCachedElements")
+
+
+def _at_most(tokens: int, most: int) -> bool:
+    """In a graph, which is guarded by the answer, tokens that depend on data, which no guard may ask, count as few."""
+    if not torch.compiler.is_compiling():
+        return tokens <= most
+    from torch.fx.experimental.symbolic_shapes import guard_or_true  # Dynamo has imported it
+
+    return guard_or_true(tokens <= most)
 
 
 def _amx(key: CallKey) -> str:

@@ -24,6 +24,7 @@ class CallKey(NamedTuple):
         quantize_x: whether x is to be quantized, as torchao's or vLLM's dynamic fp8 does it.
         casts: whether kernels would cast float32 weights that autocast keeps cast for plain matmuls.
         compiled: whether the call is traced into a graph.
+        exported: whether that is `torch.export`'s, for every number of tokens.
         asked: whether kernels were asked for: by a backend's name, or in vLLM beyond what has been timed.
         rival: whose plain matmuls kernels have to beat: "torch" or "vllm".
     """
@@ -39,6 +40,7 @@ class CallKey(NamedTuple):
     quantize_x: bool = False
     casts: bool = False
     compiled: bool = False
+    exported: bool = False
     asked: bool = False
     rival: str = "torch"
 
@@ -55,7 +57,8 @@ def key_of(x, w_up, w_down, **known) -> CallKey:
     kept = autocast and torch.is_autocast_cache_enabled() and w_down.requires_grad
     return CallKey(
         *device_class(x.device.type, x.device.index), dtype, w_up.dtype, x.numel() // max(hidden, 1), hidden, width,
-        casts=kept and w_down.dtype == torch.float32 != dtype, compiled=compiled, **known,
+        casts=kept and w_down.dtype == torch.float32 != dtype, compiled=compiled,
+        exported=compiled and exports(), **known,
     )  # fmt: skip
 
 
@@ -64,6 +67,11 @@ def dtype_of(x) -> torch.dtype:
     device = x.device.type
     autocast = torch.is_autocast_enabled(device) and x.dtype != torch.float64  # which autocast leaves alone
     return torch.get_autocast_dtype(device) if autocast else x.dtype
+
+
+@torch.compiler.assume_constant_result  # else Dynamo answers True in any graph before PyTorch 2.13
+def exports() -> bool:
+    return torch.compiler.is_exporting()
 
 
 @torch.compiler.assume_constant_result
