@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hf_twell.ops import api, policy_cpu
+from hf_twell.dispatch import limits
+from hf_twell.ops import api
 
 # Else DeepSpeed, where it is installed, warns on the stdout of whichever test imports it first.
 if not torch.cuda.is_available():
@@ -42,8 +43,8 @@ def shared_path(relative: str) -> Path:
 @pytest.fixture(autouse=True)
 def kernels_at_every_size(monkeypatch):
     """Tests' blocks are smaller than those that "auto" leaves to plain matmuls; `monkeypatch.undo()` leaves these."""
-    monkeypatch.setattr(policy_cpu, "CACHED_ELEMENTS", 0)
-    monkeypatch.setattr(api, "SMALLEST_H_ELEMENTS", 0)
+    monkeypatch.setitem(limits.read(), "kCpuCachedElements", 0)
+    monkeypatch.setitem(limits.read(), "kCpuSmallestH", 0)
 
 
 @pytest.fixture

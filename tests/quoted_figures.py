@@ -4,14 +4,14 @@ import math
 import statistics
 from collections.abc import Iterator
 
-from hf_twell.blocks.density_watch import MOST, ROOM
+from hf_twell.dispatch.limits import limit
+from hf_twell.dispatch.training import MOST, ROOM
 from hf_twell.evaluation.sandbox import CPU_SECONDS, MEMORY_BYTES, WALL_SECONDS
 from hf_twell.inspection.conversion_cost import DENSITIES
 from hf_twell.inspection.report.findings import MUCH
 from hf_twell.measure.activity import SHARES
 from hf_twell.models.cards import LOST
-from hf_twell.ops.policy_cuda import BACK, LIMITS, LIMITS_TRAINING
-from tests.quoting import DENSE, ROOT, SPARSE, Quote, constant, least, row, rows, speedup
+from tests.quoting import DENSE, SPARSE, Quote, constant, least, row, rows, speedup
 from tests.study_rows import above_control, power_of, tokens_for
 
 H200, EPYC = "kernels/twell_cuda/bench/h200-{}/bench.jsonl", "kernels/twell_cpu/bench/epyc-{}/bench.jsonl"
@@ -120,7 +120,7 @@ GIVEN = {
         "default learning rate, 5e-5",
         "5e-2 is that of `recipes/demo.yaml`",
         "with plain autograd, to 1e-5",  # tests/test_trainers.py, tests/test_training.py
-        "room for one and a half times",  # ops/policy_cuda.py
+        "room for one and a half times",  # dispatch/training.py
         "up to 2,048, ",
         "up to 8,192, ",
     ),
@@ -246,7 +246,7 @@ def speed() -> Entries:
         yield f"| {' | '.join(cells)} |", density, *(speedup(each) for each in found)
     most = [3 / (1 + 2 * block(FEW, 1, l0)["density"]) for l0 in (2800, 30)]  # the gate, and a part of up and down
     yield "By bytes alone the GPU could gain {:.2f} at 50 % and {:.2f} at 0.5 %", *most
-    prefill, training = LIMITS[-1][1], LIMITS_TRAINING[-1][1]
+    prefill, training = limit("kCudaLimits")[-1][1], limit("kCudaTrainingLimits")[-1][1]
     yield "prefill above {:.0f} % active neurons, in such a training above {:.1f} %", 100 * prefill, 100 * training
     half, whole = block(CPU, 1, 2816), block(CPU, 1, 5600)
     text = "On the CPU the block is {:.2f} times as fast even at {:.0f} %, where {:.2f} stands at 50 %"
@@ -317,7 +317,10 @@ def backends() -> Entries:
     generated = model["sparse_tokens_per_s"], model["dense_tokens_per_s"]
     yield "generates {:.0f} tokens a second instead of {:.0f}", *generated
     yield "then keeps {:.0f} MiB", block(MAIN, 16_384, **{"pass": "forward+backward"})["sparse_held_mib"]
-    yield "At {:.1f} % active or fewer there is only one", 100 * min(most for _, *limits in LIMITS for most in limits)
+    yield (
+        "At {:.1f} % active or fewer there is only one",
+        100 * min(most for _, *limits in limit("kCudaLimits") for most in limits),
+    )
     overlapped = row(MAIN, bench="generate", inductor_pdl=True)
     yield "then takes {:.2f} ms, dense {:.2f}.", overlapped["sparse_step_ms"], overlapped["dense_step_ms"]
     for (hidden, intermediate), name in SHAPES.items():
@@ -428,10 +431,10 @@ def inspect() -> Entries:
 
 
 def training() -> Entries:
-    limits = [100 * most for _, most in LIMITS_TRAINING[1:]]
+    limits = [100 * most for _, most in limit("kCudaTrainingLimits")[1:]]
     yield "{:.1f} % active up to 2,048, {:.1f} % up to 8,192, {:.1f} % for more", *limits
-    yield "above {:.1f} times the limit it goes back", BACK
-    yield "Above {:.1f} times the limit all go back", BACK
+    yield "above {:.1f} times the limit it goes back", limit("kCudaTrainingBack")
+    yield "Above {:.1f} times the limit all go back", limit("kCudaTrainingBack")
     yield "counts for at most {} the limit", {2.0: "twice"}[MOST]
     yield "passes {:.0f} % of its own", 100 / ROOM
 

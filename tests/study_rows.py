@@ -18,7 +18,7 @@ def above_control(row: dict, rows: list[dict]) -> float:
 
 
 def power_of(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """(power, log of factor) of excess = factor * T ** power through points (T, excess): least squares in logarithms."""
+    """(power, log of factor) of excess = factor * T ** power through (T, excess), by least squares."""
     logarithms = [[math.log(value) for value in axis] for axis in zip(*points, strict=True)]
     return tuple(statistics.linear_regression(*logarithms))
 

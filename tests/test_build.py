@@ -284,7 +284,7 @@ def has_nvcc() -> bool:
         return False
 
 
-# Of the architectures in kernels/build.toml those that the sources tell apart: 8.6 reads what 8.0 reads, 10.0 what 12.0.
+# Of the architectures in build.toml those that the sources tell apart: 8.6 reads what 8.0 reads, 10.0 what 12.0.
 CUDA_ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_120")
 
 

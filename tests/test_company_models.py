@@ -225,7 +225,7 @@ def test_functional_call(gradients):
     model, twin = pair()
     given = other_weights()
     for layer in model.model.layers:
-        layer.mlp.twell_state.calls = 0  # the next call looks at the density
+        layer.mlp.twell_state.recent.look_in = 0  # the next call looks at the density
     with torch.set_grad_enabled(gradients):
         ours, theirs = (
             torch.func.functional_call(each, given, (), {"input_ids": ids()}).logits for each in (model, twin)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import library
 
-from hf_twell.ops import build, policy_cpu
+from hf_twell.ops import api, build
 from tests.ffn_cases import (
     DTYPES,
     ISAS,
@@ -121,7 +121,7 @@ def test_dense_tokens_between_sparse_ones(first):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "capacity"), [(199, 1), (199, 3), (199, 172), (900, 1)])
 def test_pairs_beyond_the_capacity_are_computed_again(dtype, tokens, capacity, monkeypatch):
-    monkeypatch.setattr(policy_cpu, "saved_capacity", lambda intermediate: capacity)
+    monkeypatch.setattr(api, "saved_capacity", lambda device, intermediate: capacity)
     assert_as_good_as_eager(cpu_ffn, make_case(tokens, 40, 172, 0.06, dtype, biases=True))
 
 

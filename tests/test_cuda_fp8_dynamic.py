@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import library
 
-from hf_twell.blocks import stored_density
-from hf_twell.blocks.choice import takes_kernels
+from hf_twell.blocks.calls import store_density, takes_kernels
 from hf_twell.blocks.modeling import SparseFfn, sparse_ffns
 from hf_twell.models.quantizing import make_dynamic, quantize_block
 from hf_twell.ops import api, build, reference
@@ -440,8 +439,8 @@ def block_of(dynamic_down):
 @pytest.mark.parametrize("tokens", [20, 65, 300])
 def test_a_block_of_torchao(dynamic_down, tokens, monkeypatch):
     ffn, x = block_of(dynamic_down)
-    x, calls, fused = x[:tokens], [], SparseFfn._fused_quantized
-    monkeypatch.setattr(SparseFfn, "_fused_quantized", lambda *args: calls.append(1) or fused(*args))
+    x, calls, fused = x[:tokens], [], SparseFfn._compute
+    monkeypatch.setattr(SparseFfn, "_compute", lambda *args: calls.append(1) or fused(*args))
     held = {name: getattr(ffn, f"{name}_proj").weight for name in ("gate", "up", "down")}
     case = {"x": x, "b_up": None, "b_gate": None, "b_down": None}
     case |= {f"w_{name}": weight.qdata.clone() for name, weight in held.items()}
@@ -477,7 +476,7 @@ def test_a_compiled_block_goes_by_its_stored_density(dynamic_down, evaluated):
         ffn(x)
     plain = copy.deepcopy(ffn)
     plain.twell.backend = "reference"
-    stored_density.store([ffn], [0.5])
+    store_density([ffn], [0.5])
     compiled, compiled_plain = (torch.compile(each, fullgraph=True, dynamic=False) for each in (ffn, plain))
     for tokens in (20, 65, 300):
         part = x[:tokens]

@@ -7,7 +7,9 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import hf_twell
-from hf_twell.blocks import density_watch, stored_density
+from hf_twell.blocks import calls as block_calls
+from hf_twell.blocks.calls import store_density
+from hf_twell.dispatch import activity
 from hf_twell.ops import api, reference
 from tests.conftest import tiny_llama
 from tests.ffn_cases import relative_rms
@@ -55,6 +57,7 @@ def watch(monkeypatch) -> list:
     """One entry for each call of the kernels from now on, and a failure where one falls back to plain PyTorch."""
     calls, fused = [], api.ffn
     monkeypatch.setattr(api, "ffn", lambda *args, **options: calls.append(1) or fused(*args, **options))
+    monkeypatch.setattr(block_calls, "repeat", lambda block, x: None)  # which goes past it
     monkeypatch.setattr(reference, "ffn", lambda *args, **options: pytest.fail("the reference ran"))
     return calls
 
@@ -190,7 +193,7 @@ def test_a_compiled_block_that_is_asked_for_kernels_or_knows_no_density_takes_th
     for backend, density in (("cuda", 0.6), ("auto", None)):
         torch._dynamo.reset()
         model = sparse_model(backend=backend)
-        stored_density.store([model.model.layers[0].mlp], density and [density] * 2)
+        store_density([model.model.layers[0].mlp], density and [density] * 2)
         compiled = torch.compile(model.model.layers[0].mlp, fullgraph=True)
         x = torch.randn(1, 200, 64, device="cuda", dtype=torch.bfloat16)
         compiled(x)
@@ -288,7 +291,7 @@ def test_training_takes_the_reference():
 @torch.no_grad()
 def test_a_dense_block_moves_to_plain_matmuls(monkeypatch):
     """Once a sample of its density has arrived, and back when it is sparse again; never in deterministic mode."""
-    monkeypatch.setattr(density_watch, "SAMPLE_EVERY_CALLS", 2)
+    monkeypatch.setattr(activity, "EVERY_CUDA_CALLS", 2)
     block = hf_twell.sparsify(MODELS["llama"]().eval().to("cuda", torch.bfloat16)).model.layers[0].mlp
     x = torch.randn(300, 64, device="cuda", dtype=torch.bfloat16)
     calls = watch(monkeypatch)
@@ -310,4 +313,4 @@ def test_a_dense_block_moves_to_plain_matmuls(monkeypatch):
         torch.use_deterministic_algorithms(False)
     block.gate_proj.weight.zero_()
     assert [took_kernels()[0] for _ in range(4)][-1]
-    assert copy.deepcopy(block).twell_state.watch.density is None
+    assert copy.deepcopy(block).twell_state.recent.density is None

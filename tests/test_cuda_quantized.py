@@ -7,8 +7,7 @@ import torch
 from torch import library
 
 from hf_twell.bench.workload import make_ffn, patched_block
-from hf_twell.blocks import stored_density
-from hf_twell.blocks.choice import takes_kernels
+from hf_twell.blocks.calls import store_density, takes_kernels
 from hf_twell.blocks.modeling import SparseFfn
 from hf_twell.models.quantizing import CONFIGS
 from hf_twell.ops import api, build, reference
@@ -310,8 +309,8 @@ def block(kind):
 def test_a_block_of_torchao(block, tokens, monkeypatch):
     """Kernels read its values where they lie, by columns from the first call on; the answers are its own."""
     ffn, x = block
-    x, calls, fused = x[:tokens], [], SparseFfn._fused_quantized
-    monkeypatch.setattr(SparseFfn, "_fused_quantized", lambda *args: calls.append(1) or fused(*args))
+    x, calls, fused = x[:tokens], [], SparseFfn._compute
+    monkeypatch.setattr(SparseFfn, "_compute", lambda *args: calls.append(1) or fused(*args))
     stock = ffn.down_proj(torch.relu(ffn.gate_proj(x)) * ffn.up_proj(x))
     read = {name: getattr(ffn, name).weight for name in ("gate_proj", "up_proj", "down_proj")}
     values = [read[name].qdata.clone() for name in ("up_proj", "down_proj", "gate_proj")]
@@ -359,7 +358,7 @@ def test_a_compiled_block_goes_by_its_stored_density(block, evaluated):
         ffn(x)
     plain = copy.deepcopy(ffn)
     plain.twell.backend = "reference"
-    stored_density.store([ffn], [0.5])
+    store_density([ffn], [0.5])
     compiled, compiled_plain = (torch.compile(each, fullgraph=True, dynamic=False) for each in (ffn, plain))
     for tokens in (1, 64, 65, 300):
         part = x[:tokens]

@@ -8,7 +8,8 @@ from transformers import Trainer, TrainingArguments
 
 import hf_twell
 from hf_twell import SparsityCallback
-from hf_twell.ops import build, policy_cuda
+from hf_twell.dispatch import limits
+from hf_twell.ops import build
 from hf_twell.train.distillation import Distillation
 from tests import loss_curves
 from tests.conftest import tiny_llama
@@ -49,7 +50,7 @@ def window_ratios(mine: list[dict], theirs: list[dict], key: str) -> torch.Tenso
 @pytest.mark.parametrize("settings", ["bf16", "fp16", "bf16 gradient_checkpointing", "bf16 torch_compile"])
 def test_from_dense_to_sparse_with_the_losses_of_plain_pytorch(tmp_path, monkeypatch, settings):
     arguments = dict.fromkeys(settings.split(), True)
-    monkeypatch.setattr(policy_cuda, "LIMITS_TRAINING", ((8, 0.0), (math.inf, 0.05)))
+    monkeypatch.setitem(limits.read(), "kCudaTrainingLimits", ((8, 0.0), (math.inf, 0.05)))
     mine, theirs = (train(tmp_path / backend, backend, **arguments) for backend in ("auto", "reference"))
     on_kernels = [row["twell/layers_on_kernels"] for row in mine]
     assert (on_kernels[0], on_kernels[-1]) == (0, LAYERS), on_kernels

@@ -14,8 +14,9 @@ import torch
 from torch import library
 from torch.utils.checkpoint import checkpoint
 
-from hf_twell.blocks import density_watch
-from hf_twell.ops import api, policy_cuda, reference
+from hf_twell.dispatch import limits
+from hf_twell.dispatch.training import SAMPLE_EVERY_STEPS
+from hf_twell.ops import api, reference
 from tests import loss_curves
 from tests.ffn_cases import FEW_PAIRS, make_case, relative_rms
 from tests.test_cuda_kernels import (
@@ -296,7 +297,7 @@ def test_what_is_kept_is_compact():
 
 
 def few_tokens_pay(monkeypatch):
-    monkeypatch.setattr(policy_cuda, "LIMITS_TRAINING", ((8, 0.0), (math.inf, 0.1)))
+    monkeypatch.setitem(limits.read(), "kCudaTrainingLimits", ((8, 0.0), (math.inf, 0.1)))
 
 
 def gradients_of(block, x):
@@ -314,8 +315,8 @@ def test_a_block_moves_over_when_it_is_sparse_and_back(monkeypatch):
     block, x = first_block_and_input()
     block.train()
     ways = []
-    for step in range(6 * density_watch.SAMPLE_EVERY_STEPS):
-        if step == 3 * density_watch.SAMPLE_EVERY_STEPS:
+    for step in range(6 * SAMPLE_EVERY_STEPS):
+        if step == 3 * SAMPLE_EVERY_STEPS:
             with torch.no_grad():
                 block.gate_proj.weight.copy_(torch.randn_like(block.gate_proj.weight))
         found, expected = gradients_of(block, x), gradients_of(on_reference(block), x)
@@ -335,7 +336,7 @@ def test_a_training_step_of_a_block_never_waits(monkeypatch):
     gradients_of(block, x)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(2 * density_watch.SAMPLE_EVERY_STEPS):
+        for _ in range(2 * SAMPLE_EVERY_STEPS):
             gradients_of(block, x)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -8,10 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from hf_twell import L1Penalty, TwellLlamaForCausalLM, measure_sparsity, sparsify
-from hf_twell.blocks import stored_density
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.cli import main
 from hf_twell.convert.entry import check_entry
+from hf_twell.dispatch.choose import answers
+from hf_twell.dispatch.key import CallKey
 from hf_twell.models.adapters import RECORD, save_adapter
 from tests.conftest import ids, logits, tiny_llama
 
@@ -24,12 +25,13 @@ def measured(model) -> list[float]:
 
 def known(model) -> dict[int, dict | None]:
     """What each layer's sparse block knows of its density, for compiled evaluation."""
-    return {ffn.twell.layer: ffn.twell.pays for ffn in sparse_ffns(model)}
+    return {ffn.twell.layer: ffn.twell.answers for ffn in sparse_ffns(model)}
 
 
-def pays(model, density) -> list:
-    ffn = sparse_ffns(model)[0]
-    return [stored_density.pays(share, ffn.up_proj.weight.numel()) for share in density]
+def answers_of(model, density) -> list:
+    weight = sparse_ffns(model)[0].up_proj.weight
+    key = CallKey("cuda", "", weight.dtype, weight.dtype, 1, *reversed(weight.shape))
+    return [answers(key, share) for share in density]
 
 
 @pytest.mark.parametrize("load", [AutoModelForCausalLM, TwellLlamaForCausalLM])
@@ -38,12 +40,12 @@ def test_it_is_saved_and_outlives_loading_and_another_choice_of_layers(load, tmp
     assert "density" not in model.config.twell
     expected = measured(model)
     assert len(set(expected)) == 3
-    assert [known(model)[layer] for layer in range(3)] == pays(model, expected) != [None] * 3
+    assert [known(model)[layer] for layer in range(3)] == answers_of(model, expected) != [None] * 3
     model.save_pretrained(tmp_path)
     loaded = sparsify(load.from_pretrained(tmp_path), layers=[1])
     assert loaded.config.twell["density"] == pytest.approx(expected, abs=1e-6)
     assert loaded.config.twell["layers"] == [1]
-    assert known(loaded) == {1: pays(model, expected)[1]}
+    assert known(loaded) == {1: answers_of(model, expected)[1]}
     assert check_entry(loaded.config) == loaded.config.twell
 
 

@@ -5,6 +5,7 @@ No CPU kernel reads e4m3. Where a test says so, plain PyTorch stands in for a GP
 
 import copy
 import json
+import math
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from hf_twell import sparsify, unpatch
-from hf_twell.blocks import operands
-from hf_twell.blocks.choice import takes_kernels
+from hf_twell.blocks import calls, operands
+from hf_twell.blocks.calls import takes_kernels
 from hf_twell.blocks.modeling import sparse_ffns
+from hf_twell.dispatch import key, limits
 from hf_twell.models.quantizing import make_dynamic, quantize, quantize_block, torchao_config
 from hf_twell.ops import api, build, reference
 from tests.conftest import ids, tiny_llama
@@ -56,7 +58,9 @@ def gpu(monkeypatch):
     def of(capability):
         monkeypatch.setitem(operands._READ, "Float8Tensor", (torch.float8_e4m3fn, ("cpu",)))
         monkeypatch.setattr(api, "_kernels_take", lambda *args, **options: False)
-        monkeypatch.setattr(api, "_compute_capability", lambda index: capability)
+        monkeypatch.setattr(calls, "repeat", lambda block, x: None)
+        monkeypatch.setattr(key, "device_class", lambda kind, index=None: ("cuda", capability))
+        monkeypatch.setitem(limits.read(), "kCudaLimits", ((math.inf, 1.0, 1.0, 1.0),))  # at every density
 
     return of
 

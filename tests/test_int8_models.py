@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from hf_twell import L1Penalty, TwellLlamaForCausalLM, measure_sparsity, sparsify, unpatch
 from hf_twell.blocks import operands
-from hf_twell.blocks.choice import takes_kernels
+from hf_twell.blocks.calls import takes_kernels
 from hf_twell.blocks.modeling import SparseFfn, sparse_ffns
 from hf_twell.blocks.operands import quantized_values
 from hf_twell.cli import main
@@ -70,10 +70,14 @@ def logits(model):
 @pytest.fixture
 def kernel_calls(monkeypatch):
     """The blocks that took kernels with int8 weights, call by call."""
-    calls, forward = [], SparseFfn._fused_quantized
-    monkeypatch.setattr(
-        SparseFfn, "_fused_quantized", lambda self, *args: calls.append(self.twell.layer) or forward(self, *args)
-    )
+    calls, forward = [], SparseFfn._compute
+
+    def compute(self, x, l1, operands):
+        if operands.s_up is not None:
+            calls.append(self.twell.layer)
+        return forward(self, x, l1, operands)
+
+    monkeypatch.setattr(SparseFfn, "_compute", compute)
     return calls
 
 

@@ -12,8 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 import hf_twell
-from hf_twell.blocks import layout
-from hf_twell.ops import api, build, policy_cpu, reference, sampling
+from hf_twell.dispatch import key as dispatch_key
+from hf_twell.dispatch import limits
+from hf_twell.dispatch.activity import EVERY_CPU_CALLS, active_share
+from hf_twell.ops import api, build, reference
 from tests.conftest import tiny_llama
 from tests.ffn_cases import KINDS, Operators, assert_as_good_as_eager, make_case, relative_rms, run
 from tests.rounding import rounding
@@ -67,10 +69,10 @@ def test_biases_count_where_density_decides(gated, monkeypatch):
 @needs_cpu_kernels
 def test_dense_evaluation_of_few_tokens_is_plain(monkeypatch):
     monkeypatch.undo()  # sizes as users have them
-    case = make_case(200, 40, 688, 0.9, torch.float32)
-    for tokens, one_pass in ((2, False), (200, True)):
+    block, x = sparse_block(density=0.9, dtype=torch.bfloat16)
+    for tokens, one_pass in ((4, False), (200, True)):
         with torch.no_grad(), Operators() as ran:
-            api.dense_ffn(**(case | {"x": case["x"][:tokens]}))
+            block.eval()(x.reshape(-1, 48)[:1].expand(tokens, -1))
         assert ("hf_twell.activation.default" in ran.names) == one_pass
 
 
@@ -365,7 +367,7 @@ def test_autocast_casts_weights_once_where_stock_blocks_do(tokens, frozen, kerne
 @needs_cpu_kernels
 @pytest.mark.parametrize("amx", [True, False])
 def test_density_decides_in_the_dtype_of_autocast(amx, monkeypatch):
-    monkeypatch.setattr(policy_cpu, "_has_amx", lambda: amx)
+    monkeypatch.setattr(dispatch_key, "device_class", lambda kind, index=None: (kind, "amx" if amx else ""))
     block, _ = sparse_block(density=0.1)
     x = make_case(800, 48, 688, 0.1, torch.float32)["x"]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), Operators() as ran:
@@ -423,7 +425,7 @@ def test_down_proj_lies_by_columns_in_evaluation_only(tmp_path):
     block(x).sum().backward()
     assert weight.stride() == weight.grad.stride() == (688, 1)
     assert torch.equal(weight, values)
-    block.eval().twell_state.calls = 0  # the next call looks at the density
+    block.eval().twell_state.recent.look_in = 0  # the next call looks at the density
     with torch.no_grad():
         block(x)
     assert weight.stride() == (688, 1), "a gradient waits for its optimizer step"
@@ -475,10 +477,10 @@ def test_between_sparse_and_dense_down_proj_keeps_its_order():
     orders = []
     for percent in (14, 3, 14, 97, 14):
         set_density(block.eval(), percent)
-        block.twell_state.calls = 0  # the next call looks at the density
+        block.twell_state.recent.look_in = 0  # the next call looks at the density
         with torch.no_grad():
             block(x)
-        assert block.twell_state.density == pytest.approx(percent / 100, abs=0.02)
+        assert block.twell_state.recent.density == pytest.approx(percent / 100, abs=0.02)
         orders.append(block.down_proj.weight.stride())
     assert orders == [(688, 1), (1, 48), (1, 48), (688, 1), (688, 1)]
 
@@ -494,7 +496,7 @@ def test_a_density_that_eager_calls_sampled_compiles_nothing_anew():
     with torch._dynamo.config.patch(error_on_recompile=True):
         for percent in (14, 97):
             set_density(block, percent)
-            block.twell_state.calls = 0  # the next call looks at the density
+            block.twell_state.recent.look_in = 0  # the next call looks at the density
             truth = block(x)
             assert relative_rms(compiled(x), truth) < 1e-6
 
@@ -527,24 +529,6 @@ def test_small_blocks_keep_plain_matmuls_in_evaluation(backend, dtype, monkeypat
     calls.clear()
     block.train()(x[:, :1])
     assert len(calls) == 1, "in training the operator chooses"
-
-
-def test_the_density_up_to_which_cpu_kernels_pay(monkeypatch):
-    monkeypatch.undo()
-    limit = policy_cpu.max_density
-    assert [limit(1, elements, torch.float32) for elements in (64 * 172, 288 * 768, 2048 * 5632)] == [0, 0.1, 1]
-    assert [limit(tokens, 192 * 512, torch.float32) for tokens in (1, 4, 16)] == [0, 0, 0.1]
-    assert limit(256, 64 * 172, torch.float32) == 0
-    # PyTorch's own bfloat16 matmuls take so long to begin that kernels win at any size.
-    assert limit(1, 64 * 172, torch.bfloat16) == 1
-    x, gate = torch.ones(32, 8), torch.where(torch.arange(256) % 10 == 0, 1.0, -1.0)[:, None].expand(-1, 8)
-    for amx in (True, False):
-        monkeypatch.setattr(policy_cpu, "_has_amx", lambda amx=amx: amx)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            faster = amx and dtype == torch.bfloat16  # dense matmuls
-            expected = [1, 0.075, 0.075, 0.035] if faster else [1, 0.18, 0.18, 0.18]
-            assert [limit(tokens, 2048 * 5632, dtype) for tokens in (2, 3, 64, 65)] == expected
-            assert api._too_dense_to_train(x.to(dtype), gate.to(dtype)) == faster
 
 
 @needs_cpu_kernels
@@ -606,7 +590,7 @@ def test_down_proj_lies_by_rows_where_tokens_are_dense(repeats):
         block(many)
         assert block.down_proj.weight.stride() == (1, 48)
         block.gate_proj.weight.neg_()  # 3 % active before, 97 % now
-        for _ in range(layout.SAMPLE_EVERY_CPU_CALLS):  # the density is sampled now and then
+        for _ in range(EVERY_CPU_CALLS):  # the density is sampled now and then
             y = block(many)
         assert block.down_proj.weight.stride() == (688, 1)
         truth = reference.ffn(many, block.up_proj.weight, block.down_proj.weight, block.gate_proj.weight)
@@ -616,21 +600,21 @@ def test_down_proj_lies_by_rows_where_tokens_are_dense(repeats):
 @needs_cpu_kernels
 @torch.no_grad()
 def test_a_block_that_is_too_dense_looks_again_at_each_sample_and_for_another_shape(monkeypatch):
-    monkeypatch.setattr(api, "SMALLEST_H_ELEMENTS", 1 << 17)  # as users have it
+    monkeypatch.setitem(limits.read(), "kCpuSmallestH", 1 << 17)  # as users have it
     block, x = sparse_block()
     many, gate = x.repeat(2, 2, 1), block.eval().gate_proj.weight
     gate.neg_()  # 97 % active
-    for _ in range(2 * layout.SAMPLE_EVERY_CPU_CALLS):
+    for _ in range(2 * EVERY_CPU_CALLS):
         block(many)
-    assert block.twell_state.too_dense_at == many.shape
-    assert block.twell_state.calls == 2 * layout.SAMPLE_EVERY_CPU_CALLS
+    assert (block.twell_state.last_call.shape, block.twell_state.last_call.kernels) == (many.shape, None)
+    assert block.twell_state.recent.look_in == 0
     block(x)
-    assert block.twell_state.too_dense_at == x.shape
+    assert block.twell_state.last_call.shape == x.shape
     gate.neg_()
-    for _ in range(layout.SAMPLE_EVERY_CPU_CALLS):
+    for _ in range(EVERY_CPU_CALLS):
         y = block(many)
-    assert block.twell_state.density < 0.1
-    assert block.twell_state.too_dense_at is None
+    assert block.twell_state.recent.density < 0.1
+    assert block.twell_state.last_call.kernels is not None
     assert relative_rms(y, reference.ffn(many, block.up_proj.weight, block.down_proj.weight, gate)) < 1e-6
 
 
@@ -641,9 +625,9 @@ def test_a_block_first_called_with_too_few_tokens_for_kernels_is_sampled_once_th
     block, x = sparse_block()
     for _ in range(3):
         block.eval()(x[:1, :1])
-    assert block.twell_state.density is None
+    assert block.twell_state.recent.density is None
     block(x.repeat(2, 2, 1))
-    assert block.twell_state.density == pytest.approx(0.03, abs=0.02)
+    assert block.twell_state.recent.density == pytest.approx(0.03, abs=0.02)
 
 
 @needs_cpu_kernels
@@ -695,5 +679,5 @@ def test_the_sampled_density_is_not_that_of_first_tokens(sequences, length):
     x = torch.full((sequences, length, 1), -1.0)
     x.view(-1, 1)[torch.arange(sequences * length) % min(length, 1024) < length // 64] = 1.0
     truth = (x > 0).float().mean().item()
-    estimate = sampling.active_share(x, torch.ones(256, 1), None, 64, 256).item()
+    estimate = active_share(x, torch.ones(256, 1), None, 64, 256).item()
     assert abs(estimate - truth) <= 3 / 64

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hf_twell.dispatch.key import CallKey
 from hf_twell.ops import api, build, reference
 from hf_twell.ops.reference import MAX_TOKENS_PLAIN_X, dequantized_rows, quantized_rows
 from tests.ffn_cases import DTYPES, make_case
@@ -182,13 +183,12 @@ def test_on_a_cpu_plain_pytorch_computes_it():
         ("10.0", torch.bfloat16, 48, False),
     ],
 )
-def test_what_cuda_kernels_are_asked_for(monkeypatch, capability, dtype, hidden, taken):
-    monkeypatch.setattr(api, "_compute_capability", lambda index: capability)
-    w = torch.zeros(4, hidden).to(torch.float8_e4m3fn)
-    few, many = (torch.zeros(tokens, hidden, dtype=dtype) for tokens in (MAX_TOKENS_PLAIN_X, MAX_TOKENS_PLAIN_X + 1))
+def test_what_cuda_kernels_are_asked_for(capability, dtype, hidden, taken):
+    few, many = MAX_TOKENS_PLAIN_X, MAX_TOKENS_PLAIN_X + 1
 
-    def takes(backend, x):
-        return api._kernels_take(backend, "cuda", False, x, w, quantize_x=True)
+    def takes(backend, tokens):
+        key = CallKey("cuda", capability, dtype, torch.float8_e4m3fn, tokens, hidden, 4, quantize_x=True)
+        return api._kernels_take(key, backend)
 
     assert takes("cuda", few)
     assert takes("auto", few)

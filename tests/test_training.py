@@ -18,6 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_twell import L1Penalty, SparsityCallback, sparsify, unpatch
 from hf_twell.blocks.batches import token_weight
 from hf_twell.blocks.modeling import L1Inputs, sparse_ffns
+from hf_twell.dispatch import limits
 from hf_twell.models.modes import evaluation_mode
 from hf_twell.ops import reference
 from hf_twell.train.distillation import Distillation
@@ -326,7 +327,7 @@ def test_training_begins_with_weights_in_stock_order(tmp_path):
 @pytest.mark.parametrize("how", ["train and eval", "evaluation_mode"])
 def test_compiled_training_with_evaluations_between(monkeypatch, how):
     """An evaluation may store down_proj by columns, which a compiled forward cannot turn back."""
-    monkeypatch.setattr("hf_twell.blocks.layout.MAX_DENSITY_COLUMNS", 1.0)
+    monkeypatch.setitem(limits.read(), "kCpuColumnsBelow", 1.0)
     ids = torch.arange(3, 19).view(2, 8)
 
     def weights(evaluated: bool):

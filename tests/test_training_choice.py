@@ -15,9 +15,21 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_twell
 from hf_twell import L1Penalty, SparsityCallback
-from hf_twell.blocks import density_watch
-from hf_twell.blocks.density_watch import SAMPLE_EVERY_STEPS, Block, ModelChoice, TrainingChoice
-from hf_twell.ops import api, build, policy_cuda
+from hf_twell.blocks import calls as block_calls
+from hf_twell.dispatch import choose, limits, training
+from hf_twell.dispatch import key as dispatch_key
+from hf_twell.dispatch.activity import Sample
+from hf_twell.dispatch.key import CallKey
+from hf_twell.dispatch.limits import limit
+from hf_twell.dispatch.training import (
+    SAMPLE_EVERY_STEPS,
+    Block,
+    ModelChoice,
+    TrainingChoice,
+    needed_capacity,
+    saved_capacity,
+)
+from hf_twell.ops import api, build
 from tests import one_step
 from tests.conftest import tiny_llama
 from tests.ffn_cases import make_case, run
@@ -32,9 +44,15 @@ LIMIT = 0.02
 
 
 @pytest.fixture(autouse=True)
-def limits(monkeypatch):
-    """Few tokens pay, so that tests stay small."""
-    monkeypatch.setattr(policy_cuda, "LIMITS_TRAINING", ((8, 0.0), (math.inf, LIMIT)))
+def few_tokens_pay(monkeypatch):
+    """So that tests stay small."""
+    monkeypatch.setitem(limits.read(), "kCudaTrainingLimits", ((8, 0.0), (math.inf, LIMIT)))
+
+
+def too_dense(choice, x, gate) -> bool:
+    tokens, kind = x.numel() // x.shape[-1], torch.bfloat16
+    asked = CallKey("cuda", "9.0", kind, kind, tokens, HIDDEN, INTERMEDIATE, training=True)
+    return choose.choose(asked, choice.activity(asked, x, gate)) != "kernels"
 
 
 class Run:
@@ -50,7 +68,7 @@ class Run:
         with torch.no_grad():
             active = torch.arange(INTERMEDIATE) % 1024 < 1024 * density
             self.gate.copy_(torch.where(active, 1.0, -1.0)[:, None])
-        ways = {self.choice.too_dense(self.x, self.gate) for _ in range(2 * micro_batches)}
+        ways = {too_dense(self.choice, self.x, self.gate) for _ in range(2 * micro_batches)}
         assert len(ways) == 1
         return ways.pop()
 
@@ -59,24 +77,9 @@ class Run:
 
 
 def count_samples(monkeypatch) -> list:
-    taken, sample = [], density_watch.Sample
-    monkeypatch.setattr(density_watch, "Sample", lambda *args: taken.append(1) or sample(*args))
+    taken, sample = [], training.Sample
+    monkeypatch.setattr(training, "Sample", lambda *args: taken.append(1) or sample(*args))
     return taken
-
-
-@pytest.mark.parametrize(
-    ("tokens", "too_dense"),
-    [(1, [False, False, False]), (8, [False, True, True]), (16, [False, False, True]), (300, [True, True, True])],
-)
-def test_an_evaluated_block_is_too_dense_by_its_tokens_and_size(monkeypatch, tokens, too_dense):
-    gate = torch.where(torch.arange(INTERMEDIATE) < INTERMEDIATE / 2, 1.0, -1.0)[:, None].expand(-1, HIDDEN)
-    n, x = gate.numel(), torch.ones(tokens, HIDDEN)
-    for sizes, expected in zip(((n + 1, n + 1), (n, n + 1), (n, n)), too_dense, strict=True):
-        monkeypatch.setattr(policy_cuda, "SIZES", sizes)
-        watch = density_watch.DensityWatch()
-        watch.too_dense(x, gate)
-        assert watch.too_dense(x, gate) == expected
-        assert watch.density == 0.5
 
 
 def test_dense_until_it_is_known_to_be_sparse():
@@ -98,17 +101,17 @@ def test_it_changes_between_steps_alone():
     run = Run()
     run.steps(0.005)
     dense_x = -run.x
-    assert not any(run.choice.too_dense(dense_x, run.gate) for _ in range(5 * SAMPLE_EVERY_STEPS))
+    assert not any(too_dense(run.choice, dense_x, run.gate) for _ in range(5 * SAMPLE_EVERY_STEPS))
     assert all(run.steps(0.5)[SAMPLE_EVERY_STEPS:])
 
 
 def test_it_does_not_flap():
     run = Run()
-    between = LIMIT * (1 + policy_cuda.BACK) / 2
+    between = LIMIT * (1 + limit("kCudaTrainingBack")) / 2
     assert all(run.steps(between)), "not sparse enough to move over"
     assert not run.steps(0.9 * LIMIT)[-1]
     assert not any(run.steps(between)), "not dense enough to move back"
-    assert run.steps(1.1 * policy_cuda.BACK * LIMIT)[-1]
+    assert run.steps(1.1 * limit("kCudaTrainingBack") * LIMIT)[-1]
     assert all(run.steps(between)[SAMPLE_EVERY_STEPS:])
 
 
@@ -118,8 +121,8 @@ def test_few_tokens_never_pay():
     assert all(run.steps(0.0))
     run.x = torch.ones(9, HIDDEN)
     assert not run.steps(0.0)[-1]
-    assert run.choice.too_dense(torch.ones(8, HIDDEN), run.gate), "a smaller micro-batch of the same step"
-    assert not run.choice.too_dense(run.x, run.gate)
+    assert too_dense(run.choice, torch.ones(8, HIDDEN), run.gate), "a smaller micro-batch of the same step"
+    assert not too_dense(run.choice, run.x, run.gate)
 
 
 @pytest.mark.parametrize(
@@ -127,11 +130,11 @@ def test_few_tokens_never_pay():
     [(0.0, 2048, 64), (0.0208, 2048, 64), (0.0211, 2048, 128), (0.02, 5632, 256), (0.9, 5632, 5632), (0.5, 40, 40)],
 )
 def test_capacity_is_a_power_of_two_that_holds_half_as_many_neurons_again(density, intermediate, capacity):
-    assert policy_cuda.needed_capacity(density, intermediate) == capacity
+    assert needed_capacity(density, intermediate) == capacity
 
 
 def test_a_late_sample_counts_when_it_arrives_and_in_deterministic_mode_is_waited_for(monkeypatch):
-    monkeypatch.setattr(density_watch.Sample, "arrived", lambda sample: False)
+    monkeypatch.setattr(Sample, "arrived", lambda sample: False)
     assert all(Run().steps(0.005))
     torch.use_deterministic_algorithms(True)
     try:
@@ -144,9 +147,9 @@ def test_weights_whose_version_tells_nothing_follow_begin_step():
     """Fused optimizers, FSDP2 and DeepSpeed write past the version; frozen weights never change."""
     choice, x = TrainingChoice(), torch.ones(TOKENS, HIDDEN)
     frozen = -torch.ones(INTERMEDIATE, HIDDEN)
-    assert all(choice.too_dense(x, frozen) for _ in range(5))
+    assert all(too_dense(choice, x, frozen) for _ in range(5))
     choice.begin_step()
-    assert not any(choice.too_dense(x, frozen) for _ in range(5))
+    assert not any(too_dense(choice, x, frozen) for _ in range(5))
 
 
 def test_copies_and_pickles_start_anew():
@@ -162,7 +165,9 @@ def test_copies_and_pickles_start_anew():
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(api, "kernels_train", lambda x: True)
+    monkeypatch.setattr(dispatch_key, "device_class", lambda kind, index=None: ("cuda", "9.0"))
+    for module in (choose, api, block_calls):  # in float32, too
+        monkeypatch.setattr(module, "training_problem", lambda key: None)
 
 
 def patched_model(density=0.005, backend="auto"):
@@ -323,9 +328,9 @@ def test_compiled_blocks_follow_their_mean_all_together():
     run = Together()
     assert run.steps(0.001, 2 * LIMIT) == (False, False)
     assert run.steps(0.001, 1.9 * LIMIT) == (True, True)
-    assert run.steps(LIMIT, policy_cuda.BACK * LIMIT) == (True, True), "not dense enough to move back"
+    assert run.steps(LIMIT, limit("kCudaTrainingBack") * LIMIT) == (True, True), "not dense enough to move back"
     assert run.steps(LIMIT, 1.6 * LIMIT) == (False, False)
-    assert run.steps(LIMIT, policy_cuda.BACK * LIMIT) == (False, False)
+    assert run.steps(LIMIT, limit("kCudaTrainingBack") * LIMIT) == (False, False)
     assert run.sampled == 5, "one in eight steps"
     assert run.steps(0.0, 0.0, tokens=8) == (False, False)
 
@@ -336,14 +341,14 @@ def test_a_few_dense_layers_do_not_keep_a_compiled_model_from_the_kernels():
 
 
 def test_the_step_after_decides_in_every_mode(monkeypatch):
-    monkeypatch.setattr(density_watch.Sample, "arrived", lambda sample: pytest.fail("depends on time"))
+    monkeypatch.setattr(Sample, "arrived", lambda sample: pytest.fail("depends on time"))
     run = Together()
     assert run.steps(0.001, 0.001, count=1) == (False, False)
     assert run.steps(1.0, 1.0, count=1) == (True, True)
 
 
 def test_a_capacity_that_a_graph_was_made_for_is_kept_while_it_fits(monkeypatch):
-    monkeypatch.setattr(policy_cuda, "LIMITS_TRAINING", ((math.inf, 0.03),))
+    monkeypatch.setitem(limits.read(), "kCudaTrainingLimits", ((math.inf, 0.03),))
     run = Together()
     run.steps(0.015, 0.003)  # L0 of 31 and 6
     assert run.capacities() == (64, 64)
@@ -405,7 +410,7 @@ def test_a_compiled_model_moves_over_at_once_and_the_log_says_so(tmp_path, monke
     assert [row["twell/layers_on_kernels"] for row in rows] == [0] * 10 + [3] * 6
     assert [row["twell/layer_01/on_kernels"] for row in rows] == [0] * 10 + [1] * 6
     assert graphs == [0, 3], "compiled for each way, all layers at once"
-    monkeypatch.setattr(api, "kernels_train", lambda x: False)
+    monkeypatch.undo()
     plain, _ = train_until_silent(tmp_path, compiled=False)
     for mine, theirs in zip(rows, plain, strict=True):
         for key in ("loss", "grad_norm", "twell/density", "twell/l1"):
@@ -428,7 +433,7 @@ class WakesUp(TrainerCallback):
 @needs_cpu_kernels
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_compiled_model_gets_more_capacity_and_goes_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(policy_cuda, "LIMITS_TRAINING", ((math.inf, 0.2),))
+    monkeypatch.setitem(limits.read(), "kCudaTrainingLimits", ((math.inf, 0.2),))
     rows, graphs = train_until_silent(tmp_path, compiled=True, callbacks=[WakesUp()], steps=6 * SAMPLE_EVERY_STEPS)
     assert [row["twell/layers_on_kernels"] for row in rows] == [0] * 10 + [3] * 24 + [0] * 14
     assert graphs == [0, 3, 3], "for another capacity; plain matmuls are compiled already"
@@ -458,7 +463,7 @@ def test_a_hand_written_loop_follows_too_and_layers_compiled_one_by_one(monkeypa
 def test_compiled_blocks_that_have_no_choice(tmp_path, monkeypatch, backend):
     """A backend by name is never compiled anew; where no kernels train, nothing is logged."""
     if backend == "auto":
-        monkeypatch.setattr(api, "kernels_train", lambda x: False)
+        monkeypatch.undo()
     model, batch = patched_model(backend=backend), {"input_ids": torch.arange(64).view(4, 16)}
     torch._dynamo.reset()
     compiled, penalty = torch.compile(model, backend="aot_eager"), L1Penalty(model, 0.0)
@@ -485,7 +490,7 @@ def test_capacity_changes_no_result():
 
 @pytest.mark.parametrize(("intermediate", "capacity"), [(8, 8), (1376, 64), (5632, 128), (8192, 192), (14336, 352)])
 def test_the_default_capacity_on_a_gpu(intermediate, capacity):
-    assert policy_cuda.saved_capacity(intermediate) == capacity
+    assert saved_capacity("cuda", intermediate) == capacity
 
 
 @needs_cpu_kernels
@@ -529,33 +534,32 @@ def test_shapes_without_data(device, gated, by_columns):
 @pytest.mark.parametrize(
     ("dtype", "capability", "message"),
     [
-        (torch.float32, (9, 0), r"in torch\.float32; its training kernels take bfloat16 and float16"),
-        (torch.bfloat16, (8, 0), "on a GPU of compute capability 8.0; its training kernels need 9.0"),
+        (torch.float32, "9.0", r"in torch\.float32; its training kernels take bfloat16 and float16"),
+        (torch.bfloat16, "8.0", "on a GPU of compute capability 8.0; its training kernels need 9.0"),
     ],
 )
-def test_training_that_cuda_kernels_do_not_take_is_refused_by_name(monkeypatch, dtype, capability, message):
-    monkeypatch.setattr(api, "_compute_capability", lambda index: "{}.{}".format(*capability))
-    x, w = torch.zeros(3, 8, dtype=dtype), torch.zeros(4, 8, dtype=dtype)
+def test_training_that_cuda_kernels_do_not_take_is_refused_by_name(dtype, capability, message):
+    asked = CallKey("cuda", capability, dtype, dtype, 3, 8, 4, training=True)
     with pytest.raises(ValueError, match=f"backend 'cuda' cannot compute this: gradients are wanted {message}"):
-        api._kernels_take("cuda", "cuda", True, x, w)
-    assert api._kernels_take("cuda", "cuda", False, x, w)
+        api._kernels_take(asked, "cuda")
+    assert api._kernels_take(asked._replace(training=False), "cuda")
     api._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="plain PyTorch") as caught:
-        assert not any(api._kernels_take("auto", "cuda", True, x, w) for _ in range(3))
+        assert not any(api._kernels_take(asked, "auto") for _ in range(3))
     (warning,) = [str(entry.message) for entry in caught]
     assert re.match(f"hf_twell trains with plain PyTorch: gradients are wanted {message}", warning)
     assert "torch.no_grad()" in warning
 
 
 @pytest.mark.parametrize("set_up", ["evaluation", "compiling", "by name"])
-def test_fallbacks_that_are_no_surprise_are_not_told(monkeypatch, set_up):
-    monkeypatch.setattr(api, "_compute_capability", lambda index: "8.0")
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: set_up == "compiling")
+def test_fallbacks_that_are_no_surprise_are_not_told(set_up):
     x, w = torch.zeros(3, 8, dtype=torch.bfloat16), torch.zeros(4, 8, dtype=torch.bfloat16)
+    asked = CallKey("cuda", "8.0", x.dtype, w.dtype, 3, 8, 4, training=set_up != "evaluation")
     api._warn_once.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         if set_up == "by name":
             api.ffn(x, w, w.t().contiguous().requires_grad_(), backend="reference")
         else:
-            assert api._kernels_take("auto", "cuda", set_up != "evaluation", x, w) == (set_up == "evaluation")
+            taken = api._kernels_take(asked._replace(compiled=set_up == "compiling"), "auto")
+            assert taken == (set_up == "evaluation")

@@ -10,8 +10,8 @@ from hf_twell.bench.check import check_block, wider_dtype
 from hf_twell.bench.environment import DTYPES, environment
 from hf_twell.bench.progress import Report, silent
 from hf_twell.bench.timing import Captured, interleaved_ms, millijoules, peak_mib
-from hf_twell.blocks.choice import takes_kernels
-from hf_twell.blocks.layout import MAX_DENSITY_COLUMNS
+from hf_twell.blocks.calls import takes_kernels
+from hf_twell.dispatch.limits import limit
 from hf_twell.ops import api
 
 COLD_BYTES = 256 << 20  # rotated weights take at least this much on a CPU, so that no cache holds the next call's
@@ -117,7 +117,8 @@ def _measure(variants, xs, weights, active, captured, repeats, energy, report) -
     """Times, errors and memory of the forward pass alone."""
     device, dtype, count = xs[0].device, xs[0].dtype, len(xs[0])
     density = active.double().mean().item()
-    by_columns = device.type == "cuda" or density < MAX_DENSITY_COLUMNS  # as a patched module would keep down_proj
+    # As a patched module would keep down_proj.
+    by_columns = device.type == "cuda" or density < limit("kCpuColumnsBelow")
     sets = copies(weights, len(xs))
     stock = [[w.clone() for w in weights] for _ in range(sets)]
     ours = [[gate, up, down.t().contiguous().t() if by_columns else down] for gate, up, down in stock]

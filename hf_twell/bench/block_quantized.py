@@ -10,7 +10,8 @@ from hf_twell.bench.check import check_block, wider_dtype
 from hf_twell.bench.environment import DTYPES, environment
 from hf_twell.bench.progress import Report, silent
 from hf_twell.bench.timing import Captured, interleaved_ms
-from hf_twell.blocks import stored_density
+from hf_twell.blocks.calls import store_density
+from hf_twell.dispatch.choose import answer
 from hf_twell.models.quantizing import make_dynamic, quantize_block
 from hf_twell.ops import api, reference
 
@@ -82,15 +83,16 @@ def bench_ffn_quantized(
                 compiled = torch.compile(block.dense, dynamic=False)
                 variants["compiled"] = compiled, variants["eager"][1]
                 variants["torchao_compiled"] = compiled, variants["torchao"][1]
-                stored_density.store(quantized, [l0 / intermediate])
-                if device.type == "cuda" and not stored_density.takes_kernels(quantized[0].twell.pays, count):
+                store_density(quantized, [l0 / intermediate])
+                answers = quantized[0].twell.answers
+                if device.type == "cuda" and answers is not None and not answer(answers, count):
                     variants["sparse_compiled"] = variants["sparse"][0], _compiled(quantized)
                     if dynamic:
                         with_h = [workload.patched_block(*(w.clone() for w in some)) for some in twice]
                         for each in with_h:
                             quantize_block(each, each.twell.form, weights)
                             make_dynamic(each.down_proj.weight)
-                        stored_density.store(with_h, [l0 / intermediate])
+                        store_density(with_h, [l0 / intermediate])
                         variants["sparse_h_compiled"] = variants["sparse"][0], _compiled(with_h)
             if dynamic:
                 by_rows = torch.compile(_scaled_mm_block, dynamic=False) if compile_dense else _scaled_mm_block

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import hf_twell
-from hf_twell.ops import build
+from hf_twell.dispatch.key import processor_features
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -37,7 +37,7 @@ def _cuda() -> dict:
 
 
 def _widest_isa() -> str:
-    features = build.processor_features()
+    features = processor_features()
     return next((name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in features), "portable")
 
 

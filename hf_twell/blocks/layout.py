@@ -7,20 +7,14 @@ reloads alike. No copy is kept, hence none can go stale when an adapter is merge
 import torch
 
 from hf_twell.blocks.operands import quantized_values
-from hf_twell.ops.checks import QUANTIZED
-from hf_twell.ops.limits import limit
-from hf_twell.ops.sampling import sampled_density
-
-# Below this density columns pay at any number of tokens; above the kernels' kCpuMaxDensity rows do.
-MAX_DENSITY_COLUMNS = 0.1
-SAMPLE_EVERY_CPU_CALLS = 32  # of a block in evaluation
+from hf_twell.dispatch.key import EIGHT_BIT
+from hf_twell.dispatch.limits import limit
 
 
-def settle_down(ffn: torch.nn.Module, weight: torch.Tensor, x: torch.Tensor, first: tuple) -> None:
+def settle_down(ffn: torch.nn.Module, weight: torch.Tensor, x: torch.Tensor, density: float | None) -> None:
     """Give down's (D, F) weight the strides (1, D) in evaluation, and (F, 1) again where its gradient is wanted.
 
-    `weight` is the parameter, or the values that a tensor of torchao's holds; `first` are the (weight, bias, scales or
-    None) that decide which neurons are active.
+    `weight` is the parameter, or the values that a tensor of torchao's holds; `density` is that of recent inputs.
 
     The order stays as it is
     - in compiled graphs (their guards hold the strides), and in calls of neither kind;
@@ -37,22 +31,18 @@ def settle_down(ffn: torch.nn.Module, weight: torch.Tensor, x: torch.Tensor, fir
         if _by_column(weight) and _swappable(ffn, weight):
             _swap(weight, weight.detach().contiguous())
     elif not (ffn.training or torch.is_grad_enabled()):
-        _settle_evaluated(ffn, weight, x, first)
+        _settle_evaluated(ffn, weight, x, density)
 
 
-def _settle_evaluated(ffn, weight, x, first) -> None:
+def _settle_evaluated(ffn, weight, x, density) -> None:
     if x.is_cuda:
         # At any density: kernels would transpose rows in every call, dense matmuls read either order equally fast, and
         # sampling the density here would wait for the device.
         wants_columns, wants_rows = True, False
+    elif density is None:
+        return
     else:
-        state = ffn.twell_state
-        state.calls += 1
-        # A sample costs as much as a small call.
-        if state.calls % SAMPLE_EVERY_CPU_CALLS != 1 and state.density is not None:
-            return
-        density = state.density = sampled_density(x, *first)
-        wants_columns, wants_rows = density < MAX_DENSITY_COLUMNS, density > limit("kCpuMaxDensity")
+        wants_columns, wants_rows = density < limit("kCpuColumnsBelow"), density > limit("kCpuRowsAbove")
     to_columns, to_rows = wants_columns and weight.is_contiguous(), wants_rows and _by_column(weight)
     if not (to_columns or to_rows) or _distributed() or not _swappable(ffn, weight) or _held(weight):
         return  # nearly always for the first reason, so the cheapest test comes first
@@ -78,7 +68,7 @@ def _distributed() -> bool:
 
 def _swappable(ffn: torch.nn.Module, weight: torch.Tensor) -> bool:
     # A parameter, or the 8-bit values within one; other kinds (DTensor, say) need not even have memory of their own.
-    kind = torch.Tensor if weight.dtype in QUANTIZED else torch.nn.Parameter
+    kind = torch.Tensor if weight.dtype in EIGHT_BIT else torch.nn.Parameter
     if type(weight) is not kind or min(weight.shape) <= 1 or weight.grad is not None or ffn.twell_state.captured:
         return False
     alone = weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
@@ -87,7 +77,7 @@ def _swappable(ffn: torch.nn.Module, weight: torch.Tensor) -> bool:
 
 def _held(weight: torch.Tensor) -> bool:
     """Whether others hold its memory, and may write to it: a state dict, `.data`, a view, a thread that computes."""
-    if weight.dtype in QUANTIZED:
+    if weight.dtype in EIGHT_BIT:
         return _users(weight) > _users(weight.new_empty(0))
     # In one expression: a name for the empty tensor would count as a user of the parameter's memory.
     return _users(weight) > _users(torch.nn.Parameter(weight.new_empty(0), requires_grad=False))

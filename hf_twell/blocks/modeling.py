@@ -6,20 +6,22 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from hf_twell.blocks import choice, known_way
+from hf_twell.blocks import calls
 from hf_twell.blocks.architectures import FfnForm, input_name, only_input
-from hf_twell.blocks.density_watch import DensityWatch, TrainingChoice
 from hf_twell.blocks.layout import restore_down
 from hf_twell.blocks.operands import (
+    Operands,
     has_forward_of,
     is_hooked,
     linear_of,
+    operands_of,
     plain_parameters,
     quantize_x_alike,
     quantized_parameters,
-    quantizes_x,
     reads_any_order,
 )
+from hf_twell.dispatch.activity import RecentInputs
+from hf_twell.dispatch.training import TrainingChoice
 from hf_twell.ops import api, reference
 
 
@@ -47,14 +49,14 @@ class L1Inputs:
 class FfnSettings:
     """What `sparsify` decided for a block: its name in the model, its layer, its form and the backend asked for.
 
-    `pays` is what is known of its density, for compiled evaluation: see `hf_twell.blocks.stored_density`.
+    `answers` is what its stored density means for compiled evaluation: see `hf_twell.blocks.calls.store_density`.
     """
 
     name: str
     layer: int
     form: FfnForm
     backend: str
-    pays: dict[float, bool] | None = None
+    answers: dict[float, bool] | None = None
 
 
 @dataclass(eq=False)
@@ -63,27 +65,21 @@ class FfnState:
 
     Attributes:
         l1: set while a micro-batch of sparse training runs.
-        step_choice: how the block trains.
+        step_choice: how the block trains on a GPU.
         on_kernels: which way the last forward of training on a GPU went; None where there was none, or no choice.
-        watch: of the density in evaluation on a GPU.
+        recent: the density of its inputs in evaluation.
+        last_call: in evaluation, what the last call found out.
         captured: whether a CUDA graph may hold the weights' addresses: their memory then stays where it is.
-        calls: in evaluation on a CPU.
-        density: sampled there, see `hf_twell.blocks.layout`.
-        too_dense_at: there, the last x's shape, if plain matmuls were faster for it.
-        known: in evaluation on a CPU, what the last call found out, if it took kernels.
         awaited: the mark of a call of a forward that others put on the block, until that comes to the block's own.
     """
 
     l1: L1Inputs | None = None
     step_choice: TrainingChoice = field(default_factory=TrainingChoice)
     on_kernels: bool | None = None
-    watch: DensityWatch = field(default_factory=DensityWatch)
+    recent: RecentInputs = field(default_factory=RecentInputs)
+    last_call: calls.LastCall | None = None
     captured: bool = False
-    calls: int = 0
-    density: float | None = None
-    too_dense_at: torch.Size | None = None
     awaited: list | None = None
-    known: known_way.KnownWay | None = None
 
 
 class SparseFfn(nn.Module):
@@ -95,9 +91,10 @@ class SparseFfn(nn.Module):
 
     def __call__(self, *args, **kwargs):
         if len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
-            y = known_way.through(self, args[0])
+            y = calls.repeat(self, args[0])
             if y is not None:
                 return y
+            self.twell_state.last_call = None
         if has_forward_of(SparseFfn, self):
             return super().__call__(*args, **kwargs)
         # The forward that replaced ours calls it (Accelerate's hooks, wrappers, compilers) or does not (Liger's SwiGLU,
@@ -126,31 +123,57 @@ class SparseFfn(nn.Module):
     def forward(self, x=None, **named):
         if x is None or named:
             x = only_input(self, x, named)
-        compiling = torch.compiler.is_compiling()
-        if not (compiling and has_forward_of(SparseFfn, self)):  # where __call__ left no mark, as its own guards say
-            self.twell_state.awaited = None
-        form = self.twell.form
-        if not compiling and choice.still_too_dense(self, x):
-            return self._through_submodules(x, None)
+        state = self.twell_state
+        # Where __call__ left no mark, as its own guards say, a compiled forward assigns nothing.
+        if not (torch.compiler.is_compiling() and has_forward_of(SparseFfn, self)):
+            state.awaited = None
         # Without gradients (text generated inside a training step) the batch need not be the step's.
-        l1 = self.twell_state.l1 if torch.is_grad_enabled() else None
-        if l1 is not None and l1.tally.device != x.device:
-            l1 = l1.to(x.device)
+        l1 = state.l1 if torch.is_grad_enabled() else None
         if l1 is not None:
+            l1 = l1 if l1.tally.device == x.device else l1.to(x.device)
             _check_tokens(self, x.shape[:-1], l1)
-        if _all_modules_are_hooked() or not _is_bare_relu(self._modules[form.activation]):
+        # The kernels' backward does not know the count term.
+        operands = None if l1 is not None and l1.counts else self._operands(x)
+        return self._through_submodules(x, l1) if operands is None else self._compute(x, l1, operands)
+
+    def _operands(self, x) -> Operands | None:
+        """What computes the block beside x; None where only its submodules can, hooked or replaced as they may be."""
+        if _all_modules_are_hooked() or not _is_bare_relu(self._modules[self.twell.form.activation]):
+            return None
+        if api.resolve(self.twell.backend, x.device.type) == "reference" or api.transformed():
+            return None
+        return self._read_weights(not torch.is_grad_enabled())
+
+    def _read_weights(self, eight_bit: bool = True) -> Operands | None:
+        """Of plain linears, neither hooked nor replaced, or 8-bit ones that kernels read with one x; else None."""
+        modules, form = self._modules, self.twell.form
+        operands = operands_of(modules, form, plain_parameters)
+        if operands is None and eight_bit:
+            operands = operands_of(modules, form, quantized_parameters)
+            if operands is not None and not quantize_x_alike(*(modules[name] for name in form.linears)):
+                return None
+        return operands
+
+    def _compute(self, x, l1, operands):
+        key, way = calls.settle(self, x, operands)
+        if way == "submodules":
+            calls.remember(self, x, operands, key, way)
             return self._through_submodules(x, l1)
-        if l1 is not None and l1.counts:  # which the kernels' backward does not know
-            return self._through_submodules(x, l1)
-        if api.resolve(self.twell.backend, x.device.type) != "reference" and not api.transformed():
-            parameters = self._plain_parameters()
-            if parameters is not None:
-                return self._fused(x, l1, *parameters)
-            if not torch.is_grad_enabled():
-                parameters = self._quantized_parameters()
-                if parameters is not None:
-                    return self._fused_quantized(x, *parameters)
-        return self._through_submodules(x, l1)
+        w_down = operands.w_down if key.compiled else _held(operands.w_down, x, self.training)
+        weights = operands.w_up, w_down, operands.w_gate
+        options = {"b_up": operands.b_up, "b_down": operands.b_down, "b_gate": operands.b_gate}
+        if l1 is not None:
+            options |= {"l1_scale": l1.scale, "token_weight": l1.token_weight, "tally": l1.tally}
+        if way == "dense":
+            return api.dense_ffn(x, *weights, **options)
+        if operands.s_up is not None:
+            options |= {"s_up": operands.s_up, "s_down": operands.s_down, "s_gate": operands.s_gate}
+            options["quantize_x"] = key.quantize_x
+        else:
+            options["capacity"] = self.twell_state.step_choice.capacity if torch.is_grad_enabled() else None
+        y = api.ffn(x, *weights, **options, backend=self.twell.backend)
+        calls.remember(self, x, operands, key, way)
+        return y
 
     def _through_submodules(self, x, l1):
         """Adapters, hooks and replaced linears or activations all count here."""
@@ -168,63 +191,18 @@ class SparseFfn(nn.Module):
             return reference.linear(h, values, scale, bias)
         return linear_of(down, h)
 
-    def _fused(self, x, l1, up, down, gate):
-        """`up`, `down` and `gate` are (weight, bias), Nones where there is no gate."""
-        too_dense = choice.settle(self, x, *(up if gate[0] is None else gate), down[0])
-        if x.is_cpu and not torch.compiler.is_compiling():
-            # Another thread may give the parameter new memory while this one computes, or before its backward does.
-            if not torch.is_grad_enabled():
-                held = down[0].detach()
-                if not torch.is_autocast_enabled("cpu"):  # which knows its cast of a parameter by the parameter itself
-                    down = held, down[1]
-            elif not self.training:
-                down = down[0].view_as(down[0]), down[1]
-        if not too_dense:
-            capacity = self.twell_state.step_choice.capacity if torch.is_grad_enabled() else None
-            compute, options = api.ffn, {"capacity": capacity, "backend": self.twell.backend}
-        elif api.dense_takes(x) and not torch.compiler.is_compiling():
-            compute, options = api.dense_ffn, {}
-        else:
-            return self._through_submodules(x, l1)
-        if l1 is not None:
-            options |= {"l1_scale": l1.scale, "token_weight": l1.token_weight, "tally": l1.tally}
-        y = compute(x, up[0], down[0], gate[0], b_up=up[1], b_down=down[1], b_gate=gate[1], **options)
-        return y if too_dense else known_way.note(self, x, (up[0], down[0], gate[0]), y)
-
-    def _fused_quantized(self, x, up, down, gate):
-        """`up`, `down` and `gate` are (8-bit values, bias, scales), Nones where there is no gate."""
-        first = up if gate[0] is None else gate
-        if choice.settle(self, x, first[0], first[1], down[0], first[2]):
-            return self._through_submodules(x, None)
-        # Another thread may give the values new memory while this one computes.
-        w_down = down[0] if torch.compiler.is_compiling() else down[0].detach()
-        biases = {"b_up": up[1], "b_down": down[1], "b_gate": gate[1]}
-        scales = {"s_up": up[2], "s_down": down[2], "s_gate": gate[2]}
-        options = {"quantize_x": quantizes_x(self._modules[self.twell.form.up]), "backend": self.twell.backend}
-        y = api.ffn(x, up[0], w_down, gate[0], **biases, **scales, **options)
-        return y if options["quantize_x"] else known_way.note(self, x, (up[0], w_down, gate[0]), y)
-
-    def _plain_parameters(self):
-        """(weight, bias) of up, down and gate; None unless all are plain linears, neither hooked nor replaced."""
-        return self._parameters_by(plain_parameters)
-
-    def _quantized_parameters(self):
-        """(values, bias, scales) of up, down and gate; None unless kernels read all of them, with one x."""
-        parameters = self._parameters_by(quantized_parameters)
-        if parameters is None or not quantize_x_alike(*(self._modules[name] for name in self.twell.form.linears)):
-            return None
-        return parameters
-
-    def _parameters_by(self, read):
-        """What `read` gives of up, down and gate (Nones where there is none); None unless it reads all of them."""
-        modules, form = self._modules, self.twell.form
-        up, down = read(modules[form.up]), read(modules[form.down])
-        gate = (None, None, None) if form.gate is None else read(modules[form.gate])
-        return None if up is None or down is None or gate is None else (up, down, gate)
-
     def __reduce_ex__(self, protocol):
         # The subclass is made at run time, so pickle and deepcopy rebuild it from the class it was made of.
         return _new_instance, (self.stock_class,), self.__dict__.copy()
+
+
+def _held(w_down, x, training: bool):
+    """The same weight, whose memory stays while another thread gives the parameter new one."""
+    if not torch.is_grad_enabled():
+        # Autocast knows its cast of a parameter by the parameter itself.
+        cast = w_down.requires_grad and torch.is_autocast_enabled(x.device.type)
+        return w_down if cast else w_down.detach()
+    return w_down.view_as(w_down) if x.is_cpu and not training else w_down  # until its backward, too
 
 
 def _is_bare_relu(activation) -> bool:

@@ -1,6 +1,7 @@
 """A projection's weight as the operator takes it: a plain one, or torchao's 8-bit values and their scales."""
 
 import types
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -13,6 +14,38 @@ _READ = {
 
 # Who puts another on a class, for all its modules at once (to quantize or to watch them), is seen by this.
 OWN_FORWARDS = {nn.Linear: nn.Linear.forward, nn.ReLU: nn.ReLU.forward}
+
+
+class Operands(NamedTuple):
+    """What the operator takes beside x, in its order: weights, biases, and the scales of 8-bit weights."""
+
+    w_up: torch.Tensor
+    w_down: torch.Tensor
+    w_gate: torch.Tensor | None
+    b_up: torch.Tensor | None
+    b_down: torch.Tensor | None
+    b_gate: torch.Tensor | None
+    s_up: torch.Tensor | None = None
+    s_down: torch.Tensor | None = None
+    s_gate: torch.Tensor | None = None
+
+
+def first_of(operands: Operands) -> tuple:
+    """(weight, bias, scales) of the projection whose sign says which neurons are active."""
+    if operands.w_gate is None:
+        return operands.w_up, operands.b_up, operands.s_up
+    return operands.w_gate, operands.b_gate, operands.s_gate
+
+
+def operands_of(modules: dict, form, read) -> Operands | None:
+    """What `read`, one of the two functions below, gives of up, down and gate; None unless it reads all of them."""
+    up, down = read(modules[form.up]), read(modules[form.down])
+    gate = (None, None, None) if form.gate is None else read(modules[form.gate])
+    if up is None or down is None or gate is None:
+        return None
+    if len(up) == 2:
+        return Operands(up[0], down[0], gate[0], up[1], down[1], gate[1])
+    return Operands(up[0], down[0], gate[0], up[1], down[1], gate[1], up[2], down[2], gate[2])
 
 
 # These run in every call, and what they read is read again by the guards of a compiled model: 28 layers had guards of

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_twell.blocks import stored_density
 from hf_twell.blocks.architectures import other_activations
+from hf_twell.blocks.calls import store_density
 
 FORMAT_VERSION = 1
 
@@ -86,7 +86,7 @@ def record_density(config: PreTrainedConfig | None, ffns: Iterable[nn.Module], d
         entry["density"] = [round(layer, 6) for layer in density]
     if entry != config.twell:
         config.twell = entry
-    stored_density.store(ffns, entry.get("density"))
+    store_density(ffns, entry.get("density"))
 
 
 def _check_density(entry: dict, config: PreTrainedConfig) -> None:

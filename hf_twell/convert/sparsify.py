@@ -10,8 +10,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 import hf_twell
-from hf_twell.blocks import stored_density
 from hf_twell.blocks.architectures import FfnSite, activation_keys, base_layer, find_ffns, stock_class
+from hf_twell.blocks.calls import store_density
 from hf_twell.blocks.layout import restore_down
 from hf_twell.blocks.modeling import FfnSettings, FfnState, SparseFfn, sparse_class, sparse_ffns
 from hf_twell.blocks.operands import quantize_x_alike, quantized_parameters
@@ -90,7 +90,7 @@ def patch(model: nn.Module, sites: list[FfnSite], chosen: list[int], backend: st
             else:
                 _restore_stock(block.module)
     model.config.twell = new_entry(model.config, chosen if len(chosen) < len(sites) else None)
-    stored_density.store(sparse_ffns(model), model.config.twell.get("density"))
+    store_density(sparse_ffns(model), model.config.twell.get("density"))
     if hasattr(model, "add_model_tags"):
         model.add_model_tags(TAG)
     if hasattr(model, "push_to_hub"):

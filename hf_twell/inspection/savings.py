@@ -11,8 +11,10 @@ from hf_twell.bench.block import bench_ffn
 from hf_twell.bench.environment import DTYPES, environment
 from hf_twell.blocks.architectures import activation_keys, find_ffns
 from hf_twell.convert.sparsify import chosen_layers, sparsify, unpatch
+from hf_twell.dispatch.choose import max_density
+from hf_twell.dispatch.key import CallKey, device_class
 from hf_twell.models.modes import evaluation_mode
-from hf_twell.ops import api, build, policy
+from hf_twell.ops import api
 
 IF_DENSITIES = (0.10, 0.05, 0.02, 0.01, 0.005)
 PASSES = ("decode", "prefill")
@@ -58,7 +60,7 @@ def ffn_savings(
     relu = getattr(config, keys[0]) == "relu"
     tokens = {"decode": 1, "prefill": ids.shape[1]}
     up = sites[0].linear("up").weight
-    limits = {which: _max_density(backend, count, up.numel(), up.dtype) for which, count in tokens.items()}
+    limits = {which: _max_density(backend, count, up) for which, count in tokens.items()}
     chosen = chosen_layers(model.config, None, len(sites)) if relu else []
     paths = [_paths(index in chosen, layer["density"], limits) for index, layer in enumerate(layers)]
 
@@ -115,11 +117,12 @@ def _predicted(dense, paths, layers, backend, matrices) -> dict[str, list[float]
     }
 
 
-def _max_density(backend: str, tokens: int, elements: int, dtype: torch.dtype) -> float:
+def _max_density(backend: str, tokens: int, up: torch.Tensor) -> float:
     """Density up to which "auto" takes the kernels; below 0 where it never does."""
     if backend == "reference":
         return -1.0
-    return policy.max_density(tokens, elements, dtype, build.DEVICE_OF[backend]) or -1.0
+    key = CallKey(*device_class(up.device.type, up.device.index), up.dtype, up.dtype, tokens, *reversed(up.shape))
+    return max_density(key) or -1.0
 
 
 def _paths(chosen: bool, density: float, limits: dict[str, float]) -> dict[str, str]:

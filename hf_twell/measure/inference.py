@@ -5,7 +5,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_twell
-from hf_twell.blocks.choice import takes_kernels
+from hf_twell.blocks.calls import takes_kernels
 from hf_twell.blocks.modeling import SparseFfn, sparse_ffns
 
 # Logits take batch x context x vocabulary values, so the whole context of a long-context model would not fit.

@@ -5,11 +5,12 @@ import warnings
 
 import torch
 
-from hf_twell.ops import build, policy, policy_cpu, policy_cuda, reference, sampling
-from hf_twell.ops.checks import QUANTIZED, check_l1_scale, check_quantize_x, check_tensors, name_of
-from hf_twell.ops.limits import limit
-
-SMALLEST_H_ELEMENTS = 1 << 17  # of h, (T, F): below, calling one kernel takes longer than several of PyTorch's
+from hf_twell.dispatch.activity import UNKNOWN, Activity, sampled_density
+from hf_twell.dispatch.choose import choose, problem, training_problem
+from hf_twell.dispatch.key import EIGHT_BIT, CallKey, dtype_of, key_of
+from hf_twell.dispatch.training import saved_capacity
+from hf_twell.ops import build, reference
+from hf_twell.ops.checks import check_l1_scale, check_quantize_x, check_tensors
 
 
 def ffn(
@@ -75,26 +76,36 @@ def ffn(
     inputs = (x, w_up, w_down, w_gate, b_up, b_down, b_gate)
     beside = {"b_up": b_up, "b_down": b_down, "b_gate": b_gate, "s_up": s_up, "s_down": s_down, "s_gate": s_gate}
     l1 = {"l1_scale": l1_scale, "token_weight": token_weight, "tally": tally}
-    kernels = resolve(backend, x.device.type)
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, tally))
     if quantize_x:
         check_quantize_x(w_up, needs_grad)
-    if kernels == "reference" or not _kernels_take(backend, x.device.type, needs_grad, *inputs, quantize_x=quantize_x):
+    plain = resolve(backend, x.device.type) == "reference"
+    if not plain:
+        asked = backend != "auto"
+        key = key_of(x, w_up, w_down, training=needs_grad, quantize_x=quantize_x, asked=asked)
+        plain = not _kernels_take(key, backend)
+    if plain:
         return reference.ffn(x, w_up, w_down, w_gate, **beside, **l1, quantize_x=quantize_x)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        inputs = tuple(t if t is None or t.dtype in QUANTIZED else t.to(dtype) for t in inputs)
+        inputs = tuple(t if t is None or t.dtype in EIGHT_BIT else t.to(dtype) for t in inputs)
+    x, w_up, w_down, w_gate, b_up, b_down, b_gate = inputs
+    activity = UNKNOWN
+    if needs_grad and key.device == "cpu" and not (asked or key.compiled or x.numel() == 0):
+        # Kernels' forward would follow the density itself, but its backward computes again what plain matmuls keep.
+        # Equal inputs get equal answers, so recomputation repeats the choice.
+        activity = Activity(sampled_density(x, *((w_up, b_up) if w_gate is None else (w_gate, b_gate))))
+    way = choose(key, activity)
+    if way != "kernels":
+        beside |= {"b_up": b_up, "b_down": b_down, "b_gate": b_gate}
+        if way == "submodules":
+            return reference.ffn(x, w_up, w_down, w_gate, **beside, **l1)
+        return dense_ffn(x, w_up, w_down, w_gate, b_up=b_up, b_down=b_down, b_gate=b_gate, **l1)
     if not needs_grad:  # nothing reads the report, and the L1 term changes gradients alone
         return torch.ops.hf_twell.infer(*inputs, *scales, *((True,) if quantize_x else ()))
-    if backend == "auto" and x.is_cpu:
-        x, w_up, w_down, w_gate, b_up, b_down, b_gate = inputs
-        if _too_dense_to_train(x, *((w_up, b_up) if w_gate is None else (w_gate, b_gate))):
-            # Kernels' forward would be as fast, but their backward computes again what plain matmuls keep.
-            return dense_ffn(x, w_up, w_down, w_gate, b_up=b_up, b_down=b_down, b_gate=b_gate, **l1)
     l1_scale, token_weight = (None if t is None else t.to(torch.float32) for t in (l1_scale, token_weight))
-    if capacity is None:
-        capacity = (policy_cuda if x.is_cuda else policy_cpu).saved_capacity(w_up.shape[0])
-    return torch.ops.hf_twell.ffn(*inputs, l1_scale, token_weight, tally, min(capacity, w_up.shape[0]))[0]
+    capacity = min(capacity or saved_capacity(x.device.type, w_up.shape[0]), w_up.shape[0])
+    return torch.ops.hf_twell.ffn(*inputs, l1_scale, token_weight, tally, capacity)[0]
 
 
 def dense_ffn(
@@ -102,11 +113,9 @@ def dense_ffn(
 ):
     """The same block by PyTorch's matmuls, and one kernel each way for all that lies between them.
 
-    For blocks too dense for `ffn` to pay, in a dtype that `dense_takes`. It is no slower than compiled PyTorch.
-    Arguments as in `ffn`.
+    For blocks too dense for `ffn` to pay, in a dtype of `hf_twell.dispatch.choose.dense_dtypes`. It is no slower than
+    compiled PyTorch. Arguments as in `ffn`.
     """
-    if dense_is_plain(x, w_up):
-        return reference.ffn(x, w_up, w_down, w_gate, b_up=b_up, b_down=b_down, b_gate=b_gate)
     linear = torch.nn.functional.linear
     gate, up = linear(x, w_up, b_up), None
     if w_gate is not None:
@@ -119,78 +128,6 @@ def dense_ffn(
 def transformed() -> bool:
     """Whether torch.func or forward-mode AD is at work: the operators have no rules for them, and lose tangents."""
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-
-
-def kernels_train(x) -> bool:
-    """Whether x is on a GPU whose kernels also compute gradients in x's dtype, or in autocast's."""
-    return x.is_cuda and _training_problem(x) is None
-
-
-def linears_quantize(x) -> bool:
-    """Whether an x on a GPU that is to be quantized is best left to torchao's linears.
-
-    No kernel of ours quantizes it, but there are tensor cores for e4m3, which plain PyTorch's matmuls leave idle.
-    """
-    return _quantizing_problem(x) is not None and float(_compute_capability(x.device.index)) >= 8.9
-
-
-def dense_takes(x) -> bool:
-    """Whether kernels compute what lies between a dense block's matmuls, in x's dtype or autocast's."""
-    return dtype_of(x) in (torch.bfloat16, torch.float16, *(() if x.is_cuda else (torch.float32,)))
-
-
-def dense_is_plain(x, w_up) -> bool:
-    """Whether `dense_ffn` calls no kernel: on a CPU without gradients, where h is so small that none would pay."""
-    intermediate, hidden = w_up.shape
-    return x.is_cpu and not torch.is_grad_enabled() and x.numel() * intermediate < SMALLEST_H_ELEMENTS * hidden
-
-
-def dtype_of(x) -> torch.dtype:
-    """What a block computes x in: its own dtype, or autocast's."""
-    device = x.device.type
-    autocast = torch.is_autocast_enabled(device) and x.dtype != torch.float64  # which autocast leaves alone
-    return torch.get_autocast_dtype(device) if autocast else x.dtype
-
-
-def too_large(intermediate: int, hidden: int) -> str | None:
-    """Why a block of these sizes is too large for the kernels of any device, or None."""
-    largest = limit("kMaxHidden"), limit("kMaxWidth")
-    if 0 < hidden <= largest[0] and 0 < intermediate <= largest[1]:
-        return None
-    return f"D = {hidden}, F = {intermediate}; the kernels take 1..{largest[0]} and 1..{largest[1]}"
-
-
-def _training_problem(x) -> str | None:
-    """Why the CUDA kernels compute no gradients for x, or None: the end of a sentence "gradients are wanted ..."."""
-    dtype = dtype_of(x)
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"in {dtype}; its training kernels take bfloat16 and float16: cast the model or use torch.autocast"
-    capability = _compute_capability(x.device.index)
-    if capability != "9.0":
-        return f"on a GPU of compute capability {capability}; its training kernels need 9.0"
-    return None
-
-
-def _quantizing_problem(x) -> str | None:
-    """Why the CUDA kernels do not quantize x, or None.
-
-    How many tokens there are is asked last: a compiled graph is not guarded by it where the answer would be the same.
-    """
-    capability, dtype = _compute_capability(x.device.index), dtype_of(x)
-    hidden, most = x.shape[-1], reference.MAX_TOKENS_PLAIN_X
-    if capability == "9.0" and hidden % 16 == 0 and dtype in (torch.bfloat16, torch.float16):
-        return None
-    if x.numel() <= most * hidden:
-        return None
-    return (
-        f"x of more than {most} tokens is to be quantized, in {dtype} with D = {hidden} on a GPU of compute "
-        f"capability {capability}; the kernels quantize bfloat16 and float16 with D a multiple of 16 on 9.0"
-    )
-
-
-@torch.compiler.assume_constant_result
-def _compute_capability(device_index: int) -> str:
-    return "{}.{}".format(*torch.cuda.get_device_capability(device_index))
 
 
 @torch.compiler.assume_constant_result
@@ -215,52 +152,24 @@ def resolve(backend: str, device_type: str) -> str:
     return backend
 
 
-def _kernels_take(backend, device_type, needs_grad, x, *weights, quantize_x=False) -> bool:
-    """Whether the device's kernels can compute these tensors; if not, "auto" says so once and any other name raises."""
-    training_problem = _training_problem(x) if needs_grad and device_type == "cuda" else None
-    if training_problem and backend == "auto":
-        if not torch.compiler.is_compiling():  # where plain PyTorch is compiled, and training seldom takes kernels
+def _kernels_take(key: CallKey, backend: str) -> bool:
+    """Whether the device's kernels can compute such a call; if not, "auto" says so once and any other name raises."""
+    if backend == "auto" and (gradients := training_problem(key)):
+        if not key.compiled:  # where plain PyTorch is compiled, and training seldom takes kernels
             _warn_once(
-                f"hf_twell trains with plain PyTorch: gradients are wanted {training_problem}. Where none are wanted, "
+                f"hf_twell trains with plain PyTorch: gradients are wanted {gradients}. Where none are wanted, "
                 "use torch.no_grad(); backend='reference' asks for plain PyTorch, without this warning."
             )
         return False
-    problem = None
-    dtypes = {tensor.dtype for tensor in (x, *weights) if tensor is not None}
-    intermediate, hidden = weights[0].shape
-    kind = weights[0].dtype  # where it is an 8-bit one, the others' too
-    quantized = kind in QUANTIZED
-    if not dtypes <= {torch.float32, torch.bfloat16, torch.float16, *((kind,) if quantized else ())}:
-        problem = f"dtype {x.dtype}; the kernels take float32, bfloat16 and float16"
-    elif kind == torch.float8_e4m3fn and device_type == "cpu":
-        problem = "float8_e4m3fn weights on a CPU; the kernels there take int8"
-    elif quantized and needs_grad:
-        problem = f"gradients are wanted through {name_of(kind)} weights; the kernels compute none: use torch.no_grad()"
-    elif sizes_problem := too_large(intermediate, hidden):
-        problem = sizes_problem
-    elif quantize_x and (quantizing_problem := _quantizing_problem(x)):
-        problem = quantizing_problem
-    elif transformed():
-        problem = "the kernels have no rules for torch.func and forward-mode AD"
-    elif training_problem:
-        problem = f"gradients are wanted {training_problem}; or train with backend='auto', which uses plain PyTorch"
-    if problem is None:
+    found = problem(key)
+    if found is None and transformed():
+        found = "the kernels have no rules for torch.func and forward-mode AD"
+    if found is None:
         return True
     if backend != "auto":
-        raise ValueError(f"backend {backend!r} cannot compute this: {problem}")
-    _warn_once(f"hf_twell computes with plain PyTorch: {problem}.")
+        raise ValueError(f"backend {backend!r} cannot compute this: {found}")
+    _warn_once(f"hf_twell computes with plain PyTorch: {found}.")
     return False
-
-
-def _too_dense_to_train(x, w_gate, b_gate=None) -> bool:
-    """Whether plain matmuls train faster on a CPU. Equal inputs get equal answers, so recomputation repeats the choice.
-
-    Always False in a compiled graph, which cannot sample the density.
-    """
-    if torch.compiler.is_compiling() or x.numel() == 0:
-        return False
-    tokens, density = x.numel() // x.shape[-1], sampling.sampled_density(x, w_gate, b_gate)
-    return not policy.takes_kernels(tokens, w_gate.numel(), x.dtype, "cpu", density, training=True)
 
 
 @torch.compiler.assume_constant_result

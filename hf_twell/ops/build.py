@@ -8,7 +8,6 @@ would map it, and a file that was cut short ends the process. The cache is `$HF_
 """
 
 import fcntl
-import functools
 import hashlib
 import importlib
 import logging
@@ -99,17 +98,6 @@ def _load(name: str) -> BackendStatus:
         warnings.warn(f"hf_twell's {name} kernels are not used, plain PyTorch instead: {reason}", stacklevel=4)
         return BackendStatus(name, False, reason)
     return BackendStatus(name, True, f"compiled: {path}")
-
-
-@functools.cache
-def processor_features() -> frozenset[str]:
-    """Names of the CPU's instruction sets as Linux gives them; empty elsewhere."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    flags = next((line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))), "")
-    return frozenset(flags.split())
 
 
 def cache_dir() -> Path:

@@ -2,8 +2,7 @@
 
 import torch
 
-# Types of weights that have scales. Values in them are read where they lie: autocast leaves them alone, too.
-QUANTIZED = (torch.int8, torch.float8_e4m3fn)
+from hf_twell.dispatch.key import EIGHT_BIT
 
 
 def check_tensors(x, w_up, w_down, w_gate, b_up, b_down, b_gate, s_up, s_down, s_gate, token_weight, tally) -> None:
@@ -82,18 +81,18 @@ def check_scales(w_up, w_down, w_gate, s_up, s_down, s_gate) -> bool:
         ValueError: naming a weight that has no such scales, or scales that belong to no such weight.
     """
     given = {"up": (w_up, s_up), "down": (w_down, s_down), "gate": (w_gate, s_gate)}
-    quantized = w_up.dtype in QUANTIZED
+    quantized = w_up.dtype in EIGHT_BIT
     for name, (weight, scale) in given.items():
         if weight is None and scale is None:
             continue
         if scale is None:
-            if quantized or weight.dtype in QUANTIZED:
+            if quantized or weight.dtype in EIGHT_BIT:
                 kind = name_of(w_up.dtype if quantized else weight.dtype)
                 raise ValueError(
                     f"w_{name} is {weight.dtype} and s_{name} is None; give {kind} for all weights, with scales"
                 )
         elif weight is None or not quantized or weight.dtype != w_up.dtype:
-            kinds = " or ".join(map(name_of, (w_up.dtype,) if quantized else QUANTIZED))
+            kinds = " or ".join(map(name_of, (w_up.dtype,) if quantized else EIGHT_BIT))
             raise ValueError(
                 f"s_{name} was given, and w_{name} is {None if weight is None else weight.dtype}; scales go with "
                 f"{kinds}, for all weights or for none"

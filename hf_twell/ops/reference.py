@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-MAX_TOKENS_PLAIN_X = 64  # in a call: above, `quantize_x` quantizes x
+from hf_twell.dispatch.limits import limit
+
+MAX_TOKENS_PLAIN_X = limit("kDecodeMaxTokens")  # in a call: above, `quantize_x` quantizes x
 E4M3_MAX = 448.0
 
 

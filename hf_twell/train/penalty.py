@@ -11,9 +11,9 @@ from torch import nn
 from transformers.utils import is_accelerate_available
 
 from hf_twell.blocks.batches import batch_size_tokens, check_one_stream, token_weight
-from hf_twell.blocks.density_watch import Block, ModelChoice
 from hf_twell.blocks.modeling import L1Inputs, SparseFfn, sparse_ffns
 from hf_twell.convert.entry import record_density
+from hf_twell.dispatch.training import Block, ModelChoice
 from hf_twell.ops.reference import new_tally
 from hf_twell.train.schedule import TERMS
 from hf_twell.train.step_counts import StepCounts

@@ -1,15 +1,110 @@
-// Numbers that C++ and Python share. hf_twell reads these lines too, so each constant is one of the form
-// `constexpr TYPE NAME = NUMBER;`.
+// Every number by which a call is decided, for C++ and for Python. hf_twell/dispatch/limits.py reads these lines, so a
+// constant is `constexpr TYPE NAME = NUMBER;`, where a number may be `1 << 20`, and a table `constexpr TYPE NAME[] = {`
+// with a row of numbers a line and `};`.
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 namespace twell {
+
+// ---- Sizes that kernels take
 
 constexpr int64_t kMaxHidden = 16384;  // D
 constexpr int64_t kMaxWidth = 65536;   // F: a neuron's index takes 16 bits
 
-// Above this density the CPU's sparse products are slower than dense ones.
-constexpr double kCpuMaxDensity = 0.18;
+// "Few" tokens on a GPU: bound by the bytes of the weights, so that decode kernels read 8-bit ones as they lie, and
+// nothing is gained by quantizing x. Above, x is quantized where that is asked for.
+constexpr int64_t kDecodeMaxTokens = 64;
+
+// ---- Up to which density kernels are faster than plain matmuls
+
+// A table's first row with at least a call's tokens holds the limit; 0: kernels are never faster.
+constexpr int64_t kMany = std::numeric_limits<int64_t>::max();
+struct DensityLimit {
+  int64_t tokens;  // at most
+  double density;  // at most
+};
+
+// A CPU in evaluation. Few tokens are bound by the weights' traffic, which active rows always save; many by arithmetic,
+// which matmuls do about five times as fast for each pair. (kernels/twell_cpu/LOG.md, "Where the limits come from")
+constexpr DensityLimit kCpuLimits[] = {
+    {2, 1.0},
+    {8, 0.3},
+    {32, 0.2},
+    {kMany, 0.18},
+};
+// The same in bfloat16 on a processor that multiplies matrices of it (AMX).
+constexpr DensityLimit kCpuLimitsAmx[] = {
+    {2, 1.0},
+    {64, 0.075},
+    {kMany, 0.035},
+};
+// Forward and backward on a CPU.
+constexpr double kCpuTrainingMaxDensity = 0.18;
+constexpr double kCpuTrainingMaxDensityAmx = 0.03;
+
+// Float32 matrices (D x F) of fewer elements than kCpuCachedElements lie in a CPU's cache, where plain matmuls take tens
+// of microseconds. Kernels are faster there up to this density, but at none where a matrix is smaller than the smallest,
+// or tokens times its elements smaller than the smallest work, of up to 2 tokens ("few") or of more.
+constexpr int64_t kCpuCachedElements = 1 << 19;
+constexpr double kCpuCachedMaxDensity = 0.1;
+constexpr int64_t kCpuSmallestElements = 1 << 15;
+constexpr int64_t kCpuSmallestWorkFew = 1 << 17;
+constexpr int64_t kCpuSmallestWork = 1 << 20;
+// Under autocast plain matmuls find float32 weights cast already, and kernels cast them in each call. From so many
+// tokens on kernels save more than that.
+constexpr int64_t kCpuMinTokensCast = 48;
+constexpr int64_t kCpuMinTokensCastAmx = 640;
+// Elements of h, (T, F), below which one kernel between the plain matmuls takes longer than several of PyTorch's.
+constexpr int64_t kCpuSmallestH = 1 << 17;
+// Below the first density a CPU's kernels gather down_proj from columns faster at any number of tokens; above the second
+// they are faster by rows, as plain matmuls are. Between them it stays as it lies.
+constexpr double kCpuColumnsBelow = 0.1;
+constexpr double kCpuRowsAbove = 0.18;
+
+// A GPU in evaluation, measured on an H200 (kernels/twell_cuda/LOG.md): matrices (D x F) of fewer elements than
+// kCudaMediumElements, of fewer than kCudaLargeElements, and others.
+struct DensityLimits {
+  int64_t tokens;
+  double small, medium, large;
+};
+constexpr int64_t kCudaMediumElements = 12 << 20;
+constexpr int64_t kCudaLargeElements = 20 << 20;
+constexpr DensityLimits kCudaLimits[] = {
+    {2, 1.0, 1.0, 0.55},
+    {4, 1.0, 0.3, 0.4},
+    {8, 1.0, 0.18, 0.2},
+    {16, 1.0, 1.0, 0.09},
+    {32, 1.0, 1.0, 0.06},
+    {64, 1.0, 1.0, 0.035},
+    {512, 0.012, 0.012, 0.012},
+    {1024, 0.018, 0.018, 0.018},
+    {2048, 0.04, 0.04, 0.04},
+    {kMany, 0.06, 0.06, 0.06},
+};
+// Forward and backward on a GPU, for matrices of every size.
+constexpr DensityLimit kCudaTrainingLimits[] = {
+    {1024, 0.0},
+    {2048, 0.008},
+    {8192, 0.018},
+    {kMany, 0.025},
+};
+// Times the limit of training: above that a block which trains by kernels goes back to plain matmuls.
+constexpr double kCudaTrainingBack = 1.1;
+
+// ---- Where vLLM's own matmuls stand against kernels, not PyTorch's
+
+// On a CPU a weight lies either as kernels read it or packed for vLLM's matmuls, at all numbers of tokens. Two cores with
+// AVX-512 BF16, D = 2048, F = 5632, bfloat16, 64 to 1,024 tokens, break even between 5 and 10 %; int8 on one core with
+// AVX-512 VNNI, 4 to 256 tokens, between 2 and 5 % (at 2 %: 0.96 to 1.17 times vLLM's speed; one token: 2.2).
+constexpr double kVllmCpuMaxDensity = 0.05;
+constexpr double kVllmCpuInt8MaxDensity = 0.02;
+// On a GPU vLLM's 8-bit matmuls are faster than its 16-bit ones. One H200, for 1, 16, 64 and 128 sequences: of 0.5 %
+// active neurons 1.32, 1.16, 1.04 and 0.97 times its speed in fp8, and 1.36, 1.21, 1.07 and 1.00 in int8; of 2.1 %, before
+// the plugin had norms of its own, 1.23, 0.99, 0.95 and 0.96, and 1.27, 1.03, 0.95 and 0.99.
+constexpr double kVllmCuda8BitMaxDensity = 0.01;
+// Int8 weights of calls of more tokens are read again or dequantized, where vLLM's matmuls multiply int8.
+constexpr int64_t kVllmCudaInt8MaxTokens = 64;
 
 }  // namespace twell

@@ -40,9 +40,10 @@ class SparseBlocks:
             density = decided.densities[index]
             if density is None:
                 block.act_fn = ReluAndMul()
+            elif quantized.is_quantized(block):
+                self.model.layers[index].mlp = quantized.SparseQuantizedFfn(block, density, decided.asked)
             else:
-                sparse = quantized.SparseQuantizedFfn if quantized.is_quantized(block) else SparseFfn
-                self.model.layers[index].mlp = sparse(block, density)
+                self.model.layers[index].mlp = SparseFfn(block, density)
         norms = replace_norms(self.model, [index for index in blocks if decided.densities[index] is not None])
         # The key of vLLM's compile cache reads this, but neither the environment nor what a package decides.
         if isinstance(vllm_config.additional_config, dict):  # an object of a platform's plugin has a key of its own

@@ -17,6 +17,8 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
+from hf_twell.dispatch.key import HOPPER, device_class
+
 
 class AddRmsNorm(nn.Module):
     """Formula: s = x + residual; y = s / sqrt(mean(s^2) + epsilon) * weight. Shapes: (..., D); returns y and s."""
@@ -65,4 +67,4 @@ def _is_replaceable(norm: nn.Module | None) -> bool:
         return False
     weight = norm.weight
     fits = weight.dtype in (torch.bfloat16, torch.float16) and weight.numel() % 8 == 0
-    return fits and weight.is_cuda and torch.cuda.get_device_capability(weight.device) == (9, 0)
+    return fits and weight.is_cuda and device_class("cuda", weight.device.index)[1] == HOPPER

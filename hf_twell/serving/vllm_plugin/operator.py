@@ -7,7 +7,10 @@ captured, or in each call.
 import torch
 from torch import library
 
-from hf_twell.ops import api, policy
+from hf_twell.dispatch.activity import Activity
+from hf_twell.dispatch.choose import choose
+from hf_twell.dispatch.key import key_of
+from hf_twell.ops import api, reference
 
 
 def _ffn(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, density: float) -> torch.Tensor:
@@ -18,10 +21,11 @@ def _ffn(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, density: fl
     Shapes:
         x (..., D); gate_up (2F, D); down (D, F), best by columns; returns (..., D).
     """
-    hidden = x.shape[-1]
     gate, up = gate_up.chunk(2)
-    takes = policy.takes_kernels(x.numel() // hidden, up.numel(), x.dtype, x.device.type, density)
-    return (api.ffn if takes else api.dense_ffn)(x, up, down, gate)
+    way = choose(key_of(x, up, down, rival="vllm"), Activity(density))
+    if way == "submodules":
+        return reference.ffn(x, up, down, gate)
+    return (api.ffn if way == "kernels" else api.dense_ffn)(x, up, down, gate)
 
 
 def _ffn_fake(x, gate_up, down, density):

@@ -12,26 +12,18 @@ import torch
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 import hf_twell
-from hf_twell.ops import api, policy
+from hf_twell.dispatch.choose import dense_dtypes, same_answers, sizes_problem
+from hf_twell.dispatch.key import HOPPER, CallKey, device_class
+from hf_twell.ops import api
 from hf_twell.serving.vllm_plugin import quantized
 from hf_twell.serving.vllm_plugin.density import known_densities, known_settings
 
-# On a CPU a weight lies either as kernels read it or packed for vLLM's matmuls, at all numbers of tokens. Those matmuls
-# are faster than PyTorch's, by which the policy's limits were measured: two cores with AVX-512 BF16, D=2048, F=5632,
-# bfloat16, 64 to 1,024 tokens, break even between 5 and 10 %. Its int8 is faster still: one core with AVX-512 VNNI, the
-# same block, 4 to 256 tokens, breaks even between 2 and 5 % (at 2 %: 0.96 to 1.17 times its speed; one token: 2.2).
-MAX_DENSITY_CPU, MAX_DENSITY_CPU_INT8, MANY_TOKENS = 0.05, 0.02, 1 << 20
 HOW_TO_CHANGE = (
     "to use kernels, store it with `hf-twell sparsify MODEL OUT --text FILE`, or give it: "
     """--additional-config '{"hf_twell": {"density": 0.01}}'"""
 )
-
-# On a GPU vLLM's 8-bit matmuls are faster than its 16-bit ones, by which the policy's limits were measured. One H200,
-# for 1, 16, 64 and 128 sequences: of 0.5 % active neurons 1.32, 1.16, 1.04 and 0.97 times its speed in fp8, and 1.36,
-# 1.21, 1.07 and 1.00 in int8; of 2.1 %, before `norms`, 1.23, 0.99, 0.95 and 0.96, and 1.27, 1.03, 0.95 and 0.99.
-MAX_DENSITY_CUDA_8BIT = 0.01
 NOT_TIMED = (
-    "and kernels for them have been timed on GPUs of compute capability 9.0 alone; to use them, give "
+    f"and kernels for them have been timed on GPUs of compute capability {HOPPER} alone; to use them, give "
     """--additional-config '{"hf_twell": {"kernels": true}}'"""
 )
 
@@ -41,10 +33,12 @@ class Plan:
     """Attributes:
     densities: of each layer index that was asked about, what its operator gets, or None for the plain way.
     summary: one line that says so.
+    asked: whether `additional_config` asks for kernels, beyond what has been timed.
     """
 
     densities: dict[int, float | None]
     summary: str
+    asked: bool
 
     def key(self) -> list:
         """As JSON, for the key of a cache of compiled code."""
@@ -77,27 +71,18 @@ def decide(vllm_config, blocks: dict[int, torch.nn.Module], chosen: list[int]) -
             problem = f"{source}; {HOW_TO_CHANGE}"
         densities[index] = None
         if problem is None:
-            densities[index] = _operator_density(known[index], block.gate_up_proj, asked is True)
+            same = same_answers(_key(block.gate_up_proj, asked is True), known[index])
+            densities[index] = same if same < math.inf else None
             problem = None if densities[index] is not None else "they are too dense for kernels to be faster"
         reasons += [] if problem in (None, *reasons) else [problem]
-    return Plan(densities, _summary(densities, known, source, reasons))
+    return Plan(densities, _summary(densities, known, source, reasons), asked is True)
 
 
-def _operator_density(density: float, gate_up: torch.nn.Module, asked: bool) -> float | None:
-    """What the operator gets in place of a block's density; None where the block should not use it.
-
-    Args:
-        asked: whether `additional_config` asks for kernels.
-    """
-    block = gate_up.weight.numel() // 2, gate_up.params_dtype, gate_up.weight.device.type
-    eight_bits = gate_up.weight.element_size() == 1
-    if gate_up.weight.is_cuda and eight_bits and not asked and density > MAX_DENSITY_CUDA_8BIT:
-        return None
-    most = MAX_DENSITY_CPU_INT8 if gate_up.weight.dtype == torch.int8 else MAX_DENSITY_CPU
-    if gate_up.weight.is_cpu and density > min(most, policy.max_density(MANY_TOKENS, *block)):
-        return None
-    same = policy.same_answers(density, *block)
-    return same if same < math.inf else None
+def _key(gate_up: torch.nn.Module, asked: bool) -> CallKey:
+    """Of a call of one token; `asked`: whether `additional_config` asks for kernels."""
+    weight = gate_up.weight
+    device, (width, hidden) = device_class(weight.device.type, weight.device.index), weight.shape
+    return CallKey(*device, gate_up.params_dtype, weight.dtype, 1, hidden, width // 2, asked=asked, rival="vllm")
 
 
 def _problem(block, asked: bool) -> str | None:
@@ -109,17 +94,16 @@ def _problem(block, asked: bool) -> str | None:
         if problem := quantized.problem(block):
             return f"their weights are quantized, and {problem}"
         weight = block.gate_up_proj.weight
-        if weight.is_cuda and not asked and torch.cuda.get_device_capability(weight.device) != (9, 0):
+        if weight.is_cuda and not asked and device_class("cuda", weight.device.index)[1] != HOPPER:
             return f"their weights are quantized, {NOT_TIMED}"
     elif not all(type(linear.quant_method) is UnquantizedLinearMethod for linear in linears):
         return "their weights are quantized in a way for which there are no kernels"
-    device, dtype = block.gate_up_proj.weight.device.type, block.gate_up_proj.params_dtype
-    allowed = (torch.bfloat16, torch.float16, *([torch.float32] if device == "cpu" else []))
-    if dtype not in allowed:
+    key = _key(block.gate_up_proj, asked)
+    device, dtype = key.device, key.dtype
+    if dtype not in dense_dtypes(device):
         return f"they compute in {dtype} on {device}"
-    width, hidden = block.gate_up_proj.weight.shape
-    if problem := api.too_large(width // 2, hidden):
-        return f"they have {problem}"
+    if too_large := sizes_problem(key):
+        return f"they have {too_large}"
     if api.resolve("auto", device) == "reference":  # compiles them now, not in a capture; says why it cannot
         return f"no compiled kernels could be had for {device}"
     return None

@@ -18,7 +18,10 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
 from vllm.utils.torch_utils import LayerNameType, _encode_layer_name, _resolve_layer_name, direct_register_custom_op
 
-from hf_twell.ops import api, policy, reference
+from hf_twell.dispatch.activity import Activity
+from hf_twell.dispatch.choose import choose
+from hf_twell.dispatch.key import key_of
+from hf_twell.ops import api, reference
 from hf_twell.serving.vllm_plugin.blocks import ReluAndMul
 
 logger = init_logger("vllm.hf_twell")
@@ -29,8 +32,6 @@ SCHEMES = {
     "CompressedTensorsW8A8Fp8": (torch.float8_e4m3fn, ("Cutlass", "ChannelWiseTorch")),
     "CompressedTensorsW8A8Int8": (torch.int8, ("Cutlass", "Triton")),
 }
-# In calls of more tokens the CUDA kernels read int8 weights again or dequantize them: vLLM's own matmuls are faster.
-MAX_TOKENS_INT8_CUDA = 64
 
 
 def is_quantized(block: nn.Module) -> bool:
@@ -77,14 +78,14 @@ class SparseQuantizedFfn(nn.Module):
 
     Args:
         stock: vLLM's block in which `problem` found none, whose weights are not loaded yet.
-        density: by which the kernels are chosen; see `hf_twell.serving.vllm_plugin.plan`.
+        density, asked: by which the kernels are chosen; see `hf_twell.serving.vllm_plugin.plan`.
     """
 
-    def __init__(self, stock: nn.Module, density: float):
+    def __init__(self, stock: nn.Module, density: float, asked: bool = False):
         super().__init__()
         self.gate_up_proj, self.down_proj, self.density = stock.gate_up_proj, stock.down_proj, density
-        self.act_fn, weight = ReluAndMul(), self.gate_up_proj.weight
-        self.elements, self.on_cpu, self.fp8 = weight.numel() // 2, weight.is_cpu, weight.dtype != torch.int8
+        self.asked, self.act_fn, weight = asked, ReluAndMul(), self.gate_up_proj.weight
+        self.on_cpu, self.fp8 = weight.is_cpu, weight.dtype != torch.int8
         method = AsLoaded if self.on_cpu else WithRows
         for linear in _linears(self):
             linear.quant_method = method(linear.quant_method.quantization_config)
@@ -106,25 +107,19 @@ class SparseQuantizedFfn(nn.Module):
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's y. Shapes: x (..., D); returns (..., D)."""
         gate_up, down = self.gate_up_proj, self.down_proj
-        if not self._takes_kernels(x):
-            rows = gate_up.quant_method.apply(gate_up, x)
-            if self.on_cpu:
-                h = self.act_fn(rows)
-            else:  # in one kernel, as vLLM's compiler, which would make one, does not look in here
-                h = torch.ops.hf_twell.activation(*rows.chunk(2, -1), None, None, None)
-            return down.quant_method.apply(down, h)
-        gate, up = gate_up.quant_method.rows(gate_up).chunk(2)
-        s_gate, s_up = gate_up.weight_scale.chunk(2)
-        w_down = down.weight if self.on_cpu else down.weight_by_column.t()
-        scales = {"s_up": s_up, "s_down": down.weight_scale, "s_gate": s_gate}
-        return api.ffn(x, up, w_down, gate, **scales, quantize_x=self.fp8)
-
-    def _takes_kernels(self, x: torch.Tensor) -> bool:
-        tokens, device = x.numel() // x.shape[-1], x.device.type
-        faster = policy.takes_kernels(tokens, self.elements, x.dtype, device, self.density)
-        if not faster or not all(linear.kernels_read for linear in _linears(self)):
-            return False
-        return not api.linears_quantize(x) if self.fp8 else self.on_cpu or tokens <= MAX_TOKENS_INT8_CUDA
+        if all(linear.kernels_read for linear in _linears(self)):
+            gate, up = gate_up.quant_method.rows(gate_up).chunk(2)
+            w_down = down.weight if self.on_cpu else down.weight_by_column.t()
+            key = key_of(x, up, w_down, quantize_x=self.fp8, asked=self.asked, rival="vllm")
+            if choose(key, Activity(self.density)) == "kernels":
+                s_gate, s_up = gate_up.weight_scale.chunk(2)
+                scales = {"s_up": s_up, "s_down": down.weight_scale, "s_gate": s_gate}
+                return api.ffn(x, up, w_down, gate, **scales, quantize_x=self.fp8)
+        rows = gate_up.quant_method.apply(gate_up, x)
+        # On a GPU in one kernel, as vLLM's compiler, which would make one, does not look in here.
+        in_one = torch.ops.hf_twell.activation
+        h = self.act_fn(rows) if self.on_cpu else in_one(*rows.chunk(2, -1), None, None, None)
+        return down.quant_method.apply(down, h)
 
 
 class AsLoaded(CompressedTensorsLinearMethod):

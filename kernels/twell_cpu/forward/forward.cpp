@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 
 #include "forward/down.h"
 #include "forward/weight_rows.h"
@@ -15,9 +16,9 @@ constexpr int64_t kStepsAtOnce = 8;  // blocks of tokens between two barriers
 constexpr int64_t kTileNeurons = 48;  // of the sample
 
 // A dense call would waste the first blocks on finding out, so a sample of its tokens and neurons decides.
-bool sample_is_dense(const Block& block, const Kernels& kernels) {
+bool sample_is_dense(const Block& block, const Kernels& kernels, double limit) {
   constexpr int64_t kMaxSample = 16;
-  if (max_density(block.tokens) >= 1) return false;
+  if (limit >= 1) return false;
   const int64_t sample = std::min(kMaxSample, block.tokens);
   const int64_t groups = std::min<int64_t>(block.width / kTileNeurons, block.tokens < 64 ? 3 : 6);
   if (groups == 0) return false;
@@ -38,7 +39,7 @@ bool sample_is_dense(const Block& block, const Kernels& kernels) {
                  &scratch, values);
     active += kernels.pack(values, kTileNeurons * sample, 0, position, kept);
   }
-  return static_cast<double>(active) > max_density(block.tokens) * static_cast<double>(groups * kTileNeurons * sample);
+  return static_cast<double>(active) > limit * static_cast<double>(groups * kTileNeurons * sample);
 }
 
 void count_pairs(const Part& part, Report* report) {
@@ -62,13 +63,13 @@ int64_t block_tokens(const Block& block, const Kernels& kernels) {
   return std::clamp<int64_t>(kernels.block_bytes / bytes / kPanel * kPanel, kPanel, 4 * kPanel);
 }
 
-double max_density(int64_t tokens) {
-  // Few tokens are bound by weight traffic, which active rows always save; many by arithmetic, which matmuls do
-  // about five times as fast for each pair.
-  if (tokens <= 2) return 1.0;
-  if (tokens <= 8) return 0.3;
-  if (tokens <= 32) return 0.2;
-  return kCpuMaxDensity;
+double max_density(int64_t tokens, const Kernels& kernels, bool training) {
+  const bool amx = kernels.matmul_pairs != nullptr;
+  if (training) return amx ? kCpuTrainingMaxDensityAmx : kCpuTrainingMaxDensity;
+  const auto limit_of = [tokens](const auto& rows) {
+    return std::find_if(std::begin(rows), std::end(rows), [=](const auto& row) { return tokens <= row.tokens; })->density;
+  };
+  return amx ? limit_of(kCpuLimitsAmx) : limit_of(kCpuLimits);
 }
 
 int64_t save_pairs(const State& state, const TokenPairs& pairs, int64_t first_token, int64_t slot,
@@ -96,12 +97,12 @@ void forward(const Block& block, const Kernels& kernels, const Threads& threads,
     dense(first, last);
   };
   if (block.tokens == 0) return;
-  if (sample_is_dense(block, kernels)) return go_dense(0, block.tokens);
+  const double limit = max_density(block.tokens, kernels, state != nullptr);
+  if (sample_is_dense(block, kernels, limit)) return go_dense(0, block.tokens);
 
   PairFinder finder(block, kernels, threads);
   int64_t slot = 0;
   const int64_t step = kStepsAtOnce * block_tokens(block, kernels);
-  const double limit = max_density(block.tokens);
   for (int64_t first = 0; first < block.tokens; first += step) {
     const int64_t last = std::min(block.tokens, first + step);
     Part part;

@@ -84,8 +84,9 @@ inline bool down_by_column(const Block& block) {
 // Tokens that are processed together, so that their rows of x stay in the second-level cache.
 int64_t block_tokens(const Block& block, const Kernels& kernels);
 
-// The density above which dense products are faster than the sparse ones, at this many tokens.
-double max_density(int64_t tokens);
+// The density above which dense products are faster than the sparse ones; hf_twell/dispatch/choose.py has the same from
+// the same tables. `training`: with backward, which computes densely again what forward did.
+double max_density(int64_t tokens, const Kernels& kernels, bool training);
 
 // Pairs behind one another from `slot` on; rows that do not fit are marked. Returns the next free slot.
 int64_t save_pairs(const State& state, const TokenPairs& pairs, int64_t first_token, int64_t slot,

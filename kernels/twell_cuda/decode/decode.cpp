@@ -1,46 +1,40 @@
-// A decode call: its two halves, by the kernels it is given.
+// A decode call by the kernels it is given, and which kernels there are for each type of weights.
 
 #include "decode/decode.h"
 
 #include <algorithm>
 
-#include "twell_limits.h"
-
 namespace twell {
 namespace decoding {
+namespace {
 
-cudaError_t launch_gate_up(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
-                           cudaStream_t stream) {
-  if (plan.kernels.fused.use) return launch_fused(ffn, plan, device, workspace, stream);
-  const bool few = plan.kernels.few;
-  if (ffn.gate.dtype == DType::kInt8) {
-    return few ? launch_int8_few_gate_up(ffn, plan, device, workspace, stream)
-               : launch_int8_gate_up(ffn, plan, workspace, stream);
-  }
-  if (ffn.gate.dtype == DType::kE4m3) {
-    return few ? launch_e4m3_few_gate_up(ffn, plan, device, workspace, stream)
-               : launch_e4m3_gate_up(ffn, plan, workspace, stream);
-  }
-  if (few) return launch_few_gate_up(ffn, plan, device, workspace, stream);
-  return plan.kernels.bulk_gate ? launch_bulk_gate_up(ffn, plan, device, workspace, stream)
-                                : launch_portable_gate_up(ffn, plan, workspace, stream);
+// Launchers that look at no device.
+template <auto kLaunch>
+cudaError_t on_any(const Ffn& ffn, const DecodePlan& plan, const Device&, void* workspace, cudaStream_t stream) {
+  return kLaunch(ffn, plan, workspace, stream);
 }
 
-cudaError_t launch_down(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
-                        cudaStream_t stream) {
-  if (plan.kernels.fused.use) return cudaSuccess;
-  const bool few = plan.kernels.few;
-  if (ffn.gate.dtype == DType::kInt8) {
-    return few ? launch_int8_few_down(ffn, plan, device, workspace, stream)
-               : launch_int8_down(ffn, plan, workspace, stream);
+}  // namespace
+
+Launchers mma_launchers(DType weights) {
+  switch (weights) {
+    case DType::kInt8: return {on_any<launch_int8_gate_up>, on_any<launch_int8_down>};
+    case DType::kE4m3: return {on_any<launch_e4m3_gate_up>, on_any<launch_e4m3_down>};
+    default: return {on_any<launch_portable_gate_up>, on_any<launch_portable_down>};
   }
-  if (ffn.gate.dtype == DType::kE4m3) {
-    return few ? launch_e4m3_few_down(ffn, plan, device, workspace, stream)
-               : launch_e4m3_down(ffn, plan, workspace, stream);
-  }
-  return few || plan.kernels.bulk_gate ? launch_few_down(ffn, plan, device, workspace, stream)
-                                                    : launch_portable_down(ffn, plan, workspace, stream);
 }
+
+Launchers few_launchers(DType weights) {
+  switch (weights) {
+    case DType::kInt8: return {launch_int8_few_gate_up, launch_int8_few_down};
+    case DType::kE4m3: return {launch_e4m3_few_gate_up, launch_e4m3_few_down};
+    default: return {launch_few_gate_up, launch_few_down};
+  }
+}
+
+Launchers bulk_launchers() { return {launch_bulk_gate_up, launch_few_down}; }
+
+Launchers fused_launchers() { return {launch_fused, nullptr}; }
 
 }  // namespace decoding
 
@@ -77,21 +71,24 @@ int64_t pieces_workspace_bytes(const Ffn& ffn) {
   return bytes;
 }
 
-cudaError_t decode_pieces(const Ffn& ffn, const decoding::Kernels& kernels, const Device& device, void* workspace,
-                          cudaStream_t stream) {
-  return for_each_piece(ffn, [&](const Ffn& piece) { return decode(piece, kernels, device, workspace, stream); });
+cudaError_t decode_pieces(const Ffn& ffn, const decoding::Launchers& launchers, const decoding::Kernels& kernels,
+                          const Device& device, void* workspace, cudaStream_t stream) {
+  return for_each_piece(ffn, [&](const Ffn& piece) {
+    return decode(piece, launchers, kernels, device, workspace, stream);
+  });
 }
 
-cudaError_t decode(const Ffn& ffn, const decoding::Kernels& kernels, const Device& device, void* workspace,
-                   cudaStream_t stream) {
+cudaError_t decode(const Ffn& ffn, const decoding::Launchers& launchers, const decoding::Kernels& kernels,
+                   const Device& device, void* workspace, cudaStream_t stream) {
   if (ffn.tokens < 1 || ffn.tokens > kDecodeMaxTokens || ffn.hidden < 8 || ffn.hidden > kMaxHidden ||
       ffn.hidden % (ffn.scaled() ? 16 : 8) != 0 || ffn.width < 1 || ffn.width > kMaxWidth) {
     return cudaErrorInvalidValue;
   }
   decoding::DecodePlan plan = decoding::plan_decode(ffn);
   plan.kernels = kernels;
-  const cudaError_t error = decoding::launch_gate_up(ffn, plan, device, workspace, stream);
-  return error != cudaSuccess ? error : decoding::launch_down(ffn, plan, device, workspace, stream);
+  const cudaError_t error = launchers.gate_up(ffn, plan, device, workspace, stream);
+  if (error != cudaSuccess || launchers.down == nullptr) return error;
+  return launchers.down(ffn, plan, device, workspace, stream);
 }
 
 }  // namespace twell

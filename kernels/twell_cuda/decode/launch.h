@@ -23,9 +23,8 @@ cudaError_t launch_decode_kernel(void (*kernel)(Params), const Launch& launch, c
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attributes[3]{};
   int count = 1;
-  // Kernels that overlap must agree on how a multiprocessor divides its memory between L1 and shared.
   attributes[0].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
-  attributes[0].val.sharedMemCarveout = kernels.bulk_gate || kernels.few || kernels.fused.use ? 100 : 50;
+  attributes[0].val.sharedMemCarveout = kernels.carveout;
   if (kernels.overlap) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count].val.programmaticStreamSerializationAllowed = 1;

@@ -16,17 +16,17 @@ constexpr int kDecodeThreads = 32 * kDecodeWarps;
 constexpr int kBlockNeurons = 16;
 constexpr int kQuadsPerBlock = 4;
 
-// Which kernels run (host/dispatch.cpp chooses), and how they overlap.
+// How the kernels of a call are launched (host/dispatch.cpp says).
 struct Kernels {
-  bool bulk_gate = false;  // sm90/decode/bulk_gate_up.cu and sm90/decode/few_down.cu; up to 8 tokens
-  bool few = false;        // sm90/decode/few_gate_up.cu and sm90/decode/few_down.cu; any number of tokens
-  struct Fused {           // one kernel for all (sm90/decode/fused.cu), if takes_fused()
-    bool use = false;
+  // Programmatic dependent launch. Kernels that overlap must agree on how a multiprocessor divides its memory between L1
+  // and shared: how much of it is shared, in percent.
+  bool overlap = false;
+  int carveout = 50;
+  struct Fused {                  // of sm90/decode/fused.cu
     int window_bytes = 64 << 10;  // of gate rows on their way to a thread block before the kernels ahead have ended
     int patience = 1000;          // looks at what other thread blocks leave
     bool warm = false;            // brings the shares' lines into L2 ahead of them
   } fused;
-  bool overlap = false;    // programmatic dependent launch
 };
 
 struct DecodePlan {

@@ -28,7 +28,8 @@ Tensor computed(const Tensor& x, const Operands& operands, Compute compute) {
   return y;
 }
 
-Tensor sparse(const Tensor& x, const Operands& operands, bool quantize_x = false) {
+// `choice`: of a call with 8-bit weights; else made here.
+Tensor sparse(const Tensor& x, const Operands& operands, bool quantize_x = false, Choice choice = {}) {
   return computed(x, operands, [&](void* y) {
     Ffn ffn = operands.ffn();
     ffn.y = y;
@@ -46,8 +47,10 @@ Tensor sparse(const Tensor& x, const Operands& operands, bool quantize_x = false
       gate = linear(torch::stable::narrow(rows, 0, begin, count), operands.first, operands.b_first);
       return gate->const_data_ptr();
     };
-    const int device = x.get_device_index();
-    forward(ffn, device_of(device), current_stream(device), services);
+    const int index = x.get_device_index();
+    const Device& device = device_of(index);
+    if (choice.row == nullptr) choice = choose(ffn, device);
+    forward(ffn, choice, device, current_stream(index), services);
   });
 }
 
@@ -75,8 +78,9 @@ Tensor evaluate(const Tensor& x, const Tensor& w_up, const Tensor& w_down, const
   return sparse(x, Operands(x, w_up, w_down, w_gate, b_up, b_down, b_gate));
 }
 
-// Whether kernels read 8-bit weights themselves for such a call. Throws where they would have to quantize x and cannot.
-bool reads_scaled(const Tensor& x, const Tensor& w_up, bool quantize_x) {
+// The kernels that read 8-bit weights themselves for such a call, if any. Throws where they would have to quantize x and
+// cannot.
+Choice choose_scaled(const Tensor& x, const Tensor& w_up, bool quantize_x) {
   Ffn ffn{};
   ffn.dtype = dtype_of(x);
   ffn.hidden = static_cast<int>(w_up.size(1));
@@ -84,9 +88,7 @@ bool reads_scaled(const Tensor& x, const Tensor& w_up, bool quantize_x) {
   ffn.tokens = x.numel() / w_up.size(1);
   ffn.gate.dtype = dtype_of(w_up);
   ffn.quantize_x = quantize_x;
-  const Device& device = device_of(x.get_device_index());
-  check_quantize_x(ffn, device);
-  return has_kernels(ffn.dtype) && has_row(ffn, device);
+  return choose(ffn, device_of(x.get_device_index()));
 }
 
 // By kernels that read weights of x's type. What decides which neurons are active is not rounded: of its scales it gets
@@ -128,11 +130,11 @@ Tensor infer(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTens
              MaybeTensor b_gate, MaybeTensor s_up, MaybeTensor s_down, MaybeTensor s_gate, bool quantize_x) {
   check_sizes(x, w_up);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const bool reads = (s_up || quantize_x) && reads_scaled(x, w_up, quantize_x);
+  const Choice choice = s_up || quantize_x ? choose_scaled(x, w_up, quantize_x) : Choice{};
   if (!s_up || x.numel() == 0) return evaluate(x, w_up, w_down, w_gate, b_up, b_down, b_gate);
-  if (reads) {
+  if (choice.row != nullptr) {
     const Operands operands(x, w_up, w_down, w_gate, b_up, b_down, b_gate, false, {s_up, s_down, s_gate});
-    return sparse(x, operands, quantize_x);
+    return sparse(x, operands, quantize_x, choice);
   }
   return dequantized_first(x, w_up, w_down, w_gate, b_up, b_down, b_gate, *s_up, *s_down, s_gate);
 }

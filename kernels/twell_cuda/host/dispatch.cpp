@@ -12,13 +12,21 @@
 #include "portable/portable.h"
 #include "sm90/prefill/prefill.h"
 #include "sm90/prefill/prefill_fp8.h"
+#include "twell_limits.h"
 
 namespace twell {
 namespace {
 
-enum class Gpu { kAny, kHopper };  // compute capability 8.0 or later; 9.0 alone
+// A call on its way to kernels.
+struct Call {
+  const Ffn& ffn;
+  const sm90::MidPlan& plan;
+  const Device& device;
+  cudaStream_t stream;
+  const Services& services;
+};
 
-enum class Kernels { kFused, kBulk, kFew, kFewPieces, kMma, kMidHalf, kMid, kPrefill, kPrefillFp8, kPortable };
+enum class Gpu { kAny, kHopper };  // compute capability 8.0 or later; 9.0 alone
 
 // What kernels multiply: weights of the call's own type; 8-bit ones with scales, as they lie; or e4m3 ones by
 // quantized x.
@@ -29,28 +37,97 @@ Weights weights_of(const Ffn& ffn) {
   return ffn.quantize_x && ffn.tokens > kDecodeMaxTokens ? Weights::kFp8 : Weights::kScaled;
 }
 
-bool fused(const Ffn& ffn, const Device& device, sm90::MidPlan*) { return decoding::takes_fused(ffn, device); }
-bool mid_half(const Ffn& ffn, const Device& device, sm90::MidPlan* plan) {
+// ---- Whether D and F suit how kernels share out work
+
+bool fits_fused(const Ffn& ffn, const Device& device, sm90::MidPlan*) { return decoding::takes_fused(ffn, device); }
+bool fits_mid_half(const Ffn& ffn, const Device& device, sm90::MidPlan* plan) {
   return sm90::plan_mid_half(ffn, device, plan);
 }
-bool mid(const Ffn& ffn, const Device& device, sm90::MidPlan* plan) { return sm90::plan_mid(ffn, device, plan); }
+bool fits_mid(const Ffn& ffn, const Device& device, sm90::MidPlan* plan) { return sm90::plan_mid(ffn, device, plan); }
 bool always(const Ffn&, const Device&, sm90::MidPlan*) { return true; }
 bool sixteens(const Ffn& ffn, const Device&, sm90::MidPlan*) { return ffn.hidden % 16 == 0; }  // 16 bytes of 8-bit ones
 bool fused_sixteens(const Ffn& ffn, const Device& device, sm90::MidPlan*) {
   return ffn.hidden % 16 == 0 && decoding::takes_fused(ffn, device);
 }
 
+// ---- What computes a call
+
+cudaError_t run_decode(const Call& call, const decoding::Launchers& launchers, decoding::Kernels kernels) {
+  kernels.overlap = call.device.major >= 9;
+  void* const workspace = call.services.workspace(decode_workspace_bytes(call.ffn));
+  return decode(call.ffn, launchers, kernels, call.device, workspace, call.stream);
+}
+
+// Of Hopper's decode kernels, all alike, as those of neighbouring calls overlap.
+decoding::Kernels hopper_kernels() {
+  decoding::Kernels kernels{};
+  kernels.carveout = 100;
+  return kernels;
+}
+
+cudaError_t fused(const Call& call) {
+  decoding::Kernels kernels = hopper_kernels();
+  kernels.fused.warm = call.ffn.tokens <= 2;  // as a model's other weights pass through L2 between two calls
+  if (call.ffn.tokens <= 2) kernels.fused.window_bytes = 48 << 10;  // for more 64 KiB: nothing else was timed there
+  return run_decode(call, decoding::fused_launchers(), kernels);
+}
+
+cudaError_t bulk(const Call& call) { return run_decode(call, decoding::bulk_launchers(), hopper_kernels()); }
+
+cudaError_t few(const Call& call) {
+  return run_decode(call, decoding::few_launchers(call.ffn.gate.dtype), hopper_kernels());
+}
+
+cudaError_t few_pieces(const Call& call) {
+  decoding::Kernels kernels = hopper_kernels();
+  kernels.overlap = true;
+  return decode_pieces(call.ffn, decoding::few_launchers(call.ffn.gate.dtype), kernels, call.device,
+                       call.services.workspace(pieces_workspace_bytes(call.ffn)), call.stream);
+}
+
+cudaError_t mma(const Call& call) { return run_decode(call, decoding::mma_launchers(call.ffn.gate.dtype), {}); }
+
+cudaError_t mid(const Call& call) {
+  void* const workspace = call.services.workspace(sm90::prefill_workspace_bytes(call.ffn, call.device));
+  return sm90::mid_forward(call.ffn, call.plan, call.device, workspace, call.stream);
+}
+
+cudaError_t prefill(const Call& call) {
+  void* const workspace = call.services.workspace(sm90::prefill_workspace_bytes(call.ffn, call.device));
+  return sm90::prefill_forward(call.ffn, call.device, workspace, call.stream);
+}
+
+cudaError_t prefill_fp8(const Call& call) {
+  void* const workspace = call.services.workspace(sm90::prefill_fp8_workspace_bytes(call.ffn, call.device));
+  return sm90::prefill_fp8_forward(call.ffn, call.device, workspace, call.stream);
+}
+
+cudaError_t portable(const Call& call) {
+  const Ffn& ffn = call.ffn;
+  void* const workspace = call.services.workspace(portable_workspace_bytes(ffn));
+  const int64_t chunk = portable_chunk_tokens(ffn);
+  for (int64_t first = 0; first < ffn.tokens; first += chunk) {
+    const int64_t count = std::min(chunk, ffn.tokens - first);
+    const void* const gate = call.services.dense_gate(first, count);
+    const cudaError_t error = portable_chunk(ffn, first, count, gate, workspace, call.device, call.stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace
+
 struct Row {
   const char* path;  // its name in HF_TWELL_CUDA_PATH
   Gpu gpu;
   int64_t least_tokens, most_tokens;
-  double millions;                                           // of elements of one matrix, D x F / 2^20, at least
-  bool (*fits)(const Ffn&, const Device&, sm90::MidPlan*);   // whether D and F suit how these kernels share out work
-  Kernels kernels;
+  double millions;                                          // of elements of one matrix, D x F / 2^20, at least
+  bool (*fits)(const Ffn&, const Device&, sm90::MidPlan*);  // whether D and F suit how these kernels share out work
+  cudaError_t (*run)(const Call&);
   Weights weights = Weights::kPlain;
 };
 
-constexpr int64_t kMany = std::numeric_limits<int64_t>::max();
+namespace {
 
 // Up to so many tokens 8-bit weights are read as they lie, by the kernels for few, at most 64 tokens at a time: these
 // take 21 us, where a call that dequantizes first takes about 80 (LOG.md).
@@ -59,24 +136,24 @@ constexpr int64_t kAboveDecode = kDecodeMaxTokens + 1, kPiecesMaxTokens = 3 * kD
 // The first row that takes a call computes it. Where one gives way to the next was measured on an H200 (DESIGN.md): few
 // tokens are bound by the weights' traffic, many by arithmetic.
 constexpr Row kTable[] = {
-    // path      GPU           tokens                          D x F  fits       kernels
-    {"decode",   Gpu::kHopper, 1, 2,                           2,     fused,     Kernels::kFused},
-    {"decode",   Gpu::kHopper, 1, 2,                           4,     always,    Kernels::kBulk},
-    {"decode",   Gpu::kHopper, 3, 8,                           6,     fused,     Kernels::kFused},
-    {"decode",   Gpu::kHopper, 3, 8,                           32,    always,    Kernels::kBulk},
-    {"decode",   Gpu::kHopper, 3, 8,                           2,     always,    Kernels::kFew},
-    {"decode",   Gpu::kHopper, 9, kDecodeMaxTokens,            0,     always,    Kernels::kFew},
-    {"decode",   Gpu::kAny,    1, kDecodeMaxTokens,            0,     always,    Kernels::kMma},
-    {"decode",   Gpu::kHopper, 1, 2,                           2,    fused_sixteens, Kernels::kFused, Weights::kScaled},
-    {"decode",   Gpu::kHopper, 3, 8,                           2,     sixteens,  Kernels::kFew,      Weights::kScaled},
-    {"decode",   Gpu::kHopper, 9, kDecodeMaxTokens,            0,     sixteens,  Kernels::kFew,      Weights::kScaled},
-    {"decode",   Gpu::kHopper, kAboveDecode, kPiecesMaxTokens, 0,     sixteens,  Kernels::kFewPieces, Weights::kScaled},
-    {"decode",   Gpu::kAny,    1, kDecodeMaxTokens,            0,     sixteens,  Kernels::kMma,      Weights::kScaled},
-    {"sm90",     Gpu::kHopper, kAboveDecode, kMany,            0,     sixteens,  Kernels::kPrefillFp8, Weights::kFp8},
-    {"sm90",     Gpu::kHopper, 1, sm90::kMidMaxHalfTokens,     0,     mid_half,  Kernels::kMidHalf},
-    {"sm90",     Gpu::kHopper, 1, sm90::kMidMaxTokens,         0,     mid,       Kernels::kMid},
-    {"sm90",     Gpu::kHopper, 1, kMany,                       0,     always,    Kernels::kPrefill},
-    {"portable", Gpu::kAny,    1, kMany,                       0,     always,    Kernels::kPortable},
+    // path      GPU           tokens                          D x F  fits            run
+    {"decode",   Gpu::kHopper, 1, 2,                           2,     fits_fused,     fused},
+    {"decode",   Gpu::kHopper, 1, 2,                           4,     always,         bulk},
+    {"decode",   Gpu::kHopper, 3, 8,                           6,     fits_fused,     fused},
+    {"decode",   Gpu::kHopper, 3, 8,                           32,    always,         bulk},
+    {"decode",   Gpu::kHopper, 3, 8,                           2,     always,         few},
+    {"decode",   Gpu::kHopper, 9, kDecodeMaxTokens,            0,     always,         few},
+    {"decode",   Gpu::kAny,    1, kDecodeMaxTokens,            0,     always,         mma},
+    {"decode",   Gpu::kHopper, 1, 2,                           2,     fused_sixteens, fused,       Weights::kScaled},
+    {"decode",   Gpu::kHopper, 3, 8,                           2,     sixteens,       few,         Weights::kScaled},
+    {"decode",   Gpu::kHopper, 9, kDecodeMaxTokens,            0,     sixteens,       few,         Weights::kScaled},
+    {"decode",   Gpu::kHopper, kAboveDecode, kPiecesMaxTokens, 0,     sixteens,       few_pieces,  Weights::kScaled},
+    {"decode",   Gpu::kAny,    1, kDecodeMaxTokens,            0,     sixteens,       mma,         Weights::kScaled},
+    {"sm90",     Gpu::kHopper, kAboveDecode, kMany,            0,     sixteens,       prefill_fp8, Weights::kFp8},
+    {"sm90",     Gpu::kHopper, 1, sm90::kMidMaxHalfTokens,     0,     fits_mid_half,  mid},
+    {"sm90",     Gpu::kHopper, 1, sm90::kMidMaxTokens,         0,     fits_mid,       mid},
+    {"sm90",     Gpu::kHopper, 1, kMany,                       0,     always,         prefill},
+    {"portable", Gpu::kAny,    1, kMany,                       0,     always,         portable},
 };
 
 bool is_hopper(const Device& device) { return device.major == 9 && device.minor == 0; }
@@ -87,66 +164,27 @@ bool takes(const Row& row, const Ffn& ffn, const Device& device, sm90::MidPlan* 
          static_cast<double>(ffn.hidden) * ffn.width >= row.millions * (1 << 20) && row.fits(ffn, device, plan);
 }
 
-// From `row` on, of `path` if one is given; null where there is none.
-const Row* first_row(const Row* row, const char* path, const Ffn& ffn, const Device& device, sm90::MidPlan* plan) {
+// What HF_TWELL_CUDA_PATH asks for; null where it does not.
+const char* wanted_path() {
+  const char* wanted = std::getenv("HF_TWELL_CUDA_PATH");
+  return wanted && *wanted ? wanted : nullptr;
+}
+
+// The first of the rows from `row` on that takes the call, of the path that is asked for.
+Choice first_from(const Row* row, const Ffn& ffn, const Device& device) {
+  const char* const path = wanted_path();
+  Choice choice;
   for (; row != std::end(kTable); ++row) {
-    if ((path == nullptr || std::strcmp(row->path, path) == 0) && takes(*row, ffn, device, plan)) return row;
+    if (path != nullptr && std::strcmp(row->path, path) != 0) continue;
+    if (!takes(*row, ffn, device, &choice.plan)) continue;
+    choice.row = row;
+    break;
   }
-  return nullptr;
+  return choice;
 }
 
-// A decode row's kernels. The fused one also knows the next row's, for the rare call that it gives back.
-decoding::Kernels kernels_of(const Row& row, const Ffn& ffn, const Device& device) {
-  decoding::Kernels kernels{};
-  kernels.overlap = device.major >= 9;
-  kernels.fused.use = row.kernels == Kernels::kFused;
-  kernels.fused.warm = ffn.tokens <= 2;  // as a model's other weights pass through L2 between two calls
-  if (ffn.tokens <= 2) kernels.fused.window_bytes = 48 << 10;  // for more 64 KiB, as nothing else was timed there
-  const Row* two = &row;
-  if (kernels.fused.use) {
-    do {
-      two = first_row(two + 1, row.path, ffn, device, nullptr);
-    } while (two->kernels == Kernels::kFused);
-  }
-  kernels.bulk_gate = two->kernels == Kernels::kBulk;
-  kernels.few = two->kernels == Kernels::kFew || two->kernels == Kernels::kFewPieces;
-  return kernels;
-}
-
-cudaError_t run_portable(const Ffn& ffn, const Device& device, cudaStream_t stream, const Services& services) {
-  void* workspace = services.workspace(portable_workspace_bytes(ffn));
-  const int64_t chunk = portable_chunk_tokens(ffn);
-  for (int64_t first = 0; first < ffn.tokens; first += chunk) {
-    const int64_t count = std::min(chunk, ffn.tokens - first);
-    const cudaError_t error =
-        portable_chunk(ffn, first, count, services.dense_gate(first, count), workspace, device, stream);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
-}
-
-cudaError_t run(const Row& row, const sm90::MidPlan& plan, const Ffn& ffn, const Device& device, cudaStream_t stream,
-                const Services& services) {
-  switch (row.kernels) {
-    case Kernels::kFused:
-    case Kernels::kBulk:
-    case Kernels::kFew:
-    case Kernels::kMma:
-      return decode(ffn, kernels_of(row, ffn, device), device, services.workspace(decode_workspace_bytes(ffn)), stream);
-    case Kernels::kFewPieces:
-      return decode_pieces(ffn, kernels_of(row, ffn, device), device, services.workspace(pieces_workspace_bytes(ffn)),
-                           stream);
-    case Kernels::kMidHalf:
-    case Kernels::kMid:
-      return sm90::mid_forward(ffn, plan, device, services.workspace(sm90::prefill_workspace_bytes(ffn, device)), stream);
-    case Kernels::kPrefill:
-      return sm90::prefill_forward(ffn, device, services.workspace(sm90::prefill_workspace_bytes(ffn, device)), stream);
-    case Kernels::kPrefillFp8:
-      return sm90::prefill_fp8_forward(ffn, device, services.workspace(sm90::prefill_fp8_workspace_bytes(ffn, device)),
-                                       stream);
-    case Kernels::kPortable: return run_portable(ffn, device, stream, services);
-  }
-  return cudaErrorInvalidValue;
+std::string capability_of(const Device& device) {
+  return std::to_string(device.major) + "." + std::to_string(device.minor);
 }
 
 std::string allowed_paths(const Ffn& ffn, const Device& device) {
@@ -171,58 +209,47 @@ void check_weights(const Ffn& ffn) {
   }
 }
 
-// What HF_TWELL_CUDA_PATH asks for; null where it does not.
-const char* wanted_path() {
-  const char* wanted = std::getenv("HF_TWELL_CUDA_PATH");
-  return wanted && *wanted ? wanted : nullptr;
-}
-
 }  // namespace
 
 bool has_kernels(DType dtype) { return dtype != DType::kFloat32; }
 
-bool has_row(const Ffn& ffn, const Device& device) {
-  sm90::MidPlan plan{};
-  return first_row(kTable, wanted_path(), ffn, device, &plan) != nullptr;
-}
-
-void check_quantize_x(const Ffn& ffn, const Device& device) {
-  if (!ffn.quantize_x) return;
-  if (ffn.gate.dtype != DType::kE4m3) {
+Choice choose(const Ffn& ffn, const Device& device) {
+  if (ffn.quantize_x && ffn.gate.dtype != DType::kE4m3) {
     throw std::runtime_error("quantize_x is for float8_e4m3fn weights with scales; leave it out for others");
   }
-  if (ffn.tokens <= kDecodeMaxTokens || (has_kernels(ffn.dtype) && has_row(ffn, device))) return;
-  const char* const wanted = wanted_path();
-  throw std::runtime_error(
-      "hf_twell's CUDA kernels quantize x on compute capability 9.0, in bfloat16 and float16, with D a multiple of 16" +
-      std::string(wanted ? ", by HF_TWELL_CUDA_PATH=sm90 and not " + std::string(wanted) : "") + "; here D is " +
-      std::to_string(ffn.hidden) + ", on " + std::to_string(device.major) + "." + std::to_string(device.minor) +
-      "; use backend='reference'");
+  const Choice choice = has_kernels(ffn.dtype) ? first_from(kTable, ffn, device) : Choice{};
+  if (choice.row != nullptr) return choice;
+  const char* const path = wanted_path();
+  const std::string wanted = path ? path : "";
+  if (weights_of(ffn) == Weights::kFp8) {
+    throw std::runtime_error(
+        "hf_twell's CUDA kernels quantize x on compute capability 9.0, in bfloat16 and float16, with D a multiple of 16" +
+        std::string(path ? ", by HF_TWELL_CUDA_PATH=sm90 and not " + wanted : "") + "; here D is " +
+        std::to_string(ffn.hidden) + ", on " + capability_of(device) + "; use backend='reference'");
+  }
+  if (ffn.scaled()) return choice;
+  throw std::runtime_error("HF_TWELL_CUDA_PATH=" + wanted + " cannot compute " + std::to_string(ffn.tokens) +
+                           " tokens on a GPU of compute capability " + capability_of(device) + "; allowed here: " +
+                           allowed_paths(ffn, device) + " (decode takes up to " + std::to_string(kDecodeMaxTokens) +
+                           " tokens, of 8-bit weights " + std::to_string(kPiecesMaxTokens) + "; sm90 needs 9.0)");
 }
 
-void forward(const Ffn& ffn, const Device& device, cudaStream_t stream, const Services& services) {
+void forward(const Ffn& ffn, Choice choice, const Device& device, cudaStream_t stream, const Services& services) {
   check_weights(ffn);
-  check_quantize_x(ffn, device);
-  const char* const wanted = wanted_path();
-  sm90::MidPlan plan{};
-  const Row* const row = first_row(kTable, wanted, ffn, device, &plan);
-  if (row == nullptr) {
-    throw std::runtime_error("HF_TWELL_CUDA_PATH=" + std::string(wanted ? wanted : "") + " cannot compute " +
-                             std::to_string(ffn.tokens) + " tokens on a GPU of compute capability " +
-                             std::to_string(device.major) + "." + std::to_string(device.minor) + "; allowed here: " +
-                             allowed_paths(ffn, device) + " (decode takes up to " + std::to_string(kDecodeMaxTokens) +
-                             " tokens, of 8-bit weights " + std::to_string(kPiecesMaxTokens) + "; sm90 needs 9.0)");
+  cudaError_t error = choice.row->run({ffn, choice.plan, device, stream, services});
+  if (error == cudaErrorNotSupported) {  // it gave the call back
+    choice = first_from(choice.row + 1, ffn, device);
+    error = choice.row->run({ffn, choice.plan, device, stream, services});
   }
-  const cudaError_t error = run(*row, plan, ffn, device, stream, services);
   if (error != cudaSuccess) {
-    throw std::runtime_error(std::string("hf_twell's CUDA path '") + row->path + "' failed: " + cudaGetErrorString(error));
+    throw std::runtime_error(std::string("hf_twell's CUDA path '") + choice.row->path +
+                             "' failed: " + cudaGetErrorString(error));
   }
 }
 
 void check_training(const Device& device, DType dtype, int64_t tokens, int64_t capacity) {
   if (!is_hopper(device)) {
-    throw std::runtime_error("hf_twell's CUDA kernels train on compute capability 9.0, not " +
-                             std::to_string(device.major) + "." + std::to_string(device.minor) +
+    throw std::runtime_error("hf_twell's CUDA kernels train on compute capability 9.0, not " + capability_of(device) +
                              "; use backend='reference'");
   }
   if (!has_kernels(dtype)) {
@@ -234,27 +261,4 @@ void check_training(const Device& device, DType dtype, int64_t tokens, int64_t c
   }
 }
 
-namespace decoding {
-
-Kernels choose_kernels(const Ffn& ffn, const Device& device) {
-  const Row* const row = first_row(kTable, "decode", ffn, device, nullptr);
-  return row != nullptr ? kernels_of(*row, ffn, device) : Kernels{};
-}
-
-}  // namespace decoding
-
-namespace sm90 {
-
-bool choose_mid(const Ffn& ffn, const Device& device, MidPlan* plan) {
-  const Row* const row = first_row(kTable, "sm90", ffn, device, plan);
-  return row != nullptr && (row->kernels == twell::Kernels::kMid || row->kernels == twell::Kernels::kMidHalf);
-}
-
-cudaError_t forward(const Ffn& ffn, const Device& device, void* workspace, cudaStream_t stream) {
-  MidPlan plan{};
-  return choose_mid(ffn, device, &plan) ? mid_forward(ffn, plan, device, workspace, stream)
-                                        : prefill_forward(ffn, device, workspace, stream);
-}
-
-}  // namespace sm90
 }  // namespace twell

@@ -7,7 +7,6 @@
 #include <functional>
 
 #include "common/ffn.h"
-#include "decode/plan.h"
 #include "sm90/mid/mid.h"
 
 namespace twell {
@@ -22,30 +21,26 @@ struct Services {
 // Whether any kernel here takes this type; PyTorch's matmuls compute the others.
 bool has_kernels(DType dtype);
 
-// Computes y without gradients, by the first row of dispatch.cpp's table that takes the call. Never waits for the
-// device, so that it can be captured in a graph. HF_TWELL_CUDA_PATH=decode|sm90|portable keeps to the rows of that name,
-// for tests.
+// The kernels that compute a call: a row of dispatch.cpp's table, and how that shares out the work.
+struct Row;
+struct Choice {
+  const Row* row = nullptr;
+  sm90::MidPlan plan{};
+};
+
+// The first row that takes a call of this type, these sizes and this type of weights. HF_TWELL_CUDA_PATH=
+// decode|sm90|portable keeps to the rows of that name, for tests. No row: 8-bit weights have to be dequantized.
 //
-// Throws where no such row takes the call, for weights in a form that no kernel reads, and for a CUDA error.
-void forward(const Ffn& ffn, const Device& device, cudaStream_t stream, const Services& services);
+// Throws where x is to be quantized and no row does so for such a call, and where HF_TWELL_CUDA_PATH leaves no row for
+// other weights.
+Choice choose(const Ffn& ffn, const Device& device);
 
-// Whether a row of the table takes a call of this type, these sizes and this type of weights. 8-bit weights have to be
-// dequantized where none does; but for calls that quantize x.
-bool has_row(const Ffn& ffn, const Device& device);
-
-// Throws where x is to be quantized and no row of the table does so for such a call.
-void check_quantize_x(const Ffn& ffn, const Device& device);
+// Computes y without gradients by the chosen row. Never waits for the device, so that it can be captured in a graph.
+//
+// Throws for weights in a form that no kernel reads, and for a CUDA error.
+void forward(const Ffn& ffn, Choice choice, const Device& device, cudaStream_t stream, const Services& services);
 
 // Throws where no kernels train: on other GPUs, in other types, or with room for no or too many pairs.
 void check_training(const Device& device, DType dtype, int64_t tokens, int64_t capacity);
-
-// The table's choice among the rows of one path, for the check programs.
-namespace decoding {
-Kernels choose_kernels(const Ffn& ffn, const Device& device);
-}
-namespace sm90 {
-bool choose_mid(const Ffn& ffn, const Device& device, MidPlan* plan);  // false: prefill's four kernels
-cudaError_t forward(const Ffn& ffn, const Device& device, void* workspace, cudaStream_t stream);
-}  // namespace sm90
 
 }  // namespace twell

@@ -106,12 +106,7 @@ cudaError_t launch_for(const Ffn& ffn, FusedParams p, const Launch& launch, cons
 cudaError_t launch_fused(const Ffn& ffn, const DecodePlan& plan, const Device& device, void* workspace,
                          cudaStream_t stream) {
   const int meeting = meeting_of(workspace);
-  if (meeting < 0 || !takes_fused(ffn, device)) {
-    DecodePlan other = plan;
-    other.kernels.fused.use = false;
-    const cudaError_t error = launch_gate_up(ffn, other, device, workspace, stream);
-    return error != cudaSuccess ? error : launch_down(ffn, other, device, workspace, stream);
-  }
+  if (meeting < 0) return cudaErrorNotSupported;
   FusedParams p{};
   p.x = static_cast<const char*>(ffn.x);
   p.gate = static_cast<const char*>(ffn.gate.data);

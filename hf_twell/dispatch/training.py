@@ -1,8 +1,7 @@
-"""Whether a block on a GPU is too dense for its kernels to pay: known without waiting for the device.
+"""How blocks on a GPU train: by plain matmuls or by kernels, which changes only between optimizer steps.
 
-Now and then a sample of the gate's signs is counted on the device and sent to pinned memory, where a later call finds
-it. Evaluation follows the latest that has arrived at once, training from the next optimizer step on. Blocks of a
-compiled model cannot sample: in training, all of them together follow what the L1 term counts.
+An eager block samples its density as in evaluation. The blocks of a compiled model cannot sample: all of them together
+follow what the L1 term counts.
 """
 
 from collections.abc import Callable
@@ -10,70 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-from hf_twell.ops import policy, policy_cuda
-from hf_twell.ops.sampling import active_share
+from hf_twell.dispatch.activity import CUDA_NEURONS, CUDA_TOKENS, Activity, Sample, active_share
+from hf_twell.dispatch.choose import faster, max_density
+from hf_twell.dispatch.key import HOPPER, CallKey
 
-SAMPLE_EVERY_CALLS = 64  # in evaluation
-SAMPLE_EVERY_STEPS = 8  # of the optimizer, in training
-SAMPLE_TOKENS, SAMPLE_NEURONS = 64, 1024
+SAMPLE_EVERY_STEPS = 8  # of the optimizer
 MOST = 2.0  # times the limit: what a block of a compiled model counts for at most, however dense it is
 ROOM = 1.25  # times the active neurons: a compiled model keeps a capacity that holds so many
-
-
-class Sample:
-    """A tensor's values on their way from the device."""
-
-    def __init__(self, values):
-        self._values, self._event = values, None
-        if values.is_cuda:
-            pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._values = pinned.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(values.device))
-
-    def arrived(self) -> bool:
-        return self._event is None or self._event.query()
-
-    def values(self):
-        """A number or nested lists of them; waits for them, if they have not arrived."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._values.tolist()
-
-
-def sample_density(x, w_gate, b_gate=None, s_gate=None) -> Sample:
-    """The share of active pairs among some of x's tokens and of the neurons."""
-    return Sample(active_share(x, w_gate, b_gate, SAMPLE_TOKENS, SAMPLE_NEURONS, s_gate))
-
-
-class DensityWatch:
-    """Which way one block goes in evaluation, by the density of its recent inputs. Copies and pickles start anew."""
-
-    def __init__(self):
-        self.density = None
-        self._calls = 0
-        self._sample: Sample | None = None
-
-    def __reduce__(self):
-        return type(self), ()
-
-    def too_dense(self, x, w_gate, b_gate=None, s_gate=None) -> bool:
-        """Whether plain matmuls would be faster for x, by the latest sample that has arrived.
-
-        In deterministic mode always False: what has arrived depends on timing, and the two ways round differently.
-        """
-        if torch.are_deterministic_algorithms_enabled() or x.numel() == 0:
-            return False
-        if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-            if self._sample is not None and self._sample.arrived():
-                self.density, self._sample = self._sample.values(), None
-            if self._calls % SAMPLE_EVERY_CALLS == 0 and self._sample is None:
-                self._sample = sample_density(x, w_gate, b_gate, s_gate)
-            self._calls += 1
-        if self.density is None:
-            return False
-        tokens = x.numel() // x.shape[-1]
-        return not policy.takes_kernels(tokens, w_gate.numel(), x.dtype, "cuda", self.density)
 
 
 class TrainingChoice:
@@ -113,43 +55,39 @@ class TrainingChoice:
         """Whether a forward of this step chose: one that is not compiled."""
         return self._version is not None
 
-    def too_dense(self, x, w_gate, b_gate=None) -> bool:
-        """Whether plain matmuls would be faster for x, forward and backward.
+    def activity(self, key: CallKey, x, w_gate, b_gate=None) -> Activity:
+        """What `choose` goes by, forward and backward.
 
         A compiled graph has the choice that stands when it is traced, and is made anew when that changes. A sample
         counts from the first step on that finds it arrived; in deterministic mode the next step waits for it.
         """
-        if torch.compiler.is_compiling():
+        if key.compiled:
             self._note_trace()
-            return not self.sparse
+            return Activity(answers={float("inf"): self.sparse})
         if x.numel() == 0:
-            return not self.sparse
-        tokens = x.numel() // x.shape[-1]
+            return Activity(answers={float("inf"): self.sparse})
         if w_gate._version != self._version and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._version = w_gate._version
-            self._choose(tokens, x, w_gate, b_gate)
-        return not self._pays(tokens, x, w_gate)
+            self._choose(key, x, w_gate, b_gate)
+        return self._known()
 
     @torch.compiler.assume_constant_result  # runs while a graph is traced: a checkpointed block may assign nothing
     def _note_trace(self) -> bool:
         self.traced = True
         return True
 
-    def _choose(self, tokens, x, w_gate, b_gate):
+    def _choose(self, key, x, w_gate, b_gate):
         waits = torch.are_deterministic_algorithms_enabled()
         if self._sample is not None and (waits or self._sample.arrived()):
             self.density, self._sample = self._sample.values(), None
-            self.capacity = policy_cuda.needed_capacity(self.density, len(w_gate))
+            self.capacity = needed_capacity(self.density, len(w_gate))
         if self._sample is None and self._steps % SAMPLE_EVERY_STEPS == 0:
-            self._sample = sample_density(x, w_gate, b_gate)
+            self._sample = Sample(active_share(x, w_gate, b_gate, CUDA_TOKENS, CUDA_NEURONS))
         self._steps += 1
-        self.sparse = self._pays(tokens, x, w_gate)
+        self.sparse = faster(key, self._known())
 
-    def _pays(self, tokens, x, w_gate) -> bool:
-        if self.density is None:
-            return False
-        shape = tokens, w_gate.numel(), x.dtype
-        return policy.takes_kernels(*shape, "cuda", self.density, training=True, by_kernels=self.sparse)
+    def _known(self) -> Activity:
+        return Activity(1.0 if self.density is None else self.density, on_kernels=self.sparse)
 
 
 class Block(NamedTuple):
@@ -194,10 +132,28 @@ class ModelChoice:
 def _choose_together(blocks, tokens, sample):
     densities = sample.values()
     seen = [(block.choice, densities[block.layer], block.width) for block in blocks]
-    limit = policy_cuda.max_density_training(tokens, all(choice.sparse for choice, _, _ in seen))
+    # Sizes make no difference in training on a GPU, nor does the type.
+    key = CallKey("cuda", HOPPER, torch.bfloat16, torch.bfloat16, tokens, 0, 0, training=True)
+    limit = max_density(key, on_kernels=all(choice.sparse for choice, _, _ in seen))
     sparse = sum(min(density, MOST * limit) for _, density, _ in seen) / len(seen) < limit
     fit = all((choice.capacity or 0) >= ROOM * density * width for choice, density, width in seen)
     for choice, density, width in seen:
         choice.density, choice.sparse = density, sparse
         if sparse and not fit:  # the capacities of all blocks, so that rising densities seldom compile anew
-            choice.capacity = max(choice.capacity or 0, policy_cuda.needed_capacity(density, width))
+            choice.capacity = max(choice.capacity or 0, needed_capacity(density, width))
+
+
+# How many active neurons per token, on average, forward keeps for backward
+
+
+def saved_capacity(device: str, intermediate: int) -> int:
+    """By default: whole groups of the CUDA kernels' lists."""
+    if device == "cuda":
+        return min(intermediate, max(64, (intermediate // 44 + 31) // 32 * 32))
+    return min(intermediate, max(32, intermediate // 16))
+
+
+def needed_capacity(density: float, intermediate: int) -> int:
+    """The power of two from 64 on, or F, that holds one and a half times the active neurons per token."""
+    needed = max(64, round(1.5 * density * intermediate))
+    return min(intermediate, 1 << (needed - 1).bit_length())

@@ -1,0 +1,224 @@
+"""Which way a call of a sparse block goes: as the last one did, where all is as that left it; else as is chosen anew.
+
+Anybody may have hooked, replaced, moved or quantized a part of a block since its last call, so each call asks many
+things. Behind other work, which leaves nothing of that code in the caches, to ask takes a quarter as long as one
+token's kernels. So a call first makes sure that every answer is still the last call's.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.modules.module import _has_any_global_hook
+
+from hf_twell.blocks.layout import settle_down
+from hf_twell.blocks.operands import OWN_FORWARDS, Operands, first_of, quantizes_x
+from hf_twell.dispatch.activity import EVERY_CPU_CALLS, UNKNOWN, Activity
+from hf_twell.dispatch.choose import Way, answers, choose, problem, too_small, training_problem
+from hf_twell.dispatch.key import CallKey, key_of
+from hf_twell.ops import api
+
+# Bound here: in torch's own large tables each look-up costs a walk through memory.
+_grad_enabled, _autocast_enabled = torch.is_grad_enabled, torch.is_autocast_enabled
+_transforms_active, _capturing = torch._C._are_functorch_transforms_active, torch.cuda.is_current_stream_capturing
+_Tensor, _Linear, _ReLU, _FLOAT32 = torch.Tensor, nn.Linear, nn.ReLU, torch.float32
+_linear_forward, _relu_forward = OWN_FORWARDS[nn.Linear], OWN_FORWARDS[nn.ReLU]
+
+
+class LastCall:
+    """What a call in evaluation looked at, and which way it went: by kernels, or by the submodules on a CPU.
+
+    It holds no tensor and no module, so what is replaced is freed. Copies and pickles of it are None.
+    """
+
+    __slots__ = (
+        *("autocast", "backend", "block", "device", "dtype", "form", "forward", "kernels", "kind", "settings", "shape"),
+        *("sizes", "type", "weights"),
+    )
+
+    def __init__(self, ffn, x, operands: Operands, way: Way):
+        self.block, self.settings, self.backend, self.form = type(ffn), ffn.twell, ffn.twell.backend, ffn.twell.form
+        self.forward, self.kernels = self.block.forward, torch.ops.hf_twell.infer if way == "kernels" else None
+        self.shape, self.dtype, self.device, self.type = x.shape, x.dtype, x.get_device(), x.device.type
+        self.autocast = _autocast_enabled(self.type)
+        # Parameters hold the values themselves, or torchao's tensors do.
+        self.kind = type(ffn._modules[self.form.up]._parameters.get("weight"))
+        self.weights, self.sizes = operands.w_up.dtype, (operands.w_up.shape, operands.w_up.shape[::-1])
+
+    def __reduce__(self):
+        return type(None), ()
+
+
+def repeat(ffn, x):
+    """The block's y, where all is as its last call left it and its density need not be looked at; else None."""
+    own = ffn.__dict__
+    state, block = own["twell_state"], type(ffn)
+    last = state.last_call
+    if last is None:
+        return None
+    if (
+        type(x) is not _Tensor
+        or x.shape != last.shape
+        or x.dtype is not last.dtype
+        or x.get_device() != last.device
+        or state.recent.look_in <= 0
+        or own["training"]
+        or _grad_enabled()
+        or _autocast_enabled(last.type) is not last.autocast
+        or _transforms_active()
+        or forward_ad._current_level >= 0
+        or _has_any_global_hook()
+        or block is not last.block
+        or block.forward is not last.forward
+        or own["twell"] is not last.settings
+        or last.settings.backend != last.backend
+        or own.get("_compiled_call_impl") is not None
+        or "forward" in own
+        or own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or (last.device >= 0 and _capturing())
+    ):
+        return None
+    if last.kernels is None:
+        state.recent.look_in -= 1
+        return ffn._through_submodules(x, None)
+    modules = own["_modules"]
+    relu = modules[last.form.activation]
+    watched = relu.__dict__
+    if (
+        type(relu) is not _ReLU
+        or _ReLU.forward is not _relu_forward
+        or _Linear.forward is not _linear_forward
+        or "forward" in watched
+        or watched["_forward_hooks"]
+        or watched["_forward_pre_hooks"]
+    ):
+        return None
+    kind, dtype, device, form, (rows, columns) = last.kind, last.dtype, last.device, last.form, last.sizes
+    weights, biases, scales = [], [], []
+    for name, shape in ((form.up, rows), (form.down, columns), (form.gate, rows)):
+        if name is None:
+            weights.append(None), biases.append(None), scales.append(None)
+            continue
+        linear = modules[name]
+        if type(linear) is not _Linear:
+            return None
+        watched, parameters = linear.__dict__, linear._parameters
+        if "forward" in watched or watched["_forward_hooks"] or watched["_forward_pre_hooks"]:
+            return None
+        try:
+            weight, bias, scale = parameters["weight"], parameters["bias"], None
+        except KeyError:  # pruned or weight-normed, or a tensor that is no parameter took its place
+            return None
+        if type(weight) is not kind:
+            return None
+        if kind is not nn.Parameter and kind is not _Tensor:
+            if weight.act_quant_kwargs is not None or getattr(weight, "act_pre_scale", None) is not None:
+                return None
+            weight, scale = weight.qdata, weight.scale
+            if scale.dtype is not _FLOAT32 or scale.shape != (shape[0], 1) or scale.get_device() != device:
+                return None
+        if weight.dtype is not last.weights or weight.shape != shape or weight.get_device() != device:
+            return None
+        if bias is not None and (bias.dtype is not dtype or bias.shape != shape[:1] or bias.get_device() != device):
+            return None
+        weights.append(weight), biases.append(bias), scales.append(scale)
+    weights[1] = weights[1].detach()  # another thread may give the parameter new memory while this one computes
+    state.recent.look_in -= 1
+    return last.kernels(x, *weights, *biases, *scales)
+
+
+def remember(ffn, x, operands: Operands, key: CallKey, way: Way) -> None:
+    """Keep what a call has found out, if later ones can go by it."""
+    if key.compiled or _grad_enabled() or ffn.training or x.numel() == 0 or type(x) is not _Tensor:
+        return
+    if way == "kernels":
+        known = not key.quantize_x and not _autocast_enabled(x.device.type) and problem(key) is None
+    else:
+        known = way == "submodules" and key.device == "cpu"
+    if known:
+        ffn.twell_state.last_call = LastCall(ffn, x, operands, way)
+
+
+def settle(ffn, x, operands: Operands) -> tuple[CallKey, Way]:
+    """Bring down_proj's memory into the order that a call wants, and choose its way.
+
+    Args:
+        ffn: a `hf_twell.blocks.modeling.SparseFfn`.
+    """
+    key = _key(ffn, x, operands)
+    activity = _activity(ffn, x, operands, key)
+    state = ffn.twell_state
+    if not key.compiled:
+        settle_down(ffn, operands.w_down, x, state.recent.density)
+    way = choose(key, activity)
+    if key.training and key.device == "cuda" and not key.compiled:
+        state.on_kernels = way == "kernels"
+    return key, way
+
+
+def takes_kernels(ffn, x: torch.Tensor) -> bool:
+    """Whether a block would go by kernels with x after the calls it has seen."""
+    if api.resolve(ffn.twell.backend, x.device.type) == "reference":  # asked for, or no kernels could be had
+        return False
+    operands = ffn._read_weights()
+    if operands is None:  # adapters, say, which the submodules compute
+        return False
+    key = _key(ffn, x, operands)
+    return choose(key, _activity(ffn, x, operands, key)) == "kernels"
+
+
+def store_density(ffns: Iterable[nn.Module], density: Sequence[float] | None) -> None:
+    """Tell sparse blocks the density of every layer of their model, which a compiled graph cannot sample.
+
+    A trace takes what `hf_twell.dispatch.choose.answers` makes of it for constants. None: it is not known (any more).
+    """
+    known = dict(enumerate(density or ()))
+    for ffn in ffns:
+        share, ffn.twell.answers = known.get(ffn.twell.layer), None
+        if share is not None:
+            up = getattr(ffn, ffn.twell.form.up)
+            # What the block computes in makes no difference on a GPU, and may change after this.
+            kind = torch.bfloat16
+            key = CallKey("cuda", "", kind, kind, 1, up.in_features, up.out_features)
+            ffn.twell.answers = answers(key, share)
+
+
+def _key(ffn, x, operands) -> CallKey:
+    scaled = operands.s_up is not None
+    quantize_x = scaled and quantizes_x(ffn._modules[ffn.twell.form.up])
+    known = {"quantize_x": quantize_x, "asked": ffn.twell.backend != "auto"}
+    key = key_of(x, operands.w_up, operands.w_down, training=not scaled and _learns(ffn, x), **known)
+    # Where no kernels train, the operator says so once. In training mode without gradients, too: so runs the forward of
+    # re-entrant checkpointing.
+    kernels_train = training_problem(key) is None if key.device == "cuda" else torch.is_grad_enabled()
+    return key if kernels_train or not key.training else key._replace(training=False)
+
+
+def _learns(ffn, x) -> bool:
+    """Whether there is something to learn here."""
+    if not (torch.is_grad_enabled() or ffn.training):
+        return False
+    weights = (getattr(ffn, name).weight for name in ffn.twell.form.linears)
+    return x.requires_grad or any(weight.requires_grad for weight in weights)
+
+
+def _activity(ffn, x, operands, key) -> Activity:
+    """What is known of the activity of a call: counted or sampled in steps, stored, or sampled now and then."""
+    recent, on_gpu = ffn.twell_state.recent, key.device == "cuda"
+    weight, bias, scale = first_of(operands)
+    if key.training:  # on a CPU the operator itself samples each call
+        return ffn.twell_state.step_choice.activity(key, x, weight, bias) if on_gpu else UNKNOWN
+    if torch.is_grad_enabled():
+        return UNKNOWN
+    if key.compiled:  # on a CPU the operator itself follows the density
+        return Activity(answers=ffn.twell.answers) if on_gpu and not key.exported else UNKNOWN
+    if too_small(key) and not key.asked:
+        recent.look_in = EVERY_CPU_CALLS
+        return UNKNOWN
+    # What has arrived from a GPU depends on timing, and the ways round differently.
+    if on_gpu and torch.are_deterministic_algorithms_enabled():
+        return UNKNOWN
+    recent.look(x, weight, bias, scale)
+    return Activity(recent.density)

@@ -1,0 +1,115 @@
+"""What is known of a block's activity in evaluation: how many neurons its recent inputs switched on.
+
+A part of the gate's signs is counted now and then. On a CPU the call waits for that. On a GPU it is counted on the
+device and sent to pinned memory, where a later call finds it.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+CPU_TOKENS, CPU_NEURONS, EVERY_CPU_CALLS = 16, 256, 32  # of a sample, which costs as much as a small call
+CUDA_TOKENS, CUDA_NEURONS, EVERY_CUDA_CALLS = 64, 1024, 64
+
+
+class Activity(NamedTuple):
+    """What `choose` goes by.
+
+    Attributes:
+        density: share of (token, neuron) pairs that are active; None: not known.
+        on_kernels: whether the block trains by kernels already.
+        answers: what was chosen before, for a graph: see `hf_twell.dispatch.choose.answers`.
+    """
+
+    density: float | None = None
+    on_kernels: bool = False
+    answers: dict[float, bool] | None = None
+
+
+UNKNOWN = Activity()
+
+
+class Sample:
+    """A tensor's values on their way from the device."""
+
+    def __init__(self, values):
+        self._values, self._event = values, None
+        if values.is_cuda:
+            pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values = pinned.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(values.device))
+
+    def arrived(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def values(self):
+        """A number or nested lists of them; waits for them, if they have not arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._values.tolist()
+
+
+class RecentInputs:
+    """The density of one block's recent inputs. Copies and pickles start anew.
+
+    Attributes:
+        density: by the latest sample that has arrived; None before the first.
+        look_in: how many calls may pass before the next has to look; 0 while a sample is on its way.
+    """
+
+    def __init__(self):
+        self.density: float | None = None
+        self.look_in = 0
+        self._sample: Sample | None = None
+
+    def __reduce__(self):
+        return type(self), ()
+
+    def look(self, x, weight, bias=None, scale=None) -> bool:
+        """Count a call, and sample its density or read a sample if that is due; whether the density is new.
+
+        Args:
+            weight, bias, scale: of the projection whose sign says which neurons are active; see `active_share`.
+        """
+        if x.numel() == 0 or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return False
+        self.look_in -= 1
+        if self.look_in >= 0 and self.density is not None:
+            return False
+        sample = self._sample  # by this name, as another thread may read it meanwhile
+        if sample is None:
+            few = (CPU_TOKENS, CPU_NEURONS) if x.is_cpu else (CUDA_TOKENS, CUDA_NEURONS)
+            sample = self._sample = Sample(active_share(x, weight, bias, *few, scale))
+        self.look_in = 0
+        if not sample.arrived():
+            return False
+        self.density, self._sample = sample.values(), None
+        self.look_in = (EVERY_CPU_CALLS if x.is_cpu else EVERY_CUDA_CALLS) - 1
+        return True
+
+
+@torch.no_grad()
+def active_share(x, w_gate, b_gate, tokens: int, neurons: int, s_gate=None) -> torch.Tensor:
+    """Share of active pairs, (), among at most `tokens` of x's tokens and about `neurons` neurons.
+
+    Shapes:
+        x (..., D); w_gate (F, D); b_gate (F,) or None; s_gate (F, 1), the scales of an 8-bit w_gate, or None.
+    """
+    x_TD = x.reshape(-1, x.shape[-1])
+    # Spread by the golden ratio: an even stride can meet one position of every sequence, and first ones are densest.
+    total = len(x_TD)
+    stride = next(n for n in range(max(1, round(0.618 * total)), 2 * total + 1) if math.gcd(n, total) == 1)
+    some = x_TD[torch.arange(1, min(tokens, total) + 1, device=x.device) * stride % total]
+    kept = slice(None, None, max(1, len(w_gate) // neurons))
+    weight, bias = w_gate[kept], None if b_gate is None else b_gate[kept]
+    if s_gate is not None:
+        weight = (weight.float() * s_gate[kept]).to(some.dtype)
+    return (F.linear(some, weight, bias) > 0).float().mean()
+
+
+def sampled_density(x, w_gate, b_gate=None) -> float:
+    """`active_share` of a small sample, as a number: tens of microseconds on a CPU."""
+    return active_share(x, w_gate, b_gate, CPU_TOKENS, CPU_NEURONS).item()

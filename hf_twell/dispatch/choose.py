@@ -1,0 +1,229 @@
+"""`choose`: the one function that decides which way a call goes; and what others than an eager call ask of it.
+
+    key = key_of(x, w_up, w_down)
+    choose(key)                    # nothing is known of the activity: a bare `ops.ffn`
+    choose(key, Activity(0.01))    # a block that has sampled it
+
+Kernels are exact at every density, so the choice decides nothing but time. What no kernel can compute at all says
+`problem`, which the operator asks.
+"""
+
+import itertools
+import math
+from typing import Literal
+
+import torch
+
+from hf_twell.dispatch.activity import UNKNOWN, Activity
+from hf_twell.dispatch.key import EIGHT_BIT, HOPPER, CallKey
+from hf_twell.dispatch.limits import limit
+
+Way = Literal["submodules", "dense", "kernels"]
+_16_BITS = (torch.bfloat16, torch.float16)
+
+
+def choose(key: CallKey, activity: Activity = UNKNOWN) -> Way:
+    """The fastest way to compute a call.
+
+    "submodules": the block's own linears (of a bare `ops.ffn`, plain PyTorch on its tensors); "dense": plain matmuls,
+    and one kernel each way for all that lies between them; "kernels".
+    """
+    if key.asked and key.rival == "torch":
+        return "kernels"
+    if faster(key, activity):
+        return "kernels"
+    if key.compiled or key.weights in EIGHT_BIT or key.dtype not in dense_dtypes(key.device):
+        return "submodules"
+    if key.device == "cpu" and not key.training and key.tokens * key.width < limit("kCpuSmallestH"):
+        return "submodules"
+    return "dense"
+
+
+def faster(key: CallKey, activity: Activity) -> bool:
+    """Whether kernels take less time than plain matmuls, as far as it is known.
+
+    By limits of density alone, as measured. Where a block's union and the times of both ways at (density, union) are
+    known, these will be compared here.
+    """
+    if key.quantize_x and quantizing_problem(key) and key.device == "cuda" and float(key.capability) >= 8.9:
+        return False  # others' linears use tensor cores for e4m3, which plain matmuls on dequantized weights leave idle
+    if activity.answers is not None:
+        return answer(activity.answers, key.tokens)
+    if activity.density is None:
+        return not too_small(key)
+    most = max_density(key, activity.on_kernels)
+    return most > 0 and activity.density <= most
+
+
+def max_density(key: CallKey, on_kernels: bool = False) -> float:
+    """Density up to which kernels are faster than plain matmuls; 0: at none.
+
+    Args:
+        on_kernels: whether the block trains by kernels already, which it then does up to a somewhat higher density.
+
+    Source: the tables of kernels/twell_cpu/LOG.md and kernels/twell_cuda/LOG.md.
+    """
+    if key.device not in ("cpu", "cuda") or too_small(key):
+        return 0.0
+    if key.device == "cuda" and key.training:
+        return _row("kCudaTrainingLimits", key.tokens)[1] * (limit("kCudaTrainingBack") if on_kernels else 1.0)
+    if key.device == "cuda":
+        elements = key.hidden * key.width
+        size = (elements >= limit("kCudaMediumElements")) + (elements >= limit("kCudaLargeElements"))
+        most = _row("kCudaLimits", key.tokens)[1 + size]
+        if key.rival == "torch" or key.weights not in EIGHT_BIT:
+            return most
+        if key.weights == torch.int8 and key.tokens > limit("kVllmCudaInt8MaxTokens"):
+            return 0.0
+        return most if key.asked else min(most, limit("kVllmCuda8BitMaxDensity"))
+    if key.training:
+        return limit(f"kCpuTrainingMaxDensity{_amx(key)}")
+    small = _in_cache(key)
+    most = limit("kCpuCachedMaxDensity") if small else _row(f"kCpuLimits{_amx(key)}", key.tokens)[1]
+    if key.rival == "torch":
+        return most
+    # There a block goes one way at all numbers of tokens: the way of many.
+    many = limit("kCpuCachedMaxDensity") if small else limit(f"kCpuLimits{_amx(key)}")[-1][1]
+    return min(most, many, limit("kVllmCpuInt8MaxDensity" if key.weights == torch.int8 else "kVllmCpuMaxDensity"))
+
+
+def too_small(key: CallKey) -> bool:
+    """Whether a call without gradients is too small for a CPU's kernels to be faster at any density."""
+    if key.device != "cpu" or key.training or key.exported:
+        return False
+    if key.casts and key.tokens < limit(f"kCpuMinTokensCast{_amx(key)}"):
+        return True
+    if not _in_cache(key):
+        return False
+    elements = key.hidden * key.width
+    if elements < limit("kCpuSmallestElements"):
+        return True
+    few = _at_most(key.tokens, 2)
+    work = limit("kCpuSmallestWorkFew" if few else "kCpuSmallestWork")
+    return _at_most(key.tokens, (work - 1) // elements)
+
+
+def _in_cache(key: CallKey) -> bool:
+    return key.dtype == torch.float32 and key.hidden * key.width < limit("kCpuCachedElements")
+
+
+def _at_most(tokens: int, most: int) -> bool:
+    """In a graph, which is guarded by the answer, tokens that depend on data, which no guard may ask, count as few."""
+    if not torch.compiler.is_compiling():
+        return tokens <= most
+    from torch.fx.experimental.symbolic_shapes import guard_or_true  # Dynamo has imported it
+
+    return guard_or_true(tokens <= most)
+
+
+def _amx(key: CallKey) -> str:
+    """The end of the names of limits that this processor has for this type."""
+    return "Amx" if key.capability == "amx" and key.dtype == torch.bfloat16 else ""
+
+
+def _row(table: str, tokens: float) -> tuple[float, ...]:
+    return next(row for row in limit(table) if tokens <= row[0])
+
+
+def dense_dtypes(device: str) -> tuple[torch.dtype, ...]:
+    """In which kernels compute what lies between a dense block's matmuls."""
+    return (*_16_BITS, torch.float32) if device == "cpu" else _16_BITS if device == "cuda" else ()
+
+
+# What no kernel can compute
+
+
+def problem(key: CallKey) -> str | None:
+    """Why no kernels can compute such a call, or None."""
+    types = {key.dtype, torch.float32 if key.weights in EIGHT_BIT else key.weights}
+    if not types <= {*_16_BITS, torch.float32}:
+        return f"dtype {key.dtype}; the kernels take float32, bfloat16 and float16"
+    if key.weights == torch.float8_e4m3fn and key.device == "cpu":
+        return "float8_e4m3fn weights on a CPU; the kernels there take int8"
+    if key.weights in EIGHT_BIT and key.training:
+        kind = str(key.weights).removeprefix("torch.")
+        return f"gradients are wanted through {kind} weights; the kernels compute none: use torch.no_grad()"
+    if sizes := sizes_problem(key):
+        return sizes
+    if key.quantize_x and (quantizing := quantizing_problem(key)):
+        return quantizing
+    if gradients := training_problem(key):
+        return f"gradients are wanted {gradients}; or train with backend='auto', which uses plain PyTorch"
+    return None
+
+
+def sizes_problem(key: CallKey) -> str | None:
+    """Why a block of these sizes is too large for the kernels of any device, or None."""
+    width, hidden = limit("kMaxWidth"), limit("kMaxHidden")
+    if 0 < key.hidden <= hidden and 0 < key.width <= width:
+        return None
+    return f"D = {key.hidden}, F = {key.width}; the kernels take 1..{hidden} and 1..{width}"
+
+
+def training_problem(key: CallKey) -> str | None:
+    """Why the CUDA kernels compute no gradients for a call that wants them, or None: the end of a sentence."""
+    if not key.training or key.device != "cuda":
+        return None
+    if key.dtype not in _16_BITS:
+        return f"in {key.dtype}; its training kernels take bfloat16 and float16: cast the model or use torch.autocast"
+    if key.capability != HOPPER:
+        return f"on a GPU of compute capability {key.capability}; its training kernels need {HOPPER}"
+    return None
+
+
+def quantizing_problem(key: CallKey) -> str | None:
+    """Why the CUDA kernels do not quantize a call's x, or None.
+
+    How many tokens there are is asked last: a compiled graph is not guarded by it where the answer would be the same.
+    """
+    most = limit("kDecodeMaxTokens")
+    if (key.capability == HOPPER and key.hidden % 16 == 0 and key.dtype in _16_BITS) or key.tokens <= most:
+        return None
+    return (
+        f"x of more than {most} tokens is to be quantized, in {key.dtype} with D = {key.hidden} on a GPU of compute "
+        f"capability {key.capability}; the kernels quantize bfloat16 and float16 with D a multiple of 16 on {HOPPER}"
+    )
+
+
+# What is asked once, for calls that cannot ask for themselves
+
+
+def answers(key: CallKey, density: float) -> dict[float, bool] | None:
+    """Whether kernels are faster for so many tokens or fewer, by the rows of a GPU's table; None where always.
+
+    A compiled graph on a GPU goes by these. It is guarded by them, and not by the density: layers that go the same way
+    share their code.
+    """
+    rows = [row[0] for row in limit("kCudaLimits")]
+    known = {most: faster(key._replace(tokens=most), Activity(density)) for most in rows}
+    return None if all(known.values()) else known
+
+
+def answer(known: dict[float, bool], tokens: int) -> bool:
+    """That of `answers` for so many tokens, a number that a graph may leave open.
+
+    Such a graph is guarded by the nearest numbers at which the answer changes, and by nothing where it never does.
+    Where the number is fixed, the one answer is read. One that depends on data, which no guard may ask, counts as few.
+    """
+    rows = tuple(known)
+    if not torch.compiler.is_compiling():
+        return next(known[most] for most in rows if tokens <= most)
+    from torch.fx.experimental.symbolic_shapes import guard_or_true, statically_known_true  # Dynamo has imported it
+
+    for most, more in itertools.pairwise(rows):
+        if statically_known_true(tokens > most):
+            continue
+        if statically_known_true(tokens <= most) or (known[most] != known[more] and guard_or_true(tokens <= most)):
+            return known[most]
+    return known[rows[-1]]
+
+
+def same_answers(key: CallKey, density: float) -> float:
+    """The highest density at which `choose` answers the same in evaluation, at every number of tokens.
+
+    It is one of the limits, or infinite where kernels are faster at no number of tokens. An engine that writes the
+    density into compiled code writes this: layers of different densities then mostly share their code.
+    """
+    # Limits change at powers of two alone.
+    limits = {max_density(key._replace(tokens=1 << power)) for power in range(24)}
+    return min((most for most in limits if density <= most > 0), default=math.inf)

@@ -1,0 +1,98 @@
+"""What a call is before anything is known of its values."""
+
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+HOPPER = "9.0"  # the compute capability of GPUs whose kernels train and quantize x
+EIGHT_BIT = (torch.int8, torch.float8_e4m3fn)  # types of weights that have scales
+
+
+class CallKey(NamedTuple):
+    """All that decides a call's way, but for the block's activity.
+
+    Attributes:
+        device: its type, "cuda" or "cpu"; no kernels are known for others.
+        capability: a GPU's, such as "9.0"; of a processor "amx" where it multiplies bfloat16 matrices, else "".
+        dtype: what the call computes in: x's, or autocast's.
+        weights: their dtype; int8 and float8_e4m3fn ones have scales.
+        tokens: T, the rows of x: those of all sequences together. A graph may leave it open.
+        hidden, width: D and F.
+        training: whether gradients of something are wanted, now or when re-entrant checkpointing runs it again.
+        quantize_x: whether x is to be quantized, as torchao's or vLLM's dynamic fp8 does it.
+        casts: whether kernels would cast float32 weights that autocast keeps cast for plain matmuls.
+        compiled: whether the call is traced into a graph.
+        exported: whether that is `torch.export`'s, for every number of tokens.
+        asked: whether kernels were asked for: by a backend's name, or in vLLM beyond what has been timed.
+        rival: whose plain matmuls kernels have to beat: "torch" or "vllm".
+    """
+
+    device: str
+    capability: str
+    dtype: torch.dtype
+    weights: torch.dtype
+    tokens: int
+    hidden: int
+    width: int
+    training: bool = False
+    quantize_x: bool = False
+    casts: bool = False
+    compiled: bool = False
+    exported: bool = False
+    asked: bool = False
+    rival: str = "torch"
+
+
+def key_of(x, w_up, w_down, **known) -> CallKey:
+    """The key of a call with this x (..., D) and these weights, (F, D) and (D, F).
+
+    Args:
+        known: members of the key that its tensors do not tell: training, quantize_x, asked, rival.
+    """
+    (width, hidden), compiled, dtype = w_up.shape, torch.compiler.is_compiling(), dtype_of(x)
+    # On a GPU the operator is faster all the same, by fewer launches; a compiled graph casts as it computes.
+    autocast = x.device.type == "cpu" and not compiled and torch.is_autocast_enabled("cpu")
+    kept = autocast and torch.is_autocast_cache_enabled() and w_down.requires_grad
+    return CallKey(
+        *device_class(x.device.type, x.device.index), dtype, w_up.dtype, x.numel() // max(hidden, 1), hidden, width,
+        casts=kept and w_down.dtype == torch.float32 != dtype, compiled=compiled,
+        exported=compiled and exports(), **known,
+    )  # fmt: skip
+
+
+def dtype_of(x) -> torch.dtype:
+    """What a block computes x in: its own dtype, or autocast's."""
+    device = x.device.type
+    autocast = torch.is_autocast_enabled(device) and x.dtype != torch.float64  # which autocast leaves alone
+    return torch.get_autocast_dtype(device) if autocast else x.dtype
+
+
+@torch.compiler.assume_constant_result  # else Dynamo answers True in any graph before PyTorch 2.13
+def exports() -> bool:
+    return torch.compiler.is_exporting()
+
+
+@torch.compiler.assume_constant_result
+def device_class(kind: str, index: int | None = None) -> tuple[str, str]:
+    """`CallKey.device` and `.capability` of a device of this type."""
+    return _device_class(kind, index)
+
+
+@functools.cache  # apart, as Dynamo looks into what both decorate
+def _device_class(kind: str, index: int | None) -> tuple[str, str]:
+    if kind == "cuda":
+        return kind, "{}.{}".format(*torch.cuda.get_device_capability(index))
+    return kind, "amx" if kind == "cpu" and "amx_bf16" in processor_features() else ""
+
+
+@functools.cache
+def processor_features() -> frozenset[str]:
+    """Names of the CPU's instruction sets as Linux gives them; empty elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    flags = next((line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))), "")
+    return frozenset(flags.split())

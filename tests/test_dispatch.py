@@ -1,0 +1,391 @@
+"""Which way a call goes: the one function that says so, and that all who compute blocks do what it says."""
+
+import functools
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from hf_twell.bench import workload
+from hf_twell.blocks import calls
+from hf_twell.dispatch import key as dispatch_key
+from hf_twell.dispatch import limits
+from hf_twell.dispatch.activity import Activity, RecentInputs
+from hf_twell.dispatch.choose import answer, answers, choose, max_density, same_answers, too_small
+from hf_twell.dispatch.key import CallKey, key_of
+from hf_twell.dispatch.limits import limit
+from hf_twell.models.quantizing import quantize_block
+from hf_twell.ops import api, build, toolchain
+from hf_twell.serving.vllm_plugin import operator  # noqa: F401  defines torch.ops.hf_twell_vllm.ffn
+
+BF16 = torch.bfloat16
+SIZES = {"small": (2048, 5632), "medium": (2048, 6144), "large": (2560, 8192), "cached": (512, 512)}
+TOKENS = (*range(1, 70), 511, 512, 513, 1023, 1024, 1025, 2048, 2049, 65537, 1 << 20)
+DENSITIES = (0.0, 0.005, 0.012, 0.0121, 0.015, 0.03, 0.05, 0.1, 0.25, 0.6, 1.0)
+needs_cpu_kernels = pytest.mark.skipif(
+    not build.status("cpu", build=True).available, reason=build.status("cpu", build=True).reason
+)
+
+
+def gpu_key(tokens=1, size="small", weights=BF16, **members) -> CallKey:
+    return CallKey("cuda", "9.0", BF16, weights, tokens, *SIZES[size], **members)
+
+
+def cpu_key(tokens, dtype, size="small", amx=False, **members) -> CallKey:
+    return CallKey("cpu", "amx" if amx else "", dtype, dtype, tokens, *SIZES[size], **members)
+
+
+def takes(key, density) -> bool:
+    return choose(key, Activity(density)) == "kernels"
+
+
+# The numbers
+
+
+def test_every_number_is_the_headers():
+    header = (toolchain.kernels_dir() / "shared" / "twell_limits.h").read_text()
+    assert set(re.findall(r"^constexpr \w+ (k\w+)", header, re.MULTILINE)) - {"kMany"} == limits.read().keys()
+    assert (limit("kMaxHidden"), limit("kMaxWidth"), limit("kCudaMediumElements")) == (16384, 65536, 12 << 20)
+    assert limit("kCpuLimits") == ((2, 1.0), (8, 0.3), (32, 0.2), (float("inf"), 0.18))
+
+
+def test_no_number_stands_in_the_code_that_decides():
+    """But 0 and 1, by which it counts, the capability from which fp8 has tensor cores, and sizes of tiles."""
+    for name in ("choose", "key", "limits"):
+        source = (toolchain.kernels_dir().parent / "hf_twell" / "dispatch" / f"{name}.py").read_text()
+        code = re.sub(r'"""[\s\S]*?"""|#.*|f?"[^"\n]*"', "", source)
+        assert set(re.findall(r"(?<![\w.])\d[\d.]*", code)) <= {"0", "0.0", "1", "1.0", "2", "8.9", "16", "24"}, name
+
+
+@pytest.mark.parametrize(("size", "column"), [("small", 1), ("medium", 2), ("large", 3)])
+def test_a_gpus_limits_are_the_tables(size, column):
+    first = 1
+    for row in limit("kCudaLimits"):
+        for tokens in {first, min(row[0], 1 << 20)}:
+            most = row[column]
+            assert max_density(gpu_key(tokens, size)) == most
+            assert takes(gpu_key(tokens, size), most)
+            assert not takes(gpu_key(tokens, size), most + 0.001)
+        first = row[0] + 1
+
+
+@pytest.mark.parametrize("amx", [False, True])
+def test_a_cpus_limits_by_tokens_and_dtype(amx):
+    for tokens, most in zip((2, 4, 8, 32, 64, 65), (1.0, 0.3, 0.3, 0.2, 0.18, 0.18), strict=True):
+        assert max_density(cpu_key(tokens, torch.float32, amx=amx)) == most
+        with_units = 1.0 if tokens <= 2 else 0.075 if tokens <= 64 else 0.035
+        assert max_density(cpu_key(tokens, BF16, amx=amx)) == (with_units if amx else most)
+
+
+def test_a_cpus_limits_of_small_matrices(monkeypatch):
+    monkeypatch.undo()  # sizes as users have them
+
+    def most(tokens, hidden, width, dtype=torch.float32):
+        return max_density(CallKey("cpu", "", dtype, dtype, tokens, hidden, width))
+
+    assert [most(1, *sizes) for sizes in ((64, 172), (288, 768), (2048, 5632))] == [0, 0.1, 1]
+    assert [most(tokens, 192, 512) for tokens in (1, 4, 16)] == [0, 0, 0.1]
+    assert most(256, 64, 172) == 0
+    # PyTorch's own bfloat16 matmuls take so long to begin that kernels win at any size.
+    assert most(1, 64, 172, BF16) == 1
+
+
+def test_kernels_are_never_faster_on_other_devices():
+    assert choose(CallKey("mps", "", BF16, BF16, 1, *SIZES["small"]), Activity(0.0)) == "submodules"
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(1024, 0.0), (1025, 0.008), (2049, 0.018), (1 << 20, 0.025)])
+def test_training_on_a_gpu_which_a_block_leaves_later_than_it_came(tokens, most):
+    for on_kernels, factor in ((False, 1.0), (True, limit("kCudaTrainingBack"))):
+        for share, pays in ((0.99, most > 0), (1.01, False)):
+            activity = Activity(share * factor * most, on_kernels)
+            assert (choose(gpu_key(tokens, training=True), activity) == "kernels") == pays
+
+
+@pytest.mark.parametrize(("amx", "most"), [(False, 0.18), (True, 0.03)])
+def test_training_on_a_cpu(amx, most):
+    for density, way in ((most, "kernels"), (most + 0.001, "dense")):
+        assert choose(cpu_key(100, BF16, amx=amx, training=True), Activity(density)) == way
+
+
+def test_kernels_that_are_asked_for_are_taken_at_every_density():
+    for training in (False, True):
+        assert choose(gpu_key(512, training=training, asked=True), Activity(1.0)) == "kernels"
+
+
+@pytest.mark.parametrize(
+    ("weights", "asked", "ways"),
+    [(torch.int8, False, "100"), (torch.int8, True, "110"), (torch.float8_e4m3fn, False, "101")],
+)
+def test_8_bit_weights_beside_vllms_matmuls(weights, asked, ways):
+    key = gpu_key(weights=weights, rival="vllm", asked=asked)
+    found = (takes(key, 0.01), takes(key, 0.02), takes(key._replace(tokens=65), 0.01))
+    assert "".join(str(int(way)) for way in found) == ways
+    assert takes(gpu_key(65, weights=weights), 0.01), "beside PyTorch's there is no such limit"
+
+
+# All do what it says
+
+
+DENSE = {"aten::linear", "aten::mm", "aten::addmm", "aten::matmul"}
+
+
+def by_matmuls(function, *args) -> bool:
+    """Whether any plain matmul runs, in C++ too."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        function(*args)
+    return any(event.key in DENSE for event in profile.key_averages())
+
+
+@functools.cache
+def tokens_of(density, hidden, width):
+    """Nearest to this density first, and the weights."""
+    x, *weights = workload.make_ffn(2048, hidden, width, density * width, dtype=torch.float32)
+    shares = workload.active_neurons(x, weights[0]).double().mean(1)
+    return x[(shares - density).abs().argsort()], weights
+
+
+def block_of(density, tokens, dtype, hidden=64, width=1536):
+    x, weights = tokens_of(density, hidden, width)
+    return x[:tokens].to(dtype), workload.patched_block(*(weight.to(dtype, copy=True) for weight in weights))
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("density", [0.01, 0.1, 0.15, 0.25, 0.5])
+@torch.no_grad()
+def test_all_go_the_same_way_on_a_cpu(kind, density):
+    dtype = torch.float32 if kind == "float32" else BF16
+    for tokens in (1, 4, 16, 128):
+        torch._dynamo.reset()
+        x, block = block_of(density, tokens, dtype)
+        gate, up, down = (getattr(block, name).weight for name in ("gate_proj", "up_proj", "down_proj"))
+        plain = key_of(x, up, down)
+        if kind == "int8":
+            pytest.importorskip("torchao")
+            quantize_block(block, block.twell.form, "int8")
+            gate, up, down = (getattr(block, name).weight for name in ("gate_proj", "up_proj", "down_proj"))
+        values = [weight.qdata if kind == "int8" else weight for weight in (up, down, gate)]
+        scales = [weight.scale if kind == "int8" else None for weight in (up, down, gate)]
+        key = plain._replace(weights=values[0].dtype)
+        expected = choose(key, Activity(density)) != "kernels"
+        compiled = torch.compile(block, backend="eager", fullgraph=True)
+        block(x), compiled(x)
+        named = dict(zip(("s_up", "s_down", "s_gate"), scales, strict=True))
+        ways = {
+            "eager block": by_matmuls(block, x),
+            "bare operator": by_matmuls(functools.partial(api.ffn, x, *values, **named)),
+            "C++": by_matmuls(torch.ops.hf_twell.infer, x, *values, None, None, None, *scales),
+            "compiled block": by_matmuls(compiled, x),
+        }
+        assert ways == dict.fromkeys(ways, expected), (tokens, key)
+        if kind != "int8":
+            told = choose(key._replace(rival="vllm"), Activity(density)) != "kernels"
+            found = by_matmuls(torch.ops.hf_twell_vllm.ffn, x, torch.cat([gate, up]), down, density)
+            assert found == told, (tokens, "vLLM's operator")
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("density", [0.01, 0.1, 0.25])
+def test_all_train_the_same_way_on_a_cpu(density):
+    x, block = block_of(density, 64, BF16)
+    block.train().requires_grad_()
+    weights = block.up_proj.weight, block.down_proj.weight, block.gate_proj.weight
+    expected = choose(key_of(x, *weights[:2], training=True), Activity(density)) != "kernels"
+    cpp = torch.ops.hf_twell.ffn
+
+    def in_cpp():
+        return cpp(x, *weights, None, None, None, None, None, None, 96)
+
+    matmuls = {}
+    for name, function in {"block": lambda: block(x), "operator": lambda: api.ffn(x, *weights), "C++": in_cpp}.items():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            function()
+        counts = {event.key: event.count for event in profile.key_averages()}
+        matmuls[name] = counts.get("aten::linear", 0) - (name != "C++")  # but that of the operator's sample
+    assert matmuls == dict.fromkeys(matmuls, 3 * expected)
+
+
+@needs_cpu_kernels
+@torch.no_grad()
+def test_blocks_too_small_for_kernels_go_the_same_way(monkeypatch):
+    monkeypatch.undo()  # sizes as users have them
+    for tokens, hidden, width in ((1, 64, 172), (4, 192, 512), (16, 192, 512)):
+        x, block = block_of(0.01, tokens, torch.float32, hidden, width)
+        weights = block.up_proj.weight, block.down_proj.weight, block.gate_proj.weight
+        torch._dynamo.reset()
+        compiled = torch.compile(block, backend="eager", fullgraph=True)
+        block(x), compiled(x)
+        expected = too_small(key_of(x, *weights[:2]))
+        assert expected == (width * hidden * tokens < 1 << 20)
+        for function in (block, compiled, lambda x, w=weights: api.ffn(x, *w)):
+            assert by_matmuls(function, x) == expected
+    several = ({0: torch.export.Dim("tokens", min=2, max=99)},)
+    exported = torch.export.export(block, (x[:2],), dynamic_shapes=several, strict=True).module()
+    assert not by_matmuls(exported, x[:3]), "for every number of tokens"
+
+
+GRID = [
+    (size, weights, quantize_x, capability)
+    for size in ("small", "medium", "large")
+    for weights, quantize_x in (
+        (BF16, False),
+        (torch.int8, False),
+        (torch.float8_e4m3fn, False),
+        (torch.float8_e4m3fn, True),
+    )
+    for capability in ("8.0", "9.0", "10.0")
+]
+
+
+@pytest.mark.parametrize(("size", "weights", "quantize_x", "capability"), GRID)
+def test_graphs_and_vllm_have_the_answers_of_eager_blocks_on_a_gpu(size, weights, quantize_x, capability):
+    key = gpu_key(1, size, weights, quantize_x=quantize_x)._replace(capability=capability)
+    stored = gpu_key(1, size)  # whatever the weights are
+    for density in DENSITIES:
+        known = answers(stored, density)
+        assert (known is None) == (density <= 0.012)
+        of_vllm = key._replace(rival="vllm")
+        same = same_answers(of_vllm, density)
+        for tokens in TOKENS:
+            eager = choose(key._replace(tokens=tokens), Activity(density)) == "kernels"
+            assert eager == (
+                choose(key._replace(tokens=tokens), Activity(answers=known)) == "kernels" if known else eager
+            )
+            exact = choose(of_vllm._replace(tokens=tokens), Activity(density))
+            assert exact == choose(of_vllm._replace(tokens=tokens), Activity(same)), (tokens, density, same)
+
+
+@pytest.mark.parametrize("kind", ["plain", "int8"])
+@torch.no_grad()
+def test_a_block_on_a_gpu_asks_the_same_function(monkeypatch, kind):
+    """Tensors on a CPU, taken for a GPU's."""
+    if not build.status("cpu", build=True).available:
+        pytest.skip("a block without kernels asks nothing")
+    monkeypatch.setattr(dispatch_key, "device_class", lambda kind, index=None: ("cuda", "9.0"))
+    for density in (0.01, 0.05):
+        for tokens in (1, 64, 65, 513, 2048):
+            x, block = block_of(density, tokens, BF16)
+            if kind == "int8":
+                pytest.importorskip("torchao")
+                quantize_block(block, block.twell.form, "int8")
+            calls.takes_kernels(block, x)
+            key = CallKey("cuda", "9.0", BF16, BF16, tokens, 64, 1536)
+            sampled = Activity(block.twell_state.recent.density)
+            assert calls.takes_kernels(block, x) == (choose(key, sampled) == "kernels"), (density, tokens)
+
+
+def test_a_density_is_looked_at_in_some_calls_alone():
+    recent, gate, x = RecentInputs(), -torch.ones(2048, 16), torch.ones(3, 16)
+    assert [recent.look(x, gate) for _ in range(65)] == [number % 32 == 0 for number in range(65)]
+    assert recent.density == 0
+    recent.look_in = 0
+    assert recent.look(x, -gate)
+    assert recent.density == 1
+
+
+# What a graph asks
+
+
+class Chooses(torch.nn.Module):
+    def __init__(self, density, size):
+        super().__init__()
+        self.answers = answers(gpu_key(1, size), density)
+
+    def forward(self, x):
+        if self.answers is None:
+            return x + 1
+        return x + 1 if answer(self.answers, x.shape[0] * x.shape[1]) else x - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("density", "size", "changes"),
+    [
+        (0.005, "large", 0),
+        (0.6, "large", 0),
+        (0.6, "small", 1),
+        (0.05, "large", 2),
+        (0.015, "small", 2),
+        (0.25, "medium", 3),
+    ],
+)
+def test_compiled_code_has_a_graph_for_each_answer_in_turn(density, size, changes):
+    """Beside the graph for the first number of tokens, and the one that Dynamo makes for a single token."""
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+    compiled = torch.compile(Chooses(density, size), backend=graphs, fullgraph=True)
+    for tokens in (40, 50, 1, 3, 5, 9, 12, 17, 33, 40, 64, 65, 100, 512, 513, 1024, 1025, 2048, 2049, 5000, 40, 1, 65):
+        answer = takes(gpu_key(tokens, size), density)
+        assert (compiled(torch.zeros(1, tokens)) > 0).all() == answer, tokens
+    assert graphs.frame_count == 3 + changes
+
+
+@pytest.mark.slow
+def test_layers_of_any_density_share_code_where_they_go_the_same_way():
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+    for density in DENSITIES:
+        torch.compile(Chooses(density, "large"), backend=graphs, fullgraph=True, dynamic=False)(torch.zeros(2, 512))
+    assert graphs.frame_count == 3  # one is of layers that take kernels at every number of tokens
+
+
+class Exports(torch.nn.Module):
+    def forward(self, x):
+        return x + 1 if dispatch_key.exports() else x - 1
+
+
+@pytest.mark.slow
+def test_a_compiled_graph_is_not_an_exported_one():
+    """Before PyTorch 2.13 `torch.compiler.is_exporting()` is True in any graph that Dynamo traces."""
+    x, zeros = torch.zeros(1), torch.zeros(1)
+    assert torch.compile(Exports(), backend="eager", fullgraph=True)(x) < zeros
+    for strict in (True, False):
+        assert torch.export.export(Exports(), (x,), strict=strict).module()(x) > zeros
+
+
+@pytest.mark.slow
+def test_tokens_that_no_guard_may_count_are_few():
+    torch._dynamo.reset()
+    x = torch.zeros(4, 100)
+    torch._dynamo.decorators.mark_unbacked(x, 1)
+    for density, kernels in ((0.05, True), (0.6, False)):
+        compiled = torch.compile(Chooses(density, "large"), backend="eager", fullgraph=True)
+        assert (compiled(x) > 0).all() == kernels
+
+
+@pytest.mark.slow
+def test_an_engine_asks_without_transformers_and_without_a_compiled_library(tmp_path):
+    code = (
+        "import sys, torch; from hf_twell.dispatch.choose import Activity, CallKey, choose; kind = torch.bfloat16; "
+        "print(choose(CallKey('cpu', '', kind, kind, 4, 4096, 4096), Activity(0.01)), 'transformers' in sys.modules)"
+    )
+    env = {"HF_TWELL_CACHE": str(tmp_path / "cache"), "PATH": "/nowhere", "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout.split() == ["kernels", "False"], done.stderr
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("device", "size"), [("cuda", "small"), ("cuda", "large"), ("cpu", "small"), ("cpu", "cached")]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("rival", ["torch", "vllm"])
+def test_the_density_in_compiled_code_gets_the_answers_of_the_layers_own(monkeypatch, device, size, dtype, rival):
+    monkeypatch.undo()  # sizes as users have them
+    known, key = set(), CallKey(device, "", dtype, dtype, 1, *SIZES[size], rival=rival)
+    for density in (0.0, 0.001, 0.012, 0.0121, 0.05, 0.18, 0.3, 1.0):
+        same = same_answers(key, density)
+        known.add(same)
+        assert same >= density
+        for tokens in TOKENS:
+            ways = [choose(key._replace(tokens=tokens), Activity(each)) for each in (density, same)]
+            assert ways[0] == ways[1], (tokens, density, same)
+    assert len(known) < 8
+
+
+def test_on_a_device_without_kernels_no_density_gets_them():
+    assert same_answers(CallKey("mps", "", BF16, BF16, 1, *SIZES["small"]), 0.0) == float("inf")
