@@ -62,6 +62,7 @@ lint: setup
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/mypy
 
 setup: $(VENV)/.complete
 

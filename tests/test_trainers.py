@@ -4,8 +4,10 @@
 """
 
 import copy
+import functools
 import tempfile
 import warnings
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -75,7 +77,15 @@ def trained(make, model, **callback) -> tuple[torch.Tensor, dict]:
     return keep.gradient, trainer.state.log_history[0]
 
 
-def check_exact(make, dense=tiny_llama):
+class Truth(NamedTuple):
+    """Of one step of a stock ReLU model: the task's gradient, that with the L1 term, and L0."""
+
+    task: torch.Tensor
+    gradient: torch.Tensor
+    l0: float
+
+
+def truth_of(make, dense=tiny_llama) -> Truth:
     def stock():
         model = dense(hidden_act="relu")
         model.load_state_dict(dense().state_dict())
@@ -84,17 +94,21 @@ def check_exact(make, dense=tiny_llama):
     model = stock()
     watch = Watch(model)
     task, _ = trained(make, model)
-    gradient, _ = trained(make, sparsify(dense()))
-    assert (gradient - task).norm() <= 1e-5 * task.norm()
     tokens, model = sum(mask.sum().item() for mask in watch.masks), stock()
     watch = Watch(model, tokens)
-    truth, _ = trained(make, model)
-    assert (truth - task).norm() > 0.5 * truth.norm(), "the L1 term is most of the gradient"
+    gradient, _ = trained(make, model)
+    assert (gradient - task).norm() > 0.5 * gradient.norm(), "the L1 term is most of the gradient"
+    return Truth(task, gradient, watch.l0)
+
+
+def check_exact(make, dense=tiny_llama, truth: Truth | None = None):
+    """`truth` may be that of another trainer, which takes the same step."""
+    truth = truth or truth_of(make, dense)
+    gradient, _ = trained(make, sparsify(dense()))
+    assert (gradient - truth.task).norm() <= 1e-5 * truth.task.norm()
     gradient, logs = trained(make, sparsify(dense()), l1_weight=L1_WEIGHT)
-    assert (gradient - truth).norm() <= 1e-5 * truth.norm()
-    assert logs["twell/l0"] == pytest.approx(watch.l0, rel=1e-5)
-    _, logs = trained(make, sparsify(dense()), target_density=0.1)
-    assert logs["twell/l0"] == pytest.approx(watch.l0, rel=1e-5)
+    assert (gradient - truth.gradient).norm() <= 1e-5 * truth.gradient.norm()
+    assert logs["twell/l0"] == pytest.approx(truth.l0, rel=1e-5)
 
 
 def check_exact_without_callback(make):
@@ -128,13 +142,12 @@ def transformers_trainer(kind=Trainer, dataset=None, collator=pad, loss=None, **
     return lambda model: kind(model, args, **options)
 
 
-TRANSFORMERS = {
+# What gives the gradient of the same rows in one batch, and what does not.
+SAME_STEP = {
     "Seq2SeqTrainer": {"kind": Seq2SeqTrainer},
-    "neftune": {"neftune_noise_alpha": 5.0},
     "grouped by length": {"train_sampling_strategy": "group_by_length"},
     "tokens not averaged": {"average_tokens_across_devices": False},
     "tokens seen": {"include_num_input_tokens_seen": "non_padding"},
-    "label smoothing": {"label_smoothing_factor": 0.1},
     "loss function": {"loss": loss_of_words},
     "checkpointing": {"gradient_checkpointing": True},
     "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
@@ -142,13 +155,28 @@ TRANSFORMERS = {
     "stream, dispatched": {"dataset": Stream(), "accelerator_config": {"dispatch_batches": True}},
     "micro-batches of 3, 3 and 2": {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3},
     "flattened": {"collator": DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)},
+}
+OTHER_STEPS = {
+    "neftune": {"neftune_noise_alpha": 5.0},
+    "label smoothing": {"label_smoothing_factor": 0.1},
     "flattened, one sequence": {"collator": DataCollatorWithFlattening(return_position_ids=False)},
 }
 
 
-@pytest.mark.parametrize("case", one_of("flattened", TRANSFORMERS))
+@functools.cache
+def one_batch() -> Truth:
+    return truth_of(transformers_trainer(per_device_train_batch_size=8, gradient_accumulation_steps=1))
+
+
+@pytest.mark.parametrize("case", one_of("flattened", SAME_STEP))
 def test_trainer(case):
-    check_exact(transformers_trainer(**TRANSFORMERS[case]))
+    check_exact(transformers_trainer(**SAME_STEP[case]), truth=one_batch())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OTHER_STEPS)
+def test_trainer_of_another_objective(case):
+    check_exact(transformers_trainer(**OTHER_STEPS[case]))
 
 
 def tiny_llava(**changes):
@@ -304,8 +332,6 @@ def completions() -> list[dict]:
 SFT = {
     "packing": {"packing": True, "max_length": 24, "per_device_train_batch_size": 2},
     "wrapped": {"packing": True, "packing_strategy": "wrapped", "max_length": 24, "per_device_train_batch_size": 2},
-    "padding-free": {"padding_free": True},
-    "padded to 32": {"pad_to_multiple_of": 32},
     "dft": {"loss_type": "dft"},
     "label smoothing": {"label_smoothing_factor": 0.1},
 }
@@ -314,6 +340,11 @@ SFT = {
 @pytest.mark.parametrize("case", one_of("packing", SFT))
 def test_sft(case, trl):
     check_exact(trl_trainer(trl, "SFT", rows(), **{"max_length": None, **SFT[case]}))
+
+
+@pytest.mark.slow
+def test_sft_with_more_padding(trl):
+    check_exact(trl_trainer(trl, "SFT", rows(), pad_to_multiple_of=32, max_length=None), truth=one_batch())
 
 
 @pytest.mark.slow
@@ -333,7 +364,9 @@ def test_sft_on_the_assistant_alone(trl):
 
 @pytest.mark.slow
 def test_sft_loss_function(trl):
-    check_exact(trl_trainer(trl, "SFT", rows(), options=lambda model: {"compute_loss_func": loss_of_words}))
+    check_exact(
+        trl_trainer(trl, "SFT", rows(), options=lambda model: {"compute_loss_func": loss_of_words}), truth=one_batch()
+    )
 
 
 @pytest.mark.parametrize("layout", [{"padding_free": True, "max_length": None}, {"packing": True, "max_length": 24}])
@@ -342,22 +375,22 @@ def test_sft_padding_without_a_mask_is_refused(layout, trl):
 
 
 DPO = {
-    "plain": {},
     "padded to 8": {"pad_to_multiple_of": 8},
     "re-entrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
     "checkpointing": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    "reference computed before": {"options": None, "precompute_ref_log_probs": True},
 }
+
+
+@pytest.fixture(scope="module")
+def plain_dpo(trl) -> Truth:
+    return truth_of(trl_trainer(trl, "DPO", pairs(), options=reference))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", DPO)
-def test_dpo(case, trl):
-    check_exact(trl_trainer(trl, "DPO", pairs(), options=reference, **DPO[case]))
-
-
-@pytest.mark.slow
-def test_dpo_with_the_reference_computed_before(trl):
-    check_exact(trl_trainer(trl, "DPO", pairs(), precompute_ref_log_probs=True))
+def test_dpo(case, trl, plain_dpo):
+    check_exact(trl_trainer(trl, "DPO", pairs(), **{"options": reference, **DPO[case]}), truth=plain_dpo)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_twell import L1Penalty, SparsityCallback, sparsify, unpatch
 from hf_twell.blocks.batches import token_weight
-from hf_twell.blocks.modeling import L1Inputs
+from hf_twell.blocks.modeling import L1Inputs, sparse_ffns
 from hf_twell.models.modes import evaluation_mode
 from hf_twell.ops import reference
 from hf_twell.train.distillation import Distillation
@@ -284,15 +284,18 @@ def test_a_trainer_without_the_callback_is_as_it_was(tmp_path):
         log(logs, *args, **kwargs)
 
     trainer.log = own_log
-    callbacks = list(trainer.callback_handler.callbacks)
+    callbacks, attributes = list(trainer.callback_handler.callbacks), set(vars(trainer))
     for _ in range(2):
         callback = SparsityCallback(trainer, 0.0)
         trainer.add_callback(callback)
+        replaced = set(vars(trainer)) - attributes
+        assert replaced == {"get_batch_samples", "train", "save_model", "create_model_card"}
         trainer.train()
+        attributes |= set(vars(trainer)) - replaced  # what a trainer gets as it trains
     assert all("twell/l0" in logs for logs in seen if "loss" in logs)
     callback.detach()
     assert trainer.log is own_log
-    assert not vars(trainer).keys() & {"get_batch_samples", "training_step", "train", "_save_checkpoint"}
+    assert not vars(trainer).keys() & replaced
     assert trainer.callback_handler.callbacks == callbacks
     assert not any("on_log" in vars(callback) for callback in callbacks), "the console's"
 
@@ -404,11 +407,55 @@ def test_a_run_that_broke_off_leaves_nothing_in_the_next_ones_log(tmp_path):
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], save_strategy="no", **options)
     trainer = BreaksOff(sparsify(tiny_llama()), args, train_dataset=one_step.rows(), data_collator=one_step.pad)
     trainer.add_callback(SparsityCallback(trainer, 0.0))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError) as error:  # whose traceback keeps the trainer's loop in memory
         trainer.train()
+    assert not any(ffn.twell_state.l1 for ffn in sparse_ffns(trainer.model)), "the model is as if untouched"
     trainer.train()
+    assert "out of memory" in str(error.value)
     _, logs = one_step.trainer_gradient(accumulation=2, l1_weight=0.0)
     assert trainer.state.log_history[0]["twell/l0"] == pytest.approx(logs["twell/l0"])
+
+
+class AtEvents(TrainerCallback):
+    """Notes whether the term is on."""
+
+    def __init__(self):
+        self.on = []
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        self.on.append(any(ffn.twell_state.l1 for ffn in sparse_ffns(model)))
+
+    on_substep_end = on_pre_optimizer_step = on_optimizer_step = on_evaluate = on_step_end
+
+
+def test_the_term_is_on_for_micro_batches_alone(tmp_path):
+    options = {"max_steps": 1, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "eval_steps": 1}
+    args = TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to=[], save_strategy="no", eval_strategy="steps", **options
+    )
+    data = {"train_dataset": one_step.rows(), "eval_dataset": one_step.rows()[:4], "data_collator": one_step.pad}
+    events = AtEvents()
+    trainer = Trainer(sparsify(tiny_llama()), args, callbacks=[events], **data)
+    trainer.add_callback(SparsityCallback(trainer, 0.0))
+    trainer.train()
+    assert events.on == 5 * [False]
+
+
+def test_a_trainer_that_takes_all_micro_batches_at_once_is_refused(tmp_path):
+    """The term was off while it trained on them, and nothing told so."""
+
+    args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[], save_strategy="no")
+    trainer = Trainer(sparsify(tiny_llama()), args, train_dataset=one_step.rows(), data_collator=one_step.pad)
+    trainer.add_callback(SparsityCallback(trainer, 0.0))
+    lazily = trainer.get_batch_samples
+
+    def at_once(*args):
+        batches, num_items = lazily(*args)
+        return list(batches), num_items
+
+    trainer.get_batch_samples = at_once
+    with pytest.raises(ValueError, match="Trainer takes a step's micro-batches out"):
+        trainer.train()
 
 
 def test_a_model_that_the_trainer_makes_anew_is_refused(tmp_path):

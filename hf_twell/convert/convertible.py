@@ -5,6 +5,7 @@ down(relu(gate) * up) or down(relu(up)), and nothing else.
 """
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,7 +51,7 @@ def check_convertible(model: nn.Module, sites: list[FfnSite]) -> None:
         _check_formula(site, where)
 
 
-def _check_other_activations(model, sites):
+def _check_other_activations(model: PreTrainedModel, sites: list[FfnSite]) -> None:
     """The config entry must belong to the blocks alone: what else follows it (a state space, a projector) would change
     when the converted model is loaded again."""
     config, keys = activation_keys(model.config)
@@ -78,7 +79,7 @@ def _check_other_activations(model, sites):
             )
 
 
-def _check_linear(linear: nn.Module, name: str, converts: bool):
+def _check_linear(linear: nn.Module, name: str, converts: bool) -> None:
     weight = base_layer(linear).weight
     if weight.is_meta:
         raise ValueError(
@@ -93,9 +94,9 @@ def _check_linear(linear: nn.Module, name: str, converts: bool):
         )
 
 
-def _check_formula(site: FfnSite, where: str):
+def _check_formula(site: FfnSite, where: str) -> None:
     """Run the block's own forward on tiny weights with ReLU, in both modes, and compare with the reference."""
-    tiny = object.__new__(stock_class(site.module))
+    tiny: Any = object.__new__(stock_class(site.module))
     replaced = (*site.form.linears, site.form.activation)
     others = {name: child for name, child in site.module._modules.items() if name not in replaced}
     tiny.__dict__ = {**vars(site.module), "_modules": copy.deepcopy(others)}
@@ -103,7 +104,7 @@ def _check_formula(site: FfnSite, where: str):
     cpu = {"device": "cpu", "dtype": torch.float32}
     generator = torch.Generator("cpu").manual_seed(0)
     hidden, intermediate = 8, 24
-    weights = {}
+    weights: dict[str, torch.Tensor | None] = {}
     for key, rows, columns in (
         ("gate", intermediate, hidden),
         ("up", intermediate, hidden),

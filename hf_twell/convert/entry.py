@@ -1,9 +1,9 @@
 """The `twell` entry of a model's config: what this package knows of a sparse model, and saves with it."""
 
 from collections.abc import Iterable, Sequence
-from numbers import Real
 
 from torch import nn
+from transformers import PreTrainedConfig
 
 from hf_twell.blocks import stored_density
 from hf_twell.blocks.architectures import other_activations
@@ -11,7 +11,7 @@ from hf_twell.blocks.architectures import other_activations
 FORMAT_VERSION = 1
 
 
-def new_entry(config, layers: list[int] | None) -> dict:
+def new_entry(config: PreTrainedConfig, layers: list[int] | None) -> dict:
     """The entry of a model that kernels and the L1 term act on in `layers` (None: all); a density recorded stays.
 
     Except one of another number of layers: some were cut off, and it does not say which.
@@ -21,7 +21,7 @@ def new_entry(config, layers: list[int] | None) -> dict:
     return {"version": FORMAT_VERSION, "layers": layers} | ({"density": density} if stays else {})
 
 
-def check_entry(config) -> dict | None:
+def check_entry(config: PreTrainedConfig) -> dict | None:
     """The config's `twell` entry, or None.
 
     Raises:
@@ -60,7 +60,7 @@ def check_entry(config) -> dict | None:
     return entry
 
 
-def mark_unfinished(config, part: str, reason: str | None) -> None:
+def mark_unfinished(config: PreTrainedConfig, part: str, reason: str | None) -> None:
     """Say in the config's `twell` entry why a part of the conversion is not done; with None, that it is.
 
     `check_entry` refuses a model until every part is.
@@ -72,14 +72,14 @@ def mark_unfinished(config, part: str, reason: str | None) -> None:
     config.twell = entry | ({"unfinished": reasons} if reasons else {})
 
 
-def record_density(config, ffns: Iterable[nn.Module], density: Sequence[float] | None) -> None:
+def record_density(config: PreTrainedConfig | None, ffns: Iterable[nn.Module], density: Sequence[float] | None) -> None:
     """Keep each layer's measured density in a sparse model's config; None: it is not known (any more).
 
     An engine that must choose between kernels and matmuls before it sees a token reads it there, and the model's sparse
     blocks, `ffns`, go by it where they are compiled. A config without an entry gets none.
     """
     entry = getattr(config, "twell", None)
-    if not isinstance(entry, dict):
+    if config is None or not isinstance(entry, dict):
         return
     entry = {key: value for key, value in entry.items() if key != "density"}
     if density is not None:
@@ -89,13 +89,13 @@ def record_density(config, ffns: Iterable[nn.Module], density: Sequence[float] |
     stored_density.store(ffns, entry.get("density"))
 
 
-def _check_density(entry: dict, config) -> None:
+def _check_density(entry: dict, config: PreTrainedConfig) -> None:
     density = entry.get("density")
     if density is None:
         return
     # Of another number of layers it may be: layers were cut off since, and it decides nothing but speed.
     shares = isinstance(density, list) and all(
-        isinstance(share, Real) and not isinstance(share, bool) and 0 <= share <= 1 for share in density
+        isinstance(share, int | float) and not isinstance(share, bool) and 0 <= share <= 1 for share in density
     )
     if not shares:
         raise ValueError(
@@ -104,5 +104,5 @@ def _check_density(entry: dict, config) -> None:
         )
 
 
-def _layers_of(config) -> int | None:
+def _layers_of(config: PreTrainedConfig) -> int | None:
     return getattr(config.get_text_config(), "num_hidden_layers", None)

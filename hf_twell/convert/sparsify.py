@@ -4,8 +4,10 @@ import logging
 import weakref
 from collections.abc import Iterable
 from numbers import Integral
+from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig
 
 import hf_twell
 from hf_twell.blocks import stored_density
@@ -104,11 +106,11 @@ class PushToHub:
     def __init__(self, model: nn.Module):
         self._model = weakref.ref(model)
 
-    def __call__(self, repo_id: str, **options) -> dict:
+    def __call__(self, repo_id: str, **options: Any) -> dict:
         """`hf_twell.push_to_hub(model, repo_id, ...)`."""
         return hf_twell.push_to_hub(self._model(), repo_id, **options)  # by its public name: `models` is above us
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return PushToHub, (self._model(),)
 
 
@@ -126,7 +128,7 @@ def unpatch(model: nn.Module) -> nn.Module:
     return model
 
 
-def chosen_layers(config, layers: Iterable[int] | None, count: int) -> list[int]:
+def chosen_layers(config: PreTrainedConfig, layers: Iterable[int] | None, count: int) -> list[int]:
     """Indices, from 0 and rising, of the layers that `sparsify` was asked for in a model of `count` layers.
 
     Raises:
@@ -164,7 +166,8 @@ def _make_sparse(site: FfnSite, index: int, backend: str) -> None:
     site.module.twell, site.module.twell_state = FfnSettings(site.name, index, site.form, backend), FfnState()
     # A sparse one may have become a subclass since (FSDP2 makes one), and stays it.
     if not isinstance(site.module, SparseFfn):
-        site.module.__class__ = sparse_class(type(site.module))
+        stock: type = type(site.module)
+        site.module.__class__ = sparse_class(stock)
 
 
 def _restore_stock(module: nn.Module) -> None:

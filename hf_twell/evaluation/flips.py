@@ -1,13 +1,22 @@
 """How many answers another backend changes, beside how many two dense computations of the same model change."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_twell.convert.sparsify import sparsify
 from hf_twell.evaluation.harness import evaluate
 
 
 def answer_flips(
-    model, tokenizer, tasks: Sequence[str], *, backend: str = "auto", batch_size: int = 8, **options
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Sequence[str],
+    *,
+    backend: str = "auto",
+    batch_size: int = 8,
+    **options: Any,
 ) -> dict:
     """Answer multiple-choice rows three times: with kernels, with the dense ReLU path, and with that path at another
     batch size, whose sums are added in another order.

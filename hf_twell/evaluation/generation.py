@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from lm_eval.models.huggingface import HFLM
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 
 class StoppingRows(HFLM):
@@ -31,7 +31,7 @@ class StoppingRows(HFLM):
 class StopStrings(StoppingCriteria):
     """Stops each row once it has written one of the strings after its prompt."""
 
-    def __init__(self, tokenizer, strings: Sequence[str], prompt_length: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], prompt_length: int) -> None:
         self.tokenizer, self.prompt_length = tokenizer, prompt_length
         self.strings = [string for string in strings if string]
         # The same string can be written in other tokens than its encoding has, so two more are looked at.

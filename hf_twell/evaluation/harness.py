@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_twell.evaluation.humaneval import CODE_TASKS
 from hf_twell.evaluation.sandbox import check_sandbox
@@ -37,8 +38,8 @@ def _random_states() -> Iterator[None]:
 
 @_random_states()
 def evaluate(
-    model,
-    tokenizer=None,
+    model: PreTrainedModel | str | Path,
+    tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
     tasks: Sequence[str] | None = None,
     *,
     data_dir: str | Path | None = None,

@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
@@ -27,7 +28,15 @@ def check_folder(path: str | Path, what: str) -> None:
         raise OSError(f"no folder at {path}; give {what}'s folder, or its name on the Hub")
 
 
-def check_hub(path: str | Path, *, revision=None, token=None, cache_dir=None, local_files_only=False, **hub) -> None:
+def check_hub(
+    path: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+    **hub: Any,
+) -> None:
     """Ask the Hub once for what is no folder: Transformers asks six times, half a minute, where it cannot be reached.
 
     What the Hub itself answers, and names that are in its cache, are left to Transformers.
@@ -51,7 +60,7 @@ def check_hub(path: str | Path, *, revision=None, token=None, cache_dir=None, lo
         ) from error
 
 
-def read_config(path: str | Path, **hub) -> dict:
+def read_config(path: str | Path, **hub: Any) -> dict:
     """The content of a model folder's or Hub name's config.json.
 
     Raises:
@@ -120,7 +129,7 @@ def saying_quantized(path: str | Path, config: dict) -> Iterator[None]:
         ) from error
 
 
-def check_generation_config(path: str | Path, **hub) -> None:
+def check_generation_config(path: str | Path, **hub: Any) -> None:
     """Read generation_config.json as Transformers will, which passes over one that is absent or no JSON.
 
     Raises:

@@ -12,10 +12,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
 from hf_twell.files.checkpoints import STATE_NAME, write_json
+
+if TYPE_CHECKING:  # commands that only look at folders do not wait for them
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MEASURED_NAME = "twell_measured.json"
 
@@ -140,15 +145,15 @@ def _lock(folder: Path, locks: ExitStack, *, wait: bool = True) -> None:
 
 
 def save_model(
-    model,
+    model: "PreTrainedModel",
     path: str | Path,
-    tokenizer=None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
     *,
     overwrite: bool = False,
-    state_dict=None,
+    state_dict: "dict[str, torch.Tensor] | None" = None,
     method: dict | None = None,
     measured: dict | None = None,
-    **options,
+    **options: Any,
 ) -> None:
     """`model.save_pretrained` and the tokenizer's, into a folder that is whole or absent.
 

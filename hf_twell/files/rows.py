@@ -40,7 +40,7 @@ def read_rows(path: str | Path) -> Iterator[Row]:
         raise ValueError(f"{path} holds no rows; give a file that does")
 
 
-def kind_of(value) -> str:
+def kind_of(value: object) -> str:
     """What a value of a row is, in JSON's words."""
     return "null" if value is None else _KINDS.get(type(value), f"a {type(value).__name__}")
 

@@ -2,13 +2,15 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig
 from transformers.utils.hub import cached_file
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -34,7 +36,7 @@ def is_plain(weight: torch.Tensor) -> bool:
     return type(weight.data) in (torch.Tensor, nn.Parameter, DTensor)
 
 
-def weight_files(path: str | Path, variant: str | None = None, **hub) -> list[Path]:
+def weight_files(path: str | Path, variant: str | None = None, **hub: Any) -> list[Path]:
     """The safetensors files that `from_pretrained` reads of a model folder or Hub name, fetched if need be.
 
     Raises:
@@ -81,7 +83,7 @@ def tensor_shapes(files: list[Path]) -> dict[str, Shape]:
     return shapes
 
 
-def check_sizes(path, config, shapes: dict[str, Shape]) -> None:
+def check_sizes(path: str | Path, config: PreTrainedConfig, shapes: dict[str, Shape]) -> None:
     """Compare a config with the tensors, before a model of the config's size is built.
 
     Raises:
@@ -111,7 +113,7 @@ def check_sizes(path, config, shapes: dict[str, Shape]) -> None:
             )
 
 
-def check_shapes(path, model: nn.Module, shapes: dict[str, Shape]) -> None:
+def check_shapes(path: str | Path, model: nn.Module, shapes: dict[str, Shape]) -> None:
     """Compare the tensors with those of a model, which may be on the meta device.
 
     Raises:
@@ -122,7 +124,7 @@ def check_shapes(path, model: nn.Module, shapes: dict[str, Shape]) -> None:
             raise ValueError(f"{path}: {name} has shape {shapes[name]}, but config.json makes it {tuple(tensor.shape)}")
 
 
-def check_complete(path, missing) -> None:
+def check_complete(path: str | Path, missing: Collection[str]) -> None:
     """Refuse a model some of whose tensors were in no file: Transformers leaves them at random.
 
     Raises:
@@ -133,7 +135,7 @@ def check_complete(path, missing) -> None:
 
 
 @torch.no_grad()
-def check_finite(path, named_weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+def check_finite(path: str | Path, named_weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Refuse weights that are NaN or infinite: every output would be NaN, and every measured density a lie.
 
     Raises:

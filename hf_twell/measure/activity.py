@@ -1,6 +1,7 @@
 """What one feed-forward block's neurons do, gathered in one pass over h in memory that does not grow with the text."""
 
 import math
+from typing import Any
 
 import torch
 
@@ -24,16 +25,16 @@ class LayerActivity:
     """
 
     def __init__(self, intermediate_size: int, device: torch.device | str = "cpu", sample_every: int = SAMPLE_EVERY):
-        def zeros(*shape, dtype=torch.int64):
-            return torch.zeros(*shape, dtype=dtype, device=device)
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
 
         self.intermediate_size, self.sample_every = intermediate_size, sample_every
         self.tokens_of_neuron = zeros(intermediate_size)
         self.tokens_of_l0 = zeros(intermediate_size + 1)
         wide = long_sum_dtype(device)
-        self.l1, self.effective = zeros((), dtype=wide), zeros((), dtype=wide)
+        self.l1, self.effective = zeros(dtype=wide), zeros(dtype=wide)
         self.distinct, self.runs = zeros(len(RUNS)), zeros(len(RUNS))
-        self.share, self.sampled = zeros(len(SHARES), dtype=wide), zeros(())
+        self.share, self.sampled = zeros(len(SHARES), dtype=wide), zeros()
         self._positions = 0
 
     def add(self, h: torch.Tensor, valid: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,7 +67,7 @@ class LayerActivity:
         self.tokens_of_neuron += words.view(torch.uint8).flatten(0, 1)[:, :width].sum(0, dtype=torch.int64)
         return l0_BS, self._add_magnitudes(h, valid)
 
-    def _add_magnitudes(self, h, valid):
+    def _add_magnitudes(self, h: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         l1_BS, l2_BS = (norm.unflatten(0, valid.shape) for norm in _norms(h.flatten(0, 1)))
         # Padding may hold NaN, and 0 * NaN would count it.
         l1_BS = torch.where(valid, l1_BS, 0)
@@ -84,7 +85,7 @@ class LayerActivity:
         self.sampled += whole.sum()
         return effective_BS
 
-    def report(self) -> dict[str, object]:
+    def report(self) -> dict[str, Any]:
         """The layer's figures as plain data; `hf_twell.measure_sparsity` says what each is."""
         width, histogram = self.intermediate_size, self.tokens_of_l0.cpu()
         tokens = int(histogram.sum())
@@ -114,14 +115,14 @@ class LayerActivity:
         }
 
 
-def _quantiles(histogram) -> dict[str, int]:
+def _quantiles(histogram: torch.Tensor) -> dict[str, int]:
     """The smallest L0 that at least the share q of all tokens do not exceed, and the largest of all."""
     cumulative, tokens = histogram.cumsum(0), int(histogram.sum())
     quantiles = {_name(q): int(torch.searchsorted(cumulative, math.ceil(q * tokens))) for q in QUANTILES}
     return {"min": int(histogram.nonzero()[0]), **quantiles, "max": int(histogram.nonzero()[-1])}
 
 
-def _hottest(counts, firings) -> dict[str, float | None]:
+def _hottest(counts: torch.Tensor, firings: float) -> dict[str, float | None]:
     ranked = counts.sort(descending=True).values.cumsum(0)
     return {
         _percent(share): ranked[math.ceil(share * len(counts)) - 1].item() / firings if firings else None
@@ -129,13 +130,13 @@ def _hottest(counts, firings) -> dict[str, float | None]:
     }
 
 
-def _distinct(total, runs, rate, run) -> dict[str, float | int | None]:
+def _distinct(total: float, runs: int, rate: torch.Tensor, run: int) -> dict[str, float | int | None]:
     """Mean neurons active in a run, and how many it would be if tokens did not resemble their neighbours."""
     strangers = (1 - (1 - rate) ** run).sum().item()
     return {"neurons": total / runs if runs else None, "if_independent": strangers, "runs": runs}
 
 
-def _norms(h_TF) -> tuple[torch.Tensor, torch.Tensor]:
+def _norms(h_TF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """sum |h| and sqrt(sum h^2) of each token, in fp32 or, for an fp64 h, in fp64."""
     wide, parts = torch.promote_types(h_TF.dtype, torch.float32), []
     # A part at a time, in the same memory: a whole copy would cost more in fresh pages than in arithmetic.
@@ -148,7 +149,7 @@ def _norms(h_TF) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(l1), torch.cat(l2)
 
 
-def _row_counts(words) -> torch.Tensor:
+def _row_counts(words: torch.Tensor) -> torch.Tensor:
     """Ones in each row of (..., bytes of 0 or 1, seen as 64-bit words)."""
     partial = words.unflatten(-1, (-1, _LANE_BYTES // 8)).sum(-1)
     return partial.view(torch.uint8).sum(-1, dtype=torch.int64)

@@ -2,10 +2,11 @@
 
 import torch
 import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_twell
 from hf_twell.blocks.choice import takes_kernels
-from hf_twell.blocks.modeling import sparse_ffns
+from hf_twell.blocks.modeling import SparseFfn, sparse_ffns
 
 # Logits take batch x context x vocabulary values, so the whole context of a long-context model would not fit.
 MAX_DEFAULT_CONTEXT = 2048
@@ -16,30 +17,30 @@ def input_device(model: torch.nn.Module) -> torch.device:
     return next((weight.device for weight in model.parameters() if not weight.is_meta), torch.device("cpu"))
 
 
-def model_context(model, context: int | None = None) -> int:
+def model_context(model: PreTrainedModel, context: int | None = None) -> int:
     """The window length in tokens: `context`, or by default the model's own, at most 2,048.
 
     Raises:
         ValueError: `context` is not between 1 and the model's own context.
     """
-    own = own_context(model)
+    limit = context_limit(model)
     if context is None:
-        return min(own or MAX_DEFAULT_CONTEXT, MAX_DEFAULT_CONTEXT)
-    if context < 1 or (own and context > own):
+        return min(limit or MAX_DEFAULT_CONTEXT, MAX_DEFAULT_CONTEXT)
+    if context < 1 or (limit and context > limit):
         raise ValueError(
-            f"context={context}: give 1 or more tokens, up to the model's own context ({own or 'unknown'})"
+            f"context={context}: give 1 or more tokens, up to the model's own context ({limit or 'unknown'})"
         )
     return context
 
 
-def own_context(model) -> int | None:
+def context_limit(model: PreTrainedModel) -> int | None:
     """How many tokens a model takes, as its config says, or None where it says nothing."""
     config = model.config.get_text_config()
     names = ("max_position_embeddings", "n_positions", "n_ctx")
     return next((value for name in names if isinstance(value := getattr(config, name, None), int) and value > 0), None)
 
 
-def blocks_on_kernels(model, ids: torch.Tensor) -> int:
+def blocks_on_kernels(model: PreTrainedModel, ids: torch.Tensor) -> int:
     """How many sparse blocks go by kernels, now that they have seen some calls: those too dense take plain matmuls.
 
     Shapes:
@@ -47,7 +48,7 @@ def blocks_on_kernels(model, ids: torch.Tensor) -> int:
     """
     ways = []
 
-    def note(ffn, args):
+    def note(ffn: SparseFfn, args: tuple) -> None:
         ways.append(takes_kernels(ffn, args[0]))
 
     hooks = [block.register_forward_pre_hook(note) for block in sparse_ffns(model)]
@@ -59,7 +60,7 @@ def blocks_on_kernels(model, ids: torch.Tensor) -> int:
     return sum(ways)
 
 
-def check_ids(model, tokenizer, ids: torch.Tensor) -> None:
+def check_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor) -> None:
     """Refuse tokens that the model has no embedding for.
 
     Raises:
@@ -73,7 +74,7 @@ def check_ids(model, tokenizer, ids: torch.Tensor) -> None:
         )
 
 
-def describe(model) -> dict[str, object]:
+def describe(model: PreTrainedModel) -> dict[str, object]:
     """The model, dtype, device and versions that figures belong to."""
     return {
         "model": str(getattr(model, "name_or_path", "") or model.config._name_or_path) or type(model).__name__,

@@ -34,12 +34,15 @@ class NegativeGates:
     often the first one; it decides such a layer's share.
     """
 
+    _negative: torch.Tensor
+
     def __init__(self, site: FfnSite):
         # ReLU leaves nothing there, and blocks that are fast by it need not compute z apart.
         self.relu, self._site = isinstance(site.activation, nn.ReLU), site
-        self._norms = self._energy = self._negative = None
+        self._norms: torch.Tensor | None = None
+        self._energy: torch.Tensor | None = None
 
-    def hook(self, _module, _args, z: torch.Tensor) -> None:
+    def hook(self, _module: nn.Module, _args: tuple, z: torch.Tensor) -> None:
         """A forward hook for the projection that makes z (..., F): keeps its signs for the `add` that follows."""
         self._negative = z <= 0
 
@@ -50,7 +53,8 @@ class NegativeGates:
         if self._energy is None:
             self._norms = column_norms(self._site)
             self._energy = torch.zeros(2, dtype=long_sum_dtype(h.device), device=h.device)  # of negative gates, of all
-        negative, self._negative = self._negative.view_as(h), None
+        negative = self._negative.view_as(h)
+        del self._negative
         if self._norms is None:
             return
         norms = self._norms.to(h.device)
@@ -67,7 +71,7 @@ class NegativeGates:
         """The share, 0 of no energy at all; None where the down projection's weight cannot be read."""
         if self.relu:
             return 0.0
-        if self._norms is None:
+        if self._norms is None or self._energy is None:
             return None
         negative, everything = self._energy.tolist()
         return negative / everything if everything else 0.0

@@ -3,10 +3,12 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_twell.measure.inference import check_ids, input_device, model_context
 from hf_twell.models.modes import evaluation_mode
@@ -37,7 +39,7 @@ def scoring_windows(length: int, context: int, stride: int) -> list[tuple[int, i
     tokens, each later one the next `stride`, with all the context before them that fits; together they score the tokens
     1 .. length - 1 once each.
     """
-    spans = []
+    spans: list[tuple[int, int, int]] = []
     first = 1
     while first < length:
         end = min(first + (stride if spans else context), length)
@@ -47,14 +49,14 @@ def scoring_windows(length: int, context: int, stride: int) -> list[tuple[int, i
 
 
 def text_loss(
-    model,
-    tokenizer,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     documents: Sequence[str],
     *,
     batch_size: int = 8,
     context: int | None = None,
     name: str = "text",
-) -> dict:
+) -> dict[str, Any]:
     """Loss per token, perplexity and bits per byte of `documents` under a causal language model.
 
         loss = -1/N  sum over documents, tokens t of  log p(t | tokens before it in its window)      (nats per token)
@@ -83,7 +85,8 @@ def text_loss(
     if prefix is None:
         raise ValueError("the tokenizer has neither a BOS nor an EOS token to start a document with; set its bos_token")
 
-    sequences, spans = [], []
+    sequences: list[torch.Tensor] = []
+    spans: list[tuple[int, int, int, int]] = []
     for document in tqdm(documents, desc=f"Tokenizing {name}", unit="doc"):
         # verbose=False: that a document is longer than the model's context is what the windows are for.
         ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]

@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ CPU_TOKENS = 2048  # of h, counted at a time
 
 def measure_sparsity(
     model: nn.Module, batches: Iterable[Mapping | torch.Tensor], *, progress: bool = False
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """L0, density, L1 and dead neurons of every feed-forward block, and how its activity is spread.
 
     Works on dense, sparsified and unpatched models alike; the model's mode and weights stay as they are, and the config
@@ -58,7 +59,8 @@ def measure_sparsity(
     """
     sites, tokens = find_ffns(model), 0
     activity = ModelActivity(sites)
-    shape = valid = None
+    shape = torch.Size()  # of the batch that is read now, and which of its tokens count
+    valid: torch.Tensor | None = None
 
     def see(index: int, h: torch.Tensor) -> None:
         if h.numel() != shape.numel() * h.shape[-1]:
@@ -102,7 +104,7 @@ def watching(model: nn.Module, activity: "ModelActivity", see: Callable[[int, to
     Before that, `activity` gets the signs of what the block's activation gets.
     """
 
-    def hook(index):
+    def hook(index: int) -> Callable:
         # A hook on the down projection also sends a sparse block through its submodules, where h exists.
         return lambda _, args: see(index, args[0])
 
@@ -151,7 +153,7 @@ class ModelActivity:
         l0, effective = zip(*rows, strict=True)
         return torch.cat(l0), torch.cat(effective)
 
-    def report(self, tokens: int) -> dict[str, object]:
+    def report(self, tokens: int) -> dict[str, Any]:
         """What `measure_sparsity` returns.
 
         Raises:
@@ -172,7 +174,7 @@ class ModelActivity:
         return {"tokens": tokens, **mean, "negative_share": negative, "layers": layers}
 
 
-def _inputs(batch, device) -> dict:
+def _inputs(batch: Mapping | torch.Tensor, device: torch.device) -> dict:
     if isinstance(batch, torch.Tensor) and batch.ndim == 2:
         batch = {"input_ids": batch}
     if not isinstance(batch, Mapping):

@@ -8,7 +8,9 @@ import json
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
 from huggingface_hub import ModelCard
 from safetensors import safe_open
 from torch import nn
@@ -18,6 +20,7 @@ from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    PreTrainedTokenizerBase,
 )
 from transformers.utils.hub import cached_file
 
@@ -30,6 +33,9 @@ from hf_twell.files.folders import whole_folder
 from hf_twell.files.weights import check_complete, check_finite, hub_options, tensor_shapes
 from hf_twell.models.cards import adapter_card
 from hf_twell.models.loading import load_causal_lm
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # peft names keys that it does not know in a warning, so this one tells those who load without this package.
@@ -44,7 +50,9 @@ LOADERS = {
 }
 
 
-def save_adapter(model: nn.Module, path: str | Path, tokenizer=None, *, overwrite: bool = False) -> None:
+def save_adapter(
+    model: nn.Module, path: str | Path, tokenizer: PreTrainedTokenizerBase | None = None, *, overwrite: bool = False
+) -> None:
     """`model.save_pretrained` of a PEFT model, with the record that its base is sparsified, into a whole folder.
 
     The checkpoints of a trainer with `SparsityCallback` bear it too. What `save_pretrained` saves by itself bears a
@@ -94,10 +102,10 @@ def load_adapter(
     *,
     backend: str = "auto",
     trainable: bool = False,
-    dtype=None,
-    device="cpu",
-    **hub,
-):
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str = "cpu",
+    **hub: Any,
+) -> "PeftModel":
     """Load an adapter onto its base, which is sparsified first.
 
     Args:
@@ -178,7 +186,9 @@ def _no_place(path, base: nn.Module, name: str) -> ValueError:
     )
 
 
-def load_with_adapter(path: str | Path, *, dtype=None, device="cpu") -> nn.Module:
+def load_with_adapter(
+    path: str | Path, *, dtype: torch.dtype | str | None = None, device: torch.device | str = "cpu"
+) -> nn.Module:
     """The model of a folder or Hub name; of an adapter's folder, the base that it names with the adapter on it.
 
     Raises:
@@ -191,7 +201,7 @@ def load_with_adapter(path: str | Path, *, dtype=None, device="cpu") -> nn.Modul
     return model
 
 
-def sparse_base(path: str | Path, config: dict, **hub) -> dict | None:
+def sparse_base(path: str | Path, config: dict, **hub: Any) -> dict | None:
     """The `twell` entry of the base that an adapter was trained on, or None if nothing says that it was sparsified."""
     entry = config.get(RECORD)
     if entry is not None:
@@ -230,7 +240,7 @@ def loader_of_saved_base(config: dict) -> type:
     return LOADERS.get(str(config.get("task_type"))) or loading_class({"architectures": [str(name)]})
 
 
-def read_adapter_config(path: str | Path, **hub) -> dict:
+def read_adapter_config(path: str | Path, **hub: Any) -> dict:
     """The content of an adapter's adapter_config.json.
 
     Raises:

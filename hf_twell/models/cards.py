@@ -276,9 +276,9 @@ def score(figure: Mapping) -> str:
     return f"{figure['value']:.4f}" + (f" ± {figure['stderr']:.4f}" if figure.get("stderr") is not None else "")
 
 
-def is_repo(name: str | None) -> TypeGuard[str]:
+def is_repo(name: object) -> TypeGuard[str]:
     """Whether a name can be that of a model on the Hub, and is no folder here."""
-    return name is not None and REPO_ID.fullmatch(name) is not None and not Path(name).exists()
+    return isinstance(name, str) and REPO_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
 def _link(name: str | None) -> str | None:

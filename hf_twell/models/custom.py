@@ -5,7 +5,9 @@ label smoothing, FSDP's and PEFT's records) is the stock architecture.
 """
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -42,7 +44,7 @@ PUBLISHED_TYPES = {"llama_sparse_relu": "llama", "qwen2_sparse_relu": "qwen2"}
 class TwellModel:
     """Mixin put before a stock causal language model; see `TwellLlamaForCausalLM`."""
 
-    def __init__(self, config, *, backend: str = "auto", layers=None):
+    def __init__(self, config: PreTrainedConfig, *, backend: str = "auto", layers: Iterable[int] | None = None):
         api.resolve(backend, "cpu" if backend == "auto" else backend)
         config = copy.deepcopy(config)
         if check_entry(config) is None:
@@ -55,7 +57,13 @@ class TwellModel:
         patch(self, sites, chosen_layers(self.config, layers, len(sites)), backend)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, config=None, **options):
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        *model_args: Any,
+        config: PreTrainedConfig | None = None,
+        **options: Any,
+    ) -> Any:
         path = pretrained_model_name_or_path
         if path is None:  # a state dict in hand
             return super().from_pretrained(path, *model_args, config=config, **options)
@@ -174,7 +182,7 @@ def published_class(model_type: str | None) -> type[PreTrainedModel] | None:
     return next((cls for cls in CLASSES if cls.config_class.model_type == stock), None)
 
 
-def published_config(path, raw: dict, shapes: dict) -> PreTrainedConfig:
+def published_config(path: str | Path, raw: dict, shapes: dict) -> PreTrainedConfig:
     """The stock config of a checkpoint of the paper's authors: ReLU whatever `hidden_act` says (their class ignores
     it), and the F of the weights (`sparsity_new_intermediate_size` overrules their `intermediate_size`).
 
@@ -191,7 +199,7 @@ def published_config(path, raw: dict, shapes: dict) -> PreTrainedConfig:
     return config_class.from_dict({**kept, "hidden_act": "relu", "intermediate_size": ups[0][0]})
 
 
-def published_weights(raw: dict, files: list[Path], shapes: dict, config) -> dict[str, torch.Tensor]:
+def published_weights(raw: dict, files: list[Path], shapes: dict, config: PreTrainedConfig) -> dict[str, torch.Tensor]:
     """Their tensors under the same names, `down_proj` turned to (D, F) where their hybrid training stored (F, D).
 
     With D = F the shape says nothing and their `sparsity_use_hybrid_kernel` decides.

@@ -8,11 +8,11 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_twell.files.configs import one_line, one_line_errors
@@ -106,7 +106,7 @@ def read_gguf(path: str | Path) -> GgufFile:
     )
 
 
-def load_gguf(load: Callable, file: GgufFile, *, dtype=None, **options) -> tuple:
+def load_gguf(load: Callable, file: GgufFile, *, dtype: torch.dtype | str | None = None, **options: Any) -> tuple:
     """What `load`, a `from_pretrained`, makes of a GGUF file: (model, loading info).
 
     Args:
@@ -138,7 +138,7 @@ def load_gguf(load: Callable, file: GgufFile, *, dtype=None, **options) -> tuple
     return model, info
 
 
-def load_gguf_tokenizer(path: str | Path):
+def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer that a GGUF file describes.
 
     Raises:

@@ -6,11 +6,13 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, get_token
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.files.checkpoints import STATE_NAME
@@ -34,15 +36,15 @@ LEFT_OUT = ("*.bin", "*.pt", "*.pth", "*.pkl", STATE_NAME, MEASURED_NAME, "train
 
 
 def push_to_hub(
-    model,
+    model: PreTrainedModel,
     repo_id: str,
-    tokenizer=None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     base_model: str | None = None,
     sparsity: Mapping | None = None,
     scores: Mapping | None = None,
     max_shard_size: int | str | None = None,
-    **options,
+    **options: Any,
 ) -> dict:
     """Publish a sparsified model, or the active adapter of a PEFT model on a sparsified base, with our model card.
 
@@ -74,7 +76,8 @@ def push_to_hub(
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
         else:
-            save_model(model, folder, tokenizer, **({"max_shard_size": max_shard_size} if max_shard_size else {}))
+            sizes: dict[str, Any] = {"max_shard_size": max_shard_size} if max_shard_size else {}
+            save_model(model, folder, tokenizer, **sizes)
             base_model = base_model or model.config._name_or_path
         return push_folder(folder, repo_id, base_model=base_model, sparsity=sparsity, scores=scores, **options)
 
@@ -127,7 +130,7 @@ def push_folder(
         path for path in folder.iterdir() if path.is_file() and not any(fnmatch(path.name, p) for p in LEFT_OUT)
     )
     paths += sorted(folder.glob(f"{CHAT_TEMPLATES}/*.jinja"))
-    contents = {path.relative_to(folder).as_posix(): str(path) for path in paths}
+    contents: dict[str, str | bytes] = {path.relative_to(folder).as_posix(): str(path) for path in paths}
     if ADAPTER_CONFIG in contents:  # its own base may be a folder of this machine
         config = read_adapter_config(folder)
         config["base_model_name_or_path"] = _adapter_base(folder, config, base_model)
@@ -154,7 +157,14 @@ def push_folder(
     return {"repo_id": repo_id, "url": url, "commit": commit.oid, "files": files}
 
 
-def folder_card(folder: str | Path, repo_id: str, *, base_model=None, sparsity=None, scores=None) -> str:
+def folder_card(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    base_model: str | None = None,
+    sparsity: Mapping | None = None,
+    scores: Mapping | None = None,
+) -> str:
     """The card of a folder's sparse model or adapter, which is checked first; a warning tells of a bare swap to ReLU.
 
     Raises:
@@ -207,7 +217,7 @@ def _adapter_base(folder: Path, config: Mapping, base_model: str | None) -> str:
             f"{folder}: its base {base!r} is no name on the Hub, or a folder here is called so, and nobody else could "
             "load the adapter; name the dense base that others load: --base-model USER/NAME (base_model=)"
         )
-    return base
+    return str(base)
 
 
 def _broken_off(error: Exception, repo_id: str, token: str | bool | None) -> str:

@@ -4,9 +4,16 @@ import json
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from hf_twell.blocks.architectures import loading_class
@@ -36,8 +43,13 @@ from hf_twell.models.gguf_files import is_gguf, load_gguf, load_gguf_tokenizer, 
 
 
 def load_model(
-    path: str | Path, tokenizer=None, *, dtype=None, device: str | None = None, load: Callable | None = None
-):
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase | str | Path | bool | None = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    load: Callable | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load (model, tokenizer): by default in the checkpoint's dtype, on CUDA where there is one.
 
     `tokenizer` may be the path of another one, or False for none; `load` takes the place of `load_causal_lm`.
@@ -60,7 +72,7 @@ def load_model(
     return model, None if tokenizer is False else tokenizer
 
 
-def load_tokenizer(path: str | Path):
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, which needs no model's config, of a GGUF file, or of a Hub name.
 
     Raises:
@@ -78,7 +90,9 @@ def load_tokenizer(path: str | Path):
         return _named("tokenizer", path, load, **options)
 
 
-def load_causal_lm(path: str | Path, *, dtype=None, device: str | torch.device = "cpu", **hub):
+def load_causal_lm(
+    path: str | Path, *, dtype: torch.dtype | str | None = None, device: torch.device | str = "cpu", **hub: Any
+) -> PreTrainedModel:
     """Load in the checkpoint's dtype, or in `dtype`; checkpoints of the paper's authors come as stock sparse models.
 
     A GGUF file's weights are dequantized, to float32 by default.
@@ -122,7 +136,7 @@ def load_causal_lm(path: str | Path, *, dtype=None, device: str | torch.device =
     return model.to(device)
 
 
-def check_checkpoint(path: str | Path, **hub) -> None:
+def check_checkpoint(path: str | Path, **hub: Any) -> None:
     """Compare configs and the weight files' headers with each other and with a model without weights.
 
     Raises:

@@ -1,10 +1,11 @@
 """Sparse models in int8 or fp8, by torchao through Transformers: what both load again; kernels read it as it lies."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_twell.blocks.architectures import FfnForm, find_ffns, loading_class
 from hf_twell.convert.sparsify import sparsify
@@ -19,7 +20,7 @@ CONFIGS = {
 }
 
 
-def quantize(path: str | Path, weights: str):
+def quantize(path: str | Path, weights: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """(model, tokenizer or None) of a sparse model, with quantized weights in its feed-forward blocks.
 
     Each row of a weight gets one float32 scale. The other linears stay as they are: no kernel of ours reads them, and
@@ -84,7 +85,7 @@ def quantize_block(block: nn.Module, form: FfnForm, weights: str) -> None:
             make_dynamic(linear.weight)
 
 
-def torchao_config(weights: str):
+def torchao_config(weights: str) -> Any:
     """torchao's config object for a kind of `CONFIGS`, which leaves Inductor's settings alone."""
     from torchao import quantization
 
@@ -96,7 +97,7 @@ def _weight_only(weights: str):
     return torchao_config("fp8" if weights == "fp8-dynamic" else weights)
 
 
-def make_dynamic(weight) -> None:
+def make_dynamic(weight: torch.Tensor) -> None:
     """Make of one that torchao's Float8WeightOnlyConfig made what its dynamic config would have made, in place.
 
     The values are the same. By that config, torchao quantizes weights only where it finds a GPU that computes them.

@@ -1,9 +1,11 @@
 """`SparsityCallback`: the L1 term in Transformers' Trainer and everything derived from it (SFTTrainer among them)."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from safetensors.torch import load_file, save_file
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.files.checkpoints import read_state
@@ -31,6 +33,20 @@ IDLE_NAME = "twell_idle.safetensors"
 REVIVE_UNTIL = 0.8  # of a run: what revives later is not trained any more, and only makes the model denser
 
 
+class _MicroBatches(list):
+    """Those of a step. Whoever goes through them gets one after the other from `switched_on`, a generator's function.
+
+    A loop that an exception or a `break` ends lets go of the generator, and so ends the micro-batch that it was in.
+    """
+
+    def __init__(self, batches: list, switched_on: Callable[[Iterator], Iterator]):
+        super().__init__(batches)
+        self._switched_on = switched_on
+
+    def __iter__(self) -> Iterator:
+        return self._switched_on(super().__iter__())
+
+
 class SparsityCallback(TrainerCallback):
     """Trains a sparsified model to few active neurons, and logs how few.
 
@@ -47,6 +63,14 @@ class SparsityCallback(TrainerCallback):
 
     Its `CompleteCheckpoints` marks the trainer's checkpoints: `trainer.train(resume_from_checkpoint=True)` passes over
     those whose saving was interrupted.
+
+    It works at the trainer's events, as the first of its callbacks: reporters get its rows too. For what has no event,
+    it replaces four public methods of this trainer, until `detach`:
+
+    - `get_batch_samples`: the term needs the tokens of a whole step before its first backward. The list that comes back
+      switches the term on for each micro-batch that the trainer takes out of it;
+    - `train` and `save_model`: `CompleteCheckpoints` does so, and says why;
+    - `create_model_card`: `use_model_card` does so, unless the user has replaced it already.
 
     Args:
         trainer: the trainer; its model must be sparsified.
@@ -88,7 +112,7 @@ class SparsityCallback(TrainerCallback):
         distillation: Distillation | None = None,
         parent_loss: float | None = None,
         log_layers: bool = True,
-        **removed,
+        **removed: Any,
     ):
         for name in removed:
             if name in REMOVED:
@@ -120,13 +144,14 @@ class SparsityCallback(TrainerCallback):
         if distillation is not None:
             distillation.join(trainer)
         self.controller: DensityController | None = None  # made when a run begins, whose steps it needs
-        self.revival = None
+        self.revival: Revival | None = None
         self._revived = 0.0  # share of neurons, in the last step
         if revive_after is not None:
             sigma = getattr(trainer.model.config.get_text_config(), "initializer_range", 0.02)
             self.revival = Revival(self.penalty.ffns, revive_after, sigma=sigma, seed=trainer.args.seed)
         self._told: set = set()
-        wrap(trainer, self, ("get_batch_samples", "training_step", "log"))
+        self._term = contextlib.ExitStack()  # what a micro-batch switches on
+        wrap(trainer, self, ["get_batch_samples"])
         self.checkpoints = CompleteCheckpoints(trainer, self.schedule())
         self._card = None
         if "create_model_card" not in vars(trainer):
@@ -151,6 +176,8 @@ class SparsityCallback(TrainerCallback):
 
     def weight_at(self, step: int) -> float:
         """The coefficient of the optimizer step that follows `step` finished ones, where `l1_weight` was given."""
+        if self.l1_weight is None:
+            return 0.0
         return self.l1_weight * self.progress(step)
 
     def schedule(self) -> dict:
@@ -161,7 +188,9 @@ class SparsityCallback(TrainerCallback):
         names += ["revive_after"] if self.revival is not None else []
         return {name: getattr(self, name) for name in names}
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if state is not self.trainer.state:
             raise ValueError(
                 "this SparsityCallback was made for another trainer, so this one would train without the L1 term; make "
@@ -173,7 +202,10 @@ class SparsityCallback(TrainerCallback):
                 "model_init makes a new model for each run; sparsify, unpatch and copies of blocks change them): give "
                 "Trainer the model itself, and make the callback last"
             )
-        hide_layers(self.trainer.callback_handler.callbacks)
+        handler = self.trainer.callback_handler
+        hide_layers(handler.callbacks)
+        # Before the reporters: what `on_log` adds is for them, too.
+        handler.callbacks = [self] + [callback for callback in handler.callbacks if callback is not self]
         self._begin_run(state.global_step)
 
     def _begin_run(self, step: int) -> None:
@@ -197,7 +229,24 @@ class SparsityCallback(TrainerCallback):
             idle = resumed / IDLE_NAME if resumed else None
             self.revival.load_state(load_file(idle) if idle and idle.is_file() else {}, self.penalty.device)
 
-    def on_optimizer_step(self, args, state, control, **kwargs):
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._term.close()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not self.penalty.is_on:
+            raise ValueError(
+                f"{type(self.trainer).__name__} takes a step's micro-batches out of the list of `get_batch_samples` "
+                "before it trains on them, so the L1 term was not on; loop over that list itself"
+            )
+        self._term.close()
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         counts, step = self.penalty.end_step(), state.global_step
         if counts is None:
             return
@@ -209,21 +258,23 @@ class SparsityCallback(TrainerCallback):
             revives = step < REVIVE_UNTIL * state.max_steps
             self._revived = self.revival.revive(self.trainer.optimizer, step) if revives else 0.0
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self.controller is not None and state.is_world_process_zero:
             warn_of_miss(self.controller, self.penalty.ffns)
 
-    def on_save(self, args, state, control, **kwargs):
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not args.should_save:
             return
-        folder = self.checkpoints.folder()
+        folder = self.checkpoints.folder
         record_base(self.trainer.accelerator.unwrap_model(self.trainer.model), folder)
         if self.revival is not None:
             save_file(self.revival.state(), folder / IDLE_NAME)
         if self.controller is not None:
             self.checkpoints.state["controller"] = self.controller.state()
 
-    def _get_batch_samples(self, get_batch_samples, *args, **kwargs):
+    def _get_batch_samples(self, get_batch_samples: Callable, *args: Any, **kwargs: Any) -> tuple:
         if self not in self.trainer.callback_handler.callbacks:
             raise ValueError(
                 "a SparsityCallback was made for this trainer but is not among its callbacks; add it with "
@@ -237,23 +288,28 @@ class SparsityCallback(TrainerCallback):
             if self.target_density is None:
                 self.penalty.l1_weight = self.weight_at(self.trainer.state.global_step)
             self.penalty.begin_step(batches, scaler=self.trainer.accelerator.scaler)
-        return batches, num_items_in_batch
+        return _MicroBatches(batches, self._with_term), num_items_in_batch
 
-    def _training_step(self, training_step, model, inputs, *args, **kwargs):
-        with self.penalty.micro_batch(inputs):
-            if self.distillation is None:
-                return training_step(model, inputs, *args, **kwargs)
-            with self.distillation.micro_batch(inputs, self.penalty.token_scale):
-                return training_step(model, inputs, *args, **kwargs)
+    def _with_term(self, batches: Iterator[Mapping]) -> Iterator[Mapping]:
+        for batch in batches:
+            with self._term:
+                self._term.enter_context(self.penalty.micro_batch(batch))
+                if self.distillation is not None:
+                    self._term.enter_context(self.distillation.micro_batch(batch, self.penalty.token_scale))
+                yield batch
 
-    def _log(self, log, logs, *args, **kwargs):
-        if "loss" in logs:
-            report = self.penalty.report()
-            if report is not None:
-                logs = {**logs, **self._rows(report)}
-                if self.trainer.is_world_process_zero() and self.l1_weight != 0:
-                    self._warn(logs, report)
-        return log(logs, *args, **kwargs)
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: Any
+    ) -> None:
+        if "loss" not in logs:
+            return
+        report = self.penalty.report()
+        if report is not None:
+            rows = self._rows(report)
+            logs.update(rows)
+            state.log_history[-1].update(rows)
+            if state.is_world_process_zero and self.l1_weight != 0:
+                self._warn(logs, report)
 
     def _warn(self, logs: dict, report: dict) -> None:
         state = self.trainer.state
@@ -269,13 +325,13 @@ class SparsityCallback(TrainerCallback):
             self._told.add("loss")
 
     def _rows(self, report: dict) -> dict[str, float]:
-        steered = self.controller is not None and self.controller.started
-        rows = rows_of_report(report, self.penalty.ffns, layer_weights=steered, layers=self.log_layers)
-        if steered:
-            setpoint = self.controller.setpoint(self.progress(self.trainer.state.global_step))
+        controller = self.controller if self.controller is not None and self.controller.started else None
+        rows = rows_of_report(report, self.penalty.ffns, layer_weights=controller is not None, layers=self.log_layers)
+        if controller is not None:
+            setpoint = controller.setpoint(self.progress(self.trainer.state.global_step))
             rows["twell/target"] = setpoint.mean().item()
             if self.trainer.is_world_process_zero():
-                warn_of_bounds(self.controller, self._told, self.penalty.ffns, self.trainer.state.global_step)
+                warn_of_bounds(controller, self._told, self.penalty.ffns, self.trainer.state.global_step)
         if self.revival is not None:
             rows["twell/revived"] = self._revived
         if self.distillation is not None:

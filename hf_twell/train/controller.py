@@ -38,6 +38,12 @@ class DensityController:
         ValueError: a target outside (0, 1), unknown `layer_shares`, or bounds that are not two rising positive numbers.
     """
 
+    _start: torch.Tensor
+    _density: torch.Tensor
+    _error: torch.Tensor
+    _log_weight: torch.Tensor
+    _log_first: torch.Tensor
+
     def __init__(
         self,
         target_density: float,
@@ -51,11 +57,7 @@ class DensityController:
         self.steps = steps
         self.layer_shares = layer_shares
         self.l1_bounds = l1_bounds
-        self._start: torch.Tensor | None = None
-        self._density: torch.Tensor | None = None
-        self._error: torch.Tensor | None = None
-        self._log_weight: torch.Tensor | None = None
-        self._log_first: torch.Tensor | None = None
+        self.started = False  # by the first step that has tokens, from which on the tensors above exist
         self._limits: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @torch.no_grad()
@@ -69,7 +71,7 @@ class DensityController:
         (L,) fp32.
         """
         density, valid = density.clamp(min=1e-7), l1.isfinite().all()
-        if self._density is None:
+        if not self.started:
             if not valid:
                 return torch.zeros_like(l1)
             self._begin(density, l1)
@@ -85,10 +87,6 @@ class DensityController:
 
     def weights(self) -> torch.Tensor:
         return self._log_weight.exp()
-
-    @property
-    def started(self) -> bool:
-        return self._density is not None
 
     def setpoint(self, progress: float) -> torch.Tensor:
         """The density that the path has now, (L,)."""
@@ -123,15 +121,17 @@ class DensityController:
     def load_state(self, state: dict, device: torch.device) -> None:
         for name, values in state.items():
             setattr(self, f"_{name}", torch.tensor(values, device=device))
+        self.started = bool(state)
 
-    def _begin(self, density, l1) -> None:
+    def _begin(self, density: torch.Tensor, l1: torch.Tensor) -> None:
+        self.started = True
         self._log_first = (FIRST_TERM / l1.mean().clamp(min=1e-12)).log()
         self._log_weight = self._log_first.expand_as(density).clamp(*self._log_bounds(l1))
         self._density = density.clone()
         self._start = self._seen()
         self._error = torch.zeros_like(density)
 
-    def _log_bounds(self, l1) -> tuple[torch.Tensor, torch.Tensor]:
+    def _log_bounds(self, l1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the logarithm of each layer's weight, (L,) each."""
         if self.l1_bounds is not None:
             low, high = (torch.full_like(l1, math.log(bound)) for bound in self.l1_bounds)

@@ -1,8 +1,9 @@
 """`Distillation`: a dense parent in the same process teaches the sparse model, through gradients alone."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -71,7 +72,7 @@ class Distillation:
         self._outputs: list[torch.Tensor] | None = None  # of the parent's blocks, while it reads a micro-batch
         self._ran = False  # since the last report
         self._backend: str | None = None
-        self._task_loss = None  # the model's own, where `_loss` stands in for it
+        self._task_loss: Callable | None = None  # the model's own, where `_loss` stands in for it
         # Backward adds to the gradient of each: the total, and the tokens or blocks that it is of. So nothing but
         # autograd is needed to report, in compiled models too.
         self._sums = {"kl": new_tally(2), "layer_error": new_tally(2)}
@@ -100,12 +101,15 @@ class Distillation:
         if trainer.compute_loss_func == self._loss:
             self._task_loss = trainer.compute_loss_func = None
 
-    def _loss(self, outputs, labels, num_items_in_batch=None) -> torch.Tensor:
+    def _loss(
+        self, outputs: Mapping, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
         """Trainer's `compute_loss_func`: the task loss; in training its gradient is the divergence's."""
         batch = self._batch
         if batch is None or batch.logits is None:  # in evaluation
             logits = outputs["logits"]
             options = {"vocab_size": logits.shape[-1], "num_items_in_batch": num_items_in_batch}
+            assert self._task_loss is not None
             return self._task_loss(logits=logits, labels=labels, **options)
         kept = self._sums["kl"].to(batch.logits.device)
         return KlAlone.apply(batch.logits, kept, labels, num_items_in_batch, batch, divergence_of(self._backend))
@@ -136,7 +140,8 @@ class Distillation:
         }
         reads = {k: v.to(scale.device) if isinstance(v, torch.Tensor) else v for k, v in reads.items()}
         weight = token_weight(reads)
-        self._outputs = outputs = []
+        outputs: list[torch.Tensor] = []
+        self._outputs = outputs
         try:
             with torch.no_grad():
                 hidden = self.parent.get_decoder()(**reads, use_cache=False).last_hidden_state
@@ -184,13 +189,13 @@ class Distillation:
             factors.append(torch.stack([gradient, 1 / (power * tokens)]))
         return factors
 
-    def _see_parent_layer(self, module, args, output):
+    def _see_parent_layer(self, module: nn.Module, args: tuple, output: torch.Tensor) -> None:
         if self._outputs is not None:  # others may run the parent too, to score it
             self._outputs.append(output)
 
     # A compiler would unroll backward's loop over the tokens.
     @torch.compiler.disable(reason="distillation goes through the logits a few tokens at a time")
-    def _see_logits(self, module, args, logits):
+    def _see_logits(self, module: nn.Module, args: tuple, logits: torch.Tensor) -> torch.Tensor | None:
         batch = self._batch
         if batch is None or not torch.is_grad_enabled():
             return None
@@ -207,10 +212,20 @@ class _Batch:
     Shapes: hidden and each of outputs (B, S, D), weight (B, S), scale (), each of factors (2), logits (B, S, V).
     """
 
-    def __init__(self, hidden, outputs, weight, scale, factors, head, share):
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        outputs: list[torch.Tensor],
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        factors: list[torch.Tensor],
+        head: nn.Module,
+        share: float,
+    ):
         self.hidden, self.outputs, self.weight, self.scale = hidden, outputs, weight, scale
         self.factors, self.head, self.share = factors, head, share
-        self.made_logits, self.logits = False, None
+        self.made_logits = False
+        self.logits: torch.Tensor | None = None
 
 
 class _Layer:
@@ -219,7 +234,7 @@ class _Layer:
     def __init__(self, distillation: Distillation, index: int):
         self.distillation, self.index = distillation, index
 
-    def __call__(self, module, args, output):
+    def __call__(self, module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor | None:
         batch = self.distillation._batch
         if batch is None or not output.requires_grad:
             return None
@@ -232,13 +247,20 @@ class _InjectError(torch.autograd.Function):
     """A block's output unchanged; backward adds the gradient of its relative squared error against the parent's."""
 
     @staticmethod
-    def forward(ctx, y, target, weight, factors, sums):
+    def forward(
+        ctx: Any,
+        y: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor,
+        factors: torch.Tensor,
+        sums: torch.Tensor,
+    ) -> torch.Tensor:
         ctx.save_for_backward(y, target, weight, factors)
         return y.view_as(y)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_y):
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         y, target, weight, factors = ctx.saved_tensors
         difference = torch.where(weight.unsqueeze(-1) > 0, y.float() - target.float(), 0)
         error = difference.square().sum() * factors[1]
@@ -246,7 +268,7 @@ class _InjectError(torch.autograd.Function):
         return grad, None, None, None, torch.stack([error, torch.ones_like(error)])
 
 
-def _check_heads(model, parent) -> None:
+def _check_heads(model: nn.Module, parent: nn.Module) -> None:
     for each in (model, parent):
         config = each.config.get_text_config()
         if each.get_output_embeddings() is None:

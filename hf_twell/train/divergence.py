@@ -1,10 +1,12 @@
 """KL(parent || model) of the logits, beside a task loss or alone; its gradient is made a few tokens at a time."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK = 2**24  # logits computed at a time: 64 MiB in float32, of which a few such tensors exist at once
@@ -22,14 +24,14 @@ class InjectKl(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits, sums, batch, divergence):
+    def forward(ctx: Any, logits: Tensor, sums: Tensor, batch: Any, divergence: Callable) -> Tensor:
         ctx.save_for_backward(logits)
         ctx.batch, ctx.divergence = batch, divergence
         return logits.view_as(logits)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_logits):
+    def backward(ctx: Any, grad_logits: Tensor) -> tuple[Tensor | None, ...]:
         (logits,) = ctx.saved_tensors
         # Not in place: the gradient that comes in belongs to autograd. A loss of transposed logits gives one whose
         # tokens are no rows, which `flatten` would copy.
@@ -49,7 +51,15 @@ class KlAlone(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits, sums, labels, count, batch, divergence):
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        sums: Tensor,
+        labels: Tensor,
+        count: Tensor | int | None,
+        batch: Any,
+        divergence: Callable,
+    ) -> Tensor:
         labels_T = F.pad(labels, (0, 1), value=IGNORED)[..., 1:].flatten().to(logits.device)
         grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
         kl, loss = torch.zeros((2,), device=logits.device).unbind()
@@ -61,11 +71,11 @@ class KlAlone(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_loss):
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         return *ctx.saved_tensors, None, None, None, None
 
 
-def _chunks(logits, labels_T, batch, divergence):
+def _chunks(logits: Tensor, labels_T: Tensor | None, batch: Any, divergence: Callable) -> Iterator[tuple]:
     """For some rows at a time: which, their KL, their task loss (0 without labels), the gradient of their logits."""
     logits_TV, hidden_TD, weight_T = logits.flatten(0, 1), batch.hidden.flatten(0, 1), batch.weight.flatten()
     tokens = max(1, CHUNK // logits.shape[-1], -(-len(logits_TV) // PARTS))
@@ -81,7 +91,9 @@ def divergence_of(backend: str | None) -> Callable:
     return _divergence if backend is None else _compiled(backend)
 
 
-def _divergence(logits_TV, parent_TV, weight_T, factor, labels_T=None):
+def _divergence(
+    logits_TV: Tensor, parent_TV: Tensor, weight_T: Tensor, factor: Tensor, labels_T: Tensor | None = None
+) -> tuple[Tensor, Tensor | float, Tensor]:
     """Of T tokens: the sum of weight * KL(parent || model), that of the task loss, `factor` * the KL's gradient.
 
     The gradient is in the logits' dtype where it is alone, which is with labels; else it is added to another first.

@@ -2,10 +2,22 @@
 
 import functools
 import logging
+from collections.abc import Callable
+from typing import Any
 
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
+from hf_twell.blocks.modeling import SparseFfn
 from hf_twell.models.cards import LOST
+from hf_twell.train.controller import DensityController
 
 logger = logging.getLogger(__name__)
 
@@ -23,28 +35,28 @@ AT_BOUND = {
 }
 
 
-def rows_of_report(report: dict, ffns: list, *, layer_weights: bool, layers: bool) -> dict[str, float]:
+def rows_of_report(report: dict, ffns: list[SparseFfn], *, layer_weights: bool, layers: bool) -> dict[str, float]:
     """`L1Penalty.report()` as log rows, and the way that blocks on a GPU take where they have a choice.
 
     Args:
         layer_weights: whether layers have weights of their own.
         layers: whether to give each layer's figures too.
     """
-    keys = ("l0", "density", "l1", "dead")
-    rows = {f"twell/{key}": report[key] for key in (*keys, "l1_weight")}
+    keys = ["l0", "density", "l1", "dead"]
+    rows = {f"twell/{key}": report[key] for key in [*keys, "l1_weight"]}
     on_kernels = [ffn.twell_state.on_kernels for ffn in ffns]
     if any(way is not None for way in on_kernels):
         rows["twell/layers_on_kernels"] = float(sum(map(bool, on_kernels)))
     if not layers:
         return rows
-    keys = (*keys, "l1_weight") if layer_weights else keys
+    keys += ["l1_weight"] if layer_weights else []
     for ffn, layer, way in zip(ffns, report["layers"], on_kernels, strict=True):
         row = {key: layer[key] for key in keys} | ({} if way is None else {"on_kernels": float(way)})
         rows |= {layer_prefix(ffn) + key: value for key, value in row.items()}
     return rows
 
 
-def layer_prefix(ffn) -> str:
+def layer_prefix(ffn: SparseFfn) -> str:
     """How the names of one block's rows begin."""
     return f"{LAYER_PREFIX}{ffn.twell.layer:02d}/"
 
@@ -63,12 +75,19 @@ def show_layers(callbacks: list[TrainerCallback]) -> None:
             del callback.on_log
 
 
-def _log_without_layers(on_log, args, state, control, logs=None, **kwargs):
+def _log_without_layers(
+    on_log: Callable,
+    args: TrainingArguments,
+    state: TrainerState,
+    control: TrainerControl,
+    logs: dict | None = None,
+    **kwargs: Any,
+) -> None:
     logs = {key: value for key, value in (logs or {}).items() if not key.startswith(LAYER_PREFIX)}
-    return on_log(args, state, control, logs=logs, **kwargs)
+    on_log(args, state, control, logs=logs, **kwargs)
 
 
-def warn_of_bounds(controller, told: set, ffns: list, step: int) -> None:
+def warn_of_bounds(controller: DensityController, told: set, ffns: list[SparseFfn], step: int) -> None:
     """Log which layers' coefficients have come to a bound, each once; `told` remembers them."""
     held, weights = controller.held(), controller.weights().tolist()
     for side, layers in held.items():
@@ -81,7 +100,7 @@ def warn_of_bounds(controller, told: set, ffns: list, step: int) -> None:
             logger.warning("step %d: the penalty's weight of %s is at its %s", step, names, AT_BOUND[side])
 
 
-def warn_of_miss(controller, ffns: list) -> None:
+def warn_of_miss(controller: DensityController, ffns: list[SparseFfn]) -> None:
     """Log which layers ended more than a tenth off the target."""
     missed = controller.missed()
     if not missed:
@@ -107,7 +126,7 @@ def warn_of_few_tokens(tokens: float, target_density: float) -> None:
         )  # fmt: skip
 
 
-def warn_of_loss(trainer, logs: dict, report: dict, *, parent_loss: float | None, steered: str | None) -> bool:
+def warn_of_loss(trainer: Trainer, logs: dict, report: dict, *, parent_loss: float | None, steered: str | None) -> bool:
     """Log, from a quarter of the run on, that a pretrained model is being lost, and what to change.
 
     Args:

@@ -12,7 +12,7 @@ from transformers.utils import is_accelerate_available
 
 from hf_twell.blocks.batches import batch_size_tokens, check_one_stream, token_weight
 from hf_twell.blocks.density_watch import Block, ModelChoice
-from hf_twell.blocks.modeling import L1Inputs, sparse_ffns
+from hf_twell.blocks.modeling import L1Inputs, SparseFfn, sparse_ffns
 from hf_twell.convert.entry import record_density
 from hf_twell.ops.reference import new_tally
 from hf_twell.train.schedule import TERMS
@@ -71,8 +71,8 @@ class L1Penalty:
         self.l1_weight, self.term = l1_weight, term
         self.layer_weights: torch.Tensor | None = None
         self.token_scale: torch.Tensor | None = None
-        self._scale = None
-        self._tallies: list[torch.Tensor] | None = None
+        self._scale: torch.Tensor | None = None
+        self._tallies: list[torch.Tensor] = []
         self._rows: list[torch.Tensor] = []  # the tallies' gradients, each of its device's table
         self._tables: dict[torch.device, torch.Tensor] = {}
         self._step_tokens: torch.Tensor | None = None
@@ -125,7 +125,7 @@ class L1Penalty:
             self.token_scale = scaler.scale(self.token_scale)
         weights = self.l1_weight if self.layer_weights is None else self.layer_weights.to(device)
         self._scale = (weights / len(self.ffns) * self.token_scale).expand(len(self.ffns))
-        if self._tallies is None:
+        if not self._tallies:
             self._make_tallies()
         for ffn in self.ffns:
             ffn.twell_state.step_choice.begin_step()
@@ -159,7 +159,14 @@ class L1Penalty:
             for ffn in self.ffns:
                 ffn.twell_state.l1 = None
 
-    def micro_batches(self, batches: Iterable[Mapping], *, scaler=None) -> Iterator[Mapping]:
+    @property
+    def is_on(self) -> bool:
+        """Whether a micro-batch runs."""
+        return self.ffns[0].twell_state.l1 is not None
+
+    def micro_batches(
+        self, batches: Iterable[Mapping], *, scaler: torch.amp.GradScaler | None = None
+    ) -> Iterator[Mapping]:
         """Yield the micro-batches of one optimizer step, each with the L1 term switched on.
 
         A step whose loop is left before its end is in no report, as for `micro_batch`.
@@ -256,12 +263,12 @@ class L1Penalty:
             tally.grad = row
 
     @staticmethod
-    def _device(ffn) -> torch.device:
+    def _device(ffn: SparseFfn) -> torch.device:
         return next(ffn.parameters()).device
 
 
 # A function of the module, which copies and pickles of a model hold by its name.
-def _warn_of_no_step(model: nn.Module, args) -> None:
+def _warn_of_no_step(model: nn.Module, args: tuple) -> None:
     """A hook that a model has until the first step of its penalty begins."""
     if not (model.training and torch.is_grad_enabled()):
         return

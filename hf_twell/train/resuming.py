@@ -1,14 +1,15 @@
 """`CompleteCheckpoints`: which of a trainer's checkpoints are whole, so that training goes on from one of them."""
 
+import contextlib
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import torch
-from transformers import Trainer, TrainerCallback
-from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import rotate_checkpoints
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 
 from hf_twell.files.checkpoints import STATE_NAME, clear_state, last_checkpoint, read_state, write_state
 
@@ -22,6 +23,12 @@ class CompleteCheckpoints(TrainerCallback):
     interrupted, and those of which a file is shorter than the size that it records. The object adds itself to the
     trainer's callbacks; another one made for the same trainer replaces it.
 
+    It puts itself around two public methods of the trainer, for which there is no event:
+
+    - `train`, because the trainer looks for the checkpoint to go on from before its first event;
+    - `save_model`, because that is how the saving of each checkpoint begins. The folder may hold another run's
+      complete checkpoint, which is not complete any more from then on.
+
     Args:
         trainer: the trainer.
         method: how the run trains, which the file records; a resume with another is told.
@@ -29,7 +36,10 @@ class CompleteCheckpoints(TrainerCallback):
     Attributes:
         state: what the file records besides, as it stands at the next saving.
         resumed: the checkpoint that the run goes on from, or None.
+        folder: the checkpoint that is being saved, or was saved last, if there was one.
     """
+
+    folder: Path
 
     def __init__(self, trainer: Trainer, method: Mapping):
         detach_earlier(trainer, CompleteCheckpoints)
@@ -37,47 +47,39 @@ class CompleteCheckpoints(TrainerCallback):
         self.method = dict(method)
         self.state: dict = {}
         self.resumed: Path | None = None
-        # The last only words a warning: a Transformers without it needs no correction.
-        names = ("train", "_save_checkpoint", "_issue_warnings_after_load")
-        wrap(trainer, self, [name for name in names if hasattr(trainer, name)])
+        self._saving = contextlib.ExitStack()  # what is undone when a checkpoint is complete
+        wrap(trainer, self, ("train", "save_model"))
         trainer.add_callback(self)
 
     def detach(self) -> None:
-        """Give the trainer its own methods back and leave its callbacks."""
+        """Give the trainer its methods back and leave its callbacks."""
         unwrap(self.trainer, self)
 
-    def folder(self) -> Path:
-        """Where the trainer saves at its present step."""
-        return Path(self.trainer._get_output_dir(trial=None)) / f"checkpoint-{self.trainer.state.global_step}"
-
-    def on_save(self, args, state, control, **kwargs):
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # Other processes may still be writing their part of the checkpoint.
         self.trainer.accelerator.wait_for_everyone()
+        self._saving.close()
         if args.should_save:
-            if args.save_total_limit is not None:  # held back while the trainer wrote them
-                torch.save(args, self.folder() / TRAINING_ARGS_NAME)
-            write_state(self.folder(), {**method_of(self.trainer), **self.state})
-            best = self.trainer.state.best_model_checkpoint
-            rotate_checkpoints(str(self.folder().parent), args.save_total_limit, best, use_mtime=True)
+            write_state(self.folder, {**method_of(self.trainer), **self.state})
+            rotate_checkpoints(
+                str(self.folder.parent), args.save_total_limit, state.best_model_checkpoint, use_mtime=True
+            )
 
-    def _save_checkpoint(self, save_checkpoint, *args, **kwargs):
-        # The folder may hold the complete checkpoint of another run; it is not complete while it is written over.
-        if self.trainer.args.should_save:
-            clear_state(self.folder())
+    def _save_model(self, save_model: Callable, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not _internal_call or output_dir is None:  # asked for by the user, or for the Hub
+            save_model(output_dir, _internal_call)
+            return
+        self.folder, args = Path(output_dir), self.trainer.args
+        if args.should_save:
+            clear_state(self.folder)
+        save_model(output_dir, _internal_call)
         # The trainer would delete the last complete checkpoint before this one is complete: `on_save` does it after.
-        limit, self.trainer.args.save_total_limit = self.trainer.args.save_total_limit, None
-        try:
-            return save_checkpoint(*args, **kwargs)
-        finally:
-            self.trainer.args.save_total_limit = limit
+        self._saving.callback(setattr, args, "save_total_limit", args.save_total_limit)
+        args.save_total_limit = None
 
-    def _issue_warnings_after_load(self, issue_warnings, load_result):
-        # Tied weights are saved once, under the name of the first: the others are not missing.
-        tied = getattr(self.trainer.model, "all_tied_weights_keys", {})
-        missing = [key for key in load_result.missing_keys if tied.get(key, key) in load_result.missing_keys]
-        issue_warnings(load_result._replace(missing_keys=missing))
-
-    def _train(self, train, resume_from_checkpoint=None, *args, **kwargs):
+    def _train(
+        self, train: Callable, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> TrainOutput:
         handler = self.trainer.callback_handler
         handler.callbacks = [callback for callback in handler.callbacks if callback is not self] + [self]  # saves last
         if resume_from_checkpoint is True:
@@ -93,7 +95,22 @@ class CompleteCheckpoints(TrainerCallback):
                     logger.warning(
                         "%s was trained with %s=%s and goes on with %s", self.resumed, key, saved.get(key), value
                     )
-        return train(resume_from_checkpoint, *args, **kwargs)
+        with _tied_weights_known(self.trainer.model), self._saving:
+            return train(resume_from_checkpoint, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _tied_weights_known(model: nn.Module) -> Iterator[None]:
+    """Weights that are tied are saved once: the others are not missing when a trainer loads them."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    pairs = getattr(model, "all_tied_weights_keys", {}).items()
+    tied = {name for name, source in pairs if name in weights and weights[name] is weights.get(source)}
+    ignored = getattr(model, "_keys_to_ignore_on_save", None)
+    model._keys_to_ignore_on_save = tied.union(ignored or ())
+    try:
+        yield
+    finally:
+        model._keys_to_ignore_on_save = ignored
 
 
 def method_of(trainer: Trainer) -> dict:
@@ -139,5 +156,5 @@ def detach_earlier(trainer: Trainer, kind: type[TrainerCallback]) -> None:
             return
 
 
-def _owner(method) -> TrainerCallback | None:
+def _owner(method: Any) -> Any:
     return getattr(getattr(method, "func", None), "__self__", None)

@@ -42,11 +42,11 @@ class Revival:
         for ffn, linear in zip(ffns, self.linears, strict=True):
             _check(linear, f"{ffn.twell.name}.{ffn.twell.form.first}")
         self.after, self.sigma, self.seed = after, sigma, seed
-        self.idle: list[torch.Tensor] | None = None
+        self.idle: list[torch.Tensor] = []  # for each layer, every neuron's tokens since it was active
 
     def count(self, tokens: torch.Tensor, active: Sequence[torch.Tensor]) -> None:
         """Take in a step's tokens, (), and for each layer every neuron's active tokens, (F,)."""
-        if self.idle is None:
+        if not self.idle:
             self.idle = [torch.zeros_like(layer) for layer in active]
         for index, layer in enumerate(active):
             self.idle[index] = torch.where(layer > 0, 0, self.idle[index].to(layer.device) + tokens)
@@ -77,10 +77,10 @@ class Revival:
         return sum(dead) / sum(map(len, silent))
 
     def state(self) -> dict[str, torch.Tensor]:
-        return {} if self.idle is None else {f"idle_{index:03d}": idle.cpu() for index, idle in enumerate(self.idle)}
+        return {f"idle_{index:03d}": idle.cpu() for index, idle in enumerate(self.idle)}
 
     def load_state(self, state: dict[str, torch.Tensor], device: torch.device) -> None:
-        self.idle = [state[key].to(device) for key in sorted(state)] or None
+        self.idle = [state[key].to(device) for key in sorted(state)]
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, revival: Revival) -> None:
@@ -107,7 +107,9 @@ def _check(linear: nn.Module, name: str) -> None:
         raise ValueError(f"revive_after: {name} is sharded, so its optimizer state cannot be reached; leave it out")
 
 
-def _reset_state(optimizer, parameter, rows, living) -> None:
+def _reset_state(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, rows: torch.Tensor, living: torch.Tensor
+) -> None:
     state = {key: value for key, value in optimizer.state.get(parameter, {}).items() if torch.is_tensor(value)}
     moments = {key: value for key, value in state.items() if value.numel() > 1}
     if any(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 LAYER_SHARES = ("equal", "free")
 TERMS = ("l1", "count")
@@ -79,7 +80,7 @@ def whole_steps(value: int | float, max_steps: int) -> int:
     return math.ceil(value * max_steps) if value < 1 else int(value)
 
 
-def _are_bounds(bounds) -> bool:
+def _are_bounds(bounds: Any) -> bool:
     if not isinstance(bounds, list | tuple) or not all(isinstance(bound, int | float) for bound in bounds):
         return False
     return len(bounds) == 2 and 0 < bounds[0] < bounds[1] < math.inf

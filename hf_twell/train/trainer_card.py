@@ -2,6 +2,9 @@
 
 import functools
 from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, Trainer
 
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.models.adapters import loader_of_base, record_base
@@ -10,7 +13,13 @@ from hf_twell.train.logs import layer_prefix
 from hf_twell.train.resuming import method_of, steps_of
 
 
-def use_model_card(trainer, *, base_model: str | None = None, sparsity=None, scores=None) -> None:
+def use_model_card(
+    trainer: Trainer,
+    *,
+    base_model: str | None = None,
+    sparsity: dict | None = None,
+    scores: dict | None = None,
+) -> None:
     """Let `trainer.push_to_hub()` publish our model card in place of Trainer's; its figures as in `push_to_hub`.
 
     Without `sparsity`, L0 of each layer is what `SparsityCallback` logged last.
@@ -19,7 +28,7 @@ def use_model_card(trainer, *, base_model: str | None = None, sparsity=None, sco
     trainer.create_model_card = functools.partial(_write_card, trainer, figures)
 
 
-def _write_card(trainer, figures, model_name=None, **_):
+def _write_card(trainer: Trainer, figures: dict, model_name: str | None = None, **_: Any) -> None:
     if not trainer.is_world_process_zero():
         return
     folder, model = Path(trainer.args.output_dir), trainer.accelerator.unwrap_model(trainer.model)
@@ -37,7 +46,7 @@ def _write_card(trainer, figures, model_name=None, **_):
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def _logged_sparsity(trainer, model) -> dict | None:
+def _logged_sparsity(trainer: Trainer, model: PreTrainedModel) -> dict | None:
     """The figures of the last log before the weights were as they are, if they are there for every layer."""
     logs = [row for row in trainer.state.log_history if "twell/l0" in row and row["step"] <= steps_of(trainer)]
     row = logs[-1] if logs else None

@@ -3,12 +3,12 @@
 import warnings
 from collections.abc import Iterable, Mapping
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, Trainer
 
 from hf_twell.blocks.architectures import other_activations
 
 
-def check_trainer(trainer) -> None:
+def check_trainer(trainer: Trainer) -> None:
     """Refuse what is no trainer, and those in which the L1 term could not be right.
 
     Raises:
@@ -38,7 +38,7 @@ def check_trainer(trainer) -> None:
     _warn_of_dense_reference(trainer)
 
 
-def check_batches(trainer, batches: Iterable) -> None:
+def check_batches(trainer: Trainer, batches: Iterable) -> None:
     """Refuse batches of which the trainer makes the model's inputs only later, such as prompts to be completed.
 
     Raises:
@@ -55,7 +55,7 @@ def check_batches(trainer, batches: Iterable) -> None:
         )
 
 
-def _warn_of_dense_reference(trainer) -> None:
+def _warn_of_dense_reference(trainer: Trainer) -> None:
     """trl loads the reference model from disk, where the model is still dense if `sparsify` came after loading."""
     reference = getattr(trainer, "ref_model", None)
     config = None if reference is None else getattr(trainer.accelerator.unwrap_model(reference), "config", None)
