@@ -330,7 +330,7 @@ RECIPE_MISTAKES = [
     (["training.report_to=clearml"], "report_to: clearml, which is not installed: pip install clearml, or leave it"),
     (["training.report_to=[clearml]"], "report_to: clearml, which is not installed"),
     (["training.report_to=paper"], "paper is not supported, only azure_ml"),
-    (["dtype=float16"], "'float16'; weights do not train in it; write dtype: float32, and training.fp16=true"),
+    (["dtype=float16"], "'float16'; give 'float32', with training.fp16=true to compute in float16, or 'bfloat16'"),
     (["training.fp16=true"], "fp16: true, which needs a GPU, and this run is on a CPU; write training.fp16=false"),
     (["training.output_dir=elsewhere"], "write output_dir alone"),
     (["training.bogus=1"], "'bogus'; known keys: per_device_train_batch_size, "),

@@ -183,7 +183,7 @@ def test_a_mistake_in_two_processes_is_told_without_a_traceback(tmp_path):
     launch = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     done = start_processes(launch, f"output_dir={tmp_path / 'out'}", "target_density=5")
     assert done.returncode != 0
-    assert re.search(r"finetune.py: error: \S+ has target_density=5; give a share", done.stderr)
+    assert re.search(r"finetune.py: error: \S+: target_density=5; give a share", done.stderr)
     assert 'finetune.py", line' not in done.stderr
 
 

@@ -102,11 +102,10 @@ def truth_of(make, dense=tiny_llama) -> Truth:
 
 
 def check_exact(make, dense=tiny_llama, truth: Truth | None = None):
-    """With and without the L1 term; where another trainer has given the truth of the same step, with it alone."""
-    if truth is None:
-        truth = truth_of(make, dense)
-        gradient, _ = trained(make, sparsify(dense()))
-        assert (gradient - truth.task).norm() <= 1e-5 * truth.task.norm()
+    """`truth` may be that of another trainer, which takes the same step."""
+    truth = truth or truth_of(make, dense)
+    gradient, _ = trained(make, sparsify(dense()))
+    assert (gradient - truth.task).norm() <= 1e-5 * truth.task.norm()
     gradient, logs = trained(make, sparsify(dense()), l1_weight=L1_WEIGHT)
     assert (gradient - truth.gradient).norm() <= 1e-5 * truth.gradient.norm()
     assert logs["twell/l0"] == pytest.approx(truth.l0, rel=1e-5)

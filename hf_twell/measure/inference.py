@@ -23,17 +23,17 @@ def model_context(model: PreTrainedModel, context: int | None = None) -> int:
     Raises:
         ValueError: `context` is not between 1 and the model's own context.
     """
-    own = own_context(model)
+    limit = context_limit(model)
     if context is None:
-        return min(own or MAX_DEFAULT_CONTEXT, MAX_DEFAULT_CONTEXT)
-    if context < 1 or (own and context > own):
+        return min(limit or MAX_DEFAULT_CONTEXT, MAX_DEFAULT_CONTEXT)
+    if context < 1 or (limit and context > limit):
         raise ValueError(
-            f"context={context}: give 1 or more tokens, up to the model's own context ({own or 'unknown'})"
+            f"context={context}: give 1 or more tokens, up to the model's own context ({limit or 'unknown'})"
         )
     return context
 
 
-def own_context(model: PreTrainedModel) -> int | None:
+def context_limit(model: PreTrainedModel) -> int | None:
     """How many tokens a model takes, as its config says, or None where it says nothing."""
     config = model.config.get_text_config()
     names = ("max_position_embeddings", "n_positions", "n_ctx")

@@ -11,9 +11,9 @@ from huggingface_hub import ModelCardData
 from transformers import AutoModelForCausalLM
 
 from hf_twell.blocks.architectures import loading_class
-from hf_twell.dispatch.limits import carried_folder
 from hf_twell.files.tables import markdown_table, percent
 from hf_twell.models.quantizing import CONFIGS
+from hf_twell.ops.carried import carried_folder
 
 CLAUSES = {  # by `term`
     "l1": " and were trained with an L1 term on their activations",
@@ -276,9 +276,9 @@ def score(figure: Mapping) -> str:
     return f"{figure['value']:.4f}" + (f" ± {figure['stderr']:.4f}" if figure.get("stderr") is not None else "")
 
 
-def is_repo(name: str | None) -> TypeGuard[str]:
+def is_repo(name: object) -> TypeGuard[str]:
     """Whether a name can be that of a model on the Hub, and is no folder here."""
-    return name is not None and REPO_ID.fullmatch(name) is not None and not Path(name).exists()
+    return isinstance(name, str) and REPO_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
 def _link(name: str | None) -> str | None:

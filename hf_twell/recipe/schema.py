@@ -34,6 +34,8 @@ ALLOWED_OF = {  # keys whose type says too little
     "sequence_length": "a whole number of at least 2",
     "freeze": "a list of parts of weights' names",
     "revive_after": "a whole number of tokens",
+    # A step of Adam is less than float16 weights can hold, or more.
+    "dtype": "'float32', with training.fp16=true to compute in float16, or 'bfloat16'",
 }
 
 
@@ -51,12 +53,6 @@ def _text(value):
     for name in names:
         check_file(Path(name))
     return value
-
-
-def _trains(dtype):
-    if dtype == "float16":  # a step of Adam is less than its weights can hold, or more
-        raise ValueError("weights do not train in it; write dtype: float32, and training.fp16=true to compute in it")
-    return dtype
 
 
 def _as_given(value, check):
@@ -141,7 +137,7 @@ class Recipe:
     trainable: Literal["all", "ffn", "ffn+lora"] = "all"
     freeze: list[Annotated[str, Field(min_length=1)]] = dataclasses.field(default_factory=list)
     lora: dict = dataclasses.field(default_factory=dict)
-    dtype: Annotated[Literal["float32", "bfloat16"], BeforeValidator(_trains)] = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     training: dict = dataclasses.field(default_factory=dict)
 

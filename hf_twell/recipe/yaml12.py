@@ -36,7 +36,7 @@ class _Loader(yaml.SafeLoader):
 
     def construct_int(self, node) -> int:
         text = self.construct_scalar(node).replace("_", "")
-        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+        return int(text, 0 if text[:2] in ("0o", "0x") else 10)
 
 
 for _name, _pattern in _SCALARS.items():

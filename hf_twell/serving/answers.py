@@ -12,7 +12,7 @@ from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.utils import get_response_template
 
-from hf_twell.measure.inference import check_ids, own_context
+from hf_twell.measure.inference import check_ids, context_limit
 from hf_twell.serving.one_model import Answer
 from hf_twell.serving.requests import BadRequest, ChatRequest, CompletionRequest, Request
 
@@ -33,7 +33,7 @@ class Served:
 
     def __init__(self, name: str, model, tokenizer):
         self.name, self.model, self.tokenizer = name, model, tokenizer
-        self.context = own_context(model)
+        self.context = context_limit(model)
         self.vocabulary: int = model.config.get_text_config().vocab_size
         self._longest = max(map(len, tokenizer.get_vocab()))  # characters of a token
         self._special = {
