@@ -69,11 +69,6 @@ def claimed(path: Path) -> Iterator[bool]:
         yield True
 
 
-def common_changes(study: dict, output: Path) -> list[str]:
-    """Of all of its runs."""
-    return [change.replace("{OUTPUT}", str(output)) for change in study.get("changes", [])]
-
-
 def changes_of(name: str, study: dict, model: str, output: Path) -> list[str]:
     """A run's changes to the recipe, with `{OUTPUT}`, and `{OTHER}` for the final model of the run OTHER, filled in.
 
@@ -81,8 +76,8 @@ def changes_of(name: str, study: dict, model: str, output: Path) -> list[str]:
         ValueError: a run OTHER whose model is not there.
     """
     changes = [f"model={model}", f"output_dir={output / 'runs' / name}"]
-    changes += common_changes(study, output)
-    changes += [change.replace("{OUTPUT}", str(output)) for change in study["runs"][name]]
+    changes += [f"heldout={json.dumps(study['heldout'])}", *study.get("changes", []), *study["runs"][name]]
+    changes = [change.replace("{OUTPUT}", str(output)) for change in changes]
     for other in study["runs"]:
         if any(f"{{{other}}}" in change for change in changes):
             final = final_of(other, output)
@@ -178,8 +173,11 @@ def make(name: str, study: dict, folder: Path, args) -> None:
         elif isinstance(how, list):
             recipe = load_recipe(folder / study["recipe"], changes_of(name, study, args.model, output))
             row["training"] = trained(recipe, output)
-        texts = load_recipe(folder / study["recipe"], common_changes(study, output)).heldout
-        options = {"text": texts, "context": study["context"], "batch_size": args.batch}
+        options = {
+            "text": [text.replace("{OUTPUT}", str(output)) for text in study["heldout"]],
+            "context": study["context"],
+            "batch_size": args.batch,
+        }
         row |= scores(model, study["tasks"], data_dir=args.eval, limit=args.limit, **options)
         add_row(rows, row)
         shown = {key: row.get("training", {}).get(key) for key in ("loss", "density", "minutes")}
