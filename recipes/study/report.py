@@ -18,7 +18,7 @@ from hf_twell.files.tables import markdown_table, percent
 
 METRICS = {"lambada_openai": "acc", "arc_easy": "acc", "arc_challenge": "acc_norm", "hellaswag": "acc_norm"}
 CHANCE = {"lambada_openai": 0.0, "arc_easy": 0.25, "arc_challenge": 0.25, "hellaswag": 0.25}
-WRITTEN = {"humaneval_instruct": "pass@1", "gsm8k_cot": "exact_match,flexible-extract"}
+WRITTEN = {"humaneval_instruct": "pass@1,create_test", "gsm8k_cot": "exact_match,flexible-extract"}
 
 
 def accuracy(row: dict, task: str) -> float:
@@ -63,7 +63,7 @@ def table(rows: list[dict]) -> str:
         sparse = bool(trained) and "relu=false" not in row["changes"]
         lines.append(
             [
-                row["run"],
+                row["run"] + (f" (first {row['limit']:,} rows)" if row.get("limit") else ""),
                 f"{trained['tokens'] / 1e6:.1f}" if trained else None,
                 f"{trained['learning_rate']:g}" if trained else None,
                 percent(trained["density"]) if sparse else None,

@@ -160,34 +160,32 @@ def scores(model: str | Path, tasks: list[str], **options) -> dict:
 
 
 def make(name: str, study: dict, folder: Path, args) -> None:
-    """Make what a run lacks, and add its rows."""
+    """Make what a run lacks, and add each part to the rows as soon as it is there."""
     rows, output = args.output / "rows.jsonl", args.output
     known, how = rows_of(rows).get(name, {}), study["runs"][name]
-    row = {"run": name, "changes": how, "parent": Path(args.model).name, "limit": args.limit}
-    row["environment"] = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     model = args.model if how is None else final_of(name, output)
-    if "losses" not in known:
-        if isinstance(how, dict) and not (model / "config.json").is_file():
-            command = [AVERAGE, final_of(how["mean_of"], output), args.model, model, "--share", str(how["share"])]
-            subprocess.run([sys.executable, *command, "--overwrite"], check=True)
-        elif isinstance(how, list):
-            recipe = load_recipe(folder / study["recipe"], changes_of(name, study, args.model, output))
-            row["training"] = trained(recipe, output)
-        options = {
-            "text": [text.replace("{OUTPUT}", str(output)) for text in study["heldout"]],
-            "context": study["context"],
-            "batch_size": args.batch,
-        }
-        row |= scores(model, study["tasks"], data_dir=args.eval, limit=args.limit, **options)
+
+    def add(**part) -> None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        row = {"run": name, "changes": how, "parent": Path(args.model).name, "environment": environment(device), **part}
         add_row(rows, row)
-        shown = {key: row.get("training", {}).get(key) for key in ("loss", "density", "minutes")}
-        print(json.dumps({"run": name, **shown, "losses": row["losses"], "tasks": row["tasks"]}), file=sys.stderr)
+        print(json.dumps(row), file=sys.stderr)
+
+    if isinstance(how, dict) and not (model / "config.json").is_file():  # the mean of a run's model and the parent
+        command = [AVERAGE, final_of(how["mean_of"], output), args.model, model, "--share", str(how["share"])]
+        subprocess.run([sys.executable, *command], check=True)
+    if isinstance(how, list) and "training" not in known:
+        recipe = load_recipe(folder / study["recipe"], changes_of(name, study, args.model, output))
+        add(training=trained(recipe, output))
+    options = {"data_dir": args.eval, "limit": args.limit}
+    if "losses" not in known:
+        texts = [text.replace("{OUTPUT}", str(output)) for text in study["heldout"]]
+        options_of_text = {"text": texts, "context": study["context"], "batch_size": args.batch}
+        add(limit=args.limit, **scores(model, study["tasks"], **options, **options_of_text))
     wanted = study.get("written_tasks")
     if wanted and args.run_code and "written" not in known:
-        options = {"chat_template": True, "run_code": True, "batch_size": args.batch_written}
-        written = scores(model, wanted, data_dir=args.eval, limit=args.limit, **options)["tasks"]
-        add_row(rows, {"run": name, "written": written})
-        print(json.dumps({"run": name, "written": written}), file=sys.stderr)
+        written = scores(model, wanted, chat_template=True, run_code=True, batch_size=args.batch_written, **options)
+        add(written=written["tasks"])
 
 
 def main(argv: list[str] | None = None) -> None:
