@@ -81,7 +81,11 @@ def table(rows: list[dict]) -> str:
     return markdown_table(head, lines)
 
 
-if __name__ == "__main__":
+def main() -> None:
     if len(sys.argv) != 2:
         raise SystemExit(__doc__)
     print(table([row for row in rows_of(Path(sys.argv[1])).values() if "losses" in row]))
+
+
+if __name__ == "__main__":
+    main()
