@@ -41,9 +41,9 @@ def test_a_run_belongs_to_one_command_at_a_time_and_a_killed_one_gives_it_back(t
 
     claim = tmp_path / "claims" / "five"
     claim.parent.mkdir()
-    program = "import fcntl, sys; file = open(sys.argv[1], 'a'); fcntl.flock(file, fcntl.LOCK_EX); print(True, flush=True); input()"
+    program = "import fcntl, sys; file = open(sys.argv[1], 'a'); fcntl.flock(file, fcntl.LOCK_EX); print(True); input()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", program, str(claim)], **pipes) as other:
+    with subprocess.Popen([sys.executable, "-uc", program, str(claim)], **pipes) as other:
         assert other.stdout.readline() == "True\n"
         with study.claimed(claim) as mine:
             assert not mine
