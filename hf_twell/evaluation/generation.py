@@ -1,7 +1,8 @@
-"""lm-eval's Hugging Face model, whose rows each stop generating at their own stop string.
+"""lm-eval's Hugging Face model with the same scores in less time.
 
-lm-eval's own runs a batch until all of its rows have written the same one, which is mostly until the longest length.
-The texts are the same, because lm-eval cuts them at the first stop string.
+Each row stops generating at its own stop string. lm-eval's own runs a batch until all of its rows have written the same
+one, which is mostly until the longest length. The texts are the same, because lm-eval cuts them at the first stop
+string. And texts to score are tokenized together, over all cores, where lm-eval's own takes them one by one.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,28 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCrit
 
 
 class StoppingRows(HFLM):
-    """lm-eval's model of Transformers; generation alone is overridden."""
+    """lm-eval's model of Transformers; how texts are generated and tokenized is overridden."""
+
+    def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        pairs = [request.args for request in requests]
+        # As lm-eval encodes a pair: the context without the spaces at its end, and the whole.
+        texts = {context.rstrip() for context, _ in pairs} | {context + rest for context, rest in pairs}
+        one_by_one, known = self.tokenizer.encode, {}
+
+        def encode(text: str, **options) -> list[int]:
+            if text not in texts:
+                return one_by_one(text, **options)
+            how = tuple(sorted(options.items()))
+            if how not in known:
+                found = self.tokenizer(list(texts), verbose=False, **options)["input_ids"]
+                known[how] = dict(zip(texts, found, strict=True))
+            return known[how][text]
+
+        self.tokenizer.encode = encode
+        try:
+            return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        finally:
+            self.tokenizer.encode = one_by_one
 
     def _model_generate(self, context, max_length: int, stop: list[str], **options) -> torch.Tensor:
         if not options.get("do_sample"):

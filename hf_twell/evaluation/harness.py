@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import importlib.metadata
 import math
 import random
@@ -21,6 +22,9 @@ from hf_twell.measure.perplexity import text_loss
 from hf_twell.models.adapters import load_with_adapter
 from hf_twell.models.loading import load_model, load_tokenizer
 from hf_twell.models.modes import evaluation_mode
+
+# For the standard error of a perplexity, the one that lm-eval has no formula for: its own 100,000 take a minute.
+BOOTSTRAP_DRAWS = 1000
 
 
 @contextlib.contextmanager
@@ -166,7 +170,8 @@ def _run_tasks(model, tokenizer, loaded, files, *, limit, batch_size, log_sample
     # Examples as earlier turns are the default of lm-eval's command.
     chat_options = {"apply_chat_template": chat, "fewshot_as_multiturn": chat}
     options = {"log_samples": log_samples, "confirm_run_unsafe_code": run_code}
-    raw = run(lm, loaded, limit=limit, **options, **chat_options)
+    with _compiling_templates_once():
+        raw = run(lm, loaded, limit=limit, bootstrap_iters=BOOTSTRAP_DRAWS, **options, **chat_options)
     for name, task in loaded["tasks"].items():
         _check_finite(name, task, model.dtype)
     results = {}
@@ -188,6 +193,18 @@ def _run_tasks(model, tokenizer, loaded, files, *, limit, batch_size, log_sample
             entry["samples"] = [_sample(sample, written) for sample in raw["samples"][name]]
         results[name] = entry
     return results
+
+
+@contextlib.contextmanager
+def _compiling_templates_once() -> Iterator[None]:
+    """lm-eval compiles a task's prompt for each of its rows, which takes longer than a GPU takes to score them."""
+    from lm_eval.utils import env
+
+    env.from_string = functools.cache(env.from_string)
+    try:
+        yield
+    finally:
+        del env.from_string
 
 
 def _refusing_strange_ids(encode: Callable, model, tokenizer) -> Callable:

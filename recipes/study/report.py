@@ -5,18 +5,20 @@
 *Excess* is the mean over the texts of loss / (lowest loss of the parent and the controls) - 1. *Kept* is a model's
 accuracy above chance (mean of the tasks) over that of the parent or the best control. A control is a run with
 relu=false that read the recipe's texts. Density and union (the share of neurons that at least one of 64 neighbouring
-tokens activates) are of the held-out texts, and means over layers.
+tokens activates) are of the held-out texts, and means over layers. Each task's column names its metric.
 """
 
-import json
 import statistics
 import sys
 from pathlib import Path
+
+from study import rows_of
 
 from hf_twell.files.tables import markdown_table, percent
 
 METRICS = {"lambada_openai": "acc", "arc_easy": "acc", "arc_challenge": "acc_norm", "hellaswag": "acc_norm"}
 CHANCE = {"lambada_openai": 0.0, "arc_easy": 0.25, "arc_challenge": 0.25, "hellaswag": 0.25}
+WRITTEN = {"humaneval_instruct": "pass@1,create_test", "gsm8k_cot": "exact_match,flexible-extract"}
 
 
 def accuracy(row: dict, task: str) -> float:
@@ -30,48 +32,60 @@ def above_chance(row: dict) -> float:
 
 def is_control(row: dict) -> bool:
     """Trained dense, by the texts of the recipe."""
-    changes = row["changes"] or []
-    return "relu=false" in changes and not any(change.startswith("train=") for change in changes)
+    changes = row["changes"]
+    dense = isinstance(changes, list) and "relu=false" in changes
+    return dense and not any(change.startswith("train=") for change in changes)
+
+
+def bases(rows: list[dict]) -> list[dict]:
+    """The parent and the controls, which the others are compared with."""
+    return [row for row in rows if row["changes"] is None or is_control(row)]
 
 
 def excess(row: dict, rows: list[dict]) -> float:
-    bases = [other["losses"] for other in rows if other["changes"] is None or is_control(other)]
-    return statistics.mean(loss / min(base[text] for base in bases) - 1 for text, loss in row["losses"].items())
+    lowest = {text: min(base["losses"][text] for base in bases(rows)) for text in row["losses"]}
+    return statistics.mean(loss / lowest[text] - 1 for text, loss in row["losses"].items())
 
 
 def kept(row: dict, rows: list[dict]) -> float:
-    return above_chance(row) / max(
-        above_chance(other) for other in rows if other["changes"] is None or is_control(other)
-    )
+    return above_chance(row) / max(above_chance(base) for base in bases(rows))
 
 
 def table(rows: list[dict]) -> str:
     """A Markdown table, one line a row."""
     texts = list(rows[0]["losses"])
     head = ["run", "Mtokens", "learning rate", "density", "union of 64", *(f"loss: {text}" for text in texts), "excess"]
-    head += [*METRICS, "kept", "minutes"]
+    head += [*(f"{task} ({metric})" for task, metric in METRICS.items()), "kept"]
+    head += [f"{task} ({metric.partition(',')[0]})" for task, metric in WRITTEN.items()]
     lines = []
     for row in rows:
-        trained = row.get("training", {})
+        trained, written = row.get("training", {}), row.get("written", {})
         sparse = bool(trained) and "relu=false" not in row["changes"]
         lines.append(
             [
-                row["run"],
+                row["run"] + (f" (first {row['limit']:,} rows)" if row.get("limit") else ""),
                 f"{trained['tokens'] / 1e6:.1f}" if trained else None,
                 f"{trained['learning_rate']:g}" if trained else None,
                 percent(trained["density"]) if sparse else None,
                 percent(trained["union"]["64"]) if sparse else None,
-                *(f"{loss:.4f}" for loss in row["losses"].values()),
+                *(f"{loss:.3f}" for loss in row["losses"].values()),
                 f"{100 * excess(row, rows):+.1f} %",
                 *(f"{100 * accuracy(row, task):.1f}" for task in METRICS),
                 f"{100 * kept(row, rows):.0f} %",
-                f"{trained['minutes']:.1f}" if trained else None,
+                *(
+                    f"{100 * written[task][metric]['value']:.1f}" if written else None
+                    for task, metric in WRITTEN.items()
+                ),
             ]
         )
     return markdown_table(head, lines)
 
 
-if __name__ == "__main__":
+def main() -> None:
     if len(sys.argv) != 2:
         raise SystemExit(__doc__)
-    print(table([json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]))
+    print(table([row for row in rows_of(Path(sys.argv[1])).values() if "losses" in row]))
+
+
+if __name__ == "__main__":
+    main()

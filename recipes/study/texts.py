@@ -11,6 +11,7 @@ WikiText-2. Documents end with a line <|endoftext|>.
 import argparse
 import json
 import random
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,15 +20,18 @@ from hf_twell.files.text import END_OF_TEXT, END_OF_TEXT_LINE, read_documents, r
 HELD_OUT_EVERY = 50  # documents
 PACKAGE_HELD_OUT_EVERY = 20
 HELD_OUT_CHARACTERS = 600_000  # of each text: about 130,000 tokens
+LEFT_OUT = re.compile(
+    r"tests?|testing|test_.*|.*_tests?(\.py)?|_?vendor(ed)?|_vendored_.*|third_party|extern(als?|s)?", re.I
+)
 SOURCE_CHARACTERS = (800, 60_000)  # shorter files hold imports alone, longer ones tables and generated code
 
 
 def packages(folder: Path) -> dict[str, list[str]]:
-    """The Python sources of each package in a folder, tests left out."""
+    """The Python sources of each package in a folder; tests and copies of other packages are left out."""
     found: dict[str, list[str]] = {}
     for path in sorted(folder.rglob("*.py")):
         inside = path.relative_to(folder)
-        if any(part == "tests" or part.startswith("test_") for part in inside.parts):
+        if any(LEFT_OUT.fullmatch(part) for part in inside.parts):
             continue
         text = path.read_text(encoding="utf-8", errors="replace")
         if SOURCE_CHARACTERS[0] <= len(text) <= SOURCE_CHARACTERS[1] and "\ufffd" not in text:
