@@ -2,6 +2,7 @@
 // constant is `constexpr TYPE NAME = NUMBER;`, where a number may be `1 << 20`, and a table `constexpr TYPE NAME[] = {`
 // with a row of numbers a line and `};`.
 #pragma once
+// clang-format off: a row of a table is one line.
 
 #include <cstdint>
 #include <limits>

@@ -1,7 +1,8 @@
 // The operators' definitions, shared by every backend. Each backend's library adds its implementation for its own
-// dispatch key; hf_twell/ops/kernel_ops.py adds shape inference and autograd. Meaning of every argument: hf_twell/ops/api.py,
-// which refuses with ValueError what it can. What is left the implementations throw as std::runtime_error: of
-// std::invalid_argument PyTorch makes a ValueError up to 2.14, and a RuntimeError from 2.15 on (pytorch#193451).
+// dispatch key; hf_twell/ops/kernel_ops.py adds shape inference and autograd. Meaning of every argument:
+// hf_twell/ops/api.py, which refuses with ValueError what it can. What is left the implementations throw as
+// std::runtime_error: of std::invalid_argument PyTorch makes a ValueError up to 2.14, and a RuntimeError from 2.15 on
+// (pytorch#193451).
 
 #include <torch/csrc/stable/library.h>
 
@@ -31,8 +32,8 @@ STABLE_TORCH_LIBRARY(hf_twell, m) {
       "-> (Tensor y, Tensor report, Tensor state)");
   // y alone, for calls without gradients: an operator that has none costs 10 us less a call. With scales, one fp32 for
   // each row of a weight, the weights are all int8 or all float8_e4m3fn and mean themselves times their scales. With
-  // quantize_x, of float8_e4m3fn weights alone, calls of more than 64 tokens take x as e4m3 too, a scale a token, in gate
-  // and up.
+  // quantize_x, of float8_e4m3fn weights alone, calls of more than 64 tokens take x as e4m3 too, a scale a token, in
+  // gate and up.
   m.def(
       "infer(Tensor x, Tensor w_up, Tensor w_down, Tensor? w_gate, Tensor? b_up, Tensor? b_down, Tensor? b_gate, "
       "Tensor? s_up=None, Tensor? s_down=None, Tensor? s_gate=None, bool quantize_x=False) -> Tensor");

@@ -105,8 +105,8 @@ void down_by_row_dots(const Block& block, const Kernels& kernels, const Threads&
     const int64_t d0 = tile * kTileNeurons, count = std::min(kTileNeurons, block.hidden - d0);
     const int64_t next = (tile + threads.count) % tiles * kTileNeurons;
     float values[kTileNeurons * kFewTokens], row[kTileNeurons];
-    rows_product(down_rows(block), block.dtype, kernels, {h, nullptr, static_cast<int>(tokens)}, d0, static_cast<int>(count),
-                 next, &scratch[lane], values);
+    rows_product(down_rows(block), block.dtype, kernels, {h, nullptr, static_cast<int>(tokens)}, d0,
+                 static_cast<int>(count), next, &scratch[lane], values);
     for (int64_t t = 0; t < tokens; ++t) {
       for (int64_t d = 0; d < count; ++d) row[d] = values[d * tokens + t];
       kernels.round(row, count, at(y, t * block.hidden + d0, block.dtype));

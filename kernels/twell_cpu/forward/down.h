@@ -11,9 +11,7 @@ struct Part {
   TokenPairs pairs;
   std::vector<float> h;
 
-  int64_t tokens() const {
-    return static_cast<int64_t>(pairs.begin.size()) - 1;
-  }
+  int64_t tokens() const { return static_cast<int64_t>(pairs.begin.size()) - 1; }
 };
 
 // y[t] = b_down + sum over t's pairs of h * down[:, neuron], for the part's rows of y (T, D).

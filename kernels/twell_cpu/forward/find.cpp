@@ -7,7 +7,7 @@
 namespace twell {
 namespace {
 
-constexpr size_t kTileRows = 16;  // of matrix units; half of them empty still pay
+constexpr size_t kTileRows = 16;      // of matrix units; half of them empty still pay
 constexpr int64_t kScreenedFrom = 8;  // tokens; for fewer, the rows' norms cost what low digits do
 
 inline void prefetch(const char* from, int64_t bytes) {
@@ -27,9 +27,9 @@ bool screening_pays(const FixedPointKernels& kernels, const WeightRows& gate, in
   constexpr double kMost = 0.25;
   const int64_t rows = std::min(kRows, neurons), count = std::min(kTokens, tokens);
   float values[kRows * kTokens];
-  const int64_t whole =
-      kernels.screened_gate(x.from((tokens - count) / 2), static_cast<int>(count), static_cast<const int8_t*>(gate.data),
-                            neurons / rows * gate.ld, static_cast<int>(rows), gate.columns, nullptr, values, count);
+  const int64_t whole = kernels.screened_gate(x.from((tokens - count) / 2), static_cast<int>(count),
+                                              static_cast<const int8_t*>(gate.data), neurons / rows * gate.ld,
+                                              static_cast<int>(rows), gate.columns, nullptr, values, count);
   return static_cast<double>(whole) < kMost * static_cast<double>(rows * count);
 }
 
@@ -42,8 +42,8 @@ PairFinder::PairFinder(const Block& block, const Kernels& kernels, const Threads
       lanes_(static_cast<size_t>(threads.count)),
       scratch_(static_cast<size_t>(threads.count)) {}
 
-// The up product of a lane's runs from `first_run` on, whose tokens are `tokens` from `first_token` on. `x` holds the rows
-// that pairs number; `panels`, if any, those of these tokens.
+// The up product of a lane's runs from `first_run` on, whose tokens are `tokens` from `first_token` on. `x` holds the
+// rows that pairs number; `panels`, if any, those of these tokens.
 void PairFinder::up_products(LanePairs& lane, size_t first_run, int64_t first_token, int64_t tokens, const char* x,
                              const char* panels, Scratch& scratch) {
   const WeightRows up = up_rows(block_);
@@ -165,7 +165,8 @@ bool PairFinder::find(int64_t first, int64_t last, double max_density, TokenPair
       const float* row = values + n * count;
       if (count == 1 && row[0] <= 0.0f) continue;
       const int64_t begin = lane.used;
-      const int kept = kernels_.pack(row, static_cast<int>(count), static_cast<uint32_t>(t0), lane.token.data() + begin, lane.gate.data() + begin);
+      const int kept = kernels_.pack(row, static_cast<int>(count), static_cast<uint32_t>(t0), lane.token.data() + begin,
+                                     lane.gate.data() + begin);
       if (kept == 0) continue;
       lane.runs.push_back({static_cast<uint32_t>(f0 + n), begin, kept});
       lane.used += kept;
@@ -178,7 +179,8 @@ bool PairFinder::find(int64_t first, int64_t last, double max_density, TokenPair
     if (block_.up != nullptr) {
       up_products(lane, tiles[tile].begin, t0, count, x, panels, scratch);
     } else {
-      for (size_t r = tiles[tile].begin; r < lane.runs.size(); ++r) std::fill_n(lane.up.data() + lane.runs[r].begin, lane.runs[r].count, 1.0f);
+      for (size_t r = tiles[tile].begin; r < lane.runs.size(); ++r)
+        std::fill_n(lane.up.data() + lane.runs[r].begin, lane.runs[r].count, 1.0f);
     }
     tiles[tile].end = lane.runs.size();
   });

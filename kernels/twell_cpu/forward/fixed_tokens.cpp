@@ -7,7 +7,7 @@ namespace twell {
 
 bool FixedTokens::make(const FixedPointKernels& kernels, const Threads& threads, const char* x, int64_t row_bytes,
                        int64_t tokens, int64_t hidden, bool small_low) {
-  constexpr int64_t kTokens = 8;  // fewer take less time than waking a thread
+  constexpr int64_t kTokens = 8;       // fewer take less time than waking a thread
   ld_ = (hidden + 63) / 64 * 64 + 64;  // rows in different cache sets
   memory_.reserve(2 * tokens * ld_);
   digits_ = reinterpret_cast<uint8_t*>(memory_.data());

@@ -12,7 +12,7 @@
 namespace twell {
 namespace {
 
-constexpr int64_t kStepsAtOnce = 8;  // blocks of tokens between two barriers
+constexpr int64_t kStepsAtOnce = 8;   // blocks of tokens between two barriers
 constexpr int64_t kTileNeurons = 48;  // of the sample
 
 // A dense call would waste the first blocks on finding out, so a sample of its tokens and neurons decides.
@@ -35,8 +35,8 @@ bool sample_is_dense(const Block& block, const Kernels& kernels, double limit) {
   int64_t active = 0;
   for (int64_t group = 0; group < groups; ++group) {
     const int64_t f = group * (block.width - kTileNeurons) / std::max<int64_t>(groups - 1, 1);
-    rows_product(gate_rows(block), block.dtype, kernels, {rows.data(), nullptr, static_cast<int>(sample)}, f, kTileNeurons, f,
-                 &scratch, values);
+    rows_product(gate_rows(block), block.dtype, kernels, {rows.data(), nullptr, static_cast<int>(sample)}, f,
+                 kTileNeurons, f, &scratch, values);
     active += kernels.pack(values, kTileNeurons * sample, 0, position, kept);
   }
   return static_cast<double>(active) > limit * static_cast<double>(groups * kTileNeurons * sample);
@@ -67,7 +67,8 @@ double max_density(int64_t tokens, const Kernels& kernels, bool training) {
   const bool amx = kernels.matmul_pairs != nullptr;
   if (training) return amx ? kCpuTrainingMaxDensityAmx : kCpuTrainingMaxDensity;
   const auto limit_of = [tokens](const auto& rows) {
-    return std::find_if(std::begin(rows), std::end(rows), [=](const auto& row) { return tokens <= row.tokens; })->density;
+    return std::find_if(std::begin(rows), std::end(rows), [=](const auto& row) { return tokens <= row.tokens; })
+        ->density;
   };
   return amx ? limit_of(kCpuLimitsAmx) : limit_of(kCpuLimits);
 }

@@ -1,4 +1,5 @@
-// Forward of the feed-forward block over its active pairs; every pointer is to contiguous rows unless a stride is given.
+// Forward of the feed-forward block over its active pairs; every pointer is to contiguous rows unless a stride is
+// given.
 #pragma once
 
 #include <functional>
@@ -15,7 +16,7 @@ struct Block {
   DType dtype;
   int64_t tokens, hidden, width;
   const void* x;
-  const void* gate;      // without a gate: the up projection, and `up` null
+  const void* gate;  // without a gate: the up projection, and `up` null
   const void* up;
   const void* down;
   int64_t down_row, down_column;  // strides of `down`; one of them is 1
@@ -70,16 +71,12 @@ inline char* at(void* base, int64_t elements, DType dtype) {
   return static_cast<char*>(base) + elements * element_bytes(dtype);
 }
 
-// Whether a matrix product over `tokens` beats one gather for each of the `pairs` of a row's tokens, where there is a unit
-// for it: a pair costs 24 of its cells, and a row 40 to be put in place.
-inline bool worth_a_row(int64_t pairs, int64_t tokens) {
-  return 24 * pairs > 40 + tokens;
-}
+// Whether a matrix product over `tokens` beats one gather for each of the `pairs` of a row's tokens, where there is a
+// unit for it: a pair costs 24 of its cells, and a row 40 to be put in place.
+inline bool worth_a_row(int64_t pairs, int64_t tokens) { return 24 * pairs > 40 + tokens; }
 
 // Whether `down` lies in memory by columns, as the products over active pairs read it.
-inline bool down_by_column(const Block& block) {
-  return block.down_row == 1;
-}
+inline bool down_by_column(const Block& block) { return block.down_row == 1; }
 
 // Tokens that are processed together, so that their rows of x stay in the second-level cache.
 int64_t block_tokens(const Block& block, const Kernels& kernels);

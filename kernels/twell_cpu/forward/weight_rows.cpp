@@ -8,15 +8,16 @@ constexpr int kRowsAtOnce = 4;  // that are widened and used while they are in t
 
 }  // namespace
 
-void widen_rows(const WeightRows& w, DType dtype, const Kernels& kernels, int64_t first, int64_t count, char* out, int64_t ld) {
+void widen_rows(const WeightRows& w, DType dtype, const Kernels& kernels, int64_t first, int64_t count, char* out,
+                int64_t ld) {
   for (int64_t n = 0; n < count; ++n) {
     const int8_t* row = reinterpret_cast<const int8_t*>(w.row(first + n, dtype));
     kernels.widen_int8(row, w.columns, at(out, n * ld, dtype), kRowsAtOnce * w.ld);
   }
 }
 
-void rows_product(const WeightRows& w, DType dtype, const Kernels& kernels, const TokenRows& x, int64_t first, int neurons,
-                  int64_t next, Bytes* scratch, float* out) {
+void rows_product(const WeightRows& w, DType dtype, const Kernels& kernels, const TokenRows& x, int64_t first,
+                  int neurons, int64_t next, Bytes* scratch, float* out) {
   const int64_t count = x.count, columns = w.columns;
   const auto product = [&](const void* rows, int64_t ld, int some, const float* bias, float* to) {
     if (x.panels && w.scales && kernels.gate_panels_widened) {

@@ -1,4 +1,5 @@
-// Rows of a weight matrix against tokens, whether the weights are of the tokens' type or int8 with a scale for each row.
+// Rows of a weight matrix against tokens, whether the weights are of the tokens' type or int8 with a scale for each
+// row.
 #pragma once
 
 #include "forward/fixed_tokens.h"
@@ -16,20 +17,14 @@ struct WeightRows {
   const char* row(int64_t index, DType dtype) const {
     return static_cast<const char*>(data) + index * ld * element(dtype);
   }
-  int64_t element(DType dtype) const {
-    return scales ? 1 : element_bytes(dtype);
-  }
-  int64_t row_bytes(DType dtype) const {
-    return columns * element(dtype);
-  }
+  int64_t element(DType dtype) const { return scales ? 1 : element_bytes(dtype); }
+  int64_t row_bytes(DType dtype) const { return columns * element(dtype); }
 };
 
 inline WeightRows gate_rows(const Block& block) {
   return {block.gate, block.hidden, block.hidden, block.s_gate, block.b_gate};
 }
-inline WeightRows up_rows(const Block& block) {
-  return {block.up, block.hidden, block.hidden, block.s_up, block.b_up};
-}
+inline WeightRows up_rows(const Block& block) { return {block.up, block.hidden, block.hidden, block.s_up, block.b_up}; }
 // Of a `down` that lies by rows.
 inline WeightRows down_rows(const Block& block) {
   return {block.down, block.down_row, block.width, block.s_down, block.b_down};
@@ -46,10 +41,11 @@ struct TokenRows {
 
 // out[n * count + t] = bias[first + n] + scale[first + n] * sum over c of w[first + n, c] * x[t, c], for n < neurons.
 // `next`: the row from which this thread is likely to go on.
-void rows_product(const WeightRows& w, DType dtype, const Kernels& kernels, const TokenRows& x, int64_t first, int neurons,
-                  int64_t next, Bytes* scratch, float* out);
+void rows_product(const WeightRows& w, DType dtype, const Kernels& kernels, const TokenRows& x, int64_t first,
+                  int neurons, int64_t next, Bytes* scratch, float* out);
 
 // int8 rows [first, first + count) in the block's type, without their scales, `ld` elements from one to the next.
-void widen_rows(const WeightRows& w, DType dtype, const Kernels& kernels, int64_t first, int64_t count, char* out, int64_t ld);
+void widen_rows(const WeightRows& w, DType dtype, const Kernels& kernels, int64_t first, int64_t count, char* out,
+                int64_t ld);
 
 }  // namespace twell

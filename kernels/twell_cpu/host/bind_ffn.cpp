@@ -36,9 +36,7 @@ Tensor rows_of(Tensor tensor, int64_t first, int64_t last) {
   return torch::stable::narrow(tensor, 0, first, last - first);
 }
 
-Tensor transposed(const Tensor& tensor) {
-  return torch::stable::transpose(tensor, 0, 1);
-}
+Tensor transposed(const Tensor& tensor) { return torch::stable::transpose(tensor, 0, 1); }
 
 // One call's tensors, made contiguous where the kernels need it, and the same as raw pointers.
 struct Call {
@@ -209,7 +207,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ffn_backward(
   gradients.b_gate = bias_gate.data();
   gradients.b_up = bias_up.data();
 
-  const auto dense = twell::backward(block, call.kernels, call.threads, grad_TD.const_data_ptr(), state, scale, gradients);
+  const auto dense =
+      twell::backward(block, call.kernels, call.threads, grad_TD.const_data_ptr(), state, scale, gradients);
 
   bool whole = dense.size() == 1 && dense[0].first == 0 && dense[0].second == block.tokens;
   const auto add = [&](Tensor& sums, const Tensor& terms) {

@@ -14,9 +14,7 @@ struct Scales {
   MaybeTensor up, down, gate;
 };
 
-inline bool is_int8(const Tensor& tensor) {
-  return tensor.scalar_type() == ScalarType::Char;
-}
+inline bool is_int8(const Tensor& tensor) { return tensor.scalar_type() == ScalarType::Char; }
 
 // Throws unless all weights are int8 with as many float32 scales as rows, or none is and there are no scales.
 inline void check_scales(const Tensor& w_up, const Tensor& w_down, const MaybeTensor& w_gate, const Scales& scales) {
@@ -26,8 +24,10 @@ inline void check_scales(const Tensor& w_up, const Tensor& w_down, const MaybeTe
                            scale->numel() == weight->size(0);
     const bool plain = weight && !is_int8(*weight) && !scale;
     if (is_int8(w_up) ? quantized : plain) return;
-    throw std::runtime_error(std::string("hf_twell's CPU kernels take int8 weights with one float32 scale for each row, for all "
-                                         "weights of a block or for none: look at w_") + name + " and s_" + name);
+    throw std::runtime_error(
+        std::string("hf_twell's CPU kernels take int8 weights with one float32 scale for each row, for all "
+                    "weights of a block or for none: look at w_") +
+        name + " and s_" + name);
   };
   check("up", w_up, scales.up);
   check("down", w_down, scales.down);

@@ -73,9 +73,8 @@ int64_t pieces_workspace_bytes(const Ffn& ffn) {
 
 cudaError_t decode_pieces(const Ffn& ffn, const decoding::Launchers& launchers, const decoding::Kernels& kernels,
                           const Device& device, void* workspace, cudaStream_t stream) {
-  return for_each_piece(ffn, [&](const Ffn& piece) {
-    return decode(piece, launchers, kernels, device, workspace, stream);
-  });
+  return for_each_piece(ffn,
+                        [&](const Ffn& piece) { return decode(piece, launchers, kernels, device, workspace, stream); });
 }
 
 cudaError_t decode(const Ffn& ffn, const decoding::Launchers& launchers, const decoding::Kernels& kernels,

@@ -14,8 +14,8 @@ struct Launch {
 };
 
 template <typename Params>
-cudaError_t launch_decode_kernel(void (*kernel)(Params), const Launch& launch, const Params& params, const Kernels& kernels,
-                          cudaStream_t stream) {
+cudaError_t launch_decode_kernel(void (*kernel)(Params), const Launch& launch, const Params& params,
+                                 const Kernels& kernels, cudaStream_t stream) {
   cudaError_t error = cudaSuccess;
   if (launch.shared_bytes > 40 * 1024) {  // the rest of 48 may be static
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, launch.shared_bytes);

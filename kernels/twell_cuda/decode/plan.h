@@ -18,8 +18,8 @@ constexpr int kQuadsPerBlock = 4;
 
 // How the kernels of a call are launched (host/dispatch.cpp says).
 struct Kernels {
-  // Programmatic dependent launch. Kernels that overlap must agree on how a multiprocessor divides its memory between L1
-  // and shared: how much of it is shared, in percent.
+  // Programmatic dependent launch. Kernels that overlap must agree on how a multiprocessor divides its memory between
+  // L1 and shared: how much of it is shared, in percent.
   bool overlap = false;
   int carveout = 50;
   struct Fused {                  // of sm90/decode/fused.cu

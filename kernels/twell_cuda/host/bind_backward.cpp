@@ -15,7 +15,8 @@ struct Output {
   Tensor rows;
 
   Output(const Tensor& like, bool want, int64_t count, int64_t columns)
-      : wanted(want), rows(torch::stable::new_empty(like, want ? std::vector<int64_t>{count, columns} : std::vector<int64_t>{0})) {}
+      : wanted(want),
+        rows(torch::stable::new_empty(like, want ? std::vector<int64_t>{count, columns} : std::vector<int64_t>{0})) {}
   Output(const Tensor& like, bool want, int64_t count)
       : wanted(want), rows(torch::stable::new_empty(like, {want ? count : 0})) {}
   void* pointer() { return wanted ? rows.mutable_data_ptr() : nullptr; }
@@ -75,13 +76,10 @@ Seven ffn_backward(Tensor grad_y, Tensor state, Tensor x, Tensor w_up, Tensor w_
     b_down = torch::stable::sum(torch::stable::reshape(as_contiguous(grad_y), sizes), over);
   }
   Tensor dx = wants(kX) ? torch::stable::reshape(grad_x.cut(hidden), x.sizes()) : grad_x.rows;
-  return {dx,   grad_up.cut(hidden), down, grad_gate.cut(hidden), grad_b_up.rows,
-          b_down, grad_b_gate.rows};
+  return {dx, grad_up.cut(hidden), down, grad_gate.cut(hidden), grad_b_up.rows, b_down, grad_b_gate.rows};
 }
 
 }  // namespace
 }  // namespace twell
 
-STABLE_TORCH_LIBRARY_IMPL(hf_twell, CUDA, m) {
-  m.impl("ffn_backward", TORCH_BOX(&twell::ffn_backward));
-}
+STABLE_TORCH_LIBRARY_IMPL(hf_twell, CUDA, m) { m.impl("ffn_backward", TORCH_BOX(&twell::ffn_backward)); }

@@ -8,8 +8,9 @@ namespace {
 // Float32 has no kernel of its own: PyTorch's are used.
 Tensor dense(const Tensor& x, const Tensor& w_up, const Tensor& w_down, const MaybeTensor& w_gate,
              const MaybeTensor& b_up, const MaybeTensor& b_down, const MaybeTensor& b_gate) {
-  Tensor h = w_gate ? aten("aten::mul", "Tensor", aten("aten::relu", "", linear(x, *w_gate, b_gate)), linear(x, w_up, b_up))
-                    : aten("aten::relu", "", linear(x, w_up, b_up));
+  Tensor h =
+      w_gate ? aten("aten::mul", "Tensor", aten("aten::relu", "", linear(x, *w_gate, b_gate)), linear(x, w_up, b_up))
+             : aten("aten::relu", "", linear(x, w_up, b_up));
   return as_contiguous(linear(h, w_down, b_down));
 }
 
@@ -34,7 +35,8 @@ Tensor sparse(const Tensor& x, const Operands& operands, bool quantize_x = false
     Ffn ffn = operands.ffn();
     ffn.y = y;
     ffn.quantize_x = quantize_x;
-    // The allocator gives freed memory to later work of the same stream only, so both may go when this function returns.
+    // The allocator gives freed memory to later work of the same stream only, so both may go when this function
+    // returns.
     MaybeTensor workspace, gate;
     Services services;
     services.workspace = [&](int64_t bytes) {
@@ -78,8 +80,8 @@ Tensor evaluate(const Tensor& x, const Tensor& w_up, const Tensor& w_down, const
   return sparse(x, Operands(x, w_up, w_down, w_gate, b_up, b_down, b_gate));
 }
 
-// The kernels that read 8-bit weights themselves for such a call, if any. Throws where they would have to quantize x and
-// cannot.
+// The kernels that read 8-bit weights themselves for such a call, if any. Throws where they would have to quantize x
+// and cannot.
 Choice choose_scaled(const Tensor& x, const Tensor& w_up, bool quantize_x) {
   Ffn ffn{};
   ffn.dtype = dtype_of(x);

@@ -19,20 +19,27 @@ std::tuple<Tensor, Tensor> add_and_norm(Tensor x, Tensor residual, Tensor weight
   };
   const bool columns_fit = columns % kRow == 0 && columns >= 1 && columns <= kMaxHidden;
   if (weight.dim() != 1 || !columns_fit || !has_rows(x) || !has_rows(residual)) {
-    throw std::runtime_error("hf_twell::add_rms_norm takes x and residual (..., D), alike, and weight (D), "
-                             "D a multiple of 8 up to " + std::to_string(kMaxHidden));
+    throw std::runtime_error(
+        "hf_twell::add_rms_norm takes x and residual (..., D), alike, and weight (D), "
+        "D a multiple of 8 up to " +
+        std::to_string(kMaxHidden));
   }
   if (residual.get_device_index() != x.get_device_index() || weight.get_device_index() != x.get_device_index()) {
     throw std::runtime_error("hf_twell::add_rms_norm takes tensors of one GPU");
   }
   const Tensor from = prepared(x, columns), added = prepared(residual, columns), scale = prepared(weight, columns);
   Tensor y = torch::stable::new_empty(x, x.sizes()), sum = torch::stable::new_empty(x, x.sizes());
-  const AddRmsNorm norm{dtype_of(from),          rows, static_cast<int>(columns), from.const_data_ptr(),
-                        added.const_data_ptr(), scale.const_data_ptr(),      static_cast<float>(epsilon)};
+  const AddRmsNorm norm{dtype_of(from),
+                        rows,
+                        static_cast<int>(columns),
+                        from.const_data_ptr(),
+                        added.const_data_ptr(),
+                        scale.const_data_ptr(),
+                        static_cast<float>(epsilon)};
   const int device = x.get_device_index();
-  check_launch(add_rms_norm(norm, y.mutable_data_ptr(), sum.mutable_data_ptr(), device_of(device),
-                            current_stream(device)),
-               "norm");
+  check_launch(
+      add_rms_norm(norm, y.mutable_data_ptr(), sum.mutable_data_ptr(), device_of(device), current_stream(device)),
+      "norm");
   return {y, sum};
 }
 

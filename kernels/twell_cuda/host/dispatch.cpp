@@ -135,6 +135,7 @@ constexpr int64_t kAboveDecode = kDecodeMaxTokens + 1, kPiecesMaxTokens = 3 * kD
 
 // The first row that takes a call computes it. Where one gives way to the next was measured on an H200 (DESIGN.md): few
 // tokens are bound by the weights' traffic, many by arithmetic.
+// clang-format off
 constexpr Row kTable[] = {
     // path      GPU           tokens                          D x F  fits            run
     {"decode",   Gpu::kHopper, 1, 2,                           2,     fits_fused,     fused},
@@ -155,6 +156,7 @@ constexpr Row kTable[] = {
     {"sm90",     Gpu::kHopper, 1, kMany,                       0,     always,         prefill},
     {"portable", Gpu::kAny,    1, kMany,                       0,     always,         portable},
 };
+// clang-format on
 
 bool is_hopper(const Device& device) { return device.major == 9 && device.minor == 0; }
 
@@ -223,7 +225,8 @@ Choice choose(const Ffn& ffn, const Device& device) {
   const std::string wanted = path ? path : "";
   if (weights_of(ffn) == Weights::kFp8) {
     throw std::runtime_error(
-        "hf_twell's CUDA kernels quantize x on compute capability 9.0, in bfloat16 and float16, with D a multiple of 16" +
+        "hf_twell's CUDA kernels quantize x on compute capability 9.0, in bfloat16 and float16, with D a multiple of "
+        "16" +
         std::string(path ? ", by HF_TWELL_CUDA_PATH=sm90 and not " + wanted : "") + "; here D is " +
         std::to_string(ffn.hidden) + ", on " + capability_of(device) + "; use backend='reference'");
   }

@@ -57,7 +57,8 @@ inline const Device& device_of(int index) {
   static const std::vector<Device> devices = [] {
     const auto check = [](cudaError_t error) {
       if (error != cudaSuccess) {
-        throw std::runtime_error(std::string("hf_twell cannot read the GPUs' properties: ") + cudaGetErrorString(error));
+        throw std::runtime_error(std::string("hf_twell cannot read the GPUs' properties: ") +
+                                 cudaGetErrorString(error));
       }
     };
     int count = 0;
@@ -92,7 +93,8 @@ inline DType dtype_of(const Tensor& tensor) {
 
 inline bool aligned(const Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
 
-// Each call of PyTorch's dispatcher takes the host as long as a launch, so what is contiguous is not asked to become it.
+// Each call of PyTorch's dispatcher takes the host as long as a launch, so what is contiguous is not asked to become
+// it.
 inline Tensor as_contiguous(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
@@ -119,7 +121,8 @@ inline void check_launch(cudaError_t error, const char* what) {
 // Whether our kernel transposes it: a matrix of 2-byte elements.
 inline bool transposable(const Tensor& matrix) {
   const int64_t rows = matrix.size(0), columns = matrix.size(1);
-  return bytes_of(dtype_of(matrix)) == 2 && matrix.stride(1) == 1 && matrix.stride(0) == columns && rows % 8 == 0 && columns % 8 == 0 && aligned(matrix);
+  return bytes_of(dtype_of(matrix)) == 2 && matrix.stride(1) == 1 && matrix.stride(0) == columns && rows % 8 == 0 &&
+         columns % 8 == 0 && aligned(matrix);
 }
 
 inline Transposition transposition(const Tensor& matrix, Tensor& out) {
@@ -173,8 +176,8 @@ inline Tensor dequantized(const Tensor& matrix, Factors of_rows, Factors of_colu
   const Tensor rows = by_column ? torch::stable::transpose(matrix, 0, 1) : as_contiguous(matrix);
   if (by_column) std::swap(of_rows, of_columns);
   Tensor out = torch::stable::new_empty(rows, {rows.size(0), rows.size(1)}, type);
-  const Dequantization work{rows.const_data_ptr(), dtype_of(rows), rows.size(0), rows.size(1),
-                            of_rows,               of_columns,     out.mutable_data_ptr()};
+  const Dequantization work{rows.const_data_ptr(), dtype_of(rows), rows.size(0), rows.size(1), of_rows, of_columns,
+                            out.mutable_data_ptr()};
   check_launch(dequantize(work, dtype_of(out), current_stream(matrix.get_device_index())), "dequantize");
   return by_column ? torch::stable::transpose(out, 0, 1) : out;
 }
@@ -184,10 +187,10 @@ inline MaybeTensor divided(const MaybeTensor& bias, const Tensor& scales) {
   if (!bias) return std::nullopt;
   const Tensor from = as_contiguous(*bias);
   Tensor out = torch::stable::new_empty(from, from.sizes());
-  check_launch(divide_by_mantissas(from.const_data_ptr(), static_cast<const float*>(scales.const_data_ptr()),
-                                   from.numel(), out.mutable_data_ptr(), dtype_of(from),
-                                   current_stream(from.get_device_index())),
-               "bias");
+  check_launch(
+      divide_by_mantissas(from.const_data_ptr(), static_cast<const float*>(scales.const_data_ptr()), from.numel(),
+                          out.mutable_data_ptr(), dtype_of(from), current_stream(from.get_device_index())),
+      "bias");
   return out;
 }
 
@@ -199,8 +202,8 @@ struct Operands {
   MaybeTensor up, b_first, b_up, b_down, s_first, s_up, s_down;
 
   Operands(const Tensor& input, const Tensor& w_up, const Tensor& w_down, const MaybeTensor& w_gate,
-           const MaybeTensor& bias_up, const MaybeTensor& bias_down, const MaybeTensor& bias_gate, bool training = false,
-           const Scales& scales = {})
+           const MaybeTensor& bias_up, const MaybeTensor& bias_down, const MaybeTensor& bias_gate,
+           bool training = false, const Scales& scales = {})
       : hidden(w_up.size(1)),
         width(w_up.size(0)),
         tokens(input.numel() / hidden),
@@ -242,12 +245,12 @@ inline void check_sizes(const Tensor& x, const Tensor& w_up) {
   const int64_t hidden = w_up.size(1), width = w_up.size(0);
   if (hidden < 1 || hidden > kMaxHidden || width < 1 || width > kMaxWidth) {
     throw std::runtime_error("hf_twell's CUDA kernels take D of 1.." + std::to_string(kMaxHidden) + " and F of 1.." +
-                                std::to_string(kMaxWidth) + ", not D = " + std::to_string(hidden) +
-                                ", F = " + std::to_string(width));
+                             std::to_string(kMaxWidth) + ", not D = " + std::to_string(hidden) +
+                             ", F = " + std::to_string(width));
   }
   if (x.numel() / hidden > std::numeric_limits<int32_t>::max()) {
     throw std::runtime_error("hf_twell's CUDA kernels take up to 2,147,483,647 tokens a call, not " +
-                                std::to_string(x.numel() / hidden) + "; split the batch");
+                             std::to_string(x.numel() / hidden) + "; split the batch");
   }
 }
 
