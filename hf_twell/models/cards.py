@@ -11,9 +11,9 @@ from huggingface_hub import ModelCardData
 from transformers import AutoModelForCausalLM
 
 from hf_twell.blocks.architectures import loading_class
+from hf_twell.carried import carried_folder
 from hf_twell.files.tables import markdown_table, percent
 from hf_twell.models.quantizing import CONFIGS
-from hf_twell.ops.carried import carried_folder
 
 CLAUSES = {  # by `term`
     "l1": " and were trained with an L1 term on their activations",
