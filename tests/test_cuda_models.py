@@ -314,3 +314,17 @@ def test_a_dense_block_moves_to_plain_matmuls(monkeypatch):
     block.gate_proj.weight.zero_()
     assert [took_kernels()[0] for _ in range(4)][-1]
     assert copy.deepcopy(block).twell_state.recent.density is None
+
+
+@torch.no_grad()
+def test_a_later_call_is_the_first_one_again():
+    """Without asking again what the last call found out, until something has changed."""
+    block = hf_twell.sparsify(MODELS["llama"]().eval().to("cuda", torch.bfloat16)).model.layers[0].mlp
+    x = torch.randn(1, 64, device="cuda", dtype=torch.bfloat16)
+    first = block(x)
+    torch.cuda.synchronize()
+    assert torch.equal(block(x), first)  # which finds the sample
+    assert block.twell_state.recent.look_in > 0
+    assert torch.equal(block_calls.repeat(block, x), first)
+    block.up_proj.register_forward_hook(lambda *_: None)
+    assert block_calls.repeat(block, x) is None

@@ -89,8 +89,10 @@ def test_a_cpus_limits_of_small_matrices(monkeypatch):
     assert [most(1, *sizes) for sizes in ((64, 172), (288, 768), (2048, 5632))] == [0, 0.1, 1]
     assert [most(tokens, 192, 512) for tokens in (1, 4, 16)] == [0, 0, 0.1]
     assert most(256, 64, 172) == 0
-    # PyTorch's own bfloat16 matmuls take so long to begin that kernels win at any size.
+    # PyTorch's own bfloat16 matmuls take so long to begin that kernels win at any size, and 8-bit weights would have to
+    # be dequantized.
     assert most(1, 64, 172, BF16) == 1
+    assert max_density(CallKey("cpu", "", torch.float32, torch.int8, 4, 64, 172)) == 0.3
 
 
 def test_kernels_are_never_faster_on_other_devices():

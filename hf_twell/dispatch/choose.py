@@ -104,7 +104,9 @@ def too_small(key: CallKey) -> bool:
 
 
 def _in_cache(key: CallKey) -> bool:
-    return key.dtype == torch.float32 and key.hidden * key.width < limit("kCpuCachedElements")
+    """Whether plain matmuls of these weights are that fast; 8-bit ones they dequantize in each call."""
+    small = key.hidden * key.width < limit("kCpuCachedElements")
+    return small and key.dtype == torch.float32 and key.weights not in EIGHT_BIT
 
 
 def _at_most(tokens: int, most: int) -> bool:

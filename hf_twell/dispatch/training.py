@@ -63,8 +63,7 @@ class TrainingChoice:
         """
         if key.compiled:
             self._note_trace()
-            return Activity(answers={float("inf"): self.sparse})
-        if x.numel() == 0:
+        if key.compiled or x.numel() == 0:
             return Activity(answers={float("inf"): self.sparse})
         if w_gate._version != self._version and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._version = w_gate._version

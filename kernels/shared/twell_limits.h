@@ -45,9 +45,9 @@ constexpr DensityLimit kCpuLimitsAmx[] = {
 constexpr double kCpuTrainingMaxDensity = 0.18;
 constexpr double kCpuTrainingMaxDensityAmx = 0.03;
 
-// Float32 matrices (D x F) of fewer elements than kCpuCachedElements lie in a CPU's cache, where plain matmuls take tens
-// of microseconds. Kernels are faster there up to this density, but at none where a matrix is smaller than the smallest,
-// or tokens times its elements smaller than the smallest work, of up to 2 tokens ("few") or of more.
+// Float32 matrices (D x F; no 8-bit ones) of fewer elements than kCpuCachedElements lie in a CPU's cache, where plain
+// matmuls take tens of microseconds. Kernels are faster there up to this density, but at none where a matrix is smaller
+// than the smallest, or tokens times its elements smaller than the smallest work, of up to 2 tokens ("few") or of more.
 constexpr int64_t kCpuCachedElements = 1 << 19;
 constexpr double kCpuCachedMaxDensity = 0.1;
 constexpr int64_t kCpuSmallestElements = 1 << 15;
@@ -59,8 +59,8 @@ constexpr int64_t kCpuMinTokensCast = 48;
 constexpr int64_t kCpuMinTokensCastAmx = 640;
 // Elements of h, (T, F), below which one kernel between the plain matmuls takes longer than several of PyTorch's.
 constexpr int64_t kCpuSmallestH = 1 << 17;
-// Below the first density a CPU's kernels gather down_proj from columns faster at any number of tokens; above the second
-// they are faster by rows, as plain matmuls are. Between them it stays as it lies.
+// Below the first density a CPU's kernels gather down_proj from columns faster at any number of tokens; above the
+// second they are faster by rows, as plain matmuls are. Between them it stays as it lies.
 constexpr double kCpuColumnsBelow = 0.1;
 constexpr double kCpuRowsAbove = 0.18;
 
@@ -96,14 +96,14 @@ constexpr double kCudaTrainingBack = 1.1;
 
 // ---- Where vLLM's own matmuls stand against kernels, not PyTorch's
 
-// On a CPU a weight lies either as kernels read it or packed for vLLM's matmuls, at all numbers of tokens. Two cores with
-// AVX-512 BF16, D = 2048, F = 5632, bfloat16, 64 to 1,024 tokens, break even between 5 and 10 %; int8 on one core with
-// AVX-512 VNNI, 4 to 256 tokens, between 2 and 5 % (at 2 %: 0.96 to 1.17 times vLLM's speed; one token: 2.2).
+// On a CPU a weight lies either as kernels read it or packed for vLLM's matmuls, at all numbers of tokens. Two cores
+// with AVX-512 BF16, D = 2048, F = 5632, bfloat16, 64 to 1,024 tokens, break even between 5 and 10 %; int8 on one core
+// with AVX-512 VNNI, 4 to 256 tokens, between 2 and 5 % (at 2 %: 0.96 to 1.17 times vLLM's speed; one token: 2.2).
 constexpr double kVllmCpuMaxDensity = 0.05;
 constexpr double kVllmCpuInt8MaxDensity = 0.02;
 // On a GPU vLLM's 8-bit matmuls are faster than its 16-bit ones. One H200, for 1, 16, 64 and 128 sequences: of 0.5 %
-// active neurons 1.32, 1.16, 1.04 and 0.97 times its speed in fp8, and 1.36, 1.21, 1.07 and 1.00 in int8; of 2.1 %, before
-// the plugin had norms of its own, 1.23, 0.99, 0.95 and 0.96, and 1.27, 1.03, 0.95 and 0.99.
+// active neurons 1.32, 1.16, 1.04 and 0.97 times its speed in fp8, and 1.36, 1.21, 1.07 and 1.00 in int8; of 2.1 %,
+// before the plugin had norms of its own, 1.23, 0.99, 0.95 and 0.96, and 1.27, 1.03, 0.95 and 0.99.
 constexpr double kVllmCuda8BitMaxDensity = 0.01;
 // Int8 weights of calls of more tokens are read again or dequantized, where vLLM's matmuls multiply int8.
 constexpr int64_t kVllmCudaInt8MaxTokens = 64;
