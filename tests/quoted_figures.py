@@ -516,20 +516,16 @@ def serving() -> Entries:
     for density, parent in (("0.5", "h200-vllm-2026-11-27"), ("2.1", "h200-vllm-8bit-l0-120-2026-11-26")):
         for kind in ("fp8", "int8"):
             yield f"| {kind}, {density} % |{' {:.2f}x |' * 5}", *(ratio(steps(kind, parent)[load]) for load in loads)
-    app, engine, plan, vllm = (
-        "hf_twell/serving/app.py",
-        "hf_twell/serving/vllm_engine.py",
-        "hf_twell/serving/vllm_plugin/plan.py",
-        "tests/vllm_engines.py",
-    )
+    app, engine = "hf_twell/serving/app.py", "hf_twell/serving/vllm_engine.py"
+    vllm = "tests/vllm_engines.py"
     body = constant(app, "BODY_BYTES") / 2**20, constant(app, "BYTES_PER_TOKEN")
     yield "A body may have {:.0f} MiB, and {} bytes", *body
     yield "they are {:,}, or the checkpoint's own", constant("hf_twell/serving/answers.py", "NEW_TOKENS")
     yield "it asks for {:.0f} % of the memory", 100 * constant(engine, "MEMORY_SHARE")
-    on_cpu = [100 * constant(plan, name) for name in ("MAX_DENSITY_CPU", "MAX_DENSITY_CPU_INT8")]
+    on_cpu = [100 * limit(name) for name in ("kVllmCpuMaxDensity", "kVllmCpuInt8MaxDensity")]
     yield "densities of up to {:.0f} % alone, in int8 of up to {:.0f} %", *on_cpu
     for text in ("up to {:.0f} % active or where", "at most {:.0f} % active neurons"):
-        yield text, 100 * constant(plan, "MAX_DENSITY_CUDA_8BIT")
+        yield text, 100 * limit("kVllmCuda8BitMaxDensity")
     same = exponential(constant(vllm, "SAME"))
     yield "log-probabilities differ by less than {} (root mean square)", same
     text = "by less than {} with the kernels and by more than {} with vLLM's own int8 matmuls"
