@@ -99,7 +99,7 @@ $(VENV)/with-deepspeed: $(VENV)/.complete
 	  && touch $@ || echo "no DeepSpeed: one test skips"
 
 # vLLM pins packages that we test newer, so it gets an environment of its own: 3.5 GB, once. On a CPU it is a build by
-# another name, for which torchvision and its like are too old. Where that fails, the tests of tests/test_vllm.py skip.
+# another name, for which torchvision and its like are too old. Where that fails, the tests of tests/serving/test_vllm.py skip.
 WITH_VLLM := $(VENV)-vllm/bin/python -m
 $(VENV)/with-vllm: $(VENV)/.complete
 	@{ $(PYTHON) -m venv $(VENV)-vllm \

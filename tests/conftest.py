@@ -16,13 +16,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_twell.dispatch import limits
 from hf_twell.ops import api
+from tests.paths import ROOT
 
 # Else DeepSpeed, where it is installed, warns on the stdout of whichever test imports it first.
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 COMMAND = [sys.executable, "-m", "hf_twell"]  # `hf-twell` in a process of its own
-SHARED = Path(__file__).resolve().parents[2] / "shared"
+SHARED = ROOT.parent / "shared"
 needs_lm_eval = pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="needs lm-eval")
 
 

@@ -13,6 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from tests.paths import ROOT
+
 LFS_SUFFIXES = (".safetensors", ".bin")
 
 
@@ -54,7 +56,7 @@ class HubServer(ThreadingHTTPServer):
             "HF_HUB_OFFLINE": "0",
             "HF_HOME": str(home),
             "HF_TOKEN": self.token,
-            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "PYTHONPATH": str(ROOT),
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
         }

@@ -62,7 +62,7 @@ GIVEN = {
         "at 0.5 % of a Llama",
     ),
     "docs/backends.md": ("At the same 0.5 % active neurons",),
-    "docs/bench.md": ("are within 10 % of those of the workload", "of 20 and 5.3 %."),  # tests/test_benchmark.py
+    "docs/bench.md": ("are within 10 % of those of the workload", "of 20 and 5.3 %."),  # tests/bench/test_benchmark.py
     "docs/converting.md": (
         "at 10 % active neurons with 8M tokens",
         "at 0.15 of the learning rate",
@@ -103,7 +103,7 @@ GIVEN = {
     "docs/inspect.md": ("at least ten times", "a thousand times as strongly"),
     "docs/quantization.md": (
         "half of bfloat16's memory",
-        "at most twice as far from",  # tests/test_cuda_quantized.py
+        "at most twice as far from",  # tests/kernels/test_cuda_quantized.py
         "| within a point",  # asserted below
     ),
     "docs/serving.md": (
@@ -119,7 +119,7 @@ GIVEN = {
     "docs/training.md": (
         "default learning rate, 5e-5",
         "5e-2 is that of `recipes/demo.yaml`",
-        "with plain autograd, to 1e-5",  # tests/test_trainers.py, tests/test_training.py
+        "with plain autograd, to 1e-5",  # tests/train/test_trainers.py, tests/train/test_training.py
         "room for one and a half times",  # dispatch/training.py
         "up to 2,048, ",
         "up to 8,192, ",

@@ -11,9 +11,9 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests.paths import ROOT
+
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?"
 UNIT = (
     r"(?:%|(?:[x\u00d7](?!\s?\d)|times|points?|[mµ]?s|seconds|minutes|[KMG]i?B|[mk]?[JW]|TB/s|tokens/s|tokens a second|"

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.conftest import COMMAND
-
-ROOT = Path(__file__).parents[1]
+from tests.paths import ROOT
 
 
 class Server(NamedTuple):

@@ -1,0 +1,141 @@
+"""The density of each layer in the `twell` entry of a config: measured, saved, and gone once the model is trained."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from hf_twell import L1Penalty, TwellLlamaForCausalLM, measure_sparsity, sparsify
+from hf_twell.blocks.modeling import sparse_ffns
+from hf_twell.cli import main
+from hf_twell.convert.entry import check_entry
+from hf_twell.dispatch.choose import answers
+from hf_twell.dispatch.key import CallKey
+from hf_twell.models.adapters import RECORD, save_adapter
+from tests.conftest import ids, logits, tiny_llama
+from tests.paths import ROOT
+
+DEMO = ROOT / "recipes" / "demo" / "model"
+
+
+def measured(model) -> list[float]:
+    return [layer["density"] for layer in measure_sparsity(model, [ids()])["layers"]]
+
+
+def known(model) -> dict[int, dict | None]:
+    """What each layer's sparse block knows of its density, for compiled evaluation."""
+    return {ffn.twell.layer: ffn.twell.answers for ffn in sparse_ffns(model)}
+
+
+def answers_of(model, density) -> list:
+    weight = sparse_ffns(model)[0].up_proj.weight
+    key = CallKey("cuda", "", weight.dtype, weight.dtype, 1, *reversed(weight.shape))
+    return [answers(key, share) for share in density]
+
+
+@pytest.mark.parametrize("load", [AutoModelForCausalLM, TwellLlamaForCausalLM])
+def test_it_is_saved_and_outlives_loading_and_another_choice_of_layers(load, tmp_path):
+    model = sparsify(tiny_llama())
+    assert "density" not in model.config.twell
+    expected = measured(model)
+    assert len(set(expected)) == 3
+    assert [known(model)[layer] for layer in range(3)] == answers_of(model, expected) != [None] * 3
+    model.save_pretrained(tmp_path)
+    loaded = sparsify(load.from_pretrained(tmp_path), layers=[1])
+    assert loaded.config.twell["density"] == pytest.approx(expected, abs=1e-6)
+    assert loaded.config.twell["layers"] == [1]
+    assert known(loaded) == {1: answers_of(model, expected)[1]}
+    assert check_entry(loaded.config) == loaded.config.twell
+
+
+def test_a_dense_model_gets_none():
+    dense = tiny_llama()
+    measured(dense)
+    assert not hasattr(dense.config, "twell")
+
+
+def test_a_step_of_training_takes_it_out():
+    model = sparsify(tiny_llama())
+    measured(model)
+    batch = {"input_ids": ids(), "labels": ids()}
+    for inputs in L1Penalty(model, 1e-3).micro_batches([batch]):
+        model(**inputs).loss.backward()
+    assert model.config.twell == {"version": 1, "layers": None}
+    assert known(model) == dict.fromkeys(range(3))
+
+
+def test_layers_that_are_cut_off_keep_what_they_know():
+    model = sparsify(tiny_llama())
+    measured(model)
+    before = known(model)
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:2], 2
+    assert known(model) == {layer: before[layer] for layer in range(2)}
+    measured(model)
+    assert None not in known(model).values()
+
+
+def test_an_adapters_record_has_none(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(sparsify(tiny_llama()), LoraConfig(target_modules=["q_proj"]))
+    measured(model)
+    assert "density" in model.config.twell
+    save_adapter(model, tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())[RECORD] == {
+        "version": 1,
+        "layers": None,
+    }
+
+
+@pytest.mark.parametrize("load", [AutoModelForCausalLM, TwellLlamaForCausalLM])
+@pytest.mark.parametrize("cut", ["before saving", "by an argument"])
+def test_that_of_layers_cut_off_counts_as_not_measured(load, cut, tmp_path):
+    model, options = sparsify(tiny_llama()), {}
+    measured(model)
+    if cut == "before saving":
+        model.model.layers, model.config.num_hidden_layers = model.model.layers[:2], 2
+    else:
+        options = {"num_hidden_layers": 2}
+    model.save_pretrained(tmp_path)
+    loaded = sparsify(load.from_pretrained(tmp_path, **options).eval())
+    assert loaded.config.twell == {"version": 1, "layers": None}
+    assert known(loaded) == dict.fromkeys(range(2))
+    expected = measured(loaded)
+    assert loaded.config.twell["density"] == pytest.approx(expected, abs=1e-6)
+    if cut == "before saving":
+        assert sparsify(model).config.twell == {"version": 1, "layers": None}
+        torch.testing.assert_close(logits(loaded), logits(model.eval()))
+
+
+def test_commands_take_a_model_of_fewer_layers(tmp_path, capsys):
+    model = sparsify(AutoModelForCausalLM.from_pretrained(DEMO))
+    measured(model)
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:2], 2
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(DEMO).save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("The cell is the smallest unit of life.")
+    for command in ("eval", "inspect"):
+        assert main([command, str(tmp_path / "model"), "--text", str(tmp_path / "text.txt"), "--json"]) == 0
+        json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("density", [0.1, [0.1, 0.2, 1.5], [0.1, 0.2, "0.3"], [0.1, 0.2, True], [0.1, -0.1], {}])
+def test_one_that_cannot_be_true_is_refused(density):
+    model = sparsify(tiny_llama())
+    model.config.twell["density"] = density
+    with pytest.raises(ValueError, match=r"density in the config's twell entry.*for each of 3 layers"):
+        sparsify(model)
+
+
+def test_null_counts_as_not_measured():
+    config = LlamaConfig(hidden_act="relu", num_hidden_layers=1)
+    config.twell = {"version": 1, "layers": None, "density": None}
+    assert check_entry(config) == config.twell
+
+
+def test_nan_is_refused():
+    config = LlamaConfig(hidden_act="relu", num_hidden_layers=1)
+    config.twell = {"version": 1, "layers": None, "density": [torch.nan]}
+    with pytest.raises(ValueError, match="density"):
+        check_entry(config)

@@ -1,0 +1,320 @@
+"""Recipes on real models: the really trained 260K Llama becomes sparse, and the demo runs from end to end."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_twell
+from hf_twell.cli import main
+from hf_twell.files.text import read_documents
+from hf_twell.recipe.schema import load_recipe
+from tests.conftest import one_of, shared_path
+from tests.paths import ROOT
+from tests.rounding import rounding
+
+RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+PLAIN_TRANSFORMERS = """
+import sys, torch
+sys.modules["hf_twell"] = None  # importing it would fail
+from transformers import AutoModelForCausalLM
+with torch.no_grad():
+    torch.save(AutoModelForCausalLM.from_pretrained(sys.argv[1])(torch.load(sys.argv[2])).logits, sys.argv[3])
+"""
+
+
+@pytest.mark.slow
+def test_a_trained_llama_becomes_sparse_and_comes_back_from_disk(stories, tmp_path, capsys):
+    """Dense to less than half the L0 of the swap in 50 steps, at most 0.5 nats above the same steps without L1."""
+    documents = read_documents(shared_path("data/text/tinystories.txt.xz"))
+    (tmp_path / "heldout.txt").write_text("\n<|endoftext|>\n".join(documents[::20]))
+    (tmp_path / "train.txt").write_text("\n<|endoftext|>\n".join(d for i, d in enumerate(documents) if i % 20))
+    (tmp_path / "recipe.yaml").write_text(
+        f"model: {stories}\noutput_dir: out\ntrain: train.txt\nheldout: heldout.txt\nsequence_length: 128\n"
+        "warmup_steps: 10\ntraining: {max_steps: 50, per_device_train_batch_size: 32, per_device_eval_batch_size: 32, "
+        "learning_rate: 5e-3, lr_scheduler_type: cosine, warmup_steps: 5, save_strategy: 'no', use_cpu: true}\n"
+    )
+    results = {}
+    for weight in (0.0, 0.1):
+        changes = [f"l1_weight={weight}", f"output_dir={tmp_path / str(weight)}", "--json"]
+        assert main(["train", str(tmp_path / "recipe.yaml"), *changes]) == 0
+        results[weight] = json.loads(capsys.readouterr().out)
+    swapped, control, sparse = results[0.1]["before"], results[0.0]["after"], results[0.1]["after"]
+    assert swapped["sparsity"]["l0"] == pytest.approx(85, abs=3), "about half of 172 neurons after a bare swap"
+    assert sparse["sparsity"]["l0"] < swapped["sparsity"]["l0"] / 2
+    assert sparse["loss"] <= control["loss"] + 0.5
+    assert control["loss"] < swapped["loss"]
+
+    folder = results[0.1]["model"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(documents[0], return_tensors="pt")["input_ids"]
+    torch.save(ids, tmp_path / "ids.pt")
+    command = [sys.executable, "-c", PLAIN_TRANSFORMERS, folder, tmp_path / "ids.pt", tmp_path / "logits.pt"]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    model = hf_twell.sparsify(AutoModelForCausalLM.from_pretrained(folder), backend="reference")
+    with torch.no_grad():
+        assert torch.equal(torch.load(tmp_path / "logits.pt"), model(ids).logits)
+
+
+WARNINGS = r"(?m)torchao|[Ww]arning|deprecated|^[WE]\d{4} |Failed to"
+
+
+@pytest.mark.slow
+def test_the_demo_runs_from_end_to_end(tmp_path):
+    output, heldout = tmp_path / "demo", tmp_path / "heldout.txt"
+    heldout.write_text((ROOT / "recipes" / "demo" / "text" / "heldout.txt").read_text()[:20_000])
+    changes = [
+        f"heldout={heldout}",
+        "training.max_steps=2",
+        "training.per_device_train_batch_size=2",
+        "training.use_cpu=true",
+    ]
+    done = subprocess.run(
+        [sys.executable, ROOT / "recipes" / "demo.py", f"output_dir={output}", *changes],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for row in ("dense (SiLU)", "bare ReLU swap", "fine-tuned with the L1 term", "without the L1 term"):
+        assert re.search(rf"{re.escape(row)} +\d\.\d+ +\d", done.stdout), row
+    assert "equal logits, to the last bit" in done.stdout
+    assert (output / "training.png").stat().st_size > 5000
+    assert not re.findall(WARNINGS, done.stderr), "a newcomer reads them as errors"
+
+
+@pytest.mark.slow
+def test_a_script_says_nothing_of_other_packages(tmp_path):
+    pytest.importorskip("torchao")
+    model, script = ROOT / "recipes" / "demo" / "model", ROOT / "recipes" / "average.py"
+    command = [sys.executable, script, model, model, tmp_path / "mean"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert not re.findall(WARNINGS, done.stderr)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """Enough of the demo's held-out text for a few steps."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text((ROOT / "recipes" / "demo" / "text" / "heldout.txt").read_text()[:12_000])
+    return path
+
+
+def small(text: Path, output: Path, steps: int, rows: int) -> list[str]:
+    settings = {
+        "max_steps": steps, "per_device_train_batch_size": rows, "gradient_accumulation_steps": 1, "use_cpu": "true",
+        "bf16": "false", "save_steps": steps, "logging_steps": 1, "warmup_steps": 0,
+    }  # fmt: skip
+    changes = [f"output_dir={output}", f"train={text}", f"heldout={text}", "sequence_length=32", "save_dtype=float32"]
+    return changes + [f"training.{key}={value}" for key, value in settings.items()]
+
+
+@pytest.mark.parametrize("name", one_of("demo", RECIPES))
+def test_every_recipe_runs_two_steps(name, text, tmp_path, capsys):
+    recipe, model = ROOT / "recipes" / f"{name}.yaml", ROOT / "recipes" / "demo" / "model"
+    if "lora" in name:
+        pytest.importorskip("peft")
+    (tmp_path / "heldout.txt").write_text(text.read_text()[:1200])
+    changes = [f"model={model}", *small(text, tmp_path / "out", 2, 2), f"heldout={tmp_path / 'heldout.txt'}"]
+    assert main(["train", str(recipe), "--json", *changes]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [row["step"] for row in result["logs"]] == [1, 2]
+    assert result["after"]["loss"] < 8
+    assert AutoModelForCausalLM.from_pretrained(result["model"]).config.hidden_act == "relu"
+    head = recipe.read_text().splitlines()[0]
+    if name == "smollm2-135m":  # the row itself is compared below
+        assert "row count/0.098/120M of model_cards/smollm2" in head
+    elif not name.startswith("demo"):
+        assert "NOT RUN" in head
+        assert "streaming: true" in recipe.read_text() or name == "qwen2.5-coder-0.5b"  # of local text
+
+
+def test_the_recipe_is_the_row_of_the_study(text):
+    """recipes/smollm2-135m.yaml says that it has run: as the study's row, but for places and text."""
+    rows = [json.loads(line) for line in (ROOT / "model_cards" / "smollm2" / "pretrained.jsonl").open()]
+    (row,) = (row for row in rows if row["id"] == "count/0.098/120M/seed0")
+    recipe = load_recipe(ROOT / "recipes" / "smollm2-135m.yaml", [f"{key}=[{text}]" for key in ("train", "heldout")])
+    for key in ("sequence_length", "term", "layer_shares", "warmup_steps", "target_density", "freeze"):
+        assert getattr(recipe, key) == row[key], key
+    assert recipe.distill == {"logits": row["distill"]["logits"]}, "it begins with its teacher"
+    assert row["distill"]["parent"] == row["start"]
+    settings = {key: value for key, value in row["settings"].items() if key not in ("seed", "report_to")}
+    assert recipe.training == settings | {"logging_nan_inf_filter": False}, "which only spares time"
+
+
+def start_processes(launch: list, *changes) -> subprocess.CompletedProcess:
+    """recipes/finetune.py with demo-target.yaml and these changes, started by `launch`."""
+    command = [sys.executable, *launch, ROOT / "recipes" / "finetune.py", ROOT / "recipes" / "demo-target.yaml"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    return subprocess.run([*command, *changes], capture_output=True, text=True, env=environment, timeout=240)
+
+
+def run_processes(launch: list, *changes) -> str:
+    """What they print."""
+    done = start_processes(launch, *changes)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_script_prints_what_the_command_does(text, tmp_path, capsys):
+    changes = small(text, tmp_path / "out", 2, 2)
+    assert main(["train", str(ROOT / "recipes" / "demo-target.yaml"), *changes]) == 0
+    table = capsys.readouterr().out
+    assert "held-out loss" in table
+    shutil.rmtree(tmp_path / "out")
+    assert run_processes([], *changes) == table
+    shutil.rmtree(tmp_path / "out")
+    assert json.loads(run_processes([], *changes, "--json"))["model"] == str(tmp_path / "out" / "final")
+
+
+@pytest.mark.slow
+def test_a_mistake_in_two_processes_is_told_without_a_traceback(tmp_path):
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    done = start_processes(launch, f"output_dir={tmp_path / 'out'}", "target_density=5")
+    assert done.returncode != 0
+    assert re.search(r"finetune.py: error: \S+: target_density=5; give a share", done.stderr)
+    assert 'finetune.py", line' not in done.stderr
+
+
+def logs_of(checkpoint: Path) -> list[dict]:
+    history = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
+    return [row for row in history if "loss" in row]
+
+
+def assert_same_rows(rows: list[dict], expected: list[dict]) -> None:
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    for mine, other in zip(rows, expected, strict=True):
+        keys = [key for key in other if key not in ("grad_norm", "twell/kl")]  # kl is of one process's tokens
+        assert [mine[key] for key in keys] == pytest.approx([other[key] for key in keys], rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streamed", [False, True])
+def test_two_processes_train_as_one(text, tmp_path, streamed):
+    """Controller, revival and distillation see the whole step: the same rows in one process or two, the same logs."""
+    changes = ["distill={logits: 0.5}", "revive_after=100"]
+    if streamed:
+        pytest.importorskip("datasets")
+        documents = text.read_text().split("\n\n")
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": words}) + "\n" for words in documents))
+        changes = [f"train={{hub: json, data_files: {tmp_path / 'rows.jsonl'}, streaming: true}}"]
+    logs = []
+    for processes in (1, 2):
+        output = tmp_path / str(processes)
+        launch = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
+        printed = run_processes(launch, *small(text, output, 4, 4 // processes), *changes, "--json")
+        assert json.loads(printed)["logs"], "one process prints the result, and nothing else is printed"
+        logs.append(logs_of(output / "checkpoint-4"))
+    assert streamed or any(row["twell/revived"] > 0 for row in logs[0])
+    assert_same_rows(logs[1], logs[0])
+
+
+# Adam divides a gradient by its own size, so with its usual epsilon of 1e-8 the rounding of a gradient that is nearly
+# zero becomes a whole step of the learning rate, and two orders of one sum end 2 x learning rate x steps apart. With an
+# epsilon of the size of the gradients, what rounding changes stays as small beside a step as it is in the gradient.
+STEADY = "training.adam_epsilon=1e-3"
+
+
+def assert_moved_alike(final: dict, expected: dict) -> None:
+    """Two trainings that sum their gradients in another order moved every matrix by the same, to 1/sqrt(F).
+
+    Sums of a step's 128 tokens differ by rounding(128), 1.5e-5 of their magnitude. More comes only of a neuron whose
+    gate lies at zero, active for a token in one training and not in the other: at most its own row differs, which is
+    one of F, so 1/sqrt(F) of the move's norm. Gradients that are not averaged over processes, or of which a shard is
+    lost, change all of the move.
+    """
+    start = load_file(ROOT / "recipes" / "demo" / "model" / "model.safetensors")
+    neurons = len(start["model.layers.0.mlp.up_proj.weight"])
+    assert final.keys() == expected.keys()
+    for name, weight in expected.items():
+        moved, apart = weight - start[name].float(), final[name] - weight
+        assert apart.norm() <= neurons**-0.5 * moved.norm() + rounding(4, weight.norm().item()), name
+
+
+def fsdp2() -> list:
+    """How the recipe for FSDP2 starts two processes on a CPU; in float32, as bfloat16 hides small mistakes."""
+    config = str(ROOT / "recipes" / "accelerate" / "fsdp2.yaml")
+    launch = ["-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", "2"]
+    return [*launch, "--mixed_precision", "no", ROOT / "tests" / "fsdp_on_cpu.py"]
+
+
+@pytest.mark.slow
+def test_the_fsdp2_config_merges_adapters_into_the_final_model(text, tmp_path, capsys):
+    pytest.importorskip("peft")
+    changes = ["trainable=ffn+lora", "revive_after=null", STEADY]
+    run_processes(fsdp2(), *small(text, tmp_path / "two", 2, 2), *changes)
+    recipe = str(ROOT / "recipes" / "demo-target.yaml")
+    assert main(["train", recipe, "--json", *small(text, tmp_path / "one", 2, 4), *changes]) == 0
+    capsys.readouterr()
+    final, expected = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("two", "one"))
+    assert_moved_alike(final, expected)
+
+
+@pytest.mark.slow
+def test_the_fsdp2_config_trains_saves_and_resumes_in_two_processes(text, tmp_path, capsys):
+    """With the losses of one process, which are DDP's; resumed, to the very same weights."""
+    launch, output = fsdp2(), tmp_path / "out"
+    changes = [*small(text, output, 4, 2), "training.save_steps=2", "revive_after=null", STEADY]
+    run_processes(launch, *changes)
+    assert (output / "checkpoint-4" / "pytorch_model_fsdp.bin").is_file(), "FSDP wrote the checkpoint"
+    rows = logs_of(output / "checkpoint-4")
+
+    recipe = str(ROOT / "recipes" / "demo-target.yaml")
+    assert main(["train", recipe, "--json", *small(text, tmp_path / "one", 4, 4), "revive_after=null", STEADY]) == 0
+    one = json.loads(capsys.readouterr().out)
+    assert_same_rows(rows, one["logs"])
+    final, expected = (load_file(Path(folder) / "model.safetensors") for folder in (output / "final", one["model"]))
+    assert_moved_alike(final, expected)
+
+    shutil.rmtree(output / "checkpoint-4")
+    shutil.rmtree(output / "final")
+    run_processes(launch, *changes, "--resume")
+    assert logs_of(output / "checkpoint-4") == rows
+    again = load_file(output / "final" / "model.safetensors")
+    torch.testing.assert_close(again, final, atol=0, rtol=0)
+
+    shutil.rmtree(output / "final")
+    run_processes(launch, *changes, "--resume", "save_dtype=bfloat16")
+    half = load_file(output / "final" / "model.safetensors")
+    assert json.loads((output / "final" / "config.json").read_text())["dtype"] == "bfloat16"
+    expected = {name: weight.to(torch.bfloat16) for name, weight in again.items()}
+    torch.testing.assert_close(half, expected, atol=0, rtol=0)
+
+
+@pytest.mark.slow
+def test_the_zero2_config_trains_in_two_processes(text, tmp_path):
+    pytest.importorskip("deepspeed")
+    output, logs = tmp_path / "out", []
+    for deepspeed in (True, False):
+        launch = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+        if deepspeed:
+            config = str(ROOT / "recipes" / "accelerate" / "zero2.yaml")
+            launch = ["-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", "2"]
+        run_processes(launch, *small(text, output, 4, 2), "training.bf16=true", "revive_after=null", "--overwrite")
+        checkpoint = output / "checkpoint-4"
+        assert (checkpoint / "zero_to_fp32.py").is_file() == deepspeed, "DeepSpeed wrote the checkpoint"
+        logs.append(logs_of(checkpoint))
+        shutil.rmtree(output)
+    for mine, plain in zip(*logs, strict=True):
+        for key in ("loss", "twell/l0"):  # DeepSpeed keeps weights in bfloat16 between steps
+            assert mine[key] == pytest.approx(plain[key], rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "zero2"])
+def test_accelerate_reads_the_configs(name):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(ROOT / "recipes" / "accelerate" / f"{name}.yaml"))
+    assert config.distributed_type == {"fsdp2": "FSDP", "zero2": "DEEPSPEED"}[name]
+    assert config.mixed_precision == "bf16"

@@ -1,0 +1,118 @@
+"""recipes/study: rows that a kill cut, runs that two commands want, texts that share no sources, and the table."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.paths import ROOT
+
+FOLDER = ROOT / "recipes" / "study"
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield
+    for name in ("study", "report", "texts"):
+        sys.modules.pop(name, None)
+
+
+def test_a_row_that_was_cut_is_left_out_by_name(tmp_path, capsys):
+    import study
+
+    rows = tmp_path / "rows.jsonl"
+    assert study.rows_of(rows) == {}
+    study.add_row(rows, {"run": "parent", "losses": {"code": 1.5}})
+    with rows.open("a") as file:
+        file.write('{"run": "five", "losses"')
+    assert list(study.rows_of(rows)) == ["parent"]
+    assert capsys.readouterr().err == f"{rows}, line 2 is no whole row, and is left out\n"
+    study.add_row(rows, {"run": "five", "losses": {"code": 1.7}})
+    study.add_row(rows, {"run": "parent", "written": {}})
+    assert study.rows_of(rows) == {
+        "parent": {"run": "parent", "losses": {"code": 1.5}, "written": {}},
+        "five": {"run": "five", "losses": {"code": 1.7}},
+    }
+
+
+def test_a_run_belongs_to_one_command_at_a_time_and_a_killed_one_gives_it_back(tmp_path):
+    import study
+
+    claim = tmp_path / "claims" / "five"
+    claim.parent.mkdir()
+    program = "import fcntl, sys; file = open(sys.argv[1], 'a'); fcntl.flock(file, fcntl.LOCK_EX); print(True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-uc", program, str(claim)], **pipes) as other:
+        assert other.stdout.readline() == "True\n"
+        with study.claimed(claim) as mine:
+            assert not mine
+        other.kill()
+        other.wait()
+        with study.claimed(claim) as mine:
+            assert mine
+
+
+def test_changes_name_the_output_and_the_models_of_other_runs(tmp_path):
+    import study
+
+    runs = {"books": [], "five": ["model={books}", "train=[{OUTPUT}/texts/own.jsonl]"]}
+    told = {"runs": runs, "heldout": ["{OUTPUT}/texts/heldout/code.txt"]}
+    with pytest.raises(ValueError, match=r"five needs the model of books.*run books first"):
+        study.changes_of("five", told, "parent", tmp_path)
+    final = tmp_path / "runs" / "books" / "final"
+    final.mkdir(parents=True)
+    (final / "config.json").write_text("{}")
+    assert study.changes_of("five", told, "parent", tmp_path) == [
+        "model=parent",
+        f"output_dir={tmp_path}/runs/five",
+        f'heldout=["{tmp_path}/texts/heldout/code.txt"]',
+        f"model={final}",
+        f"train=[{tmp_path}/texts/own.jsonl]",
+    ]
+
+
+def test_sources_have_no_tests_and_no_copies_of_other_packages(tmp_path):
+    import texts
+
+    source = "x = 1\n" * 200
+    kept = ["one/core.py", "one/sub/core.py", "two/latest.py"]
+    left_out = ["one/tests/a.py", "one/test_a.py", "one/_vendor/two/core.py", "one/externals/core.py"]
+    for name in [*kept, *left_out]:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    assert {name: len(found) for name, found in texts.packages(tmp_path).items()} == {"one": 2, "two": 1}
+
+
+def test_the_table_compares_with_the_better_of_parent_and_control(tmp_path, capsys, monkeypatch):
+    import report
+
+    def row(run, loss, right, changes, **more) -> dict:
+        tasks = {task: {"rows": 9, metric: {"value": right}} for task, metric in report.METRICS.items()}
+        return {"run": run, "changes": changes, "losses": {"code": loss, "books": 2 * loss}, "tasks": tasks, **more}
+
+    trained = {"tokens": 2e7, "learning_rate": 1e-4, "density": 0.05, "union": {"64": 0.5}}
+    written = {task: {metric: {"value": 0.25}} for task, metric in report.WRITTEN.items()}
+    rows = [
+        row("parent", 2.0, 0.6, None, written=written),
+        row("dense", 1.6, 0.5, ["relu=false"], training=trained),
+        row("books", 1.0, 0.9, ["relu=false", "train=[books.txt]"], training=trained),
+        row("five", 1.8, 0.4, ["target_density=0.05"], training=trained, limit=1000),
+        {"run": "killed", "changes": [], "training": trained},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    monkeypatch.setattr(sys, "argv", ["report.py", str(path)])
+    report.main()
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.strip().splitlines()]
+    table = {line[0]: dict(zip(lines[0], line, strict=True)) for line in lines[2:]}
+    assert list(table) == ["parent", "dense", "books", "five (first 1,000 rows)"]
+    five = table["five (first 1,000 rows)"]
+    assert five["excess"] == "+12.5 %"  # 1.8 over the control's 1.6
+    assert five["kept"] == "52 %"  # 0.4 - 0.1875 over the parent's 0.6 - 0.1875
+    assert five["hellaswag (acc_norm)"] == "40.0"
+    assert five["density"] == "5.00 %"
+    assert table["dense"]["density"] == table["parent"]["density"]
+    assert table["parent"]["gsm8k_cot (exact_match)"] == "25.0"
