@@ -25,10 +25,9 @@ from tests.ffn_cases import relative_rms
 from tests.paths import ROOT
 
 quantization = pytest.importorskip("torchao.quantization")
-pytestmark = [
-    pytest.mark.numeric,
-    pytest.mark.skipif(not build.status("cpu", build=True).available, reason=build.status("cpu", build=True).reason),
-]
+pytestmark = pytest.mark.skipif(
+    not build.status("cpu", build=True).available, reason=build.status("cpu", build=True).reason
+)
 CONFIG = quantization.Int8WeightOnlyConfig(set_inductor_config=False)
 OPTIONS = {"quantization_config": TorchAoConfig(CONFIG)}
 
@@ -86,6 +85,7 @@ def assert_same_but_for_rounding(values, stock):
     assert 0 < relative_rms(values, stock) < 3 * 2**-7
 
 
+@pytest.mark.numeric
 def test_loaded_by_transformers_and_sparsified(folder, kernel_calls, caplog):
     stock, model = load(folder), sparsify(load(folder))
     before = [p.data_ptr() for layer in model.model.layers for p in (layer.mlp.gate_proj.weight.qdata,)]
@@ -103,6 +103,7 @@ def test_loaded_by_transformers_and_sparsified(folder, kernel_calls, caplog):
     assert torch.equal(logits(model), logits(model))
 
 
+@pytest.mark.numeric
 def test_as_exact_as_torchao_itself(folder):
     """Against fp64 arithmetic on the dequantized weights: at most twice the error of torchao's own linears."""
     model = sparsify(load(folder))
@@ -117,6 +118,7 @@ def test_as_exact_as_torchao_itself(folder):
             assert relative_rms(ffn(x), truth) <= 2 * relative_rms(ffn._through_submodules(x, None), truth)
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("cls", [AutoModelForCausalLM, TwellLlamaForCausalLM])
 def test_saved_and_loaded_again(folder, tmp_path, cls):
     """Also from evaluation, when down_proj lies by columns; plain Transformers computes the same numbers densely."""
@@ -131,6 +133,7 @@ def test_saved_and_loaded_again(folder, tmp_path, cls):
     assert json.loads((tmp_path / "int8" / "config.json").read_text())["hidden_act"] == "relu"
 
 
+@pytest.mark.numeric
 def test_copies_and_ways_back(folder):
     stock, model = load(folder), sparsify(load(folder))
     values = logits(model)
@@ -147,6 +150,7 @@ def test_copies_and_ways_back(folder):
     assert torch.equal(logits(model), logits(stock))
 
 
+@pytest.mark.numeric
 def test_quantized_after_sparsify(folder, kernel_calls):
     model = sparsify(AutoModelForCausalLM.from_pretrained(folder).eval())
     logits(model)
@@ -155,6 +159,7 @@ def test_quantized_after_sparsify(folder, kernel_calls):
     assert kernel_calls == [0, 1, 2] * 2
 
 
+@pytest.mark.numeric
 def test_gradients_go_through_the_submodules(folder, kernel_calls):
     stock, model = load(folder), sparsify(load(folder))
     batch = {"input_ids": ids(), "labels": ids()}
@@ -172,6 +177,7 @@ def test_gradients_go_through_the_submodules(folder, kernel_calls):
     assert kernel_calls == [0, 1, 2]
 
 
+@pytest.mark.numeric
 def test_measured_as_any_other(folder):
     measured = [measure_sparsity(sparsify(load(folder), backend=name), [ids()]) for name in ("auto", "reference")]
     assert 0.01 < measured[0]["density"] < 0.1
@@ -186,6 +192,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_formats_go_through_the_submodules(folder, kernel_calls, kind, caplog):
     options = {"quantization_config": TorchAoConfig(OTHERS[kind], modules_to_not_convert=["lm_head"])}
@@ -198,6 +205,7 @@ def test_other_formats_go_through_the_submodules(folder, kernel_calls, kind, cap
     assert "no kernel reads these quantized weights (" in record.getMessage()
 
 
+@pytest.mark.numeric
 def test_fp8_goes_as_int8_does_where_kernels_read_it(folder, tmp_path, kernel_calls, monkeypatch, caplog):
     """As on a GPU; plain PyTorch stands in for its kernels, and computes what torchao does."""
     monkeypatch.setitem(operands._READ, "Float8Tensor", (torch.float8_e4m3fn, ("cpu",)))
@@ -226,6 +234,7 @@ def _padded(folder):
     return path
 
 
+@pytest.mark.numeric
 def test_one_projection_left_out(folder, kernel_calls):
     options = {"quantization_config": TorchAoConfig(CONFIG, modules_to_not_convert=["lm_head", ".*down_proj"])}
     stock, model = load(folder, **options), sparsify(load(folder, **options))
@@ -238,6 +247,7 @@ def test_silu_in_int8_is_refused(tmp_path):
     refused(AutoModelForCausalLM.from_pretrained(tmp_path, **OPTIONS), "is quantized (torch.float32, Int8Tensor)")
 
 
+@pytest.mark.numeric
 def test_hooks_on_projections_count(folder, kernel_calls):
     model, seen = sparsify(load(folder)), []
     model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *args: seen.append(1))
@@ -246,6 +256,7 @@ def test_hooks_on_projections_count(folder, kernel_calls):
     assert kernel_calls == [0, 2]
 
 
+@pytest.mark.numeric
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["compiled first", "evaluated first"])
 def test_compiled_without_breaks(folder, order):
