@@ -19,7 +19,7 @@ def token_weight(batch: Mapping) -> torch.Tensor | None:
     return (mask != 0).float()
 
 
-def check_one_stream(model) -> None:
+def check_one_stream(model: torch.nn.Module) -> None:
     """Refuse an encoder-decoder, whose batches' `input_ids` and `attention_mask` are the encoder's.
 
     Raises:

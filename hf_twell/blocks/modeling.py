@@ -2,12 +2,13 @@
 
 import functools
 from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from hf_twell.blocks import calls
-from hf_twell.blocks.architectures import FfnForm, input_name, only_input
+from hf_twell.blocks.architectures import FfnForm, FfnSite, input_name, only_input
 from hf_twell.blocks.layout import restore_down
 from hf_twell.blocks.operands import (
     Operands,
@@ -89,7 +90,7 @@ class SparseFfn(nn.Module):
     twell: FfnSettings
     twell_state: FfnState
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
             y = calls.repeat(self, args[0])
             if y is not None:
@@ -100,7 +101,8 @@ class SparseFfn(nn.Module):
         # The forward that replaced ours calls it (Accelerate's hooks, wrappers, compilers) or does not (Liger's SwiGLU,
         # which computes SiLU). The mark is of this call alone, as other threads may be in theirs, and a list because
         # Dynamo cannot make an object().
-        state, mark = self.twell_state, []
+        state = self.twell_state
+        mark: list = []
         state.awaited = mark
         try:
             y = super().__call__(*args, **kwargs)
@@ -115,12 +117,12 @@ class SparseFfn(nn.Module):
             )
         return y
 
-    def train(self, mode=True):
+    def train(self, mode: bool = True) -> Self:
         if mode:  # a compiled forward does not, and fused optimizers pair weights with states of the stock order
             restore_down(self)
         return super().train(mode)
 
-    def forward(self, x=None, **named):
+    def forward(self, x: torch.Tensor | None = None, **named: torch.Tensor) -> torch.Tensor:
         if x is None or named:
             x = only_input(self, x, named)
         state = self.twell_state
@@ -236,7 +238,7 @@ def _check_tokens(ffn: SparseFfn, shape: torch.Size, l1: L1Inputs) -> None:
 
 
 @functools.cache
-def sparse_class(stock_class: type) -> type:
+def sparse_class(stock_class: type) -> type[nn.Module]:
     """The sparse subclass of a feed-forward block's class; always the same one for the same class."""
     doc = f"{stock_class.__name__} computed over its active neurons."
     attributes = {"stock_class": stock_class, "twell_input": input_name(stock_class), "__doc__": doc}
@@ -244,11 +246,11 @@ def sparse_class(stock_class: type) -> type:
 
 
 def _new_instance(stock_class: type) -> nn.Module:
-    cls = sparse_class(stock_class)
+    cls: Any = sparse_class(stock_class)
     return cls.__new__(cls)
 
 
-def check_whole(h: torch.Tensor, width: int, block) -> None:
+def check_whole(h: torch.Tensor, width: int, block: FfnSettings | FfnSite) -> None:
     """Refuse the part of a block's h (..., F) that tensor parallelism leaves to one process.
 
     Args:
