@@ -243,7 +243,7 @@ def _may_be_replaced(path: Path) -> bool:
 
 def _others(path: Path) -> list[str]:
     """What a model's folder holds besides the model, its tokenizer and its adapters."""
-    known = ("*.jinja",) if path.name == CHAT_TEMPLATES else KNOWN_FILES
+    known: tuple[str, ...] = ("*.jinja",) if path.name == CHAT_TEMPLATES else KNOWN_FILES
     known += ADAPTER_FILES if (path / "adapter_config.json").is_file() else ()
     others = []
     for item in sorted(path.iterdir()):

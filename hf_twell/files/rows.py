@@ -7,8 +7,9 @@ import codecs
 import json
 import lzma
 from collections.abc import Iterator
+from io import BufferedIOBase
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from hf_twell.files.configs import one_line
 
@@ -60,12 +61,12 @@ def _is_list(begin: bytes) -> bool:
     return begin.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
-def _listed_rows(path: Path, file: BinaryIO) -> Iterator[Row]:
+def _listed_rows(path: Path, file: BufferedIOBase) -> Iterator[Row]:
     for number, values in enumerate(_parsed(file.read(), str(path)), start=1):
         yield _row(f"{path}, row {number}", values)
 
 
-def _lines(path: Path, file: BinaryIO) -> Iterator[Row]:
+def _lines(path: Path, file: BufferedIOBase) -> Iterator[Row]:
     for number, line in enumerate(file, start=1):  # bytes: a text would also be cut at U+2028
         if line.strip():
             place = f"{path}, line {number}"

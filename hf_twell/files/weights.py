@@ -73,7 +73,7 @@ def tensor_shapes(files: list[Path]) -> dict[str, Shape]:
     Raises:
         ValueError: a file that is no whole safetensors file.
     """
-    shapes = {}
+    shapes: dict[str, Shape] = {}
     for path in files:
         try:
             with safe_open(path, "pt") as file:
