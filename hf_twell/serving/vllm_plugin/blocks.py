@@ -49,5 +49,5 @@ class WeightAsLoaded(UnquantizedLinearMethod):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         pass
 
-    def apply(self, layer, x, bias=None):
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return nn.functional.linear(x, layer.weight, bias)

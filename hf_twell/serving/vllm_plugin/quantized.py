@@ -130,7 +130,7 @@ class AsLoaded(CompressedTensorsLinearMethod):
         layer.weight = nn.Parameter(layer.weight.data, requires_grad=False)
         layer.weight_scale = nn.Parameter(layer.weight_scale.data, requires_grad=False)
 
-    def apply(self, layer, x, bias=None):
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return reference.linear(x, layer.weight, layer.weight_scale, bias)
 
     def rows(self, layer: nn.Module) -> torch.Tensor:
