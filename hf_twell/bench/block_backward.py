@@ -6,6 +6,7 @@ an optimizer step.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -85,7 +86,7 @@ def measure_backward(
     truth = _with_gradients(lambda: dense(*wide_leaves, l1_scale), wide_leaves, grad_y.to(wide))
     errors = check_block({name: outputs(name) for name in names}, truth, x.dtype, len(x), pairs)
     truth = wide_leaves = None  # gigabytes, which no measurement below should find
-    result = {
+    result: dict[str, Any] = {
         "timed": "single calls",
         "took": "kernels" if kernel_calls(forward("sparse")) else "plain matmuls",
         "l1_scale": L1_SCALE,

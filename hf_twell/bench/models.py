@@ -1,6 +1,7 @@
 """What `hf-twell bench prefill` measures, and the models that `generate` and `train` share with it."""
 
 import copy
+from collections.abc import Callable
 
 import torch
 from transformers import PreTrainedModel
@@ -29,7 +30,7 @@ def bench_prefill(
     compile: bool = True,
     energy: bool = False,
     report: Report = silent,
-    **shape,
+    **shape: int,
 ) -> dict:
     """One forward pass over a batch of workload text, logits of the last position alone, no key-value cache kept.
 
@@ -81,7 +82,9 @@ def time_prefill(
     truth = _last_logits(wider(dense), text[:CHECKED_SEQUENCES])
     errors = check_logits(outputs, truth)
     del outputs, truth
-    calls = {name: lambda turn=0, some=some: _last_logits(some, text) for name, some in models.items()}
+    calls: dict[str, Callable[[int], object]] = {
+        name: lambda turn=0, some=some: _last_logits(some, text) for name, some in models.items()
+    }
     times = interleaved_ms(calls, repeats, device, report=report)
     ours, theirs = best(times)
     row = {

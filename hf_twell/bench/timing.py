@@ -3,7 +3,8 @@
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ class Captured:
     Elsewhere than on CUDA it simply calls the function.
     """
 
-    def __init__(self, function: Callable, device: torch.device):
+    def __init__(self, function: Callable, device: torch.device) -> None:
         self.function, self.graph = function, None
         if device.type != "cuda":
             return
@@ -35,7 +36,7 @@ class Captured:
         with torch.cuda.graph(self.graph):
             self.result = function()
 
-    def __call__(self):
+    def __call__(self) -> Any:
         if self.graph is None:
             return self.function()
         self.graph.replay()
@@ -43,7 +44,7 @@ class Captured:
 
 
 def interleaved_ms(
-    calls: dict[str, Callable[[int], object]],
+    calls: Mapping[str, Callable[[int], object]],
     repeats: int,
     device: torch.device,
     prepare: Callable[[str, int], object] = lambda name, turn: None,

@@ -34,7 +34,7 @@ def bench_train(
     compile: bool = True,
     energy: bool = False,
     report: Report = silent,
-    **shape,
+    **shape: int,
 ) -> dict:
     """One optimizer step of one micro-batch of workload text: forward, loss, backward, AdamW, gradients set to None.
 
@@ -226,7 +226,7 @@ def _gradient_errors(model, truth) -> dict[str, float]:
 
     Vectors stay out: in their few elements, which are sums over all tokens, the order of summation shows.
     """
-    sums = defaultdict(lambda: [0.0, 0.0])
+    sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
             both, wanted = sums[name.split(".")[-2]], truth[name].to(parameter.device)

@@ -121,7 +121,8 @@ def _max_density(backend: str, tokens: int, up: torch.Tensor) -> float:
     """Density up to which "auto" takes the kernels; below 0 where it never does."""
     if backend == "reference":
         return -1.0
-    key = CallKey(*device_class(up.device.type, up.device.index), up.dtype, up.dtype, tokens, *reversed(up.shape))
+    (device, capability), (width, hidden) = device_class(up.device.type, up.device.index), up.shape
+    key = CallKey(device, capability, up.dtype, up.dtype, tokens, hidden, width)
     return max_density(key) or -1.0
 
 

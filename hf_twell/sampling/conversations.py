@@ -4,6 +4,8 @@ A conversion that reads no conversations unlearns to answer: of all that an inst
 Nothing is asked of the model but to go on after the template's opening of a user's turn (Magpie, Xu et al. 2024).
 """
 
+from typing import Any
+
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -48,7 +50,7 @@ class Turns:
 
 
 def sample_conversations(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int, batch_size: int, *, seed: int, **drawn
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int, batch_size: int, *, seed: int, **drawn: Any
 ) -> list[dict]:
     """Rows {"messages": a question and its answer, "tokens"} of at most `length` tokens with what the template writes.
 
