@@ -1,7 +1,7 @@
 """What `hf-twell bench ffn --weights` measures: the block in torchao's 8-bit weights, by our kernels and by torchao."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -113,7 +113,7 @@ def _row(variants, xs, active, quantized, captured, count, l0, dtype, weights, r
         call("sparse", turn), call("sparse_plain", turn)  # a block's first call looks at its density
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # and its next one finds what that saw
-    calls: dict[str, Callable[[int], object]] = {name: functools.partial(call, name) for name in variants}
+    calls = {name: functools.partial(call, name) for name in variants}
     if captured:
         graphs = {
             name: Captured(lambda one=one: [one(i) for i in range(len(xs))], device) for name, one in calls.items()

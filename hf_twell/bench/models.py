@@ -1,7 +1,6 @@
 """What `hf-twell bench prefill` measures, and the models that `generate` and `train` share with it."""
 
 import copy
-from collections.abc import Callable
 
 import torch
 from transformers import PreTrainedModel
@@ -82,9 +81,7 @@ def time_prefill(
     truth = _last_logits(wider(dense), text[:CHECKED_SEQUENCES])
     errors = check_logits(outputs, truth)
     del outputs, truth
-    calls: dict[str, Callable[[int], object]] = {
-        name: lambda turn=0, some=some: _last_logits(some, text) for name, some in models.items()
-    }
+    calls = {name: lambda turn=0, some=some: _last_logits(some, text) for name, some in models.items()}
     times = interleaved_ms(calls, repeats, device, report=report)
     ours, theirs = best(times)
     row = {

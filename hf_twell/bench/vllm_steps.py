@@ -213,7 +213,7 @@ def kernels_us(steps: list[list[tuple[float, float, str]]], most: int = 24) -> l
     total: Counter[str] = Counter()
     for start, end, name in itertools.chain.from_iterable(steps):
         count[name] += 1
-        total[name] += end - start
+        total[name] += end - start  # type: ignore[assignment]
     return [
         {"kernel": name[:120], "count": round(count[name] / len(steps), 2), "us": round(us / len(steps), 2)}
         for name, us in total.most_common(most)
