@@ -133,7 +133,7 @@ def time_generate(
 class _Step:
     """One decoding step over a static cache, fed with the tokens of a text one position after the other."""
 
-    def __init__(self, model, function, text):
+    def __init__(self, model, function, text) -> None:
         self.text, self.device = text, text.device
         # Warming up before the capture goes a few positions further than the text.
         self.cache = StaticCache(config=model.config, max_cache_len=text.shape[1] + 4)

@@ -71,7 +71,7 @@ def interleaved_ms(
 
 
 def _wall_times(calls, turns, prepare, report):
-    times = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(turns):
         for name, call in calls.items():
             report("timing", f"{name}, turn {turn + 1} of {turns}")
@@ -84,7 +84,7 @@ def _wall_times(calls, turns, prepare, report):
 
 def _event_times(calls, turns, device, prepare, head_start):
     scratch = torch.zeros(FLUSH_BYTES // 4, device=device)
-    pairs = {name: [] for name in calls}
+    pairs: dict[str, list[tuple]] = {name: [] for name in calls}
     for turn in range(turns):
         for name, call in calls.items():
             prepare(name, turn)

@@ -115,13 +115,13 @@ def bench_train(
 class _Step:
     """One variant's training step."""
 
-    def __init__(self, model, text, optimizer, compiled=False):
+    def __init__(self, model, text, optimizer, compiled=False) -> None:
         self.model, self.optimizer, self.compiled = model, optimizer, compiled
         self.batch = {"input_ids": text, "labels": text}
         # Without weight until its gradients have been compared with those of dense variants.
         self.penalty = L1Penalty(model, 0.0) if sparse_ffns(model) else None
 
-    def __call__(self):
+    def __call__(self) -> None:
         self.gradients()
         self.optimizer.step()
         self.clear()

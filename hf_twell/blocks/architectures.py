@@ -173,11 +173,11 @@ def _form_of(module: nn.Module) -> FfnForm | None:
     return None
 
 
-def _is_linear(module) -> bool:
+def _is_linear(module: nn.Module) -> bool:
     return isinstance(base_layer(module), nn.Linear)
 
 
-def _check_complete(model, sites):
+def _check_complete(model: nn.Module, sites: list[FfnSite]) -> None:
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     if sites and layers in (None, len(sites)):
         return
@@ -198,7 +198,7 @@ def _check_complete(model, sites):
     raise ValueError(f"{type(model).__name__} has {layers} layers but {blocks}{where}. {advice}")
 
 
-def _shared(model, sites) -> tuple[str, str] | None:
+def _shared(model: nn.Module, sites: list[FfnSite]) -> tuple[str, str] | None:
     """Two names of one block, where there is such a block: the second is that of its site."""
     names = {site.module: site.name for site in sites}
     every_name = _decoder_modules(model, every_name=True)

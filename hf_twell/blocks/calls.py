@@ -50,7 +50,7 @@ class LastCall:
         self.kind = type(ffn._modules[self.form.up]._parameters.get("weight"))
         self.weights, self.sizes = operands.w_up.dtype, (operands.w_up.shape, operands.w_up.shape[::-1])
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return type(None), ()
 
 
@@ -191,7 +191,7 @@ def store_density(ffns: Iterable[nn.Module], density: Sequence[float] | None) ->
             ffn.twell.answers = answers(key, share)
 
 
-def _key(ffn, x, operands) -> CallKey:
+def _key(ffn: "SparseFfn", x: torch.Tensor, operands: Operands) -> CallKey:
     scaled = operands.s_up is not None
     quantize_x = scaled and quantizes_x(ffn._modules[ffn.twell.form.up])
     known = {"quantize_x": quantize_x, "asked": ffn.twell.backend != "auto"}
@@ -202,7 +202,7 @@ def _key(ffn, x, operands) -> CallKey:
     return key if kernels_train or not key.training else key._replace(training=False)
 
 
-def _learns(ffn, x) -> bool:
+def _learns(ffn: "SparseFfn", x: torch.Tensor) -> bool:
     """Whether there is something to learn here."""
     if not (torch.is_grad_enabled() or ffn.training):
         return False
@@ -210,7 +210,7 @@ def _learns(ffn, x) -> bool:
     return x.requires_grad or any(weight.requires_grad for weight in weights)
 
 
-def _activity(ffn, x, operands, key) -> Activity:
+def _activity(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKey) -> Activity:
     """What is known of the activity of a call: counted or sampled in steps, stored, or sampled now and then."""
     recent, on_gpu = ffn.twell_state.recent, key.device == "cuda"
     weight, bias, scale = first_of(operands)

@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Self, SupportsIndex
 
 import torch
 from torch import nn
@@ -138,7 +138,7 @@ class SparseFfn(nn.Module):
         operands = None if l1 is not None and l1.counts else self._operands(x)
         return self._through_submodules(x, l1) if operands is None else self._compute(x, l1, operands)
 
-    def _operands(self, x) -> Operands | None:
+    def _operands(self, x: torch.Tensor) -> Operands | None:
         """What computes the block beside x; None where only its submodules can, hooked or replaced as they may be."""
         if _all_modules_are_hooked() or not _is_bare_relu(self._modules[self.twell.form.activation]):
             return None
@@ -156,14 +156,14 @@ class SparseFfn(nn.Module):
                 return None
         return operands
 
-    def _compute(self, x, l1, operands):
+    def _compute(self, x: torch.Tensor, l1: L1Inputs | None, operands: Operands) -> torch.Tensor:
         key, way = calls.settle(self, x, operands)
         if way == "submodules":
             calls.remember(self, x, operands, key, way)
             return self._through_submodules(x, l1)
         w_down = operands.w_down if key.compiled else _held(operands.w_down, x, self.training)
         weights = operands.w_up, w_down, operands.w_gate
-        options = {"b_up": operands.b_up, "b_down": operands.b_down, "b_gate": operands.b_gate}
+        options: dict[str, Any] = {"b_up": operands.b_up, "b_down": operands.b_down, "b_gate": operands.b_gate}
         if l1 is not None:
             options |= {"l1_scale": l1.scale, "token_weight": l1.token_weight, "tally": l1.tally}
         if way == "dense":
@@ -177,7 +177,7 @@ class SparseFfn(nn.Module):
         calls.remember(self, x, operands, key, way)
         return y
 
-    def _through_submodules(self, x, l1):
+    def _through_submodules(self, x: torch.Tensor, l1: L1Inputs | None) -> torch.Tensor:
         """Adapters, hooks and replaced linears or activations all count here."""
         form = self.twell.form
         activation, up, down = getattr(self, form.activation), getattr(self, form.up), getattr(self, form.down)
@@ -189,16 +189,17 @@ class SparseFfn(nn.Module):
             check_whole(h, len(l1.tally) - 1, self.twell)
             h = reference.inject_l1(h, None if l1.counts else l1.scale, l1.token_weight, l1.tally)
         if torch.compiler.is_compiling() and not reads_any_order(down):
-            values, bias, scale = quantized_parameters(down)
+            read: Any = quantized_parameters(down)
+            values, bias, scale = read
             return reference.linear(h, values, scale, bias)
         return linear_of(down, h)
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         # The subclass is made at run time, so pickle and deepcopy rebuild it from the class it was made of.
         return _new_instance, (self.stock_class,), self.__dict__.copy()
 
 
-def _held(w_down, x, training: bool):
+def _held(w_down: torch.Tensor, x: torch.Tensor, training: bool) -> torch.Tensor:
     """The same weight, whose memory stays while another thread gives the parameter new one."""
     if not torch.is_grad_enabled():
         # Autocast knows its cast of a parameter by the parameter itself.
@@ -207,7 +208,7 @@ def _held(w_down, x, training: bool):
     return w_down.view_as(w_down) if x.is_cpu and not training else w_down  # until its backward, too
 
 
-def _is_bare_relu(activation) -> bool:
+def _is_bare_relu(activation: nn.Module) -> bool:
     """Whether it computes ReLU unwatched: nobody has put in another one, replaced its forward or hooked it."""
     return type(activation) is nn.ReLU and not is_hooked(nn.ReLU, activation)
 

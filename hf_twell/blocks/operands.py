@@ -103,7 +103,7 @@ def quantized_values(weight: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     return (values, scale) if read else None
 
 
-def _by_token(asked) -> bool:
+def _by_token(asked: Any) -> bool:
     """Whether what torchao is to do with x is what `hf_twell.ops.ffn` does with `quantize_x`."""
     rows = type(asked.granularity).__name__ == "PerRow" and asked.granularity.dim == -1
     bounds = asked.hp_value_lb is not None or asked.hp_value_ub is not None

@@ -65,7 +65,7 @@ class RecentInputs:
         self.look_in = 0
         self._sample: Sample | None = None
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return type(self), ()
 
     def look(

@@ -43,7 +43,7 @@ class TrainingChoice:
         self._steps = 0
         self._sample: Sample | None = None
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return type(self), ()
 
     def begin_step(self) -> None:

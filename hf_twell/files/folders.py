@@ -218,7 +218,7 @@ def full_disks_as_os_errors(path: str | Path) -> Iterator[None]:
         raise OSError(f"could not write {path}; is the disk full? ({reason})") from error
 
 
-def _kept(aside: Path, path: Path, why) -> ValueError:
+def _kept(aside: Path, path: Path, why: object) -> ValueError:
     """Work that is done outlasts its name's being taken."""
     kept = aside.rename(path.with_name(f"{path.name}-{secrets.token_hex(2)}"))
     return ValueError(f"{why}. What was to lie there is in {kept}")

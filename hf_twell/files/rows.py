@@ -9,7 +9,7 @@ import lzma
 from collections.abc import Iterator
 from io import BufferedIOBase
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hf_twell.files.configs import one_line
 
@@ -73,7 +73,7 @@ def _lines(path: Path, file: BufferedIOBase) -> Iterator[Row]:
             yield _row(place, _parsed(line, place, "" if line.endswith(b"\n") else "; the file ends here, cut off"))
 
 
-def _parsed(raw: bytes, place: str, unended: str = ""):
+def _parsed(raw: bytes, place: str, unended: str = "") -> Any:
     try:
         return json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -116,7 +116,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
             raise ValueError(f"{path}{where} cannot be read as Parquet ({reason}); fetch the file again") from error
 
 
-def _row(place: str, values) -> Row:
+def _row(place: str, values: object) -> Row:
     if not isinstance(values, dict):
         raise ValueError(f"{place} is {kind_of(values)}, and must be an object, such as " + '{"text": ...}')
     return Row(place, values)

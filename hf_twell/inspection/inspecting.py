@@ -70,7 +70,8 @@ def inspect_text(
     activity = ModelActivity(sites)
     decoder, device = model.get_decoder(), input_device(model)
     tables = Tables(len(sites), context, model.get_input_embeddings().num_embeddings, device)
-    first = valid = padded = None
+    first = padded = None
+    valid: Any = None
 
     def see(index, h):
         l0, effective = activity.add(index, h.reshape(*valid.shape, h.shape[-1]), valid if padded else None)

@@ -20,7 +20,7 @@ class Tables:
     For each batch: `begin`, then `add_layer` for every layer, then `end`.
     """
 
-    def __init__(self, layers: int, context: int, vocabulary: int, device: torch.device | str = "cpu"):
+    def __init__(self, layers: int, context: int, vocabulary: int, device: torch.device | str = "cpu") -> None:
         def zeros(*shape):
             return torch.zeros(*shape, dtype=torch.float64, device=device)
 

@@ -144,7 +144,11 @@ def _block_inputs(model, sites, ids) -> list[torch.Tensor]:
 
 def _times(model, sites, inputs, device, rounds, measure_blocks):
     """Medians over turns; the dense turns find the weights in the stock memory order, the sparse ones in theirs."""
-    warm_up, dense, sparse = ({which: [[] for _ in sites] for which in PASSES} for _ in range(3))
+
+    def no_times() -> dict[str, list[list[float]]]:
+        return {which: [[] for _ in sites] for which in PASSES}
+
+    warm_up, dense, sparse = no_times(), no_times(), no_times()
     difference = None
     _turn(sites, inputs, device, warm_up)
     if measure_blocks:

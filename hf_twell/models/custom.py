@@ -49,7 +49,7 @@ PUBLISHED_TYPES = {"llama_sparse_relu": "llama", "qwen2_sparse_relu": "qwen2"}
 class TwellModel(Stock):
     """Mixin put before a stock causal language model; see `TwellLlamaForCausalLM`."""
 
-    def __init__(self, config: PreTrainedConfig, *, backend: str = "auto", layers: Iterable[int] | None = None):
+    def __init__(self, config: PreTrainedConfig, *, backend: str = "auto", layers: Iterable[int] | None = None) -> None:
         api.resolve(backend, "cpu" if backend == "auto" else backend)
         config = copy.deepcopy(config)
         if check_entry(config) is None:
@@ -139,7 +139,7 @@ class TwellModel(Stock):
     @classmethod
     def _check_config(cls, path, config, shapes):
         check_sizes(path, config, shapes)
-        stock = next(base for base in cls.__mro__ if not issubclass(base, TwellModel))
+        stock: Any = next(base for base in cls.__mro__ if not issubclass(base, TwellModel))
         with torch.device("meta"):
             check_shapes(path, stock(config), shapes)
 

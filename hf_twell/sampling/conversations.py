@@ -23,7 +23,7 @@ class Turns:
         ValueError: no chat template, or one that does not write the words once, as they are, and a special token after.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         text = render(tokenizer, [{"role": "user", "content": MARK}], add_generation_prompt=True)
         if text.count(MARK) != 1:
             raise ValueError(f"the chat template writes a user's words {text.count(MARK)} times, not once")

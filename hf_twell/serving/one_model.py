@@ -169,7 +169,7 @@ class _Held:
         stopped: whether one was found; nothing follows it.
     """
 
-    def __init__(self, stops: Sequence[str]):
+    def __init__(self, stops: Sequence[str]) -> None:
         self.stopped = False
         self._stops, self._text = stops, ""
 

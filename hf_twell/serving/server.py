@@ -50,7 +50,7 @@ def serve(app: "FastAPI", listener: socket.socket, on_ready: Callable[[], None],
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None], on_stop: Callable[[], None]):
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None], on_stop: Callable[[], None]) -> None:
         super().__init__(config)
         self.on_ready, self.on_stop = on_ready, on_stop
 

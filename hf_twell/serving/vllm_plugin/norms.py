@@ -24,7 +24,7 @@ from hf_twell.dispatch.key import HOPPER, device_class
 class AddRmsNorm(nn.Module):
     """Formula: s = x + residual; y = s / sqrt(mean(s^2) + epsilon) * weight. Shapes: (..., D); returns y and s."""
 
-    def __init__(self, stock: RMSNorm):
+    def __init__(self, stock: RMSNorm) -> None:
         super().__init__()
         self.weight, self.epsilon = stock.weight, stock.variance_epsilon
 
