@@ -1,7 +1,6 @@
 """Sparse ReLU feed-forward blocks for Hugging Face language models."""
 
 import importlib
-from typing import Any
 
 __version__ = "0.1.0"
 
@@ -29,7 +28,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name):  # without hints, as typing would be imported for them
     if name == "ops":
         return importlib.import_module("hf_twell.ops")
     if name not in _MODULE_OF:

@@ -1,11 +1,9 @@
 """The feed-forward operator: what it computes (`ffn`), its backends, and how they are built."""
 
-from typing import Any
-
 __all__ = ["ffn"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name):  # without hints, as typing would be imported for them
     if name == "ffn":  # at first use, so that `hf-twell --help` does not wait for PyTorch
         from hf_twell.ops.api import ffn
 
