@@ -28,7 +28,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def __getattr__(name: str):
+def __getattr__(name):  # without hints, as typing would be imported for them
     if name == "ops":
         return importlib.import_module("hf_twell.ops")
     if name not in _MODULE_OF:

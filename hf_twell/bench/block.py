@@ -1,6 +1,7 @@
 """What `hf-twell bench ffn` measures: correctness first, then interleaved medians against the dense alternatives."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -148,7 +149,7 @@ def _measure(variants, xs, weights, active, captured, repeats, energy, report) -
     for turn in range(0 if captured else sets):
         once("sparse", turn)  # a block's first call looks at its density
     times = interleaved_ms({name: timed(name) for name in names}, repeats, device, head_start=True, report=report)
-    result = {
+    result: dict[str, Any] = {
         "timed": f"captured graph of {len(xs)} blocks" if captured else "single calls",
         "took": taken(blocks[0], xs[0]),
         "down_stored_by": "columns" if by_columns else "rows",

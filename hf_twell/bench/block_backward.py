@@ -6,6 +6,8 @@ an optimizer step.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -82,10 +84,10 @@ def measure_backward(
             torch.cuda.synchronize(device)  # what the block learns of its density has arrived
     wide = wider_dtype(x.dtype)
     wide_leaves = [tensor.detach().to(wide).requires_grad_() for tensor in (x, *weights)]
-    truth = _with_gradients(lambda: dense(*wide_leaves, l1_scale), wide_leaves, grad_y.to(wide))
+    truth = _with_gradients(lambda: dense(*[*wide_leaves, l1_scale]), wide_leaves, grad_y.to(wide))
     errors = check_block({name: outputs(name) for name in names}, truth, x.dtype, len(x), pairs)
     truth = wide_leaves = None  # gigabytes, which no measurement below should find
-    result = {
+    result: dict[str, Any] = {
         "timed": "single calls",
         "took": "kernels" if kernel_calls(forward("sparse")) else "plain matmuls",
         "l1_scale": L1_SCALE,
@@ -100,7 +102,7 @@ def measure_backward(
             result[f"{name}_held_mib"] = held_mib(lambda name=name: forward(name), device)
             result[f"{name}_peak_mib"] = peak_mib(lambda name=name: step(name), device)
         if energy:
-            millijoules_of_step = millijoules(lambda turn, name=name: prepared_step(name, turn), device)
+            millijoules_of_step = millijoules(partial(prepared_step, name), device)
             result[f"{name}_mj_per_token"] = millijoules_of_step / len(x)
     return result
 

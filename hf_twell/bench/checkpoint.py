@@ -4,6 +4,7 @@ Its sparse blocks stand beside the same weights in stock code; results are check
 """
 
 import copy
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -75,7 +76,13 @@ def bench_checkpoint_generate(
     """
     text = passages(ids, batch, model_context(model, PROMPT_TOKENS + new_tokens)).to(model.device)
     dense = unpatch(copy.deepcopy(model))
-    options = {"repeats": repeats, "compile": compile, "energy": energy, "steps_only": steps_only, "report": report}
+    options: dict[str, Any] = {
+        "repeats": repeats,
+        "compile": compile,
+        "energy": energy,
+        "steps_only": steps_only,
+        "report": report,
+    }
     row = {
         "bench": "generate",
         "batch": batch,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 # What the config says of the values, the largest of them, and its name of the format.
 KINDS = {
@@ -13,7 +14,9 @@ KINDS = {
 }
 
 
-def quantize_folder(model, folder: str | Path, kind: str, part: str = "_proj", ignore: tuple = ("lm_head",)) -> None:
+def quantize_folder(
+    model: PreTrainedModel, folder: str | Path, kind: str, part: str = "_proj", ignore: tuple[str, ...] = ("lm_head",)
+) -> None:
     """Quantize the stock checkpoint of `model` in `folder`: one scale for each row, tokens quantized as they come.
 
     Formula: scale_n = max_k |w_nk| / 127 (fp8: 448), in w's dtype; value_nk = w_nk / scale_n, rounded.

@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, StaticCache
@@ -30,7 +31,7 @@ def bench_generate(
     energy: bool = False,
     steps_only: bool = False,
     report: Report = silent,
-    **shape,
+    **shape: int,
 ) -> dict:
     """Greedy decoding of workload text, dense and sparse in turns: tokens per second, and one step's own time.
 
@@ -53,7 +54,13 @@ def bench_generate(
     held_out = make_text(model.config.vocab_size, 8 if device.type == "cuda" else 4, 1024, seed=2, device=device)
     description = describe(model, dense, held_out, l0, distinct, dtype)
     text, decoded = _typical_texts(dense, batch, PROMPT_TOKENS + new_tokens, l0, device)
-    options = {"repeats": repeats, "compile": compile, "energy": energy, "steps_only": steps_only, "report": report}
+    options: dict[str, Any] = {
+        "repeats": repeats,
+        "compile": compile,
+        "energy": energy,
+        "steps_only": steps_only,
+        "report": report,
+    }
     return {
         "bench": "generate",
         "batch": batch,
@@ -94,12 +101,12 @@ def time_generate(
     outputs |= {name: step.logits() for name, step in steps.items()}
     errors = check_logits(outputs, truth)
     del outputs, truth
-    times = {name: [] for name in steps}
+    turns: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(repeats + 1):
         for name, step in steps.items():
             report("timing", f"{name}, turn {turn + 1} of {repeats + 1}")
-            times[name].append(step.milliseconds())
-    times = {name: statistics.median(values[1:]) for name, values in times.items()}
+            turns[name].append(step.milliseconds())
+    times = {name: statistics.median(values[1:]) for name, values in turns.items()}
     joules = {f"{name}_mj_per_token": step.millijoules() / batch for name, step in steps.items() if energy}
     steps.clear()
     torch._dynamo.reset()
@@ -126,7 +133,7 @@ def time_generate(
 class _Step:
     """One decoding step over a static cache, fed with the tokens of a text one position after the other."""
 
-    def __init__(self, model, function, text):
+    def __init__(self, model, function, text) -> None:
         self.text, self.device = text, text.device
         # Warming up before the capture goes a few positions further than the text.
         self.cache = StaticCache(config=model.config, max_cache_len=text.shape[1] + 4)
@@ -167,7 +174,8 @@ def _generate(models, text, compile, repeats, report) -> tuple[dict, dict]:
     if text.device.type == "cuda":
         options |= {"cache_implementation": "static", "disable_compile": not compile}
         warm_up = 2
-    seconds, tokens = {name: [] for name in models}, {}
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    tokens = {}
     for turn in range(repeats + warm_up):
         for name, model in models.items():
             report("timing generate,", f"{name}, turn {turn + 1} of {repeats + warm_up}")

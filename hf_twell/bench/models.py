@@ -29,7 +29,7 @@ def bench_prefill(
     compile: bool = True,
     energy: bool = False,
     report: Report = silent,
-    **shape,
+    **shape: int,
 ) -> dict:
     """One forward pass over a batch of workload text, logits of the last position alone, no key-value cache kept.
 

@@ -96,7 +96,7 @@ class Prompts:
         text: whose passages are taken; None for random words, whose activity is no real text's.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", text: str | None = None):
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", text: str | None = None) -> None:
         self.tokenizer, self.from_text = tokenizer, text is not None
         self.words = text.split() if text is not None else _vocabulary(tokenizer)
         if not self.words:

@@ -42,7 +42,7 @@ class Server:
         context: how many tokens it takes, where it says so.
     """
 
-    def __init__(self, name: str, process: subprocess.Popen, port: int, log: Path, tell: Callable[[str], None]):
+    def __init__(self, name: str, process: subprocess.Popen, port: int, log: Path, tell: Callable[[str], None]) -> None:
         self.name, self.process, self.port, self.log, self.tell = name, process, port, log, tell
 
     def wait_until_ready(self, report: Report = silent) -> None:

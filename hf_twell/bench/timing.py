@@ -3,7 +3,8 @@
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ class Captured:
     Elsewhere than on CUDA it simply calls the function.
     """
 
-    def __init__(self, function: Callable, device: torch.device):
+    def __init__(self, function: Callable, device: torch.device) -> None:
         self.function, self.graph = function, None
         if device.type != "cuda":
             return
@@ -35,7 +36,7 @@ class Captured:
         with torch.cuda.graph(self.graph):
             self.result = function()
 
-    def __call__(self):
+    def __call__(self) -> Any:
         if self.graph is None:
             return self.function()
         self.graph.replay()
@@ -43,7 +44,7 @@ class Captured:
 
 
 def interleaved_ms(
-    calls: dict[str, Callable[[int], object]],
+    calls: Mapping[str, Callable[[int], object]],
     repeats: int,
     device: torch.device,
     prepare: Callable[[str, int], object] = lambda name, turn: None,
@@ -70,7 +71,7 @@ def interleaved_ms(
 
 
 def _wall_times(calls, turns, prepare, report):
-    times = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(turns):
         for name, call in calls.items():
             report("timing", f"{name}, turn {turn + 1} of {turns}")
@@ -83,7 +84,7 @@ def _wall_times(calls, turns, prepare, report):
 
 def _event_times(calls, turns, device, prepare, head_start):
     scratch = torch.zeros(FLUSH_BYTES // 4, device=device)
-    pairs = {name: [] for name in calls}
+    pairs: dict[str, list[tuple]] = {name: [] for name in calls}
     for turn in range(turns):
         for name, call in calls.items():
             prepare(name, turn)

@@ -34,7 +34,7 @@ def bench_train(
     compile: bool = True,
     energy: bool = False,
     report: Report = silent,
-    **shape,
+    **shape: int,
 ) -> dict:
     """One optimizer step of one micro-batch of workload text: forward, loss, backward, AdamW, gradients set to None.
 
@@ -115,13 +115,13 @@ def bench_train(
 class _Step:
     """One variant's training step."""
 
-    def __init__(self, model, text, optimizer, compiled=False):
+    def __init__(self, model, text, optimizer, compiled=False) -> None:
         self.model, self.optimizer, self.compiled = model, optimizer, compiled
         self.batch = {"input_ids": text, "labels": text}
         # Without weight until its gradients have been compared with those of dense variants.
         self.penalty = L1Penalty(model, 0.0) if sparse_ffns(model) else None
 
-    def __call__(self):
+    def __call__(self) -> None:
         self.gradients()
         self.optimizer.step()
         self.clear()
@@ -226,7 +226,7 @@ def _gradient_errors(model, truth) -> dict[str, float]:
 
     Vectors stay out: in their few elements, which are sums over all tokens, the order of summation shows.
     """
-    sums = defaultdict(lambda: [0.0, 0.0])
+    sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
             both, wanted = sums[name.split(".")[-2]], truth[name].to(parameter.device)

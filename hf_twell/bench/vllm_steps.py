@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hf_twell.bench.progress import silent
+from hf_twell.bench.progress import Report, silent
 
 SIDES = ("dense", "sparse")
 PROFILED_TOKENS, PROFILED_PREFILLS, WARM_UP_TOKENS = 48, 3, 16
@@ -57,7 +57,7 @@ def context_of(length: int, prompt_tokens: int, new_tokens: int) -> int:
     return max(length, prompt_tokens + max(new_tokens, PROFILED_TOKENS)) + 1
 
 
-def bench_vllm(loads: Loads, *, steps_only: bool = False, report=silent) -> Iterator[dict]:
+def bench_vllm(loads: Loads, *, steps_only: bool = False, report: Report = silent) -> Iterator[dict]:
     """A row of each side for each load; dense ones first.
 
     Raises:
@@ -209,10 +209,11 @@ def kernels_us(steps: list[list[tuple[float, float, str]]], most: int = 24) -> l
 
     One that starts beside the kernel ahead counts its wait for that one, so their sum may exceed the step.
     """
-    count, total = Counter(), Counter()
+    count: Counter[str] = Counter()
+    total: Counter[str] = Counter()
     for start, end, name in itertools.chain.from_iterable(steps):
         count[name] += 1
-        total[name] += end - start
+        total[name] += end - start  # type: ignore[assignment]
     return [
         {"kernel": name[:120], "count": round(count[name] / len(steps), 2), "us": round(us / len(steps), 2)}
         for name, us in total.most_common(most)

@@ -2,8 +2,9 @@
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -56,7 +57,7 @@ class FfnSite(NamedTuple):
         return getattr(self.module, getattr(self.form, which))
 
     @property
-    def activation(self):
+    def activation(self) -> nn.Module:
         return getattr(self.module, self.form.activation)
 
     @property
@@ -81,7 +82,7 @@ def find_ffns(model: nn.Module) -> list[FfnSite]:
         raise ValueError(
             f"{type(model).__name__} is no Transformers model; load one with from_pretrained. {SUPPORTED}."
         )
-    sites = []
+    sites: list[FfnSite] = []
     for name, module in _decoder_modules(model):
         if "_orig_mod" in module._modules or any(name.startswith(site.name + ".") for site in sites):
             continue  # what torch.compile wraps around a module, or a part of a block that was found
@@ -113,28 +114,28 @@ def activation_keys(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[st
 def other_activations(config: PreTrainedConfig) -> set[str]:
     """The activations besides ReLU that a model's config names for its blocks."""
     config = config.get_text_config()
-    return {getattr(config, key, None) for key in ACTIVATION_KEYS} - {"relu", None}
+    return {name for key in ACTIVATION_KEYS if (name := getattr(config, key, None)) not in ("relu", None)}
 
 
-def loading_class(config: Mapping) -> type:
+def loading_class(config: Mapping) -> type[PreTrainedModel | AutoModelForCausalLM]:
     """What loads a checkpoint with this config.json: the stock class of another task, or AutoModelForCausalLM."""
     name = (config.get("architectures") or [""])[0]
-    cls = getattr(transformers, name, None)
+    cls: Any = getattr(transformers, name, None)
     stock = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
     return cls if stock and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else AutoModelForCausalLM
 
 
-def stock_class(module: nn.Module) -> type:
+def stock_class(module: nn.Module) -> type[nn.Module]:
     """The module's own class, without the subclass that `sparsify` gives it."""
     return getattr(type(module), "stock_class", type(module))
 
 
-def input_name(cls: type) -> str:
+def input_name(cls: type[nn.Module]) -> str:
     """What a block's class calls the hidden states that its forward takes."""
     return list(inspect.signature(cls.forward).parameters)[1]  # after self
 
 
-def only_input(ffn: nn.Module, x, named: dict):
+def only_input(ffn: nn.Module, x: torch.Tensor | None, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The hidden states of a sparse block's call that gave them by their name in the stock block.
 
     Raises:
@@ -145,7 +146,7 @@ def only_input(ffn: nn.Module, x, named: dict):
     return named[ffn.twell_input]
 
 
-def base_layer(linear):
+def base_layer(linear: nn.Module) -> nn.Module:
     """What an adapter (LoRA) wraps, or what PEFT's `modules_to_save` trains a copy of; else the linear itself."""
     if "modules_to_save" in getattr(linear, "_modules", ()):
         linear = linear.original_module
@@ -172,11 +173,11 @@ def _form_of(module: nn.Module) -> FfnForm | None:
     return None
 
 
-def _is_linear(module) -> bool:
+def _is_linear(module: nn.Module) -> bool:
     return isinstance(base_layer(module), nn.Linear)
 
 
-def _check_complete(model, sites):
+def _check_complete(model: nn.Module, sites: list[FfnSite]) -> None:
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     if sites and layers in (None, len(sites)):
         return
@@ -197,7 +198,7 @@ def _check_complete(model, sites):
     raise ValueError(f"{type(model).__name__} has {layers} layers but {blocks}{where}. {advice}")
 
 
-def _shared(model, sites) -> tuple[str, str] | None:
+def _shared(model: nn.Module, sites: list[FfnSite]) -> tuple[str, str] | None:
     """Two names of one block, where there is such a block: the second is that of its site."""
     names = {site.module: site.name for site in sites}
     every_name = _decoder_modules(model, every_name=True)

@@ -19,7 +19,7 @@ def token_weight(batch: Mapping) -> torch.Tensor | None:
     return (mask != 0).float()
 
 
-def check_one_stream(model) -> None:
+def check_one_stream(model: torch.nn.Module) -> None:
     """Refuse an encoder-decoder, whose batches' `input_ids` and `attention_mask` are the encoder's.
 
     Raises:
@@ -45,7 +45,7 @@ def batch_size_tokens(batch: Mapping) -> int:
     raise ValueError(f"the batch has keys {sorted(batch)}; expected input_ids or inputs_embeds to count tokens")
 
 
-def _check_tensor(name: str, value) -> None:
+def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, torch.Tensor):
         raise ValueError(
             f'{name} is a {type(value).__name__}, not a tensor; call the tokenizer with return_tensors="pt"'

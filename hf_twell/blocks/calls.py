@@ -6,6 +6,7 @@ token's kernels. So a call first makes sure that every answer is still the last 
 """
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,6 +19,9 @@ from hf_twell.dispatch.activity import EVERY_CPU_CALLS, UNKNOWN, Activity
 from hf_twell.dispatch.choose import Way, answers, choose, problem, too_small, training_problem
 from hf_twell.dispatch.key import CallKey, key_of
 from hf_twell.ops import api
+
+if TYPE_CHECKING:  # it imports this
+    from hf_twell.blocks.modeling import SparseFfn
 
 # Bound here: in torch's own large tables each look-up costs a walk through memory.
 _grad_enabled, _autocast_enabled = torch.is_grad_enabled, torch.is_autocast_enabled
@@ -37,7 +41,7 @@ class LastCall:
         *("sizes", "type", "weights"),
     )
 
-    def __init__(self, ffn, x, operands: Operands, way: Way):
+    def __init__(self, ffn: "SparseFfn", x: torch.Tensor, operands: Operands, way: Way) -> None:
         self.block, self.settings, self.backend, self.form = type(ffn), ffn.twell, ffn.twell.backend, ffn.twell.form
         self.forward, self.kernels = self.block.forward, torch.ops.hf_twell.infer if way == "kernels" else None
         self.shape, self.dtype, self.device, self.type = x.shape, x.dtype, x.get_device(), x.device.type
@@ -46,11 +50,11 @@ class LastCall:
         self.kind = type(ffn._modules[self.form.up]._parameters.get("weight"))
         self.weights, self.sizes = operands.w_up.dtype, (operands.w_up.shape, operands.w_up.shape[::-1])
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return type(None), ()
 
 
-def repeat(ffn, x):
+def repeat(ffn: "SparseFfn", x: torch.Tensor) -> torch.Tensor | None:
     """The block's y, where all is as its last call left it and its density need not be looked at; else None."""
     own = ffn.__dict__
     state, block = own["twell_state"], type(ffn)
@@ -96,10 +100,14 @@ def repeat(ffn, x):
     ):
         return None
     kind, dtype, device, form, (rows, columns) = last.kind, last.dtype, last.device, last.form, last.sizes
-    weights, biases, scales = [], [], []
+    weights: list[Any] = []
+    biases: list[torch.Tensor | None] = []
+    scales: list[torch.Tensor | None] = []
     for name, shape in ((form.up, rows), (form.down, columns), (form.gate, rows)):
         if name is None:
-            weights.append(None), biases.append(None), scales.append(None)
+            weights.append(None)
+            biases.append(None)
+            scales.append(None)
             continue
         linear = modules[name]
         if type(linear) is not _Linear:
@@ -123,13 +131,15 @@ def repeat(ffn, x):
             return None
         if bias is not None and (bias.dtype is not dtype or bias.shape != shape[:1] or bias.get_device() != device):
             return None
-        weights.append(weight), biases.append(bias), scales.append(scale)
+        weights.append(weight)
+        biases.append(bias)
+        scales.append(scale)
     weights[1] = weights[1].detach()  # another thread may give the parameter new memory while this one computes
     state.recent.look_in -= 1
     return last.kernels(x, *weights, *biases, *scales)
 
 
-def remember(ffn, x, operands: Operands, key: CallKey, way: Way) -> None:
+def remember(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKey, way: Way) -> None:
     """Keep what a call has found out, if later ones can go by it."""
     if key.compiled or _grad_enabled() or ffn.training or x.numel() == 0 or type(x) is not _Tensor:
         return
@@ -141,12 +151,8 @@ def remember(ffn, x, operands: Operands, key: CallKey, way: Way) -> None:
         ffn.twell_state.last_call = LastCall(ffn, x, operands, way)
 
 
-def settle(ffn, x, operands: Operands) -> tuple[CallKey, Way]:
-    """Bring down_proj's memory into the order that a call wants, and choose its way.
-
-    Args:
-        ffn: a `hf_twell.blocks.modeling.SparseFfn`.
-    """
+def settle(ffn: "SparseFfn", x: torch.Tensor, operands: Operands) -> tuple[CallKey, Way]:
+    """Bring down_proj's memory into the order that a call wants, and choose its way."""
     key = _key(ffn, x, operands)
     activity = _activity(ffn, x, operands, key)
     state = ffn.twell_state
@@ -158,7 +164,7 @@ def settle(ffn, x, operands: Operands) -> tuple[CallKey, Way]:
     return key, way
 
 
-def takes_kernels(ffn, x: torch.Tensor) -> bool:
+def takes_kernels(ffn: "SparseFfn", x: torch.Tensor) -> bool:
     """Whether a block would go by kernels with x after the calls it has seen."""
     if api.resolve(ffn.twell.backend, x.device.type) == "reference":  # asked for, or no kernels could be had
         return False
@@ -185,7 +191,7 @@ def store_density(ffns: Iterable[nn.Module], density: Sequence[float] | None) ->
             ffn.twell.answers = answers(key, share)
 
 
-def _key(ffn, x, operands) -> CallKey:
+def _key(ffn: "SparseFfn", x: torch.Tensor, operands: Operands) -> CallKey:
     scaled = operands.s_up is not None
     quantize_x = scaled and quantizes_x(ffn._modules[ffn.twell.form.up])
     known = {"quantize_x": quantize_x, "asked": ffn.twell.backend != "auto"}
@@ -196,7 +202,7 @@ def _key(ffn, x, operands) -> CallKey:
     return key if kernels_train or not key.training else key._replace(training=False)
 
 
-def _learns(ffn, x) -> bool:
+def _learns(ffn: "SparseFfn", x: torch.Tensor) -> bool:
     """Whether there is something to learn here."""
     if not (torch.is_grad_enabled() or ffn.training):
         return False
@@ -204,7 +210,7 @@ def _learns(ffn, x) -> bool:
     return x.requires_grad or any(weight.requires_grad for weight in weights)
 
 
-def _activity(ffn, x, operands, key) -> Activity:
+def _activity(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKey) -> Activity:
     """What is known of the activity of a call: counted or sampled in steps, stored, or sampled now and then."""
     recent, on_gpu = ffn.twell_state.recent, key.device == "cuda"
     weight, bias, scale = first_of(operands)

@@ -34,7 +34,7 @@ def settle_down(ffn: torch.nn.Module, weight: torch.Tensor, x: torch.Tensor, den
         _settle_evaluated(ffn, weight, x, density)
 
 
-def _settle_evaluated(ffn, weight, x, density) -> None:
+def _settle_evaluated(ffn: torch.nn.Module, weight: torch.Tensor, x: torch.Tensor, density: float | None) -> None:
     if x.is_cuda:
         # At any density: kernels would transpose rows in every call, dense matmuls read either order equally fast, and
         # sampling the density here would wait for the device.

@@ -2,12 +2,13 @@
 
 import functools
 from dataclasses import dataclass, field, replace
+from typing import Any, Self, SupportsIndex
 
 import torch
 from torch import nn
 
 from hf_twell.blocks import calls
-from hf_twell.blocks.architectures import FfnForm, input_name, only_input
+from hf_twell.blocks.architectures import FfnForm, FfnSite, input_name, only_input
 from hf_twell.blocks.layout import restore_down
 from hf_twell.blocks.operands import (
     Operands,
@@ -89,7 +90,7 @@ class SparseFfn(nn.Module):
     twell: FfnSettings
     twell_state: FfnState
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
             y = calls.repeat(self, args[0])
             if y is not None:
@@ -100,7 +101,8 @@ class SparseFfn(nn.Module):
         # The forward that replaced ours calls it (Accelerate's hooks, wrappers, compilers) or does not (Liger's SwiGLU,
         # which computes SiLU). The mark is of this call alone, as other threads may be in theirs, and a list because
         # Dynamo cannot make an object().
-        state, mark = self.twell_state, []
+        state = self.twell_state
+        mark: list = []
         state.awaited = mark
         try:
             y = super().__call__(*args, **kwargs)
@@ -115,12 +117,12 @@ class SparseFfn(nn.Module):
             )
         return y
 
-    def train(self, mode=True):
+    def train(self, mode: bool = True) -> Self:
         if mode:  # a compiled forward does not, and fused optimizers pair weights with states of the stock order
             restore_down(self)
         return super().train(mode)
 
-    def forward(self, x=None, **named):
+    def forward(self, x: torch.Tensor | None = None, **named: torch.Tensor) -> torch.Tensor:
         if x is None or named:
             x = only_input(self, x, named)
         state = self.twell_state
@@ -136,7 +138,7 @@ class SparseFfn(nn.Module):
         operands = None if l1 is not None and l1.counts else self._operands(x)
         return self._through_submodules(x, l1) if operands is None else self._compute(x, l1, operands)
 
-    def _operands(self, x) -> Operands | None:
+    def _operands(self, x: torch.Tensor) -> Operands | None:
         """What computes the block beside x; None where only its submodules can, hooked or replaced as they may be."""
         if _all_modules_are_hooked() or not _is_bare_relu(self._modules[self.twell.form.activation]):
             return None
@@ -154,14 +156,14 @@ class SparseFfn(nn.Module):
                 return None
         return operands
 
-    def _compute(self, x, l1, operands):
+    def _compute(self, x: torch.Tensor, l1: L1Inputs | None, operands: Operands) -> torch.Tensor:
         key, way = calls.settle(self, x, operands)
         if way == "submodules":
             calls.remember(self, x, operands, key, way)
             return self._through_submodules(x, l1)
         w_down = operands.w_down if key.compiled else _held(operands.w_down, x, self.training)
         weights = operands.w_up, w_down, operands.w_gate
-        options = {"b_up": operands.b_up, "b_down": operands.b_down, "b_gate": operands.b_gate}
+        options: dict[str, Any] = {"b_up": operands.b_up, "b_down": operands.b_down, "b_gate": operands.b_gate}
         if l1 is not None:
             options |= {"l1_scale": l1.scale, "token_weight": l1.token_weight, "tally": l1.tally}
         if way == "dense":
@@ -175,7 +177,7 @@ class SparseFfn(nn.Module):
         calls.remember(self, x, operands, key, way)
         return y
 
-    def _through_submodules(self, x, l1):
+    def _through_submodules(self, x: torch.Tensor, l1: L1Inputs | None) -> torch.Tensor:
         """Adapters, hooks and replaced linears or activations all count here."""
         form = self.twell.form
         activation, up, down = getattr(self, form.activation), getattr(self, form.up), getattr(self, form.down)
@@ -187,16 +189,17 @@ class SparseFfn(nn.Module):
             check_whole(h, len(l1.tally) - 1, self.twell)
             h = reference.inject_l1(h, None if l1.counts else l1.scale, l1.token_weight, l1.tally)
         if torch.compiler.is_compiling() and not reads_any_order(down):
-            values, bias, scale = quantized_parameters(down)
+            read: Any = quantized_parameters(down)
+            values, bias, scale = read
             return reference.linear(h, values, scale, bias)
         return linear_of(down, h)
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         # The subclass is made at run time, so pickle and deepcopy rebuild it from the class it was made of.
         return _new_instance, (self.stock_class,), self.__dict__.copy()
 
 
-def _held(w_down, x, training: bool):
+def _held(w_down: torch.Tensor, x: torch.Tensor, training: bool) -> torch.Tensor:
     """The same weight, whose memory stays while another thread gives the parameter new one."""
     if not torch.is_grad_enabled():
         # Autocast knows its cast of a parameter by the parameter itself.
@@ -205,7 +208,7 @@ def _held(w_down, x, training: bool):
     return w_down.view_as(w_down) if x.is_cpu and not training else w_down  # until its backward, too
 
 
-def _is_bare_relu(activation) -> bool:
+def _is_bare_relu(activation: nn.Module) -> bool:
     """Whether it computes ReLU unwatched: nobody has put in another one, replaced its forward or hooked it."""
     return type(activation) is nn.ReLU and not is_hooked(nn.ReLU, activation)
 
@@ -236,7 +239,7 @@ def _check_tokens(ffn: SparseFfn, shape: torch.Size, l1: L1Inputs) -> None:
 
 
 @functools.cache
-def sparse_class(stock_class: type) -> type:
+def sparse_class(stock_class: type) -> type[nn.Module]:
     """The sparse subclass of a feed-forward block's class; always the same one for the same class."""
     doc = f"{stock_class.__name__} computed over its active neurons."
     attributes = {"stock_class": stock_class, "twell_input": input_name(stock_class), "__doc__": doc}
@@ -244,11 +247,11 @@ def sparse_class(stock_class: type) -> type:
 
 
 def _new_instance(stock_class: type) -> nn.Module:
-    cls = sparse_class(stock_class)
+    cls: Any = sparse_class(stock_class)
     return cls.__new__(cls)
 
 
-def check_whole(h: torch.Tensor, width: int, block) -> None:
+def check_whole(h: torch.Tensor, width: int, block: FfnSettings | FfnSite) -> None:
     """Refuse the part of a block's h (..., F) that tensor parallelism leaves to one process.
 
     Args:

@@ -1,10 +1,14 @@
 """A projection's weight as the operator takes it: a plain one, or torchao's 8-bit values and their scales."""
 
 import types
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:  # nothing here needs Transformers
+    from hf_twell.blocks.architectures import FfnForm
 
 # torchao's classes whose values some kernel reads: of which type these are, and on which devices it does.
 _READ = {
@@ -37,7 +41,9 @@ def first_of(operands: Operands) -> tuple:
     return operands.w_gate, operands.b_gate, operands.s_gate
 
 
-def operands_of(modules: dict, form, read) -> Operands | None:
+def operands_of(
+    modules: Mapping[str, nn.Module], form: "FfnForm", read: Callable[[nn.Module], tuple | None]
+) -> Operands | None:
     """What `read`, one of the two functions below, gives of up, down and gate; None unless it reads all of them."""
     up, down = read(modules[form.up]), read(modules[form.down])
     gate = (None, None, None) if form.gate is None else read(modules[form.gate])
@@ -51,7 +57,7 @@ def operands_of(modules: dict, form, read) -> Operands | None:
 # These run in every call, and what they read is read again by the guards of a compiled model: 28 layers had guards of
 # 0.4 ms a call, where stock blocks have 0.24, and have 0.33 now. So no more is read than decides, and of attributes
 # only a module's own: its parameters as attributes would take an uncompiled call as long as a small matmul.
-def plain_parameters(linear: nn.Module):
+def plain_parameters(linear: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """(weight, bias) where the projection is what they say; else None."""
     parameters = linear._parameters
     weight = parameters.get("weight")
@@ -66,7 +72,7 @@ def plain_parameters(linear: nn.Module):
     return (weight, parameters["bias"]) if plain else None
 
 
-def quantized_parameters(linear: nn.Module):
+def quantized_parameters(linear: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] | None:
     """(values (N, K), bias, float32 scales (N, 1)) of a weight that torchao has quantized by rows; else None.
 
     By its Int8WeightOnlyConfig or, on CUDA, its Float8WeightOnlyConfig or Float8DynamicActivationFloat8WeightConfig
@@ -79,8 +85,8 @@ def quantized_parameters(linear: nn.Module):
     return None if held is None else (held[0], parameters["bias"], held[1])
 
 
-def quantized_values(weight):
-    """(values, scales) of a tensor of torchao's that kernels read on its device; else None.
+def quantized_values(weight: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(values, scales) of a weight that is a tensor of torchao's and that kernels read on its device; else None.
 
     It has one float32 scale a row, and leaves x as it is, or asks for e4m3 with a scale a token.
     """
@@ -97,7 +103,7 @@ def quantized_values(weight):
     return (values, scale) if read else None
 
 
-def _by_token(asked) -> bool:
+def _by_token(asked: Any) -> bool:
     """Whether what torchao is to do with x is what `hf_twell.ops.ffn` does with `quantize_x`."""
     rows = type(asked.granularity).__name__ == "PerRow" and asked.granularity.dim == -1
     bounds = asked.hp_value_lb is not None or asked.hp_value_ub is not None
@@ -124,7 +130,7 @@ def linear_of(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     A token without active neurons is such a row of down's input.
     """
     y = linear(x)
-    weight = linear._parameters.get("weight") if type(linear) is nn.Linear else None
+    weight: Any = linear._parameters.get("weight") if type(linear) is nn.Linear else None
     if type(weight).__name__ != "Float8Tensor" or weight.act_quant_kwargs is None:
         return y
     bias = linear._parameters["bias"]
@@ -138,7 +144,7 @@ def reads_any_order(linear: nn.Module) -> bool:
     return held is None or held[0].dtype != torch.int8 or held[0].is_contiguous()
 
 
-def is_hooked(cls: type, module: nn.Module) -> bool:
+def is_hooked(cls: type[nn.Module], module: nn.Module) -> bool:
     """Whether calling a module of this class, one of `OWN_FORWARDS`, does anything but what PyTorch's own does."""
     if not has_forward_of(cls, module) or cls.forward is not OWN_FORWARDS[cls]:
         return True
@@ -149,7 +155,7 @@ def is_hooked(cls: type, module: nn.Module) -> bool:
     return bool(len(own["_forward_hooks"]) or len(own["_forward_pre_hooks"]))
 
 
-def has_forward_of(cls: type, module: nn.Module) -> bool:
+def has_forward_of(cls: type[nn.Module], module: nn.Module) -> bool:
     """Whether the module's forward is its class's `cls.forward`: nobody has put another one on the instance."""
     if torch.compiler.is_compiling():  # where a dictionary's keys are not guarded either, but attributes are
         forward = module.forward

@@ -21,6 +21,7 @@ import contextlib
 import itertools
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -149,7 +150,9 @@ def _add_output_options(parser):
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
-_MODES = {  # what each measures, and the options that it alone reads
+_MODES: dict[
+    str, tuple[str, Callable[[argparse.ArgumentParser], None]]
+] = {  # what each measures, and the options that it alone reads
     "ffn": ("one block over tokens and L0", _add_ffn_options),
     "prefill": (
         "one forward pass of a random Llama, calibrated to the workload, or of MODEL",
@@ -191,7 +194,7 @@ def _measure(args, rows: list[dict]) -> None:
 
     from hf_twell.bench.progress import shown_on
 
-    prepare = {"serve": prepare_serve, "vllm": partial(prepare_vllm, check_sizes=_check_sizes)}
+    prepare: dict[str, Callable] = {"serve": prepare_serve, "vllm": partial(prepare_vllm, check_sizes=_check_sizes)}
     make_rows, common = prepare.get(args.what, _prepare)(args)
     output = None
     if args.output:

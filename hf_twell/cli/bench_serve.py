@@ -128,7 +128,8 @@ def _all_servers(args, common, prompts) -> Iterator[dict]:
     from hf_twell.bench.serve import Side
     from hf_twell.bench.serve_process import free_port, serving
 
-    engine, baseline = common["engine"], []  # the first server's answers
+    engine = common["engine"]
+    baseline: list[str] = []  # the first server's answers
     with tempfile.TemporaryDirectory(prefix="hf-twell-bench-") as folder:
         for number, name in itertools.product(range(1, args.rounds + 1), SIDES):
             port, log = free_port(), Path(folder) / f"{name}-{number}.log"

@@ -6,9 +6,13 @@ import itertools
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hf_twell.cli.bench_checkpoint import check_options, load_ids
 from hf_twell.cli.output import DTYPES
+
+if TYPE_CHECKING:
+    from hf_twell.bench.progress import Report
 
 BATCHES = [1, 16, 64, 128]
 
@@ -90,7 +94,9 @@ def _rows(args, common, settings, batches) -> Iterator[dict]:
             yield from (row | described for row in rows)
 
 
-def save_llama(folder: str, args, layers: int, l0: float, count: int, report) -> tuple[dict, list[list[int]]]:
+def save_llama(
+    folder: str, args: argparse.Namespace, layers: int, l0: float, count: int, report: "Report"
+) -> tuple[dict, list[list[int]]]:
     """Save the random Llama of the other modes; what rows tell of it, and `count` prompts as token ids.
 
     In stock form, with each layer's density in the config and without a tokenizer.

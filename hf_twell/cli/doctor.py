@@ -6,6 +6,7 @@ example:
 
 import argparse
 import contextlib
+from typing import Any
 
 from hf_twell.cli.output import print_json
 from hf_twell.files.tables import text_table
@@ -36,7 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    result = {"python": _python(), "packages": _packages(), "devices": _devices(), "backends": _backends()}
+    result: dict[str, Any] = {
+        "python": _python(),
+        "packages": _packages(),
+        "devices": _devices(),
+        "backends": _backends(),
+    }
     if args.json:
         print_json(result)
         return 0

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
 from hf_twell.files.folders import ADAPTER_FILES, KNOWN_FILES
@@ -93,6 +94,10 @@ def sparsity_table(sparsity: dict) -> str:
     return text_table(["feed-forward block", "neurons", "active per token (L0)", "density", "dead"], rows)
 
 
+def _lacks(words: str, record: logging.LogRecord) -> bool:
+    return words not in record.getMessage()
+
+
 def quiet_others() -> None:
     """Leave out what DeepSpeed and torchao, where installed, warn every program of, which asks nothing of them."""
     for name, words in (
@@ -100,4 +105,4 @@ def quiet_others() -> None:
         ("torchao", "Failed to load"),
         ("torch.utils._pytree", "Enum subclass"),
     ):
-        logging.getLogger(name).addFilter(lambda record, words=words: words not in record.getMessage())
+        logging.getLogger(name).addFilter(partial(_lacks, words))

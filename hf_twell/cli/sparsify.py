@@ -11,6 +11,7 @@ examples:
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from hf_twell.cli.output import DTYPES, print_json, sparsity_table, stdout_for_result
 from hf_twell.files.tables import percent
@@ -89,7 +90,7 @@ def _convert(args) -> dict:
         check_ids(model, tokenizer, ids)
         sparsity = hf_twell.measure_sparsity(model, [part[None] for part in ids.split(length)], progress=True)
     # What was recorded of a model that had another activation does not hold of this one.
-    record = {"method": {"step": 0}, "measured": None} if swapped else training_record(args.model)
+    record: dict[str, Any] = {"method": {"step": 0}, "measured": None} if swapped else training_record(args.model)
     if sparsity:
         measured = record["measured"] or {}
         last = "after" if measured.get("after") else "before"

@@ -104,7 +104,7 @@ def _check_formula(site: FfnSite, where: str) -> None:
     cpu = {"device": "cpu", "dtype": torch.float32}
     generator = torch.Generator("cpu").manual_seed(0)
     hidden, intermediate = 8, 24
-    weights: dict[str, torch.Tensor | None] = {}
+    weights: dict[str, Any] = {}
     for key, rows, columns in (
         ("gate", intermediate, hidden),
         ("up", intermediate, hidden),

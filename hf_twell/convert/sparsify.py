@@ -103,7 +103,7 @@ class PushToHub:
     It holds the model weakly: a cycle would keep the weights in memory until the next garbage collection.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
 
     def __call__(self, repo_id: str, **options: Any) -> dict:

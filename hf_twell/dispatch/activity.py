@@ -5,7 +5,7 @@ device and sent to pinned memory, where a later call finds it.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,7 @@ UNKNOWN = Activity()
 class Sample:
     """A tensor's values on their way from the device."""
 
-    def __init__(self, values):
+    def __init__(self, values: torch.Tensor) -> None:
         self._values, self._event = values, None
         if values.is_cuda:
             pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -45,7 +45,7 @@ class Sample:
     def arrived(self) -> bool:
         return self._event is None or self._event.query()
 
-    def values(self):
+    def values(self) -> Any:
         """A number or nested lists of them; waits for them, if they have not arrived."""
         if self._event is not None:
             self._event.synchronize()
@@ -60,15 +60,21 @@ class RecentInputs:
         look_in: how many calls may pass before the next has to look; 0 while a sample is on its way.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.density: float | None = None
         self.look_in = 0
         self._sample: Sample | None = None
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return type(self), ()
 
-    def look(self, x, weight, bias=None, scale=None) -> bool:
+    def look(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> bool:
         """Count a call, and sample its density or read a sample if that is due; whether the density is new.
 
         Args:
@@ -92,7 +98,14 @@ class RecentInputs:
 
 
 @torch.no_grad()
-def active_share(x, w_gate, b_gate, tokens: int, neurons: int, s_gate=None) -> torch.Tensor:
+def active_share(
+    x: torch.Tensor,
+    w_gate: torch.Tensor,
+    b_gate: torch.Tensor | None,
+    tokens: int,
+    neurons: int,
+    s_gate: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Share of active pairs, (), among at most `tokens` of x's tokens and about `neurons` neurons.
 
     Shapes:
@@ -110,6 +123,6 @@ def active_share(x, w_gate, b_gate, tokens: int, neurons: int, s_gate=None) -> t
     return (F.linear(some, weight, bias) > 0).float().mean()
 
 
-def sampled_density(x, w_gate, b_gate=None) -> float:
+def sampled_density(x: torch.Tensor, w_gate: torch.Tensor, b_gate: torch.Tensor | None = None) -> float:
     """`active_share` of a small sample, as a number: tens of microseconds on a CPU."""
     return active_share(x, w_gate, b_gate, CPU_TOKENS, CPU_NEURONS).item()

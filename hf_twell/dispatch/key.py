@@ -2,7 +2,7 @@
 
 import functools
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,7 +45,7 @@ class CallKey(NamedTuple):
     rival: str = "torch"
 
 
-def key_of(x, w_up, w_down, **known) -> CallKey:
+def key_of(x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, **known: Any) -> CallKey:
     """The key of a call with this x (..., D) and these weights, (F, D) and (D, F).
 
     Args:
@@ -55,14 +55,15 @@ def key_of(x, w_up, w_down, **known) -> CallKey:
     # On a GPU the operator is faster all the same, by fewer launches; a compiled graph casts as it computes.
     autocast = x.device.type == "cpu" and not compiled and torch.is_autocast_enabled("cpu")
     kept = autocast and torch.is_autocast_cache_enabled() and w_down.requires_grad
+    device, capability = device_class(x.device.type, x.device.index)
     return CallKey(
-        *device_class(x.device.type, x.device.index), dtype, w_up.dtype, x.numel() // max(hidden, 1), hidden, width,
+        device, capability, dtype, w_up.dtype, x.numel() // max(hidden, 1), hidden, width,
         casts=kept and w_down.dtype == torch.float32 != dtype, compiled=compiled,
         exported=compiled and exports(), **known,
     )  # fmt: skip
 
 
-def dtype_of(x) -> torch.dtype:
+def dtype_of(x: torch.Tensor) -> torch.dtype:
     """What a block computes x in: its own dtype, or autocast's."""
     device = x.device.type
     autocast = torch.is_autocast_enabled(device) and x.dtype != torch.float64  # which autocast leaves alone

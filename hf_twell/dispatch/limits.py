@@ -4,12 +4,13 @@ import functools
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 
 
 @torch.compiler.assume_constant_result
-def limit(name: str):
+def limit(name: str) -> Any:
     """A constant of the header, such as `limit("kMaxHidden")`; of a table its rows, the first number being tokens."""
     return read()[name]
 

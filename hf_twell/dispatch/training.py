@@ -34,7 +34,7 @@ class TrainingChoice:
         traced: whether a compiled graph was made by it: from then on `ModelChoice` sets it, for all blocks at once.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.density: float | None = None
         self.capacity: int | None = None
         self.sparse = False
@@ -43,7 +43,7 @@ class TrainingChoice:
         self._steps = 0
         self._sample: Sample | None = None
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return type(self), ()
 
     def begin_step(self) -> None:
@@ -55,7 +55,9 @@ class TrainingChoice:
         """Whether a forward of this step chose: one that is not compiled."""
         return self._version is not None
 
-    def activity(self, key: CallKey, x, w_gate, b_gate=None) -> Activity:
+    def activity(
+        self, key: CallKey, x: torch.Tensor, w_gate: torch.Tensor, b_gate: torch.Tensor | None = None
+    ) -> Activity:
         """What `choose` goes by, forward and backward.
 
         A compiled graph has the choice that stands when it is traced, and is made anew when that changes. A sample
@@ -108,7 +110,7 @@ class ModelChoice:
     together.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._steps = 0
         self._seen: tuple[list[Block], float, Sample] | None = None
 

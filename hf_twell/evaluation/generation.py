@@ -6,6 +6,7 @@ string. And texts to score are tokenized together, over all cores, where lm-eval
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from lm_eval.models.huggingface import HFLM
@@ -61,7 +62,7 @@ class StopStrings(StoppingCriteria):
         self.window = max(lengths, default=0) + 2
         self.done: list[bool] = []
 
-    def __call__(self, input_ids: torch.LongTensor, scores, **options) -> torch.BoolTensor:
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **options: Any) -> torch.BoolTensor:
         self.done = self.done or [False] * len(input_ids)
         start = max(self.prompt_length, input_ids.shape[1] - self.window)
         for index, row in enumerate(input_ids[:, start:].tolist()):

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -122,12 +123,13 @@ def evaluate(
         if not (tokenizer or model.config._name_or_path):
             raise ValueError("the model comes from no folder that could hold its tokenizer; give the tokenizer too")
         tokenizer = load_tokenizer(tokenizer or model.config._name_or_path)
+    assert not isinstance(tokenizer, str | Path | None)
     if chat_template and not tokenizer.chat_template:
         raise ValueError(f"{tokenizer.name_or_path or 'the tokenizer'} has no chat template; leave --chat-template out")
     if model.get_output_embeddings() is None:
         raise ValueError(f"{type(model).__name__} predicts no tokens; load the model by AutoModelForCausalLM")
 
-    result = {
+    result: dict[str, Any] = {
         **describe(model),
         "batch_size": batch_size,
         "limit": limit,
@@ -142,8 +144,10 @@ def evaluate(
             options["run_code"] = run_code
             result["tasks"] = _run_tasks(model, tokenizer, loaded, files, **options)
         for path, content in documents.items():
-            options = {"batch_size": batch_size, "context": context, "name": Path(path).name}
-            result["text"][path] = text_loss(model, tokenizer, content, **options)
+            name = Path(path).name
+            result["text"][path] = text_loss(
+                model, tokenizer, content, batch_size=batch_size, context=context, name=name
+            )
     return _plain(result)
 
 

@@ -55,6 +55,7 @@ def check_sandbox() -> None:
     Raises:
         ValueError: saying why.
     """
+    how: str | OSError
     try:
         how = _run("") if sys.platform == "linux" else f"{sys.platform} is not Linux"
     except OSError as error:
@@ -84,6 +85,8 @@ def _run(
             command, cwd=folder, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         ) as process,
     ):
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
             process.stdin.write(f"{secret}\n{program}".encode(errors="replace"))
             process.stdin.close()

@@ -60,7 +60,9 @@ def load_tasks(
     if Version(version) < Version("0.4.12"):
         raise ValueError(f"lm-eval {version} is too old: pip install 'lm-eval>=0.4.12'")
     files = _find_files(tasks, data_dir, split) if data_dir is not None else {}
-    examples = {name: _find_examples(name, Path(data_dir), *files[name]) for name in files} if num_fewshot else {}
+    examples = {}
+    if data_dir is not None and num_fewshot:
+        examples = {name: _find_examples(name, Path(data_dir), *files[name]) for name in files}
     if set(tasks) <= set(DATA_FILES):
         # Indexing all of lm-eval's tasks takes seconds.
         root = Path(lm_eval.tasks.__file__).parent
@@ -80,7 +82,7 @@ def load_tasks(
             rows = {name: _local_rows(name, *files[name], examples.get(name)) for name in files}
             # A group with overrides: each task keeps its stock definition and only gets its rows from elsewhere.
             members = [{"task": name, **changes} for name, changes in rows.items() if name not in CODE_TASKS]
-            specs = [{"group": "local files", "task": members}] if members else []
+            specs: list[str | dict] = [{"group": "local files", "task": members}] if members else []
             specs += [name for name in tasks if name not in rows and name not in CODE_TASKS]
             specs += [
                 with_own_metric(manager.task_index[name].cfg) | rows.get(name, {})

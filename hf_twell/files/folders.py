@@ -218,7 +218,7 @@ def full_disks_as_os_errors(path: str | Path) -> Iterator[None]:
         raise OSError(f"could not write {path}; is the disk full? ({reason})") from error
 
 
-def _kept(aside: Path, path: Path, why) -> ValueError:
+def _kept(aside: Path, path: Path, why: object) -> ValueError:
     """Work that is done outlasts its name's being taken."""
     kept = aside.rename(path.with_name(f"{path.name}-{secrets.token_hex(2)}"))
     return ValueError(f"{why}. What was to lie there is in {kept}")
@@ -243,7 +243,7 @@ def _may_be_replaced(path: Path) -> bool:
 
 def _others(path: Path) -> list[str]:
     """What a model's folder holds besides the model, its tokenizer and its adapters."""
-    known = ("*.jinja",) if path.name == CHAT_TEMPLATES else KNOWN_FILES
+    known: tuple[str, ...] = ("*.jinja",) if path.name == CHAT_TEMPLATES else KNOWN_FILES
     known += ADAPTER_FILES if (path / "adapter_config.json").is_file() else ()
     others = []
     for item in sorted(path.iterdir()):

@@ -7,8 +7,9 @@ import codecs
 import json
 import lzma
 from collections.abc import Iterator
+from io import BufferedIOBase
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from hf_twell.files.configs import one_line
 
@@ -60,19 +61,19 @@ def _is_list(begin: bytes) -> bool:
     return begin.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
-def _listed_rows(path: Path, file: BinaryIO) -> Iterator[Row]:
+def _listed_rows(path: Path, file: BufferedIOBase) -> Iterator[Row]:
     for number, values in enumerate(_parsed(file.read(), str(path)), start=1):
         yield _row(f"{path}, row {number}", values)
 
 
-def _lines(path: Path, file: BinaryIO) -> Iterator[Row]:
+def _lines(path: Path, file: BufferedIOBase) -> Iterator[Row]:
     for number, line in enumerate(file, start=1):  # bytes: a text would also be cut at U+2028
         if line.strip():
             place = f"{path}, line {number}"
             yield _row(place, _parsed(line, place, "" if line.endswith(b"\n") else "; the file ends here, cut off"))
 
 
-def _parsed(raw: bytes, place: str, unended: str = ""):
+def _parsed(raw: bytes, place: str, unended: str = "") -> Any:
     try:
         return json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -115,7 +116,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
             raise ValueError(f"{path}{where} cannot be read as Parquet ({reason}); fetch the file again") from error
 
 
-def _row(place: str, values) -> Row:
+def _row(place: str, values: object) -> Row:
     if not isinstance(values, dict):
         raise ValueError(f"{place} is {kind_of(values)}, and must be an object, such as " + '{"text": ...}')
     return Row(place, values)

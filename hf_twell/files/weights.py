@@ -73,7 +73,7 @@ def tensor_shapes(files: list[Path]) -> dict[str, Shape]:
     Raises:
         ValueError: a file that is no whole safetensors file.
     """
-    shapes = {}
+    shapes: dict[str, Shape] = {}
     for path in files:
         try:
             with safe_open(path, "pt") as file:
@@ -156,7 +156,7 @@ def _variant_of(name: str, variant: str | None) -> str:
     return f"{stem}.{variant}.{kind}" if variant else name
 
 
-def _file(path, name: str, hub: dict) -> Path | None:
+def _file(path: str | Path, name: str, hub: dict) -> Path | None:
     found = cached_file(
         str(path),
         name,
@@ -168,7 +168,7 @@ def _file(path, name: str, hub: dict) -> Path | None:
     return Path(found) if found else None
 
 
-def _shard(path, name: str, hub: dict) -> Path:
+def _shard(path: str | Path, name: str, hub: dict) -> Path:
     found = _file(path, name, hub)
     if not found:
         raise ValueError(f"{path} lacks {name}, which its {INDEX} names; fetch the whole model")

@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -33,7 +34,7 @@ def conversion_cost(
     max_tokens: int | None = None,
     densities: Sequence[float] = DENSITIES,
     progress: bool = False,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """The loss of a dense causal language model after the swap to ReLU, and with few neurons, without training.
 
     The swap computes down(relu(z) * up(x)) in every block. The oracle keeps, for each token and in each block, the

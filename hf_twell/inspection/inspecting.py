@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -32,7 +33,7 @@ def inspect_text(
     batch_tokens: int = 4096,
     progress: bool = False,
     stop: Callable[[], bool] = lambda: False,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Activity of a dense or sparse causal language model on text files, as plain data.
 
     The files are read once, piece by piece, in windows of `context` tokens that each start afresh; memory does not
@@ -69,7 +70,8 @@ def inspect_text(
     activity = ModelActivity(sites)
     decoder, device = model.get_decoder(), input_device(model)
     tables = Tables(len(sites), context, model.get_input_embeddings().num_embeddings, device)
-    first = valid = padded = None
+    first = padded = None
+    valid: Any = None
 
     def see(index, h):
         l0, effective = activity.add(index, h.reshape(*valid.shape, h.shape[-1]), valid if padded else None)

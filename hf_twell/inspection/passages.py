@@ -4,6 +4,7 @@ import io
 import lzma
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -55,7 +56,7 @@ def read_pieces(
 
 
 def windows(
-    tokenizer: PreTrainedTokenizerBase, files: Iterable[str | Path], length: int, **options
+    tokenizer: PreTrainedTokenizerBase, files: Iterable[str | Path], length: int, **options: Any
 ) -> Iterator[list[int]]:
     """Windows of at most `length` token ids that hold every token of the files once.
 

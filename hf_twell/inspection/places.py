@@ -1,5 +1,7 @@
 """Activity by position in the window and by vocabulary item, and a passage token by token."""
 
+from typing import Any
+
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -18,7 +20,7 @@ class Tables:
     For each batch: `begin`, then `add_layer` for every layer, then `end`.
     """
 
-    def __init__(self, layers: int, context: int, vocabulary: int, device: torch.device | str = "cpu"):
+    def __init__(self, layers: int, context: int, vocabulary: int, device: torch.device | str = "cpu") -> None:
         def zeros(*shape):
             return torch.zeros(*shape, dtype=torch.float64, device=device)
 
@@ -42,7 +44,7 @@ class Tables:
             value_BS = value_BS.to(self.device).double()
             self.position_sum[which, layer, : value_BS.shape[1]] += value_BS.sum(0)
             self._sum[which] += value_BS
-            if self._keep:
+            if self._keep and self.passage_ids is not None:
                 self.passage[which].append(value_BS[0, : len(self.passage_ids)].cpu())
 
     def end(self) -> None:
@@ -52,8 +54,9 @@ class Tables:
         for which in range(len(_MEASURES)):
             self.item_sum[which].index_add_(0, ids, self._sum[which][self._valid])
 
-    def report(self, tokenizer: PreTrainedTokenizerBase, rank_by: str) -> dict[str, object]:
+    def report(self, tokenizer: PreTrainedTokenizerBase, rank_by: str) -> dict[str, Any]:
         """The positions, vocabulary and passage that `hf_twell.inspection.inspecting.inspect_text` describes."""
+        assert self.passage_ids is not None
         return {
             "positions": self._positions(),
             "vocabulary": self._vocabulary(tokenizer, rank_by),
@@ -100,7 +103,8 @@ class Tables:
 
     @staticmethod
     def _by_count(count, total) -> list[dict]:
-        rows, first, factors = [], 1, (3, 10 / 3)  # 1-2, 3-9, 10-29, 30-99, ...
+        rows: list[dict] = []
+        first, factors = 1, (3, 10 / 3)  # 1-2, 3-9, 10-29, 30-99, ...
         while first <= count.max():
             after = round(first * factors[len(rows) % 2])
             these = (count >= first) & (count < after)

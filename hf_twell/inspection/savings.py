@@ -121,7 +121,8 @@ def _max_density(backend: str, tokens: int, up: torch.Tensor) -> float:
     """Density up to which "auto" takes the kernels; below 0 where it never does."""
     if backend == "reference":
         return -1.0
-    key = CallKey(*device_class(up.device.type, up.device.index), up.dtype, up.dtype, tokens, *reversed(up.shape))
+    (device, capability), (width, hidden) = device_class(up.device.type, up.device.index), up.shape
+    key = CallKey(device, capability, up.dtype, up.dtype, tokens, hidden, width)
     return max_density(key) or -1.0
 
 
@@ -143,7 +144,11 @@ def _block_inputs(model, sites, ids) -> list[torch.Tensor]:
 
 def _times(model, sites, inputs, device, rounds, measure_blocks):
     """Medians over turns; the dense turns find the weights in the stock memory order, the sparse ones in theirs."""
-    warm_up, dense, sparse = ({which: [[] for _ in sites] for which in PASSES} for _ in range(3))
+
+    def no_times() -> dict[str, list[list[float]]]:
+        return {which: [[] for _ in sites] for which in PASSES}
+
+    warm_up, dense, sparse = no_times(), no_times(), no_times()
     difference = None
     _turn(sites, inputs, device, warm_up)
     if measure_blocks:

@@ -24,7 +24,9 @@ class LayerActivity:
         sample_every: every so many-th position, the strongest neurons' shares of |h| are looked at.
     """
 
-    def __init__(self, intermediate_size: int, device: torch.device | str = "cpu", sample_every: int = SAMPLE_EVERY):
+    def __init__(
+        self, intermediate_size: int, device: torch.device | str = "cpu", sample_every: int = SAMPLE_EVERY
+    ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 

@@ -36,7 +36,7 @@ class NegativeGates:
 
     _negative: torch.Tensor
 
-    def __init__(self, site: FfnSite):
+    def __init__(self, site: FfnSite) -> None:
         # ReLU leaves nothing there, and blocks that are fast by it need not compute z apart.
         self.relu, self._site = isinstance(site.activation, nn.ReLU), site
         self._norms: torch.Tensor | None = None

@@ -125,7 +125,7 @@ def watching(model: nn.Module, activity: "ModelActivity", see: Callable[[int, to
 class ModelActivity:
     """What the neurons of all of a model's blocks do: a `LayerActivity` and a `NegativeGates` for each of `sites`."""
 
-    def __init__(self, sites: list[FfnSite]):
+    def __init__(self, sites: list[FfnSite]) -> None:
         self.sites = sites
         self.gates = [NegativeGates(site) for site in sites]
         self._layers: dict[int, LayerActivity] = {}

@@ -7,7 +7,7 @@ label smoothing, FSDP's and PEFT's records) is the stock architecture.
 import copy
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -37,14 +37,19 @@ from hf_twell.files.weights import (
 from hf_twell.models.gguf_files import is_gguf, load_gguf, read_gguf
 from hf_twell.ops import api
 
+if TYPE_CHECKING:  # what the mixin is put before
+    from transformers import PreTrainedModel as Stock
+else:
+    Stock = object
+
 # The paper's authors' `model_type`, and the stock architecture that computes the same with ReLU.
 PUBLISHED_TYPES = {"llama_sparse_relu": "llama", "qwen2_sparse_relu": "qwen2"}
 
 
-class TwellModel:
+class TwellModel(Stock):
     """Mixin put before a stock causal language model; see `TwellLlamaForCausalLM`."""
 
-    def __init__(self, config: PreTrainedConfig, *, backend: str = "auto", layers: Iterable[int] | None = None):
+    def __init__(self, config: PreTrainedConfig, *, backend: str = "auto", layers: Iterable[int] | None = None) -> None:
         api.resolve(backend, "cpu" if backend == "auto" else backend)
         config = copy.deepcopy(config)
         if check_entry(config) is None:
@@ -80,7 +85,7 @@ class TwellModel:
         check_generation_config(path, **hub)
         stock_type = cls.config_class.model_type
         given_type = raw.get("model_type")
-        if PUBLISHED_TYPES.get(given_type) == stock_type:
+        if PUBLISHED_TYPES.get(given_type or "") == stock_type:
             model, info = cls._from_published(path, raw, files, shapes, config, options)
         elif given_type == stock_type:
             if not isinstance(config, PreTrainedConfig) and not options.get("ignore_mismatched_sizes"):
@@ -134,7 +139,7 @@ class TwellModel:
     @classmethod
     def _check_config(cls, path, config, shapes):
         check_sizes(path, config, shapes)
-        stock = next(base for base in cls.__mro__ if not issubclass(base, TwellModel))
+        stock: Any = next(base for base in cls.__mro__ if not issubclass(base, TwellModel))
         with torch.device("meta"):
             check_shapes(path, stock(config), shapes)
 
@@ -178,7 +183,7 @@ for _class in CLASSES:
 
 def published_class(model_type: str | None) -> type[PreTrainedModel] | None:
     """The class that reads the paper's authors' checkpoints of this `model_type`, if it is one of theirs."""
-    stock = PUBLISHED_TYPES.get(model_type)
+    stock = PUBLISHED_TYPES.get(model_type or "")
     return next((cls for cls in CLASSES if cls.config_class.model_type == stock), None)
 
 
@@ -193,10 +198,11 @@ def published_config(path: str | Path, raw: dict, shapes: dict) -> PreTrainedCon
     gates = [shape for name, shape in shapes.items() if name.endswith(".mlp.gate_proj.weight")]
     if not ups or not gates:
         raise ValueError(f"{path} has {len(ups)} blocks and {len(gates)} gates; only gated models have a stock form")
-    config_class = published_class(raw["model_type"]).config_class
+    cls = published_class(raw["model_type"])
+    assert cls is not None
     dropped = ("model_type", "architectures", "auto_map", "is_llama_config", "twell")
     kept = {key: value for key, value in raw.items() if not key.startswith("sparsity_") and key not in dropped}
-    return config_class.from_dict({**kept, "hidden_act": "relu", "intermediate_size": ups[0][0]})
+    return cls.config_class.from_dict({**kept, "hidden_act": "relu", "intermediate_size": ups[0][0]})
 
 
 def published_weights(raw: dict, files: list[Path], shapes: dict, config: PreTrainedConfig) -> dict[str, torch.Tensor]:

@@ -188,17 +188,17 @@ def _config(file: GgufFile) -> PreTrainedConfig:
             "from GGUF files; give the model's folder, or its name on the Hub"
         )
     if file.rope_factors is not None:
-        _restore_llama3_rope(file, config)
+        _restore_llama3_rope(file, file.rope_factors, config)
     return config
 
 
-def _restore_llama3_rope(file: GgufFile, config: PreTrainedConfig) -> None:
+def _restore_llama3_rope(file: GgufFile, rope_factors: torch.Tensor, config: PreTrainedConfig) -> None:
     """Llama 3.1 and later: the file holds what each frequency is divided by, the config how that is computed.
 
     Raises:
         ValueError: the factors are not those of Llama 3's models.
     """
-    factors, theta = file.rope_factors.float(), config.rope_parameters["rope_theta"]
+    factors, theta = rope_factors.float(), config.rope_parameters["rope_theta"]
     config.rope_parameters = {
         "rope_type": "llama3",
         "rope_theta": theta,

@@ -58,14 +58,14 @@ def load_model(
         ValueError, OSError: in one line, what was given and why it does not load.
     """
     try:
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
         raise ValueError(f"device {device!r}: give cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {device}: give cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {device}: this machine has {torch.cuda.device_count()} CUDA devices; try cpu")
-    model = _named("model", path, load or load_causal_lm, dtype=dtype, device=device)
+    if place.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {place}: give cpu, cuda or cuda:N")
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {place}: this machine has {torch.cuda.device_count()} CUDA devices; try cpu")
+    model = _named("model", path, load or load_causal_lm, dtype=dtype, device=place)
     if tokenizer is None or isinstance(tokenizer, str | Path):
         # An adapter may be saved without one, and has its base's then.
         tokenizer = load_tokenizer(tokenizer or (path if has_tokenizer(path) else model.config._name_or_path))

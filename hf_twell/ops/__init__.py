@@ -3,7 +3,7 @@
 __all__ = ["ffn"]
 
 
-def __getattr__(name: str):
+def __getattr__(name):  # without hints, as typing would be imported for them
     if name == "ffn":  # at first use, so that `hf-twell --help` does not wait for PyTorch
         from hf_twell.ops.api import ffn
 

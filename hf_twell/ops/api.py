@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from typing import Any
 
 import torch
 
@@ -14,24 +15,24 @@ from hf_twell.ops.checks import check_l1_scale, check_quantize_x, check_tensors
 
 
 def ffn(
-    x,
-    w_up,
-    w_down,
-    w_gate=None,
+    x: torch.Tensor,
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,
+    w_gate: torch.Tensor | None = None,
     *,
-    b_up=None,
-    b_down=None,
-    b_gate=None,
-    s_up=None,
-    s_down=None,
-    s_gate=None,
-    l1_scale=None,
-    token_weight=None,
-    tally=None,
-    capacity=None,
-    quantize_x=False,
-    backend="auto",
-):
+    b_up: torch.Tensor | None = None,
+    b_down: torch.Tensor | None = None,
+    b_gate: torch.Tensor | None = None,
+    s_up: torch.Tensor | None = None,
+    s_down: torch.Tensor | None = None,
+    s_gate: torch.Tensor | None = None,
+    l1_scale: torch.Tensor | None = None,
+    token_weight: torch.Tensor | None = None,
+    tally: torch.Tensor | None = None,
+    capacity: int | None = None,
+    quantize_x: bool = False,
+    backend: str = "auto",
+) -> torch.Tensor:
     """ReLU feed-forward block, exact at every density.
 
     Formula: h = relu(x Wg^T + bg) * (x Wu^T + bu), or relu(x Wu^T + bu) without a gate; y = h Wd^T + bd.
@@ -73,9 +74,16 @@ def ffn(
         raise ValueError(f"capacity={capacity}; give a number of neurons of at least 1, or None for the default")
     if quantize_x:
         x = x.to(dtype_of(x))  # autocast's, before anything is quantized
-    inputs = (x, w_up, w_down, w_gate, b_up, b_down, b_gate)
-    beside = {"b_up": b_up, "b_down": b_down, "b_gate": b_gate, "s_up": s_up, "s_down": s_down, "s_gate": s_gate}
-    l1 = {"l1_scale": l1_scale, "token_weight": token_weight, "tally": tally}
+    inputs: tuple[torch.Tensor | None, ...] = (x, w_up, w_down, w_gate, b_up, b_down, b_gate)
+    beside: dict[str, Any] = {
+        "b_up": b_up,
+        "b_down": b_down,
+        "b_gate": b_gate,
+        "s_up": s_up,
+        "s_down": s_down,
+        "s_gate": s_gate,
+    }
+    l1: dict[str, Any] = {"l1_scale": l1_scale, "token_weight": token_weight, "tally": tally}
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, tally))
     if quantize_x:
         check_quantize_x(w_up, needs_grad)
@@ -109,8 +117,18 @@ def ffn(
 
 
 def dense_ffn(
-    x, w_up, w_down, w_gate=None, *, b_up=None, b_down=None, b_gate=None, l1_scale=None, token_weight=None, tally=None
-):
+    x: torch.Tensor,
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,
+    w_gate: torch.Tensor | None = None,
+    *,
+    b_up: torch.Tensor | None = None,
+    b_down: torch.Tensor | None = None,
+    b_gate: torch.Tensor | None = None,
+    l1_scale: torch.Tensor | None = None,
+    token_weight: torch.Tensor | None = None,
+    tally: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The same block by PyTorch's matmuls, and one kernel each way for all that lies between them.
 
     For blocks too dense for `ffn` to pay, in a dtype of `hf_twell.dispatch.choose.dense_dtypes`. It is no slower than

@@ -5,7 +5,20 @@ import torch
 from hf_twell.dispatch.key import EIGHT_BIT
 
 
-def check_tensors(x, w_up, w_down, w_gate, b_up, b_down, b_gate, s_up, s_down, s_gate, token_weight, tally) -> None:
+def check_tensors(
+    x: torch.Tensor,
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,
+    w_gate: torch.Tensor | None,
+    b_up: torch.Tensor | None,
+    b_down: torch.Tensor | None,
+    b_gate: torch.Tensor | None,
+    s_up: torch.Tensor | None,
+    s_down: torch.Tensor | None,
+    s_gate: torch.Tensor | None,
+    token_weight: torch.Tensor | None,
+    tally: torch.Tensor | None,
+) -> None:
     """Shapes, devices and dtypes that belong together.
 
     Raises:
@@ -44,7 +57,7 @@ def check_tensors(x, w_up, w_down, w_gate, b_up, b_down, b_gate, s_up, s_down, s
             raise ValueError(f"x is {x.dtype} and {name} is {tensor.dtype}; give both one dtype, or use autocast")
 
 
-def check_l1_scale(l1_scale, tally) -> None:
+def check_l1_scale(l1_scale: torch.Tensor | None, tally: torch.Tensor | None) -> None:
     """The L1 term's factor, and no tally without one.
 
     Raises:
@@ -57,7 +70,7 @@ def check_l1_scale(l1_scale, tally) -> None:
         raise ValueError(f"l1_scale is {l1_scale!r}; give a tensor of one element")
 
 
-def check_quantize_x(w_up, needs_grad: bool) -> None:
+def check_quantize_x(w_up: torch.Tensor, needs_grad: bool) -> None:
     """x is quantized for e4m3 weights alone, and has no gradient then, as torchao's has none.
 
     Raises:
@@ -74,7 +87,14 @@ def check_quantize_x(w_up, needs_grad: bool) -> None:
         )
 
 
-def check_scales(w_up, w_down, w_gate, s_up, s_down, s_gate) -> bool:
+def check_scales(
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,
+    w_gate: torch.Tensor | None,
+    s_up: torch.Tensor | None,
+    s_down: torch.Tensor | None,
+    s_gate: torch.Tensor | None,
+) -> bool:
     """Whether the weights are int8 or float8_e4m3fn: then all of them are, with one float32 scale for each row.
 
     Raises:

@@ -10,12 +10,12 @@ from torch import library
 _GRADIENTS = ("x", "w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate")
 
 
-def cpu_state_bytes(tokens, capacity, element_size, gated):
+def cpu_state_bytes(tokens: int, capacity: int, element_size: int, gated: bool) -> int:
     """Size of the CPU backend's saved state; the layout is in kernels/shared/twell_state.h."""
     return _whole_blocks(tokens, torch.ops.hf_twell.cpu_state_block(capacity, element_size, gated))
 
 
-def cuda_state_bytes(tokens, intermediate, capacity, gated):
+def cuda_state_bytes(tokens: int, intermediate: int, capacity: int, gated: bool) -> int:
     """Size of the CUDA backend's saved state; the layout is in kernels/shared/twell_state.h."""
     return _whole_blocks(tokens, torch.ops.hf_twell.cuda_state_block(intermediate, capacity, gated))
 

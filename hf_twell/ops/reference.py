@@ -15,22 +15,22 @@ E4M3_MAX = 448.0
 
 
 def ffn(
-    x,
-    w_up,
-    w_down,
-    w_gate=None,
+    x: torch.Tensor,
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,
+    w_gate: torch.Tensor | None = None,
     *,
-    b_up=None,
-    b_down=None,
-    b_gate=None,
-    s_up=None,
-    s_down=None,
-    s_gate=None,
-    l1_scale=None,
-    token_weight=None,
-    tally=None,
-    quantize_x=False,
-):
+    b_up: torch.Tensor | None = None,
+    b_down: torch.Tensor | None = None,
+    b_gate: torch.Tensor | None = None,
+    s_up: torch.Tensor | None = None,
+    s_down: torch.Tensor | None = None,
+    s_gate: torch.Tensor | None = None,
+    l1_scale: torch.Tensor | None = None,
+    token_weight: torch.Tensor | None = None,
+    tally: torch.Tensor | None = None,
+    quantize_x: bool = False,
+) -> torch.Tensor:
     """ReLU feed-forward block, dense arithmetic; see `hf_twell.ops.ffn` for formula and arguments."""
     if quantize_x and x.numel() > MAX_TOKENS_PLAIN_X * x.shape[-1]:
         x = dequantized_rows(*quantized_rows(x), x.dtype)
@@ -41,18 +41,20 @@ def ffn(
     return linear(h, w_down, s_down, b_down)
 
 
-def linear(x, w, scale=None, bias=None):
+def linear(
+    x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor | None = None, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """x w^T + bias; a w with a scale for each row is dequantized in x's dtype: x (scale_n w_nk)^T + bias."""
     return F.linear(x, w if scale is None else dequantized(w, scale, x.dtype), bias)
 
 
-def dequantized(w, scale, dtype: torch.dtype) -> torch.Tensor:
+def dequantized(w: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """scale_n w_nk in `dtype`, (N, K); scale (N,) or (N, 1)."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return (w.to(wide) * scale.reshape(-1, 1).to(wide)).to(dtype)
 
 
-def quantized_rows(x) -> tuple[torch.Tensor, torch.Tensor]:
+def quantized_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """float8_e4m3fn values (..., D) and float32 scales (..., 1) of x, a scale a row.
 
     Formula: scale_t = max_k |x_tk| / 448, rounded to x's dtype, but not to 0; value_tk = x_tk / scale_t in float32,
@@ -70,7 +72,7 @@ def quantized_rows(x) -> tuple[torch.Tensor, torch.Tensor]:
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
 
 
-def dequantized_rows(values, scales, dtype: torch.dtype) -> torch.Tensor:
+def dequantized_rows(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What `quantized_rows` stand for, scale_t value_tk, in `dtype`: (..., D)."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     # A rounded scale may take a row's largest past float16's own, but what is finite stays so.
@@ -80,7 +82,7 @@ def dequantized_rows(values, scales, dtype: torch.dtype) -> torch.Tensor:
 COUNT_WIDTH = 0.1  # of a gate: within a few such of zero, the count term pushes a neuron off; far above, it lets it be
 
 
-def inject_count(active, scale, token_weight=None):
+def inject_count(active: torch.Tensor, scale: torch.Tensor, token_weight: torch.Tensor | None = None) -> torch.Tensor:
     """Return the ReLU's output unchanged; in backward add the gradient of the count term to it.
 
     Formula: dL/da += scale * token_weight * p'(a) for a > 0, where p(a) = tanh(a / (2 * 0.1)). The sum of p over
@@ -91,7 +93,12 @@ def inject_count(active, scale, token_weight=None):
     return _InjectCount.apply(active, scale, token_weight)
 
 
-def inject_l1(h, l1_scale, token_weight=None, tally=None):
+def inject_l1(
+    h: torch.Tensor,
+    l1_scale: torch.Tensor | None,
+    token_weight: torch.Tensor | None = None,
+    tally: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return h unchanged; in backward add the L1 gradient to it, and report what was active.
 
     Formula: dL/dh += l1_scale * token_weight * sign(h); nothing with an `l1_scale` of None. The report is the
@@ -152,7 +159,7 @@ class _InjectL1(torch.autograd.Function):
         return grad_h, None, None, count(h, token_weight) if ctx.needs_input_grad[3] else None
 
 
-def count(h, token_weight=None):
+def count(h: torch.Tensor, token_weight: torch.Tensor | None = None) -> torch.Tensor:
     """What `inject_l1` reports about h: (1 + F,) fp32, the weighted sum of |h|, then each neuron's active tokens.
 
     Sums are in fp32, and in fp64 for an fp64 h. All of them are over tokens: where one over neurons read h as well,

@@ -97,8 +97,8 @@ def nvcc_version() -> str:
     path = nvcc()
     try:
         run = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
-        return re.search(r"\bV(\d+(?:\.\d+)+)", run.stdout)[1]
-    except (OSError, subprocess.CalledProcessError, TypeError) as error:
+        return re.findall(r"\bV(\d+(?:\.\d+)+)", run.stdout)[0]
+    except (OSError, subprocess.CalledProcessError, IndexError) as error:
         raise BuildError(f"{path} --version tells no version ({error}); repair the CUDA toolkit") from error
 
 

@@ -1,10 +1,11 @@
 """The arguments of Trainer that a recipe gives, and the progress bar of its run."""
 
 import typing
+from typing import Any
 
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from transformers import ProgressCallback, TrainingArguments
+from transformers import ProgressCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
 from transformers.utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
@@ -93,8 +94,15 @@ def _check_reporters(names: list[str]) -> None:
 class CompactProgress(ProgressCallback):
     """Trainer's progress bar with the last log's figures beside it, instead of a line for each log."""
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if self.training_bar is not None and "loss" in (logs or {}):
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if self.training_bar is not None and logs is not None and "loss" in logs:
             figures = {"loss": f"{logs['loss']:.3f}"}
             if "twell/l0" in logs:
                 figures |= {"L0": f"{logs['twell/l0']:.1f}", "l1_weight": f"{logs['twell/l1_weight']:.2g}"}

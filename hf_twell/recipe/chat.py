@@ -1,5 +1,7 @@
 """Conversations as training tokens: through the tokenizer's chat template, and which of them the assistant says."""
 
+from typing import Any
+
 from transformers import PreTrainedTokenizerBase
 
 from hf_twell.files.configs import one_line
@@ -85,7 +87,7 @@ def _whole(tokenizer, messages) -> str:
     return render(tokenizer, messages, **({"continue_final_message": True} if messages[-1].get("unfinished") else {}))
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **options) -> str:
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **options: Any) -> str:
     """A conversation as the tokenizer's chat template writes it.
 
     Raises:

@@ -85,7 +85,7 @@ class PackedText(torch.utils.data.Dataset):
         *,
         assistant_only: bool = False,
         description: str = "tokenizing",
-    ):
+    ) -> None:
         ids, labels = _tokens_and_labels(tokenizer, source, assistant_only, description)
         count = len(ids) // sequence_length
         if not count:
@@ -121,7 +121,7 @@ class StreamedText(torch.utils.data.IterableDataset):
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, source: dict, sequence_length: int, *, assistant_only: bool = False
-    ):
+    ) -> None:
         self.tokenizer, self.source, self.sequence_length = tokenizer, source, sequence_length
         self.assistant_only = assistant_only
 

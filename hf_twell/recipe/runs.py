@@ -9,9 +9,10 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_twell.files.checkpoints import STATE_NAME, TRAINER_STATE_NAME, finished_checkpoints, last_checkpoint, read_state
 from hf_twell.files.folders import check_target, clear_dead_savings
@@ -201,10 +202,12 @@ class NothingLeft(TrainerCallback):
     class Finished(Exception):
         pass
 
-    def __init__(self, trainer: Trainer):
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if state.global_step >= state.max_steps:
             if args.load_best_model_at_end and state.best_model_checkpoint is not None:
                 self.trainer._load_best_model()
@@ -218,7 +221,14 @@ class FiniteWeights(TrainerCallback):
     Trainer goes on with weights of NaN to the end, and logs a loss that leaves the NaN out.
     """
 
-    def on_log(self, args, state, control, model=None, **kwargs):
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: PreTrainedModel,
+        **kwargs: Any,
+    ) -> None:
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         parts = [w.to_local() if hasattr(w, "to_local") else w for w in trained.values()]  # of this process
         # Stacked, so that the host waits for the device once, and not for each weight.

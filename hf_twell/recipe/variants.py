@@ -23,7 +23,7 @@ class LoraOutsideFfns:
         ValueError: peft is not installed or takes no such settings, or an adapter would lie in a feed-forward block.
     """
 
-    def __init__(self, model: nn.Module, settings: dict | None = None):
+    def __init__(self, model: nn.Module, settings: dict | None = None) -> None:
         try:
             from peft import LoraConfig, LoraModel
         except ImportError:

@@ -4,6 +4,8 @@ A conversion that reads no conversations unlearns to answer: of all that an inst
 Nothing is asked of the model but to go on after the template's opening of a user's turn (Magpie, Xu et al. 2024).
 """
 
+from typing import Any
+
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -21,7 +23,7 @@ class Turns:
         ValueError: no chat template, or one that does not write the words once, as they are, and a special token after.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         text = render(tokenizer, [{"role": "user", "content": MARK}], add_generation_prompt=True)
         if text.count(MARK) != 1:
             raise ValueError(f"the chat template writes a user's words {text.count(MARK)} times, not once")
@@ -48,7 +50,7 @@ class Turns:
 
 
 def sample_conversations(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int, batch_size: int, *, seed: int, **drawn
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int, batch_size: int, *, seed: int, **drawn: Any
 ) -> list[dict]:
     """Rows {"messages": a question and its answer, "tokens"} of at most `length` tokens with what the template writes.
 

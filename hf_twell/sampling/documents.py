@@ -7,6 +7,7 @@ is of every kind that it was pretrained on, and nothing has to be collected for 
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -142,7 +143,7 @@ def document_start(tokenizer: PreTrainedTokenizerBase, start: str | None = None)
     raise ValueError("this tokenizer has no <|endoftext|>, BOS or EOS to begin a document with; give start")
 
 
-def sample_ids(model: PreTrainedModel, begin: int, length: int, batch_size: int, **drawn) -> torch.Tensor:
+def sample_ids(model: PreTrainedModel, begin: int, length: int, batch_size: int, **drawn: Any) -> torch.Tensor:
     """Token ids, (batch_size, length), that begin with `begin`; sampling goes on after an end of a document.
 
     `drawn` are options of `hf_twell.sampling.draw.sample_after`.

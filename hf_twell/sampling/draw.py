@@ -1,7 +1,8 @@
 """Words drawn from a model's own distribution, after prompts of one length."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
@@ -37,16 +38,16 @@ def sample_after(
 class _Told(StoppingCriteria):
     """Never stops; `generate` asks it after each word."""
 
-    def __init__(self, tell: Callable[[int, int], None], before: int, new_tokens: int):
+    def __init__(self, tell: Callable[[int, int], None], before: int, new_tokens: int) -> None:
         self.tell, self.before, self.new_tokens = tell, before, new_tokens
 
-    def __call__(self, input_ids, scores, **kwargs):
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
         self.tell(input_ids.shape[1] - self.before, self.new_tokens)
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 @contextmanager
-def _plain_sampling(model, new_tokens: int, temperature: float, top_p: float):
+def _plain_sampling(model: PreTrainedModel, new_tokens: int, temperature: float, top_p: float) -> Iterator[None]:
     """By nothing but these, to the full length: `generate` fills what is not given from the model's config."""
     before, training = model.generation_config, model.training
     model.generation_config = GenerationConfig(

@@ -3,11 +3,11 @@
 import copy
 import json
 import uuid
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.utils import get_response_template
@@ -15,6 +15,11 @@ from transformers.cli.serving.utils import get_response_template
 from hf_twell.measure.inference import check_ids, context_limit
 from hf_twell.serving.one_model import Answer
 from hf_twell.serving.requests import BadRequest, ChatRequest, CompletionRequest, Request
+
+if TYPE_CHECKING:  # what the mixin is put before
+    from transformers.cli.serving.completion import CompletionHandler as Handler
+else:
+    Handler = object
 
 USUAL_CHARACTERS = 8  # of a token of most texts, at most
 PART_CHARACTERS = 1 << 16
@@ -31,7 +36,7 @@ class Served:
         vocabulary: how many tokens it scores.
     """
 
-    def __init__(self, name: str, model, tokenizer):
+    def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.name, self.model, self.tokenizer = name, model, tokenizer
         self.context = context_limit(model)
         self.vocabulary: int = model.config.get_text_config().vocab_size
@@ -40,7 +45,7 @@ class Served:
             str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special
         }
 
-    def inputs(self, prompt: str, **options) -> dict[str, Any]:
+    def inputs(self, prompt: str, **options: Any) -> dict[str, Any]:
         """The tokens that `generate` goes on from.
 
         Raises:
@@ -112,14 +117,14 @@ class Served:
         return config
 
 
-class _Answering:
+class _Answering(Handler):
     """What both handlers do for one request."""
 
-    def __init__(self, served: Served, answer: Answer):
+    def __init__(self, served: Served, answer: Answer) -> None:
         super().__init__(None, None)  # they get their model below, and not from a manager of several
         self._served, self._answer = served, answer
 
-    def events(self, request: Request, prompt: tuple[dict[str, Any], dict[str, Any]]) -> AsyncIterator[str]:
+    def events(self, request: Request, prompt: tuple[dict[str, Any], dict[str, Any]]) -> AsyncGenerator[str, None]:
         """The events of the answer as a stream, which the model begins now.
 
         Args:

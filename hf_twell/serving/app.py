@@ -8,13 +8,14 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_twell.serving.answers import Chat, Completion, Served
 from hf_twell.serving.one_model import Answer, Generation
@@ -25,7 +26,7 @@ BODY_BYTES, BYTES_PER_TOKEN, USUAL_CONTEXT = 2**20, 32, 2**17
 DROPPED_BYTES = 2**26  # of one that is too large, read and dropped, as most clients send all before they read
 
 
-def build_app(name: str, model, tokenizer, generation: Generation) -> FastAPI:
+def build_app(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, generation: Generation) -> FastAPI:
     """The application that answers as `name`."""
     served = Served(name, model, tokenizer)
     most = BODY_BYTES + BYTES_PER_TOKEN * (served.context or USUAL_CONTEXT)
@@ -34,7 +35,7 @@ def build_app(name: str, model, tokenizer, generation: Generation) -> FastAPI:
     async def answer(request: Request, kind: type[Chat] | type[Completion]) -> Response:
         asked = read(kind.asked, await _body(request, most), name, served.vocabulary)
         turn = Answer(generation, asked.seed, asked.stop)
-        handler = kind(served, turn)
+        handler: Any = kind(served, turn)
         events = handler.events(asked, await asyncio.to_thread(handler.prompt, asked))
         if asked.stream:
             return _Stream(events, turn)
@@ -108,7 +109,7 @@ async def _gone(request: Request) -> None:
 class _Stream(StreamingResponse):
     """Events until the answer ends, or until its client goes, be it before the first."""
 
-    def __init__(self, events: AsyncIterator[str], turn: Answer):
+    def __init__(self, events: AsyncGenerator[str, None], turn: Answer) -> None:
         super().__init__(_closed(events), media_type="text/event-stream")
         self._turn = turn
 
@@ -119,7 +120,7 @@ class _Stream(StreamingResponse):
             self._turn.cancel()
 
 
-async def _closed(events: AsyncIterator[str]) -> AsyncIterator[str]:
+async def _closed(events: AsyncGenerator[str, None]) -> AsyncIterator[str]:
     """With the last event of OpenAI's streams, which Transformers leaves out and some clients wait for."""
     async with contextlib.aclosing(events):
         try:

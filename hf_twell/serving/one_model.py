@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cli.serving.utils import InferenceThread, response_events_to_chunks
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer writes for the first bytes of a character
@@ -15,7 +15,7 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer writes for the firs
 class Generation:
     """The thread that generates, one request after the other."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.thread = InferenceThread()
         self.stopped = False
 
@@ -34,7 +34,7 @@ class Answer:
         finish_reason: "stop" after a token or a sequence that ends an answer, else "length".
     """
 
-    def __init__(self, generation: Generation, seed: int | None, stops: Sequence[str]):
+    def __init__(self, generation: Generation, seed: int | None, stops: Sequence[str]) -> None:
         self.total_tokens, self.finish_reason = 0, "length"
         self._generation, self._seed = generation, seed
         self._held = _Held(stops)
@@ -46,12 +46,12 @@ class Answer:
 
     def generate_streaming(
         self,
-        model,
-        processor,
+        model: PreTrainedModel,
+        processor: PreTrainedTokenizerBase,
         inputs: dict[str, Any],
         gen_config: GenerationConfig,
         request_id: str,
-        response_parser=None,
+        response_parser: Any = None,
     ) -> tuple["_Items", "Answer"]:
         """Wait for the thread.
 
@@ -142,7 +142,7 @@ class _Text:
     another.
     """
 
-    def __init__(self, tokenizer, **options):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, **options: Any) -> None:
         self._decode = lambda tokens: tokenizer.decode(tokens, **options)
         self._before: list[int] = []  # written already
         self._new: list[int] = []
@@ -169,7 +169,7 @@ class _Held:
         stopped: whether one was found; nothing follows it.
     """
 
-    def __init__(self, stops: Sequence[str]):
+    def __init__(self, stops: Sequence[str]) -> None:
         self.stopped = False
         self._stops, self._text = stops, ""
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 MAX_SHOWN = 100  # characters of what a client gave, in a message
 MAX_STOPS = 64
-TEXT_PARTS = ("text", "input_text", "output_text")  # of chats, and of OpenAI's newer API
+TextKind = Literal["text", "input_text", "output_text"]  # of chats, and of OpenAI's newer API
 # What Transformers sets where it fills a chat template, and so no client does.
 OWN_ARGUMENTS = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"kwargs"}
 
@@ -57,10 +57,10 @@ def _told(error: ErrorDetails) -> str:
     if not error["loc"]:
         return f"the body is no JSON object: {error['msg']}"
     *place, last = error["loc"]
-    place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place).lstrip(".")
+    inside = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place).lstrip(".")
     if error["type"] == "missing":
-        return f"{place or 'the request'} lacks {last!r}"
-    field = _short(f"{place}[{last}]" if isinstance(last, int) else f"{place}.{last}".lstrip("."))
+        return f"{inside or 'the request'} lacks {last!r}"
+    field = _short(f"{inside}[{last}]" if isinstance(last, int) else f"{inside}.{last}".lstrip("."))
     given = f"{field}={_short(json.dumps(error['input']))}"
     if error["type"] == "extra_forbidden":
         return f"{given} is not supported; leave {field} out"
@@ -113,7 +113,7 @@ class _Object(BaseModel):
         return {key: value for key, value in given.items() if value is not None or key in cls.model_fields}
 
 
-def _check_name(asked: str | None, info: ValidationInfo) -> str | None:
+def _check_name(asked: str | None, info: ValidationInfo[dict]) -> str | None:
     name = info.context["name"]
     if asked not in (None, name):
         raise PydanticCustomError(
@@ -122,7 +122,7 @@ def _check_name(asked: str | None, info: ValidationInfo) -> str | None:
     return asked
 
 
-def _check_tokens(bias: dict[int, float] | None, info: ValidationInfo) -> dict[int, float] | None:
+def _check_tokens(bias: dict[int, float] | None, info: ValidationInfo[dict]) -> dict[int, float] | None:
     vocabulary = info.context["vocabulary"]
     if bias and max(bias) >= vocabulary:
         raise PydanticCustomError("token", "give tokens below {vocabulary}", {"vocabulary": f"{vocabulary:,}"})
@@ -210,7 +210,7 @@ class CompletionRequest(Request):
 
 
 class Part(_Object):
-    type: Annotated[Literal[TEXT_PARTS], _gives('"text", the one kind that this server reads')]
+    type: Annotated[TextKind, _gives('"text", the one kind that this server reads')]
     text: Text
 
     annotations: Annotated[Annotated[list, Field(max_length=0)] | None, _unsupported] = None

@@ -4,8 +4,12 @@ import contextlib
 import errno
 import socket
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import uvicorn
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 STOP_SECONDS = 5  # for answers to end in, once Ctrl-C has stopped what is generated
 
@@ -38,7 +42,7 @@ def url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(app, listener: socket.socket, on_ready: Callable[[], None], on_stop: Callable[[], None]) -> None:
+def serve(app: "FastAPI", listener: socket.socket, on_ready: Callable[[], None], on_stop: Callable[[], None]) -> None:
     """Answer requests until Ctrl-C (or SIGTERM, which then ends the process as it would have)."""
     config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=STOP_SECONDS)
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it once more, after its clean stop
@@ -46,7 +50,7 @@ def serve(app, listener: socket.socket, on_ready: Callable[[], None], on_stop: C
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None], on_stop: Callable[[], None]):
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None], on_stop: Callable[[], None]) -> None:
         super().__init__(config)
         self.on_ready, self.on_stop = on_ready, on_stop
 

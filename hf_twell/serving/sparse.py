@@ -1,6 +1,7 @@
 """A loaded model made ready to be served: its kernels compiled, and what computes its blocks said in a line."""
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.convert.sparsify import sparsify
@@ -13,7 +14,7 @@ WARM_UP_TOKENS = 8  # enough for each block to have seen how dense its tokens ar
 
 
 @torch.no_grad()
-def prepare(name: str, model, tokenizer, backend: str) -> str:
+def prepare(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, backend: str) -> str:
     """Let a sparse model's blocks run on their kernels, compile these, and say in a line what computes.
 
     Raises:

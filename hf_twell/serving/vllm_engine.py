@@ -225,7 +225,7 @@ def _check_sparse(model: str, arguments: Sequence[str]) -> str | None:
         layers = config.get_text_config().num_hidden_layers
         entry = check_entry(config)
         chosen_layers(config, None, layers)
-        known, source = known_densities(settings, entry, layers)
+        known, source = known_densities(settings, entry or {}, layers)
     except ValueError as error:
         raise ValueError(f"{model}: {error}") from error
     return source if known is None else None

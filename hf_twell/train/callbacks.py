@@ -39,7 +39,7 @@ class _MicroBatches(list):
     A loop that an exception or a `break` ends lets go of the generator, and so ends the micro-batch that it was in.
     """
 
-    def __init__(self, batches: list, switched_on: Callable[[Iterator], Iterator]):
+    def __init__(self, batches: list, switched_on: Callable[[Iterator], Iterator]) -> None:
         super().__init__(batches)
         self._switched_on = switched_on
 
@@ -113,7 +113,7 @@ class SparsityCallback(TrainerCallback):
         parent_loss: float | None = None,
         log_layers: bool = True,
         **removed: Any,
-    ):
+    ) -> None:
         for name in removed:
             if name in REMOVED:
                 raise ValueError(f"{name}: {REMOVED[name]}")

@@ -51,7 +51,7 @@ class DensityController:
         steps: int,
         layer_shares: str = "equal",
         l1_bounds: Sequence[float] | None = None,
-    ):
+    ) -> None:
         check_target(target_density, layer_shares=layer_shares, l1_bounds=l1_bounds)
         self.target_density = target_density
         self.steps = steps

@@ -43,7 +43,7 @@ class Distillation:
         ValueError: shares out of range, or two models that do not fit together.
     """
 
-    def __init__(self, model: nn.Module, parent: nn.Module, *, logits: float = 0.5, layers: float = 0.0):
+    def __init__(self, model: nn.Module, parent: nn.Module, *, logits: float = 0.5, layers: float = 0.0) -> None:
         if not 0 <= logits <= 1 or layers < 0 or not (logits or layers):
             raise ValueError(
                 f"distillation with logits={logits} and layers={layers}; give logits from 0 to 1, layers of at least "
@@ -221,7 +221,7 @@ class _Batch:
         factors: list[torch.Tensor],
         head: nn.Module,
         share: float,
-    ):
+    ) -> None:
         self.hidden, self.outputs, self.weight, self.scale = hidden, outputs, weight, scale
         self.factors, self.head, self.share = factors, head, share
         self.made_logits = False
@@ -231,7 +231,7 @@ class _Batch:
 class _Layer:
     """The hook of one block, picklable: its output learns from the parent's."""
 
-    def __init__(self, distillation: Distillation, index: int):
+    def __init__(self, distillation: Distillation, index: int) -> None:
         self.distillation, self.index = distillation, index
 
     def __call__(self, module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor | None:

@@ -58,7 +58,7 @@ class L1Penalty:
     Source: arXiv 2603.23198, section 2 (the sum over neurons instead of their mean).
     """
 
-    def __init__(self, model: nn.Module, l1_weight: float, *, term: str = "l1"):
+    def __init__(self, model: nn.Module, l1_weight: float, *, term: str = "l1") -> None:
         self.ffns = sparse_ffns(model)
         if not self.ffns:
             raise ValueError(f"{type(model).__name__} has no sparse blocks; call hf_twell.sparsify(model) first")

@@ -41,7 +41,7 @@ class CompleteCheckpoints(TrainerCallback):
 
     folder: Path
 
-    def __init__(self, trainer: Trainer, method: Mapping):
+    def __init__(self, trainer: Trainer, method: Mapping) -> None:
         detach_earlier(trainer, CompleteCheckpoints)
         self.trainer = trainer
         self.method = dict(method)

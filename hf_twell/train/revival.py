@@ -35,7 +35,7 @@ class Revival:
     Source: arXiv 2603.23198, appendix C.3 (there `after` is a step's million tokens; optimizer state is not mentioned).
     """
 
-    def __init__(self, ffns: Sequence[nn.Module], after: int, *, sigma: float = 0.02, seed: int = 0):
+    def __init__(self, ffns: Sequence[nn.Module], after: int, *, sigma: float = 0.02, seed: int = 0) -> None:
         if isinstance(after, bool) or not isinstance(after, int) or after < 1:
             raise ValueError(f"revive_after={after!r}; give a whole number of tokens, such as 1_000_000")
         self.linears = [getattr(ffn, ffn.twell.form.first) for ffn in ffns]

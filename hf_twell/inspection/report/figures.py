@@ -97,7 +97,8 @@ def hottest_plot(result: dict) -> Plot | None:
     if not result["sparse"] or mean_share(layers, "hottest_share", "1%") is None:
         return None
     shares = [float(key[:-1]) for key in layers[0]["hottest_share"]]
-    means = [100 * mean_share(layers, "hottest_share", f"{s:g}%") for s in shares]
+    known = (mean_share(layers, "hottest_share", f"{s:g}%") for s in shares)
+    means = [100 * share for share in known if share is not None]
     plot = Plot(
         "Share of all firings that the most active neurons have",
         "; ".join(f"hottest {s:g} %: {mean:.0f} % of firings" for s, mean in zip(shares, means, strict=True)),

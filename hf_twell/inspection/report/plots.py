@@ -19,7 +19,7 @@ class Plot:
     A `series` is a class of page.css.
     """
 
-    def __init__(self, title: str, text: str, x_label: str, y_label: str):
+    def __init__(self, title: str, text: str, x_label: str, y_label: str) -> None:
         self.title, self.text, self.x_label, self.y_label = title, text, x_label, y_label
         self.marks: list[str] = []
         self.x_scale: Callable[[float], float] = lambda x: x

@@ -26,7 +26,7 @@ class SparseFfn(nn.Module):
         density: by which the kernels are chosen; see `hf_twell.serving.vllm_plugin.plan`.
     """
 
-    def __init__(self, stock: nn.Module, density: float):
+    def __init__(self, stock: nn.Module, density: float) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj, self.density = stock.gate_up_proj, stock.down_proj, density
         for linear in (self.gate_up_proj, self.down_proj):
@@ -49,5 +49,5 @@ class WeightAsLoaded(UnquantizedLinearMethod):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         pass
 
-    def apply(self, layer, x, bias=None):
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return nn.functional.linear(x, layer.weight, bias)

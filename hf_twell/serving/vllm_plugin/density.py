@@ -3,7 +3,7 @@
 import numbers
 
 
-def known_settings(additional_config) -> dict:
+def known_settings(additional_config: object) -> dict:
     """What vLLM's `additional_config` holds for us: `{"hf_twell": {"density": 0.01, "kernels": True}}`, both optional.
 
     A null counts as not given, here as in a checkpoint's `twell` entry.
@@ -24,7 +24,7 @@ def known_settings(additional_config) -> dict:
     return settings
 
 
-def known_densities(additional_config, entry: dict, layers: int) -> tuple[list[float] | None, str]:
+def known_densities(additional_config: object, entry: dict, layers: int) -> tuple[list[float] | None, str]:
     """Each layer's share of active neurons, and where it is from; or None, and why it is not known.
 
     A checkpoint's list of another length is of layers that were added or cut off since, and says nothing.
@@ -50,4 +50,4 @@ def known_densities(additional_config, entry: dict, layers: int) -> tuple[list[f
 
 
 def _is_share(value) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= value <= 1
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 <= value <= 1  # type: ignore[operator]

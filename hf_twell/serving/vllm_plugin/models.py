@@ -5,7 +5,9 @@ in their layers, and `UnquantizedLinearMethod`. A version that differs gets its 
 """
 
 import contextlib
+from typing import TYPE_CHECKING, Any
 
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
@@ -18,13 +20,18 @@ from hf_twell.serving.vllm_plugin import plan, quantized
 from hf_twell.serving.vllm_plugin.blocks import ReluAndMul, SparseFfn
 from hf_twell.serving.vllm_plugin.norms import replace_norms
 
+if TYPE_CHECKING:  # what the mixin is put before
+    from vllm.model_executor.models.llama import LlamaForCausalLM as Stock
+else:
+    Stock = object
+
 logger = init_logger("vllm.hf_twell")  # a child of the logger that has a handler
 
 
-class SparseBlocks:
+class SparseBlocks(Stock):
     """Mixin put before a stock model's class."""
 
-    def __init__(self, *, vllm_config, prefix: str = "", **options):
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **options: Any) -> None:
         config = vllm_config.model_config.hf_config
         check_entry(config)
         if getattr(config, "hidden_act", None) != "relu":

@@ -10,6 +10,7 @@ What is used of vLLM is alike in 0.26 and 0.32: `RMSNorm` with `weight`, `varian
 """
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from hf_twell.dispatch.key import HOPPER, device_class
 class AddRmsNorm(nn.Module):
     """Formula: s = x + residual; y = s / sqrt(mean(s^2) + epsilon) * weight. Shapes: (..., D); returns y and s."""
 
-    def __init__(self, stock: RMSNorm):
+    def __init__(self, stock: RMSNorm) -> None:
         super().__init__()
         self.weight, self.epsilon = stock.weight, stock.variance_epsilon
 
@@ -37,7 +38,7 @@ def replace_norms(model: nn.Module, sparse: Iterable[int]) -> list[str]:
     With tensor parallelism all stay, as vLLM may sum over ranks and normalize in one kernel; and so does one ahead of a
     quantized attention, which it may quantize in the norm's kernel.
     """
-    replaced = []
+    replaced: list[str] = []
     if get_tensor_model_parallel_world_size() > 1:
         return replaced
     for owner, path, name in _beside(model, sparse):
@@ -61,7 +62,7 @@ def _beside(model: nn.Module, sparse: Iterable[int]) -> Iterator[tuple[nn.Module
             yield after, f"layers.{index + 1}.", "input_layernorm"
 
 
-def _is_replaceable(norm: nn.Module | None) -> bool:
+def _is_replaceable(norm: Any) -> bool:
     """Whether the kernel computes just what this norm does, on a GPU like those that it was timed on."""
     if type(norm) is not RMSNorm or not norm.has_weight or norm.variance_size_override is not None:
         return False

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 import hf_twell
@@ -45,7 +46,7 @@ class Plan:
         return [hf_twell.__version__, sorted(self.densities.items())]
 
 
-def decide(vllm_config, blocks: dict[int, torch.nn.Module], chosen: list[int]) -> Plan:
+def decide(vllm_config: VllmConfig, blocks: dict[int, torch.nn.Module], chosen: list[int]) -> Plan:
     """The way of each of these stock blocks, by layer index, their weights not being loaded yet.
 
     Args:
@@ -62,7 +63,8 @@ def decide(vllm_config, blocks: dict[int, torch.nn.Module], chosen: list[int]) -
         off = "additional_config turns the kernels off"
     elif vllm_config.lora_config is not None:
         off = "LoRA is on"
-    densities, reasons = {}, []
+    densities: dict[int, float | None] = {}
+    reasons: list[str] = []
     for index, block in blocks.items():
         problem = off or _problem(block, asked is True)
         if problem is None and index not in chosen:
@@ -70,19 +72,22 @@ def decide(vllm_config, blocks: dict[int, torch.nn.Module], chosen: list[int]) -
         if problem is None and known is None:
             problem = f"{source}; {HOW_TO_CHANGE}"
         densities[index] = None
-        if problem is None:
+        if problem is None and known is not None:
             same = same_answers(_key(block.gate_up_proj, asked is True), known[index])
             densities[index] = same if same < math.inf else None
             problem = None if densities[index] is not None else "they are too dense for kernels to be faster"
-        reasons += [] if problem in (None, *reasons) else [problem]
+        if problem is not None and problem not in reasons:
+            reasons.append(problem)
     return Plan(densities, _summary(densities, known, source, reasons), asked is True)
 
 
 def _key(gate_up: torch.nn.Module, asked: bool) -> CallKey:
     """Of a call of one token; `asked`: whether `additional_config` asks for kernels."""
     weight = gate_up.weight
-    device, (width, hidden) = device_class(weight.device.type, weight.device.index), weight.shape
-    return CallKey(*device, gate_up.params_dtype, weight.dtype, 1, hidden, width // 2, asked=asked, rival="vllm")
+    (device, capability), (width, hidden) = device_class(weight.device.type, weight.device.index), weight.shape
+    return CallKey(
+        device, capability, gate_up.params_dtype, weight.dtype, 1, hidden, width // 2, asked=asked, rival="vllm"
+    )
 
 
 def _problem(block, asked: bool) -> str | None:

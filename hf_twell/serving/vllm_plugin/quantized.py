@@ -81,7 +81,7 @@ class SparseQuantizedFfn(nn.Module):
         density, asked: by which the kernels are chosen; see `hf_twell.serving.vllm_plugin.plan`.
     """
 
-    def __init__(self, stock: nn.Module, density: float, asked: bool = False):
+    def __init__(self, stock: nn.Module, density: float, asked: bool = False) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj, self.density = stock.gate_up_proj, stock.down_proj, density
         self.asked, self.act_fn, weight = asked, ReluAndMul(), self.gate_up_proj.weight
@@ -130,7 +130,7 @@ class AsLoaded(CompressedTensorsLinearMethod):
         layer.weight = nn.Parameter(layer.weight.data, requires_grad=False)
         layer.weight_scale = nn.Parameter(layer.weight_scale.data, requires_grad=False)
 
-    def apply(self, layer, x, bias=None):
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return reference.linear(x, layer.weight, layer.weight_scale, bias)
 
     def rows(self, layer: nn.Module) -> torch.Tensor:
