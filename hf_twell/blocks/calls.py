@@ -15,7 +15,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from hf_twell.blocks.layout import settle_down
 from hf_twell.blocks.operands import OWN_FORWARDS, Operands, first_of, quantizes_x
-from hf_twell.dispatch.activity import EVERY_CPU_CALLS, UNKNOWN, Activity
+from hf_twell.dispatch.activity import UNKNOWN, Activity
 from hf_twell.dispatch.choose import Way, answers, choose, problem, too_small, training_problem
 from hf_twell.dispatch.key import CallKey, key_of
 from hf_twell.ops import api
@@ -37,15 +37,16 @@ class LastCall:
     """
 
     __slots__ = (
-        *("autocast", "backend", "block", "device", "dtype", "form", "forward", "kernels", "kind", "settings", "shape"),
-        *("sizes", "type", "weights"),
+        *("autocast", "backend", "block", "device", "dtype", "form", "forward", "kernels", "kind", "looks", "on_cpu"),
+        *("settings", "shape", "sizes", "type", "weights"),
     )
 
-    def __init__(self, ffn: "SparseFfn", x: torch.Tensor, operands: Operands, way: Way) -> None:
+    def __init__(self, ffn: "SparseFfn", x: torch.Tensor, operands: Operands, way: Way, looks: bool) -> None:
         self.block, self.settings, self.backend, self.form = type(ffn), ffn.twell, ffn.twell.backend, ffn.twell.form
         self.forward, self.kernels = self.block.forward, torch.ops.hf_twell.infer if way == "kernels" else None
         self.shape, self.dtype, self.device, self.type = x.shape, x.dtype, x.get_device(), x.device.type
-        self.autocast = _autocast_enabled(self.type)
+        self.autocast, self.on_cpu = _autocast_enabled(self.type), x.is_cpu
+        self.looks = looks  # whether the density decides, so that calls count towards its next sample
         # Parameters hold the values themselves, or torchao's tensors do.
         self.kind = type(ffn._modules[self.form.up]._parameters.get("weight"))
         self.weights, self.sizes = operands.w_up.dtype, (operands.w_up.shape, operands.w_up.shape[::-1])
@@ -66,7 +67,8 @@ def repeat(ffn: "SparseFfn", x: torch.Tensor) -> torch.Tensor | None:
         or x.shape != last.shape
         or x.dtype is not last.dtype
         or x.get_device() != last.device
-        or state.recent.look_in <= 0
+        or x.is_cpu is not last.on_cpu
+        or (last.looks and state.recent.look_in <= 0)
         or own["training"]
         or _grad_enabled()
         or _autocast_enabled(last.type) is not last.autocast
@@ -84,8 +86,8 @@ def repeat(ffn: "SparseFfn", x: torch.Tensor) -> torch.Tensor | None:
         or (last.device >= 0 and _capturing())
     ):
         return None
+    state.recent.look_in -= last.looks
     if last.kernels is None:
-        state.recent.look_in -= 1
         return ffn._through_submodules(x, None)
     modules = own["_modules"]
     relu = modules[last.form.activation]
@@ -100,6 +102,7 @@ def repeat(ffn: "SparseFfn", x: torch.Tensor) -> torch.Tensor | None:
     ):
         return None
     kind, dtype, device, form, (rows, columns) = last.kind, last.dtype, last.device, last.form, last.sizes
+    on_cpu = last.on_cpu  # meta tensors have the CPU's number, too
     weights: list[Any] = []
     biases: list[torch.Tensor | None] = []
     scales: list[torch.Tensor | None] = []
@@ -127,7 +130,11 @@ def repeat(ffn: "SparseFfn", x: torch.Tensor) -> torch.Tensor | None:
             weight, scale = weight.qdata, weight.scale
             if scale.dtype is not _FLOAT32 or scale.shape != (shape[0], 1) or scale.get_device() != device:
                 return None
+            if scale.is_cpu is not on_cpu:
+                return None
         if weight.dtype is not last.weights or weight.shape != shape or weight.get_device() != device:
+            return None
+        if weight.is_cpu is not on_cpu or (bias is not None and bias.is_cpu is not on_cpu):
             return None
         if bias is not None and (bias.dtype is not dtype or bias.shape != shape[:1] or bias.get_device() != device):
             return None
@@ -135,7 +142,6 @@ def repeat(ffn: "SparseFfn", x: torch.Tensor) -> torch.Tensor | None:
         biases.append(bias)
         scales.append(scale)
     weights[1] = weights[1].detach()  # another thread may give the parameter new memory while this one computes
-    state.recent.look_in -= 1
     return last.kernels(x, *weights, *biases, *scales)
 
 
@@ -148,7 +154,7 @@ def remember(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKey
     else:
         known = way == "submodules" and key.device == "cpu"
     if known:
-        ffn.twell_state.last_call = LastCall(ffn, x, operands, way)
+        ffn.twell_state.last_call = LastCall(ffn, x, operands, way, key.asked or not too_small(key))
 
 
 def settle(ffn: "SparseFfn", x: torch.Tensor, operands: Operands) -> tuple[CallKey, Way]:
@@ -172,7 +178,7 @@ def takes_kernels(ffn: "SparseFfn", x: torch.Tensor) -> bool:
     if operands is None:  # adapters, say, which the submodules compute
         return False
     key = _key(ffn, x, operands)
-    return choose(key, _activity(ffn, x, operands, key)) == "kernels"
+    return choose(key, _activity(ffn, x, operands, key, look=False)) == "kernels"
 
 
 def store_density(ffns: Iterable[nn.Module], density: Sequence[float] | None) -> None:
@@ -210,7 +216,7 @@ def _learns(ffn: "SparseFfn", x: torch.Tensor) -> bool:
     return x.requires_grad or any(weight.requires_grad for weight in weights)
 
 
-def _activity(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKey) -> Activity:
+def _activity(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKey, look: bool = True) -> Activity:
     """What is known of the activity of a call: counted or sampled in steps, stored, or sampled now and then."""
     recent, on_gpu = ffn.twell_state.recent, key.device == "cuda"
     weight, bias, scale = first_of(operands)
@@ -221,10 +227,10 @@ def _activity(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKe
     if key.compiled:  # on a CPU the operator itself follows the density
         return Activity(answers=ffn.twell.answers) if on_gpu and not key.exported else UNKNOWN
     if too_small(key) and not key.asked:
-        recent.look_in = EVERY_CPU_CALLS
         return UNKNOWN
     # What has arrived from a GPU depends on timing, and the ways round differently.
     if on_gpu and torch.are_deterministic_algorithms_enabled():
         return UNKNOWN
-    recent.look(x, weight, bias, scale)
+    if look:
+        recent.look(x, weight, bias, scale)
     return Activity(recent.density)

@@ -28,6 +28,8 @@ def choose(key: CallKey, activity: Activity = UNKNOWN) -> Way:
     "submodules": the block's own linears (of a bare `ops.ffn`, plain PyTorch on its tensors); "dense": plain matmuls,
     and one kernel each way for all that lies between them; "kernels".
     """
+    if key.device not in ("cpu", "cuda"):  # others have no kernels
+        return "submodules"
     if key.asked and key.rival == "torch":
         return "kernels"
     if faster(key, activity):
@@ -226,6 +228,15 @@ def same_answers(key: CallKey, density: float) -> float:
     It is one of the limits, or infinite where kernels are faster at no number of tokens. An engine that writes the
     density into compiled code writes this: layers of different densities then mostly share their code.
     """
-    # Limits change at powers of two alone.
-    limits = {max_density(key._replace(tokens=1 << power)) for power in range(24)}
+    limits = {max_density(key._replace(tokens=tokens)) for tokens in _ends(key)}
     return min((most for most in limits if density <= most > 0), default=math.inf)
+
+
+def _ends(key: CallKey) -> set[int]:
+    """Numbers of tokens, one of each stretch in which the limit of density of such a call is one."""
+    tables = ("kCpuLimits", "kCpuLimitsAmx") if key.device == "cpu" else ("kCudaLimits",)
+    ends = {row[0] for table in tables for row in limit(table)} - {math.inf}
+    elements = max(1, key.hidden * key.width)
+    ends |= {limit("kVllmCudaInt8MaxTokens"), limit("kCpuMinTokensCast") - 1, limit("kCpuMinTokensCastAmx") - 1}
+    ends |= {(limit(work) - 1) // elements for work in ("kCpuSmallestWorkFew", "kCpuSmallestWork")}
+    return {1, *ends, *(end + 1 for end in ends)} - {0}

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import TrainOutput, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotate_checkpoints
 
 from hf_twell.files.checkpoints import STATE_NAME, clear_state, last_checkpoint, read_state, write_state
 
@@ -66,7 +66,8 @@ class CompleteCheckpoints(TrainerCallback):
             )
 
     def _save_model(self, save_model: Callable, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if not _internal_call or output_dir is None:  # asked for by the user, or for the Hub
+        checkpoint = f"{PREFIX_CHECKPOINT_DIR}-{self.trainer.state.global_step}"
+        if not _internal_call or output_dir is None or Path(output_dir).name != checkpoint:  # others' own folders
             save_model(output_dir, _internal_call)
             return
         self.folder, args = Path(output_dir), self.trainer.args

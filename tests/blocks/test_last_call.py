@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_twell.bench import workload
 from hf_twell.blocks import calls, modeling
+from hf_twell.dispatch import limits
 from hf_twell.dispatch.activity import EVERY_CPU_CALLS
 from hf_twell.models.quantizing import quantize_block
 from hf_twell.ops import build
@@ -126,3 +127,34 @@ def test_little_code_lies_between_a_block_and_the_operator(block):
     assert len(files) <= 6, files
     assert len(returns) <= 6, returns
     assert not {name for name in files if "hf_twell" in name} - {modeling.__file__, calls.__file__}
+
+
+@torch.no_grad()
+def test_weights_on_no_device_are_not_read():
+    """The meta device has the CPU's number."""
+    x, *weights = workload.make_ffn(8, 64, 300, 6.0)
+    ffn = workload.patched_block(*weights)
+    for linear, size in ((ffn.gate_proj, 300), (ffn.up_proj, 300), (ffn.down_proj, 64)):
+        linear.bias = torch.nn.Parameter(torch.zeros(size, dtype=x.dtype))
+    ffn(x), ffn(x)
+    ffn.to("meta")
+    with pytest.raises(RuntimeError, match="meta"):
+        ffn(x)
+
+
+@torch.no_grad()
+def test_small_calls_between_others_do_not_put_off_the_next_sample(monkeypatch):
+    monkeypatch.setitem(limits.read(), "kCpuCachedElements", 1 << 19)  # as users have it
+    x, *weights = workload.make_ffn(200, 192, 600, 6.0)
+    ffn = workload.patched_block(*(weight.float() for weight in weights))
+    x = x.float()
+    for _ in range(3):
+        ffn(x), ffn(x[:1, :1] if x.dim() == 3 else x[:1])
+    sampled = ffn.twell_state.recent.density
+    assert sampled < 0.1
+    ffn.gate_proj.weight.zero_()
+    ffn.gate_proj.weight[:, 0] = 1.0
+    x[..., 0] = 1.0  # every neuron is active from now on
+    for _ in range(EVERY_CPU_CALLS + 1):
+        ffn(x), ffn(x[:1])
+    assert ffn.twell_state.recent.density > 0.9

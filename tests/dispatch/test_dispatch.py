@@ -391,3 +391,20 @@ def test_the_density_in_compiled_code_gets_the_answers_of_the_layers_own(monkeyp
 
 def test_on_a_device_without_kernels_no_density_gets_them():
     assert same_answers(CallKey("mps", "", BF16, BF16, 1, *SIZES["small"]), 0.0) == float("inf")
+
+
+def test_a_device_without_kernels_goes_by_submodules():
+    key = CallKey("mps", "", BF16, BF16, 1, *SIZES["small"])
+    assert {choose(key), choose(key, Activity(0.0)), choose(key._replace(asked=True))} == {"submodules"}
+
+
+@pytest.mark.parametrize("density", [0.21, 0.22, 0.27])
+def test_a_stored_density_keeps_its_answers_whatever_the_rows_of_the_table(density, monkeypatch):
+    """Limits of rows that end at other numbers than powers of two."""
+    table = ((2, 1.0, 1.0, 1.0), (12, 0.3, 0.3, 0.3), (14, 0.25, 0.25, 0.25), (float("inf"), 0.2, 0.2, 0.2))
+    monkeypatch.setitem(limits.read(), "kCudaLimits", table)
+    key = CallKey("cuda", "9.0", BF16, BF16, 1, *SIZES["small"])
+    same = same_answers(key, density)
+    for tokens in range(1, 100):
+        ways = {choose(key._replace(tokens=tokens), Activity(stored)) for stored in (density, same)}
+        assert len(ways) == 1, (tokens, same)

@@ -283,6 +283,17 @@ def test_a_checkpoint_is_complete_when_every_callback_has_saved(tmp_path):
     assert last_checkpoint(tmp_path) is None
 
 
+def test_a_callback_that_saves_a_model_of_its_own_leaves_the_checkpoint_whole(tmp_path):
+    trainer = make_trainer(tmp_path / "run", max_steps=SAVE_STEPS)
+    # As a part of the trainer's own saving, so that nothing is pushed to the Hub.
+    save = AtSave(SAVE_STEPS, lambda _: trainer.save_model(str(tmp_path / "copy"), _internal_call=True))
+    trainer.add_callback(save)
+    trainer.train()
+    assert last_checkpoint(tmp_path / "run") == str(tmp_path / "run" / f"checkpoint-{SAVE_STEPS}")
+    assert (tmp_path / "copy" / "model.safetensors").is_file()
+    assert not (tmp_path / "copy" / STATE_NAME).exists()
+
+
 def test_state_that_cannot_be_written(tmp_path):
     def obstruct(checkpoint):
         (checkpoint / f".{STATE_NAME}.partial").mkdir()
