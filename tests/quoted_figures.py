@@ -344,7 +344,7 @@ def converting() -> Entries:
         ("| a hinge on the gates in place of L1, {} | {:+.0f} % |", "lr2e3_hinge"),
         ("(`term: count`), {} | {:+.0f} % |", "sig"),
     ):
-        rates = [exponential(trial(job, "rows")["job"].get("lr", 5e-4)) for job in jobs]  # experiments/training.py
+        rates = [exponential(trial(job, "rows")["job"].get("lr", 5e-4)) for job in jobs]  # the program's default
         for job in jobs:
             yield text, *rates, above(trial(job, "rows"), trial("parent", "rows"), trial("control", "rows"))
     for text, file, job in (
