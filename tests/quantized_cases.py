@@ -2,6 +2,7 @@
 
 import torch
 
+from hf_twell.dispatch.limits import limit
 from hf_twell.ops import reference
 from tests.ffn_cases import FEW_PAIRS, make_case, relative_rms
 
@@ -48,7 +49,7 @@ def dense_in(case, dtype):
 def wide_x(case, quantize_x):
     """x in fp64, or what its quantized rows stand for."""
     x = case["x"]
-    if quantize_x and x.numel() > reference.MAX_TOKENS_PLAIN_X * x.shape[-1]:
+    if quantize_x and x.numel() > limit("kDecodeMaxTokens") * x.shape[-1]:
         return reference.dequantized_rows(*reference.quantized_rows(x), torch.float64)
     return x.double()
 

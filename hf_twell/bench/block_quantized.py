@@ -12,6 +12,7 @@ from hf_twell.bench.progress import Report, silent
 from hf_twell.bench.timing import Captured, interleaved_ms
 from hf_twell.blocks.calls import store_density
 from hf_twell.dispatch.choose import answer
+from hf_twell.dispatch.limits import limit
 from hf_twell.models.quantizing import make_dynamic, quantize_block
 from hf_twell.ops import api, reference
 
@@ -121,7 +122,7 @@ def _row(variants, xs, active, quantized, captured, count, l0, dtype, weights, r
         calls = {name: lambda turn, graph=graph: graph() for name, graph in graphs.items()}
     took = block.taken(quantized[0], xs[0])
     # Of fp8-dynamic, kernels leave few tokens as they are, where torchao's linears quantize all.
-    quantizes = weights == "fp8-dynamic" and (took == "plain matmuls" or count > reference.MAX_TOKENS_PLAIN_X)
+    quantizes = weights == "fp8-dynamic" and (took == "plain matmuls" or count > limit("kDecodeMaxTokens"))
     gate, up, down = ((weight.qdata, weight.scale) for weight in _weights(quantized[0]))
     values, scales = (up[0], down[0], gate[0]), {"s_up": up[1], "s_down": down[1], "s_gate": gate[1]}
     if weights != "fp8-dynamic":

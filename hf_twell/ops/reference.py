@@ -10,7 +10,6 @@ from torch.autograd.function import once_differentiable
 
 from hf_twell.dispatch.limits import limit
 
-MAX_TOKENS_PLAIN_X = limit("kDecodeMaxTokens")  # in a call: above, `quantize_x` quantizes x
 E4M3_MAX = 448.0
 
 
@@ -32,7 +31,7 @@ def ffn(
     quantize_x: bool = False,
 ) -> torch.Tensor:
     """ReLU feed-forward block, dense arithmetic; see `hf_twell.ops.ffn` for formula and arguments."""
-    if quantize_x and x.numel() > MAX_TOKENS_PLAIN_X * x.shape[-1]:
+    if quantize_x and x.numel() > limit("kDecodeMaxTokens") * x.shape[-1]:
         x = dequantized_rows(*quantized_rows(x), x.dtype)
     up = linear(x, w_up, s_up, b_up)
     h = torch.relu(up) if w_gate is None else torch.relu(linear(x, w_gate, s_gate, b_gate)) * up

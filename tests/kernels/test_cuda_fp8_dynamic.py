@@ -13,9 +13,10 @@ from torch import library
 
 from hf_twell.blocks.calls import store_density, takes_kernels
 from hf_twell.blocks.modeling import SparseFfn, sparse_ffns
+from hf_twell.dispatch.limits import limit
 from hf_twell.models.quantizing import make_dynamic, quantize_block
 from hf_twell.ops import api, build, reference
-from hf_twell.ops.reference import MAX_TOKENS_PLAIN_X, dequantized_rows, quantized_rows
+from hf_twell.ops.reference import dequantized_rows, quantized_rows
 from tests.conftest import tiny_llama
 from tests.ffn_cases import make_case, relative_rms
 from tests.kernels import test_cuda_kernels
@@ -63,7 +64,7 @@ def wide_case(hidden, width, density, dtype, gated, biases, by_column):
 
 def assert_right(case):
     poison()
-    many = case["x"].numel() > MAX_TOKENS_PLAIN_X * case["x"].shape[-1]
+    many = case["x"].numel() > limit("kDecodeMaxTokens") * case["x"].shape[-1]
     assert_as_good_as_eager(dynamic_ffn, case, quantize_x=True, other_eager=eager_by_rows if many else None)
     torch.testing.assert_close(dynamic_ffn(**case), dynamic_ffn(**case), rtol=0, atol=0, equal_nan=True)
 
@@ -110,8 +111,8 @@ def test_no_tokens():
 
 
 def test_few_tokens_stay_as_they_are():
-    case = case_of(MAX_TOKENS_PLAIN_X + 1, 576, 1536, 0.05, torch.bfloat16, by_column=True)
-    for tokens in (1, 2, 8, 16, 33, MAX_TOKENS_PLAIN_X):
+    case = case_of(limit("kDecodeMaxTokens") + 1, 576, 1536, 0.05, torch.bfloat16, by_column=True)
+    for tokens in (1, 2, 8, 16, 33, limit("kDecodeMaxTokens")):
         few = case | {"x": case["x"][:tokens]}
         assert torch.equal(dynamic_ffn(**few), plain_ffn(**few)), tokens
     assert not torch.equal(dynamic_ffn(**case), plain_ffn(**case))

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from hf_twell.dispatch.key import CallKey
+from hf_twell.dispatch.limits import limit
 from hf_twell.ops import api, build, reference
-from hf_twell.ops.reference import MAX_TOKENS_PLAIN_X, dequantized_rows, quantized_rows
+from hf_twell.ops.reference import dequantized_rows, quantized_rows
 from tests.ffn_cases import DTYPES, make_case
 from tests.quantized_cases import assert_as_good_as_eager, eager_by_rows, quantized, quantized_case, truth_of
 
@@ -91,7 +92,7 @@ def test_nan_and_infinity_make_all_of_a_token_nan(dtype):
 def test_the_block_is_that_of_what_torchaos_rows_stand_for(dtype, gated, biases):
     """Gate and up by dequantized rows of x; in fp64 within rounding of products of torchao's tensors."""
     quantization = pytest.importorskip("torchao.quantization")
-    case = quantized_case(MAX_TOKENS_PLAIN_X + 1, 40, 172, 0.05, dtype, kind="fp8", gated=gated, biases=biases)
+    case = quantized_case(limit("kDecodeMaxTokens") + 1, 40, 172, 0.05, dtype, kind="fp8", gated=gated, biases=biases)
     rows = quantization.Float8Tensor.from_hp(case["x"])
     x = rows.qdata.double() * rows.scale.double()
     wide = {name: None if t is None else t.double() for name, t in case.items()}
@@ -121,8 +122,8 @@ def test_as_good_as_eager_by_pytorchs_product_of_rows(dtype, gated):
 
 
 def test_few_tokens_stay_as_they_are():
-    case = quantized_case(MAX_TOKENS_PLAIN_X + 1, 40, 172, 0.05, torch.bfloat16, kind="fp8")
-    few = case | {"x": case["x"][:MAX_TOKENS_PLAIN_X].view(2, -1, 40)}
+    case = quantized_case(limit("kDecodeMaxTokens") + 1, 40, 172, 0.05, torch.bfloat16, kind="fp8")
+    few = case | {"x": case["x"][: limit("kDecodeMaxTokens")].view(2, -1, 40)}
     ask = {"quantize_x": True, "backend": "reference"}
     assert torch.equal(api.ffn(**few, **ask), api.ffn(**few, backend="reference"))
     y = api.ffn(**case, **ask)
@@ -184,7 +185,7 @@ def test_on_a_cpu_plain_pytorch_computes_it():
     ],
 )
 def test_what_cuda_kernels_are_asked_for(capability, dtype, hidden, taken):
-    few, many = MAX_TOKENS_PLAIN_X, MAX_TOKENS_PLAIN_X + 1
+    few, many = limit("kDecodeMaxTokens"), limit("kDecodeMaxTokens") + 1
 
     def takes(backend, tokens):
         key = CallKey("cuda", capability, dtype, torch.float8_e4m3fn, tokens, hidden, 4, quantize_x=True)
