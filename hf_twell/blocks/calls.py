@@ -37,15 +37,15 @@ class LastCall:
     """
 
     __slots__ = (
-        *("autocast", "backend", "block", "device", "dtype", "form", "forward", "kernels", "kind", "looks", "on_cpu"),
-        *("settings", "shape", "sizes", "type", "weights"),
+        *("autocast", "backend", "block", "device", "dtype", "form", "forward", "kernels", "kind", "looks"),
+        *("settings", "shape", "sizes", "weights"),
     )
 
     def __init__(self, ffn: "SparseFfn", x: torch.Tensor, operands: Operands, way: Way, looks: bool) -> None:
         self.block, self.settings, self.backend, self.form = type(ffn), ffn.twell, ffn.twell.backend, ffn.twell.form
         self.forward, self.kernels = self.block.forward, torch.ops.hf_twell.infer if way == "kernels" else None
-        self.shape, self.dtype, self.device, self.type = x.shape, x.dtype, x.get_device(), x.device.type
-        self.autocast, self.on_cpu = _autocast_enabled(self.type), x.is_cpu
+        self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
+        self.autocast = _autocast_enabled(x.device.type)
         self.looks = looks  # whether the density decides, so that calls count towards its next sample
         # Parameters hold the values themselves, or torchao's tensors do.
         self.kind = type(ffn._modules[self.form.up]._parameters.get("weight"))
@@ -66,12 +66,11 @@ def repeat(ffn: "SparseFfn", x: torch.Tensor) -> torch.Tensor | None:
         type(x) is not _Tensor
         or x.shape != last.shape
         or x.dtype is not last.dtype
-        or x.get_device() != last.device
-        or x.is_cpu is not last.on_cpu
+        or x.device != last.device
         or (last.looks and state.recent.look_in <= 0)
         or own["training"]
         or _grad_enabled()
-        or _autocast_enabled(last.type) is not last.autocast
+        or _autocast_enabled(last.device.type) is not last.autocast
         or _transforms_active()
         or forward_ad._current_level >= 0
         or _has_any_global_hook()
@@ -83,11 +82,11 @@ def repeat(ffn: "SparseFfn", x: torch.Tensor) -> torch.Tensor | None:
         or "forward" in own
         or own["_forward_hooks"]
         or own["_forward_pre_hooks"]
-        or (last.device >= 0 and _capturing())
+        or (last.device.type == "cuda" and _capturing())
     ):
         return None
-    state.recent.look_in -= last.looks
     if last.kernels is None:
+        state.recent.look_in -= last.looks
         return ffn._through_submodules(x, None)
     modules = own["_modules"]
     relu = modules[last.form.activation]
@@ -102,7 +101,6 @@ def repeat(ffn: "SparseFfn", x: torch.Tensor) -> torch.Tensor | None:
     ):
         return None
     kind, dtype, device, form, (rows, columns) = last.kind, last.dtype, last.device, last.form, last.sizes
-    on_cpu = last.on_cpu  # meta tensors have the CPU's number, too
     weights: list[Any] = []
     biases: list[torch.Tensor | None] = []
     scales: list[torch.Tensor | None] = []
@@ -128,20 +126,17 @@ def repeat(ffn: "SparseFfn", x: torch.Tensor) -> torch.Tensor | None:
             if weight.act_quant_kwargs is not None or getattr(weight, "act_pre_scale", None) is not None:
                 return None
             weight, scale = weight.qdata, weight.scale
-            if scale.dtype is not _FLOAT32 or scale.shape != (shape[0], 1) or scale.get_device() != device:
+            if scale.dtype is not _FLOAT32 or scale.shape != (shape[0], 1) or scale.device != device:
                 return None
-            if scale.is_cpu is not on_cpu:
-                return None
-        if weight.dtype is not last.weights or weight.shape != shape or weight.get_device() != device:
+        if weight.dtype is not last.weights or weight.shape != shape or weight.device != device:
             return None
-        if weight.is_cpu is not on_cpu or (bias is not None and bias.is_cpu is not on_cpu):
-            return None
-        if bias is not None and (bias.dtype is not dtype or bias.shape != shape[:1] or bias.get_device() != device):
+        if bias is not None and (bias.dtype is not dtype or bias.shape != shape[:1] or bias.device != device):
             return None
         weights.append(weight)
         biases.append(bias)
         scales.append(scale)
     weights[1] = weights[1].detach()  # another thread may give the parameter new memory while this one computes
+    state.recent.look_in -= last.looks
     return last.kernels(x, *weights, *biases, *scales)
 
 
