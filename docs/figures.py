@@ -1,8 +1,8 @@
-"""Every figure and table of the benchmarks' rows, drawn from those rows alone (`make figures`).
+"""Every figure and table of the rows, drawn from those rows alone, and the drawings of docs/ (`make figures`).
 
     python docs/figures.py [ROOT]
 
-`bench.jsonl` under kernels/ gives tables and a figure for each kind of bench beside it.
+`bench.jsonl` under kernels/ gives tables and a figure for each kind of bench beside it. `pictures.py` has the drawings.
 """
 
 import json
@@ -10,6 +10,7 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
+import pictures
 from bench_tables import tables
 
 from hf_twell.bench.plot import AXES, plot
@@ -37,7 +38,8 @@ def main(root: Path) -> list[Path]:
             name = "bench" if bench == "ffn" and direction == "forward" else bench if bench != "ffn" else "backward"
             drawn.append(path.with_name(f"{name}.png"))
             plot(rows, drawn[-1])
-    return drawn
+    (root / "docs").mkdir(exist_ok=True)
+    return drawn + pictures.draw(root, root / "docs")
 
 
 if __name__ == "__main__":

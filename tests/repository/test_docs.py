@@ -179,7 +179,7 @@ def test_commands(page, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_figures_are_drawn_from_the_rows_alone(tmp_path):
-    for rows in ROOT.glob("kernels/*/bench/**/*.jsonl"):
+    for rows in [*ROOT.glob("kernels/*/bench/**/*.jsonl"), *ROOT.glob("model_cards/**/*.jsonl")]:
         copy = tmp_path / rows.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(rows.read_text())
@@ -187,6 +187,11 @@ def test_figures_are_drawn_from_the_rows_alone(tmp_path):
         [sys.executable, ROOT / "docs" / "figures.py", tmp_path], capture_output=True, text=True, check=True
     )
     drawn = [Path(line) for line in done.stdout.splitlines()]
+    drawings = [path for path in drawn if path.suffix == ".svg"]
+    assert {ROOT / path.relative_to(tmp_path) for path in drawings} == set((ROOT / "docs").glob("*.svg"))
+    for path in drawings:
+        assert path.read_text() == (ROOT / path.relative_to(tmp_path)).read_text(), "run `make figures`"
+    drawn = [path for path in drawn if path not in drawings]
     folders = {path.parent for path in drawn}
     beside = {
         path

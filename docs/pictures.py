@@ -1,0 +1,253 @@
+"""The drawings of README.md and docs/idea.md, as SVG that reads on light and dark pages (`make figures`).
+
+`front` has figures, which come from rows; the others have none.
+"""
+
+import json
+import statistics
+from pathlib import Path
+
+# A card of its own colours lies under each drawing, so a page of either kind may hold it.
+STYLE = """<style>
+text { font: 14px -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328 }
+.title { font-weight: 600; font-size: 15px } .soft { fill: #59636e } .small { font-size: 12px }
+.card { fill: #ffffff; stroke: #d0d7de } .rule { stroke: #d0d7de; fill: none } .off { fill: #eaeef2; stroke: #d0d7de }
+.a { fill: #0969da } .b { fill: #bf3989 } .c { fill: #57606a }
+.la { stroke: #0969da } .lb { stroke: #bf3989 } .lc { stroke: #57606a } .line { fill: none; stroke-width: 2 }
+.ring { fill: #ffffff; stroke: #0969da; stroke-width: 2 }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3 } .soft { fill: #9198a1 }
+  .card { fill: #0d1117; stroke: #3d444d } .rule { stroke: #3d444d } .off { fill: #212830; stroke: #3d444d }
+  .a { fill: #58a6ff } .b { fill: #f778ba } .c { fill: #9198a1 }
+  .la { stroke: #58a6ff } .lb { stroke: #f778ba } .lc { stroke: #9198a1 }
+  .ring { fill: #0d1117; stroke: #58a6ff }
+}
+</style>"""
+FEW, MANY = ("kernels/twell_cuda/bench/h200-few-2026-11-27", "kernels/twell_cuda/bench/h200-2026-11-23")
+DENSITY = "kernels/twell_cuda/bench/h200-density-2026-11-27"
+SMOLLM2, QWEN = "model_cards/smollm2/pretrained.jsonl", "model_cards/qwen2.5-coder-0.5b/rows.jsonl"
+SOURCES = (*(f"{folder}/bench.jsonl" for folder in (FEW, MANY, DENSITY)), SMOLLM2, QWEN)
+# Active neurons of 5,632 at which blocks were timed, and the conversions of about that density.
+SMOLLM2_RUNS = {1126: "0.194/350M", 600: "0.098/350M", 298: "0.0475/310M", 120: "0.0195/120M"}
+QWEN_RUNS = {600: "ten-parent-26M", 298: "five-parent-26M"}
+TASKS = {"lambada": 0.0, "arc_easy": 0.25, "arc_challenge": 0.25, "hellaswag": 0.25}  # and what guessing scores
+
+
+class Drawing:
+    def __init__(self, width: int, height: int, told: str) -> None:
+        self.head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+            f'role="img" aria-label="{told}">'
+        )
+        self.parts = [f'<rect class="card" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8"/>']
+
+    def text(self, x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> None:
+        self.parts.append(f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{words}</text>')
+
+    def box(self, x: float, y: float, width: float, height: float, kind: str) -> None:
+        self.parts.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" class="{kind}"/>')
+
+    def dot(self, x: float, y: float, radius: float, kind: str) -> None:
+        self.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}" class="{kind}"/>')
+
+    def line(self, points: list[tuple[float, float]], kind: str) -> None:
+        joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self.parts.append(f'<polyline points="{joined}" class="{kind}"/>')
+
+    def __str__(self) -> str:
+        return "\n".join([self.head, STYLE, *self.parts, "</svg>"]) + "\n"
+
+
+def front(root: Path) -> Drawing:
+    """Left a dense and a sparse block; right what conversions keep against how fast their blocks run."""
+    drawing = Drawing(960, 372, "A dense beside a sparse block, and quality against speed")
+    _block(drawing, 24, "Dense block", set(range(20)), "every neuron's weights are read")
+    _block(drawing, 258, "Sparse block, one token", {3, 13}, "the gate tells which few are needed")
+    drawing.line([(492, 24), (492, 348)], "rule")
+    _chart(drawing, points(root))
+    return drawing
+
+
+def _block(drawing: Drawing, left: float, title: str, active: set[int], told: str) -> None:
+    drawing.text(left, 40, title, "title")
+    for top, name in ((62, "gate"), (160, "up"), (244, "down")):
+        drawing.text(left, top + 37, name, "soft small")
+        for neuron in range(20):
+            kind = "a" if name == "gate" or neuron in active else "off"
+            drawing.box(left + 44 + 8.6 * neuron, top, 7, 62, kind)
+    for neuron in range(20):
+        drawing.dot(left + 47.5 + 8.6 * neuron, 141, 3.2, "b" if neuron in active else "off")
+    drawing.text(left, 145, "active", "soft small")
+    drawing.text(left, 338, told, "soft small")
+
+
+def points(root: Path) -> dict[str, list[tuple[float, float, float]]]:
+    """(density, times dense, part of the tasks kept) by line; the lines but the last are SmolLM2's."""
+    lines = {"one token": (FEW, 1), "16 tokens": (FEW, 16), "prefill of 16,384": (MANY, 16_384)}
+    kept, found = _kept_by_smollm2(root), {}
+    for name, (folder, tokens) in lines.items():
+        rows = _read(root, f"{folder}/bench.jsonl") + _read(root, f"{DENSITY}/bench.jsonl") * (tokens == 16_384)
+        found[name] = [(*_speed(rows, tokens, l0), kept[run]) for l0, run in SMOLLM2_RUNS.items()]
+    rows = _read(root, f"{FEW}/bench.jsonl")
+    kept = _kept_by_qwen(root)
+    found["Qwen"] = [(*_speed(rows, 1, l0), kept[run]) for l0, run in QWEN_RUNS.items()]
+    return found
+
+
+def _read(root: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (root / name).read_text().splitlines()]
+
+
+def _speed(rows: list[dict], tokens: int, l0: int) -> tuple[float, float]:
+    """(density, times the better of eager and compiled PyTorch) of the block that was asked for about `l0`."""
+    found = [
+        row
+        for row in rows
+        if row["bench"] == "ffn"
+        and (row["pass"], row["tokens"]) == ("forward", tokens)
+        and abs(row["requested_l0"] - l0) < 5
+    ]
+    (row,) = found
+    sparse = min(row[key] for key in ("sparse_ms", "sparse_compiled_ms") if key in row)
+    return row["density"], min(row["eager_ms"], row["compiled_ms"]) / sparse
+
+
+def _kept_by_smollm2(root: Path) -> dict[str, float]:
+    rows = {row["id"]: row for row in _read(root, SMOLLM2)}
+
+    def above_chance(row: dict) -> float:
+        return statistics.mean(
+            (score["acc"] if isinstance(score := row["tasks"][task], dict) else score) - chance
+            for task, chance in TASKS.items()
+        )
+
+    control = above_chance(rows["dense/150M/seed0"])
+    return {run: above_chance(rows[f"count/{run}/seed0"]) / control for run in SMOLLM2_RUNS.values()}
+
+
+def _kept_by_qwen(root: Path) -> dict[str, float]:
+    """Of the better of the parent and the dense control, as recipes/study/report.py has it."""
+    metrics = zip(("lambada_openai", *list(TASKS)[1:]), ("acc", "acc", "acc_norm", "acc_norm"), strict=True)
+    metrics = dict(metrics)
+    rows = {row["run"]: row for row in _read(root, QWEN) if "tasks" in row}
+
+    def above_chance(row: dict) -> float:
+        values = [row["tasks"][task][metric]["value"] for task, metric in metrics.items()]
+        return statistics.mean(values) - statistics.mean(TASKS.values())
+
+    best = max(above_chance(row) for name, row in rows.items() if name in ("parent", "dense-26M"))
+    return {run: above_chance(rows[run]) / best for run in QWEN_RUNS.values()}
+
+
+def _chart(drawing: Drawing, found: dict[str, list[tuple[float, float, float]]]) -> None:
+    left, right, top, bottom = 556, 930, 62, 300
+    drawing.text(512, 40, "Tasks kept, against a block's speed (GPU)", "title")
+
+    def place(speed: float, kept: float) -> tuple[float, float]:
+        return left + (speed - 1) / 2.6 * (right - left), bottom - (kept - 0.55) / 0.45 * (bottom - top)
+
+    for kept in (0.6, 0.7, 0.8, 0.9, 1.0):
+        y = place(1, kept)[1]
+        drawing.line([(left, y), (right, y)], "rule")
+        drawing.text(left - 8, y + 4, f"{100 * kept:.0f} %", "soft small", "end")
+    for speed in (1, 1.5, 2, 2.5, 3, 3.5):
+        drawing.text(place(speed, 1)[0], bottom + 18, f"{speed:g}x", "soft small", "middle")
+    drawing.text((left + right) / 2, bottom + 36, "times the dense block", "soft small", "middle")
+    names = dict(zip(found, "abc", strict=False))
+    for name, kind in names.items():
+        places = [place(1, 1), *(place(speed, kept) for _, speed, kept in found[name])]
+        drawing.line(places, f"line l{kind}")
+        for x, y in places:
+            drawing.dot(x, y, 4, kind)
+    for density, speed, kept in found["one token"]:
+        x, y = place(speed, kept)
+        aside = (8, -6, "start") if density > 0.1 else (-9, 5, "end")
+        drawing.text(x + aside[0], y + aside[1], f"{100 * density:.0f} % active", "small", aside[2])
+    for _, speed, kept in found["Qwen"]:
+        drawing.dot(*place(speed, kept), 4.5, "ring")
+    for kind, x, told in zip(names.values(), (512, 612, 716), ("one token", "16 tokens", "prefill"), strict=True):
+        drawing.dot(x + 4, 352, 4, kind)
+        drawing.text(x + 14, 356, told, "small")
+    drawing.dot(794, 352, 4.5, "ring")
+    drawing.text(804, 356, "Qwen-Coder-0.5B", "small")
+
+
+def twell() -> Drawing:
+    """A token's activations, and what TwELL makes of them."""
+    drawing = Drawing(760, 236, "A token's activations in tiles, and the same packed as TwELL")
+    values = {2: "0.4", 9: "1.1", 12: "0.2", 13: "0.7", 22: "0.9"}
+    drawing.text(24, 36, "One token: 24 neurons in 3 tiles, as the gate's matmul computes them", "title")
+    for neuron in range(24):
+        x = 24 + 29 * neuron + 8 * (neuron // 8)
+        drawing.box(x, 56, 27, 30, "a" if neuron in values else "off")
+        drawing.text(x + 13, 102, str(neuron), "soft small", "middle")
+    drawing.text(24, 140, "Packed: for each tile a count, then (neuron: value) in a fixed number of slots", "title")
+    for tile in range(3):
+        x = 24 + tile * 240
+        mine = [(neuron, value) for neuron, value in values.items() if neuron // 8 == tile]
+        drawing.box(x, 160, 28, 34, "off")
+        drawing.text(x + 14, 182, str(len(mine)), "", "middle")
+        for slot in range(3):
+            drawing.box(x + 34 + 64 * slot, 160, 60, 34, "rule")
+            if slot < len(mine):
+                neuron, value = mine[slot]
+                drawing.text(x + 64 + 64 * slot, 182, f"{neuron}: {value}", "small", "middle")
+    drawing.text(
+        24,
+        220,
+        "Fixed places need no second pass; a tile with more active neurons than slots has no room.",
+        "soft small",
+    )
+    return drawing
+
+
+STRANGERS = [{1, 14}, {5, 20}, {8, 2}, {11, 17}, {3, 14}, {19, 6}, {22, 9}, {12, 16}]
+NEIGHBOURS = [{1, 14}, {1, 5}, {14, 5}, {5, 17}, {1, 14}, {17, 5}, {14, 22}, {1, 17}]
+
+
+def union() -> Drawing:
+    """The same number of active neurons a token, spread and shared."""
+    drawing = Drawing(760, 300, "Eight tokens that use many neurons together, and eight that share them")
+    for left, title, tokens in (
+        (24, "Each token its own neurons", STRANGERS),
+        (396, "Neighbours share neurons", NEIGHBOURS),
+    ):
+        drawing.text(left, 36, title, "title")
+        for row, active in enumerate(tokens):
+            for neuron in range(24):
+                drawing.box(left + 14 * neuron, 54 + 20 * row, 12, 17, "a" if neuron in active else "off")
+        together = set().union(*tokens)
+        for neuron in range(24):
+            drawing.box(left + 14 * neuron, 226, 12, 17, "b" if neuron in together else "off")
+        drawing.text(left, 266, "Active: 2 of 24 neurons for each token.", "small")
+        drawing.text(left, 284, f"Union: {len(together)} of 24. A block of tokens reads these weights.", "small")
+    return drawing
+
+
+def hybrid() -> Drawing:
+    """Rows of few entries for ordinary tokens, whole rows for the few that overflow."""
+    drawing = Drawing(760, 268, "Ordinary tokens in short rows, a heavy token in a whole row")
+    drawing.text(24, 36, "What forward keeps for backward", "title")
+    for row, count in enumerate((2, 1, 3, 4, 2)):
+        drawing.text(24, 75 + 26 * row, f"token {row}", "soft small")
+        for slot in range(4):
+            kind = "b" if row == 3 else "a"
+            drawing.box(86 + 34 * slot, 60 + 26 * row, 32, 21, kind if slot < count else "off")
+    drawing.text(86, 214, "short rows: a few entries a token", "small")
+    drawing.text(300, 153, "did not fit: kept whole, beside the others", "small")
+    drawing.line([(226, 148), (292, 148)], "line lb")
+    for neuron in range(24):
+        drawing.box(300 + 18 * neuron, 168, 16, 21, "b" if neuron in {0, 3, 4, 8, 9, 13, 17, 20, 21} else "off")
+    drawing.text(300, 214, "a whole row: as many places as there are neurons", "small")
+    drawing.text(
+        24, 246, "Memory follows the neurons that are active, and one heavy token costs one long row.", "soft small"
+    )
+    return drawing
+
+
+def draw(root: Path, folder: Path) -> list[Path]:
+    """Every drawing, from the rows under `root`, into `folder`."""
+    drawings = {"front": front(root), "twell": twell(), "union": union(), "hybrid": hybrid()}
+    for name, drawing in drawings.items():
+        (folder / f"{name}.svg").write_text(str(drawing))
+    return [folder / f"{name}.svg" for name in drawings]
