@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SOURCES := setup.py hf_twell recipes tests docs
 CPP_SOURCES = $(shell find kernels -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
 
-.PHONY: setup demo test test-all test-gpu check-portable sanitize sanitize-cpu bench figures screenshots style lint constraints clean
+.PHONY: setup demo test test-all test-gpu check-portable sanitize sanitize-cpu bench figures screenshots docs style lint constraints clean
 
 demo: setup
 	$(BIN)/python recipes/demo.py
@@ -55,6 +55,12 @@ bench: setup
 # Plots and tables of the rows in kernels/*/bench.
 figures: setup
 	$(BIN)/python docs/figures.py
+
+# The site of all pages, in out/site; fails where a link or the heading that it names is missing.
+PAGES = $(shell git ls-files -co --exclude-standard '*.md' '*.svg' '*.png' '*.yaml' '*.yml' '*.jsonl' '*.ipynb' '*.h' LICENSE docs | grep -v '^mkdocs')
+docs: setup
+	rm -rf out/pages && mkdir -p out/pages && cp --parents $(PAGES) out/pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The pictures in docs/, from the sparse model of `make demo`; needs Chromium.
 screenshots: setup
