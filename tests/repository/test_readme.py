@@ -1,14 +1,19 @@
 """The README's examples run as they stand, on a CPU and the demo model in place of models from the Hub."""
 
+import json
 import os
+import pkgutil
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+import yaml
 
+import hf_twell
 from hf_twell.recipe.schema import load_recipe
 from tests.conftest import COMMAND, shared_path
 from tests.paths import ROOT
@@ -22,38 +27,54 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def test_python_examples(tmp_path, monkeypatch):
+def test_the_first_screen():
+    """Idea, picture, table and requirements; and a page that is read in ten minutes."""
+    lines = README.splitlines()
+    assert len(lines) <= 150
+    assert len(README.split()) <= 1500
+    screen = "\n".join(lines[:40])
+    assert all(
+        part in screen for part in ("docs/front.svg", "## Should I use this?", "not for you if", "## Requirements")
+    )
+
+
+def test_four_quickstarts():
+    """Of at most ten lines, as they are read; each runs below."""
+    names, *parts = README.partition("## Try it")[2].partition("\n## ")[0].split("\n**I ")
+    assert not names.strip()
+    assert len(parts) == 4
+    for part in parts:
+        (code,) = re.findall(r"```\w+\n(.*?)```", part, re.DOTALL)
+        assert len([line for line in code.splitlines() if line.strip()]) <= 10, code
+    assert README.index("## What ruins a model") < README.index("```python")
+
+
+@pytest.mark.parametrize("code", blocks("python"), ids=["convert", "from scratch"])
+def test_python_examples(code, tmp_path, monkeypatch):
+    """With the demo's model for Qwen's, two steps, and no bfloat16, which the page says is for GPUs."""
+    pytest.importorskip("trl")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    code = "\n".join(blocks("python"))
-    assert "SparsityCallback" in code
-    code = code.replace("meta-llama/Llama-3.2-1B", str(DEMO / "model")).replace(
-        "max_steps=1000", "max_steps=2, logging_steps=1"
+    (tmp_path / "notes.txt").write_text((DEMO / "text" / "heldout.txt").read_text()[:4000])
+    code = code.replace("Qwen/Qwen2.5-0.5B", str(DEMO / "model"))
+    code = code.replace("max_steps=1000", "max_steps=2, logging_steps=1").replace(
+        "bf16=True", "use_cpu=True, bf16=False"
     )
-    code = code.replace("bf16=True)", "use_cpu=True)")  # as the example says
-    tokenizer = AutoTokenizer.from_pretrained(DEMO / "model")
-    ids = tokenizer((DEMO / "text" / "heldout.txt").read_text()[:4000], return_tensors="pt")["input_ids"][0]
-    rows = [{"input_ids": row, "labels": row} for row in ids[: len(ids) // 32 * 32].view(-1, 32)]
-    names = {"dataset": rows}
+    names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
     assert names["trainer"].state.log_history[0]["twell/l0"] > 0
-    assert (tmp_path / "llama-3.2-1b-relu" / "config.json").is_file()
+    names["trainer"].save_model("qwen-sparse")
+    config = json.loads((tmp_path / "qwen-sparse" / "config.json").read_text())
+    assert config["hidden_act"] == "relu"
 
 
 @pytest.mark.slow
 def test_commands(tmp_path):
     pytest.importorskip("lm_eval")
-    commands = [line.split("#")[0] for block in blocks("bash") for line in block.splitlines() if "hf-twell" in line]
-    assert [shlex.split(command)[1] for command in commands] == [
-        "sparsify",
-        "train",
-        "inspect",
-        "eval",
-        "serve",
-        "push",
-        "bench",
-        "doctor",
-    ]
+    lines = [line.split("#")[0].strip() for block in blocks("bash") for line in block.splitlines()]
+    commands = [shlex.split(line)[1:] for line in lines if Path(line.split(" ")[0]).name == "hf-twell"]
+    names = [command[0] for command in commands]
+    assert names == ["doctor", "bench", "serve", "inspect", "sparsify", "train", "eval", "push"]
     (tmp_path / "notes.txt").write_text((DEMO / "text" / "heldout.txt").read_text()[:8000])
     extra = {
         "push": ["--dry-run"],
@@ -64,8 +85,9 @@ def test_commands(tmp_path):
         ],
         "eval": ["--data-dir", str(shared_path("data/eval")), "--limit", "2", "--split", "validation"],
     }
-    for command in commands:
-        name, *arguments = shlex.split(command.replace("Qwen/Qwen3-0.6B", str(DEMO / "model")))[1:]
+    commands.sort(key=lambda command: command[0] == "serve")  # what `train` writes
+    for name, *arguments in commands:
+        arguments = [argument.replace("Qwen/Qwen3-0.6B", str(DEMO / "model")) for argument in arguments]
         arguments = [str(ROOT / a) if a.startswith("recipes/") else a for a in arguments]
         if name == "eval":  # ARC's answers stand in two splits, HellaSwag's in one
             arguments = [argument for argument in arguments if argument != "hellaswag"]
@@ -89,7 +111,7 @@ def other_commands() -> list[str]:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
     found = re.findall(r"```bash\n(.*?)```", "\n".join(page.read_text() for page in pages), re.DOTALL)
     lines = [line.split("#")[0].strip() for block in found for line in block.splitlines()]
-    return list(dict.fromkeys(line for line in lines if line and not line.startswith("hf-twell")))
+    return list(dict.fromkeys(line for line in lines if line and Path(line.split(" ")[0]).name != "hf-twell"))
 
 
 @pytest.mark.slow
@@ -105,28 +127,60 @@ def test_scripts(command, tmp_path):
     (tmp_path / "text.txt").write_text(text.read_text()[:2000])
     if tool == "make":
         tool, arguments = "make", ["--dry-run", *arguments]
+    elif tool == "pip":  # whether the checkout has what the line asks for; nothing is fetched
+        arguments = [*arguments[:1], "--dry-run", "--no-deps", "--no-build-isolation", "--no-index", *arguments[1:]]
+        arguments = [argument for argument in arguments if argument != "trl"]
     elif "--config_file" in arguments:
         recipe = load_recipe(ROOT / arguments[-2], arguments[-1:])
         assert recipe.revive_after is None
         return
     else:
         arguments += small
-    program = {"python": [sys.executable], "make": ["make"]}.get(tool)
+    program = {"python": [sys.executable], "make": ["make"], "pip": [sys.executable, "-m", "pip"]}.get(tool)
     program = program or [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
     done = subprocess.run([*program, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "recipes/finetune.py" not in arguments or (tmp_path / "out").is_dir()
 
 
-@pytest.mark.parametrize("name", ["LICENSE", "CONTRIBUTING.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("name", ["LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CITATION.cff"])
 def test_the_files_that_people_look_for_are_there(name):
     assert (ROOT / name).is_file()
 
 
 def test_every_public_name_is_documented():
-    import hf_twell
+    """In a line of its own, and by its docstring."""
+    page, reference = ((ROOT / "docs" / name).read_text() for name in ("api.md", "reference.md"))
+    assert not [name for name in hf_twell.__all__ if f"`{name}" not in page]
+    shown = [pkgutil.resolve_name(name) for name in re.findall(r"^::: (\S+)$", reference, re.MULTILINE)]
+    public = [getattr(hf_twell, name) for name in hf_twell.__all__ if name not in ("__version__", "ops")]
+    assert not [each for each in [*public, hf_twell.ops.ffn] if each not in shown]
 
-    page = (ROOT / "docs" / "api.md").read_text()
-    missing = [name for name in hf_twell.__all__ if f"`{name}" not in page]
-    assert not missing
-    assert all(hasattr(hf_twell, name) for name in hf_twell.__all__)
+
+def test_the_citation_is_of_this_version():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert cited["version"] == hf_twell.__version__
+    assert cited["license"] == "MIT"
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_broken_link(tmp_path):
+    """As `make docs` does; what it warns of fails it."""
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    copied = re.search(r"ls-files (.*) \| grep", (ROOT / "Makefile").read_text())
+    listed = subprocess.run(
+        f"git ls-files {copied[1]}", shell=True, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in listed.stdout.splitlines():
+        (tmp_path / "pages" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / "pages" / name)
+    settings = (ROOT / "mkdocs.yml").read_text().replace("out/pages", str(tmp_path / "pages"))
+    settings = settings.replace("out/site", str(tmp_path / "site")).replace("paths: [.]", f"paths: [{ROOT}]")
+    (tmp_path / "mkdocs.yml").write_text(settings)
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--config-file", tmp_path / "mkdocs.yml"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    page = (tmp_path / "site" / "docs" / "reference.html").read_text()
+    assert "target_density" in page
+    assert ":::" not in page
