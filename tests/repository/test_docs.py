@@ -178,6 +178,21 @@ def test_commands(page, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")), ids=lambda page: page.stem)
+def test_notebooks(page, tmp_path):
+    """Every cell, one after the other, in a process whose working directory lies as the notebook's does."""
+    pytest.importorskip("peft")
+    cells = [cell for cell in json.loads(page.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert all(not cell["outputs"] for cell in cells), "they are kept without outputs"
+    code = "import matplotlib\nmatplotlib.use('Agg')\n" + "\n".join("".join(cell["source"]) for cell in cells)
+    code = code.replace("../../recipes", str(ROOT / "recipes"))
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
 def test_figures_are_drawn_from_the_rows_alone(tmp_path):
     for rows in [*ROOT.glob("kernels/*/bench/**/*.jsonl"), *ROOT.glob("model_cards/**/*.jsonl")]:
         copy = tmp_path / rows.relative_to(ROOT)
