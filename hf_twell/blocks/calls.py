@@ -41,12 +41,13 @@ class LastCall:
         *("settings", "shape", "sizes", "weights"),
     )
 
-    def __init__(self, ffn: "SparseFfn", x: torch.Tensor, operands: Operands, way: Way, looks: bool) -> None:
+    def __init__(self, ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKey, way: Way) -> None:
         self.block, self.settings, self.backend, self.form = type(ffn), ffn.twell, ffn.twell.backend, ffn.twell.form
         self.forward, self.kernels = self.block.forward, torch.ops.hf_twell.infer if way == "kernels" else None
         self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
         self.autocast = _autocast_enabled(x.device.type)
-        self.looks = looks  # whether the density decides, so that calls count towards its next sample
+        # Whether the density decides, so that calls count towards its next sample.
+        self.looks = key.asked or not too_small(key)
         # Parameters hold the values themselves, or torchao's tensors do.
         self.kind = type(ffn._modules[self.form.up]._parameters.get("weight"))
         self.weights, self.sizes = operands.w_up.dtype, (operands.w_up.shape, operands.w_up.shape[::-1])
@@ -140,25 +141,30 @@ def repeat(ffn: "SparseFfn", x: torch.Tensor) -> torch.Tensor | None:
     return last.kernels(x, *weights, *biases, *scales)
 
 
-def remember(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKey, way: Way) -> None:
+def remember(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKey, way: Way | None) -> None:
     """Keep what a call has found out, if later ones can go by it."""
-    if key.compiled or _grad_enabled() or ffn.training or x.numel() == 0 or type(x) is not _Tensor:
+    if way is None or key.compiled or _grad_enabled() or ffn.training or x.numel() == 0 or type(x) is not _Tensor:
         return
     if way == "kernels":
         known = not key.quantize_x and not _autocast_enabled(x.device.type) and problem(key) is None
     else:
         known = way == "submodules" and key.device == "cpu"
     if known:
-        ffn.twell_state.last_call = LastCall(ffn, x, operands, way, key.asked or not too_small(key))
+        ffn.twell_state.last_call = LastCall(ffn, x, operands, key, way)
 
 
-def settle(ffn: "SparseFfn", x: torch.Tensor, operands: Operands) -> tuple[CallKey, Way]:
-    """Bring down_proj's memory into the order that a call wants, and choose its way."""
+def settle(ffn: "SparseFfn", x: torch.Tensor, operands: Operands) -> tuple[CallKey, Way | None]:
+    """Bring down_proj's memory into the order that a call wants, and choose its way.
+
+    None: the operator chooses, which on a CPU samples each call that trains.
+    """
     key = _key(ffn, x, operands)
     activity = _activity(ffn, x, operands, key)
     state = ffn.twell_state
     if not key.compiled:
         settle_down(ffn, operands.w_down, x, state.recent.density)
+    if key.training and key.device == "cpu":
+        return key, None
     way = choose(key, activity)
     if key.training and key.device == "cuda" and not key.compiled:
         state.on_kernels = way == "kernels"

@@ -173,7 +173,7 @@ class SparseFfn(nn.Module):
             options["quantize_x"] = key.quantize_x
         else:
             options["capacity"] = self.twell_state.step_choice.capacity if torch.is_grad_enabled() else None
-        y = api.ffn(x, *weights, **options, backend=self.twell.backend)
+        y = api.ffn(x, *weights, **options, backend=self.twell.backend, way=way)
         calls.remember(self, x, operands, key, way)
         return y
 

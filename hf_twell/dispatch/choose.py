@@ -47,7 +47,8 @@ def faster(key: CallKey, activity: Activity) -> bool:
     By limits of density alone, as measured. Where a block's union and the times of both ways at (density, union) are
     known, these will be compared here.
     """
-    if key.quantize_x and quantizing_problem(key) and key.device == "cuda" and float(key.capability) >= 8.9:
+    unread = key.device == "cuda" and key.quantize_x and quantizing_problem(key)
+    if unread and float(key.capability) >= limit("kCudaFp8Capability"):
         return False  # others' linears use tensor cores for e4m3, which plain matmuls on dequantized weights leave idle
     if activity.answers is not None:
         return answer(activity.answers, key.tokens)
@@ -80,13 +81,22 @@ def max_density(key: CallKey, on_kernels: bool = False) -> float:
         return most if key.asked else min(most, limit("kVllmCuda8BitMaxDensity"))
     if key.training:
         return limit(f"kCpuTrainingMaxDensity{_amx(key)}")
-    small = _in_cache(key)
-    most = limit("kCpuCachedMaxDensity") if small else _row(f"kCpuLimits{_amx(key)}", key.tokens)[1]
+    table = f"kCpuLimits{_amx(key)}"
+    most = min(_row(table, key.tokens)[1], max_density_of_size(key))
     if key.rival == "torch":
         return most
     # There a block goes one way at all numbers of tokens: the way of many.
-    many = limit("kCpuCachedMaxDensity") if small else limit(f"kCpuLimits{_amx(key)}")[-1][1]
+    many = limit(table)[-1][1]
     return min(most, many, limit("kVllmCpuInt8MaxDensity" if key.weights == torch.int8 else "kVllmCpuMaxDensity"))
+
+
+def max_density_of_size(key: CallKey) -> float:
+    """What of `max_density` goes by the sizes and type of the weights; at most 1.
+
+    A CPU's operator is told this limit. That of its table it finds itself, by the number of tokens, which a graph may
+    leave open.
+    """
+    return limit("kCpuCachedMaxDensity") if key.device == "cpu" and _in_cache(key) else 1.0
 
 
 def too_small(key: CallKey) -> bool:
@@ -100,7 +110,7 @@ def too_small(key: CallKey) -> bool:
     elements = key.hidden * key.width
     if elements < limit("kCpuSmallestElements"):
         return True
-    few = _at_most(key.tokens, 2)
+    few = _at_most(key.tokens, limit("kCpuFewTokens"))
     work = limit("kCpuSmallestWorkFew" if few else "kCpuSmallestWork")
     return _at_most(key.tokens, (work - 1) // elements)
 
@@ -237,6 +247,7 @@ def _ends(key: CallKey) -> set[int]:
     tables = ("kCpuLimits", "kCpuLimitsAmx") if key.device == "cpu" else ("kCudaLimits",)
     ends = {row[0] for table in tables for row in limit(table)} - {math.inf}
     elements = max(1, key.hidden * key.width)
-    ends |= {limit("kVllmCudaInt8MaxTokens"), limit("kCpuMinTokensCast") - 1, limit("kCpuMinTokensCastAmx") - 1}
+    ends |= {limit("kVllmCudaInt8MaxTokens"), limit("kCpuFewTokens")}
+    ends |= {limit("kCpuMinTokensCast") - 1, limit("kCpuMinTokensCastAmx") - 1}
     ends |= {(limit(work) - 1) // elements for work in ("kCpuSmallestWorkFew", "kCpuSmallestWork")}
     return {1, *ends, *(end + 1 for end in ends)} - {0}

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCardData
 from transformers import AutoModelForCausalLM
 
 from hf_twell.blocks.architectures import loading_class
-from hf_twell.dispatch.limits import carried_folder
+from hf_twell.files.carried import carried_folder
 from hf_twell.files.tables import markdown_table, percent
 from hf_twell.models.quantizing import CONFIGS
 

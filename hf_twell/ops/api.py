@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_twell.dispatch.activity import UNKNOWN, Activity, sampled_density
-from hf_twell.dispatch.choose import choose, problem, training_problem
+from hf_twell.dispatch.choose import Way, choose, max_density_of_size, problem, training_problem
 from hf_twell.dispatch.key import EIGHT_BIT, CallKey, dtype_of, key_of
 from hf_twell.dispatch.training import saved_capacity
 from hf_twell.ops import build, reference
@@ -32,6 +32,7 @@ def ffn(
     capacity: int | None = None,
     quantize_x: bool = False,
     backend: str = "auto",
+    way: Way | None = None,
 ) -> torch.Tensor:
     """ReLU feed-forward block, exact at every density.
 
@@ -59,6 +60,8 @@ def ffn(
             that need others go to "reference", with one warning. 8-bit weights: the kernels take them where no
             gradients are wanted, "cpu" int8 alone, "cuda" for more than 64 tokens (on 9.0 with D a multiple of 16,
             192) by dequantizing them in each call, as "reference" does.
+        way: what `hf_twell.dispatch.choose.choose` has answered a caller who knows the block's activity; None: it is
+            asked here.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together, a capacity below 1, quantize_x beside other
@@ -98,19 +101,23 @@ def ffn(
         dtype = torch.get_autocast_dtype(x.device.type)
         inputs = tuple(t if t is None or t.dtype in EIGHT_BIT else t.to(dtype) for t in inputs)
     x, w_up, w_down, w_gate, b_up, b_down, b_gate = inputs
-    activity = UNKNOWN
-    if needs_grad and key.device == "cpu" and not (asked or key.compiled or x.numel() == 0):
-        # Kernels' forward would follow the density itself, but its backward computes again what plain matmuls keep.
-        # Equal inputs get equal answers, so recomputation repeats the choice.
-        activity = Activity(sampled_density(x, *((w_up, b_up) if w_gate is None else (w_gate, b_gate))))
-    way = choose(key, activity)
+    # A caller in eager evaluation has given the way by a density that it has looked at; else the operator does so.
+    looked = way is not None and not (key.compiled or torch.is_grad_enabled())
+    if way is None:
+        activity = UNKNOWN
+        if needs_grad and key.device == "cpu" and not (asked or key.compiled or x.numel() == 0):
+            # Kernels' forward would follow the density itself, but its backward computes again what plain matmuls keep.
+            # Equal inputs get equal answers, so recomputation repeats the choice.
+            activity = Activity(sampled_density(x, *((w_up, b_up) if w_gate is None else (w_gate, b_gate))))
+        way = choose(key, activity)
     if way != "kernels":
         beside |= {"b_up": b_up, "b_down": b_down, "b_gate": b_gate}
         if way == "submodules":
             return reference.ffn(x, w_up, w_down, w_gate, **beside, **l1)
         return dense_ffn(x, w_up, w_down, w_gate, b_up=b_up, b_down=b_down, b_gate=b_gate, **l1)
     if not needs_grad:  # nothing reads the report, and the L1 term changes gradients alone
-        return torch.ops.hf_twell.infer(*inputs, *scales, *((True,) if quantize_x else ()))
+        most = 1.0 if asked or looked else max_density_of_size(key)
+        return torch.ops.hf_twell.infer(*inputs, *scales, quantize_x, most)
     l1_scale, token_weight = (None if t is None else t.to(torch.float32) for t in (l1_scale, token_weight))
     capacity = min(capacity or saved_capacity(x.device.type, w_up.shape[0]), w_up.shape[0])
     return torch.ops.hf_twell.ffn(*inputs, l1_scale, token_weight, tally, capacity)[0]

@@ -47,10 +47,11 @@ constexpr double kCpuTrainingMaxDensityAmx = 0.03;
 
 // Float32 matrices (D x F; no 8-bit ones) of fewer elements than kCpuCachedElements lie in a CPU's cache, where plain
 // matmuls take tens of microseconds. Kernels are faster there up to this density, but at none where a matrix is smaller
-// than the smallest, or tokens times its elements smaller than the smallest work, of up to 2 tokens ("few") or of more.
+// than the smallest, or tokens times its elements smaller than the smallest work, of few tokens or of more.
 constexpr int64_t kCpuCachedElements = 1 << 19;
 constexpr double kCpuCachedMaxDensity = 0.1;
 constexpr int64_t kCpuSmallestElements = 1 << 15;
+constexpr int64_t kCpuFewTokens = 2;
 constexpr int64_t kCpuSmallestWorkFew = 1 << 17;
 constexpr int64_t kCpuSmallestWork = 1 << 20;
 // Under autocast plain matmuls find float32 weights cast already, and kernels cast them in each call. From so many
@@ -93,6 +94,12 @@ constexpr DensityLimit kCudaTrainingLimits[] = {
 };
 // Times the limit of training: above that a block which trains by kernels goes back to plain matmuls.
 constexpr double kCudaTrainingBack = 1.1;
+// Times the limit of training: what a block of a compiled model, whose blocks all train one way, counts for at most in
+// the mean of their densities. Kernels' time grows with density up to about there, and then stays at that of matmuls.
+constexpr double kCudaTrainingCounts = 2.0;
+
+// The compute capability from which GPUs multiply e4m3, so that other matmuls than kernels' gain by quantized x, too.
+constexpr double kCudaFp8Capability = 8.9;
 
 // ---- Where vLLM's own matmuls stand against kernels, not PyTorch's
 

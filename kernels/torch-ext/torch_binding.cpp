@@ -33,10 +33,12 @@ STABLE_TORCH_LIBRARY(hf_twell, m) {
   // y alone, for calls without gradients: an operator that has none costs 10 us less a call. With scales, one fp32 for
   // each row of a weight, the weights are all int8 or all float8_e4m3fn and mean themselves times their scales. With
   // quantize_x, of float8_e4m3fn weights alone, calls of more than 64 tokens take x as e4m3 too, a scale a token, in
-  // gate and up.
+  // gate and up. A CPU counts a sample of the active neurons and, where these are more than max_density or than its own
+  // limit for so many tokens, computes plain matmuls; a GPU, which would have to wait for a count, never does.
   m.def(
       "infer(Tensor x, Tensor w_up, Tensor w_down, Tensor? w_gate, Tensor? b_up, Tensor? b_down, Tensor? b_gate, "
-      "Tensor? s_up=None, Tensor? s_down=None, Tensor? s_gate=None, bool quantize_x=False) -> Tensor");
+      "Tensor? s_up=None, Tensor? s_down=None, Tensor? s_gate=None, bool quantize_x=False, float max_density=1.0) "
+      "-> Tensor");
   // Tokens and bytes of one block of the state, which has whole blocks.
   m.def("cpu_state_block(int capacity, int element_size, bool gated) -> (int, int)");
   m.def("cuda_state_block(int width, int capacity, bool gated) -> (int, int)");

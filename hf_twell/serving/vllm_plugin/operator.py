@@ -25,7 +25,7 @@ def _ffn(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, density: fl
     way = choose(key_of(x, up, down, rival="vllm"), Activity(density))
     if way == "submodules":
         return reference.ffn(x, up, down, gate)
-    return (api.ffn if way == "kernels" else api.dense_ffn)(x, up, down, gate)
+    return api.ffn(x, up, down, gate, way=way) if way == "kernels" else api.dense_ffn(x, up, down, gate)
 
 
 def _ffn_fake(x, gate_up, down, density):

@@ -112,7 +112,8 @@ struct Call {
 };
 
 // y, like `x`; nothing else is allocated for a call that needs nothing else.
-Tensor forward(const Call& call, const MaybeTensor& b_down, twell::Report* report, const twell::State* state) {
+Tensor forward(const Call& call, const MaybeTensor& b_down, twell::Report* report, const twell::State* state,
+               double max_density = 1.0) {
   const twell::Block& block = call.block;
   Tensor y = torch::stable::new_empty(call.x, call.x.sizes());
   const auto dense = [&](int64_t first, int64_t last) {
@@ -125,7 +126,7 @@ Tensor forward(const Call& call, const MaybeTensor& b_down, twell::Report* repor
     Tensor rows = rows_of(call.flat(y), first, last);
     torch::stable::copy_(rows, call.product(gate, call.w_down, block.s_down, b_down));
   };
-  twell::forward(block, call.kernels, call.threads, y.mutable_data_ptr(), report, state, dense);
+  twell::forward(block, call.kernels, call.threads, y.mutable_data_ptr(), report, state, dense, max_density);
   return y;
 }
 
@@ -156,11 +157,12 @@ std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, May
 }
 
 Tensor infer(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up, MaybeTensor b_down,
-             MaybeTensor b_gate, MaybeTensor s_up, MaybeTensor s_down, MaybeTensor s_gate, bool quantize_x) {
+             MaybeTensor b_gate, MaybeTensor s_up, MaybeTensor s_down, MaybeTensor s_gate, bool quantize_x,
+             double max_density) {
   if (quantize_x) throw std::runtime_error("hf_twell's CPU kernels do not quantize x: they read int8 weights, not fp8");
   const Call call(x, w_up, w_down, w_gate, b_up, b_down, b_gate, {s_up, s_down, s_gate});
   twell::Report report{nullptr, 0, nullptr};
-  return forward(call, b_down, &report, nullptr);
+  return forward(call, b_down, &report, nullptr, max_density);
 }
 
 enum Need { kX, kUp, kDown, kGate, kBiasUp, kBiasDown, kBiasGate };
