@@ -15,9 +15,9 @@ import torch
 from hf_twell.measure.activity import RUNS
 
 SHORTEST_SPAN, LONGEST_SPAN = 16, 4096  # tokens
-CLOSE, FAR = 0.002, 0.03  # of F: from which distance on a fit is done, and up to which it counts as one
-ROUNDS = 8
-SAMPLE = 2 << 20  # gates by which a threshold is found
+CLOSE, FAR = 0.003, 0.03  # of F: from which distance on a fit is done, and up to which it counts as one
+ROUNDS, GAIN = 8, 0.9  # at most so many, as long as each leaves no more than this of the distance
+SAMPLE = 1 << 19  # gates by which a threshold is found
 _STEP = 0.25  # of a coordinate, for its derivative
 
 
@@ -28,12 +28,14 @@ class Sharing(NamedTuple):
         topic: the topic's share.
         word: the word's share of the rest.
         span: tokens from one topic to the next.
+        uneven: how unequal the neurons' thresholds are, times what they are in most models.
         drifts: whether topics pass into each other; else each is the same for `span` tokens.
     """
 
     topic: float
     word: float
     span: float
+    uneven: float = 1.0
     drifts: bool = True
 
     def mix(self, words_TD: torch.Tensor, topics_KD: torch.Tensor, own_TD: torch.Tensor) -> torch.Tensor:
@@ -54,16 +56,34 @@ class Sharing(NamedTuple):
 TOKENWISE = Sharing(topic=0.25, word=0.40 / 0.75, span=256, drifts=False)  # where no union is asked for
 
 
-def unions_of(active_TF: torch.Tensor) -> dict[str, float]:
-    """Share of F that is active in at least one of 16, 64 and 128 consecutive tokens: means over the whole runs."""
-    length, width = active_TF.shape
-    shares = {}
+def unions_of(active_TF: torch.Tensor, length: int | None = None) -> dict[str, float]:
+    """Share of F that is active in at least one of 16, 64 and 128 consecutive tokens: means over the whole runs.
+
+    Args:
+        length: of the sequences that active_TF holds; no run passes from one into the next. By default it is one.
+    """
+    length, width = length or len(active_TF), active_TF.shape[1]
+    shares, seen_SRF, size = {}, active_TF.view(-1, length, width), 1
     for run in RUNS:
         if length < run:
             break
-        whole = active_TF[: length // run * run].view(-1, run, width)
-        shares[str(run)] = whole.any(1).sum(1).double().mean().item() / width
+        seen_SRF = seen_SRF[:, : length // run * (run // size)].unflatten(1, (-1, run // size)).any(2)
+        shares[str(run)] = seen_SRF.sum(2).double().mean().item() / width
+        size = run
     return shares
+
+
+def sliding_union(active_TF: torch.Tensor, run: int) -> torch.Tensor:
+    """How many neurons are active in at least one of the `run` tokens from each one on, (T - run + 1,).
+
+    Args:
+        run: a power of two.
+    """
+    size = 1
+    while size < run:
+        active_TF = active_TF[:-size] | active_TF[size:]
+        size *= 2
+    return active_TF.sum(1)
 
 
 def fit(unions: Mapping[str, float], gates: Callable[[Sharing], torch.Tensor], density: float) -> Sharing:
@@ -76,23 +96,25 @@ def fit(unions: Mapping[str, float], gates: Callable[[Sharing], torch.Tensor], d
     Raises:
         ValueError: no sharing comes near.
     """
-    free = 3 if len(unions) > 1 else 1
-    # Logits of the two shares, and the logarithm of the span.
-    shared = torch.tensor([1.5, math.log(4), math.log(512)], dtype=torch.float64)  # models that were pressed to share
-    tokenwise = torch.tensor([-0.6, -1.4, math.log(48)], dtype=torch.float64)
-    low = torch.tensor([-7.0, -5.0, math.log(SHORTEST_SPAN)], dtype=torch.float64)
-    high = torch.tensor([6.0, 5.0, math.log(LONGEST_SPAN)], dtype=torch.float64)
+    free = 4 if len(unions) > 1 else 1
+    # Logits of the two shares, logarithms of the span and of what makes neurons uneven.
+    shared = torch.tensor(
+        [1.5, math.log(4), math.log(512), 0], dtype=torch.float64
+    )  # models that were pressed to share
+    tokenwise = torch.tensor([-0.6, -1.4, math.log(48), 0], dtype=torch.float64)
+    low = torch.tensor([-7.0, -5.0, math.log(SHORTEST_SPAN), -3.0], dtype=torch.float64)
+    high = torch.tensor([6.0, 5.0, math.log(LONGEST_SPAN), 1.0], dtype=torch.float64)
 
     def made(place: torch.Tensor) -> Sharing:
         topic, word = place[:2].sigmoid().tolist()
-        return Sharing(topic, word, place[2].exp().item())
+        return Sharing(topic, word, *place[2:].exp().tolist())
 
     def off(place: torch.Tensor) -> torch.Tensor:
         gate_TF = gates(made(place))
         found = unions_of(gate_TF > _quantile(gate_TF, 1 - density))
         return torch.tensor([found[run] - share for run, share in unions.items()], dtype=torch.float64)
 
-    errors = [(off(start), start) for start in ((shared, tokenwise) if free == 3 else (shared,))]
+    errors = [(off(start), start) for start in ((shared, tokenwise) if free > 1 else (shared,))]
     error, place = min(errors, key=lambda pair: pair[0].norm().item())
     damping = 1e-4
     for _ in range(ROUNDS):
@@ -104,13 +126,13 @@ def fit(unions: Mapping[str, float], gates: Callable[[Sharing], torch.Tensor], d
             near[index] += _STEP if near[index] + _STEP <= high[index] else -_STEP
             columns.append((off(near) - error) / (near[index] - place[index]))
         slope = torch.stack(columns, 1)
-        for _ in range(4):
+        for _ in range(3):
             square = slope.T @ slope + damping * torch.eye(free, dtype=torch.float64)
-            step = torch.zeros(3, dtype=torch.float64)
+            step = torch.zeros(4, dtype=torch.float64)
             step[:free] = torch.linalg.solve(square, -slope.T @ error).clamp(-2, 2)
             moved = (place + step).clamp(low, high)
             after = off(moved)
-            if after.norm() < error.norm():
+            if after.norm() < GAIN * error.norm():
                 place, error, damping = moved, after, damping / 10
                 break
             damping *= 30

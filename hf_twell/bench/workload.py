@@ -67,13 +67,15 @@ def make_ffn(
     sharing = TOKENWISE
     if unions:
         words_TF, own_TF = (table_VD @ w_gate.T)[words[:FIT_TOKENS]], own_TD[:FIT_TOKENS] @ w_gate.T
-        topics_KF, raised_TF = topics_KD @ w_gate.T, raised_T[:FIT_TOKENS, None] - spread
+        topics_KF = topics_KD @ w_gate.T
 
         def gates(sharing: Sharing) -> torch.Tensor:
-            return sharing.mix(words_TF, topics_KF, own_TF).add_(raised_TF)
+            mixed = sharing.mix(words_TF, topics_KF, own_TF).add_(raised_T[:FIT_TOKENS, None])
+            return mixed.sub_(spread, alpha=sharing.uneven)
 
         sharing = fit(unions, gates, l0 / intermediate)
-        del words_TF, own_TF, topics_KF, raised_TF
+        del words_TF, own_TF, topics_KF
+        spread *= sharing.uneven
     x = sharing.mix(table_VD[words], topics_KD, own_TD)
     x[:, 0], x[:, 1] = 8.0, raised_T
     w_gate[:, 1] = 1.0
