@@ -320,12 +320,10 @@ def _check_activity(args, width: int) -> None:
         raise ValueError("--layer is of a measured model; name it with --activity")
     if args.activity is not None and (args.union is not None or args.l0 != args.parser.get_default("l0")):
         raise ValueError("--activity gives density and unions; leave --l0 and --union out")
-    if args.union is None:
-        return
-    if len(args.union) not in (1, len(args.l0)):
+    if args.union is not None and len(args.union) not in (1, len(args.l0)):
         raise ValueError(f"--union has {len(args.union)} shares for {len(args.l0)} of --l0; give one, or one for each")
     for l0, union in _l0s_and_unions(args):
-        if not l0 / width < union < 1:
+        if union is not None and not l0 / width < union < 1:
             raise ValueError(
                 f"--union {union:g} where --l0 {l0:g} of {width:,} neurons are active for a token; give a share from "
                 f"{l0 / width:.2g} to 1"

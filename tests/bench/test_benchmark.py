@@ -693,6 +693,10 @@ def test_bench_on_a_gpu(tmp_path, capsys):
     rows = run(capsys, "ffn", "--tokens", 1, 64, 300, *sizes, "--output", tmp_path)
     assert [row["timed"] for row in rows] == ["captured graph of 28 blocks"] * 2 + ["single calls"]
     assert all(row["sparse_peak_mib"] > 0 and row["eager_ms"] > 0 for row in rows)
+    assert [row["neighbours"] for row in rows] == [False, False, True]
+    (row,) = run(capsys, "ffn", "--tokens", 16, "--neighbours", "--union", 0.1, *sizes)
+    assert (row["neighbours"], row["timed"]) == (True, "captured graph of 28 blocks")
+    assert 0.012 < row["unions"]["16"] < 0.1
     more = ("--layers", 2, "--vocabulary", 4096)
     (row,) = run(capsys, "prefill", *sizes, *more, "--batch", 2, "--length", 512)
     assert row["sparse_compiled_ms"] > 0
