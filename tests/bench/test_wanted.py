@@ -50,7 +50,7 @@ def test_inputs_have_the_activity_of_a_real_model(sparse, tmp_path, capsys):
     (mean,), layers = measured_activity(figures), measured_activity(figures, range(4))
     assert mean == Wanted(measured["density"], pytest.approx(measured["unions"]), "figures.json, mean layer")
     for wanted in (mean, layers[0]):
-        x, w_gate, _, _ = workload.make_ffn(2048, 128, 1024, 1024 * wanted.density, unions=wanted.unions)
+        x, w_gate, _, _ = workload.make_ffn(1024, 128, 512, 512 * wanted.density, unions=wanted.unions)
         active = workload.active_neurons(x, w_gate)
         assert active.double().mean().item() == pytest.approx(wanted.density, abs=0.002)
         assert sharing.unions_of(active) == pytest.approx(wanted.unions, abs=0.02), wanted.of
