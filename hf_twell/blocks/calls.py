@@ -5,7 +5,7 @@ things. Behind other work, which leaves nothing of that code in the caches, to a
 token's kernels. So a call first makes sure that every answer is still the last call's.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -182,14 +182,22 @@ def takes_kernels(ffn: "SparseFfn", x: torch.Tensor) -> bool:
     return choose(key, _activity(ffn, x, operands, key, look=False)) == "kernels"
 
 
-def store_density(ffns: Iterable[nn.Module], density: Sequence[float] | None) -> None:
+def store_density(
+    ffns: Iterable[nn.Module], density: Sequence[float] | None, unions: Mapping[str, Sequence[float]] | None = None
+) -> None:
     """Tell sparse blocks the density of every layer of their model, which a compiled graph cannot sample.
 
     A trace takes what `hf_twell.dispatch.choose.answers` makes of it for constants. None: it is not known (any more).
+
+    Args:
+        unions: of every layer, the share of neurons active in at least one of "64" and "128" neighbouring tokens.
     """
-    known = dict(enumerate(density or ()))
+    unknown = [None] * len(density or ())
+    of_64, of_128 = ((unions or {}).get(run, unknown) for run in ("64", "128"))
+    known = dict(enumerate(zip(density or (), of_64, of_128, strict=True)))
     for ffn in ffns:
-        share, ffn.twell.answers = known.get(ffn.twell.layer), None
+        ffn.twell.activity, ffn.twell.answers = known.get(ffn.twell.layer), None
+        share = ffn.twell.activity and ffn.twell.activity[0]
         if share is not None:
             up = getattr(ffn, ffn.twell.form.up)
             # What the block computes in makes no difference on a GPU, and may change after this.

@@ -50,13 +50,16 @@ class L1Inputs:
 class FfnSettings:
     """What `sparsify` decided for a block: its name in the model, its layer, its form and the backend asked for.
 
-    `answers` is what its stored density means for compiled evaluation: see `hf_twell.blocks.calls.store_density`.
+    `activity` is what the model's config says of its layer, if it does: the density, and the share of neurons in the
+    union of 64 and of 128 neighbouring tokens (None: not measured). `answers` is what the density means for compiled
+    evaluation: see `hf_twell.blocks.calls.store_density`.
     """
 
     name: str
     layer: int
     form: FfnForm
     backend: str
+    activity: tuple[float, float | None, float | None] | None = None
     answers: dict[float, bool] | None = None
 
 

@@ -90,7 +90,7 @@ def patch(model: nn.Module, sites: list[FfnSite], chosen: list[int], backend: st
             else:
                 _restore_stock(block.module)
     model.config.twell = new_entry(model.config, chosen if len(chosen) < len(sites) else None)
-    store_density(sparse_ffns(model), model.config.twell.get("density"))
+    store_density(sparse_ffns(model), model.config.twell.get("density"), model.config.twell.get("unions"))
     if hasattr(model, "add_model_tags"):
         model.add_model_tags(TAG)
     if hasattr(model, "push_to_hub"):

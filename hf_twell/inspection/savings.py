@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from hf_twell.bench.block import bench_ffn
 from hf_twell.bench.environment import DTYPES, environment
+from hf_twell.bench.wanted import Wanted
 from hf_twell.blocks.architectures import activation_keys, find_ffns
 from hf_twell.convert.sparsify import chosen_layers, sparsify, unpatch
 from hf_twell.dispatch.choose import max_density
@@ -212,8 +213,8 @@ def _if_density(sites, model, tokens, backend, measure, limits, total) -> list[d
     speedups = {}
     if measured:
         shape = {"hidden": up.in_features, "intermediate": up.out_features, "dtype": dtype, "device": str(model.device)}
-        l0s = [density * up.out_features for density in IF_DENSITIES]
-        times = iter(bench_ffn([1, tokens], l0s, compile_dense=False, **shape))
+        wanted = [Wanted(density) for density in IF_DENSITIES]
+        times = iter(bench_ffn([1, tokens], wanted, compile_dense=False, **shape))
         speedups = {(which, density): next(times)["speedup"] for which in PASSES for density in IF_DENSITIES}
     else:
         for which, density in itertools.product(PASSES, IF_DENSITIES):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_twell.blocks.architectures import loading_class
 from hf_twell.files.carried import carried_folder
-from hf_twell.files.tables import markdown_table, percent
+from hf_twell.files.tables import UNIONS, markdown_table, percent, unions_cell
 from hf_twell.models.quantizing import CONFIGS
 
 CLAUSES = {  # by `term`
@@ -69,6 +69,8 @@ def model_card(
     if sparsity and isinstance(sparsity.get("density"), float):
         density = percent(sparsity["density"])
         facts[f"density measured{earlier}"] = density
+        if sparsity.get("unions"):
+            facts[f"{UNIONS}, measured{earlier}"] = unions_cell(sparsity["unions"])
         active = f", so that {density} of a block's neurons {'were' if earlier else 'are'} active for a token{earlier}"
     facts |= _losses(measured or {}, _earlier(config))
     pressed = method and (method.get("l1_weight") or method.get("target_density"))
@@ -224,15 +226,22 @@ def sparsity_section(sparsity: Mapping, layers: int | None, earlier: str = "") -
         raise ValueError("these are no figures of sparsity: give what measure_sparsity or `hf-twell inspect` returned")
     if layers is not None and len(rows) != layers:
         raise ValueError(f"the figures of sparsity are of {len(rows)} layers, the model has {layers}; measure it again")
+    # Training counts no unions.
+    known, about = all(row.get("unions") for row in (sparsity, *rows)), ""
+    if known:
+        about = " The union of 64 tokens is the share of neurons that at least one of 64 neighbouring tokens activates."
     layers_table = markdown_table(
-        ["layer", "active neurons per token (L0)", "of", "density", "dead"],
+        ["layer", "active neurons per token (L0)", "of", "density", *([UNIONS] if known else []), "dead"],
         [
-            [index, f"{row['l0']:.1f}", row["intermediate_size"], percent(row["density"]), percent(row["dead"])]
-            for index, row in enumerate(rows)
-        ]
-        + [["mean", f"{sparsity['l0']:.1f}", "", percent(sparsity["density"]), percent(sparsity["dead"])]],
+            [
+                *(name, f"{row['l0']:.1f}", row.get("intermediate_size", ""), percent(row["density"])),
+                *([unions_cell(row["unions"])] if known else []),
+                percent(row["dead"]),
+            ]
+            for name, row in (*enumerate(rows), ("mean", sparsity))
+        ],
     )
-    return f"## Sparsity\n\n{sparsity.get('where') or _where(sparsity, earlier)}\n\n{layers_table}\n"
+    return f"## Sparsity\n\n{sparsity.get('where') or _where(sparsity, earlier)}{about}\n\n{layers_table}\n"
 
 
 def _where(sparsity: Mapping, earlier: str) -> str:

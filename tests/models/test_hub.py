@@ -461,6 +461,20 @@ def test_names_in_a_card_are_the_hubs_and_break_no_table(tmp_path, monkeypatch):
     assert "| a\\|b | test | 5 |" in cards.model_card("me/x", {}, scores=scores)
 
 
+def test_the_card_tells_unions_beside_the_density():
+    config = LlamaConfig(num_hidden_layers=2, hidden_act="relu").to_dict()
+    sparsity = figures_of_sparsity(2) | {"unions": {"16": 0.05, "64": 0.101, "128": None}}
+    assert "union" not in cards.model_card("me/model", config, sparsity=sparsity).partition("## Sparsity")[2], (
+        "of no layer"
+    )
+    for index, row in enumerate(sparsity["layers"]):
+        row["unions"] = {"16": 0.04, "64": 0.1 + index / 100, "128": None}
+    card = cards.model_card("me/model", config, sparsity=sparsity)
+    assert "| union of 16 / 64 / 128 tokens, measured | 5.0 / 10.1 / n/a % |" in card
+    assert "| 1 | 13.5 | 1000 | 1.25 % | 4.0 / 11.0 / n/a % | 10.00 % |" in card
+    assert "| mean | 14.0 |  | 1.40 % | 5.0 / 10.1 / n/a % | 10.00 % |" in card
+
+
 def test_the_card_warns_of_engines_that_assume_silu():
     text = cards.model_card("me/x", {"architectures": ["LlamaForCausalLM"]})
     warning = " ".join(line.removeprefix("> ") for line in text.splitlines() if line.startswith("> "))
