@@ -17,7 +17,7 @@ from hf_twell.blocks.layout import settle_down
 from hf_twell.blocks.operands import OWN_FORWARDS, Operands, first_of, quantizes_x
 from hf_twell.dispatch.activity import UNKNOWN, Activity
 from hf_twell.dispatch.choose import Way, answers, choose, problem, too_small, training_problem
-from hf_twell.dispatch.key import CallKey, key_of
+from hf_twell.dispatch.key import EIGHT_BIT, HOPPER, CallKey, key_of
 from hf_twell.ops import api
 
 if TYPE_CHECKING:  # it imports this
@@ -185,7 +185,7 @@ def takes_kernels(ffn: "SparseFfn", x: torch.Tensor) -> bool:
 def store_density(
     ffns: Iterable[nn.Module], density: Sequence[float] | None, unions: Mapping[str, Sequence[float]] | None = None
 ) -> None:
-    """Tell sparse blocks the density of every layer of their model, which a compiled graph cannot sample.
+    """Tell sparse blocks the activity of every layer of their model, which a compiled graph cannot sample.
 
     A trace takes what `hf_twell.dispatch.choose.answers` makes of it for constants. None: it is not known (any more).
 
@@ -196,14 +196,17 @@ def store_density(
     of_64, of_128 = ((unions or {}).get(run, unknown) for run in ("64", "128"))
     known = dict(enumerate(zip(density or (), of_64, of_128, strict=True)))
     for ffn in ffns:
-        ffn.twell.activity, ffn.twell.answers = known.get(ffn.twell.layer), None
-        share = ffn.twell.activity and ffn.twell.activity[0]
-        if share is not None:
+        ffn.twell.activity = known.get(ffn.twell.layer)
+        ffn.twell.answers = ffn.twell.answers_elsewhere = None
+        if ffn.twell.activity is not None:
+            share, _, union = ffn.twell.activity
             up = getattr(ffn, ffn.twell.form.up)
-            # What the block computes in makes no difference on a GPU, and may change after this.
-            kind = torch.bfloat16
-            key = CallKey("cuda", "", kind, kind, 1, up.in_features, up.out_features)
-            ffn.twell.answers = answers(key, share)
+            # Which 16 bits the block computes in makes no difference on a GPU, and may change after this.
+            kind = getattr(up.weight, "qdata", up.weight).dtype
+            weights = kind if kind in EIGHT_BIT else torch.bfloat16
+            key = CallKey("cuda", HOPPER, torch.bfloat16, weights, 1, up.in_features, up.out_features)
+            ffn.twell.answers = answers(key, Activity(share, union=union))
+            ffn.twell.answers_elsewhere = answers(key._replace(capability="8.0"), Activity(share, union=union))
 
 
 def _key(ffn: "SparseFfn", x: torch.Tensor, operands: Operands) -> CallKey:
@@ -234,7 +237,9 @@ def _activity(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKe
     if torch.is_grad_enabled():
         return UNKNOWN
     if key.compiled:  # on a CPU the operator itself follows the density
-        return Activity(answers=ffn.twell.answers) if on_gpu and not key.exported else UNKNOWN
+        if not on_gpu or key.exported:
+            return UNKNOWN
+        return Activity(answers=ffn.twell.answers if key.capability == HOPPER else ffn.twell.answers_elsewhere)
     if too_small(key) and not key.asked:
         return UNKNOWN
     # What has arrived from a GPU depends on timing, and the ways round differently.
@@ -242,4 +247,4 @@ def _activity(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKe
         return UNKNOWN
     if look:
         recent.look(x, weight, bias, scale)
-    return Activity(recent.density)
+    return Activity(recent.density, union=recent.union)

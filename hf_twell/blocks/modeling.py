@@ -51,8 +51,8 @@ class FfnSettings:
     """What `sparsify` decided for a block: its name in the model, its layer, its form and the backend asked for.
 
     `activity` is what the model's config says of its layer, if it does: the density, and the share of neurons in the
-    union of 64 and of 128 neighbouring tokens (None: not measured). `answers` is what the density means for compiled
-    evaluation: see `hf_twell.blocks.calls.store_density`.
+    union of 64 and of 128 neighbouring tokens (None: not measured). `answers` is what that means for compiled
+    evaluation on a GPU of compute capability 9.0, and on others: see `hf_twell.blocks.calls.store_density`.
     """
 
     name: str
@@ -61,6 +61,7 @@ class FfnSettings:
     backend: str
     activity: tuple[float, float | None, float | None] | None = None
     answers: dict[float, bool] | None = None
+    answers_elsewhere: dict[float, bool] | None = None
 
 
 @dataclass(eq=False)

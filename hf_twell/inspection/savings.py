@@ -3,6 +3,7 @@
 import itertools
 import statistics
 import time
+from collections.abc import Mapping
 
 import torch
 from transformers import PreTrainedModel
@@ -12,7 +13,8 @@ from hf_twell.bench.environment import DTYPES, environment
 from hf_twell.bench.wanted import Wanted
 from hf_twell.blocks.architectures import activation_keys, find_ffns
 from hf_twell.convert.sparsify import chosen_layers, sparsify, unpatch
-from hf_twell.dispatch.choose import max_density
+from hf_twell.dispatch.activity import RUN, Activity
+from hf_twell.dispatch.choose import faster, max_density
 from hf_twell.dispatch.key import CallKey, device_class
 from hf_twell.models.modes import evaluation_mode
 from hf_twell.ops import api
@@ -61,9 +63,12 @@ def ffn_savings(
     relu = getattr(config, keys[0]) == "relu"
     tokens = {"decode": 1, "prefill": ids.shape[1]}
     up = sites[0].linear("up").weight
-    limits = {which: _max_density(backend, count, up) for which, count in tokens.items()}
+    keys = {which: _key(count, up) for which, count in tokens.items()}
+    # Density up to which "auto" takes the kernels; below 0 where it never does.
+    limits = {which: -1.0 if backend == "reference" else max_density(key) or -1.0 for which, key in keys.items()}
     chosen = chosen_layers(model.config, None, len(sites)) if relu else []
-    paths = [_paths(index in chosen, layer["density"], limits) for index, layer in enumerate(layers)]
+    chosen = chosen if backend != "reference" else []
+    paths = [_paths(index in chosen, layer, keys) for index, layer in enumerate(layers)]
 
     measured = measure and relu and backend != "reference"
     with evaluation_mode(model):
@@ -118,18 +123,15 @@ def _predicted(dense, paths, layers, backend, matrices) -> dict[str, list[float]
     }
 
 
-def _max_density(backend: str, tokens: int, up: torch.Tensor) -> float:
-    """Density up to which "auto" takes the kernels; below 0 where it never does."""
-    if backend == "reference":
-        return -1.0
+def _key(tokens: int, up: torch.Tensor) -> CallKey:
     (device, capability), (width, hidden) = device_class(up.device.type, up.device.index), up.shape
-    key = CallKey(device, capability, up.dtype, up.dtype, tokens, hidden, width)
-    return max_density(key) or -1.0
+    return CallKey(device, capability, up.dtype, up.dtype, tokens, hidden, width)
 
 
-def _paths(chosen: bool, density: float, limits: dict[str, float]) -> dict[str, str]:
+def _paths(chosen: bool, layer: Mapping, keys: Mapping[str, CallKey]) -> dict[str, str]:
     """How a layer is computed, by pass."""
-    return {which: "sparse" if chosen and density <= limits[which] else "dense" for which in PASSES}
+    activity = Activity(layer["density"], union=layer.get("unions", {}).get(str(RUN)))
+    return {which: "sparse" if chosen and faster(key, activity) else "dense" for which, key in keys.items()}
 
 
 def _block_inputs(model, sites, ids) -> list[torch.Tensor]:

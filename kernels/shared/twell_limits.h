@@ -85,6 +85,16 @@ constexpr DensityLimits kCudaLimits[] = {
     {2048, 0.04, 0.04, 0.04},
     {kMany, 0.06, 0.06, 0.06},
 };
+// The same by the union: the share of neurons that at least one of 128 neighbouring tokens activates. The time of many
+// tokens goes by it and hardly by the density, so where it is known, this table decides; 0: the density does.
+constexpr DensityLimits kCudaUnionLimits[] = {
+    {64, 0.0, 0.0, 0.0},
+    {512, 0.35, 0.35, 0.35},
+    {1024, 0.46, 0.46, 0.46},
+    {2048, 0.64, 0.64, 0.64},
+    {4096, 0.74, 0.74, 0.74},
+    {kMany, 0.8, 0.8, 0.8},
+};
 // Forward and backward on a GPU, for matrices of every size.
 constexpr DensityLimit kCudaTrainingLimits[] = {
     {1024, 0.0},
@@ -112,6 +122,9 @@ constexpr double kVllmCpuInt8MaxDensity = 0.02;
 // active neurons 1.32, 1.16, 1.04 and 0.97 times its speed in fp8, and 1.36, 1.21, 1.07 and 1.00 in int8; of 2.1 %,
 // before the plugin had norms of its own, 1.23, 0.99, 0.95 and 0.96, and 1.27, 1.03, 0.95 and 0.99.
 constexpr double kVllmCuda8BitMaxDensity = 0.01;
+// Up to so many tokens a call of vLLM's may be one token each of as many sequences, which share less than neighbours do:
+// the density decides, and not the union that neighbours have.
+constexpr int64_t kVllmCudaDecodeTokens = 512;
 // Int8 weights of calls of more tokens are read again or dequantized, where vLLM's matmuls multiply int8.
 constexpr int64_t kVllmCudaInt8MaxTokens = 64;
 

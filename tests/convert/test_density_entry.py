@@ -10,8 +10,9 @@ from hf_twell import L1Penalty, TwellLlamaForCausalLM, measure_sparsity, sparsif
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.cli import main
 from hf_twell.convert.entry import check_entry
+from hf_twell.dispatch.activity import Activity
 from hf_twell.dispatch.choose import answers
-from hf_twell.dispatch.key import CallKey
+from hf_twell.dispatch.key import HOPPER, CallKey
 from hf_twell.models.adapters import RECORD, save_adapter
 from tests.conftest import ids, logits, tiny_llama
 from tests.paths import ROOT
@@ -39,8 +40,8 @@ def long_ids(length: int = 130) -> torch.Tensor:
 
 def answers_of(model, density) -> list:
     weight = sparse_ffns(model)[0].up_proj.weight
-    key = CallKey("cuda", "", weight.dtype, weight.dtype, 1, *reversed(weight.shape))
-    return [answers(key, share) for share in density]
+    key = CallKey("cuda", HOPPER, weight.dtype, weight.dtype, 1, *reversed(weight.shape))
+    return [answers(key, Activity(share)) for share in density]
 
 
 @pytest.mark.parametrize("load", [AutoModelForCausalLM, TwellLlamaForCausalLM])
