@@ -22,6 +22,7 @@ from tests.paths import ROOT
 from tests.rounding import rounding
 
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+DEEPSPEED = Path(sys.prefix, "deepspeed")  # a folder of packages, which `make test-all` makes
 PLAIN_TRANSFORMERS = """
 import sys, torch
 sys.modules["hf_twell"] = None  # importing it would fail
@@ -152,16 +153,16 @@ def test_the_recipe_is_the_row_of_the_study(text):
     assert recipe.training == settings | {"logging_nan_inf_filter": False}, "which only spares time"
 
 
-def start_processes(launch: list, *changes) -> subprocess.CompletedProcess:
+def start_processes(launch: list, *changes, path: str = str(ROOT)) -> subprocess.CompletedProcess:
     """recipes/finetune.py with demo-target.yaml and these changes, started by `launch`."""
     command = [sys.executable, *launch, ROOT / "recipes" / "finetune.py", ROOT / "recipes" / "demo-target.yaml"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    environment = {**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu"}
     return subprocess.run([*command, *changes], capture_output=True, text=True, env=environment, timeout=240)
 
 
-def run_processes(launch: list, *changes) -> str:
+def run_processes(launch: list, *changes, **options) -> str:
     """What they print."""
-    done = start_processes(launch, *changes)
+    done = start_processes(launch, *changes, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -294,14 +295,16 @@ def test_the_fsdp2_config_trains_saves_and_resumes_in_two_processes(text, tmp_pa
 
 @pytest.mark.slow
 def test_the_zero2_config_trains_in_two_processes(text, tmp_path):
-    pytest.importorskip("deepspeed")
+    if not DEEPSPEED.is_dir():
+        pytest.importorskip("deepspeed")
     output, logs = tmp_path / "out", []
     for deepspeed in (True, False):
         launch = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
         if deepspeed:
             config = str(ROOT / "recipes" / "accelerate" / "zero2.yaml")
             launch = ["-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", "2"]
-        run_processes(launch, *small(text, output, 4, 2), "training.bf16=true", "revive_after=null", "--overwrite")
+        changes = [*small(text, output, 4, 2), "training.bf16=true", "revive_after=null", "--overwrite"]
+        run_processes(launch, *changes, path=f"{ROOT}{os.pathsep}{DEEPSPEED}" if deepspeed else str(ROOT))
         checkpoint = output / "checkpoint-4"
         assert (checkpoint / "zero_to_fp32.py").is_file() == deepspeed, "DeepSpeed wrote the checkpoint"
         logs.append(logs_of(checkpoint))
