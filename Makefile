@@ -15,10 +15,10 @@ test: setup
 	$(PYTEST) -m "not gpu and not slow"
 	tests/capped.sh mixed $(PYTEST) -m "numeric and not gpu and not slow"
 
-# The whole matrix. As on no vector instructions at all the slow tests do not run again: no machine of today is like that.
+# The whole matrix. Of the slow tests those run again for which code is compiled that is another on another processor.
 test-all: environments
 	$(PYTEST) -m "not gpu"
-	tests/capped.sh avx2 $(PYTEST) -m "numeric and not gpu"
+	tests/capped.sh avx2 $(PYTEST) -m "(numeric and not slow or codegen) and not gpu"
 	tests/capped.sh none $(PYTEST) -m "numeric and not gpu and not slow"
 
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
