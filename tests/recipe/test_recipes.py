@@ -127,6 +127,8 @@ def test_every_recipe_runs_two_steps(name, text, tmp_path, capsys):
         pytest.importorskip("peft")
     (tmp_path / "heldout.txt").write_text(text.read_text()[:1200])
     changes = [f"model={model}", *small(text, tmp_path / "out", 2, 2), f"heldout={tmp_path / 'heldout.txt'}"]
+    if name == "qwen2.5-coder-0.5b":  # Inductor, too, compiles smollm2-135m alone
+        changes.append("training.torch_compile_backend=aot_eager")
     assert main(["train", str(recipe), "--json", *changes]) == 0
     result = json.loads(capsys.readouterr().out)
     assert [row["step"] for row in result["logs"]] == [1, 2]
