@@ -129,7 +129,7 @@ def environment(folder, **changes) -> dict:
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function may ask the workers for the classes of their blocks
-        "VLLM_CACHE_ROOT": str(folder / "vllm-cache"),
+        "VLLM_CACHE_ROOT": str(folder.parent / "vllm-cache"),  # with what vLLM found of its models, for all tests
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_DISABLE_COMPILE_CACHE": "1",  # which would keep Inductor's own, where engines find others' code
