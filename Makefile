@@ -15,7 +15,7 @@ test: setup
 	$(PYTEST) -m "not gpu and not slow"
 	tests/capped.sh mixed $(PYTEST) -m "numeric and not gpu and not slow"
 
-# The whole matrix. Of the slow tests those run again for which code is compiled that is another on another processor.
+# The whole matrix. Of slow tests those run again, as on AVX2, whose code Inductor writes for the processor.
 test-all: environments
 	$(PYTEST) -m "not gpu"
 	tests/capped.sh avx2 $(PYTEST) -m "(numeric and not slow or codegen) and not gpu"
