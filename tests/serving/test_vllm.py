@@ -215,7 +215,9 @@ def test_what_vllm_does_beside(run, tmp_path):
         (path, {"speculative_config": ngram}, [{"prompts": long, "new_tokens": 24}]),
     ]
     runs = [{"model": where, "options": FP32 | EAGER | options, "calls": calls} for where, options, calls in runs]
-    adapter, biases, reloaded, cached, lying, speculated = run(runs)
+    adapter, biases, reloaded, cached, lying = run(runs[:-1])
+    with engines(tmp_path) as run_apart:  # drafts import numba, beside which Dynamo fails in later engines
+        (speculated,) = run_apart(runs[-1:])
     tokens = expected(model, SEVERAL)["tokens"]
 
     assert adapter["lines"] == [PLAIN_LINE + "blocks: LoRA is on"]
