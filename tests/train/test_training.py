@@ -332,7 +332,7 @@ def test_compiled_training_with_evaluations_between(monkeypatch, how):
 
     def weights(evaluated: bool):
         torch.compiler.reset()
-        model = sparsify(tiny_llama()).train()
+        model = sparsify(tiny_llama(num_hidden_layers=1)).train()
         down = model.model.layers[0].mlp.down_proj.weight
         compiled = torch.compile(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
