@@ -28,6 +28,8 @@ class DensityController:
     to 1. The first weight is the one that makes the L1 term 0.03 nats, whatever the model's activations measure; no
     layer's weight times its L1 comes to more than 4 nats, unless `l1_bounds` are given.
 
+    The same holds of any share of neurons that falls as the weight rises, such as the union of a run of tokens.
+
     Args:
         target_density: of every layer (`layer_shares="equal"`), or of their mean ("free": one weight for all layers).
         steps: optimizer steps of the run in which the controller works.
@@ -67,8 +69,8 @@ class DensityController:
         A step whose L1 is not finite changes nothing: its forward overflowed (in float16, the loss scaler passes over
         it too), or all of it was padding.
 
-        Shapes: density and l1 (L,) fp32, of the step that has run (with the count term, L0 in place of L1); returns
-        (L,) fp32.
+        Shapes: density and l1 (L,) fp32, of the step that has run (with the count term, what it counts in place of
+        L1); returns (L,) fp32.
         """
         density, valid = density.clamp(min=1e-7), l1.isfinite().all()
         if not self.started:

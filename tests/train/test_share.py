@@ -1,0 +1,147 @@
+"""The count term that neighbouring tokens share: one gradient and one union, however a step is cut up and laid out."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from hf_twell import L1Penalty, sparsify
+from hf_twell.blocks.batches import runs_of
+from hf_twell.ops import reference
+from tests import one_step
+from tests.conftest import one_of, tiny_llama
+from tests.one_step import SHARE
+from tests.rounding import rounding
+
+pytestmark = pytest.mark.numeric
+
+TERM = {"term": "count", "share": SHARE}
+LAYOUTS = list(one_step.COLLATORS)
+
+
+@pytest.fixture(scope="module")
+def truth():
+    return one_step.shared_gradient()
+
+
+def assert_same(gradient, union, truth):
+    expected, expected_union = truth
+    assert (gradient - expected).norm() <= 1e-5 * expected.norm()
+    assert union == pytest.approx(expected_union)
+
+
+def test_the_term_is_most_of_the_gradient_and_its_runs_much_of_it(truth):
+    assert one_step.trainer_gradient(l1_weight=None)[0].norm() < 0.5 * truth[0].norm()
+    tokens_alone, _ = one_step.loop_gradient(1, term="count")
+    assert (tokens_alone - truth[0]).norm() > 0.1 * truth[0].norm()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_hand_written_loop(truth, layout, micro_batches):
+    gradient, report = one_step.loop_gradient(micro_batches, layout=layout, **TERM)
+    assert_same(gradient, report[f"union_{SHARE}"], truth)
+
+
+@pytest.mark.parametrize("accumulation", one_of(2, [1, 2, 4]))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_trainer(truth, layout, accumulation):
+    gradient, logs = one_step.trainer_gradient("Trainer", layout, accumulation, share=SHARE)
+    assert_same(gradient, logs[f"twell/union_{SHARE}"], truth)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing(truth, use_reentrant):
+    options = {"gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
+    gradient, logs = one_step.trainer_gradient(
+        "Trainer", accumulation=2, share=SHARE, gradient_checkpointing=True, **options
+    )
+    assert_same(gradient, logs[f"twell/union_{SHARE}"], truth)
+
+
+@pytest.mark.slow
+def test_compiled(truth):
+    gradient, report = one_step.loop_gradient(1, compiled=True, **TERM)
+    assert_same(gradient, report[f"union_{SHARE}"], truth)
+
+
+def test_a_compiled_block_is_compiled_once():
+    """As regional compilation does it: layers share one graph, and every micro-batch goes through it."""
+    model, counter = sparsify(tiny_llama()).train(), CompileCounter()
+    for layer in model.model.layers:
+        layer.mlp.compile(backend=counter, fullgraph=True)
+    penalty = L1Penalty(model, 1.0, **TERM)
+    for _ in range(2):
+        batches = [{"input_ids": torch.randint(3, 96, (2, 20))} for _ in range(2)]
+        for batch in penalty.micro_batches(batches):
+            model(**batch).logits.sum().backward()
+    assert counter.frame_count == 1
+    assert penalty.report()[f"union_{SHARE}"] > 0
+
+
+def test_runs_begin_at_first_tokens_and_documents_and_cross_no_row():
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0]])
+    runs = runs_of({"input_ids": mask, "attention_mask": mask}, 2)
+    assert listed(runs) == [[2, 3], [4, 5], [6], [7, 8], [9]]
+    assert runs.run.tolist() == [8, 8, 0, 0, 1, 1, 2, 3, 3, 4, 8, 8, 8, 8]
+    assert len(runs.tokens) == 2 * 4 + 1, "by the shape alone"
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 0, 0]])
+    packed = runs_of({"input_ids": positions, "position_ids": positions}, 4)
+    assert listed(packed) == [[0, 1, 2], [3, 4, 5, 6], [7], [8], [9]]
+    left = {"input_ids": mask, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    assert listed(runs_of(left, 2)) == listed(runs)
+    whole = runs_of({"input_ids": torch.zeros(2, 4, dtype=torch.long)}, 4)
+    assert listed(whole) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def listed(runs) -> list[list[int]]:
+    found = [[place for place in run if place >= 0] for run in runs.tokens.tolist()]
+    assert not found.pop(), "the last is of padding"
+    return [run for run in found if run]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_equally_strong_tokens_take_equal_parts_and_padding_none(dtype):
+    active = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.5, 0.25], [1.0, torch.nan]], dtype=dtype, requires_grad=True)
+    mask = torch.tensor([[1, 1, 1, 0]])
+    runs = runs_of({"input_ids": mask, "attention_mask": mask}, 4)
+    unions, scale = reference.new_tally(1), torch.tensor(0.5)
+    out = reference.inject_count(active[None], scale, mask.float(), runs, unions)
+    out.backward(torch.zeros_like(out))
+    value = torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64, requires_grad=True)
+    (strong, middle, weak) = torch.autograd.grad(torch.tanh(value / 0.2).sum(), value)[0].tolist()
+    expected = [[strong + 3 * strong / 2, 0], [strong + 3 * strong / 2, 0], [middle, weak + 3 * weak], [0, 0]]
+    # In the arithmetic of the block: 1 - tanh^2 near 1, a product and a quotient.
+    size = torch.finfo(dtype).eps * 8 / 0.2
+    torch.testing.assert_close(
+        active.grad.double() / 0.5, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=size
+    )
+    assert unions.grad.tolist() == [3 * 2], "both neurons, for each of the run's three tokens"
+
+
+@pytest.mark.slow
+def test_unions_are_exact_under_autocast():
+    model = sparsify(tiny_llama(), backend="reference").train()
+    penalty, ids = L1Penalty(model, 0.0, **TERM), torch.arange(1024).view(16, 64) % 90 + 3
+    seen = []
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0].unflatten(1, (-1, SHARE))))
+    for micro_batch in penalty.micro_batches([{"input_ids": ids}]):
+        with torch.autocast("cpu"):
+            loss = model(**micro_batch).logits.sum()
+        loss.backward()
+    report = penalty.report()
+    for layer, h in zip(report["layers"], seen, strict=True):
+        assert layer[f"union_{SHARE}"] == pytest.approx((h != 0).any(2).double().mean().item(), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"term": "l1", "share": 64}, "share=64 goes with term='count' alone"),
+        ({"term": "count", "share": 1}, "share=1; give a whole number of tokens of at least 2"),
+        ({"term": "count", "share": True}, "share=True; give a whole number"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        L1Penalty(sparsify(tiny_llama()), 1.0, **options)
