@@ -147,9 +147,8 @@ def loop_gradient(
     **term,
 ) -> tuple[torch.Tensor, dict]:
     """The hand-written loop of the README, with Trainer's normalisation of the task loss; its gradient and report."""
-    model = wrap(
-        sparsify(tiny_llama(use_cache=False)).train(training)
-    )  # with a cache, documents of a row see each other
+    # With a cache, documents of a row would see each other.
+    model = wrap(sparsify(tiny_llama(use_cache=False)).train(training))
     forward = torch.compile(model, fullgraph=True) if compiled else model
     size = len(LENGTHS) // micro_batches
     batches = [COLLATORS[layout](rows()[i : i + size]) for i in range(0, len(LENGTHS), size)]
@@ -176,9 +175,9 @@ def autograd_gradient(weights=(L1_WEIGHT,) * 3) -> torch.Tensor:
 
 
 def shared_gradient(weight=L1_WEIGHT) -> tuple[torch.Tensor, float]:
-    """The definition of the count term that runs share, by autograd over all rows at once; and the union of a token's run.
+    """The definition of the count term that runs share, by autograd over all rows at once; and the runs' union.
 
-    The gradient of the largest value of several is that of the largest one.
+    The gradient of the largest of several values is that of the strongest token.
     """
     model = sparsify(tiny_llama()).train()
     batch, gates = pad(rows()), []

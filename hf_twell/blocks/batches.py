@@ -37,9 +37,9 @@ def token_weight(batch: Mapping) -> torch.Tensor | None:
 def runs_of(batch: Mapping, share: int) -> Runs:
     """The runs of `share` neighbouring tokens of a batch, padding left out.
 
-    They begin anew at each row's first real token, and where `position_ids` (2-D), if the batch has any, do not go on by
-    one: so packers tell where documents begin. Without those, as in the sequences of `hf_twell.recipe.packing`, a run
-    may cross from one document of a row into the next.
+    They begin anew at each row's first real token, and where the batch's `position_ids` (batch, sequence) do not go on
+    by one: so packers tell where documents begin. In a batch without them, as of the sequences of
+    `hf_twell.recipe.packing`, a run may cross from one document of a row into the next.
 
     How many rows there are depends on the batch's shape alone, so that nothing waits for the device. With
     `position_ids` they are counted, which does, and are padded to a power of two times that number.
@@ -62,11 +62,8 @@ def runs_of(batch: Mapping, share: int) -> Runs:
     run = torch.where(real, first.flatten().long().cumsum(0).view(shape) - 1, rows)
     tokens = run.new_full(((rows + 1) * share,), -1)
     places = torch.arange(run.numel(), device=run.device)
-    tokens.scatter_(
-        0,
-        torch.where(real, run * share + place % share, rows * share).flatten(),
-        torch.where(real.flatten(), places, -1),
-    )
+    slots = torch.where(real, run * share + place % share, rows * share).flatten()
+    tokens.scatter_(0, slots, torch.where(real.flatten(), places, -1))
     return Runs(tokens.view(rows + 1, share), run.flatten())
 
 

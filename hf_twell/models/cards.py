@@ -198,10 +198,7 @@ def _union(method: Mapping, warmup: str) -> dict:
     if share is None:
         return {}
     aim = f"{percent(method['target_union'])}{warmup}" if "target_union" in method else None
-    return {
-        f"active in any of {share} tokens, aimed at": aim,
-        "tokens pressed to share their active neurons": str(share),
-    }
+    return {"tokens pressed to share their neurons": str(share), f"active in any of {share} tokens, aimed at": aim}
 
 
 def _earlier(config: Mapping) -> str:

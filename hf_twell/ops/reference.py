@@ -94,13 +94,13 @@ def inject_count(
     neurons is a smooth count of the active ones. Unlike L1, it does not press on a neuron that is far from off.
 
     With `runs` the smooth count of what neighbours activate together is added: for each run r of n_r tokens,
-    scale * n_r * p(m_rf) summed over neurons, where m_rf is the largest a_tf of its tokens. So each token counts once by
-    itself and once by its run, and a run that is shorter counts by its tokens. The gradient goes to the strongest
+    scale * n_r * p(m_rf) summed over neurons, where m_rf is the largest a_tf of its tokens. So each token counts once
+    by itself and once by its run, and a run that is shorter counts by its tokens. The gradient goes to the strongest
     token, in equal parts to those that are equally strong: dL/da_tf += scale * n_r * p'(m_rf) / k_rf for each of the
     k_rf tokens with a_tf = m_rf > 0. The report is the "gradient" of `unions`:
     unions.grad[0] += sum over runs and neurons of n_r * [m_rf > 0].
 
-    Shapes: active (..., F); scale () fp32; token_weight (...) fp32 or None for ones; runs: `tokens` (R, share) int64 and
+    Shapes: active (..., F); scale () fp32; token_weight (...) fp32 or None for ones; runs: `tokens` (R, share) and
     `run` (T,) int64 as in `hf_twell.blocks.batches.Runs`; unions (1,) fp32 leaf, as `tally` of `inject_l1`, or None.
     """
     tokens, run = (None, None) if runs is None else runs

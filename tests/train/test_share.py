@@ -10,7 +10,6 @@ from hf_twell.ops import reference
 from tests import one_step
 from tests.conftest import one_of, tiny_llama
 from tests.one_step import SHARE
-from tests.rounding import rounding
 
 pytestmark = pytest.mark.numeric
 
