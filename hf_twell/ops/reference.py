@@ -173,13 +173,13 @@ def _slope_of_runs(active, scale, tokens, run) -> tuple[torch.Tensor, torch.Tens
     exists_RS1 = (tokens >= 0).unsqueeze(-1)
     active_RSF = torch.where(exists_RS1, active_TF[tokens.clamp(min=0)], 0)
     strongest_RF = active_RSF.amax(1)
-    equals_RF = (active_RSF == strongest_RF.unsqueeze(1)).sum(1)
+    wide = torch.promote_types(active.dtype, torch.float32)
+    equals_RF = (active_RSF == strongest_RF.unsqueeze(1)).sum(1, dtype=wide)  # 0 where a NaN is the strongest
     size_R1 = exists_RS1.sum(1)
-    slope_RF = (scale * size_R1).to(active.dtype) * _count_slope(strongest_RF) / equals_RF.clamp(min=1)
-    is_strongest_TF = active_TF == strongest_RF[run]
-    slope_TF = torch.where(is_strongest_TF, slope_RF[run], 0)
+    slope_RF = scale * size_R1 * _count_slope(strongest_RF.to(wide)) / equals_RF.clamp(min=1)
+    slope_TF = torch.where(active_TF == strongest_RF[run], slope_RF.to(active.dtype)[run], 0)
     # Over runs first, as `count` sums over tokens first. A NaN is active, as `relu` keeps it.
-    union_F = (size_R1 * (strongest_RF != 0)).sum(0, dtype=torch.promote_types(active.dtype, torch.float32))
+    union_F = (size_R1 * (strongest_RF != 0)).sum(0, dtype=wide)
     return slope_TF.view_as(active), union_F.sum().view(1).float()
 
 
