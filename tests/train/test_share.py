@@ -6,10 +6,12 @@ from torch._dynamo.testing import CompileCounter
 
 from hf_twell import L1Penalty, sparsify
 from hf_twell.blocks.batches import runs_of
+from hf_twell.files.checkpoints import read_state
 from hf_twell.ops import reference
 from tests import one_step
-from tests.conftest import one_of, tiny_llama
+from tests.conftest import one_of, tiny_llama, training_rows
 from tests.one_step import SHARE
+from tests.train.test_target import SAVE_STEPS, STEPS, WARMUP_STEPS, make_trainer
 
 pytestmark = pytest.mark.numeric
 
@@ -131,6 +133,26 @@ def test_unions_are_exact_under_autocast():
     report = penalty.report()
     for layer, h in zip(report["layers"], seen, strict=True):
         assert layer[f"union_{SHARE}"] == pytest.approx((h != 0).any(2).double().mean().item(), abs=1e-9)
+
+
+@pytest.mark.slow
+def test_a_run_reaches_and_holds_a_union_and_resumes(tmp_path):
+    options = {"target_union": 0.5, "term": "count", "share": 16, "layer_shares": "free", "warmup_steps": WARMUP_STEPS}
+    whole = make_trainer(tmp_path, **options)
+    whole.train()
+    rows = training_rows(whole)
+    late = [rows[step]["twell/union_16"] for step in range(STEPS - 40, STEPS + 1)]
+    assert all(0.45 < union < 0.56 for union in late), late
+    assert rows[STEPS]["twell/target"] == pytest.approx(0.5)
+    layers = [rows[STEPS][f"twell/layer_{layer:02d}/union_16"] for layer in range(3)]
+    assert sum(layers) / 3 == pytest.approx(late[-1])
+    state = read_state(tmp_path / f"checkpoint-{SAVE_STEPS}")
+    assert (state["target_union"], state["term"], state["share"]) == (0.5, "count", 16)
+    assert "target_density" not in state
+    resumed = make_trainer(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{SAVE_STEPS}"))
+    for step, row in training_rows(resumed).items():
+        assert row == pytest.approx(rows[step], rel=1e-4, abs=1e-5), step
 
 
 @pytest.mark.parametrize(
