@@ -338,10 +338,7 @@ def test_steps_of_a_warm_up(tmp_path):
         ({"target_density": 0.1, "l1_bounds": ["a", "b"]}, "lowest and the highest"),
         ({"l1_weight": 0.1, "l1_bounds": (0.1, 1.0)}, "goes with target_density or target_union alone"),
         ({"target_density": 0.1, "warmup_steps": 2.5}, "whole number of steps"),
-        (
-            {"target_density": 0.1, "target_union": 0.3, "term": "count", "share": 8},
-            "give one of them: the share of neu",
-        ),
+        ({"target_density": 0.1, "target_union": 0.3, "share": 8}, "give one of them: the share of neurons"),
         ({"l1_weight": 0.1, "target_union": 0.3, "term": "count", "share": 8}, "target_union=0.3; give one of them"),
         ({"target_union": 0.3, "term": "count"}, "say of how many: share=64"),
         ({"target_union": 0.3, "share": 8}, "share=8 goes with term='count' alone"),
