@@ -234,6 +234,7 @@ class SparsityCallback(TrainerCallback):
                 getattr(self, self.target),
                 steps=self.trainer.state.max_steps,
                 layer_shares=self.layer_shares,
+                is_union=self.target == "target_union",
                 l1_bounds=self.l1_bounds,
             )
             self.penalty.layer_weights = None

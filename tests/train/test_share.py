@@ -1,5 +1,7 @@
 """The count term that neighbouring tokens share: one gradient and one union, however a step is cut up and laid out."""
 
+import math
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -8,6 +10,7 @@ from hf_twell import L1Penalty, sparsify
 from hf_twell.blocks.batches import runs_of
 from hf_twell.files.checkpoints import read_state
 from hf_twell.ops import reference
+from hf_twell.train.controller import DensityController
 from tests import one_step
 from tests.conftest import one_of, tiny_llama, training_rows
 from tests.one_step import SHARE
@@ -133,6 +136,23 @@ def test_unions_are_exact_under_autocast():
     report = penalty.report()
     for layer, h in zip(report["layers"], seen, strict=True):
         assert layer[f"union_{SHARE}"] == pytest.approx((h != 0).any(2).double().mean().item(), abs=1e-9)
+
+
+def test_a_union_is_steered_as_the_density_of_independent_tokens():
+    """Also near 1, where it hardly moves."""
+    unions, l1 = torch.tensor([0.999, 0.998, 0.98, 0.9, 0.6, 0.4, 0.27, 0.24]), torch.tensor([20.0])
+    union = DensityController(0.25, steps=8, is_union=True)
+    density = DensityController(-math.log1p(-0.25), steps=8)
+    for step, seen in enumerate(unions):
+        progress = min(1.0, (step + 1) / 4)
+        weights = [
+            controller.update(share.view(1), l1, progress)
+            for controller, share in ((union, seen), (density, -(-seen).log1p()))
+        ]
+        torch.testing.assert_close(*weights, rtol=2e-4, atol=0)  # float32 near 1
+        torch.testing.assert_close(-(-union.setpoint(progress)).log1p(), density.setpoint(progress), rtol=2e-4, atol=0)
+    assert union.setpoint(1.0).item() == pytest.approx(0.25)
+    assert union.missed() == {}
 
 
 @pytest.mark.slow
