@@ -63,8 +63,13 @@ def test_gradient_checkpointing(truth, use_reentrant):
 
 
 @pytest.mark.slow
-def test_compiled(truth):
-    gradient, report = one_step.loop_gradient(1, compiled=True, **TERM)
+def test_compiled_blocks(truth):
+    def compiled(model):
+        for layer in model.model.layers:
+            layer.mlp.compile(fullgraph=True)
+        return model
+
+    gradient, report = one_step.loop_gradient(1, wrap=compiled, **TERM)
     assert_same(gradient, report[f"union_{SHARE}"], truth)
 
 
