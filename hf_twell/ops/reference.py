@@ -157,9 +157,9 @@ class _InjectCount(torch.autograd.Function):
         report = None
         if tokens is not None:
             of_runs, report = _slope_of_runs(active, scale, tokens, run)
-            slope = slope + of_runs
+            slope += of_runs
         report = report if ctx.needs_input_grad[5] else None
-        return grad + torch.where(active > 0, slope, 0), None, None, None, None, report
+        return grad + slope.masked_fill_(~(active > 0), 0), None, None, None, None, report
 
 
 def _count_slope(active: torch.Tensor) -> torch.Tensor:
@@ -171,13 +171,13 @@ def _slope_of_runs(active, scale, tokens, run) -> tuple[torch.Tensor, torch.Tens
     """What a run's count adds to the gradient of its strongest tokens, and the report; see `inject_count`."""
     active_TF = active.reshape(-1, active.shape[-1])
     exists_RS1 = (tokens >= 0).unsqueeze(-1)
-    active_RSF = torch.where(exists_RS1, active_TF[tokens.clamp(min=0)], 0)
+    # In place, as fresh memory of this size costs a CPU more than the arithmetic.
+    active_RSF = active_TF[tokens.clamp(min=0)].masked_fill_(~exists_RS1, 0)
     strongest_RF = active_RSF.amax(1)
-    wide = torch.promote_types(active.dtype, torch.float32)
-    equals_RF = (active_RSF == strongest_RF.unsqueeze(1)).sum(1, dtype=wide)  # 0 where a NaN is the strongest
-    size_R1 = exists_RS1.sum(1)
+    equals_RF = (active_RSF == strongest_RF.unsqueeze(1)).sum(1, dtype=torch.int32)  # 0 where a NaN is the strongest
+    size_R1, wide = exists_RS1.sum(1), torch.promote_types(active.dtype, torch.float32)
     slope_RF = scale * size_R1 * _count_slope(strongest_RF.to(wide)) / equals_RF.clamp(min=1)
-    slope_TF = torch.where(active_TF == strongest_RF[run], slope_RF.to(active.dtype)[run], 0)
+    slope_TF = slope_RF.to(active.dtype)[run].masked_fill_(active_TF != strongest_RF[run], 0)
     # Over runs first, as `count` sums over tokens first. A NaN is active, as `relu` keeps it.
     union_F = (size_R1 * (strongest_RF != 0)).sum(0, dtype=wide)
     return slope_TF.view_as(active), union_F.sum().view(1).float()
