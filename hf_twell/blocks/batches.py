@@ -41,12 +41,15 @@ def runs_of(batch: Mapping, share: int) -> Runs:
     by one: so packers tell where documents begin. In a batch without them, as of the sequences of
     `hf_twell.recipe.packing`, a run may cross from one document of a row into the next.
 
-    How many rows there are depends on the batch's shape alone, so that nothing waits for the device. With
-    `position_ids` they are counted, which does, and are padded to a power of two times that number.
+    How many rows `tokens` has depends on the batch's shape alone, so that nothing waits for the device. With
+    `position_ids` the runs are counted, which does, and where they are more, the rows are twice as many, or four times.
     """
     weight, positions = token_weight(batch), batch.get("position_ids")
-    shape, device = _shape(batch)
-    real = weight != 0 if weight is not None else torch.ones(shape, dtype=torch.bool, device=device)
+    if weight is None:
+        shape, device = _shape(batch)
+        real = torch.ones(shape, dtype=torch.bool, device=device)
+    else:
+        shape, real = weight.shape, weight != 0
     count = real.long().cumsum(1)
     begins = real & (count == 1)
     if is_packed := isinstance(positions, torch.Tensor) and positions.ndim == 2:

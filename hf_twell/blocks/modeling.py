@@ -140,7 +140,7 @@ class SparseFfn(nn.Module):
         if l1 is not None:
             l1 = l1 if l1.tally.device == x.device else l1.to(x.device)
             _check_tokens(self, x.shape[:-1], l1)
-        # The kernels' backward does not know the count term.
+        # The kernels' backward does not know the count term, nor runs of tokens.
         operands = None if l1 is not None and l1.counts else self._operands(x)
         return self._through_submodules(x, l1) if operands is None else self._compute(x, l1, operands)
 
