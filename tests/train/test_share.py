@@ -87,6 +87,41 @@ def test_a_compiled_block_is_compiled_once():
     assert penalty.report()[f"union_{SHARE}"] > 0
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_on_a_gpu_nothing_waits_and_compiled_is_as_eager():
+    """At a size at which Inductor fuses sums over tokens, runs and neurons."""
+    batch, width = {"input_ids": torch.zeros(16, 1000, dtype=torch.long, device="cuda")}, 1024
+    gate = (torch.randn(16, 1000, width, device="cuda", dtype=torch.bfloat16) - 1).requires_grad_()
+    up = torch.randn_like(gate)
+    unions, tally = reference.new_tally(1, "cuda"), reference.new_tally(1 + width, "cuda")
+    scale = torch.tensor(0.1, device="cuda")
+
+    def middle(gate, runs):
+        active = reference.inject_count(gate.relu(), scale, None, runs, unions)
+        return reference.inject_l1(active * up, None, None, tally)
+
+    def step(middle) -> list[torch.Tensor]:
+        gate.grad = None
+        for each in (unions, tally):
+            each.grad.zero_()
+        middle(gate, runs_of(batch, 64)).backward(torch.ones_like(gate))
+        return [gate.grad, unions.grad.clone(), tally.grad[1:].clone()]
+
+    expected, compiled = step(middle), torch.compile(middle, fullgraph=True)
+    step(compiled)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = step(compiled)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    runs = [run for row in gate.detach().relu().unbind() for run in row.split(64)]
+    assert expected[1].item() == pytest.approx(sum(len(run) * (run > 0).any(0).sum().item() for run in runs))
+    torch.testing.assert_close(found[1:], expected[1:], rtol=1e-6, atol=0)
+    # Eager rounds the slopes to bfloat16 along the way, compiled at the end.
+    assert (found[0] - expected[0]).float().norm() <= 2**-7 * expected[0].float().norm()
+
+
 def test_runs_begin_at_first_tokens_and_documents_and_cross_no_row():
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0]])
     runs = runs_of({"input_ids": mask, "attention_mask": mask}, 2)
