@@ -238,7 +238,7 @@ class SparsityCallback(TrainerCallback):
                 l1_bounds=self.l1_bounds,
             )
             self.penalty.layer_weights = None
-            if saved.get("controller"):
+            if saved.get("controller") and self.target in saved:  # else it knows shares of another kind
                 self.controller.load_state(saved["controller"], self.penalty.device)
                 self.penalty.layer_weights = self.controller.weights()
         if self.revival is not None:

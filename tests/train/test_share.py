@@ -215,6 +215,19 @@ def test_a_run_reaches_and_holds_a_union_and_resumes(tmp_path):
         assert row == pytest.approx(rows[step], rel=1e-4, abs=1e-5), step
 
 
+def test_a_run_that_goes_on_to_a_union_begins_its_path_anew(tmp_path):
+    """What the checkpoint's controller knows is of densities."""
+    options = {"term": "count", "share": 16, "warmup_steps": WARMUP_STEPS}
+    first = make_trainer(tmp_path, target_density=0.1, **options)
+    first.args.max_steps = first.args.save_steps = 2
+    first.train()
+    then = make_trainer(tmp_path, target_union=0.4, **options)
+    then.args.max_steps = 3
+    then.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    row = training_rows(then)[3]
+    assert row["twell/target"] == pytest.approx(row["twell/union_16"], rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
