@@ -167,7 +167,9 @@ def _count_slope(active: torch.Tensor) -> torch.Tensor:
     return (1 - torch.tanh(active / (2 * COUNT_WIDTH)).square()) / (2 * COUNT_WIDTH)
 
 
-def _slope_of_runs(active, scale, tokens, run) -> tuple[torch.Tensor, torch.Tensor]:
+def _slope_of_runs(
+    active: torch.Tensor, scale: torch.Tensor, tokens: torch.Tensor, run: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What a run's count adds to the gradient of its strongest tokens, and the report; see `inject_count`."""
     active_TF = active.reshape(-1, active.shape[-1])
     exists_RS1 = (tokens >= 0).unsqueeze(-1)

@@ -335,8 +335,9 @@ class SparsityCallback(TrainerCallback):
             self._told.add("tokens")
             tokens = report["tokens"] / (state.global_step - self._begun) * state.max_steps
             warn_of_few_tokens(tokens, self.target, getattr(self, self.target))
-        told = {"parent_loss": self.parent_loss, "target": self.target, "layer_shares": self.layer_shares}
-        if "loss" not in self._told and warn_of_loss(self.trainer, logs, report, **told):
+        if "loss" not in self._told and warn_of_loss(
+            self.trainer, logs, report, parent_loss=self.parent_loss, target=self.target, layer_shares=self.layer_shares
+        ):
             self._told.add("loss")
 
     def _rows(self, report: dict) -> dict[str, float]:
