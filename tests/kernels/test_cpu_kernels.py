@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import library
 
-from hf_twell.ops import api, build
+from hf_twell.ops import api, build, reference
 from tests.ffn_cases import (
     DTYPES,
     ISAS,
@@ -14,6 +14,7 @@ from tests.ffn_cases import (
     assert_gradients_are_not_copied,
     cpu_ffn,
     make_case,
+    near_zero,
     relative_rms,
     run,
 )
@@ -40,6 +41,25 @@ def test_odd_sizes_biases_and_no_gate(isa, dtype, gated, biases, density):
     # 37 and 133 are multiples of no vector, tile, panel or cache line.
     for tokens in (3, 70):
         assert_as_good_as_eager(cpu_ffn, make_case(tokens, 37, 133, density, dtype, gated=gated, biases=biases))
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("density", [0.01, 0.1, 1.0])
+def test_the_count_term_beside_l1_and_alone(isa, dtype, gated, density):
+    """Through pairs, those that many tokens share on a matrix unit, recomputed ones and dense tokens."""
+    for tokens, capacity in ((3, None), (301, 1), (301, None)):
+        case = near_zero(make_case(tokens, 40, 172, density, dtype, gated=gated, biases=True))
+        assert_as_good_as_eager(cpu_ffn, case, count=0.02, capacity=capacity)
+    with_term, without = (run(cpu_ffn, case, dtype, l1=False, count=count) for count in (0.02, 0.0))
+    truth, bare = (run(reference.ffn, case, torch.float64, l1=False, count=count) for count in (0.02, 0.0))
+    first = "w_gate" if gated else "w_up"
+    of_term = relative_rms(bare[first], truth[first])
+    assert of_term > 0.1, "the term is a part of the gradient that shows"
+    for name in ("w_up", "w_down"):
+        assert name == first or torch.equal(with_term[name], without[name]), "it acts on the gate alone"
+    assert relative_rms(with_term[first], truth[first]) < {torch.float32: 1e-5}.get(dtype, 2**-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -201,11 +221,14 @@ def test_opcheck(gated, by_column):
     library.opcheck(torch.ops.hf_twell.infer.default, plain)
     library.opcheck(torch.ops.hf_twell.ffn.default, (*plain, None, None, None, 0))
     library.opcheck(torch.ops.hf_twell.ffn.default, (*leaves, scale, weight, torch.zeros(173, requires_grad=True), 16))
+    tally = torch.zeros(173, requires_grad=True)
+    library.opcheck(torch.ops.hf_twell.ffn.default, (*leaves, None, weight, tally, 16, scale))
     state = torch.ops.hf_twell.ffn(*plain, scale, weight, None, 16)[2]
     x, w_up, w_down, w_gate, b_up, _, b_gate = plain
     for needs in (0, 1, 0b101, 127):
         arguments = (torch.randn(2, 5, 40), state, x, w_up, w_down, w_gate, b_up, b_gate, scale, weight, 16, needs)
         library.opcheck(torch.ops.hf_twell.ffn_backward.default, arguments)
+        library.opcheck(torch.ops.hf_twell.ffn_backward.default, (*arguments, scale))
 
 
 def test_a_forced_instruction_set_that_is_missing_is_named(monkeypatch):
