@@ -43,7 +43,7 @@ class L1Penalty:
         model: a sparsified model, or that in DistributedDataParallel.
         l1_weight: the coefficient; may be changed between optimizer steps. 0 only measures.
         term: "l1", or "count": in place of |h|, the smooth count of active neurons of
-            `hf_twell.ops.reference.inject_count`. The blocks then train by plain matmuls, whatever their density.
+            `hf_twell.ops.reference.inject_count`.
 
     Attributes:
         layer_weights: in place of `l1_weight`, a coefficient for each layer, (L,) fp32; None for one.

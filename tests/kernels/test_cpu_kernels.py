@@ -6,10 +6,14 @@ import pytest
 import torch
 from torch import library
 
+import hf_twell
 from hf_twell.ops import api, build, reference
+from tests import one_step
+from tests.conftest import tiny_llama
 from tests.ffn_cases import (
     DTYPES,
     ISAS,
+    Operators,
     assert_as_good_as_eager,
     assert_gradients_are_not_copied,
     cpu_ffn,
@@ -229,6 +233,36 @@ def test_opcheck(gated, by_column):
         arguments = (torch.randn(2, 5, 40), state, x, w_up, w_down, w_gate, b_up, b_gate, scale, weight, 16, needs)
         library.opcheck(torch.ops.hf_twell.ffn_backward.default, arguments)
         library.opcheck(torch.ops.hf_twell.ffn_backward.default, (*arguments, scale))
+
+
+@pytest.mark.parametrize(("backend", "operator"), [("cpu", "ffn_backward"), ("auto", "activation_backward")])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_a_model_trains_with_the_count_term_by_kernels(backend, operator, micro_batches):
+    """Through pairs and through the dense middle, padding included, as autograd has the smooth count itself."""
+    model, weight = hf_twell.sparsify(tiny_llama(), backend=backend).train(), 0.5
+    penalty, size = hf_twell.L1Penalty(model, weight, term="count"), 8 // micro_batches
+    batches = [one_step.pad(one_step.rows()[i : i + size]) for i in range(0, 8, size)]
+    with Operators() as ran:
+        for batch in penalty.micro_batches(batches):
+            model(**batch, num_items_in_batch=one_step.LABELS).loss.backward()
+    layers = model.config.num_hidden_layers
+    assert ran.names.count(f"hf_twell.{operator}.default") == layers * micro_batches
+
+    truth, gates = hf_twell.sparsify(tiny_llama(), backend="reference").train(), []
+    for layer in truth.model.layers:
+        layer.mlp.gate_proj.register_forward_hook(lambda _, __, gate: gates.append(gate))
+    batch = one_step.pad(one_step.rows())
+    loss = truth(**batch, num_items_in_batch=one_step.LABELS).loss
+    counts = [torch.tanh(gate.relu() / 0.2).sum(-1) * batch["attention_mask"] for gate in gates]
+    term = weight / layers * sum(count.sum() for count in counts) / batch["attention_mask"].sum()
+    without = torch.autograd.grad(term, list(truth.parameters()), retain_graph=True, allow_unused=True)
+    (loss + term).backward()
+    gradient, wanted = one_step.flat_gradient(model), one_step.flat_gradient(truth)
+    assert (gradient - wanted).norm() <= 1e-5 * wanted.norm()
+    assert sum(g.square().sum() for g in without if g is not None).sqrt() > 0.1 * wanted.norm(), "the term shows"
+    report = penalty.report()
+    active = sum(((gate > 0).sum(-1) * batch["attention_mask"]).sum() for gate in gates)
+    assert report["l0"] == pytest.approx(active.item() / layers / report["tokens"], rel=1e-6)
 
 
 def test_a_forced_instruction_set_that_is_missing_is_named(monkeypatch):
