@@ -140,8 +140,8 @@ class SparseFfn(nn.Module):
         if l1 is not None:
             l1 = l1 if l1.tally.device == x.device else l1.to(x.device)
             _check_tokens(self, x.shape[:-1], l1)
-        # The kernels' backward does not know the count term, nor runs of tokens.
-        operands = None if l1 is not None and l1.counts else self._operands(x)
+        # The kernels' backward does not know runs of tokens.
+        operands = None if l1 is not None and l1.runs is not None else self._operands(x)
         return self._through_submodules(x, l1) if operands is None else self._compute(x, l1, operands)
 
     def _operands(self, x: torch.Tensor) -> Operands | None:
@@ -171,7 +171,8 @@ class SparseFfn(nn.Module):
         weights = operands.w_up, w_down, operands.w_gate
         options: dict[str, Any] = {"b_up": operands.b_up, "b_down": operands.b_down, "b_gate": operands.b_gate}
         if l1 is not None:
-            options |= {"l1_scale": l1.scale, "token_weight": l1.token_weight, "tally": l1.tally}
+            term = "count_scale" if l1.counts else "l1_scale"
+            options |= {term: l1.scale, "token_weight": l1.token_weight, "tally": l1.tally}
         if way == "dense":
             return api.dense_ffn(x, *weights, **options)
         if operands.s_up is not None:

@@ -26,6 +26,7 @@ def ffn(
     s_down: torch.Tensor | None = None,
     s_gate: torch.Tensor | None = None,
     l1_scale: torch.Tensor | None = None,
+    count_scale: torch.Tensor | None = None,
     token_weight: torch.Tensor | None = None,
     tally: torch.Tensor | None = None,
     quantize_x: bool = False,
@@ -34,8 +35,11 @@ def ffn(
     if quantize_x and x.numel() > limit("kDecodeMaxTokens") * x.shape[-1]:
         x = dequantized_rows(*quantized_rows(x), x.dtype)
     up = linear(x, w_up, s_up, b_up)
-    h = torch.relu(up) if w_gate is None else torch.relu(linear(x, w_gate, s_gate, b_gate)) * up
-    if l1_scale is not None:
+    active = torch.relu(up if w_gate is None else linear(x, w_gate, s_gate, b_gate))
+    if count_scale is not None:
+        active = inject_count(active, count_scale, token_weight)
+    h = active if w_gate is None else active * up
+    if l1_scale is not None or tally is not None:
         h = inject_l1(h, l1_scale, token_weight, tally)
     return linear(h, w_down, s_down, b_down)
 

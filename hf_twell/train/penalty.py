@@ -43,7 +43,7 @@ class L1Penalty:
         model: a sparsified model, or that in DistributedDataParallel.
         l1_weight: the coefficient; may be changed between optimizer steps. 0 only measures.
         term: "l1", or "count": in place of |h|, the smooth count of active neurons of
-            `hf_twell.ops.reference.inject_count`. The blocks then train by plain matmuls, whatever their density.
+            `hf_twell.ops.reference.inject_count`.
         share: with "count", the term also presses on the smooth count of what each run of so many neighbouring tokens
             of a sequence activates together, such as 64; that is what kernels for many tokens pay for. None: on each
             token's count alone. `hf_twell.blocks.batches.runs_of` says where runs begin. A run at a sequence's end may
