@@ -356,6 +356,12 @@ def converting() -> Entries:
         ("| four times the tokens (32M) | {:+.1f} % |", "rows_32m", "L10"),
     ):
         yield text, above(trial(job, file), trial("parent", file), trial("control", file))
+    sources = trial("parent", "rows_shared"), trial("control", "rows_shared")
+    for first, *others in (("`term: count`", "T0.1", "T0.05", "T0.02"), ("`share: 64`", "S0.4", "S0.25", "S0.15")):
+        for cell, job in zip((f" {first} ", " ", " "), others, strict=True):
+            job = trial(job, "rows_shared")
+            figures = (100 * job["density"], 100 * job["unions"][2], above(job, *sources))
+            yield f"|{cell}| {{:.1f}} % | {{:.0f}} % | {{:+.1f}} % |", *figures
     tasks = [kept(trial(job, "rows_own_text"), own_text[1]) for job in ("r_rest", "s_muon")]
     yield "and {:.0f} % of the tasks instead of {:.0f} |", *tasks
     for text, job in (

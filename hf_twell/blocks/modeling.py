@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_twell.blocks import calls
 from hf_twell.blocks.architectures import FfnForm, FfnSite, input_name, only_input
+from hf_twell.blocks.batches import Runs
 from hf_twell.blocks.layout import restore_down
 from hf_twell.blocks.operands import (
     Operands,
@@ -31,7 +32,7 @@ class L1Inputs:
     """What one layer needs to add the L1 gradient while a micro-batch runs; see `hf_twell.ops.reference.inject_l1`.
 
     `tokens` is how many the micro-batch holds, where no `token_weight` says so by its shape. With `counts` it is the
-    gradient of the count term (`inject_count`) that is added.
+    gradient of the count term (`inject_count`) that is added, and with `runs` that of runs of tokens too.
     """
 
     scale: torch.Tensor
@@ -39,11 +40,16 @@ class L1Inputs:
     tally: torch.Tensor
     tokens: int | None = None
     counts: bool = False
+    runs: Runs | None = None
+    unions: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "L1Inputs":
         """The same on x's device: where FSDP2 offloads parameters to the CPU, these were made there, too."""
         weight = None if self.token_weight is None else self.token_weight.to(device)
-        return replace(self, scale=self.scale.to(device), token_weight=weight, tally=self.tally.to(device))
+        moved = replace(self, scale=self.scale.to(device), token_weight=weight, tally=self.tally.to(device))
+        if self.runs is None or self.unions is None:
+            return moved
+        return replace(moved, runs=self.runs.to(device), unions=self.unions.to(device))
 
 
 @dataclass
@@ -138,8 +144,8 @@ class SparseFfn(nn.Module):
         if l1 is not None:
             l1 = l1 if l1.tally.device == x.device else l1.to(x.device)
             _check_tokens(self, x.shape[:-1], l1)
-        # The kernels' backward does not know the count term.
-        operands = None if l1 is not None and l1.counts else self._operands(x)
+        # The kernels' backward does not know runs of tokens.
+        operands = None if l1 is not None and l1.runs is not None else self._operands(x)
         return self._through_submodules(x, l1) if operands is None else self._compute(x, l1, operands)
 
     def _operands(self, x: torch.Tensor) -> Operands | None:
@@ -169,7 +175,8 @@ class SparseFfn(nn.Module):
         weights = operands.w_up, w_down, operands.w_gate
         options: dict[str, Any] = {"b_up": operands.b_up, "b_down": operands.b_down, "b_gate": operands.b_gate}
         if l1 is not None:
-            options |= {"l1_scale": l1.scale, "token_weight": l1.token_weight, "tally": l1.tally}
+            term = "count_scale" if l1.counts else "l1_scale"
+            options |= {term: l1.scale, "token_weight": l1.token_weight, "tally": l1.tally}
         if way == "dense":
             return api.dense_ffn(x, *weights, **options)
         if operands.s_up is not None:
@@ -187,7 +194,7 @@ class SparseFfn(nn.Module):
         activation, up, down = getattr(self, form.activation), getattr(self, form.up), getattr(self, form.down)
         active = activation(linear_of(getattr(self, form.first), x))
         if l1 is not None and l1.counts:
-            active = reference.inject_count(active, l1.scale, l1.token_weight)
+            active = reference.inject_count(active, l1.scale, l1.token_weight, l1.runs, l1.unions)
         h = active if form.gate is None else active * linear_of(up, x)
         if l1 is not None:
             check_whole(h, len(l1.tally) - 1, self.twell)

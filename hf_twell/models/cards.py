@@ -44,7 +44,7 @@ def model_card(
         config: its config.json.
         base_model: Hub name of the dense model that it was made from.
         method: what `hf_twell.train.resuming.method_of` says of a trainer, or the `twell_state.json` of a checkpoint or
-            a recipe's final model: l1_weight or target_density, step, warmup_steps, warmup.
+            a recipe's final model: l1_weight, target_density or target_union, share, step, warmup_steps, warmup.
         measured: the `twell_measured.json` of a final model: its losses and, in place of `sparsity`, its sparsity.
         sparsity: what `hf_twell.measure_sparsity` returned or `hf-twell inspect --json` printed.
         scores: what `hf_twell.evaluate` returned or `hf-twell eval --json` printed.
@@ -73,7 +73,7 @@ def model_card(
             facts[f"{UNIONS}, measured{earlier}"] = unions_cell(sparsity["unions"])
         active = f", so that {density} of a block's neurons {'were' if earlier else 'are'} active for a token{earlier}"
     facts |= _losses(measured or {}, _earlier(config))
-    pressed = method and (method.get("l1_weight") or method.get("target_density"))
+    pressed = method and any(method.get(key) for key in ("l1_weight", "target_density", "target_union"))
     trained = CLAUSES[method.get("term", "l1")] if method and pressed else ""
     loader = loading_class(config)
     return _fill(
@@ -189,8 +189,18 @@ def _method(method: Mapping) -> dict:
     return {
         "coefficient of the L1 term": f"{method['l1_weight']:g}{warmup}" if "l1_weight" in method else None,
         "density aimed at": f"{percent(method['target_density'])}{warmup}" if "target_density" in method else None,
+        **_union(method, warmup),
         "optimizer steps": f"{steps:,}" if steps is not None else None,
     }
+
+
+def _union(method: Mapping, warmup: str) -> dict:
+    """What was pressed on in runs of neighbouring tokens."""
+    share = method.get("share")
+    if share is None:
+        return {}
+    aim = f"{percent(method['target_union'])}{warmup}" if "target_union" in method else None
+    return {"tokens pressed to share their neurons": str(share), f"active in any of {share} tokens, aimed at": aim}
 
 
 def _earlier(config: Mapping) -> str:

@@ -495,16 +495,28 @@ def test_the_card_warns_of_engines_that_assume_silu():
         assert re.search(rf"^\| {engine}\b.*in silence", serving, re.MULTILINE), "the page says the same"
 
 
-def test_the_card_of_a_run_to_a_density_says_so(tmp_path):
+@pytest.mark.parametrize(
+    ("options", "clause", "aim"),
+    [
+        ({"target_density": 0.02}, "l1", "| density aimed at | 2.00 %"),
+        (
+            {"target_union": 0.3, "term": "count", "share": 4},
+            "count",
+            "| active in any of 4 tokens, aimed at | 30.00 %",
+        ),
+    ],
+)
+def test_the_card_of_a_run_to_a_target_says_so(options, clause, aim, tmp_path):
     args = TrainingArguments(str(tmp_path), max_steps=2, save_steps=2, use_cpu=True, report_to=[])
     rows = [{"input_ids": list(range(3, 15)), "labels": list(range(3, 15))}] * 8
     trainer = Trainer(hf_twell.sparsify(tiny_llama()), args, train_dataset=rows)
-    trainer.add_callback(hf_twell.SparsityCallback(trainer, target_density=0.02))
+    trainer.add_callback(hf_twell.SparsityCallback(trainer, **options))
     trainer.train()
     trainer.create_model_card(model_name="me/x")
     for text in ((tmp_path / "README.md").read_text(), folder_card(tmp_path / "checkpoint-2", "me/x")):
-        assert cards.CLAUSES["l1"] in text
-        assert "| density aimed at | 2.00 % after a linear warm-up over 0.1 of the steps |" in text
+        assert cards.CLAUSES[clause] in text
+        assert f"{aim} after a linear warm-up over 0.1 of the steps |" in text
+        assert ("tokens pressed to share their neurons | 4 |" in text) == ("share" in options)
 
 
 @pytest.mark.parametrize(("layers", "log_layers"), [(None, True), ([0], True), (None, False)])

@@ -260,7 +260,7 @@ def fsdp2() -> list:
 @pytest.mark.slow
 def test_the_fsdp2_config_merges_adapters_into_the_final_model(text, tmp_path, capsys):
     pytest.importorskip("peft")
-    changes = ["trainable=ffn+lora", "revive_after=null", STEADY]
+    changes = ["trainable=ffn+lora", "revive_after=null", STEADY, "term=count", "share=16"]
     run_processes(fsdp2(), *small(text, tmp_path / "two", 2, 2), *changes)
     recipe = str(ROOT / "recipes" / "demo-target.yaml")
     assert main(["train", recipe, "--json", *small(text, tmp_path / "one", 2, 4), *changes]) == 0

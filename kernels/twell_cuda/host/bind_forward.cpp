@@ -62,11 +62,12 @@ std::tuple<Tensor, Tensor, Tensor> train(const Tensor& x, const Operands& operan
   Tensor report = torch::stable::new_empty(x, {tally ? 1 + operands.width : 0}, ScalarType::Float);
   Tensor state = bytes_like(x, sm90_state_bytes(ffn, capacity)), workspace = bytes_like(x, sm90_training_bytes(ffn));
   const MaybeTensor weight = as_contiguous(token_weight);
-  const L1 l1{nullptr, fp32_pointer(weight), tally ? static_cast<float*>(report.mutable_data_ptr()) : nullptr};
+  const Terms terms{nullptr, nullptr, fp32_pointer(weight),
+                    tally ? static_cast<float*>(report.mutable_data_ptr()) : nullptr};
   const int device = x.get_device_index();
   Tensor y = computed(x, operands, [&](void* rows) {
     ffn.y = rows;
-    check_launch(sm90_training_forward(ffn, operands.down.later, l1, capacity, state.mutable_data_ptr(),
+    check_launch(sm90_training_forward(ffn, operands.down.later, terms, capacity, state.mutable_data_ptr(),
                                        workspace.mutable_data_ptr(), device_of(device), current_stream(device)),
                  "training forward");
   });
@@ -114,7 +115,8 @@ Tensor dequantized_first(const Tensor& x, const Tensor& w_up, const Tensor& w_do
 
 std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up,
                                        MaybeTensor b_down, MaybeTensor b_gate, MaybeTensor /*l1_scale*/,
-                                       MaybeTensor token_weight, MaybeTensor tally, int64_t capacity) {
+                                       MaybeTensor token_weight, MaybeTensor tally, int64_t capacity,
+                                       MaybeTensor /*count_scale*/) {
   check_sizes(x, w_up);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const bool training = capacity != 0 || tally;
