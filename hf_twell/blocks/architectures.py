@@ -10,6 +10,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hf_twell.blocks import modeling_twell
+
 
 class FfnForm(NamedTuple):
     """The attribute names of one kind of feed-forward block."""
@@ -102,7 +104,7 @@ def activation_keys(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[st
         ValueError: it holds none.
     """
     config = config.get_text_config()
-    keys = [key for key in ACTIVATION_KEYS if isinstance(getattr(config, key, None), str)]
+    keys = [key for key in _keys(config) if isinstance(getattr(config, key, None), str)]
     if not keys:
         raise ValueError(
             f"{type(config).__name__} names no activation under {', '.join(ACTIVATION_KEYS)}, so a converted model "
@@ -114,15 +116,29 @@ def activation_keys(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[st
 def other_activations(config: PreTrainedConfig) -> set[str]:
     """The activations besides ReLU that a model's config names for its blocks."""
     config = config.get_text_config()
-    return {name for key in ACTIVATION_KEYS if (name := getattr(config, key, None)) not in ("relu", None)}
+    return {name for key in _keys(config) if (name := getattr(config, key, None)) not in ("relu", None)}
 
 
-def loading_class(config: Mapping) -> type[PreTrainedModel | AutoModelForCausalLM]:
-    """What loads a checkpoint with this config.json: the stock class of another task, or AutoModelForCausalLM."""
+def has_own_type(config: PreTrainedConfig) -> bool:
+    """Whether its `model_type` is one of ours, which names the blocks' activation apart from other layers'."""
+    return config.model_type.startswith(modeling_twell.PREFIX)
+
+
+def loading_class(config: Mapping) -> type:
+    """What loads a checkpoint with this config.json: the stock class of another task, or AutoModelForCausalLM; of a
+    `model_type` of ours, the Auto class of its task."""
     name = (config.get("architectures") or [""])[0]
-    cls: Any = getattr(transformers, name, None)
-    stock = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
-    return cls if stock and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else AutoModelForCausalLM
+    cls: Any = getattr(transformers, name.removeprefix("Twell"), None)
+    if not isinstance(cls, type) or not issubclass(cls, PreTrainedModel):
+        return AutoModelForCausalLM
+    if name.startswith("Twell"):
+        heads = modeling_twell.heads(cls.config_class.model_type)
+        return next((getattr(transformers, head) for head, own in heads.items() if own.__name__ == name))
+    return AutoModelForCausalLM if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else cls
+
+
+def _keys(config: PreTrainedConfig) -> tuple[str, ...]:
+    return ("ffn_act",) if has_own_type(config) else ACTIVATION_KEYS
 
 
 def stock_class(module: nn.Module) -> type[nn.Module]:

@@ -9,28 +9,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from hf_twell.blocks.architectures import (
-    SUPPORTED,
-    FfnSite,
-    activation_keys,
-    base_layer,
-    decoder_of,
-    stock_class,
-)
+from hf_twell.blocks.architectures import SUPPORTED, FfnSite, base_layer, stock_class
 from hf_twell.files.weights import DTYPES, is_plain
 from hf_twell.ops import reference
 
 
-def check_convertible(model: nn.Module, sites: list[FfnSite]) -> None:
+def check_convertible(sites: list[FfnSite]) -> None:
     """Refuse a model whose blocks hold something that cannot be converted exactly.
 
     Raises:
         ValueError: quantized or meta-device weights, a replaced forward, or a block that computes something else.
     """
     sites = [block for site in sites for block in site.blocks()]
-    _check_other_activations(model, sites)
     for site in sites:
         where = f"{site.name} ({type(site.module).__name__})"
         if "forward" in vars(site.module):
@@ -49,34 +40,6 @@ def check_convertible(model: nn.Module, sites: list[FfnSite]) -> None:
             converts = not isinstance(activation, nn.ReLU)
             _check_linear(getattr(site.module, name), f"{site.name}.{name}", converts)
         _check_formula(site, where)
-
-
-def _check_other_activations(model: PreTrainedModel, sites: list[FfnSite]) -> None:
-    """The config entry must belong to the blocks alone: what else follows it (a state space, a projector) would change
-    when the converted model is loaded again."""
-    config, keys = activation_keys(model.config)
-    kinds = {type(site.activation) for site in sites} - {nn.ReLU}
-    if not kinds:
-        return
-    entries = {getattr(config, key) for key in keys}
-    # A vision or audio tower has a config of its own.
-    decoder = set(decoder_of(model).modules())
-    towers = [
-        module
-        for module in model.modules()
-        if isinstance(module, PreTrainedModel) and module not in decoder and decoder.isdisjoint(module.modules())
-    ]
-    apart = {inner for outer in (*towers, *(site.module for site in sites)) for inner in outer.modules()}
-    for name, module in model.named_modules():
-        if module in apart:
-            continue
-        # Some keep the name and look the function up when they run.
-        named = any(isinstance(value, str) and value in entries for value in vars(module).values())
-        if named or type(module) in kinds:
-            raise ValueError(
-                f"{name} ({type(module).__name__}) lies outside the feed-forward blocks but follows the same config "
-                f"entry, so converting the config would change it too. {SUPPORTED}."
-            )
 
 
 def _check_linear(linear: nn.Module, name: str, converts: bool) -> None:
