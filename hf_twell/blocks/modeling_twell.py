@@ -68,7 +68,9 @@ class TwellBlocks:
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        return False  # Transformers would leave some buffers uninitialized, as it does not know how custom code makes them
+        return (
+            False  # Transformers would leave some buffers uninitialized, as it does not know how custom code makes them
+        )
 
 
 @functools.cache
