@@ -14,7 +14,7 @@ from hf_twell.blocks import modeling_twell
 
 
 class FfnForm(NamedTuple):
-    """The attribute names of one kind of feed-forward block."""
+    """The attribute names of one kind of feed-forward block; gate and up may be one linear, gate's rows first."""
 
     gate: str | None
     up: str
@@ -27,12 +27,26 @@ class FfnForm(NamedTuple):
         return self.gate or self.up
 
     @property
+    def fused(self) -> bool:
+        """Whether gate and up are one linear."""
+        return self.gate == self.up
+
+    @property
     def linears(self) -> tuple[str, ...]:
-        return tuple(name for name in (self.gate, self.up, self.down) if name)
+        return tuple(dict.fromkeys(name for name in (self.gate, self.up, self.down) if name))
+
+    @property
+    def matrices(self) -> int:
+        return 3 if self.gate else 2
+
+    def split(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the activation gets, and up's result, of what `first` computes; None where that is another linear's."""
+        return y.chunk(2, dim=-1) if self.fused else (y, None)
 
 
 FORMS = (
     FfnForm("gate_proj", "up_proj", "down_proj", "act_fn"),  # Llama, Qwen2, Qwen3, Mistral, Gemma, SmolLM3, OLMo
+    FfnForm("gate_up_proj", "gate_up_proj", "down_proj", "activation_fn"),  # Phi-3, Phi-4, GLM-4
     FfnForm(None, "up_proj", "down_proj", "act_fn"),  # Nemotron, Arcee
     FfnForm(None, "c_fc", "c_proj", "act"),  # StarCoder2
     FfnForm(None, "fc1", "fc2", "activation_fn"),  # Phi
@@ -64,7 +78,7 @@ class FfnSite(NamedTuple):
 
     @property
     def intermediate_size(self) -> int:
-        return self.linear("up").out_features
+        return self.linear("down").in_features
 
     def blocks(self) -> list["FfnSite"]:
         """The block itself; what PEFT's `modules_to_save` makes of one: the original and a copy for each adapter."""

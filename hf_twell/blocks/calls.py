@@ -185,10 +185,10 @@ def store_density(ffns: Iterable[nn.Module], density: Sequence[float] | None) ->
     for ffn in ffns:
         share, ffn.twell.answers = known.get(ffn.twell.layer), None
         if share is not None:
-            up = getattr(ffn, ffn.twell.form.up)
+            down = getattr(ffn, ffn.twell.form.down)
             # What the block computes in makes no difference on a GPU, and may change after this.
             kind = torch.bfloat16
-            key = CallKey("cuda", "", kind, kind, 1, up.in_features, up.out_features)
+            key = CallKey("cuda", "", kind, kind, 1, down.out_features, down.in_features)
             ffn.twell.answers = answers(key, share)
 
 

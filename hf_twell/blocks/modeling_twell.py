@@ -25,6 +25,8 @@ PREFIX, FILE = "twell_", "modeling_twell.py"
 # By stock `model_type`: where the text decoder's layers have the activation of their feed-forward blocks.
 ACTIVATIONS = {
     "falcon_h1": "feed_forward.act_fn",
+    "gemma4": "mlp.act_fn",
+    "gemma4_text": "mlp.act_fn",
     "olmo_hybrid": "mlp.act_fn",
     "qwen3_5": "mlp.act_fn",
     "qwen3_5_text": "mlp.act_fn",
@@ -68,9 +70,7 @@ class TwellBlocks:
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        return (
-            False  # Transformers would leave some buffers uninitialized, as it does not know how custom code makes them
-        )
+        return False  # what initializes the weights is the stock class's; of custom code Transformers leaves some out
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_twell.blocks.architectures import SUPPORTED, FfnSite, base_layer, stock_class
+from hf_twell.blocks.operands import operands_of
 from hf_twell.files.weights import DTYPES, is_plain
 from hf_twell.ops import reference
 
@@ -67,21 +68,17 @@ def _check_formula(site: FfnSite, where: str) -> None:
     cpu = {"device": "cpu", "dtype": torch.float32}
     generator = torch.Generator("cpu").manual_seed(0)
     hidden, intermediate = 8, 24
-    weights: dict[str, Any] = {}
-    for key, rows, columns in (
-        ("gate", intermediate, hidden),
-        ("up", intermediate, hidden),
-        ("down", hidden, intermediate),
-    ):
-        name = getattr(site.form, key)
-        if name is None:
-            continue
+    for name in site.form.linears:
+        rows, columns = (2 * intermediate if site.form.fused else intermediate), hidden
+        if name == site.form.down:
+            rows, columns = hidden, intermediate
         bias = base_layer(getattr(site.module, name)).bias is not None
         linear = nn.utils.skip_init(nn.Linear, columns, rows, bias=bias, **cpu)
         for parameter in linear.parameters():
             parameter.data.normal_(generator=generator)
         tiny._modules[name] = linear
-        weights |= {f"w_{key}": linear.weight, f"b_{key}": linear.bias}
+    operands: Any = operands_of(tiny._modules, site.form, lambda linear: (linear.weight, linear.bias))
+    weights = {key: value for key, value in operands._asdict().items() if key[0] in "wb"}
     setattr(tiny, site.form.activation, nn.ReLU())
     x = torch.randn(2, 3, hidden, generator=generator, **cpu)
     with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):

@@ -59,8 +59,8 @@ def ffn_savings(
     config, keys = activation_keys(model.config)
     relu = getattr(config, keys[0]) == "relu"
     tokens = {"decode": 1, "prefill": ids.shape[1]}
-    up = sites[0].linear("up").weight
-    limits = {which: _max_density(backend, count, up) for which, count in tokens.items()}
+    down = sites[0].linear("down").weight
+    limits = {which: _max_density(backend, count, down) for which, count in tokens.items()}
     chosen = chosen_layers(model.config, None, len(sites)) if relu else []
     paths = [_paths(index in chosen, layer["density"], limits) for index, layer in enumerate(layers)]
 
@@ -69,7 +69,7 @@ def ffn_savings(
         inputs = _block_inputs(model, sites, ids)
         dense, sparse, difference = _times(model, sites, inputs, device, rounds if measure else 3, measured)
     if not measured:
-        sparse = _predicted(dense, paths, layers, backend, len(sites[0].form.linears))
+        sparse = _predicted(dense, paths, layers, backend, sites[0].form.matrices)
 
     rows = []
     for index, (site, layer) in enumerate(zip(sites, layers, strict=True)):
@@ -117,12 +117,12 @@ def _predicted(dense, paths, layers, backend, matrices) -> dict[str, list[float]
     }
 
 
-def _max_density(backend: str, tokens: int, up: torch.Tensor) -> float:
+def _max_density(backend: str, tokens: int, down: torch.Tensor) -> float:
     """Density up to which "auto" takes the kernels; below 0 where it never does."""
     if backend == "reference":
         return -1.0
-    (device, capability), (width, hidden) = device_class(up.device.type, up.device.index), up.shape
-    key = CallKey(device, capability, up.dtype, up.dtype, tokens, hidden, width)
+    (device, capability), (hidden, width) = device_class(down.device.type, down.device.index), down.shape
+    key = CallKey(device, capability, down.dtype, down.dtype, tokens, hidden, width)
     return max_density(key) or -1.0
 
 
@@ -206,13 +206,14 @@ def _total(rows: list[dict]) -> dict[str, float]:
 
 def _if_density(sites, model, tokens, backend, measure, limits, total) -> list[dict]:
     """Speed-ups if the model's blocks were this sparse: measured on synthetic activations, else predicted."""
-    up, dtype = sites[0].linear("up"), str(model.dtype).removeprefix("torch.")
-    matrices = len(sites[0].form.linears)
+    down, dtype = sites[0].linear("down"), str(model.dtype).removeprefix("torch.")
+    matrices = sites[0].form.matrices
     measured = measure and backend != "reference" and matrices == 3 and dtype in DTYPES
     speedups = {}
     if measured:
-        shape = {"hidden": up.in_features, "intermediate": up.out_features, "dtype": dtype, "device": str(model.device)}
-        l0s = [density * up.out_features for density in IF_DENSITIES]
+        sizes = {"hidden": down.out_features, "intermediate": down.in_features}
+        shape = {**sizes, "dtype": dtype, "device": str(model.device)}
+        l0s = [density * down.in_features for density in IF_DENSITIES]
         times = iter(bench_ffn([1, tokens], l0s, compile_dense=False, **shape))
         speedups = {(which, density): next(times)["speedup"] for which in PASSES for density in IF_DENSITIES}
     else:

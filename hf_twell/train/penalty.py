@@ -253,7 +253,7 @@ class L1Penalty:
 
     def _make_tallies(self) -> None:
         """A block's gradient is a row of its device's table, so that all are read and set to zero at once."""
-        self._widths = tuple(getattr(ffn, ffn.twell.form.up).out_features for ffn in self.ffns)
+        self._widths = tuple(getattr(ffn, ffn.twell.form.down).in_features for ffn in self.ffns)
         shape, devices = (len(self.ffns), 1 + max(self._widths)), [self._device(ffn) for ffn in self.ffns]
         self._tables = {device: torch.zeros(shape, device=device) for device in devices}
         places = enumerate(zip(self._widths, devices, strict=True))
