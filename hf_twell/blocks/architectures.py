@@ -147,7 +147,8 @@ def loading_class(config: Mapping) -> type:
         return AutoModelForCausalLM
     if name.startswith("Twell"):
         heads = modeling_twell.heads(cls.config_class.model_type)
-        return next((getattr(transformers, head) for head, own in heads.items() if own.__name__ == name))
+        found = (getattr(transformers, head) for head, own in heads.items() if own.__name__ == name)
+        return next(found, AutoModelForCausalLM)
     return AutoModelForCausalLM if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else cls
 
 

@@ -43,7 +43,7 @@ class NegativeGates:
         self._energy: torch.Tensor | None = None
 
     def hook(self, _module: nn.Module, _args: tuple, z: torch.Tensor) -> None:
-        """A forward hook for the projection that makes z (..., F), and may make more: keeps its signs for the `add` that follows."""
+        """A forward hook for what makes z (..., F), and may make more: keeps its signs for the `add` that follows."""
         self._negative = self._site.form.split(z)[0] <= 0
 
     def add(self, h: torch.Tensor, valid: torch.Tensor) -> None:

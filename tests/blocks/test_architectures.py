@@ -1,7 +1,6 @@
 """Every stock architecture either converts exactly, or is refused with nothing changed."""
 
 import inspect
-import re
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from transformers.pytorch_utils import Conv1D
 from hf_twell import sparsify
 from hf_twell.blocks.architectures import activation_keys, find_ffns
 from tests.conftest import tiny_llama
-from tests.paths import ROOT
 
 pytestmark = pytest.mark.numeric
 

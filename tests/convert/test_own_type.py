@@ -20,6 +20,7 @@ from hf_twell.cli import main
 from hf_twell.models.adapters import load_adapter, save_adapter
 from hf_twell.models.hub import folder_card
 from hf_twell.models.loading import load_causal_lm
+from tests.blocks.test_causal_lms import model_of
 from tests.paths import ROOT
 
 TEXT = {
@@ -59,6 +60,8 @@ MODELS = {
     "qwen3_5": (tf.Qwen3_5ForConditionalGeneration, seeing_qwen),
     "qwen3_5_decoder": (tf.Qwen3_5TextModel, qwen),
     "qwen3_5_classifier": (tf.Qwen3_5TextForSequenceClassification, qwen),
+    "gemma4_text": (tf.Gemma4ForCausalLM, lambda: model_of("gemma4_text")[1]),
+    "gemma4": (tf.Gemma4ForConditionalGeneration, lambda: model_of("gemma4")[1]),
     "olmo_hybrid": (tf.OlmoHybridForCausalLM, lambda: tf.OlmoHybridConfig(**TEXT)),
     "falcon_h1": (tf.FalconH1ForCausalLM, falcon),
 }
@@ -94,11 +97,15 @@ def test_converts_exactly(name, tmp_path):
     """To the bit, live and loaded again, and with what its config says of other layers kept."""
     model = dense(name)
     stock, twin, before = type(model), by_hand(model), outputs(model)
+    kept = {
+        key: value for key, value in model.config.get_text_config().to_dict().items() if key.startswith("hidden_act")
+    }
     assert sparsify(model, backend="reference") is model
     assert type(model).__name__ == f"Twell{stock.__name__}"
     assert isinstance(model, stock)
     text_config = model.config.get_text_config()
-    assert (text_config.ffn_act, text_config.hidden_act) == ("relu", "silu")
+    assert text_config.ffn_act == "relu"
+    assert all(getattr(text_config, key) == value for key, value in kept.items())
     assert torch.equal(outputs(model), outputs(twin))
     assert not torch.equal(outputs(model), before)
     assert len(sparse_ffns(model)) == 4
