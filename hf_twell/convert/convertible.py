@@ -12,16 +12,22 @@ from torch import nn
 
 from hf_twell.blocks.architectures import SUPPORTED, FfnSite, base_layer, stock_class
 from hf_twell.blocks.operands import operands_of
+from hf_twell.convert.own_type import needs_own_type
 from hf_twell.files.weights import DTYPES, is_plain
 from hf_twell.ops import reference
 
 
-def check_convertible(sites: list[FfnSite]) -> None:
+def check_convertible(model: nn.Module, sites: list[FfnSite]) -> bool:
     """Refuse a model whose blocks hold something that cannot be converted exactly.
 
+    Returns:
+        Whether it needs a `model_type` of our own; see `needs_own_type`.
+
     Raises:
-        ValueError: quantized or meta-device weights, a replaced forward, or a block that computes something else.
+        ValueError: quantized or meta-device weights, a replaced forward, a block that computes something else, or what
+            `needs_own_type` refuses.
     """
+    own_type = needs_own_type(model, sites)
     sites = [block for site in sites for block in site.blocks()]
     for site in sites:
         where = f"{site.name} ({type(site.module).__name__})"
@@ -41,6 +47,7 @@ def check_convertible(sites: list[FfnSite]) -> None:
             converts = not isinstance(activation, nn.ReLU)
             _check_linear(getattr(site.module, name), f"{site.name}.{name}", converts)
         _check_formula(site, where)
+    return own_type
 
 
 def _check_linear(linear: nn.Module, name: str, converts: bool) -> None:

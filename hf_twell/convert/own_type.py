@@ -19,8 +19,9 @@ def needs_own_type(model: nn.Module, sites: list[FfnSite]) -> bool:
     They would compute ReLU, too, where the converted model is loaded again.
 
     Raises:
-        ValueError: they do, and we have no type for such a model.
+        ValueError: they do, and we have no type for such a model; or its config has no such entry.
     """
+    activation_keys(model.config)
     other = None if has_own_type(model.config) else _follower(model, sites)
     if other is None:
         return False

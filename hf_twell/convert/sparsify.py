@@ -10,14 +10,14 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 import hf_twell
-from hf_twell.blocks.architectures import FfnSite, activation_keys, base_layer, find_ffns, stock_class
+from hf_twell.blocks.architectures import FfnSite, base_layer, find_ffns, stock_class
 from hf_twell.blocks.calls import store_density
 from hf_twell.blocks.layout import restore_down
 from hf_twell.blocks.modeling import FfnSettings, FfnState, SparseFfn, sparse_class, sparse_ffns
 from hf_twell.blocks.operands import quantize_x_alike, quantized_parameters
 from hf_twell.convert.convertible import check_convertible
 from hf_twell.convert.entry import check_entry, new_entry
-from hf_twell.convert.own_type import needs_own_type, say_relu, take_own_type
+from hf_twell.convert.own_type import say_relu, take_own_type
 from hf_twell.files.weights import is_plain
 from hf_twell.ops import api
 
@@ -52,9 +52,7 @@ def sparsify(model: nn.Module, *, backend: str = "auto", layers: Iterable[int] |
     Source: arXiv 2603.23198, section 2.
     """
     sites = find_ffns(model)
-    activation_keys(model.config)
-    own_type = needs_own_type(model, sites)
-    check_convertible(sites)
+    own_type = check_convertible(model, sites)
     check_entry(model.config)
     api.resolve(backend, sites[0].linear("up").weight.device.type)
     chosen = chosen_layers(model.config, layers, len(sites))
