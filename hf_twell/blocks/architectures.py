@@ -138,12 +138,13 @@ def has_own_type(config: PreTrainedConfig) -> bool:
     return config.model_type.startswith(modeling_twell.PREFIX)
 
 
-def loading_class(config: Mapping) -> type:
+def loading_class(config: Mapping) -> type[PreTrainedModel | AutoModelForCausalLM]:
     """What loads a checkpoint with this config.json: the stock class of another task, or AutoModelForCausalLM; of a
     `model_type` of ours, the Auto class of its task."""
     name = (config.get("architectures") or [""])[0]
     cls: Any = getattr(transformers, name.removeprefix("Twell"), None)
-    if not isinstance(cls, type) or not issubclass(cls, PreTrainedModel):
+    known = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
+    if not known:
         return AutoModelForCausalLM
     if name.startswith("Twell"):
         heads = modeling_twell.heads(cls.config_class.model_type)

@@ -12,13 +12,19 @@ Without that, Transformers and other engines refuse the unknown type and do not 
 import functools
 import os
 import shutil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto import modeling_auto
+
+if TYPE_CHECKING:  # what the mixins are put before
+    from transformers import PreTrainedConfig as StockConfig
+    from transformers import PreTrainedModel as StockModel
+else:
+    StockConfig = StockModel = object
 
 PREFIX, FILE = "twell_", "modeling_twell.py"
 
@@ -40,7 +46,7 @@ HEADS = {
 }
 
 
-class TwellConfig:
+class TwellConfig(StockConfig):
     """Mixin put before a stock config class; it takes a stock config's settings."""
 
     def __post_init__(self, **settings: Any) -> None:
@@ -51,14 +57,15 @@ class TwellConfig:
         names = {head: cls.__name__ for head, cls in heads(self.model_type.removeprefix(PREFIX)).items()}
         names["AutoConfig"] = type(self).__name__
         # Of what wraps a model's class or holds the model, too: by a stock name an engine would compute `hidden_act`.
-        self.architectures = [f"Twell{name.removeprefix('Twell')}" for name in self.architectures or ()] or None
+        stock: list[str] = vars(self).get("architectures") or []
+        self.architectures = [f"Twell{name.removeprefix('Twell')}" for name in stock]
         self.auto_map = {head: f"{FILE.removesuffix('.py')}.{name}" for head, name in names.items()}
         os.makedirs(save_directory, exist_ok=True)
         shutil.copyfile(__file__, os.path.join(save_directory, FILE))
         super().save_pretrained(save_directory, **options)
 
 
-class TwellBlocks:
+class TwellBlocks(StockModel):
     """Mixin put before a stock model class."""
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **options: Any) -> None:
@@ -74,11 +81,11 @@ class TwellBlocks:
 
 
 @functools.cache
-def twell_class(stock: type) -> type:
+def twell_class(stock: Any) -> Any:
     """What takes the place of a stock class, a config's or a model's: always the same one for the same class."""
     name = f"Twell{stock.__name__}"
     about = f"`{stock.__name__}` with an activation of its own, `ffn_act`, in the feed-forward blocks."
-    body = {"__module__": __name__, "__qualname__": name, "__doc__": about}
+    body: dict[str, Any] = {"__module__": __name__, "__qualname__": name, "__doc__": about}
     if not issubclass(stock, PreTrainedConfig):
         return type(name, (TwellBlocks, stock), body | {"config_class": twell_class(stock.config_class)})
     body["model_type"] = PREFIX + stock.model_type
@@ -92,10 +99,14 @@ def twell_class(stock: type) -> type:
     return type(name, (TwellConfig, stock), body)
 
 
-def heads(model_type: str) -> dict[str, type]:
+def heads(model_type: str) -> dict[str, Any]:
     """The model classes of a stock `model_type`'s own config, by the Auto class that loads each."""
-    named = {head: getattr(transformers, names[model_type]) for head, names in HEADS.items() if model_type in names}
-    return {head: twell_class(cls) for head, cls in named.items() if cls.config_class.model_type == model_type}
+    classes = {}
+    for head, names in HEADS.items():
+        cls: Any = getattr(transformers, names.get(model_type, ""), None)
+        if cls is not None and cls.config_class.model_type == model_type:
+            classes[head] = twell_class(cls)
+    return classes
 
 
 def register() -> None:

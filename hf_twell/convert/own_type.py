@@ -3,6 +3,8 @@
 Importing this lets Transformers' Auto classes know these models.
 """
 
+from typing import Any
+
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -42,7 +44,8 @@ def needs_own_type(model: nn.Module, sites: list[FfnSite]) -> bool:
 def take_own_type(model: nn.Module) -> None:
     """Turn a live model that `needs_own_type` into one of ours: its class, and that of its config."""
     top = _top(model)
-    top.__class__ = modeling_twell.twell_class(type(top))
+    stock: Any = type(top)
+    top.__class__ = modeling_twell.twell_class(stock)
     give_own_type(top.config)
 
 
@@ -50,7 +53,8 @@ def give_own_type(config: PreTrainedConfig) -> None:
     """Turn a stock config, and the text model's in it, into one of our own type, whose blocks compute ReLU."""
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         if not has_own_type(part):
-            part.__class__ = modeling_twell.twell_class(type(part))
+            stock: Any = type(part)
+            part.__class__ = modeling_twell.twell_class(stock)
             vars(part).pop("model_type", None)  # the stock one, where the config is a part of another
     say_relu(config)
 

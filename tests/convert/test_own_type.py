@@ -20,6 +20,8 @@ from hf_twell.cli import main
 from hf_twell.models.adapters import load_adapter, save_adapter
 from hf_twell.models.hub import folder_card
 from hf_twell.models.loading import load_causal_lm
+from hf_twell.models.quantizing import quantize
+from hf_twell.serving.vllm_engine import refusal
 from tests.blocks.test_causal_lms import model_of
 from tests.paths import ROOT
 
@@ -233,6 +235,26 @@ def test_the_command_and_the_card(tmp_path, capsys):
     assert 'AutoModelForCausalLM.from_pretrained("me/x", trust_remote_code=True)' in card
     assert "no remote code" not in card
     assert "as `ffn_act` in `config.json` says" in card
+
+
+def test_quantized(tmp_path):
+    """int8 in its blocks alone, and loaded again."""
+    pytest.importorskip("torchao")
+    sparsify(dense(intermediate_size=64)).save_pretrained(tmp_path / "model")
+    model, _ = quantize(tmp_path / "model", "int8")
+    assert type(model) is modeling_twell.TwellQwen3_5ForCausalLM
+    model.save_pretrained(tmp_path / "quantized")
+    loaded = load_causal_lm(tmp_path / "quantized")
+    kinds = {name: type(weight.data).__name__ for name, weight in loaded.named_parameters()}
+    assert {name.split(".")[-3] for name, kind in kinds.items() if kind == "Int8Tensor"} == {"mlp"}
+    for each in (model, loaded):
+        sparsify(each, backend="reference")
+    assert torch.equal(outputs(loaded), outputs(model))
+
+
+def test_vllm_is_not_asked(tmp_path):
+    sparsify(dense()).save_pretrained(tmp_path)
+    assert refusal(str(tmp_path)) == "vLLM knows no twell_qwen3_5_text, a type of this package's own"
 
 
 PLAIN = """
