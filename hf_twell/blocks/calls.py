@@ -200,11 +200,11 @@ def store_density(
         ffn.twell.answers = ffn.twell.answers_elsewhere = None
         if ffn.twell.activity is not None:
             share, _, union = ffn.twell.activity
-            up = getattr(ffn, ffn.twell.form.up)
+            down = getattr(ffn, ffn.twell.form.down)
             # Which 16 bits the block computes in makes no difference on a GPU, and may change after this.
-            kind = getattr(up.weight, "qdata", up.weight).dtype
+            kind = getattr(down.weight, "qdata", down.weight).dtype
             weights = kind if kind in EIGHT_BIT else torch.bfloat16
-            key = CallKey("cuda", HOPPER, torch.bfloat16, weights, 1, up.in_features, up.out_features)
+            key = CallKey("cuda", HOPPER, torch.bfloat16, weights, 1, down.out_features, down.in_features)
             ffn.twell.answers = answers(key, Activity(share, union=union))
             ffn.twell.answers_elsewhere = answers(key._replace(capability="8.0"), Activity(share, union=union))
 

@@ -192,10 +192,11 @@ class SparseFfn(nn.Module):
         """Adapters, hooks and replaced linears or activations all count here."""
         form = self.twell.form
         activation, up, down = getattr(self, form.activation), getattr(self, form.up), getattr(self, form.down)
-        active = activation(linear_of(getattr(self, form.first), x))
+        z, u = form.split(linear_of(getattr(self, form.first), x))
+        active = activation(z)
         if l1 is not None and l1.counts:
             active = reference.inject_count(active, l1.scale, l1.token_weight, l1.runs, l1.unions)
-        h = active if form.gate is None else active * linear_of(up, x)
+        h = active if form.gate is None else active * (linear_of(up, x) if u is None else u)
         if l1 is not None:
             check_whole(h, len(l1.tally) - 1, self.twell)
             h = reference.inject_l1(h, None if l1.counts else l1.scale, l1.token_weight, l1.tally)

@@ -62,8 +62,8 @@ def ffn_savings(
     config, keys = activation_keys(model.config)
     relu = getattr(config, keys[0]) == "relu"
     tokens = {"decode": 1, "prefill": ids.shape[1]}
-    up = sites[0].linear("up").weight
-    keys = {which: _key(count, up) for which, count in tokens.items()}
+    down = sites[0].linear("down").weight
+    keys = {which: _key(count, down) for which, count in tokens.items()}
     # Density up to which "auto" takes the kernels; below 0 where it never does.
     limits = {which: -1.0 if backend == "reference" else max_density(key) or -1.0 for which, key in keys.items()}
     chosen = chosen_layers(model.config, None, len(sites)) if relu else []
@@ -75,7 +75,7 @@ def ffn_savings(
         inputs = _block_inputs(model, sites, ids)
         dense, sparse, difference = _times(model, sites, inputs, device, rounds if measure else 3, measured)
     if not measured:
-        sparse = _predicted(dense, paths, layers, backend, len(sites[0].form.linears))
+        sparse = _predicted(dense, paths, layers, backend, sites[0].form.matrices)
 
     rows = []
     for index, (site, layer) in enumerate(zip(sites, layers, strict=True)):
@@ -123,9 +123,9 @@ def _predicted(dense, paths, layers, backend, matrices) -> dict[str, list[float]
     }
 
 
-def _key(tokens: int, up: torch.Tensor) -> CallKey:
-    (device, capability), (width, hidden) = device_class(up.device.type, up.device.index), up.shape
-    return CallKey(device, capability, up.dtype, up.dtype, tokens, hidden, width)
+def _key(tokens: int, down: torch.Tensor) -> CallKey:
+    (device, capability), (hidden, width) = device_class(down.device.type, down.device.index), down.shape
+    return CallKey(device, capability, down.dtype, down.dtype, tokens, hidden, width)
 
 
 def _paths(chosen: bool, layer: Mapping, keys: Mapping[str, CallKey]) -> dict[str, str]:
@@ -209,12 +209,13 @@ def _total(rows: list[dict]) -> dict[str, float]:
 
 def _if_density(sites, model, tokens, backend, measure, limits, total) -> list[dict]:
     """Speed-ups if the model's blocks were this sparse: measured on synthetic activations, else predicted."""
-    up, dtype = sites[0].linear("up"), str(model.dtype).removeprefix("torch.")
-    matrices = len(sites[0].form.linears)
+    down, dtype = sites[0].linear("down"), str(model.dtype).removeprefix("torch.")
+    matrices = sites[0].form.matrices
     measured = measure and backend != "reference" and matrices == 3 and dtype in DTYPES
     speedups = {}
     if measured:
-        shape = {"hidden": up.in_features, "intermediate": up.out_features, "dtype": dtype, "device": str(model.device)}
+        sizes = {"hidden": down.out_features, "intermediate": down.in_features}
+        shape = {**sizes, "dtype": dtype, "device": str(model.device)}
         wanted = [Wanted(density) for density in IF_DENSITIES]
         times = iter(bench_ffn([1, tokens], wanted, compile_dense=False, **shape))
         speedups = {(which, density): next(times)["speedup"] for which in PASSES for density in IF_DENSITIES}

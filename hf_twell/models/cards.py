@@ -19,6 +19,14 @@ CLAUSES = {  # by `term`
     "l1": " and were trained with an L1 term on their activations",
     "count": " and were trained with a penalty on how many of them are active",
 }
+OWN_TYPE: dict[bool, dict[str, str]] = {  # whether the `model_type` is one of ours (hf_twell.blocks.modeling_twell)
+    False: {"code": "no remote code", "arguments": "", "key": "hidden_act"},
+    True: {
+        "code": "the file `modeling_twell.py` beside the weights says where ReLU is",
+        "arguments": ", trust_remote_code=True",
+        "key": "ffn_act",
+    },
+}
 BARE_DENSITY = 0.25  # that of a bare swap to ReLU is higher
 LOST = 1.25  # times the dense parent's loss, from which on a card and a training warn; our study ended within 1.06
 UNTRAINED = """A model that was pretrained with another activation loses most of its quality by
@@ -84,6 +92,7 @@ def model_card(
         architecture=(config.get("architectures") or [config.get("model_type", "model")])[0],
         loader=loader.__name__,
         needs=_needs(config.get("quantization_config")),
+        **OWN_TYPE[str(config.get("model_type")).startswith("twell_")],
         method_clause=trained + active,
         warning=_warning(config, method, sparsity, measured),
         sparsity=sparsity_section(sparsity, sizes[0], earlier) if sparsity else "",

@@ -149,7 +149,7 @@ def check_checkpoint(path: str | Path, **hub: Any) -> None:
         shapes = tensor_shapes(weight_files(path, **hub))
         check_sizes(path, config, shapes)
         with torch.device("meta"):
-            if loader is AutoModelForCausalLM:
+            if hasattr(loader, "from_config"):  # an Auto class
                 model = loader.from_config(config, trust_remote_code=False)
             else:
                 model = loader._from_config(config)
