@@ -222,6 +222,18 @@ def test_a_class_of_ones_own_is_refused_unchanged():
     assert (model.config.to_dict(), type(model)) == before
 
 
+def test_what_scales_its_blocks_is_refused():
+    """As released Falcon H1 models do."""
+    with pytest.raises(ValueError, match=r"feed_forward \(FalconH1MLP\) does more than down\(relu\(gate\) \* up\)"):
+        sparsify(tf.FalconH1ForCausalLM(tf.FalconH1Config(**{**falcon().to_dict(), "mlp_multipliers": [0.5, 0.7]})))
+
+
+def test_a_model_that_sees_is_not_loaded_as_one_of_text(tmp_path):
+    sparsify(dense("qwen3_5")).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"TwellQwen3_5ForConditionalGeneration, .* by AutoModelForImageTextToText"):
+        load_causal_lm(tmp_path)
+
+
 def test_the_command_and_the_card(tmp_path, capsys):
     tokenizer = tf.AutoTokenizer.from_pretrained(ROOT / "recipes" / "demo" / "model")
     dense(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "dense")
