@@ -71,14 +71,13 @@ def max_union(key: CallKey) -> float | None:
         return None  # not measured
     if key.rival == "vllm" and key.tokens <= limit("kVllmCudaDecodeTokens"):
         return None  # one token each of so many sequences: strangers
-    most = _row("kCudaUnionLimits", key.tokens)[1 + _size(key)]
-    return most or None
+    return _row("kCudaUnionLimits", key.tokens)[1 + _size(key, "kCudaUnionMediumElements")] or None
 
 
-def _size(key: CallKey) -> int:
-    """Which of a row's limits is that of matrices of this size: 0, 1 or 2."""
+def _size(key: CallKey, medium: str) -> int:
+    """Which of a row's limits is that of matrices of this size: 0, 1 or 2. `medium` names the elements of those of 1."""
     elements = key.hidden * key.width
-    return (elements >= limit("kCudaMediumElements")) + (elements >= limit("kCudaLargeElements"))
+    return (elements >= limit(medium)) + (elements >= limit("kCudaLargeElements"))
 
 
 def max_density(key: CallKey, on_kernels: bool = False) -> float:
@@ -94,7 +93,7 @@ def max_density(key: CallKey, on_kernels: bool = False) -> float:
     if key.device == "cuda" and key.training:
         return _row("kCudaTrainingLimits", key.tokens)[1] * (limit("kCudaTrainingBack") if on_kernels else 1.0)
     if key.device == "cuda":
-        most = _row("kCudaLimits", key.tokens)[1 + _size(key)]
+        most = _row("kCudaLimits", key.tokens)[1 + _size(key, "kCudaMediumElements")]
         if key.rival == "torch" or key.weights not in EIGHT_BIT:
             return most
         if key.weights == torch.int8 and key.tokens > limit("kVllmCudaInt8MaxTokens"):

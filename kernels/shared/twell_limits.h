@@ -86,14 +86,17 @@ constexpr DensityLimits kCudaLimits[] = {
     {kMany, 0.06, 0.06, 0.06},
 };
 // The same by the union: the share of neurons that at least one of 128 neighbouring tokens activates. The time of many
-// tokens goes by it and hardly by the density, so where it is known, this table decides; 0: the density does.
+// tokens goes by it and hardly by the density, so where it is known, this table decides; 0: the density does. Small
+// matrices are those of fewer elements than kCudaUnionMediumElements, large ones as above.
+constexpr int64_t kCudaUnionMediumElements = 4 << 20;
 constexpr DensityLimits kCudaUnionLimits[] = {
     {64, 0.0, 0.0, 0.0},
-    {512, 0.35, 0.35, 0.35},
-    {1024, 0.46, 0.46, 0.46},
-    {2048, 0.64, 0.64, 0.64},
-    {4096, 0.74, 0.74, 0.74},
-    {kMany, 0.8, 0.8, 0.8},
+    {256, 0.0, 0.2, 0.3},
+    {512, 0.25, 0.32, 0.55},
+    {1024, 0.42, 0.45, 0.6},
+    {2048, 0.55, 0.62, 0.62},
+    {4096, 0.6, 0.7, 0.66},
+    {kMany, 0.62, 0.82, 0.68},
 };
 // Forward and backward on a GPU, for matrices of every size.
 constexpr DensityLimit kCudaTrainingLimits[] = {
