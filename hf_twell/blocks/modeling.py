@@ -144,8 +144,9 @@ class SparseFfn(nn.Module):
         if l1 is not None:
             l1 = l1 if l1.tally.device == x.device else l1.to(x.device)
             _check_tokens(self, x.shape[:-1], l1)
-        # The kernels' backward does not know runs of tokens.
-        operands = None if l1 is not None and l1.runs is not None else self._operands(x)
+        # The kernels' backward does not know runs of tokens; of the count term it was tested on CPUs alone.
+        plain = l1 is not None and (l1.runs is not None or (l1.counts and x.is_cuda))
+        operands = None if plain else self._operands(x)
         return self._through_submodules(x, l1) if operands is None else self._compute(x, l1, operands)
 
     def _operands(self, x: torch.Tensor) -> Operands | None:
