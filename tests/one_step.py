@@ -3,6 +3,7 @@
 Run under torchrun, it writes the gradients of several set-ups to the file named as its argument.
 """
 
+import functools
 import os
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from tests.conftest import tiny_llama
 LENGTHS = (5, 23, 9, 31, 3, 17, 12, 8)
 LABELS = sum(length - 1 for length in LENGTHS)
 L1_WEIGHT = 3.0  # makes the L1 term most of the gradient
+SHARE = 8  # tokens of a run: rows hold none, one or several whole ones
 # One optimizer step on the CPU, whose gradient is not clipped.
 ONE_STEP = {
     "max_steps": 1,
@@ -35,20 +37,27 @@ def rows() -> list[dict]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def pad(features: list[dict]) -> dict[str, torch.Tensor]:
+def pad(features: list[dict], side="right") -> dict[str, torch.Tensor]:
     width = max(len(row["input_ids"]) for row in features)
 
     def filled(values, fill):
-        return torch.tensor([value + [fill] * (width - len(value)) for value in values])
+        padding = [[fill] * (width - len(value)) for value in values]
+        pairs = zip(values, padding, strict=True)
+        return torch.tensor([value + more if side == "right" else more + value for value, more in pairs])
 
     return {
         "input_ids": filled([row["input_ids"] for row in features], 0),
-        "labels": filled([row["labels"] for row in features], -100),
+        # A first token is predicted by none, and Trainer counts it where others stand before it.
+        "labels": filled([[-100, *row["labels"][1:]] for row in features], -100),
         "attention_mask": filled([[1] * len(row["input_ids"]) for row in features], 0),
     }
 
 
-COLLATORS = {"padded": pad, "padding_free": DataCollatorWithFlattening()}
+COLLATORS = {
+    "padded": pad,
+    "padded left": functools.partial(pad, side="left"),
+    "padding_free": DataCollatorWithFlattening(),
+}
 
 
 class KeepGradient(TrainerCallback):
@@ -62,12 +71,20 @@ def flat_gradient(model) -> torch.Tensor:
 
 
 def trainer_gradient(
-    kind="Trainer", layout="padded", accumulation=1, processes=1, l1_weight=L1_WEIGHT, distil=None, **arguments
+    kind="Trainer",
+    layout="padded",
+    accumulation=1,
+    processes=1,
+    l1_weight=L1_WEIGHT,
+    distil=None,
+    share=None,
+    **arguments,
 ):
     """The gradient just before the optimizer step, and the log row of that step.
 
     Args:
         kind: "Trainer", "SFTTrainer", or a class derived from Trainer.
+        share: with one, the term is that of a count which runs of so many tokens share.
     """
     common = {
         **ONE_STEP,
@@ -87,7 +104,12 @@ def trainer_gradient(
     trainer.add_callback(keep)
     if l1_weight is not None:
         teacher = None if distil is None else Distillation(model, parent(), **distil)
-        trainer.add_callback(SparsityCallback(trainer, l1_weight, distillation=teacher))
+        term = {"l1_weight": l1_weight}
+        if share is not None:
+            term = {"target_union": 0.25, "term": "count", "share": share}
+        callback = SparsityCallback(trainer, **term, distillation=teacher)
+        callback.penalty.l1_weight = l1_weight  # of the first step to a target, too, which is otherwise only measured
+        trainer.add_callback(callback)
     trainer.train()
     return keep.gradient, trainer.state.log_history[0]
 
@@ -114,14 +136,23 @@ def sft_trainer(model, layout, arguments):
 
 
 def loop_gradient(
-    micro_batches: int = 4, *, training=True, compiled=False, wrap=lambda model: model, scaler=None, layer_weights=None
+    micro_batches: int = 4,
+    *,
+    training=True,
+    compiled=False,
+    wrap=lambda model: model,
+    scaler=None,
+    layer_weights=None,
+    layout="padded",
+    **term,
 ) -> tuple[torch.Tensor, dict]:
     """The hand-written loop of the README, with Trainer's normalisation of the task loss; its gradient and report."""
-    model = wrap(sparsify(tiny_llama()).train(training))
+    # With a cache, documents of a row would see each other.
+    model = wrap(sparsify(tiny_llama(use_cache=False)).train(training))
     forward = torch.compile(model, fullgraph=True) if compiled else model
     size = len(LENGTHS) // micro_batches
-    batches = [pad(rows()[i : i + size]) for i in range(0, len(LENGTHS), size)]
-    penalty = L1Penalty(model, l1_weight=L1_WEIGHT)
+    batches = [COLLATORS[layout](rows()[i : i + size]) for i in range(0, len(LENGTHS), size)]
+    penalty = L1Penalty(model, l1_weight=L1_WEIGHT, **term)
     penalty.layer_weights = layer_weights
     for batch in penalty.micro_batches(batches, scaler=scaler):
         loss = forward(**batch, num_items_in_batch=LABELS).loss
@@ -143,12 +174,32 @@ def autograd_gradient(weights=(L1_WEIGHT,) * 3) -> torch.Tensor:
     return flat_gradient(model)
 
 
+def shared_gradient(weight=L1_WEIGHT) -> tuple[torch.Tensor, float]:
+    """The definition of the count term that runs share, by autograd over all rows at once; and the runs' union.
+
+    The gradient of the largest of several values is that of the strongest token.
+    """
+    model = sparsify(tiny_llama()).train()
+    batch, gates = pad(rows()), []
+    for layer in model.model.layers:
+        layer.mlp.gate_proj.register_forward_hook(lambda _, __, gate: gates.append(gate.relu()))
+    loss, term, union = model(**batch, num_items_in_batch=LABELS).loss, 0.0, 0.0
+    for active in gates:
+        for row, length in zip(active, LENGTHS, strict=True):
+            for run in row[:length].split(SHARE):
+                term += torch.tanh(run / 0.2).sum() + len(run) * torch.tanh(run.amax(0) / 0.2).sum()
+                union += len(run) * (run > 0).any(0).double().mean().item()
+    (loss + weight / len(gates) * term / sum(LENGTHS)).backward()
+    return flat_gradient(model), union / len(gates) / sum(LENGTHS)
+
+
 if __name__ == "__main__":
     results = {}
     for kind in sys.argv[2:]:
         for layout, accumulation in (("padded", 1), ("padded", 2), ("padding_free", 2)):
-            gradient, logs = trainer_gradient(kind, layout, accumulation, processes=2)
-            results[kind, layout, accumulation] = (gradient, logs)
+            for share in (None, SHARE):
+                gradient, logs = trainer_gradient(kind, layout, accumulation, processes=2, share=share)
+                results[kind, layout, accumulation, share] = (gradient, logs)
     if int(torch.distributed.get_rank()) == 0:
         torch.save(results, sys.argv[1])
     torch.distributed.barrier()

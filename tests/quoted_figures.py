@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterator
 
 from hf_twell.dispatch.limits import limit
-from hf_twell.dispatch.training import MOST, ROOM
+from hf_twell.dispatch.training import ROOM
 from hf_twell.evaluation.sandbox import CPU_SECONDS, MEMORY_BYTES, WALL_SECONDS
 from hf_twell.inspection.conversion_cost import DENSITIES
 from hf_twell.inspection.report.findings import MUCH
@@ -394,6 +394,7 @@ def readme() -> Entries:
 
 def bench() -> Entries:
     yield from speed()
+    yield "kernels pay up to a union of {:.0f} %", 100 * limit("kCudaUnionLimits")[-1][2]  # of a block of this size
     train, prefill = row(MAIN, bench="train", commit="ebf9822"), row(MAIN, bench="prefill")
     decode = row(MAIN, bench="generate", batch=1, inductor_pdl=False)
     backward = block(MAIN, 16_384, **{"pass": "forward+backward"})
@@ -495,6 +496,12 @@ def converting() -> Entries:
         ("| four times the tokens (32M) | {:+.1f} % |", "rows_32m", "L10"),
     ):
         yield text, above(trial(job, file), trial("parent", file), trial("control", file))
+    sources = trial("parent", "rows_shared"), trial("control", "rows_shared")
+    for first, *others in (("`term: count`", "T0.1", "T0.05", "T0.02"), ("`share: 64`", "S0.4", "S0.25", "S0.15")):
+        for cell, job in zip((f" {first} ", " ", " "), others, strict=True):
+            job = trial(job, "rows_shared")
+            figures = (100 * job["density"], 100 * job["unions"][2], above(job, *sources))
+            yield f"|{cell}| {{:.1f}} % | {{:.0f}} % | {{:+.1f}} % |", *figures
     tasks = [kept(trial(job, "rows_own_text"), own_text[1]) for job in ("r_rest", "s_muon")]
     yield "and {:.0f} % of the tasks instead of {:.0f} |", *tasks
     for text, job in (
@@ -581,7 +588,7 @@ def training() -> Entries:
     yield "{:.1f} % active up to 2,048, {:.1f} % up to 8,192, {:.1f} % for more", *limits
     yield "above {:.1f} times the limit it goes back", limit("kCudaTrainingBack")
     yield "Above {:.1f} times the limit all go back", limit("kCudaTrainingBack")
-    yield "counts for at most {} the limit", {2.0: "twice"}[MOST]
+    yield "counts for at most {} the limit", {2.0: "twice"}[limit("kCudaTrainingCounts")]
     yield "passes {:.0f} % of its own", 100 / ROOM
 
 

@@ -1,16 +1,21 @@
 """Tiny sparse checkpoints, what Transformers computes with them, and engines of vLLM in an environment of its own."""
 
+import contextlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -23,6 +28,7 @@ from transformers import (
 
 import hf_twell
 from hf_twell.bench.compressed import quantize_folder
+from tests.paths import ROOT
 
 PYTHON = Path(f"{sys.prefix}-vllm") / "bin" / "python"
 if not PYTHON.exists() and importlib.util.find_spec("vllm"):
@@ -74,6 +80,14 @@ def save(model, folder, density=0.03, **entry) -> str:
     return str(folder)
 
 
+def save_demo(folder) -> str:
+    """The demo model with ReLU in place of SiLU, and its tokenizer."""
+    demo = ROOT / "recipes" / "demo" / "model"
+    path = save(AutoModelForCausalLM.from_pretrained(demo, dtype="float32"), folder)
+    AutoTokenizer.from_pretrained(demo).save_pretrained(path)
+    return path
+
+
 def save_quantized(model, folder, kind="int8", density=0.01, **options) -> str:
     """A sparse checkpoint in int8 or fp8, as `quantize_folder` writes it. The model gets what its weights stand for."""
     path = save(model, folder, density)
@@ -115,9 +129,10 @@ def environment(folder, **changes) -> dict:
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function may ask the workers for the classes of their blocks
-        "VLLM_CACHE_ROOT": str(folder / "vllm-cache"),
+        "VLLM_CACHE_ROOT": str(folder.parent / "vllm-cache"),  # with what vLLM found of its models, for all tests
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_DISABLE_COMPILE_CACHE": "1",  # which would keep Inductor's own, where engines find others' code
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else the engine is a process of its own, and starts twice as long
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -126,11 +141,30 @@ def environment(folder, **changes) -> dict:
     }
 
 
-def run(folder, runs, **changes) -> list[dict]:
-    """What tests/vllm_runs.py says of these runs, in an environment with these changes."""
-    (folder / "runs.json").write_text(json.dumps(runs))
-    command = [str(PYTHON), str(Path(__file__).parent / "vllm_runs.py"), "runs.json", "results.json"]
-    options = {"capture_output": True, "text": True, "timeout": TIMEOUT_S, "check": False}
-    done = subprocess.run(command, cwd=folder, env=environment(folder, **changes), **options)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return json.loads((folder / "results.json").read_text())
+@contextlib.contextmanager
+def engines(folder, **changes) -> Iterator[Callable[[list[dict]], list[dict]]]:
+    """What tests/vllm_runs.py says of runs, in one process for all of them: to import vLLM takes longer than to run it.
+
+    Args:
+        changes: of the process's environment.
+    """
+    ours, theirs = Pipe()
+    command = [str(PYTHON), str(Path(__file__).parent / "vllm_runs.py"), str(theirs.fileno())]
+    with open(folder / "log.txt", "w") as log:
+        options = {"stdout": log, "stderr": subprocess.STDOUT, "pass_fds": [theirs.fileno()]}
+        process = subprocess.Popen(command, cwd=folder, env=environment(folder, **changes), **options)
+    theirs.close()
+
+    def run(runs: list[dict]) -> list[dict]:
+        try:
+            ours.send(runs)
+            return ours.recv()
+        except (BrokenPipeError, EOFError):
+            raise AssertionError((folder / "log.txt").read_text()[-6000:]) from None
+
+    try:
+        yield run
+        ours.close()
+        process.wait(60)
+    finally:
+        process.kill()

@@ -1,15 +1,15 @@
-"""Runs engines one after the other, in the environment that has vLLM: `python vllm_runs.py RUNS RESULTS`.
+"""Runs engines one after the other, in the environment that has vLLM: `python vllm_runs.py PIPE`.
 
-RUNS is a JSON file with a list of `{"model": path, "options": LLM's, "calls": [...]}`; a call has the `prompts` (lists
-of ids), and at will `new_tokens`, `logprobs`, `lora` or `reload` (paths). RESULTS gets a list of what came out:
-`{"lines", "blocks", "activations", "norms", "calls"}`, or `{"error"}`.
+The pipe, a file descriptor, brings lists of `{"model": path, "options": LLM's, "calls": [...]}`; a call has the
+`prompts` (lists of ids), and at will `new_tokens`, `logprobs`, `lora` or `reload` (paths). For each list one of what
+came out goes back: `{"lines", "blocks", "activations", "norms", "calls"}`, or `{"error"}`.
 """
 
 import contextlib
 import gc
-import json
 import logging
 import sys
+from multiprocessing.connection import Connection
 
 import torch
 from vllm import LLM, SamplingParams
@@ -92,8 +92,7 @@ def run(model, options, calls) -> dict:
 
 
 if __name__ == "__main__":
-    runs, results = sys.argv[1:]
-    with open(runs) as file:
-        done = [run(**each) for each in json.load(file)]
-    with open(results, "w") as file:
-        json.dump(done, file)
+    pipe = Connection(int(sys.argv[1]))
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.send([run(**each) for each in pipe.recv()])

@@ -10,9 +10,12 @@ from hf_twell.bench import block_backward, workload
 from hf_twell.bench.check import check_block, wider_dtype
 from hf_twell.bench.environment import DTYPES, environment
 from hf_twell.bench.progress import Report, silent
+from hf_twell.bench.sharing import sliding_union, unions_of
 from hf_twell.bench.timing import Captured, interleaved_ms, millijoules, peak_mib
+from hf_twell.bench.wanted import Wanted
 from hf_twell.blocks.calls import takes_kernels
 from hf_twell.dispatch.limits import limit
+from hf_twell.measure.activity import RUNS
 from hf_twell.ops import api
 
 COLD_BYTES = 256 << 20  # rotated weights take at least this much on a CPU, so that no cache holds the next call's
@@ -23,12 +26,13 @@ MAX_AUTOTUNE = {"max_autotune": True, "coordinate_descent_tuning": True}
 
 def bench_ffn(
     tokens: list[int],
-    l0s: list[float],
+    activities: Sequence[Wanted],
     *,
     hidden: int = 2048,
     intermediate: int = 5632,
     dtype: str = "bfloat16",
     device: str = "cpu",
+    neighbours: bool = False,
     backward: bool = False,
     repeats: int | None = None,
     compile_dense: bool = True,
@@ -36,13 +40,14 @@ def bench_ffn(
     energy: bool = False,
     report: Report = silent,
 ) -> Iterator[dict]:
-    """One row for each number of tokens and L0: times of eager, compiled and sparse FFNs, and the sparse one's error.
+    """One row for each number of tokens and activity: times of eager, compiled and sparse FFNs, and the last's error.
 
     Forward on CUDA at 256 tokens or fewer: one captured graph over 28 blocks with weights of their own, each with its
     own tokens, and time per block; at 64 or fewer, the tokens are strangers to each other, as in a decode batch.
     Otherwise neighbours, and one call at a time: on a CPU the weights rotate, on CUDA the L2 is flushed before each.
 
     Args:
+        neighbours: 64 tokens or fewer are neighbours everywhere, as the drafted tokens that a model verifies are.
         backward: forward and backward, `.grad` None before each; else forward alone under inference mode.
         max_autotune: also `torch.compile` with max-autotune and coordinate descent; reported beside, not in `speedup`.
         energy: also millijoules per token.
@@ -50,14 +55,11 @@ def bench_ffn(
 
     Raises:
         ValueError: a result less accurate than DESIGN allows (twice eager PyTorch's error); no speed is given then.
+            An activity that no inputs have.
     """
     device = torch.device(device)
-    pools = {}
     report("making the workload")
-    for l0 in l0s:
-        count = max(DECODE_POOL if device.type == "cuda" else 1024, *tokens)
-        x, *weights = workload.make_ffn(count, hidden, intermediate, l0, dtype=DTYPES[dtype], device=device)
-        pools[l0] = x, weights
+    pools = list(make_pools(activities, tokens, hidden, intermediate, dtype, device))
     for count in tokens:
         function = block_backward.dense if backward else dense
         variants: dict[str, Callable] = {"eager": function}
@@ -67,9 +69,11 @@ def bench_ffn(
             variants["compiled"] = torch.compile(function, dynamic=False)
         if max_autotune:
             variants["autotuned"] = torch.compile(function, dynamic=False, options=MAX_AUTOTUNE)
-        for l0, (pool, weights) in pools.items():
+        for asked, (pool, *weights) in zip(activities, pools, strict=True):
             captured = device.type == "cuda" and count <= GRAPH_TOKENS and not backward
-            xs, active = draw(pool, weights[0], count, l0, GRAPH_BLOCKS if captured else 1)
+            strangers = captured and count <= DECODE_TOKENS and not neighbours
+            l0 = asked.density * intermediate
+            xs, active = draw(pool, weights[0], count, l0, GRAPH_BLOCKS if captured else 1, strangers)
             turns = repeats or (25 if device.type == "cuda" else 11)
             if backward:
                 sets, pairs = copies(weights, 1), active.sum().item()
@@ -83,10 +87,10 @@ def bench_ffn(
                 "hidden": hidden,
                 "intermediate": intermediate,
                 "dtype": dtype,
-                "requested_l0": round(l0, 3),
+                **requested(asked, intermediate),
                 "pass": "forward+backward" if backward else "forward",
                 "backend": api.resolve("auto", device.type),
-                **activity(active, count, captured),
+                **activity(active, count, strangers),
                 "error": errors["y"]["sparse"],
                 "error_eager": errors["y"]["eager"],
                 **({"errors": errors} if backward else {}),
@@ -104,12 +108,32 @@ def copies(weights: Sequence[torch.Tensor], inputs: int) -> int:
     return -(-COLD_BYTES // sum(weight.nbytes for weight in weights)) + 1
 
 
-def activity(active: torch.Tensor, count: int, captured: bool) -> dict:
+def make_pools(
+    activities: Sequence[Wanted], tokens: Sequence[int], hidden: int, intermediate: int, dtype: str, device
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """What `workload.make_ffn` makes for each activity, with enough tokens to draw from."""
+    count = max(DECODE_POOL if device.type == "cuda" else 1024, *tokens)
+    for density, unions, _ in activities:
+        options: dict[str, Any] = {"unions": unions, "dtype": DTYPES[dtype], "device": device}
+        yield workload.make_ffn(count, hidden, intermediate, density * intermediate, **options)
+
+
+def requested(asked: Wanted, intermediate: int) -> dict:
+    """What a row says of the activity that was asked for; of the inputs' own, `activity` does."""
+    return {
+        "requested_l0": round(asked.density * intermediate, 3),
+        "requested_union": asked.unions and asked.unions.get("64"),
+        **({"activity": asked.of} if asked.of else {}),
+    }
+
+
+def activity(active: torch.Tensor, count: int, strangers: bool) -> dict:
     l0 = active.sum(1).double().mean().item()
     return {
         "l0": round(l0, 2),
         "density": round(l0 / active.shape[1], 5),
-        "neighbours": not (captured and count <= DECODE_TOKENS),
+        "unions": {run: round(share, 5) for run, share in unions_of(active, count).items()},
+        "neighbours": not strangers,
         "distinct_64": round(workload.distinct_neurons(active, min(DECODE_TOKENS, count)), 1),
     }
 
@@ -175,24 +199,38 @@ def dense(x: torch.Tensor, w_gate: torch.Tensor, w_up: torch.Tensor, w_down: tor
     return F.linear(torch.relu(F.linear(x, w_gate)) * F.linear(x, w_up), w_down)
 
 
-def draw(pool: torch.Tensor, w_gate: torch.Tensor, count: int, l0: float, sets: int) -> tuple[list, torch.Tensor]:
-    """`sets` inputs of `count` tokens whose mean L0 is as near to `l0` as chance allows, and their active neurons.
+def draw(
+    pool: torch.Tensor, w_gate: torch.Tensor, count: int, l0: float, sets: int, strangers: bool
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """`sets` inputs of `count` tokens as typical of the pool as chance allows, and their active neurons.
 
-    Several sets: strangers, or runs of neighbours above 64 tokens; the nearest of 64 draws. One set: the run of
-    neighbours that is nearest, because few tokens vary widely.
+    Strangers are those of 64 draws whose mean L0 is nearest to `l0`. Runs of neighbours are near in L0 and in the union
+    of their tokens, too: one set is the nearest of all runs, several are the nearest of 64 draws.
     """
-    per_token = torch.cat([workload.active_neurons(part, w_gate).sum(1) for part in pool.split(8192)]).double()
-    total = torch.cat([per_token.new_zeros(1), per_token.cumsum(0)])
-    if sets == 1:
-        starts = ((total[count:] - total[:-count]) / count - l0).abs().argmin().view(1)
-        rows = starts[:, None] + torch.arange(count, device=pool.device)
+    g = torch.Generator().manual_seed(1)
+    active = workload.active_neurons(pool, w_gate)
+    if strangers:
+        rows = torch.randint(DECODE_POOL, (64, sets, count), generator=g).to(pool.device)
+        rows = rows[(active.sum(1).double()[rows].mean((1, 2)) - l0).abs().argmin()]
     else:
-        g = torch.Generator().manual_seed(1)
-        if count <= DECODE_TOKENS:
-            draws = torch.randint(DECODE_POOL, (64, sets, count), generator=g).to(pool.device)
-        else:
-            starts = torch.randint(len(pool) - count + 1, (64, sets, 1), generator=g).to(pool.device)
-            draws = starts + torch.arange(count, device=pool.device)
-        rows = draws[(per_token[draws].mean((1, 2)) - l0).abs().argmin()]
-    xs = [pool[some].contiguous() for some in rows]
-    return xs, torch.cat([workload.active_neurons(x, w_gate) for x in xs])
+        off = _unlike(active, count, l0)
+        draws = torch.arange(len(pool) - count + 1)[:, None]
+        if sets > 1:
+            draws = torch.randint(len(pool) - count + 1, (64, sets), generator=g)
+        draws = draws.to(pool.device)
+        starts = draws[sum(each[draws].mean(1).abs() for each in off).argmin()]
+        rows = starts[:, None] + torch.arange(count, device=pool.device)
+    return [pool[some].contiguous() for some in rows], active[rows.flatten()]
+
+
+def _unlike(active_TF: torch.Tensor, count: int, l0: float) -> list[torch.Tensor]:
+    """How far each run of `count` tokens is off in L0, and off the runs' mean in its union; as shares of these."""
+    total = torch.nn.functional.pad(active_TF.sum(1).double().cumsum(0), (1, 0))
+    off = [(total[count:] - total[:-count]) / count / l0 - 1]
+    run = max((run for run in RUNS if run <= count), default=None)
+    if run is not None:
+        union = sliding_union(active_TF, run).double()
+        starts = torch.arange(len(active_TF) - count + 1, device=active_TF.device)
+        places = starts[:, None] + run * torch.arange(count // run, device=active_TF.device)
+        off.append(union[places].mean(1) / union.mean() - 1)
+    return off

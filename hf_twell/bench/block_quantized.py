@@ -1,15 +1,17 @@
 """What `hf-twell bench ffn --weights` measures: the block in torchao's 8-bit weights, by our kernels and by torchao."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from hf_twell.bench import block, workload
 from hf_twell.bench.check import check_block, wider_dtype
-from hf_twell.bench.environment import DTYPES, environment
+from hf_twell.bench.environment import environment
 from hf_twell.bench.progress import Report, silent
+from hf_twell.bench.sharing import unions_of
 from hf_twell.bench.timing import Captured, interleaved_ms
+from hf_twell.bench.wanted import Wanted
 from hf_twell.blocks.calls import store_density
 from hf_twell.dispatch.choose import answer
 from hf_twell.dispatch.limits import limit
@@ -22,17 +24,18 @@ NAMES = ("gate_proj", "up_proj", "down_proj")
 def bench_ffn_quantized(
     weights: str,
     tokens: list[int],
-    l0s: list[float],
+    activities: Sequence[Wanted],
     *,
     hidden: int = 2048,
     intermediate: int = 5632,
     dtype: str = "bfloat16",
     device: str = "cpu",
+    neighbours: bool = False,
     repeats: int | None = None,
     compile_dense: bool = True,
     report: Report = silent,
 ) -> Iterator[dict]:
-    """One row for each number of tokens and L0, forward under inference mode; all variants take turns.
+    """One row for each number of tokens and activity, forward under inference mode; all variants take turns.
 
     `eager` and `compiled` are dense in `dtype`, `torchao` and `torchao_compiled` dense in `weights` (one of
     `hf_twell.models.quantizing.CONFIGS`), `sparse` is our block in `weights` and `sparse_plain` our block in `dtype`.
@@ -58,13 +61,14 @@ def bench_ffn_quantized(
         )
     device = torch.device(device)
     report("making the workload")
-    count = max(block.DECODE_POOL if device.type == "cuda" else 1024, *tokens)
-    made = [workload.make_ffn(count, hidden, intermediate, l0, dtype=DTYPES[dtype], device=device) for l0 in l0s]
+    made = list(block.make_pools(activities, tokens, hidden, intermediate, dtype, device))
     for count in tokens:
         torch._dynamo.reset()  # recompiling for each shape would end at PyTorch's limit
         captured = device.type == "cuda" and count <= block.GRAPH_TOKENS
-        for l0, (pool, *matrices) in zip(l0s, made, strict=True):
-            xs, active = block.draw(pool, matrices[0], count, l0, block.GRAPH_BLOCKS if captured else 1)
+        for asked, (pool, *matrices) in zip(activities, made, strict=True):
+            strangers = captured and count <= block.DECODE_TOKENS and not neighbours
+            l0, inputs = asked.density * intermediate, block.GRAPH_BLOCKS if captured else 1
+            xs, active = block.draw(pool, matrices[0], count, l0, inputs, strangers)
             plain = [matrices, *([w.clone() for w in matrices] for _ in range(block.copies(matrices, len(xs)) - 1))]
             ours = [workload.patched_block(*(w.clone() for w in some)) for some in plain]
             twice = plain if device.type == "cuda" else (*plain, *plain)  # half the bytes are cold after twice the sets
@@ -84,7 +88,9 @@ def bench_ffn_quantized(
                 compiled = torch.compile(block.dense, dynamic=False)
                 variants["compiled"] = compiled, variants["eager"][1]
                 variants["torchao_compiled"] = compiled, variants["torchao"][1]
-                store_density(quantized, [l0 / intermediate])
+                some = workload.active_neurons(pool[:4096], matrices[0])
+                known = [asked.density], {run: [share] for run, share in unions_of(some).items()}
+                store_density(quantized, *known)
                 answers = quantized[0].twell.answers
                 if device.type == "cuda" and answers is not None and not answer(answers, count):
                     variants["sparse_compiled"] = variants["sparse"][0], _compiled(quantized)
@@ -93,18 +99,19 @@ def bench_ffn_quantized(
                         for each in with_h:
                             quantize_block(each, each.twell.form, weights)
                             make_dynamic(each.down_proj.weight)
-                        store_density(with_h, [l0 / intermediate])
+                        store_density(with_h, *known)
                         variants["sparse_h_compiled"] = variants["sparse"][0], _compiled(with_h)
             if dynamic:
                 by_rows = torch.compile(_scaled_mm_block, dynamic=False) if compile_dense else _scaled_mm_block
                 variants["scaled_mm"] = by_rows, [_values(each) for each in stored]
             with torch.inference_mode():
-                yield _row(variants, xs, active, quantized, captured, count, l0, dtype, weights, repeats, report)
+                row = _row(variants, xs, active, quantized, captured, dtype, weights, repeats, report)
+                yield row | block.requested(asked, intermediate) | block.activity(active, count, strangers)
 
 
-def _row(variants, xs, active, quantized, captured, count, l0, dtype, weights, repeats, report) -> dict:
+def _row(variants, xs, active, quantized, captured, dtype, weights, repeats, report) -> dict:
     report("checking")
-    device = xs[0].device
+    device, count = xs[0].device, len(xs[0])
 
     def call(name, turn):
         function, sets = variants[name]
@@ -156,10 +163,8 @@ def _row(variants, xs, active, quantized, captured, count, l0, dtype, weights, r
         "intermediate": intermediate,
         "dtype": dtype,
         "weights": weights,
-        "requested_l0": round(l0, 3),
         "pass": "forward",
         "backend": api.resolve("auto", device.type),
-        **block.activity(active, count, captured),
         "error": errors["y"]["sparse"],
         "error_eager": errors["y"]["eager"],
         **{f"{name}_ms": round(value, 5) for name, value in times.items()},

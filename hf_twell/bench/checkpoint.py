@@ -119,5 +119,6 @@ def _describe(model, dense, text) -> dict:
         "backend": api.resolve("auto", model.device.type),
         "l0": round(sparsity["l0"], 2),
         "density": round(sparsity["density"], 5),
+        "unions": {run: share and round(share, 5) for run, share in sparsity["unions"].items()},
         "layer_l0": [round(layer["l0"], 2) for layer in sparsity["layers"]],
     }

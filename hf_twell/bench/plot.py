@@ -7,7 +7,11 @@ import matplotlib
 
 # For each kind of row: the horizontal axis, what tells lines apart, and the ratios that are drawn.
 AXES = {
-    "ffn": ("tokens", ("hidden", "intermediate", "dtype", "weights", "pass", "requested_l0"), ("speedup",)),
+    "ffn": (
+        "tokens",
+        (*("hidden", "intermediate", "dtype", "weights", "pass"), *("requested_l0", "requested_union", "activity")),
+        ("speedup",),
+    ),
     "prefill": ("layers", ("batch", "length", "dtype", "l0"), ("speedup",)),
     "generate": ("batch", ("layers", "dtype", "l0", "inductor_pdl"), ("step_speedup",)),
     "train": ("layers", ("batch", "length", "dtype", "l0"), ("speedup", "peak_share")),

@@ -2,23 +2,24 @@
 
 Random weights with random tokens are half active, and thinned out evenly they make neighbouring tokens share nothing.
 In sparse models, neurons fire at very unequal rates, neighbouring tokens share neurons, and some tokens, the first ones
-of a sequence above all, are many times denser than the median. `make_ffn` builds that in at any mean L0.
+of a sequence above all, are many times denser than the median. `make_ffn` builds that in at any mean L0, and at a
+wanted share of neurons in the union of neighbouring tokens (`hf_twell.bench.sharing`).
 """
 
 import functools
-import math
+from collections.abc import Mapping
 
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from hf_twell.bench.sharing import SHORTEST_SPAN, TOKENWISE, Sharing, fit
 from hf_twell.blocks.architectures import FORMS
 from hf_twell.blocks.modeling import FfnSettings, FfnState, sparse_class
 
 SEQUENCE = 1024  # tokens; the first ones of each are dense
-TOPIC = 256  # neighbouring tokens with a common topic
 VOCABULARY = 4096
-WORD_SHARE, TOPIC_SHARE = 0.40, 0.25  # of a token's variance
+FIT_TOKENS = 4096  # whose unions are fitted, at most
 THRESHOLD_SPREAD, DENSITY_SPREAD = 0.45, 0.28
 
 
@@ -29,6 +30,7 @@ def make_ffn(
     intermediate: int = 5632,
     l0: float = 30.0,
     *,
+    unions: Mapping[str, float] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device = "cpu",
     seed: int = 0,
@@ -37,6 +39,13 @@ def make_ffn(
 
     The first coordinate of x is constant, so that a gate weight on it is a threshold; the second raises all neurons of
     a token at once.
+
+    Args:
+        unions: share of the F neurons that are active in at least one of "16", "64" and "128" neighbouring tokens, or
+            of "64" alone; by default, neighbours share what they do in models that were made sparse token by token.
+
+    Raises:
+        ValueError: unions that no inputs of this L0 have.
     """
     g = torch.Generator(device=device).manual_seed(seed)
 
@@ -45,18 +54,31 @@ def make_ffn(
 
     frequency = 1.0 / torch.arange(1, VOCABULARY + 1, device=device, dtype=torch.float32)
     words = torch.multinomial(frequency, tokens, replacement=True, generator=g)
-    topic = torch.arange(tokens, device=device) // TOPIC
-    x = math.sqrt(WORD_SHARE) * randn(VOCABULARY, hidden)[words]
-    x += math.sqrt(TOPIC_SHARE) * randn(-(-tokens // TOPIC), hidden)[topic]
-    x += math.sqrt(1 - WORD_SHARE - TOPIC_SHARE) * randn(tokens, hidden)
+    table_VD = randn(VOCABULARY, hidden)
+    topics_KD = randn(tokens // SHORTEST_SPAN + 2 if unions else -(-tokens // TOKENWISE.span), hidden)
+    own_TD = randn(tokens, hidden)
     place = torch.arange(tokens, device=device) % SEQUENCE
-    x[:, 0] = 8.0
-    x[:, 1] = DENSITY_SPREAD * randn(tokens) + 1.1 * torch.exp(-place / 6.0)
+    raised_T = DENSITY_SPREAD * randn(tokens) + 1.1 * torch.exp(-place / 6.0)
 
     w_gate, w_up = randn(intermediate, hidden) / hidden**0.5, randn(intermediate, hidden) / hidden**0.5
     w_down = randn(hidden, intermediate) / intermediate**0.5
-    w_gate[:, 0], w_gate[:, 1] = 0.0, 1.0
+    w_gate[:, :2] = 0.0
     spread = THRESHOLD_SPREAD * randn(intermediate)
+    sharing = TOKENWISE
+    if unions:
+        words_TF, own_TF = (table_VD @ w_gate.T)[words[:FIT_TOKENS]], own_TD[:FIT_TOKENS] @ w_gate.T
+        topics_KF = topics_KD @ w_gate.T
+
+        def gates(sharing: Sharing) -> torch.Tensor:
+            mixed = sharing.mix(words_TF, topics_KF, own_TF).add_(raised_T[:FIT_TOKENS, None])
+            return mixed.sub_(spread, alpha=sharing.uneven)
+
+        sharing = fit(unions, gates, l0 / intermediate)
+        del words_TF, own_TF, topics_KF
+        spread *= sharing.uneven
+    x = sharing.mix(table_VD[words], topics_KD, own_TD)
+    x[:, 0], x[:, 1] = 8.0, raised_T
+    w_gate[:, 1] = 1.0
     w_gate[:, 0] = -(spread + threshold_for(x[:8192] @ w_gate.T - spread, l0)) / 8.0
     return tuple(t.to(dtype).contiguous() for t in (x, w_gate, w_up, w_down))
 

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_twell.bench import workload
 from hf_twell.bench.progress import Report, silent
+from hf_twell.bench.sharing import unions_of
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.convert.entry import record_density
 from hf_twell.convert.sparsify import sparsify
@@ -69,10 +70,12 @@ def make_llama(
     sequences = 16 if torch.device(device).type == "cuda" else 4
     text = make_text(vocabulary, sequences, 1024, seed=seed, device=device)
     distinct = workload.distinct_neurons(workload.active_neurons(x[:16384], w_gate))
-    same = workload.distinct_neurons(workload.active_neurons(x[text.flatten()], w_gate))
+    active = workload.active_neurons(x[text.flatten()], w_gate)
+    same, unions = workload.distinct_neurons(active), unions_of(active, text.shape[1])
     report("calibrating the model")
     _calibrate(model, text, l0, same)
-    record_density(config, sparse_ffns(model), [l0 / intermediate] * layers)  # by which compiled blocks go
+    known = {run: [share] * layers for run, share in unions.items()}
+    record_density(config, sparse_ffns(model), [l0 / intermediate] * layers, known)  # by which compiled blocks go
     return model, distinct
 
 

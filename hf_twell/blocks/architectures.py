@@ -10,9 +10,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hf_twell.blocks import modeling_twell
+
 
 class FfnForm(NamedTuple):
-    """The attribute names of one kind of feed-forward block."""
+    """The attribute names of one kind of feed-forward block; gate and up may be one linear, gate's rows first."""
 
     gate: str | None
     up: str
@@ -25,12 +27,26 @@ class FfnForm(NamedTuple):
         return self.gate or self.up
 
     @property
+    def fused(self) -> bool:
+        """Whether gate and up are one linear."""
+        return self.gate == self.up
+
+    @property
     def linears(self) -> tuple[str, ...]:
-        return tuple(name for name in (self.gate, self.up, self.down) if name)
+        return tuple(dict.fromkeys(name for name in (self.gate, self.up, self.down) if name))
+
+    @property
+    def matrices(self) -> int:
+        return 3 if self.gate else 2
+
+    def split(self, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the activation gets, and up's result, of what `first` computes; None where that is another linear's."""
+        return y.chunk(2, dim=-1) if self.fused else (y, None)
 
 
 FORMS = (
     FfnForm("gate_proj", "up_proj", "down_proj", "act_fn"),  # Llama, Qwen2, Qwen3, Mistral, Gemma, SmolLM3, OLMo
+    FfnForm("gate_up_proj", "gate_up_proj", "down_proj", "activation_fn"),  # Phi-3, Phi-4, GLM-4
     FfnForm(None, "up_proj", "down_proj", "act_fn"),  # Nemotron, Arcee
     FfnForm(None, "c_fc", "c_proj", "act"),  # StarCoder2
     FfnForm(None, "fc1", "fc2", "activation_fn"),  # Phi
@@ -62,7 +78,7 @@ class FfnSite(NamedTuple):
 
     @property
     def intermediate_size(self) -> int:
-        return self.linear("up").out_features
+        return self.linear("down").in_features
 
     def blocks(self) -> list["FfnSite"]:
         """The block itself; what PEFT's `modules_to_save` makes of one: the original and a copy for each adapter."""
@@ -102,7 +118,7 @@ def activation_keys(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[st
         ValueError: it holds none.
     """
     config = config.get_text_config()
-    keys = [key for key in ACTIVATION_KEYS if isinstance(getattr(config, key, None), str)]
+    keys = [key for key in _keys(config) if isinstance(getattr(config, key, None), str)]
     if not keys:
         raise ValueError(
             f"{type(config).__name__} names no activation under {', '.join(ACTIVATION_KEYS)}, so a converted model "
@@ -114,15 +130,31 @@ def activation_keys(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[st
 def other_activations(config: PreTrainedConfig) -> set[str]:
     """The activations besides ReLU that a model's config names for its blocks."""
     config = config.get_text_config()
-    return {name for key in ACTIVATION_KEYS if (name := getattr(config, key, None)) not in ("relu", None)}
+    return {name for key in _keys(config) if (name := getattr(config, key, None)) not in ("relu", None)}
+
+
+def has_own_type(config: PreTrainedConfig) -> bool:
+    """Whether its `model_type` is one of ours, which names the blocks' activation apart from other layers'."""
+    return config.model_type.startswith(modeling_twell.PREFIX)
 
 
 def loading_class(config: Mapping) -> type[PreTrainedModel | AutoModelForCausalLM]:
-    """What loads a checkpoint with this config.json: the stock class of another task, or AutoModelForCausalLM."""
+    """What loads a checkpoint with this config.json: the stock class of another task, or AutoModelForCausalLM; of a
+    `model_type` of ours, the Auto class of its task."""
     name = (config.get("architectures") or [""])[0]
-    cls: Any = getattr(transformers, name, None)
-    stock = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
-    return cls if stock and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else AutoModelForCausalLM
+    cls: Any = getattr(transformers, name.removeprefix("Twell"), None)
+    known = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
+    if not known:
+        return AutoModelForCausalLM
+    if name.startswith("Twell"):
+        heads = modeling_twell.heads(cls.config_class.model_type)
+        found = (getattr(transformers, head) for head, own in heads.items() if own.__name__ == name)
+        return next(found, AutoModelForCausalLM)
+    return AutoModelForCausalLM if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else cls
+
+
+def _keys(config: PreTrainedConfig) -> tuple[str, ...]:
+    return ("ffn_act",) if has_own_type(config) else ACTIVATION_KEYS
 
 
 def stock_class(module: nn.Module) -> type[nn.Module]:

@@ -1,8 +1,23 @@
-"""What a batch says of its tokens: how many there are, and which are padding."""
+"""What a batch says of its tokens: how many there are, which are padding, and which are neighbours."""
 
 from collections.abc import Mapping
+from typing import NamedTuple, Self
 
 import torch
+
+
+class Runs(NamedTuple):
+    """Which tokens of a batch are neighbours: runs of so many of one sequence, the last of which may be shorter.
+
+    Shapes: tokens (R, share) int64, each run's places in the batch seen as (T,), and -1 after the last of a shorter
+    one; run (T,) int64, each token's row there. The last row is that of padding, and has no tokens.
+    """
+
+    tokens: torch.Tensor
+    run: torch.Tensor
+
+    def to(self, device: torch.device) -> Self:
+        return type(self)(*(part.to(device, non_blocking=True) for part in self))
 
 
 def token_weight(batch: Mapping) -> torch.Tensor | None:
@@ -17,6 +32,42 @@ def token_weight(batch: Mapping) -> torch.Tensor | None:
             "Leave the mask out where no position is padding."
         )
     return (mask != 0).float()
+
+
+def runs_of(batch: Mapping, share: int) -> Runs:
+    """The runs of `share` neighbouring tokens of a batch, padding left out.
+
+    They begin anew at each row's first real token, and where the batch's `position_ids` (batch, sequence) do not go on
+    by one: so packers tell where documents begin. In a batch without them, as of the sequences of
+    `hf_twell.recipe.packing`, a run may cross from one document of a row into the next.
+
+    How many rows `tokens` has depends on the batch's shape alone, so that nothing waits for the device. With
+    `position_ids` the runs are counted, which does, and where they are more, the rows are twice as many, or four times.
+    """
+    weight, positions = token_weight(batch), batch.get("position_ids")
+    if weight is None:
+        shape, device = _shape(batch)
+        real = torch.ones(shape, dtype=torch.bool, device=device)
+    else:
+        shape, real = weight.shape, weight != 0
+    count = real.long().cumsum(1)
+    begins = real & (count == 1)
+    if is_packed := isinstance(positions, torch.Tensor) and positions.ndim == 2:
+        begins[:, 1:] |= real[:, 1:] & (positions.diff() != 1).to(real.device)
+    # Places in the document: less those of the row that lie before the document's first.
+    place = count - torch.where(begins, count, 0).cummax(1).values
+    first = real & (place % share == 0)
+    rows = shape[0] * -(-shape[1] // share)
+    if is_packed:
+        found = int(first.sum())
+        while rows < found:
+            rows *= 2
+    run = torch.where(real, first.flatten().long().cumsum(0).view(shape) - 1, rows)
+    tokens = run.new_full(((rows + 1) * share,), -1)
+    places = torch.arange(run.numel(), device=run.device)
+    slots = torch.where(real, run * share + place % share, rows * share).flatten()
+    tokens.scatter_(0, slots, torch.where(real.flatten(), places, -1))
+    return Runs(tokens.view(rows + 1, share), run.flatten())
 
 
 def check_one_stream(model: torch.nn.Module) -> None:
@@ -36,12 +87,17 @@ def check_one_stream(model: torch.nn.Module) -> None:
 
 def batch_size_tokens(batch: Mapping) -> int:
     """Positions in a batch, padding included."""
+    return _shape(batch)[0].numel()
+
+
+def _shape(batch: Mapping) -> tuple[torch.Size, torch.device]:
+    """(batch, sequence), and where the batch is."""
     for key in ("input_ids", "inputs_embeds"):
         if batch.get(key) is not None:
             _check_tensor(key, batch[key])
             if batch[key].ndim < 2:
                 raise ValueError(f"{key} has shape {tuple(batch[key].shape)}; expected (batch, sequence)")
-            return batch[key].shape[0] * batch[key].shape[1]
+            return batch[key].shape[:2], batch[key].device
     raise ValueError(f"the batch has keys {sorted(batch)}; expected input_ids or inputs_embeds to count tokens")
 
 

@@ -5,7 +5,7 @@ things. Behind other work, which leaves nothing of that code in the caches, to a
 token's kernels. So a call first makes sure that every answer is still the last call's.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from hf_twell.blocks.layout import settle_down
 from hf_twell.blocks.operands import OWN_FORWARDS, Operands, first_of, quantizes_x
 from hf_twell.dispatch.activity import UNKNOWN, Activity
 from hf_twell.dispatch.choose import Way, answers, choose, problem, too_small, training_problem
-from hf_twell.dispatch.key import CallKey, key_of
+from hf_twell.dispatch.key import EIGHT_BIT, HOPPER, CallKey, key_of
 from hf_twell.ops import api
 
 if TYPE_CHECKING:  # it imports this
@@ -41,12 +41,13 @@ class LastCall:
         *("settings", "shape", "sizes", "weights"),
     )
 
-    def __init__(self, ffn: "SparseFfn", x: torch.Tensor, operands: Operands, way: Way, looks: bool) -> None:
+    def __init__(self, ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKey, way: Way) -> None:
         self.block, self.settings, self.backend, self.form = type(ffn), ffn.twell, ffn.twell.backend, ffn.twell.form
         self.forward, self.kernels = self.block.forward, torch.ops.hf_twell.infer if way == "kernels" else None
         self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
         self.autocast = _autocast_enabled(x.device.type)
-        self.looks = looks  # whether the density decides, so that calls count towards its next sample
+        # Whether the density decides, so that calls count towards its next sample.
+        self.looks = key.asked or not too_small(key)
         # Parameters hold the values themselves, or torchao's tensors do.
         self.kind = type(ffn._modules[self.form.up]._parameters.get("weight"))
         self.weights, self.sizes = operands.w_up.dtype, (operands.w_up.shape, operands.w_up.shape[::-1])
@@ -140,25 +141,30 @@ def repeat(ffn: "SparseFfn", x: torch.Tensor) -> torch.Tensor | None:
     return last.kernels(x, *weights, *biases, *scales)
 
 
-def remember(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKey, way: Way) -> None:
+def remember(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKey, way: Way | None) -> None:
     """Keep what a call has found out, if later ones can go by it."""
-    if key.compiled or _grad_enabled() or ffn.training or x.numel() == 0 or type(x) is not _Tensor:
+    if way is None or key.compiled or _grad_enabled() or ffn.training or x.numel() == 0 or type(x) is not _Tensor:
         return
     if way == "kernels":
         known = not key.quantize_x and not _autocast_enabled(x.device.type) and problem(key) is None
     else:
         known = way == "submodules" and key.device == "cpu"
     if known:
-        ffn.twell_state.last_call = LastCall(ffn, x, operands, way, key.asked or not too_small(key))
+        ffn.twell_state.last_call = LastCall(ffn, x, operands, key, way)
 
 
-def settle(ffn: "SparseFfn", x: torch.Tensor, operands: Operands) -> tuple[CallKey, Way]:
-    """Bring down_proj's memory into the order that a call wants, and choose its way."""
+def settle(ffn: "SparseFfn", x: torch.Tensor, operands: Operands) -> tuple[CallKey, Way | None]:
+    """Bring down_proj's memory into the order that a call wants, and choose its way.
+
+    None: the operator chooses, which on a CPU samples each call that trains.
+    """
     key = _key(ffn, x, operands)
     activity = _activity(ffn, x, operands, key)
     state = ffn.twell_state
     if not key.compiled:
         settle_down(ffn, operands.w_down, x, state.recent.density)
+    if key.training and key.device == "cpu":
+        return key, None
     way = choose(key, activity)
     if key.training and key.device == "cuda" and not key.compiled:
         state.on_kernels = way == "kernels"
@@ -176,20 +182,31 @@ def takes_kernels(ffn: "SparseFfn", x: torch.Tensor) -> bool:
     return choose(key, _activity(ffn, x, operands, key, look=False)) == "kernels"
 
 
-def store_density(ffns: Iterable[nn.Module], density: Sequence[float] | None) -> None:
-    """Tell sparse blocks the density of every layer of their model, which a compiled graph cannot sample.
+def store_density(
+    ffns: Iterable[nn.Module], density: Sequence[float] | None, unions: Mapping[str, Sequence[float]] | None = None
+) -> None:
+    """Tell sparse blocks the activity of every layer of their model, which a compiled graph cannot sample.
 
     A trace takes what `hf_twell.dispatch.choose.answers` makes of it for constants. None: it is not known (any more).
+
+    Args:
+        unions: of every layer, the share of neurons active in at least one of "64" and "128" neighbouring tokens.
     """
-    known = dict(enumerate(density or ()))
+    unknown = [None] * len(density or ())
+    of_64, of_128 = ((unions or {}).get(run, unknown) for run in ("64", "128"))
+    known = dict(enumerate(zip(density or (), of_64, of_128, strict=True)))
     for ffn in ffns:
-        share, ffn.twell.answers = known.get(ffn.twell.layer), None
-        if share is not None:
-            up = getattr(ffn, ffn.twell.form.up)
-            # What the block computes in makes no difference on a GPU, and may change after this.
-            kind = torch.bfloat16
-            key = CallKey("cuda", "", kind, kind, 1, up.in_features, up.out_features)
-            ffn.twell.answers = answers(key, share)
+        ffn.twell.activity = known.get(ffn.twell.layer)
+        ffn.twell.answers = ffn.twell.answers_elsewhere = None
+        if ffn.twell.activity is not None:
+            share, _, union = ffn.twell.activity
+            down = getattr(ffn, ffn.twell.form.down)
+            # Which 16 bits the block computes in makes no difference on a GPU, and may change after this.
+            kind = getattr(down.weight, "qdata", down.weight).dtype
+            weights = kind if kind in EIGHT_BIT else torch.bfloat16
+            key = CallKey("cuda", HOPPER, torch.bfloat16, weights, 1, down.out_features, down.in_features)
+            ffn.twell.answers = answers(key, Activity(share, union=union))
+            ffn.twell.answers_elsewhere = answers(key._replace(capability="8.0"), Activity(share, union=union))
 
 
 def _key(ffn: "SparseFfn", x: torch.Tensor, operands: Operands) -> CallKey:
@@ -220,7 +237,9 @@ def _activity(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKe
     if torch.is_grad_enabled():
         return UNKNOWN
     if key.compiled:  # on a CPU the operator itself follows the density
-        return Activity(answers=ffn.twell.answers) if on_gpu and not key.exported else UNKNOWN
+        if not on_gpu or key.exported:
+            return UNKNOWN
+        return Activity(answers=ffn.twell.answers if key.capability == HOPPER else ffn.twell.answers_elsewhere)
     if too_small(key) and not key.asked:
         return UNKNOWN
     # What has arrived from a GPU depends on timing, and the ways round differently.
@@ -228,4 +247,4 @@ def _activity(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKe
         return UNKNOWN
     if look:
         recent.look(x, weight, bias, scale)
-    return Activity(recent.density)
+    return Activity(recent.density, union=recent.union)

@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_twell.blocks import calls
 from hf_twell.blocks.architectures import FfnForm, FfnSite, input_name, only_input
+from hf_twell.blocks.batches import Runs
 from hf_twell.blocks.layout import restore_down
 from hf_twell.blocks.operands import (
     Operands,
@@ -31,7 +32,7 @@ class L1Inputs:
     """What one layer needs to add the L1 gradient while a micro-batch runs; see `hf_twell.ops.reference.inject_l1`.
 
     `tokens` is how many the micro-batch holds, where no `token_weight` says so by its shape. With `counts` it is the
-    gradient of the count term (`inject_count`) that is added.
+    gradient of the count term (`inject_count`) that is added, and with `runs` that of runs of tokens too.
     """
 
     scale: torch.Tensor
@@ -39,25 +40,34 @@ class L1Inputs:
     tally: torch.Tensor
     tokens: int | None = None
     counts: bool = False
+    runs: Runs | None = None
+    unions: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> "L1Inputs":
         """The same on x's device: where FSDP2 offloads parameters to the CPU, these were made there, too."""
         weight = None if self.token_weight is None else self.token_weight.to(device)
-        return replace(self, scale=self.scale.to(device), token_weight=weight, tally=self.tally.to(device))
+        moved = replace(self, scale=self.scale.to(device), token_weight=weight, tally=self.tally.to(device))
+        if self.runs is None or self.unions is None:
+            return moved
+        return replace(moved, runs=self.runs.to(device), unions=self.unions.to(device))
 
 
 @dataclass
 class FfnSettings:
     """What `sparsify` decided for a block: its name in the model, its layer, its form and the backend asked for.
 
-    `answers` is what its stored density means for compiled evaluation: see `hf_twell.blocks.calls.store_density`.
+    `activity` is what the model's config says of its layer, if it does: the density, and the share of neurons in the
+    union of 64 and of 128 neighbouring tokens (None: not measured). `answers` is what that means for compiled
+    evaluation on a GPU of compute capability 9.0, and on others: see `hf_twell.blocks.calls.store_density`.
     """
 
     name: str
     layer: int
     form: FfnForm
     backend: str
+    activity: tuple[float, float | None, float | None] | None = None
     answers: dict[float, bool] | None = None
+    answers_elsewhere: dict[float, bool] | None = None
 
 
 @dataclass(eq=False)
@@ -134,8 +144,9 @@ class SparseFfn(nn.Module):
         if l1 is not None:
             l1 = l1 if l1.tally.device == x.device else l1.to(x.device)
             _check_tokens(self, x.shape[:-1], l1)
-        # The kernels' backward does not know the count term.
-        operands = None if l1 is not None and l1.counts else self._operands(x)
+        # The kernels' backward does not know runs of tokens; of the count term it was tested on CPUs alone.
+        plain = l1 is not None and (l1.runs is not None or (l1.counts and x.is_cuda))
+        operands = None if plain else self._operands(x)
         return self._through_submodules(x, l1) if operands is None else self._compute(x, l1, operands)
 
     def _operands(self, x: torch.Tensor) -> Operands | None:
@@ -165,7 +176,8 @@ class SparseFfn(nn.Module):
         weights = operands.w_up, w_down, operands.w_gate
         options: dict[str, Any] = {"b_up": operands.b_up, "b_down": operands.b_down, "b_gate": operands.b_gate}
         if l1 is not None:
-            options |= {"l1_scale": l1.scale, "token_weight": l1.token_weight, "tally": l1.tally}
+            term = "count_scale" if l1.counts else "l1_scale"
+            options |= {term: l1.scale, "token_weight": l1.token_weight, "tally": l1.tally}
         if way == "dense":
             return api.dense_ffn(x, *weights, **options)
         if operands.s_up is not None:
@@ -173,7 +185,7 @@ class SparseFfn(nn.Module):
             options["quantize_x"] = key.quantize_x
         else:
             options["capacity"] = self.twell_state.step_choice.capacity if torch.is_grad_enabled() else None
-        y = api.ffn(x, *weights, **options, backend=self.twell.backend)
+        y = api.ffn(x, *weights, **options, backend=self.twell.backend, way=way)
         calls.remember(self, x, operands, key, way)
         return y
 
@@ -181,10 +193,11 @@ class SparseFfn(nn.Module):
         """Adapters, hooks and replaced linears or activations all count here."""
         form = self.twell.form
         activation, up, down = getattr(self, form.activation), getattr(self, form.up), getattr(self, form.down)
-        active = activation(linear_of(getattr(self, form.first), x))
+        z, u = form.split(linear_of(getattr(self, form.first), x))
+        active = activation(z)
         if l1 is not None and l1.counts:
-            active = reference.inject_count(active, l1.scale, l1.token_weight)
-        h = active if form.gate is None else active * linear_of(up, x)
+            active = reference.inject_count(active, l1.scale, l1.token_weight, l1.runs, l1.unions)
+        h = active if form.gate is None else active * (linear_of(up, x) if u is None else u)
         if l1 is not None:
             check_whole(h, len(l1.tally) - 1, self.twell)
             h = reference.inject_l1(h, None if l1.counts else l1.scale, l1.token_weight, l1.tally)

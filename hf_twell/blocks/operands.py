@@ -46,12 +46,21 @@ def operands_of(
 ) -> Operands | None:
     """What `read`, one of the two functions below, gives of up, down and gate; None unless it reads all of them."""
     up, down = read(modules[form.up]), read(modules[form.down])
-    gate = (None, None, None) if form.gate is None else read(modules[form.gate])
+    if form.fused:
+        gate, up = (None, None) if up is None else _halves(up)
+    else:
+        gate = (None, None, None) if form.gate is None else read(modules[form.gate])
     if up is None or down is None or gate is None:
         return None
     if len(up) == 2:
         return Operands(up[0], down[0], gate[0], up[1], down[1], gate[1])
     return Operands(up[0], down[0], gate[0], up[1], down[1], gate[1], up[2], down[2], gate[2])
+
+
+def _halves(parameters: tuple) -> tuple[tuple, tuple]:
+    """Gate's and up's rows of one linear's parameters: views, so nothing is copied and gradients reach the whole."""
+    halves = [(None, None) if part is None else part.chunk(2) for part in parameters]
+    return tuple(half[0] for half in halves), tuple(half[1] for half in halves)
 
 
 # These run in every call, and what they read is read again by the guards of a compiled model: 28 layers had guards of

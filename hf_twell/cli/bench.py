@@ -7,6 +7,8 @@ examples:
   hf-twell bench ffn --shape llama-3.2-1b qwen2.5-7b --tokens 1 16384
   hf-twell bench ffn --backward --tokens 128 1024
   hf-twell bench ffn --weights int8 --tokens 1 16
+  hf-twell bench ffn --l0 535 327 203 --union 0.40 0.25 0.15 --tokens 1024 16384
+  hf-twell bench ffn --activity ./my-sparse-model --layer 3 9 --neighbours --tokens 16
   hf-twell bench ffn --weights bf16 fp8 fp8-dynamic --tokens 1 16 4096
   hf-twell bench prefill --layers 28 --batch 64 --length 2048 --energy
   hf-twell bench generate --layers 28 --batch 1 16 64
@@ -74,6 +76,29 @@ def _add_ffn_options(parser):
         choices=sorted(SHAPES),
         metavar="MODEL",
         help=f"D and F of {', '.join(SHAPES)}; --l0 then means that many of {SHAPE_L0_OF} and scales with F",
+    )
+    parser.add_argument(
+        "--union",
+        type=float,
+        nargs="+",
+        metavar="U",
+        help="share of neurons active in at least one of 64 neighbouring tokens, from 0 to 1: one for all --l0, or one "
+        "for each (default: as in models that were made sparse token by token)",
+    )
+    parser.add_argument(
+        "--activity",
+        metavar="FILE",
+        help="density and unions of a measured model, in place of --l0 and --union: figures of `hf-twell inspect "
+        "--output`, or a sparse model's folder",
+    )
+    parser.add_argument(
+        "--layer", type=int, nargs="+", metavar="N", help="of --activity, layers from 0 on (default: their mean)"
+    )
+    parser.add_argument(
+        "--neighbours",
+        action="store_true",
+        help="64 tokens or fewer are of one sequence, as drafted tokens that are verified, not of as many (CUDA; on a "
+        "CPU they always are)",
     )
     parser.add_argument("--backward", action="store_true", help="forward and backward with the L1 term, in training")
     parser.add_argument(
@@ -275,6 +300,7 @@ def _check_sizes(args) -> None:
             raise ValueError(f"--l0 {l0:g} of {width:,} neurons; give more than 0 and at most {width:,}")
     if args.what == "ffn":
         _check_weights(args)
+        _check_activity(args, width)
         if args.hidden < 2:
             raise ValueError(f"--hidden {args.hidden}; give at least 2, the workload's thresholds take two columns")
         return
@@ -286,6 +312,27 @@ def _check_sizes(args) -> None:
         )
     if args.kv_heads and heads % args.kv_heads:
         raise ValueError(f"--kv-heads {args.kv_heads} with attention heads: {heads}; give a divisor of {heads}")
+
+
+def _check_activity(args, width: int) -> None:
+    """Refuse, by a ValueError that names the option, what says twice or nowhere how active blocks are."""
+    if args.layer is not None and args.activity is None:
+        raise ValueError("--layer is of a measured model; name it with --activity")
+    if args.activity is not None and (args.union is not None or args.l0 != args.parser.get_default("l0")):
+        raise ValueError("--activity gives density and unions; leave --l0 and --union out")
+    if args.union is not None and len(args.union) not in (1, len(args.l0)):
+        raise ValueError(f"--union has {len(args.union)} shares for {len(args.l0)} of --l0; give one, or one for each")
+    for l0, union in _l0s_and_unions(args):
+        if union is not None and not l0 / width < union < 1:
+            raise ValueError(
+                f"--union {union:g} where --l0 {l0:g} of {width:,} neurons are active for a token; give a share from "
+                f"{l0 / width:.2g} to 1"
+            )
+
+
+def _l0s_and_unions(args) -> list[tuple[float, float | None]]:
+    unions = args.union or [None]
+    return list(zip(args.l0, unions * len(args.l0) if len(unions) == 1 else unions, strict=True))
 
 
 def _check_weights(args) -> None:
@@ -302,10 +349,16 @@ def _check_weights(args) -> None:
 def _ffn_rows(args, common):
     from hf_twell.bench.block import bench_ffn
     from hf_twell.bench.block_quantized import bench_ffn_quantized
+    from hf_twell.bench.wanted import Wanted, measured_activity
 
     tokens = args.tokens or (CUDA_TOKENS if common["device"] == "cuda" else CPU_TOKENS)
     sizes = [SHAPES[name] for name in args.shape or ()] or [(args.hidden, args.intermediate)]
-    common |= {"compile_dense": not args.no_compile}
+    common |= {"compile_dense": not args.no_compile, "neighbours": args.neighbours}
+    measured = measured_activity(args.activity, args.layer) if args.activity else None
+    width = SHAPE_L0_OF if args.shape else args.intermediate
+    activities = measured or [
+        Wanted(l0 / width, None if union is None else {"64": union}) for l0, union in _l0s_and_unions(args)
+    ]
     plain = common | {"backward": args.backward, "max_autotune": args.max_autotune}
     del common["energy"]
     benches = {
@@ -315,13 +368,12 @@ def _ffn_rows(args, common):
 
     def rows():
         for (hidden, intermediate), bench in itertools.product(sizes, benches.values()):
-            l0s = [l0 * intermediate / SHAPE_L0_OF if args.shape else l0 for l0 in args.l0]
-            # Each number of tokens with every L0.
-            asked = itertools.cycle(dict.fromkeys(args.l0))
-            for row in bench(tokens, l0s, hidden=hidden, intermediate=intermediate):
-                yield row | ({"asked_l0": next(asked), "asked_l0_of": SHAPE_L0_OF} if args.shape else {})
+            asked = itertools.cycle(args.l0)  # each number of tokens with every L0
+            scaled = args.shape and not measured
+            for row in bench(tokens, activities, hidden=hidden, intermediate=intermediate):
+                yield row | ({"asked_l0": next(asked), "asked_l0_of": SHAPE_L0_OF} if scaled else {})
 
-    return rows(), len(tokens) * len(args.l0) * len(sizes) * len(benches)
+    return rows(), len(tokens) * len(activities) * len(sizes) * len(benches)
 
 
 def _model_rows(args, common):

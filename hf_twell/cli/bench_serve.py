@@ -160,6 +160,7 @@ def _one_server(args, common, side, number: int, prompts, baseline: list[str]) -
         "engine_version": _version(side.engine, server),
         "model": args.model,
         "density": density(common["config"], args.passed_on),
+        "unions": unions(common["config"]),
         "dtype": side.dtype(),
         "round": number,
         "repeats": args.repeats,
@@ -202,6 +203,12 @@ def density(config: dict, passed_on: list[str]) -> float | None:
     settings, _ = vllm_engine.additional_config(passed_on)
     known, _ = known_densities(settings, config["twell"], config["num_hidden_layers"])
     return None if known is None else sum(known) / len(known)
+
+
+def unions(config: dict) -> dict[str, float] | None:
+    """The means of layers that the checkpoint's config holds, or None."""
+    stored = config["twell"].get("unions")
+    return stored and {run: round(sum(of) / len(of), 5) for run, of in stored.items()}
 
 
 def _version(engine: str, server) -> str | None:

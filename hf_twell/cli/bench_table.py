@@ -3,7 +3,7 @@
 import statistics
 
 from hf_twell.bench.serve_summary import overlap, pairs, ratio
-from hf_twell.files.tables import percent
+from hf_twell.files.tables import UNIONS, percent, unions_cell
 
 
 def _ffn_cells(rows):
@@ -30,7 +30,8 @@ def _ffn_cells(rows):
             row["tokens"],
             *([f"{row['asked_l0']:g} of {row['asked_l0_of']:,} = {row['requested_l0']:.3g}"] if scaled else []),
             row["l0"],
-            row["distinct_64"],
+            percent(row["density"]),
+            unions_cell(row["unions"]),
             f"{row['error']:.2g} / {row['error_eager']:.2g}",
             *(row.get(n, "") for n in names),
             f"{row['speedup']:.2f}x",
@@ -43,7 +44,8 @@ def _ffn_cells(rows):
         "tokens",
         *(["L0 asked"] if scaled else []),
         "L0",
-        "distinct in 64",
+        "density",
+        UNIONS,
         "error / eager's",
         *(name.replace("_", " ") for name in names),
     ]
@@ -55,14 +57,14 @@ def _model_cells(keys):
         # A variant may be absent from some rows.
         found = dict.fromkeys(name for row in rows for name in row)
         names = [name for name in (*keys, *(n for n in found if n.endswith("_mj_per_token"))) if name in found]
-        activity = "density" if "model" in found else "distinct in 64 (workload)"
-        head = ["layers", "batch", "L0 of layers", activity, *(name.replace("_", " ") for name in names)]
+        activity = ["density", UNIONS] if "model" in found else ["distinct in 64 (workload)"]
+        head = ["layers", "batch", "L0 of layers", *activity, *(name.replace("_", " ") for name in names)]
         return head, [
             [
                 row["layers"],
                 row["batch"],
                 f"{min(row['layer_l0']):.3g} to {max(row['layer_l0']):.3g}",
-                _activity(row),
+                *_activity(row),
                 *(row.get(name, "") for name in names),
             ]
             for row in rows
@@ -71,12 +73,12 @@ def _model_cells(keys):
     return cells
 
 
-def _activity(row) -> str:
-    """What there is besides L0: of a user's own model its density, of a random one how alike it is to the workload."""
+def _activity(row) -> list[str]:
+    """Besides L0: of a user's own model density and unions, of a random one how alike it is to the workload."""
     if "model" in row:
-        return percent(row["density"])
+        return [percent(row["density"]), unions_cell(row["unions"])]
     distinct = row["layer_distinct_64"]
-    return f"{min(distinct):.0f} to {max(distinct):.0f} ({row['workload_distinct_64']:.0f})"
+    return [f"{min(distinct):.0f} to {max(distinct):.0f} ({row['workload_distinct_64']:.0f})"]
 
 
 def _serve_cells(rows):

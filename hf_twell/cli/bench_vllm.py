@@ -117,7 +117,8 @@ def save_llama(
     if args.weights:
         quantize_folder(model, folder, args.weights)
     described = {"layers": layers, "hidden": args.hidden, "intermediate": args.intermediate}
-    described |= {"l0": round(found["l0"], 2), "weights": args.weights or "bfloat16"}
+    unions = {run: share and round(share, 5) for run, share in found["unions"].items()}
+    described |= {"l0": round(found["l0"], 2), "unions": unions, "weights": args.weights or "bfloat16"}
     del model
     if device == "cuda":
         torch.cuda.empty_cache()  # the engines need the room

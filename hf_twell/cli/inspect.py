@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hf_twell.cli.output import DTYPES, check_output, print_json, stdout_for_result, write_json, writing
-from hf_twell.files.tables import text_table
+from hf_twell.files.tables import UNIONS, text_table, unions_cell
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,13 +139,13 @@ def summary(result: dict) -> str:
 
     rows = []
     for index, layer in enumerate(result["layers"]):
-        runs, shares = layer["distinct"]["64"]["neurons"], layer["magnitude_share"]["10%"]
         quantiles = [layer["l0_quantiles"][name] for name in ("p10", "p50", "p90")]
-        row = [index, number(layer["l0"]), percent(layer["density"]), *quantiles, layer["dead_neurons"]]
-        rows.append([*row, layer["always_on_neurons"], "n/a" if runs is None else number(runs), percent(shares)])
+        row = [index, number(layer["l0"]), percent(layer["density"]), unions_cell(layer["unions"]), *quantiles]
+        rows.append([*row, layer["dead_neurons"], layer["always_on_neurons"]])
+        rows[-1].append(percent(layer["magnitude_share"]["10%"]))
         if result.get("conversion"):
             rows[-1].append(percent(layer["negative_share"]))
-    headers = ["layer", "L0", "density", "p10", "p50", "p90", "dead", "always on", "distinct in 64", "top 10 % carry"]
+    headers = ["layer", "L0", "density", UNIONS, "p10", "p50", "p90", "dead", "always on", "top 10 % carry"]
     headers += ["negative gates carry"] if result.get("conversion") else []
     parts = [headline(result)]
     if result["partial"]:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from hf_twell.files.folders import ADAPTER_FILES, KNOWN_FILES
-from hf_twell.files.tables import percent, text_table
+from hf_twell.files.tables import UNIONS, percent, text_table, unions_cell
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")  # of --dtype, how a model is loaded
 
@@ -86,12 +86,15 @@ def write_json(result: dict, path: str | Path) -> None:
 
 def sparsity_table(sparsity: dict) -> str:
     """The result of `hf_twell.measure_sparsity`, a line a layer and their mean."""
+    mean = {**sparsity, "name": "mean", "intermediate_size": ""}
     rows = [
-        [layer["name"], layer["intermediate_size"], layer["l0"], percent(layer["density"]), percent(layer["dead"])]
-        for layer in sparsity["layers"]
+        [
+            *(row["name"], row["intermediate_size"], row["l0"]),
+            *(percent(row["density"]), unions_cell(row.get("unions")), percent(row["dead"])),
+        ]
+        for row in (*sparsity["layers"], mean)
     ]
-    rows.append(["mean", "", sparsity["l0"], percent(sparsity["density"]), percent(sparsity["dead"])])
-    return text_table(["feed-forward block", "neurons", "active per token (L0)", "density", "dead"], rows)
+    return text_table(["feed-forward block", "neurons", "active per token (L0)", "density", UNIONS, "dead"], rows)
 
 
 def _lacks(words: str, record: logging.LogRecord) -> bool:

@@ -9,28 +9,26 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from hf_twell.blocks.architectures import (
-    SUPPORTED,
-    FfnSite,
-    activation_keys,
-    base_layer,
-    decoder_of,
-    stock_class,
-)
+from hf_twell.blocks.architectures import SUPPORTED, FfnSite, base_layer, stock_class
+from hf_twell.blocks.operands import operands_of
+from hf_twell.convert.own_type import needs_own_type
 from hf_twell.files.weights import DTYPES, is_plain
 from hf_twell.ops import reference
 
 
-def check_convertible(model: nn.Module, sites: list[FfnSite]) -> None:
+def check_convertible(model: nn.Module, sites: list[FfnSite]) -> bool:
     """Refuse a model whose blocks hold something that cannot be converted exactly.
 
+    Returns:
+        Whether it needs a `model_type` of our own; see `needs_own_type`.
+
     Raises:
-        ValueError: quantized or meta-device weights, a replaced forward, or a block that computes something else.
+        ValueError: quantized or meta-device weights, a replaced forward, a block that computes something else, or what
+            `needs_own_type` refuses.
     """
+    own_type = needs_own_type(model, sites)
     sites = [block for site in sites for block in site.blocks()]
-    _check_other_activations(model, sites)
     for site in sites:
         where = f"{site.name} ({type(site.module).__name__})"
         if "forward" in vars(site.module):
@@ -49,34 +47,7 @@ def check_convertible(model: nn.Module, sites: list[FfnSite]) -> None:
             converts = not isinstance(activation, nn.ReLU)
             _check_linear(getattr(site.module, name), f"{site.name}.{name}", converts)
         _check_formula(site, where)
-
-
-def _check_other_activations(model: PreTrainedModel, sites: list[FfnSite]) -> None:
-    """The config entry must belong to the blocks alone: what else follows it (a state space, a projector) would change
-    when the converted model is loaded again."""
-    config, keys = activation_keys(model.config)
-    kinds = {type(site.activation) for site in sites} - {nn.ReLU}
-    if not kinds:
-        return
-    entries = {getattr(config, key) for key in keys}
-    # A vision or audio tower has a config of its own.
-    decoder = set(decoder_of(model).modules())
-    towers = [
-        module
-        for module in model.modules()
-        if isinstance(module, PreTrainedModel) and module not in decoder and decoder.isdisjoint(module.modules())
-    ]
-    apart = {inner for outer in (*towers, *(site.module for site in sites)) for inner in outer.modules()}
-    for name, module in model.named_modules():
-        if module in apart:
-            continue
-        # Some keep the name and look the function up when they run.
-        named = any(isinstance(value, str) and value in entries for value in vars(module).values())
-        if named or type(module) in kinds:
-            raise ValueError(
-                f"{name} ({type(module).__name__}) lies outside the feed-forward blocks but follows the same config "
-                f"entry, so converting the config would change it too. {SUPPORTED}."
-            )
+    return own_type
 
 
 def _check_linear(linear: nn.Module, name: str, converts: bool) -> None:
@@ -104,21 +75,17 @@ def _check_formula(site: FfnSite, where: str) -> None:
     cpu = {"device": "cpu", "dtype": torch.float32}
     generator = torch.Generator("cpu").manual_seed(0)
     hidden, intermediate = 8, 24
-    weights: dict[str, Any] = {}
-    for key, rows, columns in (
-        ("gate", intermediate, hidden),
-        ("up", intermediate, hidden),
-        ("down", hidden, intermediate),
-    ):
-        name = getattr(site.form, key)
-        if name is None:
-            continue
+    for name in site.form.linears:
+        rows, columns = (2 * intermediate if site.form.fused else intermediate), hidden
+        if name == site.form.down:
+            rows, columns = hidden, intermediate
         bias = base_layer(getattr(site.module, name)).bias is not None
         linear = nn.utils.skip_init(nn.Linear, columns, rows, bias=bias, **cpu)
         for parameter in linear.parameters():
             parameter.data.normal_(generator=generator)
         tiny._modules[name] = linear
-        weights |= {f"w_{key}": linear.weight, f"b_{key}": linear.bias}
+    operands: Any = operands_of(tiny._modules, site.form, lambda linear: (linear.weight, linear.bias))
+    weights = {key: value for key, value in operands._asdict().items() if key[0] in "wb"}
     setattr(tiny, site.form.activation, nn.ReLU())
     x = torch.randn(2, 3, hidden, generator=generator, **cpu)
     with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):

@@ -1,6 +1,7 @@
 """The `twell` entry of a model's config: what this package knows of a sparse model, and saves with it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -9,16 +10,20 @@ from hf_twell.blocks.architectures import other_activations
 from hf_twell.blocks.calls import store_density
 
 FORMAT_VERSION = 1
+ACTIVITY = ("density", "unions")  # keys of what was measured of the weights as they are
 
 
 def new_entry(config: PreTrainedConfig, layers: list[int] | None) -> dict:
-    """The entry of a model that kernels and the L1 term act on in `layers` (None: all); a density recorded stays.
+    """The entry of a model that kernels and the L1 term act on in `layers` (None: all); activity recorded stays.
 
-    Except one of another number of layers: some were cut off, and it does not say which.
+    Except that of another number of layers: some were cut off, and it does not say which.
     """
-    density = (getattr(config, "twell", None) or {}).get("density")
-    stays = density is not None and _layers_of(config) in (None, len(density))
-    return {"version": FORMAT_VERSION, "layers": layers} | ({"density": density} if stays else {})
+    recorded = getattr(config, "twell", None) or {}
+    density, unions = (recorded.get(key) for key in ACTIVITY)
+    entry: dict[str, Any] = {"version": FORMAT_VERSION, "layers": layers}
+    if density is None or _layers_of(config) not in (None, len(density)):
+        return entry
+    return entry | {"density": density} | ({"unions": unions} if unions else {})
 
 
 def check_entry(config: PreTrainedConfig) -> dict | None:
@@ -38,7 +43,7 @@ def check_entry(config: PreTrainedConfig) -> dict | None:
         raise ValueError(
             f"the config's twell entry has version {version}, this package knows {FORMAT_VERSION}; upgrade it"
         )
-    _check_density(entry, config)
+    _check_activity(entry, config)
     if "unfinished" in entry:
         reasons = entry["unfinished"]
         if isinstance(reasons, dict) and "activation" in reasons:  # which blending wrote, by and by from SiLU to ReLU
@@ -72,36 +77,66 @@ def mark_unfinished(config: PreTrainedConfig, part: str, reason: str | None) -> 
     config.twell = entry | ({"unfinished": reasons} if reasons else {})
 
 
-def record_density(config: PreTrainedConfig | None, ffns: Iterable[nn.Module], density: Sequence[float] | None) -> None:
+def record_density(
+    config: PreTrainedConfig | None,
+    ffns: Iterable[nn.Module],
+    density: Sequence[float] | None,
+    unions: Mapping[str, Sequence[float]] | None = None,
+) -> None:
     """Keep each layer's measured density in a sparse model's config; None: it is not known (any more).
 
     An engine that must choose between kernels and matmuls before it sees a token reads it there, and the model's sparse
     blocks, `ffns`, go by it where they are compiled. A config without an entry gets none.
+
+    Args:
+        unions: beside the density, each layer's share of neurons that are active in at least one of so many
+            neighbouring tokens, by their number: {"16": ..., "64": ..., "128": ...}, or those that were measured.
     """
     entry = getattr(config, "twell", None)
     if config is None or not isinstance(entry, dict):
         return
-    entry = {key: value for key, value in entry.items() if key != "density"}
+    entry = without_activity(entry)
     if density is not None:
-        entry["density"] = [round(layer, 6) for layer in density]
+        entry["density"] = _rounded(density)
+        if unions:
+            entry["unions"] = {run: _rounded(shares) for run, shares in unions.items()}
     if entry != config.twell:
         config.twell = entry
-    store_density(ffns, entry.get("density"))
+    store_density(ffns, entry.get("density"), entry.get("unions"))
 
 
-def _check_density(entry: dict, config: PreTrainedConfig) -> None:
-    density = entry.get("density")
-    if density is None:
-        return
+def without_activity(entry: Mapping) -> dict:
+    """An entry without what was measured: of other weights it is not true."""
+    return {key: value for key, value in entry.items() if key not in ACTIVITY}
+
+
+def _rounded(shares: Sequence[float]) -> list[float]:
+    return [round(share, 6) for share in shares]
+
+
+def _check_activity(entry: dict, config: PreTrainedConfig) -> None:
+    density, unions = (entry.get(key) for key in ACTIVITY)
     # Of another number of layers it may be: layers were cut off since, and it decides nothing but speed.
-    shares = isinstance(density, list) and all(
-        isinstance(share, int | float) and not isinstance(share, bool) and 0 <= share <= 1 for share in density
-    )
-    if not shares:
+    if density is not None and not _are_shares(density):
         raise ValueError(
             f"the density in the config's twell entry is {density!r}; expected a number from 0 to 1 for each of "
             f"{_layers_of(config)} layers. Remove it, or measure it anew (hf_twell.measure_sparsity)"
         )
+    length = len(density or ())
+    if unions is not None and not (
+        isinstance(unions, dict) and all(_are_shares(of) and len(of) == length for of in unions.values())
+    ):
+        raise ValueError(
+            f"the unions in the config's twell entry are {unions!r}; expected, for each number of neighbouring tokens, "
+            f"as many numbers from 0 to 1 as the density has ({length}). Remove them, or measure them anew "
+            "(hf_twell.measure_sparsity)"
+        )
+
+
+def _are_shares(values: object) -> bool:
+    return isinstance(values, list) and all(
+        isinstance(share, int | float) and not isinstance(share, bool) and 0 <= share <= 1 for share in values
+    )
 
 
 def _layers_of(config: PreTrainedConfig) -> int | None:

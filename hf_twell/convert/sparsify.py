@@ -10,13 +10,14 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 import hf_twell
-from hf_twell.blocks.architectures import FfnSite, activation_keys, base_layer, find_ffns, stock_class
+from hf_twell.blocks.architectures import FfnSite, base_layer, find_ffns, stock_class
 from hf_twell.blocks.calls import store_density
 from hf_twell.blocks.layout import restore_down
 from hf_twell.blocks.modeling import FfnSettings, FfnState, SparseFfn, sparse_class, sparse_ffns
 from hf_twell.blocks.operands import quantize_x_alike, quantized_parameters
 from hf_twell.convert.convertible import check_convertible
 from hf_twell.convert.entry import check_entry, new_entry
+from hf_twell.convert.own_type import say_relu, take_own_type
 from hf_twell.files.weights import is_plain
 from hf_twell.ops import api
 
@@ -29,7 +30,9 @@ def sparsify(model: nn.Module, *, backend: str = "auto", layers: Iterable[int] |
     """Turn every feed-forward block's activation into ReLU, and let sparse kernels and the L1 term act on `layers`.
 
     Config and live modules both change, in place; parameters, their names and the model's class stay, so the model
-    saves as its stock architecture with `hidden_act: "relu"`. Calling again changes nothing but `backend` and `layers`.
+    saves as its stock architecture with `hidden_act: "relu"`. Where that entry means other layers too (Qwen3.5), model
+    and config take classes of our own, `TwellQwen3_5ForCausalLM` say, which save as a `model_type` of our own. Calling
+    again changes nothing but `backend` and `layers`.
 
     Args:
         model: a Transformers causal language model (or its decoder), on any device, in float32, bfloat16 or float16.
@@ -49,14 +52,14 @@ def sparsify(model: nn.Module, *, backend: str = "auto", layers: Iterable[int] |
     Source: arXiv 2603.23198, section 2.
     """
     sites = find_ffns(model)
-    check_convertible(model, sites)
-    config, keys = activation_keys(model.config)
+    own_type = check_convertible(model, sites)
     check_entry(model.config)
     api.resolve(backend, sites[0].linear("up").weight.device.type)
     chosen = chosen_layers(model.config, layers, len(sites))
 
-    for key in keys:
-        setattr(config, key, "relu")
+    if own_type:
+        take_own_type(model)
+    say_relu(model.config)
     patch(model, sites, chosen, backend)
     _tell_of_dense_blocks(sites[index] for index in chosen)
     return model
@@ -90,7 +93,7 @@ def patch(model: nn.Module, sites: list[FfnSite], chosen: list[int], backend: st
             else:
                 _restore_stock(block.module)
     model.config.twell = new_entry(model.config, chosen if len(chosen) < len(sites) else None)
-    store_density(sparse_ffns(model), model.config.twell.get("density"))
+    store_density(sparse_ffns(model), model.config.twell.get("density"), model.config.twell.get("unions"))
     if hasattr(model, "add_model_tags"):
         model.add_model_tags(TAG)
     if hasattr(model, "push_to_hub"):

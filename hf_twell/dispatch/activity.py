@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 CPU_TOKENS, CPU_NEURONS, EVERY_CPU_CALLS = 16, 256, 32  # of a sample, which costs as much as a small call
 CUDA_TOKENS, CUDA_NEURONS, EVERY_CUDA_CALLS = 64, 1024, 64
+RUN, CUDA_RUNS = 128, 2  # neighbouring tokens, as many as share a list in a GPU's kernels; runs of them in a sample
 
 
 class Activity(NamedTuple):
@@ -21,11 +22,13 @@ class Activity(NamedTuple):
         density: share of (token, neuron) pairs that are active; None: not known.
         on_kernels: whether the block trains by kernels already.
         answers: what was chosen before, for a graph: see `hf_twell.dispatch.choose.answers`.
+        union: share of neurons that at least one of `RUN` neighbouring tokens activates; None: not known.
     """
 
     density: float | None = None
     on_kernels: bool = False
     answers: dict[float, bool] | None = None
+    union: float | None = None
 
 
 UNKNOWN = Activity()
@@ -53,17 +56,20 @@ class Sample:
 
 
 class RecentInputs:
-    """The density of one block's recent inputs. Copies and pickles start anew.
+    """The density of one block's recent inputs, and on a GPU their union. Copies and pickles start anew.
 
     Attributes:
         density: by the latest sample that has arrived; None before the first.
+        union: by the latest of a GPU's samples of at least `RUN` tokens; None before the first.
         look_in: how many calls may pass before the next has to look; 0 while a sample is on its way.
     """
 
     def __init__(self) -> None:
         self.density: float | None = None
+        self.union: float | None = None
         self.look_in = 0
         self._sample: Sample | None = None
+        self._wants_runs = True  # the latest sample was of fewer tokens: the next call with so many looks again
 
     def __reduce__(self) -> tuple:
         return type(self), ()
@@ -75,7 +81,7 @@ class RecentInputs:
         bias: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
     ) -> bool:
-        """Count a call, and sample its density or read a sample if that is due; whether the density is new.
+        """Count a call, and sample its activity or read a sample if that is due; whether what is known is new.
 
         Args:
             weight, bias, scale: of the projection whose sign says which neurons are active; see `active_share`.
@@ -83,16 +89,28 @@ class RecentInputs:
         if x.numel() == 0 or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return False
         self.look_in -= 1
-        if self.look_in >= 0 and self.density is not None:
+        has_runs = not x.is_cpu and x.numel() >= RUN * x.shape[-1]
+        if self.look_in >= 0 and self.density is not None and not (has_runs and self._wants_runs):
             return False
         sample = self._sample  # by this name, as another thread may read it meanwhile
         if sample is None:
-            few = (CPU_TOKENS, CPU_NEURONS) if x.is_cpu else (CUDA_TOKENS, CUDA_NEURONS)
-            sample = self._sample = Sample(active_share(x, weight, bias, *few, scale))
+            self._wants_runs = not has_runs
+            if has_runs:
+                shares = shares_of_runs(x, weight, bias, scale)
+            else:
+                few = (CPU_TOKENS, CPU_NEURONS) if x.is_cpu else (CUDA_TOKENS, CUDA_NEURONS)
+                shares = active_share(x, weight, bias, *few, scale)
+            sample = self._sample = Sample(shares)
         self.look_in = 0
         if not sample.arrived():
             return False
-        self.density, self._sample = sample.values(), None
+        shares, self._sample = sample.values(), None
+        if isinstance(shares, list):
+            self.density, self.union = shares
+        else:
+            self.density = shares
+            if self.union is not None and self.union < shares:
+                self.union = None  # it was of other inputs
         self.look_in = (EVERY_CPU_CALLS if x.is_cpu else EVERY_CUDA_CALLS) - 1
         return True
 
@@ -112,15 +130,41 @@ def active_share(
         x (..., D); w_gate (F, D); b_gate (F,) or None; s_gate (F, 1), the scales of an 8-bit w_gate, or None.
     """
     x_TD = x.reshape(-1, x.shape[-1])
-    # Spread by the golden ratio: an even stride can meet one position of every sequence, and first ones are densest.
-    total = len(x_TD)
+    return _active(x_TD[_spread(len(x_TD), tokens, x.device)], w_gate, b_gate, neurons, s_gate).float().mean()
+
+
+@torch.no_grad()
+def shares_of_runs(
+    x: torch.Tensor, w_gate: torch.Tensor, b_gate: torch.Tensor | None, s_gate: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Density and union, (2,), of `CUDA_RUNS` runs of `RUN` neighbouring tokens, where kernels have their blocks.
+
+    As many strangers say no more of the density than that: what two neighbours share costs a sample less than tokens
+    add to it. Shapes: as `active_share`, x of `RUN` tokens at least.
+    """
+    x_TD = x.reshape(-1, x.shape[-1])
+    runs = len(x_TD) // RUN
+    x_RND = x_TD[: runs * RUN].unflatten(0, (runs, RUN))[_spread(runs, CUDA_RUNS, x.device)]
+    active_RNF = _active(x_RND, w_gate, b_gate, CUDA_NEURONS, s_gate)
+    return torch.stack([active_RNF.float().mean(), active_RNF.any(1).float().mean()])
+
+
+def _spread(total: int, wanted: int, device: torch.device) -> torch.Tensor:
+    """Up to so many of `total` places, spread by the golden ratio.
+
+    An even stride can meet one position of every sequence, and first ones are densest.
+    """
     stride = next(n for n in range(max(1, round(0.618 * total)), 2 * total + 1) if math.gcd(n, total) == 1)
-    some = x_TD[torch.arange(1, min(tokens, total) + 1, device=x.device) * stride % total]
+    return torch.arange(1, min(wanted, total) + 1, device=device) * stride % total
+
+
+def _active(some, w_gate, b_gate, neurons, s_gate) -> torch.Tensor:
+    """Which of about so many neurons these tokens activate."""
     kept = slice(None, None, max(1, len(w_gate) // neurons))
     weight, bias = w_gate[kept], None if b_gate is None else b_gate[kept]
     if s_gate is not None:
         weight = (weight.float() * s_gate[kept]).to(some.dtype)
-    return (F.linear(some, weight, bias) > 0).float().mean()
+    return F.linear(some, weight, bias) > 0
 
 
 def sampled_density(x: torch.Tensor, w_gate: torch.Tensor, b_gate: torch.Tensor | None = None) -> float:

@@ -20,6 +20,7 @@ from hf_twell.dispatch.limits import limit
 
 Way = Literal["submodules", "dense", "kernels"]
 _16_BITS = (torch.bfloat16, torch.float16)
+_CUDA_TABLES = ("kCudaLimits", "kCudaUnionLimits")  # of evaluation
 
 
 def choose(key: CallKey, activity: Activity = UNKNOWN) -> Way:
@@ -44,17 +45,39 @@ def choose(key: CallKey, activity: Activity = UNKNOWN) -> Way:
 def faster(key: CallKey, activity: Activity) -> bool:
     """Whether kernels take less time than plain matmuls, as far as it is known.
 
-    By limits of density alone, as measured. Where a block's union and the times of both ways at (density, union) are
-    known, these will be compared here.
+    Few tokens cost what their density says, many on a GPU what their union says (`max_union`).
     """
-    if key.quantize_x and quantizing_problem(key) and key.device == "cuda" and float(key.capability) >= 8.9:
+    unread = key.device == "cuda" and key.quantize_x and quantizing_problem(key)
+    if unread and float(key.capability) >= limit("kCudaFp8Capability"):
         return False  # others' linears use tensor cores for e4m3, which plain matmuls on dequantized weights leave idle
     if activity.answers is not None:
         return answer(activity.answers, key.tokens)
+    if activity.union is not None and (most := max_union(key)) is not None:
+        return activity.union <= most
     if activity.density is None:
         return not too_small(key)
     most = max_density(key, activity.on_kernels)
     return most > 0 and activity.density <= most
+
+
+def max_union(key: CallKey) -> float | None:
+    """Union up to which kernels are faster than plain matmuls, of `hf_twell.dispatch.activity.RUN` neighbouring tokens.
+
+    None: such a call goes by its density, though the union be known.
+
+    Source: kernels/twell_cuda/LOG.md, "Where the limits of union come from".
+    """
+    if key.device != "cuda" or key.training or key.capability != HOPPER or key.weights in EIGHT_BIT:
+        return None  # not measured
+    if key.rival == "vllm" and key.tokens <= limit("kVllmCudaDecodeTokens"):
+        return None  # one token each of so many sequences: strangers
+    return _row("kCudaUnionLimits", key.tokens)[1 + _size(key, "kCudaUnionMediumElements")] or None
+
+
+def _size(key: CallKey, medium: str) -> int:
+    """Which of a row's limits is that of matrices of this size: 0, 1 or 2. `medium` names the elements of those of 1."""
+    elements = key.hidden * key.width
+    return (elements >= limit(medium)) + (elements >= limit("kCudaLargeElements"))
 
 
 def max_density(key: CallKey, on_kernels: bool = False) -> float:
@@ -70,9 +93,7 @@ def max_density(key: CallKey, on_kernels: bool = False) -> float:
     if key.device == "cuda" and key.training:
         return _row("kCudaTrainingLimits", key.tokens)[1] * (limit("kCudaTrainingBack") if on_kernels else 1.0)
     if key.device == "cuda":
-        elements = key.hidden * key.width
-        size = (elements >= limit("kCudaMediumElements")) + (elements >= limit("kCudaLargeElements"))
-        most = _row("kCudaLimits", key.tokens)[1 + size]
+        most = _row("kCudaLimits", key.tokens)[1 + _size(key, "kCudaMediumElements")]
         if key.rival == "torch" or key.weights not in EIGHT_BIT:
             return most
         if key.weights == torch.int8 and key.tokens > limit("kVllmCudaInt8MaxTokens"):
@@ -80,13 +101,22 @@ def max_density(key: CallKey, on_kernels: bool = False) -> float:
         return most if key.asked else min(most, limit("kVllmCuda8BitMaxDensity"))
     if key.training:
         return limit(f"kCpuTrainingMaxDensity{_amx(key)}")
-    small = _in_cache(key)
-    most = limit("kCpuCachedMaxDensity") if small else _row(f"kCpuLimits{_amx(key)}", key.tokens)[1]
+    table = f"kCpuLimits{_amx(key)}"
+    most = min(_row(table, key.tokens)[1], max_density_of_size(key))
     if key.rival == "torch":
         return most
     # There a block goes one way at all numbers of tokens: the way of many.
-    many = limit("kCpuCachedMaxDensity") if small else limit(f"kCpuLimits{_amx(key)}")[-1][1]
+    many = limit(table)[-1][1]
     return min(most, many, limit("kVllmCpuInt8MaxDensity" if key.weights == torch.int8 else "kVllmCpuMaxDensity"))
+
+
+def max_density_of_size(key: CallKey) -> float:
+    """What of `max_density` goes by the sizes and type of the weights; at most 1.
+
+    A CPU's operator is told this limit. That of its table it finds itself, by the number of tokens, which a graph may
+    leave open.
+    """
+    return limit("kCpuCachedMaxDensity") if key.device == "cpu" and _in_cache(key) else 1.0
 
 
 def too_small(key: CallKey) -> bool:
@@ -100,7 +130,7 @@ def too_small(key: CallKey) -> bool:
     elements = key.hidden * key.width
     if elements < limit("kCpuSmallestElements"):
         return True
-    few = _at_most(key.tokens, 2)
+    few = _at_most(key.tokens, limit("kCpuFewTokens"))
     work = limit("kCpuSmallestWorkFew" if few else "kCpuSmallestWork")
     return _at_most(key.tokens, (work - 1) // elements)
 
@@ -192,14 +222,14 @@ def quantizing_problem(key: CallKey) -> str | None:
 # What is asked once, for calls that cannot ask for themselves
 
 
-def answers(key: CallKey, density: float) -> dict[float, bool] | None:
-    """Whether kernels are faster for so many tokens or fewer, by the rows of a GPU's table; None where always.
+def answers(key: CallKey, activity: Activity) -> dict[float, bool] | None:
+    """Whether kernels are faster for so many tokens or fewer, by the rows of a GPU's tables; None where always.
 
-    A compiled graph on a GPU goes by these. It is guarded by them, and not by the density: layers that go the same way
+    A compiled graph on a GPU goes by these. It is guarded by them, and not by the activity: layers that go the same way
     share their code.
     """
-    rows = [row[0] for row in limit("kCudaLimits")]
-    known = {most: faster(key._replace(tokens=most), Activity(density)) for most in rows}
+    rows = sorted({row[0] for table in _CUDA_TABLES for row in limit(table)})
+    known = {most: faster(key._replace(tokens=most), activity) for most in rows}
     return None if all(known.values()) else known
 
 
@@ -222,21 +252,27 @@ def answer(known: dict[float, bool], tokens: int) -> bool:
     return known[rows[-1]]
 
 
-def same_answers(key: CallKey, density: float) -> float:
-    """The highest density at which `choose` answers the same in evaluation, at every number of tokens.
+def same_answers(key: CallKey, activity: Activity) -> Activity:
+    """The highest density and union at which `choose` answers the same in evaluation, at every number of tokens.
 
-    It is one of the limits, or infinite where kernels are faster at no number of tokens. An engine that writes the
-    density into compiled code writes this: layers of different densities then mostly share their code.
+    Each is one of the limits, or infinite where kernels are faster at no number of tokens that goes by it. An engine
+    that writes them into compiled code writes these: layers of different activity then mostly share their code.
     """
-    limits = {max_density(key._replace(tokens=tokens)) for tokens in _ends(key)}
-    return min((most for most in limits if density <= most > 0), default=math.inf)
+    keys = [key._replace(tokens=tokens) for tokens in _ends(key)]
+    by_union = {} if activity.union is None else {of: most for of in keys if (most := max_union(of)) is not None}
+    limits = {max_density(of) for of in keys if of not in by_union}
+    density = min((most for most in limits if activity.density <= most > 0), default=math.inf)
+    if activity.union is None:
+        return Activity(density)
+    return Activity(density, union=min((m for m in by_union.values() if activity.union <= m), default=math.inf))
 
 
 def _ends(key: CallKey) -> set[int]:
     """Numbers of tokens, one of each stretch in which the limit of density of such a call is one."""
-    tables = ("kCpuLimits", "kCpuLimitsAmx") if key.device == "cpu" else ("kCudaLimits",)
+    tables = ("kCpuLimits", "kCpuLimitsAmx") if key.device == "cpu" else _CUDA_TABLES
     ends = {row[0] for table in tables for row in limit(table)} - {math.inf}
     elements = max(1, key.hidden * key.width)
-    ends |= {limit("kVllmCudaInt8MaxTokens"), limit("kCpuMinTokensCast") - 1, limit("kCpuMinTokensCastAmx") - 1}
+    ends |= {limit("kVllmCudaDecodeTokens"), limit("kVllmCudaInt8MaxTokens"), limit("kCpuFewTokens")}
+    ends |= {limit("kCpuMinTokensCast") - 1, limit("kCpuMinTokensCastAmx") - 1}
     ends |= {(limit(work) - 1) // elements for work in ("kCpuSmallestWorkFew", "kCpuSmallestWork")}
     return {1, *ends, *(end + 1 for end in ends)} - {0}

@@ -3,10 +3,11 @@
 import functools
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from hf_twell.files.carried import carried_folder
 
 
 @torch.compiler.assume_constant_result
@@ -37,19 +38,3 @@ def _number(text: str) -> int | float:
         return math.inf
     value, _, shift = text.partition("<<")
     return float(value) if "." in value else int(value) << int(shift or 0)
-
-
-def carried_folder(name: str, holds: str) -> Path:
-    """The folder of this name, at the top of the repository, that a wheel carries inside the package: kernels, say.
-
-    Args:
-        holds: a file that lies in it, in the installed package or else in the checkout.
-
-    Raises:
-        FileNotFoundError: it is in neither.
-    """
-    package = Path(__file__).resolve().parents[1]
-    for folder in (package / name, package.parent / name):
-        if (folder / holds).is_file():
-            return folder
-    raise FileNotFoundError(f"{name}/{holds} is neither in {package} nor in {package.parent}; install hf_twell again")

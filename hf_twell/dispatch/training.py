@@ -12,10 +12,12 @@ import torch
 from hf_twell.dispatch.activity import CUDA_NEURONS, CUDA_TOKENS, Activity, Sample, active_share
 from hf_twell.dispatch.choose import faster, max_density
 from hf_twell.dispatch.key import HOPPER, CallKey
+from hf_twell.dispatch.limits import limit
 
 SAMPLE_EVERY_STEPS = 8  # of the optimizer
-MOST = 2.0  # times the limit: what a block of a compiled model counts for at most, however dense it is
-ROOM = 1.25  # times the active neurons: a compiled model keeps a capacity that holds so many
+# Times the active neurons: a compiled model keeps a capacity that holds so many. It says when capacities grow, and not
+# which way blocks go.
+ROOM = 1.25
 
 
 class TrainingChoice:
@@ -104,7 +106,7 @@ class ModelChoice:
 
     They go to the kernels where the mean of their densities is below the limit, because the kernels' time grows
     linearly with density up to there. In denser blocks it soon stays at about that of plain matmuls (16,384 tokens: 2 %
-    above it at a density of 10 %), so that each counts for `MOST` times the limit at most. Capacities only grow, and
+    above it at a density of 10 %), so that each counts for a few times the limit at most. Capacities only grow, and
     only when one is too small. A way that was gone before is not compiled again. The figures of a step decide at the
     end of the next one, which waits for them in every mode: the device still has that step to do, and all ranks change
     together.
@@ -135,8 +137,9 @@ def _choose_together(blocks, tokens, sample):
     seen = [(block.choice, densities[block.layer], block.width) for block in blocks]
     # Sizes make no difference in training on a GPU, nor does the type.
     key = CallKey("cuda", HOPPER, torch.bfloat16, torch.bfloat16, tokens, 0, 0, training=True)
-    limit = max_density(key, on_kernels=all(choice.sparse for choice, _, _ in seen))
-    sparse = sum(min(density, MOST * limit) for _, density, _ in seen) / len(seen) < limit
+    most = max_density(key, on_kernels=all(choice.sparse for choice, _, _ in seen))
+    counted = limit("kCudaTrainingCounts") * most
+    sparse = sum(min(density, counted) for _, density, _ in seen) / len(seen) < most
     fit = all((choice.capacity or 0) >= ROOM * density * width for choice, density, width in seen)
     for choice, density, width in seen:
         choice.density, choice.sparse = density, sparse

@@ -29,7 +29,9 @@ TOKENIZER_FILES = (
     "tokenizer*.json", "tokenizer.model*", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken",
     "tekken.json", "*_tokens*.json",
 )  # fmt: skip
-MODEL_FILES = ("config.json", "generation_config.json", "*processor_config.json", STATE_NAME, MEASURED_NAME)
+MODEL_FILES = (
+    "config.json", "generation_config.json", "modeling_twell.py", "*processor_config.json", STATE_NAME, MEASURED_NAME,
+)  # fmt: skip
 WEIGHT_FILES = (
     "model*.safetensors", "model*.safetensors.index.json", "shard-*-model-*.safetensors", "adapter_model.safetensors",
     "pytorch_model*.bin", "pytorch_model*.bin.index.json",

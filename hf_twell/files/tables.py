@@ -1,6 +1,8 @@
 """Tables of figures: in Markdown for cards and pages, in columns for a terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+UNIONS = "union of 16 / 64 / 128 tokens"  # heads a column of `unions_cell`
 
 
 def markdown_table(headers: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
@@ -26,6 +28,13 @@ def text_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def percent(share: float) -> str:
     return f"{100 * share:.2f} %"
+
+
+def unions_cell(unions: Mapping[str, float | None] | None) -> str:
+    """The share of neurons active in at least one of 16, 64 and 128 neighbouring tokens; n/a where it is not known."""
+    shares = [(unions or {}).get(run) for run in ("16", "64", "128")]
+    told = " / ".join("n/a" if share is None else f"{100 * share:.1f}" for share in shares)
+    return "n/a" if shares == [None] * 3 else f"{told} %"
 
 
 def _cell(value: object) -> str:

@@ -3,15 +3,18 @@
 import itertools
 import statistics
 import time
+from collections.abc import Mapping
 
 import torch
 from transformers import PreTrainedModel
 
 from hf_twell.bench.block import bench_ffn
 from hf_twell.bench.environment import DTYPES, environment
+from hf_twell.bench.wanted import Wanted
 from hf_twell.blocks.architectures import activation_keys, find_ffns
 from hf_twell.convert.sparsify import chosen_layers, sparsify, unpatch
-from hf_twell.dispatch.choose import max_density
+from hf_twell.dispatch.activity import RUN, Activity
+from hf_twell.dispatch.choose import faster, max_density
 from hf_twell.dispatch.key import CallKey, device_class
 from hf_twell.models.modes import evaluation_mode
 from hf_twell.ops import api
@@ -59,17 +62,20 @@ def ffn_savings(
     config, keys = activation_keys(model.config)
     relu = getattr(config, keys[0]) == "relu"
     tokens = {"decode": 1, "prefill": ids.shape[1]}
-    up = sites[0].linear("up").weight
-    limits = {which: _max_density(backend, count, up) for which, count in tokens.items()}
+    down = sites[0].linear("down").weight
+    keys = {which: _key(count, down) for which, count in tokens.items()}
+    # Density up to which "auto" takes the kernels; below 0 where it never does.
+    limits = {which: -1.0 if backend == "reference" else max_density(key) or -1.0 for which, key in keys.items()}
     chosen = chosen_layers(model.config, None, len(sites)) if relu else []
-    paths = [_paths(index in chosen, layer["density"], limits) for index, layer in enumerate(layers)]
+    chosen = chosen if backend != "reference" else []
+    paths = [_paths(index in chosen, layer, keys) for index, layer in enumerate(layers)]
 
     measured = measure and relu and backend != "reference"
     with evaluation_mode(model):
         inputs = _block_inputs(model, sites, ids)
         dense, sparse, difference = _times(model, sites, inputs, device, rounds if measure else 3, measured)
     if not measured:
-        sparse = _predicted(dense, paths, layers, backend, len(sites[0].form.linears))
+        sparse = _predicted(dense, paths, layers, backend, sites[0].form.matrices)
 
     rows = []
     for index, (site, layer) in enumerate(zip(sites, layers, strict=True)):
@@ -117,18 +123,15 @@ def _predicted(dense, paths, layers, backend, matrices) -> dict[str, list[float]
     }
 
 
-def _max_density(backend: str, tokens: int, up: torch.Tensor) -> float:
-    """Density up to which "auto" takes the kernels; below 0 where it never does."""
-    if backend == "reference":
-        return -1.0
-    (device, capability), (width, hidden) = device_class(up.device.type, up.device.index), up.shape
-    key = CallKey(device, capability, up.dtype, up.dtype, tokens, hidden, width)
-    return max_density(key) or -1.0
+def _key(tokens: int, down: torch.Tensor) -> CallKey:
+    (device, capability), (hidden, width) = device_class(down.device.type, down.device.index), down.shape
+    return CallKey(device, capability, down.dtype, down.dtype, tokens, hidden, width)
 
 
-def _paths(chosen: bool, density: float, limits: dict[str, float]) -> dict[str, str]:
+def _paths(chosen: bool, layer: Mapping, keys: Mapping[str, CallKey]) -> dict[str, str]:
     """How a layer is computed, by pass."""
-    return {which: "sparse" if chosen and density <= limits[which] else "dense" for which in PASSES}
+    activity = Activity(layer["density"], union=layer.get("unions", {}).get(str(RUN)))
+    return {which: "sparse" if chosen and faster(key, activity) else "dense" for which, key in keys.items()}
 
 
 def _block_inputs(model, sites, ids) -> list[torch.Tensor]:
@@ -206,14 +209,15 @@ def _total(rows: list[dict]) -> dict[str, float]:
 
 def _if_density(sites, model, tokens, backend, measure, limits, total) -> list[dict]:
     """Speed-ups if the model's blocks were this sparse: measured on synthetic activations, else predicted."""
-    up, dtype = sites[0].linear("up"), str(model.dtype).removeprefix("torch.")
-    matrices = len(sites[0].form.linears)
+    down, dtype = sites[0].linear("down"), str(model.dtype).removeprefix("torch.")
+    matrices = sites[0].form.matrices
     measured = measure and backend != "reference" and matrices == 3 and dtype in DTYPES
     speedups = {}
     if measured:
-        shape = {"hidden": up.in_features, "intermediate": up.out_features, "dtype": dtype, "device": str(model.device)}
-        l0s = [density * up.out_features for density in IF_DENSITIES]
-        times = iter(bench_ffn([1, tokens], l0s, compile_dense=False, **shape))
+        sizes = {"hidden": down.out_features, "intermediate": down.in_features}
+        shape = {**sizes, "dtype": dtype, "device": str(model.device)}
+        wanted = [Wanted(density) for density in IF_DENSITIES]
+        times = iter(bench_ffn([1, tokens], wanted, compile_dense=False, **shape))
         speedups = {(which, density): next(times)["speedup"] for which in PASSES for density in IF_DENSITIES}
     else:
         for which, density in itertools.product(PASSES, IF_DENSITIES):

@@ -94,10 +94,15 @@ class LayerActivity:
         counts = self.tokens_of_neuron.cpu().double()
         firings = counts.sum().item()
         l0, dead = firings / tokens, int((counts == 0).sum())
+        distinct = {
+            str(run): _distinct(self.distinct[index].item(), int(self.runs[index]), counts / tokens, run)
+            for index, run in enumerate(RUNS)
+        }
         return {
             "intermediate_size": width,
             "l0": l0,
             "density": l0 / width,
+            "unions": {run: _share(each["neurons"], width) for run, each in distinct.items()},
             "l1": self.l1.item() / tokens,
             "dead": dead / width,
             "dead_neurons": dead,
@@ -105,10 +110,7 @@ class LayerActivity:
             "l0_quantiles": _quantiles(histogram),
             "effective_neurons": self.effective.item() / tokens,
             "hottest_share": _hottest(counts, firings),
-            "distinct": {
-                str(run): _distinct(self.distinct[index].item(), int(self.runs[index]), counts / tokens, run)
-                for index, run in enumerate(RUNS)
-            },
+            "distinct": distinct,
             "magnitude_share": {
                 _percent(share): (self.share[index] / self.sampled).item() if self.sampled else None
                 for index, share in enumerate(SHARES)
@@ -136,6 +138,10 @@ def _distinct(total: float, runs: int, rate: torch.Tensor, run: int) -> dict[str
     """Mean neurons active in a run, and how many it would be if tokens did not resemble their neighbours."""
     strangers = (1 - (1 - rate) ** run).sum().item()
     return {"neurons": total / runs if runs else None, "if_independent": strangers, "runs": runs}
+
+
+def _share(neurons: float | None, width: int) -> float | None:
+    return None if neurons is None else neurons / width
 
 
 def _norms(h_TF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -43,8 +43,8 @@ class NegativeGates:
         self._energy: torch.Tensor | None = None
 
     def hook(self, _module: nn.Module, _args: tuple, z: torch.Tensor) -> None:
-        """A forward hook for the projection that makes z (..., F): keeps its signs for the `add` that follows."""
-        self._negative = z <= 0
+        """A forward hook for what makes z (..., F), and may make more: keeps its signs for the `add` that follows."""
+        self._negative = self._site.form.split(z)[0] <= 0
 
     def add(self, h: torch.Tensor, valid: torch.Tensor) -> None:
         """Count h (T, F) in; `valid` (T,) bool is False at padding."""

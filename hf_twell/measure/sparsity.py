@@ -13,7 +13,7 @@ from hf_twell.blocks.architectures import FfnSite, find_ffns
 from hf_twell.blocks.batches import batch_size_tokens, check_one_stream, token_weight
 from hf_twell.blocks.modeling import check_whole, sparse_ffns
 from hf_twell.convert.entry import record_density
-from hf_twell.measure.activity import LayerActivity
+from hf_twell.measure.activity import RUNS, LayerActivity
 from hf_twell.measure.inference import input_device
 from hf_twell.measure.negative_gates import NegativeGates
 from hf_twell.models.modes import evaluation_mode
@@ -27,9 +27,9 @@ def measure_sparsity(
     """L0, density, L1 and dead neurons of every feed-forward block, and how its activity is spread.
 
     Works on dense, sparsified and unpatched models alike; the model's mode and weights stay as they are, and the config
-    of a sparsified one keeps each layer's density (`config.twell`), which `save_pretrained` then saves. A layer's
-    neuron is active for a token where h, the input of its down projection, is not zero. Memory does not grow with the
-    number of batches.
+    of a sparsified one keeps each layer's density and unions (`config.twell`), which `save_pretrained` then saves. A
+    layer's neuron is active for a token where h, the input of its down projection, is not zero. Memory does not grow
+    with the number of batches.
 
     Args:
         model: a Transformers model.
@@ -38,15 +38,18 @@ def measure_sparsity(
         progress: show a progress bar on stderr.
 
     Returns:
-        {"tokens", "l0", "density", "l1", "dead" (share of neurons never active), "negative_share", "layers": [...]};
-        the top figures are layer means, and those of a layer are means over non-padding tokens. A layer is a dict of
+        {"tokens", "l0", "density", "unions", "l1", "dead" (share of neurons never active), "negative_share",
+        "layers": [...]}; the top figures are layer means, and those of a layer are means over non-padding tokens. A
+        layer is a dict of
         "name", "intermediate_size", "l0", "density", "l1", "dead", "dead_neurons";
+        "unions": {"16": share of neurons that are active in at least one of 16 neighbouring tokens, "64", "128"}, by
+        which the time of many tokens at once goes, as that of one goes by the density;
         "always_on_neurons": active for every token;
         "l0_quantiles": {"min", "p1", "p10", "p50", "p90", "p99", "max"} of L0 over tokens;
         "effective_neurons": (sum |h|)^2 / sum h^2, how many equally strong neurons would carry a token as unevenly;
         "hottest_share": {"1%": share of all firings that the 1 % of neurons firing most often have, ...};
-        "distinct": {"16": {"neurons": active in at least one of 16 neighbouring tokens, "if_independent": the same if
-        tokens were strangers to each other, "runs"}, "64", "128"};
+        "distinct": {"16": {"neurons": of the union, "if_independent": the same if tokens were strangers to each
+        other, "runs"}, "64", "128"};
         "magnitude_share": {"1%": share of a token's sum |h| that its strongest 1 % of neurons carry, "5%", "10%"}, over
         "magnitude_sample" tokens, an even sample;
         "negative_share": share of the block's output energy, sum of (h_j ||Wd_:,j||)^2, that comes from neurons whose
@@ -93,7 +96,9 @@ def measure_sparsity(
         raise ValueError("no tokens to measure on: the batches are empty or all padding")
     report = activity.report(tokens)
     density = [layer["density"] for layer in report["layers"]]
-    record_density(getattr(model, "config", None), sparse_ffns(model), density)
+    known = [run for run, mean in report["unions"].items() if mean is not None]
+    unions = {run: [layer["unions"][run] for layer in report["layers"]] for run in known}
+    record_density(getattr(model, "config", None), sparse_ffns(model), density, unions)
     return report
 
 
@@ -169,9 +174,14 @@ class ModelActivity:
         mean = {key: sum(layer[key] for layer in layers) / len(layers) for key in ("l0", "density", "l1", "dead")}
         for layer, gates in zip(layers, self.gates, strict=True):
             layer["negative_share"] = gates.report()
-        shares = [layer["negative_share"] for layer in layers]
-        negative = None if None in shares else sum(shares) / len(shares)
-        return {"tokens": tokens, **mean, "negative_share": negative, "layers": layers}
+        negative = _mean([layer["negative_share"] for layer in layers])
+        unions = {str(run): _mean([layer["unions"][str(run)] for layer in layers]) for run in RUNS}
+        return {"tokens": tokens, **mean, "unions": unions, "negative_share": negative, "layers": layers}
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if len(known) == len(values) else None
 
 
 def _inputs(batch: Mapping | torch.Tensor, device: torch.device) -> dict:

@@ -26,7 +26,7 @@ from transformers.utils.hub import cached_file
 
 from hf_twell.blocks.architectures import loading_class
 from hf_twell.blocks.modeling import sparse_ffns
-from hf_twell.convert.entry import FORMAT_VERSION
+from hf_twell.convert.entry import FORMAT_VERSION, without_activity
 from hf_twell.convert.sparsify import TAG, sparsify
 from hf_twell.files.configs import check_folder, check_hub, one_line_errors
 from hf_twell.files.folders import whole_folder
@@ -84,11 +84,11 @@ def record_base(model: nn.Module, folder: Path) -> None:
     """Write into all of a model's adapters that are saved in `folder` that their base is sparsified.
 
     The record (`base_sparsified_by_hf_twell` in adapter_config.json) holds the base's `twell` entry, but not the
-    density, which is that of base and adapter together.
+    density and the unions, which are those of base and adapter together.
     """
     if not hasattr(model, "peft_config"):
         return
-    entry = {key: value for key, value in model.config.twell.items() if key != "density"}
+    entry = without_activity(model.config.twell)
     for part in ("", *model.peft_config):  # peft gives named adapters folders of their own
         path = folder / part / ADAPTER_CONFIG
         if path.is_file():

@@ -11,13 +11,21 @@ from huggingface_hub import ModelCardData
 from transformers import AutoModelForCausalLM
 
 from hf_twell.blocks.architectures import loading_class
-from hf_twell.dispatch.limits import carried_folder
-from hf_twell.files.tables import markdown_table, percent
+from hf_twell.files.carried import carried_folder
+from hf_twell.files.tables import UNIONS, markdown_table, percent, unions_cell
 from hf_twell.models.quantizing import CONFIGS
 
 CLAUSES = {  # by `term`
     "l1": " and were trained with an L1 term on their activations",
     "count": " and were trained with a penalty on how many of them are active",
+}
+OWN_TYPE: dict[bool, dict[str, str]] = {  # whether the `model_type` is one of ours (hf_twell.blocks.modeling_twell)
+    False: {"code": "no remote code", "arguments": "", "key": "hidden_act"},
+    True: {
+        "code": "the file `modeling_twell.py` beside the weights says where ReLU is",
+        "arguments": ", trust_remote_code=True",
+        "key": "ffn_act",
+    },
 }
 BARE_DENSITY = 0.25  # that of a bare swap to ReLU is higher
 LOST = 1.25  # times the dense parent's loss, from which on a card and a training warn; our study ended within 1.06
@@ -44,7 +52,7 @@ def model_card(
         config: its config.json.
         base_model: Hub name of the dense model that it was made from.
         method: what `hf_twell.train.resuming.method_of` says of a trainer, or the `twell_state.json` of a checkpoint or
-            a recipe's final model: l1_weight or target_density, step, warmup_steps, warmup.
+            a recipe's final model: l1_weight, target_density or target_union, share, step, warmup_steps, warmup.
         measured: the `twell_measured.json` of a final model: its losses and, in place of `sparsity`, its sparsity.
         sparsity: what `hf_twell.measure_sparsity` returned or `hf-twell inspect --json` printed.
         scores: what `hf_twell.evaluate` returned or `hf-twell eval --json` printed.
@@ -69,9 +77,11 @@ def model_card(
     if sparsity and isinstance(sparsity.get("density"), float):
         density = percent(sparsity["density"])
         facts[f"density measured{earlier}"] = density
+        if sparsity.get("unions"):
+            facts[f"{UNIONS}, measured{earlier}"] = unions_cell(sparsity["unions"])
         active = f", so that {density} of a block's neurons {'were' if earlier else 'are'} active for a token{earlier}"
     facts |= _losses(measured or {}, _earlier(config))
-    pressed = method and (method.get("l1_weight") or method.get("target_density"))
+    pressed = method and any(method.get(key) for key in ("l1_weight", "target_density", "target_union"))
     trained = CLAUSES[method.get("term", "l1")] if method and pressed else ""
     loader = loading_class(config)
     return _fill(
@@ -82,6 +92,7 @@ def model_card(
         architecture=(config.get("architectures") or [config.get("model_type", "model")])[0],
         loader=loader.__name__,
         needs=_needs(config.get("quantization_config")),
+        **OWN_TYPE[str(config.get("model_type")).startswith("twell_")],
         method_clause=trained + active,
         warning=_warning(config, method, sparsity, measured),
         sparsity=sparsity_section(sparsity, sizes[0], earlier) if sparsity else "",
@@ -187,8 +198,18 @@ def _method(method: Mapping) -> dict:
     return {
         "coefficient of the L1 term": f"{method['l1_weight']:g}{warmup}" if "l1_weight" in method else None,
         "density aimed at": f"{percent(method['target_density'])}{warmup}" if "target_density" in method else None,
+        **_union(method, warmup),
         "optimizer steps": f"{steps:,}" if steps is not None else None,
     }
+
+
+def _union(method: Mapping, warmup: str) -> dict:
+    """What was pressed on in runs of neighbouring tokens."""
+    share = method.get("share")
+    if share is None:
+        return {}
+    aim = f"{percent(method['target_union'])}{warmup}" if "target_union" in method else None
+    return {"tokens pressed to share their neurons": str(share), f"active in any of {share} tokens, aimed at": aim}
 
 
 def _earlier(config: Mapping) -> str:
@@ -224,15 +245,22 @@ def sparsity_section(sparsity: Mapping, layers: int | None, earlier: str = "") -
         raise ValueError("these are no figures of sparsity: give what measure_sparsity or `hf-twell inspect` returned")
     if layers is not None and len(rows) != layers:
         raise ValueError(f"the figures of sparsity are of {len(rows)} layers, the model has {layers}; measure it again")
+    # Training counts no unions.
+    known, about = all(row.get("unions") for row in (sparsity, *rows)), ""
+    if known:
+        about = " The union of 64 tokens is the share of neurons that at least one of 64 neighbouring tokens activates."
     layers_table = markdown_table(
-        ["layer", "active neurons per token (L0)", "of", "density", "dead"],
+        ["layer", "active neurons per token (L0)", "of", "density", *([UNIONS] if known else []), "dead"],
         [
-            [index, f"{row['l0']:.1f}", row["intermediate_size"], percent(row["density"]), percent(row["dead"])]
-            for index, row in enumerate(rows)
-        ]
-        + [["mean", f"{sparsity['l0']:.1f}", "", percent(sparsity["density"]), percent(sparsity["dead"])]],
+            [
+                *(name, f"{row['l0']:.1f}", row.get("intermediate_size", ""), percent(row["density"])),
+                *([unions_cell(row["unions"])] if known else []),
+                percent(row["dead"]),
+            ]
+            for name, row in (*enumerate(rows), ("mean", sparsity))
+        ],
     )
-    return f"## Sparsity\n\n{sparsity.get('where') or _where(sparsity, earlier)}\n\n{layers_table}\n"
+    return f"## Sparsity\n\n{sparsity.get('where') or _where(sparsity, earlier)}{about}\n\n{layers_table}\n"
 
 
 def _where(sparsity: Mapping, earlier: str) -> str:

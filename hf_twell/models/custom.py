@@ -1,7 +1,8 @@
 """Stock model classes that are sparse from the start, and that read the checkpoints of the paper's authors too.
 
 Each is its stock class with sparse blocks, and bears its name: what it saves, prints and is looked up by (Trainer's
-label smoothing, FSDP's and PEFT's records) is the stock architecture.
+label smoothing, FSDP's and PEFT's records) is the stock architecture. Where that cannot say ReLU of the blocks alone
+(Qwen3.5), the class of our own `model_type` takes its place.
 """
 
 import copy
@@ -21,8 +22,11 @@ from transformers import (
 )
 from transformers.utils.hub import cached_file
 
-from hf_twell.blocks.architectures import activation_keys, find_ffns
+from hf_twell.blocks import modeling_twell
+from hf_twell.blocks.architectures import find_ffns
+from hf_twell.blocks.modeling_twell import TwellBlocks
 from hf_twell.convert.entry import check_entry
+from hf_twell.convert.own_type import give_own_type, say_relu
 from hf_twell.convert.sparsify import chosen_layers, patch
 from hf_twell.files.configs import check_generation_config, one_line_errors, read_config, saying_quantized
 from hf_twell.files.weights import (
@@ -53,9 +57,8 @@ class TwellModel(Stock):
         api.resolve(backend, "cpu" if backend == "auto" else backend)
         config = copy.deepcopy(config)
         if check_entry(config) is None:
-            text_config, keys = activation_keys(config)
-            for key in keys:
-                setattr(text_config, key, "relu")
+            make_relu = give_own_type if isinstance(self, TwellBlocks) else say_relu
+            make_relu(config)
         super().__init__(config)
         # The weights may not be there yet: from_pretrained builds on the meta device. Its blocks are known ones.
         sites = find_ffns(self)
@@ -83,19 +86,21 @@ class TwellModel(Stock):
         files = weight_files(path, options.get("variant"), **hub)
         shapes = tensor_shapes(files)
         check_generation_config(path, **hub)
-        stock_type = cls.config_class.model_type
-        given_type = raw.get("model_type")
-        if PUBLISHED_TYPES.get(given_type or "") == stock_type:
+        part = raw.get(cls.config_class.base_config_key, raw)  # the text model's of one that sees, too
+        given_type, types = part.get("model_type"), cls._types()
+        if given_type in PUBLISHED_TYPES and given_type in types:
             model, info = cls._from_published(path, raw, files, shapes, config, options)
-        elif given_type == stock_type:
+        elif given_type in types:
             if not isinstance(config, PreTrainedConfig) and not options.get("ignore_mismatched_sizes"):
                 with saying_quantized(path, raw), one_line_errors(f"{path}: its config.json makes no model"):
-                    cls._check_config(path, cls.config_class.from_dict(copy.deepcopy(raw)), shapes)
+                    cls._check_config(path, cls.config_class.from_dict(copy.deepcopy(part)), shapes)
+            if config is None and given_type != cls.config_class.model_type:  # Transformers would warn of another type
+                config = _with_options(cls.config_class.from_dict(copy.deepcopy(part), name_or_path=str(path)), options)
             options |= {"use_safetensors": True, "output_loading_info": True}
             with saying_quantized(path, raw):
                 model, info = super().from_pretrained(path, *model_args, config=config, **options)
         else:
-            raise ValueError(f"{path} is a {given_type!r} model; {cls.__qualname__} takes {', '.join(cls._types())}")
+            raise ValueError(f"{path} is a {given_type!r} model; {cls.__qualname__} takes {', '.join(types)}")
         check_finite(path, model.named_parameters())
         if not wants_info:
             check_complete(path, info["missing_keys"])
@@ -106,10 +111,7 @@ class TwellModel(Stock):
         """Load what the paper's authors' classes saved; see `published_config` and `published_weights`."""
         with one_line_errors(f"{path}: its config.json makes no model"):
             if config is None:
-                config = published_config(path, raw, shapes)
-                kept = ("dtype", "torch_dtype", "attn_implementation")
-                for name in [name for name in options if hasattr(config, name) and name not in kept]:
-                    setattr(config, name, options.pop(name))  # as from_pretrained of a stock class does
+                config = _with_options(published_config(path, raw, shapes), options)
             cls._check_config(path, config, _upright_shapes(shapes, config))
         weights = published_weights(raw, files, shapes, config)
         for name in (*hub_options(options), "use_safetensors", "variant"):
@@ -139,14 +141,16 @@ class TwellModel(Stock):
     @classmethod
     def _check_config(cls, path, config, shapes):
         check_sizes(path, config, shapes)
-        stock: Any = next(base for base in cls.__mro__ if not issubclass(base, TwellModel))
+        stock: Any = next(base for base in cls.__mro__ if not issubclass(base, TwellModel))  # or our own type's
         with torch.device("meta"):
             check_shapes(path, stock(config), shapes)
 
     @classmethod
     def _types(cls):
-        stock_type = cls.config_class.model_type
-        return [stock_type, *(name for name, stock in PUBLISHED_TYPES.items() if stock == stock_type)]
+        own_type = cls.config_class.model_type
+        stock_type = own_type.removeprefix(modeling_twell.PREFIX)
+        published = [name for name, stock in PUBLISHED_TYPES.items() if stock == stock_type]
+        return list(dict.fromkeys([stock_type, own_type, *published]))
 
 
 class TwellLlamaForCausalLM(TwellModel, LlamaForCausalLM):
@@ -175,7 +179,25 @@ class TwellQwen3ForCausalLM(TwellModel, Qwen3ForCausalLM):
     """`Qwen3ForCausalLM` whose feed-forward blocks are sparse. See `TwellLlamaForCausalLM`."""
 
 
-CLASSES = (TwellLlamaForCausalLM, TwellQwen2ForCausalLM, TwellQwen3ForCausalLM)
+class TwellQwen3_5ForCausalLM(TwellModel, modeling_twell.TwellQwen3_5ForCausalLM):
+    """`Qwen3_5ForCausalLM` whose feed-forward blocks are sparse; of a model that sees, it takes the text model.
+
+    It saves as a `model_type` of our own, as its linear attention keeps SiLU: see `hf_twell.blocks.modeling_twell`, a
+    copy of which is saved along. See `TwellLlamaForCausalLM`.
+    """
+
+
+class TwellQwen3_5ForConditionalGeneration(TwellModel, modeling_twell.TwellQwen3_5ForConditionalGeneration):
+    """`Qwen3_5ForConditionalGeneration` whose text model's blocks are sparse. See `TwellQwen3_5ForCausalLM`."""
+
+
+CLASSES = (
+    TwellLlamaForCausalLM,
+    TwellQwen2ForCausalLM,
+    TwellQwen3ForCausalLM,
+    TwellQwen3_5ForCausalLM,
+    TwellQwen3_5ForConditionalGeneration,
+)
 for _class in CLASSES:
     # save_pretrained and others write type(model).__name__ down. Pickle goes by __qualname__, which stays.
     _class.__name__ = _class.__mro__[2].__name__
@@ -223,6 +245,14 @@ def published_weights(raw: dict, files: list[Path], shapes: dict, config: PreTra
                         tensor = tensor.t().contiguous()
                 weights[name] = tensor
     return weights
+
+
+def _with_options(config: PreTrainedConfig, options: dict) -> PreTrainedConfig:
+    """Take out of `from_pretrained`'s arguments what a config holds, as that of a stock class does."""
+    kept = ("dtype", "torch_dtype", "attn_implementation")
+    for name in [name for name in options if hasattr(config, name) and name not in kept]:
+        setattr(config, name, options.pop(name))
+    return config
 
 
 def _gguf_of(path, name: str, hub: dict) -> str:

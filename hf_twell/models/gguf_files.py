@@ -1,6 +1,6 @@
 """Models in GGUF files, as llama.cpp's converter writes them: checked, dequantized by Transformers, in stock form.
 
-What Transformers would drop in silence is refused, or read here (Llama 3's scaled rotary embedding).
+What Transformers would drop in silence is refused, or read here (see `_restore`).
 """
 
 import logging
@@ -20,8 +20,10 @@ from hf_twell.files.weights import Shape, check_complete, check_finite
 
 logger = logging.getLogger(__name__)
 
-# `general.architecture` of the families that Transformers rebuilds exactly; "llama" stands for Mistral too.
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+# `general.architecture` of the families that are rebuilt exactly; "llama" stands for Mistral too, "phi3" for Phi-4.
+ARCHITECTURES = ("gemma2", "gemma3", "llama", "phi3", "qwen2", "qwen3")
+# Of these alone llama.cpp, too, divides the attention's logits by the root of D / heads, and not of the heads' size.
+GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -69,8 +71,10 @@ def read_gguf(path: str | Path) -> GgufFile:
     if not path.is_file():
         raise OSError(f"no file at {path}; a GGUF file on the Hub must be fetched first (hf download REPO FILE)")
     with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise ValueError(f"{path} is no GGUF file (it does not begin with GGUF); fetch it again")
+        head = file.read(256)
+    if head[:4] != b"GGUF":
+        raise ValueError(f"{path} is no GGUF file (it does not begin with GGUF); fetch it again")
+    _check_architecture(path, _first_architecture(head))  # to read all of a large vocabulary takes 20 s
     try:
         from gguf import GGUFReader
     except ImportError as error:
@@ -85,11 +89,7 @@ def read_gguf(path: str | Path) -> GgufFile:
         return reader.fields[key].contents() if key in reader.fields else None
 
     architecture = value("general.architecture")
-    if architecture not in ARCHITECTURES:
-        raise ValueError(
-            f"{path} has the architecture {architecture!r}; {', '.join(ARCHITECTURES)} (Mistral too) are read from "
-            "GGUF files. Give the model's folder, or its name on the Hub"
-        )
+    _check_architecture(path, architecture)
     if (value("split.count") or 1) > 1:
         raise ValueError(f"{path} is one of {value('split.count')} parts; join them with llama-gguf-split --merge")
     prefix = f"{architecture}."
@@ -155,6 +155,24 @@ def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def _first_architecture(head: bytes) -> str:
+    """The architecture by a file's first bytes, where llama.cpp's converter puts it; else one that is read."""
+    key = b"general.architecture"
+    start = 24 + 8 + len(key) + 4 + 8  # after the file's own numbers: the key, its type, and the value's length
+    if head[32 : 32 + len(key)] != key:
+        return ARCHITECTURES[0]
+    length = int.from_bytes(head[start - 8 : start], "little")
+    return head[start : start + length].decode(errors="replace")
+
+
+def _check_architecture(path: Path, architecture: str | None) -> None:
+    if architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"{path} has the architecture {architecture!r}; {', '.join(ARCHITECTURES)} (Mistral too) are read from "
+            "GGUF files. Give the model's folder, or its name on the Hub"
+        )
+
+
 def _special_tokens(reader) -> dict:
     fields, tokens = reader.fields, reader.fields["tokenizer.ggml.tokens"]
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
@@ -181,8 +199,9 @@ def _config(file: GgufFile) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(**where, trust_remote_code=False)
     if "attention.key_length" in file.settings:
         config.head_dim = file.settings["attention.key_length"]
+    _restore(file, config)
     kind = file.settings.get("rope.scaling.type", "none")
-    if kind != "none":
+    if kind != "none" and (file.architecture, kind) != ("gemma3", "linear"):
         raise ValueError(
             f"{file.path} scales its rotary embedding (rope.scaling.type={kind!r}), which Transformers does not read "
             "from GGUF files; give the model's folder, or its name on the Hub"
@@ -190,6 +209,23 @@ def _config(file: GgufFile) -> PreTrainedConfig:
     if file.rope_factors is not None:
         _restore_llama3_rope(file, file.rope_factors, config)
     return config
+
+
+def _restore(file: GgufFile, config: PreTrainedConfig) -> None:
+    """Put into a config what Transformers does not read of a family's metadata, or takes from one model of it."""
+    settings, by_heads = file.settings, config.hidden_size // config.num_attention_heads
+    if file.architecture in GEMMA_27B_LAYERS:
+        large = config.num_hidden_layers == GEMMA_27B_LAYERS[file.architecture]
+        config.query_pre_attn_scalar = by_heads if large else config.head_dim
+    if file.architecture == "gemma2":
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            setattr(config, key, settings.get(key, getattr(config, key)))
+    if file.architecture == "gemma3" and settings.get("rope.scaling.type") == "linear":
+        scaled = {"rope_type": "linear", "factor": settings["rope.scaling.factor"]}
+        config.rope_parameters["full_attention"] = {**config.rope_parameters["full_attention"], **scaled}
+    if file.architecture == "phi3":
+        config.sliding_window = settings.get("attention.sliding_window") or None
+        config.rope_parameters["partial_rotary_factor"] = settings["rope.dimension_count"] / by_heads
 
 
 def _restore_llama3_rope(file: GgufFile, rope_factors: torch.Tensor, config: PreTrainedConfig) -> None:

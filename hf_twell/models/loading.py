@@ -123,8 +123,9 @@ def load_causal_lm(
     loader = loading_class(raw)
     if loader is not AutoModelForCausalLM:  # which would drop a head, or knows no such models
         raise ValueError(
-            f"{path} is a {loader.__name__}, and only causal language models are taken here; load it from Python by "
-            "that class, and give the model to hf_twell.sparsify, or to hf_twell.load_adapter as its base"
+            f"{path} is a {raw['architectures'][0]}, and only causal language models are taken here; load it from "
+            f"Python by {loader.__name__}, and give the model to hf_twell.sparsify, or to hf_twell.load_adapter as its "
+            "base"
         )
     with saying_quantized(path, raw):
         check_checkpoint(path, **hub)
@@ -149,7 +150,7 @@ def check_checkpoint(path: str | Path, **hub: Any) -> None:
         shapes = tensor_shapes(weight_files(path, **hub))
         check_sizes(path, config, shapes)
         with torch.device("meta"):
-            if loader is AutoModelForCausalLM:
+            if hasattr(loader, "from_config"):  # an Auto class
                 model = loader.from_config(config, trust_remote_code=False)
             else:
                 model = loader._from_config(config)

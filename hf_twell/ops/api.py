@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from hf_twell.dispatch.activity import UNKNOWN, Activity, sampled_density
-from hf_twell.dispatch.choose import choose, problem, training_problem
+from hf_twell.dispatch.choose import Way, choose, max_density_of_size, problem, training_problem
 from hf_twell.dispatch.key import EIGHT_BIT, CallKey, dtype_of, key_of
 from hf_twell.dispatch.training import saved_capacity
 from hf_twell.ops import build, reference
-from hf_twell.ops.checks import check_l1_scale, check_quantize_x, check_tensors
+from hf_twell.ops.checks import check_quantize_x, check_scales_of_terms, check_tensors
 
 
 def ffn(
@@ -27,11 +27,13 @@ def ffn(
     s_down: torch.Tensor | None = None,
     s_gate: torch.Tensor | None = None,
     l1_scale: torch.Tensor | None = None,
+    count_scale: torch.Tensor | None = None,
     token_weight: torch.Tensor | None = None,
     tally: torch.Tensor | None = None,
     capacity: int | None = None,
     quantize_x: bool = False,
     backend: str = "auto",
+    way: Way | None = None,
 ) -> torch.Tensor:
     """ReLU feed-forward block, exact at every density.
 
@@ -42,11 +44,12 @@ def ffn(
     Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()) has it: v_t the e4m3 values and s_t = max|x_t| / 448
     the scale of token t (`hf_twell.ops.reference.quantized_rows`). h is not quantized, as torchao's is.
     With `l1_scale`, backward adds the L1 term's gradient and reports sparsity: see `hf_twell.ops.reference.inject_l1`.
+    With `count_scale` it adds the count term's, by `inject_count` of that module, and reports the same.
 
     Shapes:
         x (..., D); w_up, w_gate (F, D); w_down (D, F); b_up, b_gate (F,); b_down (D,); returns (..., D).
         s_up, s_gate (F,) or (F, 1), s_down (D,) or (D, 1), float32: where the weights are 8-bit, all of them.
-        l1_scale () fp32; token_weight x.shape[:-1] fp32, None for ones; tally (1 + F,) fp32 leaf, or None.
+        l1_scale, count_scale () fp32; token_weight x.shape[:-1] fp32, None for ones; tally (1 + F,) fp32 leaf, or None.
 
     Args:
         capacity: active neurons per token, on average, that forward keeps for backward; a matter of memory and speed
@@ -59,6 +62,8 @@ def ffn(
             that need others go to "reference", with one warning. 8-bit weights: the kernels take them where no
             gradients are wanted, "cpu" int8 alone, "cuda" for more than 64 tokens (on 9.0 with D a multiple of 16,
             192) by dequantizing them in each call, as "reference" does.
+        way: what `hf_twell.dispatch.choose.choose` has answered a caller who knows the block's activity; None: it is
+            asked here.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together, a capacity below 1, quantize_x beside other
@@ -69,7 +74,7 @@ def ffn(
     """
     scales = (s_up, s_down, s_gate)
     check_tensors(x, w_up, w_down, w_gate, b_up, b_down, b_gate, *scales, token_weight, tally)
-    check_l1_scale(l1_scale, tally)
+    check_scales_of_terms(l1_scale, count_scale, tally)
     if capacity is not None and capacity < 1:
         raise ValueError(f"capacity={capacity}; give a number of neurons of at least 1, or None for the default")
     if quantize_x:
@@ -83,7 +88,12 @@ def ffn(
         "s_down": s_down,
         "s_gate": s_gate,
     }
-    l1: dict[str, Any] = {"l1_scale": l1_scale, "token_weight": token_weight, "tally": tally}
+    terms: dict[str, Any] = {
+        "l1_scale": l1_scale,
+        "count_scale": count_scale,
+        "token_weight": token_weight,
+        "tally": tally,
+    }
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, tally))
     if quantize_x:
         check_quantize_x(w_up, needs_grad)
@@ -93,27 +103,31 @@ def ffn(
         key = key_of(x, w_up, w_down, training=needs_grad, quantize_x=quantize_x, asked=asked)
         plain = not _kernels_take(key, backend)
     if plain:
-        return reference.ffn(x, w_up, w_down, w_gate, **beside, **l1, quantize_x=quantize_x)
+        return reference.ffn(x, w_up, w_down, w_gate, **beside, **terms, quantize_x=quantize_x)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         inputs = tuple(t if t is None or t.dtype in EIGHT_BIT else t.to(dtype) for t in inputs)
     x, w_up, w_down, w_gate, b_up, b_down, b_gate = inputs
-    activity = UNKNOWN
-    if needs_grad and key.device == "cpu" and not (asked or key.compiled or x.numel() == 0):
-        # Kernels' forward would follow the density itself, but its backward computes again what plain matmuls keep.
-        # Equal inputs get equal answers, so recomputation repeats the choice.
-        activity = Activity(sampled_density(x, *((w_up, b_up) if w_gate is None else (w_gate, b_gate))))
-    way = choose(key, activity)
+    # A caller in eager evaluation has given the way by a density that it has looked at; else the operator does so.
+    looked = way is not None and not (key.compiled or torch.is_grad_enabled())
+    if way is None:
+        activity = UNKNOWN
+        if needs_grad and key.device == "cpu" and not (asked or key.compiled or x.numel() == 0):
+            # Kernels' forward would follow the density itself, but its backward computes again what plain matmuls keep.
+            # Equal inputs get equal answers, so recomputation repeats the choice.
+            activity = Activity(sampled_density(x, *((w_up, b_up) if w_gate is None else (w_gate, b_gate))))
+        way = choose(key, activity)
     if way != "kernels":
         beside |= {"b_up": b_up, "b_down": b_down, "b_gate": b_gate}
         if way == "submodules":
-            return reference.ffn(x, w_up, w_down, w_gate, **beside, **l1)
-        return dense_ffn(x, w_up, w_down, w_gate, b_up=b_up, b_down=b_down, b_gate=b_gate, **l1)
-    if not needs_grad:  # nothing reads the report, and the L1 term changes gradients alone
-        return torch.ops.hf_twell.infer(*inputs, *scales, *((True,) if quantize_x else ()))
-    l1_scale, token_weight = (None if t is None else t.to(torch.float32) for t in (l1_scale, token_weight))
+            return reference.ffn(x, w_up, w_down, w_gate, **beside, **terms)
+        return dense_ffn(x, w_up, w_down, w_gate, b_up=b_up, b_down=b_down, b_gate=b_gate, **terms)
+    if not needs_grad:  # nothing reads the report, and the terms change gradients alone
+        most = 1.0 if asked or looked else max_density_of_size(key)
+        return torch.ops.hf_twell.infer(*inputs, *scales, quantize_x, most)
+    l1_scale, count_scale, token_weight = _in_float32(l1_scale, count_scale, token_weight)
     capacity = min(capacity or saved_capacity(x.device.type, w_up.shape[0]), w_up.shape[0])
-    return torch.ops.hf_twell.ffn(*inputs, l1_scale, token_weight, tally, capacity)[0]
+    return torch.ops.hf_twell.ffn(*inputs, l1_scale, token_weight, tally, capacity, count_scale)[0]
 
 
 def dense_ffn(
@@ -126,6 +140,7 @@ def dense_ffn(
     b_down: torch.Tensor | None = None,
     b_gate: torch.Tensor | None = None,
     l1_scale: torch.Tensor | None = None,
+    count_scale: torch.Tensor | None = None,
     token_weight: torch.Tensor | None = None,
     tally: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -138,8 +153,12 @@ def dense_ffn(
     gate, up = linear(x, w_up, b_up), None
     if w_gate is not None:
         gate, up = linear(x, w_gate, b_gate), gate
-    l1_scale, token_weight = (None if t is None else t.to(torch.float32) for t in (l1_scale, token_weight))
-    return linear(torch.ops.hf_twell.activation(gate, up, l1_scale, token_weight, tally), w_down, b_down)
+    l1_scale, count_scale, token_weight = _in_float32(l1_scale, count_scale, token_weight)
+    return linear(torch.ops.hf_twell.activation(gate, up, l1_scale, token_weight, tally, count_scale), w_down, b_down)
+
+
+def _in_float32(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    return [None if tensor is None else tensor.to(torch.float32) for tensor in tensors]
 
 
 @torch.compiler.assume_constant_result  # Dynamo's own guards trace a graph anew when the answer changes

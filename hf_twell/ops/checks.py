@@ -57,17 +57,21 @@ def check_tensors(
             raise ValueError(f"x is {x.dtype} and {name} is {tensor.dtype}; give both one dtype, or use autocast")
 
 
-def check_l1_scale(l1_scale: torch.Tensor | None, tally: torch.Tensor | None) -> None:
-    """The L1 term's factor, and no tally without one.
+def check_scales_of_terms(
+    l1_scale: torch.Tensor | None, count_scale: torch.Tensor | None, tally: torch.Tensor | None
+) -> None:
+    """The factors of L1 and of the count, and no tally without one of them.
 
     Raises:
         ValueError: naming what was given, and what is allowed.
     """
-    if l1_scale is None:
-        if tally is not None:
-            raise ValueError("tally was given without l1_scale; to count alone, give l1_scale=torch.zeros(())")
-    elif not isinstance(l1_scale, torch.Tensor) or l1_scale.numel() != 1:
-        raise ValueError(f"l1_scale is {l1_scale!r}; give a tensor of one element")
+    for name, scale in (("l1_scale", l1_scale), ("count_scale", count_scale)):
+        if scale is not None and (not isinstance(scale, torch.Tensor) or scale.numel() != 1):
+            raise ValueError(f"{name} is {scale!r}; give a tensor of one element")
+    if tally is not None and l1_scale is None and count_scale is None:
+        raise ValueError(
+            "tally was given without l1_scale or count_scale; to count alone, give l1_scale=torch.zeros(())"
+        )
 
 
 def check_quantize_x(w_up: torch.Tensor, needs_grad: bool) -> None:

@@ -26,7 +26,7 @@ def _whole_blocks(tokens, block):
 
 
 @library.register_fake("hf_twell::ffn")
-def _ffn_fake(x, w_up, w_down, w_gate, b_up, b_down, b_gate, l1_scale, token_weight, tally, capacity):
+def _ffn_fake(x, w_up, w_down, w_gate, b_up, b_down, b_gate, l1_scale, token_weight, tally, capacity, count_scale=None):
     intermediate, hidden = w_up.shape
     tokens, gated, size = x.numel() // hidden, w_gate is not None, 0
     if capacity > 0:
@@ -41,12 +41,14 @@ def _ffn_fake(x, w_up, w_down, w_gate, b_up, b_down, b_gate, l1_scale, token_wei
 
 
 @library.register_fake("hf_twell::infer")
-def _infer_fake(x, w_up, w_down, w_gate, b_up, b_down, b_gate, s_up=None, s_down=None, s_gate=None, quantize_x=False):
+def _infer_fake(x, *weights, **options):
     return x.new_empty(x.shape)
 
 
 @library.register_fake("hf_twell::ffn_backward")
-def _ffn_backward_fake(grad_y, state, x, w_up, w_down, w_gate, b_up, b_gate, l1_scale, token_weight, capacity, needs):
+def _ffn_backward_fake(
+    grad_y, state, x, w_up, w_down, w_gate, b_up, b_gate, l1_scale, token_weight, capacity, needs, count_scale=None
+):
     intermediate, hidden = w_up.shape
     shapes = (x.shape, w_up.shape, w_down.shape, w_up.shape, (intermediate,), (hidden,), (intermediate,))
     wanted = [bool(needs >> i & 1) for i in range(len(_GRADIENTS))]
@@ -58,22 +60,22 @@ def _ffn_backward_fake(grad_y, state, x, w_up, w_down, w_gate, b_up, b_gate, l1_
 
 
 def _setup_context(ctx, inputs, output):
-    x, w_up, w_down, w_gate, b_up, _, b_gate, l1_scale, token_weight, _, ctx.capacity = inputs
+    x, w_up, w_down, w_gate, b_up, _, b_gate, l1_scale, token_weight, _, ctx.capacity, count_scale = inputs
     _, report, state = output
     ctx.mark_non_differentiable(report, state)
     ctx.set_materialize_grads(False)  # else zeros as large as the state are made for its gradient
-    ctx.save_for_backward(x, w_up, w_down, w_gate, b_up, b_gate, l1_scale, token_weight, report, state)
+    ctx.save_for_backward(x, w_up, w_down, w_gate, b_up, b_gate, l1_scale, token_weight, count_scale, report, state)
 
 
 def _backward(ctx, grad_y, _grad_report, _grad_state):
-    x, w_up, w_down, w_gate, b_up, b_gate, l1_scale, token_weight, report, state = ctx.saved_tensors
+    x, w_up, w_down, w_gate, b_up, b_gate, l1_scale, token_weight, count_scale, report, state = ctx.saved_tensors
     wants = ctx.needs_input_grad
     needs = sum(1 << i for i in range(len(_GRADIENTS)) if wants[i])
     results = torch.ops.hf_twell.ffn_backward(
-        grad_y, state, x, w_up, w_down, w_gate, b_up, b_gate, l1_scale, token_weight, ctx.capacity, needs
+        grad_y, state, x, w_up, w_down, w_gate, b_up, b_gate, l1_scale, token_weight, ctx.capacity, needs, count_scale
     )
     gradients = [result if wants[i] else None for i, result in enumerate(results)]
-    return (*gradients, None, None, report if wants[9] else None, None)
+    return (*gradients, None, None, report if wants[9] else None, None, None)
 
 
 library.register_autograd("hf_twell::ffn", _backward, setup_context=_setup_context)
@@ -91,27 +93,27 @@ library.register_autograd("hf_twell::ffn_backward", _refuse_second_derivatives)
 
 
 @library.register_fake("hf_twell::activation")
-def _activation_fake(gate, up, l1_scale, token_weight, tally):
+def _activation_fake(gate, up, l1_scale, token_weight, tally, count_scale=None):
     return gate.new_empty(gate.shape)
 
 
 @library.register_fake("hf_twell::activation_backward")
-def _activation_backward_fake(grad_h, gate, up, l1_scale, token_weight, reports):
+def _activation_backward_fake(grad_h, gate, up, l1_scale, token_weight, reports, count_scale=None):
     report = gate.new_empty(1 + gate.shape[-1] if reports else 0, dtype=torch.float32)
     return gate.new_empty(gate.shape), gate.new_empty((0,) if up is None else gate.shape), report
 
 
 def _activation_setup(ctx, inputs, output):
-    gate, up, l1_scale, token_weight, _ = inputs
-    ctx.save_for_backward(gate, up, l1_scale, token_weight)
+    gate, up, l1_scale, token_weight, _, count_scale = inputs
+    ctx.save_for_backward(gate, up, l1_scale, token_weight, count_scale)
 
 
 def _activation_backward(ctx, grad_h):
-    gate, up, l1_scale, token_weight = ctx.saved_tensors
+    gate, up, l1_scale, token_weight, count_scale = ctx.saved_tensors
     reports = ctx.needs_input_grad[4]
-    arguments = (grad_h, gate, up, l1_scale, token_weight, reports)
+    arguments = (grad_h, gate, up, l1_scale, token_weight, reports, count_scale)
     grad_gate, grad_up, report = torch.ops.hf_twell.activation_backward(*arguments)
-    return grad_gate, None if up is None else grad_up, None, None, report if reports else None
+    return grad_gate, None if up is None else grad_up, None, None, report if reports else None, None
 
 
 library.register_autograd("hf_twell::activation", _activation_backward, setup_context=_activation_setup)

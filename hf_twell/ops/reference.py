@@ -26,6 +26,7 @@ def ffn(
     s_down: torch.Tensor | None = None,
     s_gate: torch.Tensor | None = None,
     l1_scale: torch.Tensor | None = None,
+    count_scale: torch.Tensor | None = None,
     token_weight: torch.Tensor | None = None,
     tally: torch.Tensor | None = None,
     quantize_x: bool = False,
@@ -34,8 +35,11 @@ def ffn(
     if quantize_x and x.numel() > limit("kDecodeMaxTokens") * x.shape[-1]:
         x = dequantized_rows(*quantized_rows(x), x.dtype)
     up = linear(x, w_up, s_up, b_up)
-    h = torch.relu(up) if w_gate is None else torch.relu(linear(x, w_gate, s_gate, b_gate)) * up
-    if l1_scale is not None:
+    active = torch.relu(up if w_gate is None else linear(x, w_gate, s_gate, b_gate))
+    if count_scale is not None:
+        active = inject_count(active, count_scale, token_weight)
+    h = active if w_gate is None else active * up
+    if l1_scale is not None or tally is not None:
         h = inject_l1(h, l1_scale, token_weight, tally)
     return linear(h, w_down, s_down, b_down)
 
@@ -81,15 +85,30 @@ def dequantized_rows(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dt
 COUNT_WIDTH = 0.1  # of a gate: within a few such of zero, the count term pushes a neuron off; far above, it lets it be
 
 
-def inject_count(active: torch.Tensor, scale: torch.Tensor, token_weight: torch.Tensor | None = None) -> torch.Tensor:
+def inject_count(
+    active: torch.Tensor,
+    scale: torch.Tensor,
+    token_weight: torch.Tensor | None = None,
+    runs: tuple[torch.Tensor, torch.Tensor] | None = None,
+    unions: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return the ReLU's output unchanged; in backward add the gradient of the count term to it.
 
     Formula: dL/da += scale * token_weight * p'(a) for a > 0, where p(a) = tanh(a / (2 * 0.1)). The sum of p over
     neurons is a smooth count of the active ones. Unlike L1, it does not press on a neuron that is far from off.
 
-    Shapes: active (..., F); scale () fp32; token_weight (...) fp32 or None for ones.
+    With `runs` the smooth count of what neighbours activate together is added: for each run r of n_r tokens,
+    scale * n_r * p(m_rf) summed over neurons, where m_rf is the largest a_tf of its tokens. So each token counts once
+    by itself and once by its run, and a run that is shorter counts by its tokens. The gradient goes to the strongest
+    token, in equal parts to those that are equally strong: dL/da_tf += scale * n_r * p'(m_rf) / k_rf for each of the
+    k_rf tokens with a_tf = m_rf > 0. The report is the "gradient" of `unions`:
+    unions.grad[0] += sum over runs and neurons of n_r * [m_rf > 0].
+
+    Shapes: active (..., F); scale () fp32; token_weight (...) fp32 or None for ones; runs: `tokens` (R, share) and
+    `run` (T,) int64 as in `hf_twell.blocks.batches.Runs`; unions (1,) fp32 leaf, as `tally` of `inject_l1`, or None.
     """
-    return _InjectCount.apply(active, scale, token_weight)
+    tokens, run = (None, None) if runs is None else runs
+    return _InjectCount.apply(active, scale, token_weight, tokens, run, unions)
 
 
 def inject_l1(
@@ -128,17 +147,46 @@ def new_tally(size: int, device: torch.device | str = "cpu") -> torch.Tensor:
 
 class _InjectCount(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, active, scale, token_weight):
-        ctx.save_for_backward(active, scale, token_weight)  # as the product with up does, so it costs no memory
+    def forward(ctx, active, scale, token_weight, tokens, run, unions):
+        # The product with up saves the same storage, so keeping it here costs no memory.
+        ctx.save_for_backward(active, scale, token_weight, tokens, run)
         return active.view_as(active)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        active, scale, token_weight = ctx.saved_tensors
-        scale = scale if token_weight is None else (scale * token_weight).unsqueeze(-1)
-        slope = (1 - torch.tanh(active / (2 * COUNT_WIDTH)).square()) / (2 * COUNT_WIDTH)
-        return grad + torch.where(active > 0, scale.to(active.dtype) * slope, 0), None, None
+        active, scale, token_weight, tokens, run = ctx.saved_tensors
+        each = scale if token_weight is None else (scale * token_weight).unsqueeze(-1)
+        slope = each.to(active.dtype) * _count_slope(active)
+        report = None
+        if tokens is not None:
+            of_runs, report = _slope_of_runs(active, scale, tokens, run)
+            slope += of_runs
+        report = report if ctx.needs_input_grad[5] else None
+        return grad + slope.masked_fill_(~(active > 0), 0), None, None, None, None, report
+
+
+def _count_slope(active: torch.Tensor) -> torch.Tensor:
+    """p'(a)."""
+    return (1 - torch.tanh(active / (2 * COUNT_WIDTH)).square()) / (2 * COUNT_WIDTH)
+
+
+def _slope_of_runs(
+    active: torch.Tensor, scale: torch.Tensor, tokens: torch.Tensor, run: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a run's count adds to the gradient of its strongest tokens, and the report; see `inject_count`."""
+    active_TF = active.reshape(-1, active.shape[-1])
+    exists_RS1 = (tokens >= 0).unsqueeze(-1)
+    # In place, as fresh memory of this size costs a CPU more than the arithmetic.
+    active_RSF = active_TF[tokens.clamp(min=0)].masked_fill_(~exists_RS1, 0)
+    strongest_RF = active_RSF.amax(1)
+    equals_RF = (active_RSF == strongest_RF.unsqueeze(1)).sum(1, dtype=torch.int32)  # 0 where a NaN is the strongest
+    size_R1, wide = exists_RS1.sum(1), torch.promote_types(active.dtype, torch.float32)
+    slope_RF = scale * size_R1 * _count_slope(strongest_RF.to(wide)) / equals_RF.clamp(min=1)
+    slope_TF = slope_RF.to(active.dtype)[run].masked_fill_(active_TF != strongest_RF[run], 0)
+    # Over runs first, as `count` sums over tokens first. A NaN is active, as `relu` keeps it.
+    union_F = (size_R1 * (strongest_RF != 0)).sum(0, dtype=wide)
+    return slope_TF.view_as(active), union_F.sum().view(1).float()
 
 
 class _InjectL1(torch.autograd.Function):

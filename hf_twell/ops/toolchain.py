@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from hf_twell.dispatch.limits import carried_folder
+from hf_twell.files.carried import carried_folder
 
 STABLE_ABI_TARGET = "0x020a000000000000"  # torch 2.10
 OLDEST_GPU = (8, 0)  # compute capability; before it there is no bf16

@@ -19,6 +19,7 @@ REFUSED = {  # keys of `training`, and what to do
 }
 # Reporters that Transformers has, and does not look for when it lists those that are installed.
 UNLISTED_REPORTERS = ("azure_ml", "flyte")
+UNION = "twell/union_"  # and how many tokens share it
 _ANY_CLASS = ConfigDict(arbitrary_types_allowed=True)  # such as accelerate's ParallelismConfig
 
 
@@ -105,5 +106,7 @@ class CompactProgress(ProgressCallback):
         if self.training_bar is not None and logs is not None and "loss" in logs:
             figures = {"loss": f"{logs['loss']:.3f}"}
             if "twell/l0" in logs:
-                figures |= {"L0": f"{logs['twell/l0']:.1f}", "l1_weight": f"{logs['twell/l1_weight']:.2g}"}
+                figures["L0"] = f"{logs['twell/l0']:.1f}"
+                figures |= {key.removeprefix("twell/"): f"{logs[key]:.1%}" for key in logs if key.startswith(UNION)}
+                figures["l1_weight"] = f"{logs['twell/l1_weight']:.2g}"
             self.training_bar.set_postfix(figures)

@@ -90,9 +90,13 @@ class Recipe:
         assistant_only_loss: true trains on what the assistant says in rows of `messages`, false on all of their tokens;
             the L1 term and `distill` act on all tokens.
         relu: false trains the dense parent as it is, as a control; the keys from here to `distill` then have no effect.
-        target_density: share of active neurons to reach; this or `l1_weight` must be given.
-        term: "l1", or with `target_density` also "count": what is pressed on, the size of what active neurons add or
-            how many they are.
+        target_density: share of active neurons to reach; this, `target_union` or `l1_weight` must be given.
+        target_union: share of neurons to reach that are active in at least one of `share` neighbouring tokens.
+        term: "l1", or with a target also "count": what is pressed on, the size of what active neurons add or how many
+            they are.
+        share: with "count", how many neighbouring tokens are pressed to share their active neurons, such as 64; null
+            presses on each token alone. The runs of so many begin at each sequence's start, whatever documents are in
+            it.
         l1_weight: coefficient of the L1 term; 0 trains the ReLU model without it.
         warmup_steps: optimizer steps (or share of them, under 1) over which the coefficient rises, or the density
             falls to its target.
@@ -125,7 +129,9 @@ class Recipe:
     assistant_only_loss: bool = False
     relu: bool = True
     target_density: Positive | None = None
+    target_union: Positive | None = None
     term: Literal["l1", "count"] = "l1"
+    share: Annotated[int, Field(ge=2)] | None = None
     l1_weight: Positive | None = None
     warmup_steps: Positive | None = None
     warmup: Literal["linear", "sine"] = "linear"
@@ -144,13 +150,13 @@ class Recipe:
     @property
     def sparsity(self) -> dict:
         """Arguments of `SparsityCallback`."""
-        names = ("target_density", "term", "warmup_steps", "warmup", "layer_shares", "l1_bounds", "revive_after")
-        return {name: getattr(self, name) for name in ("l1_weight", *names)}
+        names = ("l1_weight", "target_density", "target_union", "term", "share", "warmup_steps", "warmup")
+        return {name: getattr(self, name) for name in (*names, "layer_shares", "l1_bounds", "revive_after")}
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         """Refuse values that each may be, and that no run can have together."""
-        if self.relu or self.l1_weight is not None or self.target_density is not None:
+        if self.relu or any(value is not None for value in (self.l1_weight, self.target_density, self.target_union)):
             schedule = {key: value for key, value in self.sparsity.items() if key != "revive_after"}
             check_schedule(**{**schedule, "warmup_steps": self.warmup_steps or 0})
         if self.assistant_only_loss:

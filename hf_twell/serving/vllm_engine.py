@@ -62,6 +62,7 @@ def refusal(model: str, arguments: Sequence[str] = ()) -> str | None:
         ValueError, OSError: no such model, or one that Transformers would not serve either; settings of the plugin, in
             vLLM's arguments, that cannot be right.
     """
+    from hf_twell.blocks.modeling_twell import PREFIX
     from hf_twell.models.custom import published_class
     from hf_twell.models.gguf_files import is_gguf
 
@@ -75,6 +76,8 @@ def refusal(model: str, arguments: Sequence[str] = ()) -> str | None:
     config = _config(model)
     if published_class(config.get("model_type")):
         return f"vLLM knows no {config['model_type']}; `hf-twell sparsify` saves such a model in stock form"
+    if str(config.get("model_type")).startswith(PREFIX):
+        return f"vLLM knows no {config['model_type']}, a type of this package's own"
     if _is_of_torchao(config):
         return (
             f"vLLM does not load {model}, which holds weights of torchao as `hf-twell quantize` writes them; of 8-bit "

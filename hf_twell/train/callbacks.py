@@ -59,7 +59,8 @@ class SparsityCallback(TrainerCallback):
     `twell/layer_NN/...` of these for each layer (kept off the console), over all tokens since the log before
     (or since the run was resumed); on a GPU whose kernels train, `twell/layers_on_kernels`, how many layers they take
     now (the others are still too dense; those of a compiled model move all at once); with the matching arguments,
-    `twell/target` (the density that the controller steers to now), `twell/revived`, `twell/kl` and `twell/layer_error`.
+    `twell/target` (the density or union that the controller steers to now), `twell/union_64` (the union, with
+    `share=64`), `twell/revived`, `twell/kl` and `twell/layer_error`.
 
     Its `CompleteCheckpoints` marks the trainer's checkpoints: `trainer.train(resume_from_checkpoint=True)` passes over
     those whose saving was interrupted.
@@ -78,7 +79,10 @@ class SparsityCallback(TrainerCallback):
             model of 88M parameters trained from scratch. 0 measures only.
         target_density: in place of `l1_weight`: the share of active neurons that is wanted, such as 0.01; a
             `DensityController` finds each layer's coefficient.
-        term: "l1", or with `target_density` also "count", a smooth count of active neurons (see `L1Penalty`).
+        target_union: in place of `target_density`, with `share`: the share of neurons that is wanted active in at least
+            one of `share` neighbouring tokens, such as 0.25.
+        term: "l1", or with a target also "count", a smooth count of active neurons (see `L1Penalty`).
+        share: with "count", how many neighbouring tokens are pressed to share their neurons, such as 64.
         warmup_steps: optimizer steps over which the coefficient rises from 0 (default 0), or the density falls to its
             target (default 0.1; 0.4 is better for a hundred steps to 1 %); a float under 1 is a share of all steps.
         warmup: "linear", or "sine" (flat at both ends).
@@ -103,7 +107,9 @@ class SparsityCallback(TrainerCallback):
         l1_weight: float | None = None,
         *,
         target_density: float | None = None,
+        target_union: float | None = None,
         term: str = "l1",
+        share: int | None = None,
         warmup_steps: int | float | None = None,
         warmup: str = "linear",
         layer_shares: str = "equal",
@@ -120,11 +126,13 @@ class SparsityCallback(TrainerCallback):
             raise TypeError(f"SparsityCallback() got an unexpected keyword argument {name!r}")
         check_trainer(trainer)
         if warmup_steps is None:
-            warmup_steps = 0 if target_density is None else 0.1
+            warmup_steps = 0 if l1_weight is not None else 0.1
         check_schedule(
             l1_weight=l1_weight,
             target_density=target_density,
+            target_union=target_union,
             term=term,
+            share=share,
             warmup_steps=warmup_steps,
             warmup=warmup,
             layer_shares=layer_shares,
@@ -134,8 +142,9 @@ class SparsityCallback(TrainerCallback):
             raise ValueError("revive_after: under FSDP or DeepSpeed the rows' optimizer state is sharded; leave it out")
         detach_earlier(trainer, SparsityCallback)  # else it would take off what follows
         self.trainer, self._begun = trainer, 0  # the step at which the run began
-        self.penalty = L1Penalty(trainer.model, 0.0 if l1_weight is None else l1_weight, term=term)
-        self.l1_weight, self.target_density, self.term = l1_weight, target_density, term
+        self.penalty = L1Penalty(trainer.model, 0.0 if l1_weight is None else l1_weight, term=term, share=share)
+        self.l1_weight, self.target_density, self.target_union = l1_weight, target_density, target_union
+        self.term, self.share = term, share
         self.warmup_steps, self.warmup = warmup_steps, warmup
         self.layer_shares = layer_shares
         self.l1_bounds = list(l1_bounds) if isinstance(l1_bounds, tuple) else l1_bounds  # as a checkpoint gives them
@@ -169,6 +178,12 @@ class SparsityCallback(TrainerCallback):
             self.distillation.leave(self.trainer)
         unwrap(self.trainer, self)
 
+    @property
+    def target(self) -> str | None:
+        """The name of the argument that gave the target; None where `l1_weight` was given."""
+        names = ("target_density", "target_union")
+        return next((name for name in names if getattr(self, name) is not None), None)
+
     def progress(self, step: int) -> float:
         """How far the warm-up is, from 0 to 1, when `step` optimizer steps are finished."""
         steps = whole_steps(self.warmup_steps, self.trainer.state.max_steps)
@@ -182,8 +197,9 @@ class SparsityCallback(TrainerCallback):
 
     def schedule(self) -> dict:
         """The arguments that a checkpoint records, and a model card tells."""
-        names = ["l1_weight"] if self.target_density is None else ["target_density", "layer_shares", "l1_bounds"]
+        names = ["l1_weight"] if self.target is None else [self.target, "layer_shares", "l1_bounds"]
         names += ["term"] if self.term != "l1" else []
+        names += ["share"] if self.share is not None else []
         names += ["warmup_steps", "warmup"]
         names += ["revive_after"] if self.revival is not None else []
         return {name: getattr(self, name) for name in names}
@@ -213,15 +229,16 @@ class SparsityCallback(TrainerCallback):
         saved = read_state(resumed) if resumed else {}
         self._told, self._begun = set(), step
         self.penalty.report()  # what a run that broke off left uncounted
-        if self.target_density is not None:
+        if self.target is not None:
             self.controller = DensityController(
-                self.target_density,
+                getattr(self, self.target),
                 steps=self.trainer.state.max_steps,
                 layer_shares=self.layer_shares,
+                is_union=self.target == "target_union",
                 l1_bounds=self.l1_bounds,
             )
             self.penalty.layer_weights = None
-            if saved.get("controller"):
+            if saved.get("controller") and self.target in saved:  # else it knows shares of another kind
                 self.controller.load_state(saved["controller"], self.penalty.device)
                 self.penalty.layer_weights = self.controller.weights()
         if self.revival is not None:
@@ -251,8 +268,9 @@ class SparsityCallback(TrainerCallback):
         if counts is None:
             return
         if self.controller is not None:
-            measured = counts.density(), counts.size(self.term)
-            self.penalty.layer_weights = self.controller.update(*measured, self.progress(step + 1))
+            measured = counts.density() if self.target == "target_density" else counts.union()
+            progress = self.progress(step + 1)
+            self.penalty.layer_weights = self.controller.update(measured, counts.size(self.term), progress)
         if self.revival is not None:
             self.revival.count(counts.tokens, counts.active)
             revives = step < REVIVE_UNTIL * state.max_steps
@@ -262,7 +280,7 @@ class SparsityCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self.controller is not None and state.is_world_process_zero:
-            warn_of_miss(self.controller, self.penalty.ffns)
+            warn_of_miss(self.controller, self.penalty.ffns, target=self.target)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not args.should_save:
@@ -285,7 +303,7 @@ class SparsityCallback(TrainerCallback):
             check_batches(self.trainer, batches)
             if self.parent_loss is None and self.l1_weight != 0 and not self.trainer.state.global_step:
                 self.parent_loss = parent_loss(self.trainer, batches)
-            if self.target_density is None:
+            if self.target is None:
                 self.penalty.l1_weight = self.weight_at(self.trainer.state.global_step)
             self.penalty.begin_step(batches, scaler=self.trainer.accelerator.scaler)
         return _MicroBatches(batches, self._with_term), num_items_in_batch
@@ -313,14 +331,12 @@ class SparsityCallback(TrainerCallback):
 
     def _warn(self, logs: dict, report: dict) -> None:
         state = self.trainer.state
-        if self.target_density is not None and "tokens" not in self._told:
+        if self.target is not None and "tokens" not in self._told:
             self._told.add("tokens")
-            warn_of_few_tokens(
-                report["tokens"] / (state.global_step - self._begun) * state.max_steps, self.target_density
-            )
-        steered = None if self.target_density is None else self.layer_shares
+            tokens = report["tokens"] / (state.global_step - self._begun) * state.max_steps
+            warn_of_few_tokens(tokens, self.target, getattr(self, self.target))
         if "loss" not in self._told and warn_of_loss(
-            self.trainer, logs, report, parent_loss=self.parent_loss, steered=steered
+            self.trainer, logs, report, parent_loss=self.parent_loss, target=self.target, layer_shares=self.layer_shares
         ):
             self._told.add("loss")
 
@@ -331,7 +347,8 @@ class SparsityCallback(TrainerCallback):
             setpoint = controller.setpoint(self.progress(self.trainer.state.global_step))
             rows["twell/target"] = setpoint.mean().item()
             if self.trainer.is_world_process_zero():
-                warn_of_bounds(controller, self._told, self.penalty.ffns, self.trainer.state.global_step)
+                step = self.trainer.state.global_step
+                warn_of_bounds(controller, self._told, self.penalty.ffns, step, target=self.target)
         if self.revival is not None:
             rows["twell/revived"] = self._revived
         if self.distillation is not None:

@@ -15,6 +15,7 @@ LARGEST_TERM = 4.0
 PROPORTIONAL = 4.0
 INTEGRAL = 24.0  # over the whole run
 LARGEST_INTEGRAL = 0.4  # a step, in very short ones
+LARGEST_UNION = 1 - 1e-6  # above, all neurons count as active
 SMOOTHED = 0.02  # share of the run
 FAR = math.log(1.1)  # a tenth
 
@@ -28,10 +29,15 @@ class DensityController:
     to 1. The first weight is the one that makes the L1 term 0.03 nats, whatever the model's activations measure; no
     layer's weight times its L1 comes to more than 4 nats, unless `l1_bounds` are given.
 
+    With `is_union` the target is a union, the share u of neurons that is active in at least one of several tokens, and
+    -log(1 - u) takes the density's place in the formula: the two are in proportion where tokens choose their neurons
+    independently. Near 1 the union itself hardly moves while the density halves.
+
     Args:
         target_density: of every layer (`layer_shares="equal"`), or of their mean ("free": one weight for all layers).
         steps: optimizer steps of the run in which the controller works.
         layer_shares: "equal" or "free".
+        is_union: whether the target is a union, which `update` then gets in place of the density.
         l1_bounds: lowest and highest weight; by default a thousandth and 100,000 times the first one, within 4 nats.
 
     Raises:
@@ -50,10 +56,12 @@ class DensityController:
         *,
         steps: int,
         layer_shares: str = "equal",
+        is_union: bool = False,
         l1_bounds: Sequence[float] | None = None,
     ) -> None:
         check_target(target_density, layer_shares=layer_shares, l1_bounds=l1_bounds)
         self.target_density = target_density
+        self.is_union = is_union
         self.steps = steps
         self.layer_shares = layer_shares
         self.l1_bounds = l1_bounds
@@ -67,8 +75,8 @@ class DensityController:
         A step whose L1 is not finite changes nothing: its forward overflowed (in float16, the loss scaler passes over
         it too), or all of it was padding.
 
-        Shapes: density and l1 (L,) fp32, of the step that has run (with the count term, L0 in place of L1); returns
-        (L,) fp32.
+        Shapes: density and l1 (L,) fp32, of the step that has run (with the count term, what it counts in place of
+        L1); returns (L,) fp32.
         """
         density, valid = density.clamp(min=1e-7), l1.isfinite().all()
         if not self.started:
@@ -78,7 +86,8 @@ class DensityController:
         else:
             rate = 1 / max(1.0, SMOOTHED * self.steps)
             self._density = torch.where(valid, self._density + rate * (density - self._density), self._density)
-        error = torch.where(valid, (self._seen() / self.setpoint(progress)).log().clamp(-1, 1), self._error)
+        off_path = self._log_of(self._seen()) - self._log_setpoint(progress)
+        error = torch.where(valid, off_path.clamp(-1, 1), self._error)
         change = PROPORTIONAL * (error - self._error) + min(INTEGRAL / self.steps, LARGEST_INTEGRAL) * error
         self._limits = self._log_bounds(l1)
         self._log_weight = torch.where(valid, (self._log_weight + change).clamp(*self._limits), self._log_weight)
@@ -89,9 +98,9 @@ class DensityController:
         return self._log_weight.exp()
 
     def setpoint(self, progress: float) -> torch.Tensor:
-        """The density that the path has now, (L,)."""
-        target = math.log(self.target_density)
-        return (self._start.log() * (1 - progress) + target * progress).exp()
+        """The density or union that the path has now, (L,)."""
+        log = self._log_setpoint(progress)
+        return -(-log.exp()).expm1() if self.is_union else log.exp()
 
     def held(self) -> dict[str, list[int]]:
         """Layers whose weight is at its "upper" or "lower" bound, while they are more than a tenth off the path."""
@@ -138,6 +147,14 @@ class DensityController:
             return low, high
         low, high = (self._log_first.expand_as(l1) + math.log(factor) for factor in WEIGHT_RANGE)
         return low, torch.minimum(high, (LARGEST_TERM / self._shared(l1).clamp(min=1e-12)).log())
+
+    def _log_setpoint(self, progress: float) -> torch.Tensor:
+        target = torch.full_like(self._start, self.target_density)
+        return self._log_of(self._start) * (1 - progress) + self._log_of(target) * progress
+
+    def _log_of(self, share: torch.Tensor) -> torch.Tensor:
+        """Of a density its logarithm; of a union that of -log(1 - u)."""
+        return (-(-share.clamp(max=LARGEST_UNION)).log1p()).log() if self.is_union else share.log()
 
     def _seen(self) -> torch.Tensor:
         return self._shared(self._density)

@@ -25,13 +25,14 @@ JUDGED_FROM = 0.25  # of a run: before, the swap to ReLU and the way to the targ
 MANY_DEAD = 0.2  # share of neurons; our study's conversions had at most 0.04
 DEAD_TOKENS = 16_384  # of fewer, neurons that are rarely needed may all lack
 TOKENS_TIMES_TARGET = 200_000  # 20 million tokens to 1 %, 2 million to 10 %; judgement, the study took 26 million
+UNION_OVER_DENSITY = 4  # of 64 tokens, in conversions whose neighbours were pressed to share neurons
 
 LAYER_PREFIX = "twell/layer_"
 AT_BOUND = {
     "upper": "upper bound, with more active neurons than the path to the target has; give more steps, a "
     "longer warmup_steps, a higher learning rate or l1_bounds with a higher second number",
     "lower": "lower bound, with fewer active neurons than the path to the target has; give a lower "
-    "target_density, layer_shares='free' or l1_bounds with a lower first number",
+    "{target}, layer_shares='free' or l1_bounds with a lower first number",
 }
 
 
@@ -42,7 +43,7 @@ def rows_of_report(report: dict, ffns: list[SparseFfn], *, layer_weights: bool, 
         layer_weights: whether layers have weights of their own.
         layers: whether to give each layer's figures too.
     """
-    keys = ["l0", "density", "l1", "dead"]
+    keys = ["l0", "density", *(key for key in report if key.startswith("union_")), "l1", "dead"]
     rows = {f"twell/{key}": report[key] for key in [*keys, "l1_weight"]}
     on_kernels = [ffn.twell_state.on_kernels for ffn in ffns]
     if any(way is not None for way in on_kernels):
@@ -87,8 +88,14 @@ def _log_without_layers(
     on_log(args, state, control, logs=logs, **kwargs)
 
 
-def warn_of_bounds(controller: DensityController, told: set, ffns: list[SparseFfn], step: int) -> None:
-    """Log which layers' coefficients have come to a bound, each once; `told` remembers them."""
+def warn_of_bounds(
+    controller: DensityController, told: set, ffns: list[SparseFfn], step: int, *, target: str | None
+) -> None:
+    """Log which layers' coefficients have come to a bound, each once; `told` remembers them.
+
+    Args:
+        target: the name of the argument that gave the target.
+    """
     held, weights = controller.held(), controller.weights().tolist()
     for side, layers in held.items():
         new = [layer for layer in layers if (side, layer) not in told]
@@ -97,11 +104,12 @@ def warn_of_bounds(controller: DensityController, told: set, ffns: list[SparseFf
             names = ", ".join(f"{ffns[layer].twell.name} ({weights[layer]:.3g})" for layer in new)
             if controller.layer_shares == "free":
                 names = f"all layers ({weights[0]:.3g})"
-            logger.warning("step %d: the penalty's weight of %s is at its %s", step, names, AT_BOUND[side])
+            how = AT_BOUND[side].format(target=target)
+            logger.warning("step %d: the penalty's weight of %s is at its %s", step, names, how)
 
 
-def warn_of_miss(controller: DensityController, ffns: list[SparseFfn]) -> None:
-    """Log which layers ended more than a tenth off the target."""
+def warn_of_miss(controller: DensityController, ffns: list[SparseFfn], *, target: str | None) -> None:
+    """Log which layers ended more than a tenth off the target; `target` as in `warn_of_bounds`."""
     missed = controller.missed()
     if not missed:
         return
@@ -109,31 +117,36 @@ def warn_of_miss(controller: DensityController, ffns: list[SparseFfn]) -> None:
     if controller.layer_shares == "free":
         names = [f"the layers' mean is {sum(missed.values()) / len(missed):.2%}"]
     logger.warning(
-        "target_density=%g was missed by more than a tenth: %s; give more steps, a higher learning rate or "
+        "%s=%g was missed by more than a tenth: %s; give more steps, a higher learning rate or "
         "another warmup_steps (0.1 of many steps, 0.4 of about a hundred)",
+        target,
         controller.target_density,
         ", ".join(names),
     )
 
 
-def warn_of_few_tokens(tokens: float, target_density: float) -> None:
-    """Log that a run is too short for its target; `tokens` are those of all its steps."""
-    if tokens * target_density < TOKENS_TIMES_TARGET:
+def warn_of_few_tokens(tokens: float, target: str, value: float) -> None:
+    """Log that a run is too short for its target, an argument of this name; `tokens` are those of all its steps."""
+    density = value if target == "target_density" else value / UNION_OVER_DENSITY
+    if tokens * density < TOKENS_TIMES_TARGET:
         logger.warning(
-            "this run reads %s tokens, few for target_density=%g (in our study a target of 0.01 took 26 million); give "
-            "more steps or a higher target_density",
-            f"{tokens:,.0f}", target_density,
+            "this run reads %s tokens, few for %s=%g (in our study a density of 0.01 took 26 million); give "
+            "more steps or a higher %s",
+            f"{tokens:,.0f}", target, value, target,
         )  # fmt: skip
 
 
-def warn_of_loss(trainer: Trainer, logs: dict, report: dict, *, parent_loss: float | None, steered: str | None) -> bool:
+def warn_of_loss(
+    trainer: Trainer, logs: dict, report: dict, *, parent_loss: float | None, target: str | None, layer_shares: str
+) -> bool:
     """Log, from a quarter of the run on, that a pretrained model is being lost, and what to change.
 
     Args:
         logs: of this step, with the task's loss.
         report: what `L1Penalty.report` returned with it.
         parent_loss: of the dense parent; None where it is not known.
-        steered: `layer_shares` of a run to a target density; None of one with an `l1_weight`.
+        target: the name of the argument that gave the target; None in a run with an `l1_weight`.
+        layer_shares: of a run to a target.
 
     Returns:
         Whether there was something to warn of.
@@ -147,8 +160,8 @@ def warn_of_loss(trainer: Trainer, logs: dict, report: dict, *, parent_loss: flo
         signs.append(f"{report['dead']:.0%} of neurons not active for any of {report['tokens']:,.0f} tokens")
     if signs:
         changes = ["more steps", f"a higher learning rate than {trainer.args.learning_rate:g}"]
-        changes += ["layer_shares='free'"] if steered == "equal" else []
-        changes += ["a lower l1_weight" if steered is None else "a higher target_density"]
+        changes += ["layer_shares='free'"] if target is not None and layer_shares == "equal" else []
+        changes += ["a lower l1_weight" if target is None else f"a higher {target}"]
         logger.warning(
             "step %d: the pretrained model is being lost: %s; give %s or %s",
             trainer.state.global_step, " and ".join(signs), ", ".join(changes[:-1]), changes[-1],

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from transformers.utils import is_accelerate_available
 
-from hf_twell.blocks.batches import batch_size_tokens, check_one_stream, token_weight
+from hf_twell.blocks.batches import batch_size_tokens, check_one_stream, runs_of, token_weight
 from hf_twell.blocks.modeling import L1Inputs, SparseFfn, sparse_ffns
 from hf_twell.convert.entry import record_density
 from hf_twell.dispatch.training import Block, ModelChoice
 from hf_twell.ops.reference import new_tally
-from hf_twell.train.schedule import TERMS
+from hf_twell.train.schedule import TERMS, check_share
 from hf_twell.train.step_counts import StepCounts
 
 
@@ -43,7 +43,11 @@ class L1Penalty:
         model: a sparsified model, or that in DistributedDataParallel.
         l1_weight: the coefficient; may be changed between optimizer steps. 0 only measures.
         term: "l1", or "count": in place of |h|, the smooth count of active neurons of
-            `hf_twell.ops.reference.inject_count`. The blocks then train by plain matmuls, whatever their density.
+            `hf_twell.ops.reference.inject_count`.
+        share: with "count", the term also presses on the smooth count of what each run of so many neighbouring tokens
+            of a sequence activates together, such as 64; that is what kernels for many tokens pay for. None: on each
+            token's count alone. `hf_twell.blocks.batches.runs_of` says where runs begin. A run at a sequence's end may
+            be shorter, and counts by its tokens, in the term and in the reported union.
 
     Attributes:
         layer_weights: in place of `l1_weight`, a coefficient for each layer, (L,) fp32; None for one.
@@ -58,7 +62,7 @@ class L1Penalty:
     Source: arXiv 2603.23198, section 2 (the sum over neurons instead of their mean).
     """
 
-    def __init__(self, model: nn.Module, l1_weight: float, *, term: str = "l1") -> None:
+    def __init__(self, model: nn.Module, l1_weight: float, *, term: str = "l1", share: int | None = None) -> None:
         self.ffns = sparse_ffns(model)
         if not self.ffns:
             raise ValueError(f"{type(model).__name__} has no sparse blocks; call hf_twell.sparsify(model) first")
@@ -66,14 +70,16 @@ class L1Penalty:
             raise ValueError(f"l1_weight={l1_weight!r}; give a finite number of at least 0")
         if term not in TERMS:
             raise ValueError(f"term={term!r}; choose one of {', '.join(map(repr, TERMS))}")
+        check_share(share, term)
         check_one_stream(model)
         _check_ranks_share_no_sequence()
-        self.l1_weight, self.term = l1_weight, term
+        self.l1_weight, self.term, self.share = l1_weight, term, share
         self.layer_weights: torch.Tensor | None = None
         self.token_scale: torch.Tensor | None = None
         self._scale: torch.Tensor | None = None
         self._tallies: list[torch.Tensor] = []
-        self._rows: list[torch.Tensor] = []  # the tallies' gradients, each of its device's table
+        self._unions: list[torch.Tensor | None] = []
+        self._rows: list[tuple[torch.Tensor, torch.Tensor]] = []  # each tally and its gradient in its device's table
         self._tables: dict[torch.device, torch.Tensor] = {}
         self._step_tokens: torch.Tensor | None = None
         self._broke_off = False  # a micro-batch of the step, which is then not counted
@@ -141,13 +147,17 @@ class L1Penalty:
                 "begin_step(batches) must come before micro_batch(batch): the step's tokens are not counted"
             )
         weight, step = token_weight(batch), self._step_tokens
-        for ffn, scale, tally in zip(self.ffns, self._scale, self._tallies, strict=True):
+        runs = None if self.share is None else runs_of(batch, self.share)
+        runs_on = {device: None if runs is None else runs.to(device) for device in self._tables}
+        for ffn, scale, tally, unions in zip(self.ffns, self._scale, self._tallies, self._unions, strict=True):
             ffn.twell_state.l1 = L1Inputs(
                 scale.to(tally.device),
                 None if weight is None else weight.to(tally.device, torch.float32, non_blocking=True),
                 tally,
                 batch_size_tokens(batch) if weight is None else None,
                 counts=self.term == "count",
+                runs=runs_on[tally.device],
+                unions=unions,
             )
         try:
             yield
@@ -190,7 +200,7 @@ class L1Penalty:
     def _end_step(self, *, must_count: bool = False) -> StepCounts | None:
         if self._step_tokens is None:
             return None
-        for tally, row in zip(self._tallies, self._rows, strict=True):
+        for tally, row in self._rows:
             if tally.grad is not row:  # backward under create_graph has put another in its place
                 tally.grad = row.copy_(tally.grad.detach())
         table = sum(table.to(self.device) for table in self._tables.values())
@@ -200,7 +210,9 @@ class L1Penalty:
             dist.all_reduce(table)
         whole = table[0, 1].isfinite()  # a count, which is NaN for no other reason
         tokens, table = (torch.where(whole, each, 0) for each in (self._step_tokens, table))
-        step = StepCounts(tokens, table, self._widths)
+        width = 1 + max(self._widths)
+        unions = None if self.share is None else table[:, width]
+        step = StepCounts(tokens, table[:, :width], self._widths, unions, self.share)
         self._step_tokens = None
         for table in self._tables.values():
             table.zero_()
@@ -221,7 +233,8 @@ class L1Penalty:
 
         Returns:
             l0, density, l1 (means over layers), dead (share of neurons that no token activated), tokens, l1_weight
-            (mean), and `layers`: the same figures, but tokens, for each sparse layer.
+            (mean), with `share` also the union, as `union_64` (share of neurons active in at least one token of a run),
+            and `layers`: the same figures, but tokens, for each sparse layer.
         """
         self.end_step()
         if self._window is None:
@@ -252,15 +265,23 @@ class L1Penalty:
         return self._device(self.ffns[0])
 
     def _make_tallies(self) -> None:
-        """A block's gradient is a row of its device's table, so that all are read and set to zero at once."""
-        self._widths = tuple(getattr(ffn, ffn.twell.form.up).out_features for ffn in self.ffns)
-        shape, devices = (len(self.ffns), 1 + max(self._widths)), [self._device(ffn) for ffn in self.ffns]
-        self._tables = {device: torch.zeros(shape, device=device) for device in devices}
-        places = enumerate(zip(self._widths, devices, strict=True))
-        self._rows = [self._tables[device][layer, : 1 + width] for layer, (width, device) in places]
-        self._tallies = [new_tally(len(row), row.device) for row in self._rows]
-        for tally, row in zip(self._tallies, self._rows, strict=True):
-            tally.grad = row
+        """A block's gradient is a row of its device's table, so that all are read and set to zero at once.
+
+        With `share`, the last column is that of the runs.
+        """
+        self._widths = tuple(getattr(ffn, ffn.twell.form.down).in_features for ffn in self.ffns)
+        columns = 1 + max(self._widths) + (self.share is not None)
+        devices = [self._device(ffn) for ffn in self.ffns]
+        self._tables = {device: torch.zeros(len(self.ffns), columns, device=device) for device in devices}
+        rows = [self._tables[device][layer] for layer, device in enumerate(devices)]
+        self._tallies = [self._tally(row[: 1 + width]) for row, width in zip(rows, self._widths, strict=True)]
+        self._unions = [None if self.share is None else self._tally(row[-1:]) for row in rows]
+
+    def _tally(self, row: torch.Tensor) -> torch.Tensor:
+        tally = new_tally(len(row), row.device)
+        tally.grad = row
+        self._rows.append((tally, row))
+        return tally
 
     @staticmethod
     def _device(ffn: SparseFfn) -> torch.device:

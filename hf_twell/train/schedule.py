@@ -22,7 +22,9 @@ def check_schedule(
     *,
     l1_weight: float | None,
     target_density: float | None,
+    target_union: float | None = None,
     term: str,
+    share: int | None = None,
     warmup_steps: int | float,
     warmup: str,
     layer_shares: str,
@@ -33,32 +35,60 @@ def check_schedule(
     Raises:
         ValueError: naming the argument.
     """
-    if (l1_weight is None) == (target_density is None):
+    if target_union is not None:
+        if target_density is not None:
+            raise ValueError(
+                f"target_density={target_density!r} and target_union={target_union!r}; give one of them: the share of "
+                "neurons that are active for a token, or in a run of tokens"
+            )
+        if share is None:
+            raise ValueError(f"target_union={target_union!r} is that of a run of tokens; say of how many: share=64")
+    target = target_density if target_union is None else target_union
+    if (l1_weight is None) == (target is None):
+        given = f"target_density={target_density!r}" if target_union is None else f"target_union={target_union!r}"
         raise ValueError(
-            f"l1_weight={l1_weight!r} and target_density={target_density!r}; give one of them: the coefficient "
+            f"l1_weight={l1_weight!r} and {given}; give one of them: the coefficient "
             "(0 measures only), or the share of active neurons that it shall lead to"
         )
     if term not in TERMS:
         raise ValueError(f"term={term!r}; choose one of {', '.join(map(repr, TERMS))}")
-    if term != "l1" and target_density is None:
-        raise ValueError(f"term={term!r} goes with target_density alone; leave it out")
-    if l1_bounds is not None and target_density is None:
-        raise ValueError(f"l1_bounds={l1_bounds!r} goes with target_density alone; leave it out")
+    check_share(share, term)
+    if term != "l1" and target is None:
+        raise ValueError(f"term={term!r} goes with target_density or target_union alone; leave it out")
+    if l1_bounds is not None and target is None:
+        raise ValueError(f"l1_bounds={l1_bounds!r} goes with target_density or target_union alone; leave it out")
     if warmup not in WARMUPS:
         raise ValueError(f"warmup={warmup!r}; choose one of {', '.join(map(repr, WARMUPS))}")
     check_steps("warmup_steps", warmup_steps)
-    if target_density is not None:
-        check_target(target_density, layer_shares=layer_shares, l1_bounds=l1_bounds)
+    if target is not None:
+        name = "target_density" if target_union is None else "target_union"
+        check_target(target, layer_shares=layer_shares, l1_bounds=l1_bounds, name=name)
 
 
-def check_target(target_density: float, *, layer_shares: str, l1_bounds: Sequence[float] | None) -> None:
+def check_share(share: int | None, term: str) -> None:
+    """Refuse what is no length of a run, or goes with another term than a count.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if share is None:
+        return
+    if isinstance(share, bool) or not isinstance(share, int) or share < 2:
+        raise ValueError(f"share={share!r}; give a whole number of tokens of at least 2, such as 64")
+    if term != "count":
+        raise ValueError(f"share={share!r} goes with term='count' alone; leave it out, or choose that")
+
+
+def check_target(
+    target: float, *, layer_shares: str, l1_bounds: Sequence[float] | None, name: str = "target_density"
+) -> None:
     """Refuse what a `DensityController` cannot steer to.
 
     Raises:
         ValueError: naming the argument.
     """
-    if not isinstance(target_density, float) or not 0 < target_density < 1:
-        raise ValueError(f"target_density={target_density!r}; give a share between 0 and 1, such as 0.005")
+    if not isinstance(target, float) or not 0 < target < 1:
+        raise ValueError(f"{name}={target!r}; give a share between 0 and 1, such as 0.005")
     if layer_shares not in LAYER_SHARES:
         raise ValueError(f"layer_shares={layer_shares!r}; choose one of {', '.join(map(repr, LAYER_SHARES))}")
     if l1_bounds is not None and not _are_bounds(l1_bounds):

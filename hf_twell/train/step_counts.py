@@ -14,12 +14,15 @@ class StepCounts(NamedTuple):
 
     Shapes: tokens () fp32, the non-padding ones; table (L, 1 + F) fp32, for each sparse layer the sum of |h| and then
     each neuron's active tokens, with zeros after those of a layer narrower than the widest; widths: each layer's
-    neurons; all on the device of the first layer. Of a sum, in `long_sum_dtype`.
+    neurons; all on the device of the first layer. Of a sum, in `long_sum_dtype`. Where the runs of `share` neighbouring
+    tokens were looked at, unions (L,) fp32: the sum over tokens of the neurons that are active in a token's run.
     """
 
     tokens: torch.Tensor
     table: torch.Tensor
     widths: tuple[int, ...]
+    unions: torch.Tensor | None = None
+    share: int | None = None
 
     @property
     def active(self) -> list[torch.Tensor]:
@@ -31,24 +34,44 @@ class StepCounts(NamedTuple):
         return self.table[:, 0] / self.tokens
 
     def size(self, term: str) -> torch.Tensor:
-        """How large each layer's term is, (L,): L1, or with "count" L0, which is not finite either where L1 is not."""
+        """How large each layer's term is, (L,): L1, or with "count" L0, which is not finite either where L1 is not.
+
+        Where it presses on runs too, what a token's run activates is added to L0.
+        """
         l1 = self.l1()
-        return l1 if term == "l1" else torch.where(l1.isfinite(), self.table[:, 1:].sum(1) / self.tokens, l1)
+        if term == "l1":
+            return l1
+        active = self.table[:, 1:].sum(1)
+        if self.unions is not None:
+            active = active + self.unions
+        return torch.where(l1.isfinite(), active / self.tokens, l1)
 
     def density(self) -> torch.Tensor:
         """Share of active neurons of each layer, (L,)."""
+        return self._share_of_neurons(self.table[:, 1:].sum(1))
+
+    def union(self) -> torch.Tensor | None:
+        """Share of each layer's neurons that are active in at least one token of a run, (L,): the mean over tokens.
+
+        Where all runs are as long, that is the mean over runs; a shorter one counts by its tokens.
+        """
+        return None if self.unions is None else self._share_of_neurons(self.unions)
+
+    def _share_of_neurons(self, active: torch.Tensor) -> torch.Tensor:
         # A tensor of the widths would be copied to the device, which the host waits for.
         same = len(set(self.widths)) == 1
         widths = self.widths[0] if same else self.table.new_tensor(self.widths)
-        return self.table[:, 1:].sum(1) / widths / self.tokens.clamp(min=1)
+        return active / widths / self.tokens.clamp(min=1)
 
     def added_to(self, earlier: "StepCounts | None") -> "StepCounts":
         """The sum of this step and earlier ones, which may pass 2^24, where fp32 stops counting."""
         dtype = long_sum_dtype(self.tokens.device)
-        tokens, table = self.tokens.to(dtype), self.table.to(dtype)
+        sums = [None if part is None else part.to(dtype) for part in (self.tokens, self.table, self.unions)]
         if earlier is not None:
-            tokens, table = earlier.tokens + tokens, earlier.table + table
-        return StepCounts(tokens, table, self.widths)
+            before = (earlier.tokens, earlier.table, earlier.unions)
+            sums = [None if part is None else part + more for part, more in zip(before, sums, strict=True)]
+        tokens, table, unions = sums
+        return StepCounts(tokens, table, self.widths, unions, self.share)
 
     def figures(self, l1_weights: list[float]) -> dict | None:
         """What `L1Penalty.report` returns, with each layer's weight; None where all was padding."""
@@ -57,11 +80,14 @@ class StepCounts(NamedTuple):
             return None
         active = self.table[:, 1:]
         fired = (active != 0).sum(1).to(self.table.dtype)
-        columns = torch.stack([self.table[:, 0], active.sum(1), fired]).tolist()  # the host waits for them once
+        unions = torch.zeros_like(fired) if self.unions is None else self.unions
+        columns = torch.stack([self.table[:, 0], active.sum(1), fired, unions]).tolist()  # the host waits for them once
         layers = []
-        for l1, l0, fired, width, weight in zip(*columns, self.widths, l1_weights, strict=True):
+        for l1, l0, fired, union, width, weight in zip(*columns, self.widths, l1_weights, strict=True):
             l1, l0, dead = l1 / tokens, l0 / tokens, (width - fired) / width
-            layers.append({"l0": l0, "density": l0 / width, "l1": l1, "dead": dead, "l1_weight": weight})
+            of_runs = {} if self.share is None else {f"union_{self.share}": union / tokens / width}
+            layer = {"l0": l0, "density": l0 / width, **of_runs, "l1": l1, "dead": dead, "l1_weight": weight}
+            layers.append(layer)
         mean = {key: sum(layer[key] for layer in layers) / len(layers) for key in layers[0]}
         return {**mean, "tokens": int(tokens), "layers": layers}
 

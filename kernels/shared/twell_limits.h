@@ -47,10 +47,11 @@ constexpr double kCpuTrainingMaxDensityAmx = 0.03;
 
 // Float32 matrices (D x F; no 8-bit ones) of fewer elements than kCpuCachedElements lie in a CPU's cache, where plain
 // matmuls take tens of microseconds. Kernels are faster there up to this density, but at none where a matrix is smaller
-// than the smallest, or tokens times its elements smaller than the smallest work, of up to 2 tokens ("few") or of more.
+// than the smallest, or tokens times its elements smaller than the smallest work, of few tokens or of more.
 constexpr int64_t kCpuCachedElements = 1 << 19;
 constexpr double kCpuCachedMaxDensity = 0.1;
 constexpr int64_t kCpuSmallestElements = 1 << 15;
+constexpr int64_t kCpuFewTokens = 2;
 constexpr int64_t kCpuSmallestWorkFew = 1 << 17;
 constexpr int64_t kCpuSmallestWork = 1 << 20;
 // Under autocast plain matmuls find float32 weights cast already, and kernels cast them in each call. From so many
@@ -84,6 +85,19 @@ constexpr DensityLimits kCudaLimits[] = {
     {2048, 0.04, 0.04, 0.04},
     {kMany, 0.06, 0.06, 0.06},
 };
+// The same by the union: the share of neurons that at least one of 128 neighbouring tokens activates. The time of many
+// tokens goes by it and hardly by the density, so where it is known, this table decides; 0: the density does. Small
+// matrices are those of fewer elements than kCudaUnionMediumElements, large ones as above.
+constexpr int64_t kCudaUnionMediumElements = 4 << 20;
+constexpr DensityLimits kCudaUnionLimits[] = {
+    {64, 0.0, 0.0, 0.0},
+    {256, 0.0, 0.2, 0.3},
+    {512, 0.25, 0.32, 0.55},
+    {1024, 0.42, 0.45, 0.6},
+    {2048, 0.55, 0.62, 0.62},
+    {4096, 0.6, 0.7, 0.66},
+    {kMany, 0.62, 0.82, 0.68},
+};
 // Forward and backward on a GPU, for matrices of every size.
 constexpr DensityLimit kCudaTrainingLimits[] = {
     {1024, 0.0},
@@ -93,6 +107,12 @@ constexpr DensityLimit kCudaTrainingLimits[] = {
 };
 // Times the limit of training: above that a block which trains by kernels goes back to plain matmuls.
 constexpr double kCudaTrainingBack = 1.1;
+// Times the limit of training: what a block of a compiled model, whose blocks all train one way, counts for at most in
+// the mean of their densities. Kernels' time grows with density up to about there, and then stays at that of matmuls.
+constexpr double kCudaTrainingCounts = 2.0;
+
+// The compute capability from which GPUs multiply e4m3, so that other matmuls than kernels' gain by quantized x, too.
+constexpr double kCudaFp8Capability = 8.9;
 
 // ---- Where vLLM's own matmuls stand against kernels, not PyTorch's
 
@@ -105,6 +125,9 @@ constexpr double kVllmCpuInt8MaxDensity = 0.02;
 // active neurons 1.32, 1.16, 1.04 and 0.97 times its speed in fp8, and 1.36, 1.21, 1.07 and 1.00 in int8; of 2.1 %,
 // before the plugin had norms of its own, 1.23, 0.99, 0.95 and 0.96, and 1.27, 1.03, 0.95 and 0.99.
 constexpr double kVllmCuda8BitMaxDensity = 0.01;
+// Up to so many tokens a call of vLLM's may be one token each of as many sequences, which share less than neighbours do:
+// the density decides, and not the union that neighbours have.
+constexpr int64_t kVllmCudaDecodeTokens = 512;
 // Int8 weights of calls of more tokens are read again or dequantized, where vLLM's matmuls multiply int8.
 constexpr int64_t kVllmCudaInt8MaxTokens = 64;
 

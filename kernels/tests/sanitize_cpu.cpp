@@ -52,6 +52,8 @@ double relative_error(const std::vector<double>& truth, const std::vector<float>
   return std::sqrt(difference / norm);
 }
 
+double count_slope(double gate) { return 5 / std::pow(std::cosh(5 * gate), 2); }
+
 double check(DType dtype, int64_t tokens, int64_t hidden, int64_t width, bool gated, bool by_column, int64_t capacity) {
   const Kernels& kernels = select_kernels(dtype);
   const Threads threads{2, run_threads};
@@ -88,7 +90,9 @@ double check(DType dtype, int64_t tokens, int64_t hidden, int64_t width, bool ga
   std::vector<char> grad_x(x.bytes.size()), grad_gate(gate.bytes.size()), grad_up(gate.bytes.size()),
       grad_down(gate.bytes.size());
   std::vector<float> bias_gate(static_cast<size_t>(width)), bias_up(static_cast<size_t>(width));
-  backward(block, kernels, threads, grad.bytes.data(), state, nullptr,
+  std::vector<float> pulls(static_cast<size_t>(tokens));
+  for (int64_t t = 0; t < tokens; ++t) pulls[t] = 0.25f + 0.125f * (t % 3);
+  backward(block, kernels, threads, grad.bytes.data(), state, {pulls.data(), pulls.data()},
            {grad_x.data(), grad_gate.data(), gated ? grad_up.data() : nullptr, grad_down.data(), bias_gate.data(),
             bias_up.data()});
 
@@ -106,8 +110,10 @@ double check(DType dtype, int64_t tokens, int64_t hidden, int64_t width, bool ga
         truth[t * hidden + d] += g * u * weight(d);
         grad_h += static_cast<double>(grad.values[t * hidden + d]) * weight(d);
       }
+      grad_h += g * u > 0 ? pulls[t] : g * u < 0 ? -pulls[t] : 0;
+      const double grad_gate = grad_h * u + pulls[t] * count_slope(g);
       for (int64_t d = 0; d < hidden; ++d) {
-        truth_grad[t * hidden + d] += grad_h * u * gate.values[f * hidden + d];
+        truth_grad[t * hidden + d] += grad_gate * gate.values[f * hidden + d];
         if (gated) truth_grad[t * hidden + d] += grad_h * g * up.values[f * hidden + d];
       }
     }
@@ -242,7 +248,7 @@ const char* check_screened(const Kernels& kernels, DType dtype, int64_t tokens, 
   return hidden >= 64 && computed > width * tokens * 3 / 5 ? "it screens nothing" : nullptr;
 }
 
-// Forward and backward of a dense block's activation, with the L1 term and the report.
+// Forward and backward of a dense block's activation, with both terms and the report.
 double check_activation(DType dtype, int64_t tokens, int64_t width, bool gated) {
   const Kernels& kernels = select_kernels(dtype);
   const Threads threads{2, run_threads};
@@ -256,15 +262,15 @@ double check_activation(DType dtype, int64_t tokens, int64_t width, bool gated) 
   std::vector<char> h(bytes), again(bytes), grad_gate(bytes), grad_up(bytes);
   const Activation a{dtype, tokens, width, gate.bytes.data(), gated ? up.bytes.data() : nullptr};
   activation(kernels, threads, a, h.data());
-  activation_backward(kernels, threads, a, grad.bytes.data(), {0.25f, weight.data(), report.data()}, grad_gate.data(),
-                      gated ? grad_up.data() : nullptr, again.data());
+  activation_backward(kernels, threads, a, grad.bytes.data(), {0.25f, 0.5f, weight.data(), report.data()},
+                      grad_gate.data(), gated ? grad_up.data() : nullptr, again.data());
   if (h != again) return 1;
   std::vector<double> truth(values), truth_gate(values), truth_up(values), truth_report(report.size());
   for (int64_t i = 0; i < count; ++i) {
     const double g = std::max(gate.values[i], 0.0f), u = gated ? up.values[i] : 1.0f;
     truth[i] = g * u;
     const double dh = grad.values[i] + (truth[i] > 0 ? 0.125 : truth[i] < 0 ? -0.125 : 0);
-    truth_gate[i] = g > 0 ? dh * u : 0;
+    truth_gate[i] = g > 0 ? dh * u + 0.25 * count_slope(g) : 0;
     truth_up[i] = gated ? dh * g : 0;
     truth_report[0] += 0.5 * std::fabs(truth[i]);
     truth_report[1 + i % width] += truth[i] != 0 ? 0.5 : 0;

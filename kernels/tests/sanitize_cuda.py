@@ -119,12 +119,13 @@ def train() -> int:
     calls = 0
     for (hidden, width, density, gated, biases, dtype), (tokens, capacity) in itertools.product(CALLS, TRAINED):
         case = on_gpu(tokens, hidden, width, density, dtype, gated=gated, biases=biases)
-        l1 = {"l1_scale": torch.tensor(0.01, device="cuda"), "token_weight": torch.ones(tokens, device="cuda")}
+        scale = torch.tensor(0.01, device="cuda")
+        terms = {"l1_scale": scale, "count_scale": scale, "token_weight": torch.ones(tokens, device="cuda")}
         gradients = []
         for ffn in (functools.partial(api.ffn, backend="cuda", capacity=capacity), reference.ffn):
             leaves = {name: None if t is None else t.clone().requires_grad_() for name, t in case.items()}
             tally = torch.zeros(1 + width, device="cuda", requires_grad=True)
-            ffn(**leaves, **l1, tally=tally).float().square().sum().backward()
+            ffn(**leaves, **terms, tally=tally).float().square().sum().backward()
             gradients.append([t.grad.float() for t in (*leaves.values(), tally) if t is not None])
         for ours, theirs in zip(*gradients, strict=True):
             assert (ours - theirs).norm() <= 0.05 * theirs.norm() + 0.05

@@ -28,30 +28,34 @@ STABLE_TORCH_LIBRARY(hf_twell, m) {
   // Its size depends on T, F, the dtype and `capacity` (active neurons per token, on average) alone: see below.
   m.def(
       "ffn(Tensor x, Tensor w_up, Tensor w_down, Tensor? w_gate, Tensor? b_up, Tensor? b_down, Tensor? b_gate, "
-      "Tensor? l1_scale, Tensor? token_weight, Tensor? tally, int capacity) "
+      "Tensor? l1_scale, Tensor? token_weight, Tensor? tally, int capacity, Tensor? count_scale=None) "
       "-> (Tensor y, Tensor report, Tensor state)");
   // y alone, for calls without gradients: an operator that has none costs 10 us less a call. With scales, one fp32 for
   // each row of a weight, the weights are all int8 or all float8_e4m3fn and mean themselves times their scales. With
   // quantize_x, of float8_e4m3fn weights alone, calls of more than 64 tokens take x as e4m3 too, a scale a token, in
-  // gate and up.
+  // gate and up. A CPU counts a sample of the active neurons and, where these are more than max_density or than its own
+  // limit for so many tokens, computes plain matmuls; a GPU, which would have to wait for a count, never does.
   m.def(
       "infer(Tensor x, Tensor w_up, Tensor w_down, Tensor? w_gate, Tensor? b_up, Tensor? b_down, Tensor? b_gate, "
-      "Tensor? s_up=None, Tensor? s_down=None, Tensor? s_gate=None, bool quantize_x=False) -> Tensor");
+      "Tensor? s_up=None, Tensor? s_down=None, Tensor? s_gate=None, bool quantize_x=False, float max_density=1.0) "
+      "-> Tensor");
   // Tokens and bytes of one block of the state, which has whole blocks.
   m.def("cpu_state_block(int capacity, int element_size, bool gated) -> (int, int)");
   m.def("cuda_state_block(int width, int capacity, bool gated) -> (int, int)");
   // needs: bit i asks for the i-th gradient, in the order returned; the others come back empty.
   m.def(
       "ffn_backward(Tensor grad_y, Tensor state, Tensor x, Tensor w_up, Tensor w_down, Tensor? w_gate, Tensor? b_up, "
-      "Tensor? b_gate, Tensor? l1_scale, Tensor? token_weight, int capacity, int needs) "
+      "Tensor? b_gate, Tensor? l1_scale, Tensor? token_weight, int capacity, int needs, Tensor? count_scale=None) "
       "-> (Tensor grad_x, Tensor grad_w_up, Tensor grad_w_down, Tensor grad_w_gate, Tensor grad_b_up, "
       "Tensor grad_b_down, Tensor grad_b_gate)");
-  // The elementwise middle of a dense block: relu(gate) * up, or relu(gate). The other three arguments only matter to
-  // its gradient, which adds the L1 term's and reports what was active.
-  m.def("activation(Tensor gate, Tensor? up, Tensor? l1_scale, Tensor? token_weight, Tensor? tally) -> Tensor");
+  // The elementwise middle of a dense block: relu(gate) * up, or relu(gate). The other arguments only matter to its
+  // gradient, which adds that of L1 and of the count and reports what was active.
+  m.def(
+      "activation(Tensor gate, Tensor? up, Tensor? l1_scale, Tensor? token_weight, Tensor? tally, "
+      "Tensor? count_scale=None) -> Tensor");
   m.def(
       "activation_backward(Tensor grad_h, Tensor gate, Tensor? up, Tensor? l1_scale, Tensor? token_weight, "
-      "bool reports) -> (Tensor grad_gate, Tensor grad_up, Tensor report)");
+      "bool reports, Tensor? count_scale=None) -> (Tensor grad_gate, Tensor grad_up, Tensor report)");
   // sum = x + residual, and y = sum / sqrt(mean(sum^2) + epsilon) * weight: the norm ahead of a block, of CUDA alone.
   m.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float epsilon) -> (Tensor y, Tensor sum)");
 }

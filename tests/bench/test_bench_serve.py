@@ -42,7 +42,7 @@ def sparse(tmp_path_factory) -> Path:
     hf_twell.unpatch(model).save_pretrained(folder)
     AutoTokenizer.from_pretrained(DEMO / "model").save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    config["twell"]["density"] = [0.03] * config["num_hidden_layers"]
+    config["twell"] |= {"density": [0.03] * 4, "unions": {"64": [0.1, 0.1, 0.2, 0.2]}}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -341,7 +341,7 @@ def test_the_command(sparse, tmp_path, capsys):
         assert wanted <= row.keys()
         assert (row["bench"], row["engine"], row["model"]) == ("serve", "transformers", str(sparse))
         assert row["dtype"] == "float32"
-        assert row["density"] == pytest.approx(0.03)
+        assert (row["density"], row["unions"]) == (pytest.approx(0.03), {"64": 0.15})
         assert len(row["tokens_per_s"]["turns"]) == 2
         assert row["new_tokens_written"] == row["new_tokens"]
         assert (row["side"], row["kernels"]) in (("dense", False), ("sparse", True), ("sparse", False))

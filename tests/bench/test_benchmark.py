@@ -14,9 +14,21 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_twell
-from hf_twell.bench import block, block_backward, check, generate, models, timing, train, workload, workload_llama
+from hf_twell.bench import (
+    block,
+    block_backward,
+    check,
+    generate,
+    models,
+    sharing,
+    timing,
+    train,
+    workload,
+    workload_llama,
+)
 from hf_twell.bench.plot import plot
 from hf_twell.bench.progress import silent
+from hf_twell.bench.wanted import Wanted
 from hf_twell.bench.workload import make_ffn, patched_block
 from hf_twell.blocks.modeling import SparseFfn
 from hf_twell.cli import bench, main
@@ -107,6 +119,8 @@ def test_bench_ffn_writes_rows_and_a_plot(tmp_path, capsys, extra):
         assert row["l0"] == pytest.approx(8, abs=0.3), "of few tokens, those nearest to it"
         assert row["density"] == pytest.approx(row["l0"] / 344, abs=1e-4)
         assert row["l0"] <= row["distinct_64"] <= 344
+        assert list(row["unions"]) == (["16"] if row["tokens"] == 20 else [])
+        assert (row["neighbours"], row["requested_union"]) == (True, None)
         wanted = {"processor", "threads", "torch", "commit", "eager_ms", "sparse_ms", "backend", "device", "dtype"}
         assert wanted <= row.keys()
         assert row["took"] in ("kernels", "plain matmuls")
@@ -187,7 +201,7 @@ def test_a_wrong_block_is_not_timed(monkeypatch, backward):
         return y + 0.02 * y.detach().roll(1, 0) if not backward else reference.ffn(1.02 * x, w_up, w_down, w_gate)
 
     monkeypatch.setattr(api, "ffn", wrong)
-    rows = block.bench_ffn([64], [8], hidden=64, intermediate=344, compile_dense=False, backward=backward)
+    rows = block.bench_ffn([64], [Wanted(8 / 344)], hidden=64, intermediate=344, compile_dense=False, backward=backward)
     with pytest.raises(ValueError, match="no speed"):
         next(rows)
 
@@ -197,7 +211,7 @@ def test_a_row_names_the_sparse_blocks_own_error(monkeypatch):
         return reference.ffn(*(tensor.double() for tensor in (x, w_up, w_down, w_gate))).to(x.dtype)
 
     monkeypatch.setattr(api, "ffn", better)
-    (row,) = block.bench_ffn([64], [8], hidden=64, intermediate=344, compile_dense=False, repeats=1)
+    (row,) = block.bench_ffn([64], [Wanted(8 / 344)], hidden=64, intermediate=344, compile_dense=False, repeats=1)
     assert 0 < row["error"] < 0.8 * row["error_eager"]
 
 
@@ -206,7 +220,7 @@ def test_a_block_without_its_l1_term_is_not_timed(monkeypatch):
         return reference.ffn(*args)
 
     monkeypatch.setattr(api, "ffn", forgetful)
-    rows = block.bench_ffn([64], [8], hidden=64, intermediate=344, compile_dense=False, backward=True)
+    rows = block.bench_ffn([64], [Wanted(8 / 344)], hidden=64, intermediate=344, compile_dense=False, backward=True)
     with pytest.raises(ValueError, match="gradient of x of the sparse block is off"):
         next(rows)
 
@@ -233,15 +247,46 @@ def test_what_is_all_zero_must_come_out_zero():
     assert not check.relative_error(torch.full((3,), float("nan")), zero) <= 1
 
 
+def test_rows_have_the_union_that_was_asked_for(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(block, "COLD_BYTES", 0)  # what is timed here says nothing
+    sizes = ("--hidden", 64, "--intermediate", 344, "--repeats", 1, "--device", "cpu", "--no-compile")
+    given = ("--tokens", 128, 1024, "--l0", 33, 20, "--union", 0.4, 0.25)
+    rows = run(capsys, "ffn", *sizes, *given, "--output", tmp_path)
+    assert [(row["tokens"], row["requested_l0"], row["requested_union"]) for row in rows] == [
+        *((128, 33, 0.4), (128, 20, 0.25)),
+        *((1024, 33, 0.4), (1024, 20, 0.25)),
+    ]
+    for row in rows:
+        assert row["density"] == pytest.approx(row["requested_l0"] / 344, abs=0.005)
+        near = 0.015 if row["tokens"] == 1024 else 0.05  # two runs of 64
+        assert row["unions"]["64"] == pytest.approx(row["requested_union"], abs=near)
+        assert row["density"] < row["unions"]["16"] < row["unions"]["64"] < row["unions"]["128"]
+        assert row["distinct_64"] == pytest.approx(344 * row["unions"]["64"], abs=0.1)
+    head, cells = CELLS["ffn"](rows)
+    shown = dict(zip(head, cells[0], strict=True))["union of 16 / 64 / 128 tokens"]
+    assert shown == " / ".join(f"{100 * share:.1f}" for share in rows[0]["unions"].values()) + " %"
+
+
 def test_inputs_of_several_blocks_are_strangers_or_runs():
     x, w_gate, _, _ = workload.make_ffn(16384, 32, 128, 8, dtype=torch.float32)
     place = {tuple(row): index for index, row in enumerate(x[:, 2:6].tolist())}
-    for count, neighbours in ((16, False), (256, True)):
-        xs, active = block.draw(x, w_gate, count, 8, 28)
+    for count, neighbours in ((16, False), (16, True), (256, True)):
+        xs, active = block.draw(x, w_gate, count, 8, 28, not neighbours)
         assert [some.shape for some in xs] == [(count, 32)] * 28
         assert active.sum(1).float().mean().item() == pytest.approx(8, rel=0.1)
         places = torch.tensor([[place[tuple(row)] for row in some[:, 2:6].tolist()] for some in xs])
         assert bool((places.diff() == 1).all()) == neighbours
+
+
+def test_sixteen_tokens_of_one_sequence_have_the_union_of_their_kind():
+    """As drafted tokens that are verified; of as many sequences they share little."""
+    x, w_gate, _, _ = workload.make_ffn(16384, 32, 512, 30, unions={"64": 0.25}, dtype=torch.float32)
+    mean = sharing.unions_of(workload.active_neurons(x, w_gate))["16"]
+    for sets in (1, 28):
+        _, active = block.draw(x, w_gate, 16, 30, sets, False)
+        assert block.activity(active, 16, False)["unions"] == {"16": pytest.approx(mean, rel=0.05)}
+    _, active = block.draw(x, w_gate, 16, 30, 28, True)
+    assert block.activity(active, 16, True)["unions"]["16"] > 1.5 * mean
 
 
 @pytest.mark.slow
@@ -306,6 +351,7 @@ def test_bench_generate_of_ones_own_model(own, capsys):
     assert row["same_tokens"]
     assert row["error_dense_step"] < 1e-5
     assert row["density"] == pytest.approx(row["l0"] / row["intermediate"], rel=0.01)
+    assert row["density"] < row["unions"]["16"], "of the text, in runs that it is long enough for"
     assert row["speedup"] == pytest.approx(row["sparse_tokens_per_s"] / row["dense_tokens_per_s"], rel=0.01)
     assert 0 <= row["sparse_layers_on_kernels"] <= 4
     head, (cells,) = CELLS["generate"]([row])
@@ -532,6 +578,13 @@ def test_sizes_that_are_none(capsys, mode, option, value):
     [
         ("ffn --intermediate 128 --l0 5 129", "--l0 129 of 128 neurons; give more than 0 and at most 128"),
         ("ffn --l0 0", "--l0 0 of 5,632 neurons"),
+        (
+            "ffn --l0 563.2 --union 0.05",
+            "--union 0.05 where --l0 563.2 of 5,632 neurons are active for a token; give a",
+        ),
+        ("ffn --l0 5 9 30 --union 0.2 0.4", "--union has 2 shares for 3 of --l0; give one, or one for each"),
+        ("ffn --layer 3", "--layer is of a measured model; name it with --activity"),
+        ("ffn --activity figures.json --l0 50", "--activity gives density and unions; leave --l0 and --union out"),
         ("ffn --shape qwen2.5-7b --l0 6000", "--l0 6000 of 5,632 neurons"),
         ("ffn --hidden 1", "--hidden 1; give at least 2"),
         ("prefill --hidden 63", "--hidden 63 with attention heads: 1; give a multiple of 2"),
@@ -563,7 +616,8 @@ def test_options_of_another_mode_are_refused(capsys, arguments):
 
 
 def test_tables_show_each_figure_below_its_name():
-    row = {"hidden": 64, "intermediate": 344, "tokens": 16, "l0": 8.5, "distinct_64": 90.5, "error": 0.003}
+    row = {"hidden": 64, "intermediate": 344, "tokens": 16, "l0": 8.5, "density": 0.0247, "error": 0.003}
+    row |= {"unions": {"16": 0.1234}}
     row |= {"error_eager": 0.004, "eager_ms": 5.0, "sparse_ms": 2.0, "took": "kernels", "sparse_mj_per_token": 7.0}
     head, cells = CELLS["ffn"]([{**row, "speedup": 2.5}])
     assert [dict(zip(head, line, strict=True)) for line in cells] == [
@@ -572,7 +626,8 @@ def test_tables_show_each_figure_below_its_name():
                 "D x F": "64 x 344",
                 "tokens": 16,
                 "L0": 8.5,
-                "distinct in 64": 90.5,
+                "density": "2.47 %",
+                "union of 16 / 64 / 128 tokens": "12.3 / n/a / n/a %",
                 "error / eager's": "0.003 / 0.004",
             },
             **{"eager ms": 5.0, "sparse ms": 2.0, "took": "kernels", "sparse mj per token": 7.0, "speed-up": "2.50x"},
@@ -638,6 +693,10 @@ def test_bench_on_a_gpu(tmp_path, capsys):
     rows = run(capsys, "ffn", "--tokens", 1, 64, 300, *sizes, "--output", tmp_path)
     assert [row["timed"] for row in rows] == ["captured graph of 28 blocks"] * 2 + ["single calls"]
     assert all(row["sparse_peak_mib"] > 0 and row["eager_ms"] > 0 for row in rows)
+    assert [row["neighbours"] for row in rows] == [False, False, True]
+    (row,) = run(capsys, "ffn", "--tokens", 16, "--neighbours", "--union", 0.1, *sizes)
+    assert (row["neighbours"], row["timed"]) == (True, "captured graph of 28 blocks")
+    assert 0.012 < row["unions"]["16"] < 0.1
     more = ("--layers", 2, "--vocabulary", 4096)
     (row,) = run(capsys, "prefill", *sizes, *more, "--batch", 2, "--length", 512)
     assert row["sparse_compiled_ms"] > 0

@@ -1,5 +1,6 @@
 """Steps of vLLM: the spans of graphs in a trace, and both engines end to end (on a CPU: without the times of a GPU)."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -11,8 +12,10 @@ from transformers import AutoTokenizer
 
 from hf_twell.bench.compressed import KINDS, quantize_folder
 from hf_twell.bench.plot import plot
+from hf_twell.bench.progress import silent
 from hf_twell.bench.vllm_steps import busy_us, graph_steps, kernels_us, span_us
 from hf_twell.cli.bench_table import CELLS
+from hf_twell.cli.bench_vllm import save_llama
 from tests.conftest import tiny_llama
 from tests.paths import ROOT
 from tests.vllm_engines import PYTHON, TIMEOUT_S, environment, needs_vllm, save, tiny
@@ -71,17 +74,12 @@ def test_the_table_and_the_figure_compare_both_sides(tmp_path):
 @needs_vllm
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("own", [True, False])
-def test_both_engines(own, tmp_path):
-    """Of a model of the user's on a text, and of a random one in 8 bits; without the times of a GPU."""
+def test_both_engines(tmp_path):
+    """Of a model of the user's on a text; without the times of a GPU."""
+    model = save(tiny(vocab_size=8192, num_hidden_layers=1), tmp_path / "model")
+    AutoTokenizer.from_pretrained(DEMO / "model").save_pretrained(model)
     options = ["--batch", "1", "2", "--prefill", "2", "--prompt-tokens", "20", "--length", "50", "--new-tokens", "8"]
-    if own:
-        model = save(tiny(vocab_size=8192), tmp_path / "model")
-        AutoTokenizer.from_pretrained(DEMO / "model").save_pretrained(model)
-        options += [model, "--text", str(DEMO / "text" / "heldout.txt"), "--dtype", "float32"]
-    else:
-        options += ["--hidden", "256", "--intermediate", "1024", "--vocabulary", "2048", "--layers", "2", "--l0", "12"]
-        options += ["--weights", "int8", "--heads", "4"]
+    options += [model, "--text", str(DEMO / "text" / "heldout.txt"), "--dtype", "float32"]
     done = subprocess.run(
         [str(PYTHON), "-m", "hf_twell", "bench", "vllm", *options, "--repeats", "2", "--json"],
         cwd=tmp_path,
@@ -97,12 +95,23 @@ def test_both_engines(own, tmp_path):
         (side, *load) for side in ("dense", "sparse") for load in loads
     ]
     assert all(len(row["tokens_per_s"]) == 2 for row in rows)
-    if own:
-        assert rows[1]["tokens"] == rows[4]["tokens"], "float32"
-        assert "2 of 2 feed-forward blocks use the sparse kernels" in done.stderr, "what each engine says of its blocks"
-    else:
-        assert rows[0]["weights"] == "int8"
-        assert 12 <= rows[0]["l0"] < 30, "of short prompts, whose first tokens are dense"
+    assert rows[1]["tokens"] == rows[4]["tokens"], "float32"
+    assert "1 of 1 feed-forward blocks use the sparse kernels" in done.stderr, "what each engine says of its blocks"
+
+
+@pytest.mark.slow
+def test_the_random_model_that_engines_get(tmp_path):
+    """In 8 bits, as tests/serving/test_vllm_quantized.py has vLLM load them."""
+    sizes = {"hidden": 256, "intermediate": 1024, "vocabulary": 2048, "heads": 4, "kv_heads": 4}
+    args = argparse.Namespace(**sizes, length=50, weights="int8")
+    told, prompts = save_llama(str(tmp_path / "model"), args, layers=2, l0=12, count=4, report=silent)
+    assert [len(prompt) for prompt in prompts] == [50] * 4
+    assert told["weights"] == "int8"
+    assert 12 <= told["l0"] < 30, "of short prompts, whose first tokens are dense"
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert len(config["twell"]["density"]) == 2
+    assert sum(config["twell"]["density"]) / 2 == pytest.approx(told["l0"] / 1024, rel=0.01)
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
 
 
 @pytest.mark.parametrize("weights", KINDS)

@@ -1,4 +1,4 @@
-"""The density of each layer in the `twell` entry of a config: measured, saved, and gone once the model is trained."""
+"""Each layer's density and unions in the `twell` entry of a config: measured, saved, gone once the model is trained."""
 
 import json
 
@@ -10,8 +10,9 @@ from hf_twell import L1Penalty, TwellLlamaForCausalLM, measure_sparsity, sparsif
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.cli import main
 from hf_twell.convert.entry import check_entry
+from hf_twell.dispatch.activity import Activity
 from hf_twell.dispatch.choose import answers
-from hf_twell.dispatch.key import CallKey
+from hf_twell.dispatch.key import HOPPER, CallKey
 from hf_twell.models.adapters import RECORD, save_adapter
 from tests.conftest import ids, logits, tiny_llama
 from tests.paths import ROOT
@@ -28,10 +29,19 @@ def known(model) -> dict[int, dict | None]:
     return {ffn.twell.layer: ffn.twell.answers for ffn in sparse_ffns(model)}
 
 
+def activity(model) -> list[tuple | None]:
+    """What each layer's sparse block knows: density, union of 64 and of 128."""
+    return [ffn.twell.activity for ffn in sparse_ffns(model)]
+
+
+def long_ids(length: int = 130) -> torch.Tensor:
+    return torch.randint(3, 96, (1, length), generator=torch.Generator().manual_seed(0))
+
+
 def answers_of(model, density) -> list:
     weight = sparse_ffns(model)[0].up_proj.weight
-    key = CallKey("cuda", "", weight.dtype, weight.dtype, 1, *reversed(weight.shape))
-    return [answers(key, share) for share in density]
+    key = CallKey("cuda", HOPPER, weight.dtype, weight.dtype, 1, *reversed(weight.shape))
+    return [answers(key, Activity(share)) for share in density]
 
 
 @pytest.mark.parametrize("load", [AutoModelForCausalLM, TwellLlamaForCausalLM])
@@ -49,6 +59,42 @@ def test_it_is_saved_and_outlives_loading_and_another_choice_of_layers(load, tmp
     assert check_entry(loaded.config) == loaded.config.twell
 
 
+@pytest.mark.parametrize("load", [AutoModelForCausalLM, TwellLlamaForCausalLM])
+def test_unions_are_saved_beside_it(load, tmp_path):
+    model = sparsify(tiny_llama())
+    assert activity(model) == [None] * 3
+    layers = measure_sparsity(model, [long_ids()])["layers"]
+    expected = {run: pytest.approx([layer["unions"][run] for layer in layers], abs=1e-6) for run in ("16", "64", "128")}
+    assert model.config.twell["unions"] == expected
+    entry = model.config.twell
+    known = list(zip(entry["density"], entry["unions"]["64"], entry["unions"]["128"], strict=True))
+    assert activity(model) == known
+    model.save_pretrained(tmp_path)
+    loaded = sparsify(load.from_pretrained(tmp_path), layers=[1])
+    assert loaded.config.twell["unions"] == expected
+    assert activity(loaded) == known[1:2]
+    assert check_entry(loaded.config) == loaded.config.twell
+
+
+def test_a_text_too_short_for_a_run_leaves_its_union_out():
+    model = sparsify(tiny_llama())
+    measure_sparsity(model, [long_ids(70)])
+    assert list(model.config.twell["unions"]) == ["16", "64"]
+    assert all(of_64 > density and of_128 is None for density, of_64, of_128 in activity(model))
+    measure_sparsity(model, [ids()[:1, :9]])
+    assert "unions" not in model.config.twell, "they were of another text"
+    assert all(each[1:] == (None, None) for each in activity(model))
+
+
+def test_an_entry_of_before_has_a_density_alone(tmp_path):
+    model = sparsify(tiny_llama())
+    model.config.twell["density"] = [0.1, 0.2, 0.3]
+    model.save_pretrained(tmp_path)
+    loaded = sparsify(AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert loaded.config.twell == {"version": 1, "layers": None, "density": [0.1, 0.2, 0.3]}
+    assert activity(loaded) == [(0.1, None, None), (0.2, None, None), (0.3, None, None)]
+
+
 def test_a_dense_model_gets_none():
     dense = tiny_llama()
     measured(dense)
@@ -57,12 +103,13 @@ def test_a_dense_model_gets_none():
 
 def test_a_step_of_training_takes_it_out():
     model = sparsify(tiny_llama())
-    measured(model)
+    measure_sparsity(model, [long_ids()])
     batch = {"input_ids": ids(), "labels": ids()}
     for inputs in L1Penalty(model, 1e-3).micro_batches([batch]):
         model(**inputs).loss.backward()
     assert model.config.twell == {"version": 1, "layers": None}
     assert known(model) == dict.fromkeys(range(3))
+    assert activity(model) == [None] * 3
 
 
 def test_layers_that_are_cut_off_keep_what_they_know():
@@ -79,8 +126,8 @@ def test_an_adapters_record_has_none(tmp_path):
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(sparsify(tiny_llama()), LoraConfig(target_modules=["q_proj"]))
-    measured(model)
-    assert "density" in model.config.twell
+    measure_sparsity(model, [long_ids()])
+    assert model.config.twell.keys() >= {"density", "unions"}
     save_adapter(model, tmp_path / "adapter")
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())[RECORD] == {
         "version": 1,
@@ -92,7 +139,7 @@ def test_an_adapters_record_has_none(tmp_path):
 @pytest.mark.parametrize("cut", ["before saving", "by an argument"])
 def test_that_of_layers_cut_off_counts_as_not_measured(load, cut, tmp_path):
     model, options = sparsify(tiny_llama()), {}
-    measured(model)
+    measure_sparsity(model, [long_ids()])
     if cut == "before saving":
         model.model.layers, model.config.num_hidden_layers = model.model.layers[:2], 2
     else:
@@ -125,6 +172,14 @@ def test_one_that_cannot_be_true_is_refused(density):
     model = sparsify(tiny_llama())
     model.config.twell["density"] = density
     with pytest.raises(ValueError, match=r"density in the config's twell entry.*for each of 3 layers"):
+        sparsify(model)
+
+
+@pytest.mark.parametrize("unions", [[0.1, 0.2, 0.3], {"64": 0.1}, {"64": [0.1, 0.2]}, {"64": [0.1, 0.2, 1.5]}])
+def test_unions_that_cannot_be_true_are_refused(unions):
+    model = sparsify(tiny_llama())
+    model.config.twell |= {"density": [0.1, 0.2, 0.3], "unions": unions}
+    with pytest.raises(ValueError, match=r"unions in the config's twell entry.*as the density has \(3\)"):
         sparsify(model)
 
 

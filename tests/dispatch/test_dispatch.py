@@ -13,8 +13,16 @@ from hf_twell.bench import workload
 from hf_twell.blocks import calls
 from hf_twell.dispatch import key as dispatch_key
 from hf_twell.dispatch import limits
-from hf_twell.dispatch.activity import UNKNOWN, Activity, RecentInputs
-from hf_twell.dispatch.choose import answer, answers, choose, max_density, same_answers, too_small
+from hf_twell.dispatch.activity import RUN, UNKNOWN, Activity, RecentInputs, shares_of_runs
+from hf_twell.dispatch.choose import (
+    answer,
+    answers,
+    choose,
+    max_density,
+    max_density_of_size,
+    same_answers,
+    too_small,
+)
 from hf_twell.dispatch.key import CallKey, key_of
 from hf_twell.dispatch.limits import limit
 from hf_twell.models.quantizing import quantize_block
@@ -24,10 +32,14 @@ from hf_twell.serving.vllm_plugin import operator  # noqa: F401  defines torch.o
 BF16 = torch.bfloat16
 SIZES = {"small": (2048, 5632), "medium": (2048, 6144), "large": (2560, 8192), "cached": (512, 512)}
 TOKENS = (*range(1, 70), 511, 512, 513, 1023, 1024, 1025, 2048, 2049, 65537, 1 << 20)
+UNIONS = (0.0, 0.22, 0.28, 0.4, 0.5, 0.58, 0.61, 0.65, 0.75, 0.85, 1.0)  # on both sides of every limit
 DENSITIES = (0.0, 0.005, 0.012, 0.0121, 0.015, 0.03, 0.05, 0.1, 0.25, 0.6, 1.0)
 needs_cpu_kernels = pytest.mark.skipif(
     not build.status("cpu", build=True).available, reason=build.status("cpu", build=True).reason
 )
+
+
+SIZES_ON_A_GPU = ("small", "medium", "large")
 
 
 def gpu_key(tokens=1, size="small", weights=BF16, **members) -> CallKey:
@@ -53,11 +65,11 @@ def test_every_number_is_the_headers():
 
 
 def test_no_number_stands_in_the_code_that_decides():
-    """But 0 and 1, by which it counts, the capability from which fp8 has tensor cores, and sizes of tiles."""
+    """But 0 and 1, by which it counts, and the size of a tile."""
     for name in ("choose", "key", "limits"):
         source = (toolchain.kernels_dir().parent / "hf_twell" / "dispatch" / f"{name}.py").read_text()
         code = re.sub(r'"""[\s\S]*?"""|#.*|f?"[^"\n]*"', "", source)
-        assert set(re.findall(r"(?<![\w.])\d[\d.]*", code)) <= {"0", "0.0", "1", "1.0", "2", "8.9", "16", "24"}, name
+        assert set(re.findall(r"(?<![\w.])\d[\d.]*", code)) <= {"0", "0.0", "1", "1.0", "16"}, name
 
 
 @pytest.mark.parametrize(("size", "column"), [("small", 1), ("medium", 2), ("large", 3)])
@@ -135,11 +147,16 @@ def test_8_bit_weights_beside_vllms_matmuls(weights, asked, ways):
 DENSE = {"aten::linear", "aten::mm", "aten::addmm", "aten::matmul"}
 
 
-def by_matmuls(function, *args) -> bool:
-    """Whether any plain matmul runs, in C++ too."""
+def ran(function, *args) -> set[str]:
+    """The operators that run, those that C++ calls too."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         function(*args)
-    return any(event.key in DENSE for event in profile.key_averages())
+    return {event.key for event in profile.key_averages()}
+
+
+def by_matmuls(function, *args) -> bool:
+    """Whether any plain matmul runs, in C++ too."""
+    return not DENSE.isdisjoint(ran(function, *args))
 
 
 @functools.cache
@@ -155,15 +172,20 @@ def block_of(density, tokens, dtype, hidden=64, width=1536):
     return x[:tokens].to(dtype), workload.patched_block(*(weight.to(dtype, copy=True) for weight in weights))
 
 
+# Of float32 matrices the first two lie in a CPU's cache, where few tokens of the smaller are no work for kernels.
+ON_A_CPU = [("float32", 64), ("float32", 192), ("float32", 384), ("bfloat16", 64), ("int8", 64)]
+
+
 @needs_cpu_kernels
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("density", [0.01, 0.1, 0.15, 0.25, 0.5])
+@pytest.mark.parametrize(("kind", "hidden"), ON_A_CPU)
+@pytest.mark.parametrize("density", [0.01, 0.05, 0.15, 0.25, 0.5])
 @torch.no_grad()
-def test_all_go_the_same_way_on_a_cpu(kind, density):
+def test_all_go_the_same_way_on_a_cpu(kind, hidden, density, monkeypatch):
+    monkeypatch.undo()  # sizes as users have them
     dtype = torch.float32 if kind == "float32" else BF16
     for tokens in (1, 4, 16, 128):
         torch._dynamo.reset()
-        x, block = block_of(density, tokens, dtype)
+        x, block = block_of(density, tokens, dtype, hidden)
         gate, up, down = (getattr(block, name).weight for name in ("gate_proj", "up_proj", "down_proj"))
         plain = key_of(x, up, down)
         if kind == "int8":
@@ -180,13 +202,15 @@ def test_all_go_the_same_way_on_a_cpu(kind, density):
         ways = {
             "eager block": by_matmuls(block, x),
             "bare operator": by_matmuls(functools.partial(api.ffn, x, *values, **named)),
-            "C++": by_matmuls(torch.ops.hf_twell.infer, x, *values, None, None, None, *scales),
             "compiled block": by_matmuls(compiled, x),
         }
+        if not too_small(key):  # else nobody calls it
+            most = max_density_of_size(key)
+            ways["C++"] = by_matmuls(torch.ops.hf_twell.infer, x, *values, None, None, None, *scales, False, most)
         assert ways == dict.fromkeys(ways, expected), (tokens, key)
         if kind != "int8":
             told = choose(key._replace(rival="vllm"), Activity(density)) != "kernels"
-            found = by_matmuls(torch.ops.hf_twell_vllm.ffn, x, torch.cat([gate, up]), down, density)
+            found = by_matmuls(torch.ops.hf_twell_vllm.ffn, x, torch.cat([gate, up]), down, density, None)
             assert found == told, (tokens, "vLLM's operator")
 
 
@@ -232,7 +256,7 @@ def test_blocks_too_small_for_kernels_go_the_same_way(monkeypatch):
 
 GRID = [
     (size, weights, quantize_x, capability)
-    for size in ("small", "medium", "large")
+    for size in SIZES_ON_A_GPU
     for weights, quantize_x in (
         (BF16, False),
         (torch.int8, False),
@@ -244,39 +268,68 @@ GRID = [
 
 
 @pytest.mark.parametrize(("size", "weights", "quantize_x", "capability"), GRID)
-def test_graphs_and_vllm_have_the_answers_of_eager_blocks_on_a_gpu(size, weights, quantize_x, capability):
+def test_what_graphs_and_vllm_store_has_the_answers_of_the_density(size, weights, quantize_x, capability):
     key = gpu_key(1, size, weights, quantize_x=quantize_x)._replace(capability=capability)
-    stored = gpu_key(1, size)  # whatever the weights are
-    for density in DENSITIES:
-        known = answers(stored, density)
-        assert (known is None) == (density <= 0.012)
+    stored = gpu_key(1, size, weights)._replace(capability="9.0" if capability == "9.0" else "8.0")
+    for activity in (*map(Activity, DENSITIES), *(Activity(0.1, union=union) for union in UNIONS)):
+        known = answers(stored, activity)
+        assert activity.union is not None or (known is None) == (activity.density <= 0.012)
         of_vllm = key._replace(rival="vllm")
-        same = same_answers(of_vllm, density)
+        same = same_answers(of_vllm, activity)
         for tokens in TOKENS:
-            eager = choose(key._replace(tokens=tokens), Activity(density)) == "kernels"
-            graph = choose(key._replace(tokens=tokens), Activity(answers=known) if known else UNKNOWN)
+            eager = choose(key._replace(tokens=tokens), activity) == "kernels"
+            traced = key._replace(tokens=tokens, compiled=True)
+            graph = choose(traced, Activity(answers=known) if known else UNKNOWN)
             assert eager == (graph == "kernels")
-            exact = choose(of_vllm._replace(tokens=tokens), Activity(density))
-            assert exact == choose(of_vllm._replace(tokens=tokens), Activity(same)), (tokens, density, same)
+            exact = choose(of_vllm._replace(tokens=tokens), activity)
+            assert exact == choose(of_vllm._replace(tokens=tokens), same), (tokens, activity, same)
 
 
-@pytest.mark.parametrize("kind", ["plain", "int8"])
+@pytest.mark.parametrize("size", SIZES_ON_A_GPU)
+def test_many_tokens_go_by_the_union_where_it_is_known(size):
+    for tokens in (1024, 2048, 16384):
+        dense, shared = Activity(0.03, union=0.9), Activity(0.1, union=0.25)
+        assert choose(gpu_key(tokens, size), shared) == "kernels"
+        assert choose(gpu_key(tokens, size), dense) == "dense"
+        for untimed in ({"capability": "8.0"}, {"weights": torch.int8}):
+            key = gpu_key(tokens, size)._replace(**untimed)
+            assert choose(key, shared) == choose(key, Activity(0.1))
+    few = Activity(0.1, union=0.0)
+    assert choose(gpu_key(4, "large"), few) == choose(gpu_key(4, "large"), Activity(0.1))
+    strangers = gpu_key(256, size, rival="vllm")
+    assert choose(strangers, few) == choose(strangers, Activity(0.1))
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.parametrize("density", [0.008, 0.06])
 @torch.no_grad()
-def test_a_block_on_a_gpu_asks_the_same_function(monkeypatch, kind):
-    """Tensors on a CPU, taken for a GPU's."""
-    if not build.status("cpu", build=True).available:
-        pytest.skip("a block without kernels asks nothing")
+def test_all_go_the_same_way_on_a_gpu(kind, density, monkeypatch):
+    """Tensors on a CPU, taken for a GPU's: whether the operator is called, which there counts nothing."""
     monkeypatch.setattr(dispatch_key, "device_class", lambda kind, index=None: ("cuda", "9.0"))
-    for density in (0.01, 0.05):
-        for tokens in (1, 64, 65, 513, 2048):
-            x, block = block_of(density, tokens, BF16)
-            if kind == "int8":
-                pytest.importorskip("torchao")
-                quantize_block(block, block.twell.form, "int8")
-            calls.takes_kernels(block, x)
-            key = CallKey("cuda", "9.0", BF16, BF16, tokens, 64, 1536)
-            sampled = Activity(block.twell_state.recent.density)
-            assert calls.takes_kernels(block, x) == (choose(key, sampled) == "kernels"), (density, tokens)
+    for tokens in (1, 64, 65, 513, 2048):
+        torch._dynamo.reset()
+        x, block = block_of(density, tokens, BF16)
+        gate, up, down = (getattr(block, name).weight for name in ("gate_proj", "up_proj", "down_proj"))
+        key = CallKey("cuda", "9.0", BF16, BF16, tokens, *gate.shape[::-1])
+        way = choose(key, Activity(density))
+        of_operator = {
+            "bare operator": (choose(key), ran(api.ffn, x, up, down, gate)),
+            "vLLM's operator": (
+                choose(key._replace(rival="vllm"), Activity(density)),
+                ran(torch.ops.hf_twell_vllm.ffn, x, torch.cat([gate, up]), down, density, None),
+            ),
+        }
+        if kind == "int8":
+            pytest.importorskip("torchao")
+            quantize_block(block, block.twell.form, "int8")
+            way = choose(key._replace(weights=torch.int8), Activity(density))
+        calls.store_density([block], [density])
+        compiled = torch.compile(block, backend="eager", fullgraph=True)
+        block(x), compiled(x)
+        found = of_operator | {"eager block": (way, ran(block, x)), "compiled block": (way, ran(compiled, x))}
+        ways = {name: ("hf_twell::infer" in names) == (way == "kernels") for name, (way, names) in found.items()}
+        assert all(ways.values()), (tokens, ways)
 
 
 def test_a_density_is_looked_at_in_some_calls_alone():
@@ -288,13 +341,26 @@ def test_a_density_is_looked_at_in_some_calls_alone():
     assert recent.density == 1
 
 
+@pytest.mark.parametrize("tokens", [128, 300, 16384])
+def test_a_sample_of_runs_says_what_neighbours_share(tokens):
+    of_token, eye = torch.arange(tokens), torch.eye(16)
+    gate = eye.repeat(64, 1)  # neuron f is active where coordinate f % 16 is
+    alike, different = (shares_of_runs(eye[place % 16], gate, None) for place in (of_token // RUN, of_token))
+    assert alike.tolist() == [1 / 16, 1 / 16]
+    assert different.tolist() == [1 / 16, 1.0]
+    sequences = torch.zeros(tokens, 16)
+    sequences[::1024] = 1.0  # first tokens activate everything, others nothing
+    density, _ = shares_of_runs(sequences, gate, None)
+    assert density <= 1 / RUN
+
+
 # What a graph asks
 
 
 class Chooses(torch.nn.Module):
     def __init__(self, density, size):
         super().__init__()
-        self.answers = answers(gpu_key(1, size), density)
+        self.answers = answers(gpu_key(1, size), Activity(density))
 
     def forward(self, x):
         if self.answers is None:
@@ -379,7 +445,7 @@ def test_the_density_in_compiled_code_gets_the_answers_of_the_layers_own(monkeyp
     monkeypatch.undo()  # sizes as users have them
     known, key = set(), CallKey(device, "", dtype, dtype, 1, *SIZES[size], rival=rival)
     for density in (0.0, 0.001, 0.012, 0.0121, 0.05, 0.18, 0.3, 1.0):
-        same = same_answers(key, density)
+        same = same_answers(key, Activity(density)).density
         known.add(same)
         assert same >= density
         for tokens in TOKENS:
@@ -389,7 +455,8 @@ def test_the_density_in_compiled_code_gets_the_answers_of_the_layers_own(monkeyp
 
 
 def test_on_a_device_without_kernels_no_density_gets_them():
-    assert same_answers(CallKey("mps", "", BF16, BF16, 1, *SIZES["small"]), 0.0) == float("inf")
+    same = same_answers(CallKey("mps", "", BF16, BF16, 1, *SIZES["small"]), Activity(0.0))
+    assert same == Activity(float("inf"))
 
 
 def test_a_device_without_kernels_goes_by_submodules():
@@ -403,7 +470,7 @@ def test_a_stored_density_keeps_its_answers_whatever_the_rows_of_the_table(densi
     table = ((2, 1.0, 1.0, 1.0), (12, 0.3, 0.3, 0.3), (14, 0.25, 0.25, 0.25), (float("inf"), 0.2, 0.2, 0.2))
     monkeypatch.setitem(limits.read(), "kCudaLimits", table)
     key = CallKey("cuda", "9.0", BF16, BF16, 1, *SIZES["small"])
-    same = same_answers(key, density)
+    same = same_answers(key, Activity(density)).density
     for tokens in range(1, 100):
         ways = {choose(key._replace(tokens=tokens), Activity(stored)) for stored in (density, same)}
         assert len(ways) == 1, (tokens, same)

@@ -7,7 +7,6 @@ import lzma
 import math
 import os
 import random
-import shutil
 import subprocess
 import sys
 import types
@@ -702,13 +701,14 @@ def test_scores_equal_the_lm_eval_command(tmp_path, capsys):
     assert main(["sparsify", str(DATA / "stories260K-hf"), str(model)]) == 0
     data = tmp_path / "data"
     data.mkdir()
-    shutil.copy(DATA / "eval" / "ARC-Easy-Validation.jsonl", data)
+    rows = (DATA / "eval" / "ARC-Easy-Validation.jsonl").read_text().splitlines(keepends=True)
+    (data / "ARC-Easy-Validation.jsonl").write_text("".join(rows[:60]))
     with lzma.open(DATA / "eval" / "hellaswag-validation.jsonl.xz", "rt") as file:
         (data / "hellaswag-validation.jsonl").write_text("".join(next(file) for _ in range(40)))
 
     stock = Path(lm_eval.tasks.__file__).parent
     files = {
-        "arc_easy": ("arc", "ARC-Easy-Validation.jsonl", 570),
+        "arc_easy": ("arc", "ARC-Easy-Validation.jsonl", 60),
         "hellaswag": ("hellaswag", "hellaswag-validation.jsonl", 40),
     }
     for name, (folder, file, _) in files.items():

@@ -195,12 +195,13 @@ def test_every_column_holds_its_figure(results):
     ):
         quantiles = {f"L0: {name}": layer["l0_quantiles"][name] for name in ("p10", "p50", "p90", "p99", "max")}
         assert some == {
-            **{"mean L0": layer["l0"], "density": layer["density"], **quantiles},
+            **{"mean L0": layer["l0"], "density": layer["density"]},
+            **{f"union of {run} tokens": layer["unions"][run] for run in ("16", "64", "128")},
+            **quantiles,
             **{"dead": layer["dead_neurons"], "always on": layer["always_on_neurons"]},
         }
         assert kinds == {
             "hottest 10 % have": layer["hottest_share"]["10%"],
-            **{f"distinct in {run} tokens": layer["distinct"][run]["neurons"] for run in ("16", "64", "128")},
             "effective neurons": layer["effective_neurons"],
             **{f"top {n} % carry": layer["magnitude_share"][f"{n}%"] for n in (1, 5, 10)},
         }
@@ -218,6 +219,7 @@ def test_every_column_holds_its_figure(results):
     dead = sum(layer["dead_neurons"] for layer in result["layers"]) / (4 * 1024)
     assert tiles == {
         "density: share of neurons that fire for a token": percent(result["density"]),
+        "union of 64: share that fires for at least one of 64 neighbours": percent(result["unions"]["64"]),
         "active neurons per token, mean of layers": f"{result['l0']:,.0f}",
         "dead: never fired on this text": percent(dead),
         "tokens read": f"{result['tokens']:,}",

@@ -13,6 +13,7 @@ def layer(l0: float, dead: int = 10, always: int = 1) -> dict:
         "l0": l0,
         "effective_neurons": 2 * l0,
         "density": l0 / 1000,
+        "unions": {"16": 4 * l0 / 1000, "64": 10 * l0 / 1000, "128": 12 * l0 / 1000},
         "dead": dead / 1000,
         "dead_neurons": dead,
         "always_on_neurons": always,
@@ -33,6 +34,7 @@ def result() -> dict:
         "sparse": True,
         "l0": 25.0,
         "density": 0.025,
+        "unions": {"16": 0.1, "64": 0.25, "128": 0.3},
         "tokens": 5000,
         "layers": [layer(10, 620), layer(20), layer(40, 501, always=4), layer(30, 500)],
         "positions": [
@@ -78,8 +80,8 @@ def test_what_stands_out(result):
         ),
         (
             "Neighbouring tokens share neurons",
-            "64 neighbours use 250 distinct neurons of a layer; 64 unrelated tokens would use 500, and 1,600 if they "
-            "shared none.",
+            "64 neighbours use 250 distinct neurons of a layer, a union of 25 %; 64 unrelated tokens would use 500, "
+            "and 1,600 if they shared none.",
         ),
         (
             "Few neurons do most of the firing",
@@ -129,6 +131,7 @@ def test_an_effect_that_is_absent_is_said_to_be(result):
 def test_what_cannot_be_known_is_left_out(result):
     short = {**copy.deepcopy(result), "positions": result["positions"][:5], "layers": result["layers"][:1]}
     short["layers"][0]["distinct"]["64"] = {"neurons": None, "if_independent": 3.0, "runs": 0}
+    short["unions"] = {"16": 0.1, "64": None, "128": None}
     short["vocabulary"]["by_count"] = short["vocabulary"]["by_count"][:1]
     assert [title.split()[0] for title in titles(short)] == ["1", "Few", "A"]
     assert headline(short) == "25 of 1,000 neurons (2.5 %) fire for a token."

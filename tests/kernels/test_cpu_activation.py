@@ -25,28 +25,34 @@ def _values(shape, dtype, seed=0):
     return [(v.abs() + 2**-6).copysign(v).to(dtype) for v in values]
 
 
-def _through_reference(gate, up, *l1):
-    return reference.inject_l1(torch.relu(gate) if up is None else torch.relu(gate) * up, *l1)
+def _through_reference(gate, up, l1_scale, token_weight, tally, count_scale=None):
+    active = torch.relu(gate)
+    if count_scale is not None:
+        active = reference.inject_count(active, count_scale, token_weight)
+    return reference.inject_l1(active if up is None else active * up, l1_scale, token_weight, tally)
 
 
 @pytest.mark.parametrize("isa", ISAS, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("shape", [(1, 1), (63, 172), (2, 50, 4864), (4097, 37), (0, 64), (5,)])
-def test_one_pass_gives_what_the_reference_gives(isa, shape, gated, dtype):
+@pytest.mark.parametrize("count", [None, 0.25])
+def test_one_pass_gives_what_the_reference_gives(isa, shape, gated, dtype, count):
     gate, up, grad = _values(shape, dtype)
     weight = (torch.rand(shape[:-1], generator=torch.Generator().manual_seed(1)) > 0.2).float()
-    scale = torch.tensor(0.125)
+    scale, count_scale = torch.tensor(0.125), None if count is None else torch.tensor(count)
     results = []
     for function, kind in ((torch.ops.hf_twell.activation, dtype), (_through_reference, torch.float64)):
         inputs = [t.to(kind, copy=True).requires_grad_() for t in ((gate, up) if gated else (gate,))]
         tally = torch.zeros(1 + shape[-1], requires_grad=True)
-        h = function(inputs[0], inputs[1] if gated else None, scale, weight, tally)
+        h = function(inputs[0], inputs[1] if gated else None, scale, weight, tally, count_scale)
         h.backward(grad.to(kind))
         results.append([h, *(t.grad for t in inputs), tally.grad])
     for ours, truth in zip(results[0][:-1], results[1][:-1], strict=True):
         assert (ours.dtype, ours.shape) == (dtype, truth.shape)
-        torch.testing.assert_close(ours.double(), truth.double(), rtol=2.01 * ROUNDING[dtype], atol=1e-7)
+        # The count's derivative is within 4e-7 of itself, and what it is added to may be as large.
+        atol = 1e-7 if count is None else 2e-6
+        torch.testing.assert_close(ours.double(), truth.double(), rtol=2.01 * ROUNDING[dtype], atol=atol)
     torch.testing.assert_close(results[0][-1][:1], results[1][-1][:1], rtol=2**-18 + ROUNDING[dtype], atol=1e-4)
     assert torch.equal(results[0][-1][1:], results[1][-1][1:]), "counts are whole numbers here, and exact"
 
@@ -154,6 +160,7 @@ def test_opcheck():
     tally = torch.zeros(25, requires_grad=True)
     library.opcheck(torch.ops.hf_twell.activation.default, (gate, up, torch.tensor(0.5), torch.ones(9), tally))
     library.opcheck(torch.ops.hf_twell.activation.default, (gate, None, None, None, None))
+    library.opcheck(torch.ops.hf_twell.activation.default, (gate, up, None, torch.ones(9), tally, torch.tensor(0.5)))
 
 
 def test_tensors_that_do_not_fit_together_are_refused():
@@ -193,14 +200,16 @@ def activations(monkeypatch):
 
 
 @pytest.mark.parametrize("autocast", [True, False])
-def test_a_dense_block_trains_as_the_reference_does(autocast, activations):
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_dense_block_trains_as_the_reference_does(counts, autocast, activations):
     block, x = _dense_block()
+    block.gate_proj.weight.data /= 16  # near zero, where the count presses
     results = []
     for backend in ("auto", "reference"):
         block.twell.backend = backend
         block.zero_grad()
         tally = torch.zeros(689, requires_grad=True)
-        block.twell_state.l1 = L1Inputs(torch.tensor(1e-3), None, tally)
+        block.twell_state.l1 = L1Inputs(torch.tensor(1e-3), None, tally, counts=counts)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             y = block(x)
             y.float().square().sum().backward()

@@ -6,14 +6,19 @@ import pytest
 import torch
 from torch import library
 
-from hf_twell.ops import api, build
+import hf_twell
+from hf_twell.ops import api, build, reference
+from tests import one_step
+from tests.conftest import tiny_llama
 from tests.ffn_cases import (
     DTYPES,
     ISAS,
+    Operators,
     assert_as_good_as_eager,
     assert_gradients_are_not_copied,
     cpu_ffn,
     make_case,
+    near_zero,
     relative_rms,
     run,
 )
@@ -40,6 +45,25 @@ def test_odd_sizes_biases_and_no_gate(isa, dtype, gated, biases, density):
     # 37 and 133 are multiples of no vector, tile, panel or cache line.
     for tokens in (3, 70):
         assert_as_good_as_eager(cpu_ffn, make_case(tokens, 37, 133, density, dtype, gated=gated, biases=biases))
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("density", [0.01, 0.1, 1.0])
+def test_the_count_term_beside_l1_and_alone(isa, dtype, gated, density):
+    """Through pairs, those that many tokens share on a matrix unit, recomputed ones and dense tokens."""
+    for tokens, capacity in ((3, None), (301, 1), (301, None)):
+        case = near_zero(make_case(tokens, 40, 172, density, dtype, gated=gated, biases=True))
+        assert_as_good_as_eager(cpu_ffn, case, count=0.02, capacity=capacity)
+    with_term, without = (run(cpu_ffn, case, dtype, l1=False, count=count) for count in (0.02, 0.0))
+    truth, bare = (run(reference.ffn, case, torch.float64, l1=False, count=count) for count in (0.02, 0.0))
+    first = "w_gate" if gated else "w_up"
+    of_term = relative_rms(bare[first], truth[first])
+    assert of_term > 0.1, "the term is a part of the gradient that shows"
+    for name in ("w_up", "w_down"):
+        assert name == first or torch.equal(with_term[name], without[name]), "it acts on the gate alone"
+    assert relative_rms(with_term[first], truth[first]) < {torch.float32: 1e-5}.get(dtype, 2**-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -201,11 +225,44 @@ def test_opcheck(gated, by_column):
     library.opcheck(torch.ops.hf_twell.infer.default, plain)
     library.opcheck(torch.ops.hf_twell.ffn.default, (*plain, None, None, None, 0))
     library.opcheck(torch.ops.hf_twell.ffn.default, (*leaves, scale, weight, torch.zeros(173, requires_grad=True), 16))
+    tally = torch.zeros(173, requires_grad=True)
+    library.opcheck(torch.ops.hf_twell.ffn.default, (*leaves, None, weight, tally, 16, scale))
     state = torch.ops.hf_twell.ffn(*plain, scale, weight, None, 16)[2]
     x, w_up, w_down, w_gate, b_up, _, b_gate = plain
     for needs in (0, 1, 0b101, 127):
         arguments = (torch.randn(2, 5, 40), state, x, w_up, w_down, w_gate, b_up, b_gate, scale, weight, 16, needs)
         library.opcheck(torch.ops.hf_twell.ffn_backward.default, arguments)
+        library.opcheck(torch.ops.hf_twell.ffn_backward.default, (*arguments, scale))
+
+
+@pytest.mark.parametrize(("backend", "operator"), [("cpu", "ffn_backward"), ("auto", "activation_backward")])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_a_model_trains_with_the_count_term_by_kernels(backend, operator, micro_batches):
+    """Through pairs and through the dense middle, padding included, as autograd has the smooth count itself."""
+    model, weight = hf_twell.sparsify(tiny_llama(), backend=backend).train(), 0.5
+    penalty, size = hf_twell.L1Penalty(model, weight, term="count"), 8 // micro_batches
+    batches = [one_step.pad(one_step.rows()[i : i + size]) for i in range(0, 8, size)]
+    with Operators() as ran:
+        for batch in penalty.micro_batches(batches):
+            model(**batch, num_items_in_batch=one_step.LABELS).loss.backward()
+    layers = model.config.num_hidden_layers
+    assert ran.names.count(f"hf_twell.{operator}.default") == layers * micro_batches
+
+    truth, gates = hf_twell.sparsify(tiny_llama(), backend="reference").train(), []
+    for layer in truth.model.layers:
+        layer.mlp.gate_proj.register_forward_hook(lambda _, __, gate: gates.append(gate))
+    batch = one_step.pad(one_step.rows())
+    loss = truth(**batch, num_items_in_batch=one_step.LABELS).loss
+    counts = [torch.tanh(gate.relu() / 0.2).sum(-1) * batch["attention_mask"] for gate in gates]
+    term = weight / layers * sum(count.sum() for count in counts) / batch["attention_mask"].sum()
+    without = torch.autograd.grad(term, list(truth.parameters()), retain_graph=True, allow_unused=True)
+    (loss + term).backward()
+    gradient, wanted = one_step.flat_gradient(model), one_step.flat_gradient(truth)
+    assert (gradient - wanted).norm() <= 1e-5 * wanted.norm()
+    assert sum(g.square().sum() for g in without if g is not None).sqrt() > 0.1 * wanted.norm(), "the term shows"
+    report = penalty.report()
+    active = sum(((gate > 0).sum(-1) * batch["attention_mask"]).sum() for gate in gates)
+    assert report["l0"] == pytest.approx(active.item() / layers / report["tokens"], rel=1e-6)
 
 
 def test_a_forced_instruction_set_that_is_missing_is_named(monkeypatch):

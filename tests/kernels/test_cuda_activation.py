@@ -23,30 +23,37 @@ def built():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("shape", [(1, 8), (63, 172), (2, 50, 4864), (4097, 1001), (0, 64)])
-def test_one_pass_gives_what_the_reference_gives(shape, gated, dtype):
+@pytest.mark.parametrize("count", [None, 0.25])
+def test_one_pass_gives_what_the_reference_gives(shape, gated, dtype, count):
     g = torch.Generator("cuda").manual_seed(0)
     values = (torch.randn(shape, generator=g, device="cuda") for _ in range(3))
     # Away from zero: h that underflows in float16 has no sign.
     gate, up, grad = ((v.abs() + 2**-6).copysign(v).to(dtype) for v in values)
     weight = (torch.rand(shape[:-1], generator=g, device="cuda") > 0.2).float()
     scale = torch.tensor(0.125, device="cuda")
+    count_scale = None if count is None else torch.tensor(count, device="cuda")
     results = []
     for wide in (False, True):
         kind = torch.float64 if wide else dtype
         inputs = [t.to(kind, copy=True).requires_grad_() for t in ((gate, up) if gated else (gate,))]
         tally = torch.zeros(1 + shape[-1], device="cuda", requires_grad=True)
         if wide:
-            h = torch.relu(inputs[0]) * inputs[1] if gated else torch.relu(inputs[0])
-            h = reference.inject_l1(h, scale, weight, tally)
+            active = torch.relu(inputs[0])
+            active = active if count is None else reference.inject_count(active, count_scale, weight)
+            h = reference.inject_l1(active * inputs[1] if gated else active, scale, weight, tally)
         else:
-            h = torch.ops.hf_twell.activation(inputs[0], inputs[1] if gated else None, scale, weight, tally)
+            up_or_none = inputs[1] if gated else None
+            h = torch.ops.hf_twell.activation(inputs[0], up_or_none, scale, weight, tally, count_scale)
         h.backward(grad.to(kind))
         results.append([h, *(t.grad for t in inputs), tally.grad])
     rounding = 2**-8 if dtype == torch.bfloat16 else 2**-11
     for ours, truth in zip(results[0][:-1], results[1][:-1], strict=True):
         assert ours.dtype == dtype
         assert ours.shape == truth.shape
-        torch.testing.assert_close(ours.double(), truth.double(), rtol=1.01 * rounding, atol=1e-7)
+        # The count's derivative is within 1e-6 of itself, and what it is added to may be as large.
+        torch.testing.assert_close(
+            ours.double(), truth.double(), rtol=1.01 * rounding, atol=1e-7 if count is None else 4e-6
+        )
     torch.testing.assert_close(results[0][-1], results[1][-1], rtol=2 * rounding, atol=1e-4)
 
 
@@ -91,6 +98,7 @@ def test_opcheck():
     weight, scale = torch.ones(9, device="cuda"), torch.tensor(0.5, device="cuda")
     library.opcheck(torch.ops.hf_twell.activation.default, (gate, up, scale, weight, tally))
     library.opcheck(torch.ops.hf_twell.activation.default, (gate, None, None, None, None))
+    library.opcheck(torch.ops.hf_twell.activation.default, (gate, up, None, weight, tally, scale))
 
 
 def test_a_dense_block_trains_as_the_reference_does():

@@ -317,6 +317,36 @@ def test_a_dense_block_moves_to_plain_matmuls(monkeypatch):
 
 
 @torch.no_grad()
+def test_many_tokens_go_by_what_neighbours_share(monkeypatch):
+    block = hf_twell.sparsify(MODELS["llama"]().eval().to("cuda", torch.bfloat16)).model.layers[0].mlp
+    x = torch.randn(2048, 64, device="cuda", dtype=torch.bfloat16)
+    x[:, 0] = 8
+    gate, recent, calls = block.gate_proj.weight, block.twell_state.recent, watch(monkeypatch)
+
+    def took_kernels(x):
+        recent.look_in = before = 0  # the next call looks
+        for _ in range(3):
+            before = len(calls)
+            block(x)
+            torch.cuda.synchronize()
+        return len(calls) > before
+
+    gate.zero_()
+    gate[:, 0] = -1
+    gate[::5, 0] = 1
+    assert took_kernels(x)
+    assert (recent.density, recent.union) == pytest.approx((0.2, 0.2), abs=0.01)
+    gate[:, 0] = 1
+    took_kernels(x[:1])
+    assert recent.union is None, "it was of other inputs than these"
+    gate.normal_()
+    gate[:, 0] = -1.9
+    assert not took_kernels(x)
+    assert recent.density < 0.06
+    assert recent.union > 0.9
+
+
+@torch.no_grad()
 def test_a_later_call_is_the_first_one_again():
     """Without asking again what the last call found out, until something has changed."""
     block = hf_twell.sparsify(MODELS["llama"]().eval().to("cuda", torch.bfloat16)).model.layers[0].mlp

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_twell.ops import api, reference
-from tests.ffn_cases import FEW_PAIRS, GRADIENTS, assert_gradients_are_not_copied, relative_rms
+from tests.ffn_cases import FEW_PAIRS, GRADIENTS, assert_gradients_are_not_copied, near_zero, relative_rms
 from tests.kernels.test_cuda_kernels import (
     NAMES,
     _missing,
@@ -58,10 +58,12 @@ def grad_of_y(case):
     return torch.randn(case["x"].shape, generator=g, device=case["x"].device).to(case["x"].dtype)
 
 
-def run(function, case, dtype=None, *, l1="weighted", grad_y=None, **options):
-    """y and every gradient by name, with the tally's where there is an L1 term."""
+def run(function, case, dtype=None, *, l1="weighted", count=0.0, grad_y=None, **options):
+    """y and every gradient by name, with the tally's where there is an L1 term. `count`: the count term's scale."""
     leaves = leaves_of(case, dtype)
     extra = l1_inputs(case, weighted=l1 == "weighted") if l1 else {}
+    if count:
+        extra["count_scale"] = torch.tensor(count, device=case["x"].device)
     y = function(**leaves, **extra, **options)
     y.backward((grad_of_y(case) if grad_y is None else grad_y).to(y.dtype))
     results = {"y": y} | {name: t.grad for name, t in (leaves | extra).items() if t is not None and t.requires_grad}
@@ -77,10 +79,11 @@ def assert_as_good_as_eager(case, ours=None, *, certain=True, **options):
     certain: no gate is so near zero that rounding decides whether it is active.
     """
     dtype, l1 = case["x"].dtype, options.get("l1", "weighted")
+    terms = {"l1": l1, "count": options.get("count", 0.0)}
     if ours is None:
         poison()
         ours = run(cuda_ffn, case, **options)
-    truth, eager = run(reference.ffn, case, torch.float64, l1=l1), run(reference.ffn, case, l1=l1)
+    truth, eager = run(reference.ffn, case, torch.float64, **terms), run(reference.ffn, case, **terms)
     assert ours.keys() == truth.keys()
     first, bias = ("w_up", "b_up") if case["w_gate"] is None else ("w_gate", "b_gate")
     few = (torch.nn.functional.linear(case["x"], case[first], case[bias]) > 0).sum() < 64
@@ -270,6 +273,32 @@ def test_the_state_lies_as_its_layout_says(dtype, capacity, gated):
 def test_l1_without_token_weights_and_no_l1(l1):
     for tokens, density, gated in itertools.product((2, 199, 4097), (0.0, 0.02, 1.0), (True, False)):
         assert_as_good_as_eager(gpu_case(tokens, 72, 344, density, torch.bfloat16, gated=gated), l1=l1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("l1", ["weighted", "plain", None])
+def test_the_count_term_beside_l1_and_alone(dtype, gated, l1):
+    """Through pairs that were kept, and through blocks that were not: too dense, or without room."""
+    for tokens, density, capacity in itertools.product((2, 199, 4097), ("one", 0.02, 0.5, 1.0), (None, 1)):
+        case = near_zero(gpu_case(tokens, 72, 344, density, dtype, gated=gated, biases=tokens == 199))
+        assert_as_good_as_eager(case, l1=l1, count=0.02, capacity=capacity)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("capacity", [None, 1])
+@pytest.mark.parametrize("density", [0.02, 1.0])
+def test_the_count_term_is_rounded_once_and_acts_on_the_gate_alone(dtype, capacity, density):
+    """Where nothing else presses: of a y without a gradient, dx and the gate's are the term's own."""
+    case = near_zero(gpu_case(300, 72, 344, density, dtype, biases=True))
+    none = torch.zeros_like(case["x"])
+    found = run(cuda_ffn, case, l1=None, count=0.02, grad_y=none, capacity=capacity)
+    truth = run(reference.ffn, case, torch.float64, l1=None, count=0.02, grad_y=none)
+    for name in ("x", "w_gate", "b_gate"):
+        assert truth[name].any()
+        assert relative_rms(found[name], truth[name]) < {torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype], name
+    for name in ("w_up", "w_down", "b_up"):
+        assert not found[name].any(), name
 
 
 def test_padding_counts_nothing_in_the_report():

@@ -82,6 +82,7 @@ def test_opcheck(gated, columns, dtype):
     for needs in (0, 1, 0b101, 127):
         arguments = (grad_of_y(case), state, x, w_up, w_down, w_gate, b_up, b_gate, scale, weight, 16, needs)
         library.opcheck(torch.ops.hf_twell.ffn_backward.default, arguments)
+        library.opcheck(torch.ops.hf_twell.ffn_backward.default, (*arguments, scale))
 
 
 def test_a_captured_step_follows_its_inputs():

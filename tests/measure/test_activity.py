@@ -82,6 +82,8 @@ def check(report, truth):
     for run, value in truth["distinct"].items():
         assert report["distinct"][str(run)]["runs"] == truth["runs"][run]
         assert report["distinct"][str(run)]["neurons"] == (None if value is None else pytest.approx(value, abs=1e-9))
+        share = None if value is None else pytest.approx(value / report["intermediate_size"], abs=1e-12)
+        assert report["unions"][str(run)] == share
         assert report["distinct"][str(run)]["if_independent"] == pytest.approx(truth["independent"][run], rel=1e-9)
     for name, value in truth["shares"].items():
         assert report["magnitude_share"][name] == pytest.approx(value, rel=1e-5)

@@ -118,6 +118,16 @@ def test_real_text(stories, stories_model):
     assert report["layers"][0]["intermediate_size"] == 172
 
 
+def test_unions_are_means_over_layers():
+    model = sparsify(tiny_llama())
+    report = measure_sparsity(model, [torch.randint(3, 96, (2, 70), generator=torch.Generator().manual_seed(0))])
+    assert report["unions"]["128"] is None, "no run of 70 tokens is that long"
+    for run in ("16", "64"):
+        shares = [layer["unions"][run] for layer in report["layers"]]
+        assert report["unions"][run] == pytest.approx(sum(shares) / 3)
+    assert report["density"] < report["unions"]["16"] < report["unions"]["64"] <= 1
+
+
 def test_dead_neurons():
     model = sparsify(tiny_llama(mlp_bias=True))
     with torch.no_grad():

@@ -20,7 +20,7 @@ from hf_twell.files.folders import save_model, training_record
 from hf_twell.models.hub import folder_card
 from hf_twell.ops import api, build, reference
 from tests.blocks.test_company import refused
-from tests.conftest import COMMAND, ids, tiny_llama
+from tests.conftest import ids, tiny_llama
 from tests.ffn_cases import relative_rms
 from tests.paths import ROOT
 
@@ -256,12 +256,13 @@ def test_hooks_on_projections_count(folder, kernel_calls):
     assert kernel_calls == [0, 2]
 
 
-@pytest.mark.numeric
+@pytest.mark.codegen
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["compiled first", "evaluated first"])
 def test_compiled_without_breaks(folder, order):
     """Whatever order down_proj had when the graph was made, and has when it runs; with gradients, too."""
-    model, stock = sparsify(load(folder)), logits(load(folder))
+    model, stock = (load(folder, num_hidden_layers=1) for _ in range(2))
+    model, stock = sparsify(model), logits(stock)
     compiled = torch.compile(model, fullgraph=True)
     for first in (order == "compiled first", order != "compiled first"):
         if first:
@@ -275,6 +276,7 @@ def test_compiled_without_breaks(folder, order):
         assert relative_rms(compiled(input_ids=ids()).logits, stock) < 3 * 2**-7
 
 
+@pytest.mark.codegen
 @pytest.mark.slow
 def test_inductors_int8_matmul_wants_rows():
     """What a block computes by its submodules in a compiled graph, after evaluation has given columns to down_proj."""
@@ -291,14 +293,15 @@ def test_inductors_int8_matmul_wants_rows():
         assert relative_rms(by_submodules(x), truth) < 2**-6
 
 
-def run(*arguments):
-    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True)
+def quantized(capsys, *arguments) -> dict:
+    """What the command prints."""
+    capsys.readouterr()
+    assert main(["quantize", *map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
 
 
-def test_the_command(folder, tmp_path, kernel_calls):
-    done = run("quantize", folder, tmp_path / "int8", "--weights", "int8", "--json")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+def test_the_command(folder, tmp_path, kernel_calls, capsys):
+    result = quantized(capsys, folder, tmp_path / "int8", "--weights", "int8")
     assert result["blocks"] == 3
     scales = 3 * (300 + 300 + 64) * 4
     assert result["block_bytes"] == result["block_bytes_before"] / 2 + scales
@@ -365,12 +368,9 @@ def test_a_missing_torchao_is_named_with_what_installs_it(folder, tmp_path):
     assert done.stderr.splitlines()[-1] == f"hf-twell: error: {says}"
 
 
-@pytest.mark.slow
-def test_the_command_in_fp8(folder, tmp_path, kernel_calls, caplog):
+def test_the_command_in_fp8(folder, tmp_path, kernel_calls, caplog, capsys):
     """As torchao computes it, before and after `sparsify`, which says that no kernel reads it."""
-    done = run("quantize", folder, tmp_path / "fp8", "--weights", "fp8", "--json")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    result = quantized(capsys, folder, tmp_path / "fp8", "--weights", "fp8")
     assert result["block_bytes"] == result["block_bytes_before"] / 2 + 3 * (300 + 300 + 64) * 4
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8").eval()
     assert stock.model.layers[0].mlp.up_proj.weight.qdata.dtype == torch.float8_e4m3fn
@@ -383,12 +383,11 @@ def test_the_command_in_fp8(folder, tmp_path, kernel_calls, caplog):
     assert relative_rms(expected, plain) < 0.1  # e4m3 has 3 bits behind the first one
 
 
-@pytest.mark.slow
-def test_what_the_command_refuses(folder, tmp_path):
+def test_what_the_command_refuses(folder, tmp_path, capsys):
     def refused(message, *arguments):
-        done = run("quantize", *arguments, "--weights", "int8")
-        assert done.returncode == 1
-        (line,) = [line for line in done.stderr.splitlines() if line.startswith("hf-twell: error: ")]
+        capsys.readouterr()
+        assert main(["quantize", *map(str, arguments), "--weights", "int8"]) == 1
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hf-twell: error: ")]
         assert message in line
 
     tiny_llama().save_pretrained(tmp_path / "silu")

@@ -71,6 +71,15 @@ def test_a_run_tells_the_dense_parents_loss(recipe, capsys):
     assert saved == pytest.approx([layer["density"] for layer in whole["after"]["sparsity"]["layers"]], abs=1e-6)
 
 
+def test_a_run_to_a_union_records_what_was_pressed_on(recipe, capsys):
+    changes = ["target_density=null", "target_union=0.3", "share=8", "term=count", "training.max_steps=2"]
+    result, _ = train(recipe, capsys, *changes)
+    assert all(0 < row["twell/union_8"] <= 1 for row in result["logs"])
+    state = json.loads(Path(result["model"], "twell_state.json").read_text())
+    assert (state["target_union"], state["share"], state["term"]) == (0.3, 8, "count")
+    assert "| active in any of 8 tokens, aimed at | 30.00 % after" in folder_card(result["model"], "me/x")
+
+
 @pytest.mark.slow
 def test_a_resumed_run_does_not_measure_its_start_again(recipe, capsys, monkeypatch):
     whole, _ = train(recipe, capsys)

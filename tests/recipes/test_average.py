@@ -5,7 +5,6 @@ import re
 import runpy
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from hf_twell.cli import main as hf_twell_main
 from hf_twell.models.loading import load_model
 from tests.conftest import tiny_llama
+from tests.forks import forks
 from tests.paths import ROOT
 
 RECIPES = ROOT / "recipes"
@@ -61,25 +61,28 @@ def test_the_mean_of_two_models(parent, tmp_path):
 @pytest.mark.slow
 def test_the_mean_is_refused_in_one_line(parent, tmp_path):
     """And an existing folder is replaced where that is asked for, as its message says."""
+    script = str(RECIPES / "average.py")
+    environment = {**os.environ, "PYTHONPATH": str(RECIPES.parent), "HF_HUB_OFFLINE": "1"}
+    with forks(tmp_path, environment) as run:
 
-    def run(*arguments) -> subprocess.CompletedProcess:
-        command = [sys.executable, RECIPES / "average.py", *arguments]
-        environment = {**os.environ, "PYTHONPATH": str(RECIPES.parent), "HF_HUB_OFFLINE": "1"}
-        return subprocess.run(command, capture_output=True, text=True, env=environment)
+        def average(*arguments) -> subprocess.CompletedProcess:
+            argv = [script, *map(str, arguments)]
+            code = f"import runpy, sys; sys.argv = {argv!r}; runpy.run_path({script!r}, run_name='__main__')"
+            return run(code, tmp_path)
 
-    for arguments, message in (
-        ((parent, parent, parent), r"parent exists; .* \(--overwrite\)"),
-        ((tmp_path / "absent", parent, tmp_path / "mean"), "cannot load a model from .*absent"),
-        ((parent, parent, tmp_path / "mean", "--share", "2"), "share=2.0; give the parent's share, from 0 to 1"),
-    ):
-        done = run(*arguments)
+        for arguments, message in (
+            ((parent, parent, parent), r"parent exists; .* \(--overwrite\)"),
+            ((tmp_path / "absent", parent, tmp_path / "mean"), "cannot load a model from .*absent"),
+            ((parent, parent, tmp_path / "mean", "--share", "2"), "share=2.0; give the parent's share, from 0 to 1"),
+        ):
+            done = average(*arguments)
+            assert done.returncode == 1
+            assert re.match(f"average.py: error: .*{message}", done.stderr.splitlines()[-1])
+            assert "Traceback" not in done.stderr
+        shutil.copytree(parent, tmp_path / "mean")
+        done = average(parent, parent, tmp_path / "mean", "--overwrite")
+        assert done.returncode == 0, done.stderr
+        load_model(tmp_path / "mean", device="cpu")
+        done = average(parent, parent, parent, "--overwrite")
         assert done.returncode == 1
-        assert re.match(f"average.py: error: .*{message}", done.stderr.splitlines()[-1])
-        assert "Traceback" not in done.stderr
-    shutil.copytree(parent, tmp_path / "mean")
-    done = run(parent, parent, tmp_path / "mean", "--overwrite")
-    assert done.returncode == 0, done.stderr
-    load_model(tmp_path / "mean", device="cpu")
-    done = run(parent, parent, parent, "--overwrite")
-    assert done.returncode == 1
-    assert "is the model itself" in done.stderr.splitlines()[-1]
+        assert "is the model itself" in done.stderr.splitlines()[-1]

@@ -35,7 +35,7 @@ def test_every_room_has_its_layer():
 @pytest.mark.parametrize(
     ("module", "code", "says"),
     [
-        ("ops/new.py", "import hf_twell.files.text", "hf_twell.ops is not allowed to import hf_twell.files"),
+        ("files/new.py", "import hf_twell.ops.api", "hf_twell.files is not allowed to import hf_twell.ops"),
         ("train/new.py", "def late():\n    import hf_twell.measure.activity", "import hf_twell.measure"),
         ("convert/new.py", "def late():\n    from hf_twell import train", "import hf_twell.train"),
         ("serving/vllm_plugin/new.py", "import hf_twell.serving.server", "import hf_twell.serving.server"),

@@ -18,10 +18,9 @@ from hf_twell.models.quantizing import quantize
 from hf_twell.serving import vllm_engine
 from tests.conftest import TINY, tiny_llama
 from tests.servers import ROOT, Server
-from tests.vllm_engines import PYTHON, TIMEOUT_S, environment, needs_vllm
+from tests.vllm_engines import PYTHON, TIMEOUT_S, environment, needs_vllm, save_demo
 
 GIB = 1 << 30
-DEMO = ROOT / "recipes" / "demo" / "model"
 
 
 def saved(folder: Path, model=None, entry: dict | None = None, **config) -> str:
@@ -264,10 +263,11 @@ def test_the_cause_is_what_ended_the_server(log, found):
 @needs_vllm
 def test_vllm_serves_what_it_takes(tmp_path):
     """The command as it stands, of which vLLM looks at the memory; few blocks of its cache are made then."""
+    checkpoint = save_demo(tmp_path / "model")
     own = environment(tmp_path, PYTHONPATH=str(ROOT), VLLM_ENABLE_V1_MULTIPROCESSING="1")
     del own["VLLM_CPU_KVCACHE_SPACE"]
     output = tmp_path / "output"
-    command = [PYTHON, "-m", "hf_twell", "serve", DEMO, "--engine", "vllm", "--port", "0", "--dtype", "float32"]
+    command = [PYTHON, "-m", "hf_twell", "serve", checkpoint, "--engine", "vllm", "--port", "0", "--dtype", "float32"]
     command += ["--", "--max-model-len", "64", "--enforce-eager", "--num-gpu-blocks-override", "8"]
     with output.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=own)
@@ -279,11 +279,11 @@ def test_vllm_serves_what_it_takes(tmp_path):
         while not is_up(server):
             assert process.poll() is None, cause(output.read_text())
             time.sleep(1)
-        tokenizer = AutoTokenizer.from_pretrained(DEMO)
-        model = AutoModelForCausalLM.from_pretrained(DEMO, dtype="float32").eval()
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32").eval()
         ids = tokenizer("The cell is", return_tensors="pt")["input_ids"]
         expected = tokenizer.decode(model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :])
-        body = {"model": str(DEMO), "prompt": "The cell is", "max_tokens": 24, "temperature": 0}
+        body = {"model": checkpoint, "prompt": "The cell is", "max_tokens": 24, "temperature": 0}
         assert server.ask("/v1/completions", body)["choices"][0]["text"] == expected
         assert "does not exist" in server.ask("/v1/completions", {"model": "gpt2", "prompt": "a"})
         assert "maximum context length is 64" in server.ask("/v1/completions", {"prompt": "a " * 80})
@@ -292,6 +292,7 @@ def test_vllm_serves_what_it_takes(tmp_path):
     finally:
         process.kill()
     assert output.read_text().splitlines()[0] == "engine: vLLM"
+    assert "hf_twell: 4 of 4 feed-forward blocks use the sparse kernels" in output.read_text()
 
 
 def is_up(server: Server) -> bool:

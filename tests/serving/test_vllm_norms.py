@@ -5,7 +5,7 @@ import torch
 
 from tests.serving.test_vllm import BF16, EAGER, SEVERAL, in_vllm
 from tests.serving.test_vllm_quantized import BLOCKS_ALONE, OFF
-from tests.vllm_engines import AS_NEAR, distance, expected, prompts, run, save, save_quantized, tiny
+from tests.vllm_engines import AS_NEAR, distance, expected, prompts, save, save_quantized, tiny
 
 OPTIONS = BF16 | {"kv_cache_memory_bytes": 1 << 28}
 OURS, STOCK = "AddRmsNorm", "RMSNorm"
@@ -21,7 +21,7 @@ pytestmark = [
 
 @in_vllm
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_bfloat16_is_as_near_to_float32_as_with_vllms_own_norms(tmp_path, family):
+def test_bfloat16_is_as_near_to_float32_as_with_vllms_own_norms(run, tmp_path, family):
     """Eager, a Llama in CUDA graphs, too; of many tokens, and with new weights."""
     model, other = tiny(family).bfloat16(), tiny(family, seed=5).bfloat16()
     path, other_path = (save(each, tmp_path / name) for name, each in (("model", model), ("other", other)))
@@ -32,7 +32,7 @@ def test_bfloat16_is_as_near_to_float32_as_with_vllms_own_norms(tmp_path, family
     runs = [{"model": path, "options": OPTIONS | each, "calls": calls} for each in (EAGER | OFF, EAGER)]
     if family == "llama":
         runs.append({"model": path, "options": OPTIONS, "calls": calls})
-    results = run(tmp_path, runs)
+    results = run(runs)
     for result in results:
         assert "error" not in result, result
     assert [result["norms"] for result in results] == [[STOCK] * 5, *[[STOCK, *[OURS] * 4]] * (len(runs) - 1)]
@@ -44,13 +44,11 @@ def test_bfloat16_is_as_near_to_float32_as_with_vllms_own_norms(tmp_path, family
 
 
 @in_vllm
-def test_norms_beside_a_plain_block_or_a_quantized_attention_stay(tmp_path):
+def test_norms_beside_a_plain_block_or_a_quantized_attention_stay(run, tmp_path):
     second = save(tiny().bfloat16(), tmp_path / "second", layers=[1])
     blocks = save_quantized(tiny().bfloat16(), tmp_path / "blocks", "int8", **BLOCKS_ALONE)
     whole = save_quantized(tiny().bfloat16(), tmp_path / "whole", "int8")
-    results = run(
-        tmp_path, [{"model": path, "options": OPTIONS | EAGER, "calls": []} for path in (second, blocks, whole)]
-    )
+    results = run([{"model": path, "options": OPTIONS | EAGER, "calls": []} for path in (second, blocks, whole)])
     for result in results:
         assert "error" not in result, result
     assert [result["norms"] for result in results] == [

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.serving.test_vllm import BF16, EAGER, FP32, ONE, PLAIN_LINE, SEVERAL, SPARSE_LINE, in_vllm, kernel_rows
-from tests.vllm_engines import AS_NEAR, ROUNDED, SAME, distance, expected, prompts, run, save_quantized, tiny
+from tests.vllm_engines import AS_NEAR, ROUNDED, SAME, distance, expected, prompts, save_quantized, tiny
 
 # What is left in 16 or 32 bits, so that vLLM's own rounding of activations is nowhere but in the blocks.
 BLOCKS_ALONE = {"part": "mlp", "ignore": ("lm_head", "re:.*self_attn.*")}
@@ -15,7 +15,7 @@ OFF = {"additional_config": {"hf_twell": {"kernels": False}}}
 
 
 @in_vllm
-def test_int8_blocks_are_those_of_the_weights_that_int8_stands_for(tmp_path):
+def test_int8_blocks_are_those_of_the_weights_that_int8_stands_for(run, tmp_path):
     """Compiled, eager, on two ranks, and with new weights; vLLM's own blocks round activations, ours do not."""
     model, other = tiny(), tiny(seed=5)
     path, other_path = (
@@ -25,7 +25,7 @@ def test_int8_blocks_are_those_of_the_weights_that_int8_stands_for(tmp_path):
     calls = [{"prompts": SEVERAL, "logprobs": True}, {"prompts": ONE}]
     anew = [{"prompts": SEVERAL}, {"prompts": SEVERAL, "reload": other_path}]
     options = [({}, calls), (EAGER | {"tensor_parallel_size": 2}, calls), (EAGER, anew), (EAGER | OFF, calls)]
-    results = run(tmp_path, [{"model": path, "options": FP32 | each, "calls": calls} for each, calls in options])
+    results = run([{"model": path, "options": FP32 | each, "calls": calls} for each, calls in options])
     for result in results:
         assert "error" not in result, result
     compiled, ranks, reloaded, dense = results
@@ -42,14 +42,14 @@ def test_int8_blocks_are_those_of_the_weights_that_int8_stands_for(tmp_path):
 
 
 @in_vllm
-def test_an_int8_model_is_as_near_to_its_weights_as_vllms_own_path(tmp_path):
+def test_an_int8_model_is_as_near_to_its_weights_as_vllms_own_path(run, tmp_path):
     """All linears in int8 here, as such checkpoints are; attention rounds its activations in both."""
     model = tiny().bfloat16()
     path = save_quantized(model, tmp_path / "model")
     truth = expected(model, SEVERAL)["logprobs"]
     calls = [{"prompts": SEVERAL, "logprobs": True}]
     runs = [{"model": path, "options": BF16 | EAGER | each, "calls": calls} for each in (OFF, {})]
-    dense, sparse = run(tmp_path, runs)
+    dense, sparse = run(runs)
     assert dense["lines"] == [PLAIN_LINE + "blocks: additional_config turns the kernels off"]
     assert (dense["blocks"], sparse["blocks"]) == (["LlamaMLP"] * 2, ["SparseQuantizedFfn"] * 2)
     errors = [distance(result["calls"][0]["logprobs"], truth) for result in (dense, sparse)]
@@ -69,7 +69,7 @@ def changed(path, weights=None, activations=None, **others):
 
 
 @in_vllm
-def test_what_kernels_do_not_read_stays_plain(tmp_path):
+def test_what_kernels_do_not_read_stays_plain(run, tmp_path):
     """By the config, before any weight is loaded."""
     static, four_bits = {"strategy": "tensor", "dynamic": False}, {"num_bits": 4}
     cases = [
@@ -96,7 +96,7 @@ def test_what_kernels_do_not_read_stays_plain(tmp_path):
         paths.append(save_quantized(model, tmp_path / str(len(paths)), **options))
         reasons.append(reason)
     options = BF16 | EAGER | {"load_format": "dummy"}
-    results = run(tmp_path, [{"model": path, "options": options, "calls": []} for path in paths])
+    results = run([{"model": path, "options": options, "calls": []} for path in paths])
     for reason, result in zip(reasons, results, strict=True):
         assert "error" not in result, (reason, result)
         assert result["lines"] == [f"{PLAIN_LINE}blocks: {reason}"]
@@ -107,7 +107,7 @@ def test_what_kernels_do_not_read_stays_plain(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA GPU")
 @in_vllm
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_on_a_gpu_blocks_are_as_near_to_their_weights_as_vllms_own(tmp_path, kind):
+def test_on_a_gpu_blocks_are_as_near_to_their_weights_as_vllms_own(run, tmp_path, kind):
     """Eager, in CUDA graphs, and with new weights. Of more than 64 tokens, fp8 quantizes x, and int8 is vLLM's own.
 
     Where both are vLLM's own, in eager mode and in a graph, only chance makes one nearer: so that call has many tokens.
@@ -127,7 +127,7 @@ def test_on_a_gpu_blocks_are_as_near_to_their_weights_as_vllms_own(tmp_path, kin
     for settings in denser:
         more = EAGER | {"additional_config": {"hf_twell": settings}}
         runs.append({"model": path, "options": options | more, "calls": []})
-    *results, plain, asked = run(tmp_path, runs)
+    *results, plain, asked = run(runs)
     for result in (*results, plain, asked):
         assert "error" not in result, result
     assert plain["lines"] == [f"{PLAIN_LINE}blocks: they are too dense for kernels to be faster"]

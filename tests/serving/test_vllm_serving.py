@@ -1,85 +1,23 @@
-"""Commands on vLLM with the plugin: its OpenAI server, and lm-eval."""
+"""lm-eval on vLLM with the plugin."""
 
-import contextlib
 import json
-import signal
-import socket
 import subprocess
-import time
-import urllib.request
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_twell
 from tests.conftest import needs_lm_eval
 from tests.evaluation.test_evaluation import ARC_ROWS, LM_EVAL_TASK, arc_row, write_rows
-from tests.paths import ROOT
-from tests.vllm_engines import PYTHON, TIMEOUT_S, environment, expected, needs_vllm, save
+from tests.vllm_engines import PYTHON, TIMEOUT_S, environment, needs_vllm, save_demo
 
-DEMO = ROOT / "recipes" / "demo" / "model"
-PROMPT = "The cell is the smallest unit of life"
 LINE = "hf_twell: 4 of 4 feed-forward blocks use the sparse kernels"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(TIMEOUT_S), needs_vllm]
 
 
-@pytest.fixture
-def checkpoint(tmp_path) -> str:
-    """The demo model with ReLU in place of SiLU, and its tokenizer."""
-    path = save(AutoModelForCausalLM.from_pretrained(DEMO, dtype="float32"), tmp_path / "model")
-    AutoTokenizer.from_pretrained(DEMO).save_pretrained(path)
-    return path
-
-
-@contextlib.contextmanager
-def server(folder, model: str):
-    """The address of vLLM's server of the model; it writes into `folder`/log.txt."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # Not `vllm serve`: the build for CPUs lacks what that asks for, the metadata of a package named vllm.
-    command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "float32"]
-    command += ["--max-model-len", "256", "--enforce-eager", "--host", "127.0.0.1", "--port", str(port)]
-    env = environment(folder, VLLM_ENABLE_V1_MULTIPROCESSING="1")
-    with open(folder / "log.txt", "w") as log:
-        process = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        address = f"http://127.0.0.1:{port}"
-        end = time.monotonic() + TIMEOUT_S / 2
-        while True:
-            assert process.poll() is None, (folder / "log.txt").read_text()[-3000:]
-            assert time.monotonic() < end, (folder / "log.txt").read_text()[-3000:]
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"{address}/health", timeout=10)
-                break
-            time.sleep(1)
-        yield address
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(60)
-
-
-def post(address: str, body: dict) -> dict:
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(address, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        return json.load(answer)
-
-
-def test_the_openai_server(checkpoint, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32").eval()
-    (tokens,) = expected(model, [tokenizer(PROMPT)["input_ids"]], new_tokens=16)["tokens"]
-    with server(tmp_path, checkpoint) as address:
-        body = {"model": checkpoint, "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
-        answer = post(f"{address}/v1/completions", body)
-    assert answer["choices"][0]["text"] == tokenizer.decode(tokens)
-    assert LINE in (tmp_path / "log.txt").read_text()
-
-
 @needs_lm_eval
-def test_lm_eval_scores_the_sparse_model(checkpoint, tmp_path):
+def test_lm_eval_scores_the_sparse_model(tmp_path):
+    checkpoint = save_demo(tmp_path / "model")
     data = tmp_path / "data"
     data.mkdir()
     write_rows(data / "ARC-Easy-Test.jsonl", [arc_row(*row) for row in ARC_ROWS])

@@ -336,8 +336,13 @@ def test_steps_of_a_warm_up(tmp_path):
         ({"target_density": 0.1, "l1_bounds": (1.0, 0.1)}, "lowest and the highest"),
         ({"target_density": 0.1, "l1_bounds": [1.0]}, "lowest and the highest"),
         ({"target_density": 0.1, "l1_bounds": ["a", "b"]}, "lowest and the highest"),
-        ({"l1_weight": 0.1, "l1_bounds": (0.1, 1.0)}, "goes with target_density alone"),
+        ({"l1_weight": 0.1, "l1_bounds": (0.1, 1.0)}, "goes with target_density or target_union alone"),
         ({"target_density": 0.1, "warmup_steps": 2.5}, "whole number of steps"),
+        ({"target_density": 0.1, "target_union": 0.3, "share": 8}, "give one of them: the share of neurons"),
+        ({"l1_weight": 0.1, "target_union": 0.3, "term": "count", "share": 8}, "target_union=0.3; give one of them"),
+        ({"target_union": 0.3, "term": "count"}, "say of how many: share=64"),
+        ({"target_union": 0.3, "share": 8}, "share=8 goes with term='count' alone"),
+        ({"target_union": 1.0, "term": "count", "share": 8}, "target_union=1.0; give a share between 0 and 1"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(tmp_path, options, says):
@@ -402,7 +407,7 @@ def test_the_count_term_reaches_and_holds_its_target(tmp_path):
 
 
 def test_a_count_goes_with_a_target_alone(tmp_path):
-    with pytest.raises(ValueError, match="term='count' goes with target_density alone"):
+    with pytest.raises(ValueError, match="term='count' goes with target_density or target_union alone"):
         make_trainer(tmp_path, l1_weight=0.1, term="count")
     with pytest.raises(ValueError, match="term='l0'; choose one of 'l1', 'count'"):
         make_trainer(tmp_path, target_density=0.1, term="l0")

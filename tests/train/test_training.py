@@ -133,11 +133,16 @@ def test_two_processes(truth, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     results = torch.load(output, weights_only=False)
-    assert len(results) == 3 * len(kinds)
+    assert len(results) == 6 * len(kinds)
     _, single = one_step.trainer_gradient()
+    shared_truth, union = one_step.shared_gradient()
     for setup, (gradient, logs) in results.items():
-        assert (gradient - truth).norm() <= 1e-5 * truth.norm(), setup
+        is_shared = setup[-1] is not None
+        expected = shared_truth if is_shared else truth
+        assert (gradient - expected).norm() <= 1e-5 * expected.norm(), setup
         assert logs["twell/l0"] == pytest.approx(single["twell/l0"]), setup
+        if is_shared:
+            assert logs[f"twell/union_{one_step.SHARE}"] == pytest.approx(union), setup
 
 
 def test_report_matches_a_count_by_hand():
@@ -332,7 +337,7 @@ def test_compiled_training_with_evaluations_between(monkeypatch, how):
 
     def weights(evaluated: bool):
         torch.compiler.reset()
-        model = sparsify(tiny_llama()).train()
+        model = sparsify(tiny_llama(num_hidden_layers=1)).train()
         down = model.model.layers[0].mlp.down_proj.weight
         compiled = torch.compile(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)

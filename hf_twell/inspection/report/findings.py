@@ -177,15 +177,15 @@ def _words(result):
 
 
 def _neighbours(result):
-    runs = [layer["distinct"]["64"] for layer in result["layers"]]
-    if not result["sparse"] or not runs[0]["runs"]:
+    runs, share = [layer["distinct"]["64"] for layer in result["layers"]], result["unions"]["64"]
+    if not result["sparse"] or share is None:
         return None
     seen, strangers = _mean(run["neurons"] for run in runs), _mean(run["if_independent"] for run in runs)
     shares = "Neighbouring tokens share neurons"
     return {
         "title": shares if seen * 1.05 < strangers else "Neighbouring tokens share hardly more neurons than strangers",
-        "text": f"64 neighbours use {number(seen)} distinct neurons of a layer; 64 unrelated tokens would use "
-        f"{number(strangers)}, and {number(64 * result['l0'])} if they shared none.",
+        "text": f"64 neighbours use {number(seen)} distinct neurons of a layer, a union of {percent(share)}; 64 "
+        f"unrelated tokens would use {number(strangers)}, and {number(64 * result['l0'])} if they shared none.",
     }
 
 

@@ -54,6 +54,7 @@ def _head(result) -> str:
     mean = sum(layer[key] for layer in layers) / len(layers)
     tiles = [
         (percent(result["density"]), "density: share of neurons that fire for a token"),
+        (percent(result["unions"]["64"]), "union of 64: share that fires for at least one of 64 neighbours"),
         (number(mean), f"{name} per token, mean of layers"),
         (percent(dead), "dead: never fired on this text"),
         (f"{result['tokens']:,}", "tokens read"),
@@ -88,26 +89,28 @@ def _layers(result) -> str:
     counts, kinds = [], []
     for index, layer in enumerate(result["layers"]):
         counts.append([_row_head(index), _number(layer["l0"]), _percent(layer["density"])])
+        counts[-1] += [_percent(layer["unions"][run]) for run in figures.RUN_LENGTHS]
         counts[-1] += [_number(layer["l0_quantiles"][name]) for name in names]
         counts[-1] += [_number(layer["dead_neurons"]), _number(layer["always_on_neurons"])]
         kinds.append([_row_head(index), _percent(layer["hottest_share"]["10%"])])
-        kinds[-1] += [_number(layer["distinct"][run]["neurons"]) for run in figures.RUN_LENGTHS]
         kinds[-1] += [_number(layer["effective_neurons"])]
         kinds[-1] += [_percent(layer["magnitude_share"][top]) for top in ("1%", "5%", "10%")]
-    count_headings = ["layer", "mean L0", "density", *(f"L0: {name}" for name in names), "dead", "always on"]
-    kind_headings = ["layer", "hottest 10 % have", *(f"distinct in {run} tokens" for run in figures.RUN_LENGTHS)]
-    kind_headings += ["effective neurons", "top 1 % carry", "top 5 % carry", "top 10 % carry"]
+    count_headings = ["layer", "mean L0", "density", *(f"union of {run} tokens" for run in figures.RUN_LENGTHS)]
+    count_headings += [*(f"L0: {name}" for name in names), "dead", "always on"]
+    kind_headings = ["layer", "hottest 10 % have", "effective neurons"]
+    kind_headings += ["top 1 % carry", "top 5 % carry", "top 10 % carry"]
     return (
         "<section><h2>Layer by layer</h2>"
         + _figures("layers", plots)
         + _table("How many neurons fire", count_headings, counts)
-        + '<p class="note">L0: neurons whose h is not zero, for one token; p50 is the median over tokens. Dead: never '
-        "active on this text. Always on: active for every token.</p>"
+        + '<p class="note">L0: neurons whose h is not zero, for one token; p50 is the median over tokens. Union of 64 '
+        "tokens: neurons active for at least one of 64 neighbouring tokens, by which the time of many tokens at once "
+        "goes. Dead: never active on this text. Always on: active for every token.</p>"
         + _table("Which neurons fire, and how strongly", kind_headings, kinds)
-        + '<p class="note">Hottest: share of all firings that the tenth of neurons firing most often has. Distinct: '
-        "neurons that a run of so many neighbouring tokens uses at least once. Effective neurons: (sum |h|)² / sum h², "
-        "as many equally strong ones would carry a token as unevenly. Top 1 %: share of a token's sum of |h| in its "
-        f"strongest neurons, from an even sample of {result['layers'][0]['magnitude_sample']:,} tokens.</p></section>"
+        + '<p class="note">Hottest: share of all firings that the tenth of neurons firing most often has. Effective '
+        "neurons: (sum |h|)² / sum h², as many equally strong ones would carry a token as unevenly. Top 1 %: share of "
+        "a token's sum of |h| in its strongest neurons, from an even sample of "
+        f"{result['layers'][0]['magnitude_sample']:,} tokens.</p></section>"
     )
 
 

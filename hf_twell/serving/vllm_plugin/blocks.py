@@ -5,6 +5,7 @@ from torch import nn
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
+from hf_twell.dispatch.activity import Activity
 from hf_twell.serving.vllm_plugin import operator  # noqa: F401  defines torch.ops.hf_twell_vllm.ffn
 
 
@@ -23,12 +24,13 @@ class SparseFfn(nn.Module):
 
     Args:
         stock: vLLM's block with plain linears `gate_up_proj` and `down_proj`, whose weights are not loaded yet.
-        density: by which the kernels are chosen; see `hf_twell.serving.vllm_plugin.plan`.
+        activity: by which the kernels are chosen; see `hf_twell.serving.vllm_plugin.plan`.
     """
 
-    def __init__(self, stock: nn.Module, density: float) -> None:
+    def __init__(self, stock: nn.Module, activity: Activity) -> None:
         super().__init__()
-        self.gate_up_proj, self.down_proj, self.density = stock.gate_up_proj, stock.down_proj, density
+        self.gate_up_proj, self.down_proj = stock.gate_up_proj, stock.down_proj
+        self.density, self.union = activity.density, activity.union
         for linear in (self.gate_up_proj, self.down_proj):
             linear.quant_method = WeightAsLoaded()
         # By columns, which kernels read: the same shape, so weights are copied into it as into the stock one.
@@ -37,7 +39,7 @@ class SparseFfn(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights = self.gate_up_proj.weight, self.down_proj.weight
-        y = torch.ops.hf_twell_vllm.ffn(x, *weights, self.density)
+        y = torch.ops.hf_twell_vllm.ffn(x, *weights, self.density, self.union)
         if self.down_proj.reduce_results and self.down_proj.tp_size > 1:
             y = tensor_model_parallel_all_reduce(y)
         return y

@@ -2,6 +2,8 @@
 
 import numbers
 
+from hf_twell.dispatch.activity import RUN, Activity
+
 
 def known_settings(additional_config: object) -> dict:
     """What vLLM's `additional_config` holds for us: `{"hf_twell": {"density": 0.01, "kernels": True}}`, both optional.
@@ -47,6 +49,16 @@ def known_densities(additional_config: object, entry: dict, layers: int) -> tupl
     if not isinstance(values, list | tuple) or len(values) != layers or not all(map(_is_share, values)):
         raise ValueError(f"{source} gives the density as {given!r}; give a number from 0 to 1, or a list of {layers}")
     return list(values), source
+
+
+def known_activity(additional_config: object, entry: dict, layers: int) -> tuple[list[Activity] | None, str]:
+    """`known_densities`, and where they are the checkpoint's the unions that it has beside them."""
+    densities, source = known_densities(additional_config, entry, layers)
+    if densities is None:
+        return None, source
+    given = known_settings(additional_config).get("density") is not None
+    unions = [None] * layers if given else (entry.get("unions") or {}).get(str(RUN), [None] * layers)
+    return [Activity(density, union=union) for density, union in zip(densities, unions, strict=True)], source
 
 
 def _is_share(value) -> bool:

@@ -44,14 +44,14 @@ class SparseBlocks(Stock):
         }
         decided = plan.decide(vllm_config, blocks, chosen_layers(config, None, config.num_hidden_layers))
         for index, block in blocks.items():
-            density = decided.densities[index]
-            if density is None:
+            activity = decided.activities[index]
+            if activity is None:
                 block.act_fn = ReluAndMul()
             elif quantized.is_quantized(block):
-                self.model.layers[index].mlp = quantized.SparseQuantizedFfn(block, density, decided.asked)
+                self.model.layers[index].mlp = quantized.SparseQuantizedFfn(block, activity.density, decided.asked)
             else:
-                self.model.layers[index].mlp = SparseFfn(block, density)
-        norms = replace_norms(self.model, [index for index in blocks if decided.densities[index] is not None])
+                self.model.layers[index].mlp = SparseFfn(block, activity)
+        norms = replace_norms(self.model, [index for index in blocks if decided.activities[index] is not None])
         # The key of vLLM's compile cache reads this, but neither the environment nor what a package decides.
         if isinstance(vllm_config.additional_config, dict):  # an object of a platform's plugin has a key of its own
             vllm_config.additional_config = {**vllm_config.additional_config, "hf_twell_plan": [decided.key(), norms]}

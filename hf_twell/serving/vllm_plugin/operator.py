@@ -13,8 +13,10 @@ from hf_twell.dispatch.key import key_of
 from hf_twell.ops import api, reference
 
 
-def _ffn(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, density: float) -> torch.Tensor:
-    """ReLU feed-forward block, by kernels where these are faster at the given density, else by plain matmuls.
+def _ffn(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, density: float, union: float | None
+) -> torch.Tensor:
+    """ReLU feed-forward block, by kernels where these are faster at the given activity, else by plain matmuls.
 
     Formula: y = (relu(x Wg^T) * (x Wu^T)) Wd^T, with [Wg; Wu] = gate_up.
 
@@ -22,17 +24,17 @@ def _ffn(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, density: fl
         x (..., D); gate_up (2F, D); down (D, F), best by columns; returns (..., D).
     """
     gate, up = gate_up.chunk(2)
-    way = choose(key_of(x, up, down, rival="vllm"), Activity(density))
+    way = choose(key_of(x, up, down, rival="vllm"), Activity(density, union=union))
     if way == "submodules":
         return reference.ffn(x, up, down, gate)
-    return (api.ffn if way == "kernels" else api.dense_ffn)(x, up, down, gate)
+    return api.ffn(x, up, down, gate, way=way) if way == "kernels" else api.dense_ffn(x, up, down, gate)
 
 
-def _ffn_fake(x, gate_up, down, density):
+def _ffn_fake(x, gate_up, down, density, union):
     return x.new_empty(x.shape)
 
 
 # Not library.custom_op: its calls take longer, and a small block on a CPU feels it.
-library.define("hf_twell_vllm::ffn", "(Tensor x, Tensor gate_up, Tensor down, float density) -> Tensor")
+library.define("hf_twell_vllm::ffn", "(Tensor x, Tensor gate_up, Tensor down, float density, float? union) -> Tensor")
 library.impl("hf_twell_vllm::ffn", "CompositeExplicitAutograd", _ffn)
 library.register_fake("hf_twell_vllm::ffn", _ffn_fake)

@@ -5,7 +5,6 @@ One that nothing can be gained for stays vLLM's own block, with ReLU: it then qu
 as vLLM does.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +12,14 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 import hf_twell
+from hf_twell.dispatch.activity import Activity
 from hf_twell.dispatch.choose import dense_dtypes, same_answers, sizes_problem
 from hf_twell.dispatch.key import HOPPER, CallKey, device_class
 from hf_twell.ops import api
 from hf_twell.serving.vllm_plugin import quantized
-from hf_twell.serving.vllm_plugin.density import known_densities, known_settings
+from hf_twell.serving.vllm_plugin.density import known_activity, known_settings
 
+ABOVE_ALL = 2.0  # of a share
 HOW_TO_CHANGE = (
     "to use kernels, store it with `hf-twell sparsify MODEL OUT --text FILE`, or give it: "
     """--additional-config '{"hf_twell": {"density": 0.01}}'"""
@@ -32,18 +33,18 @@ NOT_TIMED = (
 @dataclass
 class Plan:
     """Attributes:
-    densities: of each layer index that was asked about, what its operator gets, or None for the plain way.
+    activities: of each layer index that was asked about, what its operator gets, or None for the plain way.
     summary: one line that says so.
     asked: whether `additional_config` asks for kernels, beyond what has been timed.
     """
 
-    densities: dict[int, float | None]
+    activities: dict[int, Activity | None]
     summary: str
     asked: bool
 
     def key(self) -> list:
         """As JSON, for the key of a cache of compiled code."""
-        return [hf_twell.__version__, sorted(self.densities.items())]
+        return [hf_twell.__version__, sorted(self.activities.items())]
 
 
 def decide(vllm_config: VllmConfig, blocks: dict[int, torch.nn.Module], chosen: list[int]) -> Plan:
@@ -57,13 +58,13 @@ def decide(vllm_config: VllmConfig, blocks: dict[int, torch.nn.Module], chosen: 
     """
     config = vllm_config.model_config.hf_config
     entry = getattr(config, "twell", None) or {}
-    known, source = known_densities(vllm_config.additional_config, entry, config.num_hidden_layers)
+    known, source = known_activity(vllm_config.additional_config, entry, config.num_hidden_layers)
     off, asked = None, known_settings(vllm_config.additional_config).get("kernels")
     if asked is False:
         off = "additional_config turns the kernels off"
     elif vllm_config.lora_config is not None:
         off = "LoRA is on"
-    densities: dict[int, float | None] = {}
+    activities: dict[int, Activity | None] = {}
     reasons: list[str] = []
     for index, block in blocks.items():
         problem = off or _problem(block, asked is True)
@@ -71,14 +72,18 @@ def decide(vllm_config: VllmConfig, blocks: dict[int, torch.nn.Module], chosen: 
             problem = "the checkpoint's twell entry leaves them out"
         if problem is None and known is None:
             problem = f"{source}; {HOW_TO_CHANGE}"
-        densities[index] = None
+        activities[index] = None
         if problem is None and known is not None:
             same = same_answers(_key(block.gate_up_proj, asked is True), known[index])
-            densities[index] = same if same < math.inf else None
-            problem = None if densities[index] is not None else "they are too dense for kernels to be faster"
+            # In compiled code what is above all limits is a number.
+            shares = [share if share is None else min(share, ABOVE_ALL) for share in (same.density, same.union)]
+            if set(shares) - {None, ABOVE_ALL}:
+                activities[index] = Activity(shares[0], union=shares[1])
+            else:
+                problem = "they are too dense for kernels to be faster"
         if problem is not None and problem not in reasons:
             reasons.append(problem)
-    return Plan(densities, _summary(densities, known, source, reasons), asked is True)
+    return Plan(activities, _summary(activities, known, source, reasons), asked is True)
 
 
 def _key(gate_up: torch.nn.Module, asked: bool) -> CallKey:
@@ -114,11 +119,11 @@ def _problem(block, asked: bool) -> str | None:
     return None
 
 
-def _summary(densities, known, source, reasons) -> str:
-    total, sparse = len(densities), sum(density is not None for density in densities.values())
+def _summary(activities, known, source, reasons) -> str:
+    total, sparse = len(activities), sum(activity is not None for activity in activities.values())
     parts = [f"{sparse} of {total} feed-forward blocks use the sparse kernels where these are faster"]
     if sparse:
-        shares = [known[index] for index, density in densities.items() if density is not None]
+        shares = [known[index].density for index, activity in activities.items() if activity is not None]
         parts.append(f"at densities of {min(shares):.2%} to {max(shares):.2%}, from {source}")
     if reasons:
         parts.append(f"{'the others are' if sparse else 'they are'} plain ReLU blocks: {'; '.join(reasons)}")

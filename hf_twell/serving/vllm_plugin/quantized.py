@@ -111,10 +111,11 @@ class SparseQuantizedFfn(nn.Module):
             gate, up = gate_up.quant_method.rows(gate_up).chunk(2)
             w_down = down.weight if self.on_cpu else down.weight_by_column.t()
             key = key_of(x, up, w_down, quantize_x=self.fp8, asked=self.asked, rival="vllm")
-            if choose(key, Activity(self.density)) == "kernels":
+            way = choose(key, Activity(self.density))
+            if way == "kernels":
                 s_gate, s_up = gate_up.weight_scale.chunk(2)
                 scales = {"s_up": s_up, "s_down": down.weight_scale, "s_gate": s_gate}
-                return api.ffn(x, up, w_down, gate, **scales, quantize_x=self.fp8)
+                return api.ffn(x, up, w_down, gate, **scales, quantize_x=self.fp8, way=way)
         rows = gate_up.quant_method.apply(gate_up, x)
         # On a GPU in one kernel, as vLLM's compiler, which would make one, does not look in here.
         in_one = torch.ops.hf_twell.activation

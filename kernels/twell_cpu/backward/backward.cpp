@@ -5,7 +5,7 @@
 #include <optional>
 
 #include "backward/matrix.h"
-#include "common/l1.h"
+#include "common/terms.h"
 #include "common/shared_rows.h"
 #include "simd/past_caches.h"
 
@@ -122,7 +122,7 @@ struct NeuronScratch {
 }  // namespace
 
 std::vector<std::pair<int64_t, int64_t>> backward(const Block& block, const Kernels& kernels, const Threads& threads,
-                                                  const void* grad_y, const State& state, const float* token_scale,
+                                                  const void* grad_y, const State& state, const Pulls& pulls,
                                                   const Gradients& gradients) {
   const bool matrix = kernels.matmul_pairs != nullptr && block.tokens >= kernels.panels_from;
   // A group's gradient of down fills whole cache lines; on a matrix unit, which takes many at once, more of each page.
@@ -136,7 +136,7 @@ std::vector<std::pair<int64_t, int64_t>> backward(const Block& block, const Kern
 
   std::optional<SharedNeuronGradients> shared_gradients;
   if (matrix && worth_a_row(pairs.begin.back() / block.width * 2, block.tokens)) {
-    shared_gradients.emplace(block, kernels, threads, grad_y, token_scale);
+    shared_gradients.emplace(block, kernels, threads, grad_y, pulls);
   }
   std::vector<float>& grad_gate = pairs.gate;  // each pair's factors are replaced by its gradients once they are used
   std::vector<float>& grad_up = pairs.up;
@@ -190,9 +190,11 @@ std::vector<std::pair<int64_t, int64_t>> backward(const Block& block, const Kern
         const int64_t source = neurons.source[begin + i];
         const float gate = pairs.gate[source], up = pairs.up[source], h = gate * up;
         float grad_h = my.grad_h[i];
-        if (token_scale) grad_h += l1_gradient(token_scale[tokens[i]], h);
+        if (pulls.l1) grad_h += l1_gradient(pulls.l1[tokens[i]], h);
         my.h[i] = h;
-        grad_gate[source] = my.grad_gate[i] = grad_h * up;
+        my.grad_gate[i] = grad_h * up;
+        if (pulls.count) my.grad_gate[i] += count_gradient(pulls.count[tokens[i]], gate);
+        grad_gate[source] = my.grad_gate[i];
         grad_up[source] = my.grad_up[i] = grad_h * gate;
         bias_gate += my.grad_gate[i];
         bias_up += my.grad_up[i];

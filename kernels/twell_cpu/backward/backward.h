@@ -15,10 +15,16 @@ struct Gradients {
   float* b_up;
 };
 
+// What each token's terms of sparse training pull with (common/terms.h), (T); null where there is no such term.
+struct Pulls {
+  const float* l1;
+  const float* count;
+};
+
 // Writes every wanted gradient whole, as the sum over all tokens but the dense ones; those are handed back as ranges,
-// for the caller to add. token_scale (T,): l1_scale * token_weight, or null.
+// for the caller to add.
 std::vector<std::pair<int64_t, int64_t>> backward(const Block& block, const Kernels& kernels, const Threads& threads,
-                                                  const void* grad_y, const State& state, const float* token_scale,
+                                                  const void* grad_y, const State& state, const Pulls& pulls,
                                                   const Gradients& gradients);
 
 }  // namespace twell

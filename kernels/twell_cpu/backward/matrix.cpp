@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "common/l1.h"
+#include "common/terms.h"
 
 namespace twell {
 namespace {
@@ -15,8 +15,8 @@ int64_t rounded_up(int64_t value, int64_t multiple) { return (value + multiple -
 }  // namespace
 
 SharedNeuronGradients::SharedNeuronGradients(const Block& block, const Kernels& kernels, const Threads& threads,
-                                             const void* grad_y, const float* token_scale)
-    : block_(block), kernels_(kernels), token_scale_(token_scale), padded_(rounded_up(block.tokens, 32)) {
+                                             const void* grad_y, const Pulls& pulls)
+    : block_(block), kernels_(kernels), pulls_(pulls), padded_(rounded_up(block.tokens, 32)) {
   const int64_t hidden = block.hidden, tokens = block.tokens, bytes = panel_bytes(hidden * 2);
   const int64_t panels = (tokens + kPanel - 1) / kPanel, slices = (hidden + kPairColumns - 1) / kPairColumns;
   grad_panels_.reserve(panels * bytes);
@@ -79,8 +79,10 @@ void SharedNeuronGradients::add_some(const int64_t* shared, int64_t count, int64
       const float gate = pairs->gate[source], up = pairs->up[source];
       h[p] = gate * up;
       float grad_h = scratch->values[i * tokens + token[p]];
-      if (token_scale_) grad_h += l1_gradient(token_scale_[token[p]], h[p]);
-      pairs->gate[source] = grad_gate[p] = grad_h * up;
+      if (pulls_.l1) grad_h += l1_gradient(pulls_.l1[token[p]], h[p]);
+      grad_gate[p] = grad_h * up;
+      if (pulls_.count) grad_gate[p] += count_gradient(pulls_.count[token[p]], gate);
+      pairs->gate[source] = grad_gate[p];
       pairs->up[source] = grad_up[p] = grad_h * gate;
       bias_gate += grad_gate[p];
       bias_up += grad_up[p];

@@ -9,7 +9,7 @@ class SharedNeuronGradients {
  public:
   // Puts x and grad_y (T, D) into the forms that the unit takes.
   SharedNeuronGradients(const Block& block, const Kernels& kernels, const Threads& threads, const void* grad_y,
-                        const float* token_scale);
+                        const Pulls& pulls);
 
   struct Scratch {
     Bytes rows, x_scale, grad_scale;
@@ -31,7 +31,7 @@ class SharedNeuronGradients {
 
   const Block& block_;
   const Kernels& kernels_;
-  const float* token_scale_;
+  const Pulls pulls_;
   int64_t padded_;  // tokens, to a multiple of 32
   mutable Bytes grad_panels_, grad_pairs_, x_pairs_;
 };

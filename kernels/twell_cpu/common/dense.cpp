@@ -29,35 +29,35 @@ void activation(const Kernels& kernels, const Threads& threads, const Activation
 }
 
 void activation_backward(const Kernels& kernels, const Threads& threads, const Activation& a, const void* grad_h,
-                         const L1& l1, void* grad_gate, void* grad_up, void* h) {
+                         const Terms& terms, void* grad_gate, void* grad_up, void* h) {
   // Tokens of one work item, which sums in fp32; the sums are added up in fp64, in an order that threads do not change.
   const int64_t rows = std::clamp<int64_t>(a.tokens / 128, 8, 64), blocks = (a.tokens + rows - 1) / rows;
-  std::vector<double> sums(l1.report ? static_cast<size_t>(blocks) : 0);
+  std::vector<double> sums(terms.report ? static_cast<size_t>(blocks) : 0);
   std::vector<float> active(sums.size() * static_cast<size_t>(a.width));
   for_items(threads, blocks, [&](int, int64_t block) {
     for (int64_t token = block * rows; token < std::min(a.tokens, (block + 1) * rows); ++token) {
       const int64_t offset = token * a.width * element_bytes(a.dtype);
       const auto in = [&](const void* p) { return p ? static_cast<const char*>(p) + offset : nullptr; };
       const auto out = [&](void* p) { return p ? static_cast<char*>(p) + offset : nullptr; };
-      const float weight = l1.token_weight ? l1.token_weight[token] : 1.0f;
+      const float weight = terms.token_weight ? terms.token_weight[token] : 1.0f;
       // Padding may hold NaN, and 0 * NaN would count it.
-      const bool counts = l1.report != nullptr && weight > 0;
-      const float sum =
-          kernels.activation_backward({in(a.gate), in(a.up), in(grad_h), out(grad_gate), out(grad_up), out(h),
-                                       l1.scale * weight, weight, counts ? active.data() + block * a.width : nullptr},
-                                      a.width);
+      const bool counts = terms.report != nullptr && weight > 0;
+      const float sum = kernels.activation_backward(
+          {in(a.gate), in(a.up), in(grad_h), out(grad_gate), out(grad_up), out(h), terms.l1_scale * weight,
+           terms.count_scale * weight, weight, counts ? active.data() + block * a.width : nullptr},
+          a.width);
       if (counts) sums[block] += static_cast<double>(weight) * sum;
     }
   });
-  if (l1.report == nullptr) return;
-  l1.report[0] = static_cast<float>(std::accumulate(sums.begin(), sums.end(), 0.0));
+  if (terms.report == nullptr) return;
+  terms.report[0] = static_cast<float>(std::accumulate(sums.begin(), sums.end(), 0.0));
   for_chunks(threads, a.width, [&](int64_t begin, int64_t count) {
     double total[kChunk] = {};
     for (int64_t block = 0; block < blocks; ++block) {
       const float* from = active.data() + block * a.width + begin;
       for (int64_t i = 0; i < count; ++i) total[i] += from[i];
     }
-    std::copy_n(total, count, l1.report + 1 + begin);
+    std::copy_n(total, count, terms.report + 1 + begin);
   });
 }
 

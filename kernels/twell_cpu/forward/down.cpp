@@ -166,7 +166,7 @@ void down_product(const Block& block, const Kernels& kernels, const Threads& thr
     down_by_rows(block, kernels, threads, part, {part.pairs.neuron.data(), block.down, block.down_column, int8}, y);
   } else if (block.tokens == tokens && 2 * total * kCacheLine < down_rows(block).row_bytes(block.dtype)) {
     down_by_active_columns(block, kernels, threads, part, y);
-  } else if (matrix && 24 * total > block.width * (tokens - 64)) {
+  } else if (matrix && kPairCells * total > block.width * (tokens - 64)) {
     // Transposing slices of down costs as much as multiplying it by 64 tokens.
     down_by_panels(block, kernels, threads, part, y);
   } else if (block.tokens <= kFewTokens) {

@@ -63,8 +63,8 @@ int64_t block_tokens(const Block& block, const Kernels& kernels) {
   return std::clamp<int64_t>(kernels.block_bytes / bytes / kPanel * kPanel, kPanel, 4 * kPanel);
 }
 
-double max_density(int64_t tokens, const Kernels& kernels, bool training) {
-  const bool amx = kernels.matmul_pairs != nullptr;
+double density_limit(int64_t tokens, const Kernels& kernels, bool training) {
+  const bool amx = kernels.matmul_pairs != nullptr;  // which are of bfloat16 alone
   if (training) return amx ? kCpuTrainingMaxDensityAmx : kCpuTrainingMaxDensity;
   const auto limit_of = [tokens](const auto& rows) {
     return std::find_if(std::begin(rows), std::end(rows), [=](const auto& row) { return tokens <= row.tokens; })
@@ -92,13 +92,13 @@ int64_t save_pairs(const State& state, const TokenPairs& pairs, int64_t first_to
 }
 
 void forward(const Block& block, const Kernels& kernels, const Threads& threads, void* y, Report* report,
-             const State* state, const DenseRange& dense) {
+             const State* state, const DenseRange& dense, double max_density) {
   const auto go_dense = [&](int64_t first, int64_t last) {
     if (state) std::fill(state->count + first, state->count + last, State::kDense);
     dense(first, last);
   };
   if (block.tokens == 0) return;
-  const double limit = max_density(block.tokens, kernels, state != nullptr);
+  const double limit = std::min(max_density, density_limit(block.tokens, kernels, state != nullptr));
   if (sample_is_dense(block, kernels, limit)) return go_dense(0, block.tokens);
 
   PairFinder finder(block, kernels, threads);

@@ -71,9 +71,13 @@ inline char* at(void* base, int64_t elements, DType dtype) {
   return static_cast<char*>(base) + elements * element_bytes(dtype);
 }
 
+// What one gathered pair costs, in cells of a matrix unit's product. Such prices say how kernels share out their work.
+// Which way a call goes is decided before that, by twell_limits.h.
+constexpr int64_t kPairCells = 24;
+
 // Whether a matrix product over `tokens` beats one gather for each of the `pairs` of a row's tokens, where there is a
-// unit for it: a pair costs 24 of its cells, and a row 40 to be put in place.
-inline bool worth_a_row(int64_t pairs, int64_t tokens) { return 24 * pairs > 40 + tokens; }
+// unit for it. A row costs 40 cells to be put in place.
+inline bool worth_a_row(int64_t pairs, int64_t tokens) { return kPairCells * pairs > 40 + tokens; }
 
 // Whether `down` lies in memory by columns, as the products over active pairs read it.
 inline bool down_by_column(const Block& block) { return block.down_row == 1; }
@@ -81,15 +85,16 @@ inline bool down_by_column(const Block& block) { return block.down_row == 1; }
 // Tokens that are processed together, so that their rows of x stay in the second-level cache.
 int64_t block_tokens(const Block& block, const Kernels& kernels);
 
-// The density above which dense products are faster than the sparse ones; hf_twell/dispatch/choose.py has the same from
-// the same tables. `training`: with backward, which computes densely again what forward did.
-double max_density(int64_t tokens, const Kernels& kernels, bool training);
+// The density above which dense products of so many tokens are faster than sparse ones, by the rows that
+// hf_twell/dispatch/choose.py reads too. `training`: with backward, which computes densely again what forward did.
+double density_limit(int64_t tokens, const Kernels& kernels, bool training);
 
 // Pairs behind one another from `slot` on; rows that do not fit are marked. Returns the next free slot.
 int64_t save_pairs(const State& state, const TokenPairs& pairs, int64_t first_token, int64_t slot,
                    const Kernels& kernels, int64_t element);
 
+// `max_density`: the density above which the call is dense whatever `density_limit` says.
 void forward(const Block& block, const Kernels& kernels, const Threads& threads, void* y, Report* report,
-             const State* state, const DenseRange& dense);
+             const State* state, const DenseRange& dense, double max_density = 1.0);
 
 }  // namespace twell

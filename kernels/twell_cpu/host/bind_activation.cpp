@@ -28,7 +28,7 @@ struct Inputs {
   }
 };
 
-Tensor forward(Tensor gate, MaybeTensor up, MaybeTensor, MaybeTensor, MaybeTensor) {
+Tensor forward(Tensor gate, MaybeTensor up, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor) {
   const Inputs inputs(gate, up);
   if (up) inputs.check(*up);
   Tensor h = torch::stable::new_empty(gate, gate.sizes());
@@ -37,7 +37,7 @@ Tensor forward(Tensor gate, MaybeTensor up, MaybeTensor, MaybeTensor, MaybeTenso
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_h, Tensor gate, MaybeTensor up, MaybeTensor l1_scale,
-                                            MaybeTensor token_weight, bool reports) {
+                                            MaybeTensor token_weight, bool reports, MaybeTensor count_scale) {
   const Inputs inputs(gate, up);
   const Activation& a = inputs.activation;
   const Tensor dh = torch::stable::contiguous(grad_h);
@@ -46,12 +46,11 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_h, Tensor gate, MaybeTen
   Tensor grad_gate = torch::stable::new_empty(gate, gate.sizes());
   Tensor grad_up = up ? torch::stable::new_empty(gate, gate.sizes()) : empty();
   Tensor report = torch::stable::new_empty(gate, {reports ? 1 + a.width : 0}, ScalarType::Float);
-  MaybeTensor keep_scale, keep_weight;
-  const float* scale = fp32_pointer(l1_scale, &keep_scale);
-  const L1 l1{scale ? *scale : 0.0f, fp32_pointer(token_weight, &keep_weight),
-              reports ? static_cast<float*>(report.mutable_data_ptr()) : nullptr};
-  activation_backward(select_kernels(a.dtype), thread_pool(), a, dh.const_data_ptr(), l1, grad_gate.mutable_data_ptr(),
-                      up ? grad_up.mutable_data_ptr() : nullptr, nullptr);
+  MaybeTensor keep_weight;
+  const Terms terms{number(l1_scale), number(count_scale), fp32_pointer(token_weight, &keep_weight),
+                    reports ? static_cast<float*>(report.mutable_data_ptr()) : nullptr};
+  activation_backward(select_kernels(a.dtype), thread_pool(), a, dh.const_data_ptr(), terms,
+                      grad_gate.mutable_data_ptr(), up ? grad_up.mutable_data_ptr() : nullptr, nullptr);
   return {grad_gate, grad_up, report};
 }
 

@@ -112,7 +112,8 @@ struct Call {
 };
 
 // y, like `x`; nothing else is allocated for a call that needs nothing else.
-Tensor forward(const Call& call, const MaybeTensor& b_down, twell::Report* report, const twell::State* state) {
+Tensor forward(const Call& call, const MaybeTensor& b_down, twell::Report* report, const twell::State* state,
+               double max_density = 1.0) {
   const twell::Block& block = call.block;
   Tensor y = torch::stable::new_empty(call.x, call.x.sizes());
   const auto dense = [&](int64_t first, int64_t last) {
@@ -125,13 +126,14 @@ Tensor forward(const Call& call, const MaybeTensor& b_down, twell::Report* repor
     Tensor rows = rows_of(call.flat(y), first, last);
     torch::stable::copy_(rows, call.product(gate, call.w_down, block.s_down, b_down));
   };
-  twell::forward(block, call.kernels, call.threads, y.mutable_data_ptr(), report, state, dense);
+  twell::forward(block, call.kernels, call.threads, y.mutable_data_ptr(), report, state, dense, max_density);
   return y;
 }
 
 std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up,
                                        MaybeTensor b_down, MaybeTensor b_gate, MaybeTensor /*l1_scale*/,
-                                       MaybeTensor token_weight, MaybeTensor tally, int64_t capacity) {
+                                       MaybeTensor token_weight, MaybeTensor tally, int64_t capacity,
+                                       MaybeTensor /*count_scale*/) {
   const Call call(x, w_up, w_down, w_gate, b_up, b_down, b_gate);
   const twell::Block& block = call.block;
   const int64_t element = twell::element_bytes(block.dtype);
@@ -156,18 +158,20 @@ std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, May
 }
 
 Tensor infer(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up, MaybeTensor b_down,
-             MaybeTensor b_gate, MaybeTensor s_up, MaybeTensor s_down, MaybeTensor s_gate, bool quantize_x) {
+             MaybeTensor b_gate, MaybeTensor s_up, MaybeTensor s_down, MaybeTensor s_gate, bool quantize_x,
+             double max_density) {
   if (quantize_x) throw std::runtime_error("hf_twell's CPU kernels do not quantize x: they read int8 weights, not fp8");
   const Call call(x, w_up, w_down, w_gate, b_up, b_down, b_gate, {s_up, s_down, s_gate});
   twell::Report report{nullptr, 0, nullptr};
-  return forward(call, b_down, &report, nullptr);
+  return forward(call, b_down, &report, nullptr, max_density);
 }
 
 enum Need { kX, kUp, kDown, kGate, kBiasUp, kBiasDown, kBiasGate };
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ffn_backward(
     Tensor grad_y, Tensor state_tensor, Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up,
-    MaybeTensor b_gate, MaybeTensor l1_scale, MaybeTensor token_weight, int64_t capacity, int64_t needs) {
+    MaybeTensor b_gate, MaybeTensor l1_scale, MaybeTensor token_weight, int64_t capacity, int64_t needs,
+    MaybeTensor count_scale) {
   const Call call(x, w_up, w_down, w_gate, b_up, std::nullopt, b_gate);
   const twell::Block& block = call.block;
   const bool gated = block.up != nullptr;
@@ -189,14 +193,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ffn_backward(
                                : torch::stable::new_empty(w_down, {block.hidden, block.width});
   }
   MaybeTensor keep_weight;
-  const float l1_factor = l1_scale ? *static_cast<const float*>(l1_scale->const_data_ptr()) : 0.0f;
   const float* weight = twell::fp32_pointer(token_weight, &keep_weight);
-  std::vector<float> token_scale;
-  if (l1_scale) {
-    token_scale.assign(static_cast<size_t>(block.tokens) + 1, l1_factor);
-    for (int64_t t = 0; weight && t < block.tokens; ++t) token_scale[t] *= weight[t];
-  }
-  const float* scale = l1_scale ? token_scale.data() : nullptr;
+  const twell::Terms terms{twell::number(l1_scale), twell::number(count_scale), weight, nullptr};
+  std::vector<float> l1_pulls, count_pulls;
+  const auto pulls = [&](float scale, std::vector<float>& out) -> const float* {
+    if (scale == 0.0f) return nullptr;
+    out.assign(static_cast<size_t>(block.tokens), scale);
+    for (int64_t t = 0; weight && t < block.tokens; ++t) out[t] *= weight[t];
+    return out.data();
+  };
   std::vector<float> bias_gate(static_cast<size_t>(block.width) + 1), bias_up(static_cast<size_t>(block.width) + 1);
   const auto pointer = [&](Tensor& tensor, int need) { return wanted(need) ? tensor.mutable_data_ptr() : nullptr; };
   twell::Gradients gradients{};
@@ -208,7 +213,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ffn_backward(
   gradients.b_up = bias_up.data();
 
   const auto dense =
-      twell::backward(block, call.kernels, call.threads, grad_TD.const_data_ptr(), state, scale, gradients);
+      twell::backward(block, call.kernels, call.threads, grad_TD.const_data_ptr(), state,
+                      {pulls(terms.l1_scale, l1_pulls), pulls(terms.count_scale, count_pulls)}, gradients);
 
   bool whole = dense.size() == 1 && dense[0].first == 0 && dense[0].second == block.tokens;
   const auto add = [&](Tensor& sums, const Tensor& terms) {
@@ -225,10 +231,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ffn_backward(
     auto [gate, up] = call.project(x_rows);
     Tensor grad_h = torch::stable::matmul(grad_rows, call.w_down);
     Tensor h = torch::stable::empty_like(gate);
+    twell::Terms of_rows = terms;
+    if (weight) of_rows.token_weight += first;
     // Gradients take the places of what they come from.
     twell::activation_backward(call.kernels, call.threads, call.activation(tokens, gate, up), grad_h.const_data_ptr(),
-                               {l1_factor, weight ? weight + first : nullptr, nullptr}, gate.mutable_data_ptr(),
-                               gated ? grad_h.mutable_data_ptr() : nullptr, h.mutable_data_ptr());
+                               of_rows, gate.mutable_data_ptr(), gated ? grad_h.mutable_data_ptr() : nullptr,
+                               h.mutable_data_ptr());
     const Tensor& grad_up_rows = gated ? grad_h : gate;
     if (wanted(kDown)) {
       if (down_by_column) {

@@ -45,4 +45,9 @@ inline const float* fp32_pointer(const MaybeTensor& tensor, MaybeTensor* keep) {
   return static_cast<const float*>((*keep)->const_data_ptr());
 }
 
+// Of a float32 tensor of one element; 0 where there is none.
+inline float number(const MaybeTensor& tensor) {
+  return tensor ? *static_cast<const float*>(tensor->const_data_ptr()) : 0.0f;
+}
+
 }  // namespace twell

@@ -25,11 +25,11 @@ struct ActivationRow {
   const void* up;    // null without a gate
   const void* grad_h;
   void* grad_gate;
-  void* grad_up;  // unused where `up` is null
-  void* h;        // receives the activation again; null where not wanted
-  float pull;     // the L1 term's gradient, times the sign of h
-  float weight;   // added to `active` where h is not zero
-  float* active;  // null where nothing is counted
+  void* grad_up;              // unused where `up` is null
+  void* h;                    // receives the activation again; null where not wanted
+  float l1_pull, count_pull;  // of common/terms.h
+  float weight;               // added to `active` where h is not zero
+  float* active;              // null where nothing is counted
 };
 
 // What a token's digits mean: an element is step * (base * (high - 128) + low), and the largest step * beyond more.
@@ -121,8 +121,8 @@ struct Kernels {
 
   // h = relu(gate) * up, or relu(gate) where `up` is null; may write over either.
   void (*activation)(const void* gate, const void* up, int64_t count, void* h);
-  // With dh = grad_h + pull * sign(h): grad_gate = dh * up where the gate is active, grad_up = dh * relu(gate). Returns
-  // the sum of |h| where `active` is given.
+  // With dh = grad_h + L1's gradient: grad_gate = dh * up + the count's where the gate is active, grad_up = dh *
+  // relu(gate). Returns the sum of |h| where `active` is given.
   float (*activation_backward)(const ActivationRow& row, int64_t count);
 
   // out[c, r] = in[r, c]; `past_caches`, where the set can do that, when `out` is large and not read soon.

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "common/l1.h"
+#include "common/terms.h"
 
 namespace {
 

@@ -2,7 +2,7 @@
 
 #include "common/activation.h"
 
-#include "common/l1.cuh"
+#include "common/terms.cuh"
 #include "common/vector.cuh"
 
 namespace twell {
@@ -40,21 +40,23 @@ struct Partials {
   float* activity;  // (row blocks, F)
 };
 
-template <typename Half>
+template <typename Half, bool kCount>
 __global__ void __launch_bounds__(kThreads)
-    backward_kernel(const Activation a, int rows, const void* grad_h, const L1 l1, uint4* grad_gate, uint4* grad_up,
-                    const Partials partials) {
+    backward_kernel(const Activation a, int rows, const void* grad_h, const Terms terms, uint4* grad_gate,
+                    uint4* grad_up, const Partials partials) {
   __shared__ float warp_sums[kThreads / 32];
   const int column = (blockIdx.x * kThreads + threadIdx.x) * kVector;
   const int64_t first = int64_t{blockIdx.y} * rows, last = min(first + rows, a.tokens);
-  const float scale = l1.scale == nullptr ? 0.f : *l1.scale;
+  const float l1_scale = terms.l1_scale == nullptr ? 0.f : *terms.l1_scale;
+  const float count_scale = kCount ? *terms.count_scale : 0.f;
   const bool reports = partials.activity != nullptr;
   float active[kVector] = {}, sum = 0.f;
   if (column < a.width) {
 #pragma unroll 4
     for (int64_t token = first; token < last; ++token) {
       const int64_t i = (token * a.width + column) / kVector;
-      const float weight = l1.token_weight == nullptr ? 1.f : __ldg(l1.token_weight + token), pull = scale * weight;
+      const float weight = terms.token_weight == nullptr ? 1.f : __ldg(terms.token_weight + token);
+      const float l1_pull = l1_scale * weight, count_pull = kCount ? count_scale * weight : 0.f;
       float gate[kVector], up[kVector], dh[kVector];
       widen<Half>(load(a.gate, i), gate);
       if (a.up != nullptr) widen<Half>(load(a.up, i), up);
@@ -63,10 +65,10 @@ __global__ void __launch_bounds__(kThreads)
       for (int k = 0; k < kVector; ++k) {
         const float g = relu(gate[k]), u = a.up == nullptr ? 1.f : up[k];
         const float h = decoding::to_float(Half(g * u));
-        dh[k] += l1_gradient(pull, h);
+        dh[k] += l1_gradient(l1_pull, h);
         // Padding may hold NaN, and 0 * NaN would count it.
         if (reports && weight > 0.f && h != 0.f) active[k] += weight, sum += weight * fabsf(h);
-        gate[k] = g != 0.f ? dh[k] * u : 0.f;
+        gate[k] = g != 0.f ? dh[k] * u + count_gradient(count_pull, g) : 0.f;
         up[k] = dh[k] * g;
       }
       if (grad_gate != nullptr) grad_gate[i] = narrow<Half>(gate);
@@ -115,7 +117,7 @@ int64_t row_blocks(const Activation& a) { return (a.tokens + rows_of(a.tokens) -
 int column_blocks(const Activation& a) { return (a.width + kThreads * kVector - 1) / (kThreads * kVector); }
 
 template <typename Half>
-cudaError_t backward(const Activation& a, const void* grad_h, const L1& l1, void* grad_gate, void* grad_up,
+cudaError_t backward(const Activation& a, const void* grad_h, const Terms& terms, void* grad_gate, void* grad_up,
                      const Partials& partials, cudaStream_t stream) {
   // The number of rows of blocks may pass the grid's limit: then in parts.
   constexpr int64_t kMost = 65535;
@@ -126,15 +128,16 @@ cudaError_t backward(const Activation& a, const void* grad_h, const L1& l1, void
     const auto at = [&](const void* p) { return p == nullptr ? nullptr : static_cast<const char*>(p) + offset; };
     Activation part = a;
     part.tokens -= skipped, part.gate = at(a.gate), part.up = at(a.up);
-    L1 part_l1 = l1;
-    if (l1.token_weight != nullptr) part_l1.token_weight += skipped;
+    Terms part_terms = terms;
+    if (terms.token_weight != nullptr) part_terms.token_weight += skipped;
     Partials part_partials = partials;
     if (partials.l1 != nullptr) {
       part_partials.l1 += begin * column_blocks(a);
       part_partials.activity += begin * a.width;
     }
-    backward_kernel<Half><<<dim3(column_blocks(a), static_cast<unsigned>(count)), kThreads, 0, stream>>>(
-        part, rows, at(grad_h), part_l1, reinterpret_cast<uint4*>(const_cast<char*>(at(grad_gate))),
+    const auto kernel = terms.count_scale == nullptr ? backward_kernel<Half, false> : backward_kernel<Half, true>;
+    kernel<<<dim3(column_blocks(a), static_cast<unsigned>(count)), kThreads, 0, stream>>>(
+        part, rows, at(grad_h), part_terms, reinterpret_cast<uint4*>(const_cast<char*>(at(grad_gate))),
         reinterpret_cast<uint4*>(const_cast<char*>(at(grad_up))), part_partials);
   }
   return cudaGetLastError();
@@ -158,19 +161,19 @@ int64_t activation_partial_bytes(const Activation& a) {
   return row_blocks(a) * (column_blocks(a) + int64_t{a.width}) * 4;
 }
 
-cudaError_t activation_backward(const Activation& a, const void* grad_h, const L1& l1, void* grad_gate, void* grad_up,
-                                void* scratch, const Device&, cudaStream_t stream) {
+cudaError_t activation_backward(const Activation& a, const void* grad_h, const Terms& terms, void* grad_gate,
+                                void* grad_up, void* scratch, const Device&, cudaStream_t stream) {
   Partials partials{};
-  if (l1.report != nullptr) {
+  if (terms.report != nullptr) {
     partials.activity = static_cast<float*>(scratch);
     partials.l1 = partials.activity + row_blocks(a) * a.width;
   }
   const cudaError_t error = a.dtype == DType::kBFloat16
-                                ? backward<__nv_bfloat16>(a, grad_h, l1, grad_gate, grad_up, partials, stream)
-                                : backward<__half>(a, grad_h, l1, grad_gate, grad_up, partials, stream);
-  if (error != cudaSuccess || l1.report == nullptr) return error;
-  report_kernel<<<1 + (a.width + kThreads - 1) / kThreads, kThreads, 0, stream>>>(partials, row_blocks(a),
-                                                                                  column_blocks(a), a.width, l1.report);
+                                ? backward<__nv_bfloat16>(a, grad_h, terms, grad_gate, grad_up, partials, stream)
+                                : backward<__half>(a, grad_h, terms, grad_gate, grad_up, partials, stream);
+  if (error != cudaSuccess || terms.report == nullptr) return error;
+  report_kernel<<<1 + (a.width + kThreads - 1) / kThreads, kThreads, 0, stream>>>(
+      partials, row_blocks(a), column_blocks(a), a.width, terms.report);
   return cudaGetLastError();
 }
 

@@ -20,9 +20,10 @@ struct Activation {
 // h = relu(gate) * up, or relu(gate).
 cudaError_t activation(const Activation&, void* h, const Device&, cudaStream_t);
 
-// With grad_h + L1's gradient: grad_gate = dh * up where the gate is active, grad_up = dh * relu(gate);
-// the outputs may be the inputs. `partials`, of activation_partial_bytes, is used where l1.report is not null.
-cudaError_t activation_backward(const Activation&, const void* grad_h, const L1&, void* grad_gate, void* grad_up,
+// With dh = grad_h + L1's gradient: grad_gate = dh * up + the count's where the gate is active, grad_up = dh *
+// relu(gate); the outputs may be the inputs. `partials`, of activation_partial_bytes, is used where terms.report is not
+// null.
+cudaError_t activation_backward(const Activation&, const void* grad_h, const Terms&, void* grad_gate, void* grad_up,
                                 void* partials, const Device&, cudaStream_t);
 int64_t activation_partial_bytes(const Activation&);
 

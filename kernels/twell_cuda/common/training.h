@@ -1,13 +1,14 @@
-// What a training step has beyond Ffn: the L1 term and the gradients.
+// What a training step has beyond Ffn: the terms that press on activity, and the gradients.
 #pragma once
 
 #include "common/ffn.h"
 
 namespace twell {
 
-// The L1 term: its gradient is scale * token_weight * sign(h).
-struct L1 {
-  const float* scale;         // one, or null
+// L1 and the count (terms.cuh): each pulls with its scale times the token's weight.
+struct Terms {
+  const float* l1_scale;      // one, or null
+  const float* count_scale;   // the same
   const float* token_weight;  // (T), or null for ones
   float* report;              // (1 + F): sum of token_weight * |h|, then each neuron's active tokens by weight; or null
 };

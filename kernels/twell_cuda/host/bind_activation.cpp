@@ -43,7 +43,7 @@ struct Inputs {
   }
 };
 
-Tensor activate(Tensor gate, MaybeTensor up, MaybeTensor, MaybeTensor, MaybeTensor) {
+Tensor activate(Tensor gate, MaybeTensor up, MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor) {
   const torch::stable::accelerator::DeviceGuard guard(gate.get_device_index());
   if (gate.numel() == 0) return torch::stable::new_empty(gate, gate.sizes());
   const Inputs inputs(gate, up, true);
@@ -55,7 +55,7 @@ Tensor activate(Tensor gate, MaybeTensor up, MaybeTensor, MaybeTensor, MaybeTens
 }
 
 std::tuple<Tensor, Tensor, Tensor> activate_backward(Tensor grad_h, Tensor gate, MaybeTensor up, MaybeTensor l1_scale,
-                                                     MaybeTensor token_weight, bool reports) {
+                                                     MaybeTensor token_weight, bool reports, MaybeTensor count_scale) {
   const torch::stable::accelerator::DeviceGuard guard(gate.get_device_index());
   const int64_t width = gate.size(gate.dim() - 1);
   const auto empty = [&] { return torch::stable::new_empty(gate, {0}); };
@@ -70,11 +70,11 @@ std::tuple<Tensor, Tensor, Tensor> activate_backward(Tensor grad_h, Tensor gate,
   // The report has room for padded neurons, which are never active.
   Tensor report = torch::stable::new_empty(gate, {reports ? 1 + inputs.padded : 0}, ScalarType::Float);
   Tensor partials = bytes_like(gate, reports ? activation_partial_bytes(a) : 0);
-  const MaybeTensor scale = as_contiguous(l1_scale), weight = as_contiguous(token_weight);
-  const L1 l1{fp32_pointer(scale), fp32_pointer(weight),
-              reports ? static_cast<float*>(report.mutable_data_ptr()) : nullptr};
+  const MaybeTensor weight = as_contiguous(token_weight);
+  const Terms terms{fp32_pointer(l1_scale), fp32_pointer(count_scale), fp32_pointer(weight),
+                    reports ? static_cast<float*>(report.mutable_data_ptr()) : nullptr};
   const int device = gate.get_device_index();
-  check_launch(activation_backward(a, dh.const_data_ptr(), l1, grad_gate.mutable_data_ptr(),
+  check_launch(activation_backward(a, dh.const_data_ptr(), terms, grad_gate.mutable_data_ptr(),
                                    up ? grad_up.mutable_data_ptr() : nullptr, partials.mutable_data_ptr(),
                                    device_of(device), current_stream(device)),
                "activation backward");

@@ -30,7 +30,7 @@ struct Output {
 
 Seven ffn_backward(Tensor grad_y, Tensor state, Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate,
                    MaybeTensor b_up, MaybeTensor b_gate, MaybeTensor l1_scale, MaybeTensor token_weight,
-                   int64_t capacity, int64_t needs) {
+                   int64_t capacity, int64_t needs, MaybeTensor count_scale) {
   check_sizes(x, w_up);
   check_training(x, w_up, capacity);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
@@ -47,8 +47,8 @@ Seven ffn_backward(Tensor grad_y, Tensor state, Tensor x, Tensor w_up, Tensor w_
   } else {
     const Operands operands(x, w_up, w_down, w_gate, b_up, std::nullopt, b_gate, true);
     const Tensor dy = prepared(grad_y, padded), saved = as_contiguous(state);
-    const MaybeTensor scale = as_contiguous(l1_scale), weight = as_contiguous(token_weight);
-    const L1 l1{fp32_pointer(scale), fp32_pointer(weight), nullptr};
+    const MaybeTensor weight = as_contiguous(token_weight);
+    const Terms terms{fp32_pointer(l1_scale), fp32_pointer(count_scale), fp32_pointer(weight), nullptr};
     Output &first = gated ? grad_gate : grad_up, &b_first = gated ? grad_b_gate : grad_b_up;
     const Gradients gradients{dy.const_data_ptr(),
                               grad_x.pointer(),
@@ -60,7 +60,7 @@ Seven ffn_backward(Tensor grad_y, Tensor state, Tensor x, Tensor w_up, Tensor w_
     const Ffn ffn = operands.ffn();
     Tensor workspace = bytes_like(x, sm90_backward_bytes(ffn, capacity, gradients.weights()));
     const int device = x.get_device_index();
-    check_launch(sm90_backward(ffn, operands.down.later, l1, capacity, saved.const_data_ptr(), gradients,
+    check_launch(sm90_backward(ffn, operands.down.later, terms, capacity, saved.const_data_ptr(), gradients,
                                workspace.mutable_data_ptr(), device_of(device), current_stream(device)),
                  "backward");
   }

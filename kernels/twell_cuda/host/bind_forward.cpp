@@ -29,8 +29,8 @@ Tensor computed(const Tensor& x, const Operands& operands, Compute compute) {
   return y;
 }
 
-// `choice`: of a call with 8-bit weights; else made here.
-Tensor sparse(const Tensor& x, const Operands& operands, bool quantize_x = false, Choice choice = {}) {
+// `selected`: of a call with 8-bit weights; else made here.
+Tensor sparse(const Tensor& x, const Operands& operands, bool quantize_x = false, Selection selected = {}) {
   return computed(x, operands, [&](void* y) {
     Ffn ffn = operands.ffn();
     ffn.y = y;
@@ -51,8 +51,8 @@ Tensor sparse(const Tensor& x, const Operands& operands, bool quantize_x = false
     };
     const int index = x.get_device_index();
     const Device& device = device_of(index);
-    if (choice.row == nullptr) choice = choose(ffn, device);
-    forward(ffn, choice, device, current_stream(index), services);
+    if (selected.row == nullptr) selected = select_row(ffn, device);
+    forward(ffn, selected, device, current_stream(index), services);
   });
 }
 
@@ -62,11 +62,12 @@ std::tuple<Tensor, Tensor, Tensor> train(const Tensor& x, const Operands& operan
   Tensor report = torch::stable::new_empty(x, {tally ? 1 + operands.width : 0}, ScalarType::Float);
   Tensor state = bytes_like(x, sm90_state_bytes(ffn, capacity)), workspace = bytes_like(x, sm90_training_bytes(ffn));
   const MaybeTensor weight = as_contiguous(token_weight);
-  const L1 l1{nullptr, fp32_pointer(weight), tally ? static_cast<float*>(report.mutable_data_ptr()) : nullptr};
+  const Terms terms{nullptr, nullptr, fp32_pointer(weight),
+                    tally ? static_cast<float*>(report.mutable_data_ptr()) : nullptr};
   const int device = x.get_device_index();
   Tensor y = computed(x, operands, [&](void* rows) {
     ffn.y = rows;
-    check_launch(sm90_training_forward(ffn, operands.down.later, l1, capacity, state.mutable_data_ptr(),
+    check_launch(sm90_training_forward(ffn, operands.down.later, terms, capacity, state.mutable_data_ptr(),
                                        workspace.mutable_data_ptr(), device_of(device), current_stream(device)),
                  "training forward");
   });
@@ -82,7 +83,7 @@ Tensor evaluate(const Tensor& x, const Tensor& w_up, const Tensor& w_down, const
 
 // The kernels that read 8-bit weights themselves for such a call, if any. Throws where they would have to quantize x
 // and cannot.
-Choice choose_scaled(const Tensor& x, const Tensor& w_up, bool quantize_x) {
+Selection select_scaled(const Tensor& x, const Tensor& w_up, bool quantize_x) {
   Ffn ffn{};
   ffn.dtype = dtype_of(x);
   ffn.hidden = static_cast<int>(w_up.size(1));
@@ -90,7 +91,7 @@ Choice choose_scaled(const Tensor& x, const Tensor& w_up, bool quantize_x) {
   ffn.tokens = x.numel() / w_up.size(1);
   ffn.gate.dtype = dtype_of(w_up);
   ffn.quantize_x = quantize_x;
-  return choose(ffn, device_of(x.get_device_index()));
+  return select_row(ffn, device_of(x.get_device_index()));
 }
 
 // By kernels that read weights of x's type. What decides which neurons are active is not rounded: of its scales it gets
@@ -114,7 +115,8 @@ Tensor dequantized_first(const Tensor& x, const Tensor& w_up, const Tensor& w_do
 
 std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up,
                                        MaybeTensor b_down, MaybeTensor b_gate, MaybeTensor /*l1_scale*/,
-                                       MaybeTensor token_weight, MaybeTensor tally, int64_t capacity) {
+                                       MaybeTensor token_weight, MaybeTensor tally, int64_t capacity,
+                                       MaybeTensor /*count_scale*/) {
   check_sizes(x, w_up);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const bool training = capacity != 0 || tally;
@@ -129,14 +131,15 @@ std::tuple<Tensor, Tensor, Tensor> ffn(Tensor x, Tensor w_up, Tensor w_down, May
 }
 
 Tensor infer(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTensor b_up, MaybeTensor b_down,
-             MaybeTensor b_gate, MaybeTensor s_up, MaybeTensor s_down, MaybeTensor s_gate, bool quantize_x) {
+             MaybeTensor b_gate, MaybeTensor s_up, MaybeTensor s_down, MaybeTensor s_gate, bool quantize_x,
+             double /*max_density*/) {
   check_sizes(x, w_up);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const Choice choice = s_up || quantize_x ? choose_scaled(x, w_up, quantize_x) : Choice{};
+  const Selection selected = s_up || quantize_x ? select_scaled(x, w_up, quantize_x) : Selection{};
   if (!s_up || x.numel() == 0) return evaluate(x, w_up, w_down, w_gate, b_up, b_down, b_gate);
-  if (choice.row != nullptr) {
+  if (selected.row != nullptr) {
     const Operands operands(x, w_up, w_down, w_gate, b_up, b_down, b_gate, false, {s_up, s_down, s_gate});
-    return sparse(x, operands, quantize_x, choice);
+    return sparse(x, operands, quantize_x, selected);
   }
   return dequantized_first(x, w_up, w_down, w_gate, b_up, b_down, b_gate, *s_up, *s_down, s_gate);
 }

@@ -67,8 +67,10 @@ decoding::Kernels hopper_kernels() {
 
 cudaError_t fused(const Call& call) {
   decoding::Kernels kernels = hopper_kernels();
-  kernels.fused.warm = call.ffn.tokens <= 2;  // as a model's other weights pass through L2 between two calls
-  if (call.ffn.tokens <= 2) kernels.fused.window_bytes = 48 << 10;  // for more 64 KiB: nothing else was timed there
+  if (call.ffn.tokens <= 2) {               // how this kernel works, and not whether it does
+    kernels.fused.warm = true;              // as a model's other weights pass through L2 between two calls
+    kernels.fused.window_bytes = 48 << 10;  // for more tokens 64 KiB: nothing else was timed there
+  }
   return run_decode(call, decoding::fused_launchers(), kernels);
 }
 
@@ -173,16 +175,16 @@ const char* wanted_path() {
 }
 
 // The first of the rows from `row` on that takes the call, of the path that is asked for.
-Choice first_from(const Row* row, const Ffn& ffn, const Device& device) {
+Selection first_from(const Row* row, const Ffn& ffn, const Device& device) {
   const char* const path = wanted_path();
-  Choice choice;
+  Selection selected;
   for (; row != std::end(kTable); ++row) {
     if (path != nullptr && std::strcmp(row->path, path) != 0) continue;
-    if (!takes(*row, ffn, device, &choice.plan)) continue;
-    choice.row = row;
+    if (!takes(*row, ffn, device, &selected.plan)) continue;
+    selected.row = row;
     break;
   }
-  return choice;
+  return selected;
 }
 
 std::string capability_of(const Device& device) {
@@ -215,12 +217,12 @@ void check_weights(const Ffn& ffn) {
 
 bool has_kernels(DType dtype) { return dtype != DType::kFloat32; }
 
-Choice choose(const Ffn& ffn, const Device& device) {
+Selection select_row(const Ffn& ffn, const Device& device) {
   if (ffn.quantize_x && ffn.gate.dtype != DType::kE4m3) {
     throw std::runtime_error("quantize_x is for float8_e4m3fn weights with scales; leave it out for others");
   }
-  const Choice choice = has_kernels(ffn.dtype) ? first_from(kTable, ffn, device) : Choice{};
-  if (choice.row != nullptr) return choice;
+  const Selection selected = has_kernels(ffn.dtype) ? first_from(kTable, ffn, device) : Selection{};
+  if (selected.row != nullptr) return selected;
   const char* const path = wanted_path();
   const std::string wanted = path ? path : "";
   if (weights_of(ffn) == Weights::kFp8) {
@@ -230,22 +232,22 @@ Choice choose(const Ffn& ffn, const Device& device) {
         std::string(path ? ", by HF_TWELL_CUDA_PATH=sm90 and not " + wanted : "") + "; here D is " +
         std::to_string(ffn.hidden) + ", on " + capability_of(device) + "; use backend='reference'");
   }
-  if (ffn.scaled()) return choice;
+  if (ffn.scaled()) return selected;
   throw std::runtime_error("HF_TWELL_CUDA_PATH=" + wanted + " cannot compute " + std::to_string(ffn.tokens) +
                            " tokens on a GPU of compute capability " + capability_of(device) + "; allowed here: " +
                            allowed_paths(ffn, device) + " (decode takes up to " + std::to_string(kDecodeMaxTokens) +
                            " tokens, of 8-bit weights " + std::to_string(kPiecesMaxTokens) + "; sm90 needs 9.0)");
 }
 
-void forward(const Ffn& ffn, Choice choice, const Device& device, cudaStream_t stream, const Services& services) {
+void forward(const Ffn& ffn, Selection selected, const Device& device, cudaStream_t stream, const Services& services) {
   check_weights(ffn);
-  cudaError_t error = choice.row->run({ffn, choice.plan, device, stream, services});
+  cudaError_t error = selected.row->run({ffn, selected.plan, device, stream, services});
   if (error == cudaErrorNotSupported) {  // it gave the call back
-    choice = first_from(choice.row + 1, ffn, device);
-    error = choice.row->run({ffn, choice.plan, device, stream, services});
+    selected = first_from(selected.row + 1, ffn, device);
+    error = selected.row->run({ffn, selected.plan, device, stream, services});
   }
   if (error != cudaSuccess) {
-    throw std::runtime_error(std::string("hf_twell's CUDA path '") + choice.row->path +
+    throw std::runtime_error(std::string("hf_twell's CUDA path '") + selected.row->path +
                              "' failed: " + cudaGetErrorString(error));
   }
 }

@@ -1,4 +1,4 @@
-// The choice of kernels for a call, and their launch. Host code without PyTorch.
+// The selection of kernels for a call, and their launch. Host code without PyTorch.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,7 +23,7 @@ bool has_kernels(DType dtype);
 
 // The kernels that compute a call: a row of dispatch.cpp's table, and how that shares out the work.
 struct Row;
-struct Choice {
+struct Selection {
   const Row* row = nullptr;
   sm90::MidPlan plan{};
 };
@@ -33,12 +33,12 @@ struct Choice {
 //
 // Throws where x is to be quantized and no row does so for such a call, and where HF_TWELL_CUDA_PATH leaves no row for
 // other weights.
-Choice choose(const Ffn& ffn, const Device& device);
+Selection select_row(const Ffn& ffn, const Device& device);
 
 // Computes y without gradients by the chosen row. Never waits for the device, so that it can be captured in a graph.
 //
 // Throws for weights in a form that no kernel reads, and for a CUDA error.
-void forward(const Ffn& ffn, Choice choice, const Device& device, cudaStream_t stream, const Services& services);
+void forward(const Ffn& ffn, Selection selected, const Device& device, cudaStream_t stream, const Services& services);
 
 // Throws where no kernels train: on other GPUs, in other types, or with room for no or too many pairs.
 void check_training(const Device& device, DType dtype, int64_t tokens, int64_t capacity);

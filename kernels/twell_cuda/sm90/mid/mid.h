@@ -8,7 +8,7 @@ namespace twell::sm90 {
 
 constexpr int kMidMaxTokens = 2048;
 constexpr int kMidMaxHalfTokens = 256;    // up to here thread blocks of 64 tokens win, above those of 128
-constexpr int kMidMaxOwn = 768;           // neurons of a thread block
+constexpr int kMidMaxOwn = 384;           // neurons of a thread block; with more, the kernels for more tokens win
 constexpr int64_t kMidMaxWork = 3 << 18;  // these times D; with more, the kernels for more tokens win (LOG.md)
 // Of both kernels (sm90/common/launch.h), so that down's blocks start beside the first kernel's.
 constexpr int kMidCarveout = 100;

@@ -7,7 +7,7 @@
 namespace twell::sm90 {
 namespace {
 
-constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kThreads = 1024, kWarps = kThreads / 32;
 
 // Three counts of up to 2^16 in one word: a sum of it is three sums.
 __device__ __forceinline__ uint64_t count_classes(uint32_t first, uint32_t second) {
@@ -63,6 +63,7 @@ __global__ void __launch_bounds__(kThreads)
     const uint64_t words_count = count_classes(first, second);
     const uint64_t before = rank + sum_before(words_count, lane);
     rank = __shfl_sync(~0u, before + words_count, 31);
+#pragma unroll 4
     for (int i = 0; i < min(32, end - start); ++i) {
       const uint32_t f = __shfl_sync(~0u, first, i), s = __shfl_sync(~0u, second, i), below = (1u << lane) - 1;
       const Counts at = counts_of(__shfl_sync(~0u, before, i) + count_classes(f & below, s & below));
@@ -83,9 +84,8 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t launch_list(const Ffn&, const Chunk& chunk, const Device&, cudaStream_t stream, Zeroed first,
                         Zeroed second) {
-  // Where all launches mostly end at once, multiprocessors are not to divide their memory anew for this one.
-  const int carveout = chunk.kept != nullptr ? 100 : -1;
-  return launch_with_carveout(carveout, list_kernel, chunk.active.blocks, kThreads, 1, 0, stream, chunk, first, second);
+  // As the kernels before and after it divide their memory: else multiprocessors would divide it anew, twice.
+  return launch_with_carveout(100, list_kernel, chunk.active.blocks, kThreads, 1, 0, stream, chunk, first, second);
 }
 
 }  // namespace twell::sm90

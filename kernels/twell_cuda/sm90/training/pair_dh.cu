@@ -1,10 +1,10 @@
-// The gradient of h at the kept blocks' pairs, and what it gives: dh = dy Wd + L1's, du = dh relu(gate), dg = dh u.
-// Without a gate h is relu(gate): dg = dh. The products are those of whole blocks by all their entries; of the sums
-// about one in fifty belongs to a pair.
+// The gradient of h at the kept blocks' pairs, and what it gives: dh = dy Wd + L1's, du = dh relu(gate), dg = dh u +
+// the count's. Without a gate h is relu(gate): dg = dh + the count's. The products are those of whole blocks by all
+// their entries; of the sums about one in fifty belongs to a pair.
 
 #include <type_traits>
 
-#include "common/l1.cuh"
+#include "common/terms.cuh"
 #include "sm90/training/pairs.cuh"
 #include "sm90/training/tile_product.cuh"
 
@@ -43,8 +43,8 @@ struct PairGradient {
     uint32_t places[tiles::kMaxNeurons];
     uint32_t first_pairs[kPieces];
     Sums sums[tiles::kConsumerWarps];
-    float l1[tiles::kConsumerWarps][kWarpTokens];
-    int64_t first_entry, first_pair;  // of the chunk; blocks' count from there
+    float weights[tiles::kConsumerWarps][kWarpTokens];  // of the tokens
+    int64_t first_entry, first_pair;                    // of the chunk; blocks' count from there
     uint32_t first_entries[kMaxBlocks], first_pairs_of_blocks[kMaxBlocks];
     uint64_t taken;  // barrier: the multiplying warps are done with the tile's entries
   };
@@ -116,7 +116,7 @@ struct PairGradient {
     const int64_t first_pair, first_token;
     uint32_t pairs[kPieces];  // the first, in the block; above kPairBits: how many tokens before the warp's activate it
     uint32_t staged;          // the block's pair that lies first in shared memory; before its first: below zero
-    float scale, weight;
+    float l1_scale, count_scale, weight;
 
     __device__ __forceinline__ End(const PairGradient& of, const tiles::Item& tile, const tiles::Part& mine,
                                    tiles::Control&, int, uint32_t)
@@ -140,14 +140,12 @@ struct PairGradient {
     }
 
     __device__ __forceinline__ void prepare() {
-      const Training& training = job.given.training;
+      const Terms& terms = job.given.training.terms;
       const int lane = part.lane, word = part.warp / 2, shift = part.warp % 2 * kWarpTokens;
       const bool inside = lane < kWarpTokens && first_token + lane < job.a.chunk.first + job.a.chunk.tokens;
-      scale = training.l1_scale != nullptr ? *training.l1_scale : 0.0f;
-      weight = 1.0f;
-      if (inside && training.l1_scale != nullptr && training.token_weight != nullptr) {
-        weight = training.token_weight[first_token + lane];
-      }
+      l1_scale = terms.l1_scale != nullptr ? *terms.l1_scale : 0.0f;
+      count_scale = terms.count_scale != nullptr ? *terms.count_scale : 0.0f;
+      weight = inside && terms.token_weight != nullptr ? terms.token_weight[first_token + lane] : 1.0f;
       staged = job.own.first_pairs[0] - static_cast<uint32_t>((first_pair + job.own.first_pairs[0]) % kStep);
 #pragma unroll
       for (int p = 0; p < kPieces; p += 2) {
@@ -175,8 +173,8 @@ struct PairGradient {
     __device__ __forceinline__ void apply(const float* sum, Ring&) {
       const int lane = part.lane, row = lane / 4;
       Sums& sums = job.own.sums[part.warp];
-      float* weights = job.own.l1[part.warp];
-      if (part.groups > 0 && lane < kWarpTokens) weights[lane] = scale * weight;
+      float* weights = job.own.weights[part.warp];
+      if (part.groups > 0 && lane < kWarpTokens) weights[lane] = weight;
 #pragma unroll
       for (int p = 0; p < kPieces; ++p) {
         if (p >= 2 * part.groups) break;
@@ -212,9 +210,10 @@ struct PairGradient {
         const uint32_t values = load(pair);
         const float g = unpack<T>(values).x, u = kGated ? unpack<T>(values).y : 1.0f;
         const uint32_t rounded = kGated ? pack<T>(g * u, 0.0f) : values;
-        const float h = unpack<T>(rounded).x, l1 = weights[token];
-        const float dh = sums.values[Sums::at(token, part.lane)] + l1_gradient(l1, h);
-        store(pack<T>(dh * u, dh * g), pair, tile ^ token * 2, place, sorted, first + token, rounded);
+        const float h = unpack<T>(rounded).x, of_token = weights[token];
+        const float dh = sums.values[Sums::at(token, part.lane)] + l1_gradient(l1_scale * of_token, h);
+        const float dg = dh * u + count_gradient(count_scale * of_token, g);
+        store(pack<T>(dg, dh * g), pair, tile ^ token * 2, place, sorted, first + token, rounded);
         ++pair;
         ++place;
       }

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads) report_kernel(const Saving saving, f
 cudaError_t launch_report(const Ffn& ffn, const Saving& saving, const Training& training, cudaStream_t stream) {
   // Shared memory as the kernels beside this have it.
   return launch_with_carveout(100, report_kernel, 1 + (ffn.width + 31) / 32, kThreads, 1, 0, stream, saving,
-                              training.report, ffn.width);
+                              training.terms.report, ffn.width);
 }
 
 }  // namespace twell::sm90

@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kSaveThreads, kResident) save_kernel(const __g
   const Active& a = arguments.chunk.active;
   const Saving& saving = arguments.saving;
   const State& state = arguments.training.state;
-  const float* token_weight = arguments.training.token_weight;
+  const float* token_weight = arguments.training.terms.token_weight;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, share = gridDim.x / a.blocks;
   GroupPairs& pairs = all_pairs[warp];
   float* sums = all_sums[warp];
@@ -301,7 +301,7 @@ int save_grid(const Active& active, const Device& device) {
 template <typename T, bool kGated>
 cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Saving& saving, const Training& training,
                    const Device& device, cudaStream_t stream) {
-  const auto kernel = training.report != nullptr ? save_kernel<T, kGated, true> : save_kernel<T, kGated, false>;
+  const auto kernel = training.terms.report != nullptr ? save_kernel<T, kGated, true> : save_kernel<T, kGated, false>;
   TWELL_RETURN_IF_ERROR(
       cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
   return launch_kernel(kernel, save_grid(chunk.active, device), kSaveThreads, 1, 0, stream,

@@ -135,13 +135,13 @@ int64_t sm90_training_bytes(const Ffn& ffn) {
   return cutter.used();
 }
 
-cudaError_t sm90_training_forward(const Ffn& ffn, const Transposition& down, const L1& l1, int64_t capacity,
+cudaError_t sm90_training_forward(const Ffn& ffn, const Transposition& down, const Terms& terms, int64_t capacity,
                                   void* state, void* workspace, const Device& device, cudaStream_t stream) {
   Chunk chunk{};
   Saving saving;
   Cutter cutter(workspace);
   place_forward(ffn, cutter, &chunk.active, &saving);
-  const Training training{l1.scale, l1.token_weight, l1.report, place_state(ffn, capacity, state)};
+  const Training training{terms, place_state(ffn, capacity, state)};
   for (; chunk.first < ffn.tokens; chunk.first += chunk.tokens) {
     fit(ffn, forward_blocks(ffn), &chunk);
     TWELL_RETURN_IF_ERROR(launch_gate(ffn, chunk, device, stream));
@@ -153,7 +153,7 @@ cudaError_t sm90_training_forward(const Ffn& ffn, const Transposition& down, con
     if (ffn.gated()) TWELL_RETURN_IF_ERROR(launch_up_save(ffn, chunk, saving, training, device, stream));
     saving.waiting += chunk.active.blocks;
     const bool last = chunk.first + chunk.tokens == ffn.tokens;
-    if (l1.report != nullptr && (last || saving.waiting + forward_blocks(ffn) > saving.rows)) {
+    if (terms.report != nullptr && (last || saving.waiting + forward_blocks(ffn) > saving.rows)) {
       TWELL_RETURN_IF_ERROR(launch_report(ffn, saving, training, stream));
       saving.waiting = 0;
       saving.reported = true;
@@ -171,12 +171,13 @@ int64_t sm90_backward_bytes(const Ffn& ffn, int64_t capacity, bool weights) {
   return bytes;
 }
 
-cudaError_t sm90_backward(const Ffn& ffn, const Transposition& down, const L1& l1, int64_t capacity, const void* saved,
-                          const Gradients& gradients, void* workspace, const Device& device, cudaStream_t stream) {
+cudaError_t sm90_backward(const Ffn& ffn, const Transposition& down, const Terms& terms, int64_t capacity,
+                          const void* saved, const Gradients& gradients, void* workspace, const Device& device,
+                          cudaStream_t stream) {
   const int64_t blocks = count_blocks(ffn);
   const bool weights = gradients.weights();
   const State state = place_state(ffn, capacity, const_cast<void*>(saved));
-  const Training training{l1.scale, l1.token_weight, nullptr, state};
+  const Training training{terms, state};
   const Backward b = place_backward(ffn, state, weights, workspace, nullptr);
   if (weights) {
     TWELL_RETURN_IF_ERROR(launch_sort(ffn, state, b.sorted, blocks, device, stream));

@@ -13,11 +13,12 @@ int64_t sm90_state_bytes(const Ffn& ffn, int64_t capacity);
 // Where `down` has a `from`, Ffn::down is its `to` and is written first: down_proj as it is stored in training, which
 // is transposed beside kernels that leave room.
 int64_t sm90_training_bytes(const Ffn& ffn);  // of the workspace of sm90_training_forward
-cudaError_t sm90_training_forward(const Ffn& ffn, const Transposition& down, const L1& l1, int64_t capacity,
+cudaError_t sm90_training_forward(const Ffn& ffn, const Transposition& down, const Terms& terms, int64_t capacity,
                                   void* state, void* workspace, const Device& device, cudaStream_t stream);
 
 int64_t sm90_backward_bytes(const Ffn& ffn, int64_t capacity, bool weights);  // of its workspace
-cudaError_t sm90_backward(const Ffn& ffn, const Transposition& down, const L1& l1, int64_t capacity, const void* state,
-                          const Gradients& gradients, void* workspace, const Device& device, cudaStream_t stream);
+cudaError_t sm90_backward(const Ffn& ffn, const Transposition& down, const Terms& terms, int64_t capacity,
+                          const void* state, const Gradients& gradients, void* workspace, const Device& device,
+                          cudaStream_t stream);
 
 }  // namespace twell

@@ -62,9 +62,7 @@ struct Sorted {
 __host__ __device__ constexpr int sort_slots(int width) { return (width + 31) / 32; }
 
 struct Training {
-  const float* l1_scale;
-  const float* token_weight;
-  float* report;
+  Terms terms;
   State state;
 };
 
@@ -96,8 +94,8 @@ __host__ __device__ constexpr uint32_t tile_place(uint32_t entry_of_group, uint3
 
 // Backward of the kept blocks, from the state. First where each one's pairs of each neuron go.
 cudaError_t launch_sort(const Ffn&, const State&, const Sorted&, int64_t blocks, const Device&, cudaStream_t);
-// dh = dy Wd + L1's; du = dh relu(gate), dg = dh u, for the chunk's kept blocks; also to their places in Sorted, with h
-// and the token, if Sorted::pairs is not null.
+// dh = dy Wd + L1's; du = dh relu(gate), dg = dh u + the count's, for the chunk's kept blocks; also to their places in
+// Sorted, with h and the token, if Sorted::pairs is not null.
 cudaError_t launch_pair_dh(const Ffn&, const Chunk&, const Training&, const Gradients&, const PairGradients&,
                            const Sorted&, const Device&, cudaStream_t);
 // dx = du Wu + dg Wg of the chunk's kept blocks.
@@ -115,7 +113,7 @@ int64_t weights_partial_bytes(const Ffn&, int64_t pairs);  // of `partials`
 // nothing where all of the chunk's blocks were kept.
 // After launch_list: `up` leaves relu(gate) in Active::columns and writes u to Active::ups.
 cudaError_t launch_up_beside(const Ffn&, const Chunk&, const Device&, cudaStream_t);
-// dh = dy Wd + L1's; du = dh relu(gate) takes the place of u, dg = dh u where active that of relu(gate).
+// dh = dy Wd + L1's; du = dh relu(gate) takes the place of u, dg = dh u + the count's where active that of relu(gate).
 cudaError_t launch_dh(const Ffn&, const Chunk&, const Training&, const Gradients&, const Device&, cudaStream_t);
 // dx = du Wu + dg Wg.
 cudaError_t launch_dx(const Ffn&, const Chunk&, const Gradients&, const Device&, cudaStream_t);

@@ -157,7 +157,7 @@ struct End {
       const int64_t pair = first_pair + tile_place + (code >> kPlaceShift);
       static_cast<uint32_t*>(a.training.state.values)[pair] = gate | static_cast<uint32_t>(up) << 16;
     }
-    if (a.training.report == nullptr) return;
+    if (a.training.terms.report == nullptr) return;
     if ((h & 0x7fff) == 0) {
       atomicOr(&shared.zeros[n][half * 2 + of_half / 32], 1u << of_half % 32);
     } else {
@@ -168,7 +168,7 @@ struct End {
 
   // Of this half's tokens, or null for ones.
   __device__ __forceinline__ const float* token_weights() const {
-    const float* weights = a.training.token_weight;
+    const float* weights = a.training.terms.token_weight;
     return weights == nullptr ? nullptr : weights + (a.first_block + item.block) * kBlockTokens + half * kHalfTokens;
   }
 
@@ -185,7 +185,7 @@ struct End {
 
   // The report's sums, when the warp has been through its passes. Each warp of the half has the activity of one pass.
   __device__ __forceinline__ void finish(const uint16_t* neurons) {
-    if (a.training.report == nullptr || item.count == 0) return;
+    if (a.training.terms.report == nullptr || item.count == 0) return;
     const int64_t row = a.saving.waiting + item.block;
 #pragma unroll
     for (int d = 16; d > 0; d /= 2) l1 += __shfl_xor_sync(~0u, l1, d);

@@ -1,0 +1,132 @@
+"""Models of Transformers whose feed-forward blocks compute ReLU, while their other layers keep their activation.
+
+The stock config has one entry (`hidden_act`) for both and cannot say that. So such a model has a `model_type` of its
+own, "twell_" before the stock one, and its config is the stock one with `ffn_act` beside it. A copy of this file lies
+beside its weights and needs Transformers alone:
+
+    model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
+
+Without that, Transformers and other engines refuse the unknown type and do not compute another activation in silence.
+"""
+
+import functools
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.models.auto import modeling_auto
+
+if TYPE_CHECKING:  # what the mixins are put before
+    from transformers import PreTrainedConfig as StockConfig
+    from transformers import PreTrainedModel as StockModel
+else:
+    StockConfig = StockModel = object
+
+PREFIX, FILE = "twell_", "modeling_twell.py"
+
+# By stock `model_type`: where the text decoder's layers have the activation of their feed-forward blocks.
+ACTIVATIONS = {
+    "falcon_h1": "feed_forward.act_fn",
+    "gemma4": "mlp.act_fn",
+    "gemma4_text": "mlp.act_fn",
+    "olmo_hybrid": "mlp.act_fn",
+    "qwen3_5": "mlp.act_fn",
+    "qwen3_5_text": "mlp.act_fn",
+}
+HEADS = {
+    "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
+    "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "AutoModelForImageTextToText": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+}
+
+
+class TwellConfig(StockConfig):
+    """Mixin put before a stock config class; it takes a stock config's settings."""
+
+    def __post_init__(self, **settings: Any) -> None:
+        settings.pop("model_type", None)
+        super().__post_init__(**settings)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **options: Any) -> None:
+        names = {head: cls.__name__ for head, cls in heads(self.model_type.removeprefix(PREFIX)).items()}
+        names["AutoConfig"] = type(self).__name__
+        # Of what wraps a model's class or holds the model, too: by a stock name an engine would compute `hidden_act`.
+        stock: list[str] = vars(self).get("architectures") or []
+        self.architectures = [f"Twell{name.removeprefix('Twell')}" for name in stock]
+        self.auto_map = {head: f"{FILE.removesuffix('.py')}.{name}" for head, name in names.items()}
+        os.makedirs(save_directory, exist_ok=True)
+        shutil.copyfile(__file__, os.path.join(save_directory, FILE))
+        super().save_pretrained(save_directory, **options)
+
+
+class TwellBlocks(StockModel):
+    """Mixin put before a stock model class."""
+
+    def __init__(self, config: PreTrainedConfig, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        text_config = config.get_text_config()
+        path = ACTIVATIONS[text_config.model_type.removeprefix(PREFIX)]
+        for layer in self.get_decoder().layers:
+            layer.set_submodule(path, transformers.activations.ACT2FN[text_config.ffn_act])
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        return False  # what initializes the weights is the stock class's; of custom code Transformers leaves some out
+
+
+@functools.cache
+def twell_class(stock: Any) -> Any:
+    """What takes the place of a stock class, a config's or a model's: always the same one for the same class."""
+    name = f"Twell{stock.__name__}"
+    about = f"`{stock.__name__}` with an activation of its own, `ffn_act`, in the feed-forward blocks."
+    body: dict[str, Any] = {"__module__": __name__, "__qualname__": name, "__doc__": about}
+    if not issubclass(stock, PreTrainedConfig):
+        return type(name, (TwellBlocks, stock), body | {"config_class": twell_class(stock.config_class)})
+    body["model_type"] = PREFIX + stock.model_type
+    text = stock.sub_configs.get("text_config")
+    if text is None:
+        body |= {"ffn_act": "relu", "__annotations__": {"ffn_act": str}}
+    else:  # Transformers 5.23 has the parts of a config under a new name
+        key = "sub_configs_defaults" if hasattr(stock, "sub_configs_defaults") else "sub_configs"
+        body[key] = {**getattr(stock, key), "text_config": twell_class(text)}
+    _convert_weights_alike(stock.model_type)
+    return type(name, (TwellConfig, stock), body)
+
+
+def heads(model_type: str) -> dict[str, Any]:
+    """The model classes of a stock `model_type`'s own config, by the Auto class that loads each."""
+    classes = {}
+    for head, names in HEADS.items():
+        cls: Any = getattr(transformers, names.get(model_type, ""), None)
+        if cls is not None and cls.config_class.model_type == model_type:
+            classes[head] = twell_class(cls)
+    return classes
+
+
+def register() -> None:
+    """Let Transformers' Auto classes know all of these models in this process, without code from a checkpoint."""
+    for model_type in ACTIVATIONS:
+        config = twell_class(transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type])
+        transformers.AutoConfig.register(config.model_type, config)
+        for head, cls in heads(model_type).items():
+            getattr(transformers, head).register(config, cls)
+
+
+def _convert_weights_alike(model_type: str) -> None:
+    """What Transformers changes of the stock type's tensors when it loads and saves them holds for this type too."""
+    conversions = get_checkpoint_conversion_mapping(model_type)
+    if conversions is not None:
+        register_checkpoint_conversion_mapping(PREFIX + model_type, conversions, overwrite=True)
+
+
+def __getattr__(name: str) -> type:
+    stock = getattr(transformers, name.removeprefix("Twell"), None) if name.startswith("Twell") else None
+    if not isinstance(stock, type) or not issubclass(stock, PreTrainedConfig | nn.Module):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return twell_class(stock)

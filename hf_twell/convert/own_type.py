@@ -1,0 +1,94 @@
+"""Models whose stock config cannot say ReLU of their feed-forward blocks alone take a `model_type` of our own.
+
+Importing this lets Transformers' Auto classes know these models.
+"""
+
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_twell.blocks import modeling_twell
+from hf_twell.blocks.architectures import SUPPORTED, FfnSite, activation_keys, decoder_of, has_own_type
+
+modeling_twell.register()
+
+
+def needs_own_type(model: nn.Module, sites: list[FfnSite]) -> bool:
+    """Whether layers outside the blocks follow the config entry of the blocks' activation: state spaces, a projector.
+
+    They would compute ReLU, too, where the converted model is loaded again.
+
+    Raises:
+        ValueError: they do, and we have no type for such a model; or its config has no such entry.
+    """
+    activation_keys(model.config)
+    other = None if has_own_type(model.config) else _follower(model, sites)
+    if other is None:
+        return False
+    top = _top(model)
+    stock = type(top) is getattr(transformers, type(top).__name__, None)
+    if top.config.model_type in modeling_twell.ACTIVATIONS and stock:
+        return True
+    name, module = other
+    advice = f"{SUPPORTED}."
+    if top.config.model_type in modeling_twell.ACTIVATIONS:
+        advice = f"Convert a model of Transformers' own class, before {type(top).__name__} is made of it."
+    raise ValueError(
+        f"{name} ({type(module).__name__}) lies outside the feed-forward blocks but follows the same config entry, so "
+        f"converting the config would change it too. {advice}"
+    )
+
+
+def take_own_type(model: nn.Module) -> None:
+    """Turn a live model that `needs_own_type` into one of ours: its class, and that of its config."""
+    top = _top(model)
+    stock: Any = type(top)
+    top.__class__ = modeling_twell.twell_class(stock)
+    give_own_type(top.config)
+
+
+def give_own_type(config: PreTrainedConfig) -> None:
+    """Turn a stock config, and the text model's in it, into one of our own type, whose blocks compute ReLU."""
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        if not has_own_type(part):
+            stock: Any = type(part)
+            part.__class__ = modeling_twell.twell_class(stock)
+            vars(part).pop("model_type", None)  # the stock one, where the config is a part of another
+    say_relu(config)
+
+
+def say_relu(config: PreTrainedConfig) -> None:
+    """Write ReLU as the blocks' activation into a config."""
+    config, keys = activation_keys(config)
+    for key in keys:
+        setattr(config, key, "relu")
+
+
+def _top(model: nn.Module) -> PreTrainedModel:
+    """The model itself; what a wrapper (PEFT's) holds."""
+    return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
+def _follower(model: nn.Module, sites: list[FfnSite]) -> tuple[str, nn.Module] | None:
+    sites = [block for site in sites for block in site.blocks()]
+    config, keys = activation_keys(model.config)
+    kinds = {type(site.activation) for site in sites} - {nn.ReLU}
+    if not kinds:
+        return None
+    entries = {getattr(config, key) for key in keys}
+    # A vision or audio tower has a config of its own.
+    decoder = set(decoder_of(model).modules())
+    towers = [
+        module
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel) and module not in decoder and decoder.isdisjoint(module.modules())
+    ]
+    apart = {inner for outer in (*towers, *(site.module for site in sites)) for inner in outer.modules()}
+    for name, module in model.named_modules():
+        # Some keep the name and look the function up when they run.
+        named = any(isinstance(value, str) and value in entries for value in vars(module).values())
+        if module not in apart and (named or type(module) in kinds):
+            return name, module
+    return None

@@ -1,0 +1,129 @@
+"""Every causal language model of Transformers with a name that we name: it converts exactly, or is refused by name.
+
+docs/architectures.md says which; the page is compared with what happens here.
+"""
+
+import re
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_twell.blocks.architectures import find_ffns, has_own_type, input_name, stock_class
+from hf_twell.convert.sparsify import sparsify
+from tests.blocks.test_architectures import CONVERTIBLE, QWEN_VISION, REFUSED, TEXT, VISION, build, outputs
+from tests.paths import ROOT
+
+NAMED = (
+    *("llama", "qwen", "mistral", "ministral", "gemma", "phi", "glm", "olmo", "granite", "smollm", "falcon", "exaone"),
+    *("cohere", "ernie", "hunyuan", "deepseek"),
+)
+UNTRIED = {
+    "gemma3n": "its eyes need the package timm; its text model is gemma3n_text",
+    "gemma4_assistant": "it drafts tokens from another model's states, and is no model by itself",
+    "gemma4_unified_assistant": "as gemma4_assistant",
+}
+TYPES = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name.startswith(NAMED) and name not in UNTRIED]
+
+# A config is given what it has of these.
+SIZES = {
+    **TEXT,
+    **{"num_hidden_layers": 4, "head_dim": 8, "global_head_dim": 8, "num_kv_shared_layers": 0},
+    **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64},
+    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1},
+    **{"topk_group": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    **{"q_lora_rank": 8, "kv_lora_rank": 8, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
+    **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8},
+    **{"indexer_compress_ratio": 4, "image_size": 16, "patch_size": 8, "num_layers": 1, "num_blocks": 1},
+    **{f"linear_{part}_head_dim": 8 for part in ("key", "value")},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+}
+OF_TYPE = {
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
+        }
+    },
+    "gemma3": {"vision_config": VISION, "mm_tokens_per_image": 4},
+    "granitemoehybrid": {"mamba_n_heads": 8},
+    "qwen3_5": {"vision_config": QWEN_VISION},
+}
+# What the page says of a row of refused ones, and the error.
+REASONS = {
+    "mixtures of experts": "is a mixture of experts",
+    "blocks of another form": "0 feed-forward blocks of a known form",
+    "the activation under a name of its own": "names no activation",
+    "the same activation setting also means layers outside": "lies outside the feed-forward blocks",
+    "blocks of the same form in parts that see or hear": "feed-forward blocks of a known form",
+}
+
+
+def config_of(cls: type, **changes):
+    known = {*cls.__dataclass_fields__, *cls.attribute_map}
+    parts = {key: part for key, part in cls.sub_configs.items() if getattr(part, "model_type", None)}
+    sizes = {key: size for key, size in SIZES.items() if key in known}
+    return cls(**{**sizes, **{key: config_of(part) for key, part in parts.items() if key not in changes}, **changes})
+
+
+def model_of(model_type: str) -> tuple[type, object]:
+    model_class = getattr(tf, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    cls = tf.CONFIG_MAPPING[model_type]
+    text_alone = cls.sub_configs.get("text_config") is model_class.config_class
+    return model_class, config_of(model_class.config_class if text_alone else cls, **OF_TYPE.get(model_type, {}))
+
+
+def page() -> dict[str, tuple[str, str]]:
+    """(heading, first cell of its row) by `model_type`."""
+    parts = re.split(r"^## ", (ROOT / "docs" / "architectures.md").read_text(), flags=re.MULTILINE)[1:]
+    return {
+        name: (part.partition("\n")[0], first)
+        for part in parts
+        for first, names in re.findall(r"^\| (.*) \| (.*) \|$", part, re.MULTILINE)[1:]  # after the table's head
+        for name in re.findall(r"`(\w+)`", names)
+    }
+
+
+def convert(model_class: type, config) -> None:
+    with torch.device("meta"):
+        find_ffns(model_class(config))  # which refuses most of those that are refused, before they have weights
+    sparsify(build(model_class, config))
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_converts_exactly_or_is_refused_as_the_page_says(model_type):
+    heading, row = page()[model_type]
+    model_class, config = model_of(model_type)
+    if heading.startswith("Refused"):
+        reason = next(words for start, words in REASONS.items() if row.startswith(start))
+        with pytest.raises(ValueError, match=reason):
+            convert(model_class, config)
+        return
+
+    model, twin = (build(model_class, config) for _ in range(2))
+    for site in find_ffns(twin):
+        setattr(site.module, site.form.activation, nn.ReLU())
+    truth = outputs(twin)
+    assert not torch.equal(outputs(model), truth)
+    assert sparsify(model, backend="reference") is model
+    assert heading == ("Converted as a model of our own type" if has_own_type(model.config) else "Converted")
+    assert torch.equal(outputs(model), truth)
+    again = type(model)(type(model.config).from_dict(model.config.to_dict())).eval()
+    again.load_state_dict(twin.state_dict())
+    assert torch.equal(outputs(again), truth)
+    torch.testing.assert_close(outputs(sparsify(model, backend="auto")), truth)  # by kernels
+
+    block = find_ffns(model)[0].module
+    x = torch.randn(2, next(iter(block.parameters())).shape[1])
+    with torch.no_grad():
+        assert torch.equal(block(**{input_name(stock_class(block)): x}), block(x))
+
+
+def test_the_page_lists_what_was_tried():
+    listed = page()
+    others = {config().model_type for _, config in CONVERTIBLE.values()}
+    refused = {config().model_type for _, config, _ in REFUSED.values()} - others
+    assert listed.keys() == others | refused | set(TYPES)
+    for name in listed.keys() - set(TYPES):  # which are compared above
+        assert listed[name][0].startswith("Converted") == (name in others), name

@@ -1,0 +1,346 @@
+"""Models whose config entry means other layers too: a `model_type` of our own, exact wherever it is loaded."""
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+import hf_twell
+from hf_twell import sparsify, unpatch
+from hf_twell.blocks import modeling_twell
+from hf_twell.blocks.modeling import SparseFfn, sparse_ffns
+from hf_twell.cli import main
+from hf_twell.models.adapters import load_adapter, save_adapter
+from hf_twell.models.hub import folder_card
+from hf_twell.models.loading import load_causal_lm
+from hf_twell.models.quantizing import quantize
+from hf_twell.serving.vllm_engine import refusal
+from tests.blocks.test_causal_lms import model_of
+from tests.paths import ROOT
+
+TEXT = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 52,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LINEAR = {f"linear_{key}": size for key, size in {"num_key_heads": 2, "num_value_heads": 4}.items()}
+QWEN = {**TEXT, **LINEAR, "head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+VISION = {"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 48, "num_heads": 4}
+TOKENS = dict(zip(("image", "video", "vision_start", "vision_end"), range(60, 64), strict=True))
+
+
+def qwen(**changes) -> tf.Qwen3_5TextConfig:
+    return tf.Qwen3_5TextConfig(**{**QWEN, **changes})
+
+
+def seeing_qwen() -> tf.Qwen3_5Config:
+    text, tokens = {**QWEN, "rope_parameters": MROPE}, {f"{name}_token_id": token for name, token in TOKENS.items()}
+    return tf.Qwen3_5Config(text_config=text, vision_config=VISION, **tokens)
+
+
+def falcon() -> tf.FalconH1Config:
+    return tf.FalconH1Config(**TEXT, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8)
+
+
+MODELS = {
+    "qwen3_5_text": (tf.Qwen3_5ForCausalLM, qwen),
+    "qwen3_5": (tf.Qwen3_5ForConditionalGeneration, seeing_qwen),
+    "qwen3_5_decoder": (tf.Qwen3_5TextModel, qwen),
+    "qwen3_5_classifier": (tf.Qwen3_5TextForSequenceClassification, qwen),
+    "gemma4_text": (tf.Gemma4ForCausalLM, lambda: model_of("gemma4_text")[1]),
+    "gemma4": (tf.Gemma4ForConditionalGeneration, lambda: model_of("gemma4")[1]),
+    "olmo_hybrid": (tf.OlmoHybridForCausalLM, lambda: tf.OlmoHybridConfig(**TEXT)),
+    "falcon_h1": (tf.FalconH1ForCausalLM, falcon),
+}
+
+
+def dense(name="qwen3_5_text", **changes) -> nn.Module:
+    torch.manual_seed(0)
+    cls, config = MODELS[name]
+    return cls(config(**changes)).eval()
+
+
+def by_hand(model) -> nn.Module:
+    """The stock model with ReLU put into its blocks."""
+    twin = copy.deepcopy(model)
+    for name, module in twin.get_decoder().named_modules():
+        if name.endswith((".mlp", ".feed_forward")):
+            module.act_fn = nn.ReLU()
+    return twin
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(3, 60, (2, 11), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def outputs(model) -> torch.Tensor:
+    return model(input_ids=ids(), use_cache=False)[0]
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("name", MODELS)
+def test_converts_exactly(name, tmp_path):
+    """To the bit, live and loaded again, and with what its config says of other layers kept."""
+    model = dense(name)
+    stock, twin, before = type(model), by_hand(model), outputs(model)
+    kept = {
+        key: value for key, value in model.config.get_text_config().to_dict().items() if key.startswith("hidden_act")
+    }
+    assert sparsify(model, backend="reference") is model
+    assert type(model).__name__ == f"Twell{stock.__name__}"
+    assert isinstance(model, stock)
+    text_config = model.config.get_text_config()
+    assert text_config.ffn_act == "relu"
+    assert all(getattr(text_config, key) == value for key, value in kept.items())
+    assert torch.equal(outputs(model), outputs(twin))
+    assert not torch.equal(outputs(model), before)
+    assert len(sparse_ffns(model)) == 4
+
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == [f"Twell{stock.__name__}"]
+    assert config["model_type"] == f"twell_{stock.config_class.model_type}"
+    head = next(head for head, cls in config["auto_map"].items() if cls == f"modeling_twell.Twell{stock.__name__}")
+    loaded = getattr(tf, head).from_pretrained(tmp_path)
+    assert type(loaded) is type(model)
+    assert torch.equal(outputs(loaded), outputs(twin))
+    torch.testing.assert_close(outputs(sparsify(loaded)), outputs(twin))  # by kernels
+    unpatch(loaded)
+    assert not [module for module in loaded.modules() if isinstance(module, SparseFfn)]
+    assert torch.equal(outputs(loaded), outputs(twin))
+    for again in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert type(again) is type(model)
+        assert torch.equal(outputs(again), outputs(twin))
+
+
+def test_decodes_with_its_cache():
+    model = dense()
+    twin, model = by_hand(model), sparsify(model, backend="reference")
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[0, :4] = 0  # padding at the left
+    for how in ({}, {"use_cache": False}, {"num_beams": 2}):
+        options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, **how}
+        assert torch.equal(model.generate(ids(), **options), twin.generate(ids(), **options)), how
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(reentrant):
+    model = dense()
+    twin, model = by_hand(model).train(), sparsify(model, backend="reference").train()
+    twin(input_ids=ids(), labels=ids()).loss.backward()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    model(input_ids=ids(), labels=ids()).loss.backward()
+    for (name, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
+
+
+def test_lora(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    dense().save_pretrained(tmp_path / "base")
+    config = LoraConfig(target_modules=["gate_proj", "q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = get_peft_model(sparsify(base, backend="reference"), config).eval()
+    save_adapter(model, tmp_path / "adapter")
+    loaded = load_adapter(tmp_path / "adapter", backend="reference")
+    assert torch.equal(outputs(loaded), outputs(model))
+    loaded.merge_and_unload().save_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(outputs(load_causal_lm(tmp_path / "merged")), outputs(model), rtol=1e-4, atol=1e-4)
+    # A PEFT model whose base is dense still: the base takes its class.
+    wrapped = get_peft_model(dense(), config).eval()
+    twin = by_hand(wrapped)
+    assert torch.equal(outputs(sparsify(wrapped, backend="reference")), outputs(twin))
+    assert type(wrapped.get_base_model()) is modeling_twell.TwellQwen3_5ForCausalLM
+
+
+@pytest.mark.parametrize("form", ["dense", "sparse"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5"])
+def test_our_classes_load_both_forms(name, form, tmp_path):
+    """And the text model out of one that sees, as Transformers' AutoModelForCausalLM does of the dense one."""
+    model = dense(name)
+    twin = by_hand(model)
+    (model if form == "dense" else sparsify(model)).save_pretrained(tmp_path / form)
+    seeing = [hf_twell.TwellQwen3_5ForConditionalGeneration] if name == "qwen3_5" else []
+    for cls in (*seeing, hf_twell.TwellQwen3_5ForCausalLM):
+        options = {} if cls in seeing else {"attention_dropout": 0.25}
+        loaded = cls.from_pretrained(tmp_path / form, backend="reference", **options)
+        assert type(loaded) is cls
+        assert loaded.config.get_text_config().attention_dropout == options.get("attention_dropout", 0.0)
+        assert len(sparse_ffns(loaded)) == 4
+        assert torch.equal(outputs(loaded), outputs(twin))
+        loaded.save_pretrained(tmp_path / "again")
+        assert torch.equal(outputs(cls.from_pretrained(tmp_path / "again", backend="reference")), outputs(twin))
+    assert torch.equal(outputs(load_causal_lm(tmp_path / "again")), outputs(twin))
+
+
+def test_a_text_model_loaded_from_one_that_sees(tmp_path):
+    """Its config is a part of the other's, and its tensors keep the other's names when saved."""
+    model = dense("qwen3_5")
+    twin = by_hand(model)
+    model.save_pretrained(tmp_path / "dense")
+    model = sparsify(AutoModelForCausalLM.from_pretrained(tmp_path / "dense"), backend="reference")
+    assert (model.config.model_type, model.config.hidden_act) == ("twell_qwen3_5_text", "silu")
+    model.save_pretrained(tmp_path / "sparse")
+    assert torch.equal(outputs(load_causal_lm(tmp_path / "sparse")), outputs(twin))
+
+
+def test_what_holds_the_model_saves_no_stock_name(tmp_path):
+    """By a stock name an engine would compute SiLU, whatever the type: a decoder converted inside of its model, say."""
+    model = dense()
+    twin = by_hand(model)
+    sparsify(model.model, backend="reference")
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["TwellQwen3_5ForCausalLM"]
+    assert torch.equal(outputs(load_causal_lm(tmp_path)), outputs(twin))
+
+
+def test_a_class_of_ones_own_is_refused_unchanged():
+    model = dense()
+    model.__class__ = type("Mine", (type(model),), {})
+    before = model.config.to_dict(), type(model)
+    with pytest.raises(
+        ValueError, match=r"linear_attn .* lies outside .* Convert a model of Transformers' own class, be"
+    ):
+        sparsify(model)
+    assert (model.config.to_dict(), type(model)) == before
+
+
+def test_what_scales_its_blocks_is_refused():
+    """As released Falcon H1 models do."""
+    with pytest.raises(ValueError, match=r"feed_forward \(FalconH1MLP\) does more than down\(relu\(gate\) \* up\)"):
+        sparsify(tf.FalconH1ForCausalLM(tf.FalconH1Config(**{**falcon().to_dict(), "mlp_multipliers": [0.5, 0.7]})))
+
+
+def test_a_model_that_sees_is_not_loaded_as_one_of_text(tmp_path):
+    sparsify(dense("qwen3_5")).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"TwellQwen3_5ForConditionalGeneration, .* by AutoModelForImageTextToText"):
+        load_causal_lm(tmp_path)
+
+
+def test_the_command_and_the_card(tmp_path, capsys):
+    tokenizer = tf.AutoTokenizer.from_pretrained(ROOT / "recipes" / "demo" / "model")
+    dense(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "dense")
+    tokenizer.save_pretrained(tmp_path / "dense")
+    assert main(["sparsify", str(tmp_path / "dense"), str(tmp_path / "sparse")]) == 0
+    for how in ([], ["--overwrite"]):
+        assert main(["sparsify", str(tmp_path / "sparse"), str(tmp_path / "again"), *how]) == 0
+    assert main(["push", str(tmp_path / "sparse"), "me/x", "--dry-run"]) == 0
+    assert "modeling_twell.py" in capsys.readouterr().out
+    card = folder_card(tmp_path / "sparse", "me/x")
+    assert 'AutoModelForCausalLM.from_pretrained("me/x", trust_remote_code=True)' in card
+    assert "no remote code" not in card
+    assert "as `ffn_act` in `config.json` says" in card
+
+
+def test_quantized(tmp_path):
+    """int8 in its blocks alone, and loaded again."""
+    pytest.importorskip("torchao")
+    sparsify(dense(intermediate_size=64)).save_pretrained(tmp_path / "model")
+    model, _ = quantize(tmp_path / "model", "int8")
+    assert type(model) is modeling_twell.TwellQwen3_5ForCausalLM
+    model.save_pretrained(tmp_path / "quantized")
+    loaded = load_causal_lm(tmp_path / "quantized")
+    kinds = {name: type(weight.data).__name__ for name, weight in loaded.named_parameters()}
+    assert {name.split(".")[-3] for name, kind in kinds.items() if kind == "Int8Tensor"} == {"mlp"}
+    for each in (model, loaded):
+        sparsify(each, backend="reference")
+    assert torch.equal(outputs(loaded), outputs(model))
+
+
+def test_vllm_is_not_asked(tmp_path):
+    sparsify(dense()).save_pretrained(tmp_path)
+    assert refusal(str(tmp_path)) == "vLLM knows no twell_qwen3_5_text, a type of this package's own"
+
+
+PLAIN = """
+import sys, torch
+from pathlib import Path
+from transformers import AutoModelForCausalLM, AutoTokenizer
+for options in ({"trust_remote_code": False}, {}):
+    try:
+        AutoModelForCausalLM.from_pretrained("model", **options)
+    except ValueError as error:
+        assert "trust_remote_code=True" in str(error), error
+    else:
+        raise AssertionError(options)
+AutoTokenizer.from_pretrained("model")
+model = AutoModelForCausalLM.from_pretrained("model", trust_remote_code=True)
+model.save_pretrained("again")
+assert not [name for name in sys.modules if name.startswith("hf_twell")]
+again = AutoModelForCausalLM.from_pretrained("again", trust_remote_code=True)
+ids = torch.load("ids.pt")
+torch.save([each(input_ids=ids, use_cache=False).logits.detach() for each in (model, again)], "plain.pt")
+"""
+OURS = """
+import torch, hf_twell
+from hf_twell import sparsify
+from transformers import AutoModelForCausalLM
+ids = torch.load("ids.pt")
+models = [AutoModelForCausalLM.from_pretrained("model"), sparsify(AutoModelForCausalLM.from_pretrained("again"))]
+models += [hf_twell.TwellQwen3_5ForCausalLM.from_pretrained("model", backend="reference")]
+torch.save([each(input_ids=ids, use_cache=False).logits.detach() for each in models], "ours.pt")
+"""
+SHARDED = """
+import sys, torch
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+from hf_twell import sparsify
+torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+model = sparsify(AutoModelForCausalLM.from_pretrained("again"), backend="reference")
+fully_shard(model)
+assert type(model).__name__.startswith("FSDP")
+weights = {name: weight.full_tensor() for name, weight in model.state_dict().items()}
+model.save_pretrained("sharded", state_dict=weights)
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_trained_saved_and_loaded_in_new_processes(tmp_path, monkeypatch):
+    """By this package, and by plain Transformers with remote code; without it, by an error that names the way."""
+    model = sparsify(dense(), backend="reference")
+    tf.AutoTokenizer.from_pretrained(ROOT / "recipes" / "demo" / "model").save_pretrained(tmp_path / "model")
+    args = TrainingArguments(
+        str(tmp_path / "out"), max_steps=20, learning_rate=1e-3, use_cpu=True, report_to=[], save_strategy="no"
+    )
+    trainer = Trainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in ids()])
+    trainer.add_callback(hf_twell.SparsityCallback(trainer, l1_weight=1e-4))
+    trainer.train()
+    trainer.save_model(str(tmp_path / "model"))
+    torch.save(ids(), tmp_path / "ids.pt")
+    truth = outputs(model.eval())
+    assert not torch.equal(truth, outputs(by_hand(dense())))
+
+    def run(code: str, *arguments: str) -> None:
+        command = [sys.executable, "-c", code, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        assert done.returncode == 0, done.stderr
+
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    run(PLAIN)
+    for logits in torch.load(tmp_path / "plain.pt"):
+        assert torch.equal(logits, truth)
+    run(OURS)
+    for logits in torch.load(tmp_path / "ours.pt"):
+        torch.testing.assert_close(logits, truth)
+    assert torch.equal(torch.load(tmp_path / "ours.pt")[-1], truth)
+    run(SHARDED, str(tmp_path / "meeting"))
+    assert torch.equal(outputs(load_causal_lm(tmp_path / "sharded")), truth)

@@ -1,0 +1,241 @@
+"""The count term that neighbouring tokens share: one gradient and one union, however a step is cut up and laid out."""
+
+import math
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from hf_twell import L1Penalty, sparsify
+from hf_twell.blocks.batches import runs_of
+from hf_twell.files.checkpoints import read_state
+from hf_twell.ops import reference
+from hf_twell.train.controller import DensityController
+from tests import one_step
+from tests.conftest import one_of, tiny_llama, training_rows
+from tests.one_step import SHARE
+from tests.train.test_target import SAVE_STEPS, STEPS, WARMUP_STEPS, make_trainer
+
+pytestmark = pytest.mark.numeric
+
+TERM = {"term": "count", "share": SHARE}
+LAYOUTS = list(one_step.COLLATORS)
+
+
+@pytest.fixture(scope="module")
+def truth():
+    return one_step.shared_gradient()
+
+
+def assert_same(gradient, union, truth):
+    expected, expected_union = truth
+    assert (gradient - expected).norm() <= 1e-5 * expected.norm()
+    assert union == pytest.approx(expected_union)
+
+
+def test_the_term_is_most_of_the_gradient_and_its_runs_much_of_it(truth):
+    assert one_step.trainer_gradient(l1_weight=None)[0].norm() < 0.5 * truth[0].norm()
+    tokens_alone, _ = one_step.loop_gradient(1, term="count")
+    assert (tokens_alone - truth[0]).norm() > 0.1 * truth[0].norm()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_hand_written_loop(truth, layout, micro_batches):
+    gradient, report = one_step.loop_gradient(micro_batches, layout=layout, **TERM)
+    assert_same(gradient, report[f"union_{SHARE}"], truth)
+
+
+@pytest.mark.parametrize("accumulation", one_of(2, [1, 2, 4]))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_trainer(truth, layout, accumulation):
+    gradient, logs = one_step.trainer_gradient("Trainer", layout, accumulation, share=SHARE)
+    assert_same(gradient, logs[f"twell/union_{SHARE}"], truth)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing(truth, use_reentrant):
+    options = {"gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
+    gradient, logs = one_step.trainer_gradient(
+        "Trainer", accumulation=2, share=SHARE, gradient_checkpointing=True, **options
+    )
+    assert_same(gradient, logs[f"twell/union_{SHARE}"], truth)
+
+
+@pytest.mark.slow
+def test_compiled_blocks(truth):
+    def compiled(model):
+        for layer in model.model.layers:
+            layer.mlp.compile(fullgraph=True)
+        return model
+
+    gradient, report = one_step.loop_gradient(1, wrap=compiled, **TERM)
+    assert_same(gradient, report[f"union_{SHARE}"], truth)
+
+
+def test_a_compiled_block_is_compiled_once():
+    """As regional compilation does it: layers share one graph, and every micro-batch goes through it."""
+    model, counter = sparsify(tiny_llama()).train(), CompileCounter()
+    for layer in model.model.layers:
+        layer.mlp.compile(backend=counter, fullgraph=True)
+    penalty = L1Penalty(model, 1.0, **TERM)
+    for _ in range(2):
+        batches = [{"input_ids": torch.randint(3, 96, (2, 20))} for _ in range(2)]
+        for batch in penalty.micro_batches(batches):
+            model(**batch).logits.sum().backward()
+    assert counter.frame_count == 1
+    assert penalty.report()[f"union_{SHARE}"] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_on_a_gpu_nothing_waits_and_compiled_is_as_eager():
+    """At a size at which Inductor fuses sums over tokens, runs and neurons."""
+    batch, width = {"input_ids": torch.zeros(16, 1000, dtype=torch.long, device="cuda")}, 1024
+    gate = (torch.randn(16, 1000, width, device="cuda", dtype=torch.bfloat16) - 1).requires_grad_()
+    up = torch.randn_like(gate)
+    unions, tally = reference.new_tally(1, "cuda"), reference.new_tally(1 + width, "cuda")
+    scale = torch.tensor(0.1, device="cuda")
+
+    def middle(gate, runs):
+        active = reference.inject_count(gate.relu(), scale, None, runs, unions)
+        return reference.inject_l1(active * up, None, None, tally)
+
+    def step(middle) -> list[torch.Tensor]:
+        gate.grad = None
+        for each in (unions, tally):
+            each.grad.zero_()
+        middle(gate, runs_of(batch, 64)).backward(torch.ones_like(gate))
+        return [gate.grad, unions.grad.clone(), tally.grad[1:].clone()]
+
+    expected, compiled = step(middle), torch.compile(middle, fullgraph=True)
+    step(compiled)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = step(compiled)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    runs = [run for row in gate.detach().relu().unbind() for run in row.split(64)]
+    assert expected[1].item() == pytest.approx(sum(len(run) * (run > 0).any(0).sum().item() for run in runs))
+    torch.testing.assert_close(found[1:], expected[1:], rtol=1e-6, atol=0)
+    # Eager rounds the slopes to bfloat16 along the way, compiled at the end.
+    assert (found[0] - expected[0]).float().norm() <= 2**-7 * expected[0].float().norm()
+
+
+def test_runs_begin_at_first_tokens_and_documents_and_cross_no_row():
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0]])
+    runs = runs_of({"input_ids": mask, "attention_mask": mask}, 2)
+    assert listed(runs) == [[2, 3], [4, 5], [6], [7, 8], [9]]
+    assert runs.run.tolist() == [8, 8, 0, 0, 1, 1, 2, 3, 3, 4, 8, 8, 8, 8]
+    assert len(runs.tokens) == 2 * 4 + 1, "by the shape alone"
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 0, 0]])
+    packed = runs_of({"input_ids": positions, "position_ids": positions}, 4)
+    assert listed(packed) == [[0, 1, 2], [3, 4, 5, 6], [7], [8], [9]]
+    left = {"input_ids": mask, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    assert listed(runs_of(left, 2)) == listed(runs)
+    whole = runs_of({"input_ids": torch.zeros(2, 4, dtype=torch.long)}, 4)
+    assert listed(whole) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def listed(runs) -> list[list[int]]:
+    found = [[place for place in run if place >= 0] for run in runs.tokens.tolist()]
+    assert not found.pop(), "the last is of padding"
+    return [run for run in found if run]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_equally_strong_tokens_take_equal_parts_and_padding_none(dtype):
+    active = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.5, 0.25], [1.0, torch.nan]], dtype=dtype, requires_grad=True)
+    mask = torch.tensor([[1, 1, 1, 0]])
+    runs = runs_of({"input_ids": mask, "attention_mask": mask}, 4)
+    unions, scale = reference.new_tally(1), torch.tensor(0.5)
+    out = reference.inject_count(active[None], scale, mask.float(), runs, unions)
+    out.backward(torch.zeros_like(out))
+    value = torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64, requires_grad=True)
+    (strong, middle, weak) = torch.autograd.grad(torch.tanh(value / 0.2).sum(), value)[0].tolist()
+    expected = [[strong + 3 * strong / 2, 0], [strong + 3 * strong / 2, 0], [middle, weak + 3 * weak], [0, 0]]
+    # In the arithmetic of the block: 1 - tanh^2 near 1, a product and a quotient.
+    size = torch.finfo(dtype).eps * 8 / 0.2
+    torch.testing.assert_close(
+        active.grad.double() / 0.5, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=size
+    )
+    assert unions.grad.tolist() == [3 * 2], "both neurons, for each of the run's three tokens"
+
+
+@pytest.mark.slow
+def test_unions_are_exact_under_autocast():
+    model = sparsify(tiny_llama(), backend="reference").train()
+    penalty, ids = L1Penalty(model, 0.0, **TERM), torch.arange(1024).view(16, 64) % 90 + 3
+    seen = []
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0].unflatten(1, (-1, SHARE))))
+    for micro_batch in penalty.micro_batches([{"input_ids": ids}]):
+        with torch.autocast("cpu"):
+            loss = model(**micro_batch).logits.sum()
+        loss.backward()
+    report = penalty.report()
+    for layer, h in zip(report["layers"], seen, strict=True):
+        assert layer[f"union_{SHARE}"] == pytest.approx((h != 0).any(2).double().mean().item(), abs=1e-9)
+
+
+def test_a_union_is_steered_as_the_density_of_independent_tokens():
+    """Also near 1, where it hardly moves."""
+    unions, l1 = torch.tensor([0.999, 0.998, 0.98, 0.9, 0.6, 0.4, 0.27, 0.24]), torch.tensor([20.0])
+    union = DensityController(0.25, steps=8, is_union=True)
+    density = DensityController(-math.log1p(-0.25), steps=8)
+    for step, seen in enumerate(unions):
+        progress = min(1.0, (step + 1) / 4)
+        weights = [
+            controller.update(share.view(1), l1, progress)
+            for controller, share in ((union, seen), (density, -(-seen).log1p()))
+        ]
+        torch.testing.assert_close(*weights, rtol=2e-4, atol=0)  # float32 near 1
+        torch.testing.assert_close(-(-union.setpoint(progress)).log1p(), density.setpoint(progress), rtol=2e-4, atol=0)
+    assert union.setpoint(1.0).item() == pytest.approx(0.25)
+    assert union.missed() == {}
+
+
+@pytest.mark.slow
+def test_a_run_reaches_and_holds_a_union_and_resumes(tmp_path):
+    options = {"target_union": 0.5, "term": "count", "share": 16, "layer_shares": "free", "warmup_steps": WARMUP_STEPS}
+    whole = make_trainer(tmp_path, **options)
+    whole.train()
+    rows = training_rows(whole)
+    late = [rows[step]["twell/union_16"] for step in range(STEPS - 40, STEPS + 1)]
+    assert all(0.45 < union < 0.56 for union in late), late
+    assert rows[STEPS]["twell/target"] == pytest.approx(0.5)
+    layers = [rows[STEPS][f"twell/layer_{layer:02d}/union_16"] for layer in range(3)]
+    assert sum(layers) / 3 == pytest.approx(late[-1])
+    state = read_state(tmp_path / f"checkpoint-{SAVE_STEPS}")
+    assert (state["target_union"], state["term"], state["share"]) == (0.5, "count", 16)
+    assert "target_density" not in state
+    resumed = make_trainer(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{SAVE_STEPS}"))
+    for step, row in training_rows(resumed).items():
+        assert row == pytest.approx(rows[step], rel=1e-4, abs=1e-5), step
+
+
+def test_a_run_that_goes_on_to_a_union_begins_its_path_anew(tmp_path):
+    """What the checkpoint's controller knows is of densities."""
+    options = {"term": "count", "share": 16, "warmup_steps": WARMUP_STEPS}
+    first = make_trainer(tmp_path, target_density=0.1, **options)
+    first.args.max_steps = first.args.save_steps = 2
+    first.train()
+    then = make_trainer(tmp_path, target_union=0.4, **options)
+    then.args.max_steps = 3
+    then.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    row = training_rows(then)[3]
+    assert row["twell/target"] == pytest.approx(row["twell/union_16"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"term": "l1", "share": 64}, "share=64 goes with term='count' alone"),
+        ({"term": "count", "share": 1}, "share=1; give a whole number of tokens of at least 2"),
+        ({"term": "count", "share": True}, "share=True; give a whole number"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        L1Penalty(sparsify(tiny_llama()), 1.0, **options)
