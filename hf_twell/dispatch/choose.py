@@ -75,7 +75,7 @@ def max_union(key: CallKey) -> float | None:
 
 
 def _size(key: CallKey, medium: str) -> int:
-    """Which of a row's limits is that of matrices of this size: 0, 1 or 2. `medium` names the elements of those of 1."""
+    """Which of a row's limits is for matrices of this size: 0, 1 or 2. `medium` names the fewest elements of 1."""
     elements = key.hidden * key.width
     return (elements >= limit(medium)) + (elements >= limit("kCudaLargeElements"))
 

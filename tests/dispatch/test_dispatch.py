@@ -31,8 +31,8 @@ from hf_twell.serving.vllm_plugin import operator  # noqa: F401  defines torch.o
 
 BF16 = torch.bfloat16
 SIZES = {"small": (2048, 5632), "medium": (2048, 6144), "large": (2560, 8192), "cached": (512, 512)}
-TOKENS = (*range(1, 70), 511, 512, 513, 1023, 1024, 1025, 2048, 2049, 65537, 1 << 20)
-UNIONS = (0.0, 0.22, 0.28, 0.4, 0.5, 0.58, 0.61, 0.65, 0.75, 0.85, 1.0)  # on both sides of every limit
+TOKENS = (*range(1, 70), 511, 512, 513, 896, 897, 1023, 1024, 1025, 2048, 2049, 65537, 1 << 20)
+UNIONS = (0.0, 0.22, 0.28, 0.33, 0.38, 0.43, 0.5, 0.58, 0.61, 0.65, 0.75, 0.85, 1.0)  # on both sides of every limit
 DENSITIES = (0.0, 0.005, 0.012, 0.0121, 0.015, 0.03, 0.05, 0.1, 0.25, 0.6, 1.0)
 needs_cpu_kernels = pytest.mark.skipif(
     not build.status("cpu", build=True).available, reason=build.status("cpu", build=True).reason

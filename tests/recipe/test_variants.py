@@ -69,6 +69,7 @@ def test_what_is_trained_and_what_is_saved(recipe, trainable, capsys):
     assert changed == (ffns if trainable == "ffn" else ffns | attention)
     entry = AutoConfig.from_pretrained(folder).twell
     assert len(entry.pop("density")) == 4, "as measured at the end"
+    assert {len(of_layers) for of_layers in entry.pop("unions").values()} == {4}
     assert entry == {"version": 1, "layers": [0, 2]}
     if trainable == "ffn+lora":
         twell = AutoConfig.from_pretrained(recipe.parent / "out" / "checkpoint-2").twell
@@ -108,6 +109,7 @@ def test_adapters_take_off_their_mark_once_they_are_merged(recipe, capsys):
             load_model(checkpoint)
     entry = AutoConfig.from_pretrained(folder).twell
     assert len(entry.pop("density")) == 4, "as measured at the end"
+    assert {len(of_layers) for of_layers in entry.pop("unions").values()} == {4}
     assert entry == {"version": 1, "layers": [3]}
 
 

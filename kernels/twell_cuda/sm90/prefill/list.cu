@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t launch_list(const Ffn&, const Chunk& chunk, const Device&, cudaStream_t stream, Zeroed first,
                         Zeroed second) {
-  // As the kernels before and after it divide their memory: else multiprocessors would divide it anew, twice.
+  // Multiprocessors are not to divide their memory anew for this one.
   return launch_with_carveout(100, list_kernel, chunk.active.blocks, kThreads, 1, 0, stream, chunk, first, second);
 }
 
