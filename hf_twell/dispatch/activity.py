@@ -158,7 +158,13 @@ def _spread(total: int, wanted: int, device: torch.device) -> torch.Tensor:
     return torch.arange(1, min(wanted, total) + 1, device=device) * stride % total
 
 
-def _active(some, w_gate, b_gate, neurons, s_gate) -> torch.Tensor:
+def _active(
+    some: torch.Tensor,
+    w_gate: torch.Tensor,
+    b_gate: torch.Tensor | None,
+    neurons: int,
+    s_gate: torch.Tensor | None,
+) -> torch.Tensor:
     """Which of about so many neurons these tokens activate."""
     kept = slice(None, None, max(1, len(w_gate) // neurons))
     weight, bias = w_gate[kept], None if b_gate is None else b_gate[kept]

@@ -261,10 +261,12 @@ def same_answers(key: CallKey, activity: Activity) -> Activity:
     keys = [key._replace(tokens=tokens) for tokens in _ends(key)]
     by_union = {} if activity.union is None else {of: most for of in keys if (most := max_union(of)) is not None}
     limits = {max_density(of) for of in keys if of not in by_union}
-    density = min((most for most in limits if activity.density <= most > 0), default=math.inf)
-    if activity.union is None:
-        return Activity(density)
-    return Activity(density, union=min((m for m in by_union.values() if activity.union <= m), default=math.inf))
+    known = math.inf if activity.density is None else activity.density
+    density = min((most for most in limits if known <= most > 0), default=math.inf)
+    union = activity.union
+    if union is not None:
+        union = min((most for most in by_union.values() if union <= most), default=math.inf)
+    return Activity(density, union=union)
 
 
 def _ends(key: CallKey) -> set[int]:

@@ -63,12 +63,11 @@ def ffn_savings(
     relu = getattr(config, keys[0]) == "relu"
     tokens = {"decode": 1, "prefill": ids.shape[1]}
     down = sites[0].linear("down").weight
-    keys = {which: _key(count, down) for which, count in tokens.items()}
+    calls = {which: _key(count, down) for which, count in tokens.items()}
     # Density up to which "auto" takes the kernels; below 0 where it never does.
-    limits = {which: -1.0 if backend == "reference" else max_density(key) or -1.0 for which, key in keys.items()}
-    chosen = chosen_layers(model.config, None, len(sites)) if relu else []
-    chosen = chosen if backend != "reference" else []
-    paths = [_paths(index in chosen, layer, keys) for index, layer in enumerate(layers)]
+    limits = {which: -1.0 if backend == "reference" else max_density(key) or -1.0 for which, key in calls.items()}
+    chosen = chosen_layers(model.config, None, len(sites)) if relu and backend != "reference" else []
+    paths = [_paths(index in chosen, layer, calls) for index, layer in enumerate(layers)]
 
     measured = measure and relu and backend != "reference"
     with evaluation_mode(model):

@@ -81,7 +81,7 @@ class SparseQuantizedFfn(nn.Module):
         density, asked: by which the kernels are chosen; see `hf_twell.serving.vllm_plugin.plan`.
     """
 
-    def __init__(self, stock: nn.Module, density: float, asked: bool = False) -> None:
+    def __init__(self, stock: nn.Module, density: float | None, asked: bool = False) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj, self.density = stock.gate_up_proj, stock.down_proj, density
         self.asked, self.act_fn, weight = asked, ReluAndMul(), self.gate_up_proj.weight
