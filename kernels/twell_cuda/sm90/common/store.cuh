@@ -8,18 +8,16 @@ namespace twell::sm90 {
 constexpr int kTurnBytes = 16 * 64 * 2;  // a warp's 16 tokens x 64 hidden units
 
 // A warp's sums, 16 tokens by kHidden columns, to y by way of its `turn` in shared memory. `out` has y (tokens,
-// hidden), and with kBias a bias (hidden) or null. Columns from `end` on are not stored; with a kHidden that is no
-// multiple of 64, it says where this tile ends.
+// hidden), and with kBias a bias (hidden) or null.
 template <typename T, int kHidden, bool kBias, typename Output>
 __device__ __forceinline__ void store_sums(const Output& out, const float* sum, uint32_t turn, int64_t first_token,
-                                           int first_hidden, int end) {
+                                           int first_hidden) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int pass = 0; pass < (kHidden + 63) / 64; ++pass) {
-    if (first_hidden + pass * 64 >= end) break;
+  for (int pass = 0; pass < kHidden / 64; ++pass) {
     __syncwarp();
 #pragma unroll
-    for (int j = 8 * pass; j < 8 * pass + 8 && j < kHidden / 8; j += 2) {
+    for (int j = 8 * pass; j < 8 * pass + 8; j += 2) {
       uint32_t packed[4];
 #pragma unroll
       for (int m = 0; m < 4; ++m) {
@@ -38,18 +36,12 @@ __device__ __forceinline__ void store_sums(const Output& out, const float* sum, 
     for (int i = 0; i < 4; ++i) {
       const int row = i * 4 + lane / 8, chunk = lane % 8, hidden = first_hidden + pass * 64 + chunk * 8;
       const int64_t token = first_token + row;
-      if (token < out.tokens && hidden < end) {
+      if (token < out.tokens && hidden < out.hidden) {
         *reinterpret_cast<uint4*>(static_cast<T*>(out.y) + token * out.hidden + hidden) =
             load_shared_16(turn + row * 128 + ((chunk ^ (row & 7)) << 4));
       }
     }
   }
-}
-
-template <typename T, int kHidden, bool kBias, typename Output>
-__device__ __forceinline__ void store_sums(const Output& out, const float* sum, uint32_t turn, int64_t first_token,
-                                           int first_hidden) {
-  store_sums<T, kHidden, kBias>(out, sum, turn, first_token, first_hidden, out.hidden);
 }
 
 }  // namespace twell::sm90

@@ -66,9 +66,6 @@ struct TileScales {
 constexpr int kThreads = 384, kConsumerWarps = 8, kRowBytes = 128, kSharedLimit = 227 * 1024;
 constexpr float kFull = 0.8f;  // share of a tile's neurons
 
-// A warpgroup turns 64 tokens x 32 neurons around at a time, in two places by turns.
-constexpr int kTurnedBytes = 32 * kHalfTokens * 2, kTurnsBytes = 2 * kTurnedBytes;
-
 constexpr int kFetchRegisters = 40, kMultiplyRegisters = 232;
 static_assert(check_registers(kFetchRegisters, kMultiplyRegisters));
 
@@ -76,12 +73,12 @@ template <int kNeurons>
 struct Shape {
   static constexpr int kTokenBytes = kBlockTokens * kRowBytes;
   static constexpr int kStageBytes = kTokenBytes + kNeurons * kRowBytes;
-  static constexpr int kTurnBytes = 2 * kTurnsBytes;
-  static constexpr int kScaleBytes = kConsumerWarps * kNeurons * 4;  // a warp's `turn` of TileScales
+  // A warp turns 16 tokens x 32 neurons around at a time; before, its tile's scales lie there.
+  static constexpr int kTurnBytes = kConsumerWarps * 32 * 32;
   static constexpr int kStages = kNeurons >= 192 ? 4 : 6;
   static constexpr int kWords = kNeurons / 32;
   static constexpr int kMaskBytes = 2 * kConsumerWarps * kWords * 4;
-  static constexpr int kShared = 1024 + kStages * kStageBytes + kTurnBytes + kScaleBytes + kMaskBytes + kStages * 16;
+  static constexpr int kShared = 1024 + kStages * kStageBytes + kTurnBytes + kMaskBytes + kStages * 16;
   static_assert(kShared <= kSharedLimit);
 };
 
@@ -111,15 +108,6 @@ __device__ __forceinline__ Tile tile_at(int item, const Arguments& a) {
   return {block, rest / groups * a.unit + part, min(kNeurons, a.unit - part)};
 }
 
-// The warps of one half of a block's tokens meet.
-__device__ __forceinline__ void wait_for_half(int warpgroup) {
-  if (warpgroup == 0) {
-    named_barrier<128>(1);
-  } else {
-    named_barrier<128>(2);
-  }
-}
-
 template <typename T, typename E, int kNeurons, int kCluster>
 __global__ void __launch_bounds__(kThreads, 1)
     gate_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap gate_map,
@@ -131,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ uint8_t raw_shared[];
   uint8_t* shared = raw_shared + (-smem_address(raw_shared) & 1023);
   uint8_t* turn = shared + S::kStages * S::kStageBytes;
-  uint32_t* warp_masks = reinterpret_cast<uint32_t*>(turn + S::kTurnBytes + S::kScaleBytes);
+  uint32_t* warp_masks = reinterpret_cast<uint32_t*>(turn + S::kTurnBytes);
   uint64_t* barriers = reinterpret_cast<uint64_t*>(warp_masks + 2 * kConsumerWarps * S::kWords);
   const int group = threadIdx.x / 128, lane = threadIdx.x % 32;
   if (a.chunk.known_skipped()) {  // the same for all thread blocks: nothing of a cluster is under way
@@ -195,8 +183,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   take_registers<kMultiplyRegisters>();
   const int warpgroup = group - 1, warp = threadIdx.x / 32 - 4;  // of the eight that multiply; 16 tokens each
-  const int own = threadIdx.x % 128;  // of the warpgroup
-  const uint32_t places = smem_address(turn) + warpgroup * kTurnsBytes;  // rows of 128 bytes
+  const uint32_t rows = smem_address(turn) + warp * 32 * 32;     // one of 32 bytes for each of 32 neurons
   const auto release = [&](int stage) {
     if (lane < kCluster) {
       if constexpr (kCluster == 1) {
@@ -209,7 +196,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Active& active = a.chunk.active;
   const int tokens = static_cast<int>(a.chunk.tokens);
   int parity = 0;
-  uint32_t rows = 0;  // of the two places
   for (int item = first_item; item < items; item += stride, parity ^= 1) {
     const Tile tile = tile_at<kNeurons, kCluster>(item, a);
     [[maybe_unused]] TileScales<kNeurons> scales;
@@ -233,7 +219,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     wgmma_wait<0>();
     release(ring.previous());
-    if constexpr (kScaled) scales.apply(sum, reinterpret_cast<float*>(turn + S::kTurnBytes) + warp * kNeurons);
+    if constexpr (kScaled) scales.apply(sum, reinterpret_cast<float*>(turn + warp * 32 * 32));
 
     // Thread's values: tokens row and row + 8, neurons 8 j + column and + 1.
     const int row = warp * 16 + lane / 4, column = lane % 4 * 2;
@@ -267,48 +253,49 @@ __global__ void __launch_bounds__(kThreads, 1)
       bits = __reduce_or_sync(~0u, bits << column);
       if (lane == 0) masks[warp * S::kWords + w] = bits;
     }
-    wait_for_half(warpgroup);
+    named_barrier<256>(1);
     const int words = tile.neurons / 32, word = tile.neuron / 32 + lane;  // a lane for each word of the tile
     // Neurons past the width have sums too, and a token that holds NaN makes them NaN.
     const int in_tile = min(tile.neurons, a.width - tile.neuron), left = in_tile - 32 * lane;
     const uint32_t there = left >= 32 ? ~0u : left > 0 ? (1u << left) - 1 : 0;
-    uint32_t mask = 0;
+    uint32_t mask = 0, other_mask = 0;
     if (lane < words && word < active.words) {
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         mask |= masks[(warpgroup * 4 + w) * S::kWords + lane] & there;
+        other_mask |= masks[((1 - warpgroup) * 4 + w) * S::kWords + lane] & there;
       }
     }
     // Nearly full tiles are called full, so that later kernels find rows without gaps.
-    if (__reduce_add_sync(~0u, __popc(mask)) >= kFull * in_tile) mask = there;
+    if (__reduce_add_sync(~0u, __popc(mask | other_mask)) >= kFull * in_tile) mask = there;
     if (tile.block >= active.blocks) continue;
     if (warp % 4 == 0 && lane < words && word < active.words) {
       active.masks[(static_cast<int64_t>(tile.block) * 2 + warpgroup) * active.words + word] = mask;
     }
     T* columns =
-        static_cast<T*>(active.columns) + static_cast<int64_t>(tile.block) * a.width * kBlockTokens + warpgroup * 64;
+        static_cast<T*>(active.columns) + static_cast<int64_t>(tile.block) * a.width * kBlockTokens + warp * 16;
 #pragma unroll
     for (int pass = 0; pass < kNeurons / 32; ++pass) {
-      const uint32_t bits = __shfl_sync(~0u, mask, pass);  // the same in all four warps
+      const uint32_t bits = __shfl_sync(~0u, mask, pass);
       if (bits == 0) continue;
+      __syncwarp();
 #pragma unroll
       for (int j = 0; j < 4; j += 2) {
-        const int n = 8 * j + lane / 16 * 8 + lane % 8, eighth = warp % 4 * 2 + (lane / 8 & 1);
-        store_matrices_transposed(places + rows + n * 128 + ((eighth ^ (n & 7)) << 4),
+        const int n = 8 * j + lane / 16 * 8 + lane % 8, half = lane / 8 & 1;
+        store_matrices_transposed(rows + n * 32 + ((half ^ (n >> 2 & 1)) << 4),
                                   {packed[2 * (4 * pass + j)], packed[2 * (4 * pass + j) + 1],
                                    packed[2 * (4 * pass + j + 1)], packed[2 * (4 * pass + j + 1) + 1]});
       }
-      wait_for_half(warpgroup);
+      __syncwarp();
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int n = i * 16 + own / 8, eighth = own % 8;
+        const int n = i * 16 + lane / 2, half = lane & 1;
         if (bits >> n & 1) {
-          const uint4 values = load_shared_16(places + rows + n * 128 + ((eighth ^ (n & 7)) << 4));
+          const uint4 values = load_shared_16(rows + n * 32 + ((half ^ (n >> 2 & 1)) << 4));
           const int64_t neuron = tile.neuron + pass * 32 + n;
-          *reinterpret_cast<uint4*>(columns + neuron * kBlockTokens + eighth * 8) = values;
+          *reinterpret_cast<uint4*>(columns + neuron * kBlockTokens + half * 8) = values;
         }
       }
-      rows ^= kTurnedBytes;  // the next pass's barrier says that this one's values have been read
     }
   }
   if constexpr (kCluster > 1) cluster_sync();

@@ -30,10 +30,16 @@ __device__ __forceinline__ void multiply(const ArgumentsOf<E>& a, ControlOf<E>& 
     const Counts counts = c.counts[block];
     const int begin = warpgroup == 0 ? 0 : max(counts.first_only - item.first, 0);
     const int end = min(item.count, warpgroup == 0 ? counts.first_only + counts.both - item.first : item.count);
-    const int low = begin / 16 * 16, wide = max(end - low + kWide<E> - 1, 0) / kWide<E>;
+    const int low = begin / 16 * 16, wide = max(end - low + 63, 0) / 64;
     float sum[kMaxNeurons / 2];
     const int skipped = low * kRowBytes;
-    multiply_wide<E>(wide, sum, ring, stages, bytes, skipped, steps, warpgroup);
+    switch (wide) {
+      case 0: multiply_tile<E, 0>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      case 1: multiply_tile<E, 64>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      case 2: multiply_tile<E, 128>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      case 3: multiply_tile<E, 192>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+      default: multiply_tile<E, 256>(sum, ring, stages, bytes, skipped, steps, warpgroup); break;
+    }
     // relu(gate) fills one stage or two; h takes its place there, then in global memory.
     barrier_wait(c.listed + tiles % kLists, tiles / kLists & 1);
     const uint16_t* neurons = c.neurons[tiles % kLists];

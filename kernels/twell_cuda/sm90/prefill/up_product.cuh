@@ -346,18 +346,4 @@ __device__ __forceinline__ void multiply_tile(float* sum, Ring& ring, uint32_t s
   }
 }
 
-// The products that wgmma takes: of 16-bit operands of any multiple of 16 neurons, of e4m3 of 64 ones.
-template <typename E>
-constexpr int kWide = kScaled<E> ? 64 : 16;
-
-// `multiply_tile` of the narrowest product that has `wide` times kWide<E> neurons.
-template <typename E, int N = kMaxNeurons>
-__device__ __forceinline__ void multiply_wide(int wide, float* sum, Ring& ring, uint32_t stages, int bytes, int skipped,
-                                              int steps, int warpgroup) {
-  if constexpr (N > 0) {
-    if (wide < N / kWide<E>) return multiply_wide<E, N - kWide<E>>(wide, sum, ring, stages, bytes, skipped, steps, warpgroup);
-  }
-  multiply_tile<E, N>(sum, ring, stages, bytes, skipped, steps, warpgroup);
-}
-
 }  // namespace twell::sm90::up
