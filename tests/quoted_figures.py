@@ -321,9 +321,8 @@ def speed() -> Entries:
         yield f"| {' | '.join(cells)} |", density, *(speedup(each) for each in found)
     most = [3 / (1 + 2 * block(FEW, 1, l0)["density"]) for l0 in (2800, 30)]  # the gate, and a part of up and down
     yield "By bytes alone the GPU could gain {:.2f} at 50 % and {:.2f} at 0.5 %", *most
-    union, density, training = (limit(f"kCuda{name}Limits")[-1] for name in ("Union", "", "Training"))
-    yield "128 neighbouring tokens together activate more than {:.0f} % of the neurons", 100 * union[2]
-    yield "above {:.0f} % active neurons), in such a training above {:.1f} %", 100 * density[1], 100 * training[1]
+    prefill, training = limit("kCudaLimits")[-1][1], limit("kCudaTrainingLimits")[-1][1]
+    yield "prefill above {:.0f} % active neurons, in such a training above {:.1f} %", 100 * prefill, 100 * training
     half, whole = block(CPU, 1, 2816), block(CPU, 1, 5600)
     text = "On the CPU the block is {:.2f} times as fast even at {:.0f} %, where {:.2f} stands at 50 %"
     yield text, speedup(whole), 100 * whole["density"], speedup(half)
