@@ -5,7 +5,6 @@ import statistics
 from collections.abc import Iterator
 
 from hf_twell.dispatch.limits import limit
-from hf_twell.dispatch.training import ROOM
 from hf_twell.evaluation.sandbox import CPU_SECONDS, MEMORY_BYTES, WALL_SECONDS
 from hf_twell.inspection.conversion_cost import DENSITIES
 from hf_twell.inspection.report.findings import MUCH
@@ -610,7 +609,7 @@ def training() -> Entries:
     yield "above {:.1f} times the limit it goes back", limit("kCudaTrainingBack")
     yield "Above {:.1f} times the limit all go back", limit("kCudaTrainingBack")
     yield "counts for at most {} the limit", {2.0: "twice"}[limit("kCudaTrainingCounts")]
-    yield "passes {:.0f} % of its own", 100 / ROOM
+    yield "passes {:.0f} % of its own", 100 / limit("kCudaCapacityTight")
 
 
 def quantization() -> Entries:
