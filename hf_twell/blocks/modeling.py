@@ -100,6 +100,11 @@ class SparseFfn(nn.Module):
     twell: FfnSettings
     twell_state: FfnState
 
+    @property
+    def twell_width(self) -> int:
+        """F of the block, or what of it this process holds."""
+        return getattr(self, self.twell.form.down).in_features
+
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
             y = calls.repeat(self, args[0])
