@@ -173,7 +173,7 @@ class SparseFfn(nn.Module):
         return operands
 
     def _compute(self, x: torch.Tensor, l1: L1Inputs | None, operands: Operands) -> torch.Tensor:
-        key, way = calls.settle(self, x, operands)
+        key, way = calls.settle(self, x, operands, reports=l1 is not None)
         if way == "submodules":
             calls.remember(self, x, operands, key, way)
             return self._through_submodules(x, l1)
@@ -190,7 +190,7 @@ class SparseFfn(nn.Module):
             options["quantize_x"] = key.quantize_x
         else:
             options["capacity"] = self.twell_state.step_choice.capacity if torch.is_grad_enabled() else None
-        y = api.ffn(x, *weights, **options, backend=self.twell.backend, way=way)
+        y = api.ffn(x, *weights, **options, backend=self.twell.backend, key=key, way=way)
         calls.remember(self, x, operands, key, way)
         return y
 
