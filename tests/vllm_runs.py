@@ -33,18 +33,24 @@ def kept_lines():
     logger.removeFilter(keep)
 
 
+def decoder(model):
+    """Of a model that sees, the text model's."""
+    return getattr(model, "language_model", model).model
+
+
 def blocks(model) -> list[str]:
-    return [type(layer.mlp).__name__ for layer in model.model.layers]
+    return [type(layer.mlp).__name__ for layer in decoder(model).layers]
 
 
 def activations(model) -> list[str]:
-    return [type(getattr(layer.mlp, "act_fn", None)).__name__ for layer in model.model.layers]
+    return [type(getattr(layer.mlp, "act_fn", None)).__name__ for layer in decoder(model).layers]
 
 
 def norms(model) -> list[str]:
     """Of the norms of every layer, and of the last."""
-    each = [norm for layer in model.model.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-    return [type(norm).__name__ for norm in (*each, model.model.norm)]
+    layers = decoder(model).layers
+    each = [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+    return [type(norm).__name__ for norm in (*each, decoder(model).norm)]
 
 
 def call(llm, prompts, new_tokens=8, logprobs=False, lora=None, reload=None) -> dict:

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 if TYPE_CHECKING:  # what the mixins are put before
     from transformers import PreTrainedConfig as StockConfig
@@ -109,11 +110,18 @@ def heads(model_type: str) -> dict[str, Any]:
     return classes
 
 
+def register_configs() -> None:
+    """Let Transformers know the configs of these models in this process, without code from a checkpoint."""
+    for model_type in ACTIVATIONS:
+        config = twell_class(getattr(transformers, CONFIG_MAPPING_NAMES[model_type]))
+        transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
+
+
 def register() -> None:
     """Let Transformers' Auto classes know all of these models in this process, without code from a checkpoint."""
+    register_configs()
     for model_type in ACTIVATIONS:
-        config = twell_class(transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type])
-        transformers.AutoConfig.register(config.model_type, config)
+        config = twell_class(getattr(transformers, CONFIG_MAPPING_NAMES[model_type]))
         for head, cls in heads(model_type).items():
             getattr(transformers, head).register(config, cls)
 

@@ -10,10 +10,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from hf_twell.serving.vllm_plugin import ARCHITECTURES
+from hf_twell.serving.vllm_plugin import ARCHITECTURES, OWN_ARCHITECTURES
 from hf_twell.serving.vllm_plugin.density import known_densities, known_settings
 
+COMPUTED = (*ARCHITECTURES, *OWN_ARCHITECTURES)
 PLUGINS, PLUGINS_VARIABLE = "vllm.general_plugins", "VLLM_PLUGINS"  # entry points that vLLM loads; the names of those
 # What says how much memory vLLM takes: its options, and on a CPU a variable. Without them it takes so large a share.
 MEMORY_OPTIONS, MEMORY_VARIABLE, MEMORY_SHARE = (
@@ -51,7 +53,7 @@ def why_not(engine: str, model: str, arguments: Sequence[str] = ()) -> str | Non
     if engine == "vllm" and problem is not None:
         raise ValueError(f"--engine vllm, but {problem}; or give --engine transformers")
     if engine == "auto" and problem is None and _is_sparse(config := _config(model)) and not _is_ours(config):
-        return f"the plugin of hf_twell computes {', '.join(ARCHITECTURES)} alone in vLLM"
+        return f"the plugin of hf_twell computes {', '.join(COMPUTED)} alone in vLLM"
     return problem
 
 
@@ -62,7 +64,6 @@ def refusal(model: str, arguments: Sequence[str] = ()) -> str | None:
         ValueError, OSError: no such model, or one that Transformers would not serve either; settings of the plugin, in
             vLLM's arguments, that cannot be right.
     """
-    from hf_twell.blocks.modeling_twell import PREFIX
     from hf_twell.models.custom import published_class
     from hf_twell.models.gguf_files import is_gguf
 
@@ -76,8 +77,8 @@ def refusal(model: str, arguments: Sequence[str] = ()) -> str | None:
     config = _config(model)
     if published_class(config.get("model_type")):
         return f"vLLM knows no {config['model_type']}; `hf-twell sparsify` saves such a model in stock form"
-    if str(config.get("model_type")).startswith(PREFIX):
-        return f"vLLM knows no {config['model_type']}, a type of this package's own"
+    if problem := _own_type_problem(config, arguments):
+        return problem
     if _is_of_torchao(config):
         return (
             f"vLLM does not load {model}, which holds weights of torchao as `hf-twell quantize` writes them; of 8-bit "
@@ -101,7 +102,7 @@ def describe(model: str, arguments: Sequence[str] = ()) -> str:
     if not _is_sparse(config):
         return "is dense (no `twell` entry in its config): served as it is, without sparse kernels"
     if not _is_ours(config):
-        return f"is sparse, but the plugin of hf_twell computes {', '.join(ARCHITECTURES)} alone: no sparse kernels"
+        return f"is sparse, but the plugin of hf_twell computes {', '.join(COMPUTED)} alone: no sparse kernels"
     if take_option(arguments, "--model-impl")[0] == "transformers":
         return "is sparse, but Transformers' code was asked for: no sparse kernels"
     unknown = _check_sparse(model, arguments)
@@ -194,7 +195,32 @@ def _is_sparse(config: dict) -> bool:
 
 def _is_ours(config: dict) -> bool:
     """Whether the plugin has vLLM load such a model by a class of ours."""
-    return bool(set(config.get("architectures") or ()) & set(ARCHITECTURES))
+    return bool(set(config.get("architectures") or ()) & set(COMPUTED))
+
+
+def _own_type_problem(config: dict, arguments: Sequence[str]) -> str | None:
+    """Why vLLM would not load a model of this package's own `model_type`, or None."""
+    from hf_twell.blocks.modeling_twell import PREFIX
+
+    kind, names = str(config.get("model_type")), config.get("architectures") or ()
+    if not kind.startswith(PREFIX):
+        return None
+    if not set(names) & set(OWN_ARCHITECTURES):
+        own = ", ".join(OWN_ARCHITECTURES)
+        return f"vLLM knows no {kind}, a type of this package's own, of which its plugin brings {own} alone"
+    if take_option(arguments, "--model-impl")[0] == "transformers":
+        return f"vLLM knows {kind}, a type of this package's own, by its plugin alone; leave --model-impl out"
+    stock = next(name for name in names if name in OWN_ARCHITECTURES).removeprefix("Twell")
+    if not _vllm_lists(stock):
+        return f"the vLLM here has no {stock}, from which the plugin of hf_twell makes {kind}; vLLM 0.32 has"
+    return None
+
+
+def _vllm_lists(architecture: str) -> bool:
+    """Whether the vLLM here has a model of this name, by the text of its registry: to import vLLM takes long."""
+    spec: Any = importlib.util.find_spec("vllm")
+    registry = Path(spec.origin).parent / "model_executor" / "models" / "registry.py"
+    return registry.is_file() and f'"{architecture}"' in registry.read_text()
 
 
 def _is_of_torchao(config: dict) -> bool:

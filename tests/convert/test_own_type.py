@@ -21,7 +21,6 @@ from hf_twell.models.adapters import load_adapter, save_adapter
 from hf_twell.models.hub import folder_card
 from hf_twell.models.loading import load_causal_lm
 from hf_twell.models.quantizing import quantize
-from hf_twell.serving.vllm_engine import refusal
 from tests.blocks.test_causal_lms import model_of
 from tests.paths import ROOT
 
@@ -262,11 +261,6 @@ def test_quantized(tmp_path):
     for each in (model, loaded):
         sparsify(each, backend="reference")
     assert torch.equal(outputs(loaded), outputs(model))
-
-
-def test_vllm_is_not_asked(tmp_path):
-    sparsify(dense()).save_pretrained(tmp_path)
-    assert refusal(str(tmp_path)) == "vLLM knows no twell_qwen3_5_text, a type of this package's own"
 
 
 PLAIN = """

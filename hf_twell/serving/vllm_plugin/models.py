@@ -5,8 +5,10 @@ in their layers, and `UnquantizedLinearMethod`. A version that differs gets its 
 """
 
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from transformers import PreTrainedConfig
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.models.llama import LlamaForCausalLM
@@ -15,6 +17,8 @@ from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.utils import PPMissingLayer
 
+from hf_twell.blocks.architectures import has_own_type, other_activations
+from hf_twell.blocks.modeling_twell import PREFIX
 from hf_twell.convert.sparsify import check_entry, chosen_layers
 from hf_twell.serving.vllm_plugin import plan, quantized
 from hf_twell.serving.vllm_plugin.blocks import ReluAndMul, SparseFfn
@@ -34,24 +38,26 @@ class SparseBlocks(Stock):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **options: Any) -> None:
         config = vllm_config.model_config.hf_config
         check_entry(config)
-        if getattr(config, "hidden_act", None) != "relu":
+        if other_activations(config):
             super().__init__(vllm_config=vllm_config, prefix=prefix, **options)
             return
-        with _called_silu(config):
+        with _called_stock(config):
             super().__init__(vllm_config=vllm_config, prefix=prefix, **options)
+        decoder = getattr(self, "language_model", self).model  # a model that sees holds one of text
         blocks = {
-            index: layer.mlp for index, layer in enumerate(self.model.layers) if not isinstance(layer, PPMissingLayer)
+            index: layer.mlp for index, layer in enumerate(decoder.layers) if not isinstance(layer, PPMissingLayer)
         }
-        decided = plan.decide(vllm_config, blocks, chosen_layers(config, None, config.num_hidden_layers))
+        total = config.get_text_config().num_hidden_layers
+        decided = plan.decide(vllm_config, blocks, chosen_layers(config, None, total))
         for index, block in blocks.items():
             activity = decided.activities[index]
             if activity is None:
                 block.act_fn = ReluAndMul()
             elif quantized.is_quantized(block):
-                self.model.layers[index].mlp = quantized.SparseQuantizedFfn(block, activity.density, decided.asked)
+                decoder.layers[index].mlp = quantized.SparseQuantizedFfn(block, activity.density, decided.asked)
             else:
-                self.model.layers[index].mlp = SparseFfn(block, activity)
-        norms = replace_norms(self.model, [index for index in blocks if decided.activities[index] is not None])
+                decoder.layers[index].mlp = SparseFfn(block, activity)
+        norms = replace_norms(decoder, [index for index in blocks if decided.activities[index] is not None])
         # The key of vLLM's compile cache reads this, but neither the environment nor what a package decides.
         if isinstance(vllm_config.additional_config, dict):  # an object of a platform's plugin has a key of its own
             vllm_config.additional_config = {**vllm_config.additional_config, "hf_twell_plan": [decided.key(), norms]}
@@ -75,10 +81,21 @@ class SparseQwen3ForCausalLM(SparseBlocks, Qwen3ForCausalLM):
 
 
 @contextlib.contextmanager
-def _called_silu(config):
-    """Stock blocks are built with no other activation than SiLU; theirs is replaced right after."""
-    config.hidden_act = "silu"
+def _called_stock(config: PreTrainedConfig) -> Iterator[None]:
+    """Stock blocks are built with no other activation than SiLU, which is replaced right after; and layers of a model
+    of our own type by the name of the stock one."""
+    own = has_own_type(config)
+    parts = {id(part): part for part in (config, config.get_text_config())}.values()
+    for part in parts:
+        if own:
+            part.model_type = part.model_type.removeprefix(PREFIX)
+        else:
+            part.hidden_act = "silu"
     try:
         yield
     finally:
-        config.hidden_act = "relu"
+        for part in parts:
+            if own:
+                del part.model_type  # its class has our own
+            else:
+                part.hidden_act = "relu"

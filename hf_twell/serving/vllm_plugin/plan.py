@@ -58,7 +58,7 @@ def decide(vllm_config: VllmConfig, blocks: dict[int, torch.nn.Module], chosen: 
     """
     config = vllm_config.model_config.hf_config
     entry = getattr(config, "twell", None) or {}
-    known, source = known_activity(vllm_config.additional_config, entry, config.num_hidden_layers)
+    known, source = known_activity(vllm_config.additional_config, entry, config.get_text_config().num_hidden_layers)
     off, asked = None, known_settings(vllm_config.additional_config).get("kernels")
     if asked is False:
         off = "additional_config turns the kernels off"
