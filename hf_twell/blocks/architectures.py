@@ -153,6 +153,19 @@ def loading_class(config: Mapping) -> type[PreTrainedModel | AutoModelForCausalL
     return AutoModelForCausalLM if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else cls
 
 
+def text_class(config: Mapping) -> type[PreTrainedModel] | None:
+    """Of a model with this config.json that sees or hears, the causal language model that Transformers' Auto class
+    takes out of it; None where that is the whole model, or there is none."""
+    kind, part = str(config.get("model_type")), config.get("text_config")
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind.removeprefix(modeling_twell.PREFIX), "")
+    cls: Any = getattr(transformers, name, None)
+    if cls is None or not isinstance(part, Mapping):
+        return None
+    if cls.config_class.model_type != str(part.get("model_type")).removeprefix(modeling_twell.PREFIX):
+        return None
+    return modeling_twell.twell_class(cls) if kind.startswith(modeling_twell.PREFIX) else cls
+
+
 def _keys(config: PreTrainedConfig) -> tuple[str, ...]:
     return ("ffn_act",) if has_own_type(config) else ACTIVATION_KEYS
 

@@ -59,7 +59,7 @@ def _convert(args) -> dict:
     import torch
 
     import hf_twell
-    from hf_twell.blocks.architectures import find_ffns
+    from hf_twell.blocks.architectures import activation_keys, find_ffns
     from hf_twell.files.folders import check_target, save_model, training_record
     from hf_twell.files.text import check_file
     from hf_twell.measure.inference import check_ids
@@ -107,7 +107,7 @@ def _convert(args) -> dict:
         "output": args.output,
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantized": file.quantized if file else [],
-        "config": {"hidden_act": "relu", "twell": model.config.twell},
+        "config": {**dict.fromkeys(activation_keys(model.config)[1], "relu"), "twell": model.config.twell},
         "sparsity": sparsity,
     }
 

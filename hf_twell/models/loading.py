@@ -1,6 +1,8 @@
 """A causal language model from a folder, a GGUF file or the Hub: checked first, and never by its own code."""
 
+import copy
 import json
+import logging
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
@@ -11,12 +13,13 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from hf_twell.blocks.architectures import loading_class
+from hf_twell.blocks.architectures import loading_class, text_class
 from hf_twell.convert.entry import check_entry
 from hf_twell.convert.sparsify import chosen_layers
 from hf_twell.files.configs import (
@@ -40,6 +43,8 @@ from hf_twell.files.weights import (
 )
 from hf_twell.models.custom import published_class
 from hf_twell.models.gguf_files import is_gguf, load_gguf, load_gguf_tokenizer, read_gguf
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(
@@ -120,8 +125,14 @@ def load_causal_lm(
     cls = published_class(raw.get("model_type"))
     if cls is not None:
         return cls.from_pretrained(path, dtype=dtype or "auto", **hub).to(device)
-    loader = loading_class(raw)
-    if loader is not AutoModelForCausalLM:  # which would drop a head, or knows no such models
+    loader, options = (
+        loading_class(raw),
+        {"dtype": dtype or "auto", "use_safetensors": True, "trust_remote_code": False},
+    )
+    load, text = AutoModelForCausalLM.from_pretrained, None if loader is AutoModelForCausalLM else text_class(raw)
+    if text is not None:
+        load, options["config"] = text.from_pretrained, _text_config(path, raw, text)
+    elif loader is not AutoModelForCausalLM:  # which would drop a head, or knows no such models
         raise ValueError(
             f"{path} is a {raw['architectures'][0]}, and only causal language models are taken here; load it from "
             f"Python by {loader.__name__}, and give the model to hf_twell.sparsify, or to hf_twell.load_adapter as its "
@@ -129,9 +140,8 @@ def load_causal_lm(
         )
     with saying_quantized(path, raw):
         check_checkpoint(path, **hub)
-    options = {"dtype": dtype or "auto", "use_safetensors": True, "trust_remote_code": False}
     with saying_quantized(path, raw), one_line_errors(f"{path} does not load"):
-        model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options, **hub)
+        model, info = load(path, output_loading_info=True, **options, **hub)
     check_complete(path, info["missing_keys"])
     check_finite(path, model.named_parameters())
     return model.to(device)
@@ -165,8 +175,23 @@ def stored_dtype(path: str | Path) -> torch.dtype | None:
     if is_gguf(path):
         return read_gguf(path).saved_dtype
     config = read_config(path)
-    name = config.get("dtype") or config.get("torch_dtype")
+    parts = (config, config.get("text_config") or {})
+    name = next((part[key] for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), None)
     return None if name is None else getattr(torch, name.removeprefix("torch."))
+
+
+def _text_config(path: str, raw: dict, cls: type[PreTrainedModel]) -> PreTrainedConfig:
+    """The config of the text model in one that sees, with what is known of its blocks; a line says what is taken."""
+    logger.warning(
+        "%s sees, too; its text model alone is taken, as a %s. For the whole of it give a model that "
+        "AutoModelForImageTextToText loads to hf_twell.sparsify, from Python",
+        *(path, cls.__name__),
+    )
+    with one_line_errors(f"{path}: its config.json makes no model"):
+        config = cls.config_class.from_dict(copy.deepcopy(raw["text_config"]), name_or_path=path)
+    if raw.get("twell") is not None:
+        config.twell = raw["twell"]
+    return config
 
 
 def _folder_hint(path: str) -> str:

@@ -227,10 +227,56 @@ def test_what_scales_its_blocks_is_refused():
         sparsify(tf.FalconH1ForCausalLM(tf.FalconH1Config(**{**falcon().to_dict(), "mlp_multipliers": [0.5, 0.7]})))
 
 
-def test_a_model_that_sees_is_not_loaded_as_one_of_text(tmp_path):
-    sparsify(dense("qwen3_5")).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"TwellQwen3_5ForConditionalGeneration, .* by AutoModelForImageTextToText"):
-        load_causal_lm(tmp_path)
+@pytest.mark.parametrize("form", ["dense", "sparse"])
+def test_of_a_model_that_sees_the_text_model_is_taken(form, tmp_path, caplog):
+    """As Transformers' AutoModelForCausalLM takes it of the dense one, and said in a line."""
+    model = dense("qwen3_5")
+    twin = by_hand(model) if form == "sparse" else model
+    if form == "sparse":
+        sparsify(model, layers=[1])
+    model.save_pretrained(tmp_path)
+    loaded = load_causal_lm(tmp_path)
+    stock = tf.Qwen3_5ForCausalLM
+    assert type(loaded) is (modeling_twell.twell_class(stock) if form == "sparse" else stock)
+    assert torch.equal(outputs(loaded), outputs(twin))
+    if form == "sparse":
+        assert len(sparse_ffns(sparsify(loaded))) == 1
+    assert (
+        f"{tmp_path} sees, too; its text model alone is taken, as a {type(loaded).__name__}. For the whole of it give a "
+        "model that AutoModelForImageTextToText loads to hf_twell.sparsify, from Python"
+    ) in caplog.text
+
+
+@pytest.mark.slow
+def test_the_commands_take_the_text_model_of_one_that_sees(tmp_path, capsys):
+    tokenizer = tf.AutoTokenizer.from_pretrained(ROOT / "recipes" / "demo" / "model")
+    text, path = tmp_path / "text.txt", str(tmp_path / "sees")
+    text.write_text("in 1912 a letter of the alphabet was read aloud. " * 40)
+    model = dense("qwen3_5")
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    assert main(["sparsify", path, str(tmp_path / "sparse"), "--text", str(text), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["class"], told["config"]["ffn_act"]) == ("TwellQwen3_5ForCausalLM", "relu")
+    assert len(told["config"]["twell"]["density"]) == 4
+    for given in (path, str(tmp_path / "sparse")):
+        assert main(["eval", given, "--text", str(text), "--device", "cpu", "--json"]) == 0
+    assert main(["inspect", str(tmp_path / "sparse"), "--text", str(text), "--tokens", "200", "--device", "cpu"]) == 0
+    recipe = {
+        "model": path,
+        "distill": {"logits": 0.5},
+        "output_dir": str(tmp_path / "out"),
+        "train": str(text),
+        "heldout": str(text),
+        "sequence_length": 32,
+        "l1_weight": 1e-4,
+        "training": {"max_steps": 2, "per_device_train_batch_size": 2, "use_cpu": True},
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    assert main(["train", str(tmp_path / "recipe.yaml")]) == 0
+    trained = load_causal_lm(tmp_path / "out" / "final")
+    assert type(trained) is modeling_twell.TwellQwen3_5ForCausalLM
 
 
 def test_the_command_and_the_card(tmp_path, capsys):
