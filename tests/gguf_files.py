@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import gguf
+import torch
 
 
 def write_gguf(path, model, tokenizer=None, *, kind="F32", tensors=None, change=None) -> Path:
@@ -15,7 +16,7 @@ def write_gguf(path, model, tokenizer=None, *, kind="F32", tensors=None, change=
         change: called with the writer, to add metadata or replace it.
     """
     config, kind = model.config, gguf.GGMLQuantizationType[kind]
-    architecture = config.model_type.removesuffix("_text")
+    architecture = {"qwen3_5_text": "qwen35"}.get(config.model_type, config.model_type.removesuffix("_text"))
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
@@ -39,6 +40,8 @@ def write_gguf(path, model, tokenizer=None, *, kind="F32", tensors=None, change=
     if architecture == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if architecture == "qwen35":
+        add_linear_attention(writer, config)
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -50,8 +53,11 @@ def write_gguf(path, model, tokenizer=None, *, kind="F32", tensors=None, change=
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
         if architecture == "llama" and heads:  # the halves of a head, which Llama rotates, become pairs
             weight = weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
-        if architecture.startswith("gemma") and name.endswith("norm.weight"):  # which Gemma adds 1 to
+        adds_1 = architecture.startswith("gemma") or (architecture == "qwen35" and "linear_attn" not in name)
+        if adds_1 and name.endswith("norm.weight"):  # which the model adds 1 to
             weight = weight + 1
+        if ".linear_attn." in name:
+            name, weight = as_tiles(name, weight, config)
         if name != "lm_head.weight" or not config.tie_word_embeddings:
             weights[names.get_name(name, (".weight", ".bias"))] = weight
     for name, weight in {**weights, **(tensors or {})}.items():
@@ -65,6 +71,40 @@ def write_gguf(path, model, tokenizer=None, *, kind="F32", tensors=None, change=
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def add_linear_attention(writer, config) -> None:
+    """The sizes of Qwen3.5's linear attention, of which each layer but every n-th is, and of its rotary embedding."""
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+    writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
+    writer.add_rope_dimension_count(int(config.rope_parameters["partial_rotary_factor"] * config.head_dim))
+    writer.add_rope_dimension_sections([*config.rope_parameters["mrope_section"], 0])
+
+
+def as_tiles(name, weight, config):
+    """A tensor of linear attention: of the values' heads the first of each group come first, then the second ones."""
+    groups = config.linear_num_key_heads
+    keys = 2 * groups * config.linear_key_head_dim
+
+    def tiled(rows):
+        grouped = rows.unflatten(0, (groups, config.linear_num_value_heads // groups, -1))
+        return grouped.transpose(0, 1).flatten(0, 2)
+
+    kind = name.split(".linear_attn.")[1].removesuffix(".weight")
+    if kind == "A_log":
+        return name, -tiled(weight).exp()
+    if kind == "dt_bias":
+        return name.replace("dt_bias", "dt_proj.bias"), tiled(weight)
+    if kind in ("in_proj_qkv", "conv1d"):
+        weight = weight.squeeze(1)
+        return name, torch.cat([weight[:keys], tiled(weight[keys:])])
+    if kind == "out_proj":
+        return name, tiled(weight.t()).t()
+    return name, weight if kind == "norm" else tiled(weight)
 
 
 def add_tokenizer(writer, tokenizer) -> None:

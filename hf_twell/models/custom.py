@@ -38,7 +38,7 @@ from hf_twell.files.weights import (
     tensor_shapes,
     weight_files,
 )
-from hf_twell.models.gguf_files import is_gguf, load_gguf, read_gguf
+from hf_twell.models.gguf_files import MODEL_TYPES, is_gguf, load_gguf, read_gguf
 from hf_twell.ops import api
 
 if TYPE_CHECKING:  # what the mixin is put before
@@ -130,7 +130,7 @@ class TwellModel(Stock):
     @classmethod
     def _from_gguf(cls, path, config, options):
         file = read_gguf(path)
-        if file.architecture != cls.config_class.model_type:
+        if MODEL_TYPES.get(file.architecture, file.architecture) != cls._types()[0]:
             raise ValueError(f"{path} is a {file.architecture!r} model; {cls.__qualname__} takes {cls._types()[0]}")
         if config is not None:
             raise ValueError(f"{path}: a GGUF file is its own config; leave config out")

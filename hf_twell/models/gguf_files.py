@@ -18,10 +18,16 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hf_twell.files.configs import one_line, one_line_errors
 from hf_twell.files.weights import Shape, check_complete, check_finite
 
+try:
+    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
+except ImportError:  # before 5.23
+    GGUF_CONFIG_ARCHS = {}
+
 logger = logging.getLogger(__name__)
 
 # `general.architecture` of the families that are rebuilt exactly; "llama" stands for Mistral too, "phi3" for Phi-4.
-ARCHITECTURES = ("gemma2", "gemma3", "llama", "phi3", "qwen2", "qwen3")
+ARCHITECTURES = ("gemma2", "gemma3", "llama", "phi3", "qwen2", "qwen3", *sorted({"qwen35"} & set(GGUF_CONFIG_ARCHS)))
+MODEL_TYPES = {"qwen35": "qwen3_5_text"}  # where Transformers has another name
 # Of these alone llama.cpp, too, divides the attention's logits by the root of D / heads, and not of the heads' size.
 GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -257,16 +263,22 @@ def _check_tensors(file: GgufFile, config: PreTrainedConfig) -> None:
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     path = file.path
-    layers = len({name.split(".")[1] for name in file.shapes if name.startswith("blk.")})
+    blocks = {int(name.split(".")[1]) for name in file.shapes if name.startswith("blk.")}
+    # Qwen3.5's files may have blocks behind the layers, which predict further tokens, and which Transformers leaves out.
+    layers = len(blocks) - file.settings.get("nextn_predict_layers", 0)
     if layers != config.num_hidden_layers:  # before a model of so many layers is built
         raise ValueError(f"{path}: its metadata has {config.num_hidden_layers} layers, but its weights have {layers}")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     architecture = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == file.architecture)
     names = get_tensor_name_map(architecture, layers)
-    expected = {names.get_name(name, (".weight", ".bias")): weight.shape for name, weight in model.state_dict().items()}
+    expected = {}
+    for name, weight in model.state_dict().items():
+        shape = weight.squeeze(1).shape if ".conv1d." in name else weight.shape
+        expected[names.get_name(name.replace(".dt_bias", ".dt_proj.bias"), (".weight", ".bias"))] = shape
+    further = tuple(f"blk.{block}." for block in blocks if block >= layers)
     for name, shape in file.shapes.items():
-        if name not in expected and name != ROPE_FACTORS:
+        if name not in expected and name != ROPE_FACTORS and not name.startswith(further):
             raise ValueError(f"{path}: {name} has no place in a stock {type(model).__name__}, so it cannot be exact")
         if shape != expected.get(name, shape):
             raise ValueError(f"{path}: {name} has shape {shape}, but its metadata makes it {tuple(expected[name])}")

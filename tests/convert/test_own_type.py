@@ -242,8 +242,8 @@ def test_of_a_model_that_sees_the_text_model_is_taken(form, tmp_path, caplog):
     if form == "sparse":
         assert len(sparse_ffns(sparsify(loaded))) == 1
     assert (
-        f"{tmp_path} sees, too; its text model alone is taken, as a {type(loaded).__name__}. For the whole of it give a "
-        "model that AutoModelForImageTextToText loads to hf_twell.sparsify, from Python"
+        f"{tmp_path} sees, too; its text model alone is taken, as a {type(loaded).__name__}. For the whole of it give "
+        "a model that AutoModelForImageTextToText loads to hf_twell.sparsify, from Python"
     ) in caplog.text
 
 

@@ -21,11 +21,11 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_twell import TwellLlamaForCausalLM, sparsify
+from hf_twell import TwellLlamaForCausalLM, TwellQwen3_5ForCausalLM, sparsify
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.cli import main
 from hf_twell.measure.perplexity import text_loss
-from hf_twell.models.gguf_files import _config, read_gguf
+from hf_twell.models.gguf_files import ARCHITECTURES, _config, read_gguf
 from hf_twell.models.loading import load_causal_lm, load_model, load_tokenizer, stored_dtype
 from tests.conftest import COMMAND, TINY, logits, tiny_llama
 from tests.paths import ROOT
@@ -143,12 +143,56 @@ def test_gemmas_of_27b_scale_their_attention_otherwise(tmp_path):
     assert _config(read_gguf(path)).query_pre_attn_scalar == 8  # D / heads
 
 
+@pytest.mark.skipif("qwen35" not in ARCHITECTURES, reason="needs a Transformers that reads Qwen3.5's files")
+def test_qwen3_5_comes_exactly_and_takes_our_own_type(tokenizer, tmp_path):
+    """With a block behind its layers that predicts further tokens, which Transformers has no place for."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
+    linear = {"num_key_heads": 2, "num_value_heads": 6, "key_head_dim": 8, "value_head_dim": 16}
+    sizes = {**TINY, **SIZES, "num_hidden_layers": 5, "head_dim": 32, "rope_parameters": rope, "initializer_range": 0.2}
+    torch.manual_seed(0)
+    source = tf.Qwen3_5ForCausalLM(
+        tf.Qwen3_5TextConfig(**sizes, **{f"linear_{key}": size for key, size in linear.items()})
+    ).eval()
+    for key, weight in source.named_parameters():
+        if key.endswith("norm.weight"):  # values that stay when 1 is added to them
+            weight.data.normal_(std=0.3).mul_(1024).round_().div_(1024)
+
+    def predict_further(writer):
+        writer.add_nextn_predict_layers(1)
+        writer.kv_data[0]["qwen35.block_count"].value = 6
+
+    path = write_gguf(
+        tmp_path / "model.gguf",
+        source,
+        tokenizer,
+        tensors={"blk.5.nextn.eh_proj.weight": torch.zeros(32, 64), "blk.5.attn_norm.weight": torch.zeros(32)},
+        change=predict_further,
+    )
+    loaded = load_causal_lm(path)
+    assert type(loaded) is tf.Qwen3_5ForCausalLM
+    assert loaded.config.layer_types == source.config.layer_types
+    for key, weight in source.state_dict().items():
+        got = loaded.state_dict()[key]
+        if key.endswith("A_log"):  # its exponential is in the file
+            torch.testing.assert_close(got, weight, rtol=0, atol=1e-6)
+            weight.copy_(got)
+        assert torch.equal(got, weight), key
+    torch.testing.assert_close(logits(loaded), logits(source), rtol=0, atol=0)
+    truth = logits(sparsify(source, backend="reference"))
+    for sparse in (sparsify(loaded), TwellQwen3_5ForCausalLM.from_pretrained(tmp_path, gguf_file=path.name)):
+        assert sparse.config.model_type == "twell_qwen3_5_text"
+        assert torch.equal(logits(sparsify(sparse, backend="reference")), truth)
+    assert load_tokenizer(path)("in 1912").input_ids == tokenizer("in 1912").input_ids
+    with pytest.raises(ValueError, match="is a 'qwen35' model; TwellLlamaForCausalLM takes llama"):
+        TwellLlamaForCausalLM.from_pretrained(path)
+
+
 def test_another_family_is_refused_by_the_first_bytes(tmp_path):
     """What follows, a vocabulary say, takes long to read."""
-    name = b"qwen35"
+    name = b"falcon"
     head = b"GGUF" + struct.pack("<IQQQ", 3, 1, 1, 20) + b"general.architecture" + struct.pack("<IQ", 8, len(name))
     (tmp_path / "model.gguf").write_bytes(head + name)
-    with pytest.raises(ValueError, match="has the architecture 'qwen35'; gemma2, gemma3, llama, phi3, qwen2, qwen3 "):
+    with pytest.raises(ValueError, match="has the architecture 'falcon'; gemma2, gemma3, llama, phi3, qwen2, qwen3"):
         load_causal_lm(tmp_path / "model.gguf")
 
 
