@@ -264,7 +264,7 @@ def _check_tensors(file: GgufFile, config: PreTrainedConfig) -> None:
 
     path = file.path
     blocks = {int(name.split(".")[1]) for name in file.shapes if name.startswith("blk.")}
-    # Qwen3.5's files may have blocks behind the layers, which predict further tokens, and which Transformers leaves out.
+    # Qwen3.5's files may have blocks behind the layers, which predict further tokens. Transformers leaves these out.
     layers = len(blocks) - file.settings.get("nextn_predict_layers", 0)
     if layers != config.num_hidden_layers:  # before a model of so many layers is built
         raise ValueError(f"{path}: its metadata has {config.num_hidden_layers} layers, but its weights have {layers}")
