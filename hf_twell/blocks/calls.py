@@ -21,6 +21,7 @@ from hf_twell.dispatch.key import EIGHT_BIT, HOPPER, CallKey, key_of
 from hf_twell.ops import api
 
 if TYPE_CHECKING:  # it imports this
+    from hf_twell.blocks.architectures import FfnForm
     from hf_twell.blocks.modeling import SparseFfn
 
 # Bound here: in torch's own large tables each look-up costs a walk through memory.
@@ -39,7 +40,7 @@ class LastCall(NamedTuple):
         kernels: the operator; None where the call went by the submodules, on a CPU.
         looks: whether the density decides, so that calls count towards its next sample.
         kind: what holds the weights' values: parameters, or torchao's tensors.
-        sizes: (F, D) and (D, F).
+        linears: name and weight's shape of up, down and gate; of gate None where there is none, or up is both.
     """
 
     key: CallKey
@@ -55,7 +56,7 @@ class LastCall(NamedTuple):
     backend: str
     form: Any
     kind: type
-    sizes: tuple[torch.Size, torch.Size]
+    linears: tuple[tuple[str | None, tuple[int, int]], ...]
 
     def __reduce__(self) -> tuple:
         return type(None), ()
@@ -127,11 +128,11 @@ def repeat(ffn: "SparseFfn", x: torch.Tensor) -> torch.Tensor | None:
         or watched["_forward_pre_hooks"]
     ):
         return None
-    kind, dtype, device, form, (rows, columns) = last.kind, last.dtype, last.device, last.form, last.sizes
+    kind, dtype, device = last.kind, last.dtype, last.device
     weights: list[Any] = []
     biases: list[torch.Tensor | None] = []
     scales: list[torch.Tensor | None] = []
-    for name, shape in ((form.up, rows), (form.down, columns), (form.gate, rows)):
+    for name, shape in last.linears:
         if name is None:
             weights.append(None)
             biases.append(None)
@@ -162,6 +163,10 @@ def repeat(ffn: "SparseFfn", x: torch.Tensor) -> torch.Tensor | None:
         weights.append(weight)
         biases.append(bias)
         scales.append(scale)
+    if last.form.fused:  # gate's rows, then up's
+        for parts in (weights, biases, scales):
+            if parts[0] is not None:
+                parts[2], parts[0] = parts[0].chunk(2)
     weights[1] = weights[1].detach()  # another thread may give the parameter new memory while this one computes
     state.recent.look_in -= last.looks
     return last.kernels(x, *weights, *biases, *scales)
@@ -191,8 +196,13 @@ def remember(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKey
             backend=settings.backend,
             form=settings.form,
             kind=type(ffn._modules[settings.form.up]._parameters.get("weight")),
-            sizes=(operands.w_up.shape, operands.w_up.shape[::-1]),
+            linears=_linears(settings.form, *operands.w_up.shape),
         )
+
+
+def _linears(form: "FfnForm", width: int, hidden: int) -> tuple[tuple[str | None, tuple[int, int]], ...]:
+    rows = (2 * width if form.fused else width, hidden)
+    return (form.up, rows), (form.down, (hidden, width)), (None if form.fused else form.gate, rows)
 
 
 def settle(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, reports: bool) -> tuple[CallKey, Way | None]:

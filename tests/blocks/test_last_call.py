@@ -7,9 +7,12 @@ import sys
 import pytest
 import torch
 from torch import nn
+from transformers import Phi3Config
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 from hf_twell.bench import workload
 from hf_twell.blocks import calls, modeling
+from hf_twell.blocks.architectures import FORMS
 from hf_twell.dispatch import limits
 from hf_twell.dispatch.activity import EVERY_CPU_CALLS
 from hf_twell.models.quantizing import quantize_block
@@ -20,11 +23,23 @@ SEEN = ("hook", "pre hook", "block hook", "forward", "class")  # changes that te
 CHANGES = (*SEEN, "activation", "weight", "dtype", "training", "backend", "width")
 
 
-@pytest.fixture(params=["plain", "int8"])
+def fused_block(w_gate, w_up, w_down):
+    """`workload.patched_block` with gate and up in one linear, as Phi-3 has them."""
+    sizes = {"hidden_size": w_gate.shape[1], "intermediate_size": w_gate.shape[0], "num_attention_heads": 1}
+    block = Phi3MLP(Phi3Config(**sizes, hidden_act="relu")).eval()
+    for linear, weight in ((block.gate_up_proj, torch.cat([w_gate, w_up])), (block.down_proj, w_down)):
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+    block.__class__ = modeling.sparse_class(Phi3MLP)
+    block.twell, block.twell_state = modeling.FfnSettings("block", 0, FORMS[1], "auto"), modeling.FfnState()
+    return block
+
+
+@pytest.fixture(params=["plain", "int8", "fused", "fused int8"])
 def block(request):
     x, *weights = workload.make_ffn(8, 64, 300, 6.0)
-    ffn = workload.patched_block(*weights)
-    if request.param == "int8":
+    make = fused_block if request.param.startswith("fused") else workload.patched_block
+    ffn = make(*weights)
+    if request.param.endswith("int8"):
         pytest.importorskip("torchao")
         quantize_block(ffn, ffn.twell.form, "int8")
     return ffn, x[:2]
@@ -49,11 +64,12 @@ def test_later_calls_are_the_first_one_again(block):
 def test_looks_again(block, change, monkeypatch):
     ffn, x = block
     ffn(x)
-    seen = []
+    form, seen = ffn.twell.form, []
+    up = getattr(ffn, form.up)
     if change == "hook":
-        ffn.up_proj.register_forward_hook(lambda *_: seen.append(1))
+        up.register_forward_hook(lambda *_: seen.append(1))
     elif change == "pre hook":
-        ffn.act_fn.register_forward_pre_hook(lambda *_: seen.append(1))
+        getattr(ffn, form.activation).register_forward_pre_hook(lambda *_: seen.append(1))
     elif change == "block hook":
         ffn.register_forward_hook(lambda *_: seen.append(1))
     elif change == "forward":
@@ -63,9 +79,9 @@ def test_looks_again(block, change, monkeypatch):
         stock = type(ffn).forward
         monkeypatch.setattr(type(ffn), "forward", lambda self, x: seen.append(1) or stock(self, x))
     elif change == "activation":
-        ffn.act_fn = nn.ReLU6()
+        setattr(ffn, form.activation, nn.ReLU6())
     elif change == "weight":
-        ffn.up_proj.weight = nn.Parameter(torch.zeros(300, 64), requires_grad=False)
+        up.weight = nn.Parameter(torch.zeros(up.out_features, 64), requires_grad=False)
     elif change == "dtype":
         x = x.half()
     elif change == "training":
