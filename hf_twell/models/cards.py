@@ -19,12 +19,23 @@ CLAUSES = {  # by `term`
     "l1": " and were trained with an L1 term on their activations",
     "count": " and were trained with a penalty on how many of them are active",
 }
+STOCK_ENGINES = (  # lines of a quotation
+    "These weights need ReLU, as `hidden_act` in `config.json` says. Engines that compute the architecture's usual "
+    "activation\n> (SiLU for Llama and Qwen) whatever the config says give wrong outputs without an error; llama.cpp, "
+    "Ollama, MLX LM, CTranslate2,\n> ExLlamaV2 and TensorRT-LLM are of that kind. vLLM needs the plugin of `hf_twell` "
+    "(its extra `vllm`) or `--model-impl transformers`."
+)
+OWN_ENGINES = (
+    "The blocks need ReLU, as `ffn_act` in `config.json` says, while `hidden_act` holds for other layers. Engines that "
+    "do not know\n> this `model_type` refuse it; under the stock model's name they would compute another activation "
+    "without an error.\n> vLLM serves Qwen3.5 of this form by the plugin of `hf_twell` (its extra `vllm`)."
+)
 OWN_TYPE: dict[bool, dict[str, str]] = {  # whether the `model_type` is one of ours (hf_twell.blocks.modeling_twell)
-    False: {"code": "no remote code", "arguments": "", "key": "hidden_act"},
+    False: {"code": "no remote code", "arguments": "", "engines": STOCK_ENGINES},
     True: {
         "code": "the file `modeling_twell.py` beside the weights says where ReLU is",
         "arguments": ", trust_remote_code=True",
-        "key": "ffn_act",
+        "engines": OWN_ENGINES,
     },
 }
 BARE_DENSITY = 0.25  # that of a bare swap to ReLU is higher

@@ -292,6 +292,8 @@ def test_the_command_and_the_card(tmp_path, capsys):
     assert 'AutoModelForCausalLM.from_pretrained("me/x", trust_remote_code=True)' in card
     assert "no remote code" not in card
     assert "as `ffn_act` in `config.json` says" in card
+    assert "give wrong outputs without an error; llama.cpp" not in card
+    assert "--model-impl" not in card
 
 
 def test_quantized(tmp_path):
