@@ -134,10 +134,10 @@ class _Step:
     """One decoding step over a static cache, fed with the tokens of a text one position after the other."""
 
     def __init__(self, model, function, text) -> None:
-        self.text, self.device = text, text.device
+        self.model, self.text, self.device = model, text, text.device
         # Warming up before the capture goes a few positions further than the text.
         self.cache = StaticCache(config=model.config, max_cache_len=text.shape[1] + 4)
-        model(text[:, :PROMPT_TOKENS], past_key_values=self.cache, use_cache=True)
+        self._read_prompt()
         self.token = text[:, :1].clone()
         self.call = Captured(
             lambda: function(self.token, past_key_values=self.cache, use_cache=True).logits, self.device
@@ -145,11 +145,14 @@ class _Step:
 
     def _positions(self):
         """Make the next call one for each position after the prompt, in order."""
-        for layer in self.cache.layers:
-            layer.cumulative_length.fill_(PROMPT_TOKENS)
+        self.cache.reset()  # in place, as graphs hold its memory
+        self._read_prompt()
         for position in range(PROMPT_TOKENS, self.text.shape[1]):
             self.token.copy_(self.text[:, position : position + 1])
             yield
+
+    def _read_prompt(self) -> None:
+        self.model(self.text[:, :PROMPT_TOKENS], past_key_values=self.cache, use_cache=True)
 
     def logits(self):
         return torch.cat([self.call().clone() for _ in self._positions()], 1)

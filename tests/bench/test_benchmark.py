@@ -35,6 +35,7 @@ from hf_twell.cli import bench, main
 from hf_twell.cli.bench_table import CELLS
 from hf_twell.files.folders import save_model
 from hf_twell.ops import api, reference
+from tests.convert.test_own_type import dense
 from tests.paths import ROOT
 
 DEMO = ROOT / "recipes" / "demo"
@@ -356,6 +357,16 @@ def test_bench_generate_of_ones_own_model(own, capsys):
     assert 0 <= row["sparse_layers_on_kernels"] <= 4
     head, (cells,) = CELLS["generate"]([row])
     assert dict(zip(head, cells, strict=True))["density"] == f"{100 * row['density']:.2f} %"
+
+
+def test_bench_generate_of_a_model_with_linear_attention(tmp_path, capsys):
+    """Whose cache is a state, which each turn begins anew; a step rounds otherwise than many tokens at a time do."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO / "model")
+    save_model(hf_twell.sparsify(dense(vocab_size=len(tokenizer))), tmp_path / "own", tokenizer)
+    text = str(DEMO / "text" / "heldout.txt")
+    options = ["--text", text, "--repeats", "2", "--device", "cpu", "--new-tokens", "8", "--steps-only"]
+    (row,) = run(capsys, "generate", str(tmp_path / "own"), *options)
+    assert max(row["error_dense_step"], row["error_sparse_step"]) < 1e-4
 
 
 def test_bench_prefill_of_ones_own_model(own, tmp_path, capsys):
