@@ -18,15 +18,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hf_twell.files.configs import one_line, one_line_errors
 from hf_twell.files.weights import Shape, check_complete, check_finite
 
-try:
-    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
-except ImportError:  # before 5.23
-    GGUF_CONFIG_ARCHS = {}
-
 logger = logging.getLogger(__name__)
 
 # `general.architecture` of the families that are rebuilt exactly; "llama" stands for Mistral too, "phi3" for Phi-4.
-ARCHITECTURES = ("gemma2", "gemma3", "llama", "phi3", "qwen2", "qwen3", *sorted({"qwen35"} & set(GGUF_CONFIG_ARCHS)))
+ARCHITECTURES = ("gemma2", "gemma3", "llama", "phi3", "qwen2", "qwen3", "qwen35")
 MODEL_TYPES = {"qwen35": "qwen3_5_text"}  # where Transformers has another name
 # Of these alone llama.cpp, too, divides the attention's logits by the root of D / heads, and not of the heads' size.
 GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
