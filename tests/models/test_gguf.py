@@ -192,7 +192,7 @@ def test_another_family_is_refused_by_the_first_bytes(tmp_path):
     head = b"GGUF" + struct.pack("<IQQQ", 3, 1, 1, 20) + b"general.architecture" + struct.pack("<IQ", 8, len(name))
     (tmp_path / "model.gguf").write_bytes(head + name)
     with pytest.raises(
-        ValueError, match="has the architecture 'falcon'; gemma2, gemma3, llama, phi3, qwen2, qwen3, qwen35 "
+        ValueError, match="has the architecture 'falcon'; gemma2, gemma3, llama, phi3, qwen2, qwen3, qwen35"
     ):
         load_causal_lm(tmp_path / "model.gguf")
 
