@@ -40,6 +40,7 @@ class LastCall(NamedTuple):
         kernels: the operator; None where the call went by the submodules, on a CPU.
         looks: whether the density decides, so that calls count towards its next sample.
         kind: what holds the weights' values: parameters, or torchao's tensors.
+        fused: whether gate and up are one linear.
         linears: name and weight's shape of up, down and gate; of gate None where there is none, or up is both.
     """
 
@@ -56,6 +57,7 @@ class LastCall(NamedTuple):
     backend: str
     form: Any
     kind: type
+    fused: bool
     linears: tuple[tuple[str | None, tuple[int, int]], ...]
 
     def __reduce__(self) -> tuple:
@@ -163,7 +165,7 @@ def repeat(ffn: "SparseFfn", x: torch.Tensor) -> torch.Tensor | None:
         weights.append(weight)
         biases.append(bias)
         scales.append(scale)
-    if last.form.fused:  # gate's rows, then up's
+    if last.fused:  # gate's rows, then up's
         for parts in (weights, biases, scales):
             if parts[0] is not None:
                 parts[2], parts[0] = parts[0].chunk(2)
@@ -196,6 +198,7 @@ def remember(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKey
             backend=settings.backend,
             form=settings.form,
             kind=type(ffn._modules[settings.form.up]._parameters.get("weight")),
+            fused=settings.form.fused,
             linears=_linears(settings.form, *operands.w_up.shape),
         )
 
