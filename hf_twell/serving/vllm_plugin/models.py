@@ -43,7 +43,8 @@ class SparseBlocks(Stock):
             return
         with _called_stock(config):
             super().__init__(vllm_config=vllm_config, prefix=prefix, **options)
-        decoder = getattr(self, "language_model", self).model  # a model that sees holds one of text
+        text_model: Any = getattr(self, "language_model", self)  # which a model that sees holds
+        decoder = text_model.model
         blocks = {
             index: layer.mlp for index, layer in enumerate(decoder.layers) if not isinstance(layer, PPMissingLayer)
         }
