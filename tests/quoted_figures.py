@@ -49,7 +49,7 @@ GIVEN = {
         "SmolLM2-135M took 1.5e-3",
         "lost least at 1.5e-4, and 6e-4 ruined it",
         "half of them the parent's own text",
-        "with 0.5 % active neurons",
+        "With 0.5 % active neurons",
         "train by kernels 9.0 (H100, H200)",
     ),
     "docs/idea.md": (
@@ -126,10 +126,11 @@ GIVEN = {
         "(that to 5 % 310M, that to 2 % 120M)",
         "each text and task, 10 % is",
         "It was read up to six times",
-        "at 10 % active neurons. The figure",
+        "They ran at 10 % active neurons",
+        "Half of it is books and textbooks, half the parent's own",
         "lowest at 1.5e-3 to 3e-3, and Trainer's default (5e-5)",
         "1.5e-4 lost least, 3e-4 more, and 6e-4 ruined it",
-        "Twice as many leave",
+        "Twice as many tokens leave",
         "At 10 %, an excess of 2 %",
         "0.65 of the trained model and 0.35 of the parent",
         "Half as much text at 0.8 reads",
@@ -150,9 +151,9 @@ GIVEN = {
         "after two fifths of the steps, not a tenth",
         "(twice the tokens",
         "after two fifths)",
-        "itself at 10 %",
+        "itself, to 10 %",
         "temperature of 0.8",
-        "The conversion at 10 %",
+        "The conversion of SmolLM2 at 10 %",
         "(10 %, 8M tokens)",
         "(10 %, 25M tokens)",
         "higher at 1 %",
@@ -505,7 +506,7 @@ def converting() -> Entries:
     tasks = [kept(trial(job, "rows_own_text"), own_text[1]) for job in ("r_rest", "s_muon")]
     yield "and {:.0f} % of the tasks instead of {:.0f} |", *tasks
     for text, job in (
-        ("is on other text: {:+.0f} % on WikiText-2 where books are {:+.0f} %", "c_p4"),
+        ("unlike what it reads: {:+.0f} % on WikiText-2 where books are {:+.0f} %", "c_p4"),
         ("With own text WikiText-2 was {:+.0f} %, and books {:+.0f} %.", "c_own"),
     ):
         job = trial(job, "rows_own_text")
