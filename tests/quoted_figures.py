@@ -56,7 +56,7 @@ GIVEN = {
         "about two thirds of its weights",  # sizes of models
         "a third of its weights",
         "to be three times as fast",
-        "Even at half of the neurons",
+        "It gains even at half of the neurons",
         "reads a third of the weights",  # of a drawing
         "activate ten times as many neurons",
     ),
@@ -92,7 +92,7 @@ GIVEN = {
     "docs/questions.md": (
         "a third of the block",  # one of three matrices
         "leave 50 to 60 % of the neurons",  # as published
-        "the 4090 (8.9)",
+        "and the 4090 has 8.9",
         "needs 9.0",
     ),
     "docs/support.md": (  # versions
@@ -170,7 +170,7 @@ GIVEN = {
     "docs/serving.md": ("a third of a block's 8-bit bytes",),
     "docs/training.md": (
         "default learning rate, 5e-5",
-        "5e-2 is that of `recipes/demo.yaml`",
+        "With 5e-2 and 60 steps",
         "with plain autograd, to 1e-5",  # tests/train/test_trainers.py, tests/train/test_training.py
         "room for one and a half times",  # dispatch/training.py
         "up to 2,048, ",
@@ -585,12 +585,13 @@ def training() -> Entries:
     yield "ended it at {:.1f} % active neurons", density(snippet)
     yield "with a loss of {:.2f} on textbooks where it had been {:.2f}", after["openstax"], dense["openstax"]
     yield "and of {:.2f} on WikiText-2 where it had been {:.2f}", after["wikitext"], dense["wikitext"]
+    yield "the demo's model ended at {:.0f} % active neurons", density(row(DEMO, what="L1 with a coefficient of 5e-2"))
     limits = [100 * most for _, most in limit("kCudaTrainingLimits")[1:]]
     yield "{:.1f} % active up to 2,048, {:.1f} % up to 8,192, {:.1f} % for more", *limits
     yield "above {:.1f} times the limit it goes back", limit("kCudaTrainingBack")
     yield "Above {:.1f} times the limit all go back", limit("kCudaTrainingBack")
     yield "counts for at most {} the limit", {2.0: "twice"}[limit("kCudaTrainingCounts")]
-    yield "passes {:.0f} % of its own", 100 / ROOM
+    yield "passes {:.0f} % of its buffer", 100 / ROOM
 
 
 def quantization() -> Entries:
@@ -685,7 +686,7 @@ def pretraining() -> Entries:
         below = f"\u2212{-above_control(each, rows(STUDY)):.1f}"
         yield "| {:.2f} % | {:.3f} | {} % |", density(each), each["loss"], below
     worst = {f"{100 * max(layer['dead'] for layer in each['layers']):.1f}" for each in runs}
-    yield "In one layer {} % of the neurons saw none", *worst
+    yield "In one layer {} % of the neurons were active for none", *worst
     train = row(MAIN, bench="train", commit="ebf9822")
     yield "takes {:.0f} ms where dense takes {:.0f} ms", least(train, "ms", *SPARSE), least(train, "ms", *DENSE)
     memory = [least(train, "peak_mib", *sides) / 1024 for sides in (SPARSE, DENSE)]
