@@ -82,10 +82,14 @@ def main() -> None:
 
 
 def dense_figures(recipe: Recipe) -> dict:
-    tokenizer = AutoTokenizer.from_pretrained(recipe.model)
     model = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=recipe.dtype)
-    heldout = PackedText(tokenizer, recipe.heldout, recipe.sequence_length, description="tokenizing held-out text")
+    heldout = heldout_text(recipe)
     return measure(Trainer(model, training_arguments(recipe), eval_dataset=heldout), heldout)
+
+
+def heldout_text(recipe: Recipe) -> PackedText:
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model)
+    return PackedText(tokenizer, recipe.heldout, recipe.sequence_length, description="tokenizing held-out text")
 
 
 def quality(name: str, figures: dict) -> list:
@@ -96,8 +100,7 @@ def quality(name: str, figures: dict) -> list:
 def speed(folder: str, recipe: Recipe, density: float) -> str:
     """Tokens a second of the model, and of a block of real size with as many of its neurons active."""
     model = hf_twell.sparsify(AutoModelForCausalLM.from_pretrained(folder, dtype="float32")).eval()
-    ids = AutoTokenizer.from_pretrained(folder)(Path(recipe.heldout).read_text()[:4000], return_tensors="pt").input_ids
-    of_model = bench_checkpoint_generate(model, ids[0], repeats=5)
+    of_model = bench_checkpoint_generate(model, heldout_text(recipe).sequences[0], repeats=5)
     if not of_model["same_tokens"]:
         raise SystemExit("the kernels generate another text than plain PyTorch does: please report this")
     (of_block,) = bench_ffn([1], [Wanted(density)], compile_dense=False, **BLOCK)
@@ -138,9 +141,7 @@ def draw(logs: list[dict], path: Path) -> Path:
 
 
 def check_reload(model: str, recipe: Recipe) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    heldout = PackedText(tokenizer, recipe.heldout, recipe.sequence_length, description="reading held-out text")
-    ids = heldout.sequences[:2]
+    ids = heldout_text(recipe).sequences[:2]
     ours = hf_twell.sparsify(AutoModelForCausalLM.from_pretrained(model), backend="reference")
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         inputs, output = f"{folder}/ids.pt", f"{folder}/logits.pt"
