@@ -111,7 +111,7 @@ def speed(folder: str, recipe: Recipe, density: float) -> str:
     ]
     headers = ["tokens a second", "dense", "sparse", "times"]
     table = text_table(headers, [[*row, f"{row[2] / row[1]:.2f}"] for row in rows])
-    small = "So small a model's time is Python's, not its blocks'. The block has the model's density, in bfloat16."
+    small = "Python takes most of the time of a model this small. The block has the same density, in bfloat16."
     same = f"Dense and sparse generated the same {of_model['new_tokens']} tokens (greedy, the same weights)."
     return f"{table}\n{same}\n{small}"
 
