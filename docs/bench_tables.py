@@ -42,14 +42,15 @@ def _block(row):
 
 def _blocks(rows) -> str:
     direction, hidden, intermediate, dtype, weights = _block(rows[0])
-    found = {(row["tokens"], row["requested_l0"]): row for row in rows}
+    found = {(row["tokens"], (row["requested_l0"], row.get("requested_union") or 0)): row for row in rows}
     tokens, l0s = (sorted(set(values)) for values in zip(*found, strict=True))
     held = f", weights in {weights}" if weights else ""
     title = f"## {PASSES[direction]}: D={hidden}, F={intermediate}, {dtype}{held}"
     cells, plain = {"": _cell}, ""
     if any("sparse_plain_ms" in row for row in rows):
         cells[f", {dtype}"], plain = _plain, PLAIN.format(dtype)
-    columns = [(f"L0 = {l0:g}{name}", l0, cell) for l0 in l0s for name, cell in cells.items()]
+    names = {(l0, union): f"L0 = {l0:g}" + (f", union of 64 = {union:.0%}" if union else "") for l0, union in l0s}
+    columns = [(f"{names[wanted]}{name}", wanted, cell) for wanted in l0s for name, cell in cells.items()]
     lines = [[f"{count:,}", *(cell(found.get((count, l0))) for _, l0, cell in columns)] for count in tokens]
     return f"{title}\n\n{plain}{markdown_table(['tokens', *(name for name, *_ in columns)], lines)}"
 

@@ -5,7 +5,6 @@ import statistics
 from collections.abc import Iterator
 
 from hf_twell.dispatch.limits import limit
-from hf_twell.dispatch.training import ROOM
 from hf_twell.evaluation.sandbox import CPU_SECONDS, MEMORY_BYTES, WALL_SECONDS
 from hf_twell.inspection.conversion_cost import DENSITIES
 from hf_twell.inspection.report.findings import MUCH
@@ -15,7 +14,9 @@ from tests.quoting import DENSE, SPARSE, Quote, constant, least, row, rows, spee
 from tests.study_rows import above_control, power_of, tokens_for
 
 H200, EPYC = "kernels/twell_cuda/bench/h200-{}/bench.jsonl", "kernels/twell_cpu/bench/epyc-{}/bench.jsonl"
-MAIN, FEW, DENSITY = (H200.format(run) for run in ("2026-11-23", "few-2026-11-27", "density-2026-11-27"))
+MAIN, FEW, DENSITY, UNIONS = (
+    H200.format(run) for run in ("2026-11-23", "few-2026-11-27", "density-2026-11-27", "unions-2026-11-28")
+)
 FP8, FP8_FEW, FP8_600 = (H200.format(f"fp8-{run}") for run in ("2026-11-26", "few-2026-11-26", "l0-600-2026-11-27"))
 H100_FP8 = "kernels/twell_cuda/bench/h100-fp8-2026-11-26/bench.jsonl"
 CPU, CPU_INT8 = EPYC.format("2026-11-21"), EPYC.format("int8-2026-11-27")
@@ -27,6 +28,7 @@ TRIALS, SNIPPET, DEMO = (
 )
 QUANTIZED = "model_cards/smollm2/quantized.jsonl"
 QWEN = "model_cards/qwen2.5-coder-0.5b/rows.jsonl"
+QWEN_OWN_TEXT = "model_cards/qwen2.5-coder-0.5b/rows_own_text.jsonl"
 
 SAME_WEIGHTS = ("torchao", "torchao_compiled", "scaled_mm")
 SHAPES = {
@@ -266,9 +268,9 @@ QWEN_RUNS = "ten-parent-26M", "five-parent-26M"
 METRICS = {"lambada_openai": "acc", "arc_easy": "acc", "arc_challenge": "acc_norm", "hellaswag": "acc_norm"}
 
 
-def qwen(run: str) -> dict:
+def qwen(run: str, path: str = QWEN) -> dict:
     """What a run's rows say: of its training, and of its scores."""
-    return {key: value for each in rows(QWEN, run=run) for key, value in each.items()}
+    return {key: value for each in rows(path, run=run) for key, value in each.items()}
 
 
 def qwen_kept(run: str) -> float:
@@ -304,7 +306,7 @@ def quality() -> Entries:
         for run in QWEN_RUNS
         for text, loss in qwen("parent")["losses"].items()
     ]
-    yield "Its losses end {:.0f} to {:.0f} % above the parent's", *span(ends)
+    yield "Their losses end {:.0f} to {:.0f} % above the parent's", *span(ends)
     (excess,) = {f"{above(qwen(run), qwen('parent'), qwen('dense-26M')):.0f}" for run in QWEN_RUNS}
     yield "by text, and {} % above a dense control's", excess
 
@@ -397,6 +399,14 @@ def readme() -> Entries:
 def bench() -> Entries:
     yield from speed()
     yield "kernels pay up to a union of {:.0f} %", 100 * limit("kCudaUnionLimits")[-1][2]  # of a block of this size
+    for l0 in (535, 327, 203):
+        found = [row(UNIONS, tokens=tokens, requested_l0=l0) for tokens in (1024, 2048, 4096, 16_384)]
+        drafted = rows(UNIONS, tokens=16, requested_l0=l0)
+        cells = ["{:.1f} %", "{:.0f} / {:.0f} / {:.0f} %", "{:.2f}" if drafted else NONE, *["{:.2f}"] * 4]
+        unions = [100 * share for share in found[2]["unions"].values()]
+        yield f"| {' | '.join(cells)} |", 100 * found[2]["density"], *unions, *map(speedup, [*drafted, *found])
+    (plain,) = rows(UNIONS, took="plain matmuls")
+    yield "At {:.2f} the block computed plain matmuls", speedup(plain)
     train, prefill = row(MAIN, bench="train", commit="ebf9822"), row(MAIN, bench="prefill")
     decode = row(MAIN, bench="generate", batch=1, inductor_pdl=False)
     backward = block(MAIN, 16_384, **{"pass": "forward+backward"})
@@ -498,6 +508,16 @@ def converting() -> Entries:
         ("| four times the tokens (32M) | {:+.1f} % |", "rows_32m", "L10"),
     ):
         yield text, above(trial(job, file), trial("parent", file), trial("control", file))
+    shared, ten, five = (qwen(f"{run}-half-29M", QWEN_OWN_TEXT) for run in ("union40", "ten", "five"))
+    bases = qwen("parent", QWEN_OWN_TEXT), qwen("dense-29M", QWEN_OWN_TEXT)
+    lost = [100 + above(each, *bases) for each in (shared, ten, five)]
+    said = [100 * each["training"]["density"] for each in (shared, ten, five)]
+    unions = [100 * each["training"]["union"]["64"] for each in (shared, ten, five)]
+    more, less = 100 * (lost[0] / lost[1] - 1), 100 * (1 - lost[0] / lost[2])
+    text = "ended at a union of {:.0f} % and {:.1f} % active (rows): - with {:.1f} % more loss than one at {:.0f} % active"
+    yield text, unions[0], said[0], more, said[1]
+    text = "whose union is {:.0f} %; - and {:.1f} % less than one at {:.0f} % active, whose union is {:.0f} %"
+    yield text, unions[1], less, said[2], unions[2]
     sources = trial("parent", "rows_shared"), trial("control", "rows_shared")
     for first, *others in (("`term: count`", "T0.1", "T0.05", "T0.02"), ("`share: 64`", "S0.4", "S0.25", "S0.15")):
         for cell, job in zip((f" {first} ", " ", " "), others, strict=True):
@@ -591,7 +611,7 @@ def training() -> Entries:
     yield "above {:.1f} times the limit it goes back", limit("kCudaTrainingBack")
     yield "Above {:.1f} times the limit all go back", limit("kCudaTrainingBack")
     yield "counts for at most {} the limit", {2.0: "twice"}[limit("kCudaTrainingCounts")]
-    yield "passes {:.0f} % of its buffer", 100 / ROOM
+    yield "passes {:.0f} % of its buffer", 100 / limit("kCudaCapacityTight")
 
 
 def quantization() -> Entries:

@@ -1,6 +1,7 @@
 """The activity of a measured model, for the benchmark's inputs: density and unions of its layers."""
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -46,14 +47,18 @@ def measured_activity(path: str | Path, layers: Sequence[int] | None = None) -> 
             "model that was measured (`hf-twell sparsify MODEL OUT --text FILE`)"
         )
     if layers is None:
-        density, unions = sum(density for density, _ in rows) / len(rows), {}
-        for run in rows[0][1]:
-            unions[run] = sum(each[run] for _, each in rows) / len(rows)
+        density = statistics.fmean(density for density, _ in rows)
+        unions = mean_unions({run: [each[run] for _, each in rows] for run in rows[0][1]})
         return [Wanted(density, unions, f"{path.name}, mean layer")]
     for layer in layers:
         if not 0 <= layer < len(rows):
             raise ValueError(f"{file} has no layer {layer}; its layers are 0 to {len(rows) - 1}")
     return [Wanted(*rows[layer], f"{path.name}, layer {layer}") for layer in layers]
+
+
+def mean_unions(of_layers: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Of the unions of every layer, as a config's `twell` entry holds them, the mean layer's."""
+    return {run: round(statistics.fmean(shares), 6) for run, shares in of_layers.items()}
 
 
 def _layers(found: dict) -> list[tuple[float, dict[str, float]]]:

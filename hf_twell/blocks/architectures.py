@@ -33,7 +33,7 @@ class FfnForm(NamedTuple):
 
     @property
     def linears(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for name in (self.gate, self.up, self.down) if name))
+        return tuple(dict.fromkeys(filter(None, (self.gate, self.up, self.down))))
 
     @property
     def matrices(self) -> int:

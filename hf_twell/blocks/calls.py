@@ -6,7 +6,7 @@ token's kernels. So a call first makes sure that every answer is still the last 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from hf_twell.blocks.layout import settle_down
 from hf_twell.blocks.operands import OWN_FORWARDS, Operands, first_of, quantizes_x
-from hf_twell.dispatch.activity import UNKNOWN, Activity
+from hf_twell.dispatch.activity import UNKNOWN, Activity, RecentInputs
 from hf_twell.dispatch.choose import Way, answers, choose, problem, too_small, training_problem
 from hf_twell.dispatch.key import EIGHT_BIT, HOPPER, CallKey, key_of
 from hf_twell.ops import api
@@ -30,30 +30,52 @@ _Tensor, _Linear, _ReLU, _FLOAT32 = torch.Tensor, nn.Linear, nn.ReLU, torch.floa
 _linear_forward, _relu_forward = OWN_FORWARDS[nn.Linear], OWN_FORWARDS[nn.ReLU]
 
 
-class LastCall:
-    """What a call in evaluation looked at, and which way it went: by kernels, or by the submodules on a CPU.
+class LastCall(NamedTuple):
+    """What a call in evaluation looked at, and which way it went.
 
     It holds no tensor and no module, so what is replaced is freed. Copies and pickles of it are None.
+
+    Attributes:
+        kernels: the operator; None where the call went by the submodules, on a CPU.
+        looks: whether the density decides, so that calls count towards its next sample.
+        kind: what holds the weights' values: parameters, or torchao's tensors.
+        sizes: (F, D) and (D, F).
     """
 
-    __slots__ = (
-        *("autocast", "backend", "block", "device", "dtype", "form", "forward", "kernels", "kind", "looks"),
-        *("settings", "shape", "sizes", "weights"),
-    )
-
-    def __init__(self, ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKey, way: Way) -> None:
-        self.block, self.settings, self.backend, self.form = type(ffn), ffn.twell, ffn.twell.backend, ffn.twell.form
-        self.forward, self.kernels = self.block.forward, torch.ops.hf_twell.infer if way == "kernels" else None
-        self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
-        self.autocast = _autocast_enabled(x.device.type)
-        # Whether the density decides, so that calls count towards its next sample.
-        self.looks = key.asked or not too_small(key)
-        # Parameters hold the values themselves, or torchao's tensors do.
-        self.kind = type(ffn._modules[self.form.up]._parameters.get("weight"))
-        self.weights, self.sizes = operands.w_up.dtype, (operands.w_up.shape, operands.w_up.shape[::-1])
+    key: CallKey
+    shape: torch.Size
+    kernels: Any
+    looks: bool
+    dtype: torch.dtype
+    device: torch.device
+    autocast: bool
+    block: type
+    forward: Any
+    settings: Any
+    backend: str
+    form: Any
+    kind: type
+    sizes: tuple[torch.Size, torch.Size]
 
     def __reduce__(self) -> tuple:
         return type(None), ()
+
+    def of_tokens(self, x: torch.Tensor, recent: RecentInputs) -> "LastCall | None":
+        """What the same call with so many other tokens would find out; None where that takes a look at them."""
+        if x.shape[-1:] != self.shape[-1:] or x.numel() == 0:
+            return None
+        on_gpu = self.device.type == "cuda"
+        if on_gpu and (recent.wants_runs or torch.are_deterministic_algorithms_enabled()):
+            return None
+        key = self.key._replace(tokens=x.numel() // self.key.hidden)
+        looks = key.asked or not too_small(key)
+        if looks and recent.density is None:
+            return None
+        way = choose(key, Activity(recent.density, union=recent.union) if looks else UNKNOWN)
+        if way == "dense" or (on_gpu if way == "submodules" else self.autocast):
+            return None
+        kernels = torch.ops.hf_twell.infer if way == "kernels" else None
+        return self._replace(key=key, shape=x.shape, kernels=kernels, looks=looks)
 
 
 def repeat(ffn: "SparseFfn", x: torch.Tensor) -> torch.Tensor | None:
@@ -63,10 +85,14 @@ def repeat(ffn: "SparseFfn", x: torch.Tensor) -> torch.Tensor | None:
     last = state.last_call
     if last is None:
         return None
+    if type(x) is not _Tensor:
+        return None
+    if x.shape != last.shape:
+        last = state.last_call = last.of_tokens(x, state.recent)
+        if last is None:
+            return None
     if (
-        type(x) is not _Tensor
-        or x.shape != last.shape
-        or x.dtype is not last.dtype
+        x.dtype is not last.dtype
         or x.device != last.device
         or (last.looks and state.recent.look_in <= 0)
         or own["training"]
@@ -129,7 +155,7 @@ def repeat(ffn: "SparseFfn", x: torch.Tensor) -> torch.Tensor | None:
             weight, scale = weight.qdata, weight.scale
             if scale.dtype is not _FLOAT32 or scale.shape != (shape[0], 1) or scale.device != device:
                 return None
-        if weight.dtype is not last.weights or weight.shape != shape or weight.device != device:
+        if weight.dtype is not last.key.weights or weight.shape != shape or weight.device != device:
             return None
         if bias is not None and (bias.dtype is not dtype or bias.shape != shape[:1] or bias.device != device):
             return None
@@ -150,20 +176,40 @@ def remember(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKey
     else:
         known = way == "submodules" and key.device == "cpu"
     if known:
-        ffn.twell_state.last_call = LastCall(ffn, x, operands, key, way)
+        settings, block = ffn.twell, type(ffn)
+        ffn.twell_state.last_call = LastCall(
+            key=key,
+            shape=x.shape,
+            kernels=torch.ops.hf_twell.infer if way == "kernels" else None,
+            looks=key.asked or not too_small(key),
+            dtype=x.dtype,
+            device=x.device,
+            autocast=_autocast_enabled(x.device.type),
+            block=block,
+            forward=block.forward,
+            settings=settings,
+            backend=settings.backend,
+            form=settings.form,
+            kind=type(ffn._modules[settings.form.up]._parameters.get("weight")),
+            sizes=(operands.w_up.shape, operands.w_up.shape[::-1]),
+        )
 
 
-def settle(ffn: "SparseFfn", x: torch.Tensor, operands: Operands) -> tuple[CallKey, Way | None]:
+def settle(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, reports: bool) -> tuple[CallKey, Way | None]:
     """Bring down_proj's memory into the order that a call wants, and choose its way.
 
-    None: the operator chooses, which on a CPU samples each call that trains.
+    None: the operator samples each call that trains on a CPU, and says where no kernels train.
+
+    Args:
+        reports: whether backward is to count what is active, though nothing else be learned.
     """
-    key = _key(ffn, x, operands)
-    activity = _activity(ffn, x, operands, key)
+    key = _key(ffn, x, operands, reports)
+    no_choice = key.training and (key.device == "cpu" or training_problem(key) is not None)
+    activity = UNKNOWN if no_choice else _activity(ffn, x, operands, key)
     state = ffn.twell_state
     if not key.compiled:
         settle_down(ffn, operands.w_down, x, state.recent.density)
-    if key.training and key.device == "cpu":
+    if no_choice:
         return key, None
     way = choose(key, activity)
     if key.training and key.device == "cuda" and not key.compiled:
@@ -179,6 +225,8 @@ def takes_kernels(ffn: "SparseFfn", x: torch.Tensor) -> bool:
     if operands is None:  # adapters, say, which the submodules compute
         return False
     key = _key(ffn, x, operands)
+    if training_problem(key) is not None:
+        return False
     return choose(key, _activity(ffn, x, operands, key, look=False)) == "kernels"
 
 
@@ -209,30 +257,34 @@ def store_density(
             ffn.twell.answers_elsewhere = answers(key._replace(capability="8.0"), Activity(share, union=union))
 
 
-def _key(ffn: "SparseFfn", x: torch.Tensor, operands: Operands) -> CallKey:
+def _key(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, reports: bool = False) -> CallKey:
     scaled = operands.s_up is not None
     quantize_x = scaled and quantizes_x(ffn._modules[ffn.twell.form.up])
     known = {"quantize_x": quantize_x, "asked": ffn.twell.backend != "auto"}
-    key = key_of(x, operands.w_up, operands.w_down, training=not scaled and _learns(ffn, x), **known)
-    # Where no kernels train, the operator says so once. In training mode without gradients, too: so runs the forward of
-    # re-entrant checkpointing.
-    kernels_train = training_problem(key) is None if key.device == "cuda" else torch.is_grad_enabled()
-    return key if kernels_train or not key.training else key._replace(training=False)
+    key = key_of(x, operands.w_up, operands.w_down, training=not scaled and (reports or _learns(ffn, x)), **known)
+    # In training mode without gradients runs the forward of re-entrant checkpointing, which goes as its recomputation.
+    if not key.training or torch.is_grad_enabled() or (key.device == "cuda" and training_problem(key) is None):
+        return key
+    return key._replace(training=False)
 
 
 def _learns(ffn: "SparseFfn", x: torch.Tensor) -> bool:
     """Whether there is something to learn here."""
     if not (torch.is_grad_enabled() or ffn.training):
         return False
-    weights = (getattr(ffn, name).weight for name in ffn.twell.form.linears)
-    return x.requires_grad or any(weight.requires_grad for weight in weights)
+    learns = x.requires_grad
+    for name in ffn.twell.form.linears:
+        parameters = ffn._modules[name]._parameters
+        bias = parameters["bias"]
+        learns = learns or parameters["weight"].requires_grad or (bias is not None and bias.requires_grad)
+    return learns
 
 
 def _activity(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKey, look: bool = True) -> Activity:
     """What is known of the activity of a call: counted or sampled in steps, stored, or sampled now and then."""
     recent, on_gpu = ffn.twell_state.recent, key.device == "cuda"
     weight, bias, scale = first_of(operands)
-    if key.training:  # on a CPU the operator itself samples each call
+    if key.training:
         return ffn.twell_state.step_choice.activity(key, x, weight, bias) if on_gpu else UNKNOWN
     if torch.is_grad_enabled():
         return UNKNOWN

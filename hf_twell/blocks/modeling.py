@@ -100,6 +100,11 @@ class SparseFfn(nn.Module):
     twell: FfnSettings
     twell_state: FfnState
 
+    @property
+    def twell_width(self) -> int:
+        """F of the block, or what of it this process holds."""
+        return getattr(self, self.twell.form.down).in_features
+
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
             y = calls.repeat(self, args[0])
@@ -168,7 +173,7 @@ class SparseFfn(nn.Module):
         return operands
 
     def _compute(self, x: torch.Tensor, l1: L1Inputs | None, operands: Operands) -> torch.Tensor:
-        key, way = calls.settle(self, x, operands)
+        key, way = calls.settle(self, x, operands, reports=l1 is not None)
         if way == "submodules":
             calls.remember(self, x, operands, key, way)
             return self._through_submodules(x, l1)
@@ -185,7 +190,7 @@ class SparseFfn(nn.Module):
             options["quantize_x"] = key.quantize_x
         else:
             options["capacity"] = self.twell_state.step_choice.capacity if torch.is_grad_enabled() else None
-        y = api.ffn(x, *weights, **options, backend=self.twell.backend, way=way)
+        y = api.ffn(x, *weights, **options, backend=self.twell.backend, key=key, way=way)
         calls.remember(self, x, operands, key, way)
         return y
 

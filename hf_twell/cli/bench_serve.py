@@ -140,6 +140,7 @@ def _all_servers(args, common, prompts) -> Iterator[dict]:
 
 def _one_server(args, common, side, number: int, prompts, baseline: list[str]) -> Iterator[dict]:
     from hf_twell.bench.serve import compare_texts, in_bursts, measure, server_environment, write_texts
+    from hf_twell.bench.wanted import mean_unions
 
     report, tell, server = common["report"], common["tell"], side.server
     loads = _loads(args, side.engine, server.context or common["config"].get("max_position_embeddings"))
@@ -160,7 +161,7 @@ def _one_server(args, common, side, number: int, prompts, baseline: list[str]) -
         "engine_version": _version(side.engine, server),
         "model": args.model,
         "density": density(common["config"], args.passed_on),
-        "unions": unions(common["config"]),
+        "unions": mean_unions(common["config"]["twell"].get("unions") or {}) or None,
         "dtype": side.dtype(),
         "round": number,
         "repeats": args.repeats,
@@ -203,12 +204,6 @@ def density(config: dict, passed_on: list[str]) -> float | None:
     settings, _ = vllm_engine.additional_config(passed_on)
     known, _ = known_densities(settings, config["twell"], config["num_hidden_layers"])
     return None if known is None else sum(known) / len(known)
-
-
-def unions(config: dict) -> dict[str, float] | None:
-    """The means of layers that the checkpoint's config holds, or None."""
-    stored = config["twell"].get("unions")
-    return stored and {run: round(sum(of) / len(of), 5) for run, of in stored.items()}
 
 
 def _version(engine: str, server) -> str | None:

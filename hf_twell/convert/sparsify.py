@@ -78,7 +78,7 @@ def _tell_of_dense_blocks(sites: Iterable[FfnSite]) -> None:
     if kinds:
         logger.warning(
             "no kernel reads these quantized weights (%s); their blocks are computed by their own linears, as exact "
-            "and as fast as dense ones (docs/company.md)",
+            "and as fast as dense ones (docs/compatibility.md)",
             ", ".join(sorted(kinds)),
         )
 

@@ -61,6 +61,7 @@ class RecentInputs:
     Attributes:
         density: by the latest sample that has arrived; None before the first.
         union: by the latest of a GPU's samples of at least `RUN` tokens; None before the first.
+        wants_runs: whether the latest sample was of fewer tokens, so that the next call with so many looks again.
         look_in: how many calls may pass before the next has to look; 0 while a sample is on its way.
     """
 
@@ -69,7 +70,7 @@ class RecentInputs:
         self.union: float | None = None
         self.look_in = 0
         self._sample: Sample | None = None
-        self._wants_runs = True  # the latest sample was of fewer tokens: the next call with so many looks again
+        self.wants_runs = True
 
     def __reduce__(self) -> tuple:
         return type(self), ()
@@ -90,11 +91,11 @@ class RecentInputs:
             return False
         self.look_in -= 1
         has_runs = not x.is_cpu and x.numel() >= RUN * x.shape[-1]
-        if self.look_in >= 0 and self.density is not None and not (has_runs and self._wants_runs):
+        if self.look_in >= 0 and self.density is not None and not (has_runs and self.wants_runs):
             return False
         sample = self._sample  # by this name, as another thread may read it meanwhile
         if sample is None:
-            self._wants_runs = not has_runs
+            self.wants_runs = not has_runs
             if has_runs:
                 shares = shares_of_runs(x, weight, bias, scale)
             else:

@@ -15,9 +15,6 @@ from hf_twell.dispatch.key import HOPPER, CallKey
 from hf_twell.dispatch.limits import limit
 
 SAMPLE_EVERY_STEPS = 8  # of the optimizer
-# Times the active neurons: a compiled model keeps a capacity that holds so many. It says when capacities grow, and not
-# which way blocks go.
-ROOM = 1.25
 
 
 class TrainingChoice:
@@ -140,7 +137,8 @@ def _choose_together(blocks, tokens, sample):
     most = max_density(key, on_kernels=all(choice.sparse for choice, _, _ in seen))
     counted = limit("kCudaTrainingCounts") * most
     sparse = sum(min(density, counted) for _, density, _ in seen) / len(seen) < most
-    fit = all((choice.capacity or 0) >= ROOM * density * width for choice, density, width in seen)
+    room = limit("kCudaCapacityTight")
+    fit = all((choice.capacity or 0) >= room * density * width for choice, density, width in seen)
     for choice, density, width in seen:
         choice.density, choice.sparse = density, sparse
         if sparse and not fit:  # the capacities of all blocks, so that rising densities seldom compile anew
@@ -151,13 +149,15 @@ def _choose_together(blocks, tokens, sample):
 
 
 def saved_capacity(device: str, intermediate: int) -> int:
-    """By default: whole groups of the CUDA kernels' lists."""
-    if device == "cuda":
-        return min(intermediate, max(64, (intermediate // 44 + 31) // 32 * 32))
-    return min(intermediate, max(32, intermediate // 16))
+    """By default."""
+    if device != "cuda":
+        return min(intermediate, max(limit("kCpuMinCapacity"), intermediate // limit("kCpuCapacityShare")))
+    step = limit("kCudaCapacityStep")
+    lists = -(-(intermediate // limit("kCudaCapacityShare")) // step)
+    return min(intermediate, max(limit("kCudaMinCapacity"), lists * step))
 
 
 def needed_capacity(density: float, intermediate: int) -> int:
-    """The power of two from 64 on, or F, that holds one and a half times the active neurons per token."""
-    needed = max(64, round(1.5 * density * intermediate))
+    """On a GPU, in training at this density: a power of two with some room, or F."""
+    needed = max(limit("kCudaMinCapacity"), round(limit("kCudaCapacityRoom") * density * intermediate))
     return min(intermediate, 1 << (needed - 1).bit_length())

@@ -213,7 +213,7 @@ def _if_density(sites, model, tokens, backend, measure, limits, total) -> list[d
     measured = measure and backend != "reference" and matrices == 3 and dtype in DTYPES
     speedups = {}
     if measured:
-        sizes = {"hidden": down.out_features, "intermediate": down.in_features}
+        sizes = {"hidden": down.out_features, "intermediate": sites[0].intermediate_size}
         shape = {**sizes, "dtype": dtype, "device": str(model.device)}
         wanted = [Wanted(density) for density in IF_DENSITIES]
         times = iter(bench_ffn([1, tokens], wanted, compile_dense=False, **shape))

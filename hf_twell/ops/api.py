@@ -33,6 +33,7 @@ def ffn(
     capacity: int | None = None,
     quantize_x: bool = False,
     backend: str = "auto",
+    key: CallKey | None = None,
     way: Way | None = None,
 ) -> torch.Tensor:
     """ReLU feed-forward block, exact at every density.
@@ -62,6 +63,7 @@ def ffn(
             that need others go to "reference", with one warning. 8-bit weights: the kernels take them where no
             gradients are wanted, "cpu" int8 alone, "cuda" for more than 64 tokens (on 9.0 with D a multiple of 16,
             192) by dequantizing them in each call, as "reference" does.
+        key: the call's, of a caller who has made it for a backend that has kernels; None: it is made here.
         way: what `hf_twell.dispatch.choose.choose` has answered a caller who knows the block's activity; None: it is
             asked here.
 
@@ -94,15 +96,16 @@ def ffn(
         "token_weight": token_weight,
         "tally": tally,
     }
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, tally))
+    if key is not None:
+        needs_grad = key.training and torch.is_grad_enabled()
+    else:
+        needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, tally))
     if quantize_x:
         check_quantize_x(w_up, needs_grad)
-    plain = resolve(backend, x.device.type) == "reference"
-    if not plain:
+    if key is None and resolve(backend, x.device.type) != "reference":
         asked = backend != "auto"
         key = key_of(x, w_up, w_down, training=needs_grad, quantize_x=quantize_x, asked=asked)
-        plain = not _kernels_take(key, backend)
-    if plain:
+    if key is None or not _kernels_take(key, backend):
         return reference.ffn(x, w_up, w_down, w_gate, **beside, **terms, quantize_x=quantize_x)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -112,7 +115,7 @@ def ffn(
     looked = way is not None and not (key.compiled or torch.is_grad_enabled())
     if way is None:
         activity = UNKNOWN
-        if needs_grad and key.device == "cpu" and not (asked or key.compiled or x.numel() == 0):
+        if needs_grad and key.device == "cpu" and not (key.asked or key.compiled or x.numel() == 0):
             # Kernels' forward would follow the density itself, but its backward computes again what plain matmuls keep.
             # Equal inputs get equal answers, so recomputation repeats the choice.
             activity = Activity(sampled_density(x, *((w_up, b_up) if w_gate is None else (w_gate, b_gate))))
@@ -123,7 +126,7 @@ def ffn(
             return reference.ffn(x, w_up, w_down, w_gate, **beside, **terms)
         return dense_ffn(x, w_up, w_down, w_gate, b_up=b_up, b_down=b_down, b_gate=b_gate, **terms)
     if not needs_grad:  # nothing reads the report, and the terms change gradients alone
-        most = 1.0 if asked or looked else max_density_of_size(key)
+        most = 1.0 if key.asked or looked else max_density_of_size(key)
         return torch.ops.hf_twell.infer(*inputs, *scales, quantize_x, most)
     l1_scale, count_scale, token_weight = _in_float32(l1_scale, count_scale, token_weight)
     capacity = min(capacity or saved_capacity(x.device.type, w_up.shape[0]), w_up.shape[0])

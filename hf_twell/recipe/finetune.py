@@ -14,7 +14,13 @@ from hf_twell.files.folders import full_disks_as_os_errors, save_model
 from hf_twell.models.attention import without_masks
 from hf_twell.models.loading import load_model, load_tokenizer, stored_dtype
 from hf_twell.recipe.arguments import CompactProgress, training_arguments
-from hf_twell.recipe.estimate import count_steps, estimate, estimate_time, sequences_of_step
+from hf_twell.recipe.estimate import (
+    count_steps,
+    estimate,
+    estimate_time,
+    learning_rate_advice,
+    sequences_of_step,
+)
 from hf_twell.recipe.measured import measure, measure_start, names_of, parent_activations
 from hf_twell.recipe.packing import PackedText, StreamedText, check_length
 from hf_twell.recipe.runs import (
@@ -120,6 +126,8 @@ def five_steps(
     count = None if isinstance(train, StreamedText) else len(train)
     if trainer.is_world_process_zero():
         print(estimate(args, model, sequences=count, length=length, dtype=dtype), file=sys.stderr)
+        if advice := learning_rate_advice(args, recipe, model):
+            print(advice, file=sys.stderr)
     start = {"dense": None, "before": None}
     if not sharded:  # which a model becomes when its training begins
         text = {"heldout": identity(recipe.heldout), "sequence_length": length}

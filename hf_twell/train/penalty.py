@@ -269,7 +269,7 @@ class L1Penalty:
 
         With `share`, the last column is that of the runs.
         """
-        self._widths = tuple(getattr(ffn, ffn.twell.form.down).in_features for ffn in self.ffns)
+        self._widths = tuple(ffn.twell_width for ffn in self.ffns)
         columns = 1 + max(self._widths) + (self.share is not None)
         devices = [self._device(ffn) for ffn in self.ffns]
         self._tables = {device: torch.zeros(len(self.ffns), columns, device=device) for device in devices}

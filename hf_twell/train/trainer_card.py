@@ -59,6 +59,6 @@ def _logged_sparsity(trainer: Trainer, model: PreTrainedModel) -> dict | None:
         if f"{prefix}l0" not in row:
             return None
         figures = {key: row[prefix + key] for key in ("l0", "density", "dead")}
-        layers.append({**figures, "intermediate_size": getattr(ffn, ffn.twell.form.down).in_features})
+        layers.append({**figures, "intermediate_size": ffn.twell_width})
     where = f"Measured in training, over the tokens of the last log (step {row['step']})."
     return {**{key: row[f"twell/{key}"] for key in ("l0", "density", "dead")}, "layers": layers, "where": where}

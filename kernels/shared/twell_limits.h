@@ -112,6 +112,21 @@ constexpr double kCudaTrainingBack = 1.1;
 // the mean of their densities. Kernels' time grows with density up to about there, and then stays at that of matmuls.
 constexpr double kCudaTrainingCounts = 2.0;
 
+// ---- Memory of training: active neurons per token, on average, that forward keeps for backward
+
+// By default F over these, of a block whose density is not known. A GPU keeps at least so many, in whole lists.
+constexpr int64_t kCpuCapacityShare = 16;
+constexpr int64_t kCpuMinCapacity = 32;
+constexpr int64_t kCudaCapacityShare = 44;
+constexpr int64_t kCudaMinCapacity = 64;
+constexpr int64_t kCudaCapacityStep = 32;
+// Times the active neurons of a block on a GPU: what its capacity becomes, at least; and, in a compiled model, below
+// which it becomes so anew. That says when memory grows, and not which way blocks go.
+constexpr double kCudaCapacityRoom = 1.5;
+constexpr double kCudaCapacityTight = 1.25;
+
+// ---- Where others multiply 8-bit types themselves
+
 // The compute capability from which GPUs multiply e4m3, so that other matmuls than kernels' gain by quantized x, too.
 constexpr double kCudaFp8Capability = 8.9;
 

@@ -73,7 +73,7 @@ def table(rows: list[dict]) -> str:
                 *(f"{100 * accuracy(row, task):.1f}" for task in METRICS),
                 f"{100 * kept(row, rows):.0f} %",
                 *(
-                    f"{100 * written[task][metric]['value']:.1f}" if written else None
+                    f"{100 * written[task][metric]['value']:.1f}" if task in written else None
                     for task, metric in WRITTEN.items()
                 ),
             ]

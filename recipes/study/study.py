@@ -10,19 +10,18 @@ works on is passed over. `report.py` makes a table of the rows.
 """
 
 import argparse
-import contextlib
-import fcntl
 import hashlib
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import yaml
+from filelock import FileLock, Timeout
 
 import hf_twell
 from hf_twell.bench.environment import environment
@@ -56,19 +55,6 @@ def add_row(path: Path, row: dict) -> None:
         file.write("\n" * begun + json.dumps(row) + "\n")
 
 
-@contextlib.contextmanager
-def claimed(path: Path) -> Iterator[bool]:
-    """Whether this command may work on what the lock file stands for; one that ends, however, gives it back."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
-
-
 def changes_of(name: str, study: dict, model: str, output: Path) -> list[str]:
     """A run's changes to the recipe, with `{OUTPUT}`, and `{OTHER}` for the final model of the run OTHER, filled in.
 
@@ -92,19 +78,17 @@ def final_of(name: str, output: Path) -> Path:
 
 
 def packed(texts: list[str], tokenizer, length: int, output: Path) -> PackedText:
-    """Text files in sequences; each file is tokenized once, by the first command that needs it."""
+    """Text files in sequences; each file is tokenized once, or once by each of two commands that begin together."""
     parts = []
     for text in texts:
         about = Path(text).stat()
         key = hashlib.sha256(repr((text, about.st_size, about.st_mtime_ns, tokenizer.eos_token)).encode()).hexdigest()
         path = output / "packed" / f"{Path(text).stem}-{key[:12]}.pt"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.with_suffix(".lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.is_file():
-                ids = torch.tensor(token_ids(tokenizer, [text]), dtype=torch.int32)
-                torch.save(ids, path.with_suffix(".part"))
-                path.with_suffix(".part").rename(path)
+        if not path.is_file():
+            own = path.with_suffix(f".{os.getpid()}")
+            torch.save(torch.tensor(token_ids(tokenizer, [text]), dtype=torch.int32), own)
+            own.rename(path)
         parts.append(torch.load(path))
     ids = torch.cat(parts).long()
     return PackedText.of(ids[: len(ids) // length * length].view(-1, length))
@@ -205,11 +189,11 @@ def main(argv: list[str] | None = None) -> None:
     if unknown:
         parser.error(f"{args.study} has no run {', '.join(unknown)}; it has {', '.join(study['runs'])}")
     for name in args.only or study["runs"]:
-        with claimed(args.output / "claims" / name) as mine:
-            if mine:
+        try:
+            with FileLock(args.output / "claims" / name, blocking=False):  # a killed command gives it back
                 make(name, study, args.study.parent, args)
-            else:
-                print(f"{name}: another command works on it", file=sys.stderr)
+        except Timeout:
+            print(f"{name}: another command works on it", file=sys.stderr)
 
 
 if __name__ == "__main__":

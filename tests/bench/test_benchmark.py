@@ -550,7 +550,7 @@ def test_wrong_training_is_refused():
 
 
 def test_a_wrong_step_of_training_is_not_timed(monkeypatch):
-    def wrong(x, w_up, w_down, w_gate, *, capacity=None, backend="auto", way=None, **options):
+    def wrong(x, w_up, w_down, w_gate, *, capacity=None, backend="auto", key=None, way=None, **options):
         y = reference.ffn(x, w_up, w_down, w_gate, **options)
         return y + 0.01 * (y - y.detach())  # in its gradients alone
 

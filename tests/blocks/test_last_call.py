@@ -17,7 +17,7 @@ from hf_twell.ops import build
 
 pytestmark = pytest.mark.skipif(not build.status("cpu", build=True).available, reason="needs the CPU kernels")
 SEEN = ("hook", "pre hook", "block hook", "forward", "class")  # changes that tell when they come to be called
-CHANGES = (*SEEN, "activation", "weight", "dtype", "training", "backend", "size")
+CHANGES = (*SEEN, "activation", "weight", "dtype", "training", "backend", "width")
 
 
 @pytest.fixture(params=["plain", "int8"])
@@ -72,10 +72,10 @@ def test_looks_again(block, change, monkeypatch):
         ffn.train()
     elif change == "backend":
         ffn.twell.backend = "reference"
-    elif change == "size":
-        x = x[:1]
+    elif change == "width":
+        x = x[:, :32]
     assert calls.repeat(ffn, x) is None
-    if change not in ("dtype", "weight"):  # which mix types
+    if change not in ("dtype", "weight", "width"):  # which do not fit
         ffn(x)
     assert seen == [1] * (change in SEEN)
 
@@ -108,7 +108,21 @@ def test_little_code_lies_between_a_block_and_the_operator(block):
     """Behind other work none of it is in the caches: few files, and few functions that have to return first."""
     ffn, x = block
     ffn(x)
-    files, returns = set(), []
+    files, returns = trace(ffn, x)
+    assert len(files) <= 6, files
+    assert len(returns) <= 6, returns
+    assert not {name for name in files if "hf_twell" in name} - {modeling.__file__, calls.__file__}
+    # Of other tokens: the choice is made again, and nothing else.
+    files, returns = trace(ffn, x[:1])
+    assert ffn.twell_state.last_call.shape == x[:1].shape
+    assert len({name for name in files if "hf_twell" in name}) <= 4, files
+    assert len(returns) <= 30, returns
+
+
+def trace(ffn, x) -> tuple[set[str], list[str]]:
+    """The files that a call passes on its way to the operator, and the functions that return before."""
+    files: set[str] = set()
+    returns: list[str] = []
 
     def look(frame, event, arg):
         name = frame.f_code.co_filename
@@ -124,9 +138,22 @@ def test_little_code_lies_between_a_block_and_the_operator(block):
         ffn(x)
     finally:
         sys.setprofile(None)
-    assert len(files) <= 6, files
-    assert len(returns) <= 6, returns
-    assert not {name for name in files if "hf_twell" in name} - {modeling.__file__, calls.__file__}
+    return files, returns
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cast", [False, True])
+def test_other_tokens_go_as_in_a_block_that_looks_anew(cast):
+    """Whose last call is forgotten: the same ways, and the same bits, at every number of tokens."""
+    x, *weights = workload.make_ffn(200, 192, 600, 30.0)
+    x, weights = x.float(), [weight.float() for weight in weights]
+    repeating, looking = workload.patched_block(*weights), workload.patched_block(*weights)
+    with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        for tokens in (1, 2, 3, 9, 33, 64, 200, 7, 1, 0, 130, 2):
+            looking.twell_state.last_call = None
+            assert torch.equal(repeating(x[:tokens]), looking(x[:tokens])), tokens
+            known, found = (ffn.twell_state.last_call for ffn in (repeating, looking))
+            assert (known and known[:7]) == (found and found[:7]), tokens
 
 
 @torch.no_grad()

@@ -34,10 +34,8 @@ POISON_MIB = 512
 
 @pytest.fixture(autouse=True)
 def exact_fp32():
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+    # Sets the old switch and the new one, which a Trainer with `tf32` sets alone: reading one then fails.
+    torch.set_float32_matmul_precision("highest")
 
 
 @pytest.fixture(params=PATHS)

@@ -19,7 +19,7 @@ from hf_twell.cli import main
 from hf_twell.files.folders import save_model, training_record
 from hf_twell.models.hub import folder_card
 from hf_twell.ops import api, build, reference
-from tests.blocks.test_company import refused
+from tests.blocks.test_compatibility import refused
 from tests.conftest import ids, tiny_llama
 from tests.ffn_cases import relative_rms
 from tests.paths import ROOT

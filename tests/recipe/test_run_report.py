@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import hf_twell
 from hf_twell.cli import main
 from hf_twell.files.folders import MEASURED_NAME, check_target
 from hf_twell.models.hub import folder_card
 from hf_twell.recipe import finetune, measured
-from hf_twell.recipe.estimate import count_checkpoints, count_steps, estimate_time
+from hf_twell.recipe.estimate import count_checkpoints, count_steps, estimate_time, learning_rate_advice
 from hf_twell.recipe.packing import PackedText
 from hf_twell.recipe.schema import load_recipe
 from hf_twell.train.parent_loss import parent_loss
@@ -399,3 +399,26 @@ def test_deepspeeds_warning_is_not_in_every_command(tmp_path):
     printed = done.stdout + done.stderr
     assert "another warning of DeepSpeed's" in printed, "it was imported"
     assert "Setting accelerator" not in printed
+
+
+@pytest.mark.parametrize(
+    ("hidden", "layers", "training", "says"),
+    [
+        (576, 30, {"learning_rate": 1.5e-3}, None),
+        (576, 30, {}, "no learning_rate, so it is Trainer's 5e-05; SmolLM2-135M"),
+        (896, 24, {"learning_rate": 1.5e-4}, None),
+        (896, 24, {"learning_rate": 1.5e-3}, "write training.learning_rate=0.00015"),
+        (64, 2, {}, None),
+    ],
+)
+def test_a_learning_rate_is_compared_with_that_of_the_measured_model_nearest_in_size(
+    recipe, tmp_path, hidden, layers, training, says
+):
+    sizes = {"hidden_size": hidden, "intermediate_size": 5 * hidden, "num_hidden_layers": layers}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8, vocab_size=49_152))
+    given = dataclasses.replace(load_recipe(recipe), training=training)
+    args = TrainingArguments(str(tmp_path), use_cpu=True, **training)
+    advice = learning_rate_advice(args, given, model)
+    assert (advice is None) if says is None else (says in advice)
+    assert learning_rate_advice(args, dataclasses.replace(given, relu=False), model) is None

@@ -1,10 +1,10 @@
 """recipes/study: rows that a kill cut, runs that two commands want, texts that share no sources, and the table."""
 
 import json
-import subprocess
 import sys
 
 import pytest
+from filelock import FileLock
 
 from tests.paths import ROOT
 
@@ -37,21 +37,17 @@ def test_a_row_that_was_cut_is_left_out_by_name(tmp_path, capsys):
     }
 
 
-def test_a_run_belongs_to_one_command_at_a_time_and_a_killed_one_gives_it_back(tmp_path):
+def test_a_run_belongs_to_one_command_at_a_time(tmp_path, capsys):
     import study
 
-    claim = tmp_path / "claims" / "five"
-    claim.parent.mkdir()
-    program = "import fcntl, sys; file = open(sys.argv[1], 'a'); fcntl.flock(file, fcntl.LOCK_EX); print(True); input()"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-uc", program, str(claim)], **pipes) as other:
-        assert other.stdout.readline() == "True\n"
-        with study.claimed(claim) as mine:
-            assert not mine
-        other.kill()
-        other.wait()
-        with study.claimed(claim) as mine:
-            assert mine
+    told = tmp_path / "study.yaml"
+    told.write_text("recipe: none.yaml\nheldout: []\nruns: {five: []}\n")
+    command = [str(told), "--model", "parent", "--eval", str(tmp_path), "--output", str(tmp_path / "out")]
+    with FileLock(tmp_path / "out" / "claims" / "five"):
+        study.main(command)
+    assert capsys.readouterr().err == "five: another command works on it\n"
+    with pytest.raises(ValueError, match=r"no recipe at .*none\.yaml"):
+        study.main(command)
 
 
 def test_changes_name_the_output_and_the_models_of_other_runs(tmp_path):

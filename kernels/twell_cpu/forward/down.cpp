@@ -9,6 +9,7 @@
 namespace twell {
 namespace {
 
+// How the kernel shares out its work: the most tokens of its smallest product, whose sums lie on the stack.
 constexpr int64_t kFewTokens = 16;
 constexpr int64_t kTileNeurons = 48;  // a multiple of the gate kernel's register tile
 // A column of a matrix stored by rows costs a cache line for each of its elements, and those come one by one.

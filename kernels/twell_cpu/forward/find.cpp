@@ -7,6 +7,7 @@
 namespace twell {
 namespace {
 
+// How the kernels share out their work, and not whether they do it.
 constexpr size_t kTileRows = 16;      // of matrix units; half of them empty still pay
 constexpr int64_t kScreenedFrom = 8;  // tokens; for fewer, the rows' norms cost what low digits do
 

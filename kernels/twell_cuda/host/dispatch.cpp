@@ -67,7 +67,7 @@ decoding::Kernels hopper_kernels() {
 
 cudaError_t fused(const Call& call) {
   decoding::Kernels kernels = hopper_kernels();
-  if (call.ffn.tokens <= 2) {               // how this kernel works, and not whether it does
+  if (call.ffn.tokens <= decoding::kFusedWarmMaxTokens) {
     kernels.fused.warm = true;              // as a model's other weights pass through L2 between two calls
     kernels.fused.window_bytes = 48 << 10;  // for more tokens 64 KiB: nothing else was timed there
   }

@@ -9,6 +9,7 @@ namespace twell::decoding {
 // registers (16) and shared memory, and their shares of y stay in L2.
 constexpr int kFusedMaxBlocks = 144, kFusedMaxTokens = 4, kFusedMaxHidden = 2048, kFusedMaxRows = 48;
 constexpr int kFusedMaxNarrowTokens = 2;  // of 8-bit weights
+constexpr int kFusedWarmMaxTokens = 2;    // how it works, and not whether it does
 // Gate rows come in runs of neighbours, one bulk copy each; the first ones go on into registers.
 constexpr int kFusedRunRows = 4, kFusedHeldRows = 16;
 // A thread block's shared memory: barriers and the like; sums of up to two tokens; gate rows.

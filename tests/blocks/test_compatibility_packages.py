@@ -1,4 +1,4 @@
-"""The packages themselves that `test_company.py` acts out: each test runs where its package is installed.
+"""The packages themselves that `test_compatibility.py` acts out: each test runs where its package is installed.
 
 pip install --no-deps bitsandbytes torchao sentence-transformers
 pip install --no-deps liger-kernel triton    # its kernels need a GPU, its patches do not
@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 
 from hf_twell import L1Penalty, TwellLlamaForCausalLM, load_adapter, save_adapter, sparsify
 from hf_twell.blocks.modeling import sparse_ffns
-from tests.blocks.test_company import RUNS, refused
+from tests.blocks.test_compatibility import RUNS, refused
 from tests.conftest import ids, logits, relu_llama, tiny_llama
 from tests.paths import ROOT
 

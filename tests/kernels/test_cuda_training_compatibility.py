@@ -1,4 +1,4 @@
-"""CUDA training in company: opcheck, CUDA graphs, compilers, checkpoints, autocast, streams, models, two GPUs."""
+"""CUDA training with other tools: opcheck, CUDA graphs, compilers, checkpoints, autocast, streams, models, GPUs."""
 
 import copy
 import functools
