@@ -100,7 +100,7 @@ def quality(name: str, figures: dict) -> list:
 def speed(folder: str, recipe: Recipe, density: float) -> str:
     """Tokens a second of the model, and of a block of real size with as many of its neurons active."""
     model = hf_twell.sparsify(AutoModelForCausalLM.from_pretrained(folder, dtype="float32")).eval()
-    of_model = bench_checkpoint_generate(model, heldout_text(recipe).sequences[0], repeats=5)
+    of_model = bench_checkpoint_generate(model, heldout_text(recipe).sequences[0])
     if not of_model["same_tokens"]:
         raise SystemExit("the kernels generate another text than plain PyTorch does: please report this")
     (of_block,) = bench_ffn([1], [Wanted(density)], compile_dense=False, **BLOCK)

@@ -514,7 +514,9 @@ def converting() -> Entries:
     said = [100 * each["training"]["density"] for each in (shared, ten, five)]
     unions = [100 * each["training"]["union"]["64"] for each in (shared, ten, five)]
     more, less = 100 * (lost[0] / lost[1] - 1), 100 * (1 - lost[0] / lost[2])
-    text = "ended at a union of {:.0f} % and {:.1f} % active (rows): - with {:.1f} % more loss than one at {:.0f} % active"
+    text = (
+        "ended at a union of {:.0f} % and {:.1f} % active (rows): - with {:.1f} % more loss than one at {:.0f} % active"
+    )
     yield text, unions[0], said[0], more, said[1]
     text = "whose union is {:.0f} %; - and {:.1f} % less than one at {:.0f} % active, whose union is {:.0f} %"
     yield text, unions[1], less, said[2], unions[2]
