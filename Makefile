@@ -62,7 +62,7 @@ figures: setup
 # The site of all pages, in out/site; fails where a link or the heading that it names is missing.
 PAGES = $(shell git ls-files -co --exclude-standard '*.md' '*.svg' '*.png' '*.yaml' '*.yml' '*.jsonl' '*.ipynb' '*.h' 'recipes/*.py' LICENSE docs | grep -v '^mkdocs')
 docs: setup
-	rm -rf out/pages && mkdir -p out/pages && cp --parents $(PAGES) out/pages
+	@rm -rf out/pages && mkdir -p out/pages && cp --parents $(PAGES) out/pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The pictures in docs/, from the sparse model of `make demo`; needs Chromium.

@@ -1,12 +1,12 @@
-"""From dense to sparse and back from disk in a few minutes on a CPU: what `make demo` runs.
+"""From dense to sparse, to disk and back, and how fast it is, in a few minutes on a CPU: what `make demo` runs.
 
-A small pretrained SiLU Llama generates; a bare ReLU swap shows what it costs; fine-tuning with the L1 term makes it
-sparse, and the same fine-tuning without the term is the control. The sparse model is saved, and plain Transformers,
-in a process of its own that never imports this package, must compute the very same logits from the folder.
+A small pretrained SiLU Llama generates. Its activation becomes ReLU, and it is converted as `recipes/demo.yaml` says.
+The sparse model is saved, and plain Transformers, in a process of its own that never imports this package, must compute
+the very same logits from the folder. Quality stands beside the dense model's, and speed beside dense blocks'.
 """
 
 import argparse
-import dataclasses
+import math
 import os
 import subprocess
 import sys
@@ -23,7 +23,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, logging
 
 import hf_twell
+from hf_twell.bench.block import bench_ffn
+from hf_twell.bench.checkpoint import bench_checkpoint_generate
+from hf_twell.bench.wanted import Wanted
 from hf_twell.files.tables import percent, text_table
+from hf_twell.ops import build
 from hf_twell.recipe.arguments import training_arguments
 from hf_twell.recipe.finetune import finetune
 from hf_twell.recipe.measured import measure
@@ -31,6 +35,7 @@ from hf_twell.recipe.packing import PackedText
 from hf_twell.recipe.schema import Recipe, load_recipe
 
 PROMPT = "Once upon a time, there was a little girl"
+BLOCK = {"hidden": 2048, "intermediate": 5632}  # that of docs/bench.md
 PLAIN_TRANSFORMERS = """
 import sys, torch
 from transformers import AutoModelForCausalLM
@@ -46,47 +51,69 @@ def main() -> None:
     parser.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="in place of the values of recipes/demo.yaml")
     changes = parser.parse_args().changes
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     started = time.monotonic()
     recipe = load_recipe(Path(os.path.relpath(Path(__file__).with_name("demo.yaml"))), changes)
-    output = Path(recipe.output_dir)
+    build.status("cpu", build=True)  # a minute, once per user
 
     say(f"1. The dense model {recipe.model} goes on from {PROMPT!r}")
     print(sample(recipe.model))
     dense = dense_figures(recipe)
 
-    say("2. The activation becomes ReLU, and the model is fine-tuned with the L1 term")
-    sparse = finetune(recipe, overwrite=True)
-    say("3. The same fine-tuning without the L1 term, as a control")
-    control = finetune(dataclasses.replace(recipe, l1_weight=0.0, output_dir=str(output / "control")), overwrite=True)
+    say("2. SiLU becomes ReLU, and the model is trained to few active neurons; the dense model teaches")
+    result = finetune(recipe, overwrite=True)
+    swapped, sparse = result["before"], result["after"]
+    print(f"loss and active neurons by step: {draw(result['logs'], Path(recipe.output_dir) / 'training.png')}")
+    print(f"\nthe sparse model goes on:\n{sample(result['model'])}")
 
-    say(f"4. Results on held-out text ({sparse['after']['sparsity']['tokens']:,} tokens)")
-    rows = [
-        row("dense (SiLU)", dense),
-        row("bare ReLU swap", sparse["before"]),
-        row("ReLU, fine-tuned with the L1 term", sparse["after"]),
-        row("ReLU, the same without the L1 term", control["after"]),
-    ]
-    headers = ["model", "held-out loss", "active neurons per token (L0)", "density", "dead neurons"]
-    print(text_table(headers, rows))
-    plot = draw(sparse["logs"], control["logs"], output / "training.png")
-    print(f"\nplot: {plot}\n\nthe sparse model goes on:\n{sample(sparse['model'])}")
+    say("3. Plain Transformers, without hf_twell, loads the saved model")
+    check_reload(result["model"], recipe)
+    print(f"equal logits, to the last bit. The model is in {result['model']}")
 
-    say("5. Plain Transformers, without hf_twell, loads the saved model")
-    check_reload(sparse["model"], recipe)
-    print(f"equal logits, to the last bit. The model is in {sparse['model']}\n")
-    print(f"done in {time.monotonic() - started:.0f} s")
+    tokens = sparse["sparsity"]["tokens"]
+    say(f"4. Speed on this machine's CPU, {torch.get_num_threads()} threads (medians; dense and sparse in turns)")
+    print(speed(result["model"], recipe, sparse["sparsity"]["density"]))
+
+    say(f"5. Quality on held-out text ({tokens:,} tokens)")
+    models = {"dense (SiLU)": dense, "swapped to ReLU, untrained": swapped, "sparse: ReLU, trained": sparse}
+    headers = ["model", "loss", "perplexity", "active neurons per token (L0)", "density"]
+    print(text_table(headers, [quality(*model) for model in models.items()]))
+    print(f"\ndone in {time.monotonic() - started:.0f} s")
 
 
 def dense_figures(recipe: Recipe) -> dict:
-    tokenizer = AutoTokenizer.from_pretrained(recipe.model)
     model = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=recipe.dtype)
-    heldout = PackedText(tokenizer, recipe.heldout, recipe.sequence_length, description="tokenizing held-out text")
+    heldout = heldout_text(recipe)
     return measure(Trainer(model, training_arguments(recipe), eval_dataset=heldout), heldout)
 
 
-def row(name: str, figures: dict) -> list:
+def heldout_text(recipe: Recipe) -> PackedText:
+    tokenizer = AutoTokenizer.from_pretrained(recipe.model)
+    return PackedText(tokenizer, recipe.heldout, recipe.sequence_length, description="tokenizing held-out text")
+
+
+def quality(name: str, figures: dict) -> list:
     sparsity = figures["sparsity"]
-    return [name, figures["loss"], sparsity["l0"], percent(sparsity["density"]), percent(sparsity["dead"])]
+    return [name, figures["loss"], math.exp(figures["loss"]), sparsity["l0"], percent(sparsity["density"])]
+
+
+def speed(folder: str, recipe: Recipe, density: float) -> str:
+    """Tokens a second of the model, and of a block of real size with as many of its neurons active."""
+    model = hf_twell.sparsify(AutoModelForCausalLM.from_pretrained(folder, dtype="float32")).eval()
+    of_model = bench_checkpoint_generate(model, heldout_text(recipe).sequences[0])
+    if not of_model["same_tokens"]:
+        raise SystemExit("the kernels generate another text than plain PyTorch does: please report this")
+    (of_block,) = bench_ffn([1], [Wanted(density)], compile_dense=False, **BLOCK)
+    per_second = [1e3 / of_block[f"{side}_ms"] for side in ("eager", "sparse")]
+    rows = [
+        ["the model", of_model["dense_tokens_per_s"], of_model["sparse_tokens_per_s"]],
+        [f"one block of a larger model, {BLOCK['hidden']} x {BLOCK['intermediate']}", *per_second],
+    ]
+    headers = ["tokens a second", "dense", "sparse", "times"]
+    table = text_table(headers, [[*row, f"{row[2] / row[1]:.2f}"] for row in rows])
+    small = "Python takes most of the time of a model this small. The block has the same density, in bfloat16."
+    same = f"Dense and sparse generated the same {of_model['new_tokens']} tokens (greedy, the same weights)."
+    return f"{table}\n{same}\n{small}"
 
 
 def sample(model: str) -> str:
@@ -98,27 +125,23 @@ def sample(model: str) -> str:
     return tokenizer.decode(ids[0], skip_special_tokens=True)
 
 
-def draw(sparse: list[dict], control: list[dict], path: Path) -> Path:
-    """Task loss and L0 over optimizer steps, with and without the L1 term."""
+def draw(logs: list[dict], path: Path) -> Path:
+    """Task loss and L0 over optimizer steps."""
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    for name, logs in (("with the L1 term", sparse), ("without", control)):
-        steps = [entry["step"] for entry in logs]
-        left.plot(steps, [entry["loss"] for entry in logs], label=name)
-        right.plot(steps, [entry["twell/l0"] for entry in logs], label=name)
+    steps = [entry["step"] for entry in logs]
+    left.plot(steps, [entry["loss"] for entry in logs])
+    right.plot(steps, [entry["twell/l0"] for entry in logs])
     left.set(xlabel="optimizer step", ylabel="training loss (nats per token)", title="task loss")
     right.set(xlabel="optimizer step", ylabel="active neurons per token (L0)", title="sparsity", ylim=(0, None))
-    left.legend()
     figure.savefig(path, dpi=120)
     return path
 
 
 def check_reload(model: str, recipe: Recipe) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    heldout = PackedText(tokenizer, recipe.heldout, recipe.sequence_length, description="reading held-out text")
-    ids = heldout.sequences[:2]
+    ids = heldout_text(recipe).sequences[:2]
     ours = hf_twell.sparsify(AutoModelForCausalLM.from_pretrained(model), backend="reference")
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         inputs, output = f"{folder}/ids.pt", f"{folder}/logits.pt"

@@ -15,7 +15,7 @@ COMMANDS = {
     "train": "fine-tune a model to few active neurons, as a recipe says",
     "quantize": "store a sparse model's feed-forward weights in int8 or fp8, as torchao does",
     "eval": "score a model on ARC, HellaSwag and other lm-eval tasks, and on text files",
-    "inspect": "see where a model thinks, by layer, position and token, and what sparsity would buy here",
+    "inspect": "see how many neurons fire, by layer, position and token, and what time sparsity would save here",
     "bench": "measure the sparse feed-forward block, or decoding, against dense PyTorch on this machine",
     "serve": "answer requests in OpenAI's form with one model, by its sparse kernels or by vLLM",
     "push": "publish a sparse model on the Hub, with a model card of what was measured",

@@ -1,4 +1,4 @@
-"""See where a model thinks: how many neurons fire, by layer, position and token, and what sparsity would buy here.
+"""See how many neurons fire, by layer, position and token, and what time sparsity would save here.
 
 Works on dense and sparse models; of a dense one, it also says what a conversion would cost before any training. Prints
 a summary; --html writes one page that needs no network, --output the figures as JSON. Ctrl-C stops reading and reports

@@ -1,4 +1,4 @@
-"""Where a model thinks: its neurons' activity by layer, by position in the text and by token, in one pass over text."""
+"""A model's activity by layer, by position in the text and by token, in one pass over text."""
 
 import itertools
 import math

@@ -86,8 +86,11 @@ def test_the_demo_runs_from_end_to_end(tmp_path):
         timeout=240,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    for row in ("dense (SiLU)", "bare ReLU swap", "fine-tuned with the L1 term", "without the L1 term"):
+    for row in ("dense (SiLU)", "swapped to ReLU, untrained", "sparse: ReLU, trained"):
         assert re.search(rf"{re.escape(row)} +\d\.\d+ +\d", done.stdout), row
+    for row in ("the model", "one block of a larger model, 2048 x 5632"):
+        assert re.search(rf"{re.escape(row)} +\d[\d.]* +\d[\d.]* +\d+\.\d\d\n", done.stdout), row
+    assert "generated the same 128 tokens" in done.stdout
     assert "equal logits, to the last bit" in done.stdout
     assert (output / "training.png").stat().st_size > 5000
     assert not re.findall(WARNINGS, done.stderr), "a newcomer reads them as errors"

@@ -69,5 +69,5 @@ def test_kernel_pages(page):
 
 def test_the_map_names_every_room():
     assert {path.name for path in (ROOT / "hf_twell").glob("*.py")} == {"__init__.py", "__main__.py"}
-    table = (ROOT / "CONTRIBUTING.md").read_text().partition("| room |")[2].partition("\n\n")[0]
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("| folder |")[2].partition("\n\n")[0]
     assert set(re.findall(r"`(\w+)/`", table)) == ROOMS

@@ -36,7 +36,7 @@ def render(result: dict) -> str:
         sections.append(_conversion(result))
     if result.get("savings"):
         sections.append(_savings(result["savings"]))
-    title = f"{Path(result['model']).name}: where it thinks"
+    title = f"{Path(result['model']).name}: its active neurons"
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
