@@ -50,7 +50,6 @@ class LastCall(NamedTuple):
     looks: bool
     dtype: torch.dtype
     device: torch.device
-    autocast: bool
     block: type
     forward: Any
     settings: Any
@@ -75,7 +74,7 @@ class LastCall(NamedTuple):
         if looks and recent.density is None:
             return None
         way = choose(key, Activity(recent.density, union=recent.union) if looks else UNKNOWN)
-        if way == "dense" or (on_gpu if way == "submodules" else self.autocast):
+        if way == "dense" or (on_gpu and way == "submodules"):
             return None
         kernels = torch.ops.hf_twell.infer if way == "kernels" else None
         return self._replace(key=key, shape=x.shape, kernels=kernels, looks=looks)
@@ -100,7 +99,7 @@ def repeat(ffn: "SparseFfn", x: torch.Tensor) -> torch.Tensor | None:
         or (last.looks and state.recent.look_in <= 0)
         or own["training"]
         or _grad_enabled()
-        or _autocast_enabled(last.device.type) is not last.autocast
+        or _autocast_enabled(last.device.type)
         or _transforms_active()
         or forward_ad._current_level >= 0
         or _has_any_global_hook()
@@ -115,10 +114,15 @@ def repeat(ffn: "SparseFfn", x: torch.Tensor) -> torch.Tensor | None:
         or (last.device.type == "cuda" and _capturing())
     ):
         return None
+    modules = own["_modules"]
     if last.kernels is None:
+        for name, _ in last.linears:
+            if name is not None:
+                weight = modules[name]._parameters.get("weight")
+                if type(weight) is not last.kind or weight.dtype is not last.key.weights:
+                    return None
         state.recent.look_in -= last.looks
         return ffn._through_submodules(x, None)
-    modules = own["_modules"]
     relu = modules[last.form.activation]
     watched = relu.__dict__
     if (
@@ -175,11 +179,13 @@ def repeat(ffn: "SparseFfn", x: torch.Tensor) -> torch.Tensor | None:
 
 
 def remember(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKey, way: Way | None) -> None:
-    """Keep what a call has found out, if later ones can go by it."""
+    """Keep what a call has found out, if later ones can go by it; never under autocast, which has casts of its own."""
     if way is None or key.compiled or _grad_enabled() or ffn.training or x.numel() == 0 or type(x) is not _Tensor:
         return
+    if _autocast_enabled(x.device.type):
+        return
     if way == "kernels":
-        known = not key.quantize_x and not _autocast_enabled(x.device.type) and problem(key) is None
+        known = not key.quantize_x and problem(key) is None
     else:
         known = way == "submodules" and key.device == "cpu"
     if known:
@@ -191,7 +197,6 @@ def remember(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKey
             looks=key.asked or not too_small(key),
             dtype=x.dtype,
             device=x.device,
-            autocast=_autocast_enabled(x.device.type),
             block=block,
             forward=block.forward,
             settings=settings,

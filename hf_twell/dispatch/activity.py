@@ -125,7 +125,7 @@ def active_share(
     neurons: int,
     s_gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Share of active pairs, (), among at most `tokens` of x's tokens and about `neurons` neurons.
+    """Share of active pairs, (), among at most `tokens` of x's tokens and `neurons` neurons.
 
     Shapes:
         x (..., D); w_gate (F, D); b_gate (F,) or None; s_gate (F, 1), the scales of an 8-bit w_gate, or None.
@@ -153,7 +153,7 @@ def shares_of_runs(
 def _spread(total: int, wanted: int, device: torch.device) -> torch.Tensor:
     """Up to so many of `total` places, spread by the golden ratio.
 
-    An even stride can meet one position of every sequence, and first ones are densest.
+    An even stride can meet one position of every sequence, and first ones are densest; or one kind of neurons.
     """
     stride = next(n for n in range(max(1, round(0.618 * total)), 2 * total + 1) if math.gcd(n, total) == 1)
     return torch.arange(1, min(wanted, total) + 1, device=device) * stride % total
@@ -166,8 +166,8 @@ def _active(
     neurons: int,
     s_gate: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Which of about so many neurons these tokens activate."""
-    kept = slice(None, None, max(1, len(w_gate) // neurons))
+    """Which of so many neurons, or of all, these tokens activate."""
+    kept = _spread(len(w_gate), neurons, w_gate.device) if neurons < len(w_gate) else slice(None)
     weight, bias = w_gate[kept], None if b_gate is None else b_gate[kept]
     if s_gate is not None:
         weight = (weight.float() * s_gate[kept]).to(some.dtype)

@@ -673,6 +673,15 @@ def test_a_hooked_or_replaced_projection_is_not_fused(monkeypatch):
     block(x)
 
 
+@pytest.mark.parametrize("every", [2, 8, 11, 64])
+def test_the_sampled_density_is_not_that_of_one_kind_of_neurons(every):
+    """Strides over a layer whose every 8th neuron is active meet all of these or none."""
+    weight = torch.full((2048, 1), -1.0)
+    weight[::every] = 1.0
+    estimate = active_share(torch.ones(8, 1), weight, None, 16, 256).item()
+    assert abs(estimate - 1 / every) <= 4 / 256
+
+
 @pytest.mark.parametrize(("sequences", "length"), [(64, 2048), (8, 1024), (1, 512), (33, 48), (1, 3)])
 def test_the_sampled_density_is_not_that_of_first_tokens(sequences, length):
     """As in real text, the first tokens of each 1,024 are dense; strides over whole sequences meet all or none."""
