@@ -8,7 +8,7 @@ CPP_SOURCES = $(shell find kernels -name '*.cu' -o -name '*.cuh' -o -name '*.cpp
 # Else each of some hundred processes of the tests compiles the package's sources, and pytest the tests', anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup environments demo test test-all test-gpu check-portable sanitize sanitize-cpu bench figures screenshots docs style lint constraints clean
+.PHONY: setup environments demo wheel test test-all test-gpu check-portable sanitize sanitize-cpu bench figures screenshots docs style lint constraints clean
 
 demo: setup
 	$(BIN)/python recipes/demo.py
@@ -58,6 +58,20 @@ bench: setup
 # Plots and tables of the rows in kernels/*/bench.
 figures: setup
 	$(BIN)/python docs/figures.py
+
+# A wheel with compiled kernels, in out/wheel: those of BACKENDS ("cuda" needs nvcc), for any Linux on x86-64 with glibc
+# 2.28 and any PyTorch from the oldest that pyproject.toml takes. auditwheel refuses what needs more of a system.
+BACKENDS ?= cpu cuda
+wheel: setup $(VENV)/oldest-torch
+	PYTHONPATH=$(CURDIR) $(BIN)/python kernels/wheel/prebuild.py $(BACKENDS) --torch $(VENV)/oldest-torch/torch \
+	  --objects out/objects --output out/prebuilt
+	rm -rf build out/wheel
+	HF_TWELL_PREBUILT=out/prebuilt SOURCE_DATE_EPOCH=$(shell git log -1 --format=%ct) \
+	  $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir out/wheel/linux .
+	SOURCE_DATE_EPOCH=$(shell git log -1 --format=%ct) $(BIN)/auditwheel repair --plat manylinux_2_28_x86_64 --only-plat \
+	  --exclude 'libtorch*.so' --exclude libc10.so --exclude 'libcudart.so.*' --wheel-dir out/wheel out/wheel/linux/*.whl
+	rm -r out/wheel/linux
+	cd out/wheel && sha256sum *.whl | tee SHA256SUMS
 
 # The site of all pages, in out/site; fails where a link or the heading that it names is missing.
 PAGES = $(shell git ls-files -co --exclude-standard '*.md' '*.svg' '*.png' '*.yaml' '*.yml' '*.jsonl' '*.ipynb' '*.h' 'recipes/*.py' LICENSE docs | grep -v '^mkdocs')
@@ -128,6 +142,14 @@ $(VENV)-vllm/.packages: pyproject.toml
 # After the other environment's, as both write into the same folder.
 $(VENV)-vllm/.complete: $(VENV)-vllm/.packages $(VENV)/.complete
 	@[ ! -e $< ] || { $(WITH_VLLM) pip install --quiet --no-deps --editable . && touch $@; }
+
+# Headers of the oldest PyTorch that pyproject.toml takes: what is compiled with newer ones, it cannot load.
+$(VENV)/oldest-torch: $(VENV)/.complete
+	@rm -rf $@ $@.wheel
+	$(BIN)/python -m pip download --quiet --no-deps --no-cache-dir --only-binary :all: --dest $@.wheel torch==$(OLDEST_TORCH)
+	PYTHONPATH=$(CURDIR) $(BIN)/python kernels/wheel/headers.py $@.wheel/*.whl $@
+	@rm -r $@.wheel && touch $@
+OLDEST_TORCH = $(shell sed -n 's/.*"torch>=\(.*\)",/\1/p' pyproject.toml).0
 
 constraints: setup $(VENV)/deepspeed
 	{ sed -n 1p constraints.txt; for path in "" "--path $(VENV)/deepspeed"; do \

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -105,13 +106,15 @@ def nvcc_version() -> str:
 def architectures() -> list[str]:
     """What nvcc compiles for, such as "sm_90a": `$HF_TWELL_CUDA_ARCH` (several with commas), or the visible GPUs.
 
+    "compute_90" is PTX, which the driver compiles for later GPUs.
+
     Raises:
         BuildError: a name that is none, no GPU, or one that is too old.
     """
     wanted = os.environ.get("HF_TWELL_CUDA_ARCH")
     if wanted:
         names = sorted({name.strip() for name in wanted.split(",")})
-        if not all(re.fullmatch(r"sm_\d+[af]?", name) for name in names):
+        if not all(re.fullmatch(r"(sm|compute)_\d+[af]?", name) for name in names):
             raise BuildError(f"HF_TWELL_CUDA_ARCH is {wanted!r}; expected names such as sm_80 or sm_80,sm_90a")
         return names
     found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
@@ -136,24 +139,37 @@ def flags(name: str, source: str) -> list[str]:
     if name != "cuda":
         isa = _ISA_FLAGS.get(source, []) if platform.machine() in ("x86_64", "AMD64") else []
         return [*common, *_HOST_FLAGS, *isa]
-    codes = [f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in architectures()]
-    return [*common, *codes, "-lineinfo", "--expt-relaxed-constexpr", f"-Xcompiler={','.join(_HOST_FLAGS)}"]
+    codes = [f"-gencode=arch=compute_{arch.partition('_')[2]},code={arch}" for arch in architectures()]
+    return [*common, *codes, "--expt-relaxed-constexpr", f"-Xcompiler={','.join(_HOST_FLAGS)}"]
 
 
-def ninja_file(name: str) -> str:
+class Portable(NamedTuple):
+    """What a library for other machines is compiled with, beside `flags`."""
+
+    torch_dir: Path  # of the oldest PyTorch that will load it: include/ and lib/
+    sources: list[str]  # relative to `kernels_dir()`
+    compile_flags: str  # where $out is the object's name
+    link_flags: str
+
+
+def ninja_file(name: str, portable: Portable | None = None) -> str:
     """What `ninja` reads to make library.so. nvcc compiles and links all of the CUDA library: it knows its folders."""
-    folder, torch_dir = kernels_dir(), Path(torch.__file__).parent
+    folder, torch_dir, files = kernels_dir(), Path(torch.__file__).parent, compiled(sources(name))
+    compile_flags, link_flags = "-lineinfo" if name == "cuda" else "", ""
+    if portable:
+        torch_dir, more, compile_flags, link_flags = portable
+        files = [*files, *more]
     tool = f"'{nvcc()}' -ccbin '{compiler()}'" if name == "cuda" else f"'{compiler()}'"
     include = " ".join(f"'-I{path}'" for path in [*includes(name), torch_dir / "include"]).replace("$", "$$")
     libraries = "-ltorch -ltorch_cpu -lc10" + (" -ltorch_cuda" if name == "cuda" else " -pthread")
     lines = [
         "rule compile",
-        f"  command = {tool} $flags {include} -c $in -o $out",
+        f"  command = {tool} $flags {compile_flags} {include} -c $in -o $out",
         "rule link",
-        f"  command = {tool} -shared $in -o $out '-L{torch_dir / 'lib'}' {libraries}",
+        f"  command = {tool} -shared {link_flags} $in -o $out '-L{torch_dir / 'lib'}' {libraries}",
     ]
     objects = []
-    for source in compiled(sources(name)):
+    for source in files:
         objects.append(f"{source}.o")  # in folders as the sources are, whose file names repeat
         lines += [
             f"build {objects[-1]}: compile {_escaped(folder / source)}",
