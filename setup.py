@@ -3,7 +3,7 @@
 They are not in pyproject.toml's package-dir: an editable install (pip install -e) would then be an import hook, which
 Python asks after the path. Started in the folder that holds a clone, it would take that, hf_twell/, for the package.
 
-With $HF_TWELL_PREBUILT, a folder that kernels/wheel/prebuild.py made, the wheel carries compiled libraries, too, and is
+With $HF_TWELL_PREBUILT, a folder that kernels/release/prebuild.py made, the wheel carries compiled libraries, too, and is
 for Linux on x86-64 alone. `make wheel` sets it. PyTorch loads the libraries, so any Python will do.
 """
 

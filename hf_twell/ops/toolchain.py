@@ -1,5 +1,6 @@
 """The compilers on this machine, and the ninja file that makes a kernel library of its sources."""
 
+import functools
 import os
 import platform
 import re
@@ -19,15 +20,6 @@ OLDEST_GPU = (8, 0)  # compute capability; before it there is no bf16
 
 _HOST_FLAGS = ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 _HOST_FLAGS += ["-Wno-unused-parameter", "-pthread"]
-_AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"]
-# One instruction set per source file, chosen when the program runs: only these files may hold its instructions.
-_ISA_FLAGS = {
-    "twell_cpu/isa/avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
-    "twell_cpu/isa/avx512.cpp": _AVX512,
-    "twell_cpu/isa/avx512_vnni.cpp": [*_AVX512, "-mavx512vnni"],
-    "twell_cpu/isa/avx512_bf16.cpp": [*_AVX512, "-mavx512bf16"],
-    "twell_cpu/isa/amx.cpp": [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
-}
 
 
 class BuildError(RuntimeError):
@@ -48,17 +40,23 @@ def kernels_dir() -> Path:
 
 def sources(name: str) -> list[str]:
     """The files of one library, headers too, relative to `kernels_dir()`; "ops" is the operators' definitions."""
-    return _table(name)["src"]
+    return [file for section in _sections(name) for file in section["src"]]
 
 
 def includes(name: str) -> list[Path]:
     """The folders from which the sources of one library name their headers."""
-    return [kernels_dir() / folder for folder in _table(name).get("include", [])]
+    return [kernels_dir() / folder for folder in _sections(name)[0]["include"]]
 
 
-def _table(name: str) -> dict:
-    table = tomllib.loads((kernels_dir() / "build.toml").read_text())
-    return table["torch"] if name == "ops" else table["kernel"][f"twell_{name}"]
+def _sections(name: str) -> list[dict]:
+    """Of build.toml: each has flags of its own."""
+    table = _parsed((kernels_dir() / "build.toml").read_text())
+    return [table["torch"]] if name == "ops" else [each for each in table["kernel"].values() if each["backend"] == name]
+
+
+@functools.cache
+def _parsed(toml: str) -> dict:
+    return tomllib.loads(toml)
 
 
 def compiler() -> str:
@@ -136,11 +134,12 @@ def flags(name: str, source: str) -> list[str]:
         BuildError: as `architectures`, for "cuda".
     """
     common = ["-std=c++17", "-O3", f"-DTORCH_TARGET_VERSION={STABLE_ABI_TARGET}"]
+    own: dict = next((section for section in _sections(name) if source in section["src"]), {})
     if name != "cuda":
-        isa = _ISA_FLAGS.get(source, []) if platform.machine() in ("x86_64", "AMD64") else []
+        isa = own.get("cxx-flags", []) if platform.machine() in ("x86_64", "AMD64") else []
         return [*common, *_HOST_FLAGS, *isa]
     codes = [f"-gencode=arch=compute_{arch.partition('_')[2]},code={arch}" for arch in architectures()]
-    return [*common, *codes, "--expt-relaxed-constexpr", f"-Xcompiler={','.join(_HOST_FLAGS)}"]
+    return [*common, *codes, *own.get("cuda-flags", []), f"-Xcompiler={','.join(_HOST_FLAGS)}"]
 
 
 class Portable(NamedTuple):
@@ -164,7 +163,9 @@ def ninja_file(name: str, portable: Portable | None = None) -> str:
     libraries = "-ltorch -ltorch_cpu -lc10" + (" -ltorch_cuda" if name == "cuda" else " -pthread")
     lines = [
         "rule compile",
-        f"  command = {tool} $flags {compile_flags} {include} -c $in -o $out",
+        f"  command = {tool} $flags {compile_flags} {include} -MMD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",  # where objects are kept, a changed header counts
+        "  deps = gcc",
         "rule link",
         f"  command = {tool} -shared {link_flags} $in -o $out '-L{torch_dir / 'lib'}' {libraries}",
     ]

@@ -63,3 +63,9 @@ TWELL_IMPLEMENTATIONS(CompositeExplicitAutograd, m) {
   m.impl("cpu_state_block", TORCH_BOX(&cpu_state_block));
   m.impl("cuda_state_block", TORCH_BOX(&cuda_state_block));
 }
+
+// kernel-builder's header makes the library a Python module, as it imports it.
+#if defined(TORCH_EXTENSION_NAME) && __has_include("registration.h")
+#include "registration.h"
+REGISTER_EXTENSION(TORCH_EXTENSION_NAME)
+#endif
