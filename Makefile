@@ -70,7 +70,7 @@ wheel: setup $(VENV)/oldest-torch
 	rm -rf build $(WHEELS)
 	HF_TWELL_PREBUILT=out/prebuilt $(FOR_WHEELS) \
 	  $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(WHEELS)/linux .
-	PATH=$(CURDIR)/$(BIN):$$PATH $(FOR_WHEELS) auditwheel repair --plat manylinux_2_28_x86_64 --only-plat \
+	PATH=$(abspath $(BIN)):$$PATH $(FOR_WHEELS) auditwheel repair --plat manylinux_2_28_x86_64 --only-plat \
 	  --exclude 'libtorch*.so' --exclude libc10.so --exclude 'libcudart.so.*' --wheel-dir $(WHEELS) $(WHEELS)/linux/*.whl
 	rm -r build $(WHEELS)/linux
 	cd $(WHEELS) && sha256sum *.whl | tee SHA256SUMS
@@ -103,11 +103,12 @@ lint: setup
 
 setup: $(VENV)/.complete
 
+ifeq ($(shell uname -sm), Linux x86_64)
+CPU_WHEEL := $(VENV)/cpu-wheel
+endif
+
 # All that `make test-all` runs in. None waits for another's downloads: `make --jobs 2 environments` takes half as long.
 environments: setup $(VENV)/transformers-source $(VENV)/smollm2 $(VENV)/deepspeed $(VENV)-vllm/.complete $(CPU_WHEEL)
-ifeq ($(shell uname -sm), Linux x86_64)
-CPU_WHEEL = $(VENV)/cpu-wheel
-endif
 
 $(VENV)/.complete: pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
