@@ -3,13 +3,13 @@
 They are not in pyproject.toml's package-dir: an editable install (pip install -e) would then be an import hook, which
 Python asks after the path. Started in the folder that holds a clone, it would take that, hf_twell/, for the package.
 
-With $HF_TWELL_PREBUILT, a folder that kernels/release/prebuild.py made, the wheel carries compiled libraries, too, and is
-for Linux on x86-64 alone. `make wheel` sets it. PyTorch loads the libraries, so any Python will do.
+With $HF_TWELL_PREBUILT, a folder that kernels/release/prebuild.py made, the wheel carries compiled libraries, too, and
+is for Linux on x86-64 alone. `make wheel` sets it. PyTorch loads the libraries, so any Python will do.
 """
 
 import os
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -27,13 +27,13 @@ class CarryFolders(build_py):
 
 
 class Wheel(bdist_wheel):
-    def finalize_options(self):
-        super().finalize_options()
-        if PREBUILT:
-            self.root_is_pure = False
-
     def get_tag(self):
         return ("py3", "none", "linux_x86_64") if PREBUILT else super().get_tag()
 
 
-setup(cmdclass={"build_py": CarryFolders, "bdist_wheel": Wheel})
+class MaybeCompiled(Distribution):
+    def has_ext_modules(self):
+        return bool(PREBUILT)
+
+
+setup(cmdclass={"build_py": CarryFolders, "bdist_wheel": Wheel}, distclass=MaybeCompiled)

@@ -65,8 +65,8 @@ def status(name: str, *, build: bool = False) -> BackendStatus:
         return _outcomes[name]
     damage = ""
     try:
-        found = [find_library(library) for library in _libraries(name)]
-        if all(found):
+        found = [path for path in map(find_library, _libraries(name)) if path]
+        if len(found) == len(_libraries(name)):
             return BackendStatus(name, True, _origin(found[-1]))
         damage = "".join(map(_damage, _libraries(name)))
         toolchain.compiler()
@@ -92,6 +92,7 @@ def _load(name: str) -> BackendStatus:
                 damage = _damage(library)
                 path = compile_library(library)
             torch.ops.load_library(path)
+            origin = _origin(path)
         importlib.import_module("hf_twell.ops.kernel_ops")
     except (BuildError, OSError) as error:
         reason = f"{damage}{error}"
@@ -99,7 +100,7 @@ def _load(name: str) -> BackendStatus:
             reason += f": {error.__cause__}"  # the linker's own words
         warnings.warn(f"hf_twell's {name} kernels are not used, plain PyTorch instead: {reason}", stacklevel=4)
         return BackendStatus(name, False, reason)
-    return BackendStatus(name, True, _origin(path))
+    return BackendStatus(name, True, origin)
 
 
 def _origin(library: Path) -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from hf_twell.ops import toolchain
 
-
 # As the linker looks for them, and as the loader does.
 NEEDED = {name: name for name in ("libtorch.so", "libtorch_cpu.so", "libtorch_cuda.so", "libc10.so")}
 NEEDED["libcudart.so"] = "libcudart.so.13"

@@ -7,7 +7,6 @@ import argparse
 import json
 import shutil
 import tomllib
-from pathlib import Path
 
 import jinja2
 import prebuild

@@ -58,7 +58,9 @@ def compile_library(name: str, torch: Path, folder: Path, hub_name: str | None =
         sources += toolchain.compiled(toolchain.sources("ops"))
         host_flags.append(f"-DTORCH_EXTENSION_NAME={hub_name}")
     compile_flags = ["-frandom-seed=$out", *host_flags]
-    link_flags = [f"-Xlinker {flag}" for flag in ("-s", "--version-script=exports.map", "--build-id=none")]
+    # Empty libraries stand in for PyTorch's, so that no symbol tells the linker which are needed.
+    link_flags = ["-s", "--version-script=exports.map", "--build-id=none", "--no-as-needed"]
+    link_flags = [f"-Xlinker {flag}" for flag in link_flags]
     if name == "cuda":
         compile_flags = ["--frandom-seed=$out", f"-Xcompiler={','.join(host_flags)}", "--compress-mode=size"]
         link_flags.append("-cudart shared")  # the one that PyTorch has loaded

@@ -205,7 +205,7 @@ def test_every_kernel_source_is_listed_and_there_is_no_package_marker(name):
 
 
 def test_the_oldest_torch_is_the_same_everywhere():
-    """In what pip installs, in our builds and in kernel-builder's, whose own parser reads build.toml where it is there."""
+    """For pip, for our builds and for kernel-builder's, whose own parser reads build.toml where it is there."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (torch_wanted,) = (line for line in project["dependencies"] if line.startswith("torch"))
     major, minor = map(int, torch_wanted.removeprefix("torch>=").split("."))

@@ -31,12 +31,12 @@ def place(tmp_path_factory) -> Path:
     """A fresh environment with this wheel, and beside it the packages of the one that runs."""
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder / "venv")
-    (site,) = (folder / "venv").glob("lib/python*/site-packages")
-    (site / "others.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     (wheel,) = WHEELS.glob("*.whl")
     pip = [sys.executable, "-m", "pip", "--python", folder / "venv", "install", "--no-deps", "--no-index", wheel]
-    done = subprocess.run(pip, capture_output=True, text=True)
+    done = subprocess.run(pip, env={"PATH": ""}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    (site,) = (folder / "venv").glob("lib/python*/site-packages")
+    (site / "others.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     return folder
 
 
