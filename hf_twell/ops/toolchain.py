@@ -155,10 +155,11 @@ def ninja_file(name: str, portable: Portable | None = None) -> str:
     """What `ninja` reads to make library.so. nvcc compiles and links all of the CUDA library: it knows its folders."""
     folder, torch_dir, files = kernels_dir(), Path(torch.__file__).parent, compiled(sources(name))
     compile_flags, link_flags = "-lineinfo" if name == "cuda" else "", ""
+    linker = tool = f"'{nvcc()}' -ccbin '{compiler()}'" if name == "cuda" else f"'{compiler()}'"
     if portable:
         torch_dir, more, compile_flags, link_flags = portable
         files = [*files, *more]
-    tool = f"'{nvcc()}' -ccbin '{compiler()}'" if name == "cuda" else f"'{compiler()}'"
+        linker = f"'{compiler()}'"  # nvcc would write its folders into the library
     include = " ".join(f"'-I{path}'" for path in [*includes(name), torch_dir / "include"]).replace("$", "$$")
     libraries = "-ltorch -ltorch_cpu -lc10" + (" -ltorch_cuda" if name == "cuda" else " -pthread")
     lines = [
@@ -167,7 +168,7 @@ def ninja_file(name: str, portable: Portable | None = None) -> str:
         "  depfile = $out.d",  # where objects are kept, a changed header counts
         "  deps = gcc",
         "rule link",
-        f"  command = {tool} -shared {link_flags} $in -o $out '-L{torch_dir / 'lib'}' {libraries}",
+        f"  command = {linker} -shared {link_flags} $in -o $out '-L{torch_dir / 'lib'}' {libraries}",
     ]
     objects = []
     for source in files:

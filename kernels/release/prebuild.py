@@ -63,7 +63,7 @@ def compile_library(name: str, torch: Path, folder: Path, hub_name: str | None =
     link_flags = [f"-Xlinker {flag}" for flag in link_flags]
     if name == "cuda":
         compile_flags = ["--frandom-seed=$out", f"-Xcompiler={','.join(host_flags)}", "--compress-mode=size"]
-        link_flags.append("-cudart shared")  # the one that PyTorch has loaded
+        link_flags.append(f"'-L{torch / 'lib'}' -lcudart")  # shared: the one that PyTorch has loaded
     portable = toolchain.Portable(torch, sources, " ".join(compile_flags), " ".join(link_flags))
     (folder / "build.ninja").write_text(toolchain.ninja_file(name, portable))
     subprocess.run([toolchain.ninja(), "-C", folder], check=True)
