@@ -134,12 +134,12 @@ def flags(name: str, source: str) -> list[str]:
         BuildError: as `architectures`, for "cuda".
     """
     common = ["-std=c++17", "-O3", f"-DTORCH_TARGET_VERSION={STABLE_ABI_TARGET}"]
-    own: dict = next((section for section in _sections(name) if source in section["src"]), {})
     if name != "cuda":
+        own: dict = next((section for section in _sections(name) if source in section["src"]), {})
         isa = own.get("cxx-flags", []) if platform.machine() in ("x86_64", "AMD64") else []
         return [*common, *_HOST_FLAGS, *isa]
     codes = [f"-gencode=arch=compute_{arch.partition('_')[2]},code={arch}" for arch in architectures()]
-    return [*common, *codes, *own.get("cuda-flags", []), f"-Xcompiler={','.join(_HOST_FLAGS)}"]
+    return [*common, *codes, f"-Xcompiler={','.join(_HOST_FLAGS)}"]
 
 
 class Portable(NamedTuple):
@@ -148,6 +148,7 @@ class Portable(NamedTuple):
     torch_dir: Path  # of the oldest PyTorch that will load it: include/ and lib/
     sources: list[str]  # relative to `kernels_dir()`
     compile_flags: str  # where $out is the object's name
+    binding_flags: list[str]  # also for the files that name the operators
     link_flags: str
 
 
@@ -155,9 +156,10 @@ def ninja_file(name: str, portable: Portable | None = None) -> str:
     """What `ninja` reads to make library.so. nvcc compiles and links all of the CUDA library: it knows its folders."""
     folder, torch_dir, files = kernels_dir(), Path(torch.__file__).parent, compiled(sources(name))
     compile_flags, link_flags = "-lineinfo" if name == "cuda" else "", ""
+    binding_flags: list[str] = []
     linker = tool = f"'{nvcc()}' -ccbin '{compiler()}'" if name == "cuda" else f"'{compiler()}'"
     if portable:
-        torch_dir, more, compile_flags, link_flags = portable
+        torch_dir, more, compile_flags, binding_flags, link_flags = portable
         files = [*files, *more]
         linker = f"'{compiler()}'"  # nvcc would write its folders into the library
     include = " ".join(f"'-I{path}'" for path in [*includes(name), torch_dir / "include"]).replace("$", "$$")
@@ -173,10 +175,10 @@ def ninja_file(name: str, portable: Portable | None = None) -> str:
     objects = []
     for source in files:
         objects.append(f"{source}.o")  # in folders as the sources are, whose file names repeat
-        lines += [
-            f"build {objects[-1]}: compile {_escaped(folder / source)}",
-            f"  flags = {' '.join(flags(name, source))}",
-        ]
+        its_flags = flags(name, source)
+        if Path(source).name.startswith(("bind_", "torch_binding")):
+            its_flags = [*its_flags, *binding_flags]
+        lines += [f"build {objects[-1]}: compile {_escaped(folder / source)}", f"  flags = {' '.join(its_flags)}"]
     lines += [f"build library.so: link {' '.join(objects)}", ""]
     return "\n".join(lines)
 

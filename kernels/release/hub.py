@@ -37,7 +37,7 @@ def main() -> None:
     for name in args.names:
         cuda = toolchain.nvcc_version() if name == "cuda" else None
         hub_name = f"_hf_twell_{name}_{build.prebuilt_stem(name, cuda).split('-')[1]}"
-        library = prebuild.compile_library(name, args.torch.resolve(), args.objects.resolve() / f"hub-{name}", hub_name)
+        library = prebuild.compile_library(name, args.torch.resolve(), args.objects.resolve() / name, hub_name)
         device = "cpu" if cuda is None else "cu" + "".join(cuda.split(".")[:2])
         variant = args.output / "build" / f"torch-stable-abi210-{device}-x86_64-linux"
         shutil.copytree(toolchain.kernels_dir() / "torch-ext" / "hf_twell", variant)

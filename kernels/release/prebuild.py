@@ -56,7 +56,6 @@ def compile_library(name: str, torch: Path, folder: Path, hub_name: str | None =
     host_flags = [f"-ffile-prefix-map={torch}=torch", f"-ffile-prefix-map={toolchain.kernels_dir()}=kernels"]
     if hub_name:
         sources += toolchain.compiled(toolchain.sources("ops"))
-        host_flags.append(f"-DTORCH_EXTENSION_NAME={hub_name}")
     compile_flags = ["-frandom-seed=$out", *host_flags]
     # Empty libraries stand in for PyTorch's, so that no symbol tells the linker which are needed.
     link_flags = ["-s", "--version-script=exports.map", "--build-id=none", "--no-as-needed"]
@@ -64,7 +63,8 @@ def compile_library(name: str, torch: Path, folder: Path, hub_name: str | None =
     if name == "cuda":
         compile_flags = ["--frandom-seed=$out", f"-Xcompiler={','.join(host_flags)}", "--compress-mode=size"]
         link_flags.append(f"'-L{torch / 'lib'}' -lcudart")  # shared: the one that PyTorch has loaded
-    portable = toolchain.Portable(torch, sources, " ".join(compile_flags), " ".join(link_flags))
+    binding_flags = [f"-DTORCH_EXTENSION_NAME={hub_name}"] if hub_name else []
+    portable = toolchain.Portable(torch, sources, " ".join(compile_flags), binding_flags, " ".join(link_flags))
     (folder / "build.ninja").write_text(toolchain.ninja_file(name, portable))
     subprocess.run([toolchain.ninja(), "-C", folder], check=True)
     return folder / "library.so"
