@@ -91,7 +91,14 @@ def _load(name: str) -> BackendStatus:
             if path is None:
                 damage = _damage(library)
                 path = compile_library(library)
-            torch.ops.load_library(path)
+            try:
+                torch.ops.load_library(path)
+            except OSError as error:
+                if path.parent != PREBUILT:
+                    raise
+                damage = f"{path} does not load ({error.__cause__ or error}); "
+                path = compile_library(library)
+                torch.ops.load_library(path)
             origin = _origin(path)
         importlib.import_module("hf_twell.ops.kernel_ops")
     except (BuildError, OSError) as error:
@@ -230,7 +237,7 @@ def compile_library(name: str) -> Path:
         ) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        found = find_library(name)
+        found = next(filter(_is_whole, _cached(name)), None)
         if found is not None:  # another process was first
             return found
         try:

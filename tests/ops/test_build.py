@@ -445,6 +445,11 @@ def test_a_library_that_came_with_the_package_is_taken_where_it_fits(tmp_path, m
     monkeypatch.setenv("HF_TWELL_CUDA_ARCH", "sm_90a")
     assert build.find_library("cuda") is None, "named architectures are compiled"
 
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    with pytest.warns(UserWarning, match="twell_ops-.*so does not load .*; no C\\+\\+ compiler found"):
+        assert not build.status("cpu", build=True).available, "and else it would be compiled"
+    monkeypatch.setattr(build, "_outcomes", {})
+
     prebuilt.write_bytes(b"damaged")
     assert build.find_library("cpu") is None
     assert f"{prebuilt} is damaged" in build.status("cpu").reason
