@@ -76,8 +76,9 @@ wheel: setup $(VENV)/oldest-torch
 	cd $(WHEELS) && sha256sum *.whl | tee SHA256SUMS
 
 # The kernel as Hugging Face's `kernels` loads it, in out/hub, compiled as the wheel's.
+HUB ?= out/hub
 hub-kernel: setup $(VENV)/oldest-torch
-	$(FOR_WHEELS) $(BIN)/python kernels/release/hub.py $(BACKENDS) $(PREBUILD) --output out/hub
+	$(FOR_WHEELS) $(BIN)/python kernels/release/hub.py $(BACKENDS) $(PREBUILD) --output $(HUB)
 
 # The site of all pages, in out/site; fails where a link or the heading that it names is missing.
 PAGES = $(shell git ls-files -co --exclude-standard '*.md' '*.svg' '*.png' '*.yaml' '*.yml' '*.jsonl' '*.ipynb' '*.h' 'recipes/*.py' LICENSE docs | grep -v '^mkdocs')
@@ -104,11 +105,11 @@ lint: setup
 setup: $(VENV)/.complete
 
 ifeq ($(shell uname -sm), Linux x86_64)
-CPU_WHEEL := $(VENV)/cpu-wheel
+PREBUILT := $(VENV)/cpu-wheel $(VENV)/cpu-hub
 endif
 
 # All that `make test-all` runs in. None waits for another's downloads: `make --jobs 2 environments` takes half as long.
-environments: setup $(VENV)/transformers-source $(VENV)/smollm2 $(VENV)/deepspeed $(VENV)-vllm/.complete $(CPU_WHEEL)
+environments: setup $(VENV)/transformers-source $(VENV)/smollm2 $(VENV)/deepspeed $(VENV)-vllm/.complete $(PREBUILT)
 
 $(VENV)/.complete: pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -161,9 +162,11 @@ $(VENV)/oldest-torch: $(VENV)/.complete
 	PYTHONPATH=$(CURDIR) $(BIN)/python kernels/release/headers.py $@.wheel/*.whl $@
 	@rm -r $@.wheel && touch $@
 
-# The wheel that tests install.
+# The wheel that tests install, and the kernel that they load.
 $(VENV)/cpu-wheel: $(VENV)/oldest-torch $(shell git ls-files hf_twell kernels model_cards setup.py pyproject.toml README.md)
 	$(MAKE) wheel BACKENDS=cpu WHEELS=$@
+$(VENV)/cpu-hub: $(VENV)/cpu-wheel
+	$(MAKE) hub-kernel BACKENDS=cpu HUB=$@
 
 constraints: setup $(VENV)/deepspeed
 	{ sed -n 1p constraints.txt; for path in "" "--path $(VENV)/deepspeed"; do \

@@ -1,10 +1,6 @@
 """The kernel as Hugging Face's `kernels` loads it, from a local repository and on a CPU."""
 
 import json
-import os
-import platform
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,35 +8,19 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from hf_twell.ops import reference, toolchain
+from hf_twell.ops import reference
 from tests.conftest import tiny_llama
-from tests.paths import ROOT
 
+REPOSITORY = Path(sys.prefix, "cpu-hub")
 kernels = pytest.importorskip("kernels")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"),
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="the repository is for x86-64"),
+    pytest.mark.skipif(not REPOSITORY.exists(), reason="no compiled kernel; `make environments` makes it on x86-64"),
 ]
 
 
-@pytest.fixture(scope="module")
-def repository(tmp_path_factory) -> Path:
-    """By a compiler that does not optimise, for the torch that runs."""
-    folder = tmp_path_factory.mktemp("hub")
-    quick = folder / "g++"
-    quick.write_text(f'#!/bin/sh\nexec {toolchain.compiler()} "$@" -O0\n')
-    quick.chmod(0o755)
-    command = [sys.executable, ROOT / "kernels" / "release" / "hub.py", "cpu", "--torch", Path(torch.__file__).parent]
-    command += ["--objects", folder / "objects", "--output", folder / "repository"]
-    environment = {**os.environ, "CXX": str(quick), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return folder / "repository"
-
-
-def test_the_operator_is_that_of_the_package(repository):
-    twell = kernels.get_local_kernel(repository, backend="cpu")
+def test_the_operator_is_that_of_the_package():
+    twell = kernels.get_local_kernel(REPOSITORY, backend="cpu")
     torch.manual_seed(0)
     x, w_up, w_gate, w_down = (torch.randn(shape) for shape in ((3, 16), (40, 16), (40, 16), (16, 40)))
     expected = reference.ffn(x, w_up, w_down, w_gate)
@@ -49,18 +29,18 @@ def test_the_operator_is_that_of_the_package(repository):
     torch.testing.assert_close(compiled(x, w_up, w_down, w_gate), expected)
     with pytest.raises(RuntimeError):
         twell.ffn(x, w_up, w_down[:, 1:], w_gate)
-    about = json.loads(next(repository.glob("build/*/metadata.json")).read_text())
+    about = json.loads(next(REPOSITORY.glob("build/*/metadata.json")).read_text())
     assert hasattr(torch.ops, about["id"])
 
 
-def test_kernelize_takes_it_for_relu_blocks_and_leaves_others(repository, monkeypatch):
+def test_kernelize_takes_it_for_relu_blocks_and_leaves_others(monkeypatch):
     monkeypatch.setattr(LlamaMLP, "kernel_layer_name", "ReLUMLP", raising=False)
     monkeypatch.setattr(LlamaMLP, "kernel_condition", staticmethod(lambda module: True), raising=False)
     called = []
-    layers = kernels.get_local_kernel(repository, backend="cpu").layers
+    layers = kernels.get_local_kernel(REPOSITORY, backend="cpu").layers
     infer = layers.ops.infer
     monkeypatch.setattr(layers, "ops", type("Ops", (), {"infer": lambda *all: called.append(1) or infer(*all)}))
-    layer = kernels.LocalLayerRepository(repository, layer_name="ReLUMLP")
+    layer = kernels.LocalLayerRepository(REPOSITORY, layer_name="ReLUMLP")
     for activation, by_kernel in (("relu", True), ("silu", False)):
         block = tiny_llama(hidden_act=activation).eval().model.layers[0].mlp
         x = torch.randn(2, 5, block.hidden_size)
