@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-SOURCES := setup.py hf_twell recipes tests docs
+SOURCES := setup.py hf_twell kernels/release recipes tests docs
 CPP_SOURCES = $(shell find kernels -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
 
 # Else each of some hundred processes of the tests compiles the package's sources, and pytest the tests', anew.
