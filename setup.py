@@ -2,12 +2,21 @@
 
 They are not in pyproject.toml's package-dir: an editable install (pip install -e) would then be an import hook, which
 Python asks after the path. Started in the folder that holds a clone, it would take that, hf_twell/, for the package.
+
+With $HF_TWELL_PREBUILT, a folder that kernels/release/prebuild.py made, the wheel carries compiled libraries, too, and
+is for Linux on x86-64 alone. `make wheel` sets it. PyTorch loads the libraries, so any Python will do.
 """
 
-from setuptools import setup
+import os
+
+from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 CARRIED = {"hf_twell.kernels": "kernels", "hf_twell.model_cards": "model_cards"}
+PREBUILT = os.environ.get("HF_TWELL_PREBUILT")
+if PREBUILT:
+    CARRIED["hf_twell.prebuilt"] = PREBUILT
 
 
 class CarryFolders(build_py):
@@ -17,4 +26,14 @@ class CarryFolders(build_py):
         self.packages = [*self.packages, *CARRIED]
 
 
-setup(cmdclass={"build_py": CarryFolders})
+class Wheel(bdist_wheel):
+    def get_tag(self):
+        return ("py3", "none", "linux_x86_64") if PREBUILT else super().get_tag()
+
+
+class MaybeCompiled(Distribution):
+    def has_ext_modules(self):
+        return bool(PREBUILT)
+
+
+setup(cmdclass={"build_py": CarryFolders, "bdist_wheel": Wheel}, distclass=MaybeCompiled)

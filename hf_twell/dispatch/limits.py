@@ -5,12 +5,11 @@ import math
 import re
 from typing import Any
 
-import torch
-
+from hf_twell.dispatch.constant import assume_constant_result
 from hf_twell.files.carried import carried_folder
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def limit(name: str) -> Any:
     """A constant of the header, such as `limit("kMaxHidden")`; of a table its rows, the first number being tokens."""
     return read()[name]

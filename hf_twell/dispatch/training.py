@@ -11,6 +11,7 @@ import torch
 
 from hf_twell.dispatch.activity import CUDA_NEURONS, CUDA_TOKENS, Activity, Sample, active_share
 from hf_twell.dispatch.choose import faster, max_density
+from hf_twell.dispatch.constant import assume_constant_result
 from hf_twell.dispatch.key import HOPPER, CallKey
 from hf_twell.dispatch.limits import limit
 
@@ -71,7 +72,7 @@ class TrainingChoice:
             self._choose(key, x, w_gate, b_gate)
         return self._known()
 
-    @torch.compiler.assume_constant_result  # runs while a graph is traced: a checkpointed block may assign nothing
+    @assume_constant_result  # runs while a graph is traced: a checkpointed block may assign nothing
     def _note_trace(self) -> bool:
         self.traced = True
         return True

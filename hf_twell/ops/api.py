@@ -8,6 +8,7 @@ import torch
 
 from hf_twell.dispatch.activity import UNKNOWN, Activity, sampled_density
 from hf_twell.dispatch.choose import Way, choose, max_density_of_size, problem, training_problem
+from hf_twell.dispatch.constant import assume_constant_result
 from hf_twell.dispatch.key import EIGHT_BIT, CallKey, dtype_of, key_of
 from hf_twell.dispatch.training import saved_capacity
 from hf_twell.ops import build, reference
@@ -164,13 +165,13 @@ def _in_float32(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
     return [None if tensor is None else tensor.to(torch.float32) for tensor in tensors]
 
 
-@torch.compiler.assume_constant_result  # Dynamo's own guards trace a graph anew when the answer changes
+@assume_constant_result  # Dynamo's own guards trace a graph anew when the answer changes
 def transformed() -> bool:
     """Whether torch.func or forward-mode AD is at work: the operators have no rules for them, and lose tangents."""
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def resolve(backend: str, device_type: str) -> str:
     """The name of the backend that serves `backend` for tensors on `device_type`; compiles it at first use.
 
@@ -212,7 +213,7 @@ def _kernels_take(key: CallKey, backend: str) -> bool:
     return False
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 @functools.cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=3)

@@ -1,10 +1,10 @@
 """Which backends work on this machine, why the others do not, and the compiled libraries behind them.
 
 One library defines the operators ("ops"), and each compiled backend adds its implementation with its own. A library is
-looked for in the user's cache, and is else compiled into it with ninja. Its name carries a hash of everything that it
-depends on, so a stale one is never loaded, and the hash of its own bytes, so a damaged one is not either: the loader
-would map it, and a file that was cut short ends the process. The cache is `$HF_TWELL_CACHE`, or `hf_twell` under
-`$XDG_CACHE_HOME` or `~/.cache`.
+looked for in the package, where a wheel brings it, then in the user's cache, and is else compiled into that with ninja.
+Its name carries a hash of everything that it depends on, so a stale one is never loaded, and the hash of its own bytes,
+so a damaged one is not either: the loader would map it, and a file that was cut short ends the process. The cache is
+`$HF_TWELL_CACHE`, or `hf_twell` under `$XDG_CACHE_HOME` or `~/.cache`.
 """
 
 import fcntl
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 # Each compiled backend, and the type of the devices whose tensors it takes. "auto" takes the first that works.
 DEVICE_OF = {"cpu": "cpu", "cuda": "cuda"}
 BACKENDS = ("reference", *DEVICE_OF)
+PREBUILT = Path(__file__).parents[1] / "prebuilt"  # only a wheel has it
 _outcomes: dict[str, "BackendStatus"] = {}
 _lock = threading.Lock()
 
@@ -63,9 +65,9 @@ def status(name: str, *, build: bool = False) -> BackendStatus:
         return _outcomes[name]
     damage = ""
     try:
-        found = [find_library(library) for library in _libraries(name)]
-        if all(found):
-            return BackendStatus(name, True, f"compiled: {found[-1]}")
+        found = [path for path in map(find_library, _libraries(name)) if path]
+        if len(found) == len(_libraries(name)):
+            return BackendStatus(name, True, _origin(found[-1]))
         damage = "".join(map(_damage, _libraries(name)))
         toolchain.compiler()
         if name == "cuda":
@@ -89,7 +91,15 @@ def _load(name: str) -> BackendStatus:
             if path is None:
                 damage = _damage(library)
                 path = compile_library(library)
-            torch.ops.load_library(path)
+            try:
+                torch.ops.load_library(path)
+            except OSError as error:
+                if path.parent != PREBUILT:
+                    raise
+                damage = f"{path} does not load ({error.__cause__ or error}); "
+                path = compile_library(library)
+                torch.ops.load_library(path)
+            origin = _origin(path)
         importlib.import_module("hf_twell.ops.kernel_ops")
     except (BuildError, OSError) as error:
         reason = f"{damage}{error}"
@@ -97,7 +107,11 @@ def _load(name: str) -> BackendStatus:
             reason += f": {error.__cause__}"  # the linker's own words
         warnings.warn(f"hf_twell's {name} kernels are not used, plain PyTorch instead: {reason}", stacklevel=4)
         return BackendStatus(name, False, reason)
-    return BackendStatus(name, True, f"compiled: {path}")
+    return BackendStatus(name, True, origin)
+
+
+def _origin(library: Path) -> str:
+    return f"{'came with the package' if library.parent == PREBUILT else 'compiled'}: {library}"
 
 
 def cache_dir() -> Path:
@@ -118,21 +132,37 @@ def _check_cache(folder: Path) -> None:
 
 
 def stem(name: str, nvcc_version: str | None = None) -> str:
-    """How the file name of a library begins: a hash of its sources, flags (with the architecture), torch and processor.
+    """How the file name of a library that is compiled here begins: a hash of its sources, flags, torch and processor.
 
     nvcc's version stands beside the hash, so that a machine without nvcc finds a library that one with it made.
 
     Raises:
         BuildError: no kernel sources; for "cuda" also no GPU to compile for, or no nvcc to ask for its version.
     """
-    folder, files = toolchain.kernels_dir(), toolchain.sources(name)
     parts = [torch.__version__, str(torch.compiled_with_cxx11_abi()), sys.platform, platform.machine()]
-    parts += [" ".join(toolchain.flags(name, file)) for file in toolchain.compiled(files)]
-    digest = hashlib.sha256("\0".join(parts).encode())
-    for file in files:
-        digest.update(file.encode() + b"\0" + (folder / file).read_bytes())
+    parts += [" ".join(toolchain.flags(name, file)) for file in toolchain.compiled(toolchain.sources(name))]
     end = f"-nvcc{nvcc_version or toolchain.nvcc_version()}" if name == "cuda" else ""
-    return f"twell_{name}-{digest.hexdigest()[:20]}{end}"
+    return f"twell_{name}-{_digest(name, parts)}{end}"
+
+
+def prebuilt_stem(name: str, cuda: str | None) -> str:
+    """How the file name of a library that comes in a wheel begins: a hash of its sources and the ABI that it asks for.
+
+    Args:
+        cuda: the version of CUDA, for instance "13.0", whose runtime the "cuda" library loads; its first number counts.
+
+    Raises:
+        BuildError: no kernel sources.
+    """
+    end = f"-cuda{str(cuda).partition('.')[0]}" if name == "cuda" else ""
+    return f"twell_{name}-{_digest(name, [toolchain.STABLE_ABI_TARGET])}{end}"
+
+
+def _digest(name: str, parts: list[str]) -> str:
+    folder, digest = toolchain.kernels_dir(), hashlib.sha256("\0".join(parts).encode())
+    for file in toolchain.sources(name):
+        digest.update(file.encode() + b"\0" + (folder / file).read_bytes())
+    return digest.hexdigest()[:20]
 
 
 def file_name(stem: str, library: Path) -> str:
@@ -146,17 +176,36 @@ def file_name(stem: str, library: Path) -> str:
 
 
 def find_library(name: str) -> Path | None:
-    """A whole library that fits this torch, these sources and this GPU, or None."""
-    return next((path for path in _cached(name) if _is_whole(path)), None)
+    """A whole library that fits this torch, these sources and this GPU, or None.
+
+    Raises:
+        BuildError: as `stem`.
+    """
+    return next(filter(_is_whole, _candidates(name)), None)
 
 
 def _damage(name: str) -> str:
     """What is wrong with a library that `find_library` does not take; nothing of one that is not there."""
-    return "".join(f"{path} is damaged; " for path in _cached(name) if not _is_whole(path))
+    return "".join(f"{path} is damaged; " for path in _candidates(name) if not _is_whole(path))
+
+
+def _candidates(name: str) -> Iterator[Path]:
+    """The libraries that fit by their names, in the order in which they are tried."""
+    yield from _prebuilt(name)
+    yield from _cached(name)
+
+
+def _prebuilt(name: str) -> list[Path]:
+    """What came with the package. Whoever names architectures in $HF_TWELL_CUDA_ARCH wants the kernels compiled."""
+    if name == "cuda":
+        toolchain.architectures()  # a GPU that is too old is refused
+        if os.environ.get("HF_TWELL_CUDA_ARCH"):
+            return []
+    return list(PREBUILT.glob(f"{prebuilt_stem(name, torch.version.cuda)}-*.so"))
 
 
 def _cached(name: str) -> list[Path]:
-    """The libraries that fit by their names, the newest nvcc's first."""
+    """What was compiled here, the newest nvcc's first."""
     try:
         start = stem(name)
     except BuildError:
@@ -188,7 +237,7 @@ def compile_library(name: str) -> Path:
         ) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        found = find_library(name)
+        found = next(filter(_is_whole, _cached(name)), None)
         if found is not None:  # another process was first
             return found
         try:

@@ -1,5 +1,6 @@
 """The compilers on this machine, and the ninja file that makes a kernel library of its sources."""
 
+import functools
 import os
 import platform
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -18,15 +20,6 @@ OLDEST_GPU = (8, 0)  # compute capability; before it there is no bf16
 
 _HOST_FLAGS = ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 _HOST_FLAGS += ["-Wno-unused-parameter", "-pthread"]
-_AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"]
-# One instruction set per source file, chosen when the program runs: only these files may hold its instructions.
-_ISA_FLAGS = {
-    "twell_cpu/isa/avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
-    "twell_cpu/isa/avx512.cpp": _AVX512,
-    "twell_cpu/isa/avx512_vnni.cpp": [*_AVX512, "-mavx512vnni"],
-    "twell_cpu/isa/avx512_bf16.cpp": [*_AVX512, "-mavx512bf16"],
-    "twell_cpu/isa/amx.cpp": [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
-}
 
 
 class BuildError(RuntimeError):
@@ -47,17 +40,23 @@ def kernels_dir() -> Path:
 
 def sources(name: str) -> list[str]:
     """The files of one library, headers too, relative to `kernels_dir()`; "ops" is the operators' definitions."""
-    return _table(name)["src"]
+    return [file for section in _sections(name) for file in section["src"]]
 
 
 def includes(name: str) -> list[Path]:
     """The folders from which the sources of one library name their headers."""
-    return [kernels_dir() / folder for folder in _table(name).get("include", [])]
+    return [kernels_dir() / folder for folder in _sections(name)[0]["include"]]
 
 
-def _table(name: str) -> dict:
-    table = tomllib.loads((kernels_dir() / "build.toml").read_text())
-    return table["torch"] if name == "ops" else table["kernel"][f"twell_{name}"]
+def _sections(name: str) -> list[dict]:
+    """Of build.toml: each has flags of its own."""
+    table = _parsed((kernels_dir() / "build.toml").read_text())
+    return [table["torch"]] if name == "ops" else [each for each in table["kernel"].values() if each["backend"] == name]
+
+
+@functools.cache
+def _parsed(toml: str) -> dict:
+    return tomllib.loads(toml)
 
 
 def compiler() -> str:
@@ -105,13 +104,15 @@ def nvcc_version() -> str:
 def architectures() -> list[str]:
     """What nvcc compiles for, such as "sm_90a": `$HF_TWELL_CUDA_ARCH` (several with commas), or the visible GPUs.
 
+    "compute_90" is PTX, which the driver compiles for later GPUs.
+
     Raises:
         BuildError: a name that is none, no GPU, or one that is too old.
     """
     wanted = os.environ.get("HF_TWELL_CUDA_ARCH")
     if wanted:
         names = sorted({name.strip() for name in wanted.split(",")})
-        if not all(re.fullmatch(r"sm_\d+[af]?", name) for name in names):
+        if not all(re.fullmatch(r"(sm|compute)_\d+[af]?", name) for name in names):
             raise BuildError(f"HF_TWELL_CUDA_ARCH is {wanted!r}; expected names such as sm_80 or sm_80,sm_90a")
         return names
     found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
@@ -134,31 +135,50 @@ def flags(name: str, source: str) -> list[str]:
     """
     common = ["-std=c++17", "-O3", f"-DTORCH_TARGET_VERSION={STABLE_ABI_TARGET}"]
     if name != "cuda":
-        isa = _ISA_FLAGS.get(source, []) if platform.machine() in ("x86_64", "AMD64") else []
+        own: dict = next((section for section in _sections(name) if source in section["src"]), {})
+        isa = own.get("cxx-flags", []) if platform.machine() in ("x86_64", "AMD64") else []
         return [*common, *_HOST_FLAGS, *isa]
-    codes = [f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in architectures()]
-    return [*common, *codes, "-lineinfo", "--expt-relaxed-constexpr", f"-Xcompiler={','.join(_HOST_FLAGS)}"]
+    codes = [f"-gencode=arch=compute_{arch.partition('_')[2]},code={arch}" for arch in architectures()]
+    return [*common, *codes, f"-Xcompiler={','.join(_HOST_FLAGS)}"]
 
 
-def ninja_file(name: str) -> str:
+class Portable(NamedTuple):
+    """What a library for other machines is compiled with, beside `flags`."""
+
+    torch_dir: Path  # of the oldest PyTorch that will load it: include/ and lib/
+    sources: list[str]  # relative to `kernels_dir()`
+    compile_flags: str  # where $out is the object's name
+    binding_flags: list[str]  # also for the files that name the operators
+    link_flags: str
+
+
+def ninja_file(name: str, portable: Portable | None = None) -> str:
     """What `ninja` reads to make library.so. nvcc compiles and links all of the CUDA library: it knows its folders."""
-    folder, torch_dir = kernels_dir(), Path(torch.__file__).parent
-    tool = f"'{nvcc()}' -ccbin '{compiler()}'" if name == "cuda" else f"'{compiler()}'"
+    folder, torch_dir, files = kernels_dir(), Path(torch.__file__).parent, compiled(sources(name))
+    compile_flags, link_flags = "-lineinfo" if name == "cuda" else "", ""
+    binding_flags: list[str] = []
+    linker = tool = f"'{nvcc()}' -ccbin '{compiler()}'" if name == "cuda" else f"'{compiler()}'"
+    if portable:
+        torch_dir, more, compile_flags, binding_flags, link_flags = portable
+        files = [*files, *more]
+        linker = f"'{compiler()}'"  # nvcc would write its folders into the library
     include = " ".join(f"'-I{path}'" for path in [*includes(name), torch_dir / "include"]).replace("$", "$$")
     libraries = "-ltorch -ltorch_cpu -lc10" + (" -ltorch_cuda" if name == "cuda" else " -pthread")
     lines = [
         "rule compile",
-        f"  command = {tool} $flags {include} -c $in -o $out",
+        f"  command = {tool} $flags {compile_flags} {include} -MMD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",  # where objects are kept, a changed header counts
+        "  deps = gcc",
         "rule link",
-        f"  command = {tool} -shared $in -o $out '-L{torch_dir / 'lib'}' {libraries}",
+        f"  command = {linker} -shared {link_flags} $in -o $out '-L{torch_dir / 'lib'}' {libraries}",
     ]
     objects = []
-    for source in compiled(sources(name)):
+    for source in files:
         objects.append(f"{source}.o")  # in folders as the sources are, whose file names repeat
-        lines += [
-            f"build {objects[-1]}: compile {_escaped(folder / source)}",
-            f"  flags = {' '.join(flags(name, source))}",
-        ]
+        its_flags = flags(name, source)
+        if Path(source).name.startswith(("bind_", "torch_binding")):
+            its_flags = [*its_flags, *binding_flags]
+        lines += [f"build {objects[-1]}: compile {_escaped(folder / source)}", f"  flags = {' '.join(its_flags)}"]
     lines += [f"build library.so: link {' '.join(objects)}", ""]
     return "\n".join(lines)
 

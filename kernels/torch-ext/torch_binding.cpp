@@ -4,10 +4,9 @@
 // std::runtime_error: of std::invalid_argument PyTorch makes a ValueError up to 2.14, and a RuntimeError from 2.15 on
 // (pytorch#193451).
 
-#include <torch/csrc/stable/library.h>
-
 #include <tuple>
 
+#include "twell_library.h"
 #include "twell_state.h"
 
 namespace {
@@ -22,7 +21,7 @@ std::tuple<int64_t, int64_t> cuda_state_block(int64_t width, int64_t capacity, b
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY(hf_twell, m) {
+TWELL_OPERATORS(m) {
   // report: (1 + F) fp32, the token-weighted sum of |h| and then each neuron's token-weighted activity (their sum is
   // L0's); empty without `tally`. state: bytes that only this backend's ffn_backward reads; empty when capacity is 0.
   // Its size depends on T, F, the dtype and `capacity` (active neurons per token, on average) alone: see below.
@@ -60,7 +59,13 @@ STABLE_TORCH_LIBRARY(hf_twell, m) {
   m.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float epsilon) -> (Tensor y, Tensor sum)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_twell, CompositeExplicitAutograd, m) {
+TWELL_IMPLEMENTATIONS(CompositeExplicitAutograd, m) {
   m.impl("cpu_state_block", TORCH_BOX(&cpu_state_block));
   m.impl("cuda_state_block", TORCH_BOX(&cuda_state_block));
 }
+
+// kernel-builder's header makes the library a Python module, as it imports it.
+#if defined(TORCH_EXTENSION_NAME) && __has_include("registration.h")
+#include "registration.h"
+REGISTER_EXTENSION(TORCH_EXTENSION_NAME)
+#endif

@@ -23,6 +23,7 @@ from hf_twell.dispatch.choose import (
     same_answers,
     too_small,
 )
+from hf_twell.dispatch.constant import assume_constant_result
 from hf_twell.dispatch.key import CallKey, key_of
 from hf_twell.dispatch.limits import limit
 from hf_twell.models.quantizing import quantize_block
@@ -474,3 +475,8 @@ def test_a_stored_density_keeps_its_answers_whatever_the_rows_of_the_table(densi
     for tokens in range(1, 100):
         ways = {choose(key._replace(tokens=tokens), Activity(stored)) for stored in (density, same)}
         assert len(ways) == 1, (tokens, same)
+
+
+def test_the_mark_of_constants_is_torch_compilers():
+    marked = torch.compiler.assume_constant_result(lambda: 1)
+    assert vars(assume_constant_result(lambda: 1)) == vars(marked)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -201,6 +202,18 @@ def test_every_kernel_source_is_listed_and_there_is_no_package_marker(name):
     on_disk = {path.relative_to(folder) for path in places if path.parent.name != "tests"}
     assert {path for path in on_disk if path.suffix in (".cpp", ".cu", ".h", ".cuh")} == listed
     assert not (folder / "__init__.py").exists(), "it would shadow the kernels package"
+
+
+def test_the_oldest_torch_is_the_same_everywhere():
+    """For pip, for our builds and for kernel-builder's, whose own parser reads build.toml where it is there."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (torch_wanted,) = (line for line in project["dependencies"] if line.startswith("torch"))
+    major, minor = map(int, torch_wanted.removeprefix("torch>=").split("."))
+    assert int(toolchain.STABLE_ABI_TARGET, 16) == major << 56 | minor << 48
+    table = tomllib.loads((ROOT / "kernels" / "build.toml").read_text())
+    assert set(table["torch"]["stable-abi"].values()) == {f"{major}.{minor}"}
+    rust = pytest.importorskip("kernels._rust", reason="needs the package kernels")
+    assert rust.Build.open(ROOT / "kernels").general
 
 
 @pytest.mark.parametrize("source", toolchain.compiled(toolchain.sources("cpu")))
@@ -409,3 +422,37 @@ def test_a_cuda_library_fits_one_architecture_and_nvcc_and_is_found_without_nvcc
     newer.unlink()
     monkeypatch.setenv("HF_TWELL_CUDA_ARCH", "sm_80")
     assert build.find_library("cuda") is None
+
+
+def test_a_library_that_came_with_the_package_is_taken_where_it_fits(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TWELL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "PREBUILT", tmp_path)
+    monkeypatch.setattr(build, "_outcomes", {})
+    monkeypatch.setattr(toolchain, "architectures", lambda: ["sm_90a"])
+    monkeypatch.delenv("HF_TWELL_CUDA_ARCH", raising=False)
+    empty = tmp_path / "empty"
+    empty.touch()
+    for name in ("ops", "cpu", "cuda"):
+        (tmp_path / build.file_name(build.prebuilt_stem(name, "13.0"), empty)).touch()
+    (prebuilt,) = tmp_path.glob("twell_cpu-*.so")
+    assert build.find_library("cpu") == prebuilt
+    assert build.status("cpu").reason == f"came with the package: {prebuilt}"
+
+    for version, found in (("13.2", True), ("12.8", False), (None, False)):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        assert (build.find_library("cuda") is not None) == found, version
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("HF_TWELL_CUDA_ARCH", "sm_90a")
+    assert build.find_library("cuda") is None, "named architectures are compiled"
+
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    with pytest.warns(UserWarning, match="twell_ops-.*so does not load .*; no C\\+\\+ compiler found"):
+        assert not build.status("cpu", build=True).available, "and else it would be compiled"
+    monkeypatch.setattr(build, "_outcomes", {})
+
+    prebuilt.write_bytes(b"damaged")
+    assert build.find_library("cpu") is None
+    assert f"{prebuilt} is damaged" in build.status("cpu").reason
+    prebuilt.write_bytes(b"")
+    monkeypatch.setattr(toolchain, "STABLE_ABI_TARGET", "0x0263000000000000")
+    assert build.find_library("cpu") is None, "of another ABI"

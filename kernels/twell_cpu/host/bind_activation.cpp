@@ -57,7 +57,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor grad_h, Tensor gate, MaybeTen
 }  // namespace
 }  // namespace twell
 
-STABLE_TORCH_LIBRARY_IMPL(hf_twell, CPU, m) {
+TWELL_IMPLEMENTATIONS(CPU, m) {
   m.impl("activation", TORCH_BOX(&twell::forward));
   m.impl("activation_backward", TORCH_BOX(&twell::backward));
 }

@@ -303,7 +303,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ffn_backward(
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(hf_twell, CPU, m) {
+TWELL_IMPLEMENTATIONS(CPU, m) {
   m.impl("ffn", TORCH_BOX(&ffn));
   m.impl("infer", TORCH_BOX(&infer));
   m.impl("ffn_backward", TORCH_BOX(&ffn_backward));

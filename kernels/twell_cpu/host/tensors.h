@@ -1,7 +1,6 @@
 // What the files that see tensors share.
 #pragma once
 
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -11,6 +10,7 @@
 
 #include "common/parallel.h"
 #include "isa/kernels.h"
+#include "twell_library.h"
 
 namespace twell {
 

@@ -87,7 +87,7 @@ std::tuple<Tensor, Tensor, Tensor> activate_backward(Tensor grad_h, Tensor gate,
 }  // namespace
 }  // namespace twell
 
-STABLE_TORCH_LIBRARY_IMPL(hf_twell, CUDA, m) {
+TWELL_IMPLEMENTATIONS(CUDA, m) {
   m.impl("activation", TORCH_BOX(&twell::activate));
   m.impl("activation_backward", TORCH_BOX(&twell::activate_backward));
 }

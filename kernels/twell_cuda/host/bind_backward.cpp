@@ -82,4 +82,4 @@ Seven ffn_backward(Tensor grad_y, Tensor state, Tensor x, Tensor w_up, Tensor w_
 }  // namespace
 }  // namespace twell
 
-STABLE_TORCH_LIBRARY_IMPL(hf_twell, CUDA, m) { m.impl("ffn_backward", TORCH_BOX(&twell::ffn_backward)); }
+TWELL_IMPLEMENTATIONS(CUDA, m) { m.impl("ffn_backward", TORCH_BOX(&twell::ffn_backward)); }

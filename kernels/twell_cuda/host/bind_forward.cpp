@@ -147,7 +147,7 @@ Tensor infer(Tensor x, Tensor w_up, Tensor w_down, MaybeTensor w_gate, MaybeTens
 }  // namespace
 }  // namespace twell
 
-STABLE_TORCH_LIBRARY_IMPL(hf_twell, CUDA, m) {
+TWELL_IMPLEMENTATIONS(CUDA, m) {
   m.impl("ffn", TORCH_BOX(&twell::ffn));
   m.impl("infer", TORCH_BOX(&twell::infer));
 }

@@ -7,7 +7,6 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -27,6 +26,7 @@
 #include "common/transpose.h"
 #include "host/dispatch.h"
 #include "sm90/training/step.h"
+#include "twell_library.h"
 #include "twell_limits.h"
 
 // torch 2.11's name for it.
