@@ -382,7 +382,7 @@ def readme() -> Entries:
     )
     most = 100 * limit("kCudaLimits")[-1][1], 100 * limit("kCudaTrainingLimits")[-1][1]
     yield "below {:.0f} %: {:.2f} at {:.1f} %, {:.2f} at {:.1f} % | the same |", most[0], *times(*many)
-    yield "below {:.1f} %, with the L1 term: {:.2f} at {:.1f} % | the same", most[1], *times(trained[0])
+    yield "| fine-tuning | below {:.1f} %: {:.2f} at {:.1f} % | the same", most[1], *times(trained[0])
     yield "a CPU, one token | pays at any: {:.2f} at {:.0f} %, {:.2f} at {:.1f} % |", *times(*cpu)
     begun = study_density(("from scratch", 0.01))
     yield (
@@ -404,8 +404,17 @@ def readme() -> Entries:
     yield "or the training loss stays {:.0f} % above the dense parent's", 100 * (LOST - 1)
 
 
+def of_count_term(activity: str) -> tuple[float, float]:
+    """How many times as fast as dense a step with the count term is, and the density in percent."""
+    found = row("kernels/twell_cuda/bench/h200-count-2026-11-28/rows.jsonl", activity=activity)
+    dense = min(found["ms"][name] for name in ("eager", "compiled", "dense_ffn"))
+    return dense / found["ms"]["kernels_count"], 100 * found["density"]
+
+
 def bench() -> Entries:
     yield from speed()
+    counted = [value for each in ("2", "0.5") for value in of_count_term(each)]
+    yield "of another run, {:.2f} at {:.1f} % and {:.2f} at {:.1f} %", *counted
     yield "kernels pay up to a union of {:.0f} %", 100 * limit("kCudaUnionLimits")[-1][2]  # of a block of this size
     for l0 in (535, 327, 203):
         found = [row(UNIONS, tokens=tokens, requested_l0=l0) for tokens in (1024, 2048, 4096, 16_384)]

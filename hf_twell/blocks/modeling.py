@@ -149,8 +149,8 @@ class SparseFfn(nn.Module):
         if l1 is not None:
             l1 = l1 if l1.tally.device == x.device else l1.to(x.device)
             _check_tokens(self, x.shape[:-1], l1)
-        # The kernels' backward does not know runs of tokens; of the count term it was tested on CPUs alone.
-        plain = l1 is not None and (l1.runs is not None or (l1.counts and x.is_cuda))
+        # The kernels' backward does not know runs of tokens.
+        plain = l1 is not None and l1.runs is not None
         operands = None if plain else self._operands(x)
         return self._through_submodules(x, l1) if operands is None else self._compute(x, l1, operands)
 
