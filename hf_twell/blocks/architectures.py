@@ -1,7 +1,7 @@
 """Where a model's feed-forward blocks are: each is found by the names of its linear layers, one row of FORMS."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,18 @@ class FfnForm(NamedTuple):
         return y.chunk(2, dim=-1) if self.fused else (y, None)
 
 
+class ExpertsForm(NamedTuple):
+    """The attribute names of a layer's routed experts.
+
+    Their matrices lie in two parameters, (E, 2F, D), gate's rows first, and (E, D, F); the module is called with hidden
+    states (T, D), the experts of each token (T, K) and their weights in the sum (T, K).
+    """
+
+    gate_up: str
+    down: str
+    activation: str
+
+
 FORMS = (
     FfnForm("gate_proj", "up_proj", "down_proj", "act_fn"),  # Llama, Qwen2, Qwen3, Mistral, Gemma, SmolLM3, OLMo
     FfnForm("gate_up_proj", "gate_up_proj", "down_proj", "activation_fn"),  # Phi-3, Phi-4, GLM-4
@@ -53,21 +65,25 @@ FORMS = (
     FfnForm(None, "dense_h_to_4h", "dense_4h_to_h", "act"),  # GPT-NeoX, Pythia
 )
 
+EXPERTS = ExpertsForm("gate_up_proj", "down_proj", "act_fn")  # Mixtral, OLMoE, Qwen's and DeepSeek's mixtures
+
 # The names under which configs keep the activation of the feed-forward block.
 ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")
 
 SUPPORTED = (
     "Supported are Llama, Qwen2, Qwen3, Mistral and stock models whose every layer has one dense feed-forward block of "
-    "linears named " + ", ".join("/".join(form.linears) for form in FORMS)
+    "linears named " + ", ".join("/".join(form.linears) for form in FORMS) + ", or experts whose matrices are two "
+    f"parameters of three dimensions, {EXPERTS.gate_up} and {EXPERTS.down}"
 )
 
 
 class FfnSite(NamedTuple):
-    """One feed-forward block of a model: its dotted name, the module, and its form."""
+    """One feed-forward block of a model: its dotted name, the module, its form, and the model's layer that it is in."""
 
     name: str
     module: nn.Module
     form: FfnForm
+    layer: int
 
     def linear(self, which: str) -> nn.Module:
         return getattr(self.module, getattr(self.form, which))
@@ -82,14 +98,41 @@ class FfnSite(NamedTuple):
 
     def blocks(self) -> list["FfnSite"]:
         """The block itself; what PEFT's `modules_to_save` makes of one: the original and a copy for each adapter."""
-        copies = self.module._modules.get("modules_to_save")
-        if copies is None:
-            return [self]
-        return [self._replace(module=module) for module in (self.module.original_module, *copies.values())]
+        return [self._replace(module=module) for module in _copies(self.module)]
 
 
-def find_ffns(model: nn.Module) -> list[FfnSite]:
-    """The feed-forward blocks of the model's text decoder, in layer order.
+class ExpertsSite(NamedTuple):
+    """A layer's routed experts, all of them together: as `FfnSite` has it."""
+
+    name: str
+    module: nn.Module
+    form: ExpertsForm
+    layer: int
+
+    @property
+    def activation(self) -> nn.Module:
+        return getattr(self.module, self.form.activation)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """(E, F, D)."""
+        experts, hidden, width = getattr(self.module, self.form.down).shape
+        return experts, width, hidden
+
+    @property
+    def intermediate_size(self) -> int:
+        """F, of one expert."""
+        return self.sizes[1]
+
+    def blocks(self) -> list["ExpertsSite"]:
+        return [self._replace(module=module) for module in _copies(self.module)]
+
+
+Site = FfnSite | ExpertsSite
+
+
+def find_ffns(model: nn.Module) -> list[Site]:
+    """The feed-forward blocks of the model's text decoder, in layer order; a layer may have experts and a dense one.
 
     Raises:
         ValueError: naming the module and its class, where a layer has no block that can be made sparse.
@@ -98,17 +141,45 @@ def find_ffns(model: nn.Module) -> list[FfnSite]:
         raise ValueError(
             f"{type(model).__name__} is no Transformers model; load one with from_pretrained. {SUPPORTED}."
         )
-    sites: list[FfnSite] = []
+    sites: list[Site] = []
+    layers: dict[str, int] = {}
     for name, module in _decoder_modules(model):
         if "_orig_mod" in module._modules or any(name.startswith(site.name + ".") for site in sites):
             continue  # what torch.compile wraps around a module, or a part of a block that was found
-        if hasattr(module, "experts") or hasattr(module, "router"):
-            raise ValueError(f"{name} ({type(module).__name__}) is a mixture of experts. {SUPPORTED}.")
-        form = _form_of(module)
+        experts = getattr(module, "experts", None)
+        if not _holds_experts(base_layer(experts)) if experts is not None else hasattr(module, "router"):
+            what = type(module if experts is None else experts).__name__
+            raise ValueError(
+                f"{name} ({type(module).__name__}) is a mixture of experts of another form ({what}). {SUPPORTED}."
+            )
+        form = EXPERTS if _holds_experts(module) else _form_of(module)
         if form:
-            sites.append(FfnSite(name, module, form))
+            layer = layers.setdefault(_layer_name(name), len(layers))
+            site: Any = ExpertsSite if form is EXPERTS else FfnSite
+            sites.append(site(name, module, form, layer))
     _check_complete(model, sites)
     return sites
+
+
+def dense_ffns(model: nn.Module, what: str) -> list[FfnSite]:
+    """`find_ffns` for `what` reads blocks' linears.
+
+    Raises:
+        ValueError: as `find_ffns`, or a mixture of experts.
+    """
+    sites = find_ffns(model)
+    for site in sites:
+        if isinstance(site, ExpertsSite):
+            raise ValueError(
+                f"{site.name} ({type(site.module).__name__}) holds routed experts, and {what} reads dense feed-forward "
+                "blocks alone; give a model without experts"
+            )
+    return [site for site in sites if isinstance(site, FfnSite)]
+
+
+def layers_of(sites: Iterable[Site]) -> int:
+    """How many of the model's layers these blocks are in."""
+    return len({site.layer for site in sites})
 
 
 def activation_keys(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[str]]:
@@ -218,13 +289,38 @@ def _form_of(module: nn.Module) -> FfnForm | None:
     return None
 
 
+def _holds_experts(module: nn.Module | None) -> bool:
+    """Whether it is of the form `EXPERTS`; what it computes of them shows when it is run."""
+    module = getattr(module, "_modules", {}).get("original_module", module)  # of PEFT's `modules_to_save`
+    parameters = getattr(module, "_parameters", {})
+    gate_up, down = (parameters.get(name) for name in (EXPERTS.gate_up, EXPERTS.down))
+    if gate_up is None or down is None or not hasattr(module, EXPERTS.activation):
+        return False
+    if getattr(module, "has_bias", False) or getattr(module, "has_post_expert_norm", False) or down.ndim != 3:
+        return False
+    experts, hidden, width = down.shape
+    return gate_up.shape == (experts, 2 * width, hidden) and not getattr(module, "is_transposed", False)
+
+
+def _copies(module: nn.Module) -> list[nn.Module]:
+    copies = module._modules.get("modules_to_save")
+    return [module] if copies is None else [module.original_module, *copies.values()]
+
+
+def _layer_name(name: str) -> str:
+    """The part of a block's dotted name that is its layer's: up to the first number."""
+    parts = name.split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdecimal()]
+    return ".".join(parts[: numbers[0] + 1]) if numbers else name
+
+
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(base_layer(module), nn.Linear)
 
 
-def _check_complete(model: nn.Module, sites: list[FfnSite]) -> None:
+def _check_complete(model: nn.Module, sites: list[Site]) -> None:
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    if sites and layers in (None, len(sites)):
+    if sites and layers in (None, layers_of(sites)):
         return
     modules = dict(_decoder_modules(model))
     named = [name for name in modules if name.rpartition(".")[2] in ("mlp", "ffn", "feed_forward")]
@@ -243,7 +339,7 @@ def _check_complete(model: nn.Module, sites: list[FfnSite]) -> None:
     raise ValueError(f"{type(model).__name__} has {layers} layers but {blocks}{where}. {advice}")
 
 
-def _shared(model: nn.Module, sites: list[FfnSite]) -> tuple[str, str] | None:
+def _shared(model: nn.Module, sites: list[Site]) -> tuple[str, str] | None:
     """Two names of one block, where there is such a block: the second is that of its site."""
     names = {site.module: site.name for site in sites}
     every_name = _decoder_modules(model, every_name=True)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook
 
+from hf_twell.blocks.architectures import FfnForm
 from hf_twell.blocks.layout import settle_down
 from hf_twell.blocks.operands import OWN_FORWARDS, Operands, first_of, quantizes_x
 from hf_twell.dispatch.activity import UNKNOWN, Activity, RecentInputs
@@ -251,20 +252,20 @@ def takes_kernels(ffn: "SparseFfn", x: torch.Tensor) -> bool:
 def store_density(
     ffns: Iterable[nn.Module], density: Sequence[float] | None, unions: Mapping[str, Sequence[float]] | None = None
 ) -> None:
-    """Tell sparse blocks the activity of every layer of their model, which a compiled graph cannot sample.
+    """Tell sparse blocks the activity of every block of their model, which a compiled graph cannot sample.
 
     A trace takes what `hf_twell.dispatch.choose.answers` makes of it for constants. None: it is not known (any more).
 
     Args:
-        unions: of every layer, the share of neurons active in at least one of "64" and "128" neighbouring tokens.
+        unions: of every block, the share of neurons active in at least one of "64" and "128" neighbouring tokens.
     """
     unknown = [None] * len(density or ())
     of_64, of_128 = ((unions or {}).get(run, unknown) for run in ("64", "128"))
     known = dict(enumerate(zip(density or (), of_64, of_128, strict=True)))
     for ffn in ffns:
-        ffn.twell.activity = known.get(ffn.twell.layer)
+        ffn.twell.activity = known.get(ffn.twell.place)
         ffn.twell.answers = ffn.twell.answers_elsewhere = None
-        if ffn.twell.activity is not None:
+        if ffn.twell.activity is not None and isinstance(ffn.twell.form, FfnForm):
             share, _, union = ffn.twell.activity
             down = getattr(ffn, ffn.twell.form.down)
             # Which 16 bits the block computes in makes no difference on a GPU, and may change after this.

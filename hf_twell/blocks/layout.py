@@ -51,7 +51,8 @@ def _settle_evaluated(ffn: torch.nn.Module, weight: torch.Tensor, x: torch.Tenso
 
 def restore_down(ffn: torch.nn.Module) -> None:
     """Give the weight the memory order in which stock models hold it."""
-    weight = getattr(getattr(ffn, ffn.twell.form.down), "weight", None)
+    weight = getattr(ffn, ffn.twell.form.down)
+    weight = getattr(weight, "weight", None) if isinstance(weight, torch.nn.Module) else weight
     held = quantized_values(weight)
     weight = weight if held is None else held[0]
     if isinstance(weight, torch.Tensor) and not weight.is_contiguous() and _swappable(ffn, weight):

@@ -1,14 +1,17 @@
-"""The class that a sparse feed-forward block gets: a subclass of its own class, so the model stays what it was."""
+"""The class that a sparse feed-forward block gets: a subclass of its own class, so the model stays what it was.
+
+That of a dense block; `hf_twell.blocks.experts` has that of a layer's experts.
+"""
 
 import functools
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, SupportsIndex
+from typing import Any, NamedTuple, Self, SupportsIndex
 
 import torch
 from torch import nn
 
 from hf_twell.blocks import calls
-from hf_twell.blocks.architectures import FfnForm, FfnSite, input_name, only_input
+from hf_twell.blocks.architectures import ExpertsForm, FfnForm, Site, input_name, only_input
 from hf_twell.blocks.batches import Runs
 from hf_twell.blocks.layout import restore_down
 from hf_twell.blocks.operands import (
@@ -56,15 +59,19 @@ class L1Inputs:
 class FfnSettings:
     """What `sparsify` decided for a block: its name in the model, its layer, its form and the backend asked for.
 
-    `activity` is what the model's config says of its layer, if it does: the density, and the share of neurons in the
-    union of 64 and of 128 neighbouring tokens (None: not measured). `answers` is what that means for compiled
-    evaluation on a GPU of compute capability 9.0, and on others: see `hf_twell.blocks.calls.store_density`.
+    `place` is its place among all of the model's blocks, and `part` what tells it from others of its layer, "experts"
+    say; None where no layer has two. `activity` is what the model's config says of it, if it does: the density, and the
+    share of neurons in the union of 64 and of 128 neighbouring tokens (None: not measured). `answers` is what that
+    means for compiled evaluation on a GPU of compute capability 9.0, and on others: see
+    `hf_twell.blocks.calls.store_density`.
     """
 
     name: str
     layer: int
-    form: FfnForm
+    form: FfnForm | ExpertsForm
     backend: str
+    place: int = 0
+    part: str | None = None
     activity: tuple[float, float | None, float | None] | None = None
     answers: dict[float, bool] | None = None
     answers_elsewhere: dict[float, bool] | None = None
@@ -93,26 +100,30 @@ class FfnState:
     awaited: list | None = None
 
 
-class SparseFfn(nn.Module):
+class BlockSizes(NamedTuple):
+    """How many experts a block has, None of a dense one, and F: of an expert."""
+
+    experts: int | None
+    width: int
+
+    @property
+    def neurons(self) -> int:
+        return (self.experts or 1) * self.width
+
+
+class SparseBlock(nn.Module):
     """Mixin put before a block's own class, which is `stock_class` and calls its x `twell_input`."""
 
     stock_class: type
+    mixin: type
     twell: FfnSettings
     twell_state: FfnState
 
-    @property
-    def twell_width(self) -> int:
-        """F of the block, or what of it this process holds."""
-        return getattr(self, self.twell.form.down).in_features
+    def sizes(self) -> BlockSizes:
+        raise NotImplementedError
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
-            y = calls.repeat(self, args[0])
-            if y is not None:
-                return y
-            self.twell_state.last_call = None
-        if has_forward_of(SparseFfn, self):
-            return super().__call__(*args, **kwargs)
+    def call_replaced(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """What `__call__` does where somebody has replaced the block's forward."""
         # The forward that replaced ours calls it (Accelerate's hooks, wrappers, compilers) or does not (Liger's SwiGLU,
         # which computes SiLU). The mark is of this call alone, as other threads may be in theirs, and a list because
         # Dynamo cannot make an object().
@@ -137,18 +148,47 @@ class SparseFfn(nn.Module):
             restore_down(self)
         return super().train(mode)
 
+    def l1_of(self, x: torch.Tensor) -> L1Inputs | None:
+        """What the micro-batch that runs asks of this call; None outside of one."""
+        # Without gradients (text generated inside a training step) the batch need not be the step's.
+        l1 = self.twell_state.l1 if torch.is_grad_enabled() else None
+        if l1 is None:
+            return None
+        l1 = l1 if l1.tally.device == x.device else l1.to(x.device)
+        if x.ndim == 2 and l1.token_weight is not None and l1.token_weight.numel() == len(x):
+            # A mixture of experts, and the dense expert beside it, have the tokens of all sequences in one row.
+            l1 = replace(l1, token_weight=l1.token_weight.flatten())
+        _check_tokens(self, x.shape[:-1], l1)
+        return l1
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
+        # The subclass is made at run time, so pickle and deepcopy rebuild it from the class it was made of.
+        return _new_instance, (self.stock_class, self.mixin), self.__dict__.copy()
+
+
+class SparseFfn(SparseBlock):
+    """That of a dense block."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
+            y = calls.repeat(self, args[0])
+            if y is not None:
+                return y
+            self.twell_state.last_call = None
+        if has_forward_of(SparseFfn, self):
+            return super().__call__(*args, **kwargs)
+        return self.call_replaced(*args, **kwargs)
+
+    def sizes(self) -> BlockSizes:
+        return BlockSizes(None, getattr(self, self.twell.form.down).in_features)
+
     def forward(self, x: torch.Tensor | None = None, **named: torch.Tensor) -> torch.Tensor:
         if x is None or named:
             x = only_input(self, x, named)
-        state = self.twell_state
         # Where __call__ left no mark, as its own guards say, a compiled forward assigns nothing.
         if not (torch.compiler.is_compiling() and has_forward_of(SparseFfn, self)):
-            state.awaited = None
-        # Without gradients (text generated inside a training step) the batch need not be the step's.
-        l1 = state.l1 if torch.is_grad_enabled() else None
-        if l1 is not None:
-            l1 = l1 if l1.tally.device == x.device else l1.to(x.device)
-            _check_tokens(self, x.shape[:-1], l1)
+            self.twell_state.awaited = None
+        l1 = self.l1_of(x)
         # The kernels' backward does not know runs of tokens.
         plain = l1 is not None and l1.runs is not None
         operands = None if plain else self._operands(x)
@@ -212,10 +252,6 @@ class SparseFfn(nn.Module):
             return reference.linear(h, values, scale, bias)
         return linear_of(down, h)
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
-        # The subclass is made at run time, so pickle and deepcopy rebuild it from the class it was made of.
-        return _new_instance, (self.stock_class,), self.__dict__.copy()
-
 
 def _held(w_down: torch.Tensor, x: torch.Tensor, training: bool) -> torch.Tensor:
     """The same weight, whose memory stays while another thread gives the parameter new one."""
@@ -236,7 +272,7 @@ def _all_modules_are_hooked() -> bool:
     return not torch.compiler.is_compiling() and bool(torch.nn.modules.module._has_any_global_hook())
 
 
-def _check_tokens(ffn: SparseFfn, shape: torch.Size, l1: L1Inputs) -> None:
+def _check_tokens(ffn: SparseBlock, shape: torch.Size, l1: L1Inputs) -> None:
     """Refuse hidden states that are not those of the micro-batch whose tokens were counted.
 
     It takes the block and not its name: a compiled layer that reads its name is compiled anew for each layer.
@@ -256,20 +292,28 @@ def _check_tokens(ffn: SparseFfn, shape: torch.Size, l1: L1Inputs) -> None:
     )
 
 
+def sparse_class(stock_class: type, mixin: type | None = None) -> type[nn.Module]:
+    """The sparse subclass of a feed-forward block's class; always the same one for the same class.
+
+    Args:
+        mixin: what computes it, by default `SparseFfn`.
+    """
+    return _sparse_class(stock_class, mixin or SparseFfn)
+
+
 @functools.cache
-def sparse_class(stock_class: type) -> type[nn.Module]:
-    """The sparse subclass of a feed-forward block's class; always the same one for the same class."""
+def _sparse_class(stock_class: type, mixin: type) -> type[nn.Module]:
     doc = f"{stock_class.__name__} computed over its active neurons."
-    attributes = {"stock_class": stock_class, "twell_input": input_name(stock_class), "__doc__": doc}
-    return type(f"Sparse{stock_class.__name__}", (SparseFfn, stock_class), attributes)
+    attributes = {"stock_class": stock_class, "mixin": mixin, "twell_input": input_name(stock_class), "__doc__": doc}
+    return type(f"Sparse{stock_class.__name__}", (mixin, stock_class), attributes)
 
 
-def _new_instance(stock_class: type) -> nn.Module:
-    cls: Any = sparse_class(stock_class)
+def _new_instance(stock_class: type, mixin: type) -> nn.Module:
+    cls: Any = sparse_class(stock_class, mixin)
     return cls.__new__(cls)
 
 
-def check_whole(h: torch.Tensor, width: int, block: FfnSettings | FfnSite) -> None:
+def check_whole(h: torch.Tensor, width: int, block: FfnSettings | Site) -> None:
     """Refuse the part of a block's h (..., F) that tensor parallelism leaves to one process.
 
     Args:
@@ -289,7 +333,7 @@ def sparse_ffns(model: nn.Module) -> list[nn.Module]:
     """The model's sparse blocks, in layer order."""
     idle, found = set(), []
     for module in model.modules():  # once: a step of training comes here, and the walk takes longer than the rest
-        if isinstance(module, SparseFfn):
+        if isinstance(module, SparseBlock):
             found.append(module)
         # PEFT's `modules_to_save` keeps a block and a copy of it for each adapter; the active adapter's computes.
         copies = module._modules.get("modules_to_save")

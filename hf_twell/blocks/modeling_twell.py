@@ -29,14 +29,19 @@ else:
 
 PREFIX, FILE = "twell_", "modeling_twell.py"
 
-# By stock `model_type`: where the text decoder's layers have the activation of their feed-forward blocks.
+# By stock `model_type`: where the text decoder's layers have the activations of their feed-forward blocks. A layer has
+# those of the places that it has: some of a model's layers may be dense and others mixtures of experts.
+EXPERTS = ("mlp.experts.act_fn", "mlp.shared_expert.act_fn")
 ACTIVATIONS = {
-    "falcon_h1": "feed_forward.act_fn",
-    "gemma4": "mlp.act_fn",
-    "gemma4_text": "mlp.act_fn",
-    "olmo_hybrid": "mlp.act_fn",
-    "qwen3_5": "mlp.act_fn",
-    "qwen3_5_text": "mlp.act_fn",
+    "falcon_h1": ("feed_forward.act_fn",),
+    "gemma4": ("mlp.act_fn", "experts.act_fn"),
+    "gemma4_text": ("mlp.act_fn", "experts.act_fn"),
+    "olmo_hybrid": ("mlp.act_fn",),
+    "qwen3_5": ("mlp.act_fn",),
+    "qwen3_5_moe": EXPERTS,
+    "qwen3_5_moe_text": EXPERTS,
+    "qwen3_5_text": ("mlp.act_fn",),
+    "qwen3_next": ("mlp.act_fn", *EXPERTS),
 }
 HEADS = {
     "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
@@ -72,9 +77,10 @@ class TwellBlocks(StockModel):
     def __init__(self, config: PreTrainedConfig, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)
         text_config = config.get_text_config()
-        path = ACTIVATIONS[text_config.model_type.removeprefix(PREFIX)]
+        paths = ACTIVATIONS[text_config.model_type.removeprefix(PREFIX)]
         for layer in self.get_decoder().layers:
-            layer.set_submodule(path, transformers.activations.ACT2FN[text_config.ffn_act])
+            for path in {name for name, _ in layer.named_modules()}.intersection(paths):
+                layer.set_submodule(path, transformers.activations.ACT2FN[text_config.ffn_act])
 
     @classmethod
     def is_custom_code(cls) -> bool:

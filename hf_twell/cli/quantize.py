@@ -41,14 +41,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _quantize(args) -> dict:
-    from hf_twell.blocks.architectures import find_ffns
+    from hf_twell.blocks.architectures import dense_ffns
     from hf_twell.files.folders import check_target, save_model, training_record
     from hf_twell.models.quantizing import quantize
 
     check_target(args.output, overwrite=args.overwrite, inputs=[args.model])
     record = training_record(args.model)
     model, tokenizer = quantize(args.model, args.weights)
-    sites = find_ffns(model)
+    sites = dense_ffns(model, "quantizing")
     linears = [getattr(site.module, name) for site in sites for name in site.form.linears]
     save_model(model, args.output, tokenizer, overwrite=args.overwrite, **record)
     return {

@@ -13,15 +13,15 @@ FORMAT_VERSION = 1
 ACTIVITY = ("density", "unions")  # keys of what was measured of the weights as they are
 
 
-def new_entry(config: PreTrainedConfig, layers: list[int] | None) -> dict:
+def new_entry(config: PreTrainedConfig, layers: list[int] | None, blocks: int) -> dict:
     """The entry of a model that kernels and the L1 term act on in `layers` (None: all); activity recorded stays.
 
-    Except that of another number of layers: some were cut off, and it does not say which.
+    Except that of another number than its `blocks`: some were cut off, and it does not say which.
     """
     recorded = getattr(config, "twell", None) or {}
     density, unions = (recorded.get(key) for key in ACTIVITY)
     entry: dict[str, Any] = {"version": FORMAT_VERSION, "layers": layers}
-    if density is None or _layers_of(config) not in (None, len(density)):
+    if density is None or blocks != len(density):
         return entry
     return entry | {"density": density} | ({"unions": unions} if unions else {})
 

@@ -10,12 +10,12 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_twell.blocks import modeling_twell
-from hf_twell.blocks.architectures import SUPPORTED, FfnSite, activation_keys, decoder_of, has_own_type
+from hf_twell.blocks.architectures import SUPPORTED, Site, activation_keys, decoder_of, has_own_type
 
 modeling_twell.register()
 
 
-def needs_own_type(model: nn.Module, sites: list[FfnSite]) -> bool:
+def needs_own_type(model: nn.Module, sites: list[Site]) -> bool:
     """Whether layers outside the blocks follow the config entry of the blocks' activation: state spaces, a projector.
 
     They would compute ReLU, too, where the converted model is loaded again.
@@ -71,10 +71,10 @@ def _top(model: nn.Module) -> PreTrainedModel:
     return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
-def _follower(model: nn.Module, sites: list[FfnSite]) -> tuple[str, nn.Module] | None:
-    sites = [block for site in sites for block in site.blocks()]
+def _follower(model: nn.Module, sites: list[Site]) -> tuple[str, nn.Module] | None:
+    blocks = [block for site in sites for block in site.blocks()]
     config, keys = activation_keys(model.config)
-    kinds = {type(site.activation) for site in sites} - {nn.ReLU}
+    kinds = {type(block.activation) for block in blocks} - {nn.ReLU}
     if not kinds:
         return None
     entries = {getattr(config, key) for key in keys}
@@ -85,7 +85,7 @@ def _follower(model: nn.Module, sites: list[FfnSite]) -> tuple[str, nn.Module] |
         for module in model.modules()
         if isinstance(module, PreTrainedModel) and module not in decoder and decoder.isdisjoint(module.modules())
     ]
-    apart = {inner for outer in (*towers, *(site.module for site in sites)) for inner in outer.modules()}
+    apart = {inner for outer in (*towers, *(block.module for block in blocks)) for inner in outer.modules()}
     for name, module in model.named_modules():
         # Some keep the name and look the function up when they run.
         named = any(isinstance(value, str) and value in entries for value in vars(module).values())

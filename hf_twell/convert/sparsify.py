@@ -10,10 +10,11 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 import hf_twell
-from hf_twell.blocks.architectures import FfnSite, base_layer, find_ffns, stock_class
+from hf_twell.blocks.architectures import ExpertsSite, Site, base_layer, find_ffns, layers_of, stock_class
 from hf_twell.blocks.calls import store_density
+from hf_twell.blocks.experts import SparseExperts
 from hf_twell.blocks.layout import restore_down
-from hf_twell.blocks.modeling import FfnSettings, FfnState, SparseFfn, sparse_class, sparse_ffns
+from hf_twell.blocks.modeling import FfnSettings, FfnState, SparseBlock, SparseFfn, sparse_class, sparse_ffns
 from hf_twell.blocks.operands import quantize_x_alike, quantized_parameters
 from hf_twell.convert.convertible import check_convertible
 from hf_twell.convert.entry import check_entry, new_entry
@@ -30,23 +31,24 @@ def sparsify(model: nn.Module, *, backend: str = "auto", layers: Iterable[int] |
     """Turn every feed-forward block's activation into ReLU, and let sparse kernels and the L1 term act on `layers`.
 
     Config and live modules both change, in place; parameters, their names and the model's class stay, so the model
-    saves as its stock architecture with `hidden_act: "relu"`. Where that entry means other layers too (Qwen3.5), model
+    saves as its stock architecture with `hidden_act: "relu"`. Of a mixture of experts each expert is such a block; its
+    router stays as it is. Where that entry means other layers too (Qwen3.5), model
     and config take classes of our own, `TwellQwen3_5ForCausalLM` say, which save as a `model_type` of our own. Calling
     again changes nothing but `backend` and `layers`.
 
     Args:
         model: a Transformers causal language model (or its decoder), on any device, in float32, bfloat16 or float16.
         backend: "auto" takes the fastest backend at each call; "reference", "cpu" or "cuda" insist on one.
-        layers: indices of the layers on which kernels and the L1 term act (negative ones count from the end). None
-            keeps those that an earlier call or the checkpoint chose (`config.twell`), else means all; `range(n)` brings
-            all n back. The activation converts everywhere: a stock config has one.
+        layers: indices of the model's layers on which kernels and the L1 term act (negative ones count from the end).
+            None keeps those that an earlier call or the checkpoint chose (`config.twell`), else means all; `range(n)`
+            brings all n back. The activation converts everywhere: a stock config has one.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: a model that cannot be converted exactly (mixture of experts, quantized or meta-device weights, an
-            unknown block), naming the module, or a `twell` entry in the config that cannot be true; nothing has
+        ValueError: a model that cannot be converted exactly (quantized or meta-device weights, an unknown block or
+            mixture of experts), naming the module, or a `twell` entry in the config that cannot be true; nothing has
             changed then.
 
     Source: arXiv 2603.23198, section 2.
@@ -54,21 +56,23 @@ def sparsify(model: nn.Module, *, backend: str = "auto", layers: Iterable[int] |
     sites = find_ffns(model)
     own_type = check_convertible(model, sites)
     check_entry(model.config)
-    api.resolve(backend, sites[0].linear("up").weight.device.type)
-    chosen = chosen_layers(model.config, layers, len(sites))
+    api.resolve(backend, next(sites[0].module.parameters()).device.type)
+    chosen = chosen_layers(model.config, layers, layers_of(sites))
 
     if own_type:
         take_own_type(model)
     say_relu(model.config)
     patch(model, sites, chosen, backend)
-    _tell_of_dense_blocks(sites[index] for index in chosen)
+    _tell_of_dense_blocks(site for site in sites if site.layer in chosen)
     return model
 
 
-def _tell_of_dense_blocks(sites: Iterable[FfnSite]) -> None:
+def _tell_of_dense_blocks(sites: Iterable[Site]) -> None:
     """One line for quantized weights that no kernel reads."""
     kinds = set()
     for site in sites:
+        if isinstance(site, ExpertsSite):
+            continue
         linears = [site.linear(key) for key in ("gate", "up", "down") if getattr(site.form, key)]
         quantized = [linear for linear in linears if not is_plain(base_layer(linear).weight)]
         by_kernels = all(map(quantized_parameters, linears)) and quantize_x_alike(*linears)
@@ -83,16 +87,18 @@ def _tell_of_dense_blocks(sites: Iterable[FfnSite]) -> None:
         )
 
 
-def patch(model: nn.Module, sites: list[FfnSite], chosen: list[int], backend: str) -> None:
-    """Make the chosen blocks sparse ones and the others stock ones with ReLU, and say so in the config."""
-    for index, site in enumerate(sites):
+def patch(model: nn.Module, sites: list[Site], chosen: list[int], backend: str) -> None:
+    """Make the chosen layers' blocks sparse ones and the others stock ones with ReLU, and say so in the config."""
+    layers = layers_of(sites)
+    for place, site in enumerate(sites):
+        part = site.name.rpartition(".")[2] if len(sites) > layers else None
         for block in site.blocks():
             _use_relu(block)
-            if index in chosen:
-                _make_sparse(block, index, backend)
+            if site.layer in chosen:
+                _make_sparse(block, FfnSettings(site.name, site.layer, site.form, backend, place, part))
             else:
                 _restore_stock(block.module)
-    model.config.twell = new_entry(model.config, chosen if len(chosen) < len(sites) else None)
+    model.config.twell = new_entry(model.config, chosen if len(chosen) < layers else None, len(sites))
     store_density(sparse_ffns(model), model.config.twell.get("density"), model.config.twell.get("unions"))
     if hasattr(model, "add_model_tags"):
         model.add_model_tags(TAG)
@@ -124,7 +130,7 @@ def unpatch(model: nn.Module) -> nn.Module:
         The same model; one that was never patched comes back unchanged.
     """
     for module in model.modules():
-        if isinstance(module, SparseFfn):
+        if isinstance(module, SparseBlock):
             _restore_stock(module)
         if isinstance(vars(module).get("push_to_hub"), PushToHub):
             del module.push_to_hub
@@ -152,7 +158,7 @@ def chosen_layers(config: PreTrainedConfig, layers: Iterable[int] | None, count:
     return sorted({int(index) % count for index in indices})
 
 
-def _use_relu(site: FfnSite) -> None:
+def _use_relu(site: Site) -> None:
     old = site.activation
     if isinstance(old, nn.ReLU):
         return
@@ -165,16 +171,16 @@ def _use_relu(site: FfnSite) -> None:
     setattr(site.module, site.form.activation, relu)
 
 
-def _make_sparse(site: FfnSite, index: int, backend: str) -> None:
-    site.module.twell, site.module.twell_state = FfnSettings(site.name, index, site.form, backend), FfnState()
+def _make_sparse(site: Site, settings: FfnSettings) -> None:
+    site.module.twell, site.module.twell_state = settings, FfnState()
     # A sparse one may have become a subclass since (FSDP2 makes one), and stays it.
-    if not isinstance(site.module, SparseFfn):
+    if not isinstance(site.module, SparseBlock):
         stock: type = type(site.module)
-        site.module.__class__ = sparse_class(stock)
+        site.module.__class__ = sparse_class(stock, SparseExperts if isinstance(site, ExpertsSite) else SparseFfn)
 
 
 def _restore_stock(module: nn.Module) -> None:
-    if isinstance(module, SparseFfn):
+    if isinstance(module, SparseBlock):
         restore_down(module)
         module.__class__ = stock_class(module)
         del module.twell, module.twell_state

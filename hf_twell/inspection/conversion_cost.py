@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_twell.blocks.architectures import find_ffns
+from hf_twell.blocks.architectures import dense_ffns
 from hf_twell.convert.convertible import check_convertible
 from hf_twell.inspection.passages import batches, first_tokens, windows
 from hf_twell.measure.inference import check_ids, input_device, model_context
@@ -64,7 +64,7 @@ def conversion_cost(
 
     Source: the score is Wanda's (arXiv 2306.11695), |Wd_ij| |h_j|, of one token and a whole column.
     """
-    sites = find_ffns(model)
+    sites = dense_ffns(model, "this estimate")
     check_convertible(model, sites)
     if model.get_output_embeddings() is None:
         raise ValueError(f"{type(model).__name__} has no language modelling head, so text has no loss")

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from hf_twell.bench.block import bench_ffn
 from hf_twell.bench.environment import DTYPES, environment
 from hf_twell.bench.wanted import Wanted
-from hf_twell.blocks.architectures import activation_keys, find_ffns
+from hf_twell.blocks.architectures import activation_keys, dense_ffns
 from hf_twell.convert.sparsify import chosen_layers, sparsify, unpatch
 from hf_twell.dispatch.activity import RUN, Activity
 from hf_twell.dispatch.choose import faster, max_density
@@ -56,7 +56,7 @@ def ffn_savings(
         "if_density": [{"density", "measured", "decode", "prefill": speed-up over dense}]}. Where they were measured
         layers also have "difference", the relative RMS difference between both outputs.
     """
-    sites = find_ffns(model)
+    sites = dense_ffns(model, "this timing")
     device = next(model.parameters()).device
     backend = api.resolve("auto", device.type)
     config, keys = activation_keys(model.config)

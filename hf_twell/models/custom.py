@@ -23,7 +23,7 @@ from transformers import (
 from transformers.utils.hub import cached_file
 
 from hf_twell.blocks import modeling_twell
-from hf_twell.blocks.architectures import find_ffns
+from hf_twell.blocks.architectures import find_ffns, layers_of
 from hf_twell.blocks.modeling_twell import TwellBlocks
 from hf_twell.convert.entry import check_entry
 from hf_twell.convert.own_type import give_own_type, say_relu
@@ -62,7 +62,7 @@ class TwellModel(Stock):
         super().__init__(config)
         # The weights may not be there yet: from_pretrained builds on the meta device. Its blocks are known ones.
         sites = find_ffns(self)
-        patch(self, sites, chosen_layers(self.config, layers, len(sites)), backend)
+        patch(self, sites, chosen_layers(self.config, layers, layers_of(sites)), backend)
 
     @classmethod
     def from_pretrained(

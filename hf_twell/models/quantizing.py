@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_twell.blocks.architectures import FfnForm, find_ffns, loading_class
+from hf_twell.blocks.architectures import FfnForm, dense_ffns, loading_class
 from hf_twell.convert.sparsify import sparsify
 from hf_twell.files.configs import read_config
 from hf_twell.models.loading import has_tokenizer, load_model
@@ -44,7 +44,7 @@ def quantize(path: str | Path, weights: str) -> tuple[PreTrainedModel, PreTraine
     if Path(path).is_file():  # a GGUF, say, which would be dequantized for nothing
         raise ValueError(not_stock)
     model, tokenizer = load_model(path, None if has_tokenizer(path) else False, device="cpu")  # checked as any other
-    sites = find_ffns(model)
+    sites = dense_ffns(model, "quantizing")
     if not Path(path).is_dir() or loading_class(read_config(path)) is not AutoModelForCausalLM:
         raise ValueError(not_stock)
     if any(not isinstance(site.activation, nn.ReLU) for site in sites):
@@ -61,7 +61,7 @@ def quantize(path: str | Path, weights: str) -> tuple[PreTrainedModel, PreTraine
     config = TorchAoConfig(kind, modules_to_not_convert=_patterns(others))
     del model, sites, blocks
     quantized = AutoModelForCausalLM.from_pretrained(path, dtype="auto", quantization_config=config)
-    for site in find_ffns(quantized):
+    for site in dense_ffns(quantized, "quantizing"):
         for name in site.form.linears:
             weight = getattr(site.module, name).weight
             assert hasattr(weight, "qdata"), f"{site.name}.{name}"

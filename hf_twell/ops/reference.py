@@ -116,6 +116,7 @@ def inject_l1(
     l1_scale: torch.Tensor | None,
     token_weight: torch.Tensor | None = None,
     tally: torch.Tensor | None = None,
+    expert: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return h unchanged; in backward add the L1 gradient to it, and report what was active.
 
@@ -124,9 +125,13 @@ def inject_l1(
     tally.grad[0] += sum(token_weight * |h|) and tally.grad[1 + f] += sum over tokens of token_weight * [h_f != 0]. A
     recomputed forward (gradient checkpointing, of either kind) therefore counts nothing twice.
 
-    Shapes: h (..., F); l1_scale () fp32; token_weight (...) fp32 or None for ones; tally (1 + F,) fp32 leaf or None.
+    Where a row of h is a pair of a token and one of its experts, `expert` says which, and `token_weight` is the pair's:
+    tally.grad[e] counts the tokens that come to expert e, then follow L1 and, at E + 1 + e F + f, neuron f of expert e.
+
+    Shapes: h (..., F); l1_scale () fp32; token_weight (...) fp32 or None for ones; tally (1 + F,) fp32 leaf or None;
+    expert (P,) int64 for an h (P, F) and a tally (E + 1 + E F,).
     """
-    return _InjectL1.apply(h, l1_scale, token_weight, tally)
+    return _InjectL1.apply(h, l1_scale, token_weight, tally, expert)
 
 
 def long_sum_dtype(device: torch.device | str) -> torch.dtype:
@@ -191,19 +196,36 @@ def _slope_of_runs(
 
 class _InjectL1(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, l1_scale, token_weight, tally):
+    def forward(ctx, h, l1_scale, token_weight, tally, expert):
         # down_proj saves the same storage for its weight gradient, so keeping h here costs no memory.
-        ctx.save_for_backward(h, l1_scale, token_weight)
+        ctx.save_for_backward(h, l1_scale, token_weight, expert)
+        ctx.size = None if tally is None else len(tally)
         return h.view_as(h)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_h):
-        h, l1_scale, token_weight = ctx.saved_tensors
+        h, l1_scale, token_weight, expert = ctx.saved_tensors
         if l1_scale is not None:
             scale = l1_scale if token_weight is None else (l1_scale * token_weight).unsqueeze(-1)
             grad_h = grad_h + scale.to(h.dtype) * h.sign()
-        return grad_h, None, None, count(h, token_weight) if ctx.needs_input_grad[3] else None
+        report = None
+        if ctx.needs_input_grad[3]:
+            report = count(h, token_weight) if expert is None else count_pairs(h, token_weight, expert, ctx.size)
+        return grad_h, None, None, report, None
+
+
+def count_pairs(h: torch.Tensor, token_weight: torch.Tensor | None, expert: torch.Tensor, size: int) -> torch.Tensor:
+    """What `inject_l1` reports about pairs' h (P, F) of these experts (P,): (size,) fp32, size = E + 1 + E F."""
+    wide, width = torch.promote_types(h.dtype, torch.float32), h.shape[1]
+    experts = (size - 1) // (width + 1)
+    weight_P = torch.ones_like(expert, dtype=wide) if token_weight is None else token_weight.to(wide)
+    weight_P1 = weight_P.unsqueeze(-1)
+    h = torch.where(weight_P1 > 0, h, 0)  # padding may hold NaN, and 0 * NaN would count it
+    l1 = (weight_P1 * h.abs()).sum().view(1)
+    active_EF = weight_P1.new_zeros(experts, width).index_add(0, expert, weight_P1 * (h != 0))
+    reached_E = weight_P.new_zeros(experts).index_add(0, expert, weight_P)
+    return torch.cat([reached_E, l1, active_EF.flatten()]).float()
 
 
 def count(h: torch.Tensor, token_weight: torch.Tensor | None = None) -> torch.Tensor:

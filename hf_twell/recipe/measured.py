@@ -7,7 +7,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import Trainer
 
-from hf_twell.blocks.architectures import FfnSite, find_ffns
+from hf_twell.blocks.architectures import Site, find_ffns
 from hf_twell.files.checkpoints import read_state
 from hf_twell.measure.sparsity import measure_sparsity
 from hf_twell.models.modes import evaluation_mode
@@ -46,7 +46,7 @@ def measure_start(trainer: Trainer, heldout: PackedText, parent: list, text: dic
     return {"text": text, "dense": dense, "before": measure(trainer, heldout)}
 
 
-def parent_activations(model: nn.Module) -> list[tuple[FfnSite, nn.Module]]:
+def parent_activations(model: nn.Module) -> list[tuple[Site, nn.Module]]:
     """The blocks of a model and their activations, for `measure_start` once others have taken their place."""
     return [(site, site.activation) for site in find_ffns(model)]
 

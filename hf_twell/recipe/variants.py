@@ -34,8 +34,8 @@ class LoraOutsideFfns:
         with one_line_errors("lora gives no adapters"):
             self._tuner = LoraModel(model, LoraConfig(**{**LORA, **(settings or {})}), "default")
         # Names, parts of names, patterns and "all-linear" may all reach them.
-        linears = [(name, getattr(site.module, name)) for site in sites for name in site.form.linears]
-        inside = sorted({name for name, linear in linears if hasattr(linear, "base_layer")})
+        children = [child for site in sites for child in site.module.named_modules()]
+        inside = sorted({name for name, child in children if hasattr(child, "base_layer")})
         if inside:
             self._tuner.unload()
             model.requires_grad_(True)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import Trainer
 
-from hf_twell.blocks.architectures import find_ffns
+from hf_twell.blocks.architectures import dense_ffns
 from hf_twell.blocks.batches import token_weight
 from hf_twell.ops.reference import new_tally
 from hf_twell.train.divergence import InjectKl, KlAlone, divergence_of
@@ -52,11 +52,11 @@ class Distillation:
         self.logits, self.layers = logits, layers
         self.parent = parent.eval().requires_grad_(False)
         self._handles: list = []
-        mine, theirs = find_ffns(model), find_ffns(parent)
         if logits:
             _check_heads(model, parent)
             self._handles.append(model.get_output_embeddings().register_forward_hook(self._see_logits))
         if layers:
+            mine, theirs = (dense_ffns(each, "distillation of layers") for each in (model, parent))
             shapes = [(len(sites), sites[0].linear("down").out_features) for sites in (mine, theirs)]
             if shapes[0] != shapes[1]:
                 raise ValueError(

@@ -15,7 +15,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_twell.blocks.modeling import SparseFfn
+from hf_twell.blocks.modeling import SparseBlock
 from hf_twell.models.cards import LOST
 from hf_twell.train.controller import DensityController
 
@@ -36,7 +36,7 @@ AT_BOUND = {
 }
 
 
-def rows_of_report(report: dict, ffns: list[SparseFfn], *, layer_weights: bool, layers: bool) -> dict[str, float]:
+def rows_of_report(report: dict, ffns: list[SparseBlock], *, layer_weights: bool, layers: bool) -> dict[str, float]:
     """`L1Penalty.report()` as log rows, and the way that blocks on a GPU take where they have a choice.
 
     Args:
@@ -57,9 +57,10 @@ def rows_of_report(report: dict, ffns: list[SparseFfn], *, layer_weights: bool, 
     return rows
 
 
-def layer_prefix(ffn: SparseFfn) -> str:
+def layer_prefix(ffn: SparseBlock) -> str:
     """How the names of one block's rows begin."""
-    return f"{LAYER_PREFIX}{ffn.twell.layer:02d}/"
+    part = "" if ffn.twell.part is None else f"_{ffn.twell.part}"
+    return f"{LAYER_PREFIX}{ffn.twell.layer:02d}{part}/"
 
 
 def hide_layers(callbacks: list[TrainerCallback]) -> None:
@@ -89,7 +90,7 @@ def _log_without_layers(
 
 
 def warn_of_bounds(
-    controller: DensityController, told: set, ffns: list[SparseFfn], step: int, *, target: str | None
+    controller: DensityController, told: set, ffns: list[SparseBlock], step: int, *, target: str | None
 ) -> None:
     """Log which layers' coefficients have come to a bound, each once; `told` remembers them.
 
@@ -108,7 +109,7 @@ def warn_of_bounds(
             logger.warning("step %d: the penalty's weight of %s is at its %s", step, names, how)
 
 
-def warn_of_miss(controller: DensityController, ffns: list[SparseFfn], *, target: str | None) -> None:
+def warn_of_miss(controller: DensityController, ffns: list[SparseBlock], *, target: str | None) -> None:
     """Log which layers ended more than a tenth off the target; `target` as in `warn_of_bounds`."""
     missed = controller.missed()
     if not missed:

@@ -7,13 +7,13 @@ from torch import nn
 from transformers import Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from hf_twell.blocks.architectures import FfnSite, find_ffns
+from hf_twell.blocks.architectures import Site, find_ffns
 from hf_twell.models.modes import evaluation_mode
 from hf_twell.train.divergence import IGNORED
 
 
 @contextlib.contextmanager
-def with_activations(chosen: Sequence[tuple[FfnSite, nn.Module]]) -> Iterator[None]:
+def with_activations(chosen: Sequence[tuple[Site, nn.Module]]) -> Iterator[None]:
     """A block that has another activation than ReLU computes through its submodules, like the dense one it was."""
     present = [(site, site.activation) for site, _ in chosen]
     try:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.utils import is_accelerate_available
 
 from hf_twell.blocks.batches import batch_size_tokens, check_one_stream, runs_of, token_weight
-from hf_twell.blocks.modeling import L1Inputs, SparseFfn, sparse_ffns
+from hf_twell.blocks.modeling import L1Inputs, SparseBlock, SparseFfn, sparse_ffns
 from hf_twell.convert.entry import record_density
 from hf_twell.dispatch.training import Block, ModelChoice
 from hf_twell.ops.reference import new_tally
@@ -208,11 +208,12 @@ class L1Penalty:
             table.fill_(torch.nan)
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(table)
-        whole = table[0, 1].isfinite()  # a count, which is NaN for no other reason
+        most = max(sizes.experts or 0 for sizes in self._sizes)
+        whole = table[0, most + 1].isfinite()  # a count, which is NaN for no other reason
         tokens, table = (torch.where(whole, each, 0) for each in (self._step_tokens, table))
-        width = 1 + max(self._widths)
-        unions = None if self.share is None else table[:, width]
-        step = StepCounts(tokens, table[:, :width], self._widths, unions, self.share)
+        unions = None if self.share is None else table[:, -1]
+        table = table[:, : most + 1 + max(sizes.neurons for sizes in self._sizes)]
+        step = StepCounts(tokens, table[:, most:], self._sizes, unions, self.share, table[:, :most] if most else None)
         self._step_tokens = None
         for table in self._tables.values():
             table.zero_()
@@ -246,9 +247,9 @@ class L1Penalty:
     def _choose_for_compiled(self, step: StepCounts) -> None:
         """Blocks of a compiled model cannot choose for themselves; `ModelChoice` does it by the step's counts."""
         compiled = [
-            (ffn, Block(layer, width, ffn.twell_state.step_choice))
-            for layer, (ffn, width) in enumerate(zip(self.ffns, step.widths, strict=True))
-            if not ffn.twell_state.step_choice.chose
+            (ffn, Block(layer, sizes.width, ffn.twell_state.step_choice))
+            for layer, (ffn, sizes) in enumerate(zip(self.ffns, step.sizes, strict=True))
+            if isinstance(ffn, SparseFfn) and not ffn.twell_state.step_choice.chose
         ]
         # Layers that are compiled one by one share the graph that the first was traced for.
         if not any(block.choice.traced for _, block in compiled):
@@ -267,14 +268,19 @@ class L1Penalty:
     def _make_tallies(self) -> None:
         """A block's gradient is a row of its device's table, so that all are read and set to zero at once.
 
-        With `share`, the last column is that of the runs.
+        First the tokens of each expert, so that these end where L1 is, then the neurons; with `share`, the last column
+        is that of the runs.
         """
-        self._widths = tuple(ffn.twell_width for ffn in self.ffns)
-        columns = 1 + max(self._widths) + (self.share is not None)
+        self._sizes = tuple(ffn.sizes() for ffn in self.ffns)
+        most = max(sizes.experts or 0 for sizes in self._sizes)
+        columns = most + 1 + max(sizes.neurons for sizes in self._sizes) + (self.share is not None)
         devices = [self._device(ffn) for ffn in self.ffns]
         self._tables = {device: torch.zeros(len(self.ffns), columns, device=device) for device in devices}
         rows = [self._tables[device][layer] for layer, device in enumerate(devices)]
-        self._tallies = [self._tally(row[: 1 + width]) for row, width in zip(rows, self._widths, strict=True)]
+        self._tallies = [
+            self._tally(row[most - (sizes.experts or 0) : most + 1 + sizes.neurons])
+            for row, sizes in zip(rows, self._sizes, strict=True)
+        ]
         self._unions = [None if self.share is None else self._tally(row[-1:]) for row in rows]
 
     def _tally(self, row: torch.Tensor) -> torch.Tensor:
@@ -284,7 +290,7 @@ class L1Penalty:
         return tally
 
     @staticmethod
-    def _device(ffn: SparseFfn) -> torch.device:
+    def _device(ffn: SparseBlock) -> torch.device:
         return next(ffn.parameters()).device
 
 

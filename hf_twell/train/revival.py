@@ -38,6 +38,9 @@ class Revival:
     def __init__(self, ffns: Sequence[nn.Module], after: int, *, sigma: float = 0.02, seed: int = 0) -> None:
         if isinstance(after, bool) or not isinstance(after, int) or after < 1:
             raise ValueError(f"revive_after={after!r}; give a whole number of tokens, such as 1_000_000")
+        experts = next((ffn.twell.name for ffn in ffns if ffn.sizes().experts is not None), None)
+        if experts is not None:
+            raise ValueError(f"revive_after: {experts} holds routed experts, which revival does not know; leave it out")
         self.linears = [getattr(ffn, ffn.twell.form.first) for ffn in ffns]
         for ffn, linear in zip(ffns, self.linears, strict=True):
             _check(linear, f"{ffn.twell.name}.{ffn.twell.form.first}")

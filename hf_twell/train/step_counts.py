@@ -4,30 +4,35 @@ from typing import NamedTuple
 
 import torch
 
+from hf_twell.blocks.modeling import BlockSizes
 from hf_twell.ops.reference import long_sum_dtype
 
 
 class StepCounts(NamedTuple):
     """What one optimizer step saw, over all its micro-batches and ranks; or several of them, as a sum.
 
-    One table for all layers: thirty tensors would each take the host an operation for each figure.
+    One table for all layers: thirty tensors would each take the host an operation for each figure. A layer is a sparse
+    block: a dense one, or all routed experts of a layer of the model.
 
     Shapes: tokens () fp32, the non-padding ones; table (L, 1 + F) fp32, for each sparse layer the sum of |h| and then
-    each neuron's active tokens, with zeros after those of a layer narrower than the widest; widths: each layer's
-    neurons; all on the device of the first layer. Of a sum, in `long_sum_dtype`. Where the runs of `share` neighbouring
-    tokens were looked at, unions (L,) fp32: the sum over tokens of the neurons that are active in a token's run.
+    each neuron's active tokens (of experts, those of the first expert first), with zeros after those of a layer that
+    has fewer than others; sizes: each layer's; all on the device of the first layer. Of a sum, in `long_sum_dtype`.
+    Where the runs of `share` neighbouring tokens were looked at, unions (L,) fp32: the sum over tokens of the neurons
+    that are active in a token's run. Where layers have experts, reached (L, E) fp32: the tokens that came to each,
+    after zeros where other layers have more.
     """
 
     tokens: torch.Tensor
     table: torch.Tensor
-    widths: tuple[int, ...]
+    sizes: tuple[BlockSizes, ...]
     unions: torch.Tensor | None = None
     share: int | None = None
+    reached: torch.Tensor | None = None
 
     @property
     def active(self) -> list[torch.Tensor]:
-        """For each layer, every neuron's active tokens, (F,)."""
-        return [row[1 : 1 + width] for row, width in zip(self.table, self.widths, strict=True)]
+        """For each layer, every neuron's active tokens, (F,); of experts (E F,)."""
+        return [row[1 : 1 + sizes.neurons] for row, sizes in zip(self.table, self.sizes, strict=True)]
 
     def l1(self) -> torch.Tensor:
         """L1 of each layer, (L,); NaN where all was padding."""
@@ -58,38 +63,62 @@ class StepCounts(NamedTuple):
         return None if self.unions is None else self._share_of_neurons(self.unions)
 
     def _share_of_neurons(self, active: torch.Tensor) -> torch.Tensor:
+        """Of those that a layer's tokens come to: all of a dense block's, and of experts those of the tokens' own."""
+        came = self.tokens
+        if self.reached is not None:
+            dense = torch.tensor([sizes.experts is None for sizes in self.sizes], device=came.device)
+            came = torch.where(dense, came, self.reached.sum(1))
+        return active / self._widths() / came.clamp(min=1)
+
+    def _widths(self) -> torch.Tensor | int:
         # A tensor of the widths would be copied to the device, which the host waits for.
-        same = len(set(self.widths)) == 1
-        widths = self.widths[0] if same else self.table.new_tensor(self.widths)
-        return active / widths / self.tokens.clamp(min=1)
+        same = len({sizes.width for sizes in self.sizes}) == 1
+        return self.sizes[0].width if same else self.table.new_tensor([sizes.width for sizes in self.sizes])
 
     def added_to(self, earlier: "StepCounts | None") -> "StepCounts":
         """The sum of this step and earlier ones, which may pass 2^24, where fp32 stops counting."""
         dtype = long_sum_dtype(self.tokens.device)
-        sums = [None if part is None else part.to(dtype) for part in (self.tokens, self.table, self.unions)]
+        sums = [None if part is None else part.to(dtype) for part in self._sums()]
         if earlier is not None:
-            before = (earlier.tokens, earlier.table, earlier.unions)
+            before = earlier._sums()
             sums = [None if part is None else part + more for part, more in zip(before, sums, strict=True)]
-        tokens, table, unions = sums
-        return StepCounts(tokens, table, self.widths, unions, self.share)
+        tokens, table, unions, reached = sums
+        return StepCounts(tokens, table, self.sizes, unions, self.share, reached)
+
+    def _sums(self) -> tuple:
+        return self.tokens, self.table, self.unions, self.reached
 
     def figures(self, l1_weights: list[float]) -> dict | None:
         """What `L1Penalty.report` returns, with each layer's weight; None where all was padding."""
         tokens = self.tokens.item()
         if not tokens:
             return None
-        active = self.table[:, 1:]
-        fired = (active != 0).sum(1).to(self.table.dtype)
-        unions = torch.zeros_like(fired) if self.unions is None else self.unions
-        columns = torch.stack([self.table[:, 0], active.sum(1), fired, unions]).tolist()  # the host waits for them once
+        density, union = self.density(), self.union()
+        union = torch.zeros_like(density) if union is None else union
+        l0 = self.table[:, 1:].sum(1) / tokens
+        columns = torch.stack([self.l1(), l0, density, self._dead(), union]).tolist()  # the host waits for them once
         layers = []
-        for l1, l0, fired, union, width, weight in zip(*columns, self.widths, l1_weights, strict=True):
-            l1, l0, dead = l1 / tokens, l0 / tokens, (width - fired) / width
-            of_runs = {} if self.share is None else {f"union_{self.share}": union / tokens / width}
-            layer = {"l0": l0, "density": l0 / width, **of_runs, "l1": l1, "dead": dead, "l1_weight": weight}
-            layers.append(layer)
+        for l1, l0, density, dead, union, weight in zip(*columns, l1_weights, strict=True):
+            of_runs = {} if self.share is None else {f"union_{self.share}": union}
+            layers.append({"l0": l0, "density": density, **of_runs, "l1": l1, "dead": dead, "l1_weight": weight})
         mean = {key: sum(layer[key] for layer in layers) / len(layers) for key in layers[0]}
         return {**mean, "tokens": int(tokens), "layers": layers}
+
+    def _dead(self) -> torch.Tensor:
+        """Share of each layer's neurons that no token activated, (L,).
+
+        Experts count by the tokens that came to them: it is the share of its own expert's neurons that a token meets
+        dead. An expert that few tokens reach says little of its neurons, and weighs as little.
+        """
+        fired = (self.table[:, 1:] != 0).sum(1).to(self.table.dtype)
+        if self.reached is not None:
+            for layer, (active, (experts, width)) in enumerate(zip(self.active, self.sizes, strict=True)):
+                if experts is not None:
+                    reached_E = self.reached[layer, -experts:]
+                    fired_E = (active.view(experts, width) != 0).sum(1)
+                    fired[layer] = (fired_E * reached_E).sum() / reached_E.sum().clamp(min=1)
+        widths = self._widths()
+        return (widths - fired) / widths
 
     def check_counted_once(self) -> None:
         """Refuse a step in which a neuron was active for more tokens than there are.

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, Trainer
 
+from hf_twell.blocks.architectures import find_ffns
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.models.adapters import loader_of_base, record_base
 from hf_twell.models.cards import adapter_card, model_card
@@ -51,7 +52,7 @@ def _logged_sparsity(trainer: Trainer, model: PreTrainedModel) -> dict | None:
     logs = [row for row in trainer.state.log_history if "twell/l0" in row and row["step"] <= steps_of(trainer)]
     row = logs[-1] if logs else None
     ffns = sparse_ffns(model)
-    if row is None or len(ffns) != model.config.get_text_config().num_hidden_layers:
+    if row is None or len(ffns) != len(find_ffns(model)):
         return None
     layers = []
     for ffn in ffns:
@@ -59,6 +60,6 @@ def _logged_sparsity(trainer: Trainer, model: PreTrainedModel) -> dict | None:
         if f"{prefix}l0" not in row:
             return None
         figures = {key: row[prefix + key] for key in ("l0", "density", "dead")}
-        layers.append({**figures, "intermediate_size": ffn.twell_width})
+        layers.append({**figures, "intermediate_size": ffn.sizes().width})
     where = f"Measured in training, over the tokens of the last log (step {row['step']})."
     return {**{key: row[f"twell/{key}"] for key in ("l0", "density", "dead")}, "layers": layers, "where": where}

@@ -8,6 +8,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_twell import L1Penalty, SparsityCallback, sparsify
+from hf_twell.blocks.modeling import BlockSizes
 from hf_twell.files.checkpoints import read_state
 from hf_twell.train.controller import DensityController
 from hf_twell.train.step_counts import StepCounts
@@ -111,7 +112,7 @@ def test_a_step_that_overflowed_changes_no_weight(overflowed, layer_shares, l1):
 
 def test_a_step_of_padding_alone_changes_no_weight():
     controller = DensityController(0.01, steps=100)
-    padding = StepCounts(torch.tensor(0.0), torch.zeros(2, 1 + 8), (8, 8))
+    padding = StepCounts(torch.tensor(0.0), torch.zeros(2, 1 + 8), (BlockSizes(None, 8),) * 2)
     assert not controller.update(padding.density(), padding.l1(), 0.0).any()
     assert not controller.started
     weights = controller.update(torch.tensor([0.5, 0.3]), torch.tensor([20.0, 10.0]), 0.01)
@@ -119,19 +120,20 @@ def test_a_step_of_padding_alone_changes_no_weight():
 
 
 def test_counts_of_steps_add_up():
-    step = StepCounts(torch.tensor(4.0), torch.tensor([[6.0, 4.0, 0.0, 2.0]]), (3,))
+    step = StepCounts(torch.tensor(4.0), torch.tensor([[6.0, 4.0, 0.0, 2.0]]), (BlockSizes(None, 3),))
     step.check_counted_once()  # a neuron may be active for every token
     total = step.added_to(step.added_to(None))
     layer = {"l0": 1.5, "density": 0.5, "l1": 1.5, "dead": 1 / 3, "l1_weight": 0.25}
     assert total.figures([0.25]) == {**layer, "tokens": 8, "layers": [layer]}
     assert total.tokens.dtype == total.table.dtype == torch.float64
-    padding = StepCounts(torch.tensor(0.0), torch.zeros(1, 4), (3,))
+    padding = StepCounts(torch.tensor(0.0), torch.zeros(1, 4), (BlockSizes(None, 3),))
     assert padding.density().tolist() == [0.0]
     assert padding.figures([0.25]) is None
 
 
 def test_counts_of_a_narrower_layer():
-    step = StepCounts(torch.tensor(4.0), torch.tensor([[6.0, 4.0, 0.0, 2.0], [1.0, 3.0, 0.0, 0.0]]), (3, 2))
+    sizes = BlockSizes(None, 3), BlockSizes(None, 2)
+    step = StepCounts(torch.tensor(4.0), torch.tensor([[6.0, 4.0, 0.0, 2.0], [1.0, 3.0, 0.0, 0.0]]), sizes)
     assert step.density().tolist() == [0.5, 0.375]
     assert step.size("count").tolist() == [1.5, 0.75]
     assert [layer.tolist() for layer in step.active] == [[4.0, 0.0, 2.0], [3.0, 0.0]]

@@ -1,0 +1,109 @@
+"""Routed experts: feed-forward blocks of which each token goes through a few, in plain PyTorch.
+
+Shapes: x (T, D); index, weight (T, K): the experts of each token, and what each counts in the sum; w_gate_up
+(E, 2F, D), gate's rows first; w_down (E, D, F). A pair is a token and one of its experts; there are P = T K of them.
+"""
+
+from typing import NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+
+from hf_twell.dispatch.key import dtype_of
+from hf_twell.ops import reference
+
+
+def experts(
+    x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor
+) -> torch.Tensor:
+    """One expert after the other: the truth that everything else is compared with. Returns y (T, D).
+
+    Formula: y_t = sum over k of weight_tk * down_e(relu(gate_e(x_t)) * up_e(x_t)), where e = index_tk.
+    """
+    y = torch.zeros_like(x)
+    for expert, (gate_up, down) in enumerate(zip(w_gate_up.unbind(), w_down.unbind(), strict=True)):
+        token, slot = (index == expert).nonzero(as_tuple=True)
+        if len(token):
+            gate, up = gate_up.chunk(2)
+            each = reference.ffn(x[token], up, down, gate) * weight[token, slot].unsqueeze(-1)
+            y = y.index_add(0, token, each.to(y.dtype))
+    return y
+
+
+class Pairs(NamedTuple):
+    """Pairs sorted by expert, those of an expert by token. Nothing here waits for the device.
+
+    Shapes: order (P,), each pair's place in `index` seen as (T K,); token, expert (P,) int64; ends (E,) int32: how many
+    pairs the experts up to each have.
+    """
+
+    order: torch.Tensor
+    token: torch.Tensor
+    expert: torch.Tensor
+    ends: torch.Tensor
+
+    @classmethod
+    def of(cls, index: torch.Tensor, experts: int) -> Self:
+        expert, order = index.flatten().sort(stable=True)
+        ends = torch.searchsorted(expert, torch.arange(experts, device=index.device), right=True)
+        return cls(order, order // index.shape[1], expert, ends.int())
+
+
+def routed(
+    x: torch.Tensor,
+    index: torch.Tensor,
+    weight: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    *,
+    activation: torch.nn.Module | None = None,
+    l1_scale: torch.Tensor | None = None,
+    count_scale: torch.Tensor | None = None,
+    token_weight: torch.Tensor | None = None,
+    tally: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`experts` by grouped matmuls over sorted pairs, with the terms of sparse training. Returns y (T, D).
+
+    Each token's K results are added in the order of its experts in `index`, in float32.
+
+    Formula: that of `experts`; in backward a pair's h gets the L1 gradient, and its relu(gate) that of the count term,
+    as a token's does in `hf_twell.ops.reference.inject_l1` and `inject_count`. So L1 and L0 of a token are sums over
+    the K F neurons of its experts.
+
+    Shapes:
+        l1_scale, count_scale () fp32; token_weight (T,) fp32, None for ones; tally (E + 1 + E F,) fp32 leaf or None:
+        see `inject_l1`.
+
+    Args:
+        activation: the module that computes ReLU, with whatever hooks it has.
+    """
+    w_gate_up, w_down, x = (t.to(dtype_of(x)) for t in (w_gate_up, w_down, x))
+    pairs = Pairs.of(index, len(w_down))
+    of_pairs = None if token_weight is None else token_weight[pairs.token]
+    # A permutation, and not x[token]: so each gradient is added once, in any order, and then over a token's K pairs.
+    x_PD = x.unsqueeze(1).expand(-1, index.shape[1], -1).flatten(0, 1).index_select(0, pairs.order)
+    gate, up = grouped_linear(x_PD, w_gate_up, pairs.ends).chunk(2, dim=-1)
+    active = torch.relu(gate) if activation is None else activation(gate)
+    if count_scale is not None:
+        active = reference.inject_count(active, count_scale, of_pairs)
+    h = active * up
+    if l1_scale is not None or tally is not None:
+        h = reference.inject_l1(h, l1_scale, of_pairs, tally, pairs.expert)
+    y = grouped_linear(h, w_down, pairs.ends) * weight.flatten().index_select(0, pairs.order).unsqueeze(-1)
+    y = torch.zeros_like(y).index_copy(0, pairs.order, y)
+    return y.unflatten(0, index.shape).sum(1, dtype=torch.promote_types(y.dtype, torch.float32)).to(x.dtype)
+
+
+def grouped_linear(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """x_p w_e^T for each pair p of expert e: x (P, K), w (E, N, K), ends (E,) int32; returns (P, N).
+
+    By PyTorch's grouped matmul, where it takes the type and sizes; else expert by expert, which on a GPU waits for it.
+    """
+    taken = x.dtype in (torch.bfloat16, torch.float16, torch.float32) and not w.shape[1] * w.element_size() % 16
+    taken = taken and not w.shape[2] * w.element_size() % 16
+    if taken and x.is_cuda:
+        taken = torch.cuda.get_device_capability(x.device) >= (8, 0)
+    if taken:
+        return F.grouped_mm(x.contiguous(), w.transpose(1, 2), offs=ends)
+    parts = x.tensor_split(ends[:-1].tolist())
+    return torch.cat([F.linear(part, each) for part, each in zip(parts, w.unbind(), strict=True)])
