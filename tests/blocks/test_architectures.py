@@ -214,15 +214,6 @@ def test_converts_exactly(name):
     torch.testing.assert_close(outputs(sparsify(model)), outputs(stock))  # by kernels, biases included
 
 
-MOE = {"num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
-DEEPSEEK = {
-    **{key: value for key, value in TEXT.items() if key != "num_key_value_heads"},
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 4,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-}
 GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
 OPT = {"vocab_size": 64, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 52, "num_hidden_layers": 2}
 IDEFICS_RESAMPLER = {
@@ -236,11 +227,7 @@ IDEFICS_RESAMPLER = {
 MIXTURE, ELSEWHERE = "mixture of experts", "outside the feed-forward blocks"
 
 REFUSED = {
-    "mixtral": (tf.MixtralForCausalLM, lambda: tf.MixtralConfig(**TEXT, **MOE), ["layers.0.mlp", "Mixtral", MIXTURE]),
-    "qwen2_moe": (tf.Qwen2MoeForCausalLM, lambda: tf.Qwen2MoeConfig(**TEXT, **MOE), ["Qwen2MoeSparseMoe", MIXTURE]),
-    "qwen3_moe": (tf.Qwen3MoeForCausalLM, lambda: tf.Qwen3MoeConfig(**TEXT, **MOE), ["Qwen3MoeSparseMoe", MIXTURE]),
-    # Its first layer is an ordinary block.
-    "deepseek": (tf.DeepseekV2ForCausalLM, lambda: tf.DeepseekV2Config(**DEEPSEEK), ["model.layers.1.mlp", MIXTURE]),
+    "gpt_oss": (tf.GptOssForCausalLM, lambda: tf.GptOssConfig(**HEADS), ["layers.0.mlp", "GptOssExperts", MIXTURE]),
     "llama4": (tf.Llama4ForCausalLM, lambda: tf.Llama4TextConfig(**HEADS), ["Llama4TextMoe", MIXTURE]),
     "lfm2": (tf.Lfm2ForCausalLM, lambda: tf.Lfm2Config(**TEXT), ["Lfm2MLP of w1: Linear, "]),
     "seed_oss": (tf.SeedOssForCausalLM, lambda: tf.SeedOssConfig(**HEADS), ["SeedOssMLP", "dropout"]),
