@@ -9,7 +9,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, GptOssForCausalLM
 
 from hf_twell import TwellLlamaForCausalLM, load_adapter, sparsify
 from hf_twell.blocks.modeling import sparse_ffns
@@ -161,10 +161,10 @@ def test_quantized_weights_say_that_they_are_not_converted(folder, packed):
 
 
 def test_what_is_wrong_with_a_model_is_said_before_what_its_tokenizer_lacks(tmp_path, capsys):
-    """A mixture of experts, and nothing at all; neither has a tokenizer."""
+    """A mixture of experts of another form, and nothing at all; neither has a tokenizer."""
     torch.manual_seed(0)
     sizes = {"num_local_experts": 2, "num_experts_per_tok": 1}
-    MixtralForCausalLM(MixtralConfig(**TINY, **sizes)).save_pretrained(tmp_path / "moe")
+    GptOssForCausalLM(GptOssConfig(**TINY, **sizes)).save_pretrained(tmp_path / "moe")
     (tmp_path / "text.txt").write_text("some words")
     (tmp_path / "recipe.yaml").write_text(
         "model: moe\noutput_dir: out\ntrain: text.txt\nheldout: text.txt\nl1_weight: 0\ntraining: {use_cpu: true}\n"

@@ -1,0 +1,156 @@
+"""Mixtures of experts convert as dense models do: exactly, in place, and loaded again anywhere."""
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
+
+from hf_twell import sparsify, unpatch
+from hf_twell.blocks.experts import SparseExperts
+from hf_twell.blocks.modeling import SparseBlock, sparse_ffns
+from tests.blocks.test_architectures import assert_refused
+from tests.conftest import logits
+from tests.mixtures import MIXTURES, TEXT, by_hand, mixture
+
+pytestmark = pytest.mark.numeric
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_saves_loads_and_goes_back(name, tmp_path):
+    model = mixture(name)
+    stock, twin, state = type(model), by_hand(model), {key: w.clone() for key, w in model.state_dict().items()}
+    assert sparsify(model, backend="reference") is model
+    assert {key: torch.equal(w, state[key]) for key, w in model.state_dict().items()} == dict.fromkeys(state, True)
+    assert torch.equal(logits(model), logits(twin))
+    blocks = sparse_ffns(model)
+    assert sum(isinstance(block, SparseExperts) for block in blocks) == (
+        1 if name == "qwen3_moe" else len(model.model.layers)
+    )
+    for again in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert [type(block) for block in sparse_ffns(again)] == [type(block) for block in blocks]
+        assert torch.equal(logits(again), logits(twin))
+
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    own = name == "qwen3_next"
+    assert config["architectures"] == [f"{'Twell' * own}{stock.__name__}"]
+    assert config["ffn_act" if own else "hidden_act"] == "relu"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(loaded), logits(twin))
+    assert not sparse_ffns(loaded)
+    torch.testing.assert_close(logits(sparsify(loaded)), logits(twin))
+    assert torch.equal(logits(unpatch(loaded)), logits(twin))
+    assert not [module for module in loaded.modules() if isinstance(module, SparseBlock) or "twell" in vars(module)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["olmoe", "qwen3_next"])
+def test_plain_transformers_loads_it(name, tmp_path):
+    """In a process of its own, without this package: as a stock model, or one of our type with its remote code."""
+    model = mixture(name)
+    twin = by_hand(model)
+    sparsify(model).save_pretrained(tmp_path / "model")
+    torch.save(logits(twin), tmp_path / "truth.pt")
+    code = f"""
+import sys
+sys.modules["hf_twell"] = None
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("model", trust_remote_code={name == "qwen3_next"}).eval()
+ids = torch.randint(3, 96, (2, 11), generator=torch.Generator().manual_seed(0))
+with torch.no_grad():
+    assert torch.equal(model(input_ids=ids).logits, torch.load("truth.pt"))
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_every_implementation_of_transformers(implementation):
+    model = mixture("qwen2_moe")
+    model.set_experts_implementation(implementation)
+    twin = by_hand(model)
+    assert torch.equal(logits(sparsify(model, backend="reference")), logits(twin))
+
+
+def test_layers_are_the_models():
+    model = sparsify(mixture("qwen2_moe"), layers=[-1])
+    blocks = [(block.twell.name, block.twell.layer, block.twell.place) for block in sparse_ffns(model)]
+    assert blocks == [("model.layers.1.mlp.experts", 1, 2), ("model.layers.1.mlp.shared_expert", 1, 3)]
+    assert model.config.twell == {"version": 1, "layers": [1]}
+    assert isinstance(model.model.layers[0].mlp.experts.act_fn, nn.ReLU)
+    sparsify(model, layers=range(2))
+    assert len(sparse_ffns(model)) == 4
+    assert model.config.twell == {"version": 1, "layers": None}
+    assert_refused(model, "layers=[2]", "2 layers", layers=[2])
+
+
+def test_lora_on_attention():
+    from peft import LoraConfig, get_peft_model
+
+    model = mixture()
+    config = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(1)
+    model = get_peft_model(model, config).eval()
+    twin = by_hand(model)
+    sparsify(model, backend="reference")
+    assert torch.equal(logits(model), logits(twin))
+    merged = model.merge_and_unload()
+    assert len(sparse_ffns(merged)) == 2
+    assert torch.equal(logits(merged), logits(twin.merge_and_unload()))
+
+
+def test_a_replaced_forward_is_missed():
+    """What others put on the experts and does not call their own is told, as of a dense block."""
+    model = sparsify(mixture())
+    experts = model.model.layers[0].mlp.experts
+    own = experts.forward
+    experts.forward = lambda *args: own(*args)
+    logits(model)
+    experts.forward = lambda x, *_: x
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.experts was replaced after sparsify"):
+        logits(model)
+
+
+class LimitedExperts(OlmoeExperts):
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate.clamp(max=7.0)) * up
+
+
+class ScaledExperts(OlmoeExperts):
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return super().forward(hidden_states, top_k_index, 2 * top_k_weights)
+
+
+@pytest.mark.parametrize("cls", [LimitedExperts, ScaledExperts])
+def test_other_formulas_are_refused(cls):
+    model = mixture()
+    model.model.layers[1].mlp.experts.__class__ = cls
+    assert_refused(model, f"model.layers.1.mlp.experts ({cls.__name__})", "more of an expert")
+
+
+@pytest.mark.parametrize("what", ["meta", "int8"])
+def test_weights_that_cannot_be_converted_are_refused(what):
+    model = mixture()
+    experts = model.model.layers[1].mlp.experts
+    weight = experts.down_proj.data
+    experts.down_proj = nn.Parameter(
+        weight.to("meta") if what == "meta" else weight.to(torch.int8), requires_grad=False
+    )
+    assert_refused(
+        model, "model.layers.1.mlp.experts.down_proj (OlmoeExperts)", "quantized" if what == "int8" else what
+    )
+
+
+def test_a_shared_expert_that_would_keep_silu_is_refused():
+    torch.manual_seed(0)
+    config = tf.GraniteMoeSharedConfig(**TEXT, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=16)
+    assert_refused(tf.GraniteMoeSharedForCausalLM(config), "shared_mlp.activation", "outside the feed-forward blocks")

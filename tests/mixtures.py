@@ -1,0 +1,51 @@
+"""Tiny mixtures of experts of Transformers' own classes, random and dense, and the same with ReLU put in by hand."""
+
+import copy
+
+import torch
+import transformers as tf
+from torch import nn
+
+from hf_twell.blocks.architectures import find_ffns
+
+TEXT = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ROUTED = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SHARED = {**ROUTED, "shared_expert_intermediate_size": 16}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+NEXT = {**LINEAR, "head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_hidden_layers": 4}
+
+MIXTURES = {
+    "mixtral": (tf.MixtralForCausalLM, lambda: tf.MixtralConfig(**TEXT, num_local_experts=6)),
+    "olmoe": (tf.OlmoeForCausalLM, lambda: tf.OlmoeConfig(**TEXT, num_experts=6, num_experts_per_tok=2)),
+    # Its first layer is dense, and of another width.
+    "qwen3_moe": (tf.Qwen3MoeForCausalLM, lambda: tf.Qwen3MoeConfig(**TEXT, **ROUTED, head_dim=8, mlp_only_layers=[0])),
+    # With a shared expert.
+    "qwen2_moe": (tf.Qwen2MoeForCausalLM, lambda: tf.Qwen2MoeConfig(**TEXT, **SHARED)),
+    # A type of our own.
+    "qwen3_next": (tf.Qwen3NextForCausalLM, lambda: tf.Qwen3NextConfig(**{**TEXT, **NEXT}, **SHARED)),
+}
+
+
+def mixture(name: str = "olmoe") -> nn.Module:
+    torch.manual_seed(0)
+    cls, config = MIXTURES[name]
+    return cls(config()).eval()
+
+
+def by_hand(model: nn.Module) -> nn.Module:
+    twin = copy.deepcopy(model)
+    for site in find_ffns(twin):
+        setattr(site.module, site.form.activation, nn.ReLU())
+    return twin
