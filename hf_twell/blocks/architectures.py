@@ -154,7 +154,7 @@ def find_ffns(model: nn.Module) -> list[Site]:
             )
         form = EXPERTS if _holds_experts(module) else _form_of(module)
         if form:
-            layer = layers.setdefault(_layer_name(name), len(layers))
+            layer = layers.setdefault(layer_name(name), len(layers))
             site: Any = ExpertsSite if form is EXPERTS else FfnSite
             sites.append(site(name, module, form, layer))
     _check_complete(model, sites)
@@ -307,7 +307,7 @@ def _copies(module: nn.Module) -> list[nn.Module]:
     return [module] if copies is None else [module.original_module, *copies.values()]
 
 
-def _layer_name(name: str) -> str:
+def layer_name(name: str) -> str:
     """The part of a block's dotted name that is its layer's: up to the first number."""
     parts = name.split(".")
     numbers = [place for place, part in enumerate(parts) if part.isdecimal()]

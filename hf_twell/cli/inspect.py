@@ -85,6 +85,9 @@ def _inspect(args) -> dict:
     if not result["partial"]:
         ids = passage_ids(tokenizer, args.text, result["context"])
         try:
+            if any("experts" in layer for layer in result["layers"]):
+                result["warnings"].append("What sparsity saves, or costs, in routed experts is not estimated.")
+                return result
             result["savings"] = ffn_savings(model, ids, result["layers"], measure=args.measure)
             if result["activation"] != "relu":
                 result["conversion"] = _cost(model, tokenizer, args, result["warnings"])

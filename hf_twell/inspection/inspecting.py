@@ -74,7 +74,7 @@ def inspect_text(
     valid: Any = None
 
     def see(index, h):
-        l0, effective = activity.add(index, h.reshape(*valid.shape, h.shape[-1]), valid if padded else None)
+        l0, effective = activity.add(index, h, valid.shape, valid if padded else None)
         tables.add_layer(index, l0, effective)
 
     tokens, partial = 0, False

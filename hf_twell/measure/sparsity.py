@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from hf_twell.blocks.architectures import FfnSite, find_ffns
+from hf_twell.blocks.architectures import ExpertsSite, Site, find_ffns
 from hf_twell.blocks.batches import batch_size_tokens, check_one_stream, token_weight
 from hf_twell.blocks.modeling import check_whole, sparse_ffns
 from hf_twell.convert.entry import record_density
 from hf_twell.measure.activity import RUNS, LayerActivity
+from hf_twell.measure.experts import ExpertsActivity, NegativeExperts, RoutedH
 from hf_twell.measure.inference import input_device
 from hf_twell.measure.negative_gates import NegativeGates
 from hf_twell.models.modes import evaluation_mode
@@ -29,7 +30,8 @@ def measure_sparsity(
     Works on dense, sparsified and unpatched models alike; the model's mode and weights stay as they are, and the config
     of a sparsified one keeps each layer's density and unions (`config.twell`), which `save_pretrained` then saves. A
     layer's neuron is active for a token where h, the input of its down projection, is not zero. Memory does not grow
-    with the number of batches.
+    with the number of batches. All routed experts of a layer count as one, and a shared expert as another: see
+    `hf_twell.measure.experts.ExpertsActivity`.
 
     Args:
         model: a Transformers model.
@@ -55,6 +57,9 @@ def measure_sparsity(
         "negative_share": share of the block's output energy, sum of (h_j ||Wd_:,j||)^2, that comes from neurons whose
         gate (without one, whose up projection) is negative: what ReLU would silence, and 0 in a model that has it.
         What cannot be known (no whole run; the weight of a quantized, offloaded or adapted down projection) is None.
+        Of routed experts "intermediate_size" is K F, the neurons of a token's K experts; "dead" the share of its own
+        experts' neurons that a token meets dead; and there are "experts" (E), "experts_per_token" (K),
+        "reached_experts", "expert_tokens": [of each expert], "expert_dead": [of each, None where no token came].
 
     Raises:
         ValueError: no tokens, a mask of another shape than the batch, an encoder-decoder, a model whose blocks cannot
@@ -65,13 +70,14 @@ def measure_sparsity(
     shape = torch.Size()  # of the batch that is read now, and which of its tokens count
     valid: torch.Tensor | None = None
 
-    def see(index: int, h: torch.Tensor) -> None:
-        if h.numel() != shape.numel() * h.shape[-1]:
+    def see(index: int, h: torch.Tensor | RoutedH) -> None:
+        positions = len(h.h) if isinstance(h, RoutedH) else h.numel() // h.shape[-1]
+        if positions != shape.numel():
             raise ValueError(
-                f"{sites[index].name} sees {h.numel() // h.shape[-1]} positions where the batch has {shape.numel()}; "
+                f"{sites[index].name} sees {positions} positions where the batch has {shape.numel()}; "
                 "what adds positions (prompt tuning) cannot be measured: measure the base model"
             )
-        activity.add(index, h.reshape(*shape, h.shape[-1]), valid)
+        activity.add(index, h, shape, valid)
 
     check_one_stream(model)
     device = input_device(model)
@@ -103,19 +109,28 @@ def measure_sparsity(
 
 
 @contextlib.contextmanager
-def watching(model: nn.Module, activity: "ModelActivity", see: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
+def watching(
+    model: nn.Module, activity: "ModelActivity", see: Callable[[int, torch.Tensor | RoutedH], None]
+) -> Iterator[None]:
     """Evaluation mode without gradients in which `see(index, h)` gets each block's h, (..., F), in layer order.
 
-    Before that, `activity` gets the signs of what the block's activation gets.
+    Before that, `activity` gets the signs of what the block's activation gets. The h of routed experts is computed
+    beside them, as no module of theirs has it.
     """
 
     def hook(index: int) -> Callable:
         # A hook on the down projection also sends a sparse block through its submodules, where h exists.
         return lambda _, args: see(index, args[0])
 
+    def experts_hook(index: int, site: ExpertsSite) -> Callable:
+        return lambda _, args: see(index, RoutedH.of(site, *args[:2]))
+
     handles = []
     try:
         for index, (site, gates) in enumerate(zip(activity.sites, activity.gates, strict=True)):
+            if isinstance(site, ExpertsSite):
+                handles.append(site.module.register_forward_pre_hook(experts_hook(index, site)))
+                continue
             handles.append(site.linear("down").register_forward_pre_hook(hook(index)))
             if not gates.relu:
                 handles.append(site.linear("first").register_forward_hook(gates.hook))
@@ -130,18 +145,25 @@ def watching(model: nn.Module, activity: "ModelActivity", see: Callable[[int, to
 class ModelActivity:
     """What the neurons of all of a model's blocks do: a `LayerActivity` and a `NegativeGates` for each of `sites`."""
 
-    def __init__(self, sites: list[FfnSite]) -> None:
+    def __init__(self, sites: list[Site]) -> None:
         self.sites = sites
-        self.gates = [NegativeGates(site) for site in sites]
-        self._layers: dict[int, LayerActivity] = {}
+        self.gates: list[Any] = [
+            NegativeExperts(site) if isinstance(site, ExpertsSite) else NegativeGates(site) for site in sites
+        ]
+        self._layers: dict[int, Any] = {}
 
-    def add(self, index: int, h: torch.Tensor, valid: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Count one block's h (B, S, F) in; returns L0 and effective neurons, (B, S) each.
+    def add(
+        self, index: int, h: torch.Tensor | RoutedH, shape: torch.Size, valid: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Count one block's h (..., F) in, of tokens (B, S); returns L0 and effective neurons, (B, S) each.
 
         Raises:
             ValueError: a part of h, as tensor parallelism leaves to one process.
         """
         site = self.sites[index]
+        if isinstance(h, RoutedH):
+            return self._add_routed(index, h, shape, valid)
+        h = h.reshape(*shape, h.shape[-1])
         check_whole(h, site.intermediate_size, site)
         if index not in self._layers:
             self._layers[index] = LayerActivity(site.intermediate_size, h.device)
@@ -155,6 +177,21 @@ class ModelActivity:
         size = max(1, CPU_TOKENS // h.shape[1])
         masks = [None] * len(h) if valid is None else valid.split(size)
         rows = [layer.add(part, mask) for part, mask in zip(h.split(size), masks, strict=False)]
+        l0, effective = zip(*rows, strict=True)
+        return torch.cat(l0), torch.cat(effective)
+
+    def _add_routed(
+        self, index: int, routed: RoutedH, shape: torch.Size, valid: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        (experts, width, _), per_token = self.sites[index].sizes, routed.expert.shape[1]
+        device = routed.h.device
+        if index not in self._layers:
+            self._layers[index] = ExpertsActivity(experts, per_token, width, device)
+        valid = torch.ones(shape, dtype=torch.bool, device=device) if valid is None else valid.to(device)
+        self.gates[index].add(routed, valid.flatten())
+        size = max(1, CPU_TOKENS // shape[1])
+        parts = (part.unflatten(0, shape).split(size) for part in (routed.h, routed.expert))
+        rows = [self._layers[index].add_routed(*part) for part in zip(*parts, valid.split(size), strict=True)]
         l0, effective = zip(*rows, strict=True)
         return torch.cat(l0), torch.cat(effective)
 

@@ -10,7 +10,7 @@ from typing import TypeGuard
 from huggingface_hub import ModelCardData
 from transformers import AutoModelForCausalLM
 
-from hf_twell.blocks.architectures import loading_class
+from hf_twell.blocks.architectures import layer_name, loading_class
 from hf_twell.files.carried import carried_folder
 from hf_twell.files.tables import UNIONS, markdown_table, percent, unions_cell
 from hf_twell.models.quantizing import CONFIGS
@@ -75,7 +75,7 @@ def model_card(
     text_config = config.get("text_config", config)
     sizes = (text_config.get("num_hidden_layers"), text_config.get("hidden_size"), text_config.get("intermediate_size"))
     if None not in sizes:
-        facts["shape"] = "{} layers, D={:,}, F={:,}".format(*sizes)
+        facts["shape"] = "{} layers, D={:,}, F={:,}".format(*sizes) + _experts(text_config)
     layers = (config.get("twell") or {}).get("layers")
     if layers:
         facts["kernels and L1 term on layers"] = ", ".join(map(str, layers))
@@ -239,6 +239,15 @@ def _quantization(config: Mapping) -> dict:
     return {"quantized weights": method}
 
 
+def _experts(text_config: Mapping) -> str:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((text_config[name] for name in names if text_config.get(name)), None)
+    if experts is None:
+        return ""
+    width = text_config.get("moe_intermediate_size") or text_config["intermediate_size"]
+    return f"; {experts} experts of F={width:,}, {text_config.get('num_experts_per_tok')} a token"
+
+
 def _losses(measured: Mapping, earlier: str) -> dict:
     names = {"dense": "dense parent", "before": "before training", "after": "after it"}
     losses = {name: (measured.get(key) or {}).get("loss") for key, name in names.items()}
@@ -254,8 +263,11 @@ def sparsity_section(sparsity: Mapping, layers: int | None, earlier: str = "") -
     rows = sparsity.get("layers")
     if not isinstance(rows, list) or not rows or not all({"l0", "density", "dead"} <= row.keys() for row in rows):
         raise ValueError("these are no figures of sparsity: give what measure_sparsity or `hf-twell inspect` returned")
-    if layers is not None and len(rows) != layers:
-        raise ValueError(f"the figures of sparsity are of {len(rows)} layers, the model has {layers}; measure it again")
+    # A layer may have two blocks, routed experts and a shared one.
+    measured = len({layer_name(row["name"]) for row in rows}) if all("name" in row for row in rows) else len(rows)
+    if layers is not None and measured != layers:
+        raise ValueError(f"the figures of sparsity are of {measured} layers, the model has {layers}; measure it again")
+    names = [row["name"] for row in rows] if measured < len(rows) else range(len(rows))
     # Training counts no unions.
     known, about = all(row.get("unions") for row in (sparsity, *rows)), ""
     if known:
@@ -268,7 +280,7 @@ def sparsity_section(sparsity: Mapping, layers: int | None, earlier: str = "") -
                 *([unions_cell(row["unions"])] if known else []),
                 percent(row["dead"]),
             ]
-            for name, row in (*enumerate(rows), ("mean", sparsity))
+            for name, row in (*zip(names, rows, strict=True), ("mean", sparsity))
         ],
     )
     return f"## Sparsity\n\n{sparsity.get('where') or _where(sparsity, earlier)}{about}\n\n{layers_table}\n"

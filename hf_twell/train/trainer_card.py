@@ -60,6 +60,9 @@ def _logged_sparsity(trainer: Trainer, model: PreTrainedModel) -> dict | None:
         if f"{prefix}l0" not in row:
             return None
         figures = {key: row[prefix + key] for key in ("l0", "density", "dead")}
-        layers.append({**figures, "intermediate_size": ffn.sizes().width})
+        experts, width = ffn.sizes()
+        if experts is not None:  # as measured: the neurons of a token's own
+            width = round(figures["l0"] / figures["density"]) if figures["density"] else ""
+        layers.append({**figures, "name": ffn.twell.name, "intermediate_size": width})
     where = f"Measured in training, over the tokens of the last log (step {row['step']})."
     return {**{key: row[f"twell/{key}"] for key in ("l0", "density", "dead")}, "layers": layers, "where": where}

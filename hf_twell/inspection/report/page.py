@@ -50,13 +50,12 @@ def render(result: dict) -> str:
 
 def _head(result) -> str:
     layers, (key, name) = result["layers"], measure(result)
-    dead = sum(layer["dead_neurons"] for layer in layers) / sum(layer["intermediate_size"] for layer in layers)
     mean = sum(layer[key] for layer in layers) / len(layers)
     tiles = [
         (percent(result["density"]), "density: share of neurons that fire for a token"),
         (percent(result["unions"]["64"]), "union of 64: share that fires for at least one of 64 neighbours"),
         (number(mean), f"{name} per token, mean of layers"),
-        (percent(dead), "dead: never fired on this text"),
+        (percent(result["dead"]), "dead: never fired on this text"),
         (f"{result['tokens']:,}", "tokens read"),
     ]
     if result.get("savings") and result["savings"]["relu"]:
