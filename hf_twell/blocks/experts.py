@@ -42,7 +42,8 @@ class SparseExperts(SparseBlock):
         options = {"count_scale" if l1.counts else "l1_scale": l1.scale}
         return experts.routed(
             x, index, weight, gate_up, down,
-            activation=getattr(self, form.activation), token_weight=l1.token_weight, tally=l1.tally, **options,
+            activation=getattr(self, form.activation), token_weight=l1.token_weight, tally=l1.tally,
+            runs=l1.runs, unions=l1.unions, **options,
         )  # fmt: skip
 
 

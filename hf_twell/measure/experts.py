@@ -35,7 +35,8 @@ class ExpertsActivity(LayerActivity):
     """`LayerActivity` of a layer's experts. To a token's figures its K experts are one block of K F neurons.
 
     A neuron's own figures go by the tokens that come to its expert. The union of neighbouring tokens is the share of
-    active neurons among those of all experts that one of the tokens comes to: what dense experts would read.
+    active neurons among those of all experts that one of the tokens comes to, which dense experts would read; the mean
+    over runs.
     """
 
     def __init__(self, experts: int, per_token: int, width: int, device: torch.device | str = "cpu") -> None:
@@ -43,7 +44,7 @@ class ExpertsActivity(LayerActivity):
         self.experts, self.per_token, self.width = experts, per_token, width
         self.tokens_of_neuron = self.tokens_of_neuron.new_zeros(experts * width)
         self.tokens_of_expert = self.tokens_of_neuron.new_zeros(experts)
-        self.reached = self.runs.new_zeros(len(RUNS))  # experts in runs, over all of them
+        self.unions = self.l1.new_zeros(len(RUNS))  # sums over runs
 
     def add_routed(
         self, h: torch.Tensor, expert: torch.Tensor, valid: torch.Tensor
@@ -64,8 +65,9 @@ class ExpertsActivity(LayerActivity):
                 fired, came, padded = parts = [
                     part[: count * times].unflatten(0, (count, times)).any(1) for part in parts
                 ]
-                self.distinct[index] += fired[~padded].sum()
-                self.reached[index] += came[~padded].sum()
+                used_R, reached_R = fired[~padded].sum((1, 2)), came[~padded].sum(1)
+                self.distinct[index] += used_R.sum()
+                self.unions[index] += (used_R / (reached_R * self.width)).sum()
                 self.runs[index] += (~padded).sum()
         return l0_BS, self._add_magnitudes(h.flatten(2), valid)
 
@@ -90,8 +92,8 @@ class ExpertsActivity(LayerActivity):
         came = self.tokens_of_expert.cpu()
         dead_E = (counts == 0).sum(1)
         layer = super().report()
-        places = zip(RUNS, self.distinct.tolist(), self.reached.tolist(), strict=True)
-        unions = {str(run): used / (of * self.width) if of else None for run, used, of in places}
+        sums = zip(RUNS, self.unions.tolist(), self.runs.tolist(), strict=True)
+        unions = {str(run): share / runs if runs else None for run, share, runs in sums}
         reached = came > 0
         return layer | {
             "unions": unions,

@@ -8,6 +8,7 @@ from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from hf_twell.dispatch.key import dtype_of
 from hf_twell.ops import reference
@@ -61,6 +62,8 @@ def routed(
     count_scale: torch.Tensor | None = None,
     token_weight: torch.Tensor | None = None,
     tally: torch.Tensor | None = None,
+    runs: tuple[torch.Tensor, torch.Tensor] | None = None,
+    unions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`experts` by grouped matmuls over sorted pairs, with the terms of sparse training. Returns y (T, D).
 
@@ -68,11 +71,13 @@ def routed(
 
     Formula: that of `experts`; in backward a pair's h gets the L1 gradient, and its relu(gate) that of the count term,
     as a token's does in `hf_twell.ops.reference.inject_l1` and `inject_count`. So L1 and L0 of a token are sums over
-    the K F neurons of its experts.
+    the K F neurons of its experts. With `runs`, neighbours share a count as there: m_ref is the largest a_tef of the
+    run's tokens that come to expert e. The report is then that of a run's share of the neurons of all experts that its
+    tokens come to: unions.grad[0] += sum over runs of n_r K * [m_ref > 0] summed / experts reached.
 
     Shapes:
         l1_scale, count_scale () fp32; token_weight (T,) fp32, None for ones; tally (E + 1 + E F,) fp32 leaf or None:
-        see `inject_l1`.
+        see `inject_l1`; runs, unions: as in `inject_count`.
 
     Args:
         activation: the module that computes ReLU, with whatever hooks it has.
@@ -86,12 +91,45 @@ def routed(
     active = torch.relu(gate) if activation is None else activation(gate)
     if count_scale is not None:
         active = reference.inject_count(active, count_scale, of_pairs)
+        if runs is not None:
+            active = _InjectShared.apply(active, count_scale, pairs.token, pairs.expert, *runs, unions, len(w_down))
     h = active * up
     if l1_scale is not None or tally is not None:
         h = reference.inject_l1(h, l1_scale, of_pairs, tally, pairs.expert)
     y = grouped_linear(h, w_down, pairs.ends) * weight.flatten().index_select(0, pairs.order).unsqueeze(-1)
     y = torch.zeros_like(y).index_copy(0, pairs.order, y)
     return y.unflatten(0, index.shape).sum(1, dtype=torch.promote_types(y.dtype, torch.float32)).to(x.dtype)
+
+
+class _InjectShared(torch.autograd.Function):
+    """What runs of tokens add to the count term's gradient: (R E, F) groups, each of a run's pairs of one expert."""
+
+    @staticmethod
+    def forward(ctx, active, scale, token, expert, tokens, run, unions, experts):
+        ctx.save_for_backward(active, scale, run[token] * experts + expert, (tokens >= 0).sum(1))
+        ctx.experts, ctx.tokens = experts, len(run)
+        return active.view_as(active)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        active_PF, scale, group_P, size_R = ctx.saved_tensors
+        wide, groups = torch.promote_types(active_PF.dtype, torch.float32), len(size_R) * ctx.experts
+        zeros_GF = torch.zeros(groups, active_PF.shape[1], dtype=active_PF.dtype, device=active_PF.device)
+        strongest_GF = zeros_GF.scatter_reduce(0, group_P.unsqueeze(1).expand_as(active_PF), active_PF, "amax")
+        is_strongest_PF = active_PF == strongest_GF[group_P]
+        equals_GF = zeros_GF.to(wide).index_add_(0, group_P, is_strongest_PF.to(wide))
+        size_G1 = size_R.repeat_interleave(ctx.experts).unsqueeze(1)
+        slope_GF = scale * size_G1 * reference.count_slope(strongest_GF.to(wide)) / equals_GF.clamp(min=1)
+        slope_PF = slope_GF.to(active_PF.dtype)[group_P].masked_fill_(~is_strongest_PF | ~(active_PF > 0), 0)
+        report = None
+        if ctx.needs_input_grad[6]:
+            came_R = zeros_GF.new_zeros(groups, dtype=wide).index_fill_(0, group_P, 1).view(len(size_R), -1).sum(1)
+            fired_R = (strongest_GF != 0).view(len(size_R), -1).sum(1, dtype=wide)
+            # So that a share of the neurons comes of it where it is divided by those of a token's own experts.
+            per_token = len(group_P) / max(1, ctx.tokens)
+            report = (size_R * per_token * fired_R / came_R.clamp(min=1)).sum().view(1).float()
+        return grad + slope_PF, None, None, None, None, None, report, None
 
 
 def grouped_linear(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -162,7 +162,7 @@ class _InjectCount(torch.autograd.Function):
     def backward(ctx, grad):
         active, scale, token_weight, tokens, run = ctx.saved_tensors
         each = scale if token_weight is None else (scale * token_weight).unsqueeze(-1)
-        slope = each.to(active.dtype) * _count_slope(active)
+        slope = each.to(active.dtype) * count_slope(active)
         report = None
         if tokens is not None:
             of_runs, report = _slope_of_runs(active, scale, tokens, run)
@@ -171,7 +171,7 @@ class _InjectCount(torch.autograd.Function):
         return grad + slope.masked_fill_(~(active > 0), 0), None, None, None, None, report
 
 
-def _count_slope(active: torch.Tensor) -> torch.Tensor:
+def count_slope(active: torch.Tensor) -> torch.Tensor:
     """p'(a)."""
     return (1 - torch.tanh(active / (2 * COUNT_WIDTH)).square()) / (2 * COUNT_WIDTH)
 
@@ -187,7 +187,7 @@ def _slope_of_runs(
     strongest_RF = active_RSF.amax(1)
     equals_RF = (active_RSF == strongest_RF.unsqueeze(1)).sum(1, dtype=torch.int32)  # 0 where a NaN is the strongest
     size_R1, wide = exists_RS1.sum(1), torch.promote_types(active.dtype, torch.float32)
-    slope_RF = scale * size_R1 * _count_slope(strongest_RF.to(wide)) / equals_RF.clamp(min=1)
+    slope_RF = scale * size_R1 * count_slope(strongest_RF.to(wide)) / equals_RF.clamp(min=1)
     slope_TF = slope_RF.to(active.dtype)[run].masked_fill_(active_TF != strongest_RF[run], 0)
     # Over runs first, as `count` sums over tokens first. A NaN is active, as `relu` keeps it.
     union_F = (size_R1 * (strongest_RF != 0)).sum(0, dtype=wide)

@@ -70,14 +70,14 @@ def test_measured_as_by_hand():
         assert layer["dead"] == pytest.approx(share)
         assert layer["dead_neurons"] == sum(d for d, c in zip(dead, came, strict=True) if c)
         for run in (16, 64):
-            used = reached = 0
+            shares = []
             for row in range(3):
                 for start in range(0, 70 - run + 1, run):
                     tokens = [(row, start + place) for place in range(run)]
                     if all(token in h for token in tokens):
-                        used += len(set().union(*(active[token] for token in tokens)))
-                        reached += len({expert for token in tokens for expert in own[token]})
-            assert layer["unions"][str(run)] == pytest.approx(used / reached / WIDTH), run
+                        used = len(set().union(*(active[token] for token in tokens)))
+                        shares.append(used / len({expert for token in tokens for expert in own[token]}) / WIDTH)
+            assert layer["unions"][str(run)] == pytest.approx(sum(shares) / len(shares)), run
         assert layer["unions"]["128"] is None
     assert measure_sparsity(unpatch(model), [batch()]) == report, "of a stock model with ReLU as well"
 

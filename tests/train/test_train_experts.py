@@ -1,0 +1,259 @@
+"""The terms of sparse training in mixtures of experts, compared with their definition by plain autograd."""
+
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import Trainer, TrainingArguments
+
+from hf_twell import SparsityCallback, measure_sparsity, sparsify
+from hf_twell.blocks.architectures import find_ffns
+from hf_twell.ops import experts, reference
+from tests.mixtures import by_hand, mixture
+from tests.one_step import COLLATORS, LABELS, LENGTHS, ONE_STEP, KeepGradient, flat_gradient, pad, rows
+from tests.paths import ROOT
+
+pytestmark = pytest.mark.numeric
+
+WEIGHT, SHARE = 3.0, 8
+
+
+def smooth(active: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(active / 0.2)
+
+
+def terms_of(site, term: str, mask: torch.Tensor):
+    """A hook that computes one block's term from what it is called with, token by token and expert by expert."""
+
+    def experts_hook(module, args):
+        x, index, _ = args
+        total, of_runs = 0.0, {}
+        for token, (x_D, own) in enumerate(zip(x, index.tolist(), strict=True)):
+            row, place = divmod(token, mask.shape[1])
+            if not mask[row, place]:
+                continue
+            for expert in own:
+                gate, up = F.linear(x_D, module.gate_up_proj[expert]).chunk(2)
+                active = gate.relu()
+                total = total + ((active * up).abs().sum() if term == "l1" else smooth(active).sum())
+                of_runs.setdefault((row, place // SHARE), {}).setdefault(expert, []).append(active)
+        if term == "share":
+            for (row, run), each in of_runs.items():
+                length = min(SHARE, LENGTHS[row] - run * SHARE)
+                strongest = sum(smooth(torch.stack(actives).amax(0)).sum() for actives in each.values())
+                total = total + length * strongest
+        site.terms.append(total / mask.sum())
+
+    def dense_hook(module, args):
+        gate, up = module.gate_proj(args[0]).relu(), module.up_proj(args[0])
+        values = (gate * up).abs() if term == "l1" else smooth(gate)
+        values = values.flatten(0, -2) * mask.view(-1, 1)
+        total = values.sum()
+        if term == "share":
+            for row, length in enumerate(LENGTHS):
+                for run in gate.view(*mask.shape, -1)[row, :length].split(SHARE):
+                    total = total + len(run) * smooth(run.amax(0)).sum()
+        site.terms.append(total / mask.sum())
+
+    return experts_hook if hasattr(site.module, "gate_up_proj") else dense_hook
+
+
+class Block:
+    def __init__(self, module, terms):
+        self.module, self.terms = module, terms
+
+
+@functools.cache
+def truth(name: str, term: str) -> torch.Tensor:
+    """Task loss + weight x the mean over blocks of the term, over all rows at once."""
+    model, batch, terms = by_hand(mixture(name)).train(), pad(rows()), []
+    for site in find_ffns(model):
+        site.module.register_forward_pre_hook(terms_of(Block(site.module, terms), term, batch["attention_mask"]))
+    loss = model(**batch, num_items_in_batch=LABELS).loss
+    (loss + WEIGHT * sum(terms) / len(terms)).backward()
+    return flat_gradient(model)
+
+
+def trained(name: str, term: str, accumulation: int = 1, processes: int = 1, **arguments) -> tuple:
+    """The gradient of a real Trainer's step, and its log row."""
+    args = TrainingArguments(
+        **ONE_STEP,
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=len(LENGTHS) // accumulation // processes,
+        gradient_accumulation_steps=accumulation,
+        **arguments,
+    )
+    model = sparsify(mixture(name))
+    trainer = Trainer(model, args, train_dataset=rows(), data_collator=COLLATORS["padded"])
+    keep = KeepGradient()
+    trainer.add_callback(keep)
+    chosen = {"l1_weight": WEIGHT} if term == "l1" else {"target_density": 0.25, "term": "count"}
+    chosen |= {"share": SHARE} if term == "share" else {}
+    callback = SparsityCallback(trainer, **chosen)
+    callback.penalty.l1_weight = WEIGHT
+    trainer.add_callback(callback)
+    trainer.train()
+    return keep.gradient, trainer.state.log_history[0]
+
+
+def assert_same(gradient, wanted):
+    assert (gradient - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+@pytest.mark.parametrize("name", ["olmoe", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("term", ["l1", "count"])
+def test_the_trainers_step_is_the_definitions(name, term):
+    for accumulation in (1, 4):
+        gradient, logs = trained(name, term, accumulation)
+        assert_same(gradient, truth(name, term))
+    report = measure_sparsity(sparsify(mixture(name)), [pad(rows())])
+    for key in ("l0", "density", "l1", "dead"):
+        assert logs[f"twell/{key}"] == pytest.approx(report[key], rel=1e-5), key
+    parts = {"olmoe": ["", ""], "qwen2_moe": ["_experts", "_shared_expert"] * 2, "qwen3_moe": ["", ""]}[name]
+    layers = [0, 0, 1, 1] if name == "qwen2_moe" else [0, 1]
+    for layer, part, figures in zip(layers, parts, report["layers"], strict=True):
+        assert logs[f"twell/layer_{layer:02d}{part}/dead"] == pytest.approx(figures["dead"], rel=1e-5)
+        assert logs[f"twell/layer_{layer:02d}{part}/l0"] == pytest.approx(figures["l0"], rel=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_counts_once(reentrant):
+    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    gradient, logs = trained("qwen2_moe", "l1", 2, **options)
+    assert_same(gradient, truth("qwen2_moe", "l1"))
+    assert logs["twell/l0"] == pytest.approx(trained("qwen2_moe", "l1")[1]["twell/l0"])
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    output = tmp_path / "gradient.pt"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    done = subprocess.run(
+        [*command, "-m", "tests.train.test_train_experts", str(output)],
+        cwd=ROOT, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    gradient, logs = torch.load(output)
+    assert_same(gradient, truth("qwen2_moe", "l1"))
+    assert logs["twell/dead"] == pytest.approx(trained("qwen2_moe", "l1")[1]["twell/dead"])
+
+
+@pytest.mark.parametrize("sizes", [(6, 24, 32), (5, 7, 9)])  # by the grouped matmul, and expert by expert
+@pytest.mark.parametrize("routing", ["spread", "all to one"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_routed_is_the_reference(sizes, routing, dtype):
+    """Result and all gradients."""
+    number, width, hidden = sizes
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    tokens = 17
+    x, gate_up, down = normal(tokens, hidden), normal(number, 2 * width, hidden) / 4, normal(number, hidden, width)
+    index = torch.stack([torch.randperm(number, generator=generator)[:2] for _ in range(tokens)])
+    if routing == "all to one":
+        index = torch.tensor([[3, 1]]).expand(tokens, 2)
+    weight = normal(tokens, 2).softmax(-1)
+    results = []
+    for kind in (dtype, dtype, torch.float64):
+        leaves = [t.to(dtype).to(kind).requires_grad_() for t in (x, weight, gate_up, down)]
+        compute = experts.experts if results else experts.routed
+        y = compute(leaves[0], index, *leaves[1:])
+        y.backward(torch.ones_like(y))
+        results.append([y.detach().double(), *(leaf.grad.double() for leaf in leaves)])
+    for mine, plain, wanted in zip(*results, strict=True):
+        assert mine.shape == wanted.shape
+        assert (mine - wanted).norm() <= 2 * (plain - wanted).norm() + 1e-6 * wanted.norm()
+
+
+@pytest.mark.parametrize("width", [24, 7])
+def test_no_tokens(width):
+    gate_up, down = torch.randn(6, 2 * width, 32, requires_grad=True), torch.randn(6, 32, width, requires_grad=True)
+    tally = reference.new_tally(6 + 1 + 6 * width)
+    none, index = torch.zeros(0, 32), torch.zeros(0, 2, dtype=torch.long)
+    y = experts.routed(none, index, torch.zeros(0, 2), gate_up, down, l1_scale=torch.ones(()), tally=tally)
+    assert y.shape == (0, 32)
+    y.sum().backward()
+    for leaf in (gate_up, down, tally):
+        assert not leaf.grad.any()
+
+
+@pytest.mark.parametrize("name", ["olmoe", "qwen2_moe"])
+def test_a_count_that_neighbours_share(name):
+    """Gradient, and the reported union: the mean over tokens of that of a token's run."""
+    for accumulation in (1, 4):
+        gradient, logs = trained(name, "share", accumulation)
+        assert_same(gradient, truth(name, "share"))
+    assert logs[f"twell/union_{SHARE}"] == pytest.approx(union_by_hand(name), rel=1e-5)
+
+
+def union_by_hand(name: str) -> float:
+    model, batch, unions = by_hand(mixture(name)), pad(rows()), []
+    mask = batch["attention_mask"]
+
+    def hook(module, args):
+        total, active, own = 0.0, {}, {}
+        for token, x_D in enumerate(args[0].reshape(-1, args[0].shape[-1])):
+            at = divmod(token, mask.shape[1])
+            own[at] = args[1][token].tolist() if len(args) > 1 else [None]
+            for expert in own[at]:
+                w = module.gate_proj.weight if expert is None else module.gate_up_proj[expert].chunk(2)[0]
+                active[at, expert] = F.linear(x_D, w) > 0
+        for row, length in enumerate(LENGTHS):
+            for run in torch.arange(length).split(SHARE):
+                of = {}
+                for place in run.tolist():
+                    for expert in own[row, place]:
+                        of.setdefault(expert, []).append(active[(row, place), expert])
+                shares = [torch.stack(each).any(0).double().mean().item() for each in of.values()]
+                total += len(run) * sum(shares) / len(shares)
+        unions.append(total / sum(LENGTHS))
+
+    for site in find_ffns(model):
+        site.module.register_forward_pre_hook(hook)
+    with torch.no_grad():
+        model(**batch)
+    return sum(unions) / len(unions)
+
+
+def test_trains_with_a_target_and_saves(tmp_path):
+    """A few steps: the density goes down, and what is saved loads as a stock model."""
+    from transformers import AutoModelForCausalLM
+
+    args = TrainingArguments(
+        **{**ONE_STEP, "max_steps": 30, "logging_steps": 10, "learning_rate": 3e-3},
+        output_dir=str(tmp_path), per_device_train_batch_size=8,
+    )  # fmt: skip
+    model = sparsify(mixture("qwen2_moe"))
+    trainer = Trainer(model, args, train_dataset=rows(), data_collator=COLLATORS["padded"])
+    trainer.add_callback(SparsityCallback(trainer, target_density=0.1, warmup_steps=10))
+    trainer.train()
+    densities = [row["twell/density"] for row in trainer.state.log_history if "twell/density" in row]
+    assert densities[-1] < 0.8 * densities[0]
+    trainer.save_model(tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    torch.testing.assert_close(loaded(**pad(rows())).logits, model.eval()(**pad(rows())).logits)
+
+
+@pytest.mark.parametrize("chosen", [{"l1_weight": 1e-3, "revive_after": 100}])
+def test_what_experts_do_not_have_is_refused(chosen, tmp_path):
+    args = TrainingArguments(**ONE_STEP, output_dir=str(tmp_path))
+    trainer = Trainer(sparsify(mixture()), args, train_dataset=rows())
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.experts holds routed experts"):
+        SparsityCallback(trainer, **chosen)
+
+
+if __name__ == "__main__":
+    result = trained("qwen2_moe", "l1", 2, processes=2)
+    if torch.distributed.get_rank() == 0:
+        torch.save(result, sys.argv[1])
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads now and then abort the interpreter's own shutdown
