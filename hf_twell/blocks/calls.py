@@ -240,7 +240,7 @@ def takes_kernels(ffn: "SparseFfn", x: torch.Tensor) -> bool:
     """Whether a block would go by kernels with x after the calls it has seen."""
     if api.resolve(ffn.twell.backend, x.device.type) == "reference":  # asked for, or no kernels could be had
         return False
-    operands = ffn._read_weights() if isinstance(ffn.twell.form, FfnForm) else None  # experts have no kernels
+    operands = ffn._read_weights()
     if operands is None:  # adapters, say, which the submodules compute
         return False
     key = _key(ffn, x, operands)

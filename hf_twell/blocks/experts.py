@@ -3,17 +3,22 @@
 from typing import Any
 
 import torch
+from torch import nn
 
-from hf_twell.blocks.modeling import BlockSizes, L1Inputs, SparseBlock
+from hf_twell.blocks.layout import settle_down
+from hf_twell.blocks.modeling import BlockSizes, L1Inputs, SparseBlock, all_modules_are_hooked, is_bare_relu
 from hf_twell.blocks.operands import has_forward_of
-from hf_twell.ops import experts
+from hf_twell.dispatch.activity import Activity
+from hf_twell.dispatch.choose import choose, problem, too_small
+from hf_twell.dispatch.key import key_of
+from hf_twell.ops import api, experts
 
 
 class SparseExperts(SparseBlock):
     """Mixin put before the class of a layer's experts.
 
-    Without the terms of sparse training they compute as their own class does, by whichever of Transformers'
-    implementations the model's config names.
+    They compute as their own class does, by whichever of Transformers' implementations the model's config names; in
+    evaluation on a CPU by kernels, where that is faster; and with the terms of sparse training by grouped matmuls.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -31,9 +36,43 @@ class SparseExperts(SparseBlock):
         if not (torch.compiler.is_compiling() and has_forward_of(SparseExperts, self)):
             self.twell_state.awaited = None
         l1 = self.l1_of(hidden_states)
-        if l1 is None:
-            return super().forward(hidden_states, top_k_index, top_k_weights)
-        return self._with_term(l1, hidden_states, top_k_index, top_k_weights)
+        if l1 is not None:
+            return self._with_term(l1, hidden_states, top_k_index, top_k_weights)
+        if self.takes_kernels(hidden_states, top_k_index, look=True):
+            form: Any = self.twell.form
+            gate_up, down = self._parameters[form.gate_up], self._parameters[form.down]
+            backend = self.twell.backend
+            return experts.by_expert(hidden_states, top_k_index, top_k_weights, gate_up, down, backend=backend)
+        return super().forward(hidden_states, top_k_index, top_k_weights)
+
+    def takes_kernels(self, x: torch.Tensor, index: torch.Tensor, look: bool = False) -> bool:
+        """Whether a call goes by kernels; `look`: it is one, and its density may be sampled and its memory settled."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or index.numel() == 0:
+            return False
+        form: Any = self.twell.form
+        weights: Any = [self._parameters.get(name) for name in (form.gate_up, form.down)]
+        plain = all(type(weight) is nn.Parameter and not weight.is_meta and weight.ndim == 3 for weight in weights)
+        if not plain or all_modules_are_hooked() or not is_bare_relu(self._modules[form.activation]):
+            return False
+        asked = self.twell.backend != "auto"
+        # On a GPU the loop over experts waits for the device in each layer, where dense ones do not.
+        if (
+            api.resolve(self.twell.backend, x.device.type) == "reference"
+            or (x.is_cuda and not asked)
+            or api.transformed()
+        ):
+            return False
+        gate_up, down = weights
+        width = down.shape[2]
+        key = key_of(x, gate_up[0, :width], down[0], asked=asked)
+        key = key._replace(tokens=-(-index.numel() // len(index.unique())))  # of an expert, on average
+        if getattr(self, "_is_expert_parallel", False) or (problem(key) and not asked):  # asked for, they say it
+            return False
+        recent = self.twell_state.pairs
+        if look and not too_small(key):
+            recent.look(x, index, gate_up)
+            settle_down(self, down, x, recent.density, "kCpuRowsAbove")
+        return choose(key, Activity(recent.density)) == "kernels"
 
     def _with_term(self, l1: L1Inputs, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         form: Any = self.twell.form

@@ -11,10 +11,13 @@ from hf_twell.dispatch.key import EIGHT_BIT
 from hf_twell.dispatch.limits import limit
 
 
-def settle_down(ffn: torch.nn.Module, weight: torch.Tensor, x: torch.Tensor, density: float | None) -> None:
+def settle_down(
+    ffn: torch.nn.Module, weight: torch.Tensor, x: torch.Tensor, density: float | None, below: str = "kCpuColumnsBelow"
+) -> None:
     """Give down's (D, F) weight the strides (1, D) in evaluation, and (F, 1) again where its gradient is wanted.
 
-    `weight` is the parameter, or the values that a tensor of torchao's holds; `density` is that of recent inputs.
+    `weight` is the parameter, or the values that a tensor of torchao's holds; `density` is that of recent inputs. Of
+    experts (E, D, F) each is such a matrix. `below` names the limit of density for columns on a CPU.
 
     The order stays as it is
     - in compiled graphs (their guards hold the strides), and in calls of neither kind;
@@ -31,10 +34,12 @@ def settle_down(ffn: torch.nn.Module, weight: torch.Tensor, x: torch.Tensor, den
         if _by_column(weight) and _swappable(ffn, weight):
             _swap(weight, weight.detach().contiguous())
     elif not (ffn.training or torch.is_grad_enabled()):
-        _settle_evaluated(ffn, weight, x, density)
+        _settle_evaluated(ffn, weight, x, density, below)
 
 
-def _settle_evaluated(ffn: torch.nn.Module, weight: torch.Tensor, x: torch.Tensor, density: float | None) -> None:
+def _settle_evaluated(
+    ffn: torch.nn.Module, weight: torch.Tensor, x: torch.Tensor, density: float | None, below: str
+) -> None:
     if x.is_cuda:
         # At any density: kernels would transpose rows in every call, dense matmuls read either order equally fast, and
         # sampling the density here would wait for the device.
@@ -42,11 +47,11 @@ def _settle_evaluated(ffn: torch.nn.Module, weight: torch.Tensor, x: torch.Tenso
     elif density is None:
         return
     else:
-        wants_columns, wants_rows = density < limit("kCpuColumnsBelow"), density > limit("kCpuRowsAbove")
+        wants_columns, wants_rows = density < limit(below), density > limit("kCpuRowsAbove")
     to_columns, to_rows = wants_columns and weight.is_contiguous(), wants_rows and _by_column(weight)
     if not (to_columns or to_rows) or _distributed() or not _swappable(ffn, weight) or _held(weight):
         return  # nearly always for the first reason, so the cheapest test comes first
-    _swap(weight, weight.detach().t().contiguous().t() if to_columns else weight.detach().contiguous())
+    _swap(weight, weight.detach().mT.contiguous().mT if to_columns else weight.detach().contiguous())
 
 
 def restore_down(ffn: torch.nn.Module) -> None:
@@ -60,7 +65,7 @@ def restore_down(ffn: torch.nn.Module) -> None:
 
 
 def _by_column(weight: torch.Tensor) -> bool:
-    return weight.stride() == (1, weight.shape[0])
+    return weight.stride()[-2:] == (1, weight.shape[-2])
 
 
 def _distributed() -> bool:

@@ -25,7 +25,7 @@ from hf_twell.blocks.operands import (
     quantized_parameters,
     reads_any_order,
 )
-from hf_twell.dispatch.activity import RecentInputs
+from hf_twell.dispatch.activity import RecentInputs, RecentPairs
 from hf_twell.dispatch.training import TrainingChoice
 from hf_twell.ops import api, reference
 
@@ -85,7 +85,7 @@ class FfnState:
         l1: set while a micro-batch of sparse training runs.
         step_choice: how the block trains on a GPU.
         on_kernels: which way the last forward of training on a GPU went; None where there was none, or no choice.
-        recent: the density of its inputs in evaluation.
+        recent: the density of its inputs in evaluation; `pairs` that of experts on a CPU.
         last_call: in evaluation, what the last call found out.
         captured: whether a CUDA graph may hold the weights' addresses: their memory then stays where it is.
         awaited: the mark of a call of a forward that others put on the block, until that comes to the block's own.
@@ -95,6 +95,7 @@ class FfnState:
     step_choice: TrainingChoice = field(default_factory=TrainingChoice)
     on_kernels: bool | None = None
     recent: RecentInputs = field(default_factory=RecentInputs)
+    pairs: RecentPairs = field(default_factory=RecentPairs)
     last_call: calls.LastCall | None = None
     captured: bool = False
     awaited: list | None = None
@@ -196,7 +197,7 @@ class SparseFfn(SparseBlock):
 
     def _operands(self, x: torch.Tensor) -> Operands | None:
         """What computes the block beside x; None where only its submodules can, hooked or replaced as they may be."""
-        if _all_modules_are_hooked() or not _is_bare_relu(self._modules[self.twell.form.activation]):
+        if all_modules_are_hooked() or not is_bare_relu(self._modules[self.twell.form.activation]):
             return None
         if api.resolve(self.twell.backend, x.device.type) == "reference" or api.transformed():
             return None
@@ -262,12 +263,12 @@ def _held(w_down: torch.Tensor, x: torch.Tensor, training: bool) -> torch.Tensor
     return w_down.view_as(w_down) if x.is_cpu and not training else w_down  # until its backward, too
 
 
-def _is_bare_relu(activation: nn.Module) -> bool:
+def is_bare_relu(activation: nn.Module) -> bool:
     """Whether it computes ReLU unwatched: nobody has put in another one, replaced its forward or hooked it."""
     return type(activation) is nn.ReLU and not is_hooked(nn.ReLU, activation)
 
 
-def _all_modules_are_hooked() -> bool:
+def all_modules_are_hooked() -> bool:
     """Whether somebody watches every module, as `register_module_forward_hook` and FlopCounterMode let them."""
     return not torch.compiler.is_compiling() and bool(torch.nn.modules.module._has_any_global_hook())
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 CPU_TOKENS, CPU_NEURONS, EVERY_CPU_CALLS = 16, 256, 32  # of a sample, which costs as much as a small call
+EXPERT_NEURONS = 64  # of each of the pairs in a CPU's sample, whose rows are copied
 CUDA_TOKENS, CUDA_NEURONS, EVERY_CUDA_CALLS = 64, 1024, 64
 RUN, CUDA_RUNS = 128, 2  # neighbouring tokens, as many as share a list in a GPU's kernels; runs of them in a sample
 
@@ -114,6 +115,33 @@ class RecentInputs:
                 self.union = None  # it was of other inputs
         self.look_in = (EVERY_CPU_CALLS if x.is_cpu else EVERY_CUDA_CALLS) - 1
         return True
+
+
+class RecentPairs:
+    """The density of a layer's routed experts in recent calls on a CPU. Copies and pickles start anew.
+
+    Attributes:
+        density: by the latest sample; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.density: float | None = None
+        self._look_in = 0
+
+    def __reduce__(self) -> tuple:
+        return type(self), ()
+
+    def look(self, x: torch.Tensor, index: torch.Tensor, w_gate_up: torch.Tensor) -> None:
+        """Count a call, and sample some of its pairs if that is due. Shapes: as in `hf_twell.ops.experts`."""
+        self._look_in -= 1
+        if self._look_in >= 0:
+            return
+        pairs = _spread(index.numel(), CPU_TOKENS, index.device)
+        width = w_gate_up.shape[1] // 2
+        some = w_gate_up[:, : width : max(1, width // EXPERT_NEURONS)][index.flatten()[pairs]]
+        rows = x[pairs // index.shape[1]].to(some.dtype)
+        self.density = (torch.bmm(some, rows.unsqueeze(2)) > 0).float().mean().item()
+        self._look_in = EVERY_CPU_CALLS - 1
 
 
 @torch.no_grad()

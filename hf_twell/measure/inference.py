@@ -6,7 +6,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_twell
 from hf_twell.blocks.calls import takes_kernels
-from hf_twell.blocks.modeling import SparseFfn, sparse_ffns
+from hf_twell.blocks.experts import SparseExperts
+from hf_twell.blocks.modeling import SparseBlock, sparse_ffns
 
 # Logits take batch x context x vocabulary values, so the whole context of a long-context model would not fit.
 MAX_DEFAULT_CONTEXT = 2048
@@ -48,8 +49,8 @@ def blocks_on_kernels(model: PreTrainedModel, ids: torch.Tensor) -> int:
     """
     ways = []
 
-    def note(ffn: SparseFfn, args: tuple) -> None:
-        ways.append(takes_kernels(ffn, args[0]))
+    def note(ffn: SparseBlock, args: tuple) -> None:
+        ways.append(ffn.takes_kernels(*args[:2]) if isinstance(ffn, SparseExperts) else takes_kernels(ffn, args[0]))
 
     hooks = [block.register_forward_pre_hook(note) for block in sparse_ffns(model)]
     try:

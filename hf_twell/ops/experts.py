@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from hf_twell.dispatch.key import dtype_of
-from hf_twell.ops import reference
+from hf_twell.ops import api, reference
 
 
 def experts(
@@ -98,6 +98,35 @@ def routed(
         h = reference.inject_l1(h, l1_scale, of_pairs, tally, pairs.expert)
     y = grouped_linear(h, w_down, pairs.ends) * weight.flatten().index_select(0, pairs.order).unsqueeze(-1)
     y = torch.zeros_like(y).index_copy(0, pairs.order, y)
+    return y.unflatten(0, index.shape).sum(1, dtype=torch.promote_types(y.dtype, torch.float32)).to(x.dtype)
+
+
+def by_expert(
+    x: torch.Tensor,
+    index: torch.Tensor,
+    weight: torch.Tensor,
+    w_gate_up: torch.Tensor,
+    w_down: torch.Tensor,
+    *,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """`experts` by the sparse kernels, one call for each expert that has tokens. Returns y (T, D).
+
+    Without gradients. Each token's K results are added in the order of its experts in `index`, in float32. How many
+    tokens each expert has must come to the host: on a GPU that waits for it, so this serves it for exactness alone.
+    """
+    pairs = Pairs.of(index, len(w_down))
+    rows, results, begin = x[pairs.token], [], 0
+    for expert, end in enumerate(pairs.ends.tolist()):
+        if end > begin:
+            gate, up = w_gate_up[expert].chunk(2)
+            y = api.ffn(rows[begin:end], up, w_down[expert], gate, backend=backend, way="kernels")
+            results.append(y)
+        begin = end
+    if not results:
+        return torch.zeros_like(x)
+    y = torch.cat(results) * weight.flatten()[pairs.order].unsqueeze(-1)
+    y = torch.empty_like(y).index_copy_(0, pairs.order, y)
     return y.unflatten(0, index.shape).sum(1, dtype=torch.promote_types(y.dtype, torch.float32)).to(x.dtype)
 
 

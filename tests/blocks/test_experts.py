@@ -1,0 +1,119 @@
+"""Routed experts by the CPU's kernels: exact at any density and routing, and taken where that is faster."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_twell import measure_sparsity, sparsify, unpatch
+from hf_twell.measure.inference import blocks_on_kernels
+from hf_twell.ops import api, experts
+from tests.conftest import ids, logits
+from tests.mixtures import by_hand, mixture
+
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.skipif(api.resolve("auto", "cpu") != "cpu", reason="needs the CPU's kernels"),
+]
+
+
+def routing(kind: str, tokens: int, number: int, per_token: int) -> torch.Tensor:
+    g = torch.Generator().manual_seed(0)
+    if kind == "one":
+        return torch.arange(per_token).expand(tokens, -1)
+    if kind == "last":
+        return number - 1 - torch.arange(per_token).expand(tokens, -1)
+    return torch.stack(
+        [torch.randperm(number, generator=g)[:per_token] for _ in range(tokens)] or [torch.zeros(per_token)]
+    ).long()[:tokens]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", [(6, 2, 96, 64), (3, 1, 41, 33), (5, 5, 7, 200)])
+@pytest.mark.parametrize("tokens", [0, 1, 9, 63])
+@pytest.mark.parametrize("kind", ["spread", "one", "last"])
+@pytest.mark.parametrize("shift", [0.0, -2.0, -100.0, 100.0])  # half active, few, none and all
+def test_exact(dtype, sizes, tokens, kind, shift):
+    number, per_token, width, hidden = sizes
+    g = torch.Generator().manual_seed(1)
+    x, up, down = (
+        torch.randn(*s, generator=g) for s in ((tokens, hidden), (number, 2 * width, hidden), (number, hidden, width))
+    )
+    x[:, 0], up[:, :width, 0] = 1.0, shift * hidden**0.5
+    index = routing(kind, tokens, number, per_token)
+    weight = torch.rand(tokens, per_token, generator=g)
+    x, weight, up, down = (t.to(dtype) for t in (x, weight, up / hidden**0.5, down / width**0.5))
+    wanted = experts.experts(x.double(), index, weight.double(), up.double(), down.double())
+    eager = experts.experts(x, index, weight, up, down).double() - wanted
+    for w_down in (down, down.mT.contiguous().mT):
+        y = experts.by_expert(x, index, weight, up, w_down, backend="cpu")
+        assert (y.dtype, y.shape) == (dtype, x.shape)
+        bound = 2**-7 if dtype == torch.bfloat16 else 2**-10 if dtype == torch.float16 else 1e-6
+        assert (y.double() - wanted).norm() <= max(2 * eager.norm(), bound * wanted.norm())
+        if shift == -100.0:
+            assert not y.any()
+
+
+def sparse_mixture(name="olmoe"):
+    """With few active neurons: gates that most tokens do not pass."""
+    model = mixture(name)
+    for block in model.model.layers:
+        block.mlp.experts.gate_up_proj.data[:, 2:40] = 0.0
+    return model
+
+
+def test_a_sparse_model_goes_by_kernels_and_a_denser_one_does_not():
+    model, twin = sparse_mixture(), by_hand(sparse_mixture())
+    state = {key: weight.clone() for key, weight in model.state_dict().items()}
+    down = model.model.layers[0].mlp.experts.down_proj
+    sparsify(model, backend="cpu")
+    torch.testing.assert_close(logits(model), logits(twin))
+    with torch.no_grad():
+        assert blocks_on_kernels(model, ids()) == 2
+    assert down.stride()[-2:] == (1, 32), "down lies by columns, in the same parameter"
+    assert all(torch.equal(weight, state[key]) for key, weight in model.state_dict().items())
+    for twice in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        torch.testing.assert_close(logits(twice), logits(twin))
+    unpatch(model)
+    assert down.is_contiguous()
+    assert torch.equal(logits(model), logits(twin))
+    dense = sparsify(mixture())
+    logits(dense)
+    with torch.no_grad():
+        assert blocks_on_kernels(dense, ids()) == 0
+
+
+def test_saves_what_lies_by_columns(tmp_path):
+    model, twin = sparsify(sparse_mixture(), backend="cpu"), by_hand(sparse_mixture())
+    logits(model)
+    assert not model.model.layers[0].mlp.experts.down_proj.is_contiguous()
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(twin))
+    model.train()
+    assert model.model.layers[0].mlp.experts.down_proj.is_contiguous()
+
+
+def test_hooks_and_compiled_graphs_take_the_stock_way():
+    model = sparsify(sparse_mixture(), backend="cpu")
+    block = model.model.layers[0].mlp.experts
+    handle = block.act_fn.register_forward_hook(lambda *_: None)
+    x, index = torch.randn(3, 32), routing("spread", 3, 6, 2)
+    with torch.no_grad():
+        assert not block.takes_kernels(x, index)
+        handle.remove()
+        assert block.takes_kernels(x, index)
+        compiled, weight = torch.compile(block, backend="eager"), torch.ones(3, 2)
+        torch.testing.assert_close(compiled(x, index, weight), block(x, index, weight))
+    assert measure_sparsity(model, [ids()])["density"] < 0.2
+    with pytest.raises(ValueError, match="float64"):
+        experts.by_expert(
+            x.double(), index, x[:, :2].double(), *(w.double() for w in block.parameters()), backend="cpu"
+        )
+
+
+def test_generates_as_the_stock_model_does():
+    model, twin = sparsify(sparse_mixture("qwen2_moe")), by_hand(sparse_mixture("qwen2_moe"))
+    options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids())}
+    assert torch.equal(model.generate(ids(), **options), twin.generate(ids(), **options))
