@@ -9,7 +9,7 @@ from hf_twell.blocks.layout import settle_down
 from hf_twell.blocks.modeling import BlockSizes, L1Inputs, SparseBlock, all_modules_are_hooked, is_bare_relu
 from hf_twell.blocks.operands import has_forward_of
 from hf_twell.dispatch.activity import Activity
-from hf_twell.dispatch.choose import choose, problem, too_small
+from hf_twell.dispatch.choose import choose_experts, problem
 from hf_twell.dispatch.key import key_of
 from hf_twell.ops import api, experts
 
@@ -55,7 +55,6 @@ class SparseExperts(SparseBlock):
         if not plain or all_modules_are_hooked() or not is_bare_relu(self._modules[form.activation]):
             return False
         asked = self.twell.backend != "auto"
-        # On a GPU the loop over experts waits for the device in each layer, where dense ones do not.
         if (
             api.resolve(self.twell.backend, x.device.type) == "reference"
             or (x.is_cuda and not asked)
@@ -69,10 +68,10 @@ class SparseExperts(SparseBlock):
         if getattr(self, "_is_expert_parallel", False) or (problem(key) and not asked):  # asked for, they say it
             return False
         recent = self.twell_state.pairs
-        if look and not too_small(key):
+        if look and key.device == "cpu":
             recent.look(x, index, gate_up)
             settle_down(self, down, x, recent.density, "kCpuRowsAbove")
-        return choose(key, Activity(recent.density)) == "kernels"
+        return choose_experts(key, Activity(recent.density)) == "kernels"
 
     def _with_term(self, l1: L1Inputs, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         form: Any = self.twell.form

@@ -10,6 +10,7 @@ examples:
   hf-twell bench ffn --l0 535 327 203 --union 0.40 0.25 0.15 --tokens 1024 16384
   hf-twell bench ffn --activity ./my-sparse-model --layer 3 9 --neighbours --tokens 16
   hf-twell bench ffn --weights bf16 fp8 fp8-dynamic --tokens 1 16 4096
+  hf-twell bench ffn --experts 128 --top-k 8 --intermediate 768 --l0 614 --tokens 1 8 64
   hf-twell bench prefill --layers 28 --batch 64 --length 2048 --energy
   hf-twell bench generate --layers 28 --batch 1 16 64
   hf-twell bench generate ./my-sparse-model --text notes.txt
@@ -108,6 +109,14 @@ def _add_ffn_options(parser):
         help="the block in torchao's int8 or fp8 (e4m3), also with x quantized in each call (fp8-dynamic), beside "
         "--dtype's own and torchao's; bf16: as without this option",
     )
+    parser.add_argument(
+        "--experts",
+        type=_count,
+        metavar="E",
+        help="a layer of so many routed experts, against Transformers' own; --intermediate is one expert's, --l0 a "
+        "token's over all of its experts",
+    )
+    parser.add_argument("--top-k", type=_count, metavar="K", help="experts that each token goes through (default: 8)")
     parser.add_argument("--max-autotune", action="store_true", help="also max-autotune with coordinate descent (slow)")
     parser.add_argument("--repeats", type=_count, help="timed turns (default: 11, on CUDA 25)")
 
@@ -295,6 +304,8 @@ def _check_sizes(args) -> None:
         raise ValueError("--text goes with a MODEL; random models make their own")
     shaped = args.what == "ffn" and args.shape
     width = SHAPE_L0_OF if shaped else args.intermediate
+    if args.what == "ffn":
+        width *= _check_experts(args)
     for l0 in args.l0:
         if not 0 < l0 <= width:
             raise ValueError(f"--l0 {l0:g} of {width:,} neurons; give more than 0 and at most {width:,}")
@@ -312,6 +323,26 @@ def _check_sizes(args) -> None:
         )
     if args.kv_heads and heads % args.kv_heads:
         raise ValueError(f"--kv-heads {args.kv_heads} with attention heads: {heads}; give a divisor of {heads}")
+
+
+def _check_experts(args) -> int:
+    """How many experts a token goes through, 1 of a dense block.
+
+    Raises:
+        ValueError: naming an option that does not go with experts.
+    """
+    if args.experts is None:
+        if args.top_k is not None:
+            raise ValueError("--top-k is of routed experts; give --experts, too")
+        return 1
+    for name in ("shape", "union", "activity", "neighbours", "backward", "weights", "max_autotune", "energy"):
+        if getattr(args, name):
+            option = name.replace("_", "-")
+            raise ValueError(f"--experts measures plain weights forward alone; leave --{option} out")
+    top_k = args.top_k or 8
+    if top_k > args.experts:
+        raise ValueError(f"--top-k {top_k} of --experts {args.experts}; give at most as many")
+    return top_k
 
 
 def _check_activity(args, width: int) -> None:
@@ -352,6 +383,15 @@ def _ffn_rows(args, common):
     from hf_twell.bench.wanted import Wanted, measured_activity
 
     tokens = args.tokens or (CUDA_TOKENS if common["device"] == "cuda" else CPU_TOKENS)
+    if args.experts:
+        from hf_twell.bench.experts import bench_experts
+
+        of_experts = {"experts": args.experts, "top_k": args.top_k or 8, "hidden": args.hidden}
+        of_experts |= {name: common[name] for name in ("dtype", "device", "repeats", "report")}
+        width = args.intermediate * of_experts["top_k"]
+        wanted = [Wanted(l0 / width, None) for l0 in args.l0]
+        source = bench_experts(tokens, wanted, intermediate=args.intermediate, **of_experts)
+        return source, len(tokens) * len(wanted)
     sizes = [SHAPES[name] for name in args.shape or ()] or [(args.hidden, args.intermediate)]
     common |= {"compile_dense": not args.no_compile, "neighbours": args.neighbours}
     measured = measured_activity(args.activity, args.layer) if args.activity else None

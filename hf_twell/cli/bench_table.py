@@ -7,7 +7,16 @@ from hf_twell.files.tables import UNIONS, percent, unions_cell
 
 
 def _ffn_cells(rows):
-    names = ("eager_ms", "compiled_ms", "autotuned_ms", "torchao_ms", "torchao_compiled_ms", "scaled_mm_ms")
+    names = (
+        "grouped_mm_ms",
+        "batched_mm_ms",
+        "eager_ms",
+        "compiled_ms",
+        "autotuned_ms",
+        "torchao_ms",
+        "torchao_compiled_ms",
+        "scaled_mm_ms",
+    )
     names += (
         "sparse_plain_ms",
         "sparse_ms",
@@ -25,7 +34,7 @@ def _ffn_cells(rows):
     scaled = any("asked_l0" in row for row in rows)  # by --shape
     cells = [
         [
-            f"{row['hidden']} x {row['intermediate']}",
+            f"{row['hidden']} x {row['intermediate']}" + (f" x {row['experts']}" if "experts" in row else ""),
             *([row.get("weights", row["dtype"])] if held else []),
             row["tokens"],
             *([f"{row['asked_l0']:g} of {row['asked_l0_of']:,} = {row['requested_l0']:.3g}"] if scaled else []),

@@ -60,6 +60,22 @@ def faster(key: CallKey, activity: Activity) -> bool:
     return most > 0 and activity.density <= most
 
 
+def choose_experts(key: CallKey, activity: Activity) -> Way:
+    """The fastest way to compute a layer's routed experts: "kernels", a call for each expert, or "submodules".
+
+    Args:
+        key: of one expert's call, with as many tokens as each expert has on average. On a GPU how many that are must
+            come to the host for each layer, so kernels go where they are asked for alone.
+
+    Source: kernels/twell_cpu/LOG.md, "Routed experts".
+    """
+    if key.asked:
+        return "kernels"
+    if key.device != "cpu" or key.hidden * key.width < limit("kCpuExpertElements"):
+        return "submodules"
+    return "kernels" if choose(key, activity) == "kernels" else "submodules"
+
+
 def max_union(key: CallKey) -> float | None:
     """Union up to which kernels are faster than plain matmuls, of `hf_twell.dispatch.activity.RUN` neighbouring tokens.
 

@@ -65,6 +65,9 @@ constexpr int64_t kCpuSmallestH = 1 << 17;
 constexpr double kCpuColumnsBelow = 0.1;
 constexpr double kCpuRowsAbove = 0.18;
 
+// Elements of an expert's matrices (D x F) from which on a call for each expert pays, as one of few tokens does.
+constexpr int64_t kCpuExpertElements = 1 << 19;
+
 // A GPU in evaluation, measured on an H200 (kernels/twell_cuda/LOG.md): matrices (D x F) of fewer elements than
 // kCudaMediumElements, of fewer than kCudaLargeElements, and others.
 struct DensityLimits {
