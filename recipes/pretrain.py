@@ -1,13 +1,16 @@
-"""Pretrain a small Llama from nothing on plain text, tokenizer included.
+"""Pretrain a small Llama, or a mixture of experts, from nothing on plain text, tokenizer included.
 
     python recipes/pretrain.py recipes/demo/pretrain.yaml --text DIR --output DIR
+    python recipes/pretrain.py recipes/pretrain-experts.yaml --text DIR --output DIR --target-density 0.05
 
 `--text` holds one `<source>.txt` or `<source>.txt.xz` for each source that the YAML names; each document in it ends
 with a line `<|endoftext|>`. The output loads with `AutoModelForCausalLM` and `AutoTokenizer`; `pretrain.json` beside it
-holds what was measured. Runs on one GPU (bfloat16, compiled) or, for a few steps, on a CPU (float32).
+holds what was measured. With `--target-density` the model is sparse from its first step. Runs on one GPU (bfloat16,
+compiled) or, for a few steps, on a CPU (float32).
 """
 
 import argparse
+import contextlib
 import json
 import lzma
 import math
@@ -23,7 +26,10 @@ import torch.nn.functional as F
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from hf_twell import L1Penalty, sparsify
+from hf_twell.train.controller import DensityController
 
 BOS, EOS = "<|startoftext|>", "<|endoftext|>"
 BOS_ID, EOS_ID = 0, 1
@@ -118,10 +124,15 @@ def pack(tokenizer: PreTrainedTokenizerFast, documents: list[str]) -> torch.Tens
 
 
 def token_loss(model: torch.nn.Module, window_BT: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
-    """Next-token cross-entropy in nats over windows of T = context + 1 tokens; padding (-1) does not count."""
-    logits = model(input_ids=window_BT[:, :-1].clamp(min=0), use_cache=False).logits
+    """Next-token cross-entropy in nats over windows of T = context + 1 tokens; padding (-1) does not count.
+
+    The mean is what training lowers: to it a mixture of experts adds its router's loss, where its config asks for it.
+    """
+    outputs = model(input_ids=window_BT[:, :-1].clamp(min=0), use_cache=False)
     targets = window_BT[:, 1:].flatten().long()
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=-1, reduction=reduction)
+    loss = F.cross_entropy(outputs.logits.flatten(0, 1).float(), targets, ignore_index=-1, reduction=reduction)
+    router = getattr(outputs, "aux_loss", None)
+    return loss if router is None or reduction != "mean" else loss + model.config.router_aux_loss_coef * router
 
 
 @torch.no_grad()
@@ -145,7 +156,34 @@ def rows_by_source(mixture: list[dict], done: float, rows: int) -> dict[str, int
     return counts
 
 
-def train(model: LlamaForCausalLM, streams: dict, held: dict, settings: dict, seed: int) -> list[dict]:
+class Sparsity:
+    """What `SparsityCallback(trainer, target_density=...)` does, in a loop of one's own."""
+
+    def __init__(self, model: PreTrainedModel, target_density: float, steps: int) -> None:
+        self.penalty = L1Penalty(sparsify(model), 0.0)
+        self.controller = DensityController(target_density, steps=steps)
+        self.warmup = max(1.0, 0.1 * steps)
+
+    @contextlib.contextmanager
+    def step(self, window_BT: torch.Tensor, step: int):
+        """Forward and backward run inside, with the L1 term switched on; `step` counts from 1."""
+        batch = {"input_ids": window_BT[:, :-1]}
+        self.penalty.begin_step([batch])
+        with self.penalty.micro_batch(batch):
+            yield
+        counts = self.penalty.end_step()
+        if counts is not None:
+            progress = min(1.0, step / self.warmup)
+            self.penalty.layer_weights = self.controller.update(counts.density(), counts.size("l1"), progress)
+
+    def report(self) -> dict:
+        report = self.penalty.report() or {}
+        return {key: round(report[key], 5) for key in ("l0", "density", "dead") if key in report}
+
+
+def train(
+    model: PreTrainedModel, streams: dict, held: dict, settings: dict, seed: int, sparsity: Sparsity | None = None
+) -> list[dict]:
     """Train in place on random windows of the sources' token streams; returns the log."""
     device, context = model.device, model.config.max_position_embeddings
     on_gpu = device.type == "cuda"
@@ -177,8 +215,10 @@ def train(model: LlamaForCausalLM, streams: dict, held: dict, settings: dict, se
         for source, count in rows_by_source(settings["mixture"], (step - 1) / steps, rows).items():
             starts = torch.randint(len(streams[source]) - context, (count, 1), device=device, generator=generator)
             windows.append(streams[source][starts + span])
-        loss = loss_fn(torch.cat(windows))
-        loss.backward()
+        window_BT = torch.cat(windows)
+        with contextlib.nullcontext() if sparsity is None else sparsity.step(window_BT, step):
+            loss = loss_fn(window_BT)
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings["max_grad_norm"])
         optimizer.step()
         scheduler.step()
@@ -188,6 +228,8 @@ def train(model: LlamaForCausalLM, streams: dict, held: dict, settings: dict, se
             since = step - (log[-1]["step"] if log else 0)
             entry = {"step": step, "train": round(running.item() / since, 4)}
             entry |= {s: round(held_out_loss(loss_fn, *held[s], context, rows)["loss"], 4) for s in held}
+            if sparsity is not None:
+                entry |= sparsity.report()
             log.append(entry)
             running.zero_()
             progress.write(json.dumps(entry))
@@ -212,7 +254,7 @@ def write_bundle(directory: Path, splits: dict, bundle: dict) -> None:
         (directory / f"{name}.txt").write_text("".join(f"{p}\n{EOS}\n" for _, p in chosen), encoding="utf-8")
 
 
-def sample(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[str], seed: int) -> list[str]:
+def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: list[str], seed: int) -> list[str]:
     """One text for each prompt, drawn at temperature 0.7 from the likeliest nine tenths."""
     torch.manual_seed(seed)
     texts = []
@@ -230,6 +272,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--output", type=Path, required=True, help="folder for the model")
     parser.add_argument("--bundle", type=Path, help="also write the demo's train.txt and heldout.txt here")
     parser.add_argument("--max-steps", type=int, help="train for at most this many steps")
+    parser.add_argument("--target-density", type=float, help="share of active neurons, such as 0.05 (default: dense)")
     args = parser.parse_args(argv)
     recipe = yaml.safe_load(args.recipe.read_text())
     for path in (args.output, *(args.bundle / f"{name}.txt" for name in recipe["bundle"] if args.bundle)):
@@ -245,7 +288,9 @@ def main(argv: list[str] | None = None) -> dict:
     splits = {s: split_source(args.text, s, v, recipe["held_out_every"]) for s, v in sources.items()}
     if args.bundle:
         write_bundle(args.bundle, splits, recipe["bundle"])
-    config = LlamaConfig(**recipe["model"], bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=EOS_ID)
+    family = recipe["model"].pop("model_type", "llama")
+    special = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": EOS_ID}
+    config = AutoConfig.for_model(family, **recipe["model"], **special)
     context = config.max_position_embeddings
     tokenizer = train_tokenizer([d for kept, _ in splits.values() for d in kept], config.vocab_size, context)
     streams = {s: pack(tokenizer, kept).to(device) for s, (kept, _) in splits.items()}
@@ -257,9 +302,10 @@ def main(argv: list[str] | None = None) -> dict:
     }
     print(json.dumps(report), flush=True)
 
-    model = LlamaForCausalLM(config).to(device)
+    model = AutoModelForCausalLM.from_config(config).to(device)
+    sparsity = None if args.target_density is None else Sparsity(model, args.target_density, settings["steps"])
     started = time.perf_counter()
-    report["log"] = train(model, streams, held, settings, recipe["seed"])
+    report["log"] = train(model, streams, held, settings, recipe["seed"], sparsity)
     report["train_seconds"] = round(time.perf_counter() - started, 1)
     report["tokens_seen"] = settings["steps"] * settings["rows_per_step"] * context
 
@@ -267,6 +313,7 @@ def main(argv: list[str] | None = None) -> dict:
     tokenizer.save_pretrained(args.output)
     # What is reported is the saved bfloat16 file, computed in float32.
     model = AutoModelForCausalLM.from_pretrained(args.output, dtype=torch.float32).to(device).eval()
+    report["target_density"] = args.target_density
     report["parameters"] = sum(p.numel() for p in model.parameters())
     rows = min(settings["rows_per_step"], 64)
     report["held_out"] = {s: held_out_loss(partial(token_loss, model), *held[s], context, rows) for s in held}

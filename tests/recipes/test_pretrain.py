@@ -73,6 +73,26 @@ def test_a_few_steps_on_a_cpu_learn_and_save_a_model_that_loads(pretrained):
     assert sum(p.numel() for p in model.parameters()) == report["parameters"]
 
 
+def test_a_mixture_of_experts_sparse_from_its_first_step(pretrained, script, tmp_path):
+    """The recipe's own YAML, with a tiny model; what it saves is a stock one."""
+    folder, _ = pretrained
+    recipe = yaml.safe_load((RECIPES / "pretrain-experts.yaml").read_text())
+    tiny = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
+    recipe["model"] |= tiny | {"num_hidden_layers": 2, "max_position_embeddings": 32}
+    assert recipe["model"]["output_router_logits"]
+    sources = yaml.safe_load((folder / "recipe.yaml").read_text())
+    recipe |= {name: sources[name] for name in ("sources", "prompts")}
+    recipe["train"] |= {"rows_per_step": 8, "warmup_steps": 2, "eval_every": 10, "mixture": sources["train"]["mixture"]}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    arguments = [str(tmp_path / "recipe.yaml"), "--text", str(folder), "--output", str(tmp_path / "model")]
+    report = script["main"]([*arguments, "--max-steps", "20", "--target-density", "0.1"])
+    first, last = report["log"]
+    assert last["density"] < first["density"] < 0.5
+    assert report["target_density"] == 0.1
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert (type(model).__name__, model.config.hidden_act) == ("OlmoeForCausalLM", "relu")
+
+
 def test_the_tokenizer_gives_the_text_back_between_its_special_tokens(pretrained):
     tokenizer = AutoTokenizer.from_pretrained(pretrained[0] / "model")
     text = 'Say "Hi", Tom:  it\'s 1999 é -- yes.\n\nNo.'
