@@ -37,15 +37,18 @@ def tables(rows: list[dict]) -> str:
 
 
 def _block(row):
-    return row["pass"], row["hidden"], row["intermediate"], row["dtype"], row.get("weights") or ""
+    experts = f"{row['top_k']} of {row['experts']} experts a token" if "experts" in row else ""
+    return row["pass"], row["hidden"], row["intermediate"], row["dtype"], row.get("weights") or "", experts
 
 
 def _blocks(rows) -> str:
-    direction, hidden, intermediate, dtype, weights = _block(rows[0])
+    direction, hidden, intermediate, dtype, weights, experts = _block(rows[0])
     found = {(row["tokens"], (row["requested_l0"], row.get("requested_union") or 0)): row for row in rows}
     tokens, l0s = (sorted(set(values)) for values in zip(*found, strict=True))
     held = f", weights in {weights}" if weights else ""
     title = f"## {PASSES[direction]}: D={hidden}, F={intermediate}, {dtype}{held}"
+    if experts:
+        title += f", {experts}\n\nOver the better of Transformers' grouped and batched matmuls."
     cells, plain = {"": _cell}, ""
     if any("sparse_plain_ms" in row for row in rows):
         cells[f", {dtype}"], plain = _plain, PLAIN.format(dtype)

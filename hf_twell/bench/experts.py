@@ -63,7 +63,8 @@ def bench_experts(
         sparse.__class__ = sparse_class(Qwen3MoeExperts, SparseExperts)
         sparse.twell, sparse.twell_state = FfnSettings("experts", 0, EXPERTS, "auto"), FfnState()
         for count in tokens:
-            yield _measure(stock, sparse, pool[FIRST : FIRST + count], top_k, asked, repeats, report) | environment(where)
+            x = pool[FIRST : FIRST + count]
+            yield _measure(stock, sparse, x, top_k, asked, repeats, report) | environment(where)
 
 
 def _block(gate_up: torch.Tensor, down: torch.Tensor, top_k: int) -> Any:

@@ -39,7 +39,7 @@ class SparseExperts(SparseBlock):
         if l1 is not None:
             return self._with_term(l1, hidden_states, top_k_index, top_k_weights)
         if self.takes_kernels(hidden_states, top_k_index, look=True):
-            form: Any = self.twell.form
+            form = self.twell.form
             gate_up, down = self._parameters[form.gate_up], self._parameters[form.down]
             backend = self.twell.backend
             return experts.by_expert(hidden_states, top_k_index, top_k_weights, gate_up, down, backend=backend)
@@ -49,7 +49,7 @@ class SparseExperts(SparseBlock):
         """Whether a call goes by kernels; `look`: it is one, and its density may be sampled and its memory settled."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or index.numel() == 0:
             return False
-        form: Any = self.twell.form
+        form = self.twell.form
         weights: Any = [self._parameters.get(name) for name in (form.gate_up, form.down)]
         plain = all(type(weight) is nn.Parameter and not weight.is_meta and weight.ndim == 3 for weight in weights)
         if not plain or all_modules_are_hooked() or not is_bare_relu(self._modules[form.activation]):
@@ -74,9 +74,9 @@ class SparseExperts(SparseBlock):
         return choose_experts(key, Activity(recent.density)) == "kernels"
 
     def _with_term(self, l1: L1Inputs, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        form: Any = self.twell.form
+        form = self.twell.form
         gate_up, down = getattr(self, form.gate_up), getattr(self, form.down)
-        _check_all_experts(self, down)
+        _check_all_experts(self, down, l1)
         options = {"count_scale" if l1.counts else "l1_scale": l1.scale}
         return experts.routed(
             x, index, weight, gate_up, down,
@@ -85,14 +85,14 @@ class SparseExperts(SparseBlock):
         )  # fmt: skip
 
 
-def _check_all_experts(ffn: SparseExperts, down: torch.Tensor) -> None:
+def _check_all_experts(ffn: SparseExperts, down: torch.Tensor, l1: L1Inputs) -> None:
     """Refuse the experts, or the parts of them, that parallelism leaves to one process.
 
     Raises:
         ValueError: naming the block.
     """
     number, _, width = down.shape
-    if number * (width + 1) + 1 != len(ffn.twell_state.l1.tally) or getattr(ffn, "_is_expert_parallel", False):
+    if number * (width + 1) + 1 != len(l1.tally) or getattr(ffn, "_is_expert_parallel", False):
         raise ValueError(
             f"{ffn.twell.name} has a part of its experts in this process (expert or tensor parallelism); L1 term and "
             "measures of sparsity need all of them: load the model without tp_plan, and train with DDP or FSDP2"

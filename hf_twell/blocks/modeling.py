@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_twell.blocks import calls
-from hf_twell.blocks.architectures import ExpertsForm, FfnForm, Site, input_name, only_input
+from hf_twell.blocks.architectures import Site, input_name, only_input
 from hf_twell.blocks.batches import Runs
 from hf_twell.blocks.layout import restore_down
 from hf_twell.blocks.operands import (
@@ -68,7 +68,7 @@ class FfnSettings:
 
     name: str
     layer: int
-    form: FfnForm | ExpertsForm
+    form: Any  # an FfnForm; of routed experts an ExpertsForm
     backend: str
     place: int = 0
     part: str | None = None

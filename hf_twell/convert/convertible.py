@@ -5,6 +5,7 @@ down(relu(gate) * up) or down(relu(up)), and nothing else; of routed experts eac
 """
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from hf_twell.files.weights import DTYPES, is_plain
 from hf_twell.ops import experts, reference
 
 
-def check_convertible(model: nn.Module, sites: list[Site]) -> bool:
+def check_convertible(model: nn.Module, sites: Sequence[Site]) -> bool:
     """Refuse a model whose blocks hold something that cannot be converted exactly.
 
     Returns:

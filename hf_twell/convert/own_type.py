@@ -3,6 +3,7 @@
 Importing this lets Transformers' Auto classes know these models.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import transformers
@@ -15,7 +16,7 @@ from hf_twell.blocks.architectures import SUPPORTED, Site, activation_keys, deco
 modeling_twell.register()
 
 
-def needs_own_type(model: nn.Module, sites: list[Site]) -> bool:
+def needs_own_type(model: nn.Module, sites: Sequence[Site]) -> bool:
     """Whether layers outside the blocks follow the config entry of the blocks' activation: state spaces, a projector.
 
     They would compute ReLU, too, where the converted model is loaded again.
@@ -71,7 +72,7 @@ def _top(model: nn.Module) -> PreTrainedModel:
     return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
-def _follower(model: nn.Module, sites: list[Site]) -> tuple[str, nn.Module] | None:
+def _follower(model: nn.Module, sites: Sequence[Site]) -> tuple[str, nn.Module] | None:
     blocks = [block for site in sites for block in site.blocks()]
     config, keys = activation_keys(model.config)
     kinds = {type(block.activation) for block in blocks} - {nn.ReLU}

@@ -183,7 +183,8 @@ class ModelActivity:
     def _add_routed(
         self, index: int, routed: RoutedH, shape: torch.Size, valid: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        (experts, width, _), per_token = self.sites[index].sizes, routed.expert.shape[1]
+        site: Any = self.sites[index]
+        (experts, width, _), per_token = site.sizes, routed.expert.shape[1]
         device = routed.h.device
         if index not in self._layers:
             self._layers[index] = ExpertsActivity(experts, per_token, width, device)

@@ -168,6 +168,8 @@ def grouped_linear(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torc
     """
     taken = x.dtype in (torch.bfloat16, torch.float16, torch.float32) and not w.shape[1] * w.element_size() % 16
     taken = taken and not w.shape[2] * w.element_size() % 16
+    if torch.compiler.is_compiling():  # Inductor takes no other
+        taken = taken and x.dtype == torch.bfloat16
     if taken and x.is_cuda:
         taken = torch.cuda.get_device_capability(x.device) >= (8, 0)
     if taken:
