@@ -117,6 +117,7 @@ def _measure(stock, sparse, x, top_k, asked, repeats, report) -> dict:
         "unions": {},
         "timed": "single calls",
         "took": "kernels" if sparse.takes_kernels(x, routings[0]) else "plain matmuls",
+        "down_stored_by": "rows" if sparse.down_proj.is_contiguous() else "columns",
         "error": errors["sparse"],
         "error_eager": errors["eager"],
         **{f"{name}_ms": round(value, 5) for name, value in times.items()},

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
 
-from hf_twell import SparsityCallback, measure_sparsity, sparsify
+from hf_twell import L1Penalty, SparsityCallback, measure_sparsity, sparsify
 from hf_twell.blocks.architectures import find_ffns
 from hf_twell.ops import experts, reference
 from tests.mixtures import by_hand, mixture
@@ -127,6 +127,23 @@ def test_checkpointing_counts_once(reentrant):
     gradient, logs = trained("qwen2_moe", "l1", 2, **options)
     assert_same(gradient, truth("qwen2_moe", "l1"))
     assert logs["twell/l0"] == pytest.approx(trained("qwen2_moe", "l1")[1]["twell/l0"])
+
+
+@pytest.mark.slow
+def test_a_compiled_model_learns_the_same():
+    """In one graph, where bfloat16 goes by the grouped matmul."""
+    results = []
+    for compiled in (False, True):
+        model = sparsify(mixture()).train()
+        forward = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        penalty = L1Penalty(model, WEIGHT)
+        for batch in penalty.micro_batches([pad(rows())]):
+            with torch.autocast("cpu", torch.bfloat16):
+                forward(**batch, num_items_in_batch=LABELS).loss.backward()
+        results.append((flat_gradient(model), penalty.report()["l0"]))
+    (eager, l0), (compiled, of_compiled) = results
+    assert (compiled - eager).norm() <= 1e-2 * eager.norm()
+    assert of_compiled == pytest.approx(l0, rel=1e-2)
 
 
 @pytest.mark.slow
