@@ -20,6 +20,7 @@ MAIN, FEW, DENSITY, UNIONS = (
 FP8, FP8_FEW, FP8_600 = (H200.format(f"fp8-{run}") for run in ("2026-11-26", "few-2026-11-26", "l0-600-2026-11-27"))
 H100_FP8 = "kernels/twell_cuda/bench/h100-fp8-2026-11-26/bench.jsonl"
 CPU, CPU_INT8 = EPYC.format("2026-11-21"), EPYC.format("int8-2026-11-27")
+EXPERTS = "kernels/twell_cpu/bench/xeon-experts-2026-11-28/bench.jsonl"
 SMOLLM2, STUDY = "model_cards/smollm2/pretrained.jsonl", "model_cards/study/study.jsonl"
 TRIALS, SNIPPET, DEMO = (
     "model_cards/smollm2/experiments/{}.jsonl",
@@ -82,6 +83,7 @@ GIVEN = {
         "version = {0.1.0}",
         "arXiv:2603.23198",
     ),
+    "docs/experts.md": ("--target-density 0.05",),
     "docs/pretraining.md": (
         "L1 term, target 1 % | 0.91",
         "rate of 1.5e-3",
@@ -786,9 +788,37 @@ def cpu_design() -> Entries:
         yield f"{text} | {{:.1f}} | {{:.1f}} |", *(speedup(block(each, tokens, **settings)) for each in (CPU, path))
 
 
+def experts() -> Entries:
+    digits = {1: ("{:.1f}", "{:.1f}"), 8: ("{:.1f}", "{:.1f}"), 64: ("{:.0f}", "{:.1f}")}
+    for of in rows(EXPERTS, bench="ffn"):
+        dense, sparse = digits[of["tokens"]]
+        text = f"| {{}} | {{:.1f}} % | {dense} ms | {sparse} ms | {{:.1f}}x |"
+        yield (
+            text,
+            of["tokens"],
+            100 * of["density"],
+            of["grouped_mm_ms"],
+            of["sparse_ms"],
+            of["grouped_mm_ms"] / of["sparse_ms"],
+        )
+
+
 def quotes() -> dict[str, list[Quote]]:
     """By page."""
-    docs = (backends, bench, paper, pretraining, converting, evaluation, inspect, training, quantization, serving, hub)
+    docs = (
+        backends,
+        bench,
+        paper,
+        pretraining,
+        converting,
+        evaluation,
+        inspect,
+        training,
+        quantization,
+        serving,
+        hub,
+        experts,
+    )
     pages = {"README.md": readme, **{f"docs/{page.__name__}.md": page for page in docs}}
     pages |= {f"kernels/twell_{name}/DESIGN.md": page for name, page in (("cuda", cuda_design), ("cpu", cpu_design))}
     return {page: [Quote(text, values) for text, *values in entries()] for page, entries in pages.items()}

@@ -253,7 +253,8 @@ def least(row: dict, key: str, names: tuple[str, ...]) -> float:
 
 def test_ratios_are_of_their_rows():
     """Dense over sparse, the best of either's variants; of generation, the variants that it names."""
-    dense, sparse = ("eager", "compiled", "liger"), ("sparse", "sparse_compiled")
+    dense = ("eager", "compiled", "liger", "grouped_mm", "batched_mm")
+    sparse = ("sparse", "sparse_compiled")
     for row in bench_rows():
         if row["bench"] in ("serve", "vllm"):  # a row for each side
             continue
