@@ -290,7 +290,7 @@ double allowed(DType dtype) { return dtype == DType::kFloat32 ? 1e-5 : dtype == 
 
 int main() {
   int checked = 0;
-  for (const char* isa : {"portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"}) {
+  for (const char* isa : {"portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "avx512_bf16_wide", "amx"}) {
     setenv("HF_TWELL_CPU_ISA", isa, 1);
     try {
       select_kernels(DType::kFloat32);

@@ -131,7 +131,8 @@ bool PairFinder::find(int64_t first, int64_t last, double max_density, TokenPair
   const bool use_fixed = screened || (may_fix && tokens < kernels_.fixed_until && make_fixed(false));
   const int64_t panels_from = block_.s_gate ? kernels_.int8_panels_from : kernels_.panels_from;
   const bool use_panels = !use_fixed && kernels_.gate_panels != nullptr && tokens >= panels_from;
-  const int64_t panel_count = (tokens + kPanel - 1) / kPanel, bytes = panel_bytes(hidden * element);
+  const int64_t panel_count = (tokens + kPanel - 1) / kPanel;
+  const int64_t bytes = panel_bytes(hidden * kernels_.panel_element);
   if (use_panels) {
     panels_.reserve(panel_count * bytes);
     for_items(threads_, panel_count, [&](int, int64_t panel) {

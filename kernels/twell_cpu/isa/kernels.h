@@ -8,7 +8,15 @@
 namespace twell {
 
 enum class DType { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
-enum class Isa { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Vnni = 3, kAvx512Bf16 = 4, kAmx = 5 };
+enum class Isa {
+  kPortable = 0,
+  kAvx2 = 1,
+  kAvx512 = 2,
+  kAvx512Vnni = 3,
+  kAvx512Bf16 = 4,
+  kAvx512Bf16Wide = 5,  // whose panels are multiplied in fp32
+  kAmx = 6
+};
 
 // Tokens that share one pass over the gate matrix are handed over as panels of this many.
 constexpr int kPanel = 64;
@@ -133,6 +141,7 @@ struct Kernels {
   int64_t fixed_until;             // tokens from which the other kernels are faster than `gate`
   int64_t screened_until;          // the same for `screened_gate`
 
+  int64_t panel_element;     // bytes that an element takes in a panel
   int64_t panels_from;       // tokens from which panels are faster than rows
   int64_t int8_panels_from;  // the same for int8 weights
   int64_t tile_neurons;      // neurons of one work item
@@ -146,6 +155,7 @@ const Kernels* kernels_avx2(DType dtype);
 const Kernels* kernels_avx512(DType dtype);
 const Kernels* kernels_avx512_vnni(DType dtype);
 const Kernels* kernels_avx512_bf16(DType dtype);
+const Kernels* kernels_avx512_bf16_wide(DType dtype);
 const Kernels* kernels_amx(DType dtype);
 
 // The best set for this processor, or the one that HF_TWELL_CPU_ISA names; throws if that one cannot run here.
