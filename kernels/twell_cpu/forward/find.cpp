@@ -57,9 +57,9 @@ void PairFinder::up_products(LanePairs& lane, size_t first_run, int64_t first_to
   shared.clear();
   if (panels != nullptr && kernels_.matmul_pairs != nullptr) {
     for (size_t r = first_run; r < lane.runs.size(); ++r) {
-      if (worth_a_row(lane.runs[r].count, tokens)) shared.push_back(r);
+      if (worth_a_row(kernels_, lane.runs[r].count, tokens)) shared.push_back(r);
     }
-    if (shared.size() < kTileRows / 2) shared.clear();
+    if (kernels_.matrix_unit && shared.size() < kTileRows / 2) shared.clear();
   }
   if (!shared.empty()) {
     const int64_t count = static_cast<int64_t>(shared.size()), stride = hidden + 32;  // rows in different cache sets

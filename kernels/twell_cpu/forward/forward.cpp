@@ -64,7 +64,7 @@ int64_t block_tokens(const Block& block, const Kernels& kernels) {
 }
 
 double density_limit(int64_t tokens, const Kernels& kernels, bool training) {
-  const bool amx = kernels.matmul_pairs != nullptr;  // which are of bfloat16 alone
+  const bool amx = kernels.matrix_unit;  // which is of bfloat16 alone
   if (training) return amx ? kCpuTrainingMaxDensityAmx : kCpuTrainingMaxDensity;
   const auto limit_of = [tokens](const auto& rows) {
     return std::find_if(std::begin(rows), std::end(rows), [=](const auto& row) { return tokens <= row.tokens; })

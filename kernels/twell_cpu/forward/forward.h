@@ -71,13 +71,12 @@ inline char* at(void* base, int64_t elements, DType dtype) {
   return static_cast<char*>(base) + elements * element_bytes(dtype);
 }
 
-// What one gathered pair costs, in cells of a matrix unit's product. Such prices say how kernels share out their work.
-// Which way a call goes is decided before that, by twell_limits.h.
-constexpr int64_t kPairCells = 24;
-
-// Whether a matrix product over `tokens` beats one gather for each of the `pairs` of a row's tokens, where there is a
-// unit for it. A row costs 40 cells to be put in place.
-inline bool worth_a_row(int64_t pairs, int64_t tokens) { return kPairCells * pairs > 40 + tokens; }
+// Whether a product over `tokens` beats one gather for each of the `pairs` of a row's tokens. A row costs 40 cells to
+// be put in place. Such prices say how kernels share out their work; which way a call goes is decided before that, by
+// twell_limits.h.
+inline bool worth_a_row(const Kernels& kernels, int64_t pairs, int64_t tokens) {
+  return kernels.pair_cells * pairs > 40 + tokens;
+}
 
 // Whether `down` lies in memory by columns, as the products over active pairs read it.
 inline bool down_by_column(const Block& block) { return block.down_row == 1; }
