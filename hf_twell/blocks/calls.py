@@ -6,6 +6,7 @@ token's kernels. So a call first makes sure that every answer is still the last 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from hf_twell.blocks.layout import settle_down
 from hf_twell.blocks.operands import OWN_FORWARDS, Operands, first_of, quantizes_x
 from hf_twell.dispatch.activity import UNKNOWN, Activity, RecentInputs
-from hf_twell.dispatch.choose import Way, answers, choose, problem, too_small, training_problem
+from hf_twell.dispatch.choose import Way, answers, choose, goes_by_union, problem, too_small, training_problem
 from hf_twell.dispatch.key import EIGHT_BIT, HOPPER, CallKey, key_of
 from hf_twell.ops import api
 
@@ -316,5 +317,5 @@ def _activity(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKe
     if on_gpu and torch.are_deterministic_algorithms_enabled():
         return UNKNOWN
     if look:
-        recent.look(x, weight, bias, scale)
+        recent.look(x, weight, bias, scale, partial(goes_by_union, key))
     return Activity(recent.density, union=recent.union)

@@ -3,6 +3,7 @@
 
 #include "forward/forward.h"
 #include "forward/weight_rows.h"
+#include "twell_limits.h"
 
 namespace twell {
 namespace {
@@ -108,7 +109,7 @@ void PairFinder::up_products(LanePairs& lane, size_t first_run, int64_t first_to
   }
 }
 
-bool PairFinder::find(int64_t first, int64_t last, double max_density, TokenPairs* pairs) {
+bool PairFinder::find(int64_t first, int64_t last, const Limit& limit, TokenPairs* pairs) {
   struct Tile {
     int lane;
     size_t begin, end;
@@ -173,8 +174,12 @@ bool PairFinder::find(int64_t first, int64_t last, double max_density, TokenPair
       lane.runs.push_back({static_cast<uint32_t>(f0 + n), begin, kept});
       lane.used += kept;
     }
-    seen[lane_index * 8] += neurons * count;
-    if (static_cast<double>(lane.used) > max_density * static_cast<double>(seen[lane_index * 8]) + allowance) {
+    const double rows = static_cast<double>(seen[lane_index * 8 + 1] += neurons);
+    const double cells = static_cast<double>(seen[lane_index * 8] += neurons * count);
+    const auto denser = [&](double share) { return static_cast<double>(lane.used) > share * cells + allowance; };
+    const double active_rows = static_cast<double>(lane.runs.size());  // in one of the tokens or more
+    if (denser(limit.density) &&
+        (denser(limit.by_union) || active_rows > kCpuMaxUnion * rows + 0.02 * static_cast<double>(steps * block_.width))) {
       too_dense.store(true, std::memory_order_relaxed);
       return;
     }
