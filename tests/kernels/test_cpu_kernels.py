@@ -151,6 +151,15 @@ def test_many_dense_tokens_take_kernels_where_they_share_neurons(isa, dtype):
         assert_as_good_as_eager(cpu_ffn, changing)
 
 
+@pytest.mark.parametrize("tokens", [16, 300])
+def test_neurons_may_be_sorted(tokens):
+    """A tenth of them is active for all tokens: kernels' work, also where those are the first ones."""
+    case = make_case(tokens, 40, 4000, 0.0, torch.bfloat16)
+    case["w_gate"][:400, :KINDS] = 2.0
+    assert not runs_matmuls(case)
+    assert_as_good_as_eager(cpu_ffn, case)
+
+
 def test_several_groups_of_neurons_that_many_tokens_share():
     assert_as_good_as_eager(cpu_ffn, make_case(2100, 40, 900, 0.1, torch.bfloat16, biases=True))
 

@@ -136,7 +136,8 @@ bool sum_shared_rows(const Block& block, const Kernels& kernels, const Threads& 
   std::vector<SharedBlock> some(kBlocksAtOnce);
   for (SharedBlock& shared : some) shared.factors.resize(terms.size());
   for (int64_t first = 0; first < tokens; first += kBlocksAtOnce * kBlock) {
-    const int64_t last = std::min(tokens, first + kBlocksAtOnce * kBlock), blocks = (last - first + kBlock - 1) / kBlock;
+    const int64_t last = std::min(tokens, first + kBlocksAtOnce * kBlock),
+                  blocks = (last - first + kBlock - 1) / kBlock;
     for_items(threads, blocks, [&](int, int64_t b) {
       some[b].first = first + b * kBlock;
       some[b].tokens = std::min(kBlock, last - some[b].first);

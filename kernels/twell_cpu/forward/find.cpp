@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "forward/forward.h"
 #include "forward/weight_rows.h"
@@ -11,6 +12,14 @@ namespace {
 // How the kernels share out their work, and not whether they do it.
 constexpr size_t kTileRows = 16;      // of matrix units; half of them empty still pay
 constexpr int64_t kScreenedFrom = 8;  // tokens; for fewer, the rows' norms cost what low digits do
+
+// A step through so many tiles that meets each of them, far from the one before: the first tiles decide whether the
+// call is too dense, and neighbouring neurons may be alike.
+int64_t scattering_step(int64_t tiles) {
+  int64_t step = std::max<int64_t>(1, tiles * 5 / 8);
+  while (std::gcd(step, tiles) != 1) ++step;
+  return step;
+}
 
 inline void prefetch(const char* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
@@ -146,20 +155,22 @@ bool PairFinder::find(int64_t first, int64_t last, const Limit& limit, TokenPair
   std::atomic<bool> too_dense{false};
   std::vector<int64_t> seen(static_cast<size_t>(threads_.count) * 8, 0);
   const double allowance = 0.02 * static_cast<double>(tokens * block_.width) + static_cast<double>(tokens) * 4;
+  const int64_t scattering = scattering_step(tile_count);
   // One parallel pass over all tokens: a step's tokens meet every tile of neurons while they are in cache.
-  for_items(threads_, steps * tile_count, [&](int lane_index, int64_t tile) {
+  for_items(threads_, steps * tile_count, [&](int lane_index, int64_t item) {
     if (too_dense.load(std::memory_order_relaxed)) return;
     LanePairs& lane = lanes_[lane_index];
     Scratch& scratch = scratch_[lane_index];
-    const int64_t t0 = tile / tile_count * step, count = std::min(step, tokens - t0);
+    const int64_t place = item % tile_count * scattering % tile_count, tile = item - item % tile_count + place;
+    const int64_t t0 = item / tile_count * step, count = std::min(step, tokens - t0);
     scratch.gate.resize(static_cast<size_t>(width * count));
     float* values = scratch.gate.data();
-    const int64_t f0 = tile % tile_count * width;
+    const int64_t f0 = place * width;
     const int neurons = static_cast<int>(std::min(width, block_.width - f0));
     const char* panels = use_panels ? panels_.data() + t0 / kPanel * bytes : nullptr;
     const TokenRows some{x + t0 * hidden * element, panels, static_cast<int>(count),
                          use_fixed ? fixed_.rows().from(t0) : FixedRows{}, screened};
-    const int64_t next = (tile + threads_.count) % tile_count * width;
+    const int64_t next = (place + threads_.count * scattering) % tile_count * width;
     rows_product(gate_rows(block_), block_.dtype, kernels_, some, f0, neurons, next, &scratch.rows, values);
 
     tiles[tile] = {lane_index, lane.runs.size(), 0};
@@ -179,7 +190,8 @@ bool PairFinder::find(int64_t first, int64_t last, const Limit& limit, TokenPair
     const auto denser = [&](double share) { return static_cast<double>(lane.used) > share * cells + allowance; };
     const double active_rows = static_cast<double>(lane.runs.size());  // in one of the tokens or more
     if (denser(limit.density) &&
-        (denser(limit.by_union) || active_rows > kCpuMaxUnion * rows + 0.02 * static_cast<double>(steps * block_.width))) {
+        (denser(limit.by_union) ||
+         active_rows > kCpuMaxUnion * rows + 0.02 * static_cast<double>(steps * block_.width))) {
       too_dense.store(true, std::memory_order_relaxed);
       return;
     }

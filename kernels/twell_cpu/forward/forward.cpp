@@ -13,7 +13,7 @@ namespace twell {
 namespace {
 
 constexpr int64_t kStepsAtOnce = 8;   // blocks of tokens between two barriers
-constexpr int64_t kTileNeurons = 48;  // of the sample
+constexpr int64_t kGroupNeurons = 8;  // of a sample; its groups lie all over the matrix, as neurons may be sorted
 
 // Shares of active (token, neuron) pairs and of neurons that are active in at least one of the tokens.
 struct Shares {
@@ -23,22 +23,22 @@ struct Shares {
 // Of tokens whose rows are these, by so many groups of neurons.
 Shares active_shares(const Block& block, const Kernels& kernels, const char* rows, int64_t tokens, int64_t groups) {
   Bytes scratch;
-  const size_t cells = static_cast<size_t>(kTileNeurons * tokens);
+  const size_t cells = static_cast<size_t>(kGroupNeurons * tokens);
   std::vector<float> values(cells), kept(static_cast<size_t>(tokens));
   std::vector<uint32_t> position(kept.size());
   int64_t pairs = 0, neurons = 0;
   for (int64_t group = 0; group < groups; ++group) {
-    const int64_t f = group * (block.width - kTileNeurons) / std::max<int64_t>(groups - 1, 1);
-    rows_product(gate_rows(block), block.dtype, kernels, {rows, nullptr, static_cast<int>(tokens)}, f, kTileNeurons, f,
+    const int64_t f = group * (block.width - kGroupNeurons) / std::max<int64_t>(groups - 1, 1);
+    rows_product(gate_rows(block), block.dtype, kernels, {rows, nullptr, static_cast<int>(tokens)}, f, kGroupNeurons, f,
                  &scratch, values.data());
-    for (int64_t n = 0; n < kTileNeurons; ++n) {
+    for (int64_t n = 0; n < kGroupNeurons; ++n) {
       const int active =
           kernels.pack(values.data() + n * tokens, static_cast<int>(tokens), 0, position.data(), kept.data());
       pairs += active;
       neurons += active > 0;
     }
   }
-  const double all = static_cast<double>(groups * kTileNeurons);
+  const double all = static_cast<double>(groups * kGroupNeurons);
   return {static_cast<double>(pairs) / (all * static_cast<double>(tokens)), static_cast<double>(neurons) / all};
 }
 
@@ -47,7 +47,7 @@ bool sample_is_dense(const Block& block, const Kernels& kernels, const Limit& li
   constexpr int64_t kMaxSample = 16;
   if (limit.density >= 1) return false;
   const int64_t sample = std::min(kMaxSample, block.tokens);
-  const int64_t groups = std::min<int64_t>(block.width / kTileNeurons, block.tokens < 64 ? 3 : 6);
+  const int64_t groups = std::min<int64_t>(block.width / kGroupNeurons, block.tokens < 64 ? 18 : 36);
   if (groups == 0) return false;
   const int64_t row_bytes = block.hidden * element_bytes(block.dtype);
   std::vector<char> rows(static_cast<size_t>(sample * row_bytes));
@@ -60,7 +60,7 @@ bool sample_is_dense(const Block& block, const Kernels& kernels, const Limit& li
   if (density > limit.by_union) return true;
   const int64_t run = std::min(kCpuUnionTokens, block.tokens);
   const char* neighbours = at(block.x, (block.tokens - run) / 2 * block.hidden, block.dtype);
-  return active_shares(block, kernels, neighbours, run, std::min<int64_t>(groups, 3)).neurons > kCpuMaxUnion;
+  return active_shares(block, kernels, neighbours, run, std::min<int64_t>(groups, 18)).neurons > kCpuMaxUnion;
 }
 
 void count_pairs(const Part& part, Report* report) {

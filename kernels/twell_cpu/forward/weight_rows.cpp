@@ -5,8 +5,8 @@
 namespace twell {
 namespace {
 
-constexpr int kFewTokens = 3;   // for more it pays to widen int8 rows first
-constexpr int kRowsAtOnce = 4;  // that are widened and used while they are in the first-level cache
+constexpr int kFewTokens = 3;         // for more it pays to widen int8 rows first
+constexpr int kRowsAtOnce = 4;        // that are widened and used while they are in the first-level cache
 constexpr int kPanelRowsAtOnce = 48;  // the same for panels and the second-level one
 
 }  // namespace

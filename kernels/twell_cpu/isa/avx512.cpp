@@ -24,7 +24,8 @@ const twell::Kernels* twell::kernels_avx512(DType dtype) {
   static constexpr Kernels kTables[] = {
       with_wide_sums<Avx512, float>(
           with_widened_panels<Fp32Unit>(with_panels<Fp32Unit>(make_table<Avx512, WideningDot<Avx512, float>>()))),
-      with_wide_sums<Avx512, BFloat16>(with_wide_panels<Avx512, BFloat16>(make_table<Avx512, WideningDot<Avx512, BFloat16>>())),
+      with_wide_sums<Avx512, BFloat16>(
+          with_wide_panels<Avx512, BFloat16>(make_table<Avx512, WideningDot<Avx512, BFloat16>>())),
       with_wide_sums<Avx512, Half>(with_wide_panels<Avx512, Half>(make_table<Avx512, WideningDot<Avx512, Half>>())),
   };
   return &kTables[static_cast<int>(dtype)];

@@ -49,8 +49,8 @@ const twell::Kernels* twell::kernels_avx512_bf16(DType dtype) {
 }
 
 const twell::Kernels* twell::kernels_avx512_bf16_wide(DType dtype) {
-  static const Kernels kBf16 = 
-      with_fixed_point(with_wide_sums<Avx512, BFloat16>(with_wide_panels<Avx512, BFloat16>(make_table<Avx512, Bf16Dot>())));
+  static const Kernels kBf16 = with_fixed_point(
+      with_wide_sums<Avx512, BFloat16>(with_wide_panels<Avx512, BFloat16>(make_table<Avx512, Bf16Dot>())));
   return dtype == DType::kBFloat16 ? &kBf16 : kernels_avx512_vnni(dtype);
 }
 #else

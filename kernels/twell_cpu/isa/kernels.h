@@ -114,8 +114,8 @@ struct Kernels {
   void (*gate_panels_widened)(const void* panels, int tokens, const void* w, int64_t ld_w, int neurons, int64_t hidden,
                               const int8_t* next, int64_t ld_next, float* out, int64_t ld_out);
 
-  // sums[t, d] += sum_i scale[t, i] * rows[i, d] as a product, for up to kPairColumns columns d; null where this set has
-  // none. `pair_rows` puts rows (index[i], or i where index is null) into the form that `matmul_pairs` takes: count
+  // sums[t, d] += sum_i scale[t, i] * rows[i, d] as a product, for up to kPairColumns columns d; null where this set
+  // has none. `pair_rows` puts rows (index[i], or i where index is null) into the form that `matmul_pairs` takes: count
   // padded to 32 rows x kPairColumns, each of `scale_element` bytes. `scale` lies at [i / 32][t][i % 32], t padded to a
   // multiple of 16, with zeros beyond `count`; `sums` is padded to 16 rows and kPairColumns columns.
   void (*pair_rows)(const void* rows, int64_t ld_rows, const uint32_t* index, int64_t count, int64_t width,

@@ -60,8 +60,8 @@ const Kernels* table(Isa isa, DType dtype) {
   return nullptr;
 }
 
-constexpr const char* kNames[] = {"portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "avx512_bf16_wide",
-                                  "amx"};
+constexpr const char* kNames[] = {"portable",         "avx2", "avx512", "avx512_vnni", "avx512_bf16",
+                                  "avx512_bf16_wide", "amx"};
 constexpr int kSets = 7;
 
 // Whether the set is one that processors like this one are slower with than with another.

@@ -1,5 +1,5 @@
-// The gate matmul for many tokens where no instruction multiplies the element type: simd/gate_panel.h in fp32. Tokens lie
-// in vector lanes, and each weight is widened once for all of them and broadcast.
+// The gate matmul for many tokens where no instruction multiplies the element type: simd/gate_panel.h in fp32. Tokens
+// lie in vector lanes, and each weight is widened once for all of them and broadcast.
 //
 // A panel holds kPanel tokens as [strip][column][token of the strip] in fp32. A strip's tokens fill the registers.
 #pragma once
@@ -18,7 +18,7 @@ constexpr int64_t kWidenedAtOnce = 128;  // columns of x, when panels are made
 template <class Simd>
 constexpr int kStripVectors = Simd::kLanes == 16 ? 4 : 2;
 template <class Simd>
-constexpr int kStrip = kStripVectors<Simd>* Simd::kLanes;  // tokens
+constexpr int kStrip = kStripVectors<Simd> * Simd::kLanes;  // tokens
 
 // Columns of a strip of which `panel_bytes` leaves room for whole cache lines.
 inline int64_t strip_columns(int64_t hidden) { return twell::panel_bytes(4 * hidden) / (4 * twell::kPanel); }

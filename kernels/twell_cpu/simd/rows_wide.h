@@ -13,8 +13,8 @@
 
 namespace {
 
-constexpr int kSumTokens = 6;           // x kSumVectors vectors: all registers but those of a row and of one factor
-constexpr int64_t kRowsInCache = 128;   // of a strip, the first-level one
+constexpr int kSumTokens = 6;             // x kSumVectors vectors: all registers but those of a row and of one factor
+constexpr int64_t kRowsInCache = 128;     // of a strip, the first-level one
 constexpr int64_t kFactorsTogether = 32;  // of a token, behind one another
 template <class Simd>
 constexpr int kSumVectors = Simd::kLanes == 16 ? 4 : 2;
