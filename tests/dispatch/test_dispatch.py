@@ -29,6 +29,7 @@ from hf_twell.dispatch.limits import limit
 from hf_twell.models.quantizing import quantize_block
 from hf_twell.ops import api, build, toolchain
 from hf_twell.serving.vllm_plugin import operator  # noqa: F401  defines torch.ops.hf_twell_vllm.ffn
+from tests.ffn_cases import KINDS, make_case
 
 BF16 = torch.bfloat16
 SIZES = {"small": (2048, 5632), "medium": (2048, 6144), "large": (2560, 8192), "cached": (512, 512)}
@@ -368,6 +369,19 @@ def test_a_cpu_looks_at_the_union_where_that_decides():
     assert recent.union == 0.5, "few tokens say nothing of it"
     recent.look(x[:, :1].mul(torch.eye(16).repeat(8, 1)), gate, asks_union=lambda density: True)
     assert (recent.density, recent.union) == (1 / 16, 1.0), "the next many are looked at again"
+
+
+@needs_cpu_kernels
+@torch.inference_mode()
+def test_a_prefill_behind_decoding_is_looked_at_for_its_union():
+    case = make_case(128, 40, 320, 0.0, torch.float32)
+    case["w_gate"][::4, :KINDS] = 2.0  # active for all tokens, and too many for the density to say that kernels pay
+    block = workload.patched_block(case["w_gate"], case["w_up"], case["w_down"])
+    block(case["x"][:4])
+    assert block.twell_state.recent.union is None
+    block(case["x"])
+    assert block.twell_state.recent.union == pytest.approx(0.25, abs=0.05)
+    assert calls.takes_kernels(block, case["x"])
 
 
 @pytest.mark.parametrize("tokens", [128, 300, 16384])
