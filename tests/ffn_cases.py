@@ -5,7 +5,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_twell.ops import api, reference
 
-ISAS = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
+ISAS = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "avx512_bf16_wide", "amx")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GRADIENTS = ("y", "x", "w_up", "w_down", "w_gate", "b_up", "b_down", "b_gate", "tally")
 FEW_PAIRS = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-20}

@@ -6,6 +6,7 @@ token's kernels. So a call first makes sure that every answer is still the last 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from hf_twell.blocks.architectures import FfnForm
 from hf_twell.blocks.layout import settle_down
 from hf_twell.blocks.operands import OWN_FORWARDS, Operands, first_of, quantizes_x
 from hf_twell.dispatch.activity import UNKNOWN, Activity, RecentInputs
-from hf_twell.dispatch.choose import Way, answers, choose, problem, too_small, training_problem
+from hf_twell.dispatch.choose import Way, answers, choose, goes_by_union, problem, too_small, training_problem
 from hf_twell.dispatch.key import EIGHT_BIT, HOPPER, CallKey, key_of
 from hf_twell.ops import api
 
@@ -73,6 +74,8 @@ class LastCall(NamedTuple):
         key = self.key._replace(tokens=x.numel() // self.key.hidden)
         looks = key.asked or not too_small(key)
         if looks and recent.density is None:
+            return None
+        if looks and recent.wants_runs and goes_by_union(key, recent.density):
             return None
         way = choose(key, Activity(recent.density, union=recent.union) if looks else UNKNOWN)
         if way == "dense" or (on_gpu and way == "submodules"):
@@ -317,5 +320,5 @@ def _activity(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKe
     if on_gpu and torch.are_deterministic_algorithms_enabled():
         return UNKNOWN
     if look:
-        recent.look(x, weight, bias, scale)
+        recent.look(x, weight, bias, scale, partial(goes_by_union, key))
     return Activity(recent.density, union=recent.union)

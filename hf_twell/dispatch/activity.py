@@ -5,6 +5,7 @@ device and sent to pinned memory, where a later call finds it.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 CPU_TOKENS, CPU_NEURONS, EVERY_CPU_CALLS = 16, 256, 32  # of a sample, which costs as much as a small call
 EXPERT_NEURONS = 64  # of each of the pairs in a CPU's sample, whose rows are copied
 CUDA_TOKENS, CUDA_NEURONS, EVERY_CUDA_CALLS = 64, 1024, 64
-RUN, CUDA_RUNS = 128, 2  # neighbouring tokens, as many as share a list in a GPU's kernels; runs of them in a sample
+RUN, CUDA_RUNS = 128, 2  # neighbouring tokens, as many as share a list in a GPU's kernels; runs in a GPU's sample
 
 
 class Activity(NamedTuple):
@@ -57,11 +58,11 @@ class Sample:
 
 
 class RecentInputs:
-    """The density of one block's recent inputs, and on a GPU their union. Copies and pickles start anew.
+    """The density of one block's recent inputs, and their union where that decides. Copies and pickles start anew.
 
     Attributes:
         density: by the latest sample that has arrived; None before the first.
-        union: by the latest of a GPU's samples of at least `RUN` tokens; None before the first.
+        union: by the latest sample of at least `RUN` tokens, on a CPU only of one that asked for it; None before that.
         wants_runs: whether the latest sample was of fewer tokens, so that the next call with so many looks again.
         look_in: how many calls may pass before the next has to look; 0 while a sample is on its way.
     """
@@ -82,22 +83,24 @@ class RecentInputs:
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
+        asks_union: Callable[[float], bool] | None = None,
     ) -> bool:
         """Count a call, and sample its activity or read a sample if that is due; whether what is known is new.
 
         Args:
             weight, bias, scale: of the projection whose sign says which neurons are active; see `active_share`.
+            asks_union: whether at such a density a CPU's call goes by its union.
         """
         if x.numel() == 0 or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return False
         self.look_in -= 1
-        has_runs = not x.is_cpu and x.numel() >= RUN * x.shape[-1]
+        has_runs = x.numel() >= RUN * x.shape[-1]
         if self.look_in >= 0 and self.density is not None and not (has_runs and self.wants_runs):
             return False
         sample = self._sample  # by this name, as another thread may read it meanwhile
         if sample is None:
             self.wants_runs = not has_runs
-            if has_runs:
+            if has_runs and not x.is_cpu:
                 shares = shares_of_runs(x, weight, bias, scale)
             else:
                 few = (CPU_TOKENS, CPU_NEURONS) if x.is_cpu else (CUDA_TOKENS, CUDA_NEURONS)
@@ -109,6 +112,10 @@ class RecentInputs:
         shares, self._sample = sample.values(), None
         if isinstance(shares, list):
             self.density, self.union = shares
+        elif x.is_cpu and has_runs:
+            self.density, self.union = shares, None
+            if asks_union is not None and asks_union(shares):
+                self.union = shares_of_runs(x, weight, bias, scale, 1, CPU_NEURONS)[1].item()
         else:
             self.density = shares
             if self.union is not None and self.union < shares:
@@ -164,17 +171,22 @@ def active_share(
 
 @torch.no_grad()
 def shares_of_runs(
-    x: torch.Tensor, w_gate: torch.Tensor, b_gate: torch.Tensor | None, s_gate: torch.Tensor | None = None
+    x: torch.Tensor,
+    w_gate: torch.Tensor,
+    b_gate: torch.Tensor | None,
+    s_gate: torch.Tensor | None = None,
+    wanted: int = CUDA_RUNS,
+    neurons: int = CUDA_NEURONS,
 ) -> torch.Tensor:
-    """Density and union, (2,), of `CUDA_RUNS` runs of `RUN` neighbouring tokens, where kernels have their blocks.
+    """Density and union, (2,), of so many runs of `RUN` neighbouring tokens, where kernels have their blocks.
 
     As many strangers say no more of the density than that: what two neighbours share costs a sample less than tokens
     add to it. Shapes: as `active_share`, x of `RUN` tokens at least.
     """
     x_TD = x.reshape(-1, x.shape[-1])
     runs = len(x_TD) // RUN
-    x_RND = x_TD[: runs * RUN].unflatten(0, (runs, RUN))[_spread(runs, CUDA_RUNS, x.device)]
-    active_RNF = _active(x_RND, w_gate, b_gate, CUDA_NEURONS, s_gate)
+    x_RND = x_TD[: runs * RUN].unflatten(0, (runs, RUN))[_spread(runs, wanted, x.device)]
+    active_RNF = _active(x_RND, w_gate, b_gate, neurons, s_gate)
     return torch.stack([active_RNF.float().mean(), active_RNF.any(1).float().mean()])
 
 

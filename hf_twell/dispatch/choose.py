@@ -45,7 +45,8 @@ def choose(key: CallKey, activity: Activity = UNKNOWN) -> Way:
 def faster(key: CallKey, activity: Activity) -> bool:
     """Whether kernels take less time than plain matmuls, as far as it is known.
 
-    Few tokens cost what their density says, many on a GPU what their union says (`max_union`).
+    Few tokens cost what their density says, many on a GPU what their union says (`max_union`), many on a CPU what the
+    lower of both says (`goes_by_union`).
     """
     unread = key.device == "cuda" and key.quantize_x and quantizing_problem(key)
     if unread and float(key.capability) >= limit("kCudaFp8Capability"):
@@ -57,7 +58,21 @@ def faster(key: CallKey, activity: Activity) -> bool:
     if activity.density is None:
         return not too_small(key)
     most = max_density(key, activity.on_kernels)
+    if activity.union is not None and activity.density > most and goes_by_union(key, activity.density):
+        return activity.union <= limit("kCpuMaxUnion")
     return most > 0 and activity.density <= most
+
+
+def goes_by_union(key: CallKey, density: float) -> bool:
+    """Whether a CPU's call too dense for kernels is one that they are faster at all the same if neighbours share much.
+
+    Source: kernels/twell_cpu/LOG.md, "Rows that neighbours share".
+    """
+    if key.device != "cpu" or key.training or key.rival != "torch" or key.weights in EIGHT_BIT or _amx(key):
+        return False
+    if key.compiled or key.tokens < limit("kCpuUnionTokens"):
+        return False
+    return max_density(key) < density <= min(limit("kCpuUnionMaxDensity"), max_density_of_size(key))
 
 
 def choose_experts(key: CallKey, activity: Activity) -> Way:

@@ -35,6 +35,11 @@ constexpr DensityLimit kCpuLimits[] = {
     {32, 0.2},
     {kMany, 0.18},
 };
+// Many neighbours that share neurons cost what their union says, too: where of 128 tokens at most such a share of
+// neurons is active in one or more, kernels are faster up to such a density. No 8-bit weights; without AMX alone.
+constexpr int64_t kCpuUnionTokens = 128;
+constexpr double kCpuMaxUnion = 0.65;
+constexpr double kCpuUnionMaxDensity = 0.3;
 // The same in bfloat16 on a processor that multiplies matrices of it (AMX).
 constexpr DensityLimit kCpuLimitsAmx[] = {
     {2, 1.0},

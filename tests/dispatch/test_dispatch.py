@@ -29,6 +29,7 @@ from hf_twell.dispatch.limits import limit
 from hf_twell.models.quantizing import quantize_block
 from hf_twell.ops import api, build, toolchain
 from hf_twell.serving.vllm_plugin import operator  # noqa: F401  defines torch.ops.hf_twell_vllm.ffn
+from tests.ffn_cases import KINDS, make_case
 
 BF16 = torch.bfloat16
 SIZES = {"small": (2048, 5632), "medium": (2048, 6144), "large": (2560, 8192), "cached": (512, 512)}
@@ -301,6 +302,20 @@ def test_many_tokens_go_by_the_union_where_it_is_known(size):
     assert choose(strangers, few) == choose(strangers, Activity(0.1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_many_tokens_on_a_cpu_go_by_the_union_where_they_are_too_dense(dtype):
+    most, densest = limit("kCpuMaxUnion"), limit("kCpuUnionMaxDensity")
+    many = cpu_key(limit("kCpuUnionTokens"), dtype)
+    assert choose(many, Activity(densest, union=most)) == "kernels"
+    assert choose(many, Activity(0.1, union=1.0)) == "kernels", "the density alone says so"
+    for activity in (Activity(densest), Activity(densest, union=most + 0.01), Activity(densest + 0.01, union=0.4)):
+        assert choose(many, activity) != "kernels"
+    shared = Activity(densest, union=densest)
+    for untimed in ({"tokens": many.tokens - 1}, {"training": True}, {"weights": torch.int8}, {"rival": "vllm"}):
+        assert choose(many._replace(**untimed), shared) != "kernels"
+    assert (choose(many._replace(capability="amx"), shared) == "kernels") == (dtype == torch.float32)
+
+
 @needs_cpu_kernels
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
 @pytest.mark.parametrize("density", [0.008, 0.06])
@@ -340,6 +355,33 @@ def test_a_density_is_looked_at_in_some_calls_alone():
     recent.look_in = 0
     assert recent.look(x, -gate)
     assert recent.density == 1
+
+
+def test_a_cpu_looks_at_the_union_where_that_decides():
+    recent, gate = RecentInputs(), torch.eye(16).repeat(16, 1)
+    for density in (1 / 16, 0.5):  # alike neighbours: their union is no more
+        x = (torch.arange(16) < 16 * density).float().repeat(128, 1)
+        recent.look_in = 0
+        recent.look(x, gate, asks_union=lambda density: density > 0.2)
+        assert (recent.density, recent.union) == (density, density if density > 0.2 else None)
+    recent.look_in = 0
+    recent.look(x[:3], gate, asks_union=lambda density: True)
+    assert recent.union == 0.5, "few tokens say nothing of it"
+    recent.look(x[:, :1].mul(torch.eye(16).repeat(8, 1)), gate, asks_union=lambda density: True)
+    assert (recent.density, recent.union) == (1 / 16, 1.0), "the next many are looked at again"
+
+
+@needs_cpu_kernels
+@torch.inference_mode()
+def test_a_prefill_behind_decoding_is_looked_at_for_its_union():
+    case = make_case(128, 40, 320, 0.0, torch.float32)
+    case["w_gate"][::4, :KINDS] = 2.0  # active for all tokens, and too many for the density to say that kernels pay
+    block = workload.patched_block(case["w_gate"], case["w_up"], case["w_down"])
+    block(case["x"][:4])
+    assert block.twell_state.recent.union is None
+    block(case["x"])
+    assert block.twell_state.recent.union == pytest.approx(0.25, abs=0.05)
+    assert calls.takes_kernels(block, case["x"])
 
 
 @pytest.mark.parametrize("tokens", [128, 300, 16384])

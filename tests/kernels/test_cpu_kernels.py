@@ -13,6 +13,7 @@ from tests.conftest import tiny_llama
 from tests.ffn_cases import (
     DTYPES,
     ISAS,
+    KINDS,
     Operators,
     assert_as_good_as_eager,
     assert_gradients_are_not_copied,
@@ -110,6 +111,53 @@ def test_rows_longer_than_a_slice_in_threads(isa, dtype, by_column, three_thread
         if by_column:
             case["w_down"] = case["w_down"].t().contiguous().t()
         assert_as_good_as_eager(cpu_ffn, case)
+
+
+def shared_by_all(case, every):
+    """The case in which each so many-th neuron is active for every token, beside those that were active before."""
+    first = "w_up" if case["w_gate"] is None else "w_gate"
+    case[first][::every, :KINDS] = 2.0
+    return case
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "hidden"), [(16, 40), (33, 133), (65, 37), (300, 200)])
+def test_rows_that_neighbours_share(isa, dtype, tokens, hidden):
+    """Products over them, alone and beside gathered pairs; no size is a multiple of a tile, a strip or a panel."""
+    for gated, density in ((True, 0.02), (False, 0.0)):
+        case = shared_by_all(make_case(tokens, hidden, 335, density, dtype, gated=gated, biases=True), every=11)
+        case["w_down"] = case["w_down"].t().contiguous().t()
+        assert_as_good_as_eager(cpu_ffn, case)
+
+
+def runs_matmuls(case):
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        cpu_ffn(case["x"], case["w_up"], case["w_down"], case["w_gate"])
+    return any(event.name == "aten::linear" for event in profile.events())
+
+
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "amx"], indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_dense_tokens_take_kernels_where_they_share_neurons(isa, dtype):
+    """A quarter of the pairs is active in either case: the same neurons for all tokens, or others for each kind."""
+    for tokens, alike_pays in ((127, False), (128, True), (1100, True)):
+        alike = shared_by_all(make_case(tokens, 40, 320, 0.0, dtype), every=4)
+        different = make_case(tokens, 40, 320, 0.25, dtype)
+        assert runs_matmuls(alike) != alike_pays
+        assert runs_matmuls(different)
+        changing = {**alike, "x": torch.cat([alike["x"], alike["x"]])}
+        changing["x"][tokens:, :KINDS] *= -1  # now the other three quarters are active
+        assert_as_good_as_eager(cpu_ffn, changing)
+
+
+@pytest.mark.parametrize("tokens", [16, 300])
+def test_neurons_may_be_sorted(tokens):
+    """A tenth of them is active for all tokens: kernels' work, also where those are the first ones."""
+    case = make_case(tokens, 40, 4000, 0.0, torch.bfloat16)
+    case["w_gate"][:400, :KINDS] = 2.0
+    assert not runs_matmuls(case)
+    assert_as_good_as_eager(cpu_ffn, case)
 
 
 def test_several_groups_of_neurons_that_many_tokens_share():

@@ -28,7 +28,7 @@ TokenPairs recompute(const Block& block, const Kernels& kernels, const Threads& 
     for (int64_t i = 0; i < n; ++i) {
       std::memcpy(rows.data() + i * row_bytes, at(block.x, tokens[first + i] * block.hidden, block.dtype), row_bytes);
     }
-    finder.find(0, n, 2.0, &pairs);
+    finder.find(0, n, {2.0, 0}, &pairs);
     const int64_t before = all.begin.back();
     for (int64_t i = 1; i <= n; ++i) all.begin.push_back(before + pairs.begin[i]);
     all.neuron.insert(all.neuron.end(), pairs.neuron.begin(), pairs.neuron.end());
@@ -124,7 +124,7 @@ struct NeuronScratch {
 std::vector<std::pair<int64_t, int64_t>> backward(const Block& block, const Kernels& kernels, const Threads& threads,
                                                   const void* grad_y, const State& state, const Pulls& pulls,
                                                   const Gradients& gradients) {
-  const bool matrix = kernels.matmul_pairs != nullptr && block.tokens >= kernels.panels_from;
+  const bool matrix = kernels.matrix_unit && block.tokens >= kernels.panels_from;
   // A group's gradient of down fills whole cache lines; on a matrix unit, which takes many at once, more of each page.
   const int64_t group_size = matrix ? 384 : 32;
   const int64_t stride = block.hidden + 32;  // of a group's rows, so that they lie in different cache sets
@@ -135,7 +135,7 @@ std::vector<std::pair<int64_t, int64_t>> backward(const Block& block, const Kern
   const NeuronPairs neurons = by_neuron(pairs, block.width);
 
   std::optional<SharedNeuronGradients> shared_gradients;
-  if (matrix && worth_a_row(pairs.begin.back() / block.width * 2, block.tokens)) {
+  if (matrix && worth_a_row(kernels, pairs.begin.back() / block.width * 2, block.tokens)) {
     shared_gradients.emplace(block, kernels, threads, grad_y, pulls);
   }
   std::vector<float>& grad_gate = pairs.gate;  // each pair's factors are replaced by its gradients once they are used
@@ -157,7 +157,7 @@ std::vector<std::pair<int64_t, int64_t>> backward(const Block& block, const Kern
     }
     my.shared.clear();
     for (int64_t f = first; shared_gradients && f < last; ++f) {
-      if (worth_a_row(neurons.begin[f + 1] - neurons.begin[f], block.tokens)) my.shared.push_back(f);
+      if (worth_a_row(kernels, neurons.begin[f + 1] - neurons.begin[f], block.tokens)) my.shared.push_back(f);
     }
     if (my.shared.size() < 8) my.shared.clear();
     if (!my.shared.empty()) {

@@ -33,6 +33,7 @@ class Bytes {
     size_ = size;
   }
   char* data() { return memory_.get(); }
+  const char* data() const { return memory_.get(); }
 
  private:
   static constexpr std::align_val_t kLine{64};

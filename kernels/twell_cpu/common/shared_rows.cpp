@@ -1,11 +1,13 @@
 #include "common/shared_rows.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace twell {
 namespace {
 
 constexpr int64_t kBlock = 4 * kPanel;  // tokens that share the rows of one product
+constexpr int64_t kBlocksAtOnce = 4;    // between two barriers
 constexpr int64_t kRowsAtOnce = 512;    // of a product, so that their pairs stay in the second-level cache
 constexpr uint32_t kAlone = 0xffffffffu;
 
@@ -13,12 +15,13 @@ int64_t rounded_up(int64_t value, int64_t multiple) { return (value + multiple -
 
 // A term's factors in one block of tokens.
 struct Factors {
-  Bytes shared;              // [neurons / 32][tokens, padded to 16][32]
+  Bytes shared;              // [neurons / 32][tokens, padded to 16][32] of kernels.scale_element bytes
   std::vector<float> alone;  // each token's from where its pairs begin in the block
 };
 
 struct SharedBlock {
   int64_t first, tokens;             // among the pairs' tokens
+  int64_t pairs;                     // of the shared neurons
   std::vector<uint32_t> neurons;     // that enough tokens share, ascending
   std::vector<uint32_t> place;       // (F,) among `neurons`, or kAlone
   std::vector<uint32_t> alone;       // the other pairs' neurons, by token
@@ -26,16 +29,15 @@ struct SharedBlock {
   std::vector<Factors> factors;
 };
 
-// Returns how many pairs the shared neurons have.
-int64_t find_shared(const TokenPairs& pairs, int64_t width, SharedBlock* out) {
+void find_shared(const TokenPairs& pairs, const Kernels& kernels, int64_t width, SharedBlock* out) {
   out->neurons.clear();
   out->place.assign(static_cast<size_t>(width), 0);
   const int64_t begin = pairs.begin[out->first], end = pairs.begin[out->first + out->tokens];
   for (int64_t i = begin; i < end; ++i) ++out->place[pairs.neuron[i]];
-  int64_t shared_pairs = 0;
+  out->pairs = 0;
   for (int64_t f = 0; f < width; ++f) {
-    if (worth_a_row(out->place[f], out->tokens)) {
-      shared_pairs += out->place[f];
+    if (worth_a_row(kernels, out->place[f], out->tokens)) {
+      out->pairs += out->place[f];
       out->place[f] = static_cast<uint32_t>(out->neurons.size());
       out->neurons.push_back(static_cast<uint32_t>(f));
     } else {
@@ -45,10 +47,10 @@ int64_t find_shared(const TokenPairs& pairs, int64_t width, SharedBlock* out) {
   out->alone.resize(static_cast<size_t>(end - begin));
   out->alone_count.resize(static_cast<size_t>(out->tokens));
   for (Factors& factors : out->factors) {
-    factors.shared.reserve(rounded_up(out->tokens, 16) * rounded_up(static_cast<int64_t>(out->neurons.size()), 32) * 2);
+    factors.shared.reserve(rounded_up(out->tokens, 16) * rounded_up(static_cast<int64_t>(out->neurons.size()), 32) *
+                           kernels.scale_element);
     factors.alone.resize(static_cast<size_t>(end - begin));
   }
-  return shared_pairs;
 }
 
 // Factors of 16 tokens from `t0` on.
@@ -76,7 +78,12 @@ void place_pairs(const TokenPairs& pairs, const Kernels& kernels, const std::vec
         block->alone_count[t] = alone - alone_first;
       }
       for (int64_t c = 0; c < columns; c += 32) {
-        kernels.round(row.data() + c, 32, factors.shared.data() + (c * padded + t * 32) * 2);
+        char* to = factors.shared.data() + (c * padded + t * 32) * kernels.scale_element;
+        if (kernels.scale_element == 4) {
+          std::memcpy(to, row.data() + c, 32 * sizeof(float));
+        } else {
+          kernels.round(row.data() + c, 32, to);
+        }
       }
     }
   }
@@ -84,18 +91,19 @@ void place_pairs(const TokenPairs& pairs, const Kernels& kernels, const std::vec
 
 // Columns [d, d + width) of the block's sums.
 void sum_slice(const Block& block, const Kernels& kernels, const TokenPairs& pairs,
-               const std::vector<ScaledRows>& terms, SharedBlock& shared, int64_t d, int64_t width, float* sums,
-               int64_t ld_sums) {
+               const std::vector<ScaledRows>& terms, const SharedBlock& shared, int64_t d, int64_t width, Bytes* placed,
+               float* sums, int64_t ld_sums) {
   const int64_t rows = static_cast<int64_t>(shared.neurons.size()), padded = rounded_up(shared.tokens, 16);
-  alignas(64) char pairs_of_rows[kRowsAtOnce * kPairColumns * 2];
+  placed->reserve(kRowsAtOnce * kPairColumns * kernels.scale_element);
   for (size_t term = 0; term < terms.size(); ++term) {
     for (int64_t i = 0; i < rows; i += kRowsAtOnce) {
       const int64_t count = std::min(kRowsAtOnce, rows - i);
       for (int64_t c = 0; c < width; c += kPairColumns) {
         const int64_t columns = std::min(kPairColumns, width - c);
         kernels.pair_rows(at(terms[term].rows, d + c, block.dtype), terms[term].ld, shared.neurons.data() + i, count,
-                          columns, pairs_of_rows);
-        kernels.matmul_pairs(pairs_of_rows, count, columns, shared.factors[term].shared.data() + i * padded * 2,
+                          columns, placed->data());
+        kernels.matmul_pairs(placed->data(), count, columns,
+                             shared.factors[term].shared.data() + i * padded * kernels.scale_element,
                              static_cast<int>(shared.tokens), sums + c, ld_sums);
       }
     }
@@ -103,7 +111,7 @@ void sum_slice(const Block& block, const Kernels& kernels, const TokenPairs& pai
       const uint32_t* neuron = shared.alone.data() + pairs.begin[shared.first + t] - pairs.begin[shared.first];
       for (int64_t i = 0; i < shared.alone_count[t]; ++i) {
         const char* row = at(terms[term].rows, neuron[i] * terms[term].ld + d, block.dtype);
-        for (int64_t b = 0; b < 2 * width; b += 64) __builtin_prefetch(row + b);
+        for (int64_t b = 0; b < width * element_bytes(block.dtype); b += 64) __builtin_prefetch(row + b);
       }
     };
     for (int64_t t = 0; t < shared.tokens; ++t) {
@@ -122,23 +130,35 @@ bool sum_shared_rows(const Block& block, const Kernels& kernels, const Threads& 
                      const std::vector<ScaledRows>& terms, const float* bias, void* out) {
   const int64_t tokens = static_cast<int64_t>(pairs.begin.size()) - 1, hidden = block.hidden;
   const int64_t slice = std::clamp<int64_t>(rounded_up(hidden / (2 * threads.count), 64), 64, 256);
+  const int64_t slices = (hidden + slice - 1) / slice;
   std::vector<std::vector<float>> scratch(static_cast<size_t>(threads.count));
-  SharedBlock shared;
-  shared.factors.resize(terms.size());
-  for (shared.first = 0; shared.first < tokens; shared.first += kBlock) {
-    shared.tokens = std::min(kBlock, tokens - shared.first);
-    const int64_t shared_pairs = find_shared(pairs, block.width, &shared);
+  std::vector<Bytes> placed(scratch.size());
+  std::vector<SharedBlock> some(kBlocksAtOnce);
+  for (SharedBlock& shared : some) shared.factors.resize(terms.size());
+  for (int64_t first = 0; first < tokens; first += kBlocksAtOnce * kBlock) {
+    const int64_t last = std::min(tokens, first + kBlocksAtOnce * kBlock),
+                  blocks = (last - first + kBlock - 1) / kBlock;
+    for_items(threads, blocks, [&](int, int64_t b) {
+      some[b].first = first + b * kBlock;
+      some[b].tokens = std::min(kBlock, last - some[b].first);
+      find_shared(pairs, kernels, block.width, &some[b]);
+    });
+    int64_t shared_pairs = 0;
+    for (int64_t b = 0; b < blocks; ++b) shared_pairs += some[b].pairs;
     // Lone pairs are slower here, where each slice of a row is read on its own.
-    if (shared.first == 0 && 2 * shared_pairs < pairs.begin[shared.tokens]) return false;
-    const int64_t padded = rounded_up(shared.tokens, 16);
-    for_items(threads, padded / 16,
-              [&](int lane, int64_t item) { place_pairs(pairs, kernels, terms, 16 * item, scratch[lane], &shared); });
-    for_items(threads, (hidden + slice - 1) / slice, [&](int lane, int64_t item) {
-      const int64_t d = item * slice, width = std::min(slice, hidden - d);
+    if (first == 0 && 2 * shared_pairs < pairs.begin[last]) return false;
+    constexpr int64_t kGroups = kBlock / 16;
+    for_items(threads, (last - first + 15) / 16, [&](int lane, int64_t item) {
+      place_pairs(pairs, kernels, terms, 16 * (item % kGroups), scratch[lane], &some[item / kGroups]);
+    });
+    for_items(threads, blocks * slices, [&](int lane, int64_t item) {
+      const SharedBlock& shared = some[item / slices];
+      const int64_t d = item % slices * slice, width = std::min(slice, hidden - d);
+      const int64_t padded = rounded_up(shared.tokens, 16);
       auto& sums = scratch[lane];
       sums.assign(static_cast<size_t>(padded * slice), 0.0f);
       for (int64_t t = 0; bias && t < padded; ++t) std::copy_n(bias + d, width, sums.data() + t * slice);
-      sum_slice(block, kernels, pairs, terms, shared, d, width, sums.data(), slice);
+      sum_slice(block, kernels, pairs, terms, shared, d, width, &placed[lane], sums.data(), slice);
       for (int64_t t = 0; t < shared.tokens; ++t) {
         kernels.round(sums.data() + t * slice, width, at(out, (shared.first + t) * hidden + d, block.dtype));
       }

@@ -159,15 +159,16 @@ void down_by_slices(const Block& block, const Kernels& kernels, const Threads& t
 void down_product(const Block& block, const Kernels& kernels, const Threads& threads, const Part& part, void* y) {
   const int64_t tokens = part.tokens(), total = part.pairs.begin.back();
   const bool int8 = block.s_down != nullptr;
-  const bool matrix = kernels.matmul_pairs != nullptr && tokens >= kernels.panels_from && !int8;
+  const bool shares = kernels.matmul_pairs != nullptr && tokens >= kernels.sums_from && !int8;
+  const bool matrix = kernels.matrix_unit && shares;
   if (down_by_column(block)) {
     const ScaledRows rows{block.down, block.down_column, part.h.data()};
     void* out = at(y, part.first * block.hidden, block.dtype);
-    if (matrix && sum_shared_rows(block, kernels, threads, part.pairs, {rows}, block.b_down, out)) return;
+    if (shares && sum_shared_rows(block, kernels, threads, part.pairs, {rows}, block.b_down, out)) return;
     down_by_rows(block, kernels, threads, part, {part.pairs.neuron.data(), block.down, block.down_column, int8}, y);
   } else if (block.tokens == tokens && 2 * total * kCacheLine < down_rows(block).row_bytes(block.dtype)) {
     down_by_active_columns(block, kernels, threads, part, y);
-  } else if (matrix && kPairCells * total > block.width * (tokens - 64)) {
+  } else if (matrix && kernels.pair_cells * total > block.width * (tokens - 64)) {
     // Transposing slices of down costs as much as multiplying it by 64 tokens.
     down_by_panels(block, kernels, threads, part, y);
   } else if (block.tokens <= kFewTokens) {

@@ -1,8 +1,10 @@
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "forward/forward.h"
 #include "forward/weight_rows.h"
+#include "twell_limits.h"
 
 namespace twell {
 namespace {
@@ -10,6 +12,14 @@ namespace {
 // How the kernels share out their work, and not whether they do it.
 constexpr size_t kTileRows = 16;      // of matrix units; half of them empty still pay
 constexpr int64_t kScreenedFrom = 8;  // tokens; for fewer, the rows' norms cost what low digits do
+
+// A step through so many tiles that meets each of them, far from the one before: the first tiles decide whether the
+// call is too dense, and neighbouring neurons may be alike.
+int64_t scattering_step(int64_t tiles) {
+  int64_t step = std::max<int64_t>(1, tiles * 5 / 8);
+  while (std::gcd(step, tiles) != 1) ++step;
+  return step;
+}
 
 inline void prefetch(const char* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
@@ -57,9 +67,9 @@ void PairFinder::up_products(LanePairs& lane, size_t first_run, int64_t first_to
   shared.clear();
   if (panels != nullptr && kernels_.matmul_pairs != nullptr) {
     for (size_t r = first_run; r < lane.runs.size(); ++r) {
-      if (worth_a_row(lane.runs[r].count, tokens)) shared.push_back(r);
+      if (worth_a_row(kernels_, lane.runs[r].count, tokens)) shared.push_back(r);
     }
-    if (shared.size() < kTileRows / 2) shared.clear();
+    if (kernels_.matrix_unit && shared.size() < kTileRows / 2) shared.clear();
   }
   if (!shared.empty()) {
     const int64_t count = static_cast<int64_t>(shared.size()), stride = hidden + 32;  // rows in different cache sets
@@ -108,7 +118,7 @@ void PairFinder::up_products(LanePairs& lane, size_t first_run, int64_t first_to
   }
 }
 
-bool PairFinder::find(int64_t first, int64_t last, double max_density, TokenPairs* pairs) {
+bool PairFinder::find(int64_t first, int64_t last, const Limit& limit, TokenPairs* pairs) {
   struct Tile {
     int lane;
     size_t begin, end;
@@ -131,7 +141,8 @@ bool PairFinder::find(int64_t first, int64_t last, double max_density, TokenPair
   const bool use_fixed = screened || (may_fix && tokens < kernels_.fixed_until && make_fixed(false));
   const int64_t panels_from = block_.s_gate ? kernels_.int8_panels_from : kernels_.panels_from;
   const bool use_panels = !use_fixed && kernels_.gate_panels != nullptr && tokens >= panels_from;
-  const int64_t panel_count = (tokens + kPanel - 1) / kPanel, bytes = panel_bytes(hidden * element);
+  const int64_t panel_count = (tokens + kPanel - 1) / kPanel;
+  const int64_t bytes = panel_bytes(hidden * kernels_.panel_element);
   if (use_panels) {
     panels_.reserve(panel_count * bytes);
     for_items(threads_, panel_count, [&](int, int64_t panel) {
@@ -144,20 +155,22 @@ bool PairFinder::find(int64_t first, int64_t last, double max_density, TokenPair
   std::atomic<bool> too_dense{false};
   std::vector<int64_t> seen(static_cast<size_t>(threads_.count) * 8, 0);
   const double allowance = 0.02 * static_cast<double>(tokens * block_.width) + static_cast<double>(tokens) * 4;
+  const int64_t scattering = scattering_step(tile_count);
   // One parallel pass over all tokens: a step's tokens meet every tile of neurons while they are in cache.
-  for_items(threads_, steps * tile_count, [&](int lane_index, int64_t tile) {
+  for_items(threads_, steps * tile_count, [&](int lane_index, int64_t item) {
     if (too_dense.load(std::memory_order_relaxed)) return;
     LanePairs& lane = lanes_[lane_index];
     Scratch& scratch = scratch_[lane_index];
-    const int64_t t0 = tile / tile_count * step, count = std::min(step, tokens - t0);
+    const int64_t place = item % tile_count * scattering % tile_count, tile = item - item % tile_count + place;
+    const int64_t t0 = item / tile_count * step, count = std::min(step, tokens - t0);
     scratch.gate.resize(static_cast<size_t>(width * count));
     float* values = scratch.gate.data();
-    const int64_t f0 = tile % tile_count * width;
+    const int64_t f0 = place * width;
     const int neurons = static_cast<int>(std::min(width, block_.width - f0));
     const char* panels = use_panels ? panels_.data() + t0 / kPanel * bytes : nullptr;
     const TokenRows some{x + t0 * hidden * element, panels, static_cast<int>(count),
                          use_fixed ? fixed_.rows().from(t0) : FixedRows{}, screened};
-    const int64_t next = (tile + threads_.count) % tile_count * width;
+    const int64_t next = (place + threads_.count * scattering) % tile_count * width;
     rows_product(gate_rows(block_), block_.dtype, kernels_, some, f0, neurons, next, &scratch.rows, values);
 
     tiles[tile] = {lane_index, lane.runs.size(), 0};
@@ -172,8 +185,13 @@ bool PairFinder::find(int64_t first, int64_t last, double max_density, TokenPair
       lane.runs.push_back({static_cast<uint32_t>(f0 + n), begin, kept});
       lane.used += kept;
     }
-    seen[lane_index * 8] += neurons * count;
-    if (static_cast<double>(lane.used) > max_density * static_cast<double>(seen[lane_index * 8]) + allowance) {
+    const double rows = static_cast<double>(seen[lane_index * 8 + 1] += neurons);
+    const double cells = static_cast<double>(seen[lane_index * 8] += neurons * count);
+    const auto denser = [&](double share) { return static_cast<double>(lane.used) > share * cells + allowance; };
+    const double active_rows = static_cast<double>(lane.runs.size());  // in one of the tokens or more
+    if (denser(limit.density) &&
+        (denser(limit.by_union) ||
+         active_rows > kCpuMaxUnion * rows + 0.02 * static_cast<double>(steps * block_.width))) {
       too_dense.store(true, std::memory_order_relaxed);
       return;
     }

@@ -13,14 +13,41 @@ namespace twell {
 namespace {
 
 constexpr int64_t kStepsAtOnce = 8;   // blocks of tokens between two barriers
-constexpr int64_t kTileNeurons = 48;  // of the sample
+constexpr int64_t kGroupNeurons = 8;  // of a sample; its groups lie all over the matrix, as neurons may be sorted
+
+// Shares of active (token, neuron) pairs and of neurons that are active in at least one of the tokens.
+struct Shares {
+  double pairs, neurons;
+};
+
+// Of tokens whose rows are these, by so many groups of neurons.
+Shares active_shares(const Block& block, const Kernels& kernels, const char* rows, int64_t tokens, int64_t groups) {
+  Bytes scratch;
+  const size_t cells = static_cast<size_t>(kGroupNeurons * tokens);
+  std::vector<float> values(cells), kept(static_cast<size_t>(tokens));
+  std::vector<uint32_t> position(kept.size());
+  int64_t pairs = 0, neurons = 0;
+  for (int64_t group = 0; group < groups; ++group) {
+    const int64_t f = group * (block.width - kGroupNeurons) / std::max<int64_t>(groups - 1, 1);
+    rows_product(gate_rows(block), block.dtype, kernels, {rows, nullptr, static_cast<int>(tokens)}, f, kGroupNeurons, f,
+                 &scratch, values.data());
+    for (int64_t n = 0; n < kGroupNeurons; ++n) {
+      const int active =
+          kernels.pack(values.data() + n * tokens, static_cast<int>(tokens), 0, position.data(), kept.data());
+      pairs += active;
+      neurons += active > 0;
+    }
+  }
+  const double all = static_cast<double>(groups * kGroupNeurons);
+  return {static_cast<double>(pairs) / (all * static_cast<double>(tokens)), static_cast<double>(neurons) / all};
+}
 
 // A dense call would waste the first blocks on finding out, so a sample of its tokens and neurons decides.
-bool sample_is_dense(const Block& block, const Kernels& kernels, double limit) {
+bool sample_is_dense(const Block& block, const Kernels& kernels, const Limit& limit) {
   constexpr int64_t kMaxSample = 16;
-  if (limit >= 1) return false;
+  if (limit.density >= 1) return false;
   const int64_t sample = std::min(kMaxSample, block.tokens);
-  const int64_t groups = std::min<int64_t>(block.width / kTileNeurons, block.tokens < 64 ? 3 : 6);
+  const int64_t groups = std::min<int64_t>(block.width / kGroupNeurons, block.tokens < 64 ? 18 : 36);
   if (groups == 0) return false;
   const int64_t row_bytes = block.hidden * element_bytes(block.dtype);
   std::vector<char> rows(static_cast<size_t>(sample * row_bytes));
@@ -28,18 +55,12 @@ bool sample_is_dense(const Block& block, const Kernels& kernels, double limit) {
     const int64_t token = (2 * i + 1) * block.tokens / (2 * sample);
     std::memcpy(rows.data() + i * row_bytes, at(block.x, token * block.hidden, block.dtype), row_bytes);
   }
-  Bytes scratch;
-  float values[kTileNeurons * kMaxSample];
-  uint32_t position[kTileNeurons * kMaxSample];
-  float kept[kTileNeurons * kMaxSample];
-  int64_t active = 0;
-  for (int64_t group = 0; group < groups; ++group) {
-    const int64_t f = group * (block.width - kTileNeurons) / std::max<int64_t>(groups - 1, 1);
-    rows_product(gate_rows(block), block.dtype, kernels, {rows.data(), nullptr, static_cast<int>(sample)}, f,
-                 kTileNeurons, f, &scratch, values);
-    active += kernels.pack(values, kTileNeurons * sample, 0, position, kept);
-  }
-  return static_cast<double>(active) > limit * static_cast<double>(groups * kTileNeurons * sample);
+  const double density = active_shares(block, kernels, rows.data(), sample, groups).pairs;
+  if (density <= limit.density) return false;
+  if (density > limit.by_union) return true;
+  const int64_t run = std::min(kCpuUnionTokens, block.tokens);
+  const char* neighbours = at(block.x, (block.tokens - run) / 2 * block.hidden, block.dtype);
+  return active_shares(block, kernels, neighbours, run, std::min<int64_t>(groups, 18)).neurons > kCpuMaxUnion;
 }
 
 void count_pairs(const Part& part, Report* report) {
@@ -63,14 +84,15 @@ int64_t block_tokens(const Block& block, const Kernels& kernels) {
   return std::clamp<int64_t>(kernels.block_bytes / bytes / kPanel * kPanel, kPanel, 4 * kPanel);
 }
 
-double density_limit(int64_t tokens, const Kernels& kernels, bool training) {
-  const bool amx = kernels.matmul_pairs != nullptr;  // which are of bfloat16 alone
-  if (training) return amx ? kCpuTrainingMaxDensityAmx : kCpuTrainingMaxDensity;
-  const auto limit_of = [tokens](const auto& rows) {
-    return std::find_if(std::begin(rows), std::end(rows), [=](const auto& row) { return tokens <= row.tokens; })
+Limit limit_of(const Block& block, const Kernels& kernels, bool training) {
+  const bool amx = kernels.matrix_unit;  // which is of bfloat16 alone
+  if (training) return {amx ? kCpuTrainingMaxDensityAmx : kCpuTrainingMaxDensity, 0};
+  const auto density = [&block](const auto& rows) {
+    return std::find_if(std::begin(rows), std::end(rows), [&](const auto& row) { return block.tokens <= row.tokens; })
         ->density;
   };
-  return amx ? limit_of(kCpuLimitsAmx) : limit_of(kCpuLimits);
+  const bool by_union = !amx && !block.s_gate && block.tokens >= kCpuUnionTokens;
+  return {amx ? density(kCpuLimitsAmx) : density(kCpuLimits), by_union ? kCpuUnionMaxDensity : 0};
 }
 
 int64_t save_pairs(const State& state, const TokenPairs& pairs, int64_t first_token, int64_t slot,
@@ -98,7 +120,8 @@ void forward(const Block& block, const Kernels& kernels, const Threads& threads,
     dense(first, last);
   };
   if (block.tokens == 0) return;
-  const double limit = std::min(max_density, density_limit(block.tokens, kernels, state != nullptr));
+  Limit limit = limit_of(block, kernels, state != nullptr);
+  limit = {std::min(max_density, limit.density), std::min(max_density, limit.by_union)};
   if (sample_is_dense(block, kernels, limit)) return go_dense(0, block.tokens);
 
   PairFinder finder(block, kernels, threads);

@@ -38,11 +38,18 @@ struct Report {
 // Tokens [first, last) computed densely by the caller.
 using DenseRange = std::function<void(int64_t first, int64_t last)>;
 
+// What decides whether a call is dense.
+struct Limit {
+  double density;  // up to which it is not
+  double
+      by_union;  // the density up to which it is not, either, where no more than kCpuMaxUnion of the neurons are active
+};
+
 // Pairs of the tokens [first, last) (numbered from 0); false once they are so many that dense products are faster.
 class PairFinder {
  public:
   PairFinder(const Block& block, const Kernels& kernels, const Threads& threads);
-  bool find(int64_t first, int64_t last, double max_density, TokenPairs* pairs);
+  bool find(int64_t first, int64_t last, const Limit& limit, TokenPairs* pairs);
 
  private:
   // What one thread reuses from item to item.
@@ -71,13 +78,12 @@ inline char* at(void* base, int64_t elements, DType dtype) {
   return static_cast<char*>(base) + elements * element_bytes(dtype);
 }
 
-// What one gathered pair costs, in cells of a matrix unit's product. Such prices say how kernels share out their work.
-// Which way a call goes is decided before that, by twell_limits.h.
-constexpr int64_t kPairCells = 24;
-
-// Whether a matrix product over `tokens` beats one gather for each of the `pairs` of a row's tokens, where there is a
-// unit for it. A row costs 40 cells to be put in place.
-inline bool worth_a_row(int64_t pairs, int64_t tokens) { return kPairCells * pairs > 40 + tokens; }
+// Whether a product over `tokens` beats one gather for each of the `pairs` of a row's tokens. A row costs 40 cells to
+// be put in place. Such prices say how kernels share out their work; which way a call goes is decided before that, by
+// twell_limits.h.
+inline bool worth_a_row(const Kernels& kernels, int64_t pairs, int64_t tokens) {
+  return kernels.pair_cells * pairs > 40 + tokens;
+}
 
 // Whether `down` lies in memory by columns, as the products over active pairs read it.
 inline bool down_by_column(const Block& block) { return block.down_row == 1; }
@@ -85,15 +91,15 @@ inline bool down_by_column(const Block& block) { return block.down_row == 1; }
 // Tokens that are processed together, so that their rows of x stay in the second-level cache.
 int64_t block_tokens(const Block& block, const Kernels& kernels);
 
-// The density above which dense products of so many tokens are faster than sparse ones, by the rows that
-// hf_twell/dispatch/choose.py reads too. `training`: with backward, which computes densely again what forward did.
-double density_limit(int64_t tokens, const Kernels& kernels, bool training);
+// By the rows that hf_twell/dispatch/choose.py reads too. `training`: with backward, which computes densely again what
+// forward did.
+Limit limit_of(const Block& block, const Kernels& kernels, bool training);
 
 // Pairs behind one another from `slot` on; rows that do not fit are marked. Returns the next free slot.
 int64_t save_pairs(const State& state, const TokenPairs& pairs, int64_t first_token, int64_t slot,
                    const Kernels& kernels, int64_t element);
 
-// `max_density`: the density above which the call is dense whatever `density_limit` says.
+// `max_density`: the density above which the call is dense whatever `limit_of` says.
 void forward(const Block& block, const Kernels& kernels, const Threads& threads, void* y, Report* report,
              const State* state, const DenseRange& dense, double max_density = 1.0);
 

@@ -1,10 +1,13 @@
 #include "forward/weight_rows.h"
 
+#include <algorithm>
+
 namespace twell {
 namespace {
 
-constexpr int kFewTokens = 3;   // for more it pays to widen int8 rows first
-constexpr int kRowsAtOnce = 4;  // that are widened and used while they are in the first-level cache
+constexpr int kFewTokens = 3;         // for more it pays to widen int8 rows first
+constexpr int kRowsAtOnce = 4;        // that are widened and used while they are in the first-level cache
+constexpr int kPanelRowsAtOnce = 48;  // the same for panels and the second-level one
 
 }  // namespace
 
@@ -45,7 +48,7 @@ void rows_product(const WeightRows& w, DType dtype, const Kernels& kernels, cons
     kernels.gate_int8(x.rows, columns, x.count, rows, w.ld, neurons, columns, out, count);
   } else {
     const int64_t ld = columns + 32;  // rows in different cache sets
-    const int64_t step = x.panels ? neurons : kRowsAtOnce;
+    const int64_t step = x.panels ? std::min<int64_t>(neurons, kPanelRowsAtOnce) : kRowsAtOnce;
     scratch->reserve(step * ld * element_bytes(dtype));
     for (int64_t n = 0; n < neurons; n += step) {
       const int64_t some = neurons - n < step ? neurons - n : step;

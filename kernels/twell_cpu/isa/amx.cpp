@@ -11,6 +11,10 @@ const twell::Kernels* twell::kernels_amx(DType dtype) {
     table.gate_panels = gate_amx;
     table.pair_rows = pair_rows_amx;
     table.matmul_pairs = matmul_pairs_amx;
+    table.matrix_unit = true;
+    table.scale_element = 2;
+    table.sums_from = 8;
+    table.pair_cells = 24;
     table.gate_panels_widened = nullptr;
     table.panels_from = table.int8_panels_from = table.fixed_until = table.screened_until = 8;
     table.tile_neurons = 96;

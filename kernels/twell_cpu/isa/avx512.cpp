@@ -6,6 +6,8 @@
 #include "simd/avx512.h"
 #include "simd/gate_panel.h"
 #include "simd/gate_panel_int8.h"
+#include "simd/gate_wide.h"
+#include "simd/rows_wide.h"
 
 namespace {
 
@@ -19,9 +21,14 @@ struct Fp32Unit {
 }  // namespace
 
 const twell::Kernels* twell::kernels_avx512(DType dtype) {
-  static constexpr Kernels kFp32 =
-      with_widened_panels<Fp32Unit>(with_panels<Fp32Unit>(make_table<Avx512, WideningDot<Avx512, float>>()));
-  return dtype == DType::kFloat32 ? &kFp32 : widening_table<Avx512>(dtype);
+  static constexpr Kernels kTables[] = {
+      with_wide_sums<Avx512, float>(
+          with_widened_panels<Fp32Unit>(with_panels<Fp32Unit>(make_table<Avx512, WideningDot<Avx512, float>>()))),
+      with_wide_sums<Avx512, BFloat16>(
+          with_wide_panels<Avx512, BFloat16>(make_table<Avx512, WideningDot<Avx512, BFloat16>>())),
+      with_wide_sums<Avx512, Half>(with_wide_panels<Avx512, Half>(make_table<Avx512, WideningDot<Avx512, Half>>())),
+  };
+  return &kTables[static_cast<int>(dtype)];
 }
 #else
 const twell::Kernels* twell::kernels_avx512(DType) { return nullptr; }

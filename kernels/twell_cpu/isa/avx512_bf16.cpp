@@ -6,6 +6,8 @@
 #include "simd/avx512.h"
 #include "simd/gate_panel.h"
 #include "simd/gate_panel_int8.h"
+#include "simd/gate_wide.h"
+#include "simd/rows_wide.h"
 
 namespace {
 
@@ -31,18 +33,27 @@ struct Bf16Unit {
   }
 };
 
+twell::Kernels with_fixed_point(twell::Kernels table) {
+  table.fixed = twell::kernels_avx512_vnni(twell::DType::kBFloat16)->fixed;
+  table.fixed_until = 45;
+  table.screened_until = INT64_MAX;
+  return table;
+}
+
 }  // namespace
 
 const twell::Kernels* twell::kernels_avx512_bf16(DType dtype) {
-  static const Kernels kBf16 = [] {
-    Kernels table = with_widened_panels<Bf16Unit>(with_panels<Bf16Unit>(make_table<Avx512, Bf16Dot>()));
-    table.fixed = kernels_avx512_vnni(DType::kBFloat16)->fixed;
-    table.fixed_until = 45;
-    table.screened_until = INT64_MAX;
-    return table;
-  }();
+  static const Kernels kBf16 =
+      with_fixed_point(with_widened_panels<Bf16Unit>(with_panels<Bf16Unit>(make_table<Avx512, Bf16Dot>())));
+  return dtype == DType::kBFloat16 ? &kBf16 : kernels_avx512_vnni(dtype);
+}
+
+const twell::Kernels* twell::kernels_avx512_bf16_wide(DType dtype) {
+  static const Kernels kBf16 = with_fixed_point(
+      with_wide_sums<Avx512, BFloat16>(with_wide_panels<Avx512, BFloat16>(make_table<Avx512, Bf16Dot>())));
   return dtype == DType::kBFloat16 ? &kBf16 : kernels_avx512_vnni(dtype);
 }
 #else
 const twell::Kernels* twell::kernels_avx512_bf16(DType) { return nullptr; }
+const twell::Kernels* twell::kernels_avx512_bf16_wide(DType) { return nullptr; }
 #endif

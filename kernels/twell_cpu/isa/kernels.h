@@ -8,7 +8,15 @@
 namespace twell {
 
 enum class DType { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
-enum class Isa { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Vnni = 3, kAvx512Bf16 = 4, kAmx = 5 };
+enum class Isa {
+  kPortable = 0,
+  kAvx2 = 1,
+  kAvx512 = 2,
+  kAvx512Vnni = 3,
+  kAvx512Bf16 = 4,
+  kAvx512Bf16Wide = 5,  // whose panels are multiplied in fp32
+  kAmx = 6
+};
 
 // Tokens that share one pass over the gate matrix are handed over as panels of this many.
 constexpr int kPanel = 64;
@@ -106,10 +114,10 @@ struct Kernels {
   void (*gate_panels_widened)(const void* panels, int tokens, const void* w, int64_t ld_w, int neurons, int64_t hidden,
                               const int8_t* next, int64_t ld_next, float* out, int64_t ld_out);
 
-  // sums[t, d] += sum_i scale[t, i] * rows[i, d] on a matrix unit, for up to kPairColumns columns d; null where this
-  // set has none. `pair_rows` puts rows (index[i], or i where index is null) into the form that `matmul_pairs` takes:
-  // count padded to 32 rows x kPairColumns elements. `scale` lies at [i / 32][t][i % 32], t padded to a multiple of 16,
-  // with zeros beyond `count`; `sums` is padded to 16 rows and 32 columns.
+  // sums[t, d] += sum_i scale[t, i] * rows[i, d] as a product, for up to kPairColumns columns d; null where this set
+  // has none. `pair_rows` puts rows (index[i], or i where index is null) into the form that `matmul_pairs` takes: count
+  // padded to 32 rows x kPairColumns, each of `scale_element` bytes. `scale` lies at [i / 32][t][i % 32], t padded to a
+  // multiple of 16, with zeros beyond `count`; `sums` is padded to 16 rows and kPairColumns columns.
   void (*pair_rows)(const void* rows, int64_t ld_rows, const uint32_t* index, int64_t count, int64_t width,
                     void* pairs);
   void (*matmul_pairs)(const void* pairs, int64_t count, int64_t width, const void* scale, int outputs, float* sums,
@@ -133,6 +141,11 @@ struct Kernels {
   int64_t fixed_until;             // tokens from which the other kernels are faster than `gate`
   int64_t screened_until;          // the same for `screened_gate`
 
+  bool matrix_unit;          // whether `gate_panels` and `matmul_pairs` run on one
+  int64_t sums_from;         // tokens from which `matmul_pairs` pays
+  int64_t scale_element;     // bytes of its `scale`
+  int64_t pair_cells;        // what one gathered pair costs, in cells of a product
+  int64_t panel_element;     // bytes that an element takes in a panel
   int64_t panels_from;       // tokens from which panels are faster than rows
   int64_t int8_panels_from;  // the same for int8 weights
   int64_t tile_neurons;      // neurons of one work item
@@ -146,6 +159,7 @@ const Kernels* kernels_avx2(DType dtype);
 const Kernels* kernels_avx512(DType dtype);
 const Kernels* kernels_avx512_vnni(DType dtype);
 const Kernels* kernels_avx512_bf16(DType dtype);
+const Kernels* kernels_avx512_bf16_wide(DType dtype);
 const Kernels* kernels_amx(DType dtype);
 
 // The best set for this processor, or the one that HF_TWELL_CPU_ISA names; throws if that one cannot run here.

@@ -38,7 +38,7 @@ bool processor_has(Isa isa) {
   const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
   if (isa == Isa::kAvx512Vnni) return vnni;
   const bool bf16 = vnni && __builtin_cpu_supports("avx512bf16");
-  if (isa == Isa::kAvx512Bf16) return bf16;
+  if (isa == Isa::kAvx512Bf16 || isa == Isa::kAvx512Bf16Wide) return bf16;
   static const bool amx = amx_works();
   return bf16 && amx;
 #else
@@ -54,25 +54,39 @@ const Kernels* table(Isa isa, DType dtype) {
     case Isa::kAvx512: return kernels_avx512(dtype);
     case Isa::kAvx512Vnni: return kernels_avx512_vnni(dtype);
     case Isa::kAvx512Bf16: return kernels_avx512_bf16(dtype);
+    case Isa::kAvx512Bf16Wide: return kernels_avx512_bf16_wide(dtype);
     case Isa::kAmx: return kernels_amx(dtype);
   }
   return nullptr;
 }
 
-constexpr const char* kNames[] = {"portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"};
+constexpr const char* kNames[] = {"portable",         "avx2", "avx512", "avx512_vnni", "avx512_bf16",
+                                  "avx512_bf16_wide", "amx"};
+constexpr int kSets = 7;
+
+// Whether the set is one that processors like this one are slower with than with another.
+bool left_to_others([[maybe_unused]] Isa isa) {
+#if defined(__x86_64__)
+  // AMD's start a bf16 product of 512 bits each cycle; Intel's every other one, but two of fp32 in each.
+  return isa == Isa::kAvx512Bf16Wide && !__builtin_cpu_is("intel");
+#else
+  return false;
+#endif
+}
 
 }  // namespace
 
 const Kernels& select_kernels(DType dtype) {
   const char* forced = std::getenv("HF_TWELL_CPU_ISA");
   if (forced == nullptr || *forced == '\0') {
-    for (int isa = 5; isa > 0; --isa) {
+    for (int isa = kSets - 1; isa > 0; --isa) {
+      if (left_to_others(static_cast<Isa>(isa))) continue;
       if (const Kernels* found = table(static_cast<Isa>(isa), dtype)) return *found;
     }
     return *table(Isa::kPortable, dtype);
   }
   std::string works;
-  for (int isa = 0; isa < 6; ++isa) {
+  for (int isa = 0; isa < kSets; ++isa) {
     const Kernels* found = table(static_cast<Isa>(isa), dtype);
     if (found != nullptr && std::string(forced) == kNames[isa]) return *found;
     if (found != nullptr) works += (works.empty() ? "" : ", ") + std::string(kNames[isa]);

@@ -37,22 +37,17 @@ constexpr twell::Kernels make_table() {
       nullptr,
       0,
       0,
+      false,
+      0,
+      0,
+      0,
+      sizeof(T),
       32,
       32,
       48,
       48,
       512 << 10,
   };
-}
-
-template <class Simd>
-const twell::Kernels* widening_table(twell::DType dtype) {
-  static constexpr twell::Kernels kTables[] = {
-      make_table<Simd, WideningDot<Simd, float>>(),
-      make_table<Simd, WideningDot<Simd, BFloat16>>(),
-      make_table<Simd, WideningDot<Simd, Half>>(),
-  };
-  return &kTables[static_cast<int>(dtype)];
 }
 
 }  // namespace

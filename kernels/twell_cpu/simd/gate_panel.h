@@ -130,6 +130,10 @@ inline void gate_panel_rows(const uint32_t* panel, int tokens, const char* w, in
       gate_panel_tile<Unit, kPanelNeurons, kV>(part, w + f * w_stride + 4 * u, w_stride, count, last_bytes,
                                                bias ? bias + f : nullptr, u == 0, last_lanes, out + f * ld_out, ld_out);
     }
+    for (; f + 2 <= neurons; f += 2) {
+      gate_panel_tile<Unit, 2, kV>(part, w + f * w_stride + 4 * u, w_stride, count, last_bytes,
+                                   bias ? bias + f : nullptr, u == 0, last_lanes, out + f * ld_out, ld_out);
+    }
     for (; f < neurons; ++f) {
       gate_panel_tile<Unit, 1, kV>(part, w + f * w_stride + 4 * u, w_stride, count, last_bytes,
                                    bias ? bias + f : nullptr, u == 0, last_lanes, out + f * ld_out, ld_out);
