@@ -75,8 +75,11 @@ class TwellBlocks(StockModel):
     """Mixin put before a stock model class."""
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **options: Any) -> None:
-        super().__init__(config, *args, **options)
         text_config = config.get_text_config()
+        if text_config is not config:  # of which the stock class makes a model by AutoModel
+            text_model = heads(text_config.model_type.removeprefix(PREFIX))["AutoModel"]
+            transformers.AutoModel.register(type(text_config), text_model, exist_ok=True)
+        super().__init__(config, *args, **options)
         paths = ACTIVATIONS[text_config.model_type.removeprefix(PREFIX)]
         for layer in self.get_decoder().layers:
             for path in {name for name, _ in layer.named_modules()}.intersection(paths):

@@ -330,6 +330,13 @@ again = AutoModelForCausalLM.from_pretrained("again", trust_remote_code=True)
 ids = torch.load("ids.pt")
 torch.save([each(input_ids=ids, use_cache=False).logits.detach() for each in (model, again)], "plain.pt")
 """
+PLAIN_SEEING = """
+import sys, torch
+from transformers import AutoModelForImageTextToText
+model = AutoModelForImageTextToText.from_pretrained("model", trust_remote_code=True).eval()
+assert not [name for name in sys.modules if name.startswith("hf_twell")]
+torch.save(model(input_ids=torch.load("ids.pt"), use_cache=False)[0].detach(), "plain.pt")
+"""
 OURS = """
 import torch, hf_twell
 from hf_twell import sparsify
@@ -352,6 +359,21 @@ weights = {name: weight.full_tensor() for name, weight in model.state_dict().ite
 model.save_pretrained("sharded", state_dict=weights)
 torch.distributed.destroy_process_group()
 """
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma4"])
+def test_models_that_see_are_loaded_by_plain_transformers(name, tmp_path, monkeypatch):
+    """Whose text part the stock class makes by AutoModel, in a process without this package."""
+    model = sparsify(dense(name), backend="reference")
+    model.save_pretrained(tmp_path / "model")
+    torch.save(ids(), tmp_path / "ids.pt")
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN_SEEING], cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(torch.load(tmp_path / "plain.pt"), outputs(model))
 
 
 @pytest.mark.slow
