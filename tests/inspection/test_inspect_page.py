@@ -178,6 +178,7 @@ def test_every_column_holds_its_figure(results):
     result = copy.deepcopy(results["sparse"])
     for index, layer in enumerate(result["layers"]):
         layer["dead_neurons"], layer["always_on_neurons"] = 60 + index, 7 + index
+    result["dead"] = sum(layer["dead_neurons"] for layer in result["layers"]) / (4 * 1024)
     savings = result["savings"] | {"relu": True, "measured": False, "backend": "cpu"}
     result["savings"] = savings
     for index, row in enumerate(savings["layers"]):
@@ -216,12 +217,11 @@ def test_every_column_holds_its_figure(results):
     assert [row["decode, 1 token"], *row.values()] == [5, 5, 3]
 
     tiles = dict(reversed(tile) for tile in re.findall(r"<li><b>(.*?)</b>(.*?)</li>", page))
-    dead = sum(layer["dead_neurons"] for layer in result["layers"]) / (4 * 1024)
     assert tiles == {
         "density: share of neurons that fire for a token": percent(result["density"]),
         "union of 64: share that fires for at least one of 64 neighbours": percent(result["unions"]["64"]),
         "active neurons per token, mean of layers": f"{result['l0']:,.0f}",
-        "dead: never fired on this text": percent(dead),
+        "dead: never fired on this text": percent(result["dead"]),
         "tokens read": f"{result['tokens']:,}",
         "FFN speed-up in decode, predicted": "4.25x",
         "FFN speed-up in prefill, predicted": "1.50x",

@@ -175,7 +175,13 @@ def test_a_bare_swap_is_published_with_a_warning(tmp_path, capsys, caplog):
     (folder / "twell_state.json").unlink()
     (folder / MEASURED_NAME).unlink()
     assert "No fine-tuning after the swap to ReLU is recorded here" in folder_card(folder, "me/x")
-    sparse = {"tokens": 9, "l0": 1.0, "density": 0.01, "dead": 0.0, "layers": 4 * [row_of_layer()]}
+    sparse = {
+        "tokens": 9,
+        "l0": 1.0,
+        "density": 0.01,
+        "dead": 0.0,
+        "layers": [row_of_layer() | {"name": f"model.layers.{layer}.mlp"} for layer in range(4)],
+    }
     assert "fine-tune it before" not in folder_card(folder, "me/x", sparsity=sparse)
 
 
