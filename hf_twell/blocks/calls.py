@@ -73,9 +73,7 @@ class LastCall(NamedTuple):
             return None
         key = self.key._replace(tokens=x.numel() // self.key.hidden)
         looks = key.asked or not too_small(key)
-        if looks and recent.density is None:
-            return None
-        if looks and recent.wants_runs and goes_by_union(key, recent.density):
+        if looks and (recent.density is None or (recent.wants_runs and goes_by_union(key, recent.density))):
             return None
         way = choose(key, Activity(recent.density, union=recent.union) if looks else UNKNOWN)
         if way == "dense" or (on_gpu and way == "submodules"):
