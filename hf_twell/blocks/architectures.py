@@ -205,8 +205,11 @@ def other_activations(config: PreTrainedConfig) -> set[str]:
 
 
 def has_own_type(config: PreTrainedConfig) -> bool:
-    """Whether its `model_type` is one of ours, which names the blocks' activation apart from other layers'."""
-    return config.model_type.startswith(modeling_twell.PREFIX)
+    """Whether its class's `model_type` is one of ours, which names the blocks' activation apart from other layers'.
+
+    The class's: a stock class that reads such a checkpoint keeps what it read, and saves its own.
+    """
+    return type(config).model_type.startswith(modeling_twell.PREFIX)
 
 
 def loading_class(config: Mapping) -> type[PreTrainedModel | AutoModelForCausalLM]:

@@ -30,11 +30,11 @@ def needs_own_type(model: nn.Module, sites: Sequence[Site]) -> bool:
         return False
     top = _top(model)
     stock = type(top) is getattr(transformers, type(top).__name__, None)
-    if top.config.model_type in modeling_twell.ACTIVATIONS and stock:
+    if type(top.config).model_type in modeling_twell.ACTIVATIONS and stock:
         return True
     name, module = other
     advice = f"{SUPPORTED}."
-    if top.config.model_type in modeling_twell.ACTIVATIONS:
+    if type(top.config).model_type in modeling_twell.ACTIVATIONS:
         advice = f"Convert a model of Transformers' own class, before {type(top).__name__} is made of it."
     raise ValueError(
         f"{name} ({type(module).__name__}) lies outside the feed-forward blocks but follows the same config entry, so "

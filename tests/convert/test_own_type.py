@@ -361,6 +361,16 @@ torch.distributed.destroy_process_group()
 """
 
 
+def test_what_a_stock_class_read_of_a_sparse_checkpoint_is_refused(tmp_path):
+    """It computes SiLU, as Transformers' warning of another type says, and would be saved as a stock model."""
+    model = sparsify(dense(), backend="reference")
+    model.save_pretrained(tmp_path)
+    stock = tf.Qwen3_5ForCausalLM.from_pretrained(tmp_path).eval()
+    assert not torch.equal(outputs(stock), outputs(model))
+    with pytest.raises(ValueError, match="says that the model is sparse, but its activation is 'silu' and not 'relu'"):
+        sparsify(stock)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_5", "gemma4"])
 def test_models_that_see_are_loaded_by_plain_transformers(name, tmp_path, monkeypatch):
