@@ -1,7 +1,7 @@
 """Pretrain a small Llama, or a mixture of experts, from nothing on plain text, tokenizer included.
 
     python recipes/pretrain.py recipes/demo/pretrain.yaml --text DIR --output DIR
-    python recipes/pretrain.py recipes/pretrain-experts.yaml --text DIR --output DIR --target-density 0.05
+    python recipes/pretrain.py recipes/demo/pretrain-experts.yaml --text DIR --output DIR --target-density 0.05
 
 `--text` holds one `<source>.txt` or `<source>.txt.xz` for each source that the YAML names; each document in it ends
 with a line `<|endoftext|>`. The output loads with `AutoModelForCausalLM` and `AutoTokenizer`; `pretrain.json` beside it

@@ -76,7 +76,7 @@ def test_a_few_steps_on_a_cpu_learn_and_save_a_model_that_loads(pretrained):
 def test_a_mixture_of_experts_sparse_from_its_first_step(pretrained, script, tmp_path):
     """The recipe's own YAML, with a tiny model; what it saves is a stock one."""
     folder, _ = pretrained
-    recipe = yaml.safe_load((RECIPES / "pretrain-experts.yaml").read_text())
+    recipe = yaml.safe_load((RECIPES / "demo" / "pretrain-experts.yaml").read_text())
     tiny = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
     recipe["model"] |= tiny | {"num_hidden_layers": 2, "max_position_embeddings": 32}
     assert recipe["model"]["output_router_logits"]
