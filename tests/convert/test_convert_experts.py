@@ -44,10 +44,14 @@ def test_saves_loads_and_goes_back(name, tmp_path):
     assert config["architectures"] == [f"{'Twell' * own}{stock.__name__}"]
     assert config["ffn_act" if own else "hidden_act"] == "relu"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(logits(loaded), logits(twin))
     assert not sparse_ffns(loaded)
+    # Weights are compared, not only logits: a matrix of one row, as a shared expert's gate, is summed in an order that
+    # goes by its address where a processor's vectors are short.
+    assert {key: torch.equal(w, state[key]) for key, w in loaded.state_dict().items()} == dict.fromkeys(state, True)
+    before = logits(loaded)
+    torch.testing.assert_close(before, logits(twin))
     torch.testing.assert_close(logits(sparsify(loaded)), logits(twin))
-    assert torch.equal(logits(unpatch(loaded)), logits(twin))
+    assert torch.equal(logits(unpatch(loaded)), before)
     assert not [module for module in loaded.modules() if isinstance(module, SparseBlock) or "twell" in vars(module)]
 
 
@@ -67,7 +71,7 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("model", trust_remote_code={name == "qwen3_next"}).eval()
 ids = torch.randint(3, 96, (2, 11), generator=torch.Generator().manual_seed(0))
 with torch.no_grad():
-    assert torch.equal(model(input_ids=ids).logits, torch.load("truth.pt"))
+    torch.testing.assert_close(model(input_ids=ids).logits, torch.load("truth.pt"))
 """
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
 
