@@ -2,7 +2,7 @@
 
 They are in its source distribution, which `make test` fetches once into the environment. Its generation tests are in
 its repository alone: TRANSFORMERS_SOURCE=~/transformers, a checkout of the installed version, runs these too;
-`test_generation.py` restates what they check.
+`test_generation.py` has what they have not: that each way of generating gives what the stock model gives.
 """
 
 import os
