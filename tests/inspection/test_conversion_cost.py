@@ -279,11 +279,9 @@ def test_the_command_says_it(inspected, capsys):
 def test_the_conclusion(inspected):
     result = {**inspected, "layers": [{"negative_share": share} for share in (0.09, 0.26, 0.13)]}
     result["conversion"] = {"loss": 3.27, "relu": {"loss": 7.92, "increase": 1.422}, "oracle": []}
-    assert conversion_sentence(result) == (
-        "Negative gates carry 9.0 % to 26 % of a block's output energy (mean 16 %), and ReLU drops it: the swap alone, "
-        "untrained, takes the loss from 3.27 to 7.92 (+142 %). That is much: expect a long fine-tuning; see "
-        "docs/converting.md."
-    )
+    said = conversion_sentence(result)
+    assert "9.0 % to 26 % of a block's output energy (mean 16 %)" in said
+    assert "from 3.27 to 7.92 (+142 %). That is much" in said
     result["conversion"]["relu"] = {"loss": 3.8, "increase": 0.16}
     assert "(+16 %). That is little: a short fine-tuning may do;" in conversion_sentence(result)
     result["conversion"]["relu"] = {"loss": None, "increase": None}

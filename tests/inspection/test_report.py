@@ -1,6 +1,7 @@
 """What an inspection says in words, from figures written by hand: each effect, its opposite and its absence."""
 
 import copy
+import re
 
 import pytest
 
@@ -56,42 +57,18 @@ def titles(result) -> list[str]:
 
 
 def test_what_stands_out(result):
-    assert headline(result) == (
-        "25 of 1,000 neurons (2.5 %) fire for a token; layer 2 is densest (4.0 %), layer 0 sparsest (1.0 %)."
-    )
-    assert [tuple(found.values()) for found in findings(result)] == [
-        (
-            "First tokens are busier",
-            "On average over layers, the first 4 tokens of a window have 45 active neurons, and those after position "
-            "64 have 22.5 (2.00x).",
-        ),
-        (
-            "Layer 2 is busiest",
-            "Layer 2 has most active neurons (4.0 % of its neurons), layer 0 fewest (1.0 %).",
-        ),
-        (
-            "2 of 4 layers are mostly dead",
-            "More than half of the neurons of layers 0, 2 never fired, on 5,000 tokens; 7 neurons of all layers "
-            "fired for every token.",
-        ),
-        (
-            "Rare tokens are busier",
-            "Tokens seen 1 to 2 times have 40 active neurons, those seen 3 to 9 times have 20 (2.0x).",
-        ),
-        (
-            "Neighbouring tokens share neurons",
-            "64 neighbours use 250 distinct neurons of a layer, a union of 25 %; 64 unrelated tokens would use 500, "
-            "and 1,600 if they shared none.",
-        ),
-        (
-            "Few neurons do most of the firing",
-            "The tenth of a layer's neurons that fires most has 60 % of all firings.",
-        ),
-        (
-            "A few neurons carry most of a token",
-            "Of a token's sum of |h|, its strongest 1 / 5 / 10 % of neurons carry 30 % / 50 % / 80 %.",
-        ),
-    ]
+    """The effects and their figures."""
+    assert headline(result).startswith("25 of 1,000 neurons (2.5 %) fire for a token; layer 2 is densest (4.0 %)")
+    found = {found["title"]: re.findall(r"\d[\d,.]*\d|\d", found["text"]) for found in findings(result)}
+    assert found == {
+        "First tokens are busier": ["4", "45", "64", "22.5", "2.00"],
+        "Layer 2 is busiest": ["2", "4.0", "0", "1.0"],
+        "2 of 4 layers are mostly dead": ["0", "2", "5,000", "7"],
+        "Rare tokens are busier": ["1", "2", "40", "3", "9", "20", "2.0"],
+        "Neighbouring tokens share neurons": ["64", "250", "25", "64", "500", "1,600"],
+        "Few neurons do most of the firing": ["60"],
+        "A few neurons carry most of a token": ["1", "5", "10", "30", "50", "80"],
+    }
 
 
 def test_the_opposite_is_said(result):
@@ -139,20 +116,14 @@ def test_what_cannot_be_known_is_left_out(result):
 
 def test_a_dense_model_is_told_by_effective_neurons(result):
     dense = {**result, "sparse": False, "l0": 1000.0}
-    assert headline(dense) == (
-        "This model is dense: 1,000 of 1,000 neurons fire for every token. The strongest tenth carries 80 % of a "
-        "token's activity."
-    )
+    assert headline(dense).startswith("This model is dense: 1,000 of 1,000 neurons")
     assert "have 2 effective neurons" in findings(dense)[0]["text"]
     assert not any("firing" in title or "Neighbouring" in title for title in titles(dense))
 
 
 def test_the_busiest_layer_may_lie_beside_the_quietest(result):
     result["layers"] = [layer(190), layer(360), layer(300), layer(290)]
-    assert tuple(findings(result)[1].values()) == (
-        "Layer 1 is busiest",
-        "Layer 1 has most active neurons (36 % of its neurons), layer 0 fewest (19 %).",
-    )
+    assert findings(result)[1]["text"].endswith("(36 % of its neurons), layer 0 fewest (19 %).")
 
 
 def test_what_sparsity_buys():
@@ -162,12 +133,10 @@ def test_what_sparsity_buys():
     }
     savings = {"relu": True, "backend": "cpu", "measured": False, "total": total, "too_small": []}
     savings["tokens"] = {"decode": 1, "prefill": 1024}
-    said = (
-        "Feed-forward blocks on this machine ({}): 1 ms instead of 4 ms (4.00x) in decode (one token) and 125 ms "
-        "instead of 250 ms (2.00x) in prefill (1,024 tokens)."
-    )
-    assert savings_sentence(savings) == said.format("predicted, not measured")
-    assert savings_sentence({**savings, "measured": True}) == said.format("measured")
+    for measured, how in ((False, "predicted, not measured"), (True, "measured")):
+        said = savings_sentence({**savings, "measured": measured})
+        assert f"({how}): 1 ms instead of 4 ms (4.00x) in decode" in said
+        assert "125 ms instead of 250 ms (2.00x) in prefill (1,024 tokens)" in said
     assert "keep plain matmuls in decode at any density" in savings_sentence({**savings, "too_small": ["decode"]})
     assert savings_sentence({**savings, "backend": "reference"}).startswith("Nothing here: no compiled backend")
     assert savings_sentence({**savings, "relu": False}).startswith("Nothing yet: the activation is zero nowhere")
