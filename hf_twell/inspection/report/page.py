@@ -1,7 +1,7 @@
 """An inspection as one HTML page that needs no network: light and dark, on a phone, and on paper."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -87,13 +87,13 @@ def _layers(result) -> str:
     names = ("p10", "p50", "p90", "p99", "max")
     counts, kinds = [], []
     for index, layer in enumerate(result["layers"]):
-        counts.append([_row_head(index), _number(layer["l0"]), _percent(layer["density"])])
-        counts[-1] += [_percent(layer["unions"][run]) for run in figures.RUN_LENGTHS]
-        counts[-1] += [_number(layer["l0_quantiles"][name]) for name in names]
-        counts[-1] += [_number(layer["dead_neurons"]), _number(layer["always_on_neurons"])]
-        kinds.append([_row_head(index), _percent(layer["hottest_share"]["10%"])])
-        kinds[-1] += [_number(layer["effective_neurons"])]
-        kinds[-1] += [_percent(layer["magnitude_share"][top]) for top in ("1%", "5%", "10%")]
+        counts.append([_row_head(index), _value(layer["l0"]), _value(layer["density"], percent)])
+        counts[-1] += [_value(layer["unions"][run], percent) for run in figures.RUN_LENGTHS]
+        counts[-1] += [_value(layer["l0_quantiles"][name]) for name in names]
+        counts[-1] += [_value(layer["dead_neurons"]), _value(layer["always_on_neurons"])]
+        kinds.append([_row_head(index), _value(layer["hottest_share"]["10%"], percent)])
+        kinds[-1] += [_value(layer["effective_neurons"])]
+        kinds[-1] += [_value(layer["magnitude_share"][top], percent) for top in ("1%", "5%", "10%")]
     count_headings = ["layer", "mean L0", "density", *(f"union of {run} tokens" for run in figures.RUN_LENGTHS)]
     count_headings += [*(f"L0: {name}" for name in names), "dead", "always on"]
     kind_headings = ["layer", "hottest 10 % have", "effective neurons"]
@@ -118,7 +118,7 @@ def _places(result) -> str:
     tables = []
     for which in ("quietest", "busiest"):
         rows = [
-            [_row_head(_visible(item["text"]), "code"), _number(item["count"]), _number(item[key])]
+            [_row_head(_visible(item["text"]), "code"), _value(item["count"]), _value(item[key])]
             for item in vocabulary[which]
         ]
         tables.append(_table(f"The {which} tokens", ["token", "times seen", name], rows))
@@ -158,7 +158,7 @@ def _passage(result) -> str:
 
 def _conversion(result) -> str:
     cost = result["conversion"]
-    rows = [[_row_head(name), _number(row["loss"]), _increase(row["increase"])] for name, row in changes(cost)]
+    rows = [[_row_head(name), _value(row["loss"]), _value(row["increase"], increase)] for name, row in changes(cost)]
     return (
         f"<section><h2>What a conversion would cost</h2><p>{escape(conversion_sentence(result))}</p>"
         + _figures("conversion", [figures.negative_plot(result), figures.oracle_plot(cost)])
@@ -177,14 +177,15 @@ def _savings(savings) -> str:
         headings += [f"{which}: {what}" for what in ("path", "dense ms", f"sparse ms ({how})", "speed-up")]
     rows = []
     for index, row in enumerate(savings["layers"]):
-        cells = [_row_head(index), _percent(row["density"])]
+        cells = [_row_head(index), _value(row["density"], percent)]
         for which in ("decode", "prefill"):
             times = row[which]
-            cells += [_cell(times["path"]), *(_milliseconds(times[key]) for key in ("dense_ms", "sparse_ms"))]
+            cells += [_cell(times["path"]), *(_value(times[key], _milliseconds) for key in ("dense_ms", "sparse_ms"))]
             cells.append(_times(times["dense_ms"] / times["sparse_ms"]))
         rows.append(cells)
     what_if = [
-        [_percent(row["density"]), _times(row["decode"]), _times(row["prefill"])] for row in savings["if_density"]
+        [_value(row["density"], percent), _times(row["decode"]), _times(row["prefill"])]
+        for row in savings["if_density"]
     ]
     kind = "measured on synthetic activations" if savings["if_density"][0]["measured"] else "predicted, not measured"
     basis = f" Predictions rest on {savings['basis']}." if savings["basis"] and not savings["measured"] else ""
@@ -236,28 +237,17 @@ def _row_head(value: object, tag: str = "span") -> str:
     return f'<th scope="row"><{tag}>{escape(str(value))}</{tag}></th>'
 
 
-def _sortable(value: float | None, shown: str) -> str:
-    return "<td data-v=''>n/a</td>" if value is None else f'<td data-v="{value}">{escape(shown)}</td>'
-
-
-def _number(value: float | None) -> str:
-    return _sortable(value, "" if value is None else number(value))
-
-
-def _percent(value: float | None) -> str:
-    return _sortable(value, percent(value))
-
-
-def _increase(value: float | None) -> str:
-    return _sortable(value, increase(value))
-
-
-def _times(value: float) -> str:
-    return _sortable(value, f"{value:.2f}x")
+def _value(value: float | None, show: Callable[[float], str] = number) -> str:
+    """A cell that is sorted by its figure."""
+    return "<td data-v=''>n/a</td>" if value is None else f'<td data-v="{value}">{escape(show(value))}</td>'
 
 
 def _milliseconds(value: float) -> str:
-    return _sortable(value, milliseconds(value).removesuffix(" ms"))
+    return milliseconds(value).removesuffix(" ms")
+
+
+def _times(value: float) -> str:
+    return _value(value, lambda value: f"{value:.2f}x")
 
 
 def _visible(text: str) -> str:
