@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, logging
 
 import hf_twell
 from hf_twell.bench.block import bench_ffn
-from hf_twell.bench.checkpoint import bench_checkpoint_generate
+from hf_twell.bench.generate import bench_generate
+from hf_twell.bench.models import Checkpoint
 from hf_twell.bench.wanted import Wanted
 from hf_twell.files.tables import percent, text_table
 from hf_twell.ops import build
@@ -100,7 +101,7 @@ def quality(name: str, figures: dict) -> list:
 def speed(folder: str, recipe: Recipe, density: float) -> str:
     """Tokens a second of the model, and of a block of real size with as many of its neurons active."""
     model = hf_twell.sparsify(AutoModelForCausalLM.from_pretrained(folder, dtype="float32")).eval()
-    of_model = bench_checkpoint_generate(model, heldout_text(recipe).sequences[0])
+    of_model = bench_generate(Checkpoint(model, heldout_text(recipe).sequences[0]))
     if not of_model["same_tokens"]:
         raise SystemExit("the kernels generate another text than plain PyTorch does: please report this")
     (of_block,) = bench_ffn([1], [Wanted(density)], compile_dense=False, **BLOCK)

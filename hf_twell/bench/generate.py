@@ -1,93 +1,42 @@
-"""What `hf-twell bench generate` measures: decoding of the same Llama, dense and sparse, results checked first."""
+"""What `hf-twell bench generate` measures: decoding of the same model, dense and sparse, results checked first."""
 
 import statistics
 import time
-from typing import Any
 
 import torch
-from transformers import PreTrainedModel, StaticCache
+from transformers import StaticCache
 
 from hf_twell.bench.check import check_logits
 from hf_twell.bench.environment import environment
-from hf_twell.bench.models import CHECKED_SEQUENCES, describe, make_models, wider
-from hf_twell.bench.progress import Report, silent
+from hf_twell.bench.models import CHECKED_SEQUENCES, PLAIN, How, Subject, wider
 from hf_twell.bench.timing import Captured, mean_ms, millijoules
-from hf_twell.bench.workload_llama import TOLERANCE, layer_statistics, make_text
-
-PROMPT_TOKENS = 16
-CANDIDATES = 32  # texts among which those with typical L0 are decoded
+from hf_twell.bench.workload_llama import PROMPT_TOKENS
+from hf_twell.measure.inference import blocks_on_kernels
 
 
 @torch.no_grad()
 def bench_generate(
-    *,
-    l0: float = 30.0,
-    batch: int = 1,
-    new_tokens: int = 128,
-    dtype: str = "bfloat16",
-    device: str = "cpu",
-    repeats: int = 3,
-    compile: bool = True,
-    energy: bool = False,
-    steps_only: bool = False,
-    report: Report = silent,
-    **shape: int,
+    subject: Subject, *, batch: int = 1, new_tokens: int = 128, steps_only: bool = False, how: How = PLAIN
 ) -> dict:
-    """Greedy decoding of workload text, dense and sparse in turns: tokens per second, and one step's own time.
+    """Greedy decoding after a prompt, dense and sparse in turns: tokens per second, and one step's own time.
 
-    `generate` has a static cache on CUDA, and compiles as Transformers does for one (mode reduce-overhead). A step is
-    one forward of `batch` tokens over a static cache, averaged over the positions after the prompt; on CUDA it is a
-    captured graph of the model compiled in the default mode. On a CPU nothing is compiled.
+    `generate` has a static cache on CUDA, and compiles as Transformers does for one (mode reduce-overhead); it goes on
+    by itself from the prompt. A step is one forward of `batch` tokens, the text's own, over a static cache, averaged
+    over the positions after the prompt; on CUDA it is a captured graph of the model compiled in the default mode. On a
+    CPU nothing is compiled.
 
     Args:
-        energy: also millijoules per token of the steps.
         steps_only: leave `generate` out, whose compilation takes as long again.
-        report: told of what is being done.
-        shape: of the model, for `make_llama`.
 
     Raises:
-        ValueError: blocks without the workload's statistics, or logits less accurate than twice eager PyTorch's.
+        ValueError: as `bench_prefill`.
     """
-    device = torch.device(device)
-    model, dense, distinct = make_models(l0, dtype, device, shape, report)
+    report = how.report
     report("choosing texts")
-    held_out = make_text(model.config.vocab_size, 8 if device.type == "cuda" else 4, 1024, seed=2, device=device)
-    description = describe(model, dense, held_out, l0, distinct, dtype)
-    text, decoded = _typical_texts(dense, batch, PROMPT_TOKENS + new_tokens, l0, device)
-    options: dict[str, Any] = {
-        "repeats": repeats,
-        "compile": compile,
-        "energy": energy,
-        "steps_only": steps_only,
-        "report": report,
-    }
-    return {
-        "bench": "generate",
-        "batch": batch,
-        "new_tokens": new_tokens,
-        **description,
-        **decoded,
-        **time_generate(model, dense, text, **options),
-        **environment(device),
-    }
-
-
-def time_generate(
-    model: PreTrainedModel,
-    dense: PreTrainedModel,
-    text: torch.Tensor,
-    *,
-    repeats: int,
-    compile: bool,
-    energy: bool,
-    steps_only: bool,
-    report: Report,
-) -> dict:
-    """How fast a sparse model and its dense twin decode a text (batch, tokens), results checked first.
-
-    Steps read the text's own tokens after the prompt; `generate` goes on by itself from there.
-    """
-    batch, compile = len(text), compile and text.device.type == "cuda"
+    text, decoded = subject.decoded(batch, PROMPT_TOKENS + new_tokens)
+    description = subject.describe(text)
+    model, dense, device = subject.model, subject.dense, text.device
+    compile = how.compile and device.type == "cuda"
     report("checking")
     models = {"eager": dense, "sparse": model}
     # Eager calls come first: they settle the memory order of down_proj, which compiled graphs take as it is.
@@ -102,31 +51,39 @@ def time_generate(
     errors = check_logits(outputs, truth)
     del outputs, truth
     turns: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(repeats + 1):
+    for turn in range(how.repeats + 1):
         for name, step in steps.items():
-            report("timing", f"{name}, turn {turn + 1} of {repeats + 1}")
+            report("timing", f"{name}, turn {turn + 1} of {how.repeats + 1}")
             turns[name].append(step.milliseconds())
     times = {name: statistics.median(values[1:]) for name, values in turns.items()}
-    joules = {f"{name}_mj_per_token": step.millijoules() / batch for name, step in steps.items() if energy}
+    joules = {f"{name}_mj_per_token": step.millijoules() / batch for name, step in steps.items() if how.energy}
     steps.clear()
     torch._dynamo.reset()
     whole = {}
     if not steps_only:
-        per_second, tokens = _generate(models, text, compile, repeats, report)
+        per_second, tokens = _generate(models, text, compile, how.repeats, report)
         whole = {
             "dense_tokens_per_s": round(per_second["eager"], 3),
             "sparse_tokens_per_s": round(per_second["sparse"], 3),
             "speedup": round(per_second["sparse"] / per_second["eager"], 3),
             "same_tokens": torch.equal(tokens["eager"], tokens["sparse"]),
-            "recited": round((tokens["sparse"] == text).double().mean().item(), 4),
         }
+        if subject.recites:
+            whole["recited"] = round((tokens["sparse"] == text).double().mean().item(), 4)
     return {
+        "bench": "generate",
+        "batch": batch,
+        "new_tokens": new_tokens,
+        **description,
+        **decoded,
         "compiled": compile,
         **errors,
         **{f"{name}_ms": round(value, 4) for name, value in times.items()},
         "step_speedup": round(times["dense_step"] / times["sparse_step"], 3),
         **whole,
         **joules,
+        "sparse_layers_on_kernels": blocks_on_kernels(model, text[:, -1:]),
+        **environment(device),
     }
 
 
@@ -190,30 +147,6 @@ def _generate(models, text, compile, repeats, report) -> tuple[dict, dict]:
             seconds[name].append(time.perf_counter() - start)
     per_run = len(text) * new_tokens
     return {name: per_run / statistics.median(values[warm_up:]) for name, values in seconds.items()}, tokens
-
-
-def _typical_texts(model, batch, length, l0, device) -> tuple[torch.Tensor, dict]:
-    """Texts from anywhere in the workload whose mean L0 after the prompt is as near to `l0` as chance allows.
-
-    Raises:
-        ValueError: it is over 10 % away.
-    """
-    texts = make_text(
-        model.config.vocab_size, max(CANDIDATES, batch), length, seed=3, device=device, starts_of_sequences=False
-    )
-    each = torch.stack([s["sequence_l0"] for s in layer_statistics(model, texts, slice(PROMPT_TOKENS, None))]).mean(0)
-    order = each.argsort()
-    means = each[order].unfold(0, batch, 1).mean(1)
-    start = (means - l0).abs().argmin().item()
-    text = texts[order[start : start + batch]]
-    layers = layer_statistics(model, text, slice(PROMPT_TOKENS, None))
-    mean = {key: statistics.mean(layer[key] for layer in layers) for key in ("l0", "distinct_step")}
-    if not abs(mean["l0"] - l0) <= TOLERANCE * l0:
-        raise ValueError(
-            f"the decoded tokens have {mean['l0']:.4g} active neurons where {l0:g} were asked for; decode more tokens "
-            "(--new-tokens) or a larger batch."
-        )
-    return text, {"decoded_l0": round(mean["l0"], 2), "decoded_distinct_in_batch": round(mean["distinct_step"], 1)}
 
 
 def _decoded_logits(model, text):

@@ -9,11 +9,9 @@ import torch
 from transformers.models.llama import modeling_llama
 
 from hf_twell.bench.check import check_training, kernel_calls
-from hf_twell.bench.environment import DTYPES, environment
-from hf_twell.bench.models import best, describe, sharing_copy, telling, wider
-from hf_twell.bench.progress import Report, silent
+from hf_twell.bench.environment import environment
+from hf_twell.bench.models import PLAIN, How, RandomLlama, best, sharing_copy, wider
 from hf_twell.bench.timing import interleaved_ms, millijoules, peak_mib
-from hf_twell.bench.workload_llama import check_layers, layer_statistics, make_llama, make_text
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.convert.sparsify import unpatch
 from hf_twell.models.attention import WITHOUT_MASK
@@ -23,19 +21,7 @@ L1_WEIGHT = 2e-4
 WARM_UP = 4  # steps until every sparse block's path is chosen: its density is known only after a step
 
 
-def bench_train(
-    *,
-    l0: float = 30.0,
-    batch: int = 8,
-    length: int = 2048,
-    dtype: str = "bfloat16",
-    device: str = "cpu",
-    repeats: int = 5,
-    compile: bool = True,
-    energy: bool = False,
-    report: Report = silent,
-    **shape: int,
-) -> dict:
+def bench_train(subject: RandomLlama, *, batch: int = 8, length: int | None = None, how: How = PLAIN) -> dict:
     """One optimizer step of one micro-batch of workload text: forward, loss, backward, AdamW, gradients set to None.
 
     All variants share one set of weights, gradients and optimizer states, so no variant's memory is in another's peak,
@@ -43,29 +29,24 @@ def bench_train(
     term and count what is active, as in sparse training; dense ones do not. Compiled is the whole model with its loss,
     in torch.compile's default mode. The learning rate is 0: all the work is done, and the activity stays as it is.
 
-    Args:
-        energy: also millijoules per token.
-        report: told of what is being done.
-        shape: of the model, for `make_llama`.
-
     Raises:
         ValueError: blocks without the workload's statistics, a wrong loss, or gradients less accurate than twice eager
             PyTorch's error.
     """
-    device = torch.device(device)
-    model, distinct = make_llama(l0, dtype=DTYPES[dtype], device=device, report=report, **shape)
+    model, report = subject.model, how.report
     report("looking at its sparsity")
     # Nothing is padded, and a mask, which some versions make when compiled, would keep them from flash attention.
     model.set_attn_implementation(WITHOUT_MASK)
-    text = make_text(model.config.vocab_size, batch, length, seed=2, device=device)
+    text = subject.prompts(batch, length)
+    device, dtype = text.device, str(model.dtype).removeprefix("torch.")
     model.train()
-    dense = unpatch(sharing_copy(model))
+    dense = subject.dense = unpatch(sharing_copy(model))  # over the same weights
     _make_uncertain(dense, text[:1])
-    description = describe(model, dense, telling(text, model), l0, distinct, dtype)
+    description = subject.describe(text)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
     steps = {"eager": _Step(dense, text, optimizer), "sparse": _Step(model, text, optimizer)}
     absent = {}  # variants that cannot be measured here, and why
-    if compile:
+    if how.compile:
         torch._dynamo.reset()
         steps["compiled"] = _Step(sharing_copy(dense), text, optimizer, compiled=True)
         steps["sparse_compiled"] = _Step(sharing_copy(model), text, optimizer, compiled=True)
@@ -79,7 +60,7 @@ def bench_train(
     gc.collect()  # what checking has left behind is no variant's memory
 
     calls = {name: lambda turn, step=step: step() for name, step in steps.items()}
-    times = interleaved_ms(calls, repeats, device, lambda name, turn: steps[name](), report=report)
+    times = interleaved_ms(calls, how.repeats, device, lambda name, turn: steps[name](), report=report)
     memory, joules = {}, {}
     for name, step in steps.items():
         if device.type == "cuda":
@@ -87,17 +68,17 @@ def bench_train(
             # Weights and optimizer states, which every variant has.
             memory["resident_mib"] = round(torch.cuda.memory_allocated(device) / 2**20, 2)
             memory[f"{name}_peak_mib"] = round(memory["resident_mib"] + peak_mib(step, device), 2)
-        if energy:
+        if how.energy:
             joules[f"{name}_mj_per_token"] = millijoules(calls[name], device) / text.numel()
     if memory:
         ours, theirs = best({name: memory[f"{name}_peak_mib"] for name in steps})
         memory["peak_share"] = round(ours / theirs, 4)
     ours, theirs = best(times)
-    check_layers(layer_statistics(dense, telling(text, model)), l0, distinct)
+    subject.statistics(text)  # which training, too, has left as they were
     return {
         "bench": "train",
         "batch": batch,
-        "length": length,
+        "length": text.shape[1],
         **description,
         "optimizer": f"AdamW, fused, states in {dtype}, learning rate 0",
         "l1_weight": L1_WEIGHT,

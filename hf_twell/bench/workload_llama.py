@@ -5,6 +5,7 @@ the language-model head recites (after i comes i + 1), so generated text is work
 little to the residual stream, so that every layer's normed input keeps the words, topics and heavy tokens of the first.
 """
 
+import statistics
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,8 @@ from hf_twell.convert.entry import record_density
 from hf_twell.convert.sparsify import sparsify
 
 ATTENTION_SHARE, FFN_SHARE = 0.04, 0.16  # of the residual stream's variance, all layers together
+PROMPT_TOKENS = 16  # of a text that is decoded
+CANDIDATES = 32  # texts among which those with typical L0 are decoded
 TOLERANCE = 0.10  # of L0 and of distinct neurons, beyond which a speed would mean nothing
 
 
@@ -196,3 +199,26 @@ def check_layers(layers: Sequence[dict], l0: float, distinct: float) -> None:
                     f"{TOLERANCE:.0%} more or less its speed would mean nothing, so none is measured. Take a larger "
                     "vocabulary or model, or another seed."
                 )
+
+
+def typical_texts(model: PreTrainedModel, batch: int, length: int, l0: float) -> tuple[torch.Tensor, dict]:
+    """Texts from anywhere in the workload whose mean L0 after the prompt is as near to `l0` as chance allows.
+
+    Raises:
+        ValueError: it is over 10 % away.
+    """
+    sizes = model.config.vocab_size, max(CANDIDATES, batch), length
+    texts = make_text(*sizes, seed=3, device=model.device, starts_of_sequences=False)
+    each = torch.stack([s["sequence_l0"] for s in layer_statistics(model, texts, slice(PROMPT_TOKENS, None))]).mean(0)
+    order = each.argsort()
+    means = each[order].unfold(0, batch, 1).mean(1)
+    start = (means - l0).abs().argmin().item()
+    text = texts[order[start : start + batch]]
+    layers = layer_statistics(model, text, slice(PROMPT_TOKENS, None))
+    mean = {key: statistics.mean(layer[key] for layer in layers) for key in ("l0", "distinct_step")}
+    if not abs(mean["l0"] - l0) <= TOLERANCE * l0:
+        raise ValueError(
+            f"the decoded tokens have {mean['l0']:.4g} active neurons where {l0:g} were asked for; decode more tokens "
+            "(--new-tokens) or a larger batch."
+        )
+    return text, {"decoded_l0": round(mean["l0"], 2), "decoded_distinct_in_batch": round(mean["distinct_step"], 1)}

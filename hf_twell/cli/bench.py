@@ -28,7 +28,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from hf_twell.cli.bench_checkpoint import add_checkpoint, check_options, checkpoint_rows, default_of
+from hf_twell.cli.bench_checkpoint import add_checkpoint, check_options, default_of, load_checkpoint
 from hf_twell.cli.bench_serve import add_serve_options, prepare_serve
 from hf_twell.cli.bench_table import CELLS
 from hf_twell.cli.bench_vllm import add_vllm_options, prepare_vllm
@@ -291,7 +291,7 @@ def _prepare(args):
     common = {"dtype": args.dtype, "device": device, "repeats": args.repeats, "energy": args.energy}
     if not given:
         common["dtype"] = args.dtype or "bfloat16"
-    return _ffn_rows if args.what == "ffn" else checkpoint_rows if given else _model_rows, common
+    return _ffn_rows if args.what == "ffn" else _model_rows, common
 
 
 def _check_sizes(args) -> None:
@@ -418,15 +418,26 @@ def _ffn_rows(args, common):
 
 def _model_rows(args, common):
     from hf_twell.bench.generate import bench_generate
-    from hf_twell.bench.models import bench_prefill
+    from hf_twell.bench.models import How, RandomLlama, bench_prefill
     from hf_twell.bench.train import bench_train
 
     bench = {"prefill": bench_prefill, "generate": bench_generate, "train": bench_train}[args.what]
     more = ("new_tokens", "steps_only") if args.what == "generate" else ("length",)
-    names = (*more, "hidden", "intermediate", "vocabulary", "heads", "kv_heads")
-    common |= {name: getattr(args, name) for name in names} | {"compile": not args.no_compile}
-    if args.what != "generate":
-        common["length"] = args.length or LENGTH
-    settings = list(itertools.product(args.layers, args.l0, args.batch or [BATCH[args.what]]))
-    source = (bench(layers=layers, l0=l0, batch=batch, **common) for layers, l0, batch in settings)
-    return source, len(settings)
+    options = {name: getattr(args, name) for name in more}
+    options["how"] = How(args.repeats, not args.no_compile, args.energy, common["report"])
+    if getattr(args, "model", None) is not None:
+        subjects, count, batches = iter([load_checkpoint(args, common)]), 1, args.batch or [1]
+    else:
+        made = {name: getattr(args, name) for name in ("hidden", "intermediate", "vocabulary", "heads", "kv_heads")}
+        made |= {name: common[name] for name in ("dtype", "device", "report")}
+        settings = list(itertools.product(args.layers, args.l0))
+        subjects = (RandomLlama(l0, layers=layers, **made) for layers, l0 in settings)
+        count, batches = len(settings), args.batch or [BATCH[args.what]]
+
+    def rows():
+        for subject in subjects:
+            for batch in batches:
+                yield bench(subject, batch=batch, **options)
+            del subject  # before the next one takes its room
+
+    return rows(), count * len(batches)

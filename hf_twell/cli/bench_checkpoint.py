@@ -1,13 +1,14 @@
 """`hf-twell bench prefill`, `generate` and `vllm` of MODEL: a sparse checkpoint of the user's, not a random one."""
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
+
+    from hf_twell.bench.models import Checkpoint
 
 CHECKPOINT_MODES = ("prefill", "generate")
 RANDOM_ONLY = ("layers", "heads", "kv_heads", "vocabulary", "l0", "hidden", "intermediate")
@@ -36,9 +37,9 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.model} needs --text FILE: what it reads decides its activity, and so its speed")
 
 
-def checkpoint_rows(args: argparse.Namespace, common: dict) -> tuple[Iterator[dict], int]:
-    """An iterator of MODEL's rows, and how many there will be."""
-    from hf_twell.bench.checkpoint import bench_checkpoint_generate, bench_checkpoint_prefill
+def load_checkpoint(args: argparse.Namespace, common: dict) -> "Checkpoint":
+    """MODEL, and the text that it reads."""
+    from hf_twell.bench.models import Checkpoint
     from hf_twell.blocks.architectures import other_activations
     from hf_twell.convert.sparsify import sparsify
     from hf_twell.files.text import check_file
@@ -48,19 +49,12 @@ def checkpoint_rows(args: argparse.Namespace, common: dict) -> tuple[Iterator[di
     for path in args.text:
         check_file(Path(path))
     common["report"]("loading", args.model)
-    model, tokenizer = load_model(args.model, dtype=common.pop("dtype"), device=common.pop("device"))
+    model, tokenizer = load_model(args.model, dtype=common["dtype"], device=common["device"])
     if others := other_activations(model.config):
         raise ValueError(f"{args.model} is not sparse (activation: {others.pop()}); convert it with hf-twell sparsify")
-    sparsify(model.eval())
     ids = load_ids(tokenizer, args.text)
     check_ids(model, tokenizer, ids)
-    if args.what == "generate":
-        bench, more = bench_checkpoint_generate, ("new_tokens", "steps_only")
-    else:
-        bench, more = bench_checkpoint_prefill, ("length",)
-    common |= {name: getattr(args, name) for name in more} | {"compile": not args.no_compile}
-    batches = args.batch or [1]
-    return (bench(model, ids, batch=batch, **common) for batch in batches), len(batches)
+    return Checkpoint(sparsify(model.eval()), ids)
 
 
 def load_ids(tokenizer: "PreTrainedTokenizerBase", files: list[str]) -> "torch.Tensor":

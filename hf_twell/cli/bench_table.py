@@ -6,30 +6,14 @@ from hf_twell.bench.serve_summary import overlap, pairs, ratio
 from hf_twell.files.tables import UNIONS, percent, unions_cell
 
 
+def _figures(rows: list[dict], *endings: str) -> list[str]:
+    """The names of figures that end so, in the order of the endings; a variant may be absent from some rows."""
+    found = dict.fromkeys(name for row in rows for name in row)
+    return [name for ending in endings for name in found if name.endswith(ending)]
+
+
 def _ffn_cells(rows):
-    names = (
-        "grouped_mm_ms",
-        "batched_mm_ms",
-        "eager_ms",
-        "compiled_ms",
-        "autotuned_ms",
-        "torchao_ms",
-        "torchao_compiled_ms",
-        "scaled_mm_ms",
-    )
-    names += (
-        "sparse_plain_ms",
-        "sparse_ms",
-        "sparse_compiled_ms",
-        "sparse_h_compiled_ms",
-        "eager_peak_mib",
-        "compiled_peak_mib",
-        "sparse_peak_mib",
-        "sparse_held_mib",
-        "took",
-    )
-    names = [name for name in (*names, "speedup_same_weights", "speedup_plain") if any(name in row for row in rows)]
-    names += [name for name in rows[0] if name.endswith("_mj_per_token")]
+    names = _figures(rows, "_ms", "_peak_mib", "_held_mib", "took", "_weights", "_plain", "_mj_per_token")
     held = any("weights" in row for row in rows)
     scaled = any("asked_l0" in row for row in rows)  # by --shape
     cells = [
@@ -55,18 +39,14 @@ def _ffn_cells(rows):
         "L0",
         "density",
         UNIONS,
-        "error / eager's",
-        *(name.replace("_", " ") for name in names),
     ]
-    return [*head, "speed-up"], cells
+    return [*head, "error / eager's", *(name.replace("_", " ") for name in names), "speed-up"], cells
 
 
-def _model_cells(keys):
+def _model_cells(*endings):
     def cells(rows):
-        # A variant may be absent from some rows.
-        found = dict.fromkeys(name for row in rows for name in row)
-        names = [name for name in (*keys, *(n for n in found if n.endswith("_mj_per_token"))) if name in found]
-        activity = ["density", UNIONS] if "model" in found else ["distinct in 64 (workload)"]
+        names = _figures(rows, *endings, "_mj_per_token")
+        activity = ["density", UNIONS] if "model" in rows[0] else ["distinct in 64 (workload)"]
         head = ["layers", "batch", "L0 of layers", *activity, *(name.replace("_", " ") for name in names)]
         return head, [
             [
@@ -151,26 +131,12 @@ def _llama(row) -> str:
     return f", {row['layers']} layers, L0 {row['l0']:g}" if "layers" in row else ""
 
 
-_PREFILL = (
-    "eager_ms",
-    "compiled_ms",
-    "sparse_ms",
-    "sparse_compiled_ms",
-    "eager_peak_mib",
-    "sparse_peak_mib",
-    "speedup",
-    "sparse_layers_on_kernels",
-)
-_GENERATE = ("decoded_l0", "dense_step_ms", "sparse_step_ms", "step_speedup")
-_GENERATE += ("dense_tokens_per_s", "sparse_tokens_per_s", "speedup", "same_tokens", "sparse_layers_on_kernels")
-_VARIANTS = ("eager", "compiled", "liger", "sparse", "sparse_compiled")
-_TRAIN = ("sparse_layers_on_kernels", *(f"{name}_ms" for name in _VARIANTS), "speedup")
-_TRAIN += ("sparse_tokens_per_s", "sparse_compiled_tokens_per_s", *(f"{name}_peak_mib" for name in _VARIANTS))
+_TOKENS_PER_S = ("sparse_tokens_per_s", "sparse_compiled_tokens_per_s")
 CELLS = {
     "ffn": _ffn_cells,
-    "prefill": _model_cells(_PREFILL),
-    "generate": _model_cells(_GENERATE),
-    "train": _model_cells(_TRAIN),
+    "prefill": _model_cells("_ms", "_peak_mib", "speedup", "_on_kernels"),
+    "generate": _model_cells("decoded_l0", "_ms", "_tokens_per_s", "speedup", "same_tokens", "_on_kernels"),
+    "train": _model_cells("_on_kernels", "_ms", "speedup", *_TOKENS_PER_S, "_peak_mib"),
     "serve": _serve_cells,
     "vllm": _vllm_cells,
 }

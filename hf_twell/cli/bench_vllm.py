@@ -74,7 +74,7 @@ def vllm_rows(args: argparse.Namespace, common: dict) -> tuple[Iterator[dict], i
 
 
 def _rows(args, common, settings, batches) -> Iterator[dict]:
-    from hf_twell.bench.checkpoint import passages
+    from hf_twell.bench.models import passages
     from hf_twell.bench.vllm_steps import Loads, bench_vllm
     from hf_twell.models.loading import load_tokenizer
 
