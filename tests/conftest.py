@@ -1,5 +1,6 @@
 import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -25,6 +26,12 @@ if not torch.cuda.is_available():
 COMMAND = [sys.executable, "-m", "hf_twell"]  # `hf-twell` in a process of its own
 SHARED = ROOT.parent / "shared"
 needs_lm_eval = pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="needs lm-eval")
+
+
+def finished(*command, **options) -> subprocess.CompletedProcess:
+    """A command that has run in a process of its own, by this checkout; with other options of `subprocess.run`."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)} | options.pop("env", {})
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment, **options)
 
 
 def one_of(fast, cases) -> list:

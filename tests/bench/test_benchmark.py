@@ -2,10 +2,7 @@
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import matplotlib.pyplot
@@ -35,6 +32,7 @@ from hf_twell.cli import bench, main
 from hf_twell.cli.bench_table import CELLS
 from hf_twell.files.folders import save_model
 from hf_twell.ops import api, reference
+from tests.conftest import finished
 from tests.convert.test_own_type import dense
 from tests.paths import ROOT
 
@@ -109,9 +107,7 @@ def test_layers_unlike_the_workload_are_refused(llama):
 def test_bench_ffn_writes_rows_and_a_plot(tmp_path, capsys, extra):
     sizes = ("--tokens", 1, 20, "--l0", 8, "--hidden", 64, "--intermediate", 344, "--repeats", 2, "--device", "cpu")
     rows = run(capsys, "ffn", *sizes, "--no-compile", "--output", tmp_path, *extra)
-    revision = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
-    )
+    revision = finished("git", "rev-parse", "--short", "HEAD", cwd=ROOT)
     assert [row["tokens"] for row in rows] == [1, 20]
     for row in rows:
         # It has three decimals, of which a turn that a busy machine held up leaves two zero.
@@ -140,8 +136,8 @@ def test_rows_without_kernels_say_so(tmp_path):
     command = [sys.executable, "-m", "hf_twell", "bench", "ffn", "--device", "cpu", "--no-compile", "--json"]
     sizes = ["--tokens", "1", "--l0", "8", "--hidden", "64", "--intermediate", "344", "--repeats", "1"]
     (tmp_path / "file").touch()
-    environment = {**os.environ, "HF_TWELL_CACHE": str(tmp_path / "file" / "cache")}  # which cannot be made
-    done = subprocess.run([*command, *sizes], env=environment, capture_output=True, text=True, timeout=120)
+    cache = {"HF_TWELL_CACHE": str(tmp_path / "file" / "cache")}  # which cannot be made
+    done = finished(*command, *sizes, env=cache, timeout=120)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["rows"]
     assert (row["backend"], row["took"]) == ("reference", "plain matmuls")

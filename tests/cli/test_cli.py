@@ -30,7 +30,7 @@ from hf_twell.files.folders import training_record
 from hf_twell.recipe.packing import PackedText
 from hf_twell.recipe.runs import check_run
 from hf_twell.recipe.schema import load_recipe
-from tests.conftest import COMMAND, needs_lm_eval, one_of
+from tests.conftest import COMMAND, finished, needs_lm_eval, one_of
 from tests.paths import ROOT
 
 DEMO = ROOT / "recipes" / "demo"
@@ -50,11 +50,6 @@ def recipe(tmp_path) -> Path:
         "save_steps: 2, use_cpu: true}\nsave_dtype: float32\n"
     )
     return path
-
-
-def run_cli(*arguments, **options):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, env=environment, **options)
 
 
 def error_line(capsys) -> str:
@@ -82,12 +77,7 @@ def test_help_shows_an_example(command, capsys):
 def test_a_missing_package_is_named_with_what_installs_it(package, extra, options, tmp_path):
     code = f"import sys\nsys.modules['{package}'] = None\nfrom hf_twell.cli import main\nsys.exit(main(sys.argv[1:]))"
     (tmp_path / "config.json").write_text('{"model_type": "llama", "twell": {"version": 1}}')
-    done = subprocess.run(
-        [sys.executable, "-c", code, "bench", *(option.format(tmp_path=tmp_path) for option in options)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    done = finished(sys.executable, "-c", code, "bench", *(option.format(tmp_path=tmp_path) for option in options))
     assert done.returncode == 1
     said = f"hf-twell: error: this needs the package {package}: pip install 'hf_twell[{extra}]'"
     assert done.stderr.splitlines()[-1] == said
@@ -103,12 +93,7 @@ def test_bench_speaks_of_a_model_where_it_takes_one(capsys):
 
 def test_help_does_not_wait_for_torch():
     code = "import sys\nfrom hf_twell.cli import main\ntry: main(['train', '--help'])\nexcept SystemExit: pass\n"
-    done = subprocess.run(
-        [sys.executable, "-c", code + "assert not {'torch', 'transformers'} & set(sys.modules)"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    done = finished(sys.executable, "-c", code + "assert not {'torch', 'transformers'} & set(sys.modules)")
     assert done.returncode == 0, done.stderr
 
 
@@ -411,7 +396,7 @@ def test_a_killed_training_resumes_to_the_same_model(recipe, relu, capsys):
     shutil.copytree(whole, recipe.parent / "out", ignore=shutil.ignore_patterns("checkpoint-4", "final"))
     assert main(["train", str(recipe)]) == 1
     assert "--resume" in error_line(capsys)
-    done = run_cli("train", recipe, "--resume", "--json")
+    done = finished(*COMMAND, "train", recipe, "--resume", "--json")
     assert done.returncode == 0, done.stderr
     assert "missing keys" not in done.stderr, "the demo model's weights are tied"
     resumed = json.loads(done.stdout)
@@ -472,7 +457,8 @@ def test_a_run_killed_before_its_final_model_makes_it_of_the_best_checkpoint(rec
 @pytest.mark.slow
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator, for which memory is pinned")
 def test_training_on_a_cpu_warns_of_no_pinned_memory(recipe):
-    done = run_cli("train", recipe, "training.max_steps=1", "training.use_cpu=false", "training.save_strategy=no")
+    changes = ["training.max_steps=1", "training.use_cpu=false", "training.save_strategy=no"]
+    done = finished(*COMMAND, "train", recipe, *changes)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
 
@@ -516,14 +502,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.slow
 def test_a_full_disk_leaves_nothing_behind(tmp_path):
-    arguments = ["sparsify", str(DEMO / "model"), str(tmp_path / "out")]
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=120,
-    )
+    done = finished(sys.executable, "-c", FULL_DISK, "sparsify", DEMO / "model", tmp_path / "out", timeout=120)
     assert done.returncode == 1
     assert re.search(r"hf-twell: error: .*(File too large|No space)", done.stderr.strip().splitlines()[-1])
     assert not list(tmp_path.iterdir())
@@ -533,13 +512,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path):
 @pytest.mark.parametrize("full_at", [1_000_000, 25_000_000], ids=["weights", "optimizer"])
 def test_a_full_disk_ends_training_in_one_line(full_at, recipe):
     arguments = ["train", str(recipe), "training.max_steps=1", "training.save_steps=1"]
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK.replace("1_000_000", str(full_at)), *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=240,
-    )
+    done = finished(sys.executable, "-c", FULL_DISK.replace("1_000_000", str(full_at)), *arguments, timeout=240)
     assert done.returncode == 1
     (error,) = (line for line in done.stderr.splitlines() if line.startswith("hf-twell: error: "))
     assert error.startswith(f"hf-twell: error: could not write {recipe.parent / 'out'}; is the disk full? (")
@@ -602,12 +575,7 @@ def test_closed_streams_are_no_error(closed, tmp_path):
         "import os, sys\nfrom hf_twell.cli import main\ncode = main(['doctor', '--json'])\n"
         "sys.exit(code or os.open(os.devnull, os.O_RDONLY) < 3)"
     )
-    done = subprocess.run(
-        ["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    done = finished("sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, code)
     assert (done.returncode, done.stderr) == (0, "")
     assert (done.stdout == "") == (" >" in f" {closed}")
 
@@ -851,7 +819,7 @@ def test_places_that_cannot_be_written_to_are_refused_before_the_work(tmp_path, 
     locked.chmod(0o555)
     names = {"model": DEMO / "model", "text": DEMO / "text" / "heldout.txt", "locked": locked}
     command = [*COMMAND, *(argument.format(**names) for argument in arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=_bound_by_permissions)
+    done = finished(*command, preexec_fn=_bound_by_permissions)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert str(locked) in line
@@ -866,5 +834,5 @@ def _bound_by_permissions():
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [[*COMMAND, "train"], [sys.executable, ROOT / "recipes" / "finetune.py"]])
 def test_a_missing_recipe_is_all_that_is_asked_for(command):
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = finished(*command)
     assert done.stderr.splitlines()[-1].endswith("error: the following arguments are required: recipe")

@@ -2,8 +2,6 @@
 
 import copy
 import json
-import os
-import subprocess
 import sys
 
 import pytest
@@ -20,9 +18,8 @@ from hf_twell.files.folders import save_model, training_record
 from hf_twell.models.hub import folder_card
 from hf_twell.ops import api, build, reference
 from tests.blocks.test_compatibility import refused
-from tests.conftest import ids, tiny_llama
+from tests.conftest import finished, ids, tiny_llama
 from tests.ffn_cases import relative_rms
-from tests.paths import ROOT
 
 quantization = pytest.importorskip("torchao.quantization")
 pytestmark = pytest.mark.skipif(
@@ -356,13 +353,7 @@ def test_a_missing_torchao_is_named_with_what_installs_it(folder, tmp_path):
     sparsify(load(folder)).save_pretrained(tmp_path / "int8")
     (tmp_path / "text.txt").write_text("some words")
     code = "import sys\nsys.modules['torchao'] = None\nfrom hf_twell.cli import main\nsys.exit(main(sys.argv[1:]))"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "eval", "int8", "--text", "text.txt"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    done = finished(sys.executable, "-c", code, "eval", "int8", "--text", "text.txt", cwd=tmp_path)
     assert done.returncode == 1
     says = "int8 holds weights that torchao reads, which is missing: pip install 'hf_twell[int8]'"
     assert done.stderr.splitlines()[-1] == f"hf-twell: error: {says}"

@@ -17,7 +17,7 @@ import hf_twell
 from hf_twell.cli import main
 from hf_twell.files.text import read_documents
 from hf_twell.recipe.schema import load_recipe
-from tests.conftest import one_of, shared_path
+from tests.conftest import finished, one_of, shared_path
 from tests.paths import ROOT
 from tests.rounding import rounding
 
@@ -72,19 +72,9 @@ WARNINGS = r"(?m)torchao|[Ww]arning|deprecated|^[WE]\d{4} |Failed to"
 def test_the_demo_runs_from_end_to_end(tmp_path):
     output, heldout = tmp_path / "demo", tmp_path / "heldout.txt"
     heldout.write_text((ROOT / "recipes" / "demo" / "text" / "heldout.txt").read_text()[:20_000])
-    changes = [
-        f"heldout={heldout}",
-        "training.max_steps=2",
-        "training.per_device_train_batch_size=2",
-        "training.use_cpu=true",
-    ]
-    done = subprocess.run(
-        [sys.executable, ROOT / "recipes" / "demo.py", f"output_dir={output}", *changes],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=240,
-    )
+    changes = [f"output_dir={output}", f"heldout={heldout}", "training.max_steps=2"]
+    changes += ["training.per_device_train_batch_size=2", "training.use_cpu=true"]
+    done = finished(sys.executable, ROOT / "recipes" / "demo.py", *changes, cwd=tmp_path, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     for row in ("dense (SiLU)", "swapped to ReLU, untrained", "sparse: ReLU, trained"):
         assert re.search(rf"{re.escape(row)} +\d\.\d+ +\d", done.stdout), row
@@ -100,8 +90,7 @@ def test_the_demo_runs_from_end_to_end(tmp_path):
 def test_a_script_says_nothing_of_other_packages(tmp_path):
     pytest.importorskip("torchao")
     model, script = ROOT / "recipes" / "demo" / "model", ROOT / "recipes" / "average.py"
-    command = [sys.executable, script, model, model, tmp_path / "mean"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    done = finished(sys.executable, script, model, model, tmp_path / "mean", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert not re.findall(WARNINGS, done.stderr)
 
@@ -161,8 +150,7 @@ def test_the_recipe_is_the_row_of_the_study(text):
 def start_processes(launch: list, *changes, path: str = str(ROOT)) -> subprocess.CompletedProcess:
     """recipes/finetune.py with demo-target.yaml and these changes, started by `launch`."""
     command = [sys.executable, *launch, ROOT / "recipes" / "finetune.py", ROOT / "recipes" / "demo-target.yaml"]
-    environment = {**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu"}
-    return subprocess.run([*command, *changes], capture_output=True, text=True, env=environment, timeout=240)
+    return finished(*command, *changes, env={"PYTHONPATH": path, "DS_ACCELERATOR": "cpu"}, timeout=240)
 
 
 def run_processes(launch: list, *changes, **options) -> str:

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from hf_twell.recipe.estimate import count_checkpoints, count_steps, estimate_ti
 from hf_twell.recipe.packing import PackedText
 from hf_twell.recipe.schema import load_recipe
 from hf_twell.train.parent_loss import parent_loss
-from tests.conftest import COMMAND, tiny_llama
+from tests.conftest import COMMAND, finished, tiny_llama
 from tests.paths import ROOT
 from tests.rounding import rounding
 
@@ -368,14 +367,7 @@ COMMANDS = {
 )
 @pytest.mark.parametrize("command", COMMANDS)
 def test_mistakes_are_told_before_the_long_imports(recipe, changes, says, command):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", COMMANDS[command], recipe, *changes],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=recipe.parent,
-    )
+    done = finished(sys.executable, "-c", COMMANDS[command], recipe, *changes, cwd=recipe.parent)
     assert done.returncode == 1
     assert says in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -398,9 +390,8 @@ def test_deepspeeds_warning_is_not_in_every_command(tmp_path):
     (tmp_path / "deepspeed" / "__init__.py").write_text(DEEPSPEED)
     (tmp_path / "deepspeed-0.19.8.dist-info").mkdir()
     (tmp_path / "deepspeed-0.19.8.dist-info" / "METADATA").write_text("Name: deepspeed\nVersion: 0.19.8\n")
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    command = [*COMMAND, "sparsify", DEMO / "model", tmp_path / "out"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    done = finished(*COMMAND, "sparsify", DEMO / "model", tmp_path / "out", env=environment)
     assert done.returncode == 0, done.stderr
     printed = done.stdout + done.stderr
     assert "another warning of DeepSpeed's" in printed, "it was imported"

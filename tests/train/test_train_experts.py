@@ -2,7 +2,6 @@
 
 import functools
 import os
-import subprocess
 import sys
 import tempfile
 
@@ -14,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 from hf_twell import L1Penalty, SparsityCallback, measure_sparsity, sparsify
 from hf_twell.blocks.architectures import find_ffns
 from hf_twell.ops import experts, reference
+from tests.conftest import finished
 from tests.mixtures import by_hand, mixture
 from tests.one_step import COLLATORS, LABELS, LENGTHS, ONE_STEP, KeepGradient, flat_gradient, pad, rows
 from tests.paths import ROOT
@@ -150,10 +150,7 @@ def test_a_compiled_model_learns_the_same():
 def test_two_processes(tmp_path):
     output = tmp_path / "gradient.pt"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    done = subprocess.run(
-        [*command, "-m", "tests.train.test_train_experts", str(output)],
-        cwd=ROOT, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+    done = finished(*command, "-m", "tests.train.test_train_experts", output, cwd=ROOT, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     gradient, logs = torch.load(output)
     assert_same(gradient, truth("qwen2_moe", "l1"))

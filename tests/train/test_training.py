@@ -5,7 +5,6 @@ import copy
 import functools
 import importlib.util
 import shutil
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -23,7 +22,7 @@ from hf_twell.models.modes import evaluation_mode
 from hf_twell.ops import reference
 from hf_twell.train.distillation import Distillation
 from tests import one_step
-from tests.conftest import tiny_llama
+from tests.conftest import finished, tiny_llama
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.numeric
@@ -128,9 +127,7 @@ def test_two_processes(truth, tmp_path):
     kinds = ["Trainer", *(["SFTTrainer"] if HAS_TRL else [])]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     output = tmp_path / "gradients.pt"
-    done = subprocess.run(
-        [*command, "-m", "tests.one_step", str(output), *kinds], cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
+    done = finished(*command, "-m", "tests.one_step", output, *kinds, cwd=ROOT, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     results = torch.load(output, weights_only=False)
     assert len(results) == 6 * len(kinds)
