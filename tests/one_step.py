@@ -70,6 +70,12 @@ def flat_gradient(model) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in trained]).clone()
 
 
+def make_trainer(folder, kind=Trainer, model=None, collator=None, **arguments) -> Trainer:
+    """A trainer of one step over all rows, unless `arguments` say otherwise; of a sparse model where none is given."""
+    args = TrainingArguments(str(folder), **{**ONE_STEP, **arguments})
+    return kind(model or sparsify(tiny_llama()), args, train_dataset=rows(), data_collator=collator or pad)
+
+
 def trainer_gradient(
     kind="Trainer",
     layout="padded",
@@ -88,18 +94,16 @@ def trainer_gradient(
     """
     common = {
         **ONE_STEP,
-        "output_dir": tempfile.mkdtemp(),
         "per_device_train_batch_size": len(LENGTHS) // accumulation // processes,
         "gradient_accumulation_steps": accumulation,
     }
-    model = sparsify(tiny_llama())
-    if kind != "SFTTrainer":
-        args = TrainingArguments(**common, **arguments)
-        trainer = (Trainer if kind == "Trainer" else kind)(
-            model, args, train_dataset=rows(), data_collator=COLLATORS[layout]
-        )
+    model, folder = sparsify(tiny_llama()), tempfile.mkdtemp()
+    if kind == "SFTTrainer":
+        common |= {"output_dir": folder, "bf16": False, "gradient_checkpointing": False}
+        trainer = sft_trainer(model, layout, {**common, **arguments})
     else:
-        trainer = sft_trainer(model, layout, {**common, "bf16": False, "gradient_checkpointing": False, **arguments})
+        kind = Trainer if kind == "Trainer" else kind
+        trainer = make_trainer(folder, kind, model, COLLATORS[layout], **common, **arguments)
     keep = KeepGradient()
     trainer.add_callback(keep)
     if l1_weight is not None:

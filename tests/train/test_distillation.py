@@ -225,10 +225,7 @@ def test_a_loss_of_transposed_logits_is_taught_too():
 def test_a_parent_that_is_the_model_teaches_nothing(tmp_path):
     model, parent = sparsify(tiny_llama()), sparsify(tiny_llama())
     before = {name for name, _ in model.named_parameters()}
-    args = TrainingArguments(
-        str(tmp_path), max_steps=1, logging_steps=1, use_cpu=True, report_to=[], save_strategy="no", weight_decay=0.0
-    )
-    trainer = Trainer(model, args, train_dataset=one_step.rows(), data_collator=one_step.pad)
+    trainer = one_step.make_trainer(tmp_path, model=model, weight_decay=0.0)
     keep = one_step.KeepGradient()
     trainer.add_callback(keep)
     both = Distillation(model, parent, logits=1.0, layers=1.0)
@@ -370,8 +367,7 @@ def test_a_loss_without_logits_is_refused(tmp_path):
             return F.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
 
     model = sparsify(tiny_llama())
-    args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[], save_strategy="no")
-    trainer = FusedTrainer(model, args, train_dataset=one_step.rows(), data_collator=one_step.pad)
+    trainer = one_step.make_trainer(tmp_path, FusedTrainer, model)
     trainer.add_callback(SparsityCallback(trainer, 0.0, distillation=Distillation(model, tiny_llama())))
     with pytest.raises(ValueError, match="fused output head"):
         trainer.train()

@@ -1,11 +1,12 @@
 """Dead neurons come back, their optimizer state with them, and nothing else changes."""
 
+import functools
 import itertools
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 from transformers.optimization import Adafactor
 
 from hf_twell import SparsityCallback, sparsify
@@ -42,14 +43,10 @@ def make_trainer(folder, revive_after=None, steps=4, optimizer=None, **model_opt
         model.model.layers[1].mlp.gate_proj.weight[DEAD] = 0
         if model.config.mlp_bias:
             model.model.layers[1].mlp.gate_proj.bias[DEAD] = -9.0
-    args = TrainingArguments(
-        str(folder), max_steps=steps, per_device_train_batch_size=8, learning_rate=1e-3, logging_steps=1, save_steps=2,
-        report_to=[], use_cpu=True, disable_tqdm=True, weight_decay=0.0,
-    )  # fmt: skip
-    trainer = Trainer(
-        model, args, train_dataset=one_step.rows(), data_collator=one_step.pad,
-        optimizers=(optimizer(model) if optimizer else None, None),
-    )  # fmt: skip
+    options = {"max_steps": steps, "learning_rate": 1e-3, "weight_decay": 0.0}
+    saves = {"save_strategy": "steps", "save_steps": 2, "max_grad_norm": 1.0}
+    kind = functools.partial(Trainer, optimizers=(optimizer(model) if optimizer else None, None))
+    trainer = one_step.make_trainer(folder, kind, model, **options, **saves)
     watch = Watch()
     trainer.add_callback(SparsityCallback(trainer, l1_weight=0.01, revive_after=revive_after))
     trainer.add_callback(watch)

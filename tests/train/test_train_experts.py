@@ -8,14 +8,13 @@ import tempfile
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import Trainer, TrainingArguments
 
 from hf_twell import L1Penalty, SparsityCallback, measure_sparsity, sparsify
 from hf_twell.blocks.architectures import find_ffns
 from hf_twell.ops import experts, reference
 from tests.conftest import finished
 from tests.mixtures import by_hand, mixture
-from tests.one_step import COLLATORS, LABELS, LENGTHS, ONE_STEP, KeepGradient, flat_gradient, pad, rows
+from tests.one_step import LABELS, LENGTHS, KeepGradient, flat_gradient, make_trainer, pad, rows
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.numeric
@@ -81,15 +80,9 @@ def truth(name: str, term: str) -> torch.Tensor:
 
 def trained(name: str, term: str, accumulation: int = 1, processes: int = 1, **arguments) -> tuple:
     """The gradient of a real Trainer's step, and its log row."""
-    args = TrainingArguments(
-        **ONE_STEP,
-        output_dir=tempfile.mkdtemp(),
-        per_device_train_batch_size=len(LENGTHS) // accumulation // processes,
-        gradient_accumulation_steps=accumulation,
-        **arguments,
-    )
-    model = sparsify(mixture(name))
-    trainer = Trainer(model, args, train_dataset=rows(), data_collator=COLLATORS["padded"])
+    arguments["per_device_train_batch_size"] = len(LENGTHS) // accumulation // processes
+    arguments["gradient_accumulation_steps"] = accumulation
+    trainer = make_trainer(tempfile.mkdtemp(), model=sparsify(mixture(name)), **arguments)
     keep = KeepGradient()
     trainer.add_callback(keep)
     chosen = {"l1_weight": WEIGHT} if term == "l1" else {"target_density": 0.25, "term": "count"}
@@ -240,12 +233,8 @@ def test_trains_with_a_target_and_saves(tmp_path):
     """A few steps: the density goes down, and what is saved loads as a stock model."""
     from transformers import AutoModelForCausalLM
 
-    args = TrainingArguments(
-        **{**ONE_STEP, "max_steps": 30, "logging_steps": 10, "learning_rate": 3e-3},
-        output_dir=str(tmp_path), per_device_train_batch_size=8,
-    )  # fmt: skip
     model = sparsify(mixture("qwen2_moe"))
-    trainer = Trainer(model, args, train_dataset=rows(), data_collator=COLLATORS["padded"])
+    trainer = make_trainer(tmp_path, model=model, max_steps=30, logging_steps=10, learning_rate=3e-3)
     trainer.add_callback(SparsityCallback(trainer, target_density=0.1, warmup_steps=10))
     trainer.train()
     densities = [row["twell/density"] for row in trainer.state.log_history if "twell/density" in row]
@@ -257,8 +246,7 @@ def test_trains_with_a_target_and_saves(tmp_path):
 
 @pytest.mark.parametrize("chosen", [{"l1_weight": 1e-3, "revive_after": 100}])
 def test_what_experts_do_not_have_is_refused(chosen, tmp_path):
-    args = TrainingArguments(**ONE_STEP, output_dir=str(tmp_path))
-    trainer = Trainer(sparsify(mixture()), args, train_dataset=rows())
+    trainer = make_trainer(tmp_path, model=sparsify(mixture()))
     with pytest.raises(ValueError, match=r"model.layers.0.mlp.experts holds routed experts"):
         SparsityCallback(trainer, **chosen)
 

@@ -240,10 +240,7 @@ def test_a_compiled_model_and_one_in_evaluation_mode_count_too(truth, options):
 
 
 def test_a_new_callback_replaces_the_last_and_can_be_taken_off(tmp_path):
-    args = TrainingArguments(
-        str(tmp_path), max_steps=1, logging_steps=1, use_cpu=True, report_to=[], save_strategy="no"
-    )
-    trainer = Trainer(sparsify(tiny_llama()), args, train_dataset=one_step.rows(), data_collator=one_step.pad)
+    trainer = one_step.make_trainer(tmp_path)
     SparsityCallback(trainer, l1_weight=2.0)  # never added
     trainer.add_callback(SparsityCallback(trainer, l1_weight=1.0))
     callback = SparsityCallback(trainer, l1_weight=7.0)
@@ -263,8 +260,7 @@ def test_a_new_callback_replaces_the_last_and_can_be_taken_off(tmp_path):
 
 def test_a_new_callback_keeps_what_it_brings(tmp_path):
     """The last one is detached first: it would take the new hook and the new loss off again."""
-    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], save_strategy="no")
-    trainer = Trainer(sparsify(tiny_llama()), args, train_dataset=one_step.rows(), data_collator=one_step.pad)
+    trainer = one_step.make_trainer(tmp_path)
     teacher = Distillation(trainer.model, one_step.parent(), logits=1.0)
     for _ in range(2):
         callback = SparsityCallback(trainer, 0.0, distillation=teacher)
@@ -276,10 +272,7 @@ def test_a_new_callback_keeps_what_it_brings(tmp_path):
 
 
 def test_a_trainer_without_the_callback_is_as_it_was(tmp_path):
-    args = TrainingArguments(
-        str(tmp_path), max_steps=1, logging_steps=1, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True
-    )
-    trainer = Trainer(sparsify(tiny_llama()), args, train_dataset=one_step.rows(), data_collator=one_step.pad)
+    trainer = one_step.make_trainer(tmp_path)
     seen, log = [], trainer.log
 
     def own_log(logs, *args, **kwargs):
@@ -313,9 +306,7 @@ def test_training_begins_with_weights_in_stock_order(tmp_path):
         def on_pre_optimizer_step(self, *args, **kwargs):
             orders.append(down.is_contiguous())
 
-    rows = [{"input_ids": list(range(1, 9)), "labels": list(range(1, 9))}] * 4
-    args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[])
-    trainer = Trainer(model, args, train_dataset=rows)
+    trainer = one_step.make_trainer(tmp_path, model=model)
     trainer.add_callback(SparsityCallback(trainer, l1_weight=1e-3))
     trainer.add_callback(Watch())
     expected = down.detach().clone()
@@ -406,9 +397,8 @@ def test_a_run_that_broke_off_leaves_nothing_in_the_next_ones_log(tmp_path):
                 raise RuntimeError("CUDA out of memory.")
             return super().training_step(*args, **kwargs)
 
-    options = {"max_steps": 1, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "logging_steps": 1}
-    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], save_strategy="no", **options)
-    trainer = BreaksOff(sparsify(tiny_llama()), args, train_dataset=one_step.rows(), data_collator=one_step.pad)
+    halves = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+    trainer = one_step.make_trainer(tmp_path, BreaksOff, **halves)
     trainer.add_callback(SparsityCallback(trainer, 0.0))
     with pytest.raises(RuntimeError) as error:  # whose traceback keeps the trainer's loop in memory
         trainer.train()
@@ -432,13 +422,9 @@ class AtEvents(TrainerCallback):
 
 
 def test_the_term_is_on_for_micro_batches_alone(tmp_path):
-    options = {"max_steps": 1, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "eval_steps": 1}
-    args = TrainingArguments(
-        str(tmp_path), use_cpu=True, report_to=[], save_strategy="no", eval_strategy="steps", **options
-    )
-    data = {"train_dataset": one_step.rows(), "eval_dataset": one_step.rows()[:4], "data_collator": one_step.pad}
-    events = AtEvents()
-    trainer = Trainer(sparsify(tiny_llama()), args, callbacks=[events], **data)
+    options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "eval_steps": 1}
+    kind = functools.partial(Trainer, eval_dataset=one_step.rows()[:4], callbacks=[events := AtEvents()])
+    trainer = one_step.make_trainer(tmp_path, kind, eval_strategy="steps", **options)
     trainer.add_callback(SparsityCallback(trainer, 0.0))
     trainer.train()
     assert events.on == 5 * [False]
@@ -446,9 +432,7 @@ def test_the_term_is_on_for_micro_batches_alone(tmp_path):
 
 def test_a_trainer_that_takes_all_micro_batches_at_once_is_refused(tmp_path):
     """The term was off while it trained on them, and nothing told so."""
-
-    args = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to=[], save_strategy="no")
-    trainer = Trainer(sparsify(tiny_llama()), args, train_dataset=one_step.rows(), data_collator=one_step.pad)
+    trainer = one_step.make_trainer(tmp_path)
     trainer.add_callback(SparsityCallback(trainer, 0.0))
     lazily = trainer.get_batch_samples
 
@@ -472,11 +456,7 @@ def test_a_model_that_the_trainer_makes_anew_is_refused(tmp_path):
 
 @pytest.mark.parametrize("change", [unpatch, functools.partial(sparsify, layers=[0])])
 def test_blocks_that_change_after_the_callback_are_said_to(tmp_path, change):
-    trainer = Trainer(
-        sparsify(tiny_llama()),
-        TrainingArguments(tmp_path, max_steps=1, use_cpu=True, report_to=[]),
-        train_dataset=one_step.rows(),
-    )
+    trainer = one_step.make_trainer(tmp_path)
     trainer.add_callback(SparsityCallback(trainer, 1e-3))
     change(trainer.model)
     with pytest.raises(ValueError, match=r"has other sparse blocks than .*unpatch"):
@@ -484,8 +464,7 @@ def test_blocks_that_change_after_the_callback_are_said_to(tmp_path, change):
 
 
 def test_fp16_that_another_library_scales_is_refused(tmp_path, monkeypatch):
-    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
-    trainer = Trainer(sparsify(tiny_llama()), args, train_dataset=one_step.rows())
+    trainer = one_step.make_trainer(tmp_path)
     monkeypatch.setattr(type(trainer.accelerator), "mixed_precision", "fp16")  # as with DeepSpeed: without a scaler
     trainer.is_deepspeed_enabled = True
     with pytest.raises(ValueError, match=r"DeepSpeed scales the loss itself, .* train in bf16"):
@@ -493,8 +472,7 @@ def test_fp16_that_another_library_scales_is_refused(tmp_path, monkeypatch):
 
 
 def test_fp16_on_a_cpu_is_refused_for_that(tmp_path):
-    args = TrainingArguments(str(tmp_path), use_cpu=True, fp16=True, report_to=[])
-    trainer = Trainer(sparsify(tiny_llama()), args, train_dataset=one_step.rows())
+    trainer = one_step.make_trainer(tmp_path, fp16=True)
     with pytest.raises(ValueError, match=r"^fp16 needs a GPU, and this trainer is on cpu; train in float32 or bf16$"):
         SparsityCallback(trainer, 0.1)
 
@@ -661,9 +639,8 @@ def test_wrong_set_ups_are_refused(tmp_path):
     for weight in (-1.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="l1_weight"):
             L1Penalty(sparsify(tiny_llama()), weight)
-    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
-    trainer = Trainer(sparsify(tiny_llama()), args, train_dataset=one_step.rows())
-    args._n_gpu = 2  # what TrainingArguments finds on a machine of two GPUs, started as one process
+    trainer = one_step.make_trainer(tmp_path)
+    trainer.args._n_gpu = 2  # what TrainingArguments finds on a machine of two GPUs, started as one process
     with pytest.raises(ValueError, match="accelerate launch"):
         SparsityCallback(trainer, 1.0)
 
