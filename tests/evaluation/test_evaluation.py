@@ -372,15 +372,6 @@ def test_another_tokenizer_generates_nothing(model, tokenizer, data_dir):
         harness._run_tasks(model, larger, loaded, {}, **options)
 
 
-def test_metrics_of_several_filters_keep_apart():
-    values = {"alias": "gsm8k", "exact_match,strict-match": 0.5, "exact_match_stderr,strict-match": 0.1}
-    values |= {"exact_match,none": 0.25, "exact_match_stderr,none": "N/A"}
-    assert harness._metrics(values) == {
-        "exact_match,strict-match": {"value": 0.5, "stderr": 0.1},
-        "exact_match": {"value": 0.25, "stderr": None},
-    }
-
-
 @needs_lm_eval
 def test_a_tokenizer_by_its_path(model, tokenizer, data_dir, tmp_path):
     """In place of the one beside the model; `tokenizer.save_pretrained` writes no config.json."""
@@ -680,10 +671,11 @@ include: {stock}
 task: {name}_local
 dataset_path: json
 dataset_name: null
-dataset_kwargs: {{data_files: {{validation: "{file}"}}}}
+dataset_kwargs: {{data_files: {{{files}}}}}
 training_split: null
 validation_split: validation
-test_split: null
+test_split: {test}
+num_fewshot: {shots}
 """
 
 
@@ -694,26 +686,27 @@ MISSING = [f"../shared/data/{name}" for name in ("eval", "stories260K-hf") if no
 @pytest.mark.skipif(bool(MISSING), reason=f"missing beside the repository: {', '.join(MISSING)}")
 @needs_lm_eval
 def test_scores_equal_the_lm_eval_command(tmp_path, capsys):
-    """A sparsified model: the command runs its dense ReLU path, `hf-twell eval` the reference backend."""
+    """A sparsified model, with and without examples: the command runs its dense path, ours the reference backend."""
     import lm_eval.tasks
 
     model = tmp_path / "model"
     assert main(["sparsify", str(DATA / "stories260K-hf"), str(model)]) == 0
     data = tmp_path / "data"
     data.mkdir()
-    rows = (DATA / "eval" / "ARC-Easy-Validation.jsonl").read_text().splitlines(keepends=True)
-    (data / "ARC-Easy-Validation.jsonl").write_text("".join(rows[:60]))
+    for split, count in (("Test", 60), ("Validation", 570)):
+        rows = (DATA / "eval" / f"ARC-Easy-{split}.jsonl").read_text().splitlines(keepends=True)
+        (data / f"ARC-Easy-{split}.jsonl").write_text("".join(rows[:count]))
     with lzma.open(DATA / "eval" / "hellaswag-validation.jsonl.xz", "rt") as file:
         (data / "hellaswag-validation.jsonl").write_text("".join(next(file) for _ in range(40)))
 
-    stock = Path(lm_eval.tasks.__file__).parent
-    files = {
-        "arc_easy": ("arc", "ARC-Easy-Validation.jsonl", 60),
-        "hellaswag": ("hellaswag", "hellaswag-validation.jsonl", 40),
+    stock, arc = Path(lm_eval.tasks.__file__).parent, data / "ARC-Easy-Test.jsonl"
+    tasks = {
+        "arc_easy": ("arc", f"test: {arc}, validation: {data / 'ARC-Easy-Validation.jsonl'}", "test", 3, 60),
+        "hellaswag": ("hellaswag", f"validation: {data / 'hellaswag-validation.jsonl'}", "null", 0, 40),
     }
-    for name, (folder, file, _) in files.items():
-        text = LM_EVAL_TASK.format(stock=stock / folder / f"{name}.yaml", name=name, file=data / file)
-        (tmp_path / f"{name}.yaml").write_text(text)
+    for name, (folder, files, test, shots, _) in tasks.items():
+        options = {"stock": stock / folder / f"{name}.yaml", "name": name, "files": files, "test": test, "shots": shots}
+        (tmp_path / f"{name}.yaml").write_text(LM_EVAL_TASK.format(**options))
     command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--include_path", str(tmp_path)]
     command += ["--model_args", f"pretrained={model},dtype=float32", "--device", "cpu"]
     command += ["--tasks", "arc_easy_local,hellaswag_local", "--batch_size", "16"]
@@ -721,20 +714,20 @@ def test_scores_equal_the_lm_eval_command(tmp_path, capsys):
     env = OFFLINE | {"HF_HOME": str(tmp_path / "hf")}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-    capsys.readouterr()
-    options = ["--data-dir", str(data), "--split", "validation", "--batch-size", "16", "--dtype", "float32"]
-    options += ["--device", "cpu", "--backend", "reference", "--log-samples", "--json"]
-    assert main(["eval", str(model), "--tasks", *files, *options]) == 0
-    ours = json.loads(capsys.readouterr().out)
     (results,) = (tmp_path / "out").rglob("results_*.json")
     theirs = json.loads(results.read_text())["results"]
-    for name, (_, _, rows) in files.items():
-        for metric, score in ours["tasks"][name]["metrics"].items():
+
+    options = ["--data-dir", str(data), "--batch-size", "16", "--dtype", "float32", "--device", "cpu"]
+    options += ["--backend", "reference", "--log-samples", "--json"]
+    for name, (*_, shots, rows) in tasks.items():
+        capsys.readouterr()
+        assert main(["eval", str(model), "--tasks", name, "--num-fewshot", str(shots), *options]) == 0
+        ours = json.loads(capsys.readouterr().out)["tasks"][name]
+        for metric, score in ours["metrics"].items():
             expected = theirs[f"{name}_local"]
             assert score == {"value": expected[f"{metric},none"], "stderr": expected[f"{metric}_stderr,none"]}
         (log,) = (tmp_path / "out").rglob(f"samples_{name}_local_*.jsonl")
         samples = sorted((json.loads(line) for line in log.read_text().splitlines()), key=lambda row: row["doc_id"])
-        mine = [[response[0] for response in sample["responses"]] for sample in ours["tasks"][name]["samples"]]
+        mine = [[response[0] for response in sample["responses"]] for sample in ours["samples"]]
         assert mine == [[float(response[0]) for response in row["filtered_resps"]] for row in samples]
         assert len(mine) == rows

@@ -3,17 +3,11 @@
 import argparse
 import itertools
 import json
-import math
 import random
-import subprocess
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
-import torch
-from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_twell import sparsify
 from hf_twell.blocks.modeling import sparse_ffns
@@ -22,11 +16,9 @@ from hf_twell.cli import main
 from hf_twell.evaluation import harness
 from hf_twell.evaluation.flips import answer_flips, answers, differing
 from hf_twell.evaluation.tasks import _check_examples, _read_rows
-from hf_twell.measure.perplexity import METRIC_PATH, token_log_likelihoods
-from tests.conftest import needs_lm_eval, shared_path, tiny_llama
+from tests.conftest import needs_lm_eval, shared_path
 from tests.evaluation.test_evaluation import (
     ARC_ROWS,
-    OFFLINE,
     arc_row,
     load_local,
     local_task,
@@ -111,127 +103,6 @@ def test_zero_shot_tasks_take_no_examples(data_dir):
         (task,) = manager.load([definition | changes])["tasks"].values()
         with pytest.raises(ValueError, match="zero-shot by lm-eval's definition") if refused else nullcontext():
             _check_examples("zero", task)
-
-
-TASK = """
-include: {stock}
-task: arc_easy_local
-dataset_path: json
-dataset_name: null
-dataset_kwargs: {{data_files: {{test: "{test}", validation: "{validation}"}}}}
-training_split: null
-"""
-
-
-@pytest.mark.slow
-@needs_lm_eval
-def test_scores_are_those_of_the_command(tmp_path, capsys):
-    """The same rows, model and number of examples, through `lm_eval` itself."""
-    import lm_eval.tasks
-
-    model = tmp_path / "model"
-    assert main(["sparsify", str(DEMO), str(model), "--dtype", "float32"]) == 0
-    data = tmp_path / "data"
-    data.mkdir()
-    for split, rows in (("Test", 30), ("Validation", 570)):
-        lines = shared_path(f"data/eval/ARC-Easy-{split}.jsonl").read_text().splitlines(keepends=True)
-        (data / f"ARC-Easy-{split}.jsonl").write_text("".join(lines[:rows]))
-    stock = Path(lm_eval.tasks.__file__).parent / "arc" / "arc_easy.yaml"
-    files = {split.lower(): data / f"ARC-Easy-{split}.jsonl" for split in ("Test", "Validation")}
-    (tmp_path / "arc_easy_local.yaml").write_text(TASK.format(stock=stock, **files))
-    command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--include_path", str(tmp_path)]
-    command += ["--model_args", f"pretrained={model},dtype=float32", "--device", "cpu", "--num_fewshot", "3"]
-    command += ["--tasks", "arc_easy_local", "--batch_size", "8", "--output_path", str(tmp_path / "out")]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=OFFLINE | {"HF_HOME": str(tmp_path / "hf")}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    (results,) = (tmp_path / "out").rglob("results_*.json")
-    theirs = json.loads(results.read_text())["results"]["arc_easy_local"]
-
-    capsys.readouterr()
-    options = ["--data-dir", str(data), "--num-fewshot", "3", "--device", "cpu", "--backend", "reference", "--json"]
-    assert main(["eval", str(model), "--tasks", "arc_easy", *options]) == 0
-    ours = json.loads(capsys.readouterr().out)["tasks"]["arc_easy"]
-    assert ours["n_samples"] == 30
-    for metric, score in ours["metrics"].items():
-        assert score == {"value": theirs[f"{metric},none"], "stderr": theirs[f"{metric}_stderr,none"]}
-
-
-# The metric
-
-
-def rows(lengths) -> list[dict]:
-    generator = torch.Generator().manual_seed(1)
-    ids = [torch.randint(3, 96, (length,), generator=generator) for length in lengths]
-    return [{"input_ids": row, "labels": row} for row in ids]
-
-
-@pytest.fixture(scope="module")
-def metric(tmp_path_factory):
-    evaluate = pytest.importorskip("evaluate")
-    return evaluate.load(METRIC_PATH, cache_dir=str(tmp_path_factory.mktemp("metric")))
-
-
-def test_metric_in_trainer(metric, tmp_path):
-    """Over batches of unequal length that are padded with -100, against each sequence by itself."""
-    from transformers import DefaultDataCollator
-
-    class Pad(DefaultDataCollator):
-        def __call__(self, features, return_tensors=None):
-            width = max(len(row["input_ids"]) for row in features)
-
-            def filled(key, fill):
-                return torch.stack([F.pad(row[key], (0, width - len(row[key])), value=fill) for row in features])
-
-            return {"input_ids": filled("input_ids", 0), "labels": filled("labels", -100)}
-
-    data = rows((9, 17, 5, 12, 30, 7))
-    data[1]["labels"] = data[1]["labels"].clone()
-    data[1]["labels"][:6] = -100  # a prompt that is not scored
-    model = sparsify(tiny_llama().eval())
-    trainer = Trainer(
-        model,
-        TrainingArguments(str(tmp_path), per_device_eval_batch_size=2, use_cpu=True, report_to=[], disable_tqdm=True),
-        eval_dataset=data,
-        data_collator=Pad(),
-        preprocess_logits_for_metrics=token_log_likelihoods,
-        compute_metrics=lambda p: metric.compute(predictions=p.predictions, references=p.label_ids),
-    )
-    result = trainer.evaluate()
-    total, tokens = 0.0, 0
-    with torch.no_grad():
-        for row in data:
-            log_p = model(row["input_ids"][None]).logits[0, :-1].double().log_softmax(-1)
-            for position, label in enumerate(row["labels"][1:].tolist()):
-                if label != -100:
-                    total -= log_p[position, label].item()
-                    tokens += 1
-    assert result["eval_tokens"] == tokens == 9 + 17 + 5 + 12 + 30 + 7 - 6 - 5
-    assert result["eval_nats_per_token"] == pytest.approx(total / tokens, rel=1e-5)
-    assert result["eval_perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-5)
-
-
-def test_metric_by_hand(metric):
-    half = math.log(0.5)
-    result = metric.compute(
-        predictions=[[9.0, half, half], [0.0, 2 * half, 7.0]], references=[[5, 0, 150000], [5, 6, -100]]
-    )
-    assert result == {
-        "perplexity": pytest.approx(2 ** (4 / 3)),
-        "nats_per_token": pytest.approx(-4 / 3 * half),
-        "tokens": 3,
-    }
-    unlikely = metric.compute(predictions=[[0.0, -650.1]], references=[[3, 4]])
-    assert unlikely["perplexity"] == pytest.approx(math.exp(650.1))
-    assert metric.compute(predictions=[[0.0, -800.0]], references=[[3, 4]])["perplexity"] == math.inf
-    with pytest.raises(ValueError, match="no token is scored"):
-        metric.compute(predictions=[[0.0, 1.0]], references=[[3, -100]])
-    with pytest.raises(ValueError, match="3 predictions and 2 references"):
-        metric.compute(predictions=[[0.0, 1.0, 2.0]], references=[[3, 4]])
-
-
-# Answers that flip
 
 
 @pytest.mark.slow
