@@ -82,22 +82,14 @@ def bench_ffn(
                 result = _measure(variants, xs, weights, active, captured, turns, energy, report)
             errors, times = result.pop("errors"), result.pop("times")
             yield {
-                "bench": "ffn",
-                "tokens": count,
-                "hidden": hidden,
-                "intermediate": intermediate,
-                "dtype": dtype,
-                **requested(asked, intermediate),
+                **described(asked, xs[0], active, strangers),
                 "pass": "forward+backward" if backward else "forward",
-                "backend": api.resolve("auto", device.type),
-                **activity(active, count, strangers),
                 "error": errors["y"]["sparse"],
                 "error_eager": errors["y"]["eager"],
                 **({"errors": errors} if backward else {}),
                 **{f"{name}_ms": round(value, 5) for name, value in times.items()},
                 "speedup": round(min(times[n] for n in ("eager", "compiled") if n in times) / times["sparse"], 3),
                 **result,
-                **environment(device),
             }
 
 
@@ -118,12 +110,21 @@ def make_pools(
         yield workload.make_ffn(count, hidden, intermediate, density * intermediate, **options)
 
 
-def requested(asked: Wanted, intermediate: int) -> dict:
-    """What a row says of the activity that was asked for; of the inputs' own, `activity` does."""
+def described(asked: Wanted, x: torch.Tensor, active: torch.Tensor, strangers: bool) -> dict:
+    """What a row says of the machine, the block, and the activity that was asked for and that the inputs have."""
+    (count, hidden), intermediate = x.shape, active.shape[1]
     return {
+        "bench": "ffn",
+        "tokens": count,
+        "hidden": hidden,
+        "intermediate": intermediate,
+        "dtype": str(x.dtype).removeprefix("torch."),
+        "backend": api.resolve("auto", x.device.type),
         "requested_l0": round(asked.density * intermediate, 3),
         "requested_union": asked.unions and asked.unions.get("64"),
         **({"activity": asked.of} if asked.of else {}),
+        **activity(active, count, strangers),
+        **environment(x.device),
     }
 
 

@@ -7,7 +7,6 @@ import torch
 
 from hf_twell.bench import block, workload
 from hf_twell.bench.check import check_block, wider_dtype
-from hf_twell.bench.environment import environment
 from hf_twell.bench.progress import Report, silent
 from hf_twell.bench.sharing import unions_of
 from hf_twell.bench.timing import Captured, interleaved_ms
@@ -16,7 +15,7 @@ from hf_twell.blocks.calls import store_density
 from hf_twell.dispatch.choose import answer
 from hf_twell.dispatch.limits import limit
 from hf_twell.models.quantizing import make_dynamic, quantize_block
-from hf_twell.ops import api, reference
+from hf_twell.ops import reference
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
 
@@ -105,11 +104,11 @@ def bench_ffn_quantized(
                 by_rows = torch.compile(_scaled_mm_block, dynamic=False) if compile_dense else _scaled_mm_block
                 variants["scaled_mm"] = by_rows, [_values(each) for each in stored]
             with torch.inference_mode():
-                row = _row(variants, xs, active, quantized, captured, dtype, weights, repeats, report)
-                yield row | block.requested(asked, intermediate) | block.activity(active, count, strangers)
+                row = _row(variants, xs, active, quantized, captured, weights, repeats, report)
+                yield block.described(asked, xs[0], active, strangers) | row
 
 
-def _row(variants, xs, active, quantized, captured, dtype, weights, repeats, report) -> dict:
+def _row(variants, xs, active, quantized, captured, weights, repeats, report) -> dict:
     report("checking")
     device, count = xs[0].device, len(xs[0])
 
@@ -155,16 +154,9 @@ def _row(variants, xs, active, quantized, captured, dtype, weights, repeats, rep
         ours = min(times["sparse"], times.get("sparse_compiled", float("inf")))
         return round(min(times[name] for name in names if name in times) / ours, 3)
 
-    intermediate, hidden = gate[0].shape
     return {
-        "bench": "ffn",
-        "tokens": count,
-        "hidden": hidden,
-        "intermediate": intermediate,
-        "dtype": dtype,
         "weights": weights,
         "pass": "forward",
-        "backend": api.resolve("auto", device.type),
         "error": errors["y"]["sparse"],
         "error_eager": errors["y"]["eager"],
         **{f"{name}_ms": round(value, 5) for name, value in times.items()},
@@ -174,7 +166,6 @@ def _row(variants, xs, active, quantized, captured, dtype, weights, repeats, rep
         "timed": f"captured graph of {len(xs)} blocks" if captured else "single calls",
         "took": took,
         "down_stored_by": "rows" if down[0].is_contiguous() else "columns",
-        **environment(device),
     }
 
 
