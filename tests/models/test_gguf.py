@@ -2,7 +2,6 @@
 
 import json
 import struct
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -27,7 +26,7 @@ from hf_twell.cli import main
 from hf_twell.measure.perplexity import text_loss
 from hf_twell.models.gguf_files import _config, read_gguf
 from hf_twell.models.loading import load_causal_lm, load_model, load_tokenizer, stored_dtype
-from tests.conftest import COMMAND, TINY, logits, tiny_llama
+from tests.conftest import COMMAND, TINY, finished, logits, tiny_llama
 from tests.paths import ROOT
 from tests.rounding import rounding
 
@@ -322,19 +321,12 @@ def test_eval_and_inspect(file, text, tmp_path, capsys):
 def test_train_from_a_recipe_beside_the_file(model, tokenizer, text, tmp_path):
     """In a process of its own: the line on standard error is there without anyone's having set up logging."""
     write_gguf(tmp_path / "tiny.gguf", model, tokenizer, kind="Q8_0")
-    recipe = {
-        "model": "tiny.gguf",
-        "distill": {"logits": 0.5, "parent": "tiny.gguf"},
-        "output_dir": "out",
-        "train": str(text),
-        "heldout": str(text),
-        "sequence_length": 32,
-        "target_density": 0.3,
-        "term": "count",
-        "training": {"max_steps": 2, "per_device_train_batch_size": 2, "use_cpu": True},
-    }
-    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
-    done = subprocess.run([*COMMAND, "train", str(tmp_path / "recipe.yaml")], capture_output=True, text=True)
+    (tmp_path / "recipe.yaml").write_text(
+        f"model: tiny.gguf\ndistill: {{logits: 0.5, parent: tiny.gguf}}\noutput_dir: out\ntrain: {text}\n"
+        f"heldout: {text}\nsequence_length: 32\ntarget_density: 0.3\nterm: count\n"
+        "training: {max_steps: 2, per_device_train_batch_size: 2, use_cpu: true}\n"
+    )
+    done = finished(*COMMAND, "train", tmp_path / "recipe.yaml")
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line for line in done.stderr.splitlines() if "tiny.gguf: its weights are quantized (Q8_0)" in line]
     assert len(lines) == 2, "the model and its teacher"
@@ -398,19 +390,11 @@ def test_without_the_package_the_line_says_what_to_install(file, tmp_path, monke
     assert line.endswith("GGUF files need the package gguf: pip install 'hf_twell[gguf]'")
 
 
-def change_architecture(writer):
-    writer.kv_data[0]["general.architecture"].value = "starcoder2"
-
-
 def claim_a_million_layers(writer):
     writer.kv_data[0]["llama.block_count"].value = 1_000_000
 
 
 REFUSED = [
-    (
-        {"change": change_architecture},
-        "has the architecture 'starcoder2'; gemma2, gemma3, llama, ",
-    ),
     ({"change": claim_a_million_layers}, "its metadata has 1000000 layers, but its weights have 3"),
     ({"change": lambda writer: writer.add_uint16("split.count", 3)}, "is one of 3 parts; join them with"),
     (

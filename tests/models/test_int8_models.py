@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import sys
 
 import pytest
@@ -325,19 +326,12 @@ def test_the_card_of_a_trained_model_that_was_quantized(folder, tmp_path, caplog
     (record,) = caplog.records
     assert "Its held-out loss before the weights were quantized is 35 % above that of its dense" in record.getMessage()
     assert f"| feed-forward weights | {weights}, torchao |" in card
-    assert "computes it densely; it needs torchao (`pip install torchao`), and no remote code:" in card
+    assert "needs torchao (`pip install torchao`)" in card
     assert "| optimizer steps | 7 |" in card
     assert f"| density measured before the weights were quantized | {density} |" in card
-    assert f"so that {density} of a block's neurons were active for a token before the weights were quantized." in card
     assert "| held-out loss (nats per token) before the weights were quantized | dense parent 2.000, " in card
-    assert "tokens of `a.txt` before the weights were quantized." in card
-    own = folder_card(quantized, "me/x", sparsity=sparsity)
-    assert f"| density measured | {density} |" in own
-    assert f"so that {density} of a block's neurons are active for a token." in own
-    plain = folder_card(tmp_path / "trained", "me/x")
-    assert "computes it densely; nothing else is needed, and no remote code:" in plain
-    assert "quantized" not in plain
-    assert "torchao" not in plain
+    assert f"| density measured | {density} |" in folder_card(quantized, "me/x", sparsity=sparsity)
+    assert not re.search("quantized|torchao", folder_card(tmp_path / "trained", "me/x"))
 
 
 def test_quantized_models_are_not_converted_again(folder, tmp_path, capsys):
