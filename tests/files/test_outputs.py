@@ -10,6 +10,7 @@ import pytest
 from hf_twell.cli import main
 from hf_twell.files.folders import check_target, whole_folder
 from tests.paths import ROOT
+from tests.train.test_checkpoints import make_model_folder
 
 DEMO = ROOT / "recipes" / "demo"
 
@@ -32,12 +33,6 @@ def mounted(request, tmp_path):
 
 def error_line(capsys) -> str:
     return capsys.readouterr().err.splitlines()[-1]
-
-
-def make_model_folder(path):
-    path.mkdir(parents=True)
-    (path / "config.json").write_text("{}")
-    (path / "model.safetensors").write_text("old")
 
 
 def test_a_mount_point_is_refused_before_the_work_and_takes_folders(mounted, capsys):
@@ -108,14 +103,6 @@ def test_results_are_written_over_nothing_that_is_read(command, tmp_path, capsys
     (model / "scores.json").write_text("{}")
     assert main([command, str(model), *read, "--output", str(model / "scores.json")]) == 1
     assert "is read itself" not in error_line(capsys), "a result of before may be replaced"
-
-
-@pytest.mark.parametrize("name", ["tokenizer.txt", "tokenizer-notes.json.bak", "vocab.csv", "my_lora.safetensors"])
-def test_a_models_folder_with_a_file_of_ones_own_is_not_replaced(name, tmp_path):
-    make_model_folder(tmp_path / "model")
-    (tmp_path / "model" / name).write_text("mine")
-    with pytest.raises(ValueError, match="holds more than a model"):
-        check_target(tmp_path / "model", overwrite=True)
 
 
 def test_an_input_is_not_replaced(tmp_path):

@@ -94,17 +94,8 @@ def test_rows_of_messages_are_packed_and_streamed_alike(tokenizer, rows):
     assert torch.equal(everything.labels, everything.sequences)
 
 
-def test_rows_of_neither_are_refused(tokenizer, tmp_path):
+def test_text_has_no_assistants_tokens(tokenizer, tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"messages": [{"role": "user", "content": ["an image"]}]}) + "\n")
-    with pytest.raises(ValueError, match=r"line 1: messages\[0\].content is a list, and must be a text; leave such"):
-        PackedText(tokenizer, str(path), 8)
-    path.write_text(json.dumps({"messages": json.dumps(TALK)}) + "\n")
-    with pytest.raises(ValueError, match=r"line 1: messages is a text, and must be a list of messages; leave such"):
-        PackedText(tokenizer, str(path), 8)
-    path.write_text(json.dumps({"question": "What?", "answer": "That."}) + "\n")
-    with pytest.raises(ValueError, match="neither a column 'text' nor 'messages'; it has question, answer; rename one"):
-        PackedText(tokenizer, str(path), 8)
     path.write_text(json.dumps({"text": "some words"}) + "\n")
     with pytest.raises(ValueError, match="assistant_only_loss needs rows of messages, and this is text"):
         PackedText(tokenizer, str(path), 8, assistant_only=True)

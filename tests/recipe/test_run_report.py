@@ -23,6 +23,7 @@ from hf_twell.recipe.packing import PackedText
 from hf_twell.recipe.schema import load_recipe
 from hf_twell.train.parent_loss import parent_loss
 from tests.conftest import COMMAND, finished, tiny_llama
+from tests.one_step import make_trainer
 from tests.paths import ROOT
 from tests.rounding import rounding
 
@@ -133,7 +134,9 @@ def test_the_card_tells_what_a_run_measured(recipe, capsys):
     assert "of `heldout.txt`." in printed.out
     assert "fine-tune it before" not in (printed.out + printed.err).lower()
     assert check_target(recipe.parent / "out" / "final", overwrite=True), "it still is a model's folder"
-    assert main(["push", result["model"], "me/x", "--dry-run", "--sparsity", str(other_figures(recipe, result))]) == 0
+    path = recipe.parent / "sparsity.json"
+    path.write_text(json.dumps({**result["after"]["sparsity"], "density": 0.01}))
+    assert main(["push", result["model"], "me/x", "--dry-run", "--sparsity", str(path)]) == 0
     assert "| density measured | 1.00 % |" in capsys.readouterr().out, "figures that are given come first"
 
 
@@ -148,12 +151,6 @@ def test_a_model_that_lost_much_is_published_with_a_warning(recipe, capsys, capl
     assert "held-out loss is 50 % above" in caplog.text
 
 
-def other_figures(recipe: Path, result: dict) -> Path:
-    path = recipe.parent / "sparsity.json"
-    path.write_text(json.dumps({**result["after"]["sparsity"], "density": 0.01}))
-    return path
-
-
 def test_a_bare_swap_is_published_with_a_warning(tmp_path, capsys, caplog):
     folder, text = tmp_path / "bare", tmp_path / "notes.txt"
     text.write_text((DEMO / "text" / "heldout.txt").read_text()[:3000])
@@ -161,31 +158,17 @@ def test_a_bare_swap_is_published_with_a_warning(tmp_path, capsys, caplog):
     capsys.readouterr()
     assert main(["push", str(folder), "me/x", "--dry-run"]) == 0
     card = capsys.readouterr().out
-    for shown in (
-        "This is the bare swap to ReLU",
-        "fine-tune it before you use it",
-        "% of a block's neurons",
-        "`notes.txt`",
-    ):
+    for shown in ("This is the bare swap to ReLU", "fine-tune it before you use it", "`notes.txt`"):
         assert shown in card
-    assert "few of a block" not in card
     assert "the bare swap to ReLU" in caplog.text
     # Loaded and saved by others, nothing is recorded; with figures of a sparse model nothing is doubted.
     (folder / "twell_state.json").unlink()
     (folder / MEASURED_NAME).unlink()
     assert "No fine-tuning after the swap to ReLU is recorded here" in folder_card(folder, "me/x")
-    sparse = {
-        "tokens": 9,
-        "l0": 1.0,
-        "density": 0.01,
-        "dead": 0.0,
-        "layers": [row_of_layer() | {"name": f"model.layers.{layer}.mlp"} for layer in range(4)],
-    }
+    figures = {"l0": 10.0, "density": 0.01, "dead": 0.0}
+    layers = [{"name": f"model.layers.{layer}.mlp", "intermediate_size": 1024} | figures for layer in range(4)]
+    sparse = {"tokens": 9, "layers": layers} | figures
     assert "fine-tune it before" not in folder_card(folder, "me/x", sparsity=sparse)
-
-
-def row_of_layer() -> dict:
-    return {"name": "mlp", "intermediate_size": 1024, "l0": 10.0, "density": 0.01, "dead": 0.0}
 
 
 def test_converting_a_trained_model_again_calls_it_no_bare_swap(tmp_path):
@@ -245,15 +228,10 @@ def test_the_time_is_told_by_that_of_measuring(recipe, tmp_path, changes, option
 def run_of(tmp_path, rows: int = 64, **options) -> Trainer:
     """Four steps of a tiny model, of many tokens each."""
     ids = torch.randint(3, 90, (rows, 256), generator=torch.Generator().manual_seed(0))
-    args = TrainingArguments(
-        str(tmp_path), max_steps=4, logging_steps=1, per_device_train_batch_size=64, save_strategy="no", use_cpu=True,
-        report_to=[], disable_tqdm=True,
-    )  # fmt: skip
-    trainer = Trainer(
-        hf_twell.sparsify(tiny_llama(max_position_embeddings=256, num_hidden_layers=1)),
-        args,
-        train_dataset=[{"input_ids": row, "labels": row} for row in ids],
-    )
+    model = hf_twell.sparsify(tiny_llama(max_position_embeddings=256, num_hidden_layers=1))
+    sizes = {"max_steps": 4, "per_device_train_batch_size": 64, "max_grad_norm": 1.0}
+    trainer = make_trainer(tmp_path, model=model, **sizes)
+    trainer.train_dataset = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in ids]
     trainer.add_callback(hf_twell.SparsityCallback(trainer, **options))
     return trainer
 
@@ -276,7 +254,7 @@ def test_a_trainer_knows_the_loss_of_the_parent_that_was_converted(tmp_path, cap
     monkeypatch.setattr("hf_twell.train.logs.LOST", 0.5)
     models = [tiny_llama(max_position_embeddings=256, num_hidden_layers=1, hidden_act=act) for act in ("silu", "relu")]
     trainer = run_of(tmp_path / "told", rows=64, target_density=0.3)  # each step reads all of them
-    ids = torch.stack([row["input_ids"] for row in trainer.train_dataset])
+    ids = torch.tensor([row["input_ids"] for row in trainer.train_dataset])
     with torch.no_grad():
         loss, of_relu = (model(input_ids=ids, labels=ids).loss.item() for model in models)
     assert abs(of_relu - loss) > 1e-3
@@ -297,10 +275,8 @@ def test_a_trainer_knows_the_loss_of_the_parent_that_was_converted(tmp_path, cap
 
 def test_a_model_that_came_with_relu_has_no_parent_to_know(tmp_path):
     hf_twell.sparsify(tiny_llama()).save_pretrained(tmp_path)
-    trainer = Trainer(
-        hf_twell.sparsify(AutoModelForCausalLM.from_pretrained(tmp_path)),
-        TrainingArguments(str(tmp_path / "out"), report_to=[], use_cpu=True),
-    )
+    model = hf_twell.sparsify(AutoModelForCausalLM.from_pretrained(tmp_path))
+    trainer = make_trainer(tmp_path / "out", model=model)
     ids = torch.randint(3, 90, (2, 8))
     assert parent_loss(trainer, [{"input_ids": ids, "labels": ids}]) is None
     trainer.model = hf_twell.sparsify(tiny_llama())
@@ -310,7 +286,7 @@ def test_a_model_that_came_with_relu_has_no_parent_to_know(tmp_path):
 def test_the_parents_loss_is_the_mean_over_labels(tmp_path):
     """Trainer's own: a micro-batch of a prompt alone has no label, and one of few labels counts less."""
     model = hf_twell.sparsify(tiny_llama())
-    trainer = Trainer(model, TrainingArguments(str(tmp_path), report_to=[], use_cpu=True))
+    trainer = make_trainer(tmp_path, model=model)
     ids = torch.randint(3, 90, (3, 9), generator=torch.Generator().manual_seed(0))
     labels = ids.clone()
     labels[0, 2:], labels[1, 1:] = -100, -100  # one label; the second row's is the first word, which nothing predicts
@@ -358,11 +334,9 @@ COMMANDS = {
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (["l1_wieght=1"], "did you mean 'l1_weight'"),
         (["learning_rate=1e-3"], "write training.learning_rate"),
         (["train=absent.txt"], "no text file at absent.txt"),
         (["target_density=5"], "give a share between 0 and 1"),
-        (["warmup=["], "is not readable as YAML"),
     ],
 )
 @pytest.mark.parametrize("command", COMMANDS)

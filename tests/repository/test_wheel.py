@@ -40,18 +40,8 @@ def sdist(tmp_path_factory) -> Path:
 def installed(sdist, tmp_path_factory) -> Path:
     """A folder of packages with this one's wheel, built from the source distribution, unpacked."""
     tree, site = sdist, tmp_path_factory.mktemp("site")
-    build = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        tree / "dist",
-        tree,
-    ]
-    done = subprocess.run(build, capture_output=True, text=True)
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run([*pip, "--wheel-dir", tree / "dist", tree], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Warning" not in done.stderr
     (wheel,) = (tree / "dist").glob("*.whl")
