@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_twell.dispatch import limits
 from hf_twell.ops import api
-from tests.paths import ROOT
+from tests.paths import DEMO, HELDOUT, ROOT
 
 # Else DeepSpeed, where it is installed, warns on the stdout of whichever test imports it first.
 if not torch.cuda.is_available():
@@ -32,6 +32,20 @@ def finished(*command, **options) -> subprocess.CompletedProcess:
     """A command that has run in a process of its own, by this checkout; with other options of `subprocess.run`."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)} | options.pop("env", {})
     return subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment, **options)
+
+
+def write_recipe(folder: Path, settings: str, documents: int) -> Path:
+    """Of four short steps on the demo model and on text of its own, with these lines of further settings."""
+    texts = HELDOUT.read_text().split("<|endoftext|>\n")
+    for name, count, length in (("train", documents, 1500), ("heldout", 2, 600)):
+        (folder / f"{name}.txt").write_text("<|endoftext|>\n".join(text[:length] for text in texts[:count]))
+    path = folder / "recipe.yaml"
+    path.write_text(
+        f"model: {DEMO / 'model'}\noutput_dir: out\ntrain: train.txt\nheldout: [heldout.txt]\nsequence_length: 32\n"
+        "training: {max_steps: 4, per_device_train_batch_size: 2, logging_steps: 1, save_steps: 2, use_cpu: true}\n"
+        f"{settings}\n"
+    )
+    return path
 
 
 def one_of(fast, cases) -> list:

@@ -3,3 +3,5 @@
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "recipes" / "demo"  # a small model, and text of its kind
+HELDOUT = DEMO / "text" / "heldout.txt"

@@ -184,19 +184,12 @@ def _add_output_options(parser):
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
-_MODES: dict[
-    str, tuple[str, Callable[[argparse.ArgumentParser], None]]
-] = {  # what each measures, and the options that it alone reads
+# What each measures, and the options that it alone reads.
+_MODES: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "ffn": ("one block over tokens and L0", _add_ffn_options),
-    "prefill": (
-        "one forward pass of a random Llama, calibrated to the workload, or of MODEL",
-        _add_prefill_options,
-    ),
+    "prefill": ("one forward pass of a random Llama, calibrated to the workload, or of MODEL", _add_prefill_options),
     "generate": ("decoding by a random Llama, calibrated to the workload, or by MODEL", _add_generate_options),
-    "train": (
-        "training steps of a random Llama, calibrated to the workload",
-        partial(_add_sequence_options, what="train"),
-    ),
+    "train": ("training of a random Llama, calibrated to the workload", partial(_add_sequence_options, what="train")),
     "serve": ("MODEL behind OpenAI's API, under requests at once", partial(add_serve_options, count=_count)),
     "vllm": ("the GPU's time of vLLM's steps, of a random Llama or of MODEL", _add_vllm_mode),
 }

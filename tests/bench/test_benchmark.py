@@ -34,9 +34,8 @@ from hf_twell.files.folders import save_model
 from hf_twell.ops import api, reference
 from tests.conftest import finished
 from tests.convert.test_own_type import dense
-from tests.paths import ROOT
+from tests.paths import DEMO, HELDOUT, ROOT
 
-DEMO = ROOT / "recipes" / "demo"
 TINY = {"hidden": 128, "intermediate": 512, "layers": 2, "vocabulary": 2048}
 
 
@@ -339,7 +338,7 @@ def own(tmp_path) -> list[str]:
     """A sparse checkpoint on disk, and a text for it."""
     model = hf_twell.sparsify(AutoModelForCausalLM.from_pretrained(DEMO / "model", dtype="float32"))
     save_model(model, tmp_path / "own", AutoTokenizer.from_pretrained(DEMO / "model"))
-    return [str(tmp_path / "own"), "--text", str(DEMO / "text" / "heldout.txt"), "--repeats", "1", "--device", "cpu"]
+    return [str(tmp_path / "own"), "--text", str(HELDOUT), "--repeats", "1", "--device", "cpu"]
 
 
 def test_bench_generate_of_ones_own_model(own, capsys):
@@ -360,7 +359,7 @@ def test_bench_generate_of_a_model_with_linear_attention(tmp_path, capsys):
     """Whose cache is a state, which each turn begins anew; a step rounds otherwise than many tokens at a time do."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "model")
     save_model(hf_twell.sparsify(dense(vocab_size=len(tokenizer))), tmp_path / "own", tokenizer)
-    text = str(DEMO / "text" / "heldout.txt")
+    text = str(HELDOUT)
     options = ["--text", text, "--repeats", "2", "--device", "cpu", "--new-tokens", "8", "--steps-only"]
     (row,) = run(capsys, "generate", str(tmp_path / "own"), *options)
     assert max(row["error_dense_step"], row["error_sparse_step"]) < 1e-4

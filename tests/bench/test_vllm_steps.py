@@ -17,10 +17,8 @@ from hf_twell.bench.vllm_steps import busy_us, graph_steps, kernels_us, span_us
 from hf_twell.cli.bench_table import CELLS
 from hf_twell.cli.bench_vllm import save_llama
 from tests.conftest import tiny_llama
-from tests.paths import ROOT
+from tests.paths import DEMO, HELDOUT
 from tests.vllm_engines import PYTHON, TIMEOUT_S, environment, needs_vllm, save, tiny
-
-DEMO = ROOT / "recipes" / "demo"
 
 
 def kernel(start, duration, correlation):
@@ -79,7 +77,7 @@ def test_both_engines(tmp_path):
     model = save(tiny(vocab_size=8192, num_hidden_layers=1), tmp_path / "model")
     AutoTokenizer.from_pretrained(DEMO / "model").save_pretrained(model)
     options = ["--batch", "1", "2", "--prefill", "2", "--prompt-tokens", "20", "--length", "50", "--new-tokens", "8"]
-    options += [model, "--text", str(DEMO / "text" / "heldout.txt"), "--dtype", "float32"]
+    options += [model, "--text", str(HELDOUT), "--dtype", "float32"]
     done = subprocess.run(
         [str(PYTHON), "-m", "hf_twell", "bench", "vllm", *options, "--repeats", "2", "--json"],
         cwd=tmp_path,

@@ -13,10 +13,7 @@ from hf_twell.bench.wanted import Wanted, measured_activity
 from hf_twell.cli import bench, main
 from hf_twell.files.folders import save_model
 from hf_twell.measure.sparsity import measure_sparsity
-from tests.paths import ROOT
-
-DEMO = ROOT / "recipes" / "demo"
-HELDOUT = DEMO / "text" / "heldout.txt"
+from tests.paths import DEMO, HELDOUT
 
 
 @pytest.fixture(scope="module")

@@ -30,26 +30,15 @@ from hf_twell.files.folders import training_record
 from hf_twell.recipe.packing import PackedText
 from hf_twell.recipe.runs import check_run
 from hf_twell.recipe.schema import load_recipe
-from tests.conftest import COMMAND, finished, needs_lm_eval, one_of
-from tests.paths import ROOT
+from tests.conftest import COMMAND, finished, needs_lm_eval, one_of, write_recipe
+from tests.paths import DEMO, HELDOUT, ROOT
 
-DEMO = ROOT / "recipes" / "demo"
 ROWS = str(ROOT / "kernels" / "twell_cpu" / "bench" / "epyc-2026-11-21" / "bench.jsonl")
 
 
 @pytest.fixture
 def recipe(tmp_path) -> Path:
-    """A recipe of four short steps on the demo model and text of its own."""
-    for name, count, length in (("train", 40, 1500), ("heldout", 2, 600)):
-        documents = (DEMO / "text" / "heldout.txt").read_text().split("<|endoftext|>\n")[:count]
-        (tmp_path / f"{name}.txt").write_text("<|endoftext|>\n".join(text[:length] for text in documents))
-    path = tmp_path / "recipe.yaml"
-    path.write_text(
-        f"model: {DEMO / 'model'}\noutput_dir: out\ntrain: train.txt\nheldout: [heldout.txt]\nsequence_length: 32\n"
-        "l1_weight: 1e-1\nwarmup_steps: 2\ntraining: {max_steps: 4, per_device_train_batch_size: 2, logging_steps: 1, "
-        "save_steps: 2, use_cpu: true}\nsave_dtype: float32\n"
-    )
-    return path
+    return write_recipe(tmp_path, "l1_weight: 1e-1\nwarmup_steps: 2\nsave_dtype: float32", documents=40)
 
 
 def error_line(capsys) -> str:
@@ -109,7 +98,7 @@ def test_doctor_names_every_backend_and_why(capsys):
 
 
 def test_sparsify_writes_a_stock_model_and_measures_it(tmp_path, capsys):
-    text = DEMO / "text" / "heldout.txt"
+    text = HELDOUT
     output = tmp_path / "sparse"
     command = ["sparsify", str(DEMO / "model"), str(output), "--text", str(text), "--tokens", "1024", "--json"]
     assert main(command) == 0
@@ -203,9 +192,9 @@ def test_a_model_that_had_relu_keeps_what_is_recorded_of_it(recipe, capsys):
         (["inspect", str(DEMO / "model"), "--text", ROWS], "bench.jsonl holds rows"),
         (["inspect", str(DEMO / "model"), "--text", ROWS, "--html", "."], "--html . is a folder"),
         (["inspect", "x", "--text", ROWS, "--html", "a", "--output", "a"], "--html and --output name the same file"),
-        (["eval", str(DEMO / "model"), "--text", str(DEMO / "text" / "heldout.txt"), "--output", "."], "is a folder"),
-        (["eval", str(DEMO / "model"), "--text", str(DEMO / "text" / "heldout.txt"), "--device", "mps"], "give cpu"),
-        (["eval", "no/such/folder", "--text", str(DEMO / "text" / "heldout.txt")], "no/such/folder"),
+        (["eval", str(DEMO / "model"), "--text", str(HELDOUT), "--output", "."], "is a folder"),
+        (["eval", str(DEMO / "model"), "--text", str(HELDOUT), "--device", "mps"], "give cpu"),
+        (["eval", "no/such/folder", "--text", str(HELDOUT)], "no/such/folder"),
         pytest.param(["eval", "x", "--tasks", "arc_easy", "--data-dir", "absent"], "absent", marks=needs_lm_eval),
         pytest.param(
             ["eval", str(DEMO / "model"), "--tasks", "arc_eazy"], "arc_easy", marks=[needs_lm_eval, pytest.mark.slow]
@@ -338,7 +327,7 @@ def test_one_process_alone(command, capsys, monkeypatch):
     """torchrun's processes would print and write the same twice."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert main([command, str(DEMO / "model"), "--text", str(DEMO / "text" / "heldout.txt")]) == 1
+    assert main([command, str(DEMO / "model"), "--text", str(HELDOUT)]) == 1
     assert f"{command} runs in one process" in error_line(capsys)
     assert main(["doctor", "--json"]) == 0
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -817,7 +806,7 @@ def test_places_that_cannot_be_written_to_are_refused_before_the_work(tmp_path, 
     locked.mkdir()
     (locked / "old").touch(0o444)
     locked.chmod(0o555)
-    names = {"model": DEMO / "model", "text": DEMO / "text" / "heldout.txt", "locked": locked}
+    names = {"model": DEMO / "model", "text": HELDOUT, "locked": locked}
     command = [*COMMAND, *(argument.format(**names) for argument in arguments)]
     done = finished(*command, preexec_fn=_bound_by_permissions)
     assert done.returncode == 1

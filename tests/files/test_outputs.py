@@ -9,10 +9,8 @@ import pytest
 
 from hf_twell.cli import main
 from hf_twell.files.folders import check_target, whole_folder
-from tests.paths import ROOT
+from tests.paths import DEMO
 from tests.train.test_checkpoints import make_model_folder
-
-DEMO = ROOT / "recipes" / "demo"
 
 
 def mount(*arguments) -> None:

@@ -18,10 +18,8 @@ from hf_twell.inspection.passages import windows
 from hf_twell.inspection.report.findings import conversion_sentence, increase
 from hf_twell.inspection.report.page import render
 from tests.conftest import ids, shared_path, tiny_llama
-from tests.paths import ROOT
+from tests.paths import DEMO, HELDOUT
 
-DEMO = ROOT / "recipes" / "demo"
-HELDOUT = DEMO / "text" / "heldout.txt"
 VOCAB = 3072  # of the demo model's tokenizer
 
 

@@ -26,10 +26,7 @@ from hf_twell.inspection.places import LISTED_COUNT, readable
 from hf_twell.inspection.report.findings import savings_sentence
 from hf_twell.inspection.savings import IF_DENSITIES, ffn_savings, predicted_share
 from tests.conftest import COMMAND, one_of, shared_path
-from tests.paths import ROOT
-
-DEMO = ROOT / "recipes" / "demo"
-HELDOUT = DEMO / "text" / "heldout.txt"
+from tests.paths import DEMO, HELDOUT, ROOT
 
 
 @pytest.fixture(scope="module")

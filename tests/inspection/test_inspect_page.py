@@ -16,9 +16,8 @@ from hf_twell.inspection.report.findings import findings, headline, percent
 from hf_twell.inspection.report.page import render
 from hf_twell.inspection.savings import ffn_savings
 from tests.browser import Browser, find_chromium
-from tests.paths import ROOT
+from tests.paths import DEMO, HELDOUT, ROOT
 
-DEMO = ROOT / "recipes" / "demo"
 EVIL = '</script><script>window.evil = 1</script><img src="https://example.com/x.png" onerror="window.evil=2">&"\''
 
 
@@ -31,7 +30,7 @@ def results() -> dict[str, dict]:
         model = AutoModelForCausalLM.from_pretrained(DEMO / "model", dtype=torch.float32)
         if kind == "sparse":
             hf_twell.unpatch(hf_twell.sparsify(model))
-        found[kind] = inspect_text(model, tokenizer, [DEMO / "text" / "heldout.txt"], max_tokens=8000)
+        found[kind] = inspect_text(model, tokenizer, [HELDOUT], max_tokens=8000)
         found[kind]["savings"] = ffn_savings(model, torch.arange(3, 131)[None], found[kind]["layers"])
     return found
 

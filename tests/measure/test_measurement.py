@@ -15,11 +15,9 @@ from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.convert.entry import record_density
 from hf_twell.train.penalty import L1Penalty
 from tests.conftest import one_of, shared_path, tiny_llama
-from tests.paths import ROOT
+from tests.paths import DEMO
 
 pytestmark = pytest.mark.numeric
-
-DEMO = ROOT / "recipes" / "demo"
 
 
 def batches() -> list[dict]:

@@ -12,11 +12,10 @@ from hf_twell.cli import main
 from hf_twell.recipe.chat import chat_tokens
 from hf_twell.recipe.packing import PackedText, StreamedText
 from tests.conftest import needs_lm_eval
-from tests.paths import ROOT
+from tests.paths import DEMO
 
 pytest.importorskip("datasets")
 
-DEMO = ROOT / "recipes" / "demo"
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|endoftext|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"

@@ -22,28 +22,17 @@ from hf_twell.recipe.estimate import count_checkpoints, count_steps, estimate_ti
 from hf_twell.recipe.packing import PackedText
 from hf_twell.recipe.schema import load_recipe
 from hf_twell.train.parent_loss import parent_loss
-from tests.conftest import COMMAND, finished, tiny_llama
+from tests.conftest import COMMAND, finished, tiny_llama, write_recipe
 from tests.one_step import make_trainer
-from tests.paths import ROOT
+from tests.paths import DEMO, HELDOUT, ROOT
 from tests.rounding import rounding
-
-DEMO = ROOT / "recipes" / "demo"
 
 
 @pytest.fixture
 def recipe(tmp_path, monkeypatch) -> Path:
     """Four short steps of the demo model, to a density that they cannot reach."""
     monkeypatch.chdir(tmp_path)
-    for name, count, length in (("train", 20, 1500), ("heldout", 2, 600)):
-        documents = (DEMO / "text" / "heldout.txt").read_text().split("<|endoftext|>\n")[:count]
-        (tmp_path / f"{name}.txt").write_text("<|endoftext|>\n".join(text[:length] for text in documents))
-    path = tmp_path / "recipe.yaml"
-    path.write_text(
-        f"model: {DEMO / 'model'}\noutput_dir: out\ntrain: train.txt\nheldout: heldout.txt\nsequence_length: 32\n"
-        "target_density: 0.05\ntraining: {max_steps: 4, per_device_train_batch_size: 2, logging_steps: 1, "
-        "save_steps: 2, use_cpu: true}\n"
-    )
-    return path
+    return write_recipe(tmp_path, "target_density: 0.05", documents=20)
 
 
 def train(recipe: Path, capsys, *changes) -> tuple[dict, str]:
@@ -153,7 +142,7 @@ def test_a_model_that_lost_much_is_published_with_a_warning(recipe, capsys, capl
 
 def test_a_bare_swap_is_published_with_a_warning(tmp_path, capsys, caplog):
     folder, text = tmp_path / "bare", tmp_path / "notes.txt"
-    text.write_text((DEMO / "text" / "heldout.txt").read_text()[:3000])
+    text.write_text(HELDOUT.read_text()[:3000])
     assert main(["sparsify", str(DEMO / "model"), str(folder), "--text", str(text)]) == 0
     capsys.readouterr()
     assert main(["push", str(folder), "me/x", "--dry-run"]) == 0

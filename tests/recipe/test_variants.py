@@ -30,15 +30,14 @@ from hf_twell.recipe.trainer import PackedTrainer
 from hf_twell.recipe.variants import LoraOutsideFfns, train_ffns_alone
 from hf_twell.recipe.yaml12 import read_yaml
 from tests.conftest import TINY, logits, tiny_llama
-from tests.paths import ROOT
+from tests.paths import DEMO, HELDOUT
 
-DEMO = ROOT / "recipes" / "demo"
 IDS = torch.arange(3, 19).view(2, 8)
 
 
 @pytest.fixture
 def recipe(tmp_path) -> Path:
-    documents = (DEMO / "text" / "heldout.txt").read_text().split("<|endoftext|>\n")
+    documents = HELDOUT.read_text().split("<|endoftext|>\n")
     (tmp_path / "heldout.txt").write_text("<|endoftext|>\n".join(text[:800] for text in documents[:2]))
     with (tmp_path / "rows.jsonl").open("w") as file:
         file.writelines(json.dumps({"words": text[:800]}) + "\n" for text in documents[6:40])

@@ -12,11 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.paths import ROOT
+from tests.paths import DEMO, HELDOUT, ROOT
 
 pytest.importorskip("setuptools", minversion="77")
-
-DEMO = ROOT / "recipes" / "demo"
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +101,7 @@ def test_train_runs_from_it(installed, tmp_path):
     assert done.stderr.splitlines()[-1].endswith(
         "give the path of a YAML file, such as recipes/demo.yaml of a checkout"
     )
-    text = re.sub(r"<\|endoftext\|>\n", "", (DEMO / "text" / "heldout.txt").read_text()[:3000])
+    text = re.sub(r"<\|endoftext\|>\n", "", HELDOUT.read_text()[:3000])
     (tmp_path / "text.txt").write_text(text)
     (tmp_path / "recipe.yaml").write_text(
         f"model: {DEMO / 'model'}\noutput_dir: out\ntrain: text.txt\nheldout: text.txt\nsequence_length: 32\n"
