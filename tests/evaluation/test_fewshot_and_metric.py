@@ -3,11 +3,14 @@
 import argparse
 import itertools
 import json
+import math
 import random
 from contextlib import nullcontext
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from hf_twell import sparsify
 from hf_twell.blocks.modeling import sparse_ffns
@@ -16,7 +19,8 @@ from hf_twell.cli import main
 from hf_twell.evaluation import harness
 from hf_twell.evaluation.flips import answer_flips, answers, differing
 from hf_twell.evaluation.tasks import _check_examples, _read_rows
-from tests.conftest import needs_lm_eval, shared_path
+from hf_twell.measure.perplexity import METRIC_PATH, token_log_likelihoods
+from tests.conftest import needs_lm_eval, shared_path, tiny_llama
 from tests.evaluation.test_evaluation import (
     ARC_ROWS,
     arc_row,
@@ -103,6 +107,79 @@ def test_zero_shot_tasks_take_no_examples(data_dir):
         (task,) = manager.load([definition | changes])["tasks"].values()
         with pytest.raises(ValueError, match="zero-shot by lm-eval's definition") if refused else nullcontext():
             _check_examples("zero", task)
+
+
+def rows(lengths) -> list[dict]:
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(3, 96, (length,), generator=generator) for length in lengths]
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+@pytest.fixture(scope="module")
+def metric(tmp_path_factory):
+    evaluate = pytest.importorskip("evaluate")
+    return evaluate.load(METRIC_PATH, cache_dir=str(tmp_path_factory.mktemp("metric")))
+
+
+def test_metric_in_trainer(metric, tmp_path):
+    """Over batches of unequal length that are padded with -100, against each sequence by itself."""
+    from transformers import DefaultDataCollator
+
+    class Pad(DefaultDataCollator):
+        def __call__(self, features, return_tensors=None):
+            width = max(len(row["input_ids"]) for row in features)
+
+            def filled(key, fill):
+                return torch.stack([F.pad(row[key], (0, width - len(row[key])), value=fill) for row in features])
+
+            return {"input_ids": filled("input_ids", 0), "labels": filled("labels", -100)}
+
+    data = rows((9, 17, 5, 12, 30, 7))
+    data[1]["labels"] = data[1]["labels"].clone()
+    data[1]["labels"][:6] = -100  # a prompt that is not scored
+    model = sparsify(tiny_llama().eval())
+    trainer = Trainer(
+        model,
+        TrainingArguments(str(tmp_path), per_device_eval_batch_size=2, use_cpu=True, report_to=[], disable_tqdm=True),
+        eval_dataset=data,
+        data_collator=Pad(),
+        preprocess_logits_for_metrics=token_log_likelihoods,
+        compute_metrics=lambda p: metric.compute(predictions=p.predictions, references=p.label_ids),
+    )
+    result = trainer.evaluate()
+    total, tokens = 0.0, 0
+    with torch.no_grad():
+        for row in data:
+            log_p = model(row["input_ids"][None]).logits[0, :-1].double().log_softmax(-1)
+            for position, label in enumerate(row["labels"][1:].tolist()):
+                if label != -100:
+                    total -= log_p[position, label].item()
+                    tokens += 1
+    assert result["eval_tokens"] == tokens == 9 + 17 + 5 + 12 + 30 + 7 - 6 - 5
+    assert result["eval_nats_per_token"] == pytest.approx(total / tokens, rel=1e-5)
+    assert result["eval_perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-5)
+
+
+def test_metric_by_hand(metric):
+    half = math.log(0.5)
+    result = metric.compute(
+        predictions=[[9.0, half, half], [0.0, 2 * half, 7.0]], references=[[5, 0, 150000], [5, 6, -100]]
+    )
+    assert result == {
+        "perplexity": pytest.approx(2 ** (4 / 3)),
+        "nats_per_token": pytest.approx(-4 / 3 * half),
+        "tokens": 3,
+    }
+    unlikely = metric.compute(predictions=[[0.0, -650.1]], references=[[3, 4]])
+    assert unlikely["perplexity"] == pytest.approx(math.exp(650.1))
+    assert metric.compute(predictions=[[0.0, -800.0]], references=[[3, 4]])["perplexity"] == math.inf
+    with pytest.raises(ValueError, match="no token is scored"):
+        metric.compute(predictions=[[0.0, 1.0]], references=[[3, -100]])
+    with pytest.raises(ValueError, match="3 predictions and 2 references"):
+        metric.compute(predictions=[[0.0, 1.0, 2.0]], references=[[3, 4]])
+
+
+# Answers that flip
 
 
 @pytest.mark.slow
