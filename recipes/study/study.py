@@ -6,10 +6,15 @@
 MODEL is the dense parent: a folder, a Hub name or a GGUF file. DIR of --eval holds the tasks' rows, as for `hf-twell
 eval --data-dir`. What a run lacks in OUTPUT/rows.jsonl is made: its training, its scores, and with --run-code those of
 tasks in which it writes (`written_tasks`). Several commands, each with a GPU, may share OUTPUT: a run that another one
-works on is passed over. `report.py` makes a table of the rows.
+works on is passed over. On several GPUs a run trains by
+
+    torchrun --nproc-per-node 4 recipes/study/study.py ... --only RUN
+
+which ends with its training; the same command by itself then scores the model. `report.py` makes a table of the rows.
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -32,6 +37,7 @@ from hf_twell.recipe.packing import PackedText, token_ids
 from hf_twell.recipe.schema import Recipe, load_recipe
 
 AVERAGE = Path(__file__).parents[1] / "average.py"
+RANK, PROCESSES = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
 
 
 def rows_of(path: Path) -> dict[str, dict]:
@@ -103,7 +109,7 @@ def trained(recipe: Recipe, output: Path) -> dict:
     text = {name: packed(getattr(recipe, name), tokenizer, length, output) for name in ("train", "heldout")}
     result = finetune(recipe, resume=resumed, overwrite=not resumed, **text)
     training = recipe.training
-    step = training["per_device_train_batch_size"] * training.get("gradient_accumulation_steps", 1)
+    step = training["per_device_train_batch_size"] * training.get("gradient_accumulation_steps", 1) * PROCESSES
     sparsity = result["after"]["sparsity"]
     unions = [union_of(layer) for layer in sparsity["layers"]]
     return {
@@ -112,6 +118,7 @@ def trained(recipe: Recipe, output: Path) -> dict:
         "tokens_per_step": step * length,
         "learning_rate": training["learning_rate"],
         "resumed": resumed,
+        "processes": PROCESSES,
         "minutes": round((time.perf_counter() - started) / 60, 2),
         "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20) if torch.cuda.is_available() else None,
         "loss": result["after"]["loss"],
@@ -150,6 +157,8 @@ def make(name: str, study: dict, folder: Path, args) -> None:
     model = args.model if how is None else final_of(name, output)
 
     def add(**part) -> None:
+        if RANK != 0:
+            return
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         row = {"run": name, "changes": how, "parent": Path(args.model).name, "environment": environment(device), **part}
         add_row(rows, row)
@@ -161,6 +170,8 @@ def make(name: str, study: dict, folder: Path, args) -> None:
     if isinstance(how, list) and "training" not in known:
         recipe = load_recipe(folder / study["recipe"], changes_of(name, study, args.model, output))
         add(training=trained(recipe, output))
+    if PROCESSES > 1:  # one process scores
+        return
     options = {"data_dir": args.eval, "limit": args.limit}
     if "losses" not in known:
         texts = [text.replace("{OUTPUT}", str(output)) for text in study["heldout"]]
@@ -190,7 +201,9 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"{args.study} has no run {', '.join(unknown)}; it has {', '.join(study['runs'])}")
     for name in args.only or study["runs"]:
         try:
-            with FileLock(args.output / "claims" / name, blocking=False):  # a killed command gives it back
+            # A killed command gives its claim back. The first of several processes claims for all.
+            claim = FileLock(args.output / "claims" / name, blocking=False) if RANK == 0 else contextlib.nullcontext()
+            with claim:
                 make(name, study, args.study.parent, args)
         except Timeout:
             print(f"{name}: another command works on it", file=sys.stderr)
