@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from tests.paths import ROOT
 
 
 class Server(NamedTuple):
-    process: subprocess.Popen | None  # of its own
+    process: subprocess.Popen
     url: str
     lines: list[str]  # what it printed until it was ready
 
@@ -28,21 +27,13 @@ class Server(NamedTuple):
             with self.open(route, body) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
-            return json.load(error)["error"]["message"]
+            held = json.load(error)
+            return held["error"]["message"] if "error" in held else held["detail"]
 
     def open(self, route: str, body: dict | None = None):
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + route, data, {"Content-Type": "application/json"})
         return urllib.request.urlopen(request, timeout=120)
-
-    def post(self, route: str, body: bytes, timeout: float = 30) -> tuple[int, dict]:
-        """The status and the JSON of an answer or a refusal, to a body of no content type."""
-        request = urllib.request.Request(self.url + route, body, {"Content-Type": ""})
-        try:
-            with urllib.request.urlopen(request, timeout=timeout) as answer:
-                return answer.status, json.load(answer)
-        except urllib.error.HTTPError as error:
-            return error.code, json.load(error)
 
     def stop(self) -> None:
         """Ctrl-C."""
@@ -80,22 +71,3 @@ def serving(folder: Path, *arguments: str | Path, **environment: str) -> Iterato
     assert process.returncode == 0, errors.read_text()
     assert "Traceback" not in errors.read_text()
     assert errors.read_text().splitlines()[-1] == "hf-twell: stopped"
-
-
-@contextlib.contextmanager
-def answering(name: str, model, tokenizer) -> Iterator[Server]:
-    """What the command serves, in a thread of the tests: a process of its own takes seconds to start."""
-    import uvicorn
-
-    from hf_twell.serving.app import build_app
-    from hf_twell.serving.one_model import Generation
-    from hf_twell.serving.server import bind, url
-
-    app, listener = build_app(name, model, tokenizer, Generation()), bind("127.0.0.1", 0)
-    listener.listen()  # requests wait from now on, and are not refused before the thread runs
-    answers = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
-    thread = threading.Thread(target=answers.run, args=([listener],))
-    thread.start()
-    yield Server(None, url(listener), [])
-    answers.should_exit = True
-    thread.join()

@@ -17,6 +17,7 @@ import logging
 import os
 import shlex
 import sys
+from functools import partial
 
 from hf_twell.cli.output import DTYPES, stdout_for_result
 
@@ -98,22 +99,16 @@ def _run_transformers(args) -> int:
     with stdout_for_result():
         from hf_twell.models.adapters import load_with_adapter
         from hf_twell.models.loading import load_model
-        from hf_twell.serving.app import build_app
-        from hf_twell.serving.one_model import Generation
+        from hf_twell.serving.app import build_app, stop_answers
         from hf_twell.serving.sparse import prepare
 
         logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)  # they warn of each request
         model, tokenizer = load_model(args.model, dtype=args.dtype, device=args.device, load=load_with_adapter)
         model.eval()
         computes = prepare(args.model, model, tokenizer, args.backend)
-    print(computes, flush=True)
-    generation = Generation()
-    server.serve(
-        build_app(args.model, model, tokenizer, generation),
-        listener,
-        on_ready=lambda: print(_ready(server.url(listener), args.model, tokenizer), flush=True),
-        on_stop=generation.stop,
-    )
+        app = build_app(args.model, model, tokenizer)
+    print(f"{computes}\n{_ready(server.url(listener), args.model, tokenizer)}", flush=True)
+    server.serve(app, listener, on_stop=partial(stop_answers, model))
     print("hf-twell: stopped", file=sys.stderr)
     return 0
 

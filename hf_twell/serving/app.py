@@ -1,56 +1,51 @@
-"""The HTTP routes around one model: bodies that are not too large, answers for as long as a client waits, and errors
-in OpenAI's form.
+"""One model behind OpenAI's API, by Transformers' own handlers of its requests.
 
-Transformers' own application has routes that load other models, by any client; none is here.
+Where these would give another answer than was asked for, without a word, they are mended here. Transformers' own
+application also loads whichever model a client names, so the routes are ours.
 """
 
-import asyncio
 import contextlib
 import json
-import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from typing import Any
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any, NoReturn
 
-from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.requests import ClientDisconnect
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from fastapi import FastAPI, HTTPException
+from fastapi.responses import JSONResponse
+from jinja2 import TemplateError
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.utils import BaseHandler, GenerationState
 
-from hf_twell.serving.answers import Chat, Completion, Served
-from hf_twell.serving.one_model import Answer, Generation
-from hf_twell.serving.requests import BadRequest, read
+from hf_twell.measure.inference import check_ids, context_limit
 
-# Of a body: some for tools and the like, and for a prompt that fills the context, escaped as JSON in any script.
-BODY_BYTES, BYTES_PER_TOKEN, USUAL_CONTEXT = 2**20, 32, 2**17
-DROPPED_BYTES = 2**26  # of one that is too large, read and dropped, as most clients send all before they read
+COLDEST = 1e-5  # a temperature below it makes infinities of scores; there the best token is taken, as near 0
+# Of the fields that Transformers ignores: those that no answer would heed, and what asks for nothing in the others.
+HARMLESS = {"metadata", "prediction", "service_tier", "store", "stream_options", "user"}
+NOTHING = {"n": 1, "best_of": 1, "modalities": ["text"], "parallel_tool_calls": True, "tool_choice": "auto"}
+NOTHING["response_format"] = {"type": "text"}
 
 
-def build_app(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, generation: Generation) -> FastAPI:
+def build_app(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> FastAPI:
     """The application that answers as `name`."""
-    served = Served(name, model, tokenizer)
-    most = BODY_BYTES + BYTES_PER_TOKEN * (served.context or USUAL_CONTEXT)
-    app = FastAPI(openapi_url=None, exception_handlers=dict.fromkeys(_MISTAKES, _answer_mistake))
+    parts = _OneModel(name, model, tokenizer), GenerationState()
+    chat, completion = _Chat(*parts), _Completion(*parts)
 
-    async def answer(request: Request, kind: type[Chat] | type[Completion]) -> Response:
-        asked = read(kind.asked, await _body(request, most), name, served.vocabulary)
-        turn = Answer(generation, asked.seed, asked.stop)
-        handler: Any = kind(served, turn)
-        events = handler.events(asked, await asyncio.to_thread(handler.prompt, asked))
-        if asked.stream:
-            return _Stream(events, turn)
-        try:
-            return JSONResponse(await _while_waited_for(request, handler.whole(events)))
-        finally:
-            turn.cancel()
+    async def tell(_, error: Exception) -> JSONResponse:
+        refused = isinstance(error, ValueError | TemplateError)  # a chat template refuses by the latter
+        return JSONResponse({"detail": f"{type(error).__name__}: {error}"}, 400 if refused else 500)
+
+    app = FastAPI(openapi_url=None, exception_handlers=dict.fromkeys((ValueError, TemplateError, Exception), tell))
 
     @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request):
-        return await answer(request, Chat)
+    async def chat_completions(body: dict):
+        return await chat.handle_request(body, f"chatcmpl-{uuid.uuid4().hex}")
 
     @app.post("/v1/completions")
-    async def completions(request: Request):
-        return await answer(request, Completion)
+    async def completions(body: dict):
+        return await completion.handle_request(body, f"cmpl-{uuid.uuid4().hex}")
 
     @app.get("/v1/models")
     async def models():
@@ -63,91 +58,119 @@ def build_app(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
     return app
 
 
-async def _body(request: Request, most: int) -> bytes:
-    """Whatever its content type.
+def stop_answers(model: PreTrainedModel) -> None:
+    """End what is being generated and what waits for it; clients are told why."""
+
+    def refuse(*_) -> NoReturn:
+        raise HTTPException(503, "the server was stopped")
+
+    model.register_forward_pre_hook(refuse)
+
+
+class _OneModel(ModelManager):
+    """Of a model that is loaded already."""
+
+    def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.force_model, self._loaded = name, (model, tokenizer)
+
+    def process_model_name(self, model_id: str) -> str:
+        return model_id
+
+    def load_model_and_processor(self, *_, **__) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        return self._loaded
+
+
+class _Mended(BaseHandler):
+    def _validate_request(self, body: dict) -> None:
+        super()._validate_request(body)
+        for field in sorted(self._unused_fields & body.keys() - HARMLESS):
+            if body[field] and body[field] != NOTHING.get(field):
+                raise ValueError(f"{field}={json.dumps(body[field])} is not supported; leave {field} out")
+
+    def _build_generation_config(self, body: dict, *args, **options) -> GenerationConfig:
+        config = super()._build_generation_config(body, *args, **options)
+        if body.get("temperature") is not None:
+            config.do_sample = config.temperature >= COLDEST
+        elif body.get("top_p") is not None:
+            config.do_sample = config.do_sample or config.top_p < 1
+        if body.get("logit_bias"):
+            config.sequence_bias = {(int(token),): float(bias) for token, bias in body["logit_bias"].items()}
+        stops = config.stop_strings or None
+        config.stop_strings = [stops] if isinstance(stops, str) else stops
+        return config
+
+    def _streaming(self, request_id, model, processor, model_id, inputs, gen_config, *args, **options):
+        _fit(model, processor, inputs, gen_config)
+        response = super()._streaming(request_id, model, processor, model_id, inputs, gen_config, *args, **options)
+        response.body_iterator = _ended(response.body_iterator, gen_config.stop_strings)
+        return response
+
+    async def _non_streaming(self, request_id, model, processor, model_id, inputs, gen_config, *args, **options):
+        _fit(model, processor, inputs, gen_config)
+        response = await super()._non_streaming(
+            request_id, model, processor, model_id, inputs, gen_config, *args, **options
+        )
+        if not gen_config.stop_strings:
+            return response
+        told = json.loads(response.body)
+        part, key = _text_of(told["choices"][0])
+        part[key] = part[key][: _end(part[key], gen_config.stop_strings)]
+        return JSONResponse(told)
+
+
+class _Chat(_Mended, ChatCompletionHandler):
+    pass
+
+
+class _Completion(_Mended, CompletionHandler):
+    pass
+
+
+def _fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, inputs: dict, config: GenerationConfig) -> None:
+    """Have an answer end where the context is full.
 
     Raises:
-        HTTPException: it is larger than `most` bytes; no more than that is kept.
-        ClientDisconnect: its client has gone.
+        ValueError: the prompt leaves no room, or has a token that the model has no embedding for, which on a GPU ends
+            the process.
     """
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size <= most:
-            parts.append(part)
-        else:
-            parts.clear()
-        if size > most + DROPPED_BYTES:
-            break
-    if size > most:
-        raise HTTPException(413, f"the body has more than {most:,} bytes; give a shorter prompt")
-    return b"".join(parts)
+    check_ids(model, tokenizer, inputs["input_ids"])
+    tokens, context = inputs["input_ids"].shape[-1], context_limit(model)
+    if context is None:
+        return
+    if tokens >= context:
+        raise ValueError(
+            f"the prompt has {tokens:,} tokens and the model's context {context:,}; leave room for an answer"
+        )
+    room = context - tokens
+    config.max_new_tokens = room if config.max_new_tokens is None else min(config.max_new_tokens, room)
 
 
-async def _while_waited_for(request: Request, answering: Coroutine) -> Any:
-    """What `answering` returns.
-
-    Raises:
-        ClientDisconnect: the client has gone before it did, and it is cancelled.
-    """
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in (answering, _gone(request))]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not tasks[0].done():
-            raise ClientDisconnect
-        return tasks[0].result()
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-class _Stream(StreamingResponse):
-    """Events until the answer ends, or until its client goes, be it before the first."""
-
-    def __init__(self, events: AsyncGenerator[str, None], turn: Answer) -> None:
-        super().__init__(_closed(events), media_type="text/event-stream")
-        self._turn = turn
-
-    async def __call__(self, *args) -> None:
-        try:
-            await super().__call__(*args)
-        finally:
-            self._turn.cancel()
-
-
-async def _closed(events: AsyncGenerator[str, None]) -> AsyncIterator[str]:
-    """With the last event of OpenAI's streams, which Transformers leaves out and some clients wait for."""
+async def _ended(events: AsyncGenerator[str, None], stops: Sequence[str] | None) -> AsyncIterator[str]:
+    """A stream whose text ends before the first stop sequence, with the last event that OpenAI's streams have."""
+    text, sent = "", 0
+    held = max(map(len, stops or ()), default=1) - 1  # characters that may begin a stop sequence
     async with contextlib.aclosing(events):
-        try:
-            async for event in events:
-                yield event
-        except Exception as error:
-            logging.getLogger(__name__).exception("an answer failed")
-            yield f"data: {json.dumps(_told(error)[1])}\n\n"
+        async for several in events:
+            for event in several.removesuffix("\n\n").split("\n\n"):
+                if stops and '"choices"' in event:  # else an error
+                    chunk = json.loads(event.removeprefix("data: "))
+                    (choice,) = chunk["choices"]
+                    part, key = _text_of(choice)
+                    text += part.get(key, "")
+                    end = _end(text, stops)
+                    if end == len(text) and "finish_reason" not in choice:
+                        end = max(sent, end - held)
+                    part[key], sent = text[sent:end], end
+                    event = f"data: {json.dumps(chunk)}"
+                yield f"{event}\n\n"
     yield "data: [DONE]\n\n"
 
 
-_MISTAKES = (BadRequest, StarletteHTTPException, ClientDisconnect, Exception)
+def _text_of(choice: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """What holds the text of a choice, and under which key."""
+    return (choice, "text") if "text" in choice else (choice["delta" if "delta" in choice else "message"], "content")
 
 
-async def _answer_mistake(_: Request, error: Exception) -> JSONResponse:
-    status, told = _told(error)
-    return JSONResponse(told, status)
-
-
-def _told(error: Exception) -> tuple[int, dict[str, Any]]:
-    """A status, and the error in OpenAI's form, which its clients read."""
-    status, message = 500, f"the answer failed: {error}"
-    if isinstance(error, BadRequest):
-        status, message = 400, str(error)
-    elif isinstance(error, StarletteHTTPException):
-        status, message = error.status_code, error.detail
-    elif isinstance(error, ClientDisconnect):
-        status, message = 400, "the client has gone"  # nobody reads it
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    return status, {"error": {"message": message, "type": kind, "code": status}}
+def _end(text: str, stops: Sequence[str]) -> int:
+    """Where the first stop sequence begins, or the text ends."""
+    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))
