@@ -1,5 +1,7 @@
 """What `hf-twell bench serve` measures of one server at a time: its answers first, then its speed under load."""
 
+import bisect
+import json
 import os
 import random
 import re
@@ -8,8 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import aiohttp
+
 from hf_twell.bench.progress import Report, silent
-from hf_twell.bench.serve_client import Answer, BrokenAnswer, ask_at_once
+from hf_twell.bench.serve_client import Answer, ask_at_once
 from hf_twell.bench.serve_process import Server
 from hf_twell.bench.serve_summary import summary
 
@@ -17,7 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 WORDS = 4096  # of a vocabulary, for prompts of random words
-TRIES = 100  # of words to end a prompt with
 CHECKED_PROMPTS, CHECKED_TOKENS = 4, 32
 WARM_UP_TOKENS = 8
 COUNTS = ("prompt_tokens_read", "new_tokens_written", "pieces")  # of an answer, given as means over the turns
@@ -65,10 +68,12 @@ class Side:
         Raises:
             ValueError: the server refused them, or is no more.
         """
-        body = {"model": self.server.model, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+        endless = {"eos_token_id": -1, "pad_token_id": 0, "max_new_tokens": new_tokens}
+        engines = {"transformers": {"generation_config": json.dumps(endless)}, "vllm": {"ignore_eos": True}}
+        body = {"model": self.server.model, "max_tokens": new_tokens, "temperature": 0, **engines[self.engine]}
         try:
             return ask_at_once(self.server.port, [body | {"prompt": prompt} for prompt in prompts])
-        except BrokenAnswer as error:
+        except aiohttp.ClientError as error:
             raise self.server.failure("while it answered") from error
 
     def describe(self) -> dict:
@@ -103,31 +108,20 @@ class Prompts:
             raise ValueError("the text has no words; give another --text")
 
     def make(self, count: int, tokens: int, seed: str) -> list[str]:
-        """`count` prompts of `tokens` tokens each, the same ones for the same seed."""
+        """`count` prompts of `tokens` tokens each, or of one less, the same ones for the same seed."""
         chance = random.Random(seed)
         return [self._prompt(tokens, chance) for _ in range(count)]
 
     def _prompt(self, tokens: int, chance: random.Random) -> str:
-        chosen = self._words(tokens + 8, chance)
-        few, many = 0, len(chosen)  # words that are not too many tokens, and the most that may not be
-        while few < many:
-            middle = (few + many + 1) // 2
-            few, many = (middle, many) if self._tokens(chosen[:middle]) <= tokens else (few, middle - 1)
-        chosen = chosen[: max(few, 1)]
-        for word in chance.choices(self.words, k=TRIES):
-            if self._tokens(chosen) == tokens:
-                break
-            for end in (word, word[:1]):
-                if self._tokens([*chosen, end]) <= tokens:
-                    chosen.append(end)
-                    break
-        return " ".join(chosen)
-
-    def _words(self, count: int, chance: random.Random) -> list[str]:
-        if not self.from_text:
-            return chance.choices(self.words, k=count)
-        start = chance.randrange(len(self.words))
-        return [self.words[(start + index) % len(self.words)] for index in range(count)]
+        words = chance.choices(self.words, k=tokens)
+        if self.from_text:
+            start = chance.randrange(len(self.words))
+            words = [self.words[(start + index) % len(self.words)] for index in range(tokens)]
+        fit = bisect.bisect_right(range(1, tokens + 1), tokens, key=lambda count: self._tokens(words[:count]))
+        words = words[: max(fit, 1)]
+        while self._tokens([*words, "a"]) <= tokens:
+            words.append("a")
+        return " ".join(words)
 
     def _tokens(self, words: list[str]) -> int:
         """As a server counts them, with what its tokenizer adds."""

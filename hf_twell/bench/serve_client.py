@@ -12,11 +12,6 @@ from typing import NamedTuple
 import aiohttp
 
 HOST = "127.0.0.1"
-END = b"\n\n"  # of an event
-
-
-class BrokenAnswer(ConnectionError):
-    """The connection was refused, or ended before its answer did."""
 
 
 class Answer(NamedTuple):
@@ -42,72 +37,43 @@ def ask_at_once(port: int, bodies: list[dict]) -> list[Answer]:
     """What a server of this machine answers to all of these bodies of /v1/completions, sent together.
 
     Raises:
-        BrokenAnswer: see there.
+        aiohttp.ClientError: a connection was refused, or ended before its answer did.
         ValueError: the server's own refusal.
     """
     return [read_answer(*exchange) for exchange in asyncio.run(_exchange_all(port, bodies))]
 
 
-async def _exchange_all(port: int, bodies: list[dict]) -> list[tuple[float, int, list]]:
-    all_connected, trace = asyncio.Barrier(len(bodies)), aiohttp.TraceConfig()
-
-    async def wait_for_others(*_):
-        await all_connected.wait()
-
-    async def note_time(session, context, _):
-        context.trace_request_ctx.append(time.perf_counter())
-
-    trace.on_connection_create_end.append(wait_for_others)
-    trace.on_request_headers_sent.append(note_time)
+async def _exchange_all(port: int, bodies: list[dict]) -> list[tuple[float, list[tuple[float, bytes]]]]:
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
-    try:
-        async with aiohttp.ClientSession(
-            f"http://{HOST}:{port}", connector=connector, timeout=timeout, trace_configs=[trace]
-        ) as session:
-            return await asyncio.gather(*(_exchange(session, body) for body in bodies))
-    except aiohttp.ClientError as error:
-        raise BrokenAnswer(str(error)) from error
+    async with aiohttp.ClientSession(f"http://{HOST}:{port}", connector=connector, timeout=timeout) as session:
+        return await asyncio.gather(*(_exchange(session, body) for body in bodies))
 
 
-async def _exchange(session: aiohttp.ClientSession, body: dict) -> tuple[float, int, list[tuple[float, bytes]]]:
-    """When the request was sent, the answer's status, and the pieces of its body with their times."""
-    asked = body | {"stream": True, "stream_options": {"include_usage": True}}
-    started: list[float] = []  # filled when the request is sent
-    async with session.post("/v1/completions", json=asked, trace_request_ctx=started) as response:
-        pieces = [(time.perf_counter(), data) async for data in response.content.iter_any()]
-        return started[0], response.status, pieces
+async def _exchange(session: aiohttp.ClientSession, body: dict) -> tuple[float, list[tuple[float, bytes]]]:
+    """When the request was sent, and the pieces of its answer with their times."""
+    started = time.perf_counter()
+    body = body | {"stream": True, "stream_options": {"include_usage": True}}
+    async with session.post("/v1/completions", json=body) as response:
+        return started, [(time.perf_counter(), data) async for data in response.content.iter_any()]
 
 
-def read_answer(started: float, status: int, pieces: list[tuple[float, bytes]]) -> Answer:
-    """The answer of this status whose body came in these pieces; a text has the time of the piece that ends its event.
+def read_answer(started: float, pieces: list[tuple[float, bytes]]) -> Answer:
+    """The answer that came in these pieces; a text has the time of the piece that ends its event.
 
-    Raises: as `ask_at_once`.
+    Raises:
+        ValueError: they are no answer, but a refusal or an error.
     """
-    if status != 200:
-        raise ValueError(f"the server refused a request: {_message(b''.join(data for _, data in pieces))}")
     texts, usage, rest = [], None, b""
     for at, data in pieces:
-        *events, rest = (rest + data).split(END)
-        for event in (event.strip() for event in events):
-            if not event.startswith(b"data:") or event[5:].strip() == b"[DONE]":
-                continue
-            held = json.loads(event[5:])
-            if "error" in held:
-                raise ValueError(f"the server failed in an answer: {_message(event[5:])}")
-            usage = held.get("usage") or usage
-            if text := "".join(choice.get("text") or "" for choice in held.get("choices", ())):
-                texts.append((at, text))
+        *events, rest = (rest + data).split(b"\n\n")
+        for event in events:
+            if b'"choices"' in event:
+                chunk = json.loads(event.strip().removeprefix(b"data:"))
+                usage = chunk.get("usage") or usage
+                texts += [(at, choice["text"]) for choice in chunk["choices"] if choice.get("text")]
     if usage is None:
-        raise BrokenAnswer("an answer ended before its last event")
+        said = b"".join(data for _, data in pieces).decode(errors="replace")
+        raise ValueError(f"the server did not answer a request: {said.strip()[-500:]}")
     (first, _), (last, _) = (texts[0], texts[-1]) if texts else [(pieces[-1][0], "")] * 2
     times, text = len({at for at, _ in texts}), "".join(text for _, text in texts)
     return Answer(started, first, last, times, text, usage["prompt_tokens"], usage["completion_tokens"])
-
-
-def _message(body: bytes) -> str:
-    """Of an error in OpenAI's form, or in none."""
-    try:
-        error = json.loads(body)["error"]
-        return error["message"] if isinstance(error, dict) else str(error)
-    except (ValueError, KeyError, TypeError):
-        return body.decode(errors="replace").strip()[:500] or "without a word"

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,14 +18,7 @@ from hf_twell.bench.serve_client import HOST
 
 POLL_SECONDS = 0.2
 STOP_SECONDS = 30  # to end in, before it is killed
-LAST_LINES = 15  # shown of a server that ended by itself
-LOG_PREFIX = re.compile(r"^(?:\([^()]*\) )?(?:[A-Z]+ \S+ \S+ )?(?:\[[^\[\]]*\] )?", re.MULTILINE)  # of vLLM's processes
-# What ends a traceback, an error at the start of a line, or what argparse says; with the indented lines after it.
-RAISED = re.compile(
-    r"^(?:Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*|(?=[\w.]+Error\b)|[\w.-]+: (?=error: ))"
-    r"(\S.*(?:\n[ \t]+\S.*)*)",
-    re.MULTILINE,
-)
+LAST_LINES = 40  # shown of a server that ended by itself
 
 
 def free_port() -> int:
@@ -89,22 +81,10 @@ class Server:
             self.tell(f"  {line}")
         code = self.process.poll()
         how = "broke off" if code is None else f"ended (exit code {code})"
-        killed = code is not None and code < 0  # by a signal, which no log tells
-        because = None if killed else cause("\n".join(lines))
         return ValueError(
-            f"the {self.name} server {how} {when}{f' ({because})' if because else ''}; above are its last lines. "
-            "`hf-twell serve` with the same MODEL and options shows all of them"
+            f"the {self.name} server {how} {when}; above are its last lines. `hf-twell serve` with the same MODEL and "
+            "options shows all of them"
         )
-
-
-def cause(log: str) -> str | None:
-    """Of a server that ended, the error that ended it, in one line; None where none was raised.
-
-    That is the last one: what its processes got over comes before. Those that only say that another process of theirs
-    failed name the "root cause" as being elsewhere, and are passed over.
-    """
-    raised = [" ".join(error.split()) for error in RAISED.findall(LOG_PREFIX.sub("", log))]
-    return next((error for error in reversed(raised) if "root cause" not in error), None)
 
 
 @contextlib.contextmanager
@@ -156,9 +136,6 @@ def _stop(process: subprocess.Popen) -> None:
 @contextlib.contextmanager
 def _exit_at_sigterm() -> Iterator[None]:
     """Else the server would outlive us."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield

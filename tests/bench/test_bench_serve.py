@@ -6,9 +6,7 @@ import json
 import lzma
 import os
 import signal
-import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,14 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_twell
 from hf_twell.bench.plot import plot
-from hf_twell.bench.serve import Load, Prompts, Side, check_load, compare_texts, in_bursts, measure, write_texts
-from hf_twell.bench.serve_client import BrokenAnswer, ask_at_once, read_answer
-from hf_twell.bench.serve_process import Server, free_port, serving
+from hf_twell.bench.serve import Load, Prompts, Side, check_load, compare_texts, in_bursts
+from hf_twell.bench.serve_client import read_answer
+from hf_twell.bench.serve_process import free_port, serving
 from hf_twell.bench.serve_summary import overlap, pairs, ratio, summary
 from hf_twell.cli import bench, main
 from hf_twell.cli.bench_serve import command, prompts_of
 from hf_twell.cli.bench_table import CELLS
-from hf_twell.models.loading import load_model
 from tests.conftest import COMMAND
 from tests.paths import ROOT
 from tests.vllm_engines import PYTHON, TIMEOUT_S, environment, needs_vllm
@@ -115,49 +112,20 @@ DONE = b"data: [DONE]\n\n"
 
 def test_a_stream_in_pieces():
     """Each event has the time of the piece in which it ended."""
-    answer = read_answer(0.5, 200, [(1.0, EVENTS[0]), (2.0, EVENTS[1]), (3.0, EVENTS[2] + DONE)])
+    answer = read_answer(0.5, [(1.0, EVENTS[0]), (2.0, EVENTS[1]), (3.0, EVENTS[2] + DONE)])
     assert answer == (0.5, 1.0, 2.0, 2, "ab\n\ncé", 3, 4)
     whole = b"".join([*EVENTS, DONE])
     for size in (1, 7, 50, len(whole)):
         pieces = [(float(at), whole[at : at + size]) for at in range(0, len(whole), size)]
-        again = read_answer(0.5, 200, pieces)
+        again = read_answer(0.5, pieces)
         assert (again.text, again.prompt_tokens, again.new_tokens) == ("ab\n\ncé", 3, 4)
         assert again.first <= again.last <= pieces[-1][0]
 
 
-@pytest.mark.parametrize("pieces", [[], [(1.0, EVENTS[0])]])
-def test_a_broken_stream_is_told(pieces):
-    with pytest.raises(BrokenAnswer):
-        read_answer(0.0, 200, pieces)
-
-
-def test_refusals_are_told():
-    body = json.dumps({"error": {"message": "too long"}}).encode()
-    with pytest.raises(ValueError, match="the server refused a request: too long"):
-        read_answer(0.0, 400, [(1.0, body)])
-    with pytest.raises(ValueError, match="the server failed in an answer: out of memory"):
-        read_answer(0.0, 200, [(1.0, EVENTS[0] + b'data: {"error": "out of memory"}\n\n')])
-
-
-@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n40\r\ndata: "])
-def test_a_connection_that_breaks_is_told(said):
-    """A server that says this much, to two requests at once, and hangs up."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-
-        def hang_up():
-            for connection in [listening.accept()[0] for _ in range(2)]:  # both are connected before one is sent
-                connection.recv(1 << 16)
-                connection.sendall(said)
-                connection.close()
-
-        thread = threading.Thread(target=hang_up)
-        thread.start()
-        port = listening.getsockname()[1]
-        with pytest.raises(BrokenAnswer):
-            ask_at_once(port, [{"prompt": "a"}] * 2)
-        thread.join()
-    with pytest.raises(BrokenAnswer):
-        ask_at_once(port, [{"prompt": "a"}] * 2)
+@pytest.mark.parametrize("end", [b'{"error": "out of memory"}', EVENTS[0] + b'data: {"error": "out of memory"}\n\n'])
+def test_what_is_no_answer_is_told(end):
+    with pytest.raises(ValueError, match=r'the server did not answer a request: .*"out of memory"'):
+        read_answer(0.0, [(1.0, end)])
 
 
 def test_text_in_few_pieces_is_a_burst():
@@ -175,14 +143,14 @@ def test_prompts_have_so_many_tokens(tokenizer, from_text):
     prompts = Prompts(tokenizer, text)
     for tokens in (12, 128):
         made = prompts.make(8, tokens, "seed")
-        assert [len(tokenizer(prompt)["input_ids"]) for prompt in made] == [tokens] * 8
+        assert {len(tokenizer(prompt)["input_ids"]) for prompt in made} <= {tokens, tokens - 1}
         assert made == prompts.make(8, tokens, "seed")
         assert not set(made) & set(prompts.make(8, tokens, "other seed"))
 
 
 def test_a_text_shorter_than_a_prompt_is_repeated(tokenizer):
     (prompt,) = Prompts(tokenizer, "one two three").make(1, 40, "seed")
-    assert len(tokenizer(prompt)["input_ids"]) == 40
+    assert len(tokenizer(prompt)["input_ids"]) in (39, 40)
     with pytest.raises(ValueError, match="has no words"):
         Prompts(tokenizer, " \n")
 
@@ -281,48 +249,6 @@ def test_a_missing_vllm_is_told(sparse, capsys):
     assert "--engine vllm, but vLLM is not installed: pip install 'hf_twell[vllm]'" in capsys.readouterr().err
 
 
-def test_a_server_under_requests_at_once(sparse, tokenizer, tmp_path):
-    """In a thread of the tests: processes take seconds to start."""
-    pytest.importorskip("fastapi")
-    import uvicorn
-
-    from hf_twell.serving.app import build_app
-    from hf_twell.serving.one_model import Generation
-    from hf_twell.serving.server import bind
-    from hf_twell.serving.sparse import prepare
-
-    model, own_tokenizer = load_model(str(sparse), device="cpu")
-    (tmp_path / "log").write_text(prepare(str(sparse), model.eval(), own_tokenizer, "reference"))
-    app, listener = build_app(str(sparse), model, own_tokenizer, Generation()), bind("127.0.0.1", 0)
-    listener.listen()
-    answering = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
-    thread = threading.Thread(target=answering.run, args=([listener],))
-    thread.start()
-    try:
-        server = Server("dense", None, listener.getsockname()[1], tmp_path / "log", print)
-        server.wait_until_ready()
-        assert (server.model, server.context) == (str(sparse), None)
-        side, prompts = Side("dense", "transformers", server), Prompts(tokenizer)
-        assert side.describe() == {"computes": "its 4 blocks decode by plain matmuls, as asked", "kernels": False}
-        assert side.dtype() == "float32"
-        loads = [Load("decode", 2, 12, 6), Load("prefill", 1, 40, 1)]
-        write_texts(side, prompts, loads[0])
-        assert len(side.texts) == 4
-        assert all(side.texts)
-        decode, prefill = measure(side, loads, prompts, 2, 1)
-        with pytest.raises(ValueError, match=r"the server refused a request: .*prompt has 700 tokens"):
-            ask_at_once(server.port, [{"prompt": prompts.make(1, 700, "long")[0]}])
-    finally:
-        answering.should_exit = True
-        thread.join()
-    assert (decode["concurrency"], decode["prompt_tokens_read"], decode["new_tokens_written"]) == (2, 12, 6)
-    for figure in ("tokens_per_s", "ttft_ms", "tpot_ms", "request_ms"):
-        assert 0 < decode[figure]["min"] <= decode[figure]["median"] <= decode[figure]["max"]
-        assert len(decode[figure]["turns"]) == 2
-    assert "tpot_ms" not in prefill
-    assert prefill["prompt_tokens_read"] == 40
-
-
 @pytest.mark.slow
 def test_the_command(sparse, tmp_path, capsys):
     """Both sides as processes, twice; their rows, their figure, their table."""
@@ -342,7 +268,10 @@ def test_the_command(sparse, tmp_path, capsys):
         assert (row["bench"], row["engine"], row["model"]) == ("serve", "transformers", str(sparse))
         assert row["dtype"] == "float32"
         assert (row["density"], row["unions"]) == (pytest.approx(0.03), {"64": 0.15})
-        assert len(row["tokens_per_s"]["turns"]) == 2
+        for figure in ("tokens_per_s", "ttft_ms", "request_ms", *(["tpot_ms"] if row["measured"] == "decode" else [])):
+            assert 0 < row[figure]["min"] <= row[figure]["median"] <= row[figure]["max"]
+            assert len(row[figure]["turns"]) == 2
+        assert row["prompt_tokens"] - 1 <= row["prompt_tokens_read"] <= row["prompt_tokens"]
         assert row["new_tokens_written"] == row["new_tokens"]
         assert (row["side"], row["kernels"]) in (("dense", False), ("sparse", True), ("sparse", False))
     assert all(row["same_tokens"] == row["checked_tokens"] > 0 for row in rows[3:])
@@ -368,16 +297,6 @@ def test_a_server_that_cannot_start_is_told(sparse, tmp_path):
     assert "none" in ways[0]
     assert "ended (exit code 0) while it started; above are its last lines" in ways[1]
     assert told[-1] == "  }"
-    worker = "print('[worker] ValueError: too little memory; take less', flush=True)"
-    code = f"{worker}; raise RuntimeError('see root cause above')"
-    with (
-        pytest.raises(
-            ValueError, match=r"ended \(exit code 1\) while it started \(ValueError: too little memory; take"
-        ),
-        serving("sparse", [sys.executable, "-c", code], free_port(), tmp_path / "log", tell=told.append),
-    ):
-        pass
-    assert told[-1] == "  RuntimeError: see root cause above"
 
 
 @pytest.mark.slow
@@ -386,6 +305,8 @@ def test_a_server_that_dies_while_it_answers_is_told(sparse, tmp_path):
     told, port = [], free_port()
     arguments = command(options_of(sparse, "--device", "cpu"), "transformers", "sparse", port)
     with serving("sparse", arguments, port, tmp_path / "log", tell=told.append) as server:
+        with pytest.raises(ValueError, match=r"the server did not answer a request: .*prompt has 7\d\d tokens"):
+            Side("sparse", "transformers", server).ask(["The cell " * 360], 4)
         killing = threading.Timer(0.3, server.process.kill)
         killing.start()
         with pytest.raises(ValueError, match=r"the sparse server ended \(exit code -9\) while it answered; above are"):

@@ -1,4 +1,4 @@
-"""What `hf-twell serve` and `bench serve` look at before vLLM starts, and what they say of one that ended."""
+"""What `hf-twell serve` and `bench serve` look at before vLLM starts."""
 
 import importlib.metadata
 import json
@@ -11,7 +11,6 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, NemotronConfig, NemotronForCausalLM
 
 import hf_twell
-from hf_twell.bench.serve_process import cause
 from hf_twell.cli import main
 from hf_twell.cli.bench_serve import density
 from hf_twell.models.quantizing import quantize
@@ -205,67 +204,6 @@ def test_no_memory_is_asked_of_vllm_where_there_is_none_or_one_for_gpus():
     assert vllm_engine.memory_options([]) == []
 
 
-MEMORY_LOG = """\
-(APIServer pid=1) WARNING 11-28 01:17:11 [system_utils.py:255] Found ulimit of 20000 and failed to increase it. This \
-can cause fd limit errors like `OSError: [Errno 24] Too many open files`. Consider increasing with ulimit -n
-(EngineCore pid=2) WARNING 11-28 01:17:12 [x.py:3] Passed over:
-(EngineCore pid=2) WARNING 11-28 01:17:12 [x.py:3] Traceback (most recent call last):
-(EngineCore pid=2) WARNING 11-28 01:17:12 [x.py:3]   File "x.py", line 2, in optional
-(EngineCore pid=2) WARNING 11-28 01:17:12 [x.py:3] ImportError: no flash attention
-(VllmWorker-0 pid=3) ERROR 11-28 01:17:52 [multiproc_executor.py:953] WorkerProc failed to start.
-(VllmWorker-0 pid=3) ERROR 11-28 01:17:52 [multiproc_executor.py:953] Traceback (most recent call last):
-(VllmWorker-0 pid=3) ERROR 11-28 01:17:52 [multiproc_executor.py:953]   File "cpu_worker.py", line 83, in __init__
-(VllmWorker-0 pid=3) ERROR 11-28 01:17:52 [multiproc_executor.py:953]     raise ValueError(
-(VllmWorker-0 pid=3) ERROR 11-28 01:17:52 [multiproc_executor.py:953] ValueError: Available memory on node 0 is less
-(EngineCore pid=2) INFO 11-28 01:17:55 [multiproc_executor.py:486] [shutdown] Executor: all workers exited gracefully
-Process EngineCore:
-Traceback (most recent call last):
-  File "multiproc_executor.py", line 815, in wait_for_ready
-    raise e from None
-Exception: WorkerProc initialization failed due to an exception in a background process. See stack trace for root cause.
-Traceback (most recent call last):
-  File "utils.py", line 1431, in wait_for_engine_startup
-    raise RuntimeError(
-RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
-"""
-CONFIG_LOG = """\
-INFO 11-28 01:17:11 [api.py:1] ready
-Traceback (most recent call last):
-  File "a.py", line 1, in <module>
-    first()
-KeyError: 'first'
-
-During handling of the above exception, another exception occurred:
-
-Traceback (most recent call last):
-  File "a.py", line 3, in <module>
-    second()
-pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
-  Value error, 100000 is greater than 512
-    For further information visit a page
-"""
-
-
-@pytest.mark.parametrize(
-    ("log", "found"),
-    [
-        (MEMORY_LOG, "ValueError: Available memory on node 0 is less"),
-        (
-            CONFIG_LOG,
-            "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig "
-            "Value error, 100000 is greater than 512 For further information visit a page",
-        ),
-        ("usage: api_server.py [-h]\n  [x]\napi_server.py: error: unrecognized arguments: --x\n", "error: unrecogn.*"),
-        ("Traceback (most recent call last):\n  File 'a', line 1\nAssertionError\n", "AssertionError"),
-        ("ValueError: too little\nRuntimeError: see root cause above\n", "ValueError: too little"),
-        ("WARNING errors like `OSError: [Errno 24]` may come\nready\n", None),
-        ("", None),
-    ],
-)
-def test_the_cause_is_what_ended_the_server(log, found):
-    assert cause(log) is None if found is None else re.fullmatch(found.replace("(", r"\("), cause(log))
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S)
 @needs_vllm
@@ -285,7 +223,7 @@ def test_vllm_serves_what_it_takes(tmp_path):
             time.sleep(0.2)
         server = Server(process, asked[1], [])
         while not is_up(server):
-            assert process.poll() is None, cause(output.read_text())
+            assert process.poll() is None, output.read_text()[-3000:]
             time.sleep(1)
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32").eval()
