@@ -729,11 +729,7 @@ def quantization() -> Entries:
 
 
 def serving() -> Entries:
-    app, engine = "hf_twell/serving/app.py", "hf_twell/serving/vllm_engine.py"
-    vllm = "tests/vllm_engines.py"
-    body = constant(app, "BODY_BYTES") / 2**20, constant(app, "BYTES_PER_TOKEN")
-    yield "A body may have {:.0f} MiB, and {} bytes", *body
-    yield "they are {:,}, or the checkpoint's own", constant("hf_twell/serving/answers.py", "NEW_TOKENS")
+    engine, vllm = "hf_twell/serving/vllm_engine.py", "tests/vllm_engines.py"
     yield "vLLM asks for {:.0f} % of the memory", 100 * constant(engine, "MEMORY_SHARE")
     on_cpu = [100 * limit(name) for name in ("kVllmCpuMaxDensity", "kVllmCpuInt8MaxDensity")]
     yield "densities of up to {:.0f} % alone, in int8 of up to {:.0f} %", *on_cpu

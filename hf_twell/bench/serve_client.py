@@ -73,7 +73,7 @@ def read_answer(started: float, pieces: list[tuple[float, bytes]]) -> Answer:
                 texts += [(at, choice["text"]) for choice in chunk["choices"] if choice.get("text")]
     if usage is None:
         said = b"".join(data for _, data in pieces).decode(errors="replace")
-        raise ValueError(f"the server did not answer a request: {said.strip()[-500:]}")
+        raise ValueError(f"the server did not answer a request: {' '.join(said.split())[-500:]}")
     (first, _), (last, _) = (texts[0], texts[-1]) if texts else [(pieces[-1][0], "")] * 2
     times, text = len({at for at, _ in texts}), "".join(text for _, text in texts)
     return Answer(started, first, last, times, text, usage["prompt_tokens"], usage["completion_tokens"])
