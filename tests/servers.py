@@ -27,8 +27,7 @@ class Server(NamedTuple):
             with self.open(route, body) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
-            held = json.load(error)
-            return held["error"]["message"] if "error" in held else held["detail"]
+            return json.load(error)["error"]["message"]
 
     def open(self, route: str, body: dict | None = None):
         data = None if body is None else json.dumps(body).encode()

@@ -69,8 +69,8 @@ class Side:
             ValueError: the server refused them, or is no more.
         """
         endless = {"eos_token_id": -1, "pad_token_id": 0, "max_new_tokens": new_tokens}
-        engines = {"transformers": {"generation_config": json.dumps(endless)}, "vllm": {"ignore_eos": True}}
-        body = {"model": self.server.model, "max_tokens": new_tokens, "temperature": 0, **engines[self.engine]}
+        body = {"model": self.server.model, "max_tokens": new_tokens, "temperature": 0}
+        body |= {"ignore_eos": True} if self.engine == "vllm" else {"generation_config": json.dumps(endless)}
         try:
             return ask_at_once(self.server.port, [body | {"prompt": prompt} for prompt in prompts])
         except aiohttp.ClientError as error:

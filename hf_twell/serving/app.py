@@ -10,9 +10,10 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, NoReturn
 
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
+from starlette.exceptions import HTTPException
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
@@ -34,10 +35,15 @@ def build_app(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
     chat, completion = _Chat(*parts), _Completion(*parts)
 
     async def tell(_, error: Exception) -> JSONResponse:
-        refused = isinstance(error, ValueError | TemplateError)  # a chat template refuses by the latter
-        return JSONResponse({"detail": f"{type(error).__name__}: {error}"}, 400 if refused else 500)
+        """In OpenAI's form, which its clients read. A chat template refuses by a TemplateError."""
+        refused = isinstance(error, ValueError | TemplateError)
+        status, message = (400, str(error)) if refused else (500, repr(error))
+        if isinstance(error, HTTPException):
+            status, message = error.status_code, error.detail
+        return JSONResponse({"error": {"message": message, "code": status}}, status)
 
-    app = FastAPI(openapi_url=None, exception_handlers=dict.fromkeys((ValueError, TemplateError, Exception), tell))
+    told = (ValueError, TemplateError, HTTPException, Exception)
+    app = FastAPI(openapi_url=None, exception_handlers=dict.fromkeys(told, tell))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: dict):

@@ -163,7 +163,7 @@ def test_fields_that_would_be_ignored_are_refused(server, field, value):
     """But for what asks for nothing, as clients send it that fill in defaults."""
     route = "/v1/chat/completions"
     told = server.ask(route, request(route, **{field: value}))
-    assert told == f"ValueError: {field}={json.dumps(value)} is not supported; leave {field} out"
+    assert told == f"{field}={json.dumps(value)} is not supported; leave {field} out"
     nothing = {"n": 1, "response_format": {"type": "text"}, "tool_choice": "auto"}.get(field)
     assert answer(server, route, max_tokens=1, user="me", **{field: nothing})
 
@@ -188,7 +188,7 @@ def test_mistakes_of_a_client_are_told_and_the_next_is_answered(server, body, sa
 
 def test_what_the_template_refuses_is_told(server):
     body = {"messages": [{"role": "robot", "content": "a"}]}
-    assert server.ask("/v1/chat/completions", body) == "TemplateError: no robots"
+    assert server.ask("/v1/chat/completions", body) == "no robots"
 
 
 def test_an_answer_ends_with_the_context(server):
