@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.utils import BaseHandler, GenerationState
+from transformers.cli.serving.utils import BaseHandler, GenerationState, Modality
 
 from hf_twell.measure.inference import check_ids, context_limit
 
@@ -27,6 +27,7 @@ COLDEST = 1e-5  # a temperature below it makes infinities of scores; there the b
 HARMLESS = {"metadata", "prediction", "service_tier", "store", "stream_options", "user"}
 NOTHING = {"n": 1, "best_of": 1, "modalities": ["text"], "parallel_tool_calls": True, "tool_choice": "auto"}
 NOTHING["response_format"] = {"type": "text"}
+TEXT = {"text", "input_text", "output_text"}  # kinds of a message's parts
 
 
 def build_app(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> FastAPI:
@@ -125,7 +126,14 @@ class _Mended(BaseHandler):
 
 
 class _Chat(_Mended, ChatCompletionHandler):
-    pass
+    def get_processor_inputs_from_messages(self, messages: list[dict], modality: Modality) -> list[dict]:
+        contents = (message.get("content") for message in messages)
+        kinds = {part["type"] for content in contents if isinstance(content, list) for part in content}
+        if others := kinds - TEXT:
+            raise ValueError(
+                f"messages hold {', '.join(sorted(others))}, and the server reads text alone; leave that out"
+            )
+        return super().get_processor_inputs_from_messages(messages, modality)
 
 
 class _Completion(_Mended, CompletionHandler):

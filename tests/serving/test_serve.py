@@ -186,9 +186,17 @@ def test_mistakes_of_a_client_are_told_and_the_next_is_answered(server, body, sa
     assert completion(server, max_tokens=1)
 
 
-def test_what_the_template_refuses_is_told(server):
-    body = {"messages": [{"role": "robot", "content": "a"}]}
-    assert server.ask("/v1/chat/completions", body) == "no robots"
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"role": "robot", "content": "a"}, "no robots"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}, "messages hold image_url"),
+    ],
+)
+def test_what_the_template_or_the_model_does_not_read_is_refused(server, sparse, message, says):
+    assert server.ask("/v1/chat/completions", {"messages": [message]}).startswith(says)
+    parts = [{"role": "user", "content": [{"type": "text", "text": MESSAGES[0]["content"]}]}]
+    assert answer(server, "/v1/chat/completions", messages=parts)[0] == greedy(sparse, MESSAGES)
 
 
 def test_an_answer_ends_with_the_context(server):
