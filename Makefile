@@ -109,7 +109,7 @@ PREBUILT := $(VENV)/cpu-wheel $(VENV)/cpu-hub
 endif
 
 # All that `make test-all` runs in. None waits for another's downloads: `make --jobs 2 environments` takes half as long.
-environments: setup $(VENV)/transformers-source $(VENV)/smollm2 $(VENV)/deepspeed $(VENV)-vllm/.complete $(PREBUILT)
+environments: setup $(VENV)/transformers-source $(VENV)/smollm2 $(VENV)/deepspeed $(VENV)/onnx $(VENV)-vllm/.complete $(PREBUILT)
 
 $(VENV)/.complete: pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -137,6 +137,11 @@ $(VENV)/deepspeed: $(VENV)/.complete
 	@rm -rf $@
 	@DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --constraint constraints.txt --target $@ \
 	  deepspeed einops hjson msgpack py-cpuinfo && touch $@ || { rm -rf $@; echo "no DeepSpeed: one test skips"; }
+
+# ONNX Runtime GenAI and its builder, in a folder for their one test.
+$(VENV)/onnx: $(VENV)/.complete
+	@$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt --target $@ \
+	  onnxruntime-genai onnxruntime onnx onnx-ir ml_dtypes flatbuffers protobuf && touch $@ || echo "no ONNX Runtime GenAI: one test skips"
 
 # vLLM pins packages that we test newer, so it gets an environment of its own: 3.5 GB, once. On a CPU it is a build by
 # another name, beside which the packages of torchvision and its like load no operators: torchvision's Python part, which vLLM
@@ -168,8 +173,8 @@ $(VENV)/cpu-wheel: $(VENV)/oldest-torch $(shell git ls-files hf_twell kernels mo
 $(VENV)/cpu-hub: $(VENV)/cpu-wheel
 	$(MAKE) hub-kernel BACKENDS=cpu HUB=$@
 
-constraints: setup $(VENV)/deepspeed
-	{ sed -n 1p constraints.txt; for path in "" "--path $(VENV)/deepspeed"; do \
+constraints: setup $(VENV)/deepspeed $(VENV)/onnx
+	{ sed -n 1p constraints.txt; for path in "" "--path $(VENV)/deepspeed" "--path $(VENV)/onnx"; do \
 	  $(BIN)/python -m pip list --format=freeze --exclude-editable $$path; done | sed 's/+cpu$$//' | sort --ignore-case; } \
 	  > constraints.new && mv constraints.new constraints.txt
 
