@@ -59,18 +59,20 @@ bench: setup
 figures: setup
 	$(BIN)/python docs/figures.py
 
-# A wheel with compiled kernels, in out/wheel: those of BACKENDS ("cuda" needs nvcc), for Linux on x86-64 with glibc 2.28
-# or newer and every PyTorch from the oldest that pyproject.toml takes. auditwheel refuses what asks a system for more.
+# A wheel with compiled kernels, in out/wheel: those of BACKENDS ("cuda" needs nvcc), for Linux with glibc 2.28 or newer
+# and every PyTorch from the oldest that pyproject.toml takes. auditwheel refuses what asks a system for more.
+# For 64-bit Arm: make wheel BACKENDS=cpu CXX=aarch64-linux-gnu-g++
 BACKENDS ?= cpu cuda
+MACHINE = $(shell $(CXX) -dumpmachine | cut -d- -f1)
 WHEELS ?= out/wheel
-FOR_WHEELS = PYTHONPATH=$(CURDIR) SOURCE_DATE_EPOCH=$(shell git log -1 --format=%ct)
-PREBUILD = --torch $(VENV)/oldest-torch/torch --objects out/objects
+FOR_WHEELS = PYTHONPATH=$(CURDIR) _PYTHON_HOST_PLATFORM=linux-$(MACHINE) SOURCE_DATE_EPOCH=$(shell git log -1 --format=%ct)
+PREBUILD = --machine $(MACHINE) --torch $(VENV)/oldest-torch/torch --objects out/objects
 wheel: setup $(VENV)/oldest-torch
 	$(FOR_WHEELS) $(BIN)/python kernels/release/prebuild.py $(BACKENDS) $(PREBUILD) --output out/prebuilt
 	rm -rf build $(WHEELS)
 	HF_TWELL_PREBUILT=out/prebuilt $(FOR_WHEELS) \
 	  $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(WHEELS)/linux .
-	PATH=$(abspath $(BIN)):$$PATH $(FOR_WHEELS) auditwheel repair --plat manylinux_2_28_x86_64 --only-plat \
+	PATH=$(abspath $(BIN)):$$PATH $(FOR_WHEELS) auditwheel repair --plat manylinux_2_28_$(MACHINE) --only-plat \
 	  --exclude 'libtorch*.so' --exclude libc10.so --exclude 'libcudart.so.*' --wheel-dir $(WHEELS) $(WHEELS)/linux/*.whl
 	rm -r build $(WHEELS)/linux
 	cd $(WHEELS) && sha256sum *.whl | tee SHA256SUMS
@@ -164,7 +166,8 @@ OLDEST_TORCH = $(shell sed -n 's/.*"torch>=\(.*\)",/\1/p' pyproject.toml).0
 $(VENV)/oldest-torch: $(VENV)/.complete
 	@rm -rf $@ $@.wheel
 	$(BIN)/python -m pip download --quiet --no-deps --no-cache-dir --only-binary :all: --dest $@.wheel torch==$(OLDEST_TORCH)
-	PYTHONPATH=$(CURDIR) $(BIN)/python kernels/release/headers.py $@.wheel/*.whl $@
+	$(BIN)/python -c 'import sys, zipfile; wheel = zipfile.ZipFile(sys.argv[1]); wheel.extractall(sys.argv[2], \
+	  [name for name in wheel.namelist() if name.startswith("torch/include/")])' $@.wheel/*.whl $@
 	@rm -r $@.wheel && touch $@
 
 # The wheel that tests install, and the kernel that they load.
