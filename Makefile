@@ -64,6 +64,7 @@ figures: setup
 # For 64-bit Arm: make wheel BACKENDS=cpu CXX=aarch64-linux-gnu-g++
 BACKENDS ?= cpu cuda
 MACHINE = $(shell $(CXX) -dumpmachine | cut -d- -f1)
+PLATFORM = $(if $(filter $(MACHINE), $(shell uname -m)),manylinux_2_28_$(MACHINE),auto) # auditwheel takes names of its own machine's kind
 WHEELS ?= out/wheel
 FOR_WHEELS = PYTHONPATH=$(CURDIR) _PYTHON_HOST_PLATFORM=linux-$(MACHINE) SOURCE_DATE_EPOCH=$(shell git log -1 --format=%ct)
 PREBUILD = --machine $(MACHINE) --torch $(VENV)/oldest-torch/torch --objects out/objects
@@ -72,7 +73,7 @@ wheel: setup $(VENV)/oldest-torch
 	rm -rf build $(WHEELS)
 	HF_TWELL_PREBUILT=out/prebuilt $(FOR_WHEELS) \
 	  $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(WHEELS)/linux .
-	PATH=$(abspath $(BIN)):$$PATH $(FOR_WHEELS) auditwheel repair --plat manylinux_2_28_$(MACHINE) --only-plat \
+	PATH=$(abspath $(BIN)):$$PATH $(FOR_WHEELS) auditwheel repair --plat $(PLATFORM) --only-plat \
 	  --exclude 'libtorch*.so' --exclude libc10.so --exclude 'libcudart.so.*' --wheel-dir $(WHEELS) $(WHEELS)/linux/*.whl
 	rm -r build $(WHEELS)/linux
 	cd $(WHEELS) && sha256sum *.whl | tee SHA256SUMS
