@@ -61,10 +61,11 @@ figures: setup
 
 # A wheel with compiled kernels, in out/wheel: those of BACKENDS ("cuda" needs nvcc), for Linux with glibc 2.28 or newer
 # and every PyTorch from the oldest that pyproject.toml takes. auditwheel refuses what asks a system for more.
-# For 64-bit Arm: make wheel BACKENDS=cpu CXX=aarch64-linux-gnu-g++
+# For 64-bit Arm: make wheel BACKENDS=cpu CXX=aarch64-linux-gnu-g++ (then auditwheel chooses the name, as it knows those
+# of its own kind of machine alone).
 BACKENDS ?= cpu cuda
 MACHINE = $(shell $(CXX) -dumpmachine | cut -d- -f1)
-PLATFORM = $(if $(filter $(MACHINE), $(shell uname -m)),manylinux_2_28_$(MACHINE),auto) # auditwheel takes names of its own machine's kind
+PLATFORM = $(if $(filter $(MACHINE), $(shell uname -m)),manylinux_2_28_$(MACHINE),auto)
 WHEELS ?= out/wheel
 FOR_WHEELS = PYTHONPATH=$(CURDIR) _PYTHON_HOST_PLATFORM=linux-$(MACHINE) SOURCE_DATE_EPOCH=$(shell git log -1 --format=%ct)
 PREBUILD = --machine $(MACHINE) --torch $(VENV)/oldest-torch/torch --objects out/objects
