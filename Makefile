@@ -59,18 +59,22 @@ bench: setup
 figures: setup
 	$(BIN)/python docs/figures.py
 
-# A wheel with compiled kernels, in out/wheel: those of BACKENDS ("cuda" needs nvcc), for Linux on x86-64 with glibc 2.28
-# or newer and every PyTorch from the oldest that pyproject.toml takes. auditwheel refuses what asks a system for more.
+# A wheel with compiled kernels, in out/wheel: those of BACKENDS ("cuda" needs nvcc), for Linux with glibc 2.28 or newer
+# and every PyTorch from the oldest that pyproject.toml takes. auditwheel refuses what asks a system for more.
+# For 64-bit Arm: make wheel BACKENDS=cpu CXX=aarch64-linux-gnu-g++ (then auditwheel chooses the name, as it knows those
+# of its own kind of machine alone).
 BACKENDS ?= cpu cuda
+MACHINE = $(shell $(CXX) -dumpmachine | cut -d- -f1)
+PLATFORM = $(if $(filter $(MACHINE), $(shell uname -m)),manylinux_2_28_$(MACHINE),auto)
 WHEELS ?= out/wheel
-FOR_WHEELS = PYTHONPATH=$(CURDIR) SOURCE_DATE_EPOCH=$(shell git log -1 --format=%ct)
-PREBUILD = --torch $(VENV)/oldest-torch/torch --objects out/objects
+FOR_WHEELS = PYTHONPATH=$(CURDIR) _PYTHON_HOST_PLATFORM=linux-$(MACHINE) SOURCE_DATE_EPOCH=$(shell git log -1 --format=%ct)
+PREBUILD = --machine $(MACHINE) --torch $(VENV)/oldest-torch/torch --objects out/objects
 wheel: setup $(VENV)/oldest-torch
 	$(FOR_WHEELS) $(BIN)/python kernels/release/prebuild.py $(BACKENDS) $(PREBUILD) --output out/prebuilt
 	rm -rf build $(WHEELS)
 	HF_TWELL_PREBUILT=out/prebuilt $(FOR_WHEELS) \
 	  $(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(WHEELS)/linux .
-	PATH=$(abspath $(BIN)):$$PATH $(FOR_WHEELS) auditwheel repair --plat manylinux_2_28_x86_64 --only-plat \
+	PATH=$(abspath $(BIN)):$$PATH $(FOR_WHEELS) auditwheel repair --plat $(PLATFORM) --only-plat \
 	  --exclude 'libtorch*.so' --exclude libc10.so --exclude 'libcudart.so.*' --wheel-dir $(WHEELS) $(WHEELS)/linux/*.whl
 	rm -r build $(WHEELS)/linux
 	cd $(WHEELS) && sha256sum *.whl | tee SHA256SUMS
@@ -109,7 +113,7 @@ PREBUILT := $(VENV)/cpu-wheel $(VENV)/cpu-hub
 endif
 
 # All that `make test-all` runs in. None waits for another's downloads: `make --jobs 2 environments` takes half as long.
-environments: setup $(VENV)/transformers-source $(VENV)/smollm2 $(VENV)/deepspeed $(VENV)-vllm/.complete $(PREBUILT)
+environments: setup $(VENV)/transformers-source $(VENV)/smollm2 $(VENV)/deepspeed $(VENV)/onnx $(VENV)-vllm/.complete $(PREBUILT)
 
 $(VENV)/.complete: pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -138,6 +142,11 @@ $(VENV)/deepspeed: $(VENV)/.complete
 	@DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --constraint constraints.txt --target $@ \
 	  deepspeed einops hjson msgpack py-cpuinfo && touch $@ || { rm -rf $@; echo "no DeepSpeed: one test skips"; }
 
+# ONNX Runtime GenAI and its builder, in a folder for their one test.
+$(VENV)/onnx: $(VENV)/.complete
+	@$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt --target $@ \
+	  onnxruntime-genai onnxruntime onnx onnx-ir ml_dtypes flatbuffers protobuf && touch $@ || echo "no ONNX Runtime GenAI: one test skips"
+
 # vLLM pins packages that we test newer, so it gets an environment of its own: 3.5 GB, once. On a CPU it is a build by
 # another name, beside which the packages of torchvision and its like load no operators: torchvision's Python part, which vLLM
 # imports for Qwen3.5, loads without the file that describes these. Where that fails, the tests that run vLLM skip.
@@ -159,7 +168,8 @@ OLDEST_TORCH = $(shell sed -n 's/.*"torch>=\(.*\)",/\1/p' pyproject.toml).0
 $(VENV)/oldest-torch: $(VENV)/.complete
 	@rm -rf $@ $@.wheel
 	$(BIN)/python -m pip download --quiet --no-deps --no-cache-dir --only-binary :all: --dest $@.wheel torch==$(OLDEST_TORCH)
-	PYTHONPATH=$(CURDIR) $(BIN)/python kernels/release/headers.py $@.wheel/*.whl $@
+	$(BIN)/python -c 'import sys, zipfile; wheel = zipfile.ZipFile(sys.argv[1]); wheel.extractall(sys.argv[2], \
+	  [name for name in wheel.namelist() if name.startswith("torch/include/")])' $@.wheel/*.whl $@
 	@rm -r $@.wheel && touch $@
 
 # The wheel that tests install, and the kernel that they load.
@@ -168,8 +178,8 @@ $(VENV)/cpu-wheel: $(VENV)/oldest-torch $(shell git ls-files hf_twell kernels mo
 $(VENV)/cpu-hub: $(VENV)/cpu-wheel
 	$(MAKE) hub-kernel BACKENDS=cpu HUB=$@
 
-constraints: setup $(VENV)/deepspeed
-	{ sed -n 1p constraints.txt; for path in "" "--path $(VENV)/deepspeed"; do \
+constraints: setup $(VENV)/deepspeed $(VENV)/onnx
+	{ sed -n 1p constraints.txt; for path in "" "--path $(VENV)/deepspeed" "--path $(VENV)/onnx"; do \
 	  $(BIN)/python -m pip list --format=freeze --exclude-editable $$path; done | sed 's/+cpu$$//' | sort --ignore-case; } \
 	  > constraints.new && mv constraints.new constraints.txt
 

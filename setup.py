@@ -4,7 +4,7 @@ They are not in pyproject.toml's package-dir: an editable install (pip install -
 Python asks after the path. Started in the folder that holds a clone, it would take that, hf_twell/, for the package.
 
 With $HF_TWELL_PREBUILT, a folder that kernels/release/prebuild.py made, the wheel carries compiled libraries, too, and
-is for Linux on x86-64 alone. `make wheel` sets it. PyTorch loads the libraries, so any Python will do.
+is for one kind of machine. `make wheel` sets it. PyTorch loads the libraries, so any Python will do.
 """
 
 import os
@@ -28,7 +28,8 @@ class CarryFolders(build_py):
 
 class Wheel(bdist_wheel):
     def get_tag(self):
-        return ("py3", "none", "linux_x86_64") if PREBUILT else super().get_tag()
+        tag = super().get_tag()
+        return ("py3", "none", tag[2]) if PREBUILT else tag
 
 
 class MaybeCompiled(Distribution):

