@@ -354,7 +354,7 @@ def test_the_command_and_the_card(tmp_path, capsys):
     assert "modeling_twell.py" in capsys.readouterr().out
     card = folder_card(tmp_path / "sparse", "me/x")
     assert 'AutoModelForCausalLM.from_pretrained("me/x", trust_remote_code=True)' in card
-    assert "no remote code" not in card
+    assert "nothing else is needed, and `trust_remote_code` allows the file that says where ReLU is" in card
     assert "as `ffn_act` in `config.json` says" in card
     assert "give wrong outputs without an error; llama.cpp" not in card
     assert "--model-impl" not in card
