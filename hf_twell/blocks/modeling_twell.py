@@ -63,6 +63,15 @@ class TwellConfig(StockConfig):
         settings.pop("model_type", None)
         super().__post_init__(**settings)
 
+    @classmethod
+    def get_config_dict(cls, *path: Any, **options: Any) -> tuple[dict, dict]:
+        """Of a checkpoint of the stock type, too, without Transformers' warning of another type."""
+        settings, options = super().get_config_dict(*path, **options)
+        for part in (settings, *(value for value in settings.values() if isinstance(value, dict))):
+            if part.get("model_type") == cls.model_type.removeprefix(PREFIX):
+                part["model_type"] = cls.model_type
+        return settings, options
+
     def save_pretrained(self, save_directory: str | os.PathLike, **options: Any) -> None:
         names = {head: cls.__name__ for head, cls in heads(self.model_type.removeprefix(PREFIX)).items()}
         names["AutoConfig"] = type(self).__name__

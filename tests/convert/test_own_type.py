@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import json
+import logging
 import pickle
 import subprocess
 import sys
@@ -153,14 +154,16 @@ def test_gradient_checkpointing(reentrant):
         torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
 
 
-def test_lora(tmp_path):
+def test_lora(tmp_path, caplog, monkeypatch):
     from peft import LoraConfig, get_peft_model
 
     dense().save_pretrained(tmp_path / "base")
     config = LoraConfig(target_modules=["gate_proj", "q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model = get_peft_model(sparsify(base, backend="reference"), config).eval()
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     save_adapter(model, tmp_path / "adapter")
+    assert "instantiate a model of type" not in caplog.text  # PEFT reads the base's config by our class
     loaded = load_adapter(tmp_path / "adapter", backend="reference")
     assert torch.equal(outputs(loaded), outputs(model))
     loaded.merge_and_unload().save_pretrained(tmp_path / "merged")
@@ -360,12 +363,14 @@ def test_the_command_and_the_card(tmp_path, capsys):
     assert "--model-impl" not in card
 
 
-def test_quantized(tmp_path):
-    """int8 in its blocks alone, and loaded again."""
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5"])
+def test_quantized(name, tmp_path):
+    """int8 in its blocks alone, and loaded again; of one that sees, its text model."""
     pytest.importorskip("torchao")
-    sparsify(dense(intermediate_size=64)).save_pretrained(tmp_path / "model")
+    sparsify(dense(name), layers=[1, 2]).save_pretrained(tmp_path / "model")
     model, _ = quantize(tmp_path / "model", "int8")
     assert type(model) is modeling_twell.TwellQwen3_5ForCausalLM
+    assert len(sparse_ffns(model)) == 2
     model.save_pretrained(tmp_path / "quantized")
     loaded = load_causal_lm(tmp_path / "quantized")
     kinds = {name: type(weight.data).__name__ for name, weight in loaded.named_parameters()}
