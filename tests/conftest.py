@@ -34,6 +34,12 @@ def finished(*command, **options) -> subprocess.CompletedProcess:
     return subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment, **options)
 
 
+def in_two_processes(*module) -> None:
+    launch = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "-m")
+    done = finished(*launch, *module, cwd=ROOT, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def write_recipe(folder: Path, settings: str, documents: int) -> Path:
     """Of four short steps on the demo model and on text of its own, with these lines of further settings."""
     texts = HELDOUT.read_text().split("<|endoftext|>\n")

@@ -11,12 +11,13 @@ Without that, Transformers and other engines refuse the unknown type and do not 
 
 import functools
 import os
-import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -47,6 +48,9 @@ HEADS = {
     "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
     "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "AutoModelForImageTextToText": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    "AutoModelForMultimodalLM": modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    "AutoModelForPreTraining": modeling_auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES,
+    "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
     "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 }
@@ -59,6 +63,15 @@ class TwellConfig(StockConfig):
         settings.pop("model_type", None)
         super().__post_init__(**settings)
 
+    @classmethod
+    def get_config_dict(cls, *path: Any, **options: Any) -> tuple[dict, dict]:
+        """Of a checkpoint of the stock type, too, without Transformers' warning of another type."""
+        settings, options = super().get_config_dict(*path, **options)
+        for part in (settings, *(value for value in settings.values() if isinstance(value, dict))):
+            if part.get("model_type") == cls.model_type.removeprefix(PREFIX):
+                part["model_type"] = cls.model_type
+        return settings, options
+
     def save_pretrained(self, save_directory: str | os.PathLike, **options: Any) -> None:
         names = {head: cls.__name__ for head, cls in heads(self.model_type.removeprefix(PREFIX)).items()}
         names["AutoConfig"] = type(self).__name__
@@ -66,8 +79,9 @@ class TwellConfig(StockConfig):
         stock: list[str] = vars(self).get("architectures") or []
         self.architectures = [f"Twell{name.removeprefix('Twell')}" for name in stock]
         self.auto_map = {head: f"{FILE.removesuffix('.py')}.{name}" for head, name in names.items()}
+        code = Path(__file__).read_bytes()  # which may be the file that is written
         os.makedirs(save_directory, exist_ok=True)
-        shutil.copyfile(__file__, os.path.join(save_directory, FILE))
+        Path(save_directory, FILE).write_bytes(code)
         super().save_pretrained(save_directory, **options)
 
 
@@ -76,14 +90,13 @@ class TwellBlocks(StockModel):
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **options: Any) -> None:
         text_config = config.get_text_config()
-        if text_config is not config:  # of which the stock class makes a model by AutoModel
-            text_model = heads(text_config.model_type.removeprefix(PREFIX))["AutoModel"]
-            transformers.AutoModel.register(type(text_config), text_model, exist_ok=True)
+        if text_config.ffn_act not in ACT2FN:
+            raise ValueError(f"ffn_act is {text_config.ffn_act!r}; allowed are {', '.join(ACT2FN)}")
         super().__init__(config, *args, **options)
         paths = ACTIVATIONS[text_config.model_type.removeprefix(PREFIX)]
         for layer in self.get_decoder().layers:
             for path in {name for name, _ in layer.named_modules()}.intersection(paths):
-                layer.set_submodule(path, transformers.activations.ACT2FN[text_config.ffn_act])
+                layer.set_submodule(path, ACT2FN[text_config.ffn_act])
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -110,29 +123,31 @@ def twell_class(stock: Any) -> Any:
 
 
 def heads(model_type: str) -> dict[str, Any]:
-    """The model classes of a stock `model_type`'s own config, by the Auto class that loads each."""
-    classes = {}
-    for head, names in HEADS.items():
-        cls: Any = getattr(transformers, names.get(model_type, ""), None)
-        if cls is not None and cls.config_class.model_type == model_type:
-            classes[head] = twell_class(cls)
-    return classes
+    """Our model classes for a config of a stock `model_type`, by the Auto class that loads each."""
+    classes = ((head, getattr(transformers, names.get(model_type, ""), None)) for head, names in HEADS.items())
+    return {head: twell_class(cls) for head, cls in classes if cls is not None}
 
 
-def register_configs() -> None:
+def register_configs() -> list[Any]:
     """Let Transformers know the configs of these models in this process, without code from a checkpoint."""
-    for model_type in ACTIVATIONS:
-        config = twell_class(getattr(transformers, CONFIG_MAPPING_NAMES[model_type]))
+    stock = [getattr(transformers, CONFIG_MAPPING_NAMES[model_type]) for model_type in ACTIVATIONS]
+    for config in map(twell_class, stock):
         transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
+    return stock
 
 
 def register() -> None:
     """Let Transformers' Auto classes know all of these models in this process, without code from a checkpoint."""
-    register_configs()
-    for model_type in ACTIVATIONS:
-        config = twell_class(getattr(transformers, CONFIG_MAPPING_NAMES[model_type]))
-        for head, cls in heads(model_type).items():
-            getattr(transformers, head).register(config, cls)
+    for config in register_configs():
+        register_models(config)
+
+
+def register_models(config: Any) -> None:
+    """Let the Auto classes know the models for our config in place of a stock class; for its text model's, too."""
+    for part in filter(None, (config, config.sub_configs.get("text_config"))):
+        for head, cls in heads(part.model_type).items():
+            # Not by the Auto class itself: of one that sees it may take the text model, whose config is another.
+            getattr(transformers, head)._model_mapping.register(twell_class(part), cls, exist_ok=True)
 
 
 def _convert_weights_alike(model_type: str) -> None:
@@ -146,4 +161,5 @@ def __getattr__(name: str) -> type:
     stock = getattr(transformers, name.removeprefix("Twell"), None) if name.startswith("Twell") else None
     if not isinstance(stock, type) or not issubclass(stock, PreTrainedConfig | nn.Module):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    register_models(stock if issubclass(stock, PreTrainedConfig) else stock.config_class)
     return twell_class(stock)

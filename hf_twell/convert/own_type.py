@@ -22,20 +22,27 @@ def needs_own_type(model: nn.Module, sites: Sequence[Site]) -> bool:
     They would compute ReLU, too, where the converted model is loaded again.
 
     Raises:
-        ValueError: they do, and we have no type for such a model; or its config has no such entry.
+        ValueError: they do, and we have no type for such a model, or it may be a part of one that would not know of it;
+            or its config has no such entry.
     """
     activation_keys(model.config)
     other = None if has_own_type(model.config) else _follower(model, sites)
     if other is None:
         return False
     top = _top(model)
-    stock = type(top) is getattr(transformers, type(top).__name__, None)
-    if type(top.config).model_type in modeling_twell.ACTIVATIONS and stock:
-        return True
-    name, module = other
+    kind, cls = type(top.config).model_type, type(top)
     advice = f"{SUPPORTED}."
-    if type(top.config).model_type in modeling_twell.ACTIVATIONS:
-        advice = f"Convert a model of Transformers' own class, before {type(top).__name__} is made of it."
+    if kind in modeling_twell.ACTIVATIONS:
+        advice = f"Convert a model of Transformers' own class, before {cls.__name__} is made of it."
+        if cls is getattr(transformers, cls.__name__, None):
+            if decoder_of(top) is not top or not kind.endswith("_text"):
+                return True
+            # The other model's config would say of itself that it is a stock one.
+            advice = (
+                f"{cls.__name__} may be a part of a model that sees: convert the whole of that, sparsify(model), or a "
+                "causal language model that holds this one alone."
+            )
+    name, module = other
     raise ValueError(
         f"{name} ({type(module).__name__}) lies outside the feed-forward blocks but follows the same config entry, so "
         f"converting the config would change it too. {advice}"

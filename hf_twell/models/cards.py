@@ -33,7 +33,7 @@ OWN_ENGINES = (
 OWN_TYPE: dict[bool, dict[str, str]] = {  # whether the `model_type` is one of ours (hf_twell.blocks.modeling_twell)
     False: {"code": "no remote code", "arguments": "", "engines": STOCK_ENGINES},
     True: {
-        "code": "the file `modeling_twell.py` beside the weights says where ReLU is",
+        "code": "`trust_remote_code` allows the file that says where ReLU is, `modeling_twell.py`",
         "arguments": ", trust_remote_code=True",
         "engines": OWN_ENGINES,
     },

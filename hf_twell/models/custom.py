@@ -94,8 +94,6 @@ class TwellModel(Stock):
             if not isinstance(config, PreTrainedConfig) and not options.get("ignore_mismatched_sizes"):
                 with saying_quantized(path, raw), one_line_errors(f"{path}: its config.json makes no model"):
                     cls._check_config(path, cls.config_class.from_dict(copy.deepcopy(part)), shapes)
-            if config is None and given_type != cls.config_class.model_type:  # Transformers would warn of another type
-                config = _with_options(cls.config_class.from_dict(copy.deepcopy(part), name_or_path=str(path)), options)
             options |= {"use_safetensors": True, "output_loading_info": True}
             with saying_quantized(path, raw):
                 model, info = super().from_pretrained(path, *model_args, config=config, **options)

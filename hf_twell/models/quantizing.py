@@ -7,9 +7,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_twell.blocks.architectures import FfnForm, dense_ffns, loading_class
+from hf_twell.blocks.architectures import FfnForm, dense_ffns
 from hf_twell.convert.sparsify import sparsify
-from hf_twell.files.configs import read_config
 from hf_twell.models.loading import has_tokenizer, load_model
 
 # torchao's own. "fp8-dynamic" has the values of "fp8", and what they are multiplied with is quantized, too.
@@ -40,13 +39,10 @@ def quantize(path: str | Path, weights: str) -> tuple[PreTrainedModel, PreTraine
     kind = _weight_only(weights)  # which also tells that torchao is missing before anything is loaded
     from transformers import TorchAoConfig
 
-    not_stock = f"{path} is not the folder of a model in stock form; save one with `hf-twell sparsify`"
-    if Path(path).is_file():  # a GGUF, say, which would be dequantized for nothing
-        raise ValueError(not_stock)
+    if not Path(path, "config.json").is_file():  # a GGUF, say, which would be dequantized for nothing, or an adapter
+        raise ValueError(f"{path} is not the folder of a whole model; save one with `hf-twell sparsify`")
     model, tokenizer = load_model(path, None if has_tokenizer(path) else False, device="cpu")  # checked as any other
     sites = dense_ffns(model, "quantizing")
-    if not Path(path).is_dir() or loading_class(read_config(path)) is not AutoModelForCausalLM:
-        raise ValueError(not_stock)
     if any(not isinstance(site.activation, nn.ReLU) for site in sites):
         raise ValueError(
             f"{path} does not compute ReLU, and quantized weights are not converted; make it sparse first (hf-twell "
@@ -58,9 +54,10 @@ def quantize(path: str | Path, weights: str) -> tuple[PreTrainedModel, PreTraine
     if weights == "fp8-dynamic":
         _check_dynamic(path, blocks)
     others = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module not in blocks]
-    config = TorchAoConfig(kind, modules_to_not_convert=_patterns(others))
+    torchao = TorchAoConfig(kind, modules_to_not_convert=_patterns(others))
+    config = model.config  # of one that sees, its text model's, with what is known of the blocks
     del model, sites, blocks
-    quantized = AutoModelForCausalLM.from_pretrained(path, dtype="auto", quantization_config=config)
+    quantized = AutoModelForCausalLM.from_pretrained(path, config=config, dtype="auto", quantization_config=torchao)
     for site in dense_ffns(quantized, "quantizing"):
         for name in site.form.linears:
             weight = getattr(site.module, name).weight

@@ -3,8 +3,6 @@
 import copy
 import io
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,8 +23,7 @@ from transformers import (
 from hf_twell import L1Penalty, SparsityCallback, TwellLlamaForCausalLM, sparsify
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.ops import api
-from tests.conftest import ids, logits, tiny_llama
-from tests.paths import ROOT
+from tests.conftest import ids, in_two_processes, logits, tiny_llama
 
 
 def few_active(**changes):
@@ -429,12 +426,7 @@ def test_split_over_two_processes(tmp_path):
     """By tensors, by layers, and by FSDP: `tests/split_models.py` says what each process computed."""
     sparsify(few_active()).save_pretrained(tmp_path / "sparse")
     few_active().save_pretrained(tmp_path / "dense")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    done = subprocess.run(
-        [*command, "-m", "tests.split_models", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    in_two_processes("tests.split_models", tmp_path)
     twin = few_active(hidden_act="relu")
     truth, text = logits(twin), twin.generate(ids(), max_new_tokens=5, do_sample=False)
     twin(input_ids=ids(), labels=ids()).loss.backward()

@@ -1,10 +1,13 @@
 """Models whose config entry means other layers too: a `model_type` of our own, exact wherever it is loaded."""
 
 import copy
+import importlib.util
 import json
+import logging
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,12 +62,13 @@ def falcon() -> tf.FalconH1Config:
 MODELS = {
     "qwen3_5_text": (tf.Qwen3_5ForCausalLM, qwen),
     "qwen3_5": (tf.Qwen3_5ForConditionalGeneration, seeing_qwen),
-    "qwen3_5_decoder": (tf.Qwen3_5TextModel, qwen),
+    "qwen3_5_without_a_head": (tf.Qwen3_5Model, seeing_qwen),
     "qwen3_5_classifier": (tf.Qwen3_5TextForSequenceClassification, qwen),
     "gemma4_text": (tf.Gemma4ForCausalLM, lambda: model_of("gemma4_text")[1]),
     "gemma4": (tf.Gemma4ForConditionalGeneration, lambda: model_of("gemma4")[1]),
     "olmo_hybrid": (tf.OlmoHybridForCausalLM, lambda: tf.OlmoHybridConfig(**TEXT)),
     "falcon_h1": (tf.FalconH1ForCausalLM, falcon),
+    "falcon_h1_decoder": (tf.FalconH1Model, falcon),
 }
 
 
@@ -150,14 +154,16 @@ def test_gradient_checkpointing(reentrant):
         torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
 
 
-def test_lora(tmp_path):
+def test_lora(tmp_path, caplog, monkeypatch):
     from peft import LoraConfig, get_peft_model
 
     dense().save_pretrained(tmp_path / "base")
     config = LoraConfig(target_modules=["gate_proj", "q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model = get_peft_model(sparsify(base, backend="reference"), config).eval()
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     save_adapter(model, tmp_path / "adapter")
+    assert "instantiate a model of type" not in caplog.text  # PEFT reads the base's config by our class
     loaded = load_adapter(tmp_path / "adapter", backend="reference")
     assert torch.equal(outputs(loaded), outputs(model))
     loaded.merge_and_unload().save_pretrained(tmp_path / "merged")
@@ -200,14 +206,75 @@ def test_a_text_model_loaded_from_one_that_sees(tmp_path):
     assert torch.equal(outputs(load_causal_lm(tmp_path / "sparse")), outputs(twin))
 
 
-def test_what_holds_the_model_saves_no_stock_name(tmp_path):
-    """By a stock name an engine would compute SiLU, whatever the type: a decoder converted inside of its model, say."""
-    model = dense()
+@pytest.mark.parametrize(("name", "head"), [("falcon_h1", "CausalLM"), ("qwen3_5", "MultimodalLM")])
+def test_what_holds_the_model_saves_no_stock_name(name, head, tmp_path):
+    """By a stock name an engine would compute SiLU, whatever the type: a model converted inside of another, say."""
+    model = dense(name)
     twin = by_hand(model)
     sparsify(model.model, backend="reference")
     model.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["TwellQwen3_5ForCausalLM"]
-    assert torch.equal(outputs(load_causal_lm(tmp_path)), outputs(twin))
+    saved = json.loads((tmp_path / "config.json").read_text())["architectures"]
+    assert saved == [f"Twell{type(model).__name__}"]
+    assert torch.equal(outputs(getattr(tf, f"AutoModelFor{head}").from_pretrained(tmp_path)), outputs(twin))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "gemma4"])
+def test_a_text_part_is_refused_alone(name):
+    """The model around it would save itself as its stock type, which computes SiLU."""
+    from peft import LoraConfig, get_peft_model
+
+    model = dense(name)
+    before = model.config.to_dict(), [type(module) for module in model.modules()]
+    part = model.get_decoder()
+    for each in (part, get_peft_model(copy.deepcopy(part), LoraConfig(target_modules=["gate_proj"]))):
+        with pytest.raises(
+            ValueError, match=f"{type(part).__name__} may be a part of a model that sees: convert the whole"
+        ):
+            sparsify(each)
+    assert (model.config.to_dict(), [type(module) for module in model.modules()]) == before
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5", "gemma4", "olmo_hybrid"])
+def test_a_part_of_a_converted_model_saves_our_type(name, tmp_path):
+    model = sparsify(dense(name), backend="reference")
+    part = model.get_decoder()
+    part.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"][0].startswith("Twell")
+    loaded = tf.AutoModel.from_pretrained(tmp_path)
+    assert type(loaded).__name__.startswith("Twell")
+    assert torch.equal(outputs(loaded), outputs(part))
+
+
+@pytest.mark.parametrize("model_type", modeling_twell.ACTIVATIONS)
+def test_every_auto_class_knows_what_it_knows_of_the_stock_type(model_type):
+    """`AutoModelForCausalLM` of one that sees takes its text model, say."""
+    from transformers.models.auto import modeling_auto
+
+    stock = tf.CONFIG_MAPPING[model_type]
+    for name, head in vars(modeling_auto).items():
+        names = head._model_mapping._model_mapping if name.startswith("AutoModel") and head._model_mapping else {}
+        cls = getattr(tf, names.get(model_type, ""), None)
+        if cls is not None and issubclass(cls.config_class, stock | stock.sub_configs.get("text_config", stock)):
+            with torch.device("meta"):
+                model = head.from_config(modeling_twell.twell_class(stock)())
+            assert type(model) is modeling_twell.twell_class(cls), name
+
+
+def test_what_it_cannot_compute_is_named():
+    model = sparsify(dense())
+    model.config.ffn_act = "rellu"
+    with pytest.raises(ValueError, match=r"^ffn_act is 'rellu'; allowed are gelu, .*, relu, .*$"):
+        type(model)(model.config)
+
+
+def test_saves_over_its_own_code(tmp_path):
+    """Its file may have been loaded from the folder that it is saved to."""
+    sparsify(dense()).save_pretrained(tmp_path)
+    spec = importlib.util.spec_from_file_location("modeling_of_a_checkpoint", tmp_path / modeling_twell.FILE)
+    code = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(code)
+    code.TwellQwen3_5ForCausalLM.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    assert (tmp_path / modeling_twell.FILE).read_bytes() == Path(modeling_twell.__file__).read_bytes()
 
 
 def test_a_class_of_ones_own_is_refused_unchanged():
@@ -290,18 +357,20 @@ def test_the_command_and_the_card(tmp_path, capsys):
     assert "modeling_twell.py" in capsys.readouterr().out
     card = folder_card(tmp_path / "sparse", "me/x")
     assert 'AutoModelForCausalLM.from_pretrained("me/x", trust_remote_code=True)' in card
-    assert "no remote code" not in card
+    assert "nothing else is needed, and `trust_remote_code` allows the file that says where ReLU is" in card
     assert "as `ffn_act` in `config.json` says" in card
     assert "give wrong outputs without an error; llama.cpp" not in card
     assert "--model-impl" not in card
 
 
-def test_quantized(tmp_path):
-    """int8 in its blocks alone, and loaded again."""
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5"])
+def test_quantized(name, tmp_path):
+    """int8 in its blocks alone, and loaded again; of one that sees, its text model."""
     pytest.importorskip("torchao")
-    sparsify(dense(intermediate_size=64)).save_pretrained(tmp_path / "model")
+    sparsify(dense(name), layers=[1, 2]).save_pretrained(tmp_path / "model")
     model, _ = quantize(tmp_path / "model", "int8")
     assert type(model) is modeling_twell.TwellQwen3_5ForCausalLM
+    assert len(sparse_ffns(model)) == 2
     model.save_pretrained(tmp_path / "quantized")
     loaded = load_causal_lm(tmp_path / "quantized")
     kinds = {name: type(weight.data).__name__ for name, weight in loaded.named_parameters()}
@@ -332,10 +401,13 @@ torch.save([each(input_ids=ids, use_cache=False).logits.detach() for each in (mo
 """
 PLAIN_SEEING = """
 import sys, torch
-from transformers import AutoModelForImageTextToText
-model = AutoModelForImageTextToText.from_pretrained("model", trust_remote_code=True).eval()
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
+heads = AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoModelForCausalLM
+models = [head.from_pretrained("model", trust_remote_code=True).eval() for head in heads]
 assert not [name for name in sys.modules if name.startswith("hf_twell")]
-torch.save(model(input_ids=torch.load("ids.pt"), use_cache=False)[0].detach(), "plain.pt")
+ids = torch.load("ids.pt")
+torch.save([model(input_ids=ids, use_cache=False)[0].detach() for model in models], "plain.pt")
+models[0].save_pretrained("model")
 """
 OURS = """
 import torch, hf_twell
@@ -383,7 +455,9 @@ def test_models_that_see_are_loaded_by_plain_transformers(name, tmp_path, monkey
         [sys.executable, "-c", PLAIN_SEEING], cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL
     )
     assert done.returncode == 0, done.stderr
-    assert torch.equal(torch.load(tmp_path / "plain.pt"), outputs(model))
+    for logits in torch.load(tmp_path / "plain.pt"):
+        assert torch.equal(logits, outputs(model))
+    assert torch.equal(outputs(tf.AutoModelForCausalLM.from_pretrained(tmp_path / "model")), outputs(model))
 
 
 @pytest.mark.slow

@@ -5,8 +5,6 @@ import functools
 import importlib.util
 import itertools
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from hf_twell.dispatch import limits
 from hf_twell.dispatch.training import SAMPLE_EVERY_STEPS
 from hf_twell.ops import api, reference
 from tests import loss_curves
+from tests.conftest import in_two_processes
 from tests.ffn_cases import FEW_PAIRS, make_case, relative_rms
 from tests.kernels.test_cuda_kernels import (
     NAMES,
@@ -38,7 +37,6 @@ from tests.kernels.test_cuda_training import (
     pytestmark,  # noqa: F401
     run,
 )
-from tests.paths import ROOT
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
@@ -405,10 +403,7 @@ def test_two_gpus_follow_the_reference(kind, tmp_path):
         pytest.skip("needs deepspeed")
     steps, curves = 500, []
     for name in ("kernels", "reference"):
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-        command += ["-m", "tests.loss_curves", kind, name, str(tmp_path / name), str(steps)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-        assert done.returncode == 0, done.stderr[-3000:]
+        in_two_processes("tests.loss_curves", kind, name, tmp_path / name, steps)
         curves.append(torch.load(tmp_path / name, weights_only=False))
     wrapped = {"ddp": "MULTI_GPU", "fsdp2": "FSDP"}.get(kind, "DEEPSPEED")
     assert [curve["wrapped"] for curve in curves] == [wrapped] * 2

@@ -12,10 +12,9 @@ from torch.nn import functional as F
 from hf_twell import L1Penalty, SparsityCallback, measure_sparsity, sparsify
 from hf_twell.blocks.architectures import find_ffns
 from hf_twell.ops import experts, reference
-from tests.conftest import finished
+from tests.conftest import in_two_processes
 from tests.mixtures import by_hand, mixture
 from tests.one_step import LABELS, LENGTHS, KeepGradient, flat_gradient, make_trainer, pad, rows
-from tests.paths import ROOT
 
 pytestmark = pytest.mark.numeric
 
@@ -142,9 +141,7 @@ def test_a_compiled_model_learns_the_same():
 @pytest.mark.slow
 def test_two_processes(tmp_path):
     output = tmp_path / "gradient.pt"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    done = finished(*command, "-m", "tests.train.test_train_experts", output, cwd=ROOT, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
+    in_two_processes("tests.train.test_train_experts", output)
     gradient, logs = torch.load(output)
     assert_same(gradient, truth("qwen2_moe", "l1"))
     assert logs["twell/dead"] == pytest.approx(trained("qwen2_moe", "l1")[1]["twell/dead"])

@@ -5,7 +5,6 @@ import copy
 import functools
 import importlib.util
 import shutil
-import sys
 import warnings
 from pathlib import Path
 
@@ -22,8 +21,7 @@ from hf_twell.models.modes import evaluation_mode
 from hf_twell.ops import reference
 from hf_twell.train.distillation import Distillation
 from tests import one_step
-from tests.conftest import finished, tiny_llama
-from tests.paths import ROOT
+from tests.conftest import in_two_processes, tiny_llama
 
 pytestmark = pytest.mark.numeric
 
@@ -125,10 +123,8 @@ def test_layers_with_weights_of_their_own():
 @pytest.mark.slow
 def test_two_processes(truth, tmp_path):
     kinds = ["Trainer", *(["SFTTrainer"] if HAS_TRL else [])]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     output = tmp_path / "gradients.pt"
-    done = finished(*command, "-m", "tests.one_step", output, *kinds, cwd=ROOT, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
+    in_two_processes("tests.one_step", output, *kinds)
     results = torch.load(output, weights_only=False)
     assert len(results) == 6 * len(kinds)
     _, single = one_step.trainer_gradient()
