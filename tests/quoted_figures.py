@@ -406,8 +406,8 @@ def readme() -> Entries:
     yield text, *training, most[1], *times(trained[0])
     generated = row(CPU, bench="generate", dtype="bfloat16")
     text = (
-        "a CPU, one token | {:.2f} at {:.1f} % | {:.2f} at {:.0f} %, mostly from one fused kernel ({:.2f} at {:.0f} %); "
-        "{:.2f} at {:.1f} % |"
+        "a CPU, one token | {:.2f} at {:.1f} % | {:.2f} at {:.0f} %, mostly from one fused kernel ({:.2f} at {:.0f} %)"
+        "; {:.2f} at {:.1f} % |"
     )
     faster = generated["sparse_tokens_per_s"] / generated["dense_tokens_per_s"]
     yield text, faster, whole[1], *times(half, all_of_them, twentieth)
