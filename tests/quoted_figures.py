@@ -442,33 +442,24 @@ def of_count_term(activity: str) -> tuple[float, float]:
 
 def bench() -> Entries:
     yield from speed()
-    shared = [
-        [
-            speedup(
-                row(
-                    f"kernels/twell_cpu/bench/xeon-{how}-shared-2026-11-28/bench.jsonl",
-                    dtype=dtype,
-                    tokens=tokens,
-                    requested_l0=327,
-                )
+    for tokens in (16, 128, 1024):
+        shared = [
+            row(
+                f"kernels/twell_cpu/bench/xeon-{how}-shared-2026-11-28/bench.jsonl",
+                dtype=dtype,
+                tokens=tokens,
+                requested_l0=327,
             )
-            for tokens in (128, 1024, 16)
+            for how, dtype in (("avx512", "bfloat16"), ("avx512", "float32"), ("as-avx2", "float32"))
         ]
-        for how, dtype in (("avx512", "bfloat16"), ("avx512", "float32"), ("as-avx2", "float32"))
-    ]
-    text = (
-        "128 and 1,024 tokens gain {:.2f} and {:.2f} in bfloat16, {:.2f} and {:.2f} in float32, and 16 tokens of one "
-        "sequence {:.2f} and {:.2f} ("
-    )
-    yield text, *shared[0][:2], *shared[1][:2], shared[0][2], shared[1][2]
-    yield "as on AVX2 {:.2f}, {:.2f} and {:.2f} (", *shared[2]
+        yield "| {:,} | {:.2f} | {:.2f} | {:.2f} |", tokens, *map(speedup, shared)
     ours = row(
         "kernels/twell_cpu/bench/xeon-avx512-shared-2026-11-28/bench.jsonl",
         tokens=1024,
         requested_l0=327,
         dtype="float32",
     )
-    text = "Where {:.1f} % of the neurons are active and 64 neighbours share a union of {:.0f} %"
+    text = "where {:.1f} % of the neurons are active and 64 neighbours share a union of {:.0f} %"
     yield text, 100 * ours["density"], 100 * ours["unions"]["64"]
     counted = [value for each in ("2", "0.5") for value in of_count_term(each)]
     yield "of another run, {:.2f} at {:.1f} % and {:.2f} at {:.1f} %", *counted
