@@ -421,7 +421,7 @@ def readme() -> Entries:
         *from_scratch(),
         study_density(("from scratch", 0.01)),
     )
-    yield "None was timed between {:.1f} and {:.0f} %", *reversed(whole)
+    yield "none was timed between {:.1f} and {:.0f} %", *reversed(whole)
     yield "8B's shape decodes one sequence {:.2f} times as fast at {:.1f} %", ratio(steps("8b")["decode", 1]), whole[1]
     quantized = steps("fp8"), steps("fp8", "h200-vllm-8bit-l0-120-2026-11-26")
     ratios = [[ratio(found["decode", batch]) for batch in (1, 16)] for found in quantized]
