@@ -462,7 +462,7 @@ def bench() -> Entries:
     text = "where {:.1f} % of the neurons are active and 64 neighbours share a union of {:.0f} %"
     yield text, 100 * ours["density"], 100 * ours["unions"]["64"]
     counted = [value for each in ("2", "0.5") for value in of_count_term(each)]
-    yield "of another run, {:.2f} at {:.1f} % and {:.2f} at {:.1f} %", *counted
+    yield "{:.2f} at {:.1f} % and {:.2f} at {:.1f} % in another run", *counted
     yield "kernels pay up to a union of {:.0f} %", 100 * limit("kCudaUnionLimits")[-1][2]  # of a block of this size
     for l0 in (535, 327, 203):
         found = [row(UNIONS, tokens=tokens, requested_l0=l0) for tokens in (1024, 2048, 4096, 16_384)]
