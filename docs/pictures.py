@@ -113,6 +113,7 @@ def _speed(rows: list[dict], tokens: int, l0: int) -> tuple[float, float]:
 
 
 def _kept_by_smollm2(root: Path) -> dict[str, float]:
+    """Of the better of the parent and the dense control."""
     rows = {row["id"]: row for row in _read(root, SMOLLM2)}
 
     def above_chance(row: dict) -> float:
@@ -121,8 +122,8 @@ def _kept_by_smollm2(root: Path) -> dict[str, float]:
             for task, chance in TASKS.items()
         )
 
-    control = above_chance(rows["dense/150M/seed0"])
-    return {run: above_chance(rows[f"count/{run}/seed0"]) / control for run in SMOLLM2_RUNS.values()}
+    best = max(above_chance(rows[name]) for name in ("parent", "dense/150M/seed0"))
+    return {run: above_chance(rows[f"count/{run}/seed0"]) / best for run in SMOLLM2_RUNS.values()}
 
 
 def _kept_by_qwen(root: Path) -> dict[str, float]:

@@ -20,7 +20,7 @@ quiet_others()  # before the imports that would warn
 
 import matplotlib
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, logging
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, logging
 
 import hf_twell
 from hf_twell.bench.block import bench_ffn
@@ -29,14 +29,17 @@ from hf_twell.bench.models import Checkpoint
 from hf_twell.bench.wanted import Wanted
 from hf_twell.files.tables import percent, text_table
 from hf_twell.ops import build
-from hf_twell.recipe.arguments import training_arguments
 from hf_twell.recipe.finetune import finetune
-from hf_twell.recipe.measured import measure
 from hf_twell.recipe.packing import PackedText
-from hf_twell.recipe.schema import Recipe, load_recipe
+from hf_twell.recipe.schema import load_recipe
 
 PROMPT = "Once upon a time, there was a little girl"
 BLOCK = {"hidden": 2048, "intermediate": 5632}  # that of docs/bench.md
+NEXT = """
+next:
+  ask this model:              .venv/bin/hf-twell serve {model}
+  what would yours lose?       .venv/bin/hf-twell inspect YOUR_MODEL --text YOUR_TEXT.txt
+  convert it, or train anew:   README.md, "Try it\""""
 PLAIN_TRANSFORMERS = """
 import sys, torch
 from transformers import AutoModelForCausalLM
@@ -56,52 +59,45 @@ def main() -> None:
     started = time.monotonic()
     recipe = load_recipe(Path(os.path.relpath(Path(__file__).with_name("demo.yaml"))), changes)
     build.status("cpu", build=True)  # a minute, once per user
+    heldout = PackedText(AutoTokenizer.from_pretrained(recipe.model), recipe.heldout, recipe.sequence_length)
 
     say(f"1. The dense model {recipe.model} goes on from {PROMPT!r}")
     print(sample(recipe.model))
-    dense = dense_figures(recipe)
 
     say("2. SiLU becomes ReLU, and the model is trained to few active neurons; the dense model teaches")
-    result = finetune(recipe, overwrite=True)
-    swapped, sparse = result["before"], result["after"]
+    result = finetune(recipe, overwrite=True, heldout=heldout)
     print(f"loss and active neurons by step: {draw(result['logs'], Path(recipe.output_dir) / 'training.png')}")
     print(f"\nthe sparse model goes on:\n{sample(result['model'])}")
 
     say("3. Plain Transformers, without hf_twell, loads the saved model")
-    check_reload(result["model"], recipe)
+    check_reload(result["model"], heldout.sequences[:2])
     print(f"equal logits, to the last bit. The model is in {result['model']}")
 
-    tokens = sparse["sparsity"]["tokens"]
     say(f"4. Speed on this machine's CPU, {torch.get_num_threads()} threads (medians; dense and sparse in turns)")
-    print(speed(result["model"], recipe, sparse["sparsity"]["density"]))
+    swapped, sparse = (result[when]["sparsity"] for when in ("before", "after"))
+    print(speed(result["model"], heldout.sequences[0], sparse["density"]))
 
-    say(f"5. Quality on held-out text ({tokens:,} tokens)")
-    models = {"dense (SiLU)": dense, "swapped to ReLU, untrained": swapped, "sparse: ReLU, trained": sparse}
+    say(f"5. Quality on held-out text ({sparse['tokens']:,} tokens)")
+    every = {"l0": AutoConfig.from_pretrained(recipe.model).intermediate_size, "density": 1.0}
+    models = {
+        "dense (SiLU)": (result["dense"], every),
+        "swapped to ReLU, untrained": (result["before"], swapped),
+        "sparse: ReLU, trained": (result["after"], sparse),
+    }
     headers = ["model", "loss", "perplexity", "active neurons per token (L0)", "density"]
-    print(text_table(headers, [quality(*model) for model in models.items()]))
+    print(text_table(headers, [quality(name, *figures) for name, figures in models.items()]))
     print(f"\ndone in {time.monotonic() - started:.0f} s")
+    print(NEXT.format(model=result["model"]))
 
 
-def dense_figures(recipe: Recipe) -> dict:
-    model = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=recipe.dtype)
-    heldout = heldout_text(recipe)
-    return measure(Trainer(model, training_arguments(recipe), eval_dataset=heldout), heldout)
-
-
-def heldout_text(recipe: Recipe) -> PackedText:
-    tokenizer = AutoTokenizer.from_pretrained(recipe.model)
-    return PackedText(tokenizer, recipe.heldout, recipe.sequence_length, description="tokenizing held-out text")
-
-
-def quality(name: str, figures: dict) -> list:
-    sparsity = figures["sparsity"]
+def quality(name: str, figures: dict, sparsity: dict) -> list:
     return [name, figures["loss"], math.exp(figures["loss"]), sparsity["l0"], percent(sparsity["density"])]
 
 
-def speed(folder: str, recipe: Recipe, density: float) -> str:
+def speed(folder: str, ids: torch.Tensor, density: float) -> str:
     """Tokens a second of the model, and of a block of real size with as many of its neurons active."""
     model = hf_twell.sparsify(AutoModelForCausalLM.from_pretrained(folder, dtype="float32")).eval()
-    of_model = bench_generate(Checkpoint(model, heldout_text(recipe).sequences[0]))
+    of_model = bench_generate(Checkpoint(model, ids), new_tokens=64)
     if not of_model["same_tokens"]:
         raise SystemExit("the kernels generate another text than plain PyTorch does: please report this")
     (of_block,) = bench_ffn([1], [Wanted(density)], compile_dense=False, **BLOCK)
@@ -141,8 +137,7 @@ def draw(logs: list[dict], path: Path) -> Path:
     return path
 
 
-def check_reload(model: str, recipe: Recipe) -> None:
-    ids = heldout_text(recipe).sequences[:2]
+def check_reload(model: str, ids: torch.Tensor) -> None:
     ours = hf_twell.sparsify(AutoModelForCausalLM.from_pretrained(model), backend="reference")
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         inputs, output = f"{folder}/ids.pt", f"{folder}/logits.pt"

@@ -71,17 +71,19 @@ WARNINGS = r"(?m)torchao|[Ww]arning|deprecated|^[WE]\d{4} |Failed to"
 @pytest.mark.slow
 def test_the_demo_runs_from_end_to_end(tmp_path):
     output, heldout = tmp_path / "demo", tmp_path / "heldout.txt"
-    heldout.write_text((ROOT / "recipes" / "demo" / "text" / "heldout.txt").read_text()[:20_000])
-    changes = [f"output_dir={output}", f"heldout={heldout}", "training.max_steps=2"]
+    heldout.write_text((ROOT / "recipes" / "demo" / "text" / "heldout.txt").read_text()[:2_000])
+    changes = [f"output_dir={output}", f"heldout={heldout}", f"train={heldout}", "training.max_steps=2"]
     changes += ["training.per_device_train_batch_size=2", "training.use_cpu=true"]
-    done = finished(sys.executable, ROOT / "recipes" / "demo.py", *changes, cwd=tmp_path, timeout=240)
+    env = {"OMP_NUM_THREADS": "1"}  # threads that wait for each other take processor time
+    done = finished(sys.executable, ROOT / "recipes" / "demo.py", *changes, env=env, cwd=tmp_path, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     for row in ("dense (SiLU)", "swapped to ReLU, untrained", "sparse: ReLU, trained"):
         assert re.search(rf"{re.escape(row)} +\d\.\d+ +\d", done.stdout), row
     for row in ("the model", "one block of a larger model, 2048 x 5632"):
         assert re.search(rf"{re.escape(row)} +\d[\d.]* +\d[\d.]* +\d+\.\d\d\n", done.stdout), row
-    assert "generated the same 128 tokens" in done.stdout
+    assert "generated the same 64 tokens" in done.stdout
     assert "equal logits, to the last bit" in done.stdout
+    assert f"hf-twell serve {output / 'final'}\n" in done.stdout
     assert (output / "training.png").stat().st_size > 5000
     assert not re.findall(WARNINGS, done.stderr), "a newcomer reads them as errors"
 

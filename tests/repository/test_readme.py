@@ -106,6 +106,7 @@ def other_commands() -> list[str]:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
     found = re.findall(r"```bash\n(.*?)```", "\n".join(page.read_text() for page in pages), re.DOTALL)
     lines = [line.split("#")[0].strip() for block in found for line in block.splitlines()]
+    lines = [line.partition(" && cd ")[0] for line in lines]
     return list(dict.fromkeys(line for line in lines if line and Path(line.split(" ")[0]).name != "hf-twell"))
 
 
@@ -122,7 +123,9 @@ def test_scripts(command, tmp_path):
     small += ["training.torch_compile=false"]  # of recipes that compile; test_recipes.py does
     (tmp_path / "text.txt").write_text(text.read_text()[:2000])
     if tool == "make":
-        tool, arguments = "make", ["--dry-run", *arguments]
+        arguments = ["--dry-run", *arguments]
+    elif tool == "git":
+        arguments = [str({"ADDRESS": ROOT, "hf_twell": tmp_path / "hf_twell"}.get(each, each)) for each in arguments]
     elif tool == "pip":  # whether the checkout has what the line asks for; nothing is fetched
         arguments = [*arguments[:1], "--dry-run", "--no-deps", "--no-build-isolation", "--no-index", *arguments[1:]]
         arguments = [argument for argument in arguments if argument != "trl"]
@@ -132,8 +135,8 @@ def test_scripts(command, tmp_path):
         return
     else:
         arguments += small
-    program = {"python": [sys.executable], "make": ["make"], "pip": [sys.executable, "-m", "pip"]}.get(tool)
-    program = program or [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
+    python = {"python": [], "pip": ["-m", "pip"], "accelerate": ["-m", "accelerate.commands.accelerate_cli"]}
+    program = [sys.executable, *python[tool]] if tool in python else [tool]
     done = subprocess.run([*program, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "recipes/finetune.py" not in arguments or (tmp_path / "out").is_dir()
