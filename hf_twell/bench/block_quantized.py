@@ -12,7 +12,7 @@ from hf_twell.bench.sharing import unions_of
 from hf_twell.bench.timing import Captured, interleaved_ms
 from hf_twell.bench.wanted import Wanted
 from hf_twell.blocks.calls import store_density
-from hf_twell.dispatch.choose import answer
+from hf_twell.dispatch.choose import choice_for
 from hf_twell.dispatch.limits import limit
 from hf_twell.models.quantizing import make_dynamic, quantize_block
 from hf_twell.ops import reference
@@ -90,8 +90,8 @@ def bench_ffn_quantized(
                 some = workload.active_neurons(pool[:4096], matrices[0])
                 known = [asked.density], {run: [share] for run, share in unions_of(some).items()}
                 store_density(quantized, *known)
-                answers = quantized[0].twell.answers
-                if device.type == "cuda" and answers is not None and not answer(answers, count):
+                choices = quantized[0].twell.choices
+                if device.type == "cuda" and choices is not None and not choice_for(choices, count):
                     variants["sparse_compiled"] = variants["sparse"][0], _compiled(quantized)
                     if dynamic:
                         with_h = [workload.patched_block(*(w.clone() for w in some)) for some in twice]

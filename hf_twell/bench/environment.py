@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 import hf_twell
-from hf_twell.dispatch.key import processor_features
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -37,16 +36,20 @@ def _cuda() -> dict:
 
 
 def _widest_isa() -> str:
-    features = processor_features()
+    flags = next((line.split(":", 1)[1] for line in _cpuinfo() if line.startswith(("flags", "Features"))), "")
+    features = flags.split()
     return next((name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in features), "portable")
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    names = (line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _cpuinfo() -> list[str]:
+    """Lines that Linux has of the processor; none elsewhere."""
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
 
 
 def commit() -> str | None:

@@ -18,7 +18,15 @@ from hf_twell.blocks.architectures import FfnForm
 from hf_twell.blocks.layout import settle_down
 from hf_twell.blocks.operands import OWN_FORWARDS, Operands, first_of, quantizes_x
 from hf_twell.dispatch.activity import UNKNOWN, Activity, RecentInputs
-from hf_twell.dispatch.choose import Way, answers, choose, goes_by_union, problem, too_small, training_problem
+from hf_twell.dispatch.choose import (
+    Way,
+    choices_by_tokens,
+    choose,
+    goes_by_union,
+    problem,
+    sample_weight,
+    training_problem,
+)
 from hf_twell.dispatch.key import EIGHT_BIT, HOPPER, CallKey, key_of
 from hf_twell.ops import api
 
@@ -29,6 +37,7 @@ if TYPE_CHECKING:  # it imports this
 # Bound here: in torch's own large tables each look-up costs a walk through memory.
 _grad_enabled, _autocast_enabled = torch.is_grad_enabled, torch.is_autocast_enabled
 _transforms_active, _capturing = torch._C._are_functorch_transforms_active, torch.cuda.is_current_stream_capturing
+_deterministic = torch._C._get_deterministic_algorithms
 _Tensor, _Linear, _ReLU, _FLOAT32 = torch.Tensor, nn.Linear, nn.ReLU, torch.float32
 _linear_forward, _relu_forward = OWN_FORWARDS[nn.Linear], OWN_FORWARDS[nn.ReLU]
 
@@ -39,8 +48,8 @@ class LastCall(NamedTuple):
     It holds no tensor and no module, so what is replaced is freed. Copies and pickles of it are None.
 
     Attributes:
-        kernels: the operator; None where the call went by the submodules, on a CPU.
-        looks: whether the density decides, so that calls count towards its next sample.
+        compute: the operator, or `api.dense_ffn`; None where the call went by the block's own linears.
+        weight: see `sample_weight`.
         kind: what holds the weights' values: parameters, or torchao's tensors.
         fused: whether gate and up are one linear.
         linears: name and weight's shape of up, down and gate; of gate None where there is none, or up is both.
@@ -48,8 +57,8 @@ class LastCall(NamedTuple):
 
     key: CallKey
     shape: torch.Size
-    kernels: Any
-    looks: bool
+    compute: Any
+    weight: int
     dtype: torch.dtype
     device: torch.device
     block: type
@@ -68,18 +77,18 @@ class LastCall(NamedTuple):
         """What the same call with so many other tokens would find out; None where that takes a look at them."""
         if x.shape[-1:] != self.shape[-1:] or x.numel() == 0:
             return None
-        on_gpu = self.device.type == "cuda"
-        if on_gpu and (recent.wants_runs or torch.are_deterministic_algorithms_enabled()):
+        if self.device.type == "cuda" and recent.wants_runs:
             return None
         key = self.key._replace(tokens=x.numel() // self.key.hidden)
-        looks = key.asked or not too_small(key)
-        if looks and (recent.density is None or (recent.wants_runs and goes_by_union(key, recent.density))):
+        weight = sample_weight(key)
+        if weight and (recent.density is None or (recent.wants_runs and goes_by_union(key, recent.density))):
             return None
-        way = choose(key, Activity(recent.density, union=recent.union) if looks else UNKNOWN)
-        if way == "dense" or (on_gpu and way == "submodules"):
-            return None
-        kernels = torch.ops.hf_twell.infer if way == "kernels" else None
-        return self._replace(key=key, shape=x.shape, kernels=kernels, looks=looks)
+        way = choose(key, Activity(recent.density, union=recent.union) if weight else UNKNOWN)
+        return self._replace(key=key, shape=x.shape, compute=_function_of(way), weight=weight)
+
+
+def _function_of(way: Way) -> Any:
+    return torch.ops.hf_twell.infer if way == "kernels" else api.dense_ffn if way == "dense" else None
 
 
 def repeat(ffn: "SparseFfn", x: torch.Tensor) -> torch.Tensor | None:
@@ -98,7 +107,7 @@ def repeat(ffn: "SparseFfn", x: torch.Tensor) -> torch.Tensor | None:
     if (
         x.dtype is not last.dtype
         or x.device != last.device
-        or (last.looks and state.recent.look_in <= 0)
+        or state.recent.look_in < last.weight
         or own["training"]
         or _grad_enabled()
         or _autocast_enabled(last.device.type)
@@ -113,17 +122,15 @@ def repeat(ffn: "SparseFfn", x: torch.Tensor) -> torch.Tensor | None:
         or "forward" in own
         or own["_forward_hooks"]
         or own["_forward_pre_hooks"]
-        or (last.device.type == "cuda" and _capturing())
+        or (last.device.type == "cuda" and (_capturing() or _deterministic()))
     ):
         return None
     modules = own["_modules"]
-    if last.kernels is None:
+    if last.compute is None:
         for name, _ in last.linears:
-            if name is not None:
-                weight = modules[name]._parameters.get("weight")
-                if type(weight) is not last.kind or weight.dtype is not last.key.weights:
-                    return None
-        state.recent.look_in -= last.looks
+            if name is not None and type(modules[name]._parameters.get("weight")) is not last.kind:
+                return None
+        state.recent.look_in -= last.weight
         return ffn._through_submodules(x, None)
     relu = modules[last.form.activation]
     watched = relu.__dict__
@@ -137,14 +144,12 @@ def repeat(ffn: "SparseFfn", x: torch.Tensor) -> torch.Tensor | None:
     ):
         return None
     kind, dtype, device = last.kind, last.dtype, last.device
-    weights: list[Any] = []
-    biases: list[torch.Tensor | None] = []
-    scales: list[torch.Tensor | None] = []
-    for name, shape in last.linears:
+    scaled = kind is not nn.Parameter and kind is not _Tensor
+    weights: list[Any] = [None, None, None]
+    biases: list[torch.Tensor | None] = [None, None, None]
+    scales: list[torch.Tensor | None] = [None, None, None]
+    for place, (name, shape) in enumerate(last.linears):
         if name is None:
-            weights.append(None)
-            biases.append(None)
-            scales.append(None)
             continue
         linear = modules[name]
         if type(linear) is not _Linear:
@@ -153,31 +158,30 @@ def repeat(ffn: "SparseFfn", x: torch.Tensor) -> torch.Tensor | None:
         if "forward" in watched or watched["_forward_hooks"] or watched["_forward_pre_hooks"]:
             return None
         try:
-            weight, bias, scale = parameters["weight"], parameters["bias"], None
+            weight, bias = parameters["weight"], parameters["bias"]
         except KeyError:  # pruned or weight-normed, or a tensor that is no parameter took its place
             return None
         if type(weight) is not kind:
             return None
-        if kind is not nn.Parameter and kind is not _Tensor:
+        if scaled:
             if weight.act_quant_kwargs is not None or getattr(weight, "act_pre_scale", None) is not None:
                 return None
             weight, scale = weight.qdata, weight.scale
             if scale.dtype is not _FLOAT32 or scale.shape != (shape[0], 1) or scale.device != device:
                 return None
+            scales[place] = scale
         if weight.dtype is not last.key.weights or weight.shape != shape or weight.device != device:
             return None
         if bias is not None and (bias.dtype is not dtype or bias.shape != shape[:1] or bias.device != device):
             return None
-        weights.append(weight)
-        biases.append(bias)
-        scales.append(scale)
+        weights[place], biases[place] = weight, bias
     if last.fused:  # gate's rows, then up's
         for parts in (weights, biases, scales):
             if parts[0] is not None:
                 parts[2], parts[0] = parts[0].chunk(2)
     weights[1] = weights[1].detach()  # another thread may give the parameter new memory while this one computes
-    state.recent.look_in -= last.looks
-    return last.kernels(x, *weights, *biases, *scales)
+    state.recent.look_in -= last.weight
+    return last.compute(x, *weights, *biases, *scales) if scaled else last.compute(x, *weights, *biases)
 
 
 def remember(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKey, way: Way | None) -> None:
@@ -186,17 +190,13 @@ def remember(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKey
         return
     if _autocast_enabled(x.device.type):
         return
-    if way == "kernels":
-        known = not key.quantize_x and problem(key) is None
-    else:
-        known = way == "submodules" and key.device == "cpu"
-    if known:
+    if way != "kernels" or not (key.quantize_x or problem(key)):
         settings, block = ffn.twell, type(ffn)
         ffn.twell_state.last_call = LastCall(
             key=key,
             shape=x.shape,
-            kernels=torch.ops.hf_twell.infer if way == "kernels" else None,
-            looks=key.asked or not too_small(key),
+            compute=_function_of(way),
+            weight=sample_weight(key),
             dtype=x.dtype,
             device=x.device,
             block=block,
@@ -255,7 +255,7 @@ def store_density(
 ) -> None:
     """Tell sparse blocks the activity of every block of their model, which a compiled graph cannot sample.
 
-    A trace takes what `hf_twell.dispatch.choose.answers` makes of it for constants. None: it is not known (any more).
+    A trace takes what `choices_by_tokens` makes of it for constants. None: it is not known (any more).
 
     Args:
         unions: of every block, the share of neurons active in at least one of "64" and "128" neighbouring tokens.
@@ -265,7 +265,7 @@ def store_density(
     known = dict(enumerate(zip(density or (), of_64, of_128, strict=True)))
     for ffn in ffns:
         ffn.twell.activity = known.get(ffn.twell.place)
-        ffn.twell.answers = ffn.twell.answers_elsewhere = None
+        ffn.twell.choices = ffn.twell.choices_elsewhere = None
         if ffn.twell.activity is not None and isinstance(ffn.twell.form, FfnForm):
             share, _, union = ffn.twell.activity
             down = getattr(ffn, ffn.twell.form.down)
@@ -273,8 +273,9 @@ def store_density(
             kind = getattr(down.weight, "qdata", down.weight).dtype
             weights = kind if kind in EIGHT_BIT else torch.bfloat16
             key = CallKey("cuda", HOPPER, torch.bfloat16, weights, 1, down.out_features, down.in_features)
-            ffn.twell.answers = answers(key, Activity(share, union=union))
-            ffn.twell.answers_elsewhere = answers(key._replace(capability="8.0"), Activity(share, union=union))
+            stored = Activity(share, union=union)
+            ffn.twell.choices = choices_by_tokens(key, stored)
+            ffn.twell.choices_elsewhere = choices_by_tokens(key._replace(capability="8.0"), stored)
 
 
 def _key(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, reports: bool = False) -> CallKey:
@@ -283,9 +284,8 @@ def _key(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, reports: bool = 
     known = {"quantize_x": quantize_x, "asked": ffn.twell.backend != "auto"}
     key = key_of(x, operands.w_up, operands.w_down, training=not scaled and (reports or _learns(ffn, x)), **known)
     # In training mode without gradients runs the forward of re-entrant checkpointing, which goes as its recomputation.
-    if not key.training or torch.is_grad_enabled() or (key.device == "cuda" and training_problem(key) is None):
-        return key
-    return key._replace(training=False)
+    # Where no kernels train, text that is generated there goes by kernels all the same.
+    return key if torch.is_grad_enabled() or training_problem(key) is None else key._replace(training=False)
 
 
 def _learns(ffn: "SparseFfn", x: torch.Tensor) -> bool:
@@ -311,12 +311,13 @@ def _activity(ffn: "SparseFfn", x: torch.Tensor, operands: Operands, key: CallKe
     if key.compiled:  # on a CPU the operator itself follows the density
         if not on_gpu or key.exported:
             return UNKNOWN
-        return Activity(answers=ffn.twell.answers if key.capability == HOPPER else ffn.twell.answers_elsewhere)
-    if too_small(key) and not key.asked:
+        return Activity(by_tokens=ffn.twell.choices if key.capability == HOPPER else ffn.twell.choices_elsewhere)
+    calls = sample_weight(key)
+    if calls == 0:
         return UNKNOWN
     # What has arrived from a GPU depends on timing, and the ways round differently.
     if on_gpu and torch.are_deterministic_algorithms_enabled():
         return UNKNOWN
     if look:
-        recent.look(x, weight, bias, scale, partial(goes_by_union, key))
+        recent.look(x, weight, bias, scale, calls, partial(goes_by_union, key))
     return Activity(recent.density, union=recent.union)

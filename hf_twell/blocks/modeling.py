@@ -61,8 +61,8 @@ class FfnSettings:
 
     `place` is its place among all of the model's blocks, and `part` what tells it from others of its layer, "experts"
     say; None where no layer has two. `activity` is what the model's config says of it, if it does: the density, and the
-    share of neurons in the union of 64 and of 128 neighbouring tokens (None: not measured). `answers` is what that
-    means for compiled evaluation on a GPU of compute capability 9.0, and on others: see
+    share of neurons in the union of 64 and of 128 neighbouring tokens (None: not measured). `choices` is what that
+    means for compiled evaluation on a GPU of compute capability 9.0, and `choices_elsewhere` on others: see
     `hf_twell.blocks.calls.store_density`.
     """
 
@@ -73,8 +73,8 @@ class FfnSettings:
     place: int = 0
     part: str | None = None
     activity: tuple[float, float | None, float | None] | None = None
-    answers: dict[float, bool] | None = None
-    answers_elsewhere: dict[float, bool] | None = None
+    choices: dict[float, bool] | None = None
+    choices_elsewhere: dict[float, bool] | None = None
 
 
 @dataclass(eq=False)
@@ -190,9 +190,9 @@ class SparseFfn(SparseBlock):
         if not (torch.compiler.is_compiling() and has_forward_of(SparseFfn, self)):
             self.twell_state.awaited = None
         l1 = self.l1_of(x)
-        # The kernels' backward does not know runs of tokens.
-        plain = l1 is not None and l1.runs is not None
-        operands = None if plain else self._operands(x)
+        # The L1 term and the count term are in the kernels' backward; what runs of tokens add to the count is not.
+        has_runs = l1 is not None and l1.runs is not None
+        operands = None if has_runs else self._operands(x)
         return self._through_submodules(x, l1) if operands is None else self._compute(x, l1, operands)
 
     def _operands(self, x: torch.Tensor) -> Operands | None:
@@ -215,32 +215,33 @@ class SparseFfn(SparseBlock):
 
     def _compute(self, x: torch.Tensor, l1: L1Inputs | None, operands: Operands) -> torch.Tensor:
         key, way = calls.settle(self, x, operands, reports=l1 is not None)
-        if way == "submodules":
-            calls.remember(self, x, operands, key, way)
-            return self._through_submodules(x, l1)
-        w_down = operands.w_down if key.compiled else _held(operands.w_down, x, self.training)
-        weights = operands.w_up, w_down, operands.w_gate
-        options: dict[str, Any] = {"b_up": operands.b_up, "b_down": operands.b_down, "b_gate": operands.b_gate}
-        if l1 is not None:
-            term = "count_scale" if l1.counts else "l1_scale"
-            options |= {term: l1.scale, "token_weight": l1.token_weight, "tally": l1.tally}
-        if way == "dense":
-            return api.dense_ffn(x, *weights, **options)
-        if operands.s_up is not None:
-            options |= {"s_up": operands.s_up, "s_down": operands.s_down, "s_gate": operands.s_gate}
-            options["quantize_x"] = key.quantize_x
+        if way == "plain":
+            y = self._through_submodules(x, l1)
         else:
-            options["capacity"] = self.twell_state.step_choice.capacity if torch.is_grad_enabled() else None
-        y = api.ffn(x, *weights, **options, backend=self.twell.backend, key=key, way=way)
+            w_down = operands.w_down if key.compiled else _held(operands.w_down, x, self.training)
+            weights = operands.w_up, w_down, operands.w_gate
+            options: dict[str, Any] = {"b_up": operands.b_up, "b_down": operands.b_down, "b_gate": operands.b_gate}
+            if l1 is not None:
+                term = "count_scale" if l1.counts else "l1_scale"
+                options |= {term: l1.scale, "token_weight": l1.token_weight, "tally": l1.tally}
+            if way == "dense":
+                y = api.dense_ffn(x, *weights, **options)
+            else:
+                if operands.s_up is not None:
+                    options |= {"s_up": operands.s_up, "s_down": operands.s_down, "s_gate": operands.s_gate}
+                    options["quantize_x"] = key.quantize_x
+                else:
+                    options["capacity"] = self.twell_state.step_choice.capacity if torch.is_grad_enabled() else None
+                y = api.ffn(x, *weights, **options, backend=self.twell.backend, key=key, way=way)
         calls.remember(self, x, operands, key, way)
         return y
 
     def _through_submodules(self, x: torch.Tensor, l1: L1Inputs | None) -> torch.Tensor:
         """Adapters, hooks and replaced linears or activations all count here."""
-        form = self.twell.form
-        activation, up, down = getattr(self, form.activation), getattr(self, form.up), getattr(self, form.down)
-        z, u = form.split(linear_of(getattr(self, form.first), x))
-        active = activation(z)
+        modules, form = self._modules, self.twell.form
+        up, down = modules[form.up], modules[form.down]
+        z, u = form.split(linear_of(modules[form.gate or form.up], x))
+        active = modules[form.activation](z)
         if l1 is not None and l1.counts:
             active = reference.inject_count(active, l1.scale, l1.token_weight, l1.runs, l1.unions)
         h = active if form.gate is None else active * (linear_of(up, x) if u is None else u)

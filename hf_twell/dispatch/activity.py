@@ -11,10 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-CPU_TOKENS, CPU_NEURONS, EVERY_CPU_CALLS = 16, 256, 32  # of a sample, which costs as much as a small call
-EXPERT_NEURONS = 64  # of each of the pairs in a CPU's sample, whose rows are copied
-CUDA_TOKENS, CUDA_NEURONS, EVERY_CUDA_CALLS = 64, 1024, 64
-RUN, CUDA_RUNS = 128, 2  # neighbouring tokens, as many as share a list in a GPU's kernels; runs in a GPU's sample
+from hf_twell.dispatch.limits import limit
 
 
 class Activity(NamedTuple):
@@ -23,13 +20,13 @@ class Activity(NamedTuple):
     Attributes:
         density: share of (token, neuron) pairs that are active; None: not known.
         on_kernels: whether the block trains by kernels already.
-        answers: what was chosen before, for a graph: see `hf_twell.dispatch.choose.answers`.
-        union: share of neurons that at least one of `RUN` neighbouring tokens activates; None: not known.
+        by_tokens: what was chosen before, for a graph: see `hf_twell.dispatch.choose.choices_by_tokens`.
+        union: share of neurons that at least one of kNeighbours (128) tokens activates; None: not known.
     """
 
     density: float | None = None
     on_kernels: bool = False
-    answers: dict[float, bool] | None = None
+    by_tokens: dict[float, bool] | None = None
     union: float | None = None
 
 
@@ -62,7 +59,7 @@ class RecentInputs:
 
     Attributes:
         density: by the latest sample that has arrived; None before the first.
-        union: by the latest sample of at least `RUN` tokens, on a CPU only of one that asked for it; None before that.
+        union: by the latest sample of kNeighbours tokens, on a CPU only of one that asked for it; None before that.
         wants_runs: whether the latest sample was of fewer tokens, so that the next call with so many looks again.
         look_in: how many calls may pass before the next has to look; 0 while a sample is on its way.
     """
@@ -83,18 +80,20 @@ class RecentInputs:
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
+        calls: int = 1,
         asks_union: Callable[[float], bool] | None = None,
     ) -> bool:
         """Count a call, and sample its activity or read a sample if that is due; whether what is known is new.
 
         Args:
             weight, bias, scale: of the projection whose sign says which neurons are active; see `active_share`.
+            calls: for how many it counts, see `hf_twell.dispatch.choose.sample_weight`.
             asks_union: whether at such a density a CPU's call goes by its union.
         """
         if x.numel() == 0 or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return False
-        self.look_in -= 1
-        has_runs = x.numel() >= RUN * x.shape[-1]
+        self.look_in -= calls
+        has_runs, kind = x.numel() >= limit("kNeighbours") * x.shape[-1], "Cpu" if x.is_cpu else "Cuda"
         if self.look_in >= 0 and self.density is not None and not (has_runs and self.wants_runs):
             return False
         sample = self._sample  # by this name, as another thread may read it meanwhile
@@ -103,8 +102,7 @@ class RecentInputs:
             if has_runs and not x.is_cpu:
                 shares = shares_of_runs(x, weight, bias, scale)
             else:
-                few = (CPU_TOKENS, CPU_NEURONS) if x.is_cpu else (CUDA_TOKENS, CUDA_NEURONS)
-                shares = active_share(x, weight, bias, *few, scale)
+                shares = active_share(x, weight, bias, scale, kind)
             sample = self._sample = Sample(shares)
         self.look_in = 0
         if not sample.arrived():
@@ -115,12 +113,12 @@ class RecentInputs:
         elif x.is_cpu and has_runs:
             self.density, self.union = shares, None
             if asks_union is not None and asks_union(shares):
-                self.union = shares_of_runs(x, weight, bias, scale, 1, CPU_NEURONS)[1].item()
+                self.union = shares_of_runs(x, weight, bias, scale, kind)[1].item()
         else:
             self.density = shares
             if self.union is not None and self.union < shares:
                 self.union = None  # it was of other inputs
-        self.look_in = (EVERY_CPU_CALLS if x.is_cpu else EVERY_CUDA_CALLS) - 1
+        self.look_in = limit(f"k{kind}SampleCalls") - 1
         return True
 
 
@@ -140,53 +138,52 @@ class RecentPairs:
 
     def look(self, x: torch.Tensor, index: torch.Tensor, w_gate_up: torch.Tensor) -> None:
         """Count a call, and sample some of its pairs if that is due. Shapes: as in `hf_twell.ops.experts`."""
-        self._look_in -= 1
+        self._look_in -= -(-len(x) // limit("kCpuSampleCallTokens"))
         if self._look_in >= 0:
             return
-        pairs = _spread(index.numel(), CPU_TOKENS, index.device)
+        pairs = _spread(index.numel(), limit("kCpuSampleTokens"), index.device)
         width = w_gate_up.shape[1] // 2
-        some = w_gate_up[:, : width : max(1, width // EXPERT_NEURONS)][index.flatten()[pairs]]
+        some = w_gate_up[:, : width : max(1, width // limit("kCpuSampleExpertNeurons"))][index.flatten()[pairs]]
         rows = x[pairs // index.shape[1]].to(some.dtype)
         self.density = (torch.bmm(some, rows.unsqueeze(2)) > 0).float().mean().item()
-        self._look_in = EVERY_CPU_CALLS - 1
+        self._look_in = limit("kCpuSampleCalls") - 1
 
 
 @torch.no_grad()
 def active_share(
     x: torch.Tensor,
     w_gate: torch.Tensor,
-    b_gate: torch.Tensor | None,
-    tokens: int,
-    neurons: int,
+    b_gate: torch.Tensor | None = None,
     s_gate: torch.Tensor | None = None,
+    kind: str = "Cpu",
 ) -> torch.Tensor:
-    """Share of active pairs, (), among at most `tokens` of x's tokens and `neurons` neurons.
+    """Share of active pairs, (), in a sample, of tokens and neurons as on a "Cpu" or with "Cuda".
 
     Shapes:
         x (..., D); w_gate (F, D); b_gate (F,) or None; s_gate (F, 1), the scales of an 8-bit w_gate, or None.
     """
     x_TD = x.reshape(-1, x.shape[-1])
-    return _active(x_TD[_spread(len(x_TD), tokens, x.device)], w_gate, b_gate, neurons, s_gate).float().mean()
+    some = x_TD[_spread(len(x_TD), limit(f"k{kind}SampleTokens"), x.device)]
+    return _active(some, w_gate, b_gate, s_gate, kind).float().mean()
 
 
 @torch.no_grad()
 def shares_of_runs(
     x: torch.Tensor,
     w_gate: torch.Tensor,
-    b_gate: torch.Tensor | None,
+    b_gate: torch.Tensor | None = None,
     s_gate: torch.Tensor | None = None,
-    wanted: int = CUDA_RUNS,
-    neurons: int = CUDA_NEURONS,
+    kind: str = "Cuda",
 ) -> torch.Tensor:
-    """Density and union, (2,), of so many runs of `RUN` neighbouring tokens, where kernels have their blocks.
+    """Density and union, (2,), of a run of neighbours ("Cpu") or of two ("Cuda"), where kernels have their blocks.
 
     As many strangers say no more of the density than that: what two neighbours share costs a sample less than tokens
-    add to it. Shapes: as `active_share`, x of `RUN` tokens at least.
+    add to it. Shapes: as `active_share`, x of kNeighbours tokens at least.
     """
-    x_TD = x.reshape(-1, x.shape[-1])
-    runs = len(x_TD) // RUN
-    x_RND = x_TD[: runs * RUN].unflatten(0, (runs, RUN))[_spread(runs, wanted, x.device)]
-    active_RNF = _active(x_RND, w_gate, b_gate, neurons, s_gate)
+    x_TD, run = x.reshape(-1, x.shape[-1]), limit("kNeighbours")
+    runs, wanted = len(x_TD) // run, 1 if kind == "Cpu" else limit("kCudaSampleRuns")
+    x_RND = x_TD[: runs * run].unflatten(0, (runs, run))[_spread(runs, wanted, x.device)]
+    active_RNF = _active(x_RND, w_gate, b_gate, s_gate, kind)
     return torch.stack([active_RNF.float().mean(), active_RNF.any(1).float().mean()])
 
 
@@ -200,20 +197,12 @@ def _spread(total: int, wanted: int, device: torch.device) -> torch.Tensor:
 
 
 def _active(
-    some: torch.Tensor,
-    w_gate: torch.Tensor,
-    b_gate: torch.Tensor | None,
-    neurons: int,
-    s_gate: torch.Tensor | None,
+    some: torch.Tensor, w_gate: torch.Tensor, b_gate: torch.Tensor | None, s_gate: torch.Tensor | None, kind: str
 ) -> torch.Tensor:
-    """Which of so many neurons, or of all, these tokens activate."""
+    """Which of a sample's neurons, or of all, these tokens activate."""
+    neurons = limit(f"k{kind}SampleNeurons")
     kept = _spread(len(w_gate), neurons, w_gate.device) if neurons < len(w_gate) else slice(None)
     weight, bias = w_gate[kept], None if b_gate is None else b_gate[kept]
     if s_gate is not None:
         weight = (weight.float() * s_gate[kept]).to(some.dtype)
     return F.linear(some, weight, bias) > 0
-
-
-def sampled_density(x: torch.Tensor, w_gate: torch.Tensor, b_gate: torch.Tensor | None = None) -> float:
-    """`active_share` of a small sample, as a number: tens of microseconds on a CPU."""
-    return active_share(x, w_gate, b_gate, CPU_TOKENS, CPU_NEURONS).item()

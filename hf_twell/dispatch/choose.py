@@ -18,7 +18,7 @@ from hf_twell.dispatch.activity import UNKNOWN, Activity
 from hf_twell.dispatch.key import EIGHT_BIT, HOPPER, CallKey
 from hf_twell.dispatch.limits import limit
 
-Way = Literal["submodules", "dense", "kernels"]
+Way = Literal["plain", "dense", "kernels"]
 _16_BITS = (torch.bfloat16, torch.float16)
 _CUDA_TABLES = ("kCudaLimits", "kCudaUnionLimits")  # of evaluation
 
@@ -26,19 +26,18 @@ _CUDA_TABLES = ("kCudaLimits", "kCudaUnionLimits")  # of evaluation
 def choose(key: CallKey, activity: Activity = UNKNOWN) -> Way:
     """The fastest way to compute a call.
 
-    "submodules": the block's own linears (of a bare `ops.ffn`, plain PyTorch on its tensors); "dense": plain matmuls,
-    and one kernel each way for all that lies between them; "kernels".
+    "plain": plain PyTorch, of a block its own linears; "dense": PyTorch's matmuls, and one kernel each way for all that
+    lies between them; "kernels": the sparse operator, which on a CPU looks at the activity itself and computes plain
+    matmuls beyond the same limits.
     """
     if key.device not in ("cpu", "cuda"):  # others have no kernels
-        return "submodules"
-    if key.asked and key.rival == "torch":
-        return "kernels"
-    if faster(key, activity):
+        return "plain"
+    if (key.asked and key.device == "cuda" and key.rival == "torch") or faster(key, activity):
         return "kernels"
     if key.compiled or key.weights in EIGHT_BIT or key.dtype not in dense_dtypes(key.device):
-        return "submodules"
+        return "plain"
     if key.device == "cpu" and not key.training and key.tokens * key.width < limit("kCpuSmallestH"):
-        return "submodules"
+        return "plain"
     return "dense"
 
 
@@ -48,11 +47,11 @@ def faster(key: CallKey, activity: Activity) -> bool:
     Few tokens cost what their density says, many on a GPU what their union says (`max_union`), many on a CPU what the
     lower of both says (`goes_by_union`).
     """
-    unread = key.device == "cuda" and key.quantize_x and quantizing_problem(key)
-    if unread and float(key.capability) >= limit("kCudaFp8Capability"):
+    dequantizes = key.device == "cuda" and key.quantize_x and quantizing_problem(key)
+    if dequantizes and float(key.capability) >= limit("kCudaFp8Capability"):
         return False  # others' linears use tensor cores for e4m3, which plain matmuls on dequantized weights leave idle
-    if activity.answers is not None:
-        return answer(activity.answers, key.tokens)
+    if activity.by_tokens is not None:
+        return choice_for(activity.by_tokens, key.tokens)
     if activity.union is not None and (most := max_union(key)) is not None:
         return activity.union <= most
     if activity.density is None:
@@ -70,13 +69,13 @@ def goes_by_union(key: CallKey, density: float) -> bool:
     """
     if key.device != "cpu" or key.training or key.rival != "torch" or key.weights in EIGHT_BIT or _amx(key):
         return False
-    if key.compiled or key.tokens < limit("kCpuUnionTokens"):
+    if key.compiled or key.tokens < limit("kNeighbours"):
         return False
     return max_density(key) < density <= min(limit("kCpuUnionMaxDensity"), max_density_of_size(key))
 
 
 def choose_experts(key: CallKey, activity: Activity) -> Way:
-    """The fastest way to compute a layer's routed experts: "kernels", a call for each expert, or "submodules".
+    """The fastest way to compute a layer's routed experts: "kernels", a call for each expert, or "plain".
 
     Args:
         key: of one expert's call, with as many tokens as each expert has on average. On a GPU how many that are must
@@ -87,12 +86,12 @@ def choose_experts(key: CallKey, activity: Activity) -> Way:
     if key.asked:
         return "kernels"
     if key.device != "cpu" or key.hidden * key.width < limit("kCpuExpertElements"):
-        return "submodules"
-    return "kernels" if choose(key, activity) == "kernels" else "submodules"
+        return "plain"
+    return "kernels" if choose(key, activity) == "kernels" else "plain"
 
 
 def max_union(key: CallKey) -> float | None:
-    """Union up to which kernels are faster than plain matmuls, of `hf_twell.dispatch.activity.RUN` neighbouring tokens.
+    """Union up to which kernels are faster than plain matmuls, of kNeighbours (128) tokens.
 
     None: such a call goes by its density, though the union be known.
 
@@ -131,8 +130,9 @@ def max_density(key: CallKey, on_kernels: bool = False) -> float:
             return 0.0
         return most if key.asked else min(most, limit("kVllmCuda8BitMaxDensity"))
     if key.training:
-        return limit(f"kCpuTrainingMaxDensity{_amx(key)}")
-    table = f"kCpuLimits{_amx(key)}"
+        return max_density_of_size(key)
+    float32 = key.dtype == key.weights == torch.float32
+    table = f"kCpuLimits{'Float32' if float32 else _amx(key)}"
     most = min(_row(table, key.tokens)[1], max_density_of_size(key))
     if key.rival == "torch":
         return most
@@ -142,17 +142,19 @@ def max_density(key: CallKey, on_kernels: bool = False) -> float:
 
 
 def max_density_of_size(key: CallKey) -> float:
-    """What of `max_density` goes by the sizes and type of the weights; at most 1.
+    """What of `max_density` goes by all but the number of tokens; at most 1.
 
     A CPU's operator is told this limit. That of its table it finds itself, by the number of tokens, which a graph may
     leave open.
     """
+    if key.device == "cpu" and key.training:
+        return limit(f"kCpuTrainingMaxDensity{_amx(key)}")
     return limit("kCpuCachedMaxDensity") if key.device == "cpu" and _in_cache(key) else 1.0
 
 
 def too_small(key: CallKey) -> bool:
     """Whether a call without gradients is too small for a CPU's kernels to be faster at any density."""
-    if key.device != "cpu" or key.training or key.exported:
+    if key.device != "cpu" or key.training or key.exported or key.asked:
         return False
     if key.casts and key.tokens < limit(f"kCpuMinTokensCast{_amx(key)}"):
         return True
@@ -166,10 +168,18 @@ def too_small(key: CallKey) -> bool:
     return _at_most(key.tokens, (work - 1) // elements)
 
 
+def sample_weight(key: CallKey) -> int:
+    """For how many calls one counts between two samples of its block's activity; 0 where that decides nothing."""
+    if key.device != "cpu":
+        return 1
+    return 0 if too_small(key) else -(-key.tokens // limit("kCpuSampleCallTokens"))
+
+
 def _in_cache(key: CallKey) -> bool:
     """Whether plain matmuls of these weights are that fast; 8-bit ones they dequantize in each call."""
-    small = key.hidden * key.width < limit("kCpuCachedElements")
-    return small and key.dtype == torch.float32 and key.weights not in EIGHT_BIT
+    if key.asked or key.dtype != torch.float32 or key.weights in EIGHT_BIT:
+        return False
+    return key.hidden * key.width < limit("kCpuCachedElements")
 
 
 def _at_most(tokens: int, most: int) -> bool:
@@ -253,7 +263,7 @@ def quantizing_problem(key: CallKey) -> str | None:
 # What is asked once, for calls that cannot ask for themselves
 
 
-def answers(key: CallKey, activity: Activity) -> dict[float, bool] | None:
+def choices_by_tokens(key: CallKey, activity: Activity) -> dict[float, bool] | None:
     """Whether kernels are faster for so many tokens or fewer, by the rows of a GPU's tables; None where always.
 
     A compiled graph on a GPU goes by these. It is guarded by them, and not by the activity: layers that go the same way
@@ -264,11 +274,11 @@ def answers(key: CallKey, activity: Activity) -> dict[float, bool] | None:
     return None if all(known.values()) else known
 
 
-def answer(known: dict[float, bool], tokens: int) -> bool:
-    """That of `answers` for so many tokens, a number that a graph may leave open.
+def choice_for(known: dict[float, bool], tokens: int) -> bool:
+    """That of `choices_by_tokens` for so many tokens, a number that a graph may leave open.
 
-    Such a graph is guarded by the nearest numbers at which the answer changes, and by nothing where it never does.
-    Where the number is fixed, the one answer is read. One that depends on data, which no guard may ask, counts as few.
+    Such a graph is guarded by the nearest numbers at which the choice changes, and by nothing where it never does.
+    Where the number is fixed, the one choice is read. One that depends on data, which no guard may ask, counts as few.
     """
     rows = tuple(known)
     if not torch.compiler.is_compiling():
@@ -283,8 +293,8 @@ def answer(known: dict[float, bool], tokens: int) -> bool:
     return known[rows[-1]]
 
 
-def same_answers(key: CallKey, activity: Activity) -> Activity:
-    """The highest density and union at which `choose` answers the same in evaluation, at every number of tokens.
+def highest_alike(key: CallKey, activity: Activity) -> Activity:
+    """The highest density and union at which `choose` says the same in evaluation, at every number of tokens.
 
     Each is one of the limits, or infinite where kernels are faster at no number of tokens that goes by it. An engine
     that writes them into compiled code writes these: layers of different activity then mostly share their code.
@@ -302,7 +312,7 @@ def same_answers(key: CallKey, activity: Activity) -> Activity:
 
 def _ends(key: CallKey) -> set[int]:
     """Numbers of tokens, one of each stretch in which the limit of density of such a call is one."""
-    tables = ("kCpuLimits", "kCpuLimitsAmx") if key.device == "cpu" else _CUDA_TABLES
+    tables = ("kCpuLimits", "kCpuLimitsFloat32", "kCpuLimitsAmx") if key.device == "cpu" else _CUDA_TABLES
     ends = {row[0] for table in tables for row in limit(table)} - {math.inf}
     elements = max(1, key.hidden * key.width)
     ends |= {limit("kVllmCudaDecodeTokens"), limit("kVllmCudaInt8MaxTokens"), limit("kCpuFewTokens")}

@@ -1,7 +1,7 @@
 """What a call is before anything is known of its values."""
 
 import functools
-from pathlib import Path
+import os
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ class CallKey(NamedTuple):
 
     Attributes:
         device: its type, "cuda" or "cpu"; no kernels are known for others.
-        capability: a GPU's, such as "9.0"; of a processor "amx" where it multiplies bfloat16 matrices, else "".
+        capability: a GPU's, such as "9.0"; "amx" where a CPU's kernels multiply bfloat16 on a matrix unit, else "".
         dtype: what the call computes in: x's, or autocast's.
         weights: their dtype; int8 and float8_e4m3fn ones have scales.
         tokens: T, the rows of x: those of all sequences together. A graph may leave it open.
@@ -27,7 +27,8 @@ class CallKey(NamedTuple):
         casts: whether kernels would cast float32 weights that autocast keeps cast for plain matmuls.
         compiled: whether the call is traced into a graph.
         exported: whether that is `torch.export`'s, for every number of tokens.
-        asked: whether kernels were asked for: by a backend's name, or in vLLM beyond what has been timed.
+        asked: whether kernels were asked for: by a backend's name (a GPU's at every density, a CPU's at every size) or
+            in vLLM beyond what has been timed.
         rival: whose plain matmuls kernels have to beat: "torch" or "vllm".
     """
 
@@ -80,22 +81,20 @@ def exports() -> bool:
 @assume_constant_result
 def device_class(kind: str, index: int | None = None) -> tuple[str, str]:
     """`CallKey.device` and `.capability` of a device of this type."""
-    return _device_class(kind, index)
+    if kind == "cuda":
+        return kind, _capability(index)
+    if kind != "cpu" or not hasattr(torch.ops.hf_twell, "cpu_matrix_unit"):  # there are no kernels before it is loaded
+        return kind, ""
+    return kind, "amx" if _has_matrix_unit(os.environ.get("HF_TWELL_CPU_ISA")) else ""
 
 
 @functools.cache  # apart, as Dynamo looks into what both decorate
-def _device_class(kind: str, index: int | None) -> tuple[str, str]:
-    if kind == "cuda":
-        return kind, "{}.{}".format(*torch.cuda.get_device_capability(index))
-    return kind, "amx" if kind == "cpu" and "amx_bf16" in processor_features() else ""
+def _capability(index: int | None) -> str:
+    return "{}.{}".format(*torch.cuda.get_device_capability(index))
 
 
 @functools.cache
-def processor_features() -> frozenset[str]:
-    """Names of the CPU's instruction sets as Linux gives them; empty elsewhere."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    flags = next((line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))), "")
-    return frozenset(flags.split())
+def _has_matrix_unit(_named_isa: str | None) -> bool:
+    """What the library says, which reads the environment's set of instructions by itself."""
+    with torch._C._DisableTorchDispatch():  # a mode that watches operators is not to see this
+        return torch.ops.hf_twell.cpu_matrix_unit()

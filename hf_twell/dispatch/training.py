@@ -9,13 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from hf_twell.dispatch.activity import CUDA_NEURONS, CUDA_TOKENS, Activity, Sample, active_share
+from hf_twell.dispatch.activity import Activity, Sample, active_share
 from hf_twell.dispatch.choose import faster, max_density
 from hf_twell.dispatch.constant import assume_constant_result
 from hf_twell.dispatch.key import HOPPER, CallKey
 from hf_twell.dispatch.limits import limit
-
-SAMPLE_EVERY_STEPS = 8  # of the optimizer
 
 
 class TrainingChoice:
@@ -66,7 +64,7 @@ class TrainingChoice:
         if key.compiled:
             self._note_trace()
         if key.compiled or x.numel() == 0:
-            return Activity(answers={float("inf"): self.sparse})
+            return Activity(by_tokens={float("inf"): self.sparse})
         if w_gate._version != self._version and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._version = w_gate._version
             self._choose(key, x, w_gate, b_gate)
@@ -82,8 +80,8 @@ class TrainingChoice:
         if self._sample is not None and (waits or self._sample.arrived()):
             self.density, self._sample = self._sample.values(), None
             self.capacity = needed_capacity(self.density, len(w_gate))
-        if self._sample is None and self._steps % SAMPLE_EVERY_STEPS == 0:
-            self._sample = Sample(active_share(x, w_gate, b_gate, CUDA_TOKENS, CUDA_NEURONS))
+        if self._sample is None and self._steps % limit("kCudaSampleSteps") == 0:
+            self._sample = Sample(active_share(x, w_gate, b_gate, kind="Cuda"))
         self._steps += 1
         self.sparse = faster(key, self._known())
 
@@ -125,7 +123,7 @@ class ModelChoice:
         if self._seen is not None:
             seen, self._seen = self._seen, None
             _choose_together(*seen)
-        if self._steps % SAMPLE_EVERY_STEPS == 0:
+        if self._steps % limit("kCudaSampleSteps") == 0:
             self._seen = blocks, tokens, Sample(density())
         self._steps += 1
 

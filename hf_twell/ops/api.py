@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_twell.dispatch.activity import UNKNOWN, Activity, sampled_density
+from hf_twell.dispatch.activity import UNKNOWN, Activity, active_share
 from hf_twell.dispatch.choose import Way, choose, max_density_of_size, problem, training_problem
 from hf_twell.dispatch.constant import assume_constant_result
 from hf_twell.dispatch.key import EIGHT_BIT, CallKey, dtype_of, key_of
@@ -116,18 +116,19 @@ def ffn(
     looked = way is not None and not (key.compiled or torch.is_grad_enabled())
     if way is None:
         activity = UNKNOWN
-        if needs_grad and key.device == "cpu" and not (key.asked or key.compiled or x.numel() == 0):
+        if key.training and key.device == "cpu" and not (key.asked or key.compiled or x.numel() == 0):
             # Kernels' forward would follow the density itself, but its backward computes again what plain matmuls keep.
-            # Equal inputs get equal answers, so recomputation repeats the choice.
-            activity = Activity(sampled_density(x, *((w_up, b_up) if w_gate is None else (w_gate, b_gate))))
+            # Equal inputs get equal answers: a checkpoint's forward without gradients goes as its recomputation.
+            first = (w_up, b_up) if w_gate is None else (w_gate, b_gate)
+            activity = Activity(active_share(x, *first).item())
         way = choose(key, activity)
     if way != "kernels":
         beside |= {"b_up": b_up, "b_down": b_down, "b_gate": b_gate}
-        if way == "submodules":
+        if way == "plain":
             return reference.ffn(x, w_up, w_down, w_gate, **beside, **terms)
         return dense_ffn(x, w_up, w_down, w_gate, b_up=b_up, b_down=b_down, b_gate=b_gate, **terms)
     if not needs_grad:  # nothing reads the report, and the terms change gradients alone
-        most = 1.0 if key.asked or looked else max_density_of_size(key)
+        most = 1.0 if looked else max_density_of_size(key)
         return torch.ops.hf_twell.infer(*inputs, *scales, quantize_x, most)
     l1_scale, count_scale, token_weight = _in_float32(l1_scale, count_scale, token_weight)
     capacity = min(capacity or saved_capacity(x.device.type, w_up.shape[0]), w_up.shape[0])
@@ -139,10 +140,10 @@ def dense_ffn(
     w_up: torch.Tensor,
     w_down: torch.Tensor,
     w_gate: torch.Tensor | None = None,
-    *,
     b_up: torch.Tensor | None = None,
     b_down: torch.Tensor | None = None,
     b_gate: torch.Tensor | None = None,
+    *,
     l1_scale: torch.Tensor | None = None,
     count_scale: torch.Tensor | None = None,
     token_weight: torch.Tensor | None = None,
@@ -157,7 +158,8 @@ def dense_ffn(
     gate, up = linear(x, w_up, b_up), None
     if w_gate is not None:
         gate, up = linear(x, w_gate, b_gate), gate
-    l1_scale, count_scale, token_weight = _in_float32(l1_scale, count_scale, token_weight)
+    if not (l1_scale is None and count_scale is None and token_weight is None):
+        l1_scale, count_scale, token_weight = _in_float32(l1_scale, count_scale, token_weight)
     return linear(torch.ops.hf_twell.activation(gate, up, l1_scale, token_weight, tally, count_scale), w_down, b_down)
 
 

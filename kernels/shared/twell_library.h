@@ -12,6 +12,8 @@
 
 // PyTorch's macros paste the name as it is written, so it is expanded one step before.
 #define TWELL_OPERATORS_IN(name, library) STABLE_TORCH_LIBRARY(name, library)
+#define TWELL_MORE_OPERATORS_IN(name, library) STABLE_TORCH_LIBRARY_FRAGMENT(name, library)
 #define TWELL_IMPLEMENTATIONS_IN(name, key, library) STABLE_TORCH_LIBRARY_IMPL(name, key, library)
 #define TWELL_OPERATORS(library) TWELL_OPERATORS_IN(TWELL_NAMESPACE, library)
+#define TWELL_MORE_OPERATORS(library) TWELL_MORE_OPERATORS_IN(TWELL_NAMESPACE, library)  // of one backend alone
 #define TWELL_IMPLEMENTATIONS(key, library) TWELL_IMPLEMENTATIONS_IN(TWELL_NAMESPACE, key, library)

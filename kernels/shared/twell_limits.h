@@ -18,6 +18,35 @@ constexpr int64_t kMaxWidth = 65536;   // F: a neuron's index takes 16 bits
 // nothing is gained by quantizing x. Above, x is quantized where that is asked for.
 constexpr int64_t kDecodeMaxTokens = 64;
 
+// ---- How a block's activity is sampled
+
+// Neighbouring tokens whose union counts, as many as share a list in a GPU's kernels.
+constexpr int64_t kNeighbours = 128;
+// Of an eager block in evaluation: tokens and neurons, at most, and how many calls a sample decides. A CPU's takes 1 to
+// 45 % of the time of up to 128 tokens, and 0.1 to 2 % of 1,024, for which the slower way may take four times the other.
+// So a call counts as one for each kCpuSampleCallTokens tokens. (kernels/twell_cpu/LOG.md, "What a sample costs")
+constexpr int64_t kCpuSampleTokens = 16;
+constexpr int64_t kCpuSampleNeurons = 256;
+constexpr int64_t kCpuSampleCalls = 32;
+constexpr int64_t kCpuSampleCallTokens = 128;
+constexpr int64_t kCpuSampleExpertNeurons = 64;  // of each (token, expert) in a sample, whose rows are copied
+constexpr int64_t kCudaSampleTokens = 64;
+constexpr int64_t kCudaSampleNeurons = 1024;
+constexpr int64_t kCudaSampleCalls = 64;
+constexpr int64_t kCudaSampleRuns = 2;  // of kNeighbours tokens, in calls of so many
+// Of a block that trains on a GPU: steps of the optimizer between two samples.
+constexpr int64_t kCudaSampleSteps = 8;
+// Of the operator on a CPU in each call, however it came to be called: groups of neurons, in calls of fewer tokens than
+// kCpuGroupsTokens and in others.
+constexpr int64_t kCpuGroupNeurons = 8;
+constexpr int64_t kCpuGroupsFew = 18;
+constexpr int64_t kCpuGroupsMany = 36;
+constexpr int64_t kCpuGroupsTokens = 64;
+// Then it counts what it finds, and gives up above the limit's share of what it has seen and this: a share of all that
+// there is, and of pairs so many a token more.
+constexpr double kCpuCountSpare = 0.02;
+constexpr int64_t kCpuCountSparePairs = 4;
+
 // ---- Up to which density kernels are faster than plain matmuls
 
 // A table's first row with at least a call's tokens holds the limit; 0: kernels are never faster.
@@ -35,9 +64,16 @@ constexpr DensityLimit kCpuLimits[] = {
     {32, 0.2},
     {kMany, 0.18},
 };
-// Many neighbours that share neurons cost what their union says, too: where of 128 tokens at most such a share of
+// The same in float32, where many tokens gather a down_proj by columns as slowly as matmuls run from 14 % on.
+constexpr DensityLimit kCpuLimitsFloat32[] = {
+    {2, 1.0},
+    {8, 0.3},
+    {32, 0.2},
+    {256, 0.18},
+    {kMany, 0.14},
+};
+// From kNeighbours tokens on, those that share neurons cost what their union says, too: where at most such a share of
 // neurons is active in one or more, kernels are faster up to such a density. No 8-bit weights; without AMX alone.
-constexpr int64_t kCpuUnionTokens = 128;
 constexpr double kCpuMaxUnion = 0.65;
 constexpr double kCpuUnionMaxDensity = 0.3;
 // The same in bfloat16 on a processor that multiplies matrices of it (AMX).

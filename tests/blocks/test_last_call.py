@@ -14,12 +14,12 @@ from hf_twell.bench import workload
 from hf_twell.blocks import calls, modeling
 from hf_twell.blocks.architectures import FORMS
 from hf_twell.dispatch import limits
-from hf_twell.dispatch.activity import EVERY_CPU_CALLS
 from hf_twell.models.quantizing import quantize_block
-from hf_twell.ops import build
+from hf_twell.ops import api, build
 
 pytestmark = pytest.mark.skipif(not build.status("cpu", build=True).available, reason="needs the CPU kernels")
 SEEN = ("hook", "pre hook", "block hook", "forward", "class")  # changes that tell when they come to be called
+EVERY = limits.limit("kCpuSampleCalls")
 CHANGES = (*SEEN, "activation", "weight", "dtype", "training", "backend", "width")
 
 
@@ -53,7 +53,7 @@ def test_later_calls_are_the_first_one_again(block):
     for count in range(2, 70):  # past samples of the density
         assert torch.equal(ffn(x), first)
         assert ffn.twell_state.last_call is not None
-        assert ffn.twell_state.recent.look_in == (EVERY_CPU_CALLS - count) % EVERY_CPU_CALLS
+        assert ffn.twell_state.recent.look_in == (EVERY - count) % EVERY
     assert torch.equal(calls.repeat(ffn, x), first)
     with torch.enable_grad():
         assert calls.repeat(ffn, x) is None
@@ -135,14 +135,35 @@ def test_little_code_lies_between_a_block_and_the_operator(block):
     assert len(returns) <= 30, returns
 
 
+@pytest.mark.parametrize("way", ["dense", "plain"])
+@torch.no_grad()
+def test_a_call_that_kernels_do_not_compute_passes_as_little(way, monkeypatch):
+    if way == "plain":
+        monkeypatch.setitem(limits.read(), "kCpuSmallestH", 1 << 17)  # as users have it
+    x, *weights = workload.make_ffn(128, 64, 300, 150.0)
+    ffn = workload.patched_block(*weights)
+    torch.testing.assert_close(ffn(x), ffn(x))
+    assert ffn.twell_state.last_call.compute is (api.dense_ffn if way == "dense" else None)
+    files, returns = trace(ffn, x)
+    own = {name for name in files if "hf_twell" in name}
+    assert len(own) <= 4, own
+    assert len(returns) <= 6, returns
+    handle = ffn.act_fn.register_forward_hook(lambda module, args, output: output * 0)
+    assert not ffn(x).any()
+    handle.remove()
+    ffn.down_proj.weight.data = torch.zeros_like(ffn.down_proj.weight)
+    assert ffn(x[:2]).shape == (2, 64)
+    assert not ffn(x).any()
+
+
 def trace(ffn, x) -> tuple[set[str], list[str]]:
-    """The files that a call passes on its way to the operator, and the functions that return before."""
+    """The files that a call passes on its way to the operator or a linear, and the functions that return before."""
     files: set[str] = set()
     returns: list[str] = []
 
     def look(frame, event, arg):
         name = frame.f_code.co_filename
-        if event == "call" and name.endswith("torch/_ops.py"):
+        if event == "call" and name.endswith(("torch/_ops.py", "nn/modules/linear.py")):
             sys.setprofile(None)
         elif event == "call":
             files.add(name)
@@ -181,10 +202,10 @@ def test_a_block_that_went_by_its_linears_looks_again_once_its_weights_are_of_an
     x, *weights = workload.make_ffn(2, 64, 300, 6.0)
     ffn, x = workload.patched_block(*(weight.float() for weight in weights)), x.float()
     ffn(x), ffn(x)
-    assert ffn.twell_state.last_call.kernels is None
+    assert ffn.twell_state.last_call.compute is None
     quantize_block(ffn, ffn.twell.form, "int8")
     ffn(x)
-    assert ffn.twell_state.last_call.kernels is not None
+    assert ffn.twell_state.last_call.compute is not None
 
 
 @torch.no_grad()
@@ -213,6 +234,6 @@ def test_small_calls_between_others_do_not_put_off_the_next_sample(monkeypatch):
     ffn.gate_proj.weight.zero_()
     ffn.gate_proj.weight[:, 0] = 1.0
     x[..., 0] = 1.0  # every neuron is active from now on
-    for _ in range(EVERY_CPU_CALLS + 1):
+    for _ in range(EVERY + 1):
         ffn(x), ffn(x[:1])
     assert ffn.twell_state.recent.density > 0.9

@@ -11,7 +11,7 @@ from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.cli import main
 from hf_twell.convert.entry import check_entry
 from hf_twell.dispatch.activity import Activity
-from hf_twell.dispatch.choose import answers
+from hf_twell.dispatch.choose import choices_by_tokens
 from hf_twell.dispatch.key import HOPPER, CallKey
 from hf_twell.models.adapters import RECORD, save_adapter
 from tests.conftest import ids, logits, tiny_llama
@@ -26,7 +26,7 @@ def measured(model) -> list[float]:
 
 def known(model) -> dict[int, dict | None]:
     """What each layer's sparse block knows of its density, for compiled evaluation."""
-    return {ffn.twell.layer: ffn.twell.answers for ffn in sparse_ffns(model)}
+    return {ffn.twell.layer: ffn.twell.choices for ffn in sparse_ffns(model)}
 
 
 def activity(model) -> list[tuple | None]:
@@ -41,7 +41,7 @@ def long_ids(length: int = 130) -> torch.Tensor:
 def answers_of(model, density) -> list:
     weight = sparse_ffns(model)[0].up_proj.weight
     key = CallKey("cuda", HOPPER, weight.dtype, weight.dtype, 1, *reversed(weight.shape))
-    return [answers(key, Activity(share)) for share in density]
+    return [choices_by_tokens(key, Activity(share)) for share in density]
 
 
 @pytest.mark.parametrize("load", [AutoModelForCausalLM, TwellLlamaForCausalLM])

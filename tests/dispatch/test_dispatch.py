@@ -13,14 +13,15 @@ from hf_twell.bench import workload
 from hf_twell.blocks import calls
 from hf_twell.dispatch import key as dispatch_key
 from hf_twell.dispatch import limits
-from hf_twell.dispatch.activity import RUN, UNKNOWN, Activity, RecentInputs, shares_of_runs
+from hf_twell.dispatch.activity import UNKNOWN, Activity, RecentInputs, shares_of_runs
 from hf_twell.dispatch.choose import (
-    answer,
-    answers,
+    choice_for,
+    choices_by_tokens,
     choose,
+    highest_alike,
     max_density,
     max_density_of_size,
-    same_answers,
+    sample_weight,
     too_small,
 )
 from hf_twell.dispatch.constant import assume_constant_result
@@ -29,7 +30,7 @@ from hf_twell.dispatch.limits import limit
 from hf_twell.models.quantizing import quantize_block
 from hf_twell.ops import api, build, toolchain
 from hf_twell.serving.vllm_plugin import operator  # noqa: F401  defines torch.ops.hf_twell_vllm.ffn
-from tests.ffn_cases import KINDS, make_case
+from tests.ffn_cases import ISAS, KINDS, make_case
 
 BF16 = torch.bfloat16
 SIZES = {"small": (2048, 5632), "medium": (2048, 6144), "large": (2560, 8192), "cached": (512, 512)}
@@ -68,10 +69,15 @@ def test_every_number_is_the_headers():
 
 def test_no_number_stands_in_the_code_that_decides():
     """But 0 and 1, by which it counts, and the size of a tile."""
-    for name in ("choose", "key", "limits"):
+    golden, own = {"0.618", "2"}, {"0", "0.0", "1", "1.0", "16"}
+    for name in ("activity", "choose", "key", "limits", "training"):
         source = (toolchain.kernels_dir().parent / "hf_twell" / "dispatch" / f"{name}.py").read_text()
         code = re.sub(r'"""[\s\S]*?"""|#.*|f?"[^"\n]*"', "", source)
-        assert set(re.findall(r"(?<![\w.])\d[\d.]*", code)) <= {"0", "0.0", "1", "1.0", "16"}, name
+        assert set(re.findall(r"(?<![\w.])\d[\d.]*", code)) <= own | (golden if name == "activity" else set()), name
+    for name in ("forward", "find"):
+        code = re.sub(r"//.*", "", (toolchain.kernels_dir() / "twell_cpu" / "forward" / f"{name}.cpp").read_text())
+        shares = set(re.findall(r"(?<![\w.])\d+\.\d+(?!f)", code))
+        assert shares <= {"1.0", "0.25"}, "but whether signs from high digits alone pay"
 
 
 @pytest.mark.parametrize(("size", "column"), [("small", 1), ("medium", 2), ("large", 3)])
@@ -88,8 +94,10 @@ def test_a_gpus_limits_are_the_tables(size, column):
 
 @pytest.mark.parametrize("amx", [False, True])
 def test_a_cpus_limits_by_tokens_and_dtype(amx):
-    for tokens, most in zip((2, 4, 8, 32, 64, 65), (1.0, 0.3, 0.3, 0.2, 0.18, 0.18), strict=True):
-        assert max_density(cpu_key(tokens, torch.float32, amx=amx)) == most
+    for tokens, most in zip((2, 4, 8, 32, 64, 257), (1.0, 0.3, 0.3, 0.2, 0.18, 0.18), strict=True):
+        assert max_density(cpu_key(tokens, torch.float16, amx=amx)) == most
+        assert max_density(cpu_key(tokens, torch.float32, amx=amx)) == (0.14 if tokens == 257 else most)
+        assert max_density(cpu_key(tokens, torch.float32)._replace(weights=torch.int8)) == most
         with_units = 1.0 if tokens <= 2 else 0.075 if tokens <= 64 else 0.035
         assert max_density(cpu_key(tokens, BF16, amx=amx)) == (with_units if amx else most)
 
@@ -110,7 +118,7 @@ def test_a_cpus_limits_of_small_matrices(monkeypatch):
 
 
 def test_kernels_are_never_faster_on_other_devices():
-    assert choose(CallKey("mps", "", BF16, BF16, 1, *SIZES["small"]), Activity(0.0)) == "submodules"
+    assert choose(CallKey("mps", "", BF16, BF16, 1, *SIZES["small"]), Activity(0.0)) == "plain"
 
 
 @pytest.mark.parametrize(("tokens", "most"), [(1024, 0.0), (1025, 0.008), (2049, 0.018), (1 << 20, 0.025)])
@@ -127,9 +135,35 @@ def test_training_on_a_cpu(amx, most):
         assert choose(cpu_key(100, BF16, amx=amx, training=True), Activity(density)) == way
 
 
-def test_kernels_that_are_asked_for_are_taken_at_every_density():
+def test_kernels_that_are_asked_for_are_taken_at_every_density_on_a_gpu_and_at_every_size_on_a_cpu(monkeypatch):
     for training in (False, True):
         assert choose(gpu_key(512, training=training, asked=True), Activity(1.0)) == "kernels"
+    monkeypatch.undo()  # sizes as users have them
+    small = CallKey("cpu", "", torch.float32, torch.float32, 1, 64, 172)
+    assert [choose(small._replace(asked=asked), Activity(0.5)) for asked in (True, False)] == ["kernels", "plain"]
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("density", [0.01, 0.5])
+@torch.no_grad()
+def test_a_cpus_backend_by_name_goes_by_the_density_as_its_operator_does(density):
+    for tokens in (4, 128):
+        x, block = block_of(density, tokens, BF16)
+        block.twell.backend = "cpu"
+        weights = block.up_proj.weight, block.down_proj.weight, block.gate_proj.weight
+        expected = choose(key_of(x, *weights[:2], asked=True), Activity(density)) != "kernels"
+        assert expected == (density == 0.5)
+        block(x)
+        assert by_matmuls(block, x) == expected
+        assert by_matmuls(functools.partial(api.ffn, backend="cpu"), x, *weights) == expected
+
+
+@needs_cpu_kernels
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+def test_whether_there_is_a_matrix_unit_says_the_library(isa):
+    """And neither the processor, whose instruction sets the environment may cap, nor the build alone."""
+    assert torch.ops.hf_twell.cpu_matrix_unit() == (isa == "amx")
+    assert dispatch_key.device_class("cpu") == ("cpu", "amx" if isa == "amx" else "")
 
 
 @pytest.mark.parametrize(
@@ -238,6 +272,24 @@ def test_all_train_the_same_way_on_a_cpu(density):
 
 
 @needs_cpu_kernels
+@pytest.mark.parametrize("density", [0.01, 0.25])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_checkpoints_forward_without_gradients_goes_as_its_recomputation(density, compiled):
+    """At 25 % 8 tokens take kernels in evaluation and none in training."""
+    x, block = block_of(density, 8, BF16)
+    block.train().requires_grad_()
+    function = torch.compile(block, backend="eager", fullgraph=True) if compiled else block
+    counts = []
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            function(x)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                function(x)
+        counts.append({event.key: event.count for event in profile.key_averages()}.get("aten::linear", 0))
+    assert counts == [3 * (density == 0.25) + (not compiled)] * 2, "the same matmuls, and the sample's"
+
+
+@needs_cpu_kernels
 @torch.no_grad()
 def test_blocks_too_small_for_kernels_go_the_same_way(monkeypatch):
     monkeypatch.undo()  # sizes as users have them
@@ -274,14 +326,14 @@ def test_what_graphs_and_vllm_store_has_the_answers_of_the_density(size, weights
     key = gpu_key(1, size, weights, quantize_x=quantize_x)._replace(capability=capability)
     stored = gpu_key(1, size, weights)._replace(capability="9.0" if capability == "9.0" else "8.0")
     for activity in (*map(Activity, DENSITIES), *(Activity(0.1, union=union) for union in UNIONS)):
-        known = answers(stored, activity)
+        known = choices_by_tokens(stored, activity)
         assert activity.union is not None or (known is None) == (activity.density <= 0.012)
         of_vllm = key._replace(rival="vllm")
-        same = same_answers(of_vllm, activity)
+        same = highest_alike(of_vllm, activity)
         for tokens in TOKENS:
             eager = choose(key._replace(tokens=tokens), activity) == "kernels"
             traced = key._replace(tokens=tokens, compiled=True)
-            graph = choose(traced, Activity(answers=known) if known else UNKNOWN)
+            graph = choose(traced, Activity(by_tokens=known) if known else UNKNOWN)
             assert eager == (graph == "kernels")
             exact = choose(of_vllm._replace(tokens=tokens), activity)
             assert exact == choose(of_vllm._replace(tokens=tokens), same), (tokens, activity, same)
@@ -305,7 +357,7 @@ def test_many_tokens_go_by_the_union_where_it_is_known(size):
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_many_tokens_on_a_cpu_go_by_the_union_where_they_are_too_dense(dtype):
     most, densest = limit("kCpuMaxUnion"), limit("kCpuUnionMaxDensity")
-    many = cpu_key(limit("kCpuUnionTokens"), dtype)
+    many = cpu_key(limit("kNeighbours"), dtype)
     assert choose(many, Activity(densest, union=most)) == "kernels"
     assert choose(many, Activity(0.1, union=1.0)) == "kernels", "the density alone says so"
     for activity in (Activity(densest), Activity(densest, union=most + 0.01), Activity(densest + 0.01, union=0.4)):
@@ -357,6 +409,14 @@ def test_a_density_is_looked_at_in_some_calls_alone():
     assert recent.density == 1
 
 
+def test_calls_of_many_tokens_are_looked_at_more_often_on_a_cpu():
+    recent, gate, x = RecentInputs(), -torch.ones(2048, 16), torch.ones(3, 16)
+    weights = {tokens: sample_weight(cpu_key(tokens, BF16)) for tokens in (1, 128, 1024, 16384)}
+    assert weights == {1: 1, 128: 1, 1024: 8, 16384: 128}
+    assert [recent.look(x, gate, calls=8) for _ in range(13)] == [number % 4 == 0 for number in range(13)]
+    assert sample_weight(gpu_key(16384)) == 1, "which waits for no sample"
+
+
 def test_a_cpu_looks_at_the_union_where_that_decides():
     recent, gate = RecentInputs(), torch.eye(16).repeat(16, 1)
     for density in (1 / 16, 0.5):  # alike neighbours: their union is no more
@@ -388,13 +448,13 @@ def test_a_prefill_behind_decoding_is_looked_at_for_its_union():
 def test_a_sample_of_runs_says_what_neighbours_share(tokens):
     of_token, eye = torch.arange(tokens), torch.eye(16)
     gate = eye.repeat(64, 1)  # neuron f is active where coordinate f % 16 is
-    alike, different = (shares_of_runs(eye[place % 16], gate, None) for place in (of_token // RUN, of_token))
+    alike, different = (shares_of_runs(eye[place % 16], gate, None) for place in (of_token // 128, of_token))
     assert alike.tolist() == [1 / 16, 1 / 16]
     assert different.tolist() == [1 / 16, 1.0]
     sequences = torch.zeros(tokens, 16)
     sequences[::1024] = 1.0  # first tokens activate everything, others nothing
     density, _ = shares_of_runs(sequences, gate, None)
-    assert density <= 1 / RUN
+    assert density <= 1 / 128
 
 
 # What a graph asks
@@ -403,12 +463,12 @@ def test_a_sample_of_runs_says_what_neighbours_share(tokens):
 class Chooses(torch.nn.Module):
     def __init__(self, density, size):
         super().__init__()
-        self.answers = answers(gpu_key(1, size), Activity(density))
+        self.choices = choices_by_tokens(gpu_key(1, size), Activity(density))
 
     def forward(self, x):
-        if self.answers is None:
+        if self.choices is None:
             return x + 1
-        return x + 1 if answer(self.answers, x.shape[0] * x.shape[1]) else x - 1
+        return x + 1 if choice_for(self.choices, x.shape[0] * x.shape[1]) else x - 1
 
 
 @pytest.mark.slow
@@ -488,7 +548,7 @@ def test_the_density_in_compiled_code_gets_the_answers_of_the_layers_own(monkeyp
     monkeypatch.undo()  # sizes as users have them
     known, key = set(), CallKey(device, "", dtype, dtype, 1, *SIZES[size], rival=rival)
     for density in (0.0, 0.001, 0.012, 0.0121, 0.05, 0.18, 0.3, 1.0):
-        same = same_answers(key, Activity(density)).density
+        same = highest_alike(key, Activity(density)).density
         known.add(same)
         assert same >= density
         for tokens in TOKENS:
@@ -498,13 +558,13 @@ def test_the_density_in_compiled_code_gets_the_answers_of_the_layers_own(monkeyp
 
 
 def test_on_a_device_without_kernels_no_density_gets_them():
-    same = same_answers(CallKey("mps", "", BF16, BF16, 1, *SIZES["small"]), Activity(0.0))
+    same = highest_alike(CallKey("mps", "", BF16, BF16, 1, *SIZES["small"]), Activity(0.0))
     assert same == Activity(float("inf"))
 
 
-def test_a_device_without_kernels_goes_by_submodules():
+def test_a_device_without_kernels_goes_by_plain_pytorch():
     key = CallKey("mps", "", BF16, BF16, 1, *SIZES["small"])
-    assert {choose(key), choose(key, Activity(0.0)), choose(key._replace(asked=True))} == {"submodules"}
+    assert {choose(key), choose(key, Activity(0.0)), choose(key._replace(asked=True))} == {"plain"}
 
 
 @pytest.mark.parametrize("density", [0.21, 0.22, 0.27])
@@ -513,7 +573,7 @@ def test_a_stored_density_keeps_its_answers_whatever_the_rows_of_the_table(densi
     table = ((2, 1.0, 1.0, 1.0), (12, 0.3, 0.3, 0.3), (14, 0.25, 0.25, 0.25), (float("inf"), 0.2, 0.2, 0.2))
     monkeypatch.setitem(limits.read(), "kCudaLimits", table)
     key = CallKey("cuda", "9.0", BF16, BF16, 1, *SIZES["small"])
-    same = same_answers(key, Activity(density)).density
+    same = highest_alike(key, Activity(density)).density
     for tokens in range(1, 100):
         ways = {choose(key._replace(tokens=tokens), Activity(stored)) for stored in (density, same)}
         assert len(ways) == 1, (tokens, same)

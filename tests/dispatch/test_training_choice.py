@@ -22,7 +22,6 @@ from hf_twell.dispatch.activity import Sample
 from hf_twell.dispatch.key import CallKey
 from hf_twell.dispatch.limits import limit
 from hf_twell.dispatch.training import (
-    SAMPLE_EVERY_STEPS,
     Block,
     ModelChoice,
     TrainingChoice,
@@ -41,6 +40,7 @@ needs_cpu_kernels = pytest.mark.skipif(
 )
 TOKENS, HIDDEN, INTERMEDIATE = 64, 16, 2048
 LIMIT = 0.02
+STEPS = limit("kCudaSampleSteps")  # between two samples
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ class Run:
         assert len(ways) == 1
         return ways.pop()
 
-    def steps(self, density: float, count: int = 2 * SAMPLE_EVERY_STEPS) -> list[bool]:
+    def steps(self, density: float, count: int = 2 * STEPS) -> list[bool]:
         return [self.step(density, 3) for _ in range(count)]
 
 
@@ -88,12 +88,12 @@ def test_dense_until_it_is_known_to_be_sparse():
     assert run.choice.density is None
     assert not run.step(0.005)
     assert run.choice.density == pytest.approx(6 / 1024)
-    assert Run().steps(0.5) == [True] * 2 * SAMPLE_EVERY_STEPS
+    assert Run().steps(0.5) == [True] * 2 * STEPS
 
 
 def test_one_sample_in_some_steps_however_many_micro_batches(monkeypatch):
     run, taken = Run(), count_samples(monkeypatch)
-    run.steps(0.005, count=4 * SAMPLE_EVERY_STEPS)
+    run.steps(0.005, count=4 * STEPS)
     assert len(taken) == 4
 
 
@@ -101,8 +101,8 @@ def test_it_changes_between_steps_alone():
     run = Run()
     run.steps(0.005)
     dense_x = -run.x
-    assert not any(too_dense(run.choice, dense_x, run.gate) for _ in range(5 * SAMPLE_EVERY_STEPS))
-    assert all(run.steps(0.5)[SAMPLE_EVERY_STEPS:])
+    assert not any(too_dense(run.choice, dense_x, run.gate) for _ in range(5 * STEPS))
+    assert all(run.steps(0.5)[STEPS:])
 
 
 def test_it_does_not_flap():
@@ -112,7 +112,7 @@ def test_it_does_not_flap():
     assert not run.steps(0.9 * LIMIT)[-1]
     assert not any(run.steps(between)), "not dense enough to move back"
     assert run.steps(1.1 * limit("kCudaTrainingBack") * LIMIT)[-1]
-    assert all(run.steps(between)[SAMPLE_EVERY_STEPS:])
+    assert all(run.steps(between)[STEPS:])
 
 
 def test_few_tokens_never_pay():
@@ -309,7 +309,7 @@ class Together:
         self.blocks = [Block(layer, INTERMEDIATE, TrainingChoice()) for layer in range(layers)]
         self.sampled = 0
 
-    def steps(self, *densities: float, tokens=TOKENS, count=SAMPLE_EVERY_STEPS) -> tuple[bool, ...]:
+    def steps(self, *densities: float, tokens=TOKENS, count=STEPS) -> tuple[bool, ...]:
         """Which blocks go to the kernels after so many steps."""
 
         def density():
@@ -374,7 +374,7 @@ class FallsSilent(TrainerCallback):
                 layer.mlp.gate_proj.weight.data[3:] = 0
 
 
-def train_until_silent(folder, compiled: bool, callbacks=(), steps=2 * SAMPLE_EVERY_STEPS, **arguments):
+def train_until_silent(folder, compiled: bool, callbacks=(), steps=2 * STEPS, **arguments):
     """The log of a run that starts dense and is at 0.4 % after the fourth step; kernels in each graph it compiled."""
     model, graphs, compile_model = hf_twell.sparsify(tiny_llama(intermediate_size=688)), [], torch.compile
 
@@ -434,7 +434,7 @@ class WakesUp(TrainerCallback):
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_compiled_model_gets_more_capacity_and_goes_back(tmp_path, monkeypatch):
     monkeypatch.setitem(limits.read(), "kCudaTrainingLimits", ((math.inf, 0.2),))
-    rows, graphs = train_until_silent(tmp_path, compiled=True, callbacks=[WakesUp()], steps=6 * SAMPLE_EVERY_STEPS)
+    rows, graphs = train_until_silent(tmp_path, compiled=True, callbacks=[WakesUp()], steps=6 * STEPS)
     assert [row["twell/layers_on_kernels"] for row in rows] == [0] * 10 + [3] * 24 + [0] * 14
     assert graphs == [0, 3, 3], "for another capacity; plain matmuls are compiled already"
 

@@ -9,7 +9,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import hf_twell
 from hf_twell.blocks import calls as block_calls
 from hf_twell.blocks.calls import store_density
-from hf_twell.dispatch import activity
+from hf_twell.dispatch import limits
 from hf_twell.ops import api, reference
 from tests.conftest import tiny_llama
 from tests.ffn_cases import relative_rms
@@ -291,7 +291,7 @@ def test_training_takes_the_reference():
 @torch.no_grad()
 def test_a_dense_block_moves_to_plain_matmuls(monkeypatch):
     """Once a sample of its density has arrived, and back when it is sparse again; never in deterministic mode."""
-    monkeypatch.setattr(activity, "EVERY_CUDA_CALLS", 2)
+    monkeypatch.setitem(limits.read(), "kCudaSampleCalls", 2)
     block = hf_twell.sparsify(MODELS["llama"]().eval().to("cuda", torch.bfloat16)).model.layers[0].mlp
     x = torch.randn(300, 64, device="cuda", dtype=torch.bfloat16)
     calls = watch(monkeypatch)

@@ -12,7 +12,7 @@ from torch import library
 from torch.utils.checkpoint import checkpoint
 
 from hf_twell.dispatch import limits
-from hf_twell.dispatch.training import SAMPLE_EVERY_STEPS
+from hf_twell.dispatch.limits import limit
 from hf_twell.ops import api, reference
 from tests import loss_curves
 from tests.conftest import in_two_processes
@@ -38,6 +38,7 @@ from tests.kernels.test_cuda_training import (
     run,
 )
 
+STEPS = limit("kCudaSampleSteps")  # between two samples
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
@@ -314,8 +315,8 @@ def test_a_block_moves_over_when_it_is_sparse_and_back(monkeypatch):
     block, x = first_block_and_input()
     block.train()
     ways = []
-    for step in range(6 * SAMPLE_EVERY_STEPS):
-        if step == 3 * SAMPLE_EVERY_STEPS:
+    for step in range(6 * STEPS):
+        if step == 3 * STEPS:
             with torch.no_grad():
                 block.gate_proj.weight.copy_(torch.randn_like(block.gate_proj.weight))
         found, expected = gradients_of(block, x), gradients_of(on_reference(block), x)
@@ -335,7 +336,7 @@ def test_a_training_step_of_a_block_never_waits(monkeypatch):
     gradients_of(block, x)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(2 * SAMPLE_EVERY_STEPS):
+        for _ in range(2 * STEPS):
             gradients_of(block, x)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import hf_twell
 from hf_twell.dispatch import key as dispatch_key
 from hf_twell.dispatch import limits
-from hf_twell.dispatch.activity import EVERY_CPU_CALLS, active_share
+from hf_twell.dispatch.activity import active_share
 from hf_twell.ops import api, build, reference
 from tests.conftest import tiny_llama
 from tests.ffn_cases import KINDS, Operators, assert_as_good_as_eager, make_case, relative_rms, run
@@ -590,7 +590,7 @@ def test_down_proj_lies_by_rows_where_tokens_are_dense(repeats):
         block(many)
         assert block.down_proj.weight.stride() == (1, 48)
         block.gate_proj.weight.neg_()  # 3 % active before, 97 % now
-        for _ in range(EVERY_CPU_CALLS):  # the density is sampled now and then
+        for _ in range(limits.limit("kCpuSampleCalls")):  # the density is sampled now and then
             y = block(many)
         assert block.down_proj.weight.stride() == (688, 1)
         truth = reference.ffn(many, block.up_proj.weight, block.down_proj.weight, block.gate_proj.weight)
@@ -604,17 +604,17 @@ def test_a_block_that_is_too_dense_looks_again_at_each_sample_and_for_another_sh
     block, x = sparse_block()
     many, gate = x.repeat(2, 2, 1), block.eval().gate_proj.weight
     gate.neg_()  # 97 % active
-    for _ in range(2 * EVERY_CPU_CALLS):
+    for _ in range(2 * limits.limit("kCpuSampleCalls")):
         block(many)
-    assert (block.twell_state.last_call.shape, block.twell_state.last_call.kernels) == (many.shape, None)
-    assert block.twell_state.recent.look_in == 0
+    assert (block.twell_state.last_call.shape, block.twell_state.last_call.compute) == (many.shape, None)
+    assert block.twell_state.recent.look_in < block.twell_state.last_call.weight, "the next call looks"
     block(x)
     assert block.twell_state.last_call.shape == x.shape
     gate.neg_()
-    for _ in range(EVERY_CPU_CALLS):
+    for _ in range(limits.limit("kCpuSampleCalls")):
         y = block(many)
     assert block.twell_state.recent.density < 0.1
-    assert block.twell_state.last_call.kernels is not None
+    assert block.twell_state.last_call.compute is not None
     assert relative_rms(y, reference.ffn(many, block.up_proj.weight, block.down_proj.weight, gate)) < 1e-6
 
 
@@ -678,7 +678,7 @@ def test_the_sampled_density_is_not_that_of_one_kind_of_neurons(every):
     """Strides over a layer whose every 8th neuron is active meet all of these or none."""
     weight = torch.full((2048, 1), -1.0)
     weight[::every] = 1.0
-    estimate = active_share(torch.ones(8, 1), weight, None, 16, 256).item()
+    estimate = active_share(torch.ones(8, 1), weight).item()
     assert abs(estimate - 1 / every) <= 4 / 256
 
 
@@ -688,5 +688,5 @@ def test_the_sampled_density_is_not_that_of_first_tokens(sequences, length):
     x = torch.full((sequences, length, 1), -1.0)
     x.view(-1, 1)[torch.arange(sequences * length) % min(length, 1024) < length // 64] = 1.0
     truth = (x > 0).float().mean().item()
-    estimate = active_share(x, torch.ones(256, 1), None, 64, 256).item()
+    estimate = active_share(x, torch.ones(256, 1), kind="Cuda").item()
     assert abs(estimate - truth) <= 3 / 64

@@ -2,7 +2,8 @@
 
 import numbers
 
-from hf_twell.dispatch.activity import RUN, Activity
+from hf_twell.dispatch.activity import Activity
+from hf_twell.dispatch.limits import limit
 
 
 def known_settings(additional_config: object) -> dict:
@@ -57,7 +58,7 @@ def known_activity(additional_config: object, entry: dict, layers: int) -> tuple
     if densities is None:
         return None, source
     given = known_settings(additional_config).get("density") is not None
-    unions = [None] * layers if given else (entry.get("unions") or {}).get(str(RUN), [None] * layers)
+    unions = [None] * layers if given else (entry.get("unions") or {}).get(str(limit("kNeighbours")), [None] * layers)
     return [Activity(density, union=union) for density, union in zip(densities, unions, strict=True)], source
 
 

@@ -25,7 +25,7 @@ def _ffn(
     """
     gate, up = gate_up.chunk(2)
     way = choose(key_of(x, up, down, rival="vllm"), Activity(density, union=union))
-    if way == "submodules":
+    if way == "plain":
         return reference.ffn(x, up, down, gate)
     return api.ffn(x, up, down, gate, way=way) if way == "kernels" else api.dense_ffn(x, up, down, gate)
 

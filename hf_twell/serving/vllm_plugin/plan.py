@@ -13,7 +13,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 import hf_twell
 from hf_twell.dispatch.activity import Activity
-from hf_twell.dispatch.choose import dense_dtypes, same_answers, sizes_problem
+from hf_twell.dispatch.choose import dense_dtypes, highest_alike, sizes_problem
 from hf_twell.dispatch.key import HOPPER, CallKey, device_class
 from hf_twell.ops import api
 from hf_twell.serving.vllm_plugin import quantized
@@ -74,7 +74,7 @@ def decide(vllm_config: VllmConfig, blocks: dict[int, torch.nn.Module], chosen: 
             problem = f"{source}; {HOW_TO_CHANGE}"
         activities[index] = None
         if problem is None and known is not None:
-            same = same_answers(_key(block.gate_up_proj, asked is True), known[index])
+            same = highest_alike(_key(block.gate_up_proj, asked is True), known[index])
             # In compiled code what is above all limits is a number.
             shares = [share if share is None else min(share, ABOVE_ALL) for share in (same.density, same.union)]
             if set(shares) - {None, ABOVE_ALL}:

@@ -154,7 +154,9 @@ bool PairFinder::find(int64_t first, int64_t last, const Limit& limit, TokenPair
 
   std::atomic<bool> too_dense{false};
   std::vector<int64_t> seen(static_cast<size_t>(threads_.count) * 8, 0);
-  const double allowance = 0.02 * static_cast<double>(tokens * block_.width) + static_cast<double>(tokens) * 4;
+  const double spare_pairs =
+      kCpuCountSpare * static_cast<double>(tokens * block_.width) + static_cast<double>(tokens * kCpuCountSparePairs);
+  const double spare_rows = kCpuCountSpare * static_cast<double>(steps * block_.width);
   const int64_t scattering = scattering_step(tile_count);
   // One parallel pass over all tokens: a step's tokens meet every tile of neurons while they are in cache.
   for_items(threads_, steps * tile_count, [&](int lane_index, int64_t item) {
@@ -187,11 +189,9 @@ bool PairFinder::find(int64_t first, int64_t last, const Limit& limit, TokenPair
     }
     const double rows = static_cast<double>(seen[lane_index * 8 + 1] += neurons);
     const double cells = static_cast<double>(seen[lane_index * 8] += neurons * count);
-    const auto denser = [&](double share) { return static_cast<double>(lane.used) > share * cells + allowance; };
+    const auto denser = [&](double share) { return static_cast<double>(lane.used) > share * cells + spare_pairs; };
     const double active_rows = static_cast<double>(lane.runs.size());  // in one of the tokens or more
-    if (denser(limit.density) &&
-        (denser(limit.by_union) ||
-         active_rows > kCpuMaxUnion * rows + 0.02 * static_cast<double>(steps * block_.width))) {
+    if (denser(limit.density) && (denser(limit.by_union) || active_rows > kCpuMaxUnion * rows + spare_rows)) {
       too_dense.store(true, std::memory_order_relaxed);
       return;
     }

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <iterator>
 
 #include "forward/down.h"
 #include "forward/weight_rows.h"
@@ -12,42 +11,41 @@
 namespace twell {
 namespace {
 
-constexpr int64_t kStepsAtOnce = 8;   // blocks of tokens between two barriers
-constexpr int64_t kGroupNeurons = 8;  // of a sample; its groups lie all over the matrix, as neurons may be sorted
+constexpr int64_t kStepsAtOnce = 8;  // blocks of tokens between two barriers
 
 // Shares of active (token, neuron) pairs and of neurons that are active in at least one of the tokens.
 struct Shares {
   double pairs, neurons;
 };
 
-// Of tokens whose rows are these, by so many groups of neurons.
+// Of tokens whose rows are these, by so many groups of neurons; they lie all over the matrix, as neurons may be sorted.
 Shares active_shares(const Block& block, const Kernels& kernels, const char* rows, int64_t tokens, int64_t groups) {
   Bytes scratch;
-  const size_t cells = static_cast<size_t>(kGroupNeurons * tokens);
+  const size_t cells = static_cast<size_t>(kCpuGroupNeurons * tokens);
   std::vector<float> values(cells), kept(static_cast<size_t>(tokens));
   std::vector<uint32_t> position(kept.size());
   int64_t pairs = 0, neurons = 0;
   for (int64_t group = 0; group < groups; ++group) {
-    const int64_t f = group * (block.width - kGroupNeurons) / std::max<int64_t>(groups - 1, 1);
-    rows_product(gate_rows(block), block.dtype, kernels, {rows, nullptr, static_cast<int>(tokens)}, f, kGroupNeurons, f,
-                 &scratch, values.data());
-    for (int64_t n = 0; n < kGroupNeurons; ++n) {
+    const int64_t f = group * (block.width - kCpuGroupNeurons) / std::max<int64_t>(groups - 1, 1);
+    rows_product(gate_rows(block), block.dtype, kernels, {rows, nullptr, static_cast<int>(tokens)}, f, kCpuGroupNeurons,
+                 f, &scratch, values.data());
+    for (int64_t n = 0; n < kCpuGroupNeurons; ++n) {
       const int active =
           kernels.pack(values.data() + n * tokens, static_cast<int>(tokens), 0, position.data(), kept.data());
       pairs += active;
       neurons += active > 0;
     }
   }
-  const double all = static_cast<double>(groups * kGroupNeurons);
+  const double all = static_cast<double>(groups * kCpuGroupNeurons);
   return {static_cast<double>(pairs) / (all * static_cast<double>(tokens)), static_cast<double>(neurons) / all};
 }
 
 // A dense call would waste the first blocks on finding out, so a sample of its tokens and neurons decides.
 bool sample_is_dense(const Block& block, const Kernels& kernels, const Limit& limit) {
-  constexpr int64_t kMaxSample = 16;
   if (limit.density >= 1) return false;
-  const int64_t sample = std::min(kMaxSample, block.tokens);
-  const int64_t groups = std::min<int64_t>(block.width / kGroupNeurons, block.tokens < 64 ? 18 : 36);
+  const int64_t sample = std::min(kCpuSampleTokens, block.tokens);
+  const int64_t groups =
+      std::min(block.width / kCpuGroupNeurons, block.tokens < kCpuGroupsTokens ? kCpuGroupsFew : kCpuGroupsMany);
   if (groups == 0) return false;
   const int64_t row_bytes = block.hidden * element_bytes(block.dtype);
   std::vector<char> rows(static_cast<size_t>(sample * row_bytes));
@@ -58,9 +56,9 @@ bool sample_is_dense(const Block& block, const Kernels& kernels, const Limit& li
   const double density = active_shares(block, kernels, rows.data(), sample, groups).pairs;
   if (density <= limit.density) return false;
   if (density > limit.by_union) return true;
-  const int64_t run = std::min(kCpuUnionTokens, block.tokens);
+  const int64_t run = std::min(kNeighbours, block.tokens);
   const char* neighbours = at(block.x, (block.tokens - run) / 2 * block.hidden, block.dtype);
-  return active_shares(block, kernels, neighbours, run, std::min<int64_t>(groups, 18)).neurons > kCpuMaxUnion;
+  return active_shares(block, kernels, neighbours, run, std::min(groups, kCpuGroupsFew)).neurons > kCpuMaxUnion;
 }
 
 void count_pairs(const Part& part, Report* report) {
@@ -87,12 +85,11 @@ int64_t block_tokens(const Block& block, const Kernels& kernels) {
 Limit limit_of(const Block& block, const Kernels& kernels, bool training) {
   const bool amx = kernels.matrix_unit;  // which is of bfloat16 alone
   if (training) return {amx ? kCpuTrainingMaxDensityAmx : kCpuTrainingMaxDensity, 0};
-  const auto density = [&block](const auto& rows) {
-    return std::find_if(std::begin(rows), std::end(rows), [&](const auto& row) { return block.tokens <= row.tokens; })
-        ->density;
-  };
-  const bool by_union = !amx && !block.s_gate && block.tokens >= kCpuUnionTokens;
-  return {amx ? density(kCpuLimitsAmx) : density(kCpuLimits), by_union ? kCpuUnionMaxDensity : 0};
+  const bool float32 = block.dtype == DType::kFloat32 && !block.s_gate;
+  const DensityLimit* row = amx ? kCpuLimitsAmx : float32 ? kCpuLimitsFloat32 : kCpuLimits;
+  while (row->tokens < block.tokens) ++row;
+  const bool by_union = !amx && !block.s_gate && block.tokens >= kNeighbours;
+  return {row->density, by_union ? kCpuUnionMaxDensity : 0};
 }
 
 int64_t save_pairs(const State& state, const TokenPairs& pairs, int64_t first_token, int64_t slot,

@@ -301,7 +301,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> ffn_backward(
           bias_gradient(kBiasGate, block.width, bias_gate)};
 }
 
+bool cpu_matrix_unit() { return twell::select_kernels(twell::DType::kBFloat16).matrix_unit; }
+
 }  // namespace
+
+TWELL_MORE_OPERATORS(m) {
+  // Whether bfloat16 calls run on a matrix unit, so that Python chooses by the limits that limit_of takes.
+  m.def("cpu_matrix_unit() -> bool");
+}
+
+TWELL_IMPLEMENTATIONS(CompositeExplicitAutograd, m) { m.impl("cpu_matrix_unit", TORCH_BOX(&cpu_matrix_unit)); }
 
 TWELL_IMPLEMENTATIONS(CPU, m) {
   m.impl("ffn", TORCH_BOX(&ffn));
