@@ -59,6 +59,7 @@ class ExpertsForm(NamedTuple):
 FORMS = (
     FfnForm("gate_proj", "up_proj", "down_proj", "act_fn"),  # Llama, Qwen2, Qwen3, Mistral, Gemma, SmolLM3, OLMo
     FfnForm("gate_up_proj", "gate_up_proj", "down_proj", "activation_fn"),  # Phi-3, Phi-4, GLM-4
+    FfnForm("input_linear", "input_linear", "output_linear", "activation"),  # Granite's shared experts
     FfnForm(None, "up_proj", "down_proj", "act_fn"),  # Nemotron, Arcee
     FfnForm(None, "c_fc", "c_proj", "act"),  # StarCoder2
     FfnForm(None, "fc1", "fc2", "activation_fn"),  # Phi

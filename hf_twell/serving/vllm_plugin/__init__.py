@@ -15,11 +15,11 @@ def register() -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from hf_twell.blocks.modeling_twell import register_configs
+    from hf_twell.blocks import modeling_twell
 
     for name in ARCHITECTURES:
         ModelRegistry.register_model(name, f"hf_twell.serving.vllm_plugin.models:Sparse{name}")
-    register_configs()
+    modeling_twell.register()
     for name in OWN_ARCHITECTURES:
         stock = name.removeprefix("Twell")
         if stock not in ModelRegistry.get_supported_archs():
