@@ -73,8 +73,8 @@ ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")
 
 SUPPORTED = (
     "Supported are Llama, Qwen2, Qwen3, Mistral and stock models whose every layer has one dense feed-forward block of "
-    "linears named " + ", ".join("/".join(form.linears) for form in FORMS) + ", or experts whose matrices are two "
-    f"parameters of three dimensions, {EXPERTS.gate_up} and {EXPERTS.down}"
+    "linears named " + ", ".join("/".join(form.linears) for form in FORMS) + ", or experts that are called with "
+    f"hidden states, experts and weights, of two parameters, {EXPERTS.gate_up} (E, 2F, D) and {EXPERTS.down} (E, D, F)"
 )
 
 

@@ -122,12 +122,11 @@ def by_expert(
     y = torch.zeros_like(rows)
     for expert, end in enumerate(pairs.ends.tolist()):
         if end > begin:
-            gate, up = w_gate_up[expert].chunk(2)
-            part, down = rows[begin:end], w_down[expert]
-            kernels = way == "kernels"
-            y[begin:end] = (
-                api.ffn(part, up, down, gate, backend=backend, way=way) if kernels else reference.ffn(part, up, down, gate)
-            )
+            (gate, up), down = w_gate_up[expert].chunk(2), w_down[expert]
+            if way == "kernels":
+                y[begin:end] = api.ffn(rows[begin:end], up, down, gate, backend=backend, way=way)
+            else:
+                y[begin:end] = reference.ffn(rows[begin:end], up, down, gate)
         begin = end
     y = y * weight.flatten()[pairs.order].unsqueeze(-1)
     y = torch.empty_like(y).index_copy_(0, pairs.order, y)

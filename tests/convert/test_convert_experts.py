@@ -62,7 +62,7 @@ def test_plain_transformers_loads_it(name, tmp_path):
     twin = by_hand(model)
     sparsify(model).save_pretrained(tmp_path / "model")
     torch.save(logits(twin), tmp_path / "truth.pt")
-    code = f"""
+    code = """
 import sys
 sys.modules["hf_twell"] = None
 import torch
