@@ -257,7 +257,10 @@ def _check_sparse(model: str, arguments: Sequence[str]) -> str | None:
         layers = config.get_text_config().num_hidden_layers
         entry = check_entry(config)
         chosen_layers(config, None, layers)
-        known, source = known_densities(settings, entry or {}, layers)
+        stored = (entry or {}).get("density")
+        # A layer of a mixture of experts may have two blocks.
+        mixture = isinstance(stored, list) and bool(set(config.architectures or ()) & set(MIXTURES))
+        known, source = known_densities(settings, entry or {}, len(stored) if mixture else layers)
     except ValueError as error:
         raise ValueError(f"{model}: {error}") from error
     return source if known is None else None

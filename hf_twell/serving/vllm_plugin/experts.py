@@ -142,7 +142,7 @@ def _experts(
     if here is not None:
         index = here[index.long()]
         index = index.where(index >= 0, len(down))
-    key = key_of(x, gate_up[0, : down.shape[2]], down[0], rival="vllm", asked=asked)
+    key = key_of(x, gate_up[0, : down.shape[2]], down[0], asked=asked)
     mine = index[index < len(down)]
     key = key._replace(tokens=-(-mine.numel() // max(1, len(mine.unique()))))  # of an expert, on average
     way = choose_experts(key, Activity(density, union=union))
