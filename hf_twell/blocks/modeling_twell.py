@@ -83,8 +83,14 @@ class TwellBlocks(StockModel):
     """Mixin put before a stock model class."""
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **options: Any) -> None:
-        super().__init__(config, *args, **options)
         text_config = config.get_text_config()
+        engine = str(text_config._attn_implementation)
+        if engine.startswith(("vllm", "sglang")):  # which makes a model of its own parts of this one
+            raise ValueError(
+                f"{type(self).__name__} does not run in {engine}, which may compute SiLU in place of its ReLU; in vLLM leave "
+                "out --trust-remote-code and --model-impl, and install hf_twell beside it"
+            )
+        super().__init__(config, *args, **options)
         paths = ACTIVATIONS[text_config.model_type.removeprefix(PREFIX)]
         for layer in self.get_decoder().layers:
             for path in {name for name, _ in layer.named_modules()}.intersection(paths):

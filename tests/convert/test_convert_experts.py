@@ -16,6 +16,7 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 from hf_twell import sparsify, unpatch
 from hf_twell.blocks.experts import SparseExperts
 from hf_twell.blocks.modeling import SparseBlock, sparse_ffns
+from hf_twell.models.quantizing import quantize
 from tests.blocks.test_architectures import assert_refused
 from tests.conftest import ids, logits
 from tests.mixtures import MIXTURES, TEXT, by_hand, mixture
@@ -145,6 +146,22 @@ def test_a_mixture_of_a_type_that_we_have_none_for_is_refused():
     torch.manual_seed(0)
     model = tf.FlexOlmoForCausalLM(tf.FlexOlmoConfig(**TEXT, num_experts=4, num_experts_per_tok=2))
     assert_refused(model, "model.layers.0.mlp.experts", "holds routed experts", "there is none of flex_olmo")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_that_would_put_in_experts_of_its_own_is_refused(engine):
+    """It makes the model by remote code, and names its attention after itself."""
+    config = sparsify(mixture()).config
+    config._attn_implementation = engine
+    with pytest.raises(ValueError, match=f"TwellOlmoeModel does not run in {engine}, which may compute SiLU"):
+        tf.AutoModel.from_config(config)
+
+
+def test_eight_bit_experts_are_refused(tmp_path):
+    pytest.importorskip("torchao")
+    sparsify(mixture()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="model.layers.0.mlp.experts .* holds routed experts, and quantizing reads"):
+        quantize(str(tmp_path), "int8")
 
 
 class LimitedExperts(OlmoeExperts):

@@ -54,8 +54,11 @@ def test_two_ranks_of_tensor_and_expert_parallelism(run, tmp_path):
 @in_vllm
 def test_what_mixtures_do_not_run_with_is_refused(run, tmp_path):
     path = save(routed("mixtral"), tmp_path / "model", None)
-    (result,) = run([{"model": path, "options": FP32 | EAGER | {"enable_lora": True}, "calls": []}])
-    assert "the plugin of hf_twell serves no sparse mixture of experts with LoRA" in result["error"]
+    others = {"trust_remote_code": True, "model_impl": "transformers"}  # where vLLM puts in experts of its own
+    runs = [{"model": path, "options": FP32 | EAGER | each, "calls": []} for each in ({"enable_lora": True}, others)]
+    lora, transformers = run(runs)
+    assert "the plugin of hf_twell serves no sparse mixture of experts with LoRA" in lora["error"]
+    assert "TwellMixtralModel does not run in vllm, which may compute SiLU" in transformers["error"]
 
 
 def test_a_mixture_goes_to_a_vllm_that_can_exchange_its_experts(tmp_path, vllm_with):
