@@ -85,10 +85,10 @@ class TwellBlocks(StockModel):
     def __init__(self, config: PreTrainedConfig, *args: Any, **options: Any) -> None:
         text_config = config.get_text_config()
         engine = str(text_config._attn_implementation)
-        if engine.startswith(("vllm", "sglang")):  # which makes a model of its own parts of this one
+        if engine.startswith(("vllm", "sglang")):  # which replaces parts by its own
             raise ValueError(
-                f"{type(self).__name__} does not run in {engine}, which may compute SiLU in place of its ReLU; in vLLM leave "
-                "out --trust-remote-code and --model-impl, and install hf_twell beside it"
+                f"{type(self).__name__} does not run in {engine}, which may compute SiLU in place of its ReLU; in vLLM "
+                "leave out --trust-remote-code and --model-impl, and install hf_twell beside it"
             )
         super().__init__(config, *args, **options)
         paths = ACTIVATIONS[text_config.model_type.removeprefix(PREFIX)]

@@ -160,7 +160,7 @@ def test_an_engine_that_would_put_in_experts_of_its_own_is_refused(engine):
 def test_eight_bit_experts_are_refused(tmp_path):
     pytest.importorskip("torchao")
     sparsify(mixture()).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="model.layers.0.mlp.experts .* holds routed experts, and quantizing reads"):
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.experts .* holds routed experts, and quantizing"):
         quantize(str(tmp_path), "int8")
 
 
