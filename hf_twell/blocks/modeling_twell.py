@@ -137,7 +137,6 @@ def register() -> None:
         transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
 
 
-@functools.cache
 def register_models(config: Any) -> None:
     """Let the Auto classes make models of a config's class: when there is such a config, as to import them all is slow.
 

@@ -38,16 +38,17 @@ def needs_own_type(model: nn.Module, sites: Sequence[Site]) -> bool:
     advice = f"{SUPPORTED}."
     if known:
         advice = f"Convert a model of Transformers' own class, before {type(top).__name__} is made of it."
-    if other is None and mixture is not None:
+    if other is not None:
+        name, module = other
         raise ValueError(
-            f"{mixture.name} ({type(mixture.module).__name__}) holds routed experts, in which engines compute SiLU "
-            "whatever the config says, so such a model needs a type of this package's own, and there is none of "
-            f"{type(top.config).model_type} ({type(top).__name__}). {advice}"
+            f"{name} ({type(module).__name__}) lies outside the feed-forward blocks but follows the same config entry, "
+            f"so converting the config would change it too. {advice}"
         )
-    name, module = other
+    assert mixture is not None
     raise ValueError(
-        f"{name} ({type(module).__name__}) lies outside the feed-forward blocks but follows the same config entry, so "
-        f"converting the config would change it too. {advice}"
+        f"{mixture.name} ({type(mixture.module).__name__}) holds routed experts, in which engines compute SiLU "
+        "whatever the config says, so such a model needs a type of this package's own, and there is none of "
+        f"{type(top.config).model_type} ({type(top).__name__}). {advice}"
     )
 
 

@@ -124,7 +124,7 @@ def by_expert(
         if end > begin:
             (gate, up), down = w_gate_up[expert].chunk(2), w_down[expert]
             if way == "kernels":
-                y[begin:end] = api.ffn(rows[begin:end], up, down, gate, backend=backend, way=way)
+                y[begin:end] = api.ffn(rows[begin:end], up, down, gate, backend=backend, way="kernels")
             else:
                 y[begin:end] = reference.ffn(rows[begin:end], up, down, gate)
         begin = end

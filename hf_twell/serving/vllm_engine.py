@@ -258,9 +258,9 @@ def _check_sparse(model: str, arguments: Sequence[str]) -> str | None:
         entry = check_entry(config)
         chosen_layers(config, None, layers)
         stored = (entry or {}).get("density")
-        # A layer of a mixture of experts may have two blocks.
-        mixture = isinstance(stored, list) and bool(set(config.architectures or ()) & set(MIXTURES))
-        known, source = known_densities(settings, entry or {}, len(stored) if mixture else layers)
+        if isinstance(stored, list) and set(config.architectures or ()) & set(MIXTURES):
+            layers = len(stored)  # one a block, and a layer may have two
+        known, source = known_densities(settings, entry or {}, layers)
     except ValueError as error:
         raise ValueError(f"{model}: {error}") from error
     return source if known is None else None
