@@ -39,11 +39,15 @@ def decoder(model):
 
 
 def blocks(model) -> list[str]:
-    return [type(layer.mlp).__name__ for layer in decoder(model).layers]
+    return [type(block(layer)).__name__ for layer in decoder(model).layers]
 
 
 def activations(model) -> list[str]:
-    return [type(getattr(layer.mlp, "act_fn", None)).__name__ for layer in decoder(model).layers]
+    return [type(getattr(block(layer), "act_fn", None)).__name__ for layer in decoder(model).layers]
+
+
+def block(layer):
+    return layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe  # Mixtral's
 
 
 def norms(model) -> list[str]:

@@ -59,6 +59,7 @@ class ExpertsForm(NamedTuple):
 FORMS = (
     FfnForm("gate_proj", "up_proj", "down_proj", "act_fn"),  # Llama, Qwen2, Qwen3, Mistral, Gemma, SmolLM3, OLMo
     FfnForm("gate_up_proj", "gate_up_proj", "down_proj", "activation_fn"),  # Phi-3, Phi-4, GLM-4
+    FfnForm("input_linear", "input_linear", "output_linear", "activation"),  # Granite's shared experts
     FfnForm(None, "up_proj", "down_proj", "act_fn"),  # Nemotron, Arcee
     FfnForm(None, "c_fc", "c_proj", "act"),  # StarCoder2
     FfnForm(None, "fc1", "fc2", "activation_fn"),  # Phi
@@ -72,8 +73,8 @@ ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")
 
 SUPPORTED = (
     "Supported are Llama, Qwen2, Qwen3, Mistral and stock models whose every layer has one dense feed-forward block of "
-    "linears named " + ", ".join("/".join(form.linears) for form in FORMS) + ", or experts whose matrices are two "
-    f"parameters of three dimensions, {EXPERTS.gate_up} and {EXPERTS.down}"
+    "linears named " + ", ".join("/".join(form.linears) for form in FORMS) + ", or experts that are called with "
+    f"hidden states, experts and weights, of two parameters, {EXPERTS.gate_up} (E, 2F, D) and {EXPERTS.down} (E, D, F)"
 )
 
 

@@ -1,8 +1,8 @@
-"""Models of Transformers whose feed-forward blocks compute ReLU, while their other layers keep their activation.
+"""Models of Transformers whose feed-forward blocks compute ReLU, where the stock config's `hidden_act` cannot say so.
 
-The stock config has one entry (`hidden_act`) for both and cannot say that. So such a model has a `model_type` of its
-own, "twell_" before the stock one, and its config is the stock one with `ffn_act` beside it. A copy of this file lies
-beside its weights and needs Transformers alone:
+It also means other layers, or engines pass it over: vLLM computes SiLU in the experts of most mixtures. So such a model
+has a `model_type` of its own, "twell_" before the stock one, and its config is the stock one with `ffn_act` beside it.
+A copy of this file lies beside its weights and needs Transformers alone:
 
     model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)
 
@@ -32,17 +32,24 @@ PREFIX, FILE = "twell_", "modeling_twell.py"
 
 # By stock `model_type`: where the text decoder's layers have the activations of their feed-forward blocks. A layer has
 # those of the places that it has: some of a model's layers may be dense and others mixtures of experts.
-EXPERTS = ("mlp.experts.act_fn", "mlp.shared_expert.act_fn")
+MLP, EXPERTS = "mlp.act_fn", ("mlp.experts.act_fn", "mlp.shared_expert.act_fn")
+DEEPSEEK = (MLP, "mlp.experts.act_fn", "mlp.shared_experts.act_fn")
+GRANITE = ("block_sparse_moe.experts.act_fn", "shared_mlp.activation")
 ACTIVATIONS = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone_moe"), DEEPSEEK),
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "cohere2_moe"), DEEPSEEK),
+    **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"), GRANITE),
+    **dict.fromkeys(("mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"), (MLP, *EXPERTS)),
+    "hunyuan_v1_moe": (MLP, "mlp.experts.act_fn", "mlp.shared_mlp.act_fn"),
     "falcon_h1": ("feed_forward.act_fn",),
-    "gemma4": ("mlp.act_fn", "experts.act_fn"),
-    "gemma4_text": ("mlp.act_fn", "experts.act_fn"),
-    "olmo_hybrid": ("mlp.act_fn",),
-    "qwen3_5": ("mlp.act_fn",),
+    "gemma4": (MLP, "experts.act_fn"),
+    "gemma4_text": (MLP, "experts.act_fn"),
+    "olmo_hybrid": (MLP,),
+    "qwen3_5": (MLP,),
     "qwen3_5_moe": EXPERTS,
     "qwen3_5_moe_text": EXPERTS,
-    "qwen3_5_text": ("mlp.act_fn",),
-    "qwen3_next": ("mlp.act_fn", *EXPERTS),
+    "qwen3_5_text": (MLP,),
+    "qwen3_next": (MLP, *EXPERTS),
 }
 HEADS = {
     "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
@@ -62,6 +69,7 @@ class TwellConfig(StockConfig):
     def __post_init__(self, **settings: Any) -> None:
         settings.pop("model_type", None)
         super().__post_init__(**settings)
+        register_models(type(self))
 
     @classmethod
     def get_config_dict(cls, *path: Any, **options: Any) -> tuple[dict, dict]:
@@ -90,8 +98,17 @@ class TwellBlocks(StockModel):
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **options: Any) -> None:
         text_config = config.get_text_config()
+<<<<<<< HEAD
         if text_config.ffn_act not in ACT2FN:
             raise ValueError(f"ffn_act is {text_config.ffn_act!r}; allowed are {', '.join(ACT2FN)}")
+=======
+        engine = str(text_config._attn_implementation)
+        if engine.startswith(("vllm", "sglang")):  # which replaces parts by its own
+            raise ValueError(
+                f"{type(self).__name__} does not run in {engine}, which may compute SiLU in place of its ReLU; in vLLM "
+                "leave out --trust-remote-code and --model-impl, and install hf_twell beside it"
+            )
+>>>>>>> expvllm
         super().__init__(config, *args, **options)
         paths = ACTIVATIONS[text_config.model_type.removeprefix(PREFIX)]
         for layer in self.get_decoder().layers:
@@ -128,14 +145,22 @@ def heads(model_type: str) -> dict[str, Any]:
     return {head: twell_class(cls) for head, cls in classes if cls is not None}
 
 
+<<<<<<< HEAD
 def register_configs() -> list[Any]:
     """Let Transformers know the configs of these models in this process, without code from a checkpoint."""
     stock = [getattr(transformers, CONFIG_MAPPING_NAMES[model_type]) for model_type in ACTIVATIONS]
     for config in map(twell_class, stock):
+=======
+def register() -> None:
+    """Let Transformers know these models in this process, without code from a checkpoint."""
+    for model_type in ACTIVATIONS:
+        config = twell_class(getattr(transformers, CONFIG_MAPPING_NAMES[model_type]))
+>>>>>>> expvllm
         transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
     return stock
 
 
+<<<<<<< HEAD
 def register() -> None:
     """Let Transformers' Auto classes know all of these models in this process, without code from a checkpoint."""
     for config in register_configs():
@@ -148,6 +173,15 @@ def register_models(config: Any) -> None:
         for head, cls in heads(part.model_type).items():
             # Not by the Auto class itself: of one that sees it may take the text model, whose config is another.
             getattr(transformers, head)._model_mapping.register(twell_class(part), cls, exist_ok=True)
+=======
+def register_models(config: Any) -> None:
+    """Let the Auto classes make models of a config's class: when there is such a config, as to import them all is slow.
+
+    Those of the text config in a config, too: the stock class makes its text model by AutoModel.
+    """
+    for head, cls in heads(config.model_type.removeprefix(PREFIX)).items():
+        getattr(transformers, head).register(config, cls, exist_ok=True)
+>>>>>>> expvllm
 
 
 def _convert_weights_alike(model_type: str) -> None:

@@ -28,7 +28,6 @@ def check_convertible(model: nn.Module, sites: Sequence[Site]) -> bool:
         ValueError: quantized or meta-device weights, a replaced forward, a block that computes something else, or what
             `needs_own_type` refuses.
     """
-    own_type = needs_own_type(model, sites)
     blocks = [block for site in sites for block in site.blocks()]
     for site in blocks:
         where = f"{site.name} ({type(site.module).__name__})"
@@ -54,7 +53,7 @@ def check_convertible(model: nn.Module, sites: Sequence[Site]) -> bool:
             linear = getattr(site.module, name)
             _check_weight(base_layer(linear).weight, linear, f"{site.name}.{name}", converts)
         _check_formula(site, where)
-    return own_type
+    return needs_own_type(model, sites)
 
 
 def _check_weight(weight: torch.Tensor, module: nn.Module, name: str, converts: bool) -> None:

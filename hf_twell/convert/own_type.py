@@ -1,4 +1,4 @@
-"""Models whose stock config cannot say ReLU of their feed-forward blocks alone take a `model_type` of our own.
+"""Models of which a stock config cannot say ReLU of the feed-forward blocks take a `model_type` of our own.
 
 Importing this lets Transformers' Auto classes know these models.
 """
@@ -9,27 +9,35 @@ from typing import Any
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_twell.blocks import modeling_twell
-from hf_twell.blocks.architectures import SUPPORTED, Site, activation_keys, decoder_of, has_own_type
+from hf_twell.blocks.architectures import SUPPORTED, ExpertsSite, Site, activation_keys, decoder_of, has_own_type
 
 modeling_twell.register()
 
 
 def needs_own_type(model: nn.Module, sites: Sequence[Site]) -> bool:
-    """Whether layers outside the blocks follow the config entry of the blocks' activation: state spaces, a projector.
-
-    They would compute ReLU, too, where the converted model is loaded again.
+    """Whether the config entry of the blocks' activation does not do: layers outside the blocks follow it, too (state
+    spaces, a projector), or it is a mixture of experts, in which engines compute SiLU whatever the entry says.
 
     Raises:
+<<<<<<< HEAD
         ValueError: they do, and we have no type for such a model, or it may be a part of one that would not know of it;
             or its config has no such entry.
+=======
+        ValueError: so it is, and we have no type for such a model; or its config has no such entry.
+>>>>>>> expvllm
     """
     activation_keys(model.config)
-    other = None if has_own_type(model.config) else _follower(model, sites)
-    if other is None:
+    if has_own_type(model.config):
+        return False
+    mixture = next((site for site in sites if isinstance(site, ExpertsSite)), None)
+    other = _follower(model, sites)
+    if mixture is None and other is None:
         return False
     top = _top(model)
+<<<<<<< HEAD
     kind, cls = type(top.config).model_type, type(top)
     advice = f"{SUPPORTED}."
     if kind in modeling_twell.ACTIVATIONS:
@@ -43,9 +51,25 @@ def needs_own_type(model: nn.Module, sites: Sequence[Site]) -> bool:
                 "causal language model that holds this one alone."
             )
     name, module = other
+=======
+    known = type(top.config).model_type in modeling_twell.ACTIVATIONS
+    if known and type(top) is getattr(transformers, type(top).__name__, None):
+        return True
+    advice = f"{SUPPORTED}."
+    if known:
+        advice = f"Convert a model of Transformers' own class, before {type(top).__name__} is made of it."
+    if other is not None:
+        name, module = other
+        raise ValueError(
+            f"{name} ({type(module).__name__}) lies outside the feed-forward blocks but follows the same config entry, "
+            f"so converting the config would change it too. {advice}"
+        )
+    assert mixture is not None
+>>>>>>> expvllm
     raise ValueError(
-        f"{name} ({type(module).__name__}) lies outside the feed-forward blocks but follows the same config entry, so "
-        f"converting the config would change it too. {advice}"
+        f"{mixture.name} ({type(mixture.module).__name__}) holds routed experts, in which engines compute SiLU "
+        "whatever the config says, so such a model needs a type of this package's own, and there is none of "
+        f"{type(top.config).model_type} ({type(top).__name__}). {advice}"
     )
 
 
@@ -54,6 +78,8 @@ def take_own_type(model: nn.Module) -> None:
     top = _top(model)
     stock: Any = type(top)
     top.__class__ = modeling_twell.twell_class(stock)
+    # By the class's name Transformers knows what else a model may return: hidden states, the router's logits.
+    dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(top)), top._can_record_outputs)
     give_own_type(top.config)
 
 
@@ -63,6 +89,7 @@ def give_own_type(config: PreTrainedConfig) -> None:
         if not has_own_type(part):
             stock: Any = type(part)
             part.__class__ = modeling_twell.twell_class(stock)
+            modeling_twell.register_models(type(part))
             vars(part).pop("model_type", None)  # the stock one, where the config is a part of another
     say_relu(config)
 

@@ -109,23 +109,26 @@ def by_expert(
     w_down: torch.Tensor,
     *,
     backend: str = "auto",
+    way: str = "kernels",
 ) -> torch.Tensor:
-    """`experts` by the sparse kernels, one call for each expert that has tokens. Returns y (T, D).
+    """`experts`, one call for each that has tokens: of the sparse kernels, or of matmuls. Returns y (T, D).
 
     Without gradients. Each token's K results are added in the order of its experts in `index`, in float32. How many
     tokens each expert has must come to the host: on a GPU that waits for it, so this serves it for exactness alone.
+    A number of E or more in `index` is an expert that lies elsewhere, and adds nothing.
     """
     pairs = Pairs.of(index, len(w_down))
-    rows, results, begin = x[pairs.token], [], 0
+    rows, begin = x[pairs.token], 0
+    y = torch.zeros_like(rows)
     for expert, end in enumerate(pairs.ends.tolist()):
         if end > begin:
-            gate, up = w_gate_up[expert].chunk(2)
-            y = api.ffn(rows[begin:end], up, w_down[expert], gate, backend=backend, way="kernels")
-            results.append(y)
+            (gate, up), down = w_gate_up[expert].chunk(2), w_down[expert]
+            if way == "kernels":
+                y[begin:end] = api.ffn(rows[begin:end], up, down, gate, backend=backend, way="kernels")
+            else:
+                y[begin:end] = reference.ffn(rows[begin:end], up, down, gate)
         begin = end
-    if not results:
-        return torch.zeros_like(x)
-    y = torch.cat(results) * weight.flatten()[pairs.order].unsqueeze(-1)
+    y = y * weight.flatten()[pairs.order].unsqueeze(-1)
     y = torch.empty_like(y).index_copy_(0, pairs.order, y)
     return y.unflatten(0, index.shape).sum(1, dtype=torch.promote_types(y.dtype, torch.float32)).to(x.dtype)
 

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_twell.serving.vllm_plugin import ARCHITECTURES, OWN_ARCHITECTURES
+from hf_twell.serving.vllm_plugin import ARCHITECTURES, MIXTURES, OWN_ARCHITECTURES, exchanges_experts
 from hf_twell.serving.vllm_plugin.density import known_densities, known_settings
 
 COMPUTED = (*ARCHITECTURES, *OWN_ARCHITECTURES)
-EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")  # under which configs say how many there are
 PLUGINS, PLUGINS_VARIABLE = "vllm.general_plugins", "VLLM_PLUGINS"  # entry points that vLLM loads; the names of those
 # What says how much memory vLLM takes: its options, and on a CPU a variable. Without them it takes so large a share.
 MEMORY_OPTIONS, MEMORY_VARIABLE, MEMORY_SHARE = (
@@ -85,8 +84,6 @@ def refusal(model: str, arguments: Sequence[str] = ()) -> str | None:
             f"vLLM does not load {model}, which holds weights of torchao as `hf-twell quantize` writes them; of 8-bit "
             "checkpoints vLLM takes those of compressed-tensors (W8A8 and FP8_DYNAMIC of llm-compressor)"
         )
-    if _is_sparse(config) and any(config.get(key) for key in EXPERTS_KEYS):
-        return f"vLLM computes SiLU in the experts of {model}, whatever its config says; Transformers computes ReLU"
     if _is_sparse(config):
         _check_sparse(model, arguments)
     needs_plugin = _is_ours(config) and (_is_sparse(config) or config.get("hidden_act") == "relu")
@@ -213,7 +210,10 @@ def _own_type_problem(config: dict, arguments: Sequence[str]) -> str | None:
         return f"vLLM knows no {kind}, a type of this package's own, of which its plugin brings {own} alone"
     if take_option(arguments, "--model-impl")[0] == "transformers":
         return f"vLLM knows {kind}, a type of this package's own, by its plugin alone; leave --model-impl out"
-    stock = next(name for name in names if name in OWN_ARCHITECTURES).removeprefix("Twell")
+    name = next(name for name in names if name in OWN_ARCHITECTURES)
+    stock = name.removeprefix("Twell")
+    if name in MIXTURES and not exchanges_experts():
+        return f"the vLLM here has no layer of experts in which the plugin of hf_twell could put {kind}; vLLM 0.32 has"
     if not _vllm_lists(stock):
         return f"the vLLM here has no {stock}, from which the plugin of hf_twell makes {kind}; vLLM 0.32 has"
     return None
@@ -257,6 +257,9 @@ def _check_sparse(model: str, arguments: Sequence[str]) -> str | None:
         layers = config.get_text_config().num_hidden_layers
         entry = check_entry(config)
         chosen_layers(config, None, layers)
+        stored = (entry or {}).get("density")
+        if isinstance(stored, list) and set(config.architectures or ()) & set(MIXTURES):
+            layers = len(stored)  # one a block, and a layer may have two
         known, source = known_densities(settings, entry or {}, layers)
     except ValueError as error:
         raise ValueError(f"{model}: {error}") from error

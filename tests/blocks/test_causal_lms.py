@@ -35,6 +35,7 @@ SIZES = {
     **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64},
     **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1},
     **{"topk_group": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    "shared_intermediate_size": 16,
     **{
         "q_lora_rank": 8,
         "kv_lora_rank": 8,

@@ -16,8 +16,9 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 from hf_twell import sparsify, unpatch
 from hf_twell.blocks.experts import SparseExperts
 from hf_twell.blocks.modeling import SparseBlock, sparse_ffns
+from hf_twell.models.quantizing import quantize
 from tests.blocks.test_architectures import assert_refused
-from tests.conftest import logits
+from tests.conftest import ids, logits
 from tests.mixtures import MIXTURES, TEXT, by_hand, mixture
 
 pytestmark = pytest.mark.numeric
@@ -40,9 +41,8 @@ def test_saves_loads_and_goes_back(name, tmp_path):
 
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    own = name == "qwen3_next"
-    assert config["architectures"] == [f"{'Twell' * own}{stock.__name__}"]
-    assert config["ffn_act" if own else "hidden_act"] == "relu"
+    assert config["architectures"] == [f"Twell{stock.__name__}"]
+    assert (config["model_type"], config["ffn_act"]) == (f"twell_{name}", "relu")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert not sparse_ffns(loaded)
     # Weights are compared, not only logits: a matrix of one row, as a shared expert's gate, is summed in an order that
@@ -56,19 +56,25 @@ def test_saves_loads_and_goes_back(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["olmoe", "qwen3_next"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_next"])
 def test_plain_transformers_loads_it(name, tmp_path):
-    """In a process of its own, without this package: as a stock model, or one of our type with its remote code."""
+    """In a process of its own, without this package: with remote code, and not without, where it would compute SiLU."""
     model = mixture(name)
     twin = by_hand(model)
     sparsify(model).save_pretrained(tmp_path / "model")
     torch.save(logits(twin), tmp_path / "truth.pt")
-    code = f"""
+    code = """
 import sys
 sys.modules["hf_twell"] = None
 import torch
 from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained("model", trust_remote_code={name == "qwen3_next"}).eval()
+try:
+    AutoModelForCausalLM.from_pretrained("model", trust_remote_code=False)
+except ValueError as error:
+    assert "trust_remote_code=True" in str(error)
+else:
+    raise AssertionError("loaded by a stock class")
+model = AutoModelForCausalLM.from_pretrained("model", trust_remote_code=True).eval()
 ids = torch.randint(3, 96, (2, 11), generator=torch.Generator().manual_seed(0))
 with torch.no_grad():
     torch.testing.assert_close(model(input_ids=ids).logits, torch.load("truth.pt"))
@@ -123,6 +129,41 @@ def test_a_replaced_forward_is_missed():
         logits(model)
 
 
+def test_what_else_the_model_returns():
+    """Of a decoder, too, whose own class changes."""
+    options = {"input_ids": ids(), "output_router_logits": True, "output_hidden_states": True}
+    model, twin = mixture(), by_hand(mixture())
+    bare = sparsify(mixture().model, backend="reference")
+    sparsify(model, backend="reference")
+    with torch.no_grad():
+        torch.testing.assert_close(model(labels=ids(), **options).loss, twin(labels=ids(), **options).loss)
+        wanted, given = twin.model(**options), bare(**options)
+    for key in ("hidden_states", "router_logits"):
+        torch.testing.assert_close(given[key], wanted[key])
+
+
+def test_a_mixture_of_a_type_that_we_have_none_for_is_refused():
+    torch.manual_seed(0)
+    model = tf.FlexOlmoForCausalLM(tf.FlexOlmoConfig(**TEXT, num_experts=4, num_experts_per_tok=2))
+    assert_refused(model, "model.layers.0.mlp.experts", "holds routed experts", "there is none of flex_olmo")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_that_would_put_in_experts_of_its_own_is_refused(engine):
+    """It makes the model by remote code, and names its attention after itself."""
+    config = sparsify(mixture()).config
+    config._attn_implementation = engine
+    with pytest.raises(ValueError, match=f"TwellOlmoeModel does not run in {engine}, which may compute SiLU"):
+        tf.AutoModel.from_config(config)
+
+
+def test_eight_bit_experts_are_refused(tmp_path):
+    pytest.importorskip("torchao")
+    sparsify(mixture()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.experts .* holds routed experts, and quantizing"):
+        quantize(str(tmp_path), "int8")
+
+
 class LimitedExperts(OlmoeExperts):
     def _apply_gate(self, gate_up):
         gate, up = gate_up.chunk(2, dim=-1)
@@ -152,9 +193,3 @@ def test_weights_that_cannot_be_converted_are_refused(what):
     assert_refused(
         model, "model.layers.1.mlp.experts.down_proj (OlmoeExperts)", "quantized" if what == "int8" else what
     )
-
-
-def test_a_shared_expert_that_would_keep_silu_is_refused():
-    torch.manual_seed(0)
-    config = tf.GraniteMoeSharedConfig(**TEXT, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=16)
-    assert_refused(tf.GraniteMoeSharedForCausalLM(config), "shared_mlp.activation", "outside the feed-forward blocks")

@@ -74,7 +74,7 @@ def test_a_few_steps_on_a_cpu_learn_and_save_a_model_that_loads(pretrained):
 
 
 def test_a_mixture_of_experts_sparse_from_its_first_step(pretrained, script, tmp_path):
-    """The recipe's own YAML, with a tiny model; what it saves is a stock one."""
+    """The recipe's own YAML, with a tiny model; what it saves has a type of our own."""
     folder, _ = pretrained
     recipe = yaml.safe_load((RECIPES / "demo" / "pretrain-experts.yaml").read_text())
     tiny = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
@@ -90,7 +90,7 @@ def test_a_mixture_of_experts_sparse_from_its_first_step(pretrained, script, tmp
     assert last["density"] < first["density"] < 0.5
     assert report["target_density"] == 0.1
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert (type(model).__name__, model.config.hidden_act) == ("OlmoeForCausalLM", "relu")
+    assert (type(model).__name__, model.config.ffn_act) == ("TwellOlmoeForCausalLM", "relu")
 
 
 def test_the_tokenizer_gives_the_text_back_between_its_special_tokens(pretrained):

@@ -231,14 +231,3 @@ def test_what_vllm_does_beside(run, tmp_path):
     assert "its activation is 'silu' and not 'relu'" in lying["error"]
     assert speculated["calls"][0]["tokens"] == expected(model, long, 24)["tokens"]
     assert 4 in kernel_rows(speculated)[0]  # one token and three drafts
-
-
-@in_vllm
-def test_two_ranks_of_tensor_parallelism(run, tmp_path):
-    """Each with half of the neurons."""
-    model = tiny()
-    options = FP32 | EAGER | {"tensor_parallel_size": 2}
-    (result,) = run([{"model": save(model, tmp_path / "model"), "options": options, "calls": [{"prompts": SEVERAL}]}])
-    assert "error" not in result, result
-    assert result["blocks"] == ["SparseFfn"] * 2
-    assert result["calls"][0]["tokens"] == expected(model, SEVERAL)["tokens"]

@@ -16,7 +16,6 @@ from hf_twell.cli.bench_serve import density
 from hf_twell.models.quantizing import quantize
 from hf_twell.serving import vllm_engine
 from tests.conftest import TINY, tiny_llama
-from tests.mixtures import mixture
 from tests.servers import ROOT, Server
 from tests.vllm_engines import PYTHON, TIMEOUT_S, environment, needs_vllm, save_demo
 
@@ -82,13 +81,6 @@ def test_a_config_that_says_two_things_is_refused_before_vllm_starts(tmp_path, c
         ("entry", {"twell": "yes"}, "the config's twell entry is 'yes'; this package writes {'version': 1"),
     ):
         assert says in refused(capsys, "serve", saved(tmp_path / name, **changes), "--engine", "vllm")
-
-
-@pytest.mark.usefixtures("vllm_installed")
-def test_experts_that_vllm_would_compute_as_silu_are_left_to_transformers(tmp_path, capsys):
-    model = saved(tmp_path / "model", mixture("mixtral"))
-    assert "vLLM computes SiLU in the experts of" in refused(capsys, "serve", model, "--engine", "vllm")
-    assert "vLLM computes SiLU in the experts of" in (vllm_engine.why_not("auto", model) or "")
 
 
 @pytest.mark.parametrize(

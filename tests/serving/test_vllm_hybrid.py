@@ -89,22 +89,6 @@ def test_linear_attention_is_as_near_to_float32_as_vllms_own_blocks(run_qwen, tm
     assert distance(expected(with_silu, SEVERAL)["logprobs"], truth) > 5 * error
 
 
-@pytest.fixture
-def vllm_with(tmp_path, monkeypatch):
-    """A function that puts a package of vLLM's name in place, which can be found: its registry has these models."""
-
-    models = tmp_path / "site" / "vllm" / "model_executor" / "models"
-    models.mkdir(parents=True)
-    (tmp_path / "site" / "vllm" / "__init__.py").write_text("raise AssertionError('vLLM is started')")
-
-    def put(*names: str) -> None:
-        (models / "registry.py").write_text("".join(f'"{name}": ...,\n' for name in names))
-
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    return put
-
-
 def test_vllm_is_asked_where_it_has_the_stock_model(tmp_path, vllm_with):
     paths = {name: save(dense(name), tmp_path / name, None) for name in ("qwen3_5_text", "olmo_hybrid")}
     vllm_with("OlmoHybridForCausalLM", "Qwen3_5ForConditionalGeneration")

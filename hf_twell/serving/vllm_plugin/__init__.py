@@ -1,13 +1,19 @@
 """What makes vLLM serve sparse checkpoints: their models, registered under the names of the stock ones or of our own.
 
-vLLM loads it by the entry point in pyproject.toml, in each of its processes. `models` and `hybrid` put the blocks in,
-`plan` decides which way each goes, `blocks` computes them by the operator of `operator`, `quantized` those of 8-bit
-checkpoints, and `norms` what lies between them and attention. No model's code is imported before one is loaded.
+vLLM loads it by the entry point in pyproject.toml, in each of its processes. `models`, `hybrid` and `experts` put the
+blocks in, `places` says where, `plan` decides which way each goes, `blocks` computes them by that of `operator`,
+`quantized` those of 8-bit checkpoints, and `norms` what lies between them and attention. No model's code is imported
+before one is loaded.
 """
+
+import importlib.util
+from pathlib import Path
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 # Of a `model_type` of this package's own, each "Twell" before the stock one, which vLLM has or has not.
-OWN_ARCHITECTURES = ("TwellQwen3_5ForCausalLM", "TwellQwen3_5ForConditionalGeneration")
+HYBRIDS = ("TwellQwen3_5ForCausalLM", "TwellQwen3_5ForConditionalGeneration")
+MIXTURES = tuple(f"Twell{name}ForCausalLM" for name in ("Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe", "Qwen3Next"))
+OWN_ARCHITECTURES = (*HYBRIDS, *MIXTURES)
 
 
 def register() -> None:
@@ -15,15 +21,23 @@ def register() -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from hf_twell.blocks.modeling_twell import register_configs
+    from hf_twell.blocks import modeling_twell
 
     for name in ARCHITECTURES:
         ModelRegistry.register_model(name, f"hf_twell.serving.vllm_plugin.models:Sparse{name}")
-    register_configs()
+    modeling_twell.register()
     for name in OWN_ARCHITECTURES:
         stock = name.removeprefix("Twell")
-        if stock not in ModelRegistry.get_supported_archs():
+        if stock not in ModelRegistry.get_supported_archs() or (name in MIXTURES and not exchanges_experts()):
             continue  # vLLM then says that it does not know the model
-        ModelRegistry.register_model(name, f"hf_twell.serving.vllm_plugin.hybrid:Sparse{stock}")
+        module = "experts" if name in MIXTURES else "hybrid"
+        ModelRegistry.register_model(name, f"hf_twell.serving.vllm_plugin.{module}:Sparse{stock}")
         if stock in MODELS_CONFIG_MAP:  # what vLLM sets of its own for this architecture
             MODELS_CONFIG_MAP[name] = MODELS_CONFIG_MAP[stock]
+
+
+def exchanges_experts() -> bool:
+    """Whether the vLLM here has the layer that `experts` uses, by its files: to import vLLM takes long."""
+    spec = importlib.util.find_spec("vllm")
+    layers = Path(str(spec.origin)).parent / "model_executor" / "layers" if spec else Path()
+    return (layers / "fused_moe" / "routed_experts.py").is_file()

@@ -15,14 +15,15 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
-from vllm.model_executor.models.utils import PPMissingLayer
 
 from hf_twell.blocks.architectures import has_own_type, other_activations
 from hf_twell.blocks.modeling_twell import PREFIX
 from hf_twell.convert.sparsify import check_entry, chosen_layers
+from hf_twell.dispatch.activity import Activity
 from hf_twell.serving.vllm_plugin import plan, quantized
 from hf_twell.serving.vllm_plugin.blocks import ReluAndMul, SparseFfn
 from hf_twell.serving.vllm_plugin.norms import replace_norms
+from hf_twell.serving.vllm_plugin.places import Place, places_of
 
 if TYPE_CHECKING:  # what the mixin is put before
     from vllm.model_executor.models.llama import LlamaForCausalLM as Stock
@@ -45,24 +46,27 @@ class SparseBlocks(Stock):
             super().__init__(vllm_config=vllm_config, prefix=prefix, **options)
         text_model: Any = getattr(self, "language_model", self)  # which a model that sees holds
         decoder = text_model.model
-        blocks = {
-            index: layer.mlp for index, layer in enumerate(decoder.layers) if not isinstance(layer, PPMissingLayer)
-        }
-        total = config.get_text_config().num_hidden_layers
-        decided = plan.decide(vllm_config, blocks, chosen_layers(config, None, total))
-        for index, block in blocks.items():
-            activity = decided.activities[index]
-            if activity is None:
-                block.act_fn = ReluAndMul()
-            elif quantized.is_quantized(block):
-                decoder.layers[index].mlp = quantized.SparseQuantizedFfn(block, activity.density, decided.asked)
-            else:
-                decoder.layers[index].mlp = SparseFfn(block, activity)
-        norms = replace_norms(decoder, [index for index in blocks if decided.activities[index] is not None])
+        places = places_of(decoder)
+        chosen = chosen_layers(config, None, config.get_text_config().num_hidden_layers)
+        decided = plan.decide(vllm_config, places, chosen)
+        for number, place in places.items():
+            self.replace(place, decided.activities[number], decided.asked)
+        by_kernels = [place.layer for number, place in places.items() if decided.activities[number] is not None]
+        norms = replace_norms(decoder, by_kernels)
         # The key of vLLM's compile cache reads this, but neither the environment nor what a package decides.
         if isinstance(vllm_config.additional_config, dict):  # an object of a platform's plugin has a key of its own
             vllm_config.additional_config = {**vllm_config.additional_config, "hf_twell_plan": [decided.key(), norms]}
         logger.info("%s", decided.summary)
+
+    def replace(self, place: Place, activity: Activity | None, asked: bool) -> None:
+        """Have the block there compute ReLU, by kernels where its activity is given."""
+        block = place.block
+        if activity is None:
+            block.act_fn = ReluAndMul()
+        elif quantized.is_quantized(block):
+            setattr(place.owner, place.name, quantized.SparseQuantizedFfn(block, activity.density, asked))
+        else:
+            setattr(place.owner, place.name, SparseFfn(block, activity))
 
 
 class SparseLlamaForCausalLM(SparseBlocks, LlamaForCausalLM):

@@ -6,8 +6,8 @@ as vLLM does.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
@@ -15,9 +15,11 @@ import hf_twell
 from hf_twell.dispatch.activity import Activity
 from hf_twell.dispatch.choose import dense_dtypes, highest_alike, sizes_problem
 from hf_twell.dispatch.key import HOPPER, CallKey, device_class
+from hf_twell.dispatch.limits import limit
 from hf_twell.ops import api
 from hf_twell.serving.vllm_plugin import quantized
 from hf_twell.serving.vllm_plugin.density import known_activity, known_settings
+from hf_twell.serving.vllm_plugin.places import Place
 
 ABOVE_ALL = 2.0  # of a share
 HOW_TO_CHANGE = (
@@ -33,7 +35,7 @@ NOT_TIMED = (
 @dataclass
 class Plan:
     """Attributes:
-    activities: of each layer index that was asked about, what its operator gets, or None for the plain way.
+    activities: of each place that was asked about, what its operator gets, or None for the plain way.
     summary: one line that says so.
     asked: whether `additional_config` asks for kernels, beyond what has been timed.
     """
@@ -47,8 +49,8 @@ class Plan:
         return [hf_twell.__version__, sorted(self.activities.items())]
 
 
-def decide(vllm_config: VllmConfig, blocks: dict[int, torch.nn.Module], chosen: list[int]) -> Plan:
-    """The way of each of these stock blocks, by layer index, their weights not being loaded yet.
+def decide(vllm_config: VllmConfig, places: dict[int, Place], chosen: list[int]) -> Plan:
+    """The way of each of the stock blocks in these places, their weights not being loaded yet.
 
     Args:
         chosen: indices of the layers that kernels may compute.
@@ -58,7 +60,8 @@ def decide(vllm_config: VllmConfig, blocks: dict[int, torch.nn.Module], chosen: 
     """
     config = vllm_config.model_config.hf_config
     entry = getattr(config, "twell", None) or {}
-    known, source = known_activity(vllm_config.additional_config, entry, config.get_text_config().num_hidden_layers)
+    total = max(config.get_text_config().num_hidden_layers, max(places, default=0) + 1)
+    known, source = known_activity(vllm_config.additional_config, entry, total)
     off, asked = None, known_settings(vllm_config.additional_config).get("kernels")
     if asked is False:
         off = "additional_config turns the kernels off"
@@ -66,15 +69,21 @@ def decide(vllm_config: VllmConfig, blocks: dict[int, torch.nn.Module], chosen: 
         off = "LoRA is on"
     activities: dict[int, Activity | None] = {}
     reasons: list[str] = []
-    for index, block in blocks.items():
-        problem = off or _problem(block, asked is True)
-        if problem is None and index not in chosen:
+    for index, place in places.items():
+        problem = off or _problem(place, asked is True)
+        if problem is None and place.layer not in chosen:
             problem = "the checkpoint's twell entry leaves them out"
         if problem is None and known is None:
             problem = f"{source}; {HOW_TO_CHANGE}"
         activities[index] = None
         if problem is None and known is not None:
+<<<<<<< HEAD
             same = highest_alike(_key(block.gate_up_proj, asked is True), known[index])
+=======
+            same, key = known[index], _key(place.block, asked is True)
+            if not hasattr(place.block, "routed_experts"):  # whose operator nothing is compiled for
+                same = same_answers(key, same)
+>>>>>>> expvllm
             # In compiled code what is above all limits is a number.
             shares = [share if share is None else min(share, ABOVE_ALL) for share in (same.density, same.union)]
             if set(shares) - {None, ABOVE_ALL}:
@@ -86,17 +95,40 @@ def decide(vllm_config: VllmConfig, blocks: dict[int, torch.nn.Module], chosen: 
     return Plan(activities, _summary(activities, known, source, reasons), asked is True)
 
 
-def _key(gate_up: torch.nn.Module, asked: bool) -> CallKey:
+def _key(block: Any, asked: bool) -> CallKey:
     """Of a call of one token; `asked`: whether `additional_config` asks for kernels."""
-    weight = gate_up.weight
+    if hasattr(block, "routed_experts"):
+        dtype, weight = block.routed_experts.params_dtype, block.routed_experts.w13_weight[0]
+    else:
+        dtype, weight = block.gate_up_proj.params_dtype, block.gate_up_proj.weight
     (device, capability), (width, hidden) = device_class(weight.device.type, weight.device.index), weight.shape
-    return CallKey(
-        device, capability, gate_up.params_dtype, weight.dtype, 1, hidden, width // 2, asked=asked, rival="vllm"
-    )
+    return CallKey(device, capability, dtype, weight.dtype, 1, hidden, width // 2, asked=asked, rival="vllm")
 
 
-def _problem(block, asked: bool) -> str | None:
+def _problem(place: Place, asked: bool) -> str | None:
     """Why the kernels do not compute this block as vLLM has built it, or None; `asked`: whether they are asked for."""
+    block = place.block
+    if place.is_shared_expert:
+        return "shared experts stay plain"
+    if hasattr(block, "routed_experts"):
+        key = _key(block, asked)
+        if key.device != "cpu":
+            return "there are no kernels for routed experts on a GPU"
+        if key.hidden * key.width < limit("kCpuExpertElements") and not asked:
+            return "they are experts too small for kernels to be faster"
+    elif problem := _problem_of_linears(block, asked):
+        return problem
+    key = _key(block, asked)
+    if key.dtype not in dense_dtypes(key.device):
+        return f"they compute in {key.dtype} on {key.device}"
+    if too_large := sizes_problem(key):
+        return f"they have {too_large}"
+    if api.resolve("auto", key.device) == "reference":  # compiles them now, not in a capture; says why it cannot
+        return f"no compiled kernels could be had for {key.device}"
+    return None
+
+
+def _problem_of_linears(block: Any, asked: bool) -> str | None:
     linears = block.gate_up_proj, block.down_proj
     if any(linear.bias is not None for linear in linears):
         return "they have biases"
@@ -108,14 +140,6 @@ def _problem(block, asked: bool) -> str | None:
             return f"their weights are quantized, {NOT_TIMED}"
     elif not all(type(linear.quant_method) is UnquantizedLinearMethod for linear in linears):
         return "their weights are quantized in a way for which there are no kernels"
-    key = _key(block.gate_up_proj, asked)
-    device, dtype = key.device, key.dtype
-    if dtype not in dense_dtypes(device):
-        return f"they compute in {dtype} on {device}"
-    if too_large := sizes_problem(key):
-        return f"they have {too_large}"
-    if api.resolve("auto", device) == "reference":  # compiles them now, not in a capture; says why it cannot
-        return f"no compiled kernels could be had for {device}"
     return None
 
 

@@ -1,0 +1,158 @@
+"""vLLM's mixtures of experts, of a `model_type` of our own: ReLU in the routed experts, and on a CPU by kernels.
+
+What is used of vLLM is what 0.32 has: a MoE layer with `routed_experts`, whose method computes them from two parameters
+of all experts, and may be exchanged. 0.26 has another layer.
+"""
+
+from typing import Any
+
+import torch
+from torch import library, nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.fused_moe import modular_kernel
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.models.mixtral import MixtralForCausalLM
+from vllm.model_executor.models.olmoe import OlmoeForCausalLM
+from vllm.model_executor.models.qwen2_moe import Qwen2MoeForCausalLM
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM
+
+from hf_twell.dispatch.activity import Activity
+from hf_twell.dispatch.choose import choose_experts
+from hf_twell.dispatch.key import key_of
+from hf_twell.ops import experts
+from hf_twell.serving.vllm_plugin.models import SparseBlocks
+from hf_twell.serving.vllm_plugin.places import Place
+from hf_twell.serving.vllm_plugin.plan import ABOVE_ALL
+
+
+class SparseMixture(SparseBlocks):
+    """Mixin put before a stock mixture's class."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **options: Any) -> None:
+        parallel = vllm_config.parallel_config
+        refused = {
+            "data parallelism": parallel.data_parallel_size > 1,
+            "--enable-eplb": parallel.enable_eplb,
+            "LoRA": vllm_config.lora_config is not None,
+        }
+        for what in (name for name, is_on in refused.items() if is_on):
+            raise ValueError(
+                f"the plugin of hf_twell serves no sparse mixture of experts with {what}; leave it out (tensor "
+                "parallelism and --enable-expert-parallel work, and an adapter can be merged into its base)"
+            )
+        super().__init__(vllm_config=vllm_config, prefix=prefix, **options)
+
+    def replace(self, place: Place, activity: Activity | None, asked: bool) -> None:
+        if not isinstance(place.block, MoERunner):
+            super().replace(place, activity, asked)
+            return
+        routed = place.block.routed_experts
+        if type(routed.quant_method) is not UnquantizedFusedMoEMethod:
+            raise ValueError(
+                f"{routed.layer_name} is quantized ({type(routed.quant_method).__name__}), and of routed experts the "
+                "plugin of hf_twell computes those in 16 and 32 bits alone; serve the model without quantization"
+            )
+        place.block._replace_quant_method(ReluExperts(routed, activity or Activity(ABOVE_ALL), asked))
+
+
+class SparseMixtralForCausalLM(SparseMixture, MixtralForCausalLM):
+    pass
+
+
+class SparseOlmoeForCausalLM(SparseMixture, OlmoeForCausalLM):
+    pass
+
+
+class SparseQwen2MoeForCausalLM(SparseMixture, Qwen2MoeForCausalLM):
+    pass
+
+
+class SparseQwen3MoeForCausalLM(SparseMixture, Qwen3MoeForCausalLM):
+    pass
+
+
+class SparseQwen3NextForCausalLM(SparseMixture, Qwen3NextForCausalLM):
+    pass
+
+
+class ReluExperts(UnquantizedFusedMoEMethod):
+    """What a layer's routed experts are computed by, in place of vLLM's method, which built their parameters.
+
+    On a GPU by vLLM's own Triton kernels with ReLU between them. On a CPU by an operator of ours. Each rank of tensor
+    parallelism has a part of every expert, and one of expert parallelism all of its own; vLLM sums what they give.
+
+    Args:
+        routed: vLLM's module, whose weights are not loaded yet.
+        activity: by which the kernels are chosen.
+    """
+
+    def __init__(self, routed: nn.Module, activity: Activity, asked: bool) -> None:
+        super().__init__(routed.moe_config)
+        self.activity, self.asked, self.on_cpu = activity, asked, routed.w13_weight.device.type == "cpu"
+        if not self.on_cpu:
+            self.unquantized_backend, self.experts_cls = UnquantizedMoeBackend.TRITON, triton_with_relu()
+        for weight in (routed.w13_weight, routed.w2_weight):
+            weight.data.zero_()  # vLLM may have made them larger than the checkpoint's, for other kernels
+        if self.on_cpu and activity.density != ABOVE_ALL:  # by columns, which kernels read
+            down = routed.w2_weight
+            down.data = torch.zeros_like(down.mT, memory_format=torch.contiguous_format).mT
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        if not self.on_cpu:  # there vLLM packs the weights
+            super().process_weights_after_loading(layer)
+
+    def forward_native(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input) -> torch.Tensor:
+        if not self.on_cpu:
+            options = {"shared_experts": shared_experts, "shared_experts_input": shared_experts_input}
+            return super().forward_native(layer, x, topk_weights, topk_ids, **options)
+        weights = layer.w13_weight, layer.w2_weight
+        known = self.activity.density, self.activity.union, self.asked
+        return torch.ops.hf_twell_vllm.experts(x, topk_ids, topk_weights, *weights, layer.expert_map, *known)
+
+
+def triton_with_relu() -> type[modular_kernel.FusedMoEExperts]:
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts  # which a CPU does without
+
+    class ReluTritonExperts(TritonExperts):
+        def activation(self, activation, output: torch.Tensor, input: torch.Tensor, **options: Any) -> None:
+            gate, up = input.chunk(2, dim=-1)
+            torch.mul(torch.relu(gate), up, out=output)
+
+    return ReluTritonExperts
+
+
+def _experts(
+    x: torch.Tensor,
+    index: torch.Tensor,
+    weight: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    here: torch.Tensor | None,
+    density: float,
+    union: float | None,
+    asked: bool,
+) -> torch.Tensor:
+    """Routed experts by kernels where these are faster at the given activity, else by plain matmuls.
+
+    Shapes: as in `hf_twell.ops.experts`; here (all experts,): this rank's number of each, -1 of another's; None: all.
+    """
+    if here is not None:
+        index = here[index.long()]
+        index = index.where(index >= 0, len(down))
+    key = key_of(x, gate_up[0, : down.shape[2]], down[0], asked=asked)
+    mine = index[index < len(down)]
+    key = key._replace(tokens=-(-mine.numel() // max(1, len(mine.unique()))))  # of an expert, on average
+    way = choose_experts(key, Activity(density, union=union))
+    return experts.by_expert(x, index, weight, gate_up, down, way=way)
+
+
+library.define(
+    "hf_twell_vllm::experts",
+    "(Tensor x, Tensor index, Tensor weight, Tensor gate_up, Tensor down, Tensor? here, float density, float? union, "
+    "bool asked) -> Tensor",
+)
+library.impl("hf_twell_vllm::experts", "CompositeExplicitAutograd", _experts)
+library.register_fake("hf_twell_vllm::experts", lambda x, *_: x.new_empty(x.shape))
