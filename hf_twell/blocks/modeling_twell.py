@@ -98,17 +98,14 @@ class TwellBlocks(StockModel):
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **options: Any) -> None:
         text_config = config.get_text_config()
-<<<<<<< HEAD
         if text_config.ffn_act not in ACT2FN:
             raise ValueError(f"ffn_act is {text_config.ffn_act!r}; allowed are {', '.join(ACT2FN)}")
-=======
         engine = str(text_config._attn_implementation)
         if engine.startswith(("vllm", "sglang")):  # which replaces parts by its own
             raise ValueError(
                 f"{type(self).__name__} does not run in {engine}, which may compute SiLU in place of its ReLU; in vLLM "
                 "leave out --trust-remote-code and --model-impl, and install hf_twell beside it"
             )
->>>>>>> expvllm
         super().__init__(config, *args, **options)
         paths = ACTIVATIONS[text_config.model_type.removeprefix(PREFIX)]
         for layer in self.get_decoder().layers:
@@ -145,43 +142,18 @@ def heads(model_type: str) -> dict[str, Any]:
     return {head: twell_class(cls) for head, cls in classes if cls is not None}
 
 
-<<<<<<< HEAD
-def register_configs() -> list[Any]:
-    """Let Transformers know the configs of these models in this process, without code from a checkpoint."""
-    stock = [getattr(transformers, CONFIG_MAPPING_NAMES[model_type]) for model_type in ACTIVATIONS]
-    for config in map(twell_class, stock):
-=======
 def register() -> None:
     """Let Transformers know these models in this process, without code from a checkpoint."""
     for model_type in ACTIVATIONS:
         config = twell_class(getattr(transformers, CONFIG_MAPPING_NAMES[model_type]))
->>>>>>> expvllm
         transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
-    return stock
-
-
-<<<<<<< HEAD
-def register() -> None:
-    """Let Transformers' Auto classes know all of these models in this process, without code from a checkpoint."""
-    for config in register_configs():
-        register_models(config)
 
 
 def register_models(config: Any) -> None:
-    """Let the Auto classes know the models for our config in place of a stock class; for its text model's, too."""
-    for part in filter(None, (config, config.sub_configs.get("text_config"))):
-        for head, cls in heads(part.model_type).items():
-            # Not by the Auto class itself: of one that sees it may take the text model, whose config is another.
-            getattr(transformers, head)._model_mapping.register(twell_class(part), cls, exist_ok=True)
-=======
-def register_models(config: Any) -> None:
-    """Let the Auto classes make models of a config's class: when there is such a config, as to import them all is slow.
-
-    Those of the text config in a config, too: the stock class makes its text model by AutoModel.
-    """
+    """Let the Auto classes make models of a config's class: once there is such a config, as to import all is slow."""
     for head, cls in heads(config.model_type.removeprefix(PREFIX)).items():
-        getattr(transformers, head).register(config, cls, exist_ok=True)
->>>>>>> expvllm
+        # Not by the Auto class itself: of one that sees it may take the text model, whose config is another.
+        getattr(transformers, head)._model_mapping.register(config, cls, exist_ok=True)
 
 
 def _convert_weights_alike(model_type: str) -> None:
@@ -195,5 +167,4 @@ def __getattr__(name: str) -> type:
     stock = getattr(transformers, name.removeprefix("Twell"), None) if name.startswith("Twell") else None
     if not isinstance(stock, type) or not issubclass(stock, PreTrainedConfig | nn.Module):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    register_models(stock if issubclass(stock, PreTrainedConfig) else stock.config_class)
     return twell_class(stock)

@@ -22,12 +22,8 @@ def needs_own_type(model: nn.Module, sites: Sequence[Site]) -> bool:
     spaces, a projector), or it is a mixture of experts, in which engines compute SiLU whatever the entry says.
 
     Raises:
-<<<<<<< HEAD
-        ValueError: they do, and we have no type for such a model, or it may be a part of one that would not know of it;
-            or its config has no such entry.
-=======
-        ValueError: so it is, and we have no type for such a model; or its config has no such entry.
->>>>>>> expvllm
+        ValueError: so it is, and we have no type for such a model, or it may be a part of one that would not know of
+            it; or its config has no such entry.
     """
     activation_keys(model.config)
     if has_own_type(model.config):
@@ -37,7 +33,6 @@ def needs_own_type(model: nn.Module, sites: Sequence[Site]) -> bool:
     if mixture is None and other is None:
         return False
     top = _top(model)
-<<<<<<< HEAD
     kind, cls = type(top.config).model_type, type(top)
     advice = f"{SUPPORTED}."
     if kind in modeling_twell.ACTIVATIONS:
@@ -50,14 +45,6 @@ def needs_own_type(model: nn.Module, sites: Sequence[Site]) -> bool:
                 f"{cls.__name__} may be a part of a model that sees: convert the whole of that, sparsify(model), or a "
                 "causal language model that holds this one alone."
             )
-    name, module = other
-=======
-    known = type(top.config).model_type in modeling_twell.ACTIVATIONS
-    if known and type(top) is getattr(transformers, type(top).__name__, None):
-        return True
-    advice = f"{SUPPORTED}."
-    if known:
-        advice = f"Convert a model of Transformers' own class, before {type(top).__name__} is made of it."
     if other is not None:
         name, module = other
         raise ValueError(
@@ -65,7 +52,6 @@ def needs_own_type(model: nn.Module, sites: Sequence[Site]) -> bool:
             f"so converting the config would change it too. {advice}"
         )
     assert mixture is not None
->>>>>>> expvllm
     raise ValueError(
         f"{mixture.name} ({type(mixture.module).__name__}) holds routed experts, in which engines compute SiLU "
         "whatever the config says, so such a model needs a type of this package's own, and there is none of "

@@ -77,13 +77,9 @@ def decide(vllm_config: VllmConfig, places: dict[int, Place], chosen: list[int])
             problem = f"{source}; {HOW_TO_CHANGE}"
         activities[index] = None
         if problem is None and known is not None:
-<<<<<<< HEAD
-            same = highest_alike(_key(block.gate_up_proj, asked is True), known[index])
-=======
             same, key = known[index], _key(place.block, asked is True)
             if not hasattr(place.block, "routed_experts"):  # whose operator nothing is compiled for
-                same = same_answers(key, same)
->>>>>>> expvllm
+                same = highest_alike(key, same)
             # In compiled code what is above all limits is a number.
             shares = [share if share is None else min(share, ABOVE_ALL) for share in (same.density, same.union)]
             if set(shares) - {None, ABOVE_ALL}:
