@@ -57,7 +57,7 @@ GIVEN = {
         "At 10 %, losses",
         "At 0.5 %, one of 8B's shape",
         "fp8, at 0.5 %",
-        "layers 2.15 at 0.5 %",
+        "at 0.5 % | llama.cpp",
         "SmolLM2-135M took 1.5e-3",
         "lost least at 1.5e-4, and 6e-4 ruined it",
         "half of them the parent's own text",
@@ -531,7 +531,7 @@ def backends() -> Entries:
     sizes = [limit(name) / 1e6 for name in ("kCudaMediumElements", "kCudaLargeElements")]
     yield "| tokens, at most | below {:.1f}M (2048 x 5632) | below {:.0f}M", *sizes
     unions = [share for _, *shares in limit("kCudaUnionLimits") for share in shares if share]
-    yield "pay up to {:.0f} to {:.0f} % of it", *(100 * share for share in span(unions))
+    yield "pay up to a union of {:.0f} to {:.0f} %", *(100 * share for share in span(unions))
     training = [100 * most for _, most in limit("kCudaTrainingLimits")[1:]]
     yield "{:.1f} % up to 2,048; {:.1f} % up to 8,192; {:.1f} % above", *training
     on_cpu, with_amx = ([100 * most for _, most in limit(name)[1:]] for name in ("kCpuLimits", "kCpuLimitsAmx"))

@@ -75,9 +75,11 @@ def test_commands(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     lines = [line.split("#")[0].strip() for block in blocks("bash") for line in block.splitlines()]
+    (own_shape,) = re.findall("`(hf-twell bench [^`]*)`", README)
+    lines.append(f"{own_shape} --hidden 64 --intermediate 256 --tokens 1 --l0 8 --no-compile --repeats 1")
     commands = [shlex.split(line)[1:] for line in lines if Path(line.split(" ")[0]).name == "hf-twell"]
     names = [command[0] for command in commands]
-    assert names == ["doctor", "bench", "serve", "inspect", "sparsify", "train", "eval", "push"]
+    assert names == ["doctor", "bench", "serve", "inspect", "sparsify", "train", "eval", "push", "bench"]
     (tmp_path / "notes.txt").write_text((DEMO / "text" / "heldout.txt").read_text()[:8000])
     extra = {
         "push": ["--dry-run"],
