@@ -54,7 +54,7 @@ GIVEN = {
         "| 10 to 11 % |",
         "| 5 % |",
         "| 2 % |",
-        "At 10 %, losses",
+        "At 10 %, the loss",
         "At 0.5 %, one of 8B's shape",
         "fp8, at 0.5 %",
         "at 0.5 % | llama.cpp",
@@ -398,7 +398,7 @@ def readme() -> Entries:
         above(smollm2(f"count/{BEST[2]}/seed0"), *dense),
         above(qwen(QWEN_RUNS[0]), qwen("parent"), qwen("dense-26M")),
     )
-    yield "losses are {:.1f} % (SmolLM2) and {:.0f} % (Qwen-Coder) above", *losses
+    yield "the loss is {:.1f} % (SmolLM2) and {:.0f} % (Qwen-Coder) above", *losses
     yield "8B's shape decodes {:.2f} times as fast", ratio(steps("8b")["decode", 1])
     yield "at 0.5 %: {:.2f} for one sequence, {:.2f} for 16", *(ratio(steps("fp8")[load]) for load in loads[:2])
 
