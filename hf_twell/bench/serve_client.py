@@ -58,11 +58,8 @@ async def _exchange(session: aiohttp.ClientSession, body: dict) -> tuple[float, 
 
 
 def read_answer(started: float, pieces: list[tuple[float, bytes]]) -> Answer:
-    """The answer that came in these pieces; a text has the time of the piece that ends its event.
-
-    Raises:
-        ValueError: they are no answer, but a refusal or an error.
-    """
+    """The answer that came in these pieces, a ValueError where they are a refusal or an error. A text has the time of
+    the piece that ends its event."""
     texts, usage, rest = [], None, b""
     for at, data in pieces:
         *events, rest = (rest + data).split(b"\n\n")

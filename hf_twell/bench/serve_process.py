@@ -38,10 +38,7 @@ class Server:
         self.name, self.process, self.port, self.log, self.tell = name, process, port, log, tell
 
     def wait_until_ready(self, report: Report = silent) -> None:
-        """
-        Raises:
-            ValueError: it ended instead.
-        """
+        """A ValueError where it ended instead."""
         begun = time.monotonic()
         while self.get("/health") is None:
             if self.process.poll() is not None:

@@ -163,11 +163,7 @@ def find_ffns(model: nn.Module) -> list[Site]:
 
 
 def dense_ffns(model: nn.Module, what: str) -> list[FfnSite]:
-    """`find_ffns` for `what` reads blocks' linears.
-
-    Raises:
-        ValueError: as `find_ffns`, or a mixture of experts.
-    """
+    """`find_ffns` for `what` reads blocks' linears, which also refuses a mixture of experts."""
     sites = find_ffns(model)
     for site in sites:
         if isinstance(site, ExpertsSite):
@@ -256,11 +252,8 @@ def input_name(cls: type[nn.Module]) -> str:
 
 
 def only_input(ffn: nn.Module, x: torch.Tensor | None, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The hidden states of a sparse block's call that gave them by their name in the stock block.
-
-    Raises:
-        TypeError: a call that the stock block does not take either.
-    """
+    """The hidden states of a sparse block's call that gave them by their name in the stock block; a TypeError of a call
+    that the stock block does not take either."""
     if x is not None or named.keys() != {ffn.twell_input}:
         raise TypeError(f"{type(ffn).__name__} takes hidden states, {ffn.twell_input}, and nothing else")
     return named[ffn.twell_input]

@@ -33,11 +33,7 @@ def add_vllm_options(parser: argparse.ArgumentParser, count: Callable[[str], int
 
 
 def prepare_vllm(args: argparse.Namespace, check_sizes: Callable) -> tuple[Callable, dict]:
-    """`vllm_rows` and what it takes, after what needs no engine has been checked.
-
-    Raises:
-        ValueError: in one line.
-    """
+    """`vllm_rows` and what it takes, after what needs no engine has been checked; errors are of one line."""
     import torch
 
     from hf_twell.bench.vllm_steps import context_of

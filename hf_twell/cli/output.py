@@ -58,11 +58,7 @@ def _is_read(path: Path, item: Path) -> bool:
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Name the file that a full disk does not take: the system's own message does not.
-
-    Raises:
-        OSError: in one line.
-    """
+    """Name the file that a full disk does not take, in an OSError of one line: the system's own message does not."""
     try:
         yield
     except OSError as error:

@@ -50,11 +50,7 @@ def run_programs(
 
 
 def check_sandbox() -> None:
-    """Refuse a machine that cannot confine programs.
-
-    Raises:
-        ValueError: saying why.
-    """
+    """Refuse, by a ValueError that says why, a machine that cannot confine programs."""
     how: str | OSError
     try:
         how = _run("") if sys.platform == "linux" else f"{sys.platform} is not Linux"

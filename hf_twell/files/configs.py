@@ -20,11 +20,8 @@ HUB_SECONDS = 10  # to wait for the Hub's first answer
 
 
 def check_folder(path: str | Path, what: str) -> None:
-    """Refuse what can only be the path of a folder, and is none; the Hub would only speak of its rules for names.
-
-    Raises:
-        OSError: naming the path.
-    """
+    """Refuse, by an OSError, what can only be the path of a folder, and is none; the Hub would only speak of its rules
+    for names."""
     if _looks_local(str(path)) and not Path(path).is_dir():
         raise OSError(f"no folder at {path}; give {what}'s folder, or its name on the Hub")
 

@@ -132,11 +132,8 @@ def clear_dead_savings(path: str | Path) -> None:
 
 
 def _lock(folder: Path, locks: ExitStack, *, wait: bool = True) -> None:
-    """Lock a folder, which keeps the lock under another name too, until `locks` is closed or the process ends.
-
-    Raises:
-        OSError: without `wait`, another process has the lock; or the file system has none.
-    """
+    """Lock a folder, which keeps the lock under another name too, until `locks` is closed or the process ends. Without
+    `wait`, an OSError where another process has the lock, or the file system has none."""
     descriptor = os.open(folder, os.O_RDONLY)
     locks.callback(os.close, descriptor)
     try:
@@ -206,11 +203,7 @@ def training_record(path: str | Path) -> dict[str, dict | None]:
 
 @contextmanager
 def full_disks_as_os_errors(path: str | Path) -> Iterator[None]:
-    """What safetensors and `torch.save` raise where they cannot write is no OSError.
-
-    Raises:
-        OSError: in one line, in place of those.
-    """
+    """An OSError of one line for what safetensors and `torch.save` raise where they cannot write."""
     try:
         yield
     except (SafetensorError, RuntimeError) as error:

@@ -36,11 +36,7 @@ def read_text(path: str | Path) -> str:
 
 
 def check_file(path: Path) -> None:
-    """Refuse what is not a file of text or rows that can be read.
-
-    Raises:
-        ValueError: a missing file, or an unknown kind of file.
-    """
+    """Refuse, by a ValueError, what is not a file of text or rows that can be read."""
     if not path.is_file():
         raise ValueError(f"no text file at {path}; give the path of one ({', '.join(KINDS)})")
     if not path.name.endswith(KINDS):
@@ -48,11 +44,7 @@ def check_file(path: Path) -> None:
 
 
 def check_plain(path: str | Path) -> None:
-    """Refuse files of rows, whose braces and keys would be read as text.
-
-    Raises:
-        ValueError: the name ends in .jsonl, .json or .parquet.
-    """
+    """Refuse, by a ValueError, files of rows by their names: their braces and keys would be read as text."""
     if _ROWS.search(Path(path).name):
         raise ValueError(f"{path} holds rows, and only plain text is read here; write their text to a .txt file")
 

@@ -62,11 +62,7 @@ def blocks_on_kernels(model: PreTrainedModel, ids: torch.Tensor) -> int:
 
 
 def check_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor) -> None:
-    """Refuse tokens that the model has no embedding for.
-
-    Raises:
-        ValueError: the tokenizer is another model's.
-    """
+    """Refuse, by a ValueError, tokens that the model has no embedding for, as another model's tokenizer makes them."""
     known = model.get_input_embeddings().num_embeddings
     if ids.numel() and int(ids.max()) >= known:
         raise ValueError(

@@ -232,11 +232,8 @@ def _restore(file: GgufFile, config: PreTrainedConfig) -> None:
 
 
 def _restore_llama3_rope(file: GgufFile, rope_factors: torch.Tensor, config: PreTrainedConfig) -> None:
-    """Llama 3.1 and later: the file holds what each frequency is divided by, the config how that is computed.
-
-    Raises:
-        ValueError: the factors are not those of Llama 3's models.
-    """
+    """Llama 3.1 and later: the file holds what each frequency is divided by, the config how that is computed. A
+    ValueError of factors that are not those of Llama 3's models."""
     factors, theta = rope_factors.float(), config.rope_parameters["rope_theta"]
     config.rope_parameters = {
         "rope_type": "llama3",

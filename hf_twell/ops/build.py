@@ -121,11 +121,7 @@ def cache_dir() -> Path:
 
 
 def _check_cache(folder: Path) -> None:
-    """Without making it.
-
-    Raises:
-        BuildError: it cannot be made or written.
-    """
+    """A BuildError where it cannot be made or written; it is not made here."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
     if not (os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK)):
         raise BuildError(f"the cache directory {folder} cannot be written; set HF_TWELL_CACHE to one that can")
@@ -166,21 +162,13 @@ def _digest(name: str, parts: list[str]) -> str:
 
 
 def file_name(stem: str, library: Path) -> str:
-    """What a compiled library is called in the cache: its stem and the hash of its bytes.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """What a compiled library is called in the cache: its stem and the hash of its bytes."""
     with open(library, "rb") as file:
         return f"{stem}-{hashlib.file_digest(file, 'sha256').hexdigest()[:20]}.so"
 
 
 def find_library(name: str) -> Path | None:
-    """A whole library that fits this torch, these sources and this GPU, or None.
-
-    Raises:
-        BuildError: as `stem`.
-    """
+    """A whole library that fits this torch, these sources and this GPU, or None; a BuildError as `stem`."""
     return next(filter(_is_whole, _candidates(name)), None)
 
 

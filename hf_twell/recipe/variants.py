@@ -64,11 +64,7 @@ def train_ffns_alone(model: nn.Module) -> None:
 
 
 def freeze(model: nn.Module, parts: list[str]) -> None:
-    """Freeze the weights whose names have one of the parts in them.
-
-    Raises:
-        ValueError: a part that is in no name.
-    """
+    """Freeze the weights whose names have one of the parts in them; a ValueError of a part that is in no name."""
     named = dict(model.named_parameters())
     for part in parts:
         found = [parameter for name, parameter in named.items() if part in name]

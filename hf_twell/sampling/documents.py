@@ -97,11 +97,7 @@ def sample_text(
 
 
 def check_options(tokens: int, length: int, batch_size: int, temperature: float, top_p: float) -> None:
-    """What of `sample_text`'s arguments can be wrong whatever the model is.
-
-    Raises:
-        ValueError: numbers that cannot be.
-    """
+    """Refuse, by a ValueError, what of `sample_text`'s arguments cannot be, whatever the model is."""
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}; give a number above 0")
     if not 0 < top_p <= 1:

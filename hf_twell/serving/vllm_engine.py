@@ -94,11 +94,8 @@ def refusal(model: str, arguments: Sequence[str] = ()) -> str | None:
 
 
 def describe(model: str, arguments: Sequence[str] = ()) -> str:
-    """In a line, what computes a model that vLLM does not refuse.
-
-    Raises:
-        ValueError, OSError: no such model.
-    """
+    """In a line, what computes a model that vLLM does not refuse; a ValueError or OSError where there is no such
+    model."""
     config = _config(model)
     if not _is_sparse(config):
         return "is dense (no `twell` entry in its config): served as it is, without sparse kernels"
@@ -240,11 +237,8 @@ def _is_of_torchao(config: dict) -> bool:
 
 
 def _check_sparse(model: str, arguments: Sequence[str]) -> str | None:
-    """Why no density is known of a sparse model's layers, without which none of its blocks uses kernels, or None.
-
-    Raises:
-        ValueError: what the plugin would raise of a sparse model's config and of its settings.
-    """
+    """Why no density is known of a sparse model's layers, without which none of its blocks uses kernels, or None. A
+    ValueError as the plugin would raise it of the model's config and of its settings."""
     from transformers import AutoConfig
 
     from hf_twell.convert.entry import check_entry

@@ -87,11 +87,7 @@ class Revival:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, revival: Revival) -> None:
-    """Refuse an optimizer that does not hold the rows themselves, before any training.
-
-    Raises:
-        ValueError: naming what is in the way.
-    """
+    """Refuse, by a ValueError before any training, an optimizer that does not hold the rows themselves."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not all(id(linear.weight) in known for linear in revival.linears):
         raise ValueError(

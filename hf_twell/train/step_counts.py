@@ -138,11 +138,7 @@ class StepCounts(NamedTuple):
             )
 
     def check_counted(self) -> None:
-        """Refuse a step of which no layer counted anything, though it has tokens: backward counts.
-
-        Raises:
-            ValueError: saying what to do.
-        """
+        """Refuse, by a ValueError, a step of which no layer counted anything, though it has tokens: backward counts."""
         if self.tokens.item() and not self.table[:, 1:].any().item():
             raise ValueError(
                 f"no backward came to the sparse blocks in the first optimizer step ({self.tokens.item():.0f} tokens), "
