@@ -49,11 +49,9 @@ def check_block(
 
 
 def check_logits(outputs: dict[str, torch.Tensor], truth: torch.Tensor) -> dict:
-    """Errors against higher precision of the first sequences, and differences from eager PyTorch of all of them.
-
-    Raises:
-        ValueError: a sparse variant's error is over twice the eager one's, or its difference from it over three times.
-    """
+    """Errors against higher precision of the first sequences, and differences from eager PyTorch of all of them. A
+    ValueError where a sparse variant's error is over twice the eager one's, or its difference from it over three
+    times."""
     errors = {name: relative_error(value[: len(truth)], truth) for name, value in outputs.items()}
     far = {name: relative_error(outputs[name], outputs["eager"]) for name in outputs if name.startswith("sparse")}
     allowed = errors["eager"]

@@ -35,11 +35,7 @@ PLATFORM = r"detected platform (\w+)"  # in vLLM's log
 
 @dataclass(frozen=True)
 class Load:
-    """Requests that are sent together.
-
-    Attributes:
-        measured: "decode", or "prefill", whose answers are one token long.
-    """
+    """Requests that are sent together; `measured` is "decode", or "prefill", whose answers are one token long."""
 
     measured: str
     concurrency: int
@@ -49,13 +45,8 @@ class Load:
 
 @dataclass
 class Side:
-    """One server's way to compute the checkpoint.
-
-    Attributes:
-        name: "sparse" or "dense".
-        engine: "transformers" or "vllm".
-        texts: its greedy answers to the prompts that are checked.
-    """
+    """One server's way, "sparse" or "dense", to compute the checkpoint by "transformers" or "vllm"; `texts` are its
+    greedy answers to the prompts that are checked."""
 
     name: str
     engine: str
@@ -168,11 +159,7 @@ def measure(
     number: int,
     report: Report = silent,
 ) -> Iterator[dict]:
-    """A row of figures for each load.
-
-    Args:
-        number: of the round.
-    """
+    """A row of figures for each load, of the round of this number."""
     for load in loads:
         where = f"{side.name}, {load.measured}, {load.concurrency} at once"
         report("warming up", where)

@@ -34,12 +34,8 @@ class Answer(NamedTuple):
 
 
 def ask_at_once(port: int, bodies: list[dict]) -> list[Answer]:
-    """What a server of this machine answers to all of these bodies of /v1/completions, sent together.
-
-    Raises:
-        aiohttp.ClientError: a connection was refused, or ended before its answer did.
-        ValueError: the server's own refusal.
-    """
+    """What a server of this machine answers to all of these bodies of /v1/completions, sent together. A ValueError is
+    its own refusal, an aiohttp.ClientError a connection that was refused, or ended before its answer did."""
     return [read_answer(*exchange) for exchange in asyncio.run(_exchange_all(port, bodies))]
 
 

@@ -180,11 +180,8 @@ def layers_of(sites: Iterable[Site]) -> int:
 
 
 def activation_keys(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[str]]:
-    """The part of a model's config that holds its blocks' activation (a composite model's is nested), and its keys.
-
-    Raises:
-        ValueError: it holds none.
-    """
+    """The part of a model's config that holds its blocks' activation (a composite model's is nested), and its keys; a
+    ValueError where there are none."""
     config = config.get_text_config()
     keys = [key for key in _keys(config) if isinstance(getattr(config, key, None), str)]
     if not keys:

@@ -20,10 +20,7 @@ SIDES = ("dense", "sparse")  # the baseline first: the sparse server's answers a
 
 
 def add_serve_options(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
-    """
-    Args:
-        count: the type of options that are whole numbers.
-    """
+    """`count` is the type of options that are whole numbers."""
     parser.add_argument("model", metavar="MODEL", help="a sparse model's folder or Hub name")
     parser.add_argument(
         "--engine",

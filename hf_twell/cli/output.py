@@ -70,12 +70,8 @@ def print_json(result: dict) -> None:
 
 
 def write_json(result: dict, path: str | Path) -> None:
-    """The JSON in a file.
-
-    Raises:
-        OSError: a full disk does not take it; in one line.
-        ValueError: NaN or infinite figures, which JSON has no form for.
-    """
+    """The JSON in a file; an OSError of one line where a full disk does not take it, a ValueError of NaN and infinite
+    figures."""
     with writing(path):
         Path(path).write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 

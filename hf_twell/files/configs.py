@@ -129,22 +129,16 @@ def saying_quantized(path: str | Path, config: dict) -> Iterator[None]:
 
 
 def check_generation_config(path: str | Path, **hub: Any) -> None:
-    """Read generation_config.json as Transformers will, which passes over one that is absent or no JSON.
-
-    Raises:
-        ValueError: what it holds makes no generation config.
-    """
+    """Read generation_config.json as Transformers will, which passes over one that is absent or no JSON; a ValueError
+    where what it holds makes no generation config."""
     with one_line_errors(f"{path}: its generation_config.json cannot be used"), suppress(OSError):
         GenerationConfig.from_pretrained(path, **hub)
 
 
 @contextmanager
 def one_line_errors(claim: str) -> Iterator[None]:
-    """One line for whatever other libraries raise on files that a stranger wrote.
-
-    Raises:
-        ValueError: saying `claim` and the reason, in place of errors of kinds that no caller would expect.
-    """
+    """A ValueError of one line, `claim` and the reason, for whatever other libraries raise on files that a stranger
+    wrote."""
     try:
         yield
     except (ValueError, OSError, ImportError, torch.OutOfMemoryError):

@@ -182,11 +182,8 @@ def save_model(
 
 
 def training_record(path: str | Path) -> dict[str, dict | None]:
-    """What a model's folder says of its training: "method" and "measured", as `save_model` takes them; None: nothing.
-
-    Raises:
-        ValueError: one of its files holds no JSON object.
-    """
+    """What a model's folder says of its training: "method" and "measured", as `save_model` takes them; None: nothing. A
+    ValueError where one of its files holds no JSON object."""
     record = {}
     for key, name in (("method", STATE_NAME), ("measured", MEASURED_NAME)):
         file = Path(path, name)

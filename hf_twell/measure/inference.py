@@ -19,11 +19,8 @@ def input_device(model: torch.nn.Module) -> torch.device:
 
 
 def model_context(model: PreTrainedModel, context: int | None = None) -> int:
-    """The window length in tokens: `context`, or by default the model's own, at most 2,048.
-
-    Raises:
-        ValueError: `context` is not between 1 and the model's own context.
-    """
+    """The window length in tokens: `context`, or by default the model's own, at most 2,048; a ValueError where
+    `context` is not between 1 and the model's own."""
     limit = context_limit(model)
     if context is None:
         return min(limit or MAX_DEFAULT_CONTEXT, MAX_DEFAULT_CONTEXT)

@@ -142,11 +142,8 @@ def load_gguf(load: Callable, file: GgufFile, *, dtype: torch.dtype | str | None
 
 
 def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer that a GGUF file describes.
-
-    Raises:
-        ValueError, OSError, ImportError: as `read_gguf`; or the file describes none that Transformers can build.
-    """
+    """The tokenizer that a GGUF file describes. Errors as of `read_gguf`, or a ValueError where it describes none that
+    Transformers can build."""
     file = read_gguf(path)
     if file.tokenizer is None:
         raise ValueError("the file holds none; give another tokenizer")

@@ -143,13 +143,7 @@ def stem(name: str, nvcc_version: str | None = None) -> str:
 
 def prebuilt_stem(name: str, cuda: str | None) -> str:
     """How the file name of a library that comes in a wheel begins: a hash of its sources and the ABI that it asks for.
-
-    Args:
-        cuda: the version of CUDA, for instance "13.0", whose runtime the "cuda" library loads; its first number counts.
-
-    Raises:
-        BuildError: no kernel sources.
-    """
+    Of "cuda" the first number of `cuda`, "13.0" say, whose runtime it loads, stands beside it."""
     end = f"-cuda{str(cuda).partition('.')[0]}" if name == "cuda" else ""
     return f"twell_{name}-{_digest(name, [toolchain.STABLE_ABI_TARGET])}{end}"
 
@@ -209,11 +203,8 @@ def _is_whole(library: Path) -> bool:
 
 
 def compile_library(name: str) -> Path:
-    """Compile a library into the cache and return its path. Processes that start together compile it once.
-
-    Raises:
-        BuildError: no compiler, a cache directory that cannot be written, or a failed compilation (with its log).
-    """
+    """Compile a library into the cache and return its path. Processes that start together compile it once. A BuildError
+    without a compiler, where the cache cannot be written, or of a failed compilation (with its log)."""
     toolchain.compiler()
     folder, start = cache_dir(), stem(name)
     try:

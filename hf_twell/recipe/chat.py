@@ -88,11 +88,8 @@ def _whole(tokenizer, messages) -> str:
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **options: Any) -> str:
-    """A conversation as the tokenizer's chat template writes it.
-
-    Raises:
-        ValueError: no template, or one that does not take these messages, or would leave their tool calls out.
-    """
+    """A conversation as the tokenizer's chat template writes it; a ValueError where there is none, or it does not take
+    these messages, or would leave their tool calls out."""
     if not tokenizer.chat_template:
         raise ValueError(
             f"{tokenizer.name_or_path or 'the tokenizer'} has no chat template to read messages by; take an instruct "

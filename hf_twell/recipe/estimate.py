@@ -20,13 +20,8 @@ SMALLEST_PRETRAINED = 1e8  # parameters; smaller models are mostly tests, which 
 def estimate(
     args: TrainingArguments, model: nn.Module, *, sequences: int | None, length: int, dtype: torch.dtype
 ) -> str:
-    """One line of steps, tokens and room on disk.
-
-    Args:
-        sequences: of the training text; None where it is streamed, and `max_steps` given.
-        length: tokens of a sequence.
-        dtype: of the final model.
-    """
+    """One line of steps, tokens and room on disk for so many sequences (None: streamed) of `length` tokens, and a final
+    model in `dtype`."""
     steps, tokens = count_steps(args, sequences), sequences_of_step(args) * length
     sizes = [(weight.numel(), weight.nbytes, weight.requires_grad) for weight in model.parameters()]
     checkpoint = sum(nbytes for _, nbytes, _ in sizes)

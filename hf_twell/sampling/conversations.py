@@ -17,11 +17,8 @@ QUESTION_SHARE = 0.25  # of a conversation's tokens, at most
 
 
 class Turns:
-    """What a chat template writes around a user's words, as tokens.
-
-    Raises:
-        ValueError: no chat template, or one that does not write the words once, as they are, and a special token after.
-    """
+    """What a chat template writes around a user's words, as tokens; a ValueError where there is none, or it does not
+    write the words once, as they are, and a special token after."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         text = render(tokenizer, [{"role": "user", "content": MARK}], add_generation_prompt=True)

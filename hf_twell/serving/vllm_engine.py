@@ -128,11 +128,8 @@ def take_option(arguments: Sequence[str], option: str) -> tuple[str | None, list
 
 
 def additional_config(arguments: Sequence[str]) -> tuple[dict, list[str]]:
-    """vLLM's additional config, which has the plugin's settings, among its arguments, and the other arguments.
-
-    Raises:
-        ValueError: it is no JSON mapping, or such settings cannot be.
-    """
+    """vLLM's additional config, which has the plugin's settings, among its arguments, and the other arguments. A
+    ValueError where it is no JSON mapping, or such settings cannot be."""
     text, others = take_option(arguments, "--additional-config")
     try:
         settings = {} if text is None else json.loads(text)
@@ -159,11 +156,8 @@ def memory_options(arguments: Sequence[str]) -> list[str]:
 
 
 def memory_share(available: int, total: int) -> float | None:
-    """The share of a memory that vLLM can have before it has started; None where that is as much as it asks for.
-
-    Args:
-        available, total: bytes, as vLLM counts them.
-    """
+    """The share of `total` bytes of memory that vLLM can have before it has started, of which `available` are free;
+    None where that is as much as it asks for."""
     free = (available - MEMORY_OF_VLLM) / total
     return None if free >= MEMORY_SHARE else max(math.floor(100 * (free - MEMORY_SPARED)) / 100, 0.05)
 

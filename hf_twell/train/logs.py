@@ -37,12 +37,8 @@ AT_BOUND = {
 
 
 def rows_of_report(report: dict, ffns: list[SparseBlock], *, layer_weights: bool, layers: bool) -> dict[str, float]:
-    """`L1Penalty.report()` as log rows, and the way that blocks on a GPU take where they have a choice.
-
-    Args:
-        layer_weights: whether layers have weights of their own.
-        layers: whether to give each layer's figures too.
-    """
+    """`L1Penalty.report()` as log rows, of each layer too with `layers`, with weights of its own where `layer_weights`
+    says so; and the way that blocks on a GPU take where they have a choice."""
     keys = ["l0", "density", *(key for key in report if key.startswith("union_")), "l1", "dead"]
     rows = {f"twell/{key}": report[key] for key in [*keys, "l1_weight"]}
     on_kernels = [ffn.twell_state.on_kernels for ffn in ffns]
@@ -92,11 +88,8 @@ def _log_without_layers(
 def warn_of_bounds(
     controller: DensityController, told: set, ffns: list[SparseBlock], step: int, *, target: str | None
 ) -> None:
-    """Log which layers' coefficients have come to a bound, each once; `told` remembers them.
-
-    Args:
-        target: the name of the argument that gave the target.
-    """
+    """Log which layers' coefficients have come to a bound, each once; `told` remembers them, and `target` names the
+    argument that gave the target."""
     held, weights = controller.held(), controller.weights().tolist()
     for side, layers in held.items():
         new = [layer for layer in layers if (side, layer) not in told]
