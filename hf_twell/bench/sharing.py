@@ -81,15 +81,9 @@ def sliding_union(active_TF: torch.Tensor, run: int) -> torch.Tensor:
 
 
 def fit(unions: Mapping[str, float], gates: Callable[[Sharing], torch.Tensor], density: float) -> Sharing:
-    """The sharing whose gates have `unions` at this density, by damped Gauss-Newton steps in least squares.
-
-    Args:
-        unions: share of F by "16", "64" and "128", or by "64" alone; then word and span are those of converted models.
-        gates: makes gates (T, F) of a sharing, whose largest ones are active.
-
-    Raises:
-        ValueError: no sharing comes near.
-    """
+    """The sharing whose gates have `unions` at this density, by damped Gauss-Newton steps in least squares; a
+    ValueError where none comes near. Unions are by "16", "64" and "128", or by "64" alone; then word and span are those
+    of converted models. `gates` makes gates (T, F) of a sharing, whose largest ones are active."""
     free = 4 if len(unions) > 1 else 1
     # Logits of the two shares, logarithms of the span and of what makes neurons uneven.
     shared = torch.tensor(

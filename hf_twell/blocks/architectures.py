@@ -133,11 +133,8 @@ Site = FfnSite | ExpertsSite
 
 
 def find_ffns(model: nn.Module) -> list[Site]:
-    """The feed-forward blocks of the model's text decoder, in layer order; a layer may have experts and a dense one.
-
-    Raises:
-        ValueError: naming the module and its class, where a layer has no block that can be made sparse.
-    """
+    """The feed-forward blocks of the model's text decoder, in layer order; a layer may have experts and a dense one. A
+    ValueError names the module of a layer that has no block which can be made sparse."""
     if not isinstance(model, nn.Module) or not isinstance(getattr(model, "config", None), PreTrainedConfig):
         raise ValueError(
             f"{type(model).__name__} is no Transformers model; load one with from_pretrained. {SUPPORTED}."

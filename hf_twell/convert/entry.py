@@ -27,12 +27,8 @@ def new_entry(config: PreTrainedConfig, layers: list[int] | None, blocks: int) -
 
 
 def check_entry(config: PreTrainedConfig) -> dict | None:
-    """The config's `twell` entry, or None.
-
-    Raises:
-        ValueError: an entry that is none of ours, of a newer version, of an unfinished conversion, or beside another
-            activation than ReLU.
-    """
+    """The config's `twell` entry, or None. A ValueError of one that is none of ours, of a newer version, of an
+    unfinished conversion, or beside another activation than ReLU."""
     entry = getattr(config, "twell", None)
     if entry is None:
         return None

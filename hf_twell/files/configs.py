@@ -106,12 +106,9 @@ def read_config(path: str | Path, **hub: Any) -> dict:
 
 @contextmanager
 def saying_quantized(path: str | Path, config: dict) -> Iterator[None]:
-    """Where a checkpoint with this config.json does not load, and is quantized, that is the reason to tell.
-
-    Raises:
-        ValueError: in place of what other checks, or a missing package, say of such weights.
-        ImportError: torchao is missing, which reads what `hf-twell quantize` writes.
-    """
+    """Where a checkpoint with this config.json does not load, and is quantized, that is the reason to tell: by a
+    ValueError in place of what other checks say of such weights, or an ImportError where torchao is missing, which
+    reads what `hf-twell quantize` writes."""
     quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     if method == "torchao" and importlib.util.find_spec("torchao") is None:

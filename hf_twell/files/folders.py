@@ -78,11 +78,8 @@ def check_target(path: str | Path, *, overwrite: bool = False, inputs: Iterable[
 
 @contextmanager
 def whole_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A temporary folder beside `path` that takes its name if the body ends well, and is removed if it does not.
-
-    Raises:
-        ValueError: as `check_target`; after the body the error names the folder in which its result is kept.
-    """
+    """A temporary folder beside `path` that takes its name if the body ends well, and is removed if it does not. A
+    ValueError as of `check_target`; after the body it names the folder in which its result is kept."""
     path = check_target(path, overwrite=overwrite)
     clear_dead_savings(path)
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")

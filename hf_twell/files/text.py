@@ -12,12 +12,8 @@ END_OF_TEXT_LINE = re.compile(rf"^{re.escape(END_OF_TEXT)}[ \t]*(?:\n|\Z)", re.M
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a UTF-8 file, its lines ended by "\\n" as `open` gives them; `.xz` is unpacked.
-
-    Raises:
-        ValueError: the file is empty, no UTF-8 text, or a damaged `.xz`.
-        OSError: the file cannot be read.
-    """
+    """The text of a UTF-8 file, its lines ended by newlines alone as `open` gives them; `.xz` is unpacked. A ValueError
+    where it is empty, no UTF-8 text, or a damaged `.xz`."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no text file at {path}; give the path of one (.txt, .xz)")

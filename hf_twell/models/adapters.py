@@ -238,12 +238,8 @@ def loader_of_saved_base(config: dict) -> type:
 
 
 def read_adapter_config(path: str | Path, **hub: Any) -> dict:
-    """The content of an adapter's adapter_config.json.
-
-    Raises:
-        OSError: no folder of that path.
-        ValueError: there is none, or it holds no mapping of finite numbers and texts.
-    """
+    """The content of an adapter's adapter_config.json; an OSError without a folder of that path, a ValueError where
+    there is none, or it holds no mapping of finite numbers and texts."""
     check_folder(path, "an adapter")
     check_hub(path, **hub)
     found = _file(path, ADAPTER_CONFIG, hub)

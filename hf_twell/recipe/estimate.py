@@ -39,11 +39,8 @@ def estimate(
 def estimate_time(
     args: TrainingArguments, recipe: Recipe, tokens: int, seconds: float, *, passes: int, measured: int
 ) -> str:
-    """One line of how long a run will take, by how long it took to measure its start; `tokens` are those of all steps.
-
-    Args:
-        passes: forward passes over the `measured` tokens, which every process reads all, that took the `seconds`.
-    """
+    """One line of how long a run of so many `tokens` will take, by the `seconds` that `passes` forward passes over the
+    `measured` tokens took at its start, which every process reads all."""
     each = PASSES + (recipe.distill is not None) + bool(args.gradient_checkpointing)
     took = seconds / (passes * measured) * each * tokens / args.world_size
     return f"at the speed of this measuring, training takes about {_duration(took)}, beside saving"

@@ -169,12 +169,8 @@ def documents_in(ids_BL: torch.Tensor, tokenizer: PreTrainedTokenizerBase, begin
 
 
 def written_before(path: str | Path, chats: bool) -> tuple[int, int, int, int]:
-    """(documents, tokens, next batch, bytes of whole rows) of a file that `sample_text` may go on with, or make.
-
-    Raises:
-        ValueError: it holds what `sample_text` did not write, or documents beside conversations, which no training
-            reads.
-    """
+    """(documents, tokens, next batch, bytes of whole rows) of a file that `sample_text` may go on with, or make. A
+    ValueError where it holds what that did not write, or documents beside conversations, which no training reads."""
     path = Path(path)
     if not path.exists():
         return 0, 0, 0, 0

@@ -35,15 +35,9 @@ ASK_MEMORY = (
 
 
 def why_not(engine: str, model: str, arguments: Sequence[str] = ()) -> str | None:
-    """The reason, if any, for which `--engine` leaves a model to Transformers.
-
-    Args:
-        arguments: vLLM's own.
-
-    Raises:
-        ValueError, OSError: no such model, a config that cannot be right, or vLLM was asked for and is not installed,
-            or does not take the model.
-    """
+    """The reason, if any, for which `--engine` leaves a model to Transformers, `arguments` being vLLM's own. A
+    ValueError or OSError of no such model, a config that cannot be right, or where vLLM was asked for and is not
+    installed, or does not take the model."""
     if engine == "transformers":
         return "as asked"
     if importlib.util.find_spec("vllm") is None:
@@ -59,12 +53,9 @@ def why_not(engine: str, model: str, arguments: Sequence[str] = ()) -> str | Non
 
 
 def refusal(model: str, arguments: Sequence[str] = ()) -> str | None:
-    """Why vLLM would not serve a model, as its files and its config say; starting vLLM to hear so takes a minute.
-
-    Raises:
-        ValueError, OSError: no such model, or one that Transformers would not serve either; settings of the plugin, in
-            vLLM's arguments, that cannot be right.
-    """
+    """Why vLLM would not serve a model, as its files and its config say; starting vLLM to hear so takes a minute. A
+    ValueError or OSError where there is no such model, Transformers would not serve it either, or vLLM's arguments hold
+    settings of the plugin that cannot be right."""
     from hf_twell.models.custom import published_class
     from hf_twell.models.gguf_files import is_gguf
 
