@@ -78,13 +78,8 @@ class Side:
 
 
 class Prompts:
-    """Prompts of a given number of tokens, another for every request: an engine may keep what it has read before.
-
-    They are a text's passages, or random words of the tokenizer's vocabulary.
-
-    Args:
-        text: whose passages are taken; None for random words, whose activity is no real text's.
-    """
+    """Prompts of a given number of tokens, another for every request: an engine may keep what it has read before. They
+    are passages of `text`, or without one random words of the vocabulary, whose activity is no real text's."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", text: str | None = None) -> None:
         self.tokenizer, self.from_text = tokenizer, text is not None

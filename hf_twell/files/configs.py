@@ -36,12 +36,7 @@ def check_hub(
     **hub: Any,
 ) -> None:
     """Ask the Hub once for what is no folder: Transformers asks six times, half a minute, where it cannot be reached.
-
-    What the Hub itself answers, and names that are in its cache, are left to Transformers.
-
-    Raises:
-        OSError: no answer.
-    """
+    An OSError without an answer; what the Hub itself answers, and names in its cache, are left to Transformers."""
     if Path(path).is_dir() or local_files_only or constants.HF_HUB_OFFLINE:
         return
     try:

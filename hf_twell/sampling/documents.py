@@ -121,13 +121,9 @@ def _teller(bar):
 
 
 def document_start(tokenizer: PreTrainedTokenizerBase, start: str | None = None) -> int:
-    """The token that a document of pretraining began after: <|endoftext|> where there is one, else BOS, else EOS.
-
-    A chat model's BOS and EOS are often those of its messages (SmolLM2-Instruct, Qwen), hence the order.
-
-    Raises:
-        ValueError: `start` is no special token, or there is none at all.
-    """
+    """The token that a document of pretraining began after: `start`, a special token, or <|endoftext|> where there is
+    one, else BOS, else EOS; or a ValueError. A chat model's BOS and EOS are often those of its messages
+    (SmolLM2-Instruct, Qwen), hence the order."""
     known = tokenizer.get_added_vocab()
     if start is not None:
         if start not in known:

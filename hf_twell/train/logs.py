@@ -133,18 +133,9 @@ def warn_of_few_tokens(tokens: float, target: str, value: float) -> None:
 def warn_of_loss(
     trainer: Trainer, logs: dict, report: dict, *, parent_loss: float | None, target: str | None, layer_shares: str
 ) -> bool:
-    """Log, from a quarter of the run on, that a pretrained model is being lost, and what to change.
-
-    Args:
-        logs: of this step, with the task's loss.
-        report: what `L1Penalty.report` returned with it.
-        parent_loss: of the dense parent; None where it is not known.
-        target: the name of the argument that gave the target; None in a run with an `l1_weight`.
-        layer_shares: of a run to a target.
-
-    Returns:
-        Whether there was something to warn of.
-    """
+    """Log, from a quarter of the run on, that a pretrained model is being lost, and what to change; returns whether
+    there was something to warn of. `report` is what `L1Penalty.report` returned with the `logs` of this step;
+    `parent_loss` is None where the dense parent's is not known, and `target` in a run with an `l1_weight`."""
     if trainer.state.global_step < JUDGED_FROM * trainer.state.max_steps:
         return False
     signs = []

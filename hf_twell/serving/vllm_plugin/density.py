@@ -7,13 +7,8 @@ from hf_twell.dispatch.limits import limit
 
 
 def known_settings(additional_config: object) -> dict:
-    """What vLLM's `additional_config` holds for us: `{"hf_twell": {"density": 0.01, "kernels": True}}`, both optional.
-
-    A null counts as not given, here as in a checkpoint's `twell` entry.
-
-    Raises:
-        ValueError: other settings; a density is looked at by `known_densities`.
-    """
+    """What vLLM's `additional_config` holds for us: `{"hf_twell": {"density": 0.01, "kernels": True}}`, both optional;
+    a null counts as not given. A ValueError of other settings; a density is looked at by `known_densities`."""
     settings = additional_config.get("hf_twell") if isinstance(additional_config, dict) else None
     settings = {} if settings is None else settings
     if not isinstance(settings, dict) or set(settings) - {"density", "kernels"}:
