@@ -129,12 +129,8 @@ def _check_cache(folder: Path) -> None:
 
 def stem(name: str, nvcc_version: str | None = None) -> str:
     """How the file name of a library that is compiled here begins: a hash of its sources, flags, torch and processor.
-
-    nvcc's version stands beside the hash, so that a machine without nvcc finds a library that one with it made.
-
-    Raises:
-        BuildError: no kernel sources; for "cuda" also no GPU to compile for, or no nvcc to ask for its version.
-    """
+    nvcc's version stands beside it, so that a machine without nvcc finds a library that one with it made. A BuildError
+    without kernel sources; for "cuda" also without a GPU to compile for, or an nvcc to ask for its version."""
     parts = [torch.__version__, str(torch.compiled_with_cxx11_abi()), sys.platform, platform.machine()]
     parts += [" ".join(toolchain.flags(name, file)) for file in toolchain.compiled(toolchain.sources(name))]
     end = f"-nvcc{nvcc_version or toolchain.nvcc_version()}" if name == "cuda" else ""

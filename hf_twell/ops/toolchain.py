@@ -87,12 +87,8 @@ def nvcc_version() -> str:
 
 def architectures() -> list[str]:
     """What nvcc compiles for, such as "sm_90a": `$HF_TWELL_CUDA_ARCH` (several with commas), or the visible GPUs.
-
-    "compute_90" is PTX, which the driver compiles for later GPUs.
-
-    Raises:
-        BuildError: a name that is none, no GPU, or one that is too old.
-    """
+    "compute_90" is PTX, which the driver compiles for later GPUs. A BuildError of a name that is none, without a GPU,
+    or of one that is too old."""
     wanted = os.environ.get("HF_TWELL_CUDA_ARCH")
     if wanted:
         names = sorted({name.strip() for name in wanted.split(",")})

@@ -50,14 +50,10 @@ def sample_conversations(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int, batch_size: int, *, seed: int, **drawn: Any
 ) -> list[dict]:
     """Rows {"messages": a question and its answer, "tokens"} of at most `length` tokens with what the template writes.
-
     There are `batch_size` or fewer: a question that does not end in a quarter of `length` is left out; an answer that
-    does not end is cut, and its message says "unfinished", which `hf_twell.recipe.chat.chat_tokens` reads. `drawn`
-    are options of `sample_after`, for questions and for answers.
-
-    Raises:
-        ValueError: a chat template that sampling cannot go by, or longer than `length` leaves room for.
-    """
+    does not end is cut, and its message says "unfinished", which `hf_twell.recipe.chat.chat_tokens` reads. `drawn` are
+    options of `sample_after`, for both. A ValueError of a chat template that leaves no room, or that sampling cannot go
+    by."""
     turns = Turns(tokenizer)
     around, most = len(turns.opening) + len(turns.closing), int(QUESTION_SHARE * length)
     if most < 1 or around + most >= length:
