@@ -16,7 +16,7 @@ from tests.ffn_cases import make_case
 from tests.quantized_cases import KINDS, quantized_case, truth_of
 
 TOKENS = {"decode": (1, 2, 3, 4, 17, 64), "sm90": (1, 65, 130, 300, 2100), "portable": (1, 65, 130, 300)}
-TRAINED = ((1, 64), (300, 64), (300, 4), (130, 1))  # tokens, capacity
+TRAINED = ((1, 64), (300, 64), (300, 4), (130, 1), (1, None), (300, None))  # tokens, capacity; None: F, for columns
 # D, F, density, gated, biases, dtype
 CALLS = (
     (8, 16, 1.0, True, True, torch.bfloat16),
@@ -112,7 +112,7 @@ def norms() -> int:
 
 
 def train() -> int:
-    """With room for all pairs, for some blocks' and for none."""
+    """With room for all pairs, for some blocks' and for none; and by columns."""
     if torch.cuda.get_device_capability() != (9, 0):
         return 0
     os.environ.pop("HF_TWELL_CUDA_PATH", None)
@@ -122,7 +122,7 @@ def train() -> int:
         scale = torch.tensor(0.01, device="cuda")
         terms = {"l1_scale": scale, "count_scale": scale, "token_weight": torch.ones(tokens, device="cuda")}
         gradients = []
-        for ffn in (functools.partial(api.ffn, backend="cuda", capacity=capacity), reference.ffn):
+        for ffn in (functools.partial(api.ffn, backend="cuda", capacity=capacity or width), reference.ffn):
             leaves = {name: None if t is None else t.clone().requires_grad_() for name, t in case.items()}
             tally = torch.zeros(1 + width, device="cuda", requires_grad=True)
             ffn(**leaves, **terms, tally=tally).float().square().sum().backward()

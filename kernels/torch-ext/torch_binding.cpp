@@ -16,7 +16,7 @@ std::tuple<int64_t, int64_t> cpu_state_block(int64_t capacity, int64_t element_s
 }
 
 std::tuple<int64_t, int64_t> cuda_state_block(int64_t width, int64_t capacity, bool gated) {
-  return {twell::CudaStateLayout::kBlockTokens, twell::cuda_state_layout(width, capacity, gated).bytes()};
+  return {twell::CudaStateLayout::kBlockTokens, twell::cuda_state_bytes(width, capacity, gated)};
 }
 
 }  // namespace

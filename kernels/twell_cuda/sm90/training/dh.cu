@@ -1,6 +1,5 @@
-// The gradient of h over active neurons, and what it makes of relu(gate) = g and x Wu^T + bu = u, in their places:
-// dh = dy Wd + L1's, du = dh g, dg = dh u + the count's where g is active. Without a gate h is g: dg = dh + the
-// count's.
+// The gradient of h over active neurons, and what it makes of relu(gate) = g and x Wu^T + bu = u: dh = dy Wd + L1's,
+// du = dh g, dg = dh u + the count's where g is active. Without a gate h is g: dg = dh + the count's.
 
 #include "common/terms.cuh"
 #include "sm90/training/tile_columns.cuh"
@@ -19,8 +18,7 @@ template <typename T, bool kGated>
 struct Gradient {
   using Element = T;
   using Given = Terms;
-  static constexpr int kBuffers = kGated ? 2 : 1;
-  static constexpr bool kReads = true;
+  static constexpr int kBuffers = kGated ? 2 : 1, kRead = kBuffers;
   float l1[2], count[2];
 
   __device__ __forceinline__ Gradient(const Given& terms, const Chunk& chunk, const tiles::Place& place) {
@@ -49,23 +47,25 @@ struct Gradient {
 };
 
 template <typename T>
-cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Terms& terms, const void* dy, const Device& device,
-                   cudaStream_t stream) {
+cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Terms& terms, const void* dy, const Columns& to,
+                   const Device& device, cudaStream_t stream) {
   using Gated = tiles::Columns<Gradient<T, true>>;
   using Plain = tiles::Columns<Gradient<T, false>>;
   const tiles::Arguments arguments{ffn.down.data, chunk, ffn.hidden, ffn.width};
   const Active& active = chunk.active;
-  return ffn.gated() ? tiles::launch<Gated>(ffn, dy, arguments, {{active.columns, active.ups}, terms}, device, stream)
-                     : tiles::launch<Plain>(ffn, dy, arguments, {{active.columns, nullptr}, terms}, device, stream);
+  const void* const ups = active.ups;
+  return ffn.gated() ? tiles::launch<Gated>(ffn, dy, arguments, {{active.columns, ups}, {to.gate, to.up}, terms},
+                                            device, stream)
+                     : tiles::launch<Plain>(ffn, dy, arguments, {{active.columns, ups}, {to.gate, to.up}, terms},
+                                            device, stream);
 }
 
 }  // namespace
 
-cudaError_t launch_dh(const Ffn& ffn, const Chunk& chunk, const Training& training, const Gradients& gradients,
+cudaError_t launch_dh(const Ffn& ffn, const Chunk& chunk, const Terms& terms, const void* dy, const Columns& to,
                       const Device& device, cudaStream_t stream) {
-  const Terms& terms = training.terms;
-  return ffn.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(ffn, chunk, terms, gradients.dy, device, stream)
-                                       : launch<__half>(ffn, chunk, terms, gradients.dy, device, stream);
+  return ffn.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(ffn, chunk, terms, dy, to, device, stream)
+                                       : launch<__half>(ffn, chunk, terms, dy, to, device, stream);
 }
 
 }  // namespace twell::sm90
