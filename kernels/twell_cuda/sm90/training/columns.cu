@@ -4,17 +4,17 @@
 
 #include "sm90/training/chunks.h"
 #include "sm90/training/training.h"
+#include "sm90/training/weights_columns.h"
 #include "twell_state.h"
 
 namespace twell::sm90 {
 namespace {
 
-constexpr int64_t kGradientBytes = int64_t{384} << 20;  // of a chunk's columns of dg and du
+constexpr int64_t kGradientBytes = int64_t{576} << 20;  // of a chunk's columns of dg, du and h
 
-int column_buffers(const Ffn& ffn) { return ffn.gated() ? 2 : 1; }
 int64_t backward_blocks(const Ffn& ffn) {
   const int64_t least = (count_blocks(ffn) + kMostChunks - 1) / kMostChunks;
-  return std::max(chunk_blocks(ffn, kGradientBytes, column_buffers(ffn)), std::min<int64_t>(least, kMaxBlocks));
+  return std::max(chunk_blocks(ffn, kGradientBytes, ffn.gated() ? 3 : 1), std::min<int64_t>(least, kMaxBlocks));
 }
 
 // What is kept of the chunk's blocks.
@@ -47,12 +47,18 @@ void place_forward(const Ffn& ffn, Cutter& cutter, void** h, Saving* saving) {
   place_sums(ffn, blocks, false, cutter, saving);
 }
 
-Columns place_backward(const Ffn& ffn, Cutter& cutter) {
-  const int64_t bytes = backward_blocks(ffn) * ffn.width * kBlockTokens * 2;
-  Columns gradients{};
-  cutter.cut(gradients.gate, bytes);
-  if (ffn.gated()) cutter.cut(gradients.up, bytes);
-  return gradients;
+struct Backward {
+  Columns columns;
+  WeightScratch weights;
+};
+Backward place_backward(const Ffn& ffn, bool weights, const Device& device, Cutter& cutter) {
+  const int64_t blocks = backward_blocks(ffn), bytes = blocks * ffn.width * kBlockTokens * 2;
+  Backward b{};
+  cutter.cut(b.columns.gate, bytes);
+  if (ffn.gated()) cutter.cut(b.columns.up, bytes);
+  if (ffn.gated() && weights) cutter.cut(b.columns.h, bytes);
+  if (weights) place_weights(ffn, blocks, device, cutter, &b.weights);
+  return b;
 }
 
 }  // namespace
@@ -91,29 +97,34 @@ cudaError_t columns_forward(const Ffn& ffn, const Transposition& down, const Ter
   return cudaSuccess;
 }
 
-int64_t columns_backward_bytes(const Ffn& ffn) {
+int64_t columns_backward_bytes(const Ffn& ffn, bool weights, const Device& device) {
   Cutter cutter(nullptr);
-  place_backward(ffn, cutter);
+  place_backward(ffn, weights, device, cutter);
   return cutter.used();
 }
 
 cudaError_t columns_backward(const Ffn& ffn, const Transposition& down, const Terms& terms, const void* state,
                              const Gradients& gradients, void* workspace, const Device& device, cudaStream_t stream) {
+  const bool weights = gradients.weights();
+  Gradients biases{};
+  biases.b_gate = gradients.b_gate, biases.b_up = gradients.b_up;
   Cutter cutter(workspace);
-  const Columns places = place_backward(ffn, cutter);
+  const Backward b = place_backward(ffn, weights, device, cutter);
   if (down.from != nullptr) TWELL_RETURN_IF_ERROR(transpose(down, Start::kAfter, stream));
   Chunk chunk{};
   for (; chunk.first < ffn.tokens; chunk.first += chunk.tokens) {
     fit(ffn, backward_blocks(ffn), &chunk);
     chunk.active = kept_columns(ffn, chunk, const_cast<void*>(state));  // which stays as it is: a graph may be kept
-    const bool adds = chunk.first > 0;
-    TWELL_RETURN_IF_ERROR(launch_add_down(ffn, chunk, adds, gradients, device, stream));
-    TWELL_RETURN_IF_ERROR(launch_dh(ffn, chunk, terms, gradients.dy, places, device, stream));
     Chunk of_gradients = chunk;
-    of_gradients.active.columns = places.gate;
-    of_gradients.active.ups = places.up;
+    of_gradients.active.columns = b.columns.gate;
+    of_gradients.active.ups = b.columns.up;
+    TWELL_RETURN_IF_ERROR(launch_dh(ffn, chunk, terms, gradients.dy, b.columns, device, stream));
     if (gradients.x != nullptr) TWELL_RETURN_IF_ERROR(launch_dx(ffn, of_gradients, gradients, device, stream));
-    TWELL_RETURN_IF_ERROR(launch_add_gate_up(ffn, of_gradients, adds, gradients, device, stream));
+    if (!weights) continue;
+    const bool adds = chunk.first > 0;
+    const ValueColumns values{ffn.gated() ? b.columns.h : chunk.active.columns, b.columns.gate, b.columns.up};
+    TWELL_RETURN_IF_ERROR(launch_weights_of_columns(ffn, chunk, values, adds, gradients, b.weights, device, stream));
+    TWELL_RETURN_IF_ERROR(launch_add_gate_up(ffn, of_gradients, adds, biases, device, stream));
   }
   return cudaSuccess;
 }

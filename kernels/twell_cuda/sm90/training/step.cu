@@ -101,7 +101,7 @@ cudaError_t launch_not_kept(const Ffn& ffn, const Training& training, const Back
     TWELL_RETURN_IF_ERROR(launch_list(ffn, chunk, device, stream));
     if (ffn.gated()) TWELL_RETURN_IF_ERROR(launch_up_beside(ffn, chunk, nullptr, device, stream));
     if (weights) TWELL_RETURN_IF_ERROR(launch_add_down(ffn, chunk, true, gradients, device, stream));
-    const Columns places{chunk.active.columns, chunk.active.ups};
+    const Columns places{chunk.active.columns, chunk.active.ups, nullptr};
     TWELL_RETURN_IF_ERROR(launch_dh(ffn, chunk, training.terms, gradients.dy, places, device, stream));
     if (gradients.x != nullptr) TWELL_RETURN_IF_ERROR(launch_dx(ffn, chunk, gradients, device, stream));
     if (weights) TWELL_RETURN_IF_ERROR(launch_add_gate_up(ffn, chunk, true, gradients, device, stream));
@@ -152,8 +152,8 @@ cudaError_t sm90_training_forward(const Ffn& ffn, const Transposition& down, con
   return cudaSuccess;
 }
 
-int64_t sm90_backward_bytes(const Ffn& ffn, int64_t capacity, bool weights) {
-  if (keeps_columns(ffn.width, capacity)) return columns_backward_bytes(ffn);
+int64_t sm90_backward_bytes(const Ffn& ffn, int64_t capacity, bool weights, const Device& device) {
+  if (keeps_columns(ffn.width, capacity)) return columns_backward_bytes(ffn, weights, device);
   int64_t bytes = 0;
   place_backward(ffn, place_state(ffn, capacity, nullptr), weights, nullptr, &bytes);
   return bytes;

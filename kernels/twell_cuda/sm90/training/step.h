@@ -17,7 +17,7 @@ int64_t sm90_training_bytes(const Ffn& ffn, int64_t capacity);  // of the worksp
 cudaError_t sm90_training_forward(const Ffn& ffn, const Transposition& down, const Terms& terms, int64_t capacity,
                                   void* state, void* workspace, const Device& device, cudaStream_t stream);
 
-int64_t sm90_backward_bytes(const Ffn& ffn, int64_t capacity, bool weights);  // of its workspace
+int64_t sm90_backward_bytes(const Ffn& ffn, int64_t capacity, bool weights, const Device& device);  // of its workspace
 cudaError_t sm90_backward(const Ffn& ffn, const Transposition& down, const Terms& terms, int64_t capacity,
                           const void* state, const Gradients& gradients, void* workspace, const Device& device,
                           cudaStream_t stream);

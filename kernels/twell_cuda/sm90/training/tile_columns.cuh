@@ -30,7 +30,7 @@ struct Columns {
   struct Given {
     // (block, F, 2 halves, 64): kRead that are read and kBuffers that are written, in the same place or elsewhere.
     const void* from[2];
-    void* to[2];
+    void* to[3];
     typename Epilogue::Given epilogue;
   };
   struct Own {};

@@ -113,10 +113,12 @@ int64_t weights_partial_bytes(const Ffn&, int64_t pairs);  // of `partials`
 // By columns: of a chunk whose blocks' columns were kept, or for which gate, list and up compute again what was not
 // kept as pairs. Then, like those, each does nothing if all of the chunk's blocks were kept.
 
-// (blocks, F, 2 halves, 64), as Active has them: `up` is null without a gate.
+// (blocks, F, 2 halves, 64), as Active has them, of dg, du and h; what is not wanted is null, and so is `up` without a
+// gate.
 struct Columns {
   void* gate;
   void* up;
+  void* h;
 };
 
 // After launch_list: leaves relu(gate) in Active::columns, writes u to Active::ups, and h to `h` if that is not null.
@@ -125,7 +127,7 @@ cudaError_t launch_up_beside(const Ffn&, const Chunk&, void* h, const Device&, c
 cudaError_t launch_sum_columns(const Ffn&, const Chunk&, const void* h, const Saving&, const Terms&, const Device&,
                                cudaStream_t);
 // dh = dy Wd + L1's; from relu(gate) and u in Active dg = dh u + the count's where active, and du = dh relu(gate), to
-// the same places or others.
+// the same places or others. Where there is a gate, h too if it is wanted.
 cudaError_t launch_dh(const Ffn&, const Chunk&, const Terms&, const void* dy, const Columns& to, const Device&,
                       cudaStream_t);
 // dx = dg Wg + du Wu, from dg and du in Active.
