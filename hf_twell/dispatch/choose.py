@@ -56,6 +56,8 @@ def faster(key: CallKey, activity: Activity) -> bool:
         return activity.union <= most
     if activity.density is None:
         return not too_small(key)
+    if columns_pay(key, activity):
+        return True
     most = max_density(key, activity.on_kernels)
     if activity.union is not None and activity.density > most and goes_by_union(key, activity.density):
         return activity.union <= limit("kCpuMaxUnion")
@@ -102,6 +104,22 @@ def max_union(key: CallKey) -> float | None:
     if key.rival == "vllm" and key.tokens <= limit("kVllmCudaDecodeTokens"):
         return None  # one token each of so many sequences: strangers
     return _row("kCudaUnionLimits", key.tokens)[1 + _size(key, "kCudaUnionMediumElements")] or None
+
+
+def columns_pay(key: CallKey, activity: Activity) -> bool:
+    """Whether training by kernels that keep columns is faster than plain matmuls, and where pairs are too, than these.
+
+    A block does so by a capacity of F: see `hf_twell.ops.ffn`.
+
+    Source: kernels/twell_cuda/LOG.md, "Columns".
+    """
+    if key.device != "cuda" or not key.training or activity.union is None or activity.density is None:
+        return False
+    back = limit("kCudaTrainingBack") if activity.on_kernels else 1.0
+    if activity.union > _row("kCudaTrainingUnionLimits", key.tokens)[1] * back:
+        return False
+    few_pairs = activity.union > limit("kCudaColumnsUnion") + limit("kCudaColumnsDensity") * activity.density
+    return not few_pairs or activity.density > max_density(key, activity.on_kernels)
 
 
 def _size(key: CallKey, medium: str) -> int:

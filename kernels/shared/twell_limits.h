@@ -150,6 +150,13 @@ constexpr DensityLimit kCudaTrainingLimits[] = {
     {8192, 0.018},
     {kMany, 0.025},
 };
+// The same by the union (as above) for kernels that keep columns, not pairs, and cost what the union says; 0: not
+// measured. Pairs take less time where the union is above the first number plus the second times the density.
+constexpr DensityLimit kCudaTrainingUnionLimits[] = {
+    {kMany, 0.0},
+};
+constexpr double kCudaColumnsUnion = 0.1;
+constexpr double kCudaColumnsDensity = 14.0;
 // Times the limit of training: above that a block which trains by kernels goes back to plain matmuls.
 constexpr double kCudaTrainingBack = 1.1;
 // Times the limit of training: what a block of a compiled model, whose blocks all train one way, counts for at most in
