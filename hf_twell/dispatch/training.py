@@ -27,7 +27,7 @@ class TrainingChoice:
 
     Attributes:
         density: by the latest sample; None until one has arrived, and until then training is dense.
-        union: by the latest sample, if it was of at least `RUN` tokens; else None.
+        union: by the latest sample, if it was of at least kNeighbours tokens; else None.
         capacity: what the kernels' state is sized for, see `hf_twell.ops.ffn`; None for the default.
         sparse: whether the kernels pay at the size of the step's first micro-batch.
         traced: whether a compiled graph was made by it: from then on `ModelChoice` sets it, for all blocks at once.
