@@ -1,0 +1,127 @@
+// Second of the two kernels of routed experts: y from what the first one left (experts/experts.h).
+//
+// Thread blocks walk items of a group and a slice of y's columns. An item's warps share out the group's masks, and
+// multiply the columns of its active neurons' rows with h (decode/quads.cuh). Each visit's result, times its share,
+// goes to the workspace. Whichever block brings a token's last one adds up all K, in the order of `index`.
+
+#include "decode/launch.h"
+#include "decode/quads.cuh"
+#include "decode/reduce.cuh"
+#include "experts/experts.h"
+
+namespace twell::experts {
+namespace {
+
+using namespace decoding;
+
+constexpr int kResidents = 2;
+
+__device__ __forceinline__ float share_of(const Experts& call, int visit) {
+  if (call.share_dtype == DType::kFloat32) return static_cast<const float*>(call.share)[visit];
+  if (call.share_dtype == DType::kFloat16) return to_float(static_cast<const __half*>(call.share)[visit]);
+  return to_float(static_cast<const __nv_bfloat16*>(call.share)[visit]);
+}
+
+template <typename Half, int kColumns, int kOctets>
+__global__ void __launch_bounds__(kDecodeThreads, kResidents) down_kernel(const __grid_constant__ Params p) {
+  constexpr int kTiles = kColumns / 2 * kOctets, kElements = kTiles * 32;
+  constexpr int kSlots = kTiles >= 16 ? kDecodeWarps / 2 : kDecodeWarps;
+  constexpr int kRoom = 8 * kOctets, kSliceColumns = 8 * kColumns;
+  constexpr int kDepth = kColumns == 8 ? 2 : 3;  // steps in flight
+  __shared__ float4 slots[kSlots * kElements];
+  __shared__ uint32_t lists[kDecodeWarps][kMaxQuads];
+  __shared__ int visit[kRoom], finished[kRoom];  // the group's; tokens whose last result came now, or -1
+  __shared__ float share[kRoom];
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+  const Experts& call = p.call;
+
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int items = __ldcg(&p.routing->groups) * p.slices;
+  const int routed = __ldcg(&p.routing->routed);
+#pragma unroll 1
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    const int g = item / p.slices, slice = item - g * p.slices;
+    const Group group = unpack_group(__ldcg(p.routing->group + g));
+    const bool is_routed = g < routed;
+    if (thread < group.visits) {
+      const int mine = __ldcg(p.routing->order + group.first + thread);
+      visit[thread] = mine;
+      share[thread] = is_routed ? share_of(call, mine) : 0.f;
+    }
+    DownParams down{};
+    down.down = call.down.data + (is_routed ? group.expert * call.down.expert_bytes : 0);
+    down.masks = reinterpret_cast<const uint32_t*>(p.masks) + int64_t{g} * p.mask_pairs;
+    down.products = reinterpret_cast<const char*>(p.products + int64_t{g} * p.blocks * kQuadsPerBlock * kRoom);
+    down.hidden = call.hidden;
+    down.mask_pairs = is_routed ? p.mask_pairs : 0;
+    const int column = slice * kSliceColumns + lane / 4 * kColumns;  // the lane's first
+
+    float sum[kTiles][4];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = 0.f;
+    multiply_quads<Half, Half, kColumns, kOctets, kDepth>(sum, down, lists[warp], warp, kDecodeWarps, column);
+    leave_partials<kSlots>(slots, sum, warp, lane);
+
+    for (int e = thread; e < kElements; e += kDecodeThreads) {  // e % 32 == lane
+      const float4 v = sum_of_partials<kSlots>(slots, kElements, e);
+      const int tile = e / 32, d = column + tile / kOctets * 2, slot = tile % kOctets * 8 + lane % 4 * 2;
+      const auto leave = [&](int s, float low, float high) {
+        if (s >= group.visits || d >= call.hidden) return;
+        float2* const to = reinterpret_cast<float2*>(p.partials + int64_t{visit[s]} * call.hidden + d);
+        *to = is_routed ? make_float2(share[s] * low, share[s] * high) : make_float2(0.f, 0.f);
+      };
+      leave(slot, v.x, v.z);
+      leave(slot + 1, v.y, v.w);
+    }
+    __threadfence();
+    __syncthreads();
+    if (thread < group.visits) {
+      const int token = visit[thread] / call.top_k;
+      const uint32_t last = call.top_k - 1;
+      finished[thread] = atomicInc(p.arrivals + slice * call.tokens + token, last) == last ? token : -1;
+    }
+    __syncthreads();
+    __threadfence();
+    for (int i = thread; i < group.visits * (kSliceColumns / 2); i += kDecodeThreads) {
+      const int token = finished[i / (kSliceColumns / 2)], d = slice * kSliceColumns + i % (kSliceColumns / 2) * 2;
+      if (token < 0 || d >= call.hidden) continue;
+      const float* from = p.partials + int64_t{token} * call.top_k * call.hidden + d;
+      float2 all = make_float2(0.f, 0.f);
+#pragma unroll 4
+      for (int k = 0; k < call.top_k; ++k, from += call.hidden) {
+        const float2 one = __ldcg(reinterpret_cast<const float2*>(from));
+        all.x += one.x, all.y += one.y;
+      }
+      static_cast<uint32_t*>(call.y)[(int64_t{token} * call.hidden + d) / 2] = pack<Half>(all.x, all.y);
+    }
+    __syncthreads();  // the next item's sums and lists go where this one's are
+  }
+}
+
+template <typename Half, int kColumns, int kOctets>
+cudaError_t launch(const Plan& plan, const Params& p, const Device& device, cudaStream_t stream) {
+  const int64_t items = int64_t{plan.groups} * plan.slices, most = int64_t{kResidents} * device.sm_count;
+  Kernels kernels{};
+  kernels.overlap = device.major >= 9;
+  const dim3 grid(static_cast<unsigned>(items < most ? items : most));
+  return launch_decode_kernel(down_kernel<Half, kColumns, kOctets>, {grid}, p, kernels, stream);
+}
+
+template <typename Half>
+cudaError_t launch_type(const Plan& plan, const Params& p, const Device& device, cudaStream_t stream) {
+  switch (plan.octets) {
+    case 1: return launch<Half, 8, 1>(plan, p, device, stream);
+    case 2: return launch<Half, 8, 2>(plan, p, device, stream);
+    default: return launch<Half, 4, 4>(plan, p, device, stream);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_down(const Plan& plan, const Params& p, const Device& device, cudaStream_t stream) {
+  return p.call.dtype == DType::kBFloat16 ? launch_type<__nv_bfloat16>(plan, p, device, stream)
+                                          : launch_type<__half>(plan, p, device, stream);
+}
+
+}  // namespace twell::experts
