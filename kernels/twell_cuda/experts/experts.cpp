@@ -2,15 +2,17 @@
 
 namespace twell {
 
-int64_t experts_workspace_bytes(const Experts& e) { return experts::plan_experts(e).bytes; }
+int64_t experts_workspace_bytes(const Experts& e, const Device& device) {
+  return experts::plan_experts(e, device.sm_count).bytes;
+}
 
 cudaError_t experts_forward(const Experts& e, const Device& device, void* workspace, cudaStream_t stream) {
   if (!takes_experts(e)) return cudaErrorInvalidValue;
-  const experts::Plan plan = experts::plan_experts(e);
+  const experts::Plan plan = experts::plan_experts(e, device.sm_count);
   char* const base = static_cast<char*>(workspace);
   experts::Params p{};
   p.call = e;
-  p.blocks = plan.blocks, p.slices = plan.slices, p.mask_pairs = (plan.blocks + 1) / 2;
+  p.groups = plan.groups, p.blocks = plan.blocks, p.slices = plan.slices, p.mask_pairs = (plan.blocks + 1) / 2;
   // About half of the smallest L2 among GPUs for data centres, shared by all experts that the call may reach.
   constexpr int64_t kPrefetchBytes = 24 << 20;
   const int64_t reached = e.tokens * e.top_k < e.experts ? e.tokens * e.top_k : e.experts;

@@ -40,7 +40,7 @@ inline bool takes_experts(const Experts& e) {
          e.width <= kMaxWidth && (e.dtype == DType::kBFloat16 || e.dtype == DType::kFloat16);
 }
 
-int64_t experts_workspace_bytes(const Experts&);
+int64_t experts_workspace_bytes(const Experts&, const Device&);
 cudaError_t experts_forward(const Experts&, const Device&, void* workspace, cudaStream_t);
 
 namespace experts {
@@ -69,9 +69,10 @@ __host__ __device__ inline Group unpack_group(uint32_t word) {
 
 struct Plan {
   int octets;        // of a group's visits: 1, 2 or 4
-  int lane_columns;  // of y, for each lane of the second kernel (a thread block has 8 times as many): 4 or 8
+  int lane_columns;  // of y, for each lane of the second kernel (a warp has 8 times as many): 4 or 8
+  int split;         // warps that share these columns' neurons, of a thread block's eight: 2 or 8
   int blocks;        // ceil(F / 16)
-  int slices;        // ceil(D / (8 * lane_columns))
+  int slices;        // of y's columns, one for each thread block: ceil(D / (64 / split * lane_columns))
   int groups;        // at most
   // Byte offsets in the workspace, which may hold anything.
   int64_t arrivals;  // uint32 (slices, T): visits whose result is there; the first kernel sets 0
@@ -81,7 +82,7 @@ struct Plan {
   int64_t bytes;     // Routing comes first
 };
 
-inline Plan plan_experts(const Experts& e) {
+inline Plan plan_experts(const Experts& e, int sm_count) {
   Plan p{};
   const int visits = e.tokens * e.top_k;
   // A group has room for some more visits than an expert gets on average: more room costs registers, and less makes
@@ -89,8 +90,13 @@ inline Plan plan_experts(const Experts& e) {
   p.octets = e.tokens <= 8 || visits <= 2 * e.experts ? 1 : visits <= 6 * e.experts ? 2 : 4;
   p.lane_columns = p.octets == 4 ? 4 : 8;
   p.blocks = (e.width + decoding::kBlockNeurons - 1) / decoding::kBlockNeurons;
-  p.slices = (e.hidden + 8 * p.lane_columns - 1) / (8 * p.lane_columns);
   p.groups = (visits < e.experts + 1 ? visits : e.experts + 1) + visits / (8 * p.octets);
+  // Two warps to the same columns make a thread block's work last longer than what comes before and after it; eight
+  // leave no multiprocessor idle where groups are few, and give even shares where each has many neurons.
+  const int64_t narrow = int64_t{p.groups} * (e.hidden / (8 * p.lane_columns));
+  p.split = narrow <= 4 * int64_t{sm_count} || e.width > 2048 ? 8 : 2;
+  const int columns = 64 / p.split * p.lane_columns;
+  p.slices = (e.hidden + columns - 1) / columns;
   p.arrivals = round_up(sizeof(Routing), 256);
   p.masks = round_up(p.arrivals + int64_t{4} * p.slices * e.tokens, 256);
   p.products = round_up(p.masks + 2 * round_up(p.blocks, 2) * p.groups, 256);
@@ -102,7 +108,7 @@ inline Plan plan_experts(const Experts& e) {
 // What both kernels are given.
 struct Params {
   Experts call;
-  int blocks, slices, mask_pairs;
+  int groups, blocks, slices, mask_pairs;
   int prefetch_max_active;  // active neurons of a block up to which all of down's active rows can wait in L2 together
   Routing* routing;
   uint32_t* arrivals;

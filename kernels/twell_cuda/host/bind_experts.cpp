@@ -70,7 +70,7 @@ Tensor compute(Tensor x, Tensor index, Tensor share, Tensor w_gate, Tensor w_up,
   e.gate = pointers(gate), e.up = pointers(up), e.down = pointers(down);
   e.y = y.mutable_data_ptr();
   // The allocator gives freed memory to later work of the same stream only.
-  Tensor workspace = bytes_like(x, experts_workspace_bytes(e));
+  Tensor workspace = bytes_like(x, experts_workspace_bytes(e, device_of(device)));
   check_launch(experts_forward(e, device_of(device), workspace.mutable_data_ptr(), current_stream(device)), "experts");
   return padded == hidden ? y : torch::stable::contiguous(torch::stable::narrow(y, 1, 0, hidden));
 }
