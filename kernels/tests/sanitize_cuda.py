@@ -97,9 +97,9 @@ def infer_quantized_x() -> int:
 def routed_experts() -> int:
     """Groups of one, two and four octets, some of no expert, one token NaN."""
     calls = 0
-    cases = ((1, 8, 40), (9, 2, 130), (33, 2, 6), (64, 8, 130), (64, 4, 7))  # T, K, E
-    for dtype, (tokens, per_token, number), (hidden, width), threshold in itertools.product(
-        (torch.bfloat16, torch.float16), cases, ((41, 17), (72, 48), (264, 100)), (-9.0, 1.3, 9.0)
+    cases = ((1, 8, 40, 41, 17), (9, 2, 30, 72, 48), (33, 2, 6, 2056, 33), (64, 8, 130, 264, 20), (64, 4, 7, 72, 100))
+    for (tokens, per_token, number, hidden, width), dtype, threshold in itertools.product(
+        cases, (torch.bfloat16, torch.float16), (-9.0, 1.3, 9.0)
     ):
         x, up, down = (
             torch.randn(s, device="cuda")
