@@ -12,6 +12,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from hf_twell.blocks.architectures import EXPERTS
 from hf_twell.blocks.experts import SparseExperts
 from hf_twell.blocks.modeling import FfnSettings, FfnState, sparse_class
+from hf_twell.dispatch import limits
 from hf_twell.dispatch.limits import limit
 from hf_twell.ops import build, experts
 from tests.ffn_cases import FEW_PAIRS, relative_rms
@@ -253,6 +254,23 @@ def test_blocks_take_them_where_they_are_asked_for(tokens):
     again.fill_(math.nan)
     graph.replay()
     assert torch.equal(again, y)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("most", "taken"), [(0.3, True), (0.02, False)])
+def test_blocks_go_by_what_they_have_sampled(monkeypatch, most, taken):
+    monkeypatch.setitem(limits.read(), "kCudaExpertLimits", ((math.inf, most),))
+    block = block_of("auto")
+    x, share = inputs_of(64, 4, 256, torch.bfloat16)
+    index = routing("spread", 64, 32, 4)
+    for _ in range(2):  # one asks for a sample, and the next finds it
+        assert not block.takes_kernels(x, index)
+        y = block(x, index, share)
+        torch.cuda.synchronize()
+    assert block.twell_state.pairs.density == pytest.approx(0.1, abs=0.04)
+    assert block.takes_kernels(x, index) == taken
+    assert_exact(block(x, index, share), x, index, share, block.gate_up_proj, block.down_proj)
+    torch.testing.assert_close(block(x, index, share), y)
 
 
 def test_what_it_does_not_take():
