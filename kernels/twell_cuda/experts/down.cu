@@ -101,7 +101,6 @@ __global__ void __launch_bounds__(kDecodeThreads, residents(kOctets, kSplit))
       }
       static_cast<uint32_t*>(call.y)[(int64_t{token} * call.hidden + d) / 2] = pack<Half>(all.x, all.y);
     }
-    __syncthreads();  // the next item's sums and lists go where this one's are
   }
 }
 
