@@ -123,7 +123,8 @@ def by_expert(
     on a GPU that waits for it, so there it serves exactness alone.
     """
     key = key_of(x, w_gate_up[0, : w_down.shape[2]], w_down[0], asked=True)
-    if way == "kernels" and takes_experts(key, index.numel(), len(w_down)) and api.resolve(backend, x.device.type) == "cuda":
+    at_once = way == "kernels" and takes_experts(key, index.numel(), len(w_down))
+    if at_once and api.resolve(backend, x.device.type) == "cuda":
         gate, up = w_gate_up.chunk(2, dim=1)
         return torch.ops.hf_twell.experts(x.to(key.dtype), index, weight, gate, up, w_down).to(x.dtype)
     pairs = Pairs.of(index, len(w_down))

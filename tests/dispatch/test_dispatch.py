@@ -593,7 +593,7 @@ def test_experts_on_a_gpu_go_by_their_own_limits():
     for tokens, density in itertools.product(TOKENS, (None, *DENSITIES)):
         call = key._replace(tokens=tokens)
         most = max_experts_density(call)
-        expected = "kernels" if density is not None and most > 0 and density <= most else "submodules"
+        expected = "kernels" if density is not None and most > 0 and density <= most else "plain"
         assert choose_experts(call, Activity(density)) == expected
         assert choose_experts(call._replace(asked=True), Activity(density)) == "kernels"
     pairs, experts = limit("kCudaExpertPairs"), limit("kCudaExperts")
