@@ -143,6 +143,13 @@ constexpr DensityLimits kCudaUnionLimits[] = {
     {4096, 0.6, 0.7, 0.66},
     {kMany, 0.62, 0.82, 0.68},
 };
+// A GPU computes a layer's routed experts at once where its tokens, times the experts that each goes through, and its
+// experts are no more than these; and does so by itself up to a density by tokens. None of it is measured yet.
+constexpr int64_t kCudaExpertPairs = 1024;
+constexpr int64_t kCudaExperts = 512;
+constexpr DensityLimit kCudaExpertLimits[] = {
+    {kMany, 0.0},
+};
 // Forward and backward on a GPU, for matrices of every size.
 constexpr DensityLimit kCudaTrainingLimits[] = {
     {1024, 0.0},
