@@ -107,8 +107,8 @@ def _run_transformers(args) -> int:
         model.eval()
         computes = prepare(args.model, model, tokenizer, args.backend)
         app = build_app(args.model, model, tokenizer)
-    print(f"{computes}\n{_ready(server.url(listener), args.model, tokenizer)}", flush=True)
-    server.serve(app, listener, on_stop=partial(stop_answers, model))
+    ready = f"{computes}\n{_ready(server.url(listener), args.model, tokenizer)}"
+    server.serve(app, listener, on_ready=partial(print, ready, flush=True), on_stop=partial(stop_answers, model))
     print("hf-twell: stopped", file=sys.stderr)
     return 0
 

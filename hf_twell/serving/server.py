@@ -35,17 +35,23 @@ def url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(app: "FastAPI", listener: socket.socket, on_stop: Callable[[], object]) -> None:
+def serve(
+    app: "FastAPI", listener: socket.socket, on_ready: Callable[[], object], on_stop: Callable[[], object]
+) -> None:
     """Answer requests until Ctrl-C (or SIGTERM, which then ends the process as it would have)."""
     config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=STOP_SECONDS)
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises it once more, after its clean stop
-        _Server(config, on_stop).run(sockets=[listener])
+        _Server(config, on_ready, on_stop).run(sockets=[listener])
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, on_stop: Callable[[], object]) -> None:
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], object], on_stop: Callable[[], object]) -> None:
         super().__init__(config)
-        self.on_stop = on_stop
+        self.on_ready, self.on_stop = on_ready, on_stop
+
+    async def startup(self, *args, **options) -> None:
+        await super().startup(*args, **options)
+        self.on_ready()  # not before: until now Ctrl-C was no clean stop
 
     async def shutdown(self, *args, **options) -> None:
         self.on_stop()

@@ -23,9 +23,9 @@ def test_lm_eval_scores_the_sparse_model(tmp_path):
     write_rows(data / "ARC-Easy-Test.jsonl", [arc_row(*row) for row in ARC_ROWS])
     find = "import lm_eval.tasks; print(lm_eval.tasks.__file__)"
     tasks = Path(subprocess.run([str(PYTHON), "-c", find], capture_output=True, text=True, check=True).stdout).parent
-    text = LM_EVAL_TASK.format(
-        stock=tasks / "arc" / "arc_easy.yaml", name="arc_easy", file=data / "ARC-Easy-Test.jsonl"
-    )
+    files = f"validation: {data / 'ARC-Easy-Test.jsonl'}"
+    stock = tasks / "arc" / "arc_easy.yaml"
+    text = LM_EVAL_TASK.format(stock=stock, name="arc_easy", files=files, test="null", shots=0)
     (tmp_path / "arc_easy.yaml").write_text(text)
     # The build for CPUs lacks the metadata of a package named vllm, which lm-eval asks for.
     metadata = tmp_path / "site" / "vllm-0.32.0+cpu.dist-info" / "METADATA"
