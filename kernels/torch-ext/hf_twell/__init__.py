@@ -5,7 +5,7 @@ plain matmuls by how active a layer is, are in the package hf_twell.
 """
 
 import torch
-from torch.library import register_fake
+from torch import library
 
 from . import layers
 from ._ops import add_op_namespace_prefix, ops
@@ -37,6 +37,6 @@ def ffn(
     return ops.infer(x, w_up, w_down, w_gate, b_up, b_down, b_gate)
 
 
-@register_fake(add_op_namespace_prefix("infer"))
+@library.register_fake(add_op_namespace_prefix("infer"))
 def _infer_fake(x, *weights, **options):
     return x.new_empty(x.shape)
