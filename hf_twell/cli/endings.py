@@ -66,7 +66,8 @@ def _finish_output() -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    from hf_twell.cli.doctor import PACKAGES, how_to_install
+    from hf_twell.cli.doctor import PACKAGES
+    from hf_twell.files.packages import how_to_install
 
     if isinstance(error, ModuleNotFoundError) and error.name in PACKAGES:
         return f"this needs the package {error.name}: {how_to_install(error.name)}"

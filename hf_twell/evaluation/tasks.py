@@ -12,6 +12,7 @@ from packaging.version import Version
 
 from hf_twell.evaluation.humaneval import CODE_TASKS, with_own_metric
 from hf_twell.files.configs import one_line
+from hf_twell.files.packages import how_to_install
 from hf_twell.files.rows import read_rows
 
 # The files of `data_dir`, one JSON object a line; a task's first split is the one that lm-eval scores by default.
@@ -55,7 +56,7 @@ def load_tasks(
     try:
         import lm_eval.tasks
     except ImportError as error:
-        raise ValueError(f"tasks need lm-eval ({error}): pip install 'hf_twell[eval]'") from error
+        raise ValueError(f"tasks need lm-eval ({error}): {how_to_install('lm_eval')}") from error
     version = importlib.metadata.version("lm_eval")
     if Version(version) < Version("0.4.12"):
         raise ValueError(f"lm-eval {version} is too old: pip install 'lm-eval>=0.4.12'")

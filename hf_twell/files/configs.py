@@ -12,6 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.file_download import repo_folder_name
 from transformers import GenerationConfig, PreTrainedConfig
 
+from hf_twell.files.packages import how_to_install
 from hf_twell.files.weights import DTYPES
 
 MOST_LABELS = 1_000_000  # a config names each; ours have no use for them
@@ -117,7 +118,8 @@ def saying_quantized(path: str | Path, config: dict) -> Iterator[None]:
     quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     if method == "torchao" and importlib.util.find_spec("torchao") is None:
-        raise ImportError(f"{path} holds weights that torchao reads, which is missing: pip install 'hf_twell[int8]'")
+        install = how_to_install("torchao")
+        raise ImportError(f"{path} holds weights that torchao reads, which is missing: {install}")
     try:
         yield
     except (ValueError, OSError, ImportError) as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_twell.files.configs import one_line
+from hf_twell.files.packages import how_to_install
 
 _KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "a number", float: "a number"}
 
@@ -98,7 +99,7 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         import datasets
         import pyarrow.parquet
     except ImportError:
-        raise ValueError(f"reading {path} needs the package datasets: pip install 'hf_twell[train]'") from None
+        raise ValueError(f"reading {path} needs the package datasets: {how_to_install('datasets')}") from None
     number = 0
     with path.open("rb") as file:
         try:

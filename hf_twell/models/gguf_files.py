@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_twell.files.configs import one_line, one_line_errors
+from hf_twell.files.packages import how_to_install
 from hf_twell.files.weights import Shape, check_complete, check_finite
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,8 @@ def read_gguf(path: str | Path) -> GgufFile:
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise ImportError(f"{path}: GGUF files need the package gguf: pip install 'hf_twell[gguf]'") from error
+        install = how_to_install("gguf")
+        raise ImportError(f"{path}: GGUF files need the package gguf: {install}") from error
     try:
         reader = GGUFReader(path)
     except Exception as error:  # whatever the ends of cut files make of it

@@ -11,6 +11,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_twell.files.configs import one_line
+from hf_twell.files.packages import how_to_install
 from hf_twell.files.rows import Row, read_rows
 from hf_twell.files.text import ROW_FILES, check_file, read_documents
 from hf_twell.recipe.chat import IGNORED, chat_fault, chat_tokens, text_fault
@@ -213,7 +214,7 @@ def _hub_rows(hub: str, config: str | None = None, split: str = "train", skip=0,
     try:
         from datasets import load_dataset
     except ImportError:
-        raise ValueError("reading datasets needs the package datasets: pip install 'hf_twell[train]'") from None
+        raise ValueError(f"reading datasets needs the package datasets: {how_to_install('datasets')}") from None
     for folder in (hub, options.get("data_dir")):
         _check_no_pattern(folder)
     inside = options.get("data_dir")

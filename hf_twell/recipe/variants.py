@@ -5,6 +5,7 @@ from torch import nn
 from hf_twell.blocks.architectures import find_ffns
 from hf_twell.convert.entry import mark_unfinished
 from hf_twell.files.configs import one_line_errors
+from hf_twell.files.packages import how_to_install
 
 LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 
@@ -27,7 +28,7 @@ class LoraOutsideFfns:
         try:
             from peft import LoraConfig, LoraModel
         except ImportError:
-            raise ValueError("LoRA adapters need the package peft: pip install 'hf_twell[train]'") from None
+            raise ValueError(f"LoRA adapters need the package peft: {how_to_install('peft')}") from None
         sites = find_ffns(model)
         parameters = [parameter for site in sites for parameter in site.module.parameters()]
         self.model = model

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_twell.files.packages import how_to_install
 from hf_twell.serving.vllm_plugin import ARCHITECTURES, MIXTURES, OWN_ARCHITECTURES, exchanges_experts
 from hf_twell.serving.vllm_plugin.density import known_densities, known_settings
 
@@ -47,7 +48,7 @@ def why_not(engine: str, model: str, arguments: Sequence[str] = ()) -> str | Non
         return "as asked"
     if importlib.util.find_spec("vllm") is None:
         if engine == "vllm":
-            raise ValueError("--engine vllm, but vLLM is not installed: pip install 'hf_twell[vllm]'")
+            raise ValueError(f"--engine vllm, but vLLM is not installed: {how_to_install('vllm')}")
         return "vLLM is not installed"
     problem = refusal(model, arguments)
     if engine == "vllm" and problem is not None:

@@ -23,6 +23,7 @@ from hf_twell.bench.serve_summary import overlap, pairs, ratio, summary
 from hf_twell.cli import bench, main
 from hf_twell.cli.bench_serve import command, prompts_of
 from hf_twell.cli.bench_table import CELLS
+from hf_twell.files.packages import how_to_install
 from tests.conftest import COMMAND
 from tests.paths import ROOT
 from tests.vllm_engines import PYTHON, TIMEOUT_S, environment, needs_vllm
@@ -246,7 +247,7 @@ def test_a_missing_vllm_is_told(sparse, capsys):
     if importlib.util.find_spec("vllm"):
         pytest.skip("vLLM is installed here")
     assert main(["bench", "serve", str(sparse), "--engine", "vllm"]) == 1
-    assert "--engine vllm, but vLLM is not installed: pip install 'hf_twell[vllm]'" in capsys.readouterr().err
+    assert f"--engine vllm, but vLLM is not installed: {how_to_install('vllm')}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

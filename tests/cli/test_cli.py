@@ -7,16 +7,19 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
@@ -27,6 +30,7 @@ from hf_twell.cli.output import write_json
 from hf_twell.cli.train import result_tables
 from hf_twell.files.checkpoints import finished_checkpoints, write_state
 from hf_twell.files.folders import training_record
+from hf_twell.files.packages import how_to_install
 from hf_twell.recipe.packing import PackedText
 from hf_twell.recipe.runs import check_run
 from hf_twell.recipe.schema import load_recipe
@@ -57,20 +61,35 @@ def test_help_shows_an_example(command, capsys):
 
 
 @pytest.mark.parametrize(
-    ("package", "extra", "options"),
+    ("package", "options"),
     [
-        ("matplotlib", "bench", ["ffn", "--tokens", "1", "--output", "{tmp_path}/out"]),
-        ("aiohttp", "serve", ["serve", "{tmp_path}", "--engine", "transformers"]),
+        ("matplotlib", ["ffn", "--tokens", "1", "--output", "{tmp_path}/out"]),
+        ("aiohttp", ["serve", "{tmp_path}", "--engine", "transformers"]),
     ],
 )
-def test_a_missing_package_is_named_with_what_installs_it(package, extra, options, tmp_path):
+def test_a_missing_package_is_named_with_what_installs_it(package, options, tmp_path):
     code = f"import sys\nsys.modules['{package}'] = None\nfrom hf_twell.cli import main\nsys.exit(main(sys.argv[1:]))"
     (tmp_path / "config.json").write_text('{"model_type": "llama", "twell": {"version": 1}}')
     done = finished(sys.executable, "-c", code, "bench", *(option.format(tmp_path=tmp_path) for option in options))
     assert done.returncode == 1
-    said = f"hf-twell: error: this needs the package {package}: pip install 'hf_twell[{extra}]'"
+    said = f"hf-twell: error: this needs the package {package}: {how_to_install(package)}"
     assert done.stderr.splitlines()[-1] == said
     assert not done.stdout, "said before anything is measured"
+
+
+def test_what_installs_a_package_installs_what_its_feature_needs():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for package, extra in {"datasets": "train", "lm_eval": "eval", "gguf": "gguf", "uvicorn": "serve"}.items():
+        wanted = {Requirement(line).name for line in extras[extra]}
+        assert {Requirement(each).name for each in shlex.split(how_to_install(package))[2:]} == wanted
+    assert how_to_install("trl") == "pip install trl"
+
+
+def test_nobody_is_told_to_install_a_name_that_no_index_has():
+    texts = [ROOT / "README.md", *(each for of in ("hf_twell", "docs") for each in (ROOT / of).rglob("*.[mp][dy]"))]
+    texts += ROOT.glob("model_cards/*.md")
+    invitation = re.compile(r"""pip install (-\S+ )*["']?hf[_-]twell|hf[_-]twell\[\w""")
+    assert not [path for path in texts if invitation.search(path.read_text())]
 
 
 def test_bench_speaks_of_a_model_where_it_takes_one(capsys):

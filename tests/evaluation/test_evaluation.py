@@ -7,6 +7,7 @@ import lzma
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 import types
@@ -34,6 +35,7 @@ from hf_twell.cli.eval import format_table
 from hf_twell.evaluation import harness
 from hf_twell.evaluation.tasks import _check_examples, _choose_split, _read_rows
 from hf_twell.files.folders import save_model
+from hf_twell.files.packages import how_to_install
 from hf_twell.files.text import read_documents
 from hf_twell.inspection.passages import read_pieces
 from hf_twell.measure import perplexity
@@ -395,7 +397,7 @@ def test_old_lm_eval_is_refused(model, tokenizer, data_dir, monkeypatch):
 def test_without_lm_eval_only_text_is_scored(model, tokenizer, data_dir, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "lm_eval.tasks", raising=False)
-    with pytest.raises(ValueError, match=r"pip install 'hf_twell\[eval\]'"):
+    with pytest.raises(ValueError, match=re.escape(how_to_install("lm_eval"))):
         harness.evaluate(model, tokenizer, ["arc_easy"], data_dir=data_dir)
     (tmp_path / "text.txt").write_text(TEXT)
     result = harness.evaluate(model, tokenizer, (), text=tmp_path / "text.txt")

@@ -23,6 +23,7 @@ from transformers import (
 from hf_twell import TwellLlamaForCausalLM, TwellQwen3_5ForCausalLM, sparsify
 from hf_twell.blocks.modeling import sparse_ffns
 from hf_twell.cli import main
+from hf_twell.files.packages import how_to_install
 from hf_twell.measure.perplexity import text_loss
 from hf_twell.models.gguf_files import _config, read_gguf
 from hf_twell.models.loading import load_causal_lm, load_model, load_tokenizer, stored_dtype
@@ -387,7 +388,7 @@ def test_without_the_package_the_line_says_what_to_install(file, tmp_path, monke
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert main(["sparsify", str(file), str(tmp_path / "out")]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("GGUF files need the package gguf: pip install 'hf_twell[gguf]'")
+    assert line.endswith(f"GGUF files need the package gguf: {how_to_install('gguf')}")
 
 
 def claim_a_million_layers(writer):

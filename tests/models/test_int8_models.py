@@ -16,6 +16,7 @@ from hf_twell.blocks.modeling import SparseFfn, sparse_ffns
 from hf_twell.blocks.operands import quantized_values
 from hf_twell.cli import main
 from hf_twell.files.folders import save_model, training_record
+from hf_twell.files.packages import how_to_install
 from hf_twell.models.hub import folder_card
 from hf_twell.ops import api, build, reference
 from tests.blocks.test_compatibility import refused
@@ -349,7 +350,7 @@ def test_a_missing_torchao_is_named_with_what_installs_it(folder, tmp_path):
     code = "import sys\nsys.modules['torchao'] = None\nfrom hf_twell.cli import main\nsys.exit(main(sys.argv[1:]))"
     done = finished(sys.executable, "-c", code, "eval", "int8", "--text", "text.txt", cwd=tmp_path)
     assert done.returncode == 1
-    says = "int8 holds weights that torchao reads, which is missing: pip install 'hf_twell[int8]'"
+    says = f"int8 holds weights that torchao reads, which is missing: {how_to_install('torchao')}"
     assert done.stderr.splitlines()[-1] == f"hf-twell: error: {says}"
 
 

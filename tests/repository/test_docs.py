@@ -85,7 +85,7 @@ def test_python(page, tmp_path, monkeypatch):
     code = PREAMBLE.format(root=str(ROOT), model=str(DEMO / "model"), text=str(DEMO / "text" / "heldout.txt"))
     code += "\n".join(blocks(page, "python"))
     assert page.stem != "training" or ("SparsityCallback" in code and "L1Penalty" in code)
-    code = code.replace('"meta-llama/Llama-3.2-1B"', repr(str(DEMO / "model")))
+    code = re.sub('"(meta-llama/Llama-3.2-1B|HuggingFaceTB/SmolLM2-135M-Instruct)"', repr(str(DEMO / "model")), code)
     code = code.replace("max_steps=1000", "max_steps=1, use_cpu=True, report_to=[], save_strategy='no'")
     monkeypatch.chdir(tmp_path)
     if page.stem != "hub":

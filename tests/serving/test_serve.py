@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_twell
 from hf_twell.cli import main
+from hf_twell.files.packages import how_to_install
 from hf_twell.serving.sparse import prepare
 from tests.conftest import tiny_llama
 from tests.servers import ROOT, Server, serving
@@ -342,4 +343,4 @@ def test_a_missing_package_is_named_with_what_installs_it():
     command = [sys.executable, "-c", code, "serve", str(DEMO), "--engine", "transformers"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1
-    assert done.stderr == "hf-twell: error: this needs the package uvicorn: pip install 'hf_twell[serve]'\n"
+    assert done.stderr == f"hf-twell: error: this needs the package uvicorn: {how_to_install('uvicorn')}\n"
