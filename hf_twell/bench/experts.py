@@ -34,6 +34,7 @@ def bench_experts(
     intermediate: int,
     dtype: str = "bfloat16",
     device: str = "cpu",
+    backend: str = "auto",
     repeats: int | None = None,
     report: Report = silent,
 ) -> Iterator[dict]:
@@ -45,6 +46,7 @@ def bench_experts(
     Args:
         activities: the density among the neurons of a token's own experts; no unions.
         intermediate: F of one expert.
+        backend: the sparse block's; "cuda" takes its kernels whatever the density is.
 
     Raises:
         ValueError: a result less accurate than twice eager PyTorch's; no speed is given then.
@@ -61,7 +63,7 @@ def bench_experts(
         del gate, up
         stock, sparse = _block(gate_up, down, top_k), _block(gate_up, down.clone(), top_k)
         sparse.__class__ = sparse_class(Qwen3MoeExperts, SparseExperts)
-        sparse.twell, sparse.twell_state = FfnSettings("experts", 0, EXPERTS, "auto"), FfnState()
+        sparse.twell, sparse.twell_state = FfnSettings("experts", 0, EXPERTS, backend), FfnState()
         for count in tokens:
             x = pool[FIRST : FIRST + count]
             yield _measure(stock, sparse, x, top_k, asked, repeats, report) | environment(where)
@@ -85,16 +87,20 @@ def _measure(stock, sparse, x, top_k, asked, repeats, report) -> dict:
     routings = [torch.rand(len(x), experts, generator=g).topk(top_k).indices.to(x.device) for _ in range(ROUTINGS)]
     share = torch.rand(len(x), top_k, generator=g).softmax(-1).to(x.device, x.dtype)
     names = ["grouped_mm", *(["batched_mm"] if len(x) <= BATCHED_TOKENS else []), "sparse"]
+    if x.is_cuda:
+        names.insert(1, "compiled")
+        torch.compiler.reset()  # each number of tokens is compiled by itself
+    compiled = torch.compile(stock, dynamic=False)  # when it is called
 
     def once(name: str, turn: int = 0) -> torch.Tensor:
         if name == "sparse":
             return sparse(x, routings[turn % ROUTINGS], share)
-        stock.config._experts_implementation = name
-        return stock(x, routings[turn % ROUTINGS], share)
+        stock.config._experts_implementation = "grouped_mm" if name == "compiled" else name
+        return (compiled if name == "compiled" else stock)(x, routings[turn % ROUTINGS], share)
 
     report("checking")
     once("sparse")  # a first call looks at the density, and settles the memory order
-    truth, active = _truth(stock, x, routings[0], share)
+    truth, active, union = _truth(stock, x, routings[0], share)
     outputs = {"eager": {"y": once("eager")}, **{name: {"y": once(name)} for name in names}}
     errors = check_block(outputs, {"y": truth}, x.dtype, len(x), active.item())["y"]
     calls = {name: (lambda turn, name=name: once(name, turn)) for name in names}
@@ -114,6 +120,7 @@ def _measure(stock, sparse, x, top_k, asked, repeats, report) -> dict:
         "backend": api.resolve("auto", x.device.type),
         "l0": round(l0, 2),
         "density": round(l0 / width / top_k, 5),
+        "union_of_experts": round(union, 5),
         "unions": {},
         "timed": "single calls",
         "took": "kernels" if sparse.takes_kernels(x, routings[0]) else "plain matmuls",
@@ -125,15 +132,19 @@ def _measure(stock, sparse, x, top_k, asked, repeats, report) -> dict:
     }
 
 
-def _truth(stock, x, index, share) -> tuple[torch.Tensor, torch.Tensor]:
-    """y in fp32, or fp64 of fp32 weights, one expert's weights at a time; and how many neurons are active."""
+def _truth(stock, x, index, share) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """y in fp32, or fp64 of fp32 weights, one expert's weights at a time; how many neurons are active; and the share of
+    the neurons of experts with tokens that at least one of an expert's tokens activates."""
     wide = torch.float64 if x.dtype == torch.float32 else torch.float32
     y, active = torch.zeros(x.shape, dtype=wide, device=x.device), torch.zeros((), device=x.device)
+    unions = []
     for expert in index.unique().tolist():
         token, slot = (index == expert).nonzero(as_tuple=True)
         gate, up = stock.gate_up_proj[expert].to(wide).chunk(2)
         rows = x[token].to(wide)
-        active += (rows @ gate.T > 0).sum()
+        is_active = rows @ gate.T > 0
+        active += is_active.sum()
+        unions.append(is_active.any(0).float().mean())
         each = reference.ffn(rows, up, stock.down_proj[expert].to(wide), gate)
         y.index_add_(0, token, each * share[token, slot, None].to(wide))
-    return y, active
+    return y, active, torch.stack(unions).mean().item()

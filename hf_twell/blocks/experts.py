@@ -9,7 +9,7 @@ from hf_twell.blocks.layout import settle_down
 from hf_twell.blocks.modeling import BlockSizes, L1Inputs, SparseBlock, all_modules_are_hooked, is_bare_relu
 from hf_twell.blocks.operands import has_forward_of
 from hf_twell.dispatch.activity import Activity
-from hf_twell.dispatch.choose import choose_experts, problem
+from hf_twell.dispatch.choose import choose_experts, max_experts_density, problem, takes_experts
 from hf_twell.dispatch.key import key_of
 from hf_twell.ops import api, experts
 
@@ -55,21 +55,21 @@ class SparseExperts(SparseBlock):
         if not plain or all_modules_are_hooked() or not is_bare_relu(self._modules[form.activation]):
             return False
         asked = self.twell.backend != "auto"
-        if (
-            api.resolve(self.twell.backend, x.device.type) == "reference"
-            or (x.is_cuda and not asked)
-            or api.transformed()
-        ):
+        if api.resolve(self.twell.backend, x.device.type) == "reference" or api.transformed():
             return False
         gate_up, down = weights
         width = down.shape[2]
         key = key_of(x, gate_up[0, :width], down[0], asked=asked)
-        key = key._replace(tokens=-(-index.numel() // len(index.unique())))  # of an expert, on average
         if getattr(self, "_is_expert_parallel", False) or (problem(key) and not asked):  # asked for, they say it
             return False
+        if key.device == "cpu":
+            key = key._replace(tokens=-(-index.numel() // len(index.unique())))  # of an expert, on average
+        elif not (asked or (takes_experts(key, index.numel(), len(down)) and max_experts_density(key) > 0)):
+            return False
         recent = self.twell_state.pairs
-        if look and key.device == "cpu":
-            recent.look(x, index, gate_up)
+        if look:
+            if key.device == "cpu" or not asked:
+                recent.look(x, index, gate_up)
             settle_down(self, down, x, recent.density, "kCpuRowsAbove")
         return choose_experts(key, Activity(recent.density)) == "kernels"
 

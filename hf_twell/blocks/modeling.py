@@ -85,7 +85,7 @@ class FfnState:
         l1: set while a micro-batch of sparse training runs.
         step_choice: how the block trains on a GPU.
         on_kernels: which way the last forward of training on a GPU went; None where there was none, or no choice.
-        recent: the density of its inputs in evaluation; `pairs` that of experts on a CPU.
+        recent: the density of its inputs in evaluation; `pairs` that of experts.
         last_call: in evaluation, what the last call found out.
         captured: whether a CUDA graph may hold the weights' addresses: their memory then stays where it is.
         awaited: the mark of a call of a forward that others put on the block, until that comes to the block's own.

@@ -123,30 +123,36 @@ class RecentInputs:
 
 
 class RecentPairs:
-    """The density of a layer's routed experts in recent calls on a CPU. Copies and pickles start anew.
+    """The density of a layer's routed experts in recent calls. Copies and pickles start anew.
 
     Attributes:
-        density: by the latest sample; None before the first.
+        density: by the latest sample that has arrived; None before the first.
     """
 
     def __init__(self) -> None:
         self.density: float | None = None
         self._look_in = 0
+        self._sample: Sample | None = None
 
     def __reduce__(self) -> tuple:
         return type(self), ()
 
     def look(self, x: torch.Tensor, index: torch.Tensor, w_gate_up: torch.Tensor) -> None:
         """Count a call, and sample some of its pairs if that is due. Shapes: as in `hf_twell.ops.experts`."""
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
         self._look_in -= -(-len(x) // limit("kCpuSampleCallTokens"))
         if self._look_in >= 0:
             return
-        pairs = _spread(index.numel(), limit("kCpuSampleTokens"), index.device)
-        width = w_gate_up.shape[1] // 2
-        some = w_gate_up[:, : width : max(1, width // limit("kCpuSampleExpertNeurons"))][index.flatten()[pairs]]
-        rows = x[pairs // index.shape[1]].to(some.dtype)
-        self.density = (torch.bmm(some, rows.unsqueeze(2)) > 0).float().mean().item()
-        self._look_in = limit("kCpuSampleCalls") - 1
+        if self._sample is None:
+            pairs = _spread(index.numel(), limit("kCpuSampleTokens"), index.device)
+            width = w_gate_up.shape[1] // 2
+            some = w_gate_up[:, : width : max(1, width // limit("kCpuSampleExpertNeurons"))][index.flatten()[pairs]]
+            rows = x[pairs // index.shape[1]].to(some.dtype)
+            self._sample = Sample((torch.bmm(some, rows.unsqueeze(2)) > 0).float().mean())
+        if self._sample.arrived():
+            self.density, self._sample = self._sample.values(), None
+            self._look_in = limit("kCpuSampleCalls") - 1
 
 
 @torch.no_grad()

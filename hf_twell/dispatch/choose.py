@@ -56,6 +56,8 @@ def faster(key: CallKey, activity: Activity) -> bool:
         return activity.union <= most
     if activity.density is None:
         return not too_small(key)
+    if columns_pay(key, activity):
+        return True
     most = max_density(key, activity.on_kernels)
     if activity.union is not None and activity.density > most and goes_by_union(key, activity.density):
         return activity.union <= limit("kCpuMaxUnion")
@@ -75,19 +77,34 @@ def goes_by_union(key: CallKey, density: float) -> bool:
 
 
 def choose_experts(key: CallKey, activity: Activity) -> Way:
-    """The fastest way to compute a layer's routed experts: "kernels", a call for each expert, or "plain".
+    """The fastest way to compute a layer's routed experts: "kernels" or "plain".
 
     Args:
-        key: of one expert's call, with as many tokens as each expert has on average. On a GPU how many that are must
-            come to the host for each layer, so kernels go where they are asked for alone.
+        key: of one expert's call. On a CPU, whose kernels are called for each expert, with as many tokens as each has
+            on average; on a GPU, whose kernels compute all of them at once, with those of the layer.
 
-    Source: kernels/twell_cpu/LOG.md, "Routed experts".
+    Source: kernels/twell_cpu/LOG.md, "Routed experts"; kernels/twell_cuda/LOG.md, "Routed experts".
     """
     if key.asked:
         return "kernels"
+    if key.device == "cuda":
+        most = max_experts_density(key)
+        known = activity.density is not None and most > 0
+        return "kernels" if known and activity.density <= most else "plain"
     if key.device != "cpu" or key.hidden * key.width < limit("kCpuExpertElements"):
         return "plain"
     return "kernels" if choose(key, activity) == "kernels" else "plain"
+
+
+def max_experts_density(key: CallKey) -> float:
+    """Density up to which a GPU's kernels of a layer's routed experts are faster than plain matmuls; 0: at none."""
+    return _row("kCudaExpertLimits", key.tokens)[1]
+
+
+def takes_experts(key: CallKey, pairs: int, experts: int) -> bool:
+    """Whether a GPU's kernels compute a layer's routed experts at once, for so many pairs of a token and an expert."""
+    fits = pairs <= limit("kCudaExpertPairs") and experts <= limit("kCudaExperts")
+    return fits and key.device == "cuda" and key.dtype == key.weights in _16_BITS and sizes_problem(key) is None
 
 
 def max_union(key: CallKey) -> float | None:
@@ -102,6 +119,22 @@ def max_union(key: CallKey) -> float | None:
     if key.rival == "vllm" and key.tokens <= limit("kVllmCudaDecodeTokens"):
         return None  # one token each of so many sequences: strangers
     return _row("kCudaUnionLimits", key.tokens)[1 + _size(key, "kCudaUnionMediumElements")] or None
+
+
+def columns_pay(key: CallKey, activity: Activity) -> bool:
+    """Whether training by kernels that keep columns is faster than plain matmuls, and where pairs are too, than these.
+
+    A block does so by a capacity of F: see `hf_twell.ops.ffn`.
+
+    Source: kernels/twell_cuda/LOG.md, "Columns".
+    """
+    if key.device != "cuda" or not key.training or activity.union is None or activity.density is None:
+        return False
+    back = limit("kCudaTrainingBack") if activity.on_kernels else 1.0
+    if activity.union > _row("kCudaTrainingUnionLimits", key.tokens)[1] * back:
+        return False
+    few_pairs = activity.union > limit("kCudaColumnsUnion") + limit("kCudaColumnsDensity") * activity.density
+    return not few_pairs or activity.density > max_density(key, activity.on_kernels)
 
 
 def _size(key: CallKey, medium: str) -> int:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from hf_twell.dispatch.activity import Activity, Sample, active_share
-from hf_twell.dispatch.choose import faster, max_density
+from hf_twell.dispatch.activity import Activity, Sample, active_share, shares_of_runs
+from hf_twell.dispatch.choose import columns_pay, faster, max_density
 from hf_twell.dispatch.constant import assume_constant_result
 from hf_twell.dispatch.key import HOPPER, CallKey
 from hf_twell.dispatch.limits import limit
@@ -27,6 +27,7 @@ class TrainingChoice:
 
     Attributes:
         density: by the latest sample; None until one has arrived, and until then training is dense.
+        union: by the latest sample, if it was of at least kNeighbours tokens; else None.
         capacity: what the kernels' state is sized for, see `hf_twell.ops.ffn`; None for the default.
         sparse: whether the kernels pay at the size of the step's first micro-batch.
         traced: whether a compiled graph was made by it: from then on `ModelChoice` sets it, for all blocks at once.
@@ -34,6 +35,7 @@ class TrainingChoice:
 
     def __init__(self) -> None:
         self.density: float | None = None
+        self.union: float | None = None
         self.capacity: int | None = None
         self.sparse = False
         self.traced = False
@@ -78,15 +80,20 @@ class TrainingChoice:
     def _choose(self, key, x, w_gate, b_gate):
         waits = torch.are_deterministic_algorithms_enabled()
         if self._sample is not None and (waits or self._sample.arrived()):
-            self.density, self._sample = self._sample.values(), None
-            self.capacity = needed_capacity(self.density, len(w_gate))
+            shares, self._sample = self._sample.values(), None
+            self.density, self.union = shares if isinstance(shares, list) else (shares, None)
+            width = len(w_gate)
+            self.capacity = width if columns_pay(key, self._known()) else needed_capacity(self.density, width)
         if self._sample is None and self._steps % limit("kCudaSampleSteps") == 0:
-            self._sample = Sample(active_share(x, w_gate, b_gate, kind="Cuda"))
+            if x.numel() >= limit("kNeighbours") * x.shape[-1]:
+                self._sample = Sample(shares_of_runs(x, w_gate, b_gate))
+            else:
+                self._sample = Sample(active_share(x, w_gate, b_gate, kind="Cuda"))
         self._steps += 1
         self.sparse = faster(key, self._known())
 
     def _known(self) -> Activity:
-        return Activity(1.0 if self.density is None else self.density, on_kernels=self.sparse)
+        return Activity(1.0 if self.density is None else self.density, on_kernels=self.sparse, union=self.union)
 
 
 class Block(NamedTuple):

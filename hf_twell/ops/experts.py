@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from hf_twell.dispatch.key import dtype_of
+from hf_twell.dispatch.choose import takes_experts
+from hf_twell.dispatch.key import dtype_of, key_of
 from hf_twell.ops import api, reference
 
 
@@ -111,12 +112,21 @@ def by_expert(
     backend: str = "auto",
     way: str = "kernels",
 ) -> torch.Tensor:
-    """`experts`, one call for each that has tokens: of the sparse kernels, or of matmuls. Returns y (T, D).
+    """`experts` by the sparse kernels, or one call of matmuls for each that has tokens. Returns y (T, D).
 
-    Without gradients. Each token's K results are added in the order of its experts in `index`, in float32. How many
-    tokens each expert has must come to the host: on a GPU that waits for it, so this serves it for exactness alone.
-    A number of E or more in `index` is an expert that lies elsewhere, and adds nothing.
+    Without gradients. Each token's K results are added in the order of its experts in `index`, in float32. A number of
+    E or more in `index` is an expert that lies elsewhere, and adds nothing.
+
+    On a GPU one operator computes up to kCudaExpertPairs pairs of up to kCudaExperts experts in bfloat16 or float16,
+    where x (or autocast) and the weights are of one type. It waits for nothing. It reads w_down by columns: rows are
+    copied in each call. All else is one call for each expert that has tokens. How many each has must come to the host:
+    on a GPU that waits for it, so there it serves exactness alone.
     """
+    key = key_of(x, w_gate_up[0, : w_down.shape[2]], w_down[0], asked=True)
+    at_once = way == "kernels" and takes_experts(key, index.numel(), len(w_down))
+    if at_once and api.resolve(backend, x.device.type) == "cuda":
+        gate, up = w_gate_up.chunk(2, dim=1)
+        return torch.ops.hf_twell.experts(x.to(key.dtype), index, weight, gate, up, w_down).to(x.dtype)
     pairs = Pairs.of(index, len(w_down))
     rows, begin = x[pairs.token], 0
     y = torch.zeros_like(rows)

@@ -123,3 +123,8 @@ library.register_autograd("hf_twell::activation_backward", _refuse_second_deriva
 @library.register_fake("hf_twell::add_rms_norm")
 def _add_rms_norm_fake(x, residual, weight, epsilon):
     return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+@library.register_fake("hf_twell::experts")
+def _experts_fake(x, index, share, w_gate, w_up, w_down):
+    return x.new_empty(x.shape)

@@ -143,6 +143,13 @@ constexpr DensityLimits kCudaUnionLimits[] = {
     {4096, 0.6, 0.7, 0.66},
     {kMany, 0.62, 0.82, 0.68},
 };
+// A GPU computes a layer's routed experts at once where its tokens, times the experts that each goes through, and its
+// experts are no more than these; and does so by itself up to a density by tokens. None of it is measured yet.
+constexpr int64_t kCudaExpertPairs = 1024;
+constexpr int64_t kCudaExperts = 512;
+constexpr DensityLimit kCudaExpertLimits[] = {
+    {kMany, 0.0},
+};
 // Forward and backward on a GPU, for matrices of every size.
 constexpr DensityLimit kCudaTrainingLimits[] = {
     {1024, 0.0},
@@ -150,6 +157,13 @@ constexpr DensityLimit kCudaTrainingLimits[] = {
     {8192, 0.018},
     {kMany, 0.025},
 };
+// The same by the union (as above) for kernels that keep columns, not pairs, and cost what the union says; 0: not
+// measured. Pairs take less time where the union is above the first number plus the second times the density.
+constexpr DensityLimit kCudaTrainingUnionLimits[] = {
+    {kMany, 0.0},
+};
+constexpr double kCudaColumnsUnion = 0.1;
+constexpr double kCudaColumnsDensity = 14.0;
 // Times the limit of training: above that a block which trains by kernels goes back to plain matmuls.
 constexpr double kCudaTrainingBack = 1.1;
 // Times the limit of training: what a block of a compiled model, whose blocks all train one way, counts for at most in

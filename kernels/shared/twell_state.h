@@ -33,4 +33,23 @@ constexpr CudaStateLayout cuda_state_layout(int64_t width, int64_t capacity, boo
   return {entries, pairs, 16 * entries, (gated ? 4 : 2) * pairs, 2 * entries, (4 * groups + 31) / 32 * 32, 32, 32};
 }
 
+// Where the capacity is all of F, whole columns are kept in place of pairs: of sm90::Active, whose members these are.
+// Every part takes a multiple of 32 bytes for a block.
+struct CudaColumnsLayout {
+  int64_t masks, counts, neurons, columns, ups;
+  constexpr int64_t bytes() const { return masks + counts + neurons + columns + ups; }
+};
+constexpr bool keeps_columns(int64_t width, int64_t capacity) { return capacity >= width; }
+constexpr CudaColumnsLayout cuda_columns_layout(int64_t width, bool gated) {
+  const int64_t columns = CudaStateLayout::kBlockTokens * width * 2;
+  const int64_t masks = ((width + 31) / 32 * 8 + 31) / 32 * 32, neurons = (2 * width + 31) / 32 * 32;
+  return {masks, 32, neurons, columns, gated ? columns : 0};
+}
+
+// Of one block of tokens, in either form.
+constexpr int64_t cuda_state_bytes(int64_t width, int64_t capacity, bool gated) {
+  return keeps_columns(width, capacity) ? cuda_columns_layout(width, gated).bytes()
+                                        : cuda_state_layout(width, capacity, gated).bytes();
+}
+
 }  // namespace twell

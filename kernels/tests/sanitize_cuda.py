@@ -11,12 +11,12 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
 import torch
 
-from hf_twell.ops import api, reference
+from hf_twell.ops import api, experts, reference
 from tests.ffn_cases import make_case
 from tests.quantized_cases import KINDS, quantized_case, truth_of
 
 TOKENS = {"decode": (1, 2, 3, 4, 17, 64), "sm90": (1, 65, 130, 300, 2100), "portable": (1, 65, 130, 300)}
-TRAINED = ((1, 64), (300, 64), (300, 4), (130, 1))  # tokens, capacity
+TRAINED = ((1, 64), (300, 64), (300, 4), (130, 1), (1, None), (300, None))  # tokens, capacity; None: F, for columns
 # D, F, density, gated, biases, dtype
 CALLS = (
     (8, 16, 1.0, True, True, torch.bfloat16),
@@ -94,6 +94,30 @@ def infer_quantized_x() -> int:
     return calls
 
 
+def routed_experts() -> int:
+    """Groups of one, two and four octets, some of no expert, one token NaN."""
+    calls = 0
+    cases = ((1, 8, 40, 41, 17), (9, 2, 30, 72, 48), (33, 2, 6, 2056, 33), (64, 8, 130, 264, 20), (64, 4, 7, 72, 100))
+    for (tokens, per_token, number, hidden, width), dtype, threshold in itertools.product(
+        cases, (torch.bfloat16, torch.float16), (-9.0, 1.3, 9.0)
+    ):
+        x, up, down = (
+            torch.randn(s, device="cuda")
+            for s in ((tokens, hidden), (number, 2 * width, hidden), (number, hidden, width))
+        )
+        x[:, 0], up[:, :width, 0] = 1.0, -threshold * hidden**0.5
+        x[tokens // 2] = float("nan")
+        index = torch.rand(tokens, number, device="cuda").topk(per_token).indices
+        index[-1, 0] = number
+        share = torch.rand(tokens, per_token, device="cuda")
+        x, up, down = x.to(dtype), (up / hidden**0.5).to(dtype), (down / width**0.5).to(dtype)
+        y = torch.ops.hf_twell.experts(x, index, share, *up.chunk(2, dim=1), down)
+        truth = experts.experts(*(t.float() if t.is_floating_point() else t for t in (x, index, share, up, down)))
+        torch.testing.assert_close(y, truth.to(dtype), rtol=0.05, atol=0.1, equal_nan=True)
+        calls += 1
+    return calls
+
+
 def norms() -> int:
     """The norm ahead of a block, in one and in two vectors a thread, one row NaN."""
     calls = 0
@@ -112,7 +136,7 @@ def norms() -> int:
 
 
 def train() -> int:
-    """With room for all pairs, for some blocks' and for none."""
+    """With room for all pairs, for some blocks' and for none; and by columns."""
     if torch.cuda.get_device_capability() != (9, 0):
         return 0
     os.environ.pop("HF_TWELL_CUDA_PATH", None)
@@ -122,7 +146,7 @@ def train() -> int:
         scale = torch.tensor(0.01, device="cuda")
         terms = {"l1_scale": scale, "count_scale": scale, "token_weight": torch.ones(tokens, device="cuda")}
         gradients = []
-        for ffn in (functools.partial(api.ffn, backend="cuda", capacity=capacity), reference.ffn):
+        for ffn in (functools.partial(api.ffn, backend="cuda", capacity=capacity or width), reference.ffn):
             leaves = {name: None if t is None else t.clone().requires_grad_() for name, t in case.items()}
             tally = torch.zeros(1 + width, device="cuda", requires_grad=True)
             ffn(**leaves, **terms, tally=tally).float().square().sum().backward()
@@ -142,10 +166,11 @@ def main() -> None:
     plain = infer(paths or TOKENS)
     quantized, quantizing = (0, 0) if paths else (infer_quantized(), infer_quantized_x())
     normed = norms() if not paths or "portable" in paths else 0  # on any GPU
+    routed = routed_experts() if not paths or "portable" in paths else 0
     trained = 0 if paths else train()
     print(
         f"{plain} calls without gradients, {quantized} of 8-bit weights, {quantizing} that quantize x, "
-        f"{normed} norms, {trained} with gradients"
+        f"{normed} norms, {routed} of routed experts, {trained} with gradients"
     )
 
 

@@ -16,7 +16,7 @@ std::tuple<int64_t, int64_t> cpu_state_block(int64_t capacity, int64_t element_s
 }
 
 std::tuple<int64_t, int64_t> cuda_state_block(int64_t width, int64_t capacity, bool gated) {
-  return {twell::CudaStateLayout::kBlockTokens, twell::cuda_state_layout(width, capacity, gated).bytes()};
+  return {twell::CudaStateLayout::kBlockTokens, twell::cuda_state_bytes(width, capacity, gated)};
 }
 
 }  // namespace
@@ -57,6 +57,9 @@ TWELL_OPERATORS(m) {
       "bool reports, Tensor? count_scale=None) -> (Tensor grad_gate, Tensor grad_up, Tensor report)");
   // sum = x + residual, and y = sum / sqrt(mean(sum^2) + epsilon) * weight: the norm ahead of a block, of CUDA alone.
   m.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float epsilon) -> (Tensor y, Tensor sum)");
+  // A layer of routed experts without gradients, of CUDA alone: x (T, D), each token through the experts in its row of
+  // index (T, K) with the shares beside it; w_gate, w_up (E, F, D), views too, and w_down (E, D, F).
+  m.def("experts(Tensor x, Tensor index, Tensor share, Tensor w_gate, Tensor w_up, Tensor w_down) -> Tensor");
 }
 
 TWELL_IMPLEMENTATIONS(CompositeExplicitAutograd, m) {

@@ -1,6 +1,7 @@
 """Which way a call goes: the one function that says so, and that all who compute blocks do what it says."""
 
 import functools
+import itertools
 import re
 import subprocess
 import sys
@@ -18,10 +19,13 @@ from hf_twell.dispatch.choose import (
     choice_for,
     choices_by_tokens,
     choose,
+    choose_experts,
     highest_alike,
     max_density,
     max_density_of_size,
+    max_experts_density,
     sample_weight,
+    takes_experts,
     too_small,
 )
 from hf_twell.dispatch.constant import assume_constant_result
@@ -582,3 +586,24 @@ def test_a_stored_density_keeps_its_answers_whatever_the_rows_of_the_table(densi
 def test_the_mark_of_constants_is_torch_compilers():
     marked = torch.compiler.assume_constant_result(lambda: 1)
     assert vars(assume_constant_result(lambda: 1)) == vars(marked)
+
+
+def test_experts_on_a_gpu_go_by_their_own_limits():
+    key = CallKey("cuda", "9.0", BF16, BF16, 64, 2048, 768)
+    for tokens, density in itertools.product(TOKENS, (None, *DENSITIES)):
+        call = key._replace(tokens=tokens)
+        most = max_experts_density(call)
+        expected = "kernels" if density is not None and most > 0 and density <= most else "plain"
+        assert choose_experts(call, Activity(density)) == expected
+        assert choose_experts(call._replace(asked=True), Activity(density)) == "kernels"
+    pairs, experts = limit("kCudaExpertPairs"), limit("kCudaExperts")
+    assert takes_experts(key, pairs, experts)
+    for call, *sizes in (
+        (key, pairs + 1, experts),
+        (key, pairs, experts + 1),
+        (key._replace(device="cpu"), 8, 8),
+        (key._replace(dtype=torch.float16), 8, 8),
+        (key._replace(dtype=torch.float32, weights=torch.float32), 8, 8),
+        (key._replace(width=limit("kMaxWidth") + 1), 8, 8),
+    ):
+        assert not takes_experts(call, *sizes)

@@ -160,6 +160,29 @@ def test_copies_and_pickles_start_anew():
     assert run.choice.sparse
 
 
+@pytest.mark.parametrize(
+    ("union", "kinds", "by_columns", "dense"),
+    [(0.3, 3, True, False), (0.15, 1, True, False), (0.5, 2, False, True), (0.3, 1, False, False)],
+)
+def test_blocks_whose_neighbours_share_train_by_columns(monkeypatch, union, kinds, by_columns, dense):
+    """Up to a union; and of a density at which pairs pay, only where columns are faster than these."""
+    numbers = {"kCudaTrainingUnionLimits": ((math.inf, 0.4),), "kCudaColumnsUnion": 0.1, "kCudaColumnsDensity": 8.0}
+    for name, number in numbers.items():
+        monkeypatch.setitem(limits.read(), name, number)
+    run, neurons = Run(), torch.arange(INTERMEDIATE)[:, None]
+    run.x = torch.eye(HIDDEN).repeat(16, 1)  # tokens of 16 kinds; each of the used neurons is active in some
+    active = ((torch.arange(HIDDEN) + neurons) % HIDDEN < kinds) & (neurons % 1000 < 1000 * union)
+    with torch.no_grad():
+        run.gate.copy_(torch.where(active, 1.0, -1.0))
+    ways = []
+    for _ in range(3):
+        ways.append(too_dense(run.choice, run.x, run.gate))
+        run.choice.begin_step()
+    assert run.choice.union == pytest.approx(union, abs=0.02)
+    assert ways == [True, dense, dense]
+    assert (run.choice.capacity == INTERMEDIATE) == by_columns
+
+
 # In a patched block, which takes its tensors for a GPU's
 
 

@@ -66,25 +66,27 @@ def deterministic(monkeypatch):
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("columns", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_opcheck(gated, columns, dtype):
+@pytest.mark.parametrize("capacity", [16, 172])
+def test_opcheck(gated, columns, dtype, capacity):
     case = gpu_case(200, 40, 172, 0.05, dtype, gated=gated, biases=True)
     case["x"] = case["x"].view(2, 100, 40)
     case = by_columns(case) if columns else case
     l1 = l1_inputs(case)
     leaves = leaves_of(case)
-    library.opcheck(torch.ops.hf_twell.ffn.default, (*[leaves[name] for name in NAMES], *l1.values(), 16))
+    library.opcheck(torch.ops.hf_twell.ffn.default, (*[leaves[name] for name in NAMES], *l1.values(), capacity))
     plain = [case[name] for name in NAMES]
     scale, weight = l1["l1_scale"], l1["token_weight"]
-    state = torch.ops.hf_twell.ffn(*plain, scale, weight, None, 16)[2]
-    assert state.numel() == state_bytes(200, 172, 16, gated)
+    state = torch.ops.hf_twell.ffn(*plain, scale, weight, None, capacity)[2]
+    assert state.numel() == state_bytes(200, 172, capacity, gated)
     x, w_up, w_down, w_gate, b_up, _, b_gate = plain
     for needs in (0, 1, 0b101, 127):
-        arguments = (grad_of_y(case), state, x, w_up, w_down, w_gate, b_up, b_gate, scale, weight, 16, needs)
+        arguments = (grad_of_y(case), state, x, w_up, w_down, w_gate, b_up, b_gate, scale, weight, capacity, needs)
         library.opcheck(torch.ops.hf_twell.ffn_backward.default, arguments)
         library.opcheck(torch.ops.hf_twell.ffn_backward.default, (*arguments, scale))
 
 
-def test_a_captured_step_follows_its_inputs():
+@pytest.mark.parametrize("capacity", [None, 2048])
+def test_a_captured_step_follows_its_inputs(capacity):
     """Forward and backward, replayed with other tokens and another density than they were captured with."""
     for tokens in (64, 1000):
         sparse, dense = (scattered_case(tokens, 512, 2048, density, torch.bfloat16) for density in (0.01, 0.6))
@@ -93,13 +95,13 @@ def test_a_captured_step_follows_its_inputs():
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            cuda_ffn(**leaves, **extra).backward(grad_y)
+            cuda_ffn(**leaves, **extra, capacity=capacity).backward(grad_y)
         torch.cuda.current_stream().wait_stream(stream)
         for leaf in held.values():
             leaf.grad = None
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            y = cuda_ffn(**leaves, **extra)
+            y = cuda_ffn(**leaves, **extra, capacity=capacity)
             y.backward(grad_y)
         for now in (sparse, dense, sparse):
             with torch.no_grad():
@@ -108,7 +110,7 @@ def test_a_captured_step_follows_its_inputs():
                         leaves[name].copy_(tensor)
             graph.replay()
             results = {"y": y.detach()} | {name: leaf.grad for name, leaf in held.items()}
-            assert_equal(results, run(cuda_ffn, now))
+            assert_equal(results, run(cuda_ffn, now, capacity=capacity))
 
 
 def test_compiles_without_breaks_and_recompiles():
@@ -271,7 +273,7 @@ def test_current_stream():
 
 
 def test_nothing_waits_for_the_device():
-    for tokens, capacity in itertools.product((1, 64, 1000), (4, None)):
+    for tokens, capacity in itertools.product((1, 64, 1000), (4, None, 344)):
         case = gpu_case(tokens, 72, 344, 0.05, torch.bfloat16, biases=True)
         leaves, extra, grad_y = leaves_of(case), l1_inputs(case), grad_of_y(case)
         cuda_ffn(**leaves, **extra, capacity=capacity).backward(grad_y)

@@ -58,8 +58,8 @@ Seven ffn_backward(Tensor grad_y, Tensor state, Tensor x, Tensor w_up, Tensor w_
                               b_first.pointer(),
                               gated ? grad_b_up.pointer() : nullptr};
     const Ffn ffn = operands.ffn();
-    Tensor workspace = bytes_like(x, sm90_backward_bytes(ffn, capacity, gradients.weights()));
     const int device = x.get_device_index();
+    Tensor workspace = bytes_like(x, sm90_backward_bytes(ffn, capacity, gradients.weights(), device_of(device)));
     check_launch(sm90_backward(ffn, operands.down.later, terms, capacity, saved.const_data_ptr(), gradients,
                                workspace.mutable_data_ptr(), device_of(device), current_stream(device)),
                  "backward");

@@ -60,7 +60,8 @@ std::tuple<Tensor, Tensor, Tensor> train(const Tensor& x, const Operands& operan
                                          bool tally, int64_t capacity) {
   Ffn ffn = operands.ffn();
   Tensor report = torch::stable::new_empty(x, {tally ? 1 + operands.width : 0}, ScalarType::Float);
-  Tensor state = bytes_like(x, sm90_state_bytes(ffn, capacity)), workspace = bytes_like(x, sm90_training_bytes(ffn));
+  Tensor state = bytes_like(x, sm90_state_bytes(ffn, capacity)),
+         workspace = bytes_like(x, sm90_training_bytes(ffn, capacity));
   const MaybeTensor weight = as_contiguous(token_weight);
   const Terms terms{nullptr, nullptr, fp32_pointer(weight),
                     tally ? static_cast<float*>(report.mutable_data_ptr()) : nullptr};

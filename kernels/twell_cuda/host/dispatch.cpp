@@ -13,6 +13,7 @@
 #include "sm90/prefill/prefill.h"
 #include "sm90/prefill/prefill_fp8.h"
 #include "twell_limits.h"
+#include "twell_state.h"
 
 namespace twell {
 namespace {
@@ -252,7 +253,7 @@ void forward(const Ffn& ffn, Selection selected, const Device& device, cudaStrea
   }
 }
 
-void check_training(const Device& device, DType dtype, int64_t tokens, int64_t capacity) {
+void check_training(const Device& device, DType dtype, int64_t tokens, int64_t width, int64_t capacity) {
   if (!is_hopper(device)) {
     throw std::runtime_error("hf_twell's CUDA kernels train on compute capability 9.0, not " + capability_of(device) +
                              "; use backend='reference'");
@@ -260,9 +261,10 @@ void check_training(const Device& device, DType dtype, int64_t tokens, int64_t c
   if (!has_kernels(dtype)) {
     throw std::runtime_error("hf_twell's CUDA kernels train in bfloat16 and float16; use backend='reference'");
   }
-  if (capacity < 1 || capacity > std::numeric_limits<uint32_t>::max() / (tokens + 128)) {
+  const int64_t most = std::numeric_limits<uint32_t>::max() / (tokens + 128);
+  if (capacity < 1 || (capacity > most && !keeps_columns(width, capacity))) {
     throw std::runtime_error("capacity is " + std::to_string(capacity) + " for " + std::to_string(tokens) +
-                             " tokens; it must be at least 1, and less than 2^32 pairs in all");
+                             " tokens; it must be at least 1, and less than 2^32 pairs in all, or F");
   }
 }
 

@@ -41,6 +41,6 @@ Selection select_row(const Ffn& ffn, const Device& device);
 void forward(const Ffn& ffn, Selection selected, const Device& device, cudaStream_t stream, const Services& services);
 
 // Throws where no kernels train: on other GPUs, in other types, or with room for no or too many pairs.
-void check_training(const Device& device, DType dtype, int64_t tokens, int64_t capacity);
+void check_training(const Device& device, DType dtype, int64_t tokens, int64_t width, int64_t capacity);
 
 }  // namespace twell

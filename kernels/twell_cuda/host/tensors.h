@@ -256,7 +256,7 @@ inline void check_sizes(const Tensor& x, const Tensor& w_up) {
 
 // Throws where no kernels train such a call.
 inline void check_training(const Tensor& x, const Tensor& w_up, int64_t capacity) {
-  check_training(device_of(x.get_device_index()), dtype_of(x), x.numel() / w_up.size(1), capacity);
+  check_training(device_of(x.get_device_index()), dtype_of(x), x.numel() / w_up.size(1), w_up.size(0), capacity);
 }
 
 }  // namespace twell

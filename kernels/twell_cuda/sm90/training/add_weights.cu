@@ -1,5 +1,5 @@
-// Adds to the weights' gradients what a chunk's blocks that were not kept give: dense products of columns and rows of x
-// or dy, of which columns of half blocks that do not activate the neuron count as zero.
+// Weights' gradients from a chunk's columns (of those blocks that were not kept): dense products with rows of x or dy,
+// in which columns of half blocks that do not activate the neuron count as zero. They are added to what is there.
 //
 // A persistent thread block of three warpgroups an SM: the first fetches, the other two multiply 64 neurons each.
 
@@ -28,8 +28,9 @@ struct Product {
 struct Arguments {
   Product products[2];
   const uint32_t* masks;
-  const int64_t* kept;
+  const int64_t* kept;          // as in Chunk
   bool known;                   // as in Chunk
+  bool adds;                    // else the gradients hold nothing yet
   int64_t first_block, tokens;  // of the chunk
   int blocks, words, hidden, width;
 };
@@ -149,7 +150,8 @@ __device__ __forceinline__ void fetch(const Arguments& a, const CUtensorMap* row
       const int neuron = tile.neuron + row + kRows * i;
       if (chunk == 0 && neuron < a.width) {
         uint16_t* const to = static_cast<uint16_t*>(tile.product.bias) + neuron;
-        *to = static_cast<uint16_t>(pack<T>(bias[i] + unpack<T>(__ldcg(to)).x, 0.0f));
+        const float old = a.adds ? unpack<T>(__ldcg(to)).x : 0.0f;
+        *to = static_cast<uint16_t>(pack<T>(bias[i] + old, 0.0f));
       }
     }
   }
@@ -197,7 +199,7 @@ __device__ __forceinline__ void multiply(const Arguments& a, int first_block, ui
       for (int j = 0; j < kHidden / 8; ++j) {
         if (tile.hidden + j * 8 < a.hidden) {
           uint32_t* const word = reinterpret_cast<uint32_t*>(to + j * 8);
-          const float2 old = unpack<T>(__ldcg(word));
+          const float2 old = a.adds ? unpack<T>(__ldcg(word)) : float2{};
           *word = pack<T>(sum[4 * j + 2 * half] + old.x, sum[4 * j + 2 * half + 1] + old.y);
         }
       }
@@ -212,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   launch_dependents();
   int64_t kept = a.known ? __ldcg(a.kept) : 0;
   wait_for_previous();
-  if (!a.known) kept = __ldcg(a.kept);
+  if (!a.known && a.kept != nullptr) kept = __ldcg(a.kept);
   if (kept >= a.first_block + a.blocks) return;
   const int first_block = kept > a.first_block ? static_cast<int>(kept - a.first_block) : 0;
   extern __shared__ uint8_t raw_shared[];
@@ -238,10 +240,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 template <typename T, bool kMultiplied>
-cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const State& state, const void* rows, const Product& first,
+cudaError_t launch(const Ffn& ffn, const Chunk& chunk, bool adds, const void* rows, const Product& first,
                    const Product& second, const Device& device, cudaStream_t stream) {
   const Active& active = chunk.active;
-  const Arguments arguments{{first, second}, active.masks,  state.totals, chunk.known, chunk.first_block(),
+  const Arguments arguments{{first, second}, active.masks,  chunk.kept,   chunk.known, adds,     chunk.first_block(),
                             chunk.tokens,    active.blocks, active.words, ffn.hidden,  ffn.width};
   const int items = (ffn.width + kNeurons - 1) / kNeurons * (first.slices + second.slices);
   CUtensorMap row_map;
@@ -258,7 +260,7 @@ Product make_product(const Ffn& ffn, const void* columns, const void* factors, v
 
 }  // namespace
 
-cudaError_t launch_add_down(const Ffn& ffn, const Chunk& chunk, const State& state, const Gradients& gradients,
+cudaError_t launch_add_down(const Ffn& ffn, const Chunk& chunk, bool adds, const Gradients& gradients,
                             const Device& device, cudaStream_t stream) {
   if (gradients.down == nullptr) return cudaSuccess;
   const bool gated = ffn.gated(), bfloat = ffn.dtype == DType::kBFloat16;
@@ -267,17 +269,17 @@ cudaError_t launch_add_down(const Ffn& ffn, const Chunk& chunk, const State& sta
   const auto run = bfloat  ? gated ? launch<__nv_bfloat16, true> : launch<__nv_bfloat16, false>
                    : gated ? launch<__half, true>
                            : launch<__half, false>;
-  return run(ffn, chunk, state, gradients.dy, h, {}, device, stream);
+  return run(ffn, chunk, adds, gradients.dy, h, {}, device, stream);
 }
 
-cudaError_t launch_add_gate_up(const Ffn& ffn, const Chunk& chunk, const State& state, const Gradients& gradients,
+cudaError_t launch_add_gate_up(const Ffn& ffn, const Chunk& chunk, bool adds, const Gradients& gradients,
                                const Device& device, cudaStream_t stream) {
   const Product dg = make_product(ffn, chunk.active.columns, nullptr, gradients.gate, gradients.b_gate);
   Product du{};
   if (ffn.gated()) du = make_product(ffn, chunk.active.ups, nullptr, gradients.up, gradients.b_up);
   if (dg.slices + du.slices == 0) return cudaSuccess;
   const auto run = ffn.dtype == DType::kBFloat16 ? launch<__nv_bfloat16, false> : launch<__half, false>;
-  return run(ffn, chunk, state, ffn.x, dg, du, device, stream);
+  return run(ffn, chunk, adds, ffn.x, dg, du, device, stream);
 }
 
 }  // namespace twell::sm90

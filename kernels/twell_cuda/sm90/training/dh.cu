@@ -1,6 +1,5 @@
-// The gradient of h over active neurons, and what it makes of relu(gate) = g and x Wu^T + bu = u, in their places:
-// dh = dy Wd + L1's, du = dh g, dg = dh u + the count's where g is active. Without a gate h is g: dg = dh + the
-// count's.
+// The gradient of h over active neurons, and what it makes of relu(gate) = g and x Wu^T + bu = u: dh = dy Wd + L1's,
+// du = dh g, dg = dh u + the count's where g is active. Without a gate h is g: dg = dh + the count's.
 
 #include "common/terms.cuh"
 #include "sm90/training/tile_columns.cuh"
@@ -15,12 +14,11 @@ __device__ __forceinline__ float pull(const float* scale, const Terms& terms, co
   return terms.token_weight == nullptr ? *scale : *scale * terms.token_weight[chunk.first + token];
 }
 
-template <typename T, bool kGated>
+template <typename T, bool kGated, bool kWithH>
 struct Gradient {
   using Element = T;
   using Given = Terms;
-  static constexpr int kBuffers = kGated ? 2 : 1;
-  static constexpr bool kReads = true;
+  static constexpr int kRead = kGated ? 2 : 1, kBuffers = kRead + kWithH;
   float l1[2], count[2];
 
   __device__ __forceinline__ Gradient(const Given& terms, const Chunk& chunk, const tiles::Place& place) {
@@ -35,11 +33,14 @@ struct Gradient {
     const float2 g = unpack<T>(words[0]);
     const float of_x = count_gradient(count[row], g.x), of_y = count_gradient(count[row], g.y);
     if constexpr (kGated) {
-      const float2 u = unpack<T>(words[1]), h = unpack<T>(pack<T>(g.x * u.x, g.y * u.y));
+      const float2 u = unpack<T>(words[1]);
+      const uint32_t rounded = pack<T>(g.x * u.x, g.y * u.y);
+      const float2 h = unpack<T>(rounded);
       dh.x += l1_gradient(l1[row], h.x);
       dh.y += l1_gradient(l1[row], h.y);
       words[0] = pack<T>(g.x != 0.0f ? dh.x * u.x + of_x : 0.0f, g.y != 0.0f ? dh.y * u.y + of_y : 0.0f);
       words[1] = pack<T>(dh.x * g.x, dh.y * g.y);
+      if constexpr (kWithH) words[2] = rounded;
     } else {
       dh.x += l1_gradient(l1[row], g.x);
       dh.y += l1_gradient(l1[row], g.y);
@@ -48,24 +49,30 @@ struct Gradient {
   }
 };
 
-template <typename T>
-cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Terms& terms, const void* dy, const Device& device,
-                   cudaStream_t stream) {
-  using Gated = tiles::Columns<Gradient<T, true>>;
-  using Plain = tiles::Columns<Gradient<T, false>>;
+template <typename Epilogue>
+cudaError_t launch_gradient(const Ffn& ffn, const Chunk& chunk, const Terms& terms, const void* dy, const Columns& to,
+                            const Device& device, cudaStream_t stream) {
+  using Job = tiles::Columns<Epilogue>;
   const tiles::Arguments arguments{ffn.down.data, chunk, ffn.hidden, ffn.width};
-  const Active& active = chunk.active;
-  return ffn.gated() ? tiles::launch<Gated>(ffn, dy, arguments, {{active.columns, active.ups}, terms}, device, stream)
-                     : tiles::launch<Plain>(ffn, dy, arguments, {{active.columns, nullptr}, terms}, device, stream);
+  const typename Job::Given given{{chunk.active.columns, chunk.active.ups}, {to.gate, to.up, to.h}, terms};
+  return tiles::launch<Job>(ffn, dy, arguments, given, device, stream);
+}
+
+template <typename T>
+cudaError_t launch(const Ffn& ffn, const Chunk& chunk, const Terms& terms, const void* dy, const Columns& to,
+                   const Device& device, cudaStream_t stream) {
+  const auto run = !ffn.gated()      ? launch_gradient<Gradient<T, false, false>>
+                   : to.h == nullptr ? launch_gradient<Gradient<T, true, false>>
+                                     : launch_gradient<Gradient<T, true, true>>;
+  return run(ffn, chunk, terms, dy, to, device, stream);
 }
 
 }  // namespace
 
-cudaError_t launch_dh(const Ffn& ffn, const Chunk& chunk, const Training& training, const Gradients& gradients,
+cudaError_t launch_dh(const Ffn& ffn, const Chunk& chunk, const Terms& terms, const void* dy, const Columns& to,
                       const Device& device, cudaStream_t stream) {
-  const Terms& terms = training.terms;
-  return ffn.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(ffn, chunk, terms, gradients.dy, device, stream)
-                                       : launch<__half>(ffn, chunk, terms, gradients.dy, device, stream);
+  return ffn.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(ffn, chunk, terms, dy, to, device, stream)
+                                       : launch<__half>(ffn, chunk, terms, dy, to, device, stream);
 }
 
 }  // namespace twell::sm90

@@ -53,10 +53,10 @@ __global__ void __launch_bounds__(kThreads) report_kernel(const Saving saving, f
 
 }  // namespace
 
-cudaError_t launch_report(const Ffn& ffn, const Saving& saving, const Training& training, cudaStream_t stream) {
+cudaError_t launch_report(const Ffn& ffn, const Saving& saving, float* report, cudaStream_t stream) {
   // Shared memory as the kernels beside this have it.
-  return launch_with_carveout(100, report_kernel, 1 + (ffn.width + 31) / 32, kThreads, 1, 0, stream, saving,
-                              training.terms.report, ffn.width);
+  return launch_with_carveout(100, report_kernel, 1 + (ffn.width + 31) / 32, kThreads, 1, 0, stream, saving, report,
+                              ffn.width);
 }
 
 }  // namespace twell::sm90

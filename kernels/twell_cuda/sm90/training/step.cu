@@ -7,6 +7,8 @@
 #include "sm90/common/launch.h"
 #include "sm90/common/primitives.cuh"
 #include "sm90/common/workspace.h"
+#include "sm90/training/columns.h"
+#include "sm90/training/chunks.h"
 #include "sm90/training/training.h"
 #include "twell_state.h"
 
@@ -14,16 +16,9 @@ namespace twell {
 namespace sm90 {
 namespace {
 
-// Of the columns of one chunk. In forward they are most of what it holds; in backward the gradients lie beside them.
-constexpr int64_t kForwardBytes = int64_t{176} << 20, kBackwardBytes = int64_t{72} << 20;
-constexpr int64_t kReportBytes = int64_t{16} << 20;  // of sums that wait for the report, where a chunk's are not more
-
-// The weights' gradients are rounded to 16 bits after each chunk that was not kept: after so many, by less than eager
-// rounds.
-constexpr int64_t kMostChunks = 8;
-
+// Of the columns of one chunk in backward, where the gradients lie beside them.
+constexpr int64_t kBackwardBytes = int64_t{72} << 20;
 int column_buffers(const Ffn& ffn) { return !ffn.gated() ? 1 : 2; }
-int64_t forward_blocks(const Ffn& ffn) { return chunk_blocks(ffn, kForwardBytes, 1); }
 // `given` bytes are there at any rate; a 64th of them is more than what lies beside the columns.
 int64_t backward_blocks(const Ffn& ffn, int64_t given) {
   const int64_t least = (count_blocks(ffn) + kMostChunks - 1) / kMostChunks;
@@ -57,15 +52,10 @@ static_assert(sizeof(BlockState) == 32);
 void place_forward(const Ffn& ffn, Cutter& cutter, Active* active, Saving* saving) {
   const int64_t blocks = forward_blocks(ffn);
   place_active(ffn, blocks, false, cutter, active);
-  const bool gated = ffn.gated();
   *saving = {};
-  saving->parts = gated ? 2 : 1;
-  saving->groups = sum_groups(active->row, gated);
-  saving->rows = std::max(blocks, std::min(count_blocks(ffn), kReportBytes / (int64_t{saving->parts} * ffn.width * 4)));
   cutter.cut(saving->entries, blocks * active->row * 16);
   cutter.cut(saving->slots, kSlots * 8);
-  cutter.cut(saving->activity, saving->rows * saving->parts * ffn.width * 4);
-  cutter.cut(saving->l1, saving->rows * saving->groups * 4);
+  place_sums(ffn, blocks, ffn.gated(), cutter, saving);
 }
 
 // What is needed at different times lies in the same place: pairs first, then what was not kept, chunk by chunk. Chunks
@@ -109,11 +99,12 @@ cudaError_t launch_not_kept(const Ffn& ffn, const Training& training, const Back
     TWELL_RETURN_IF_ERROR(launch_gate(ffn, chunk, device, stream));
     chunk.known = true;  // the gate lets others start only after its wait
     TWELL_RETURN_IF_ERROR(launch_list(ffn, chunk, device, stream));
-    if (ffn.gated()) TWELL_RETURN_IF_ERROR(launch_up_beside(ffn, chunk, device, stream));
-    if (weights) TWELL_RETURN_IF_ERROR(launch_add_down(ffn, chunk, training.state, gradients, device, stream));
-    TWELL_RETURN_IF_ERROR(launch_dh(ffn, chunk, training, gradients, device, stream));
+    if (ffn.gated()) TWELL_RETURN_IF_ERROR(launch_up_beside(ffn, chunk, nullptr, device, stream));
+    if (weights) TWELL_RETURN_IF_ERROR(launch_add_down(ffn, chunk, true, gradients, device, stream));
+    const Columns places{chunk.active.columns, chunk.active.ups, nullptr};
+    TWELL_RETURN_IF_ERROR(launch_dh(ffn, chunk, training.terms, gradients.dy, places, device, stream));
     if (gradients.x != nullptr) TWELL_RETURN_IF_ERROR(launch_dx(ffn, chunk, gradients, device, stream));
-    if (weights) TWELL_RETURN_IF_ERROR(launch_add_gate_up(ffn, chunk, training.state, gradients, device, stream));
+    if (weights) TWELL_RETURN_IF_ERROR(launch_add_gate_up(ffn, chunk, true, gradients, device, stream));
   }
   return cudaSuccess;
 }
@@ -124,10 +115,11 @@ cudaError_t launch_not_kept(const Ffn& ffn, const Training& training, const Back
 using namespace sm90;
 
 int64_t sm90_state_bytes(const Ffn& ffn, int64_t capacity) {
-  return count_blocks(ffn) * cuda_state_layout(ffn.width, capacity, ffn.gated()).bytes();
+  return count_blocks(ffn) * cuda_state_bytes(ffn.width, capacity, ffn.gated());
 }
 
-int64_t sm90_training_bytes(const Ffn& ffn) {
+int64_t sm90_training_bytes(const Ffn& ffn, int64_t capacity) {
+  if (keeps_columns(ffn.width, capacity)) return columns_forward_bytes(ffn);
   Cutter cutter(nullptr);
   Active active;
   Saving saving;
@@ -137,6 +129,7 @@ int64_t sm90_training_bytes(const Ffn& ffn) {
 
 cudaError_t sm90_training_forward(const Ffn& ffn, const Transposition& down, const Terms& terms, int64_t capacity,
                                   void* state, void* workspace, const Device& device, cudaStream_t stream) {
+  if (keeps_columns(ffn.width, capacity)) return columns_forward(ffn, down, terms, state, workspace, device, stream);
   Chunk chunk{};
   Saving saving;
   Cutter cutter(workspace);
@@ -151,13 +144,7 @@ cudaError_t sm90_training_forward(const Ffn& ffn, const Transposition& down, con
     ++saving.turn;
     TWELL_RETURN_IF_ERROR(launch_save(ffn, chunk, saving, training, device, stream));
     if (ffn.gated()) TWELL_RETURN_IF_ERROR(launch_up_save(ffn, chunk, saving, training, device, stream));
-    saving.waiting += chunk.active.blocks;
-    const bool last = chunk.first + chunk.tokens == ffn.tokens;
-    if (terms.report != nullptr && (last || saving.waiting + forward_blocks(ffn) > saving.rows)) {
-      TWELL_RETURN_IF_ERROR(launch_report(ffn, saving, training, stream));
-      saving.waiting = 0;
-      saving.reported = true;
-    }
+    TWELL_RETURN_IF_ERROR(add_to_report(ffn, chunk, forward_blocks(ffn), terms.report, &saving, stream));
     // Beside the report, and where up ends on some SMs before others: the gate has waited for all that came before.
     if (first && down.from != nullptr) TWELL_RETURN_IF_ERROR(transpose(down, Start::kBeside, stream));
     TWELL_RETURN_IF_ERROR(launch_down(ffn, chunk, device, stream));
@@ -165,7 +152,8 @@ cudaError_t sm90_training_forward(const Ffn& ffn, const Transposition& down, con
   return cudaSuccess;
 }
 
-int64_t sm90_backward_bytes(const Ffn& ffn, int64_t capacity, bool weights) {
+int64_t sm90_backward_bytes(const Ffn& ffn, int64_t capacity, bool weights, const Device& device) {
+  if (keeps_columns(ffn.width, capacity)) return columns_backward_bytes(ffn, weights, device);
   int64_t bytes = 0;
   place_backward(ffn, place_state(ffn, capacity, nullptr), weights, nullptr, &bytes);
   return bytes;
@@ -174,6 +162,9 @@ int64_t sm90_backward_bytes(const Ffn& ffn, int64_t capacity, bool weights) {
 cudaError_t sm90_backward(const Ffn& ffn, const Transposition& down, const Terms& terms, int64_t capacity,
                           const void* saved, const Gradients& gradients, void* workspace, const Device& device,
                           cudaStream_t stream) {
+  if (keeps_columns(ffn.width, capacity)) {
+    return columns_backward(ffn, down, terms, saved, gradients, workspace, device, stream);
+  }
   const int64_t blocks = count_blocks(ffn);
   const bool weights = gradients.weights();
   const State state = place_state(ffn, capacity, const_cast<void*>(saved));

@@ -6,17 +6,18 @@
 
 namespace twell {
 
-// `capacity`: active neurons per token, on average, for which the state has room. Where tokens have more, backward
-// computes some of them again from x. The layout is in twell_state.h.
+// `capacity`: active neurons per token, on average, for whose pairs the state has room. Where tokens have more,
+// backward computes some of them again from x. A capacity of F keeps whole columns instead (sm90/training/columns.h).
+// The layouts are in twell_state.h.
 int64_t sm90_state_bytes(const Ffn& ffn, int64_t capacity);
 
 // Where `down` has a `from`, Ffn::down is its `to` and is written first: down_proj as it is stored in training, which
 // is transposed beside kernels that leave room.
-int64_t sm90_training_bytes(const Ffn& ffn);  // of the workspace of sm90_training_forward
+int64_t sm90_training_bytes(const Ffn& ffn, int64_t capacity);  // of the workspace of sm90_training_forward
 cudaError_t sm90_training_forward(const Ffn& ffn, const Transposition& down, const Terms& terms, int64_t capacity,
                                   void* state, void* workspace, const Device& device, cudaStream_t stream);
 
-int64_t sm90_backward_bytes(const Ffn& ffn, int64_t capacity, bool weights);  // of its workspace
+int64_t sm90_backward_bytes(const Ffn& ffn, int64_t capacity, bool weights, const Device& device);  // of its workspace
 cudaError_t sm90_backward(const Ffn& ffn, const Transposition& down, const Terms& terms, int64_t capacity,
                           const void* state, const Gradients& gradients, void* workspace, const Device& device,
                           cudaStream_t stream);

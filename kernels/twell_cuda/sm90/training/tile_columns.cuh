@@ -1,5 +1,5 @@
-// Products over the hidden size whose results are columns of the activations: these come at the end of a tile, through
-// the same ring of stages, and the results take their place, there and then in global memory.
+// Products over the hidden size whose results are columns of the activations: those that the results need come at the
+// end of a tile, through the same ring of stages. The results take their place there, and go to global memory.
 #pragma once
 
 #include "sm90/training/tile_product.cuh"
@@ -18,20 +18,23 @@ struct Place {
 //   Element   bf16 or fp16
 //   Given     what it needs to know, from the host
 //   kBuffers  how many kinds of columns each neuron has here
-//   kReads    whether the results need what they hold; else they are only written
+//   kRead     how many of these, the first ones, are read; the others are only written
 //   Epilogue(Given, Chunk, Place), for each tile
-//   apply(words, sum, column, row): each of `words` is two neurons' values in one kind of columns, to be replaced; they
-//     are neurons `column` and column + 1 of the tile, and `row` is 0 for Place's token, 1 for the eighth after it
+//   apply(words, sum, column, row): each of `words` is two neurons' values in one kind of columns (0 if that is not
+//     read), to be replaced; they are neurons `column` and column + 1 of the tile, and `row` is 0 for Place's token, 1
+//     for the eighth after it
 template <typename Epilogue>
 struct Columns {
   using Element = typename Epilogue::Element;
   using T = Element;
   struct Given {
-    void* columns[2];  // (block, F, 2 halves, 64), kBuffers of them
+    // (block, F, 2 halves, 64): kRead that are read and kBuffers that are written, in the same place or elsewhere.
+    const void* from[2];
+    void* to[3];
     typename Epilogue::Given epilogue;
   };
   struct Own {};
-  static constexpr int kBuffers = Epilogue::kBuffers, kLow = 16;
+  static constexpr int kBuffers = Epilogue::kBuffers, kRead = Epilogue::kRead, kLow = 16;
   static constexpr bool kAside = false;
 
   const Given& given;
@@ -60,11 +63,11 @@ struct Columns {
       if (start >= item.count) break;
 #pragma unroll
       for (int b = 0; b < kBuffers; ++b, ring.advance()) {
-        const T* columns = static_cast<const T*>(given.columns[b]) + first_column;
+        const T* columns = static_cast<const T*>(given.from[b]) + first_column;
         ring.wait_empty();
         const uint32_t to = stages + ring.stage * bytes + row * 256 + ((chunk ^ (row & 7)) << 4);
 #pragma unroll
-        for (int i = 0; Epilogue::kReads && i < kTurnNeurons / kFetchRows; ++i) {
+        for (int i = 0; b < kRead && i < kTurnNeurons / kFetchRows; ++i) {
           const int n = start + row + kFetchRows * i;
           const T* column = columns + static_cast<int64_t>(neurons[start / kFetchRows + i]) * kBlockTokens;
           if (n < first_end) copy_16(to + i * kFetchRows * 256, column);
@@ -112,10 +115,8 @@ struct Columns {
           if (n >= 0 && n < limit) {
             const uint32_t at = turn_at(n + lane / 16 * 8 + lane % 8, 2 * warp + (lane / 8 & 1));
             uint32_t values[kBuffers][4]{};
-            if constexpr (Epilogue::kReads) {
 #pragma unroll
-              for (int b = 0; b < kBuffers; ++b) load_matrices_transposed(values[b], turns[b] + at);
-            }
+            for (int b = 0; b < kRead; ++b) load_matrices_transposed(values[b], turns[b] + at);
 #pragma unroll
             for (int m = 0; m < 4; ++m) {
               const int i = 4 * (j + m / 2) + m % 2 * 2;
@@ -139,7 +140,7 @@ struct Columns {
             const int64_t column = first_column + static_cast<int64_t>(neurons[first + n]) * kBlockTokens;
 #pragma unroll
             for (int b = 0; b < kBuffers; ++b) {
-              *reinterpret_cast<uint4*>(static_cast<T*>(job.given.columns[b]) + column) =
+              *reinterpret_cast<uint4*>(static_cast<T*>(job.given.to[b]) + column) =
                   load_shared_16(turns[b] + turn_at(n, 2 * warp + (lane & 1)));
             }
           }

@@ -44,8 +44,9 @@ struct Saving {
   uint32_t turn;    // of the chunk: 1, 2, ...
   float* activity;  // (rows, parts, F): sum of token weights, of each block that the report lacks
   float* l1;        // (rows, groups): sum of token weight * |h|
-  int parts;        // where there is a gate, halves of a block: up takes the sums; else save does, of whole blocks
-  int groups;       // of up's tiles, for each warp; else of a block's entries
+  // Where up takes the sums, of pairs of a block with a gate, its halves; else it is taken whole.
+  int parts;
+  int groups;       // there of up's tiles, for each warp; else of a block's entries
   int64_t rows;     // room
   int64_t waiting;  // rows that earlier chunks have filled
   bool reported;    // the report holds rows before these
@@ -77,7 +78,7 @@ cudaError_t launch_save(const Ffn&, const Chunk&, const Saving&, const Training&
 // Then, where there is a gate: h takes the place of relu(gate), pairs of kept blocks go to the state, sums to Saving.
 cudaError_t launch_up_save(const Ffn&, const Chunk&, const Saving&, const Training&, const Device&, cudaStream_t);
 // Adds the rows that wait to the report, in fixed order.
-cudaError_t launch_report(const Ffn&, const Saving&, const Training&, cudaStream_t);
+cudaError_t launch_report(const Ffn&, const Saving&, float* report, cudaStream_t);
 
 // Of the kept blocks' pairs, in the order of the state's pairs: six bytes a pair, which dx reads once for each slice.
 struct PairGradients {
@@ -109,17 +110,31 @@ cudaError_t launch_weights(const Ffn&, const State&, const Sorted&, const Gradie
                            const Device&, cudaStream_t);
 int64_t weights_partial_bytes(const Ffn&, int64_t pairs);  // of `partials`
 
-// Backward of the others, in chunks for which gate, list and up compute again what was not kept. Like those, each does
-// nothing where all of the chunk's blocks were kept.
-// After launch_list: `up` leaves relu(gate) in Active::columns and writes u to Active::ups.
-cudaError_t launch_up_beside(const Ffn&, const Chunk&, const Device&, cudaStream_t);
-// dh = dy Wd + L1's; du = dh relu(gate) takes the place of u, dg = dh u + the count's where active that of relu(gate).
-cudaError_t launch_dh(const Ffn&, const Chunk&, const Training&, const Gradients&, const Device&, cudaStream_t);
-// dx = du Wu + dg Wg.
+// By columns: of a chunk whose blocks' columns were kept, or for which gate, list and up compute again what was not
+// kept as pairs. Then, like those, each does nothing if all of the chunk's blocks were kept.
+
+// (blocks, F, 2 halves, 64), as Active has them, of dg, du and h; what is not wanted is null, and so is `up` without a
+// gate.
+struct Columns {
+  void* gate;
+  void* up;
+  void* h;
+};
+
+// After launch_list: leaves relu(gate) in Active::columns, writes u to Active::ups, and h to `h` if that is not null.
+cudaError_t launch_up_beside(const Ffn&, const Chunk&, void* h, const Device&, cudaStream_t);
+// The report's sums of h (without a gate that is relu(gate)), to Saving's rows from `waiting` on.
+cudaError_t launch_sum_columns(const Ffn&, const Chunk&, const void* h, const Saving&, const Terms&, const Device&,
+                               cudaStream_t);
+// dh = dy Wd + L1's; from relu(gate) and u in Active dg = dh u + the count's where active, and du = dh relu(gate), to
+// the same places or others. Where there is a gate, h too if it is wanted.
+cudaError_t launch_dh(const Ffn&, const Chunk&, const Terms&, const void* dy, const Columns& to, const Device&,
+                      cudaStream_t);
+// dx = dg Wg + du Wu, from dg and du in Active.
 cudaError_t launch_dx(const Ffn&, const Chunk&, const Gradients&, const Device&, cudaStream_t);
-// Adds, for the chunk's blocks that were not kept, dWd (before dh has replaced relu(gate) and u) or dWg, dWu and the
-// biases' (after) to the gradients.
-cudaError_t launch_add_down(const Ffn&, const Chunk&, const State&, const Gradients&, const Device&, cudaStream_t);
-cudaError_t launch_add_gate_up(const Ffn&, const Chunk&, const State&, const Gradients&, const Device&, cudaStream_t);
+// dWd from relu(gate) and u in Active; dWg, dWu and the biases' from dg and du there. `adds`: to what the gradients
+// hold already; else that is not read.
+cudaError_t launch_add_down(const Ffn&, const Chunk&, bool adds, const Gradients&, const Device&, cudaStream_t);
+cudaError_t launch_add_gate_up(const Ffn&, const Chunk&, bool adds, const Gradients&, const Device&, cudaStream_t);
 
 }  // namespace twell::sm90
