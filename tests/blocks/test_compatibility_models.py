@@ -8,17 +8,10 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+import transformers as tf
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import (
-    AutoModelForCausalLM,
-    ContinuousBatchingConfig,
-    EarlyStoppingCallback,
-    GenerationConfig,
-    Trainer,
-    TrainingArguments,
-)
 
 from hf_twell import L1Penalty, SparsityCallback, TwellLlamaForCausalLM, sparsify
 from hf_twell.blocks.modeling import sparse_ffns
@@ -354,8 +347,8 @@ def test_other_ways_to_generate(options):
 @pytest.mark.slow
 def test_generate_batch():
     """Continuous batching, with its paged attention."""
-    options = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    options = tf.GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    small = tf.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
     texts = []
     for model in pair():
         rows = [row.tolist() for row in ids()]
@@ -370,10 +363,10 @@ def test_generate_batch():
 
 def trained(model, folder, callbacks, **options):
     rows = [{"input_ids": row, "labels": row} for row in ids().repeat(8, 1)]
-    args = TrainingArguments(
+    args = tf.TrainingArguments(
         str(folder), use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1, optim="sgd", **options
     )
-    trainer = Trainer(model, args, train_dataset=rows, eval_dataset=rows[:4])
+    trainer = tf.Trainer(model, args, train_dataset=rows, eval_dataset=rows[:4])
     for callback in callbacks(trainer):
         trainer.add_callback(callback)
     trainer.train()
@@ -386,7 +379,7 @@ def test_early_stopping_and_the_best_model(tmp_path):
     options["greater_is_better"] = True  # the loss, so that the first checkpoint is the best
     options["save_total_limit"] = 1
     model, twin = pair()
-    stop = EarlyStoppingCallback(1)
+    stop = tf.EarlyStoppingCallback(1)
     ours = trained(model, tmp_path / "ours", lambda trainer: [stop, SparsityCallback(trainer, 0.0)], **options)
     theirs = trained(twin, tmp_path / "theirs", lambda trainer: [stop], **options)
     assert ours.state.global_step == theirs.state.global_step == 2
@@ -443,5 +436,5 @@ def test_split_over_two_processes(tmp_path):
     tensors = "model.layers.0.mlp has 26 of its 52 neurons in this process (tensor parallelism)"
     assert results["refused"].pop("pipeline").startswith("LlamaForCausalLM has 3 layers but 1 ")
     assert [message.startswith(tensors) for message in results["refused"].values()] == [True, True]
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    saved = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert torch.equal(logits(saved), truth)

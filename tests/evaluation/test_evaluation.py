@@ -16,18 +16,8 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+import transformers as tf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    BloomConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlavaConfig,
-    PreTrainedConfig,
-    PreTrainedTokenizerFast,
-    XLNetConfig,
-)
 
 import hf_twell
 from hf_twell.cli import main
@@ -99,15 +89,15 @@ def tokenizer():
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
     bpe.train_from_iterator([TEXT, *(row[0] for row in ARC_ROWS)], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
+    return tf.PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>")
 
 
 @pytest.fixture
 def model(tokenizer):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(**sizes, vocab_size=len(tokenizer), max_position_embeddings=256, initializer_range=0.3)
-    return LlamaForCausalLM(config).eval()
+    config = tf.LlamaConfig(**sizes, vocab_size=len(tokenizer), max_position_embeddings=256, initializer_range=0.3)
+    return tf.LlamaForCausalLM(config).eval()
 
 
 def log_likelihood(model, tokenizer, prompt, continuation):
@@ -444,13 +434,13 @@ def test_windows_score_every_token_once(length, context, stride):
 @pytest.mark.parametrize(
     ("config", "own"),
     [
-        (LlamaConfig(max_position_embeddings=128), 128),
-        (LlamaConfig(max_position_embeddings=8192), 8192),
-        (LlavaConfig(text_config=LlamaConfig(max_position_embeddings=64)), 64),
-        (PreTrainedConfig(n_positions=32), 32),
-        (PreTrainedConfig(n_ctx=32), 32),
-        (XLNetConfig(), None),  # says -1
-        (BloomConfig(), None),
+        (tf.LlamaConfig(max_position_embeddings=128), 128),
+        (tf.LlamaConfig(max_position_embeddings=8192), 8192),
+        (tf.LlavaConfig(text_config=tf.LlamaConfig(max_position_embeddings=64)), 64),
+        (tf.PreTrainedConfig(n_positions=32), 32),
+        (tf.PreTrainedConfig(n_ctx=32), 32),
+        (tf.XLNetConfig(), None),  # says -1
+        (tf.BloomConfig(), None),
     ],
 )
 def test_the_context_is_the_models_own(config, own):
@@ -539,7 +529,7 @@ def test_text_loss_refuses_what_it_cannot_score(model, tokenizer, tmp_path):
 
 def test_text_loss_without_dropout(tokenizer):
     config = {"n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": len(tokenizer), "n_positions": 64}
-    model, learns = GPT2LMHeadModel(GPT2Config(**config, resid_pdrop=0.5)).train(), []
+    model, learns = tf.GPT2LMHeadModel(tf.GPT2Config(**config, resid_pdrop=0.5)).train(), []
     model.lm_head.register_forward_hook(lambda module, args, output: learns.append(output.requires_grad))
     losses = [perplexity.text_loss(model, tokenizer, [TEXT])["nats_per_token"] for _ in range(2)]
     assert losses[0] == losses[1]
@@ -649,7 +639,7 @@ def test_tasks_of_your_own_by_lm_eval_itself(model, tokenizer, tmp_path):
     for kind, target, metric, more in OWN_TASKS:
         (tmp_path / f"{kind}.yaml").write_text(OWN_TASK.format(kind=kind, target=target, metric=metric, more=more))
     names = [f"own_{kind}" for kind, *_ in OWN_TASKS]
-    dense = LlamaForCausalLM(LlamaConfig(**{**model.config.to_dict(), "hidden_act": "relu"})).eval()
+    dense = tf.LlamaForCausalLM(tf.LlamaConfig(**{**model.config.to_dict(), "hidden_act": "relu"})).eval()
     dense.load_state_dict(model.state_dict())
     scores = []
     for each in (hf_twell.sparsify(model), dense):

@@ -6,17 +6,9 @@ import pickle
 
 import pytest
 import torch
+import transformers as tf
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from hf_twell import TwellLlamaForCausalLM, TwellQwen2ForCausalLM, TwellQwen3ForCausalLM, sparsify, unpatch
 from hf_twell.blocks.modeling import SparseFfn, sparse_ffns
@@ -26,9 +18,9 @@ from tests.conftest import TINY, ids, logits
 pytestmark = pytest.mark.numeric
 
 FAMILIES = {
-    "llama": (TwellLlamaForCausalLM, LlamaForCausalLM, LlamaConfig),
-    "qwen2": (TwellQwen2ForCausalLM, Qwen2ForCausalLM, Qwen2Config),
-    "qwen3": (TwellQwen3ForCausalLM, Qwen3ForCausalLM, Qwen3Config),
+    "llama": (TwellLlamaForCausalLM, tf.LlamaForCausalLM, tf.LlamaConfig),
+    "qwen2": (TwellQwen2ForCausalLM, tf.Qwen2ForCausalLM, tf.Qwen2Config),
+    "qwen3": (TwellQwen3ForCausalLM, tf.Qwen3ForCausalLM, tf.Qwen3Config),
 }
 
 
@@ -84,7 +76,7 @@ def test_saves_the_stock_form(family, tmp_path):
     assert config["hidden_act"] == "relu"
     assert config["twell"] == {"version": 1, "layers": [0, 2]}
     assert "auto_map" not in config
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "sparse")
+    again = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "sparse")
     assert type(again) is stock
     assert torch.equal(logits(again), logits(model))
     ours = twell.from_pretrained(tmp_path / "sparse", backend="reference")
@@ -249,7 +241,7 @@ def test_checkpoints_of_the_authors(tmp_path, kind, hybrid, square):
     raw = json.loads((tmp_path / "ours" / "config.json").read_text())
     assert raw["architectures"] == [stock.__name__]
     assert not [key for key in raw if key.startswith("sparsity_") or key == "auto_map"]
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    again = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert type(again) is stock
     assert torch.equal(logits(again), logits(model))
 
@@ -522,7 +514,7 @@ def test_tensors_of_another_shape_on_request(folder):
 
 
 def test_a_config_in_hand_counts_and_not_the_folders(folder):
-    config, truth = LlamaConfig.from_pretrained(folder), logits(TwellLlamaForCausalLM.from_pretrained(folder))
+    config, truth = tf.LlamaConfig.from_pretrained(folder), logits(TwellLlamaForCausalLM.from_pretrained(folder))
     damage_config(folder, num_hidden_layers=5, intermediate_size=7)
     assert torch.equal(logits(TwellLlamaForCausalLM.from_pretrained(folder, config=config)), truth)
 

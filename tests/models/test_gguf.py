@@ -10,15 +10,6 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
 
 from hf_twell import TwellLlamaForCausalLM, TwellQwen3_5ForCausalLM, sparsify
 from hf_twell.blocks.modeling import sparse_ffns
@@ -47,17 +38,17 @@ LLAMA3_ROPE = {
 }
 
 
-def llama(**changes) -> LlamaForCausalLM:
+def llama(**changes) -> tf.LlamaForCausalLM:
     return tiny_llama(**SIZES, **changes).eval()
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(DEMO)
+    return tf.AutoTokenizer.from_pretrained(DEMO)
 
 
 @pytest.fixture(scope="module")
-def model() -> LlamaForCausalLM:
+def model() -> tf.LlamaForCausalLM:
     return llama()
 
 
@@ -77,7 +68,7 @@ def text(tmp_path_factory) -> Path:
 def test_float32_weights_come_unchanged(changes, tmp_path):
     source = llama(**changes)
     loaded = load_causal_lm(write_gguf(tmp_path / "model.gguf", source))
-    assert type(loaded) is LlamaForCausalLM
+    assert type(loaded) is tf.LlamaForCausalLM
     assert loaded.dtype == torch.float32
     for name, weight in source.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], weight), name
@@ -86,14 +77,14 @@ def test_float32_weights_come_unchanged(changes, tmp_path):
 
 def test_what_was_dequantized_trains(file, tmp_path):
     """Transformers' own loading leaves a mark on such a model, by which Trainer refuses it."""
-    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
-    Trainer(load_model(file, device="cpu")[0], args)
-    Trainer(TwellLlamaForCausalLM.from_pretrained(file.parent, gguf_file=file.name), args)
+    args = tf.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    tf.Trainer(load_model(file, device="cpu")[0], args)
+    tf.Trainer(TwellLlamaForCausalLM.from_pretrained(file.parent, gguf_file=file.name), args)
 
 
 def test_qwen3_has_heads_of_its_own_size(tmp_path):
     torch.manual_seed(0)
-    source = Qwen3ForCausalLM(Qwen3Config(**{**TINY, **SIZES}, head_dim=16)).eval()
+    source = tf.Qwen3ForCausalLM(tf.Qwen3Config(**{**TINY, **SIZES}, head_dim=16)).eval()
     loaded = load_causal_lm(write_gguf(tmp_path / "model.gguf", source))
     torch.testing.assert_close(logits(loaded), logits(source), rtol=0, atol=0)
 
@@ -249,7 +240,7 @@ def test_the_tokenizer_is_the_same(file, tokenizer, text, tmp_path):
     assert loaded(text.read_text()).input_ids == ids
     assert loaded.decode(ids, skip_special_tokens=True) == text.read_text()
     loaded.save_pretrained(tmp_path)
-    saved = AutoTokenizer.from_pretrained(tmp_path)
+    saved = tf.AutoTokenizer.from_pretrained(tmp_path)
     assert saved(text.read_text()).input_ids == ids
     assert (saved.bos_token, saved.eos_token) == (tokenizer.bos_token, tokenizer.eos_token)
 
@@ -276,11 +267,11 @@ def test_sparsify_writes_the_stock_form(file, model, text, tmp_path, capsys, cap
     assert (raw["hidden_act"], raw["architectures"]) == ("relu", ["LlamaForCausalLM"])
     assert "quantization_config" not in raw
     assert "gguf" not in (output / "tokenizer_config.json").read_text()
-    stock, dense = AutoModelForCausalLM.from_pretrained(output), load_causal_lm(file, dtype="bfloat16")
+    stock, dense = tf.AutoModelForCausalLM.from_pretrained(output), load_causal_lm(file, dtype="bfloat16")
     assert stock.dtype == torch.bfloat16
     for name, weight in dense.state_dict().items():
         assert torch.equal(stock.state_dict()[name], weight), name
-    assert AutoTokenizer.from_pretrained(output)("in 1912").input_ids == load_tokenizer(file)("in 1912").input_ids
+    assert tf.AutoTokenizer.from_pretrained(output)("in 1912").input_ids == load_tokenizer(file)("in 1912").input_ids
 
 
 @pytest.mark.parametrize(
@@ -331,7 +322,7 @@ def test_train_from_a_recipe_beside_the_file(model, tokenizer, text, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line for line in done.stderr.splitlines() if "tiny.gguf: its weights are quantized (Q8_0)" in line]
     assert len(lines) == 2, "the model and its teacher"
-    final = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "final")
+    final = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "final")
     assert final.config.hidden_act == "relu"
     assert not torch.equal(final.lm_head.weight, load_causal_lm(tmp_path / "tiny.gguf").lm_head.weight)
 
@@ -348,7 +339,7 @@ def test_custom_classes_load_them(given, file, model):
 
 def test_custom_classes_refuse_other_families(file, tmp_path):
     torch.manual_seed(0)
-    qwen = Qwen3ForCausalLM(Qwen3Config(**{**TINY, **SIZES}, head_dim=8))
+    qwen = tf.Qwen3ForCausalLM(tf.Qwen3Config(**{**TINY, **SIZES}, head_dim=8))
     write_gguf(tmp_path / "qwen.gguf", qwen)
     with pytest.raises(ValueError, match="is a 'qwen3' model; TwellLlamaForCausalLM takes llama"):
         TwellLlamaForCausalLM.from_pretrained(tmp_path, gguf_file="qwen.gguf")

@@ -13,20 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers as tf
 import yaml
 from safetensors.torch import load
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    LlamaModel,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    Trainer,
-    TrainingArguments,
-)
 
 import hf_twell
 from hf_twell.cli import main
@@ -57,8 +46,8 @@ def no_failure(hub):
 def sparse(tmp_path_factory) -> Path:
     """The demo model, sparse, on disk."""
     folder = tmp_path_factory.mktemp("hub") / "demo-relu"
-    model = hf_twell.sparsify(AutoModelForCausalLM.from_pretrained(DEMO))
-    save_model(model, folder, AutoTokenizer.from_pretrained(DEMO))
+    model = hf_twell.sparsify(tf.AutoModelForCausalLM.from_pretrained(DEMO))
+    save_model(model, folder, tf.AutoTokenizer.from_pretrained(DEMO))
     return folder
 
 
@@ -141,8 +130,8 @@ def test_push_then_load_by_hub_id(hub, sparse, tmp_path, run):
     done = run(LOAD, tmp_path)
     assert done.returncode == 0, done.stderr
     plain, words = torch.load(tmp_path / "loaded.pt")
-    assert torch.equal(plain, logits(AutoModelForCausalLM.from_pretrained(sparse)))
-    assert words == AutoTokenizer.from_pretrained(sparse)("The cell")["input_ids"]
+    assert torch.equal(plain, logits(tf.AutoModelForCausalLM.from_pretrained(sparse)))
+    assert words == tf.AutoTokenizer.from_pretrained(sparse)("The cell")["input_ids"]
 
 
 PUSH_ALL = """
@@ -269,7 +258,7 @@ def test_a_checkpoint_leaves_its_training_behind(hub, sparse, tmp_path, run):
 @pytest.mark.slow
 def test_every_chat_template_is_published(hub, tmp_path, run):
     """Transformers writes all but the first into a folder of their own."""
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer = tf.AutoTokenizer.from_pretrained(DEMO)
     tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
     save_model(hf_twell.sparsify(tiny_llama()), tmp_path / "sparse", tokenizer)
     done = run(command("push", tmp_path / "sparse", "me/tools"), tmp_path)
@@ -385,15 +374,15 @@ def figures_of_scores() -> dict:
 
 def tiny_model(cls, act="silu"):
     """Random, on a Llama; one that sees has a deeper and wider part for that."""
-    text = LlamaConfig(**TINY, hidden_act=act)
-    if cls is not LlavaForConditionalGeneration:
+    text = tf.LlamaConfig(**TINY, hidden_act=act)
+    if cls is not tf.LlavaForConditionalGeneration:
         return cls(text).eval()
     sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 4, "image_size": 16, "patch_size": 8}
-    return cls(LlavaConfig(vision_config=CLIPVisionConfig(**sizes, num_hidden_layers=4), text_config=text)).eval()
+    return cls(tf.LlavaConfig(vision_config=tf.CLIPVisionConfig(**sizes, num_hidden_layers=4), text_config=text)).eval()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cls", [LlamaModel, LlamaForSequenceClassification, LlavaForConditionalGeneration])
+@pytest.mark.parametrize("cls", [tf.LlamaModel, tf.LlamaForSequenceClassification, tf.LlavaForConditionalGeneration])
 def test_models_of_other_tasks_are_checked_and_loaded_as_what_they_are(cls, hub, tmp_path, run):
     """AutoModelForCausalLM would drop a reward model's head, and knows no models that see."""
     hf_twell.sparsify(tiny_model(cls)).save_pretrained(tmp_path / "model")
@@ -470,7 +459,7 @@ def test_names_in_a_card_are_the_hubs_and_break_no_table(tmp_path, monkeypatch):
 
 
 def test_the_card_tells_unions_beside_the_density():
-    config = LlamaConfig(num_hidden_layers=2, hidden_act="relu").to_dict()
+    config = tf.LlamaConfig(num_hidden_layers=2, hidden_act="relu").to_dict()
     sparsity = figures_of_sparsity(2) | {"unions": {"16": 0.05, "64": 0.101, "128": None}}
     assert "union" not in cards.model_card("me/model", config, sparsity=sparsity).partition("## Sparsity")[2], (
         "of no layer"
@@ -507,9 +496,9 @@ def test_the_card_warns_of_engines_that_assume_silu():
     ],
 )
 def test_the_card_of_a_run_to_a_target_says_so(options, clause, aim, tmp_path):
-    args = TrainingArguments(str(tmp_path), max_steps=2, save_steps=2, use_cpu=True, report_to=[])
+    args = tf.TrainingArguments(str(tmp_path), max_steps=2, save_steps=2, use_cpu=True, report_to=[])
     rows = [{"input_ids": list(range(3, 15)), "labels": list(range(3, 15))}] * 8
-    trainer = Trainer(hf_twell.sparsify(tiny_llama()), args, train_dataset=rows)
+    trainer = tf.Trainer(hf_twell.sparsify(tiny_llama()), args, train_dataset=rows)
     trainer.add_callback(hf_twell.SparsityCallback(trainer, **options))
     trainer.train()
     trainer.create_model_card(model_name="me/x")
@@ -521,11 +510,11 @@ def test_the_card_of_a_run_to_a_target_says_so(options, clause, aim, tmp_path):
 
 @pytest.mark.parametrize(("layers", "log_layers"), [(None, True), ([0], True), (None, False)])
 def test_a_card_tells_what_training_logged_of_every_layer_or_nothing(tmp_path, layers, log_layers):
-    args = TrainingArguments(
+    args = tf.TrainingArguments(
         str(tmp_path), max_steps=2, logging_steps=1, save_strategy="no", use_cpu=True, report_to=[]
     )
     rows = [{"input_ids": list(range(3, 15)), "labels": list(range(3, 15))}] * 8
-    trainer = Trainer(hf_twell.sparsify(tiny_llama(), layers=layers), args, train_dataset=rows)
+    trainer = tf.Trainer(hf_twell.sparsify(tiny_llama(), layers=layers), args, train_dataset=rows)
     trainer.add_callback(hf_twell.SparsityCallback(trainer, l1_weight=1.0, log_layers=log_layers))
     trainer.train()
     trainer.create_model_card(model_name="me/x")
@@ -535,12 +524,12 @@ def test_a_card_tells_what_training_logged_of_every_layer_or_nothing(tmp_path, l
 
 
 def test_the_card_of_the_best_checkpoint_tells_its_own_steps(tmp_path):
-    args = TrainingArguments(
+    args = tf.TrainingArguments(
         str(tmp_path), max_steps=3, logging_steps=1, save_steps=1, eval_strategy="steps", eval_steps=1, use_cpu=True,
         load_best_model_at_end=True, metric_for_best_model="eval_loss", learning_rate=1.0, report_to=[],
     )  # fmt: skip
     rows = [{"input_ids": list(range(3, 15)), "labels": list(range(3, 15))}] * 24
-    trainer = Trainer(hf_twell.sparsify(tiny_llama()), args, train_dataset=rows, eval_dataset=rows)
+    trainer = tf.Trainer(hf_twell.sparsify(tiny_llama()), args, train_dataset=rows, eval_dataset=rows)
     trainer.add_callback(hf_twell.SparsityCallback(trainer, l1_weight=0))
     trainer.train()
     best = trainer.state.best_global_step
@@ -562,7 +551,9 @@ def test_the_card_of_an_adapter_has_no_figures(tmp_path, figures):
 
 @pytest.mark.parametrize("told", ["before the callback", "after it", "never"])
 def test_a_card_that_was_asked_for_outlasts_the_callback(tmp_path, told):
-    trainer = Trainer(hf_twell.sparsify(tiny_llama()), TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
+    trainer = tf.Trainer(
+        hf_twell.sparsify(tiny_llama()), tf.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    )
 
     def written_card():
         trainer.create_model_card(model_name="me/x")
@@ -647,7 +638,7 @@ def test_folders_that_are_refused(sparse, tmp_path, capsys):
     refused(torn, "holds no model.safetensors")
     assert main(["push", str(sparse), "not a name", "--json"]) == 1
     assert "not a name" in capsys.readouterr().err
-    for model in (tiny_llama(), AutoTokenizer.from_pretrained(DEMO)):
+    for model in (tiny_llama(), tf.AutoTokenizer.from_pretrained(DEMO)):
         with pytest.raises(ValueError, match="has no sparse blocks"):
             hf_twell.push_to_hub(model, "me/x")
 
@@ -660,4 +651,4 @@ def test_a_model_is_checked_before_anything_is_sent():
         hf_twell.push_to_hub(model, "mine")
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["up_proj"]))
     with pytest.raises(ValueError, match="is no name on the Hub"):
-        hf_twell.push_to_hub(adapted, "me/mine", AutoTokenizer.from_pretrained(DEMO))
+        hf_twell.push_to_hub(adapted, "me/mine", tf.AutoTokenizer.from_pretrained(DEMO))

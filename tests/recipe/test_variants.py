@@ -7,16 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers as tf
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedTokenizerFast,
-)
 
 from hf_twell import sparsify
 from hf_twell.cli import main
@@ -51,7 +44,7 @@ def recipe(tmp_path) -> Path:
 
 
 def weights_of(folder) -> dict[str, torch.Tensor]:
-    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    return dict(tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
 
 
 @pytest.mark.parametrize("trainable", ["ffn", "ffn+lora"])
@@ -66,7 +59,7 @@ def test_what_is_trained_and_what_is_saved(recipe, trainable, capsys):
     ffns = {name for name in before if ".mlp." in name}
     attention = {name for name in before if "self_attn" in name and "proj" in name}
     assert changed == (ffns if trainable == "ffn" else ffns | attention)
-    entry = AutoConfig.from_pretrained(folder).twell
+    entry = tf.AutoConfig.from_pretrained(folder).twell
     assert len(entry.pop("density")) == 4, "as measured at the end"
     assert {len(of_layers) for of_layers in entry.pop("unions").values()} == {4}
     assert entry == {"version": 1, "layers": [0, 2]}
@@ -149,9 +142,8 @@ def test_ffns_alone():
 
 def test_a_stream_gives_the_sequences_of_the_packed_text(recipe):
     pytest.importorskip("datasets")
-    from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(DEMO / "model")
+    tokenizer = tf.AutoTokenizer.from_pretrained(DEMO / "model")
     source = {"hub": "json", "data_files": str(recipe.parent / "rows.jsonl"), "column": "words", "skip": 3, "take": 5}
     packed = PackedText(tokenizer, source, 32)
     streamed = list(StreamedText(tokenizer, {**source, "streaming": True}, 32))
@@ -200,12 +192,12 @@ def test_a_streamed_run_resumes_to_the_same_model(recipe, trainable, capsys):
     assert resumed["after"]["loss"] == pytest.approx(whole["after"]["loss"], abs=1e-6)
 
 
-def words(ends_itself=False, eos="<eos>") -> PreTrainedTokenizerFast:
+def words(ends_itself=False, eos="<eos>") -> tf.PreTrainedTokenizerFast:
     made = Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1, "a": 2, "b": 3, "c": 4}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if ends_itself:
         made.post_processor = processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=eos)
+    return tf.PreTrainedTokenizerFast(tokenizer_object=made, eos_token=eos)
 
 
 @pytest.mark.parametrize("ends_itself", [False, True])
@@ -346,7 +338,7 @@ def test_whole_sequences_are_not_searched_for_padding():
 @pytest.mark.parametrize("case", ["sliding window", "eager"])
 def test_models_that_need_masks_keep_them(case):
     torch.manual_seed(0)
-    model = tiny_llama() if case == "eager" else MistralForCausalLM(MistralConfig(**TINY, sliding_window=4))
+    model = tiny_llama() if case == "eager" else tf.MistralForCausalLM(tf.MistralConfig(**TINY, sliding_window=4))
     if case == "eager":
         model.set_attn_implementation("eager")
     expected, before = logits(model), model.config._attn_implementation
@@ -389,18 +381,18 @@ def test_recipes_that_lack_keys(recipe):
     ],
 )
 def test_the_teacher_that_a_recipe_asks_for(recipe, changes, expected):
-    model = sparsify(AutoModelForCausalLM.from_pretrained(DEMO / "model"))
+    model = sparsify(tf.AutoModelForCausalLM.from_pretrained(DEMO / "model"))
     assert finetune.teacher(load_recipe(recipe), model) is None
-    other = AutoModelForCausalLM.from_pretrained(DEMO / "model")
+    other = tf.AutoModelForCausalLM.from_pretrained(DEMO / "model")
     other.model.norm.weight.data += 0.5
     other.save_pretrained(recipe.parent / "other")
-    AutoTokenizer.from_pretrained(DEMO / "model").save_pretrained(recipe.parent / "other")
+    tf.AutoTokenizer.from_pretrained(DEMO / "model").save_pretrained(recipe.parent / "other")
     for parent in (DEMO / "model", recipe.parent / "other"):
         more = [] if parent == DEMO / "model" else [f"distill.parent={parent}"]
         teacher = finetune.teacher(load_recipe(recipe, [*changes, *more]), model)
         dtype = expected[2]
         assert (teacher.logits, teacher.layers, teacher.parent.dtype) == (*expected[:2], dtype)
-        theirs = AutoModelForCausalLM.from_pretrained(parent, dtype=dtype)
+        theirs = tf.AutoModelForCausalLM.from_pretrained(parent, dtype=dtype)
         assert torch.equal(teacher.parent.model.norm.weight, theirs.model.norm.weight)
 
 

@@ -8,18 +8,9 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers as tf
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    Trainer,
-    TrainingArguments,
-)
 
 from hf_twell import SparsityCallback, sparsify
 from hf_twell.train import divergence
@@ -109,8 +100,8 @@ def test_layers_compiled_one_by_one_share_their_graphs(monkeypatch, tmp_path):
         torch.compiler.reset()
         counters.clear()
         model, parent = sparsify(tiny_llama(num_hidden_layers=layers)), tiny_llama(num_hidden_layers=layers)
-        args = TrainingArguments(str(tmp_path), **one_step.ONE_STEP, **COMPILED)
-        trainer = Trainer(model, args, train_dataset=one_step.rows()[:1])
+        args = tf.TrainingArguments(str(tmp_path), **one_step.ONE_STEP, **COMPILED)
+        trainer = tf.Trainer(model, args, train_dataset=one_step.rows()[:1])
         options = {"target_density": 0.1, "term": "count", "distillation": Distillation(model, parent, logits=1.0)}
         trainer.add_callback(SparsityCallback(trainer, **options))
         trainer.train()
@@ -125,7 +116,7 @@ def test_a_task_loss_that_teaches_nothing_is_logged_and_no_more(layout, accumula
     found, logs = one_step.trainer_gradient(layout=layout, accumulation=accumulation, l1_weight=0.0, distil=ALONE)
     taken = []
 
-    class OwnLoss(Trainer):
+    class OwnLoss(tf.Trainer):
         def compute_loss(self, *args, **options):
             taken.append(self.compute_loss_func)
             return super().compute_loss(*args, **options)
@@ -141,8 +132,8 @@ def test_a_task_loss_that_teaches_nothing_is_logged_and_no_more(layout, accumula
 
 def test_no_task_loss_is_spared_in_evaluation_and_after(tmp_path):
     model = sparsify(tiny_llama())
-    args = TrainingArguments(str(tmp_path), **one_step.ONE_STEP)
-    trainer = Trainer(model, args, one_step.pad, train_dataset=one_step.rows(), eval_dataset=one_step.rows())
+    args = tf.TrainingArguments(str(tmp_path), **one_step.ONE_STEP)
+    trainer = tf.Trainer(model, args, one_step.pad, train_dataset=one_step.rows(), eval_dataset=one_step.rows())
     expected = trainer.evaluate()["eval_loss"]
     callback = SparsityCallback(trainer, 0.0, distillation=Distillation(model, one_step.parent(), **ALONE))
     trainer.add_callback(callback)
@@ -360,7 +351,7 @@ def test_a_detached_parent_is_free():
 def test_a_loss_without_logits_is_refused(tmp_path):
     """A fused output head multiplies by its weight and never calls it, so that nothing would be learned."""
 
-    class FusedTrainer(Trainer):
+    class FusedTrainer(tf.Trainer):
         def compute_loss(self, model, inputs, **options):
             hidden = self.model.model(**{key: inputs[key] for key in ("input_ids", "attention_mask")}).last_hidden_state
             logits = F.linear(hidden, self.model.lm_head.weight)
@@ -383,14 +374,14 @@ def test_models_that_do_not_fit_together_are_refused():
             Distillation(model, tiny_llama(), **shares)
     sizes = {**TINY, "head_dim": 8}
     with pytest.raises(ValueError, match=r"Gemma2ForCausalLM changes its logits after the head \(final_logit_softcap"):
-        Distillation(model, Gemma2ForCausalLM(Gemma2Config(**sizes)))
+        Distillation(model, tf.Gemma2ForCausalLM(tf.Gemma2Config(**sizes)))
     with pytest.raises(ValueError, match=r"Gemma2ForCausalLM changes its logits"):
-        Distillation(Gemma2ForCausalLM(Gemma2Config(**sizes)), model)
+        Distillation(tf.Gemma2ForCausalLM(tf.Gemma2Config(**sizes)), model)
     with pytest.raises(ValueError, match=r"GraniteForCausalLM changes its logits after the head \(logits_scaling\)"):
-        Distillation(model, GraniteForCausalLM(GraniteConfig(**TINY, logits_scaling=2.0)))
-    Distillation(model, GraniteForCausalLM(GraniteConfig(**TINY, logits_scaling=1.0))).detach()
+        Distillation(model, tf.GraniteForCausalLM(tf.GraniteConfig(**TINY, logits_scaling=2.0)))
+    Distillation(model, tf.GraniteForCausalLM(tf.GraniteConfig(**TINY, logits_scaling=1.0))).detach()
     with pytest.raises(ValueError, match="LlamaForSequenceClassification has no output embeddings"):
-        Distillation(model, LlamaForSequenceClassification(LlamaConfig(**TINY)))
+        Distillation(model, tf.LlamaForSequenceClassification(tf.LlamaConfig(**TINY)))
     with pytest.raises(ValueError, match="output words"):
         Distillation(model, tiny_llama(vocab_size=97))
     with pytest.raises(ValueError, match="layers, hidden size"):
