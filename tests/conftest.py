@@ -1,4 +1,5 @@
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from hf_twell.cli import main
 from hf_twell.dispatch import limits
 from hf_twell.ops import api
 from tests.paths import DEMO, HELDOUT, ROOT
@@ -111,6 +113,33 @@ def isa(request, monkeypatch):
             raise
         pytest.skip(str(error))
     return request.param
+
+
+@pytest.fixture
+def run_json(capsys):
+    """A function: what `hf-twell` prints as JSON for these arguments."""
+
+    def run(*arguments) -> dict:
+        capsys.readouterr()
+        assert main([*map(str, arguments), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.fixture
+def error_line(capsys):
+    """A function: the one line in which `hf-twell` with these arguments ends, after whatever it did before."""
+
+    def run(*arguments) -> str:
+        capsys.readouterr()
+        assert main([*map(str, arguments)]) == 1
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert [line for line in lines if line.startswith("hf-twell: error: ")] == lines[-1:]
+        assert not any("Traceback" in line for line in lines)
+        return lines[-1]
+
+    return run
 
 
 @pytest.fixture

@@ -223,14 +223,11 @@ def test_both_sides_are_one_command_but_for_the_kernels():
         (["{sparse}", "--", "--enforce-eager"], "arguments after -- are for vLLM, and the engine is Transformers"),
     ],
 )
-def test_mistakes_are_told_before_a_server_starts(more, says, sparse, tmp_path, capsys):
+def test_mistakes_are_told_before_a_server_starts(more, says, sparse, tmp_path, error_line):
     names = {"sparse": sparse, "absent": tmp_path / "absent"}
-    more = [argument.format(**names) for argument in more]
+    model, *more = [argument.format(**names) for argument in more]
     begun = time.monotonic()
-    assert main(["bench", "serve", *more[:1], "--engine", "transformers", *more[1:]]) == 1
-    line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert line.startswith("hf-twell: error: ")
-    assert says in line
+    assert says in error_line("bench", "serve", model, "--engine", "transformers", *more)
     assert time.monotonic() - begun < 8
 
 
@@ -242,12 +239,12 @@ def test_prompts_are_of_the_documents_of_packed_texts_too(sparse, tmp_path):
     assert plain.words == packed.words == words.replace("<|endoftext|>", "").split()
 
 
-def test_a_missing_vllm_is_told(sparse, capsys):
+def test_a_missing_vllm_is_told(sparse, error_line):
     pytest.importorskip("fastapi")
     if importlib.util.find_spec("vllm"):
         pytest.skip("vLLM is installed here")
-    assert main(["bench", "serve", str(sparse), "--engine", "vllm"]) == 1
-    assert f"--engine vllm, but vLLM is not installed: {how_to_install('vllm')}" in capsys.readouterr().err
+    line = error_line("bench", "serve", sparse, "--engine", "vllm")
+    assert f"--engine vllm, but vLLM is not installed: {how_to_install('vllm')}" in line
 
 
 @pytest.mark.slow

@@ -389,10 +389,9 @@ def test_bench_prefill_of_ones_own_model(own, tmp_path, capsys):
         ),
     ],
 )
-def test_own_models_that_cannot_be_measured_are_refused(own, arguments, says, capsys):
+def test_own_models_that_cannot_be_measured_are_refused(own, arguments, says, error_line):
     names = {"own": own[0], "text": own[2], "dense": str(DEMO / "model")}
-    assert main(["bench", *(argument.format(**names) for argument in arguments), "--device", "cpu"]) == 1
-    assert says in capsys.readouterr().err
+    assert says in error_line("bench", *(argument.format(**names) for argument in arguments), "--device", "cpu")
 
 
 def test_the_bar_says_what_is_being_done(capsys):
@@ -700,12 +699,11 @@ def test_bench_on_a_gpu(tmp_path, capsys):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_bench_of_a_dynamic_block_that_is_too_dense_for_kernels(capsys):
+def test_bench_of_a_dynamic_block_that_is_too_dense_for_kernels(run_json):
     """Compiled, with h in 16 bits and, as torchao's own config has it, in 8."""
     pytest.importorskip("torchao.quantization")
     sizes = ["--hidden", "512", "--intermediate", "1408", "--l0", "700", "--tokens", "1024", "--repeats", "1"]
-    assert main(["bench", "ffn", "--weights", "fp8-dynamic", *sizes, "--device", "cuda", "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    (row,) = run_json("bench", "ffn", "--weights", "fp8-dynamic", *sizes, "--device", "cuda")["rows"]
     assert row["took"] == "plain matmuls"
     assert min(row["sparse_compiled_ms"], row["sparse_h_compiled_ms"]) > 0
 
@@ -721,23 +719,21 @@ def test_a_block_of_any_hidden_size(hidden):
     ("weights", "took", "order"),
     [("int8", "kernels", "columns"), ("fp8", "plain matmuls", "rows"), ("fp8-dynamic", "plain matmuls", "rows")],
 )
-def test_bench_ffn_in_eight_bits(capsys, weights, took, order):
+def test_bench_ffn_in_eight_bits(error_line, run_json, weights, took, order):
     """Beside the plain block and torchao's own matmuls, in one row; what it cannot measure it refuses."""
     pytest.importorskip("torchao.quantization")
     command = ["bench", "ffn", "--weights", weights, "--hidden", "512", "--intermediate", "1408", "--l0", "8"]
-    assert main([*command, "--tokens", "3", "--repeats", "1", "--no-compile", "--device", "cpu", "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    (row,) = run_json(*command, "--tokens", "3", "--repeats", "1", "--no-compile", "--device", "cpu")["rows"]
     assert (row["weights"], row["took"], row["down_stored_by"]) == (weights, took, order)
     for name in ("eager_ms", "torchao_ms", "sparse_plain_ms", "sparse_ms", "speedup_same_weights", "speedup_plain"):
         assert row[name] > 0
     assert row["error"] <= max(2 * row["error_eager"], 2**-7)
     assert ("scaled_mm_ms" in row) == (weights == "fp8-dynamic")
-    assert main([*command, "--backward"]) == 1
-    assert f"--weights {weights} measures forward alone" in capsys.readouterr().err
+    assert f"--weights {weights} measures forward alone" in error_line(*command, "--backward")
 
 
 @pytest.mark.slow
-def test_bench_ffn_of_several_kinds_of_weights(capsys, tmp_path):
+def test_bench_ffn_of_several_kinds_of_weights(capsys, tmp_path, error_line):
     """One table and one figure; bf16 are the rows that come without the option."""
     pytest.importorskip("torchao.quantization")
     sizes = ["--hidden", "512", "--intermediate", "1408", "--l0", "20", "--tokens", "70", "--repeats", "1"]
@@ -750,7 +746,5 @@ def test_bench_ffn_of_several_kinds_of_weights(capsys, tmp_path):
     assert [row.get("weights") for row in rows] == [None, "fp8-dynamic"]
     assert "scaled_mm_ms" in rows[1]
     assert (tmp_path / "bench.png").stat().st_size > 0
-    assert main([*command, "--dtype", "float16"]) == 1
-    assert "--weights bf16 fp8-dynamic with --dtype float16" in capsys.readouterr().err
-    assert main([*command[:-2], "fp8-dynamic", "--hidden", "500"]) == 1
-    assert "torchao takes bfloat16 and multiples of 16" in capsys.readouterr().err
+    assert "--weights bf16 fp8-dynamic with --dtype float16" in error_line(*command, "--dtype", "float16")
+    assert "torchao takes bfloat16 and multiples of 16" in error_line(*command[:-2], "fp8-dynamic", "--hidden", "500")

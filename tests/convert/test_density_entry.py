@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from hf_twell import L1Penalty, TwellLlamaForCausalLM, measure_sparsity, sparsify
 from hf_twell.blocks.modeling import sparse_ffns
-from hf_twell.cli import main
 from hf_twell.convert.entry import check_entry
 from hf_twell.dispatch.activity import Activity
 from hf_twell.dispatch.choose import choices_by_tokens
@@ -155,7 +154,7 @@ def test_that_of_layers_cut_off_counts_as_not_measured(load, cut, tmp_path):
         torch.testing.assert_close(logits(loaded), logits(model.eval()))
 
 
-def test_commands_take_a_model_of_fewer_layers(tmp_path, capsys):
+def test_commands_take_a_model_of_fewer_layers(tmp_path, run_json):
     model = sparsify(AutoModelForCausalLM.from_pretrained(DEMO))
     measured(model)
     model.model.layers, model.config.num_hidden_layers = model.model.layers[:2], 2
@@ -163,8 +162,7 @@ def test_commands_take_a_model_of_fewer_layers(tmp_path, capsys):
     AutoTokenizer.from_pretrained(DEMO).save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text("The cell is the smallest unit of life.")
     for command in ("eval", "inspect"):
-        assert main([command, str(tmp_path / "model"), "--text", str(tmp_path / "text.txt"), "--json"]) == 0
-        json.loads(capsys.readouterr().out)
+        run_json(command, tmp_path / "model", "--text", tmp_path / "text.txt")
 
 
 @pytest.mark.parametrize("density", [0.1, [0.1, 0.2, 1.5], [0.1, 0.2, "0.3"], [0.1, 0.2, True], [0.1, -0.1], {}])

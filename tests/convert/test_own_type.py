@@ -316,7 +316,7 @@ def test_of_a_model_that_sees_the_text_model_is_taken(form, tmp_path, caplog):
 
 
 @pytest.mark.slow
-def test_the_commands_take_the_text_model_of_one_that_sees(tmp_path, capsys):
+def test_the_commands_take_the_text_model_of_one_that_sees(tmp_path, run_json):
     tokenizer = tf.AutoTokenizer.from_pretrained(ROOT / "recipes" / "demo" / "model")
     text, path = tmp_path / "text.txt", str(tmp_path / "sees")
     text.write_text("in 1912 a letter of the alphabet was read aloud. " * 40)
@@ -324,8 +324,7 @@ def test_the_commands_take_the_text_model_of_one_that_sees(tmp_path, capsys):
     model.resize_token_embeddings(len(tokenizer))
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
-    assert main(["sparsify", path, str(tmp_path / "sparse"), "--text", str(text), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = run_json("sparsify", path, tmp_path / "sparse", "--text", text)
     assert (told["class"], told["config"]["ffn_act"]) == ("TwellQwen3_5ForCausalLM", "relu")
     assert len(told["config"]["twell"]["density"]) == 4
     for given in (path, str(tmp_path / "sparse")):

@@ -580,7 +580,7 @@ def test_command_line_offline_without_any_cache(model, tokenizer, data_dir, tmp_
 
 
 @needs_lm_eval
-def test_command_line_table_and_refusals(model, tokenizer, data_dir, tmp_path, capsys):
+def test_command_line_table_and_refusals(model, tokenizer, data_dir, tmp_path, capsys, error_line, run_json):
     dense, sparse = tmp_path / "dense", tmp_path / "sparse"
     save_model(model, dense, tokenizer)
     save_model(hf_twell.sparsify(copy.deepcopy(model)), sparse, tokenizer)
@@ -591,16 +591,12 @@ def test_command_line_table_and_refusals(model, tokenizer, data_dir, tmp_path, c
     assert rows == [["arc_easy", "test", "2", "acc"], ["arc_easy", "test", "2", "acc_norm"]]
     (tmp_path / "text.txt").write_text(TEXT)
     options_of_both = ["--text", str(tmp_path / "text.txt"), "--data-dir", str(data_dir), "--limit", "1", "--json"]
-    assert main(["eval", str(dense), *options_of_both]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = run_json("eval", dense, *options_of_both)
     assert result["text"]
     assert list(result["tasks"]) == ["arc_easy", "arc_challenge", "hellaswag"], "--data-dir is not passed over"
-    assert main(["eval", str(dense), "--output", str(tmp_path / "absent" / "x.json")]) == 1
-    assert "folder does not exist" in capsys.readouterr().err
-    assert main(["eval", str(dense), *options, "--backend", "reference"]) == 1
-    assert "hf-twell sparsify" in capsys.readouterr().err
-    assert main(["eval", str(sparse), *options, "--backend", "reference", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["backend"] == "reference"
+    assert "folder does not exist" in error_line("eval", dense, "--output", tmp_path / "absent" / "x.json")
+    assert "hf-twell sparsify" in error_line("eval", dense, *options, "--backend", "reference")
+    assert run_json("eval", sparse, *options, "--backend", "reference")["backend"] == "reference"
 
 
 OWN_TASK = """
@@ -677,7 +673,7 @@ MISSING = [f"../shared/data/{name}" for name in ("eval", "stories260K-hf") if no
 @pytest.mark.slow
 @pytest.mark.skipif(bool(MISSING), reason=f"missing beside the repository: {', '.join(MISSING)}")
 @needs_lm_eval
-def test_scores_equal_the_lm_eval_command(tmp_path, capsys):
+def test_scores_equal_the_lm_eval_command(tmp_path, capsys, run_json):
     """A sparsified model, with and without examples: the command runs its dense path, ours the reference backend."""
     import lm_eval.tasks
 
@@ -713,8 +709,7 @@ def test_scores_equal_the_lm_eval_command(tmp_path, capsys):
     options += ["--backend", "reference", "--log-samples", "--json"]
     for name, (*_, shots, rows) in tasks.items():
         capsys.readouterr()
-        assert main(["eval", str(model), "--tasks", name, "--num-fewshot", str(shots), *options]) == 0
-        ours = json.loads(capsys.readouterr().out)["tasks"][name]
+        ours = run_json("eval", model, "--tasks", name, "--num-fewshot", shots, *options)["tasks"][name]
         for metric, score in ours["metrics"].items():
             expected = theirs[f"{name}_local"]
             assert score == {"value": expected[f"{metric},none"], "stderr": expected[f"{metric}_stderr,none"]}

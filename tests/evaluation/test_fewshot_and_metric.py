@@ -202,20 +202,18 @@ def test_scores_of_backends_in_fp32(demo):
 
 @pytest.mark.slow
 @needs_lm_eval
-def test_flips(tmp_path, capsys):
+def test_flips(tmp_path, capsys, error_line, run_json):
     assert main(["sparsify", str(DEMO), str(tmp_path / "model")]) == 0
     capsys.readouterr()
     options = ["--tasks", "arc_easy", "--data-dir", str(shared_path("data/eval")), "--limit", "24", "--device", "cpu"]
     for dtype in ("float32", "bfloat16"):
-        assert main(["eval", str(tmp_path / "model"), *options, "--dtype", dtype, "--flips", "--json"]) == 0
-        flips = json.loads(capsys.readouterr().out)["flips"]["arc_easy"]
+        flips = run_json("eval", tmp_path / "model", *options, "--dtype", dtype, "--flips")["flips"]["arc_easy"]
         assert flips["rows"] == 24
         if dtype == "float32":
             assert (flips["kernels_vs_dense"], flips["dense_vs_dense"]) == (0, 0)
         else:
             assert flips["kernels_vs_dense"] <= flips["dense_vs_dense"] + 3
-    assert main(["eval", str(DEMO), *options, "--flips"]) == 1
-    assert "--flips" in capsys.readouterr().err
+    assert "--flips" in error_line("eval", DEMO, *options, "--flips")
 
 
 def test_flips_are_counted():
@@ -259,14 +257,14 @@ def test_flips_are_of_the_rows_and_examples_that_are_scored(data_dir):
 
 
 @needs_lm_eval
-def test_flips_of_tasks_without_choices_are_refused_at_once(demo, data_dir, monkeypatch, capsys):
+def test_flips_of_tasks_without_choices_are_refused_at_once(demo, data_dir, monkeypatch, error_line):
     """Before a model is loaded, or computes."""
     changes = {"output_type": "generate_until", "doc_to_target": "{{answerKey}}", "doc_to_choice": None}
     changes |= {"generation_kwargs": {"until": ["."]}, "metric_list": [{"metric": "bypass"}]}
     task = load_local(local_task("arc_easy", data_dir, **changes))  # in the place of lm-eval's, which is on the Hub
     monkeypatch.setattr(harness, "load_tasks", lambda *_: ({"tasks": {"arc_easy": task}}, {}))
-    assert main(["eval", "absent/model", "--tasks", "arc_easy", "--flips"]) == 1
-    assert "multiple-choice tasks alone, such as arc_easy or hellaswag; arc_easy is none" in capsys.readouterr().err
+    line = error_line("eval", "absent/model", "--tasks", "arc_easy", "--flips")
+    assert "multiple-choice tasks alone, such as arc_easy or hellaswag; arc_easy is none" in line
     with pytest.raises(ValueError, match="arc_easy is none"):
         answer_flips(*demo, ["arc_easy"])
 

@@ -12,7 +12,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_twell
-from hf_twell.cli import main
 from hf_twell.cli.eval import format_table
 from hf_twell.evaluation import sandbox
 from hf_twell.evaluation.humaneval import _run_fenced, _run_plain
@@ -134,7 +133,7 @@ def test_humaneval_through_the_chat_template(tokenizer, data_dir):
 
 
 @needs_lm_eval
-def test_refusals(tokenizer, data_dir, tmp_path, capsys):
+def test_refusals(tokenizer, data_dir, tmp_path, error_line):
     demo = writer(tokenizer, "\n", "pass", context=512)
     with pytest.raises(ValueError, match=r"humaneval: these run programs .*run_code=True \(--run-code\)"):
         hf_twell.evaluate(*demo, ["gsm8k_cot", "humaneval"], data_dir=data_dir)
@@ -152,10 +151,9 @@ def test_refusals(tokenizer, data_dir, tmp_path, capsys):
         hf_twell.evaluate(*demo, ["humaneval"], data_dir=data_dir, run_code=True)
     save_model(demo[0], tmp_path / "model", demo[1])
     command = ["eval", str(tmp_path / "model"), "--data-dir", str(data_dir), "--tasks"]
-    assert main([*command, "gsm8k_cot", "--flips"]) == 1
-    assert "multiple-choice tasks alone, such as arc_easy or hellaswag; gsm8k_cot is none" in capsys.readouterr().err
-    assert main([*command, "humaneval"]) == 1
-    assert "--run-code" in capsys.readouterr().err
+    line = error_line(*command, "gsm8k_cot", "--flips")
+    assert "multiple-choice tasks alone, such as arc_easy or hellaswag; gsm8k_cot is none" in line
+    assert "--run-code" in error_line(*command, "humaneval")
 
 
 def test_examples_of_several_tasks_in_the_table():

@@ -319,7 +319,7 @@ def test_windows_are_never_of_bos_alone(tokenizer, tmp_path):
     assert all(len(window) > 1 for window in halves)
 
 
-def test_command(relu_folder, text, tmp_path, capsys):
+def test_command(relu_folder, text, tmp_path, capsys, run_json):
     page, figures = tmp_path / "page.html", tmp_path / "figures.json"
     command = ["inspect", str(relu_folder), "--text", str(text), "--html", str(page), "--output", str(figures)]
     assert main(command) == 0
@@ -334,8 +334,7 @@ def test_command(relu_folder, text, tmp_path, capsys):
     html = page.read_text()
     assert "predicted, not measured" in html
     assert "http://" not in html.replace("http-equiv", "")
-    assert main([*command[:4], "--tokens", "100", "--batch-tokens", "512", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = run_json(*command[:4], "--tokens", "100", "--batch-tokens", "512")
     assert result["tokens"] == sum(row["tokens"] for row in result["positions"]) == 100
 
 
@@ -353,13 +352,9 @@ def test_command(relu_folder, text, tmp_path, capsys):
         (lambda p: [str(gpt2(p)), "--text", str(HELDOUT)], "GPT2LMHeadModel"),
     ],
 )
-def test_mistakes_end_in_one_line(make, says, tmp_path, capsys, monkeypatch):
+def test_mistakes_end_in_one_line(make, says, tmp_path, error_line, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["inspect", *make(tmp_path)]) == 1
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert lines[-1].startswith("hf-twell: error: ")
-    assert says in lines[-1]
-    assert not any("Traceback" in line for line in lines)
+    assert says in error_line("inspect", *make(tmp_path))
 
 
 def written(folder: Path, content: bytes, name: str = "text.txt") -> Path:
@@ -390,13 +385,12 @@ def gpt2(folder: Path) -> Path:
     return folder / "gpt2"
 
 
-def test_a_larger_tokenizer_is_refused(tokenizer, tmp_path, capsys):
+def test_a_larger_tokenizer_is_refused(tokenizer, tmp_path, error_line):
     larger = AutoTokenizer.from_pretrained(DEMO / "model")
     larger.add_tokens(["sometimes"])
     larger.save_pretrained(tmp_path / "larger")
     command = ["inspect", str(DEMO / "model"), "--text", str(HELDOUT), "--tokenizer", str(tmp_path / "larger")]
-    assert main(command) == 1
-    assert "does not match" in capsys.readouterr().err.strip().splitlines()[-1]
+    assert "does not match" in error_line(*command)
 
 
 def test_another_tokenizer_is_noticed(tmp_path, text, capsys):

@@ -23,7 +23,6 @@ from hf_twell import (
     sparsify,
 )
 from hf_twell.blocks.modeling import sparse_ffns
-from hf_twell.cli import main
 from hf_twell.models.hub import folder_card
 from tests.conftest import ids, logits, relu_llama, tiny_llama
 from tests.one_step import ONE_STEP
@@ -152,7 +151,7 @@ def test_a_mistyped_folder_is_named_as_such(tmp_path, monkeypatch):
             load_adapter(name, cache_dir=tmp_path, local_files_only=True)
 
 
-def test_commands_load_an_adapter_onto_its_base(tmp_path, capsys):
+def test_commands_load_an_adapter_onto_its_base(tmp_path, error_line, run_json):
     """Saved without a tokenizer, it gets the base's. Commands that convert say how to make a whole model of it."""
     model = with_lora(sparsify(tf.AutoModelForCausalLM.from_pretrained(DEMO)))
     save_adapter(model, tmp_path / "adapter")
@@ -160,14 +159,12 @@ def test_commands_load_an_adapter_onto_its_base(tmp_path, capsys):
     text.write_text("The cell is the smallest unit of life.")
     expected = evaluate(model, tf.AutoTokenizer.from_pretrained(DEMO), text=text)["text"][str(text)]
     arguments = [str(tmp_path / "adapter"), "--text", str(text), "--json"]
-    assert main(["eval", *arguments]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = run_json("eval", *arguments)
     assert result["model"] == str(tmp_path / "adapter")
     assert result["text"][str(text)]["nats_per_token"] == expected["nats_per_token"]
-    assert main(["inspect", *arguments]) == 0
-    assert json.loads(capsys.readouterr().out)["model"] == str(tmp_path / "adapter")
-    assert main(["sparsify", str(tmp_path / "adapter"), str(tmp_path / "out")]) == 1
-    assert "it is an adapter's; merge it into its base first" in capsys.readouterr().err
+    assert run_json("inspect", *arguments)["model"] == str(tmp_path / "adapter")
+    line = error_line("sparsify", tmp_path / "adapter", tmp_path / "out")
+    assert "it is an adapter's; merge it into its base first" in line
 
 
 def test_adapters_of_a_dense_base_are_refused(base, tmp_path):

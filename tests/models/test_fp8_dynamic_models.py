@@ -21,7 +21,7 @@ from hf_twell.models.quantizing import make_dynamic, quantize, quantize_block, t
 from hf_twell.ops import api, build, reference
 from tests.conftest import ids, tiny_llama
 from tests.ffn_cases import relative_rms
-from tests.models.test_int8_models import few_active, kernel_calls, quantized  # noqa: F401
+from tests.models.test_int8_models import few_active, kernel_calls  # noqa: F401
 
 quantization = pytest.importorskip("torchao.quantization")
 pytestmark = [
@@ -247,8 +247,8 @@ def test_what_quantize_refuses(folder, tmp_path):
         quantize(tmp_path / "odd", "fp8-dynamic")
 
 
-def test_the_command(folder, tmp_path, capsys):
-    result = quantized(capsys, folder, tmp_path / "dynamic", "--weights", "fp8-dynamic")
+def test_the_command(folder, tmp_path, run_json):
+    result = run_json("quantize", folder, tmp_path / "dynamic", "--weights", "fp8-dynamic")
     assert result["weights"] == "fp8-dynamic"
     assert result["block_bytes"] == result["block_bytes_before"] / 2 + 3 * (304 + 304 + 64) * 4
     found = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "dynamic").eval())

@@ -258,10 +258,9 @@ def test_nothing_beside_the_file_is_read(model, tokenizer, tmp_path, monkeypatch
     assert len(found) == len(tokenizer)
 
 
-def test_sparsify_writes_the_stock_form(file, model, text, tmp_path, capsys, caplog):
+def test_sparsify_writes_the_stock_form(file, model, text, tmp_path, run_json, caplog):
     output = tmp_path / "relu"
-    assert main(["sparsify", str(file), str(output), "--text", str(text), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["blocks"] == 3
+    assert run_json("sparsify", file, output, "--text", text)["blocks"] == 3
     assert "quantized (Q8_0)" in caplog.text
     raw = json.loads((output / "config.json").read_text())
     assert (raw["hidden_act"], raw["architectures"]) == ("relu", ["LlamaForCausalLM"])
@@ -299,14 +298,12 @@ def test_sparsify_saves_quantized_weights_in_bfloat16_and_others_as_they_are(
 
 
 @pytest.mark.slow
-def test_eval_and_inspect(file, text, tmp_path, capsys):
-    assert main(["eval", str(file), "--text", str(text), "--device", "cpu", "--json"]) == 0
-    scored = json.loads(capsys.readouterr().out)
+def test_eval_and_inspect(file, text, tmp_path, run_json):
+    scored = run_json("eval", file, "--text", text, "--device", "cpu")
     expected = text_loss(*load_model(file, device="cpu"), [text.read_text().strip("\n")])
     assert scored["text"][str(text)]["nats_per_token"] == expected["nats_per_token"]
     assert scored["model"] == str(file)
-    assert main(["inspect", str(file), "--text", str(text), "--device", "cpu", "--tokens", "200", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["partial"] is False
+    assert run_json("inspect", file, "--text", text, "--device", "cpu", "--tokens", "200")["partial"] is False
 
 
 @pytest.mark.slow

@@ -575,7 +575,7 @@ def test_a_card_that_was_asked_for_outlasts_the_callback(tmp_path, told):
         assert metadata(written_card())["base_model"] == "their/base"
 
 
-def test_figures_of_another_model_are_refused(sparse, tmp_path, capsys):
+def test_figures_of_another_model_are_refused(sparse, tmp_path, error_line):
     for name, content, message in (
         ("layers", json.dumps(figures_of_sparsity(3)), "of 3 layers, the model has 4"),
         ("scores", json.dumps(figures_of_scores()), "no figures of sparsity"),
@@ -584,10 +584,8 @@ def test_figures_of_another_model_are_refused(sparse, tmp_path, capsys):
     ):
         path = tmp_path / name
         path.write_text(content)
-        assert main(["push", str(sparse), "me/x", "--dry-run", "--sparsity", str(path)]) == 1
-        assert message in capsys.readouterr().err
-    assert main(["push", str(sparse), "me/x", "--dry-run", "--scores", str(tmp_path / "absent")]) == 1
-    assert "no file at" in capsys.readouterr().err
+        assert message in error_line("push", sparse, "me/x", "--dry-run", "--sparsity", path)
+    assert "no file at" in error_line("push", sparse, "me/x", "--dry-run", "--scores", tmp_path / "absent")
 
 
 def test_real_figures(sparse, tmp_path, capsys):
@@ -607,37 +605,28 @@ def test_real_figures(sparse, tmp_path, capsys):
     assert f"| notes.txt | {loss['tokens']:,} | {loss['nats_per_token']:.4g} |" in printed
 
 
-def test_a_dry_run_refuses_what_publishing_would_and_shows_the_card_that_is_given(sparse, tmp_path, capsys):
+def test_a_dry_run_refuses_what_publishing_would_and_shows_the_card_that_is_given(sparse, tmp_path, capsys, error_line):
     for name in ("me/x/y", "my model", "relu"):
-        assert main(["push", str(sparse), name, "--dry-run"]) == 1
-        assert name in capsys.readouterr().err
+        assert name in error_line("push", sparse, name, "--dry-run")
     card = tmp_path / "card.md"
-    assert main(["push", str(sparse), "me/x", "--dry-run", "--card", str(card)]) == 1
-    assert "card.md" in capsys.readouterr().err
+    assert "card.md" in error_line("push", sparse, "me/x", "--dry-run", "--card", card)
     card.write_text("mine")
     assert main(["push", str(sparse), "me/x", "--dry-run", "--card", str(card)]) == 0
     assert capsys.readouterr().out == "mine"
 
 
-def test_folders_that_are_refused(sparse, tmp_path, capsys):
-    def refused(folder, message):
-        assert main(["push", str(folder), "me/x", "--dry-run"]) == 1
-        error = capsys.readouterr().err
-        assert message in error
-        assert len(error.strip().splitlines()) == 1
-
-    refused(DEMO, "is no sparse model")
-    refused(tmp_path / "absent", "is no model folder")
-    torn = tmp_path / "torn"
-    torn.mkdir()
-    for path in sparse.iterdir():
-        (torn / path.name).write_bytes(path.read_bytes())
+def test_folders_that_are_refused(sparse, tmp_path, error_line):
+    torn, bare = (Path(shutil.copytree(sparse, tmp_path / name)) for name in ("torn", "bare"))
     (torn / "model.safetensors").write_bytes((sparse / "model.safetensors").read_bytes()[:1000])
-    refused(torn, "no whole safetensors file")
-    (torn / "model.safetensors").unlink()
-    refused(torn, "holds no model.safetensors")
-    assert main(["push", str(sparse), "not a name", "--json"]) == 1
-    assert "not a name" in capsys.readouterr().err
+    (bare / "model.safetensors").unlink()
+    for folder, says in (
+        (DEMO, "is no sparse model"),
+        (tmp_path / "absent", "is no model folder"),
+        (torn, "no whole safetensors file"),
+        (bare, "holds no model.safetensors"),
+    ):
+        assert says in error_line("push", folder, "me/x", "--dry-run")
+    assert "not a name" in error_line("push", sparse, "not a name", "--json")
     for model in (tiny_llama(), tf.AutoTokenizer.from_pretrained(DEMO)):
         with pytest.raises(ValueError, match="has no sparse blocks"):
             hf_twell.push_to_hub(model, "me/x")

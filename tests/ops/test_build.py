@@ -1,7 +1,6 @@
 """Finding, compiling and caching the kernel libraries, and what happens where that cannot work."""
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -15,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_twell.cli import main
 from hf_twell.ops import build, toolchain
 from tests.paths import ROOT
 
@@ -132,7 +130,7 @@ def test_a_failed_compilation_leaves_its_log(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler or ninja")
-def test_a_library_that_was_cut_short_is_compiled_anew(tmp_path, monkeypatch, capsys):
+def test_a_library_that_was_cut_short_is_compiled_anew(tmp_path, monkeypatch, run_json):
     """The loader maps it, so that the process would end with a bus error."""
     for name in ("ops", "cpu"):  # as every test's process has them
         shutil.copy(build.find_library(name) or build.compile_library(name), tmp_path)
@@ -141,8 +139,7 @@ def test_a_library_that_was_cut_short_is_compiled_anew(tmp_path, monkeypatch, ca
     os.truncate(library, 3000)
     monkeypatch.setenv("HF_TWELL_CACHE", str(tmp_path))
     monkeypatch.setattr(build, "_outcomes", {})
-    assert main(["doctor", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["backends"]["cpu"]["reason"]
+    told = run_json("doctor")["backends"]["cpu"]["reason"]
     assert told == f"{library} is damaged; the first use compiles it into {tmp_path}"
     with monkeypatch.context() as patch:
         patch.setenv("CXX", "/nowhere/g++")

@@ -48,12 +48,11 @@ def weights_of(folder) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("trainable", ["ffn", "ffn+lora"])
-def test_what_is_trained_and_what_is_saved(recipe, trainable, capsys):
+def test_what_is_trained_and_what_is_saved(recipe, trainable, run_json):
     pytest.importorskip("peft")
     pytest.importorskip("datasets")
     changes = [f"trainable={trainable}", "training.learning_rate=1e-3", "layers=[0, 2]"]
-    assert main(["train", str(recipe), "--json", *changes]) == 0
-    folder = json.loads(capsys.readouterr().out)["model"]
+    folder = run_json("train", recipe, *changes)["model"]
     before, after = weights_of(DEMO / "model"), weights_of(folder)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     ffns = {name for name in before if ".mlp." in name}
@@ -68,28 +67,26 @@ def test_what_is_trained_and_what_is_saved(recipe, trainable, capsys):
             load_model(recipe.parent / "out" / f"checkpoint-{step}")
 
 
-def test_what_is_frozen_stays(recipe, capsys):
+def test_what_is_frozen_stays(recipe, error_line, run_json):
     pytest.importorskip("datasets")
     changes = ["freeze=[embed_tokens, norm]", "training.learning_rate=1e-3"]
-    assert main(["train", str(recipe), "--json", *changes]) == 0
-    folder = json.loads(capsys.readouterr().out)["model"]
+    folder = run_json("train", recipe, *changes)["model"]
     before, after = weights_of(DEMO / "model"), weights_of(folder)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if "proj" in name}
     changes += ["training.max_steps=6"]
-    assert main(["train", str(recipe), "--resume", *changes, "freeze=[norm]"]) == 1
-    assert "was trained with freeze=['embed_tokens', 'norm'], which a resumed run keeps" in capsys.readouterr().err
+    line = error_line("train", recipe, "--resume", *changes, "freeze=[norm]")
+    assert "was trained with freeze=['embed_tokens', 'norm'], which a resumed run keeps" in line
     assert main(["train", str(recipe), "--resume", *changes]) == 0
 
 
-def test_what_cannot_be_frozen_is_said(recipe, capsys):
+def test_what_cannot_be_frozen_is_said(recipe, error_line):
     for value, message in (("norm", "give a list of parts of weights' names"), ("[embd]", "freeze has 'embd'")):
-        assert main(["train", str(recipe), f"freeze={value}"]) == 1
-        assert message in capsys.readouterr().err
+        assert message in error_line("train", recipe, f"freeze={value}")
 
 
 @pytest.mark.slow
-def test_two_runs_with_adapters_are_alike(recipe, capsys):
+def test_two_runs_with_adapters_are_alike(recipe, run_json):
     """They begin at random."""
     pytest.importorskip("peft")
     pytest.importorskip("datasets")
@@ -98,8 +95,7 @@ def test_two_runs_with_adapters_are_alike(recipe, capsys):
         torch.manual_seed(run)
         changes = ["trainable=ffn+lora", "training.max_steps=2", "training.learning_rate=1e-3"]
         changes += ["training.save_strategy='no'", f"output_dir={recipe.parent / str(run)}"]
-        assert main(["train", str(recipe), "--json", *changes]) == 0
-        logs.append(json.loads(capsys.readouterr().out)["logs"])
+        logs.append(run_json("train", recipe, *changes)["logs"])
     assert logs[0] == logs[1]
 
 
@@ -155,7 +151,7 @@ def test_a_stream_gives_the_sequences_of_the_packed_text(recipe):
 
 
 @pytest.mark.slow
-def test_a_recipe_trains_on_local_parquet_as_on_the_same_rows_elsewhere(recipe, capsys):
+def test_a_recipe_trains_on_local_parquet_as_on_the_same_rows_elsewhere(recipe, run_json):
     datasets = pytest.importorskip("datasets")
     path = recipe.parent / "rows.parquet"
     rows = [json.loads(line)["words"] for line in (recipe.parent / "rows.jsonl").read_text().splitlines()]
@@ -166,26 +162,23 @@ def test_a_recipe_trains_on_local_parquet_as_on_the_same_rows_elsewhere(recipe, 
     ]
     logs = []
     for changes in ([f"train=[{path}]"], packed):
-        assert main(["train", str(recipe), "--json", *changes]) == 0
-        logs.append(json.loads(capsys.readouterr().out)["logs"])
+        logs.append(run_json("train", recipe, *changes)["logs"])
     assert len(logs[0]) == 4
     assert logs[0] == logs[1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainable", ["all", "ffn+lora"])
-def test_a_streamed_run_resumes_to_the_same_model(recipe, trainable, capsys):
+def test_a_streamed_run_resumes_to_the_same_model(recipe, trainable, run_json):
     pytest.importorskip("datasets")
     if "lora" in trainable:
         pytest.importorskip("peft")
     changes = [f"trainable={trainable}", "training.learning_rate=1e-3"]
-    assert main(["train", str(recipe), "--json", *changes, f"output_dir={recipe.parent / 'whole'}"]) == 0
-    whole = json.loads(capsys.readouterr().out)
+    whole = run_json("train", recipe, *changes, f"output_dir={recipe.parent / 'whole'}")
     (recipe.parent / "whole").rename(recipe.parent / "out")
     for name in ("checkpoint-4", "final"):
         (recipe.parent / "out" / name).rename(recipe.parent / name)
-    assert main(["train", str(recipe), "--json", *changes, "--resume"]) == 0
-    resumed = json.loads(capsys.readouterr().out)
+    resumed = run_json("train", recipe, *changes, "--resume")
     assert len(whole["logs"]) == 4
     for mine, row in zip(resumed["logs"], whole["logs"], strict=True):
         assert mine == pytest.approx(row, rel=1e-5, abs=1e-6)

@@ -143,10 +143,9 @@ def test_it_is_told_after_each_word(demo):
     assert told == [(words, 8) for words in range(1, 9)]
 
 
-def test_the_command_samples_no_more_at_a_time_than_asked_for(tmp_path, capsys):
+def test_the_command_samples_no_more_at_a_time_than_asked_for(tmp_path, capsys, run_json):
     command = ["sample", DEMO, str(tmp_path / "own.jsonl"), "--tokens", "20", "--length", "16", "--device", "cpu"]
-    assert main([*command, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"] <= 32
+    assert run_json(*command)["tokens"] <= 32
     assert main(["sample", "absent", str(tmp_path / "none.jsonl"), "--tokens", "0"]) == 1, "before a model is loaded"
     assert "tokens=0; give at least 1" in capsys.readouterr().err
 
@@ -193,21 +192,18 @@ def test_a_file_of_ones_own_is_left_as_it_is(mine, demo, tmp_path, capsys):
     assert path.read_text() == mine
 
 
-def test_a_place_that_takes_no_file_is_refused_before_a_model_is_loaded(tmp_path, capsys):
+def test_a_place_that_takes_no_file_is_refused_before_a_model_is_loaded(tmp_path, error_line):
     (tmp_path / "folder.jsonl").mkdir()
     for name, says in (("folder.jsonl", "is a folder; name a file"), ("none/own.jsonl", "its folder does not exist")):
-        assert main(["sample", "absent", str(tmp_path / name), "--tokens", "10"]) == 1
-        assert says in capsys.readouterr().err
+        assert says in error_line("sample", "absent", tmp_path / name, "--tokens", "10")
 
 
-def test_the_command_writes_what_a_recipe_reads(tmp_path, capsys):
+def test_the_command_writes_what_a_recipe_reads(tmp_path, capsys, error_line, run_json):
     file = tmp_path / "own.jsonl"
     command = ["sample", DEMO, str(file), "--tokens", "1_00", "--length", "16", "--batch", "4", "--device", "cpu"]
-    assert main([*command, "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = run_json(*command)
     assert result["output"] == str(file)
     assert len(PackedText(load_tokenizer(DEMO), [str(file)], 16)) > 3
     assert main(command) == 0
     assert capsys.readouterr().out.startswith(f"{result['documents']} documents, {result['tokens']:,} tokens in all, ")
-    assert main(["sample", DEMO, str(tmp_path / "own.txt"), "--tokens", "5"]) == 1
-    assert "does not end in .jsonl" in capsys.readouterr().err
+    assert "does not end in .jsonl" in error_line("sample", DEMO, tmp_path / "own.txt", "--tokens", "5")

@@ -13,7 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_twell
-from hf_twell.cli import main
 from hf_twell.files.packages import how_to_install
 from hf_twell.serving.sparse import prepare
 from tests.conftest import tiny_llama
@@ -306,11 +305,11 @@ def test_a_dense_model_is_served_and_said_so(tmp_path):
         assert completion(server) == greedy(DEMO, PROMPTS[0])
 
 
-def test_a_port_in_use_is_told(sparse, capsys):
+def test_a_port_in_use_is_told(sparse, error_line):
     with socket.create_server(("127.0.0.1", 0)) as other:
-        port = str(other.getsockname()[1])
-        assert main(["serve", str(sparse), "--engine", "transformers", "--port", port]) == 1
-    assert f"cannot serve on 127.0.0.1 port {port}: Address already in use" in last(capsys)
+        port = other.getsockname()[1]
+        line = error_line("serve", sparse, "--engine", "transformers", "--port", port)
+    assert f"cannot serve on 127.0.0.1 port {port}: Address already in use" in line
 
 
 @pytest.mark.parametrize(
@@ -325,16 +324,9 @@ def test_a_port_in_use_is_told(sparse, capsys):
         ([str(DEMO), "--device", "tpu"], "give cpu, cuda or cuda:N"),
     ],
 )
-def test_mistakes_of_the_one_who_starts_it_are_told(arguments, says, tmp_path, capsys):
+def test_mistakes_of_the_one_who_starts_it_are_told(arguments, says, tmp_path, error_line):
     model, *rest = (argument.format(folder=tmp_path) for argument in arguments)
-    assert main(["serve", model, "--engine", "transformers", "--port", "0", *rest]) == 1
-    assert says in last(capsys)
-
-
-def last(capsys) -> str:
-    line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert line.startswith("hf-twell: error: ")
-    return line
+    assert says in error_line("serve", model, "--engine", "transformers", "--port", "0", *rest)
 
 
 @pytest.mark.slow
